@@ -1,1 +1,40 @@
-//! To be written.
+//! Memory that another process, or another host, may read.
+//!
+//! Redis is unknown here, and so is what the bytes mean: this crate lends out *regions* of memory and fetches pieces of them.
+//! It promises that bytes arrive, never that they are consistent; `remora-table` above it makes sense of them.
+//! All unsafe code of Remora's data path lives in this crate.
+//!
+//! ```text
+//!        source's host                                              reader's host
+//!  ┌───────────────────────────┐                            ┌────────────────────────────┐
+//!  │ Memory (one memfd)        │                            │ Memory: the sink           │
+//!  │   ▲ written by its owner  │   key: by the messenger    │   ▲ pieces land here       │
+//!  │   │                       │ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─▶ │   │                        │
+//!  │ Exporter                  │                            │ Connector ── connect ──▶   │
+//!  │   export, grant, revoke   │◀═══ post_read ═════════════│ Peer: post, poll, arm      │
+//!  │                           │════ bytes ════════════════▶│                            │
+//!  └───────────────────────────┘     sim | shm | tcp        └────────────────────────────┘
+//! ```
+//!
+//! In the order in which one should meet them:
+//!
+//! - [`memory`]: [`Memory`], which we own and write, and [`View`], a read-only window. **Start here.**
+//! - [`region`]: the names of a piece of lent memory: [`RegionId`], [`RegionKey`], and the [`Secret`] that opens it.
+//! - [`transport`]: the three traits that every transport has: [`Exporter`], [`Connector`], [`Peer`].
+//! - [`auth`]: how a data connection proves its session, shared by `shm` and `tcp`.
+//! - [`sim`], [`shm`], [`tcp`]: the transports, sisters. `tests/conformance/` holds what none of them may fail.
+//! - [`error`]: what can go wrong outside a read, sorted by who can act on it.
+
+pub mod auth;
+pub mod error;
+pub mod memory;
+pub mod region;
+pub mod shm;
+pub mod sim;
+pub mod tcp;
+pub mod transport;
+
+pub use error::Error;
+pub use memory::{Memory, Pages, View};
+pub use region::{RegionId, RegionKey, Secret, TransportKind};
+pub use transport::{Completion, Connector, Denial, Exporter, Peer, ReadError, ReadRequest};

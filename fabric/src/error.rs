@@ -1,0 +1,140 @@
+//! What can go wrong outside a single read, sorted by who can act on it. (The fate of a read is [`ReadError`].)
+
+use std::{io, time::Duration};
+
+use crate::{
+    region::{RegionId, TransportKind},
+    transport::{Denial, ReadError},
+};
+
+/// An error of the fabric. A bug of ours is a panic, not one of these.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    // -- The caller used us wrongly: change the call. --
+    /// A range that does not lie inside the memory.
+    #[error("{length} bytes at offset {offset} do not lie inside a memory of {size} bytes")]
+    OutOfBounds {
+        /// First byte asked for.
+        offset: u64,
+        /// Bytes asked for.
+        length: u64,
+        /// Bytes there are.
+        size: u64,
+    },
+    /// An atomic access at an offset that its size does not divide.
+    #[error("offset {offset} is not a multiple of {align}, as an atomic access needs")]
+    Unaligned {
+        /// The offset given.
+        offset: u64,
+        /// What it must be a multiple of, in bytes.
+        align: u64,
+    },
+    /// An argument that makes no sense here.
+    #[error("{0}")]
+    Misuse(&'static str),
+    /// The region is already lent out under this name.
+    #[error("region {0} is exported already: revoke it first, or use a new generation")]
+    AlreadyExported(RegionId),
+    /// The region isn't lent out (any more).
+    #[error("region {0} is not exported here")]
+    NotExported(RegionId),
+
+    // -- The other end is different from what we need: choose another transport, or another source. --
+    /// A key of one transport was given to another.
+    #[error("a {given} key was given to the {wanted} transport")]
+    WrongTransport {
+        /// The transport that was asked.
+        wanted: TransportKind,
+        /// The transport that made the key.
+        given: TransportKind,
+    },
+    /// The key names memory of another host, which only a network transport can read.
+    #[error("the memory is not on the same host (boot id {theirs}, ours is {ours}): use tcp")]
+    NotThisHost {
+        /// Boot id in the key.
+        theirs: String,
+        /// Boot id of this host.
+        ours: String,
+    },
+    /// The other end speaks a version that we don't.
+    #[error("the source speaks version {theirs} of the {kind} lane, we speak {ours}: upgrade the older one")]
+    Version {
+        /// Which transport.
+        kind: TransportKind,
+        /// Their version.
+        theirs: u16,
+        /// Our version.
+        ours: u16,
+    },
+
+    // -- The other end refused us, or is gone: ask the messenger for a new key, or for a grant. --
+    /// The exporter knows us, or doesn't, and said no.
+    #[error("the source refused the connection: {0}")]
+    Refused(Denial),
+    /// Nobody there.
+    #[error("cannot reach {what}: {source}")]
+    Unreachable {
+        /// The address, in words.
+        what: String,
+        /// Why.
+        source: io::Error,
+    },
+    /// The other end was silent for too long.
+    #[error("{what} did not answer within {after:?}")]
+    TimedOut {
+        /// Who, in words.
+        what: &'static str,
+        /// How long we waited.
+        after: Duration,
+    },
+    /// The connection has ended; the peer gives no more completions and takes no more reads.
+    #[error("the peer is retired: {0}")]
+    Retired(ReadError),
+
+    // -- The other end misbehaved: distrust it. --
+    /// It sent what the protocol does not know.
+    #[error("the other end broke the protocol: {0}")]
+    Protocol(&'static str),
+    /// It could not prove that it holds the session's secret.
+    #[error("the source could not prove that it knows this session: something else answers at its address")]
+    Impostor,
+    /// A key whose bytes no exporter of ours made.
+    #[error("malformed region key: {0}")]
+    Key(&'static str),
+    /// Memory that might shrink under our feet, so that a read of it could kill the process.
+    #[error("the memory handed over can't be mapped safely: {0}")]
+    Unsealed(&'static str),
+
+    // -- The system refused: its administrator can act. --
+    /// A system call failed.
+    #[error("{what}: {source}")]
+    System {
+        /// What we wanted, in words.
+        what: &'static str,
+        /// What it said.
+        source: io::Error,
+    },
+}
+
+impl Error {
+    /// For `map_err`: wraps what the system said with what we wanted of it.
+    pub(crate) fn system<E: Into<io::Error>>(what: &'static str) -> impl FnOnce(E) -> Error {
+        move |source| Error::System { what, source: source.into() }
+    }
+}
+
+/// For the calls that answer with `io::Result`: misuse becomes `InvalidInput`, with the same sentence.
+impl From<Error> for io::Error {
+    fn from(error: Error) -> io::Error {
+        let kind = match &error {
+            Error::System { source, .. } | Error::Unreachable { source, .. } => source.kind(),
+            Error::TimedOut { .. } => io::ErrorKind::TimedOut,
+            Error::Refused(_) | Error::Impostor => io::ErrorKind::PermissionDenied,
+            Error::Retired(_) => io::ErrorKind::ConnectionAborted,
+            Error::Protocol(_) | Error::Key(_) | Error::Version { .. } => io::ErrorKind::InvalidData,
+            _ => io::ErrorKind::InvalidInput,
+        };
+        io::Error::new(kind, error)
+    }
+}

@@ -1,0 +1,1 @@
+//! Regions of one host, shared by handing over the memory's descriptor. To be written.

@@ -1,0 +1,1 @@
+//! A network inside one process, driven by a seed. To be written.

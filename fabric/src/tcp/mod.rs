@@ -1,0 +1,1 @@
+//! Regions over plain TCP. To be written.
