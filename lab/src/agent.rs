@@ -1,0 +1,340 @@
+//! The program under test as a process: start it, read along, wait, signal, measure.
+//!
+//! Knows nothing of what the program does: its lines and its exit status are the interface.
+
+use std::ffi::OsStr;
+use std::io::{BufRead, BufReader, Read};
+use std::path::Path;
+use std::process::{Command, ExitStatus, Stdio};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+
+use crate::error::{Error, Result};
+use crate::net::Host;
+use crate::process::{self, Process};
+use crate::server::tail_of;
+
+/// A running `remora`. Dropping it kills it.
+#[derive(Debug)]
+pub struct Agent {
+    process: Process,
+    heard: Arc<Heard>,
+    watch: Arc<Mutex<Watch>>,
+}
+
+impl Agent {
+    /// Starts the program with these arguments.
+    pub fn start<A: AsRef<OsStr>>(program: impl AsRef<Path>, args: &[A]) -> Result<Agent> {
+        let mut command = Command::new(program.as_ref());
+        command.args(args);
+        Agent::run(command)
+    }
+
+    /// ... on a host of a test network.
+    pub fn start_on<A: AsRef<OsStr>>(host: &Host, program: impl AsRef<Path>, args: &[A]) -> Result<Agent> {
+        let mut command = Command::new(program.as_ref());
+        command.args(args);
+        host.enter(&mut command)?;
+        Agent::run(command)
+    }
+
+    /// ... as prepared by the caller (environment, folder). Its input is empty, its output goes to us.
+    pub fn run(mut command: Command) -> Result<Agent> {
+        let name = Path::new(command.get_program()).file_name().unwrap_or_default().to_string_lossy().into_owned();
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let (process, pipes) = Process::start(name, command)?;
+        let heard = Arc::new(Heard::default());
+        if let Some(stdout) = pipes.stdout {
+            listen(stdout, Stream::Stdout, &heard);
+        }
+        if let Some(stderr) = pipes.stderr {
+            listen(stderr, Stream::Stderr, &heard);
+        }
+        let watch = Arc::new(Mutex::new(Watch::default()));
+        watch_over(process.pid(), &watch);
+        Ok(Agent { process, heard, watch })
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.process.pid()
+    }
+
+    /// Everything it has written so far, both streams, in the order in which we read them.
+    pub fn output(&self) -> String {
+        self.heard.text(|_| true)
+    }
+
+    /// Its standard output so far.
+    pub fn stdout(&self) -> String {
+        self.heard.text(|stream| stream == Stream::Stdout)
+    }
+
+    /// Its standard error so far.
+    pub fn stderr(&self) -> String {
+        self.heard.text(|stream| stream == Stream::Stderr)
+    }
+
+    /// Waits for a line, on either stream, that contains `part`, and returns it. Lines written before count. Fails at
+    /// once where the program ends without it.
+    pub fn wait_for_line(&mut self, part: &str, within: Duration) -> Result<String> {
+        let deadline = Instant::now() + within;
+        loop {
+            // Asked before we look, so that the last words of a program that ends in between are not missed.
+            let silent = self.heard.is_over();
+            if let Some(line) = self.heard.find(part) {
+                return Ok(line);
+            }
+            if silent && let Some(status) = self.ended()? {
+                return Err(self.ended_error(status));
+            }
+            if Instant::now() >= deadline {
+                return Err(self.too_late(&format!("a line with {part:?}"), within));
+            }
+            self.heard.wait(LOOK_TIME);
+        }
+    }
+
+    /// Waits until it ends by itself. All that it wrote has been read by then.
+    pub fn wait(&mut self, within: Duration) -> Result<ExitStatus> {
+        let deadline = Instant::now() + within;
+        loop {
+            if let Some(status) = self.ended()? {
+                self.heard.wait_until_over(LAST_WORDS_TIME);
+                return Ok(status);
+            }
+            if Instant::now() >= deadline {
+                return Err(self.too_late("its end", within));
+            }
+            thread::sleep(LOOK_TIME);
+        }
+    }
+
+    /// Waits until it ends, and fails with its last lines unless it ended with status 0.
+    pub fn wait_for_success(&mut self, within: Duration) -> Result<()> {
+        let status = self.wait(within)?;
+        if status.success() { Ok(()) } else { Err(self.ended_error(status)) }
+    }
+
+    /// Its exit status, if it has ended.
+    pub fn ended(&mut self) -> Result<Option<ExitStatus>> {
+        // The watcher must not look at this process id any more once it is reaped.
+        let mut watch = lock(&self.watch);
+        let ended = self.process.ended()?;
+        watch.over |= ended.is_some();
+        Ok(ended)
+    }
+
+    /// Sends a signal (SIGTERM, SIGINT, SIGSTOP, SIGCONT …).
+    pub fn signal(&mut self, signal: Signal) -> Result<()> {
+        let _watch = lock(&self.watch);
+        self.process.signal(signal)
+    }
+
+    /// `kill -9`.
+    pub fn kill(&mut self) -> Result<()> {
+        let mut watch = lock(&self.watch);
+        watch.over = true;
+        self.process.kill().map(drop)
+    }
+
+    /// CPU seconds it has spent; known after its end too.
+    pub fn cpu_seconds(&self) -> Result<f64> {
+        self.process.cpu_seconds()
+    }
+
+    /// The most memory it has had resident, in bytes, shared mappings included (VmHWM); after its end what was seen last,
+    /// which is at most [`Agent::SAMPLE_TIME`] old.
+    pub fn peak_memory(&self) -> u64 {
+        lock(&self.watch).now(self.pid()).memory
+    }
+
+    /// The most bytes that its memfds have had pages for, as sampled.
+    pub fn peak_memfd(&self) -> u64 {
+        lock(&self.watch).now(self.pid()).memfd
+    }
+
+    /// How often the peaks are sampled.
+    pub const SAMPLE_TIME: Duration = Duration::from_millis(20);
+
+    fn ended_error(&self, status: ExitStatus) -> Error {
+        Error::Ended { who: self.process.who(), status: process::in_words(status), tail: self.tail() }
+    }
+
+    fn too_late(&self, what: &str, waited: Duration) -> Error {
+        Error::TooLate { what: format!("{what} of {}", self.process.who()), waited, tail: self.tail() }
+    }
+
+    fn tail(&self) -> String {
+        tail_of(&self.output(), TAIL_LINES)
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        let _ = self.kill();
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stream {
+    Stdout,
+    Stderr,
+}
+
+/// What has been written so far, by which stream, and how many streams have ended.
+#[derive(Debug, Default)]
+struct Heard {
+    state: Mutex<HeardState>,
+    news: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct HeardState {
+    lines: Vec<(Stream, String)>,
+    streams_ended: usize,
+}
+
+impl Heard {
+    fn text(&self, wanted: impl Fn(Stream) -> bool) -> String {
+        let state = lock(&self.state);
+        let lines: Vec<&str> =
+            state.lines.iter().filter(|(from, _)| wanted(*from)).map(|(_, line)| line.as_str()).collect();
+        lines.join("\n")
+    }
+
+    fn find(&self, part: &str) -> Option<String> {
+        lock(&self.state).lines.iter().find(|(_, line)| line.contains(part)).map(|(_, line)| line.clone())
+    }
+
+    fn is_over(&self) -> bool {
+        lock(&self.state).streams_ended == 2
+    }
+
+    fn wait(&self, time: Duration) {
+        // A spurious wake-up only makes the caller look once more.
+        drop(self.news.wait_timeout(lock(&self.state), time));
+    }
+
+    /// Bounded: a grandchild that inherited the streams may hold them open for ever.
+    fn wait_until_over(&self, time: Duration) {
+        drop(self.news.wait_timeout_while(lock(&self.state), time, |state| state.streams_ended < 2));
+    }
+
+    fn tell(&self, change: impl FnOnce(&mut HeardState)) {
+        change(&mut lock(&self.state));
+        self.news.notify_all();
+    }
+}
+
+/// Reads one stream to its end, line by line, on a thread of its own.
+fn listen(from: impl Read + Send + 'static, stream: Stream, heard: &Arc<Heard>) {
+    let heard = Arc::clone(heard);
+    thread::spawn(move || {
+        let mut reader = BufReader::new(from);
+        let mut line = Vec::new();
+        while reader.read_until(b'\n', &mut line).is_ok_and(|read| read > 0) {
+            let text = String::from_utf8_lossy(&line).trim_end_matches(['\n', '\r']).to_owned();
+            line.clear();
+            heard.tell(|state| state.lines.push((stream, text)));
+        }
+        heard.tell(|state| state.streams_ended += 1);
+    });
+}
+
+/// The peaks, sampled until the process is over.
+#[derive(Debug, Default)]
+struct Watch {
+    over: bool,
+    memory: u64,
+    memfd: u64,
+}
+
+impl Watch {
+    /// Looks now, unless it is over.
+    fn now(&mut self, pid: u32) -> &Watch {
+        if !self.over {
+            // A process that has just become a zombie has no memory left to read: what was seen stays.
+            self.memory = process::peak_memory(pid).unwrap_or_default().max(self.memory);
+            let resident = process::memfds(pid).unwrap_or_default().iter().map(|memfd| memfd.resident).sum::<u64>();
+            self.memfd = self.memfd.max(resident);
+        }
+        self
+    }
+}
+
+fn watch_over(pid: u32, watch: &Arc<Mutex<Watch>>) {
+    let watch = Arc::downgrade(watch);
+    thread::spawn(move || {
+        while let Some(watch) = watch.upgrade() {
+            if lock(&watch).now(pid).over {
+                return;
+            }
+            drop(watch);
+            thread::sleep(Agent::SAMPLE_TIME);
+        }
+    });
+}
+
+/// A thread that panicked while it held one of these locks left nothing half done: they guard plain counts and lines.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// How long to sleep between looks at a process.
+const LOOK_TIME: Duration = Duration::from_millis(10);
+
+/// How long the pipes of an ended process may stay open.
+const LAST_WORDS_TIME: Duration = Duration::from_secs(2);
+
+/// How many lines of output a message shows.
+const TAIL_LINES: usize = 30;
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    const SOON: Duration = Duration::from_secs(20);
+
+    fn shell(script: &str) -> Agent {
+        Agent::start("/bin/sh", &["-c", script]).unwrap()
+    }
+
+    #[test]
+    fn lines_of_both_streams_are_heard_and_the_exit_status_is_known() {
+        let mut agent = shell("echo one; echo two >&2; sleep 0.1; echo three; exit 4");
+        assert_eq!(agent.wait_for_line("thr", SOON).unwrap(), "three");
+        assert_eq!(agent.wait(SOON).unwrap().code(), Some(4));
+        assert_eq!((agent.stdout(), agent.stderr()), ("one\nthree".into(), "two".into()));
+        let error = agent.wait_for_success(SOON).unwrap_err().to_string();
+        assert!(error.contains("exit status 4") && error.contains("three"), "{error}");
+    }
+
+    #[test]
+    fn waiting_for_a_line_ends_when_the_program_ends_without_it() {
+        let begun = Instant::now();
+        let error = shell("echo last words").wait_for_line("never", SOON).unwrap_err().to_string();
+        assert!(error.contains("last words") && begun.elapsed() < SOON, "{error}");
+    }
+
+    #[test]
+    fn waiting_too_long_says_what_was_seen() {
+        let mut agent = shell("echo stuck; exec sleep 60");
+        let error = agent.wait_for_line("never", Duration::from_millis(200)).unwrap_err().to_string();
+        assert!(error.contains("stuck"), "{error}");
+        agent.signal(Signal::TERM).unwrap();
+        assert_eq!(process::in_words(agent.wait(SOON).unwrap()), "killed by signal 15");
+    }
+
+    #[test]
+    fn the_peak_of_memory_is_known_after_the_end() {
+        let mut agent = shell("sleep 0.1");
+        agent.wait_for_success(SOON).unwrap();
+        assert!(agent.peak_memory() > 100_000, "{}", agent.peak_memory());
+        assert_eq!(agent.peak_memfd(), 0);
+    }
+}

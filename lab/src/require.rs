@@ -1,0 +1,72 @@
+//! What a test needs of its machine, and what happens where the machine hasn't got it.
+//!
+//! On a developer's machine the test says loudly what is missing and how to get it, and is passed over. Under `CI=true`
+//! a skipped test is a failure: a green run there means that everything ran.
+//!
+//! ```no_run
+//! # use remora_lab::{Kind, require};
+//! let Some(kind) = require::valkey() else { return };
+//! ```
+
+use crate::net;
+use crate::server::Kind;
+
+/// Redis 7.
+pub fn redis() -> Option<Kind> {
+    kind(Kind::Redis7)
+}
+
+/// Valkey 9.1.
+pub fn valkey() -> Option<Kind> {
+    kind(Kind::Valkey9)
+}
+
+/// Every kind of server that is here; one that isn't is said to be skipped.
+pub fn kinds() -> Vec<Kind> {
+    Kind::ALL.into_iter().filter_map(kind).collect()
+}
+
+/// That kind of server.
+pub fn kind(kind: Kind) -> Option<Kind> {
+    match kind.binary() {
+        Ok(_) => Some(kind),
+        Err(error) => skip(&error.to_string()),
+    }
+}
+
+/// That we are root.
+pub fn root() -> Option<()> {
+    if rustix::process::geteuid().is_root() { Some(()) } else { skip("needs root; run the tests as root or by sudo") }
+}
+
+/// Network namespaces: root, the `ip` program, and a kernel that lets us.
+pub fn namespaces() -> Option<()> {
+    root()?;
+    match net::Net::new() {
+        Ok(_) => Some(()),
+        Err(error) => skip(&error.to_string()),
+    }
+}
+
+/// Limits of rate in a namespace: besides namespaces, the `tc` program and the kernel's token bucket.
+pub fn shaping() -> Option<()> {
+    namespaces()?;
+    match net::Net::new().and_then(|net| net.host("probe")?.shape(net::Shape::rate(1 << 20))) {
+        Ok(()) => Some(()),
+        Err(error) => skip(&error.to_string()),
+    }
+}
+
+/// Says that a test is passed over. With `CI=true` it fails instead.
+pub fn skip<T>(why: &str) -> Option<T> {
+    let test = std::thread::current().name().unwrap_or("a test").to_owned();
+    assert!(!in_ci(), "{test} cannot run, and with CI=true that is a failure: {why}");
+    // Straight to the terminal: `eprintln!` would be swallowed by the harness, as the test passes.
+    let mut terminal = std::io::stderr().lock();
+    let _ = std::io::Write::write_all(&mut terminal, format!("\nSKIPPED: {test}: {why}\n").as_bytes());
+    None
+}
+
+fn in_ci() -> bool {
+    std::env::var("CI").is_ok_and(|value| value == "true" || value == "1")
+}
