@@ -1,1 +1,47 @@
-//! To be written.
+//! What Redis and Valkey say, and how to say it back.
+//!
+//! Everything here is a pure function or a pure state machine: bytes in, bytes and events out. There is no socket,
+//! no clock, no thread and no `unsafe`. Who owns the socket (the replica agent, the source, a test) feeds what it read,
+//! writes what it is given, and decides for itself how long to wait.
+//!
+//! ```text
+//!            a primary's server                                       a replica's server
+//!                   │  ▲                                                     │  ▲
+//!       +FULLRESYNC │  │ PSYNC ? -1                      PSYNC <replid> <n>  │  │ +FULLRESYNC
+//!       $EOF:<mark> │  │ REPLCONF ACK                    REPLCONF ACK        │  │ $EOF:<mark>
+//!                   ▼  │                                                     ▼  │
+//!            psync::client::Client                                    psync::server::Server
+//!            (we play the replica)                                    (we play the primary)
+//!                   │                                                        ▲
+//!                   └── payload and stream: not ours, byte for byte ─────────┘
+//!                       rdb reads the payload's head and tail, no key
+//! ```
+//!
+//! The modules, in the order one should meet them:
+//!
+//! - [`ReplId`]: the name of a replication history, forty hexadecimal digits.
+//! - [`resp`]: the wire format. [`resp::Decoder`] reads what servers answer, [`resp::CommandDecoder`] what clients ask.
+//! - [`refusal`]: the errors servers answer with, sorted by who can act on them.
+//! - [`psync`]: the replication handshake, both ends. **Start here**: the two drawings above the two machines are the
+//!   heart of this crate.
+//! - [`rdb`]: the envelope of a snapshot: magic, version, auxiliary fields, checksum. Keys are never decoded.
+//! - [`info`]: the answer to `INFO` as a map.
+//!
+//! What it is not: a Redis client (there is no connection), an RDB parser (no key is ever looked at), or RESP3 (we never
+//! say `HELLO 3`, so no server answers in it).
+//!
+//! Everything read from a peer has a named limit. A limit that is passed is an error that names it; memory grows with the
+//! bytes that have arrived, never with a length that was merely announced.
+#![forbid(unsafe_code)]
+
+mod buffer;
+pub mod info;
+pub mod psync;
+pub mod rdb;
+pub mod refusal;
+mod replid;
+pub mod resp;
+mod text;
+
+pub use refusal::Refusal;
+pub use replid::{InvalidReplId, ReplId};

@@ -1,0 +1,520 @@
+//! The replica's side of the handshake.
+//!
+//! ```text
+//!                 +OK          +PONG           +OK              +OK | -ERR
+//!   ┌──────┐     ┌──────┐     ┌──────────────┐     ┌─────────┐           ┌─────────┐
+//!   │ Auth ├────▶│ Ping ├────▶│ Capabilities ├────▶│ Version ├──────────▶│  Psync  │◀─┐ \n  → KeepAlive
+//!   └──────┘     └──────┘     └──────────────┘     └─────────┘           └─┬─────┬─┘──┘
+//!   only with a                                    only when         +FULLRESYNC │
+//!   user or password                               wished for              │     │ +CONTINUE → Continue
+//!                                                                          ▼     │
+//!        any -ERROR: Refused            ┌─ \n → KeepAlive ──▶ ┌───────────────┐  │
+//!        not a line of Redis: NotRedis  └──────────────────── │ PayloadHeader │  │
+//!                                                             └────────┬──────┘  ▼
+//!                                                         $… → Payload └───▶ ( Ended )
+//! ```
+//!
+//! One command is sent at a time. That costs three round trips once, and in return every answer belongs to one question;
+//! besides, servers refuse a `PSYNC` that comes while they still owe an answer.
+//!
+//! The client never says `listening-port` or `ip-address`: Sentinel reads both from the primary's `INFO` and would take
+//! us for a replica that can be promoted.
+
+use std::collections::VecDeque;
+use std::fmt;
+
+use super::Payload;
+pub use super::eof_mark::EofMark;
+use crate::{Refusal, ReplId, refusal, resp, text};
+
+/// Longest line of the handshake, in bytes. The servers' own replicas read answers into 1,024 bytes; errors of modules
+/// and proxies are sometimes longer. Beyond it the peer isn't answering a handshake.
+pub const LINE_BYTES_MAX: usize = 4 * 1024;
+
+/// What to ask for, and as whom.
+#[derive(Clone, Default)]
+pub struct Options {
+    /// A history we already hold, and the offset of the next byte wanted (the last one held, plus 1). Without it, or when
+    /// the server no longer has that byte, the answer is a full resync.
+    pub resume: Option<(ReplId, u64)>,
+    /// ACL user; without one the password is that of the default user.
+    pub username: Option<String>,
+    /// Password.
+    pub password: Option<String>,
+    /// `REPLCONF version`: Valkey 9 sends its own RDB format only to those who claim at least its version. Redis answers
+    /// an error, which is passed over.
+    pub rdb_version: Option<String>,
+}
+
+/// What happened.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Event {
+    /// The server accepted user and capabilities; `PSYNC` is next in the output.
+    Handshaken,
+    /// The server lives and is preparing the answer or the payload. Several in a row may be told as one.
+    KeepAlive,
+    /// A snapshot will come.
+    FullResync {
+        /// The history it belongs to.
+        replid: ReplId,
+        /// Offset of the last byte of the stream that the snapshot contains.
+        offset: u64,
+    },
+    /// The next byte is the first of the snapshot. The handshake has ended.
+    Payload(Payload),
+    /// The next byte is that of the stream which was asked for. The handshake has ended.
+    Continue {
+        /// The history from now on: the one asked for, or the new name that the server gave it.
+        replid: ReplId,
+    },
+}
+
+/// Why the handshake failed. The connection is of no more use.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// The address is wrong: whoever listens there does not answer like a server.
+    #[error("this is not a Redis or Valkey server: it answered {received:?}{hint}")]
+    NotRedis {
+        /// The beginning of what it sent.
+        received: String,
+        /// What it might be, in brackets, or nothing.
+        hint: &'static str,
+    },
+    /// As above, without an end.
+    #[error("this is not a Redis or Valkey server: it answered a line of more than {LINE_BYTES_MAX} bytes")]
+    TooLong,
+    /// It is a server, but not one that answers this question like that: a proxy, or a version unknown to us.
+    #[error("the server gave an answer to {command} that we do not understand: {answer:?}")]
+    Unexpected {
+        /// What was asked.
+        command: &'static str,
+        /// The beginning of the answer.
+        answer: String,
+    },
+    /// The server understood, and said no.
+    #[error(transparent)]
+    Refused(#[from] Refusal),
+}
+
+/// The machine. Feed it, drain it, ask it.
+///
+/// ```
+/// use remora_redis::psync::client::{Client, Event, Options};
+/// let mut client = Client::new(Options::default());
+/// assert_eq!(client.take_output(), b"*1\r\n$4\r\nPING\r\n");
+/// client.handle_input(b"+PONG\r\n")?;
+/// client.handle_input(b"+OK\r\n")?;
+/// assert_eq!(client.poll_event(), Some(Event::Handshaken));
+/// # Ok::<(), remora_redis::psync::client::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Client {
+    options: Options,
+    step: Step,
+    /// The line being received, without its line feed.
+    line: Vec<u8>,
+    output: Vec<u8>,
+    events: VecDeque<Event>,
+}
+
+/// What is awaited.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Step {
+    Auth,
+    Ping,
+    Capabilities,
+    Version,
+    Psync,
+    PayloadHeader,
+    Ended,
+    Failed(Error),
+}
+
+impl Client {
+    /// Begins; the first command lies in the output.
+    pub fn new(options: Options) -> Client {
+        let first = if options.has_credentials() { Step::Auth } else { Step::Ping };
+        let mut client =
+            Client { options, step: Step::Ended, line: Vec::new(), output: Vec::new(), events: VecDeque::new() };
+        client.ask(first);
+        client
+    }
+
+    /// The bytes to write to the server now; empty if none.
+    pub fn take_output(&mut self) -> Vec<u8> {
+        std::mem::take(&mut self.output)
+    }
+
+    /// Takes what was read and tells how many bytes belonged to the handshake. Fewer than given: the handshake has ended,
+    /// and the rest is payload or stream. After an error there is only that error.
+    pub fn handle_input(&mut self, bytes: &[u8]) -> Result<usize, Error> {
+        let mut rest = bytes;
+        while let Some((byte, after)) = rest.split_first() {
+            match &self.step {
+                Step::Ended => break,
+                Step::Failed(error) => return Err(error.clone()),
+                _ => self.handle_byte(*byte, rest).map_err(|error| self.fail(error))?,
+            }
+            rest = after;
+        }
+        Ok(bytes.len() - rest.len())
+    }
+
+    /// What happened since the last time, oldest first.
+    pub fn poll_event(&mut self) -> Option<Event> {
+        self.events.pop_front()
+    }
+
+    /// Whether the handshake has ended well: what comes now is payload or stream.
+    pub fn is_ended(&self) -> bool {
+        self.step == Step::Ended
+    }
+
+    /// Answers are lines of a few dozen bytes, so one byte at a time is no waste, and it makes it plain that nothing is
+    /// read beyond the end of one.
+    fn handle_byte(&mut self, byte: u8, from_here: &[u8]) -> Result<(), Error> {
+        if byte == b'\n' {
+            let line = std::mem::take(&mut self.line);
+            return self.handle_line(line.strip_suffix(b"\r").unwrap_or(&line));
+        }
+        if self.line.is_empty() && !b"+-$\r".contains(&byte) {
+            let (received, hint) = refusal::guess(from_here);
+            return Err(Error::NotRedis { received, hint });
+        }
+        if self.line.len() >= LINE_BYTES_MAX {
+            return Err(Error::TooLong);
+        }
+        self.line.push(byte);
+        Ok(())
+    }
+
+    fn handle_line(&mut self, line: &[u8]) -> Result<(), Error> {
+        match line.split_first() {
+            None => self.handle_keep_alive(),
+            Some((b'-', text)) => self.handle_refusal(text)?,
+            Some((b'$', text)) if self.step == Step::PayloadHeader => self.handle_payload_header(text, line)?,
+            Some(_) => self.handle_answer(line)?,
+        }
+        Ok(())
+    }
+
+    fn handle_keep_alive(&mut self) {
+        let waiting = matches!(self.step, Step::Psync | Step::PayloadHeader);
+        // Told once: a server that only ever sends these must not fill our memory.
+        if waiting && self.events.back() != Some(&Event::KeepAlive) {
+            self.events.push_back(Event::KeepAlive);
+        }
+    }
+
+    fn handle_refusal(&mut self, text: &[u8]) -> Result<(), Error> {
+        let refusal = Refusal::sort(self.step.command(), text);
+        // Only Valkey from 8 on knows this option, and to all others it makes no difference.
+        if self.step == Step::Version && matches!(refusal, Refusal::Other { .. }) {
+            self.handshaken();
+            return Ok(());
+        }
+        Err(refusal.into())
+    }
+
+    fn handle_answer(&mut self, line: &[u8]) -> Result<(), Error> {
+        match (&self.step, line) {
+            (Step::Auth, b"+OK") => self.ask(Step::Ping),
+            (Step::Ping, b"+PONG") => self.ask(Step::Capabilities),
+            (Step::Capabilities, b"+OK") if self.options.rdb_version.is_some() => self.ask(Step::Version),
+            (Step::Capabilities | Step::Version, b"+OK") => self.handshaken(),
+            (Step::Psync, _) => self.handle_psync_answer(line)?,
+            _ => return Err(self.unexpected(line)),
+        }
+        Ok(())
+    }
+
+    fn handle_psync_answer(&mut self, line: &[u8]) -> Result<(), Error> {
+        let words: Vec<&[u8]> = line.split(|byte| *byte == b' ').collect();
+        let unexpected = || self.unexpected(line);
+        match words.as_slice() {
+            [b"+FULLRESYNC", replid, offset] => {
+                let replid = ReplId::parse(replid).map_err(|_| unexpected())?;
+                let offset = text::decimal_u64(offset).ok_or_else(unexpected)?;
+                self.events.push_back(Event::FullResync { replid, offset });
+                self.step = Step::PayloadHeader;
+            }
+            [b"+CONTINUE", named @ ..] if named.len() <= 1 => {
+                let (asked, _) = self.options.resume.ok_or_else(unexpected)?;
+                let named = named.first().map(|replid| ReplId::parse(replid));
+                let replid = named.unwrap_or(Ok(asked)).map_err(|_| unexpected())?;
+                self.events.push_back(Event::Continue { replid });
+                self.step = Step::Ended;
+            }
+            _ => return Err(unexpected()),
+        }
+        Ok(())
+    }
+
+    fn handle_payload_header(&mut self, text: &[u8], line: &[u8]) -> Result<(), Error> {
+        let payload = Payload::parse(text).ok_or_else(|| self.unexpected(line))?;
+        self.events.push_back(Event::Payload(payload));
+        self.step = Step::Ended;
+        Ok(())
+    }
+
+    fn handshaken(&mut self) {
+        self.events.push_back(Event::Handshaken);
+        self.ask(Step::Psync);
+    }
+
+    /// Queues the command of a step and awaits its answer.
+    fn ask(&mut self, step: Step) {
+        let options = &self.options;
+        let out = &mut self.output;
+        let password = options.password.as_deref().unwrap_or_default();
+        match &step {
+            Step::Auth => match &options.username {
+                Some(username) => resp::command(out, &["AUTH", username, password]),
+                None => resp::command(out, &["AUTH", password]),
+            },
+            Step::Ping => resp::command(out, &["PING"]),
+            Step::Capabilities => resp::command(out, &["REPLCONF", "capa", "eof", "capa", "psync2"]),
+            Step::Version => {
+                let version = options.rdb_version.as_deref().unwrap_or_default();
+                resp::command(out, &["REPLCONF", "version", version]);
+            }
+            Step::Psync => match options.resume {
+                Some((replid, next)) => {
+                    resp::command(out, &["PSYNC", &replid.to_string(), &next.to_string()]);
+                }
+                None => resp::command(out, &["PSYNC", "?", "-1"]),
+            },
+            Step::PayloadHeader | Step::Ended | Step::Failed(_) => {}
+        }
+        self.step = step;
+    }
+
+    fn unexpected(&self, line: &[u8]) -> Error {
+        Error::Unexpected { command: self.step.command(), answer: text::excerpt(line) }
+    }
+
+    fn fail(&mut self, error: Error) -> Error {
+        self.step = Step::Failed(error.clone());
+        error
+    }
+}
+
+impl Options {
+    fn has_credentials(&self) -> bool {
+        self.username.is_some() || self.password.is_some()
+    }
+}
+
+/// Without the password.
+impl fmt::Debug for Options {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Options")
+            .field("resume", &self.resume)
+            .field("username", &self.username)
+            .field("password", &self.password.as_ref().map(|_| "(hidden)"))
+            .field("rdb_version", &self.rdb_version)
+            .finish()
+    }
+}
+
+impl Step {
+    /// What the server is answering.
+    fn command(&self) -> &'static str {
+        match self {
+            Step::Auth => "AUTH",
+            Step::Ping => "PING",
+            Step::Capabilities | Step::Version => "REPLCONF",
+            Step::Psync | Step::PayloadHeader | Step::Ended | Step::Failed(_) => "PSYNC",
+        }
+    }
+}
+
+/// Appends `REPLCONF ACK <offset>`: the last byte of the stream that we hold.
+///
+/// To be sent every second, as replicas do. After a full sync the primary sends no stream before the first one, and
+/// forgets one that comes while its child has not been reaped.
+pub fn ack(out: &mut Vec<u8>, offset: u64) {
+    resp::command(out, &["REPLCONF", "ACK", &offset.to_string()]);
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    const REPLID: &str = "8c1c6b2f0d6a4e7b9a0f1e2d3c4b5a6978695a4b";
+    const OTHER: &str = "0123456789abcdef0123456789abcdef01234567";
+    const MARK: &str = "ffffffffffffffffffffffffffffffffffffffff";
+
+    fn replid(text: &str) -> ReplId {
+        text.parse().unwrap()
+    }
+
+    fn asked(client: &mut Client) -> String {
+        let mut decoder = resp::CommandDecoder::new(resp::Limits::HANDSHAKE);
+        decoder.feed(&client.take_output());
+        let mut commands = Vec::new();
+        while let Some(words) = decoder.next_command().unwrap() {
+            let words: Vec<String> = words.into_iter().map(|word| String::from_utf8(word).unwrap()).collect();
+            commands.push(words.join(" "));
+        }
+        commands.join(" | ")
+    }
+
+    fn events(client: &mut Client) -> Vec<Event> {
+        std::iter::from_fn(|| client.poll_event()).collect()
+    }
+
+    /// A client that awaits the answer to PSYNC.
+    fn at_psync(options: Options) -> Client {
+        let mut client = Client::new(options);
+        client.handle_input(b"+PONG\r\n").unwrap();
+        client.handle_input(b"+OK\r\n").unwrap();
+        client.take_output();
+        assert_eq!(events(&mut client), [Event::Handshaken]);
+        client
+    }
+
+    fn resuming() -> Options {
+        Options { resume: Some((replid(REPLID), 101)), ..Options::default() }
+    }
+
+    #[test]
+    fn the_commands_come_one_at_a_time_and_never_name_a_port() {
+        let mut client = Client::new(Options {
+            username: Some("remora".into()),
+            password: Some("secret word".into()),
+            rdb_version: Some("9.1.0".into()),
+            ..resuming()
+        });
+        assert_eq!(asked(&mut client), "AUTH remora secret word");
+        client.handle_input(b"+OK\r\n").unwrap();
+        assert_eq!(asked(&mut client), "PING");
+        client.handle_input(b"+PONG\r\n").unwrap();
+        assert_eq!(asked(&mut client), "REPLCONF capa eof capa psync2");
+        client.handle_input(b"+OK\r\n").unwrap();
+        assert_eq!(asked(&mut client), "REPLCONF version 9.1.0");
+        assert_eq!(events(&mut client), []);
+        client.handle_input(b"+OK\r\n").unwrap();
+        assert_eq!(events(&mut client), [Event::Handshaken]);
+        assert_eq!(asked(&mut client), format!("PSYNC {REPLID} 101"));
+    }
+
+    #[test]
+    fn a_password_alone_is_that_of_the_default_user() {
+        let mut client = Client::new(Options { password: Some("p".into()), ..Options::default() });
+        assert_eq!(asked(&mut client), "AUTH p");
+        let mut client = Client::new(Options { username: Some("u".into()), ..Options::default() });
+        assert_eq!(asked(&mut client), "AUTH u ");
+    }
+
+    #[test]
+    fn a_server_that_does_not_know_versions_is_asked_all_the_same() {
+        let mut client = Client::new(Options { rdb_version: Some("9.1.0".into()), ..Options::default() });
+        client.handle_input(b"+PONG\r\n+OK\r\n").unwrap();
+        client.take_output();
+        client.handle_input(b"-ERR Unrecognized REPLCONF option: version\r\n").unwrap();
+        assert_eq!(events(&mut client), [Event::Handshaken]);
+        assert_eq!(asked(&mut client), "PSYNC ? -1");
+    }
+
+    #[test]
+    fn a_full_resync_ends_at_the_first_byte_of_the_payload() {
+        let wire = format!("\n\n+FULLRESYNC {REPLID} 100\r\n\n\n$EOF:{MARK}\r\n");
+        let sent = format!("{wire}\n\nREDIS0011");
+        let mut client = at_psync(Options::default());
+        assert_eq!(client.handle_input(sent.as_bytes()), Ok(wire.len()));
+        assert_eq!(
+            events(&mut client),
+            [
+                Event::KeepAlive,
+                Event::FullResync { replid: replid(REPLID), offset: 100 },
+                Event::KeepAlive,
+                Event::Payload(Payload::Mark(MARK.as_bytes().try_into().unwrap())),
+            ]
+        );
+        assert_eq!(client.handle_input(b"REDIS"), Ok(0));
+        assert!(client.is_ended());
+    }
+
+    #[test]
+    fn a_payload_of_known_length_is_understood() {
+        let mut client = at_psync(Options::default());
+        let wire = format!("+FULLRESYNC {REPLID} 0\r\n$18446744073709551615\r\n");
+        assert_eq!(client.handle_input(wire.as_bytes()), Ok(wire.len()));
+        assert_eq!(events(&mut client).last(), Some(&Event::Payload(Payload::Length(u64::MAX))));
+    }
+
+    #[test]
+    fn a_partial_resync_ends_at_the_first_byte_of_the_stream() {
+        for (answer, named) in [("+CONTINUE\r\n".to_owned(), REPLID), (format!("+CONTINUE {OTHER}\r\n"), OTHER)] {
+            let mut client = at_psync(resuming());
+            let sent = format!("{answer}*1\r\n$4\r\nPING\r\n");
+            assert_eq!(client.handle_input(sent.as_bytes()), Ok(answer.len()));
+            assert_eq!(events(&mut client), [Event::Continue { replid: replid(named) }]);
+        }
+    }
+
+    #[test]
+    fn a_refusal_at_any_step_is_sorted_and_stays() {
+        let mut client = Client::new(Options::default());
+        let refused = client.handle_input(b"-NOAUTH Authentication required.\r\n");
+        assert_eq!(refused, Err(Refusal::NoAuth.into()));
+        assert_eq!(client.handle_input(b"+PONG\r\n"), refused);
+
+        let mut client = at_psync(Options::default());
+        let refused = client.handle_input(b"-NOMASTERLINK Can't SYNC while not connected with my master\r\n");
+        assert_eq!(refused, Err(Refusal::NoMasterLink.into()));
+
+        // The fork failed after the server had promised a snapshot.
+        let mut client = at_psync(Options::default());
+        client.handle_input(format!("+FULLRESYNC {REPLID} 1\r\n").as_bytes()).unwrap();
+        let refused = client.handle_input(b"-ERR BGSAVE failed, replication can't continue\r\n");
+        assert!(matches!(refused, Err(Error::Refused(Refusal::Other { .. }))));
+    }
+
+    #[test]
+    fn whoever_is_no_redis_server_is_told_so_at_once() {
+        let answered = |bytes: &[u8]| Client::new(Options::default()).handle_input(bytes).unwrap_err().to_string();
+        assert!(answered(b"HTTP/1.1 400 Bad Request\r\n").contains("it is a web server"));
+        assert!(answered(b"\x15\x03\x03\x00\x02").contains("it speaks TLS"));
+        assert!(answered(b"SSH-2.0-OpenSSH_9.2").contains("secure shell"));
+        assert!(answered(b"220 smtp.example").contains("not a Redis or Valkey server"));
+        assert!(answered(&[b'+'; 5000]).contains("more than 4096 bytes"));
+    }
+
+    #[test]
+    fn an_answer_that_does_not_fit_is_quoted() {
+        for (options, answer) in [
+            (Options::default(), "+CONTINUE"),
+            (resuming(), "+CONTINUE nonsense"),
+            (Options::default(), "+FULLRESYNC"),
+            (Options::default(), "+FULLRESYNC nonsense 1"),
+            (Options::default(), "+DUALCHANNELSYNC"),
+            (Options::default(), "+RDBCHANNELSYNC 7"),
+            (Options::default(), "$100"),
+        ] {
+            let mut client = at_psync(options);
+            let error = client.handle_input(format!("{answer}\r\n").as_bytes()).unwrap_err();
+            assert_eq!(error, Error::Unexpected { command: "PSYNC", answer: answer.into() });
+        }
+        for header in ["$", "$-1", "$EOF:short", "$1x"] {
+            let mut client = at_psync(Options::default());
+            let wire = format!("+FULLRESYNC {REPLID} 1\r\n{header}\r\n");
+            assert!(matches!(client.handle_input(wire.as_bytes()), Err(Error::Unexpected { .. })), "{header}");
+        }
+    }
+
+    #[test]
+    fn the_password_is_not_in_the_debug_text() {
+        let client = Client::new(Options { password: Some("hunter2".into()), ..Options::default() });
+        assert!(!format!("{:?}", client.options).contains("hunter2"));
+    }
+
+    #[test]
+    fn an_acknowledgement_is_a_command() {
+        let mut out = Vec::new();
+        ack(&mut out, 42);
+        assert_eq!(out, b"*3\r\n$8\r\nREPLCONF\r\n$3\r\nACK\r\n$2\r\n42\r\n");
+    }
+}

@@ -1,0 +1,657 @@
+//! The primary's side of the handshake: what a real server meets when it is told `REPLICAOF` to us.
+//!
+//! ```text
+//!    PING, AUTH, REPLCONF               \n by keep_alive()             \n by keep_alive()
+//!           ┌───┐                            ┌───┐                          ┌───┐
+//!           ▼   │          PSYNC             ▼   │      full_resync()       ▼   │      payload()
+//!        ┌────────┐     → Event::Psync     ┌───────┐                    ┌──────────┐               ┌───────────┐
+//!  ─────▶│Talking ├───────────────────────▶│ Asked ├───────────────────▶│ Promised ├──────────────▶│ Streaming │◀─┐
+//!        └────────┘                        └─┬───┬─┘                    └────┬─────┘               └───────┬───┘  │
+//!             ▲    refuse(), postpone()      │   │      resume()             │                       ▲     └──────┘
+//!             └──────────────────────────────┘   └───────────────────────────┼───────────────────────┘  REPLCONF ACK
+//!             ▲    refuse()                                                  │                          → Event::Ack
+//!             └──────────────────────────────────────────────────────────────┘
+//! ```
+//!
+//! From `Streaming` on nothing may be written but payload and stream: each byte of ours would move the replica's offset.
+//! The driver writes both; the machine goes on reading, and answers no more.
+//!
+//! The options of `REPLCONF` follow the servers: an unknown *capability* is passed over, an unknown *option* is an error,
+//! which replicas call "non critical" and pass over too. What would change the payload (`rdb-only`, `rdb-filter-only`,
+//! `rdb-channel` …) is refused, because to say `+OK` would be to promise it.
+
+use std::collections::VecDeque;
+use std::fmt;
+
+use super::Payload;
+use crate::resp::{self, CommandDecoder, Limits};
+use crate::{ReplId, text};
+
+/// Most bytes of answers that may wait to be written. A handshake needs some two hundred; a peer that asks on without
+/// reading is cut off.
+pub const OUTPUT_BYTES_MAX: usize = 64 * 1024;
+
+/// Longest text kept of what a replica tells about itself. `ip-address` is the longest: the servers allow 256 bytes.
+const FACT_BYTES_MAX: usize = 256;
+
+/// Most capabilities kept; the servers of today claim four.
+const CAPABILITIES_MAX: usize = 16;
+
+/// The first byte of a TLS connection: a handshake record.
+const TLS_HANDSHAKE: u8 = 0x16;
+
+/// Whom to let in.
+#[derive(Clone, Default)]
+pub struct Options {
+    /// The user and password to ask for. Without a user it is the default user's password. `None`: let everybody in, and
+    /// accept any `AUTH`, so that a replica keeps its `masterauth` setting while it talks to us.
+    pub require: Option<(Option<String>, String)>,
+}
+
+/// What happened.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Event {
+    /// The replica asks for data: answer with [`Server::full_resync`], [`Server::resume`], [`Server::postpone`] or
+    /// [`Server::refuse`].
+    Psync {
+        /// The history it holds; `None` when it holds none.
+        replid: Option<ReplId>,
+        /// The next byte it wants; -1 when it holds nothing.
+        offset: i64,
+    },
+    /// The replica holds the stream up to here. Several in a row may be told as one, the last.
+    Ack {
+        /// Last byte applied.
+        offset: u64,
+        /// Last byte in its append-only file, where it has one.
+        aof: Option<u64>,
+    },
+}
+
+/// What the replica told about itself before it asked.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct PeerFacts {
+    /// It can read a payload whose end is a mark.
+    pub eof: bool,
+    /// It understands `+CONTINUE <replid>`.
+    pub psync2: bool,
+    /// Other capabilities it claims, as it spells them: `dual-channel`, `rdb-channel-repl`, `skip-rdb-checksum` …
+    pub capabilities: Vec<String>,
+    /// Port it serves clients on.
+    pub listening_port: Option<u16>,
+    /// Address it wishes to be known by (`replica-announce-ip`).
+    pub ip_address: Option<String>,
+    /// Its version; Valkey says it, Redis doesn't.
+    pub version: Option<String>,
+}
+
+/// The replica, or whoever it is, is at fault. The connection is of no more use.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// It broke the wire format.
+    #[error(transparent)]
+    Resp(#[from] resp::Error),
+    /// It has `tls-replication yes`, and this connection is a plain one.
+    #[error("the replica speaks TLS (tls-replication yes): give the listener a certificate, or set that to no")]
+    Tls,
+    /// It sent a command where a replica only acknowledges.
+    #[error("the peer sent {command:?} after PSYNC: it is not a replica")]
+    OutOfTurn {
+        /// The command's name, or its beginning.
+        command: String,
+    },
+    /// It asks and does not read the answers.
+    #[error("the peer leaves more than {OUTPUT_BYTES_MAX} bytes of answers unread")]
+    Flood,
+}
+
+/// The machine. Feed it, drain it, ask it, and answer its one question.
+///
+/// ```
+/// use remora_redis::psync::server::{Event, Options, Server};
+/// let mut server = Server::new(Options::default());
+/// server.handle_input(b"PING\r\nPSYNC ? -1\r\n")?;
+/// assert_eq!(server.poll_event(), Some(Event::Psync { replid: None, offset: -1 }));
+/// server.postpone("no snapshot yet");
+/// assert_eq!(server.take_output(), b"+PONG\r\n-NOMASTERLINK no snapshot yet\r\n");
+/// # Ok::<(), remora_redis::psync::server::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Server {
+    options: Options,
+    step: Step,
+    authenticated: bool,
+    decoder: CommandDecoder,
+    /// Whether a first byte has come.
+    begun: bool,
+    output: Vec<u8>,
+    events: VecDeque<Event>,
+    peer: PeerFacts,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Step {
+    Talking,
+    /// `PSYNC` waits for its answer.
+    Asked,
+    /// `+FULLRESYNC` is said, the payload has not begun.
+    Promised,
+    Streaming,
+    Failed(Error),
+}
+
+/// What goes back for one command: a status, or an error with its code.
+type Answer = Result<&'static str, String>;
+
+impl Server {
+    /// Begins, silently: the replica speaks first.
+    pub fn new(options: Options) -> Server {
+        Server {
+            authenticated: options.require.is_none(),
+            options,
+            step: Step::Talking,
+            decoder: CommandDecoder::new(Limits::HANDSHAKE),
+            begun: false,
+            output: Vec::new(),
+            events: VecDeque::new(),
+            peer: PeerFacts::default(),
+        }
+    }
+
+    /// The bytes to write to the replica now; empty if none. After [`Server::payload`] or [`Server::resume`] they go out
+    /// before the first byte of payload or stream.
+    pub fn take_output(&mut self) -> Vec<u8> {
+        std::mem::take(&mut self.output)
+    }
+
+    /// Takes what was read. After an error there is only that error.
+    pub fn handle_input(&mut self, bytes: &[u8]) -> Result<(), Error> {
+        if let Step::Failed(error) = &self.step {
+            return Err(error.clone());
+        }
+        let outcome = self.read(bytes);
+        if let Err(error) = &outcome {
+            self.step = Step::Failed(error.clone());
+        }
+        outcome
+    }
+
+    /// What happened since the last time, oldest first.
+    pub fn poll_event(&mut self) -> Option<Event> {
+        self.events.pop_front()
+    }
+
+    /// What the replica told about itself so far.
+    pub fn peer(&self) -> &PeerFacts {
+        &self.peer
+    }
+
+    /// Answers `PSYNC` with a promise: a snapshot of this history, which contains the stream up to and with `offset`.
+    ///
+    /// # Panics
+    /// If no `PSYNC` waits for an answer.
+    pub fn full_resync(&mut self, replid: &ReplId, offset: u64) {
+        if self.answering("full_resync", &[Step::Asked]) {
+            self.say(&format!("+FULLRESYNC {replid} {offset}"));
+            self.step = Step::Promised;
+        }
+    }
+
+    /// Keeps the promise: the next byte that the driver writes is the payload's first.
+    ///
+    /// # Panics
+    /// If there is no promise to keep, or the payload ends with a mark and the replica can't read that
+    /// ([`PeerFacts::eof`]).
+    pub fn payload(&mut self, payload: &Payload) {
+        if self.answering("payload", &[Step::Promised]) {
+            let readable = self.peer.eof || matches!(payload, Payload::Length(_));
+            assert!(readable, "the replica did not say capa eof: it needs a payload of known length");
+            payload.encode(&mut self.output);
+            self.step = Step::Streaming;
+        }
+    }
+
+    /// Answers `PSYNC` with the stream: the next byte that the driver writes is the one asked for.
+    ///
+    /// # Panics
+    /// If no `PSYNC` waits for an answer.
+    pub fn resume(&mut self, replid: &ReplId) {
+        if self.answering("resume", &[Step::Asked]) {
+            match self.peer.psync2 {
+                true => self.say(&format!("+CONTINUE {replid}")),
+                false => self.say("+CONTINUE"),
+            }
+            self.step = Step::Streaming;
+        }
+    }
+
+    /// Shows the replica that we live, while it waits for an answer or a payload. Does nothing at any other time, so that a
+    /// timer may call it blindly; nor while other bytes wait to be written, which show as much.
+    pub fn keep_alive(&mut self) {
+        let waiting = matches!(self.step, Step::Asked | Step::Promised);
+        if waiting && self.output.is_empty() {
+            self.output.push(b'\n');
+        }
+    }
+
+    /// Answers `PSYNC` (or breaks the promise) with an error. The replica gives up this connection and begins anew.
+    ///
+    /// # Panics
+    /// If nothing waits for an answer.
+    pub fn refuse(&mut self, text: &str) {
+        if self.answering("refuse", &[Step::Asked, Step::Promised]) {
+            self.say(&format!("-ERR {text}"));
+            self.step = Step::Talking;
+        }
+    }
+
+    /// Answers `PSYNC` with "not now": the replica tries again in a second, and does not fall back to `SYNC`, as it does
+    /// after [`Server::refuse`].
+    ///
+    /// # Panics
+    /// If no `PSYNC` waits for an answer.
+    pub fn postpone(&mut self, text: &str) {
+        if self.answering("postpone", &[Step::Asked]) {
+            // The code that a replica without a link gives, hence the one that all versions take for temporary.
+            self.say(&format!("-NOMASTERLINK {text}"));
+            self.step = Step::Talking;
+        }
+    }
+
+    /// Whether an answer may be given now. False after the peer's failure, which the driver may not have seen yet.
+    fn answering(&self, call: &str, allowed: &[Step]) -> bool {
+        if let Step::Failed(_) = self.step {
+            return false;
+        }
+        assert!(allowed.contains(&self.step), "{call}() answers nothing at step {:?}", self.step);
+        true
+    }
+
+    fn read(&mut self, bytes: &[u8]) -> Result<(), Error> {
+        if !self.begun && bytes.first() == Some(&TLS_HANDSHAKE) {
+            return Err(Error::Tls);
+        }
+        self.begun |= !bytes.is_empty();
+        self.decoder.feed(bytes);
+        while let Some(words) = self.decoder.next_command()? {
+            self.handle_command(&words)?;
+            if self.output.len() > OUTPUT_BYTES_MAX {
+                return Err(Error::Flood);
+            }
+        }
+        Ok(())
+    }
+
+    fn handle_command(&mut self, words: &[Vec<u8>]) -> Result<(), Error> {
+        let Some((name, args)) = words.split_first() else { return Ok(()) };
+        if self.step != Step::Talking {
+            return self.handle_late(name, args);
+        }
+        let is = |wanted: &str| name.eq_ignore_ascii_case(wanted.as_bytes());
+        let answer = match args {
+            _ if is("AUTH") => self.handle_auth(args),
+            _ if !self.authenticated => Err("NOAUTH Authentication required.".into()),
+            _ if is("PING") => Ok("PONG"),
+            [option, ..] if is("REPLCONF") && option.eq_ignore_ascii_case(b"ack") => return Ok(()),
+            _ if is("REPLCONF") => self.handle_replconf(args),
+            [replid, offset, rest @ ..] if is("PSYNC") && rest.len() <= 1 => {
+                match self.handle_psync(replid, offset, rest) {
+                    Ok(()) => return Ok(()),
+                    Err(error) => Err(error),
+                }
+            }
+            _ if is("SYNC") => Err("ERR only PSYNC is spoken here".into()),
+            _ => Err(format!("ERR unknown command '{}'", text::excerpt(name))),
+        };
+        match answer {
+            Ok(status) => self.say(&format!("+{status}")),
+            Err(error) => self.say(&format!("-{error}")),
+        }
+        Ok(())
+    }
+
+    /// After `PSYNC` replicas only acknowledge. Other options of `REPLCONF` are passed over: an answer would land in the
+    /// middle of the stream.
+    fn handle_late(&mut self, name: &[u8], args: &[Vec<u8>]) -> Result<(), Error> {
+        if !name.eq_ignore_ascii_case(b"REPLCONF") {
+            return Err(Error::OutOfTurn { command: text::excerpt(name) });
+        }
+        let ack = parse_ack(args).filter(|_| self.step == Step::Streaming);
+        if let Some(event) = ack {
+            self.replace_or_push(event);
+        }
+        Ok(())
+    }
+
+    /// An acknowledgement contains all earlier ones, so the queue never holds two in a row.
+    fn replace_or_push(&mut self, event: Event) {
+        match self.events.back_mut() {
+            Some(last @ Event::Ack { .. }) => *last = event,
+            _ => self.events.push_back(event),
+        }
+    }
+
+    fn handle_auth(&mut self, args: &[Vec<u8>]) -> Answer {
+        let (user, password) = match args {
+            [password] => (&b"default"[..], password),
+            [user, password] => (user.as_slice(), password),
+            _ => return Err("ERR wrong number of arguments for 'auth' command".into()),
+        };
+        let Some((wanted_user, wanted_password)) = &self.options.require else { return Ok("OK") };
+        let wanted_user = wanted_user.as_deref().unwrap_or("default").as_bytes();
+        // Both are always compared: how long it takes says nothing about which of them was wrong.
+        let right = same(user, wanted_user) & same(password, wanted_password.as_bytes());
+        if !right {
+            return Err("WRONGPASS invalid username-password pair or user is disabled.".into());
+        }
+        self.authenticated = true;
+        Ok("OK")
+    }
+
+    fn handle_replconf(&mut self, args: &[Vec<u8>]) -> Answer {
+        let (pairs, []) = args.as_chunks::<2>() else { return Err("ERR syntax error".into()) };
+        for [option, value] in pairs {
+            self.handle_option(&option.to_ascii_lowercase(), value)?;
+        }
+        Ok("OK")
+    }
+
+    fn handle_option(&mut self, option: &[u8], value: &[u8]) -> Result<(), String> {
+        match option {
+            b"listening-port" => {
+                let port = text::decimal_u64(value).and_then(|port| u16::try_from(port).ok());
+                self.peer.listening_port = Some(port.ok_or("ERR value is not an integer or out of range")?);
+            }
+            b"ip-address" => self.peer.ip_address = Some(fact(value)?),
+            b"version" => self.peer.version = Some(fact(value)?),
+            b"capa" => self.handle_capability(value),
+            // A question to a replica, which we are not.
+            b"getack" => {}
+            b"rdb-only" | b"rdb-channel" if value == b"0" => {}
+            b"rdb-only" | b"rdb-channel" | b"rdb-filter-only" | b"set-rdb-client-id" | b"main-ch-client-id" => {
+                return Err(format!("ERR REPLCONF {} is not supported here", text::excerpt(option)));
+            }
+            b"set-cluster-node-id" => return Err("ERR This instance has cluster support disabled".into()),
+            _ => return Err(format!("ERR Unrecognized REPLCONF option: {}", text::excerpt(option))),
+        }
+        Ok(())
+    }
+
+    fn handle_capability(&mut self, name: &[u8]) {
+        match name.to_ascii_lowercase().as_slice() {
+            b"eof" => self.peer.eof = true,
+            b"psync2" => self.peer.psync2 = true,
+            _ => {
+                let room = self.peer.capabilities.len() < CAPABILITIES_MAX;
+                if let (true, Ok(name)) = (room, fact(name)) {
+                    self.peer.capabilities.push(name);
+                }
+            }
+        }
+    }
+
+    fn handle_psync(&mut self, replid: &[u8], offset: &[u8], rest: &[Vec<u8>]) -> Result<(), String> {
+        if !rest.is_empty() {
+            return Err("ERR PSYNC FAILOVER: there is no server here that could take over".into());
+        }
+        let offset = text::decimal_i64(offset).ok_or("ERR value is not an integer or out of range")?;
+        // As to a server, a name that is no name is one that we don't know: a full resync.
+        let replid = ReplId::parse(replid).ok();
+        self.events.push_back(Event::Psync { replid, offset });
+        self.step = Step::Asked;
+        Ok(())
+    }
+
+    fn say(&mut self, line: &str) {
+        self.output.extend(text::one_line(line.as_bytes()));
+        self.output.extend_from_slice(b"\r\n");
+    }
+}
+
+/// Without the password.
+impl fmt::Debug for Options {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let require = self.require.as_ref().map(|(user, _)| (user, "(hidden)"));
+        f.debug_struct("Options").field("require", &require).finish()
+    }
+}
+
+/// `ack <offset>`, or `ack <offset> fack <aof offset>`.
+fn parse_ack(args: &[Vec<u8>]) -> Option<Event> {
+    let (pairs, _) = args.as_chunks::<2>();
+    let number = |wanted: &[u8]| {
+        let [_, value] = pairs.iter().find(|[option, _]| option.eq_ignore_ascii_case(wanted))?;
+        text::decimal_u64(value)
+    };
+    Some(Event::Ack { offset: number(b"ack")?, aof: number(b"fack") })
+}
+
+/// Something short that a replica says about itself.
+fn fact(value: &[u8]) -> Result<String, String> {
+    if value.len() > FACT_BYTES_MAX {
+        return Err(format!("ERR REPLCONF value is too long: {} bytes", value.len()));
+    }
+    Ok(String::from_utf8_lossy(value).into_owned())
+}
+
+/// Compares in a time that depends on the lengths only, not on where the first difference is.
+fn same(given: &[u8], wanted: &[u8]) -> bool {
+    let differences = given.iter().zip(wanted).fold(0, |all, (a, b)| all | (a ^ b));
+    given.len() == wanted.len() && std::hint::black_box(differences) == 0
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    const REPLID: &str = "8c1c6b2f0d6a4e7b9a0f1e2d3c4b5a6978695a4b";
+
+    fn replid() -> ReplId {
+        REPLID.parse().unwrap()
+    }
+
+    /// Feeds one inline command and returns what is answered.
+    fn answer(server: &mut Server, command: &str) -> String {
+        server.handle_input(format!("{command}\r\n").as_bytes()).unwrap();
+        String::from_utf8(server.take_output()).unwrap()
+    }
+
+    fn open() -> Server {
+        Server::new(Options::default())
+    }
+
+    /// A server whose peer said these things and then asked for everything.
+    fn asked(before: &str) -> Server {
+        let mut server = open();
+        server.handle_input(format!("{before}\r\nPSYNC ? -1\r\n").as_bytes()).unwrap();
+        assert_eq!(server.poll_event(), Some(Event::Psync { replid: None, offset: -1 }));
+        server.take_output();
+        server
+    }
+
+    fn streaming() -> Server {
+        let mut server = asked("REPLCONF capa eof capa psync2");
+        server.resume(&replid());
+        server.take_output();
+        server
+    }
+
+    #[test]
+    fn what_replicas_of_each_version_say_is_understood() {
+        // Redis 6.2 and 7, Redis 8, Valkey 9, in their own words.
+        for (words, capabilities, version) in [
+            ("capa eof capa psync2", &[][..], None),
+            ("capa eof capa psync2 capa rdb-channel-repl", &["rdb-channel-repl"], None),
+            (
+                "capa eof capa psync2 capa dual-channel capa skip-rdb-checksum version 9.1.2",
+                &["dual-channel", "skip-rdb-checksum"],
+                Some("9.1.2"),
+            ),
+        ] {
+            let mut server = open();
+            assert_eq!(answer(&mut server, "PING"), "+PONG\r\n");
+            assert_eq!(answer(&mut server, "REPLCONF listening-port 6380"), "+OK\r\n");
+            assert_eq!(answer(&mut server, "REPLCONF ip-address replica.example"), "+OK\r\n");
+            assert_eq!(answer(&mut server, &format!("REPLCONF {words}")), "+OK\r\n");
+            let peer = server.peer();
+            assert!(peer.eof && peer.psync2);
+            assert_eq!(peer.capabilities, capabilities);
+            assert_eq!(peer.listening_port, Some(6380));
+            assert_eq!(peer.ip_address.as_deref(), Some("replica.example"));
+            assert_eq!(peer.version.as_deref(), version);
+        }
+    }
+
+    #[test]
+    fn options_that_would_change_the_payload_are_refused() {
+        for option in
+            ["rdb-only 1", "rdb-filter-only functions", "rdb-channel 1", "set-rdb-client-id 7", "main-ch-client-id 7"]
+        {
+            let said = answer(&mut open(), &format!("REPLCONF {option}"));
+            assert!(said.starts_with("-ERR REPLCONF") && said.contains("not supported here"), "{said}");
+        }
+        assert_eq!(answer(&mut open(), "REPLCONF rdb-only 0"), "+OK\r\n");
+        assert_eq!(answer(&mut open(), "REPLCONF colour blue"), "-ERR Unrecognized REPLCONF option: colour\r\n");
+        assert_eq!(
+            answer(&mut open(), "REPLCONF set-cluster-node-id x"),
+            "-ERR This instance has cluster support disabled\r\n"
+        );
+        assert_eq!(answer(&mut open(), "REPLCONF capa"), "-ERR syntax error\r\n");
+        assert_eq!(
+            answer(&mut open(), "REPLCONF listening-port 65536"),
+            "-ERR value is not an integer or out of range\r\n"
+        );
+    }
+
+    #[test]
+    fn other_commands_are_unknown_and_the_connection_goes_on() {
+        let mut server = open();
+        assert_eq!(answer(&mut server, "HELLO 3"), "-ERR unknown command 'HELLO'\r\n");
+        assert_eq!(answer(&mut server, "SYNC"), "-ERR only PSYNC is spoken here\r\n");
+        assert_eq!(answer(&mut server, "PSYNC ?"), "-ERR unknown command 'PSYNC'\r\n");
+        assert_eq!(answer(&mut server, "PSYNC ? x"), "-ERR value is not an integer or out of range\r\n");
+        assert!(answer(&mut server, "PSYNC ? -1 FAILOVER").starts_with("-ERR PSYNC FAILOVER"));
+        assert_eq!(answer(&mut server, "ping"), "+PONG\r\n");
+    }
+
+    #[test]
+    fn whoever_must_authenticate_gets_nowhere_without() {
+        let with = |user: Option<&str>| Server::new(Options { require: Some((user.map(Into::into), "secret".into())) });
+        let denied = "-WRONGPASS invalid username-password pair or user is disabled.\r\n";
+        let mut server = with(Some("repl"));
+        for command in ["PING", "REPLCONF capa eof", "PSYNC ? -1", "HELLO"] {
+            assert_eq!(answer(&mut server, command), "-NOAUTH Authentication required.\r\n");
+        }
+        for wrong in ["AUTH secret", "AUTH repl secrex", "AUTH repl secret2", "AUTH other secret"] {
+            assert_eq!(answer(&mut server, wrong), denied, "{wrong}");
+        }
+        assert_eq!(server.poll_event(), None);
+        assert_eq!(answer(&mut server, "AUTH repl secret"), "+OK\r\n");
+        assert_eq!(answer(&mut server, "PING"), "+PONG\r\n");
+        assert_eq!(answer(&mut with(None), "AUTH secret"), "+OK\r\n");
+        assert_eq!(answer(&mut with(None), "AUTH default secret"), "+OK\r\n");
+        assert_eq!(answer(&mut with(None), "AUTH"), "-ERR wrong number of arguments for 'auth' command\r\n");
+    }
+
+    #[test]
+    fn without_a_requirement_any_password_will_do() {
+        assert_eq!(answer(&mut open(), "AUTH whatever"), "+OK\r\n");
+        assert_eq!(answer(&mut open(), "AUTH who whatever"), "+OK\r\n");
+    }
+
+    #[test]
+    fn a_full_resync_is_promised_kept_and_followed() {
+        let mut server = asked("REPLCONF capa eof capa psync2");
+        server.keep_alive();
+        server.keep_alive();
+        server.full_resync(&replid(), 100);
+        assert_eq!(server.take_output(), format!("\n+FULLRESYNC {REPLID} 100\r\n").as_bytes());
+        server.keep_alive();
+        assert_eq!(server.take_output(), b"\n");
+        server.payload(&Payload::Mark([b'm'; 40]));
+        server.keep_alive();
+        assert_eq!(server.take_output(), format!("$EOF:{}\r\n", "m".repeat(40)).as_bytes());
+        server.handle_input(b"\n\n*3\r\n$8\r\nREPLCONF\r\n$3\r\nACK\r\n$3\r\n100\r\n").unwrap();
+        assert_eq!(server.poll_event(), Some(Event::Ack { offset: 100, aof: None }));
+        assert_eq!(server.take_output(), b"");
+    }
+
+    #[test]
+    fn a_partial_resync_names_the_history_to_those_who_understand() {
+        for (before, said) in
+            [("REPLCONF capa psync2", format!("+CONTINUE {REPLID}\r\n")), ("PING", "+CONTINUE\r\n".to_owned())]
+        {
+            let mut server = asked(before);
+            server.resume(&replid());
+            assert_eq!(server.take_output(), said.as_bytes());
+        }
+    }
+
+    #[test]
+    fn the_history_and_offset_asked_for_are_told() {
+        let mut server = open();
+        server.handle_input(format!("PSYNC {REPLID} 101\r\n").as_bytes()).unwrap();
+        assert_eq!(server.poll_event(), Some(Event::Psync { replid: Some(replid()), offset: 101 }));
+    }
+
+    #[test]
+    fn a_refused_replica_may_ask_again() {
+        let mut server = asked("PING");
+        server.refuse("no\r\nsnapshot");
+        assert_eq!(server.take_output(), b"-ERR no  snapshot\r\n");
+        assert_eq!(answer(&mut server, "SYNC"), "-ERR only PSYNC is spoken here\r\n");
+        server.handle_input(b"PSYNC ? -1\r\n").unwrap();
+        server.full_resync(&replid(), 1);
+        server.refuse("the source is gone");
+        assert!(server.take_output().ends_with(b"-ERR the source is gone\r\n"));
+    }
+
+    #[test]
+    fn acknowledgements_are_told_as_the_last_one() {
+        let mut server = streaming();
+        server.handle_input(b"REPLCONF ACK 5\r\nREPLCONF ack 7 FACK 6\r\n").unwrap();
+        assert_eq!(server.poll_event(), Some(Event::Ack { offset: 7, aof: Some(6) }));
+        assert_eq!(server.poll_event(), None);
+        server.handle_input(b"REPLCONF ACK x\r\nREPLCONF unheard of\r\n").unwrap();
+        assert_eq!(server.poll_event(), None);
+        assert_eq!(server.take_output(), b"");
+    }
+
+    #[test]
+    fn a_client_that_goes_on_after_psync_is_no_replica() {
+        for mut server in [asked("PING"), streaming()] {
+            let error = Error::OutOfTurn { command: "GET".into() };
+            assert_eq!(server.handle_input(b"GET k\r\n"), Err(error.clone()));
+            assert_eq!(server.handle_input(b"\n"), Err(error));
+            // The driver may answer before it learns of it: nothing happens.
+            server.full_resync(&replid(), 0);
+            assert_eq!(server.take_output(), b"");
+        }
+    }
+
+    #[test]
+    fn a_tls_replica_at_a_plain_listener_is_recognised() {
+        assert_eq!(open().handle_input(b"\x16\x03\x01\x02\x00"), Err(Error::Tls));
+    }
+
+    #[test]
+    fn a_peer_that_never_reads_is_cut_off() {
+        let mut server = open();
+        let outcome = server.handle_input(&b"PING\n".repeat(20_000));
+        assert_eq!(outcome, Err(Error::Flood));
+        assert!(server.output.len() <= OUTPUT_BYTES_MAX + 100);
+    }
+
+    #[test]
+    #[should_panic(expected = "answers nothing")]
+    fn an_answer_without_a_question_is_a_bug() {
+        open().resume(&replid());
+    }
+
+    #[test]
+    fn the_password_is_not_in_the_debug_text() {
+        let options = Options { require: Some((None, "hunter2".into())) };
+        assert!(!format!("{:?}", Server::new(options)).contains("hunter2"));
+    }
+}

@@ -1,0 +1,130 @@
+//! Small snapshots of our own. Not a saver: strings only, nothing compressed, all in memory.
+
+use super::{FIRST_VALKEY_VERSION, OPCODE_AUX, OPCODE_EOF, OPCODE_EXPIRETIME_MS, OPCODE_SELECTDB, crc64};
+
+/// The type byte of a plain string value.
+const TYPE_STRING: u8 = 0;
+
+/// Builds a snapshot piece by piece.
+///
+/// ```
+/// use remora_redis::rdb::{Head, Writer};
+/// let mut writer = Writer::new(11);
+/// writer.aux("repl-offset", "7").select_db(0).string("key", "value", None);
+/// let snapshot = writer.finish();
+/// let (head, _) = Head::parse(&snapshot)?.expect("the snapshot is whole");
+/// assert_eq!(head.offset(), Some(7));
+/// # Ok::<(), remora_redis::rdb::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct Writer {
+    bytes: Vec<u8>,
+}
+
+impl Writer {
+    /// Begins a snapshot of a version of the format; from 80 on it bears Valkey's magic.
+    pub fn new(version: u32) -> Writer {
+        let magic = match version {
+            FIRST_VALKEY_VERSION.. => format!("VALKEY{version:03}"),
+            _ => format!("REDIS{version:04}"),
+        };
+        Writer { bytes: magic.into_bytes() }
+    }
+
+    /// Adds an auxiliary field. They belong before the first database.
+    pub fn aux(&mut self, name: impl AsRef<[u8]>, value: impl AsRef<[u8]>) -> &mut Writer {
+        self.bytes.push(OPCODE_AUX);
+        self.put_string(name.as_ref());
+        self.put_string(value.as_ref());
+        self
+    }
+
+    /// The keys from here on belong to this database.
+    pub fn select_db(&mut self, number: u32) -> &mut Writer {
+        self.bytes.push(OPCODE_SELECTDB);
+        self.put_length(number.into());
+        self
+    }
+
+    /// Adds a string; `expire_ms` is in milliseconds since 1970.
+    pub fn string(&mut self, key: impl AsRef<[u8]>, value: impl AsRef<[u8]>, expire_ms: Option<u64>) -> &mut Writer {
+        if let Some(expire_ms) = expire_ms {
+            self.bytes.push(OPCODE_EXPIRETIME_MS);
+            self.bytes.extend_from_slice(&expire_ms.to_le_bytes());
+        }
+        self.bytes.push(TYPE_STRING);
+        self.put_string(key.as_ref());
+        self.put_string(value.as_ref());
+        self
+    }
+
+    /// Ends the snapshot with its checksum.
+    pub fn finish(mut self) -> Vec<u8> {
+        self.bytes.push(OPCODE_EOF);
+        let checksum = crc64(0, &self.bytes);
+        self.bytes.extend_from_slice(&checksum.to_le_bytes());
+        self.bytes
+    }
+
+    fn put_string(&mut self, string: &[u8]) {
+        self.put_length(string.len() as u64);
+        self.bytes.extend_from_slice(string);
+    }
+
+    /// In the shortest form there is, as servers do.
+    fn put_length(&mut self, length: u64) {
+        let low = length.to_be_bytes();
+        match length {
+            0..0x40 => self.bytes.push(low[7]),
+            0x40..0x4000 => self.bytes.extend_from_slice(&[0x40 | low[6], low[7]]),
+            0x4000..=0xFFFF_FFFF => {
+                self.bytes.push(0x80);
+                self.bytes.extend_from_slice(&low[4..]);
+            }
+            _ => {
+                self.bytes.push(0x81);
+                self.bytes.extend_from_slice(&low);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{TAIL_BYTES, Tail};
+    use super::*;
+
+    #[test]
+    fn a_snapshot_is_written_byte_for_byte() {
+        let mut writer = Writer::new(11);
+        writer.aux("a", "b").select_db(3).string("k", "v", Some(1));
+        let bytes = writer.finish();
+        let (body, tail) = bytes.split_at(bytes.len() - TAIL_BYTES + 1);
+        assert_eq!(body, b"REDIS0011\xFA\x01a\x01b\xFE\x03\xFC\x01\0\0\0\0\0\0\0\0\x01k\x01v\xFF");
+        assert_eq!(tail, crc64(0, body).to_le_bytes());
+    }
+
+    #[test]
+    fn the_checksum_is_that_of_everything_before_it() {
+        for version in [9, 11, 80] {
+            let bytes = Writer::new(version).finish();
+            let (body, _) = bytes.split_at(bytes.len() - 8);
+            let tail = bytes.last_chunk().map(|tail| Tail::parse(*tail));
+            assert_eq!(tail, Some(Ok(Tail { checksum: crc64(0, body) })));
+        }
+    }
+
+    #[test]
+    fn each_length_takes_the_shortest_form() {
+        let form = |length: u64| {
+            let mut writer = Writer { bytes: Vec::new() };
+            writer.put_length(length);
+            writer.bytes
+        };
+        assert_eq!(form(63), [63]);
+        assert_eq!(form(64), [0x40, 64]);
+        assert_eq!(form(16_383), [0x7F, 0xFF]);
+        assert_eq!(form(16_384), [0x80, 0, 0, 0x40, 0]);
+        assert_eq!(form(1 << 32), [0x81, 0, 0, 0, 1, 0, 0, 0, 0]);
+    }
+}
