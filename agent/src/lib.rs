@@ -1,1 +1,60 @@
-//! To be written.
+//! Both ends of Remora and the command `remora`.
+//!
+//! ```text
+//!   the primary's host                                          a replica's host (one of N)
+//!   redis-server ◀──server──▶ source ══ data lanes, messenger ══▶ replica ◀──server──▶ redis-server
+//!
+//!   remora source │ replica │ status      the job: one snapshot, any number of exact replicas
+//!   remora verify │ load │ generate       beside it: is it the same? fill a server; completions and manuals
+//! ```
+//!
+//! What it is: the owners and loops that drive the pure machines and the memory of the crates below, and the command line over
+//! them. What it is not: a protocol (`remora_redis`, `remora_messenger`), a transport (`remora_fabric`) or a layout
+//! (`remora_table`).
+//!
+//! The modules, in the order one should meet them:
+//!
+//! - [`cli`]: what can be typed, and the process around it. **Start here.**
+//! - [`exit`]: how a command ends; [`progress`]: what it shows while it runs; [`units`]: sizes and times as people write them.
+//! - [`server`]: the client to a Redis or Valkey server that everything below uses.
+//! - [`source`], [`replica`], [`status`]: the job.
+//! - [`verify`], [`load`], [`generate`]: beside it.
+#![forbid(unsafe_code)]
+
+pub mod cli;
+pub mod exit;
+pub mod generate;
+pub mod load;
+pub mod progress;
+pub mod server;
+pub mod units;
+pub mod verify;
+
+// Both ends and the view on them. Until their folders stand they say so instead of pretending.
+pub mod source {
+    //! The end beside the primary.
+    use crate::{cli::SourceArgs, exit::Failure};
+
+    /// Runs `remora source`.
+    pub async fn run(_: SourceArgs) -> Result<(), Failure> {
+        Err(Failure::refused("this build has no source"))
+    }
+}
+pub mod replica {
+    //! The end beside a replica.
+    use crate::{cli::ReplicaArgs, exit::Failure};
+
+    /// Runs `remora replica`.
+    pub async fn run(_: ReplicaArgs) -> Result<(), Failure> {
+        Err(Failure::refused("this build has no replica"))
+    }
+}
+pub mod status {
+    //! A look at a source.
+    use crate::{cli::StatusArgs, exit::Failure};
+
+    /// Runs `remora status`.
+    pub async fn run(_: StatusArgs) -> Result<(), Failure> {
+        Err(Failure::refused("this build has no status"))
+    }
+}

@@ -1,0 +1,242 @@
+//! The command line: what can be typed, and the process around it.
+//!
+//! Each command has its arguments in a file of its own under `cli/`, with a help page that one can work from: what it does,
+//! examples, exit codes, ACL rules. The commands themselves live elsewhere and take those arguments as they are.
+//!
+//! ```text
+//!   parse ──▶ logging, progress ──▶ runtime ──▶ one command's run(args) ──▶ Ok: 0 │ Failure: a sentence on stderr, its code
+//! ```
+
+mod generate;
+mod load;
+mod replica;
+mod source;
+mod status;
+mod verify;
+
+use std::{io::IsTerminal, process::ExitCode};
+
+use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
+use tracing_subscriber::EnvFilter;
+
+pub use self::{
+    generate::{GenerateArgs, Generated},
+    load::{LoadArgs, ValueType},
+    replica::{OnFailure, ReplicaArgs, TransportChoice},
+    source::{HostPort, SendChoice, SourceArgs},
+    status::StatusArgs,
+    verify::{DigestUse, VerifyArgs},
+};
+use crate::{
+    exit::{Code, Failure},
+    progress,
+};
+
+/// Exact replicas of a Redis or Valkey server, any number of them from one snapshot.
+#[derive(Clone, Debug, Parser)]
+#[command(name = "remora", version, max_term_width = 100, long_about = ABOUT, after_long_help = overview())]
+pub struct Cli {
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub global: GlobalArgs,
+
+    #[command(subcommand)]
+    #[allow(missing_docs)]
+    pub command: Command,
+}
+
+/// What holds for every command.
+#[derive(Clone, Debug, clap::Args)]
+#[command(next_help_heading = "Output")]
+pub struct GlobalArgs {
+    /// How much to say on stderr while running. A filter such as `info,remora_agent::replica=debug` may stand in the
+    /// environment variable REMORA_LOG instead.
+    #[arg(long, global = true, value_name = "LEVEL", default_value = "info")]
+    pub log_level: LogLevel,
+
+    /// Say it as one JSON object a line, for log collectors.
+    #[arg(long, global = true)]
+    pub log_json: bool,
+
+    /// No progress, and only warnings and errors.
+    #[arg(short, long, global = true)]
+    pub quiet: bool,
+}
+
+/// The commands.
+#[derive(Clone, Debug, Subcommand)]
+#[allow(clippy::large_enum_variant)] // one per process, moved twice
+pub enum Command {
+    #[command(about = "Take a snapshot of a server and serve it to replica agents")]
+    #[allow(missing_docs)]
+    Source(SourceArgs),
+    #[command(about = "Make a server an exact replica, from a source's snapshot")]
+    #[allow(missing_docs)]
+    Replica(ReplicaArgs),
+    #[command(about = "Show a source's snapshot and the replicas that read it")]
+    #[allow(missing_docs)]
+    Status(StatusArgs),
+    #[command(about = "Compare the data of two servers completely")]
+    #[allow(missing_docs)]
+    Verify(VerifyArgs),
+    #[command(about = "Fill a server with test data")]
+    #[allow(missing_docs)]
+    Load(LoadArgs),
+    #[command(about = "Write shell completions or man pages")]
+    #[allow(missing_docs)]
+    Generate(GenerateArgs),
+}
+
+/// Levels of logging, as the log events have them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[allow(missing_docs)]
+pub enum LogLevel {
+    Error,
+    Warn,
+    Info,
+    Debug,
+    Trace,
+}
+
+/// The whole process: parses, runs, says how it ended.
+pub fn main() -> ExitCode {
+    // Help, version and usage errors end the process here, with 0 or 2.
+    let cli = Cli::parse();
+    progress::configure(cli.global.quiet);
+    start_logging(&cli.global);
+    match run(cli.command) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            progress::say(&format!("remora: {failure}"));
+            failure.into()
+        }
+    }
+}
+
+fn run(command: Command) -> Result<(), Failure> {
+    // Two threads: one may be busy with a big value while the other answers heart-beats. The data lanes have threads of their own.
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .map_err(|error| Failure::local(format!("the runtime cannot be started: {error}")))?;
+    let outcome = runtime.block_on(dispatch(command));
+    // Threads that wait in a blocking call must not hold up the end of the process.
+    runtime.shutdown_background();
+    outcome
+}
+
+async fn dispatch(command: Command) -> Result<(), Failure> {
+    match command {
+        // The two ends have something to put in order when they are stopped, and catch signals themselves.
+        Command::Source(args) => crate::source::run(args).await,
+        Command::Replica(args) => crate::replica::run(args).await,
+        Command::Status(args) => until_signal(crate::status::run(args), "").await,
+        Command::Verify(args) => until_signal(crate::verify::run(args), ": the servers were only read").await,
+        Command::Load(args) => until_signal(crate::load::run(args), ": the keys written so far are still there").await,
+        Command::Generate(args) => crate::generate::run(&args),
+    }
+}
+
+/// Runs `work` until it ends or somebody stops us; `left` says in which state that leaves things.
+async fn until_signal(work: impl Future<Output = Result<(), Failure>>, left: &str) -> Result<(), Failure> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let no_handler = |error| Failure::local(format!("signals cannot be caught: {error}"));
+    let mut interrupt = signal(SignalKind::interrupt()).map_err(no_handler)?;
+    let mut terminate = signal(SignalKind::terminate()).map_err(no_handler)?;
+    let name = tokio::select! {
+        outcome = work => return outcome,
+        _ = interrupt.recv() => "SIGINT",
+        _ = terminate.recv() => "SIGTERM",
+    };
+    Err(Failure::new(Code::Interrupted, format!("stopped by {name}{left}")))
+}
+
+fn start_logging(global: &GlobalArgs) {
+    let level = if global.quiet { LogLevel::Warn.min_with(global.log_level) } else { global.log_level };
+    let filter = EnvFilter::try_from_env("REMORA_LOG").unwrap_or_else(|_| EnvFilter::new(level.name()));
+    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(|| progress::LogWriter);
+    // Setting it twice is possible only where tests share a process, and harmless there.
+    let _ = match global.log_json {
+        true => builder.json().try_init(),
+        false => builder.with_target(false).with_ansi(std::io::stderr().is_terminal()).try_init(),
+    };
+}
+
+impl LogLevel {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Error => "error",
+            Self::Warn => "warn",
+            Self::Info => "info",
+            Self::Debug => "debug",
+            Self::Trace => "trace",
+        }
+    }
+
+    /// The quieter of the two.
+    fn min_with(self, other: Self) -> Self {
+        if (self as u8) < (other as u8) { self } else { other }
+    }
+}
+
+/// The definition of the whole command line, for completions, man pages and tests.
+pub fn definition() -> clap::Command {
+    Cli::command()
+}
+
+const ABOUT: &str = "\
+Exact replicas of a Redis or Valkey server, any number of them from one snapshot.
+
+A `remora source` beside the primary takes one snapshot into memory that others may read, and the stream of writes that
+follows it. A `remora replica` beside each new replica reads both - through shared memory on the same host, by TCP between
+hosts -, loads its unmodified server from them, and hands that server over to its own replication at the exact offset. It
+is then an ordinary replica, and Remora is out of the way.";
+
+fn overview() -> String {
+    format!(
+        "\
+Two servers, one host, in five lines:
+  head -c 32 /dev/urandom | base64 > token && chmod 600 token
+  remora source --server redis://127.0.0.1:6379 --listen 127.0.0.1:7379 --token-file token &
+  remora replica --server redis://127.0.0.1:6380 --source 127.0.0.1:7379 --token-file token
+  remora verify --primary redis://127.0.0.1:6379 --replica redis://127.0.0.1:6380
+  remora status --source 127.0.0.1:7379 --token-file token
+
+`remora help COMMAND` shows the page of a command.
+
+{}",
+        crate::exit::help_table(&Code::ALL)
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn the_definition_contradicts_itself_nowhere() {
+        definition().debug_assert();
+    }
+
+    #[test]
+    fn every_command_has_a_page_with_examples_and_exit_codes() {
+        for command in definition().get_subcommands_mut() {
+            let page = command.render_long_help().to_string();
+            assert!(page.contains("Examples:"), "{} has no examples", command.get_name());
+            assert!(page.contains("Exit codes:"), "{} has no exit codes", command.get_name());
+        }
+    }
+
+    #[test]
+    fn no_option_takes_a_password() {
+        for command in definition().get_subcommands() {
+            for argument in command.get_arguments() {
+                let name = argument.get_id().as_str();
+                assert!(!name.contains("password") || name.ends_with("file"), "{name}");
+            }
+        }
+    }
+}

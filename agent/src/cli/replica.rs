@@ -1,0 +1,163 @@
+//! `remora replica`: what can be typed.
+
+use std::{net::IpAddr, path::PathBuf, time::Duration};
+
+use clap::{Args, ValueEnum};
+
+use super::HostPort;
+use crate::{
+    exit::{self, Code},
+    server::{ServerArgs, Task},
+    units::{Size, UnitError, parse_duration},
+};
+
+/// The arguments of `remora replica`.
+#[derive(Clone, Debug, Args)]
+#[command(long_about = ABOUT, after_long_help = more())]
+pub struct ReplicaArgs {
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub server: ServerArgs,
+
+    /// Host and port of the source agent.
+    #[arg(long, value_name = "HOST:PORT", help_heading = "Source")]
+    pub source: HostPort,
+
+    /// File with the secret that the source has too.
+    #[arg(long, value_name = "FILE", help_heading = "Source")]
+    pub token_file: PathBuf,
+
+    /// Name to appear under in `remora status` and the source's log. Default: the server's address.
+    #[arg(long, value_name = "NAME", help_heading = "Source")]
+    pub name: Option<String>,
+
+    /// How to read the source's memory: `shm` where both agents share a host, `tcp` between hosts, `auto` takes the first that works.
+    #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Source")]
+    pub transport: TransportChoice,
+
+    /// TCP connections to read by. More than one helps where a single one does not fill the link.
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=4), help_heading = "Source")]
+    pub lanes: u8,
+
+    /// How long to go on trying when the source or the server is away for the moment, with growing pauses. `0` tries once.
+    #[arg(long, value_name = "TIME", default_value = "5m", value_parser = parse_duration, help_heading = "Source")]
+    pub retry_for: Duration,
+
+    /// Stay between: go on feeding the stream to the server instead of handing it over to the primary, until stopped. The primary then
+    /// serves one stream for all replicas of this source.
+    #[arg(long, help_heading = "What to do")]
+    pub stay: bool,
+
+    /// Check everything that can be checked (both servers, the source, the way to the primary), say it, and change nothing.
+    #[arg(long, conflicts_with = "stay", help_heading = "What to do")]
+    pub dry_run: bool,
+
+    /// The server holds data: let it be replaced. Without this a server with keys is refused.
+    #[arg(long, help_heading = "What to do")]
+    pub replace: bool,
+
+    /// What to leave when the sync fails or is stopped after the server has begun to load: `detached` makes it a primary of nothing again
+    /// with whatever it then holds, and says so; `empty` also flushes it, so that nobody can mistake half a data set for a whole one.
+    #[arg(long, value_name = "STATE", default_value = "empty", help_heading = "What to do")]
+    pub on_failure: OnFailure,
+
+    /// Memory for slots under way; at least 16MiB.
+    #[arg(long, value_name = "SIZE", default_value = "256MiB", value_parser = parse_memory, help_heading = "Resources")]
+    pub memory: Size,
+
+    /// Folder to keep received slots in. A replica agent that is started again with the same folder goes on with the slots it lacks.
+    /// Needs as much disk space as the snapshot has bytes.
+    #[arg(long, value_name = "DIR", help_heading = "Resources")]
+    pub state_dir: Option<PathBuf>,
+
+    /// Address of ours that the server connects to while it loads; the port is any free one and is printed. Default: the address by
+    /// which we reach the server.
+    #[arg(long, value_name = "ADDR", help_heading = "Link to the server")]
+    pub listen: Option<IpAddr>,
+
+    /// Our certificate chain (PEM) towards a server with `tls-replication yes`.
+    #[arg(long, value_name = "FILE", requires = "link_key", help_heading = "Link to the server")]
+    pub link_cert: Option<PathBuf>,
+
+    /// The private key (PEM) of that certificate.
+    #[arg(long, value_name = "FILE", requires = "link_cert", help_heading = "Link to the server")]
+    pub link_key: Option<PathBuf>,
+
+    /// Certificates (PEM) of the authorities the server's own certificate must come from. Without it the server is not asked for one.
+    #[arg(long, value_name = "FILE", requires = "link_cert", help_heading = "Link to the server")]
+    pub link_client_ca: Option<PathBuf>,
+
+    /// Write the summary as JSON to this file too.
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    pub json: Option<PathBuf>,
+}
+
+/// Which transport to read by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum TransportChoice {
+    /// The first that works, the fastest first.
+    Auto,
+    /// Shared memory of this host.
+    Shm,
+    /// TCP.
+    Tcp,
+}
+
+/// In which state a server is left whose sync failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum OnFailure {
+    /// `REPLICAOF NO ONE`, its data as they are, perhaps incomplete.
+    Detached,
+    /// `REPLICAOF NO ONE` and `FLUSHALL`.
+    Empty,
+}
+
+/// Room for a few slots of the default size, so that reading and loading can overlap.
+const LEAST_MEMORY: Size = Size::mebibytes(16);
+
+fn parse_memory(text: &str) -> Result<Size, String> {
+    let size: Size = text.parse().map_err(|error: UnitError| error.to_string())?;
+    if size < LEAST_MEMORY {
+        return Err(format!("at least {LEAST_MEMORY} are needed"));
+    }
+    Ok(size)
+}
+
+const ABOUT: &str = "\
+Makes a server an exact replica of the one a source serves.
+
+The agent reads the source's snapshot and the writes that follow it, speaks to its own server as a primary would, and so has
+it load them; when the server has caught up, it is told the address of the true primary and goes on there by a partial
+resynchronisation, at the exact offset. The agent then ends with exit code 0 and a summary line per phase. Before anything is
+touched it is checked that the server may be used (no data, no cluster mode, not the primary itself), that it can reach the
+primary, and that settings and permissions suffice. Settings changed for the sync are put back, also after a crash.";
+
+fn more() -> String {
+    format!(
+        "\
+Examples:
+  The usual case, the agent beside its server:
+    remora replica --server redis://127.0.0.1:6380 --source 10.0.0.5:7379 --token-file token
+  First see whether it would work:
+    remora replica --server redis://127.0.0.1:6380 --source 10.0.0.5:7379 --token-file token --dry-run
+  A server with old data, and a large snapshot over a doubtful link:
+    remora replica --server redis://127.0.0.1:6380 --source 10.0.0.5:7379 --token-file token \\
+      --replace --state-dir /var/lib/remora --retry-for 1h
+  A server that replicates by TLS (tls-replication yes):
+    remora replica --server rediss://127.0.0.1:6390 --tls-ca ca.pem --link-cert agent.pem --link-key agent.key \\
+      --source 10.0.0.5:7379 --token-file token
+
+{}
+{}",
+        Task::Replica.help(),
+        exit::help_table(&[
+            Code::Usage,
+            Code::Refused,
+            Code::Server,
+            Code::Source,
+            Code::SyncFailed,
+            Code::Interrupted,
+            Code::Local
+        ])
+    )
+}

@@ -1,0 +1,198 @@
+//! `remora source`: what can be typed.
+
+use std::{net::SocketAddr, path::PathBuf, time::Duration};
+
+use clap::{Args, ValueEnum};
+
+use crate::{
+    exit::{self, Code},
+    server::{ServerArgs, Task},
+    units::{Size, parse_duration},
+};
+
+/// The arguments of `remora source`.
+#[derive(Clone, Debug, Args)]
+#[command(long_about = ABOUT, after_long_help = more())]
+pub struct SourceArgs {
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub server: ServerArgs,
+
+    /// Address and port to serve replica agents on. Exactly this one port is opened. The default serves this host only; give the
+    /// address of an interface (or 0.0.0.0 for all) to serve others.
+    #[arg(long, value_name = "ADDR:PORT", default_value = "127.0.0.1:7379", help_heading = "Serving")]
+    pub listen: SocketAddr,
+
+    /// File with the secret that source and replicas share: at least 16 bytes, for its owner and group only. It never crosses
+    /// the network. Make one by: head -c 32 /dev/urandom | base64
+    #[arg(long, value_name = "FILE", help_heading = "Serving")]
+    pub token_file: PathBuf,
+
+    /// Address of the primary as the replicas' servers reach it, for the hand-off. Default: the server's own address; where that is
+    /// loopback or a socket, the host by which a replica reached this source.
+    #[arg(long, value_name = "HOST:PORT", help_heading = "Serving")]
+    pub announce: Option<HostPort>,
+
+    /// Replica agents that may be joined at once; more are told to wait.
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=4096), help_heading = "Serving")]
+    pub max_replicas: u32,
+
+    /// Memory for the snapshot and the journal together; at least 16MiB. A snapshot that fits is kept whole and serves late joiners
+    /// too; a larger one passes through in a window, at the pace of the slowest replica that is joined.
+    #[arg(long, value_name = "SIZE", default_value = "1GiB", value_parser = parse_memory, help_heading = "Memory")]
+    pub memory: Size,
+
+    /// How much of that is the journal: the stream of writes since the snapshot. The longer it reaches back, the later a replica
+    /// may join without a new snapshot. Default: a quarter of --memory.
+    #[arg(long, value_name = "SIZE", help_heading = "Memory")]
+    pub journal_memory: Option<Size>,
+
+    /// Size of the pieces a snapshot is cut into: a power of two from 64KiB to 64MiB. A replica resumes at a piece's beginning.
+    #[arg(long, value_name = "SIZE", default_value = "4MiB", value_parser = parse_slot_size, help_heading = "Memory")]
+    pub slot_size: Size,
+
+    /// Take the snapshot at once instead of when the first replica joins.
+    #[arg(long, help_heading = "Snapshot")]
+    pub eager: bool,
+
+    /// A snapshot older than this is not given to new joiners: the next one that joins starts a new snapshot.
+    #[arg(long, value_name = "TIME", default_value = "1h", value_parser = parse_duration, help_heading = "Snapshot")]
+    pub max_age: Duration,
+
+    /// A replica that takes nothing for this long is put out, so that it holds nobody else; it alone starts again.
+    #[arg(long, value_name = "TIME", default_value = "60s", value_parser = parse_duration, help_heading = "Snapshot")]
+    pub stall_timeout: Duration,
+
+    /// How TCP lanes send: `copy` (sendmsg) or `file` (sendfile: about a third of the CPU, but a slow receiver may be sent bytes that
+    /// have been overwritten meanwhile; it notices and reads them again).
+    #[arg(long, value_name = "HOW", default_value = "copy", help_heading = "Transports")]
+    pub tcp_send: SendChoice,
+
+    /// Congestion control of the TCP lanes, as in /proc/sys/net/ipv4/tcp_allowed_congestion_control. Default: the system's.
+    #[arg(long, value_name = "NAME", help_heading = "Transports")]
+    pub tcp_congestion: Option<String>,
+
+    /// Do not offer shared memory to replicas on this host: everything goes by TCP.
+    #[arg(long, help_heading = "Transports")]
+    pub no_shm: bool,
+}
+
+/// How a TCP lane sends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum SendChoice {
+    /// `sendmsg`: the kernel copies at once.
+    Copy,
+    /// `sendfile`: the kernel sends the pages themselves.
+    File,
+}
+
+/// A host (name or address) and a port, written `HOST:PORT` or `[IPV6]:PORT`.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct HostPort {
+    /// Name or address; IPv6 without brackets.
+    pub host: String,
+    /// The port, never 0.
+    pub port: u16,
+}
+
+impl std::str::FromStr for HostPort {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let has_port = text.rsplit_once(':').is_some_and(|(host, _)| !host.contains(':') || host.ends_with(']'));
+        if !has_port || text.contains('/') {
+            return Err("expected HOST:PORT, as in db1:6379 or [::1]:6379".into());
+        }
+        // The same rules as for the address of a server, which differs by its scheme only.
+        let url = format!("redis://{text}").parse::<crate::server::ServerUrl>().map_err(|error| error.to_string())?;
+        let (host, port) = url.host_and_port().ok_or("expected HOST:PORT")?;
+        Ok(Self { host: host.to_owned(), port })
+    }
+}
+
+impl std::fmt::Display for HostPort {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.host.contains(':') {
+            true => write!(f, "[{}]:{}", self.host, self.port),
+            false => write!(f, "{}:{}", self.host, self.port),
+        }
+    }
+}
+
+/// Four slots of the smallest window and a journal of the same size; below that the source would wait more than copy.
+const LEAST_MEMORY: Size = Size::mebibytes(16);
+
+fn parse_memory(text: &str) -> Result<Size, String> {
+    let size: Size = text.parse().map_err(|error: crate::units::UnitError| error.to_string())?;
+    if size < LEAST_MEMORY {
+        return Err(format!("at least {LEAST_MEMORY} are needed"));
+    }
+    Ok(size)
+}
+
+fn parse_slot_size(text: &str) -> Result<Size, String> {
+    let size: Size = text.parse().map_err(|error: crate::units::UnitError| error.to_string())?;
+    let fits = (LEAST_SLOT..=LARGEST_SLOT).contains(&size.get()) && size.get().is_power_of_two();
+    if fits { Ok(size) } else { Err("a power of two from 64KiB to 64MiB is needed".into()) }
+}
+
+/// Below this the reads of the directory cost more than they find.
+const LEAST_SLOT: u64 = 64 << 10;
+/// Above this a lost link costs more to resume than it is worth.
+const LARGEST_SLOT: u64 = 64 << 20;
+
+const ABOUT: &str = "\
+Takes one snapshot of a server and serves it, with the writes that follow, to any number of replica agents.
+
+The source speaks to the server as one more replica: nothing is installed there, and it forks once per snapshot however many
+replicas read it. The server may itself be a replica of the primary (same history, same offsets); the primary is then not
+touched at all. The source runs until it is stopped by SIGINT or SIGTERM.";
+
+fn more() -> String {
+    format!(
+        "\
+Examples:
+  Serve this host only (shared memory):
+    remora source --server redis://127.0.0.1:6379 --token-file token
+  Serve others on port 7379 of one interface, with a user, 8 GiB, and the snapshot ready before anybody asks:
+    remora source --server redis://127.0.0.1:6379 --user remora --password-file pw \\
+      --listen 10.0.0.5:7379 --token-file token --memory 8GiB --eager
+  From a server with TLS, to be known to the replicas as db1:6390:
+    remora source --server rediss://db1:6390 --tls-ca ca.pem --announce db1:6390 --token-file token
+
+{}
+{}",
+        Task::Source.help(),
+        exit::help_table(&[Code::Usage, Code::Refused, Code::Server, Code::Interrupted, Code::Local])
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn a_host_and_a_port_are_both_needed() {
+        assert_eq!("db1:6379".parse::<HostPort>().unwrap(), HostPort { host: "db1".into(), port: 6379 });
+        assert_eq!("[::1]:80".parse::<HostPort>().unwrap().to_string(), "[::1]:80");
+        for wrong in ["db1", "[::1]", "::1", "db1:", "db1:0", "db1:80/2", ":80", "user@db1:80", "redis://db1:80"] {
+            assert!(wrong.parse::<HostPort>().is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn too_little_memory_is_refused_with_the_least() {
+        assert!(parse_memory("1MiB").unwrap_err().contains("16 MiB"));
+        assert_eq!(parse_memory("4GiB").unwrap(), Size::mebibytes(4096));
+    }
+
+    #[test]
+    fn slots_are_powers_of_two_within_reason() {
+        assert!(parse_slot_size("4MiB").is_ok());
+        for wrong in ["3MiB", "32KiB", "128MiB", "0"] {
+            assert!(parse_slot_size(wrong).is_err(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,52 @@
+//! `remora status`: what can be typed.
+
+use std::{path::PathBuf, time::Duration};
+
+use clap::Args;
+
+use super::HostPort;
+use crate::{
+    exit::{self, Code},
+    units::parse_duration,
+};
+
+/// The arguments of `remora status`.
+#[derive(Clone, Debug, Args)]
+#[command(long_about = ABOUT, after_long_help = more())]
+pub struct StatusArgs {
+    /// Host and port of the source agent.
+    #[arg(long, value_name = "HOST:PORT")]
+    pub source: HostPort,
+
+    /// File with the secret that the source has too.
+    #[arg(long, value_name = "FILE")]
+    pub token_file: PathBuf,
+
+    /// Print one JSON object instead of the table.
+    #[arg(long)]
+    pub json: bool,
+
+    /// Print it again and again, every TIME (one second if none is given), until stopped.
+    #[arg(long, value_name = "TIME", num_args = 0..=1, default_missing_value = "1s", value_parser = parse_duration)]
+    pub watch: Option<Duration>,
+}
+
+const ABOUT: &str = "\
+Shows what a source holds and who reads it: the snapshot's generation, offset, bytes, memory and age, and for every joined
+replica its phase, percent, rate and lag.";
+
+fn more() -> String {
+    format!(
+        "\
+Examples:
+  Once, as a table:
+    remora status --source 10.0.0.5:7379 --token-file token
+  Every five seconds:
+    remora status --source 10.0.0.5:7379 --token-file token --watch 5s
+  For a script:
+    remora status --source 10.0.0.5:7379 --token-file token --json
+
+{}",
+        exit::help_table(&[Code::Usage, Code::Refused, Code::Source, Code::Interrupted])
+    )
+}

@@ -1,0 +1,127 @@
+//! `remora verify`: what can be typed.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+
+use crate::{
+    exit::{self, Code},
+    server::{Credentials, Server, ServerUrl, SetupError, Task, TlsArgs},
+};
+
+/// The arguments of `remora verify`.
+#[derive(Clone, Debug, Args)]
+#[command(long_about = ABOUT, after_long_help = more())]
+pub struct VerifyArgs {
+    /// The server that is right: redis://HOST:PORT, rediss://HOST:PORT (TLS) or unix:///PATH.
+    #[arg(long, value_name = "URL", help_heading = "Servers")]
+    pub primary: ServerUrl,
+
+    /// ACL user on the primary.
+    #[arg(long, value_name = "NAME", help_heading = "Servers")]
+    pub primary_user: Option<String>,
+
+    /// File whose first line is the password there. Without it, the environment variable REMORA_PASSWORD counts.
+    #[arg(long, value_name = "FILE", help_heading = "Servers")]
+    pub primary_password_file: Option<PathBuf>,
+
+    /// The server to compare with it.
+    #[arg(long, value_name = "URL", help_heading = "Servers")]
+    pub replica: ServerUrl,
+
+    /// ACL user on the replica.
+    #[arg(long, value_name = "NAME", help_heading = "Servers")]
+    pub replica_user: Option<String>,
+
+    /// File whose first line is the password there. Without it, the environment variable REMORA_PASSWORD counts.
+    #[arg(long, value_name = "FILE", help_heading = "Servers")]
+    pub replica_password_file: Option<PathBuf>,
+
+    /// TLS options hold for whichever of the two is a rediss:// address.
+    #[command(flatten)]
+    pub tls: TlsArgs,
+
+    /// Whether to ask both servers for `DEBUG DIGEST` first, where they allow it. It is fast, but a server answers nobody else while it
+    /// computes it: about a second per gigabyte or per million keys.
+    #[arg(long, value_name = "WHEN", default_value = "auto", help_heading = "Comparison")]
+    pub digest: DigestUse,
+
+    /// How often to look again at keys that differ, each time after the replica has caught up with the primary. Keys that changed
+    /// every time are reported as undecided.
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000), help_heading = "Comparison")]
+    pub recheck: u32,
+
+    /// How many differences to list; all are counted.
+    #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u32).range(0..=100_000), help_heading = "Comparison")]
+    pub limit: u32,
+
+    /// Print the report as one JSON object.
+    #[arg(long, help_heading = "Output")]
+    pub json: bool,
+}
+
+/// When to use `DEBUG DIGEST`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum DigestUse {
+    /// Where both servers allow it.
+    Auto,
+    /// Not at all: read and compare every value.
+    Never,
+}
+
+impl VerifyArgs {
+    /// The primary, ready to be connected to.
+    pub fn open_primary(&self) -> Result<Server, SetupError> {
+        self.open(&self.primary, self.primary_user.as_deref(), self.primary_password_file.as_deref())
+    }
+
+    /// The replica, ready to be connected to.
+    pub fn open_replica(&self) -> Result<Server, SetupError> {
+        self.open(&self.replica, self.replica_user.as_deref(), self.replica_password_file.as_deref())
+    }
+
+    fn open(
+        &self,
+        url: &ServerUrl,
+        user: Option<&str>,
+        password: Option<&std::path::Path>,
+    ) -> Result<Server, SetupError> {
+        // One of the two may go without TLS; that its options are then of no use to it is no mistake.
+        let tls = if url.is_tls() { self.tls.options() } else { Default::default() };
+        Server::new(url.clone(), Credentials::gather(user, password)?, &tls, Task::Verify)
+    }
+}
+
+const ABOUT: &str = "\
+Compares the data of two servers completely: all databases, every key of every type with its expiry, and the functions.
+
+Where both allow DEBUG DIGEST and the digests agree, values are known to be the same and only expiry times are read. Otherwise
+every key of both is looked at, by DUMP; values whose DUMP differs only by version or encoding are compared by content. Both
+servers may be written to meanwhile: what differs is looked at again when the replica has caught up. Nothing is changed on
+either server; the memory used does not grow with the data.";
+
+fn more() -> String {
+    format!(
+        "\
+Examples:
+  Two servers:
+    remora verify --primary redis://10.0.0.5:6379 --replica redis://127.0.0.1:6380
+  A busy primary that must not be held up by DEBUG DIGEST, for a script:
+    remora verify --primary redis://10.0.0.5:6379 --replica redis://127.0.0.1:6380 --digest never --json
+  Different users:
+    remora verify --primary rediss://db1:6390 --primary-user check --primary-password-file p1 --tls-ca ca.pem \\
+      --replica redis://127.0.0.1:6380 --replica-user check --replica-password-file p2
+
+{}
+{}",
+        Task::Verify.help(),
+        exit::help_table(&[
+            Code::Differs,
+            Code::Usage,
+            Code::Refused,
+            Code::Server,
+            Code::Interrupted,
+            Code::Undecided
+        ])
+    )
+}

@@ -1,0 +1,280 @@
+//! What a command shows while it works, in one place: bars on a terminal, plain lines elsewhere, nothing if asked to be quiet.
+//!
+//! Everything goes to stderr; stdout is for results. Plain lines come at most every two seconds and once at the end, so that the
+//! log of a service does not fill with them. Log events go through [`LogWriter`], which moves the bars out of the way.
+//!
+//! The state is the process's own (there is one terminal): [`configure`] is called once, before anything is shown.
+
+use std::{
+    io::{self, IsTerminal, Write},
+    sync::{
+        LazyLock, Mutex, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use crate::units::{Size, readable};
+
+/// Says once for the process whether anything is to be shown.
+pub fn configure(quiet: bool) {
+    QUIET.store(quiet, Ordering::Relaxed);
+}
+
+/// Prints a line on stderr, above the bars if there are any.
+pub fn say(line: &str) {
+    BARS.suspend(|| {
+        // There is nobody left to tell that stderr is gone.
+        let _ = writeln!(io::stderr(), "{line}");
+    });
+}
+
+/// What a [`Meter`] counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unit {
+    /// Bytes, shown as MiB and MiB/s.
+    Bytes,
+    /// Things of that name, in the plural.
+    Count(&'static str),
+}
+
+/// One piece of work under way, with its rate and, where the total is known, percent and time left. Dropping it takes its bar away.
+#[derive(Debug)]
+pub struct Meter {
+    label: String,
+    unit: Unit,
+    begun: Instant,
+    position: AtomicU64,
+    total: AtomicU64,
+    shown: Shown,
+}
+
+#[derive(Debug)]
+enum Shown {
+    Bar(ProgressBar),
+    Lines(Mutex<Pace>),
+    Nothing,
+}
+
+impl Meter {
+    /// Begins to show work called `label`; `total` may come later by [`Meter::set_total`].
+    pub fn start(label: impl Into<String>, unit: Unit, total: Option<u64>) -> Self {
+        let (label, begun) = (label.into(), Instant::now());
+        let shown = match () {
+            () if QUIET.load(Ordering::Relaxed) => Shown::Nothing,
+            () if io::stderr().is_terminal() => Shown::Bar(bar(&label, unit, total)),
+            () => Shown::Lines(Mutex::new(Pace::default())),
+        };
+        Self { label, unit, begun, position: AtomicU64::new(0), total: AtomicU64::new(total.unwrap_or(0)), shown }
+    }
+
+    /// So much is done now.
+    pub fn set(&self, position: u64) {
+        self.position.store(position, Ordering::Relaxed);
+        self.show(false);
+    }
+
+    /// So much more is done.
+    pub fn add(&self, amount: u64) {
+        self.position.fetch_add(amount, Ordering::Relaxed);
+        self.show(false);
+    }
+
+    /// How much there will be, once it is known or known better.
+    pub fn set_total(&self, total: u64) {
+        self.total.store(total, Ordering::Relaxed);
+        if let Shown::Bar(bar) = &self.shown {
+            bar.set_length(total);
+            bar.set_style(style(self.unit, Some(total)));
+        }
+    }
+
+    /// How much is done.
+    pub fn position(&self) -> u64 {
+        self.position.load(Ordering::Relaxed)
+    }
+
+    /// Time since it was started.
+    pub fn elapsed(&self) -> Duration {
+        self.begun.elapsed()
+    }
+
+    /// It is done: the bar goes, a line stays.
+    pub fn finish(self) {
+        self.show(true);
+    }
+
+    fn show(&self, last: bool) {
+        match &self.shown {
+            Shown::Nothing => {}
+            Shown::Bar(bar) => {
+                bar.set_position(self.position());
+                if last {
+                    bar.finish_and_clear();
+                    say(&self.line());
+                }
+            }
+            Shown::Lines(pace) => {
+                let due = pace.lock().unwrap_or_else(PoisonError::into_inner).is_due(self.elapsed(), last);
+                if due {
+                    say(&self.line());
+                }
+            }
+        }
+    }
+
+    fn line(&self) -> String {
+        line(&self.label, self.unit, self.position(), self.total.load(Ordering::Relaxed), self.elapsed())
+    }
+}
+
+impl Drop for Meter {
+    fn drop(&mut self) {
+        if let Shown::Bar(bar) = &self.shown {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+/// Where log events go: stderr, with the bars out of the way.
+#[derive(Clone, Copy, Debug)]
+pub struct LogWriter;
+
+impl Write for LogWriter {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        BARS.suspend(|| io::stderr().write(bytes))
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        io::stderr().flush()
+    }
+}
+
+/// Decides when the next plain line is due. Takes the time as it is given, so that a test need not wait.
+#[derive(Debug, Default)]
+struct Pace {
+    last: Duration,
+}
+
+impl Pace {
+    fn is_due(&mut self, elapsed: Duration, last: bool) -> bool {
+        let due = last || elapsed.saturating_sub(self.last) >= LINE_EVERY;
+        if due {
+            self.last = elapsed;
+        }
+        due
+    }
+}
+
+/// `load: 120 of 256 keys, 47 %, 60 keys/s, 2.3 s left`; `total` 0 means unknown.
+fn line(label: &str, unit: Unit, position: u64, total: u64, elapsed: Duration) -> String {
+    let rate = position as f64 / elapsed.as_secs_f64().max(f64::EPSILON);
+    let amount = |number: u64| match unit {
+        Unit::Bytes => Size::bytes(number).to_string(),
+        Unit::Count(_) => number.to_string(),
+    };
+    let name = match unit {
+        Unit::Bytes => String::new(),
+        Unit::Count(name) => format!(" {name}"),
+    };
+    let mut line = match total {
+        0 => format!("{label}: {}{name}", amount(position)),
+        total => format!("{label}: {} of {}{name}, {} %", amount(position), amount(total), percent(position, total)),
+    };
+    line.push_str(&format!(", {}{name}/s", amount(rate as u64)));
+    match total.checked_sub(position) {
+        Some(rest) if rest > 0 && rate >= 1.0 => {
+            line.push_str(&format!(", {} left", readable(Duration::from_secs_f64(rest as f64 / rate))));
+        }
+        _ => line.push_str(&format!(", {} in all", readable(elapsed))),
+    }
+    line
+}
+
+/// Rounded down, so that 100 means all.
+fn percent(position: u64, total: u64) -> u64 {
+    (u128::from(position) * 100)
+        .checked_div(u128::from(total))
+        .and_then(|percent| u64::try_from(percent).ok())
+        .unwrap_or(0)
+}
+
+fn bar(label: &str, unit: Unit, total: Option<u64>) -> ProgressBar {
+    let bar = match total {
+        Some(total) => ProgressBar::new(total),
+        None => ProgressBar::no_length(),
+    };
+    let bar = BARS.add(bar);
+    bar.set_style(style(unit, total));
+    bar.set_prefix(label.to_owned());
+    bar
+}
+
+fn style(unit: Unit, total: Option<u64>) -> ProgressStyle {
+    let template = match (unit, total) {
+        (Unit::Bytes, Some(_)) => {
+            "{prefix:10} [{bar:30}] {percent:>3} %  {binary_bytes} of {binary_total_bytes}  {binary_bytes_per_sec}  {eta} left"
+        }
+        (Unit::Bytes, None) => "{prefix:10} {spinner} {binary_bytes}  {binary_bytes_per_sec}  {elapsed}",
+        (Unit::Count(_), Some(_)) => {
+            "{prefix:10} [{bar:30}] {percent:>3} %  {human_pos} of {human_len}  {per_sec}  {eta} left"
+        }
+        (Unit::Count(_), None) => "{prefix:10} {spinner} {human_pos}  {per_sec}  {elapsed}",
+    };
+    // A template of ours that does not parse is a slip a test finds; a plain bar is shown instead.
+    ProgressStyle::with_template(template)
+        .map_or_else(|_| ProgressStyle::default_bar(), |style| style.progress_chars("█▌ "))
+}
+
+static QUIET: AtomicBool = AtomicBool::new(false);
+static BARS: LazyLock<MultiProgress> = LazyLock::new(|| MultiProgress::with_draw_target(ProgressDrawTarget::stderr()));
+
+/// Often enough to see that it goes on, seldom enough for a log.
+const LINE_EVERY: Duration = Duration::from_secs(2);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn plain_lines_come_every_two_seconds_and_at_the_end() {
+        let mut pace = Pace::default();
+        let due = [(500, false), (2000, false), (2100, false), (3999, false), (4000, false), (4001, true)];
+        let due = due.map(|(millis, last)| pace.is_due(Duration::from_millis(millis), last));
+        assert_eq!(due, [false, true, false, false, true, true]);
+    }
+
+    #[test]
+    fn a_line_says_how_far_how_fast_and_how_long() {
+        let keys = Unit::Count("keys");
+        assert_eq!(
+            line("load", keys, 100, 400, Duration::from_secs(2)),
+            "load: 100 of 400 keys, 25 %, 50 keys/s, 6.0 s left"
+        );
+        assert_eq!(
+            line("load", keys, 400, 400, Duration::from_secs(8)),
+            "load: 400 of 400 keys, 100 %, 50 keys/s, 8.0 s in all"
+        );
+        let bytes = line("fetch", Unit::Bytes, 3 << 20, 0, Duration::from_secs(3));
+        assert_eq!(bytes, "fetch: 3 MiB, 1 MiB/s, 3.0 s in all");
+    }
+
+    #[test]
+    fn a_hundred_percent_means_all() {
+        assert_eq!(percent(999, 1000), 99);
+        assert_eq!(percent(u64::MAX, u64::MAX), 100);
+        assert_eq!(percent(1, 0), 0);
+    }
+
+    #[test]
+    fn the_templates_of_the_bars_are_understood() {
+        for unit in [Unit::Bytes, Unit::Count("keys")] {
+            for total in [None, Some(1)] {
+                let _ = style(unit, total);
+            }
+        }
+        assert!(ProgressStyle::with_template("{prefix:10} [{bar:30}] {percent:>3} %").is_ok());
+    }
+}

@@ -1,0 +1,76 @@
+//! Which commands each of our tasks runs on a server, as the ACL rules that allow them.
+//!
+//! One list serves three readers: the help pages, `docs/operating.md`, and the message when a server answers `-NOPERM`.
+
+/// What a connection is for; it decides which ACL rules a refusal names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Task {
+    /// `remora source` on the server it copies from.
+    Source,
+    /// `remora replica` on the server it fills.
+    Replica,
+    /// `remora verify`, on either server.
+    Verify,
+    /// `remora load`.
+    Load,
+}
+
+impl Task {
+    /// Every task, for tables.
+    pub const ALL: [Self; 4] = [Self::Source, Self::Replica, Self::Verify, Self::Load];
+
+    /// The command of ours that does it.
+    pub const fn command(self) -> &'static str {
+        match self {
+            Self::Source => "remora source",
+            Self::Replica => "remora replica",
+            Self::Verify => "remora verify",
+            Self::Load => "remora load",
+        }
+    }
+
+    /// The rules, as `ACL SETUSER <user>` takes them. `+select` is needed for all but database 0, so it stands wherever we switch.
+    pub const fn rules(self) -> &'static str {
+        match self {
+            Self::Source => "+ping +info +replconf +psync +config|get",
+            Self::Replica => "+ping +info +replicaof +config|get +config|set +flushall",
+            Self::Verify => "~* +@read +ping +info +select +scan +memory|usage +function|list +debug",
+            Self::Load => "~* +@write +ping +info +select",
+        }
+    }
+
+    /// What of the rules may be left out, and what then happens; empty if nothing may.
+    pub const fn optional(self) -> &'static str {
+        match self {
+            Self::Source => "without +config|get settings that would get in the way are found out only when they do",
+            Self::Replica => "+flushall is not needed with --on-failure detached",
+            Self::Verify => "without +debug every value is read and compared; without +memory|usage piece by piece",
+            Self::Load => "",
+        }
+    }
+
+    /// The paragraph for the foot of a help page.
+    pub fn help(self) -> String {
+        let mut text =
+            format!("ACL rules the server's user needs:\n  ACL SETUSER <user> on ><password> {}\n", self.rules());
+        if !self.optional().is_empty() {
+            text.push_str(&format!("  ({})\n", self.optional()));
+        }
+        text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_manual_lists_the_rules_of_every_task() {
+        let manual = include_str!("../../../docs/operating.md");
+        for task in Task::ALL {
+            // A bar inside a table cell must be escaped there.
+            let row = format!("| `{}` | `{}` |", task.command(), task.rules().replace('|', "\\|"));
+            assert!(manual.contains(&row), "docs/operating.md lacks {row}");
+        }
+    }
+}

@@ -1,0 +1,69 @@
+//! The options by which a command names a server.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::{Credentials, Server, ServerUrl, SetupError, Task, TlsOptions};
+
+/// `--server` and who we are there.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Server")]
+pub struct ServerArgs {
+    /// The server: redis://HOST:PORT, rediss://HOST:PORT (TLS) or unix:///PATH. Without a port: 6379.
+    #[arg(long, value_name = "URL")]
+    pub server: ServerUrl,
+
+    /// ACL user to log in as. Without it, a password belongs to the user `default`.
+    #[arg(long, value_name = "NAME")]
+    pub user: Option<String>,
+
+    /// File whose first line is the password; others than owner and group must not be able to read it. Without it, the
+    /// environment variable REMORA_PASSWORD counts. Passwords are never taken from the command line.
+    #[arg(long, value_name = "FILE")]
+    pub password_file: Option<PathBuf>,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub tls: TlsArgs,
+}
+
+/// How to speak TLS to a `rediss://` server.
+#[derive(Clone, Debug, Default, Args)]
+pub struct TlsArgs {
+    /// Certificates (PEM) of the authorities to believe, instead of this machine's.
+    #[arg(long, value_name = "FILE")]
+    pub tls_ca: Option<PathBuf>,
+
+    /// Our certificate chain (PEM), for servers with `tls-auth-clients yes`.
+    #[arg(long, value_name = "FILE", requires = "tls_key")]
+    pub tls_cert: Option<PathBuf>,
+
+    /// The private key (PEM) of our certificate.
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    pub tls_key: Option<PathBuf>,
+
+    /// The name to expect in the server's certificate, if not the host of its address.
+    #[arg(long, value_name = "NAME")]
+    pub tls_server_name: Option<String>,
+}
+
+impl ServerArgs {
+    /// Reads the files named and makes the server ready to be connected to. Nothing is sent yet.
+    pub fn open(&self, task: Task) -> Result<Server, SetupError> {
+        let credentials = Credentials::gather(self.user.as_deref(), self.password_file.as_deref())?;
+        Server::new(self.server.clone(), credentials, &self.tls.options(), task)
+    }
+}
+
+impl TlsArgs {
+    /// The same as plain options.
+    pub fn options(&self) -> TlsOptions {
+        TlsOptions {
+            ca: self.tls_ca.clone(),
+            certificate: self.tls_cert.clone(),
+            key: self.tls_key.clone(),
+            server_name: self.tls_server_name.clone(),
+        }
+    }
+}

@@ -1,0 +1,437 @@
+//! [`Server`]: where and who. [`Client`]: one connection, in step: what was asked first is answered first.
+
+use std::{future::Future, io, net::SocketAddr, sync::Arc, time::Duration};
+
+use remora_redis::{
+    info::Info,
+    resp::{self, Decoder, Frame, Limits},
+};
+use rustls::pki_types::ServerName;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpStream, UnixStream},
+    time,
+};
+use tokio_rustls::TlsConnector;
+
+use super::{
+    Credentials, Place, RefusalKind, ServerError, ServerUrl, SetupError, Stream, Task, TlsOptions, error::Shortened,
+    tls::TlsSetup,
+};
+
+/// Time for name look-up, TCP, TLS, AUTH and SELECT together. A server that needs longer is not one to begin a copy with.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Time for one command. Generous: a server that is busy with a slow command answers nobody else meanwhile.
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// What one read takes from the socket at most: larger reads gained nothing, and this stays in the L2 cache.
+const READ_BYTES: usize = 64 * 1024;
+
+/// A server that can be connected to any number of times. Cloning is cheap.
+#[derive(Clone)]
+pub struct Server(Arc<Inner>);
+
+struct Inner {
+    url: ServerUrl,
+    credentials: Credentials,
+    tls: Option<TlsSetup>,
+    task: Task,
+}
+
+impl Server {
+    /// A server at that address. Fails if TLS cannot be set up with these files, or is set up for nothing.
+    pub fn new(url: ServerUrl, credentials: Credentials, tls: &TlsOptions, task: Task) -> Result<Self, SetupError> {
+        let tls = match (url.place(), tls.first_given()) {
+            (Place::Tcp { host, tls: true, .. }, _) => Some(tls.prepare(host)?),
+            (_, None) => None,
+            (_, Some(option)) => return Err(SetupError::TlsUnused { option, url: url.to_string() }),
+        };
+        Ok(Self(Arc::new(Inner { url, credentials, tls, task })))
+    }
+
+    /// Its address, without any secret.
+    pub fn url(&self) -> &ServerUrl {
+        &self.0.url
+    }
+
+    /// Who we are there.
+    pub fn credentials(&self) -> &Credentials {
+        &self.0.credentials
+    }
+
+    /// What we are there for.
+    pub fn task(&self) -> Task {
+        self.0.task
+    }
+
+    /// The same way of speaking to it (credentials and TLS) at another host and port, as for the primary that a replica names.
+    pub fn at(&self, host: &str, port: u16) -> Self {
+        let url = ServerUrl::tcp_like(&self.0.url, host, port);
+        let tls = self.0.tls.clone().map(|setup| match ServerName::try_from(host.to_owned()) {
+            Ok(name) => TlsSetup { name, ..setup },
+            Err(_) => setup,
+        });
+        Self(Arc::new(Inner { url, credentials: self.0.credentials.clone(), tls, task: self.0.task }))
+    }
+
+    /// Connects, logs in and selects the address's database.
+    pub async fn connect(&self) -> Result<Client, ServerError> {
+        match time::timeout(CONNECT_TIMEOUT, self.connect_unhurried()).await {
+            Ok(result) => result,
+            Err(_) => Err(self.unreachable(io::Error::new(
+                io::ErrorKind::TimedOut,
+                format!("no connection within {} s", CONNECT_TIMEOUT.as_secs()),
+            ))),
+        }
+    }
+
+    async fn connect_unhurried(&self) -> Result<Client, ServerError> {
+        let stream = self.open_stream().await?;
+        let mut client = Client {
+            server: self.clone(),
+            stream,
+            decoder: Decoder::new(Limits::default()),
+            scratch: Vec::new(),
+            timeout: COMMAND_TIMEOUT,
+        };
+        client.log_in().await?;
+        Ok(client)
+    }
+
+    async fn open_stream(&self) -> Result<Stream, ServerError> {
+        let (host, port) = match self.0.url.place() {
+            Place::Unix(path) => {
+                return UnixStream::connect(path).await.map(Stream::Unix).map_err(|cause| self.unreachable(cause));
+            }
+            Place::Tcp { host, port, .. } => (host.as_str(), *port),
+        };
+        let tcp = TcpStream::connect((host, port)).await.map_err(|cause| self.unreachable(cause))?;
+        // Commands are small and each waits for its answer: holding them back to fill a packet only adds its delay.
+        tcp.set_nodelay(true).map_err(|cause| self.unreachable(cause))?;
+        let Some(setup) = &self.0.tls else {
+            return Ok(Stream::Tcp(tcp));
+        };
+        let connecting = TlsConnector::from(setup.config.clone()).connect(setup.name.clone(), tcp);
+        let stream = connecting.await.map_err(|cause| ServerError::Tls { server: self.0.url.to_string(), cause })?;
+        Ok(Stream::Tls(Box::new(stream)))
+    }
+
+    fn unreachable(&self, cause: io::Error) -> ServerError {
+        ServerError::Unreachable { server: self.0.url.to_string(), cause }
+    }
+}
+
+/// Only the address: credentials have no business in a log.
+impl std::fmt::Debug for Server {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Server").field(&self.0.url.to_string()).finish()
+    }
+}
+
+/// One connection to a server. After an error other than [`ServerError::Refused`] it must be dropped: question and answer may
+/// be out of step.
+#[derive(Debug)]
+pub struct Client {
+    server: Server,
+    stream: Stream,
+    decoder: Decoder,
+    /// Holds the encoded command, then what is read; kept so that neither allocates each time.
+    scratch: Vec<u8>,
+    timeout: Duration,
+}
+
+impl Client {
+    /// Sends one command and waits for its answer. An error reply becomes [`ServerError::Refused`].
+    pub async fn command<A: AsRef<[u8]>>(&mut self, args: &[A]) -> Result<Frame, ServerError> {
+        self.command_within(self.timeout, args).await
+    }
+
+    /// The same with a time of its own, for commands that take long by nature.
+    pub async fn command_within<A: AsRef<[u8]>>(&mut self, limit: Duration, args: &[A]) -> Result<Frame, ServerError> {
+        let name = command_name(args);
+        let mut encoded = std::mem::take(&mut self.scratch);
+        encoded.clear();
+        resp::command(&mut encoded, args);
+        let sent = self.send_within(limit, &encoded, &name).await;
+        self.scratch = encoded;
+        sent?;
+        let frame = self.receive_within(limit, &name).await?;
+        self.no_error(frame, &name)
+    }
+
+    /// Sends all commands at once and gives all answers, error replies among them as [`Frame::Error`]. The pipeline is empty
+    /// afterwards and may be filled again.
+    pub async fn pipeline(&mut self, pipeline: &mut Pipeline) -> Result<Vec<Frame>, ServerError> {
+        self.send(&pipeline.bytes).await?;
+        let mut frames = Vec::with_capacity(pipeline.count);
+        for _ in 0..pipeline.count {
+            frames.push(self.receive().await?);
+        }
+        pipeline.clear();
+        Ok(frames)
+    }
+
+    /// Sends bytes that are encoded commands, or a part of one. Each whole command is owed one [`Client::receive`].
+    pub async fn send(&mut self, bytes: &[u8]) -> Result<(), ServerError> {
+        self.send_within(self.timeout, bytes, "a pipeline").await
+    }
+
+    /// Waits for the next answer, error replies as they are.
+    pub async fn receive(&mut self) -> Result<Frame, ServerError> {
+        self.receive_within(self.timeout, "a pipeline").await
+    }
+
+    /// `INFO`, or a section of it.
+    pub async fn info(&mut self, section: &str) -> Result<Info, ServerError> {
+        let frame =
+            if section.is_empty() { self.command(&["INFO"]).await? } else { self.command(&["INFO", section]).await? };
+        match frame {
+            Frame::Bulk(text) => Ok(Info::parse(&text)),
+            other => Err(self.unexpected("INFO", &other)),
+        }
+    }
+
+    /// The value of a setting; `None` if the server doesn't know it.
+    pub async fn config_get(&mut self, name: &str) -> Result<Option<String>, ServerError> {
+        match self.command(&["CONFIG", "GET", name]).await? {
+            Frame::Array(pair) => match pair.into_iter().nth(1) {
+                Some(Frame::Bulk(value)) => Ok(Some(String::from_utf8_lossy(&value).into_owned())),
+                _ => Ok(None),
+            },
+            other => Err(self.unexpected("CONFIG GET", &other)),
+        }
+    }
+
+    /// Changes a setting of the running server.
+    pub async fn config_set(&mut self, name: &str, value: &str) -> Result<(), ServerError> {
+        self.command(&["CONFIG", "SET", name, value]).await.map(drop)
+    }
+
+    /// Makes `database` the one that later commands work on.
+    pub async fn select(&mut self, database: u32) -> Result<(), ServerError> {
+        self.command(&["SELECT", &database.to_string()]).await.map(drop)
+    }
+
+    /// Sets the time each later command has.
+    pub fn set_timeout(&mut self, timeout: Duration) {
+        self.timeout = timeout;
+    }
+
+    /// The server this is a connection to.
+    pub fn server(&self) -> &Server {
+        &self.server
+    }
+
+    /// Our end, unless it is a socket in the file system.
+    pub fn local_addr(&self) -> Option<SocketAddr> {
+        self.stream.tcp().and_then(|tcp| tcp.local_addr().ok())
+    }
+
+    /// The server's end, unless it is a socket in the file system.
+    pub fn peer_addr(&self) -> Option<SocketAddr> {
+        self.stream.tcp().and_then(|tcp| tcp.peer_addr().ok())
+    }
+
+    /// Ends our talk and gives the stream away, with what was received and not yet asked for.
+    pub fn into_stream(mut self) -> (Stream, Vec<u8>) {
+        let rest = self.decoder.take_rest();
+        (self.stream, rest)
+    }
+
+    /// The error for an answer of the wrong kind; for callers that know what a command answers.
+    pub fn unexpected(&self, command: &str, found: &Frame) -> ServerError {
+        let found = match found {
+            Frame::Simple(text) | Frame::Error(text) | Frame::Bulk(text) => Shortened(text).to_string(),
+            Frame::Integer(number) => number.to_string(),
+            Frame::Null => "nothing".into(),
+            Frame::Array(items) => format!("a list of {}", items.len()),
+        };
+        ServerError::Unexpected { server: self.server.url().to_string(), command: command.to_owned(), found }
+    }
+
+    /// The error for an error reply that came by [`Client::receive`] or [`Client::pipeline`].
+    pub fn refused(&self, command: &str, text: &[u8]) -> ServerError {
+        let text = String::from_utf8_lossy(text).into_owned();
+        ServerError::Refused {
+            server: self.server.url().to_string(),
+            command: command.to_owned(),
+            kind: RefusalKind::of(command, text.as_bytes()),
+            text,
+            task: self.server.task(),
+        }
+    }
+
+    /// AUTH if there is a password, and in any case one harmless command: whoever answers it as a server does is one.
+    async fn log_in(&mut self) -> Result<(), ServerError> {
+        let Credentials { user, password } = self.server.credentials().clone();
+        match (&user, &password) {
+            (_, None) => {}
+            (None, Some(password)) => self.command(&["AUTH", password.expose()]).await.map(drop)?,
+            (Some(user), Some(password)) => self.command(&["AUTH", user, password.expose()]).await.map(drop)?,
+        }
+        self.check_alive().await?;
+        match self.server.url().database() {
+            0 => Ok(()),
+            database => self.select(database).await,
+        }
+    }
+
+    /// A loading server is a server too: what it may be asked meanwhile is for the caller to decide, so that one can wait it out.
+    async fn check_alive(&mut self) -> Result<(), ServerError> {
+        match self.command(&["PING"]).await {
+            Ok(Frame::Simple(text)) if text == b"PONG" => Ok(()),
+            Ok(other) => Err(ServerError::NotRedis {
+                server: self.server.url().to_string(),
+                found: self.unexpected("PING", &other).to_string(),
+            }),
+            Err(error)
+                if matches!(
+                    error.refusal(),
+                    Some(RefusalKind::Loading | RefusalKind::NoMasterLink | RefusalKind::Busy)
+                ) =>
+            {
+                Ok(())
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn send_within(&mut self, limit: Duration, bytes: &[u8], command: &str) -> Result<(), ServerError> {
+        let stream = &mut self.stream;
+        let sending = async {
+            stream.write_all(bytes).await?;
+            stream.flush().await
+        };
+        let outcome = within(limit, sending).await;
+        outcome.map_err(|trouble| self.trouble(trouble, limit, command))
+    }
+
+    async fn receive_within(&mut self, limit: Duration, command: &str) -> Result<Frame, ServerError> {
+        loop {
+            match self.decoder.next_frame() {
+                Ok(Some(frame)) => return Ok(frame),
+                Ok(None) => {}
+                Err(error) => {
+                    return Err(ServerError::NotRedis {
+                        server: self.server.url().to_string(),
+                        found: error.to_string(),
+                    });
+                }
+            }
+            // The limit is on silence, not on the whole answer: a large value over a slow link is progress, not trouble.
+            if let Err(trouble) = within(limit, self.read_more()).await {
+                return Err(self.trouble(trouble, limit, command));
+            }
+        }
+    }
+
+    async fn read_more(&mut self) -> io::Result<()> {
+        self.scratch.clear();
+        self.scratch.reserve(READ_BYTES);
+        let count = (&mut self.stream).take(READ_BYTES as u64).read_buf(&mut self.scratch).await?;
+        if count == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        self.decoder.feed(&self.scratch);
+        Ok(())
+    }
+
+    fn no_error(&self, frame: Frame, command: &str) -> Result<Frame, ServerError> {
+        match frame {
+            Frame::Error(text) => Err(self.refused(command, &text)),
+            frame => Ok(frame),
+        }
+    }
+
+    fn trouble(&self, trouble: Trouble, limit: Duration, command: &str) -> ServerError {
+        let (server, command) = (self.server.url().to_string(), command.to_owned());
+        match trouble {
+            Trouble::TimedOut => ServerError::TimedOut { server, command, limit },
+            Trouble::Io(cause) => ServerError::Lost { server, command, cause },
+        }
+    }
+}
+
+/// Commands to be sent at once.
+#[derive(Clone, Debug, Default)]
+pub struct Pipeline {
+    bytes: Vec<u8>,
+    count: usize,
+}
+
+impl Pipeline {
+    /// Adds one command.
+    pub fn push<A: AsRef<[u8]>>(&mut self, args: &[A]) {
+        resp::command(&mut self.bytes, args);
+        self.count += 1;
+    }
+
+    /// The number of commands, hence of answers.
+    pub fn len(&self) -> usize {
+        self.count
+    }
+
+    /// Whether there is nothing to send.
+    pub fn is_empty(&self) -> bool {
+        self.count == 0
+    }
+
+    /// The commands as they go out, for [`Client::send`].
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    /// Forgets the commands, keeps the memory.
+    pub fn clear(&mut self) {
+        self.bytes.clear();
+        self.count = 0;
+    }
+}
+
+enum Trouble {
+    TimedOut,
+    Io(io::Error),
+}
+
+async fn within<T>(limit: Duration, work: impl Future<Output = io::Result<T>>) -> Result<T, Trouble> {
+    match time::timeout(limit, work).await {
+        Ok(result) => result.map_err(Trouble::Io),
+        Err(_) => Err(Trouble::TimedOut),
+    }
+}
+
+/// The command as it may stand in a message: its name and, for those that have one, its subcommand; never an argument.
+fn command_name<A: AsRef<[u8]>>(args: &[A]) -> String {
+    let mut words = args.iter().map(|word| String::from_utf8_lossy(word.as_ref()).to_ascii_uppercase());
+    let name = words.next().unwrap_or_default();
+    match (name.as_str(), words.next()) {
+        ("CONFIG" | "DEBUG" | "FUNCTION" | "MEMORY" | "XINFO" | "CLIENT" | "REPLCONF", Some(subcommand)) => {
+            format!("{name} {subcommand}")
+        }
+        _ => name,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_names_the_command_and_never_its_arguments() {
+        assert_eq!(command_name(&["auth", "user", "secret"]), "AUTH");
+        assert_eq!(command_name(&["config", "get", "masterauth"]), "CONFIG GET");
+        assert_eq!(command_name::<&str>(&[]), "");
+    }
+
+    #[test]
+    fn a_pipeline_counts_what_it_owes() {
+        let mut pipeline = Pipeline::default();
+        pipeline.push(&["PING"]);
+        pipeline.push(&["GET", "a"]);
+        assert_eq!((pipeline.len(), pipeline.is_empty()), (2, false));
+        assert_eq!(pipeline.as_bytes(), b"*1\r\n$4\r\nPING\r\n*2\r\n$3\r\nGET\r\n$1\r\na\r\n");
+        pipeline.clear();
+        assert!(pipeline.is_empty());
+    }
+}

@@ -1,0 +1,333 @@
+//! What a server says about itself, read in one go.
+//!
+//! Everything is optional: old servers say less, renamed and managed ones hide things, and an outsider must live with that. Who
+//! needs a fact says so where it is missing; nobody guesses.
+
+use std::{fmt, str::FromStr};
+
+use remora_redis::{ReplId, info::Info};
+
+use super::{Client, ServerError};
+
+/// The facts of one server at one moment.
+#[derive(Clone, Debug, Default)]
+pub struct Facts {
+    /// Redis or Valkey.
+    pub family: Family,
+    /// Its version; for Valkey its own, not the Redis version it claims for old clients.
+    pub version: Option<Version>,
+    /// A random name of this run of the server: two addresses with the same one are the same server.
+    pub run_id: Option<String>,
+    /// The server's process, where we are on its host.
+    pub process_id: Option<u32>,
+    /// The port it listens on, as it says itself.
+    pub tcp_port: Option<u16>,
+    /// The port it speaks TLS on; `None` if none or not told.
+    pub tls_port: Option<u16>,
+    /// Primary or replica.
+    pub role: Option<Role>,
+    /// The name of its history.
+    pub replid: Option<ReplId>,
+    /// Bytes of that history it has executed.
+    pub offset: Option<u64>,
+    /// On a replica: whom it follows, and how well.
+    pub link: Option<Link>,
+    /// Whether it is reading its data set and answers nothing else meanwhile.
+    pub loading: Option<bool>,
+    /// Whether it is part of a cluster, where `REPLICAOF` is refused.
+    pub cluster_enabled: Option<bool>,
+    /// Limit of its memory in bytes; 0 means none.
+    pub maxmemory: Option<u64>,
+    /// Bytes of memory it uses.
+    pub used_memory: Option<u64>,
+    /// Bytes of that which are data.
+    pub used_memory_dataset: Option<u64>,
+    /// Databases that hold keys.
+    pub databases: Vec<Database>,
+    /// The part of its stream it keeps for partial resynchronisations.
+    pub backlog: Option<Backlog>,
+    /// Replicas connected to it.
+    pub connected_replicas: Option<u32>,
+}
+
+impl Facts {
+    /// Asks the server. Only `INFO` has to be allowed.
+    pub async fn read(client: &mut Client) -> Result<Self, ServerError> {
+        let mut facts = Self::from_info(&client.info("").await?);
+        if facts.tls_port.is_none() {
+            facts.tls_port = tls_port(client).await?;
+        }
+        Ok(facts)
+    }
+
+    /// The facts that stand in an `INFO` text.
+    pub fn from_info(info: &Info) -> Self {
+        let (family, version) = family_and_version(info);
+        Self {
+            family,
+            version,
+            run_id: info.get("run_id").map(str::to_owned),
+            process_id: info.number("process_id"),
+            tcp_port: info.number("tcp_port").filter(|port| *port != 0),
+            tls_port: None,
+            role: info.get("role").and_then(Role::of),
+            replid: info.get("master_replid").and_then(|text| text.parse().ok()),
+            // A replica counts what it has executed in slave_repl_offset; its master_repl_offset is what it passes on.
+            offset: info.number("slave_repl_offset").or_else(|| info.number("master_repl_offset")),
+            link: Link::of(info),
+            loading: flag(info, "loading"),
+            cluster_enabled: flag(info, "cluster_enabled"),
+            maxmemory: info.number("maxmemory"),
+            used_memory: info.number("used_memory"),
+            used_memory_dataset: info.number("used_memory_dataset"),
+            databases: databases(info),
+            backlog: Backlog::of(info),
+            connected_replicas: info.number("connected_slaves"),
+        }
+    }
+
+    /// Keys in all databases.
+    pub fn keys(&self) -> u64 {
+        self.databases.iter().map(|database| database.keys).fold(0, u64::saturating_add)
+    }
+
+    /// Family and version, as a person says it: `Valkey 9.1.2`.
+    pub fn name(&self) -> String {
+        match self.version {
+            Some(version) => format!("{} {version}", self.family),
+            None => self.family.to_string(),
+        }
+    }
+
+    /// Whether it is at least that version of Redis, or a Valkey (whose first release stands on Redis 7.2); false if it doesn't say.
+    pub fn has_redis(&self, wanted: Version) -> bool {
+        let equivalent = match self.family {
+            Family::Redis => self.version,
+            Family::Valkey => Some(Version { major: 7, minor: 2, patch: 4 }),
+        };
+        equivalent.is_some_and(|version| version >= wanted)
+    }
+}
+
+/// Which of the two servers it is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Family {
+    /// Redis, or something that says nothing else.
+    #[default]
+    Redis,
+    /// Valkey.
+    Valkey,
+}
+
+impl fmt::Display for Family {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Redis => "Redis",
+            Self::Valkey => "Valkey",
+        })
+    }
+}
+
+/// `9.1.2`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Version {
+    /// The first number.
+    pub major: u32,
+    /// The second.
+    pub minor: u32,
+    /// The third; 0 if there is none.
+    pub patch: u32,
+}
+
+impl FromStr for Version {
+    type Err = std::num::ParseIntError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let mut numbers = text.split('.').map(|part| {
+            let digits = part.bytes().take_while(u8::is_ascii_digit).count();
+            part.get(..digits).unwrap_or_default().parse::<u32>()
+        });
+        let major = numbers.next().unwrap_or(Ok(0))?;
+        let minor = numbers.next().unwrap_or(Ok(0))?;
+        let patch = numbers.next().unwrap_or(Ok(0))?;
+        Ok(Self { major, minor, patch })
+    }
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}.{}", self.major, self.minor, self.patch)
+    }
+}
+
+/// What a server is to others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Role {
+    /// It takes writes.
+    Primary,
+    /// It follows another.
+    Replica,
+}
+
+impl Role {
+    fn of(text: &str) -> Option<Self> {
+        match text {
+            "master" => Some(Self::Primary),
+            "slave" | "replica" => Some(Self::Replica),
+            _ => None,
+        }
+    }
+}
+
+/// A replica's tie to its primary.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Link {
+    /// The primary's host as the replica uses it.
+    pub host: String,
+    /// The primary's port.
+    pub port: u16,
+    /// Whether it is connected and in step.
+    pub up: Option<bool>,
+    /// Whether a full synchronisation is under way.
+    pub syncing: Option<bool>,
+}
+
+impl Link {
+    fn of(info: &Info) -> Option<Self> {
+        Some(Self {
+            host: info.get("master_host")?.to_owned(),
+            port: info.number("master_port")?,
+            up: info.get("master_link_status").map(|status| status == "up"),
+            syncing: flag(info, "master_sync_in_progress"),
+        })
+    }
+}
+
+/// One database that holds keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Database {
+    /// Its number.
+    pub number: u32,
+    /// Its keys.
+    pub keys: u64,
+    /// Those of them that expire.
+    pub expires: u64,
+}
+
+/// What a server keeps of its stream. A replica can go on at any byte from `first` to one behind the last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Backlog {
+    /// Whether there is one at all; without it every synchronisation is a full one.
+    pub active: bool,
+    /// The bytes it may hold.
+    pub size: u64,
+    /// Stream offset of its first byte.
+    pub first: u64,
+    /// The bytes it holds.
+    pub held: u64,
+}
+
+impl Backlog {
+    fn of(info: &Info) -> Option<Self> {
+        Some(Self {
+            active: flag(info, "repl_backlog_active")?,
+            size: info.number("repl_backlog_size")?,
+            first: info.number("repl_backlog_first_byte_offset")?,
+            held: info.number("repl_backlog_histlen")?,
+        })
+    }
+
+    /// Whether a replica that wants `next` as its next byte can be given it.
+    pub fn covers(&self, next: u64) -> bool {
+        self.active && next >= self.first && next <= self.first.saturating_add(self.held)
+    }
+}
+
+fn family_and_version(info: &Info) -> (Family, Option<Version>) {
+    // Valkey keeps redis_version at 7.2.4 for old clients and says the truth beside it.
+    let own = info.get("valkey_version");
+    if own.is_some() || info.get("server_name") == Some("valkey") {
+        return (Family::Valkey, own.and_then(|text| text.parse().ok()));
+    }
+    (Family::Redis, info.get("redis_version").and_then(|text| text.parse().ok()))
+}
+
+fn flag(info: &Info, field: &str) -> Option<bool> {
+    info.number::<i64>(field).map(|number| number != 0)
+}
+
+/// Lines like `db0:keys=12,expires=3,avg_ttl=0`, in the order of their numbers.
+fn databases(info: &Info) -> Vec<Database> {
+    let mut found: Vec<_> = info.iter().filter_map(|(name, line)| database(name, line)).collect();
+    found.sort_by_key(|database| database.number);
+    found
+}
+
+fn database(name: &str, line: &str) -> Option<Database> {
+    let number = name.strip_prefix("db")?.parse().ok()?;
+    let field = |name: &str| {
+        let mut pairs = line.split(',').filter_map(|pair| pair.split_once('='));
+        pairs.find(|(key, _)| *key == name).and_then(|(_, value)| value.parse().ok())
+    };
+    Some(Database { number, keys: field("keys")?, expires: field("expires").unwrap_or(0) })
+}
+
+/// `tls-port`, which `INFO` doesn't tell; unknown where `CONFIG GET` isn't allowed or the server has no TLS.
+async fn tls_port(client: &mut Client) -> Result<Option<u16>, ServerError> {
+    match client.config_get("tls-port").await {
+        Ok(value) => Ok(value.and_then(|text| text.parse().ok()).filter(|port| *port != 0)),
+        Err(error) if error.refusal().is_some() => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    const VALKEY_REPLICA: &str = "# Server\r\nredis_version:7.2.4\r\nserver_name:valkey\r\nvalkey_version:9.1.2\r\nprocess_id:42\r\n\
+        tcp_port:7001\r\n# Memory\r\nused_memory:1000\r\nused_memory_dataset:600\r\nmaxmemory:0\r\n# Persistence\r\nloading:0\r\n\
+        # Replication\r\nrole:slave\r\nmaster_host:10.0.0.1\r\nmaster_port:7000\r\nmaster_link_status:down\r\n\
+        master_sync_in_progress:1\r\nslave_repl_offset:77\r\nmaster_replid:0123456789abcdef0123456789abcdef01234567\r\n\
+        master_repl_offset:70\r\nrepl_backlog_active:1\r\nrepl_backlog_size:100\r\nrepl_backlog_first_byte_offset:11\r\n\
+        repl_backlog_histlen:60\r\nconnected_slaves:0\r\n# Cluster\r\ncluster_enabled:0\r\n# Keyspace\r\n\
+        db0:keys=12,expires=3,avg_ttl=0\r\ndb11:keys=5,expires=0,avg_ttl=0,subexpiry=0\r\n";
+
+    #[test]
+    fn a_replica_of_valkey_is_told_apart_from_the_redis_it_claims_to_be() {
+        let facts = Facts::from_info(&Info::parse(VALKEY_REPLICA.as_bytes()));
+        assert_eq!(facts.name(), "Valkey 9.1.2");
+        assert_eq!(facts.role, Some(Role::Replica));
+        assert_eq!(facts.offset, Some(77));
+        let link = Link { host: "10.0.0.1".into(), port: 7000, up: Some(false), syncing: Some(true) };
+        assert_eq!(facts.link, Some(link));
+        assert_eq!(facts.keys(), 17);
+        assert_eq!(facts.databases.get(1), Some(&Database { number: 11, keys: 5, expires: 0 }));
+        assert_eq!((facts.loading, facts.cluster_enabled), (Some(false), Some(false)));
+        assert!(facts.has_redis(Version { major: 7, minor: 0, patch: 0 }));
+    }
+
+    #[test]
+    fn a_backlog_covers_its_bytes_and_the_next_one() {
+        let backlog = Backlog { active: true, size: 100, first: 11, held: 60 };
+        let covered = [10, 11, 70, 71, 72].map(|next| backlog.covers(next));
+        assert_eq!(covered, [false, true, true, true, false]);
+        assert!(!Backlog { active: false, ..backlog }.covers(20));
+    }
+
+    #[test]
+    fn a_server_that_says_nothing_leaves_everything_open() {
+        let facts = Facts::from_info(&Info::parse(b""));
+        assert!(facts.version.is_none() && facts.role.is_none() && facts.offset.is_none() && facts.backlog.is_none());
+        assert!(!facts.has_redis(Version { major: 1, minor: 0, patch: 0 }));
+    }
+
+    #[test]
+    fn versions_with_suffixes_are_understood() {
+        assert_eq!("9.1.0-rc2".parse::<Version>().unwrap(), Version { major: 9, minor: 1, patch: 0 });
+        assert_eq!("255.255".parse::<Version>().unwrap().to_string(), "255.255.0");
+        assert!("unstable".parse::<Version>().is_err());
+    }
+}

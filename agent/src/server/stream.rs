@@ -1,0 +1,98 @@
+//! One byte stream to a server, whichever of the three ways it takes.
+
+use std::{
+    io,
+    os::fd::OwnedFd,
+    pin::Pin,
+    task::{Context, Poll},
+};
+
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    net::{TcpStream, UnixStream},
+};
+use tokio_rustls::client::TlsStream;
+
+/// A connection to a server.
+#[derive(Debug)]
+pub enum Stream {
+    /// Plain TCP.
+    Tcp(TcpStream),
+    /// A socket in the file system.
+    Unix(UnixStream),
+    /// TLS over TCP. Boxed: its buffers' book-keeping is a kilobyte, the others are a descriptor.
+    Tls(Box<TlsStream<TcpStream>>),
+}
+
+/// What is left of a [`Stream`] when tokio is taken away from it.
+#[derive(Debug)]
+pub enum Raw {
+    /// A socket in blocking mode, so that bytes can be received straight into shared memory by a thread that waits for them.
+    Socket(OwnedFd),
+    /// TLS has to decrypt into private memory first, so it stays as it was.
+    Tls(Box<TlsStream<TcpStream>>),
+}
+
+impl Stream {
+    /// Takes the plain socket out, in blocking mode, where there is one.
+    pub fn raw(self) -> io::Result<Raw> {
+        match self {
+            Self::Tcp(stream) => {
+                let stream = stream.into_std()?;
+                stream.set_nonblocking(false)?;
+                Ok(Raw::Socket(stream.into()))
+            }
+            Self::Unix(stream) => {
+                let stream = stream.into_std()?;
+                stream.set_nonblocking(false)?;
+                Ok(Raw::Socket(stream.into()))
+            }
+            Self::Tls(stream) => Ok(Raw::Tls(stream)),
+        }
+    }
+
+    /// The TCP socket below, with TLS or without.
+    pub fn tcp(&self) -> Option<&TcpStream> {
+        match self {
+            Self::Tcp(stream) => Some(stream),
+            Self::Tls(stream) => Some(stream.get_ref().0),
+            Self::Unix(_) => None,
+        }
+    }
+}
+
+impl AsyncRead for Stream {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Self::Tcp(stream) => Pin::new(stream).poll_read(cx, buffer),
+            Self::Unix(stream) => Pin::new(stream).poll_read(cx, buffer),
+            Self::Tls(stream) => Pin::new(stream).poll_read(cx, buffer),
+        }
+    }
+}
+
+impl AsyncWrite for Stream {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        match self.get_mut() {
+            Self::Tcp(stream) => Pin::new(stream).poll_write(cx, bytes),
+            Self::Unix(stream) => Pin::new(stream).poll_write(cx, bytes),
+            Self::Tls(stream) => Pin::new(stream).poll_write(cx, bytes),
+        }
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Self::Tcp(stream) => Pin::new(stream).poll_flush(cx),
+            Self::Unix(stream) => Pin::new(stream).poll_flush(cx),
+            Self::Tls(stream) => Pin::new(stream).poll_flush(cx),
+        }
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Self::Tcp(stream) => Pin::new(stream).poll_shutdown(cx),
+            Self::Unix(stream) => Pin::new(stream).poll_shutdown(cx),
+            Self::Tls(stream) => Pin::new(stream).poll_shutdown(cx),
+        }
+    }
+}

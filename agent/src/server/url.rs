@@ -1,0 +1,289 @@
+//! Where a server is, as it is typed: `redis://HOST:PORT/DB`, `rediss://…`, `unix:///PATH`.
+//!
+//! A user or a password inside the address is refused: an argument is seen by everybody on the machine and lands in shell
+//! histories and logs. So an address can always be shown.
+
+use std::{fmt, path::PathBuf, str::FromStr};
+
+/// The port a server has when none is said.
+const DEFAULT_PORT: u16 = 6379;
+
+/// The address of a server, without any secret.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct ServerUrl {
+    place: Place,
+    database: u32,
+}
+
+/// Where a server listens.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Place {
+    /// On a TCP port; `tls` says whether it wants TLS from the first byte.
+    Tcp {
+        /// A name or an address; IPv6 without its brackets.
+        host: String,
+        /// The port, never 0.
+        port: u16,
+        /// `rediss://`.
+        tls: bool,
+    },
+    /// On a socket in the file system.
+    Unix(PathBuf),
+}
+
+impl ServerUrl {
+    /// A server on that host and port, without TLS, database 0.
+    pub fn tcp(host: impl Into<String>, port: u16) -> Self {
+        Self { place: Place::Tcp { host: host.into(), port, tls: false }, database: 0 }
+    }
+
+    /// The host and port of another server that is spoken to as `other` is: with TLS if that one uses it.
+    pub(super) fn tcp_like(other: &Self, host: &str, port: u16) -> Self {
+        Self { place: Place::Tcp { host: host.to_owned(), port, tls: other.is_tls() }, database: 0 }
+    }
+
+    /// Where it listens.
+    pub fn place(&self) -> &Place {
+        &self.place
+    }
+
+    /// Host (IPv6 without brackets) and port, unless it is a socket in the file system.
+    pub fn host_and_port(&self) -> Option<(&str, u16)> {
+        match &self.place {
+            Place::Tcp { host, port, .. } => Some((host, *port)),
+            Place::Unix(_) => None,
+        }
+    }
+
+    /// Whether TLS is wanted.
+    pub fn is_tls(&self) -> bool {
+        matches!(self.place, Place::Tcp { tls: true, .. })
+    }
+
+    /// The number of the database to select; 0 unless the address ends in another.
+    pub fn database(&self) -> u32 {
+        self.database
+    }
+
+    /// Whether nobody on another host could use this address: a socket in the file system, or a loopback host.
+    pub fn is_local_only(&self) -> bool {
+        match &self.place {
+            Place::Unix(_) => true,
+            Place::Tcp { host, .. } => {
+                let address = host.parse::<std::net::IpAddr>();
+                host.eq_ignore_ascii_case("localhost") || address.is_ok_and(|address| address.is_loopback())
+            }
+        }
+    }
+}
+
+impl FromStr for ServerUrl {
+    type Err = UrlError;
+
+    fn from_str(text: &str) -> Result<Self, UrlError> {
+        if text.bytes().any(|byte| byte.is_ascii_control()) {
+            return Err(UrlError::Control);
+        }
+        let (scheme, rest) = text.split_once("://").ok_or(UrlError::NoScheme)?;
+        match scheme.to_ascii_lowercase().as_str() {
+            "redis" | "valkey" => parse_tcp(rest, false),
+            "rediss" | "valkeys" => parse_tcp(rest, true),
+            "unix" => parse_unix(rest),
+            _ => Err(UrlError::Scheme(scheme.to_owned())),
+        }
+    }
+}
+
+impl fmt::Display for ServerUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.place {
+            Place::Unix(path) => return write!(f, "unix://{}", path.display()),
+            Place::Tcp { host, port, tls } => {
+                let scheme = if *tls { "rediss" } else { "redis" };
+                let (open, close) = if host.contains(':') { ("[", "]") } else { ("", "") };
+                write!(f, "{scheme}://{open}{host}{close}:{port}")?;
+            }
+        }
+        match self.database {
+            0 => Ok(()),
+            database => write!(f, "/{database}"),
+        }
+    }
+}
+
+/// Why an address was not understood. None of them repeats what may hold a password.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum UrlError {
+    /// No `://`.
+    #[error("an address begins with redis://, rediss:// (TLS) or unix://")]
+    NoScheme,
+    /// Another scheme than ours.
+    #[error("{0}:// is not known here: use redis://HOST:PORT, rediss://HOST:PORT (TLS) or unix:///PATH")]
+    Scheme(String),
+    /// `user:password@`.
+    #[error(
+        "a user or password must not stand in the address, where everybody on this machine can see it: \
+         use --user and --password-file, or the environment variable REMORA_PASSWORD"
+    )]
+    Credentials,
+    /// No host.
+    #[error("the address names no host")]
+    NoHost,
+    /// An unclosed bracket, an IPv6 address without brackets, or something odd in a host name.
+    #[error(
+        "the host is not understood: a name, an IPv4 address, or an IPv6 address in brackets, as in redis://[::1]:6379"
+    )]
+    Host,
+    /// Not 1 to 65535.
+    #[error("the port must be a number from 1 to 65535")]
+    Port,
+    /// Not a number.
+    #[error("behind the port only the number of a database may stand, as in redis://HOST:PORT/0")]
+    Database,
+    /// Not absolute.
+    #[error("a socket needs an absolute path, as in unix:///run/redis/redis.sock")]
+    Path,
+    /// A control character.
+    #[error("the address contains a control character")]
+    Control,
+}
+
+fn parse_unix(path: &str) -> Result<ServerUrl, UrlError> {
+    if !path.starts_with('/') || path.len() < 2 {
+        return Err(UrlError::Path);
+    }
+    Ok(ServerUrl { place: Place::Unix(path.into()), database: 0 })
+}
+
+fn parse_tcp(rest: &str, tls: bool) -> Result<ServerUrl, UrlError> {
+    if rest.contains('@') {
+        return Err(UrlError::Credentials);
+    }
+    let (authority, database) = rest.split_once('/').unwrap_or((rest, ""));
+    let (host, port) = split_host_port(authority)?;
+    let database = match database {
+        "" => 0,
+        number if number.bytes().all(|byte| byte.is_ascii_digit()) => number.parse().map_err(|_| UrlError::Database)?,
+        _ => return Err(UrlError::Database),
+    };
+    Ok(ServerUrl { place: Place::Tcp { host, port, tls }, database })
+}
+
+fn split_host_port(authority: &str) -> Result<(String, u16), UrlError> {
+    if let Some(bracketed) = authority.strip_prefix('[') {
+        let (host, rest) = bracketed.split_once(']').ok_or(UrlError::Host)?;
+        host.parse::<std::net::Ipv6Addr>().map_err(|_| UrlError::Host)?;
+        let port = match rest {
+            "" => DEFAULT_PORT,
+            rest => parse_port(rest.strip_prefix(':').ok_or(UrlError::Port)?)?,
+        };
+        return Ok((host.to_owned(), port));
+    }
+    let (host, port) = match authority.split_once(':') {
+        Some((host, port)) if !port.contains(':') => (host, parse_port(port)?),
+        Some(_) => return Err(UrlError::Host),
+        None => (authority, DEFAULT_PORT),
+    };
+    match host {
+        "" => Err(UrlError::NoHost),
+        _ if host.chars().all(|letter| letter.is_alphanumeric() || "-._".contains(letter)) => {
+            Ok((host.to_owned(), port))
+        }
+        _ => Err(UrlError::Host),
+    }
+}
+
+fn parse_port(text: &str) -> Result<u16, UrlError> {
+    let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    match text.parse::<u16>() {
+        Ok(port) if digits && port != 0 => Ok(port),
+        _ => Err(UrlError::Port),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn addresses_are_read_and_shown_in_one_form() {
+        let table = [
+            ("redis://db1", "redis://db1:6379"),
+            ("redis://db1:7000", "redis://db1:7000"),
+            ("REDIS://db1:7000/", "redis://db1:7000"),
+            ("redis://10.0.0.1:7000/3", "redis://10.0.0.1:7000/3"),
+            ("redis://[::1]", "redis://[::1]:6379"),
+            ("rediss://[fe80::2]:6390/15", "rediss://[fe80::2]:6390/15"),
+            ("valkey://db-1.example_net", "redis://db-1.example_net:6379"),
+            ("valkeys://db1", "rediss://db1:6379"),
+            ("unix:///run/redis/redis.sock", "unix:///run/redis/redis.sock"),
+        ];
+        for (typed, shown) in table {
+            assert_eq!(typed.parse::<ServerUrl>().unwrap().to_string(), shown, "{typed}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_an_address_is_refused_for_its_own_reason() {
+        let table = [
+            ("db1:6379", UrlError::NoScheme),
+            ("http://db1", UrlError::Scheme("http".into())),
+            ("redis://user:secret@db1", UrlError::Credentials),
+            ("redis://:secret@db1", UrlError::Credentials),
+            ("redis://user@[::1]:6379", UrlError::Credentials),
+            ("redis://", UrlError::NoHost),
+            ("redis://:6379", UrlError::NoHost),
+            ("redis://::1", UrlError::Host),
+            ("redis://[::1", UrlError::Host),
+            ("redis://[db1]", UrlError::Host),
+            ("redis://d b", UrlError::Host),
+            ("redis://db1:0", UrlError::Port),
+            ("redis://db1:+80", UrlError::Port),
+            ("redis://db1:65536", UrlError::Port),
+            ("redis://db1:", UrlError::Port),
+            ("redis://[::1]6379", UrlError::Port),
+            ("redis://db1/one", UrlError::Database),
+            ("redis://db1/1/2", UrlError::Database),
+            ("redis://db1/99999999999", UrlError::Database),
+            ("unix://relative.sock", UrlError::Path),
+            ("unix:///", UrlError::Path),
+            ("redis://db1\r\nSET", UrlError::Control),
+        ];
+        for (typed, error) in table {
+            assert_eq!(typed.parse::<ServerUrl>(), Err(error), "{typed}");
+        }
+    }
+
+    #[test]
+    fn loopback_and_sockets_are_of_no_use_elsewhere() {
+        for local in ["redis://127.0.0.5", "redis://localhost", "redis://[::1]", "unix:///s"] {
+            assert!(local.parse::<ServerUrl>().unwrap().is_local_only(), "{local}");
+        }
+        for reachable in ["redis://10.0.0.1", "redis://db1", "redis://[2001:db8::1]"] {
+            assert!(!reachable.parse::<ServerUrl>().unwrap().is_local_only(), "{reachable}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_text_is_an_address_or_an_error_but_no_panic(text in "((redis|rediss|unix)://)?.{0,40}") {
+            let _ = text.parse::<ServerUrl>();
+        }
+
+        #[test]
+        fn what_is_shown_reads_back_as_the_same(host in "[a-z][a-z0-9.-]{0,20}", port in 1u16.., database in 0u32..64, tls: bool) {
+            let url = ServerUrl { place: Place::Tcp { host, port, tls }, database };
+            prop_assert_eq!(url.to_string().parse::<ServerUrl>(), Ok(url));
+        }
+
+        #[test]
+        fn a_password_never_comes_back_in_the_error(password in "[a-z]{12}") {
+            let error = format!("redis://user:{password}@host:6379").parse::<ServerUrl>().unwrap_err();
+            prop_assert!(!error.to_string().contains(&password));
+        }
+    }
+}
