@@ -29,7 +29,7 @@ pub use self::{
     credentials::{Credentials, PASSWORD_VARIABLE, Password},
     error::{RefusalKind, ServerError, SetupError},
     facts::{Backlog, Database, Facts, Family, Link, Role, Version},
-    stream::{Raw, Stream},
+    stream::{Raw, Stream, TlsConnection},
     tls::TlsOptions,
     url::{Place, ServerUrl, UrlError},
 };

@@ -13,6 +13,9 @@ use tokio::{
 };
 use tokio_rustls::client::TlsStream;
 
+/// TLS over TCP, as we speak it to servers.
+pub type TlsConnection = TlsStream<TcpStream>;
+
 /// A connection to a server.
 #[derive(Debug)]
 pub enum Stream {
@@ -21,7 +24,7 @@ pub enum Stream {
     /// A socket in the file system.
     Unix(UnixStream),
     /// TLS over TCP. Boxed: its buffers' book-keeping is a kilobyte, the others are a descriptor.
-    Tls(Box<TlsStream<TcpStream>>),
+    Tls(Box<TlsConnection>),
 }
 
 /// What is left of a [`Stream`] when tokio is taken away from it.
@@ -30,7 +33,7 @@ pub enum Raw {
     /// A socket in blocking mode, so that bytes can be received straight into shared memory by a thread that waits for them.
     Socket(OwnedFd),
     /// TLS has to decrypt into private memory first, so it stays as it was.
-    Tls(Box<TlsStream<TcpStream>>),
+    Tls(Box<TlsConnection>),
 }
 
 impl Stream {
