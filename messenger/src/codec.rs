@@ -1,0 +1,298 @@
+//! The building blocks of a message's layout: little-endian numbers, and bounded names, texts, bytes and lists.
+//!
+//! Each block knows the most bytes it can take ([`Codec::MOST`]), so that the longest message is a sum the compiler makes.
+//! Reading never trusts a count: it is compared with its bound first, and memory is taken only for items that are there.
+
+use std::marker::PhantomData;
+
+use crate::error::{Malformed, TooLarge};
+
+/// One way of laying out one kind of value.
+pub(crate) trait Codec {
+    type Value;
+    /// The longest encoding, in bytes.
+    const MOST: usize;
+    fn put(value: &Self::Value, out: &mut Vec<u8>) -> Result<(), TooLarge>;
+    fn take(from: &mut Reader<'_>) -> Result<Self::Value, Malformed>;
+}
+
+/// The part of a payload that has not been read yet.
+pub(crate) struct Reader<'a>(&'a [u8]);
+
+impl<'a> Reader<'a> {
+    pub(crate) fn new(payload: &'a [u8]) -> Reader<'a> {
+        Reader(payload)
+    }
+
+    pub(crate) fn bytes(&mut self, count: usize) -> Result<&'a [u8], Malformed> {
+        let Some((bytes, rest)) = self.0.split_at_checked(count) else {
+            let missing = count - self.0.len();
+            return Err(Malformed::Short { missing });
+        };
+        self.0 = rest;
+        Ok(bytes)
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], Malformed> {
+        let mut array = [0; N];
+        array.copy_from_slice(self.bytes(N)?);
+        Ok(array)
+    }
+
+    /// A payload is read to its last byte: what is left over is a mistake, not an extension.
+    pub(crate) fn finish(self) -> Result<(), Malformed> {
+        match self.0.len() {
+            0 => Ok(()),
+            extra => Err(Malformed::Trailing { extra }),
+        }
+    }
+}
+
+macro_rules! numbers {
+    ($($number:ty)*) => {$(
+        impl Codec for $number {
+            type Value = $number;
+            const MOST: usize = size_of::<$number>();
+
+            fn put(value: &$number, out: &mut Vec<u8>) -> Result<(), TooLarge> {
+                out.extend_from_slice(&value.to_le_bytes());
+                Ok(())
+            }
+
+            fn take(from: &mut Reader<'_>) -> Result<$number, Malformed> {
+                Ok(<$number>::from_le_bytes(from.array()?))
+            }
+        }
+    )*};
+}
+numbers!(u8 u16 u32 u64);
+
+impl Codec for bool {
+    type Value = bool;
+    const MOST: usize = 1;
+
+    fn put(value: &bool, out: &mut Vec<u8>) -> Result<(), TooLarge> {
+        u8::put(&u8::from(*value), out)
+    }
+
+    fn take(from: &mut Reader<'_>) -> Result<bool, Malformed> {
+        match u8::take(from)? {
+            0 => Ok(false),
+            1 => Ok(true),
+            value => Err(Malformed::Code { what: "yes or no", value }),
+        }
+    }
+}
+
+/// As many bytes as the type says, without a count.
+impl<const N: usize> Codec for [u8; N] {
+    type Value = [u8; N];
+    const MOST: usize = N;
+
+    fn put(value: &[u8; N], out: &mut Vec<u8>) -> Result<(), TooLarge> {
+        out.extend_from_slice(value);
+        Ok(())
+    }
+
+    fn take(from: &mut Reader<'_>) -> Result<[u8; N], Malformed> {
+        from.array()
+    }
+}
+
+/// A yes or no, and behind a yes the value.
+pub(crate) struct Maybe<C>(PhantomData<C>);
+
+impl<C: Codec> Codec for Maybe<C> {
+    type Value = Option<C::Value>;
+    const MOST: usize = 1 + C::MOST;
+
+    fn put(value: &Self::Value, out: &mut Vec<u8>) -> Result<(), TooLarge> {
+        bool::put(&value.is_some(), out)?;
+        value.as_ref().map_or(Ok(()), |value| C::put(value, out))
+    }
+
+    fn take(from: &mut Reader<'_>) -> Result<Self::Value, Malformed> {
+        bool::take(from)?.then(|| C::take(from)).transpose()
+    }
+}
+
+/// A u16 count and that many bytes, at most `MAX`.
+pub(crate) struct Bytes<const MAX: usize>;
+
+impl<const MAX: usize> Codec for Bytes<MAX> {
+    type Value = Vec<u8>;
+    const MOST: usize = 2 + MAX;
+
+    fn put(value: &Vec<u8>, out: &mut Vec<u8>) -> Result<(), TooLarge> {
+        put_counted::<MAX>(value, out)
+    }
+
+    fn take(from: &mut Reader<'_>) -> Result<Vec<u8>, Malformed> {
+        Ok(take_counted::<MAX>(from)?.to_vec())
+    }
+}
+
+/// A u16 count and that many bytes of UTF-8, at most `MAX`. For what must arrive whole or not at all: names and addresses.
+pub(crate) struct Name<const MAX: usize>;
+
+impl<const MAX: usize> Codec for Name<MAX> {
+    type Value = String;
+    const MOST: usize = 2 + MAX;
+
+    fn put(value: &String, out: &mut Vec<u8>) -> Result<(), TooLarge> {
+        put_counted::<MAX>(value.as_bytes(), out)
+    }
+
+    fn take(from: &mut Reader<'_>) -> Result<String, Malformed> {
+        let bytes = take_counted::<MAX>(from)?;
+        let text = std::str::from_utf8(bytes).map_err(|_| Malformed::NotUtf8)?;
+        Ok(text.to_owned())
+    }
+}
+
+/// As [`Name`], for sentences: a longer one is cut, since its beginning is better than none.
+pub(crate) struct Text<const MAX: usize>;
+
+impl<const MAX: usize> Codec for Text<MAX> {
+    type Value = String;
+    const MOST: usize = 2 + MAX;
+
+    fn put(value: &String, out: &mut Vec<u8>) -> Result<(), TooLarge> {
+        put_counted::<MAX>(cut(value, MAX).as_bytes(), out)
+    }
+
+    fn take(from: &mut Reader<'_>) -> Result<String, Malformed> {
+        Name::<MAX>::take(from)
+    }
+}
+
+/// A u16 count and that many items, at most `MAX`.
+pub(crate) struct List<C, const MAX: usize>(PhantomData<C>);
+
+impl<C: Codec, const MAX: usize> Codec for List<C, MAX> {
+    type Value = Vec<C::Value>;
+    const MOST: usize = 2 + MAX * C::MOST;
+
+    fn put(value: &Self::Value, out: &mut Vec<u8>) -> Result<(), TooLarge> {
+        put_count::<MAX>(value.len(), out)?;
+        value.iter().try_for_each(|item| C::put(item, out))
+    }
+
+    fn take(from: &mut Reader<'_>) -> Result<Self::Value, Malformed> {
+        let count = take_count::<MAX>(from)?;
+        let mut items = Vec::new(); // grows with the items that are there: a count is only a claim
+        for _ in 0..count {
+            items.push(C::take(from)?);
+        }
+        Ok(items)
+    }
+}
+
+/// Lays out a struct's fields one behind the other, in the order given.
+macro_rules! record {
+    ($record:ident { $($field:ident: $codec:ty),* $(,)? }) => {
+        impl Codec for $record {
+            type Value = $record;
+            const MOST: usize = 0 $(+ <$codec as Codec>::MOST)*;
+
+            fn put(value: &$record, out: &mut Vec<u8>) -> Result<(), TooLarge> {
+                $(<$codec as Codec>::put(&value.$field, out)?;)*
+                Ok(())
+            }
+
+            fn take(from: &mut Reader<'_>) -> Result<$record, Malformed> {
+                Ok($record { $($field: <$codec as Codec>::take(from)?,)* })
+            }
+        }
+    };
+}
+pub(crate) use record;
+
+/// Lays out an enum without content as one byte.
+macro_rules! codes {
+    ($name:ident is $what:literal { $($code:literal => $variant:ident),* $(,)? }) => {
+        impl Codec for $name {
+            type Value = $name;
+            const MOST: usize = 1;
+
+            fn put(value: &$name, out: &mut Vec<u8>) -> Result<(), TooLarge> {
+                u8::put(&match value { $($name::$variant => $code,)* }, out)
+            }
+
+            fn take(from: &mut Reader<'_>) -> Result<$name, Malformed> {
+                match u8::take(from)? {
+                    $($code => Ok($name::$variant),)*
+                    value => Err(Malformed::Code { what: $what, value }),
+                }
+            }
+        }
+    };
+}
+pub(crate) use codes;
+
+fn put_counted<const MAX: usize>(bytes: &[u8], out: &mut Vec<u8>) -> Result<(), TooLarge> {
+    put_count::<MAX>(bytes.len(), out)?;
+    out.extend_from_slice(bytes);
+    Ok(())
+}
+
+fn take_counted<'a, const MAX: usize>(from: &mut Reader<'a>) -> Result<&'a [u8], Malformed> {
+    let count = take_count::<MAX>(from)?;
+    from.bytes(count)
+}
+
+fn put_count<const MAX: usize>(count: usize, out: &mut Vec<u8>) -> Result<(), TooLarge> {
+    match u16::try_from(count) {
+        Ok(wire) if count <= MAX => u16::put(&wire, out),
+        _ => Err(TooLarge { count, limit: MAX }),
+    }
+}
+
+fn take_count<const MAX: usize>(from: &mut Reader<'_>) -> Result<usize, Malformed> {
+    let count = usize::from(u16::take(from)?);
+    if count > MAX {
+        return Err(Malformed::Excess { count, limit: MAX });
+    }
+    Ok(count)
+}
+
+/// The longest beginning of at most `most` bytes that ends between two characters.
+fn cut(text: &str, most: usize) -> &str {
+    let end = (0..=most.min(text.len())).rev().find(|&end| text.is_char_boundary(end));
+    text.get(..end.unwrap_or(0)).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn a_long_sentence_is_cut_between_characters() {
+        let mut out = Vec::new();
+        Text::<4>::put(&"abcé".to_owned(), &mut out).unwrap();
+        assert_eq!(Text::<4>::take(&mut Reader::new(&out)).unwrap(), "abc");
+    }
+
+    #[test]
+    fn a_long_name_is_an_error_not_another_name() {
+        let error = Name::<4>::put(&"abcde".to_owned(), &mut Vec::new()).unwrap_err();
+        assert_eq!(error, TooLarge { count: 5, limit: 4 });
+    }
+
+    #[test]
+    fn a_count_is_a_claim_that_takes_no_memory() {
+        let announced = u16::MAX.to_le_bytes();
+        let found = List::<u64, 65535>::take(&mut Reader::new(&announced)).unwrap_err();
+        assert_eq!(found, Malformed::Short { missing: 8 });
+        let found = List::<u64, 3>::take(&mut Reader::new(&announced)).unwrap_err();
+        assert_eq!(found, Malformed::Excess { count: 65535, limit: 3 });
+    }
+
+    #[test]
+    fn yes_and_no_have_one_encoding_each() {
+        let found = bool::take(&mut Reader::new(&[2])).unwrap_err();
+        assert_eq!(found, Malformed::Code { what: "yes or no", value: 2 });
+    }
+}

@@ -1,0 +1,675 @@
+//! The vocabulary: every message that the two ends can say, and its layout inside a frame.
+//!
+//! A message is one frame: its kind is the frame's tag, its fields are the payload, one behind the other in the order in which
+//! they stand here ([`crate::frame`] for what is around them). Every list, name and text has a bound. A kind that we do not
+//! know means that the peer is newer and ignored our version; a payload that ends early or late is garbled.
+//!
+//! Versions of the layout, newest first:
+//!
+//! - 1: all that is here.
+//!
+//! What these messages do *not* carry: slots, journal bytes, secrets. A region key says where memory lies; reading it takes
+//! a secret that both ends derive from the session's key ([`crate::derive()`]).
+
+use std::fmt;
+
+use serde::Serialize;
+
+use crate::codec::{Bytes, Codec, List, Maybe, Name, Reader, Text, codes, record};
+use crate::error::{Fault, Malformed, TooLarge};
+use crate::frame::MAX_PAYLOAD_BYTES;
+use crate::session::Role;
+
+/// Something that one end tells the other.
+// A few a second, and moved rather than copied: the difference in size between the variants costs nothing.
+#[allow(clippy::large_enum_variant)]
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Message {
+    /// Either way: I live, and have nothing else to say. Sent and taken by [`crate::connection`] itself.
+    Heartbeat,
+
+    /// Replica → source: I want the data set. The first message of a replica.
+    Join(Join),
+    /// Replica → source: how far I have come; at every change worth telling, a few times a second.
+    Progress(Progress),
+    /// Replica → source: my server has applied the stream up to `offset`; would the primary go on with it from there?
+    HandOffQuery {
+        /// The generation that the replica was filled from.
+        generation: u64,
+        /// Replication offset of the last byte applied.
+        offset: u64,
+    },
+    /// Replica → source: I go, and this is how it ended. The source forgets the replica at once; a connection that merely
+    /// closes is one that may come back.
+    Leave {
+        /// How it ended, for programs.
+        outcome: Outcome,
+        /// How it ended, for people.
+        text: String,
+    },
+    /// Either a replica or `remora status` → source: how are things?
+    StatusQuery,
+
+    /// Source → replica: not yet, and why.
+    Waiting {
+        /// What is waited for, for people.
+        reason: String,
+        /// How long it has been waited for, in seconds.
+        seconds: u64,
+    },
+    /// Source → replica: there is a generation, and here it lies. Again with other contents when there is a newer one.
+    Offer(Offer),
+    /// Source → replica: the answer to [`Message::HandOffQuery`].
+    HandOffAnswer {
+        /// Whether the primary's backlog reaches back to the byte behind the offset asked about.
+        covered: bool,
+        /// Replication offset of the oldest byte in the primary's backlog.
+        backlog_first: u64,
+        /// Replication offset of the newest byte in it.
+        backlog_end: u64,
+        /// What to do or to raise when it is not covered, for people.
+        text: String,
+    },
+    /// Source → replica: this generation is no more. Drop what was read of it; another [`Message::Offer`] will follow.
+    GenerationGone {
+        /// Which.
+        generation: u64,
+        /// Why, for people.
+        text: String,
+    },
+    /// Source → replica: no. The source closes the connection behind it. A [`crate::Receiver`] gives it as
+    /// [`Fault::Refused`], never as a message.
+    Refused {
+        /// Why, for programs.
+        code: RefusalCode,
+        /// Why, for people.
+        text: String,
+    },
+    /// Source → whoever asked: the answer to [`Message::StatusQuery`].
+    Status(StatusReport),
+}
+
+impl Message {
+    /// Appends the payload and gives the frame's tag.
+    ///
+    /// # Errors
+    /// [`TooLarge`]: a list or a name is beyond its bound. Texts are cut instead.
+    pub fn encode(&self, out: &mut Vec<u8>) -> Result<u8, TooLarge> {
+        match self {
+            Message::Heartbeat | Message::StatusQuery => {}
+            Message::Join(join) => Join::put(join, out)?,
+            Message::Progress(progress) => Progress::put(progress, out)?,
+            Message::HandOffQuery { generation, offset } => {
+                u64::put(generation, out)?;
+                u64::put(offset, out)?;
+            }
+            Message::Leave { outcome, text } => {
+                Outcome::put(outcome, out)?;
+                Sentence::put(text, out)?;
+            }
+            Message::Waiting { reason, seconds } => {
+                Sentence::put(reason, out)?;
+                u64::put(seconds, out)?;
+            }
+            Message::Offer(offer) => Offer::put(offer, out)?,
+            Message::HandOffAnswer { covered, backlog_first, backlog_end, text } => {
+                bool::put(covered, out)?;
+                u64::put(backlog_first, out)?;
+                u64::put(backlog_end, out)?;
+                Sentence::put(text, out)?;
+            }
+            Message::GenerationGone { generation, text } => {
+                u64::put(generation, out)?;
+                Sentence::put(text, out)?;
+            }
+            Message::Refused { code, text } => {
+                RefusalCode::put(code, out)?;
+                Sentence::put(text, out)?;
+            }
+            Message::Status(report) => StatusReport::put(report, out)?,
+        }
+        Ok(self.tag())
+    }
+
+    /// Reads what [`Message::encode`] wrote.
+    ///
+    /// # Errors
+    /// [`Fault::UnknownMessage`] for a tag of a later version, [`Fault::Garbled`] for a payload that is not what the tag says.
+    pub fn decode(tag: u8, payload: &[u8]) -> Result<Message, Fault> {
+        let mut from = Reader::new(payload);
+        let message = Message::take(tag, &mut from)?;
+        from.finish()?;
+        Ok(message)
+    }
+
+    fn take(tag: u8, from: &mut Reader<'_>) -> Result<Message, Fault> {
+        Ok(match tag {
+            tag::HEARTBEAT => Message::Heartbeat,
+            tag::JOIN => Message::Join(Join::take(from)?),
+            tag::PROGRESS => Message::Progress(Progress::take(from)?),
+            tag::HAND_OFF_QUERY => Message::HandOffQuery { generation: u64::take(from)?, offset: u64::take(from)? },
+            tag::LEAVE => Message::Leave { outcome: Outcome::take(from)?, text: Sentence::take(from)? },
+            tag::STATUS_QUERY => Message::StatusQuery,
+            tag::WAITING => Message::Waiting { reason: Sentence::take(from)?, seconds: u64::take(from)? },
+            tag::OFFER => Message::Offer(Offer::take(from)?),
+            tag::HAND_OFF_ANSWER => Message::HandOffAnswer {
+                covered: bool::take(from)?,
+                backlog_first: u64::take(from)?,
+                backlog_end: u64::take(from)?,
+                text: Sentence::take(from)?,
+            },
+            tag::GENERATION_GONE => {
+                Message::GenerationGone { generation: u64::take(from)?, text: Sentence::take(from)? }
+            }
+            tag::REFUSED => Message::Refused { code: RefusalCode::take(from)?, text: Sentence::take(from)? },
+            tag::STATUS => Message::Status(StatusReport::take(from)?),
+            tag => return Err(Fault::UnknownMessage { tag }),
+        })
+    }
+
+    /// The tag of the frame that carries it.
+    pub fn tag(&self) -> u8 {
+        match self {
+            Message::Heartbeat => tag::HEARTBEAT,
+            Message::Join(_) => tag::JOIN,
+            Message::Progress(_) => tag::PROGRESS,
+            Message::HandOffQuery { .. } => tag::HAND_OFF_QUERY,
+            Message::Leave { .. } => tag::LEAVE,
+            Message::StatusQuery => tag::STATUS_QUERY,
+            Message::Waiting { .. } => tag::WAITING,
+            Message::Offer(_) => tag::OFFER,
+            Message::HandOffAnswer { .. } => tag::HAND_OFF_ANSWER,
+            Message::GenerationGone { .. } => tag::GENERATION_GONE,
+            Message::Refused { .. } => tag::REFUSED,
+            Message::Status(_) => tag::STATUS,
+        }
+    }
+
+    /// Its name in logs.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Message::Heartbeat => "Heartbeat",
+            Message::Join(_) => "Join",
+            Message::Progress(_) => "Progress",
+            Message::HandOffQuery { .. } => "HandOffQuery",
+            Message::Leave { .. } => "Leave",
+            Message::StatusQuery => "StatusQuery",
+            Message::Waiting { .. } => "Waiting",
+            Message::Offer(_) => "Offer",
+            Message::HandOffAnswer { .. } => "HandOffAnswer",
+            Message::GenerationGone { .. } => "GenerationGone",
+            Message::Refused { .. } => "Refused",
+            Message::Status(_) => "Status",
+        }
+    }
+
+    /// Whether that end has any business saying this.
+    pub fn may_come_from(&self, end: Role) -> bool {
+        match self.tag() {
+            tag::HEARTBEAT => true,
+            tag if tag < tag::FIRST_OF_SOURCE => end == Role::Client,
+            _ => end == Role::Server,
+        }
+    }
+}
+
+/// What a replica's agent says of itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Join {
+    /// How the replica is called in status reports; at most [`MAX_NAME_BYTES`].
+    pub name: String,
+    /// Its server's kind and version, as "valkey 9.1.2".
+    pub server: String,
+    /// Transports it can read by, best first, numbered as the fabric numbers them; at most [`MAX_TRANSPORTS`].
+    pub transports: Vec<u8>,
+    /// What it holds already from before a cut.
+    pub resume: Option<Resume>,
+    /// Whether it goes on following through the source for ever, instead of handing over to the primary.
+    pub stay: bool,
+}
+
+/// What a replica holds of a generation that it began earlier.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Resume {
+    /// The generation; worth something only while the source still has it.
+    pub generation: u64,
+    /// How many of its slots it holds, checked. Which ones is the replica's business: it reads those that it lacks.
+    pub held_slots: u64,
+}
+
+/// How far a replica has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Progress {
+    /// The generation that all of this speaks of.
+    pub generation: u64,
+    /// What it is doing.
+    pub phase: Phase,
+    /// The transport it reads by, numbered as the fabric numbers them; none before it reads.
+    pub transport: Option<u8>,
+    /// It never needs slots below this number again: they may be retired.
+    pub slots_below: u64,
+    /// Slots of the snapshot that it holds.
+    pub slots_held: u64,
+    /// Bytes of the snapshot that it holds.
+    pub bytes: u64,
+    /// Bytes of the journal that it has taken.
+    pub journal_offset: u64,
+    /// Replication offset that its server has acknowledged.
+    pub applied_offset: u64,
+}
+
+/// What a replica is doing, in order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Phase {
+    /// Nothing to read yet.
+    Waiting,
+    /// Slots cross the fabric.
+    Transfer,
+    /// All slots are here; the server is still loading them.
+    Load,
+    /// The server applies the journal up to the present.
+    CatchUp,
+    /// The server is being pointed at the primary.
+    HandOff,
+    /// The server follows through the agents, for good.
+    Stay,
+    /// The server is an ordinary replica.
+    Done,
+}
+
+impl fmt::Display for Phase {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        to.pad(match self {
+            Phase::Waiting => "waiting",
+            Phase::Transfer => "transfer",
+            Phase::Load => "load",
+            Phase::CatchUp => "catch-up",
+            Phase::HandOff => "hand-off",
+            Phase::Stay => "stay",
+            Phase::Done => "done",
+        })
+    }
+}
+
+/// How it ended for a replica that leaves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Outcome {
+    /// Its server is an ordinary replica of the primary.
+    HandedOver,
+    /// Somebody stopped the agent.
+    Stopped,
+    /// It could not be done.
+    Failed,
+}
+
+/// Where a generation lies and what it is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Offer {
+    /// Its number, unique for the source.
+    pub generation: u64,
+    /// The primary's replication id, as 40 hexadecimal digits.
+    pub replid: [u8; 40],
+    /// Replication offset of the last byte that the snapshot contains.
+    pub offset: u64,
+    /// The snapshot's table.
+    pub snapshot: TableOffer,
+    /// The journal's table, which begins with the byte behind `offset`.
+    pub journal: TableOffer,
+    /// Where the true primary is.
+    pub primary: Announce,
+    /// The primary's kind and version, as "redis 7.0.15".
+    pub server: String,
+    /// Size of the primary's replication backlog, in bytes.
+    pub backlog_bytes: u64,
+    /// How fast its replication offset grows, in bytes per second: with the backlog this says how long a hand-off may take.
+    pub write_rate: u64,
+}
+
+/// One table: its shape, and how to reach it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TableOffer {
+    /// Bytes in a slot.
+    pub slot_size: u32,
+    /// Slots in the ring.
+    pub slots: u32,
+    /// One key per transport that both ends know; opaque here. At most [`MAX_KEYS`] of at most [`MAX_KEY_BYTES`].
+    pub keys: Vec<Vec<u8>>,
+}
+
+/// The true primary's address, as far as the source can know it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Announce {
+    /// The host that a replica's server must use. Empty: the host by which the replica reached the source.
+    pub host: String,
+    /// The port that it must use.
+    pub port: u16,
+    /// Whether that port speaks TLS to replicas.
+    pub tls: bool,
+    /// The address by which the source itself reaches the server, for messages to people.
+    pub source_sees_as: String,
+}
+
+/// Why a source says no.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum RefusalCode {
+    /// It serves as many replicas as it may.
+    Busy,
+    /// It is being stopped.
+    Stopping,
+    /// No transport that both ends know.
+    NoCommonTransport,
+    /// There is no snapshot, and none can be had at present.
+    NoSnapshot,
+    /// The replica's server cannot take this primary's data set.
+    UnsuitableServer,
+    /// The replica did not keep to the protocol.
+    Misbehaved,
+}
+
+impl RefusalCode {
+    /// Whether the same request may be granted later.
+    pub fn may_pass(self) -> bool {
+        match self {
+            RefusalCode::Busy | RefusalCode::Stopping | RefusalCode::NoSnapshot => true,
+            RefusalCode::NoCommonTransport | RefusalCode::UnsuitableServer | RefusalCode::Misbehaved => false,
+        }
+    }
+}
+
+impl fmt::Display for RefusalCode {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        to.write_str(match self {
+            RefusalCode::Busy => "busy",
+            RefusalCode::Stopping => "stopping",
+            RefusalCode::NoCommonTransport => "no common transport",
+            RefusalCode::NoSnapshot => "no snapshot",
+            RefusalCode::UnsuitableServer => "unsuitable server",
+            RefusalCode::Misbehaved => "misbehaved",
+        })
+    }
+}
+
+/// All that a source knows, for `remora status`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct StatusReport {
+    /// Version of the source's agent.
+    pub source: String,
+    /// Address of the server that it captures from.
+    pub server: String,
+    /// That server's role: "primary", or "replica of HOST:PORT".
+    pub role: String,
+    /// The generation that replicas are served from.
+    pub generation: Option<GenerationStatus>,
+    /// Whoever has joined; at most [`MAX_REPLICAS`].
+    pub replicas: Vec<ReplicaStatus>,
+    /// Sums since the source began.
+    pub totals: Totals,
+}
+
+/// The generation that a source holds.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct GenerationStatus {
+    /// Its number.
+    pub generation: u64,
+    /// The primary's replication id.
+    pub replid: String,
+    /// Replication offset of the snapshot.
+    pub offset_start: u64,
+    /// Replication offset of the newest byte in the journal.
+    pub offset_now: u64,
+    /// Whether its snapshot is whole.
+    pub state: GenerationState,
+    /// Bytes of the snapshot received so far.
+    pub snapshot_bytes: u64,
+    /// Slots in the snapshot's ring.
+    pub slots: u64,
+    /// Slots published so far.
+    pub published_slots: u64,
+    /// Slots that may be overwritten.
+    pub retired_slots: u64,
+    /// Whether slots are used again, so that nobody can join late.
+    pub windowed: bool,
+    /// Memory in use by both tables, in bytes.
+    pub memory_bytes: u64,
+    /// Memory that may be used, in bytes.
+    pub memory_limit: u64,
+    /// Seconds since the capture began.
+    pub age_seconds: u64,
+    /// Replication offset of the oldest byte in the journal.
+    pub journal_first: u64,
+    /// Replication offset behind the newest byte in the journal.
+    pub journal_end: u64,
+    /// How long the capture took, or has taken so far, in milliseconds.
+    pub capture_millis: u64,
+}
+
+/// How far a snapshot has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum GenerationState {
+    /// The server is still sending it.
+    Capturing,
+    /// All of it is in the table.
+    Complete,
+    /// Given up.
+    Aborted,
+}
+
+/// One replica, as the source sees it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct ReplicaStatus {
+    /// What it called itself.
+    pub name: String,
+    /// Where it called from.
+    pub address: String,
+    /// The transport it reads by, by name; empty before it reads.
+    pub transport: String,
+    /// What it is doing.
+    pub phase: Phase,
+    /// Slots of the snapshot that it holds.
+    pub slots_held: u64,
+    /// How much of the snapshot that is, in thousandths.
+    pub percent_permille: u16,
+    /// How fast it reads, in bytes per second.
+    pub rate_bytes_per_s: u64,
+    /// Bytes of the journal that its server has yet to apply.
+    pub journal_lag_bytes: u64,
+    /// Replication offset that its server has acknowledged.
+    pub applied_offset: u64,
+    /// Seconds since it joined.
+    pub joined_seconds: u64,
+    /// Seconds since it was last heard of.
+    pub silent_seconds: u64,
+}
+
+/// Sums since a source began.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct Totals {
+    /// Snapshots taken from the server.
+    pub snapshots_taken: u64,
+    /// Replicas that left with success.
+    pub replicas_done: u64,
+    /// Bytes of tables read by replicas.
+    pub bytes_served: u64,
+}
+
+// The layouts, fields in the order of the wire.
+
+record!(Join {
+    name: Name<MAX_NAME_BYTES>,
+    server: Name<MAX_NAME_BYTES>,
+    transports: List<u8, MAX_TRANSPORTS>,
+    resume: Maybe<Resume>,
+    stay: bool,
+});
+
+record!(Resume { generation: u64, held_slots: u64 });
+
+record!(Progress {
+    generation: u64,
+    phase: Phase,
+    transport: Maybe<u8>,
+    slots_below: u64,
+    slots_held: u64,
+    bytes: u64,
+    journal_offset: u64,
+    applied_offset: u64,
+});
+
+record!(Offer {
+    generation: u64,
+    replid: [u8; 40],
+    offset: u64,
+    snapshot: TableOffer,
+    journal: TableOffer,
+    primary: Announce,
+    server: Name<MAX_NAME_BYTES>,
+    backlog_bytes: u64,
+    write_rate: u64,
+});
+
+record!(TableOffer {
+    slot_size: u32,
+    slots: u32,
+    keys: List<Bytes<MAX_KEY_BYTES>, MAX_KEYS>,
+});
+
+record!(Announce {
+    host: Name<MAX_ADDRESS_BYTES>,
+    port: u16,
+    tls: bool,
+    source_sees_as: Name<MAX_ADDRESS_BYTES>,
+});
+
+record!(StatusReport {
+    source: Name<MAX_NAME_BYTES>,
+    server: Name<MAX_ADDRESS_BYTES>,
+    role: Name<MAX_ADDRESS_BYTES>,
+    generation: Maybe<GenerationStatus>,
+    replicas: List<ReplicaStatus, MAX_REPLICAS>,
+    totals: Totals,
+});
+
+record!(GenerationStatus {
+    generation: u64,
+    replid: Name<40>,
+    offset_start: u64,
+    offset_now: u64,
+    state: GenerationState,
+    snapshot_bytes: u64,
+    slots: u64,
+    published_slots: u64,
+    retired_slots: u64,
+    windowed: bool,
+    memory_bytes: u64,
+    memory_limit: u64,
+    age_seconds: u64,
+    journal_first: u64,
+    journal_end: u64,
+    capture_millis: u64,
+});
+
+record!(ReplicaStatus {
+    name: Name<MAX_NAME_BYTES>,
+    address: Name<MAX_ADDRESS_BYTES>,
+    transport: Name<16>,
+    phase: Phase,
+    slots_held: u64,
+    percent_permille: u16,
+    rate_bytes_per_s: u64,
+    journal_lag_bytes: u64,
+    applied_offset: u64,
+    joined_seconds: u64,
+    silent_seconds: u64,
+});
+
+record!(Totals { snapshots_taken: u64, replicas_done: u64, bytes_served: u64 });
+
+codes!(Phase is "phase" {
+    0 => Waiting,
+    1 => Transfer,
+    2 => Load,
+    3 => CatchUp,
+    4 => HandOff,
+    5 => Stay,
+    6 => Done,
+});
+
+codes!(Outcome is "outcome" {
+    0 => HandedOver,
+    1 => Stopped,
+    2 => Failed,
+});
+
+codes!(RefusalCode is "refusal" {
+    0 => Busy,
+    1 => Stopping,
+    2 => NoCommonTransport,
+    3 => NoSnapshot,
+    4 => UnsuitableServer,
+    5 => Misbehaved,
+});
+
+codes!(GenerationState is "state of a generation" {
+    0 => Capturing,
+    1 => Complete,
+    2 => Aborted,
+});
+
+/// For people: an explanation with an address or two in it.
+type Sentence = Text<MAX_TEXT_BYTES>;
+
+/// Tags below 0x10 belong to the handshake.
+mod tag {
+    pub(super) const HEARTBEAT: u8 = 0x10;
+
+    pub(super) const JOIN: u8 = 0x20;
+    pub(super) const PROGRESS: u8 = 0x21;
+    pub(super) const HAND_OFF_QUERY: u8 = 0x22;
+    pub(super) const LEAVE: u8 = 0x23;
+    pub(super) const STATUS_QUERY: u8 = 0x24;
+
+    /// What only a source says begins here.
+    pub(super) const FIRST_OF_SOURCE: u8 = 0x40;
+    pub(super) const WAITING: u8 = 0x40;
+    pub(super) const OFFER: u8 = 0x41;
+    pub(super) const HAND_OFF_ANSWER: u8 = 0x42;
+    pub(super) const GENERATION_GONE: u8 = 0x43;
+    pub(super) const REFUSED: u8 = 0x44;
+    pub(super) const STATUS: u8 = 0x45;
+}
+
+/// Longest name of a replica, of a server or of a version, in bytes.
+pub const MAX_NAME_BYTES: usize = 128;
+
+/// Longest address, in bytes: a host name has 253 at most, a port 5, a socket's path 107, and a role some words around it.
+pub const MAX_ADDRESS_BYTES: usize = 280;
+
+/// Longest explanation, in bytes. What is beyond is cut off.
+pub const MAX_TEXT_BYTES: usize = 1024;
+
+/// Most transports in a [`Join`]. There are four.
+pub const MAX_TRANSPORTS: usize = 8;
+
+/// Most keys of one table: one per transport.
+pub const MAX_KEYS: usize = 8;
+
+/// Longest key of a region, in bytes: an address, a socket's name or a memory key, and some numbers.
+pub const MAX_KEY_BYTES: usize = 1024;
+
+/// Most replicas in one status report. A source that serves more lists the first of them.
+pub const MAX_REPLICAS: usize = 512;
+
+// The bounds above admit no message that a frame cannot carry.
+const _: () = {
+    let most = MAX_PAYLOAD_BYTES as usize;
+    assert!(StatusReport::MOST <= most);
+    assert!(Offer::MOST <= most);
+    assert!(Join::MOST <= most);
+    assert!(Progress::MOST <= most);
+    assert!(Sentence::MOST + 32 <= most); // the small ones: a sentence and at most three numbers
+};
+
+#[cfg(test)]
+mod tests;
