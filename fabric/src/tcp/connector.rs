@@ -1,0 +1,88 @@
+//! How a peer comes to be: connect its lanes, shake hands on each. No read is done here.
+
+use std::{
+    io,
+    net::{SocketAddr, TcpStream},
+    sync::Arc,
+};
+
+use super::{TcpOptions, TcpPeer, handshake::Reaching, key, lane::Lane, socket, socket::Deadline};
+use crate::{Connector, Error, Memory, Peer, RegionKey, Secret, TransportKind};
+
+/// Connects to sources over TCP.
+pub struct TcpConnector {
+    options: TcpOptions,
+    fallback_host: Option<SocketAddr>,
+}
+
+impl TcpConnector {
+    /// `fallback_host` is the address by which the source was reached before, over the messenger: it stands in for the host
+    /// where a key names none. Its port is not used.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for options outside their range.
+    pub fn new(options: TcpOptions, fallback_host: Option<SocketAddr>) -> Result<TcpConnector, Error> {
+        options.check()?;
+        Ok(TcpConnector { options, fallback_host })
+    }
+
+    /// As [`Connector::connect`], for those who want to know that it is a [`TcpPeer`].
+    ///
+    /// # Errors
+    /// Those of [`Connector::connect`].
+    pub fn open(&self, key: &RegionKey, session: u64, secret: &Secret, sink: Arc<Memory>) -> Result<TcpPeer, Error> {
+        let address = key::address(key, self.fallback_host)?;
+        let streams = self.dial(address)?;
+        self.shake_hands(&streams, key, session, secret)?;
+        let lanes = streams.into_iter().map(Lane::new).collect::<io::Result<_>>();
+        let lanes = lanes.map_err(Error::system("making a lane non-blocking"))?;
+        TcpPeer::new(key.id(), sink, lanes, &self.options)
+    }
+
+    fn dial(&self, address: SocketAddr) -> Result<Vec<TcpStream>, Error> {
+        let deadline = Deadline::after(self.options.connect_timeout);
+        let mut streams = Vec::new();
+        for _ in 0..self.options.lanes {
+            let stream =
+                TcpStream::connect_timeout(&address, deadline.left()?).map_err(|source| match source.kind() {
+                    io::ErrorKind::TimedOut => {
+                        Error::TimedOut { what: "the source's data port", after: self.options.connect_timeout }
+                    }
+                    _ => Error::Unreachable { what: format!("the source's data port at {address}"), source },
+                })?;
+            socket::prepare(&stream, &self.options)?;
+            streams.push(stream);
+        }
+        Ok(streams)
+    }
+
+    /// Step by step on all lanes side by side: the round trips are paid for once, not once per lane.
+    fn shake_hands(&self, streams: &[TcpStream], key: &RegionKey, session: u64, secret: &Secret) -> Result<(), Error> {
+        let deadline = Deadline::after(self.options.handshake_timeout);
+        let hello = |(lane, stream)| Reaching::hello(stream, secret, deadline, (lane, session, key.id()));
+        let greeted: Vec<_> = (0u8..).zip(streams).map(hello).collect::<Result<_, _>>()?;
+        let proved: Vec<_> = greeted.into_iter().map(Reaching::prove).collect::<Result<_, _>>()?;
+        for lane in proved {
+            if lane.finish()? != key.length() {
+                return Err(Error::Protocol("the region is not as long as its key says"));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Connector for TcpConnector {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Tcp
+    }
+
+    fn connect(
+        &self,
+        key: &RegionKey,
+        session: u64,
+        secret: &Secret,
+        sink: Arc<Memory>,
+    ) -> Result<Box<dyn Peer>, Error> {
+        Ok(Box::new(self.open(key, session, secret, sink)?))
+    }
+}

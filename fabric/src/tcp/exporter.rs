@@ -1,0 +1,380 @@
+//! The source's end: which regions there are, who may read them, and the threads that serve lanes. The bytes go out in `serve`.
+//!
+//! ```text
+//!   adopt(stream) ─▶ thread: handshake ─▶ Book::admit ─▶ serve ─▶ Book::leave
+//!                                            ▲   under one lock: grant still the same? region exported? room?
+//!   export, revoke, grant, withdraw, drop ───┘
+//! ```
+//!
+//! What is true at every moment, by the lock around [`Book`]:
+//!
+//! - Each lane's thread is either in `lanes`, with its socket, or in `ended`, to be joined. Nobody else owns it.
+//! - A lane that is being served has a grant and an exported region: taking either away cuts it before the lock is given back.
+//! - There are at most [`MAX_LANES`] lanes, at most [`MAX_UNPROVED`] of them without proof of a session.
+//!
+//! The lock is never held across a system call that could block; a lane's thread takes it three times in its life.
+
+use std::{
+    collections::HashMap,
+    io,
+    net::{Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    thread::JoinHandle,
+    time::Duration,
+};
+
+use super::{
+    TcpOptions, handshake,
+    handshake::Asked,
+    key,
+    serve::{Region, Server},
+    socket,
+    socket::Deadline,
+    wire::Status,
+};
+use crate::{Denial, Error, Exporter, Memory, RegionId, RegionKey, Secret, TransportKind};
+
+/// Serves regions over TCP. Connections come by [`TcpExporter::adopt`], from whoever owns the listening port, or by
+/// [`TcpExporter::listen`].
+///
+/// Dropping it cuts every lane and joins every thread; no reader can make that wait.
+pub struct TcpExporter {
+    shared: Arc<Shared>,
+    listeners: Mutex<Vec<Listener>>,
+}
+
+impl TcpExporter {
+    /// An exporter that no connection has come to yet.
+    ///
+    /// `advertised` is the address that keys tell readers to connect to; with an unspecified host (`0.0.0.0`, `::`) a
+    /// reader takes the host by which it reached the source. `None`: the address of [`TcpExporter::listen`].
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for options outside their range.
+    pub fn new(options: TcpOptions, advertised: Option<SocketAddr>) -> Result<TcpExporter, Error> {
+        options.check()?;
+        let book = Book { advertised, ..Book::default() };
+        let shared = Shared { options, book: Mutex::new(book), served: AtomicU64::new(0) };
+        Ok(TcpExporter { shared: Arc::new(shared), listeners: Mutex::default() })
+    }
+
+    /// Takes over a connection whose first bytes, [`LANE_MAGIC`](super::LANE_MAGIC) presumably, have been peeked at but not
+    /// read. Never blocks: a thread of its own shakes hands with it. Where there are too many lanes it is told so and closed.
+    ///
+    /// # Errors
+    /// [`Error::System`] if the system gives no thread or refuses a socket option.
+    pub fn adopt(&self, stream: TcpStream) -> Result<(), Error> {
+        self.shared.adopt(stream)
+    }
+
+    /// Listens on `address` and adopts whatever connects, until dropped. Says where: port 0 is a free one.
+    ///
+    /// # Errors
+    /// What the system says of the address.
+    pub fn listen(&self, address: impl ToSocketAddrs) -> io::Result<SocketAddr> {
+        let listener = Listener::start(TcpListener::bind(address)?, self.shared.clone())?;
+        let address = listener.address;
+        self.shared.book().advertised.get_or_insert(address);
+        lock(&self.listeners).push(listener);
+        Ok(address)
+    }
+
+    /// Lanes there are now, those that still shake hands included.
+    pub fn lanes(&self) -> usize {
+        self.shared.book().lanes.len()
+    }
+
+    /// The congestion control in use, as the system names it, on some lane of this exporter; `None` while there is none.
+    pub fn effective_congestion(&self) -> Option<String> {
+        let book = self.shared.book();
+        book.lanes.values().find_map(|lane| socket::congestion(&lane.stream).ok())
+    }
+}
+
+impl Exporter for TcpExporter {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Tcp
+    }
+
+    fn export(&self, id: RegionId, memory: Arc<Memory>) -> Result<(), Error> {
+        let mut book = self.shared.book();
+        if book.regions.contains_key(&id) {
+            return Err(Error::AlreadyExported(id));
+        }
+        book.regions.insert(id, Arc::new(Region { id, memory, revoked: AtomicBool::new(false) }));
+        Ok(())
+    }
+
+    fn revoke(&self, id: RegionId) {
+        let mut book = self.shared.book();
+        let Some(region) = book.regions.remove(&id) else { return };
+        region.revoked.store(true, Ordering::Release);
+        for lane in book.lanes.values().filter(|lane| lane.reads(id)) {
+            // Wakes a thread that waits for requests, so that it tells its reader. One that is sending sees the flag
+            // behind the present piece.
+            let _ = lane.stream.shutdown(Shutdown::Read);
+        }
+    }
+
+    fn grant(&self, session: u64, secret: Secret) {
+        let mut book = self.shared.book();
+        if book.grants.insert(session, secret).is_some_and(|before| before != secret) {
+            book.cut(|lane| lane.belongs_to(session));
+        }
+    }
+
+    fn withdraw(&self, session: u64) {
+        let mut book = self.shared.book();
+        book.grants.remove(&session);
+        book.cut(|lane| lane.belongs_to(session));
+    }
+
+    fn key(&self, id: RegionId) -> Result<RegionKey, Error> {
+        let book = self.shared.book();
+        let region = book.regions.get(&id).ok_or(Error::NotExported(id))?;
+        let address = book
+            .advertised
+            .ok_or(Error::Misuse("a tcp key needs an address: give one to TcpExporter::new, or listen first"))?;
+        key::encode(id, region.memory.length(), address)
+    }
+
+    fn bytes_served(&self) -> u64 {
+        self.shared.served.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for TcpExporter {
+    fn drop(&mut self) {
+        // Listeners first, so that nothing new comes; each joins its thread.
+        lock(&self.listeners).clear();
+        let threads = self.shared.book().close();
+        threads.into_iter().for_each(join);
+    }
+}
+
+/// What the exporter and its threads hold in common.
+struct Shared {
+    options: TcpOptions,
+    book: Mutex<Book>,
+    served: AtomicU64,
+}
+
+impl Shared {
+    fn adopt(self: &Arc<Self>, stream: TcpStream) -> Result<(), Error> {
+        socket::prepare(&stream, &self.options)?;
+        let ended = self.book().take_ended();
+        ended.into_iter().for_each(join);
+        let mut book = self.book();
+        if !book.has_room() {
+            drop(book);
+            // 48 bytes into a connection that nothing was sent on before: there is room, so that this does not wait.
+            let soon = Deadline::after(Duration::from_millis(100));
+            handshake::refuse_hello(&stream, Status::Denied(Denial::Busy), soon);
+            return Ok(());
+        }
+        let number = book.next_lane;
+        book.next_lane += 1;
+        let stream = Arc::new(stream);
+        let (shared, lane_stream) = (self.clone(), stream.clone());
+        // Under the lock: the thread cannot leave the book before it has been entered.
+        let thread = std::thread::Builder::new()
+            .name(format!("tcp-lane-{number}"))
+            .spawn(move || shared.run_lane(number, lane_stream))
+            .map_err(Error::system("starting a thread for a data lane"))?;
+        book.lanes.insert(number, Lane { stream, thread, reader: None });
+        Ok(())
+    }
+
+    /// The whole life of a lane's thread.
+    fn run_lane(&self, number: u64, stream: Arc<TcpStream>) {
+        if let Err(error) = self.serve_lane(number, &stream) {
+            tracing::debug!(lane = number, %error, "a data lane was turned away");
+        }
+        // Explicitly, and not by dropping: the book holds the socket too, until just below.
+        socket::cut(&stream);
+        self.book().leave(number);
+    }
+
+    fn serve_lane(&self, number: u64, stream: &TcpStream) -> Result<(), Error> {
+        let asked = Asked::challenge(stream, Deadline::after(self.options.handshake_timeout))?;
+        let session = asked.hello.session;
+        let secret = self.book().grants.get(&session).copied();
+        if !asked.is_proved(secret.as_ref())? {
+            asked.refuse(Denial::NotGranted)?;
+            return Err(Error::Refused(Denial::NotGranted));
+        }
+        // Proved implies that there is one.
+        let secret = secret.ok_or(Error::Refused(Denial::NotGranted))?;
+        let admitted = self.book().admit(number, session, &secret, asked.hello.id);
+        let region = match admitted {
+            Ok(region) => region,
+            Err(denial) => {
+                asked.refuse(denial)?;
+                return Err(Error::Refused(denial));
+            }
+        };
+        asked.welcome(&secret, region.memory.length())?;
+        tracing::debug!(lane = number, session, region = %region.id, "a data lane is open");
+        let TcpOptions { send, drain_timeout, .. } = self.options;
+        let ended = Server::new(stream, &region, send, drain_timeout, &self.served).run();
+        tracing::debug!(lane = number, session, region = %region.id, "a data lane has ended: {ended}");
+        Ok(())
+    }
+
+    fn book(&self) -> MutexGuard<'_, Book> {
+        lock(&self.book)
+    }
+}
+
+/// Who may read what, and who does.
+#[derive(Default)]
+struct Book {
+    advertised: Option<SocketAddr>,
+    regions: HashMap<RegionId, Arc<Region>>,
+    grants: HashMap<u64, Secret>,
+    lanes: HashMap<u64, Lane>,
+    ended: Vec<JoinHandle<()>>,
+    next_lane: u64,
+    closed: bool,
+}
+
+/// A lane as its owner sees it.
+struct Lane {
+    stream: Arc<TcpStream>,
+    thread: JoinHandle<()>,
+    /// Session and region, once proved.
+    reader: Option<(u64, RegionId)>,
+}
+
+impl Lane {
+    fn belongs_to(&self, session: u64) -> bool {
+        self.reader.is_some_and(|(of, _)| of == session)
+    }
+
+    fn reads(&self, id: RegionId) -> bool {
+        self.reader.is_some_and(|(_, of)| of == id)
+    }
+}
+
+impl Book {
+    /// Whether one more connection may shake hands.
+    fn has_room(&self) -> bool {
+        let unproved = self.lanes.values().filter(|lane| lane.reader.is_none()).count();
+        !self.closed && self.lanes.len() < MAX_LANES && unproved < MAX_UNPROVED
+    }
+
+    /// Lets a lane that has proved `secret` read region `id`, or says why not.
+    fn admit(&mut self, number: u64, session: u64, secret: &Secret, id: RegionId) -> Result<Arc<Region>, Denial> {
+        // The grant may have gone while the proof was on its way.
+        if self.closed || self.grants.get(&session) != Some(secret) {
+            return Err(Denial::NotGranted);
+        }
+        let Some(region) = self.regions.get(&id) else {
+            let is_stale = self.regions.keys().any(|known| known.region == id.region);
+            return Err(if is_stale { Denial::Stale } else { Denial::Unknown });
+        };
+        if self.lanes.values().filter(|lane| lane.belongs_to(session)).count() >= MAX_LANES_PER_SESSION {
+            return Err(Denial::Busy);
+        }
+        let lane = self.lanes.get_mut(&number).ok_or(Denial::Busy)?;
+        lane.reader = Some((session, id));
+        Ok(region.clone())
+    }
+
+    /// A lane's thread is about to end: from `lanes` to `ended`.
+    fn leave(&mut self, number: u64) {
+        if let Some(lane) = self.lanes.remove(&number) {
+            self.ended.push(lane.thread);
+        }
+    }
+
+    fn cut(&mut self, which: impl Fn(&Lane) -> bool) {
+        for lane in self.lanes.values().filter(|lane| which(lane)) {
+            socket::cut(&lane.stream);
+        }
+    }
+
+    /// Cuts everything, lets nothing in any more, and hands out the threads.
+    fn close(&mut self) -> Vec<JoinHandle<()>> {
+        self.closed = true;
+        self.cut(|_| true);
+        let lanes = std::mem::take(&mut self.lanes);
+        lanes.into_values().map(|lane| lane.thread).chain(self.take_ended()).collect()
+    }
+
+    fn take_ended(&mut self) -> Vec<JoinHandle<()>> {
+        std::mem::take(&mut self.ended)
+    }
+}
+
+/// A listening socket of our own, and the thread that accepts from it.
+struct Listener {
+    address: SocketAddr,
+    socket: TcpListener,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Listener {
+    fn start(socket: TcpListener, shared: Arc<Shared>) -> io::Result<Listener> {
+        let address = socket.local_addr()?;
+        let accepting = socket.try_clone()?;
+        let thread =
+            std::thread::Builder::new().name("tcp-accept".into()).spawn(move || accept_all(&accepting, &shared))?;
+        Ok(Listener { address, socket, thread: Some(thread) })
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        // On Linux this wakes a thread that sleeps in accept(2).
+        let _ = socket2::SockRef::from(&self.socket).shutdown(Shutdown::Both);
+        self.thread.take().into_iter().for_each(join);
+    }
+}
+
+fn accept_all(listener: &TcpListener, shared: &Arc<Shared>) {
+    loop {
+        match listener.accept() {
+            Ok((stream, peer)) => {
+                if let Err(error) = shared.adopt(stream) {
+                    tracing::warn!(%peer, %error, "a data connection could not be taken");
+                }
+            }
+            // The listener was shut down by its owner.
+            Err(error) if error.kind() == io::ErrorKind::InvalidInput => return,
+            // One connection that failed before it was taken, or a lack of descriptors that may pass.
+            Err(error) => {
+                tracing::warn!(%error, "accepting a data connection failed");
+                std::thread::sleep(ACCEPT_PAUSE);
+            }
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // What the book says is true after every statement, so that a panic elsewhere does not make it worthless.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn join(thread: JoinHandle<()>) {
+    if thread.join().is_err() {
+        tracing::error!("a data lane's thread has panicked");
+    }
+}
+
+/// Lanes in all; each is a thread of 96 KiB of buffer and some kernel memory. Beyond, readers are told to come back later.
+/// 256 = 32 replicas × 2 regions × 4 lanes, or 128 replicas with a lane per region.
+pub(super) const MAX_LANES: usize = 256;
+
+/// ... of them those that have not proved anything yet, so that a stranger who only connects cannot keep out those who
+/// have a grant: each such connection lives no longer than the handshake time-out.
+pub(super) const MAX_UNPROVED: usize = 64;
+
+/// Lanes per session: 2 regions × 4 lanes, twice, because a reader may come back before its old lanes are found dead.
+pub(super) const MAX_LANES_PER_SESSION: usize = 16;
+
+/// After a failed accept(2): long enough not to spin when descriptors have run out.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);

@@ -1,0 +1,358 @@
+//! The reader's connection to one region: spreads reads over its lanes, keeps their number within the depth and their time
+//! within the time-out. Works on the thread of its caller; the bytes are moved in `lane`.
+//!
+//! ```text
+//!            post_read                                                   poll
+//!   reads ──▶ slot ──▶ one part, or one per lane ──▶ lanes ══▶ parts ──▶ slot ──▶ completion
+//!             └─ as many as the depth                                      └─ free again
+//! ```
+//!
+//! The descriptor of [`Peer::arm`] is an epoll instance over the lanes' sockets and one timer, so that a caller that only sleeps
+//! on it also learns of a source that has gone silent. A retired peer keeps its sockets, shut down: they stay readable, and
+//! with them the descriptor, until the peer is dropped.
+
+use std::{
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use rustix::{
+    event::epoll,
+    time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec},
+};
+
+use super::{TcpOptions, lane::Lane, socket, wire::Request};
+use crate::{Completion, Denial, Error, Memory, Peer, ReadError, ReadRequest, RegionId, View, memory};
+
+/// See [`Peer`]. Made by [`TcpConnector`](super::TcpConnector).
+pub struct TcpPeer {
+    id: RegionId,
+    sink: Arc<Memory>,
+    lanes: Vec<Lane>,
+    slots: Slots,
+    next_tag: u64,
+    readiness: OwnedFd,
+    stall: StallTimer,
+    retired: Option<ReadError>,
+}
+
+impl TcpPeer {
+    /// A peer over lanes that have shaken hands.
+    pub(super) fn new(
+        id: RegionId,
+        sink: Arc<Memory>,
+        lanes: Vec<Lane>,
+        options: &TcpOptions,
+    ) -> Result<TcpPeer, Error> {
+        let readiness =
+            epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Error::system("creating an epoll instance"))?;
+        let stall = StallTimer::new(options.stall_timeout)?;
+        let watch = |fd: BorrowedFd<'_>| {
+            epoll::add(&readiness, fd, epoll::EventData::new_u64(0), epoll::EventFlags::IN)
+                .map_err(Error::system("watching a data lane"))
+        };
+        watch(stall.fd.as_fd())?;
+        lanes.iter().try_for_each(|lane| watch(lane.stream().as_fd()))?;
+        Ok(TcpPeer { id, sink, lanes, slots: Slots::new(options.depth), next_tag: 0, readiness, stall, retired: None })
+    }
+
+    /// The congestion control in use on this end of the lanes, as the system names it. The source's, which sends the bytes,
+    /// may be another: [`TcpExporter::effective_congestion`](super::TcpExporter::effective_congestion).
+    pub fn effective_congestion(&self) -> Option<String> {
+        self.lanes.first().and_then(|lane| socket::congestion(lane.stream()).ok())
+    }
+
+    /// Cuts a read into parts and gives them to lanes.
+    fn ask(&mut self, slot: usize, read: &ReadRequest) -> u32 {
+        let mut parts = 0;
+        for (offset, length) in cut(read, self.lanes.len()) {
+            let request = Request { tag: self.next_tag, id: self.id, offset: read.offset.wrapping_add(offset), length };
+            self.next_tag += 1;
+            let Some(lane) = self.lanes.iter_mut().min_by_key(|lane| lane.outstanding()) else { break };
+            lane.ask(request, slot, read.sink_offset + offset);
+            parts += 1;
+        }
+        parts
+    }
+
+    /// Sends what was asked. A lane whose socket is full, which takes a source that does not read, is watched for room as well.
+    fn flush(&mut self) {
+        for lane in &mut self.lanes {
+            lane.flush();
+            let Some(is_clogged) = lane.became_clogged() else { continue };
+            let room = if is_clogged { epoll::EventFlags::OUT } else { epoll::EventFlags::empty() };
+            // Fails only for a descriptor that is not watched; the stall timer would still find out.
+            let flags = epoll::EventFlags::IN | room;
+            let changed = epoll::modify(&self.readiness, lane.stream(), epoll::EventData::new_u64(0), flags);
+            debug_assert!(changed.is_ok(), "each lane is watched from the beginning");
+        }
+    }
+
+    /// Receives on each lane in turn. Ends at the first that fails.
+    fn receive(&mut self, completions: &mut Vec<Completion>) -> Result<(), ReadError> {
+        let TcpPeer { sink, lanes, slots, stall, .. } = self;
+        let budget = POLL_BYTES / lanes.len().max(1);
+        for lane in lanes {
+            let came = lane.receive(sink, budget, |slot, result| completions.extend(slots.part_done(slot, result)))?;
+            if came {
+                stall.progress();
+            }
+        }
+        stall.check(!slots.is_empty())
+    }
+
+    /// The end: everything outstanding has failed with `error`, and the lanes are cut.
+    fn retire(&mut self, error: ReadError) {
+        if self.retired.is_none() {
+            self.retired = Some(error);
+            self.lanes.iter().for_each(Lane::cut);
+        }
+    }
+}
+
+impl Peer for TcpPeer {
+    fn depth(&self) -> usize {
+        self.slots.depth()
+    }
+
+    fn post_read(&mut self, reads: &[ReadRequest]) -> Result<usize, Error> {
+        if let Some(error) = self.retired {
+            return Err(Error::Retired(error));
+        }
+        for read in reads {
+            memory::check(read.sink_offset, read.length.into(), self.sink.length())?;
+        }
+        if self.slots.is_empty() && !reads.is_empty() {
+            self.stall.begin();
+        }
+        let mut accepted = 0;
+        for read in reads {
+            let Some(slot) = self.slots.take(read) else { break };
+            let parts = self.ask(slot, read);
+            self.slots.set_parts(slot, parts);
+            accepted += 1;
+        }
+        self.flush();
+        Ok(accepted)
+    }
+
+    fn poll(&mut self, completions: &mut Vec<Completion>) -> Result<usize, Error> {
+        let before = completions.len();
+        if self.retired.is_none() {
+            self.flush();
+            if let Err(error) = self.receive(completions) {
+                self.retire(error);
+            }
+        }
+        if let Some(error) = self.retired {
+            completions.extend(self.slots.fail_all(error));
+            if completions.len() == before {
+                return Err(Error::Retired(error));
+            }
+        }
+        Ok(completions.len() - before)
+    }
+
+    fn arm(&mut self) -> BorrowedFd<'_> {
+        self.readiness.as_fd()
+    }
+
+    fn view(&self) -> Option<Arc<View>> {
+        None
+    }
+
+    fn close(&mut self) {
+        self.retire(ReadError::Cancelled);
+    }
+}
+
+impl Drop for TcpPeer {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+/// The parts of a read over `lanes` lanes, as offset in the read and length. A range that overflows is left whole: the source
+/// will say what it thinks of it.
+fn cut(read: &ReadRequest, lanes: usize) -> impl Iterator<Item = (u64, u32)> + use<> {
+    let whole = read.length;
+    let overflows = read.offset.checked_add(whole.into()).is_none();
+    let parts = if overflows { 1 } else { (whole / CUT_BYTES).clamp(1, lanes.max(1) as u32) };
+    let length = whole.div_ceil(parts).next_multiple_of(if parts > 1 { PAGE_BYTES } else { 1 }).max(1);
+    let begins = (0..parts).map(move |part| part * length).take_while(move |begin| *begin == 0 || *begin < whole);
+    begins.map(move |begin| (begin.into(), (whole - begin).min(length)))
+}
+
+/// The reads that are outstanding.
+struct Slots {
+    slots: Vec<Slot>,
+    free: Vec<usize>,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Slot {
+    tag: u64,
+    length: u32,
+    /// Parts still to come; 0: free.
+    parts: u32,
+    denied: Option<Denial>,
+}
+
+impl Slots {
+    fn new(depth: usize) -> Slots {
+        Slots { slots: vec![Slot::default(); depth], free: (0..depth).rev().collect() }
+    }
+
+    fn depth(&self) -> usize {
+        self.slots.len()
+    }
+
+    fn is_empty(&self) -> bool {
+        self.free.len() == self.slots.len()
+    }
+
+    fn take(&mut self, read: &ReadRequest) -> Option<usize> {
+        let number = self.free.pop()?;
+        let slot = self.slots.get_mut(number)?;
+        *slot = Slot { tag: read.tag, length: read.length, parts: 1, denied: None };
+        Some(number)
+    }
+
+    fn set_parts(&mut self, number: usize, parts: u32) {
+        if let Some(slot) = self.slots.get_mut(number) {
+            slot.parts = parts;
+        }
+    }
+
+    /// One part has come, or was denied; the completion if it was the last.
+    fn part_done(&mut self, number: usize, result: Result<(), Denial>) -> Option<Completion> {
+        let slot = self.slots.get_mut(number)?;
+        slot.denied = slot.denied.or(result.err());
+        slot.parts = slot.parts.saturating_sub(1);
+        if slot.parts > 0 {
+            return None;
+        }
+        self.free.push(number);
+        let result = match slot.denied {
+            None => Ok(slot.length),
+            Some(denial) => Err(ReadError::Denied(denial)),
+        };
+        Some(Completion { tag: slot.tag, result })
+    }
+
+    /// Empties all slots.
+    fn fail_all(&mut self, error: ReadError) -> Vec<Completion> {
+        let mut failed = Vec::new();
+        for (number, slot) in self.slots.iter_mut().enumerate().filter(|(_, slot)| slot.parts > 0) {
+            slot.parts = 0;
+            self.free.push(number);
+            failed.push(Completion { tag: slot.tag, result: Err(error) });
+        }
+        failed
+    }
+}
+
+/// Finds out when nothing has come for too long, and makes the descriptor of [`Peer::arm`] readable then.
+///
+/// It is set rarely: once when reads become outstanding, and again only when it has gone off, not at each byte.
+struct StallTimer {
+    fd: OwnedFd,
+    after: Duration,
+    last_progress: Instant,
+    goes_off: Option<Instant>,
+}
+
+impl StallTimer {
+    fn new(after: Duration) -> Result<StallTimer, Error> {
+        let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
+        let fd = rustix::time::timerfd_create(TimerfdClockId::Monotonic, flags)
+            .map_err(Error::system("creating a timer"))?;
+        Ok(StallTimer { fd, after, last_progress: Instant::now(), goes_off: None })
+    }
+
+    /// Reads are outstanding from now on.
+    fn begin(&mut self) {
+        self.progress();
+        if self.goes_off.is_none() {
+            self.set(Some(self.last_progress + self.after));
+        }
+    }
+
+    fn progress(&mut self) {
+        self.last_progress = Instant::now();
+    }
+
+    /// Fails if reads have been outstanding for too long without a byte.
+    fn check(&mut self, is_waiting: bool) -> Result<(), ReadError> {
+        let Some(goes_off) = self.goes_off else { return Ok(()) };
+        let now = Instant::now();
+        if now < goes_off {
+            return Ok(());
+        }
+        let due = self.last_progress + self.after;
+        if is_waiting && due <= now {
+            return Err(ReadError::TimedOut);
+        }
+        self.set(is_waiting.then_some(due));
+        Ok(())
+    }
+
+    /// Setting it, or unsetting it, also takes back that it has gone off.
+    fn set(&mut self, at: Option<Instant>) {
+        self.goes_off = at;
+        let left =
+            at.map_or(Duration::ZERO, |at| at.saturating_duration_since(Instant::now()).max(Duration::from_nanos(1)));
+        let value = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+        let once = Itimerspec { it_interval: Timespec { tv_sec: 0, tv_nsec: 0 }, it_value: value };
+        // Fails only for a time that is none, or a descriptor that is no timer.
+        let set = rustix::time::timerfd_settime(&self.fd, TimerfdTimerFlags::empty(), &once);
+        debug_assert!(set.is_ok(), "a timer of our own can be set");
+    }
+}
+
+/// The most bytes that one poll receives: about a millisecond's worth, after which the caller may have better to do.
+const POLL_BYTES: usize = 8 << 20;
+
+/// A read is cut into parts of no less than this, one per lane at most: below, the second lane's system calls and wake-up cost
+/// more than the copy they take over.
+const CUT_BYTES: u32 = 256 << 10;
+
+/// Parts begin at whole pages of the read.
+const PAGE_BYTES: u32 = 4096;
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn parts_follow_one_another_and_make_the_whole(offset: u64, length: u32, lanes in 1usize..=4) {
+            let read = ReadRequest { tag: 0, offset, length, sink_offset: 0 };
+            let parts: Vec<_> = cut(&read, lanes).collect();
+            prop_assert!((1..=lanes).contains(&parts.len()));
+            let mut next = 0;
+            for (begin, part) in parts {
+                prop_assert_eq!(begin, next);
+                next += u64::from(part);
+            }
+            prop_assert_eq!(next, u64::from(length));
+        }
+    }
+
+    #[test]
+    fn a_range_that_overflows_is_left_whole() {
+        let read = ReadRequest { tag: 0, offset: u64::MAX - 10, length: 1 << 20, sink_offset: 0 };
+        assert_eq!(cut(&read, 4).collect::<Vec<_>>(), [(0, 1 << 20)]);
+    }
+
+    #[test]
+    fn a_large_read_is_cut_over_all_lanes_and_a_small_one_is_not() {
+        let read = |length| ReadRequest { tag: 0, offset: 0, length, sink_offset: 0 };
+        assert_eq!(cut(&read(1 << 20), 4).count(), 4);
+        assert_eq!(cut(&read(CUT_BYTES), 4).count(), 1);
+        assert_eq!(cut(&read(0), 4).collect::<Vec<_>>(), [(0, 0)]);
+    }
+}

@@ -1,0 +1,112 @@
+//! Options of a lane's connection, and its reads and writes with a deadline. No protocol here.
+
+use std::{
+    io::{self, Read, Write},
+    net::{Shutdown, TcpStream},
+    sync::atomic::{AtomicBool, Ordering},
+    time::{Duration, Instant},
+};
+
+use socket2::{SockRef, TcpKeepalive};
+
+use super::TcpOptions;
+use crate::Error;
+
+/// Sets what both ends set. Never SO_RCVBUF or SO_SNDBUF: either switches the system's own tuning off, and with 4 MiB buffers
+/// a lane has been seen to stall at 60 reads a second.
+pub(super) fn prepare(stream: &TcpStream, options: &TcpOptions) -> Result<(), Error> {
+    stream.set_nonblocking(false).map_err(Error::system("making a lane blocking"))?;
+    stream.set_nodelay(true).map_err(Error::system("setting TCP_NODELAY"))?;
+    let socket = SockRef::from(stream);
+    socket.set_tcp_keepalive(&keepalive()).map_err(Error::system("setting keep-alive"))?;
+    if let Some(name) = &options.congestion {
+        choose_congestion(&socket, name);
+    }
+    Ok(())
+}
+
+/// The congestion control in use on this connection.
+pub(super) fn congestion(stream: &TcpStream) -> io::Result<String> {
+    let name = SockRef::from(stream).tcp_congestion()?;
+    // The kernel gives a buffer of fixed size, padded with zeros.
+    Ok(String::from_utf8_lossy(&name).trim_end_matches('\0').to_owned())
+}
+
+/// The moment at which a handshake has taken too long, and how long that is.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Deadline {
+    at: Instant,
+    after: Duration,
+}
+
+impl Deadline {
+    pub(super) fn after(after: Duration) -> Deadline {
+        Deadline { at: Instant::now() + after, after }
+    }
+
+    /// Reads exactly `into`, however slowly the bytes trickle.
+    pub(super) fn read(self, mut stream: &TcpStream, mut into: &mut [u8]) -> Result<(), Error> {
+        while !into.is_empty() {
+            stream.set_read_timeout(Some(self.left()?)).map_err(Error::system("setting a time-out"))?;
+            match stream.read(into) {
+                Ok(0) => return Err(Error::Protocol("it hung up in the middle of the handshake")),
+                Ok(count) => into = into.get_mut(count..).unwrap_or_default(),
+                Err(error) if is_try_again(&error) => continue,
+                Err(error) => return Err(Error::system("reading the handshake of a data lane")(error)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes all of `bytes`.
+    pub(super) fn write(self, mut stream: &TcpStream, mut bytes: &[u8]) -> Result<(), Error> {
+        while !bytes.is_empty() {
+            stream.set_write_timeout(Some(self.left()?)).map_err(Error::system("setting a time-out"))?;
+            match stream.write(bytes) {
+                Ok(count) => bytes = bytes.get(count..).unwrap_or_default(),
+                Err(error) if is_try_again(&error) => continue,
+                Err(error) => return Err(Error::system("writing the handshake of a data lane")(error)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Time that is left; never zero, which to a socket would mean for ever.
+    pub(super) fn left(self) -> Result<Duration, Error> {
+        let left = self.at.saturating_duration_since(Instant::now());
+        match left.is_zero() {
+            true => Err(Error::TimedOut { what: "the other end of a data lane", after: self.after }),
+            false => Ok(left),
+        }
+    }
+}
+
+/// Ends both directions at once and wakes whoever sleeps on the connection. That it has ended already is no error.
+pub(super) fn cut(stream: &TcpStream) {
+    let _ = stream.shutdown(Shutdown::Both);
+}
+
+/// Interrupted, or the socket's own time-out: the caller's clock decides whether there is another try.
+fn is_try_again(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut)
+}
+
+/// A lane may be idle for hours, a host that vanished in that time must still be found out: after half a minute of silence,
+/// four questions at intervals of ten seconds.
+fn keepalive() -> TcpKeepalive {
+    TcpKeepalive::new().with_time(Duration::from_secs(30)).with_interval(Duration::from_secs(10)).with_retries(4)
+}
+
+/// A wish, not a condition: a lane under the system's own congestion control is slower at worst.
+fn choose_congestion(socket: &SockRef<'_>, name: &str) {
+    static WARNED: AtomicBool = AtomicBool::new(false);
+    if let Err(error) = socket.set_tcp_congestion(name.as_bytes())
+        && !WARNED.swap(true, Ordering::Relaxed)
+    {
+        tracing::warn!(
+            congestion = name, %error,
+            "the system refused this congestion control for data lanes and keeps its own: load it, or add it to \
+             net.ipv4.tcp_allowed_congestion_control"
+        );
+    }
+}
