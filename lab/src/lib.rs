@@ -17,6 +17,8 @@
 //! - [`server`]: start a Redis or Valkey. **Start here.**
 //! - [`client`]: talk to it.
 //! - [`agent`]: start the program under test, read along, wait, signal, measure.
+//! - [`workload`]: a writer that never rests, and a data set with every type in it.
+//! - [`compare`]: whether a replica is exact, and what differs where it isn't.
 //! - [`require`]: what a test needs of its machine, and how it is passed over where that is missing.
 //! - [`net`]: hosts as network namespaces, with cables to cut and to slow down.
 //! - [`process`], [`scratch`], [`random`]: what these stand on.
@@ -26,6 +28,7 @@
 
 pub mod agent;
 pub mod client;
+pub mod compare;
 pub mod error;
 pub mod net;
 pub mod process;
@@ -33,10 +36,13 @@ pub mod random;
 pub mod require;
 pub mod scratch;
 pub mod server;
+pub mod workload;
 
 pub use agent::Agent;
 pub use client::{Address, Client};
+pub use compare::{Agreement, assert_same_data};
 pub use error::{Error, Result};
 pub use net::{Host, Net, Shape};
 pub use random::Random;
 pub use server::{Builder, Kind, Server, Tls};
+pub use workload::{Workload, fill_every_type};

@@ -1,0 +1,209 @@
+//! A writer that never rests, and a data set with everything in it.
+//!
+//! ```no_run
+//! # use remora_lab::{Kind, Server, workload::Workload};
+//! # fn main() -> Result<(), remora_lab::Error> {
+//! # let server = Server::start(Kind::Redis7)?;
+//! let writer = Workload::on(&server)?;        // full speed, every kind of change, a seed that is printed
+//! // ... the test ...
+//! let counts = writer.stop()?;
+//! # Ok(()) }
+//! ```
+
+mod commands;
+mod fill;
+mod operations;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use remora_redis::resp::Frame;
+
+use crate::client::Client;
+use crate::error::{Error, Result};
+use crate::random;
+use crate::server::Server;
+
+pub use fill::{fill_every_type, key_count};
+
+/// How a writer writes.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// What it does comes again with the seed (when it does it doesn't: that is up to the machine).
+    pub seed: u64,
+    /// Commands per second. `None`: as fast as the server answers.
+    pub rate: Option<u64>,
+    /// How many operations go out before their answers are read.
+    pub pipeline: usize,
+    /// Whether databases other than the first are emptied and swapped now and then.
+    pub flush: bool,
+    /// The longest of the big values, in bytes (they start at 1 MiB); 0: no big values.
+    pub big_bytes: u64,
+}
+
+impl Options {
+    /// Full speed with everything, by this seed.
+    pub fn seeded(seed: u64) -> Options {
+        Options { seed, rate: None, pipeline: 32, flush: true, big_bytes: 4 << 20 }
+    }
+
+    /// ... but so many commands per second.
+    pub fn rate(self, per_second: u64) -> Options {
+        Options { rate: Some(per_second), ..self }
+    }
+}
+
+/// A writer at work, on a thread and a connection of its own. Dropping it stops it.
+#[derive(Debug)]
+pub struct Workload {
+    stop: Arc<AtomicBool>,
+    sent: Arc<AtomicU64>,
+    writer: Option<JoinHandle<Result<Counts>>>,
+}
+
+/// What a writer has done.
+#[derive(Clone, Debug, Default)]
+pub struct Counts {
+    /// Commands answered.
+    pub commands: u64,
+    /// ... of them, with an error; some are bound to be (no such key).
+    pub refused: u64,
+    /// How often each error came, by its first words.
+    pub refusals: BTreeMap<String, u64>,
+    /// How often each operation was done, by its name.
+    pub operations: BTreeMap<&'static str, u64>,
+}
+
+impl Workload {
+    /// Full speed with everything, by a new seed that is printed (`REMORA_SEED` brings one back).
+    pub fn on(server: &Server) -> Result<Workload> {
+        Workload::start(server.client()?, Options::seeded(random::seed("workload")))
+    }
+
+    /// Writes on this connection.
+    pub fn start(mut client: Client, options: Options) -> Result<Workload> {
+        let abilities = Abilities::of(&mut client)?;
+        let (stop, sent) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+        let mut writer = Writer { client, options, abilities, sent: Arc::clone(&sent), counts: Counts::default() };
+        let told = Arc::clone(&stop);
+        let writer = thread::spawn(move || {
+            writer.run(&told)?;
+            Ok(writer.counts)
+        });
+        Ok(Workload { stop, sent, writer: Some(writer) })
+    }
+
+    /// Commands answered so far.
+    pub fn commands(&self) -> u64 {
+        self.sent.load(Ordering::Relaxed)
+    }
+
+    /// Waits until it has done so many commands more, or has given up.
+    pub fn wait_for(&self, commands: u64) {
+        let goal = self.commands() + commands;
+        let over = || self.writer.as_ref().is_none_or(JoinHandle::is_finished);
+        while self.commands() < goal && !over() {
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Stops it. Everything it sent has been answered by then. An error where the connection broke.
+    pub fn stop(mut self) -> Result<Counts> {
+        self.halt().unwrap_or_else(|| Ok(Counts::default()))
+    }
+
+    fn halt(&mut self) -> Option<Result<Counts>> {
+        self.stop.store(true, Ordering::Relaxed);
+        let joined = self.writer.take()?.join();
+        Some(joined.unwrap_or_else(|_| Err(Error::Garbled("the writer's thread panicked".into()))))
+    }
+}
+
+impl Drop for Workload {
+    fn drop(&mut self) {
+        // Whoever wanted the counts, or the error, has called stop().
+        let _ = self.halt();
+    }
+}
+
+struct Writer {
+    client: Client,
+    options: Options,
+    abilities: Abilities,
+    sent: Arc<AtomicU64>,
+    counts: Counts,
+}
+
+impl Writer {
+    fn run(&mut self, stop: &AtomicBool) -> Result<()> {
+        let operations = operations::operations(self.abilities, self.options.flush, self.options.big_bytes);
+        let mut script = operations::Script::new(self.options.seed, self.options.big_bytes);
+        let begun = Instant::now();
+        while !stop.load(Ordering::Relaxed) {
+            let now = milliseconds_since_1970();
+            for _ in 0..self.options.pipeline {
+                let operation = operations::draw(&operations, &mut script.random);
+                script.write(operation, now);
+                *self.counts.operations.entry(operation.name).or_default() += 1;
+            }
+            let commands = script.commands.len() as u64;
+            for answer in script.commands.run(&mut self.client)? {
+                self.counts.note(&answer);
+            }
+            self.counts.commands += commands;
+            self.sent.fetch_add(commands, Ordering::Relaxed);
+            self.pace(begun, stop);
+        }
+        Ok(())
+    }
+
+    /// Sleeps until the rate allows more.
+    fn pace(&self, begun: Instant, stop: &AtomicBool) {
+        let Some(rate) = self.options.rate else { return };
+        let due = Duration::from_secs_f64(self.counts.commands as f64 / rate.max(1) as f64);
+        while let Some(ahead) = due.checked_sub(begun.elapsed()).filter(|ahead| !ahead.is_zero()) {
+            if stop.load(Ordering::Relaxed) {
+                return;
+            }
+            thread::sleep(ahead.min(LONGEST_SLEEP));
+        }
+    }
+}
+
+impl Counts {
+    fn note(&mut self, answer: &Frame) {
+        let Frame::Error(text) = answer else { return };
+        self.refused += 1;
+        let text = String::from_utf8_lossy(text);
+        let words: Vec<&str> = text.split(' ').take(6).collect();
+        *self.refusals.entry(words.join(" ")).or_default() += 1;
+    }
+}
+
+/// What one server can and another can't.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Abilities {
+    hash_field_expiry: bool,
+    functions: bool,
+}
+
+impl Abilities {
+    /// Asks the server itself.
+    pub(crate) fn of(client: &mut Client) -> Result<Abilities> {
+        let mut knows = |command: &str| -> Result<bool> {
+            let answer = client.list(&["COMMAND", "INFO", command])?;
+            Ok(matches!(answer.first(), Some(Frame::Array(facts)) if !facts.is_empty()))
+        };
+        Ok(Abilities { hash_field_expiry: knows("HPEXPIREAT")?, functions: knows("FUNCTION")? })
+    }
+}
+
+fn milliseconds_since_1970() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_millis() as u64)
+}
+
+/// A slow writer still hears within this time that it shall stop.
+const LONGEST_SLEEP: Duration = Duration::from_millis(20);
