@@ -1,0 +1,115 @@
+//! The reader's end: how a peer comes to be. Reading is `peer`'s part.
+
+use std::{
+    os::fd::OwnedFd,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use super::{
+    key::{self, BootId},
+    peer::ShmPeer,
+    socket::{self, Packet},
+    wire::{self, Challenge, Hello, VERSION, Welcome},
+};
+use crate::{
+    auth,
+    error::Error,
+    memory::{Memory, View},
+    region::{RegionKey, Secret, TransportKind},
+    transport::{Connector, Peer},
+};
+
+/// Connects to exporters of this host.
+#[derive(Clone, Debug)]
+pub struct ShmConnector {
+    timeout: Duration,
+}
+
+impl ShmConnector {
+    /// A connector that gives an exporter five seconds for the whole handshake.
+    pub fn new() -> ShmConnector {
+        ShmConnector { timeout: DEFAULT_TIMEOUT }
+    }
+
+    /// The same, with another time.
+    pub fn with_timeout(timeout: Duration) -> ShmConnector {
+        ShmConnector { timeout: timeout.min(super::LONGEST_TIMEOUT) }
+    }
+}
+
+impl Default for ShmConnector {
+    fn default() -> Self {
+        ShmConnector::new()
+    }
+}
+
+impl Connector for ShmConnector {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Shm
+    }
+
+    fn connect(
+        &self,
+        key: &RegionKey,
+        session: u64,
+        secret: &Secret,
+        sink: Arc<Memory>,
+    ) -> Result<Box<dyn Peer>, Error> {
+        let address = key::address(key, &BootId::of_this_host()?)?;
+        let deadline = Instant::now() + self.timeout;
+        let socket = socket::connect(&address, deadline)?;
+        let packet = Handshake { socket: &socket, secret, deadline, timeout: self.timeout }.run(key, session)?;
+        let memory = packet.passenger.ok_or(Error::Protocol("the source sent no memory along"))?;
+        let view = View::open(memory, key.length())?;
+        Ok(Box::new(ShmPeer::new(socket, Arc::new(view), sink)?))
+    }
+}
+
+/// One handshake, as the reader has it.
+struct Handshake<'a> {
+    socket: &'a OwnedFd,
+    secret: &'a Secret,
+    deadline: Instant,
+    timeout: Duration,
+}
+
+impl Handshake<'_> {
+    /// Ends with the packet of the welcome, proved to come from the source, in which the memory is.
+    fn run(&self, key: &RegionKey, session: u64) -> Result<Packet, Error> {
+        let hello = Hello { version: VERSION, session, id: key.id(), nonce: auth::nonce()? }.encode();
+        // A source that is too busy may have hung up already. Its answer is there all the same.
+        let _ = socket::send(self.socket, &hello, None);
+        let packet = self.receive()?;
+        let challenge = Challenge::decode(packet.bytes())?;
+        if let Some(denial) = challenge.refusal {
+            return Err(Error::Refused(denial));
+        }
+        let transcript = [&hello, packet.bytes()].concat();
+        let proof = auth::prove(self.secret, wire::READER, &transcript);
+        socket::send(self.socket, &proof, None).map_err(Error::system("answering the source's challenge"))?;
+        self.welcome(&transcript, key.length())
+    }
+
+    fn welcome(&self, transcript: &[u8], length: u64) -> Result<Packet, Error> {
+        let packet = self.receive()?;
+        let welcome = Welcome::decode(packet.bytes())?;
+        if let Some(denial) = welcome.refusal {
+            return Err(Error::Refused(denial));
+        }
+        if !auth::verify(self.secret, wire::SOURCE, transcript, &welcome.proof) {
+            return Err(Error::Impostor);
+        }
+        if welcome.length != length {
+            return Err(Error::Protocol("the region has another length than its key says"));
+        }
+        Ok(packet)
+    }
+
+    fn receive(&self) -> Result<Packet, Error> {
+        socket::receive_by(self.socket, self.deadline, self.timeout)
+    }
+}
+
+/// For a whole handshake: microseconds if all is well, more where a machine is starved of processor time.
+const DEFAULT_TIMEOUT: Duration = Duration::from_secs(5);

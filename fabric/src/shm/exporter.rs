@@ -1,0 +1,122 @@
+//! The source's end: who may read what. The thread that talks to readers is in `serve`.
+
+use std::{
+    os::fd::{AsFd, OwnedFd},
+    path::Path,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    thread::JoinHandle,
+};
+
+use rustix::event::{EventfdFlags, eventfd};
+
+use super::{
+    ShmOptions,
+    key::{self, Address, BootId},
+    serve::{self, House},
+    socket,
+};
+use crate::{
+    error::Error,
+    memory::Memory,
+    region::{RegionId, RegionKey, Secret, TransportKind},
+    transport::{Denial, Exporter},
+};
+
+/// Lends memory to other processes of this host. Dropping it cuts all connections and ends its thread.
+pub struct ShmExporter {
+    shared: Arc<Shared>,
+    address: Address,
+    boot_id: BootId,
+    owner: Option<JoinHandle<()>>,
+}
+
+/// What the exporter and its thread both hold.
+pub(super) struct Shared {
+    /// Behind a lock, and not owned by the thread alone, so that `revoke` has cut the connections when it returns. It is never held
+    /// while anything blocks.
+    house: Mutex<House>,
+    /// Written once, at the end.
+    pub(super) stop: OwnedFd,
+}
+
+impl ShmExporter {
+    /// Binds the socket and starts the thread.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for options out of range; [`Error::System`] if there can be no socket (for a folder: it has to exist, be
+    /// ours to write to, and have a short path).
+    pub fn bind(options: ShmOptions) -> Result<ShmExporter, Error> {
+        options.check()?;
+        let boot_id = BootId::of_this_host()?;
+        let stop =
+            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Error::system("making an eventfd"))?;
+        let (listener, address) = socket::listen(&options.place)?;
+        // From here on the exporter's drop removes the socket's file, should one of the next steps fail.
+        let house = House::new(options.connections, options.handshake_timeout);
+        let shared = Arc::new(Shared { house: Mutex::new(house), stop });
+        let mut exporter = ShmExporter { shared, address, boot_id, owner: None };
+        exporter.owner = Some(serve::start(exporter.shared.clone(), listener)?);
+        Ok(exporter)
+    }
+}
+
+impl Exporter for ShmExporter {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Shm
+    }
+
+    fn export(&self, id: RegionId, memory: Arc<Memory>) -> Result<(), Error> {
+        let read_only = memory.reopen_read_only()?;
+        self.shared.house().export(id, memory.length(), read_only)
+    }
+
+    fn revoke(&self, id: RegionId) {
+        let mut house = self.shared.house();
+        house.forget_region(id);
+        house.cut_readers(Denial::Revoked, |_, region| region == id);
+    }
+
+    fn grant(&self, session: u64, secret: Secret) {
+        self.shared.house().grant(session, secret);
+    }
+
+    fn withdraw(&self, session: u64) {
+        let mut house = self.shared.house();
+        house.forget_session(session);
+        house.cut_readers(Denial::NotGranted, |guest, _| guest == session);
+    }
+
+    fn key(&self, id: RegionId) -> Result<RegionKey, Error> {
+        let length = self.shared.house().region_length(id).ok_or(Error::NotExported(id))?;
+        key::make(id, length, &self.boot_id, &self.address)
+    }
+
+    /// Always 0: the readers help themselves, which is the point.
+    fn bytes_served(&self) -> u64 {
+        0
+    }
+}
+
+impl Drop for ShmExporter {
+    fn drop(&mut self) {
+        if rustix::io::write(self.shared.stop.as_fd(), &1u64.to_ne_bytes()).is_err() {
+            tracing::error!("the thread of a shm exporter can't be told to stop");
+        }
+        if self.owner.take().is_some_and(|owner| owner.join().is_err()) {
+            tracing::error!("the thread of a shm exporter had panicked");
+        }
+        if let Address::File(path) = &self.address {
+            let path: &std::ffi::OsStr = std::os::unix::ffi::OsStrExt::from_bytes(path);
+            if let Err(error) = std::fs::remove_file(Path::new(path)) {
+                tracing::warn!(?path, %error, "the socket's file could not be removed");
+            }
+        }
+    }
+}
+
+impl Shared {
+    /// What a panicking thread leaves behind is whole: each method of the house changes one thing.
+    pub(super) fn house(&self) -> MutexGuard<'_, House> {
+        self.house.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,140 @@
+//! What a [`RegionKey`] of shared memory contains: which host, and which socket of it. No I/O but reading the host's boot id.
+//!
+//! ```text
+//!   boot id 36 (text) │ place 1 (0 abstract, 1 file) │ name, to the end
+//! ```
+
+use std::fs;
+
+use rustix::net::SocketAddrUnix;
+
+use crate::{
+    error::Error,
+    region::{RegionId, RegionKey, TransportKind},
+};
+
+/// The name of one running system: drawn by the kernel at each boot, the same in all containers of a host.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) struct BootId(String);
+
+impl BootId {
+    /// That of this host.
+    pub(super) fn of_this_host() -> Result<BootId, Error> {
+        let text = fs::read_to_string(BOOT_ID_FILE).map_err(Error::system("reading the host's boot id under /proc"))?;
+        BootId::parse(text.trim().as_bytes())
+    }
+
+    fn parse(text: &[u8]) -> Result<BootId, Error> {
+        let text = std::str::from_utf8(text).map_err(|_| Error::Key("its boot id is no text"))?;
+        let fits = text.len() == BOOT_ID_BYTES && text.bytes().all(|byte| byte.is_ascii_hexdigit() || byte == b'-');
+        if fits { Ok(BootId(text.to_owned())) } else { Err(Error::Key("its boot id has the wrong form")) }
+    }
+}
+
+/// A socket's name.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) enum Address {
+    Abstract(Vec<u8>),
+    File(Vec<u8>),
+}
+
+impl Address {
+    /// As the system wants it.
+    pub(super) fn to_socket(&self) -> Result<SocketAddrUnix, Error> {
+        let address = match self {
+            Address::Abstract(name) => SocketAddrUnix::new_abstract_name(name),
+            Address::File(path) => SocketAddrUnix::new(path.as_slice()),
+        };
+        address.map_err(Error::system("naming a local socket (a path may have 107 bytes)"))
+    }
+}
+
+/// In words, for errors.
+impl std::fmt::Display for Address {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Address::Abstract(name) => write!(f, "the local socket @{}", name.escape_ascii()),
+            Address::File(path) => write!(f, "the local socket {}", path.escape_ascii()),
+        }
+    }
+}
+
+/// Writes a key.
+pub(super) fn make(id: RegionId, length: u64, boot_id: &BootId, address: &Address) -> Result<RegionKey, Error> {
+    let (place, name) = match address {
+        Address::Abstract(name) => (PLACE_ABSTRACT, name),
+        Address::File(path) => (PLACE_FILE, path),
+    };
+    let body = [boot_id.0.as_bytes(), &[place], name].concat();
+    RegionKey::new(TransportKind::Shm, id, length, &body)
+}
+
+/// Reads a key and makes sure that it is one of this host: the address means nothing elsewhere.
+pub(super) fn address(key: &RegionKey, ours: &BootId) -> Result<Address, Error> {
+    key.expect(TransportKind::Shm)?;
+    let (theirs, rest) = key.body().split_at_checked(BOOT_ID_BYTES).ok_or(Error::Key("it ends in its boot id"))?;
+    let theirs = BootId::parse(theirs)?;
+    if theirs != *ours {
+        return Err(Error::NotThisHost { theirs: theirs.0, ours: ours.0.clone() });
+    }
+    match rest.split_first() {
+        Some((&PLACE_ABSTRACT, name)) => Ok(Address::Abstract(name.to_vec())),
+        Some((&PLACE_FILE, path)) => Ok(Address::File(path.to_vec())),
+        _ => Err(Error::Key("its socket is of an unknown kind")),
+    }
+}
+
+const BOOT_ID_FILE: &str = "/proc/sys/kernel/random/boot_id";
+/// A UUID as text.
+const BOOT_ID_BYTES: usize = 36;
+const PLACE_ABSTRACT: u8 = 0;
+const PLACE_FILE: u8 = 1;
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const ID: RegionId = RegionId { generation: 5, region: 1 };
+
+    #[test]
+    fn an_address_comes_back_out_of_its_key() {
+        let here = BootId::of_this_host().unwrap();
+        for place in [Address::Abstract(b"remora-1".to_vec()), Address::File(b"/run/remora.sock".to_vec())] {
+            let key = make(ID, 4096, &here, &place).unwrap();
+            assert_eq!(address(&key, &here).unwrap(), place);
+        }
+    }
+
+    #[test]
+    fn a_key_of_another_host_is_refused_before_anything_is_tried() {
+        let there = BootId::parse(b"00000000-1111-2222-3333-444444444444").unwrap();
+        let key = make(ID, 4096, &there, &Address::Abstract(b"remora-1".to_vec())).unwrap();
+        let error = address(&key, &BootId::of_this_host().unwrap()).unwrap_err();
+        assert!(matches!(error, Error::NotThisHost { .. }));
+        assert!(error.to_string().contains("not on the same host"), "{error}");
+    }
+
+    #[test]
+    fn a_key_of_another_transport_is_refused() {
+        let key = RegionKey::new(TransportKind::Tcp, ID, 1, b"").unwrap();
+        let error = address(&key, &BootId::of_this_host().unwrap()).unwrap_err();
+        assert!(matches!(error, Error::WrongTransport { wanted: TransportKind::Shm, given: TransportKind::Tcp }));
+    }
+
+    proptest! {
+        #[test]
+        fn any_body_is_an_address_or_an_error_but_never_a_panic(body in prop::collection::vec(any::<u8>(), 0..120)) {
+            let here = BootId::of_this_host().unwrap();
+            let _ = address(&RegionKey::new(TransportKind::Shm, ID, 1, &body).unwrap(), &here);
+            let mut body = [here.0.as_bytes(), &body].concat();
+            body.truncate(490);
+            if let Ok(address) = address(&RegionKey::new(TransportKind::Shm, ID, 1, &body).unwrap(), &here) {
+                let _ = address.to_socket();
+            }
+        }
+    }
+}

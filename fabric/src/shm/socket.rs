@@ -1,0 +1,138 @@
+//! The local socket: packets, descriptors that ride along, and nothing that blocks without a deadline. The messages are `wire`'s.
+
+use std::{
+    io::{IoSlice, IoSliceMut},
+    mem::MaybeUninit,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::Path,
+    time::{Duration, Instant},
+};
+
+use rustix::{
+    io::Errno,
+    net::{
+        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+        SendFlags, SocketFlags, SocketType,
+        sockopt::{Timeout, set_socket_timeout},
+    },
+};
+
+use super::{Place, key::Address, wire::PACKET_MAX_BYTES};
+use crate::{auth, error::Error, transport::wait_readable};
+
+/// Binds and listens under a fresh random name.
+pub(super) fn listen(place: &Place) -> Result<(OwnedFd, Address), Error> {
+    let address = fresh_address(place)?;
+    let socket = packet_socket(SocketFlags::NONBLOCK)?;
+    rustix::net::bind(&socket, &address.to_socket()?).map_err(Error::system("binding a local socket"))?;
+    rustix::net::listen(&socket, LISTEN_BACKLOG).map_err(Error::system("listening on a local socket"))?;
+    Ok((socket, address))
+}
+
+/// Connects, by the deadline.
+pub(super) fn connect(address: &Address, deadline: Instant) -> Result<OwnedFd, Error> {
+    let socket = packet_socket(SocketFlags::empty())?;
+    // Connecting waits only while the listener's backlog is full; the time-out for sending bounds that.
+    let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+    set_socket_timeout(&socket, Timeout::Send, Some(left)).map_err(Error::system("setting a socket's time-out"))?;
+    match rustix::net::connect(&socket, &address.to_socket()?) {
+        Ok(()) => Ok(socket),
+        Err(Errno::AGAIN) => Err(Error::TimedOut { what: "the source's local socket", after: left }),
+        Err(errno) => Err(Error::Unreachable { what: address.to_string(), source: errno.into() }),
+    }
+}
+
+/// Takes the next connection from a listener; `None` if there is none.
+pub(super) fn accept(listener: &OwnedFd) -> Result<Option<OwnedFd>, Errno> {
+    match rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+        Ok(socket) => Ok(Some(socket)),
+        // The latter two: the reader has gone again meanwhile.
+        Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => Ok(None),
+        Err(errno) => Err(errno),
+    }
+}
+
+/// Sends one packet, with a descriptor if there is one. Never blocks: an empty connection has room for all our packets.
+pub(super) fn send(socket: impl AsFd, packet: &[u8], passenger: Option<BorrowedFd<'_>>) -> Result<(), Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    let passengers: Vec<BorrowedFd<'_>> = passenger.into_iter().collect();
+    if !passengers.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(&passengers)) {
+        return Err(Errno::NOBUFS);
+    }
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    rustix::io::retry_on_intr(|| rustix::net::sendmsg(&socket, &[IoSlice::new(packet)], &mut ancillary, flags))?;
+    Ok(())
+}
+
+/// One packet, as it came.
+pub(super) struct Packet {
+    bytes: [u8; PACKET_MAX_BYTES],
+    length: usize,
+    /// The descriptor that rode along, closed on exec.
+    pub(super) passenger: Option<OwnedFd>,
+}
+
+impl Packet {
+    /// The bytes; none at the end of the connection.
+    pub(super) fn bytes(&self) -> &[u8] {
+        self.bytes.get(..self.length).unwrap_or_default()
+    }
+}
+
+/// Takes one packet if there is one; `Errno::AGAIN` if not. Never blocks. Descriptors beyond the first are closed at once.
+pub(super) fn receive(socket: impl AsFd) -> Result<Packet, Errno> {
+    let mut bytes = [0; PACKET_MAX_BYTES];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    let received = rustix::io::retry_on_intr(|| {
+        rustix::net::recvmsg(&socket, &mut [IoSliceMut::new(&mut bytes)], &mut ancillary, flags)
+    })?;
+    let passenger = ancillary.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut passengers) => passengers.next(),
+        _ => None,
+    });
+    Ok(Packet { bytes, length: received.bytes.min(PACKET_MAX_BYTES), passenger })
+}
+
+/// Takes one packet, by the deadline.
+pub(super) fn receive_by(socket: &OwnedFd, deadline: Instant, after: Duration) -> Result<Packet, Error> {
+    loop {
+        match receive(socket) {
+            Err(Errno::AGAIN) => {}
+            Ok(packet) if packet.bytes().is_empty() => {
+                return Err(Error::Protocol("the source hung up in the middle of the handshake"));
+            }
+            result => return result.map_err(Error::system("receiving from the source's local socket")),
+        }
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() || !wait_readable(socket.as_fd(), left)? {
+            return Err(Error::TimedOut { what: "the source's local socket", after });
+        }
+    }
+}
+
+/// A random name, so that two sources never meet and nobody can sit on the name beforehand.
+fn fresh_address(place: &Place) -> Result<Address, Error> {
+    let mut random = [0; 16];
+    auth::random(&mut random)?;
+    let name = format!("remora-{:032x}", u128::from_le_bytes(random));
+    match place {
+        Place::Abstract => Ok(Address::Abstract(name.into_bytes())),
+        Place::Folder(folder) => Ok(Address::File(path_bytes(&folder.join(name + ".sock")))),
+    }
+}
+
+fn path_bytes(path: &Path) -> Vec<u8> {
+    std::os::unix::ffi::OsStrExt::as_bytes(path.as_os_str()).to_vec()
+}
+
+fn packet_socket(flags: SocketFlags) -> Result<OwnedFd, Error> {
+    let flags = flags | SocketFlags::CLOEXEC;
+    rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+        .map_err(Error::system("making a local socket"))
+}
+
+/// Readers that may wait for the door to be opened; the next ones wait inside `connect`, up to their time-out.
+const LISTEN_BACKLOG: i32 = 64;

@@ -1,0 +1,215 @@
+//! What only this transport has: strangers at the door, late ones, a full house, impostors, and the socket's file.
+
+#![allow(clippy::unwrap_used)]
+
+use std::{
+    os::fd::OwnedFd,
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use super::{
+    key::{Address, BootId},
+    wire::{Challenge, Hello, VERSION, Welcome},
+    *,
+};
+use crate::{
+    memory::{Memory, Pages},
+    region::{RegionId, RegionKey, Secret},
+    transport::{Completion, Connector, Denial, Exporter, Peer, ReadRequest},
+};
+
+const SIZE: u64 = 16 << 20;
+const ID: RegionId = RegionId { generation: 1, region: 0 };
+const SECRET: Secret = [3; 32];
+
+fn memory() -> Arc<Memory> {
+    Arc::new(Memory::create("shm-test", SIZE, Pages::Small).unwrap())
+}
+
+fn exporter(options: ShmOptions) -> (ShmExporter, Arc<Memory>) {
+    let exporter = ShmExporter::bind(options).unwrap();
+    let memory = memory();
+    exporter.export(ID, memory.clone()).unwrap();
+    exporter.grant(1, SECRET);
+    (exporter, memory)
+}
+
+fn connect(key: &RegionKey) -> Result<Box<dyn Peer>, Error> {
+    ShmConnector::new().connect(key, 1, &SECRET, memory())
+}
+
+/// A connection to the exporter's door that has said nothing yet.
+fn knock(exporter: &ShmExporter) -> OwnedFd {
+    let address = key::address(&exporter.key(ID).unwrap(), &BootId::of_this_host().unwrap()).unwrap();
+    socket::connect(&address, Instant::now() + Duration::from_secs(5)).unwrap()
+}
+
+fn hear(socket: &OwnedFd) -> Result<Vec<u8>, Error> {
+    let patience = Duration::from_secs(10);
+    socket::receive_by(socket, Instant::now() + patience, patience).map(|packet| packet.bytes().to_vec())
+}
+
+#[test]
+fn a_read_longer_than_one_call_copies_is_done_in_several() {
+    let (exporter, memory) = exporter(ShmOptions::default());
+    for at in (0..SIZE).step_by(4096) {
+        memory.write(at, &at.to_le_bytes()).unwrap();
+    }
+    let sink = self::memory();
+    let mut peer = ShmConnector::new().connect(&exporter.key(ID).unwrap(), 1, &SECRET, sink.clone()).unwrap();
+    peer.post_read(&[ReadRequest { tag: 1, offset: 0, length: SIZE as u32, sink_offset: 0 }]).unwrap();
+    let mut completions = Vec::new();
+    assert_eq!(peer.poll(&mut completions).unwrap(), 0, "not all of it at once");
+    while completions.is_empty() {
+        peer.poll(&mut completions).unwrap();
+    }
+    assert_eq!(completions, [Completion { tag: 1, result: Ok(SIZE as u32) }]);
+    assert_eq!(sink.crc32c(0..SIZE).unwrap(), memory.crc32c(0..SIZE).unwrap());
+}
+
+#[test]
+fn a_view_outlives_its_peer_and_can_not_be_written() {
+    let (exporter, memory) = exporter(ShmOptions::default());
+    let view = connect(&exporter.key(ID).unwrap()).unwrap().view().unwrap();
+    drop(exporter);
+    memory.write(5, b"still").unwrap();
+    let mut bytes = [0; 5];
+    view.read(5, &mut bytes).unwrap();
+    assert_eq!(&bytes, b"still");
+    assert!(rustix::io::write(view.as_fd(), b"x").is_err());
+    let closed_on_exec = rustix::io::fcntl_getfd(view.as_fd()).unwrap();
+    assert!(closed_on_exec.contains(rustix::io::FdFlags::CLOEXEC));
+}
+
+#[test]
+fn strangers_are_cut_and_readers_are_served_all_the_same() {
+    let (exporter, _memory) = exporter(ShmOptions::default());
+    let hello = Hello { version: VERSION, session: 1, id: ID, nonce: [0; 32] }.encode();
+    let mut wrong_magic = hello;
+    wrong_magic[0] = b'X';
+    for packet in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0], &wrong_magic, &hello[..71], &[&hello[..], &[0]].concat()] {
+        let stranger = knock(&exporter);
+        socket::send(&stranger, packet, None).unwrap();
+        assert!(matches!(hear(&stranger), Err(Error::Protocol(_) | Error::System { .. })), "{packet:?}");
+    }
+    let stranger = knock(&exporter);
+    socket::send(&stranger, &hello, None).unwrap();
+    hear(&stranger).unwrap();
+    socket::send(&stranger, b"a proof of the wrong length", None).unwrap();
+    assert!(hear(&stranger).is_err());
+    assert!(connect(&exporter.key(ID).unwrap()).is_ok());
+}
+
+#[test]
+fn who_says_nothing_is_cut_after_a_while() {
+    let options = ShmOptions { handshake_timeout: Duration::from_millis(50), ..ShmOptions::default() };
+    let (exporter, _memory) = exporter(options);
+    let silent = knock(&exporter);
+    let begun = Instant::now();
+    assert!(matches!(hear(&silent), Err(Error::Protocol(_))));
+    assert!(begun.elapsed() >= Duration::from_millis(40), "{:?}", begun.elapsed());
+}
+
+#[test]
+fn one_reader_too_many_is_told_that_the_house_is_full() {
+    let (exporter, _memory) = exporter(ShmOptions { connections: 2, ..ShmOptions::default() });
+    let key = exporter.key(ID).unwrap();
+    let (first, _second) = (connect(&key).unwrap(), connect(&key).unwrap());
+    let refused = connect(&key).err().unwrap();
+    assert!(matches!(refused, Error::Refused(Denial::Busy)), "{refused}");
+    drop(first);
+    let begun = Instant::now();
+    while connect(&key).is_err() {
+        assert!(begun.elapsed() < Duration::from_secs(10), "the place of one who left is free again");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Answers one reader as an exporter would that does not know the secret, and hands `memory` over.
+fn impostor(listener: OwnedFd, memory: Arc<Memory>, proof: [u8; 32]) -> thread::JoinHandle<()> {
+    thread::spawn(move || {
+        let guest = loop {
+            match socket::accept(&listener).unwrap() {
+                Some(guest) => break guest,
+                None => thread::sleep(Duration::from_millis(1)),
+            }
+        };
+        hear(&guest).unwrap();
+        let challenge = Challenge { refusal: None, version: VERSION, nonce: [0; 32] };
+        socket::send(&guest, &challenge.encode(), None).unwrap();
+        hear(&guest).unwrap();
+        let welcome = Welcome { refusal: None, length: SIZE, proof };
+        socket::send(&guest, &welcome.encode(), Some(memory.as_fd())).unwrap();
+    })
+}
+
+#[test]
+fn memory_of_an_impostor_is_not_taken() {
+    let (listener, address) = socket::listen(&Place::Abstract).unwrap();
+    let key = key::make(ID, SIZE, &BootId::of_this_host().unwrap(), &address).unwrap();
+    let impostor = impostor(listener, memory(), [0; 32]);
+    let refused = connect(&key).err().unwrap();
+    assert!(matches!(refused, Error::Impostor), "{refused}");
+    impostor.join().unwrap();
+}
+
+#[test]
+fn another_version_is_named() {
+    let (listener, address) = socket::listen(&Place::Abstract).unwrap();
+    let key = key::make(ID, SIZE, &BootId::of_this_host().unwrap(), &address).unwrap();
+    let newer = thread::spawn(move || {
+        let guest = loop {
+            match socket::accept(&listener).unwrap() {
+                Some(guest) => break guest,
+                None => thread::sleep(Duration::from_millis(1)),
+            }
+        };
+        hear(&guest).unwrap();
+        let challenge = Challenge { refusal: None, version: 2, nonce: [0; 32] };
+        socket::send(&guest, &challenge.encode(), None).unwrap();
+    });
+    let refused = connect(&key).err().unwrap();
+    assert!(matches!(refused, Error::Version { theirs: 2, ours: 1, .. }), "{refused}");
+    newer.join().unwrap();
+}
+
+#[test]
+fn a_source_that_accepts_and_says_nothing_is_given_up() {
+    let (_listener, address) = socket::listen(&Place::Abstract).unwrap();
+    let key = key::make(ID, SIZE, &BootId::of_this_host().unwrap(), &address).unwrap();
+    let connector = ShmConnector::with_timeout(Duration::from_millis(50));
+    let given_up = connector.connect(&key, 1, &SECRET, memory()).err().unwrap();
+    assert!(matches!(given_up, Error::TimedOut { .. }), "{given_up}");
+}
+
+#[test]
+fn the_socket_of_a_folder_goes_with_its_exporter() {
+    let folder = std::env::temp_dir();
+    let (exporter, _memory) = exporter(ShmOptions { place: Place::Folder(folder.clone()), ..ShmOptions::default() });
+    let key = exporter.key(ID).unwrap();
+    let Address::File(path) = key::address(&key, &BootId::of_this_host().unwrap()).unwrap() else { panic!("no file") };
+    let path = folder.join(std::str::from_utf8(&path).unwrap());
+    assert!(path.exists());
+    drop(exporter);
+    assert!(!path.exists());
+}
+
+#[test]
+fn a_folder_that_does_not_exist_is_an_error_that_says_what_was_wanted() {
+    let place = Place::Folder("/nowhere/at/all".into());
+    let error = ShmExporter::bind(ShmOptions { place, ..ShmOptions::default() }).err().unwrap();
+    assert!(error.to_string().starts_with("binding a local socket"), "{error}");
+}
+
+#[test]
+fn options_out_of_range_are_refused() {
+    for options in [
+        ShmOptions { connections: 0, ..ShmOptions::default() },
+        ShmOptions { connections: MAX_CONNECTIONS + 1, ..ShmOptions::default() },
+        ShmOptions { handshake_timeout: Duration::ZERO, ..ShmOptions::default() },
+    ] {
+        assert!(matches!(ShmExporter::bind(options), Err(Error::Misuse(_))));
+    }
+}

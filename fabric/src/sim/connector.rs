@@ -1,0 +1,68 @@
+//! The reader's end: how a peer comes to be.
+
+use std::{io, sync::Arc};
+
+use super::{
+    Shared,
+    peer::{Lane, SimPeer},
+    random::Random,
+};
+use crate::{
+    error::Error,
+    memory::Memory,
+    region::{RegionKey, Secret, TransportKind},
+    transport::{Connector, Peer},
+};
+
+/// Connects to the exporters of one simulated network.
+pub struct SimConnector {
+    shared: Arc<Shared>,
+}
+
+impl SimConnector {
+    pub(super) fn new(shared: Arc<Shared>) -> SimConnector {
+        SimConnector { shared }
+    }
+
+    /// Which source the key leads to, if it is one of this network.
+    fn source_number(&self, key: &RegionKey) -> Result<usize, Error> {
+        key.expect(TransportKind::Sim)?;
+        let body: [u8; 16] = key.body().try_into().map_err(|_| Error::Key("of the wrong length"))?;
+        let (network, source) = body.split_at(8);
+        if network != self.shared.number.to_le_bytes() {
+            return Err(Error::Key("of another simulated network"));
+        }
+        let source = source.iter().rev().fold(0u64, |number, byte| number << 8 | u64::from(*byte));
+        usize::try_from(source).map_err(|_| Error::Key("of no source"))
+    }
+}
+
+impl Connector for SimConnector {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Sim
+    }
+
+    fn connect(
+        &self,
+        key: &RegionKey,
+        session: u64,
+        secret: &Secret,
+        sink: Arc<Memory>,
+    ) -> Result<Box<dyn Peer>, Error> {
+        let number = self.source_number(key)?;
+        let mut state = self.shared.state();
+        state.peers += 1;
+        let mut random = Random::split(self.shared.seed, state.peers);
+        let lost = random.happens(self.shared.faults.failed_connect);
+        let source = state.sources.get_mut(number).and_then(Option::as_mut).filter(|_| !lost);
+        let source = source.ok_or_else(|| Error::Unreachable {
+            what: format!("simulated source {number}"),
+            source: io::ErrorKind::ConnectionRefused.into(),
+        })?;
+        let admission = source.admit(session, secret, key.id()).map_err(Error::Refused)?;
+        let lane = Lane::new(admission, sink.clone(), self.shared.faults.clone(), random)?;
+        let (peer, lane) = SimPeer::new(lane, sink)?;
+        source.note(session, key.id(), &lane);
+        Ok(Box::new(peer))
+    }
+}

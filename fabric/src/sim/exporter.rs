@@ -1,0 +1,152 @@
+//! The source's end: who may read what, and who does.
+
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc, Mutex, PoisonError, Weak,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use super::{Shared, peer::Lane};
+use crate::{
+    auth,
+    error::Error,
+    memory::Memory,
+    region::{RegionId, RegionKey, Secret, TransportKind},
+    transport::{Denial, Exporter, ReadError},
+};
+
+/// A source on a simulated network. Dropping it cuts all its peers.
+pub struct SimExporter {
+    shared: Arc<Shared>,
+    /// Its place among the network's sources.
+    number: usize,
+    served: Arc<AtomicU64>,
+}
+
+/// A source as the network sees it.
+pub(super) struct Source {
+    regions: HashMap<RegionId, Arc<Memory>>,
+    grants: HashMap<u64, Secret>,
+    guests: Vec<Guest>,
+    served: Arc<AtomicU64>,
+}
+
+struct Guest {
+    session: u64,
+    id: RegionId,
+    lane: Weak<Mutex<Lane>>,
+}
+
+/// What a new peer is given.
+pub(super) struct Admission {
+    pub(super) memory: Arc<Memory>,
+    pub(super) served: Arc<AtomicU64>,
+}
+
+impl SimExporter {
+    pub(super) fn new(shared: Arc<Shared>) -> SimExporter {
+        let served = Arc::new(AtomicU64::new(0));
+        let source =
+            Source { regions: HashMap::new(), grants: HashMap::new(), guests: Vec::new(), served: served.clone() };
+        let mut state = shared.state();
+        let number = state.sources.len();
+        state.sources.push(Some(source));
+        drop(state);
+        SimExporter { shared, number, served }
+    }
+
+    /// Does something with this source. It is there as long as the exporter is.
+    fn with<T: Default>(&self, action: impl FnOnce(&mut Source) -> T) -> T {
+        let mut state = self.shared.state();
+        state.sources.get_mut(self.number).and_then(Option::as_mut).map(action).unwrap_or_default()
+    }
+}
+
+impl Exporter for SimExporter {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Sim
+    }
+
+    fn export(&self, id: RegionId, memory: Arc<Memory>) -> Result<(), Error> {
+        let taken = self.with(|source| {
+            let taken = source.regions.contains_key(&id);
+            source.regions.entry(id).or_insert(memory);
+            taken
+        });
+        if taken { Err(Error::AlreadyExported(id)) } else { Ok(()) }
+    }
+
+    fn revoke(&self, id: RegionId) {
+        self.with(|source| {
+            source.regions.remove(&id);
+            source.cut(Denial::Revoked, |guest| guest.id == id);
+        });
+    }
+
+    fn grant(&self, session: u64, secret: Secret) {
+        self.with(|source| source.grants.insert(session, secret));
+    }
+
+    fn withdraw(&self, session: u64) {
+        self.with(|source| {
+            source.grants.remove(&session);
+            source.cut(Denial::NotGranted, |guest| guest.session == session);
+        });
+    }
+
+    fn key(&self, id: RegionId) -> Result<RegionKey, Error> {
+        let memory = self.with(|source| source.regions.get(&id).cloned()).ok_or(Error::NotExported(id))?;
+        let body = [self.shared.number.to_le_bytes(), (self.number as u64).to_le_bytes()].concat();
+        RegionKey::new(TransportKind::Sim, id, memory.length(), &body)
+    }
+
+    fn bytes_served(&self) -> u64 {
+        self.served.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for SimExporter {
+    fn drop(&mut self) {
+        let source = self.shared.state().sources.get_mut(self.number).and_then(Option::take);
+        for guest in source.into_iter().flat_map(|source| source.guests) {
+            guest.end(ReadError::PeerGone);
+        }
+    }
+}
+
+impl Source {
+    /// Says whether a reader may come in. The proof goes the same way as on a wire, if only from one hand to the other.
+    pub(super) fn admit(&self, session: u64, secret: &Secret, id: RegionId) -> Result<Admission, Denial> {
+        let proof = auth::prove(secret, b"sim", &session.to_le_bytes());
+        if !auth::verify_known(self.grants.get(&session), b"sim", &session.to_le_bytes(), &proof) {
+            return Err(Denial::NotGranted);
+        }
+        match self.regions.get(&id) {
+            Some(memory) => Ok(Admission { memory: memory.clone(), served: self.served.clone() }),
+            None if self.regions.keys().any(|known| known.region == id.region) => Err(Denial::Stale),
+            None => Err(Denial::Unknown),
+        }
+    }
+
+    /// Notes a peer, to be told when it is over; forgets those that are gone.
+    pub(super) fn note(&mut self, session: u64, id: RegionId, lane: &Arc<Mutex<Lane>>) {
+        self.guests.retain(|guest| guest.lane.strong_count() > 0);
+        self.guests.push(Guest { session, id, lane: Arc::downgrade(lane) });
+    }
+
+    fn cut(&mut self, denial: Denial, chosen: impl Fn(&Guest) -> bool) {
+        for guest in self.guests.extract_if(.., |guest| chosen(guest)) {
+            guest.end(ReadError::Denied(denial));
+        }
+    }
+}
+
+impl Guest {
+    fn end(&self, why: ReadError) {
+        if let Some(lane) = self.lane.upgrade() {
+            lane.lock().unwrap_or_else(PoisonError::into_inner).retire(why);
+        }
+    }
+}

@@ -1,0 +1,180 @@
+//! What a transport brings along, and what the sentences of the suite need: a small world with one region in it.
+
+use std::{
+    process::Command,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use remora_fabric::{
+    Completion, Connector, Error, Exporter, Memory, Pages, Peer, ReadError, ReadRequest, RegionId, Secret, sim::Random,
+};
+
+/// One transport, ready to be examined.
+pub(crate) trait Harness {
+    /// A new source.
+    fn exporter(&self) -> Box<dyn Exporter>;
+    /// A reader's way to such sources.
+    fn connector(&self) -> Box<dyn Connector>;
+}
+
+/// Makes each sentence of the suite a test of the transport that the expression stands for.
+macro_rules! conformance {
+    ($harness:expr) => {
+        conformance!($harness;
+            bytes_arrive_exactly_at_any_offset_and_length
+            one_read_can_fetch_the_whole_region
+            reads_see_bytes_written_after_connecting
+            a_view_shows_the_region_itself
+            a_full_queue_accepts_fewer_and_recovers
+            every_accepted_read_completes_exactly_once_whatever_happens
+            a_range_outside_the_region_is_denied_and_the_peer_lives
+            an_offset_that_overflows_is_denied_and_the_peer_lives
+            a_read_of_no_bytes_completes_with_none
+            a_place_outside_the_sink_is_refused_at_once
+            a_region_has_one_name_once
+            a_key_of_a_stale_generation_is_refused
+            a_key_of_an_unknown_region_is_refused
+            a_key_of_another_transport_is_refused
+            a_wrong_secret_is_refused_just_as_no_grant_is
+            a_new_grant_replaces_the_old_secret
+            a_withdrawn_grant_cuts_this_session_alone
+            a_region_revoked_mid_read_ends_the_peer
+            revoking_a_region_leaves_the_readers_of_others_alone
+            an_exporter_dropped_mid_read_ends_the_peer
+            a_source_that_is_gone_can_not_be_reached
+            a_closed_peer_cancels_what_is_outstanding
+            a_reader_that_does_not_poll_holds_up_nobody
+            many_readers_at_once_each_get_their_bytes
+            the_armed_descriptor_becomes_readable_when_bytes_arrive
+            the_armed_descriptor_becomes_readable_when_the_region_is_revoked
+            waiting_ends_by_its_time_out
+        );
+
+        #[test]
+        fn many_peers_come_and_go_and_leave_no_descriptor_or_thread() {
+            let name = concat!(module_path!(), "::many_peers_come_and_go_and_leave_no_descriptor_or_thread");
+            crate::harness::in_own_process(name, || {
+                crate::suite::many_peers_come_and_go_and_leave_no_descriptor_or_thread(&$harness)
+            });
+        }
+    };
+    ($harness:expr; $($sentence:ident)*) => {
+        $(
+            #[test]
+            fn $sentence() {
+                crate::suite::$sentence(&$harness);
+            }
+        )*
+    };
+}
+
+/// Runs a test alone in a process of its own, where it can count what the process holds.
+pub(crate) fn in_own_process(test: &str, body: impl FnOnce()) {
+    const ALONE: &str = "REMORA_CONFORMANCE_ALONE";
+    if std::env::var_os(ALONE).is_some() {
+        return body();
+    }
+    let (_crate, test) = test.split_once("::").unwrap();
+    let this_program = std::env::current_exe().unwrap();
+    let run = Command::new(this_program).args(["--exact", test, "--nocapture"]).env(ALONE, "1").output().unwrap();
+    let (said, complained) = (String::from_utf8_lossy(&run.stdout), String::from_utf8_lossy(&run.stderr));
+    assert!(run.status.success(), "{said}\n{complained}");
+    assert!(said.contains("1 passed"), "the test was not found under its name {test}: {said}");
+}
+
+/// A source that lends one region of random bytes to one session, and a reader with a sink.
+pub(crate) struct World {
+    /// The source's end, until it is dropped on purpose.
+    pub(crate) exporter: Option<Box<dyn Exporter>>,
+    pub(crate) connector: Box<dyn Connector>,
+    pub(crate) memory: Arc<Memory>,
+    pub(crate) sink: Arc<Memory>,
+    /// What the region holds.
+    pub(crate) truth: Vec<u8>,
+}
+
+pub(crate) const SIZE: u64 = 1 << 20;
+pub(crate) const ID: RegionId = RegionId { generation: 7, region: 1 };
+pub(crate) const SESSION: u64 = 42;
+pub(crate) const SECRET: Secret = [0x5e; 32];
+
+/// After this something hangs. Far above what a loaded machine needs.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+
+impl World {
+    pub(crate) fn new(harness: &impl Harness) -> World {
+        let mut truth = vec![0; SIZE as usize];
+        Random::new(SIZE).fill(&mut truth);
+        let memory = memory();
+        memory.write(0, &truth).unwrap();
+        let exporter = harness.exporter();
+        exporter.export(ID, memory.clone()).unwrap();
+        exporter.grant(SESSION, SECRET);
+        World { exporter: Some(exporter), connector: harness.connector(), memory, sink: memory_of(SIZE), truth }
+    }
+
+    pub(crate) fn exporter(&self) -> &dyn Exporter {
+        self.exporter.as_deref().unwrap()
+    }
+
+    /// The usual reader.
+    pub(crate) fn peer(&self) -> Box<dyn Peer> {
+        self.peer_of(SESSION, ID, self.sink.clone())
+    }
+
+    pub(crate) fn peer_of(&self, session: u64, id: RegionId, sink: Arc<Memory>) -> Box<dyn Peer> {
+        let key = self.exporter().key(id).unwrap();
+        self.connector.connect(&key, session, &SECRET, sink).unwrap()
+    }
+
+    /// Whether a read of `length` bytes at `offset` by this peer brings the right ones.
+    pub(crate) fn assert_reads(&self, peer: &mut dyn Peer, offset: u64, length: u32) {
+        self.sink.fill(0..u64::from(length), 0).unwrap();
+        assert_eq!(peer.post_read(&[read(99, offset, length, 0)]).unwrap(), 1);
+        assert_eq!(settle(peer, 1), [Completion { tag: 99, result: Ok(length) }]);
+        let mut bytes = vec![0; length as usize];
+        self.sink.read(0, &mut bytes).unwrap();
+        assert!(bytes == self.truth[offset as usize..][..length as usize], "the bytes that arrived");
+    }
+}
+
+pub(crate) fn memory() -> Arc<Memory> {
+    memory_of(SIZE)
+}
+
+pub(crate) fn memory_of(length: u64) -> Arc<Memory> {
+    Arc::new(Memory::create("conformance", length, Pages::Small).unwrap())
+}
+
+pub(crate) fn read(tag: u64, offset: u64, length: u32, sink_offset: u64) -> ReadRequest {
+    ReadRequest { tag, offset, length, sink_offset }
+}
+
+/// Polls until `count` reads have completed.
+pub(crate) fn settle(peer: &mut dyn Peer, count: usize) -> Vec<Completion> {
+    let begun = Instant::now();
+    let mut completions = Vec::new();
+    while completions.len() < count {
+        assert!(begun.elapsed() < PATIENCE, "{} of {count} reads completed in {PATIENCE:?}", completions.len());
+        if peer.poll(&mut completions).unwrap() == 0 {
+            peer.wait(Duration::from_millis(100)).unwrap();
+        }
+    }
+    completions
+}
+
+/// Polls until the peer says that it is retired: what completed before, and why it ended.
+pub(crate) fn until_retired(peer: &mut dyn Peer) -> (Vec<Completion>, ReadError) {
+    let begun = Instant::now();
+    let mut completions = Vec::new();
+    loop {
+        assert!(begun.elapsed() < PATIENCE, "the peer was not retired in {PATIENCE:?}");
+        match peer.poll(&mut completions) {
+            Ok(0) => peer.wait(Duration::from_millis(100)).unwrap(),
+            Ok(_) => {}
+            Err(Error::Retired(why)) => return (completions, why),
+            Err(error) => panic!("{error}"),
+        }
+    }
+}
