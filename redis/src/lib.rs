@@ -35,6 +35,8 @@
 #![forbid(unsafe_code)]
 
 mod buffer;
+#[cfg(any(test, feature = "fuzzing"))]
+pub mod fuzzing;
 pub mod info;
 pub mod psync;
 pub mod rdb;

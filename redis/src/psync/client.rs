@@ -96,6 +96,13 @@ pub enum Error {
     Refused(#[from] Refusal),
 }
 
+impl Error {
+    /// Whether the same handshake may succeed later without anybody doing anything.
+    pub fn is_temporary(&self) -> bool {
+        matches!(self, Error::Refused(refusal) if refusal.is_temporary())
+    }
+}
+
 /// The machine. Feed it, drain it, ask it.
 ///
 /// ```

@@ -23,7 +23,11 @@ pub struct Writer {
 
 impl Writer {
     /// Begins a snapshot of a version of the format; from 80 on it bears Valkey's magic.
+    ///
+    /// # Panics
+    /// If the version has more than the three digits that Valkey's magic has room for.
     pub fn new(version: u32) -> Writer {
+        assert!(version < 1000, "no snapshot has version {version}");
         let magic = match version {
             FIRST_VALKEY_VERSION.. => format!("VALKEY{version:03}"),
             _ => format!("REDIS{version:04}"),

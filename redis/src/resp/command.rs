@@ -4,7 +4,7 @@
 //! which a replica sends while it loads a snapshot to show that it lives. Quotes in inline commands are not undone:
 //! nobody who speaks to us in earnest uses them.
 
-use super::{Error, Limits, length, malformed, without_return};
+use super::{Error, Limits, length, line_too_long, malformed, without_return};
 use crate::buffer::Buffer;
 
 /// An incremental decoder of what clients ask. Never more than one command is kept decoded.
@@ -119,11 +119,7 @@ impl CommandDecoder {
 
     fn line(&mut self) -> Result<Option<&[u8]>, Error> {
         let limit = self.limits.line_bytes;
-        self.buffer.line(limit).map_err(|line| Error::TooLong {
-            what: "line",
-            size: line.bytes as u64,
-            limit: limit as u64,
-        })
+        self.buffer.line(limit).map_err(|_| line_too_long(limit))
     }
 }
 

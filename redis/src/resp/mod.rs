@@ -161,7 +161,7 @@ pub enum Error {
     TooLong {
         /// Which part.
         what: &'static str,
-        /// Its size: bytes, items or levels.
+        /// Its size: bytes, items or levels. Of a line: the first size that is too large.
         size: u64,
         /// What is allowed.
         limit: u64,
@@ -223,6 +223,10 @@ fn length(what: &'static str, digits: &[u8], limit: usize) -> Result<Option<usiz
         Ok(length) if length <= limit => Ok(Some(length)),
         _ => Err(Error::TooLong { what, size, limit: limit as u64 }),
     }
+}
+
+fn line_too_long(limit: usize) -> Error {
+    Error::TooLong { what: "line", size: limit as u64 + 1, limit: limit as u64 }
 }
 
 /// A line as it must end: `\r` before the `\n` that the buffer took off.

@@ -1,0 +1,355 @@
+//! What must hold for *any* bytes, as functions from bytes to a panic.
+//!
+//! Each body is used three times: by the fuzz target of the same name (`fuzz/`), by a property test below, and by the
+//! replay of the seeds under `tests/corpus/<target>/`. A crash that a fuzzer found is kept by putting its input there.
+//!
+//! The oracle of most bodies is the code itself on the same bytes cut otherwise: what a peer says does not depend on how
+//! the network cut it.
+//!
+//! Not part of the crate's interface: it exists under test and with the feature `fuzzing` only.
+#![allow(clippy::missing_panics_doc, reason = "to panic is what these functions are for")]
+
+use crate::info::Info;
+use crate::psync::{Payload, client, server};
+use crate::rdb::{self, Head};
+use crate::resp::{self, CommandDecoder, Decoder, Limits};
+use crate::{Refusal, ReplId};
+
+/// A body: panics when something that must hold does not.
+pub type Body = fn(&[u8]);
+
+/// All bodies, by the names of their fuzz targets and seed folders.
+pub const TARGETS: [(&str, Body); 6] = [
+    ("resp_decode", resp_decode),
+    ("command_decode", command_decode),
+    ("psync_client", psync_client),
+    ("psync_server", psync_server),
+    ("rdb_head", rdb_head),
+    ("info", info),
+];
+
+/// Up to this many bytes every single cut is tried; the work grows with the square.
+const EVERY_CUT_BYTES: usize = 256;
+
+/// Small enough that a fuzzer reaches each of them.
+const TIGHT: Limits = Limits { bulk_bytes: 1 << 20, array_items: 1 << 16, depth: 4, line_bytes: 128 };
+
+/// Frames are the same however they were cut, survive being encoded again, and take memory by what arrived only.
+pub fn resp_decode(data: &[u8]) {
+    let whole = decode(&[data]);
+    for_each_cut(data, |parts| assert_eq!(decode(parts), whole));
+    // Not the frames are compared but what is written: a lone carriage return in a status is written as a blank.
+    let wire = encoded(&whole.0);
+    let (again, error) = decode(&[&wire]);
+    assert_eq!((encoded(&again), error), (wire, None));
+}
+
+fn encoded(frames: &[resp::Frame]) -> Vec<u8> {
+    let mut wire = Vec::new();
+    frames.iter().for_each(|frame| resp::encode(&mut wire, frame));
+    wire
+}
+
+fn decode(parts: &[&[u8]]) -> (Vec<resp::Frame>, Option<resp::Error>) {
+    let mut decoder = Decoder::new(TIGHT);
+    let (mut frames, mut fed) = (Vec::new(), 0);
+    for part in parts {
+        decoder.feed(part);
+        fed += part.len();
+        loop {
+            match decoder.next_frame() {
+                Ok(Some(frame)) => frames.push(frame),
+                Ok(None) => break,
+                Err(error) => return (frames, Some(error)),
+            }
+        }
+        // The factor is that of the shortest frames in the emptiest vector; see `Limits`.
+        assert!(decoder.held_bytes() <= 32 * fed + 4096, "{} bytes held for {fed}", decoder.held_bytes());
+    }
+    (frames, None)
+}
+
+/// Commands are the same however they were cut, never empty, and survive being encoded again.
+pub fn command_decode(data: &[u8]) {
+    let whole = commands(&[data]);
+    assert!(whole.0.iter().all(|words| !words.is_empty()));
+    for_each_cut(data, |parts| assert_eq!(commands(parts), whole));
+    let mut wire = Vec::new();
+    whole.0.iter().for_each(|words| resp::command(&mut wire, words));
+    assert_eq!(commands(&[&wire]), (whole.0, None));
+}
+
+fn commands(parts: &[&[u8]]) -> (Vec<Vec<Vec<u8>>>, Option<resp::Error>) {
+    let mut decoder = CommandDecoder::new(Limits::HANDSHAKE);
+    let mut commands = Vec::new();
+    for part in parts {
+        decoder.feed(part);
+        loop {
+            match decoder.next_command() {
+                Ok(Some(words)) => commands.push(words),
+                Ok(None) => break,
+                Err(error) => return (commands, Some(error)),
+            }
+        }
+    }
+    (commands, None)
+}
+
+/// The handshake goes the same way however the answers were cut, and takes nothing of what follows it. The first byte
+/// chooses the options.
+pub fn psync_client(data: &[u8]) {
+    let Some((choice, answers)) = data.split_first() else { return };
+    let whole = shake(*choice, &[answers]);
+    for_each_cut(answers, |parts| assert_eq!(shake(*choice, parts), whole));
+    if let Ok(consumed) = whole.end {
+        let last_line = answers.get(..consumed).unwrap_or_default();
+        assert!(last_line.ends_with(b"\n"), "the handshake ends with a line");
+        let last_event = whole.events.last();
+        assert!(matches!(last_event, Some(client::Event::Payload(_) | client::Event::Continue { .. })));
+    }
+}
+
+#[derive(Debug, PartialEq)]
+struct Shaken {
+    /// How many bytes the handshake took, or why it has not ended.
+    end: Result<usize, Option<client::Error>>,
+    output: Vec<u8>,
+    events: Vec<client::Event>,
+}
+
+fn shake(choice: u8, parts: &[&[u8]]) -> Shaken {
+    let mut client = client::Client::new(client::Options {
+        resume: (choice & 1 != 0).then(|| (a_replid(), 7)),
+        username: (choice & 2 != 0).then(|| "user".to_owned()),
+        password: (choice & 4 != 0).then(|| "password".to_owned()),
+        rdb_version: (choice & 8 != 0).then(|| "9.1.0".to_owned()),
+    });
+    let mut consumed = 0;
+    let mut end = Err(None);
+    for part in parts {
+        match client.handle_input(part) {
+            Ok(count) => consumed += count,
+            Err(error) => end = Err(Some(without_excerpt(error))),
+        }
+    }
+    if client.is_ended() {
+        end = Ok(consumed);
+    }
+    let mut events: Vec<_> = std::iter::from_fn(|| client.poll_event()).collect();
+    events.dedup();
+    Shaken { end, output: client.take_output(), events }
+}
+
+/// How much of a stranger's bytes is quoted does depend on the cut.
+fn without_excerpt(error: client::Error) -> client::Error {
+    match error {
+        client::Error::NotRedis { .. } => client::Error::NotRedis { received: String::new(), hint: "" },
+        other => other,
+    }
+}
+
+/// A replica is served the same however its words were cut, and hears nothing once the stream has begun. The first byte
+/// chooses options and answer, the second how much comes before the answer.
+pub fn psync_server(data: &[u8]) {
+    let [choice, before, words @ ..] = data else { return };
+    let (before, after) = words.split_at(words.len().min(usize::from(*before)));
+    let whole = serve(*choice, &[before], &[after]);
+    for_each_cut(before, |parts| assert_eq!(serve(*choice, parts, &[after]), whole));
+    for_each_cut(after, |parts| assert_eq!(serve(*choice, &[before], parts), whole));
+}
+
+#[derive(Debug, PartialEq)]
+struct Served {
+    error: Option<server::Error>,
+    output: Vec<u8>,
+    events: Vec<server::Event>,
+    peer: server::PeerFacts,
+}
+
+fn serve(choice: u8, before: &[&[u8]], after: &[&[u8]]) -> Served {
+    let require = (choice & 1 != 0).then(|| (None, "password".to_owned()));
+    let mut server = server::Server::new(server::Options { require });
+    let mut error = feed(&mut server, before);
+    let mut events = events_of(&mut server);
+    let asked = matches!(events.last(), Some(server::Event::Psync { .. }));
+    let streaming = asked && answer(&mut server, choice >> 1);
+    let mut output = server.take_output();
+    error = error.or(feed(&mut server, after));
+    events.extend(events_of(&mut server));
+    let late = server.take_output();
+    assert!(!streaming || late.is_empty(), "nothing of ours may get into the stream");
+    assert!(late.len() < 2 * server::OUTPUT_BYTES_MAX);
+    output.extend(late);
+    Served { error, output, events, peer: server.peer().clone() }
+}
+
+fn feed(server: &mut server::Server, parts: &[&[u8]]) -> Option<server::Error> {
+    parts.iter().find_map(|part| server.handle_input(part).err())
+}
+
+/// Acknowledgements in a row are told as one when they came together.
+fn events_of(server: &mut server::Server) -> Vec<server::Event> {
+    std::iter::from_fn(|| server.poll_event()).collect()
+}
+
+/// Answers `PSYNC`; true when the stream has begun.
+fn answer(server: &mut server::Server, choice: u8) -> bool {
+    server.keep_alive();
+    match choice % 5 {
+        0 => {
+            server.full_resync(&a_replid(), 7);
+            server.keep_alive();
+            let mark = Payload::Mark([b'm'; 40]);
+            let payload = if server.peer().eof { mark } else { Payload::Length(7) };
+            server.payload(&payload);
+            true
+        }
+        1 => {
+            server.resume(&a_replid());
+            true
+        }
+        2 => {
+            server.refuse("no\r\n+OK");
+            false
+        }
+        3 => {
+            server.postpone("later");
+            false
+        }
+        _ => {
+            server.full_resync(&a_replid(), 7);
+            server.refuse("broken promise");
+            false
+        }
+    }
+}
+
+/// The head is the same however much of the snapshot is there, and survives being written again.
+pub fn rdb_head(data: &[u8]) {
+    let whole = Head::parse(data);
+    for cut in 0..data.len().min(EVERY_CUT_BYTES) {
+        match Head::parse(&data[..cut]) {
+            Ok(None) => {}
+            Ok(early) => assert_eq!(Ok(early), whole),
+            Err(_) => assert!(whole.is_err()),
+        }
+    }
+    if let Ok(Some((head, length))) = whole {
+        assert!(length < data.len() && length <= Head::BYTES_MAX);
+        let mut writer = rdb::Writer::new(11);
+        head.aux.iter().for_each(|(name, value)| {
+            writer.aux(name, value);
+        });
+        let again = Head::parse(&writer.finish());
+        assert_eq!(again.ok().flatten().map(|(again, _)| again.aux), Some(head.aux));
+    }
+    if let Some(tail) = data.last_chunk() {
+        assert_eq!(rdb::Tail::parse(*tail).is_ok(), tail[0] == rdb::OPCODE_EOF);
+    }
+}
+
+/// Every field is found by its name, and the fields survive being written again.
+pub fn info(data: &[u8]) {
+    let info = Info::parse(data);
+    let mut text = String::new();
+    for (name, value) in info.iter() {
+        assert_eq!(info.get(name), Some(value));
+        text.push_str(&format!("{name}:{value}\r\n"));
+    }
+    assert!(info.replicas().count() <= info.iter().count());
+    assert_eq!(Info::parse(text.as_bytes()), info);
+    assert!(!Refusal::sort("INFO", data).to_string().is_empty());
+}
+
+fn a_replid() -> ReplId {
+    ReplId::parse(&[b'a'; 40]).expect("forty hexadecimal digits are a replid")
+}
+
+/// Calls `check` with the data byte by byte, and, where it is short enough, in two parts for every cut there is.
+fn for_each_cut(data: &[u8], mut check: impl FnMut(&[&[u8]])) {
+    let bytes: Vec<&[u8]> = data.chunks(1).collect();
+    check(&bytes);
+    if data.len() <= EVERY_CUT_BYTES {
+        (0..=data.len()).map(|cut| data.split_at(cut)).for_each(|(left, right)| check(&[left, right]));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use proptest::prelude::*;
+    use std::path::Path;
+
+    /// The seeds of one target, with their names.
+    fn seeds(target: &str) -> Vec<(String, Vec<u8>)> {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus").join(target);
+        let files = std::fs::read_dir(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
+        let mut seeds: Vec<_> = files
+            .map(|file| file.unwrap().path())
+            .map(|path| (path.display().to_string(), std::fs::read(&path).unwrap()))
+            .collect();
+        seeds.sort();
+        seeds
+    }
+
+    #[test]
+    fn every_seed_of_every_target_holds() {
+        for (target, body) in TARGETS {
+            let seeds = seeds(target);
+            assert!(!seeds.is_empty(), "{target} has no seeds");
+            for (name, data) in seeds {
+                // Shown only when the body panics.
+                println!("{name}");
+                body(&data);
+            }
+        }
+    }
+
+    /// A seed with a few bytes changed, doubled or gone.
+    fn damaged_seeds(target: &'static str) -> impl Strategy<Value = Vec<u8>> {
+        let seeds: Vec<Vec<u8>> = seeds(target).into_iter().map(|(_, data)| data).collect();
+        let edits = proptest::collection::vec((any::<prop::sample::Index>(), any::<u8>(), 0..4_u8), 0..6);
+        (prop::sample::select(seeds), edits).prop_map(|(mut data, edits)| {
+            for (place, byte, edit) in edits.into_iter().filter(|_| !data.is_empty()).collect::<Vec<_>>() {
+                let place = place.index(data.len().max(1)).min(data.len().saturating_sub(1));
+                match edit {
+                    0 if data.len() > 1 => drop(data.remove(place)),
+                    1 => data.insert(place, byte),
+                    2 => data.extend_from_within(place..),
+                    _ => data[place] = byte,
+                }
+            }
+            data.truncate(2 * EVERY_CUT_BYTES);
+            data
+        })
+    }
+
+    macro_rules! property {
+        ($($name:ident: $target:ident;)*) => {
+            proptest! {
+                #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
+                $(
+                    #[test]
+                    fn $name(
+                        data in prop_oneof![
+                            1 => proptest::collection::vec(any::<u8>(), 0..200),
+                            3 => damaged_seeds(stringify!($target)),
+                        ]
+                    ) {
+                        $target(&data);
+                    }
+                )*
+            }
+        };
+    }
+
+    property! {
+        any_bytes_may_come_from_a_server: resp_decode;
+        any_bytes_may_come_from_a_client: command_decode;
+        any_bytes_may_answer_our_handshake: psync_client;
+        any_bytes_may_ask_for_a_handshake: psync_server;
+        any_bytes_may_be_taken_for_a_snapshot: rdb_head;
+        any_bytes_may_be_taken_for_info: info;
+    }
+}
