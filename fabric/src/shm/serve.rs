@@ -253,10 +253,16 @@ impl House {
         let proved = auth::verify_known(secret, wire::READER, transcript, proof);
         let secret = secret.filter(|_| proved).ok_or(Denial::NotGranted)?;
         match self.regions.get(&hello.id) {
+            Some(_) if self.readers_of(hello.session) >= READERS_PER_SESSION => Err(Denial::Busy),
             Some(region) => Ok((region, secret)),
             None if self.regions.keys().any(|id| id.region == hello.id.region) => Err(Denial::Stale),
             None => Err(Denial::Unknown),
         }
+    }
+
+    fn readers_of(&self, session: u64) -> usize {
+        let theirs = |guest: &&Guest| matches!(guest.stage, Stage::Reading { session: of, .. } if of == session);
+        self.guests.values().filter(theirs).count()
     }
 }
 
@@ -282,6 +288,9 @@ fn watch(epoll: &OwnedFd, fd: &OwnedFd, number: u64) -> Result<(), Errno> {
     epoll::add(epoll, fd, epoll::EventData::new_u64(number), epoll::EventFlags::IN | epoll::EventFlags::RDHUP)
 }
 
+/// Connections per session, so that one can't take all: 2 regions, and room for a reader that comes back before its old connections
+/// are found dead.
+const READERS_PER_SESSION: usize = 16;
 /// Numbers of the two descriptors that are no guests.
 const STOP: u64 = 0;
 const LISTENER: u64 = 1;

@@ -127,6 +127,17 @@ fn one_reader_too_many_is_told_that_the_house_is_full() {
     }
 }
 
+#[test]
+fn one_session_can_not_take_the_whole_house() {
+    let (exporter, _memory) = exporter(ShmOptions::default());
+    let key = exporter.key(ID).unwrap();
+    let peers: Vec<_> = (0..16).map(|_| connect(&key).unwrap()).collect();
+    assert!(matches!(connect(&key).err().unwrap(), Error::Refused(Denial::Busy)));
+    exporter.grant(2, SECRET);
+    assert!(ShmConnector::new().connect(&key, 2, &SECRET, memory()).is_ok(), "there is room for others");
+    drop(peers);
+}
+
 /// Answers one reader as an exporter would that does not know the secret, and hands `memory` over.
 fn impostor(listener: OwnedFd, memory: Arc<Memory>, proof: [u8; 32]) -> thread::JoinHandle<()> {
     thread::spawn(move || {

@@ -123,6 +123,13 @@ impl World {
         self.peer_of(SESSION, ID, self.sink.clone())
     }
 
+    /// A reader of a session of its own, as each replica is: a transport may bound what one session holds.
+    pub(crate) fn peer_of_new_session(&self, number: u64, sink: Arc<Memory>) -> Box<dyn Peer> {
+        let session = SESSION + 1000 + number;
+        self.exporter().grant(session, SECRET);
+        self.peer_of(session, ID, sink)
+    }
+
     pub(crate) fn peer_of(&self, session: u64, id: RegionId, sink: Arc<Memory>) -> Box<dyn Peer> {
         let key = self.exporter().key(id).unwrap();
         self.connector.connect(&key, session, &SECRET, sink).unwrap()

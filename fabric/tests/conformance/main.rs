@@ -11,3 +11,4 @@ mod suite;
 
 mod shm;
 mod sim;
+mod tcp;

@@ -367,8 +367,11 @@ pub(crate) fn a_reader_that_does_not_poll_holds_up_nobody(harness: &impl Harness
 pub(crate) fn many_readers_at_once_each_get_their_bytes(harness: &impl Harness) {
     const READERS: u64 = 6;
     let world = World::new(harness);
-    let readers: Vec<_> =
-        (0..READERS).map(|_| memory()).map(|sink| (world.peer_of(SESSION, ID, sink.clone()), sink)).collect();
+    let come = |number| {
+        let sink = memory();
+        (world.peer_of_new_session(number, sink.clone()), sink)
+    };
+    let readers: Vec<_> = (0..READERS).map(come).collect();
     thread::scope(|scope| {
         for (number, (mut peer, sink)) in readers.into_iter().enumerate() {
             let truth = &world.truth;
@@ -430,36 +433,39 @@ pub(crate) fn waiting_ends_by_its_time_out(harness: &impl Harness) {
 
 /// Alone in its process; see `in_own_process`.
 pub(crate) fn many_peers_come_and_go_and_leave_no_descriptor_or_thread(harness: &impl Harness) {
+    const PEERS: u64 = 4;
     let before = held();
     for _exporter in 0..5 {
         let mut world = World::new(harness);
         let key = world.exporter().key(ID).unwrap();
         for round in 0..10 {
-            let mut peers: Vec<Box<dyn Peer>> = (0..4).map(|_| world.peer()).collect();
+            let come = |number| world.peer_of_new_session(round * PEERS + number, world.sink.clone());
+            let mut peers: Vec<Box<dyn Peer>> = (0..PEERS).map(come).collect();
+            world.assert_reads(&mut *peers[0], 0, 1000);
             for peer in &mut peers {
                 fill_queue(&mut **peer);
             }
-            world.assert_reads(&mut *world.peer(), 0, 1000);
             peers[0].close();
-            drop(refusal(&world, &key, SESSION + round + 1, SECRET));
+            drop(refusal(&world, &key, SESSION, [0; 32]));
         }
         let last = world.peer();
         world.exporter = None;
         drop(last);
     }
     let begun = Instant::now();
-    while held() > before && begun.elapsed() < PATIENCE {
+    let is_back = || held().iter().zip(&before).all(|(now, then)| now <= then);
+    while !is_back() && begun.elapsed() < PATIENCE {
         // A thread that has ended is listed a moment longer.
         thread::sleep(Duration::from_millis(10));
     }
-    assert!(held() <= before, "before: {before:?}, after: {:?} (descriptors, threads, mappings of memory)", held());
+    assert!(is_back(), "before: {before:?}, after: {:?} (descriptors, threads, mappings)", held());
 }
 
 /// Descriptors, threads, and mappings of conformance memories that this process holds.
-fn held() -> (usize, usize, usize) {
+fn held() -> [usize; 3] {
     let entries = |folder: &str| std::fs::read_dir(folder).unwrap().count();
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-    (entries("/proc/self/fd"), entries("/proc/self/task"), maps.matches("memfd:conformance").count())
+    [entries("/proc/self/fd"), entries("/proc/self/task"), maps.matches("memfd:conformance").count()]
 }
 
 // Both ends of the suite's world are shared between threads, as the traits promise they may be.
