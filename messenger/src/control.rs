@@ -226,6 +226,8 @@ pub struct Join {
     pub resume: Option<Resume>,
     /// Whether it goes on following through the source for ever, instead of handing over to the primary.
     pub stay: bool,
+    /// It only wants to know what an offer would say: no snapshot is taken for it, and the offer's tables are empty.
+    pub plan_only: bool,
 }
 
 /// What a replica holds of a generation that it began earlier.
@@ -233,8 +235,14 @@ pub struct Join {
 pub struct Resume {
     /// The generation; worth something only while the source still has it.
     pub generation: u64,
-    /// How many of its slots it holds, checked. Which ones is the replica's business: it reads those that it lacks.
+    /// How many of its slots it holds without a gap from the first, checked. It may hold others; those that it lacks it reads.
     pub held_slots: u64,
+    /// Its server has loaded the whole snapshot: it needs the stream only, from `next_byte` on.
+    pub loaded: bool,
+    /// The history that it is part of, as 40 hexadecimal digits.
+    pub replid: [u8; 40],
+    /// Replication offset of the next byte of the stream that it needs.
+    pub next_byte: u64,
 }
 
 /// How far a replica has come.
@@ -320,6 +328,8 @@ pub struct Offer {
     pub primary: Announce,
     /// The primary's kind and version, as "redis 7.0.15".
     pub server: String,
+    /// The name that the server which is captured has given this run of itself, as `INFO` tells it; empty if it doesn't.
+    pub run_id: String,
     /// Size of the primary's replication backlog, in bytes.
     pub backlog_bytes: u64,
     /// How fast its replication offset grows, in bytes per second: with the backlog this says how long a hand-off may take.
@@ -329,6 +339,10 @@ pub struct Offer {
 /// One table: its shape, and how to reach it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TableOffer {
+    /// The generation in the table's superblock. A journal outlives the snapshot that it was begun with.
+    pub generation: u64,
+    /// The replication offset in the table's superblock: that of the snapshot with which it began.
+    pub first_offset: u64,
     /// Bytes in a slot.
     pub slot_size: u32,
     /// Slots in the ring.
@@ -357,22 +371,20 @@ pub enum RefusalCode {
     Busy,
     /// It is being stopped.
     Stopping,
-    /// No transport that both ends know.
-    NoCommonTransport,
-    /// There is no snapshot, and none can be had at present.
-    NoSnapshot,
-    /// The replica's server cannot take this primary's data set.
-    UnsuitableServer,
-    /// The replica did not keep to the protocol.
-    Misbehaved,
+    /// The replica held up the others; it alone must begin again.
+    Stalled,
+    /// The server refuses to be captured: somebody must change its settings or its permissions.
+    PrimaryRefuses,
+    /// The journal does not reach back to where the replica is: nothing but the primary itself, or a new snapshot, helps.
+    HistoryGone,
 }
 
 impl RefusalCode {
     /// Whether the same request may be granted later.
     pub fn may_pass(self) -> bool {
         match self {
-            RefusalCode::Busy | RefusalCode::Stopping | RefusalCode::NoSnapshot => true,
-            RefusalCode::NoCommonTransport | RefusalCode::UnsuitableServer | RefusalCode::Misbehaved => false,
+            RefusalCode::Busy | RefusalCode::Stopping | RefusalCode::Stalled => true,
+            RefusalCode::PrimaryRefuses | RefusalCode::HistoryGone => false,
         }
     }
 }
@@ -382,10 +394,9 @@ impl fmt::Display for RefusalCode {
         to.write_str(match self {
             RefusalCode::Busy => "busy",
             RefusalCode::Stopping => "stopping",
-            RefusalCode::NoCommonTransport => "no common transport",
-            RefusalCode::NoSnapshot => "no snapshot",
-            RefusalCode::UnsuitableServer => "unsuitable server",
-            RefusalCode::Misbehaved => "misbehaved",
+            RefusalCode::Stalled => "stalled",
+            RefusalCode::PrimaryRefuses => "the primary refuses",
+            RefusalCode::HistoryGone => "history gone",
         })
     }
 }
@@ -502,9 +513,10 @@ record!(Join {
     transports: List<u8, MAX_TRANSPORTS>,
     resume: Maybe<Resume>,
     stay: bool,
+    plan_only: bool,
 });
 
-record!(Resume { generation: u64, held_slots: u64 });
+record!(Resume { generation: u64, held_slots: u64, loaded: bool, replid: [u8; 40], next_byte: u64 });
 
 record!(Progress {
     generation: u64,
@@ -525,11 +537,14 @@ record!(Offer {
     journal: TableOffer,
     primary: Announce,
     server: Name<MAX_NAME_BYTES>,
+    run_id: Name<MAX_NAME_BYTES>,
     backlog_bytes: u64,
     write_rate: u64,
 });
 
 record!(TableOffer {
+    generation: u64,
+    first_offset: u64,
     slot_size: u32,
     slots: u32,
     keys: List<Bytes<MAX_KEY_BYTES>, MAX_KEYS>,
@@ -605,10 +620,9 @@ codes!(Outcome is "outcome" {
 codes!(RefusalCode is "refusal" {
     0 => Busy,
     1 => Stopping,
-    2 => NoCommonTransport,
-    3 => NoSnapshot,
-    4 => UnsuitableServer,
-    5 => Misbehaved,
+    2 => Stalled,
+    3 => PrimaryRefuses,
+    4 => HistoryGone,
 });
 
 codes!(GenerationState is "state of a generation" {

@@ -193,10 +193,10 @@ async fn nobody_listening_is_unreachable_and_names_the_address() {
 #[tokio::test]
 async fn a_refusal_ends_the_conversation_as_an_error() {
     let (mut client, mut server) = piped(4096, &Options::default(), &Options::default()).await;
-    let refusal = Message::Refused { code: RefusalCode::NoCommonTransport, text: "shm only".to_owned() };
+    let refusal = Message::Refused { code: RefusalCode::PrimaryRefuses, text: "no right to PSYNC".to_owned() };
     server.send(refusal).await.unwrap();
     let error = client.receive().await.unwrap_err();
-    assert!(error.to_string().contains("refused: shm only (no common transport)"), "{error}");
+    assert!(error.to_string().contains("refused: no right to PSYNC (the primary refuses)"), "{error}");
 }
 
 #[tokio::test]
@@ -245,6 +245,7 @@ async fn a_message_beyond_its_bounds_is_our_mistake_and_leaves_the_connection_wh
         transports: Vec::new(),
         resume: None,
         stay: false,
+        plan_only: false,
     };
     let error = client.send(Message::Join(join)).await.unwrap_err();
     assert!(matches!(error.fault, Fault::TooLarge(_)), "{error}");
