@@ -8,6 +8,13 @@ use crate::frame::{Decoder, MAX_HANDSHAKE_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES};
 use crate::session::{Handshake, Opening, Role, Versions};
 use crate::token::Token;
 
+/// The targets by the name of their file and of their seeds' folder.
+pub const TARGETS: [(&str, Body); 3] =
+    [("messenger_message", message), ("messenger_frames", frames), ("messenger_handshake", handshake)];
+
+/// Takes any bytes, and panics when something is wrong with us.
+pub type Body = fn(&[u8]);
+
 /// First byte: the tag. The rest: the payload. What decodes must encode to the same bytes.
 pub fn message(bytes: &[u8]) {
     let Some((&tag, payload)) = bytes.split_first() else {
@@ -61,3 +68,45 @@ pub fn handshake(bytes: &[u8]) {
 
 /// One piece and the longest frame of a handshake with what is around its payload.
 const PIECE_AND_FRAME_BYTES: usize = 7 + MAX_HANDSHAKE_PAYLOAD_BYTES as usize + 32;
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+    use std::fs;
+    use std::path::Path;
+
+    /// A target's seeds by name, in a fixed order.
+    fn seeds(target: &str) -> Vec<(String, Vec<u8>)> {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus").join(target);
+        let seed = |entry: fs::DirEntry| (entry.file_name().into_string().unwrap(), fs::read(entry.path()).unwrap());
+        let mut seeds: Vec<_> = fs::read_dir(folder).unwrap().map(|entry| seed(entry.unwrap())).collect();
+        seeds.sort();
+        seeds
+    }
+
+    #[test]
+    fn every_seed_of_every_target_holds() {
+        for (target, body) in TARGETS {
+            let seeds = seeds(target);
+            assert!(!seeds.is_empty(), "{target} has no seeds");
+            for (name, bytes) in seeds {
+                println!("{target}/{name}"); // shown only when the body panics
+                body(&bytes);
+            }
+        }
+    }
+
+    /// Seeds that are refused at their first field would exercise little: each kind of message is there, under its name.
+    #[test]
+    fn the_seeds_hold_every_kind_of_message() {
+        let decoded = |(name, bytes): &(String, Vec<u8>)| {
+            let (tag, payload) = bytes.split_first()?;
+            let message = Message::decode(*tag, payload).ok()?;
+            assert_eq!(message.name().to_lowercase(), name.replace('-', ""));
+            Some(message.tag())
+        };
+        assert_eq!(seeds("messenger_message").iter().filter_map(decoded).count(), 12);
+    }
+}

@@ -41,7 +41,7 @@ pub mod connection;
 pub mod control;
 pub mod error;
 pub mod frame;
-#[doc(hidden)]
+#[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
 pub mod session;
 mod stranger;

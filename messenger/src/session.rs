@@ -238,6 +238,7 @@ impl<'t> Handshake<'t> {
     }
 
     /// Received bytes held that belong to no frame yet.
+    #[cfg(any(test, feature = "fuzzing"))]
     pub(crate) fn held(&self) -> usize {
         self.decoder.buffered()
     }

@@ -1,1 +1,301 @@
+//! Every message there and back, and everything that is none.
+#![allow(clippy::unwrap_used)]
 
+use super::*;
+use crate::fuzzing;
+use proptest::collection::vec;
+use proptest::option;
+use proptest::prelude::*;
+
+fn names() -> impl Strategy<Value = String> {
+    "\\PC{0,30}"
+}
+
+fn replids() -> impl Strategy<Value = [u8; 40]> {
+    "[0-9a-f]{40}".prop_map(|text| text.as_bytes().try_into().unwrap())
+}
+
+fn resumes() -> impl Strategy<Value = Resume> {
+    (any::<[u64; 3]>(), any::<bool>(), replids()).prop_map(|([generation, held_slots, next_byte], loaded, replid)| {
+        Resume { generation, held_slots, loaded, replid, next_byte }
+    })
+}
+
+fn joins() -> impl Strategy<Value = Message> {
+    let transports = vec(any::<u8>(), 0..=MAX_TRANSPORTS);
+    (names(), names(), transports, option::of(resumes()), any::<[bool; 2]>()).prop_map(
+        |(name, server, transports, resume, [stay, plan_only])| {
+            Message::Join(Join { name, server, transports, resume, stay, plan_only })
+        },
+    )
+}
+
+fn phases() -> impl Strategy<Value = Phase> {
+    use Phase::*;
+    prop::sample::select(vec![Waiting, Transfer, Load, CatchUp, HandOff, Stay, Done])
+}
+
+fn progress() -> impl Strategy<Value = Message> {
+    (any::<[u64; 6]>(), phases(), any::<Option<u8>>()).prop_map(|(numbers, phase, transport)| {
+        let [generation, slots_below, slots_held, bytes, journal_offset, applied_offset] = numbers;
+        Message::Progress(Progress {
+            generation,
+            phase,
+            transport,
+            slots_below,
+            slots_held,
+            bytes,
+            journal_offset,
+            applied_offset,
+        })
+    })
+}
+
+fn tables() -> impl Strategy<Value = TableOffer> {
+    let keys = vec(vec(any::<u8>(), 0..50), 0..=MAX_KEYS);
+    (any::<[u64; 2]>(), any::<[u32; 2]>(), keys).prop_map(|([generation, first_offset], [slot_size, slots], keys)| {
+        TableOffer { generation, first_offset, slot_size, slots, keys }
+    })
+}
+
+fn announces() -> impl Strategy<Value = Announce> {
+    (names(), any::<u16>(), any::<bool>(), names()).prop_map(|(host, port, tls, source_sees_as)| Announce {
+        host,
+        port,
+        tls,
+        source_sees_as,
+    })
+}
+
+fn offers() -> impl Strategy<Value = Message> {
+    (any::<[u64; 4]>(), replids(), tables(), tables(), announces(), names(), names()).prop_map(
+        |(numbers, replid, snapshot, journal, primary, server, run_id)| {
+            let [generation, offset, backlog_bytes, write_rate] = numbers;
+            Message::Offer(Offer {
+                generation,
+                replid,
+                offset,
+                snapshot,
+                journal,
+                primary,
+                server,
+                run_id,
+                backlog_bytes,
+                write_rate,
+            })
+        },
+    )
+}
+
+fn replicas() -> impl Strategy<Value = ReplicaStatus> {
+    (names(), names(), "[a-z]{0,16}", phases(), any::<[u64; 6]>(), any::<u16>()).prop_map(
+        |(name, address, transport, phase, numbers, percent_permille)| {
+            let [slots_held, rate_bytes_per_s, journal_lag_bytes, applied_offset, joined_seconds, silent_seconds] =
+                numbers;
+            ReplicaStatus {
+                name,
+                address,
+                transport,
+                phase,
+                slots_held,
+                percent_permille,
+                rate_bytes_per_s,
+                journal_lag_bytes,
+                applied_offset,
+                joined_seconds,
+                silent_seconds,
+            }
+        },
+    )
+}
+
+fn generations() -> impl Strategy<Value = GenerationStatus> {
+    use GenerationState::*;
+    let state = prop::sample::select(vec![Capturing, Complete, Aborted]);
+    (any::<[u64; 13]>(), "[0-9a-f]{40}", state, any::<bool>()).prop_map(|(n, replid, state, windowed)| {
+        GenerationStatus {
+            generation: n[0],
+            replid,
+            offset_start: n[1],
+            offset_now: n[2],
+            state,
+            snapshot_bytes: n[3],
+            slots: n[4],
+            published_slots: n[5],
+            retired_slots: n[6],
+            windowed,
+            memory_bytes: n[7],
+            memory_limit: n[8],
+            age_seconds: n[9],
+            journal_first: n[10],
+            journal_end: n[11],
+            capture_millis: n[12],
+        }
+    })
+}
+
+fn statuses() -> impl Strategy<Value = Message> {
+    (names(), names(), names(), option::of(generations()), vec(replicas(), 0..4), any::<[u64; 3]>()).prop_map(
+        |(source, server, role, generation, replicas, [snapshots_taken, replicas_done, bytes_served])| {
+            let totals = Totals { snapshots_taken, replicas_done, bytes_served };
+            Message::Status(StatusReport { source, server, role, generation, replicas, totals })
+        },
+    )
+}
+
+fn small_ones() -> impl Strategy<Value = Message> {
+    use {Outcome::*, RefusalCode::*};
+    let outcomes = prop::sample::select(vec![HandedOver, Stopped, Failed]);
+    let refusals = prop::sample::select(vec![Busy, RefusalCode::Stopping, Stalled, PrimaryRefuses, HistoryGone]);
+    prop_oneof![
+        Just(Message::Heartbeat),
+        Just(Message::StatusQuery),
+        any::<(u64, u64)>().prop_map(|(generation, offset)| Message::HandOffQuery { generation, offset }),
+        (outcomes, names()).prop_map(|(outcome, text)| Message::Leave { outcome, text }),
+        (names(), any::<u64>()).prop_map(|(reason, seconds)| Message::Waiting { reason, seconds }),
+        (any::<(bool, u64, u64)>(), names()).prop_map(|((covered, backlog_first, backlog_end), text)| {
+            Message::HandOffAnswer { covered, backlog_first, backlog_end, text }
+        }),
+        (any::<u64>(), names()).prop_map(|(generation, text)| Message::GenerationGone { generation, text }),
+        (refusals, names()).prop_map(|(code, text)| Message::Refused { code, text }),
+    ]
+}
+
+fn messages() -> impl Strategy<Value = Message> {
+    prop_oneof![small_ones(), joins(), progress(), offers(), statuses()]
+}
+
+fn encoded(message: &Message) -> (u8, Vec<u8>) {
+    let mut payload = Vec::new();
+    let tag = message.encode(&mut payload).unwrap();
+    (tag, payload)
+}
+
+fn replica() -> ReplicaStatus {
+    ReplicaStatus {
+        name: "n".repeat(MAX_NAME_BYTES),
+        address: "a".repeat(MAX_ADDRESS_BYTES),
+        transport: "t".repeat(16),
+        phase: Phase::Stay,
+        slots_held: 0,
+        percent_permille: 1000,
+        rate_bytes_per_s: 0,
+        journal_lag_bytes: 0,
+        applied_offset: 0,
+        joined_seconds: 0,
+        silent_seconds: 0,
+    }
+}
+
+fn status(replicas: Vec<ReplicaStatus>) -> Message {
+    Message::Status(StatusReport {
+        source: String::new(),
+        server: String::new(),
+        role: String::new(),
+        generation: None,
+        replicas,
+        totals: Totals::default(),
+    })
+}
+
+proptest! {
+    #[test]
+    fn every_message_arrives_as_it_was_sent(message in messages()) {
+        let (tag, payload) = encoded(&message);
+        prop_assert_eq!(Message::decode(tag, &payload).unwrap(), message);
+    }
+
+    #[test]
+    fn a_message_cut_short_anywhere_or_too_long_is_refused(message in messages()) {
+        let (tag, mut payload) = encoded(&message);
+        for length in 0..payload.len() {
+            let outcome = Message::decode(tag, &payload[..length]);
+            prop_assert!(matches!(outcome, Err(Fault::Garbled(_))), "{} of {} bytes", length, payload.len());
+        }
+        payload.push(0);
+        let outcome = Message::decode(tag, &payload);
+        let refused = matches!(outcome, Err(Fault::Garbled(Malformed::Trailing { extra: 1 })));
+        prop_assert!(refused, "one byte more");
+    }
+
+    #[test]
+    fn any_bytes_are_a_message_or_an_error(tag in 0x10u8..0x48, payload in vec(any::<u8>(), 0..300)) {
+        fuzzing::message(&[&[tag][..], &payload].concat());
+    }
+
+    #[test]
+    fn a_damaged_message_is_a_message_or_an_error(message in messages(), at in any::<prop::sample::Index>(), change: u8) {
+        let (tag, mut bytes) = encoded(&message);
+        bytes.insert(0, tag);
+        let at = at.index(bytes.len());
+        bytes[at] ^= change;
+        fuzzing::message(&bytes);
+    }
+}
+
+#[test]
+fn the_longest_status_fits_into_a_frame_and_a_longer_one_is_refused_here() {
+    let (_, payload) = encoded(&status(vec![replica(); MAX_REPLICAS]));
+    assert!(payload.len() <= MAX_PAYLOAD_BYTES as usize);
+    let outcome = status(vec![replica(); MAX_REPLICAS + 1]).encode(&mut Vec::new());
+    assert_eq!(outcome, Err(TooLarge { count: MAX_REPLICAS + 1, limit: MAX_REPLICAS }));
+}
+
+#[test]
+fn a_kind_that_we_do_not_know_means_that_the_peer_is_newer() {
+    let fault = Message::decode(0x7f, b"").unwrap_err();
+    assert!(matches!(fault, Fault::UnknownMessage { tag: 0x7f }));
+    assert!(fault.to_string().contains("the peer is newer"), "{fault}");
+}
+
+#[test]
+fn an_announced_list_takes_memory_only_as_its_items_come() {
+    let (tag, mut payload) = encoded(&status(Vec::new()));
+    let count_at = payload.len() - 3 * 8 - 2;
+    payload[count_at..count_at + 2].copy_from_slice(&(MAX_REPLICAS as u16).to_le_bytes());
+    assert!(matches!(Message::decode(tag, &payload), Err(Fault::Garbled(_))));
+    payload[count_at..count_at + 2].copy_from_slice(&(MAX_REPLICAS as u16 + 1).to_le_bytes());
+    let outcome = Message::decode(tag, &payload);
+    assert!(matches!(outcome, Err(Fault::Garbled(Malformed::Excess { count: 513, limit: 512 }))));
+}
+
+#[test]
+fn a_long_explanation_is_cut_rather_than_refused() {
+    let text = "é".repeat(MAX_TEXT_BYTES);
+    let (tag, payload) = encoded(&Message::GenerationGone { generation: 1, text });
+    let Message::GenerationGone { text, .. } = Message::decode(tag, &payload).unwrap() else {
+        panic!("another message");
+    };
+    assert_eq!(text, "é".repeat(MAX_TEXT_BYTES / 2));
+}
+
+#[test]
+fn each_end_may_say_its_own_messages_and_both_the_heart_beat() {
+    for (message, client, server) in [
+        (Message::Heartbeat, true, true),
+        (Message::StatusQuery, true, false),
+        (Message::HandOffQuery { generation: 0, offset: 0 }, true, false),
+        (status(Vec::new()), false, true),
+        (Message::Waiting { reason: String::new(), seconds: 0 }, false, true),
+    ] {
+        assert_eq!(message.may_come_from(Role::Client), client, "{}", message.name());
+        assert_eq!(message.may_come_from(Role::Server), server, "{}", message.name());
+    }
+}
+
+/// One message written down byte by byte, so that the layout cannot change unnoticed.
+#[test]
+fn the_layout_of_a_join_is_the_one_written_down() {
+    let join = Join {
+        name: "b".to_owned(),
+        server: "valkey 9".to_owned(),
+        transports: vec![2, 1],
+        resume: Some(Resume { generation: 3, held_slots: 0x0102, loaded: true, replid: [b'a'; 40], next_byte: 9 }),
+        stay: true,
+        plan_only: false,
+    };
+    let mut wire = b"\x01\x00b\x08\x00valkey 9\x02\x00\x02\x01\x01\x03\0\0\0\0\0\0\0\x02\x01\0\0\0\0\0\0\x01".to_vec();
+    wire.extend_from_slice(&[b'a'; 40]);
+    wire.extend_from_slice(b"\x09\0\0\0\0\0\0\0\x01\0");
+    assert_eq!(encoded(&Message::Join(join)), (0x20, wire));
+}
