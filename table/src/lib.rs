@@ -1,1 +1,47 @@
-//! To be written.
+//! Fixed-size slots in fabric memory, the directory that finds them, and the two streams that are kept in them.
+//!
+//! This crate knows neither Redis nor sockets. It lays bytes out in a [`Memory`](remora_fabric::Memory) in such a way that
+//! somebody who can only *read* that memory, from another process or another host, at any moment and in any order, gets the
+//! right bytes or knows that it hasn't. It has no thread, no clock, no I/O of its own and no unsafe code.
+//!
+//! ```text
+//!                     ┌────────────┬───────────┬────────────┬────────────┬────────────┐
+//!   one memfd:        │ superblock │ directory │  slot i    │  slot i+1  │  slot i+2  │ …  slot i lies at i mod n
+//!                     └────────────┴───────────┴────────────┴────────────┴────────────┘
+//!                       identity,    64 bytes    bytes of an RDB (snapshot), or records of
+//!                       published,   per slot    the replication stream (journal)
+//!                       retired, end
+//!
+//!   SnapshotWriter ──┐                                           ┌── SnapshotReader ─▶ verified slots, in order
+//!     JournalWriter ─┴─▶ bytes, then entry, then `published`  ══▶┴──── JournalReader ─▶ verified bytes from any offset held
+//! ```
+//!
+//! In the order in which to read it:
+//!
+//! * [`layout`]: every byte of it, and what is always true. **Start here.**
+//! * `publish`: in which order words are stored and loaded; the part that loom checks.
+//! * [`snapshot`]: a finite stream: its writer, and its reader over a peer or in place.
+//! * [`journal`]: an endless one, of records.
+//! * `channel`, [`expectation`]: what the two readers share.
+//! * [`error`]: what can go wrong, by who can act on it.
+//!
+//! `docs/table.md` tells the same with drawings and the measurements behind it.
+
+#![forbid(unsafe_code)]
+
+mod channel;
+pub mod error;
+pub mod expectation;
+pub mod journal;
+pub mod layout;
+mod publish;
+pub mod snapshot;
+
+pub use error::Error;
+pub use expectation::Expectation;
+pub use journal::{Chunk, JournalReader, JournalWriter};
+pub use layout::{Geometry, Identity, Kind, State};
+pub use snapshot::{Place, Progress, SinkLayout, Slot, SnapshotReader, SnapshotWriter};
+
+#[cfg(all(test, not(loom)))]
+mod tests;

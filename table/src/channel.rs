@@ -1,0 +1,174 @@
+//! The reads that a reader has under way: what each is for, which may be posted, which have come back.
+//!
+//! Both readers talk to their peer through this. Not here: what to read next, and what to make of it.
+
+use std::collections::VecDeque;
+
+use remora_fabric::{Completion, Peer, ReadRequest};
+
+use crate::error::Error;
+
+/// Bytes of the largest single read. Large enough that a read's fixed cost (some 20 µs of wake-ups on TCP) is small beside
+/// its copy (some 150 µs); small enough that a slot arrives in several pieces whose CRC is reckoned while the others are on
+/// their way and the piece is still in the second-level cache, and that 16 of them outstanding are 16 MiB and not 64.
+pub(crate) const READ_BYTES: u32 = 1 << 20;
+
+/// How often in a row a group of words may be caught in the middle of a change before we call the table broken. A change
+/// takes some 20 ns; but the writer may lose its processor in the middle of one, for as long as the system likes. At 20 µs
+/// a round trip this is about 20 s.
+const MAX_CAUGHT_IN_CHANGE: u32 = 1 << 20;
+
+/// What a read is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum What {
+    /// The constant part of the superblock.
+    Head,
+    /// The progress line.
+    Line,
+    /// The entry of a slot, in search of an offset.
+    Probe,
+    /// Piece `piece` of the slot that lands in `buffer`.
+    Piece { buffer: u8, piece: u8 },
+    /// The entry of the slot in `buffer`, after all its pieces.
+    Entry { buffer: u8 },
+}
+
+/// The reads of one reader on one peer.
+#[derive(Default)]
+pub(crate) struct Channel {
+    queue: VecDeque<ReadRequest>,
+    completions: Vec<Completion>,
+    /// Counts peers: a completion of a former one is not ours any more.
+    epoch: u32,
+}
+
+impl Channel {
+    /// Forgets all that is under way: the peer is gone.
+    pub(crate) fn reset(&mut self) {
+        self.queue.clear();
+        self.completions.clear();
+        self.epoch = self.epoch.wrapping_add(1);
+    }
+
+    /// Queues one read.
+    pub(crate) fn ask(&mut self, what: What, offset: u64, length: u32, sink_offset: u64) {
+        let tag = what.to_tag(self.epoch);
+        self.queue.push_back(ReadRequest { tag, offset, length, sink_offset });
+    }
+
+    /// Queues the reads of a range of at most `MAX_SLOT_BYTES`, cut at multiples of [`READ_BYTES`] from its start. Returns
+    /// how many.
+    pub(crate) fn ask_pieces(&mut self, buffer: u8, offset: u64, length: u32, sink_offset: u64) -> u8 {
+        let mut pieces = 0;
+        let mut done = 0;
+        while done < length {
+            let bytes = (length - done).min(READ_BYTES);
+            let what = What::Piece { buffer, piece: pieces };
+            self.ask(what, offset + u64::from(done), bytes, sink_offset + u64::from(done));
+            done += bytes;
+            pieces += 1;
+        }
+        pieces
+    }
+
+    /// Posts as much of the queue as the peer takes.
+    pub(crate) fn post(&mut self, peer: &mut dyn Peer) -> Result<(), Error> {
+        while !self.queue.is_empty() {
+            let accepted = peer.post_read(self.queue.make_contiguous()).map_err(from_peer)?;
+            if accepted == 0 {
+                break;
+            }
+            self.queue.drain(..accepted.min(self.queue.len()));
+        }
+        Ok(())
+    }
+
+    /// What has arrived since the last call, in order of arrival.
+    pub(crate) fn collect(&mut self, peer: &mut dyn Peer) -> Result<Vec<What>, Error> {
+        peer.poll(&mut self.completions).map_err(from_peer)?;
+        let mut arrived = Vec::with_capacity(self.completions.len());
+        for completion in self.completions.drain(..) {
+            let Some(what) = What::from_tag(completion.tag, self.epoch) else {
+                continue;
+            };
+            completion.result.map_err(Error::Peer)?;
+            arrived.push(what);
+        }
+        Ok(arrived)
+    }
+}
+
+/// Counts one more group of words caught in the middle of a change; too many in a row is no coincidence.
+pub(crate) fn caught_in_change(times: &mut u32) -> Result<(), Error> {
+    *times += 1;
+    if *times < MAX_CAUGHT_IN_CHANGE {
+        return Ok(());
+    }
+    Err(Error::Layout("the table's words never match their checksum: its memory or the transport is damaged".into()))
+}
+
+/// A retired peer is the same news as the read that retired it.
+pub(crate) fn from_peer(error: remora_fabric::Error) -> Error {
+    match error {
+        remora_fabric::Error::Retired(why) => Error::Peer(why),
+        other => Error::Fabric(other),
+    }
+}
+
+impl What {
+    /// epoch (32 bits) | kind (8) | buffer (8) | piece (8) | 0 (8)
+    fn to_tag(self, epoch: u32) -> u64 {
+        let [kind, buffer, piece] = match self {
+            What::Head => [1, 0, 0],
+            What::Line => [2, 0, 0],
+            What::Probe => [3, 0, 0],
+            What::Piece { buffer, piece } => [4, buffer, piece],
+            What::Entry { buffer } => [5, buffer, 0],
+        };
+        u64::from(epoch) << 32 | u64::from(u32::from_be_bytes([kind, buffer, piece, 0]))
+    }
+
+    fn from_tag(tag: u64, epoch: u32) -> Option<What> {
+        if (tag >> 32) as u32 != epoch {
+            return None;
+        }
+        let [kind, buffer, piece, _] = (tag as u32).to_be_bytes();
+        match kind {
+            1 => Some(What::Head),
+            2 => Some(What::Line),
+            3 => Some(What::Probe),
+            4 => Some(What::Piece { buffer, piece }),
+            5 => Some(What::Entry { buffer }),
+            _ => None,
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tag_says_what_it_was_for_and_on_which_peer() {
+        let all =
+            [What::Head, What::Line, What::Probe, What::Piece { buffer: 62, piece: 63 }, What::Entry { buffer: 7 }];
+        for what in all {
+            let tag = what.to_tag(9);
+            assert_eq!(What::from_tag(tag, 9), Some(what));
+            assert_eq!(What::from_tag(tag, 10), None);
+        }
+    }
+
+    #[test]
+    fn a_range_is_cut_into_reads_that_cover_it_once() {
+        let mut channel = Channel::default();
+        let pieces = channel.ask_pieces(3, 1000, 2 * READ_BYTES + 5, 50);
+        assert_eq!(pieces, 3);
+        let reads: Vec<_> = channel.queue.iter().map(|r| (r.offset, r.length, r.sink_offset)).collect();
+        let step = u64::from(READ_BYTES);
+        assert_eq!(
+            reads,
+            [(1000, READ_BYTES, 50), (1000 + step, READ_BYTES, 50 + step), (1000 + 2 * step, 5, 50 + 2 * step)]
+        );
+    }
+}

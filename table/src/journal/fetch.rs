@@ -1,0 +1,322 @@
+//! Slots of a journal fetched over a peer, piece by piece as they grow, into images in the sink.
+//!
+//! Slot `i` has its image in buffer `i mod buffers`. One round of a buffer:
+//!
+//! ```text
+//!          more published            all pieces here             entry still names the slot
+//!   Idle ──────────────────▶ Landing ───────────────▶ Vouching ────────────────────────────▶ Idle, `vouched` grown
+//! ```
+//!
+//! Records are taken from the image of the cursor's slot as far as it is vouched for. `published` always lies between two
+//! records, and so does the end of every round.
+
+use std::sync::Arc;
+
+use remora_fabric::{Memory, Peer};
+
+use super::{
+    reader::{Cursor, Track},
+    records::Window,
+    search::Search,
+};
+use crate::{
+    channel::{Channel, What, caught_in_change},
+    error::Error,
+    layout::{ENTRY_BYTES, Entry, HEAD_BYTES, Kind, LINE_BYTES, LINE_OFFSET, Line},
+    snapshot::SinkLayout,
+};
+
+pub(super) struct Fetch {
+    sink: Arc<Memory>,
+    layout: SinkLayout,
+    channel: Channel,
+    buffers: Vec<Buffer>,
+    head_asked: bool,
+    head_right: bool,
+    line_asked: bool,
+    /// Times in a row that the line or a probe was caught in the middle of a change.
+    caught: u32,
+    search: Option<Search>,
+    probe_asked: bool,
+    /// The table position up to which reads have been asked for.
+    asked: u64,
+}
+
+/// The image of one slot.
+struct Buffer {
+    slot: u64,
+    round: Round,
+    /// Bytes from the slot's start that are here and of this slot. What the cursor has passed may be missing.
+    vouched: u32,
+    /// Replication offset of the slot's first byte, as its entry says.
+    position: u64,
+    /// Read a second time because a checksum was wrong.
+    again: bool,
+    caught: u32,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Round {
+    Idle,
+    Landing { left: u8, up_to: u32 },
+    Vouching { up_to: u32 },
+}
+
+impl Fetch {
+    pub(super) fn new(sink: Arc<Memory>, layout: SinkLayout) -> Fetch {
+        Fetch {
+            sink,
+            layout,
+            channel: Channel::default(),
+            buffers: (0..layout.buffers).map(|_| Buffer::of(u64::MAX, 0)).collect(),
+            head_asked: false,
+            head_right: false,
+            line_asked: false,
+            caught: 0,
+            search: None,
+            probe_asked: false,
+            asked: 0,
+        }
+    }
+
+    /// The peer is gone: everything under way is asked for again.
+    pub(super) fn reset(&mut self) {
+        self.channel.reset();
+        let channel = std::mem::take(&mut self.channel);
+        *self = Fetch { channel, ..Fetch::new(Arc::clone(&self.sink), self.layout) };
+    }
+
+    pub(super) fn pump(&mut self, track: &mut Track, peer: &mut dyn Peer) -> Result<(), Error> {
+        let arrived = self.channel.collect(peer)?;
+        self.channel.post(peer)?;
+        for what in arrived {
+            self.handle(what, track)?;
+        }
+        self.take_records(track)?;
+        self.ask(track);
+        self.channel.post(peer)
+    }
+
+    fn ask(&mut self, track: &Track) {
+        if !self.head_asked {
+            self.head_asked = true;
+            self.channel.ask(What::Head, 0, HEAD_BYTES as u32, self.layout.head());
+        }
+        if self.head_right {
+            match track.place {
+                None => self.ask_probe(track),
+                Some(cursor) => self.ask_slots(track, cursor),
+            }
+        }
+        if self.wants_news(track) && !self.line_asked {
+            self.line_asked = true;
+            self.channel.ask(What::Line, LINE_OFFSET, LINE_BYTES as u32, self.layout.line());
+        }
+    }
+
+    /// Whether all that we know to be published has been asked for, or taken over a former peer.
+    fn wants_news(&self, track: &Track) -> bool {
+        let taken =
+            track.place.map_or(0, |cursor| track.expect.geometry.start_of(cursor.slot) + u64::from(cursor.inner));
+        let news = |line: Line| line.published <= self.asked.max(taken);
+        !track.is_aborted() && track.line.is_none_or(news)
+    }
+
+    fn ask_probe(&mut self, track: &Track) {
+        let geometry = &track.expect.geometry;
+        if self.search.is_none() {
+            self.search = track.line.and_then(|line| Search::new(track.start, &line, geometry));
+        }
+        if let Some(number) = self.search.as_ref().and_then(Search::probe)
+            && !self.probe_asked
+        {
+            self.probe_asked = true;
+            let offset = geometry.entry_offset(number);
+            self.channel.ask(What::Probe, offset, ENTRY_BYTES as u32, self.layout.probe());
+        }
+    }
+
+    fn ask_slots(&mut self, track: &Track, cursor: Cursor) {
+        let geometry = &track.expect.geometry;
+        let count = self.buffers.len() as u64;
+        for slot in cursor.slot..cursor.slot + count {
+            let limit = track.limit(slot);
+            let index = (slot % count) as u8;
+            let Some(buffer) = self.buffers.get_mut(usize::from(index)) else {
+                return;
+            };
+            if buffer.slot != slot && buffer.round == Round::Idle {
+                let from = if slot == cursor.slot { cursor.inner } else { 0 };
+                *buffer = Buffer::of(slot, from);
+            }
+            if buffer.slot != slot || buffer.round != Round::Idle || buffer.vouched >= limit {
+                continue;
+            }
+            let from = u64::from(buffer.vouched);
+            let to = self.layout.buffer(index, geometry) + from;
+            let offset = geometry.slot_offset(slot) + from;
+            let left = self.channel.ask_pieces(index, offset, limit - buffer.vouched, to);
+            buffer.round = Round::Landing { left, up_to: limit };
+            self.asked = self.asked.max(geometry.start_of(slot) + u64::from(limit));
+        }
+    }
+
+    fn handle(&mut self, what: What, track: &mut Track) -> Result<(), Error> {
+        match what {
+            What::Head => {
+                let mut bytes = [0; HEAD_BYTES];
+                self.sink.read(self.layout.head(), &mut bytes)?;
+                track.expect.check(&bytes, Kind::Journal)?;
+                self.head_right = true;
+                Ok(())
+            }
+            What::Line => self.handle_line(track),
+            What::Probe => self.handle_probe(track),
+            What::Piece { buffer, .. } => self.handle_piece(buffer, track),
+            What::Entry { buffer } => self.handle_entry(buffer, track),
+        }
+    }
+
+    fn handle_line(&mut self, track: &mut Track) -> Result<(), Error> {
+        self.line_asked = false;
+        let mut bytes = [0; LINE_BYTES];
+        self.sink.read(self.layout.line(), &mut bytes)?;
+        match Line::from_bytes(&bytes) {
+            Some(line) => {
+                self.caught = 0;
+                track.learn(line);
+                Ok(())
+            }
+            None => caught_in_change(&mut self.caught),
+        }
+    }
+
+    fn handle_probe(&mut self, track: &mut Track) -> Result<(), Error> {
+        self.probe_asked = false;
+        let Some(search) = &mut self.search else {
+            return Ok(());
+        };
+        let Some(entry) = read_entry(&self.sink, self.layout.probe())? else {
+            return caught_in_change(&mut self.caught);
+        };
+        if let Some(number) = search.probe() {
+            self.caught = 0;
+            search.answer(number, &entry);
+        }
+        if search.probe().is_none() {
+            track.begin(search.found()?);
+        }
+        Ok(())
+    }
+
+    fn handle_piece(&mut self, index: u8, track: &Track) -> Result<(), Error> {
+        let Some(buffer) = self.buffers.get_mut(usize::from(index)) else {
+            return Ok(());
+        };
+        let Round::Landing { left, up_to } = buffer.round else {
+            return Ok(());
+        };
+        if left > 1 {
+            buffer.round = Round::Landing { left: left - 1, up_to };
+            return Ok(());
+        }
+        buffer.round = Round::Vouching { up_to };
+        let offset = track.expect.geometry.entry_offset(buffer.slot);
+        self.channel.ask(What::Entry { buffer: index }, offset, ENTRY_BYTES as u32, self.layout.entry(index));
+        Ok(())
+    }
+
+    fn handle_entry(&mut self, index: u8, track: &Track) -> Result<(), Error> {
+        let entry = read_entry(&self.sink, self.layout.entry(index))?;
+        let Some(buffer) = self.buffers.get_mut(usize::from(index)) else {
+            return Ok(());
+        };
+        let Round::Vouching { up_to } = buffer.round else {
+            return Ok(());
+        };
+        match entry {
+            Some(entry) if entry.number > buffer.slot => Err(track.overrun(buffer.slot)),
+            Some(entry) if entry.number == buffer.slot && !entry.writing => {
+                buffer.vouch(up_to, entry.position);
+                Ok(())
+            }
+            _ => {
+                caught_in_change(&mut buffer.caught)?;
+                let offset = track.expect.geometry.entry_offset(buffer.slot);
+                self.channel.ask(What::Entry { buffer: index }, offset, ENTRY_BYTES as u32, self.layout.entry(index));
+                Ok(())
+            }
+        }
+    }
+
+    /// Takes what is vouched for, as far as the caller's queue has room.
+    fn take_records(&mut self, track: &mut Track) -> Result<(), Error> {
+        let count = self.buffers.len() as u64;
+        while let Some(cursor) = track.place {
+            let index = (cursor.slot % count) as u8;
+            let Some(buffer) = self.buffers.get_mut(usize::from(index)) else {
+                break;
+            };
+            if buffer.slot != cursor.slot || buffer.vouched <= cursor.inner || !track.has_room() {
+                break;
+            }
+            buffer.check_position(&cursor)?;
+            let geometry = &track.expect.geometry;
+            let base = self.layout.buffer(index, geometry);
+            let slot_size = geometry.slot_size;
+            let window = Window { memory: &self.sink, base, slot_size, limit: buffer.vouched };
+            let copied = window.copy(cursor.inner)?;
+            match track.accept(copied, &window) {
+                Ok(()) => buffer.again = false,
+                Err(damage) if buffer.again => {
+                    return Err(Error::Corrupt { slot: cursor.slot, want: damage.want, got: damage.got });
+                }
+                // Once more from the wire. What lies beyond is asked for again with it.
+                Err(_) if buffer.round == Round::Idle => {
+                    *buffer = Buffer { again: true, ..Buffer::of(cursor.slot, cursor.inner) };
+                    break;
+                }
+                // ... when the round under way has come home.
+                Err(_) => break,
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Buffer {
+    fn of(slot: u64, vouched: u32) -> Buffer {
+        Buffer { slot, round: Round::Idle, vouched, position: 0, again: false, caught: 0 }
+    }
+
+    fn vouch(&mut self, up_to: u32, position: u64) {
+        self.round = Round::Idle;
+        self.vouched = up_to;
+        self.position = position;
+        self.caught = 0;
+    }
+
+    /// The entry and the records before it must agree on where in the stream the slot begins.
+    fn check_position(&self, cursor: &Cursor) -> Result<(), Error> {
+        if self.position == cursor.slot_position {
+            return Ok(());
+        }
+        Err(Error::Layout(format!(
+            "slot {} of the journal begins at offset {}, the one before it ended at {}",
+            self.slot, self.position, cursor.slot_position
+        )))
+    }
+}
+
+impl Cursor {
+    /// Whether this entry names the cursor's slot.
+    pub(super) fn is_of(&self, entry: &Entry) -> bool {
+        entry.number == self.slot && !entry.writing && entry.position == self.slot_position
+    }
+}
+
+fn read_entry(sink: &Memory, offset: u64) -> Result<Option<Entry>, Error> {
+    let mut bytes = [0; ENTRY_BYTES];
+    sink.read(offset, &mut bytes)?;
+    Ok(Entry::from_bytes(&bytes))
+}

@@ -1,0 +1,136 @@
+//! Walking the records of a slot: out of a memory into bytes of our own, and checked there.
+//!
+//! The copy comes first and the proof that the slot wasn't overwritten meanwhile comes after it, from the caller; so what is
+//! copied here may be anything, and is treated so.
+
+use remora_fabric::View;
+
+use crate::{
+    error::Error,
+    layout::{RECORD_HEADER_BYTES, RecordHeader},
+};
+
+/// A chunk is closed once it has so many bytes: enough that its fixed cost is small, little enough to be passed on soon. One
+/// record may overshoot it, by less than a slot.
+const CHUNK_BYTES: usize = 256 << 10;
+
+/// Where to read, and how far it may be read.
+pub(super) struct Window<'a> {
+    pub(super) memory: &'a View,
+    /// Where in that memory the slot's image begins.
+    pub(super) base: u64,
+    pub(super) slot_size: u32,
+    /// Bytes of the slot that are published and here.
+    pub(super) limit: u32,
+}
+
+/// Records copied and not yet believed.
+pub(super) struct Copied {
+    pub(super) bytes: Vec<u8>,
+    /// The end of each record in `bytes`, and its CRC-32C as stated.
+    records: Vec<(usize, u32)>,
+    /// Where in the slot the next record begins.
+    pub(super) inner: u32,
+    /// A header that makes no sense, if one was met.
+    malformed: Option<RecordHeader>,
+}
+
+/// What was found to be wrong with copied records.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Damage {
+    pub(super) want: u32,
+    pub(super) got: u32,
+}
+
+impl Window<'_> {
+    /// Whether no record begins at `inner` any more, now or ever.
+    pub(super) fn is_slot_end(&self, inner: u32) -> bool {
+        self.slot_size.saturating_sub(inner) <= RECORD_HEADER_BYTES
+    }
+
+    /// Copies records from `inner` on, until the limit or a chunk's fill.
+    pub(super) fn copy(&self, inner: u32) -> Result<Copied, Error> {
+        let room = (self.limit.saturating_sub(inner) as usize).min(CHUNK_BYTES);
+        let mut copied = Copied { bytes: Vec::with_capacity(room), records: Vec::new(), inner, malformed: None };
+        while copied.inner < self.limit && !self.is_slot_end(copied.inner) && copied.bytes.len() < CHUNK_BYTES {
+            let mut header = [0; RECORD_HEADER_BYTES as usize];
+            self.memory.read(self.base + u64::from(copied.inner), &mut header)?;
+            let header = RecordHeader::from_bytes(&header);
+            let Some(next) = self.end_of(copied.inner, &header) else {
+                copied.malformed = Some(header);
+                break;
+            };
+            let start = copied.bytes.len();
+            copied.bytes.resize(start + header.length as usize, 0);
+            let at = self.base + u64::from(copied.inner) + u64::from(RECORD_HEADER_BYTES);
+            self.memory.read(at, &mut copied.bytes[start..])?;
+            copied.records.push((copied.bytes.len(), header.crc));
+            copied.inner = next;
+        }
+        Ok(copied)
+    }
+
+    fn end_of(&self, inner: u32, header: &RecordHeader) -> Option<u32> {
+        let end = inner.checked_add(RECORD_HEADER_BYTES)?.checked_add(header.length)?;
+        (header.length > 0 && end <= self.limit).then_some(end)
+    }
+}
+
+impl Copied {
+    /// Checks each record's CRC. Only to be asked once the slot is known not to have been overwritten.
+    pub(super) fn check(&self) -> Result<(), Damage> {
+        let mut start = 0;
+        for &(end, want) in &self.records {
+            let got = crc32c::crc32c(&self.bytes[start..end]);
+            if got != want {
+                return Err(Damage { want, got });
+            }
+            start = end;
+        }
+        match self.malformed {
+            None => Ok(()),
+            // There is no CRC to compare; the one that stands in the header names it well enough.
+            Some(header) => Err(Damage { want: header.crc, got: 0 }),
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use proptest::prelude::*;
+    use remora_fabric::{Memory, Pages};
+
+    use super::*;
+
+    fn window(memory: &Memory, limit: u32) -> Window<'_> {
+        Window { memory, base: 0, slot_size: 4096, limit }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn no_bytes_at_all_make_it_read_beyond_the_limit(
+            bytes in prop::collection::vec(any::<u8>(), 4096),
+            inner in 0u32..4096,
+            limit in 0u32..=4096,
+        ) {
+            let memory = Memory::create("records", 4096, Pages::Small).unwrap();
+            memory.write(0, &bytes).unwrap();
+            let copied = window(&memory, limit).copy(inner).unwrap();
+            prop_assert!(copied.inner <= limit.max(inner));
+            prop_assert!(copied.bytes.len() <= limit as usize);
+        }
+    }
+
+    #[test]
+    fn a_flipped_bit_is_named_with_both_checksums() {
+        let memory = Memory::create("records", 4096, Pages::Small).unwrap();
+        let header = RecordHeader { length: 5, crc: crc32c::crc32c(b"hello") };
+        memory.write(0, &header.to_bytes()).unwrap();
+        memory.write(8, b"hellp").unwrap();
+        let copied = window(&memory, 13).copy(0).unwrap();
+        assert_eq!(copied.check(), Err(Damage { want: header.crc, got: crc32c::crc32c(b"hellp") }));
+    }
+}

@@ -1,0 +1,126 @@
+//! The writer of a journal: appends, and overwrites the oldest slot when it must. It waits for nobody.
+
+use std::{collections::VecDeque, sync::Arc};
+
+use remora_fabric::Memory;
+
+use crate::{
+    error::Error,
+    layout::{Entry, Geometry, Identity, Kind, RECORD_HEADER_BYTES, RecordHeader, State},
+    publish::Publisher,
+    snapshot::lay_out,
+};
+
+/// Writes one journal into one memory.
+pub struct JournalWriter {
+    memory: Arc<Memory>,
+    geometry: Geometry,
+    publisher: Publisher<Arc<Memory>>,
+    /// Replication offset of the first byte of each slot held, oldest first.
+    positions: VecDeque<u64>,
+    /// Slots opened so far; the last of them is open.
+    opened: u64,
+    /// Bytes written in the open slot, headers included.
+    used: u32,
+    /// Replication offset of the next byte.
+    end_offset: u64,
+}
+
+impl JournalWriter {
+    /// An empty journal in `memory`, which must be fresh (all zero). Its first byte has the offset
+    /// `identity.first_offset + 1`.
+    ///
+    /// # Errors
+    /// [`Error::Layout`] if the geometry is outside its limits or the memory too small for it, [`Error::Misuse`] if the
+    /// identity is that of a snapshot.
+    pub fn create(memory: Arc<Memory>, geometry: Geometry, identity: Identity) -> Result<JournalWriter, Error> {
+        if identity.kind != Kind::Journal {
+            return Err(Error::Misuse("a journal's identity must say that it is one"));
+        }
+        let end_offset = identity.first_offset.saturating_add(1);
+        let publisher = lay_out(&memory, geometry, identity)?;
+        // As if a slot before the first were full: the first append opens the first.
+        let used = geometry.slot_size;
+        Ok(JournalWriter { memory, geometry, publisher, positions: VecDeque::new(), opened: 0, used, end_offset })
+    }
+
+    /// Appends bytes of the stream; readers may take them at once.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] after [`abort`](Self::abort).
+    pub fn append(&mut self, mut bytes: &[u8]) -> Result<(), Error> {
+        if self.state() != State::Open {
+            return Err(Error::Misuse("appended to a journal that was given up"));
+        }
+        while !bytes.is_empty() {
+            if self.room() == 0 {
+                self.open_slot()?;
+            }
+            let (record, rest) = bytes.split_at(bytes.len().min(self.room() as usize));
+            self.append_record(record)?;
+            bytes = rest;
+        }
+        Ok(())
+    }
+
+    /// Gives the journal up: readers will take what there is and then find it aborted.
+    pub fn abort(&mut self) {
+        // Stores into memory of ours that was checked at the start: it cannot fail, and if it did, the readers would learn
+        // it by the messenger.
+        let _ = self.publisher.abort();
+    }
+
+    /// Replication offset of the oldest byte still held: a reader may begin here or later. Of an empty journal, that of its
+    /// first byte.
+    pub fn first_offset(&self) -> u64 {
+        self.positions.front().copied().unwrap_or(self.end_offset)
+    }
+
+    /// Replication offset of the byte that will be appended next: one more than the newest held.
+    pub fn end_offset(&self) -> u64 {
+        self.end_offset
+    }
+
+    /// Open or aborted.
+    pub fn state(&self) -> State {
+        self.publisher.line().state
+    }
+
+    /// The table's shape.
+    pub fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+
+    /// Bytes of a record that fit into the open slot behind its header.
+    fn room(&self) -> u32 {
+        (self.geometry.slot_size - self.used).saturating_sub(RECORD_HEADER_BYTES)
+    }
+
+    fn open_slot(&mut self) -> Result<(), Error> {
+        let number = self.opened;
+        if self.positions.len() == self.geometry.slots as usize {
+            // The readers' last warning; only then may the bytes change.
+            self.publisher.retire(number + 1 - u64::from(self.geometry.slots))?;
+            self.positions.pop_front();
+        }
+        self.publisher.begin(number)?;
+        // The records say length and CRC themselves, so the entry is complete before the first of them.
+        let position = self.end_offset;
+        self.publisher.complete(Entry { number, writing: false, position, length: 0, crc: 0 })?;
+        self.positions.push_back(position);
+        self.opened += 1;
+        self.used = 0;
+        Ok(())
+    }
+
+    fn append_record(&mut self, bytes: &[u8]) -> Result<(), Error> {
+        let header = RecordHeader { length: bytes.len() as u32, crc: crc32c::crc32c(bytes) };
+        let slot = self.opened - 1;
+        let at = self.geometry.slot_offset(slot) + u64::from(self.used);
+        self.memory.write(at, &header.to_bytes())?;
+        self.memory.write(at + u64::from(RECORD_HEADER_BYTES), bytes)?;
+        self.used += RECORD_HEADER_BYTES + header.length;
+        self.end_offset += u64::from(header.length);
+        self.publisher.publish(self.geometry.start_of(slot) + u64::from(self.used))
+    }
+}

@@ -1,0 +1,542 @@
+//! Where everything lies in a table's memory, and how it is written as bytes.
+//!
+//! Not here: the order in which the words are stored and loaded (`publish`), and who writes the slots
+//! (`snapshot`, `journal`). `docs/table.md` has the same layout as a drawing.
+//!
+//! All numbers are little endian. What is true of every table, at every moment:
+//!
+//! * slot `i` lies at `data_offset + slot_size * (i mod slots)`, its entry at `4096 + 64 * (i mod slots)`;
+//! * the head (the first 128 bytes) is written once, before anybody may read, and never changes;
+//! * `retired <= published slots`, and both only grow;
+//! * every slot `i` with `retired <= i < published slots` has an entry that names `i`;
+//! * `published slots - retired <= slots`.
+//!
+//! And of a sealed snapshot besides: `end == published`, the lengths of its slots add up to `end`, and every slot but the
+//! last is full.
+
+use crate::error::Error;
+
+/// The first eight bytes of every table.
+pub const MAGIC: [u8; 8] = *b"REMORATB";
+/// The version of everything in this file. A reader refuses any other.
+pub const LAYOUT_VERSION: u32 = 1;
+
+/// Bytes of the superblock: one page, so that the directory begins on the next.
+pub const SUPERBLOCK_BYTES: u64 = 4096;
+/// Bytes of the constant part of the superblock, read once: two cache lines.
+pub const HEAD_BYTES: usize = 128;
+/// Where the progress line lies: the one cache line of the superblock that changes.
+pub const LINE_OFFSET: u64 = 128;
+/// Bytes of the progress line: one cache line, so that one small read gets published, retired, end and state together.
+pub const LINE_BYTES: usize = 64;
+/// Bytes of one directory entry: one cache line, so that no two slots share one.
+pub const ENTRY_BYTES: usize = 64;
+/// Bytes before each record of a journal: its length and its CRC-32C.
+pub const RECORD_HEADER_BYTES: u32 = 8;
+
+/// Smallest slot, bytes: one page, the unit in which memory is touched and given back.
+pub const MIN_SLOT_BYTES: u32 = 4096;
+/// Largest slot, bytes: 64 reads of `READ_BYTES`, which a reader counts in one word. More would only make the unit of
+/// progress coarser.
+pub const MAX_SLOT_BYTES: u32 = 64 << 20;
+/// Fewest slots: one being written while another is read.
+pub const MIN_SLOTS: u32 = 2;
+/// Most slots: a directory of 64 MiB, which with slots of 4 MiB finds 4 TiB.
+pub const MAX_SLOTS: u32 = 1 << 20;
+
+/// The directory and the data area begin on multiples of this, bytes.
+const PAGE_BYTES: u64 = 4096;
+/// `end` while the stream is open.
+const END_UNKNOWN: u64 = u64::MAX;
+
+// Offsets in the head.
+const AT_MAGIC: usize = 0;
+const AT_VERSION: usize = 8;
+const AT_KIND: usize = 12;
+const AT_GENERATION: usize = 16;
+const AT_SLOT_SIZE: usize = 24;
+const AT_SLOTS: usize = 28;
+const AT_DATA_OFFSET: usize = 32;
+const AT_FIRST_OFFSET: usize = 40;
+const AT_REPLID: usize = 48;
+const AT_HEAD_CHECK: usize = 88;
+
+/// Words of the progress line: published, retired, end, state, check.
+pub(crate) const LINE_WORDS: usize = 5;
+/// Words of an entry: sequence, position, length and CRC, check.
+pub(crate) const ENTRY_WORDS: usize = 4;
+
+const _: () = {
+    assert!(AT_REPLID + 40 == AT_HEAD_CHECK && AT_HEAD_CHECK + 4 <= HEAD_BYTES);
+    assert!(HEAD_BYTES as u64 == LINE_OFFSET);
+    assert!(LINE_OFFSET.is_multiple_of(LINE_BYTES as u64), "the line must not straddle two cache lines");
+    assert!(LINE_OFFSET + LINE_BYTES as u64 <= SUPERBLOCK_BYTES);
+    assert!(LINE_WORDS * 8 <= LINE_BYTES && ENTRY_WORDS * 8 <= ENTRY_BYTES);
+    assert!(SUPERBLOCK_BYTES.is_multiple_of(PAGE_BYTES) && (MIN_SLOT_BYTES as u64).is_multiple_of(PAGE_BYTES));
+    assert!(RECORD_HEADER_BYTES < MIN_SLOT_BYTES);
+    // Words are stored and loaded in the machine's order and must be little endian for readers elsewhere.
+    assert!(cfg!(target_endian = "little"), "the table is written by plain stores: little-endian machines only");
+};
+
+/// What a table holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// A finite stream: the bytes of an RDB.
+    Snapshot,
+    /// An endless stream: what the primary says after the snapshot.
+    Journal,
+}
+
+/// Where a table is in its life.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum State {
+    /// Still being written.
+    Open,
+    /// Complete: nothing will change any more.
+    Sealed,
+    /// Given up by its writer: nothing in it is worth reading.
+    Aborted,
+}
+
+/// The shape of a table: how large its slots are and how many its ring has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Geometry {
+    /// Bytes of one slot: a multiple of 4096.
+    pub slot_size: u32,
+    /// Number of slots in the ring.
+    pub slots: u32,
+}
+
+impl Geometry {
+    /// The largest ring of such slots whose whole table fits into `budget_bytes`.
+    ///
+    /// # Errors
+    /// [`Error::Layout`] if not even the smallest ring fits, or the slot size is not a legal one.
+    pub fn within(budget_bytes: u64, slot_size: u32) -> Result<Geometry, Error> {
+        // One page is lost at most where the directory is rounded up.
+        let for_slots = budget_bytes.saturating_sub(SUPERBLOCK_BYTES + PAGE_BYTES);
+        let slots = for_slots / (u64::from(slot_size) + ENTRY_BYTES as u64);
+        let slots = u32::try_from(slots).unwrap_or(MAX_SLOTS).min(MAX_SLOTS);
+        if slots < MIN_SLOTS {
+            return Err(Error::Layout(format!(
+                "{budget_bytes} bytes do not hold {MIN_SLOTS} slots of {slot_size} bytes: give more memory or smaller slots"
+            )));
+        }
+        Geometry { slot_size, slots }.checked()
+    }
+
+    /// This geometry, if it is within the limits.
+    ///
+    /// # Errors
+    /// [`Error::Layout`] naming the limit.
+    pub fn checked(self) -> Result<Geometry, Error> {
+        let size = self.slot_size;
+        if !(MIN_SLOT_BYTES..=MAX_SLOT_BYTES).contains(&size) || !u64::from(size).is_multiple_of(PAGE_BYTES) {
+            return Err(Error::Layout(format!(
+                "a slot of {size} bytes: must be a multiple of {PAGE_BYTES} from {MIN_SLOT_BYTES} to {MAX_SLOT_BYTES}"
+            )));
+        }
+        if !(MIN_SLOTS..=MAX_SLOTS).contains(&self.slots) {
+            return Err(Error::Layout(format!("a ring of {} slots: must have {MIN_SLOTS} to {MAX_SLOTS}", self.slots)));
+        }
+        Ok(self)
+    }
+
+    /// Bytes of memory that the whole table takes.
+    pub fn memory_len(&self) -> u64 {
+        self.data_offset() + self.slot_bytes() * u64::from(self.slots)
+    }
+
+    /// Where the first slot begins, bytes from the start of the memory.
+    pub fn data_offset(&self) -> u64 {
+        let directory = u64::from(self.slots) * ENTRY_BYTES as u64;
+        (SUPERBLOCK_BYTES + directory).next_multiple_of(PAGE_BYTES)
+    }
+
+    /// Where the bytes of slot `number` lie, bytes from the start of the memory.
+    pub fn slot_offset(&self, number: u64) -> u64 {
+        self.data_offset() + self.slot_bytes() * self.place(number)
+    }
+
+    /// Where the entry of slot `number` lies, bytes from the start of the memory.
+    pub fn entry_offset(&self, number: u64) -> u64 {
+        SUPERBLOCK_BYTES + ENTRY_BYTES as u64 * self.place(number)
+    }
+
+    /// Slots that a stream of `bytes` takes.
+    pub fn slots_for(&self, bytes: u64) -> u64 {
+        bytes.div_ceil(self.slot_bytes())
+    }
+
+    /// `slot_size` in the width in which it is reckoned.
+    pub(crate) fn slot_bytes(&self) -> u64 {
+        u64::from(self.slot_size)
+    }
+
+    /// The table position at which slot `number` begins: saturating, for numbers may come from the wire.
+    pub(crate) fn start_of(&self, number: u64) -> u64 {
+        number.saturating_mul(self.slot_bytes())
+    }
+
+    fn place(&self, number: u64) -> u64 {
+        number % u64::from(self.slots)
+    }
+}
+
+/// Which table this is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Identity {
+    /// Counts the snapshots of one source; no two tables of a source and kind share it.
+    pub generation: u64,
+    /// Snapshot or journal.
+    pub kind: Kind,
+    /// The replication id under which the offsets are valid.
+    pub replid: [u8; 40],
+    /// The replication offset of the snapshot: the last byte of the stream that the snapshot contains. The first byte of
+    /// the journal has the offset after it.
+    pub first_offset: u64,
+}
+
+/// The constant part of the superblock.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Head {
+    pub(crate) identity: Identity,
+    pub(crate) geometry: Geometry,
+}
+
+impl Head {
+    pub(crate) fn to_bytes(&self) -> [u8; HEAD_BYTES] {
+        let mut bytes = [0; HEAD_BYTES];
+        put(&mut bytes, AT_MAGIC, &MAGIC);
+        put(&mut bytes, AT_VERSION, &LAYOUT_VERSION.to_le_bytes());
+        put(&mut bytes, AT_KIND, &self.identity.kind.code().to_le_bytes());
+        put(&mut bytes, AT_GENERATION, &self.identity.generation.to_le_bytes());
+        put(&mut bytes, AT_SLOT_SIZE, &self.geometry.slot_size.to_le_bytes());
+        put(&mut bytes, AT_SLOTS, &self.geometry.slots.to_le_bytes());
+        put(&mut bytes, AT_DATA_OFFSET, &self.geometry.data_offset().to_le_bytes());
+        put(&mut bytes, AT_FIRST_OFFSET, &self.identity.first_offset.to_le_bytes());
+        put(&mut bytes, AT_REPLID, &self.identity.replid);
+        let check = crc32c::crc32c(&bytes[..AT_HEAD_CHECK]);
+        put(&mut bytes, AT_HEAD_CHECK, &check.to_le_bytes());
+        bytes
+    }
+
+    pub(crate) fn parse(bytes: &[u8; HEAD_BYTES]) -> Result<Head, Error> {
+        if bytes[..8] != MAGIC {
+            return Err(Error::Layout("no table here: its first bytes are not the magic".into()));
+        }
+        let version = get_u32(bytes, AT_VERSION);
+        if version != LAYOUT_VERSION {
+            return Err(Error::Layout(format!(
+                "the table has layout version {version}, this program reads {LAYOUT_VERSION}: use the same release on both ends"
+            )));
+        }
+        if get_u32(bytes, AT_HEAD_CHECK) != crc32c::crc32c(&bytes[..AT_HEAD_CHECK]) {
+            return Err(Error::Layout("the head of the table does not match its checksum".into()));
+        }
+        let geometry =
+            Geometry { slot_size: get_u32(bytes, AT_SLOT_SIZE), slots: get_u32(bytes, AT_SLOTS) }.checked()?;
+        let data_offset = get_u64(bytes, AT_DATA_OFFSET);
+        if data_offset != geometry.data_offset() {
+            return Err(Error::Layout(format!(
+                "the data of the table begin at {data_offset}, not where its geometry says"
+            )));
+        }
+        let mut replid = [0; 40];
+        replid.copy_from_slice(&bytes[AT_REPLID..AT_REPLID + 40]);
+        let identity = Identity {
+            generation: get_u64(bytes, AT_GENERATION),
+            kind: Kind::from_code(get_u32(bytes, AT_KIND))?,
+            replid,
+            first_offset: get_u64(bytes, AT_FIRST_OFFSET),
+        };
+        Ok(Head { identity, geometry })
+    }
+}
+
+/// The changing part of the superblock.
+///
+/// Its last word is a checksum of the others. The writer stores word by word and a transport may copy the line in pieces
+/// (a socket's buffer can end in the middle of a word), so a line whose check fails is nothing worse than a line caught in
+/// the middle of a change: read it again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Line {
+    /// A table position: slot number × slot size + bytes published in the open slot.
+    pub(crate) published: u64,
+    /// Slots below this number may have been overwritten.
+    pub(crate) retired: u64,
+    /// The table position at which the stream ends, once known.
+    pub(crate) end: Option<u64>,
+    pub(crate) state: State,
+}
+
+impl Line {
+    pub(crate) const NEW: Line = Line { published: 0, retired: 0, end: None, state: State::Open };
+
+    pub(crate) fn to_words(self) -> [u64; LINE_WORDS] {
+        let mut words = [self.published, self.retired, self.end.unwrap_or(END_UNKNOWN), self.state.code(), 0];
+        words[LINE_WORDS - 1] = check(&words[..LINE_WORDS - 1]);
+        words
+    }
+
+    /// `None`: caught in the middle of a change.
+    pub(crate) fn from_words(words: [u64; LINE_WORDS]) -> Option<Line> {
+        let [published, retired, end, state, found] = words;
+        if found != check(&words[..LINE_WORDS - 1]) {
+            return None;
+        }
+        let end = (end != END_UNKNOWN).then_some(end);
+        Some(Line { published, retired, end, state: State::from_code(state)? })
+    }
+
+    pub(crate) fn from_bytes(bytes: &[u8; LINE_BYTES]) -> Option<Line> {
+        Line::from_words(words(bytes))
+    }
+}
+
+/// One directory entry: what lies in a slot.
+///
+/// `number` and `writing` share the sequence word, `(number + 1) << 1 | writing`, so that zeroed memory names no slot. The
+/// check is there for the same reason as the line's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Entry {
+    pub(crate) number: u64,
+    /// The slot's bytes are being replaced by those of `number`; the other fields say nothing.
+    pub(crate) writing: bool,
+    /// Stream position of the slot's first byte: of the RDB for a snapshot, a replication offset for a journal.
+    pub(crate) position: u64,
+    /// Content bytes of a snapshot's slot; 0 in a journal, whose records say it themselves.
+    pub(crate) length: u32,
+    /// CRC-32C of those bytes; 0 in a journal, whose records have their own.
+    pub(crate) crc: u32,
+}
+
+impl Entry {
+    pub(crate) fn writing(number: u64) -> Entry {
+        Entry { number, writing: true, position: 0, length: 0, crc: 0 }
+    }
+
+    pub(crate) fn to_words(self) -> [u64; ENTRY_WORDS] {
+        let sequence = (self.number + 1) << 1 | u64::from(self.writing);
+        let mut words = [sequence, self.position, u64::from(self.length) | u64::from(self.crc) << 32, 0];
+        words[ENTRY_WORDS - 1] = check(&words[..ENTRY_WORDS - 1]);
+        words
+    }
+
+    /// `None`: never written, or caught in the middle of a change.
+    pub(crate) fn from_words(words: [u64; ENTRY_WORDS]) -> Option<Entry> {
+        let [sequence, position, packed, found] = words;
+        if found != check(&words[..ENTRY_WORDS - 1]) {
+            return None;
+        }
+        let number = (sequence >> 1).checked_sub(1)?;
+        let [length, crc] = [packed as u32, (packed >> 32) as u32];
+        Some(Entry { number, writing: sequence & 1 == 1, position, length, crc })
+    }
+
+    pub(crate) fn from_bytes(bytes: &[u8; ENTRY_BYTES]) -> Option<Entry> {
+        Entry::from_words(words(bytes))
+    }
+}
+
+/// What stands before the bytes of one record of a journal.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct RecordHeader {
+    pub(crate) length: u32,
+    pub(crate) crc: u32,
+}
+
+impl RecordHeader {
+    pub(crate) fn to_bytes(self) -> [u8; RECORD_HEADER_BYTES as usize] {
+        let mut bytes = [0; RECORD_HEADER_BYTES as usize];
+        put(&mut bytes, 0, &self.length.to_le_bytes());
+        put(&mut bytes, 4, &self.crc.to_le_bytes());
+        bytes
+    }
+
+    pub(crate) fn from_bytes(bytes: &[u8; RECORD_HEADER_BYTES as usize]) -> RecordHeader {
+        RecordHeader { length: get_u32(bytes, 0), crc: get_u32(bytes, 4) }
+    }
+}
+
+impl Kind {
+    fn code(self) -> u32 {
+        match self {
+            Kind::Snapshot => 1,
+            Kind::Journal => 2,
+        }
+    }
+
+    fn from_code(code: u32) -> Result<Kind, Error> {
+        match code {
+            1 => Ok(Kind::Snapshot),
+            2 => Ok(Kind::Journal),
+            other => Err(Error::Layout(format!("a table of unknown kind {other}"))),
+        }
+    }
+}
+
+impl State {
+    fn code(self) -> u64 {
+        match self {
+            State::Open => 1,
+            State::Sealed => 2,
+            State::Aborted => 3,
+        }
+    }
+
+    fn from_code(code: u64) -> Option<State> {
+        match code {
+            1 => Some(State::Open),
+            2 => Some(State::Sealed),
+            3 => Some(State::Aborted),
+            _ => None,
+        }
+    }
+}
+
+/// CRC-32C of words as they lie in memory.
+fn check(words: &[u64]) -> u64 {
+    let crc = words.iter().fold(0, |crc, word| crc32c::crc32c_append(crc, &word.to_le_bytes()));
+    u64::from(crc)
+}
+
+/// The first `N` words of a cache line.
+fn words<const N: usize>(bytes: &[u8; 64]) -> [u64; N] {
+    std::array::from_fn(|i| get_u64(bytes, i * 8))
+}
+
+fn put(bytes: &mut [u8], at: usize, field: &[u8]) {
+    bytes[at..at + field.len()].copy_from_slice(field);
+}
+
+fn get_u32(bytes: &[u8], at: usize) -> u32 {
+    let mut field = [0; 4];
+    field.copy_from_slice(&bytes[at..at + 4]);
+    u32::from_le_bytes(field)
+}
+
+fn get_u64(bytes: &[u8], at: usize) -> u64 {
+    let mut field = [0; 8];
+    field.copy_from_slice(&bytes[at..at + 8]);
+    u64::from_le_bytes(field)
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn head() -> Head {
+        let replid = *b"0123456789abcdef0123456789abcdef01234567";
+        let identity =
+            Identity { generation: 0x0102030405060708, kind: Kind::Snapshot, replid, first_offset: 0x1112131415161718 };
+        Head { identity, geometry: Geometry { slot_size: 0x40_0000, slots: 3 } }
+    }
+
+    fn hex(bytes: &[u8]) -> String {
+        bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    /// These bytes are in the field: another layout needs another `LAYOUT_VERSION`.
+    #[test]
+    fn the_head_has_these_very_bytes() {
+        let bytes = head().to_bytes();
+        assert_eq!(hex(&bytes[..48]), GOLDEN_HEAD);
+        assert_eq!(&bytes[48..88], b"0123456789abcdef0123456789abcdef01234567");
+        assert_eq!(get_u32(&bytes, 88), crc32c::crc32c(&bytes[..88]));
+        assert!(bytes[92..].iter().all(|&byte| byte == 0));
+    }
+
+    const GOLDEN_HEAD: &str = concat!(
+        "52454d4f52415442", // magic: REMORATB
+        "01000000",         // layout version
+        "01000000",         // kind: snapshot
+        "0807060504030201", // generation
+        "00004000",         // slot size
+        "03000000",         // slots
+        "0020000000000000", // data offset: 4096 + 3 * 64, rounded up to 8192
+        "1817161514131211", // first offset
+    );
+
+    #[test]
+    fn the_line_has_these_very_words() {
+        let open = Line { published: 0x2a, retired: 7, end: None, state: State::Open };
+        assert_eq!(open.to_words()[..4], [0x2a, 7, u64::MAX, 1]);
+        let sealed = Line { end: Some(0x2a), state: State::Sealed, ..open };
+        assert_eq!(sealed.to_words()[..4], [0x2a, 7, 0x2a, 2]);
+        // CRC-32C of the 32 bytes before it, as any other implementation reckons it.
+        let bytes: Vec<u8> = sealed.to_words()[..4].iter().flat_map(|word| word.to_le_bytes()).collect();
+        assert_eq!(sealed.to_words()[4], u64::from(crc32c::crc32c(&bytes)));
+    }
+
+    #[test]
+    fn an_entry_has_these_very_words() {
+        let entry = Entry { number: 5, writing: false, position: 0x1122, length: 0x10, crc: 0xaabbccdd };
+        assert_eq!(entry.to_words()[..3], [12, 0x1122, 0xaabbccdd_00000010]);
+        assert_eq!(Entry::writing(5).to_words()[0], 13);
+    }
+
+    #[test]
+    fn zeroed_memory_says_nothing() {
+        assert_eq!(Line::from_bytes(&[0; LINE_BYTES]), None);
+        assert_eq!(Entry::from_bytes(&[0; ENTRY_BYTES]), None);
+        assert!(matches!(Head::parse(&[0; HEAD_BYTES]), Err(Error::Layout(_))));
+    }
+
+    #[test]
+    fn a_budget_is_filled_and_never_exceeded() {
+        for budget in [20 << 10, 1 << 20, (1 << 20) + 4095, 64 << 20, 4 << 30] {
+            let geometry = Geometry::within(budget, 4096).unwrap();
+            assert!(geometry.memory_len() <= budget);
+            let more = Geometry { slots: geometry.slots + 2, ..geometry };
+            assert!(more.memory_len() > budget);
+        }
+        assert!(matches!(Geometry::within(8 << 20, 4 << 20), Err(Error::Layout(_))));
+        assert!(matches!(Geometry::within(1 << 30, 5000), Err(Error::Layout(_))));
+    }
+
+    proptest! {
+        #[test]
+        fn no_changed_byte_of_a_head_goes_unnoticed(at in 0usize..AT_HEAD_CHECK + 4, flip in 1u8..) {
+            let mut bytes = head().to_bytes();
+            prop_assert_eq!(Head::parse(&bytes).unwrap(), head());
+            bytes[at] ^= flip;
+            prop_assert!(Head::parse(&bytes).is_err());
+        }
+
+        #[test]
+        fn a_line_mixed_of_two_is_none_or_one_of_them(
+            a in (any::<u64>(), any::<u64>()), b in (any::<u64>(), any::<u64>()), cut in 0usize..=40,
+        ) {
+            let line = |(published, retired)| Line { published, retired, end: None, state: State::Open };
+            let bytes = |line: Line| line.to_words().map(u64::to_le_bytes).concat();
+            let mut mixed = [0; LINE_BYTES];
+            mixed[..cut].copy_from_slice(&bytes(line(a))[..cut]);
+            mixed[cut..40].copy_from_slice(&bytes(line(b))[cut..]);
+            let found = Line::from_bytes(&mixed);
+            prop_assert!(found.is_none() || found == Some(line(a)) || found == Some(line(b)));
+        }
+
+        #[test]
+        fn entries_come_back_as_they_were(
+            number in 0..u64::MAX / 4, writing: bool, position: u64, length: u32, crc: u32,
+        ) {
+            let entry = Entry { number, writing, position, length, crc };
+            prop_assert_eq!(Entry::from_words(entry.to_words()), Some(entry));
+        }
+
+        #[test]
+        fn no_two_slots_of_a_lap_share_a_byte(number in 0u64..1 << 40, slots in MIN_SLOTS..1000, pages in 1u32..64) {
+            let geometry = Geometry { slot_size: pages * 4096, slots };
+            let end = geometry.slot_offset(number) + geometry.slot_bytes();
+            prop_assert!(end <= geometry.memory_len());
+            prop_assert!(geometry.entry_offset(number) + 64 <= geometry.data_offset());
+            prop_assert_ne!(geometry.slot_offset(number), geometry.slot_offset(number + 1));
+            prop_assert_eq!(geometry.slot_offset(number), geometry.slot_offset(number + u64::from(slots)));
+        }
+    }
+}

@@ -1,0 +1,257 @@
+//! Slots fetched over a peer into buffers of the sink.
+//!
+//! One buffer's life:
+//!
+//! ```text
+//!            next_wanted                 all pieces here             entry still names the slot, CRC right
+//!   Free ───────────────▶ pieces asked ─────────────────▶ entry asked ────────────────────────────────────▶ Kept ─▶ Free
+//!                              ▲                              │  CRC wrong: once more, then Corrupt       (delivered)
+//!                              └──────────────────────────────┘
+//! ```
+//!
+//! There is one small read per slot and it comes last: the entry, asked for when every piece has landed, is at once the
+//! proof that the slot was not reused meanwhile and the CRC to compare with. The line that said "published" was read before,
+//! so the entry is complete. That small read costs a round trip of this buffer only: the others are under way meanwhile.
+
+use std::sync::Arc;
+
+use remora_fabric::{Memory, Peer};
+
+use super::{
+    plan::{Plan, Verdict, Wanted},
+    reader::{Holder, Place, SinkLayout, Slot},
+};
+use crate::{
+    channel::{Channel, READ_BYTES, What, caught_in_change},
+    error::Error,
+    layout::{ENTRY_BYTES, Entry, HEAD_BYTES, Kind, LINE_BYTES, LINE_OFFSET, Line},
+};
+
+pub(super) struct Fetch {
+    sink: Arc<Memory>,
+    layout: SinkLayout,
+    channel: Channel,
+    buffers: Vec<Buffer>,
+    head: Head,
+    line_asked: bool,
+    /// Times in a row that the line was caught in the middle of a change.
+    line_caught: u32,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Head {
+    Unread,
+    Asked,
+    Right,
+}
+
+enum Buffer {
+    Free,
+    Busy(Work),
+    /// Verified: in the plan, or with the caller.
+    Kept,
+}
+
+struct Work {
+    wanted: Wanted,
+    pieces: u8,
+    /// One bit per piece that is here. `MAX_SLOT_BYTES / READ_BYTES` fit.
+    landed: u64,
+    /// Pieces whose CRC is in `crc`: in order.
+    summed: u8,
+    crc: u32,
+    /// Read a second time.
+    again: bool,
+    caught: u32,
+}
+
+const _: () = assert!(crate::layout::MAX_SLOT_BYTES / READ_BYTES <= u64::BITS);
+
+impl Fetch {
+    pub(super) fn new(sink: Arc<Memory>, layout: SinkLayout) -> Fetch {
+        Fetch {
+            sink,
+            layout,
+            channel: Channel::default(),
+            buffers: (0..layout.buffers).map(|_| Buffer::Free).collect(),
+            head: Head::Unread,
+            line_asked: false,
+            line_caught: 0,
+        }
+    }
+
+    pub(super) fn buffers(&self) -> u32 {
+        self.layout.buffers
+    }
+
+    pub(super) fn pump(&mut self, plan: &mut Plan, peer: &mut dyn Peer) -> Result<(), Error> {
+        let arrived = self.channel.collect(peer)?;
+        // What waits already goes out before we reckon CRCs, so that the wire isn't idle meanwhile.
+        self.channel.post(peer)?;
+        for what in arrived {
+            self.handle(what, plan)?;
+        }
+        self.ask(plan)?;
+        self.channel.post(peer)
+    }
+
+    /// The peer is gone: which slots were under way?
+    pub(super) fn reset(&mut self) -> Vec<u64> {
+        self.channel.reset();
+        self.head = Head::Unread;
+        self.line_asked = false;
+        let mut lost = Vec::new();
+        for buffer in &mut self.buffers {
+            if let Buffer::Busy(work) = buffer {
+                lost.push(work.wanted.number);
+                *buffer = Buffer::Free;
+            }
+        }
+        lost
+    }
+
+    pub(super) fn free(&mut self, buffer: u8) {
+        if let Some(buffer) = self.buffers.get_mut(usize::from(buffer)) {
+            *buffer = Buffer::Free;
+        }
+    }
+
+    /// Asks for all that is wanted and has room.
+    fn ask(&mut self, plan: &mut Plan) -> Result<(), Error> {
+        if self.head == Head::Unread {
+            self.head = Head::Asked;
+            self.channel.ask(What::Head, 0, HEAD_BYTES as u32, self.layout.head());
+        }
+        if self.head == Head::Right {
+            self.ask_slots(plan)?;
+        }
+        if plan.wants_news() && !self.line_asked {
+            self.line_asked = true;
+            self.channel.ask(What::Line, LINE_OFFSET, LINE_BYTES as u32, self.layout.line());
+        }
+        Ok(())
+    }
+
+    fn ask_slots(&mut self, plan: &mut Plan) -> Result<(), Error> {
+        for (index, buffer) in (0..).zip(self.buffers.iter_mut()) {
+            if !matches!(buffer, Buffer::Free) {
+                continue;
+            }
+            let Some(wanted) = plan.next_wanted()? else {
+                break;
+            };
+            let mut work = Work { wanted, pieces: 0, landed: 0, summed: 0, crc: 0, again: false, caught: 0 };
+            work.ask(index, plan, &self.layout, &mut self.channel);
+            *buffer = Buffer::Busy(work);
+        }
+        Ok(())
+    }
+
+    fn handle(&mut self, what: What, plan: &mut Plan) -> Result<(), Error> {
+        match what {
+            What::Head => {
+                let mut bytes = [0; HEAD_BYTES];
+                self.sink.read(self.layout.head(), &mut bytes)?;
+                plan.expect.check(&bytes, Kind::Snapshot)?;
+                self.head = Head::Right;
+                Ok(())
+            }
+            What::Line => self.handle_line(plan),
+            What::Piece { buffer, piece } => self.handle_piece(buffer, piece, plan),
+            What::Entry { buffer } => self.handle_entry(buffer, plan),
+            What::Probe => Ok(()),
+        }
+    }
+
+    fn handle_line(&mut self, plan: &mut Plan) -> Result<(), Error> {
+        self.line_asked = false;
+        let mut bytes = [0; LINE_BYTES];
+        self.sink.read(self.layout.line(), &mut bytes)?;
+        match Line::from_bytes(&bytes) {
+            Some(line) => {
+                self.line_caught = 0;
+                plan.learn(line)
+            }
+            None => caught_in_change(&mut self.line_caught),
+        }
+    }
+
+    fn handle_piece(&mut self, index: u8, piece: u8, plan: &mut Plan) -> Result<(), Error> {
+        let at = self.layout.buffer(index, plan.geometry());
+        let Some(Buffer::Busy(work)) = self.buffers.get_mut(usize::from(index)) else {
+            return Ok(());
+        };
+        work.landed |= 1 << piece;
+        if work.is_here() {
+            let offset = plan.geometry().entry_offset(work.wanted.number);
+            self.channel.ask(What::Entry { buffer: index }, offset, ENTRY_BYTES as u32, self.layout.entry(index));
+        }
+        work.sum(&self.sink, at)
+    }
+
+    fn handle_entry(&mut self, index: u8, plan: &mut Plan) -> Result<(), Error> {
+        let mut bytes = [0; ENTRY_BYTES];
+        self.sink.read(self.layout.entry(index), &mut bytes)?;
+        let Some(Buffer::Busy(work)) = self.buffers.get_mut(usize::from(index)) else {
+            return Ok(());
+        };
+        match work.wanted.judge(Entry::from_bytes(&bytes), work.crc, plan.geometry())? {
+            Verdict::Right => self.keep(index, plan),
+            Verdict::Unclear => {
+                caught_in_change(&mut work.caught)?;
+                let offset = plan.geometry().entry_offset(work.wanted.number);
+                self.channel.ask(What::Entry { buffer: index }, offset, ENTRY_BYTES as u32, self.layout.entry(index));
+            }
+            Verdict::Damaged { want } if work.again => {
+                return Err(Error::Corrupt { slot: work.wanted.number, want, got: work.crc });
+            }
+            Verdict::Damaged { .. } => {
+                work.again = true;
+                work.ask(index, plan, &self.layout, &mut self.channel);
+            }
+        }
+        Ok(())
+    }
+
+    fn keep(&mut self, index: u8, plan: &mut Plan) {
+        let Some(buffer) = self.buffers.get_mut(usize::from(index)) else {
+            return;
+        };
+        if let Buffer::Busy(Work { wanted, crc, .. }) = std::mem::replace(buffer, Buffer::Kept) {
+            let place = Place::Sink(self.layout.buffer(index, plan.geometry()));
+            plan.deliver(Slot {
+                number: wanted.number,
+                position: wanted.position,
+                length: wanted.length,
+                crc,
+                place,
+                memory: Holder::Sink(Arc::clone(&self.sink), index),
+            });
+        }
+    }
+}
+
+impl Work {
+    /// Asks for all pieces, from the beginning.
+    fn ask(&mut self, index: u8, plan: &Plan, layout: &SinkLayout, channel: &mut Channel) {
+        let from = plan.geometry().slot_offset(self.wanted.number);
+        let to = layout.buffer(index, plan.geometry());
+        (self.landed, self.summed, self.crc) = (0, 0, 0);
+        self.pieces = channel.ask_pieces(index, from, self.wanted.length, to);
+    }
+
+    fn is_here(&self) -> bool {
+        self.landed.count_ones() == u32::from(self.pieces)
+    }
+
+    /// Carries the CRC on over all pieces that are here without a gap.
+    fn sum(&mut self, sink: &Memory, at: u64) -> Result<(), Error> {
+        while self.summed < self.pieces && self.landed >> self.summed & 1 == 1 {
+            let start = u64::from(self.summed) * u64::from(READ_BYTES);
+            let end = (start + u64::from(READ_BYTES)).min(u64::from(self.wanted.length));
+            self.crc = sink.crc32c_append(self.crc, at + start..at + end)?;
+            self.summed += 1;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,150 @@
+//! Slots verified where the source wrote them: for a peer that can map the source's memory.
+//!
+//! No byte is copied. The price: the slot may be overwritten *after* it was verified, while the caller uses it; so its
+//! entry is loaded once more when it is released.
+
+use std::sync::Arc;
+
+use remora_fabric::{Completion, Peer, View};
+
+use super::{
+    plan::{Plan, Verdict, Wanted},
+    reader::{Holder, Place, Slot},
+};
+use crate::{
+    channel::{caught_in_change, from_peer},
+    error::Error,
+    layout::{Geometry, HEAD_BYTES, Kind},
+    publish::{load_entry_again, load_line},
+};
+
+pub(super) struct InPlace {
+    view: Arc<View>,
+    head_checked: bool,
+    /// Most slots verified ahead of the caller.
+    ahead: usize,
+    /// The slot being verified, and what has been found out about it.
+    work: Option<Work>,
+    caught: u32,
+    /// A peer that gives a view has nothing to say by completions; here they would land.
+    completions: Vec<Completion>,
+}
+
+#[derive(Clone, Copy)]
+struct Work {
+    wanted: Wanted,
+    crc: u32,
+    again: bool,
+}
+
+impl InPlace {
+    pub(super) fn new(view: Arc<View>, geometry: &Geometry, ahead: u32) -> Result<InPlace, Error> {
+        let wanted = geometry.memory_len();
+        if view.length() < wanted {
+            return Err(Error::Layout(format!("the source's memory has {} bytes, its table {wanted}", view.length())));
+        }
+        Ok(InPlace { view, head_checked: false, ahead: ahead as usize, work: None, caught: 0, completions: Vec::new() })
+    }
+
+    pub(super) fn pump(&mut self, plan: &mut Plan, peer: &mut dyn Peer) -> Result<(), Error> {
+        // The connection still says when it is over.
+        peer.poll(&mut self.completions).map_err(from_peer)?;
+        self.completions.clear();
+        self.check_head(plan)?;
+        match load_line(&&*self.view)? {
+            Some(line) => {
+                self.caught = 0;
+                plan.learn(line)?;
+            }
+            None => caught_in_change(&mut self.caught)?,
+        }
+        // One slot at a time: the caller may have a socket to feed between two.
+        if self.work.is_none() && plan.ready() < self.ahead {
+            self.begin(plan)?;
+        }
+        self.judge(plan)
+    }
+
+    /// The slot that is planned and not verified.
+    pub(super) fn under_way(self) -> Option<u64> {
+        self.work.map(|work| work.wanted.number)
+    }
+
+    /// The caller has used `slot`: was it whole until now?
+    pub(super) fn release(view: &View, geometry: &Geometry, slot: &Slot) -> Result<(), Error> {
+        let wanted = Wanted { number: slot.number, position: slot.position, length: slot.length };
+        let verdict = judge_now(view, &wanted, slot.crc, geometry);
+        let (_, range) = slot.bytes();
+        // The pages go from our mapping, so that what we have in memory stays bounded; the source keeps the content.
+        view.forget(range);
+        match verdict? {
+            None => Ok(()),
+            Some(want) => Err(Error::Corrupt { slot: slot.number, want, got: slot.crc }),
+        }
+    }
+
+    fn check_head(&mut self, plan: &Plan) -> Result<(), Error> {
+        if !self.head_checked {
+            let mut bytes = [0; HEAD_BYTES];
+            self.view.read(0, &mut bytes)?;
+            plan.expect.check(&bytes, Kind::Snapshot)?;
+            self.head_checked = true;
+        }
+        Ok(())
+    }
+
+    fn begin(&mut self, plan: &mut Plan) -> Result<(), Error> {
+        let Some(wanted) = plan.next_wanted()? else {
+            return Ok(());
+        };
+        let start = plan.geometry().slot_offset(wanted.number);
+        self.view.populate(start..start + u64::from(wanted.length));
+        let crc = self.sum(&wanted, plan.geometry())?;
+        self.work = Some(Work { wanted, crc, again: false });
+        Ok(())
+    }
+
+    fn judge(&mut self, plan: &mut Plan) -> Result<(), Error> {
+        let Some(Work { wanted, crc, again }) = self.work else {
+            return Ok(());
+        };
+        match judge_now(&self.view, &wanted, crc, plan.geometry())? {
+            None => self.deliver(plan),
+            Some(want) if again => return Err(Error::Corrupt { slot: wanted.number, want, got: crc }),
+            Some(_) => {
+                let crc = self.sum(&wanted, plan.geometry())?;
+                self.work = Some(Work { wanted, crc, again: true });
+            }
+        }
+        Ok(())
+    }
+
+    fn sum(&self, wanted: &Wanted, geometry: &Geometry) -> Result<u32, Error> {
+        let start = geometry.slot_offset(wanted.number);
+        Ok(self.view.crc32c(start..start + u64::from(wanted.length))?)
+    }
+
+    fn deliver(&mut self, plan: &mut Plan) {
+        let Some(Work { wanted, crc, .. }) = self.work.take() else {
+            return;
+        };
+        plan.deliver(Slot {
+            number: wanted.number,
+            position: wanted.position,
+            length: wanted.length,
+            crc,
+            place: Place::View(plan.geometry().slot_offset(wanted.number)),
+            memory: Holder::View(Arc::clone(&self.view)),
+        });
+    }
+}
+
+/// Whether bytes with this CRC, taken before this call, are the slot: `None`, or the CRC that they should have.
+fn judge_now(view: &View, wanted: &Wanted, crc: u32, geometry: &Geometry) -> Result<Option<u32>, Error> {
+    match wanted.judge(load_entry_again(&view, geometry, wanted.number)?, crc, geometry)? {
+        Verdict::Right => Ok(None),
+        Verdict::Damaged { want } => Ok(Some(want)),
+        // Words of a mapping are never torn, and the entry of a published slot changes for one reason only.
+        Verdict::Unclear => Err(Error::slot_overrun(wanted.number, wanted.number + 1)),
+    }
+}

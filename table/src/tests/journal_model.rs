@@ -1,0 +1,210 @@
+//! A journal's writer and three readers, by random operations, against the bytes that were appended.
+
+use std::sync::Arc;
+
+use remora_fabric::{Memory, View};
+
+use super::{
+    FIRST_OFFSET, Random, expect, for_seeds, identity, memory,
+    peer::{Faults, TornPeer},
+    sink,
+};
+use crate::{Error, Geometry, JournalReader, JournalWriter, Kind};
+
+/// What can happen; drawn at random, one after the other.
+#[derive(Debug, Clone, Copy)]
+enum Operation {
+    Append {
+        bytes: usize,
+    },
+    Pump {
+        reader: usize,
+    },
+    Take {
+        reader: usize,
+    },
+    /// A reader that was passed, or one in many others, begins again somewhere.
+    Join {
+        reader: usize,
+    },
+}
+
+fn draw(random: &mut Random) -> Operation {
+    let reader = random.below(READERS as u64) as usize;
+    match random.below(40) {
+        0..3 => Operation::Append { bytes: 1 + random.below(300) as usize },
+        3 if random.one_in(8) => Operation::Append { bytes: 1 + random.below(9000) as usize },
+        4 if random.one_in(10) => Operation::Join { reader },
+        4..32 => Operation::Pump { reader },
+        _ => Operation::Take { reader },
+    }
+}
+
+const READERS: usize = 3;
+const OPERATIONS: usize = 4000;
+
+struct Model {
+    random: Random,
+    geometry: Geometry,
+    memory: Arc<Memory>,
+    writer: JournalWriter,
+    /// The oracle: all that was appended; its first byte has the offset `FIRST_OFFSET + 1`.
+    truth: Vec<u8>,
+    readers: Vec<Reader>,
+    faults: Faults,
+    overruns: u64,
+    taken: u64,
+}
+
+struct Reader {
+    reader: JournalReader,
+    peer: TornPeer,
+    sink: Arc<Memory>,
+    view: Option<Arc<View>>,
+    /// Offset of the next byte that it must give.
+    next: u64,
+    overrun: bool,
+}
+
+impl Model {
+    fn new(seed: u64, faults: Faults) -> Model {
+        let mut random = Random(seed);
+        let geometry = Geometry { slot_size: 4096, slots: 2 + random.below(6) as u32 };
+        let memory = memory(geometry.memory_len());
+        let writer = JournalWriter::create(Arc::clone(&memory), geometry, identity(Kind::Journal)).unwrap();
+        let mut model = Model {
+            random,
+            geometry,
+            memory,
+            writer,
+            truth: Vec::new(),
+            readers: Vec::new(),
+            faults,
+            overruns: 0,
+            taken: 0,
+        };
+        for index in 0..READERS {
+            let reader = model.join(index);
+            model.readers.push(reader);
+        }
+        model
+    }
+
+    /// The last reader reads in place.
+    fn join(&mut self, index: usize) -> Reader {
+        let held = self.writer.end_offset() - self.writer.first_offset();
+        let next = self.writer.first_offset() + self.random.below(held + 1);
+        let (sink, layout) = sink(self.geometry, 1 + self.random.below(3) as u32);
+        let view = (index == READERS - 1).then(|| Arc::new(self.memory.open_view().unwrap()));
+        let reader = JournalReader::new(view.clone(), Arc::clone(&sink), layout, expect(self.geometry), next).unwrap();
+        let peer = TornPeer::new(&self.memory, &sink, self.faults, self.random.next());
+        Reader { reader, peer, sink, view, next, overrun: false }
+    }
+
+    fn apply(&mut self, operation: Operation) {
+        match operation {
+            Operation::Append { bytes } => self.append(bytes),
+            Operation::Pump { reader } => self.pump(reader),
+            Operation::Take { reader } => self.take(reader),
+            Operation::Join { reader } => self.readers[reader] = self.join(reader),
+        }
+    }
+
+    fn append(&mut self, bytes: usize) {
+        let bytes = self.random.bytes(bytes);
+        self.writer.append(&bytes).unwrap();
+        self.truth.extend_from_slice(&bytes);
+        assert_eq!(self.writer.end_offset(), FIRST_OFFSET + 1 + self.truth.len() as u64);
+        let held = self.writer.end_offset() - self.writer.first_offset();
+        assert!(held <= u64::from(self.geometry.slots) * 4096);
+        let least = (u64::from(self.geometry.slots) - 1) * 2000;
+        assert!(held >= least.min(self.truth.len() as u64), "small records cost no more than half of a slot");
+    }
+
+    fn pump(&mut self, index: usize) {
+        let reader = &mut self.readers[index];
+        if reader.overrun {
+            self.readers[index] = self.join(index);
+            return;
+        }
+        match reader.reader.pump(&mut reader.peer) {
+            Ok(()) => {}
+            Err(Error::Peer(_)) => {
+                reader.peer = TornPeer::new(&self.memory, &reader.sink, self.faults, self.random.next());
+                reader.reader.reconnect(reader.view.clone()).unwrap();
+            }
+            Err(Error::Overrun { .. }) => {
+                // What it was about to read is no longer held, in part at least.
+                while reader.reader.next_chunk().is_some() {}
+                assert!(reader.reader.position() < self.writer.first_offset());
+                reader.overrun = true;
+                self.overruns += 1;
+            }
+            Err(other) => panic!("{other}"),
+        }
+    }
+
+    fn take(&mut self, index: usize) {
+        let reader = &mut self.readers[index];
+        if reader.overrun {
+            return;
+        }
+        let Some(chunk) = reader.reader.next_chunk() else {
+            assert_eq!(reader.reader.position(), reader.next);
+            return;
+        };
+        assert_eq!(chunk.offset, reader.next, "a gap, or a byte twice");
+        let at = (chunk.offset - FIRST_OFFSET - 1) as usize;
+        assert_eq!(chunk.bytes, self.truth[at..][..chunk.bytes.len()], "wrong bytes at offset {}", chunk.offset);
+        reader.next += chunk.bytes.len() as u64;
+        self.taken += chunk.bytes.len() as u64;
+    }
+
+    /// Nothing is appended any more: everybody comes to the end.
+    fn settle(&mut self) {
+        self.faults.lost_one_in = 0;
+        for index in 0..READERS {
+            let mut pumps = 0;
+            while self.readers[index].next != self.writer.end_offset() {
+                self.pump(index);
+                self.take(index);
+                pumps += 1;
+                assert!(pumps < 100_000, "reader {index} never arrives");
+            }
+            self.pump(index);
+            assert!(self.readers[index].overrun || self.readers[index].reader.is_caught_up());
+        }
+    }
+}
+
+fn run(seed: u64, faults: Faults) -> Model {
+    let mut model = Model::new(seed, faults);
+    for _ in 0..OPERATIONS {
+        let operation = draw(&mut model.random);
+        model.apply(operation);
+    }
+    model.settle();
+    model
+}
+
+#[test]
+fn readers_get_the_stream_without_a_gap_or_know_that_they_were_passed() {
+    for_seeds(60, |seed| drop(run(seed, Faults::NONE)));
+}
+
+#[test]
+fn torn_reads_and_lost_peers_never_give_wrong_bytes() {
+    for_seeds(100, |seed| drop(run(seed, Faults::ALL)));
+}
+
+/// The model is worth nothing if what it is about never happens in it.
+#[test]
+fn the_model_meets_overruns_and_long_reads() {
+    let (mut overruns, mut taken) = (0, 0);
+    for seed in 0..30 {
+        let model = run(seed, Faults::ALL);
+        overruns += model.overruns;
+        taken += model.taken;
+    }
+    assert!(overruns > 30 && taken > 500_000, "{overruns} overruns, {taken} bytes");
+}

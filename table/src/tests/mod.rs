@@ -1,0 +1,81 @@
+//! Writers and readers against a plain oracle.
+//!
+//! [`peer`] is a peer whose reads are torn in every way; [`model`] applies random operations; [`canary`] shows that the
+//! checker would notice; [`threads`] lets real threads race. A failing seed is printed; `REMORA_SEED=<seed>` replays it.
+
+#![allow(clippy::unwrap_used)]
+
+mod canary;
+mod examples;
+mod journal_model;
+mod peer;
+mod snapshot_model;
+mod threads;
+
+use std::sync::Arc;
+
+use remora_fabric::{Memory, Pages};
+
+use crate::{Expectation, Geometry, Identity, Kind, SinkLayout};
+
+pub(super) const REPLID: [u8; 40] = [b'a'; 40];
+pub(super) const FIRST_OFFSET: u64 = 1000;
+
+pub(super) fn identity(kind: Kind) -> Identity {
+    Identity { generation: 7, kind, replid: REPLID, first_offset: FIRST_OFFSET }
+}
+
+pub(super) fn expect(geometry: Geometry) -> Expectation {
+    Expectation { generation: 7, geometry, replid: REPLID, first_offset: FIRST_OFFSET }
+}
+
+pub(super) fn memory(length: u64) -> Arc<Memory> {
+    Arc::new(Memory::create("table-test", length, Pages::Small).unwrap())
+}
+
+/// A sink with so many slot buffers, and its layout.
+pub(super) fn sink(geometry: Geometry, buffers: u32) -> (Arc<Memory>, SinkLayout) {
+    let layout = SinkLayout { offset: 0, buffers };
+    (memory(layout.length(&geometry)), layout)
+}
+
+/// Random numbers that a seed repeats: splitmix64.
+pub(super) struct Random(pub(super) u64);
+
+impl Random {
+    pub(super) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// From 0 to `bound - 1`.
+    pub(super) fn below(&mut self, bound: u64) -> u64 {
+        self.next() % bound
+    }
+
+    pub(super) fn one_in(&mut self, n: u64) -> bool {
+        self.below(n) == 0
+    }
+
+    pub(super) fn bytes(&mut self, length: usize) -> Vec<u8> {
+        (0..length.div_ceil(8)).flat_map(|_| self.next().to_le_bytes()).take(length).collect()
+    }
+}
+
+/// Runs `body` with many seeds, or with the one in `REMORA_SEED`; says which one failed.
+pub(super) fn for_seeds(count: u64, body: impl Fn(u64)) {
+    let seeds = match std::env::var("REMORA_SEED") {
+        Ok(seed) => vec![seed.parse().expect("REMORA_SEED is a number")],
+        Err(_) => (0..count).collect(),
+    };
+    for seed in seeds {
+        let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| body(seed)));
+        if let Err(panic) = outcome {
+            eprintln!("failed with seed {seed}: replay with REMORA_SEED={seed}");
+            std::panic::resume_unwind(panic);
+        }
+    }
+}

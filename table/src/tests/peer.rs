@@ -1,0 +1,119 @@
+//! A peer over a memory of this process whose reads are taken in pieces, in any order, at different moments.
+
+use std::{os::fd::BorrowedFd, sync::Arc};
+
+use remora_fabric::{Completion, Error, Memory, Peer, ReadError, ReadRequest, View};
+
+use super::Random;
+
+/// How bad it is.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Faults {
+    /// A read is taken in up to so many pieces, one per poll at most: 1 is a read that isn't torn.
+    pub(super) pieces: u64,
+    /// One poll in so many finds the peer gone; 0: never.
+    pub(super) lost_one_in: u64,
+}
+
+impl Faults {
+    pub(super) const NONE: Faults = Faults { pieces: 1, lost_one_in: 0 };
+    pub(super) const TORN: Faults = Faults { pieces: 6, lost_one_in: 0 };
+    pub(super) const ALL: Faults = Faults { pieces: 6, lost_one_in: 60 };
+}
+
+pub(super) struct TornPeer {
+    region: Arc<Memory>,
+    sink: Arc<Memory>,
+    faults: Faults,
+    random: Random,
+    flights: Vec<Flight>,
+    gone: bool,
+    /// Reads that completed.
+    pub(super) completed: u64,
+}
+
+/// One read under way: the ranges of it that are still to be taken.
+struct Flight {
+    request: ReadRequest,
+    left: Vec<(u32, u32)>,
+}
+
+impl TornPeer {
+    const DEPTH: usize = 5;
+
+    pub(super) fn new(region: &Arc<Memory>, sink: &Arc<Memory>, faults: Faults, seed: u64) -> TornPeer {
+        let [region, sink] = [region, sink].map(Arc::clone);
+        TornPeer { region, sink, faults, random: Random(seed), flights: Vec::new(), gone: false, completed: 0 }
+    }
+
+    fn cut(&mut self, length: u32) -> Vec<(u32, u32)> {
+        let pieces = 1 + self.random.below(self.faults.pieces);
+        let mut cuts: Vec<u32> = (1..pieces).map(|_| self.random.below(u64::from(length)) as u32).collect();
+        cuts.extend([0, length]);
+        cuts.sort_unstable();
+        cuts.windows(2).map(|pair| (pair[0], pair[1])).collect()
+    }
+
+    /// Takes one piece of one read, as it is in the region now.
+    fn take_piece(&mut self, index: usize) {
+        let flight = &mut self.flights[index];
+        let piece = self.random.below(flight.left.len() as u64) as usize;
+        let (from, to) = flight.left.swap_remove(piece);
+        let at = flight.request.offset + u64::from(from);
+        let to = flight.request.offset + u64::from(to);
+        self.region.copy_to(at..to, &self.sink, flight.request.sink_offset + u64::from(from)).unwrap();
+    }
+}
+
+impl Peer for TornPeer {
+    fn depth(&self) -> usize {
+        Self::DEPTH
+    }
+
+    fn post_read(&mut self, reads: &[ReadRequest]) -> Result<usize, Error> {
+        if self.gone {
+            return Err(Error::Retired(ReadError::PeerGone));
+        }
+        let accepted = reads.len().min(Self::DEPTH - self.flights.len());
+        for &request in &reads[..accepted] {
+            let left = self.cut(request.length);
+            self.flights.push(Flight { request, left });
+        }
+        Ok(accepted)
+    }
+
+    fn poll(&mut self, completions: &mut Vec<Completion>) -> Result<usize, Error> {
+        if self.faults.lost_one_in > 0 && self.random.one_in(self.faults.lost_one_in) {
+            self.gone = true;
+        }
+        if self.gone {
+            return Err(Error::Retired(ReadError::PeerGone));
+        }
+        for index in 0..self.flights.len() {
+            if self.faults.pieces == 1 || self.random.one_in(2) {
+                self.take_piece(index);
+            }
+        }
+        let before = completions.len();
+        for index in (0..self.flights.len()).rev() {
+            if self.flights[index].left.is_empty() {
+                let request = self.flights.swap_remove(index).request;
+                completions.push(Completion { tag: request.tag, result: Ok(request.length) });
+            }
+        }
+        self.completed += (completions.len() - before) as u64;
+        Ok(completions.len() - before)
+    }
+
+    fn arm(&mut self) -> BorrowedFd<'_> {
+        View::as_fd(&self.sink)
+    }
+
+    fn view(&self) -> Option<Arc<View>> {
+        None
+    }
+
+    fn close(&mut self) {
+        self.gone = true;
+    }
+}

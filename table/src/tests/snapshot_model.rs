@@ -1,0 +1,273 @@
+//! A snapshot's writer and three readers, by random operations, against the bytes that were written.
+
+use std::{collections::HashSet, sync::Arc};
+
+use remora_fabric::{Memory, View};
+
+use super::{
+    Random, expect, for_seeds, identity, memory,
+    peer::{Faults, TornPeer},
+    sink,
+};
+use crate::{Error, Geometry, Kind, Place, Slot, SnapshotReader, SnapshotWriter, State};
+
+/// What can happen; drawn at random, one after the other.
+#[derive(Debug, Clone, Copy)]
+enum Operation {
+    Write {
+        bytes: u64,
+    },
+    /// The writer is told that slots may go: those that all readers have passed, or, recklessly, any.
+    Retire {
+        reckless: bool,
+    },
+    Finish,
+    Pump {
+        reader: usize,
+    },
+    Take {
+        reader: usize,
+    },
+    Release {
+        reader: usize,
+    },
+}
+
+fn draw(random: &mut Random) -> Operation {
+    let reader = random.below(READERS as u64) as usize;
+    match random.below(20) {
+        0..4 => Operation::Write { bytes: 1 + random.below(6000) },
+        4 => Operation::Retire { reckless: random.one_in(20) },
+        5 if random.one_in(30) => Operation::Finish,
+        5..14 => Operation::Pump { reader },
+        14..17 => Operation::Take { reader },
+        _ => Operation::Release { reader },
+    }
+}
+
+const READERS: usize = 3;
+const HOLD_BACK: u32 = 40;
+const OPERATIONS: usize = 3000;
+
+struct Model {
+    random: Random,
+    geometry: Geometry,
+    memory: Arc<Memory>,
+    writer: SnapshotWriter,
+    /// The oracle: all that was received.
+    truth: Vec<u8>,
+    trim: u64,
+    readers: Vec<Reader>,
+    faults: Faults,
+}
+
+struct Reader {
+    reader: SnapshotReader,
+    peer: TornPeer,
+    sink: Arc<Memory>,
+    view: Option<Arc<View>>,
+    held: HashSet<u64>,
+    lent: Vec<Slot>,
+    /// Slots below this number have been delivered.
+    passed: u64,
+    overrun: bool,
+}
+
+impl Model {
+    fn new(seed: u64, faults: Faults) -> Model {
+        let mut random = Random(seed);
+        let geometry = Geometry { slot_size: 4096, slots: 2 + random.below(6) as u32 };
+        let memory = memory(geometry.memory_len());
+        let writer =
+            SnapshotWriter::create(Arc::clone(&memory), geometry, identity(Kind::Snapshot), HOLD_BACK).unwrap();
+        let mut model = Model {
+            geometry,
+            memory,
+            writer,
+            truth: Vec::new(),
+            trim: random.below(u64::from(HOLD_BACK) + 1),
+            readers: Vec::new(),
+            faults,
+            random,
+        };
+        for index in 0..READERS {
+            let reader = model.join(index);
+            model.readers.push(reader);
+        }
+        model
+    }
+
+    /// The last reader reads in place; each holds some slots already.
+    fn join(&mut self, index: usize) -> Reader {
+        let (sink, layout) = sink(self.geometry, 1 + self.random.below(4) as u32);
+        let view = (index == READERS - 1).then(|| Arc::new(self.memory.open_view().unwrap()));
+        let held: HashSet<u64> = (0..100).filter(|_| self.random.one_in(10)).collect();
+        let is_held = held.clone();
+        let reader =
+            SnapshotReader::new(view.clone(), Arc::clone(&sink), layout, expect(self.geometry), move |number| {
+                is_held.contains(&number)
+            });
+        let peer = TornPeer::new(&self.memory, &sink, self.faults, self.random.next());
+        Reader { reader: reader.unwrap(), peer, sink, view, held, lent: Vec::new(), passed: 0, overrun: false }
+    }
+
+    fn apply(&mut self, operation: Operation) {
+        match operation {
+            Operation::Write { bytes } => self.write(bytes),
+            Operation::Retire { reckless } => self.retire(reckless),
+            Operation::Finish => self.finish(),
+            Operation::Pump { reader } => self.pump(reader),
+            Operation::Take { reader } => self.take(reader),
+            Operation::Release { reader } => self.release(reader),
+        }
+    }
+
+    fn write(&mut self, bytes: u64) {
+        let Some(space) = self.writer.space() else {
+            return;
+        };
+        let bytes = self.random.bytes(bytes.min(space.end - space.start) as usize);
+        self.memory.write(space.start, &bytes).unwrap();
+        self.truth.extend_from_slice(&bytes);
+        self.writer.advance(bytes.len() as u64).unwrap();
+        let beyond = self.truth.len() as u64 - self.writer.published_slots() * 4096;
+        assert!(beyond < 4096 + u64::from(HOLD_BACK), "a complete slot was not published");
+    }
+
+    fn retire(&mut self, reckless: bool) {
+        let passed = self.readers.iter().filter(|reader| !reader.overrun).map(Reader::needs_from).min();
+        let below = if reckless { self.writer.published_slots() } else { passed.unwrap_or(u64::MAX) };
+        self.writer.retire(below);
+    }
+
+    fn finish(&mut self) {
+        let trim = self.trim.min(self.truth.len() as u64);
+        if self.writer.state() == State::Open {
+            let length = self.writer.finish(trim).unwrap();
+            self.truth.truncate(length as usize);
+            assert_eq!(self.writer.received() - trim, length);
+        }
+    }
+
+    fn pump(&mut self, index: usize) {
+        let reader = &mut self.readers[index];
+        if reader.overrun {
+            return;
+        }
+        match reader.reader.pump(&mut reader.peer) {
+            Ok(()) => {}
+            Err(Error::Peer(_)) => {
+                reader.peer = TornPeer::new(&self.memory, &reader.sink, self.faults, self.random.next());
+                reader.reader.reconnect(reader.view.clone()).unwrap();
+            }
+            Err(Error::Overrun { wanted, oldest, .. }) => {
+                assert!(wanted < self.writer.retired(), "slot {wanted} is there, not below {oldest}");
+                reader.overrun = true;
+            }
+            Err(other) => panic!("{other}"),
+        }
+    }
+
+    fn take(&mut self, index: usize) {
+        let reader = &mut self.readers[index];
+        let Some(slot) = reader.reader.next_slot() else {
+            return;
+        };
+        let skipped = (reader.passed..slot.number).all(|number| reader.held.contains(&number));
+        assert!(skipped && !reader.held.contains(&slot.number) && slot.number >= reader.passed);
+        reader.passed = slot.number + 1;
+        if matches!(slot.place, Place::Sink(_)) {
+            assert_eq!(content(&slot), right(&self.truth, &slot), "wrong bytes in slot {}", slot.number);
+        }
+        reader.lent.push(slot);
+    }
+
+    fn release(&mut self, index: usize) {
+        let reader = &mut self.readers[index];
+        if reader.lent.is_empty() {
+            return;
+        }
+        let at = self.random.below(reader.lent.len() as u64) as usize;
+        let slot = reader.lent.swap_remove(at);
+        let (number, found, wanted) = (slot.number, content(&slot), right(&self.truth, &slot));
+        match reader.reader.release(slot) {
+            Ok(()) => assert_eq!(found, wanted, "slot {number} was released as whole"),
+            Err(Error::Overrun { wanted, .. }) => {
+                assert!(wanted < self.writer.retired());
+                reader.overrun = true;
+            }
+            Err(other) => panic!("{other}"),
+        }
+    }
+
+    /// Writes on until the readers have had enough, then lets all of them end.
+    fn settle(&mut self) {
+        self.faults.lost_one_in = 0;
+        self.finish();
+        for index in 0..READERS {
+            let mut pumps = 0;
+            while !self.readers[index].overrun && !self.readers[index].reader.is_complete() {
+                self.pump(index);
+                self.take(index);
+                self.release(index);
+                pumps += 1;
+                assert!(pumps < 100_000, "reader {index} never ends: {:?}", self.readers[index].reader.progress());
+            }
+            let reader = &self.readers[index];
+            let slots = (self.truth.len() as u64).div_ceil(4096);
+            let all = (reader.passed..slots).all(|number| reader.held.contains(&number));
+            assert!(reader.overrun || all, "reader {index} left slots out");
+        }
+    }
+}
+
+impl Reader {
+    /// The first slot that it has not done with.
+    fn needs_from(&self) -> u64 {
+        self.lent.iter().map(|slot| slot.number).min().unwrap_or(self.passed)
+    }
+}
+
+fn content(slot: &Slot) -> Vec<u8> {
+    let (memory, range) = slot.bytes();
+    let mut bytes = vec![0; slot.length as usize];
+    memory.read(range.start, &mut bytes).unwrap();
+    bytes
+}
+
+fn right<'a>(truth: &'a [u8], slot: &Slot) -> &'a [u8] {
+    &truth[slot.position as usize..][..slot.length as usize]
+}
+
+fn run(seed: u64, faults: Faults) -> Model {
+    let mut model = Model::new(seed, faults);
+    for _ in 0..OPERATIONS {
+        let operation = draw(&mut model.random);
+        model.apply(operation);
+    }
+    model.settle();
+    model
+}
+
+#[test]
+fn readers_get_the_bytes_that_were_written_or_know_that_they_have_not() {
+    for_seeds(60, |seed| drop(run(seed, Faults::NONE)));
+}
+
+#[test]
+fn torn_reads_and_lost_peers_never_give_wrong_bytes() {
+    for_seeds(100, |seed| drop(run(seed, Faults::ALL)));
+}
+
+/// The model is worth nothing if what it is about never happens in it.
+#[test]
+fn the_model_meets_overruns_wraps_and_whole_snapshots() {
+    let (mut overruns, mut wraps, mut wholes) = (0, 0, 0);
+    for seed in 0..60 {
+        let model = run(seed, Faults::ALL);
+        overruns += model.readers.iter().filter(|reader| reader.overrun).count();
+        wholes += model.readers.iter().filter(|reader| !reader.overrun).count();
+        wraps += usize::from(!model.writer.is_retained());
+    }
+    assert!(overruns > 5 && wraps > 20 && wholes > 20, "{overruns} overruns, {wraps} wraps, {wholes} whole");
+}
