@@ -27,6 +27,9 @@
 //! - [`rdb`]: the envelope of a snapshot: magic, version, auxiliary fields, checksum. Keys are never decoded.
 //! - [`info`]: the answer to `INFO` as a map.
 //!
+//! Two examples drive the machines against real servers: `examples/snapshot.rs` takes a snapshot of a primary, and
+//! `examples/feed.rs` makes a replica of it.
+//!
 //! What it is not: a Redis client (there is no connection), an RDB parser (no key is ever looked at), or RESP3 (we never
 //! say `HELLO 3`, so no server answers in it).
 //!
