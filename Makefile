@@ -1,0 +1,70 @@
+# What people type. Everything behind it: lab/setup/setup gets the machine ready, cargo builds, xtask does the rest.
+
+CARGO ?= cargo
+ARGS ?=
+
+# rustup puts cargo here, and not every shell knows it.
+export PATH := $(PATH):$(HOME)/.cargo/bin
+
+# Tests move gigabytes through our own code: built without any optimisation they take several times as long, built as a
+# release they check no overflows and take minutes to link. One step of optimisation is quick at both.
+export CARGO_PROFILE_DEV_OPT_LEVEL ?= 1
+
+.DEFAULT_GOAL := help
+
+## help: this list
+.PHONY: help
+help:
+	@sed -n 's/^## //p' $(MAKEFILE_LIST) | awk -F': ' '{ printf "  make %-9s %s\n", $$1, $$2 }'
+
+## setup: get this machine ready (packages, Rust check, the Valkey server); `make test` and the others call it
+.PHONY: setup
+setup:
+	@lab/setup/setup
+
+## build: the command itself, target/release/remora
+.PHONY: build
+build: setup
+	$(CARGO) build --release --locked -p remora-agent
+
+## demo: replicas by Remora and by the servers' own replication, side by side; ARGS="--size 100MiB --json FILE"
+.PHONY: demo
+demo: build
+	$(CARGO) run --release --locked -p xtask -- demo $(ARGS)
+
+## test: every test; a test that this machine cannot run says so (with CI=true it fails)
+.PHONY: test
+test: setup
+	$(CARGO) test --workspace --locked
+	$(MAKE) --no-print-directory loom
+
+# Every interleaving of the publishing protocol. In a folder of its own, as `--cfg loom` rebuilds all that it touches;
+# as a release, as the number of interleavings makes it the slowest of all tests.
+## loom: the publishing protocol of the table, all interleavings; part of test
+.PHONY: loom
+loom:
+	RUSTFLAGS="--cfg loom" CARGO_PROFILE_RELEASE_LTO=off \
+		$(CARGO) test --locked -p remora-table --lib --release --target-dir target/loom
+
+## bench: the measurements behind the numbers in the README, into bench/runs; ARGS="--only full_sync"
+.PHONY: bench
+bench: build
+	$(CARGO) run --release --locked -p xtask -- bench $(ARGS)
+
+## check: format, lints and documentation, as continuous integration wants them
+.PHONY: check
+check: format lint doc
+
+.PHONY: format lint doc
+format:
+	$(CARGO) fmt --all --check
+lint:
+	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+doc:
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked
+
+## clean: remove what was built and downloaded
+.PHONY: clean
+clean:
+	$(CARGO) clean
+	rm -rf .cache
