@@ -5,7 +5,8 @@
 
 use crate::text;
 
-/// How much of a server's own words is kept. Servers print at most some 300 bytes; a peer that sends more is clipped.
+/// How much of a server's own words is kept. Those of servers that are kept stay below 200 bytes, unless
+/// they quote a script; a peer that sends more is clipped.
 const TEXT_BYTES_MAX: usize = 512;
 
 /// A server understood the command and would not do it.
