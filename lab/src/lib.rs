@@ -20,6 +20,7 @@
 //! - [`workload`]: a writer that never rests, and a data set with every type in it.
 //! - [`compare`]: whether a replica is exact, and what differs where it isn't.
 //! - [`require`]: what a test needs of its machine, and how it is passed over where that is missing.
+//! - [`tls`]: certificates made on the spot.
 //! - [`net`]: hosts as network namespaces, with cables to cut and to slow down.
 //! - [`process`], [`scratch`], [`random`]: what these stand on.
 //!
@@ -36,6 +37,7 @@ pub mod random;
 pub mod require;
 pub mod scratch;
 pub mod server;
+pub mod tls;
 pub mod workload;
 
 pub use agent::Agent;
@@ -44,5 +46,6 @@ pub use compare::{Agreement, assert_same_data};
 pub use error::{Error, Result};
 pub use net::{Host, Net, Shape};
 pub use random::Random;
-pub use server::{Builder, Kind, Server, Tls};
+pub use server::{Builder, Kind, Server};
+pub use tls::Tls;
 pub use workload::{Workload, fill_every_type};

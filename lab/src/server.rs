@@ -20,6 +20,7 @@ use crate::net::Host;
 use crate::process::{self, Process};
 use crate::random::Random;
 use crate::scratch;
+use crate::tls::Tls;
 
 /// The servers that the set-up provides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -302,17 +303,6 @@ pub struct Builder {
     lab_password: String,
     host: Option<Host>,
     start_time: Duration,
-}
-
-/// The certificate files of a server, PEM.
-#[derive(Clone, Debug)]
-pub struct Tls {
-    /// Who may sign the certificates of others.
-    pub ca: PathBuf,
-    /// The server's certificate.
-    pub certificate: PathBuf,
-    /// Its private key.
-    pub key: PathBuf,
 }
 
 impl Builder {

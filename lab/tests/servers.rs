@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use remora_lab::{Address, Client, Kind, Server, require};
+use remora_lab::{Address, Client, Kind, Server, assert_same_data, require, scratch, tls};
 
 const SOON: Duration = Duration::from_secs(30);
 
@@ -77,6 +77,21 @@ fn a_restarted_server_has_its_file_again_and_a_paused_one_is_silent() {
         server.stop(SOON).unwrap();
         assert!(server.client().is_err());
     }
+}
+
+#[test]
+fn a_server_with_certificates_replicates_over_tls() {
+    let Some(kind) = require::redis().filter(|kind| kind.speaks_tls()) else { return };
+    let folder = scratch::folder("tls").unwrap();
+    let (files, _) = tls::certificates(folder.path(), &[]).unwrap();
+    let secure = || Server::builder(kind).tls(files.clone()).config("tls-replication", "yes");
+    let (primary, replica) = (secure().start().unwrap(), secure().start().unwrap());
+    assert!(primary.tls_url().unwrap().starts_with("rediss://127.0.0.1:"));
+    primary.client().unwrap().ok(&["SET", "sealed", "letter"]).unwrap();
+    let port = primary.tls_port().unwrap().to_string();
+    replica.client().unwrap().ok(&["REPLICAOF", "127.0.0.1", &port]).unwrap();
+    replica.wait_for_link(SOON).unwrap();
+    assert_same_data(&primary, &replica);
 }
 
 #[test]
