@@ -1,1 +1,410 @@
-//! To be written.
+//! What the programs under `bin/` share: how figures are taken, summed up and kept. No figure is taken here.
+//!
+//! Rules that hold for all of them:
+//!
+//! - **Ratios within one run.** The machine's speed changes by the hour; a figure is worth something beside its rival's, taken
+//!   in turn with it, round by round. What is claimed is the median of the rounds' ratios.
+//! - **Wall time and processor time.** Where both ends share two cores the wall clock says who waited for whom, the processor
+//!   seconds of each side say what it cost.
+//! - **Runs are kept** ([`Run`]): what was typed, on which machine, every single figure, and the summary.
+
+#![deny(unsafe_code)] // but for one call in `cpu`
+
+pub mod source;
+
+use std::{
+    fmt::Write as _,
+    fs, io,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use serde::Serialize;
+
+/// One measurement of one thing in one round.
+#[derive(Clone, Debug, Serialize)]
+pub struct Sample {
+    /// What was measured, e.g. `tcp` or its rival `iperf3`.
+    pub subject: String,
+    /// Under which circumstances, e.g. `1 MiB × 16`.
+    pub case: String,
+    /// From 0.
+    pub round: usize,
+    /// The figure, in the unit of the run.
+    pub value: f64,
+    /// Processor seconds of the reading (or only) side.
+    pub reader_cpu_seconds: f64,
+    /// Processor seconds of the serving side, where there is one.
+    pub source_cpu_seconds: f64,
+    /// What the processor seconds were spent on, in GB (10⁹ bytes).
+    pub gigabytes: f64,
+}
+
+/// What several rounds of one measurement come to.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Spread {
+    /// The middle one.
+    pub median: f64,
+    /// The smallest.
+    pub low: f64,
+    /// The largest.
+    pub high: f64,
+}
+
+impl Spread {
+    /// `None` for no values at all.
+    pub fn of(values: impl IntoIterator<Item = f64>) -> Option<Spread> {
+        let mut values: Vec<f64> = values.into_iter().filter(|value| value.is_finite()).collect();
+        values.sort_by(f64::total_cmp);
+        let (low, high) = (*values.first()?, *values.last()?);
+        Some(Spread { median: quantile(&values, 0.5)?, low, high })
+    }
+}
+
+/// The value below which the share `q` of the `sorted` values lies, between two of them if need be.
+pub fn quantile(sorted: &[f64], q: f64) -> Option<f64> {
+    let place = q.clamp(0.0, 1.0) * sorted.len().checked_sub(1)? as f64;
+    let below = sorted.get(place.floor() as usize)?;
+    let above = sorted.get(place.ceil() as usize)?;
+    Some(below + (above - below) * place.fract())
+}
+
+/// Processor time, of user and system together.
+pub mod cpu {
+    use std::{io, time::Duration};
+
+    /// Of this process so far, all threads together.
+    ///
+    /// # Errors
+    /// What `getrusage(2)` says.
+    pub fn of_self() -> io::Result<Duration> {
+        usage(libc::RUSAGE_SELF)
+    }
+
+    /// Of all children that have ended and were waited for, and theirs.
+    ///
+    /// # Errors
+    /// What `getrusage(2)` says.
+    pub fn of_ended_children() -> io::Result<Duration> {
+        usage(libc::RUSAGE_CHILDREN)
+    }
+
+    #[allow(unsafe_code)]
+    fn usage(who: libc::c_int) -> io::Result<Duration> {
+        let mut usage = std::mem::MaybeUninit::<libc::rusage>::uninit();
+        // SAFETY: getrusage needs a valid pointer to a writable rusage; this one is of a local that outlives the call.
+        if unsafe { libc::getrusage(who, usage.as_mut_ptr()) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: a call that returned 0 has filled the whole struct.
+        let usage = unsafe { usage.assume_init() };
+        Ok(duration(usage.ru_utime) + duration(usage.ru_stime))
+    }
+
+    fn duration(time: libc::timeval) -> Duration {
+        Duration::from_secs(time.tv_sec.unsigned_abs()) + Duration::from_micros(time.tv_usec.unsigned_abs())
+    }
+}
+
+/// The machine, in the words that a reader of a kept run needs.
+#[derive(Clone, Debug, Serialize)]
+pub struct Machine {
+    /// Its own name for itself.
+    pub host: String,
+    /// Model of the processor and number of processors.
+    pub processor: String,
+    /// Memory in GiB.
+    pub memory: String,
+    /// Kernel and distribution.
+    pub system: String,
+    /// Congestion control that TCP uses unless told otherwise.
+    pub congestion: String,
+    /// Load average at the beginning: what else was going on.
+    pub load: String,
+}
+
+impl Machine {
+    /// This one. What can't be found out is given as `?`.
+    pub fn here() -> Machine {
+        let file = |path: &str| fs::read_to_string(path).map_or_else(|_| "?".to_owned(), |text| text.trim().to_owned());
+        let field = |text: &str, name: &str, by: char| {
+            let line = text.lines().find(|line| line.starts_with(name));
+            line.and_then(|line| line.split_once(by)).map_or("?".to_owned(), |(_, value)| value.trim().replace('"', ""))
+        };
+        let processors = std::thread::available_parallelism().map_or(0, usize::from);
+        let kilobytes: f64 =
+            field(&file("/proc/meminfo"), "MemTotal", ':').trim_end_matches(" kB").parse().unwrap_or(0.0);
+        Machine {
+            host: file("/proc/sys/kernel/hostname"),
+            processor: format!("{} × {}", processors, field(&file("/proc/cpuinfo"), "model name", ':')),
+            memory: format!("{:.0} GiB", kilobytes / f64::from(1 << 20)),
+            system: format!(
+                "Linux {}, {}",
+                file("/proc/sys/kernel/osrelease"),
+                field(&file("/etc/os-release"), "PRETTY_NAME", '=')
+            ),
+            congestion: file("/proc/sys/net/ipv4/tcp_congestion_control"),
+            load: file("/proc/loadavg"),
+        }
+    }
+}
+
+/// One run of a program: everything it found out, ready to be shown and kept.
+#[derive(Clone, Debug, Serialize)]
+pub struct Run {
+    /// The program.
+    pub program: String,
+    /// What the values are, e.g. `GB/s`.
+    pub unit: String,
+    /// What was typed.
+    pub command: String,
+    /// The source's commit, `?` outside a repository.
+    pub commit: String,
+    /// Day of the run, UTC.
+    pub date: String,
+    /// Where.
+    pub machine: Machine,
+    /// What a reader must know, e.g. which rival was missing.
+    pub notes: Vec<String>,
+    /// Every figure.
+    pub samples: Vec<Sample>,
+    /// Subject and rival with their case, and what is promised of the ratio, if anything.
+    pub comparisons: Vec<Comparison>,
+}
+
+/// Two things measured in turn.
+#[derive(Clone, Debug, Serialize)]
+pub struct Comparison {
+    /// Ours: subject and case.
+    pub ours: (String, String),
+    /// The rival: subject and case.
+    pub rival: (String, String),
+    /// The least ratio of ours to the rival's that is promised.
+    pub at_least: Option<f64>,
+    /// The ratios of the rounds.
+    pub ratio: Option<Spread>,
+}
+
+impl Run {
+    /// An empty run of `program`, whose values are in `unit`.
+    pub fn new(program: &str, unit: &str) -> Run {
+        let arguments: Vec<String> = std::env::args().skip(1).collect();
+        Run {
+            program: program.to_owned(),
+            unit: unit.to_owned(),
+            command: format!("{program} {}", arguments.join(" ")).trim_end().to_owned(),
+            commit: said_by("git", &["describe", "--always", "--dirty"]),
+            date: said_by("date", &["-u", "+%Y-%m-%d"]),
+            machine: Machine::here(),
+            notes: Vec::new(),
+            samples: Vec::new(),
+            comparisons: Vec::new(),
+        }
+    }
+
+    /// Compares two things by the ratio in each round that has both.
+    pub fn compare(&mut self, ours: (&str, &str), rival: (&str, &str), at_least: Option<f64>) {
+        let owned = |(subject, case): (&str, &str)| (subject.to_owned(), case.to_owned());
+        let rounds = self.samples.iter().map(|sample| sample.round + 1).max().unwrap_or(0);
+        let ratio = |round| Some(self.value(ours, round)? / self.value(rival, round)?);
+        let ratio = Spread::of((0..rounds).filter_map(ratio));
+        self.comparisons.push(Comparison { ours: owned(ours), rival: owned(rival), at_least, ratio });
+    }
+
+    fn value(&self, (subject, case): (&str, &str), round: usize) -> Option<f64> {
+        let is_it = |sample: &&Sample| sample.subject == subject && sample.case == case && sample.round == round;
+        self.samples.iter().find(is_it).map(|sample| sample.value)
+    }
+
+    /// Whether every promise was kept; a comparison without figures keeps none.
+    pub fn keeps_promises(&self) -> bool {
+        let kept = |comparison: &Comparison| match (comparison.at_least, comparison.ratio) {
+            (Some(least), Some(ratio)) => ratio.median >= least,
+            (Some(_), None) => false,
+            (None, _) => true,
+        };
+        self.comparisons.iter().all(kept)
+    }
+
+    /// The summary, as Markdown.
+    pub fn summary(&self) -> String {
+        let mut out = format!("# {} ({})\n\n", self.program, self.unit);
+        let _ = writeln!(out, "| subject | case | median | low | high | reader CPU s/GB | source CPU s/GB |");
+        let _ = writeln!(out, "|---|---|---:|---:|---:|---:|---:|");
+        for (subject, case) in self.cells() {
+            let of_cell = || self.samples.iter().filter(|sample| sample.subject == subject && sample.case == case);
+            let Some(value) = Spread::of(of_cell().map(|sample| sample.value)) else { continue };
+            let per_gigabyte = |seconds: fn(&Sample) -> f64| {
+                let spread = Spread::of(of_cell().map(|sample| seconds(sample) / sample.gigabytes));
+                spread.map_or("–".to_owned(), |spread| format!("{:.3}", spread.median))
+            };
+            let _ = writeln!(
+                out,
+                "| {subject} | {case} | {:.2} | {:.2} | {:.2} | {} | {} |",
+                value.median,
+                value.low,
+                value.high,
+                per_gigabyte(|sample| sample.reader_cpu_seconds),
+                per_gigabyte(|sample| sample.source_cpu_seconds),
+            );
+        }
+        self.summarise_comparisons(&mut out);
+        for note in &self.notes {
+            let _ = writeln!(out, "\n> {note}");
+        }
+        out
+    }
+
+    fn summarise_comparisons(&self, out: &mut String) {
+        if self.comparisons.is_empty() {
+            return;
+        }
+        let _ = writeln!(out, "\n| ours | rival | ratio: median | low | high | promised |");
+        let _ = writeln!(out, "|---|---|---:|---:|---:|---|");
+        for Comparison { ours, rival, at_least, ratio } in &self.comparisons {
+            let verdict = match (at_least, ratio) {
+                (None, _) => "–".to_owned(),
+                (Some(least), Some(ratio)) if ratio.median >= *least => format!("≥ {least}: kept"),
+                (Some(least), _) => format!("≥ {least}: **not kept**"),
+            };
+            let ratio = ratio
+                .map_or("– | – | –".to_owned(), |r| format!("{:.2} | {:.2} | {:.2}", r.median, r.low, r.high));
+            let _ = writeln!(out, "| {} {} | {} {} | {ratio} | {verdict} |", ours.0, ours.1, rival.0, rival.1);
+        }
+    }
+
+    /// Subjects and cases in the order of their first sample.
+    fn cells(&self) -> Vec<(&str, &str)> {
+        let mut cells = Vec::new();
+        for sample in &self.samples {
+            let cell = (sample.subject.as_str(), sample.case.as_str());
+            if !cells.contains(&cell) {
+                cells.push(cell);
+            }
+        }
+        cells
+    }
+
+    /// Shows the summary, and keeps the run where the options say.
+    ///
+    /// # Errors
+    /// A folder or file could not be written.
+    pub fn finish(&self, out: Option<&Path>, json: Option<&Path>) -> io::Result<()> {
+        print!("{}", self.summary());
+        if let Some(path) = json {
+            fs::write(path, serde_json::to_vec_pretty(self)?)?;
+        }
+        if let Some(folder) = out {
+            println!("\nkept in {}", self.keep(folder)?.display());
+        }
+        Ok(())
+    }
+
+    /// Writes `<folder>/<date>-<host>-<program>/`: README.md, raw.csv, summary.md, run.json.
+    fn keep(&self, folder: &Path) -> io::Result<PathBuf> {
+        let folder = folder.join(format!("{}-{}-{}", self.date, self.machine.host, self.program));
+        fs::create_dir_all(&folder)?;
+        fs::write(folder.join("README.md"), self.readme())?;
+        fs::write(folder.join("raw.csv"), self.raw())?;
+        fs::write(folder.join("summary.md"), self.summary())?;
+        fs::write(folder.join("run.json"), serde_json::to_vec_pretty(self)?)?;
+        Ok(folder)
+    }
+
+    fn readme(&self) -> String {
+        let Machine { processor, memory, system, congestion, load, .. } = &self.machine;
+        format!(
+            "# {} on {}, {}\n\n- command: `{}`\n- commit: {}\n- processor: {processor}\n- memory: {memory}\n- system: {system}\n\
+             - TCP's own congestion control: {congestion}\n- load at the beginning: {load}\n\n`raw.csv` has every figure, \
+             `summary.md` their medians and ratios, `run.json` both.\n",
+            self.program, self.machine.host, self.date, self.command, self.commit,
+        )
+    }
+
+    fn raw(&self) -> String {
+        let mut out = String::from("subject,case,round,value,unit,reader_cpu_seconds,source_cpu_seconds,gigabytes\n");
+        for sample in &self.samples {
+            let Sample { subject, case, round, value, reader_cpu_seconds, source_cpu_seconds, gigabytes } = sample;
+            let _ = writeln!(
+                out,
+                "{subject},{case},{round},{value:.6},{},{reader_cpu_seconds:.6},{source_cpu_seconds:.6},{gigabytes:.6}",
+                self.unit
+            );
+        }
+        out
+    }
+}
+
+/// Bytes as people write them, where they are a whole number of the unit.
+pub fn bytes(count: u64) -> String {
+    match count {
+        count if count >= 1 << 20 && count % (1 << 20) == 0 => format!("{} MiB", count >> 20),
+        count if count >= 1 << 10 && count % (1 << 10) == 0 => format!("{} KiB", count >> 10),
+        count => format!("{count} B"),
+    }
+}
+
+/// First line that a command says, or `?`.
+fn said_by(command: &str, arguments: &[&str]) -> String {
+    let output = Command::new(command).args(arguments).output();
+    let text = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
+    text.lines().next().unwrap_or("?").to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::time::Duration;
+
+    use super::*;
+
+    fn sample(subject: &str, round: usize, value: f64) -> Sample {
+        let (subject, case) = (subject.to_owned(), "case".to_owned());
+        Sample { subject, case, round, value, reader_cpu_seconds: 0.5, source_cpu_seconds: 0.25, gigabytes: 2.0 }
+    }
+
+    #[test]
+    fn a_median_lies_in_the_middle_and_quantiles_between_their_neighbours() {
+        assert_eq!(Spread::of([3.0, 1.0, 2.0]), Some(Spread { median: 2.0, low: 1.0, high: 3.0 }));
+        assert_eq!(Spread::of([4.0, 1.0, 2.0, 3.0]).unwrap().median, 2.5);
+        assert_eq!(Spread::of([]), None);
+        assert_eq!(quantile(&[0.0, 10.0], 0.99), Some(9.9));
+        assert_eq!(quantile(&[], 0.5), None);
+    }
+
+    #[test]
+    fn ratios_are_taken_round_by_round_and_promises_judged_by_their_median() {
+        let mut run = Run::new("test", "GB/s");
+        for (round, (ours, rival)) in [(9.0, 10.0), (1.0, 1.0), (5.0, 10.0)].into_iter().enumerate() {
+            run.samples.extend([sample("ours", round, ours), sample("rival", round, rival)]);
+        }
+        run.compare(("ours", "case"), ("rival", "case"), Some(0.9));
+        assert_eq!(run.comparisons[0].ratio, Some(Spread { median: 0.9, low: 0.5, high: 1.0 }));
+        assert!(run.keeps_promises());
+        run.compare(("ours", "case"), ("rival", "case"), Some(0.91));
+        assert!(!run.keeps_promises());
+        assert!(run.summary().contains("| ours | case | 5.00 | 1.00 | 9.00 | 0.250 | 0.125 |"));
+    }
+
+    #[test]
+    fn a_promise_without_figures_is_not_kept() {
+        let mut run = Run::new("test", "GB/s");
+        run.compare(("ours", "case"), ("missing", "case"), Some(0.5));
+        assert!(!run.keeps_promises());
+    }
+
+    #[test]
+    fn processor_time_grows_with_work() {
+        let before = cpu::of_self().unwrap();
+        let mut number = 1u64;
+        while cpu::of_self().unwrap() < before + Duration::from_millis(2) {
+            number = std::hint::black_box(number.wrapping_mul(3));
+        }
+        assert!(cpu::of_ended_children().is_ok());
+    }
+
+    #[test]
+    fn sizes_are_written_as_people_do() {
+        assert_eq!([bytes(512), bytes(4096), bytes(1 << 20), bytes(1 << 30)], ["512 B", "4 KiB", "1 MiB", "1024 MiB"]);
+    }
+}

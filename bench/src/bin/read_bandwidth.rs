@@ -1,0 +1,328 @@
+//! How many bytes a second are read out of another process's region: shm against memcpy, tcp against iperf3.
+//!
+//! Each round measures every subject and its rival in turn, so that a slow minute of the machine strikes both. Region and sink
+//! are warm. The reader keeps `depth` reads outstanding and reads the region from front to back, each read into its own
+//! place in the sink, as a replica fetches a table.
+//!
+//! ```text
+//! cargo run --release -p remora-bench --bin read_bandwidth -- --rounds 5 --out bench/runs
+//! ```
+
+use std::{
+    collections::VecDeque,
+    hint::black_box,
+    io,
+    net::TcpListener,
+    path::PathBuf,
+    process::{Child, Command, ExitCode, Stdio},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use clap::Parser;
+use remora_bench::{
+    Run, Sample, bytes, cpu,
+    source::{Source, Wish, be_the_source_if_asked, warm_memory},
+};
+use remora_fabric::{Completion, Memory, Peer, ReadRequest};
+
+/// Read bandwidth of shm and tcp against memcpy and iperf3. Exits with 1 if a promised ratio is not reached.
+#[derive(Parser, Debug)]
+struct Options {
+    /// Rounds; the figures are medians over them.
+    #[arg(long, default_value_t = 5)]
+    rounds: usize,
+    /// Milliseconds per measurement.
+    #[arg(long, default_value_t = 1000)]
+    millis: u64,
+    /// Only these subjects.
+    #[arg(long, value_delimiter = ',', default_value = "shm,tcp")]
+    transports: Vec<String>,
+    /// Sizes of a read, in KiB.
+    #[arg(long, value_delimiter = ',', default_value = "4,64,1024,4096")]
+    sizes_kib: Vec<u32>,
+    /// Reads outstanding.
+    #[arg(long, value_delimiter = ',', default_value = "1,16")]
+    depths: Vec<usize>,
+    /// Length of the region in MiB.
+    #[arg(long, default_value_t = 512)]
+    region_mib: u64,
+    /// Congestion control of both tcp and iperf3; the system's if not given.
+    #[arg(long)]
+    congestion: Option<String>,
+    /// The source sends by sendfile(2).
+    #[arg(long)]
+    send_file: bool,
+    /// Lanes per peer.
+    #[arg(long, default_value_t = 1)]
+    lanes: u8,
+    /// Keeps the run in a folder of its own below this one.
+    #[arg(long)]
+    out: Option<PathBuf>,
+    /// Writes everything as JSON.
+    #[arg(long)]
+    json: Option<PathBuf>,
+}
+
+fn main() -> Result<ExitCode, Box<dyn std::error::Error>> {
+    be_the_source_if_asked();
+    let options = Options::parse();
+    let mut bench = Bench::new(&options)?;
+    for round in 0..options.rounds {
+        eprintln!("round {} of {}", round + 1, options.rounds);
+        bench.round(round)?;
+    }
+    bench.compare();
+    bench.run.finish(options.out.as_deref(), options.json.as_deref())?;
+    Ok(if bench.run.keeps_promises() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+struct Bench<'a> {
+    options: &'a Options,
+    run: Run,
+    source: Source,
+    sink: Arc<Memory>,
+    /// What memcpy copies: ordinary memory of this process.
+    plain: Vec<u8>,
+    has_iperf3: bool,
+}
+
+impl Bench<'_> {
+    fn new(options: &Options) -> Result<Bench<'_>, Box<dyn std::error::Error>> {
+        let depth = options.depths.iter().copied().max().unwrap_or(1);
+        let largest = u64::from(options.sizes_kib.iter().copied().max().unwrap_or(1024)) << 10;
+        let region_bytes = options.region_mib << 20;
+        if largest > region_bytes {
+            return Err("a read does not fit into the region: give a larger --region-mib".into());
+        }
+        let congestion = options.congestion.clone();
+        let wish = Wish { region_bytes, congestion, send_file: options.send_file, lanes: options.lanes, depth };
+        let mut run = Run::new("read_bandwidth", "GB/s");
+        let has_iperf3 = Command::new("iperf3").arg("--version").output().is_ok_and(|output| output.status.success());
+        if !has_iperf3 && options.transports.iter().any(|name| name == "tcp") {
+            let note =
+                "iperf3 IS NOT INSTALLED: tcp was measured without its rival, and its promise could not be judged";
+            eprintln!("{note}");
+            run.notes.push(note.to_owned());
+        }
+        Ok(Bench {
+            options,
+            run,
+            source: Source::start(&wish)?,
+            sink: warm_memory("bench-sink", largest * depth as u64)?,
+            plain: (0..region_bytes).map(|byte| (byte / 4096 % 251) as u8).collect(),
+            has_iperf3,
+        })
+    }
+
+    fn round(&mut self, round: usize) -> Result<(), Box<dyn std::error::Error>> {
+        for size in self.options.sizes_kib.iter().map(|kib| kib << 10) {
+            for depth in self.options.depths.iter().copied() {
+                if self.measures("shm") {
+                    let memcpy = self.memcpy(size, depth)?;
+                    self.note("memcpy", size, depth, round, memcpy);
+                    let mut peer = self.source.connect_shm(&self.sink)?;
+                    let shm = self.read(peer.as_mut(), size, depth)?;
+                    self.note("shm", size, depth, round, shm);
+                }
+                if self.measures("tcp") {
+                    let mut peer = self.source.connect_tcp(&self.sink)?;
+                    let tcp = self.read(peer.as_mut(), size, depth)?;
+                    self.note("tcp", size, depth, round, tcp);
+                }
+            }
+            if self.measures("tcp") && self.has_iperf3 && size == IPERF3_BYTES {
+                let iperf3 = iperf3(self.options)?;
+                self.note("iperf3 -l", size, 0, round, iperf3);
+            }
+        }
+        Ok(())
+    }
+
+    fn measures(&self, transport: &str) -> bool {
+        self.options.transports.iter().any(|name| name == transport)
+    }
+
+    /// One cell of ours.
+    fn read(&mut self, peer: &mut dyn Peer, size: u32, depth: usize) -> Result<Figures, Box<dyn std::error::Error>> {
+        let region_bytes = self.options.region_mib << 20;
+        // Once around small and quick, so that windows have opened and nothing is done for the first time.
+        pump(peer, size, depth, region_bytes, Duration::from_millis(self.options.millis / 5))?;
+        let (reader, source) = (cpu::of_self()?, self.source.cpu()?);
+        let (count, elapsed) = pump(peer, size, depth, region_bytes, Duration::from_millis(self.options.millis))?;
+        Ok(Figures {
+            bytes: count,
+            elapsed,
+            reader_cpu: cpu::of_self()? - reader,
+            source_cpu: self.source.cpu()? - source,
+        })
+    }
+
+    /// The rival of shm: the same bytes, out of memory of our own, by the standard library's copy.
+    fn memcpy(&self, size: u32, depth: usize) -> io::Result<Figures> {
+        let size = size as usize;
+        let mut sink = vec![1; size * depth];
+        let mut copy = |time: Duration| {
+            let (began, mut count) = (Instant::now(), 0);
+            let mut places = (0..depth).cycle();
+            for from in self.plain.chunks_exact(size).cycle() {
+                let place = places.next().unwrap_or_default() * size;
+                if let Some(into) = sink.get_mut(place..place + size) {
+                    into.copy_from_slice(black_box(from));
+                    black_box(into);
+                }
+                count += size as u64;
+                if count % CLOCK_BYTES < size as u64 && began.elapsed() >= time {
+                    break;
+                }
+            }
+            (count, began.elapsed())
+        };
+        copy(Duration::from_millis(self.options.millis / 5));
+        let reader = cpu::of_self()?;
+        let (bytes, elapsed) = copy(Duration::from_millis(self.options.millis));
+        Ok(Figures { bytes, elapsed, reader_cpu: cpu::of_self()? - reader, source_cpu: Duration::ZERO })
+    }
+
+    fn note(&mut self, subject: &str, size: u32, depth: usize, round: usize, figures: Figures) {
+        let gigabytes = figures.bytes as f64 / 1e9;
+        self.run.samples.push(Sample {
+            subject: subject.to_owned(),
+            case: case(size, depth),
+            round,
+            value: gigabytes / figures.elapsed.as_secs_f64(),
+            reader_cpu_seconds: figures.reader_cpu.as_secs_f64(),
+            source_cpu_seconds: figures.source_cpu.as_secs_f64(),
+            gigabytes,
+        });
+    }
+
+    fn compare(&mut self) {
+        for size in self.options.sizes_kib.iter().map(|kib| kib << 10) {
+            for depth in self.options.depths.iter().copied() {
+                let ours = case(size, depth);
+                if self.measures("shm") {
+                    let promise = (size == 1 << 20).then_some(0.9);
+                    self.run.compare(("shm", &ours), ("memcpy", &ours), promise);
+                }
+                if self.measures("tcp") && self.has_iperf3 && size == IPERF3_BYTES {
+                    let promise = (depth == 16).then_some(0.9);
+                    self.run.compare(("tcp", &ours), ("iperf3 -l", &case(size, 0)), promise);
+                }
+            }
+        }
+    }
+}
+
+/// What one measurement found.
+struct Figures {
+    bytes: u64,
+    elapsed: Duration,
+    reader_cpu: Duration,
+    source_cpu: Duration,
+}
+
+/// Reads for `time`, `depth` reads at a time. The bytes that came, and how long it took to the last of them.
+fn pump(
+    peer: &mut dyn Peer,
+    size: u32,
+    depth: usize,
+    region_bytes: u64,
+    time: Duration,
+) -> Result<(u64, Duration), Box<dyn std::error::Error>> {
+    let began = Instant::now();
+    let (mut offset, mut count, mut outstanding, mut since_clock) = (0, 0, 0, 0);
+    let mut is_over = false;
+    let mut places: VecDeque<u64> = (0..depth as u64).collect();
+    let mut reads = Vec::with_capacity(depth);
+    let mut completions: Vec<Completion> = Vec::with_capacity(depth);
+    while !is_over || outstanding > 0 {
+        reads.clear();
+        while let Some(place) = places.pop_front().filter(|_| !is_over) {
+            reads.push(ReadRequest { tag: place, offset, length: size, sink_offset: place * u64::from(size) });
+            offset += u64::from(size);
+            if offset + u64::from(size) > region_bytes {
+                offset = 0;
+            }
+        }
+        let accepted = peer.post_read(&reads)?;
+        places.extend(reads.iter().skip(accepted).map(|read| read.tag));
+        outstanding += accepted;
+        completions.clear();
+        if peer.poll(&mut completions)? == 0 {
+            peer.wait(Duration::from_secs(1))?;
+        }
+        for completion in &completions {
+            count += u64::from(completion.result?);
+            since_clock += u64::from(size);
+            places.push_back(completion.tag);
+        }
+        outstanding -= completions.len();
+        if since_clock >= CLOCK_BYTES {
+            since_clock = 0;
+            is_over = began.elapsed() >= time;
+        }
+    }
+    Ok((count, began.elapsed()))
+}
+
+/// One run of iperf3 on the loopback, for as long as ours.
+fn iperf3(options: &Options) -> Result<Figures, Box<dyn std::error::Error>> {
+    let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port().to_string();
+    let server =
+        Command::new("iperf3").args(["-s", "-1", "-B", "127.0.0.1", "-p", &port]).stdout(Stdio::null()).spawn()?;
+    let _server = Reaped(server);
+    let seconds = options.millis.div_ceil(1000).max(1).to_string();
+    let mut client = Command::new("iperf3");
+    client.args(["-c", "127.0.0.1", "-p", &port, "-l", "1M", "-J", "-t", &seconds]);
+    if let Some(name) = &options.congestion {
+        client.args(["-C", name]);
+    }
+    if options.send_file {
+        client.arg("-Z");
+    }
+    // Until it listens.
+    let deadline = Instant::now() + Duration::from_secs(5);
+    let report: serde_json::Value = loop {
+        let report = serde_json::from_slice(&client.output()?.stdout).unwrap_or_default();
+        match &report {
+            serde_json::Value::Object(found) if !found.contains_key("error") => break report,
+            found if Instant::now() > deadline => return Err(format!("iperf3 failed: {found}").into()),
+            _ => std::thread::sleep(Duration::from_millis(20)),
+        }
+    };
+    let end = &report["end"];
+    let number = |value: &serde_json::Value| value.as_f64().ok_or("iperf3 left out a figure");
+    let elapsed = number(&end["sum_received"]["seconds"])?;
+    let busy = |side: &str| Ok::<_, &str>(number(&end["cpu_utilization_percent"][side])? / 100.0 * elapsed);
+    Ok(Figures {
+        bytes: number(&end["sum_received"]["bytes"])? as u64,
+        elapsed: Duration::from_secs_f64(elapsed),
+        reader_cpu: Duration::from_secs_f64(busy("remote_total")?),
+        source_cpu: Duration::from_secs_f64(busy("host_total")?),
+    })
+}
+
+/// A child that ends with its owner.
+struct Reaped(Child);
+
+impl Drop for Reaped {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// How a cell is called; depth 0 for a stream that nobody asks for.
+fn case(size: u32, depth: usize) -> String {
+    match depth {
+        0 => bytes(size.into()),
+        depth => format!("{} × {depth}", bytes(size.into())),
+    }
+}
+
+/// The length of iperf3's writes, `-l 1M`.
+const IPERF3_BYTES: u32 = 1 << 20;
+
+/// The clock is looked at this often.
+const CLOCK_BYTES: u64 = 8 << 20;

@@ -1,0 +1,209 @@
+//! How long one read takes, one after the other: shm against memcpy, tcp against the plainest thing that answers over TCP.
+//!
+//! The rival of tcp is a loop of `read_exact` and `write_all` over a blocking socket, out of and into private memory, without
+//! generations, bounds, time-outs or more than one read at a time: what a transport on two sockets can at best cost.
+//!
+//! Each round measures every subject and its rival in turn. A figure is the median latency of a round; the 99th percentile is a
+//! subject of its own.
+//!
+//! ```text
+//! cargo run --release -p remora-bench --bin read_latency -- --rounds 5 --out bench/runs
+//! ```
+
+use std::{
+    hint::black_box,
+    io::{Read, Write},
+    path::PathBuf,
+    process::ExitCode,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use clap::Parser;
+use remora_bench::{
+    Run, Sample, bytes, cpu, quantile,
+    source::{Source, Wish, be_the_source_if_asked, warm_memory},
+};
+use remora_fabric::{Memory, Peer, ReadRequest};
+
+/// Latency of single reads of shm and tcp against memcpy and plain blocking sockets.
+#[derive(Parser, Debug)]
+struct Options {
+    /// Rounds; the figures are medians over them.
+    #[arg(long, default_value_t = 5)]
+    rounds: usize,
+    /// Milliseconds per measurement.
+    #[arg(long, default_value_t = 500)]
+    millis: u64,
+    /// Only these subjects.
+    #[arg(long, value_delimiter = ',', default_value = "shm,tcp")]
+    transports: Vec<String>,
+    /// Sizes of a read, in bytes.
+    #[arg(long, value_delimiter = ',', default_value = "64,4096,65536,1048576")]
+    sizes: Vec<u32>,
+    /// Length of the region in MiB.
+    #[arg(long, default_value_t = 256)]
+    region_mib: u64,
+    /// Congestion control of tcp; the system's if not given.
+    #[arg(long)]
+    congestion: Option<String>,
+    /// Keeps the run in a folder of its own below this one.
+    #[arg(long)]
+    out: Option<PathBuf>,
+    /// Writes everything as JSON.
+    #[arg(long)]
+    json: Option<PathBuf>,
+}
+
+fn main() -> Result<ExitCode, Box<dyn std::error::Error>> {
+    be_the_source_if_asked();
+    let options = Options::parse();
+    let mut bench = Bench::new(&options)?;
+    for round in 0..options.rounds {
+        eprintln!("round {} of {}", round + 1, options.rounds);
+        for size in &options.sizes {
+            bench.round(round, *size)?;
+        }
+    }
+    bench.compare();
+    bench.run.finish(options.out.as_deref(), options.json.as_deref())?;
+    Ok(if bench.run.keeps_promises() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+type Failure = Box<dyn std::error::Error>;
+
+struct Bench<'a> {
+    options: &'a Options,
+    run: Run,
+    source: Source,
+    sink: Arc<Memory>,
+    /// What memcpy copies: ordinary memory of this process.
+    plain: Vec<u8>,
+}
+
+impl Bench<'_> {
+    fn new(options: &Options) -> Result<Bench<'_>, Failure> {
+        let region_bytes = options.region_mib << 20;
+        let largest = u64::from(options.sizes.iter().copied().max().unwrap_or(1));
+        if largest == 0 || largest > region_bytes {
+            return Err("a read must have bytes and fit into the region: give a larger --region-mib".into());
+        }
+        let wish = Wish { region_bytes, congestion: options.congestion.clone(), send_file: false, lanes: 1, depth: 1 };
+        Ok(Bench {
+            options,
+            run: Run::new("read_latency", "µs"),
+            source: Source::start(&wish)?,
+            sink: warm_memory("bench-sink", largest)?,
+            plain: (0..region_bytes).map(|byte| (byte / 4096 % 251) as u8).collect(),
+        })
+    }
+
+    fn round(&mut self, round: usize, size: u32) -> Result<(), Failure> {
+        let (measures_shm, measures_tcp) = (self.measures("shm"), self.measures("tcp"));
+        if measures_shm {
+            let mut into = vec![1; size as usize];
+            let mut from = self.plain.chunks_exact(size as usize).cycle();
+            let memcpy = self.options.time(|_| {
+                into.copy_from_slice(black_box(from.next().unwrap_or_default()));
+                Ok(())
+            });
+            self.note("memcpy", size, round, memcpy?, 0.0);
+            let mut peer = self.source.connect_shm(&self.sink)?;
+            let shm = self.options.time(|offset| read_one(peer.as_mut(), offset, size))?;
+            self.note("shm", size, round, shm, 0.0);
+        }
+        if measures_tcp {
+            let mut stream = self.source.connect_plain()?;
+            let mut into = vec![0; size as usize];
+            let before = self.source.cpu()?;
+            let plain = self.options.time(|_| {
+                stream.write_all(&size.to_le_bytes())?;
+                Ok(stream.read_exact(&mut into)?)
+            })?;
+            let source_cpu = (self.source.cpu()? - before).as_secs_f64();
+            self.note("plain tcp", size, round, plain, source_cpu);
+            let mut peer = self.source.connect_tcp(&self.sink)?;
+            let before = self.source.cpu()?;
+            let tcp = self.options.time(|offset| read_one(peer.as_mut(), offset, size))?;
+            let source_cpu = (self.source.cpu()? - before).as_secs_f64();
+            self.note("tcp", size, round, tcp, source_cpu);
+        }
+        Ok(())
+    }
+
+    fn measures(&self, transport: &str) -> bool {
+        self.options.transports.iter().any(|name| name == transport)
+    }
+
+    fn note(&mut self, subject: &str, size: u32, round: usize, figures: Figures, source_cpu_seconds: f64) {
+        let Figures { sorted_micros, reader_cpu } = figures;
+        let gigabytes = sorted_micros.len() as f64 * f64::from(size) / 1e9;
+        for (percent, suffix) in [(0.5, ""), (0.99, ", p99")] {
+            self.run.samples.push(Sample {
+                subject: subject.to_owned(),
+                case: format!("{}{suffix}", bytes(size.into())),
+                round,
+                value: quantile(&sorted_micros, percent).unwrap_or(f64::NAN),
+                reader_cpu_seconds: reader_cpu.as_secs_f64(),
+                source_cpu_seconds,
+                gigabytes,
+            });
+        }
+    }
+
+    /// Here the ratio is a multiple of the rival's time: the smaller, the better. Nothing is promised.
+    fn compare(&mut self) {
+        for size in &self.options.sizes {
+            let case = bytes((*size).into());
+            for (ours, rival) in [("shm", "memcpy"), ("tcp", "plain tcp")] {
+                if self.measures(ours) {
+                    self.run.compare((ours, &case), (rival, &case), None);
+                }
+            }
+        }
+    }
+}
+
+/// What one measurement found.
+struct Figures {
+    sorted_micros: Vec<f64>,
+    reader_cpu: Duration,
+}
+
+impl Options {
+    /// Does `read` at one offset after the other until the time is over, and takes the time of each.
+    fn time(&self, mut read: impl FnMut(u64) -> Result<(), Failure>) -> Result<Figures, Failure> {
+        let region_bytes = self.region_mib << 20;
+        let time = Duration::from_millis(self.millis);
+        let step = u64::from(self.sizes.iter().copied().max().unwrap_or(1));
+        let mut micros = Vec::new();
+        let (cpu_before, began) = (cpu::of_self()?, Instant::now());
+        let mut offset = 0;
+        while began.elapsed() < time {
+            let before = Instant::now();
+            read(offset)?;
+            micros.push(before.elapsed().as_nanos() as f64 / 1e3);
+            offset += step;
+            if offset + step > region_bytes {
+                offset = 0;
+            }
+        }
+        let reader_cpu = cpu::of_self()? - cpu_before;
+        micros.sort_by(f64::total_cmp);
+        Ok(Figures { sorted_micros: micros, reader_cpu })
+    }
+}
+
+fn read_one(peer: &mut dyn Peer, offset: u64, length: u32) -> Result<(), Failure> {
+    let mut completions = Vec::with_capacity(1);
+    if peer.post_read(&[ReadRequest { tag: 1, offset, length, sink_offset: 0 }])? != 1 {
+        return Err("the peer did not take a single read".into());
+    }
+    while peer.poll(&mut completions)? == 0 {
+        peer.wait(Duration::from_secs(1))?;
+    }
+    for completion in completions {
+        completion.result?;
+    }
+    Ok(())
+}

@@ -1,0 +1,227 @@
+//! The source's end of a read benchmark, in a process of its own: only so can the processor seconds of the two ends be told apart.
+//!
+//! The program starts itself again with [`ARGUMENT`]; the two then talk over the child's standard input and output, a line at a
+//! time: the child says where its region is, and, whenever asked, how much processor time it has used. It ends when its
+//! standard input does, so that it cannot outlive the program.
+
+use std::{
+    io::{self, BufRead, BufReader, Read, Write},
+    net::{SocketAddr, TcpListener, TcpStream},
+    process::{Child, ChildStdin, ChildStdout, Command, Stdio},
+    sync::Arc,
+    time::Duration,
+};
+
+use remora_fabric::{
+    Connector, Error, Exporter, Memory, Pages, Peer, RegionId, RegionKey, Secret,
+    shm::{ShmConnector, ShmExporter, ShmOptions},
+    tcp::{SendMode, TcpConnector, TcpExporter, TcpOptions},
+};
+use serde::{Deserialize, Serialize};
+
+use crate::cpu;
+
+/// First argument of the child; the second is a [`Wish`] as JSON.
+pub const ARGUMENT: &str = "--be-the-source";
+
+/// What the child is to lend out, and how.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Wish {
+    /// Length of the region.
+    pub region_bytes: u64,
+    /// Congestion control of the lanes; the system's if `None`.
+    pub congestion: Option<String>,
+    /// `sendfile` instead of `send`.
+    pub send_file: bool,
+    /// Lanes per peer.
+    pub lanes: u8,
+    /// Reads outstanding per peer.
+    pub depth: usize,
+}
+
+impl Wish {
+    fn options(&self) -> TcpOptions {
+        TcpOptions {
+            lanes: self.lanes,
+            depth: self.depth,
+            congestion: self.congestion.clone(),
+            send: if self.send_file { SendMode::File } else { SendMode::Copy },
+            ..TcpOptions::default()
+        }
+    }
+}
+
+/// Where the child's region is.
+#[derive(Debug, Serialize, Deserialize)]
+struct Place {
+    shm: Vec<u8>,
+    tcp: Vec<u8>,
+    plain: SocketAddr,
+}
+
+/// The child, from the program's side.
+pub struct Source {
+    child: Child,
+    commands: Option<ChildStdin>,
+    answers: BufReader<ChildStdout>,
+    place: Place,
+    wish: Wish,
+}
+
+impl Source {
+    /// Starts it, and waits until its region is warm.
+    ///
+    /// # Errors
+    /// It did not start, or did not say where its region is.
+    pub fn start(wish: &Wish) -> io::Result<Source> {
+        let mut child = Command::new(std::env::current_exe()?)
+            .args([ARGUMENT, &serde_json::to_string(wish)?])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()?;
+        let commands = child.stdin.take();
+        let answers = child.stdout.take().ok_or(io::ErrorKind::BrokenPipe)?;
+        let mut answers = BufReader::new(answers);
+        let place = serde_json::from_str(&line(&mut answers)?)?;
+        Ok(Source { child, commands, answers, place, wish: wish.clone() })
+    }
+
+    /// Processor time it has used so far.
+    ///
+    /// # Errors
+    /// It is gone.
+    pub fn cpu(&mut self) -> io::Result<Duration> {
+        self.commands.as_mut().ok_or(io::ErrorKind::BrokenPipe)?.write_all(b"cpu\n")?;
+        let micros = line(&mut self.answers)?.trim().parse().map_err(io::Error::other)?;
+        Ok(Duration::from_micros(micros))
+    }
+
+    /// A peer on its region over TCP.
+    ///
+    /// # Errors
+    /// Those of [`Connector::connect`].
+    pub fn connect_tcp(&self, sink: &Arc<Memory>) -> Result<Box<dyn Peer>, Error> {
+        let key = RegionKey::from_bytes(self.place.tcp.clone())?;
+        TcpConnector::new(self.wish.options(), None)?.connect(&key, SESSION, &SECRET, sink.clone())
+    }
+
+    /// A peer on its region in shared memory.
+    ///
+    /// # Errors
+    /// Those of [`Connector::connect`].
+    pub fn connect_shm(&self, sink: &Arc<Memory>) -> Result<Box<dyn Peer>, Error> {
+        let key = RegionKey::from_bytes(self.place.shm.clone())?;
+        ShmConnector::new().connect(&key, SESSION, &SECRET, sink.clone())
+    }
+
+    /// The plainest thing that could answer a read over TCP: 4 bytes in, that many bytes out.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn connect_plain(&self) -> io::Result<TcpStream> {
+        let stream = TcpStream::connect(self.place.plain)?;
+        stream.set_nodelay(true)?;
+        Ok(stream)
+    }
+}
+
+impl Drop for Source {
+    fn drop(&mut self) {
+        // The end of its input is the end of the child.
+        self.commands = None;
+        let _ = self.child.wait();
+    }
+}
+
+/// To be called first in `main`: if this process was started as the child, does its work and never returns.
+pub fn be_the_source_if_asked() {
+    let mut arguments = std::env::args().skip(1);
+    if arguments.next().as_deref() != Some(ARGUMENT) {
+        return;
+    }
+    let status = match be_the_source(&arguments.next().unwrap_or_default()) {
+        Ok(()) => 0,
+        Err(error) => {
+            eprintln!("the source's process failed: {error}");
+            1
+        }
+    };
+    std::process::exit(status);
+}
+
+fn be_the_source(wish: &str) -> Result<(), Box<dyn std::error::Error>> {
+    let wish: Wish = serde_json::from_str(wish)?;
+    let region = warm_memory("bench-region", wish.region_bytes)?;
+    let tcp = TcpExporter::new(wish.options(), None)?;
+    tcp.listen("127.0.0.1:0")?;
+    let shm = ShmExporter::bind(ShmOptions::default())?;
+    let exporters: [&dyn Exporter; 2] = [&tcp, &shm];
+    for exporter in exporters {
+        exporter.export(ID, region.clone())?;
+        exporter.grant(SESSION, SECRET);
+    }
+    let plain = TcpListener::bind("127.0.0.1:0")?;
+    let place = Place {
+        shm: shm.key(ID)?.as_bytes().to_vec(),
+        tcp: tcp.key(ID)?.as_bytes().to_vec(),
+        plain: plain.local_addr()?,
+    };
+    // Ends with the process.
+    std::thread::spawn(move || {
+        for stream in plain.incoming().flatten() {
+            std::thread::spawn(move || serve_plainly(stream));
+        }
+    });
+    println!("{}", serde_json::to_string(&place)?);
+    for command in io::stdin().lines() {
+        match command?.as_str() {
+            "cpu" => println!("{}", cpu::of_self()?.as_micros()),
+            other => return Err(format!("unknown command {other:?}").into()),
+        }
+    }
+    Ok(())
+}
+
+fn serve_plainly(mut stream: TcpStream) -> io::Result<()> {
+    stream.set_nodelay(true)?;
+    let bytes = vec![1; PLAIN_MOST_BYTES];
+    let mut request = [0; 4];
+    loop {
+        stream.read_exact(&mut request)?;
+        let length = u32::from_le_bytes(request) as usize;
+        stream.write_all(bytes.get(..length).ok_or(io::ErrorKind::InvalidInput)?)?;
+    }
+}
+
+/// A memory each page of which exists and has been touched through this mapping, full of bytes that differ.
+///
+/// # Errors
+/// What the system says.
+pub fn warm_memory(name: &str, length: u64) -> Result<Arc<Memory>, Error> {
+    let memory = Memory::create(name, length, Pages::Small)?;
+    memory.prefault(0..length)?;
+    let mut page = [0; 4096];
+    for offset in (0..length).step_by(page.len()) {
+        page.fill((offset / 4096 % 251) as u8);
+        let end = (length - offset).min(page.len() as u64) as usize;
+        memory.write(offset, page.get(..end).unwrap_or_default())?;
+    }
+    // Written is not read: a first read through a mapping has its price, too.
+    memory.crc32c(0..length)?;
+    Ok(Arc::new(memory))
+}
+
+fn line(from: &mut impl BufRead) -> io::Result<String> {
+    let mut line = String::new();
+    match from.read_line(&mut line)? {
+        0 => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the source's process has ended: see its message above")),
+        _ => Ok(line),
+    }
+}
+
+const ID: RegionId = RegionId { generation: 1, region: 0 };
+const SESSION: u64 = 1;
+/// Of a benchmark on a loopback: nobody to be kept out.
+const SECRET: Secret = [7; 32];
+/// Longest answer of the plain server.
+const PLAIN_MOST_BYTES: usize = 16 << 20;
