@@ -126,7 +126,7 @@ impl Welcome {
 }
 
 /// "It is over, because".
-pub(super) fn farewell(denial: Denial) -> [u8; 1] {
+pub(super) fn farewell(denial: Denial) -> [u8; FAREWELL_BYTES] {
     [denial.code()]
 }
 
@@ -137,6 +137,8 @@ pub(super) fn farewell_reason(packet: &[u8]) -> Option<Denial> {
         _ => None,
     }
 }
+
+pub(super) const FAREWELL_BYTES: usize = 1;
 
 /// The longest packet that either end takes; a longer one is cut off by the system and then has the wrong length.
 pub(super) const PACKET_MAX_BYTES: usize = Hello::BYTES + 1;
