@@ -1,12 +1,67 @@
-//! A peer over a memory of this process whose reads are taken in pieces, in any order, at different moments.
+//! The peers that the models read through: the fabric's simulated network, and one that is worse in a single respect, for its
+//! reads are taken in up to six pieces, in any order, each at another moment.
 
 use std::{os::fd::BorrowedFd, sync::Arc};
 
-use remora_fabric::{Completion, Error, Memory, Peer, ReadError, ReadRequest, View};
+use remora_fabric::{
+    Completion, Connector, Error, Exporter, Memory, Peer, ReadError, ReadRequest, RegionId, View,
+    sim::{self, Network, SimExporter},
+};
 
 use super::Random;
 
-/// How bad it is.
+/// A way to one region: gives peers, as often as they are lost.
+pub(super) struct Wire {
+    region: Arc<Memory>,
+    way: Way,
+}
+
+/// What lies between reader and region.
+#[derive(Debug, Clone)]
+pub(super) enum Trouble {
+    Torn(Faults),
+    Sim(sim::Faults),
+}
+
+enum Way {
+    Torn(Faults),
+    Sim(Network, SimExporter),
+}
+
+const ID: RegionId = RegionId { generation: 7, region: 0 };
+const SESSION: u64 = 1;
+const SECRET: [u8; 32] = [9; 32];
+
+impl Wire {
+    pub(super) fn new(region: &Arc<Memory>, trouble: &Trouble, seed: u64) -> Wire {
+        let way = match trouble {
+            Trouble::Torn(faults) => Way::Torn(*faults),
+            Trouble::Sim(faults) => {
+                let network = Network::new(seed, faults.clone());
+                let exporter = network.exporter();
+                exporter.export(ID, Arc::clone(region)).unwrap();
+                exporter.grant(SESSION, SECRET);
+                Way::Sim(network, exporter)
+            }
+        };
+        Wire { region: Arc::clone(region), way }
+    }
+
+    /// A new peer; it is tried until there is one.
+    pub(super) fn connect(&self, sink: &Arc<Memory>, seed: u64) -> Box<dyn Peer> {
+        match &self.way {
+            Way::Torn(faults) => Box::new(TornPeer::new(&self.region, sink, *faults, seed)),
+            Way::Sim(network, exporter) => loop {
+                let key = exporter.key(ID).unwrap();
+                if let Ok(peer) = network.connector().connect(&key, SESSION, &SECRET, Arc::clone(sink)) {
+                    break peer;
+                }
+            },
+        }
+    }
+}
+
+/// How bad a [`TornPeer`] is.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Faults {
     /// A read is taken in up to so many pieces, one per poll at most: 1 is a read that isn't torn.

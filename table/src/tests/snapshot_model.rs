@@ -2,11 +2,11 @@
 
 use std::{collections::HashSet, sync::Arc};
 
-use remora_fabric::{Memory, View};
+use remora_fabric::{Memory, Peer, View, sim};
 
 use super::{
     Random, expect, for_seeds, identity, memory,
-    peer::{Faults, TornPeer},
+    peer::{Faults, Trouble, Wire},
     sink,
 };
 use crate::{Error, Geometry, Kind, Place, Slot, SnapshotReader, SnapshotWriter, State};
@@ -58,12 +58,12 @@ struct Model {
     truth: Vec<u8>,
     trim: u64,
     readers: Vec<Reader>,
-    faults: Faults,
+    wire: Wire,
 }
 
 struct Reader {
     reader: SnapshotReader,
-    peer: TornPeer,
+    peer: Box<dyn Peer>,
     sink: Arc<Memory>,
     view: Option<Arc<View>>,
     held: HashSet<u64>,
@@ -74,10 +74,11 @@ struct Reader {
 }
 
 impl Model {
-    fn new(seed: u64, faults: Faults) -> Model {
+    fn new(seed: u64, trouble: &Trouble) -> Model {
         let mut random = Random(seed);
         let geometry = Geometry { slot_size: 4096, slots: 2 + random.below(6) as u32 };
         let memory = memory(geometry.memory_len());
+        let wire = Wire::new(&memory, trouble, seed);
         let writer =
             SnapshotWriter::create(Arc::clone(&memory), geometry, identity(Kind::Snapshot), HOLD_BACK).unwrap();
         let mut model = Model {
@@ -87,7 +88,7 @@ impl Model {
             truth: Vec::new(),
             trim: random.below(u64::from(HOLD_BACK) + 1),
             readers: Vec::new(),
-            faults,
+            wire,
             random,
         };
         for index in 0..READERS {
@@ -107,7 +108,7 @@ impl Model {
             SnapshotReader::new(view.clone(), Arc::clone(&sink), layout, expect(self.geometry), move |number| {
                 is_held.contains(&number)
             });
-        let peer = TornPeer::new(&self.memory, &sink, self.faults, self.random.next());
+        let peer = self.wire.connect(&sink, self.random.next());
         Reader { reader: reader.unwrap(), peer, sink, view, held, lent: Vec::new(), passed: 0, overrun: false }
     }
 
@@ -154,10 +155,10 @@ impl Model {
         if reader.overrun {
             return;
         }
-        match reader.reader.pump(&mut reader.peer) {
+        match reader.reader.pump(&mut *reader.peer) {
             Ok(()) => {}
             Err(Error::Peer(_)) => {
-                reader.peer = TornPeer::new(&self.memory, &reader.sink, self.faults, self.random.next());
+                reader.peer = self.wire.connect(&reader.sink, self.random.next());
                 reader.reader.reconnect(reader.view.clone()).unwrap();
             }
             Err(Error::Overrun { wanted, oldest, .. }) => {
@@ -202,7 +203,6 @@ impl Model {
 
     /// Writes on until the readers have had enough, then lets all of them end.
     fn settle(&mut self) {
-        self.faults.lost_one_in = 0;
         self.finish();
         for index in 0..READERS {
             let mut pumps = 0;
@@ -239,8 +239,8 @@ fn right<'a>(truth: &'a [u8], slot: &Slot) -> &'a [u8] {
     &truth[slot.position as usize..][..slot.length as usize]
 }
 
-fn run(seed: u64, faults: Faults) -> Model {
-    let mut model = Model::new(seed, faults);
+fn run(seed: u64, trouble: &Trouble) -> Model {
+    let mut model = Model::new(seed, trouble);
     for _ in 0..OPERATIONS {
         let operation = draw(&mut model.random);
         model.apply(operation);
@@ -251,12 +251,17 @@ fn run(seed: u64, faults: Faults) -> Model {
 
 #[test]
 fn readers_get_the_bytes_that_were_written_or_know_that_they_have_not() {
-    for_seeds(60, |seed| drop(run(seed, Faults::NONE)));
+    for_seeds(60, |seed| drop(run(seed, &Trouble::Torn(Faults::NONE))));
 }
 
 #[test]
 fn torn_reads_and_lost_peers_never_give_wrong_bytes() {
-    for_seeds(100, |seed| drop(run(seed, Faults::ALL)));
+    for_seeds(100, |seed| drop(run(seed, &Trouble::Torn(Faults::ALL))));
+}
+
+#[test]
+fn a_hostile_network_never_gives_wrong_bytes() {
+    for_seeds(40, |seed| drop(run(seed, &Trouble::Sim(sim::Faults::hostile()))));
 }
 
 /// The model is worth nothing if what it is about never happens in it.
@@ -264,7 +269,7 @@ fn torn_reads_and_lost_peers_never_give_wrong_bytes() {
 fn the_model_meets_overruns_wraps_and_whole_snapshots() {
     let (mut overruns, mut wraps, mut wholes) = (0, 0, 0);
     for seed in 0..60 {
-        let model = run(seed, Faults::ALL);
+        let model = run(seed, &Trouble::Torn(Faults::ALL));
         overruns += model.readers.iter().filter(|reader| reader.overrun).count();
         wholes += model.readers.iter().filter(|reader| !reader.overrun).count();
         wraps += usize::from(!model.writer.is_retained());
