@@ -1,0 +1,237 @@
+//! Snapshot and journal over the real transports: a writer thread on one end, a reader on the other, a ring far smaller than
+//! the stream. Not here: faults, which the models inside the crate draw from a seed.
+
+#![allow(clippy::unwrap_used)]
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use remora_fabric::{
+    Connector, Exporter, Memory, Pages, Peer, RegionId,
+    shm::{ShmConnector, ShmExporter, ShmOptions},
+    sim::{Faults, Network},
+    tcp::{SendMode, TcpConnector, TcpExporter, TcpOptions},
+};
+use remora_table::{
+    Expectation, Geometry, Identity, JournalReader, JournalWriter, Kind, SinkLayout, SnapshotReader, SnapshotWriter,
+};
+
+const ID: RegionId = RegionId { generation: 1, region: 0 };
+const SESSION: u64 = 1;
+const SECRET: [u8; 32] = [3; 32];
+const REPLID: [u8; 40] = [b'f'; 40];
+const FIRST_OFFSET: u64 = 500;
+const GEOMETRY: Geometry = Geometry { slot_size: 2 << 20, slots: 4 };
+/// Content of the stream: several laps, and no whole number of slots.
+const STREAM_BYTES: u64 = (48 << 20) + 12_345;
+/// After this something hangs. Far above what a loaded machine needs.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A transport with its two ends.
+struct Ends {
+    exporter: Box<dyn Exporter>,
+    connector: Box<dyn Connector>,
+    /// What else must live as long.
+    _network: Option<Network>,
+}
+
+fn shm() -> Ends {
+    let exporter = ShmExporter::bind(ShmOptions::default()).unwrap();
+    Ends { exporter: Box::new(exporter), connector: Box::new(ShmConnector::new()), _network: None }
+}
+
+fn tcp(send: SendMode, lanes: u8) -> Ends {
+    let options = TcpOptions { send, lanes, ..TcpOptions::default() };
+    let exporter = TcpExporter::new(options.clone(), None).unwrap();
+    let address = exporter.listen("127.0.0.1:0").unwrap();
+    let connector = TcpConnector::new(options, Some(address)).unwrap();
+    Ends { exporter: Box::new(exporter), connector: Box::new(connector), _network: None }
+}
+
+fn sim() -> Ends {
+    let network = Network::new(1, Faults::honest());
+    let (exporter, connector) = (network.exporter(), network.connector());
+    Ends { exporter: Box::new(exporter), connector: Box::new(connector), _network: Some(network) }
+}
+
+impl Ends {
+    fn lend(&self, region: &Arc<Memory>) {
+        self.exporter.export(ID, Arc::clone(region)).unwrap();
+        self.exporter.grant(SESSION, SECRET);
+    }
+
+    fn connect(&self, sink: &Arc<Memory>) -> Box<dyn Peer> {
+        let key = self.exporter.key(ID).unwrap();
+        self.connector.connect(&key, SESSION, &SECRET, Arc::clone(sink)).unwrap()
+    }
+}
+
+fn memory(length: u64) -> Arc<Memory> {
+    Arc::new(Memory::create("transports-test", length, Pages::Small).unwrap())
+}
+
+fn identity(kind: Kind) -> Identity {
+    Identity { generation: 1, kind, replid: REPLID, first_offset: FIRST_OFFSET }
+}
+
+fn expect() -> Expectation {
+    Expectation { generation: 1, geometry: GEOMETRY, replid: REPLID, first_offset: FIRST_OFFSET }
+}
+
+/// `length` bytes that differ from those at any other position.
+fn content(position: u64, length: usize) -> Vec<u8> {
+    let mut state = position.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let words = (0..length.div_ceil(8)).flat_map(|_| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        state.to_le_bytes()
+    });
+    words.take(length).collect()
+}
+
+/// Writes the whole stream, as slowly as its readers need; the CRC-32C of all of it is the oracle.
+fn write_snapshot(region: &Arc<Memory>, mut writer: SnapshotWriter, passed: &AtomicU64) -> u32 {
+    let mut crc = 0;
+    let mark = [b'#'; 40];
+    while writer.received() < STREAM_BYTES + mark.len() as u64 {
+        writer.retire(passed.load(Ordering::Acquire));
+        let Some(space) = writer.space() else {
+            std::thread::yield_now();
+            continue;
+        };
+        let room = (space.end - space.start).min(100_000) as usize;
+        let left = STREAM_BYTES.saturating_sub(writer.received()) as usize;
+        let bytes = if left > 0 {
+            let bytes = content(writer.received(), room.min(left));
+            crc = crc32c::crc32c_append(crc, &bytes);
+            bytes
+        } else {
+            let sent = (writer.received() - STREAM_BYTES) as usize;
+            mark[sent..].iter().copied().take(room).collect()
+        };
+        region.write(space.start, &bytes).unwrap();
+        writer.advance(bytes.len() as u64).unwrap();
+    }
+    assert_eq!(writer.finish(mark.len() as u64).unwrap(), STREAM_BYTES);
+    crc
+}
+
+fn snapshot_over(ends: Ends, in_place: bool) {
+    let region = memory(GEOMETRY.memory_len());
+    let writer = SnapshotWriter::create(Arc::clone(&region), GEOMETRY, identity(Kind::Snapshot), 40).unwrap();
+    ends.lend(&region);
+    let layout = SinkLayout { offset: 0, buffers: 4 };
+    let sink = memory(layout.length(&GEOMETRY));
+    let mut peer = ends.connect(&sink);
+    let view = peer.view().filter(|_| in_place);
+    assert_eq!(view.is_some(), in_place);
+    let passed = Arc::new(AtomicU64::new(0));
+    let (shown, written) = (Arc::clone(&passed), Arc::clone(&region));
+    let writing = std::thread::spawn(move || write_snapshot(&written, writer, &shown));
+
+    let mut reader = SnapshotReader::new(view, sink, layout, expect(), |_| false).unwrap();
+    let (mut crc, mut bytes) = (0, 0);
+    let begun = Instant::now();
+    while !reader.is_complete() {
+        reader.pump(&mut *peer).unwrap();
+        let mut idle = true;
+        while let Some(slot) = reader.next_slot() {
+            idle = false;
+            let (memory, range) = slot.bytes();
+            crc = memory.crc32c_append(crc, range).unwrap();
+            bytes += u64::from(slot.length);
+            let number = slot.number;
+            reader.release(slot).unwrap();
+            passed.store(number + 1, Ordering::Release);
+        }
+        if idle {
+            peer.wait(Duration::from_millis(1)).unwrap();
+        }
+        assert!(begun.elapsed() < PATIENCE, "{:?}", reader.progress());
+    }
+    assert_eq!((bytes, crc), (STREAM_BYTES, writing.join().unwrap()));
+}
+
+fn journal_over(ends: Ends, in_place: bool) {
+    const JOURNAL_BYTES: u64 = 3 << 20;
+    let region = memory(GEOMETRY.memory_len());
+    let mut writer = JournalWriter::create(Arc::clone(&region), GEOMETRY, identity(Kind::Journal)).unwrap();
+    ends.lend(&region);
+    let layout = SinkLayout { offset: 0, buffers: 2 };
+    let sink = memory(layout.length(&GEOMETRY));
+    let mut peer = ends.connect(&sink);
+    let view = peer.view().filter(|_| in_place);
+    // As many bytes as the ring surely holds, so that the reader is not passed however slow the machine is.
+    let writing = std::thread::spawn(move || {
+        let mut crc = 0;
+        let mut position = 0;
+        while position < JOURNAL_BYTES {
+            let bytes = content(position, (1 + position % 777).min(JOURNAL_BYTES - position) as usize);
+            crc = crc32c::crc32c_append(crc, &bytes);
+            writer.append(&bytes).unwrap();
+            position += bytes.len() as u64;
+        }
+        crc
+    });
+
+    let mut reader = JournalReader::new(view, sink, layout, expect(), FIRST_OFFSET + 1).unwrap();
+    let (mut crc, mut next) = (0, FIRST_OFFSET + 1);
+    let begun = Instant::now();
+    while next < FIRST_OFFSET + 1 + JOURNAL_BYTES {
+        reader.pump(&mut *peer).unwrap();
+        while let Some(chunk) = reader.next_chunk() {
+            assert_eq!(chunk.offset, next);
+            crc = crc32c::crc32c_append(crc, &chunk.bytes);
+            next += chunk.bytes.len() as u64;
+        }
+        if reader.is_caught_up() {
+            peer.wait(Duration::from_millis(1)).unwrap();
+        }
+        assert!(begun.elapsed() < PATIENCE, "at {}", reader.position());
+    }
+    assert_eq!(crc, writing.join().unwrap());
+}
+
+#[test]
+fn a_snapshot_many_times_the_ring_crosses_shared_memory_without_a_copy() {
+    snapshot_over(shm(), true);
+}
+
+#[test]
+fn a_snapshot_many_times_the_ring_crosses_shared_memory_by_reads() {
+    snapshot_over(shm(), false);
+}
+
+#[test]
+fn a_snapshot_many_times_the_ring_crosses_tcp() {
+    snapshot_over(tcp(SendMode::Copy, 1), false);
+}
+
+#[test]
+fn a_snapshot_many_times_the_ring_crosses_tcp_by_sendfile_and_two_lanes() {
+    snapshot_over(tcp(SendMode::File, 2), false);
+}
+
+#[test]
+fn a_snapshot_many_times_the_ring_crosses_the_simulated_network() {
+    snapshot_over(sim(), false);
+}
+
+#[test]
+fn a_journal_is_followed_in_shared_memory() {
+    journal_over(shm(), true);
+}
+
+#[test]
+fn a_journal_is_followed_over_tcp() {
+    journal_over(tcp(SendMode::Copy, 1), false);
+}
+
+#[test]
+fn a_journal_is_followed_over_tcp_by_sendfile() {
+    journal_over(tcp(SendMode::File, 1), false);
+}
