@@ -38,8 +38,7 @@ test: setup
 	$(CARGO) test --workspace --locked
 	$(MAKE) --no-print-directory loom
 
-# Every interleaving of the publishing protocol. In a folder of its own, as `--cfg loom` rebuilds all that it touches;
-# as a release, as the number of interleavings makes it the slowest of all tests.
+# In a folder of its own, as `--cfg loom` rebuilds all that it touches; as a release, since every interleaving is a run.
 ## loom: the publishing protocol of the table, all interleavings; part of test
 .PHONY: loom
 loom:
