@@ -1,6 +1,49 @@
-//! `remora load`: fills a server with test data.
-use crate::{cli::LoadArgs, exit::Failure};
+//! `remora load`: fills a server with test data, as fast as one connection takes it.
+//!
+//! ```text
+//!   Content ──bytes of key i──▶ Writer ──commands, flushed by the half megabyte──▶ server
+//!   seed, i                        ▲ └── owed replies, read when there are too many ──┘
+//! ```
+//!
+//! What a key holds depends on the seed, its number and nothing else, so that two runs, or two servers, get the same data whatever
+//! the pipeline was. No value is ever whole in memory: it is made piece by piece in the one buffer that is sent.
+
+mod content;
+mod keys;
+mod writer;
+
+use self::{content::Content, keys::Keys, writer::Writer};
+use crate::{
+    cli::LoadArgs,
+    exit::Failure,
+    progress::{Meter, Unit},
+    server::Task,
+    units::{Size, readable},
+};
+
 /// Runs `remora load`.
-pub async fn run(_args: LoadArgs) -> Result<(), Failure> {
-    Err(Failure::refused("this build has no load"))
+pub async fn run(args: LoadArgs) -> Result<(), Failure> {
+    let mut client = args.server.open(Task::Load)?.connect().await?;
+    if let Some(database) = args.db {
+        client.select(database).await?;
+    }
+    let bytes = args.keys.saturating_mul(args.value_size.get());
+    let meter = Meter::start("load", Unit::Bytes, Some(bytes));
+    let mut writer = Writer::new(client, args.pipeline);
+    let keys = Keys::new(&args);
+    for number in 0..args.keys {
+        keys.write(number, &mut writer, &meter).await?;
+    }
+    writer.finish().await?;
+    let (seconds, elapsed) = (meter.elapsed().as_secs_f64().max(f64::EPSILON), meter.elapsed());
+    meter.finish();
+    println!(
+        "{} keys, {} in {}: {:.0} keys/s, {}/s",
+        args.keys,
+        Size::bytes(bytes),
+        readable(elapsed),
+        args.keys as f64 / seconds,
+        Size::bytes((bytes as f64 / seconds) as u64),
+    );
+    Ok(())
 }
