@@ -22,6 +22,7 @@ mod stream;
 mod tls;
 mod url;
 
+pub(crate) use self::args::UrlParser;
 pub use self::{
     acl::Task,
     args::{ServerArgs, TlsArgs},

@@ -6,7 +6,7 @@ use clap::{Args, ValueEnum};
 
 use crate::{
     exit::{self, Code},
-    server::{Credentials, Server, ServerUrl, SetupError, Task, TlsArgs},
+    server::{Credentials, Server, ServerUrl, SetupError, Task, TlsArgs, UrlParser},
 };
 
 /// The arguments of `remora verify`.
@@ -14,7 +14,7 @@ use crate::{
 #[command(long_about = ABOUT, after_long_help = more())]
 pub struct VerifyArgs {
     /// The server that is right: redis://HOST:PORT, rediss://HOST:PORT (TLS) or unix:///PATH.
-    #[arg(long, value_name = "URL", help_heading = "Servers")]
+    #[arg(long, value_name = "URL", value_parser = UrlParser, help_heading = "Servers")]
     pub primary: ServerUrl,
 
     /// ACL user on the primary.
@@ -26,7 +26,7 @@ pub struct VerifyArgs {
     pub primary_password_file: Option<PathBuf>,
 
     /// The server to compare with it.
-    #[arg(long, value_name = "URL", help_heading = "Servers")]
+    #[arg(long, value_name = "URL", value_parser = UrlParser, help_heading = "Servers")]
     pub replica: ServerUrl,
 
     /// ACL user on the replica.
@@ -42,7 +42,7 @@ pub struct VerifyArgs {
     pub tls: TlsArgs,
 
     /// Whether to ask both servers for `DEBUG DIGEST` first, where they allow it. It is fast, but a server answers nobody else while it
-    /// computes it: about a second per gigabyte or per million keys.
+    /// computes it: seconds per gigabyte, or per million elements.
     #[arg(long, value_name = "WHEN", default_value = "auto", help_heading = "Comparison")]
     pub digest: DigestUse,
 

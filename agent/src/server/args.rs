@@ -1,17 +1,21 @@
 //! The options by which a command names a server.
 
-use std::path::PathBuf;
+use std::{ffi::OsStr, path::PathBuf};
 
-use clap::Args;
+use clap::{
+    Arg, Args, Command,
+    builder::TypedValueParser,
+    error::{Error, ErrorKind},
+};
 
-use super::{Credentials, Server, ServerUrl, SetupError, Task, TlsOptions};
+use super::{Credentials, Server, ServerUrl, SetupError, Task, TlsOptions, UrlError};
 
 /// `--server` and who we are there.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Server")]
 pub struct ServerArgs {
     /// The server: redis://HOST:PORT, rediss://HOST:PORT (TLS) or unix:///PATH. Without a port: 6379.
-    #[arg(long, value_name = "URL")]
+    #[arg(long, value_name = "URL", value_parser = UrlParser)]
     pub server: ServerUrl,
 
     /// ACL user to log in as. Without it, a password belongs to the user `default`.
@@ -46,6 +50,21 @@ pub struct TlsArgs {
     /// The name to expect in the server's certificate, if not the host of its address.
     #[arg(long, value_name = "NAME")]
     pub tls_server_name: Option<String>,
+}
+
+/// Reads an address from the command line. clap's own message would repeat what was typed, and that may hold a password.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct UrlParser;
+
+impl TypedValueParser for UrlParser {
+    type Value = ServerUrl;
+
+    fn parse_ref(&self, command: &Command, argument: Option<&Arg>, value: &OsStr) -> Result<ServerUrl, Error> {
+        value.to_string_lossy().parse().map_err(|error: UrlError| {
+            let argument = argument.map(|argument| format!(" for '{argument}'")).unwrap_or_default();
+            Error::raw(ErrorKind::ValueValidation, format!("invalid address{argument}: {error}\n")).with_cmd(command)
+        })
+    }
 }
 
 impl ServerArgs {

@@ -45,7 +45,9 @@ impl Server {
         let tls = match (url.place(), tls.first_given()) {
             (Place::Tcp { host, tls: true, .. }, _) => Some(tls.prepare(host)?),
             (_, None) => None,
-            (_, Some(option)) => return Err(SetupError::TlsUnused { option, url: url.to_string() }),
+            (_, Some(option)) => {
+                return Err(SetupError::TlsUnused { option, url: url.to_string() });
+            }
         };
         Ok(Self(Arc::new(Inner { url, credentials, tls, task })))
     }
@@ -348,6 +350,8 @@ impl Client {
         let (server, command) = (self.server.url().to_string(), command.to_owned());
         match trouble {
             Trouble::TimedOut => ServerError::TimedOut { server, command, limit },
+            // TLS 1.3 refuses a client's certificate only after the handshake, in answer to the first bytes.
+            Trouble::Io(cause) if is_tls_error(&cause) => ServerError::Tls { server, cause },
             Trouble::Io(cause) => ServerError::Lost { server, command, cause },
         }
     }
@@ -399,6 +403,10 @@ async fn within<T>(limit: Duration, work: impl Future<Output = io::Result<T>>) -
         Ok(result) => result.map_err(Trouble::Io),
         Err(_) => Err(Trouble::TimedOut),
     }
+}
+
+fn is_tls_error(error: &io::Error) -> bool {
+    error.get_ref().is_some_and(|inner| inner.is::<rustls::Error>())
 }
 
 /// The command as it may stand in a message: its name and, for those that have one, its subcommand; never an argument.
