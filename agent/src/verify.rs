@@ -1,6 +1,162 @@
-//! `remora verify`: compares two servers completely.
-use crate::{cli::VerifyArgs, exit::Failure};
+//! `remora verify`: whether two servers hold the same, and what differs where they don't.
+//!
+//! ```text
+//!            digests, where both are quiet and allow it ──equal──▶ only expiry times are left to read
+//!                 │ no                                                     │
+//!   scan ──▶ every key of the primary: DUMP and expiry on both ──same──▶ done with it
+//!                 │ not the same bytes                                     ▲
+//!                 ├──▶ by content (look) ──same────────────────────────────┤
+//!                 ▼ still not                                              │
+//!             suspects ──▶ recheck: primary, wait for the replica, replica, primary again ──▶ differs, or undecided
+//!                 ▲
+//!   scan ──▶ every key of the replica that the primary lacks
+//! ```
+//!
+//! Both servers may be written to all the while. So a difference seen once proves nothing, and equality seen at any moment proves
+//! enough: a key is called different only when the replica, having caught up with a value that the primary still has, holds
+//! another one.
+//!
+//! Memory: one group of values at a time ([`scan`] says how large), and the names of some thousand suspects. Nothing is written
+//! to either server.
+
+mod look;
+mod pair;
+mod recheck;
+mod report;
+mod scan;
+
+use std::time::{Duration, Instant};
+
+use self::{
+    pair::{Pair, Side},
+    report::{Method, Report},
+    scan::Scan,
+};
+use crate::{
+    cli::{DigestUse, VerifyArgs},
+    exit::{Code, Failure},
+    progress::{Meter, Unit},
+    server::{Facts, ServerError},
+};
+
 /// Runs `remora verify`.
-pub async fn run(_args: VerifyArgs) -> Result<(), Failure> {
-    Err(Failure::refused("this build has no verify"))
+pub async fn run(args: VerifyArgs) -> Result<(), Failure> {
+    let begun = Instant::now();
+    let (primary, replica) = (args.open_primary()?, args.open_replica()?);
+    let (primary, replica) = tokio::try_join!(Side::open(&primary), Side::open(&replica))?;
+    let mut pair = Pair::new(primary, replica);
+    refuse_itself(&pair)?;
+    let mut report = Report::begin(&pair, args.limit);
+    compare(&mut pair, &args, &mut report).await?;
+    report.seconds = begun.elapsed().as_secs_f64();
+    if args.json {
+        println!("{}", report.json());
+    } else {
+        print!("{report}");
+    }
+    conclude(&report)
+}
+
+async fn compare(pair: &mut Pair, args: &VerifyArgs, report: &mut Report) -> Result<(), ServerError> {
+    report.functions = pair.compare_functions().await?;
+    report.method = match args.digest {
+        DigestUse::Auto if digests_agree(pair).await? => Method::Digest,
+        _ => Method::Values,
+    };
+    let databases = databases_of(&pair.primary.facts, &pair.replica.facts, report.method);
+    let meter = Meter::start("verify", Unit::Count("keys"), Some(keys_to_scan(pair, &databases, report.method)));
+    let mut scan = Scan::new(pair, report, &meter, args.recheck);
+    for database in databases {
+        scan.database(database).await?;
+    }
+    scan.finish().await?;
+    meter.finish();
+    Ok(())
+}
+
+/// Asks both for a digest of everything. False also where one of them doesn't allow it or is being written to.
+async fn digests_agree(pair: &mut Pair) -> Result<bool, ServerError> {
+    // A digest knows whether a key expires, but not when, nor which fields of a hash do.
+    let has_expiring_fields = |facts: &Facts| facts.databases.iter().any(|database| database.field_expires > 0);
+    if has_expiring_fields(&pair.primary.facts) || has_expiring_fields(&pair.replica.facts) || !pair.is_quiet().await? {
+        return Ok(false);
+    }
+    pair.catch_up().await?;
+    let (one, other) = tokio::try_join!(pair.primary.digest(DIGEST_LIMIT), pair.replica.digest(DIGEST_LIMIT))?;
+    Ok(one.is_some() && one == other)
+}
+
+/// The databases to go through: all that hold a key on either side, or after equal digests those in which something expires.
+fn databases_of(primary: &Facts, replica: &Facts, method: Method) -> Vec<u32> {
+    let both = primary.databases.iter().chain(&replica.databases);
+    let wanted = both.filter(|database| method == Method::Values || database.expires > 0);
+    let mut numbers: Vec<_> = wanted.map(|database| database.number).collect();
+    numbers.sort_unstable();
+    numbers.dedup();
+    numbers
+}
+
+/// Keys that will be passed: those of both sides, or after equal digests those of the primary.
+fn keys_to_scan(pair: &Pair, databases: &[u32], method: Method) -> u64 {
+    let keys = |facts: &Facts| {
+        let scanned = facts.databases.iter().filter(|database| databases.contains(&database.number));
+        scanned.map(|database| database.keys).fold(0, u64::saturating_add)
+    };
+    match method {
+        Method::Digest => keys(&pair.primary.facts),
+        Method::Values => keys(&pair.primary.facts).saturating_add(keys(&pair.replica.facts)),
+    }
+}
+
+fn refuse_itself(pair: &Pair) -> Result<(), Failure> {
+    match (&pair.primary.facts.run_id, &pair.replica.facts.run_id) {
+        (Some(one), Some(other)) if one == other => Err(Failure::refused(format!(
+            "{} and {} are the same server (run_id {one}): there is nothing to compare",
+            pair.primary.url(),
+            pair.replica.url()
+        ))),
+        _ => Ok(()),
+    }
+}
+
+fn conclude(report: &Report) -> Result<(), Failure> {
+    if report.differs() {
+        return Err(Failure::new(Code::Differs, format!("the servers differ: {}", report.summary())));
+    }
+    if report.undecided > 0 {
+        let text = format!(
+            "{} keys changed faster than they could be compared, all others are the same; try again when they are written to less, \
+             or with a larger --recheck",
+            report.undecided
+        );
+        return Err(Failure::new(Code::Undecided, text));
+    }
+    Ok(())
+}
+
+/// A server computes its digest at some hundred megabytes, or half a million elements, a second: ample for the largest in use.
+const DIGEST_LIMIT: Duration = Duration::from_secs(1800);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::server::Database;
+
+    fn facts(databases: &[(u32, u64)]) -> Facts {
+        let databases = databases.iter();
+        let databases = databases.map(|(number, expires)| Database {
+            number: *number,
+            keys: 1,
+            expires: *expires,
+            field_expires: 0,
+        });
+        Facts { databases: databases.collect(), ..Facts::default() }
+    }
+
+    #[test]
+    fn databases_of_either_side_are_gone_through_once() {
+        let (one, other) = (facts(&[(0, 0), (3, 1)]), facts(&[(0, 0), (7, 0)]));
+        assert_eq!(databases_of(&one, &other, Method::Values), [0, 3, 7]);
+        assert_eq!(databases_of(&one, &other, Method::Digest), [3]);
+    }
 }

@@ -212,6 +212,8 @@ pub struct Database {
     pub keys: u64,
     /// Those of them that expire.
     pub expires: u64,
+    /// Hashes with fields that expire, where the server knows such.
+    pub field_expires: u64,
 }
 
 /// What a server keeps of its stream. A replica can go on at any byte from `first` to one behind the last.
@@ -269,7 +271,9 @@ fn database(name: &str, line: &str) -> Option<Database> {
         let mut pairs = line.split(',').filter_map(|pair| pair.split_once('='));
         pairs.find(|(key, _)| *key == name).and_then(|(_, value)| value.parse().ok())
     };
-    Some(Database { number, keys: field("keys")?, expires: field("expires").unwrap_or(0) })
+    // Redis and Valkey count hashes with expiring fields under names of their own.
+    let field_expires = field("subexpiry").or_else(|| field("keys_with_volatile_items")).unwrap_or(0);
+    Some(Database { number, keys: field("keys")?, expires: field("expires").unwrap_or(0), field_expires })
 }
 
 /// `tls-port`, which `INFO` doesn't tell; unknown where `CONFIG GET` isn't allowed or the server has no TLS.
@@ -293,7 +297,7 @@ mod tests {
         master_sync_in_progress:1\r\nslave_repl_offset:77\r\nmaster_replid:0123456789abcdef0123456789abcdef01234567\r\n\
         master_repl_offset:70\r\nrepl_backlog_active:1\r\nrepl_backlog_size:100\r\nrepl_backlog_first_byte_offset:11\r\n\
         repl_backlog_histlen:60\r\nconnected_slaves:0\r\n# Cluster\r\ncluster_enabled:0\r\n# Keyspace\r\n\
-        db0:keys=12,expires=3,avg_ttl=0\r\ndb11:keys=5,expires=0,avg_ttl=0,subexpiry=0\r\n";
+        db0:keys=12,expires=3,avg_ttl=0\r\ndb11:keys=5,expires=0,avg_ttl=0,subexpiry=2\r\n";
 
     #[test]
     fn a_replica_of_valkey_is_told_apart_from_the_redis_it_claims_to_be() {
@@ -304,7 +308,7 @@ mod tests {
         let link = Link { host: "10.0.0.1".into(), port: 7000, up: Some(false), syncing: Some(true) };
         assert_eq!(facts.link, Some(link));
         assert_eq!(facts.keys(), 17);
-        assert_eq!(facts.databases.get(1), Some(&Database { number: 11, keys: 5, expires: 0 }));
+        assert_eq!(facts.databases.get(1), Some(&Database { number: 11, keys: 5, expires: 0, field_expires: 2 }));
         assert_eq!((facts.loading, facts.cluster_enabled), (Some(false), Some(false)));
         assert!(facts.has_redis(Version { major: 7, minor: 0, patch: 0 }));
     }

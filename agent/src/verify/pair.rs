@@ -1,0 +1,228 @@
+//! The two servers side by side: which database each has selected, how far the one is behind the other, what both can do.
+
+use std::{
+    collections::BTreeSet,
+    time::{Duration, Instant},
+};
+
+use remora_redis::resp::Frame;
+use tokio::time::sleep;
+
+use crate::server::{Client, Facts, Family, Role, Server, ServerError, ServerUrl, Version};
+
+/// One of the two servers.
+#[derive(Debug)]
+pub(super) struct Side {
+    pub(super) client: Client,
+    pub(super) facts: Facts,
+    database: Option<u32>,
+}
+
+/// Both, and what they have in common.
+#[derive(Debug)]
+pub(super) struct Pair {
+    pub(super) primary: Side,
+    pub(super) replica: Side,
+    pub(super) abilities: Abilities,
+    /// Whether the replica follows the history of the primary, so that their offsets can be compared.
+    related: bool,
+}
+
+/// What both servers can tell, so that neither is found to differ by what only the other says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Abilities {
+    /// `PEXPIRETIME` (7.0): when a key expires, to the millisecond. Before it: how long it has left.
+    pub(super) absolute_expiry: bool,
+    /// `HPEXPIRETIME` (Redis 7.4, Valkey 9.0): when fields of a hash expire.
+    pub(super) field_expiry: bool,
+    /// Counters of streams (7.0).
+    pub(super) stream_counters: bool,
+}
+
+/// Whether the replica is known to have everything the primary had when it was asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum CaughtUp {
+    Yes,
+    /// It isn't, or there is no telling.
+    Unknown,
+}
+
+impl Pair {
+    pub(super) fn new(primary: Side, replica: Side) -> Self {
+        let (one, other) = (&primary.facts, &replica.facts);
+        let related = one.replid.is_some() && one.replid == other.replid && other.role == Some(Role::Replica);
+        let abilities = Abilities::of(one, other);
+        Self { primary, replica, abilities, related }
+    }
+
+    pub(super) async fn select(&mut self, database: u32) -> Result<(), ServerError> {
+        tokio::try_join!(self.primary.select(database), self.replica.select(database)).map(drop)
+    }
+
+    /// Waits until the replica has executed what the primary has executed by now; if that can't be told, waits a moment.
+    pub(super) async fn catch_up(&mut self) -> Result<CaughtUp, ServerError> {
+        let wanted = if self.related { self.primary.offset().await? } else { None };
+        let Some(wanted) = wanted else {
+            sleep(UNRELATED_PAUSE).await;
+            return Ok(CaughtUp::Unknown);
+        };
+        let begun = Instant::now();
+        while begun.elapsed() < CATCH_UP_LIMIT {
+            if self.replica.offset().await?.is_some_and(|offset| offset >= wanted) {
+                return Ok(CaughtUp::Yes);
+            }
+            sleep(CATCH_UP_POLL).await;
+        }
+        // It stands still: waiting again and again would only take longer to find the same.
+        self.related = false;
+        Ok(CaughtUp::Unknown)
+    }
+
+    /// Whether nothing was written for a moment, as far as the primary's offset tells.
+    pub(super) async fn is_quiet(&mut self) -> Result<bool, ServerError> {
+        let before = self.primary.offset().await?;
+        sleep(QUIET_PAUSE).await;
+        Ok(before == self.primary.offset().await?)
+    }
+
+    /// Compares the function libraries, once more if they differ at first: they may just be on their way.
+    pub(super) async fn compare_functions(&mut self) -> Result<Functions, ServerError> {
+        let (mut one, mut other) = tokio::try_join!(self.primary.functions(), self.replica.functions())?;
+        if one != other {
+            self.catch_up().await?;
+            (one, other) = tokio::try_join!(self.primary.functions(), self.replica.functions())?;
+        }
+        Ok(match (one, other) {
+            (None, None) => Functions::Unknown,
+            // A server without functions has none.
+            (one, other) => {
+                let (one, other) = (one.unwrap_or_default(), other.unwrap_or_default());
+                Functions::Compared { libraries: one.len().max(other.len()), same: one == other }
+            }
+        })
+    }
+}
+
+impl Side {
+    /// Connects and reads the facts.
+    pub(super) async fn open(server: &Server) -> Result<Self, ServerError> {
+        let mut client = server.connect().await?;
+        let facts = Facts::read(&mut client).await?;
+        if facts.cluster_enabled == Some(true) && facts.role == Some(Role::Replica) {
+            // Without it a replica in a cluster sends every reader to its primary.
+            client.command(&["READONLY"]).await?;
+        }
+        Ok(Self { client, facts, database: None })
+    }
+
+    pub(super) fn url(&self) -> &ServerUrl {
+        self.client.server().url()
+    }
+
+    pub(super) async fn select(&mut self, database: u32) -> Result<(), ServerError> {
+        if self.database != Some(database) {
+            self.client.select(database).await?;
+            self.database = Some(database);
+        }
+        Ok(())
+    }
+
+    pub(super) async fn offset(&mut self) -> Result<Option<u64>, ServerError> {
+        Ok(Facts::from_info(&self.client.info("replication").await?).offset)
+    }
+
+    /// `DEBUG DIGEST`; `None` if the server doesn't allow it.
+    pub(super) async fn digest(&mut self, limit: Duration) -> Result<Option<Vec<u8>>, ServerError> {
+        match self.client.command_within(limit, &["DEBUG", "DIGEST"]).await {
+            Ok(frame) => Ok(frame.into_bytes().ok()),
+            Err(error) if error.refusal().is_some() => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// All function libraries; `None` if the server knows none or doesn't tell.
+    async fn functions(&mut self) -> Result<Option<BTreeSet<String>>, ServerError> {
+        let answer = match self.client.command(&["FUNCTION", "LIST", "WITHCODE"]).await {
+            Ok(answer) => answer,
+            Err(error) if error.refusal().is_some() => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        let libraries = answer.into_array().map_err(|other| self.client.unexpected("FUNCTION LIST", &other))?;
+        Ok(Some(libraries.iter().map(library).collect()))
+    }
+}
+
+/// What came of comparing functions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Functions {
+    /// Neither server has any, or says so.
+    Unknown,
+    Compared {
+        libraries: usize,
+        same: bool,
+    },
+}
+
+/// A library as text: its name, engine and code. The list of its functions follows from the code and comes in any order.
+fn library(frame: &Frame) -> String {
+    let fields = frame.as_array().unwrap_or_default();
+    let pairs = fields.chunks_exact(2).filter_map(|pair| Some((pair.first()?.as_str()?, pair.get(1)?.as_bytes()?)));
+    let mut pairs: Vec<_> = pairs.map(|(name, value)| format!("{name}={}", value.escape_ascii())).collect();
+    pairs.sort();
+    pairs.join("\n")
+}
+
+impl Abilities {
+    fn of(one: &Facts, other: &Facts) -> Self {
+        let both = |able: &dyn Fn(&Facts) -> bool| able(one) && able(other);
+        let is_7 = |facts: &Facts| facts.has_redis(Version { major: 7, minor: 0, patch: 0 });
+        Self { absolute_expiry: both(&is_7), field_expiry: both(&expires_fields), stream_counters: both(&is_7) }
+    }
+}
+
+fn expires_fields(facts: &Facts) -> bool {
+    let since = match facts.family {
+        Family::Redis => Version { major: 7, minor: 4, patch: 0 },
+        Family::Valkey => Version { major: 9, minor: 0, patch: 0 },
+    };
+    facts.version.is_some_and(|version| version >= since)
+}
+
+/// A replica that is behind by more than this will not be waited for; its differences are then found by looking again.
+const CATCH_UP_LIMIT: Duration = Duration::from_secs(30);
+/// Acknowledged offsets are exact and local; asking this often costs a server nothing that it would notice.
+const CATCH_UP_POLL: Duration = Duration::from_millis(2);
+/// Between looks at servers whose offsets have nothing to do with each other: longer than replication usually lags.
+const UNRELATED_PAUSE: Duration = Duration::from_millis(100);
+/// Long enough to see a write among a hundred a second, short enough to be no delay.
+const QUIET_PAUSE: Duration = Duration::from_millis(50);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn facts(family: Family, major: u32, minor: u32) -> Facts {
+        Facts { family, version: Some(Version { major, minor, patch: 0 }), ..Facts::default() }
+    }
+
+    #[test]
+    fn only_what_both_can_tell_is_compared() {
+        let (redis_7, valkey_9) = (facts(Family::Redis, 7, 0), facts(Family::Valkey, 9, 1));
+        let mixed = Abilities { absolute_expiry: true, field_expiry: false, stream_counters: true };
+        assert_eq!(Abilities::of(&redis_7, &valkey_9), mixed);
+        assert!(Abilities::of(&valkey_9, &valkey_9).field_expiry);
+        assert!(Abilities::of(&facts(Family::Redis, 7, 4), &valkey_9).field_expiry);
+        assert!(!Abilities::of(&facts(Family::Redis, 6, 2), &valkey_9).absolute_expiry);
+    }
+
+    #[test]
+    fn a_library_is_the_same_in_whatever_order_it_is_told() {
+        let word = |text: &str| Frame::Bulk(text.into());
+        let one = Frame::Array(vec![word("library_name"), word("l"), word("library_code"), word("#!lua")]);
+        let other = Frame::Array(vec![word("library_code"), word("#!lua"), word("library_name"), word("l")]);
+        assert_eq!(library(&one), library(&other));
+        let changed = Frame::Array(vec![word("library_name"), word("l"), word("library_code"), word("#!lua2")]);
+        assert_ne!(library(&one), library(&changed));
+    }
+}

@@ -1,0 +1,296 @@
+//! Going through all keys of both servers, a group at a time.
+//!
+//! A group is as many keys as have 8 MiB of values together, by the servers' own estimate, so that neither we nor the servers'
+//! output buffers hold more at once. Values too large for a group are never read whole: [`look`] reads them in pieces.
+
+use std::mem;
+
+use remora_redis::resp::Frame;
+
+use super::{
+    look::{Expiry, body_of_dump, look, scan_answer},
+    pair::{Abilities, Pair, Side},
+    recheck::{Suspect, settle},
+    report::{Method, Report},
+};
+use crate::{
+    progress::Meter,
+    server::{Pipeline, ServerError},
+};
+
+/// Keys that one step of `SCAN` is asked for; a server hands these out in well under a millisecond.
+const SCAN_COUNT: &str = "1000";
+
+/// Values of one group. Each side holds one in its output buffer, we hold one value of each side.
+const GROUP_BYTES: u64 = 8 << 20;
+
+/// Suspects held before they are settled: their names are all the memory that grows with differences.
+const SUSPECTS: usize = 4096;
+
+/// The pass over both servers.
+pub(super) struct Scan<'a> {
+    pair: &'a mut Pair,
+    report: &'a mut Report,
+    meter: &'a Meter,
+    rounds: u32,
+    suspects: Vec<Suspect>,
+    pipeline: Pipeline,
+    /// Cleared for good when a server doesn't let us ask how large a value is; all are then read in pieces.
+    sizes_known: bool,
+}
+
+impl<'a> Scan<'a> {
+    pub(super) fn new(pair: &'a mut Pair, report: &'a mut Report, meter: &'a Meter, rounds: u32) -> Self {
+        Self { pair, report, meter, rounds, suspects: Vec::new(), pipeline: Pipeline::default(), sizes_known: true }
+    }
+
+    /// Goes through one database of both.
+    pub(super) async fn database(&mut self, database: u32) -> Result<(), ServerError> {
+        self.pair.select(database).await?;
+        self.report.databases += 1;
+        self.keys_of_primary(database).await?;
+        if self.report.method == Method::Values {
+            self.keys_only_on_replica(database).await?;
+        }
+        Ok(())
+    }
+
+    /// Settles the suspects that are left.
+    pub(super) async fn finish(mut self) -> Result<(), ServerError> {
+        self.settle().await
+    }
+
+    async fn keys_of_primary(&mut self, database: u32) -> Result<(), ServerError> {
+        let mut cursor = START.to_vec();
+        loop {
+            let (next, keys) = scan_step(&mut self.pair.primary, &cursor).await?;
+            let found = keys.len() as u64;
+            match self.report.method {
+                Method::Digest => self.compare_expiries(database, keys).await?,
+                Method::Values => self.compare_values(database, keys).await?,
+            }
+            self.report.keys += found;
+            self.meter.add(found);
+            self.settle_if_many(database).await?;
+            if next == START {
+                return Ok(());
+            }
+            cursor = next;
+        }
+    }
+
+    async fn keys_only_on_replica(&mut self, database: u32) -> Result<(), ServerError> {
+        let mut cursor = START.to_vec();
+        loop {
+            let (next, keys) = scan_step(&mut self.pair.replica, &cursor).await?;
+            self.meter.add(keys.len() as u64);
+            for key in &keys {
+                self.pipeline.push::<&[u8]>(&[b"EXISTS", key]);
+            }
+            let answers = self.pair.primary.client.pipeline(&mut self.pipeline).await?;
+            for (key, answer) in keys.into_iter().zip(&answers) {
+                match answer.as_int() {
+                    Some(0) => self.suspects.push(Suspect { database, key }),
+                    Some(_) => {}
+                    None => return Err(wrong(&self.pair.primary, "EXISTS", answer)),
+                }
+            }
+            self.settle_if_many(database).await?;
+            if next == START {
+                return Ok(());
+            }
+            cursor = next;
+        }
+    }
+
+    async fn compare_expiries(&mut self, database: u32, keys: Vec<Vec<u8>>) -> Result<(), ServerError> {
+        let abilities = self.pair.abilities;
+        let command = Expiry::command(abilities).as_bytes();
+        for key in &keys {
+            self.pipeline.push(&[command, key]);
+        }
+        self.send_to_both().await?;
+        for key in keys {
+            let (one, other) = tokio::try_join!(
+                receive_expiry(&mut self.pair.primary, abilities),
+                receive_expiry(&mut self.pair.replica, abilities)
+            )?;
+            if !one.agrees(other) {
+                self.suspects.push(Suspect { database, key });
+            }
+        }
+        Ok(())
+    }
+
+    async fn compare_values(&mut self, database: u32, keys: Vec<Vec<u8>>) -> Result<(), ServerError> {
+        let sizes = self.sizes(&keys).await?;
+        let mut group = Vec::new();
+        let mut bytes = 0u64;
+        for (key, size) in keys.into_iter().zip(sizes) {
+            if size > GROUP_BYTES {
+                self.compare_in_pieces(database, key).await?;
+                continue;
+            }
+            if bytes + size > GROUP_BYTES {
+                self.compare_group(database, mem::take(&mut group)).await?;
+                bytes = 0;
+            }
+            bytes += size;
+            group.push(key);
+        }
+        self.compare_group(database, group).await
+    }
+
+    /// The larger of the bytes that a key takes on either side; more than a group where there is no telling.
+    async fn sizes(&mut self, keys: &[Vec<u8>]) -> Result<Vec<u64>, ServerError> {
+        if self.sizes_known {
+            for key in keys {
+                self.pipeline.push::<&[u8]>(&[b"MEMORY", b"USAGE", key]);
+            }
+            self.send_to_both().await?;
+            let mut sizes = Vec::with_capacity(keys.len());
+            for _ in keys {
+                let Pair { primary, replica, .. } = &mut *self.pair;
+                let (one, other) = tokio::try_join!(primary.client.receive(), replica.client.receive())?;
+                self.sizes_known &= one.as_error().is_none() && other.as_error().is_none();
+                sizes.push(size_of(&one).max(size_of(&other)));
+            }
+            if self.sizes_known {
+                return Ok(sizes);
+            }
+        }
+        Ok(vec![u64::MAX; keys.len()])
+    }
+
+    /// Reads the dumps of all keys of the group from both and compares them as they come; then by content what was not the same.
+    async fn compare_group(&mut self, database: u32, keys: Vec<Vec<u8>>) -> Result<(), ServerError> {
+        let abilities = self.pair.abilities;
+        for key in &keys {
+            self.pipeline.push::<&[u8]>(&[b"DUMP", key]);
+            self.pipeline.push(&[Expiry::command(abilities).as_bytes(), key]);
+        }
+        self.send_to_both().await?;
+        let mut doubtful = Vec::new();
+        for key in keys {
+            let (one, other) = tokio::try_join!(
+                receive_value(&mut self.pair.primary, abilities),
+                receive_value(&mut self.pair.replica, abilities)
+            )?;
+            if !one.agrees(&other) {
+                doubtful.push(key);
+            }
+        }
+        for key in doubtful {
+            self.compare_in_pieces(database, key).await?;
+        }
+        Ok(())
+    }
+
+    async fn compare_in_pieces(&mut self, database: u32, key: Vec<u8>) -> Result<(), ServerError> {
+        let abilities = self.pair.abilities;
+        let (one, other) = tokio::try_join!(
+            look(&mut self.pair.primary, abilities, &key),
+            look(&mut self.pair.replica, abilities, &key)
+        )?;
+        if !one.agrees(&other) {
+            self.suspects.push(Suspect { database, key });
+        }
+        Ok(())
+    }
+
+    async fn send_to_both(&mut self) -> Result<(), ServerError> {
+        let Pair { primary, replica, .. } = &mut *self.pair;
+        let bytes = self.pipeline.as_bytes();
+        tokio::try_join!(primary.client.send(bytes), replica.client.send(bytes))?;
+        self.pipeline.clear();
+        Ok(())
+    }
+
+    async fn settle_if_many(&mut self, database: u32) -> Result<(), ServerError> {
+        if self.suspects.len() >= SUSPECTS {
+            self.settle().await?;
+            self.pair.select(database).await?;
+        }
+        Ok(())
+    }
+
+    async fn settle(&mut self) -> Result<(), ServerError> {
+        settle(self.pair, mem::take(&mut self.suspects), self.rounds, self.report).await
+    }
+}
+
+/// A key's dump and expiry as they came.
+struct Value {
+    dump: Option<Vec<u8>>,
+    expiry: Expiry,
+}
+
+impl Value {
+    /// The same beyond doubt. Otherwise nothing is said: dumps of the same value may differ.
+    fn agrees(&self, other: &Self) -> bool {
+        self.expiry.agrees(other.expiry) && self.body() == other.body()
+    }
+
+    fn body(&self) -> Option<&[u8]> {
+        self.dump.as_deref().map(body_of_dump)
+    }
+}
+
+async fn scan_step(side: &mut Side, cursor: &[u8]) -> Result<(Vec<u8>, Vec<Vec<u8>>), ServerError> {
+    let answer = side.client.command(&[b"SCAN", cursor, b"COUNT", SCAN_COUNT.as_bytes()]).await?;
+    let (next, keys) = scan_answer(answer).map_err(|other| side.client.unexpected("SCAN", &other))?;
+    Ok((next, keys.into_iter().filter_map(|key| key.into_bytes().ok()).collect()))
+}
+
+async fn receive_value(side: &mut Side, abilities: Abilities) -> Result<Value, ServerError> {
+    let dump = match side.client.receive().await? {
+        Frame::Bulk(dump) => Some(dump),
+        Frame::Null => None,
+        other => return Err(wrong(side, "DUMP", &other)),
+    };
+    Ok(Value { dump, expiry: receive_expiry(side, abilities).await? })
+}
+
+async fn receive_expiry(side: &mut Side, abilities: Abilities) -> Result<Expiry, ServerError> {
+    let answer = side.client.receive().await?;
+    Expiry::of(&answer, abilities).ok_or_else(|| wrong(side, Expiry::command(abilities), &answer))
+}
+
+fn wrong(side: &Side, command: &str, answer: &Frame) -> ServerError {
+    match answer.as_error() {
+        Some(text) => side.client.refused(command, text),
+        None => side.client.unexpected(command, answer),
+    }
+}
+
+/// What `MEMORY USAGE` answers; nothing for a key that is gone.
+fn size_of(answer: &Frame) -> u64 {
+    answer.as_int().and_then(|bytes| u64::try_from(bytes).ok()).unwrap_or(0)
+}
+
+/// Where a scan begins, and what it answers when it is through.
+const START: &[u8] = b"0";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn value(dump: Option<&[u8]>, expiry: Expiry) -> Value {
+        Value { dump: dump.map(<[u8]>::to_vec), expiry }
+    }
+
+    #[test]
+    fn dumps_that_differ_only_in_their_foot_are_the_same() {
+        let one = value(Some(b"\x00\x03abc\x0a\x00CHECKSUM"), Expiry::Never);
+        let other = value(Some(b"\x00\x03abc\x50\x00checksum"), Expiry::Never);
+        assert!(one.agrees(&other));
+    }
+
+    #[test]
+    fn another_expiry_or_a_missing_key_is_not_the_same() {
+        let dump: Option<&[u8]> = Some(b"\x00\x03abc\x0a\x00CHECKSUM");
+        assert!(!value(dump, Expiry::Never).agrees(&value(dump, Expiry::At(5))));
+        assert!(!value(dump, Expiry::Never).agrees(&value(None, Expiry::NoKey)));
+        assert!(value(None, Expiry::NoKey).agrees(&value(None, Expiry::NoKey)));
+    }
+}
