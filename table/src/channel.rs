@@ -4,7 +4,7 @@
 
 use std::collections::VecDeque;
 
-use remora_fabric::{Completion, Peer, ReadRequest};
+use remora_fabric::{Completion, Peer, ReadError, ReadRequest};
 
 use crate::error::Error;
 
@@ -91,7 +91,7 @@ impl Channel {
             let Some(what) = What::from_tag(completion.tag, self.epoch) else {
                 continue;
             };
-            completion.result.map_err(Error::Peer)?;
+            completion.result.map_err(from_read)?;
             arrived.push(what);
         }
         Ok(arrived)
@@ -113,6 +113,14 @@ pub(crate) fn from_peer(error: remora_fabric::Error) -> Error {
         remora_fabric::Error::Retired(why) => Error::Peer(why),
         other => Error::Fabric(other),
     }
+}
+
+/// All addresses come from the geometry that was offered, so a range that is denied is the offer's fault.
+fn from_read(error: ReadError) -> Error {
+    if error.is_survivable() {
+        return Error::Layout("the source's region is smaller than the table it offered".into());
+    }
+    Error::Peer(error)
 }
 
 impl What {

@@ -18,7 +18,8 @@ use remora_fabric::{
     tcp::{SendMode, TcpConnector, TcpExporter, TcpOptions},
 };
 use remora_table::{
-    Expectation, Geometry, Identity, JournalReader, JournalWriter, Kind, SinkLayout, SnapshotReader, SnapshotWriter,
+    Error, Expectation, Geometry, Identity, JournalReader, JournalWriter, Kind, SinkLayout, SnapshotReader,
+    SnapshotWriter,
 };
 
 const ID: RegionId = RegionId { generation: 1, region: 0 };
@@ -234,4 +235,17 @@ fn a_journal_is_followed_over_tcp() {
 #[test]
 fn a_journal_is_followed_over_tcp_by_sendfile() {
     journal_over(tcp(SendMode::File, 1), false);
+}
+
+#[test]
+fn a_region_smaller_than_the_table_offered_is_called_so() {
+    let ends = sim();
+    let small = memory(64);
+    ends.lend(&small);
+    let layout = SinkLayout { offset: 0, buffers: 1 };
+    let sink = memory(layout.length(&GEOMETRY));
+    let mut peer = ends.connect(&sink);
+    let mut reader = SnapshotReader::new(None, sink, layout, expect(), |_| false).unwrap();
+    let error = (0..100).find_map(|_| reader.pump(&mut *peer).err());
+    assert!(matches!(error, Some(Error::Layout(_))), "{error:?}");
 }

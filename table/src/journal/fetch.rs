@@ -251,36 +251,40 @@ impl Fetch {
 
     /// Takes what is vouched for, as far as the caller's queue has room.
     fn take_records(&mut self, track: &mut Track) -> Result<(), Error> {
-        let count = self.buffers.len() as u64;
         while let Some(cursor) = track.place {
-            let index = (cursor.slot % count) as u8;
-            let Some(buffer) = self.buffers.get_mut(usize::from(index)) else {
+            if !track.has_room() || !self.take_chunk(track, cursor)? {
                 break;
-            };
-            if buffer.slot != cursor.slot || buffer.vouched <= cursor.inner || !track.has_room() {
-                break;
-            }
-            buffer.check_position(&cursor)?;
-            let geometry = &track.expect.geometry;
-            let base = self.layout.buffer(index, geometry);
-            let slot_size = geometry.slot_size;
-            let window = Window { memory: &self.sink, base, slot_size, limit: buffer.vouched };
-            let copied = window.copy(cursor.inner)?;
-            match track.accept(copied, &window) {
-                Ok(()) => buffer.again = false,
-                Err(damage) if buffer.again => {
-                    return Err(Error::Corrupt { slot: cursor.slot, want: damage.want, got: damage.got });
-                }
-                // Once more from the wire. What lies beyond is asked for again with it.
-                Err(_) if buffer.round == Round::Idle => {
-                    *buffer = Buffer { again: true, ..Buffer::of(cursor.slot, cursor.inner) };
-                    break;
-                }
-                // ... when the round under way has come home.
-                Err(_) => break,
             }
         }
         Ok(())
+    }
+
+    /// Takes records of the cursor's slot; `false` if none are there, or they have to be read again.
+    fn take_chunk(&mut self, track: &mut Track, cursor: Cursor) -> Result<bool, Error> {
+        let index = (cursor.slot % self.buffers.len() as u64) as u8;
+        let geometry = track.expect.geometry;
+        let base = self.layout.buffer(index, &geometry);
+        let Some(buffer) = self.buffers.get_mut(usize::from(index)) else {
+            return Ok(false);
+        };
+        if buffer.slot != cursor.slot || buffer.vouched <= cursor.inner {
+            return Ok(false);
+        }
+        buffer.check_position(&cursor)?;
+        let window = Window { memory: &self.sink, base, slot_size: geometry.slot_size, limit: buffer.vouched };
+        let copied = window.copy(cursor.inner)?;
+        let Err(damage) = track.accept(copied, &window) else {
+            buffer.again = false;
+            return Ok(true);
+        };
+        if buffer.again {
+            return Err(Error::Corrupt { slot: cursor.slot, want: damage.want, got: damage.got });
+        }
+        // Once more from the wire, with what lies beyond; but not before the round under way has come home.
+        if buffer.round == Round::Idle {
+            *buffer = Buffer { again: true, ..Buffer::of(cursor.slot, cursor.inner) };
+        }
+        Ok(false)
     }
 }
 

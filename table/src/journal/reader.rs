@@ -171,7 +171,7 @@ impl Track {
         };
         copied.check()?;
         let offset = cursor.offset;
-        cursor.offset += copied.bytes.len() as u64;
+        cursor.offset = cursor.offset.saturating_add(copied.bytes.len() as u64);
         cursor.inner = copied.inner;
         if window.is_slot_end(cursor.inner) {
             *cursor = Cursor { slot: cursor.slot + 1, slot_position: cursor.offset, inner: 0, offset: cursor.offset };

@@ -194,17 +194,17 @@ fn run(seed: u64, trouble: &Trouble) -> Model {
 
 #[test]
 fn readers_get_the_stream_without_a_gap_or_know_that_they_were_passed() {
-    for_seeds(60, |seed| drop(run(seed, &Trouble::Torn(Faults::NONE))));
+    for_seeds(30, |seed| drop(run(seed, &Trouble::Torn(Faults::NONE))));
 }
 
 #[test]
 fn torn_reads_and_lost_peers_never_give_wrong_bytes() {
-    for_seeds(100, |seed| drop(run(seed, &Trouble::Torn(Faults::ALL))));
+    for_seeds(50, |seed| drop(run(seed, &Trouble::Torn(Faults::ALL))));
 }
 
 #[test]
 fn a_hostile_network_never_gives_wrong_bytes() {
-    for_seeds(40, |seed| drop(run(seed, &Trouble::Sim(sim::Faults::hostile()))));
+    for_seeds(20, |seed| drop(run(seed, &Trouble::Sim(sim::Faults::hostile()))));
 }
 
 /// The model is worth nothing if what it is about never happens in it.

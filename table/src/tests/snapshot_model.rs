@@ -251,28 +251,28 @@ fn run(seed: u64, trouble: &Trouble) -> Model {
 
 #[test]
 fn readers_get_the_bytes_that_were_written_or_know_that_they_have_not() {
-    for_seeds(60, |seed| drop(run(seed, &Trouble::Torn(Faults::NONE))));
+    for_seeds(30, |seed| drop(run(seed, &Trouble::Torn(Faults::NONE))));
 }
 
 #[test]
 fn torn_reads_and_lost_peers_never_give_wrong_bytes() {
-    for_seeds(100, |seed| drop(run(seed, &Trouble::Torn(Faults::ALL))));
+    for_seeds(50, |seed| drop(run(seed, &Trouble::Torn(Faults::ALL))));
 }
 
 #[test]
 fn a_hostile_network_never_gives_wrong_bytes() {
-    for_seeds(40, |seed| drop(run(seed, &Trouble::Sim(sim::Faults::hostile()))));
+    for_seeds(20, |seed| drop(run(seed, &Trouble::Sim(sim::Faults::hostile()))));
 }
 
 /// The model is worth nothing if what it is about never happens in it.
 #[test]
 fn the_model_meets_overruns_wraps_and_whole_snapshots() {
     let (mut overruns, mut wraps, mut wholes) = (0, 0, 0);
-    for seed in 0..60 {
+    for seed in 0..30 {
         let model = run(seed, &Trouble::Torn(Faults::ALL));
         overruns += model.readers.iter().filter(|reader| reader.overrun).count();
         wholes += model.readers.iter().filter(|reader| !reader.overrun).count();
         wraps += usize::from(!model.writer.is_retained());
     }
-    assert!(overruns > 5 && wraps > 20 && wholes > 20, "{overruns} overruns, {wraps} wraps, {wholes} whole");
+    assert!(overruns > 3 && wraps > 10 && wholes > 10, "{overruns} overruns, {wraps} wraps, {wholes} whole");
 }
