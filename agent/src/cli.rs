@@ -188,9 +188,9 @@ pub fn definition() -> clap::Command {
 const ABOUT: &str = "\
 Exact replicas of a Redis or Valkey server, any number of them from one snapshot.
 
-A `remora source` beside the primary takes one snapshot into memory that others may read, and the stream of writes that
-follows it. A `remora replica` beside each new replica reads both - through shared memory on the same host, by TCP between
-hosts -, loads its unmodified server from them, and hands that server over to its own replication at the exact offset. It
+A `remora source` beside the primary takes one snapshot into memory that others may read, and the stream of writes that \
+follows it. A `remora replica` beside each new replica reads both - through shared memory on the same host, by TCP between \
+hosts -, loads its unmodified server from them, and hands that server over to its own replication at the exact offset. It \
 is then an ordinary replica, and Remora is out of the way.";
 
 fn overview() -> String {
@@ -198,7 +198,7 @@ fn overview() -> String {
         "\
 Two servers, one host, in five lines:
   head -c 32 /dev/urandom | base64 > token && chmod 600 token
-  remora source --server redis://127.0.0.1:6379 --listen 127.0.0.1:7379 --token-file token &
+  remora source --server redis://127.0.0.1:6379 --token-file token &
   remora replica --server redis://127.0.0.1:6380 --source 127.0.0.1:7379 --token-file token
   remora verify --primary redis://127.0.0.1:6379 --replica redis://127.0.0.1:6380
   remora status --source 127.0.0.1:7379 --token-file token

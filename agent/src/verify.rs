@@ -16,7 +16,7 @@
 //! enough: a key is called different only when the replica, having caught up with a value that the primary still has, holds
 //! another one.
 //!
-//! Memory: one group of values at a time ([`scan`] says how large), and the names of some thousand suspects. Nothing is written
+//! Memory: one group of values at a time (`scan` says how large), and the names of some thousand suspects. Nothing is written
 //! to either server.
 
 mod look;

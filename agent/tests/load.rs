@@ -106,3 +106,21 @@ fn a_full_server_ends_it_with_the_servers_reason() {
     assert_eq!(output.status.code(), Some(4), "{sentence}");
     assert!(sentence.contains("OOM") && sentence.contains("maxmemory"), "{sentence}");
 }
+
+#[test]
+fn the_acl_rules_of_the_help_page_suffice() {
+    let rules = remora_agent::server::Task::Load.rules();
+    for kind in require::kinds() {
+        let server = Server::builder(kind).user("filler", "secret", rules).start().unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("password");
+        std::fs::write(&file, "secret\n").unwrap();
+        std::fs::set_permissions(&file, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+        let file = file.to_string_lossy();
+        let as_user = ["--user", "filler", "--password-file", &file];
+        loaded(
+            &server,
+            &[&as_user[..], &["--keys", "12", "--value-size", "99", "--type", "mixed", "--expire", "1d"]].concat(),
+        );
+    }
+}

@@ -211,6 +211,34 @@ fn a_user_who_may_neither_debug_nor_ask_for_sizes_gets_the_same_answer() {
 }
 
 #[test]
+fn the_acl_rules_of_the_help_page_suffice() {
+    let rules = remora_agent::server::Task::Verify.rules();
+    for kind in require::kinds() {
+        let quick = || Server::builder(kind).config("repl-diskless-sync-delay", 0);
+        let guarded = || quick().user("check", "secret", rules).start().unwrap();
+        let (primary, replica) = (guarded(), guarded());
+        let mut one = primary.client().unwrap();
+        fill_every_type(&mut one, 3).unwrap();
+        replica.replicate(&primary).unwrap();
+        replica.wait_for_link(PATIENCE).unwrap();
+        for digest in ["auto", "never"] {
+            let output = Command::new(env!("CARGO_BIN_EXE_remora"))
+                .args(["verify", "--quiet", "--json", "--primary", &primary.url(), "--replica", &replica.url()])
+                .args(["--primary-user", "check", "--replica-user", "check", "--digest", digest])
+                .env("REMORA_PASSWORD", "secret")
+                .output()
+                .unwrap();
+            let (code, report) = found(&output);
+            let functions = &report["functions"]["compared"]["same"];
+            assert_eq!((code, functions), (0, &true.into()), "{kind}: {report}");
+            // Hashes with expiring fields are more than a digest tells.
+            let method = if digest == "auto" && !kind.expires_hash_fields() { "digest" } else { "values" };
+            assert_eq!(report["method"], method, "{kind}");
+        }
+    }
+}
+
+#[test]
 fn a_server_is_not_compared_with_itself() {
     let Some(kind) = require::redis() else { return };
     let server = Server::start(kind).unwrap();

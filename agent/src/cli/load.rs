@@ -92,7 +92,7 @@ fn parse_expire(text: &str) -> Result<Duration, String> {
 }
 
 const ABOUT: &str = "\
-Fills a server with test data, pipelined: exactly so many keys with exactly so many bytes each, the same for the same seed.
+Fills a server with test data, pipelined: exactly so many keys with exactly so many bytes each, the same for the same seed. \
 Keys of the same names are replaced; nothing else is touched.";
 
 fn more() -> String {
@@ -102,7 +102,8 @@ Examples:
   937 MiB in 256 large values:
     remora load --server redis://127.0.0.1:6379 --keys 256 --value-size 3748KiB
   A million small ones of all types that expire tomorrow, in database 3:
-    remora load --server redis://127.0.0.1:6379 --keys 1000000 --value-size 100 --type mixed --db 3 --expire 1d
+    remora load --server redis://127.0.0.1:6379 --keys 1000000 --value-size 100 \\
+      --type mixed --db 3 --expire 1d
 
 {}
 {}",

@@ -126,10 +126,10 @@ fn parse_memory(text: &str) -> Result<Size, String> {
 const ABOUT: &str = "\
 Makes a server an exact replica of the one a source serves.
 
-The agent reads the source's snapshot and the writes that follow it, speaks to its own server as a primary would, and so has
-it load them; when the server has caught up, it is told the address of the true primary and goes on there by a partial
-resynchronisation, at the exact offset. The agent then ends with exit code 0 and a summary line per phase. Before anything is
-touched it is checked that the server may be used (no data, no cluster mode, not the primary itself), that it can reach the
+The agent reads the source's snapshot and the writes that follow it, speaks to its own server as a primary would, and so has \
+it load them; when the server has caught up, it is told the address of the true primary and goes on there by a partial \
+resynchronisation, at the exact offset. The agent then ends with exit code 0 and a summary line per phase. Before anything is \
+touched it is checked that the server may be used (no data, no cluster mode, not the primary itself), that it can reach the \
 primary, and that settings and permissions suffice. Settings changed for the sync are put back, also after a crash.";
 
 fn more() -> String {
@@ -137,14 +137,17 @@ fn more() -> String {
         "\
 Examples:
   The usual case, the agent beside its server:
-    remora replica --server redis://127.0.0.1:6380 --source 10.0.0.5:7379 --token-file token
+    remora replica --server redis://127.0.0.1:6380 \\
+      --source 10.0.0.5:7379 --token-file token
   First see whether it would work:
-    remora replica --server redis://127.0.0.1:6380 --source 10.0.0.5:7379 --token-file token --dry-run
+    remora replica --dry-run --server redis://127.0.0.1:6380 \\
+      --source 10.0.0.5:7379 --token-file token
   A server with old data, and a large snapshot over a doubtful link:
-    remora replica --server redis://127.0.0.1:6380 --source 10.0.0.5:7379 --token-file token \\
-      --replace --state-dir /var/lib/remora --retry-for 1h
+    remora replica --server redis://127.0.0.1:6380 --source 10.0.0.5:7379 \\
+      --token-file token --replace --state-dir /var/lib/remora --retry-for 1h
   A server that replicates by TLS (tls-replication yes):
-    remora replica --server rediss://127.0.0.1:6390 --tls-ca ca.pem --link-cert agent.pem --link-key agent.key \\
+    remora replica --server rediss://127.0.0.1:6390 --tls-ca ca.pem \\
+      --link-cert agent.pem --link-key agent.key \\
       --source 10.0.0.5:7379 --token-file token
 
 {}

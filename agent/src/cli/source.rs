@@ -34,7 +34,7 @@ pub struct SourceArgs {
     pub announce: Option<HostPort>,
 
     /// Replica agents that may be joined at once; more are told to wait.
-    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=4096), help_heading = "Serving")]
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=512), help_heading = "Serving")]
     pub max_replicas: u32,
 
     /// Memory for the snapshot and the journal together; at least 16MiB. A snapshot that fits is kept whole and serves late joiners
@@ -144,8 +144,8 @@ const LARGEST_SLOT: u64 = 64 << 20;
 const ABOUT: &str = "\
 Takes one snapshot of a server and serves it, with the writes that follow, to any number of replica agents.
 
-The source speaks to the server as one more replica: nothing is installed there, and it forks once per snapshot however many
-replicas read it. The server may itself be a replica of the primary (same history, same offsets); the primary is then not
+The source speaks to the server as one more replica: nothing is installed there, and it forks once per snapshot however many \
+replicas read it. The server may itself be a replica of the primary (same history, same offsets); the primary is then not \
 touched at all. The source runs until it is stopped by SIGINT or SIGTERM.";
 
 fn more() -> String {
@@ -154,11 +154,13 @@ fn more() -> String {
 Examples:
   Serve this host only (shared memory):
     remora source --server redis://127.0.0.1:6379 --token-file token
-  Serve others on port 7379 of one interface, with a user, 8 GiB, and the snapshot ready before anybody asks:
+  Serve others on port 7379 of one interface, as a user, with 8 GiB, and the snapshot
+  ready before anybody asks:
     remora source --server redis://127.0.0.1:6379 --user remora --password-file pw \\
       --listen 10.0.0.5:7379 --token-file token --memory 8GiB --eager
   From a server with TLS, to be known to the replicas as db1:6390:
-    remora source --server rediss://db1:6390 --tls-ca ca.pem --announce db1:6390 --token-file token
+    remora source --server rediss://db1:6390 --tls-ca ca.pem --announce db1:6390 \\
+      --token-file token
 
 {}
 {}",

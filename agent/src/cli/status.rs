@@ -32,7 +32,7 @@ pub struct StatusArgs {
 }
 
 const ABOUT: &str = "\
-Shows what a source holds and who reads it: the snapshot's generation, offset, bytes, memory and age, and for every joined
+Shows what a source holds and who reads it: the snapshot's generation, offset, bytes, memory and age, and for every joined \
 replica its phase, percent, rate and lag.";
 
 fn more() -> String {

@@ -95,9 +95,9 @@ impl VerifyArgs {
 const ABOUT: &str = "\
 Compares the data of two servers completely: all databases, every key of every type with its expiry, and the functions.
 
-Where both allow DEBUG DIGEST and the digests agree, values are known to be the same and only expiry times are read. Otherwise
-every key of both is looked at, by DUMP; values whose DUMP differs only by version or encoding are compared by content. Both
-servers may be written to meanwhile: what differs is looked at again when the replica has caught up. Nothing is changed on
+Where both allow DEBUG DIGEST and the digests agree, values are known to be the same and only expiry times are read. Otherwise \
+every key of both is looked at, by DUMP; values whose DUMP differs only by version or encoding are compared by content. Both \
+servers may be written to meanwhile: what differs is looked at again when the replica has caught up. Nothing is changed on \
 either server; the memory used does not grow with the data.";
 
 fn more() -> String {
@@ -107,9 +107,11 @@ Examples:
   Two servers:
     remora verify --primary redis://10.0.0.5:6379 --replica redis://127.0.0.1:6380
   A busy primary that must not be held up by DEBUG DIGEST, for a script:
-    remora verify --primary redis://10.0.0.5:6379 --replica redis://127.0.0.1:6380 --digest never --json
+    remora verify --digest never --json \\
+      --primary redis://10.0.0.5:6379 --replica redis://127.0.0.1:6380
   Different users:
-    remora verify --primary rediss://db1:6390 --primary-user check --primary-password-file p1 --tls-ca ca.pem \\
+    remora verify --tls-ca ca.pem \\
+      --primary rediss://db1:6390 --primary-user check --primary-password-file p1 \\
       --replica redis://127.0.0.1:6380 --replica-user check --replica-password-file p2
 
 {}

@@ -51,8 +51,10 @@ impl Task {
 
     /// The paragraph for the foot of a help page.
     pub fn help(self) -> String {
-        let mut text =
-            format!("ACL rules the server's user needs:\n  ACL SETUSER <user> on ><password> {}\n", self.rules());
+        let mut text = format!(
+            "ACL rules its user needs on the server (ACL SETUSER <user> on ><password> …):\n  {}\n",
+            self.rules()
+        );
         if !self.optional().is_empty() {
             text.push_str(&format!("  ({})\n", self.optional()));
         }

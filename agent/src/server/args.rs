@@ -34,6 +34,7 @@ pub struct ServerArgs {
 
 /// How to speak TLS to a `rediss://` server.
 #[derive(Clone, Debug, Default, Args)]
+#[command(next_help_heading = "TLS to the server")]
 pub struct TlsArgs {
     /// Certificates (PEM) of the authorities to believe, instead of this machine's.
     #[arg(long, value_name = "FILE")]
