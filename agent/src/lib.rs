@@ -26,35 +26,9 @@ pub mod exit;
 pub mod generate;
 pub mod load;
 pub mod progress;
+pub mod replica;
 pub mod server;
+pub mod source;
+pub mod status;
 pub mod units;
 pub mod verify;
-
-// Both ends and the view on them. Until their folders stand they say so instead of pretending.
-pub mod source {
-    //! The end beside the primary.
-    use crate::{cli::SourceArgs, exit::Failure};
-
-    /// Runs `remora source`.
-    pub async fn run(_: SourceArgs) -> Result<(), Failure> {
-        Err(Failure::refused("this build has no source"))
-    }
-}
-pub mod replica {
-    //! The end beside a replica.
-    use crate::{cli::ReplicaArgs, exit::Failure};
-
-    /// Runs `remora replica`.
-    pub async fn run(_: ReplicaArgs) -> Result<(), Failure> {
-        Err(Failure::refused("this build has no replica"))
-    }
-}
-pub mod status {
-    //! A look at a source.
-    use crate::{cli::StatusArgs, exit::Failure};
-
-    /// Runs `remora status`.
-    pub async fn run(_: StatusArgs) -> Result<(), Failure> {
-        Err(Failure::refused("this build has no status"))
-    }
-}

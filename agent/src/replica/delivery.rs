@@ -1,0 +1,877 @@
+//! Delivery: plays the primary towards the replica's own server, with bytes that it reads from the source's tables.
+//!
+//! ```text
+//!   source's snapshot ══ READ ══▶ slots (in place, in the sink, or in the spool) ──┐
+//!                                                                                  ├──▶ link ──▶ the replica's server
+//!   source's journal  ══ READ ══▶ chunks of the stream ────────────────────────────┘     ◀── PSYNC, ACK
+//!
+//!   what the server's link is doing:
+//!
+//!     Talking ── PSYNC ──▶ Asked ── first slot is there ──▶ Payload ── last slot, mark ──▶ Streaming
+//!                            │                                                                ▲
+//!                            └── PSYNC <our replid> <offset that the journal holds> ──────────┘
+//! ```
+//!
+//! One thread, one loop, nothing in it blocks: [`Delivery::run`] takes orders, reads what has come, writes what there is
+//! room for, and sleeps on all of its descriptors together. It ends at [`Order::Stop`], or when the other end of its orders
+//! is gone.
+//!
+//! What must hold:
+//! - A server is never given bytes of two snapshots in one payload: another generation drops the link first.
+//! - The mark that completes a payload is sent only after every slot of it was checked *after* it was used.
+//! - Nothing of ours is ever put into the stream: it would move the replication offset.
+
+use std::collections::VecDeque;
+use std::io;
+use std::net::TcpListener;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::time::{Duration, Instant};
+
+use remora_redis::ReplId;
+use remora_redis::psync::{
+    Payload,
+    server::{self, Event as ServerSays, Server as PrimaryRole},
+};
+use remora_table::{Chunk, Slot};
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustls::ServerConfig;
+use tokio::sync::mpsc::UnboundedSender;
+
+use super::feed::{Feed, FeedError, SnapshotFeed};
+use super::link::Link;
+use super::meter::Meter;
+use super::spool::{self, Held, Spool};
+
+/// What the delivery is told.
+pub(super) enum Order {
+    /// Read from here now.
+    Attach(Box<Feed>),
+    /// End, and take the spool away if the sync is done.
+    Stop { done: bool },
+}
+
+/// What it tells.
+#[derive(Debug)]
+pub(super) enum News {
+    /// The server has connected and asked to be synchronised.
+    Asked,
+    /// The whole snapshot has arrived here.
+    Fetched,
+    /// The server has been given the whole snapshot.
+    PayloadSent,
+    /// The server has loaded it: it acknowledged an offset.
+    Loaded,
+    /// The server's link ended.
+    LinkLost { text: String, loading: bool },
+    /// The feed ended; another is needed, beginning where [`Progress`] says.
+    FeedLost { error: FeedError },
+    /// The server asked for something that needs another feed.
+    FeedWanted,
+    /// This agent can't go on.
+    Fatal { text: String },
+}
+
+/// Where the next feed must begin. Shared through the news' receiver by value.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Progress {
+    /// The snapshot that slots were taken of.
+    pub(super) origin: Option<spool::Origin>,
+    /// The first slot that is still needed.
+    pub(super) next_slot: u64,
+    /// The next byte of the stream that is needed; 0 before the first feed.
+    pub(super) next_byte: u64,
+    /// The server holds the whole snapshot: only the stream is needed.
+    pub(super) loaded: bool,
+}
+
+/// The control's handle on the thread.
+pub(super) struct Handle {
+    orders: Sender<Order>,
+    waker: Arc<OwnedFd>,
+    thread: Option<std::thread::JoinHandle<()>>,
+    pub(super) progress: Arc<std::sync::Mutex<Progress>>,
+}
+
+impl Handle {
+    pub(super) fn order(&self, order: Order) {
+        if self.orders.send(order).is_ok() {
+            // An eventfd that can't be written to is one that has been woken already.
+            let _ = rustix::io::write(&*self.waker, &1_u64.to_ne_bytes());
+        }
+    }
+
+    pub(super) fn progress(&self) -> Progress {
+        self.progress.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
+    }
+
+    /// Ends the thread and waits for its end, which takes one turn of its loop.
+    pub(super) fn stop(&mut self, done: bool) {
+        self.order(Order::Stop { done });
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.stop(false);
+    }
+}
+
+/// What a delivery is made of.
+pub(super) struct Setup {
+    /// Where the server's link arrives; set to non-blocking.
+    pub(super) listener: TcpListener,
+    /// TLS for that link, when the server insists on it.
+    pub(super) tls: Option<Arc<ServerConfig>>,
+    /// Where slots are kept for another life of this agent.
+    pub(super) spool: Option<PathBuf>,
+    /// Bytes of the stream that may wait here while the server loads.
+    pub(super) backlog_limit: usize,
+    /// How far it is.
+    pub(super) meter: Arc<Meter>,
+    /// What it tells.
+    pub(super) news: UnboundedSender<News>,
+}
+
+/// Starts the thread.
+pub(super) fn spawn(setup: Setup) -> io::Result<Handle> {
+    use rustix::event::{EventfdFlags, eventfd};
+    let waker = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+    let (orders, inbox) = channel();
+    let progress = Arc::new(std::sync::Mutex::new(Progress::default()));
+    let delivery = Delivery {
+        setup,
+        orders: inbox,
+        waker: waker.clone(),
+        shared: progress.clone(),
+        at: Progress::default(),
+        feed: None,
+        spool: None,
+        served: None,
+        backlog: VecDeque::new(),
+        backlog_bytes: 0,
+        fetched: false,
+        journal_due: Instant::now(),
+        journal_pace: PACE_FIRST,
+        snapshot_due: Instant::now(),
+    };
+    let thread = std::thread::Builder::new().name("delivery".into()).spawn(move || delivery.run())?;
+    Ok(Handle { orders, waker, thread: Some(thread), progress })
+}
+
+/// The server's link and where it is in its conversation.
+struct Served {
+    link: Link,
+    role: PrimaryRole,
+    /// Bytes on their way, up to `written`.
+    out: Vec<u8>,
+    written: usize,
+    stage: Stage,
+    kept_alive: Instant,
+    loaded_told: bool,
+}
+
+enum Stage {
+    Talking,
+    Asked,
+    Payload(Body),
+    Streaming,
+}
+
+/// A payload under way.
+struct Body {
+    mark: [u8; 40],
+    next_slot: u64,
+    piece: Option<Piece>,
+    /// Bytes of the piece that have been written.
+    written: u32,
+}
+
+/// A slot on its way to the server.
+enum Piece {
+    Fresh(Slot),
+    Spooled(Held),
+}
+
+impl Piece {
+    fn length(&self) -> u32 {
+        match self {
+            Piece::Fresh(slot) => slot.length,
+            Piece::Spooled(held) => held.length,
+        }
+    }
+}
+
+/// Bytes written to the link in one turn, so that a fast server does not keep the loop from its other work.
+const TURN_BYTES: usize = 8 << 20;
+
+/// Bytes handed to the socket at once.
+const WRITE_PIECE: usize = 1 << 20;
+
+/// How long an idle journal is left alone at first, and at most: the bounds of the lag that polling adds. A longer pause
+/// costs less of both ends' processors; the journal is looked at again at once while it brings something.
+const PACE_FIRST: Duration = Duration::from_micros(100);
+const PACE_LAST: Duration = Duration::from_millis(2);
+
+/// How often a snapshot that is still being written is looked at.
+const SNAPSHOT_PACE: Duration = Duration::from_micros(500);
+
+/// Newlines towards a server that waits for its payload: it gives up after `repl-timeout`, 60 s by default.
+const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(1);
+
+/// The longest sleep, should every descriptor be silent.
+const SLEEP_LIMIT: Duration = Duration::from_millis(500);
+
+struct Delivery {
+    setup: Setup,
+    orders: Receiver<Order>,
+    waker: Arc<OwnedFd>,
+    shared: Arc<std::sync::Mutex<Progress>>,
+    at: Progress,
+    feed: Option<Box<Feed>>,
+    spool: Option<Spool>,
+    served: Option<Served>,
+    /// Stream bytes that have arrived and not been written.
+    backlog: VecDeque<Chunk>,
+    backlog_bytes: usize,
+    fetched: bool,
+    journal_due: Instant,
+    journal_pace: Duration,
+    snapshot_due: Instant,
+}
+
+impl Delivery {
+    fn run(mut self) {
+        loop {
+            match self.obey() {
+                Ok(true) => {}
+                Ok(false) => return,
+                Err(fatal) => return self.die(fatal),
+            }
+            let mut moved = self.accept();
+            moved |= self.hear();
+            match self.fetch() {
+                Ok(more) => moved |= more,
+                Err(fatal) => return self.die(fatal),
+            }
+            moved |= self.write();
+            self.publish();
+            if !moved {
+                self.sleep();
+            }
+        }
+    }
+
+    fn die(self, text: String) {
+        let _ = self.setup.news.send(News::Fatal { text });
+    }
+
+    fn tell(&self, news: News) {
+        let _ = self.setup.news.send(news);
+    }
+
+    /// Lets the control see how far we are.
+    fn publish(&self) {
+        *self.shared.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = self.at.clone();
+    }
+
+    /// Carries out what was ordered. `false`: to end.
+    fn obey(&mut self) -> Result<bool, String> {
+        let mut woken = [0; 8];
+        let _ = rustix::io::read(&*self.waker, &mut woken);
+        loop {
+            match self.orders.try_recv() {
+                Ok(Order::Attach(feed)) => self.attach(feed)?,
+                Ok(Order::Stop { done }) => {
+                    if let Some(spool) = self.spool.take().filter(|_| done) {
+                        let _ = spool.remove();
+                    }
+                    return Ok(false);
+                }
+                Err(TryRecvError::Empty) => return Ok(true),
+                Err(TryRecvError::Disconnected) => return Ok(false),
+            }
+        }
+    }
+
+    /// Takes a new feed: goes on with it where the last one ended, or starts again with another snapshot.
+    fn attach(&mut self, mut feed: Box<Feed>) -> Result<(), String> {
+        let same = self.at.origin.as_ref() == Some(&feed.origin);
+        if !same && !self.at.loaded {
+            if matches!(&self.served, Some(Served { stage: Stage::Payload(_) | Stage::Streaming, .. })) {
+                self.drop_link("the snapshot that it was loading is gone", false);
+            }
+            self.begin_origin(&feed)?;
+        }
+        if !self.at.loaded {
+            // Without a spool all slots below the next one have gone to the server; with one they may have to go again.
+            let held = self.spool.as_ref().map(Spool::held).unwrap_or_default();
+            let first = if self.spool.is_some() { 0 } else { self.at.next_slot };
+            let have = move |number: u64| usize::try_from(number).is_ok_and(|number| held.get(number) == Some(&true));
+            if let Err(error) = feed.begin_snapshot(first, have) {
+                self.tell(News::FeedLost { error });
+                return Ok(());
+            }
+        }
+        if let Err(error) = feed.begin_journal(self.at.next_byte) {
+            self.tell(News::FeedLost { error });
+            return Ok(());
+        }
+        self.feed = Some(feed);
+        self.journal_due = Instant::now();
+        self.snapshot_due = Instant::now();
+        Ok(())
+    }
+
+    fn begin_origin(&mut self, feed: &Feed) -> Result<(), String> {
+        self.backlog.clear();
+        self.backlog_bytes = 0;
+        self.fetched = false;
+        self.at = Progress {
+            origin: Some(feed.origin.clone()),
+            next_slot: 0,
+            next_byte: feed.origin.offset + 1,
+            loaded: false,
+        };
+        let meter = &self.setup.meter;
+        meter.bytes_fetched.set(0);
+        meter.bytes_delivered.set(0);
+        meter.slots_total.set(0);
+        meter.slots_held.set(0);
+        meter.slots_below.set(0);
+        meter.stream_fetched.set(feed.origin.offset);
+        meter.stream_delivered.set(feed.origin.offset);
+        if let Some(folder) = &self.setup.spool {
+            let spool = Spool::open(folder, &feed.origin).map_err(|cause| spool_trouble(folder, &cause))?;
+            for number in 0..spool.held_below() {
+                self.setup.meter.bytes_fetched.add(spool.get(number).map_or(0, |held| u64::from(held.length)));
+            }
+            self.setup.meter.slots_held.set(spool.held_below());
+            self.setup.meter.slots_below.set(spool.held_below());
+            self.spool = Some(spool);
+        }
+        Ok(())
+    }
+
+    // ---- the server's link ----
+
+    fn accept(&mut self) -> bool {
+        match Link::accept(&self.setup.listener, self.setup.tls.as_ref()) {
+            Ok(Some((link, peer))) => {
+                tracing::debug!(%peer, "the server's link came");
+                if self.served.is_some() {
+                    self.drop_link("the server made another", true);
+                }
+                self.served = Some(Served {
+                    link,
+                    role: PrimaryRole::new(server::Options::default()),
+                    out: Vec::new(),
+                    written: 0,
+                    stage: Stage::Talking,
+                    kept_alive: Instant::now(),
+                    loaded_told: false,
+                });
+                true
+            }
+            Ok(None) => false,
+            Err(error) => {
+                tracing::warn!(%error, "a link of the server could not be accepted");
+                false
+            }
+        }
+    }
+
+    fn drop_link(&mut self, why: &str, tell: bool) {
+        let Some(served) = self.served.take() else { return };
+        let loading = match served.stage {
+            Stage::Payload(body) => {
+                if let Some(Piece::Fresh(slot)) = body.piece {
+                    self.give_back(slot);
+                }
+                true
+            }
+            Stage::Streaming => !self.at.loaded,
+            Stage::Talking | Stage::Asked => false,
+        };
+        if loading && self.spool.is_none() && self.at.next_slot > 0 {
+            // The server will want it all again, from the first slot.
+            self.at.next_slot = 0;
+            self.feed = None;
+        }
+        if tell {
+            self.tell(News::LinkLost { text: why.to_string(), loading });
+        }
+    }
+
+    /// A slot that is not used any further; whether it was overwritten meanwhile is of no interest now.
+    fn give_back(&mut self, slot: Slot) {
+        if let Some(snapshot) = self.feed.as_mut().and_then(|feed| feed.snapshot.as_mut()) {
+            let _ = snapshot.reader.release(slot);
+        }
+    }
+
+    /// Reads what the server says.
+    fn hear(&mut self) -> bool {
+        let Some(served) = &mut self.served else { return false };
+        let mut buffer = [0; 4096];
+        match served.link.read(&mut buffer) {
+            Ok(None) => return false,
+            Ok(Some(0)) => {
+                self.drop_link("the server closed it", true);
+                return true;
+            }
+            Ok(Some(n)) => {
+                if let Err(error) = served.role.handle_input(&buffer[..n]) {
+                    let text = format!("the server said something no replica says: {error}");
+                    self.drop_link(&text, true);
+                    return true;
+                }
+            }
+            Err(error) => {
+                self.drop_link(&error.to_string(), true);
+                return true;
+            }
+        }
+        while let Some(event) = self.served.as_mut().and_then(|served| served.role.poll_event()) {
+            match event {
+                ServerSays::Psync { replid, offset } => self.asked(replid, offset),
+                ServerSays::Ack { offset, .. } => self.acknowledged(offset),
+            }
+        }
+        true
+    }
+
+    fn asked(&mut self, replid: Option<ReplId>, offset: i64) {
+        self.tell(News::Asked);
+        let resumes = self.at.loaded
+            && self.at.origin.as_ref().zip(replid).is_some_and(|(origin, replid)| origin.replid == replid.to_string());
+        let offset = u64::try_from(offset).unwrap_or(0);
+        if resumes && offset > 0 && offset <= self.at.next_byte {
+            self.resume_stream(offset);
+            return;
+        }
+        if self.at.loaded {
+            // It held the whole snapshot and lost it: it needs all of it again.
+            self.at.loaded = false;
+            self.at.next_slot = 0;
+            self.at.origin = None;
+            self.feed = None;
+            self.tell(News::FeedWanted);
+        } else if self.feed.is_none() && self.at.origin.is_some() {
+            self.tell(News::FeedWanted);
+        }
+        let Some(served) = &mut self.served else { return };
+        if !served.role.peer().eof {
+            // Every server since Redis 2.8.18 takes a payload whose length is not known beforehand.
+            self.drop_link("it can't load a snapshot whose length is not known yet (no capa eof): it is too old", true);
+            return;
+        }
+        served.stage = Stage::Asked;
+        served.kept_alive = Instant::now();
+    }
+
+    /// The server goes on at `offset`, which may lie before what we gave it: bytes on their way are lost with a link.
+    fn resume_stream(&mut self, offset: u64) {
+        let Some(served) = &mut self.served else { return };
+        let Some(replid) = self.at.origin.as_ref().and_then(|origin| origin.replid.parse().ok()) else { return };
+        served.role.resume(&replid);
+        served.stage = Stage::Streaming;
+        served.loaded_told = true;
+        self.setup.meter.stream_delivered.set(offset - 1);
+        if self.backlog.front().map_or(self.at.next_byte, |chunk| chunk.offset) != offset {
+            self.backlog.clear();
+            self.backlog_bytes = 0;
+            self.at.next_byte = offset;
+            self.feed = None;
+            self.tell(News::FeedWanted);
+        }
+    }
+
+    fn acknowledged(&mut self, offset: u64) {
+        self.setup.meter.acknowledged.set(offset);
+        let Some(served) = &mut self.served else { return };
+        let origin = self.at.origin.as_ref().map_or(u64::MAX, |origin| origin.offset);
+        if matches!(served.stage, Stage::Streaming) && !served.loaded_told && offset >= origin {
+            served.loaded_told = true;
+            self.at.loaded = true;
+            self.tell(News::Loaded);
+        }
+    }
+
+    // ---- the feed ----
+
+    /// Takes what has come from the source. The error is one that ends this agent's work.
+    fn fetch(&mut self) -> Result<bool, String> {
+        let moved = match self.fetch_snapshot() {
+            Ok(moved) => moved,
+            Err(Trouble::Feed(error)) => {
+                self.lose_feed(error);
+                return Ok(true);
+            }
+            Err(Trouble::Spool(text)) => return Err(text),
+        };
+        match self.fetch_journal() {
+            Ok(more) => Ok(moved || more),
+            Err(error) => {
+                self.lose_feed(error);
+                Ok(true)
+            }
+        }
+    }
+
+    fn lose_feed(&mut self, error: FeedError) {
+        self.feed = None;
+        if let Some(Served { stage: Stage::Payload(body), .. }) = &mut self.served {
+            // A slot in place may still be read (its mapping is ours), but not be checked after use: take it again.
+            if let Some(Piece::Fresh(_)) = body.piece {
+                body.piece = None;
+            }
+        }
+        self.tell(News::FeedLost { error });
+    }
+
+    fn fetch_snapshot(&mut self) -> Result<bool, Trouble> {
+        let Some(feed) = &mut self.feed else { return Ok(false) };
+        let Some(snapshot) = &mut feed.snapshot else { return Ok(false) };
+        let now = Instant::now();
+        if snapshot.is_idle() && now < self.snapshot_due {
+            return Ok(false);
+        }
+        self.snapshot_due = now + SNAPSHOT_PACE;
+        let news = snapshot.pump().map_err(Trouble::Feed)?;
+        let progress = snapshot.reader.progress();
+        let meter = &self.setup.meter;
+        meter.bytes_known.set(progress.bytes_known);
+        meter.slots_total.set(progress.end.unwrap_or(0));
+
+        let mut moved = news;
+        if let Some(spool) = &mut self.spool {
+            while let Some(slot) = snapshot.reader.next_slot() {
+                meter.bytes_fetched.add(u64::from(slot.length));
+                spool_slot(spool, snapshot, slot, self.setup.spool.as_ref())?;
+                meter.slots_held.add(1);
+                meter.slots_below.set(spool.held_below());
+                moved = true;
+            }
+        }
+        if !self.fetched && snapshot.reader.is_complete() {
+            self.fetched = true;
+            self.tell(News::Fetched);
+        }
+        Ok(moved)
+    }
+
+    fn fetch_journal(&mut self) -> Result<bool, FeedError> {
+        let Some(feed) = &mut self.feed else { return Ok(false) };
+        let Some(journal) = &mut feed.journal else { return Ok(false) };
+        let now = Instant::now();
+        if self.backlog_bytes >= self.setup.backlog_limit || (journal.is_idle() && now < self.journal_due) {
+            return Ok(false);
+        }
+        journal.pump()?;
+        let mut moved = false;
+        while let Some(chunk) = journal.reader.next_chunk() {
+            self.at.next_byte = chunk.offset + chunk.bytes.len() as u64;
+            self.setup.meter.stream_fetched.set(self.at.next_byte - 1);
+            self.backlog_bytes += chunk.bytes.len();
+            self.backlog.push_back(chunk);
+            moved = true;
+        }
+        self.journal_pace = if moved { PACE_FIRST } else { (self.journal_pace * 2).min(PACE_LAST) };
+        self.journal_due = now + self.journal_pace;
+        Ok(moved)
+    }
+
+    // ---- writing ----
+
+    /// Writes to the server what there is and what it has room for.
+    fn write(&mut self) -> bool {
+        match self.try_write() {
+            Ok(moved) => moved,
+            Err(WriteTrouble::Link(error)) => {
+                self.drop_link(&error.to_string(), true);
+                true
+            }
+            Err(WriteTrouble::Feed(error)) => {
+                // What the server was given can't be trusted: without the mark it will throw it away.
+                self.drop_link("a slot was overwritten while it was being used", true);
+                self.lose_feed(error);
+                true
+            }
+        }
+    }
+
+    fn try_write(&mut self) -> Result<bool, WriteTrouble> {
+        let mut moved = false;
+        let mut left = TURN_BYTES;
+        loop {
+            let Some(served) = &mut self.served else { return Ok(moved) };
+            let fresh = served.role.take_output();
+            served.out.extend_from_slice(&fresh);
+            if !served.flush_out()? {
+                return Ok(moved);
+            }
+            let wrote = match &mut served.stage {
+                Stage::Talking => None,
+                Stage::Asked => self.begin_payload(),
+                Stage::Payload(_) => self.write_payload()?,
+                Stage::Streaming => self.write_stream()?,
+            };
+            let Some(wrote) = wrote else { return Ok(moved) };
+            moved = true;
+            left = left.saturating_sub(wrote);
+            if left == 0 {
+                return Ok(true);
+            }
+        }
+    }
+
+    /// Answers a PSYNC, as soon as the first slot is there; newlines until then.
+    fn begin_payload(&mut self) -> Option<usize> {
+        let piece = if self.at.origin.is_some() { self.next_piece(0) } else { None };
+        let ready = piece.is_some() || (self.at.origin.is_some() && self.fetched && self.is_empty());
+        let served = self.served.as_mut()?;
+        if !ready {
+            if served.kept_alive.elapsed() >= KEEP_ALIVE_EVERY {
+                served.kept_alive = Instant::now();
+                served.role.keep_alive();
+                return Some(1);
+            }
+            return None;
+        }
+        let origin = self.at.origin.as_ref()?;
+        let replid = origin.replid.parse().ok()?;
+        let mark = random_mark();
+        served.role.full_resync(&replid, origin.offset);
+        served.role.payload(&Payload::Mark(mark));
+        served.stage = Stage::Payload(Body { mark, next_slot: 0, piece, written: 0 });
+        self.setup.meter.bytes_delivered.set(0);
+        Some(0)
+    }
+
+    /// The snapshot has no bytes at all. No server makes such a one, but then it is the end that is at hand.
+    fn is_empty(&self) -> bool {
+        self.setup.meter.slots_total.get() == 0
+    }
+
+    fn next_piece(&mut self, number: u64) -> Option<Piece> {
+        if let Some(spool) = &self.spool {
+            return spool.get(number).map(Piece::Spooled);
+        }
+        let snapshot = self.feed.as_mut()?.snapshot.as_mut()?;
+        let slot = snapshot.reader.next_slot()?;
+        let meter = &self.setup.meter;
+        meter.slots_held.set(slot.number + 1);
+        meter.bytes_fetched.add(u64::from(slot.length));
+        Some(Piece::Fresh(slot))
+    }
+
+    /// One write of the payload. `None`: nothing to write, or no room.
+    fn write_payload(&mut self) -> Result<Option<usize>, WriteTrouble> {
+        let Some(Served { stage: Stage::Payload(body), .. }) = &self.served else { return Ok(None) };
+        let number = body.next_slot;
+        if body.piece.is_none() {
+            let total = self.setup.meter.slots_total.get();
+            let whole = self.fetched && number >= total;
+            if whole {
+                return Ok(Some(self.end_payload()));
+            }
+            let Some(piece) = self.next_piece(number) else { return Ok(None) };
+            if let Some(Served { stage: Stage::Payload(body), .. }) = &mut self.served {
+                body.piece = Some(piece);
+            }
+        }
+        let Some(Served { stage: Stage::Payload(body), link, .. }) = &mut self.served else { return Ok(None) };
+        let Some(piece) = &body.piece else { return Ok(None) };
+        let length = (piece.length() - body.written).min(WRITE_PIECE as u32) as usize;
+        let wrote = match piece {
+            Piece::Fresh(slot) => {
+                let (view, range) = slot.bytes();
+                link.write_view(view, range.start + u64::from(body.written), length)?
+            }
+            Piece::Spooled(held) => {
+                let Some(spool) = &self.spool else { return Ok(None) };
+                link.write_file(spool.file(), spool.place(held.number) + u64::from(body.written), length)?
+            }
+        };
+        let Some(wrote) = wrote else { return Ok(None) };
+        body.written += wrote as u32;
+        self.setup.meter.bytes_delivered.add(wrote as u64);
+        if body.written == piece.length() {
+            let piece = body.piece.take();
+            body.written = 0;
+            body.next_slot += 1;
+            let next = body.next_slot;
+            self.slot_delivered(piece, next)?;
+        }
+        Ok(Some(wrote))
+    }
+
+    /// A slot has been written: check that it was not overwritten meanwhile, and give it back.
+    fn slot_delivered(&mut self, piece: Option<Piece>, next: u64) -> Result<(), WriteTrouble> {
+        if let Some(Piece::Fresh(slot)) = piece {
+            if let Some(snapshot) = self.feed.as_mut().and_then(|feed| feed.snapshot.as_mut()) {
+                snapshot.reader.release(slot).map_err(|error| WriteTrouble::Feed(error.into()))?;
+            }
+            self.at.next_slot = next;
+            self.setup.meter.slots_below.set(next);
+        }
+        Ok(())
+    }
+
+    fn end_payload(&mut self) -> usize {
+        let Some(served) = &mut self.served else { return 0 };
+        let Stage::Payload(body) = &served.stage else { return 0 };
+        let mark = body.mark;
+        served.out.extend_from_slice(&mark);
+        served.stage = Stage::Streaming;
+        if let Some(feed) = &mut self.feed {
+            feed.snapshot = None;
+        }
+        self.setup.meter.slots_below.set(u64::MAX);
+        self.tell(News::PayloadSent);
+        mark.len()
+    }
+
+    fn write_stream(&mut self) -> Result<Option<usize>, WriteTrouble> {
+        let Some(served) = &mut self.served else { return Ok(None) };
+        let Some(chunk) = self.backlog.front_mut() else { return Ok(None) };
+        let Some(wrote) = served.link.write(&chunk.bytes)? else { return Ok(None) };
+        self.backlog_bytes -= wrote;
+        self.setup.meter.stream_delivered.set(chunk.offset + wrote as u64 - 1);
+        if wrote == chunk.bytes.len() {
+            self.backlog.pop_front();
+        } else {
+            chunk.bytes.drain(..wrote);
+            chunk.offset += wrote as u64;
+        }
+        Ok(Some(wrote))
+    }
+
+    // ---- sleeping ----
+
+    /// Sleeps until something may have changed.
+    fn sleep(&mut self) {
+        let now = Instant::now();
+        let mut until = now + SLEEP_LIMIT;
+        let backlog_full = self.backlog_bytes >= self.setup.backlog_limit;
+        let mut fds: Vec<(BorrowedFd<'_>, PollFlags)> =
+            vec![(self.waker.as_fd(), PollFlags::IN), (self.setup.listener.as_fd(), PollFlags::IN)];
+        let (mut wants_slots, mut link_full) = (false, false);
+        if let Some(served) = &self.served {
+            let has_piece = matches!(&served.stage, Stage::Payload(body) if body.piece.is_some());
+            let has_stream = matches!(served.stage, Stage::Streaming) && !self.backlog.is_empty();
+            link_full = has_piece || has_stream || served.written < served.out.len() || served.link.wants_write();
+            let write = if link_full { PollFlags::OUT } else { PollFlags::empty() };
+            fds.push((served.link.as_fd(), PollFlags::IN | write));
+            wants_slots = !has_piece;
+            if matches!(served.stage, Stage::Asked) {
+                until = until.min(served.kept_alive + KEEP_ALIVE_EVERY);
+            }
+        }
+        if let Some(feed) = &mut self.feed {
+            let Feed { snapshot, journal, .. } = &mut **feed;
+            if let Some(snapshot) = snapshot.as_mut().filter(|snapshot| !snapshot.reader.is_complete()) {
+                if snapshot.is_idle() {
+                    until = until.min(if wants_slots || self.spool.is_some() { self.snapshot_due } else { until });
+                } else {
+                    fds.push((snapshot.arm(), PollFlags::IN));
+                }
+            }
+            if let Some(journal) = journal.as_mut().filter(|_| !backlog_full) {
+                if journal.is_idle() {
+                    // While the server's socket is full the stream can wait: what matters is the payload.
+                    until = until.min(if link_full { now + PACE_LAST } else { self.journal_due });
+                } else {
+                    fds.push((journal.arm(), PollFlags::IN));
+                }
+            }
+        }
+        let timeout = until.saturating_duration_since(now).max(Duration::from_micros(20));
+        let timeout = Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: i64::from(timeout.subsec_nanos()) };
+        let mut fds: Vec<PollFd<'_>> = fds.iter().map(|(fd, flags)| PollFd::new(fd, *flags)).collect();
+        // Interrupted or not: the loop looks at everything again.
+        let _ = rustix::event::poll(&mut fds, Some(&timeout));
+    }
+}
+
+impl Served {
+    /// Writes what waits. `false`: some still does.
+    fn flush_out(&mut self) -> io::Result<bool> {
+        while self.written < self.out.len() {
+            match self.link.write(&self.out[self.written..])? {
+                Some(n) => self.written += n,
+                None => return Ok(false),
+            }
+        }
+        self.out.clear();
+        self.written = 0;
+        self.link.flush()?;
+        Ok(!self.link.wants_write())
+    }
+}
+
+enum Trouble {
+    Feed(FeedError),
+    Spool(String),
+}
+
+enum WriteTrouble {
+    Link(io::Error),
+    Feed(FeedError),
+}
+
+impl From<io::Error> for WriteTrouble {
+    fn from(error: io::Error) -> Self {
+        WriteTrouble::Link(error)
+    }
+}
+
+/// Stores one slot; it counts as held only after it was checked once more that it was not overwritten meanwhile.
+fn spool_slot(
+    spool: &mut Spool,
+    snapshot: &mut SnapshotFeed,
+    slot: Slot,
+    folder: Option<&PathBuf>,
+) -> Result<(), Trouble> {
+    let held = Held { number: slot.number, length: slot.length, crc: slot.crc };
+    let trouble = |cause: io::Error| {
+        Trouble::Spool(folder.map_or_else(|| cause.to_string(), |folder| spool_trouble(folder, &cause)))
+    };
+    let (view, range) = slot.bytes();
+    spool.store(held, view, range.start).map_err(trouble)?;
+    snapshot.reader.release(slot).map_err(|error| Trouble::Feed(error.into()))?;
+    spool.remember(held).map_err(trouble)
+}
+
+fn spool_trouble(folder: &std::path::Path, cause: &io::Error) -> String {
+    let cure = match cause.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+            "make room there for the whole snapshot, name another --state-dir, or leave it out"
+        }
+        _ => "check the folder and its file system",
+    };
+    format!("the state directory {} can't be used: {cause}; {cure}", folder.display())
+}
+
+/// Forty characters that no RDB contains by chance, as the servers make them.
+fn random_mark() -> [u8; 40] {
+    const HEX: &[u8; 16] = b"0123456789abcdef";
+    let mut random = [0; 20];
+    if getrandom::fill(&mut random).is_err() {
+        // No random numbers: the address of a fresh value and the time will do; the mark is no secret.
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default().as_nanos();
+        random[..16].copy_from_slice(&now.to_le_bytes());
+    }
+    let mut mark = [0; 40];
+    for (pair, byte) in mark.chunks_exact_mut(2).zip(random) {
+        pair[0] = HEX[usize::from(byte >> 4)];
+        pair[1] = HEX[usize::from(byte & 15)];
+    }
+    mark
+}

@@ -1,0 +1,133 @@
+//! Link: one connection from the replica's server to us, who play its primary. Never blocks; plain or under TLS.
+//!
+//! It moves bytes and knows nothing of what they mean: [`super::delivery`] does.
+
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+
+use remora_fabric::View;
+use rustls::{ServerConfig, ServerConnection};
+
+/// See the module's text.
+pub(super) struct Link {
+    socket: TcpStream,
+    tls: Option<Box<ServerConnection>>,
+    /// One piece of plain text on its way into TLS.
+    piece: Vec<u8>,
+}
+
+/// Plain text that is given to TLS at once: some records of 16 KiB. More would only wait in its buffer.
+const TLS_PIECE: usize = 64 * 1024;
+
+impl Link {
+    /// Takes a waiting connection, if there is one.
+    pub(super) fn accept(
+        listener: &TcpListener,
+        tls: Option<&Arc<ServerConfig>>,
+    ) -> io::Result<Option<(Link, SocketAddr)>> {
+        let (socket, peer) = match listener.accept() {
+            Ok(accepted) => accepted,
+            Err(error) if is_not_yet(&error) => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        socket.set_nonblocking(true)?;
+        socket.set_nodelay(true)?;
+        let tls = match tls {
+            None => None,
+            Some(config) => {
+                let mut tls = ServerConnection::new(config.clone()).map_err(io::Error::other)?;
+                tls.set_buffer_limit(Some(2 * TLS_PIECE));
+                Some(Box::new(tls))
+            }
+        };
+        Ok(Some((Link { socket, tls, piece: Vec::new() }, peer)))
+    }
+
+    /// Reads what is there: `None` if nothing is yet, 0 at the end of the stream.
+    pub(super) fn read(&mut self, buffer: &mut [u8]) -> io::Result<Option<usize>> {
+        let Some(tls) = &mut self.tls else { return not_yet(self.socket.read(buffer)) };
+        match tls.read_tls(&mut self.socket) {
+            Ok(0) => return Ok(Some(0)),
+            Ok(_) => {
+                tls.process_new_packets().map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
+            }
+            Err(error) if is_not_yet(&error) => {}
+            Err(error) => return Err(error),
+        }
+        not_yet(tls.reader().read(buffer))
+    }
+
+    /// Writes some of `bytes`: `None` if there is no room.
+    pub(super) fn write(&mut self, bytes: &[u8]) -> io::Result<Option<usize>> {
+        let Some(tls) = &mut self.tls else { return not_yet(self.socket.write(bytes)) };
+        let taken = tls.writer().write(&bytes[..bytes.len().min(TLS_PIECE)])?;
+        self.flush()?;
+        Ok((taken > 0).then_some(taken))
+    }
+
+    /// Writes some of `length` bytes of a table's memory, straight out of it.
+    pub(super) fn write_view(&mut self, view: &View, offset: u64, length: usize) -> io::Result<Option<usize>> {
+        if self.tls.is_none() {
+            return not_yet(view.send(&self.socket, offset, length));
+        }
+        self.piece.resize(length.min(TLS_PIECE), 0);
+        view.read(offset, &mut self.piece).map_err(io::Error::other)?;
+        self.write_piece()
+    }
+
+    /// Writes some of `length` bytes of a file.
+    pub(super) fn write_file(&mut self, file: &File, offset: u64, length: usize) -> io::Result<Option<usize>> {
+        if self.tls.is_none() {
+            let mut at = offset;
+            return not_yet(rustix::fs::sendfile(&self.socket, file, Some(&mut at), length).map_err(io::Error::from));
+        }
+        self.piece.resize(length.min(TLS_PIECE), 0);
+        rustix::io::pread(file, &mut self.piece[..], offset)?;
+        self.write_piece()
+    }
+
+    fn write_piece(&mut self) -> io::Result<Option<usize>> {
+        let piece = std::mem::take(&mut self.piece);
+        let taken = self.write(&piece);
+        self.piece = piece;
+        taken
+    }
+
+    /// Sends what TLS still holds.
+    pub(super) fn flush(&mut self) -> io::Result<()> {
+        let Some(tls) = &mut self.tls else { return Ok(()) };
+        while tls.wants_write() {
+            match tls.write_tls(&mut self.socket) {
+                Ok(_) => {}
+                Err(error) if is_not_yet(&error) => break,
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether something waits to be sent that no further call will bring.
+    pub(super) fn wants_write(&self) -> bool {
+        self.tls.as_ref().is_some_and(|tls| tls.wants_write())
+    }
+
+    /// For waiting on.
+    pub(super) fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+fn is_not_yet(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
+}
+
+fn not_yet(result: io::Result<usize>) -> io::Result<Option<usize>> {
+    match result {
+        Ok(n) => Ok(Some(n)),
+        Err(error) if is_not_yet(&error) => Ok(None),
+        Err(error) => Err(error),
+    }
+}

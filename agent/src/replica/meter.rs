@@ -1,0 +1,46 @@
+//! Meter: how far the delivery is, for those who watch it: progress bars, the source, the hand-off.
+//!
+//! Plain atomics, all written by the delivery thread. Bytes and slots count the snapshot; offsets are replication offsets.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+/// See the module's text.
+#[derive(Default)]
+pub(super) struct Meter {
+    /// Slots that have arrived and fit their checksums.
+    pub(super) slots_held: Count,
+    /// The first slot that is still needed from the source.
+    pub(super) slots_below: Count,
+    /// Bytes of the snapshot that have arrived.
+    pub(super) bytes_fetched: Count,
+    /// Bytes of the snapshot given to the server.
+    pub(super) bytes_delivered: Count,
+    /// Bytes that the source has published so far.
+    pub(super) bytes_known: Count,
+    /// Slots of the whole snapshot; 0 while unknown.
+    pub(super) slots_total: Count,
+    /// The last byte of the stream that has arrived.
+    pub(super) stream_fetched: Count,
+    /// The last byte of the stream given to the server.
+    pub(super) stream_delivered: Count,
+    /// The last byte of the stream that the server said it has applied.
+    pub(super) acknowledged: Count,
+}
+
+/// A number with one writer.
+#[derive(Default)]
+pub(super) struct Count(AtomicU64);
+
+impl Count {
+    pub(super) fn get(&self) -> u64 {
+        self.0.load(Relaxed)
+    }
+
+    pub(super) fn set(&self, value: u64) {
+        self.0.store(value, Relaxed);
+    }
+
+    pub(super) fn add(&self, more: u64) {
+        self.0.fetch_add(more, Relaxed);
+    }
+}

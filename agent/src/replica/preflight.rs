@@ -1,0 +1,214 @@
+//! Preflight: everything that can be known to go wrong is found before anything is touched.
+//!
+//! [`target`] looks at the replica's own server, [`primary`] at the way from there to the primary. Each refusal names the
+//! thing and says what to do.
+
+use std::net::{IpAddr, SocketAddr};
+
+use remora_messenger::control::Offer;
+
+use super::record::Record;
+use crate::cli::ReplicaArgs;
+use crate::exit::Failure;
+use crate::server::{Client, Credentials, Facts, Password, RefusalKind, Role, Server, ServerError, ServerUrl, Task};
+
+/// What we need to know of the replica's server.
+#[derive(Debug)]
+pub(super) struct Target {
+    pub(super) facts: Facts,
+    /// As it logs in to its primary.
+    pub(super) primary_user: String,
+    pub(super) primary_password: String,
+    /// It insists on TLS towards its primary: towards us too.
+    pub(super) tls_replication: bool,
+    /// `repl-diskless-load` as it is.
+    pub(super) diskless_load: Option<String>,
+    /// It follows a dead link of ours: what it holds is the rest of an unfinished sync.
+    pub(super) unfinished: bool,
+}
+
+/// Looks at the replica's server.
+pub(super) async fn target(
+    args: &ReplicaArgs,
+    server: &Server,
+    client: &mut Client,
+    record: &Record,
+) -> Result<Target, Failure> {
+    let url = server.url();
+    let facts = Facts::read(client).await?;
+    if facts.cluster_enabled == Some(true) {
+        return Err(Failure::refused(format!(
+            "the server {url} runs in cluster mode, where REPLICAOF is refused; delivery by a dump file that the server starts \
+             from is to come and will be the way for clusters"
+        )));
+    }
+    let unfinished = facts.link.as_ref().is_some_and(|link| record.is_our_link(&link.host, link.port));
+    if facts.loading == Some(true) && !unfinished {
+        return Err(Failure::new(
+            crate::exit::Code::Server,
+            format!("the server {url} is loading its data set (-LOADING); try again when it has done so"),
+        ));
+    }
+    if !args.replace && !unfinished {
+        refuse_to_overwrite(&facts, url)?;
+    }
+    let setting = async |client: &mut Client, new: &str, old: &str| -> Result<Option<String>, ServerError> {
+        match client.config_get(new).await? {
+            Some(value) => Ok(Some(value)),
+            None => client.config_get(old).await,
+        }
+    };
+    let tls_replication = client.config_get("tls-replication").await?.as_deref() == Some("yes");
+    if tls_replication && args.link_cert.is_none() {
+        return Err(Failure::refused(format!(
+            "the server {url} replicates by TLS only (tls-replication yes), so our link to it must speak TLS: give a certificate \
+             that it accepts with --link-cert and --link-key"
+        )));
+    }
+    Ok(Target {
+        primary_user: setting(client, "masteruser", "primaryuser").await?.unwrap_or_default(),
+        primary_password: setting(client, "masterauth", "primaryauth").await?.unwrap_or_default(),
+        tls_replication,
+        diskless_load: client.config_get("repl-diskless-load").await?,
+        unfinished,
+        facts,
+    })
+}
+
+fn refuse_to_overwrite(facts: &Facts, url: &ServerUrl) -> Result<(), Failure> {
+    let keys = facts.keys();
+    if keys > 0 {
+        return Err(Failure::refused(format!(
+            "the server {url} holds {keys} key{}, which a sync would replace; give --replace if that is wanted",
+            if keys == 1 { "" } else { "s" }
+        )));
+    }
+    match (&facts.role, &facts.link) {
+        (Some(Role::Replica), Some(link)) if link.up == Some(true) => Err(Failure::refused(format!(
+            "the server {url} is a replica of {}:{} already, and in step; give --replace to make it follow another",
+            link.host, link.port
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// The primary, as the replica's server will use it.
+#[derive(Clone, Debug)]
+pub(super) struct Primary {
+    pub(super) host: String,
+    pub(super) port: u16,
+}
+
+/// Where the primary is, whether the replica's server will be let in there, and whether it is the right one.
+pub(super) async fn primary(
+    args: &ReplicaArgs,
+    server: &Server,
+    target: &Target,
+    plan: &Offer,
+    source: SocketAddr,
+) -> Result<Primary, Failure> {
+    if plan.run_id == target.facts.run_id.clone().unwrap_or_default() && !plan.run_id.is_empty() {
+        return Err(Failure::refused(format!(
+            "the server {} is the very server that the source takes its snapshot of; name another with --server",
+            server.url()
+        )));
+    }
+    let host = if plan.primary.host.is_empty() { source_host(args, source) } else { plan.primary.host.clone() };
+    let port = plan.primary.port;
+    let primary_server = as_the_server_would(args, target, &host, port, plan.primary.tls)?;
+    let mut client =
+        primary_server.connect().await.map_err(|error| no_entry(&error, server.url(), &host, port, target))?;
+    match Facts::read(&mut client).await {
+        Ok(facts) => check_identity(&facts, target, plan, &host, port)?,
+        Err(ServerError::Refused { kind: RefusalKind::NoPerm, .. }) => {
+            tracing::info!(
+                "the primary {host}:{port} lets the replica in but doesn't tell it about itself (INFO): not compared"
+            );
+            client.command(&["PING"]).await.map_err(|error| no_entry(&error, server.url(), &host, port, target))?;
+        }
+        Err(error) => return Err(no_entry(&error, server.url(), &host, port, target)),
+    }
+    Ok(Primary { host, port })
+}
+
+/// The host by which we reached the source: where the source's server listens on its own loopback only, its address means
+/// something else here.
+fn source_host(args: &ReplicaArgs, source: SocketAddr) -> String {
+    match args.source.host.parse::<IpAddr>() {
+        Ok(_) => args.source.host.clone(),
+        // A name may mean something else to the server than to us: the address it led to does not.
+        Err(_) => source.ip().to_string(),
+    }
+}
+
+/// A way to the primary with the credentials and the TLS that the replica's server will use.
+fn as_the_server_would(
+    args: &ReplicaArgs,
+    target: &Target,
+    host: &str,
+    port: u16,
+    tls: bool,
+) -> Result<Server, Failure> {
+    let bracketed = if host.contains(':') { format!("[{host}]") } else { host.to_string() };
+    let scheme = if tls || target.tls_replication { "rediss" } else { "redis" };
+    let url: ServerUrl = format!("{scheme}://{bracketed}:{port}").parse().map_err(|error| {
+        Failure::refused(format!("the source's address of the primary is not one: {error}; see --announce"))
+    })?;
+    let some = |text: &str| (!text.is_empty()).then(|| text.to_string());
+    let credentials = Credentials {
+        user: some(&target.primary_user).filter(|_| !target.primary_password.is_empty()),
+        password: some(&target.primary_password).map(Password::new),
+    };
+    let options = if scheme == "rediss" { args.server.tls.options() } else { Default::default() };
+    Ok(Server::new(url, credentials, &options, Task::Replica)?)
+}
+
+fn check_identity(facts: &Facts, target: &Target, plan: &Offer, host: &str, port: u16) -> Result<(), Failure> {
+    if facts.run_id.is_some() && facts.run_id == target.facts.run_id {
+        return Err(Failure::refused(format!(
+            "{host}:{port}, where the primary should be, is the replica's own server; give the source the primary's address with \
+             --announce"
+        )));
+    }
+    let same_server = facts.run_id.as_deref() == Some(plan.run_id.as_str());
+    let same_history = facts.replid.is_some_and(|replid| *replid.as_bytes() == plan.replid);
+    if same_server || same_history {
+        return Ok(());
+    }
+    Err(Failure::refused(format!(
+        "{host}:{port} is not the primary that the source captures ({}): another history ({}); give the source the right address \
+         with --announce",
+        plan.primary.source_sees_as,
+        facts.replid.map_or_else(|| "none told".to_string(), |replid| replid.to_string())
+    )))
+}
+
+/// The replica's server would not be let in.
+fn no_entry(error: &ServerError, replica: &ServerUrl, host: &str, port: u16, target: &Target) -> Failure {
+    let text = match error.refusal() {
+        Some(RefusalKind::NoAuth) if target.primary_password.is_empty() => format!(
+            "the primary {host}:{port} wants a password and the server {replica} has none to give: set masterauth (and masteruser, \
+             where the primary has named users) on {replica}"
+        ),
+        Some(RefusalKind::NoAuth | RefusalKind::WrongPass) => format!(
+            "the primary {host}:{port} does not accept masterauth{} of the server {replica}: set the right one there",
+            if target.primary_user.is_empty() {
+                String::new()
+            } else {
+                format!(" of masteruser {}", target.primary_user)
+            }
+        ),
+        Some(RefusalKind::NoPerm) => format!(
+            "the primary {host}:{port} does not permit the user of {replica} what a replica needs (+psync +replconf +ping): {error}"
+        ),
+        Some(RefusalKind::Other) if !target.primary_password.is_empty() => format!(
+            "the primary {host}:{port} does not take masterauth of the server {replica} ({error}): where the primary has no password \
+             the server must not give one, or it is refused for ever; clear masterauth there"
+        ),
+        _ => format!(
+            "the primary can't be reached as {host}:{port} from here, so the server {replica} could not follow it: {error}; give the \
+             source an address that replicas can use with --announce"
+        ),
+    };
+    Failure::refused(text)
+}

@@ -1,0 +1,286 @@
+//! Source: the replica's end of the conversation with the source agent, and the way from an offer to a feed.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use remora_fabric::shm::ShmConnector;
+use remora_fabric::tcp::{TcpConnector, TcpOptions};
+use remora_fabric::{Connector, Memory, Pages, Peer, RegionKey, Secret, TransportKind};
+use remora_messenger::control::{Join, Message, Offer, Resume, TableOffer};
+use remora_messenger::{Connection, Options, Token, derive};
+use remora_table::{Expectation, Geometry, SinkLayout};
+
+use super::delivery::Progress;
+use super::feed::{Feed, Part, Parts};
+use super::preflight::Target;
+use super::spool;
+use crate::cli::{ReplicaArgs, TransportChoice};
+use crate::exit::{Code, Failure};
+use crate::source::LANES_LABEL;
+
+/// A session with the source.
+pub(super) struct Source {
+    connection: Connection,
+}
+
+/// How long a plan may take: the source knows it already.
+const PLAN_LIMIT: Duration = Duration::from_secs(10);
+
+impl Source {
+    pub(super) async fn connect(args: &ReplicaArgs, token: &Token) -> Result<Source, remora_messenger::Error> {
+        let address = (args.source.host.as_str(), args.source.port);
+        let connection = remora_messenger::connect(address, token, &Options::default()).await?;
+        Ok(Source { connection })
+    }
+
+    /// The address by which the source was reached.
+    pub(super) fn address(&self) -> SocketAddr {
+        self.connection.peer_addr()
+    }
+
+    /// Asks what an offer would say, without having a snapshot taken for it.
+    pub(super) async fn plan(&mut self, args: &ReplicaArgs, target: &Target) -> Result<Offer, Failure> {
+        let join = Join { plan_only: true, ..join(args, target, None) };
+        self.connection.send(Message::Join(join)).await.map_err(failure)?;
+        let answer = async {
+            loop {
+                if let Message::Offer(offer) = self.connection.receive().await.map_err(failure)? {
+                    return Ok(offer);
+                }
+            }
+        };
+        tokio::time::timeout(PLAN_LIMIT, answer).await.unwrap_or_else(|_| {
+            let text = format!("the source {} told nothing of its server for {} s", args.source, PLAN_LIMIT.as_secs());
+            Err(Failure::new(Code::Source, text))
+        })
+    }
+
+    /// Asks for a snapshot, or for the rest of one.
+    pub(super) async fn join(
+        &mut self,
+        args: &ReplicaArgs,
+        target: &Target,
+        progress: &Progress,
+        held_slots: u64,
+    ) -> Result<(), remora_messenger::Error> {
+        let resume = progress.origin.as_ref().map(|origin| Resume {
+            generation: origin.generation,
+            held_slots,
+            loaded: progress.loaded,
+            replid: replid_bytes(&origin.replid),
+            next_byte: progress.next_byte,
+        });
+        self.connection.send(Message::Join(join(args, target, resume))).await
+    }
+
+    pub(super) async fn send(&mut self, message: Message) -> Result<(), remora_messenger::Error> {
+        self.connection.send(message).await
+    }
+
+    pub(super) async fn receive(&mut self) -> Result<Message, remora_messenger::Error> {
+        self.connection.receive().await
+    }
+
+    /// The last word, which must arrive.
+    pub(super) async fn leave(mut self, message: Message) {
+        if self.connection.send(message).await.is_ok() {
+            self.connection.finish().await;
+        }
+    }
+
+    /// What connecting to the offered tables needs, for a thread that may block.
+    pub(super) fn way(&self, args: &ReplicaArgs) -> Way {
+        Way {
+            session: self.connection.session(),
+            secret: derive(&self.connection.session_key(), LANES_LABEL),
+            source: self.connection.peer_addr(),
+            choice: args.transport,
+            lanes: args.lanes,
+        }
+    }
+}
+
+fn join(args: &ReplicaArgs, target: &Target, resume: Option<Resume>) -> Join {
+    let transports = match args.transport {
+        TransportChoice::Auto => vec![TransportKind::Shm, TransportKind::Tcp],
+        TransportChoice::Shm => vec![TransportKind::Shm],
+        TransportChoice::Tcp => vec![TransportKind::Tcp],
+    };
+    Join {
+        name: args.name.clone().unwrap_or_default(),
+        server: target.facts.name(),
+        transports: transports.into_iter().map(TransportKind::code).collect(),
+        resume,
+        stay: args.stay,
+        plan_only: false,
+    }
+}
+
+fn replid_bytes(replid: &str) -> [u8; 40] {
+    replid.as_bytes().try_into().unwrap_or([b'0'; 40])
+}
+
+/// The source can't be reached, or said no.
+pub(super) fn failure(error: remora_messenger::Error) -> Failure {
+    Failure::new(Code::Source, format!("the source {error}"))
+}
+
+/// Memory that reads land in: made once, used by one feed after the other.
+#[derive(Clone)]
+pub(super) struct Sinks {
+    budget: u64,
+    made: Option<Made>,
+}
+
+#[derive(Clone)]
+struct Made {
+    /// Bytes of a slot of the snapshot, and of one of the journal.
+    shape: (u32, u32),
+    snapshot: Arc<Memory>,
+    journal: Arc<Memory>,
+}
+
+/// The snapshot's share of the memory, the rest being the journal's and the backlog's: three quarters.
+const SNAPSHOT_SHARE: (u64, u64) = (3, 4);
+
+/// Slot buffers of the snapshot, at most: enough to keep a long link busy while the server takes its time.
+const SNAPSHOT_BUFFERS: u32 = 16;
+
+/// Slot buffers of the journal: one is checked while another is read.
+const JOURNAL_BUFFERS: u32 = 2;
+
+impl Sinks {
+    pub(super) fn new(memory: u64) -> Sinks {
+        Sinks { budget: memory, made: None }
+    }
+
+    /// Bytes of the stream that may wait for the server.
+    pub(super) fn backlog_limit(&self) -> usize {
+        usize::try_from(self.budget / 8).unwrap_or(usize::MAX)
+    }
+
+    fn buffers(&self, slot_size: u32) -> u32 {
+        let share = self.budget * SNAPSHOT_SHARE.0 / SNAPSHOT_SHARE.1;
+        let fit = (share.saturating_sub(SinkLayout::SMALL_BYTES) / u64::from(slot_size.max(1))) as u32;
+        fit.clamp(1, SNAPSHOT_BUFFERS)
+    }
+
+    /// The two sinks for tables of these shapes.
+    fn of(&mut self, snapshot: &Geometry, journal: &Geometry) -> Result<(Arc<Memory>, Arc<Memory>), Failure> {
+        let shape = (snapshot.slot_size, journal.slot_size);
+        if let Some(made) = self.made.as_ref().filter(|made| made.shape == shape) {
+            return Ok((made.snapshot.clone(), made.journal.clone()));
+        }
+        let create = |name: &str, buffers: u32, geometry: &Geometry| {
+            let length = SinkLayout { offset: 0, buffers }.length(geometry);
+            Memory::create(name, length, Pages::Small).map(Arc::new).map_err(|error| {
+                Failure::local(format!(
+                    "{length} bytes of memory to read into can't be had: {error}; give a smaller --memory"
+                ))
+            })
+        };
+        let snapshot_sink = create("remora-sink", self.buffers(snapshot.slot_size), snapshot)?;
+        let journal_sink = create("remora-journal-sink", JOURNAL_BUFFERS, journal)?;
+        self.made = Some(Made { shape, snapshot: snapshot_sink.clone(), journal: journal_sink.clone() });
+        Ok((snapshot_sink, journal_sink))
+    }
+}
+
+/// How to reach what a session was offered.
+pub(super) struct Way {
+    session: u64,
+    secret: Secret,
+    source: SocketAddr,
+    choice: TransportChoice,
+    lanes: u8,
+}
+
+impl Way {
+    /// Connects to the offered tables. Blocks, within the transports' time-outs.
+    pub(super) fn feed(
+        &self,
+        offer: &Offer,
+        sinks: &mut Sinks,
+        without_snapshot: bool,
+    ) -> Result<(Feed, TransportKind), Failure> {
+        let geometry = |table: &TableOffer| Geometry { slot_size: table.slot_size, slots: table.slots };
+        let (snapshot, journal) = (geometry(&offer.snapshot), geometry(&offer.journal));
+        for shape in [snapshot, journal] {
+            shape
+                .checked()
+                .map_err(|error| Failure::new(Code::Source, format!("the source offers no sound table: {error}")))?;
+        }
+        let (snapshot_sink, journal_sink) = sinks.of(&snapshot, &journal)?;
+        let origin = spool::Origin {
+            generation: offer.generation,
+            replid: String::from_utf8_lossy(&offer.replid).into_owned(),
+            offset: offer.offset,
+            slot_size: offer.snapshot.slot_size,
+        };
+        let (journal_peer, kind) = self.connect(&offer.journal, &journal_sink)?;
+        let snapshot_part = if without_snapshot {
+            None
+        } else {
+            let (peer, _) = self.connect(&offer.snapshot, &snapshot_sink)?;
+            let buffers = sinks.buffers(snapshot.slot_size);
+            Some(self.part(peer, snapshot_sink, buffers, snapshot, &offer.snapshot, offer))
+        };
+        let journal_part = self.part(journal_peer, journal_sink, JOURNAL_BUFFERS, journal, &offer.journal, offer);
+        Ok((Feed::new(origin, Parts { snapshot: snapshot_part, journal: journal_part }), kind))
+    }
+
+    fn part(
+        &self,
+        peer: Box<dyn Peer>,
+        sink: Arc<Memory>,
+        buffers: u32,
+        geometry: Geometry,
+        table: &TableOffer,
+        offer: &Offer,
+    ) -> Part {
+        let expect = Expectation {
+            generation: table.generation,
+            geometry,
+            replid: offer.replid,
+            first_offset: table.first_offset,
+        };
+        Part { peer, sink, layout: SinkLayout { offset: 0, buffers }, expect }
+    }
+
+    /// Tries the keys, the nearest transport first, and says why one was passed over.
+    fn connect(&self, table: &TableOffer, sink: &Arc<Memory>) -> Result<(Box<dyn Peer>, TransportKind), Failure> {
+        let keys: Vec<RegionKey> =
+            table.keys.iter().filter_map(|bytes| RegionKey::from_bytes(bytes.clone()).ok()).collect();
+        let mut tried = Vec::new();
+        for connector in self.connectors()? {
+            let kind = connector.kind();
+            let Some(key) = keys.iter().find(|key| key.transport() == kind) else {
+                tried.push(format!("{}: not offered", kind.name()));
+                continue;
+            };
+            match connector.connect(key, self.session, &self.secret, sink.clone()) {
+                Ok(peer) => {
+                    tracing::debug!(transport = kind.name(), passed_over = ?tried, "connected to a table");
+                    return Ok((peer, kind));
+                }
+                Err(error) => tried.push(format!("{}: {error}", kind.name())),
+            }
+        }
+        Err(Failure::new(Code::Source, format!("the source's tables can't be read: {}", tried.join("; "))))
+    }
+
+    fn connectors(&self) -> Result<Vec<Box<dyn Connector>>, Failure> {
+        let mut connectors: Vec<Box<dyn Connector>> = Vec::new();
+        if self.choice != TransportChoice::Tcp {
+            connectors.push(Box::new(ShmConnector::new()));
+        }
+        if self.choice != TransportChoice::Shm {
+            let options = TcpOptions { lanes: self.lanes, ..TcpOptions::default() };
+            let tcp =
+                TcpConnector::new(options, Some(self.source)).map_err(|error| Failure::refused(error.to_string()))?;
+            connectors.push(Box::new(tcp));
+        }
+        Ok(connectors)
+    }
+}

@@ -1,0 +1,289 @@
+//! Spool: the slots that a replica holds, in files, so that an agent that was killed goes on with those it lacks.
+//!
+//! ```text
+//! STATE_DIR/
+//!   origin.json      which snapshot the slots belong to
+//!   slots            slot n at n * slot_size; a file with holes
+//!   held             one record of 32 bytes for each slot held, in the order in which they came
+//! ```
+//!
+//! A record is written after the bytes of its slot, and is believed only after they have been read back and fit its
+//! checksum: so neither a torn write nor a full disk nor a power cut can make a slot that is not there. Nothing is synced:
+//! the files need to outlive the agent, not the machine's power, and if they do not, a checksum says so.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use remora_fabric::View;
+use serde::{Deserialize, Serialize};
+
+/// Which snapshot slots belong to.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Origin {
+    /// The source's number for it.
+    pub(super) generation: u64,
+    /// The history it is a point of.
+    pub(super) replid: String,
+    /// The last byte of the stream that it contains.
+    pub(super) offset: u64,
+    /// Bytes per slot.
+    pub(super) slot_size: u32,
+}
+
+/// One slot held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Held {
+    /// Its number in the snapshot.
+    pub(super) number: u64,
+    /// Bytes in it.
+    pub(super) length: u32,
+    /// CRC-32C of them.
+    pub(super) crc: u32,
+}
+
+/// See the module's text.
+pub(super) struct Spool {
+    folder: PathBuf,
+    origin: Origin,
+    slots: File,
+    index: File,
+    /// By slot number.
+    held: Vec<Option<Held>>,
+}
+
+/// Bytes of one record: number u64, length u32, crc u32, twelve zeros, CRC-32C of these 28.
+const RECORD: usize = 32;
+
+/// More slots than any table has: 2^24 of them are 64 TiB at 4 MiB. A larger number in a record is not one of ours.
+const SLOTS_LIMIT: u64 = 1 << 24;
+
+/// Bytes that verifying reads at once.
+const READ_PIECE: usize = 256 * 1024;
+
+impl Spool {
+    /// Opens the spool in `folder` for `origin`; what it holds of another snapshot is thrown away.
+    pub(super) fn open(folder: &Path, origin: &Origin) -> io::Result<Spool> {
+        fs::create_dir_all(folder)?;
+        if read_origin(folder).as_ref() != Some(origin) {
+            remove_files(folder)?;
+            fs::write(folder.join("origin.json"), serde_json::to_vec_pretty(origin)?)?;
+        }
+        let open =
+            |name: &str| OpenOptions::new().read(true).write(true).create(true).truncate(false).open(folder.join(name));
+        let mut spool = Spool {
+            folder: folder.to_path_buf(),
+            origin: origin.clone(),
+            slots: open("slots")?,
+            index: open("held")?,
+            held: Vec::new(),
+        };
+        spool.believe_what_fits()?;
+        Ok(spool)
+    }
+
+    /// Which snapshot a folder holds slots of, if any, and how many without a gap from the first.
+    pub(super) fn look(folder: &Path) -> Option<(Origin, u64)> {
+        let origin = read_origin(folder)?;
+        let spool = Spool::open(folder, &origin).ok()?;
+        let prefix = spool.held_below();
+        Some((origin, prefix))
+    }
+
+    /// Reads the records and keeps those whose bytes are what they say.
+    fn believe_what_fits(&mut self) -> io::Result<()> {
+        let mut bytes = Vec::new();
+        self.index.read_to_end(&mut bytes)?;
+        let mut believed = Vec::new();
+        for record in bytes.chunks_exact(RECORD).filter_map(decode) {
+            if record.length <= self.origin.slot_size && self.crc_on_disk(&record)? == Some(record.crc) {
+                believed.push(record);
+            }
+        }
+        self.index.set_len(0)?;
+        for record in believed {
+            self.remember(record)?;
+        }
+        Ok(())
+    }
+
+    fn crc_on_disk(&self, record: &Held) -> io::Result<Option<u32>> {
+        let mut piece = vec![0; READ_PIECE];
+        let (mut at, mut left, mut crc) = (self.place(record.number), record.length as usize, 0);
+        while left > 0 {
+            let want = left.min(READ_PIECE);
+            let n = self.slots.read_at(&mut piece[..want], at)?;
+            if n == 0 {
+                return Ok(None);
+            }
+            crc = crc32c::crc32c_append(crc, &piece[..n]);
+            at += n as u64;
+            left -= n;
+        }
+        Ok(Some(crc))
+    }
+
+    /// Writes the bytes of a slot, which lie in `view` at `offset`. It counts as held once it is [remembered](Self::remember):
+    /// between the two the caller checks that the bytes were still the slot's when they had been written.
+    pub(super) fn store(&self, record: Held, view: &View, offset: u64) -> io::Result<()> {
+        let (mut done, length) = (0, record.length as usize);
+        while done < length {
+            let at = self.place(record.number) + done as u64;
+            done += view.write_at(&self.slots, at, offset + done as u64, length - done)?;
+        }
+        Ok(())
+    }
+
+    /// The slot is held from now on, also for another life of this agent.
+    pub(super) fn remember(&mut self, record: Held) -> io::Result<()> {
+        let end = self.index.metadata()?.len();
+        self.index.write_all_at(&encode(&record), end)?;
+        let number = record.number as usize;
+        if self.held.len() <= number {
+            self.held.resize(number + 1, None);
+        }
+        self.held[number] = Some(record);
+        Ok(())
+    }
+
+    /// The slot's record, if it is held.
+    pub(super) fn get(&self, number: u64) -> Option<Held> {
+        *self.held.get(usize::try_from(number).ok()?)?
+    }
+
+    /// The first slot that is not held.
+    pub(super) fn held_below(&self) -> u64 {
+        self.held.iter().take_while(|held| held.is_some()).count() as u64
+    }
+
+    /// Which slots are held, by number.
+    pub(super) fn held(&self) -> Vec<bool> {
+        self.held.iter().map(Option::is_some).collect()
+    }
+
+    /// Where a slot's bytes lie in [`Spool::file`].
+    pub(super) fn place(&self, number: u64) -> u64 {
+        number * u64::from(self.origin.slot_size)
+    }
+
+    /// The file with the slots.
+    pub(super) fn file(&self) -> &File {
+        &self.slots
+    }
+
+    /// Removes all that it holds: the sync is done.
+    pub(super) fn remove(self) -> io::Result<()> {
+        remove_files(&self.folder)
+    }
+}
+
+fn read_origin(folder: &Path) -> Option<Origin> {
+    let mut text = Vec::new();
+    // A file of ours has some hundred bytes.
+    File::open(folder.join("origin.json")).ok()?.take(4096).read_to_end(&mut text).ok()?;
+    serde_json::from_slice(&text).ok()
+}
+
+fn remove_files(folder: &Path) -> io::Result<()> {
+    for name in ["origin.json", "held", "slots"] {
+        match fs::remove_file(folder.join(name)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+fn encode(record: &Held) -> [u8; RECORD] {
+    let mut bytes = [0; RECORD];
+    {
+        let mut rest = &mut bytes[..];
+        // Writing to a slice with room can't fail.
+        let _ = rest.write_all(&record.number.to_le_bytes());
+        let _ = rest.write_all(&record.length.to_le_bytes());
+        let _ = rest.write_all(&record.crc.to_le_bytes());
+    }
+    let check = crc32c::crc32c(&bytes[..RECORD - 4]);
+    bytes[RECORD - 4..].copy_from_slice(&check.to_le_bytes());
+    bytes
+}
+
+fn decode(bytes: &[u8]) -> Option<Held> {
+    let word = |at: usize| -> Option<u32> { Some(u32::from_le_bytes(bytes.get(at..at + 4)?.try_into().ok()?)) };
+    let number = u64::from_le_bytes(bytes.get(..8)?.try_into().ok()?);
+    let fits = word(RECORD - 4)? == crc32c::crc32c(&bytes[..RECORD - 4]) && number < SLOTS_LIMIT;
+    Some(Held { number, length: word(8)?, crc: word(12)? }).filter(|_| fits)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use remora_fabric::{Memory, Pages};
+
+    use super::*;
+
+    const SLOT: u32 = 8192;
+
+    fn origin(generation: u64) -> Origin {
+        Origin { generation, replid: "a".repeat(40), offset: 5, slot_size: SLOT }
+    }
+
+    fn slot(spool: &mut Spool, memory: &Memory, number: u64, length: u32) {
+        let byte = number as u8 + 1;
+        memory.write(0, &vec![byte; length as usize]).unwrap();
+        let crc = memory.crc32c(0..u64::from(length)).unwrap();
+        let held = Held { number, length, crc };
+        spool.store(held, memory, 0).unwrap();
+        spool.remember(held).unwrap();
+    }
+
+    #[test]
+    fn slots_are_held_after_the_agent_is_gone_but_not_for_another_snapshot() {
+        let folder = tempfile::tempdir().unwrap();
+        let memory = Memory::create("spool-test", u64::from(SLOT), Pages::Small).unwrap();
+        let mut spool = Spool::open(folder.path(), &origin(1)).unwrap();
+        for number in [0, 1, 3] {
+            slot(&mut spool, &memory, number, SLOT - number as u32);
+        }
+        assert_eq!(spool.held_below(), 2);
+        drop(spool);
+
+        let spool = Spool::open(folder.path(), &origin(1)).unwrap();
+        assert_eq!(spool.held_below(), 2);
+        assert_eq!(spool.get(3).unwrap().length, SLOT - 3);
+        assert_eq!(spool.get(2), None);
+        assert_eq!(Spool::look(folder.path()).unwrap(), (origin(1), 2));
+
+        let other = Spool::open(folder.path(), &origin(2)).unwrap();
+        assert_eq!(other.held_below(), 0);
+    }
+
+    #[test]
+    fn a_slot_whose_bytes_changed_on_disk_is_not_believed() {
+        let folder = tempfile::tempdir().unwrap();
+        let memory = Memory::create("spool-test", u64::from(SLOT), Pages::Small).unwrap();
+        let mut spool = Spool::open(folder.path(), &origin(1)).unwrap();
+        slot(&mut spool, &memory, 0, SLOT);
+        slot(&mut spool, &memory, 1, SLOT);
+        spool.slots.write_all_at(b"x", 77).unwrap();
+        drop(spool);
+        let spool = Spool::open(folder.path(), &origin(1)).unwrap();
+        assert_eq!((spool.get(0), spool.held_below()), (None, 0));
+        assert!(spool.get(1).is_some());
+    }
+
+    #[test]
+    fn half_a_record_and_garbage_in_the_index_are_passed_over() {
+        let folder = tempfile::tempdir().unwrap();
+        let memory = Memory::create("spool-test", u64::from(SLOT), Pages::Small).unwrap();
+        let mut spool = Spool::open(folder.path(), &origin(1)).unwrap();
+        slot(&mut spool, &memory, 0, 100);
+        let end = spool.index.metadata().unwrap().len();
+        spool.index.write_all_at(&[0xEE; RECORD + 7], end).unwrap();
+        drop(spool);
+        let spool = Spool::open(folder.path(), &origin(1)).unwrap();
+        assert_eq!(spool.held_below(), 1);
+    }
+}

@@ -1,0 +1,787 @@
+//! Sync: the loop that leads one server from joining to the hand-off. One owner, one loop: [`Sync::next`] says what
+//! happened, [`Sync::apply`] does what follows from it.
+//!
+//! ```text
+//!   Waiting ── offer ──▶ Transfer ── last slot ──▶ Load ── first ACK ──▶ CatchUp ── covered ──▶ HandOff ──▶ Done
+//!                           ▲                       │                      │   ▲                  │
+//!                           └── link or feed lost ──┘                      │   └── refused ───────┘
+//!                                                                          └──▶ Stay (--stay), until stopped: then HandOff
+//! ```
+//!
+//! Whatever goes wrong before the server holds the whole snapshot ends in [`Sync::clean_up`]; afterwards the best end is always
+//! the hand-off: the server's own replication then makes good whatever is missing.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
+use std::ops::ControlFlow;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use remora_messenger::control::{Message, Offer, Outcome, Phase, Progress as ProgressMessage};
+use remora_messenger::{Fault, Token};
+use rustls::ServerConfig;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::mpsc::{self, UnboundedReceiver};
+
+use super::delivery::{self, Handle, News, Order};
+use super::meter::Meter;
+use super::preflight::{Primary, Target};
+use super::record::Record;
+use super::report::{Moments, PROGRESS_EVERY, Summary};
+use super::source::{Sinks, Source};
+use super::spool::Spool;
+use crate::cli::{OnFailure, ReplicaArgs};
+use crate::exit::{Code, Failure};
+use crate::progress;
+use crate::server::{Client, Facts, Server, ServerError};
+use crate::source::Backoff;
+
+/// See the module's text.
+pub(super) struct Sync {
+    args: ReplicaArgs,
+    token: Token,
+    server: Server,
+    client: Client,
+    record: Record,
+    target: Target,
+    primary: Primary,
+    source: Option<Source>,
+    delivery: Handle,
+    news: UnboundedReceiver<News>,
+    meter: Arc<Meter>,
+    sinks: Sinks,
+    link: SocketAddr,
+    /// The server has been told to follow our link.
+    redirected: bool,
+    phase: Phase,
+    moments: Moments,
+    offer: Option<Offer>,
+    transport: Option<remora_fabric::TransportKind>,
+    /// When to try the source again, and since when it has been away.
+    retry: Option<Instant>,
+    away_since: Option<Instant>,
+    backoff: Backoff,
+    /// Payloads that the server broke off.
+    broken_loads: u32,
+    interruptions: u32,
+    progress_due: Instant,
+    question_due: Instant,
+    asked_at: Option<u64>,
+    told_uncovered: bool,
+    failed_hand_offs: u32,
+    bar: Option<progress::Meter>,
+    signals: (Signal, Signal),
+}
+
+/// What happened.
+enum Happening {
+    Said(Box<Result<Message, remora_messenger::Error>>),
+    News(News),
+    Retry,
+    Tick,
+    Signal(&'static str),
+}
+
+/// How a sync that went well ended.
+enum End {
+    HandedOver,
+    /// Stopped by a signal, after a hand-off.
+    Stopped(&'static str),
+}
+
+type Flow = Result<ControlFlow<End>, Failure>;
+
+const GO_ON: Flow = Ok(ControlFlow::Continue(()));
+
+/// How often the loop looks at the clock. Short while something is awaited by the millisecond.
+const TICK: Duration = Duration::from_millis(50);
+const QUICK_TICK: Duration = Duration::from_millis(5);
+
+/// Payloads that the server may break off before we believe that it always will.
+const BROKEN_LOADS_LIMIT: u32 = 3;
+
+/// How often the source is asked whether the primary's backlog suffices.
+const QUESTION_EVERY: Duration = Duration::from_millis(250);
+
+/// How long a hand-off may take until the server is in step with the primary by itself.
+const HAND_OFF_LIMIT: Duration = Duration::from_secs(20);
+
+/// Hand-offs that may fail before we say that they always will.
+const HAND_OFFS_LIMIT: u32 = 3;
+
+/// How long the server may take to notice that its link is gone.
+const SETTLE_LIMIT: Duration = Duration::from_secs(15);
+
+impl Sync {
+    /// Opens the link and asks the source for a snapshot. Nothing of the server is touched yet.
+    #[allow(clippy::too_many_arguments)] // called once, with all that the preflight has found
+    pub(super) async fn begin(
+        args: ReplicaArgs,
+        token: Token,
+        server: Server,
+        client: Client,
+        record: Record,
+        target: Target,
+        primary: Primary,
+        source: Source,
+        link_tls: Option<Arc<ServerConfig>>,
+    ) -> Result<Sync, Failure> {
+        let no_handler = |error| Failure::local(format!("signals can't be caught: {error}"));
+        let signals = (
+            signal(SignalKind::interrupt()).map_err(no_handler)?,
+            signal(SignalKind::terminate()).map_err(no_handler)?,
+        );
+        let host =
+            args.listen.unwrap_or_else(|| client.local_addr().map_or(IpAddr::V4(Ipv4Addr::LOCALHOST), |a| a.ip()));
+        let no_port =
+            |error| Failure::local(format!("the link for the server can't listen on {host}: {error}; see --listen"));
+        let listener = TcpListener::bind((host, 0)).map_err(no_port)?;
+        listener.set_nonblocking(true).map_err(no_port)?;
+        let link = listener.local_addr().map_err(no_port)?;
+        tracing::info!(%link, "listening for the link of {}", server.url());
+        let meter = Arc::new(Meter::default());
+        let sinks = Sinks::new(args.memory.get());
+        let (tell, news) = mpsc::unbounded_channel();
+        let setup = delivery::Setup {
+            listener,
+            tls: link_tls.filter(|_| target.tls_replication),
+            spool: args.state_dir.clone(),
+            backlog_limit: sinks.backlog_limit(),
+            meter: meter.clone(),
+            news: tell,
+        };
+        let delivery =
+            delivery::spawn(setup).map_err(|error| Failure::local(format!("no thread for the delivery: {error}")))?;
+        let now = Instant::now();
+        let mut sync = Sync {
+            args,
+            token,
+            server,
+            client,
+            record,
+            target,
+            primary,
+            source: Some(source),
+            delivery,
+            news,
+            meter,
+            sinks,
+            link,
+            redirected: false,
+            phase: Phase::Waiting,
+            moments: Moments::begin(now),
+            offer: None,
+            transport: None,
+            retry: None,
+            away_since: None,
+            backoff: Backoff::default(),
+            broken_loads: 0,
+            interruptions: 0,
+            progress_due: now,
+            question_due: now,
+            asked_at: None,
+            told_uncovered: false,
+            failed_hand_offs: 0,
+            bar: None,
+            signals,
+        };
+        sync.join().await;
+        Ok(sync)
+    }
+
+    /// Runs to the end, and leaves the server in the state that the outcome names.
+    pub(super) async fn run(mut self) -> Result<(), Failure> {
+        let outcome = loop {
+            let happening = self.next().await;
+            match self.apply(happening).await {
+                Ok(ControlFlow::Continue(())) => {}
+                Ok(ControlFlow::Break(end)) => break Ok(end),
+                Err(failure) => break Err(failure),
+            }
+        };
+        if let Some(bar) = self.bar.take() {
+            bar.finish();
+        }
+        match outcome {
+            Ok(end) => self.end_well(end).await,
+            Err(failure) => Err(self.clean_up(failure).await),
+        }
+    }
+
+    async fn next(&mut self) -> Happening {
+        let quick = matches!(self.phase, Phase::CatchUp | Phase::Load);
+        let tick = tokio::time::sleep(if quick { QUICK_TICK } else { TICK });
+        let retry = self.retry.map(tokio::time::Instant::from_std);
+        let said = async {
+            match &mut self.source {
+                Some(source) => source.receive().await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            biased;
+            _ = self.signals.0.recv() => Happening::Signal("SIGINT"),
+            _ = self.signals.1.recv() => Happening::Signal("SIGTERM"),
+            said = said => Happening::Said(Box::new(said)),
+            Some(news) = self.news.recv() => Happening::News(news),
+            () = async { match retry {
+                Some(at) => tokio::time::sleep_until(at).await,
+                None => std::future::pending().await,
+            } } => Happening::Retry,
+            () = tick => Happening::Tick,
+        }
+    }
+
+    async fn apply(&mut self, happening: Happening) -> Flow {
+        match happening {
+            Happening::Said(said) => match *said {
+                Ok(message) => self.said(message).await,
+                Err(error) => self.source_lost(error),
+            },
+            Happening::News(news) => self.delivery_says(news).await,
+            Happening::Retry => self.try_source_again().await,
+            Happening::Tick => self.tick().await,
+            Happening::Signal(name) => self.stopped(name).await,
+        }
+    }
+
+    // ---- the source ----
+
+    /// Asks for what is still needed. A failure shows when the answer is awaited.
+    async fn join(&mut self) {
+        let mut progress = self.delivery.progress();
+        let mut held = progress.next_slot;
+        if let (None, Some(folder)) = (&progress.origin, &self.args.state_dir) {
+            // What an agent before us left behind.
+            if let Some((origin, below)) = Spool::look(folder) {
+                progress.origin = Some(origin);
+                held = below;
+            }
+        } else if self.args.state_dir.is_some() {
+            held = held.max(self.meter.slots_below.get().min(self.meter.slots_held.get()));
+        }
+        if let Some(source) = &mut self.source {
+            let _ = source.join(&self.args, &self.target, &progress, held).await;
+        }
+    }
+
+    async fn said(&mut self, message: Message) -> Flow {
+        match message {
+            Message::Waiting { reason, .. } => {
+                tracing::info!("waiting: {reason}");
+                GO_ON
+            }
+            Message::Offer(offer) => self.offered(offer).await,
+            Message::GenerationGone { generation, text } => {
+                tracing::warn!(generation, "the source has given up its snapshot: {text}");
+                self.interruptions += 1;
+                if self.delivery.progress().loaded {
+                    self.hand_off("its stream through the source has ended").await
+                } else {
+                    GO_ON
+                }
+            }
+            Message::HandOffAnswer { covered: true, .. } => self.hand_off("caught up").await,
+            Message::HandOffAnswer { covered: false, text, .. } => {
+                if !self.told_uncovered {
+                    tracing::warn!(
+                        "the primary would not take the server over without a full copy: {text}; following until it would"
+                    );
+                    self.told_uncovered = true;
+                }
+                self.asked_at = None;
+                GO_ON
+            }
+            other => {
+                tracing::debug!(message = other.name(), "not expected here");
+                GO_ON
+            }
+        }
+    }
+
+    /// A snapshot, or the rest of one: connect to its tables and have the delivery read them.
+    async fn offered(&mut self, offer: Offer) -> Flow {
+        let Some(source) = &self.source else { return GO_ON };
+        let progress = self.delivery.progress();
+        let way = source.way(&self.args);
+        let mut sinks = self.sinks.clone();
+        let (asked, loaded) = (offer.clone(), progress.loaded);
+        let connecting = tokio::task::spawn_blocking(move || {
+            let result = way.feed(&asked, &mut sinks, loaded);
+            (result, sinks)
+        });
+        let (result, sinks) =
+            connecting.await.map_err(|error| Failure::local(format!("connecting failed: {error}")))?;
+        self.sinks = sinks;
+        let (feed, kind) = match result {
+            Ok(connected) => connected,
+            Err(failure) => return self.feed_lost(&failure.message).await,
+        };
+        if self.transport != Some(kind) {
+            tracing::info!(
+                transport = kind.name(),
+                generation = offer.generation,
+                offset = offer.offset,
+                "reading the source's tables"
+            );
+        }
+        self.transport = Some(kind);
+        self.moments.offered.get_or_insert_with(Instant::now);
+        self.offer = Some(offer);
+        self.away_since = None;
+        self.delivery.order(Order::Attach(Box::new(feed)));
+        if self.phase == Phase::Waiting {
+            self.phase = Phase::Transfer;
+        }
+        if !self.redirected {
+            self.redirect().await?;
+        }
+        GO_ON
+    }
+
+    fn source_lost(&mut self, error: remora_messenger::Error) -> Flow {
+        self.source = None;
+        let passes = match &error.fault {
+            Fault::Refused { code, .. } => code.may_pass(),
+            fault => fault.may_pass(),
+        };
+        let failure = super::source::failure(error);
+        self.come_again(passes, failure)
+    }
+
+    /// Sets the next attempt, or fails where another would not help or the time for them is over.
+    fn come_again(&mut self, passes: bool, failure: Failure) -> Flow {
+        let since = *self.away_since.get_or_insert_with(Instant::now);
+        if !passes {
+            // The server has all that the snapshot held: it can go to the primary itself.
+            if self.delivery.progress().loaded {
+                tracing::warn!("{failure}; going to the primary without the source");
+                self.retry = Some(Instant::now());
+                return GO_ON;
+            }
+            return Err(failure);
+        }
+        if since.elapsed() > self.args.retry_for {
+            return Err(failure.and(&format!("tried for {} s (--retry-for)", self.args.retry_for.as_secs())));
+        }
+        let pause = self.backoff.next();
+        tracing::warn!("{failure}; trying again in {} ms", pause.as_millis());
+        self.interruptions += 1;
+        self.retry = Some(Instant::now() + pause);
+        GO_ON
+    }
+
+    async fn try_source_again(&mut self) -> Flow {
+        self.retry = None;
+        if self.delivery.progress().loaded && !self.args.stay {
+            // The stream may come from the primary itself, and that is where the server is going anyway.
+            return self.hand_off("the source is away").await;
+        }
+        if self.source.is_some() {
+            self.join().await;
+            return GO_ON;
+        }
+        match Source::connect(&self.args, &self.token).await {
+            Ok(source) => {
+                self.source = Some(source);
+                self.backoff = Backoff::default();
+                self.join().await;
+                GO_ON
+            }
+            Err(error) => {
+                let passes = error.fault.may_pass();
+                self.come_again(passes, super::source::failure(error))
+            }
+        }
+    }
+
+    /// The tables can't be read at present: ask for them again, after a pause.
+    async fn feed_lost(&mut self, text: &str) -> Flow {
+        if self.source.is_none() {
+            return GO_ON; // reconnecting to the source is under way and brings another feed
+        }
+        let failure = Failure::new(Code::Source, text);
+        self.come_again(true, failure)
+    }
+
+    // ---- the delivery ----
+
+    async fn delivery_says(&mut self, news: News) -> Flow {
+        match news {
+            News::Asked => GO_ON,
+            News::Fetched => {
+                self.moments.fetched = Some(Instant::now());
+                GO_ON
+            }
+            News::PayloadSent => {
+                self.phase = Phase::Load;
+                GO_ON
+            }
+            News::Loaded => self.loaded().await,
+            News::LinkLost { text, loading } => self.link_lost(&text, loading),
+            News::FeedLost { error } => {
+                self.interruptions += 1;
+                self.feed_lost(&error.to_string()).await
+            }
+            News::FeedWanted => {
+                self.join().await;
+                GO_ON
+            }
+            News::Fatal { text } => Err(Failure::local(text)),
+        }
+    }
+
+    fn link_lost(&mut self, text: &str, loading: bool) -> Flow {
+        if !loading {
+            tracing::debug!("the server's link ended: {text}");
+            return GO_ON;
+        }
+        self.broken_loads += 1;
+        self.interruptions += 1;
+        self.phase = Phase::Transfer;
+        if self.broken_loads >= BROKEN_LOADS_LIMIT {
+            let text = format!(
+                "the server {} broke off loading the snapshot {} times ({text}); its log says why",
+                self.server.url(),
+                self.broken_loads
+            );
+            return Err(Failure::new(Code::SyncFailed, text));
+        }
+        tracing::warn!("the server's link ended while it was loading: {text}; it will ask again");
+        GO_ON
+    }
+
+    async fn loaded(&mut self) -> Flow {
+        self.moments.loaded = Some(Instant::now());
+        self.moments.fetched.get_or_insert_with(Instant::now);
+        self.phase = Phase::CatchUp;
+        if let Err(error) = self.record.put_back(&mut self.client).await {
+            tracing::warn!(%error, "a setting could not be put back yet");
+        }
+        self.tell_progress().await;
+        self.tick().await
+    }
+
+    // ---- the server ----
+
+    /// Tells the server to follow our link, with its loading set to the quickest safe way.
+    async fn redirect(&mut self) -> Result<(), Failure> {
+        if let Some(before) = self.target.diskless_load.clone() {
+            // Straight from the link, without a file, where there is nothing to lose by it.
+            let empty = self.target.facts.keys() == 0 || self.target.unfinished;
+            let wanted = if empty { "on-empty-db" } else { "flush-before-load" };
+            if before != "swapdb"
+                && !self.record.change(&mut self.client, "repl-diskless-load", &before, wanted).await?
+            {
+                tracing::debug!(wanted, "the server has no such way of loading: left as it is");
+            }
+        }
+        let (host, port) = (self.link.ip().to_string(), self.link.port());
+        self.record.note_link(&host, port)?;
+        self.client.command(&["REPLICAOF", &host, &port.to_string()]).await?;
+        self.redirected = true;
+        tracing::info!(link = %self.link, "the server follows our link");
+        self.bar = Some(progress::Meter::start(format!("{}", self.server.url()), progress::Unit::Bytes, None));
+        Ok(())
+    }
+
+    async fn tick(&mut self) -> Flow {
+        if let Some(bar) = &self.bar {
+            let known = self.meter.bytes_known.get();
+            if known > 0 && self.meter.slots_total.get() > 0 {
+                bar.set_total(known);
+            }
+            bar.set(self.meter.bytes_delivered.get());
+        }
+        if Instant::now() >= self.progress_due {
+            self.progress_due = Instant::now() + PROGRESS_EVERY;
+            self.tell_progress().await;
+        }
+        match self.phase {
+            Phase::CatchUp => self.catch_up().await,
+            _ => GO_ON,
+        }
+    }
+
+    async fn tell_progress(&mut self) {
+        let Some(offer) = &self.offer else { return };
+        let message = Message::Progress(ProgressMessage {
+            generation: offer.generation,
+            phase: self.phase,
+            transport: self.transport.map(remora_fabric::TransportKind::code),
+            slots_below: self.meter.slots_below.get(),
+            slots_held: self.meter.slots_held.get(),
+            bytes: self.meter.bytes_fetched.get().max(self.meter.bytes_delivered.get()),
+            journal_offset: self.meter.stream_fetched.get(),
+            applied_offset: self.meter.acknowledged.get(),
+        });
+        if let Some(source) = &mut self.source {
+            // A source that is gone shows itself when it is listened to.
+            let _ = source.send(message).await;
+        }
+    }
+
+    /// Looks whether the server has applied all that there is, and asks for the hand-off then.
+    async fn catch_up(&mut self) -> Flow {
+        if self.asked_at.is_some() || Instant::now() < self.question_due {
+            return GO_ON;
+        }
+        let facts = match Facts::read(&mut self.client).await {
+            Ok(facts) => facts,
+            Err(error) => return self.server_away(error).await,
+        };
+        let applied = facts.offset.unwrap_or(0);
+        let fetched = self.meter.stream_fetched.get();
+        // Under writes the present runs ahead of every question: near enough is where the primary can take over.
+        let near = applied + self.near_enough() >= fetched
+            && self.meter.stream_delivered.get() + self.near_enough() >= fetched;
+        if !near {
+            return GO_ON;
+        }
+        if self.args.stay {
+            self.moments.caught_up = Some(Instant::now());
+            self.phase = Phase::Stay;
+            tracing::info!(offset = applied, "in step; staying as its feed until stopped");
+            return GO_ON;
+        }
+        self.question_due = Instant::now() + QUESTION_EVERY;
+        let Some(offer) = &self.offer else { return GO_ON };
+        let question = Message::HandOffQuery { generation: offer.generation, offset: applied };
+        if let Some(source) = &mut self.source {
+            self.asked_at = Some(applied);
+            let _ = source.send(question).await;
+        }
+        GO_ON
+    }
+
+    /// Bytes of the stream that a server may lag behind at the hand-off: a tenth of the primary's backlog.
+    fn near_enough(&self) -> u64 {
+        self.offer.as_ref().map_or(0, |offer| offer.backlog_bytes / 10)
+    }
+
+    /// The server we serve does not answer: it may be restarting.
+    async fn server_away(&mut self, error: ServerError) -> Flow {
+        let failure = Failure::from(error);
+        let since = *self.away_since.get_or_insert_with(Instant::now);
+        if since.elapsed() > self.args.retry_for {
+            return Err(failure);
+        }
+        tokio::time::sleep(self.backoff.next()).await;
+        if let Ok(client) = self.server.connect().await {
+            self.client = client;
+            self.away_since = None;
+        }
+        GO_ON
+    }
+
+    /// Points the server at the true primary and waits until it is in step there.
+    async fn hand_off(&mut self, why: &str) -> Flow {
+        let now = Instant::now();
+        self.moments.caught_up.get_or_insert(now);
+        self.phase = Phase::HandOff;
+        let (host, port) = (self.primary.host.clone(), self.primary.port);
+        tracing::info!(primary = %format!("{host}:{port}"), "handing the server over: {why}");
+        self.client.command(&["REPLICAOF", &host, &port.to_string()]).await?;
+        let mut told_full = false;
+        while now.elapsed() < HAND_OFF_LIMIT || told_full {
+            tokio::time::sleep(QUICK_TICK).await;
+            let facts = match Facts::read(&mut self.client).await {
+                Ok(facts) => facts,
+                Err(error) if error.is_passing() && now.elapsed() < HAND_OFF_LIMIT => continue,
+                Err(error) => return Err(error.into()),
+            };
+            let Some(link) = facts.link.filter(|link| link.host == host && link.port == port) else { continue };
+            if link.up == Some(true) {
+                self.moments.handed_over = Some(Instant::now());
+                self.meter.acknowledged.set(facts.offset.unwrap_or(0));
+                return Ok(ControlFlow::Break(End::HandedOver));
+            }
+            if link.syncing == Some(true) && !told_full {
+                told_full = true;
+                tracing::warn!(
+                    "the primary's backlog no longer reached back to the server: it is taking a full copy by itself; raise \
+                     repl-backlog-size on the primary"
+                );
+            }
+            if told_full && now.elapsed() > self.args.retry_for.max(HAND_OFF_LIMIT) {
+                break;
+            }
+        }
+        self.hand_off_failed().await
+    }
+
+    /// The server did not get in step with the primary: back to our link, where it was.
+    async fn hand_off_failed(&mut self) -> Flow {
+        self.failed_hand_offs += 1;
+        let (host, port) = (&self.primary.host, self.primary.port);
+        if self.failed_hand_offs >= HAND_OFFS_LIMIT || self.source.is_none() {
+            return Err(Failure::new(
+                Code::SyncFailed,
+                format!(
+                    "the server {} holds the whole data set but does not get in step with the primary {host}:{port}; the logs of both \
+                     servers say why",
+                    self.server.url()
+                ),
+            ));
+        }
+        tracing::warn!("the server did not get in step with the primary {host}:{port}; back to our link, to try again");
+        let (host, port) = (self.link.ip().to_string(), self.link.port());
+        self.client.command(&["REPLICAOF", &host, &port.to_string()]).await?;
+        self.phase = Phase::CatchUp;
+        self.asked_at = None;
+        self.question_due = Instant::now() + HAND_OFF_LIMIT / 10;
+        GO_ON
+    }
+
+    // ---- ends ----
+
+    async fn stopped(&mut self, signal: &'static str) -> Flow {
+        let loaded = self.delivery.progress().loaded;
+        if loaded {
+            return match self.hand_off("we were stopped").await? {
+                ControlFlow::Break(_) => Ok(ControlFlow::Break(End::Stopped(signal))),
+                ControlFlow::Continue(()) => Err(Failure::new(Code::Interrupted, format!("stopped by {signal}"))),
+            };
+        }
+        Err(Failure::new(Code::Interrupted, format!("stopped by {signal}")))
+    }
+
+    async fn end_well(mut self, end: End) -> Result<(), Failure> {
+        if let Err(error) = self.record.put_back(&mut self.client).await {
+            return Err(Failure::from(error).and("the server is a replica now, but a setting was not put back"));
+        }
+        let summary = self.summary();
+        self.phase = Phase::Done;
+        self.tell_progress().await;
+        self.delivery.stop(true);
+        if let Some(source) = self.source.take() {
+            let text = format!("{} follows the primary at offset {}", self.server.url(), summary.hand_off_offset);
+            source.leave(Message::Leave { outcome: Outcome::HandedOver, text }).await;
+        }
+        self.record.close();
+        if let Some(path) = &self.args.json {
+            let text = serde_json::to_string_pretty(&summary).unwrap_or_default();
+            std::fs::write(path, text).map_err(|error| {
+                Failure::local(format!("{} can't be written: {error}; the sync itself is done", path.display()))
+            })?;
+        }
+        for line in summary.lines() {
+            progress::say(&line);
+        }
+        match end {
+            End::HandedOver => Ok(()),
+            // To stop is the ordinary end of a stay.
+            End::Stopped(_) if self.args.stay => Ok(()),
+            End::Stopped(signal) => {
+                let text = format!("stopped by {signal}; the sync was far enough to be finished first");
+                Err(Failure::new(Code::Interrupted, text))
+            }
+        }
+    }
+
+    fn summary(&self) -> Summary {
+        let origin = self.delivery.progress().origin;
+        let snapshot_offset = origin.as_ref().map_or(0, |origin| origin.offset);
+        let mut summary = Summary {
+            server: self.server.url().to_string(),
+            primary: format!("{}:{}", self.primary.host, self.primary.port),
+            replid: origin.map(|origin| origin.replid).unwrap_or_default(),
+            snapshot_offset,
+            hand_off_offset: self.meter.acknowledged.get(),
+            transport: self.transport.map_or("none", remora_fabric::TransportKind::name).to_string(),
+            snapshot_bytes: self.meter.bytes_delivered.get(),
+            stream_bytes: self.meter.stream_delivered.get().saturating_sub(snapshot_offset),
+            snapshot_seconds: 0.0,
+            transfer_seconds: 0.0,
+            load_seconds: 0.0,
+            catch_up_seconds: 0.0,
+            hand_off_seconds: 0.0,
+            total_seconds: 0.0,
+            interruptions: self.interruptions,
+        };
+        summary.time(&self.moments, self.moments.handed_over.unwrap_or_else(Instant::now));
+        summary
+    }
+
+    /// Leaves the server in a sane state after a failure, and says in which.
+    async fn clean_up(mut self, failure: Failure) -> Failure {
+        let loaded = self.delivery.progress().loaded;
+        self.delivery.stop(false);
+        let left = if !self.redirected {
+            "the server was not touched".to_string()
+        } else if loaded {
+            self.leave_to_the_primary().await
+        } else {
+            self.detach().await
+        };
+        if let Some(source) = self.source.take() {
+            let outcome = if failure.code == Code::Interrupted { Outcome::Stopped } else { Outcome::Failed };
+            source.leave(Message::Leave { outcome, text: failure.message.clone() }).await;
+        }
+        failure.and(&left)
+    }
+
+    /// The data set is whole: the server's own replication can make good the rest.
+    async fn leave_to_the_primary(&mut self) -> String {
+        let (host, port) = (self.primary.host.clone(), self.primary.port);
+        let told = self.client.command(&["REPLICAOF", &host, &port.to_string()]).await;
+        let settings = self.put_settings_back().await;
+        match told {
+            Ok(_) => {
+                format!("the server holds a whole data set and was told to follow {host}:{port} by itself{settings}")
+            }
+            Err(error) => format!(
+                "the server holds a whole data set and follows our closed link {}: {error}{settings}",
+                self.link
+            ),
+        }
+    }
+
+    /// The data set is not whole: nobody shall take it for one.
+    async fn detach(&mut self) -> String {
+        match self.try_detach().await {
+            Ok(left) => left,
+            Err(error) => format!(
+                "the server could not be detached from our closed link {} ({error}): it is read-only and not whole; REPLICAOF NO ONE \
+                 detaches it, and the next remora replica for it takes it as it is",
+                self.link
+            ),
+        }
+    }
+
+    async fn try_detach(&mut self) -> Result<String, ServerError> {
+        // A server that is loading refuses commands until it has noticed that its link is gone.
+        let began = Instant::now();
+        loop {
+            match self.client.command(&["REPLICAOF", "NO", "ONE"]).await {
+                Ok(_) => break,
+                Err(error) if began.elapsed() > SETTLE_LIMIT => return Err(error),
+                Err(ServerError::Refused { .. }) => {}
+                Err(_) => self.client = self.server.connect().await?,
+            }
+            tokio::time::sleep(TICK).await;
+        }
+        while Facts::read(&mut self.client).await?.loading == Some(true) && began.elapsed() < SETTLE_LIMIT {
+            tokio::time::sleep(TICK).await;
+        }
+        let keys = Facts::read(&mut self.client).await?.keys();
+        let settings = self.put_settings_back().await;
+        let left = match self.args.on_failure {
+            OnFailure::Empty => {
+                self.client.command(&["FLUSHALL"]).await?;
+                "the server was detached and emptied".to_string()
+            }
+            OnFailure::Detached if keys == 0 => "the server was detached and is empty".to_string(),
+            OnFailure::Detached => {
+                format!("the server was detached and holds {keys} keys, perhaps not whole, open to writes")
+            }
+        };
+        Ok(format!("{left}{settings}"))
+    }
+
+    async fn put_settings_back(&mut self) -> String {
+        match self.record.put_back(&mut self.client).await {
+            Ok(()) => String::new(),
+            Err(error) => format!("; a setting could not be put back ({error}), the next remora replica for it will"),
+        }
+    }
+}

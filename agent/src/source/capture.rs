@@ -1,0 +1,542 @@
+//! Capture: the primary's side of replication, laid into tables.
+//!
+//! One thread speaks PSYNC to the server. The snapshot's bytes go from the socket straight into slots of the snapshot
+//! table (one `recv`, no buffer between); what follows goes on as the stream, into the journal.
+//!
+//! ```text
+//!            first capture                                a later one, while the stream lives
+//!   connect ── PSYNC ? -1 ──▶ +FULLRESYNC          connect ── REPLCONF rdb-only ── PSYNC ? -1 ──▶ +FULLRESYNC
+//!      RDB bytes ──▶ snapshot table                   RDB bytes ──▶ snapshot table
+//!      stream    ──▶ journal (until stopped)          close: the journal already holds what follows
+//! ```
+//!
+//! There is one stream for any number of snapshots: replication offsets are absolute, so a snapshot taken later joins
+//! the same journal at its own offset.
+//!
+//! It decides nothing: which capture runs when is the business of [`super::owner`]. It ends when its `stop` is set, within
+//! one [`TICK`], or when the primary ends it.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use remora_fabric::Memory;
+use remora_redis::ReplId;
+use remora_redis::psync::Payload;
+use remora_redis::psync::client::{self, Client, EofMark, Event as PsyncEvent};
+use remora_table::{Geometry, Identity, JournalWriter, Kind, SnapshotWriter, State};
+use tokio::sync::mpsc::UnboundedSender;
+
+use super::gauge::Gauge;
+use super::wire::{Received, Wire};
+use crate::server::{Server, ServerError};
+
+/// What one capture thread is given.
+pub(crate) struct Plan {
+    /// The number of the snapshot that it makes.
+    pub(crate) generation: u64,
+    /// Whom it asks.
+    pub(crate) server: Server,
+    /// Where the snapshot goes.
+    pub(crate) snapshot: (Arc<Memory>, Geometry),
+    /// Where the stream goes; `None` when another thread already follows it.
+    pub(crate) journal: Option<(Arc<Memory>, Geometry)>,
+    /// What the others may see of it while it runs.
+    pub(crate) gauge: Arc<Gauge>,
+    /// What it tells the owner: a handful of events in its life.
+    pub(crate) events: UnboundedSender<CaptureEvent>,
+    /// Set by the owner to end it.
+    pub(crate) stop: Arc<AtomicBool>,
+    /// For the asynchronous parts of connecting (name look-up, TLS).
+    pub(crate) runtime: tokio::runtime::Handle,
+}
+
+/// What a capture thread tells the owner.
+#[derive(Debug)]
+pub(crate) enum CaptureEvent {
+    /// The primary has forked: the snapshot will hold everything up to `offset`.
+    Started { generation: u64, replid: ReplId, offset: u64 },
+    /// The snapshot is whole.
+    Completed { generation: u64, bytes: u64 },
+    /// The snapshot will never be whole.
+    Failed { generation: u64, fault: Fault },
+    /// The stream broke and was taken up again at the next byte: nothing was lost.
+    StreamResumed,
+    /// The stream can't be taken up at the next byte: the journal ends here.
+    StreamLost { text: String },
+}
+
+/// Why a capture ended early.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Fault {
+    /// The server did not let us in, or did not do what was asked.
+    #[error(transparent)]
+    Server(#[from] ServerError),
+    /// The server answered the handshake with something else than a snapshot.
+    #[error("the server's answer to the replication handshake: {0}")]
+    Psync(#[from] client::Error),
+    /// The link to the server broke.
+    #[error("the link to the server broke during the {during}: {cause}")]
+    Link { during: &'static str, cause: String },
+    /// The server no longer has the byte that we need next.
+    #[error("the server's backlog no longer reaches back to where the stream broke, or its history is another one")]
+    HistoryGone,
+    /// The table refused: a mistake of ours.
+    #[error(transparent)]
+    Table(#[from] remora_table::Error),
+    /// The owner asked for it.
+    #[error("stopped")]
+    Stopped,
+}
+
+impl Fault {
+    /// Whether asking the same server again may go better.
+    pub(crate) fn is_transient(&self) -> bool {
+        match self {
+            Fault::Server(error) => error.is_passing(),
+            Fault::Psync(error) => error.is_temporary(),
+            Fault::Link { .. } => true,
+            Fault::HistoryGone | Fault::Table(_) | Fault::Stopped => false,
+        }
+    }
+}
+
+/// Runs one capture to its end; meant to be the body of a thread.
+pub(crate) fn run(plan: Plan) {
+    let generation = plan.generation;
+    match take_snapshot(&plan) {
+        Ok(Some((wire, mut journal))) => follow(&plan, wire, &mut journal),
+        Ok(None) => {}
+        Err(fault) => {
+            plan.gauge.snapshot_ended(State::Aborted);
+            let _ = plan.events.send(CaptureEvent::Failed { generation, fault });
+        }
+    }
+}
+
+/// How often a waiting thread looks at its stop flag: the bound on how long stopping takes.
+pub(super) const TICK: Duration = Duration::from_millis(100);
+
+/// The longest silence of the server in a handshake or a snapshot. Servers send a newline each second while they
+/// prepare one, and give up themselves after `repl-timeout`, 60 s by default.
+const SILENCE_LIMIT: Duration = Duration::from_secs(60);
+
+/// How long a full ring waits before it looks again whether a slot was retired.
+const RETIRE_POLL: Duration = Duration::from_micros(500);
+
+/// The length of the mark that ends an `$EOF:` payload.
+const MARK_LENGTH: u32 = 40;
+
+/// Bytes that one read of the stream takes at most: a few of the server's 16 KiB writes at once.
+const STREAM_READ: usize = 256 * 1024;
+
+/// The snapshot, from connecting to its last byte. Gives back the connection when it goes on as the stream.
+fn take_snapshot(plan: &Plan) -> Result<Option<(Wire, JournalWriter)>, Fault> {
+    let mut wire = connect(plan)?;
+    if plan.journal.is_none() {
+        ask_for_snapshot_alone(&mut wire)?;
+    }
+    let mut machine = Client::new(client::Options::default());
+    let (opening, early) = shake(&mut wire, &mut machine, &plan.stop)?;
+    let Opening::Full { replid, offset, payload } = opening else {
+        return Err(Fault::Link {
+            during: "handshake",
+            cause: "the server offered to continue where a snapshot was asked for".into(),
+        });
+    };
+
+    let identity =
+        |kind| Identity { generation: plan.generation, kind, replid: *replid.as_bytes(), first_offset: offset };
+    let (memory, geometry) = &plan.snapshot;
+    let hold_back = if matches!(payload, Payload::Mark(_)) { MARK_LENGTH } else { 0 };
+    let mut snapshot = SnapshotWriter::create(memory.clone(), *geometry, identity(Kind::Snapshot), hold_back)?;
+    let journal = match &plan.journal {
+        Some((memory, geometry)) => Some(JournalWriter::create(memory.clone(), *geometry, identity(Kind::Journal))?),
+        None => None,
+    };
+    plan.gauge.snapshot_began(replid, offset, journal.is_some());
+    let _ = plan.events.send(CaptureEvent::Started { generation: plan.generation, replid, offset });
+
+    match receive_payload(plan, &mut wire, &mut snapshot, &payload, &early) {
+        Ok(bytes) => {
+            plan.gauge.snapshot_ended(State::Sealed);
+            let _ = plan.events.send(CaptureEvent::Completed { generation: plan.generation, bytes });
+            Ok(journal.map(|journal| (wire, journal)))
+        }
+        Err(fault) => {
+            snapshot.abort();
+            Err(fault)
+        }
+    }
+}
+
+fn connect(plan: &Plan) -> Result<Wire, Fault> {
+    let stream = plan.runtime.block_on(async {
+        let client = plan.server.connect().await?;
+        Ok::<_, ServerError>(client.into_stream().0)
+    })?;
+    Wire::new(stream, plan.runtime.clone(), TICK)
+        .map_err(|cause| Fault::Link { during: "handshake", cause: cause.to_string() })
+}
+
+/// `REPLCONF rdb-only 1`: the server then ends the connection after the snapshot and counts no further replica of its
+/// stream. Servers before 7.0 don't know it and answer an error, which changes nothing: we close the connection ourselves.
+fn ask_for_snapshot_alone(wire: &mut Wire) -> Result<(), Fault> {
+    let mut command = Vec::new();
+    remora_redis::resp::command(&mut command, &["REPLCONF", "rdb-only", "1"]);
+    let link = |cause: io::Error| Fault::Link { during: "handshake", cause: cause.to_string() };
+    wire.write_all(&command).map_err(link)?;
+    let mut answer = Vec::new();
+    let began = Instant::now();
+    let mut buffer = [0; 512];
+    while !answer.ends_with(b"\r\n") {
+        match wire.read(&mut buffer).map_err(link)? {
+            Received::Bytes(n) => answer.extend_from_slice(&buffer[..n]),
+            Received::Idle if began.elapsed() < SILENCE_LIMIT && answer.len() < buffer.len() => {}
+            Received::Idle | Received::End => {
+                let cause = "no answer to REPLCONF rdb-only".into();
+                return Err(Fault::Link { during: "handshake", cause });
+            }
+        }
+    }
+    Ok(())
+}
+
+/// How the server answered `PSYNC`.
+enum Opening {
+    Full { replid: ReplId, offset: u64, payload: Payload },
+    Continue,
+}
+
+/// Drives the handshake to its end. Gives back what was read beyond it.
+fn shake(wire: &mut Wire, machine: &mut Client, stop: &AtomicBool) -> Result<(Opening, Vec<u8>), Fault> {
+    let link = |cause: io::Error| Fault::Link { during: "handshake", cause: cause.to_string() };
+    let mut heard = Instant::now();
+    let mut identity = None;
+    let mut buffer = vec![0; 16 * 1024];
+    loop {
+        let output = machine.take_output();
+        if !output.is_empty() {
+            wire.write_all(&output).map_err(link)?;
+        }
+        if stop.load(Ordering::Relaxed) {
+            return Err(Fault::Stopped);
+        }
+        let read = match wire.read(&mut buffer).map_err(link)? {
+            Received::Bytes(n) => n,
+            Received::Idle if heard.elapsed() > SILENCE_LIMIT => {
+                return Err(link(io::Error::from(io::ErrorKind::TimedOut)));
+            }
+            Received::Idle => continue,
+            Received::End => return Err(link(io::Error::from(io::ErrorKind::UnexpectedEof))),
+        };
+        heard = Instant::now();
+        let used = machine.handle_input(&buffer[..read])?;
+        while let Some(event) = machine.poll_event() {
+            let opening = match event {
+                PsyncEvent::FullResync { replid, offset } => {
+                    identity = Some((replid, offset));
+                    continue;
+                }
+                PsyncEvent::Payload(payload) => {
+                    identity.map(|(replid, offset)| Opening::Full { replid, offset, payload })
+                }
+                PsyncEvent::Continue { .. } => Some(Opening::Continue),
+                PsyncEvent::Handshaken | PsyncEvent::KeepAlive => continue,
+            };
+            if let Some(opening) = opening {
+                return Ok((opening, buffer[used..read].to_vec()));
+            }
+        }
+    }
+}
+
+/// Where a payload ends: known beforehand, or recognised.
+enum End {
+    Length(u64),
+    Mark(EofMark),
+}
+
+/// The payload, straight into slots. Returns the length of the RDB, in bytes.
+fn receive_payload(
+    plan: &Plan,
+    wire: &mut Wire,
+    snapshot: &mut SnapshotWriter,
+    payload: &Payload,
+    early: &[u8],
+) -> Result<u64, Fault> {
+    let memory = &plan.snapshot.0;
+    let (mut end, trim) = match payload {
+        Payload::Length(length) => (End::Length(*length), 0),
+        Payload::Mark(mark) => (End::Mark(EofMark::new(*mark)), u64::from(MARK_LENGTH)),
+    };
+    let mut early = early;
+    let mut heard = Instant::now();
+    let mut done = matches!(end, End::Length(0));
+    while !done {
+        if plan.stop.load(Ordering::Relaxed) {
+            return Err(Fault::Stopped);
+        }
+        let Some(space) = snapshot.space() else {
+            wait_for_room(plan, snapshot);
+            heard = Instant::now();
+            continue;
+        };
+        let room = match end {
+            End::Length(left) => left.min(space.end - space.start),
+            End::Mark(_) => space.end - space.start,
+        };
+        let received = if early.is_empty() {
+            wire.receive_into(memory, space.start, room as usize)
+        } else {
+            let n = early.len().min(room as usize);
+            memory.write(space.start, &early[..n]).map_err(remora_table::Error::from)?;
+            early = &early[n..];
+            Ok(Received::Bytes(n))
+        };
+        let during = "snapshot";
+        let n = match received {
+            Ok(Received::Bytes(n)) => n,
+            Ok(Received::Idle) if heard.elapsed() < SILENCE_LIMIT => continue,
+            Ok(Received::Idle) => {
+                let cause = format!("nothing came for {} s", SILENCE_LIMIT.as_secs());
+                return Err(Fault::Link { during, cause });
+            }
+            Ok(Received::End) => {
+                let cause = "the server closed it; its log says why".into();
+                return Err(Fault::Link { during, cause });
+            }
+            Err(cause) => return Err(Fault::Link { during, cause: cause.to_string() }),
+        };
+        heard = Instant::now();
+        done = match &mut end {
+            End::Length(left) => {
+                *left -= n as u64;
+                *left == 0
+            }
+            End::Mark(mark) => mark_seen(mark, memory, space.start, n)?,
+        };
+        snapshot.advance(n as u64)?;
+        plan.gauge.snapshot_at(snapshot);
+    }
+    let length = snapshot.finish(trim)?;
+    plan.gauge.snapshot_at(snapshot);
+    Ok(length)
+}
+
+/// The ring is full: takes over what readers have passed, or waits a moment for them.
+fn wait_for_room(plan: &Plan, snapshot: &mut SnapshotWriter) {
+    let below = plan.gauge.retire_below();
+    if below > snapshot.retired() {
+        snapshot.retire(below);
+        plan.gauge.snapshot_at(snapshot);
+    } else {
+        plan.gauge.writer_waits();
+        std::thread::sleep(RETIRE_POLL);
+    }
+}
+
+/// Looks at the last bytes that landed whether they are the payload's end.
+fn mark_seen(mark: &mut EofMark, memory: &Memory, start: u64, landed: usize) -> Result<bool, Fault> {
+    let mut tail = [0; MARK_LENGTH as usize];
+    let n = landed.min(tail.len());
+    let at = start + (landed - n) as u64;
+    memory.read(at, &mut tail[..n]).map_err(remora_table::Error::from)?;
+    Ok(mark.observe(&tail[..n], landed))
+}
+
+/// The stream, into the journal, until stopped or lost for good. A broken link is taken up at the next byte.
+fn follow(plan: &Plan, wire: Wire, journal: &mut JournalWriter) {
+    let mut wire = wire;
+    let mut backoff = Backoff::default();
+    loop {
+        let broke = match pour(plan, &mut wire, journal) {
+            Ok(()) | Err(Fault::Stopped) => return journal.abort(),
+            Err(fault) => fault,
+        };
+        tracing::warn!(%broke, offset = journal.end_offset(), "the stream broke; taking it up at the next byte");
+        match reconnect(plan, journal, &mut backoff) {
+            Ok(again) => {
+                wire = again;
+                backoff = Backoff::default();
+                let _ = plan.events.send(CaptureEvent::StreamResumed);
+            }
+            Err(fault) => {
+                journal.abort();
+                let text = format!("{broke}; then: {fault}");
+                let _ = plan.events.send(CaptureEvent::StreamLost { text });
+                return;
+            }
+        }
+    }
+}
+
+/// Pours the stream into the journal. `Ok` is never reached but by `stop`.
+fn pour(plan: &Plan, wire: &mut Wire, journal: &mut JournalWriter) -> Result<(), Fault> {
+    let during = "stream";
+    let link = |cause: io::Error| Fault::Link { during, cause: cause.to_string() };
+    let mut buffer = vec![0; STREAM_READ];
+    let mut acks = AckClock::new(plan.gauge.snapshot_offset());
+    let mut heard = Instant::now();
+    loop {
+        if plan.stop.load(Ordering::Relaxed) {
+            return Err(Fault::Stopped);
+        }
+        if let Some(ack) = acks.due(Instant::now()) {
+            wire.write_all(&ack).map_err(link)?;
+        }
+        match wire.read(&mut buffer).map_err(link)? {
+            Received::Bytes(n) => {
+                journal.append(&buffer[..n])?;
+                plan.gauge.journal_at(journal.first_offset(), journal.end_offset() - 1);
+                heard = Instant::now();
+                acks.stream_came();
+            }
+            // The primary sends a PING every `repl-ping-replica-period`, 10 s by default.
+            Received::Idle if heard.elapsed() > SILENCE_LIMIT => {
+                let cause = format!("nothing came for {} s", SILENCE_LIMIT.as_secs());
+                return Err(Fault::Link { during, cause });
+            }
+            Received::Idle => {}
+            Received::End => return Err(link(io::Error::from(io::ErrorKind::UnexpectedEof))),
+        }
+    }
+}
+
+/// How long a broken stream is tried again before the journal is given up: servers keep their backlog far longer, but
+/// replicas should not wait for ever to learn that they must start again.
+const RESUME_LIMIT: Duration = Duration::from_secs(60);
+
+fn reconnect(plan: &Plan, journal: &JournalWriter, backoff: &mut Backoff) -> Result<Wire, Fault> {
+    let began = Instant::now();
+    loop {
+        let tried = try_reconnect(plan, journal);
+        match tried {
+            Err(fault) if fault.is_transient() && began.elapsed() < RESUME_LIMIT => {
+                tracing::debug!(%fault, "the stream can't be taken up yet");
+                let pause = backoff.next();
+                let until = Instant::now() + pause;
+                while Instant::now() < until {
+                    if plan.stop.load(Ordering::Relaxed) {
+                        return Err(Fault::Stopped);
+                    }
+                    std::thread::sleep(TICK.min(pause));
+                }
+            }
+            other => return other,
+        }
+    }
+}
+
+fn try_reconnect(plan: &Plan, journal: &JournalWriter) -> Result<Wire, Fault> {
+    let mut wire = connect(plan)?;
+    let replid = plan.gauge.replid().ok_or(Fault::Stopped)?;
+    let options = client::Options { resume: Some((replid, journal.end_offset())), ..Default::default() };
+    let mut machine = Client::new(options);
+    match shake(&mut wire, &mut machine, &plan.stop)? {
+        (Opening::Continue, early) => {
+            wire.push_back(early);
+            Ok(wire)
+        }
+        (Opening::Full { .. }, _) => Err(Fault::HistoryGone),
+    }
+}
+
+/// When to tell the primary that we are here.
+///
+/// The primary puts the stream on only at an ACK that arrives *after* it has reaped its child, and one sent too early is lost:
+/// so they come quickly until the first byte of the stream does, then once a second, as replicas do.
+///
+/// The offset acknowledged is always that of the snapshot. A source is no durable copy of anything: an ACK that followed
+/// the stream would let `WAIT` count it as one.
+struct AckClock {
+    offset: u64,
+    last: Option<Instant>,
+    began: Instant,
+    came: bool,
+}
+
+impl AckClock {
+    const EVERY: Duration = Duration::from_secs(1);
+    const EAGER_FOR: Duration = Duration::from_secs(5);
+
+    fn new(offset: u64) -> Self {
+        AckClock { offset, last: None, began: Instant::now(), came: false }
+    }
+
+    fn stream_came(&mut self) {
+        self.came = true;
+    }
+
+    fn due(&mut self, now: Instant) -> Option<Vec<u8>> {
+        let eager = !self.came && now.duration_since(self.began) < Self::EAGER_FOR;
+        let every = if eager { TICK } else { Self::EVERY };
+        if self.last.is_some_and(|last| now.duration_since(last) < every) {
+            return None;
+        }
+        self.last = Some(now);
+        let mut bytes = Vec::new();
+        client::ack(&mut bytes, self.offset);
+        Some(bytes)
+    }
+}
+
+/// Pauses between attempts: doubling from 100 ms to 5 s, each drawn between half and the whole of it, so that many agents
+/// that lost the same server do not come back in step.
+pub(crate) struct Backoff {
+    next: Duration,
+}
+
+impl Default for Backoff {
+    fn default() -> Self {
+        Backoff { next: Self::FIRST }
+    }
+}
+
+impl Backoff {
+    const FIRST: Duration = Duration::from_millis(100);
+    const LAST: Duration = Duration::from_secs(5);
+
+    pub(crate) fn next(&mut self) -> Duration {
+        let whole = self.next;
+        self.next = (whole * 2).min(Self::LAST);
+        let mut random = [0; 2];
+        // Without the system's random numbers the whole pause will do.
+        let part = match getrandom::fill(&mut random) {
+            Ok(()) => f64::from(u16::from_le_bytes(random)) / f64::from(u16::MAX),
+            Err(_) => 1.0,
+        };
+        whole.mul_f64(0.5 + part / 2.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn acks_come_quickly_until_the_stream_does_and_never_move() {
+        let mut clock = AckClock::new(77);
+        let now = Instant::now();
+        let first = clock.due(now).expect("the first is due at once");
+        assert!(first.windows(2).any(|w| w == b"77"));
+        assert!(clock.due(now).is_none());
+        assert!(clock.due(now + TICK).is_some());
+        clock.stream_came();
+        assert!(clock.due(now + TICK * 2).is_none());
+        assert_eq!(clock.due(now + TICK + AckClock::EVERY), Some(first));
+    }
+
+    #[test]
+    fn pauses_double_to_a_bound_and_are_never_shorter_than_half() {
+        let mut backoff = Backoff::default();
+        let mut whole = Backoff::FIRST;
+        for _ in 0..12 {
+            let pause = backoff.next();
+            assert!(pause >= whole / 2 && pause <= whole, "{pause:?} of {whole:?}");
+            whole = (whole * 2).min(Backoff::LAST);
+        }
+        assert_eq!(whole, Backoff::LAST);
+    }
+}

@@ -1,0 +1,124 @@
+//! Door: the one port that a source opens, and who comes in by it.
+//!
+//! Control connections and data lanes never share a connection, but they share the port, so that a firewall needs one hole.
+//! They say in their first eight bytes which they are; those are looked at, not taken, before either is given to its own.
+//!
+//! At most [`GREETINGS_LIMIT`] connections may be in their greeting at once; whoever says nothing is shut out after
+//! [`FIRST_WORD_LIMIT`].
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use remora_fabric::tcp::{LANE_MAGIC, TcpExporter};
+use remora_messenger::{Options, Token};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{Semaphore, mpsc};
+use tokio::task::JoinHandle;
+
+use super::Incoming;
+use crate::exit::Failure;
+
+/// Connections that may be in their greeting at once: a burst of replicas, but not a flood of strangers.
+const GREETINGS_LIMIT: usize = 64;
+
+/// How long a connection may take for its first eight bytes.
+const FIRST_WORD_LIMIT: Duration = Duration::from_secs(5);
+
+/// How long to wait after the system refused to accept (too many open files, as a rule).
+const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
+
+/// The listening port. Dropping it closes it.
+pub(super) struct Door {
+    address: SocketAddr,
+    task: JoinHandle<()>,
+}
+
+impl Door {
+    pub(super) fn address(&self) -> SocketAddr {
+        self.address
+    }
+}
+
+impl Drop for Door {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+/// Opens it.
+pub(super) async fn open(
+    listen: SocketAddr,
+    token: Token,
+    lanes: Arc<TcpExporter>,
+    incoming: mpsc::Sender<Incoming>,
+) -> Result<Door, Failure> {
+    let closed = |error: std::io::Error| {
+        Failure::local(format!("the source can't listen on {listen}: {error}; name another address with --listen"))
+    };
+    let listener = TcpListener::bind(listen).await.map_err(closed)?;
+    let address = listener.local_addr().map_err(closed)?;
+    let token = Arc::new(token);
+    let task = tokio::spawn(async move {
+        let places = Arc::new(Semaphore::new(GREETINGS_LIMIT));
+        loop {
+            let (stream, peer) = match listener.accept().await {
+                Ok(accepted) => accepted,
+                Err(error) => {
+                    tracing::warn!(%error, "a connection could not be accepted");
+                    tokio::time::sleep(ACCEPT_PAUSE).await;
+                    continue;
+                }
+            };
+            let Ok(place) = places.clone().try_acquire_owned() else {
+                tokio::spawn(remora_messenger::turn_away(stream));
+                continue;
+            };
+            let (token, lanes, incoming) = (token.clone(), lanes.clone(), incoming.clone());
+            tokio::spawn(async move {
+                if let Err(text) = greet(stream, &token, &lanes, &incoming).await {
+                    tracing::warn!(%peer, "a connection was turned away: {text}");
+                }
+                drop(place);
+            });
+        }
+    });
+    Ok(Door { address, task })
+}
+
+async fn greet(
+    stream: TcpStream,
+    token: &Token,
+    lanes: &TcpExporter,
+    incoming: &mpsc::Sender<Incoming>,
+) -> Result<(), String> {
+    if is_lane(&stream).await? {
+        let stream = stream.into_std().map_err(|error| error.to_string())?;
+        stream.set_nonblocking(false).map_err(|error| error.to_string())?;
+        return lanes.adopt(stream).map_err(|error| error.to_string());
+    }
+    let connection =
+        remora_messenger::accept(stream, token, &Options::default()).await.map_err(|error| error.to_string())?;
+    incoming.send(Incoming::Arrived(connection)).await.map_err(|_| "the source is stopping".to_string())
+}
+
+/// Whether a connection begins as data lanes do.
+async fn is_lane(stream: &TcpStream) -> Result<bool, String> {
+    let mut word = [0; LANE_MAGIC.len()];
+    let peek = async {
+        loop {
+            let n = stream.peek(&mut word).await?;
+            // A word that has already gone another way need not be whole to be told apart.
+            if n == word.len() || n == 0 || word[..n] != LANE_MAGIC[..n] {
+                return std::io::Result::Ok(n);
+            }
+            // The rest of the word is on its way; peeking again at once would only spin.
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    match tokio::time::timeout(FIRST_WORD_LIMIT, peek).await {
+        Ok(Ok(n)) => Ok(n == word.len() && word == LANE_MAGIC),
+        Ok(Err(error)) => Err(error.to_string()),
+        Err(_) => Err(format!("it said nothing for {} s", FIRST_WORD_LIMIT.as_secs())),
+    }
+}

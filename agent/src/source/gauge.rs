@@ -1,0 +1,126 @@
+//! Gauge: what the capture threads let the others see while they run, and the one number that goes the other way.
+//!
+//! Plain atomics, each with one writer: the snapshot's and the journal's figures are written by the capture threads,
+//! `retire_below` by the owner. They are for display and for decisions that stay right when they see an older value; the
+//! tables themselves carry the truth.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use remora_redis::ReplId;
+use remora_table::{SnapshotWriter, State};
+
+/// See the module's text. All counts are in bytes, but for slots.
+#[derive(Default)]
+pub(crate) struct Gauge {
+    offset: AtomicU64,
+    received: AtomicU64,
+    published_slots: AtomicU64,
+    retired_slots: AtomicU64,
+    state: AtomicU8,
+    took_millis: AtomicU64,
+    waits: AtomicU64,
+    retire_below: AtomicU64,
+    journal_first: AtomicU64,
+    journal_end: AtomicU64,
+    // Cold: set once a capture.
+    replid: Mutex<Option<ReplId>>,
+    began: Mutex<Option<Instant>>,
+}
+
+impl Gauge {
+    /// A capture has begun: the snapshot holds everything up to `offset`; `with_journal` when its stream follows.
+    pub(super) fn snapshot_began(&self, replid: ReplId, offset: u64, with_journal: bool) {
+        self.offset.store(offset, Relaxed);
+        self.received.store(0, Relaxed);
+        self.published_slots.store(0, Relaxed);
+        self.retired_slots.store(0, Relaxed);
+        self.retire_below.store(0, Relaxed);
+        self.waits.store(0, Relaxed);
+        self.state.store(State::Open as u8, Relaxed);
+        if with_journal {
+            self.journal_at(offset + 1, offset);
+            *lock(&self.replid) = Some(replid);
+        }
+        *lock(&self.began) = Some(Instant::now());
+    }
+
+    pub(super) fn snapshot_at(&self, writer: &SnapshotWriter) {
+        self.received.store(writer.received(), Relaxed);
+        self.published_slots.store(writer.published_slots(), Relaxed);
+        self.retired_slots.store(writer.retired(), Relaxed);
+    }
+
+    pub(super) fn snapshot_ended(&self, state: State) {
+        let took = self.began().map_or(0, |began| began.elapsed().as_millis() as u64);
+        self.took_millis.store(took, Relaxed);
+        self.state.store(state as u8, Relaxed);
+    }
+
+    pub(super) fn writer_waits(&self) {
+        self.waits.fetch_add(1, Relaxed);
+    }
+
+    pub(super) fn journal_at(&self, first: u64, end: u64) {
+        self.journal_first.store(first, Relaxed);
+        self.journal_end.store(end, Relaxed);
+    }
+
+    /// The owner's word that every slot below `slot` has been taken by all who were promised it.
+    pub(super) fn allow_retiring(&self, slot: u64) {
+        self.retire_below.fetch_max(slot, Relaxed);
+    }
+
+    /// The history that the stream belongs to.
+    pub(super) fn replid(&self) -> Option<ReplId> {
+        *lock(&self.replid)
+    }
+
+    pub(super) fn began(&self) -> Option<Instant> {
+        *lock(&self.began)
+    }
+
+    /// How long the snapshot took, or has taken so far.
+    pub(super) fn capture_time(&self) -> Duration {
+        if self.state.load(Relaxed) == State::Open as u8 {
+            return self.began().map_or(Duration::ZERO, |began| began.elapsed());
+        }
+        Duration::from_millis(self.took_millis.load(Relaxed))
+    }
+
+    pub(super) fn snapshot_offset(&self) -> u64 {
+        self.offset.load(Relaxed)
+    }
+
+    pub(super) fn received(&self) -> u64 {
+        self.received.load(Relaxed)
+    }
+
+    pub(super) fn published_slots(&self) -> u64 {
+        self.published_slots.load(Relaxed)
+    }
+
+    pub(super) fn retired_slots(&self) -> u64 {
+        self.retired_slots.load(Relaxed)
+    }
+
+    /// How many times the writer found its ring full: it grows while it waits for readers.
+    pub(super) fn waits(&self) -> u64 {
+        self.waits.load(Relaxed)
+    }
+
+    pub(super) fn retire_below(&self) -> u64 {
+        self.retire_below.load(Relaxed)
+    }
+
+    /// Replication offsets of the oldest and the newest byte that the journal holds.
+    pub(super) fn journal(&self) -> (u64, u64) {
+        (self.journal_first.load(Relaxed), self.journal_end.load(Relaxed))
+    }
+}
+
+/// A lock whose holders never panic while they hold it; should one, the value is still whole.
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}

@@ -1,0 +1,551 @@
+//! Owner: the source's decisions, and nothing else. Events and the time go in, actions come out; no I/O, no clock.
+//!
+//! ```text
+//!                    join                    Started              Completed
+//!   (nothing) ──────────────▶ capturing ──────────────▶ open ──────────────▶ sealed ──┐
+//!       ▲                        │ Failed                │ Failed              │      │ join while the journal still
+//!       │                        ▼                       ▼                     │      │ reaches back: offered again
+//!       └──────────── waiting replicas try again, with back-off ◀──────────────┘ ◀────┘ too old, overrun, windowed away
+//! ```
+//!
+//! Invariant, restored by [`Owner::settle`] after every event: *no replica waits while a snapshot could serve it or could
+//! be begun for it*, and *a slot is given up for reuse only when every replica that was promised it has it*.
+//!
+//! What this costs: one thread decides for all replicas. It handles a few small events a second for each.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use remora_fabric::TransportKind;
+use remora_messenger::control::{Phase, RefusalCode};
+use remora_redis::ReplId;
+
+use super::capture::{Backoff, CaptureEvent, Fault};
+use super::gauge::Gauge;
+
+/// A replica's session, as numbered by the messenger.
+pub(crate) type Session = u64;
+
+/// What the owner must be told once.
+#[derive(Clone, Debug)]
+pub(crate) struct Rules {
+    /// How old a snapshot may be when it is offered once more.
+    pub(crate) max_age: Duration,
+    /// How many replicas may be joined at once.
+    pub(crate) max_replicas: usize,
+    /// How long a replica may hold up the writer of a windowed table.
+    pub(crate) stall_limit: Duration,
+}
+
+/// What happened.
+#[derive(Debug)]
+pub(crate) enum Event {
+    /// An authenticated replica asks for a snapshot.
+    Joined { session: Session, name: String, address: String, resume: Option<Resume> },
+    /// A replica says how far it is.
+    Progress { session: Session, at: Report },
+    /// A replica is gone: it left, fell silent or lost its connection.
+    Gone { session: Session, done: bool },
+    /// A capture thread has something to say.
+    Capture(CaptureEvent),
+    /// Time has passed.
+    Tick,
+}
+
+/// What a replica holds from an earlier session.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Resume {
+    pub(crate) generation: u64,
+    /// Slots that it holds without a gap from the first.
+    pub(crate) held_slots: u64,
+    /// Its server holds the whole snapshot: it needs only the stream of that history, from that byte on.
+    pub(crate) loaded: Option<([u8; 40], u64)>,
+}
+
+/// How far a replica is.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Report {
+    pub(crate) phase: Phase,
+    pub(crate) transport: Option<u8>,
+    pub(crate) slots_below: u64,
+    pub(crate) slots_held: u64,
+    pub(crate) bytes: u64,
+    pub(crate) applied_offset: u64,
+}
+
+impl Report {
+    const NOTHING: Report =
+        Report { phase: Phase::Waiting, transport: None, slots_below: 0, slots_held: 0, bytes: 0, applied_offset: 0 };
+}
+
+/// What is to be done.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Action {
+    /// Take a snapshot; with the stream too unless one lives.
+    Capture { generation: u64, with_stream: bool },
+    /// Give that replica the present snapshot and the journal.
+    Offer { session: Session },
+    /// That replica must wait; say why.
+    Wait { session: Session, reason: String },
+    /// That replica can't be served any more; say why, and cut its lanes.
+    Drop { session: Session, code: RefusalCode, text: String },
+    /// The generation is over for those who read it; say why.
+    GenerationGone { session: Session, generation: u64, text: String },
+    /// Nobody shall read the snapshot of that generation any more.
+    RevokeSnapshot { generation: u64 },
+    /// The stream is over: nobody shall read that journal any more, its thread shall end.
+    EndStream { generation: u64 },
+    /// End the capture of that snapshot; nobody wants it.
+    StopCapture { generation: u64 },
+}
+
+/// One snapshot, from asking for it to its end.
+pub(crate) struct Snapshot {
+    pub(crate) generation: u64,
+    pub(crate) stage: Stage,
+    asked: Instant,
+}
+
+/// How far a snapshot is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stage {
+    /// The primary was asked and has not answered.
+    Asked,
+    /// Slots are being filled.
+    Open { replid: ReplId, offset: u64 },
+    /// Whole.
+    Sealed { replid: ReplId, offset: u64, bytes: u64 },
+}
+
+impl Snapshot {
+    pub(crate) fn origin(&self) -> Option<(ReplId, u64)> {
+        match self.stage {
+            Stage::Asked => None,
+            Stage::Open { replid, offset } | Stage::Sealed { replid, offset, .. } => Some((replid, offset)),
+        }
+    }
+
+    /// When the server was asked for it.
+    pub(crate) fn asked(&self) -> Instant {
+        self.asked
+    }
+
+    fn is_sealed(&self) -> bool {
+        matches!(self.stage, Stage::Sealed { .. })
+    }
+}
+
+/// The stream in the journal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Stream {
+    /// The generation that began it.
+    pub(crate) generation: u64,
+    pub(crate) replid: ReplId,
+}
+
+/// A joined replica.
+pub(crate) struct Replica {
+    pub(crate) name: String,
+    pub(crate) address: String,
+    pub(crate) joined: Instant,
+    pub(crate) heard: Instant,
+    /// The generation it was given; `None` while it waits.
+    pub(crate) generation: Option<u64>,
+    pub(crate) at: Report,
+    pub(crate) rate: u64,
+    resume: Option<Resume>,
+    moved: Instant,
+    told: Option<String>,
+}
+
+impl Replica {
+    /// By what it reads, once it does.
+    pub(crate) fn transport_name(&self) -> String {
+        let kind = self.at.transport.and_then(TransportKind::from_code);
+        kind.map(|kind| kind.name().to_string()).unwrap_or_default()
+    }
+
+    /// Its server holds a whole snapshot: it needs the stream only.
+    fn is_loaded(&self) -> bool {
+        self.resume.is_some_and(|resume| resume.loaded.is_some())
+    }
+
+    /// It still needs slots of the snapshot.
+    fn is_reading(&self) -> bool {
+        self.generation.is_some() && matches!(self.at.phase, Phase::Waiting | Phase::Transfer)
+    }
+}
+
+/// See the module's text.
+pub(crate) struct Owner {
+    rules: Rules,
+    gauge: Arc<Gauge>,
+    pub(crate) snapshot: Option<Snapshot>,
+    pub(crate) stream: Option<Stream>,
+    pub(crate) replicas: BTreeMap<Session, Replica>,
+    next_generation: u64,
+    eager: bool,
+    /// When the last replica went, or the source began.
+    left_alone: Instant,
+    retry: Option<(Instant, String)>,
+    backoff: Backoff,
+    pub(crate) snapshots_taken: u64,
+    pub(crate) replicas_done: u64,
+}
+
+impl Owner {
+    /// `first_generation` must differ from that of every earlier run of this source.
+    pub(crate) fn new(now: Instant, rules: Rules, gauge: Arc<Gauge>, first_generation: u64, eager: bool) -> Owner {
+        Owner {
+            rules,
+            gauge,
+            snapshot: None,
+            stream: None,
+            replicas: BTreeMap::new(),
+            next_generation: first_generation,
+            eager,
+            left_alone: now,
+            retry: None,
+            backoff: Backoff::default(),
+            snapshots_taken: 0,
+            replicas_done: 0,
+        }
+    }
+
+    /// Takes one event in, restores the invariant, and says what is to be done.
+    pub(crate) fn apply(&mut self, now: Instant, event: Event) -> Vec<Action> {
+        let mut actions = Vec::new();
+        match event {
+            Event::Joined { session, name, address, resume } => {
+                self.join(now, session, (name, address), resume, &mut actions);
+            }
+            Event::Progress { session, at } => self.progress(now, session, at),
+            Event::Gone { session, done } => {
+                self.replicas_done += u64::from(done);
+                self.replicas.remove(&session);
+                self.left_alone = now;
+            }
+            Event::Capture(event) => self.captured(now, event, &mut actions),
+            Event::Tick => {}
+        }
+        self.settle(now, &mut actions);
+        actions
+    }
+
+    fn join(
+        &mut self,
+        now: Instant,
+        session: Session,
+        (name, address): (String, String),
+        resume: Option<Resume>,
+        actions: &mut Vec<Action>,
+    ) {
+        if self.replicas.len() >= self.rules.max_replicas {
+            let text = format!(
+                "{} replicas are joined already, the limit of this source; join later, or raise --max-replicas",
+                self.replicas.len()
+            );
+            actions.push(Action::Drop { session, code: RefusalCode::Busy, text });
+            return;
+        }
+        let replica = Replica {
+            name,
+            address,
+            joined: now,
+            heard: now,
+            generation: None,
+            at: Report::NOTHING,
+            rate: 0,
+            resume,
+            moved: now,
+            told: None,
+        };
+        self.replicas.insert(session, replica);
+    }
+
+    fn progress(&mut self, now: Instant, session: Session, at: Report) {
+        let Some(replica) = self.replicas.get_mut(&session) else { return };
+        let span = now.duration_since(replica.heard).as_secs_f64();
+        if span > 0.0 {
+            let rate = at.bytes.saturating_sub(replica.at.bytes) as f64 / span;
+            // Half old, half new: steady enough to read, quick enough to follow.
+            replica.rate = ((replica.rate as f64 + rate) / 2.0) as u64;
+        }
+        if at.slots_below > replica.at.slots_below || at.phase != replica.at.phase {
+            replica.moved = now;
+        }
+        // A replica may not take back what it has passed.
+        let slots_below = at.slots_below.max(replica.at.slots_below);
+        replica.at = Report { slots_below, ..at };
+        replica.heard = now;
+    }
+
+    fn captured(&mut self, now: Instant, event: CaptureEvent, actions: &mut Vec<Action>) {
+        match event {
+            CaptureEvent::Started { generation, replid, offset } => {
+                self.started(generation, replid, offset, actions);
+            }
+            CaptureEvent::Completed { generation, bytes } => {
+                if let Some(snapshot) = self.current(generation)
+                    && let Some((replid, offset)) = snapshot.origin()
+                {
+                    snapshot.stage = Stage::Sealed { replid, offset, bytes };
+                }
+                self.backoff = Backoff::default();
+            }
+            CaptureEvent::Failed { generation, fault } => {
+                self.capture_failed(now, generation, &fault, actions);
+            }
+            CaptureEvent::StreamResumed => {}
+            CaptureEvent::StreamLost { text } => self.end_stream(&text, actions),
+        }
+    }
+
+    fn current(&mut self, generation: u64) -> Option<&mut Snapshot> {
+        self.snapshot.as_mut().filter(|snapshot| snapshot.generation == generation)
+    }
+
+    fn started(&mut self, generation: u64, replid: ReplId, offset: u64, actions: &mut Vec<Action>) {
+        let Some(snapshot) = self.current(generation) else { return };
+        snapshot.stage = Stage::Open { replid, offset };
+        self.snapshots_taken += 1;
+        match self.stream {
+            None => self.stream = Some(Stream { generation, replid }),
+            Some(stream) if stream.replid == replid => {}
+            Some(_) => {
+                // The primary has changed its history under us: what we follow is not what it now writes.
+                self.end_stream("the primary's replid changed (a fail-over or a restart)", actions);
+            }
+        }
+    }
+
+    fn capture_failed(&mut self, now: Instant, generation: u64, fault: &Fault, actions: &mut Vec<Action>) {
+        if self.current(generation).is_none() {
+            return;
+        }
+        let text = fault.to_string();
+        if self.stream.is_some_and(|stream| stream.generation == generation) {
+            self.stream = None;
+        }
+        self.forget_snapshot(&text, actions);
+        if fault.is_transient() {
+            let pause = self.backoff.next();
+            self.retry = Some((now + pause, text));
+        } else if !matches!(fault, Fault::Stopped) {
+            for session in self.waiting() {
+                self.replicas.remove(&session);
+                let code = RefusalCode::PrimaryRefuses;
+                actions.push(Action::Drop { session, code, text: text.clone() });
+            }
+        }
+    }
+
+    /// The snapshot is no more: whoever still read it must start again.
+    fn forget_snapshot(&mut self, text: &str, actions: &mut Vec<Action>) {
+        let Some(snapshot) = self.snapshot.take() else { return };
+        let generation = snapshot.generation;
+        actions.push(Action::RevokeSnapshot { generation });
+        for (&session, replica) in &mut self.replicas {
+            if replica.is_reading() && replica.generation == Some(generation) {
+                replica.generation = None;
+                let text = text.to_string();
+                actions.push(Action::GenerationGone { session, generation, text });
+            }
+        }
+    }
+
+    /// The stream is no more: every replica that was given this history must start again, or go to the primary itself.
+    fn end_stream(&mut self, text: &str, actions: &mut Vec<Action>) {
+        let Some(stream) = self.stream.take() else { return };
+        actions.push(Action::EndStream { generation: stream.generation });
+        if let Some(snapshot) = self.snapshot.take() {
+            actions.push(Action::RevokeSnapshot { generation: snapshot.generation });
+            if !snapshot.is_sealed() {
+                actions.push(Action::StopCapture { generation: snapshot.generation });
+            }
+        }
+        for (&session, replica) in &mut self.replicas {
+            if let Some(generation) = replica.generation.take() {
+                let text = text.to_string();
+                actions.push(Action::GenerationGone { session, generation, text });
+            }
+        }
+    }
+
+    /// Restores the invariant. See the module's text.
+    fn settle(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        self.drop_the_stalled(now, actions);
+        self.allow_retiring();
+        self.serve_the_waiting(now, actions);
+        self.let_go_of_the_unwanted(now, actions);
+    }
+
+    /// Gives up slots that every reader has passed, but none before the ring is full: until then the next replica may
+    /// want them all, and with no reader left nothing is given up either.
+    fn allow_retiring(&self) {
+        if self.gauge.waits() == 0 {
+            return;
+        }
+        let reading = self.replicas.values().filter(|replica| replica.is_reading());
+        let passed = reading.map(|replica| replica.at.slots_below).min();
+        self.gauge.allow_retiring(passed.unwrap_or(0));
+    }
+
+    /// A windowed writer that waits longer than the limit for one replica goes on without it.
+    fn drop_the_stalled(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        let (published, retired) = (self.gauge.published_slots(), self.gauge.retired_slots());
+        if self.gauge.waits() == 0 || self.snapshot.as_ref().is_none_or(Snapshot::is_sealed) {
+            return;
+        }
+        let limit = self.rules.stall_limit;
+        let stalled: Vec<Session> = self
+            .replicas
+            .iter()
+            .filter(|(_, replica)| {
+                replica.is_reading()
+                    && replica.at.slots_below <= retired
+                    && replica.at.slots_below < published
+                    && now.duration_since(replica.moved) > limit
+            })
+            .map(|(&session, _)| session)
+            .collect();
+        for session in stalled {
+            self.replicas.remove(&session);
+            let text = format!(
+                "it took no slot for {} s while the table was full and others waited; give the source more --memory, \
+                 or the replica a faster server",
+                limit.as_secs()
+            );
+            actions.push(Action::Drop { session, code: RefusalCode::Stalled, text });
+        }
+    }
+
+    fn waiting(&self) -> Vec<Session> {
+        let waits = |(&session, replica): (&Session, &Replica)| replica.generation.is_none().then_some(session);
+        self.replicas.iter().filter_map(waits).collect()
+    }
+
+    fn serve_the_waiting(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        let waiting = self.waiting();
+        let wanted = !waiting.is_empty() || (self.eager && self.snapshots_taken == 0);
+        let mut unserved = Vec::new();
+        for session in waiting {
+            if self.can_serve(now, session) {
+                self.offer(now, session, actions);
+            } else if self.replicas.get(&session).is_some_and(Replica::is_loaded) {
+                // A snapshot would be the wrong help: its server holds one, and can go to the primary as it is.
+                self.replicas.remove(&session);
+                let code = RefusalCode::HistoryGone;
+                let text = "the journal does not hold what this replica's server needs next".to_string();
+                actions.push(Action::Drop { session, code, text });
+            } else {
+                unserved.push(session);
+            }
+        }
+        if !wanted || (unserved.is_empty() && self.snapshot.is_some()) {
+            return;
+        }
+        let reason = match self.why_not_begin(now) {
+            None => {
+                self.begin(now, actions);
+                "the primary is being asked for a snapshot".to_string()
+            }
+            Some(reason) => reason,
+        };
+        for session in unserved {
+            let Some(replica) = self.replicas.get_mut(&session) else { continue };
+            if replica.told.as_ref() != Some(&reason) {
+                replica.told = Some(reason.clone());
+                actions.push(Action::Wait { session, reason: reason.clone() });
+            }
+        }
+    }
+
+    fn offer(&mut self, now: Instant, session: Session, actions: &mut Vec<Action>) {
+        let generation = self.snapshot.as_ref().map(|snapshot| snapshot.generation);
+        if let Some(replica) = self.replicas.get_mut(&session) {
+            replica.generation = generation;
+            replica.told = None;
+            let held = replica.resume.filter(|resume| Some(resume.generation) == generation);
+            let slots_below = held.map_or(0, |resume| resume.held_slots);
+            let phase = if replica.is_loaded() { Phase::CatchUp } else { Phase::Waiting };
+            replica.at = Report { slots_below, phase, ..Report::NOTHING };
+            replica.moved = now;
+            actions.push(Action::Offer { session });
+        }
+    }
+
+    /// Whether the present snapshot has all that this replica needs, and the journal all that follows.
+    fn can_serve(&self, now: Instant, session: Session) -> bool {
+        let (Some(snapshot), Some(stream)) = (&self.snapshot, &self.stream) else { return false };
+        let Some((replid, offset)) = snapshot.origin() else { return false };
+        let resume = self.replicas.get(&session).and_then(|replica| replica.resume);
+        let (journal_first, journal_end) = self.gauge.journal();
+        if let Some((history, next_byte)) = resume.and_then(|resume| resume.loaded) {
+            return &history == stream.replid.as_bytes() && journal_first <= next_byte && next_byte <= journal_end + 1;
+        }
+        let held = resume.filter(|resume| resume.generation == snapshot.generation);
+        let first_needed = held.map_or(0, |resume| resume.held_slots);
+        // What the writer was allowed to retire is as good as gone.
+        let first_held = self.gauge.retired_slots().max(self.gauge.retire_below());
+        replid == stream.replid
+            && first_needed >= first_held
+            && journal_first <= offset + 1
+            && (held.is_some() || now.duration_since(snapshot.asked) <= self.rules.max_age)
+    }
+
+    /// What stands in the way of a new snapshot now.
+    fn why_not_begin(&self, now: Instant) -> Option<String> {
+        if let Some((at, text)) = &self.retry
+            && now < *at
+        {
+            return Some(format!("the last attempt to take a snapshot failed ({text}); trying again soon"));
+        }
+        let snapshot = self.snapshot.as_ref()?;
+        match snapshot.stage {
+            Stage::Asked => Some("the primary is preparing a snapshot".to_string()),
+            _ if !self.replicas.values().any(Replica::is_reading) && snapshot.is_sealed() => None,
+            _ => {
+                Some("the present snapshot has moved on and others still read it; the next follows at once".to_string())
+            }
+        }
+    }
+
+    fn begin(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        if let Some(old) = self.snapshot.take() {
+            actions.push(Action::RevokeSnapshot { generation: old.generation });
+        }
+        let generation = self.next_generation;
+        self.next_generation += 1;
+        self.retry = None;
+        self.snapshot = Some(Snapshot { generation, stage: Stage::Asked, asked: now });
+        let with_stream = self.stream.is_none();
+        actions.push(Action::Capture { generation, with_stream });
+    }
+
+    /// A capture whose ring is full and that nobody reads holds up the primary for nothing; a snapshot that is too old and
+    /// a stream that nobody needs cost the primary a connection.
+    fn let_go_of_the_unwanted(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        if !self.replicas.is_empty() {
+            return;
+        }
+        let Some(snapshot) = &self.snapshot else { return };
+        let alone = now.duration_since(self.left_alone);
+        let stuck =
+            matches!(snapshot.stage, Stage::Open { .. }) && self.gauge.waits() > 0 && alone > self.rules.stall_limit;
+        let old = now.duration_since(snapshot.asked) > self.rules.max_age;
+        let overrun =
+            snapshot.is_sealed() && snapshot.origin().is_some_and(|(_, offset)| self.gauge.journal().0 > offset + 1);
+        if !(stuck || old || overrun) {
+            return;
+        }
+        if !snapshot.is_sealed() {
+            actions.push(Action::StopCapture { generation: snapshot.generation });
+        }
+        self.forget_snapshot("nobody wants it any more", actions);
+        if let Some(stream) = self.stream.take() {
+            actions.push(Action::EndStream { generation: stream.generation });
+        }
+    }
+}

@@ -1,0 +1,133 @@
+//! `remora status`: what a source holds and who reads it, as a table or as JSON.
+
+use std::time::Duration;
+
+use remora_messenger::control::{GenerationState, GenerationStatus, Message, ReplicaStatus, StatusReport};
+use remora_messenger::{Connection, Options, Token};
+
+use crate::cli::StatusArgs;
+use crate::exit::{Code, Failure};
+use crate::units::{Size, readable};
+
+/// How long a source may take to answer.
+const ANSWER_LIMIT: Duration = Duration::from_secs(10);
+
+/// Asks, and prints on stdout; again and again with `--watch`.
+///
+/// # Errors
+/// The token is of no use, or the source can't be reached, denies us or does not answer.
+pub async fn run(args: StatusArgs) -> Result<(), Failure> {
+    let token = Token::read_file(&args.token_file).map_err(|error| Failure::refused(error.to_string()))?;
+    let address = (args.source.host.as_str(), args.source.port);
+    let mut connection = remora_messenger::connect(address, &token, &Options::default()).await.map_err(denied)?;
+    loop {
+        let report = ask(&mut connection, &args).await?;
+        if args.json {
+            let text = serde_json::to_string(&report).map_err(|error| Failure::local(error.to_string()))?;
+            println!("{text}");
+        } else {
+            print!("{}", table(&report));
+        }
+        let Some(pause) = args.watch else { return Ok(()) };
+        tokio::time::sleep(pause).await;
+    }
+}
+
+async fn ask(connection: &mut Connection, args: &StatusArgs) -> Result<StatusReport, Failure> {
+    connection.send(Message::StatusQuery).await.map_err(denied)?;
+    let answer = async {
+        loop {
+            if let Message::Status(report) = connection.receive().await.map_err(denied)? {
+                return Ok(report);
+            }
+        }
+    };
+    tokio::time::timeout(ANSWER_LIMIT, answer).await.unwrap_or_else(|_| {
+        let text = format!("the source {} did not answer within {} s", args.source, ANSWER_LIMIT.as_secs());
+        Err(Failure::new(Code::Source, text))
+    })
+}
+
+fn denied(error: remora_messenger::Error) -> Failure {
+    Failure::new(Code::Source, format!("the source {error}"))
+}
+
+fn table(report: &StatusReport) -> String {
+    let mut text = format!("source     remora {} of {} ({})\n", report.source, report.server, report.role);
+    match &report.generation {
+        None => text.push_str("snapshot   none; the next replica has one taken\n"),
+        Some(generation) => describe(generation, &mut text),
+    }
+    let totals = &report.totals;
+    text.push_str(&format!(
+        "so far     {} snapshot{} taken, {} replica{} done, {} served over the network\n",
+        totals.snapshots_taken,
+        plural(totals.snapshots_taken),
+        totals.replicas_done,
+        plural(totals.replicas_done),
+        Size::bytes(totals.bytes_served)
+    ));
+    if !report.replicas.is_empty() {
+        text.push_str(&replicas(&report.replicas));
+    }
+    text
+}
+
+fn plural(count: u64) -> &'static str {
+    if count == 1 { "" } else { "s" }
+}
+
+fn describe(generation: &GenerationStatus, text: &mut String) {
+    let state = match generation.state {
+        GenerationState::Capturing => "being taken",
+        GenerationState::Complete => "whole",
+        GenerationState::Aborted => "given up",
+    };
+    let seconds = generation.capture_millis as f64 / 1000.0;
+    text.push_str(&format!(
+        "snapshot   generation {}, {state}: {} in {} slots, {seconds:.3} s to take, {} old\n",
+        generation.generation,
+        Size::bytes(generation.snapshot_bytes),
+        generation.published_slots,
+        readable(Duration::from_secs(generation.age_seconds)),
+    ));
+    text.push_str(&format!(
+        "           {}:{}{}\n",
+        generation.replid,
+        generation.offset_start,
+        if generation.windowed { ", windowed: nobody can join it late" } else { "" }
+    ));
+    text.push_str(&format!(
+        "stream     from {} to {} ({} held)\n",
+        generation.journal_first,
+        generation.offset_now,
+        Size::bytes(generation.journal_end.saturating_sub(generation.journal_first))
+    ));
+    text.push_str(&format!(
+        "memory     {} of {} in use\n",
+        Size::bytes(generation.memory_bytes),
+        Size::bytes(generation.memory_limit)
+    ));
+}
+
+fn replicas(replicas: &[ReplicaStatus]) -> String {
+    let width = replicas.iter().map(|replica| replica.name.chars().count()).max().unwrap_or(0).max("replica".len());
+    let mut text = format!(
+        "\n{:<width$}  {:<9} {:<5} {:>7} {:>12} {:>12} {:>8} {:>7}\n",
+        "replica", "phase", "by", "percent", "rate", "lag", "joined", "silent"
+    );
+    for replica in replicas {
+        text.push_str(&format!(
+            "{:<width$}  {:<9} {:<5} {:>6.1}% {:>12} {:>12} {:>8} {:>7}\n",
+            replica.name,
+            replica.phase,
+            replica.transport,
+            f64::from(replica.percent_permille) / 10.0,
+            format!("{}/s", Size::bytes(replica.rate_bytes_per_s)),
+            Size::bytes(replica.journal_lag_bytes).to_string(),
+            readable(Duration::from_secs(replica.joined_seconds)),
+            readable(Duration::from_secs(replica.silent_seconds)),
+        ));
+    }
+    text
+}
