@@ -114,7 +114,7 @@ impl Source {
         ShmConnector::new().connect(&key, SESSION, &SECRET, sink.clone())
     }
 
-    /// The plainest thing that could answer a read over TCP: 4 bytes in, that many bytes out.
+    /// The plainest thing that could answer a read over TCP: 4 bytes in, that many bytes of private memory out.
     ///
     /// # Errors
     /// What the system says.
@@ -167,9 +167,11 @@ fn be_the_source(wish: &str) -> Result<(), Box<dyn std::error::Error>> {
         plain: plain.local_addr()?,
     };
     // Ends with the process.
+    let bytes: Arc<[u8]> = vec![1; usize::try_from(wish.region_bytes)?].into();
     std::thread::spawn(move || {
         for stream in plain.incoming().flatten() {
-            std::thread::spawn(move || serve_plainly(stream));
+            let bytes = bytes.clone();
+            std::thread::spawn(move || serve_plainly(stream, &bytes));
         }
     });
     println!("{}", serde_json::to_string(&place)?);
@@ -182,14 +184,22 @@ fn be_the_source(wish: &str) -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-fn serve_plainly(mut stream: TcpStream) -> io::Result<()> {
+fn serve_plainly(mut stream: TcpStream, bytes: &[u8]) -> io::Result<()> {
     stream.set_nodelay(true)?;
-    let bytes = vec![1; PLAIN_MOST_BYTES];
     let mut request = [0; 4];
+    let mut offset = 0;
     loop {
         stream.read_exact(&mut request)?;
         let length = u32::from_le_bytes(request) as usize;
-        stream.write_all(bytes.get(..length).ok_or(io::ErrorKind::InvalidInput)?)?;
+        let Some(answer) = bytes.get(offset..).and_then(|rest| rest.get(..length)) else {
+            return Err(io::ErrorKind::InvalidInput.into());
+        };
+        stream.write_all(answer)?;
+        // Walks through its memory as the readers of a region do, so that no answer is still in a cache.
+        offset += length.max(PLAIN_STEP_BYTES);
+        if offset + length > bytes.len() {
+            offset = 0;
+        }
     }
 }
 
@@ -223,5 +233,5 @@ const ID: RegionId = RegionId { generation: 1, region: 0 };
 const SESSION: u64 = 1;
 /// Of a benchmark on a loopback: nobody to be kept out.
 const SECRET: Secret = [7; 32];
-/// Longest answer of the plain server.
-const PLAIN_MOST_BYTES: usize = 16 << 20;
+/// How far apart the answers of the plain server lie at least.
+const PLAIN_STEP_BYTES: usize = 1 << 20;

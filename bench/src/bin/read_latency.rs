@@ -1,6 +1,6 @@
 //! How long one read takes, one after the other: shm against memcpy, tcp against the plainest thing that answers over TCP.
 //!
-//! The rival of tcp is a loop of `read_exact` and `write_all` over a blocking socket, out of and into private memory, without
+//! The rival of tcp is a loop of `read_exact` and `write_all` over a blocking socket, out of private memory of the same size, without
 //! generations, bounds, time-outs or more than one read at a time: what a transport on two sockets can at best cost.
 //!
 //! Each round measures every subject and its rival in turn. A figure is the median latency of a round; the 99th percentile is a
@@ -102,9 +102,9 @@ impl Bench<'_> {
         let (measures_shm, measures_tcp) = (self.measures("shm"), self.measures("tcp"));
         if measures_shm {
             let mut into = vec![1; size as usize];
-            let mut from = self.plain.chunks_exact(size as usize).cycle();
-            let memcpy = self.options.time(|_| {
-                into.copy_from_slice(black_box(from.next().unwrap_or_default()));
+            let memcpy = self.options.time(|offset| {
+                let from = self.plain.get(offset as usize..).and_then(|rest| rest.get(..size as usize));
+                black_box(&mut into).copy_from_slice(black_box(from.ok_or("beyond the memory")?));
                 Ok(())
             });
             self.note("memcpy", size, round, memcpy?, 0.0);
