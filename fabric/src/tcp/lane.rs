@@ -28,6 +28,11 @@ pub(super) struct Lane {
     stream: TcpStream,
     /// Requests that the socket has not taken yet; nearly always empty.
     outbox: Vec<u8>,
+    /// Requests that wait for the window, in their order.
+    held: VecDeque<Request>,
+    /// Bytes that requests of the window have still to bring, and how many of them let no further request through.
+    in_flight: u64,
+    window: u64,
     was_clogged: bool,
     expected: VecDeque<Expected>,
     /// Bytes that are still to come for what is expected.
@@ -56,9 +61,14 @@ impl Lane {
     /// A lane after its handshake.
     pub(super) fn new(stream: TcpStream) -> io::Result<Lane> {
         stream.set_nonblocking(true)?;
+        let is_same_host = stream.local_addr()?.ip() == stream.peer_addr()?.ip();
+        let window = if is_same_host { SAME_HOST_WINDOW_BYTES } else { u64::MAX };
         Ok(Lane {
             stream,
             outbox: Vec::new(),
+            held: VecDeque::new(),
+            in_flight: 0,
+            window,
             was_clogged: false,
             expected: VecDeque::new(),
             outstanding: 0,
@@ -85,13 +95,19 @@ impl Lane {
     /// Enters a request. [`Lane::flush`] sends it.
     pub(super) fn ask(&mut self, request: Request, slot: usize, sink_offset: u64) {
         let Request { tag, length, .. } = request;
-        self.outbox.extend(request.encode());
+        self.held.push_back(request);
         self.outstanding += u64::from(length);
         self.expected.push_back(Expected { tag, slot, length, sink_offset, left: length });
     }
 
-    /// Sends requests as far as the socket takes them.
+    /// Sends requests as far as the window lets them through and the socket takes them.
     pub(super) fn flush(&mut self) {
+        while self.in_flight < self.window
+            && let Some(request) = self.held.pop_front()
+        {
+            self.in_flight += u64::from(request.length);
+            self.outbox.extend(request.encode());
+        }
         let mut sent = 0;
         while let Some(rest) = self.outbox.get(sent..).filter(|rest| !rest.is_empty()) {
             match self.stream.write(rest) {
@@ -121,9 +137,13 @@ impl Lane {
                 return Ok(received > 0);
             }
             match self.receive_once(sink, &mut done) {
-                Ok(Received { count, was_all: false }) => received += count,
+                Ok(Received { count, was_all: false }) => {
+                    received += count;
+                    self.flush();
+                }
                 Ok(_) => {
                     self.empty_inbox(sink, &mut done)?;
+                    self.flush();
                     return Ok(true);
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(received > 0),
@@ -241,6 +261,7 @@ impl Lane {
     fn landed(&mut self, count: u32, done: &mut impl FnMut(usize, Result<(), Denial>)) {
         self.piece_left -= count;
         self.outstanding -= u64::from(count);
+        self.in_flight -= u64::from(count);
         if let Some(front) = self.expected.front_mut() {
             front.left -= count;
             front.sink_offset += u64::from(count);
@@ -254,6 +275,7 @@ impl Lane {
     fn finish(&mut self, result: Result<(), Denial>, done: &mut impl FnMut(usize, Result<(), Denial>)) {
         if let Some(front) = self.expected.pop_front() {
             self.outstanding -= u64::from(front.left);
+            self.in_flight -= u64::from(front.left);
             done(front.slot, result);
         }
     }
@@ -311,6 +333,11 @@ fn breach(what: &str) -> ReadError {
     tracing::warn!(what, "the source of a data lane broke the protocol: hanging up");
     ReadError::PeerGone
 }
+
+/// Between hosts the depth alone bounds what is under way. On one host there is no distance to fill: what is asked for further
+/// ahead only lies in the kernel's buffers until the caches have forgotten it. With 16 MiB ahead a loopback was measured to cost
+/// 0.16 processor seconds per GB at either end, with this much 0.14 and 0.12; it is a tenth of a millisecond's lead.
+const SAME_HOST_WINDOW_BYTES: u64 = 512 << 10;
 
 /// Answers of up to this many bytes go through the inbox; see the source's limit of the same name. The two need not agree.
 const SMALL_BYTES: usize = 16 << 10;

@@ -141,8 +141,10 @@ impl Peer for TcpPeer {
         let before = completions.len();
         if self.retired.is_none() {
             self.flush();
-            if let Err(error) = self.receive(completions) {
-                self.retire(error);
+            match self.receive(completions) {
+                // What has come has made room for requests that were held back.
+                Ok(()) => self.flush(),
+                Err(error) => self.retire(error),
             }
         }
         if let Some(error) = self.retired {

@@ -33,8 +33,15 @@ const REGION_BYTES: u64 = 8 << 20;
 
 #[test]
 fn bytes_arrive_unchanged_over_any_number_of_lanes_and_in_both_ways_of_sending() {
-    for (lanes, send) in [(1, SendMode::Copy), (1, SendMode::File), (3, SendMode::Copy), (4, SendMode::File)] {
-        let world = World::new(TcpOptions { lanes, send, ..quick() });
+    // The second address is not the one that a reader gets for itself: to the lanes it is another host.
+    for (lanes, send, host) in [
+        (1, SendMode::Copy, "127.0.0.1:0"),
+        (1, SendMode::Copy, "127.0.0.2:0"),
+        (1, SendMode::File, "127.0.0.1:0"),
+        (3, SendMode::Copy, "127.0.0.2:0"),
+        (4, SendMode::File, "127.0.0.1:0"),
+    ] {
+        let world = World::at(host, TcpOptions { lanes, send, ..quick() });
         let mut peer = world.connect().unwrap();
         let reads = [
             read(1, 5, 3 << 20, 0),
@@ -416,8 +423,12 @@ struct World {
 
 impl World {
     fn new(options: TcpOptions) -> World {
+        World::at("127.0.0.1:0", options)
+    }
+
+    fn at(address: &str, options: TcpOptions) -> World {
         let exporter = TcpExporter::new(options.clone(), None).unwrap();
-        let address = exporter.listen("127.0.0.1:0").unwrap();
+        let address = exporter.listen(address).unwrap();
         let region = Arc::new(Memory::create("region", REGION_BYTES, Pages::Small).unwrap());
         for offset in (0..REGION_BYTES).step_by(8) {
             region.write(offset, &offset.wrapping_mul(0x9E37_79B9_7F4A_7C15).to_le_bytes()).unwrap();
