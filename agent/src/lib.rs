@@ -20,6 +20,8 @@
 //! - [`source`], [`replica`], [`status`]: the job.
 //! - [`verify`], [`load`], [`generate`]: beside it.
 #![forbid(unsafe_code)]
+// The maps of the two ends name their private parts: read them in the source, or with `--document-private-items`.
+#![allow(rustdoc::private_intra_doc_links)]
 
 pub mod cli;
 pub mod exit;

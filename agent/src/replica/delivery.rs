@@ -308,6 +308,7 @@ impl Delivery {
             }
             self.begin_origin(&feed)?;
         }
+        self.lay_down_the_slot();
         if !self.at.loaded {
             // Without a spool all slots below the next one have gone to the server; with one they may have to go again.
             let held = self.spool.as_ref().map(Spool::held).unwrap_or_default();
@@ -398,14 +399,24 @@ impl Delivery {
             Stage::Streaming => !self.at.loaded,
             Stage::Talking | Stage::Asked => false,
         };
-        if loading && self.spool.is_none() && self.at.next_slot > 0 {
-            // The server will want it all again, from the first slot.
-            self.at.next_slot = 0;
-            self.feed = None;
+        if loading && self.spool.is_none() {
+            self.begin_again();
         }
         if tell {
             self.tell(News::LinkLost { text: why.to_string(), loading });
         }
+    }
+
+    /// The server will want the whole snapshot once more, and what went to it is kept nowhere.
+    fn begin_again(&mut self) {
+        self.at.next_slot = 0;
+        self.feed = None;
+        self.fetched = false;
+        let meter = &self.setup.meter;
+        meter.slots_below.set(0);
+        meter.slots_held.set(0);
+        meter.bytes_fetched.set(0);
+        meter.bytes_delivered.set(0);
     }
 
     /// A slot that is not used any further; whether it was overwritten meanwhile is of no interest now.
@@ -451,16 +462,15 @@ impl Delivery {
         let resumes = self.at.loaded
             && self.at.origin.as_ref().zip(replid).is_some_and(|(origin, replid)| origin.replid == replid.to_string());
         let offset = u64::try_from(offset).unwrap_or(0);
-        if resumes && offset > 0 && offset <= self.at.next_byte {
+        if resumes && offset > 0 {
             self.resume_stream(offset);
             return;
         }
         if self.at.loaded {
             // It held the whole snapshot and lost it: it needs all of it again.
             self.at.loaded = false;
-            self.at.next_slot = 0;
             self.at.origin = None;
-            self.feed = None;
+            self.begin_again();
             self.tell(News::FeedWanted);
         } else if self.feed.is_none() && self.at.origin.is_some() {
             self.tell(News::FeedWanted);
@@ -475,7 +485,8 @@ impl Delivery {
         served.kept_alive = Instant::now();
     }
 
-    /// The server goes on at `offset`, which may lie before what we gave it: bytes on their way are lost with a link.
+    /// The server goes on at `offset`. It may lie before what we gave it, since bytes on their way are lost with a link, or
+    /// behind it, after some time with the primary itself.
     fn resume_stream(&mut self, offset: u64) {
         let Some(served) = &mut self.served else { return };
         let Some(replid) = self.at.origin.as_ref().and_then(|origin| origin.replid.parse().ok()) else { return };
@@ -526,13 +537,18 @@ impl Delivery {
 
     fn lose_feed(&mut self, error: FeedError) {
         self.feed = None;
-        if let Some(Served { stage: Stage::Payload(body), .. }) = &mut self.served {
-            // A slot in place may still be read (its mapping is ours), but not be checked after use: take it again.
-            if let Some(Piece::Fresh(_)) = body.piece {
-                body.piece = None;
-            }
-        }
+        self.lay_down_the_slot();
         self.tell(News::FeedLost { error });
+    }
+
+    /// The feed that the slot under way came from is over: it may still be read, but not be checked after use. The next feed
+    /// brings it again, and the link goes on in the middle of it.
+    fn lay_down_the_slot(&mut self) {
+        if let Some(Served { stage: Stage::Payload(body), .. }) = &mut self.served
+            && matches!(body.piece, Some(Piece::Fresh(_)))
+        {
+            body.piece = None;
+        }
     }
 
     fn fetch_snapshot(&mut self) -> Result<bool, Trouble> {
@@ -665,6 +681,7 @@ impl Delivery {
         }
         let snapshot = self.feed.as_mut()?.snapshot.as_mut()?;
         let slot = snapshot.reader.next_slot()?;
+        assert_eq!(slot.number, number, "the reader gives slots in order, from the first that was asked for");
         let meter = &self.setup.meter;
         meter.slots_held.set(slot.number + 1);
         meter.bytes_fetched.add(u64::from(slot.length));

@@ -59,6 +59,8 @@ pub(super) struct Sync {
     /// When to try the source again, and since when it has been away.
     retry: Option<Instant>,
     away_since: Option<Instant>,
+    /// Since when the source has had nothing to offer, and why.
+    waiting: Option<(Instant, String)>,
     backoff: Backoff,
     /// Payloads that the server broke off.
     broken_loads: u32,
@@ -98,6 +100,10 @@ const QUICK_TICK: Duration = Duration::from_millis(5);
 
 /// Payloads that the server may break off before we believe that it always will.
 const BROKEN_LOADS_LIMIT: u32 = 3;
+
+/// How long the source may have nothing to offer, should `--retry-for` be shorter: a primary may be busy with another snapshot
+/// of its own first.
+const WAIT_LIMIT: Duration = Duration::from_secs(60);
 
 /// How often the source is asked whether the primary's backlog suffices.
 const QUESTION_EVERY: Duration = Duration::from_millis(250);
@@ -173,6 +179,7 @@ impl Sync {
             transport: None,
             retry: None,
             away_since: None,
+            waiting: None,
             backoff: Backoff::default(),
             broken_loads: 0,
             interruptions: 0,
@@ -222,7 +229,9 @@ impl Sync {
             _ = self.signals.0.recv() => Happening::Signal("SIGINT"),
             _ = self.signals.1.recv() => Happening::Signal("SIGTERM"),
             said = said => Happening::Said(Box::new(said)),
-            Some(news) = self.news.recv() => Happening::News(news),
+            news = self.news.recv() => Happening::News(news.unwrap_or_else(|| News::Fatal {
+                text: "the delivery ended unexpectedly; this is a bug of remora".into(),
+            })),
             () = async { match retry {
                 Some(at) => tokio::time::sleep_until(at).await,
                 None => std::future::pending().await,
@@ -268,6 +277,7 @@ impl Sync {
         match message {
             Message::Waiting { reason, .. } => {
                 tracing::info!("waiting: {reason}");
+                self.waiting = Some((self.waiting.take().map_or_else(Instant::now, |(since, _)| since), reason));
                 GO_ON
             }
             Message::Offer(offer) => self.offered(offer).await,
@@ -325,6 +335,7 @@ impl Sync {
             );
         }
         self.transport = Some(kind);
+        self.waiting = None;
         self.moments.offered.get_or_insert_with(Instant::now);
         self.offer = Some(offer);
         self.away_since = None;
@@ -410,10 +421,12 @@ impl Sync {
             News::Asked => GO_ON,
             News::Fetched => {
                 self.moments.fetched = Some(Instant::now());
+                // From here on nothing more of the snapshot is wanted from the source.
+                self.phase = self.phase.max(Phase::Load);
                 GO_ON
             }
             News::PayloadSent => {
-                self.phase = Phase::Load;
+                self.phase = self.phase.max(Phase::Load);
                 GO_ON
             }
             News::Loaded => self.loaded().await,
@@ -438,6 +451,7 @@ impl Sync {
         self.broken_loads += 1;
         self.interruptions += 1;
         self.phase = Phase::Transfer;
+        self.moments.fetched = None;
         if self.broken_loads >= BROKEN_LOADS_LIMIT {
             let text = format!(
                 "the server {} broke off loading the snapshot {} times ({text}); its log says why",
@@ -496,6 +510,16 @@ impl Sync {
             self.progress_due = Instant::now() + PROGRESS_EVERY;
             self.tell_progress().await;
         }
+        if let Some((since, reason)) = &self.waiting
+            && since.elapsed() > self.args.retry_for.max(WAIT_LIMIT)
+        {
+            let text = format!(
+                "the source {} has had no snapshot to offer for {} s: {reason}",
+                self.args.source,
+                since.elapsed().as_secs()
+            );
+            return Err(Failure::new(Code::Source, text));
+        }
         match self.phase {
             Phase::CatchUp => self.catch_up().await,
             _ => GO_ON,
@@ -504,6 +528,12 @@ impl Sync {
 
     async fn tell_progress(&mut self) {
         let Some(offer) = &self.offer else { return };
+        let progress = self.delivery.progress();
+        let counts_this = progress.origin.is_some_and(|origin| origin.generation == offer.generation);
+        if !counts_this && !progress.loaded {
+            // The meter still counts slots of an earlier snapshot: said of this one, they would be retired unread.
+            return;
+        }
         let message = Message::Progress(ProgressMessage {
             generation: offer.generation,
             phase: self.phase,
@@ -525,7 +555,7 @@ impl Sync {
         if self.asked_at.is_some() || Instant::now() < self.question_due {
             return GO_ON;
         }
-        let facts = match Facts::read(&mut self.client).await {
+        let facts = match self.replication_facts().await {
             Ok(facts) => facts,
             Err(error) => return self.server_away(error).await,
         };
@@ -551,6 +581,11 @@ impl Sync {
             let _ = source.send(question).await;
         }
         GO_ON
+    }
+
+    /// What the server says of its replication; asked often, so no more than that.
+    async fn replication_facts(&mut self) -> Result<Facts, ServerError> {
+        Ok(Facts::from_info(&self.client.info("replication").await?))
     }
 
     /// Bytes of the stream that a server may lag behind at the hand-off: a tenth of the primary's backlog.
@@ -584,7 +619,7 @@ impl Sync {
         let mut told_full = false;
         while now.elapsed() < HAND_OFF_LIMIT || told_full {
             tokio::time::sleep(QUICK_TICK).await;
-            let facts = match Facts::read(&mut self.client).await {
+            let facts = match self.replication_facts().await {
                 Ok(facts) => facts,
                 Err(error) if error.is_passing() && now.elapsed() < HAND_OFF_LIMIT => continue,
                 Err(error) => return Err(error.into()),
@@ -766,6 +801,10 @@ impl Sync {
         let keys = Facts::read(&mut self.client).await?.keys();
         let settings = self.put_settings_back().await;
         let left = match self.args.on_failure {
+            // Nothing was given to it: what it holds, it held before.
+            _ if self.meter.bytes_delivered.get() == 0 && self.broken_loads == 0 => {
+                "the server was detached and holds what it held before".to_string()
+            }
             OnFailure::Empty => {
                 self.client.command(&["FLUSHALL"]).await?;
                 "the server was detached and emptied".to_string()

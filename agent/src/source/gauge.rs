@@ -52,6 +52,11 @@ impl Gauge {
         self.retired_slots.store(writer.retired(), Relaxed);
     }
 
+    #[cfg(test)]
+    pub(super) fn publish_for_tests(&self, slots: u64) {
+        self.published_slots.store(slots, Relaxed);
+    }
+
     pub(super) fn snapshot_ended(&self, state: State) {
         let took = self.began().map_or(0, |began| began.elapsed().as_millis() as u64);
         self.took_millis.store(took, Relaxed);

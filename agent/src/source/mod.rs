@@ -241,6 +241,8 @@ impl Source {
                 });
                 Event::Joined { session, name, address, resume }
             }
+            // Said of a snapshot that was taken from it meanwhile: its slots are not those of the present one.
+            Message::Progress(progress) if !self.owner.has_given(session, progress.generation) => return,
             Message::Progress(progress) => {
                 let at = Report {
                     phase: progress.phase,

@@ -281,6 +281,11 @@ impl Owner {
         replica.heard = now;
     }
 
+    /// Whether that is the generation which this replica was offered last.
+    pub(crate) fn has_given(&self, session: Session, generation: u64) -> bool {
+        self.replicas.get(&session).is_some_and(|replica| replica.generation == Some(generation))
+    }
+
     fn captured(&mut self, now: Instant, event: CaptureEvent, actions: &mut Vec<Action>) {
         match event {
             CaptureEvent::Started { generation, replid, offset } => {
@@ -549,3 +554,6 @@ impl Owner {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,291 @@
+//! The source's decisions, tried without any I/O: events and times in, actions out.
+#![allow(clippy::unwrap_used)]
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use remora_messenger::control::{Phase, RefusalCode};
+use remora_redis::ReplId;
+
+use super::*;
+use crate::source::capture::{CaptureEvent, Fault};
+
+const RULES: Rules =
+    Rules { max_age: Duration::from_secs(3600), max_replicas: 3, stall_limit: Duration::from_secs(60) };
+
+const FIRST: u64 = 100;
+
+struct Bench {
+    owner: Owner,
+    gauge: Arc<Gauge>,
+    now: Instant,
+}
+
+impl Bench {
+    fn new() -> Bench {
+        Bench::with(RULES, false)
+    }
+
+    fn with(rules: Rules, eager: bool) -> Bench {
+        let (gauge, now) = (Arc::new(Gauge::default()), Instant::now());
+        Bench { owner: Owner::new(now, rules, gauge.clone(), FIRST, eager), gauge, now }
+    }
+
+    fn event(&mut self, event: Event) -> Vec<Action> {
+        self.owner.apply(self.now, event)
+    }
+
+    fn join(&mut self, session: Session) -> Vec<Action> {
+        self.join_with(session, None)
+    }
+
+    fn join_with(&mut self, session: Session, resume: Option<Resume>) -> Vec<Action> {
+        self.event(Event::Joined { session, name: format!("r{session}"), address: String::new(), resume })
+    }
+
+    fn after(&mut self, time: Duration) -> Vec<Action> {
+        self.now += time;
+        self.event(Event::Tick)
+    }
+
+    fn progress(&mut self, session: Session, phase: Phase, slots_below: u64) -> Vec<Action> {
+        let at = Report { phase, slots_below, slots_held: slots_below, ..Report::NOTHING };
+        self.event(Event::Progress { session, at })
+    }
+
+    /// The capture thread began: the table's gauge says so too.
+    fn started(&mut self, generation: u64, replid: ReplId, offset: u64) -> Vec<Action> {
+        self.gauge.snapshot_began(replid, offset, self.owner.stream.is_none());
+        self.event(Event::Capture(CaptureEvent::Started { generation, replid, offset }))
+    }
+
+    fn completed(&mut self, generation: u64) -> Vec<Action> {
+        self.event(Event::Capture(CaptureEvent::Completed { generation, bytes: 1 }))
+    }
+
+    fn failed(&mut self, generation: u64, fault: Fault) -> Vec<Action> {
+        self.event(Event::Capture(CaptureEvent::Failed { generation, fault }))
+    }
+
+    /// A source with a whole snapshot at offset 10, given to session 1, which is done with it.
+    fn with_snapshot() -> Bench {
+        let mut bench = Bench::new();
+        bench.join(1);
+        bench.started(FIRST, replid(1), 10);
+        bench.completed(FIRST);
+        bench.event(Event::Gone { session: 1, done: true });
+        bench
+    }
+}
+
+fn replid(byte: u8) -> ReplId {
+    String::from_utf8(vec![b'0' + byte; 40]).unwrap().parse().unwrap()
+}
+
+fn link_fault() -> Fault {
+    Fault::Link { during: "snapshot", cause: "gone".into() }
+}
+
+fn offers(actions: &[Action]) -> Vec<Session> {
+    let offer = |action: &Action| match action {
+        Action::Offer { session } => Some(*session),
+        _ => None,
+    };
+    actions.iter().filter_map(offer).collect()
+}
+
+fn begins(actions: &[Action]) -> Option<(u64, bool)> {
+    actions.iter().find_map(|action| match action {
+        Action::Capture { generation, with_stream } => Some((*generation, *with_stream)),
+        _ => None,
+    })
+}
+
+#[test]
+fn the_first_replica_has_one_snapshot_taken_and_the_others_share_it() {
+    let mut bench = Bench::new();
+    assert_eq!(begins(&bench.after(Duration::from_secs(1))), None);
+    assert_eq!(begins(&bench.join(1)), Some((FIRST, true)));
+    assert_eq!(begins(&bench.join(2)), None);
+    assert_eq!(offers(&bench.started(FIRST, replid(1), 10)), [1, 2]);
+    assert_eq!(offers(&bench.join(3)), [3]);
+    bench.completed(FIRST);
+    assert_eq!(bench.owner.snapshots_taken, 1);
+}
+
+#[test]
+fn an_eager_source_does_not_wait_for_the_first_replica() {
+    let mut bench = Bench::with(RULES, true);
+    assert_eq!(begins(&bench.after(Duration::ZERO)), Some((FIRST, true)));
+    assert_eq!(begins(&bench.after(Duration::ZERO)), None);
+}
+
+#[test]
+fn a_late_joiner_gets_the_old_snapshot_as_long_as_the_journal_reaches_back() {
+    let mut bench = Bench::with_snapshot();
+    bench.after(Duration::from_secs(600));
+    bench.gauge.journal_at(11, 5000);
+    let actions = bench.join(2);
+    assert_eq!((offers(&actions), begins(&actions)), (vec![2], None));
+
+    bench.event(Event::Gone { session: 2, done: true });
+    bench.gauge.journal_at(12, 9000);
+    let actions = bench.join(3);
+    assert_eq!(offers(&actions), Vec::<Session>::new());
+    assert!(begins(&actions).is_some());
+}
+
+#[test]
+fn a_snapshot_that_is_too_old_makes_way_for_another_in_the_same_stream() {
+    let mut bench = Bench::with_snapshot();
+    // Somebody stays, so the stream lives; the snapshot grows old.
+    bench.join(2);
+    bench.progress(2, Phase::Stay, u64::MAX);
+    bench.after(RULES.max_age + Duration::from_secs(1));
+    let actions = bench.join(3);
+    assert_eq!(begins(&actions), Some((FIRST + 1, false)));
+    assert!(actions.contains(&Action::RevokeSnapshot { generation: FIRST }));
+    bench.gauge.journal_at(11, 70);
+    assert_eq!(offers(&bench.started(FIRST + 1, replid(1), 60)), [3]);
+    assert_eq!(bench.owner.replicas[&2].generation, Some(FIRST));
+}
+
+#[test]
+fn a_snapshot_of_another_history_ends_all_that_was_given_of_the_old_one() {
+    let mut bench = Bench::with_snapshot();
+    bench.join(2);
+    bench.progress(2, Phase::Stay, u64::MAX);
+    bench.after(RULES.max_age + Duration::from_secs(1));
+    bench.join(3);
+    let actions = bench.started(FIRST + 1, replid(2), 5);
+    assert!(actions.contains(&Action::EndStream { generation: FIRST }), "{actions:?}");
+    let gone = |action: &&Action| matches!(action, Action::GenerationGone { session: 2, generation: FIRST, .. });
+    assert_eq!(actions.iter().filter(gone).count(), 1, "{actions:?}");
+    // What was begun was not the stream's beginning: it is stopped, and a new one begins with a stream of its own.
+    assert!(actions.contains(&Action::StopCapture { generation: FIRST + 1 }), "{actions:?}");
+    assert_eq!(begins(&actions), Some((FIRST + 2, true)), "{actions:?}");
+}
+
+#[test]
+fn slots_are_given_up_only_when_the_ring_is_full_and_every_reader_has_passed_them() {
+    let mut bench = Bench::new();
+    bench.join(1);
+    bench.join(2);
+    bench.started(FIRST, replid(1), 10);
+    bench.progress(1, Phase::Transfer, 7);
+    bench.progress(2, Phase::Transfer, 3);
+    assert_eq!(bench.gauge.retire_below(), 0, "the ring has room: the next replica may want them all");
+    bench.gauge.writer_waits();
+    bench.after(Duration::ZERO);
+    assert_eq!(bench.gauge.retire_below(), 3);
+    bench.progress(2, Phase::Transfer, 5);
+    assert_eq!(bench.gauge.retire_below(), 5);
+    // A replica can't take back what it has passed.
+    bench.progress(2, Phase::Transfer, 1);
+    assert_eq!(bench.owner.replicas[&2].at.slots_below, 5);
+    // From now on nobody can begin at the first slot.
+    let actions = bench.join(3);
+    assert_eq!(offers(&actions), Vec::<Session>::new());
+    assert!(matches!(&actions[..], [Action::Wait { session: 3, .. }]), "{actions:?}");
+}
+
+#[test]
+fn a_replica_that_holds_up_a_full_ring_is_dropped_alone_and_after_its_time() {
+    let mut bench = Bench::new();
+    bench.join(1);
+    bench.join(2);
+    bench.started(FIRST, replid(1), 10);
+    bench.gauge.writer_waits();
+    bench.gauge.publish_for_tests(8);
+    bench.progress(1, Phase::Transfer, 8);
+    bench.now += RULES.stall_limit;
+    bench.progress(1, Phase::Transfer, 9);
+    let actions = bench.after(Duration::from_secs(1));
+    assert!(matches!(&actions[..], [Action::Drop { session: 2, code: RefusalCode::Stalled, .. }]), "{actions:?}");
+    assert_eq!(bench.gauge.retire_below(), 9);
+}
+
+#[test]
+fn a_capture_that_breaks_is_tried_again_after_a_pause_and_its_readers_are_told() {
+    let mut bench = Bench::new();
+    bench.join(1);
+    bench.started(FIRST, replid(1), 10);
+    let actions = bench.failed(FIRST, link_fault());
+    assert!(actions.contains(&Action::RevokeSnapshot { generation: FIRST }));
+    assert!(actions.iter().any(|action| matches!(action, Action::GenerationGone { session: 1, .. })), "{actions:?}");
+    assert_eq!(begins(&actions), None);
+    assert_eq!(begins(&bench.after(Duration::from_secs(10))), Some((FIRST + 1, true)));
+    assert_eq!(offers(&bench.started(FIRST + 1, replid(1), 30)), [1]);
+}
+
+#[test]
+fn a_server_that_refuses_is_not_asked_again_and_those_who_wait_hear_why() {
+    let mut bench = Bench::new();
+    bench.join(1);
+    let actions = bench.failed(FIRST, Fault::HistoryGone);
+    let refused = Action::Drop { session: 1, code: RefusalCode::PrimaryRefuses, text: Fault::HistoryGone.to_string() };
+    assert!(actions.contains(&refused), "{actions:?}");
+    assert_eq!(begins(&bench.after(Duration::from_secs(60))), None);
+}
+
+#[test]
+fn a_replica_that_comes_back_goes_on_with_the_generation_it_knows() {
+    let mut bench = Bench::new();
+    bench.join(1);
+    bench.started(FIRST, replid(1), 10);
+    bench.gauge.writer_waits();
+    bench.progress(1, Phase::Transfer, 6);
+    bench.event(Event::Gone { session: 1, done: false });
+    let held = |held_slots| Some(Resume { generation: FIRST, held_slots, loaded: None });
+    assert_eq!(offers(&bench.join_with(2, held(6))), [2]);
+    assert_eq!(bench.owner.replicas[&2].at.slots_below, 6);
+    assert_eq!(offers(&bench.join_with(3, held(5))), Vec::<Session>::new(), "slot 5 is given up");
+}
+
+#[test]
+fn a_loaded_replica_needs_the_stream_only_and_is_sent_away_where_it_is_gone() {
+    let mut bench = Bench::with_snapshot();
+    bench.gauge.journal_at(40, 90);
+    let loaded = |byte, next_byte| {
+        let history = *replid(byte).as_bytes();
+        Some(Resume { generation: FIRST, held_slots: 0, loaded: Some((history, next_byte)) })
+    };
+    assert_eq!(offers(&bench.join_with(2, loaded(1, 91))), [2]);
+    assert_eq!(bench.owner.replicas[&2].at.phase, Phase::CatchUp);
+    for (session, resume) in [(3, loaded(1, 39)), (4, loaded(2, 80)), (5, loaded(1, 92))] {
+        let actions = bench.join_with(session, resume);
+        assert!(
+            matches!(&actions[..], [Action::Drop { code: RefusalCode::HistoryGone, .. }]),
+            "{session}: {actions:?}"
+        );
+    }
+}
+
+#[test]
+fn one_replica_too_many_is_refused_and_touches_nothing() {
+    let mut bench = Bench::new();
+    for session in 1..=3 {
+        bench.join(session);
+    }
+    let actions = bench.join(4);
+    assert!(matches!(&actions[..], [Action::Drop { session: 4, code: RefusalCode::Busy, .. }]), "{actions:?}");
+}
+
+#[test]
+fn a_source_that_nobody_wants_leaves_the_server_alone_after_a_while() {
+    let mut bench = Bench::with_snapshot();
+    assert_eq!(bench.after(RULES.max_age - Duration::from_secs(1)), []);
+    let actions = bench.after(Duration::from_secs(2));
+    assert_eq!(actions, [Action::RevokeSnapshot { generation: FIRST }, Action::EndStream { generation: FIRST }]);
+    assert_eq!(begins(&bench.join(9)), Some((FIRST + 1, true)));
+}
+
+#[test]
+fn a_stream_that_is_lost_ends_the_snapshot_with_it() {
+    let mut bench = Bench::with_snapshot();
+    bench.join(2);
+    let actions = bench.event(Event::Capture(CaptureEvent::StreamLost { text: "gone".into() }));
+    assert!(actions.contains(&Action::EndStream { generation: FIRST }));
+    assert!(actions.iter().any(|action| matches!(action, Action::GenerationGone { session: 2, .. })));
+    assert_eq!(begins(&actions), Some((FIRST + 1, true)), "{actions:?}");
+}
