@@ -16,7 +16,7 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use remora_messenger::control::{Message, Offer, Outcome, Phase, Progress as ProgressMessage};
+use remora_messenger::control::{Message, Offer, Outcome, Phase, Progress as ProgressMessage, RefusalCode};
 use remora_messenger::{Fault, Token};
 use rustls::ServerConfig;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -64,6 +64,8 @@ pub(super) struct Sync {
     backoff: Backoff,
     /// Payloads that the server broke off.
     broken_loads: u32,
+    /// The source has put us out because nothing was taken: before it is asked again, the server must answer.
+    stalled: bool,
     interruptions: u32,
     progress_due: Instant,
     question_due: Instant,
@@ -107,6 +109,13 @@ const WAIT_LIMIT: Duration = Duration::from_secs(60);
 
 /// How often the source is asked whether the primary's backlog suffices.
 const QUESTION_EVERY: Duration = Duration::from_millis(250);
+
+/// How long a server that is fed may be without its source. Short: it hears nothing of the primary meanwhile, and a source that
+/// was started again does not know the old stream.
+const STAY_WITHOUT_SOURCE: Duration = Duration::from_secs(2);
+
+/// How long a server may take to answer after it was put out for taking nothing.
+const SIGN_OF_LIFE: Duration = Duration::from_secs(3);
 
 /// How long a hand-off may take until the server is in step with the primary by itself.
 const HAND_OFF_LIMIT: Duration = Duration::from_secs(20);
@@ -182,6 +191,7 @@ impl Sync {
             waiting: None,
             backoff: Backoff::default(),
             broken_loads: 0,
+            stalled: false,
             interruptions: 0,
             progress_due: now,
             question_due: now,
@@ -244,7 +254,7 @@ impl Sync {
         match happening {
             Happening::Said(said) => match *said {
                 Ok(message) => self.said(message).await,
-                Err(error) => self.source_lost(error),
+                Err(error) => self.source_lost(error).await,
             },
             Happening::News(news) => self.delivery_says(news).await,
             Happening::Retry => self.try_source_again().await,
@@ -349,26 +359,27 @@ impl Sync {
         GO_ON
     }
 
-    fn source_lost(&mut self, error: remora_messenger::Error) -> Flow {
+    async fn source_lost(&mut self, error: remora_messenger::Error) -> Flow {
         self.source = None;
+        self.stalled |= matches!(error.fault, Fault::Refused { code: RefusalCode::Stalled, .. });
         let passes = match &error.fault {
             Fault::Refused { code, .. } => code.may_pass(),
             fault => fault.may_pass(),
         };
         let failure = super::source::failure(error);
-        self.come_again(passes, failure)
+        self.come_again(passes, failure).await
     }
 
     /// Sets the next attempt, or fails where another would not help or the time for them is over.
-    fn come_again(&mut self, passes: bool, failure: Failure) -> Flow {
+    async fn come_again(&mut self, passes: bool, failure: Failure) -> Flow {
         let since = *self.away_since.get_or_insert_with(Instant::now);
+        let enough = !passes || (self.args.stay && since.elapsed() > STAY_WITHOUT_SOURCE);
+        if enough && self.delivery.progress().loaded {
+            // The server has all that the snapshot held: the primary itself can make good the rest.
+            tracing::warn!("{failure}; going to the primary without the source");
+            return self.hand_off("the source can't feed it any more").await;
+        }
         if !passes {
-            // The server has all that the snapshot held: it can go to the primary itself.
-            if self.delivery.progress().loaded {
-                tracing::warn!("{failure}; going to the primary without the source");
-                self.retry = Some(Instant::now());
-                return GO_ON;
-            }
             return Err(failure);
         }
         if since.elapsed() > self.args.retry_for {
@@ -387,6 +398,10 @@ impl Sync {
             // The stream may come from the primary itself, and that is where the server is going anyway.
             return self.hand_off("the source is away").await;
         }
+        if let Err(failure) = self.sign_of_life().await {
+            // Another snapshot for a server that takes nothing would cost the primary a fork for nothing.
+            return self.come_again(true, failure).await;
+        }
         if self.source.is_some() {
             self.join().await;
             return GO_ON;
@@ -400,9 +415,29 @@ impl Sync {
             }
             Err(error) => {
                 let passes = error.fault.may_pass();
-                self.come_again(passes, super::source::failure(error))
+                self.come_again(passes, super::source::failure(error)).await
             }
         }
+    }
+
+    /// After a stall: whether the server answers at all.
+    async fn sign_of_life(&mut self) -> Result<(), Failure> {
+        if !self.stalled {
+            return Ok(());
+        }
+        let answer = async {
+            self.client = self.server.connect().await?;
+            self.replication_facts().await
+        };
+        match tokio::time::timeout(SIGN_OF_LIFE, answer).await {
+            Ok(answer) => answer.map_err(Failure::from)?,
+            Err(_) => {
+                let text = format!("the server {} does not answer for {} s", self.server.url(), SIGN_OF_LIFE.as_secs());
+                return Err(Failure::new(Code::Server, text));
+            }
+        };
+        self.stalled = false;
+        Ok(())
     }
 
     /// The tables can't be read at present: ask for them again, after a pause.
@@ -411,7 +446,7 @@ impl Sync {
             return GO_ON; // reconnecting to the source is under way and brings another feed
         }
         let failure = Failure::new(Code::Source, text);
-        self.come_again(true, failure)
+        self.come_again(true, failure).await
     }
 
     // ---- the delivery ----
@@ -436,6 +471,9 @@ impl Sync {
                 self.feed_lost(&error.to_string()).await
             }
             News::FeedWanted => {
+                if !self.delivery.progress().loaded {
+                    self.phase = Phase::Waiting;
+                }
                 self.join().await;
                 GO_ON
             }

@@ -397,29 +397,27 @@ impl Owner {
         self.gauge.allow_retiring(passed.unwrap_or(0));
     }
 
-    /// A windowed writer that waits longer than the limit for one replica goes on without it.
+    /// Neither the writer of a window nor those who wait for the next snapshot wait for one replica longer than the limit.
     fn drop_the_stalled(&mut self, now: Instant, actions: &mut Vec<Action>) {
         let (published, retired) = (self.gauge.published_slots(), self.gauge.retired_slots());
-        if self.gauge.waits() == 0 || self.snapshot.as_ref().is_none_or(Snapshot::is_sealed) {
-            return;
-        }
+        let Some(snapshot) = &self.snapshot else { return };
+        let writer_waits = self.gauge.waits() > 0 && !snapshot.is_sealed();
+        let others_wait = snapshot.is_sealed() && self.waiting().iter().any(|&session| !self.can_serve(now, session));
         let limit = self.rules.stall_limit;
-        let stalled: Vec<Session> = self
-            .replicas
-            .iter()
-            .filter(|(_, replica)| {
-                replica.is_reading()
-                    && replica.at.slots_below <= retired
-                    && replica.at.slots_below < published
-                    && now.duration_since(replica.moved) > limit
-            })
-            .map(|(&session, _)| session)
-            .collect();
+        let in_the_way = |replica: &Replica| {
+            let below = replica.at.slots_below;
+            below < published && (others_wait || (writer_waits && below <= retired))
+        };
+        let is_stalled = |replica: &Replica| {
+            replica.is_reading() && now.duration_since(replica.moved) > limit && in_the_way(replica)
+        };
+        let stalled = self.replicas.iter().filter(|(_, replica)| is_stalled(replica));
+        let stalled: Vec<Session> = stalled.map(|(&session, _)| session).collect();
         for session in stalled {
             self.replicas.remove(&session);
             let text = format!(
-                "it took no slot for {} s while the table was full and others waited; give the source more --memory, \
-                 or the replica a faster server",
+                "it took no slot for {} s while the table was full or others waited for another; give the source more \
+                 --memory, or the replica a faster server",
                 limit.as_secs()
             );
             actions.push(Action::Drop { session, code: RefusalCode::Stalled, text });
