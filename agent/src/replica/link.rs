@@ -35,6 +35,9 @@ impl Link {
         };
         socket.set_nonblocking(true)?;
         socket.set_nodelay(true)?;
+        if peer.ip().is_loopback() {
+            without_pacing(&socket);
+        }
         let tls = match tls {
             None => None,
             Some(config) => {
@@ -119,6 +122,18 @@ impl Link {
         self.socket.as_fd()
     }
 }
+
+/// There is no network between us and a server on this host, so nothing is gained by a congestion control that paces what
+/// is sent (bbr, the default of some systems): it costs timers and a part of the throughput.
+fn without_pacing(socket: &TcpStream) {
+    let taken = UNPACED.iter().any(|name| rustix::net::sockopt::set_tcp_congestion(socket, name).is_ok());
+    if !taken {
+        tracing::debug!("the link keeps the system's congestion control");
+    }
+}
+
+/// Congestion controls that do not pace; at least one of them is in every kernel and open to every user.
+const UNPACED: [&str; 2] = ["cubic", "reno"];
 
 fn is_not_yet(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
