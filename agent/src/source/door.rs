@@ -46,18 +46,23 @@ impl Drop for Door {
     }
 }
 
-/// Opens it.
-pub(super) async fn open(
-    listen: SocketAddr,
-    token: Token,
-    lanes: Arc<TcpExporter>,
-    incoming: mpsc::Sender<Incoming>,
-) -> Result<Door, Failure> {
+/// Takes the port. The address that it gives back has the true port where any free one was asked for.
+pub(super) async fn take(listen: SocketAddr) -> Result<(TcpListener, SocketAddr), Failure> {
     let closed = |error: std::io::Error| {
         Failure::local(format!("the source can't listen on {listen}: {error}; name another address with --listen"))
     };
     let listener = TcpListener::bind(listen).await.map_err(closed)?;
     let address = listener.local_addr().map_err(closed)?;
+    Ok((listener, address))
+}
+
+/// Opens it.
+pub(super) fn open(
+    (listener, address): (TcpListener, SocketAddr),
+    token: Token,
+    lanes: Arc<TcpExporter>,
+    incoming: mpsc::Sender<Incoming>,
+) -> Door {
     let token = Arc::new(token);
     let task = tokio::spawn(async move {
         let places = Arc::new(Semaphore::new(GREETINGS_LIMIT));
@@ -83,7 +88,7 @@ pub(super) async fn open(
             });
         }
     });
-    Ok(Door { address, task })
+    Door { address, task }
 }
 
 async fn greet(

@@ -62,8 +62,9 @@ pub async fn run(args: SourceArgs) -> Result<(), Failure> {
     let tables = Tables::create(&args, &facts).await?;
     let (incoming, inbox) = mpsc::channel(INCOMING_LIMIT);
     let (captured, captures) = mpsc::unbounded_channel();
-    let tcp = Arc::new(tcp_exporter(&args)?);
-    let door = door::open(args.listen, token, tcp.clone(), incoming.clone()).await?;
+    let port = door::take(args.listen).await?;
+    let tcp = Arc::new(tcp_exporter(&args, port.1)?);
+    let door = door::open(port, token, tcp.clone(), incoming.clone());
     let mut exporters: Vec<Arc<dyn Exporter>> = Vec::new();
     if !args.no_shm {
         match ShmExporter::bind(ShmOptions::default()) {
@@ -648,13 +649,14 @@ fn first_generation() -> u64 {
     (now.as_millis() as u64) << 8
 }
 
-fn tcp_exporter(args: &SourceArgs) -> Result<TcpExporter, Failure> {
+/// `address`: what the keys tell readers to connect to.
+fn tcp_exporter(args: &SourceArgs, address: std::net::SocketAddr) -> Result<TcpExporter, Failure> {
     let send = match args.tcp_send {
         SendChoice::Copy => SendMode::Copy,
         SendChoice::File => SendMode::File,
     };
     let options = TcpOptions { send, congestion: args.tcp_congestion.clone(), ..TcpOptions::default() };
-    TcpExporter::new(options, Some(args.listen)).map_err(|error| Failure::refused(error.to_string()))
+    TcpExporter::new(options, Some(address)).map_err(|error| Failure::refused(error.to_string()))
 }
 
 /// The two tables' memory: made once, used by one generation after the other.
