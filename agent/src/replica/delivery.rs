@@ -7,9 +7,9 @@
 //!
 //!   what the server's link is doing:
 //!
-//!     Talking ── PSYNC ──▶ Asked ── first slot is there ──▶ Payload ── last slot, mark ──▶ Streaming
-//!                            │                                                                ▲
-//!                            └── PSYNC <our replid> <offset that the journal holds> ──────────┘
+//!     Talking ── PSYNC ──▶ Asked ── first slot is there ──▶ Payload ── last slot, mark, ACK ──▶ Streaming
+//!                            │                                                                     ▲
+//!                            └── PSYNC <our replid> <offset that the journal holds> ───────────────┘
 //! ```
 //!
 //! One thread, one loop, nothing in it blocks: [`Delivery::run`] takes orders, reads what has come, writes what there is
@@ -19,6 +19,9 @@
 //! What must hold:
 //! - A server is never given bytes of two snapshots in one payload: another generation drops the link first.
 //! - The mark that completes a payload is sent only after every slot of it was checked *after* it was used.
+//! - The stream follows the mark only after the server's first ACK, as real primaries have it. A server that loads from the
+//!   link reads ahead and throws away what came with the mark; one that loads from a file looks for the mark at the end of
+//!   what it has read, and would wait for it for ever.
 //! - Nothing of ours is ever put into the stream: it would move the replication offset.
 
 use std::collections::VecDeque;
@@ -756,7 +759,7 @@ impl Delivery {
     }
 
     fn write_stream(&mut self) -> Result<Option<usize>, WriteTrouble> {
-        let Some(served) = &mut self.served else { return Ok(None) };
+        let Some(served) = self.served.as_mut().filter(|served| served.takes_the_stream()) else { return Ok(None) };
         let Some(chunk) = self.backlog.front_mut() else { return Ok(None) };
         let Some(wrote) = served.link.write(&chunk.bytes)? else { return Ok(None) };
         self.backlog_bytes -= wrote;
@@ -782,7 +785,7 @@ impl Delivery {
         let (mut wants_slots, mut link_full) = (false, false);
         if let Some(served) = &self.served {
             let has_piece = matches!(&served.stage, Stage::Payload(body) if body.piece.is_some());
-            let has_stream = matches!(served.stage, Stage::Streaming) && !self.backlog.is_empty();
+            let has_stream = served.takes_the_stream() && !self.backlog.is_empty();
             link_full = has_piece || has_stream || served.written < served.out.len() || served.link.wants_write();
             let write = if link_full { PollFlags::OUT } else { PollFlags::empty() };
             fds.push((served.link.as_fd(), PollFlags::IN | write));
@@ -818,6 +821,11 @@ impl Delivery {
 }
 
 impl Served {
+    /// It has loaded its payload, or needed none, and waits for the stream.
+    fn takes_the_stream(&self) -> bool {
+        matches!(self.stage, Stage::Streaming) && self.loaded_told
+    }
+
     /// Writes what waits. `false`: some still does.
     fn flush_out(&mut self) -> io::Result<bool> {
         while self.written < self.out.len() {
