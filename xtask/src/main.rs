@@ -1,1 +1,76 @@
-fn main() {}
+//! Developer commands: `cargo run --release -p xtask -- help`, or by way of the Makefile.
+//!
+//! ```text
+//!   demo            replicas by Remora and by the servers' own replication, side by side, in one table
+//!   bench           the programs of bench/, their runs kept in bench/runs
+//!   man, completions   what `remora generate` writes, without installing it first
+//! ```
+//!
+//! Nothing here is part of the product. What is measured, and how, stands in `remora_bench`; here it is told and shown.
+//!
+//! - [`demo`]: the demonstration. **Start here.** [`show`]: what is seen while it runs; [`table`]: what is left of it.
+//! - [`bench`]: builds and runs the benchmarks.
+//! - [`stop`]: Ctrl-C leaves nothing behind.
+#![forbid(unsafe_code)]
+
+mod bench;
+mod demo;
+mod show;
+mod stop;
+mod table;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use remora_agent::cli::{GenerateArgs, Generated};
+
+/// Developer commands of Remora.
+#[derive(Debug, Parser)]
+#[command(name = "xtask", max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Make replicas by Remora and by the servers' own replication, and print one table.
+    Demo(demo::Options),
+    /// Run the benchmarks and keep their runs.
+    Bench(bench::Options),
+    /// Write the man pages of `remora` into a folder.
+    Man {
+        /// The folder; made if it isn't there.
+        directory: PathBuf,
+    },
+    /// Print the shell completions of `remora`.
+    Completions {
+        /// bash, zsh, fish, elvish or powershell.
+        shell: String,
+    },
+}
+
+fn main() -> ExitCode {
+    let outcome = match Cli::parse().command {
+        Command::Demo(options) => stop::or_run(move || demo::run(&options)),
+        Command::Bench(options) => stop::or_run(move || bench::run(&options)),
+        Command::Man { directory } => generate(Generated::Man { directory }),
+        Command::Completions { shell } => completions(&shell),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("xtask: {error}");
+            ExitCode::from(error.downcast_ref::<stop::Stopped>().map_or(1, |stopped| stopped.code()))
+        }
+    }
+}
+
+fn completions(shell: &str) -> remora_bench::sync::Result<()> {
+    generate(Generated::Completions { shell: shell.parse()? })
+}
+
+fn generate(what: Generated) -> remora_bench::sync::Result<()> {
+    remora_agent::generate::run(&GenerateArgs { what }).map_err(|failure| failure.to_string().into())
+}

@@ -1,0 +1,189 @@
+//! Remora as a user starts it: the program itself, one process per agent.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use remora_lab::{Agent, Server, scratch};
+use rustix::process::Signal;
+
+use super::Result;
+use super::outcome::Summary;
+
+/// The command `remora`.
+#[derive(Clone, Debug)]
+pub struct Program(PathBuf);
+
+impl Program {
+    /// Builds it, unless it is up to date, and finds it beside this program. `REMORA` names another one, which is not built.
+    pub fn build() -> Result<Program> {
+        if let Some(named) = std::env::var_os("REMORA") {
+            return Ok(Program(named.into()));
+        }
+        let own = std::env::current_exe()?;
+        let folder = own.parent().ok_or("this program lies in no folder")?;
+        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+        let mut build = Command::new(cargo);
+        build.args(["build", "--quiet", "--locked", "-p", "remora-agent", "--bin", "remora"]);
+        build.current_dir(remora_lab::server::project_root());
+        if folder.ends_with("release") {
+            build.arg("--release");
+        }
+        if let Some(target) = folder.parent() {
+            build.arg("--target-dir").arg(target);
+        }
+        if !build.status()?.success() {
+            return Err("the command remora could not be built; cargo has said why".into());
+        }
+        Ok(Program(folder.join("remora")))
+    }
+
+    /// What it says of itself: name and version.
+    pub fn version(&self) -> Result<String> {
+        let output = Command::new(&self.0).arg("--version").output()?;
+        Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    }
+
+    /// `remora load`: so many keys of random bytes.
+    pub(crate) fn load(&self, server: &Server, keys: u64, value_bytes: u64) -> Result<()> {
+        let (keys, size) = (keys.to_string(), value_bytes.to_string());
+        let words = ["--quiet", "load", "--server", &server.url(), "--keys", &keys, "--value-size", &size];
+        Ok(Agent::start(&self.0, &words)?.wait_for_success(LONGEST_LOAD)?)
+    }
+
+    /// `remora replica` for that server. Its summary goes into `folder` under `name`.
+    pub(crate) fn replica(&self, server: &Server, source: &Source, transport: &str, name: &str) -> Result<Replica> {
+        let summary = source.folder.join(format!("{name}.json"));
+        let agent = self.start_replica(server, source, transport, name, &[os("--json"), summary.as_os_str()])?;
+        Ok(Replica { agent, summary })
+    }
+
+    fn start_replica(
+        &self,
+        server: &Server,
+        source: &Source,
+        transport: &str,
+        name: &str,
+        more: &[&std::ffi::OsStr],
+    ) -> Result<Agent> {
+        let mut command = Command::new(&self.0);
+        command.args(["--log-level", "warn", "replica", "--server", &server.url(), "--source", &source.address]);
+        command.args(["--transport", transport, "--name", name, "--token-file"]).arg(&source.token);
+        command.args(more);
+        Ok(Agent::run(command)?)
+    }
+}
+
+/// A running `remora source`. Dropping it stops it.
+#[derive(Debug)]
+pub struct Source {
+    agent: Agent,
+    address: String,
+    token: PathBuf,
+    folder: PathBuf,
+}
+
+impl Source {
+    /// Starts one beside that server and waits until it is ready. `data_bytes`: what its memory must hold, roughly.
+    pub fn start(program: &Program, server: &Server, folder: &Path, data_bytes: u64) -> Result<Source> {
+        let token = scratch::token_file(folder)?;
+        let memory = format!("{}MiB", ((data_bytes * 2) >> 20) + 2 * JOURNAL_MIB);
+        let journal = format!("{JOURNAL_MIB}MiB");
+        let mut command = Command::new(&program.0);
+        command.args(["source", "--server", &server.url(), "--listen", "127.0.0.1:0", "--token-file"]).arg(&token);
+        command.args(["--memory", &memory, "--journal-memory", &journal]);
+        let mut agent = Agent::run(command)?;
+        let line = agent.wait_for_line("listening=", START_TIME)?;
+        let words = line.split_whitespace().find_map(|word| word.strip_prefix("listening="));
+        let address = words.ok_or("the source did not say where it listens")?.to_owned();
+        Ok(Source { agent, address, token, folder: folder.to_owned() })
+    }
+
+    /// Processor seconds since its start.
+    pub fn cpu(&self) -> Result<f64> {
+        Ok(self.agent.cpu_seconds()?)
+    }
+}
+
+impl Drop for Source {
+    fn drop(&mut self) {
+        // Asked first, so that it leaves nothing behind; killed by its own drop where that does not help.
+        let _ = self.agent.signal(Signal::TERM);
+        let _ = self.agent.wait(STOP_TIME);
+    }
+}
+
+/// A `remora replica` that ends with its hand-off.
+#[derive(Debug)]
+pub(crate) struct Replica {
+    agent: Agent,
+    summary: PathBuf,
+}
+
+impl Replica {
+    /// Fails if it has ended badly.
+    pub(crate) fn finish(&mut self) -> Result<(Summary, f64)> {
+        self.agent.wait_for_success(END_TIME)?;
+        let summary = serde_json::from_slice(&fs::read(&self.summary)?)?;
+        Ok((summary, self.agent.cpu_seconds()?))
+    }
+
+    /// Whether it has ended, and not with success.
+    pub(crate) fn has_failed(&mut self) -> Result<Option<String>> {
+        let ended = self.agent.ended()?;
+        Ok(ended.filter(|status| !status.success()).map(|_| self.agent.output()))
+    }
+}
+
+/// A `remora replica --stay` at work. Dropping it stops it, by a hand-off.
+#[derive(Debug)]
+pub struct Stay {
+    agent: Agent,
+}
+
+impl Stay {
+    /// Starts one for that server.
+    pub fn start(program: &Program, server: &Server, source: &Source, transport: &str) -> Result<Stay> {
+        Ok(Stay { agent: program.start_replica(server, source, transport, "stay", &[os("--stay")])? })
+    }
+
+    /// Processor seconds since its start.
+    pub fn cpu(&self) -> Result<f64> {
+        Ok(self.agent.cpu_seconds()?)
+    }
+
+    /// Fails if it is no longer at work.
+    pub fn check(&mut self) -> Result<()> {
+        match self.agent.ended()? {
+            None => Ok(()),
+            Some(_) => Err(format!("remora replica --stay has ended:\n{}", self.agent.output()).into()),
+        }
+    }
+}
+
+impl Drop for Stay {
+    fn drop(&mut self) {
+        let _ = self.agent.signal(Signal::TERM);
+        let _ = self.agent.wait(STOP_TIME);
+    }
+}
+
+fn os(text: &str) -> &std::ffi::OsStr {
+    text.as_ref()
+}
+
+/// Memory for the stream: far more than a writer of the demo writes while anything lasts.
+const JOURNAL_MIB: u64 = 128;
+
+/// Filling a server: the slowest shape takes a tenth of it.
+const LONGEST_LOAD: Duration = Duration::from_secs(600);
+
+/// The source touches its memory before it is ready: a second per gigabyte or two, more on a busy machine.
+const START_TIME: Duration = Duration::from_secs(60);
+
+/// From the hand-off to the end of the process.
+const END_TIME: Duration = Duration::from_secs(60);
+
+/// How long an agent that is asked to end may take.
+const STOP_TIME: Duration = Duration::from_secs(20);

@@ -1,0 +1,256 @@
+//! The rival without any snapshot: `GET` each key from the primary, `SET` it at the replica, both pipelined.
+//!
+//! ```text
+//!   SCAN ──keys──▶ GET GET GET … ──▶ primary ──▶ $len bytes ──▶ *3 SET key $len bytes ──▶ replica ──▶ +OK, counted on a thread
+//! ```
+//!
+//! As good as such a copier gets: the answer to a GET is, byte for byte, the last argument of the SET, so values pass through without
+//! being decoded or collected. What it can't do, whoever writes it: other types, expiries, a point in time, what is written meanwhile.
+
+use std::collections::VecDeque;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::thread;
+
+use remora_lab::{Client, Server};
+use remora_redis::resp::{self, Frame};
+
+use super::Result;
+
+/// Copies database 0 from one server to others, to each on a thread of its own. The keys copied to each.
+pub(crate) fn copy(primary: &Server, replicas: &[Server]) -> Result<Vec<u64>> {
+    thread::scope(|scope| {
+        let threads: Vec<_> = replicas.iter().map(|replica| scope.spawn(|| copy_to(primary, replica))).collect();
+        threads.into_iter().map(|thread| thread.join().map_err(|_| "a copying thread panicked")?).collect()
+    })
+}
+
+fn copy_to(primary: &Server, replica: &Server) -> Result<u64> {
+    let set = connect(replica.address())?;
+    let answers = set.try_clone()?;
+    thread::scope(|scope| {
+        let counter = scope.spawn(move || count_answers(answers));
+        let pumped = Pump::new(primary, set).and_then(Pump::run);
+        let counted = counter.join().map_err(|_| "a counting thread panicked")?;
+        let (asked, set) = (pumped?, counted?);
+        if asked == set { Ok(set) } else { Err(format!("{asked} keys were sent, {set} were set").into()) }
+    })
+}
+
+struct Pump {
+    scan: Scan,
+    get: TcpStream,
+    set: Option<TcpStream>,
+    /// Keys whose values are on their way.
+    asked: VecDeque<Vec<u8>>,
+    /// GETs, and SETs, encoded and not sent yet.
+    questions: Vec<u8>,
+    output: Vec<u8>,
+    /// The line before a value, as far as it has come.
+    line: Vec<u8>,
+    /// Bytes of the present value that are still to come, its line end included.
+    left: usize,
+    keys: u64,
+    bytes: u64,
+}
+
+impl Pump {
+    fn new(primary: &Server, set: TcpStream) -> Result<Pump> {
+        Ok(Pump {
+            scan: Scan::new(primary)?,
+            get: connect(primary.address())?,
+            set: Some(set),
+            asked: VecDeque::new(),
+            questions: Vec::new(),
+            output: Vec::new(),
+            line: Vec::new(),
+            left: 0,
+            keys: 0,
+            bytes: 0,
+        })
+    }
+
+    fn run(mut self) -> Result<u64> {
+        let done = self.pump();
+        if done.is_err() {
+            // Else the thread that counts the answers would wait for more of them.
+            if let Some(set) = self.set.take() {
+                let _ = set.shutdown(std::net::Shutdown::Both);
+            }
+        }
+        done
+    }
+
+    fn pump(&mut self) -> Result<u64> {
+        let mut chunk = vec![0; CHUNK_BYTES];
+        loop {
+            self.ask()?;
+            if self.asked.is_empty() {
+                break;
+            }
+            let read = self.get.read(&mut chunk)?;
+            if read == 0 {
+                return Err("the primary closed the connection".into());
+            }
+            self.pass_on(chunk.get(..read).unwrap_or_default())?;
+        }
+        resp::command(&mut self.output, &["PING"]);
+        self.flush()?;
+        Ok(self.keys)
+    }
+
+    /// Keeps as many GETs under way as a few MiB of values need.
+    fn ask(&mut self) -> Result<()> {
+        let mean = self.bytes.checked_div(self.keys).unwrap_or(FIRST_GUESS_BYTES).max(1);
+        let window = usize::try_from(WINDOW_BYTES / mean)?.clamp(WINDOW_KEYS_LEAST, WINDOW_KEYS_MOST);
+        // Not one by one: a question costs the primary a system call.
+        if self.asked.len() > window / 2 {
+            return Ok(());
+        }
+        while self.asked.len() < window {
+            let Some(key) = self.scan.next()? else { break };
+            resp::command(&mut self.questions, &[b"GET".as_slice(), &key]);
+            self.asked.push_back(key);
+        }
+        self.get.write_all(&self.questions)?;
+        self.questions.clear();
+        Ok(())
+    }
+
+    fn pass_on(&mut self, mut bytes: &[u8]) -> Result<()> {
+        while !bytes.is_empty() {
+            if self.left == 0 {
+                bytes = self.read_line(bytes)?;
+                continue;
+            }
+            let (value, rest) = bytes.split_at(self.left.min(bytes.len()));
+            self.left -= value.len();
+            bytes = rest;
+            if value.len() < DIRECT_BYTES {
+                self.output.extend_from_slice(value);
+            } else {
+                self.flush()?;
+                self.send(value)?;
+            }
+        }
+        if self.output.len() >= CHUNK_BYTES || self.asked.is_empty() {
+            self.flush()?;
+        }
+        Ok(())
+    }
+
+    /// Takes the line before a value, or its part, off the front; begins the SET when it is whole.
+    fn read_line<'a>(&mut self, bytes: &'a [u8]) -> Result<&'a [u8]> {
+        let Some(end) = bytes.iter().position(|byte| *byte == b'\n') else {
+            self.line.extend_from_slice(bytes);
+            return Ok(&[]);
+        };
+        let (line, rest) = bytes.split_at(end + 1);
+        self.line.extend_from_slice(line);
+        let line = std::mem::take(&mut self.line);
+        let key = self.asked.pop_front().ok_or("more answers than questions")?;
+        let text = String::from_utf8_lossy(&line);
+        if text.starts_with("$-1") {
+            return Ok(rest); // it has expired since the SCAN
+        }
+        let length: usize = text
+            .strip_prefix('$')
+            .unwrap_or_default()
+            .trim_end()
+            .parse()
+            .map_err(|_| format!("GET {} was answered with {}", key.escape_ascii(), text.trim_end()))?;
+        write!(self.output, "*3\r\n$3\r\nSET\r\n${}\r\n", key.len())?;
+        self.output.extend_from_slice(&key);
+        self.output.extend_from_slice(b"\r\n");
+        self.output.extend_from_slice(&line);
+        self.left = length + b"\r\n".len();
+        self.keys += 1;
+        self.bytes += length as u64;
+        Ok(rest)
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        let output = std::mem::take(&mut self.output);
+        self.send(&output)?;
+        self.output = output;
+        self.output.clear();
+        Ok(())
+    }
+
+    fn send(&mut self, bytes: &[u8]) -> Result<()> {
+        Ok(self.set.as_mut().ok_or("the connection to the replica is closed")?.write_all(bytes)?)
+    }
+}
+
+/// The keys of a server, one after the other.
+struct Scan {
+    client: Client,
+    cursor: Option<Vec<u8>>,
+    keys: VecDeque<Vec<u8>>,
+}
+
+impl Scan {
+    fn new(primary: &Server) -> Result<Scan> {
+        Ok(Scan { client: primary.client()?, cursor: Some(b"0".to_vec()), keys: VecDeque::new() })
+    }
+
+    fn next(&mut self) -> Result<Option<Vec<u8>>> {
+        while self.keys.is_empty() {
+            let Some(cursor) = self.cursor.take() else { return Ok(None) };
+            let answer = self.client.list(&[b"SCAN".as_slice(), &cursor, b"COUNT", b"1000"])?;
+            let [Frame::Bulk(cursor), Frame::Array(keys)] = answer.as_slice() else {
+                return Err("SCAN was not answered with a cursor and keys".into());
+            };
+            self.cursor = (cursor != b"0").then(|| cursor.clone());
+            self.keys = keys
+                .iter()
+                .filter_map(|key| if let Frame::Bulk(key) = key { Some(key.clone()) } else { None })
+                .collect();
+        }
+        Ok(self.keys.pop_front())
+    }
+}
+
+/// Reads the replica's answers up to the one to the last PING. The keys it has set.
+fn count_answers(mut answers: TcpStream) -> Result<u64> {
+    let mut chunk = vec![0; CHUNK_BYTES];
+    let (mut line, mut count) = (Vec::new(), 0);
+    loop {
+        let read = answers.read(&mut chunk)?;
+        if read == 0 {
+            return Err("the replica closed the connection".into());
+        }
+        for byte in chunk.iter().take(read) {
+            line.push(*byte);
+            if *byte != b'\n' {
+                continue;
+            }
+            match line.as_slice() {
+                b"+OK\r\n" => count += 1,
+                b"+PONG\r\n" => return Ok(count),
+                other => return Err(format!("the replica answered SET with {}", other.escape_ascii()).into()),
+            }
+            line.clear();
+        }
+    }
+}
+
+fn connect(address: SocketAddr) -> Result<TcpStream> {
+    let stream = TcpStream::connect(address)?;
+    stream.set_nodelay(true)?;
+    Ok(stream)
+}
+
+/// One read, and one write of small values.
+const CHUNK_BYTES: usize = 256 << 10;
+
+/// Parts of a value from this length on are sent out of the buffer that they came in.
+const DIRECT_BYTES: usize = 16 << 10;
+
+/// Values under way: enough to keep both servers busy, little enough to stay in their buffers.
+const WINDOW_BYTES: u64 = 8 << 20;
+const WINDOW_KEYS_LEAST: usize = 2;
+const WINDOW_KEYS_MOST: usize = 4096;
+
+/// How long a value is, before one was seen.
+const FIRST_GUESS_BYTES: u64 = 256 << 10;

@@ -1,0 +1,38 @@
+//! What a server has spent so far, as it says itself: processor time to the microsecond, bytes.
+
+use remora_lab::{Client, Result};
+use serde::Serialize;
+
+/// Read before and after; the difference is the cost.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub(crate) struct Costs {
+    /// Processor seconds, its ended children included.
+    pub(crate) cpu: f64,
+    /// Bytes sent.
+    pub(crate) sent: u64,
+    /// Bytes received from a primary.
+    pub(crate) received: u64,
+}
+
+impl Costs {
+    pub(crate) fn read(client: &mut Client) -> Result<Costs> {
+        let text = client.bytes(&["INFO", "cpu", "stats"])?.unwrap_or_default();
+        let info = remora_redis::info::Info::parse(&text);
+        let seconds = |name| info.number::<f64>(name).unwrap_or_default();
+        Ok(Costs {
+            cpu: CPU_FIELDS.into_iter().map(seconds).sum(),
+            sent: info.number("total_net_output_bytes").unwrap_or_default(),
+            received: info.number("total_net_repl_input_bytes").unwrap_or_default(),
+        })
+    }
+
+    pub(crate) fn since(self, before: Costs) -> Costs {
+        Costs {
+            cpu: self.cpu - before.cpu,
+            sent: self.sent.saturating_sub(before.sent),
+            received: self.received.saturating_sub(before.received),
+        }
+    }
+}
+
+const CPU_FIELDS: [&str; 4] = ["used_cpu_user", "used_cpu_sys", "used_cpu_user_children", "used_cpu_sys_children"];

@@ -1,0 +1,140 @@
+//! The ways in which a replica can be made, and what each asks of the servers' settings.
+
+use clap::ValueEnum;
+use remora_lab::Kind;
+use serde::Serialize;
+
+/// One way to make replicas.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Method {
+    /// The servers' own replication, as they come.
+    OwnDefault,
+    /// ... without disk at both ends, without delay, without compression.
+    OwnBest,
+    /// ... and all replicas of one snapshot: the primary waits until so many have come. The same as the former for one replica.
+    OwnTogether,
+    /// ... and by two channels, where the server has that (Valkey).
+    OwnDual,
+    /// `GET` from the primary, `SET` at the replica, pipelined. Strings only, no point in time, nothing that follows.
+    Copier,
+    /// Remora beside a primary as it comes, by the first transport that works.
+    RemoraDefault,
+    /// Remora by shared memory, beside a primary with the settings of [`Method::OwnBest`].
+    RemoraShm,
+    /// ... by TCP.
+    RemoraTcp,
+    /// One that joins the snapshot which [`Method::RemoraShm`] has left at the source.
+    RemoraLate,
+}
+
+/// A line of configuration: name and value.
+pub type Setting = (&'static str, String);
+
+impl Method {
+    /// What it is called in tables.
+    pub fn name(self) -> &'static str {
+        match self {
+            Method::OwnDefault => "own, defaults",
+            Method::OwnBest => "own, best",
+            Method::OwnTogether => "own, best, together",
+            Method::OwnDual => "own, best, dual channel",
+            Method::Copier => "GET/SET copier",
+            Method::RemoraDefault => "Remora, defaults",
+            Method::RemoraShm => "Remora shm, best",
+            Method::RemoraTcp => "Remora tcp, best",
+            Method::RemoraLate => "Remora shm, late joiner",
+        }
+    }
+
+    /// Whether Remora does it.
+    pub fn is_ours(self) -> bool {
+        self.transport().is_some()
+    }
+
+    /// What `remora replica` is told to read by.
+    pub fn transport(self) -> Option<&'static str> {
+        match self {
+            Method::RemoraDefault => Some("auto"),
+            Method::RemoraShm | Method::RemoraLate => Some("shm"),
+            Method::RemoraTcp => Some("tcp"),
+            Method::OwnDefault | Method::OwnBest | Method::OwnTogether | Method::OwnDual | Method::Copier => None,
+        }
+    }
+
+    /// Whether it says anything new for so many replicas of that kind.
+    pub fn applies(self, kind: Kind, replicas: usize) -> bool {
+        match self {
+            Method::OwnDual => kind == Kind::Valkey9,
+            Method::OwnTogether => replicas > 1,
+            Method::RemoraLate => replicas == 1,
+            _ => true,
+        }
+    }
+
+    /// What the primary is set to.
+    pub fn primary_settings(self, kind: Kind, replicas: usize) -> Vec<Setting> {
+        if matches!(self, Method::OwnDefault | Method::RemoraDefault | Method::Copier) {
+            return Vec::new();
+        }
+        let mut settings = vec![
+            ("repl-diskless-sync", "yes".to_owned()),
+            ("repl-diskless-sync-delay", "0".to_owned()),
+            ("rdbcompression", "no".to_owned()),
+        ];
+        // The server begins as soon as that many wait, and looks once a second; the delay is only how long it would wait at most.
+        if matches!(self, Method::OwnTogether | Method::OwnDual) && replicas > 1 {
+            settings.push(("repl-diskless-sync-delay", TOGETHER_SECONDS.to_owned()));
+            settings.push(("repl-diskless-sync-max-replicas", replicas.to_string()));
+        }
+        settings.extend(self.dual(kind));
+        settings
+    }
+
+    /// What the replicas' servers are started with. Remora's stay as they come.
+    pub fn replica_settings(self, kind: Kind) -> Vec<Setting> {
+        let mut settings = Vec::new();
+        if matches!(self, Method::OwnBest | Method::OwnTogether | Method::OwnDual) {
+            settings.push(("repl-diskless-load", "on-empty-db".to_owned()));
+        }
+        settings.extend(self.dual(kind));
+        settings
+    }
+
+    /// Whether the replica's server loads while the bytes arrive, so that transfer and load are one.
+    pub(crate) fn loads_while_receiving(self) -> bool {
+        self != Method::OwnDefault
+    }
+
+    fn dual(self, kind: Kind) -> Option<Setting> {
+        (self == Method::OwnDual && kind == Kind::Valkey9)
+            .then(|| ("dual-channel-replication-enabled", "yes".to_owned()))
+    }
+}
+
+/// Longer than it takes to tell all replicas.
+const TOGETHER_SECONDS: &str = "5";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_rival_is_given_worse_settings_than_ours() {
+        let ours = Method::RemoraShm.primary_settings(Kind::Valkey9, 1);
+        for rival in [Method::OwnBest, Method::OwnDual] {
+            let theirs = rival.primary_settings(Kind::Valkey9, 1);
+            assert!(ours.iter().all(|setting| theirs.contains(setting)), "{rival:?}");
+        }
+        assert!(Method::RemoraDefault.primary_settings(Kind::Redis7, 3).is_empty());
+        assert!(Method::OwnDefault.replica_settings(Kind::Redis7).is_empty());
+    }
+
+    #[test]
+    fn two_channels_are_a_matter_of_valkey_alone() {
+        let dual = ("dual-channel-replication-enabled", "yes".to_owned());
+        assert!(Method::OwnDual.primary_settings(Kind::Valkey9, 3).contains(&dual));
+        assert!(Method::OwnDual.replica_settings(Kind::Valkey9).contains(&dual));
+        assert!(!Method::OwnDual.applies(Kind::Redis7, 3));
+    }
+}

@@ -1,0 +1,311 @@
+//! The scene: one primary with data, on which one trial after the other is played.
+
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use remora_lab::server::wait_until;
+use remora_lab::workload::{Options, Workload, fill_every_type};
+use remora_lab::{Client, Kind, Server, compare, scratch};
+use tempfile::TempDir;
+
+use super::agents::{self, Program, Source};
+use super::costs::Costs;
+use super::method::{Method, Setting};
+use super::outcome::{Outcome, Phases, Summary};
+use super::watch::{Show, Watch};
+use super::{Result, copier};
+use crate::cpu;
+
+/// What a primary holds: so many strings of random bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// How many.
+    pub keys: u64,
+    /// Bytes of each.
+    pub value_bytes: u64,
+    /// Whether a small set of every type, in 16 databases, lies beside them.
+    pub every_type: bool,
+}
+
+impl Shape {
+    /// Bytes of all values.
+    pub fn bytes(&self) -> u64 {
+        self.keys.saturating_mul(self.value_bytes)
+    }
+}
+
+/// What is to be tried.
+#[derive(Clone, Copy, Debug)]
+pub struct Trial {
+    /// By which method.
+    pub method: Method,
+    /// How many replicas.
+    pub replicas: usize,
+    /// Commands per second by which a writer changes the primary meanwhile: of every kind, in all databases, the same sequence for
+    /// every trial.
+    pub writes: Option<u64>,
+    /// Whether the replicas are compared with the primary afterwards.
+    pub compare: bool,
+}
+
+/// See the module's text.
+pub struct Scene {
+    program: Program,
+    shape: Shape,
+    primary: Server,
+    /// Values to put back after a trial.
+    changed: Vec<Setting>,
+    source: Option<Source>,
+    folder: TempDir,
+}
+
+impl Scene {
+    /// Starts a primary, as it comes, and fills it.
+    pub fn set(program: &Program, kind: Kind, shape: Shape) -> Result<Scene> {
+        let primary = Server::start(kind)?;
+        program.load(&primary, shape.keys, shape.value_bytes)?;
+        if shape.every_type {
+            fill_every_type(&mut primary.client()?, DATA_SEED)?;
+        }
+        let folder = scratch::folder("scene")?;
+        Ok(Scene { program: program.clone(), shape, primary, changed: Vec::new(), source: None, folder })
+    }
+
+    /// The primary.
+    pub fn primary(&self) -> &Server {
+        &self.primary
+    }
+
+    /// Plays a trial on fresh replica servers.
+    ///
+    /// # Errors
+    /// A server or an agent did not do its part. Replicas that differ are no error but an outcome.
+    pub fn play(&mut self, trial: &Trial, show: &Show<'_>) -> Result<Outcome> {
+        if trial.method == Method::RemoraLate && self.source.is_none() {
+            self.play(&Trial { method: Method::RemoraShm, compare: false, ..*trial }, show)?;
+        }
+        self.prepare(trial)?;
+        let replicas = self.empty_servers(trial)?;
+        if trial.method.is_ours() && self.source.is_none() {
+            let source = Source::start(&self.program, &self.primary, self.folder.path(), self.shape.bytes())?;
+            self.source = Some(source);
+        }
+        let writer = trial.writes.map(|rate| self.writer(rate)).transpose()?;
+        let mut meter = Meter::begin(&self.primary, &replicas, self.late_source_cpu(trial)?)?;
+        let took = match trial.method {
+            Method::Copier => self.by_copier(&replicas)?,
+            Method::OwnDefault | Method::OwnBest | Method::OwnTogether | Method::OwnDual => {
+                self.by_themselves(trial, &replicas, show)?
+            }
+            Method::RemoraDefault | Method::RemoraShm | Method::RemoraTcp | Method::RemoraLate => {
+                self.by_remora(trial, &replicas, show)?
+            }
+        };
+        let mut outcome = meter.end(trial, took, self.source.as_ref())?;
+        if let Some(writer) = writer {
+            writer.stop()?;
+        }
+        if trial.compare {
+            self.compare(trial, &replicas, &mut outcome)?;
+        }
+        Ok(outcome)
+    }
+
+    /// Back to a primary without replicas, then to the settings of the method.
+    fn prepare(&mut self, trial: &Trial) -> Result<()> {
+        if trial.method != Method::RemoraLate {
+            self.source = None;
+        }
+        for (name, value) in std::mem::take(&mut self.changed).into_iter().rev() {
+            self.primary.configure(name, &value)?;
+        }
+        for (name, value) in trial.method.primary_settings(self.primary.kind(), trial.replicas) {
+            self.changed.push((name, self.primary.configured(name)?));
+            self.primary.configure(name, &value)?;
+        }
+        // Of a late joiner the source itself is the one replica that stays.
+        let left = u32::from(trial.method == Method::RemoraLate);
+        let mut client = self.primary.client()?;
+        wait_until("the primary to be at rest", REST_TIME, || {
+            let connected = client.info("replication")?.number::<u32>("connected_slaves");
+            Ok(match (connected, has_child(&mut client)?) {
+                (Some(count), false) if count <= left => Ok(()),
+                state => Err(format!("replicas and child: {state:?}")),
+            })
+        })?;
+        Ok(())
+    }
+
+    fn empty_servers(&self, trial: &Trial) -> Result<Vec<Server>> {
+        let kind = self.primary.kind();
+        let server = || {
+            let settings = trial.method.replica_settings(kind).into_iter();
+            settings.fold(Server::builder(kind), |builder, (name, value)| builder.config(name, value)).start()
+        };
+        Ok((0..trial.replicas).map(|_| server()).collect::<remora_lab::Result<_>>()?)
+    }
+
+    fn writer(&self, rate: u64) -> Result<Workload> {
+        // Nothing that empties databases: all methods shall find the same amount of data.
+        let options = Options { flush: false, big_bytes: 0, ..Options::seeded(WRITER_SEED).rate(rate) };
+        Ok(Workload::start(self.primary.client()?, options)?)
+    }
+
+    /// What the source has spent before a late joiner comes: that was for the earlier ones.
+    fn late_source_cpu(&self, trial: &Trial) -> Result<f64> {
+        match &self.source {
+            Some(source) if trial.method == Method::RemoraLate => source.cpu(),
+            _ => Ok(0.0),
+        }
+    }
+
+    fn by_themselves(&self, trial: &Trial, replicas: &[Server], show: &Show<'_>) -> Result<Took> {
+        // Connections first, so that the replicas are told at once.
+        let clients: Vec<Client> = replicas.iter().map(Server::client).collect::<remora_lab::Result<_>>()?;
+        let address = self.primary.address();
+        let begun = Instant::now();
+        for mut client in clients {
+            client.ok(&["REPLICAOF", &address.ip().to_string(), &address.port().to_string()])?;
+        }
+        let phases = self.watch(trial, replicas, begun, show, &|| Ok(()))?;
+        Ok(Took { phases, agents_cpu: 0.0 })
+    }
+
+    fn by_remora(&self, trial: &Trial, replicas: &[Server], show: &Show<'_>) -> Result<Took> {
+        let source = self.source.as_ref().ok_or("no source runs")?;
+        let transport = trial.method.transport().unwrap_or_default();
+        let begun = Instant::now();
+        let start = |(number, server)| self.program.replica(server, source, transport, &format!("replica-{number}"));
+        let agents: Mutex<Vec<agents::Replica>> = Mutex::new((1..).zip(replicas).map(start).collect::<Result<_>>()?);
+        let check = || {
+            for agent in agents.lock().unwrap_or_else(PoisonError::into_inner).iter_mut() {
+                if let Some(output) = agent.has_failed()? {
+                    return Err(format!("remora replica failed:\n{output}").into());
+                }
+            }
+            Ok(())
+        };
+        let seen = self.watch(trial, replicas, begun, show, &check)?;
+        let mut took = Took { phases: Vec::new(), agents_cpu: 0.0 };
+        for (agent, seen) in agents.into_inner().unwrap_or_else(PoisonError::into_inner).iter_mut().zip(seen) {
+            let (summary, cpu): (Summary, f64) = agent.finish()?;
+            took.agents_cpu += cpu;
+            took.phases.push(Phases::of_agent(&summary, seen.sum()));
+        }
+        Ok(took)
+    }
+
+    fn watch(
+        &self,
+        trial: &Trial,
+        replicas: &[Server],
+        begun: Instant,
+        show: &Show<'_>,
+        check: &(dyn Fn() -> Result<()> + Sync),
+    ) -> Result<Vec<Phases>> {
+        let loads_while_receiving = trial.method.loads_while_receiving();
+        Watch { primary: &self.primary, replicas, begun, loads_while_receiving, show, check }.until_all_in_step()
+    }
+
+    fn by_copier(&self, replicas: &[Server]) -> Result<Took> {
+        let before = cpu::of_self()?;
+        let begun = Instant::now();
+        copier::copy(&self.primary, replicas)?;
+        let phases = vec![Phases { transfer: begun.elapsed().as_secs_f64(), ..Phases::default() }];
+        Ok(Took { phases, agents_cpu: (cpu::of_self()? - before).as_secs_f64() })
+    }
+
+    fn compare(&self, trial: &Trial, replicas: &[Server], outcome: &mut Outcome) -> Result<()> {
+        for replica in replicas {
+            let compared = match trial.method {
+                Method::Copier if self.primary.digest()? != replica.digest()? => Err("the digests differ".to_owned()),
+                Method::Copier => Ok(()),
+                _ => match compare::same_data(&self.primary, replica, COMPARE_TIME) {
+                    Ok(_) => Ok(()),
+                    Err(error @ (remora_lab::Error::Different(_) | remora_lab::Error::TooLate { .. })) => {
+                        Err(error.to_string())
+                    }
+                    Err(error) => return Err(error.into()),
+                },
+            };
+            outcome.differences.extend(compared.err());
+        }
+        outcome.equal = Some(outcome.differences.is_empty());
+        Ok(())
+    }
+}
+
+/// What a method says of itself.
+struct Took {
+    /// Of each replica.
+    phases: Vec<Phases>,
+    agents_cpu: f64,
+}
+
+/// The costs of all servers, before and after.
+struct Meter {
+    primary: (Client, Costs),
+    replicas: Vec<(Client, Costs)>,
+    source_cpu: f64,
+}
+
+impl Meter {
+    fn begin(primary: &Server, replicas: &[Server], source_cpu: f64) -> Result<Meter> {
+        let read = |server: &Server| -> Result<(Client, Costs)> {
+            let mut client = server.client()?;
+            let costs = Costs::read(&mut client)?;
+            Ok((client, costs))
+        };
+        Ok(Meter { primary: read(primary)?, replicas: replicas.iter().map(read).collect::<Result<_>>()?, source_cpu })
+    }
+
+    fn end(&mut self, trial: &Trial, took: Took, source: Option<&Source>) -> Result<Outcome> {
+        let mut replicas = Vec::new();
+        for (client, before) in &mut self.replicas {
+            replicas.push(Costs::read(client)?.since(*before));
+        }
+        let (client, before) = &mut self.primary;
+        // A child counts once it has ended and its parent has noticed.
+        while has_child(client)? {
+            thread::sleep(CHILD_POLL);
+        }
+        let primary = Costs::read(client)?.since(*before);
+        let source_cpu = source.map_or(Ok(0.0), Source::cpu)? - self.source_cpu;
+        let last = took.phases.iter().max_by(|one, other| one.sum().total_cmp(&other.sum())).copied();
+        let phases = last.unwrap_or_default();
+        // With two channels the child sends by itself and the primary does not count it; what its replicas received it has sent.
+        let received = if trial.method.is_ours() { 0 } else { replicas.iter().map(|costs| costs.received).sum() };
+        Ok(Outcome {
+            method: trial.method,
+            replicas: trial.replicas,
+            seconds: phases.sum(),
+            primary_cpu: primary.cpu,
+            replica_cpu: replicas.iter().map(|costs| costs.cpu).collect(),
+            agents_cpu: took.agents_cpu + source_cpu,
+            phases,
+            primary_bytes: primary.sent.max(received),
+            equal: None,
+            differences: Vec::new(),
+        })
+    }
+}
+
+fn has_child(client: &mut Client) -> remora_lab::Result<bool> {
+    Ok(client.info("persistence")?.get("rdb_bgsave_in_progress") != Some("0"))
+}
+
+/// Every scene has the same data.
+const DATA_SEED: u64 = 1;
+
+/// Every trial has the same writes.
+const WRITER_SEED: u64 = 2;
+
+/// How long a primary may take to notice that its replicas are gone and to reap its child.
+const REST_TIME: Duration = Duration::from_secs(60);
+
+/// How long a replica may take to come to rest beside its primary, digests included.
+const COMPARE_TIME: Duration = Duration::from_secs(120);
+
+/// How often a primary is asked whether its child has ended.
+const CHILD_POLL: Duration = Duration::from_millis(10);

@@ -1,0 +1,45 @@
+//! Builds the programs of `bench/` and runs one after the other; each keeps its own run.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use remora_bench::sync::Result;
+
+/// What can be typed.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct Options {
+    /// Only these programs.
+    #[arg(long, value_delimiter = ',', value_name = "NAME", default_values = PROGRAMS, value_parser = clap::builder::PossibleValuesParser::new(PROGRAMS))]
+    only: Vec<String>,
+
+    /// Folder for the runs.
+    #[arg(long, value_name = "DIR", default_value = "bench/runs")]
+    out: PathBuf,
+
+    /// Arguments for the programs, after `--`; see the program's own --help.
+    #[arg(last = true)]
+    arguments: Vec<String>,
+}
+
+/// Runs them. Goes on after one that fails or misses what it promised, and says so at the end.
+pub(crate) fn run(options: &Options) -> Result<()> {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let root = remora_lab::server::project_root();
+    let build = ["build", "--release", "--locked", "-p", "remora-bench", "-p", "remora-agent", "--bins"];
+    if !Command::new(&cargo).args(build).current_dir(&root).status()?.success() {
+        return Err("the benchmarks could not be built; cargo has said why".into());
+    }
+    let mut failed = Vec::new();
+    for program in &options.only {
+        eprintln!("── {program}");
+        let mut command = Command::new(&cargo);
+        command.args(["run", "--quiet", "--release", "--locked", "-p", "remora-bench", "--bin", program, "--"]);
+        command.arg("--out").arg(&options.out).args(&options.arguments).current_dir(&root);
+        if !command.status()?.success() {
+            failed.push(program.as_str());
+        }
+    }
+    if failed.is_empty() { Ok(()) } else { Err(format!("not as promised: {}", failed.join(", ")).into()) }
+}
+
+const PROGRAMS: [&str; 4] = ["read_bandwidth", "read_latency", "full_sync", "follow_lag"];

@@ -1,0 +1,296 @@
+//! The demonstration: the same data, the same writer, the same three empty servers; once Remora, once the servers' own replication.
+//!
+//! ```text
+//!   for each server:   as it comes │ at its best
+//!     for each method:   fresh primary ── fill ──▶ three fresh empty servers ── writer on ── method ──▶ in step ── writer off ── compare
+//! ```
+//!
+//! What it is not: a benchmark. Each method is run once; `make bench` runs them in turn, several times, and gives medians.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use clap::ValueEnum;
+use remora_agent::units::{Size, readable};
+use remora_bench::Machine;
+use remora_bench::sync::{Method, Outcome, Program, Result, Scene, Setting, Shape, Trial};
+use remora_lab::Kind;
+use serde::Serialize;
+
+use crate::show::Screen;
+use crate::table;
+
+/// What can be typed.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct Options {
+    /// How much data: random values of 3.66 MiB each. A set of every type comes on top.
+    #[arg(long, value_name = "SIZE", default_value = "937MiB", value_parser = parse_size)]
+    size: Size,
+
+    /// Which servers.
+    #[arg(long, value_name = "WHICH", default_value = "both")]
+    server: Which,
+
+    /// How many replicas.
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=16))]
+    replicas: u8,
+
+    /// Commands per second by which the primary is changed meanwhile.
+    #[arg(long, value_name = "N", default_value_t = 2000)]
+    writes: u64,
+
+    /// Write everything as JSON to this file too.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Which {
+    Redis,
+    Valkey,
+    Both,
+}
+
+impl Which {
+    fn kinds(self) -> Vec<Kind> {
+        match self {
+            Which::Redis => vec![Kind::Redis7],
+            Which::Valkey => vec![Kind::Valkey9],
+            Which::Both => Kind::ALL.to_vec(),
+        }
+    }
+}
+
+/// Everything that was found out, as `--json` has it.
+#[derive(Serialize)]
+struct Report {
+    machine: Machine,
+    remora: String,
+    values: u64,
+    value_bytes: u64,
+    replicas: u8,
+    writes_per_second: u64,
+    servers: Vec<ServerReport>,
+}
+
+#[derive(Serialize)]
+struct ServerReport {
+    server: String,
+    outcomes: Vec<Entry>,
+}
+
+#[derive(Serialize)]
+struct Entry {
+    primary_settings: Vec<Setting>,
+    replica_settings: Vec<Setting>,
+    #[serde(flatten)]
+    outcome: Outcome,
+}
+
+/// Runs it and prints the table on stdout.
+pub(crate) fn run(options: &Options) -> Result<()> {
+    let begun = Instant::now();
+    let screen = Screen::new();
+    let program = {
+        let _busy = screen.busy("building the command remora");
+        Program::build()?
+    };
+    let kinds = options.server.kinds();
+    for kind in &kinds {
+        kind.binary()?; // before minutes have passed
+    }
+    let demo = Demo { options, screen, program };
+    let mut report = Report {
+        machine: Machine::here(),
+        remora: demo.program.version()?,
+        values: options.shape().keys,
+        value_bytes: VALUE_BYTES,
+        replicas: options.replicas,
+        writes_per_second: options.writes,
+        servers: Vec::new(),
+    };
+    for kind in kinds {
+        report.servers.push(demo.server(kind)?);
+    }
+    print!("{}", report.text());
+    if let Some(path) = &options.json {
+        std::fs::write(path, serde_json::to_vec_pretty(&report)?)?;
+        println!("written to {}", path.display());
+    }
+    println!("{} in all", readable(begun.elapsed()));
+    report.verdict()
+}
+
+impl Options {
+    fn shape(&self) -> Shape {
+        let keys = (self.size.get() + VALUE_BYTES / 2) / VALUE_BYTES;
+        Shape { keys: keys.max(1), value_bytes: VALUE_BYTES, every_type: true }
+    }
+}
+
+struct Demo<'a> {
+    options: &'a Options,
+    screen: Screen,
+    program: Program,
+}
+
+impl Demo<'_> {
+    fn server(&self, kind: Kind) -> Result<ServerReport> {
+        let mut report = ServerReport { server: String::new(), outcomes: Vec::new() };
+        for method in METHODS.into_iter().filter(|method| method.applies(kind, self.options.replicas.into())) {
+            let (version, entry) = self.method(kind, method)?;
+            report.server = version;
+            report.outcomes.push(entry);
+        }
+        Ok(report)
+    }
+
+    fn method(&self, kind: Kind, method: Method) -> Result<(String, Entry)> {
+        let shape = self.options.shape();
+        let replicas = usize::from(self.options.replicas);
+        self.screen.say(&format!("{kind}: {}", method.name()));
+        let mut scene = {
+            let _busy = self.screen.busy(&format!("filling a primary with {}", Size::bytes(shape.bytes())));
+            Scene::set(&self.program, kind, shape)?
+        };
+        let bars = self.screen.replicas(replicas, shape.bytes());
+        let trial = Trial { method, replicas, writes: Some(self.options.writes), compare: true };
+        let outcome = scene.play(&trial, &|number, sight| bars.saw(number, sight))?;
+        drop(bars);
+        for difference in &outcome.differences {
+            self.screen.say(&format!("  DIFFERENT: {difference}"));
+        }
+        let verdict = if outcome.equal == Some(true) { "all equal" } else { "NOT EQUAL" };
+        self.screen.say(&format!("  {:.2} s until {} in step, {verdict}", outcome.seconds, count(replicas)));
+        let entry = Entry {
+            primary_settings: method.primary_settings(kind, replicas),
+            replica_settings: method.replica_settings(kind),
+            outcome,
+        };
+        let version = format!("{} {}", family(kind), scene.primary().version()?);
+        Ok((version, entry))
+    }
+}
+
+impl Report {
+    fn text(&self) -> String {
+        let Machine { processor, memory, system, load, .. } = &self.machine;
+        let size = Size::bytes(self.values * self.value_bytes);
+        let mut text = format!(
+            "\n{}: {} values of {} ({size}) and a set of every type; {}; {} writes/s meanwhile\n\
+             on {processor}, {memory}, {system}; load at the beginning {load}; everything on this machine, over loopback\n\n",
+            self.remora,
+            self.values,
+            Size::bytes(self.value_bytes),
+            count(self.replicas.into()),
+            self.writes_per_second,
+        );
+        let rows: Vec<Vec<String>> = self.servers.iter().flat_map(ServerReport::rows).collect();
+        text.push_str(&table::lay_out(&HEAD, TEXT_COLUMNS, &rows));
+        text.push_str(LEGEND);
+        for server in &self.servers {
+            for entry in &server.outcomes {
+                let name = entry.outcome.method.name();
+                text.push_str(&format!("  {}, {name}: {}\n", server.server, entry.settings()));
+            }
+        }
+        text
+    }
+
+    /// A demo in which something differed has failed.
+    fn verdict(&self) -> Result<()> {
+        let outcomes = self.servers.iter().flat_map(|server| &server.outcomes);
+        let wrong = outcomes.filter(|entry| entry.outcome.equal != Some(true)).count();
+        if wrong == 0 {
+            Ok(())
+        } else {
+            Err(format!("{wrong} of the rows above are of replicas that are not equal").into())
+        }
+    }
+}
+
+impl ServerReport {
+    fn rows(&self) -> Vec<Vec<String>> {
+        self.outcomes.iter().map(|entry| row(&self.server, &entry.outcome)).collect()
+    }
+}
+
+impl Entry {
+    fn settings(&self) -> String {
+        let list = |settings: &[Setting]| match settings {
+            [] => "as it comes".to_owned(),
+            some => some.iter().map(|(name, value)| format!("{name} {value}")).collect::<Vec<_>>().join(", "),
+        };
+        format!("primary {}; replicas {}", list(&self.primary_settings), list(&self.replica_settings))
+    }
+}
+
+fn row(server: &str, outcome: &Outcome) -> Vec<String> {
+    let seconds = |seconds: f64| format!("{seconds:.2}");
+    let each: Vec<String> = outcome.replica_cpu.iter().map(|cpu| format!("{cpu:.1}")).collect();
+    let phases = &outcome.phases;
+    let equal = if outcome.equal == Some(true) { "yes" } else { "NO" };
+    vec![
+        server.to_owned(),
+        outcome.method.name().to_owned(),
+        seconds(outcome.seconds),
+        seconds(outcome.primary_cpu),
+        each.join(" "),
+        seconds(outcome.agents_cpu),
+        seconds(phases.snapshot),
+        seconds(phases.transfer),
+        seconds(phases.load),
+        seconds(phases.catch_up),
+        format!("{:.0}", outcome.primary_bytes as f64 / f64::from(1 << 20)),
+        equal.to_owned(),
+    ]
+}
+
+fn count(replicas: usize) -> String {
+    if replicas == 1 { "1 replica".to_owned() } else { format!("{replicas} replicas") }
+}
+
+fn family(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Redis7 => "Redis",
+        Kind::Valkey9 => "Valkey",
+    }
+}
+
+fn parse_size(text: &str) -> std::result::Result<Size, String> {
+    text.parse().map_err(|error: remora_agent::units::UnitError| error.to_string())
+}
+
+/// In this order: each of ours beside the rival with the same settings of the primary.
+const METHODS: [Method; 5] =
+    [Method::RemoraDefault, Method::OwnDefault, Method::RemoraShm, Method::OwnTogether, Method::OwnDual];
+
+/// As the seeds of this project had it: 256 of them are 937 MiB.
+const VALUE_BYTES: u64 = 3748 << 10;
+
+const HEAD: [&str; 12] = [
+    "server",
+    "method",
+    "wall s",
+    "primary CPU",
+    "replicas' CPU",
+    "agents' CPU",
+    "snapshot",
+    "transfer",
+    "load",
+    "catch-up",
+    "MiB out",
+    "equal",
+];
+
+/// The first columns are text.
+const TEXT_COLUMNS: usize = 2;
+
+const LEGEND: &str = "
+  wall s: from the first REPLICAOF, or the start of the first `remora replica`, until the last replica is in step with the
+  primary (its link is up, the offset of that moment reached). CPU: processor seconds, of the primary with its fork children
+  and the writer's commands, of each replica, of all agents together (the source's from its start). Phases of the last replica:
+  snapshot, until its first bytes are there; transfer, until the last (loading meanwhile); load, what is left of that;
+  catch-up, until in step. MiB out: bytes that left the primary. equal: DEBUG DIGEST, replid, offset, functions, expiries.
+
+";

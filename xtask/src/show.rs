@@ -1,0 +1,122 @@
+//! What is seen while a demo runs: bars where stderr is a terminal, else a line for every change of phase.
+
+use std::io::{IsTerminal, stderr};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
+use remora_bench::sync::Sight;
+
+/// The screen.
+pub(crate) struct Screen {
+    bars: Option<MultiProgress>,
+}
+
+impl Screen {
+    pub(crate) fn new() -> Screen {
+        Screen { bars: stderr().is_terminal().then(MultiProgress::new) }
+    }
+
+    /// A line that stays.
+    pub(crate) fn say(&self, line: &str) {
+        match &self.bars {
+            Some(bars) => bars.suspend(|| eprintln!("{line}")),
+            None => eprintln!("{line}"),
+        }
+    }
+
+    /// Shows that something goes on, until it is dropped.
+    pub(crate) fn busy(&self, what: &str) -> Busy {
+        let Some(bars) = &self.bars else {
+            self.say(&format!("  {what}"));
+            return Busy { bar: None };
+        };
+        let bar = bars.add(ProgressBar::new_spinner());
+        bar.set_message(what.to_owned());
+        bar.enable_steady_tick(SPIN_EVERY);
+        Busy { bar: Some(bar) }
+    }
+
+    /// A bar per replica, each as long as `bytes`.
+    pub(crate) fn replicas(&self, count: usize, bytes: u64) -> Replicas {
+        let bar = |bars: &MultiProgress, number| {
+            let bar = bars.add(ProgressBar::new(bytes));
+            bar.set_style(style());
+            bar.set_prefix(format!("replica {number}"));
+            bar
+        };
+        let bars = self.bars.as_ref().map(|bars| (1..=count).map(|number| bar(bars, number)).collect());
+        Replicas { bars, bytes, phases: Mutex::new(vec![""; count]) }
+    }
+}
+
+/// See [`Screen::busy`].
+pub(crate) struct Busy {
+    bar: Option<ProgressBar>,
+}
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+/// See [`Screen::replicas`].
+pub(crate) struct Replicas {
+    bars: Option<Vec<ProgressBar>>,
+    bytes: u64,
+    phases: Mutex<Vec<&'static str>>,
+}
+
+impl Replicas {
+    /// A replica was looked at.
+    pub(crate) fn saw(&self, number: usize, sight: Sight) {
+        if let Some(bar) = self.bars.as_ref().and_then(|bars| bars.get(number)) {
+            bar.set_position(sight.bytes.min(self.bytes));
+            bar.set_message(sight.phase);
+        } else if self.is_news(number, sight.phase) {
+            eprintln!("  replica {}: {}", number + 1, sight.phase);
+        }
+    }
+
+    fn is_news(&self, number: usize, phase: &'static str) -> bool {
+        let mut phases = self.phases.lock().unwrap_or_else(PoisonError::into_inner);
+        phases.get_mut(number).is_some_and(|known| std::mem::replace(known, phase) != phase)
+    }
+}
+
+impl Drop for Replicas {
+    fn drop(&mut self) {
+        self.bars.iter().flatten().for_each(ProgressBar::finish_and_clear);
+    }
+}
+
+fn style() -> ProgressStyle {
+    // A template that does not parse would be found by the test; a plain bar is shown instead.
+    ProgressStyle::with_template(TEMPLATE)
+        .map_or_else(|_| ProgressStyle::default_bar(), |style| style.progress_chars("█▌ "))
+}
+
+const TEMPLATE: &str = "  {prefix} [{bar:40}] {percent:>3} %  {elapsed_precise}  {msg}";
+
+/// Often enough to look alive.
+const SPIN_EVERY: Duration = Duration::from_millis(100);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_template_of_the_bars_is_one() {
+        assert!(ProgressStyle::with_template(TEMPLATE).is_ok());
+    }
+
+    #[test]
+    fn without_a_terminal_a_phase_is_said_once() {
+        let replicas = Replicas { bars: None, bytes: 1, phases: Mutex::new(vec![""; 2]) };
+        assert!(replicas.is_news(1, "loading") && !replicas.is_news(1, "loading") && replicas.is_news(1, "in step"));
+        assert!(!replicas.is_news(2, "nobody"));
+    }
+}

@@ -1,0 +1,107 @@
+//! Ctrl-C, or SIGTERM: every process that was started is killed, and the work, which stands on them, fails and cleans up after itself
+//! on its way out: folders vanish by their drops, as in any other failure.
+//!
+//! Not needed for `kill -9`: the kernel then ends the processes; their folders stay behind in the temporary folder.
+
+use std::time::Duration;
+use std::{fmt, fs};
+
+use remora_bench::sync::Result;
+use rustix::process::{Pid, Signal, getpid, kill_process, kill_process_group};
+use tokio::signal::unix::{SignalKind, signal};
+
+/// Somebody stopped us.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Stopped {
+    signal: SignalKind,
+}
+
+impl Stopped {
+    /// The exit code that shells expect.
+    pub(crate) fn code(self) -> u8 {
+        128 + u8::try_from(self.signal.as_raw_value()).unwrap_or(0)
+    }
+}
+
+impl fmt::Display for Stopped {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "stopped by signal {}; servers, agents and their folders are gone", self.signal.as_raw_value())
+    }
+}
+
+impl std::error::Error for Stopped {}
+
+/// Runs `work` to its end, or to its earlier end by a signal.
+pub(crate) fn or_run(work: impl FnOnce() -> Result<()> + Send + 'static) -> Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+        let mut work = tokio::task::spawn_blocking(work);
+        let mut stopped: Option<Stopped> = None;
+        loop {
+            tokio::select! {
+                outcome = &mut work => return match stopped {
+                    Some(stopped) => Err(stopped.into()),
+                    None => outcome?,
+                },
+                _ = interrupt.recv() => stopped = Some(Stopped { signal: SignalKind::interrupt() }),
+                _ = terminate.recv() => stopped = Some(Stopped { signal: SignalKind::terminate() }),
+                // What the work starts before it notices goes the same way.
+                () = tokio::time::sleep(AGAIN_EVERY), if stopped.is_some() => {}
+            }
+            if stopped.is_some() {
+                end_children();
+            }
+        }
+    })
+}
+
+/// Kills all our children with whatever they have forked (each leads a process group of its own).
+fn end_children() {
+    for child in children() {
+        // One that has just ended needs nothing more; one without a group of its own (cargo) goes alone.
+        if kill_process_group(child, Signal::KILL).is_err() {
+            let _ = kill_process(child, Signal::KILL);
+        }
+    }
+}
+
+fn children() -> Vec<Pid> {
+    let own = getpid().as_raw_nonzero().get();
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+    pids.filter(|pid| parent_of(*pid) == Some(own)).filter_map(Pid::from_raw).collect()
+}
+
+fn parent_of(pid: i32) -> Option<i32> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name in brackets may hold anything; state and parent follow it.
+    let (_, rest) = stat.rsplit_once(')')?;
+    rest.split_whitespace().nth(1)?.parse().ok()
+}
+
+/// How often children are looked for while the work is on its way out.
+const AGAIN_EVERY: Duration = Duration::from_millis(100);
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::process::Command;
+
+    use super::*;
+
+    #[test]
+    fn children_are_found_and_ended() {
+        let mut child = Command::new("sleep").arg("60").spawn().unwrap();
+        let pid = Pid::from_child(&child);
+        assert!(children().contains(&pid));
+        end_children();
+        assert!(!child.wait().unwrap().success());
+        assert!(!children().contains(&pid));
+    }
+
+    #[test]
+    fn a_stopped_run_ends_with_the_code_that_shells_expect() {
+        assert_eq!(Stopped { signal: SignalKind::interrupt() }.code(), 130);
+    }
+}
