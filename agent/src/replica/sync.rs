@@ -62,6 +62,10 @@ pub(super) struct Sync {
     /// Since when the source has had nothing to offer, and why.
     waiting: Option<(Instant, String)>,
     backoff: Backoff,
+    /// Since when the server should have come to our link and has not.
+    missed: Option<Instant>,
+    /// Somebody else has taken the server over: it is not ours to put in order.
+    taken_away: bool,
     /// Payloads that the server broke off.
     broken_loads: u32,
     /// The source has put us out because nothing was taken: before it is asked again, the server must answer.
@@ -106,6 +110,9 @@ const BROKEN_LOADS_LIMIT: u32 = 3;
 /// How long the source may have nothing to offer, should `--retry-for` be shorter: a primary may be busy with another snapshot
 /// of its own first.
 const WAIT_LIMIT: Duration = Duration::from_secs(60);
+
+/// How long a server may stay away from our link before we look what it is doing: servers try again each second.
+const MISSED_LIMIT: Duration = Duration::from_secs(2);
 
 /// How often the source is asked whether the primary's backlog suffices.
 const QUESTION_EVERY: Duration = Duration::from_millis(250);
@@ -190,6 +197,8 @@ impl Sync {
             away_since: None,
             waiting: None,
             backoff: Backoff::default(),
+            missed: None,
+            taken_away: false,
             broken_loads: 0,
             stalled: false,
             interruptions: 0,
@@ -299,6 +308,10 @@ impl Sync {
                 } else {
                     GO_ON
                 }
+            }
+            Message::HandOffAnswer { covered: true, .. } if !self.delivery.progress().loaded => {
+                self.asked_at = None; // it restarted since we asked
+                GO_ON
             }
             Message::HandOffAnswer { covered: true, .. } => self.hand_off("caught up").await,
             Message::HandOffAnswer { covered: false, text, .. } => {
@@ -453,7 +466,10 @@ impl Sync {
 
     async fn delivery_says(&mut self, news: News) -> Flow {
         match news {
-            News::Asked => GO_ON,
+            News::Asked => {
+                self.missed = None;
+                GO_ON
+            }
             News::Fetched => {
                 self.moments.fetched = Some(Instant::now());
                 // From here on nothing more of the snapshot is wanted from the source.
@@ -482,6 +498,7 @@ impl Sync {
     }
 
     fn link_lost(&mut self, text: &str, loading: bool) -> Flow {
+        self.missed.get_or_insert_with(Instant::now);
         if !loading {
             tracing::debug!("the server's link ended: {text}");
             return GO_ON;
@@ -531,6 +548,7 @@ impl Sync {
         self.record.note_link(&host, port)?;
         self.client.command(&["REPLICAOF", &host, &port.to_string()]).await?;
         self.redirected = true;
+        self.missed = Some(Instant::now());
         tracing::info!(link = %self.link, "the server follows our link");
         self.bar = Some(progress::Meter::start(format!("{}", self.server.url()), progress::Unit::Bytes, None));
         Ok(())
@@ -558,10 +576,48 @@ impl Sync {
             );
             return Err(Failure::new(Code::Source, text));
         }
+        if self.missed.is_some_and(|since| since.elapsed() > MISSED_LIMIT) {
+            return self.look_for_the_server().await;
+        }
         match self.phase {
+            // It asked for the snapshot once more, as servers do that restarted.
+            Phase::CatchUp | Phase::Stay if !self.delivery.progress().loaded => {
+                self.phase = Phase::Transfer;
+                GO_ON
+            }
             Phase::CatchUp => self.catch_up().await,
             _ => GO_ON,
         }
+    }
+
+    /// The server does not come to our link. It may have restarted, and then follows nobody; or it has been told otherwise.
+    async fn look_for_the_server(&mut self) -> Flow {
+        let facts = match Facts::read(&mut self.client).await {
+            Ok(facts) => facts,
+            Err(error) => return self.server_away(error).await,
+        };
+        self.missed = Some(Instant::now());
+        let (host, port) = (self.link.ip().to_string(), self.link.port());
+        if facts.loading == Some(true) || facts.link.as_ref().is_some_and(|link| link.host == host && link.port == port)
+        {
+            return GO_ON;
+        }
+        let restarted = facts.run_id != self.target.facts.run_id;
+        let why = match &facts.link {
+            Some(link) => format!("was told to follow {}:{} meanwhile", link.host, link.port),
+            None if !restarted => "was detached from our link meanwhile (REPLICAOF NO ONE)".to_string(),
+            None if facts.keys() > 0 && !self.args.replace => {
+                format!("restarted and holds {} keys now; give --replace if they may go", facts.keys())
+            }
+            None => {
+                tracing::warn!("the server {} restarted and follows nobody: it is redirected again", self.server.url());
+                self.target.facts = facts;
+                self.redirect().await?;
+                return GO_ON;
+            }
+        };
+        self.taken_away = true;
+        Err(Failure::new(Code::SyncFailed, format!("the server {} {why}", self.server.url())))
     }
 
     async fn tell_progress(&mut self) {
@@ -700,6 +756,7 @@ impl Sync {
         let (host, port) = (self.link.ip().to_string(), self.link.port());
         self.client.command(&["REPLICAOF", &host, &port.to_string()]).await?;
         self.phase = Phase::CatchUp;
+        self.missed = Some(Instant::now());
         self.asked_at = None;
         self.question_due = Instant::now() + HAND_OFF_LIMIT / 10;
         GO_ON
@@ -781,6 +838,8 @@ impl Sync {
         self.delivery.stop(false);
         let left = if !self.redirected {
             "the server was not touched".to_string()
+        } else if self.taken_away {
+            format!("the server is left as it is{}", self.put_settings_back().await)
         } else if loaded {
             self.leave_to_the_primary().await
         } else {
