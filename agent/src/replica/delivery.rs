@@ -274,7 +274,9 @@ impl Delivery {
         let _ = self.setup.news.send(News::Fatal { text });
     }
 
+    /// Whoever hears the news sees where we are with it: a `Loaded` without it would be taken for a server that has restarted.
     fn tell(&self, news: News) {
+        self.publish();
         let _ = self.setup.news.send(news);
     }
 
