@@ -99,6 +99,11 @@ impl Facts {
         }
     }
 
+    /// The version of a Valkey that has a snapshot format of its own besides the one it shares with Redis: 9 and later.
+    pub fn own_format(&self) -> Option<Version> {
+        self.version.filter(|version| self.family == Family::Valkey && version.major >= 9)
+    }
+
     /// Whether it is at least that version of Redis, or a Valkey (whose first release stands on Redis 7.2); false if it doesn't say.
     pub fn has_redis(&self, wanted: Version) -> bool {
         let equivalent = match self.family {

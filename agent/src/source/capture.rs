@@ -38,6 +38,8 @@ pub(crate) struct Plan {
     pub(crate) generation: u64,
     /// Whom it asks.
     pub(crate) server: Server,
+    /// The version of server that the snapshot is for, where that makes a difference; one that all read without it.
+    pub(crate) reader_version: Option<String>,
     /// Where the snapshot goes.
     pub(crate) snapshot: (Arc<Memory>, Geometry),
     /// Where the stream goes; `None` when another thread already follows it.
@@ -137,7 +139,8 @@ fn take_snapshot(plan: &Plan) -> Result<Option<(Wire, JournalWriter)>, Fault> {
     if plan.journal.is_none() {
         ask_for_snapshot_alone(&mut wire)?;
     }
-    let mut machine = Client::new(client::Options::default());
+    let options = client::Options { rdb_version: plan.reader_version.clone(), ..Default::default() };
+    let mut machine = Client::new(options);
     let (opening, early) = shake(&mut wire, &mut machine, &plan.stop)?;
     let Opening::Full { replid, offset, payload } = opening else {
         return Err(Fault::Link {

@@ -36,7 +36,7 @@ use tokio::sync::{Mutex, mpsc};
 
 use self::capture::{CaptureEvent, Plan};
 use self::gauge::Gauge;
-use self::owner::{Action, Event, Owner, Replica, Report, Resume, Rules, Session, Stage};
+use self::owner::{Action, Event, Format, Owner, Replica, Report, Resume, Rules, Session, Stage};
 use crate::cli::{SendChoice, SourceArgs};
 use crate::exit::Failure;
 use crate::server::{Client, Facts, Link, Place, Role, Server, Task};
@@ -240,7 +240,8 @@ impl Source {
                     held_slots: resume.held_slots,
                     loaded: resume.loaded.then_some((resume.replid, resume.next_byte)),
                 });
-                Event::Joined { session, name, address, resume }
+                let reads = self.format_for(&join.server);
+                Event::Joined { session, name, address, resume, reads }
             }
             // Said of a snapshot that was taken from it meanwhile: its slots are not those of the present one.
             Message::Progress(progress) if !self.owner.has_given(session, progress.generation) => return,
@@ -268,6 +269,15 @@ impl Source {
             _ => return,
         };
         let _ = self.apply(event);
+    }
+
+    /// Which format of the primary a server reads that calls itself so (`Valkey 9.1.2`).
+    fn format_for(&self, server: &str) -> Format {
+        let major = server.strip_prefix("Valkey ").and_then(|version| version.split('.').next()?.parse::<u32>().ok());
+        match self.facts.own_format() {
+            Some(own) if major.is_none_or(|major| major < own.major) => Format::Shared,
+            _ => Format::Own,
+        }
     }
 
     fn left(&mut self, session: Session, fault: &Fault) {
@@ -347,9 +357,11 @@ impl Source {
             .partition(|thread| thread.stop.load(Ordering::Relaxed) || thread.thread.is_finished());
         self.threads = running;
         let stop = Arc::new(AtomicBool::new(false));
+        let own_format = self.owner.snapshot.as_ref().is_some_and(|snapshot| snapshot.format == Format::Own);
         let plan = Plan {
             generation,
             server: self.server.clone(),
+            reader_version: self.facts.own_format().filter(|_| own_format).map(|version| version.to_string()),
             snapshot: self.tables.snapshot.clone(),
             journal: with_stream.then(|| self.tables.journal.clone()),
             gauge: self.gauge.clone(),

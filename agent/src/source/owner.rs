@@ -42,7 +42,7 @@ pub(crate) struct Rules {
 #[derive(Debug)]
 pub(crate) enum Event {
     /// An authenticated replica asks for a snapshot.
-    Joined { session: Session, name: String, address: String, resume: Option<Resume> },
+    Joined { session: Session, name: String, address: String, resume: Option<Resume>, reads: Format },
     /// A replica says how far it is.
     Progress { session: Session, at: Report },
     /// A replica is gone: it left, fell silent or lost its connection.
@@ -51,6 +51,18 @@ pub(crate) enum Event {
     Capture(CaptureEvent),
     /// Time has passed.
     Tick,
+}
+
+/// In which format a snapshot is written, and which a replica's server reads.
+///
+/// Valkey from 9 on has one of its own, which alone holds the times at which fields of hashes expire; where such fields are,
+/// a snapshot in the format that it shares with Redis breaks off. Whoever reads the server's own reads the shared one too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Format {
+    /// The newest that the primary knows.
+    Own,
+    /// One that servers of the other family, and older ones, know.
+    Shared,
 }
 
 /// What a replica holds from an earlier session.
@@ -104,6 +116,7 @@ pub(crate) enum Action {
 pub(crate) struct Snapshot {
     pub(crate) generation: u64,
     pub(crate) stage: Stage,
+    pub(crate) format: Format,
     asked: Instant,
 }
 
@@ -155,6 +168,7 @@ pub(crate) struct Replica {
     pub(crate) at: Report,
     pub(crate) rate: u64,
     resume: Option<Resume>,
+    reads: Format,
     moved: Instant,
     told: Option<String>,
 }
@@ -217,8 +231,8 @@ impl Owner {
     pub(crate) fn apply(&mut self, now: Instant, event: Event) -> Vec<Action> {
         let mut actions = Vec::new();
         match event {
-            Event::Joined { session, name, address, resume } => {
-                self.join(now, session, (name, address), resume, &mut actions);
+            Event::Joined { session, name, address, resume, reads } => {
+                self.join(now, session, (name, address), resume, reads, &mut actions);
             }
             Event::Progress { session, at } => self.progress(now, session, at),
             Event::Gone { session, done } => {
@@ -239,6 +253,7 @@ impl Owner {
         session: Session,
         (name, address): (String, String),
         resume: Option<Resume>,
+        reads: Format,
         actions: &mut Vec<Action>,
     ) {
         if self.replicas.len() >= self.rules.max_replicas {
@@ -258,6 +273,7 @@ impl Owner {
             at: Report::NOTHING,
             rate: 0,
             resume,
+            reads,
             moved: now,
             told: None,
         };
@@ -492,7 +508,10 @@ impl Owner {
         let first_needed = held.map_or(0, |resume| resume.held_slots);
         // What the writer was allowed to retire is as good as gone.
         let first_held = self.gauge.retired_slots().max(self.gauge.retire_below());
+        let reads_it = snapshot.format == Format::Shared
+            || self.replicas.get(&session).is_some_and(|replica| replica.reads == Format::Own);
         replid == stream.replid
+            && reads_it
             && first_needed >= first_held
             && journal_first <= offset + 1
             && (held.is_some() || now.duration_since(snapshot.asked) <= self.rules.max_age)
@@ -522,7 +541,9 @@ impl Owner {
         let generation = self.next_generation;
         self.next_generation += 1;
         self.retry = None;
-        self.snapshot = Some(Snapshot { generation, stage: Stage::Asked, asked: now });
+        let waits_for_shared = |replica: &Replica| replica.generation.is_none() && replica.reads == Format::Shared;
+        let format = if self.replicas.values().any(waits_for_shared) { Format::Shared } else { Format::Own };
+        self.snapshot = Some(Snapshot { generation, stage: Stage::Asked, format, asked: now });
         let with_stream = self.stream.is_none();
         actions.push(Action::Capture { generation, with_stream });
     }

@@ -40,7 +40,8 @@ impl Bench {
     }
 
     fn join_with(&mut self, session: Session, resume: Option<Resume>) -> Vec<Action> {
-        self.event(Event::Joined { session, name: format!("r{session}"), address: String::new(), resume })
+        let (name, address) = (format!("r{session}"), String::new());
+        self.event(Event::Joined { session, name, address, resume, reads: Format::Own })
     }
 
     fn after(&mut self, time: Duration) -> Vec<Action> {
