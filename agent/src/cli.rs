@@ -139,7 +139,7 @@ async fn dispatch(command: Command) -> Result<(), Failure> {
 }
 
 /// Runs `work` until it ends or somebody stops us; `left` says in which state that leaves things.
-async fn until_signal(work: impl Future<Output = Result<(), Failure>>, left: &str) -> Result<(), Failure> {
+pub(crate) async fn until_signal<T>(work: impl Future<Output = Result<T, Failure>>, left: &str) -> Result<T, Failure> {
     use tokio::signal::unix::{SignalKind, signal};
     let no_handler = |error| Failure::local(format!("signals cannot be caught: {error}"));
     let mut interrupt = signal(SignalKind::interrupt()).map_err(no_handler)?;

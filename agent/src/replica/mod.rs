@@ -24,13 +24,17 @@ mod spool;
 mod sync;
 mod tls;
 
+use std::time::{Duration, Instant};
+
 use remora_messenger::Token;
+use remora_redis::resp::Frame;
 
 use self::record::Record;
-use crate::cli::ReplicaArgs;
-use crate::exit::{Code, Failure};
+use self::sync::Sync;
+use crate::cli::{ReplicaArgs, until_signal};
+use crate::exit::Failure;
 use crate::progress;
-use crate::server::Task;
+use crate::server::{Client, RefusalKind, ServerError, Task};
 use crate::units::Size;
 
 /// Runs a replica agent to its end.
@@ -38,6 +42,14 @@ use crate::units::Size;
 /// # Errors
 /// Whatever keeps the server from becoming a replica; the message says in which state it was left.
 pub async fn run(args: ReplicaArgs) -> Result<(), Failure> {
+    match until_signal(prepare(args), ": nothing was touched").await? {
+        Some(sync) => sync.run().await,
+        None => Ok(()),
+    }
+}
+
+/// Everything up to the first thing that is touched; nothing is left to do after a dry run.
+async fn prepare(args: ReplicaArgs) -> Result<Option<Sync>, Failure> {
     let token = Token::read_file(&args.token_file).map_err(|error| Failure::refused(error.to_string()))?;
     let server = args.server.open(Task::Replica)?;
     let link_tls = tls::server_config(&args)?;
@@ -46,10 +58,11 @@ pub async fn run(args: ReplicaArgs) -> Result<(), Failure> {
     if !args.dry_run {
         record.put_back(&mut client).await?;
     }
-    let target = preflight::target(&args, &server, &mut client, &record).await?;
+    let target = preflight::target(&server, &mut client, &record, args.link_cert.is_some()).await?;
     let mut source = source::Source::connect(&args, &token).await.map_err(source::failure)?;
     let plan = source.plan(&args, &target).await?;
     let primary = preflight::primary(&args, &server, &target, &plan, source.address()).await?;
+    preflight::refuse_to_overwrite(&args, &server, &target)?;
     warn_of_a_small_backlog(&plan);
     if args.dry_run {
         progress::say(&format!(
@@ -60,12 +73,28 @@ pub async fn run(args: ReplicaArgs) -> Result<(), Failure> {
             primary.port,
             plan.server
         ));
-        return Ok(());
+        return Ok(None);
     }
-    if target.tls_replication && link_tls.is_none() {
-        return Err(Failure::new(Code::Refused, "the link needs TLS and has no certificate"));
+    Sync::begin(args, token, server, client, record, target, primary, source, link_tls).await.map(Some)
+}
+
+/// How long the server may take to notice that its link is gone.
+const SETTLE_LIMIT: Duration = Duration::from_secs(15);
+
+/// How long to wait before it is asked again.
+const SETTLE_POLL: Duration = Duration::from_millis(50);
+
+/// A command, as soon as the server takes it: one that still loads from the link of an agent before us refuses most of them
+/// until it has noticed that the link is gone.
+async fn once_settled(client: &mut Client, command: &[&str]) -> Result<Frame, ServerError> {
+    let began = Instant::now();
+    loop {
+        match client.command(command).await {
+            Err(error) if error.refusal() == Some(RefusalKind::Loading) && began.elapsed() < SETTLE_LIMIT => {}
+            done => return done,
+        }
+        tokio::time::sleep(SETTLE_POLL).await;
     }
-    sync::Sync::begin(args, token, server, client, record, target, primary, source, link_tls).await?.run().await
 }
 
 /// How long a hand-off may take at least, in seconds of writes that the primary's backlog must hold.

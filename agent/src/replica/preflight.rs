@@ -3,14 +3,18 @@
 //! [`target`] looks at the replica's own server, [`primary`] at the way from there to the primary. Each refusal names the
 //! thing and says what to do.
 
+use std::fs::File;
 use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
 
 use remora_messenger::control::Offer;
 
 use super::record::Record;
 use crate::cli::ReplicaArgs;
 use crate::exit::Failure;
-use crate::server::{Client, Credentials, Facts, Password, RefusalKind, Role, Server, ServerError, ServerUrl, Task};
+use crate::server::{
+    Client, Credentials, Facts, Password, RefusalKind, Role, Server, ServerError, ServerUrl, Task, TlsOptions,
+};
 
 /// What we need to know of the replica's server.
 #[derive(Debug)]
@@ -21,18 +25,20 @@ pub(super) struct Target {
     pub(super) primary_password: String,
     /// It insists on TLS towards its primary: towards us too.
     pub(super) tls_replication: bool,
+    /// What it then trusts and shows, as far as we may read it.
+    tls: TlsOptions,
     /// `repl-diskless-load` as it is.
     pub(super) diskless_load: Option<String>,
     /// It follows a dead link of ours: what it holds is the rest of an unfinished sync.
     pub(super) unfinished: bool,
 }
 
-/// Looks at the replica's server.
+/// Looks at the replica's server, and whether it can take our link.
 pub(super) async fn target(
-    args: &ReplicaArgs,
     server: &Server,
     client: &mut Client,
     record: &Record,
+    link_has_a_certificate: bool,
 ) -> Result<Target, Failure> {
     let url = server.url();
     let facts = Facts::read(client).await?;
@@ -49,9 +55,6 @@ pub(super) async fn target(
             format!("the server {url} is loading its data set (-LOADING); try again when it has done so"),
         ));
     }
-    if !args.replace && !unfinished {
-        refuse_to_overwrite(&facts, url)?;
-    }
     let setting = async |client: &mut Client, new: &str, old: &str| -> Result<Option<String>, ServerError> {
         match client.config_get(new).await? {
             Some(value) => Ok(Some(value)),
@@ -59,7 +62,7 @@ pub(super) async fn target(
         }
     };
     let tls_replication = client.config_get("tls-replication").await?.as_deref() == Some("yes");
-    if tls_replication && args.link_cert.is_none() {
+    if tls_replication && !link_has_a_certificate {
         return Err(Failure::refused(format!(
             "the server {url} replicates by TLS only (tls-replication yes), so our link to it must speak TLS: give a certificate \
              that it accepts with --link-cert and --link-key"
@@ -68,6 +71,7 @@ pub(super) async fn target(
     Ok(Target {
         primary_user: setting(client, "masteruser", "primaryuser").await?.unwrap_or_default(),
         primary_password: setting(client, "masterauth", "primaryauth").await?.unwrap_or_default(),
+        tls: if tls_replication { tls_files(client).await? } else { TlsOptions::default() },
         tls_replication,
         diskless_load: client.config_get("repl-diskless-load").await?,
         unfinished,
@@ -75,7 +79,25 @@ pub(super) async fn target(
     })
 }
 
-fn refuse_to_overwrite(facts: &Facts, url: &ServerUrl) -> Result<(), Failure> {
+/// The files by which the server itself speaks TLS to a primary. It runs beside us, so that they may well be ours to read;
+/// where they are not, `--tls-ca` and its sisters have to say the same.
+async fn tls_files(client: &mut Client) -> Result<TlsOptions, ServerError> {
+    let mut files = Vec::new();
+    for name in ["tls-ca-cert-file", "tls-client-cert-file", "tls-client-key-file", "tls-cert-file", "tls-key-file"] {
+        let path = client.config_get(name).await?.filter(|path| !path.is_empty()).map(PathBuf::from);
+        files.push(path.filter(|path| File::open(path).is_ok()));
+    }
+    let [ca, client_cert, client_key, cert, key] = <[_; 5]>::try_from(files).unwrap_or_default();
+    let pair = client_cert.zip(client_key).or_else(|| cert.zip(key));
+    Ok(TlsOptions { ca, certificate: pair.clone().map(|pair| pair.0), key: pair.map(|pair| pair.1), server_name: None })
+}
+
+/// A server that holds data, or follows somebody, is not ours to take without a word.
+pub(super) fn refuse_to_overwrite(args: &ReplicaArgs, server: &Server, target: &Target) -> Result<(), Failure> {
+    if args.replace || target.unfinished {
+        return Ok(());
+    }
+    let (facts, url) = (&target.facts, server.url());
     let keys = facts.keys();
     if keys > 0 {
         return Err(Failure::refused(format!(
@@ -115,18 +137,18 @@ pub(super) async fn primary(
     }
     let host = if plan.primary.host.is_empty() { source_host(args, source) } else { plan.primary.host.clone() };
     let port = plan.primary.port;
-    let primary_server = as_the_server_would(args, target, &host, port, plan.primary.tls)?;
-    let mut client =
-        primary_server.connect().await.map_err(|error| no_entry(&error, server.url(), &host, port, target))?;
+    let refused = |error: ServerError| no_entry(&error, server.url(), (&host, port, plan.primary.tls), target);
+    let primary_server = as_the_server_would(args, target, &host, port)?;
+    let mut client = primary_server.connect().await.map_err(refused)?;
     match Facts::read(&mut client).await {
         Ok(facts) => check_identity(&facts, target, plan, &host, port)?,
         Err(ServerError::Refused { kind: RefusalKind::NoPerm, .. }) => {
             tracing::info!(
                 "the primary {host}:{port} lets the replica in but doesn't tell it about itself (INFO): not compared"
             );
-            client.command(&["PING"]).await.map_err(|error| no_entry(&error, server.url(), &host, port, target))?;
+            client.command(&["PING"]).await.map_err(refused)?;
         }
-        Err(error) => return Err(no_entry(&error, server.url(), &host, port, target)),
+        Err(error) => return Err(refused(error)),
     }
     Ok(Primary { host, port })
 }
@@ -142,15 +164,9 @@ fn source_host(args: &ReplicaArgs, source: SocketAddr) -> String {
 }
 
 /// A way to the primary with the credentials and the TLS that the replica's server will use.
-fn as_the_server_would(
-    args: &ReplicaArgs,
-    target: &Target,
-    host: &str,
-    port: u16,
-    tls: bool,
-) -> Result<Server, Failure> {
+fn as_the_server_would(args: &ReplicaArgs, target: &Target, host: &str, port: u16) -> Result<Server, Failure> {
     let bracketed = if host.contains(':') { format!("[{host}]") } else { host.to_string() };
-    let scheme = if tls || target.tls_replication { "rediss" } else { "redis" };
+    let scheme = if target.tls_replication { "rediss" } else { "redis" };
     let url: ServerUrl = format!("{scheme}://{bracketed}:{port}").parse().map_err(|error| {
         Failure::refused(format!("the source's address of the primary is not one: {error}; see --announce"))
     })?;
@@ -159,8 +175,17 @@ fn as_the_server_would(
         user: some(&target.primary_user).filter(|_| !target.primary_password.is_empty()),
         password: some(&target.primary_password).map(Password::new),
     };
-    let options = if scheme == "rediss" { args.server.tls.options() } else { Default::default() };
-    Ok(Server::new(url, credentials, &options, Task::Replica)?)
+    Ok(Server::new(url, credentials, &tls_options(args, target), Task::Replica)?)
+}
+
+/// What was given on the command line, else what the server uses itself.
+fn tls_options(args: &ReplicaArgs, target: &Target) -> TlsOptions {
+    let (given, own) = (args.server.tls.options(), target.tls.clone());
+    match () {
+        () if !target.tls_replication => TlsOptions::default(),
+        () if given.certificate.is_some() => TlsOptions { ca: given.ca.or(own.ca), ..given },
+        () => TlsOptions { ca: given.ca.or(own.ca), server_name: given.server_name, ..own },
+    }
 }
 
 fn check_identity(facts: &Facts, target: &Target, plan: &Offer, host: &str, port: u16) -> Result<(), Failure> {
@@ -184,8 +209,17 @@ fn check_identity(facts: &Facts, target: &Target, plan: &Offer, host: &str, port
 }
 
 /// The replica's server would not be let in.
-fn no_entry(error: &ServerError, replica: &ServerUrl, host: &str, port: u16, target: &Target) -> Failure {
+fn no_entry(
+    error: &ServerError,
+    replica: &ServerUrl,
+    (host, port, tls): (&str, u16, bool),
+    target: &Target,
+) -> Failure {
     let text = match error.refusal() {
+        _ if says_that_there_is_no_password(error) => format!(
+            "the primary {host}:{port} has no password, and refuses the server {replica} for ever as long as that one gives it one: \
+             clear masterauth there"
+        ),
         Some(RefusalKind::NoAuth) if target.primary_password.is_empty() => format!(
             "the primary {host}:{port} wants a password and the server {replica} has none to give: set masterauth (and masteruser, \
              where the primary has named users) on {replica}"
@@ -201,9 +235,13 @@ fn no_entry(error: &ServerError, replica: &ServerUrl, host: &str, port: u16, tar
         Some(RefusalKind::NoPerm) => format!(
             "the primary {host}:{port} does not permit the user of {replica} what a replica needs (+psync +replconf +ping): {error}"
         ),
-        Some(RefusalKind::Other) if !target.primary_password.is_empty() => format!(
-            "the primary {host}:{port} does not take masterauth of the server {replica} ({error}): where the primary has no password \
-             the server must not give one, or it is refused for ever; clear masterauth there"
+        None if tls && !target.tls_replication => format!(
+            "the source knows the primary by its TLS port {host}:{port}, to which the server {replica} would speak plainly \
+             (tls-replication no): {error}; set tls-replication yes there, or give the source the primary's plain port with --announce"
+        ),
+        None if target.tls_replication => format!(
+            "the server {replica} speaks only TLS to its primary (tls-replication yes), and {host}:{port} can't be spoken to so: \
+             {error}; if that is the primary's plain port, give the source its tls-port with --announce"
         ),
         _ => format!(
             "the primary can't be reached as {host}:{port} from here, so the server {replica} could not follow it: {error}; give the \
@@ -211,4 +249,9 @@ fn no_entry(error: &ServerError, replica: &ServerUrl, host: &str, port: u16, tar
         ),
     };
     Failure::refused(text)
+}
+
+/// The servers have a sentence of their own for it, and no code.
+fn says_that_there_is_no_password(error: &ServerError) -> bool {
+    matches!(error, ServerError::Refused { text, .. } if text.contains("without any password configured"))
 }

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use super::once_settled;
 use crate::exit::Failure;
 use crate::server::{Client, ServerError};
 
@@ -77,8 +78,8 @@ impl Record {
         }
         self.contents.settings.push((name.to_string(), before.to_string()));
         self.save()?;
-        match client.config_set(name, value).await {
-            Ok(()) => Ok(true),
+        match once_settled(client, &["CONFIG", "SET", name, value]).await {
+            Ok(_) => Ok(true),
             Err(ServerError::Refused { .. }) => {
                 self.contents.settings.pop();
                 self.save()?;
@@ -90,8 +91,11 @@ impl Record {
 
     /// Puts the settings back.
     pub(super) async fn put_back(&mut self, client: &mut Client) -> Result<(), ServerError> {
+        if self.contents.settings.is_empty() {
+            return Ok(());
+        }
         while let Some((name, value)) = self.contents.settings.last().cloned() {
-            client.config_set(&name, &value).await?;
+            once_settled(client, &["CONFIG", "SET", &name, &value]).await?;
             tracing::debug!(%name, %value, "a setting of the server is put back");
             self.contents.settings.pop();
         }

@@ -29,6 +29,7 @@ use super::record::Record;
 use super::report::{Moments, PROGRESS_EVERY, Summary};
 use super::source::{Sinks, Source};
 use super::spool::Spool;
+use super::{SETTLE_LIMIT, once_settled};
 use crate::cli::{OnFailure, ReplicaArgs};
 use crate::exit::{Code, Failure};
 use crate::progress;
@@ -129,9 +130,6 @@ const HAND_OFF_LIMIT: Duration = Duration::from_secs(20);
 
 /// Hand-offs that may fail before we say that they always will.
 const HAND_OFFS_LIMIT: u32 = 3;
-
-/// How long the server may take to notice that its link is gone.
-const SETTLE_LIMIT: Duration = Duration::from_secs(15);
 
 impl Sync {
     /// Opens the link and asks the source for a snapshot. Nothing of the server is touched yet.
@@ -546,7 +544,7 @@ impl Sync {
         }
         let (host, port) = (self.link.ip().to_string(), self.link.port());
         self.record.note_link(&host, port)?;
-        self.client.command(&["REPLICAOF", &host, &port.to_string()]).await?;
+        once_settled(&mut self.client, &["REPLICAOF", &host, &port.to_string()]).await?;
         self.redirected = true;
         self.missed = Some(Instant::now());
         tracing::info!(link = %self.link, "the server follows our link");
@@ -837,7 +835,7 @@ impl Sync {
         let loaded = self.delivery.progress().loaded;
         self.delivery.stop(false);
         let left = if !self.redirected {
-            "the server was not touched".to_string()
+            format!("the server was not touched{}", self.put_settings_back().await)
         } else if self.taken_away {
             format!("the server is left as it is{}", self.put_settings_back().await)
         } else if loaded {
