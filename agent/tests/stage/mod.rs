@@ -52,10 +52,8 @@ impl Stage {
     /// `remora` with these arguments, not started yet. Whatever it keeps, it keeps in the stage's folder.
     pub fn remora(&self, args: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_remora"));
-        command.args(args).env("XDG_STATE_HOME", self.folder.path());
-        for variable in ["REMORA_PASSWORD", "REMORA_LOG"] {
-            command.env_remove(variable);
-        }
+        command.args(args).env("XDG_STATE_HOME", self.folder.path()).env_remove("REMORA_PASSWORD");
+        command.env("REMORA_LOG", "info,remora_agent=debug");
         command
     }
 
@@ -88,7 +86,7 @@ impl Stage {
     pub fn source_at(&self, listen: &str, host: Option<&Host>, server: &str, more: &[&str]) -> Source {
         let token = self.token.display().to_string();
         let mut args =
-            vec!["source", "--log-level", "debug", "--server", server, "--listen", listen, "--token-file", &token];
+            vec!["source", "--server", server, "--listen", listen, "--token-file", &token];
         args.extend(["--memory", "128MiB", "--slot-size", "64KiB"]);
         args.extend(more);
         let mut agent = self.start(host, &args);
@@ -100,7 +98,7 @@ impl Stage {
     /// The arguments of a replica agent.
     pub fn replica_args(&self, server: &str, source: SocketAddr, more: &[&str]) -> Vec<String> {
         let (source, token) = (source.to_string(), self.token.display().to_string());
-        let args = ["replica", "--log-level", "debug", "--server", server, "--source", &source, "--token-file", &token];
+        let args = ["replica", "--server", server, "--source", &source, "--token-file", &token];
         args.iter().chain(more).map(|arg| (*arg).to_owned()).collect()
     }
 
