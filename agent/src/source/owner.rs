@@ -447,7 +447,6 @@ impl Owner {
 
     fn serve_the_waiting(&mut self, now: Instant, actions: &mut Vec<Action>) {
         let waiting = self.waiting();
-        let wanted = !waiting.is_empty() || (self.eager && self.snapshots_taken == 0);
         let mut unserved = Vec::new();
         for session in waiting {
             if self.can_serve(now, session) {
@@ -462,7 +461,8 @@ impl Owner {
                 unserved.push(session);
             }
         }
-        if !wanted || (unserved.is_empty() && self.snapshot.is_some()) {
+        let first_wanted = self.eager && self.snapshots_taken == 0 && self.snapshot.is_none();
+        if unserved.is_empty() && !first_wanted {
             return;
         }
         let reason = match self.why_not_begin(now) {
