@@ -22,15 +22,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use remora_fabric::Memory;
-use remora_redis::ReplId;
 use remora_redis::psync::Payload;
 use remora_redis::psync::client::{self, Client, EofMark, Event as PsyncEvent};
+use remora_redis::{Refusal, ReplId};
 use remora_table::{Geometry, Identity, JournalWriter, Kind, SnapshotWriter, State};
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::gauge::Gauge;
 use super::wire::{Received, Wire};
-use crate::server::{Server, ServerError};
+use crate::server::{Server, ServerError, Task};
 
 /// What one capture thread is given.
 pub(crate) struct Plan {
@@ -76,7 +76,7 @@ pub(crate) enum Fault {
     #[error(transparent)]
     Server(#[from] ServerError),
     /// The server answered the handshake with something else than a snapshot.
-    #[error("the server's answer to the replication handshake: {0}")]
+    #[error("the server's answer to the replication handshake: {}{}", .0, rules_for(.0))]
     Psync(#[from] client::Error),
     /// The link to the server broke.
     #[error("the link to the server broke during the {during}: {cause}")]
@@ -101,6 +101,16 @@ impl Fault {
             Fault::Link { .. } => true,
             Fault::HistoryGone | Fault::Table(_) | Fault::Stopped => false,
         }
+    }
+}
+
+/// The rules that a server's user lacks who was refused for want of one.
+fn rules_for(error: &client::Error) -> String {
+    match error {
+        client::Error::Refused(Refusal::NoPerm { .. }) => {
+            format!("; {} needs these rules: {}", Task::Source.command(), Task::Source.rules())
+        }
+        _ => String::new(),
     }
 }
 
