@@ -85,8 +85,7 @@ impl Stage {
     /// A source that listens at `listen`, ready.
     pub fn source_at(&self, listen: &str, host: Option<&Host>, server: &str, more: &[&str]) -> Source {
         let token = self.token.display().to_string();
-        let mut args =
-            vec!["source", "--server", server, "--listen", listen, "--token-file", &token];
+        let mut args = vec!["source", "--server", server, "--listen", listen, "--token-file", &token];
         args.extend(["--memory", "128MiB", "--slot-size", "64KiB"]);
         args.extend(more);
         let mut agent = self.start(host, &args);
