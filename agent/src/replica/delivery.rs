@@ -52,6 +52,8 @@ use super::spool::{self, Held, Spool};
 pub(super) enum Order {
     /// Read from here now.
     Attach(Box<Feed>),
+    /// What the server is loading will never be whole: close its link. A server that loads from it answers nobody until then.
+    GiveUp,
     /// End, and take the spool away if the sync is done.
     Stop { done: bool },
 }
@@ -292,6 +294,8 @@ impl Delivery {
         loop {
             match self.orders.try_recv() {
                 Ok(Order::Attach(feed)) => self.attach(feed)?,
+                Ok(Order::GiveUp) if !self.at.loaded => self.drop_link("the source has put us out", false),
+                Ok(Order::GiveUp) => {}
                 Ok(Order::Stop { done }) => {
                     if let Some(spool) = self.spool.take().filter(|_| done) {
                         let _ = spool.remove();

@@ -372,7 +372,10 @@ impl Sync {
 
     async fn source_lost(&mut self, error: remora_messenger::Error) -> Flow {
         self.source = None;
-        self.stalled |= matches!(error.fault, Fault::Refused { code: RefusalCode::Stalled, .. });
+        if matches!(error.fault, Fault::Refused { code: RefusalCode::Stalled, .. }) {
+            self.stalled = true;
+            self.delivery.order(Order::GiveUp);
+        }
         let passes = match &error.fault {
             Fault::Refused { code, .. } => code.may_pass(),
             fault => fault.may_pass(),
