@@ -248,8 +248,8 @@ fn steady_writer(server: &Server) -> (Arc<AtomicBool>, thread::JoinHandle<()>) {
     let (told, mut client) = (stop.clone(), server.client().unwrap());
     let value = "v".repeat(4096);
     let writer = thread::spawn(move || {
-        while !told.load(Ordering::Relaxed) {
-            client.ok(&["SET", "written", &value]).unwrap();
+        // Its server may go away under it.
+        while !told.load(Ordering::Relaxed) && client.ok(&["SET", "written", &value]).is_ok() {
             thread::sleep(Duration::from_millis(5));
         }
     });
@@ -265,19 +265,7 @@ fn a_backlog_too_small_for_the_writes_is_warned_of_and_the_hand_off_waits_for_ca
         fill_keys(&primary, 1000, "x");
         let source = stage.source(&primary.url(), &["--eager"]);
         let (stop, writer) = steady_writer(&primary);
-        // Long enough that the source knows how fast it grows.
-        wait_until("the stream to grow", LONG, || {
-            let generation = &source.status()["generation"];
-            let grown = generation["offset_now"]
-                .as_u64()
-                .zip(generation["offset_start"].as_u64())
-                .map(|(now, then)| now - then);
-            Ok(if grown > Some(1 << 20) { Ok(()) } else { Err(format!("{grown:?} bytes")) })
-        })
-        .unwrap();
-        let mut agent = stage.replica(&replica.url(), source.address, &[]);
-        let warning = agent.wait_for_line("would not take the server over", LONG).unwrap();
-        says(&warning, &["WARN", "backlog", "repl-backlog-size", "following until it would"]);
+        let mut agent = held_up(&stage, &source, &replica);
         // Still following, through us: a write arrives.
         primary.client().unwrap().ok(&["SET", "meanwhile", "1"]).unwrap();
         wait_until("a write to arrive", LONG, || {
@@ -291,6 +279,43 @@ fn a_backlog_too_small_for_the_writes_is_warned_of_and_the_hand_off_waits_for_ca
         succeeds(&mut agent, &replica);
         assert_same_data(&primary, &replica);
         assert_eq!(number(&primary, "sync_full"), 1);
+    }
+}
+
+/// An agent that follows because the primary's backlog is too small for what is written.
+fn held_up(stage: &Stage, source: &Source, replica: &Server) -> Agent {
+    // Long enough that the source knows how fast the stream grows.
+    wait_until("the stream to grow", LONG, || {
+        let generation = &source.status()["generation"];
+        let at = |name: &str| generation[name].as_u64().unwrap_or(0);
+        let grown = at("offset_now").saturating_sub(at("offset_start"));
+        Ok(if grown > 1 << 20 { Ok(()) } else { Err(format!("{grown} bytes")) })
+    })
+    .unwrap();
+    let mut agent = stage.replica(&replica.url(), source.address, &[]);
+    let warning = agent.wait_for_line("would not take the server over", LONG).unwrap();
+    says(&warning, &["WARN", "backlog", "repl-backlog-size", "following until it would"]);
+    agent
+}
+
+#[test]
+fn a_server_that_has_loaded_when_the_primary_restarts_is_left_to_its_own_replication() {
+    for kind in require::kinds() {
+        let stage = Stage::new();
+        let (mut primary, replica) =
+            (quick(kind).config("repl-backlog-size", "16kb").start().unwrap(), Server::start(kind).unwrap());
+        fill_keys(&primary, 1000, "old");
+        let source = stage.source(&primary.url(), &["--eager"]);
+        let (_, writer) = steady_writer(&primary);
+        let mut agent = held_up(&stage, &source, &replica);
+        primary.restart().unwrap();
+        writer.join().unwrap();
+        fill_keys(&primary, 50, "new");
+        agent.wait_for_line("handing the server over", LONG).unwrap();
+        succeeds(&mut agent, &replica);
+        // The other history has nothing of the first: its own 50 keys, and no others.
+        assert_same_data(&primary, &replica);
+        assert_eq!(replica.client().unwrap().int(&["DBSIZE"]).unwrap(), 50);
     }
 }
 

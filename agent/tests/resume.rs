@@ -246,3 +246,29 @@ fn a_server_that_restarts_while_it_loads_is_redirected_again() {
         assert_eq!(master_host(&replica).parse::<IpAddr>(), Ok(primary.address().ip()));
     }
 }
+
+#[test]
+fn a_server_that_somebody_else_takes_over_meanwhile_is_left_to_them() {
+    let Some(kind) = require::redis() else { return };
+    let primary = Server::builder(kind).config("repl-diskless-sync-delay", 0).start().unwrap();
+    let (replica, other) = (Server::start(kind).unwrap(), Server::start(kind).unwrap());
+    fill_keys(&primary, 3000, "old");
+    fill_keys(&other, 10, "other");
+    load_slowly(&replica, 500);
+    let stage = Stage::new();
+    // Nothing to load yet: the snapshot waits for the primary's child.
+    primary.configure("rdb-key-save-delay", "1000").unwrap();
+    let source = stage.source(&primary.url(), &[]);
+    let mut agent = stage.replica(&replica.url(), source.address, &[]);
+    agent.wait_for_line("follows our link", LONG).unwrap();
+    wait_until("the server to be redirected", LONG, || {
+        let told = replica.client()?.ok(&["REPLICAOF", "127.0.0.1", &other.port().to_string()]);
+        Ok(told.map_err(|error| error.to_string()))
+    })
+    .unwrap();
+    let said = ends(&mut agent, 6);
+    says(&said, &["was told to follow", &other.port().to_string(), "the server is left as it is"]);
+    replica.wait_for_link(LONG).unwrap();
+    assert_same_data(&other, &replica);
+    assert_eq!(replica.configured("repl-diskless-load").unwrap(), "disabled");
+}
