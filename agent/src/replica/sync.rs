@@ -65,6 +65,8 @@ pub(super) struct Sync {
     backoff: Backoff,
     /// Since when the server should have come to our link and has not.
     missed: Option<Instant>,
+    /// Since when it has not answered when it was looked for.
+    silent_since: Option<Instant>,
     /// Somebody else has taken the server over: it is not ours to put in order.
     taken_away: bool,
     /// Payloads that the server broke off.
@@ -122,7 +124,7 @@ const QUESTION_EVERY: Duration = Duration::from_millis(250);
 /// was started again does not know the old stream.
 const STAY_WITHOUT_SOURCE: Duration = Duration::from_secs(2);
 
-/// How long a server may take to answer after it was put out for taking nothing.
+/// How long a server may take to answer when it is asked whether it lives.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(3);
 
 /// How long a hand-off may take until the server is in step with the primary by itself.
@@ -196,6 +198,7 @@ impl Sync {
             waiting: None,
             backoff: Backoff::default(),
             missed: None,
+            silent_since: None,
             taken_away: false,
             broken_loads: 0,
             stalled: false,
@@ -439,19 +442,25 @@ impl Sync {
         if !self.stalled {
             return Ok(());
         }
-        let answer = async {
-            self.client = self.server.connect().await?;
-            self.replication_facts().await
-        };
-        match tokio::time::timeout(SIGN_OF_LIFE, answer).await {
-            Ok(answer) => answer.map_err(Failure::from)?,
-            Err(_) => {
-                let text = format!("the server {} does not answer for {} s", self.server.url(), SIGN_OF_LIFE.as_secs());
-                return Err(Failure::new(Code::Server, text));
-            }
-        };
+        self.fresh_facts().await?;
         self.stalled = false;
         Ok(())
+    }
+
+    /// What the server says of itself on a new connection, within a time that does not keep us from everything else.
+    async fn fresh_facts(&mut self) -> Result<Facts, Failure> {
+        let answer = async {
+            let mut client = self.server.connect().await?;
+            let facts = Facts::read(&mut client).await?;
+            Ok::<_, ServerError>((client, facts))
+        };
+        let Ok(answer) = tokio::time::timeout(SIGN_OF_LIFE, answer).await else {
+            let text = format!("the server {} does not answer for {} s", self.server.url(), SIGN_OF_LIFE.as_secs());
+            return Err(Failure::new(Code::Server, text));
+        };
+        let (client, facts) = answer?;
+        self.client = client;
+        Ok(facts)
     }
 
     /// The tables can't be read at present: ask for them again, after a pause.
@@ -593,11 +602,19 @@ impl Sync {
 
     /// The server does not come to our link. It may have restarted, and then follows nobody; or it has been told otherwise.
     async fn look_for_the_server(&mut self) -> Flow {
-        let facts = match Facts::read(&mut self.client).await {
-            Ok(facts) => facts,
-            Err(error) => return self.server_away(error).await,
-        };
+        let looked = self.fresh_facts().await;
         self.missed = Some(Instant::now());
+        let facts = match looked {
+            Ok(facts) => facts,
+            Err(failure) if self.silent_since.get_or_insert_with(Instant::now).elapsed() > self.args.retry_for => {
+                return Err(failure);
+            }
+            Err(failure) => {
+                tracing::debug!("{failure}; looking again");
+                return GO_ON;
+            }
+        };
+        self.silent_since = None;
         let (host, port) = (self.link.ip().to_string(), self.link.port());
         if facts.loading == Some(true) || facts.link.as_ref().is_some_and(|link| link.host == host && link.port == port)
         {
