@@ -59,8 +59,9 @@ pub struct SourceArgs {
     #[arg(long, value_name = "TIME", default_value = "1h", value_parser = parse_duration, help_heading = "Snapshot")]
     pub max_age: Duration,
 
-    /// A replica that takes nothing for this long is put out, so that it holds nobody else; it alone starts again.
-    #[arg(long, value_name = "TIME", default_value = "60s", value_parser = parse_duration, help_heading = "Snapshot")]
+    /// A replica that takes nothing for this long, while others or the primary wait for it, is put out; it alone starts again. Keep
+    /// it well below the primary's repl-timeout (60 s by default), after which the primary gives the snapshot up for all.
+    #[arg(long, value_name = "TIME", default_value = "15s", value_parser = parse_duration, help_heading = "Snapshot")]
     pub stall_timeout: Duration,
 
     /// How TCP lanes send: `copy` (sendmsg) or `file` (sendfile: about a third of the CPU, but a slow receiver may be sent bytes that
