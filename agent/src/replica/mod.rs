@@ -59,7 +59,7 @@ async fn prepare(args: ReplicaArgs) -> Result<Option<Sync>, Failure> {
         record.put_back(&mut client).await?;
     }
     let target = preflight::target(&server, &mut client, &record, args.link_cert.is_some()).await?;
-    let mut source = source::Source::connect(&args, &token).await.map_err(source::failure)?;
+    let mut source = source::Source::connect_first(&args, &token).await.map_err(source::failure)?;
     let plan = source.plan(&args, &target).await?;
     let primary = preflight::primary(&args, &server, &target, &plan, source.address()).await?;
     preflight::refuse_to_overwrite(&args, &server, &target)?;

@@ -2,13 +2,13 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use remora_fabric::shm::ShmConnector;
 use remora_fabric::tcp::{TcpConnector, TcpOptions};
 use remora_fabric::{Connector, Memory, Pages, Peer, RegionKey, Secret, TransportKind};
 use remora_messenger::control::{Join, Message, Offer, Resume, TableOffer};
-use remora_messenger::{Connection, Options, Token, derive};
+use remora_messenger::{Connection, Fault, Options, Token, derive};
 use remora_table::{Expectation, Geometry, SinkLayout};
 
 use super::delivery::Progress;
@@ -17,7 +17,7 @@ use super::preflight::Target;
 use super::spool;
 use crate::cli::{ReplicaArgs, TransportChoice};
 use crate::exit::{Code, Failure};
-use crate::source::LANES_LABEL;
+use crate::source::{Backoff, LANES_LABEL};
 
 /// A session with the source.
 pub(super) struct Source {
@@ -32,6 +32,21 @@ impl Source {
         let address = (args.source.host.as_str(), args.source.port);
         let connection = remora_messenger::connect(address, token, &Options::default()).await?;
         Ok(Source { connection })
+    }
+
+    /// The first connection. A door that is crowded for the moment is worth waiting at; anything else is told at once.
+    pub(super) async fn connect_first(args: &ReplicaArgs, token: &Token) -> Result<Source, remora_messenger::Error> {
+        let (began, mut backoff) = (Instant::now(), Backoff::default());
+        loop {
+            match Source::connect(args, token).await {
+                Err(error) if matches!(error.fault, Fault::Busy) && began.elapsed() < args.retry_for => {
+                    let pause = backoff.next();
+                    tracing::warn!("the source {error}; trying again in {} ms", pause.as_millis());
+                    tokio::time::sleep(pause).await;
+                }
+                done => return done,
+            }
+        }
     }
 
     /// The address by which the source was reached.

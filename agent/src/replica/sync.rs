@@ -733,7 +733,13 @@ impl Sync {
             tokio::time::sleep(QUICK_TICK).await;
             let facts = match self.replication_facts().await {
                 Ok(facts) => facts,
-                Err(error) if error.is_passing() && now.elapsed() < HAND_OFF_LIMIT => continue,
+                Err(error) if error.is_passing() && now.elapsed() < HAND_OFF_LIMIT => {
+                    // A connection that was lost does not come back by itself.
+                    if let Ok(client) = self.server.connect().await {
+                        self.client = client;
+                    }
+                    continue;
+                }
                 Err(error) => return Err(error.into()),
             };
             let Some(link) = facts.link.filter(|link| link.host == host && link.port == port) else { continue };

@@ -256,7 +256,8 @@ impl Owner {
         reads: Format,
         actions: &mut Vec<Action>,
     ) {
-        if self.replicas.len() >= self.rules.max_replicas {
+        // One that asks once more over the same connection has its place already.
+        if self.replicas.len() >= self.rules.max_replicas && !self.replicas.contains_key(&session) {
             let text = format!(
                 "{} replicas are joined already, the limit of this source; join later, or raise --max-replicas",
                 self.replicas.len()

@@ -270,6 +270,9 @@ fn one_replica_too_many_is_refused_and_touches_nothing() {
     }
     let actions = bench.join(4);
     assert!(matches!(&actions[..], [Action::Drop { session: 4, code: RefusalCode::Busy, .. }]), "{actions:?}");
+    // One that has its place may ask again.
+    let actions = bench.join(2);
+    assert!(!actions.iter().any(|action| matches!(action, Action::Drop { .. })), "{actions:?}");
 }
 
 #[test]
