@@ -323,6 +323,7 @@ fn strangers_at_the_door_do_not_harm_a_sync() {
     let mut random = Random::new(7);
     garbage(source.address, &mut random);
     let held = strangers(source.address);
+    let mut late = stage.replica(&next.url(), source.address, &["--transport", "tcp"]);
     garbage(source.address, &mut random);
     assert!(agent.ended().unwrap().is_none(), "the sync was over before the strangers had said all");
     succeeds(&mut agent, &replica);
@@ -331,8 +332,10 @@ fn strangers_at_the_door_do_not_harm_a_sync() {
     source.agent.wait_for_line("turned away", LONG).unwrap();
     assert!(source.agent.peak_memory() < 400 << 20, "{}", source.agent.peak_memory());
 
+    // One that came while they crowded the door has waited until it was free again.
+    says(&late.wait_for_line("trying again in", LONG).unwrap(), &["as many conversations as it allows"]);
+    succeeds(&mut late, &next);
     drop(held);
-    succeeds(&mut stage.replica(&next.url(), source.address, &["--transport", "tcp"]), &next);
     assert_same_data(&primary, &next);
     assert_eq!(number(&primary, "sync_full"), 1);
 }
