@@ -1,0 +1,134 @@
+//! Exactness: whatever is written while a replica is made, afterwards it and the primary are the same, byte for byte and at
+//! the same offset, and the primary was asked for one copy in all.
+#![allow(clippy::unwrap_used)]
+
+mod kit;
+
+use kit::{LONG, Source, primary, syncs};
+use remora_lab::server::wait_until;
+use remora_lab::{Agent, Kind, Server, Workload, assert_same_data, fill_every_type, require};
+
+/// Commands that the writers must have done while the replicas were made: so that it was under load at all.
+const WRITES_MEANWHILE: u64 = 5_000;
+
+/// Redis's own load generator at full speed, until dropped. `None` where it is missing.
+fn benchmark(server: &Server) -> Option<Agent> {
+    let port = server.port().to_string();
+    let args = ["-p", &port, "-t", "set,incr,lpush,rpop,sadd,hset,spop,zadd,zpopmin", "-r", "5000", "-n", "100000"];
+    Agent::start("redis-benchmark", &[&args[..], &["-P", "8", "-c", "8", "-d", "64", "-l", "-q"]].concat()).ok()
+}
+
+/// One replica by shared memory and one by TCP, out of one snapshot, while everything is written that can be.
+fn two_replicas_are_exact(primary_kind: Kind, replica_kind: Kind) {
+    let primary = primary(primary_kind).start().unwrap();
+    fill_every_type(&mut primary.client().unwrap(), 7).unwrap();
+    let servers = [Server::start(replica_kind).unwrap(), Server::start(replica_kind).unwrap()];
+    let before = syncs(&primary);
+    let source = Source::start(&primary, &["--memory", "256MiB"]);
+
+    let writer = Workload::on(&primary).unwrap();
+    let flood = benchmark(&primary);
+    writer.wait_for(WRITES_MEANWHILE);
+    let mut agents =
+        [source.replica(&servers[0], &["--transport", "shm"]), source.replica(&servers[1], &["--transport", "tcp"])];
+    for agent in &mut agents {
+        agent.wait_for_success(LONG).unwrap();
+    }
+    writer.wait_for(WRITES_MEANWHILE);
+    drop(flood);
+    let counts = writer.stop().unwrap();
+    assert!(counts.commands >= 2 * WRITES_MEANWHILE, "{counts:?}");
+
+    for server in &servers {
+        if primary_kind == replica_kind {
+            assert_same_data(&primary, server);
+        } else {
+            assert_same_content(&primary, server);
+        }
+    }
+    let after = syncs(&primary);
+    assert_eq!((after.0 - before.0, after.1 - before.1), (1, 2), "one copy in all, one continuation for each replica");
+}
+
+/// Across the families digests differ by the digits in which scores are printed (`0.1` and `0.10000000000000001`): the
+/// place in the history is compared, and then every key by its content.
+fn assert_same_content(primary: &Server, replica: &Server) {
+    let place = |server: &Server| (server.fact("master_replid").unwrap(), server.fact("master_repl_offset").unwrap());
+    wait_until("the replica to be where its primary is", LONG, || {
+        let (here, there) = (place(primary), place(replica));
+        Ok(if here == there { Ok(()) } else { Err(format!("{here:?} and {there:?}")) })
+    })
+    .unwrap();
+    kit::run(&["verify", "--primary", &primary.url(), "--replica", &replica.url()]);
+}
+
+#[test]
+fn replicas_of_redis_made_under_every_kind_of_write_are_exact() {
+    let Some(kind) = require::redis() else { return };
+    two_replicas_are_exact(kind, kind);
+}
+
+#[test]
+fn replicas_of_valkey_made_under_every_kind_of_write_are_exact() {
+    let Some(kind) = require::valkey() else { return };
+    two_replicas_are_exact(kind, kind);
+}
+
+#[test]
+fn valkey_servers_become_exact_replicas_of_a_redis_under_every_kind_of_write() {
+    let (Some(redis), Some(valkey)) = (require::redis(), require::valkey()) else { return };
+    two_replicas_are_exact(redis, valkey);
+}
+
+#[test]
+fn every_type_with_any_bytes_in_sixteen_databases_arrives() {
+    for kind in require::kinds() {
+        let (primary, replica) = (primary(kind).start().unwrap(), Server::start(kind).unwrap());
+        let keys = fill_every_type(&mut primary.client().unwrap(), 11).unwrap();
+        let source = Source::start(&primary, &["--memory", "64MiB"]);
+        source.replicate(&replica, &[]);
+        assert_same_data(&primary, &replica);
+
+        let mut client = replica.client().unwrap();
+        assert_eq!(remora_lab::workload::key_count(&mut client).unwrap(), keys);
+        let every_byte: Vec<u8> = (0..=u8::MAX).collect();
+        assert_eq!(client.bytes(&[b"GET".as_slice(), &every_byte]).unwrap().unwrap(), every_byte);
+        for database in 0..16 {
+            client.ok(&["SELECT", &database.to_string()]).unwrap();
+            assert_eq!(client.text(&["GET", "database"]).unwrap(), database.to_string());
+        }
+    }
+}
+
+#[test]
+fn an_empty_primary_makes_an_empty_replica_that_follows_it() {
+    for kind in require::kinds() {
+        let (primary, replica) = (primary(kind).start().unwrap(), Server::start(kind).unwrap());
+        let source = Source::start(&primary, &["--memory", "16MiB"]);
+        source.replicate(&replica, &[]);
+        assert_eq!(replica.client().unwrap().int(&["DBSIZE"]).unwrap(), 0);
+        primary.client().unwrap().ok(&["SET", "after", "the hand-off"]).unwrap();
+        assert_same_data(&primary, &replica);
+        assert_eq!(replica.client().unwrap().text(&["GET", "after"]).unwrap(), "the hand-off");
+    }
+}
+
+#[test]
+fn a_value_as_long_as_servers_allow_passes_through_a_small_window() {
+    let Some(kind) = require::redis() else { return };
+    // Without compression, or its zeros would become nothing on the way.
+    let primary = primary(kind).config("rdbcompression", "no").start().unwrap();
+    let replica = Server::start(kind).unwrap();
+    let mut client = primary.client().unwrap();
+    assert_eq!(client.int(&["SETRANGE", "big", &(LONGEST - 4).to_string(), "last"]).unwrap(), LONGEST);
+    client.int(&["SETRANGE", "big", "200000000", "in the middle"]).unwrap();
+
+    let source = Source::start(&primary, &["--memory", "64MiB"]);
+    source.replicate(&replica, &["--memory", "32MiB"]);
+    let mut there = replica.client().unwrap();
+    assert_eq!(there.int(&["STRLEN", "big"]).unwrap(), LONGEST);
+    assert_same_data(&primary, &replica);
+}
+
+/// 512 MiB: `proto-max-bulk-len`.
+const LONGEST: i64 = 512 << 20;

@@ -1,0 +1,132 @@
+//! What the tests of both ends together share: primaries set up for quick snapshots, a source and its replica agents as
+//! processes, what `remora status` and a server's INFO say.
+//!
+//! It asserts nothing of its own but that things start.
+#![allow(clippy::unwrap_used, dead_code)] // each test program uses another part of it
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use remora_lab::server::{Builder, wait_until};
+use remora_lab::{Agent, Kind, Server, scratch};
+use rustix::process::Signal;
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// What only a broken machine exceeds.
+pub(crate) const LONG: Duration = Duration::from_secs(90);
+
+/// A server as tests want a primary: it takes a snapshot at once when asked (the default waits five seconds for company), and
+/// its backlog bears a hand-off under full load.
+pub(crate) fn primary(kind: Kind) -> Builder {
+    Server::builder(kind).config("repl-diskless-sync-delay", 0).config("repl-backlog-size", "64mb")
+}
+
+/// A running source agent. Its folder holds the token, and stands for the home of all agents that are started by it.
+pub(crate) struct Source {
+    /// The process.
+    pub(crate) agent: Agent,
+    /// Where it listens.
+    pub(crate) address: String,
+    folder: TempDir,
+    token: PathBuf,
+}
+
+impl Source {
+    /// Starts one for `primary`, and waits until it is ready.
+    pub(crate) fn start(primary: &Server, more: &[&str]) -> Source {
+        let folder = scratch::folder("source").unwrap();
+        let token = scratch::token_file(folder.path()).unwrap();
+        let (agent, address) = launch(primary, folder.path(), &token, "127.0.0.1:0", more);
+        Source { agent, address, folder, token }
+    }
+
+    /// Stops it as an operator would, and starts it again at the same address.
+    pub(crate) fn restart(&mut self, primary: &Server) {
+        self.agent.signal(Signal::TERM).unwrap();
+        self.agent.wait_for_success(LONG).unwrap();
+        (self.agent, _) = launch(primary, self.folder.path(), &self.token, &self.address, &[]);
+    }
+
+    /// Starts a replica agent that makes `server` a replica.
+    pub(crate) fn replica(&self, server: &Server, more: &[&str]) -> Agent {
+        let (url, token) = (server.url(), self.token.display().to_string());
+        let mut args = vec!["replica", "--server", &url, "--source", &self.address, "--token-file", &token];
+        args.extend(more);
+        remora(self.folder.path(), &args)
+    }
+
+    /// Makes `server` a replica, and waits for it.
+    pub(crate) fn replicate(&self, server: &Server, more: &[&str]) -> Agent {
+        let mut agent = self.replica(server, more);
+        agent.wait_for_success(LONG).unwrap();
+        agent
+    }
+
+    /// What `remora status --json` prints.
+    pub(crate) fn status(&self) -> Value {
+        let token = self.token.display().to_string();
+        let args = ["status", "--json", "--source", &self.address, "--token-file", &token];
+        let mut agent = remora(self.folder.path(), &args);
+        agent.wait_for_success(LONG).unwrap();
+        serde_json::from_str(&agent.stdout()).unwrap()
+    }
+
+    /// Waits until the status is as wanted.
+    pub(crate) fn wait_for_status(&self, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
+        let look = || {
+            let status = self.status();
+            Ok(if wanted(&status) { Ok(status) } else { Err(status.to_string()) })
+        };
+        wait_until(what, LONG, look).unwrap()
+    }
+
+    /// The number of the snapshot that it holds.
+    pub(crate) fn generation(&self) -> u64 {
+        self.status()["generation"]["generation"].as_u64().unwrap()
+    }
+
+    /// How many snapshots it has taken so far.
+    pub(crate) fn snapshots_taken(&self) -> u64 {
+        self.status()["totals"]["snapshots_taken"].as_u64().unwrap()
+    }
+}
+
+fn launch(primary: &Server, home: &Path, token: &Path, listen: &str, more: &[&str]) -> (Agent, String) {
+    let (url, token) = (primary.url(), token.display().to_string());
+    let mut args = vec!["source", "--server", &url, "--token-file", &token, "--listen", listen];
+    args.extend(more);
+    let mut agent = remora(home, &args);
+    let line = agent.wait_for_line("source ready", LONG).unwrap();
+    let address = line.split("listening=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap();
+    (agent, address.to_owned())
+}
+
+/// Starts `remora`. What it keeps, it keeps in `home`.
+fn remora(home: &Path, args: &[&str]) -> Agent {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_remora"));
+    command.args(args).env("XDG_STATE_HOME", home).env_remove("REMORA_PASSWORD").env_remove("REMORA_LOG");
+    Agent::run(command).unwrap()
+}
+
+/// Runs `remora` to its end, which must be a good one. For commands that keep nothing.
+pub(crate) fn run(args: &[&str]) {
+    remora(Path::new("/nonexistent"), args).wait_for_success(LONG).unwrap();
+}
+
+/// Fills a server with `keys` values of `bytes` bytes each that no compression makes smaller.
+pub(crate) fn load(server: &Server, keys: u64, bytes: u64) {
+    let (url, keys, bytes) = (server.url(), keys.to_string(), bytes.to_string());
+    run(&["load", "--server", &url, "--keys", &keys, "--value-size", &bytes]);
+}
+
+/// A number out of a server's INFO.
+pub(crate) fn number(server: &Server, name: &str) -> u64 {
+    server.fact(name).unwrap().parse().unwrap()
+}
+
+/// How often the primary was asked for a full copy, and how often it continued one.
+pub(crate) fn syncs(primary: &Server) -> (u64, u64) {
+    (number(primary, "sync_full"), number(primary, "sync_partial_ok"))
+}
