@@ -1,0 +1,71 @@
+//! Memory: both ends stay within what they were given and 64 MiB for themselves, also where the data set has no room in it.
+#![allow(clippy::unwrap_used)]
+
+mod kit;
+
+use kit::{LONG, Source, load, primary};
+use remora_lab::{Agent, Kind, Server, assert_same_data, require};
+
+const MIB: u64 = 1 << 20;
+
+/// What an agent may take beyond its `--memory`.
+const OWN: u64 = 64 * MIB;
+
+/// Neither what the process has resident nor its shared memory is beyond its limit.
+fn assert_within(who: &str, agent: &Agent, memory: u64) {
+    let (resident, shared) = (agent.peak_memory() / MIB, agent.peak_memfd() / MIB);
+    assert!(resident > 0, "nothing was measured of {who}");
+    assert!(resident * MIB <= memory + OWN, "{who}: {resident} MiB resident with --memory {} MiB", memory / MIB);
+    assert!(shared * MIB <= memory + OWN, "{who}: {shared} MiB of shared memory with --memory {} MiB", memory / MIB);
+    println!("{who}: {resident} MiB resident, {shared} MiB of shared memory at most");
+}
+
+#[test]
+fn a_redis_four_times_as_large_as_the_memory_passes_through_it() {
+    let Some(kind) = require::redis() else { return };
+    four_times_the_memory(kind);
+}
+
+#[test]
+fn a_valkey_four_times_as_large_as_the_memory_passes_through_it() {
+    let Some(kind) = require::valkey() else { return };
+    four_times_the_memory(kind);
+}
+
+fn four_times_the_memory(kind: Kind) {
+    // Time for both to join the same snapshot: in a window nobody can join late.
+    let primary = primary(kind).config("repl-diskless-sync-delay", 1).start().unwrap();
+    load(&primary, 32, 4 * MIB);
+    let servers = [Server::start(kind).unwrap(), Server::start(kind).unwrap()];
+    let source = Source::start(&primary, &["--memory", "32MiB"]);
+    let mut agents = [
+        source.replica(&servers[0], &["--memory", "32MiB", "--transport", "shm"]),
+        source.replica(&servers[1], &["--memory", "32MiB", "--transport", "tcp"]),
+    ];
+    for agent in &mut agents {
+        agent.wait_for_success(LONG).unwrap();
+    }
+    assert_within("the source", &source.agent, 32 * MIB);
+    assert_within("the replica by shm", &agents[0], 32 * MIB);
+    assert_within("the replica by tcp", &agents[1], 32 * MIB);
+    assert!(source.status()["generation"]["windowed"].as_bool().unwrap(), "there was no need for a window");
+    for server in &servers {
+        assert_same_data(&primary, server);
+    }
+}
+
+#[test]
+fn a_small_replica_agent_reads_a_large_table() {
+    let Some(kind) = require::valkey() else { return };
+    let primary = primary(kind).start().unwrap();
+    load(&primary, 40, 4 * MIB);
+    let source = Source::start(&primary, &["--memory", "256MiB"]);
+    for transport in ["shm", "tcp"] {
+        let server = Server::start(kind).unwrap();
+        let agent = source.replicate(&server, &["--memory", "16MiB", "--transport", transport]);
+        assert!(agent.peak_memory() <= 16 * MIB + OWN, "{transport}: {} bytes resident", agent.peak_memory());
+        assert_same_data(&primary, &server);
+    }
+    assert_eq!(source.snapshots_taken(), 1);
+    assert_within("the source", &source.agent, 256 * MIB);
+}
