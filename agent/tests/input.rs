@@ -206,8 +206,8 @@ fn a_server_that_is_loading_is_refused_as_a_replica_and_waited_for_as_a_primary(
 fn a_replica_whose_own_link_is_down_is_waited_for_as_a_primary() {
     for kind in require::kinds() {
         let stage = Stage::new();
-        let (first, middle, replica) =
-            (quick(kind).start().unwrap(), quick(kind).start().unwrap(), Server::start(kind).unwrap());
+        let (first, middle) = (quick(kind).start().unwrap(), quick(kind).start().unwrap());
+        let (replica, other) = (Server::start(kind).unwrap(), Server::start(kind).unwrap());
         fill_keys(&first, 100, "x");
         let nobody = nobody();
         middle.client().unwrap().ok(&["REPLICAOF", &nobody.ip().to_string(), &nobody.port().to_string()]).unwrap();
@@ -216,6 +216,10 @@ fn a_replica_whose_own_link_is_down_is_waited_for_as_a_primary() {
         for end in [&mut source.agent, &mut agent] {
             end.wait_for_line("is a replica whose link to its own primary is down", LONG).unwrap();
         }
+        // Who has less patience is told what was waited for, and has lost nothing.
+        let said = ends(&mut stage.replica(&other.url(), source.address, &["--retry-for", "1s"]), 5);
+        says(said.lines().last().unwrap(), &["link to its own primary is down", "not touched"]);
+        assert_untouched(&other);
         assert_untouched(&replica);
         middle.replicate(&first).unwrap();
         succeeds(&mut agent, &replica);

@@ -34,7 +34,7 @@ use crate::cli::{OnFailure, ReplicaArgs};
 use crate::exit::{Code, Failure};
 use crate::progress;
 use crate::server::{Client, Facts, Server, ServerError};
-use crate::source::Backoff;
+use crate::source::{Backoff, TROUBLE};
 
 /// See the module's text.
 pub(super) struct Sync {
@@ -111,7 +111,7 @@ const QUICK_TICK: Duration = Duration::from_millis(5);
 const BROKEN_LOADS_LIMIT: u32 = 3;
 
 /// How long the source may have nothing to offer, should `--retry-for` be shorter: a primary may be busy with another snapshot
-/// of its own first.
+/// of its own first. One that fails is borne for `--retry-for` only.
 const WAIT_LIMIT: Duration = Duration::from_secs(60);
 
 /// How long a server may stay away from our link before we look what it is doing: servers try again each second.
@@ -576,8 +576,9 @@ impl Sync {
             self.progress_due = Instant::now() + PROGRESS_EVERY;
             self.tell_progress().await;
         }
+        let retry_for = self.args.retry_for;
         if let Some((since, reason)) = &self.waiting
-            && since.elapsed() > self.args.retry_for.max(WAIT_LIMIT)
+            && since.elapsed() > if reason.starts_with(TROUBLE) { retry_for } else { retry_for.max(WAIT_LIMIT) }
         {
             let text = format!(
                 "the source {} has had no snapshot to offer for {} s: {reason}",

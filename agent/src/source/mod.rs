@@ -43,6 +43,7 @@ use crate::server::{Client, Facts, Link, Place, Role, Server, Task};
 use crate::units::Size;
 
 pub(crate) use self::capture::Backoff;
+pub(crate) use self::owner::TROUBLE;
 
 /// Runs a source until it is stopped.
 ///
@@ -115,6 +116,8 @@ pub(crate) enum Incoming {
     Left { session: Session, fault: Fault },
     /// The server was asked about itself.
     Learned(Box<Facts>),
+    /// ... as well as it could be, for this replica's plan.
+    PlanReady(Session),
 }
 
 /// Messages that may wait for the loop: some for each of many replicas. Beyond it their connections wait.
@@ -122,6 +125,9 @@ const INCOMING_LIMIT: usize = 1024;
 
 /// How often the owner looks at the clock and at the gauge.
 const TICK: Duration = Duration::from_millis(50);
+
+/// How long a replica's plan waits for the server to say how it is: well below the time that replicas wait for a plan.
+const LEARN_LIMIT: Duration = Duration::from_secs(3);
 
 /// How long the threads have to end when the source does.
 const FAREWELL: Duration = Duration::from_secs(3);
@@ -202,6 +208,10 @@ impl Source {
             Incoming::Said { session, message } => self.said(session, message),
             Incoming::Left { session, fault } => self.left(session, &fault),
             Incoming::Learned(facts) => self.facts = *facts,
+            Incoming::PlanReady(session) => {
+                let plan = self.plan();
+                self.send(session, Message::Offer(plan));
+            }
         }
     }
 
@@ -466,9 +476,14 @@ impl Source {
         }
     }
 
-    fn send_plan(&mut self, session: Session) {
-        let plan = self.plan();
-        self.send(session, Message::Offer(plan));
+    /// Answers with what the server says now: it may have restarted, or been failed over, since the last snapshot. One that does
+    /// not answer soon is described as it was.
+    fn send_plan(&self, session: Session) {
+        let (learning, incoming) = (self.learn(), self.incoming.clone());
+        tokio::spawn(async move {
+            let _ = tokio::time::timeout(LEARN_LIMIT, learning).await;
+            let _ = incoming.send(Incoming::PlanReady(session)).await;
+        });
     }
 
     /// Where a replica's server finds the primary: as told, else the server's own address; an empty host where that address
@@ -493,13 +508,13 @@ impl Source {
     }
 
     /// Asks the server about itself, in the background.
-    fn learn(&self) {
+    fn learn(&self) -> tokio::task::JoinHandle<()> {
         let (client, server, incoming) = (self.client.clone(), self.server.clone(), self.incoming.clone());
         tokio::spawn(async move {
             if let Ok(facts) = ask(&client, &server).await {
                 let _ = incoming.send(Incoming::Learned(Box::new(facts))).await;
             }
-        });
+        })
     }
 
     fn answer_hand_off(&mut self, session: Session, offset: u64) {

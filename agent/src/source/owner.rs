@@ -24,6 +24,9 @@ use remora_redis::ReplId;
 use super::capture::{Backoff, CaptureEvent, Fault};
 use super::gauge::Gauge;
 
+/// How the reason begins for which replicas wait when it is no good one. They bear it for their `--retry-for`.
+pub(crate) const TROUBLE: &str = "the last attempt to take a snapshot failed";
+
 /// A replica's session, as numbered by the messenger.
 pub(crate) type Session = u64;
 
@@ -523,7 +526,7 @@ impl Owner {
         if let Some((at, text)) = &self.retry
             && now < *at
         {
-            return Some(format!("the last attempt to take a snapshot failed ({text}); trying again soon"));
+            return Some(format!("{TROUBLE} ({text}); trying again soon"));
         }
         let snapshot = self.snapshot.as_ref()?;
         match snapshot.stage {
