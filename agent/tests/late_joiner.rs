@@ -144,3 +144,25 @@ fn a_new_snapshot_joins_the_stream_that_a_staying_replica_reads() {
         }
     }
 }
+
+#[test]
+fn after_the_primary_restarted_the_next_joiner_follows_its_new_history() {
+    for kind in require::kinds() {
+        let mut primary = primary(kind).start().unwrap();
+        primary.client().unwrap().ok(&["SET", "before", "the restart"]).unwrap();
+        let servers = [Server::start(kind).unwrap(), Server::start(kind).unwrap()];
+        let source = Source::start(&primary, &["--memory", "32MiB"]);
+        source.replicate(&servers[0], &[]);
+        let generation = source.generation();
+
+        primary.restart().unwrap();
+        primary.client().unwrap().ok(&["SET", "after", "the restart"]).unwrap();
+        source.wait_for_status("the old history to be given up", |status| status["generation"].is_null());
+        source.replicate(&servers[1], &[]);
+        assert!(source.generation() > generation);
+        for server in &servers {
+            // The first was handed over to the primary, and has followed it by itself.
+            assert_same_data(&primary, server);
+        }
+    }
+}
