@@ -110,7 +110,7 @@ pub mod cpu {
 /// The machine, in the words that a reader of a kept run needs.
 #[derive(Clone, Debug, Serialize)]
 pub struct Machine {
-    /// Its own name for itself.
+    /// What kept runs call it: its size. Its own name for itself is nobody's business.
     pub host: String,
     /// Model of the processor and number of processors.
     pub processor: String,
@@ -136,7 +136,7 @@ impl Machine {
         let kilobytes: f64 =
             field(&file("/proc/meminfo"), "MemTotal", ':').trim_end_matches(" kB").parse().unwrap_or(0.0);
         Machine {
-            host: file("/proc/sys/kernel/hostname"),
+            host: format!("{processors}vcpu"),
             processor: format!("{} × {}", processors, field(&file("/proc/cpuinfo"), "model name", ':')),
             memory: format!("{:.0} GiB", kilobytes / f64::from(1 << 20)),
             system: format!(
@@ -303,12 +303,22 @@ impl Run {
 
     /// Writes `<folder>/<date>-<host>-<program>/`: README.md, raw.csv, summary.md, run.json.
     fn keep(&self, folder: &Path) -> io::Result<PathBuf> {
+        let json = serde_json::to_string_pretty(self)?;
+        self.keep_files(folder, &[("raw.csv", self.raw()), ("summary.md", self.summary()), ("run.json", json)])
+    }
+
+    /// Writes `<folder>/<date>-<host>-<program>/` with a README.md that says where and how, and these files: for programs whose
+    /// figures do not fit into a [`Sample`].
+    ///
+    /// # Errors
+    /// A folder or file could not be written.
+    pub fn keep_files(&self, folder: &Path, files: &[(&str, String)]) -> io::Result<PathBuf> {
         let folder = folder.join(format!("{}-{}-{}", self.date, self.machine.host, self.program));
         fs::create_dir_all(&folder)?;
         fs::write(folder.join("README.md"), self.readme())?;
-        fs::write(folder.join("raw.csv"), self.raw())?;
-        fs::write(folder.join("summary.md"), self.summary())?;
-        fs::write(folder.join("run.json"), serde_json::to_vec_pretty(self)?)?;
+        for (name, content) in files {
+            fs::write(folder.join(name), content)?;
+        }
         Ok(folder)
     }
 

@@ -11,6 +11,7 @@ use std::collections::VecDeque;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::thread;
+use std::time::Duration;
 
 use remora_lab::{Client, Server};
 use remora_redis::resp::{self, Frame};
@@ -41,7 +42,7 @@ struct Pump {
     scan: Scan,
     get: TcpStream,
     set: Option<TcpStream>,
-    /// Keys whose values are on their way.
+    /// Keys whose values have not begun to come.
     asked: VecDeque<Vec<u8>>,
     /// GETs, and SETs, encoded and not sent yet.
     questions: Vec<u8>,
@@ -85,7 +86,7 @@ impl Pump {
         let mut chunk = vec![0; CHUNK_BYTES];
         loop {
             self.ask()?;
-            if self.asked.is_empty() {
+            if self.asked.is_empty() && self.left == 0 {
                 break;
             }
             let read = self.get.read(&mut chunk)?;
@@ -238,8 +239,13 @@ fn count_answers(mut answers: TcpStream) -> Result<u64> {
 fn connect(address: SocketAddr) -> Result<TcpStream> {
     let stream = TcpStream::connect(address)?;
     stream.set_nodelay(true)?;
+    stream.set_read_timeout(Some(SILENCE))?;
+    stream.set_write_timeout(Some(SILENCE))?;
     Ok(stream)
 }
+
+/// A server that says nothing for so long has given up.
+const SILENCE: Duration = Duration::from_secs(60);
 
 /// One read, and one write of small values.
 const CHUNK_BYTES: usize = 256 << 10;
@@ -254,3 +260,40 @@ const WINDOW_KEYS_MOST: usize = 4096;
 
 /// How long a value is, before one was seen.
 const FIRST_GUESS_BYTES: u64 = 256 << 10;
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use remora_lab::{Random, require};
+
+    use super::*;
+
+    #[test]
+    fn values_of_every_length_and_content_are_copied() {
+        let Some(kind) = require::redis() else { return };
+        let (primary, replicas) =
+            (Server::start(kind).unwrap(), [Server::start(kind).unwrap(), Server::start(kind).unwrap()]);
+        let mut client = primary.client().unwrap();
+        let mut random = Random::new(1);
+        // Around the lengths at which values are sent another way, and with the protocol's own words in them.
+        let lengths = [0, 1, DIRECT_BYTES - 1, DIRECT_BYTES, CHUNK_BYTES - 9, CHUNK_BYTES, CHUNK_BYTES + 1, 3_000_000];
+        for (number, length) in lengths.into_iter().cycle().take(40).enumerate() {
+            let value = [random.bytes(length), b"\r\n$3\r\n".to_vec()].concat();
+            client.ok(&[b"SET".as_slice(), format!("key {number}\r\n").as_bytes(), &value]).unwrap();
+        }
+        client.ok(&["SET", "empty", ""]).unwrap();
+        assert_eq!(copy(&primary, &replicas).unwrap(), [41, 41]);
+        for replica in &replicas {
+            assert_eq!(replica.digest().unwrap(), primary.digest().unwrap());
+        }
+    }
+
+    #[test]
+    fn what_is_no_string_is_an_error_and_not_a_hang() {
+        let Some(kind) = require::redis() else { return };
+        let (primary, replica) = (Server::start(kind).unwrap(), Server::start(kind).unwrap());
+        primary.client().unwrap().int(&["RPUSH", "list", "a"]).unwrap();
+        let error = copy(&primary, &[replica]).unwrap_err().to_string();
+        assert!(error.contains("WRONGTYPE"), "{error}");
+    }
+}

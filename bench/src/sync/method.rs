@@ -52,6 +52,11 @@ impl Method {
         self.transport().is_some()
     }
 
+    /// Whether the servers do it by themselves.
+    pub fn is_own(self) -> bool {
+        matches!(self, Method::OwnDefault | Method::OwnBest | Method::OwnTogether | Method::OwnDual)
+    }
+
     /// What `remora replica` is told to read by.
     pub fn transport(self) -> Option<&'static str> {
         match self {
@@ -94,7 +99,7 @@ impl Method {
     /// What the replicas' servers are started with. Remora's stay as they come.
     pub fn replica_settings(self, kind: Kind) -> Vec<Setting> {
         let mut settings = Vec::new();
-        if matches!(self, Method::OwnBest | Method::OwnTogether | Method::OwnDual) {
+        if self.is_own() && self != Method::OwnDefault {
             settings.push(("repl-diskless-load", "on-empty-db".to_owned()));
         }
         settings.extend(self.dual(kind));

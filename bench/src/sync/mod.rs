@@ -17,12 +17,14 @@ mod costs;
 mod method;
 mod outcome;
 mod scene;
+mod summary;
 mod watch;
 
 pub use agents::{Program, Source, Stay};
 pub use method::{Method, Setting};
 pub use outcome::{Outcome, Phases};
 pub use scene::{Scene, Shape, Trial};
+pub use summary::{Samples, Taken};
 pub use watch::{Show, Sight};
 
 /// A sync fails for reasons of many layers, and whoever staged it can only say so.

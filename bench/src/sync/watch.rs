@@ -142,8 +142,8 @@ fn tail(server: &Server) -> String {
 /// A tenth of a millisecond of the server's time each.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
-/// Twenty times what the slowest takes that we know of.
-const LONGEST_SYNC: Duration = Duration::from_secs(900);
+/// Several times what the slowest takes that we know of (Redis 7 by default, three replicas, four million keys).
+const LONGEST_SYNC: Duration = Duration::from_secs(600);
 
 /// How much of a log an error shows.
 const TAIL_LINES: usize = 15;

@@ -1,0 +1,298 @@
+//! What many outcomes come to: a table per server, shape and number of replicas, and whether what is promised is kept.
+//!
+//! Ratios are of one round: each method against the best of the server's own replication, which is the one whose median is the least.
+
+use std::fmt::Write as _;
+
+use remora_lab::Kind;
+use serde::Serialize;
+
+use super::{Method, Outcome};
+use crate::Spread;
+
+/// One outcome and what it belongs to.
+#[derive(Clone, Debug, Serialize)]
+pub struct Taken {
+    /// Name and version.
+    pub server: String,
+    /// Its kind.
+    #[serde(skip)]
+    pub kind: Kind,
+    /// Name of the shape of the data.
+    pub shape: String,
+    /// From 0.
+    pub round: usize,
+    /// What was found.
+    #[serde(flatten)]
+    pub outcome: Outcome,
+}
+
+/// All outcomes of a run.
+#[derive(Clone, Debug, Default, Serialize)]
+#[serde(transparent)]
+pub struct Samples(pub Vec<Taken>);
+
+/// Outcomes that are compared with one another.
+struct Group<'a> {
+    kind: Kind,
+    title: String,
+    replicas: usize,
+    taken: Vec<&'a Taken>,
+}
+
+/// Something that was promised.
+struct Promise {
+    what: &'static str,
+    most: f64,
+    ratio: Option<Spread>,
+}
+
+impl Samples {
+    /// The tables, as Markdown.
+    pub fn summary(&self) -> String {
+        let mut out = String::from(EXPLAINED);
+        for group in self.groups() {
+            group.summarise(&mut out);
+        }
+        out
+    }
+
+    /// Whether every promise is kept that these samples can tell of, and all replicas were equal.
+    pub fn keep_promises(&self) -> bool {
+        let is_equal = |taken: &Taken| taken.outcome.equal != Some(false);
+        self.0.iter().all(is_equal) && self.groups().iter().flat_map(Group::promises).all(|promise| promise.is_kept())
+    }
+
+    /// Every figure.
+    pub fn raw(&self) -> String {
+        let mut out = String::from(
+            "server,shape,replicas,method,round,seconds,primary_cpu,replica_cpu,agents_cpu,snapshot,transfer,load,catch_up,\
+             primary_bytes,equal\n",
+        );
+        for Taken { server, shape, round, outcome, .. } in &self.0 {
+            let Outcome { method, replicas, seconds, primary_cpu, agents_cpu, phases, primary_bytes, equal, .. } =
+                outcome;
+            let method = method.name().replace(',', "");
+            let replica_cpu: f64 = outcome.replica_cpu.iter().sum();
+            let equal = equal.map_or("", |equal| if equal { "yes" } else { "no" });
+            let _ = writeln!(
+                out,
+                "{server},{shape},{replicas},{method},{round},{seconds:.4},{primary_cpu:.4},{replica_cpu:.4},{agents_cpu:.4},\
+                 {:.4},{:.4},{:.4},{:.4},{primary_bytes},{equal}",
+                phases.snapshot, phases.transfer, phases.load, phases.catch_up
+            );
+        }
+        out
+    }
+
+    fn groups(&self) -> Vec<Group<'_>> {
+        let mut groups: Vec<Group<'_>> = Vec::new();
+        for taken in &self.0 {
+            let replicas = taken.outcome.replicas;
+            let title = format!("{}, {}, N = {replicas}", taken.server, taken.shape);
+            match groups.iter_mut().find(|group| group.title == title) {
+                Some(group) => group.taken.push(taken),
+                None => groups.push(Group { kind: taken.kind, title, replicas, taken: vec![taken] }),
+            }
+        }
+        groups
+    }
+}
+
+impl Group<'_> {
+    fn summarise(&self, out: &mut String) {
+        let _ = writeln!(out, "\n## {}\n\n{HEAD}", self.title);
+        let best = self.best_own(|outcome| outcome.seconds);
+        for method in self.methods() {
+            let Some(wall) = self.spread(method, |outcome| outcome.seconds) else { continue };
+            let median = |figure: fn(&Outcome) -> f64| {
+                self.spread(method, figure).map_or("–".to_owned(), |spread| format!("{:.2}", spread.median))
+            };
+            let ratio = best.and_then(|best| self.ratio(method, best, |outcome| outcome.seconds));
+            let _ = writeln!(
+                out,
+                "| {} | {:.2} ({:.2}–{:.2}) | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
+                method.name(),
+                wall.median,
+                wall.low,
+                wall.high,
+                ratio.map_or("–".to_owned(), |ratio| format!(
+                    "{:.2} ({:.2}–{:.2})",
+                    ratio.median, ratio.low, ratio.high
+                )),
+                median(|outcome| outcome.primary_cpu),
+                median(|outcome| outcome.replica_cpu.iter().sum::<f64>() / outcome.replica_cpu.len().max(1) as f64),
+                median(|outcome| outcome.agents_cpu),
+                median(|outcome| outcome.phases.snapshot),
+                median(|outcome| outcome.phases.transfer),
+                median(|outcome| outcome.phases.load),
+                median(|outcome| outcome.phases.catch_up),
+                median(|outcome| outcome.primary_bytes as f64 / 1e6),
+                self.equality(method),
+            );
+        }
+        for promise in self.promises() {
+            let _ = writeln!(out, "\n> {}", promise.words());
+        }
+    }
+
+    /// In the order of their first outcome.
+    fn methods(&self) -> Vec<Method> {
+        let mut methods = Vec::new();
+        for taken in &self.taken {
+            if !methods.contains(&taken.outcome.method) {
+                methods.push(taken.outcome.method);
+            }
+        }
+        methods
+    }
+
+    fn of(&self, method: Method) -> impl Iterator<Item = &Taken> {
+        self.taken.iter().copied().filter(move |taken| taken.outcome.method == method)
+    }
+
+    fn spread(&self, method: Method, figure: impl Fn(&Outcome) -> f64) -> Option<Spread> {
+        Spread::of(self.of(method).map(|taken| figure(&taken.outcome)))
+    }
+
+    /// The own replication with the least median.
+    fn best_own(&self, figure: impl Fn(&Outcome) -> f64 + Copy) -> Option<Method> {
+        let own = self.methods().into_iter().filter(|method| method.is_own());
+        let medians = own.filter_map(|method| Some((method, self.spread(method, figure)?.median)));
+        medians.min_by(|one, other| one.1.total_cmp(&other.1)).map(|(method, _)| method)
+    }
+
+    /// Ratios of the rounds that have both.
+    fn ratio(&self, ours: Method, rival: Method, figure: impl Fn(&Outcome) -> f64 + Copy) -> Option<Spread> {
+        let rival_in = |round| self.of(rival).find(|taken| taken.round == round).map(|taken| figure(&taken.outcome));
+        Spread::of(self.of(ours).filter_map(|taken| Some(figure(&taken.outcome) / rival_in(taken.round)?)))
+    }
+
+    fn promises(&self) -> Vec<Promise> {
+        let wall = |outcome: &Outcome| outcome.seconds;
+        let cpu = |outcome: &Outcome| outcome.primary_cpu;
+        let against_best = |what, method: Method, most, figure: fn(&Outcome) -> f64| {
+            let best = self.best_own(figure)?;
+            self.of(method).next()?;
+            Some(Promise { what, most, ratio: self.ratio(method, best, figure) })
+        };
+        let (shm, tcp) = match (self.kind, self.replicas) {
+            (Kind::Valkey9, 1) => (1.2, 1.4),
+            (Kind::Redis7, 1) => (1.05, 1.2),
+            _ => (1.0, 1.0),
+        };
+        let promises = [
+            against_best("wall time by shm beside the best of its own", Method::RemoraShm, shm, wall),
+            against_best("wall time by tcp beside the best of its own", Method::RemoraTcp, tcp, wall),
+            against_best(
+                "a late joiner's processor time at the primary beside one of its own",
+                Method::RemoraLate,
+                LATE_MOST,
+                cpu,
+            ),
+        ];
+        promises.into_iter().flatten().collect()
+    }
+
+    fn equality(&self, method: Method) -> &'static str {
+        let looked: Vec<bool> = self.of(method).filter_map(|taken| taken.outcome.equal).collect();
+        match looked.as_slice() {
+            [] => "–",
+            all if all.iter().all(|equal| *equal) => "yes",
+            _ => "**NO**",
+        }
+    }
+}
+
+impl Promise {
+    fn is_kept(&self) -> bool {
+        self.ratio.is_some_and(|ratio| ratio.median <= self.most)
+    }
+
+    fn words(&self) -> String {
+        let verdict = if self.is_kept() { "kept" } else { "**not kept**" };
+        let ratio = self
+            .ratio
+            .map_or("–".to_owned(), |ratio| format!("{:.3} ({:.3}–{:.3})", ratio.median, ratio.low, ratio.high));
+        format!("{}: {ratio}, promised at most {}: {verdict}", self.what, self.most)
+    }
+}
+
+/// The share of one own sync that a late joiner may cost the primary.
+const LATE_MOST: f64 = 0.02;
+
+const EXPLAINED: &str = "# full_sync (seconds)
+
+Medians over the rounds, in brackets the least and the most. *ratio*: wall time against the best of the server's own replication in
+the same round. *CPU*: processor seconds of the primary with its children, of one replica on average, of all agents together (the
+source's from its start, so with the touching of its memory; of the copier's threads where that is the method). The four phases are
+those of the last replica and add up to its wall time; whoever loads while the bytes arrive has its loading in *transfer*.
+";
+
+const HEAD: &str = "| method | wall s | ratio | primary CPU | replica CPU | agents CPU | snapshot | transfer | load | catch-up | MB out of the primary | equal |
+|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sync::Phases;
+
+    fn taken(method: Method, replicas: usize, round: usize, seconds: f64, primary_cpu: f64) -> Taken {
+        let outcome = Outcome {
+            method,
+            replicas,
+            seconds,
+            primary_cpu,
+            replica_cpu: vec![1.0; replicas],
+            agents_cpu: 0.0,
+            phases: Phases { transfer: seconds, ..Phases::default() },
+            primary_bytes: 1_000_000,
+            equal: Some(true),
+            differences: Vec::new(),
+        };
+        Taken { server: "Valkey 9".into(), kind: Kind::Valkey9, shape: "big".into(), round, outcome }
+    }
+
+    #[test]
+    fn ours_is_compared_with_the_best_of_its_own_in_the_same_round() {
+        let mut samples = Samples::default();
+        for (round, speed) in [1.0, 2.0, 4.0].into_iter().enumerate() {
+            samples.0.push(taken(Method::OwnDefault, 1, round, 9.0 * speed, 3.0));
+            samples.0.push(taken(Method::OwnBest, 1, round, 2.0 * speed, 1.0));
+            samples.0.push(taken(Method::Copier, 1, round, 0.1, 1.0));
+            samples.0.push(taken(Method::RemoraShm, 1, round, 2.2 * speed, 1.0));
+        }
+        let groups = samples.groups();
+        let ratio = groups.first().and_then(|group| group.ratio(Method::RemoraShm, Method::OwnBest, |o| o.seconds));
+        assert!(ratio.is_some_and(|ratio| (ratio.low - 1.1).abs() < 1e-9 && (ratio.high - 1.1).abs() < 1e-9));
+        assert!(samples.keep_promises());
+        samples.0.push(taken(Method::RemoraTcp, 1, 0, 3.0, 1.0));
+        assert!(!samples.keep_promises(), "1.5 times the best of its own was promised to be 1.4 at most");
+        assert!(samples.summary().contains("**not kept**"));
+    }
+
+    #[test]
+    fn a_late_joiner_that_costs_the_primary_too_much_breaks_a_promise() {
+        let with_late =
+            |cpu| Samples(vec![taken(Method::OwnBest, 1, 0, 2.0, 1.0), taken(Method::RemoraLate, 1, 0, 9.0, cpu)]);
+        assert!(with_late(0.019).keep_promises());
+        assert!(!with_late(0.021).keep_promises());
+    }
+
+    #[test]
+    fn replicas_that_differ_break_the_greatest_promise() {
+        let mut sample = taken(Method::OwnBest, 1, 0, 2.0, 1.0);
+        sample.outcome.equal = Some(false);
+        assert!(!Samples(vec![sample]).keep_promises());
+    }
+
+    #[test]
+    fn every_figure_is_kept() {
+        let raw = Samples(vec![taken(Method::OwnBest, 3, 1, 2.0, 1.0)]).raw();
+        let line = raw.lines().last().unwrap_or_default();
+        assert_eq!(
+            line,
+            "Valkey 9,big,3,own best,1,2.0000,1.0000,3.0000,0.0000,0.0000,2.0000,0.0000,0.0000,1000000,yes"
+        );
+    }
+}
