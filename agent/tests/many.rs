@@ -107,7 +107,7 @@ fn a_valkey_that_stops_reading_a_window_is_put_out_of_it_and_comes_again() {
 fn one_of_three_stops_reading(kind: Kind) {
     // Time for all to join the same snapshot: in a window nobody can join late.
     let primary = primary(kind).config("repl-diskless-sync-delay", 1).start().unwrap();
-    load(&primary, 80, MIB);
+    load(&primary, 64, MIB);
     let source = Source::start(&primary, &["--memory", "32MiB", "--stall-timeout", "2s"]);
     let alone = replicate_all(&source, &servers(kind, 2), &[]);
 
