@@ -147,7 +147,7 @@ Takes one snapshot of a server and serves it, with the writes that follow, to an
 
 The source speaks to the server as one more replica: nothing is installed there, and it forks once per snapshot however many \
 replicas read it. The server may itself be a replica of the primary (same history, same offsets); the primary is then not \
-touched at all. The source runs until it is stopped by SIGINT or SIGTERM.";
+touched at all. The source runs until it is stopped by SIGINT or SIGTERM, which is its ordinary end (exit code 0).";
 
 fn more() -> String {
     format!(
@@ -166,7 +166,7 @@ Examples:
 {}
 {}",
         Task::Source.help(),
-        exit::help_table(&[Code::Usage, Code::Refused, Code::Server, Code::Interrupted, Code::Local])
+        exit::help_table(&[Code::Usage, Code::Refused, Code::Server, Code::Local])
     )
 }
 
