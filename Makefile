@@ -6,10 +6,6 @@ ARGS ?=
 # rustup puts cargo here, and not every shell knows it.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-# Tests move gigabytes through our own code: built without any optimisation they take several times as long, built as a
-# release they check no overflows and take minutes to link. One step of optimisation is quick at both.
-export CARGO_PROFILE_DEV_OPT_LEVEL ?= 1
-
 .DEFAULT_GOAL := help
 
 ## help: this list

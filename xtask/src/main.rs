@@ -9,7 +9,7 @@
 //! Nothing here is part of the product. What is measured, and how, stands in `remora_bench`; here it is told and shown.
 //!
 //! - [`demo`]: the demonstration. **Start here.** [`show`]: what is seen while it runs; [`table`]: what is left of it.
-//! - [`bench`]: builds and runs the benchmarks.
+//! - [`mod@bench`]: builds and runs the benchmarks.
 //! - [`stop`]: Ctrl-C leaves nothing behind.
 #![forbid(unsafe_code)]
 

@@ -8,31 +8,36 @@
 //!                                                                          └──▶ Stay (--stay), until stopped: then HandOff
 //! ```
 //!
+//! [`hand_off`] and [`ends`] hold the parts of `apply` that those names say.
+//!
 //! Whatever goes wrong before the server holds the whole snapshot ends in [`Sync::clean_up`]; afterwards the best end is always
 //! the hand-off: the server's own replication then makes good whatever is missing.
+
+mod ends;
+mod hand_off;
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use remora_messenger::control::{Message, Offer, Outcome, Phase, Progress as ProgressMessage, RefusalCode};
+use remora_messenger::control::{Message, Offer, Phase, Progress as ProgressMessage, RefusalCode};
 use remora_messenger::{Fault, Token};
 use rustls::ServerConfig;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc::{self, UnboundedReceiver};
 
-use super::delivery::{self, Handle, News, Order};
-use super::meter::Meter;
-use super::preflight::{Primary, Target};
-use super::record::Record;
-use super::report::{Moments, PROGRESS_EVERY, Summary};
-use super::source::{Sinks, Source};
-use super::spool::Spool;
-use super::{SETTLE_LIMIT, once_settled};
-use crate::cli::{OnFailure, ReplicaArgs};
+use crate::cli::ReplicaArgs;
 use crate::exit::{Code, Failure};
 use crate::progress;
+use crate::replica::delivery::{self, Handle, News, Order};
+use crate::replica::meter::Meter;
+use crate::replica::once_settled;
+use crate::replica::preflight::{Primary, Target};
+use crate::replica::record::Record;
+use crate::replica::report::{Moments, PROGRESS_EVERY};
+use crate::replica::source::{Sinks, Source};
+use crate::replica::spool::Spool;
 use crate::server::{Client, Facts, Server, ServerError};
 use crate::source::{Backoff, TROUBLE};
 
@@ -126,12 +131,6 @@ const STAY_WITHOUT_SOURCE: Duration = Duration::from_secs(2);
 
 /// How long a server may take to answer when it is asked whether it lives.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(3);
-
-/// How long a hand-off may take until the server is in step with the primary by itself.
-const HAND_OFF_LIMIT: Duration = Duration::from_secs(20);
-
-/// Hand-offs that may fail before we say that they always will.
-const HAND_OFFS_LIMIT: u32 = 3;
 
 impl Sync {
     /// Opens the link and asks the source for a snapshot. Nothing of the server is touched yet.
@@ -719,230 +718,5 @@ impl Sync {
             self.away_since = None;
         }
         GO_ON
-    }
-
-    /// Points the server at the true primary and waits until it is in step there.
-    async fn hand_off(&mut self, why: &str) -> Flow {
-        let now = Instant::now();
-        self.moments.caught_up.get_or_insert(now);
-        self.phase = Phase::HandOff;
-        let (host, port) = (self.primary.host.clone(), self.primary.port);
-        tracing::info!(primary = %format!("{host}:{port}"), "handing the server over: {why}");
-        self.client.command(&["REPLICAOF", &host, &port.to_string()]).await?;
-        let mut told_full = false;
-        while now.elapsed() < HAND_OFF_LIMIT || told_full {
-            tokio::time::sleep(QUICK_TICK).await;
-            let facts = match self.replication_facts().await {
-                Ok(facts) => facts,
-                Err(error) if error.is_passing() && now.elapsed() < HAND_OFF_LIMIT => {
-                    // A connection that was lost does not come back by itself.
-                    if let Ok(client) = self.server.connect().await {
-                        self.client = client;
-                    }
-                    continue;
-                }
-                Err(error) => return Err(error.into()),
-            };
-            let Some(link) = facts.link.filter(|link| link.host == host && link.port == port) else { continue };
-            if link.up == Some(true) {
-                self.moments.handed_over = Some(Instant::now());
-                self.meter.acknowledged.set(facts.offset.unwrap_or(0));
-                return Ok(ControlFlow::Break(End::HandedOver));
-            }
-            if link.syncing == Some(true) && !told_full {
-                told_full = true;
-                tracing::warn!(
-                    "the primary's backlog no longer reached back to the server: it is taking a full copy by itself; raise \
-                     repl-backlog-size on the primary"
-                );
-            }
-            if told_full && now.elapsed() > self.args.retry_for.max(HAND_OFF_LIMIT) {
-                break;
-            }
-        }
-        self.hand_off_failed().await
-    }
-
-    /// The server did not get in step with the primary: back to our link, where it was.
-    async fn hand_off_failed(&mut self) -> Flow {
-        self.failed_hand_offs += 1;
-        let (host, port) = (&self.primary.host, self.primary.port);
-        if self.failed_hand_offs >= HAND_OFFS_LIMIT || self.source.is_none() {
-            return Err(Failure::new(
-                Code::SyncFailed,
-                format!(
-                    "the server {} holds the whole data set but does not get in step with the primary {host}:{port}; the logs of both \
-                     servers say why",
-                    self.server.url()
-                ),
-            ));
-        }
-        tracing::warn!("the server did not get in step with the primary {host}:{port}; back to our link, to try again");
-        let (host, port) = (self.link.ip().to_string(), self.link.port());
-        self.client.command(&["REPLICAOF", &host, &port.to_string()]).await?;
-        self.phase = Phase::CatchUp;
-        self.missed = Some(Instant::now());
-        self.asked_at = None;
-        self.question_due = Instant::now() + HAND_OFF_LIMIT / 10;
-        GO_ON
-    }
-
-    // ---- ends ----
-
-    async fn stopped(&mut self, signal: &'static str) -> Flow {
-        let loaded = self.delivery.progress().loaded;
-        if loaded {
-            return match self.hand_off("we were stopped").await? {
-                ControlFlow::Break(_) => Ok(ControlFlow::Break(End::Stopped(signal))),
-                ControlFlow::Continue(()) => Err(Failure::new(Code::Interrupted, format!("stopped by {signal}"))),
-            };
-        }
-        Err(Failure::new(Code::Interrupted, format!("stopped by {signal}")))
-    }
-
-    async fn end_well(mut self, end: End) -> Result<(), Failure> {
-        if let Err(error) = self.record.put_back(&mut self.client).await {
-            return Err(Failure::from(error).and("the server is a replica now, but a setting was not put back"));
-        }
-        let summary = self.summary();
-        self.phase = Phase::Done;
-        self.tell_progress().await;
-        self.delivery.stop(true);
-        if let Some(source) = self.source.take() {
-            let text = format!("{} follows the primary at offset {}", self.server.url(), summary.hand_off_offset);
-            source.leave(Message::Leave { outcome: Outcome::HandedOver, text }).await;
-        }
-        self.record.close();
-        if let Some(path) = &self.args.json {
-            let text = serde_json::to_string_pretty(&summary).unwrap_or_default();
-            std::fs::write(path, text).map_err(|error| {
-                Failure::local(format!("{} can't be written: {error}; the sync itself is done", path.display()))
-            })?;
-        }
-        for line in summary.lines() {
-            progress::say(&line);
-        }
-        match end {
-            End::HandedOver => Ok(()),
-            // To stop is the ordinary end of a stay.
-            End::Stopped(_) if self.args.stay => Ok(()),
-            End::Stopped(signal) => {
-                let text = format!("stopped by {signal}; the sync was far enough to be finished first");
-                Err(Failure::new(Code::Interrupted, text))
-            }
-        }
-    }
-
-    fn summary(&self) -> Summary {
-        let origin = self.delivery.progress().origin;
-        let snapshot_offset = origin.as_ref().map_or(0, |origin| origin.offset);
-        let mut summary = Summary {
-            server: self.server.url().to_string(),
-            primary: format!("{}:{}", self.primary.host, self.primary.port),
-            replid: origin.map(|origin| origin.replid).unwrap_or_default(),
-            snapshot_offset,
-            hand_off_offset: self.meter.acknowledged.get(),
-            transport: self.transport.map_or("none", remora_fabric::TransportKind::name).to_string(),
-            snapshot_bytes: self.meter.bytes_delivered.get(),
-            stream_bytes: self.meter.stream_delivered.get().saturating_sub(snapshot_offset),
-            snapshot_seconds: 0.0,
-            transfer_seconds: 0.0,
-            load_seconds: 0.0,
-            catch_up_seconds: 0.0,
-            hand_off_seconds: 0.0,
-            total_seconds: 0.0,
-            interruptions: self.interruptions,
-        };
-        summary.time(&self.moments, self.moments.handed_over.unwrap_or_else(Instant::now));
-        summary
-    }
-
-    /// Leaves the server in a sane state after a failure, and says in which.
-    async fn clean_up(mut self, failure: Failure) -> Failure {
-        let loaded = self.delivery.progress().loaded;
-        self.delivery.stop(false);
-        let left = if !self.redirected {
-            format!("the server was not touched{}", self.put_settings_back().await)
-        } else if self.taken_away {
-            format!("the server is left as it is{}", self.put_settings_back().await)
-        } else if loaded {
-            self.leave_to_the_primary().await
-        } else {
-            self.detach().await
-        };
-        if let Some(source) = self.source.take() {
-            let outcome = if failure.code == Code::Interrupted { Outcome::Stopped } else { Outcome::Failed };
-            source.leave(Message::Leave { outcome, text: failure.message.clone() }).await;
-        }
-        failure.and(&left)
-    }
-
-    /// The data set is whole: the server's own replication can make good the rest.
-    async fn leave_to_the_primary(&mut self) -> String {
-        let (host, port) = (self.primary.host.clone(), self.primary.port);
-        let told = self.client.command(&["REPLICAOF", &host, &port.to_string()]).await;
-        let settings = self.put_settings_back().await;
-        match told {
-            Ok(_) => {
-                format!("the server holds a whole data set and was told to follow {host}:{port} by itself{settings}")
-            }
-            Err(error) => format!(
-                "the server holds a whole data set and follows our closed link {}: {error}{settings}",
-                self.link
-            ),
-        }
-    }
-
-    /// The data set is not whole: nobody shall take it for one.
-    async fn detach(&mut self) -> String {
-        match self.try_detach().await {
-            Ok(left) => left,
-            Err(error) => format!(
-                "the server could not be detached from our closed link {} ({error}): it is read-only and not whole; REPLICAOF NO ONE \
-                 detaches it, and the next remora replica for it takes it as it is",
-                self.link
-            ),
-        }
-    }
-
-    async fn try_detach(&mut self) -> Result<String, ServerError> {
-        // A server that is loading refuses commands until it has noticed that its link is gone.
-        let began = Instant::now();
-        loop {
-            match self.client.command(&["REPLICAOF", "NO", "ONE"]).await {
-                Ok(_) => break,
-                Err(error) if began.elapsed() > SETTLE_LIMIT => return Err(error),
-                Err(ServerError::Refused { .. }) => {}
-                Err(_) => self.client = self.server.connect().await?,
-            }
-            tokio::time::sleep(TICK).await;
-        }
-        while Facts::read(&mut self.client).await?.loading == Some(true) && began.elapsed() < SETTLE_LIMIT {
-            tokio::time::sleep(TICK).await;
-        }
-        let keys = Facts::read(&mut self.client).await?.keys();
-        let settings = self.put_settings_back().await;
-        let left = match self.args.on_failure {
-            // Nothing was given to it: what it holds, it held before.
-            _ if self.meter.bytes_delivered.get() == 0 && self.broken_loads == 0 => {
-                "the server was detached and holds what it held before".to_string()
-            }
-            OnFailure::Empty => {
-                self.client.command(&["FLUSHALL"]).await?;
-                "the server was detached and emptied".to_string()
-            }
-            OnFailure::Detached if keys == 0 => "the server was detached and is empty".to_string(),
-            OnFailure::Detached => {
-                format!("the server was detached and holds {keys} keys, perhaps not whole, open to writes")
-            }
-        };
-        Ok(format!("{left}{settings}"))
-    }
-
-    async fn put_settings_back(&mut self) -> String {
-        match self.record.put_back(&mut self.client).await {
-            Ok(()) => String::new(),
-            Err(error) => format!("; a setting could not be put back ({error}), the next remora replica for it will"),
-        }
     }
 }

@@ -1,0 +1,83 @@
+//! The hand-off: the server goes from our link to the true primary, or back again if it does not get in step there.
+
+use std::ops::ControlFlow;
+use std::time::{Duration, Instant};
+
+use remora_messenger::control::Phase;
+
+use super::{End, Flow, GO_ON, QUICK_TICK, Sync};
+use crate::exit::{Code, Failure};
+
+/// How long a hand-off may take until the server is in step with the primary by itself.
+const HAND_OFF_LIMIT: Duration = Duration::from_secs(20);
+
+/// Hand-offs that may fail before we say that they always will.
+const HAND_OFFS_LIMIT: u32 = 3;
+
+impl Sync {
+    /// Points the server at the true primary and waits until it is in step there.
+    pub(super) async fn hand_off(&mut self, why: &str) -> Flow {
+        let now = Instant::now();
+        self.moments.caught_up.get_or_insert(now);
+        self.phase = Phase::HandOff;
+        let (host, port) = (self.primary.host.clone(), self.primary.port);
+        tracing::info!(primary = %format!("{host}:{port}"), "handing the server over: {why}");
+        self.client.command(&["REPLICAOF", &host, &port.to_string()]).await?;
+        let mut told_full = false;
+        while now.elapsed() < HAND_OFF_LIMIT || told_full {
+            tokio::time::sleep(QUICK_TICK).await;
+            let facts = match self.replication_facts().await {
+                Ok(facts) => facts,
+                Err(error) if error.is_passing() && now.elapsed() < HAND_OFF_LIMIT => {
+                    // A connection that was lost does not come back by itself.
+                    if let Ok(client) = self.server.connect().await {
+                        self.client = client;
+                    }
+                    continue;
+                }
+                Err(error) => return Err(error.into()),
+            };
+            let Some(link) = facts.link.filter(|link| link.host == host && link.port == port) else { continue };
+            if link.up == Some(true) {
+                self.moments.handed_over = Some(Instant::now());
+                self.meter.acknowledged.set(facts.offset.unwrap_or(0));
+                return Ok(ControlFlow::Break(End::HandedOver));
+            }
+            if link.syncing == Some(true) && !told_full {
+                told_full = true;
+                tracing::warn!(
+                    "the primary's backlog no longer reached back to the server: it is taking a full copy by itself; raise \
+                     repl-backlog-size on the primary"
+                );
+            }
+            if told_full && now.elapsed() > self.args.retry_for.max(HAND_OFF_LIMIT) {
+                break;
+            }
+        }
+        self.hand_off_failed().await
+    }
+
+    /// The server did not get in step with the primary: back to our link, where it was.
+    pub(super) async fn hand_off_failed(&mut self) -> Flow {
+        self.failed_hand_offs += 1;
+        let (host, port) = (&self.primary.host, self.primary.port);
+        if self.failed_hand_offs >= HAND_OFFS_LIMIT || self.source.is_none() {
+            return Err(Failure::new(
+                Code::SyncFailed,
+                format!(
+                    "the server {} holds the whole data set but does not get in step with the primary {host}:{port}; the logs of both \
+                     servers say why",
+                    self.server.url()
+                ),
+            ));
+        }
+        tracing::warn!("the server did not get in step with the primary {host}:{port}; back to our link, to try again");
+        let (host, port) = (self.link.ip().to_string(), self.link.port());
+        self.client.command(&["REPLICAOF", &host, &port.to_string()]).await?;
+        self.phase = Phase::CatchUp;
+        self.missed = Some(Instant::now());
+        self.asked_at = None;
+        self.question_due = Instant::now() + HAND_OFF_LIMIT / 10;
+        GO_ON
+    }
+}
