@@ -14,7 +14,7 @@ pub enum Method {
     OwnBest,
     /// ... and all replicas of one snapshot: the primary waits until so many have come. The same as the former for one replica.
     OwnTogether,
-    /// ... and by two channels, where the server has that (Valkey).
+    /// ... and by two channels besides, where the server has that (Valkey).
     OwnDual,
     /// `GET` from the primary, `SET` at the replica, pipelined. Strings only, no point in time, nothing that follows.
     Copier,
@@ -82,14 +82,15 @@ impl Method {
         if matches!(self, Method::OwnDefault | Method::RemoraDefault | Method::Copier) {
             return Vec::new();
         }
+        // The server begins as soon as that many wait, and looks once a second; the delay is only how long it would wait at most.
+        let together = matches!(self, Method::OwnTogether | Method::OwnDual) && replicas > 1;
+        let delay = if together { TOGETHER_SECONDS } else { "0" };
         let mut settings = vec![
             ("repl-diskless-sync", "yes".to_owned()),
-            ("repl-diskless-sync-delay", "0".to_owned()),
+            ("repl-diskless-sync-delay", delay.to_owned()),
             ("rdbcompression", "no".to_owned()),
         ];
-        // The server begins as soon as that many wait, and looks once a second; the delay is only how long it would wait at most.
-        if matches!(self, Method::OwnTogether | Method::OwnDual) && replicas > 1 {
-            settings.push(("repl-diskless-sync-delay", TOGETHER_SECONDS.to_owned()));
+        if together {
             settings.push(("repl-diskless-sync-max-replicas", replicas.to_string()));
         }
         settings.extend(self.dual(kind));
