@@ -226,7 +226,10 @@ impl SpanMut<'_> {
             let byte = unsafe { self.0.start.add(offset) };
             // SAFETY: One byte of a live, writable mapping; a byte is always aligned. Races as in `atomic_u64`.
             let byte = unsafe { AtomicU8::from_ptr(byte.as_ptr()) };
-            byte.fetch_or(0, Ordering::Relaxed);
+            // An exchange of the value for itself: a `fetch_or` of nothing is optimised into a mere load, which touches no page
+            // for writing. Whether it succeeds is of no interest: who came between has written.
+            let value = byte.load(Ordering::Relaxed);
+            let _ = byte.compare_exchange(value, value, Ordering::Relaxed, Ordering::Relaxed);
         }
     }
 
