@@ -20,7 +20,12 @@ fn benchmark(server: &Server) -> Option<Agent> {
 
 /// One replica by shared memory and one by TCP, out of one snapshot, while everything is written that can be.
 fn two_replicas_are_exact(primary_kind: Kind, replica_kind: Kind) {
-    let primary = primary(primary_kind).start().unwrap();
+    two_replicas_of(primary(primary_kind).start().unwrap(), replica_kind, 0);
+}
+
+/// `own`: continuations that the source asks for by itself.
+fn two_replicas_of(primary: Server, replica_kind: Kind, own: u64) {
+    let primary_kind = primary.kind();
     fill_every_type(&mut primary.client().unwrap(), 7).unwrap();
     let servers = [Server::start(replica_kind).unwrap(), Server::start(replica_kind).unwrap()];
     let before = syncs(&primary);
@@ -47,7 +52,11 @@ fn two_replicas_are_exact(primary_kind: Kind, replica_kind: Kind) {
         }
     }
     let after = syncs(&primary);
-    assert_eq!((after.0 - before.0, after.1 - before.1), (1, 2), "one copy in all, one continuation for each replica");
+    assert_eq!(
+        (after.0 - before.0, after.1 - before.1),
+        (1, 2 + own),
+        "one copy in all, one continuation for each replica"
+    );
 }
 
 /// Across the families digests differ by the digits in which scores are printed (`0.1` and `0.10000000000000001`): the
@@ -72,6 +81,28 @@ fn replicas_of_redis_made_under_every_kind_of_write_are_exact() {
 fn replicas_of_valkey_made_under_every_kind_of_write_are_exact() {
     let Some(kind) = require::valkey() else { return };
     two_replicas_are_exact(kind, kind);
+}
+
+#[test]
+fn replicas_of_a_valkey_that_offers_two_channels_are_exact_under_every_kind_of_write() {
+    let Some(kind) = require::valkey() else { return };
+    let primary = primary(kind).config("dual-channel-replication-enabled", "yes").start().unwrap();
+    // Its stream over the second channel counts as one.
+    two_replicas_of(primary, kind, 1);
+}
+
+#[test]
+fn a_user_without_the_rule_for_a_second_channel_gets_all_over_one() {
+    let Some(kind) = require::valkey() else { return };
+    let primary = primary(kind).config("dual-channel-replication-enabled", "yes").start().unwrap();
+    let replica = Server::start(kind).unwrap();
+    fill_every_type(&mut primary.client().unwrap(), 7).unwrap();
+    primary.client().unwrap().ok(&["ACL", "SETUSER", "default", "-sync"]).unwrap();
+    let mut source = Source::start(&primary, &["--memory", "64MiB"]);
+    source.replicate(&replica, &[]);
+    primary.client().unwrap().ok(&["ACL", "SETUSER", "default", "+sync"]).unwrap();
+    assert_same_data(&primary, &replica);
+    source.agent.wait_for_line("taking all over one", LONG).unwrap();
 }
 
 #[test]

@@ -347,6 +347,9 @@ pub struct TableOffer {
     pub slot_size: u32,
     /// Slots in the ring.
     pub slots: u32,
+    /// The promise that the memory of a slot never gets other bytes once it is published, not even after this generation:
+    /// the slots may be used where they lie, for as long as one likes.
+    pub retained: bool,
     /// One key per transport that both ends know; opaque here. At most [`MAX_KEYS`] of at most [`MAX_KEY_BYTES`].
     pub keys: Vec<Vec<u8>>,
 }
@@ -547,6 +550,7 @@ record!(TableOffer {
     first_offset: u64,
     slot_size: u32,
     slots: u32,
+    retained: bool,
     keys: List<Bytes<MAX_KEY_BYTES>, MAX_KEYS>,
 });
 

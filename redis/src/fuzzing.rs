@@ -105,7 +105,8 @@ pub fn psync_client(data: &[u8]) {
         let last_line = answers.get(..consumed).unwrap_or_default();
         assert!(last_line.ends_with(b"\n"), "the handshake ends with a line");
         let last_event = whole.events.last();
-        assert!(matches!(last_event, Some(client::Event::Payload(_) | client::Event::Continue { .. })));
+        use client::Event;
+        assert!(matches!(last_event, Some(Event::Payload(_) | Event::Continue { .. } | Event::TwoChannels)));
     }
 }
 
@@ -123,6 +124,12 @@ fn shake(choice: u8, parts: &[&[u8]]) -> Shaken {
         username: (choice & 2 != 0).then(|| "user".to_owned()),
         password: (choice & 4 != 0).then(|| "password".to_owned()),
         rdb_version: (choice & 8 != 0).then(|| "9.1.0".to_owned()),
+        channel: match choice >> 4 & 3 {
+            0 => client::Channel::Whole,
+            1 => client::Channel::WholeOrStream,
+            2 => client::Channel::Snapshot,
+            _ => client::Channel::Stream { snapshot_client: 7 },
+        },
     });
     let mut consumed = 0;
     let mut end = Err(None);

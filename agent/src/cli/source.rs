@@ -64,9 +64,9 @@ pub struct SourceArgs {
     #[arg(long, value_name = "TIME", default_value = "15s", value_parser = parse_duration, help_heading = "Snapshot")]
     pub stall_timeout: Duration,
 
-    /// How TCP lanes send: `copy` (sendmsg) or `file` (sendfile: about a third of the CPU, but a slow receiver may be sent bytes that
-    /// have been overwritten meanwhile; it notices and reads them again).
-    #[arg(long, value_name = "HOW", default_value = "copy", help_heading = "Transports")]
+    /// How TCP lanes send: `file` (sendfile: about a third of the CPU; a slow receiver may be sent bytes that have been
+    /// overwritten meanwhile, which it notices by their checksum) or `copy` (sendmsg).
+    #[arg(long, value_name = "HOW", default_value = "file", help_heading = "Transports")]
     pub tcp_send: SendChoice,
 
     /// Congestion control of the TCP lanes, as in /proc/sys/net/ipv4/tcp_allowed_congestion_control. Default: the system's.

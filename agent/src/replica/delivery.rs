@@ -18,7 +18,8 @@
 //!
 //! What must hold:
 //! - A server is never given bytes of two snapshots in one payload: another generation drops the link first.
-//! - The mark that completes a payload is sent only after every slot of it was checked *after* it was used.
+//! - The mark that completes a payload is sent only after every slot of it was checked *after* it was used. Slots that were
+//!   lent to the socket are used until the server has read them.
 //! - The stream follows the mark only after the server's first ACK, as real primaries have it. A server that loads from the
 //!   link reads ahead and throws away what came with the mark; one that loads from a file looks for the mark at the end of
 //!   what it has read, and would wait for it for ever.
@@ -38,7 +39,7 @@ use remora_redis::psync::{
     Payload,
     server::{self, Event as ServerSays, Server as PrimaryRole},
 };
-use remora_table::{Chunk, Slot};
+use remora_table::{Chunk, Place, Slot};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustls::ServerConfig;
 use tokio::sync::mpsc::UnboundedSender;
@@ -46,6 +47,7 @@ use tokio::sync::mpsc::UnboundedSender;
 use super::feed::{Feed, FeedError, SnapshotFeed};
 use super::link::Link;
 use super::meter::Meter;
+use super::pacer::Pacer;
 use super::spool::{self, Held, Spool};
 
 /// What the delivery is told.
@@ -177,6 +179,7 @@ struct Served {
     out: Vec<u8>,
     written: usize,
     stage: Stage,
+    pacer: Pacer,
     kept_alive: Instant,
     loaded_told: bool,
 }
@@ -195,6 +198,34 @@ struct Body {
     piece: Option<Piece>,
     /// Bytes of the piece that have been written.
     written: u32,
+    /// Slots that the socket still reads.
+    lent: VecDeque<Lent>,
+    /// Since when the server has read none of them.
+    lent_since: Instant,
+}
+
+/// A slot of which the server may not have read everything.
+struct Lent {
+    slot: Slot,
+    /// [`Link::written`] behind it.
+    end: u64,
+    /// The feed that it came from is over.
+    alone: bool,
+}
+
+impl Body {
+    /// Notes a slot that the socket reads until [`Link::taken`] is at `end`.
+    fn lend(&mut self, slot: Slot, end: u64) {
+        if let Place::View(_) = slot.place {
+            // The socket has hold of the pages themselves: our mapping of them would only count as memory of ours.
+            let (view, range) = slot.bytes();
+            view.forget(range);
+        }
+        if self.lent.is_empty() {
+            self.lent_since = Instant::now();
+        }
+        self.lent.push_back(Lent { slot, end, alone: false });
+    }
 }
 
 /// A slot on its way to the server.
@@ -225,6 +256,12 @@ const PACE_LAST: Duration = Duration::from_millis(2);
 
 /// How often a snapshot that is still being written is looked at.
 const SNAPSHOT_PACE: Duration = Duration::from_micros(500);
+
+/// How often a server that has been lent everything is asked how much it has read.
+const LENT_PACE: Duration = Duration::from_micros(200);
+
+/// How long a server may read nothing of what it was lent: as long as it would wait for us, `repl-timeout`.
+const LENT_LIMIT: Duration = Duration::from_secs(60);
 
 /// Newlines towards a server that waits for its payload: it gives up after `repl-timeout`, 60 s by default.
 const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(1);
@@ -308,6 +345,11 @@ impl Delivery {
         }
     }
 
+    /// Whether the server still has slots to read that were lent to its socket.
+    fn lends(&self) -> bool {
+        matches!(&self.served, Some(Served { stage: Stage::Payload(body), .. }) if !body.lent.is_empty())
+    }
+
     /// Takes a new feed: goes on with it where the last one ended, or starts again with another snapshot.
     fn attach(&mut self, mut feed: Box<Feed>) -> Result<(), String> {
         let same = self.at.origin.as_ref() == Some(&feed.origin);
@@ -383,6 +425,7 @@ impl Delivery {
                     out: Vec::new(),
                     written: 0,
                     stage: Stage::Talking,
+                    pacer: Pacer::default(),
                     kept_alive: Instant::now(),
                     loaded_told: false,
                 });
@@ -400,6 +443,9 @@ impl Delivery {
         let Some(served) = self.served.take() else { return };
         let loading = match served.stage {
             Stage::Payload(body) => {
+                for lent in body.lent.into_iter().filter(|lent| !lent.alone) {
+                    self.give_back(lent.slot);
+                }
                 if let Some(Piece::Fresh(slot)) = body.piece {
                     self.give_back(slot);
                 }
@@ -550,14 +596,15 @@ impl Delivery {
         self.tell(News::FeedLost { error });
     }
 
-    /// The feed that the slot under way came from is over: it may still be read, but not be checked after use. The next feed
-    /// brings it again, and the link goes on in the middle of it.
+    /// The feed that the slot under way came from is over. The next feed brings it again, and the link goes on in the middle
+    /// of it; what of it has been written is checked after use with the others.
     fn lay_down_the_slot(&mut self) {
-        if let Some(Served { stage: Stage::Payload(body), .. }) = &mut self.served
-            && matches!(body.piece, Some(Piece::Fresh(_)))
-        {
-            body.piece = None;
+        let Some(Served { stage: Stage::Payload(body), link, .. }) = &mut self.served else { return };
+        match body.piece.take() {
+            Some(Piece::Fresh(slot)) => body.lend(slot, link.written()),
+            spooled => body.piece = spooled,
         }
+        body.lent.iter_mut().for_each(|lent| lent.alone = true);
     }
 
     fn fetch_snapshot(&mut self) -> Result<bool, Trouble> {
@@ -674,7 +721,8 @@ impl Delivery {
         let mark = random_mark();
         served.role.full_resync(&replid, origin.offset);
         served.role.payload(&Payload::Mark(mark));
-        served.stage = Stage::Payload(Body { mark, next_slot: 0, piece, written: 0 });
+        let (lent, lent_since) = (VecDeque::new(), Instant::now());
+        served.stage = Stage::Payload(Body { mark, next_slot: 0, piece, written: 0, lent, lent_since });
         self.setup.meter.bytes_delivered.set(0);
         Some(0)
     }
@@ -699,11 +747,15 @@ impl Delivery {
 
     /// One write of the payload. `None`: nothing to write, or no room.
     fn write_payload(&mut self) -> Result<Option<usize>, WriteTrouble> {
-        let Some(Served { stage: Stage::Payload(body), .. }) = &self.served else { return Ok(None) };
+        let Some(Served { stage: Stage::Payload(body), pacer, .. }) = &self.served else { return Ok(None) };
+        if pacer.until(Instant::now()).is_some() {
+            return Ok(None);
+        }
         let number = body.next_slot;
         if body.piece.is_none() {
+            self.settle_lent()?;
             let total = self.setup.meter.slots_total.get();
-            let whole = self.fetched && number >= total;
+            let whole = self.fetched && number >= total && !self.lends();
             if whole {
                 return Ok(Some(self.end_payload()));
             }
@@ -712,41 +764,81 @@ impl Delivery {
                 body.piece = Some(piece);
             }
         }
-        let Some(Served { stage: Stage::Payload(body), link, .. }) = &mut self.served else { return Ok(None) };
+        let Some(Served { stage: Stage::Payload(body), link, pacer, .. }) = &mut self.served else { return Ok(None) };
         let Some(piece) = &body.piece else { return Ok(None) };
         let length = (piece.length() - body.written).min(WRITE_PIECE as u32) as usize;
         let wrote = match piece {
             Piece::Fresh(slot) => {
                 let (view, range) = slot.bytes();
-                link.write_view(view, range.start + u64::from(body.written), length)?
+                let start = range.start + u64::from(body.written);
+                if link.borrows() {
+                    link.lend_view(view, start, length)?
+                } else {
+                    link.write_view(view, start, length)?
+                }
             }
             Piece::Spooled(held) => {
                 let Some(spool) = &self.spool else { return Ok(None) };
                 link.write_file(spool.file(), spool.place(held.number) + u64::from(body.written), length)?
             }
         };
-        let Some(wrote) = wrote else { return Ok(None) };
+        let Some(wrote) = wrote else {
+            if let Some(held) = link.held() {
+                pacer.full(Instant::now(), link.written(), held);
+            }
+            return Ok(None);
+        };
         body.written += wrote as u32;
         self.setup.meter.bytes_delivered.add(wrote as u64);
         if body.written == piece.length() {
-            let piece = body.piece.take();
             body.written = 0;
             body.next_slot += 1;
-            let next = body.next_slot;
-            self.slot_delivered(piece, next)?;
+            if let Some(Piece::Fresh(slot)) = body.piece.take() {
+                self.at.next_slot = body.next_slot;
+                if link.borrows() {
+                    body.lend(slot, link.written());
+                } else {
+                    self.slot_used(slot)?;
+                }
+            }
         }
         Ok(Some(wrote))
     }
 
-    /// A slot has been written: check that it was not overwritten meanwhile, and give it back.
-    fn slot_delivered(&mut self, piece: Option<Piece>, next: u64) -> Result<(), WriteTrouble> {
-        if let Some(Piece::Fresh(slot)) = piece {
-            if let Some(snapshot) = self.feed.as_mut().and_then(|feed| feed.snapshot.as_mut()) {
-                snapshot.reader.release(slot).map_err(|error| WriteTrouble::Feed(error.into()))?;
-            }
-            self.at.next_slot = next;
-            self.setup.meter.slots_below.set(next);
+    /// Checks and gives back the slots that the server has read.
+    fn settle_lent(&mut self) -> Result<(), WriteTrouble> {
+        if !self.lends() {
+            return Ok(());
         }
+        let Some(Served { stage: Stage::Payload(body), link, .. }) = &mut self.served else { return Ok(()) };
+        // Without lending, what lies here was written by copy and is merely still to be checked.
+        let taken = if link.borrows() { link.taken()? } else { link.written() };
+        let mut read = Vec::new();
+        while body.lent.front().is_some_and(|lent| lent.end <= taken) {
+            read.extend(body.lent.pop_front());
+            body.lent_since = Instant::now();
+        }
+        if !body.lent.is_empty() && body.lent_since.elapsed() > LENT_LIMIT {
+            let text = format!("the server has read nothing for {} s", LENT_LIMIT.as_secs());
+            return Err(io::Error::new(io::ErrorKind::TimedOut, text).into());
+        }
+        for Lent { slot, alone, .. } in read {
+            match alone {
+                true => slot.release_alone().map_err(|error| WriteTrouble::Feed(error.into()))?,
+                false => self.slot_used(slot)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// A slot has been used: check that it was not overwritten meanwhile, and give it back.
+    fn slot_used(&mut self, slot: Slot) -> Result<(), WriteTrouble> {
+        let number = slot.number;
+        if let Some(snapshot) = self.feed.as_mut().and_then(|feed| feed.snapshot.as_mut()) {
+            snapshot.reader.release(slot).map_err(|error| WriteTrouble::Feed(error.into()))?;
+        }
+        let below = &self.setup.meter.slots_below;
+        below.set(below.get().max(number + 1));
         Ok(())
     }
 
@@ -793,9 +885,14 @@ impl Delivery {
             let has_piece = matches!(&served.stage, Stage::Payload(body) if body.piece.is_some());
             let has_stream = served.takes_the_stream() && !self.backlog.is_empty();
             link_full = has_piece || has_stream || served.written < served.out.len() || served.link.wants_write();
-            let write = if link_full { PollFlags::OUT } else { PollFlags::empty() };
+            let paused = if has_piece { served.pacer.until(now) } else { None };
+            until = until.min(paused.unwrap_or(until));
+            let write = if link_full && paused.is_none() { PollFlags::OUT } else { PollFlags::empty() };
             fds.push((served.link.as_fd(), PollFlags::IN | write));
             wants_slots = !has_piece;
+            if !has_piece && self.lends() {
+                until = until.min(now + LENT_PACE);
+            }
             if matches!(served.stage, Stage::Asked) {
                 until = until.min(served.kept_alive + KEEP_ALIVE_EVERY);
             }

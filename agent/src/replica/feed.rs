@@ -43,6 +43,8 @@ pub(super) struct Part {
     pub(super) sink: Arc<Memory>,
     pub(super) layout: SinkLayout,
     pub(super) expect: Expectation,
+    /// A snapshot's slots may be used where the source has them. (A journal's records are copied out in any case.)
+    pub(super) in_place: bool,
 }
 
 impl Feed {
@@ -58,8 +60,10 @@ impl Feed {
     ) -> Result<(), FeedError> {
         let Some(part) = self.parts.as_mut().and_then(|parts| parts.snapshot.take()) else { return Ok(()) };
         let have = move |number: u64| number < first || held(number);
-        let reader = SnapshotReader::new(part.peer.view(), part.sink, part.layout, part.expect, have)?;
-        self.snapshot = Some(SnapshotFeed { reader, peer: part.peer });
+        let reader =
+            SnapshotReader::new(part.peer.view().filter(|_| part.in_place), part.sink, part.layout, part.expect, have)?;
+        // A view is only given where the source retains what it publishes.
+        self.snapshot = Some(SnapshotFeed { reader: reader.unchanging(), peer: part.peer });
         Ok(())
     }
 

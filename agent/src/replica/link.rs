@@ -11,12 +11,18 @@ use std::sync::Arc;
 use remora_fabric::View;
 use rustls::{ServerConfig, ServerConnection};
 
+use super::unread::Unread;
+
 /// See the module's text.
 pub(super) struct Link {
     socket: TcpStream,
     tls: Option<Box<ServerConnection>>,
     /// One piece of plain text on its way into TLS.
     piece: Vec<u8>,
+    /// Bytes given to the socket since it was accepted.
+    written: u64,
+    /// What of them the server has not read yet, where that can be known.
+    unread: Option<Unread>,
 }
 
 /// Plain text that is given to TLS at once: some records of 16 KiB. More would only wait in its buffer.
@@ -46,7 +52,8 @@ impl Link {
                 Some(Box::new(tls))
             }
         };
-        Ok(Some((Link { socket, tls, piece: Vec::new() }, peer)))
+        let unread = if tls.is_none() { Unread::of(&socket).ok() } else { None };
+        Ok(Some((Link { socket, tls, piece: Vec::new(), written: 0, unread }, peer)))
     }
 
     /// Reads what is there: `None` if nothing is yet, 0 at the end of the stream.
@@ -65,7 +72,10 @@ impl Link {
 
     /// Writes some of `bytes`: `None` if there is no room.
     pub(super) fn write(&mut self, bytes: &[u8]) -> io::Result<Option<usize>> {
-        let Some(tls) = &mut self.tls else { return not_yet(self.socket.write(bytes)) };
+        let Some(tls) = &mut self.tls else {
+            let wrote = self.socket.write(bytes);
+            return self.count(wrote);
+        };
         let taken = tls.writer().write(&bytes[..bytes.len().min(TLS_PIECE)])?;
         self.flush()?;
         Ok((taken > 0).then_some(taken))
@@ -74,18 +84,56 @@ impl Link {
     /// Writes some of `length` bytes of a table's memory, straight out of it.
     pub(super) fn write_view(&mut self, view: &View, offset: u64, length: usize) -> io::Result<Option<usize>> {
         if self.tls.is_none() {
-            return not_yet(view.send(&self.socket, offset, length));
+            let wrote = view.send(&self.socket, offset, length);
+            return self.count(wrote);
         }
         self.piece.resize(length.min(TLS_PIECE), 0);
         view.read(offset, &mut self.piece).map_err(io::Error::other)?;
         self.write_piece()
     }
 
+    /// Whether memory may be lent to this link: it is plain, and tells what the server has read.
+    pub(super) fn borrows(&self) -> bool {
+        self.unread.is_some()
+    }
+
+    /// Lends some of `length` bytes of a table's memory: no byte is copied before the server reads it. They must stay as they
+    /// are until [`taken`](Self::taken) has passed the [`written`](Self::written) that follows this call.
+    pub(super) fn lend_view(&mut self, view: &View, offset: u64, length: usize) -> io::Result<Option<usize>> {
+        let lent = view.send_file(&self.socket, offset, length);
+        self.count(lent)
+    }
+
+    /// Bytes that went into the socket since the link was accepted.
+    pub(super) fn written(&self) -> u64 {
+        self.written
+    }
+
+    /// How many of them the server has certainly read.
+    pub(super) fn taken(&mut self) -> io::Result<u64> {
+        match &mut self.unread {
+            Some(unread) => Ok(self.written.saturating_sub(unread.bytes()?)),
+            None => Ok(0),
+        }
+    }
+
+    /// How many bytes its socket holds that the server has not read; `None` where that can't be known.
+    pub(super) fn held(&mut self) -> Option<u64> {
+        self.unread.as_mut()?.bytes().ok()
+    }
+
+    fn count(&mut self, wrote: io::Result<usize>) -> io::Result<Option<usize>> {
+        let wrote = not_yet(wrote)?;
+        self.written += wrote.unwrap_or(0) as u64;
+        Ok(wrote)
+    }
+
     /// Writes some of `length` bytes of a file.
     pub(super) fn write_file(&mut self, file: &File, offset: u64, length: usize) -> io::Result<Option<usize>> {
         if self.tls.is_none() {
             let mut at = offset;
-            return not_yet(rustix::fs::sendfile(&self.socket, file, Some(&mut at), length).map_err(io::Error::from));
+            let wrote = rustix::fs::sendfile(&self.socket, file, Some(&mut at), length);
+            return self.count(wrote.map_err(io::Error::from));
         }
         self.piece.resize(length.min(TLS_PIECE), 0);
         rustix::io::pread(file, &mut self.piece[..], offset)?;

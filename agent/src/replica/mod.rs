@@ -7,8 +7,8 @@
 //! ```
 //!
 //! - [`preflight`] finds what can be known to go wrong before anything is touched; [`record`] remembers what is changed.
-//! - [`delivery`] plays the primary towards the server, on a thread of its own; [`feed`], [`link`], [`spool`] and [`meter`]
-//!   are its parts.
+//! - [`delivery`] plays the primary towards the server, on a thread of its own; [`feed`], [`link`], [`unread`], [`pacer`],
+//!   [`spool`] and [`meter`] are its parts.
 //! - [`source`] is the conversation with the source agent.
 //! - [`sync`] is the loop that leads from joining to the hand-off; [`report`] says where the time went.
 
@@ -16,6 +16,7 @@ mod delivery;
 mod feed;
 mod link;
 mod meter;
+mod pacer;
 mod preflight;
 mod record;
 mod report;
@@ -23,6 +24,7 @@ mod source;
 mod spool;
 mod sync;
 mod tls;
+mod unread;
 
 use std::time::{Duration, Instant};
 

@@ -141,19 +141,10 @@ pub(super) fn failure(error: remora_messenger::Error) -> Failure {
     Failure::new(Code::Source, format!("the source {error}"))
 }
 
-/// Memory that reads land in: made once, used by one feed after the other.
-#[derive(Clone)]
+/// Memory that reads land in: new for each feed, since a server may still read what the last one has lent to its socket.
+#[derive(Clone, Copy)]
 pub(super) struct Sinks {
     budget: u64,
-    made: Option<Made>,
-}
-
-#[derive(Clone)]
-struct Made {
-    /// Bytes of a slot of the snapshot, and of one of the journal.
-    shape: (u32, u32),
-    snapshot: Arc<Memory>,
-    journal: Arc<Memory>,
 }
 
 /// The snapshot's share of the memory, the rest being the journal's and the backlog's: three quarters.
@@ -167,7 +158,7 @@ const JOURNAL_BUFFERS: u32 = 2;
 
 impl Sinks {
     pub(super) fn new(memory: u64) -> Sinks {
-        Sinks { budget: memory, made: None }
+        Sinks { budget: memory }
     }
 
     /// Bytes of the stream that may wait for the server.
@@ -182,11 +173,7 @@ impl Sinks {
     }
 
     /// The two sinks for tables of these shapes.
-    fn of(&mut self, snapshot: &Geometry, journal: &Geometry) -> Result<(Arc<Memory>, Arc<Memory>), Failure> {
-        let shape = (snapshot.slot_size, journal.slot_size);
-        if let Some(made) = self.made.as_ref().filter(|made| made.shape == shape) {
-            return Ok((made.snapshot.clone(), made.journal.clone()));
-        }
+    fn of(&self, snapshot: &Geometry, journal: &Geometry) -> Result<(Arc<Memory>, Arc<Memory>), Failure> {
         let create = |name: &str, buffers: u32, geometry: &Geometry| {
             let length = SinkLayout { offset: 0, buffers }.length(geometry);
             Memory::create(name, length, Pages::Small).map(Arc::new).map_err(|error| {
@@ -197,7 +184,6 @@ impl Sinks {
         };
         let snapshot_sink = create("remora-sink", self.buffers(snapshot.slot_size), snapshot)?;
         let journal_sink = create("remora-journal-sink", JOURNAL_BUFFERS, journal)?;
-        self.made = Some(Made { shape, snapshot: snapshot_sink.clone(), journal: journal_sink.clone() });
         Ok((snapshot_sink, journal_sink))
     }
 }
@@ -216,7 +202,7 @@ impl Way {
     pub(super) fn feed(
         &self,
         offer: &Offer,
-        sinks: &mut Sinks,
+        sinks: Sinks,
         without_snapshot: bool,
     ) -> Result<(Feed, TransportKind), Failure> {
         let geometry = |table: &TableOffer| Geometry { slot_size: table.slot_size, slots: table.slots };
@@ -260,7 +246,7 @@ impl Way {
             replid: offer.replid,
             first_offset: table.first_offset,
         };
-        Part { peer, sink, layout: SinkLayout { offset: 0, buffers }, expect }
+        Part { peer, sink, layout: SinkLayout { offset: 0, buffers }, expect, in_place: table.retained }
     }
 
     /// Tries the keys, the nearest transport first, and says why one was passed over.

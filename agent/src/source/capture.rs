@@ -10,6 +10,15 @@
 //!      stream    ──▶ journal (until stopped)          close: the journal already holds what follows
 //! ```
 //!
+//! Where the server offers it (Valkey's dual channel), the first capture takes two connections: the forked child writes the
+//! snapshot into one by itself, which spares the server's main thread a copy of it, and the stream flows over the other from
+//! the beginning.
+//!
+//! ```text
+//!   connect ── PSYNC ? -1 ──▶ +DUALCHANNELSYNC ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ▶ PSYNC <replid> <offset + 1> ──▶ +CONTINUE
+//!                 connect ── SYNC ──▶ offset, replid, RDB bytes ──▶ snapshot table      stream ──▶ journal
+//! ```
+//!
 //! There is one stream for any number of snapshots: replication offsets are absolute, so a snapshot taken later joins
 //! the same journal at its own offset.
 //!
@@ -23,7 +32,7 @@ use std::time::{Duration, Instant};
 
 use remora_fabric::Memory;
 use remora_redis::psync::Payload;
-use remora_redis::psync::client::{self, Client, EofMark, Event as PsyncEvent};
+use remora_redis::psync::client::{self, Channel, Client, EofMark, Event as PsyncEvent};
 use remora_redis::{Refusal, ReplId};
 use remora_table::{Geometry, Identity, JournalWriter, Kind, SnapshotWriter, State};
 use tokio::sync::mpsc::UnboundedSender;
@@ -42,6 +51,8 @@ pub(crate) struct Plan {
     pub(crate) reader_version: Option<String>,
     /// Where the snapshot goes.
     pub(crate) snapshot: (Arc<Memory>, Geometry),
+    /// Whether its slots may never be used again: then it fails where it would have to.
+    pub(crate) retained: bool,
     /// Where the stream goes; `None` when another thread already follows it.
     pub(crate) journal: Option<(Arc<Memory>, Geometry)>,
     /// What the others may see of it while it runs.
@@ -84,6 +95,11 @@ pub(crate) enum Fault {
     /// The server no longer has the byte that we need next.
     #[error("the server's backlog no longer reaches back to where the stream broke, or its history is another one")]
     HistoryGone,
+    /// The snapshot is larger than was expected, and its readers rely on memory that is never used again.
+    #[error(
+        "the snapshot is larger than the server's INFO (used_memory_dataset) let expect; taking another through a window"
+    )]
+    Outgrown,
     /// The table refused: a mistake of ours.
     #[error(transparent)]
     Table(#[from] remora_table::Error),
@@ -98,7 +114,7 @@ impl Fault {
         match self {
             Fault::Server(error) => error.is_passing(),
             Fault::Psync(error) => error.is_temporary(),
-            Fault::Link { .. } => true,
+            Fault::Link { .. } | Fault::Outgrown => true,
             Fault::HistoryGone | Fault::Table(_) | Fault::Stopped => false,
         }
     }
@@ -117,8 +133,12 @@ fn rules_for(error: &client::Error) -> String {
 /// Runs one capture to its end; meant to be the body of a thread.
 pub(crate) fn run(plan: Plan) {
     let generation = plan.generation;
-    match take_snapshot(&plan) {
-        Ok(Some((wire, mut journal))) => follow(&plan, wire, &mut journal),
+    let captured = open(&plan).and_then(|opened| match opened {
+        Opened::One(asked) => take_snapshot(&plan, asked),
+        Opened::Two { snapshot, stream } => take_both(&plan, snapshot, stream).map(|()| None),
+    });
+    match captured {
+        Ok(Some((wire, mut journal))) => follow(&plan, wire, &mut journal, Stops::of(&plan)),
         Ok(None) => {}
         Err(fault) => {
             plan.gauge.snapshot_ended(State::Aborted);
@@ -137,45 +157,174 @@ const SILENCE_LIMIT: Duration = Duration::from_secs(60);
 /// How long a full ring waits before it looks again whether a slot was retired.
 const RETIRE_POLL: Duration = Duration::from_micros(500);
 
+/// A read of less than this is followed by a pause. A reader that is woken for every few kilobytes takes the processor from the
+/// server's child that writes them: twenty thousand times in one gigabyte, measured, for a tenth of the whole time.
+const WORTHWHILE: usize = 512 * 1024;
+
+/// How long: what a quick server needs for [`WORTHWHILE`] bytes, and longer where it is a slow one. Its socket holds more than
+/// comes in that time.
+const PAUSE: Duration = Duration::from_micros(300);
+const PAUSE_LONG: Duration = Duration::from_millis(1);
+
 /// The length of the mark that ends an `$EOF:` payload.
 const MARK_LENGTH: u32 = 40;
 
 /// Bytes that one read of the stream takes at most: a few of the server's 16 KiB writes at once.
 const STREAM_READ: usize = 256 * 1024;
 
-/// The snapshot, from connecting to its last byte. Gives back the connection when it goes on as the stream.
-fn take_snapshot(plan: &Plan) -> Result<Option<(Wire, JournalWriter)>, Fault> {
-    let mut wire = connect(plan)?;
-    if plan.journal.is_none() {
-        ask_for_snapshot_alone(&mut wire)?;
-    }
-    let options = client::Options { rdb_version: plan.reader_version.clone(), ..Default::default() };
-    let mut machine = Client::new(options);
-    let (opening, early) = shake(&mut wire, &mut machine, &plan.stop)?;
-    let Opening::Full { replid, offset, payload } = opening else {
-        return Err(Fault::Link {
-            during: "handshake",
-            cause: "the server offered to continue where a snapshot was asked for".into(),
-        });
-    };
+/// What ends a capture: the owner's word, and for a stream beside a snapshot the snapshot's failure.
+#[derive(Clone, Copy)]
+struct Stops<'a> {
+    plan: &'a AtomicBool,
+    abandoned: Option<&'a AtomicBool>,
+}
 
+impl<'a> Stops<'a> {
+    fn of(plan: &'a Plan) -> Stops<'a> {
+        Stops { plan: &plan.stop, abandoned: None }
+    }
+
+    fn set(self) -> bool {
+        self.plan.load(Ordering::Relaxed) || self.abandoned.is_some_and(|flag| flag.load(Ordering::Relaxed))
+    }
+}
+
+/// A snapshot that the server has announced.
+struct Announced {
+    wire: Wire,
+    replid: ReplId,
+    offset: u64,
+    payload: Payload,
+    /// What was read beyond the handshake.
+    early: Vec<u8>,
+}
+
+/// How the server serves us.
+enum Opened {
+    /// Snapshot and stream one after the other.
+    One(Announced),
+    /// Both at once.
+    Two { snapshot: Announced, stream: Wire },
+}
+
+/// Asks for a snapshot.
+fn open(plan: &Plan) -> Result<Opened, Fault> {
+    if plan.journal.is_none() {
+        let mut wire = connect(plan)?;
+        ask_for_snapshot_alone(&mut wire)?;
+        return Ok(Opened::One(announced(plan, wire, Channel::Whole)?));
+    }
+    let mut wire = connect(plan)?;
+    let mut machine = Client::new(options(plan, Channel::WholeOrStream));
+    match shake(&mut wire, &mut machine, Stops::of(plan))? {
+        (Opening::Full { replid, offset, payload }, early) => {
+            Ok(Opened::One(Announced { wire, replid, offset, payload, early }))
+        }
+        (Opening::TwoChannels, _) => match open_second(plan, wire) {
+            // The user may lack the rule for SYNC, which only the second channel needs.
+            Err(Fault::Psync(error)) if !error.is_temporary() => {
+                tracing::info!(%error, "the server's second channel is not open to us; taking all over one");
+                Ok(Opened::One(announced(plan, connect(plan)?, Channel::Whole)?))
+            }
+            opened => opened,
+        },
+        (Opening::Continue | Opening::Channel { .. }, _) => Err(out_of_place("to continue")),
+    }
+}
+
+/// Takes the snapshot over a second connection, and the first one for the stream from the byte after it.
+fn open_second(plan: &Plan, mut stream: Wire) -> Result<Opened, Fault> {
+    let (snapshot, client) = {
+        let mut wire = connect(plan)?;
+        let mut machine = Client::new(options(plan, Channel::Snapshot));
+        match shake(&mut wire, &mut machine, Stops::of(plan))? {
+            (Opening::Channel { replid, offset, payload, client }, early) => {
+                (Announced { wire, replid, offset, payload, early }, client)
+            }
+            _ => return Err(out_of_place("something else than a channel")),
+        }
+    };
+    let resume = Some((snapshot.replid, snapshot.offset + 1));
+    let channel = Channel::Stream { snapshot_client: client };
+    let mut machine = Client::new(client::Options { resume, channel, ..Default::default() });
+    match shake(&mut stream, &mut machine, Stops::of(plan))? {
+        (Opening::Continue, early) => {
+            stream.push_back(early);
+            Ok(Opened::Two { snapshot, stream })
+        }
+        _ => Err(out_of_place("another snapshot")),
+    }
+}
+
+fn announced(plan: &Plan, mut wire: Wire, channel: Channel) -> Result<Announced, Fault> {
+    let mut machine = Client::new(options(plan, channel));
+    match shake(&mut wire, &mut machine, Stops::of(plan))? {
+        (Opening::Full { replid, offset, payload }, early) => Ok(Announced { wire, replid, offset, payload, early }),
+        _ => Err(out_of_place("to continue")),
+    }
+}
+
+fn options(plan: &Plan, channel: Channel) -> client::Options {
+    client::Options { rdb_version: plan.reader_version.clone(), channel, ..Default::default() }
+}
+
+fn out_of_place(what: &str) -> Fault {
+    let cause = format!("the server offered {what} where a snapshot was asked for");
+    Fault::Link { during: "handshake", cause }
+}
+
+/// The snapshot to its last byte. Gives back the connection when it goes on as the stream.
+fn take_snapshot(plan: &Plan, asked: Announced) -> Result<Option<(Wire, JournalWriter)>, Fault> {
+    let (mut snapshot, journal) = begin(plan, &asked)?;
+    let wire = fill(plan, asked, &mut snapshot)?;
+    Ok(journal.map(|journal| (wire, journal)))
+}
+
+/// The snapshot and the stream side by side, the stream on a thread of its own that ends with this call.
+fn take_both(plan: &Plan, asked: Announced, stream: Wire) -> Result<(), Fault> {
+    let (mut snapshot, journal) = begin(plan, &asked)?;
+    let Some(mut journal) = journal else { return Ok(()) };
+    // A stream without its snapshot is of no use to anyone.
+    let abandoned = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let stop = Stops { plan: &plan.stop, abandoned: Some(&abandoned) };
+        let following = std::thread::Builder::new().name("stream".into());
+        let following = following.spawn_scoped(scope, move || follow(plan, stream, &mut journal, stop));
+        let taken = match following {
+            Ok(_) => fill(plan, asked, &mut snapshot).map(drop),
+            Err(cause) => Err(Fault::Link { during: "stream", cause: format!("no thread for it: {cause}") }),
+        };
+        abandoned.store(taken.is_err(), Ordering::Relaxed);
+        taken
+    })
+}
+
+/// Makes the tables and tells that they are there to be read.
+fn begin(plan: &Plan, asked: &Announced) -> Result<(SnapshotWriter, Option<JournalWriter>), Fault> {
+    let Announced { replid, offset, payload, .. } = asked;
     let identity =
-        |kind| Identity { generation: plan.generation, kind, replid: *replid.as_bytes(), first_offset: offset };
+        |kind| Identity { generation: plan.generation, kind, replid: *replid.as_bytes(), first_offset: *offset };
     let (memory, geometry) = &plan.snapshot;
     let hold_back = if matches!(payload, Payload::Mark(_)) { MARK_LENGTH } else { 0 };
-    let mut snapshot = SnapshotWriter::create(memory.clone(), *geometry, identity(Kind::Snapshot), hold_back)?;
+    let snapshot = SnapshotWriter::create(memory.clone(), *geometry, identity(Kind::Snapshot), hold_back)?;
     let journal = match &plan.journal {
         Some((memory, geometry)) => Some(JournalWriter::create(memory.clone(), *geometry, identity(Kind::Journal))?),
         None => None,
     };
-    plan.gauge.snapshot_began(replid, offset, journal.is_some());
-    let _ = plan.events.send(CaptureEvent::Started { generation: plan.generation, replid, offset });
+    plan.gauge.snapshot_began(*replid, *offset, journal.is_some());
+    let (generation, replid, offset) = (plan.generation, *replid, *offset);
+    let _ = plan.events.send(CaptureEvent::Started { generation, replid, offset });
+    Ok((snapshot, journal))
+}
 
-    match receive_payload(plan, &mut wire, &mut snapshot, &payload, &early) {
+/// Takes the payload, and gives back the connection it came by.
+fn fill(plan: &Plan, asked: Announced, snapshot: &mut SnapshotWriter) -> Result<Wire, Fault> {
+    let Announced { mut wire, payload, early, .. } = asked;
+    match receive_payload(plan, &mut wire, snapshot, &payload, &early) {
         Ok(bytes) => {
             plan.gauge.snapshot_ended(State::Sealed);
             let _ = plan.events.send(CaptureEvent::Completed { generation: plan.generation, bytes });
-            Ok(journal.map(|journal| (wire, journal)))
+            Ok(wire)
         }
         Err(fault) => {
             snapshot.abort();
@@ -219,11 +368,13 @@ fn ask_for_snapshot_alone(wire: &mut Wire) -> Result<(), Fault> {
 /// How the server answered `PSYNC`.
 enum Opening {
     Full { replid: ReplId, offset: u64, payload: Payload },
+    Channel { replid: ReplId, offset: u64, payload: Payload, client: u64 },
+    TwoChannels,
     Continue,
 }
 
 /// Drives the handshake to its end. Gives back what was read beyond it.
-fn shake(wire: &mut Wire, machine: &mut Client, stop: &AtomicBool) -> Result<(Opening, Vec<u8>), Fault> {
+fn shake(wire: &mut Wire, machine: &mut Client, stop: Stops<'_>) -> Result<(Opening, Vec<u8>), Fault> {
     let link = |cause: io::Error| Fault::Link { during: "handshake", cause: cause.to_string() };
     let mut heard = Instant::now();
     let mut identity = None;
@@ -233,7 +384,7 @@ fn shake(wire: &mut Wire, machine: &mut Client, stop: &AtomicBool) -> Result<(Op
         if !output.is_empty() {
             wire.write_all(&output).map_err(link)?;
         }
-        if stop.load(Ordering::Relaxed) {
+        if stop.set() {
             return Err(Fault::Stopped);
         }
         let read = match wire.read(&mut buffer).map_err(link)? {
@@ -249,12 +400,18 @@ fn shake(wire: &mut Wire, machine: &mut Client, stop: &AtomicBool) -> Result<(Op
         while let Some(event) = machine.poll_event() {
             let opening = match event {
                 PsyncEvent::FullResync { replid, offset } => {
-                    identity = Some((replid, offset));
+                    identity = Some((replid, offset, None));
                     continue;
                 }
-                PsyncEvent::Payload(payload) => {
-                    identity.map(|(replid, offset)| Opening::Full { replid, offset, payload })
+                PsyncEvent::Channel { replid, offset, client } => {
+                    identity = Some((replid, offset, Some(client)));
+                    continue;
                 }
+                PsyncEvent::Payload(payload) => identity.map(|(replid, offset, client)| match client {
+                    None => Opening::Full { replid, offset, payload },
+                    Some(client) => Opening::Channel { replid, offset, payload, client },
+                }),
+                PsyncEvent::TwoChannels => Some(Opening::TwoChannels),
                 PsyncEvent::Continue { .. } => Some(Opening::Continue),
                 PsyncEvent::Handshaken | PsyncEvent::KeepAlive => continue,
             };
@@ -292,6 +449,9 @@ fn receive_payload(
             return Err(Fault::Stopped);
         }
         let Some(space) = snapshot.space() else {
+            if plan.retained {
+                return Err(Fault::Outgrown);
+            }
             wait_for_room(plan, snapshot);
             heard = Instant::now();
             continue;
@@ -332,6 +492,9 @@ fn receive_payload(
         };
         snapshot.advance(n as u64)?;
         plan.gauge.snapshot_at(snapshot);
+        if !done && n < WORTHWHILE {
+            std::thread::sleep(if n < WORTHWHILE / 8 { PAUSE_LONG } else { PAUSE });
+        }
     }
     let length = snapshot.finish(trim)?;
     plan.gauge.snapshot_at(snapshot);
@@ -360,16 +523,16 @@ fn mark_seen(mark: &mut EofMark, memory: &Memory, start: u64, landed: usize) -> 
 }
 
 /// The stream, into the journal, until stopped or lost for good. A broken link is taken up at the next byte.
-fn follow(plan: &Plan, wire: Wire, journal: &mut JournalWriter) {
+fn follow(plan: &Plan, wire: Wire, journal: &mut JournalWriter, stop: Stops<'_>) {
     let mut wire = wire;
     let mut backoff = Backoff::default();
     loop {
-        let broke = match pour(plan, &mut wire, journal) {
+        let broke = match pour(plan, &mut wire, journal, stop) {
             Ok(()) | Err(Fault::Stopped) => return journal.abort(),
             Err(fault) => fault,
         };
         tracing::warn!(%broke, offset = journal.end_offset(), "the stream broke; taking it up at the next byte");
-        match reconnect(plan, journal, &mut backoff) {
+        match reconnect(plan, journal, &mut backoff, stop) {
             Ok(again) => {
                 wire = again;
                 backoff = Backoff::default();
@@ -386,14 +549,14 @@ fn follow(plan: &Plan, wire: Wire, journal: &mut JournalWriter) {
 }
 
 /// Pours the stream into the journal. `Ok` is never reached but by `stop`.
-fn pour(plan: &Plan, wire: &mut Wire, journal: &mut JournalWriter) -> Result<(), Fault> {
+fn pour(plan: &Plan, wire: &mut Wire, journal: &mut JournalWriter, stop: Stops<'_>) -> Result<(), Fault> {
     let during = "stream";
     let link = |cause: io::Error| Fault::Link { during, cause: cause.to_string() };
     let mut buffer = vec![0; STREAM_READ];
     let mut acks = AckClock::new(plan.gauge.snapshot_offset());
     let mut heard = Instant::now();
     loop {
-        if plan.stop.load(Ordering::Relaxed) {
+        if stop.set() {
             return Err(Fault::Stopped);
         }
         if let Some(ack) = acks.due(Instant::now()) {
@@ -421,17 +584,17 @@ fn pour(plan: &Plan, wire: &mut Wire, journal: &mut JournalWriter) -> Result<(),
 /// replicas should not wait for ever to learn that they must start again.
 const RESUME_LIMIT: Duration = Duration::from_secs(60);
 
-fn reconnect(plan: &Plan, journal: &JournalWriter, backoff: &mut Backoff) -> Result<Wire, Fault> {
+fn reconnect(plan: &Plan, journal: &JournalWriter, backoff: &mut Backoff, stop: Stops<'_>) -> Result<Wire, Fault> {
     let began = Instant::now();
     loop {
-        let tried = try_reconnect(plan, journal);
+        let tried = try_reconnect(plan, journal, stop);
         match tried {
             Err(fault) if fault.is_transient() && began.elapsed() < RESUME_LIMIT => {
                 tracing::debug!(%fault, "the stream can't be taken up yet");
                 let pause = backoff.next();
                 let until = Instant::now() + pause;
                 while Instant::now() < until {
-                    if plan.stop.load(Ordering::Relaxed) {
+                    if stop.set() {
                         return Err(Fault::Stopped);
                     }
                     std::thread::sleep(TICK.min(pause));
@@ -442,17 +605,17 @@ fn reconnect(plan: &Plan, journal: &JournalWriter, backoff: &mut Backoff) -> Res
     }
 }
 
-fn try_reconnect(plan: &Plan, journal: &JournalWriter) -> Result<Wire, Fault> {
+fn try_reconnect(plan: &Plan, journal: &JournalWriter, stop: Stops<'_>) -> Result<Wire, Fault> {
     let mut wire = connect(plan)?;
     let replid = plan.gauge.replid().ok_or(Fault::Stopped)?;
     let options = client::Options { resume: Some((replid, journal.end_offset())), ..Default::default() };
     let mut machine = Client::new(options);
-    match shake(&mut wire, &mut machine, &plan.stop)? {
+    match shake(&mut wire, &mut machine, stop)? {
         (Opening::Continue, early) => {
             wire.push_back(early);
             Ok(wire)
         }
-        (Opening::Full { .. }, _) => Err(Fault::HistoryGone),
+        _ => Err(Fault::HistoryGone),
     }
 }
 

@@ -321,7 +321,10 @@ impl Source {
 
     fn perform(&mut self, action: Action) -> Result<(), Failure> {
         match action {
-            Action::Capture { generation, with_stream } => self.start_capture(generation, with_stream)?,
+            Action::Capture { generation, with_stream, fresh } => {
+                self.tables.prepare(&self.args, &self.facts, fresh)?;
+                self.start_capture(generation, with_stream)?;
+            }
             Action::Offer { session } => self.offer(session),
             Action::Wait { session, reason } => self.send(session, Message::Waiting { reason, seconds: 0 }),
             Action::Drop { session, code, text } => {
@@ -373,6 +376,7 @@ impl Source {
             server: self.server.clone(),
             reader_version: self.facts.own_format().filter(|_| own_format).map(|version| version.to_string()),
             snapshot: self.tables.snapshot.clone(),
+            retained: self.tables.retained,
             journal: with_stream.then(|| self.tables.journal.clone()),
             gauge: self.gauge.clone(),
             events: self.captured.clone(),
@@ -411,7 +415,10 @@ impl Source {
                 let rate = Size::bytes((*bytes as f64 / seconds.max(1e-9)) as u64);
                 tracing::info!(generation, size = %Size::bytes(*bytes), "the snapshot is whole after {seconds:.3} s ({rate}/s)");
             }
-            CaptureEvent::Failed { generation, fault } => tracing::warn!(generation, %fault, "the snapshot failed"),
+            CaptureEvent::Failed { generation, fault } => {
+                self.tables.outgrown |= matches!(fault, capture::Fault::Outgrown);
+                tracing::warn!(generation, %fault, "the snapshot failed");
+            }
             CaptureEvent::StreamResumed => tracing::info!("the stream goes on where it broke"),
             CaptureEvent::StreamLost { text } => tracing::warn!(%text, "the stream is lost"),
         }
@@ -439,6 +446,7 @@ impl Source {
             first_offset,
             slot_size: geometry.slot_size,
             slots: geometry.slots,
+            retained: region == SNAPSHOT_REGION && self.tables.retained,
             keys: keys.map(|key| key.as_bytes().to_vec()).collect(),
         }
     }
@@ -461,7 +469,8 @@ impl Source {
 
     /// An offer without tables: what a dry run needs to know.
     fn plan(&self) -> Offer {
-        let nothing = || TableOffer { generation: 0, first_offset: 0, slot_size: 0, slots: 0, keys: Vec::new() };
+        let nothing =
+            || TableOffer { generation: 0, first_offset: 0, slot_size: 0, slots: 0, retained: false, keys: Vec::new() };
         Offer {
             generation: 0,
             replid: self.facts.replid.map_or([b'0'; 40], |replid| *replid.as_bytes()),
@@ -686,10 +695,14 @@ fn tcp_exporter(args: &SourceArgs, address: std::net::SocketAddr) -> Result<TcpE
     TcpExporter::new(options, Some(address)).map_err(|error| Failure::refused(error.to_string()))
 }
 
-/// The two tables' memory: made once, used by one generation after the other.
+/// The two tables' memory: used by one generation after the other.
 struct Tables {
     snapshot: (Arc<Memory>, Geometry),
     journal: (Arc<Memory>, Geometry),
+    /// Whether the present snapshot keeps to the promise of [`TableOffer::retained`].
+    retained: bool,
+    /// A snapshot was larger than the server's INFO let expect: there will be no such promise again.
+    outgrown: bool,
     /// Generation and offset with which the journal now in it began.
     journal_origin: (u64, u64),
 }
@@ -709,8 +722,7 @@ impl Tables {
         let slot = |size: u64| u32::try_from(size).unwrap_or(u32::MAX);
         let snapshot = table("remora-snapshot", total - journal, slot(args.slot_size.get()))?;
         let journal = table("remora-journal", journal, JOURNAL_SLOT.min(slot(journal / 8).next_power_of_two() / 2))?;
-        let wanted = facts.used_memory_dataset.or(facts.used_memory).unwrap_or(0);
-        let touch = snapshot.1.data_offset() + wanted + wanted / 16 + 2 * args.slot_size.get();
+        let touch = snapshot.1.data_offset() + expected(facts, snapshot.1);
         let memory = snapshot.0.clone();
         let touch = touch.min(memory.length());
         tracing::debug!(bytes = touch, "touching the snapshot's memory beforehand");
@@ -720,8 +732,29 @@ impl Tables {
             Ok(Err(error)) => return Err(no_memory(error)),
             Err(error) => return Err(no_memory(error)),
         }
-        Ok(Tables { snapshot, journal, journal_origin: (0, 0) })
+        Ok(Tables { snapshot, journal, retained: false, outgrown: false, journal_origin: (0, 0) })
     }
+
+    /// Gets the snapshot's memory ready for another generation. `fresh`: the present one may still be read by those who were lent
+    /// it, so they keep it, and it goes when they do.
+    fn prepare(&mut self, args: &SourceArgs, facts: &Facts, fresh: bool) -> Result<(), Failure> {
+        if fresh && self.retained {
+            let slot_size = self.snapshot.1.slot_size;
+            let budget = self.snapshot.0.length();
+            tracing::debug!(memory = %args.memory, "a replica was lost in the middle: the snapshot gets fresh memory");
+            self.snapshot = table("remora-snapshot", budget, slot_size)?;
+        }
+        let ring = u64::from(self.snapshot.1.slot_size) * u64::from(self.snapshot.1.slots);
+        self.retained = !self.outgrown && expected(facts, self.snapshot.1) <= ring;
+        Ok(())
+    }
+}
+
+/// Bytes that a snapshot of this server will have at most, as far as its INFO tells: what its data take in memory is more than
+/// what they take in a snapshot, except for large values, where it is as much.
+fn expected(facts: &Facts, geometry: Geometry) -> u64 {
+    let dataset = facts.used_memory_dataset.or(facts.used_memory).unwrap_or(0);
+    dataset + dataset / 16 + 2 * u64::from(geometry.slot_size)
 }
 
 /// The journal's share of the memory, unless told otherwise: a quarter.

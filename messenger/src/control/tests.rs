@@ -53,8 +53,14 @@ fn progress() -> impl Strategy<Value = Message> {
 
 fn tables() -> impl Strategy<Value = TableOffer> {
     let keys = vec(vec(any::<u8>(), 0..50), 0..=MAX_KEYS);
-    (any::<[u64; 2]>(), any::<[u32; 2]>(), keys).prop_map(|([generation, first_offset], [slot_size, slots], keys)| {
-        TableOffer { generation, first_offset, slot_size, slots, keys }
+    let numbers = (any::<[u64; 2]>(), any::<[u32; 2]>(), any::<bool>());
+    (numbers, keys).prop_map(|(([generation, first_offset], [slot_size, slots], retained), keys)| TableOffer {
+        generation,
+        first_offset,
+        slot_size,
+        slots,
+        retained,
+        keys,
     })
 }
 

@@ -14,6 +14,15 @@
 //!                                                         $… → Payload └───▶ ( Ended )
 //! ```
 //!
+//! Valkey 8 and later, where `dual-channel-replication-enabled` is on, offer the snapshot over a connection of its own, written
+//! by the forked child itself; snapshot and stream then come side by side. That takes three handshakes:
+//!
+//! ```text
+//!   first connection    … Capabilities (dual-channel) ── Psync ──▶ +DUALCHANNELSYNC → TwoChannels ▶ ( Ended )
+//!   second              Ping … Capabilities (rdb-channel) ── Sync ──▶ $ENDOFF… → Channel ── $EOF:… → Payload ▶ ( Ended )
+//!   first, once more    Attach (set-rdb-client-id) ── Psync <replid> <offset + 1> ──▶ +CONTINUE → Continue ▶ ( Ended )
+//! ```
+//!
 //! One command is sent at a time. That costs three round trips once, and in return every answer belongs to one question;
 //! besides, servers refuse a `PSYNC` that comes while they still owe an answer.
 //!
@@ -31,6 +40,24 @@ use crate::{Refusal, ReplId, refusal, resp, text};
 /// and proxies are sometimes longer. Beyond it the peer isn't answering a handshake.
 pub const LINE_BYTES_MAX: usize = 4 * 1024;
 
+/// Which part of a sync a connection is for.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Channel {
+    /// All of it: the snapshot, then the stream.
+    #[default]
+    Whole,
+    /// All of it, or, where the server would rather use two connections, the stream: [`Event::TwoChannels`] tells.
+    WholeOrStream,
+    /// The snapshot.
+    Snapshot,
+    /// The stream that belongs to a snapshot of another connection: the same connection that was told
+    /// [`Event::TwoChannels`], with [`Options::resume`] at the byte after the snapshot's offset.
+    Stream {
+        /// What [`Event::Channel`] said.
+        snapshot_client: u64,
+    },
+}
+
 /// What to ask for, and as whom.
 #[derive(Clone, Default)]
 pub struct Options {
@@ -44,6 +71,8 @@ pub struct Options {
     /// `REPLCONF version`: Valkey 9 sends its own RDB format only to those who claim at least its version. Redis answers
     /// an error, which is passed over.
     pub rdb_version: Option<String>,
+    /// Which part of the sync is asked for.
+    pub channel: Channel,
 }
 
 /// What happened.
@@ -59,6 +88,18 @@ pub enum Event {
         replid: ReplId,
         /// Offset of the last byte of the stream that the snapshot contains.
         offset: u64,
+    },
+    /// The server would send snapshot and stream side by side: ask for the snapshot over a second connection, then for the
+    /// stream over this one. The handshake has ended.
+    TwoChannels,
+    /// A snapshot will come over this connection, and the stream, from `offset + 1` on, over the other one.
+    Channel {
+        /// The history it belongs to.
+        replid: ReplId,
+        /// Offset of the last byte of the stream that the snapshot contains.
+        offset: u64,
+        /// Names this connection when the other one asks for the stream.
+        client: u64,
     },
     /// The next byte is the first of the snapshot. The handshake has ended.
     Payload(Payload),
@@ -131,7 +172,9 @@ enum Step {
     Ping,
     Capabilities,
     Version,
+    Attach,
     Psync,
+    Sync,
     PayloadHeader,
     Ended,
     Failed(Error),
@@ -140,7 +183,11 @@ enum Step {
 impl Client {
     /// Begins; the first command lies in the output.
     pub fn new(options: Options) -> Client {
-        let first = if options.has_credentials() { Step::Auth } else { Step::Ping };
+        let first = match options.channel {
+            Channel::Stream { .. } => Step::Attach,
+            _ if options.has_credentials() => Step::Auth,
+            _ => Step::Ping,
+        };
         let mut client =
             Client { options, step: Step::Ended, line: Vec::new(), output: Vec::new(), events: VecDeque::new() };
         client.ask(first);
@@ -200,13 +247,14 @@ impl Client {
             None => self.handle_keep_alive(),
             Some((b'-', text)) => self.handle_refusal(text)?,
             Some((b'$', text)) if self.step == Step::PayloadHeader => self.handle_payload_header(text, line)?,
+            Some((b'$', text)) if self.step == Step::Sync => self.handle_channel(text, line)?,
             Some(_) => self.handle_answer(line)?,
         }
         Ok(())
     }
 
     fn handle_keep_alive(&mut self) {
-        let waiting = matches!(self.step, Step::Psync | Step::PayloadHeader);
+        let waiting = matches!(self.step, Step::Psync | Step::Sync | Step::PayloadHeader);
         // Told once: a server that only ever sends these must not fill our memory.
         if waiting && self.events.back() != Some(&Event::KeepAlive) {
             self.events.push_back(Event::KeepAlive);
@@ -229,6 +277,7 @@ impl Client {
             (Step::Ping, b"+PONG") => self.ask(Step::Capabilities),
             (Step::Capabilities, b"+OK") if self.options.rdb_version.is_some() => self.ask(Step::Version),
             (Step::Capabilities | Step::Version, b"+OK") => self.handshaken(),
+            (Step::Attach, b"+OK") => self.handshaken(),
             (Step::Psync, _) => self.handle_psync_answer(line)?,
             _ => return Err(self.unexpected(line)),
         }
@@ -252,8 +301,29 @@ impl Client {
                 self.events.push_back(Event::Continue { replid });
                 self.step = Step::Ended;
             }
+            [b"+DUALCHANNELSYNC"] if self.options.channel == Channel::WholeOrStream => {
+                self.events.push_back(Event::TwoChannels);
+                self.step = Step::Ended;
+            }
             _ => return Err(unexpected()),
         }
+        Ok(())
+    }
+
+    /// `$ENDOFF:<offset> <replid> <database> <client id>`. The database that the stream goes on in is in the snapshot as well
+    /// (`repl-stream-db`), where the servers look for it.
+    fn handle_channel(&mut self, text: &[u8], line: &[u8]) -> Result<(), Error> {
+        let unexpected = || self.unexpected(line);
+        let text = text.strip_prefix(b"ENDOFF:").ok_or_else(unexpected)?;
+        let words: Vec<&[u8]> = text.split(|byte| *byte == b' ').collect();
+        let [offset, replid, _database, client] = words.as_slice() else { return Err(unexpected()) };
+        let event = Event::Channel {
+            replid: ReplId::parse(replid).map_err(|_| unexpected())?,
+            offset: text::decimal_u64(offset).ok_or_else(unexpected)?,
+            client: text::decimal_u64(client).ok_or_else(unexpected)?,
+        };
+        self.events.push_back(event);
+        self.step = Step::PayloadHeader;
         Ok(())
     }
 
@@ -266,7 +336,7 @@ impl Client {
 
     fn handshaken(&mut self) {
         self.events.push_back(Event::Handshaken);
-        self.ask(Step::Psync);
+        self.ask(if self.options.channel == Channel::Snapshot { Step::Sync } else { Step::Psync });
     }
 
     /// Queues the command of a step and awaits its answer.
@@ -280,7 +350,23 @@ impl Client {
                 None => resp::command(out, &["AUTH", password]),
             },
             Step::Ping => resp::command(out, &["PING"]),
-            Step::Capabilities => resp::command(out, &["REPLCONF", "capa", "eof", "capa", "psync2"]),
+            Step::Capabilities => match options.channel {
+                Channel::Snapshot => {
+                    resp::command(out, &["REPLCONF", "capa", "eof", "rdb-only", "1", "rdb-channel", "1"]);
+                }
+                Channel::WholeOrStream => {
+                    resp::command(out, &["REPLCONF", "capa", "eof", "capa", "psync2", "capa", "dual-channel"]);
+                }
+                Channel::Whole | Channel::Stream { .. } => {
+                    resp::command(out, &["REPLCONF", "capa", "eof", "capa", "psync2"]);
+                }
+            },
+            Step::Attach => {
+                if let Channel::Stream { snapshot_client } = options.channel {
+                    resp::command(out, &["REPLCONF", "set-rdb-client-id", &snapshot_client.to_string()]);
+                }
+            }
+            Step::Sync => resp::command(out, &["SYNC"]),
             Step::Version => {
                 let version = options.rdb_version.as_deref().unwrap_or_default();
                 resp::command(out, &["REPLCONF", "version", version]);
@@ -320,6 +406,7 @@ impl fmt::Debug for Options {
             .field("username", &self.username)
             .field("password", &self.password.as_ref().map(|_| "(hidden)"))
             .field("rdb_version", &self.rdb_version)
+            .field("channel", &self.channel)
             .finish()
     }
 }
@@ -330,7 +417,8 @@ impl Step {
         match self {
             Step::Auth => "AUTH",
             Step::Ping => "PING",
-            Step::Capabilities | Step::Version => "REPLCONF",
+            Step::Capabilities | Step::Version | Step::Attach => "REPLCONF",
+            Step::Sync => "SYNC",
             Step::Psync | Step::PayloadHeader | Step::Ended | Step::Failed(_) => "PSYNC",
         }
     }
@@ -509,6 +597,50 @@ mod tests {
             let mut client = at_psync(Options::default());
             let wire = format!("+FULLRESYNC {REPLID} 1\r\n{header}\r\n");
             assert!(matches!(client.handle_input(wire.as_bytes()), Err(Error::Unexpected { .. })), "{header}");
+        }
+    }
+
+    #[test]
+    fn a_sync_over_two_connections_takes_three_handshakes() {
+        let mut first = Client::new(Options { channel: Channel::WholeOrStream, ..Options::default() });
+        first.handle_input(b"+PONG\r\n").unwrap();
+        assert_eq!(asked(&mut first), "PING | REPLCONF capa eof capa psync2 capa dual-channel");
+        first.handle_input(b"+OK\r\n+DUALCHANNELSYNC\r\n").unwrap();
+        assert_eq!(events(&mut first), [Event::Handshaken, Event::TwoChannels]);
+        assert!(first.is_ended());
+
+        let version = Some("9.1.0".into());
+        let mut second =
+            Client::new(Options { channel: Channel::Snapshot, rdb_version: version, ..Options::default() });
+        second.handle_input(b"+PONG\r\n+OK\r\n+OK\r\n").unwrap();
+        let commands = "PING | REPLCONF capa eof rdb-only 1 rdb-channel 1 | REPLCONF version 9.1.0 | SYNC";
+        assert_eq!(asked(&mut second), commands);
+        let wire = format!("\n$ENDOFF:100 {REPLID} -1 77\r\n\n$EOF:{MARK}\r\n");
+        assert_eq!(second.handle_input(format!("{wire}REDIS").as_bytes()), Ok(wire.len()));
+        assert_eq!(
+            events(&mut second)[1..],
+            [
+                Event::KeepAlive,
+                Event::Channel { replid: replid(REPLID), offset: 100, client: 77 },
+                Event::KeepAlive,
+                Event::Payload(Payload::Mark(MARK.as_bytes().try_into().unwrap())),
+            ]
+        );
+
+        let mut again = Client::new(Options { channel: Channel::Stream { snapshot_client: 77 }, ..resuming() });
+        again.handle_input(b"+OK\r\n").unwrap();
+        assert_eq!(asked(&mut again), format!("REPLCONF set-rdb-client-id 77 | PSYNC {REPLID} 101"));
+        assert_eq!(again.handle_input(b"+CONTINUE\r\n*1").unwrap(), 11);
+        assert_eq!(events(&mut again), [Event::Handshaken, Event::Continue { replid: replid(REPLID) }]);
+    }
+
+    #[test]
+    fn a_second_channel_that_answers_nonsense_is_quoted() {
+        for answer in ["$ENDOFF:", "$ENDOFF:1 x 0 7", "$ENDOFF:x 8 0 7", "$EOF:", "+OK"] {
+            let mut client = Client::new(Options { channel: Channel::Snapshot, ..Options::default() });
+            client.handle_input(b"+PONG\r\n+OK\r\n").unwrap();
+            let error = client.handle_input(format!("{answer}\r\n").as_bytes()).unwrap_err();
+            assert_eq!(error, Error::Unexpected { command: "SYNC", answer: answer.into() });
         }
     }
 

@@ -226,6 +226,7 @@ impl Fetch {
                 crc,
                 place,
                 memory: Holder::Sink(Arc::clone(&self.sink), index),
+                geometry: *plan.geometry(),
             });
         }
     }

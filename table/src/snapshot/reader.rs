@@ -104,9 +104,21 @@ pub struct Slot {
     /// Where they are.
     pub place: Place,
     pub(super) memory: Holder,
+    pub(super) geometry: Geometry,
 }
 
 impl Slot {
+    /// Gives back a slot whose reader is gone: was it whole until now?
+    ///
+    /// # Errors
+    /// As for [`SnapshotReader::release`].
+    pub fn release_alone(self) -> Result<(), Error> {
+        match &self.memory {
+            Holder::Sink(..) => Ok(()),
+            Holder::View(view) => InPlace::release(view, &self.geometry, &self),
+        }
+    }
+
     /// The memory in which the bytes lie, and where in it.
     pub fn bytes(&self) -> (&View, Range<u64>) {
         let (Place::Sink(offset) | Place::View(offset)) = self.place;
@@ -148,6 +160,7 @@ pub struct SnapshotReader {
     plan: Plan,
     fetch: Fetch,
     in_place: Option<InPlace>,
+    unchanging: bool,
     /// Delivered and not released.
     lent: usize,
 }
@@ -175,8 +188,17 @@ impl SnapshotReader {
             plan: Plan::new(expect, Box::new(held)),
             fetch: Fetch::new(sink, layout),
             in_place,
+            unchanging: false,
             lent: 0,
         })
+    }
+
+    /// The source promises that no slot's memory gets other bytes once it is published: slots that are delivered in place are then
+    /// not summed. They are the writer's own bytes, which no transport has touched. Their entries are looked at as ever.
+    pub fn unchanging(mut self) -> SnapshotReader {
+        self.unchanging = true;
+        self.in_place = self.in_place.map(InPlace::unchanging);
+        self
     }
 
     /// Goes on with another peer to the same table, after [`Error::Peer`]. What was verified stays; what was under way is
@@ -190,7 +212,8 @@ impl SnapshotReader {
         if let Some(lost) = self.in_place.take().and_then(|in_place| in_place.under_way()) {
             self.plan.lost(vec![lost]);
         }
-        self.in_place = view.map(|view| InPlace::new(view, self.plan.geometry(), buffers)).transpose()?;
+        let in_place = view.map(|view| InPlace::new(view, self.plan.geometry(), buffers)).transpose()?;
+        self.in_place = if self.unchanging { in_place.map(InPlace::unchanging) } else { in_place };
         Ok(())
     }
 
@@ -221,7 +244,7 @@ impl SnapshotReader {
         self.lent = self.lent.saturating_sub(1);
         match &slot.memory {
             Holder::Sink(_, buffer) => self.fetch.free(*buffer),
-            Holder::View(view) => InPlace::release(view, self.plan.geometry(), &slot)?,
+            Holder::View(view) => InPlace::release(view, &slot.geometry, &slot)?,
         }
         Ok(())
     }

@@ -58,6 +58,23 @@ fn read_all(reader: &mut SnapshotReader, peer: &mut dyn Peer) -> Result<Vec<u8>,
     Ok(bytes)
 }
 
+#[test]
+fn a_slot_that_changes_in_spite_of_the_promise_is_found_when_it_is_given_back() {
+    let (region, mut writer) = snapshot(0);
+    fill(&region, &mut writer, &[1; 4 * 4096], 4096);
+    let (reader, mut peer) = reader(&region, true, expect(GEOMETRY));
+    let mut reader = reader.unchanging();
+    reader.pump(&mut peer).unwrap();
+    let (first, alone) = (reader.next_slot().unwrap(), {
+        reader.pump(&mut peer).unwrap();
+        reader.next_slot().unwrap()
+    });
+    writer.retire(2);
+    fill(&region, &mut writer, &[2; 2 * 4096], 4096);
+    assert!(matches!(reader.release(first), Err(Error::Overrun { .. })));
+    assert!(matches!(alone.release_alone(), Err(Error::Overrun { .. })));
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
     #[test]
@@ -67,6 +84,7 @@ proptest! {
         hold_back in 0u32..60,
         trim in 0u64..60,
         in_place: bool,
+        unchanging: bool,
     ) {
         let (region, mut writer) = snapshot(hold_back);
         let truth: Vec<u8> = (0..length).map(|i| (i * 7 + i / 256) as u8).collect();
@@ -74,7 +92,8 @@ proptest! {
         let trim = trim.min(u64::from(hold_back)).min(length as u64);
         prop_assert_eq!(writer.finish(trim).unwrap(), length as u64 - trim);
         prop_assert_eq!(writer.published_slots(), (length as u64 - trim).div_ceil(4096));
-        let (mut reader, mut peer) = reader(&region, in_place, expect(GEOMETRY));
+        let (reader, mut peer) = reader(&region, in_place, expect(GEOMETRY));
+        let mut reader = if unchanging { reader.unchanging() } else { reader };
         let found = read_all(&mut reader, &mut peer).unwrap();
         prop_assert_eq!(&found[..], &truth[..length - trim as usize]);
     }

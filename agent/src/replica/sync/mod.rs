@@ -336,15 +336,9 @@ impl Sync {
         let Some(source) = &self.source else { return GO_ON };
         let progress = self.delivery.progress();
         let way = source.way(&self.args);
-        let mut sinks = self.sinks.clone();
-        let (asked, loaded) = (offer.clone(), progress.loaded);
-        let connecting = tokio::task::spawn_blocking(move || {
-            let result = way.feed(&asked, &mut sinks, loaded);
-            (result, sinks)
-        });
-        let (result, sinks) =
-            connecting.await.map_err(|error| Failure::local(format!("connecting failed: {error}")))?;
-        self.sinks = sinks;
+        let (asked, sinks, loaded) = (offer.clone(), self.sinks, progress.loaded);
+        let connecting = tokio::task::spawn_blocking(move || way.feed(&asked, sinks, loaded));
+        let result = connecting.await.map_err(|error| Failure::local(format!("connecting failed: {error}")))?;
         let (feed, kind) = match result {
             Ok(connected) => connected,
             Err(failure) => return self.feed_lost(&failure.message).await,

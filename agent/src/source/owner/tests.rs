@@ -97,7 +97,7 @@ fn offers(actions: &[Action]) -> Vec<Session> {
 
 fn begins(actions: &[Action]) -> Option<(u64, bool)> {
     actions.iter().find_map(|action| match action {
-        Action::Capture { generation, with_stream } => Some((*generation, *with_stream)),
+        Action::Capture { generation, with_stream, .. } => Some((*generation, *with_stream)),
         _ => None,
     })
 }

@@ -1,0 +1,142 @@
+//! Unread: how many of the bytes that were given to a connection its other end has not read yet.
+//!
+//! Bytes that were lent to a socket (`sendfile`) are read when the receiver gets to them, so whoever lends must know when it
+//! did. An acknowledgement of TCP does not say so: it means "queued over there". On a connection within this host both
+//! queues are here, and the system tells their lengths to anyone who asks (sock_diag(7), what `ss` shows).
+//!
+//! ```text
+//!   written ──▶ [ our send queue: not acknowledged ] ──▶ [ their receive queue: not read ] ──▶ read
+//! ```
+//!
+//! Ours is asked for first. A byte that leaves it between the two questions is then counted in the second queue or has been
+//! read: the answer may be too high, never too low.
+
+use std::io;
+use std::net::{SocketAddr, TcpStream};
+
+use netlink_packet_core::{NLM_F_REQUEST, NetlinkHeader, NetlinkMessage, NetlinkPayload};
+use netlink_packet_sock_diag::SockDiagMessage;
+use netlink_packet_sock_diag::constants::{AF_INET, AF_INET6, IPPROTO_TCP};
+use netlink_packet_sock_diag::inet::{ExtensionFlags, InetRequest, InetResponseHeader, SocketId, StateFlags};
+use netlink_sys::protocols::NETLINK_SOCK_DIAG;
+use netlink_sys::{Socket, SocketAddr as Port};
+
+/// See the module's text.
+pub(super) struct Unread {
+    system: Socket,
+    ours: Vec<u8>,
+    theirs: Vec<u8>,
+}
+
+/// Any socket with these addresses, whatever its number: INET_DIAG_NOCOOKIE.
+const NO_COOKIE: [u8; 8] = [0xff; 8];
+
+/// An answer about one socket: 72 bytes and a few attributes.
+const ANSWER_BYTES: usize = 4096;
+
+impl Unread {
+    /// Of this connection; both its ends are on this host.
+    ///
+    /// # Errors
+    /// `Unsupported` if an end is elsewhere; what the system says if it doesn't answer such questions (no sock_diag).
+    pub(super) fn of(connection: &TcpStream) -> io::Result<Unread> {
+        let (here, there) = (connection.local_addr()?, connection.peer_addr()?);
+        if !here.ip().is_loopback() || !there.ip().is_loopback() {
+            return Err(io::Error::from(io::ErrorKind::Unsupported));
+        }
+        let mut system = Socket::new(NETLINK_SOCK_DIAG)?;
+        system.bind_auto()?;
+        system.connect(&Port::new(0, 0))?;
+        // The answer is there when the question has been sent.
+        system.set_non_blocking(true)?;
+        let mut unread = Unread { system, ours: question(here, there), theirs: question(there, here) };
+        unread.bytes()?;
+        Ok(unread)
+    }
+
+    /// How many there are at most at this moment.
+    ///
+    /// # Errors
+    /// `NotFound` when the connection is gone.
+    pub(super) fn bytes(&mut self) -> io::Result<u64> {
+        let unacknowledged = self.ask(&self.ours)?.send_queue;
+        let unread = self.ask(&self.theirs)?.recv_queue;
+        Ok(u64::from(unacknowledged) + u64::from(unread))
+    }
+
+    fn ask(&self, question: &[u8]) -> io::Result<InetResponseHeader> {
+        self.system.send(question, 0)?;
+        let mut answer = Vec::with_capacity(ANSWER_BYTES);
+        self.system.recv(&mut answer, 0)?;
+        let answer = NetlinkMessage::<SockDiagMessage>::deserialize(&answer).map_err(io::Error::other)?;
+        match answer.payload {
+            NetlinkPayload::InnerMessage(SockDiagMessage::InetResponse(response)) => Ok(response.header),
+            NetlinkPayload::Error(error) => Err(error.to_io()),
+            other => Err(io::Error::other(format!("the system answers {other:?} when asked about a socket"))),
+        }
+    }
+}
+
+/// The question about the socket at `here` that is connected with `there`.
+fn question(here: SocketAddr, there: SocketAddr) -> Vec<u8> {
+    let request = InetRequest {
+        family: if here.is_ipv4() { AF_INET } else { AF_INET6 },
+        protocol: IPPROTO_TCP,
+        extensions: ExtensionFlags::empty(),
+        states: StateFlags::all(),
+        socket_id: SocketId {
+            source_port: here.port(),
+            destination_port: there.port(),
+            source_address: here.ip(),
+            destination_address: there.ip(),
+            interface_id: 0,
+            cookie: NO_COOKIE,
+        },
+    };
+    let mut header = NetlinkHeader::default();
+    header.flags = NLM_F_REQUEST;
+    let mut message = NetlinkMessage::new(header, SockDiagMessage::InetRequest(request).into());
+    message.finalize();
+    let mut bytes = vec![0; message.buffer_len()];
+    message.serialize(&mut bytes);
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::io::{Read, Write};
+    use std::net::TcpListener;
+
+    use super::*;
+
+    fn connection(host: &str) -> (TcpStream, TcpStream) {
+        let listener = TcpListener::bind((host, 0)).unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        (near, listener.accept().unwrap().0)
+    }
+
+    #[test]
+    fn what_was_written_is_unread_until_it_was_read() {
+        for host in ["127.0.0.1", "::1"] {
+            let (mut near, mut far) = connection(host);
+            let mut unread = Unread::of(&near).unwrap();
+            assert_eq!(unread.bytes().unwrap(), 0);
+            near.write_all(&[7; 10_000]).unwrap();
+            assert_eq!(unread.bytes().unwrap(), 10_000);
+            far.read_exact(&mut [0; 4_000]).unwrap();
+            assert_eq!(unread.bytes().unwrap(), 6_000);
+            far.read_exact(&mut [0; 6_000]).unwrap();
+            assert_eq!(unread.bytes().unwrap(), 0);
+        }
+    }
+
+    #[test]
+    fn a_connection_that_is_gone_has_no_answer() {
+        let (near, far) = connection("127.0.0.1");
+        let mut unread = Unread::of(&near).unwrap();
+        drop((near, far));
+        assert!(unread.bytes().is_err());
+    }
+}
