@@ -30,6 +30,7 @@
 mod bounds;
 mod mapping;
 mod owned;
+mod sum;
 mod view;
 
 pub use bounds::check;

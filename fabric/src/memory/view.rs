@@ -12,7 +12,7 @@ use rustix::{
     mm::Advice,
 };
 
-use super::{Memory, Pages, bounds, mapping::Mapping};
+use super::{Memory, Pages, bounds, mapping::Mapping, sum};
 use crate::error::Error;
 
 /// A window on a whole memory. See the [module](super) for who writes it meanwhile, and what that means for what one reads.
@@ -115,22 +115,11 @@ impl View {
 
     /// CRC-32C of what `crc` stands for followed by a range.
     ///
-    /// By small copies through the stack: the checksum's code takes a slice, and there are no slices of shared memory.
-    ///
     /// # Errors
     /// [`Error::OutOfBounds`].
-    pub fn crc32c_append(&self, mut crc: u32, range: Range<u64>) -> Result<u32, Error> {
-        bounds::check(range.start, bounds::length(&range, self.length())?, self.length())?;
-        let mut buffer = [0; CRC_CHUNK_BYTES];
-        let mut offset = range.start;
-        while offset < range.end {
-            let length = (range.end - offset).min(CRC_CHUNK_BYTES as u64);
-            let (chunk, _) = buffer.split_at_mut(length as usize);
-            self.mapping.span(offset, length)?.copy_out(chunk);
-            crc = crc32c::crc32c_append(crc, chunk);
-            offset += length;
-        }
-        Ok(crc)
+    pub fn crc32c_append(&self, crc: u32, range: Range<u64>) -> Result<u32, Error> {
+        let length = bounds::length(&range, self.length())?;
+        Ok(sum::crc32c_append(crc, self.mapping.span(range.start, length)?))
     }
 
     /// Sends up to `length` bytes from `offset` on: one `send(2)`, without SIGPIPE. `to` is a socket.
@@ -229,7 +218,5 @@ fn load_order(order: Ordering) -> Result<(), Error> {
     }
 }
 
-/// Bytes copied to the stack at a time for a checksum: with the source's lines they stay in a first-level cache of 32 KiB.
-const CRC_CHUNK_BYTES: usize = 4096;
 /// Unit of `st_blocks`, whatever the file system's block size.
 const STAT_BLOCK_BYTES: u64 = 512;
