@@ -880,13 +880,14 @@ impl Delivery {
         let backlog_full = self.backlog_bytes >= self.setup.backlog_limit;
         let mut fds: Vec<(BorrowedFd<'_>, PollFlags)> =
             vec![(self.waker.as_fd(), PollFlags::IN), (self.setup.listener.as_fd(), PollFlags::IN)];
-        let (mut wants_slots, mut link_full) = (false, false);
+        let (mut wants_slots, mut link_full, mut link_paused) = (false, false, false);
         if let Some(served) = &self.served {
             let has_piece = matches!(&served.stage, Stage::Payload(body) if body.piece.is_some());
             let has_stream = served.takes_the_stream() && !self.backlog.is_empty();
             link_full = has_piece || has_stream || served.written < served.out.len() || served.link.wants_write();
             let paused = if has_piece { served.pacer.until(now) } else { None };
             until = until.min(paused.unwrap_or(until));
+            link_paused = paused.is_some();
             let write = if link_full && paused.is_none() { PollFlags::OUT } else { PollFlags::empty() };
             fds.push((served.link.as_fd(), PollFlags::IN | write));
             wants_slots = !has_piece;
@@ -902,7 +903,8 @@ impl Delivery {
             if let Some(snapshot) = snapshot.as_mut().filter(|snapshot| !snapshot.reader.is_complete()) {
                 if snapshot.is_idle() {
                     until = until.min(if wants_slots || self.spool.is_some() { self.snapshot_due } else { until });
-                } else {
+                } else if !link_paused {
+                    // During a pause, what arrives can wait as well.
                     fds.push((snapshot.arm(), PollFlags::IN));
                 }
             }
