@@ -4,9 +4,9 @@
 use std::time::{Duration, Instant};
 
 use crate::control::Message;
-use crate::frame::{Decoder, MAX_HANDSHAKE_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES};
-use crate::session::{Handshake, Opening, Role, Versions};
-use crate::token::Token;
+use crate::control::frame::{Decoder, MAX_HANDSHAKE_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES};
+use crate::control::session::{Handshake, Opening, Role, Versions};
+use crate::control::token::Token;
 
 /// The targets by the name of their file and of their seeds' folder.
 pub const TARGETS: [(&str, Body); 3] =

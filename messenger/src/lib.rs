@@ -24,31 +24,24 @@
 //!
 //! Meet the modules in this order (start with [`control`], which is the vocabulary):
 //!
-//! - [`control`]: the messages and their bounded layout; `codec` holds the building blocks of that layout;
-//! - [`frame`]: one message or one step of the handshake on the wire: preamble, checksums, bounds;
-//! - [`token`]: the shared secret, and the file that it lives in;
-//! - [`session`]: the handshake of both ends, the seal on every later frame and the two clocks, as pure machines: bytes and
+//! - [`control`]: the messages and their bounded layout; `control/codec.rs` holds the building blocks of that layout;
+//! - [`control::frame`]: one message or one step of the handshake on the wire: preamble, checksums, bounds;
+//! - [`control::token`]: the shared secret, and the file that it lives in;
+//! - [`control::session`]: the handshake of both ends, the seal on every later frame and the two clocks, as pure machines: bytes and
 //!   the time go in, bytes and decisions come out;
-//! - [`connection`]: the thin tokio driver: [`connect`], [`accept`], [`Sender`], [`Receiver`];
-//! - [`error`]: what can go wrong, sorted by who can act on it.
+//! - [`control::connection`]: the thin tokio driver: [`connect`], [`accept`], [`Sender`], [`Receiver`];
+//! - [`control::error`]: what can go wrong, sorted by who can act on it.
 //!
 //! `docs/protocol.md` describes every byte, and what this protects against and what not.
 
 #![forbid(unsafe_code)]
 
-mod codec;
-pub mod connection;
 pub mod control;
-pub mod error;
-pub mod frame;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
-pub mod session;
-mod stranger;
-pub mod token;
 
-pub use connection::{Connection, Options, Receiver, Sender, accept, connect, turn_away};
 pub use control::Message;
-pub use error::{Error, Fault, Result};
-pub use session::{MAGIC, Role, derive};
-pub use token::Token;
+pub use control::connection::{Connection, Options, Receiver, Sender, accept, connect, turn_away};
+pub use control::error::{Error, Fault, Result};
+pub use control::session::{MAGIC, Role, derive};
+pub use control::token::Token;

@@ -1,12 +1,12 @@
 //! What can go wrong in a conversation, sorted by who can act on it. Not here: what is wrong with a token's file
-//! ([`crate::token::TokenError`]); that is found before there is anybody to talk to.
+//! ([`crate::control::token::TokenError`]); that is found before there is anybody to talk to.
 
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::control::RefusalCode;
-use crate::session::Versions;
+use crate::control::session::Versions;
 
 /// A [`Fault`] and the peer with whom it happened.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -100,7 +100,7 @@ pub enum Fault {
         "closed the connection during the greeting: it is stopping, or it is not a Remora agent; its log may say more"
     )]
     ClosedEarly,
-    /// The connection ended. It is never a way of saying "done": that is [`crate::Message::Leave`], which nobody can forge.
+    /// The connection ended. It is never a way of saying "done": that is [`crate::control::Message::Leave`], which nobody can forge.
     #[error("closed the connection")]
     Closed,
     /// The system failed a read or a write.
@@ -136,7 +136,7 @@ pub enum Fault {
     /// A message that does not fit the protocol's bounds.
     #[error("cannot be told this: {0}")]
     TooLarge(#[from] TooLarge),
-    /// The send queue is full ([`crate::Sender::try_send`] only; [`crate::Sender::send`] waits instead).
+    /// The send queue is full ([`crate::control::Sender::try_send`] only; [`crate::control::Sender::send`] waits instead).
     #[error("has yet to take the last {queued} messages")]
     QueueFull {
         /// The queue's length in messages.

@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::frame::PREAMBLE_BYTES;
+use crate::control::frame::PREAMBLE_BYTES;
 use proptest::prelude::*;
 
 const LIMIT: Duration = Duration::from_secs(10);

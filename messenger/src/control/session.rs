@@ -1,5 +1,5 @@
 //! One session between two agents, as pure machines: bytes, random numbers and the time go in; bytes and decisions come out.
-//! [`crate::connection`] feeds them from a socket, the tests from vectors.
+//! [`crate::control::connection`] feeds them from a socket, the tests from vectors.
 //!
 //! ```text
 //!     client                                 server
@@ -35,11 +35,11 @@ use std::time::{Duration, Instant};
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
 
-use crate::codec::{Codec, Reader, record};
-use crate::error::{Fault, Malformed, TooLarge};
-use crate::frame::{self, Decoder, Frame, MAX_HANDSHAKE_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES, SEAL_BYTES, Seal};
-use crate::stranger;
-use crate::token::Token;
+use crate::control::codec::{Codec, Reader, record};
+use crate::control::error::{Fault, Malformed, TooLarge};
+use crate::control::frame::{self, Decoder, Frame, MAX_HANDSHAKE_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES, SEAL_BYTES, Seal};
+use crate::control::stranger;
+use crate::control::token::Token;
 
 /// The first bytes of every control connection, in both directions. One port can so serve control and data lanes.
 ///

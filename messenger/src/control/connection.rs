@@ -1,4 +1,4 @@
-//! The thin driver: it moves bytes between a socket and the machines of [`crate::session`], and asks the clock. Whatever is
+//! The thin driver: it moves bytes between a socket and the machines of [`crate::control::session`], and asks the clock. Whatever is
 //! decided is decided there.
 //!
 //! ```text
@@ -21,11 +21,11 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, sleep_until, timeout, timeout_at};
 
 use crate::control::Message;
-use crate::error::{Error, Fault, Result};
-use crate::session::{
+use crate::control::error::{Error, Fault, Result};
+use crate::control::session::{
     self, Established, Handshake, HeartbeatClock, Opener, Opening, Role, Sealer, SilenceClock, Versions,
 };
-use crate::token::Token;
+use crate::control::token::Token;
 
 /// Time limits and sizes of a connection. The defaults are for agents; tests take shorter ones.
 #[derive(Debug, Clone)]
@@ -543,7 +543,7 @@ const HEARTBEAT_EVERY: Duration = Duration::from_secs(1);
 const SILENCE_LIMIT: Duration = Duration::from_secs(10);
 
 /// Messages that wait to be sent: at a few a second, many seconds' worth. Most are under a hundred bytes; the longest
-/// ([`crate::frame::MAX_PAYLOAD_BYTES`]) is sent only when asked for.
+/// ([`crate::control::frame::MAX_PAYLOAD_BYTES`]) is sent only when asked for.
 const SEND_QUEUE: usize = 64;
 
 /// How long a last word may take to be read.

@@ -1,7 +1,7 @@
 //! One frame on the wire: a fixed preamble, the payload, their checksums, and room for a seal. Pure: bytes in, frames out.
 //!
-//! What it does not know: what the tags mean ([`crate::control`], [`crate::session`]) and how a seal is made
-//! ([`crate::session`]). A checksum finds what a broken network or program does by accident; only the seal finds a person.
+//! What it does not know: what the tags mean ([`crate::control`], [`crate::control::session`]) and how a seal is made
+//! ([`crate::control::session`]). A checksum finds what a broken network or program does by accident; only the seal finds a person.
 //!
 //! ```text
 //!   0      2    3      4            8                 12              12+n            16+n         (32+n)
@@ -14,7 +14,7 @@
 //! The preamble has a checksum of its own so that a length is believed only when it arrived whole; and it is compared with
 //! the bound before a single byte of the payload is waited for.
 
-use crate::error::Malformed;
+use crate::control::error::Malformed;
 
 /// A whole frame whose checksums hold.
 #[derive(Debug, Clone, PartialEq, Eq)]
