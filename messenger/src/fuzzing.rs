@@ -1,16 +1,25 @@
 //! What the fuzz targets run and `cargo test` replays: any bytes must end in a value or an error, never in a panic, an
 //! endless loop, or more memory than they themselves take.
 
+use std::io::IoSlice;
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
+
+use crate::buffer::Buffer;
 use crate::control::Message;
 use crate::control::frame::{Decoder, MAX_HANDSHAKE_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES};
 use crate::control::session::{Handshake, Opening, Role, Versions};
 use crate::control::token::Token;
+use crate::frame;
 
 /// The targets by the name of their file and of their seeds' folder.
-pub const TARGETS: [(&str, Body); 3] =
-    [("messenger_message", message), ("messenger_frames", frames), ("messenger_handshake", handshake)];
+pub const TARGETS: [(&str, Body); 4] = [
+    ("messenger_message", message),
+    ("messenger_frames", frames),
+    ("messenger_handshake", handshake),
+    ("messenger_layer_frames", layer_frames),
+];
 
 /// Takes any bytes, and panics when something is wrong with us.
 pub type Body = fn(&[u8]);
@@ -43,6 +52,43 @@ pub fn frames(bytes: &[u8]) {
         }
         assert!(bytes.starts_with(&again));
         assert!(decoder.buffered() <= bytes.len() - again.len());
+    }
+}
+
+/// Frames of the message layer in any pieces. What is taken must be written as the same bytes, and no memory is asked for
+/// that the limits do not allow.
+pub fn layer_frames(bytes: &[u8]) {
+    let limits = frame::Limits { front: 1024, data: 4096 };
+    let mut reader = frame::Reader::new(limits, None);
+    let mut last = None;
+    let (mut at, mut begun) = (0, 0);
+    for piece in bytes.chunks(7) {
+        let mut input = piece;
+        loop {
+            match reader.next(&mut input) {
+                Err(_) | Ok(frame::Step::Hungry) => break,
+                Ok(frame::Step::Head(preamble, head)) => {
+                    assert!(preamble.body_bytes() <= 2 * 1024 + 4096);
+                    let bodies =
+                        preamble.bodies.map(|length| Buffer::zeroed(length as usize, preamble.data_alignment()));
+                    assert!(reader.land(bodies).is_ok());
+                    last = Some((preamble, head));
+                }
+                Ok(frame::Step::Whole(bodies)) => {
+                    let (preamble, head) = last.take().expect("a frame has a head");
+                    let end = at + piece.len() - input.len();
+                    let mut writer = frame::Writer::new(preamble.summed, None);
+                    let bodies = bodies.map(Bytes::from);
+                    writer.frame(preamble.tag, head.bytes(), bodies.each_ref(), preamble.data_alignment());
+                    let mut slices = [IoSlice::new(&[]); 8];
+                    let count = writer.slices(&mut slices);
+                    let again: Vec<u8> = slices[..count].iter().flat_map(|slice| slice.to_vec()).collect();
+                    assert_eq!(bytes.get(begun..end), Some(&again[..]));
+                    begun = end;
+                }
+            }
+        }
+        at += piece.len();
     }
 }
 

@@ -36,9 +36,12 @@
 
 #![forbid(unsafe_code)]
 
+pub mod buffer;
 pub mod control;
+pub mod frame;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
+pub mod seal;
 
 pub use control::Message;
 pub use control::connection::{Connection, Options, Receiver, Sender, accept, connect, turn_away};

@@ -1,0 +1,600 @@
+//! One frame on the wire: a fixed preamble, a head, up to three bodies, their checksums. Pure: bytes in, frames out; no socket,
+//! no clock. What it does not know: what tags and heads mean ([`crate::signal`]).
+//!
+//! ```text
+//!    0    1      2       4        8         12      16       17         24         28           32
+//!   ┌────┬──────┬───────┬────────┬─────────┬───────┬────────┬──────────┬──────────┬────────────┐
+//!   │tag │flags │head n₀│front n₁│middle n₂│data n₃│align   │ 0        │ CRC of   │ CRC of     │ preamble, 32 bytes
+//!   │ u8 │ u8   │ u16   │ u32    │ u32     │ u32   │log₂ u8 │ 7 bytes  │ head     │ bytes 0–27 │
+//!   ├────┴──────┴───────┴────────┴─────────┴───────┴────────┴──────────┴──────────┴────────────┤
+//!   │ head: n₀ bytes, at most 64: all that decides whether and where the bodies are received   │
+//!   ├──────────────────────────────────────────────────────────────────────────────────────────┤
+//!   │ front: n₁ bytes │ middle: n₂ bytes │ data: n₃ bytes                                      │
+//!   ├──────────────────────────────────────────────────────────────────────────────────────────┤
+//!   │ CRC of front, middle, data: 12 bytes, if flags bit 0 │ seal: 16 bytes, if flags bit 1    │
+//!   └──────────────────────────────────────────────────────────────────────────────────────────┘
+//! ```
+//!
+//! All integers are little-endian, all checksums CRC-32C. The preamble and the head are always summed, so that a length is
+//! believed only when it arrived whole; the sum over the bodies is the sender's choice (flags bit 0) and stands behind them,
+//! so that a receiver sums each piece while it is in its cache.
+//!
+//! The reader stops after the head ([`Step::Head`]) and goes on only when it has been given memory for the bodies. So a
+//! receiver looks at the transaction's number and says where its data is to land before a byte of it is read; and a receiver
+//! that has no room simply does not go on.
+
+use bytes::Bytes;
+use crc_fast::{CrcAlgorithm, Digest};
+use std::collections::VecDeque;
+use std::io::IoSlice;
+
+use crate::buffer::Buffer;
+use crate::seal::{SEAL_BYTES, Seal, Seals};
+
+/// What the first 32 bytes of a frame say.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Preamble {
+    /// What the frame is.
+    pub tag: u8,
+    /// The bodies bear checksums.
+    pub summed: bool,
+    /// A seal ends the frame.
+    pub sealed: bool,
+    /// Bytes of the head.
+    pub head: u16,
+    /// Bytes of front, middle and data.
+    pub bodies: [u32; BODIES],
+    /// The data wants to lie at a multiple of two to this power.
+    pub alignment: u8,
+    /// Checksum of the head.
+    pub head_sum: u32,
+}
+
+impl Preamble {
+    /// The bytes on the wire.
+    pub fn encode(&self) -> [u8; PREAMBLE_BYTES] {
+        let mut bytes = [0; PREAMBLE_BYTES];
+        bytes[0] = self.tag;
+        bytes[1] = u8::from(self.summed) * FLAG_SUMMED | u8::from(self.sealed) * FLAG_SEALED;
+        bytes[2..4].copy_from_slice(&self.head.to_le_bytes());
+        for (at, length) in [4, 8, 12].into_iter().zip(self.bodies) {
+            bytes[at..at + 4].copy_from_slice(&length.to_le_bytes());
+        }
+        bytes[16] = self.alignment;
+        bytes[24..28].copy_from_slice(&self.head_sum.to_le_bytes());
+        let sum = checksum(&bytes[..28]);
+        bytes[28..].copy_from_slice(&sum.to_le_bytes());
+        bytes
+    }
+
+    /// Reads a preamble, and holds its lengths against the limits.
+    ///
+    /// # Errors
+    /// [`Malformed`]: there is no finding the next frame behind this one.
+    pub fn decode(bytes: &[u8; PREAMBLE_BYTES], limits: &Limits) -> Result<Preamble, Malformed> {
+        let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+        if word(28) != checksum(&bytes[..28]) {
+            return Err(Malformed::Checksum { part: "preamble" });
+        }
+        let [tag, flags, ..] = *bytes;
+        if flags & !(FLAG_SUMMED | FLAG_SEALED) != 0 || bytes[17..24] != [0; 7] || bytes[16] > MAX_ALIGNMENT_LOG2 {
+            return Err(Malformed::Reserved);
+        }
+        let preamble = Preamble {
+            tag,
+            summed: flags & FLAG_SUMMED != 0,
+            sealed: flags & FLAG_SEALED != 0,
+            head: u16::from_le_bytes([bytes[2], bytes[3]]),
+            bodies: [word(4), word(8), word(12)],
+            alignment: bytes[16],
+            head_sum: word(24),
+        };
+        limits.check(&preamble)?;
+        Ok(preamble)
+    }
+
+    /// Bytes of all bodies together.
+    pub fn body_bytes(&self) -> u64 {
+        self.bodies.iter().map(|&length| u64::from(length)).sum()
+    }
+
+    /// The data's alignment in bytes.
+    pub fn data_alignment(&self) -> usize {
+        1 << self.alignment
+    }
+}
+
+/// The longest bodies that a receiver takes, in bytes. Whoever announces more is cut off on the preamble alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Of front and of middle, each.
+    pub front: u32,
+    /// Of data.
+    pub data: u32,
+}
+
+impl Limits {
+    /// Before a peer has a session: heads only, and the few words of a refusal.
+    pub const STRANGER: Limits = Limits { front: 256, data: 0 };
+
+    fn check(&self, preamble: &Preamble) -> Result<(), Malformed> {
+        let limits = [self.front, self.front, self.data].map(|limit| limit.min(MAX_SEGMENT_BYTES));
+        if usize::from(preamble.head) > HEAD_BYTES {
+            return Err(Malformed::TooLong { length: u32::from(preamble.head), limit: HEAD_BYTES as u32 });
+        }
+        let over = preamble.bodies.into_iter().zip(limits).find(|(length, limit)| length > limit);
+        over.map_or(Ok(()), |(length, limit)| Err(Malformed::TooLong { length, limit }))
+    }
+}
+
+/// Bytes that are no frame of ours.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Malformed {
+    /// A checksum that is not that of its bytes.
+    #[error("the checksum of a frame's {part} does not match")]
+    Checksum {
+        /// "preamble", "head", "front", "middle" or "data".
+        part: &'static str,
+    },
+    /// Bits or bytes set that this version does not define.
+    #[error("a frame sets what this version of the protocol does not define")]
+    Reserved,
+    /// A part longer than may be.
+    #[error("a frame announces a part of {length} bytes, of which {limit} may be")]
+    TooLong {
+        /// What it announces, in bytes.
+        length: u32,
+        /// The bound, in bytes.
+        limit: u32,
+    },
+    /// A seal is missing, or is not that of these bytes at this place of the conversation.
+    #[error("frame {sequence} does not bear a valid seal: it was altered, repeated, left out or put in on its way")]
+    Forged {
+        /// Its number in its direction, from 0.
+        sequence: u64,
+    },
+    /// A head or a body that does not hold what its tag says.
+    #[error("a frame with the tag {tag:#04x} does not hold what it must")]
+    Content {
+        /// The tag.
+        tag: u8,
+    },
+}
+
+/// The head of a frame: a few fixed fields.
+#[derive(Debug, Clone, Copy)]
+pub struct Head {
+    bytes: [u8; HEAD_BYTES],
+    length: usize,
+}
+
+impl Head {
+    /// Its bytes.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes[..self.length]
+    }
+}
+
+/// What the reader came upon.
+#[derive(Debug)]
+pub enum Step {
+    /// A head whose checksum holds. Answer with [`Reader::land`] before feeding more; bodies may be empty.
+    Head(Preamble, Head),
+    /// The frame is whole and its checksums hold: front, middle, data, in the memory that was given.
+    Whole([Buffer; BODIES]),
+    /// More bytes are needed.
+    Hungry,
+}
+
+/// Finds frames in bytes that arrive in pieces. See the [module](self) for when it stops.
+pub struct Reader {
+    limits: Limits,
+    seals: Option<Seals>,
+    stage: Stage,
+    /// Bytes of a fixed-size part that has not arrived whole; used only where a part is cut.
+    cut: [u8; HEAD_BYTES],
+    have: usize,
+    preamble: [u8; PREAMBLE_BYTES],
+    head: Head,
+}
+
+enum Stage {
+    Preamble,
+    Head(Preamble),
+    /// The head was given out; memory is yet to come.
+    Asked(Preamble),
+    Bodies(Box<Arriving>),
+    Trailer(Box<Arriving>),
+    /// Garbled: nothing can be found any more.
+    Over(Malformed),
+}
+
+/// Bodies on their way in.
+struct Arriving {
+    preamble: Preamble,
+    bodies: [Buffer; BODIES],
+    /// Which body is being filled, and how far.
+    at: usize,
+    filled: usize,
+    sums: [u32; BODIES],
+    /// The running checksum of the body being filled, once it has come in more than one piece.
+    running: Option<Digest>,
+}
+
+impl Reader {
+    /// A reader that takes nothing longer than the limits, and with `seals` nothing that is not sealed by them.
+    pub fn new(limits: Limits, seals: Option<Seals>) -> Reader {
+        Reader {
+            limits,
+            seals,
+            stage: Stage::Preamble,
+            cut: [0; HEAD_BYTES],
+            have: 0,
+            preamble: [0; PREAMBLE_BYTES],
+            head: Head { bytes: [0; HEAD_BYTES], length: 0 },
+        }
+    }
+
+    /// From the next preamble on, these are the limits.
+    pub fn set_limits(&mut self, limits: Limits) {
+        self.limits = limits;
+    }
+
+    /// Whether no frame has begun.
+    pub fn is_between_frames(&self) -> bool {
+        matches!(self.stage, Stage::Preamble) && self.have == 0
+    }
+
+    /// Takes bytes off the front of `input` up to the next thing worth knowing.
+    ///
+    /// # Errors
+    /// [`Malformed`], and the same at every later call: close the connection.
+    pub fn next(&mut self, input: &mut &[u8]) -> Result<Step, Malformed> {
+        let outcome = self.advance(input);
+        if let Err(malformed) = outcome {
+            self.stage = Stage::Over(malformed);
+        }
+        outcome
+    }
+
+    /// Memory for the bodies of the frame whose head was just given out, each as long as the preamble says.
+    ///
+    /// # Errors
+    /// Gives the memory back if its lengths are not those, or if nobody asked.
+    pub fn land(&mut self, bodies: [Buffer; BODIES]) -> Result<(), [Buffer; BODIES]> {
+        let Stage::Asked(preamble) = self.stage else { return Err(bodies) };
+        if !bodies.iter().zip(preamble.bodies).all(|(buffer, length)| buffer.len() == length as usize) {
+            return Err(bodies);
+        }
+        let arriving = Arriving { preamble, bodies, at: 0, filled: 0, sums: [0; BODIES], running: None };
+        self.stage = Stage::Bodies(Box::new(arriving));
+        Ok(())
+    }
+
+    /// The memory that the next bytes belong into, if it is worth receiving straight into it: no copy then.
+    pub fn landing(&mut self) -> Option<&mut [u8]> {
+        let Stage::Bodies(arriving) = &mut self.stage else { return None };
+        arriving.skip_full();
+        let rest = arriving.bodies.get_mut(arriving.at)?.get_mut(arriving.filled..)?;
+        Some(rest).filter(|rest| rest.len() >= DIRECT_FROM_BYTES)
+    }
+
+    /// So many bytes were received into [`Reader::landing`].
+    pub fn landed(&mut self, count: usize) {
+        if let Stage::Bodies(arriving) = &mut self.stage {
+            arriving.fill(count);
+        }
+    }
+
+    fn advance(&mut self, input: &mut &[u8]) -> Result<Step, Malformed> {
+        loop {
+            match &mut self.stage {
+                Stage::Preamble => {
+                    let Some(bytes) = gather::<PREAMBLE_BYTES>(&mut self.cut, &mut self.have, input) else {
+                        return Ok(Step::Hungry);
+                    };
+                    let preamble = Preamble::decode(&bytes, &self.limits)?;
+                    self.preamble = bytes;
+                    self.stage = Stage::Head(preamble);
+                }
+                Stage::Head(preamble) => {
+                    let preamble = *preamble;
+                    let length = usize::from(preamble.head);
+                    if !gather_some(&mut self.head.bytes[..length], &mut self.have, input) {
+                        return Ok(Step::Hungry);
+                    }
+                    self.head.length = length;
+                    if checksum(self.head.bytes()) != preamble.head_sum {
+                        return Err(Malformed::Checksum { part: "head" });
+                    }
+                    self.stage = Stage::Asked(preamble);
+                    return Ok(Step::Head(preamble, self.head));
+                }
+                Stage::Asked(_) => return Ok(Step::Hungry),
+                Stage::Bodies(arriving) => {
+                    if !arriving.take(input) {
+                        return Ok(Step::Hungry);
+                    }
+                    let Stage::Bodies(arriving) = std::mem::replace(&mut self.stage, Stage::Preamble) else { continue };
+                    self.stage = Stage::Trailer(arriving);
+                }
+                Stage::Trailer(_) => return self.finish(input),
+                Stage::Over(malformed) => return Err(*malformed),
+            }
+        }
+    }
+
+    fn finish(&mut self, input: &mut &[u8]) -> Result<Step, Malformed> {
+        let Stage::Trailer(arriving) = &self.stage else { return Ok(Step::Hungry) };
+        let sums = if arriving.preamble.has_sums() { SUMS_BYTES } else { 0 };
+        let length = sums + if arriving.preamble.sealed { SEAL_BYTES } else { 0 };
+        if !gather_some(&mut self.cut[..length], &mut self.have, input) {
+            return Ok(Step::Hungry);
+        }
+        let (said, seal) = self.cut[..length].split_at(sums);
+        for ((said, sum), part) in said.chunks_exact(4).zip(arriving.sums).zip(PARTS) {
+            if said != sum.to_le_bytes() {
+                return Err(Malformed::Checksum { part });
+            }
+        }
+        if let Some(seals) = &mut self.seals {
+            let parts = arriving.bodies.each_ref().map(|body| -> &[u8] { body });
+            seals.check(seal, &self.preamble, self.head.bytes(), parts)?;
+        } else if arriving.preamble.sealed {
+            return Err(Malformed::Reserved);
+        }
+        let Stage::Trailer(arriving) = std::mem::replace(&mut self.stage, Stage::Preamble) else {
+            return Ok(Step::Hungry);
+        };
+        Ok(Step::Whole(arriving.bodies))
+    }
+}
+
+impl Preamble {
+    fn has_sums(&self) -> bool {
+        self.summed && self.body_bytes() > 0
+    }
+}
+
+impl Arriving {
+    /// Moves bytes from the input into the bodies; whether all are full.
+    fn take(&mut self, input: &mut &[u8]) -> bool {
+        loop {
+            self.skip_full();
+            let Some(rest) = self.bodies.get_mut(self.at).and_then(|body| body.get_mut(self.filled..)) else {
+                return true;
+            };
+            let count = rest.len().min(input.len());
+            if count == 0 {
+                return false;
+            }
+            let (piece, left) = input.split_at(count);
+            rest[..count].copy_from_slice(piece);
+            *input = left;
+            self.fill(count);
+        }
+    }
+
+    /// So many more bytes of the present body are there: sums them, and goes on to the next body when this one is full.
+    fn fill(&mut self, count: usize) {
+        let Some(body) = self.bodies.get(self.at) else { return };
+        let end = (self.filled + count).min(body.len());
+        let piece = &body[self.filled..end];
+        let is_last = end == body.len();
+        if self.preamble.summed {
+            match (&mut self.running, is_last) {
+                (None, true) => self.sums[self.at] = checksum(piece),
+                (Some(running), last) => {
+                    running.update(piece);
+                    if last {
+                        self.sums[self.at] = running.finalize() as u32;
+                    }
+                }
+                (None, false) => {
+                    let mut running = Digest::new(CRC);
+                    running.update(piece);
+                    self.running = Some(running);
+                }
+            }
+        }
+        self.filled = end;
+        self.skip_full();
+    }
+
+    fn skip_full(&mut self) {
+        while self.bodies.get(self.at).is_some_and(|body| body.len() == self.filled) {
+            self.at += 1;
+            self.filled = 0;
+            self.running = None;
+        }
+    }
+}
+
+/// `N` bytes, from the input at once or pieced together; `None` while they are not all here.
+fn gather<const N: usize>(cut: &mut [u8; HEAD_BYTES], have: &mut usize, input: &mut &[u8]) -> Option<[u8; N]> {
+    if *have == 0
+        && let Some((bytes, rest)) = input.split_first_chunk::<N>()
+    {
+        *input = rest;
+        return Some(*bytes);
+    }
+    gather_some(&mut cut[..N], have, input).then(|| std::array::from_fn(|at| cut[at]))
+}
+
+/// Fills `into` from the input, going on behind the `have` bytes of last time; whether it is full, which begins anew.
+fn gather_some(into: &mut [u8], have: &mut usize, input: &mut &[u8]) -> bool {
+    let count = (into.len() - *have).min(input.len());
+    let (piece, rest) = input.split_at(count);
+    into[*have..*have + count].copy_from_slice(piece);
+    *input = rest;
+    *have += count;
+    let full = *have == into.len();
+    if full {
+        *have = 0;
+    }
+    full
+}
+
+/// Frames on their way out: small parts copied one behind the other, large ones referred to, so that many frames go in one
+/// vectored send.
+pub struct Writer {
+    summed: bool,
+    seals: Option<Seals>,
+    pieces: VecDeque<Piece>,
+    /// Small parts. Pieces refer to it by place; it is emptied when all have gone.
+    scratch: Vec<u8>,
+    /// Bytes of the first piece that have gone already.
+    gone: usize,
+    bytes: usize,
+}
+
+enum Piece {
+    Scratch { start: usize, end: usize },
+    Shared(Bytes),
+}
+
+impl Writer {
+    /// A writer that sums bodies or leaves it, and with `seals` ends each frame with one.
+    pub fn new(summed: bool, seals: Option<Seals>) -> Writer {
+        Writer { summed, seals, pieces: VecDeque::new(), scratch: Vec::new(), gone: 0, bytes: 0 }
+    }
+
+    /// Appends a frame. `alignment` is where the data wants to lie, in bytes, a power of two.
+    ///
+    /// # Panics
+    /// If the head is longer than [`HEAD_BYTES`] or a body than [`MAX_SEGMENT_BYTES`]: those who make messages check that.
+    pub fn frame(&mut self, tag: u8, head: &[u8], bodies: [&Bytes; BODIES], alignment: usize) {
+        assert!(head.len() <= HEAD_BYTES, "heads are fixed records of at most HEAD_BYTES");
+        let length = |body: &Bytes| u32::try_from(body.len()).expect("messages are checked against MAX_SEGMENT_BYTES");
+        let preamble = Preamble {
+            tag,
+            summed: self.summed,
+            sealed: self.seals.is_some(),
+            head: head.len() as u16,
+            bodies: bodies.map(length),
+            alignment: (alignment.max(1).ilog2() as u8).min(MAX_ALIGNMENT_LOG2),
+            head_sum: checksum(head),
+        };
+        let bytes = preamble.encode();
+        let seal: Option<Seal> =
+            self.seals.as_mut().map(|seals| seals.next(&bytes, head, bodies.map(|body| -> &[u8] { body })));
+        self.copy(&bytes);
+        self.copy(head);
+        bodies.into_iter().for_each(|body| self.body(body));
+        if preamble.has_sums() {
+            let sums = bodies.map(|body| checksum(body).to_le_bytes());
+            self.copy(sums.as_flattened());
+        }
+        if let Some(seal) = seal {
+            self.copy(&seal);
+        }
+    }
+
+    /// Whether there is nothing to send.
+    pub fn is_empty(&self) -> bool {
+        self.bytes == 0
+    }
+
+    /// Bytes yet to be sent.
+    pub fn len(&self) -> usize {
+        self.bytes
+    }
+
+    /// Fills `slices` with what is to be sent next, in order; how many it used.
+    pub fn slices<'a>(&'a self, slices: &mut [IoSlice<'a>]) -> usize {
+        let mut count = 0;
+        for (piece, slice) in self.pieces.iter().zip(slices) {
+            let bytes = self.piece(piece);
+            let from = if count == 0 { self.gone } else { 0 };
+            *slice = IoSlice::new(&bytes[from..]);
+            count += 1;
+        }
+        count
+    }
+
+    /// So many bytes have been sent.
+    pub fn sent(&mut self, mut count: usize) {
+        self.bytes -= count.min(self.bytes);
+        while let Some(piece) = self.pieces.front() {
+            let rest = self.piece(piece).len() - self.gone;
+            if count < rest {
+                self.gone += count;
+                return;
+            }
+            count -= rest;
+            self.gone = 0;
+            self.pieces.pop_front();
+        }
+        self.scratch.clear();
+        self.scratch.shrink_to(SCRATCH_KEPT_BYTES);
+    }
+
+    fn piece<'a>(&'a self, piece: &'a Piece) -> &'a [u8] {
+        match piece {
+            Piece::Scratch { start, end } => &self.scratch[*start..*end],
+            Piece::Shared(bytes) => bytes,
+        }
+    }
+
+    fn body(&mut self, body: &Bytes) {
+        if body.len() <= COPIED_UP_TO_BYTES {
+            return self.copy(body);
+        }
+        self.bytes += body.len();
+        self.pieces.push_back(Piece::Shared(body.clone()));
+    }
+
+    fn copy(&mut self, bytes: &[u8]) {
+        let from = self.scratch.len();
+        self.scratch.extend_from_slice(bytes);
+        self.bytes += bytes.len();
+        match self.pieces.back_mut() {
+            Some(Piece::Scratch { end, .. }) => *end += bytes.len(),
+            _ if bytes.is_empty() => {}
+            _ => self.pieces.push_back(Piece::Scratch { start: from, end: from + bytes.len() }),
+        }
+    }
+}
+
+/// The checksum of some bytes.
+pub fn checksum(bytes: &[u8]) -> u32 {
+    crc_fast::checksum(CRC, bytes) as u32
+}
+
+/// CRC-32C, as iSCSI calls it.
+const CRC: CrcAlgorithm = CrcAlgorithm::Crc32Iscsi;
+
+/// Bytes before a head.
+pub const PREAMBLE_BYTES: usize = 32;
+
+/// The longest head, in bytes. The longest in use has 61 (`OPEN`).
+pub const HEAD_BYTES: usize = 64;
+
+/// Front, middle and data.
+pub const BODIES: usize = 3;
+
+/// The longest body whatever a receiver allows, in bytes: beyond it one message would hold a connection for so long that its
+/// others wait visibly. Larger things are several messages, or memory that is read one-sidedly.
+pub const MAX_SEGMENT_BYTES: u32 = 16 << 20;
+
+/// A body's rest from this size on is received straight into its memory. Below it a copy out of the shared receive buffer
+/// costs less than the system call that it would take to end exactly there.
+pub const DIRECT_FROM_BYTES: usize = 16 * 1024;
+
+/// Bodies up to this size are copied beside the heads: an entry of a vectored send costs about as much as such a copy.
+pub const COPIED_UP_TO_BYTES: usize = 1024;
+
+/// An idle connection keeps at most this much of its sending scratch.
+const SCRATCH_KEPT_BYTES: usize = 1024;
+
+const MAX_ALIGNMENT_LOG2: u8 = crate::buffer::MAX_ALIGNMENT.trailing_zeros() as u8;
+const SUMS_BYTES: usize = 4 * BODIES;
+const PARTS: [&str; BODIES] = ["front", "middle", "data"];
+const FLAG_SUMMED: u8 = 1;
+const FLAG_SEALED: u8 = 2;
+
+// A trailer is pieced together in the same place as a cut preamble.
+const _: () = assert!(SUMS_BYTES + SEAL_BYTES <= HEAD_BYTES && PREAMBLE_BYTES <= HEAD_BYTES);
+
+#[cfg(test)]
+mod tests;
