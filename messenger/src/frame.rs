@@ -7,7 +7,7 @@
 //!   │tag │flags │head n₀│front n₁│middle n₂│data n₃│align   │ 0        │ CRC of   │ CRC of     │ preamble, 32 bytes
 //!   │ u8 │ u8   │ u16   │ u32    │ u32     │ u32   │log₂ u8 │ 7 bytes  │ head     │ bytes 0–27 │
 //!   ├────┴──────┴───────┴────────┴─────────┴───────┴────────┴──────────┴──────────┴────────────┤
-//!   │ head: n₀ bytes, at most 64: all that decides whether and where the bodies are received   │
+//!   │ head: n₀ bytes, at most 96: all that decides whether and where the bodies are received   │
 //!   ├──────────────────────────────────────────────────────────────────────────────────────────┤
 //!   │ front: n₁ bytes │ middle: n₂ bytes │ data: n₃ bytes                                      │
 //!   ├──────────────────────────────────────────────────────────────────────────────────────────┤
@@ -55,7 +55,7 @@ impl Preamble {
     pub fn encode(&self) -> [u8; PREAMBLE_BYTES] {
         let mut bytes = [0; PREAMBLE_BYTES];
         bytes[0] = self.tag;
-        bytes[1] = u8::from(self.summed) * FLAG_SUMMED | u8::from(self.sealed) * FLAG_SEALED;
+        bytes[1] = (u8::from(self.summed) * FLAG_SUMMED) | (u8::from(self.sealed) * FLAG_SEALED);
         bytes[2..4].copy_from_slice(&self.head.to_le_bytes());
         for (at, length) in [4, 8, 12].into_iter().zip(self.bodies) {
             bytes[at..at + 4].copy_from_slice(&length.to_le_bytes());
@@ -161,6 +161,11 @@ pub enum Malformed {
     },
 }
 
+/// Memory that does not fit the bodies of the frame that is being read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("the memory given for a frame's bodies does not have their lengths")]
+pub struct Unfit;
+
 /// The head of a frame: a few fixed fields.
 #[derive(Debug, Clone, Copy)]
 pub struct Head {
@@ -260,11 +265,11 @@ impl Reader {
     /// Memory for the bodies of the frame whose head was just given out, each as long as the preamble says.
     ///
     /// # Errors
-    /// Gives the memory back if its lengths are not those, or if nobody asked.
-    pub fn land(&mut self, bodies: [Buffer; BODIES]) -> Result<(), [Buffer; BODIES]> {
-        let Stage::Asked(preamble) = self.stage else { return Err(bodies) };
+    /// [`Unfit`]: its lengths are not those, or nobody asked. It may be tried again with other memory.
+    pub fn land(&mut self, bodies: [Buffer; BODIES]) -> Result<(), Unfit> {
+        let Stage::Asked(preamble) = self.stage else { return Err(Unfit) };
         if !bodies.iter().zip(preamble.bodies).all(|(buffer, length)| buffer.len() == length as usize) {
-            return Err(bodies);
+            return Err(Unfit);
         }
         let arriving = Arriving { preamble, bodies, at: 0, filled: 0, sums: [0; BODIES], running: None };
         self.stage = Stage::Bodies(Box::new(arriving));
@@ -567,8 +572,8 @@ const CRC: CrcAlgorithm = CrcAlgorithm::Crc32Iscsi;
 /// Bytes before a head.
 pub const PREAMBLE_BYTES: usize = 32;
 
-/// The longest head, in bytes. The longest in use has 61 (`OPEN`).
-pub const HEAD_BYTES: usize = 64;
+/// The longest head, in bytes. The longest in use has 67 (`OPEN`); the rest is for later versions.
+pub const HEAD_BYTES: usize = 96;
 
 /// Front, middle and data.
 pub const BODIES: usize = 3;

@@ -41,7 +41,11 @@ pub mod control;
 pub mod frame;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
+pub mod policy;
 pub mod seal;
+pub mod session;
+pub mod signal;
+pub mod throttle;
 
 pub use control::Message;
 pub use control::connection::{Connection, Options, Receiver, Sender, accept, connect, turn_away};

@@ -416,7 +416,7 @@ where
 
 async fn shake_hands<S: AsyncRead + AsyncWrite + Unpin>(
     stream: &mut S,
-    handshake: &mut Handshake<'_>,
+    handshake: &mut Handshake<&Token>,
 ) -> Result<Established, Fault> {
     let deadline = Instant::from_std(handshake.deadline());
     loop {
@@ -431,7 +431,7 @@ async fn shake_hands<S: AsyncRead + AsyncWrite + Unpin>(
 
 async fn step<S: AsyncRead + AsyncWrite + Unpin>(
     stream: &mut S,
-    handshake: &mut Handshake<'_>,
+    handshake: &mut Handshake<&Token>,
 ) -> Result<Option<Established>, Fault> {
     let output = handshake.take_output();
     let written = stream.write_all(&output).await;

@@ -127,6 +127,13 @@ impl Decoder {
         Ok(Some(frame))
     }
 
+    /// Gives up finding frames, and gives back what belongs to none yet.
+    pub fn take_rest(&mut self) -> Vec<u8> {
+        let rest = self.buffer.split_off(self.taken.min(self.buffer.len()));
+        (self.buffer, self.taken) = (Vec::new(), 0);
+        rest
+    }
+
     /// Bytes held that belong to no frame taken yet.
     pub fn buffered(&self) -> usize {
         self.buffer.len() - self.taken

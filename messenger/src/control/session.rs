@@ -30,6 +30,7 @@
 //! What this is not: encryption. See `docs/protocol.md`.
 
 use std::fmt;
+use std::ops::Deref;
 use std::time::{Duration, Instant};
 
 use hmac::{Hmac, Mac};
@@ -83,7 +84,9 @@ pub struct Versions {
 }
 
 impl Versions {
-    /// What this program speaks. [`crate::control`] lists what each version brought.
+    /// The message layer ([`crate::frame`]): what the messenger speaks behind the greeting.
+    pub const LAYER: Versions = Versions { oldest: 2, newest: 2 };
+    /// The agents' own frames. [`crate::control`] lists what each version brought.
     pub const OURS: Versions = Versions { oldest: 1, newest: 1 };
 
     /// The newest version that both speak.
@@ -113,12 +116,12 @@ pub struct Opening {
     pub nonce: [u8; 32],
 }
 
-/// The handshake of either end.
+/// The handshake of either end. `T` is how it holds the token: by reference, or shared.
 ///
 /// Feed it ([`Handshake::handle_input`]), send what it has to say ([`Handshake::take_output`], also after an error: it may
 /// hold a last word), ask whether it is through ([`Handshake::poll_established`]), and tell it when its deadline has passed.
-pub struct Handshake<'t> {
-    token: &'t Token,
+pub struct Handshake<T> {
+    token: T,
     role: Role,
     opening: Opening,
     state: State,
@@ -154,9 +157,9 @@ struct Agreed {
     session: u64,
 }
 
-impl<'t> Handshake<'t> {
+impl<T: Deref<Target = Token>> Handshake<T> {
     /// The end that connects and speaks first.
-    pub fn client(token: &'t Token, opening: Opening, now: Instant, limit: Duration) -> Self {
+    pub fn client(token: T, opening: Opening, now: Instant, limit: Duration) -> Self {
         let mut this = Handshake::new(token, Role::Client, opening, now, limit);
         let hello = Hello {
             oldest: this.opening.versions.oldest,
@@ -170,13 +173,13 @@ impl<'t> Handshake<'t> {
     }
 
     /// The end that was connected to. It will call the session by that number.
-    pub fn server(token: &'t Token, opening: Opening, session: u64, now: Instant, limit: Duration) -> Self {
+    pub fn server(token: T, opening: Opening, session: u64, now: Instant, limit: Duration) -> Self {
         let mut this = Handshake::new(token, Role::Server, opening, now, limit);
         this.state = State::WantHello(session);
         this
     }
 
-    fn new(token: &'t Token, role: Role, opening: Opening, now: Instant, limit: Duration) -> Handshake<'t> {
+    fn new(token: T, role: Role, opening: Opening, now: Instant, limit: Duration) -> Handshake<T> {
         Handshake {
             token,
             role,
@@ -452,6 +455,11 @@ impl Established {
     /// The features that both ends have.
     pub fn features(&self) -> u64 {
         self.features
+    }
+
+    /// Bytes that came behind the handshake already.
+    pub fn take_rest(&mut self) -> Vec<u8> {
+        self.opener.decoder.take_rest()
     }
 
     /// The session's key, the same at both ends and known to nobody else. Hand on what [`derive()`] makes of it, never itself.

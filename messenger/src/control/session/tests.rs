@@ -19,11 +19,11 @@ fn opening(nonce: u8) -> Opening {
     Opening { versions: Versions::OURS, features: 0b0110, nonce: [nonce; 32] }
 }
 
-fn client(token: &Token) -> Handshake<'_> {
+fn client(token: &Token) -> Handshake<&Token> {
     Handshake::client(token, opening(1), Instant::now(), LIMIT)
 }
 
-fn server(token: &Token) -> Handshake<'_> {
+fn server(token: &Token) -> Handshake<&Token> {
     Handshake::server(token, opening(2), 77, Instant::now(), LIMIT)
 }
 
@@ -44,7 +44,7 @@ struct Tamper {
 }
 
 /// Lets the two ends talk until they are done; on the way, one byte may be changed.
-fn meet(mut client: Handshake<'_>, mut server: Handshake<'_>, tamper: Option<Tamper>) -> Met {
+fn meet(mut client: Handshake<&Token>, mut server: Handshake<&Token>, tamper: Option<Tamper>) -> Met {
     let (mut from_client, mut from_server) = (Vec::new(), Vec::new());
     let (mut client_ok, mut server_ok) = (Ok(()), Ok(()));
     loop {
@@ -68,7 +68,7 @@ fn meet(mut client: Handshake<'_>, mut server: Handshake<'_>, tamper: Option<Tam
     }
 }
 
-fn carry(end: &mut Handshake<'_>, sender: Role, sent: &mut Vec<u8>, tamper: Option<Tamper>) -> Vec<u8> {
+fn carry(end: &mut Handshake<&Token>, sender: Role, sent: &mut Vec<u8>, tamper: Option<Tamper>) -> Vec<u8> {
     let mut bytes = end.take_output();
     let before = sent.len();
     sent.extend_from_slice(&bytes);

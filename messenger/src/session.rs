@@ -1,0 +1,736 @@
+//! One session with a peer, as a pure machine: frames, broken links and the time go in; frames, calls and news come out. The
+//! worker ([`crate::worker`]) feeds it from sockets, the tests from a simulated network driven by a seed.
+//!
+//! A *session* is what the owner sees: messages in order, each once. A *link* is one connection of the transport; a lossless
+//! session outlives its links.
+//!
+//! ```text
+//!        connect()                                          an OPEN arrives that means nobody yet
+//!            │                                                          │
+//!      ┌─────▼───┐   link up: OPEN    ┌─────────┐      OPENED     ┌─────▼───┐ ◀─┐ an OPEN for this session, newer
+//!   ┌─▶│ Calling ├───────────────────▶│ Opening ├────────────────▶│  Ready  │ ──┘ than its link, from any state but
+//!   │  └─────┬───┘                    └─┬──┬──┬─┘                 └─┬─┬─┬───┘     Closed ²
+//!   │        │ no answer                │  │  └ RETRY, RESET:       │ │ │
+//!   │        ▼                          │  │    OPEN again          │ │ └ lossy, or CLOSE ──▶ Closed
+//!   │  ┌─────────┐      link broken     │  │ WAIT                   │ └ link broken, something to say ──▶ Calling
+//!   ├──┤ Pausing │◀─────────────────────┘  │                        └ link broken, nothing to say, or a server
+//!   │  └─────────┘      ┌─────────┐        │                                              │
+//!   ├───── time ────────┤ Waiting │◀───────┘                        ┌─────────┐           │
+//!   │                   └─────────┘                                 │ Standby │◀──────────┘
+//!   └──────────────────────── send() ───────────────────────────────┴─────────┘── a server's time is over ──▶ Closed
+//! ```
+//!
+//! | in \ event | link up | link broken | OPENED | RETRY, RESET | WAIT | OPEN (routed here) | send | time |
+//! |---|---|---|---|---|---|---|---|---|
+//! | Calling | OPEN → Opening | → Pausing ¹ | drop link | drop link | drop link | race ² | queue | → Pausing ¹ |
+//! | Opening | drop it | → Pausing ¹ | → Ready | OPEN again | → Waiting | race ² | queue | → Pausing ¹ |
+//! | Ready | drop it | → Calling, Standby ¹ | drop link | drop link | drop link | newer: → Ready | write | ping, silence |
+//! | Pausing, Waiting | drop it | – | – | – | – | → Ready | queue | → Calling |
+//! | Standby | drop it | – | – | – | – | → Ready | → Calling ³ | keep over: Closed |
+//! | Closed | drop it | – | – | – | – | RESET | error | – |
+//!
+//! ¹ Lossy: Closed, and the owner is told. ² The greater entity's own call counts: it answers WAIT, the other one takes the call.
+//! ³ A server cannot call: it queues.
+//!
+//! What holds:
+//!
+//! - **Each message once, in order, or the owner is told.** Messages are numbered from 1. A sender keeps them until they are
+//!   acknowledged, and after every new link writes again from the first unacknowledged one. A receiver takes only the next
+//!   number; what it has taken before it drops; a gap is a broken peer.
+//! - **A forgetful peer is found out.** Both ends name both cookies; an end that does not know the session says RESET, and the
+//!   other tells its owner what was lost with it before it begins anew with the next epoch.
+//! - **Of two links only the newer serves.** Attempts are counted by the session, not by an end; an OPEN that is not newer than
+//!   the link in use is told RETRY.
+//! - **No waiting for each other.** Every state but Ready and Closed has a time at which it ends by itself, Standby of a peer
+//!   excepted, which waits for nothing.
+
+use std::collections::VecDeque;
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use crate::policy::Policy;
+use crate::signal::{Cookie, Entity, Label, Open, Refusal, Signal};
+
+/// A link, by a number that its owner gives it; no number is used twice.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct LinkId(pub u64);
+
+/// Which end a session is of, and how it finds the other.
+#[derive(Debug, Clone, Copy)]
+pub struct Place {
+    /// Who we are.
+    pub entity: Entity,
+    /// Where we listen, if we do: the peer may call back.
+    pub address: Option<SocketAddr>,
+    /// Whether we know where to call.
+    pub can_call: bool,
+}
+
+/// What the owner of a session has to do, in this order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Action {
+    /// Make a link to the peer, and say `link_up` or `call_failed`.
+    Call,
+    /// This link serves the session from now on: what was half written or half read of another one is void.
+    Adopt(LinkId),
+    /// Say that on that link, which does not serve the session. It may say OPEN again, or hang up.
+    Answer(LinkId, Signal),
+    /// Close that link.
+    Hang(LinkId),
+    /// Tell the owner of the connection.
+    Tell(News),
+}
+
+/// What the owner of a connection is told.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum News {
+    /// The session is ready: the first time, or again after a broken link.
+    Connected,
+    /// The peer has forgotten the session, or a lossy one's link broke: so many messages were not acknowledged (or, if lossy,
+    /// not written). A lossless session begins anew by itself.
+    Reset {
+        /// How many are lost or may be.
+        unheard: usize,
+        /// Whether this end goes on, with an empty queue.
+        goes_on: bool,
+    },
+    /// The session is over, and everything this end queued was written.
+    Closed,
+    /// The peer will not talk to us, and we do not ask again.
+    Refused(Refusal),
+}
+
+/// What to write next on the session's link.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Outgoing<'a, T> {
+    /// A frame of the session's own.
+    Signal(Signal),
+    /// A message, its number and what it acknowledges.
+    Message {
+        /// Its number.
+        number: u64,
+        /// The number of the last message that we have taken.
+        heard: u64,
+        /// The message.
+        message: &'a T,
+    },
+}
+
+/// What to do with a message that came.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict {
+    /// Give it to the owner.
+    Deliver,
+    /// It was taken before: drop it.
+    Known,
+}
+
+/// The peer does not keep to the table: its link is to be closed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Violation {
+    /// A frame that the present state has no use for.
+    #[error("said something out of turn")]
+    OutOfTurn,
+    /// A message was left out.
+    #[error("sent message {found} where {wanted} is the next")]
+    Gap {
+        /// What came.
+        found: u64,
+        /// What should have come.
+        wanted: u64,
+    },
+    /// An acknowledgement of what was never sent.
+    #[error("acknowledges message {found}, of which {sent} have been sent")]
+    Unsent {
+        /// What it acknowledges.
+        found: u64,
+        /// The last number written.
+        sent: u64,
+    },
+}
+
+/// The session is over: nothing can be sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("the session is over")]
+pub struct Over;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    Calling { until: Instant },
+    Opening { until: Instant },
+    Ready,
+    Pausing { until: Instant },
+    Waiting { until: Instant },
+    Standby { until: Option<Instant> },
+    Closed,
+}
+
+/// One end of a session. `T` is a message.
+pub struct Session<T> {
+    policy: Policy,
+    place: Place,
+    state: State,
+    /// The link that serves; only in Opening and Ready.
+    link: Option<LinkId>,
+    ours: Cookie,
+    theirs: Option<Cookie>,
+    /// The highest attempt that either end has made known.
+    attempt: u64,
+    /// Messages that were queued and not yet acknowledged (lossy: not yet written).
+    queue: VecDeque<T>,
+    /// The number of the queue's first message.
+    first: u64,
+    /// How many of the queue have been written on the present link.
+    written: usize,
+    /// A lossy session's message that was written last: kept while it is looked at.
+    last: Option<T>,
+    /// The number of the last message taken.
+    heard: u64,
+    /// The last that we have acknowledged, and when the rest must be.
+    told: u64,
+    ack_due: Option<Instant>,
+    /// Signals to be written before any message.
+    signals: VecDeque<Signal>,
+    actions: VecDeque<Action>,
+    last_word: Instant,
+    asked: bool,
+    failures: u32,
+    closing: bool,
+    jitter: u64,
+    /// A fault to be found by the tests: that they can fail.
+    #[cfg(test)]
+    never_replays: bool,
+}
+
+impl<T> Session<T> {
+    /// A session that calls: its first action is [`Action::Call`].
+    pub fn calling(policy: Policy, place: Place, cookie_id: u64, now: Instant) -> Session<T> {
+        let mut session = Session::new(policy, place, cookie_id, now);
+        session.call(now);
+        session
+    }
+
+    /// A session that was called: give it the OPEN next ([`Session::handle_open`]).
+    pub fn called(policy: Policy, place: Place, cookie_id: u64, now: Instant) -> Session<T> {
+        Session::new(policy, place, cookie_id, now)
+    }
+
+    fn new(policy: Policy, place: Place, cookie_id: u64, now: Instant) -> Session<T> {
+        Session {
+            state: State::Standby { until: Some(now + policy.opening_limit) },
+            policy,
+            place,
+            link: None,
+            ours: Cookie { id: cookie_id.max(1), epoch: 0 },
+            theirs: None,
+            attempt: 0,
+            queue: VecDeque::new(),
+            first: 1,
+            written: 0,
+            last: None,
+            heard: 0,
+            told: 0,
+            ack_due: None,
+            signals: VecDeque::new(),
+            actions: VecDeque::new(),
+            last_word: now,
+            asked: false,
+            failures: 0,
+            closing: false,
+            jitter: cookie_id | 1,
+            #[cfg(test)]
+            never_replays: false,
+        }
+    }
+
+    /// What is to be done next.
+    pub fn poll_action(&mut self) -> Option<Action> {
+        self.actions.pop_front()
+    }
+
+    /// Queues a message.
+    ///
+    /// # Errors
+    /// [`Over`].
+    pub fn send(&mut self, message: T, now: Instant) -> Result<(), Over> {
+        if self.state == State::Closed || self.closing {
+            return Err(Over);
+        }
+        self.queue.push_back(message);
+        if matches!(self.state, State::Standby { .. }) && self.may_call() {
+            self.call(now);
+        }
+        Ok(())
+    }
+
+    /// What to write next on the session's link, if anything. Whoever takes it writes it, or says that the link is broken.
+    #[allow(clippy::should_implement_trait)]
+    pub fn poll_transmit(&mut self) -> Option<Outgoing<'_, T>> {
+        self.link?;
+        if let Some(signal) = self.signals.pop_front() {
+            return Some(Outgoing::Signal(signal));
+        }
+        if self.state != State::Ready {
+            return None;
+        }
+        if self.written < self.queue.len() {
+            self.told = self.heard;
+            self.ack_due = None;
+            return self.next_message();
+        }
+        if self.heard - self.told >= ACK_AFTER_MESSAGES {
+            return Some(Outgoing::Signal(self.ack()));
+        }
+        if self.closing && self.queue.is_empty() {
+            self.actions.push_back(Action::Tell(News::Closed));
+            self.state = State::Closed;
+            return Some(Outgoing::Signal(Signal::Close));
+        }
+        None
+    }
+
+    fn next_message(&mut self) -> Option<Outgoing<'_, T>> {
+        let heard = self.heard;
+        if self.policy.lossy {
+            let number = self.first;
+            self.first += 1;
+            self.last = self.queue.pop_front();
+            return self.last.as_ref().map(|message| Outgoing::Message { number, heard, message });
+        }
+        let number = self.first + self.written as u64;
+        let message = self.queue.get(self.written)?;
+        self.written += 1;
+        Some(Outgoing::Message { number, heard, message })
+    }
+
+    /// The call was answered: a link stands, and the peer behind it is who it should be.
+    pub fn link_up(&mut self, link: LinkId, now: Instant) {
+        if !matches!(self.state, State::Calling { .. }) {
+            self.actions.push_back(Action::Hang(link));
+            return;
+        }
+        self.state = State::Opening { until: now + self.policy.opening_limit };
+        self.adopt(link);
+        self.say_open();
+    }
+
+    /// The call was not answered.
+    pub fn call_failed(&mut self, now: Instant) {
+        if matches!(self.state, State::Calling { .. }) {
+            self.pause(now);
+        }
+    }
+
+    /// A link broke, or its peer was caught in a violation.
+    pub fn link_down(&mut self, link: LinkId, now: Instant) {
+        if self.link != Some(link) {
+            return;
+        }
+        self.link = None;
+        self.signals.clear();
+        match self.state {
+            State::Opening { .. } => self.pause(now),
+            State::Ready => self.cut(now),
+            _ => {}
+        }
+    }
+
+    /// Takes a signal that came on a link.
+    ///
+    /// # Errors
+    /// [`Violation`]: close the link and say `link_down`.
+    pub fn handle_signal(&mut self, link: LinkId, signal: Signal, now: Instant) -> Result<(), Violation> {
+        if self.link != Some(link) {
+            return Err(Violation::OutOfTurn);
+        }
+        self.hear(now);
+        match (self.state, signal) {
+            (State::Opening { .. }, Signal::Opened(open)) => self.opened(open, now),
+            (State::Opening { .. }, Signal::Retry { attempt }) => {
+                self.attempt = self.attempt.max(attempt);
+                self.say_open();
+                Ok(())
+            }
+            (State::Opening { .. }, Signal::Reset) if self.theirs.is_some() => {
+                self.forget();
+                self.say_open();
+                Ok(())
+            }
+            (State::Opening { .. }, Signal::Wait) => {
+                self.hang();
+                self.state = State::Waiting { until: now + self.policy.opening_limit };
+                Ok(())
+            }
+            (State::Opening { .. }, Signal::Refused(refusal)) => {
+                self.end(News::Refused(refusal));
+                Ok(())
+            }
+            (State::Ready, Signal::Ack { heard }) => self.acknowledge(heard),
+            (State::Ready, Signal::Ping) => {
+                self.signals.push_back(Signal::Pong);
+                Ok(())
+            }
+            (State::Ready, Signal::Pong) => Ok(()),
+            (State::Ready, Signal::Close) => {
+                self.end(News::Closed);
+                Ok(())
+            }
+            _ => Err(Violation::OutOfTurn),
+        }
+    }
+
+    /// Takes an OPEN that came on a link of its own and means this session.
+    pub fn handle_open(&mut self, link: LinkId, open: Open, now: Instant) {
+        let answer = self.answer(&open);
+        if let Some(signal) = answer {
+            self.actions.push_back(Action::Answer(link, signal));
+            return;
+        }
+        let is_new = self.theirs.is_some_and(|theirs| theirs != open.from);
+        if is_new {
+            self.forget();
+        }
+        self.hang();
+        self.theirs = Some(open.from);
+        self.attempt = open.attempt;
+        self.adopt(link);
+        self.resume(open.heard);
+        self.signals.push_back(Signal::Opened(self.introduce()));
+        self.ready(now);
+    }
+
+    /// Why an OPEN cannot have this session, if it cannot.
+    fn answer(&self, open: &Open) -> Option<Signal> {
+        if self.state == State::Closed || open.to.is_some_and(|to| to != self.ours) {
+            return Some(Signal::Reset);
+        }
+        // Whoever names our present epoch has met it, though we may not have heard its OPENED.
+        if open.to.is_some() && self.theirs.is_some_and(|theirs| theirs != open.from) {
+            return Some(Signal::Reset);
+        }
+        if open.lossy != self.policy.lossy {
+            return Some(Signal::Refused(Refusal::Policy));
+        }
+        let is_same = self.theirs == Some(open.from);
+        if !self.policy.lossy && !self.could_have_heard(open.heard, is_same) {
+            return Some(Signal::Reset);
+        }
+        // An attempt of our own that is under way is not yet the session's: the peer may have taken the same number.
+        let known = self.attempt - u64::from(matches!(self.state, State::Opening { .. }));
+        if open.attempt <= known {
+            return Some(Signal::Retry { attempt: self.attempt });
+        }
+        let under_way = matches!(self.state, State::Calling { .. } | State::Opening { .. });
+        (under_way && self.place.entity > open.entity).then_some(Signal::Wait)
+    }
+
+    /// Whether somebody may honestly say to have heard that much of us. Who knows another session has heard nothing.
+    fn could_have_heard(&self, heard: u64, is_same: bool) -> bool {
+        let last_queued = self.first - 1 + self.queue.len() as u64;
+        if is_same { (self.first - 1..=last_queued).contains(&heard) } else { heard == 0 }
+    }
+
+    /// Takes a message that came on a link.
+    ///
+    /// # Errors
+    /// [`Violation`]: close the link and say `link_down`.
+    pub fn handle_message(&mut self, link: LinkId, label: &Label, now: Instant) -> Result<Verdict, Violation> {
+        if self.link != Some(link) || self.state != State::Ready {
+            return Err(Violation::OutOfTurn);
+        }
+        self.hear(now);
+        self.acknowledge(label.heard)?;
+        let wanted = self.heard + 1;
+        if label.number < wanted {
+            return Ok(Verdict::Known);
+        }
+        if label.number > wanted {
+            return Err(Violation::Gap { found: label.number, wanted });
+        }
+        self.heard = wanted;
+        if self.policy.lossy {
+            self.told = self.heard;
+        } else if self.ack_due.is_none() {
+            self.ack_due = Some(now + ACK_AFTER);
+        }
+        Ok(Verdict::Deliver)
+    }
+
+    /// Bytes came, of a frame that is not yet whole: the peer lives.
+    pub fn hear(&mut self, now: Instant) {
+        self.last_word = now;
+        self.asked = false;
+    }
+
+    /// When [`Session::handle_timeout`] wants to be called.
+    pub fn deadline(&self) -> Option<Instant> {
+        match self.state {
+            State::Calling { until } | State::Opening { until } => Some(until),
+            State::Pausing { until } | State::Waiting { until } => Some(until),
+            State::Standby { until } => until,
+            State::Ready => {
+                let next = if self.asked { self.policy.silence_limit } else { self.policy.ping_after };
+                let quiet = self.last_word + next;
+                Some(self.ack_due.map_or(quiet, |ack| ack.min(quiet)))
+            }
+            State::Closed => None,
+        }
+    }
+
+    /// The time has come, or may have.
+    pub fn handle_timeout(&mut self, now: Instant) {
+        if self.deadline().is_none_or(|deadline| now < deadline) {
+            return;
+        }
+        match self.state {
+            State::Calling { .. } | State::Opening { .. } => {
+                self.hang();
+                self.pause(now);
+            }
+            State::Pausing { .. } | State::Waiting { .. } => match self.may_call() {
+                true => self.call(now),
+                false => self.stand_by(now),
+            },
+            State::Standby { .. } => self.end(self.lost(false)),
+            State::Ready => self.look_after(now),
+            State::Closed => {}
+        }
+    }
+
+    fn look_after(&mut self, now: Instant) {
+        if self.ack_due.is_some_and(|due| now >= due) {
+            let ack = self.ack();
+            self.signals.push_back(ack);
+        }
+        if now >= self.last_word + self.policy.silence_limit {
+            self.hang();
+            self.cut(now);
+        } else if !self.asked && now >= self.last_word + self.policy.ping_after {
+            self.asked = true;
+            self.signals.push_back(Signal::Ping);
+        }
+    }
+
+    /// Takes no more messages, and ends when everything queued was written (lossless: heard).
+    pub fn close(&mut self) {
+        self.closing = true;
+        if self.state != State::Ready && self.queue.is_empty() {
+            self.end(News::Closed);
+        }
+    }
+
+    /// Ends at once.
+    pub fn abort(&mut self) {
+        if self.state != State::Closed {
+            self.end(News::Closed);
+        }
+    }
+
+    /// Whether the session is over.
+    pub fn is_closed(&self) -> bool {
+        self.state == State::Closed
+    }
+
+    /// Whether messages flow.
+    pub fn is_ready(&self) -> bool {
+        self.state == State::Ready
+    }
+
+    /// The link that serves.
+    pub fn link(&self) -> Option<LinkId> {
+        self.link
+    }
+
+    /// Where this end is found.
+    pub fn cookie(&self) -> Cookie {
+        self.ours
+    }
+
+    /// How the peer calls its own end, once it has said so.
+    pub fn peer_cookie(&self) -> Option<Cookie> {
+        self.theirs
+    }
+
+    /// Messages queued and not yet acknowledged (lossy: not yet written).
+    pub fn unheard(&self) -> usize {
+        self.queue.len()
+    }
+
+    fn opened(&mut self, open: Open, now: Instant) -> Result<(), Violation> {
+        let is_expected = self.theirs.is_none_or(|theirs| theirs == open.from);
+        if open.to != Some(self.ours) || !is_expected {
+            return Err(Violation::OutOfTurn);
+        }
+        if !self.policy.lossy && !self.could_have_heard(open.heard, true) {
+            return Err(Violation::Unsent { found: open.heard, sent: self.first - 1 + self.queue.len() as u64 });
+        }
+        self.theirs = Some(open.from);
+        self.resume(open.heard);
+        self.ready(now);
+        Ok(())
+    }
+
+    /// The other end has heard that much, which it could have: the rest is to be written again.
+    fn resume(&mut self, heard: u64) {
+        #[cfg(test)]
+        if self.never_replays {
+            return;
+        }
+        if !self.policy.lossy {
+            self.let_go(heard);
+        }
+        self.written = 0;
+    }
+
+    fn acknowledge(&mut self, heard: u64) -> Result<(), Violation> {
+        if self.policy.lossy {
+            return Ok(());
+        }
+        let sent = self.sent();
+        if heard > sent {
+            return Err(Violation::Unsent { found: heard, sent });
+        }
+        self.let_go(heard);
+        Ok(())
+    }
+
+    /// Messages up to that number need not be kept.
+    fn let_go(&mut self, heard: u64) {
+        while self.first <= heard && self.queue.pop_front().is_some() {
+            self.first += 1;
+            self.written = self.written.saturating_sub(1);
+        }
+    }
+
+    /// The number of the last message written on the present link.
+    fn sent(&self) -> u64 {
+        self.first - 1 + self.written as u64
+    }
+
+    fn ready(&mut self, now: Instant) {
+        self.state = State::Ready;
+        self.failures = 0;
+        self.told = self.heard; // OPEN and OPENED have said it
+        self.ack_due = None;
+        self.hear(now);
+        self.actions.push_back(Action::Tell(News::Connected));
+    }
+
+    fn ack(&mut self) -> Signal {
+        self.told = self.heard;
+        self.ack_due = None;
+        Signal::Ack { heard: self.heard }
+    }
+
+    fn adopt(&mut self, link: LinkId) {
+        self.signals.clear();
+        self.link = Some(link);
+        self.actions.push_back(Action::Adopt(link));
+    }
+
+    fn say_open(&mut self) {
+        self.attempt = self.attempt.saturating_add(1);
+        let open = self.introduce();
+        self.signals.push_back(Signal::Open(open));
+    }
+
+    fn introduce(&self) -> Open {
+        Open {
+            entity: self.place.entity,
+            address: self.place.address,
+            from: self.ours,
+            to: self.theirs,
+            attempt: self.attempt,
+            heard: self.heard,
+            lossy: self.policy.lossy,
+        }
+    }
+
+    fn hang(&mut self) {
+        if let Some(link) = self.link.take() {
+            self.actions.push_back(Action::Hang(link));
+        }
+        self.signals.clear();
+    }
+
+    fn call(&mut self, now: Instant) {
+        self.state = State::Calling { until: now + self.policy.opening_limit };
+        self.actions.push_back(Action::Call);
+    }
+
+    fn may_call(&self) -> bool {
+        self.place.can_call && !self.policy.server
+    }
+
+    /// The link of a ready session is gone.
+    fn cut(&mut self, now: Instant) {
+        if self.policy.lossy {
+            return self.end(self.lost(false));
+        }
+        let idle = self.queue.is_empty();
+        if self.closing && idle {
+            return self.end(News::Closed);
+        }
+        match self.may_call() && !(self.policy.standby && idle) {
+            true => self.call(now), // the first time at once: most broken links are a peer's restart or a switch's
+            false => self.stand_by(now),
+        }
+    }
+
+    fn stand_by(&mut self, now: Instant) {
+        let until = (!self.may_call()).then(|| now + self.policy.keep);
+        self.state = State::Standby { until };
+    }
+
+    /// An attempt came to nothing.
+    fn pause(&mut self, now: Instant) {
+        if self.policy.lossy {
+            return self.end(self.lost(false));
+        }
+        self.failures += 1;
+        let doubled = self.policy.first_pause * 2u32.saturating_pow(self.failures.min(20) - 1);
+        let pause = doubled.min(self.policy.longest_pause);
+        self.state = State::Pausing { until: now + pause / 2 + pause.mul_f64(self.random() / 2.0) };
+    }
+
+    /// Everything said and heard so far is void; the next words are the first of another session.
+    fn forget(&mut self) {
+        let unheard = self.queue.len();
+        self.ours.epoch = self.ours.epoch.wrapping_add(1);
+        self.theirs = None;
+        self.queue.clear();
+        (self.first, self.written, self.heard, self.told) = (1, 0, 0, 0);
+        self.actions.push_back(Action::Tell(News::Reset { unheard, goes_on: true }));
+    }
+
+    fn lost(&self, goes_on: bool) -> News {
+        News::Reset { unheard: self.queue.len(), goes_on }
+    }
+
+    fn end(&mut self, news: News) {
+        self.hang();
+        self.state = State::Closed;
+        self.queue.clear();
+        self.last = None;
+        self.written = 0;
+        self.actions.push_back(Action::Tell(news));
+    }
+
+    /// From 0 to 1: xorshift, enough to keep sessions that were cut together from calling together.
+    fn random(&mut self) -> f64 {
+        self.jitter ^= self.jitter << 13;
+        self.jitter ^= self.jitter >> 7;
+        self.jitter ^= self.jitter << 17;
+        (self.jitter >> 11) as f64 / (1u64 << 53) as f64
+    }
+}
+
+/// So many messages may be taken before they are acknowledged on their own: one small frame per that many.
+const ACK_AFTER_MESSAGES: u64 = 64;
+
+/// A message is acknowledged after this at the latest: short beside what a sender can queue, long enough that a reply
+/// usually carries it.
+const ACK_AFTER: Duration = Duration::from_millis(20);
+
+#[cfg(test)]
+mod tests;
