@@ -37,15 +37,33 @@
 #![forbid(unsafe_code)]
 
 pub mod buffer;
+pub mod connection;
 pub mod control;
+pub mod dispatcher;
+pub mod error;
 pub mod frame;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
+pub mod message;
+pub mod messenger;
 pub mod policy;
+mod registry;
 pub mod seal;
 pub mod session;
 pub mod signal;
+pub mod stack;
 pub mod throttle;
+mod worker;
+
+pub use buffer::{Buffer, Pool};
+pub use connection::SendError;
+pub use dispatcher::Dispatcher;
+pub use message::{Arrival, Delivery};
+pub use messenger::{Messenger, Polling};
+pub use policy::Policy;
+pub use signal::Refusal;
+pub use stack::Address;
+pub use throttle::{Permit, Throttle};
 
 pub use control::Message;
 pub use control::connection::{Connection, Options, Receiver, Sender, accept, connect, turn_away};
