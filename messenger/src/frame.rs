@@ -201,22 +201,27 @@ pub struct Reader {
     have: usize,
     preamble: [u8; PREAMBLE_BYTES],
     head: Head,
+    arriving: Arriving,
 }
 
+/// What comes next. Bodies on their way in lie beside it and not in it: they are too large to be moved from stage to stage.
+#[derive(Clone, Copy)]
 enum Stage {
     Preamble,
     Head(Preamble),
     /// The head was given out; memory is yet to come.
     Asked(Preamble),
-    Bodies(Box<Arriving>),
-    Trailer(Box<Arriving>),
+    Bodies,
+    Trailer,
     /// Garbled: nothing can be found any more.
     Over(Malformed),
 }
 
 /// Bodies on their way in.
 struct Arriving {
-    preamble: Preamble,
+    /// What stands behind the bodies.
+    summed: bool,
+    sealed: bool,
     bodies: [Buffer; BODIES],
     /// Which body is being filled, and how far.
     at: usize,
@@ -237,6 +242,7 @@ impl Reader {
             have: 0,
             preamble: [0; PREAMBLE_BYTES],
             head: Head { bytes: [0; HEAD_BYTES], length: 0 },
+            arriving: Arriving::NOTHING,
         }
     }
 
@@ -271,14 +277,15 @@ impl Reader {
         if !bodies.iter().zip(preamble.bodies).all(|(buffer, length)| buffer.len() == length as usize) {
             return Err(Unfit);
         }
-        let arriving = Arriving { preamble, bodies, at: 0, filled: 0, sums: [0; BODIES], running: None };
-        self.stage = Stage::Bodies(Box::new(arriving));
+        self.arriving = Arriving { summed: preamble.has_sums(), sealed: preamble.sealed, bodies, ..Arriving::NOTHING };
+        self.stage = Stage::Bodies;
         Ok(())
     }
 
     /// The memory that the next bytes belong into, if it is worth receiving straight into it: no copy then.
     pub fn landing(&mut self) -> Option<&mut [u8]> {
-        let Stage::Bodies(arriving) = &mut self.stage else { return None };
+        let Stage::Bodies = self.stage else { return None };
+        let arriving = &mut self.arriving;
         arriving.skip_full();
         let rest = arriving.bodies.get_mut(arriving.at)?.get_mut(arriving.filled..)?;
         Some(rest).filter(|rest| rest.len() >= DIRECT_FROM_BYTES)
@@ -286,14 +293,14 @@ impl Reader {
 
     /// So many bytes were received into [`Reader::landing`].
     pub fn landed(&mut self, count: usize) {
-        if let Stage::Bodies(arriving) = &mut self.stage {
-            arriving.fill(count);
+        if let Stage::Bodies = self.stage {
+            self.arriving.fill(count);
         }
     }
 
     fn advance(&mut self, input: &mut &[u8]) -> Result<Step, Malformed> {
         loop {
-            match &mut self.stage {
+            match self.stage {
                 Stage::Preamble => {
                     let Some(bytes) = gather::<PREAMBLE_BYTES>(&mut self.cut, &mut self.have, input) else {
                         return Ok(Step::Hungry);
@@ -303,7 +310,6 @@ impl Reader {
                     self.stage = Stage::Head(preamble);
                 }
                 Stage::Head(preamble) => {
-                    let preamble = *preamble;
                     let length = usize::from(preamble.head);
                     if !gather_some(&mut self.head.bytes[..length], &mut self.have, input) {
                         return Ok(Step::Hungry);
@@ -316,42 +322,39 @@ impl Reader {
                     return Ok(Step::Head(preamble, self.head));
                 }
                 Stage::Asked(_) => return Ok(Step::Hungry),
-                Stage::Bodies(arriving) => {
-                    if !arriving.take(input) {
+                Stage::Bodies => {
+                    if !self.arriving.take(input) {
                         return Ok(Step::Hungry);
                     }
-                    let Stage::Bodies(arriving) = std::mem::replace(&mut self.stage, Stage::Preamble) else { continue };
-                    self.stage = Stage::Trailer(arriving);
+                    self.stage = Stage::Trailer;
                 }
-                Stage::Trailer(_) => return self.finish(input),
-                Stage::Over(malformed) => return Err(*malformed),
+                Stage::Trailer => return self.finish(input),
+                Stage::Over(malformed) => return Err(malformed),
             }
         }
     }
 
     fn finish(&mut self, input: &mut &[u8]) -> Result<Step, Malformed> {
-        let Stage::Trailer(arriving) = &self.stage else { return Ok(Step::Hungry) };
-        let sums = if arriving.preamble.has_sums() { SUMS_BYTES } else { 0 };
-        let length = sums + if arriving.preamble.sealed { SEAL_BYTES } else { 0 };
+        let Arriving { summed, sealed, sums, .. } = self.arriving;
+        let sums_bytes = if summed { SUMS_BYTES } else { 0 };
+        let length = sums_bytes + if sealed { SEAL_BYTES } else { 0 };
         if !gather_some(&mut self.cut[..length], &mut self.have, input) {
             return Ok(Step::Hungry);
         }
-        let (said, seal) = self.cut[..length].split_at(sums);
-        for ((said, sum), part) in said.chunks_exact(4).zip(arriving.sums).zip(PARTS) {
+        let (said, seal) = self.cut[..length].split_at(sums_bytes);
+        for ((said, sum), part) in said.chunks_exact(4).zip(sums).zip(PARTS) {
             if said != sum.to_le_bytes() {
                 return Err(Malformed::Checksum { part });
             }
         }
+        let bodies = std::mem::replace(&mut self.arriving.bodies, [Buffer::EMPTY, Buffer::EMPTY, Buffer::EMPTY]);
         if let Some(seals) = &mut self.seals {
-            let parts = arriving.bodies.each_ref().map(|body| -> &[u8] { body });
-            seals.check(seal, &self.preamble, self.head.bytes(), parts)?;
-        } else if arriving.preamble.sealed {
+            seals.check(seal, &self.preamble, self.head.bytes(), bodies.each_ref().map(|body| -> &[u8] { body }))?;
+        } else if sealed {
             return Err(Malformed::Reserved);
         }
-        let Stage::Trailer(arriving) = std::mem::replace(&mut self.stage, Stage::Preamble) else {
-            return Ok(Step::Hungry);
-        };
-        Ok(Step::Whole(arriving.bodies))
+        self.stage = Stage::Preamble;
+        Ok(Step::Whole(bodies))
     }
 }
 
@@ -362,6 +365,16 @@ impl Preamble {
 }
 
 impl Arriving {
+    const NOTHING: Arriving = Arriving {
+        summed: false,
+        sealed: false,
+        bodies: [Buffer::EMPTY, Buffer::EMPTY, Buffer::EMPTY],
+        at: 0,
+        filled: 0,
+        sums: [0; BODIES],
+        running: None,
+    };
+
     /// Moves bytes from the input into the bodies; whether all are full.
     fn take(&mut self, input: &mut &[u8]) -> bool {
         loop {
@@ -386,7 +399,7 @@ impl Arriving {
         let end = (self.filled + count).min(body.len());
         let piece = &body[self.filled..end];
         let is_last = end == body.len();
-        if self.preamble.summed {
+        if self.summed {
             match (&mut self.running, is_last) {
                 (None, true) => self.sums[self.at] = checksum(piece),
                 (Some(running), last) => {
@@ -563,6 +576,9 @@ impl Writer {
 
 /// The checksum of some bytes.
 pub fn checksum(bytes: &[u8]) -> u32 {
+    if bytes.is_empty() {
+        return 0;
+    }
     crc_fast::checksum(CRC, bytes) as u32
 }
 

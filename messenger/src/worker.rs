@@ -26,7 +26,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
+use rustix::event::{EventfdFlags, epoll, eventfd};
+use rustix::time::{
+    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
+};
 
 pub(crate) use line::Manners;
 pub(crate) use spin::Spin;
@@ -159,6 +162,9 @@ struct Worker {
     lines: Places<Line>,
     talks: Places<Talk>,
     timers: Timers<Whom>,
+    /// Rings when a timer is due, and when it is set to.
+    alarm: OwnedFd,
+    alarm_at: Option<Instant>,
     /// Lines of stacks that can be looked at without a system call.
     glanceable: Vec<Key>,
     /// Lines without a session, that others opened.
@@ -174,6 +180,8 @@ impl Worker {
     fn new(common: Arc<Common>, inbox: Arc<Inbox>) -> io::Result<Worker> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         epoll::add(&epoll, &inbox.bell, epoll::EventData::new_u64(BELL), epoll::EventFlags::IN)?;
+        let alarm = timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK)?;
+        epoll::add(&epoll, &alarm, epoll::EventData::new_u64(ALARM), epoll::EventFlags::IN)?;
         Ok(Worker {
             common,
             inbox,
@@ -183,6 +191,8 @@ impl Worker {
             lines: Places::default(),
             talks: Places::default(),
             timers: Timers::default(),
+            alarm,
+            alarm_at: None,
             glanceable: Vec::new(),
             strangers: 0,
             buffer: vec![0; RECEIVE_BYTES],
@@ -259,8 +269,8 @@ impl Worker {
         }
         self.inbox.asleep.store(true, Ordering::SeqCst);
         if !awaited && !self.inbox.waiting.load(Ordering::SeqCst) {
-            let limit = self.timers.next().map(|next| next.saturating_duration_since(Instant::now()));
-            self.poll(events, limit.map(|limit| limit.min(LONGEST_SLEEP)).or(Some(LONGEST_SLEEP)));
+            self.set_alarm();
+            self.poll(events, None);
         }
         self.inbox.asleep.store(false, Ordering::SeqCst);
         for at in 0..self.glanceable.len() {
@@ -268,6 +278,21 @@ impl Worker {
             if let Some(line) = self.lines.get_mut(key) {
                 line.link.disarm();
             }
+        }
+    }
+
+    /// Sees to it that the alarm rings no later than the first timer. A time-out of epoll would do too, but the system would
+    /// set and unset a clock for each sleep; the first timer changes some times a second at most.
+    fn set_alarm(&mut self) {
+        let Some(next) = self.timers.next().filter(|next| self.alarm_at.is_none_or(|alarm| *next < alarm)) else {
+            return;
+        };
+        let left = next.saturating_duration_since(Instant::now()).max(Duration::from_nanos(1)); // 0 would unset it
+        let it_value = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
+        let once = Itimerspec { it_interval: Timespec::default(), it_value };
+        match timerfd_settime(&self.alarm, TimerfdTimerFlags::empty(), &once) {
+            Ok(_) => self.alarm_at = Some(next),
+            Err(error) => tracing::error!(%error, "the alarm cannot be set: timers are late"),
         }
     }
 
@@ -284,6 +309,10 @@ impl Worker {
         match data.u64() {
             BELL => {
                 let _ = rustix::io::read(&self.inbox.bell, &mut [0; 8]);
+            }
+            ALARM => {
+                let _ = rustix::io::read(&self.alarm, &mut [0; 8]);
+                self.alarm_at = None;
             }
             listener if listener >= LISTENERS => self.accept((listener - LISTENERS) as usize),
             key => self.serve(Key(key), flags != epoll::EventFlags::OUT),
@@ -433,11 +462,12 @@ impl Worker {
         let Some(talk) = line.talk().and_then(|talk| self.talks.get(talk)) else {
             return Err(Broken::Violation(crate::session::Violation::OutOfTurn));
         };
-        let inbox = Arc::clone(&self.inbox);
-        let wake = move || inbox.post(Command::Room(key));
-        let Some(permit) = self.common.policy.receive.take_or_wait(preamble.body_bytes() as usize, wake) else {
-            return Ok(());
+        let (throttle, bytes) = (&self.common.policy.receive, preamble.body_bytes() as usize);
+        let wait = || {
+            let inbox = Arc::clone(&self.inbox);
+            throttle.take_or_wait(bytes, move || inbox.post(Command::Room(key)))
         };
+        let Some(permit) = throttle.take(bytes).or_else(wait) else { return Ok(()) };
         let alignment = preamble.data_alignment();
         let [front, middle, data] = preamble.bodies.map(|length| length as usize);
         let arrival = Arrival { transaction: label.transaction, kind: label.kind, bodies: preamble.bodies, alignment };
@@ -994,8 +1024,9 @@ fn random_id() -> u64 {
     u64::from_le_bytes(bytes)
 }
 
-/// What epoll gives back for the bell and for listeners; keys of lines stay below (their generation would have to pass 2^31).
+/// What epoll gives back for the bell, the alarm and listeners; keys of lines stay below (their generation would have to pass 2^31).
 const BELL: u64 = u64::MAX;
+const ALARM: u64 = u64::MAX - 1;
 const LISTENERS: u64 = 1 << 63;
 
 /// One receive: enough for sixty messages of 4 KiB, small enough to stay in a second-level cache until they are read.
@@ -1018,6 +1049,3 @@ const LEAVING_LIMIT: Duration = Duration::from_secs(1);
 
 /// One read of what a peer says to somebody who no longer listens.
 const LEAVING_PIECE_BYTES: usize = 4096;
-
-/// A worker looks around at least this often, whatever it believes to have been promised.
-const LONGEST_SLEEP: Duration = Duration::from_secs(30);
