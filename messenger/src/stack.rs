@@ -87,7 +87,7 @@ impl Address {
     pub fn listen(&self) -> io::Result<Box<dyn Listener>> {
         match self {
             Address::Tcp(address) => Ok(Box::new(posix::TcpListener::bind(*address)?)),
-            Address::Shm(path) => shm::ShmListener::bind(path),
+            Address::Shm(path) => Ok(Box::new(shm::ShmListener::bind(path)?)),
         }
     }
 
@@ -98,7 +98,7 @@ impl Address {
     pub fn call(&self) -> io::Result<Box<dyn Link>> {
         match self {
             Address::Tcp(address) => Ok(Box::new(posix::TcpLink::call(*address)?)),
-            Address::Shm(path) => shm::ShmLink::call(path),
+            Address::Shm(path) => Ok(Box::new(shm::ShmLink::call(path)?)),
         }
     }
 

@@ -915,7 +915,7 @@ impl Worker {
     }
 
     fn insert_line(&mut self, mut line: Line) -> Option<Key> {
-        let can_be_glanced_at = line.link.glance().is_some();
+        let can_be_glanced_at = line.glanceable;
         line.interest = line.wanted();
         line.timer = None;
         let key = self.lines.insert(line);

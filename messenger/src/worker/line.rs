@@ -32,6 +32,8 @@ pub(crate) struct Line {
     /// The timer that is set, and what epoll has been asked for.
     pub(super) timer: Option<Instant>,
     pub(super) interest: Interest,
+    /// The link tells of room to send by becoming readable: its descriptor is always writable.
+    pub(super) glanceable: bool,
 }
 
 /// What a line is there for.
@@ -72,8 +74,9 @@ pub(crate) struct Manners {
 }
 
 impl Line {
-    pub(super) fn new(link: Box<dyn Link>, phase: Phase, deadline: Instant) -> Line {
+    pub(super) fn new(mut link: Box<dyn Link>, phase: Phase, deadline: Instant) -> Line {
         Line {
+            glanceable: link.glance().is_some(),
             link,
             phase,
             reader: Reader::new(Limits::STRANGER, None),
@@ -182,10 +185,12 @@ impl Line {
     pub(super) fn wanted(&self) -> Interest {
         match &self.phase {
             Phase::Calling(_) => Interest { readable: false, writable: true },
-            Phase::Greeting { words, .. } => Interest { readable: true, writable: !words.is_empty() },
+            Phase::Greeting { words, .. } => {
+                Interest { readable: true, writable: !words.is_empty() && !self.glanceable }
+            }
             _ => Interest {
                 readable: !matches!(self.coming, Some(Coming::Barred(..))),
-                writable: !self.writer.is_empty(),
+                writable: !self.writer.is_empty() && !self.glanceable,
             },
         }
     }

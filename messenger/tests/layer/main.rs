@@ -4,5 +4,6 @@
 mod kit;
 mod pressure;
 mod sessions;
+mod shm;
 mod strangers;
 mod stress;
