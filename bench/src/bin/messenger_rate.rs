@@ -18,8 +18,7 @@ use std::time::Duration;
 use clap::Parser;
 use remora_bench::messenger::{Case, Outcome, ours, raw, server::Server, tools};
 use remora_bench::{Run, Sample, Spread};
-use remora_messenger::messenger::Options as Manner;
-use remora_messenger::{Address, Polling};
+use remora_messenger::{Address, Options as Manner, Polling};
 use serde::Serialize;
 
 /// Requests per second and latency of the messenger and its rivals.

@@ -7,10 +7,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use remora_messenger::connection::Connection;
-use remora_messenger::message::Message;
-use remora_messenger::messenger::Options;
-use remora_messenger::{Address, Delivery, Dispatcher, Messenger, Policy};
+use remora_messenger::{Address, Connection, Delivery, Dispatcher, Message, Messenger, Options, Policy};
 
 use super::histogram::Histogram;
 use super::server::{self, Server};

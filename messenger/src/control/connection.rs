@@ -96,7 +96,7 @@ impl Connection {
         self.sender.facts.session.0
     }
 
-    /// The session's key, the same at both ends. Give data lanes what [`crate::derive()`] makes of it.
+    /// The session's key, the same at both ends. Give data lanes what [`crate::control::derive()`] makes of it.
     pub fn session_key(&self) -> [u8; 32] {
         self.sender.facts.session.1
     }

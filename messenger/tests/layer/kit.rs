@@ -3,10 +3,9 @@
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use remora_messenger::connection::Connection;
-use remora_messenger::message::Message;
-use remora_messenger::messenger::Options;
-use remora_messenger::{Address, Arrival, Buffer, Delivery, Dispatcher, Messenger, Policy, Refusal};
+use remora_messenger::{
+    Address, Arrival, Buffer, Connection, Delivery, Dispatcher, Message, Messenger, Options, Policy, Refusal,
+};
 
 /// What was told, in order.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -2,8 +2,7 @@
 
 use std::time::Duration;
 
-use remora_messenger::message::Message;
-use remora_messenger::{Buffer, Policy, SendError, Throttle};
+use remora_messenger::{Buffer, Message, Policy, SendError, Throttle};
 
 use crate::kit::*;
 

@@ -2,9 +2,7 @@
 
 use std::time::Duration;
 
-use remora_messenger::message::Message;
-use remora_messenger::messenger::Options;
-use remora_messenger::{Policy, Refusal, SendError};
+use remora_messenger::{Message, Options, Policy, Refusal, SendError};
 
 use crate::kit::*;
 

@@ -2,9 +2,7 @@
 
 use std::time::Duration;
 
-use remora_messenger::message::Message;
-use remora_messenger::messenger::Options;
-use remora_messenger::{Address, Policy, Polling, Throttle};
+use remora_messenger::{Address, Message, Options, Policy, Polling, Throttle};
 
 use crate::kit::*;
 

@@ -5,8 +5,7 @@ use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::Duration;
 
-use remora_messenger::messenger::Options;
-use remora_messenger::{Address, Policy, Token};
+use remora_messenger::{Address, Options, Policy, Token};
 
 use crate::kit::*;
 

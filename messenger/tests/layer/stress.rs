@@ -2,8 +2,7 @@
 
 use std::time::Duration;
 
-use remora_messenger::Policy;
-use remora_messenger::messenger::Options;
+use remora_messenger::{Options, Policy};
 
 use crate::kit::*;
 
