@@ -530,6 +530,14 @@ impl Writer {
         count
     }
 
+    /// What is to be sent, if it lies in one piece: small messages do, and need no vector.
+    pub fn only_piece(&self) -> Option<&[u8]> {
+        match self.pieces.len() {
+            1 => self.piece(&self.pieces[0]).get(self.gone..),
+            _ => None,
+        }
+    }
+
     /// So many bytes have been sent.
     pub fn sent(&mut self, mut count: usize) {
         self.bytes -= count.min(self.bytes);
@@ -605,8 +613,9 @@ pub const DIRECT_FROM_BYTES: usize = 16 * 1024;
 /// Bodies up to this size are copied beside the heads: an entry of a vectored send costs about as much as such a copy.
 pub const COPIED_UP_TO_BYTES: usize = 1024;
 
-/// An idle connection keeps at most this much of its sending scratch.
-const SCRATCH_KEPT_BYTES: usize = 1024;
+/// A connection keeps at most this much of its sending scratch: the heads of a hundred messages. One that has only opened its
+/// session has taken a few hundred bytes.
+const SCRATCH_KEPT_BYTES: usize = 16 * 1024;
 
 const MAX_ALIGNMENT_LOG2: u8 = crate::buffer::MAX_ALIGNMENT.trailing_zeros() as u8;
 const SUMS_BYTES: usize = 4 * BODIES;

@@ -1,5 +1,5 @@
 //! One session with a peer, as a pure machine: frames, broken links and the time go in; frames, calls and news come out. The
-//! worker ([`crate::worker`]) feeds it from sockets, the tests from a simulated network driven by a seed.
+//! worker (`worker.rs`) feeds it from sockets, the tests from a simulated network driven by a seed.
 //!
 //! A *session* is what the owner sees: messages in order, each once. A *link* is one connection of the transport; a lossless
 //! session outlives its links.

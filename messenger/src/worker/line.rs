@@ -157,9 +157,15 @@ impl Line {
     /// Sends what is written until all is gone (true) or the peer takes no more.
     pub(super) fn flush(&mut self, now: Instant) -> Result<bool, Broken> {
         while !self.writer.is_empty() {
-            let mut slices = [IoSlice::new(&[]); SLICES_PER_SEND];
-            let count = self.writer.slices(&mut slices);
-            match self.link.send(&slices[..count]) {
+            let sent = match self.writer.only_piece() {
+                Some(piece) => self.link.send(&[IoSlice::new(piece)]),
+                None => {
+                    let mut slices = [IoSlice::new(&[]); SLICES_PER_SEND];
+                    let count = self.writer.slices(&mut slices);
+                    self.link.send(&slices[..count])
+                }
+            };
+            match sent {
                 Ok(sent) => {
                     self.writer.sent(sent);
                     self.stuck_since = None;
