@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
+use remora_messenger::control::{Connection, Options, Token};
 use remora_messenger::control::{GenerationState, GenerationStatus, Message, ReplicaStatus, StatusReport};
-use remora_messenger::{Connection, Options, Token};
 
 use crate::cli::StatusArgs;
 use crate::exit::{Code, Failure};
@@ -19,7 +19,8 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 pub async fn run(args: StatusArgs) -> Result<(), Failure> {
     let token = Token::read_file(&args.token_file).map_err(|error| Failure::refused(error.to_string()))?;
     let address = (args.source.host.as_str(), args.source.port);
-    let mut connection = remora_messenger::connect(address, &token, &Options::default()).await.map_err(denied)?;
+    let mut connection =
+        remora_messenger::control::connect(address, &token, &Options::default()).await.map_err(denied)?;
     loop {
         let report = ask(&mut connection, &args).await?;
         if args.json {
@@ -48,7 +49,7 @@ async fn ask(connection: &mut Connection, args: &StatusArgs) -> Result<StatusRep
     })
 }
 
-fn denied(error: remora_messenger::Error) -> Failure {
+fn denied(error: remora_messenger::control::Error) -> Failure {
     Failure::new(Code::Source, format!("the source {error}"))
 }
 

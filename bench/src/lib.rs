@@ -10,6 +10,7 @@
 
 #![deny(unsafe_code)] // but for one call in `cpu`
 
+pub mod messenger;
 pub mod source;
 pub mod sync;
 
@@ -256,7 +257,8 @@ impl Run {
         out
     }
 
-    fn summarise_comparisons(&self, out: &mut String) {
+    /// The comparisons as Markdown, behind what `out` holds.
+    pub fn summarise_comparisons(&self, out: &mut String) {
         if self.comparisons.is_empty() {
             return;
         }

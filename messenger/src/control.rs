@@ -1,7 +1,28 @@
-//! The vocabulary: every message that the two ends can say, and its layout inside a frame.
+//! The agents' control conversation. This file is its vocabulary: every message that the two ends can say, and its layout
+//! inside a frame. The files below it carry the words: `codec` (building blocks of the layout), [`frame`] (one message on the
+//! wire), [`token`] (the shared secret), [`session`] (handshake, seals, clocks; pure), [`connection`] (the tokio driver).
+//!
+//! ```text
+//!   replica (client)                                              source (server)
+//!        │  MAGIC, Hello{versions, features, nonce}                     │
+//!        ├─────────────────────────────────────────────────────────────▶│
+//!        │  MAGIC, Challenge{version, versions, features, nonce, session}
+//!        │◀─────────────────────────────────────────────────────────────┤
+//!        │  Proof = HMAC(token, "client", all of the above)             │   nothing secret has crossed,
+//!        ├─────────────────────────────────────────────────────────────▶│   and nothing worth having is
+//!        │  Proof = HMAC(token, "server", all of the above)             │   said before both proofs hold
+//!        │◀─────────────────────────────────────────────────────────────┤
+//!        │                                                              │
+//!        │  Join, Progress, HandOffQuery, StatusQuery, Leave            │   every frame now bears a MAC over
+//!        ├═════════════════════════════════════════════════════════════▶│   direction, sequence and content;
+//!        │  Waiting, Offer, HandOffAnswer, GenerationGone, Status, …    │   Heartbeat both ways when there is
+//!        │◀═════════════════════════════════════════════════════════════┤   nothing else to say
+//! ```
+//!
+//! `docs/protocol.md` describes every byte, and what this protects against and what not.
 //!
 //! A message is one frame: its kind is the frame's tag, its fields are the payload, one behind the other in the order in which
-//! they stand here ([`crate::frame`] for what is around them). Every list, name and text has a bound. A kind that we do not
+//! they stand here ([`crate::control::frame`] for what is around them). Every list, name and text has a bound. A kind that we do not
 //! know means that the peer is newer and ignored our version; a payload that ends early or late is garbled.
 //!
 //! Versions of the layout, newest first:
@@ -9,23 +30,36 @@
 //! - 1: all that is here.
 //!
 //! What these messages do *not* carry: slots, journal bytes, secrets. A region key says where memory lies; reading it takes
-//! a secret that both ends derive from the session's key ([`crate::derive()`]).
+//! a secret that both ends derive from the session's key ([`crate::control::derive()`]).
+
+mod codec;
+pub mod connection;
+pub mod error;
+pub mod frame;
+pub mod session;
+mod stranger;
+pub mod token;
 
 use std::fmt;
 
 use serde::Serialize;
 
-use crate::codec::{Bytes, Codec, List, Maybe, Name, Reader, Text, codes, record};
-use crate::error::{Fault, Malformed, TooLarge};
-use crate::frame::MAX_PAYLOAD_BYTES;
-use crate::session::Role;
+use crate::control::codec::{Bytes, Codec, List, Maybe, Name, Reader, Text, codes, record};
+use crate::control::error::{Malformed, TooLarge};
+use crate::control::frame::MAX_PAYLOAD_BYTES;
+use crate::control::session::Role;
+
+pub use connection::{Connection, Options, Receiver, Sender, accept, connect, turn_away};
+pub use error::{Error, Fault};
+pub use session::{MAGIC, derive};
+pub use token::Token;
 
 /// Something that one end tells the other.
 // A few a second, and moved rather than copied: the difference in size between the variants costs nothing.
 #[allow(clippy::large_enum_variant)]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Message {
-    /// Either way: I live, and have nothing else to say. Sent and taken by [`crate::connection`] itself.
+    /// Either way: I live, and have nothing else to say. Sent and taken by [`crate::control::connection`] itself.
     Heartbeat,
 
     /// Replica → source: I want the data set. The first message of a replica.
@@ -77,7 +111,7 @@ pub enum Message {
         /// Why, for people.
         text: String,
     },
-    /// Source → replica: no. The source closes the connection behind it. A [`crate::Receiver`] gives it as
+    /// Source → replica: no. The source closes the connection behind it. A [`crate::control::Receiver`] gives it as
     /// [`Fault::Refused`], never as a message.
     Refused {
         /// Why, for programs.

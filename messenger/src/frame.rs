@@ -1,300 +1,630 @@
-//! One frame on the wire: a fixed preamble, the payload, their checksums, and room for a seal. Pure: bytes in, frames out.
-//!
-//! What it does not know: what the tags mean ([`crate::control`], [`crate::session`]) and how a seal is made
-//! ([`crate::session`]). A checksum finds what a broken network or program does by accident; only the seal finds a person.
+//! One frame on the wire: a fixed preamble, a head, up to three bodies, their checksums. Pure: bytes in, frames out; no socket,
+//! no clock. What it does not know: what tags and heads mean ([`crate::signal`]).
 //!
 //! ```text
-//!   0      2    3      4            8                 12              12+n            16+n         (32+n)
-//!   ┌──────┬────┬──────┬────────────┬─────────────────┬───────────────┬───────────────┬─────────────┐
-//!   │ "Rm" │tag │flags │ length n   │ CRC-32C of 0..8 │ payload       │ CRC-32C of it │ seal, if    │
-//!   │      │    │bit 0 │ u32        │ u32             │ n bytes       │ u32           │ flags bit 0 │
-//!   └──────┴────┴──────┴────────────┴─────────────────┴───────────────┴───────────────┴─────────────┘
+//!    0    1      2       4        8         12      16       17         24         28           32
+//!   ┌────┬──────┬───────┬────────┬─────────┬───────┬────────┬──────────┬──────────┬────────────┐
+//!   │tag │flags │head n₀│front n₁│middle n₂│data n₃│align   │ 0        │ CRC of   │ CRC of     │ preamble, 32 bytes
+//!   │ u8 │ u8   │ u16   │ u32    │ u32     │ u32   │log₂ u8 │ 7 bytes  │ head     │ bytes 0–27 │
+//!   ├────┴──────┴───────┴────────┴─────────┴───────┴────────┴──────────┴──────────┴────────────┤
+//!   │ head: n₀ bytes, at most 96: all that decides whether and where the bodies are received   │
+//!   ├──────────────────────────────────────────────────────────────────────────────────────────┤
+//!   │ front: n₁ bytes │ middle: n₂ bytes │ data: n₃ bytes                                      │
+//!   ├──────────────────────────────────────────────────────────────────────────────────────────┤
+//!   │ CRC of front, middle, data: 12 bytes, if flags bit 0 │ seal: 16 bytes, if flags bit 1    │
+//!   └──────────────────────────────────────────────────────────────────────────────────────────┘
 //! ```
 //!
-//! The preamble has a checksum of its own so that a length is believed only when it arrived whole; and it is compared with
-//! the bound before a single byte of the payload is waited for.
+//! All integers are little-endian, all checksums CRC-32C. The preamble and the head are always summed, so that a length is
+//! believed only when it arrived whole; the sum over the bodies is the sender's choice (flags bit 0) and stands behind them,
+//! so that a receiver sums each piece while it is in its cache.
+//!
+//! The reader stops after the head ([`Step::Head`]) and goes on only when it has been given memory for the bodies. So a
+//! receiver looks at the transaction's number and says where its data is to land before a byte of it is read; and a receiver
+//! that has no room simply does not go on.
 
-use crate::error::Malformed;
+use bytes::Bytes;
+use crc_fast::{CrcAlgorithm, Digest};
+use std::collections::VecDeque;
+use std::io::IoSlice;
 
-/// A whole frame whose checksums hold.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Frame {
-    /// What the payload is.
+use crate::buffer::Buffer;
+use crate::seal::{SEAL_BYTES, Seal, Seals};
+
+/// What the first 32 bytes of a frame say.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Preamble {
+    /// What the frame is.
     pub tag: u8,
-    /// The content.
-    pub payload: Vec<u8>,
-    /// The seal, as it was received or is to be sent; nobody has verified it yet.
-    pub seal: Option<Seal>,
+    /// The bodies bear checksums.
+    pub summed: bool,
+    /// A seal ends the frame.
+    pub sealed: bool,
+    /// Bytes of the head.
+    pub head: u16,
+    /// Bytes of front, middle and data.
+    pub bodies: [u32; BODIES],
+    /// The data wants to lie at a multiple of two to this power.
+    pub alignment: u8,
+    /// Checksum of the head.
+    pub head_sum: u32,
 }
 
-/// A truncated HMAC-SHA256. Sixteen bytes: half of the hash, and 2^-128 for one guess; a wrong guess ends the session.
-pub type Seal = [u8; SEAL_BYTES];
-
-impl Frame {
-    /// A frame without a seal.
-    pub fn plain(tag: u8, payload: Vec<u8>) -> Frame {
-        Frame { tag, payload, seal: None }
-    }
-
-    /// The twelve bytes before the payload.
-    pub fn preamble(&self) -> [u8; PREAMBLE_BYTES] {
-        preamble(self.tag, self.seal.is_some(), &self.payload)
-    }
-
-    /// Appends the frame's bytes. They depend on nothing but the fields: a received frame encodes to what was received.
-    pub fn encode(&self, out: &mut Vec<u8>) {
-        out.extend_from_slice(&self.preamble());
-        out.extend_from_slice(&self.payload);
-        out.extend_from_slice(&crc32c::crc32c(&self.payload).to_le_bytes());
-        if let Some(seal) = &self.seal {
-            out.extend_from_slice(seal);
+impl Preamble {
+    /// The bytes on the wire.
+    pub fn encode(&self) -> [u8; PREAMBLE_BYTES] {
+        let mut bytes = [0; PREAMBLE_BYTES];
+        bytes[0] = self.tag;
+        bytes[1] = (u8::from(self.summed) * FLAG_SUMMED) | (u8::from(self.sealed) * FLAG_SEALED);
+        bytes[2..4].copy_from_slice(&self.head.to_le_bytes());
+        for (at, length) in [4, 8, 12].into_iter().zip(self.bodies) {
+            bytes[at..at + 4].copy_from_slice(&length.to_le_bytes());
         }
-    }
-}
-
-/// The preamble of a frame yet to be sealed: the seal is made over these bytes.
-pub(crate) fn preamble(tag: u8, sealed: bool, payload: &[u8]) -> [u8; PREAMBLE_BYTES] {
-    let length =
-        u32::try_from(payload.len()).expect("the codec bounds every payload by MAX_PAYLOAD_BYTES before it is framed");
-    let flags = if sealed { FLAG_SEALED } else { 0 };
-    let mut bytes = [0; PREAMBLE_BYTES];
-    bytes[..2].copy_from_slice(&FRAME_MAGIC);
-    bytes[2] = tag;
-    bytes[3] = flags;
-    bytes[4..8].copy_from_slice(&length.to_le_bytes());
-    let checksum = crc32c::crc32c(&bytes[..8]);
-    bytes[8..].copy_from_slice(&checksum.to_le_bytes());
-    bytes
-}
-
-/// Finds frames in bytes that arrive in pieces.
-///
-/// Its memory grows with the bytes received, never with a length announced: take all frames after each [`Decoder::feed`],
-/// and it holds less than one frame of the longest kind allowed plus the last piece.
-#[derive(Debug)]
-pub struct Decoder {
-    buffer: Vec<u8>,
-    /// Bytes of `buffer` that belong to frames already taken; they go at the next `feed`.
-    taken: usize,
-    limit: u32,
-}
-
-impl Decoder {
-    /// A decoder that accepts payloads of at most `limit` bytes.
-    pub fn new(limit: u32) -> Decoder {
-        Decoder { buffer: Vec::new(), taken: 0, limit }
+        bytes[16] = self.alignment;
+        bytes[24..28].copy_from_slice(&self.head_sum.to_le_bytes());
+        let sum = checksum(&bytes[..28]);
+        bytes[28..].copy_from_slice(&sum.to_le_bytes());
+        bytes
     }
 
-    /// From the next frame on, payloads of at most `limit` bytes are accepted.
-    pub fn set_limit(&mut self, limit: u32) {
-        self.limit = limit;
-    }
-
-    /// Takes received bytes.
-    pub fn feed(&mut self, bytes: &[u8]) {
-        self.buffer.drain(..self.taken);
-        self.taken = 0;
-        self.buffer.extend_from_slice(bytes);
-    }
-
-    /// The next whole frame, or `None` while it is not all here.
+    /// Reads a preamble, and holds its lengths against the limits.
     ///
     /// # Errors
-    /// [`Malformed`]: there is no finding the next frame after that; close the connection.
-    pub fn next_frame(&mut self) -> Result<Option<Frame>, Malformed> {
-        let rest = self.buffer.get(self.taken..).unwrap_or_default();
-        let Some((preamble, rest)) = rest.split_first_chunk::<PREAMBLE_BYTES>() else {
-            return check_start(rest).map(|()| None);
-        };
-        let head = Head::parse(preamble, self.limit)?;
-        let Some((payload, rest)) = rest.split_at_checked(head.length) else {
-            return Ok(None);
-        };
-        let Some((checksum, rest)) = rest.split_first_chunk::<CHECKSUM_BYTES>() else {
-            return Ok(None);
-        };
-        if crc32c::crc32c(payload) != u32::from_le_bytes(*checksum) {
-            return Err(Malformed::Checksum { part: "payload" });
+    /// [`Malformed`]: there is no finding the next frame behind this one.
+    pub fn decode(bytes: &[u8; PREAMBLE_BYTES], limits: &Limits) -> Result<Preamble, Malformed> {
+        let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+        if word(28) != checksum(&bytes[..28]) {
+            return Err(Malformed::Checksum { part: "preamble" });
         }
-        let seal = match (head.sealed, rest.first_chunk::<SEAL_BYTES>()) {
-            (true, None) => return Ok(None),
-            (true, seal) => seal.copied(),
-            (false, _) => None,
+        let [tag, flags, ..] = *bytes;
+        if flags & !(FLAG_SUMMED | FLAG_SEALED) != 0 || bytes[17..24] != [0; 7] || bytes[16] > MAX_ALIGNMENT_LOG2 {
+            return Err(Malformed::Reserved);
+        }
+        let preamble = Preamble {
+            tag,
+            summed: flags & FLAG_SUMMED != 0,
+            sealed: flags & FLAG_SEALED != 0,
+            head: u16::from_le_bytes([bytes[2], bytes[3]]),
+            bodies: [word(4), word(8), word(12)],
+            alignment: bytes[16],
+            head_sum: word(24),
         };
-        let frame = Frame { tag: head.tag, payload: payload.to_vec(), seal };
-        self.taken += PREAMBLE_BYTES + head.length + CHECKSUM_BYTES;
-        self.taken += seal.map_or(0, |seal| seal.len());
-        Ok(Some(frame))
+        limits.check(&preamble)?;
+        Ok(preamble)
     }
 
-    /// Bytes held that belong to no frame taken yet.
-    pub fn buffered(&self) -> usize {
-        self.buffer.len() - self.taken
+    /// Bytes of all bodies together.
+    pub fn body_bytes(&self) -> u64 {
+        self.bodies.iter().map(|&length| u64::from(length)).sum()
+    }
+
+    /// The data's alignment in bytes.
+    pub fn data_alignment(&self) -> usize {
+        1 << self.alignment
     }
 }
 
-/// What a preamble says.
-struct Head {
-    tag: u8,
-    sealed: bool,
+/// The longest bodies that a receiver takes, in bytes. Whoever announces more is cut off on the preamble alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Of front and of middle, each.
+    pub front: u32,
+    /// Of data.
+    pub data: u32,
+}
+
+impl Limits {
+    /// Before a peer has a session: heads only, and the few words of a refusal.
+    pub const STRANGER: Limits = Limits { front: 256, data: 0 };
+
+    fn check(&self, preamble: &Preamble) -> Result<(), Malformed> {
+        let limits = [self.front, self.front, self.data].map(|limit| limit.min(MAX_SEGMENT_BYTES));
+        if usize::from(preamble.head) > HEAD_BYTES {
+            return Err(Malformed::TooLong { length: u32::from(preamble.head), limit: HEAD_BYTES as u32 });
+        }
+        let over = preamble.bodies.into_iter().zip(limits).find(|(length, limit)| length > limit);
+        over.map_or(Ok(()), |(length, limit)| Err(Malformed::TooLong { length, limit }))
+    }
+}
+
+/// Bytes that are no frame of ours.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Malformed {
+    /// A checksum that is not that of its bytes.
+    #[error("the checksum of a frame's {part} does not match")]
+    Checksum {
+        /// "preamble", "head", "front", "middle" or "data".
+        part: &'static str,
+    },
+    /// Bits or bytes set that this version does not define.
+    #[error("a frame sets what this version of the protocol does not define")]
+    Reserved,
+    /// A part longer than may be.
+    #[error("a frame announces a part of {length} bytes, of which {limit} may be")]
+    TooLong {
+        /// What it announces, in bytes.
+        length: u32,
+        /// The bound, in bytes.
+        limit: u32,
+    },
+    /// A seal is missing, or is not that of these bytes at this place of the conversation.
+    #[error("frame {sequence} does not bear a valid seal: it was altered, repeated, left out or put in on its way")]
+    Forged {
+        /// Its number in its direction, from 0.
+        sequence: u64,
+    },
+    /// A head or a body that does not hold what its tag says.
+    #[error("a frame with the tag {tag:#04x} does not hold what it must")]
+    Content {
+        /// The tag.
+        tag: u8,
+    },
+}
+
+/// Memory that does not fit the bodies of the frame that is being read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("the memory given for a frame's bodies does not have their lengths")]
+pub struct Unfit;
+
+/// The head of a frame: a few fixed fields.
+#[derive(Debug, Clone, Copy)]
+pub struct Head {
+    bytes: [u8; HEAD_BYTES],
     length: usize,
 }
 
 impl Head {
-    fn parse(bytes: &[u8; PREAMBLE_BYTES], limit: u32) -> Result<Head, Malformed> {
-        let [m0, m1, tag, flags, l0, l1, l2, l3, c0, c1, c2, c3] = *bytes;
-        check_start(&[m0, m1])?;
-        if crc32c::crc32c(&bytes[..8]) != u32::from_le_bytes([c0, c1, c2, c3]) {
-            return Err(Malformed::Checksum { part: "preamble" });
-        }
-        if flags & !FLAG_SEALED != 0 {
-            return Err(Malformed::Flags { flags });
-        }
-        let length = u32::from_le_bytes([l0, l1, l2, l3]);
-        if length > limit {
-            return Err(Malformed::FrameTooLong { length, limit });
-        }
-        Ok(Head { tag, sealed: flags & FLAG_SEALED != 0, length: length as usize })
+    /// Its bytes.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes[..self.length]
     }
 }
 
-/// Nonsense is told from a frame by its first byte, not only by its twelfth.
-fn check_start(bytes: &[u8]) -> Result<(), Malformed> {
-    let length = bytes.len().min(FRAME_MAGIC.len());
-    if bytes[..length] == FRAME_MAGIC[..length] {
-        return Ok(());
-    }
-    Err(Malformed::FrameMagic)
+/// What the reader came upon.
+#[derive(Debug)]
+pub enum Step {
+    /// A head whose checksum holds. Answer with [`Reader::land`] before feeding more; bodies may be empty.
+    Head(Preamble, Head),
+    /// The frame is whole and its checksums hold: front, middle, data, in the memory that was given.
+    Whole([Buffer; BODIES]),
+    /// More bytes are needed.
+    Hungry,
 }
 
-/// The longest payload of a session, in bytes. The longest message is a status that lists
-/// [`crate::control::MAX_REPLICAS`] replicas; `control.rs` asserts at compile time that it fits. A connection's receive
-/// buffer is bounded by this and one read.
-pub const MAX_PAYLOAD_BYTES: u32 = 256 * 1024;
+/// Finds frames in bytes that arrive in pieces. See the [module](self) for when it stops.
+pub struct Reader {
+    limits: Limits,
+    seals: Option<Seals>,
+    stage: Stage,
+    /// Bytes of a fixed-size part that has not arrived whole; used only where a part is cut.
+    cut: [u8; HEAD_BYTES],
+    have: usize,
+    preamble: [u8; PREAMBLE_BYTES],
+    head: Head,
+    arriving: Arriving,
+}
 
-/// The longest payload of the handshake, in bytes: the challenge has 54, and may grow in later versions. This bounds what
-/// somebody who has proved nothing can make us hold.
-pub const MAX_HANDSHAKE_PAYLOAD_BYTES: u32 = 256;
+/// What comes next. Bodies on their way in lie beside it and not in it: they are too large to be moved from stage to stage.
+#[derive(Clone, Copy)]
+enum Stage {
+    Preamble,
+    Head(Preamble),
+    /// The head was given out; memory is yet to come.
+    Asked(Preamble),
+    Bodies,
+    Trailer,
+    /// Garbled: nothing can be found any more.
+    Over(Malformed),
+}
 
-/// Bytes before a payload.
-pub const PREAMBLE_BYTES: usize = 12;
+/// Bodies on their way in.
+struct Arriving {
+    /// What stands behind the bodies.
+    summed: bool,
+    sealed: bool,
+    bodies: [Buffer; BODIES],
+    /// Which body is being filled, and how far.
+    at: usize,
+    filled: usize,
+    sums: [u32; BODIES],
+    /// The running checksum of the body being filled, once it has come in more than one piece.
+    running: Option<Digest>,
+}
 
-/// Bytes of a seal.
-pub const SEAL_BYTES: usize = 16;
-
-/// Bytes of the payload's checksum.
-const CHECKSUM_BYTES: usize = 4;
-
-/// Where a frame begins.
-const FRAME_MAGIC: [u8; 2] = *b"Rm";
-
-/// A seal follows the payload's checksum.
-const FLAG_SEALED: u8 = 1;
-
-#[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-
-    use super::*;
-    use proptest::prelude::*;
-
-    fn encoded(frame: &Frame) -> Vec<u8> {
-        let mut out = Vec::new();
-        frame.encode(&mut out);
-        out
+impl Reader {
+    /// A reader that takes nothing longer than the limits, and with `seals` nothing that is not sealed by them.
+    pub fn new(limits: Limits, seals: Option<Seals>) -> Reader {
+        Reader {
+            limits,
+            seals,
+            stage: Stage::Preamble,
+            cut: [0; HEAD_BYTES],
+            have: 0,
+            preamble: [0; PREAMBLE_BYTES],
+            head: Head { bytes: [0; HEAD_BYTES], length: 0 },
+            arriving: Arriving::NOTHING,
+        }
     }
 
-    fn frames() -> impl Strategy<Value = Frame> {
-        let payload = proptest::collection::vec(any::<u8>(), 0..300);
-        (any::<u8>(), payload, any::<Option<Seal>>()).prop_map(|(tag, payload, seal)| Frame { tag, payload, seal })
+    /// From the next preamble on, these are the limits.
+    pub fn set_limits(&mut self, limits: Limits) {
+        self.limits = limits;
     }
 
-    proptest! {
-        #[test]
-        fn frames_survive_any_cutting_of_their_bytes(
-            sent in proptest::collection::vec(frames(), 0..8),
-            piece in 1usize..50,
-        ) {
-            let bytes: Vec<u8> = sent.iter().flat_map(encoded).collect();
-            let mut decoder = Decoder::new(300);
-            let mut received = Vec::new();
-            for piece in bytes.chunks(piece) {
-                decoder.feed(piece);
-                while let Some(frame) = decoder.next_frame().unwrap() {
-                    received.push(frame);
+    /// Whether no frame has begun.
+    pub fn is_between_frames(&self) -> bool {
+        matches!(self.stage, Stage::Preamble) && self.have == 0
+    }
+
+    /// Takes bytes off the front of `input` up to the next thing worth knowing.
+    ///
+    /// # Errors
+    /// [`Malformed`], and the same at every later call: close the connection.
+    pub fn next(&mut self, input: &mut &[u8]) -> Result<Step, Malformed> {
+        let outcome = self.advance(input);
+        if let Err(malformed) = outcome {
+            self.stage = Stage::Over(malformed);
+        }
+        outcome
+    }
+
+    /// Memory for the bodies of the frame whose head was just given out, each as long as the preamble says.
+    ///
+    /// # Errors
+    /// [`Unfit`]: its lengths are not those, or nobody asked. It may be tried again with other memory.
+    pub fn land(&mut self, bodies: [Buffer; BODIES]) -> Result<(), Unfit> {
+        let Stage::Asked(preamble) = self.stage else { return Err(Unfit) };
+        if !bodies.iter().zip(preamble.bodies).all(|(buffer, length)| buffer.len() == length as usize) {
+            return Err(Unfit);
+        }
+        self.arriving = Arriving { summed: preamble.has_sums(), sealed: preamble.sealed, bodies, ..Arriving::NOTHING };
+        self.stage = Stage::Bodies;
+        Ok(())
+    }
+
+    /// The memory that the next bytes belong into, if it is worth receiving straight into it: no copy then.
+    pub fn landing(&mut self) -> Option<&mut [u8]> {
+        let Stage::Bodies = self.stage else { return None };
+        let arriving = &mut self.arriving;
+        arriving.skip_full();
+        let rest = arriving.bodies.get_mut(arriving.at)?.get_mut(arriving.filled..)?;
+        Some(rest).filter(|rest| rest.len() >= DIRECT_FROM_BYTES)
+    }
+
+    /// So many bytes were received into [`Reader::landing`].
+    pub fn landed(&mut self, count: usize) {
+        if let Stage::Bodies = self.stage {
+            self.arriving.fill(count);
+        }
+    }
+
+    fn advance(&mut self, input: &mut &[u8]) -> Result<Step, Malformed> {
+        loop {
+            match self.stage {
+                Stage::Preamble => {
+                    let Some(bytes) = gather::<PREAMBLE_BYTES>(&mut self.cut, &mut self.have, input) else {
+                        return Ok(Step::Hungry);
+                    };
+                    let preamble = Preamble::decode(&bytes, &self.limits)?;
+                    self.preamble = bytes;
+                    self.stage = Stage::Head(preamble);
+                }
+                Stage::Head(preamble) => {
+                    let length = usize::from(preamble.head);
+                    if !gather_some(&mut self.head.bytes[..length], &mut self.have, input) {
+                        return Ok(Step::Hungry);
+                    }
+                    self.head.length = length;
+                    if checksum(self.head.bytes()) != preamble.head_sum {
+                        return Err(Malformed::Checksum { part: "head" });
+                    }
+                    self.stage = Stage::Asked(preamble);
+                    return Ok(Step::Head(preamble, self.head));
+                }
+                Stage::Asked(_) => return Ok(Step::Hungry),
+                Stage::Bodies => {
+                    if !self.arriving.take(input) {
+                        return Ok(Step::Hungry);
+                    }
+                    self.stage = Stage::Trailer;
+                }
+                Stage::Trailer => return self.finish(input),
+                Stage::Over(malformed) => return Err(malformed),
+            }
+        }
+    }
+
+    fn finish(&mut self, input: &mut &[u8]) -> Result<Step, Malformed> {
+        let Arriving { summed, sealed, sums, .. } = self.arriving;
+        let sums_bytes = if summed { SUMS_BYTES } else { 0 };
+        let length = sums_bytes + if sealed { SEAL_BYTES } else { 0 };
+        if !gather_some(&mut self.cut[..length], &mut self.have, input) {
+            return Ok(Step::Hungry);
+        }
+        let (said, seal) = self.cut[..length].split_at(sums_bytes);
+        for ((said, sum), part) in said.chunks_exact(4).zip(sums).zip(PARTS) {
+            if said != sum.to_le_bytes() {
+                return Err(Malformed::Checksum { part });
+            }
+        }
+        let bodies = std::mem::replace(&mut self.arriving.bodies, [Buffer::EMPTY, Buffer::EMPTY, Buffer::EMPTY]);
+        if let Some(seals) = &mut self.seals {
+            seals.check(seal, &self.preamble, self.head.bytes(), bodies.each_ref().map(|body| -> &[u8] { body }))?;
+        } else if sealed {
+            return Err(Malformed::Reserved);
+        }
+        self.stage = Stage::Preamble;
+        Ok(Step::Whole(bodies))
+    }
+}
+
+impl Preamble {
+    fn has_sums(&self) -> bool {
+        self.summed && self.body_bytes() > 0
+    }
+}
+
+impl Arriving {
+    const NOTHING: Arriving = Arriving {
+        summed: false,
+        sealed: false,
+        bodies: [Buffer::EMPTY, Buffer::EMPTY, Buffer::EMPTY],
+        at: 0,
+        filled: 0,
+        sums: [0; BODIES],
+        running: None,
+    };
+
+    /// Moves bytes from the input into the bodies; whether all are full.
+    fn take(&mut self, input: &mut &[u8]) -> bool {
+        loop {
+            self.skip_full();
+            let Some(rest) = self.bodies.get_mut(self.at).and_then(|body| body.get_mut(self.filled..)) else {
+                return true;
+            };
+            let count = rest.len().min(input.len());
+            if count == 0 {
+                return false;
+            }
+            let (piece, left) = input.split_at(count);
+            rest[..count].copy_from_slice(piece);
+            *input = left;
+            self.fill(count);
+        }
+    }
+
+    /// So many more bytes of the present body are there: sums them, and goes on to the next body when this one is full.
+    fn fill(&mut self, count: usize) {
+        let Some(body) = self.bodies.get(self.at) else { return };
+        let end = (self.filled + count).min(body.len());
+        let piece = &body[self.filled..end];
+        let is_last = end == body.len();
+        if self.summed {
+            match (&mut self.running, is_last) {
+                (None, true) => self.sums[self.at] = checksum(piece),
+                (Some(running), last) => {
+                    running.update(piece);
+                    if last {
+                        self.sums[self.at] = running.finalize() as u32;
+                    }
+                }
+                (None, false) => {
+                    let mut running = Digest::new(CRC);
+                    running.update(piece);
+                    self.running = Some(running);
                 }
             }
-            prop_assert_eq!(received, sent);
-            prop_assert_eq!(decoder.buffered(), 0);
         }
+        self.filled = end;
+        self.skip_full();
+    }
 
-        #[test]
-        fn a_changed_byte_is_never_taken_for_the_frame(frame in frames(), at in any::<prop::sample::Index>(), change in 1u8..) {
-            let mut bytes = encoded(&frame);
-            let at = at.index(bytes.len());
-            bytes[at] ^= change;
-            let mut decoder = Decoder::new(300);
-            decoder.feed(&bytes);
-            let sealed_part = frame.seal.is_some() && at >= bytes.len() - SEAL_BYTES;
-            match decoder.next_frame() {
-                Err(_) => prop_assert!(!sealed_part),
-                Ok(None) => prop_assert!(false, "a damaged frame is waited for"),
-                Ok(Some(seen)) => prop_assert!(sealed_part && seen != frame),
-            }
+    fn skip_full(&mut self) {
+        while self.bodies.get(self.at).is_some_and(|body| body.len() == self.filled) {
+            self.at += 1;
+            self.filled = 0;
+            self.running = None;
         }
-
-        #[test]
-        fn any_bytes_are_frames_or_an_error(bytes in proptest::collection::vec(any::<u8>(), 0..600)) {
-            crate::fuzzing::frames(&bytes);
-        }
-    }
-
-    #[test]
-    fn a_frame_cut_short_anywhere_is_waited_for() {
-        let frame = Frame { tag: 7, payload: b"content".to_vec(), seal: Some([9; SEAL_BYTES]) };
-        let bytes = encoded(&frame);
-        for length in 0..bytes.len() {
-            let mut decoder = Decoder::new(300);
-            decoder.feed(&bytes[..length]);
-            assert_eq!(decoder.next_frame().unwrap(), None, "{length} bytes");
-            decoder.feed(&bytes[length..]);
-            assert_eq!(decoder.next_frame().unwrap().as_ref(), Some(&frame));
-        }
-    }
-
-    #[test]
-    fn an_oversize_frame_is_refused_by_its_preamble_alone() {
-        let bytes = encoded(&Frame::plain(1, vec![0; 11]));
-        let mut decoder = Decoder::new(10);
-        decoder.feed(&bytes[..PREAMBLE_BYTES]);
-        let found = decoder.next_frame().unwrap_err();
-        assert_eq!(found, Malformed::FrameTooLong { length: 11, limit: 10 });
-    }
-
-    #[test]
-    fn unknown_flags_are_refused() {
-        let mut bytes = encoded(&Frame::plain(1, Vec::new()));
-        bytes[3] = 2;
-        let checksum = crc32c::crc32c(&bytes[..8]).to_le_bytes();
-        bytes[8..12].copy_from_slice(&checksum);
-        let mut decoder = Decoder::new(10);
-        decoder.feed(&bytes);
-        assert_eq!(decoder.next_frame().unwrap_err(), Malformed::Flags { flags: 2 });
-    }
-
-    #[test]
-    fn the_first_wrong_byte_is_enough() {
-        let mut decoder = Decoder::new(10);
-        decoder.feed(b"H");
-        assert_eq!(decoder.next_frame().unwrap_err(), Malformed::FrameMagic);
-    }
-
-    #[test]
-    fn memory_follows_what_arrived_not_what_was_announced() {
-        let bytes = encoded(&Frame::plain(1, vec![0; MAX_PAYLOAD_BYTES as usize]));
-        let mut decoder = Decoder::new(MAX_PAYLOAD_BYTES);
-        decoder.feed(&bytes[..100]);
-        assert_eq!(decoder.next_frame().unwrap(), None);
-        assert!(decoder.buffer.capacity() < 1000);
     }
 }
+
+/// `N` bytes, from the input at once or pieced together; `None` while they are not all here.
+fn gather<const N: usize>(cut: &mut [u8; HEAD_BYTES], have: &mut usize, input: &mut &[u8]) -> Option<[u8; N]> {
+    if *have == 0
+        && let Some((bytes, rest)) = input.split_first_chunk::<N>()
+    {
+        *input = rest;
+        return Some(*bytes);
+    }
+    gather_some(&mut cut[..N], have, input).then(|| std::array::from_fn(|at| cut[at]))
+}
+
+/// Fills `into` from the input, going on behind the `have` bytes of last time; whether it is full, which begins anew.
+fn gather_some(into: &mut [u8], have: &mut usize, input: &mut &[u8]) -> bool {
+    let count = (into.len() - *have).min(input.len());
+    let (piece, rest) = input.split_at(count);
+    into[*have..*have + count].copy_from_slice(piece);
+    *input = rest;
+    *have += count;
+    let full = *have == into.len();
+    if full {
+        *have = 0;
+    }
+    full
+}
+
+/// Frames on their way out: small parts copied one behind the other, large ones referred to, so that many frames go in one
+/// vectored send.
+pub struct Writer {
+    summed: bool,
+    seals: Option<Seals>,
+    pieces: VecDeque<Piece>,
+    /// Small parts. Pieces refer to it by place; it is emptied when all have gone.
+    scratch: Vec<u8>,
+    /// Bytes of the first piece that have gone already.
+    gone: usize,
+    bytes: usize,
+}
+
+enum Piece {
+    Scratch { start: usize, end: usize },
+    Shared(Bytes),
+}
+
+impl Writer {
+    /// A writer that sums bodies or leaves it, and with `seals` ends each frame with one.
+    pub fn new(summed: bool, seals: Option<Seals>) -> Writer {
+        Writer { summed, seals, pieces: VecDeque::new(), scratch: Vec::new(), gone: 0, bytes: 0 }
+    }
+
+    /// Appends a frame. `alignment` is where the data wants to lie, in bytes, a power of two.
+    ///
+    /// # Panics
+    /// If the head is longer than [`HEAD_BYTES`] or a body than [`MAX_SEGMENT_BYTES`]: those who make messages check that.
+    pub fn frame(&mut self, tag: u8, head: &[u8], bodies: [&Bytes; BODIES], alignment: usize) {
+        assert!(head.len() <= HEAD_BYTES, "heads are fixed records of at most HEAD_BYTES");
+        let length = |body: &Bytes| u32::try_from(body.len()).expect("messages are checked against MAX_SEGMENT_BYTES");
+        let preamble = Preamble {
+            tag,
+            summed: self.summed,
+            sealed: self.seals.is_some(),
+            head: head.len() as u16,
+            bodies: bodies.map(length),
+            alignment: (alignment.max(1).ilog2() as u8).min(MAX_ALIGNMENT_LOG2),
+            head_sum: checksum(head),
+        };
+        let bytes = preamble.encode();
+        let seal: Option<Seal> =
+            self.seals.as_mut().map(|seals| seals.next(&bytes, head, bodies.map(|body| -> &[u8] { body })));
+        self.copy(&bytes);
+        self.copy(head);
+        bodies.into_iter().for_each(|body| self.body(body));
+        if preamble.has_sums() {
+            let sums = bodies.map(|body| checksum(body).to_le_bytes());
+            self.copy(sums.as_flattened());
+        }
+        if let Some(seal) = seal {
+            self.copy(&seal);
+        }
+    }
+
+    /// Whether there is nothing to send.
+    pub fn is_empty(&self) -> bool {
+        self.bytes == 0
+    }
+
+    /// Bytes yet to be sent.
+    pub fn len(&self) -> usize {
+        self.bytes
+    }
+
+    /// Fills `slices` with what is to be sent next, in order; how many it used.
+    pub fn slices<'a>(&'a self, slices: &mut [IoSlice<'a>]) -> usize {
+        let mut count = 0;
+        for (piece, slice) in self.pieces.iter().zip(slices) {
+            let bytes = self.piece(piece);
+            let from = if count == 0 { self.gone } else { 0 };
+            *slice = IoSlice::new(&bytes[from..]);
+            count += 1;
+        }
+        count
+    }
+
+    /// What is to be sent, if it lies in one piece: small messages do, and need no vector.
+    pub fn only_piece(&self) -> Option<&[u8]> {
+        match self.pieces.len() {
+            1 => self.piece(&self.pieces[0]).get(self.gone..),
+            _ => None,
+        }
+    }
+
+    /// So many bytes have been sent.
+    pub fn sent(&mut self, mut count: usize) {
+        self.bytes -= count.min(self.bytes);
+        while let Some(piece) = self.pieces.front() {
+            let rest = self.piece(piece).len() - self.gone;
+            if count < rest {
+                self.gone += count;
+                return;
+            }
+            count -= rest;
+            self.gone = 0;
+            self.pieces.pop_front();
+        }
+        self.scratch.clear();
+        self.scratch.shrink_to(SCRATCH_KEPT_BYTES);
+    }
+
+    fn piece<'a>(&'a self, piece: &'a Piece) -> &'a [u8] {
+        match piece {
+            Piece::Scratch { start, end } => &self.scratch[*start..*end],
+            Piece::Shared(bytes) => bytes,
+        }
+    }
+
+    fn body(&mut self, body: &Bytes) {
+        if body.len() <= COPIED_UP_TO_BYTES {
+            return self.copy(body);
+        }
+        self.bytes += body.len();
+        self.pieces.push_back(Piece::Shared(body.clone()));
+    }
+
+    fn copy(&mut self, bytes: &[u8]) {
+        let from = self.scratch.len();
+        self.scratch.extend_from_slice(bytes);
+        self.bytes += bytes.len();
+        match self.pieces.back_mut() {
+            Some(Piece::Scratch { end, .. }) => *end += bytes.len(),
+            _ if bytes.is_empty() => {}
+            _ => self.pieces.push_back(Piece::Scratch { start: from, end: from + bytes.len() }),
+        }
+    }
+}
+
+/// The checksum of some bytes.
+pub fn checksum(bytes: &[u8]) -> u32 {
+    if bytes.is_empty() {
+        return 0;
+    }
+    crc_fast::checksum(CRC, bytes) as u32
+}
+
+/// CRC-32C, as iSCSI calls it.
+const CRC: CrcAlgorithm = CrcAlgorithm::Crc32Iscsi;
+
+/// Bytes before a head.
+pub const PREAMBLE_BYTES: usize = 32;
+
+/// The longest head, in bytes. The longest in use has 67 (`OPEN`); the rest is for later versions.
+pub const HEAD_BYTES: usize = 96;
+
+/// Front, middle and data.
+pub const BODIES: usize = 3;
+
+/// The longest body whatever a receiver allows, in bytes: beyond it one message would hold a connection for so long that its
+/// others wait visibly. Larger things are several messages, or memory that is read one-sidedly.
+pub const MAX_SEGMENT_BYTES: u32 = 16 << 20;
+
+/// A body's rest from this size on is received straight into its memory. Below it a copy out of the shared receive buffer
+/// costs less than the system call that it would take to end exactly there.
+pub const DIRECT_FROM_BYTES: usize = 16 * 1024;
+
+/// Bodies up to this size are copied beside the heads: an entry of a vectored send costs about as much as such a copy.
+pub const COPIED_UP_TO_BYTES: usize = 1024;
+
+/// A connection keeps at most this much of its sending scratch: the heads of a hundred messages. One that has only opened its
+/// session has taken a few hundred bytes.
+const SCRATCH_KEPT_BYTES: usize = 16 * 1024;
+
+const MAX_ALIGNMENT_LOG2: u8 = crate::buffer::MAX_ALIGNMENT.trailing_zeros() as u8;
+const SUMS_BYTES: usize = 4 * BODIES;
+const PARTS: [&str; BODIES] = ["front", "middle", "data"];
+const FLAG_SUMMED: u8 = 1;
+const FLAG_SEALED: u8 = 2;
+
+// A trailer is pieced together in the same place as a cut preamble.
+const _: () = assert!(SUMS_BYTES + SEAL_BYTES <= HEAD_BYTES && PREAMBLE_BYTES <= HEAD_BYTES);
+
+#[cfg(test)]
+mod tests;

@@ -1,16 +1,29 @@
 //! What the fuzz targets run and `cargo test` replays: any bytes must end in a value or an error, never in a panic, an
 //! endless loop, or more memory than they themselves take.
 
+use std::io::IoSlice;
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
+
+use crate::buffer::Buffer;
 use crate::control::Message;
-use crate::frame::{Decoder, MAX_HANDSHAKE_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES};
-use crate::session::{Handshake, Opening, Role, Versions};
-use crate::token::Token;
+use crate::control::frame::{Decoder, MAX_HANDSHAKE_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES};
+use crate::control::session::{Handshake, Opening, Role, Versions};
+use crate::control::token::Token;
+use crate::frame;
+use crate::policy::Policy;
+use crate::session::{LinkId, Place, Session};
+use crate::signal::{Entity, Label, MESSAGE, Signal};
 
 /// The targets by the name of their file and of their seeds' folder.
-pub const TARGETS: [(&str, Body); 3] =
-    [("messenger_message", message), ("messenger_frames", frames), ("messenger_handshake", handshake)];
+pub const TARGETS: [(&str, Body); 5] = [
+    ("messenger_message", message),
+    ("messenger_frames", frames),
+    ("messenger_handshake", handshake),
+    ("messenger_layer_frames", layer_frames),
+    ("messenger_layer_session", layer_session),
+];
 
 /// Takes any bytes, and panics when something is wrong with us.
 pub type Body = fn(&[u8]);
@@ -43,6 +56,90 @@ pub fn frames(bytes: &[u8]) {
         }
         assert!(bytes.starts_with(&again));
         assert!(decoder.buffered() <= bytes.len() - again.len());
+    }
+}
+
+/// Frames of the message layer in any pieces. What is taken must be written as the same bytes, and no memory is asked for
+/// that the limits do not allow.
+pub fn layer_frames(bytes: &[u8]) {
+    let limits = frame::Limits { front: 1024, data: 4096 };
+    let mut reader = frame::Reader::new(limits, None);
+    let mut last = None;
+    let (mut at, mut begun) = (0, 0);
+    for piece in bytes.chunks(7) {
+        let mut input = piece;
+        loop {
+            match reader.next(&mut input) {
+                Err(_) | Ok(frame::Step::Hungry) => break,
+                Ok(frame::Step::Head(preamble, head)) => {
+                    assert!(preamble.body_bytes() <= 2 * 1024 + 4096);
+                    let bodies =
+                        preamble.bodies.map(|length| Buffer::zeroed(length as usize, preamble.data_alignment()));
+                    assert!(reader.land(bodies).is_ok());
+                    last = Some((preamble, head));
+                }
+                Ok(frame::Step::Whole(bodies)) => {
+                    let (preamble, head) = last.take().expect("a frame has a head");
+                    let end = at + piece.len() - input.len();
+                    let mut writer = frame::Writer::new(preamble.summed, None);
+                    let bodies = bodies.map(Bytes::from);
+                    writer.frame(preamble.tag, head.bytes(), bodies.each_ref(), preamble.data_alignment());
+                    let mut slices = [IoSlice::new(&[]); 8];
+                    let count = writer.slices(&mut slices);
+                    let again: Vec<u8> = slices[..count].iter().flat_map(|slice| slice.to_vec()).collect();
+                    assert_eq!(bytes.get(begun..end), Some(&again[..]));
+                    begun = end;
+                }
+            }
+        }
+        at += piece.len();
+    }
+}
+
+/// A hostile peer against a session in whatever state it brings it to. Each step: one byte that chooses (link, tag or time),
+/// one for the head's length, the head. Nothing panics, and what the session holds is only what its own owner queued.
+pub fn layer_session(bytes: &[u8]) {
+    let policies = [Policy::lossless_peer(), Policy::stateful_server(), Policy::lossy_client()];
+    let Some((&choice, mut rest)) = bytes.split_first() else { return };
+    let policy = policies[usize::from(choice) % policies.len()].clone();
+    let mut now = Instant::now();
+    let place = Place { entity: Entity(7), address: None, can_call: !policy.server };
+    let mut session = match place.can_call {
+        true => Session::calling(policy, place, 7, now),
+        false => Session::called(policy, place, 7, now),
+    };
+    let mut queued = 0;
+    while let Some((&[what, length], after)) = rest.split_first_chunk::<2>() {
+        let (head, after) = after.split_at(usize::from(length).min(after.len()));
+        rest = after;
+        let link = LinkId(u64::from(what >> 6));
+        match what & 0x3f {
+            0x20 => session.link_up(link, now),
+            0x21 => session.link_down(link, now),
+            0x22 => now += Duration::from_millis(u64::from(length) * 100),
+            0x23 => queued += usize::from(session.send(what, now).is_ok()),
+            0x24 => session.call_failed(now),
+            tag => hear(&mut session, link, tag, head, now),
+        }
+        session.handle_timeout(now);
+        while session.poll_transmit().is_some() {}
+        while session.poll_action().is_some() {}
+        assert!(session.unheard() <= queued);
+        assert!(session.deadline().is_none_or(|deadline| deadline > now));
+    }
+}
+
+fn hear(session: &mut Session<u8>, link: LinkId, tag: u8, head: &[u8], now: Instant) {
+    if tag == MESSAGE {
+        if let Ok(label) = Label::decode(head) {
+            let _ = session.handle_message(link, &label, now); // a violation is an answer
+        }
+        return;
+    }
+    match Signal::decode(tag, head) {
+        Ok(Signal::Open(open)) => session.handle_open(link, open, now),
+        Ok(signal) => drop(session.handle_signal(link, signal, now)),
+        Err(_) => {}
     }
 }
 
@@ -84,6 +181,35 @@ mod tests {
         let mut seeds: Vec<_> = fs::read_dir(folder).unwrap().map(|entry| seed(entry.unwrap())).collect();
         seeds.sort();
         seeds
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn any_bytes_leave_a_session_whole(bytes in proptest::collection::vec(proptest::prelude::any::<u8>(), 0..400)) {
+            layer_session(&bytes);
+        }
+
+        /// Steps that hold what they must more often than chance would.
+        #[test]
+        fn any_plausible_steps_leave_a_session_whole(
+            choice: u8,
+            steps in proptest::collection::vec((0u8..4, 0u8..0x28, 0u8..4, 0u64..4, 0u64..4), 0..60),
+        ) {
+            let mut bytes = vec![choice];
+            for (link, tag, epoch, number, other) in steps {
+                let mut head: Vec<u8> = match tag {
+                    1 | 2 => [&[9; 8][..], &[5; 8], &[epoch & 1, 0, 0, 0], &[7, 0, 0, 0, 0, 0, 0, 0],
+                        &[epoch >> 1, 0, 0, 0], &number.to_le_bytes(), &other.to_le_bytes(), &[0; 19]].concat(),
+                    3 | 17 => number.to_le_bytes().to_vec(),
+                    16 => [&number.to_le_bytes()[..], &other.to_le_bytes(), &[0; 12]].concat(),
+                    _ => Vec::new(),
+                };
+                if tag == 0x22 { head = vec![0; 255]; }
+                bytes.extend([link << 6 | tag, head.len() as u8]);
+                bytes.extend(head);
+            }
+            layer_session(&bytes);
+        }
     }
 
     #[test]

@@ -1,54 +1,100 @@
-//! The conversation beside the data: who may join, which generation there is, where its tables lie, how far everybody has
-//! come. One connection between a replica's agent and a source's; some hundred bytes a second.
+//! An asynchronous message layer: sessions that keep their word over links that do not, over TCP and over shared memory.
 //!
-//! It carries no data set: the bytes of the tables cross by the fabric, on connections of their own. It knows neither Redis
-//! nor the fabric: replids, offsets and region keys are numbers and bytes that it hands on. And it decides nothing: what to
-//! do with a message is the agents' business.
+//! What it is not: a data path for the tables, which cross by the fabric; a place where anything is decided about them; or a
+//! runtime: it brings its own threads, one reactor each, and calls its owner from them.
 //!
 //! ```text
-//!   replica (client)                                              source (server)
-//!        │  MAGIC, Hello{versions, features, nonce}                     │
-//!        ├─────────────────────────────────────────────────────────────▶│
-//!        │  MAGIC, Challenge{version, versions, features, nonce, session}
-//!        │◀─────────────────────────────────────────────────────────────┤
-//!        │  Proof = HMAC(token, "client", all of the above)             │   nothing secret has crossed,
-//!        ├─────────────────────────────────────────────────────────────▶│   and nothing worth having is
-//!        │  Proof = HMAC(token, "server", all of the above)             │   said before both proofs hold
-//!        │◀─────────────────────────────────────────────────────────────┤
-//!        │                                                              │
-//!        │  Join, Progress, HandOffQuery, StatusQuery, Leave            │   every frame now bears a MAC over
-//!        ├═════════════════════════════════════════════════════════════▶│   direction, sequence and content;
-//!        │  Waiting, Offer, HandOffAnswer, GenerationGone, Status, …    │   Heartbeat both ways when there is
-//!        │◀═════════════════════════════════════════════════════════════┤   nothing else to say
+//!                        owner: Connection::send, close, …                 owner: Dispatcher::message, connected, reset, …
+//!                                     │                                                    ▲
+//!   ┌──────────┐        ┌─────────────▼─────────────┐  letters    ┌──────────┐  in order,  │
+//!   │ Messenger├─owns──▶│ Connection: a letter box  ├────────────▶│ Session  │  each once  │
+//!   └────┬─────┘        └───────────────────────────┘             │ (pure)   ├─────────────┘
+//!        │ owns                                                   └──▲────┬──┘
+//!   ┌────▼─────┐  one thread, one epoll            signals, messages │    │ what to write, whom to call
+//!   │ Worker   │                                                  ┌──┴────▼──┐
+//!   └──────────┘                                                  │ Reader,  │   one receive, many frames;
+//!                                                                 │ Writer   │   many frames, one send
+//!                                                                 └──▲────┬──┘
+//!                                                              bytes │    ▼
+//!                                                    Link: tcp (posix) | shm        of an Address, by its stack
 //! ```
 //!
-//! Meet the modules in this order (start with [`control`], which is the vocabulary):
+//! # An echo
 //!
-//! - [`control`]: the messages and their bounded layout; `codec` holds the building blocks of that layout;
-//! - [`frame`]: one message or one step of the handshake on the wire: preamble, checksums, bounds;
-//! - [`token`]: the shared secret, and the file that it lives in;
-//! - [`session`]: the handshake of both ends, the seal on every later frame and the two clocks, as pure machines: bytes and
-//!   the time go in, bytes and decisions come out;
-//! - [`connection`]: the thin tokio driver: [`connect`], [`accept`], [`Sender`], [`Receiver`];
-//! - [`error`]: what can go wrong, sorted by who can act on it.
+//! ```
+//! use std::sync::{Arc, mpsc};
+//! use remora_messenger::{Address, Connection, Delivery, Dispatcher, Message, Messenger, Options, Policy};
 //!
-//! `docs/protocol.md` describes every byte, and what this protects against and what not.
+//! struct Echo;
+//! impl Dispatcher for Echo {
+//!     fn message(&self, connection: &Connection, delivery: Delivery) {
+//!         let reply = Message::new(delivery.transaction, delivery.kind, delivery.front);
+//!         let _ = connection.send(reply); // a full queue or a client that is gone: it will ask again
+//!     }
+//! }
+//!
+//! struct Asker(mpsc::Sender<Delivery>);
+//! impl Dispatcher for Asker {
+//!     fn message(&self, _: &Connection, delivery: Delivery) {
+//!         let _ = self.0.send(delivery);
+//!     }
+//! }
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let server = Messenger::new(Policy::stateless_server(), &Options::default(), Arc::new(Echo))?;
+//! let address = server.listen(&"tcp:127.0.0.1:0".parse::<Address>()?)?;
+//!
+//! let (answers, answered) = mpsc::channel();
+//! let client = Messenger::new(Policy::lossy_client(), &Options::default(), Arc::new(Asker(answers)))?;
+//! client.connect(&address).send(Message::new(7, 1, &b"hello"[..]))?;
+//! let answer = answered.recv_timeout(std::time::Duration::from_secs(10))?;
+//! assert_eq!((answer.transaction, &answer.front[..]), (7, &b"hello"[..]));
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # The modules, in the order in which one should meet them
+//!
+//! - [`policy`]: what becomes of a session when its link breaks, chosen by name. **Start here.**
+//! - [`message`], [`dispatcher`], [`connection`], [`messenger`]: what an owner says, is told, and holds;
+//! - [`session`]: the heart: a pure machine that numbers, acknowledges, replays, resumes, and finds out who has forgotten;
+//! - [`signal`], [`frame`], [`seal`]: what the ends say to each other, as bytes; pure;
+//! - [`buffer`], [`throttle`]: memory for what is received, and bounds on what is under way;
+//! - `worker`, `registry`, [`stack`]: the thread that moves bytes between links and sessions, and the links;
+//! - [`error`]: why a link was given up;
+//! - [`control`]: the agents' own conversation, older than the layer and not yet on it: its greeting is also the layer's.
+//!
+//! Nothing waits but a worker for its descriptor. Every state of a session but two ends by itself; whoever calls, is called,
+//! starts or stops in whichever order, nobody waits for somebody who waits for him.
 
 #![forbid(unsafe_code)]
 
-mod codec;
+pub mod buffer;
 pub mod connection;
 pub mod control;
+pub mod dispatcher;
 pub mod error;
 pub mod frame;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
+pub mod message;
+pub mod messenger;
+pub mod policy;
+mod registry;
+pub mod seal;
 pub mod session;
-mod stranger;
-pub mod token;
+pub mod signal;
+pub mod stack;
+pub mod throttle;
+mod worker;
 
-pub use connection::{Connection, Options, Receiver, Sender, accept, connect, turn_away};
-pub use control::Message;
-pub use error::{Error, Fault, Result};
-pub use session::{MAGIC, Role, derive};
-pub use token::Token;
+pub use buffer::{Buffer, Pool};
+pub use connection::{Connection, SendError};
+pub use control::token::Token;
+pub use dispatcher::Dispatcher;
+pub use message::{Arrival, Delivery, Message};
+pub use messenger::{Messenger, Options, Polling};
+pub use policy::Policy;
+pub use signal::Refusal;
+pub use stack::Address;
+pub use throttle::{Permit, Throttle};

@@ -1,727 +1,736 @@
-//! One session between two agents, as pure machines: bytes, random numbers and the time go in; bytes and decisions come out.
-//! [`crate::connection`] feeds them from a socket, the tests from vectors.
+//! One session with a peer, as a pure machine: frames, broken links and the time go in; frames, calls and news come out. The
+//! worker (`worker.rs`) feeds it from sockets, the tests from a simulated network driven by a seed.
+//!
+//! A *session* is what the owner sees: messages in order, each once. A *link* is one connection of the transport; a lossless
+//! session outlives its links.
 //!
 //! ```text
-//!     client                                 server
-//!   ┌───────────────┐  MAGIC + Hello      ┌────────────┐
-//!   │ WantChallenge ├────────────────────▶│ WantHello  │    a stranger gets no further than this, and no answer
-//!   └──────┬────────┘  MAGIC + Challenge  └─────┬──────┘
-//!          │◀───────────────────────────────────┤
-//!   ┌──────▼────────┐  Proof              ┌─────▼──────┐
-//!   │ WantAnswer    ├────────────────────▶│ WantProof  │    who does not hold the token gets no further than this
-//!   └──────┬────────┘  Proof              └─────┬──────┘
-//!          │◀───────────────────────────────────┤
-//!   ┌──────▼────────┐                     ┌─────▼──────┐
-//!   │ Established   │◀═══ sealed frames ═▶│ Established│
-//!   └───────────────┘                     └────────────┘
+//!        connect()                                          an OPEN arrives that means nobody yet
+//!            │                                                          │
+//!      ┌─────▼───┐   link up: OPEN    ┌─────────┐      OPENED     ┌─────▼───┐ ◀─┐ an OPEN for this session, newer
+//!   ┌─▶│ Calling ├───────────────────▶│ Opening ├────────────────▶│  Ready  │ ──┘ than its link, from any state but
+//!   │  └─────┬───┘                    └─┬──┬──┬─┘                 └─┬─┬─┬───┘     Closed ²
+//!   │        │ no answer                │  │  └ RETRY, RESET:       │ │ │
+//!   │        ▼                          │  │    OPEN again          │ │ └ lossy, or CLOSE ──▶ Closed
+//!   │  ┌─────────┐      link broken     │  │ WAIT                   │ └ link broken, something to say ──▶ Calling
+//!   ├──┤ Pausing │◀─────────────────────┘  │                        └ link broken, nothing to say, or a server
+//!   │  └─────────┘      ┌─────────┐        │                                              │
+//!   ├───── time ────────┤ Waiting │◀───────┘                        ┌─────────┐           │
+//!   │                   └─────────┘                                 │ Standby │◀──────────┘
+//!   └──────────────────────── send() ───────────────────────────────┴─────────┘── a server's time is over ──▶ Closed
 //! ```
+//!
+//! | in \ event | link up | link broken | OPENED | RETRY, RESET | WAIT | OPEN (routed here) | send | time |
+//! |---|---|---|---|---|---|---|---|---|
+//! | Calling | OPEN → Opening | → Pausing ¹ | drop link | drop link | drop link | race ² | queue | → Pausing ¹ |
+//! | Opening | drop it | → Pausing ¹ | → Ready | OPEN again | → Waiting | race ² | queue | → Pausing ¹ |
+//! | Ready | drop it | → Calling, Standby ¹ | drop link | drop link | drop link | newer: → Ready | write | ping, silence |
+//! | Pausing, Waiting | drop it | – | – | – | – | → Ready | queue | → Calling |
+//! | Standby | drop it | – | – | – | – | → Ready | → Calling ³ | keep over: Closed |
+//! | Closed | drop it | – | – | – | – | RESET | error | – |
+//!
+//! ¹ Lossy: Closed, and the owner is told. ² The greater entity's own call counts: it answers WAIT, the other one takes the call.
+//! ³ A server cannot call: it queues.
 //!
 //! What holds:
 //!
-//! - Each proof is an HMAC over a role's label and *every* byte of both directions so far. So a changed version, feature,
-//!   nonce or session number makes the proofs fail, a proof is good for one conversation only (both nonces are in it), and a
-//!   proof sent back to its maker is worthless (the labels differ).
-//! - The client proves itself first: a source says nothing that depends on the token to somebody who has not.
-//! - The session's key depends on the token and the whole handshake, both proofs included. No part of it crosses the wire.
-//! - Each direction has a key of its own, and each frame a number that is counted, not sent: a frame that was altered,
-//!   repeated, left out, put in or sent back does not bear the seal that is expected next, and that ends the session.
-//! - A server that gives up says at most one word (`Refuse` and a code), and that word is not believed beyond an error's text.
-//!
-//! What this is not: encryption. See `docs/protocol.md`.
+//! - **Each message once, in order, or the owner is told.** Messages are numbered from 1. A sender keeps them until they are
+//!   acknowledged, and after every new link writes again from the first unacknowledged one. A receiver takes only the next
+//!   number; what it has taken before it drops; a gap is a broken peer.
+//! - **A forgetful peer is found out.** Both ends name both cookies; an end that does not know the session says RESET, and the
+//!   other tells its owner what was lost with it before it begins anew with the next epoch.
+//! - **Of two links only the newer serves.** Attempts are counted by the session, not by an end; an OPEN that is not newer than
+//!   the link in use is told RETRY.
+//! - **No waiting for each other.** Every state but Ready and Closed has a time at which it ends by itself, Standby of a peer
+//!   excepted, which waits for nothing.
 
-use std::fmt;
+use std::collections::VecDeque;
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use hmac::{Hmac, Mac};
-use sha2::Sha256;
+use crate::policy::Policy;
+use crate::signal::{Cookie, Entity, Label, Open, Refusal, Signal};
 
-use crate::codec::{Codec, Reader, record};
-use crate::error::{Fault, Malformed, TooLarge};
-use crate::frame::{self, Decoder, Frame, MAX_HANDSHAKE_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES, SEAL_BYTES, Seal};
-use crate::stranger;
-use crate::token::Token;
+/// A link, by a number that its owner gives it; no number is used twice.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct LinkId(pub u64);
 
-/// The first bytes of every control connection, in both directions. One port can so serve control and data lanes.
-///
-/// The line end is there for strangers: a Redis or an HTTP server that we were pointed at by mistake takes this for a line,
-/// answers at once that it does not know it, and can be named in the error instead of a time-out.
-pub const MAGIC: [u8; 8] = *b"REMORA\r\n";
-
-/// Which end of the conversation.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Role {
-    /// Who connected: a replica's agent, or `remora status`.
-    Client,
-    /// Who listened: a source's agent.
-    Server,
+/// Which end a session is of, and how it finds the other.
+#[derive(Debug, Clone, Copy)]
+pub struct Place {
+    /// Who we are.
+    pub entity: Entity,
+    /// Where we listen, if we do: the peer may call back.
+    pub address: Option<SocketAddr>,
+    /// Whether we know where to call.
+    pub can_call: bool,
 }
 
-impl Role {
-    /// The other end.
-    pub fn peer(self) -> Role {
-        match self {
-            Role::Client => Role::Server,
-            Role::Server => Role::Client,
-        }
-    }
-
-    fn noun(self) -> &'static str {
-        match self {
-            Role::Client => "replica",
-            Role::Server => "source",
-        }
-    }
-}
-
-/// A range of protocol versions, both ends included.
+/// What the owner of a session has to do, in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Versions {
-    /// The oldest one spoken.
-    pub oldest: u16,
-    /// The newest one spoken.
-    pub newest: u16,
+pub enum Action {
+    /// Make a link to the peer, and say `link_up` or `call_failed`.
+    Call,
+    /// This link serves the session from now on: what was half written or half read of another one is void.
+    Adopt(LinkId),
+    /// Say that on that link, which does not serve the session. It may say OPEN again, or hang up.
+    Answer(LinkId, Signal),
+    /// Close that link.
+    Hang(LinkId),
+    /// Tell the owner of the connection.
+    Tell(News),
 }
 
-impl Versions {
-    /// What this program speaks. [`crate::control`] lists what each version brought.
-    pub const OURS: Versions = Versions { oldest: 1, newest: 1 };
-
-    /// The newest version that both speak.
-    pub fn common(self, other: Versions) -> Option<u16> {
-        let newest = self.newest.min(other.newest);
-        (newest >= self.oldest.max(other.oldest)).then_some(newest)
-    }
+/// What the owner of a connection is told.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum News {
+    /// The session is ready: the first time, or again after a broken link.
+    Connected,
+    /// The peer has forgotten the session, or a lossy one's link broke: so many messages were not acknowledged (or, if lossy,
+    /// not written). A lossless session begins anew by itself.
+    Reset {
+        /// How many are lost or may be.
+        unheard: usize,
+        /// Whether this end goes on, with an empty queue.
+        goes_on: bool,
+    },
+    /// The session is over, and everything this end queued was written.
+    Closed,
+    /// The peer will not talk to us, and we do not ask again.
+    Refused(Refusal),
 }
 
-impl fmt::Display for Versions {
-    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.oldest == self.newest {
-            true => write!(to, "{}", self.newest),
-            false => write!(to, "{} to {}", self.oldest, self.newest),
-        }
-    }
+/// What to write next on the session's link.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Outgoing<'a, T> {
+    /// A frame of the session's own.
+    Signal(Signal),
+    /// A message, its number and what it acknowledges.
+    Message {
+        /// Its number.
+        number: u64,
+        /// The number of the last message that we have taken.
+        heard: u64,
+        /// The message.
+        message: &'a T,
+    },
 }
 
-/// What an end brings into a handshake.
-#[derive(Debug, Clone)]
-pub struct Opening {
-    /// The versions it speaks; [`Versions::OURS`] but for tests.
-    pub versions: Versions,
-    /// Optional abilities, one bit each. Version 1 defines none; both ends may use those that both have.
-    pub features: u64,
-    /// Fresh random bytes: they make each handshake one of a kind.
-    pub nonce: [u8; 32],
+/// What to do with a message that came.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict {
+    /// Give it to the owner.
+    Deliver,
+    /// It was taken before: drop it.
+    Known,
 }
 
-/// The handshake of either end.
-///
-/// Feed it ([`Handshake::handle_input`]), send what it has to say ([`Handshake::take_output`], also after an error: it may
-/// hold a last word), ask whether it is through ([`Handshake::poll_established`]), and tell it when its deadline has passed.
-pub struct Handshake<'t> {
-    token: &'t Token,
-    role: Role,
-    opening: Opening,
-    state: State,
-    /// How many bytes of the peer's [`MAGIC`] have been seen, all of them right.
-    greeted: usize,
-    decoder: Decoder,
-    /// Every byte of both directions so far, in the order in which they were said.
-    transcript: Vec<u8>,
-    output: Vec<u8>,
-    deadline: Instant,
-    limit: Duration,
+/// The peer does not keep to the table: its link is to be closed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Violation {
+    /// A frame that the present state has no use for.
+    #[error("said something out of turn")]
+    OutOfTurn,
+    /// A message was left out.
+    #[error("sent message {found} where {wanted} is the next")]
+    Gap {
+        /// What came.
+        found: u64,
+        /// What should have come.
+        wanted: u64,
+    },
+    /// An acknowledgement of what was never sent.
+    #[error("acknowledges message {found}, of which {sent} have been sent")]
+    Unsent {
+        /// What it acknowledges.
+        found: u64,
+        /// The last number written.
+        sent: u64,
+    },
 }
 
+/// The session is over: nothing can be sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("the session is over")]
+pub struct Over;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
-    /// Client: has said hello.
-    WantChallenge,
-    /// Client: has proved itself.
-    WantAnswer(Agreed),
-    /// Server: knows nothing yet. The number is what the session will be called.
-    WantHello(u64),
-    /// Server: has challenged.
-    WantProof(Agreed),
-    Done(Box<Established>),
-    /// Given out, or failed.
-    Over,
+    Calling { until: Instant },
+    Opening { until: Instant },
+    Ready,
+    Pausing { until: Instant },
+    Waiting { until: Instant },
+    Standby { until: Option<Instant> },
+    Closed,
 }
 
-/// What the two ends have settled.
-#[derive(Clone, Copy)]
-struct Agreed {
-    version: u16,
-    features: u64,
-    session: u64,
+/// One end of a session. `T` is a message.
+pub struct Session<T> {
+    policy: Policy,
+    place: Place,
+    state: State,
+    /// The link that serves; only in Opening and Ready.
+    link: Option<LinkId>,
+    ours: Cookie,
+    theirs: Option<Cookie>,
+    /// The highest attempt that either end has made known.
+    attempt: u64,
+    /// Messages that were queued and not yet acknowledged (lossy: not yet written).
+    queue: VecDeque<T>,
+    /// The number of the queue's first message.
+    first: u64,
+    /// How many of the queue have been written on the present link.
+    written: usize,
+    /// A lossy session's message that was written last: kept while it is looked at.
+    last: Option<T>,
+    /// The number of the last message taken.
+    heard: u64,
+    /// The last that we have acknowledged, and when the rest must be.
+    told: u64,
+    ack_due: Option<Instant>,
+    /// Signals to be written before any message.
+    signals: VecDeque<Signal>,
+    actions: VecDeque<Action>,
+    last_word: Instant,
+    asked: bool,
+    failures: u32,
+    closing: bool,
+    jitter: u64,
+    /// A fault to be found by the tests: that they can fail.
+    #[cfg(test)]
+    never_replays: bool,
 }
 
-impl<'t> Handshake<'t> {
-    /// The end that connects and speaks first.
-    pub fn client(token: &'t Token, opening: Opening, now: Instant, limit: Duration) -> Self {
-        let mut this = Handshake::new(token, Role::Client, opening, now, limit);
-        let hello = Hello {
-            oldest: this.opening.versions.oldest,
-            newest: this.opening.versions.newest,
-            features: this.opening.features,
-            nonce: this.opening.nonce,
-        };
-        this.say_magic();
-        this.say(HELLO, payload(|out| Hello::put(&hello, out)));
-        this
+impl<T> Session<T> {
+    /// A session that calls: its first action is [`Action::Call`].
+    pub fn calling(policy: Policy, place: Place, cookie_id: u64, now: Instant) -> Session<T> {
+        let mut session = Session::new(policy, place, cookie_id, now);
+        session.call(now);
+        session
     }
 
-    /// The end that was connected to. It will call the session by that number.
-    pub fn server(token: &'t Token, opening: Opening, session: u64, now: Instant, limit: Duration) -> Self {
-        let mut this = Handshake::new(token, Role::Server, opening, now, limit);
-        this.state = State::WantHello(session);
-        this
+    /// A session that was called: give it the OPEN next ([`Session::handle_open`]).
+    pub fn called(policy: Policy, place: Place, cookie_id: u64, now: Instant) -> Session<T> {
+        Session::new(policy, place, cookie_id, now)
     }
 
-    fn new(token: &'t Token, role: Role, opening: Opening, now: Instant, limit: Duration) -> Handshake<'t> {
-        Handshake {
-            token,
-            role,
-            opening,
-            state: State::WantChallenge,
-            greeted: 0,
-            decoder: Decoder::new(MAX_HANDSHAKE_PAYLOAD_BYTES),
-            transcript: Vec::new(),
-            output: Vec::new(),
-            deadline: now + limit,
-            limit,
+    fn new(policy: Policy, place: Place, cookie_id: u64, now: Instant) -> Session<T> {
+        Session {
+            state: State::Standby { until: Some(now + policy.opening_limit) },
+            policy,
+            place,
+            link: None,
+            ours: Cookie { id: cookie_id.max(1), epoch: 0 },
+            theirs: None,
+            attempt: 0,
+            queue: VecDeque::new(),
+            first: 1,
+            written: 0,
+            last: None,
+            heard: 0,
+            told: 0,
+            ack_due: None,
+            signals: VecDeque::new(),
+            actions: VecDeque::new(),
+            last_word: now,
+            asked: false,
+            failures: 0,
+            closing: false,
+            jitter: cookie_id | 1,
+            #[cfg(test)]
+            never_replays: false,
         }
     }
 
-    /// Takes received bytes.
+    /// What is to be done next.
+    pub fn poll_action(&mut self) -> Option<Action> {
+        self.actions.pop_front()
+    }
+
+    /// Queues a message.
     ///
     /// # Errors
-    /// The handshake has failed: send what [`Handshake::take_output`] still gives, and close.
-    pub fn handle_input(&mut self, bytes: &[u8]) -> Result<(), Fault> {
-        let outcome = self.read(bytes);
-        if let Err(fault) = &outcome {
-            self.state = State::Over;
-            self.say_last_word(fault);
+    /// [`Over`].
+    pub fn send(&mut self, message: T, now: Instant) -> Result<(), Over> {
+        if self.state == State::Closed || self.closing {
+            return Err(Over);
         }
-        outcome
+        self.queue.push_back(message);
+        if matches!(self.state, State::Standby { .. }) && self.may_call() {
+            self.call(now);
+        }
+        Ok(())
     }
 
-    /// Tells the time once [`Handshake::deadline`] may have passed.
+    /// What to write next on the session's link, if anything. Whoever takes it writes it, or says that the link is broken.
+    #[allow(clippy::should_implement_trait)]
+    pub fn poll_transmit(&mut self) -> Option<Outgoing<'_, T>> {
+        self.link?;
+        if let Some(signal) = self.signals.pop_front() {
+            return Some(Outgoing::Signal(signal));
+        }
+        if self.state != State::Ready {
+            return None;
+        }
+        if self.written < self.queue.len() {
+            self.told = self.heard;
+            self.ack_due = None;
+            return self.next_message();
+        }
+        if self.heard - self.told >= ACK_AFTER_MESSAGES {
+            return Some(Outgoing::Signal(self.ack()));
+        }
+        if self.closing && self.queue.is_empty() {
+            self.actions.push_back(Action::Tell(News::Closed));
+            self.state = State::Closed;
+            return Some(Outgoing::Signal(Signal::Close));
+        }
+        None
+    }
+
+    fn next_message(&mut self) -> Option<Outgoing<'_, T>> {
+        let heard = self.heard;
+        if self.policy.lossy {
+            let number = self.first;
+            self.first += 1;
+            self.last = self.queue.pop_front();
+            return self.last.as_ref().map(|message| Outgoing::Message { number, heard, message });
+        }
+        let number = self.first + self.written as u64;
+        let message = self.queue.get(self.written)?;
+        self.written += 1;
+        Some(Outgoing::Message { number, heard, message })
+    }
+
+    /// The call was answered: a link stands, and the peer behind it is who it should be.
+    pub fn link_up(&mut self, link: LinkId, now: Instant) {
+        if !matches!(self.state, State::Calling { .. }) {
+            self.actions.push_back(Action::Hang(link));
+            return;
+        }
+        self.state = State::Opening { until: now + self.policy.opening_limit };
+        self.adopt(link);
+        self.say_open();
+    }
+
+    /// The call was not answered.
+    pub fn call_failed(&mut self, now: Instant) {
+        if matches!(self.state, State::Calling { .. }) {
+            self.pause(now);
+        }
+    }
+
+    /// A link broke, or its peer was caught in a violation.
+    pub fn link_down(&mut self, link: LinkId, now: Instant) {
+        if self.link != Some(link) {
+            return;
+        }
+        self.link = None;
+        self.signals.clear();
+        match self.state {
+            State::Opening { .. } => self.pause(now),
+            State::Ready => self.cut(now),
+            _ => {}
+        }
+    }
+
+    /// Takes a signal that came on a link.
     ///
     /// # Errors
-    /// [`Fault::TimedOut`]: it has, and the handshake is not through.
-    pub fn handle_timeout(&mut self, now: Instant) -> Result<(), Fault> {
-        if now < self.deadline || matches!(self.state, State::Done(_)) {
-            return Ok(());
+    /// [`Violation`]: close the link and say `link_down`.
+    pub fn handle_signal(&mut self, link: LinkId, signal: Signal, now: Instant) -> Result<(), Violation> {
+        if self.link != Some(link) {
+            return Err(Violation::OutOfTurn);
         }
-        self.state = State::Over;
-        Err(Fault::TimedOut { doing: "the greeting", limit: self.limit })
-    }
-
-    /// When the handshake must be through, however often the peer sends something.
-    pub fn deadline(&self) -> Instant {
-        self.deadline
-    }
-
-    /// What is to be sent now; empty if nothing.
-    pub fn take_output(&mut self) -> Vec<u8> {
-        std::mem::take(&mut self.output)
-    }
-
-    /// The session, once, as soon as both proofs hold. Send the output first: it may be the proof that the peer waits for.
-    pub fn poll_established(&mut self) -> Option<Established> {
-        match std::mem::replace(&mut self.state, State::Over) {
-            State::Done(established) => Some(*established),
-            state => {
-                self.state = state;
-                None
+        self.hear(now);
+        match (self.state, signal) {
+            (State::Opening { .. }, Signal::Opened(open)) => self.opened(open, now),
+            (State::Opening { .. }, Signal::Retry { attempt }) => {
+                self.attempt = self.attempt.max(attempt);
+                self.say_open();
+                Ok(())
             }
+            (State::Opening { .. }, Signal::Reset) if self.theirs.is_some() => {
+                self.forget();
+                self.say_open();
+                Ok(())
+            }
+            (State::Opening { .. }, Signal::Wait) => {
+                self.hang();
+                self.state = State::Waiting { until: now + self.policy.opening_limit };
+                Ok(())
+            }
+            (State::Opening { .. }, Signal::Refused(refusal)) => {
+                self.end(News::Refused(refusal));
+                Ok(())
+            }
+            (State::Ready, Signal::Ack { heard }) => self.acknowledge(heard),
+            (State::Ready, Signal::Ping) => {
+                self.signals.push_back(Signal::Pong);
+                Ok(())
+            }
+            (State::Ready, Signal::Pong) => Ok(()),
+            (State::Ready, Signal::Close) => {
+                self.end(News::Closed);
+                Ok(())
+            }
+            _ => Err(Violation::OutOfTurn),
         }
     }
 
-    /// Received bytes held that belong to no frame yet.
-    #[cfg(any(test, feature = "fuzzing"))]
-    pub(crate) fn held(&self) -> usize {
-        self.decoder.buffered()
-    }
-
-    fn read(&mut self, bytes: &[u8]) -> Result<(), Fault> {
-        let rest = self.read_magic(bytes)?;
-        self.decoder.feed(rest);
-        // Once the session stands, what follows is sealed and is not ours to take.
-        while !matches!(self.state, State::Done(_) | State::Over) {
-            let Some(frame) = self.decoder.next_frame()? else {
-                break;
-            };
-            self.read_frame(&frame)?;
+    /// Takes an OPEN that came on a link of its own and means this session.
+    pub fn handle_open(&mut self, link: LinkId, open: Open, now: Instant) {
+        let answer = self.answer(&open);
+        if let Some(signal) = answer {
+            self.actions.push_back(Action::Answer(link, signal));
+            return;
         }
-        Ok(())
-    }
-
-    /// Compares what has come with the magic, and gives what is behind it.
-    fn read_magic<'b>(&mut self, bytes: &'b [u8]) -> Result<&'b [u8], Fault> {
-        let wanted = &MAGIC[self.greeted..];
-        let length = wanted.len().min(bytes.len());
-        if bytes[..length] != wanted[..length] {
-            let begun = [&MAGIC[..self.greeted], bytes].concat();
-            return Err(Fault::NotRemora { looks_like: stranger::looks_like(&begun) });
+        let is_new = self.theirs.is_some_and(|theirs| theirs != open.from);
+        if is_new {
+            self.forget();
         }
-        self.greeted += length;
-        if length > 0 && self.greeted == MAGIC.len() {
-            self.transcript.extend_from_slice(&MAGIC);
+        self.hang();
+        self.theirs = Some(open.from);
+        self.attempt = open.attempt;
+        self.adopt(link);
+        self.resume(open.heard);
+        self.signals.push_back(Signal::Opened(self.introduce()));
+        self.ready(now);
+    }
+
+    /// Why an OPEN cannot have this session, if it cannot.
+    fn answer(&self, open: &Open) -> Option<Signal> {
+        if self.state == State::Closed || open.to.is_some_and(|to| to != self.ours) {
+            return Some(Signal::Reset);
         }
-        Ok(&bytes[length..])
-    }
-
-    fn read_frame(&mut self, frame: &Frame) -> Result<(), Fault> {
-        if frame.seal.is_some() {
-            return Err(Malformed::Flags { flags: frame.preamble()[3] }.into());
+        // Whoever names our present epoch has met it, though we may not have heard its OPENED.
+        if open.to.is_some() && self.theirs.is_some_and(|theirs| theirs != open.from) {
+            return Some(Signal::Reset);
         }
-        match (&self.state, frame.tag) {
-            (State::WantHello(session), HELLO) => self.read_hello(frame, *session),
-            (State::WantChallenge, CHALLENGE) => self.read_challenge(frame),
-            (State::WantProof(agreed), PROOF) => self.read_client_proof(frame, *agreed),
-            (State::WantAnswer(agreed), PROOF) => self.read_server_proof(frame, *agreed),
-            (State::WantChallenge | State::WantAnswer(_), REFUSE) => Err(self.read_refusal(frame)),
-            (_, tag) => Err(Fault::OutOfTurn { what: format!("a frame of the kind {tag:#04x}") }),
+        if open.lossy != self.policy.lossy {
+            return Some(Signal::Refused(Refusal::Policy));
         }
-    }
-
-    fn read_hello(&mut self, frame: &Frame, session: u64) -> Result<(), Fault> {
-        let hello = Hello::take(&mut Reader::new(&frame.payload))?; // later versions may say more behind it
-        let ours = self.opening.versions;
-        let version = agree(ours, versions(hello.oldest, hello.newest)?)?;
-        self.heard(frame);
-        self.say_magic();
-        let challenge = Challenge {
-            version,
-            oldest: ours.oldest,
-            newest: ours.newest,
-            features: self.opening.features,
-            nonce: self.opening.nonce,
-            session,
-        };
-        self.say(CHALLENGE, payload(|out| Challenge::put(&challenge, out)));
-        self.state = State::WantProof(Agreed { version, features: hello.features & self.opening.features, session });
-        Ok(())
-    }
-
-    fn read_challenge(&mut self, frame: &Frame) -> Result<(), Fault> {
-        let challenge = Challenge::take(&mut Reader::new(&frame.payload))?;
-        let theirs = versions(challenge.oldest, challenge.newest)?;
-        let version = agree(self.opening.versions, theirs)?;
-        if version != challenge.version {
-            let what = "a version that is not the newest common one";
-            return Err(Malformed::Handshake { what }.into());
+        let is_same = self.theirs == Some(open.from);
+        if !self.policy.lossy && !self.could_have_heard(open.heard, is_same) {
+            return Some(Signal::Reset);
         }
-        self.heard(frame);
-        self.say_proof();
-        self.state = State::WantAnswer(Agreed {
-            version,
-            features: challenge.features & self.opening.features,
-            session: challenge.session,
-        });
-        Ok(())
-    }
-
-    fn read_client_proof(&mut self, frame: &Frame, agreed: Agreed) -> Result<(), Fault> {
-        self.check_proof(frame)?;
-        self.say_proof();
-        self.establish(agreed);
-        Ok(())
-    }
-
-    fn read_server_proof(&mut self, frame: &Frame, agreed: Agreed) -> Result<(), Fault> {
-        self.check_proof(frame)?;
-        self.establish(agreed);
-        Ok(())
-    }
-
-    fn check_proof(&mut self, frame: &Frame) -> Result<(), Fault> {
-        self.proof_of(self.role.peer())
-            .verify_slice(&frame.payload) // in a time that does not depend on the bytes
-            .map_err(|_| Fault::WrongToken { peer: self.role.peer().noun(), said_by_peer: false })?;
-        self.heard(frame);
-        Ok(())
-    }
-
-    fn say_proof(&mut self) {
-        let proof = self.proof_of(self.role).finalize().into_bytes();
-        self.say(PROOF, proof.to_vec());
-    }
-
-    /// The proof that the end of that role gives of holding the token, over everything said so far.
-    fn proof_of(&self, role: Role) -> Hmac<Sha256> {
-        let label = match role {
-            Role::Client => LABEL_CLIENT_PROOF,
-            Role::Server => LABEL_SERVER_PROOF,
-        };
-        keyed(self.token.bytes(), &[label, &self.transcript])
-    }
-
-    fn establish(&mut self, agreed: Agreed) {
-        let key = keyed(self.token.bytes(), &[LABEL_SESSION_KEY, &self.transcript]);
-        let key: [u8; 32] = key.finalize().into_bytes().into();
-        let mut decoder = std::mem::replace(&mut self.decoder, Decoder::new(0));
-        decoder.set_limit(MAX_PAYLOAD_BYTES);
-        self.state = State::Done(Box::new(Established {
-            role: self.role,
-            session: agreed.session,
-            version: agreed.version,
-            features: agreed.features,
-            key,
-            sealer: Sealer { seals: Seals::new(&key, self.role) },
-            opener: Opener { seals: Seals::new(&key, self.role.peer()), decoder, failed: None },
-        }));
-    }
-
-    /// The peer will not. Anybody could have sent this: it makes the error's text and decides nothing else.
-    fn read_refusal(&self, frame: &Frame) -> Fault {
-        let refusal = match Refusal::take(&mut Reader::new(&frame.payload)) {
-            Ok(refusal) => refusal,
-            Err(malformed) => return malformed.into(),
-        };
-        match refusal.code {
-            REFUSE_VERSION => Fault::NoCommonVersion {
-                theirs: Versions { oldest: refusal.oldest, newest: refusal.newest },
-                ours: self.opening.versions,
-            },
-            REFUSE_TOKEN => Fault::WrongToken { peer: Role::Server.noun(), said_by_peer: true },
-            REFUSE_BUSY => Fault::Busy,
-            value => Malformed::Code { what: "refusal", value }.into(),
+        // An attempt of our own that is under way is not yet the session's: the peer may have taken the same number.
+        let known = self.attempt - u64::from(matches!(self.state, State::Opening { .. }));
+        if open.attempt <= known {
+            return Some(Signal::Retry { attempt: self.attempt });
         }
+        let under_way = matches!(self.state, State::Calling { .. } | State::Opening { .. });
+        (under_way && self.place.entity > open.entity).then_some(Signal::Wait)
     }
 
-    /// A server tells the client what its operator can mend, and meets anything else with silence. A client that fails just
-    /// goes: by then the server has either refused it already or is not to be trusted.
-    fn say_last_word(&mut self, fault: &Fault) {
-        let code = match (self.role, fault) {
-            (Role::Server, Fault::NoCommonVersion { .. }) => REFUSE_VERSION,
-            (Role::Server, Fault::WrongToken { .. }) => REFUSE_TOKEN,
-            _ => return,
-        };
-        if code == REFUSE_VERSION {
-            self.say_magic(); // the client has not been greeted yet
-        }
-        self.say(REFUSE, refusal(code, self.opening.versions));
+    /// Whether somebody may honestly say to have heard that much of us. Who knows another session has heard nothing.
+    fn could_have_heard(&self, heard: u64, is_same: bool) -> bool {
+        let last_queued = self.first - 1 + self.queue.len() as u64;
+        if is_same { (self.first - 1..=last_queued).contains(&heard) } else { heard == 0 }
     }
 
-    fn say_magic(&mut self) {
-        self.output.extend_from_slice(&MAGIC);
-        self.transcript.extend_from_slice(&MAGIC);
-    }
-
-    fn say(&mut self, tag: u8, payload: Vec<u8>) {
-        let start = self.output.len();
-        Frame::plain(tag, payload).encode(&mut self.output);
-        self.transcript.extend_from_slice(&self.output[start..]);
-    }
-
-    fn heard(&mut self, frame: &Frame) {
-        frame.encode(&mut self.transcript);
-    }
-}
-
-/// A session between two ends that have proved themselves.
-pub struct Established {
-    role: Role,
-    session: u64,
-    version: u16,
-    features: u64,
-    key: [u8; 32],
-    /// Seals what we send.
-    pub sealer: Sealer,
-    /// Opens what we receive; it holds what came behind the handshake already.
-    pub opener: Opener,
-}
-
-impl Established {
-    /// Which end we are.
-    pub fn role(&self) -> Role {
-        self.role
-    }
-
-    /// The session's number, the same at both ends.
-    pub fn session(&self) -> u64 {
-        self.session
-    }
-
-    /// The version that both ends speak from now on.
-    pub fn version(&self) -> u16 {
-        self.version
-    }
-
-    /// The features that both ends have.
-    pub fn features(&self) -> u64 {
-        self.features
-    }
-
-    /// The session's key, the same at both ends and known to nobody else. Hand on what [`derive()`] makes of it, never itself.
-    pub fn key(&self) -> [u8; 32] {
-        self.key
-    }
-}
-
-impl fmt::Debug for Established {
-    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
-        to.debug_struct("Established")
-            .field("role", &self.role)
-            .field("session", &self.session)
-            .field("version", &self.version)
-            .finish_non_exhaustive()
-    }
-}
-
-/// Puts our frames on the wire, each with its seal.
-pub struct Sealer {
-    seals: Seals,
-}
-
-impl Sealer {
-    /// Appends the next frame.
-    pub fn seal(&mut self, tag: u8, payload: Vec<u8>, out: &mut Vec<u8>) {
-        let preamble = frame::preamble(tag, true, &payload);
-        let seal = self.seals.next(&preamble, &payload).finalize().into_bytes();
-        let mut short: Seal = [0; SEAL_BYTES];
-        short.copy_from_slice(&seal[..SEAL_BYTES]);
-        self.seals.sequence += 1;
-        let frame = Frame { tag, payload, seal: Some(short) };
-        frame.encode(out);
-    }
-}
-
-/// Takes the peer's frames off the wire, if their seals hold.
-pub struct Opener {
-    seals: Seals,
-    decoder: Decoder,
-    failed: Option<Fault>,
-}
-
-impl Opener {
-    /// Takes received bytes. Take all frames before the next call.
-    pub fn feed(&mut self, bytes: &[u8]) {
-        self.decoder.feed(bytes);
-    }
-
-    /// The tag and payload of the next frame, or `None` while it is not all here.
+    /// Takes a message that came on a link.
     ///
     /// # Errors
-    /// [`Fault::Garbled`], [`Fault::Forged`]: the session is over, and every later call says the same.
-    pub fn next_frame(&mut self) -> Result<Option<(u8, Vec<u8>)>, Fault> {
-        if let Some(fault) = &self.failed {
-            return Err(fault.clone());
+    /// [`Violation`]: close the link and say `link_down`.
+    pub fn handle_message(&mut self, link: LinkId, label: &Label, now: Instant) -> Result<Verdict, Violation> {
+        if self.link != Some(link) || self.state != State::Ready {
+            return Err(Violation::OutOfTurn);
         }
-        let outcome = self.open();
-        self.failed = outcome.as_ref().err().cloned();
-        outcome
+        self.hear(now);
+        self.acknowledge(label.heard)?;
+        let wanted = self.heard + 1;
+        if label.number < wanted {
+            return Ok(Verdict::Known);
+        }
+        if label.number > wanted {
+            return Err(Violation::Gap { found: label.number, wanted });
+        }
+        self.heard = wanted;
+        if self.policy.lossy {
+            self.told = self.heard;
+        } else if self.ack_due.is_none() {
+            self.ack_due = Some(now + ACK_AFTER);
+        }
+        Ok(Verdict::Deliver)
     }
 
-    /// Bytes held that make no whole frame yet.
-    pub fn buffered(&self) -> usize {
-        self.decoder.buffered()
+    /// Bytes came, of a frame that is not yet whole: the peer lives.
+    pub fn hear(&mut self, now: Instant) {
+        self.last_word = now;
+        self.asked = false;
     }
 
-    fn open(&mut self) -> Result<Option<(u8, Vec<u8>)>, Fault> {
-        let Some(frame) = self.decoder.next_frame()? else {
-            return Ok(None);
-        };
-        let sequence = self.seals.sequence;
-        let seal = frame.seal.unwrap_or_default(); // a frame without a seal is one with a wrong seal
-        let wanted = self.seals.next(&frame.preamble(), &frame.payload);
-        wanted
-            .verify_truncated_left(&seal) // in a time that does not depend on the bytes
-            .map_err(|_| Fault::Forged { sequence })?;
-        self.seals.sequence += 1;
-        Ok(Some((frame.tag, frame.payload)))
-    }
-}
-
-/// The seals of one direction.
-struct Seals {
-    /// Keyed once; each frame's seal starts from a copy.
-    key: Hmac<Sha256>,
-    direction: u8,
-    sequence: u64,
-}
-
-impl Seals {
-    /// The seals of what `sender` sends.
-    fn new(session_key: &[u8; 32], sender: Role) -> Seals {
-        let (direction, label) = match sender {
-            Role::Client => (0, LABEL_CLIENT_SEALS),
-            Role::Server => (1, LABEL_SERVER_SEALS),
-        };
-        Seals { key: keyed(&derive(session_key, label), &[]), direction, sequence: 0 }
+    /// When [`Session::handle_timeout`] wants to be called.
+    pub fn deadline(&self) -> Option<Instant> {
+        match self.state {
+            State::Calling { until } | State::Opening { until } => Some(until),
+            State::Pausing { until } | State::Waiting { until } => Some(until),
+            State::Standby { until } => until,
+            State::Ready => {
+                let next = if self.asked { self.policy.silence_limit } else { self.policy.ping_after };
+                let quiet = self.last_word + next;
+                Some(self.ack_due.map_or(quiet, |ack| ack.min(quiet)))
+            }
+            State::Closed => None,
+        }
     }
 
-    /// The seal, yet to be finished, that the next frame must bear.
-    fn next(&self, preamble: &[u8], payload: &[u8]) -> Hmac<Sha256> {
-        let mut seal = self.key.clone();
-        seal.update(&[self.direction]);
-        seal.update(&self.sequence.to_le_bytes());
-        seal.update(preamble); // tells the length: what follows cannot be cut in another way
-        seal.update(payload);
-        seal
-    }
-}
-
-/// Another key out of the session's: whoever has it learns nothing of the session's key, nor of one with another label.
-pub fn derive(session_key: &[u8; 32], label: &[u8]) -> [u8; 32] {
-    keyed(session_key, &[LABEL_DERIVE, label]).finalize().into_bytes().into()
-}
-
-/// When to send a heart-beat: one clock for what we send.
-#[derive(Debug, Clone)]
-pub struct HeartbeatClock {
-    every: Duration,
-    last_sent: Instant,
-}
-
-impl HeartbeatClock {
-    /// A clock that wants something sent at least that often.
-    pub fn new(every: Duration, now: Instant) -> HeartbeatClock {
-        HeartbeatClock { every, last_sent: now }
+    /// The time has come, or may have.
+    pub fn handle_timeout(&mut self, now: Instant) {
+        if self.deadline().is_none_or(|deadline| now < deadline) {
+            return;
+        }
+        match self.state {
+            State::Calling { .. } | State::Opening { .. } => {
+                self.hang();
+                self.pause(now);
+            }
+            State::Pausing { .. } | State::Waiting { .. } => match self.may_call() {
+                true => self.call(now),
+                false => self.stand_by(now),
+            },
+            State::Standby { .. } => self.end(self.lost(false)),
+            State::Ready => self.look_after(now),
+            State::Closed => {}
+        }
     }
 
-    /// Something was sent, a heart-beat or anything else.
-    pub fn sent(&mut self, now: Instant) {
-        self.last_sent = now;
+    fn look_after(&mut self, now: Instant) {
+        if self.ack_due.is_some_and(|due| now >= due) {
+            let ack = self.ack();
+            self.signals.push_back(ack);
+        }
+        if now >= self.last_word + self.policy.silence_limit {
+            self.hang();
+            self.cut(now);
+        } else if !self.asked && now >= self.last_word + self.policy.ping_after {
+            self.asked = true;
+            self.signals.push_back(Signal::Ping);
+        }
     }
 
-    /// When a heart-beat is due if nothing is sent before.
-    pub fn next(&self) -> Instant {
-        self.last_sent + self.every
+    /// Takes no more messages, and ends when everything queued was written (lossless: heard).
+    pub fn close(&mut self) {
+        self.closing = true;
+        if self.state != State::Ready && self.queue.is_empty() {
+            self.end(News::Closed);
+        }
     }
 
-    /// Whether it is due now.
-    pub fn is_due(&self, now: Instant) -> bool {
-        now >= self.next()
-    }
-}
-
-/// When to give the peer up: one clock for what we hear.
-#[derive(Debug, Clone)]
-pub struct SilenceClock {
-    limit: Duration,
-    last_heard: Instant,
-}
-
-impl SilenceClock {
-    /// A clock that allows that much silence.
-    pub fn new(limit: Duration, now: Instant) -> SilenceClock {
-        SilenceClock { limit, last_heard: now }
+    /// Ends at once.
+    pub fn abort(&mut self) {
+        if self.state != State::Closed {
+            self.end(News::Closed);
+        }
     }
 
-    /// A whole frame came, its seal good. Single bytes do not count: anybody can send those.
-    pub fn heard(&mut self, now: Instant) {
-        self.last_heard = now;
+    /// Whether the session is over.
+    pub fn is_closed(&self) -> bool {
+        self.state == State::Closed
     }
 
-    /// When the silence becomes too long.
-    pub fn deadline(&self) -> Instant {
-        self.last_heard + self.limit
+    /// Whether messages flow.
+    pub fn is_ready(&self) -> bool {
+        self.state == State::Ready
     }
 
-    /// # Errors
-    /// [`Fault::PeerSilent`]: the silence is too long.
-    pub fn check(&self, now: Instant) -> Result<(), Fault> {
-        if now < self.deadline() {
+    /// The link that serves.
+    pub fn link(&self) -> Option<LinkId> {
+        self.link
+    }
+
+    /// Where this end is found.
+    pub fn cookie(&self) -> Cookie {
+        self.ours
+    }
+
+    /// How the peer calls its own end, once it has said so.
+    pub fn peer_cookie(&self) -> Option<Cookie> {
+        self.theirs
+    }
+
+    /// Messages queued and not yet acknowledged (lossy: not yet written).
+    pub fn unheard(&self) -> usize {
+        self.queue.len()
+    }
+
+    fn opened(&mut self, open: Open, now: Instant) -> Result<(), Violation> {
+        let is_expected = self.theirs.is_none_or(|theirs| theirs == open.from);
+        if open.to != Some(self.ours) || !is_expected {
+            return Err(Violation::OutOfTurn);
+        }
+        if !self.policy.lossy && !self.could_have_heard(open.heard, true) {
+            return Err(Violation::Unsent { found: open.heard, sent: self.first - 1 + self.queue.len() as u64 });
+        }
+        self.theirs = Some(open.from);
+        self.resume(open.heard);
+        self.ready(now);
+        Ok(())
+    }
+
+    /// The other end has heard that much, which it could have: the rest is to be written again.
+    fn resume(&mut self, heard: u64) {
+        #[cfg(test)]
+        if self.never_replays {
+            return;
+        }
+        if !self.policy.lossy {
+            self.let_go(heard);
+        }
+        self.written = 0;
+    }
+
+    fn acknowledge(&mut self, heard: u64) -> Result<(), Violation> {
+        if self.policy.lossy {
             return Ok(());
         }
-        Err(Fault::PeerSilent { limit: self.limit })
+        let sent = self.sent();
+        if heard > sent {
+            return Err(Violation::Unsent { found: heard, sent });
+        }
+        self.let_go(heard);
+        Ok(())
+    }
+
+    /// Messages up to that number need not be kept.
+    fn let_go(&mut self, heard: u64) {
+        while self.first <= heard && self.queue.pop_front().is_some() {
+            self.first += 1;
+            self.written = self.written.saturating_sub(1);
+        }
+    }
+
+    /// The number of the last message written on the present link.
+    fn sent(&self) -> u64 {
+        self.first - 1 + self.written as u64
+    }
+
+    fn ready(&mut self, now: Instant) {
+        self.state = State::Ready;
+        self.failures = 0;
+        self.told = self.heard; // OPEN and OPENED have said it
+        self.ack_due = None;
+        self.hear(now);
+        self.actions.push_back(Action::Tell(News::Connected));
+    }
+
+    fn ack(&mut self) -> Signal {
+        self.told = self.heard;
+        self.ack_due = None;
+        Signal::Ack { heard: self.heard }
+    }
+
+    fn adopt(&mut self, link: LinkId) {
+        self.signals.clear();
+        self.link = Some(link);
+        self.actions.push_back(Action::Adopt(link));
+    }
+
+    fn say_open(&mut self) {
+        self.attempt = self.attempt.saturating_add(1);
+        let open = self.introduce();
+        self.signals.push_back(Signal::Open(open));
+    }
+
+    fn introduce(&self) -> Open {
+        Open {
+            entity: self.place.entity,
+            address: self.place.address,
+            from: self.ours,
+            to: self.theirs,
+            attempt: self.attempt,
+            heard: self.heard,
+            lossy: self.policy.lossy,
+        }
+    }
+
+    fn hang(&mut self) {
+        if let Some(link) = self.link.take() {
+            self.actions.push_back(Action::Hang(link));
+        }
+        self.signals.clear();
+    }
+
+    fn call(&mut self, now: Instant) {
+        self.state = State::Calling { until: now + self.policy.opening_limit };
+        self.actions.push_back(Action::Call);
+    }
+
+    fn may_call(&self) -> bool {
+        self.place.can_call && !self.policy.server
+    }
+
+    /// The link of a ready session is gone.
+    fn cut(&mut self, now: Instant) {
+        if self.policy.lossy {
+            return self.end(self.lost(false));
+        }
+        let idle = self.queue.is_empty();
+        if self.closing && idle {
+            return self.end(News::Closed);
+        }
+        match self.may_call() && !(self.policy.standby && idle) {
+            true => self.call(now), // the first time at once: most broken links are a peer's restart or a switch's
+            false => self.stand_by(now),
+        }
+    }
+
+    fn stand_by(&mut self, now: Instant) {
+        let until = (!self.may_call()).then(|| now + self.policy.keep);
+        self.state = State::Standby { until };
+    }
+
+    /// An attempt came to nothing.
+    fn pause(&mut self, now: Instant) {
+        if self.policy.lossy {
+            return self.end(self.lost(false));
+        }
+        self.failures += 1;
+        let doubled = self.policy.first_pause * 2u32.saturating_pow(self.failures.min(20) - 1);
+        let pause = doubled.min(self.policy.longest_pause);
+        self.state = State::Pausing { until: now + pause / 2 + pause.mul_f64(self.random() / 2.0) };
+    }
+
+    /// Everything said and heard so far is void; the next words are the first of another session.
+    fn forget(&mut self) {
+        let unheard = self.queue.len();
+        self.ours.epoch = self.ours.epoch.wrapping_add(1);
+        self.theirs = None;
+        self.queue.clear();
+        (self.first, self.written, self.heard, self.told) = (1, 0, 0, 0);
+        self.actions.push_back(Action::Tell(News::Reset { unheard, goes_on: true }));
+    }
+
+    fn lost(&self, goes_on: bool) -> News {
+        News::Reset { unheard: self.queue.len(), goes_on }
+    }
+
+    fn end(&mut self, news: News) {
+        self.hang();
+        self.state = State::Closed;
+        self.queue.clear();
+        self.last = None;
+        self.written = 0;
+        self.actions.push_back(Action::Tell(news));
+    }
+
+    /// From 0 to 1: xorshift, enough to keep sessions that were cut together from calling together.
+    fn random(&mut self) -> f64 {
+        self.jitter ^= self.jitter << 13;
+        self.jitter ^= self.jitter >> 7;
+        self.jitter ^= self.jitter << 17;
+        (self.jitter >> 11) as f64 / (1u64 << 53) as f64
     }
 }
 
-/// What a server says to a connection that it has no room for, instead of reading it.
-pub fn busy() -> Vec<u8> {
-    let mut out = MAGIC.to_vec();
-    Frame::plain(REFUSE, refusal(REFUSE_BUSY, Versions::OURS)).encode(&mut out);
-    out
-}
+/// So many messages may be taken before they are acknowledged on their own: one small frame per that many.
+const ACK_AFTER_MESSAGES: u64 = 64;
 
-/// The client's first frame. Its layout is the same in all versions, but may grow at its end.
-struct Hello {
-    oldest: u16,
-    newest: u16,
-    features: u64,
-    nonce: [u8; 32],
-}
-
-record!(Hello { oldest: u16, newest: u16, features: u64, nonce: [u8; 32] });
-
-/// The server's first frame. Its layout is the same in all versions, but may grow at its end.
-struct Challenge {
-    version: u16,
-    oldest: u16,
-    newest: u16,
-    features: u64,
-    nonce: [u8; 32],
-    session: u64,
-}
-
-record!(Challenge { version: u16, oldest: u16, newest: u16, features: u64, nonce: [u8; 32], session: u64 });
-
-/// The last frame of an end that gives up, with the versions it speaks.
-struct Refusal {
-    code: u8,
-    oldest: u16,
-    newest: u16,
-}
-
-record!(Refusal { code: u8, oldest: u16, newest: u16 });
-
-// What a handshake's frames hold, they can carry.
-const _: () = {
-    let most = MAX_HANDSHAKE_PAYLOAD_BYTES as usize;
-    assert!(Hello::MOST <= most);
-    assert!(Challenge::MOST <= most);
-    assert!(Refusal::MOST <= most);
-};
-
-fn refusal(code: u8, versions: Versions) -> Vec<u8> {
-    let refusal = Refusal { code, oldest: versions.oldest, newest: versions.newest };
-    payload(|out| Refusal::put(&refusal, out))
-}
-
-fn payload(put: impl FnOnce(&mut Vec<u8>) -> Result<(), TooLarge>) -> Vec<u8> {
-    let mut out = Vec::new();
-    put(&mut out).expect("the handshake's frames have fixed sizes only, which fit");
-    out
-}
-
-fn versions(oldest: u16, newest: u16) -> Result<Versions, Malformed> {
-    if oldest > newest {
-        let what = "an oldest version that is newer than the newest";
-        return Err(Malformed::Handshake { what });
-    }
-    Ok(Versions { oldest, newest })
-}
-
-fn agree(ours: Versions, theirs: Versions) -> Result<u16, Fault> {
-    ours.common(theirs).ok_or(Fault::NoCommonVersion { theirs, ours })
-}
-
-fn keyed(key: &[u8], parts: &[&[u8]]) -> Hmac<Sha256> {
-    let mut hmac = <Hmac<Sha256> as Mac>::new_from_slice(key).expect("HMAC takes keys of any length");
-    parts.iter().for_each(|part| hmac.update(part));
-    hmac
-}
-
-const HELLO: u8 = 0x01;
-const CHALLENGE: u8 = 0x02;
-const PROOF: u8 = 0x03;
-const REFUSE: u8 = 0x04;
-
-const REFUSE_VERSION: u8 = 1;
-const REFUSE_TOKEN: u8 = 2;
-const REFUSE_BUSY: u8 = 3;
-
-// What an HMAC is for, as its first bytes. Each ends with the only zero byte in it, so that none begins another, and no two
-// purposes can ever be given the same input.
-const LABEL_CLIENT_PROOF: &[u8] = b"remora control: client proof\0";
-const LABEL_SERVER_PROOF: &[u8] = b"remora control: server proof\0";
-const LABEL_SESSION_KEY: &[u8] = b"remora control: session key\0";
-const LABEL_DERIVE: &[u8] = b"remora control: derived key\0";
-const LABEL_CLIENT_SEALS: &[u8] = b"seals of the client";
-const LABEL_SERVER_SEALS: &[u8] = b"seals of the server";
+/// A message is acknowledged after this at the latest: short beside what a sender can queue, long enough that a reply
+/// usually carries it.
+const ACK_AFTER: Duration = Duration::from_millis(20);
 
 #[cfg(test)]
 mod tests;

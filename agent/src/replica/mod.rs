@@ -28,7 +28,7 @@ mod unread;
 
 use std::time::{Duration, Instant};
 
-use remora_messenger::Token;
+use remora_messenger::control::Token;
 use remora_redis::resp::Frame;
 
 use self::record::Record;

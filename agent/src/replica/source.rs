@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use remora_fabric::shm::ShmConnector;
 use remora_fabric::tcp::{TcpConnector, TcpOptions};
 use remora_fabric::{Connector, Memory, Pages, Peer, RegionKey, Secret, TransportKind};
+use remora_messenger::control::{Connection, Fault, Options, Token, derive};
 use remora_messenger::control::{Join, Message, Offer, Resume, TableOffer};
-use remora_messenger::{Connection, Fault, Options, Token, derive};
 use remora_table::{Expectation, Geometry, SinkLayout};
 
 use super::delivery::Progress;
@@ -28,14 +28,17 @@ pub(super) struct Source {
 const PLAN_LIMIT: Duration = Duration::from_secs(10);
 
 impl Source {
-    pub(super) async fn connect(args: &ReplicaArgs, token: &Token) -> Result<Source, remora_messenger::Error> {
+    pub(super) async fn connect(args: &ReplicaArgs, token: &Token) -> Result<Source, remora_messenger::control::Error> {
         let address = (args.source.host.as_str(), args.source.port);
-        let connection = remora_messenger::connect(address, token, &Options::default()).await?;
+        let connection = remora_messenger::control::connect(address, token, &Options::default()).await?;
         Ok(Source { connection })
     }
 
     /// The first connection. A door that is crowded for the moment is worth waiting at; anything else is told at once.
-    pub(super) async fn connect_first(args: &ReplicaArgs, token: &Token) -> Result<Source, remora_messenger::Error> {
+    pub(super) async fn connect_first(
+        args: &ReplicaArgs,
+        token: &Token,
+    ) -> Result<Source, remora_messenger::control::Error> {
         let (began, mut backoff) = (Instant::now(), Backoff::default());
         loop {
             match Source::connect(args, token).await {
@@ -78,7 +81,7 @@ impl Source {
         target: &Target,
         progress: &Progress,
         held_slots: u64,
-    ) -> Result<(), remora_messenger::Error> {
+    ) -> Result<(), remora_messenger::control::Error> {
         let resume = progress.origin.as_ref().map(|origin| Resume {
             generation: origin.generation,
             held_slots,
@@ -89,11 +92,11 @@ impl Source {
         self.connection.send(Message::Join(join(args, target, resume))).await
     }
 
-    pub(super) async fn send(&mut self, message: Message) -> Result<(), remora_messenger::Error> {
+    pub(super) async fn send(&mut self, message: Message) -> Result<(), remora_messenger::control::Error> {
         self.connection.send(message).await
     }
 
-    pub(super) async fn receive(&mut self) -> Result<Message, remora_messenger::Error> {
+    pub(super) async fn receive(&mut self) -> Result<Message, remora_messenger::control::Error> {
         self.connection.receive().await
     }
 
@@ -137,7 +140,7 @@ fn replid_bytes(replid: &str) -> [u8; 40] {
 }
 
 /// The source can't be reached, or said no.
-pub(super) fn failure(error: remora_messenger::Error) -> Failure {
+pub(super) fn failure(error: remora_messenger::control::Error) -> Failure {
     Failure::new(Code::Source, format!("the source {error}"))
 }
 

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use remora_fabric::tcp::{LANE_MAGIC, TcpExporter};
-use remora_messenger::{Options, Token};
+use remora_messenger::control::{Options, Token};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinHandle;
@@ -76,7 +76,7 @@ pub(super) fn open(
                 }
             };
             let Ok(place) = places.clone().try_acquire_owned() else {
-                tokio::spawn(remora_messenger::turn_away(stream));
+                tokio::spawn(remora_messenger::control::turn_away(stream));
                 continue;
             };
             let (token, lanes, incoming) = (token.clone(), lanes.clone(), incoming.clone());
@@ -102,8 +102,9 @@ async fn greet(
         stream.set_nonblocking(false).map_err(|error| error.to_string())?;
         return lanes.adopt(stream).map_err(|error| error.to_string());
     }
-    let connection =
-        remora_messenger::accept(stream, token, &Options::default()).await.map_err(|error| error.to_string())?;
+    let connection = remora_messenger::control::accept(stream, token, &Options::default())
+        .await
+        .map_err(|error| error.to_string())?;
     incoming.send(Incoming::Arrived(connection)).await.map_err(|_| "the source is stopping".to_string())
 }
 

@@ -30,7 +30,7 @@ use remora_fabric::{Exporter, Memory, Pages, RegionId};
 use remora_messenger::control::{
     Announce, GenerationState, GenerationStatus, Message, Offer, ReplicaStatus, StatusReport, TableOffer, Totals,
 };
-use remora_messenger::{Connection, Fault, Sender, Token, derive};
+use remora_messenger::control::{Connection, Fault, Sender, Token, derive};
 use remora_table::Geometry;
 use tokio::sync::{Mutex, mpsc};
 

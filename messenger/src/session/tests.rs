@@ -1,476 +1,495 @@
-//! The machines of both ends against each other, and against everything that may stand between them.
+//! Two sessions and a network driven by a seed: it delays, cuts links in the middle of what they carry, tells the ends of it
+//! at different times, and lets an end forget. A failure is a seed.
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::frame::PREAMBLE_BYTES;
-use proptest::prelude::*;
+use std::collections::BTreeMap;
+use std::time::Duration;
 
-const LIMIT: Duration = Duration::from_secs(10);
-
-fn token(text: &str) -> Token {
-    Token::new(text.as_bytes()).unwrap()
-}
-
-fn good() -> Token {
-    token("the token of both ends")
-}
-
-fn opening(nonce: u8) -> Opening {
-    Opening { versions: Versions::OURS, features: 0b0110, nonce: [nonce; 32] }
-}
-
-fn client(token: &Token) -> Handshake<'_> {
-    Handshake::client(token, opening(1), Instant::now(), LIMIT)
-}
-
-fn server(token: &Token) -> Handshake<'_> {
-    Handshake::server(token, opening(2), 77, Instant::now(), LIMIT)
-}
-
-/// What became of both ends once neither had anything more to say, and all that each of them sent.
-struct Met {
-    client: Result<Option<Established>, Fault>,
-    server: Result<Option<Established>, Fault>,
-    from_client: Vec<u8>,
-    from_server: Vec<u8>,
-}
-
-/// A place in the conversation and what is done to the byte there.
+/// What crosses a link.
 #[derive(Debug, Clone, Copy)]
-struct Tamper {
-    sender: Role,
-    at: usize,
-    change: u8,
+enum Packet {
+    Signal(Signal),
+    /// The label and the content: which life of the sender said it, and its how manieth message it is.
+    Message(Label, (u32, u64)),
 }
 
-/// Lets the two ends talk until they are done; on the way, one byte may be changed.
-fn meet(mut client: Handshake<'_>, mut server: Handshake<'_>, tamper: Option<Tamper>) -> Met {
-    let (mut from_client, mut from_server) = (Vec::new(), Vec::new());
-    let (mut client_ok, mut server_ok) = (Ok(()), Ok(()));
-    loop {
-        let to_server = carry(&mut client, Role::Client, &mut from_client, tamper);
-        if server_ok.is_ok() {
-            server_ok = server.handle_input(&to_server);
+struct Link {
+    /// Which end still holds it.
+    held: [bool; 2],
+    /// What is on its way to each end.
+    to: [VecDeque<Packet>; 2],
+    cut: bool,
+    /// The ends that have yet to notice that the call was answered: only the caller.
+    ringing: Option<usize>,
+}
+
+struct Node {
+    session: Option<Session<(u32, u64)>>,
+    policy: Policy,
+    can_call: bool,
+    life: u32,
+    said: u64,
+    /// Everything the owner was given, in order.
+    taken: Vec<(u32, u64)>,
+    news: Vec<News>,
+    calls: u32,
+}
+
+struct World {
+    random: u64,
+    now: Instant,
+    nodes: [Node; 2],
+    links: BTreeMap<LinkId, Link>,
+    next_link: u64,
+    /// The canary's fault.
+    never_replays: bool,
+}
+
+impl World {
+    fn new(seed: u64, policies: [Policy; 2]) -> World {
+        let node = |(end, policy): (usize, Policy)| Node {
+            session: None,
+            can_call: end == 0 || !policy.server,
+            policy,
+            life: 0,
+            said: 0,
+            taken: Vec::new(),
+            news: Vec::new(),
+            calls: 0,
+        };
+        let [first, second] = policies;
+        let mut world = World {
+            random: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
+            now: Instant::now(),
+            nodes: [node((0, first)), node((1, second))],
+            links: BTreeMap::new(),
+            next_link: 0,
+            never_replays: false,
+        };
+        world.begin(0);
+        if world.nodes[1].can_call && world.chance(2) {
+            world.begin(1);
         }
-        let to_client = carry(&mut server, Role::Server, &mut from_server, tamper);
-        if client_ok.is_ok() {
-            client_ok = client.handle_input(&to_client);
+        world
+    }
+
+    fn draw(&mut self, below: u64) -> u64 {
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        (self.random >> 16) % below
+    }
+
+    fn chance(&mut self, one_in: u64) -> bool {
+        self.draw(one_in) == 0
+    }
+
+    fn place(&self, end: usize) -> Place {
+        let node = &self.nodes[end];
+        Place { entity: Entity(u64::from(node.life) * 2 + end as u64), address: None, can_call: node.can_call }
+    }
+
+    fn begin(&mut self, end: usize) {
+        let cookie = self.draw(u64::MAX - 1) + 1;
+        let policy = self.nodes[end].policy.clone();
+        let mut session = Session::calling(policy, self.place(end), cookie, self.now);
+        session.never_replays = self.never_replays;
+        self.nodes[end].session = Some(session);
+        self.act(end);
+    }
+
+    /// Performs what a session asks for, and puts on its link what it says.
+    fn act(&mut self, end: usize) {
+        let Some(mut session) = self.nodes[end].session.take() else { return };
+        loop {
+            while let Some(action) = session.poll_action() {
+                match action {
+                    Action::Call => self.ring(end),
+                    Action::Adopt(_) => {}
+                    Action::Hang(link) => self.let_go(end, link),
+                    Action::Answer(link, signal) => self.put(end, link, Packet::Signal(signal)),
+                    Action::Tell(news) => self.nodes[end].news.push(news),
+                }
+            }
+            let Some(link) = session.link() else { break };
+            let Some(outgoing) = session.poll_transmit() else { break };
+            let packet = match outgoing {
+                Outgoing::Signal(signal) => Packet::Signal(signal),
+                Outgoing::Message { number, heard, message } => {
+                    Packet::Message(Label { number, heard, transaction: 0, kind: 0 }, *message)
+                }
+            };
+            self.put(end, link, packet);
         }
-        if to_server.is_empty() && to_client.is_empty() {
-            break;
+        if session.is_closed() {
+            if let Some(link) = session.link() {
+                self.let_go(end, link);
+            }
+        } else {
+            self.nodes[end].session = Some(session);
         }
     }
-    Met {
-        client: client_ok.map(|()| client.poll_established()),
-        server: server_ok.map(|()| server.poll_established()),
-        from_client,
-        from_server,
+
+    fn ring(&mut self, end: usize) {
+        let id = LinkId(self.next_link);
+        self.next_link += 1;
+        self.nodes[end].calls += 1;
+        let link = Link { held: [true; 2], to: Default::default(), cut: false, ringing: Some(end) };
+        self.links.insert(id, link);
     }
-}
 
-fn carry(end: &mut Handshake<'_>, sender: Role, sent: &mut Vec<u8>, tamper: Option<Tamper>) -> Vec<u8> {
-    let mut bytes = end.take_output();
-    let before = sent.len();
-    sent.extend_from_slice(&bytes);
-    if let Some(tamper) = tamper.filter(|tamper| tamper.sender == sender) {
-        let here = tamper.at.checked_sub(before).and_then(|at| bytes.get_mut(at));
-        here.into_iter().for_each(|byte| *byte ^= tamper.change);
-    }
-    bytes
-}
-
-fn established() -> (Established, Established) {
-    let token = good();
-    let met = meet(client(&token), server(&token), None);
-    (met.client.unwrap().unwrap(), met.server.unwrap().unwrap())
-}
-
-fn sealed(sealer: &mut Sealer, payload: &[u8]) -> Vec<u8> {
-    let mut out = Vec::new();
-    sealer.seal(0x20, payload.to_vec(), &mut out);
-    out
-}
-
-#[test]
-fn both_ends_come_to_the_same_session() {
-    let (client, server) = established();
-    assert_eq!((client.role(), server.role()), (Role::Client, Role::Server));
-    assert_eq!((client.session(), server.session()), (77, 77));
-    assert_eq!((client.version(), server.version()), (1, 1));
-    assert_eq!(client.key(), server.key());
-}
-
-#[test]
-fn features_are_those_that_both_have() {
-    let token = good();
-    let mine = Opening { features: 0b0011, ..opening(1) };
-    let client = Handshake::client(&token, mine, Instant::now(), LIMIT);
-    let met = meet(client, server(&token), None);
-    assert_eq!(met.client.unwrap().unwrap().features(), 0b0010);
-    assert_eq!(met.server.unwrap().unwrap().features(), 0b0010);
-}
-
-#[test]
-fn nothing_of_the_token_or_the_key_crosses_the_wire() {
-    let token = good();
-    let met = meet(client(&token), server(&token), None);
-    let key = met.client.unwrap().unwrap().key();
-    for wire in [met.from_client, met.from_server] {
-        for secret in [token.bytes(), &key] {
-            assert!(!wire.windows(8).any(|seen| secret.windows(8).any(|secret| secret == seen)));
+    fn put(&mut self, end: usize, link: LinkId, packet: Packet) {
+        if let Some(link) = self.links.get_mut(&link).filter(|link| !link.cut) {
+            link.to[1 - end].push_back(packet);
         }
     }
-}
 
-#[test]
-fn a_wrong_token_is_found_by_the_source_first_which_proves_nothing_itself() {
-    let (mine, yours) = (token("the token of one end"), token("the token of the other"));
-    let met = meet(client(&mine), server(&yours), None);
-    assert!(matches!(met.server, Err(Fault::WrongToken { peer: "replica", said_by_peer: false })));
-    assert!(matches!(met.client, Err(Fault::WrongToken { peer: "source", said_by_peer: true })));
-    let challenge_and_refusal = MAGIC.len() + (PREAMBLE_BYTES + Challenge::MOST + 4) + (PREAMBLE_BYTES + 5 + 4);
-    assert_eq!(met.from_server.len(), challenge_and_refusal);
-}
+    fn let_go(&mut self, end: usize, id: LinkId) {
+        if let Some(link) = self.links.get_mut(&id) {
+            link.held[end] = false;
+            link.to[end].clear(); // what is on its way to the other end still arrives
+        }
+    }
 
-#[test]
-fn a_source_that_takes_anybody_is_found_out_by_the_replica() {
-    let mine = good();
-    let mut end = client(&mine);
-    end.take_output();
-    let mut impostor = MAGIC.to_vec();
-    let challenge = Challenge { version: 1, oldest: 1, newest: 1, features: 0, nonce: [9; 32], session: 5 };
-    Frame::plain(CHALLENGE, payload(|out| Challenge::put(&challenge, out))).encode(&mut impostor);
-    Frame::plain(PROOF, vec![0; 32]).encode(&mut impostor);
-    let fault = end.handle_input(&impostor).unwrap_err();
-    assert!(matches!(fault, Fault::WrongToken { peer: "source", said_by_peer: false }), "{fault}");
-}
-
-#[test]
-fn a_proof_sent_back_to_its_maker_is_worthless() {
-    let mine = good();
-    let mut end = client(&mine);
-    end.take_output();
-    let mut mirror = MAGIC.to_vec();
-    let challenge = Challenge { version: 1, oldest: 1, newest: 1, features: 0, nonce: [1; 32], session: 5 };
-    Frame::plain(CHALLENGE, payload(|out| Challenge::put(&challenge, out))).encode(&mut mirror);
-    end.handle_input(&mirror).unwrap();
-    let proof = end.take_output();
-    assert!(matches!(end.handle_input(&proof), Err(Fault::WrongToken { .. })));
-    assert!(end.poll_established().is_none());
-}
-
-#[test]
-fn a_recorded_client_does_not_get_in_again() {
-    let token = good();
-    let recorded = meet(client(&token), server(&token), None).from_client;
-    let later = Opening { nonce: [3; 32], ..opening(2) };
-    let mut server = Handshake::server(&token, later, 78, Instant::now(), LIMIT);
-    let fault = server.handle_input(&recorded).unwrap_err();
-    assert!(matches!(fault, Fault::WrongToken { .. }), "{fault}");
-}
-
-#[test]
-fn every_changed_byte_of_the_handshake_is_refused() {
-    let token = good();
-    let met = meet(client(&token), server(&token), None);
-    for (sender, length) in [(Role::Client, met.from_client.len()), (Role::Server, met.from_server.len())] {
-        for at in 0..length {
-            for change in [0x01, 0x80, 0xff] {
-                let tamper = Tamper { sender, at, change };
-                let met = meet(client(&token), server(&token), Some(tamper));
-                refused(&met, tamper);
+    /// One thing happens on one link, at one end.
+    fn happen(&mut self, id: LinkId, end: usize) {
+        let Some(link) = self.links.get_mut(&id) else { return };
+        if !link.held[end] {
+            return;
+        }
+        if link.ringing == Some(end) {
+            link.ringing = None;
+            let answered = !link.cut;
+            let Some(session) = &mut self.nodes[end].session else { return self.let_go(end, id) };
+            match answered {
+                true => session.link_up(id, self.now),
+                false => session.call_failed(self.now),
+            }
+            return self.act(end);
+        }
+        if let Some(packet) = link.to[end].pop_front() {
+            self.arrive(id, end, packet);
+        } else if link.cut || !link.held[1 - end] {
+            self.let_go(end, id);
+            if let Some(session) = &mut self.nodes[end].session {
+                session.link_down(id, self.now);
             }
         }
+        self.act(end);
     }
-}
 
-/// The end that was lied to is never through; and the other is only where the lie came after all that it was to hear.
-fn refused(met: &Met, tamper: Tamper) {
-    let (lied_to, other) = match tamper.sender {
-        Role::Client => (&met.server, &met.client),
-        Role::Server => (&met.client, &met.server),
-    };
-    let last_proof_at = MAGIC.len() + PREAMBLE_BYTES + Challenge::MOST + 4;
-    let too_late = tamper.sender == Role::Server && tamper.at >= last_proof_at;
-    assert!(matches!(lied_to, Err(_) | Ok(None)), "{tamper:?}: {lied_to:?}");
-    assert_eq!(matches!(other, Ok(Some(_))), too_late, "{tamper:?}: {other:?}");
-}
-
-#[test]
-fn a_change_that_mends_the_checksums_is_refused_too() {
-    let token = good();
-    for field_byte in 0..Hello::MOST {
-        let mut end = client(&token);
-        let mut bytes = end.take_output();
-        let payload_at = MAGIC.len() + PREAMBLE_BYTES;
-        bytes[payload_at + field_byte] ^= 1;
-        let checksum = crc32c::crc32c(&bytes[payload_at..payload_at + Hello::MOST]).to_le_bytes();
-        bytes[payload_at + Hello::MOST..].copy_from_slice(&checksum);
-        let mut other = server(&token);
-        let outcome = other.handle_input(&bytes).and_then(|()| {
-            end.handle_input(&other.take_output())?;
-            other.handle_input(&end.take_output())
-        });
-        assert!(outcome.is_err(), "byte {field_byte} of the hello");
-        assert!(other.poll_established().is_none());
-    }
-}
-
-#[test]
-fn a_handshake_cut_short_anywhere_never_stands() {
-    let token = good();
-    let met = meet(client(&token), server(&token), None);
-    for length in 0..met.from_client.len() {
-        let mut end = server(&token);
-        end.handle_input(&met.from_client[..length]).unwrap();
-        assert!(end.poll_established().is_none(), "{length} bytes");
-    }
-    for length in 0..met.from_server.len() {
-        let mut end = client(&token);
-        end.handle_input(&met.from_server[..length]).unwrap();
-        assert!(end.poll_established().is_none(), "{length} bytes");
-    }
-}
-
-#[test]
-fn a_handshake_in_single_bytes_stands() {
-    let token = good();
-    let met = meet(client(&token), server(&token), None);
-    let mut end = server(&token);
-    met.from_client.iter().for_each(|byte| end.handle_input(&[*byte]).unwrap());
-    assert_eq!(end.poll_established().unwrap().key(), met.server.unwrap().unwrap().key());
-}
-
-#[test]
-fn sealed_frames_right_behind_the_last_proof_are_not_lost() {
-    let token = good();
-    let (mut near, mut far) = (client(&token), server(&token));
-    far.handle_input(&near.take_output()).unwrap();
-    near.handle_input(&far.take_output()).unwrap();
-    far.handle_input(&near.take_output()).unwrap();
-    let mut bytes = far.take_output();
-    bytes.extend(sealed(&mut far.poll_established().unwrap().sealer, b"at once"));
-    near.handle_input(&bytes).unwrap();
-    let mut near = near.poll_established().unwrap();
-    assert_eq!(near.opener.next_frame().unwrap(), Some((0x20, b"at once".to_vec())));
-}
-
-#[test]
-fn the_newest_common_version_is_spoken_and_none_is_an_error_at_both_ends() {
-    let versions = |oldest, newest| Versions { oldest, newest };
-    assert_eq!(versions(1, 3).common(versions(2, 5)), Some(3));
-    assert_eq!(versions(1, 1).common(versions(2, 5)), None);
-    let token = good();
-    let newer = Opening { versions: versions(2, 3), ..opening(1) };
-    let met = meet(Handshake::client(&token, newer, Instant::now(), LIMIT), server(&token), None);
-    let (client, server) = (met.client.unwrap_err(), met.server.unwrap_err());
-    assert!(client.to_string().contains("speaks version 1 of the control protocol, this end 2 to 3"), "{client}");
-    assert!(server.to_string().contains("speaks version 2 to 3 of the control protocol, this end 1"), "{server}");
-}
-
-#[test]
-fn a_source_that_chooses_an_older_version_than_it_must_is_not_believed() {
-    let mine = good();
-    let newer = Opening { versions: Versions { oldest: 1, newest: 2 }, ..opening(1) };
-    let mut end = Handshake::client(&mine, newer, Instant::now(), LIMIT);
-    let mut bytes = MAGIC.to_vec();
-    let challenge = Challenge { version: 1, oldest: 1, newest: 2, features: 0, nonce: [9; 32], session: 5 };
-    Frame::plain(CHALLENGE, payload(|out| Challenge::put(&challenge, out))).encode(&mut bytes);
-    let fault = end.handle_input(&bytes).unwrap_err();
-    assert!(matches!(fault, Fault::Garbled(Malformed::Handshake { .. })), "{fault}");
-}
-
-#[test]
-fn a_hello_of_a_later_version_may_say_more() {
-    let token = good();
-    let mut end = server(&token);
-    let hello = Hello { oldest: 1, newest: 9, features: 0, nonce: [9; 32] };
-    let mut fields = payload(|out| Hello::put(&hello, out));
-    fields.extend_from_slice(b"something new");
-    let mut bytes = MAGIC.to_vec();
-    Frame::plain(HELLO, fields).encode(&mut bytes);
-    end.handle_input(&bytes).unwrap();
-    assert!(end.take_output().starts_with(&MAGIC));
-}
-
-#[test]
-fn garbage_behind_the_magic_is_met_with_silence() {
-    let token = good();
-    let frame_of = |tag, length| {
-        let mut bytes = MAGIC.to_vec();
-        Frame::plain(tag, vec![0; length]).encode(&mut bytes);
-        bytes
-    };
-    for bytes in [
-        [&MAGIC[..], b"garbage"].concat(),
-        frame_of(HELLO, 5),
-        frame_of(HELLO, MAX_HANDSHAKE_PAYLOAD_BYTES as usize + 1),
-        frame_of(PROOF, 32),
-        frame_of(REFUSE, 5),
-        frame_of(0x20, 0),
-    ] {
-        let mut end = server(&token);
-        end.handle_input(&bytes).unwrap_err();
-        assert_eq!(end.take_output(), b"", "{}", bytes.escape_ascii());
-    }
-}
-
-#[test]
-fn a_handshake_has_a_deadline_that_input_does_not_move() {
-    let token = good();
-    let begun = Instant::now();
-    let mut end = Handshake::server(&token, opening(2), 77, begun, LIMIT);
-    assert_eq!(end.deadline(), begun + LIMIT);
-    end.handle_input(&MAGIC).unwrap();
-    assert_eq!(end.deadline(), begun + LIMIT);
-    end.handle_timeout(begun + LIMIT - Duration::from_millis(1)).unwrap();
-    let fault = end.handle_timeout(begun + LIMIT).unwrap_err();
-    assert!(matches!(fault, Fault::TimedOut { limit: LIMIT, .. }), "{fault}");
-}
-
-#[test]
-fn a_key_derived_for_one_purpose_is_not_the_key_of_another() {
-    let key = [7; 32];
-    let keys = [derive(&key, b"lane"), derive(&key, b"lanes"), derive(&[8; 32], b"lane"), key];
-    for (index, one) in keys.iter().enumerate() {
-        assert!(!keys[..index].contains(one));
-    }
-    assert_eq!(derive(&key, b"lane"), derive(&key, b"lane"));
-}
-
-/// The handshake as a fixed vector, so that no change of ours goes unnoticed by a peer that was built yesterday. The numbers
-/// are those of an implementation apart from this one (Python's hmac and hashlib, from the description alone).
-#[test]
-fn the_session_key_of_fixed_nonces_is_the_one_written_down() {
-    let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
-    let (mut client, _) = established();
-    assert_eq!(hex(&client.key()), VECTOR_SESSION_KEY);
-    assert_eq!(hex(&sealed(&mut client.sealer, b"payload")), VECTOR_SEALED_FRAME);
-    assert_eq!(hex(&derive(&client.key(), b"label")), VECTOR_DERIVED_KEY);
-}
-
-#[test]
-fn frames_of_a_session_arrive_in_both_directions() {
-    let (mut client, mut server) = established();
-    for number in 0..10u8 {
-        server.opener.feed(&sealed(&mut client.sealer, &[number]));
-        assert_eq!(server.opener.next_frame().unwrap(), Some((0x20, vec![number])));
-        client.opener.feed(&sealed(&mut server.sealer, &[number]));
-        assert_eq!(client.opener.next_frame().unwrap(), Some((0x20, vec![number])));
-    }
-}
-
-#[test]
-fn a_frame_sent_back_to_its_sender_is_refused() {
-    let (mut client, _) = established();
-    let frame = sealed(&mut client.sealer, b"to the source");
-    client.opener.feed(&frame);
-    assert!(matches!(client.opener.next_frame(), Err(Fault::Forged { sequence: 0 })));
-}
-
-#[test]
-fn a_frame_of_another_session_is_refused() {
-    let token = good();
-    let other = Opening { nonce: [3; 32], ..opening(2) };
-    let other = Handshake::server(&token, other, 77, Instant::now(), LIMIT);
-    let mut other = meet(client(&token), other, None).client.unwrap().unwrap();
-    let (_, mut server) = established();
-    server.opener.feed(&sealed(&mut other.sealer, b"hello"));
-    assert!(matches!(server.opener.next_frame(), Err(Fault::Forged { sequence: 0 })));
-}
-
-#[test]
-fn a_frame_without_a_seal_is_refused() {
-    let (_, mut server) = established();
-    let mut bytes = Vec::new();
-    Frame::plain(0x20, b"trust me".to_vec()).encode(&mut bytes);
-    server.opener.feed(&bytes);
-    assert!(matches!(server.opener.next_frame(), Err(Fault::Forged { sequence: 0 })));
-}
-
-#[test]
-fn the_clocks_tell_when() {
-    let begun = Instant::now();
-    let second = Duration::from_secs(1);
-    let mut beats = HeartbeatClock::new(second, begun);
-    assert!(!beats.is_due(begun) && beats.is_due(begun + second));
-    beats.sent(begun + second);
-    assert_eq!(beats.next(), begun + 2 * second);
-    let mut silence = SilenceClock::new(10 * second, begun);
-    silence.check(begun + 9 * second).unwrap();
-    assert!(matches!(silence.check(begun + 10 * second), Err(Fault::PeerSilent { .. })));
-    silence.heard(begun + 9 * second);
-    silence.check(begun + 18 * second).unwrap();
-}
-
-/// What somebody between the two may do to a row of sealed frames.
-#[derive(Debug, Clone)]
-enum Attack {
-    Repeat(prop::sample::Index),
-    Swap(prop::sample::Index),
-    Drop(prop::sample::Index),
-    Change(prop::sample::Index, u8),
-    Insert(prop::sample::Index, Vec<u8>),
-}
-
-fn attacks() -> impl Strategy<Value = Attack> {
-    let bytes = proptest::collection::vec(any::<u8>(), 1..60);
-    prop_oneof![
-        any::<prop::sample::Index>().prop_map(Attack::Repeat),
-        any::<prop::sample::Index>().prop_map(Attack::Swap),
-        any::<prop::sample::Index>().prop_map(Attack::Drop),
-        (any::<prop::sample::Index>(), 1u8..).prop_map(|(at, change)| Attack::Change(at, change)),
-        (any::<prop::sample::Index>(), bytes).prop_map(|(at, bytes)| Attack::Insert(at, bytes)),
-    ]
-}
-
-/// Carries the attack out on frames as they crossed the wire.
-fn attacked(mut frames: Vec<Vec<u8>>, attack: &Attack) -> Vec<u8> {
-    let count = frames.len();
-    match attack {
-        Attack::Repeat(at) => frames.insert(at.index(count), frames[at.index(count)].clone()),
-        Attack::Swap(at) => frames.swap(at.index(count - 1), at.index(count - 1) + 1),
-        Attack::Drop(at) => drop(frames.remove(at.index(count - 1))), // the last one's loss looks like a cut
-        Attack::Insert(at, bytes) => frames.insert(at.index(count + 1), bytes.clone()),
-        Attack::Change(at, change) => {
-            let mut bytes = frames.concat();
-            let at = at.index(bytes.len());
-            bytes[at] ^= change;
-            return bytes;
+    fn arrive(&mut self, id: LinkId, end: usize, packet: Packet) {
+        if let Packet::Signal(Signal::Open(open)) = packet {
+            return self.route(id, end, open);
         }
-    }
-    frames.concat()
-}
-
-proptest! {
-    #[test]
-    fn whatever_stands_between_only_a_beginning_of_what_was_said_is_heard(
-        said in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..20), 2..8),
-        attack in attacks(),
-    ) {
-        let (mut client, mut server) = established();
-        let frames = said.iter().map(|payload| sealed(&mut client.sealer, payload)).collect();
-        server.opener.feed(&attacked(frames, &attack));
-        let mut heard = Vec::new();
-        let end = loop {
-            match server.opener.next_frame() {
-                Ok(Some((_, payload))) => heard.push(payload),
-                end => break end,
+        let now = self.now;
+        let Some(session) = &mut self.nodes[end].session else { return self.let_go(end, id) };
+        let verdict = match packet {
+            Packet::Signal(signal) => session.handle_signal(id, signal, now).map(|()| None),
+            Packet::Message(label, content) => {
+                session.handle_message(id, &label, now).map(|verdict| (verdict == Verdict::Deliver).then_some(content))
             }
         };
-        prop_assert!(said.starts_with(&heard));
-        let only_waits = matches!(attack, Attack::Insert(..)) && heard.len() == said.len();
-        prop_assert!(end.is_err() || only_waits, "{:?} went unnoticed", attack);
-        prop_assert!(end.is_err() == server.opener.next_frame().is_err());
+        match verdict {
+            Ok(Some(content)) => self.nodes[end].taken.push(content),
+            Ok(None) => {}
+            Err(_) => {
+                session.link_down(id, now);
+                self.let_go(end, id);
+            }
+        }
     }
 
-    #[test]
-    fn any_bytes_leave_both_ends_unmoved(bytes in proptest::collection::vec(any::<u8>(), 0..800), magic: bool) {
-        let start: &[u8] = if magic { &MAGIC } else { b"" };
-        crate::fuzzing::handshake(&[start, &bytes].concat());
+    /// What a messenger does with an OPEN: finds the session that it means, makes one, or knows of none.
+    fn route(&mut self, id: LinkId, end: usize, open: Open) {
+        if self.nodes[end].session.is_none() {
+            if open.to.is_some() {
+                return self.put(end, id, Packet::Signal(Signal::Reset));
+            }
+            let cookie = self.draw(u64::MAX - 1) + 1;
+            let policy = self.nodes[end].policy.clone();
+            let mut session = Session::called(policy, self.place(end), cookie, self.now);
+            session.never_replays = self.never_replays;
+            self.nodes[end].session = Some(session);
+        }
+        let now = self.now;
+        if let Some(session) = &mut self.nodes[end].session {
+            session.handle_open(id, open, now);
+        }
+    }
+
+    fn cut_one(&mut self) {
+        let all: Vec<LinkId> = self.links.keys().copied().collect();
+        let Some(id) = (!all.is_empty()).then(|| all[self.draw(all.len() as u64) as usize]) else { return };
+        let keep = [self.draw(4) as usize, self.draw(4) as usize];
+        if let Some(link) = self.links.get_mut(&id) {
+            link.cut = true;
+            link.to.iter_mut().zip(keep).for_each(|(queue, keep)| queue.truncate(keep));
+        }
+    }
+
+    fn say(&mut self, end: usize) {
+        let (life, now) = (self.nodes[end].life, self.now);
+        let content = (life, self.nodes[end].said);
+        if let Some(session) = &mut self.nodes[end].session
+            && session.send(content, now).is_ok()
+        {
+            self.nodes[end].said += 1;
+        }
+        self.act(end);
+    }
+
+    fn forget(&mut self, end: usize) {
+        if let Some(session) = self.nodes[end].session.take()
+            && let Some(link) = session.link()
+        {
+            self.let_go(end, link);
+        }
+        self.nodes[end].life += 1;
+        self.nodes[end].said = 0;
+        if self.nodes[end].can_call {
+            self.begin(end);
+        }
+    }
+
+    fn pass_time(&mut self, most: Duration) {
+        let passed = most.mul_f64(self.draw(1000) as f64 / 1000.0);
+        self.now += passed;
+        for end in 0..2 {
+            if let Some(session) = &mut self.nodes[end].session {
+                session.handle_timeout(self.now);
+            }
+            self.act(end);
+        }
+    }
+
+    fn step(&mut self, chaos: Chaos) {
+        match self.draw(100) {
+            0..70 => {
+                let all: Vec<LinkId> = self.links.keys().copied().collect();
+                if !all.is_empty() {
+                    let (id, end) = (all[self.draw(all.len() as u64) as usize], self.draw(2) as usize);
+                    self.happen(id, end);
+                }
+            }
+            70..88 if chaos.talk => {
+                let end = self.draw(2) as usize;
+                self.say(end);
+            }
+            88..91 if chaos.cuts => self.cut_one(),
+            91 if chaos.forgets && self.chance(8) => {
+                let end = self.draw(2) as usize;
+                self.forget(end);
+            }
+            92..94 => self.pass_time(Duration::from_secs(3)),
+            _ => self.pass_time(Duration::from_millis(30)),
+        }
+        self.links.retain(|_, link| link.held != [false; 2]);
+    }
+
+    fn run(&mut self, steps: usize, chaos: Chaos) {
+        for _ in 0..steps {
+            self.step(chaos);
+        }
+    }
+
+    /// Without further faults, until nothing is left to be said. Bounded: who waits for each other is found here.
+    fn settle(&mut self) {
+        let calm = Chaos { talk: false, cuts: false, forgets: false };
+        for _ in 0..60_000 {
+            self.step(calm);
+            if self.nodes.iter().all(|node| node.session.as_ref().is_none_or(|session| session.unheard() == 0)) {
+                return;
+            }
+        }
+        let states: Vec<_> =
+            self.nodes.iter().map(|node| node.session.as_ref().map(|s| (s.state, s.unheard()))).collect();
+        panic!("never settles: {states:?}");
+    }
+
+    /// Never doubled, never out of order, whatever happened.
+    fn check_order(&self) {
+        for node in &self.nodes {
+            let mut last: BTreeMap<u32, u64> = BTreeMap::new();
+            for (life, number) in &node.taken {
+                let before = last.insert(*life, *number);
+                assert!(before.is_none_or(|before| before < *number), "{number} of life {life} came after {before:?}");
+            }
+        }
+    }
+
+    /// All of it, to the last message.
+    fn check_whole(&self) {
+        for (end, node) in self.nodes.iter().enumerate() {
+            let said = (0..self.nodes[1 - end].said).map(|number| (0, number));
+            assert!(
+                node.taken.iter().copied().eq(said),
+                "end {end} took {} of {}",
+                node.taken.len(),
+                self.nodes[1 - end].said
+            );
+            assert!(!node.news.iter().any(|news| matches!(news, News::Reset { .. })), "{:?}", node.news);
+        }
     }
 }
 
-const VECTOR_SESSION_KEY: &str = "da89091b25a2bb55e10763367bd8edbeee029114ebd52f77ae61140475300f77";
-const VECTOR_SEALED_FRAME: &str = "526d20010700000024dbe1e07061796c6f61647069e3f42a113dd6b709408c3f1477acb66a6fe4";
-const VECTOR_DERIVED_KEY: &str = "7d8981320eba40990f9b241ce0d3972b46c8dbef3a049dda12773819bd1a988b";
+#[derive(Clone, Copy)]
+struct Chaos {
+    talk: bool,
+    cuts: bool,
+    forgets: bool,
+}
+
+/// Seeds per test: some seconds unoptimised.
+const SEEDS: u64 = 1000;
+
+fn seeds() -> std::ops::Range<u64> {
+    match std::env::var("REMORA_SEED").ok().and_then(|seed| seed.parse().ok()) {
+        Some(seed) => seed..seed + 1,
+        None => 0..SEEDS,
+    }
+}
+
+/// Runs the body for every seed; a seed that fails is named.
+fn for_every_seed(body: impl Fn(u64) + std::panic::RefUnwindSafe) {
+    for seed in seeds() {
+        if let Err(panic) = std::panic::catch_unwind(|| body(seed)) {
+            eprintln!("seed {seed} fails; again with REMORA_SEED={seed}");
+            std::panic::resume_unwind(panic);
+        }
+    }
+}
+
+#[test]
+fn between_lossless_peers_nothing_is_lost_doubled_or_out_of_order_however_links_are_cut() {
+    for_every_seed(|seed| {
+        let mut world = World::new(seed, [Policy::lossless_peer(), Policy::lossless_peer()]);
+        world.run(3000, Chaos { talk: true, cuts: true, forgets: false });
+        world.settle();
+        world.check_whole();
+    });
+}
+
+#[test]
+fn a_stateful_server_and_its_client_lose_nothing_however_links_are_cut() {
+    for_every_seed(|seed| {
+        let mut server = Policy::stateful_server();
+        server.keep = Duration::from_secs(1_000_000);
+        let mut world = World::new(seed, [Policy::lossless_client(), server]);
+        world.run(3000, Chaos { talk: true, cuts: true, forgets: false });
+        world.settle();
+        world.check_whole();
+    });
+}
+
+#[test]
+fn an_end_that_forgets_is_found_out_and_nothing_is_doubled_or_out_of_order() {
+    let mut resets = 0;
+    for seed in seeds() {
+        let mut world = World::new(seed, [Policy::lossless_peer(), Policy::lossless_peer()]);
+        world.run(3000, Chaos { talk: true, cuts: true, forgets: true });
+        world.settle();
+        world.check_order();
+        resets +=
+            world.nodes.iter().flat_map(|node| &node.news).filter(|news| matches!(news, News::Reset { .. })).count();
+    }
+    assert!(seeds().count() == 1 || resets > 100, "only {resets} resets: the test tests nothing");
+}
+
+#[test]
+fn a_lossy_session_never_doubles_and_tells_when_its_link_breaks() {
+    for_every_seed(|seed| {
+        let mut world = World::new(seed, [Policy::lossy_client(), Policy::stateless_server()]);
+        world.run(600, Chaos { talk: true, cuts: true, forgets: false });
+        world.check_order();
+        let client = &world.nodes[0];
+        if client.session.is_none() {
+            assert!(matches!(client.news.last(), Some(News::Reset { goes_on: false, .. })), "{:?}", client.news);
+        }
+    });
+}
+
+#[test]
+fn the_tests_can_fail_an_end_that_never_replays_is_caught() {
+    let caught = (0..20).filter(|seed| {
+        let outcome = std::panic::catch_unwind(|| {
+            let mut world = World::new(*seed, [Policy::lossless_peer(), Policy::lossless_peer()]);
+            world.never_replays = true;
+            world.nodes.iter_mut().flat_map(|node| &mut node.session).for_each(|session| session.never_replays = true);
+            world.run(3000, Chaos { talk: true, cuts: true, forgets: false });
+            world.settle();
+            world.check_whole();
+        });
+        outcome.is_err()
+    });
+    assert!(caught.count() >= 18);
+}
+
+#[test]
+fn two_that_call_each_other_at_once_end_up_with_one_link() {
+    for_every_seed(|seed| {
+        let mut world = World::new(seed, [Policy::lossless_peer(), Policy::lossless_peer()]);
+        if world.nodes[1].session.is_none() {
+            world.begin(1);
+        }
+        world.say(0);
+        world.say(1);
+        world.settle();
+        world.check_whole();
+        let links = world.nodes.each_ref().map(|node| node.session.as_ref().and_then(Session::link));
+        assert!(links[0].is_some() && links[0] == links[1], "{links:?}");
+    });
+}
+
+#[test]
+fn policies_that_do_not_fit_are_refused() {
+    let mut world = World::new(1, [Policy::lossless_client(), Policy::stateless_server()]);
+    world.run(300, Chaos { talk: false, cuts: false, forgets: false });
+    assert_eq!(world.nodes[0].news, [News::Refused(Refusal::Policy)]);
+}
+
+#[test]
+fn a_silent_peer_is_asked_and_then_given_up() {
+    let now = Instant::now();
+    let place = Place { entity: Entity(1), address: None, can_call: true };
+    let policy = Policy::lossless_client();
+    let mut session: Session<()> = Session::calling(policy.clone(), place, 5, now);
+    session.link_up(LinkId(1), now);
+    let from = Cookie { id: 9, epoch: 0 };
+    let to = Some(session.cookie());
+    let opened = Open { entity: Entity(2), address: None, from, to, attempt: 1, heard: 0, lossy: false };
+    session.handle_signal(LinkId(1), Signal::Opened(opened), now).unwrap();
+    while session.poll_transmit().is_some() {}
+    session.handle_timeout(now + policy.ping_after);
+    assert_eq!(session.poll_transmit(), Some(Outgoing::Signal(Signal::Ping)));
+    session.handle_timeout(now + policy.silence_limit);
+    assert_eq!(session.link(), None);
+    assert!(!session.is_ready() && !session.is_closed());
+}
+
+#[test]
+fn a_gap_and_an_acknowledgement_of_nothing_are_violations() {
+    let mut world = World::new(3, [Policy::lossless_client(), Policy::stateful_server()]);
+    world.run(300, Chaos { talk: false, cuts: false, forgets: false });
+    let session = world.nodes[0].session.as_mut().unwrap();
+    let link = session.link().unwrap();
+    let label = |number, heard| Label { number, heard, transaction: 0, kind: 0 };
+    let now = world.now;
+    assert_eq!(session.handle_message(link, &label(2, 0), now), Err(Violation::Gap { found: 2, wanted: 1 }));
+    assert_eq!(session.handle_message(link, &label(1, 7), now), Err(Violation::Unsent { found: 7, sent: 0 }));
+    assert_eq!(session.handle_message(LinkId(99), &label(1, 0), now), Err(Violation::OutOfTurn));
+}
+
+#[test]
+fn closing_says_everything_first() {
+    let mut world = World::new(3, [Policy::lossless_client(), Policy::stateful_server()]);
+    world.run(300, Chaos { talk: false, cuts: false, forgets: false });
+    (0..10).for_each(|_| world.say(0));
+    world.nodes[0].session.as_mut().unwrap().close();
+    world.run(2000, Chaos { talk: false, cuts: false, forgets: false });
+    assert_eq!(world.nodes[1].taken.len(), 10);
+    assert_eq!(world.nodes[0].news.last(), Some(&News::Closed));
+    assert_eq!(world.nodes[1].news.last(), Some(&News::Closed));
+    assert!(world.nodes.iter().all(|node| node.session.is_none()));
+}

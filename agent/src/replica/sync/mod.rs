@@ -21,8 +21,8 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use remora_messenger::control::{Fault, Token};
 use remora_messenger::control::{Message, Offer, Phase, Progress as ProgressMessage, RefusalCode};
-use remora_messenger::{Fault, Token};
 use rustls::ServerConfig;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc::{self, UnboundedReceiver};
@@ -90,7 +90,7 @@ pub(super) struct Sync {
 
 /// What happened.
 enum Happening {
-    Said(Box<Result<Message, remora_messenger::Error>>),
+    Said(Box<Result<Message, remora_messenger::control::Error>>),
     News(News),
     Retry,
     Tick,
@@ -366,7 +366,7 @@ impl Sync {
         GO_ON
     }
 
-    async fn source_lost(&mut self, error: remora_messenger::Error) -> Flow {
+    async fn source_lost(&mut self, error: remora_messenger::control::Error) -> Flow {
         self.source = None;
         if matches!(error.fault, Fault::Refused { code: RefusalCode::Stalled, .. }) {
             self.stalled = true;

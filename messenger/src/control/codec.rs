@@ -5,7 +5,7 @@
 
 use std::marker::PhantomData;
 
-use crate::error::{Malformed, TooLarge};
+use crate::control::error::{Malformed, TooLarge};
 
 /// One way of laying out one kind of value.
 pub(crate) trait Codec {

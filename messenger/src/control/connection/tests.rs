@@ -3,8 +3,8 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
+use crate::control::session::MAGIC;
 use crate::control::{Outcome, RefusalCode};
-use crate::session::MAGIC;
 use tokio::io::DuplexStream;
 use tokio::net::TcpListener;
 

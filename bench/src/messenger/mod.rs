@@ -1,0 +1,85 @@
+//! What `messenger_rate` measures with: request and reply, so many connections, so many requests under way on each. Here are
+//! the words for it; [`ours`] is the messenger, [`raw`] its plainest rival, [`tools`] are rivals that others wrote.
+//!
+//! What is counted, and what is not: a request is over when its reply has come, whole. Exactly `depth` requests are under way
+//! on each connection from the first to the last moment of the time measured; what is still under way then is awaited and not
+//! counted. Every request carries all of its bytes. Nothing sleeps.
+
+pub mod histogram;
+pub mod ours;
+pub mod raw;
+pub mod server;
+pub mod tools;
+
+use std::time::Duration;
+
+use serde::Serialize;
+
+use histogram::Histogram;
+
+/// One case: what crosses, how much of it at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Case {
+    /// Connections.
+    pub connections: usize,
+    /// Requests under way on each.
+    pub depth: usize,
+    /// Bytes of a request.
+    pub request: usize,
+    /// Bytes of a reply.
+    pub reply: usize,
+}
+
+impl std::fmt::Display for Case {
+    fn fmt(&self, to: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(to, "{} × {} × {}", crate::bytes(self.request as u64), self.connections, self.depth)
+    }
+}
+
+/// What one measurement of one case came to.
+#[derive(Clone, Debug, Serialize)]
+pub struct Outcome {
+    /// Requests answered in the time.
+    pub requests: u64,
+    /// The time.
+    pub seconds: f64,
+    /// Mean, 50th, 99th and 99.9th percentile of the time from request to reply, in µs; zero where a tool does not tell.
+    pub latency: [f64; 4],
+    /// Processor seconds of the asking side.
+    pub client_cpu: f64,
+    /// Processor seconds of the answering side.
+    pub server_cpu: f64,
+}
+
+impl Outcome {
+    fn of(histogram: &Histogram, took: Duration, client_cpu: Duration, server_cpu: Duration) -> Outcome {
+        let at = |q| histogram.quantile(q).as_secs_f64() * 1e6;
+        Outcome {
+            requests: histogram.count(),
+            seconds: took.as_secs_f64(),
+            latency: [histogram.mean().as_secs_f64() * 1e6, at(0.5), at(0.99), at(0.999)],
+            client_cpu: client_cpu.as_secs_f64(),
+            server_cpu: server_cpu.as_secs_f64(),
+        }
+    }
+
+    /// Requests per second.
+    pub fn rate(&self) -> f64 {
+        self.requests as f64 / self.seconds
+    }
+
+    /// Processor µs per request, of the asking and of the answering side.
+    pub fn cpu_per_request(&self) -> [f64; 2] {
+        [self.client_cpu, self.server_cpu].map(|seconds| seconds * 1e6 / self.requests.max(1) as f64)
+    }
+}
+
+/// Content that no compression and no zero page makes cheaper.
+pub fn content(length: usize) -> Vec<u8> {
+    let mut state = 0x9e37_79b9_7f4a_7c15u64;
+    let mut step = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as u8
+    };
+    (0..length).map(|_| step()).collect()
+}

@@ -1,0 +1,100 @@
+//! The answering side in a process of its own, so that its processor time is its own: this very program, called again.
+//!
+//! It says where it listens on one line, and on each line that it is told, the processor time that it has spent so far.
+
+use std::io::{self, BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::Duration;
+
+/// A running server; dropping it ends it.
+pub struct Server {
+    child: Child,
+    to: ChildStdin,
+    from: BufReader<ChildStdout>,
+    /// Where it listens.
+    pub address: String,
+}
+
+impl Server {
+    /// Starts this program with these arguments, which make it call [`serve`]. `preload` is a library to be put before others.
+    ///
+    /// # Errors
+    /// It cannot be started, or says no address.
+    pub fn start(arguments: &[String], preload: Option<&str>) -> io::Result<Server> {
+        let mut command = Command::new(std::env::current_exe()?);
+        command.args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped());
+        if let Some(library) = preload {
+            command.env("LD_PRELOAD", library);
+        }
+        let mut child = command.spawn()?;
+        let lost = || io::Error::other("a pipe of the server is missing");
+        let to = child.stdin.take().ok_or_else(lost)?;
+        let mut from = BufReader::new(child.stdout.take().ok_or_else(lost)?);
+        let mut address = String::new();
+        from.read_line(&mut address)?;
+        let address = address.trim().to_owned();
+        if address.is_empty() {
+            return Err(io::Error::other("the server has ended before it listened"));
+        }
+        Ok(Server { child, to, from, address })
+    }
+
+    /// Processor time that it has spent so far.
+    ///
+    /// # Errors
+    /// It is gone.
+    pub fn cpu(&mut self) -> io::Result<Duration> {
+        Ok(Duration::from_secs_f64(self.ask()?.0))
+    }
+
+    /// Memory that it holds, in bytes.
+    ///
+    /// # Errors
+    /// It is gone.
+    pub fn resident(&mut self) -> io::Result<u64> {
+        Ok(self.ask()?.1)
+    }
+
+    fn ask(&mut self) -> io::Result<(f64, u64)> {
+        writeln!(self.to)?;
+        self.to.flush()?;
+        let mut line = String::new();
+        self.from.read_line(&mut line)?;
+        let mut words = line.split_whitespace();
+        let wrong = || io::Error::other(format!("the server answers {line:?}"));
+        let cpu = words.next().and_then(|word| word.parse().ok()).ok_or_else(wrong)?;
+        let resident = words.next().and_then(|word| word.parse().ok()).ok_or_else(wrong)?;
+        Ok((cpu, resident))
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill(); // it may have ended by itself
+        let _ = self.child.wait();
+    }
+}
+
+/// The other end of it: says the address, then answers until nobody asks.
+///
+/// # Errors
+/// Nobody listens.
+pub fn serve(address: &str) -> io::Result<()> {
+    println!("{address}");
+    for line in io::stdin().lines() {
+        line?;
+        println!("{} {}", crate::cpu::of_self()?.as_secs_f64(), resident()?);
+    }
+    Ok(())
+}
+
+/// Memory that this process holds, in bytes.
+///
+/// # Errors
+/// `/proc` cannot be read.
+pub fn resident() -> io::Result<u64> {
+    let status = std::fs::read_to_string("/proc/self/status")?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    let kilobytes = line.and_then(|line| line.trim().trim_end_matches(" kB").parse::<u64>().ok());
+    kilobytes.map(|kilobytes| kilobytes * 1024).ok_or_else(|| io::Error::other("/proc/self/status has no VmRSS"))
+}

@@ -1,0 +1,307 @@
+//! One frame on the wire: a fixed preamble, the payload, their checksums, and room for a seal. Pure: bytes in, frames out.
+//!
+//! What it does not know: what the tags mean ([`crate::control`], [`crate::control::session`]) and how a seal is made
+//! ([`crate::control::session`]). A checksum finds what a broken network or program does by accident; only the seal finds a person.
+//!
+//! ```text
+//!   0      2    3      4            8                 12              12+n            16+n         (32+n)
+//!   ┌──────┬────┬──────┬────────────┬─────────────────┬───────────────┬───────────────┬─────────────┐
+//!   │ "Rm" │tag │flags │ length n   │ CRC-32C of 0..8 │ payload       │ CRC-32C of it │ seal, if    │
+//!   │      │    │bit 0 │ u32        │ u32             │ n bytes       │ u32           │ flags bit 0 │
+//!   └──────┴────┴──────┴────────────┴─────────────────┴───────────────┴───────────────┴─────────────┘
+//! ```
+//!
+//! The preamble has a checksum of its own so that a length is believed only when it arrived whole; and it is compared with
+//! the bound before a single byte of the payload is waited for.
+
+use crate::control::error::Malformed;
+
+/// A whole frame whose checksums hold.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Frame {
+    /// What the payload is.
+    pub tag: u8,
+    /// The content.
+    pub payload: Vec<u8>,
+    /// The seal, as it was received or is to be sent; nobody has verified it yet.
+    pub seal: Option<Seal>,
+}
+
+/// A truncated HMAC-SHA256. Sixteen bytes: half of the hash, and 2^-128 for one guess; a wrong guess ends the session.
+pub type Seal = [u8; SEAL_BYTES];
+
+impl Frame {
+    /// A frame without a seal.
+    pub fn plain(tag: u8, payload: Vec<u8>) -> Frame {
+        Frame { tag, payload, seal: None }
+    }
+
+    /// The twelve bytes before the payload.
+    pub fn preamble(&self) -> [u8; PREAMBLE_BYTES] {
+        preamble(self.tag, self.seal.is_some(), &self.payload)
+    }
+
+    /// Appends the frame's bytes. They depend on nothing but the fields: a received frame encodes to what was received.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        out.extend_from_slice(&self.preamble());
+        out.extend_from_slice(&self.payload);
+        out.extend_from_slice(&crc32c::crc32c(&self.payload).to_le_bytes());
+        if let Some(seal) = &self.seal {
+            out.extend_from_slice(seal);
+        }
+    }
+}
+
+/// The preamble of a frame yet to be sealed: the seal is made over these bytes.
+pub(crate) fn preamble(tag: u8, sealed: bool, payload: &[u8]) -> [u8; PREAMBLE_BYTES] {
+    let length =
+        u32::try_from(payload.len()).expect("the codec bounds every payload by MAX_PAYLOAD_BYTES before it is framed");
+    let flags = if sealed { FLAG_SEALED } else { 0 };
+    let mut bytes = [0; PREAMBLE_BYTES];
+    bytes[..2].copy_from_slice(&FRAME_MAGIC);
+    bytes[2] = tag;
+    bytes[3] = flags;
+    bytes[4..8].copy_from_slice(&length.to_le_bytes());
+    let checksum = crc32c::crc32c(&bytes[..8]);
+    bytes[8..].copy_from_slice(&checksum.to_le_bytes());
+    bytes
+}
+
+/// Finds frames in bytes that arrive in pieces.
+///
+/// Its memory grows with the bytes received, never with a length announced: take all frames after each [`Decoder::feed`],
+/// and it holds less than one frame of the longest kind allowed plus the last piece.
+#[derive(Debug)]
+pub struct Decoder {
+    buffer: Vec<u8>,
+    /// Bytes of `buffer` that belong to frames already taken; they go at the next `feed`.
+    taken: usize,
+    limit: u32,
+}
+
+impl Decoder {
+    /// A decoder that accepts payloads of at most `limit` bytes.
+    pub fn new(limit: u32) -> Decoder {
+        Decoder { buffer: Vec::new(), taken: 0, limit }
+    }
+
+    /// From the next frame on, payloads of at most `limit` bytes are accepted.
+    pub fn set_limit(&mut self, limit: u32) {
+        self.limit = limit;
+    }
+
+    /// Takes received bytes.
+    pub fn feed(&mut self, bytes: &[u8]) {
+        self.buffer.drain(..self.taken);
+        self.taken = 0;
+        self.buffer.extend_from_slice(bytes);
+    }
+
+    /// The next whole frame, or `None` while it is not all here.
+    ///
+    /// # Errors
+    /// [`Malformed`]: there is no finding the next frame after that; close the connection.
+    pub fn next_frame(&mut self) -> Result<Option<Frame>, Malformed> {
+        let rest = self.buffer.get(self.taken..).unwrap_or_default();
+        let Some((preamble, rest)) = rest.split_first_chunk::<PREAMBLE_BYTES>() else {
+            return check_start(rest).map(|()| None);
+        };
+        let head = Head::parse(preamble, self.limit)?;
+        let Some((payload, rest)) = rest.split_at_checked(head.length) else {
+            return Ok(None);
+        };
+        let Some((checksum, rest)) = rest.split_first_chunk::<CHECKSUM_BYTES>() else {
+            return Ok(None);
+        };
+        if crc32c::crc32c(payload) != u32::from_le_bytes(*checksum) {
+            return Err(Malformed::Checksum { part: "payload" });
+        }
+        let seal = match (head.sealed, rest.first_chunk::<SEAL_BYTES>()) {
+            (true, None) => return Ok(None),
+            (true, seal) => seal.copied(),
+            (false, _) => None,
+        };
+        let frame = Frame { tag: head.tag, payload: payload.to_vec(), seal };
+        self.taken += PREAMBLE_BYTES + head.length + CHECKSUM_BYTES;
+        self.taken += seal.map_or(0, |seal| seal.len());
+        Ok(Some(frame))
+    }
+
+    /// Gives up finding frames, and gives back what belongs to none yet.
+    pub fn take_rest(&mut self) -> Vec<u8> {
+        let rest = self.buffer.split_off(self.taken.min(self.buffer.len()));
+        (self.buffer, self.taken) = (Vec::new(), 0);
+        rest
+    }
+
+    /// Bytes held that belong to no frame taken yet.
+    pub fn buffered(&self) -> usize {
+        self.buffer.len() - self.taken
+    }
+}
+
+/// What a preamble says.
+struct Head {
+    tag: u8,
+    sealed: bool,
+    length: usize,
+}
+
+impl Head {
+    fn parse(bytes: &[u8; PREAMBLE_BYTES], limit: u32) -> Result<Head, Malformed> {
+        let [m0, m1, tag, flags, l0, l1, l2, l3, c0, c1, c2, c3] = *bytes;
+        check_start(&[m0, m1])?;
+        if crc32c::crc32c(&bytes[..8]) != u32::from_le_bytes([c0, c1, c2, c3]) {
+            return Err(Malformed::Checksum { part: "preamble" });
+        }
+        if flags & !FLAG_SEALED != 0 {
+            return Err(Malformed::Flags { flags });
+        }
+        let length = u32::from_le_bytes([l0, l1, l2, l3]);
+        if length > limit {
+            return Err(Malformed::FrameTooLong { length, limit });
+        }
+        Ok(Head { tag, sealed: flags & FLAG_SEALED != 0, length: length as usize })
+    }
+}
+
+/// Nonsense is told from a frame by its first byte, not only by its twelfth.
+fn check_start(bytes: &[u8]) -> Result<(), Malformed> {
+    let length = bytes.len().min(FRAME_MAGIC.len());
+    if bytes[..length] == FRAME_MAGIC[..length] {
+        return Ok(());
+    }
+    Err(Malformed::FrameMagic)
+}
+
+/// The longest payload of a session, in bytes. The longest message is a status that lists
+/// [`crate::control::MAX_REPLICAS`] replicas; `control.rs` asserts at compile time that it fits. A connection's receive
+/// buffer is bounded by this and one read.
+pub const MAX_PAYLOAD_BYTES: u32 = 256 * 1024;
+
+/// The longest payload of the handshake, in bytes: the challenge has 54, and may grow in later versions. This bounds what
+/// somebody who has proved nothing can make us hold.
+pub const MAX_HANDSHAKE_PAYLOAD_BYTES: u32 = 256;
+
+/// Bytes before a payload.
+pub const PREAMBLE_BYTES: usize = 12;
+
+/// Bytes of a seal.
+pub const SEAL_BYTES: usize = 16;
+
+/// Bytes of the payload's checksum.
+const CHECKSUM_BYTES: usize = 4;
+
+/// Where a frame begins.
+const FRAME_MAGIC: [u8; 2] = *b"Rm";
+
+/// A seal follows the payload's checksum.
+const FLAG_SEALED: u8 = 1;
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+    use proptest::prelude::*;
+
+    fn encoded(frame: &Frame) -> Vec<u8> {
+        let mut out = Vec::new();
+        frame.encode(&mut out);
+        out
+    }
+
+    fn frames() -> impl Strategy<Value = Frame> {
+        let payload = proptest::collection::vec(any::<u8>(), 0..300);
+        (any::<u8>(), payload, any::<Option<Seal>>()).prop_map(|(tag, payload, seal)| Frame { tag, payload, seal })
+    }
+
+    proptest! {
+        #[test]
+        fn frames_survive_any_cutting_of_their_bytes(
+            sent in proptest::collection::vec(frames(), 0..8),
+            piece in 1usize..50,
+        ) {
+            let bytes: Vec<u8> = sent.iter().flat_map(encoded).collect();
+            let mut decoder = Decoder::new(300);
+            let mut received = Vec::new();
+            for piece in bytes.chunks(piece) {
+                decoder.feed(piece);
+                while let Some(frame) = decoder.next_frame().unwrap() {
+                    received.push(frame);
+                }
+            }
+            prop_assert_eq!(received, sent);
+            prop_assert_eq!(decoder.buffered(), 0);
+        }
+
+        #[test]
+        fn a_changed_byte_is_never_taken_for_the_frame(frame in frames(), at in any::<prop::sample::Index>(), change in 1u8..) {
+            let mut bytes = encoded(&frame);
+            let at = at.index(bytes.len());
+            bytes[at] ^= change;
+            let mut decoder = Decoder::new(300);
+            decoder.feed(&bytes);
+            let sealed_part = frame.seal.is_some() && at >= bytes.len() - SEAL_BYTES;
+            match decoder.next_frame() {
+                Err(_) => prop_assert!(!sealed_part),
+                Ok(None) => prop_assert!(false, "a damaged frame is waited for"),
+                Ok(Some(seen)) => prop_assert!(sealed_part && seen != frame),
+            }
+        }
+
+        #[test]
+        fn any_bytes_are_frames_or_an_error(bytes in proptest::collection::vec(any::<u8>(), 0..600)) {
+            crate::fuzzing::frames(&bytes);
+        }
+    }
+
+    #[test]
+    fn a_frame_cut_short_anywhere_is_waited_for() {
+        let frame = Frame { tag: 7, payload: b"content".to_vec(), seal: Some([9; SEAL_BYTES]) };
+        let bytes = encoded(&frame);
+        for length in 0..bytes.len() {
+            let mut decoder = Decoder::new(300);
+            decoder.feed(&bytes[..length]);
+            assert_eq!(decoder.next_frame().unwrap(), None, "{length} bytes");
+            decoder.feed(&bytes[length..]);
+            assert_eq!(decoder.next_frame().unwrap().as_ref(), Some(&frame));
+        }
+    }
+
+    #[test]
+    fn an_oversize_frame_is_refused_by_its_preamble_alone() {
+        let bytes = encoded(&Frame::plain(1, vec![0; 11]));
+        let mut decoder = Decoder::new(10);
+        decoder.feed(&bytes[..PREAMBLE_BYTES]);
+        let found = decoder.next_frame().unwrap_err();
+        assert_eq!(found, Malformed::FrameTooLong { length: 11, limit: 10 });
+    }
+
+    #[test]
+    fn unknown_flags_are_refused() {
+        let mut bytes = encoded(&Frame::plain(1, Vec::new()));
+        bytes[3] = 2;
+        let checksum = crc32c::crc32c(&bytes[..8]).to_le_bytes();
+        bytes[8..12].copy_from_slice(&checksum);
+        let mut decoder = Decoder::new(10);
+        decoder.feed(&bytes);
+        assert_eq!(decoder.next_frame().unwrap_err(), Malformed::Flags { flags: 2 });
+    }
+
+    #[test]
+    fn the_first_wrong_byte_is_enough() {
+        let mut decoder = Decoder::new(10);
+        decoder.feed(b"H");
+        assert_eq!(decoder.next_frame().unwrap_err(), Malformed::FrameMagic);
+    }
+
+    #[test]
+    fn memory_follows_what_arrived_not_what_was_announced() {
+        let bytes = encoded(&Frame::plain(1, vec![0; MAX_PAYLOAD_BYTES as usize]));
+        let mut decoder = Decoder::new(MAX_PAYLOAD_BYTES);
+        decoder.feed(&bytes[..100]);
+        assert_eq!(decoder.next_frame().unwrap(), None);
+        assert!(decoder.buffer.capacity() < 1000);
+    }
+}

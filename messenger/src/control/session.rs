@@ -1,0 +1,735 @@
+//! One session between two agents, as pure machines: bytes, random numbers and the time go in; bytes and decisions come out.
+//! [`crate::control::connection`] feeds them from a socket, the tests from vectors.
+//!
+//! ```text
+//!     client                                 server
+//!   ┌───────────────┐  MAGIC + Hello      ┌────────────┐
+//!   │ WantChallenge ├────────────────────▶│ WantHello  │    a stranger gets no further than this, and no answer
+//!   └──────┬────────┘  MAGIC + Challenge  └─────┬──────┘
+//!          │◀───────────────────────────────────┤
+//!   ┌──────▼────────┐  Proof              ┌─────▼──────┐
+//!   │ WantAnswer    ├────────────────────▶│ WantProof  │    who does not hold the token gets no further than this
+//!   └──────┬────────┘  Proof              └─────┬──────┘
+//!          │◀───────────────────────────────────┤
+//!   ┌──────▼────────┐                     ┌─────▼──────┐
+//!   │ Established   │◀═══ sealed frames ═▶│ Established│
+//!   └───────────────┘                     └────────────┘
+//! ```
+//!
+//! What holds:
+//!
+//! - Each proof is an HMAC over a role's label and *every* byte of both directions so far. So a changed version, feature,
+//!   nonce or session number makes the proofs fail, a proof is good for one conversation only (both nonces are in it), and a
+//!   proof sent back to its maker is worthless (the labels differ).
+//! - The client proves itself first: a source says nothing that depends on the token to somebody who has not.
+//! - The session's key depends on the token and the whole handshake, both proofs included. No part of it crosses the wire.
+//! - Each direction has a key of its own, and each frame a number that is counted, not sent: a frame that was altered,
+//!   repeated, left out, put in or sent back does not bear the seal that is expected next, and that ends the session.
+//! - A server that gives up says at most one word (`Refuse` and a code), and that word is not believed beyond an error's text.
+//!
+//! What this is not: encryption. See `docs/protocol.md`.
+
+use std::fmt;
+use std::ops::Deref;
+use std::time::{Duration, Instant};
+
+use hmac::{Hmac, Mac};
+use sha2::Sha256;
+
+use crate::control::codec::{Codec, Reader, record};
+use crate::control::error::{Fault, Malformed, TooLarge};
+use crate::control::frame::{self, Decoder, Frame, MAX_HANDSHAKE_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES, SEAL_BYTES, Seal};
+use crate::control::stranger;
+use crate::control::token::Token;
+
+/// The first bytes of every control connection, in both directions. One port can so serve control and data lanes.
+///
+/// The line end is there for strangers: a Redis or an HTTP server that we were pointed at by mistake takes this for a line,
+/// answers at once that it does not know it, and can be named in the error instead of a time-out.
+pub const MAGIC: [u8; 8] = *b"REMORA\r\n";
+
+/// Which end of the conversation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Role {
+    /// Who connected: a replica's agent, or `remora status`.
+    Client,
+    /// Who listened: a source's agent.
+    Server,
+}
+
+impl Role {
+    /// The other end.
+    pub fn peer(self) -> Role {
+        match self {
+            Role::Client => Role::Server,
+            Role::Server => Role::Client,
+        }
+    }
+
+    fn noun(self) -> &'static str {
+        match self {
+            Role::Client => "replica",
+            Role::Server => "source",
+        }
+    }
+}
+
+/// A range of protocol versions, both ends included.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Versions {
+    /// The oldest one spoken.
+    pub oldest: u16,
+    /// The newest one spoken.
+    pub newest: u16,
+}
+
+impl Versions {
+    /// The message layer ([`crate::frame`]): what the messenger speaks behind the greeting.
+    pub const LAYER: Versions = Versions { oldest: 2, newest: 2 };
+    /// The agents' own frames. [`crate::control`] lists what each version brought.
+    pub const OURS: Versions = Versions { oldest: 1, newest: 1 };
+
+    /// The newest version that both speak.
+    pub fn common(self, other: Versions) -> Option<u16> {
+        let newest = self.newest.min(other.newest);
+        (newest >= self.oldest.max(other.oldest)).then_some(newest)
+    }
+}
+
+impl fmt::Display for Versions {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.oldest == self.newest {
+            true => write!(to, "{}", self.newest),
+            false => write!(to, "{} to {}", self.oldest, self.newest),
+        }
+    }
+}
+
+/// What an end brings into a handshake.
+#[derive(Debug, Clone)]
+pub struct Opening {
+    /// The versions it speaks; [`Versions::OURS`] but for tests.
+    pub versions: Versions,
+    /// Optional abilities, one bit each. Version 1 defines none; both ends may use those that both have.
+    pub features: u64,
+    /// Fresh random bytes: they make each handshake one of a kind.
+    pub nonce: [u8; 32],
+}
+
+/// The handshake of either end. `T` is how it holds the token: by reference, or shared.
+///
+/// Feed it ([`Handshake::handle_input`]), send what it has to say ([`Handshake::take_output`], also after an error: it may
+/// hold a last word), ask whether it is through ([`Handshake::poll_established`]), and tell it when its deadline has passed.
+pub struct Handshake<T> {
+    token: T,
+    role: Role,
+    opening: Opening,
+    state: State,
+    /// How many bytes of the peer's [`MAGIC`] have been seen, all of them right.
+    greeted: usize,
+    decoder: Decoder,
+    /// Every byte of both directions so far, in the order in which they were said.
+    transcript: Vec<u8>,
+    output: Vec<u8>,
+    deadline: Instant,
+    limit: Duration,
+}
+
+enum State {
+    /// Client: has said hello.
+    WantChallenge,
+    /// Client: has proved itself.
+    WantAnswer(Agreed),
+    /// Server: knows nothing yet. The number is what the session will be called.
+    WantHello(u64),
+    /// Server: has challenged.
+    WantProof(Agreed),
+    Done(Box<Established>),
+    /// Given out, or failed.
+    Over,
+}
+
+/// What the two ends have settled.
+#[derive(Clone, Copy)]
+struct Agreed {
+    version: u16,
+    features: u64,
+    session: u64,
+}
+
+impl<T: Deref<Target = Token>> Handshake<T> {
+    /// The end that connects and speaks first.
+    pub fn client(token: T, opening: Opening, now: Instant, limit: Duration) -> Self {
+        let mut this = Handshake::new(token, Role::Client, opening, now, limit);
+        let hello = Hello {
+            oldest: this.opening.versions.oldest,
+            newest: this.opening.versions.newest,
+            features: this.opening.features,
+            nonce: this.opening.nonce,
+        };
+        this.say_magic();
+        this.say(HELLO, payload(|out| Hello::put(&hello, out)));
+        this
+    }
+
+    /// The end that was connected to. It will call the session by that number.
+    pub fn server(token: T, opening: Opening, session: u64, now: Instant, limit: Duration) -> Self {
+        let mut this = Handshake::new(token, Role::Server, opening, now, limit);
+        this.state = State::WantHello(session);
+        this
+    }
+
+    fn new(token: T, role: Role, opening: Opening, now: Instant, limit: Duration) -> Handshake<T> {
+        Handshake {
+            token,
+            role,
+            opening,
+            state: State::WantChallenge,
+            greeted: 0,
+            decoder: Decoder::new(MAX_HANDSHAKE_PAYLOAD_BYTES),
+            transcript: Vec::new(),
+            output: Vec::new(),
+            deadline: now + limit,
+            limit,
+        }
+    }
+
+    /// Takes received bytes.
+    ///
+    /// # Errors
+    /// The handshake has failed: send what [`Handshake::take_output`] still gives, and close.
+    pub fn handle_input(&mut self, bytes: &[u8]) -> Result<(), Fault> {
+        let outcome = self.read(bytes);
+        if let Err(fault) = &outcome {
+            self.state = State::Over;
+            self.say_last_word(fault);
+        }
+        outcome
+    }
+
+    /// Tells the time once [`Handshake::deadline`] may have passed.
+    ///
+    /// # Errors
+    /// [`Fault::TimedOut`]: it has, and the handshake is not through.
+    pub fn handle_timeout(&mut self, now: Instant) -> Result<(), Fault> {
+        if now < self.deadline || matches!(self.state, State::Done(_)) {
+            return Ok(());
+        }
+        self.state = State::Over;
+        Err(Fault::TimedOut { doing: "the greeting", limit: self.limit })
+    }
+
+    /// When the handshake must be through, however often the peer sends something.
+    pub fn deadline(&self) -> Instant {
+        self.deadline
+    }
+
+    /// What is to be sent now; empty if nothing.
+    pub fn take_output(&mut self) -> Vec<u8> {
+        std::mem::take(&mut self.output)
+    }
+
+    /// The session, once, as soon as both proofs hold. Send the output first: it may be the proof that the peer waits for.
+    pub fn poll_established(&mut self) -> Option<Established> {
+        match std::mem::replace(&mut self.state, State::Over) {
+            State::Done(established) => Some(*established),
+            state => {
+                self.state = state;
+                None
+            }
+        }
+    }
+
+    /// Received bytes held that belong to no frame yet.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(crate) fn held(&self) -> usize {
+        self.decoder.buffered()
+    }
+
+    fn read(&mut self, bytes: &[u8]) -> Result<(), Fault> {
+        let rest = self.read_magic(bytes)?;
+        self.decoder.feed(rest);
+        // Once the session stands, what follows is sealed and is not ours to take.
+        while !matches!(self.state, State::Done(_) | State::Over) {
+            let Some(frame) = self.decoder.next_frame()? else {
+                break;
+            };
+            self.read_frame(&frame)?;
+        }
+        Ok(())
+    }
+
+    /// Compares what has come with the magic, and gives what is behind it.
+    fn read_magic<'b>(&mut self, bytes: &'b [u8]) -> Result<&'b [u8], Fault> {
+        let wanted = &MAGIC[self.greeted..];
+        let length = wanted.len().min(bytes.len());
+        if bytes[..length] != wanted[..length] {
+            let begun = [&MAGIC[..self.greeted], bytes].concat();
+            return Err(Fault::NotRemora { looks_like: stranger::looks_like(&begun) });
+        }
+        self.greeted += length;
+        if length > 0 && self.greeted == MAGIC.len() {
+            self.transcript.extend_from_slice(&MAGIC);
+        }
+        Ok(&bytes[length..])
+    }
+
+    fn read_frame(&mut self, frame: &Frame) -> Result<(), Fault> {
+        if frame.seal.is_some() {
+            return Err(Malformed::Flags { flags: frame.preamble()[3] }.into());
+        }
+        match (&self.state, frame.tag) {
+            (State::WantHello(session), HELLO) => self.read_hello(frame, *session),
+            (State::WantChallenge, CHALLENGE) => self.read_challenge(frame),
+            (State::WantProof(agreed), PROOF) => self.read_client_proof(frame, *agreed),
+            (State::WantAnswer(agreed), PROOF) => self.read_server_proof(frame, *agreed),
+            (State::WantChallenge | State::WantAnswer(_), REFUSE) => Err(self.read_refusal(frame)),
+            (_, tag) => Err(Fault::OutOfTurn { what: format!("a frame of the kind {tag:#04x}") }),
+        }
+    }
+
+    fn read_hello(&mut self, frame: &Frame, session: u64) -> Result<(), Fault> {
+        let hello = Hello::take(&mut Reader::new(&frame.payload))?; // later versions may say more behind it
+        let ours = self.opening.versions;
+        let version = agree(ours, versions(hello.oldest, hello.newest)?)?;
+        self.heard(frame);
+        self.say_magic();
+        let challenge = Challenge {
+            version,
+            oldest: ours.oldest,
+            newest: ours.newest,
+            features: self.opening.features,
+            nonce: self.opening.nonce,
+            session,
+        };
+        self.say(CHALLENGE, payload(|out| Challenge::put(&challenge, out)));
+        self.state = State::WantProof(Agreed { version, features: hello.features & self.opening.features, session });
+        Ok(())
+    }
+
+    fn read_challenge(&mut self, frame: &Frame) -> Result<(), Fault> {
+        let challenge = Challenge::take(&mut Reader::new(&frame.payload))?;
+        let theirs = versions(challenge.oldest, challenge.newest)?;
+        let version = agree(self.opening.versions, theirs)?;
+        if version != challenge.version {
+            let what = "a version that is not the newest common one";
+            return Err(Malformed::Handshake { what }.into());
+        }
+        self.heard(frame);
+        self.say_proof();
+        self.state = State::WantAnswer(Agreed {
+            version,
+            features: challenge.features & self.opening.features,
+            session: challenge.session,
+        });
+        Ok(())
+    }
+
+    fn read_client_proof(&mut self, frame: &Frame, agreed: Agreed) -> Result<(), Fault> {
+        self.check_proof(frame)?;
+        self.say_proof();
+        self.establish(agreed);
+        Ok(())
+    }
+
+    fn read_server_proof(&mut self, frame: &Frame, agreed: Agreed) -> Result<(), Fault> {
+        self.check_proof(frame)?;
+        self.establish(agreed);
+        Ok(())
+    }
+
+    fn check_proof(&mut self, frame: &Frame) -> Result<(), Fault> {
+        self.proof_of(self.role.peer())
+            .verify_slice(&frame.payload) // in a time that does not depend on the bytes
+            .map_err(|_| Fault::WrongToken { peer: self.role.peer().noun(), said_by_peer: false })?;
+        self.heard(frame);
+        Ok(())
+    }
+
+    fn say_proof(&mut self) {
+        let proof = self.proof_of(self.role).finalize().into_bytes();
+        self.say(PROOF, proof.to_vec());
+    }
+
+    /// The proof that the end of that role gives of holding the token, over everything said so far.
+    fn proof_of(&self, role: Role) -> Hmac<Sha256> {
+        let label = match role {
+            Role::Client => LABEL_CLIENT_PROOF,
+            Role::Server => LABEL_SERVER_PROOF,
+        };
+        keyed(self.token.bytes(), &[label, &self.transcript])
+    }
+
+    fn establish(&mut self, agreed: Agreed) {
+        let key = keyed(self.token.bytes(), &[LABEL_SESSION_KEY, &self.transcript]);
+        let key: [u8; 32] = key.finalize().into_bytes().into();
+        let mut decoder = std::mem::replace(&mut self.decoder, Decoder::new(0));
+        decoder.set_limit(MAX_PAYLOAD_BYTES);
+        self.state = State::Done(Box::new(Established {
+            role: self.role,
+            session: agreed.session,
+            version: agreed.version,
+            features: agreed.features,
+            key,
+            sealer: Sealer { seals: Seals::new(&key, self.role) },
+            opener: Opener { seals: Seals::new(&key, self.role.peer()), decoder, failed: None },
+        }));
+    }
+
+    /// The peer will not. Anybody could have sent this: it makes the error's text and decides nothing else.
+    fn read_refusal(&self, frame: &Frame) -> Fault {
+        let refusal = match Refusal::take(&mut Reader::new(&frame.payload)) {
+            Ok(refusal) => refusal,
+            Err(malformed) => return malformed.into(),
+        };
+        match refusal.code {
+            REFUSE_VERSION => Fault::NoCommonVersion {
+                theirs: Versions { oldest: refusal.oldest, newest: refusal.newest },
+                ours: self.opening.versions,
+            },
+            REFUSE_TOKEN => Fault::WrongToken { peer: Role::Server.noun(), said_by_peer: true },
+            REFUSE_BUSY => Fault::Busy,
+            value => Malformed::Code { what: "refusal", value }.into(),
+        }
+    }
+
+    /// A server tells the client what its operator can mend, and meets anything else with silence. A client that fails just
+    /// goes: by then the server has either refused it already or is not to be trusted.
+    fn say_last_word(&mut self, fault: &Fault) {
+        let code = match (self.role, fault) {
+            (Role::Server, Fault::NoCommonVersion { .. }) => REFUSE_VERSION,
+            (Role::Server, Fault::WrongToken { .. }) => REFUSE_TOKEN,
+            _ => return,
+        };
+        if code == REFUSE_VERSION {
+            self.say_magic(); // the client has not been greeted yet
+        }
+        self.say(REFUSE, refusal(code, self.opening.versions));
+    }
+
+    fn say_magic(&mut self) {
+        self.output.extend_from_slice(&MAGIC);
+        self.transcript.extend_from_slice(&MAGIC);
+    }
+
+    fn say(&mut self, tag: u8, payload: Vec<u8>) {
+        let start = self.output.len();
+        Frame::plain(tag, payload).encode(&mut self.output);
+        self.transcript.extend_from_slice(&self.output[start..]);
+    }
+
+    fn heard(&mut self, frame: &Frame) {
+        frame.encode(&mut self.transcript);
+    }
+}
+
+/// A session between two ends that have proved themselves.
+pub struct Established {
+    role: Role,
+    session: u64,
+    version: u16,
+    features: u64,
+    key: [u8; 32],
+    /// Seals what we send.
+    pub sealer: Sealer,
+    /// Opens what we receive; it holds what came behind the handshake already.
+    pub opener: Opener,
+}
+
+impl Established {
+    /// Which end we are.
+    pub fn role(&self) -> Role {
+        self.role
+    }
+
+    /// The session's number, the same at both ends.
+    pub fn session(&self) -> u64 {
+        self.session
+    }
+
+    /// The version that both ends speak from now on.
+    pub fn version(&self) -> u16 {
+        self.version
+    }
+
+    /// The features that both ends have.
+    pub fn features(&self) -> u64 {
+        self.features
+    }
+
+    /// Bytes that came behind the handshake already.
+    pub fn take_rest(&mut self) -> Vec<u8> {
+        self.opener.decoder.take_rest()
+    }
+
+    /// The session's key, the same at both ends and known to nobody else. Hand on what [`derive()`] makes of it, never itself.
+    pub fn key(&self) -> [u8; 32] {
+        self.key
+    }
+}
+
+impl fmt::Debug for Established {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        to.debug_struct("Established")
+            .field("role", &self.role)
+            .field("session", &self.session)
+            .field("version", &self.version)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Puts our frames on the wire, each with its seal.
+pub struct Sealer {
+    seals: Seals,
+}
+
+impl Sealer {
+    /// Appends the next frame.
+    pub fn seal(&mut self, tag: u8, payload: Vec<u8>, out: &mut Vec<u8>) {
+        let preamble = frame::preamble(tag, true, &payload);
+        let seal = self.seals.next(&preamble, &payload).finalize().into_bytes();
+        let mut short: Seal = [0; SEAL_BYTES];
+        short.copy_from_slice(&seal[..SEAL_BYTES]);
+        self.seals.sequence += 1;
+        let frame = Frame { tag, payload, seal: Some(short) };
+        frame.encode(out);
+    }
+}
+
+/// Takes the peer's frames off the wire, if their seals hold.
+pub struct Opener {
+    seals: Seals,
+    decoder: Decoder,
+    failed: Option<Fault>,
+}
+
+impl Opener {
+    /// Takes received bytes. Take all frames before the next call.
+    pub fn feed(&mut self, bytes: &[u8]) {
+        self.decoder.feed(bytes);
+    }
+
+    /// The tag and payload of the next frame, or `None` while it is not all here.
+    ///
+    /// # Errors
+    /// [`Fault::Garbled`], [`Fault::Forged`]: the session is over, and every later call says the same.
+    pub fn next_frame(&mut self) -> Result<Option<(u8, Vec<u8>)>, Fault> {
+        if let Some(fault) = &self.failed {
+            return Err(fault.clone());
+        }
+        let outcome = self.open();
+        self.failed = outcome.as_ref().err().cloned();
+        outcome
+    }
+
+    /// Bytes held that make no whole frame yet.
+    pub fn buffered(&self) -> usize {
+        self.decoder.buffered()
+    }
+
+    fn open(&mut self) -> Result<Option<(u8, Vec<u8>)>, Fault> {
+        let Some(frame) = self.decoder.next_frame()? else {
+            return Ok(None);
+        };
+        let sequence = self.seals.sequence;
+        let seal = frame.seal.unwrap_or_default(); // a frame without a seal is one with a wrong seal
+        let wanted = self.seals.next(&frame.preamble(), &frame.payload);
+        wanted
+            .verify_truncated_left(&seal) // in a time that does not depend on the bytes
+            .map_err(|_| Fault::Forged { sequence })?;
+        self.seals.sequence += 1;
+        Ok(Some((frame.tag, frame.payload)))
+    }
+}
+
+/// The seals of one direction.
+struct Seals {
+    /// Keyed once; each frame's seal starts from a copy.
+    key: Hmac<Sha256>,
+    direction: u8,
+    sequence: u64,
+}
+
+impl Seals {
+    /// The seals of what `sender` sends.
+    fn new(session_key: &[u8; 32], sender: Role) -> Seals {
+        let (direction, label) = match sender {
+            Role::Client => (0, LABEL_CLIENT_SEALS),
+            Role::Server => (1, LABEL_SERVER_SEALS),
+        };
+        Seals { key: keyed(&derive(session_key, label), &[]), direction, sequence: 0 }
+    }
+
+    /// The seal, yet to be finished, that the next frame must bear.
+    fn next(&self, preamble: &[u8], payload: &[u8]) -> Hmac<Sha256> {
+        let mut seal = self.key.clone();
+        seal.update(&[self.direction]);
+        seal.update(&self.sequence.to_le_bytes());
+        seal.update(preamble); // tells the length: what follows cannot be cut in another way
+        seal.update(payload);
+        seal
+    }
+}
+
+/// Another key out of the session's: whoever has it learns nothing of the session's key, nor of one with another label.
+pub fn derive(session_key: &[u8; 32], label: &[u8]) -> [u8; 32] {
+    keyed(session_key, &[LABEL_DERIVE, label]).finalize().into_bytes().into()
+}
+
+/// When to send a heart-beat: one clock for what we send.
+#[derive(Debug, Clone)]
+pub struct HeartbeatClock {
+    every: Duration,
+    last_sent: Instant,
+}
+
+impl HeartbeatClock {
+    /// A clock that wants something sent at least that often.
+    pub fn new(every: Duration, now: Instant) -> HeartbeatClock {
+        HeartbeatClock { every, last_sent: now }
+    }
+
+    /// Something was sent, a heart-beat or anything else.
+    pub fn sent(&mut self, now: Instant) {
+        self.last_sent = now;
+    }
+
+    /// When a heart-beat is due if nothing is sent before.
+    pub fn next(&self) -> Instant {
+        self.last_sent + self.every
+    }
+
+    /// Whether it is due now.
+    pub fn is_due(&self, now: Instant) -> bool {
+        now >= self.next()
+    }
+}
+
+/// When to give the peer up: one clock for what we hear.
+#[derive(Debug, Clone)]
+pub struct SilenceClock {
+    limit: Duration,
+    last_heard: Instant,
+}
+
+impl SilenceClock {
+    /// A clock that allows that much silence.
+    pub fn new(limit: Duration, now: Instant) -> SilenceClock {
+        SilenceClock { limit, last_heard: now }
+    }
+
+    /// A whole frame came, its seal good. Single bytes do not count: anybody can send those.
+    pub fn heard(&mut self, now: Instant) {
+        self.last_heard = now;
+    }
+
+    /// When the silence becomes too long.
+    pub fn deadline(&self) -> Instant {
+        self.last_heard + self.limit
+    }
+
+    /// # Errors
+    /// [`Fault::PeerSilent`]: the silence is too long.
+    pub fn check(&self, now: Instant) -> Result<(), Fault> {
+        if now < self.deadline() {
+            return Ok(());
+        }
+        Err(Fault::PeerSilent { limit: self.limit })
+    }
+}
+
+/// What a server says to a connection that it has no room for, instead of reading it.
+pub fn busy() -> Vec<u8> {
+    let mut out = MAGIC.to_vec();
+    Frame::plain(REFUSE, refusal(REFUSE_BUSY, Versions::OURS)).encode(&mut out);
+    out
+}
+
+/// The client's first frame. Its layout is the same in all versions, but may grow at its end.
+struct Hello {
+    oldest: u16,
+    newest: u16,
+    features: u64,
+    nonce: [u8; 32],
+}
+
+record!(Hello { oldest: u16, newest: u16, features: u64, nonce: [u8; 32] });
+
+/// The server's first frame. Its layout is the same in all versions, but may grow at its end.
+struct Challenge {
+    version: u16,
+    oldest: u16,
+    newest: u16,
+    features: u64,
+    nonce: [u8; 32],
+    session: u64,
+}
+
+record!(Challenge { version: u16, oldest: u16, newest: u16, features: u64, nonce: [u8; 32], session: u64 });
+
+/// The last frame of an end that gives up, with the versions it speaks.
+struct Refusal {
+    code: u8,
+    oldest: u16,
+    newest: u16,
+}
+
+record!(Refusal { code: u8, oldest: u16, newest: u16 });
+
+// What a handshake's frames hold, they can carry.
+const _: () = {
+    let most = MAX_HANDSHAKE_PAYLOAD_BYTES as usize;
+    assert!(Hello::MOST <= most);
+    assert!(Challenge::MOST <= most);
+    assert!(Refusal::MOST <= most);
+};
+
+fn refusal(code: u8, versions: Versions) -> Vec<u8> {
+    let refusal = Refusal { code, oldest: versions.oldest, newest: versions.newest };
+    payload(|out| Refusal::put(&refusal, out))
+}
+
+fn payload(put: impl FnOnce(&mut Vec<u8>) -> Result<(), TooLarge>) -> Vec<u8> {
+    let mut out = Vec::new();
+    put(&mut out).expect("the handshake's frames have fixed sizes only, which fit");
+    out
+}
+
+fn versions(oldest: u16, newest: u16) -> Result<Versions, Malformed> {
+    if oldest > newest {
+        let what = "an oldest version that is newer than the newest";
+        return Err(Malformed::Handshake { what });
+    }
+    Ok(Versions { oldest, newest })
+}
+
+fn agree(ours: Versions, theirs: Versions) -> Result<u16, Fault> {
+    ours.common(theirs).ok_or(Fault::NoCommonVersion { theirs, ours })
+}
+
+fn keyed(key: &[u8], parts: &[&[u8]]) -> Hmac<Sha256> {
+    let mut hmac = <Hmac<Sha256> as Mac>::new_from_slice(key).expect("HMAC takes keys of any length");
+    parts.iter().for_each(|part| hmac.update(part));
+    hmac
+}
+
+const HELLO: u8 = 0x01;
+const CHALLENGE: u8 = 0x02;
+const PROOF: u8 = 0x03;
+const REFUSE: u8 = 0x04;
+
+const REFUSE_VERSION: u8 = 1;
+const REFUSE_TOKEN: u8 = 2;
+const REFUSE_BUSY: u8 = 3;
+
+// What an HMAC is for, as its first bytes. Each ends with the only zero byte in it, so that none begins another, and no two
+// purposes can ever be given the same input.
+const LABEL_CLIENT_PROOF: &[u8] = b"remora control: client proof\0";
+const LABEL_SERVER_PROOF: &[u8] = b"remora control: server proof\0";
+const LABEL_SESSION_KEY: &[u8] = b"remora control: session key\0";
+const LABEL_DERIVE: &[u8] = b"remora control: derived key\0";
+const LABEL_CLIENT_SEALS: &[u8] = b"seals of the client";
+const LABEL_SERVER_SEALS: &[u8] = b"seals of the server";
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,62 @@
+//! Which session an OPEN means. Shared by the workers of a messenger, and asked once per link, never per message.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+
+use crate::connection::Connection;
+use crate::signal::{Entity, Open};
+
+/// The names by which sessions are found.
+#[derive(Default)]
+pub(crate) struct Registry {
+    sessions: usize,
+    names: HashMap<Name, Connection>,
+}
+
+/// How somebody can mean a session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Name {
+    /// By our own cookie: whoever has been told it.
+    Ours(u64),
+    /// By the peer's: who calls again because it never heard our answer.
+    Theirs(Entity, u64),
+    /// By where the peer listens: two peers that call each other.
+    Address(SocketAddr),
+}
+
+impl Registry {
+    /// The session that an OPEN means.
+    pub(crate) fn find(&self, open: &Open) -> Option<&Connection> {
+        if let Some(to) = open.to {
+            return self.names.get(&Name::Ours(to.id));
+        }
+        let by_cookie = self.names.get(&Name::Theirs(open.entity, open.from.id));
+        by_cookie.or_else(|| self.names.get(&Name::Address(open.address?)))
+    }
+
+    /// The session with whoever listens there.
+    pub(crate) fn with_peer_at(&self, address: SocketAddr) -> Option<&Connection> {
+        self.names.get(&Name::Address(address))
+    }
+
+    /// Gives a session a name; the later one keeps it.
+    pub(crate) fn enter(&mut self, name: Name, connection: &Connection) {
+        let before = self.names.insert(name, connection.clone());
+        self.sessions += usize::from(before.is_none() && matches!(name, Name::Ours(_)));
+    }
+
+    /// Forgets names, where they still mean that session.
+    pub(crate) fn leave(&mut self, names: &[Name], connection: &Connection) {
+        for name in names {
+            if self.names.get(name) == Some(connection) {
+                self.names.remove(name);
+                self.sessions -= usize::from(matches!(name, Name::Ours(_)));
+            }
+        }
+    }
+
+    /// How many sessions there are.
+    pub(crate) fn sessions(&self) -> usize {
+        self.sessions
+    }
+}

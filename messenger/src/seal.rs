@@ -1,0 +1,77 @@
+//! Seals: a keyed hash at the end of each frame, over its direction, its number and all its bytes. A checksum finds accidents;
+//! only a seal finds intent. How both ends come by the key is the greeting's business ([`crate::control::session`]).
+
+use hmac::{Hmac, Mac};
+use sha2::Sha256;
+
+use crate::control::session::{Role, derive};
+use crate::frame::{BODIES, Malformed};
+
+/// A truncated HMAC-SHA256. Sixteen bytes: 2^-128 for one guess, and a wrong guess ends the connection.
+pub type Seal = [u8; SEAL_BYTES];
+
+/// The seals of one direction of one connection, in order.
+pub struct Seals {
+    /// Keyed once; each frame's seal starts from a copy.
+    key: Hmac<Sha256>,
+    direction: u8,
+    sequence: u64,
+}
+
+impl Seals {
+    /// The seals of what `sender` sends, for a key that only the two ends know.
+    pub fn new(session_key: &[u8; 32], sender: Role) -> Seals {
+        let (direction, label) = match sender {
+            Role::Client => (0, LABEL_CLIENT),
+            Role::Server => (1, LABEL_SERVER),
+        };
+        let key =
+            <Hmac<Sha256> as Mac>::new_from_slice(&derive(session_key, label)).expect("HMAC takes keys of any length");
+        Seals { key, direction, sequence: 0 }
+    }
+
+    /// The next frame's seal.
+    pub fn next(&mut self, preamble: &[u8], head: &[u8], bodies: [&[u8]; BODIES]) -> Seal {
+        let whole = self.hash(preamble, head, bodies).finalize().into_bytes();
+        let mut seal = [0; SEAL_BYTES];
+        seal.copy_from_slice(&whole[..SEAL_BYTES]);
+        self.sequence += 1;
+        seal
+    }
+
+    /// Whether `seal` is the one that the next frame must bear; in a time that does not depend on the bytes.
+    ///
+    /// # Errors
+    /// [`Malformed::Forged`].
+    pub fn check(
+        &mut self,
+        seal: &[u8],
+        preamble: &[u8],
+        head: &[u8],
+        bodies: [&[u8]; BODIES],
+    ) -> Result<(), Malformed> {
+        let forged = Malformed::Forged { sequence: self.sequence };
+        if seal.len() != SEAL_BYTES {
+            return Err(forged);
+        }
+        self.hash(preamble, head, bodies).verify_truncated_left(seal).map_err(|_| forged)?;
+        self.sequence += 1;
+        Ok(())
+    }
+
+    fn hash(&self, preamble: &[u8], head: &[u8], bodies: [&[u8]; BODIES]) -> Hmac<Sha256> {
+        let mut hash = self.key.clone();
+        hash.update(&[self.direction]);
+        hash.update(&self.sequence.to_le_bytes());
+        hash.update(preamble); // tells all lengths: what follows cannot be cut in another way
+        hash.update(head);
+        bodies.iter().for_each(|body| hash.update(body));
+        hash
+    }
+}
+
+/// Bytes of a seal.
+pub const SEAL_BYTES: usize = 16;
+
+const LABEL_CLIENT: &[u8] = b"message seals of the client";
+const LABEL_SERVER: &[u8] = b"message seals of the server";

@@ -1,0 +1,142 @@
+//! The transports, as a worker sees them: something that can be polled, sent to and received from in vectors, without waiting.
+//!
+//! | address | stack | what it is |
+//! |---|---|---|
+//! | `tcp:HOST:PORT` | [`posix`] | a TCP socket |
+//! | `shm:PATH` | [`shm`] | two rings in shared memory, and a unix socket as their bell |
+
+pub mod posix;
+pub mod shm;
+
+use std::fmt;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::net::SocketAddr;
+use std::os::fd::BorrowedFd;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+/// One connection of a transport. No call waits: what cannot be done now is [`io::ErrorKind::WouldBlock`].
+pub trait Link: Send {
+    /// Becomes readable when there may be something to receive, or room to send again.
+    fn descriptor(&self) -> BorrowedFd<'_>;
+
+    /// Whether a call that was begun has been answered; asked when the descriptor is writable.
+    ///
+    /// # Errors
+    /// Why it was not.
+    fn finish_call(&mut self) -> io::Result<()>;
+
+    /// Sends the beginning of these bytes; how many it took.
+    ///
+    /// # Errors
+    /// The link is broken, or would block.
+    fn send(&mut self, bytes: &[IoSlice<'_>]) -> io::Result<usize>;
+
+    /// Receives into this memory, filling one piece after the other; 0 is the end.
+    ///
+    /// # Errors
+    /// The link is broken, or would block.
+    fn receive(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize>;
+
+    /// Where the peer is.
+    fn peer(&self) -> Address;
+
+    /// Whether there is something to do, without a system call; `None` if only the descriptor knows.
+    fn glance(&mut self) -> Option<bool> {
+        None
+    }
+
+    /// The worker is about to sleep on the descriptor: asks the peer to ring. Whether something came in the meantime.
+    fn arm(&mut self) -> bool {
+        false
+    }
+
+    /// The worker is awake: the peer need not ring.
+    fn disarm(&mut self) {}
+}
+
+/// Where links are accepted.
+pub trait Listener: Send {
+    /// Becomes readable when somebody calls.
+    fn descriptor(&self) -> BorrowedFd<'_>;
+
+    /// The next one who calls.
+    ///
+    /// # Errors
+    /// Nobody (would block), or what the system says.
+    fn accept(&mut self) -> io::Result<Box<dyn Link>>;
+
+    /// Where it listens, with the port that the system chose.
+    fn address(&self) -> Address;
+}
+
+/// Where a messenger listens or calls, and by which transport.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum Address {
+    /// TCP.
+    Tcp(SocketAddr),
+    /// Shared memory of this host; the path of the unix socket where it is handed over. Empty for a peer that has called.
+    Shm(PathBuf),
+}
+
+impl Address {
+    /// Listens there.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn listen(&self) -> io::Result<Box<dyn Listener>> {
+        match self {
+            Address::Tcp(address) => Ok(Box::new(posix::TcpListener::bind(*address)?)),
+            Address::Shm(path) => Ok(Box::new(shm::ShmListener::bind(path)?)),
+        }
+    }
+
+    /// Begins to call there.
+    ///
+    /// # Errors
+    /// What the system says at once; more may come by [`Link::finish_call`].
+    pub fn call(&self) -> io::Result<Box<dyn Link>> {
+        match self {
+            Address::Tcp(address) => Ok(Box::new(posix::TcpLink::call(*address)?)),
+            Address::Shm(path) => Ok(Box::new(shm::ShmLink::call(path)?)),
+        }
+    }
+
+    /// The address that peers on other hosts know it by, if there is one.
+    pub(crate) fn socket_address(&self) -> Option<SocketAddr> {
+        match self {
+            Address::Tcp(address) if !address.ip().is_unspecified() => Some(*address),
+            _ => None,
+        }
+    }
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Address::Tcp(address) => write!(to, "tcp:{address}"),
+            Address::Shm(path) => write!(to, "shm:{}", path.display()),
+        }
+    }
+}
+
+impl FromStr for Address {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Address, String> {
+        match text.split_once(':') {
+            Some(("shm", path)) if !path.is_empty() => Ok(Address::Shm(PathBuf::from(path))),
+            Some(("tcp", address)) => {
+                let parsed = address.parse().map_err(|_| format!("{address}: not an IP address and a port"))?;
+                Ok(Address::Tcp(parsed))
+            }
+            _ => Err(format!("{text}: neither tcp:IP:PORT nor shm:PATH")),
+        }
+    }
+}
+
+impl From<SocketAddr> for Address {
+    fn from(address: SocketAddr) -> Address {
+        Address::Tcp(address)
+    }
+}

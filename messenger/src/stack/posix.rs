@@ -1,0 +1,116 @@
+//! TCP sockets: what [`super::Link`] asks for is what the system offers, one call each.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, BorrowedFd};
+
+use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg, sockopt};
+use socket2::{Domain, Protocol, Socket, Type};
+
+use super::{Address, Link, Listener};
+
+/// One TCP connection.
+pub struct TcpLink {
+    socket: Socket,
+    peer: SocketAddr,
+}
+
+impl TcpLink {
+    /// Begins to connect.
+    pub(super) fn call(peer: SocketAddr) -> io::Result<TcpLink> {
+        let socket = socket_for(peer)?;
+        match socket.connect(&peer.into()) {
+            Err(error) if error.raw_os_error() != Some(rustix::io::Errno::INPROGRESS.raw_os_error()) => Err(error),
+            _ => TcpLink::of(socket, peer),
+        }
+    }
+
+    fn of(socket: Socket, peer: SocketAddr) -> io::Result<TcpLink> {
+        socket.set_tcp_nodelay(true)?; // what is to go together is given to the kernel together
+        Ok(TcpLink { socket, peer })
+    }
+}
+
+impl Link for TcpLink {
+    fn descriptor(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    fn finish_call(&mut self) -> io::Result<()> {
+        sockopt::socket_error(&self.socket)??;
+        Ok(())
+    }
+
+    fn send(&mut self, bytes: &[IoSlice<'_>]) -> io::Result<usize> {
+        loop {
+            let sent = match bytes {
+                [one] => rustix::net::send(&self.socket, one, SendFlags::NOSIGNAL),
+                many => sendmsg(&self.socket, many, &mut SendAncillaryBuffer::default(), SendFlags::NOSIGNAL),
+            };
+            match sent {
+                Err(rustix::io::Errno::INTR) => continue,
+                sent => return Ok(sent?),
+            }
+        }
+    }
+
+    fn receive(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        loop {
+            let received = match into.len() {
+                1 => rustix::io::read(&self.socket, &mut *into[0]),
+                _ => rustix::io::readv(&self.socket, into),
+            };
+            match received {
+                Err(rustix::io::Errno::INTR) => continue,
+                received => return Ok(received?),
+            }
+        }
+    }
+
+    fn peer(&self) -> Address {
+        Address::Tcp(self.peer)
+    }
+}
+
+/// A listening TCP socket.
+pub struct TcpListener {
+    socket: Socket,
+    address: SocketAddr,
+}
+
+impl TcpListener {
+    pub(super) fn bind(address: SocketAddr) -> io::Result<TcpListener> {
+        let socket = socket_for(address)?;
+        socket.set_reuse_address(true)?;
+        socket.bind(&address.into())?;
+        socket.listen(BACKLOG)?;
+        let address = socket.local_addr()?.as_socket().ok_or(io::ErrorKind::AddrNotAvailable)?;
+        Ok(TcpListener { socket, address })
+    }
+}
+
+impl Listener for TcpListener {
+    fn descriptor(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    fn accept(&mut self) -> io::Result<Box<dyn Link>> {
+        let (socket, peer) = self.socket.accept()?;
+        socket.set_nonblocking(true)?;
+        let peer = peer.as_socket().ok_or(io::ErrorKind::AddrNotAvailable)?;
+        Ok(Box::new(TcpLink::of(socket, peer)?))
+    }
+
+    fn address(&self) -> Address {
+        Address::Tcp(self.address)
+    }
+}
+
+fn socket_for(address: SocketAddr) -> io::Result<Socket> {
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+    socket.set_nonblocking(true)?;
+    Ok(socket)
+}
+
+/// Calls that wait to be accepted: as many as the system allows by default, since a restarted server is called by all at once.
+const BACKLOG: i32 = 4096;

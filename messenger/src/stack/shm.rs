@@ -1,0 +1,416 @@
+//! Shared memory of one host: two rings, and a unix socket as the bell.
+//!
+//! ```text
+//!     our memory (we write, the peer maps it read-only)         the peer's (it writes, we map it read-only)
+//!   ┌────────────┬────────────┬────────┬───────┬─────────────┐   ┌──────────┬──────────┬────────┬───────┬──────────────┐
+//!   │ produced   │ consumed   │ asleep │ short │ ring        │   │ produced │ consumed │ asleep │ short │ ring         │
+//!   │ of our ring│ of theirs  │        │       │ 1 MiB       │   │          │          │        │       │              │
+//!   └────────────┴────────────┴────────┴───────┴─────────────┘   └──────────┴──────────┴────────┴───────┴──────────────┘
+//!                     └──────── a byte on the socket, only when the other end sleeps ────────┘
+//! ```
+//!
+//! - Each end writes its own memory only, so neither can spoil what the other relies on; what it *says* there is checked: a
+//!   counter that is more than a ring ahead is a broken peer. The ring's size is the credit: a receiver is never overrun.
+//! - Both memories are handed over once, as descriptors on the socket, before the first byte.
+//! - Before an end sleeps it says so (`asleep`, a number that grows with each sleep) and looks once more; who produces, or
+//!   consumes for an end that is `short` of room, looks at `asleep` afterwards and rings once per sleep. Each of the two
+//!   stores is sequentially consistent with the load behind it, so that not both can miss the other.
+//! - The socket also tells of the peer's death.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
+
+use remora_fabric::{Memory, Pages, View};
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+};
+
+use super::{Address, Link, Listener};
+
+/// One connection by shared memory.
+pub struct ShmLink {
+    socket: OwnedFd,
+    path: PathBuf,
+    ours: Memory,
+    /// The peer's memory, once it has been handed over.
+    theirs: Option<View>,
+    produced: u64,
+    consumed: u64,
+    /// How often we have slept; what we said last.
+    sleeps: u64,
+    /// We have slept since the bell was last looked at.
+    slept: bool,
+    /// We could not send all: the peer rings when there is room.
+    short: bool,
+    /// The sleep of the peer's for which we have rung.
+    rung: u64,
+    ended: bool,
+}
+
+impl ShmLink {
+    /// Connects to the socket at that path, and hands over our memory.
+    pub(super) fn call(path: &Path) -> io::Result<ShmLink> {
+        let socket = socket()?;
+        rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+        ShmLink::over(socket, path)
+    }
+
+    fn over(socket: OwnedFd, path: &Path) -> io::Result<ShmLink> {
+        let ours = Memory::create("remora-messenger", RING_AT + RING_BYTES, Pages::Small)?;
+        hand_over(&socket, ours.reopen_read_only()?.as_fd())?;
+        Ok(ShmLink {
+            socket,
+            path: path.to_owned(),
+            ours,
+            theirs: None,
+            produced: 0,
+            consumed: 0,
+            sleeps: 0,
+            slept: true,
+            short: false,
+            rung: 0,
+            ended: false,
+        })
+    }
+
+    /// The peer's memory; it comes as the first packet on the socket.
+    fn meet(&mut self) -> io::Result<()> {
+        if self.theirs.is_none() {
+            let memory = be_handed(&self.socket)?;
+            self.theirs = Some(View::open(memory, RING_AT + RING_BYTES)?);
+        }
+        Ok(())
+    }
+
+    fn said(&self, at: u64, order: Ordering) -> io::Result<u64> {
+        let theirs = self.theirs.as_ref().ok_or(io::ErrorKind::WouldBlock)?;
+        Ok(theirs.load_u64(at, order)?)
+    }
+
+    /// Bytes that may be produced.
+    fn room(&self) -> io::Result<u64> {
+        let under_way = self.produced.wrapping_sub(self.said(CONSUMED_AT, Ordering::SeqCst)?);
+        RING_BYTES.checked_sub(under_way).ok_or_else(broken)
+    }
+
+    /// Bytes that may be consumed.
+    fn available(&self) -> io::Result<u64> {
+        let available = self.said(PRODUCED_AT, Ordering::SeqCst)?.wrapping_sub(self.consumed);
+        if available > RING_BYTES { Err(broken()) } else { Ok(available) }
+    }
+
+    /// Rings, if the peer sleeps and has not been rung for in this sleep.
+    fn ring(&mut self) -> io::Result<()> {
+        let sleep = self.said(ASLEEP_AT, Ordering::SeqCst)?;
+        if sleep == 0 || sleep == self.rung {
+            return Ok(());
+        }
+        self.rung = sleep;
+        match rustix::net::send(&self.socket, &[1], SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
+            Ok(_) | Err(Errno::AGAIN) => Ok(()), // a full socket rings as well
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Takes what rang, so that the descriptor is quiet again.
+    fn hush(&mut self) -> io::Result<()> {
+        self.slept = false;
+        let mut rings = [0; 64];
+        loop {
+            match rustix::net::recv(&self.socket, &mut rings, RecvFlags::DONTWAIT) {
+                Ok((_, 0)) | Err(Errno::CONNRESET) => {
+                    self.ended = true;
+                    return Ok(());
+                }
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return Ok(()),
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    fn set_short(&mut self, short: bool) -> io::Result<()> {
+        if self.short != short {
+            self.short = short;
+            self.ours.store_u64(SHORT_AT, u64::from(short), Ordering::SeqCst)?;
+        }
+        Ok(())
+    }
+
+    fn has_something(&self) -> io::Result<bool> {
+        Ok(self.available()? > 0 || (self.short && self.room()? > 0))
+    }
+}
+
+impl Link for ShmLink {
+    fn descriptor(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    fn finish_call(&mut self) -> io::Result<()> {
+        Ok(()) // a unix socket is connected at once or not at all
+    }
+
+    fn send(&mut self, bytes: &[IoSlice<'_>]) -> io::Result<usize> {
+        self.meet()?;
+        let mut room = self.room()?;
+        if room == 0 {
+            self.set_short(true)?;
+            room = self.room()?; // it may have become room before we said so
+            if room == 0 {
+                return Err(io::ErrorKind::WouldBlock.into());
+            }
+        }
+        self.set_short(false)?;
+        let mut sent = 0;
+        for slice in bytes {
+            let length = slice.len().min((room as usize).saturating_sub(sent));
+            for (at, range) in places(self.produced, length) {
+                self.ours.write(at, &slice[range])?;
+            }
+            self.produced += length as u64;
+            sent += length;
+        }
+        self.ours.store_u64(PRODUCED_AT, self.produced, Ordering::SeqCst)?;
+        self.ring()?;
+        Ok(sent)
+    }
+
+    fn receive(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        self.meet()?;
+        let mut available = self.available()? as usize;
+        if self.slept || available == 0 {
+            self.hush()?;
+            available = self.available()? as usize;
+        }
+        if available == 0 {
+            return if self.ended { Ok(0) } else { Err(io::ErrorKind::WouldBlock.into()) };
+        }
+        let theirs = self.theirs.as_ref().ok_or(io::ErrorKind::WouldBlock)?;
+        let mut received = 0;
+        for piece in into {
+            let length = piece.len().min(available - received);
+            for (at, range) in places(self.consumed, length) {
+                theirs.read(at, &mut piece[range])?;
+            }
+            self.consumed += length as u64;
+            received += length;
+        }
+        self.ours.store_u64(CONSUMED_AT, self.consumed, Ordering::SeqCst)?;
+        if self.said(SHORT_AT, Ordering::SeqCst)? != 0 {
+            self.ring()?;
+        }
+        Ok(received)
+    }
+
+    fn peer(&self) -> Address {
+        Address::Shm(self.path.clone())
+    }
+
+    fn glance(&mut self) -> Option<bool> {
+        Some(self.theirs.is_some() && self.has_something().unwrap_or(true)) // what is broken is found by serving it
+    }
+
+    fn arm(&mut self) -> bool {
+        self.sleeps += 1;
+        self.slept = true;
+        let said = self.ours.store_u64(ASLEEP_AT, self.sleeps, Ordering::SeqCst);
+        said.is_err() || (self.theirs.is_some() && self.has_something().unwrap_or(true))
+    }
+
+    fn disarm(&mut self) {
+        // It fails only beyond the memory, where arming would have failed as well.
+        let _ = self.ours.store_u64(ASLEEP_AT, 0, Ordering::Release);
+    }
+}
+
+/// Where `length` bytes of a stream lie in a ring, from that position on: one piece, or two where it begins again. The range is
+/// of the bytes.
+fn places(position: u64, length: usize) -> impl Iterator<Item = (u64, std::ops::Range<usize>)> {
+    let at = position % RING_BYTES;
+    let first = length.min((RING_BYTES - at) as usize);
+    [(RING_AT + at, 0..first), (RING_AT, first..length)].into_iter().filter(|(_, range)| !range.is_empty())
+}
+
+/// A listening unix socket; its file goes with it.
+pub struct ShmListener {
+    socket: OwnedFd,
+    path: PathBuf,
+}
+
+impl ShmListener {
+    pub(super) fn bind(path: &Path) -> io::Result<ShmListener> {
+        let socket = socket()?;
+        let address = SocketAddrUnix::new(path)?;
+        match rustix::net::bind(&socket, &address) {
+            // A file that nobody listens behind was left by somebody who could not remove it.
+            Err(Errno::ADDRINUSE) if rustix::net::connect(&self::socket()?, &address) == Err(Errno::CONNREFUSED) => {
+                std::fs::remove_file(path)?;
+                rustix::net::bind(&socket, &address)?;
+            }
+            other => other?,
+        }
+        rustix::net::listen(&socket, BACKLOG)?;
+        Ok(ShmListener { socket, path: path.to_owned() })
+    }
+}
+
+impl Listener for ShmListener {
+    fn descriptor(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    fn accept(&mut self) -> io::Result<Box<dyn Link>> {
+        let socket = rustix::net::accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)?;
+        Ok(Box::new(ShmLink::over(socket, &self.path)?))
+    }
+
+    fn address(&self) -> Address {
+        Address::Shm(self.path.clone())
+    }
+}
+
+impl Drop for ShmListener {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.path); // somebody may have removed it before
+    }
+}
+
+fn socket() -> io::Result<OwnedFd> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    Ok(rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)
+}
+
+fn hand_over(socket: &OwnedFd, memory: BorrowedFd<'_>) -> io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    let passengers = [memory];
+    if !ancillary.push(SendAncillaryMessage::ScmRights(&passengers)) {
+        return Err(io::Error::other("no room for a descriptor beside a packet"));
+    }
+    rustix::net::sendmsg(socket, &[IoSlice::new(&HELLO)], &mut ancillary, SendFlags::NOSIGNAL)?;
+    Ok(())
+}
+
+fn be_handed(socket: &OwnedFd) -> io::Result<OwnedFd> {
+    let mut hello = [0; HELLO.len()];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+    let received = rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut hello)], &mut ancillary, flags)?;
+    if received.bytes == 0 {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    let passenger = ancillary.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut passengers) => passengers.next(),
+        _ => None,
+    });
+    passenger.filter(|_| hello == HELLO).ok_or_else(broken)
+}
+
+fn broken() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, "the peer does not keep to the rings' rules, or is of another version")
+}
+
+/// The first packet: who speaks, and in which layout (the last byte).
+const HELLO: [u8; 8] = *b"RMsgShm\x01";
+
+/// Where each end writes what; a cache line for each, as different processors look at them.
+const PRODUCED_AT: u64 = 0;
+const CONSUMED_AT: u64 = 64;
+const ASLEEP_AT: u64 = 128;
+const SHORT_AT: u64 = 192;
+const RING_AT: u64 = 4096;
+
+/// A ring: as much as a sender is ahead of its receiver. Half of a second-level cache, so that what was produced is consumed
+/// before it leaves it.
+const RING_BYTES: u64 = 1 << 20;
+
+/// Calls that wait to be accepted.
+const BACKLOG: i32 = 1024;
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    fn pair() -> (ShmLink, Box<dyn Link>) {
+        let folder =
+            std::env::temp_dir().join(format!("remora-shm-{}-{:?}", std::process::id(), std::thread::current().id()));
+        let mut listener = ShmListener::bind(&folder).unwrap();
+        let link = ShmLink::call(&folder).unwrap();
+        (link, listener.accept().unwrap())
+    }
+
+    fn would_block(result: io::Result<usize>) -> bool {
+        result.is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock)
+    }
+
+    #[test]
+    fn bytes_cross_in_order_round_the_ring_and_a_full_ring_says_so() {
+        let (mut one, mut other) = pair();
+        let content: Vec<u8> = (0..3_000_000u32).map(|at| (at % 251) as u8).collect();
+        let (mut sent, mut received) = (0, Vec::new());
+        let mut blocked = 0;
+        while received.len() < content.len() {
+            match one.send(&[IoSlice::new(&content[sent..]), IoSlice::new(&[])]) {
+                Ok(count) => sent += count,
+                Err(error) => {
+                    assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
+                    blocked += 1;
+                }
+            }
+            let (mut first, mut second) = ([0; 100_000], [0; 77_777]);
+            let count = other.receive(&mut [IoSliceMut::new(&mut first), IoSliceMut::new(&mut second)]).unwrap();
+            received.extend_from_slice(&first[..count.min(first.len())]);
+            received.extend_from_slice(&second[..count.saturating_sub(first.len())]);
+            if sent == content.len() && received.len() < content.len() {
+                continue;
+            }
+        }
+        assert_eq!(received, content);
+        assert!(blocked > 0 || sent == content.len());
+        assert!(would_block(other.receive(&mut [IoSliceMut::new(&mut [0; 8])])));
+    }
+
+    #[test]
+    fn who_sleeps_is_rung_for_once_and_who_is_awake_is_not() {
+        let (mut one, mut other) = pair();
+        one.send(&[IoSlice::new(b"x")]).unwrap();
+        other.receive(&mut [IoSliceMut::new(&mut [0; 8])]).unwrap();
+        let rings = |link: &dyn Link| rustix::io::ioctl_fionread(link.descriptor()).unwrap();
+        one.send(&[IoSlice::new(b"x")]).unwrap();
+        assert_eq!(rings(&*other), 0, "it was awake");
+        other.receive(&mut [IoSliceMut::new(&mut [0; 8])]).unwrap();
+        assert!(!other.arm());
+        one.send(&[IoSlice::new(b"x")]).unwrap();
+        one.send(&[IoSlice::new(b"x")]).unwrap();
+        assert_eq!(rings(&*other), 1);
+        assert!(other.arm(), "something came before it slept");
+    }
+
+    #[test]
+    fn a_peer_that_is_gone_is_the_end_after_its_last_bytes() {
+        let (mut one, mut other) = pair();
+        one.send(&[IoSlice::new(b"last")]).unwrap();
+        drop(one);
+        let mut into = [0; 8];
+        assert_eq!(other.receive(&mut [IoSliceMut::new(&mut into)]).unwrap(), 4);
+        assert_eq!(other.receive(&mut [IoSliceMut::new(&mut into)]).unwrap(), 0);
+    }
+
+    #[test]
+    fn a_counter_that_is_more_than_a_ring_ahead_is_a_broken_peer() {
+        let (mut one, mut other) = pair();
+        one.send(&[IoSlice::new(b"x")]).unwrap();
+        one.ours.store_u64(PRODUCED_AT, RING_BYTES + 2, Ordering::SeqCst).unwrap();
+        let error = other.receive(&mut [IoSliceMut::new(&mut [0; 8])]).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+    }
+}

@@ -1,0 +1,159 @@
+//! A bound on what is under way: so many messages, so many bytes. Whoever takes gets a [`Permit`] that gives back when it is
+//! dropped; whoever finds nothing left leaves word whom to wake.
+//!
+//! One message is always let in when nothing is under way, however long it is: a bound below one message would stop for ever.
+
+use std::fmt;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// The bound, shared by all that it counts.
+pub struct Throttle {
+    most_messages: u64,
+    most_bytes: u64,
+    /// Messages in the upper bits, bytes in the lower [`BYTE_BITS`]: both are taken and given back in one step.
+    under_way: AtomicU64,
+    /// How many wait: looked at without the lock by everybody who gives back.
+    waiting: AtomicUsize,
+    waiters: Mutex<Vec<Waker>>,
+}
+
+/// Called once when something was given back.
+pub type Waker = Box<dyn FnOnce() + Send>;
+
+impl Throttle {
+    /// At most that many messages and bytes at once.
+    pub fn new(most_messages: usize, most_bytes: usize) -> Arc<Throttle> {
+        Arc::new(Throttle {
+            most_messages: most_messages.min(MOST_MESSAGES) as u64,
+            most_bytes: most_bytes.min(MOST_BYTES) as u64,
+            under_way: AtomicU64::new(0),
+            waiting: AtomicUsize::new(0),
+            waiters: Mutex::default(),
+        })
+    }
+
+    /// Takes one message of `bytes`, if there is room.
+    pub fn take(self: &Arc<Throttle>, bytes: usize) -> Option<Permit> {
+        let share = ONE_MESSAGE + bytes.min(MOST_BYTES) as u64;
+        let taken = self.under_way.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |held| {
+            let (messages, bytes) = ((held + share) >> BYTE_BITS, (held + share) & (ONE_MESSAGE - 1));
+            let fits = messages <= self.most_messages && bytes <= self.most_bytes;
+            (fits || held == 0).then_some(held + share)
+        });
+        taken.is_ok().then(|| Permit { throttle: Arc::clone(self), share })
+    }
+
+    /// As [`Throttle::take`]; if there is no room, `waker` is called when there may be. It may then be too late again.
+    pub fn take_or_wait(self: &Arc<Throttle>, bytes: usize, waker: impl FnOnce() + Send + 'static) -> Option<Permit> {
+        if let Some(permit) = self.take(bytes) {
+            return Some(permit);
+        }
+        self.lock().push(Box::new(waker));
+        self.waiting.fetch_add(1, Ordering::SeqCst);
+        // What was given back between the two looks has woken nobody: look again.
+        self.take(bytes) // if that succeeds the waker stays and wakes for nothing: harmless, and rare
+    }
+
+    /// Messages and bytes under way.
+    pub fn under_way(&self) -> (usize, usize) {
+        let held = self.under_way.load(Ordering::SeqCst);
+        ((held >> BYTE_BITS) as usize, (held & (ONE_MESSAGE - 1)) as usize)
+    }
+
+    fn give_back(&self, share: u64) {
+        self.under_way.fetch_sub(share, Ordering::SeqCst);
+        if self.waiting.load(Ordering::SeqCst) > 0 {
+            self.wake();
+        }
+    }
+
+    fn wake(&self) {
+        let wakers = {
+            let mut waiters = self.lock();
+            self.waiting.store(0, Ordering::SeqCst);
+            std::mem::take(&mut *waiters)
+        };
+        wakers.into_iter().for_each(|waker| waker());
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Waker>> {
+        self.waiters.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for Throttle {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (messages, bytes) = self.under_way();
+        write!(to, "Throttle({messages}/{} messages, {bytes}/{} bytes)", self.most_messages, self.most_bytes)
+    }
+}
+
+/// Room for one message, until it is dropped.
+pub struct Permit {
+    throttle: Arc<Throttle>,
+    share: u64,
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        self.throttle.give_back(self.share);
+    }
+}
+
+impl fmt::Debug for Permit {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(to, "Permit({} bytes)", self.share & (ONE_MESSAGE - 1))
+    }
+}
+
+const BYTE_BITS: u32 = 40;
+const ONE_MESSAGE: u64 = 1 << BYTE_BITS;
+/// Bounds above these count as these: 8 million messages, 512 GiB. Half of what the bits hold, so that one more always fits.
+const MOST_MESSAGES: usize = (1 << (u64::BITS - BYTE_BITS)) / 2;
+const MOST_BYTES: usize = 1 << (BYTE_BITS - 1);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_given_back_can_be_taken_again() {
+        let throttle = Throttle::new(2, 100);
+        let first = throttle.take(60);
+        assert!(first.is_some());
+        assert!(throttle.take(41).is_none(), "too many bytes");
+        let second = throttle.take(40);
+        assert!(second.is_some());
+        assert!(throttle.take(0).is_none(), "too many messages");
+        drop(first);
+        assert!(throttle.take(60).is_some());
+        drop(second);
+        assert_eq!(throttle.under_way(), (0, 0));
+    }
+
+    #[test]
+    fn one_message_always_gets_in() {
+        let throttle = Throttle::new(2, 100);
+        assert!(throttle.take(1000).is_some());
+    }
+
+    #[test]
+    fn who_waits_is_woken_by_the_next_that_gives_back() {
+        let throttle = Throttle::new(1, 100);
+        let held = throttle.take(1);
+        let woken = Arc::new(AtomicUsize::new(0));
+        let count = Arc::clone(&woken);
+        assert!(
+            throttle
+                .take_or_wait(1, move || {
+                    count.fetch_add(1, Ordering::SeqCst);
+                })
+                .is_none()
+        );
+        assert_eq!(woken.load(Ordering::SeqCst), 0);
+        drop(held);
+        assert_eq!(woken.load(Ordering::SeqCst), 1);
+        assert!(throttle.take(1).is_some());
+    }
+}

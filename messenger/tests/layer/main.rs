@@ -1,0 +1,9 @@
+//! The messenger over real sockets and shared memory: what the simulation cannot show. One file per concern; `kit` is shared.
+#![allow(clippy::unwrap_used, unreachable_pub)]
+
+mod kit;
+mod pressure;
+mod sessions;
+mod shm;
+mod strangers;
+mod stress;

@@ -1,0 +1,189 @@
+//! What becomes of sessions: made, cut, forgotten, refused, raced for, closed.
+
+use std::time::Duration;
+
+use remora_messenger::{Message, Options, Policy, Refusal, SendError};
+
+use crate::kit::*;
+
+#[test]
+fn a_question_is_answered_whatever_its_size() {
+    let server = end(Policy::stateless_server(), Scribe { echoes: true, ..Scribe::default() });
+    let address = server.messenger.listen(&anywhere()).unwrap();
+    let client = end(Policy::lossy_client(), Scribe { holds: true, ..Scribe::default() });
+    let connection = client.messenger.connect(&address);
+    let sizes = [0, 1, 1023, 1024, 1025, 4096, 16_384, 262_144, 5_000_000, 16 << 20];
+    for (number, size) in sizes.into_iter().enumerate() {
+        let data: Vec<u8> = (0..size).map(|at| (at * 7 + number) as u8).collect();
+        connection.send(Message::new(number as u64, 1, b"front".to_vec()).with_data(data)).unwrap();
+    }
+    until("all answers", || client.scribe.taken().len() == sizes.len());
+    let held = client.scribe.held.lock().unwrap();
+    for (number, (delivery, size)) in held.iter().zip(sizes).enumerate() {
+        assert_eq!(delivery.front[..], b"front"[..]);
+        assert_eq!(delivery.data.len(), size);
+        assert!(delivery.data.iter().enumerate().all(|(at, byte)| *byte == (at * 7 + number) as u8), "{size} bytes");
+    }
+}
+
+#[test]
+fn too_long_a_body_is_given_back() {
+    let client = end(Policy::lossy_client(), Scribe::default());
+    let connection = client.messenger.connect(&"tcp:127.0.0.1:1".parse().unwrap());
+    let long = Message::new(1, 1, vec![]).with_data(vec![0; (16 << 20) + 1]);
+    assert!(matches!(connection.send(long), Err(SendError::TooLong(message)) if message.transaction == 1));
+}
+
+#[test]
+fn a_lossless_client_says_everything_once_though_its_links_are_cut() {
+    let server = end(quick(Policy::stateful_server()), Scribe::default());
+    let address = server.messenger.listen(&anywhere()).unwrap();
+    let client = end(quick(Policy::lossless_client()), Scribe::default());
+    let connection = client.messenger.connect(&address);
+    for number in 0..5000 {
+        connection.send_within(numbered(number), Duration::from_secs(10)).unwrap();
+        if number % 250 == 0 {
+            connection.cut();
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+    until("all messages", || server.scribe.taken().len() >= 5000);
+    assert_eq!(server.scribe.taken(), (0..5000).collect::<Vec<_>>());
+    let connected = server.scribe.told().iter().filter(|told| **told == Told::Connected).count();
+    assert!(connected > 3, "cut only {connected} times");
+    assert!(client.scribe.told().iter().all(|told| *told == Told::Connected), "{:?}", client.scribe.told());
+}
+
+#[test]
+fn messages_sent_before_the_peer_listens_arrive_when_it_does() {
+    let late = end(quick(Policy::lossless_peer()), Scribe::default());
+    let address = late.messenger.listen(&anywhere()).unwrap();
+    drop(late);
+    let early = end(quick(Policy::lossless_peer()), Scribe::default());
+    let connection = early.messenger.connect(&address);
+    connection.send(numbered(1)).unwrap();
+    std::thread::sleep(Duration::from_millis(30));
+    let late = end(quick(Policy::lossless_peer()), Scribe::default());
+    late.messenger.listen(&address).unwrap();
+    until("the message", || late.scribe.taken() == [1]);
+}
+
+#[test]
+fn a_lossy_client_is_told_when_its_server_goes() {
+    let server = end(Policy::stateless_server(), Scribe::default());
+    let address = server.messenger.listen(&anywhere()).unwrap();
+    let client = end(Policy::lossy_client(), Scribe::default());
+    let connection = client.messenger.connect(&address);
+    connection.send(numbered(1)).unwrap();
+    until("the message", || server.scribe.taken() == [1]);
+    server.messenger.stop();
+    until("the end", || client.scribe.told().len() == 2);
+    // Stopping says CLOSE where it still can; a client that does not hear it sees the link break.
+    assert!(matches!(client.scribe.told()[1], Told::Closed | Told::Reset { goes_on: false, .. }));
+    until("no more letters", || matches!(connection.send(numbered(2)), Err(SendError::Over(_))));
+}
+
+#[test]
+fn a_restarted_peer_is_found_out_and_the_session_goes_on_empty() {
+    let first = end(quick(Policy::lossless_peer()), Scribe::default());
+    let address = first.messenger.listen(&anywhere()).unwrap();
+    let other = end(quick(Policy::lossless_peer()), Scribe::default());
+    let connection = other.messenger.connect(&address);
+    connection.send(numbered(1)).unwrap();
+    until("the message", || first.scribe.taken() == [1]);
+    first.messenger.stop();
+    until("the link to break", || !connection.is_ready());
+    connection.send(numbered(2)).unwrap();
+    let second = end(quick(Policy::lossless_peer()), Scribe::default());
+    second.messenger.listen(&address).unwrap();
+    until("the news", || other.scribe.told().iter().any(|told| matches!(told, Told::Reset { goes_on: true, .. })));
+    connection.send(numbered(3)).unwrap();
+    until("the message after", || second.scribe.taken() == [3]);
+}
+
+#[test]
+fn two_that_call_each_other_at_once_have_one_session() {
+    for _ in 0..20 {
+        let ends = [(); 2].map(|()| end(quick(Policy::lossless_peer()), Scribe::default()));
+        let addresses = ends.each_ref().map(|end| end.messenger.listen(&anywhere()).unwrap());
+        let connections = [0, 1].map(|at: usize| {
+            let connection = ends[at].messenger.connect(&addresses[1 - at]);
+            connection.send(numbered(at as u64)).unwrap();
+            connection
+        });
+        until("both messages", || ends[0].scribe.taken() == [1] && ends[1].scribe.taken() == [0]);
+        for (end, connection) in ends.iter().zip(&connections) {
+            assert_eq!(
+                *end.scribe.met.lock().unwrap(),
+                std::slice::from_ref(connection),
+                "the answer came on another session"
+            );
+            assert!(!end.scribe.told().iter().any(|told| matches!(told, Told::Reset { .. })));
+        }
+    }
+}
+
+#[test]
+fn connecting_twice_to_a_peer_gives_the_same_session() {
+    let peer = end(Policy::lossless_peer(), Scribe::default());
+    let address = peer.messenger.listen(&anywhere()).unwrap();
+    let other = end(Policy::lossless_peer(), Scribe::default());
+    assert_eq!(other.messenger.connect(&address), other.messenger.connect(&address));
+    let client = end(Policy::lossless_client(), Scribe::default());
+    assert_ne!(client.messenger.connect(&address), client.messenger.connect(&address));
+}
+
+#[test]
+fn refusals_are_told_with_their_reason() {
+    let server = end(Policy::stateless_server(), Scribe::default());
+    let address = server.messenger.listen(&anywhere()).unwrap();
+    let client = end(Policy::lossless_client(), Scribe::default());
+    client.messenger.connect(&address);
+    until("a refusal", || client.scribe.told() == [Told::Refused(Refusal::Policy)]);
+
+    let peer = end(Policy::lossless_peer(), Scribe::default());
+    let address = peer.messenger.listen(&anywhere()).unwrap();
+    peer.messenger.connect(&address);
+    until("a refusal", || peer.scribe.told() == [Told::Refused(Refusal::Oneself)]);
+
+    let full =
+        end_with(Policy::stateless_server(), &Options { most_sessions: 1, ..Options::default() }, Scribe::default());
+    let address = full.messenger.listen(&anywhere()).unwrap();
+    let client = end(Policy::lossy_client(), Scribe::default());
+    client.messenger.connect(&address);
+    until("the first", || client.scribe.told() == [Told::Connected]);
+    client.messenger.connect(&address);
+    until("a refusal", || client.scribe.told()[1..] == [Told::Refused(Refusal::Full)]);
+}
+
+#[test]
+fn closing_says_everything_first_and_both_ends_are_told() {
+    let server = end(Policy::stateful_server(), Scribe::default());
+    let address = server.messenger.listen(&anywhere()).unwrap();
+    let client = end(Policy::lossless_client(), Scribe::default());
+    let connection = client.messenger.connect(&address);
+    (0..1000).for_each(|number| connection.send(numbered(number)).unwrap());
+    connection.close();
+    until("the end", || server.scribe.told().last() == Some(&Told::Closed));
+    until("the end here", || client.scribe.told().last() == Some(&Told::Closed));
+    assert_eq!(server.scribe.taken().len(), 1000);
+    assert!(matches!(connection.send(numbered(0)), Err(SendError::Over(_))));
+}
+
+#[test]
+fn sessions_find_their_way_between_workers() {
+    let options = Options { workers: 3, ..Options::default() };
+    let server = end_with(quick(Policy::stateful_server()), &options, Scribe::default());
+    let address = server.messenger.listen(&anywhere()).unwrap();
+    let client = end_with(quick(Policy::lossless_client()), &options, Scribe::default());
+    let connections: Vec<_> = (0..7).map(|_| client.messenger.connect(&address)).collect();
+    for round in 0..200 {
+        for connection in &connections {
+            connection.send(numbered(round)).unwrap();
+        }
+        connections[round as usize % 7].cut(); // the next link is accepted by whichever worker has its turn
+        std::thread::sleep(Duration::from_micros(300));
+    }
+    until("all messages", || server.scribe.taken().len() == 1400);
+    assert!(!server.scribe.told().iter().any(|told| matches!(told, Told::Reset { .. })));
+}

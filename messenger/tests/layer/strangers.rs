@@ -1,0 +1,82 @@
+//! Who does not keep to the protocol, and who does not hold the token.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::time::Duration;
+
+use remora_messenger::{Address, Options, Policy, Token};
+
+use crate::kit::*;
+
+fn socket(address: &Address) -> TcpStream {
+    let Address::Tcp(address) = address else { panic!("{address}") };
+    let stream = TcpStream::connect(address).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    stream
+}
+
+#[test]
+fn nonsense_is_cut_off_and_others_are_served_meanwhile() {
+    let server = end(Policy::stateless_server(), Scribe { echoes: true, ..Scribe::default() });
+    let address = server.messenger.listen(&anywhere()).unwrap();
+    for nonsense in [&b"GET / HTTP/1.1\r\n\r\n"[..], b"\0\0\0\0", b"REMORA\r\nxxxxxxxxxxxxxxxxxxxxxxxx"] {
+        let mut stream = socket(&address);
+        stream.write_all(nonsense).unwrap();
+        let mut answer = Vec::new();
+        let _ = stream.read_to_end(&mut answer); // a reset is an end too
+        assert!(answer.len() < 200);
+    }
+    let client = end(Policy::lossy_client(), Scribe::default());
+    client.messenger.connect(&address).send(numbered(7)).unwrap();
+    until("an answer", || client.scribe.taken() == [7]);
+}
+
+#[test]
+fn who_says_nothing_is_let_go_after_the_limit() {
+    let mut policy = Policy::stateless_server();
+    policy.opening_limit = Duration::from_millis(50);
+    let server = end(policy, Scribe::default());
+    let address = server.messenger.listen(&anywhere()).unwrap();
+    let mut silent = socket(&address);
+    assert_eq!(silent.read(&mut [0; 8]).unwrap(), 0);
+}
+
+#[test]
+fn more_strangers_than_allowed_are_not_listened_to() {
+    let options = Options { most_strangers: 3, ..Options::default() };
+    let server = end_with(Policy::stateless_server(), &options, Scribe::default());
+    let address = server.messenger.listen(&anywhere()).unwrap();
+    let _silent: Vec<_> = (0..3).map(|_| socket(&address)).collect();
+    std::thread::sleep(Duration::from_millis(50));
+    assert_eq!(socket(&address).read(&mut [0; 8]).unwrap_or(0), 0);
+}
+
+#[test]
+fn only_who_holds_the_token_gets_in_and_frames_are_sealed_then() {
+    let with = |token: &[u8]| Options { token: Some(Arc::new(Token::new(token).unwrap())), ..Options::default() };
+    let server =
+        end_with(Policy::stateless_server(), &with(b"0123456789abcdef"), Scribe { echoes: true, ..Scribe::default() });
+    let address = server.messenger.listen(&anywhere()).unwrap();
+    let friend = end_with(Policy::lossy_client(), &with(b"0123456789abcdef"), Scribe::default());
+    friend.messenger.connect(&address).send(numbered(1)).unwrap();
+    until("an answer", || friend.scribe.taken() == [1]);
+    for options in [with(b"another token 16"), Options::default()] {
+        let stranger = end_with(Policy::lossy_client(), &options, Scribe::default());
+        stranger.messenger.connect(&address).send(numbered(2)).unwrap();
+        until("the end", || matches!(stranger.scribe.told()[..], [Told::Reset { goes_on: false, .. }]));
+    }
+    assert_eq!(server.scribe.taken(), [1]);
+}
+
+#[test]
+fn without_sums_messages_arrive_as_well_if_both_want_it_so() {
+    let bare = Options { summed: false, ..Options::default() };
+    for (ours, theirs) in [(&bare, &bare), (&bare, &Options::default())] {
+        let server = end_with(Policy::stateless_server(), ours, Scribe { echoes: true, ..Scribe::default() });
+        let address = server.messenger.listen(&anywhere()).unwrap();
+        let client = end_with(Policy::lossy_client(), theirs, Scribe::default());
+        client.messenger.connect(&address).send(numbered(1)).unwrap();
+        until("an answer", || client.scribe.taken() == [1]);
+    }
+}

@@ -1,0 +1,55 @@
+//! Very many messages over links that are cut at random, and connections that come and go while messages fly.
+
+use std::time::Duration;
+
+use remora_messenger::{Options, Policy};
+
+use crate::kit::*;
+
+/// A million in all; both directions, four sessions, so that each has an eighth.
+const MESSAGES_PER_DIRECTION: u64 = 125_000;
+
+#[test]
+fn a_million_messages_under_random_cuts_are_neither_lost_nor_doubled_nor_out_of_order() {
+    let options = Options { workers: 2, ..Options::default() };
+    let mut policy = quick(Policy::lossless_peer());
+    policy.send_messages = 256; // so that senders wait for the link, and cuts meet one
+    let pairs: Vec<_> = (0..4)
+        .map(|_| {
+            let server = end_with(policy.clone(), &options, Scribe::default());
+            let address = server.messenger.listen(&anywhere()).unwrap();
+            let client = end_with(policy.clone(), &options, Scribe::default());
+            let connection = client.messenger.connect(&address);
+            until("a session", || !server.scribe.met.lock().unwrap().is_empty());
+            let back = server.scribe.met.lock().unwrap()[0].clone();
+            (server, client, connection, back)
+        })
+        .collect();
+    std::thread::scope(|scope| {
+        for (seed, (_, _, connection, back)) in pairs.iter().enumerate() {
+            for (end, connection) in [connection, back].into_iter().enumerate() {
+                let mut random = 0x9e37_79b9_7f4a_7c15u64.wrapping_mul(1 + seed as u64 * 2 + end as u64);
+                scope.spawn(move || {
+                    for number in 0..MESSAGES_PER_DIRECTION {
+                        connection.send_within(numbered(number), Duration::from_secs(30)).unwrap();
+                        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                        if random >> 33 < (1 << 31) / CUT_ONE_IN {
+                            connection.cut();
+                        }
+                    }
+                });
+            }
+        }
+    });
+    for (server, client, ..) in &pairs {
+        for scribe in [&server.scribe, &client.scribe] {
+            until("all messages", || scribe.taken.lock().unwrap().len() as u64 >= MESSAGES_PER_DIRECTION);
+            assert!(scribe.taken().into_iter().eq(0..MESSAGES_PER_DIRECTION));
+            assert!(scribe.told().iter().all(|told| *told == Told::Connected));
+        }
+        let links = server.scribe.told().len();
+        assert!(links > 20, "only {links} links: nothing was cut");
+    }
+}
+
+const CUT_ONE_IN: u64 = 2000;
