@@ -100,6 +100,17 @@ impl Lane {
         self.outstanding
     }
 
+    /// See [`VerbsPeer`](super::VerbsPeer)'s own, for tests.
+    #[cfg(test)]
+    pub(super) fn spoil_key(&mut self) {
+        self.remote.key ^= 0x5555_5500;
+    }
+
+    #[cfg(test)]
+    pub(super) fn remote(&self) -> Remote {
+        self.remote
+    }
+
     /// Enters a piece. [`Lane::flush`] posts it.
     pub(super) fn ask(&mut self, piece: Piece) {
         self.outstanding += u64::from(piece.length);

@@ -47,6 +47,9 @@ mod report;
 mod serve;
 mod wire;
 
+#[cfg(test)]
+mod tests;
+
 use std::time::Duration;
 
 pub use connector::VerbsConnector;

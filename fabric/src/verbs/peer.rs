@@ -99,6 +99,24 @@ impl VerbsPeer {
         self.lanes.iter().map(|lane| lane.device().name().to_owned()).collect()
     }
 
+    /// For tests of what the source's card does with reads that this end should not have posted.
+    #[cfg(test)]
+    pub(super) fn set_length(&mut self, length: u64) {
+        self.length = length;
+    }
+
+    /// ... and with keys that are none any more.
+    #[cfg(test)]
+    pub(super) fn spoil_keys(&mut self) {
+        self.lanes.iter_mut().for_each(Lane::spoil_key);
+    }
+
+    /// What its first queue pair names in its READs.
+    #[cfg(test)]
+    pub(super) fn remote(&self) -> super::lane::Remote {
+        self.lanes[0].remote()
+    }
+
     /// Cuts a read into pieces and gives each to the lane that has the least to do.
     fn ask(&mut self, slot: usize, read: &ReadRequest) -> u32 {
         let mut pieces = 0;

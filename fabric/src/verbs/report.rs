@@ -78,7 +78,9 @@ pub fn devices() -> Report {
         Ok(found) => report.devices = found.iter().map(|device| describe(device)).collect(),
         Err(error) => report.trouble = Some(error.to_string()),
     }
-    if let Ok(library) = library() {
+    if !report.devices.is_empty()
+        && let Ok(library) = library()
+    {
         report.fork_support = fork_support(library.verbs.ibv_is_fork_initialized).into();
     }
     let ports = report.devices.iter().flat_map(|device| &device.ports);
