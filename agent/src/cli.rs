@@ -7,8 +7,10 @@
 //!   parse ──▶ logging, progress ──▶ runtime ──▶ one command's run(args) ──▶ Ok: 0 │ Failure: a sentence on stderr, its code
 //! ```
 
+mod devices;
 mod generate;
 mod load;
+mod rdma;
 mod replica;
 mod source;
 mod status;
@@ -20,8 +22,10 @@ use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
 use tracing_subscriber::EnvFilter;
 
 pub use self::{
+    devices::DevicesArgs,
     generate::{GenerateArgs, Generated},
     load::{LoadArgs, ValueType},
+    rdma::{CompletionChoice, RdmaOffer, RdmaRead},
     replica::{OnFailure, ReplicaArgs, TransportChoice},
     source::{HostPort, SendChoice, SourceArgs},
     status::StatusArgs,
@@ -76,6 +80,9 @@ pub enum Command {
     #[command(about = "Show a source's snapshot and the replicas that read it")]
     #[allow(missing_docs)]
     Status(StatusArgs),
+    #[command(about = "Show what this machine can read memory by: RDMA devices, shared memory, TCP")]
+    #[allow(missing_docs)]
+    Devices(DevicesArgs),
     #[command(about = "Compare the data of two servers completely")]
     #[allow(missing_docs)]
     Verify(VerifyArgs),
@@ -132,6 +139,7 @@ async fn dispatch(command: Command) -> Result<(), Failure> {
         Command::Source(args) => crate::source::run(args).await,
         Command::Replica(args) => crate::replica::run(args).await,
         Command::Status(args) => until_signal(crate::status::run(args), "").await,
+        Command::Devices(args) => crate::transports::devices::run(&args),
         Command::Verify(args) => until_signal(crate::verify::run(args), ": the servers were only read").await,
         Command::Load(args) => until_signal(crate::load::run(args), ": the keys written so far are still there").await,
         Command::Generate(args) => crate::generate::run(&args),
@@ -189,8 +197,8 @@ const ABOUT: &str = "\
 Exact replicas of a Redis or Valkey server, any number of them from one snapshot.
 
 A `remora source` beside the primary takes one snapshot into memory that others may read, and the stream of writes that \
-follows it. A `remora replica` beside each new replica reads both - through shared memory on the same host, by TCP between \
-hosts -, loads its unmodified server from them, and hands that server over to its own replication at the exact offset. It \
+follows it. A `remora replica` beside each new replica reads both - through shared memory on the same host, by RDMA or TCP \
+between hosts -, loads its unmodified server from them, and hands that server over to its own replication at the exact offset. It \
 is then an ordinary replica, and Remora is out of the way.";
 
 fn overview() -> String {

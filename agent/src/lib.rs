@@ -5,6 +5,7 @@
 //!   redis-server ◀──server──▶ source ══ data lanes, messenger ══▶ replica ◀──server──▶ redis-server
 //!
 //!   remora source │ replica │ status      the job: one snapshot, any number of exact replicas
+//!   remora devices                        which ways for the bytes this machine has
 //!   remora verify │ load │ generate       beside it: is it the same? fill a server; completions and manuals
 //! ```
 //!
@@ -18,6 +19,7 @@
 //! - [`exit`]: how a command ends; [`progress`]: what it shows while it runs; [`units`]: sizes and times as people write them.
 //! - [`server`]: the client to a Redis or Valkey server that everything below uses.
 //! - [`source`], [`replica`], [`status`]: the job.
+//! - [`transports`]: which ways to the memory there are, and the command that looks at them alone.
 //! - [`verify`], [`load`], [`generate`]: beside it.
 #![forbid(unsafe_code)]
 // The maps of the two ends name their private parts: read them in the source, or with `--document-private-items`.
@@ -32,5 +34,6 @@ pub mod replica;
 pub mod server;
 pub mod source;
 pub mod status;
+pub mod transports;
 pub mod units;
 pub mod verify;

@@ -107,6 +107,14 @@ pub enum Error {
     Unsealed(&'static str),
 
     // -- The system refused: its administrator can act. --
+    /// RDMA is not to be had on this machine, or not as much of it as is needed.
+    #[error("RDMA can't be used here: {what}; to have it, {cure}")]
+    NoRdma {
+        /// What is missing.
+        what: String,
+        /// What to do about it.
+        cure: String,
+    },
     /// A system call failed.
     #[error("{what}: {source}")]
     System {

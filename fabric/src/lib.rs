@@ -13,7 +13,7 @@
 //!  │ Exporter                  │                            │ Connector ── connect ──▶   │
 //!  │   export, grant, revoke   │◀═══ post_read ═════════════│ Peer: post, poll, arm      │
 //!  │                           │════ bytes ════════════════▶│                            │
-//!  └───────────────────────────┘     sim | shm | tcp        └────────────────────────────┘
+//!  └───────────────────────────┘     sim | shm | tcp | verbs └────────────────────────────┘
 //! ```
 //!
 //! In the order in which one should meet them:
@@ -22,17 +22,21 @@
 //! - [`region`]: the names of a piece of lent memory: [`RegionId`], [`RegionKey`], and the [`Secret`] that opens it.
 //! - [`transport`]: the three traits that every transport has: [`Exporter`], [`Connector`], [`Peer`].
 //! - [`auth`]: how a data connection proves its session, shared by `shm` and `tcp`.
-//! - [`sim`], [`shm`], [`tcp`]: the transports, sisters. `tests/conformance/` holds what none of them may fail.
+//! - [`sim`], [`shm`], [`tcp`], [`verbs`]: the transports, sisters. `tests/conformance/` holds what none of them may fail.
 //! - [`error`]: what can go wrong outside a read, sorted by who can act on it.
 
+mod address;
 pub mod auth;
 pub mod error;
 pub mod memory;
+mod outstanding;
 pub mod region;
 pub mod shm;
 pub mod sim;
 pub mod tcp;
 pub mod transport;
+#[cfg(feature = "verbs")]
+pub mod verbs;
 
 pub use error::Error;
 pub use memory::{Memory, Pages, View};

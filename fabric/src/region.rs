@@ -32,7 +32,7 @@ pub enum TransportKind {
     Shm = 2,
     /// TCP, everywhere.
     Tcp = 3,
-    /// InfiniBand, RoCE, iWARP. Reserved: not built yet.
+    /// InfiniBand, RoCE, iWARP.
     Verbs = 4,
 }
 
@@ -79,7 +79,7 @@ impl FromStr for TransportKind {
             "shm" => Ok(TransportKind::Shm),
             "tcp" => Ok(TransportKind::Tcp),
             "verbs" => Ok(TransportKind::Verbs),
-            _ => Err(Error::Misuse("unknown transport: use shm or tcp")),
+            _ => Err(Error::Misuse("unknown transport: use shm, verbs or tcp")),
         }
     }
 }

@@ -22,6 +22,7 @@
 //! - [`require`]: what a test needs of its machine, and how it is passed over where that is missing.
 //! - [`tls`]: certificates made on the spot.
 //! - [`net`]: hosts as network namespaces, with cables to cut and to slow down.
+//! - [`rdma`]: a machine that has RDMA devices, emulated, for what a host without any can't run.
 //! - [`process`], [`scratch`], [`random`]: what these stand on.
 //!
 //! The crate's unsafe code is three calls, all about what happens between fork and exec or on a thread that changes its
@@ -34,6 +35,7 @@ pub mod error;
 pub mod net;
 pub mod process;
 pub mod random;
+pub mod rdma;
 pub mod require;
 pub mod scratch;
 pub mod server;
@@ -46,6 +48,7 @@ pub use compare::{Agreement, assert_same_data};
 pub use error::{Error, Result};
 pub use net::{Host, Net, Shape};
 pub use random::Random;
+pub use rdma::RdmaVm;
 pub use server::{Builder, Kind, Server};
 pub use tls::Tls;
 pub use workload::{Workload, fill_every_type};

@@ -9,6 +9,7 @@
 //! ```
 
 use crate::net;
+use crate::rdma::RdmaVm;
 use crate::server::Kind;
 
 /// Redis 7.
@@ -53,6 +54,14 @@ pub fn shaping() -> Option<()> {
     namespaces()?;
     match net::Net::new().and_then(|net| net.host("probe")?.shape(net::Shape::rate(1 << 20))) {
         Ok(()) => Some(()),
+        Err(error) => skip(&error.to_string()),
+    }
+}
+
+/// The virtual machine with RDMA devices: an x86-64 machine with QEMU. Gets it ready, which takes a while the first time.
+pub fn rdma_vm() -> Option<RdmaVm> {
+    match RdmaVm::ready() {
+        Ok(machine) => Some(machine),
         Err(error) => skip(&error.to_string()),
     }
 }

@@ -280,7 +280,7 @@ pub struct Resume {
 }
 
 /// How far a replica has come.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Progress {
     /// The generation that all of this speaks of.
     pub generation: u64,
@@ -288,6 +288,8 @@ pub struct Progress {
     pub phase: Phase,
     /// The transport it reads by, numbered as the fabric numbers them; none before it reads.
     pub transport: Option<u8>,
+    /// Why it reads by no better one; empty if there is none.
+    pub transport_why: String,
     /// It never needs slots below this number again: they may be retired.
     pub slots_below: u64,
     /// Slots of the snapshot that it holds.
@@ -513,6 +515,8 @@ pub struct ReplicaStatus {
     pub address: String,
     /// The transport it reads by, by name; empty before it reads.
     pub transport: String,
+    /// Why it reads by no better one; empty if there is none.
+    pub transport_why: String,
     /// What it is doing.
     pub phase: Phase,
     /// Slots of the snapshot that it holds.
@@ -559,6 +563,7 @@ record!(Progress {
     generation: u64,
     phase: Phase,
     transport: Maybe<u8>,
+    transport_why: Text<MAX_WHY_BYTES>,
     slots_below: u64,
     slots_held: u64,
     bytes: u64,
@@ -627,6 +632,7 @@ record!(ReplicaStatus {
     name: Name<MAX_NAME_BYTES>,
     address: Name<MAX_ADDRESS_BYTES>,
     transport: Name<16>,
+    transport_why: Text<MAX_WHY_BYTES>,
     phase: Phase,
     slots_held: u64,
     percent_permille: u16,
@@ -700,6 +706,9 @@ pub const MAX_ADDRESS_BYTES: usize = 280;
 
 /// Longest explanation, in bytes. What is beyond is cut off.
 pub const MAX_TEXT_BYTES: usize = 1024;
+
+/// Longest reason for a transport, in bytes. What is beyond is cut off. Short, as a status report has one per replica.
+pub const MAX_WHY_BYTES: usize = 400;
 
 /// Most transports in a [`Join`]. There are four.
 pub const MAX_TRANSPORTS: usize = 8;

@@ -4,7 +4,7 @@ use std::{net::IpAddr, path::PathBuf, time::Duration};
 
 use clap::{Args, ValueEnum};
 
-use super::HostPort;
+use super::{HostPort, RdmaRead};
 use crate::{
     exit::{self, Code},
     server::{ServerArgs, Task},
@@ -31,13 +31,18 @@ pub struct ReplicaArgs {
     #[arg(long, value_name = "NAME", help_heading = "Source")]
     pub name: Option<String>,
 
-    /// How to read the source's memory: `shm` where both agents share a host, `tcp` between hosts, `auto` takes the first that works.
+    /// How to read the source's memory: `shm` where both agents share a host, `verbs` (RDMA) or `tcp` between hosts; `auto` takes the
+    /// first of these by which a read has worked, and says which and why.
     #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Source")]
     pub transport: TransportChoice,
 
     /// TCP connections to read by. More than one helps where a single one does not fill the link.
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=4), help_heading = "Source")]
     pub lanes: u8,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub rdma: RdmaRead,
 
     /// How long to go on trying when the source or the server is away for the moment, with growing pauses. `0` tries once.
     #[arg(long, value_name = "TIME", default_value = "5m", value_parser = parse_duration, help_heading = "Source")]
@@ -99,6 +104,8 @@ pub enum TransportChoice {
     Auto,
     /// Shared memory of this host.
     Shm,
+    /// RDMA.
+    Verbs,
     /// TCP.
     Tcp,
 }

@@ -4,6 +4,7 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use clap::{Args, ValueEnum};
 
+use super::RdmaOffer;
 use crate::{
     exit::{self, Code},
     server::{ServerArgs, Task},
@@ -76,6 +77,10 @@ pub struct SourceArgs {
     /// Do not offer shared memory to replicas on this host: everything goes by TCP.
     #[arg(long, help_heading = "Transports")]
     pub no_shm: bool,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub rdma: RdmaOffer,
 }
 
 /// How a TCP lane sends.

@@ -4,9 +4,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use remora_fabric::shm::ShmConnector;
-use remora_fabric::tcp::{TcpConnector, TcpOptions};
-use remora_fabric::{Connector, Memory, Pages, Peer, RegionKey, Secret, TransportKind};
+use remora_fabric::{Memory, Pages, Peer, RegionKey, Secret, TransportKind};
 use remora_messenger::control::{Connection, Fault, Options, Token, derive};
 use remora_messenger::control::{Join, Message, Offer, Resume, TableOffer};
 use remora_table::{Expectation, Geometry, SinkLayout};
@@ -15,9 +13,10 @@ use super::delivery::Progress;
 use super::feed::{Feed, Part, Parts};
 use super::preflight::Target;
 use super::spool;
-use crate::cli::{ReplicaArgs, TransportChoice};
+use crate::cli::ReplicaArgs;
 use crate::exit::{Code, Failure};
 use crate::source::{Backoff, LANES_LABEL};
+use crate::transports::taken::{Connectors, Wish};
 
 /// A session with the source.
 pub(super) struct Source {
@@ -113,22 +112,20 @@ impl Source {
             session: self.connection.session(),
             secret: derive(&self.connection.session_key(), LANES_LABEL),
             source: self.connection.peer_addr(),
-            choice: args.transport,
-            lanes: args.lanes,
+            wish: wish(args),
         }
     }
 }
 
+fn wish(args: &ReplicaArgs) -> Wish {
+    Wish { choice: args.transport, lanes: args.lanes, rdma: args.rdma.clone() }
+}
+
 fn join(args: &ReplicaArgs, target: &Target, resume: Option<Resume>) -> Join {
-    let transports = match args.transport {
-        TransportChoice::Auto => vec![TransportKind::Shm, TransportKind::Tcp],
-        TransportChoice::Shm => vec![TransportKind::Shm],
-        TransportChoice::Tcp => vec![TransportKind::Tcp],
-    };
     Join {
         name: args.name.clone().unwrap_or_default(),
         server: target.facts.name(),
-        transports: transports.into_iter().map(TransportKind::code).collect(),
+        transports: wish(args).kinds().into_iter().map(TransportKind::code).collect(),
         resume,
         stay: args.stay,
         plan_only: false,
@@ -196,18 +193,18 @@ pub(super) struct Way {
     session: u64,
     secret: Secret,
     source: SocketAddr,
-    choice: TransportChoice,
-    lanes: u8,
+    wish: Wish,
+}
+
+/// The transport by which tables are read, and what spoke against better ones, in a sentence; empty if there is none.
+pub(super) struct Chosen {
+    pub(super) kind: TransportKind,
+    pub(super) why: String,
 }
 
 impl Way {
     /// Connects to the offered tables. Blocks, within the transports' time-outs.
-    pub(super) fn feed(
-        &self,
-        offer: &Offer,
-        sinks: Sinks,
-        without_snapshot: bool,
-    ) -> Result<(Feed, TransportKind), Failure> {
+    pub(super) fn feed(&self, offer: &Offer, sinks: Sinks, without_snapshot: bool) -> Result<(Feed, Chosen), Failure> {
         let geometry = |table: &TableOffer| Geometry { slot_size: table.slot_size, slots: table.slots };
         let (snapshot, journal) = (geometry(&offer.snapshot), geometry(&offer.journal));
         for shape in [snapshot, journal] {
@@ -222,16 +219,19 @@ impl Way {
             offset: offer.offset,
             slot_size: offer.snapshot.slot_size,
         };
-        let (journal_peer, kind) = self.connect(&offer.journal, &journal_sink)?;
+        let mut connectors = self.wish.connectors(self.source);
+        let journal_peer = self.connect(&mut connectors, &offer.journal, &journal_sink)?;
         let snapshot_part = if without_snapshot {
             None
         } else {
-            let (peer, _) = self.connect(&offer.snapshot, &snapshot_sink)?;
+            let peer = self.connect(&mut connectors, &offer.snapshot, &snapshot_sink)?;
             let buffers = sinks.buffers(snapshot.slot_size);
             Some(self.part(peer, snapshot_sink, buffers, snapshot, &offer.snapshot, offer))
         };
         let journal_part = self.part(journal_peer, journal_sink, JOURNAL_BUFFERS, journal, &offer.journal, offer);
-        Ok((Feed::new(origin, Parts { snapshot: snapshot_part, journal: journal_part }), kind))
+        let kind = connectors.best().map_or(TransportKind::Tcp, |connector| connector.kind());
+        let chosen = Chosen { kind, why: connectors.why() };
+        Ok((Feed::new(origin, Parts { snapshot: snapshot_part, journal: journal_part }), chosen))
     }
 
     fn part(
@@ -252,39 +252,29 @@ impl Way {
         Part { peer, sink, layout: SinkLayout { offset: 0, buffers }, expect, in_place: table.retained }
     }
 
-    /// Tries the keys, the nearest transport first, and says why one was passed over.
-    fn connect(&self, table: &TableOffer, sink: &Arc<Memory>) -> Result<(Box<dyn Peer>, TransportKind), Failure> {
+    /// Tries the connectors, best first. One that fails is out, with a sentence why, also for the tables that follow.
+    fn connect(
+        &self,
+        connectors: &mut Connectors,
+        table: &TableOffer,
+        sink: &Arc<Memory>,
+    ) -> Result<Box<dyn Peer>, Failure> {
         let keys: Vec<RegionKey> =
             table.keys.iter().filter_map(|bytes| RegionKey::from_bytes(bytes.clone()).ok()).collect();
-        let mut tried = Vec::new();
-        for connector in self.connectors()? {
+        while let Some(connector) = connectors.best() {
             let kind = connector.kind();
-            let Some(key) = keys.iter().find(|key| key.transport() == kind) else {
-                tried.push(format!("{}: not offered", kind.name()));
-                continue;
-            };
-            match connector.connect(key, self.session, &self.secret, sink.clone()) {
-                Ok(peer) => {
-                    tracing::debug!(transport = kind.name(), passed_over = ?tried, "connected to a table");
-                    return Ok((peer, kind));
+            let tried = match keys.iter().find(|key| key.transport() == kind) {
+                Some(key) => connector.connect(key, self.session, &self.secret, sink.clone()),
+                None => {
+                    connectors.pass_over("the source does not offer it");
+                    continue;
                 }
-                Err(error) => tried.push(format!("{}: {error}", kind.name())),
+            };
+            match tried {
+                Ok(peer) => return Ok(peer),
+                Err(error) => connectors.pass_over(&error.to_string()),
             }
         }
-        Err(Failure::new(Code::Source, format!("the source's tables can't be read: {}", tried.join("; "))))
-    }
-
-    fn connectors(&self) -> Result<Vec<Box<dyn Connector>>, Failure> {
-        let mut connectors: Vec<Box<dyn Connector>> = Vec::new();
-        if self.choice != TransportChoice::Tcp {
-            connectors.push(Box::new(ShmConnector::new()));
-        }
-        if self.choice != TransportChoice::Shm {
-            let options = TcpOptions { lanes: self.lanes, ..TcpOptions::default() };
-            let tcp =
-                TcpConnector::new(options, Some(self.source)).map_err(|error| Failure::refused(error.to_string()))?;
-            connectors.push(Box::new(tcp));
-        }
-        Ok(connectors)
+        Err(Failure::new(Code::Source, format!("the source's tables can't be read: {}", connectors.why())))
     }
 }

@@ -40,6 +40,7 @@ use self::owner::{Action, Event, Format, Owner, Replica, Report, Resume, Rules, 
 use crate::cli::{SendChoice, SourceArgs};
 use crate::exit::Failure;
 use crate::server::{Client, Facts, Link, Place, Role, Server, Task};
+use crate::transports;
 use crate::units::Size;
 
 pub(crate) use self::capture::Backoff;
@@ -73,6 +74,10 @@ pub async fn run(args: SourceArgs) -> Result<(), Failure> {
             Err(error) => tracing::warn!(%error, "shared memory can't be offered; replicas on this host will use tcp"),
         }
     }
+    let (rdma, memories) = (args.rdma.clone(), vec![tables.snapshot.0.clone(), tables.journal.0.clone()]);
+    let listen = door.address();
+    let rdma = tokio::task::spawn_blocking(move || transports::offered::rdma(&rdma, listen, &memories)).await;
+    exporters.extend(rdma.map_err(|error| Failure::local(format!("looking for RDMA failed: {error}")))??);
     exporters.push(tcp);
     tracing::info!(
         listening = %door.address(),
@@ -162,6 +167,8 @@ struct Peer {
     address: std::net::SocketAddr,
     key: [u8; 32],
     done: bool,
+    /// Why it reads by no better transport, in its own words.
+    transport_why: String,
 }
 
 struct CaptureThread {
@@ -218,7 +225,7 @@ impl Source {
     fn welcome(&mut self, connection: Connection) {
         let (session, address, key) = (connection.session(), connection.peer_addr(), connection.session_key());
         let (sender, mut receiver) = connection.split();
-        self.sessions.insert(session, Peer { sender, address, key, done: false });
+        self.sessions.insert(session, Peer { sender, address, key, done: false, transport_why: String::new() });
         let incoming = self.incoming.clone();
         tokio::spawn(async move {
             loop {
@@ -256,6 +263,9 @@ impl Source {
             // Said of a snapshot that was taken from it meanwhile: its slots are not those of the present one.
             Message::Progress(progress) if !self.owner.has_given(session, progress.generation) => return,
             Message::Progress(progress) => {
+                if let Some(peer) = self.sessions.get_mut(&session) {
+                    peer.transport_why = progress.transport_why;
+                }
                 let at = Report {
                     phase: progress.phase,
                     transport: progress.transport,
@@ -551,7 +561,12 @@ impl Source {
             server: self.server.url().to_string(),
             role: role(&self.facts),
             generation: self.generation_status(),
-            replicas: self.owner.replicas.values().map(|replica| self.replica_status(replica, now)).collect(),
+            replicas: self
+                .owner
+                .replicas
+                .iter()
+                .map(|(session, replica)| self.replica_status(*session, replica, now))
+                .collect(),
             totals: Totals {
                 snapshots_taken: self.owner.snapshots_taken,
                 replicas_done: self.owner.replicas_done,
@@ -588,13 +603,14 @@ impl Source {
         })
     }
 
-    fn replica_status(&self, replica: &Replica, now: Instant) -> ReplicaStatus {
+    fn replica_status(&self, session: Session, replica: &Replica, now: Instant) -> ReplicaStatus {
         let slots = self.gauge.published_slots().max(1);
         let held = replica.at.slots_held;
         ReplicaStatus {
             name: replica.name.clone(),
             address: replica.address.clone(),
             transport: replica.transport_name(),
+            transport_why: self.sessions.get(&session).map(|peer| peer.transport_why.clone()).unwrap_or_default(),
             phase: replica.at.phase,
             slots_held: held,
             percent_permille: (held.min(slots) * 1000 / slots) as u16,

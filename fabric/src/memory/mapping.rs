@@ -59,6 +59,12 @@ impl Mapping {
         self.size as u64
     }
 
+    /// The first byte, for devices that are told of the memory and reach it by themselves.
+    #[cfg(feature = "verbs")]
+    pub(super) fn base(&self) -> NonNull<u8> {
+        self.base
+    }
+
     /// A checked range, to be read.
     pub(super) fn span(&self, offset: u64, length: u64) -> Result<Span<'_>, Error> {
         bounds::check(offset, length, self.size())?;

@@ -74,6 +74,8 @@ impl Memory {
 
     /// Zeroes the range and gives its whole pages back to the system, for every mapping of it.
     ///
+    /// Not for memory that is registered with an RDMA device: the device would keep to the old pages.
+    ///
     /// Huge pages are zeroed but kept: a reader's access to a hole would kill it, should the system have none left to fill it.
     ///
     /// # Errors
@@ -162,6 +164,12 @@ impl Memory {
     /// [`Error::System`].
     pub fn open_view(&self) -> Result<View, Error> {
         View::open(self.reopen_read_only()?, self.length())
+    }
+
+    /// Where the first byte lies in our address space, for a device that is to be told of it. Stays there while the memory lives.
+    #[cfg(feature = "verbs")]
+    pub(crate) fn address(&self) -> std::ptr::NonNull<u8> {
+        self.view.mapping().base()
     }
 
     /// For those who copy into this memory from another one.

@@ -14,16 +14,16 @@
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::Arc,
-    time::{Duration, Instant},
 };
 
-use rustix::{
-    event::epoll,
-    time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec},
-};
+use rustix::event::epoll;
 
 use super::{TcpOptions, lane::Lane, socket, wire::Request};
-use crate::{Completion, Denial, Error, Memory, Peer, ReadError, ReadRequest, RegionId, View, memory};
+use crate::{
+    Error, Memory, Peer, ReadError, ReadRequest, RegionId, View, memory,
+    outstanding::{Slots, StallTimer},
+    transport::Completion,
+};
 
 /// See [`Peer`]. Made by [`TcpConnector`](super::TcpConnector).
 pub struct TcpPeer {
@@ -52,7 +52,7 @@ impl TcpPeer {
             epoll::add(&readiness, fd, epoll::EventData::new_u64(0), epoll::EventFlags::IN)
                 .map_err(Error::system("watching a data lane"))
         };
-        watch(stall.fd.as_fd())?;
+        watch(stall.as_fd())?;
         lanes.iter().try_for_each(|lane| watch(lane.stream().as_fd()))?;
         Ok(TcpPeer { id, sink, lanes, slots: Slots::new(options.depth), next_tag: 0, readiness, stall, retired: None })
     }
@@ -184,133 +184,6 @@ fn cut(read: &ReadRequest, lanes: usize) -> impl Iterator<Item = (u64, u32)> + u
     let length = whole.div_ceil(parts).next_multiple_of(if parts > 1 { PAGE_BYTES } else { 1 }).max(1);
     let begins = (0..parts).map(move |part| part * length).take_while(move |begin| *begin == 0 || *begin < whole);
     begins.map(move |begin| (begin.into(), (whole - begin).min(length)))
-}
-
-/// The reads that are outstanding.
-struct Slots {
-    slots: Vec<Slot>,
-    free: Vec<usize>,
-}
-
-#[derive(Clone, Copy, Default)]
-struct Slot {
-    tag: u64,
-    length: u32,
-    /// Parts still to come; 0: free.
-    parts: u32,
-    denied: Option<Denial>,
-}
-
-impl Slots {
-    fn new(depth: usize) -> Slots {
-        Slots { slots: vec![Slot::default(); depth], free: (0..depth).rev().collect() }
-    }
-
-    fn depth(&self) -> usize {
-        self.slots.len()
-    }
-
-    fn is_empty(&self) -> bool {
-        self.free.len() == self.slots.len()
-    }
-
-    fn take(&mut self, read: &ReadRequest) -> Option<usize> {
-        let number = self.free.pop()?;
-        let slot = self.slots.get_mut(number)?;
-        *slot = Slot { tag: read.tag, length: read.length, parts: 1, denied: None };
-        Some(number)
-    }
-
-    fn set_parts(&mut self, number: usize, parts: u32) {
-        if let Some(slot) = self.slots.get_mut(number) {
-            slot.parts = parts;
-        }
-    }
-
-    /// One part has come, or was denied; the completion if it was the last.
-    fn part_done(&mut self, number: usize, result: Result<(), Denial>) -> Option<Completion> {
-        let slot = self.slots.get_mut(number)?;
-        slot.denied = slot.denied.or(result.err());
-        slot.parts = slot.parts.saturating_sub(1);
-        if slot.parts > 0 {
-            return None;
-        }
-        self.free.push(number);
-        let result = match slot.denied {
-            None => Ok(slot.length),
-            Some(denial) => Err(ReadError::Denied(denial)),
-        };
-        Some(Completion { tag: slot.tag, result })
-    }
-
-    /// Empties all slots.
-    fn fail_all(&mut self, error: ReadError) -> Vec<Completion> {
-        let mut failed = Vec::new();
-        for (number, slot) in self.slots.iter_mut().enumerate().filter(|(_, slot)| slot.parts > 0) {
-            slot.parts = 0;
-            self.free.push(number);
-            failed.push(Completion { tag: slot.tag, result: Err(error) });
-        }
-        failed
-    }
-}
-
-/// Finds out when nothing has come for too long, and makes the descriptor of [`Peer::arm`] readable then.
-///
-/// It is set rarely: once when reads become outstanding, and again only when it has gone off, not at each byte.
-struct StallTimer {
-    fd: OwnedFd,
-    after: Duration,
-    last_progress: Instant,
-    goes_off: Option<Instant>,
-}
-
-impl StallTimer {
-    fn new(after: Duration) -> Result<StallTimer, Error> {
-        let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
-        let fd = rustix::time::timerfd_create(TimerfdClockId::Monotonic, flags)
-            .map_err(Error::system("creating a timer"))?;
-        Ok(StallTimer { fd, after, last_progress: Instant::now(), goes_off: None })
-    }
-
-    /// Reads are outstanding from now on.
-    fn begin(&mut self) {
-        self.progress();
-        if self.goes_off.is_none() {
-            self.set(Some(self.last_progress + self.after));
-        }
-    }
-
-    fn progress(&mut self) {
-        self.last_progress = Instant::now();
-    }
-
-    /// Fails if reads have been outstanding for too long without a byte.
-    fn check(&mut self, is_waiting: bool) -> Result<(), ReadError> {
-        let Some(goes_off) = self.goes_off else { return Ok(()) };
-        let now = Instant::now();
-        if now < goes_off {
-            return Ok(());
-        }
-        let due = self.last_progress + self.after;
-        if is_waiting && due <= now {
-            return Err(ReadError::TimedOut);
-        }
-        self.set(is_waiting.then_some(due));
-        Ok(())
-    }
-
-    /// Setting it, or unsetting it, also takes back that it has gone off.
-    fn set(&mut self, at: Option<Instant>) {
-        self.goes_off = at;
-        let left =
-            at.map_or(Duration::ZERO, |at| at.saturating_duration_since(Instant::now()).max(Duration::from_nanos(1)));
-        let value = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
-        let once = Itimerspec { it_interval: Timespec { tv_sec: 0, tv_nsec: 0 }, it_value: value };
-        // Fails only for a time that is none, or a descriptor that is no timer.
-        let set = rustix::time::timerfd_settime(&self.fd, TimerfdTimerFlags::empty(), &once);
-        debug_assert!(set.is_ok(), "a timer of our own can be set");
-    }
 }
 
 /// The most bytes that one poll receives: about a millisecond's worth, after which the caller may have better to do.

@@ -20,8 +20,8 @@ pub(crate) trait Harness {
 
 /// Makes each sentence of the suite a test of the transport that the expression stands for.
 macro_rules! conformance {
-    ($harness:expr) => {
-        conformance!($harness;
+    ($harness:expr $(, #[$attribute:meta])?) => {
+        conformance!($harness, [$(#[$attribute])?];
             bytes_arrive_exactly_at_any_offset_and_length
             one_read_can_fetch_the_whole_region
             reads_see_bytes_written_after_connecting
@@ -52,6 +52,7 @@ macro_rules! conformance {
         );
 
         #[test]
+        $(#[$attribute])?
         fn many_peers_come_and_go_and_leave_no_descriptor_or_thread() {
             let name = concat!(module_path!(), "::many_peers_come_and_go_and_leave_no_descriptor_or_thread");
             crate::harness::in_own_process(name, || {
@@ -59,13 +60,15 @@ macro_rules! conformance {
             });
         }
     };
-    ($harness:expr; $($sentence:ident)*) => {
-        $(
+    ($harness:expr, $attributes:tt; $($sentence:ident)*) => {
+        $(conformance!(@one $harness, $attributes, $sentence);)*
+    };
+    (@one $harness:expr, [$(#[$attribute:meta])?], $sentence:ident) => {
             #[test]
+            $(#[$attribute])?
             fn $sentence() {
                 crate::suite::$sentence(&$harness);
             }
-        )*
     };
 }
 
@@ -77,7 +80,11 @@ pub(crate) fn in_own_process(test: &str, body: impl FnOnce()) {
     }
     let (_crate, test) = test.split_once("::").unwrap();
     let this_program = std::env::current_exe().unwrap();
-    let run = Command::new(this_program).args(["--exact", test, "--nocapture"]).env(ALONE, "1").output().unwrap();
+    let run = Command::new(this_program)
+        .args(["--exact", test, "--nocapture", "--include-ignored"])
+        .env(ALONE, "1")
+        .output()
+        .unwrap();
     let (said, complained) = (String::from_utf8_lossy(&run.stdout), String::from_utf8_lossy(&run.stderr));
     assert!(run.status.success(), "{said}\n{complained}");
     assert!(said.contains("1 passed"), "the test was not found under its name {test}: {said}");

@@ -12,3 +12,5 @@ mod suite;
 mod shm;
 mod sim;
 mod tcp;
+#[cfg(feature = "verbs")]
+mod verbs;

@@ -235,9 +235,12 @@ pub(crate) fn a_key_of_an_unknown_region_is_refused(harness: &impl Harness) {
 
 pub(crate) fn a_key_of_another_transport_is_refused(harness: &impl Harness) {
     let world = World::new(harness);
-    let key = RegionKey::new(TransportKind::Verbs, ID, SIZE, b"somewhere").unwrap();
-    let error = refusal(&world, &key, SESSION, SECRET);
-    assert!(matches!(error, Error::WrongTransport { given: TransportKind::Verbs, .. }), "{error}");
+    let kinds = [TransportKind::Sim, TransportKind::Shm, TransportKind::Tcp, TransportKind::Verbs];
+    for other in kinds.into_iter().filter(|kind| *kind != world.connector.kind()) {
+        let key = RegionKey::new(other, ID, SIZE, b"somewhere").unwrap();
+        let error = refusal(&world, &key, SESSION, SECRET);
+        assert!(matches!(error, Error::WrongTransport { given, .. } if given == other), "{error}");
+    }
 }
 
 /// An outsider can't find out which sessions exist, nor, by asking for one that doesn't, which regions.

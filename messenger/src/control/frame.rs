@@ -177,7 +177,7 @@ fn check_start(bytes: &[u8]) -> Result<(), Malformed> {
 /// The longest payload of a session, in bytes. The longest message is a status that lists
 /// [`crate::control::MAX_REPLICAS`] replicas; `control.rs` asserts at compile time that it fits. A connection's receive
 /// buffer is bounded by this and one read.
-pub const MAX_PAYLOAD_BYTES: u32 = 256 * 1024;
+pub const MAX_PAYLOAD_BYTES: u32 = 512 * 1024;
 
 /// The longest payload of the handshake, in bytes: the challenge has 54, and may grow in later versions. This bounds what
 /// somebody who has proved nothing can make us hold.

@@ -36,19 +36,22 @@ fn phases() -> impl Strategy<Value = Phase> {
 }
 
 fn progress() -> impl Strategy<Value = Message> {
-    (any::<[u64; 6]>(), phases(), any::<Option<u8>>()).prop_map(|(numbers, phase, transport)| {
-        let [generation, slots_below, slots_held, bytes, journal_offset, applied_offset] = numbers;
-        Message::Progress(Progress {
-            generation,
-            phase,
-            transport,
-            slots_below,
-            slots_held,
-            bytes,
-            journal_offset,
-            applied_offset,
-        })
-    })
+    (any::<[u64; 6]>(), phases(), any::<Option<u8>>(), names()).prop_map(
+        |(numbers, phase, transport, transport_why)| {
+            let [generation, slots_below, slots_held, bytes, journal_offset, applied_offset] = numbers;
+            Message::Progress(Progress {
+                generation,
+                phase,
+                transport,
+                transport_why,
+                slots_below,
+                slots_held,
+                bytes,
+                journal_offset,
+                applied_offset,
+            })
+        },
+    )
 }
 
 fn tables() -> impl Strategy<Value = TableOffer> {
@@ -94,14 +97,15 @@ fn offers() -> impl Strategy<Value = Message> {
 }
 
 fn replicas() -> impl Strategy<Value = ReplicaStatus> {
-    (names(), names(), "[a-z]{0,16}", phases(), any::<[u64; 6]>(), any::<u16>()).prop_map(
-        |(name, address, transport, phase, numbers, percent_permille)| {
+    (names(), names(), ("[a-z]{0,16}", names()), phases(), any::<[u64; 6]>(), any::<u16>()).prop_map(
+        |(name, address, (transport, transport_why), phase, numbers, percent_permille)| {
             let [slots_held, rate_bytes_per_s, journal_lag_bytes, applied_offset, joined_seconds, silent_seconds] =
                 numbers;
             ReplicaStatus {
                 name,
                 address,
                 transport,
+                transport_why,
                 phase,
                 slots_held,
                 percent_permille,
@@ -182,6 +186,7 @@ fn replica() -> ReplicaStatus {
         name: "n".repeat(MAX_NAME_BYTES),
         address: "a".repeat(MAX_ADDRESS_BYTES),
         transport: "t".repeat(16),
+        transport_why: "w".repeat(MAX_WHY_BYTES),
         phase: Phase::Stay,
         slots_held: 0,
         percent_permille: 1000,

@@ -36,7 +36,7 @@ use crate::replica::once_settled;
 use crate::replica::preflight::{Primary, Target};
 use crate::replica::record::Record;
 use crate::replica::report::{Moments, PROGRESS_EVERY};
-use crate::replica::source::{Sinks, Source};
+use crate::replica::source::{Chosen, Sinks, Source};
 use crate::replica::spool::Spool;
 use crate::server::{Client, Facts, Server, ServerError};
 use crate::source::{Backoff, TROUBLE};
@@ -62,6 +62,8 @@ pub(super) struct Sync {
     moments: Moments,
     offer: Option<Offer>,
     transport: Option<remora_fabric::TransportKind>,
+    /// What spoke against a better one.
+    transport_why: String,
     /// When to try the source again, and since when it has been away.
     retry: Option<Instant>,
     away_since: Option<Instant>,
@@ -192,6 +194,7 @@ impl Sync {
             moments: Moments::begin(now),
             offer: None,
             transport: None,
+            transport_why: String::new(),
             retry: None,
             away_since: None,
             waiting: None,
@@ -339,19 +342,11 @@ impl Sync {
         let (asked, sinks, loaded) = (offer.clone(), self.sinks, progress.loaded);
         let connecting = tokio::task::spawn_blocking(move || way.feed(&asked, sinks, loaded));
         let result = connecting.await.map_err(|error| Failure::local(format!("connecting failed: {error}")))?;
-        let (feed, kind) = match result {
+        let (feed, chosen) = match result {
             Ok(connected) => connected,
             Err(failure) => return self.feed_lost(&failure.message).await,
         };
-        if self.transport != Some(kind) {
-            tracing::info!(
-                transport = kind.name(),
-                generation = offer.generation,
-                offset = offer.offset,
-                "reading the source's tables"
-            );
-        }
-        self.transport = Some(kind);
+        self.reads_by(chosen, &offer);
         self.waiting = None;
         self.moments.offered.get_or_insert_with(Instant::now);
         self.offer = Some(offer);
@@ -364,6 +359,24 @@ impl Sync {
             self.redirect().await?;
         }
         GO_ON
+    }
+
+    /// Remembers the transport, and says it where it is news.
+    fn reads_by(&mut self, chosen: Chosen, offer: &Offer) {
+        let Chosen { kind, why } = chosen;
+        if self.transport != Some(kind) || self.transport_why != why {
+            if self.transport == Some(remora_fabric::TransportKind::Verbs) {
+                tracing::warn!(now = kind.name(), why, "RDMA to the source has ended; going on by another transport");
+            }
+            tracing::info!(
+                transport = kind.name(),
+                why,
+                generation = offer.generation,
+                offset = offer.offset,
+                "reading the source's tables"
+            );
+        }
+        (self.transport, self.transport_why) = (Some(kind), why);
     }
 
     async fn source_lost(&mut self, error: remora_messenger::control::Error) -> Flow {
@@ -644,6 +657,7 @@ impl Sync {
             generation: offer.generation,
             phase: self.phase,
             transport: self.transport.map(remora_fabric::TransportKind::code),
+            transport_why: self.transport_why.clone(),
             slots_below: self.meter.slots_below.get(),
             slots_held: self.meter.slots_held.get(),
             bytes: self.meter.bytes_fetched.get().max(self.meter.bytes_delivered.get()),

@@ -1,0 +1,95 @@
+//! The options of RDMA, which both ends have some of: what can be typed.
+
+use std::net::IpAddr;
+
+use clap::{Args, ValueEnum};
+
+use crate::units::{Size, UnitError};
+
+/// How a source offers RDMA.
+#[derive(Clone, Debug, Default, Args)]
+pub struct RdmaOffer {
+    /// Do not offer RDMA, also where there are devices.
+    #[arg(long, conflicts_with = "rdma_address", help_heading = "RDMA")]
+    pub no_rdma: bool,
+
+    /// Offer RDMA by the device that has this address; may be repeated, a port each. Default: that of --listen, if it has an RDMA device.
+    /// With an address given it is an error if RDMA can't be had.
+    #[arg(long, value_name = "ADDR", help_heading = "RDMA")]
+    pub rdma_address: Vec<IpAddr>,
+
+    /// Traffic class of what is sent by RoCE (the IP type-of-service byte), by which switches tell lossless traffic.
+    #[arg(long, value_name = "N", help_heading = "RDMA")]
+    pub rdma_traffic_class: Option<u8>,
+}
+
+/// How a replica reads by RDMA.
+#[derive(Clone, Debug, Args)]
+pub struct RdmaRead {
+    /// Read by the device that has this address of ours; may be repeated: the queue pairs take turns. Default: as the system's routes say.
+    #[arg(long, value_name = "ADDR", help_heading = "RDMA")]
+    pub rdma_address: Vec<IpAddr>,
+
+    /// Queue pairs per table, 1 to 8: more where a network spreads its load by flow, or where several ports are to be used.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=8), help_heading = "RDMA")]
+    pub rdma_queue_pairs: u8,
+
+    /// Pieces posted per queue pair, 1 to 1024. The number of buffers is another matter (see --memory).
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=1024), help_heading = "RDMA")]
+    pub rdma_queue_depth: u32,
+
+    /// READs in flight per queue pair, 1 to 16; both devices' limits lower it.
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u8).range(1..=16), help_heading = "RDMA")]
+    pub rdma_reads: u8,
+
+    /// Longer reads are cut into pieces of this size, so that connections take turns: 4KiB to 1GiB.
+    #[arg(long, value_name = "SIZE", default_value = "256KiB", value_parser = parse_piece, help_heading = "RDMA")]
+    pub rdma_piece: Size,
+
+    /// How to wait for the device: `polling` keeps a processor busy, `event` sleeps at once, `poll-then-arm` polls for a moment first.
+    #[arg(long, value_name = "HOW", default_value = "poll-then-arm", help_heading = "RDMA")]
+    pub rdma_completion: CompletionChoice,
+
+    /// How long that moment is, in microseconds.
+    #[arg(long, value_name = "US", default_value_t = 20, value_parser = clap::value_parser!(u64).range(0..=1_000_000), help_heading = "RDMA")]
+    pub rdma_poll_us: u64,
+
+    /// Traffic class of what is sent by RoCE (the IP type-of-service byte), by which switches tell lossless traffic.
+    #[arg(long, value_name = "N", help_heading = "RDMA")]
+    pub rdma_traffic_class: Option<u8>,
+}
+
+/// How to wait for completions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum CompletionChoice {
+    /// Ask again and again.
+    Polling,
+    /// Sleep until the device interrupts.
+    Event,
+    /// Ask for a while, then sleep.
+    PollThenArm,
+}
+
+fn parse_piece(text: &str) -> Result<Size, String> {
+    let size: Size = text.parse().map_err(|error: UnitError| error.to_string())?;
+    let fits = (LEAST_PIECE..=LARGEST_PIECE).contains(&size.get()) && size.get().is_multiple_of(LEAST_PIECE);
+    if fits { Ok(size) } else { Err("whole pages from 4KiB to 1GiB are needed".into()) }
+}
+
+/// A page: below it the requests cost more than the bytes.
+const LEAST_PIECE: u64 = 4 << 10;
+/// Every device takes as much in one request.
+const LARGEST_PIECE: u64 = 1 << 30;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_are_whole_pages_within_reason() {
+        assert!(parse_piece("256KiB").is_ok());
+        for wrong in ["0", "5000", "2GiB"] {
+            assert!(parse_piece(wrong).is_err(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,182 @@
+//! `remora devices`: what this machine has of each transport, and what it lacks. Looks only.
+
+use std::fs;
+
+use remora_fabric::verbs::{self, DeviceReport, PortReport};
+use remora_fabric::{Memory, Pages};
+use serde_json::{Value, json};
+
+use crate::cli::DevicesArgs;
+use crate::exit::Failure;
+use crate::units::Size;
+
+/// Prints the report on stdout.
+///
+/// # Errors
+/// None at present: a machine with nothing is a report, too.
+pub fn run(args: &DevicesArgs) -> Result<(), Failure> {
+    let (rdma, shm, tcp) = (verbs::devices(), shm_verdict(), Tcp::look());
+    if args.json {
+        println!("{}", as_json(&rdma, &shm, &tcp));
+    } else {
+        print!("{}", as_text(&rdma, &shm, &tcp));
+    }
+    Ok(())
+}
+
+/// Whether memory can be shared with other processes of this host: tried out.
+fn shm_verdict() -> Result<(), String> {
+    let memory = Memory::create("remora-devices", SHM_TRIAL_BYTES, Pages::Small).map_err(|error| error.to_string())?;
+    memory.open_view().map(drop).map_err(|error| error.to_string())
+}
+
+/// A page is enough to see whether it works.
+const SHM_TRIAL_BYTES: u64 = 4096;
+
+/// What the kernel's TCP can do.
+struct Tcp {
+    congestion: String,
+    allowed: String,
+    available: String,
+    multipath: Option<bool>,
+}
+
+impl Tcp {
+    fn look() -> Tcp {
+        let ipv4 = |name: &str| word(&format!("/proc/sys/net/ipv4/{name}"));
+        let multipath = fs::read_to_string("/proc/sys/net/mptcp/enabled").ok().map(|text| text.trim() == "1");
+        Tcp {
+            congestion: ipv4("tcp_congestion_control"),
+            allowed: ipv4("tcp_allowed_congestion_control"),
+            available: ipv4("tcp_available_congestion_control"),
+            multipath,
+        }
+    }
+
+    fn multipath_word(&self) -> &'static str {
+        match self.multipath {
+            Some(true) => "on",
+            Some(false) => "off",
+            None => "not in this kernel",
+        }
+    }
+}
+
+fn word(path: &str) -> String {
+    fs::read_to_string(path).map_or_else(|_| "unknown".into(), |text| text.trim().to_owned())
+}
+
+fn as_text(rdma: &verbs::Report, shm: &Result<(), String>, tcp: &Tcp) -> String {
+    let mut text = String::new();
+    for device in &rdma.devices {
+        text.push_str(&of_device(device));
+    }
+    let verdict = rdma.trouble.clone().unwrap_or_else(|| "ready".into());
+    let locked = rdma.locked_memory_limit.map_or("none".into(), |bytes| Size::bytes(bytes).to_string());
+    text.push_str(&format!(
+        "rdma   {verdict}\n       limit of locked memory: {locked}; fork support: {}\n",
+        rdma.fork_support
+    ));
+    let shm = shm.as_ref().err().map_or("ready, for agents on one host", String::as_str);
+    text.push_str(&format!("shm    {shm}\n"));
+    text.push_str(&format!(
+        "tcp    ready; congestion control {} (--tcp-congestion may name: {}; loaded: {}); multipath TCP: {}\n",
+        tcp.congestion,
+        tcp.allowed,
+        tcp.available,
+        tcp.multipath_word()
+    ));
+    text
+}
+
+fn of_device(device: &DeviceReport) -> String {
+    let node = device.numa_node.map_or("none".into(), |node| node.to_string());
+    let mut text = format!(
+        "{}  {}, NUMA node {node}\n  \
+         {} queue pairs of {} requests, completion queues of {}\n  \
+         READs at once: {} started and {} served per queue pair, {} served in all; scattered into {} pieces\n",
+        device.name,
+        device.transport,
+        device.queue_pairs,
+        device.queue_depth,
+        device.completions,
+        device.reads_started,
+        device.reads_served,
+        device.reads_served_in_all,
+        device.read_pieces,
+    );
+    for port in &device.ports {
+        text.push_str(&of_port(port));
+    }
+    text.push('\n');
+    text
+}
+
+fn of_port(port: &PortReport) -> String {
+    let below = match port.network_device.as_str() {
+        "" => String::new(),
+        name => format!(" on {name}"),
+    };
+    let mut text = format!(
+        "  port {}: {}, {}{below}, {}, packets of {} bytes\n",
+        port.number, port.state, port.link_layer, port.speed, port.mtu
+    );
+    for (index, gid, kind) in &port.gids {
+        text.push_str(&format!("    GID {index:>2}  {gid}  {kind}\n"));
+    }
+    text
+}
+
+fn as_json(rdma: &verbs::Report, shm: &Result<(), String>, tcp: &Tcp) -> Value {
+    let devices: Vec<Value> = rdma
+        .devices
+        .iter()
+        .map(|device| {
+            json!({
+                "name": device.name,
+                "transport": device.transport,
+                "numa_node": device.numa_node,
+                "queue_pairs": device.queue_pairs,
+                "queue_depth": device.queue_depth,
+                "completions": device.completions,
+                "reads_started": device.reads_started,
+                "reads_served": device.reads_served,
+                "reads_served_in_all": device.reads_served_in_all,
+                "read_pieces": device.read_pieces,
+                "registration_bytes": device.registration_bytes,
+                "ports": device.ports.iter().map(port_as_json).collect::<Vec<_>>(),
+            })
+        })
+        .collect();
+    json!({
+        "rdma": {
+            "ready": rdma.trouble.is_none(),
+            "trouble": rdma.trouble,
+            "locked_memory_limit": rdma.locked_memory_limit,
+            "fork_support": rdma.fork_support,
+            "devices": devices,
+        },
+        "shm": { "ready": shm.is_ok(), "trouble": shm.as_ref().err() },
+        "tcp": {
+            "ready": true,
+            "congestion_control": tcp.congestion,
+            "allowed": tcp.allowed.split_whitespace().collect::<Vec<_>>(),
+            "available": tcp.available.split_whitespace().collect::<Vec<_>>(),
+            "multipath": tcp.multipath,
+        },
+    })
+}
+
+fn port_as_json(port: &PortReport) -> Value {
+    let gids: Vec<Value> =
+        port.gids.iter().map(|(index, gid, kind)| json!({ "index": index, "gid": gid, "kind": kind })).collect();
+    json!({
+        "number": port.number,
+        "state": port.state,
+        "link_layer": port.link_layer,
+        "network_device": port.network_device,
+        "speed": port.speed,
+        "mtu": port.mtu,
+        "gids": gids,
+    })
+}

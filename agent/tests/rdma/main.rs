@@ -1,0 +1,151 @@
+//! The job over RDMA, in the virtual machine that has devices: exact replicas, one-sided on the wire, and a link that dies.
+//!
+//! What runs in there is ignored on the host; the last test boots the machine once and has this program run them.
+#![allow(clippy::unwrap_used)]
+
+#[path = "../stage/mod.rs"]
+mod stage;
+
+mod capture;
+
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use capture::Capture;
+use remora_lab::workload::Options;
+use remora_lab::{Agent, Kind, RdmaVm, Server, Workload, assert_same_data, fill_every_type, random, require};
+use stage::{Source, Stage, fill, load_slowly, says, succeeds};
+
+/// The source is node 1; the replicas are the others.
+const SOURCE_NODE: u8 = 1;
+const REPLICA_NODES: [u8; 3] = [0, 2, 3];
+
+fn source(stage: &Stage, primary: &Server, more: &[&str]) -> Source {
+    // Replicas reach the primary where its own tests do; shared memory would be nearer than RDMA here.
+    let announce = format!("127.0.0.1:{}", primary.port());
+    let listen = format!("{}:0", RdmaVm::address(SOURCE_NODE));
+    let more = [&["--no-shm", "--announce", &announce], more].concat();
+    stage.source_at(&listen, None, &primary.url(), &more)
+}
+
+fn replica(stage: &Stage, server: &Server, source: &Source, node: u8, more: &[&str]) -> Agent {
+    let address = RdmaVm::address(node).to_string();
+    stage.replica(&server.url(), source.address, &[&["--rdma-address", &address], more].concat())
+}
+
+fn primary() -> Server {
+    // Diskless, as its answer to a replica: the machine's disk is memory that the tests need.
+    let primary = Server::builder(Kind::Redis7).config("repl-diskless-sync-delay", 0).start().unwrap();
+    fill_every_type(&mut primary.client().unwrap(), 4).unwrap();
+    primary
+}
+
+/// What goes over the source's wire while three replicas are made of it under writes.
+#[test]
+#[ignore = "runs in the RDMA machine"]
+fn three_replicas_are_exact_and_their_bytes_are_fetched_by_read_alone() {
+    let (stage, primary) = (Stage::new(), primary());
+    fill(&primary, 8, 1);
+    let source = source(&stage, &primary, &[]);
+    let capture = Capture::start(SOURCE_NODE, &stage.path("wire.pcap"));
+    let options = Options { big_bytes: 0, ..Options::seeded(random::seed("workload")).rate(100) };
+    let writer = Workload::start(primary.client().unwrap(), options).unwrap();
+    let servers: Vec<Server> = REPLICA_NODES.iter().map(|_| Server::start(Kind::Redis7).unwrap()).collect();
+    let choices = ["verbs", "auto", "verbs"];
+    let start = |((server, node), choice)| replica(&stage, server, &source, node, &["--transport", choice]);
+    let mut agents: Vec<Agent> = servers.iter().zip(REPLICA_NODES).zip(choices).map(start).collect();
+    for (agent, server) in agents.iter_mut().zip(&servers) {
+        succeeds(agent, server);
+        says(&agent.output(), &["transport=\"verbs\""]);
+    }
+    writer.stop().unwrap();
+    for server in &servers {
+        assert_same_data(&primary, server);
+    }
+    let wire = capture.stop();
+    // Two tables, each with a key of its own; a reader is welcomed to each.
+    assert_eq!(wire.keys().len(), 2, "{:x?}", wire.keys());
+    assert_eq!(wire.welcomes.len(), 2 * REPLICA_NODES.len());
+    wire.assert_reads_lie_inside_what_was_welcomed();
+    assert!(wire.foreign.is_empty(), "neither writes nor long messages: {:x?}", wire.foreign);
+    // Everything that arrived came as answers to READs: three times the noise at the least.
+    assert!(wire.read_bytes > 3 * (8 << 20), "{} bytes", wire.read_bytes);
+    assert!(wire.sent_bytes < 10_000, "{} bytes in messages", wire.sent_bytes);
+    source.stop();
+}
+
+#[test]
+#[ignore = "runs in the RDMA machine"]
+fn a_link_that_dies_in_the_middle_is_told_and_tcp_brings_the_rest() {
+    let (stage, primary) = (Stage::new(), primary());
+    fill(&primary, 20, 2);
+    let source = source(&stage, &primary, &[]);
+    let server = Server::start(Kind::Redis7).unwrap();
+    // Slow enough that most of it is still to come when the cable is pulled.
+    load_slowly(&server, 5_000);
+    let mut agent = replica(&stage, &server, &source, REPLICA_NODES[0], &["--memory", "16MiB"]);
+    source.wait_for_slots(&mut agent, 20);
+    assert_eq!(source.status()["replicas"][0]["transport"], "verbs", "{}", agent.output());
+    cable(SOURCE_NODE, false);
+    agent.wait_for_line("RDMA to the source has ended", Duration::from_secs(60)).unwrap();
+    server.configure("key-load-delay", "0").unwrap();
+    let status = source.status();
+    succeeds(&mut agent, &server);
+    cable(SOURCE_NODE, true);
+    says(&agent.output(), &["now=\"tcp\"", "verbs: "]);
+    let replica = &status["replicas"][0];
+    let why = replica["transport_why"].as_str().unwrap_or_default().to_owned();
+    assert!(replica["transport"] != "tcp" || why.contains("verbs: "), "{why}");
+    assert_same_data(&primary, &server);
+    source.stop();
+}
+
+#[test]
+#[ignore = "runs in the RDMA machine"]
+fn the_machine_has_devices_and_the_command_says_so() {
+    let stage = Stage::new();
+    let said = stage.end(&["devices"], 0);
+    says(&said, &["rxe0  InfiniBand", "port 1: ACTIVE, Ethernet on eth0", "RoCE v2", "rdma   ready", "tcp    ready"]);
+    let stripped = Command::new(env!("CARGO_BIN_EXE_remora"))
+        .args(["devices", "--json"])
+        .env("REMORA_RDMA_DISABLE", "1")
+        .stderr(Stdio::inherit())
+        .output()
+        .unwrap();
+    let report: serde_json::Value = serde_json::from_slice(&stripped.stdout).unwrap();
+    assert_eq!(report["rdma"]["ready"], false);
+    assert!(report["rdma"]["trouble"].as_str().unwrap().contains("REMORA_RDMA_DISABLE"));
+}
+
+/// Pulls a node's cable out of the bridge, or plugs it in. (The device itself is not switched off: Soft-RoCE of 6.1 whose own
+/// messages fail to leave never connects again.)
+fn cable(node: u8, plugged: bool) {
+    let port = format!("port{node}");
+    let to: &[&str] = if plugged { &["master", "br0"] } else { &["nomaster"] };
+    let changed = Command::new("ip").args([&["link", "set", &port], to].concat()).status().unwrap();
+    assert!(changed.success());
+}
+
+#[test]
+fn the_job_is_done_over_rdma_in_the_virtual_machine() {
+    let Some(_) = require::redis() else { return };
+    let Some(machine) = require::rdma_vm() else { return };
+    let passed = machine.nodes(4).limit(Duration::from_secs(280)).run_ignored_tests("", 1);
+    assert_eq!(passed, 3);
+}
+
+#[test]
+fn a_machine_without_devices_says_what_is_missing_and_goes_on() {
+    let stage = Stage::new();
+    let said = Command::new(env!("CARGO_BIN_EXE_remora"))
+        .args(["devices", "--json"])
+        .env("REMORA_RDMA_DISABLE", "1")
+        .output()
+        .unwrap();
+    assert!(said.status.success());
+    let report: serde_json::Value = serde_json::from_slice(&said.stdout).unwrap();
+    assert!(report["rdma"]["trouble"].as_str().unwrap().contains("unset that variable"));
+    assert_eq!(report["shm"]["ready"], true);
+    assert_eq!(report["tcp"]["ready"], true);
+    says(&stage.end(&["devices"], 0), &["rdma   ", "shm    ready", "tcp    ready"]);
+}

@@ -1,0 +1,144 @@
+//! What a reader has outstanding over a network: which reads, in how many parts, and since when nothing has come. Shared by the
+//! transports that cut reads and send requests; nothing here knows how the bytes travel.
+
+use std::{
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    time::{Duration, Instant},
+};
+
+use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec};
+
+use crate::{Completion, Denial, Error, ReadError, ReadRequest};
+
+/// The reads that are outstanding.
+pub(crate) struct Slots {
+    slots: Vec<Slot>,
+    free: Vec<usize>,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Slot {
+    tag: u64,
+    length: u32,
+    /// Parts still to come; 0: free.
+    parts: u32,
+    denied: Option<Denial>,
+}
+
+impl Slots {
+    pub(crate) fn new(depth: usize) -> Slots {
+        Slots { slots: vec![Slot::default(); depth], free: (0..depth).rev().collect() }
+    }
+
+    pub(crate) fn depth(&self) -> usize {
+        self.slots.len()
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.free.len() == self.slots.len()
+    }
+
+    pub(crate) fn take(&mut self, read: &ReadRequest) -> Option<usize> {
+        let number = self.free.pop()?;
+        let slot = self.slots.get_mut(number)?;
+        *slot = Slot { tag: read.tag, length: read.length, parts: 1, denied: None };
+        Some(number)
+    }
+
+    pub(crate) fn set_parts(&mut self, number: usize, parts: u32) {
+        if let Some(slot) = self.slots.get_mut(number) {
+            slot.parts = parts;
+        }
+    }
+
+    /// One part has come, or was denied; the completion if it was the last.
+    pub(crate) fn part_done(&mut self, number: usize, result: Result<(), Denial>) -> Option<Completion> {
+        let slot = self.slots.get_mut(number)?;
+        slot.denied = slot.denied.or(result.err());
+        slot.parts = slot.parts.saturating_sub(1);
+        if slot.parts > 0 {
+            return None;
+        }
+        self.free.push(number);
+        let result = match slot.denied {
+            None => Ok(slot.length),
+            Some(denial) => Err(ReadError::Denied(denial)),
+        };
+        Some(Completion { tag: slot.tag, result })
+    }
+
+    /// Empties all slots.
+    pub(crate) fn fail_all(&mut self, error: ReadError) -> Vec<Completion> {
+        let mut failed = Vec::new();
+        for (number, slot) in self.slots.iter_mut().enumerate().filter(|(_, slot)| slot.parts > 0) {
+            slot.parts = 0;
+            self.free.push(number);
+            failed.push(Completion { tag: slot.tag, result: Err(error) });
+        }
+        failed
+    }
+}
+
+/// Finds out when nothing has come for too long, and makes the descriptor of [`Peer::arm`] readable then.
+///
+/// It is set rarely: once when reads become outstanding, and again only when it has gone off, not at each byte.
+pub(crate) struct StallTimer {
+    fd: OwnedFd,
+    after: Duration,
+    last_progress: Instant,
+    goes_off: Option<Instant>,
+}
+
+impl StallTimer {
+    pub(crate) fn new(after: Duration) -> Result<StallTimer, Error> {
+        let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
+        let fd = rustix::time::timerfd_create(TimerfdClockId::Monotonic, flags)
+            .map_err(Error::system("creating a timer"))?;
+        Ok(StallTimer { fd, after, last_progress: Instant::now(), goes_off: None })
+    }
+
+    /// Reads are outstanding from now on.
+    pub(crate) fn begin(&mut self) {
+        self.progress();
+        if self.goes_off.is_none() {
+            self.set(Some(self.last_progress + self.after));
+        }
+    }
+
+    pub(crate) fn progress(&mut self) {
+        self.last_progress = Instant::now();
+    }
+
+    /// Fails if reads have been outstanding for too long without a byte.
+    pub(crate) fn check(&mut self, is_waiting: bool) -> Result<(), ReadError> {
+        let Some(goes_off) = self.goes_off else { return Ok(()) };
+        let now = Instant::now();
+        if now < goes_off {
+            return Ok(());
+        }
+        let due = self.last_progress + self.after;
+        if is_waiting && due <= now {
+            return Err(ReadError::TimedOut);
+        }
+        self.set(is_waiting.then_some(due));
+        Ok(())
+    }
+
+    /// Setting it, or unsetting it, also takes back that it has gone off.
+    fn set(&mut self, at: Option<Instant>) {
+        self.goes_off = at;
+        let left =
+            at.map_or(Duration::ZERO, |at| at.saturating_duration_since(Instant::now()).max(Duration::from_nanos(1)));
+        let value = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+        let once = Itimerspec { it_interval: Timespec { tv_sec: 0, tv_nsec: 0 }, it_value: value };
+        // Fails only for a time that is none, or a descriptor that is no timer.
+        let set = rustix::time::timerfd_settime(&self.fd, TimerfdTimerFlags::empty(), &once);
+        debug_assert!(set.is_ok(), "a timer of our own can be set");
+    }
+}
+
+impl AsFd for StallTimer {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}

@@ -1,0 +1,397 @@
+//! The connection manager: addresses, connecting, accepting, and how a queue pair comes to be connected. What is said in the process
+//! is `handshake`'s.
+//!
+//! Queue pairs are made by us and not by `rdma_create_qp`, and led through their states by us, with the attributes that the manager
+//! gives: rdma_create_qp(3) allows that. It lets us say what the other end may do *before* it is connected (nothing), and set the
+//! time-out and the retries of each connection.
+//!
+//! ```text
+//!   reader                                                              source
+//!   resolve_address, resolve_route        which device, which port
+//!   pair: INIT;  connect ─────────────── REQ, Hello ──────────────────▶ Request: pair: INIT, RTR, RTS; accept
+//!   Response: pair: RTR, RTS; establish ◀─ REP, Challenge ─────────────
+//!                        ───────────────── RTU ───────────────────────▶ Established
+//! ```
+//! (On iWARP the card itself does what follows INIT, and the reader's first news is `Established`.)
+
+use std::{
+    io,
+    net::{IpAddr, SocketAddr},
+    os::fd::{AsFd, BorrowedFd},
+    ptr::{NonNull, null_mut},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use super::{
+    VerbsOptions, bindings as ffi,
+    device::Device,
+    library::{Library, done, library, made, text},
+    objects::{QueuePair, never_block, no_attributes},
+};
+use crate::{Error, transport::wait_readable};
+
+/// Where events of several ids arrive.
+pub(super) struct Events {
+    raw: NonNull<ffi::rdma_event_channel>,
+    library: &'static Library,
+}
+
+// SAFETY: The channel is a descriptor and is not tied to a thread.
+unsafe impl Send for Events {}
+// SAFETY: Two threads that take events at once get different ones: the kernel hands each out once.
+unsafe impl Sync for Events {}
+
+/// Something that happened to an id, copied out, so that nothing of it has to be acknowledged later.
+#[derive(Debug)]
+pub(super) struct Event {
+    /// Whose it is: [`Id::name`].
+    pub(super) of: usize,
+    /// What happened.
+    pub(super) kind: ffi::rdma_cm_event_type,
+    /// Why, for those that are failures.
+    pub(super) status: i32,
+    /// What the other end sent along; longer than it was, filled up with zeros.
+    pub(super) message: Vec<u8>,
+    /// Reads that we may have outstanding at the other end.
+    pub(super) initiator_depth: u8,
+    /// Reads that the other end wants to have outstanding here.
+    pub(super) responder_resources: u8,
+    /// A new id, for a request to connect.
+    raw: *mut ffi::rdma_cm_id,
+}
+
+impl Events {
+    pub(super) fn new() -> Result<Arc<Events>, Error> {
+        let library = library()?;
+        // SAFETY: No conditions.
+        let raw = made(unsafe { (library.manager.rdma_create_event_channel)() });
+        let raw = raw.map_err(|error| super::report::why_none(&error))?;
+        let events = Events { raw, library };
+        never_block(events.as_fd())?;
+        Ok(Arc::new(events))
+    }
+
+    /// The next event, if there is one. Never blocks.
+    pub(super) fn next(&self) -> Option<Event> {
+        let mut raw = null_mut();
+        // SAFETY: The channel exists and does not block; the place for the pointer is ours.
+        if unsafe { (self.library.manager.rdma_get_cm_event)(self.raw.as_ptr(), &mut raw) } != 0 {
+            return None;
+        }
+        let raw = NonNull::new(raw)?;
+        // SAFETY: The event lives until it is acknowledged, below.
+        let event = Event::copy(unsafe { raw.as_ref() });
+        // SAFETY: Taken just now, and acknowledged once. Nothing of it is kept: `copy` has copied.
+        let code = unsafe { (self.library.manager.rdma_ack_cm_event)(raw.as_ptr()) };
+        debug_assert_eq!(code, 0, "an event that was taken can be acknowledged");
+        Some(event)
+    }
+
+    /// The next event, waited for until `deadline`.
+    pub(super) fn wait(&self, deadline: Instant) -> Result<Option<Event>, Error> {
+        loop {
+            if let Some(event) = self.next() {
+                return Ok(Some(event));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(None);
+            }
+            wait_readable(self.as_fd(), left)?;
+        }
+    }
+
+    /// The event's name, for messages.
+    pub(super) fn name_of(&self, kind: ffi::rdma_cm_event_type) -> String {
+        // SAFETY: Any number has a name that lives for ever.
+        text(unsafe { (self.library.manager.rdma_event_str)(kind) })
+    }
+}
+
+impl Event {
+    fn copy(event: &ffi::rdma_cm_event) -> Event {
+        // SAFETY: All ids here are of connected kind (RDMA_PS_TCP), for which `conn` is the valid part of the union; for events that
+        // have no parameters the library leaves it zero.
+        let param = unsafe { &event.param.conn };
+        let message = match NonNull::new(param.private_data.cast_mut().cast::<u8>()) {
+            // SAFETY: Where there is a pointer there are that many bytes behind it, until the event is acknowledged.
+            Some(data) => unsafe { std::slice::from_raw_parts(data.as_ptr(), param.private_data_len.into()) }.to_vec(),
+            None => Vec::new(),
+        };
+        Event {
+            of: event.id as usize,
+            kind: event.event,
+            status: event.status,
+            message,
+            initiator_depth: param.initiator_depth,
+            responder_resources: param.responder_resources,
+            raw: event.id,
+        }
+    }
+
+    /// Takes over the id of a request to connect. Only for such, and once.
+    pub(super) fn into_request(self, events: &Arc<Events>) -> Option<(Id, Event)> {
+        if self.kind != ffi::RDMA_CM_EVENT_CONNECT_REQUEST {
+            return None;
+        }
+        let raw = NonNull::new(self.raw)?;
+        Some((Id { raw, events: events.clone() }, self))
+    }
+}
+
+impl AsFd for Events {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: The struct behind the pointer lives until `drop`.
+        let fd = unsafe { self.raw.as_ref() }.fd;
+        // SAFETY: The descriptor is open until the channel is destroyed.
+        unsafe { BorrowedFd::borrow_raw(fd) }
+    }
+}
+
+impl Drop for Events {
+    fn drop(&mut self) {
+        // SAFETY: Every id on it held an Arc and is gone; every event was acknowledged where it was taken.
+        unsafe { (self.library.manager.rdma_destroy_event_channel)(self.raw.as_ptr()) };
+    }
+}
+
+/// One end of a connection, or a listener. Dropping it frees its address; the queue pair has to be gone by then.
+pub(super) struct Id {
+    raw: NonNull<ffi::rdma_cm_id>,
+    events: Arc<Events>,
+}
+
+// SAFETY: An id is not tied to a thread.
+unsafe impl Send for Id {}
+// SAFETY: The library takes its own locks where two threads use one id.
+unsafe impl Sync for Id {}
+
+/// What a connecting or accepting end says, besides its message.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Terms {
+    /// Reads that we will have outstanding at the other end.
+    pub(super) initiator_depth: u8,
+    /// Reads of the other end that we will serve at once.
+    pub(super) responder_resources: u8,
+}
+
+impl Id {
+    pub(super) fn new(events: &Arc<Events>) -> Result<Id, Error> {
+        let mut raw = null_mut();
+        // SAFETY: The channel exists as long as the id, which holds it; the place for the pointer is ours.
+        let code = unsafe {
+            (events.library.manager.rdma_create_id)(events.raw.as_ptr(), &mut raw, null_mut(), ffi::RDMA_PS_TCP)
+        };
+        done(code).map_err(Error::system("making an RDMA endpoint"))?;
+        let raw = NonNull::new(raw).ok_or(Error::Misuse("the connection manager made an endpoint of nothing"))?;
+        Ok(Id { raw, events: events.clone() })
+    }
+
+    /// What [`Event::of`] calls it.
+    pub(super) fn name(&self) -> usize {
+        self.raw.as_ptr() as usize
+    }
+
+    /// The device that the address has led to.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] while it is bound to none.
+    pub(super) fn device(&self) -> Result<Arc<Device>, Error> {
+        Device::of(self.context())
+    }
+
+    /// Whether it is bound to one device, and not to all.
+    pub(super) fn has_device(&self) -> bool {
+        !self.context().is_null()
+    }
+
+    fn context(&self) -> *mut ffi::ibv_context {
+        // SAFETY: The struct behind the pointer lives until `drop`; the library sets this field while it handles an event or a call of
+        // ours, which the owner's lock or exclusive use keeps apart from this.
+        unsafe { self.raw.as_ref() }.verbs
+    }
+
+    /// Listens at `address`; says at which port, as 0 is a free one.
+    pub(super) fn listen(&self, address: SocketAddr) -> io::Result<u16> {
+        let mut place = Address::from(address);
+        let manager = &self.events.library.manager;
+        // SAFETY: The id exists; the address is a place of ours, as long as its family says.
+        done(unsafe { (manager.rdma_bind_addr)(self.raw.as_ptr(), place.raw()) })?;
+        // SAFETY: The id exists.
+        done(unsafe { (manager.rdma_listen)(self.raw.as_ptr(), BACKLOG) })?;
+        // SAFETY: The id exists and is bound.
+        Ok(u16::from_be(unsafe { (manager.rdma_get_src_port)(self.raw.as_ptr()) }))
+    }
+
+    /// Sets the traffic class of the connection to be made.
+    pub(super) fn set_traffic_class(&self, class: u8) -> Result<(), Error> {
+        let mut value = class;
+        // SAFETY: The option is one byte, which is ours and read during the call.
+        let code = unsafe {
+            (self.events.library.manager.rdma_set_option)(
+                self.raw.as_ptr(),
+                ffi::RDMA_OPTION_ID as i32,
+                ffi::RDMA_OPTION_ID_TOS as i32,
+                (&raw mut value).cast(),
+                size_of::<u8>(),
+            )
+        };
+        done(code).map_err(Error::system("setting the traffic class"))
+    }
+
+    /// Begins to look for the way to `remote`, from `local` where it is given.
+    pub(super) fn resolve_address(
+        &self,
+        local: Option<IpAddr>,
+        remote: SocketAddr,
+        within: Duration,
+    ) -> io::Result<()> {
+        let mut local = local.map(|host| Address::from(SocketAddr::new(host, 0)));
+        let mut remote = Address::from(remote);
+        let local = local.as_mut().map_or(null_mut(), Address::raw);
+        // SAFETY: The id exists; the addresses are places of ours (or null for any), as long as their families say.
+        done(unsafe {
+            (self.events.library.manager.rdma_resolve_addr)(self.raw.as_ptr(), local, remote.raw(), millis(within))
+        })
+    }
+
+    /// Begins to look for the route, once the address is resolved.
+    pub(super) fn resolve_route(&self, within: Duration) -> io::Result<()> {
+        // SAFETY: The id exists.
+        done(unsafe { (self.events.library.manager.rdma_resolve_route)(self.raw.as_ptr(), millis(within)) })
+    }
+
+    /// Begins to connect.
+    pub(super) fn connect(
+        &self,
+        pair: &QueuePair,
+        terms: Terms,
+        message: &[u8],
+        options: &VerbsOptions,
+    ) -> io::Result<()> {
+        let mut param = parameters(pair, terms, message, options);
+        // SAFETY: The id exists and has a route; parameters and message are read during the call.
+        done(unsafe { (self.events.library.manager.rdma_connect)(self.raw.as_ptr(), &mut param) })
+    }
+
+    /// Says that the queue pair is ready, once the other end has accepted.
+    pub(super) fn establish(&self) -> io::Result<()> {
+        // SAFETY: The id exists, has no queue pair of the manager's own, and was told that the other end accepts.
+        done(unsafe { (self.events.library.manager.rdma_establish)(self.raw.as_ptr()) })
+    }
+
+    /// Accepts a request to connect.
+    pub(super) fn accept(
+        &self,
+        pair: &QueuePair,
+        terms: Terms,
+        message: &[u8],
+        options: &VerbsOptions,
+    ) -> io::Result<()> {
+        let mut param = parameters(pair, terms, message, options);
+        // SAFETY: The id exists and came with a request; parameters and message are read during the call.
+        done(unsafe { (self.events.library.manager.rdma_accept)(self.raw.as_ptr(), &mut param) })
+    }
+
+    /// Refuses a request to connect.
+    pub(super) fn reject(&self, message: &[u8]) -> io::Result<()> {
+        let length = u8::try_from(message.len()).unwrap_or(u8::MAX);
+        // SAFETY: The id exists and came with a request; `length` is at most the message's.
+        done(unsafe { (self.events.library.manager.rdma_reject)(self.raw.as_ptr(), message.as_ptr().cast(), length) })
+    }
+
+    /// Tells the other end that the connection is over, as well as it goes.
+    pub(super) fn disconnect(&self) {
+        // SAFETY: The id exists. One that isn't connected answers an error, which says nothing new.
+        let _ = unsafe { (self.events.library.manager.rdma_disconnect)(self.raw.as_ptr()) };
+    }
+
+    /// The first step of a queue pair: bound to this id's port, with these rights for the other end.
+    pub(super) fn initialise(&self, pair: &QueuePair, access: u32) -> Result<(), Error> {
+        self.step(pair, ffi::IBV_QPS_INIT, |attributes| attributes.qp_access_flags = access)
+    }
+
+    /// The second and the third: able to receive, able to send.
+    pub(super) fn ready(&self, pair: &QueuePair, terms: Terms, options: &VerbsOptions) -> Result<(), Error> {
+        self.step(pair, ffi::IBV_QPS_RTR, |attributes| attributes.max_dest_rd_atomic = terms.responder_resources)?;
+        self.step(pair, ffi::IBV_QPS_RTS, |attributes| {
+            attributes.max_rd_atomic = terms.initiator_depth;
+            attributes.timeout = options.ack_timeout;
+            attributes.retry_cnt = options.retries;
+            attributes.rnr_retry = RNR_RETRIES;
+        })
+    }
+
+    /// One step, with the manager's attributes as far as `change` leaves them.
+    fn step(
+        &self,
+        pair: &QueuePair,
+        state: ffi::ibv_qp_state,
+        change: impl FnOnce(&mut ffi::ibv_qp_attr),
+    ) -> Result<(), Error> {
+        let mut attributes = no_attributes();
+        attributes.qp_state = state;
+        let mut mask = 0;
+        // SAFETY: The id exists; attributes and mask are places of ours.
+        let code =
+            unsafe { (self.events.library.manager.rdma_init_qp_attr)(self.raw.as_ptr(), &mut attributes, &mut mask) };
+        done(code).map_err(Error::system("asking how to connect a queue pair"))?;
+        change(&mut attributes);
+        // Some kernels set bits that no attribute has (rdma-core clears the same ones in its own rdma_accept).
+        pair.modify(&mut attributes, mask & !UNKNOWN_ATTRIBUTES)
+    }
+}
+
+impl Drop for Id {
+    fn drop(&mut self) {
+        // SAFETY: See the head of `objects`: made by the library, given back once. Its events were acknowledged where they were taken.
+        if unsafe { (self.events.library.manager.rdma_destroy_id)(self.raw.as_ptr()) } != 0 {
+            tracing::warn!(error = %io::Error::last_os_error(), "giving back an RDMA endpoint");
+        }
+    }
+}
+
+fn parameters(pair: &QueuePair, terms: Terms, message: &[u8], options: &VerbsOptions) -> ffi::rdma_conn_param {
+    ffi::rdma_conn_param {
+        private_data: message.as_ptr().cast(),
+        private_data_len: u8::try_from(message.len()).unwrap_or(u8::MAX),
+        responder_resources: terms.responder_resources,
+        initiator_depth: terms.initiator_depth,
+        flow_control: 1,
+        retry_count: options.retries,
+        rnr_retry_count: RNR_RETRIES,
+        srq: 0,
+        qp_num: pair.number(),
+    }
+}
+
+/// Requests to connect that may wait for us, as for a TCP listener.
+const BACKLOG: i32 = 128;
+
+/// Retries towards an end that has posted no receive: without end (7 means that). Both ends post theirs before they connect, so that
+/// it does not happen; who is gone is found by the other retries.
+const RNR_RETRIES: u8 = 7;
+
+/// Bits 21 to 23 of an attribute mask.
+const UNKNOWN_ATTRIBUTES: i32 = 0xe0_0000;
+
+fn millis(time: Duration) -> i32 {
+    i32::try_from(time.as_millis()).unwrap_or(i32::MAX)
+}
+
+/// An address as the system has it.
+struct Address(socket2::SockAddr);
+
+impl From<SocketAddr> for Address {
+    fn from(address: SocketAddr) -> Address {
+        Address(address.into())
+    }
+}
+
+impl Address {
+    /// For calls that only read it, though their declarations have it mutable.
+    fn raw(&mut self) -> *mut libc::sockaddr {
+        self.0.as_ptr().cast::<libc::sockaddr>().cast_mut()
+    }
+}

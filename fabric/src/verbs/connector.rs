@@ -1,0 +1,388 @@
+//! How a peer comes to be: find the way, connect a queue pair, shake hands, and do one READ to see that it works. Each step has its
+//! time; what the peer does afterwards is `peer`'s and `lane`'s.
+
+use std::{
+    io,
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use super::{
+    VerbsOptions, VerbsPeer, bindings as ffi,
+    cm::{Event, Events, Id, Terms},
+    device::{Alarm, Device},
+    handshake::{End, INCOMING, OUTGOING, TRIAL, TRIAL_BYTES, Transcript, letter},
+    key,
+    lane::{Lane, Remote},
+    objects::{Access, Capacity, Channel, Completed, Completions, Domain, QueuePair, Registration, RemoteRead},
+    wire::{Challenge, Hello, READER_NONCE_BYTES, Refusal, Welcome},
+};
+use crate::{
+    Connector, Denial, Error, Memory, Peer, RegionKey, Secret, TransportKind,
+    auth::{self, PROOF_BYTES},
+    transport::wait_readable,
+};
+
+/// Connects to sources by RDMA.
+pub struct VerbsConnector {
+    options: VerbsOptions,
+    fallback_host: Option<SocketAddr>,
+    local: Vec<IpAddr>,
+}
+
+impl VerbsConnector {
+    /// `fallback_host` is the address by which the source was reached before, over the messenger: it stands in for the host where a
+    /// key names none. `local` are addresses of ours, whose devices are to be used; with none the system's routes choose. Queue pairs
+    /// take turns over them, and over the addresses of the source.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for options outside their range; [`Error::NoRdma`], with what is missing.
+    pub fn new(
+        options: VerbsOptions,
+        fallback_host: Option<SocketAddr>,
+        local: Vec<IpAddr>,
+    ) -> Result<VerbsConnector, Error> {
+        options.check()?;
+        if Device::all()?.is_empty() {
+            return Err(super::report::no_device());
+        }
+        Ok(VerbsConnector { options, fallback_host, local })
+    }
+
+    /// As [`Connector::connect`], for those who want to know that it is a [`VerbsPeer`].
+    ///
+    /// # Errors
+    /// Those of [`Connector::connect`]; [`Error::NoRdma`].
+    pub fn open(&self, key: &RegionKey, session: u64, secret: &Secret, sink: Arc<Memory>) -> Result<VerbsPeer, Error> {
+        let addresses = key::addresses(key, self.fallback_host)?;
+        let mut sinks: Vec<Arc<Registration>> = Vec::new();
+        let mut lanes = Vec::new();
+        for number in 0..self.options.queue_pairs {
+            let at = usize::from(number);
+            let Some(remote) = addresses.get(at % addresses.len()) else { break };
+            let local = self.local.get(at % self.local.len().max(1)).copied();
+            let way = Way::find(&self.options, local, *remote)?;
+            let sink = sink_at(&mut sinks, &way.device, &sink)?;
+            let hello = Hello { session, id: key.id(), lane: number, nonce: reader_nonce()? };
+            let lane = way.connect(&hello, sink)?.shake_hands(secret, key.length())?;
+            lanes.push(lane);
+        }
+        VerbsPeer::new(key.length(), sink, lanes, &self.options)
+    }
+}
+
+impl Connector for VerbsConnector {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Verbs
+    }
+
+    /// Besides what every transport checks, one READ has been seen to work when this returns.
+    fn connect(
+        &self,
+        key: &RegionKey,
+        session: u64,
+        secret: &Secret,
+        sink: Arc<Memory>,
+    ) -> Result<Box<dyn Peer>, Error> {
+        Ok(Box::new(self.open(key, session, secret, sink)?))
+    }
+}
+
+/// The sink as this device knows it: registered once per device and peer.
+fn sink_at(
+    known: &mut Vec<Arc<Registration>>,
+    device: &Arc<Device>,
+    sink: &Arc<Memory>,
+) -> Result<Arc<Registration>, Error> {
+    if let Some(sink) = known.iter().find(|sink| Arc::ptr_eq(sink.domain().device(), device)) {
+        return Ok(sink.clone());
+    }
+    let registered = Registration::new(&Domain::new(device)?, sink, Access::Landing)?;
+    known.push(registered.clone());
+    Ok(registered)
+}
+
+fn reader_nonce() -> Result<[u8; READER_NONCE_BYTES], Error> {
+    let mut nonce = [0; READER_NONCE_BYTES];
+    auth::random(&mut nonce)?;
+    Ok(nonce)
+}
+
+/// A device and a route that lead to the source.
+struct Way<'a> {
+    options: &'a VerbsOptions,
+    deadline: Instant,
+    remote: SocketAddr,
+    device: Arc<Device>,
+    id: Id,
+    events: Arc<Events>,
+}
+
+impl<'a> Way<'a> {
+    fn find(options: &'a VerbsOptions, local: Option<IpAddr>, remote: SocketAddr) -> Result<Way<'a>, Error> {
+        let deadline = Instant::now() + options.connect_timeout;
+        let events = Events::new()?;
+        let id = Id::new(&events)?;
+        if let Some(class) = options.traffic_class {
+            id.set_traffic_class(class)?;
+        }
+        resolve(&events, &id, local, remote, deadline, options)?;
+        id.resolve_route(options.connect_timeout).map_err(|source| no_way(remote, source))?;
+        expect(&events, ffi::RDMA_CM_EVENT_ROUTE_RESOLVED, deadline, remote, options)?;
+        let device = id.device()?;
+        Ok(Way { options, deadline, remote, device, id, events })
+    }
+
+    /// Connects a queue pair to the source's.
+    fn connect(self, hello: &Hello, sink: Arc<Registration>) -> Result<Met<'a>, Error> {
+        let domain = sink.domain();
+        let channel = Channel::new(&self.device)?;
+        let limit = u32::try_from(self.device.attributes().max_qp_wr).unwrap_or(1).max(2);
+        let queue_depth = self.options.queue_depth.min(limit - 1);
+        // Every request that is posted has its place in the completion queue: the pieces, the proof, the welcome.
+        let completions = Completions::new(&channel, queue_depth + HANDSHAKE_COMPLETIONS)?;
+        let pair = QueuePair::new(domain, &completions, Capacity { send: queue_depth + 1, receive: 1 })?;
+        let letter = letter(domain)?;
+        let alarm = Alarm::new()?;
+        self.device.watch(pair.name(), &alarm);
+        self.id.initialise(&pair, 0)?;
+        pair.post_receive(WELCOME, &letter, INCOMING, Welcome::BYTES as u32)?;
+        let own = u8::try_from(self.device.attributes().max_qp_init_rd_atom).unwrap_or(u8::MAX).max(1);
+        let mut terms = Terms { initiator_depth: own.min(self.options.reads_in_flight), responder_resources: 0 };
+        let connect = self.id.connect(&pair, terms, &hello.encode(), self.options);
+        connect.map_err(|source| no_way(self.remote, source))?;
+        let event = self.answer()?;
+        let challenge = Challenge::decode(&event.message)?;
+        if event.kind == ffi::RDMA_CM_EVENT_CONNECT_RESPONSE {
+            // What the source grants may be less than was asked for; more is not ours to use.
+            terms.initiator_depth = terms.initiator_depth.min(event.initiator_depth).max(1);
+            self.id.ready(&pair, terms, self.options)?;
+            self.id.establish().map_err(Error::system("establishing an RDMA connection"))?;
+        }
+        let transcript = Transcript::new(hello, &challenge);
+        let parts = Parts { pair, channel, completions, letter, alarm, sink, queue_depth };
+        Ok(Met { way: self, parts, transcript, reads_in_flight: terms.initiator_depth })
+    }
+
+    /// The source's answer to our request.
+    fn answer(&self) -> Result<Event, Error> {
+        loop {
+            let event = self
+                .events
+                .wait(self.deadline)?
+                .ok_or_else(|| too_late(self.options, "the source, asked for an RDMA connection,"))?;
+            match event.kind {
+                ffi::RDMA_CM_EVENT_CONNECT_RESPONSE | ffi::RDMA_CM_EVENT_ESTABLISHED => return Ok(event),
+                ffi::RDMA_CM_EVENT_REJECTED => return Err(rejected(&event, self.remote)),
+                ffi::RDMA_CM_EVENT_TIMEWAIT_EXIT => {}
+                _ => return Err(failed(&self.events, &event, self.remote)),
+            }
+        }
+    }
+}
+
+/// What a lane is made of.
+pub(super) struct Parts {
+    pub(super) pair: QueuePair,
+    pub(super) channel: Arc<Channel>,
+    pub(super) completions: Arc<Completions>,
+    pub(super) letter: Arc<Registration>,
+    pub(super) alarm: Arc<Alarm>,
+    pub(super) sink: Arc<Registration>,
+    pub(super) queue_depth: u32,
+}
+
+/// Connected to somebody who has challenged us.
+struct Met<'a> {
+    way: Way<'a>,
+    parts: Parts,
+    transcript: Transcript,
+    reads_in_flight: u8,
+}
+
+impl Met<'_> {
+    /// Proves our session, makes sure of the source, and tries one READ.
+    fn shake_hands(self, secret: &Secret, length: u64) -> Result<Lane, Error> {
+        let Met { way, parts, transcript, reads_in_flight } = self;
+        let deadline = Instant::now() + way.options.handshake_timeout;
+        let letters = parts.letter.memory();
+        letters.write(OUTGOING, &transcript.prove(End::Reader, secret))?;
+        parts.pair.post_send(HELLO, &parts.letter, OUTGOING, PROOF_BYTES as u32)?;
+        let received = await_completion(&parts, &way.events, WELCOME, deadline, way.options.handshake_timeout)?;
+        let mut bytes = [0; Welcome::BYTES];
+        letters.read(INCOMING, &mut bytes)?;
+        let welcome = Welcome::decode(bytes.get(..received.length as usize).unwrap_or_default())?;
+        if let Some(denial) = welcome.denied {
+            return Err(Error::Refused(denial));
+        }
+        if !transcript.is_proved(End::Source, Some(secret), &welcome.proof) {
+            return Err(Error::Impostor);
+        }
+        if welcome.length != length {
+            return Err(Error::Protocol("the region is not as long as its key says"));
+        }
+        let remote = Remote { key: welcome.key, base: welcome.base };
+        let trial = RemoteRead {
+            name: TRIAL_READ,
+            address: remote.base,
+            key: remote.key,
+            length: TRIAL_BYTES.min(length) as u32,
+            offset: TRIAL,
+        };
+        parts.pair.post_read(&trial, &parts.letter)?;
+        await_completion(&parts, &way.events, TRIAL_READ, deadline, way.options.handshake_timeout)?;
+        tracing::debug!(device = way.device.name(), source = %way.remote, reads_in_flight, "a queue pair reads");
+        Ok(Lane::new(parts, way.id, way.events, remote))
+    }
+}
+
+/// What becomes of a READ with the right key on a connection that has proved nothing: its status.
+#[cfg(test)]
+pub(super) fn read_without_proof(
+    options: &VerbsOptions,
+    local: IpAddr,
+    source: SocketAddr,
+    id: crate::RegionId,
+    remote: Remote,
+) -> Result<ffi::ibv_wc_status, Error> {
+    let way = Way::find(options, Some(local), source)?;
+    let sink = Arc::new(Memory::create("unproved", 4096, crate::Pages::Small)?);
+    let sink = Registration::new(&Domain::new(&way.device)?, &sink, Access::Landing)?;
+    let hello = Hello { session: 0, id, lane: 0, nonce: reader_nonce()? };
+    let met = way.connect(&hello, sink)?;
+    let guess = RemoteRead { name: TRIAL_READ, address: remote.base, key: remote.key, length: 64, offset: TRIAL };
+    met.parts.pair.post_read(&guess, &met.parts.letter)?;
+    let (deadline, mut done) = (Instant::now() + options.handshake_timeout, Vec::new());
+    while Instant::now() < deadline {
+        met.parts.completions.poll(&mut done)?;
+        if let Some(completed) = done.iter().find(|completed| completed.name == TRIAL_READ) {
+            return Ok(completed.status);
+        }
+        std::thread::sleep(SLICE);
+    }
+    Err(Error::TimedOut { what: "the guessed READ", after: options.handshake_timeout })
+}
+
+/// Waits until the request of that name has completed. Those before it are let pass.
+fn await_completion(
+    parts: &Parts,
+    events: &Events,
+    name: u64,
+    deadline: Instant,
+    limit: Duration,
+) -> Result<Completed, Error> {
+    let mut done = Vec::new();
+    loop {
+        parts.completions.arm()?;
+        parts.completions.poll(&mut done)?;
+        for completed in done.drain(..) {
+            if completed.status != ffi::IBV_WC_SUCCESS {
+                return Err(Error::Unreachable {
+                    what: "the source by RDMA".into(),
+                    source: io::Error::other(format!("work completion status {}", completed.status)),
+                });
+            }
+            if completed.name == name {
+                return Ok(completed);
+            }
+        }
+        // Asked after the queue: a denial is sent before the connection is ended.
+        if parts.alarm.has_rung() || matches!(events.next(), Some(event) if is_end(&event)) {
+            return Err(Error::Refused(Denial::NotGranted));
+        }
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(Error::TimedOut { what: "the source's answer by RDMA", after: limit });
+        }
+        // In slices, as the end of the connection comes by another descriptor.
+        wait_readable(std::os::fd::AsFd::as_fd(&*parts.channel), left.min(SLICE))?;
+        while parts.channel.next().is_some() {}
+    }
+}
+
+/// Whether this event is the end of a connection that was made.
+pub(super) fn is_end(event: &Event) -> bool {
+    !matches!(event.kind, ffi::RDMA_CM_EVENT_ESTABLISHED | ffi::RDMA_CM_EVENT_CONNECT_RESPONSE)
+}
+
+/// Finds the device and the neighbour for an address. In slices, of which the first are short: kernels were seen (6.1) to look again for
+/// a neighbour that they had to ask the network for only when the time given to this call was over, though its answer had long come.
+fn resolve(
+    events: &Events,
+    id: &Id,
+    local: Option<IpAddr>,
+    remote: SocketAddr,
+    deadline: Instant,
+    options: &VerbsOptions,
+) -> Result<(), Error> {
+    let mut slice = FIRST_RESOLVE;
+    loop {
+        id.resolve_address(local, remote, slice).map_err(|source| no_way(remote, source))?;
+        let event = events.wait(deadline)?.ok_or_else(|| too_late(options, NEIGHBOUR))?;
+        match event.kind {
+            ffi::RDMA_CM_EVENT_ADDR_RESOLVED => return Ok(()),
+            ffi::RDMA_CM_EVENT_ADDR_ERROR if event.status == -libc::ETIMEDOUT => {
+                if Instant::now() >= deadline {
+                    return Err(too_late(options, NEIGHBOUR));
+                }
+            }
+            _ => return Err(failed(events, &event, remote)),
+        }
+        slice = (slice * 2).min(LAST_RESOLVE);
+    }
+}
+
+fn expect(
+    events: &Events,
+    wanted: ffi::rdma_cm_event_type,
+    deadline: Instant,
+    remote: SocketAddr,
+    options: &VerbsOptions,
+) -> Result<(), Error> {
+    let event = events.wait(deadline)?.ok_or_else(|| too_late(options, "the search for a route to the source"))?;
+    if event.kind == wanted { Ok(()) } else { Err(failed(events, &event, remote)) }
+}
+
+fn too_late(options: &VerbsOptions, what: &'static str) -> Error {
+    Error::TimedOut { what, after: options.connect_timeout }
+}
+
+/// A refusal of the source itself says why; any other means that nobody of ours listens there.
+fn rejected(event: &Event, remote: SocketAddr) -> Error {
+    match Refusal::decode(&event.message) {
+        Ok(Refusal::Denied(denial)) => Error::Refused(denial),
+        Ok(Refusal::Malformed) => Error::Protocol("the source could not make sense of our hello"),
+        Err(super::wire::Garbled::Magic) => no_way(remote, io::ErrorKind::ConnectionRefused.into()),
+        Err(garbled) => garbled.into(),
+    }
+}
+
+fn failed(events: &Events, event: &Event, remote: SocketAddr) -> Error {
+    let code = event.status.unsigned_abs() as i32;
+    // The status is an error number for some events and a reason of the protocol for others.
+    let why = if event.status < 0 { io::Error::from_raw_os_error(code).to_string() } else { format!("status {code}") };
+    no_way(remote, io::Error::other(format!("{}: {why}", events.name_of(event.kind))))
+}
+
+fn no_way(remote: SocketAddr, source: io::Error) -> Error {
+    Error::Unreachable { what: format!("the source by RDMA at {remote}"), source }
+}
+
+/// Names of the handshake's work requests; reads have their slots' numbers, which are smaller.
+const HELLO: u64 = u64::MAX;
+const WELCOME: u64 = u64::MAX - 1;
+const TRIAL_READ: u64 = u64::MAX - 2;
+
+/// The proof, the welcome, the trial READ, and one to spare.
+const HANDSHAKE_COMPLETIONS: u32 = 4;
+
+/// Who is silent when an address can't be found.
+const NEIGHBOUR: &str = "the network, asked for the source's RDMA address,";
+
+/// Slices of finding a neighbour: far above what an answer takes, and about as long as the system waits before it asks again.
+const FIRST_RESOLVE: Duration = Duration::from_millis(50);
+const LAST_RESOLVE: Duration = Duration::from_secs(1);
+
+/// How long one descriptor is waited for before the other is looked at.
+const SLICE: Duration = Duration::from_millis(20);

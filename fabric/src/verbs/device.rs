@@ -1,0 +1,210 @@
+//! RDMA devices as the connection manager has opened them, and what they report of themselves. Who connects to whom is `cm`'s.
+//!
+//! A device is opened once per process, by librdmacm, and stays open. Its asynchronous events (a port goes down, an address changes,
+//! a queue pair dies) come by one descriptor for everybody: whoever sees it readable calls [`Device::attend`], which tells those whom
+//! an event concerns by their [`Alarm`].
+
+use std::{
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    ptr::NonNull,
+    sync::{
+        Arc, Mutex, PoisonError, Weak,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use rustix::event::{EventfdFlags, eventfd};
+
+use super::{
+    bindings as ffi,
+    library::{Library, done, library, text},
+    objects::never_block,
+};
+use crate::Error;
+
+/// See the module's text.
+pub(super) struct Device {
+    context: NonNull<ffi::ibv_context>,
+    library: &'static Library,
+    name: String,
+    attributes: ffi::ibv_device_attr,
+    /// By the name of the queue pair that it is for.
+    alarms: Mutex<Vec<(usize, Weak<Alarm>)>>,
+}
+
+// SAFETY: An open device is not tied to a thread.
+unsafe impl Send for Device {}
+// SAFETY: The library takes its own locks where two threads use one device; what is ours is behind a mutex or never changes.
+unsafe impl Sync for Device {}
+
+impl Device {
+    /// The device that the connection manager has opened as `context`.
+    pub(super) fn of(context: *mut ffi::ibv_context) -> Result<Arc<Device>, Error> {
+        static KNOWN: Mutex<Vec<Arc<Device>>> = Mutex::new(Vec::new());
+        let context = NonNull::new(context).ok_or(Error::Misuse("the connection manager has chosen no device"))?;
+        let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(device) = known.iter().find(|device| device.context == context) {
+            return Ok(device.clone());
+        }
+        let device = Arc::new(Device::open(context)?);
+        known.push(device.clone());
+        Ok(device)
+    }
+
+    fn open(context: NonNull<ffi::ibv_context>) -> Result<Device, Error> {
+        let library = library()?;
+        // SAFETY: A struct of plain numbers, for which all zero bytes are valid.
+        let mut attributes: ffi::ibv_device_attr = unsafe { std::mem::zeroed() };
+        // SAFETY: The context is open, and the attributes are a place of ours.
+        let asked = done(unsafe { (library.verbs.ibv_query_device)(context.as_ptr(), &mut attributes) });
+        asked.map_err(Error::system("asking an RDMA device for its limits"))?;
+        // SAFETY: The context is open, and its device does not change.
+        let raw = unsafe { context.as_ref() }.device;
+        // SAFETY: A device of an open context exists.
+        let name = text(unsafe { (library.verbs.ibv_get_device_name)(raw) });
+        let device = Device { context, library, name, attributes, alarms: Mutex::default() };
+        never_block(device.as_fd())?;
+        Ok(device)
+    }
+
+    /// All devices that the connection manager can use.
+    ///
+    /// # Errors
+    /// [`Error::NoRdma`], with what is missing.
+    pub(super) fn all() -> Result<Vec<Arc<Device>>, Error> {
+        let library = library()?;
+        let mut count = 0;
+        // SAFETY: The count is a place of ours.
+        let list = unsafe { (library.manager.rdma_get_devices)(&mut count) };
+        let Some(list) = NonNull::new(list) else {
+            return Err(super::report::why_none(&std::io::Error::last_os_error()));
+        };
+        let devices = (0..usize::try_from(count).unwrap_or(0))
+            .map(|number| {
+                // SAFETY: The list has `count` entries.
+                let context = unsafe { list.add(number) };
+                // SAFETY: An entry of the list, just now written by the library.
+                Device::of(unsafe { context.read() })
+            })
+            .collect::<Result<Vec<_>, _>>();
+        // SAFETY: The list came from rdma_get_devices. The contexts in it stay open.
+        unsafe { (library.manager.rdma_free_devices)(list.as_ptr()) };
+        devices
+    }
+
+    pub(super) fn library(&self) -> &'static Library {
+        self.library
+    }
+
+    pub(super) fn context(&self) -> *mut ffi::ibv_context {
+        self.context.as_ptr()
+    }
+
+    /// The calls of the data path, which the driver provides.
+    pub(super) fn operations(&self) -> &ffi::ibv_context_ops {
+        // SAFETY: The context is open for as long as the process lives, and the driver does not change its table once it is.
+        &unsafe { self.context.as_ref() }.ops
+    }
+
+    /// The name as `rdma link` shows it.
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What it can do, in numbers.
+    pub(super) fn attributes(&self) -> &ffi::ibv_device_attr {
+        &self.attributes
+    }
+
+    /// Whether it speaks iWARP, whose connections are made by the card itself.
+    pub(super) fn is_iwarp(&self) -> bool {
+        // SAFETY: The context is open.
+        let raw = unsafe { self.context.as_ref() }.device;
+        // SAFETY: A device of an open context exists; its kind never changes.
+        unsafe { (*raw).transport_type == ffi::IBV_TRANSPORT_IWARP }
+    }
+
+    /// `alarm` rings when something ends the queue pair of that name.
+    pub(super) fn watch(&self, queue_pair: usize, alarm: &Arc<Alarm>) {
+        let mut alarms = self.alarms.lock().unwrap_or_else(PoisonError::into_inner);
+        alarms.retain(|(_, alarm)| alarm.strong_count() > 0);
+        alarms.push((queue_pair, Arc::downgrade(alarm)));
+    }
+
+    /// Takes what events there are, logs them, and rings the alarms of those that they concern. Never blocks.
+    ///
+    /// A port that goes down ends nothing by itself: a cable may be back before the retries are over, and if it isn't they fail. The
+    /// same holds for an address that changes.
+    pub(super) fn attend(&self) {
+        // SAFETY: A number and a union of pointers and numbers: all zero bytes are valid.
+        let mut event: ffi::ibv_async_event = unsafe { std::mem::zeroed() };
+        // SAFETY: The context is open, its descriptor does not block, the event is a place of ours.
+        while unsafe { (self.library.verbs.ibv_get_async_event)(self.context.as_ptr(), &mut event) } == 0 {
+            // SAFETY: A number of an event that the library has just given; its names live for ever.
+            let name = text(unsafe { (self.library.verbs.ibv_event_type_str)(event.event_type) });
+            match event.event_type {
+                ffi::IBV_EVENT_QP_FATAL | ffi::IBV_EVENT_QP_REQ_ERR | ffi::IBV_EVENT_QP_ACCESS_ERR => {
+                    // SAFETY: For these events the element is a queue pair. Only its address is used.
+                    let queue_pair = unsafe { event.element.qp } as usize;
+                    tracing::info!(device = self.name, "an RDMA queue pair has failed: {name}");
+                    self.ring(|of| of == queue_pair);
+                }
+                ffi::IBV_EVENT_DEVICE_FATAL => {
+                    tracing::error!(device = self.name, "the RDMA device has failed: {name}");
+                    self.ring(|_| true);
+                }
+                ffi::IBV_EVENT_PORT_ERR => tracing::warn!(device = self.name, "an RDMA port went down: {name}"),
+                ffi::IBV_EVENT_COMM_EST => {}
+                _ => tracing::info!(device = self.name, "the RDMA device says: {name}"),
+            }
+            // SAFETY: Each event that was taken is acknowledged once.
+            unsafe { (self.library.verbs.ibv_ack_async_event)(&mut event) };
+        }
+    }
+
+    fn ring(&self, which: impl Fn(usize) -> bool) {
+        let alarms = self.alarms.lock().unwrap_or_else(PoisonError::into_inner);
+        let concerned = alarms.iter().filter(|(queue_pair, _)| which(*queue_pair));
+        concerned.filter_map(|(_, alarm)| alarm.upgrade()).for_each(|alarm| alarm.ring());
+    }
+}
+
+/// Readable when there are asynchronous events.
+impl AsFd for Device {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: The context is open for as long as the process lives.
+        let fd = unsafe { self.context.as_ref() }.async_fd;
+        // SAFETY: ... and so is its descriptor.
+        unsafe { BorrowedFd::borrow_raw(fd) }
+    }
+}
+
+/// Says that a queue pair is at its end, also to a thread that sleeps on its descriptor.
+pub(super) struct Alarm {
+    fd: OwnedFd,
+    rung: AtomicBool,
+}
+
+impl Alarm {
+    pub(super) fn new() -> Result<Arc<Alarm>, Error> {
+        let fd =
+            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Error::system("making an eventfd"))?;
+        Ok(Arc::new(Alarm { fd, rung: AtomicBool::new(false) }))
+    }
+
+    pub(super) fn ring(&self) {
+        self.rung.store(true, Ordering::Release);
+        // Can't fail but for a counter that is full, and then it is readable.
+        let _ = rustix::io::write(&self.fd, &1u64.to_ne_bytes());
+    }
+
+    pub(super) fn has_rung(&self) -> bool {
+        self.rung.load(Ordering::Acquire)
+    }
+}
+
+impl AsFd for Alarm {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}

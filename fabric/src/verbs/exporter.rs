@@ -1,0 +1,187 @@
+//! The source's end: who may read what. The thread that talks to readers is in `serve`, and nobody sends bytes: the card does.
+
+use std::{
+    net::SocketAddr,
+    os::fd::{AsFd, OwnedFd},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    thread::JoinHandle,
+};
+
+use rustix::event::{EventfdFlags, eventfd};
+
+use super::{
+    VerbsOptions,
+    cm::{Events, Id},
+    device::Device,
+    key,
+    serve::{self, House, Station},
+};
+use crate::{Error, Exporter, Memory, RegionId, RegionKey, Secret, TransportKind};
+
+/// Lends memory to readers with RDMA. Dropping it cuts all connections and ends its thread.
+pub struct VerbsExporter {
+    shared: Arc<Shared>,
+    addresses: Vec<SocketAddr>,
+    devices: Vec<String>,
+    owner: Option<JoinHandle<()>>,
+}
+
+/// What the exporter and its thread both hold.
+pub(super) struct Shared {
+    /// Behind a lock, and not owned by the thread alone, so that `revoke` has cut the connections when it returns. What is called
+    /// under it are system calls that make and destroy; nothing that waits for another end.
+    house: Mutex<House>,
+    /// Written once, at the end.
+    pub(super) stop: OwnedFd,
+}
+
+impl VerbsExporter {
+    /// Listens at each of `addresses` (port 0 is a free one) by the device that the address belongs to; an unspecified address stands
+    /// for all devices. Several addresses are several ports that a reader may use side by side.
+    ///
+    /// # Errors
+    /// [`Error::NoRdma`], with what is missing; [`Error::Unreachable`] if an address can't be listened at, being that of no device;
+    /// [`Error::Misuse`] for options out of range.
+    pub fn listen(options: VerbsOptions, addresses: &[SocketAddr]) -> Result<VerbsExporter, Error> {
+        options.check()?;
+        if addresses.is_empty() || addresses.len() > key::MAX_ADDRESSES {
+            return Err(Error::Misuse("RDMA addresses: give 1 to 8"));
+        }
+        let devices = Device::all()?;
+        let stop =
+            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Error::system("making an eventfd"))?;
+        let events = Events::new()?;
+        let (mut listeners, mut bound) = (Vec::new(), Vec::new());
+        for address in addresses {
+            let id = Id::new(&events)?;
+            let port = id.listen(*address).map_err(|source| unreachable(*address, source))?;
+            bound.push(SocketAddr::new(address.ip(), port));
+            listeners.push(id);
+        }
+        let stations = stations(&listeners, devices)?;
+        let names = stations.iter().map(|station| station.device().name().to_owned()).collect();
+        let house = House::new(options, events, listeners, stations);
+        let shared = Arc::new(Shared { house: Mutex::new(house), stop });
+        let mut exporter = VerbsExporter { shared, addresses: bound, devices: names, owner: None };
+        exporter.owner = Some(serve::start(exporter.shared.clone())?);
+        Ok(exporter)
+    }
+
+    /// Where it listens.
+    pub fn addresses(&self) -> &[SocketAddr] {
+        &self.addresses
+    }
+
+    /// The devices that it serves by, by name.
+    pub fn devices(&self) -> &[String] {
+        &self.devices
+    }
+
+    /// Registers `memory` now and keeps it registered for as long as this lives, so that no export of it has to. Backs all of it with
+    /// pages, which stay where they are.
+    ///
+    /// # Errors
+    /// [`Error::NoRdma`] for a locked-memory limit that is too low; [`Error::System`].
+    pub fn prepare(&self, memory: &Arc<Memory>) -> Result<(), Error> {
+        let registrations = self.register(memory)?;
+        self.shared.house().keep(registrations);
+        Ok(())
+    }
+
+    /// Connections there are now, those that still shake hands included.
+    pub fn connections(&self) -> usize {
+        self.shared.house().guests()
+    }
+
+    /// Registers with every device, outside of the lock: it may take a while.
+    fn register(&self, memory: &Arc<Memory>) -> Result<Vec<serve::Registered>, Error> {
+        let domains = self.shared.house().domains();
+        domains.iter().map(|domain| serve::register(domain, memory)).collect()
+    }
+}
+
+impl Exporter for VerbsExporter {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Verbs
+    }
+
+    fn export(&self, id: RegionId, memory: Arc<Memory>) -> Result<(), Error> {
+        let kept = self.shared.house().kept(&memory);
+        let registrations = match kept {
+            Some(registrations) => registrations,
+            None => self.register(&memory)?,
+        };
+        self.shared.house().export(id, registrations)
+    }
+
+    /// The connections are gone when this returns, and with them the right to read; the registration follows, unless it is
+    /// [kept](VerbsExporter::prepare) for the next region of the same memory.
+    fn revoke(&self, id: RegionId) {
+        let region = self.shared.house().revoke(id);
+        // Outside of the lock: giving up a registration unpins all its pages.
+        drop(region);
+    }
+
+    fn grant(&self, session: u64, secret: Secret) {
+        self.shared.house().grant(session, secret);
+    }
+
+    fn withdraw(&self, session: u64) {
+        self.shared.house().withdraw(session);
+    }
+
+    fn key(&self, id: RegionId) -> Result<RegionKey, Error> {
+        let length = self.shared.house().region_length(id).ok_or(Error::NotExported(id))?;
+        key::encode(id, length, &self.addresses)
+    }
+
+    /// Always 0: the readers' cards help themselves, which is the point.
+    fn bytes_served(&self) -> u64 {
+        0
+    }
+}
+
+impl Drop for VerbsExporter {
+    fn drop(&mut self) {
+        if rustix::io::write(self.shared.stop.as_fd(), &1u64.to_ne_bytes()).is_err() {
+            tracing::error!("the thread of a verbs exporter can't be told to stop");
+        }
+        if self.owner.take().is_some_and(|owner| owner.join().is_err()) {
+            tracing::error!("the thread of a verbs exporter had panicked");
+        }
+        self.shared.house().close();
+    }
+}
+
+impl Shared {
+    /// What a panicking thread leaves behind is whole: each method of the house changes one thing.
+    pub(super) fn house(&self) -> MutexGuard<'_, House> {
+        self.house.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The devices that the listeners stand for: their own, or all.
+fn stations(listeners: &[Id], all: Vec<Arc<Device>>) -> Result<Vec<Station>, Error> {
+    let mut devices: Vec<Arc<Device>> = Vec::new();
+    let wanted = if listeners.iter().all(Id::has_device) {
+        listeners.iter().map(Id::device).collect::<Result<_, _>>()?
+    } else {
+        all
+    };
+    for device in wanted {
+        if !devices.iter().any(|known| Arc::ptr_eq(known, &device)) {
+            devices.push(device);
+        }
+    }
+    if devices.is_empty() {
+        return Err(Error::NoRdma {
+            what: "this machine has no RDMA device".into(),
+            cure: "see what `remora devices` says".into(),
+        });
+    }
+    devices.iter().map(Station::new).collect()
+}
+
+fn unreachable(address: SocketAddr, source: std::io::Error) -> Error {
+    Error::Unreachable { what: format!("an RDMA device with the address {address}"), source }
+}

@@ -1,0 +1,54 @@
+//! What a [`RegionKey`] of this transport says beyond region and length: the addresses to connect to, one per port of the source that
+//! may be used. The card's own key is not in it: that is told to those alone who have proved their session.
+
+use std::net::SocketAddr;
+
+use crate::{
+    Error, RegionId, RegionKey, TransportKind,
+    address::{self, ADDRESS_BYTES},
+};
+
+/// The key of `id`, to be read at any of `addresses`. An unspecified host means: where you reached the source.
+pub(super) fn encode(id: RegionId, length: u64, addresses: &[SocketAddr]) -> Result<RegionKey, Error> {
+    let body: Vec<u8> = addresses.iter().take(MAX_ADDRESSES).flat_map(|at| address::encode(*at)).collect();
+    RegionKey::new(TransportKind::Verbs, id, length, &body)
+}
+
+/// Where `key` leads to: at least one address.
+pub(super) fn addresses(key: &RegionKey, fallback_host: Option<SocketAddr>) -> Result<Vec<SocketAddr>, Error> {
+    key.expect(TransportKind::Verbs)?;
+    let (entries, rest) = key.body().as_chunks::<ADDRESS_BYTES>();
+    if entries.is_empty() || !rest.is_empty() || entries.len() > MAX_ADDRESSES {
+        return Err(Error::Key("its verbs part is not of 1 to 8 addresses"));
+    }
+    entries.iter().map(|entry| address::decode(entry, fallback_host)).collect()
+}
+
+/// Ports of one source; no host has more cards than that, and a key stays far below its bound.
+pub(super) const MAX_ADDRESSES: usize = 8;
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const ID: RegionId = RegionId { generation: 1, region: 2 };
+
+    #[test]
+    fn addresses_come_back_out_of_their_key() {
+        let given: Vec<SocketAddr> = vec!["10.0.0.1:7".parse().unwrap(), "[fd00::1]:8".parse().unwrap()];
+        assert_eq!(addresses(&encode(ID, 1, &given).unwrap(), None).unwrap(), given);
+        assert!(matches!(addresses(&encode(ID, 1, &[]).unwrap(), None), Err(Error::Key(_))));
+    }
+
+    proptest! {
+        #[test]
+        fn any_body_is_addresses_or_an_error(body in prop::collection::vec(any::<u8>(), 0..200)) {
+            let key = RegionKey::new(TransportKind::Verbs, ID, 1, &body).unwrap();
+            let _ = addresses(&key, None);
+        }
+    }
+}

@@ -1,0 +1,460 @@
+//! What libibverbs hands out, each with one owner that gives it back: domains, registrations, completion queues, queue pairs.
+//!
+//! ```text
+//!   Device ◀── Domain ◀── Registration ──▶ Memory        an arrow is an Arc: nothing goes before what stands on it
+//!     ▲           ▲
+//!     └ Channel ◀─┴─ Completions ◀── QueuePair
+//! ```
+//!
+//! All unsafe calls on these objects stand here and in `cm`. What the comments lean on: *a pointer in one of these structs came from
+//! the library, is not null, and is given back exactly once, in `drop`, after everything made from it*. The library's functions may be
+//! called from several threads at once on the same object (ibv_get_device_list(3) and "Thread safety" of rdma-core), which is why all
+//! are `Send` and `Sync`.
+
+use std::{
+    io,
+    mem::MaybeUninit,
+    os::fd::{AsFd, BorrowedFd},
+    ptr::{NonNull, null_mut},
+    sync::Arc,
+};
+
+use super::{
+    bindings as ffi,
+    device::Device,
+    library::{done, made},
+};
+use crate::{Error, Memory};
+
+/// Asserts what the head of this file says of threads, once per type.
+macro_rules! shared_between_threads {
+    ($($type:ty)*) => { $(
+        // SAFETY: The object behind the pointer is not tied to a thread.
+        unsafe impl Send for $type {}
+        // SAFETY: The library takes its own locks where two threads use one object.
+        unsafe impl Sync for $type {}
+    )* };
+}
+
+shared_between_threads!(Domain Registration Channel Completions QueuePair);
+
+/// A protection domain: queue pairs in it can use the registrations in it, and no others.
+pub(super) struct Domain {
+    raw: NonNull<ffi::ibv_pd>,
+    device: Arc<Device>,
+}
+
+impl Domain {
+    pub(super) fn new(device: &Arc<Device>) -> Result<Arc<Domain>, Error> {
+        // SAFETY: The context is open for as long as the process lives.
+        let raw = made(unsafe { (device.library().verbs.ibv_alloc_pd)(device.context()) });
+        let raw = raw.map_err(Error::system("making a protection domain"))?;
+        Ok(Arc::new(Domain { raw, device: device.clone() }))
+    }
+
+    pub(super) fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+}
+
+impl Drop for Domain {
+    fn drop(&mut self) {
+        // SAFETY: See the head of the file; whatever was made from it holds an Arc and is gone.
+        let code = unsafe { (self.device.library().verbs.ibv_dealloc_pd)(self.raw.as_ptr()) };
+        complain(code, "a protection domain");
+    }
+}
+
+/// What others may do with registered memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Access {
+    /// The other end may read it; nobody may write it by way of the card.
+    RemoteRead,
+    /// What we read from others lands in it; the other end may do nothing with it.
+    Landing,
+}
+
+/// Memory that the card has been told of: its pages stay where they are until this is dropped.
+pub(super) struct Registration {
+    raw: NonNull<ffi::ibv_mr>,
+    /// The address that the card knows the memory's first byte by.
+    base: u64,
+    domain: Arc<Domain>,
+    memory: Arc<Memory>,
+}
+
+impl Registration {
+    /// Registers all of `memory`, which backs it with pages wherever it had none.
+    ///
+    /// # Errors
+    /// [`Error::NoRdma`] for a locked-memory limit that is too low; [`Error::System`].
+    pub(super) fn new(domain: &Arc<Domain>, memory: &Arc<Memory>, access: Access) -> Result<Arc<Registration>, Error> {
+        // The library checks access flags against each other: remote rights but reading would need local writing.
+        let flags = match access {
+            Access::RemoteRead => ffi::IBV_ACCESS_REMOTE_READ,
+            Access::Landing => ffi::IBV_ACCESS_LOCAL_WRITE,
+        };
+        let (address, length) = (memory.address(), memory.length() as usize);
+        let verbs = &domain.device.library().verbs;
+        let (raw, base) = match verbs.ibv_reg_mr_iova2 {
+            Some(register) if access == Access::RemoteRead => {
+                // SAFETY: Address and length are those of a mapping that the struct keeps alive until after deregistration. It is
+                // shared memory, so that a fork of this process copies nothing of it. The card only reads it.
+                (
+                    unsafe { register(domain.raw.as_ptr(), address.as_ptr().cast(), length, ZERO_BASED, flags) },
+                    ZERO_BASED,
+                )
+            }
+            _ => {
+                // SAFETY: As above. What the card writes lands in shared memory, of which no references exist.
+                let raw =
+                    unsafe { (verbs.ibv_reg_mr)(domain.raw.as_ptr(), address.as_ptr().cast(), length, flags as i32) };
+                (raw, address.as_ptr() as u64)
+            }
+        };
+        let raw = made(raw).map_err(|error| registration_failed(error, length))?;
+        Ok(Arc::new(Registration { raw, base, domain: domain.clone(), memory: memory.clone() }))
+    }
+
+    pub(super) fn memory(&self) -> &Arc<Memory> {
+        &self.memory
+    }
+
+    pub(super) fn domain(&self) -> &Arc<Domain> {
+        &self.domain
+    }
+
+    /// What a remote end has to name to read it.
+    pub(super) fn remote_key(&self) -> u32 {
+        // SAFETY: The struct behind the pointer lives until `drop`, and the library does not change it.
+        unsafe { self.raw.as_ref() }.rkey
+    }
+
+    /// The address that a remote end has to name for the first byte.
+    pub(super) fn remote_base(&self) -> u64 {
+        self.base
+    }
+
+    /// A piece of it for a work request of ours, which the caller has checked to lie inside.
+    fn piece(&self, offset: u64, length: u32) -> ffi::ibv_sge {
+        debug_assert!(offset + u64::from(length) <= self.memory.length(), "pieces are checked before they are posted");
+        // SAFETY: As in `remote_key`.
+        let lkey = unsafe { self.raw.as_ref() }.lkey;
+        ffi::ibv_sge { addr: self.memory.address().as_ptr() as u64 + offset, length, lkey }
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        // SAFETY: See the head of the file. Queue pairs that used it may still exist: the card then refuses their requests.
+        let code = unsafe { (self.domain.device.library().verbs.ibv_dereg_mr)(self.raw.as_ptr()) };
+        complain(code, "a memory registration");
+    }
+}
+
+/// The remote address of a region's first byte, where the library can set one: offsets then are addresses, and nobody is told where
+/// in our address space anything lies.
+const ZERO_BASED: u64 = 0;
+
+fn registration_failed(error: io::Error, length: usize) -> Error {
+    if error.raw_os_error() != Some(libc::ENOMEM) {
+        return Error::system("registering memory with the RDMA device")(error);
+    }
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Memlock).current;
+    let limit = limit.map_or("unlimited".to_owned(), |bytes| format!("{bytes} bytes"));
+    Error::NoRdma {
+        what: format!("{length} bytes of memory can't be locked (the locked-memory limit is {limit})"),
+        cure: "raise it: `ulimit -l unlimited`, LimitMEMLOCK=infinity in the systemd unit of the service or of the \
+               container runtime, or give the capability CAP_IPC_LOCK"
+            .into(),
+    }
+}
+
+/// A descriptor that becomes readable when an armed completion queue has something.
+pub(super) struct Channel {
+    raw: NonNull<ffi::ibv_comp_channel>,
+    device: Arc<Device>,
+}
+
+impl Channel {
+    pub(super) fn new(device: &Arc<Device>) -> Result<Arc<Channel>, Error> {
+        // SAFETY: The context is open for as long as the process lives.
+        let raw = made(unsafe { (device.library().verbs.ibv_create_comp_channel)(device.context()) });
+        let raw = raw.map_err(Error::system("making a completion channel"))?;
+        let channel = Channel { raw, device: device.clone() };
+        never_block(channel.as_fd())?;
+        Ok(Arc::new(channel))
+    }
+
+    /// Takes one event out, if there is one, and says which queue has something: its [`Completions::name`].
+    pub(super) fn next(&self) -> Option<usize> {
+        let verbs = &self.device.library().verbs;
+        let (mut queue, mut context) = (null_mut(), null_mut());
+        // SAFETY: Both pointers are to places of ours. The channel's descriptor does not block.
+        if unsafe { (verbs.ibv_get_cq_event)(self.raw.as_ptr(), &mut queue, &mut context) } != 0 {
+            return None;
+        }
+        // SAFETY: The queue exists: destroying one waits for its events to be acknowledged, which this is.
+        unsafe { (verbs.ibv_ack_cq_events)(queue, 1) };
+        Some(queue as usize)
+    }
+}
+
+impl AsFd for Channel {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: The struct behind the pointer lives until `drop`.
+        let fd = unsafe { self.raw.as_ref() }.fd;
+        // SAFETY: The descriptor is open until the channel is destroyed.
+        unsafe { BorrowedFd::borrow_raw(fd) }
+    }
+}
+
+impl Drop for Channel {
+    fn drop(&mut self) {
+        // SAFETY: See the head of the file.
+        let code = unsafe { (self.device.library().verbs.ibv_destroy_comp_channel)(self.raw.as_ptr()) };
+        complain(code, "a completion channel");
+    }
+}
+
+/// A completion queue.
+pub(super) struct Completions {
+    raw: NonNull<ffi::ibv_cq>,
+    channel: Arc<Channel>,
+}
+
+/// How one work request ended.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Completed {
+    /// The name that the request was given.
+    pub(super) name: u64,
+    /// `IBV_WC_SUCCESS` or why not.
+    pub(super) status: ffi::ibv_wc_status,
+    /// Bytes received, where it was a receive.
+    pub(super) length: u32,
+}
+
+impl Completions {
+    /// A queue with room for `entries`. Beyond it completions are lost and the queue is dead, so the owners count their requests.
+    pub(super) fn new(channel: &Arc<Channel>, entries: u32) -> Result<Arc<Completions>, Error> {
+        let (device, entries) = (&channel.device, i32::try_from(entries).unwrap_or(i32::MAX));
+        // SAFETY: The context and the channel exist as long as this object, which holds them. 0 is the completion vector that every
+        // device has.
+        let raw = unsafe {
+            (device.library().verbs.ibv_create_cq)(device.context(), entries, null_mut(), channel.raw.as_ptr(), 0)
+        };
+        let raw = made(raw).map_err(Error::system("making a completion queue"))?;
+        Ok(Arc::new(Completions { raw, channel: channel.clone() }))
+    }
+
+    /// What [`Channel::next`] calls it.
+    pub(super) fn name(&self) -> usize {
+        self.raw.as_ptr() as usize
+    }
+
+    /// The next completion that comes makes the channel's descriptor readable. What is in the queue already does not: poll once more.
+    pub(super) fn arm(&self) -> Result<(), Error> {
+        let ops = &self.channel.device.operations();
+        let Some(arm) = ops.req_notify_cq else { return Err(Error::Misuse("the device can't announce completions")) };
+        // SAFETY: The queue exists. 0: any completion, not only solicited ones.
+        done(unsafe { arm(self.raw.as_ptr(), 0) }).map_err(Error::system("arming a completion queue"))
+    }
+
+    /// Takes up to [`BATCH`] completions out.
+    pub(super) fn poll(&self, into: &mut Vec<Completed>) -> Result<usize, Error> {
+        let ops = &self.channel.device.operations();
+        let Some(poll) = ops.poll_cq else { return Err(Error::Misuse("the device can't be polled")) };
+        let mut entries = [const { MaybeUninit::<ffi::ibv_wc>::uninit() }; BATCH];
+        // SAFETY: The queue exists; there is room for BATCH entries, of which the driver writes as many as it says.
+        let count = unsafe { poll(self.raw.as_ptr(), BATCH as i32, entries.as_mut_ptr().cast()) };
+        let count = usize::try_from(count).map_err(|_| {
+            Error::system("polling a completion queue")(io::Error::other(
+                "the queue has overflowed or the device is gone",
+            ))
+        })?;
+        for entry in entries.iter().take(count) {
+            // SAFETY: Among the first `count`, which the driver has written: all fields are plain numbers, of which only those are
+            // looked at that are valid whatever the status (`wr_id`, `status`), and `byte_len`, which then may mean nothing.
+            let entry = unsafe { entry.assume_init_ref() };
+            into.push(Completed { name: entry.wr_id, status: entry.status, length: entry.byte_len });
+        }
+        Ok(count)
+    }
+}
+
+impl Drop for Completions {
+    fn drop(&mut self) {
+        // SAFETY: See the head of the file; no queue pair uses it, and each event was acknowledged where it was taken.
+        let code = unsafe { (self.channel.device.library().verbs.ibv_destroy_cq)(self.raw.as_ptr()) };
+        complain(code, "a completion queue");
+    }
+}
+
+/// Completions taken out by one call: enough that the call is cheap per completion, little enough for the stack.
+const BATCH: usize = 16;
+
+/// How large the two queues of a pair are.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Capacity {
+    /// Sends and reads that may be posted and not completed.
+    pub(super) send: u32,
+    /// Receives.
+    pub(super) receive: u32,
+}
+
+/// A reliable-connected queue pair. Dropping it ends the connection at once: after that the card touches no memory on its behalf.
+pub(super) struct QueuePair {
+    raw: NonNull<ffi::ibv_qp>,
+    domain: Arc<Domain>,
+    completions: Arc<Completions>,
+}
+
+/// One read, to be posted.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RemoteRead {
+    /// Comes back in the completion.
+    pub(super) name: u64,
+    /// Where it begins, as the other end's card knows it.
+    pub(super) address: u64,
+    /// The other end's key.
+    pub(super) key: u32,
+    /// Bytes.
+    pub(super) length: u32,
+    /// Where it lands.
+    pub(super) offset: u64,
+}
+
+impl QueuePair {
+    /// Every request on it completes visibly, into `completions`.
+    pub(super) fn new(
+        domain: &Arc<Domain>,
+        completions: &Arc<Completions>,
+        capacity: Capacity,
+    ) -> Result<QueuePair, Error> {
+        let mut wanted = ffi::ibv_qp_init_attr {
+            qp_context: null_mut(),
+            send_cq: completions.raw.as_ptr(),
+            recv_cq: completions.raw.as_ptr(),
+            srq: null_mut(),
+            cap: ffi::ibv_qp_cap {
+                max_send_wr: capacity.send,
+                max_recv_wr: capacity.receive,
+                max_send_sge: 1,
+                max_recv_sge: 1,
+                max_inline_data: 0,
+            },
+            qp_type: ffi::IBV_QPT_RC,
+            sq_sig_all: 1,
+        };
+        // SAFETY: Domain and queue exist as long as this object, which holds them; the attributes are written in full.
+        let raw = unsafe { (domain.device.library().verbs.ibv_create_qp)(domain.raw.as_ptr(), &mut wanted) };
+        let raw = made(raw).map_err(Error::system("making a queue pair"))?;
+        Ok(QueuePair { raw, domain: domain.clone(), completions: completions.clone() })
+    }
+
+    /// The pair's number, which the other end addresses.
+    pub(super) fn number(&self) -> u32 {
+        // SAFETY: The struct behind the pointer lives until `drop`, and its number never changes.
+        unsafe { self.raw.as_ref() }.qp_num
+    }
+
+    /// What asynchronous events call it.
+    pub(super) fn name(&self) -> usize {
+        self.raw.as_ptr() as usize
+    }
+
+    pub(super) fn completions(&self) -> &Arc<Completions> {
+        &self.completions
+    }
+
+    pub(super) fn domain(&self) -> &Arc<Domain> {
+        &self.domain
+    }
+
+    /// Changes the attributes that `mask` names.
+    pub(super) fn modify(&self, attributes: &mut ffi::ibv_qp_attr, mask: i32) -> Result<(), Error> {
+        // SAFETY: The pair exists; the library reads the attributes that the mask names, all of which are plain numbers.
+        let code = unsafe { (self.domain.device.library().verbs.ibv_modify_qp)(self.raw.as_ptr(), attributes, mask) };
+        done(code).map_err(Error::system("changing a queue pair's state"))
+    }
+
+    /// What the other end may do by way of this pair, whatever keys it knows.
+    pub(super) fn allow(&self, access: u32) -> Result<(), Error> {
+        let mut attributes = no_attributes();
+        attributes.qp_access_flags = access;
+        self.modify(&mut attributes, ffi::IBV_QP_ACCESS_FLAGS as i32)
+    }
+
+    /// Posts a read into `sink`. The caller has checked that `offset` and `length` lie inside, and that the queue has room.
+    pub(super) fn post_read(&self, read: &RemoteRead, sink: &Registration) -> Result<(), Error> {
+        let mut piece = sink.piece(read.offset, read.length);
+        let mut request = work(read.name, &mut piece, ffi::IBV_WR_RDMA_READ);
+        request.wr.rdma = ffi::ibv_send_wr__bindgen_ty_2__bindgen_ty_1 { remote_addr: read.address, rkey: read.key };
+        self.post(&mut request)
+    }
+
+    /// Posts a message out of registered memory. The caller keeps those bytes as they are until it completes.
+    pub(super) fn post_send(&self, name: u64, letter: &Registration, offset: u64, length: u32) -> Result<(), Error> {
+        let mut piece = letter.piece(offset, length);
+        self.post(&mut work(name, &mut piece, ffi::IBV_WR_SEND))
+    }
+
+    fn post(&self, request: &mut ffi::ibv_send_wr) -> Result<(), Error> {
+        let Some(post) = self.domain.device.operations().post_send else {
+            return Err(Error::Misuse("the device takes no work requests"));
+        };
+        let mut failed = null_mut();
+        // SAFETY: The pair exists. Request and piece are read during the call only. The memory that the piece names is registered in
+        // this pair's domain, and its owner keeps it until the request has completed or the pair is gone.
+        done(unsafe { post(self.raw.as_ptr(), request, &mut failed) }).map_err(Error::system("posting a work request"))
+    }
+
+    /// Posts room for one message of the other end.
+    pub(super) fn post_receive(&self, name: u64, letter: &Registration, offset: u64, length: u32) -> Result<(), Error> {
+        let Some(post) = self.domain.device.operations().post_recv else {
+            return Err(Error::Misuse("the device takes no receive requests"));
+        };
+        let mut piece = letter.piece(offset, length);
+        let mut request = ffi::ibv_recv_wr { wr_id: name, next: null_mut(), sg_list: &mut piece, num_sge: 1 };
+        let mut failed = null_mut();
+        // SAFETY: As for `post`; the card writes at most `length` bytes there, into shared memory of which no references exist.
+        done(unsafe { post(self.raw.as_ptr(), &mut request, &mut failed) })
+            .map_err(Error::system("posting a receive request"))
+    }
+}
+
+impl Drop for QueuePair {
+    fn drop(&mut self) {
+        // SAFETY: See the head of the file. Returns only when the card has finished with it.
+        let code = unsafe { (self.domain.device.library().verbs.ibv_destroy_qp)(self.raw.as_ptr()) };
+        complain(code, "a queue pair");
+    }
+}
+
+fn work(name: u64, piece: &mut ffi::ibv_sge, operation: ffi::ibv_wr_opcode) -> ffi::ibv_send_wr {
+    // SAFETY: Numbers, pointers and unions of them: all zero bytes are a valid, empty request.
+    let mut request: ffi::ibv_send_wr = unsafe { std::mem::zeroed() };
+    request.wr_id = name;
+    request.sg_list = piece;
+    request.num_sge = 1;
+    request.opcode = operation;
+    request
+}
+
+/// Attributes of a queue pair, all zero: only those count that a mask names.
+pub(super) fn no_attributes() -> ffi::ibv_qp_attr {
+    // SAFETY: A struct of plain numbers, for which all zero bytes are valid.
+    unsafe { std::mem::zeroed() }
+}
+
+/// The library's descriptors block unless told otherwise.
+pub(super) fn never_block(fd: BorrowedFd<'_>) -> Result<(), Error> {
+    rustix::io::ioctl_fionbio(fd, true).map_err(Error::system("making a descriptor of the RDMA device non-blocking"))
+}
+
+/// Giving something back can fail only if the device is gone, or by a mistake of ours about the order.
+fn complain(code: i32, what: &str) {
+    if let Err(error) = done(code) {
+        tracing::warn!(%error, "giving back {what}");
+    }
+}

@@ -1,0 +1,348 @@
+//! The reader's connection to one region: spreads reads over its queue pairs, keeps their number within the depth and their time within
+//! the time-out, and sleeps or doesn't. Works on the thread of its caller.
+//!
+//! ```text
+//!            post_read                                                   poll
+//!   reads ──▶ slot ──▶ pieces ──▶ lanes ═══ READ ═══▶ the card ──▶ lanes ──▶ slot ──▶ completion
+//!     │       └─ as many as the depth                                         └─ free again
+//!     └─ outside the region, or of no bytes: judged here, since the card would end the connection for it
+//! ```
+//!
+//! The descriptor of [`Peer::arm`] is an epoll instance over all that may bring news: completion channels, connections, devices, one
+//! timer, and an eventfd for what is known already. Completions that are found while it is being armed wait in `found`.
+
+use std::{
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use rustix::event::{EventfdFlags, epoll, eventfd};
+
+use super::{
+    CompletionMode, VerbsOptions,
+    lane::{Lane, Piece},
+};
+use crate::{
+    Completion, Denial, Error, Memory, Peer, ReadError, ReadRequest, View, memory,
+    outstanding::{Slots, StallTimer},
+    transport::wait_readable,
+};
+
+/// See [`Peer`]. Made by [`VerbsConnector`](super::VerbsConnector).
+pub struct VerbsPeer {
+    /// Bytes of the region.
+    length: u64,
+    sink: Arc<Memory>,
+    lanes: Vec<Lane>,
+    slots: Slots,
+    piece_bytes: u32,
+    mode: CompletionMode,
+    poll_time: Duration,
+    readiness: OwnedFd,
+    known: OwnedFd,
+    is_known: bool,
+    found: Vec<Completion>,
+    looked: Instant,
+    armed: bool,
+    stall: StallTimer,
+    retired: Option<ReadError>,
+}
+
+impl VerbsPeer {
+    /// A peer over lanes that have shaken hands.
+    pub(super) fn new(
+        length: u64,
+        sink: Arc<Memory>,
+        lanes: Vec<Lane>,
+        options: &VerbsOptions,
+    ) -> Result<VerbsPeer, Error> {
+        let readiness =
+            epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Error::system("creating an epoll instance"))?;
+        let known =
+            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Error::system("making an eventfd"))?;
+        let stall = StallTimer::new(options.stall_timeout)?;
+        let watch = |fd: BorrowedFd<'_>| {
+            match epoll::add(&readiness, fd, epoll::EventData::new_u64(0), epoll::EventFlags::IN) {
+                // Two lanes by one device.
+                Err(rustix::io::Errno::EXIST) => Ok(()),
+                other => other.map_err(Error::system("watching an RDMA connection")),
+            }
+        };
+        watch(known.as_fd())?;
+        watch(stall.as_fd())?;
+        for lane in &lanes {
+            lane.descriptors().into_iter().try_for_each(watch)?;
+            watch(lane.device().as_fd())?;
+        }
+        Ok(VerbsPeer {
+            length,
+            sink,
+            lanes,
+            slots: Slots::new(options.depth),
+            piece_bytes: options.piece_bytes,
+            mode: options.completion,
+            poll_time: options.poll_time,
+            readiness,
+            known,
+            is_known: false,
+            found: Vec::new(),
+            looked: Instant::now(),
+            armed: false,
+            stall,
+            retired: None,
+        })
+    }
+
+    /// The devices that it reads by, by name; one entry per queue pair.
+    pub fn devices(&self) -> Vec<String> {
+        self.lanes.iter().map(|lane| lane.device().name().to_owned()).collect()
+    }
+
+    /// For tests of what the source's card does with reads that this end should not have posted.
+    #[cfg(test)]
+    pub(super) fn set_length(&mut self, length: u64) {
+        self.length = length;
+    }
+
+    /// ... and with keys that are none any more.
+    #[cfg(test)]
+    pub(super) fn spoil_keys(&mut self) {
+        self.lanes.iter_mut().for_each(Lane::spoil_key);
+    }
+
+    /// What its first queue pair names in its READs.
+    #[cfg(test)]
+    pub(super) fn remote(&self) -> super::lane::Remote {
+        self.lanes[0].remote()
+    }
+
+    /// Cuts a read into pieces and gives each to the lane that has the least to do.
+    fn ask(&mut self, slot: usize, read: &ReadRequest) -> u32 {
+        let mut pieces = 0;
+        for (begin, length) in cut(read.length, self.piece_bytes) {
+            let piece = Piece { slot, offset: read.offset + begin, length, sink_offset: read.sink_offset + begin };
+            let Some(lane) = self.lanes.iter_mut().min_by_key(|lane| lane.outstanding()) else { break };
+            lane.ask(piece);
+            pieces += 1;
+        }
+        pieces
+    }
+
+    fn flush(&mut self) -> Result<(), ReadError> {
+        self.lanes.iter_mut().try_for_each(Lane::flush)
+    }
+
+    /// Takes what has come on each lane in turn into `found`, and posts what there is room for now.
+    fn receive(&mut self) -> Result<usize, ReadError> {
+        let VerbsPeer { lanes, slots, found, stall, .. } = self;
+        let mut came = 0;
+        for lane in lanes.iter_mut() {
+            let count = lane.receive(POLL_BUDGET, |slot| found.extend(slots.part_done(slot, Ok(()))))?;
+            if count > 0 {
+                stall.progress();
+                lane.flush()?;
+            }
+            came += count;
+        }
+        Ok(came)
+    }
+
+    /// Completions first; everything else when it was slept for, or when there was nothing else to do for a while. A system call for
+    /// each poll would cost more than the poll.
+    fn work(&mut self) -> Result<(), ReadError> {
+        let came = self.receive()?;
+        if self.armed || (came == 0 && self.looked.elapsed() >= LOOK_PACE) || self.looked.elapsed() >= LOOK_AT_LEAST {
+            self.armed = false;
+            self.looked = Instant::now();
+            self.lanes.iter().try_for_each(Lane::look)?;
+        }
+        self.stall.check(!self.slots.is_empty())
+    }
+
+    /// ... and ends the peer where that fails.
+    fn work_or_retire(&mut self) {
+        if self.retired.is_none()
+            && let Err(error) = self.work()
+        {
+            self.retire(error);
+        }
+    }
+
+    /// Polls for a while, if the mode says so and something is to come; then has the next completion announced.
+    fn prepare_to_sleep(&mut self) -> Result<(), ReadError> {
+        let waits = !self.slots.is_empty();
+        if waits && self.mode == CompletionMode::PollThenArm {
+            let until = Instant::now() + self.poll_time;
+            while self.found.is_empty() && Instant::now() < until {
+                self.receive()?;
+                std::hint::spin_loop();
+            }
+        }
+        if self.found.is_empty() {
+            self.lanes.iter().try_for_each(Lane::arm)?;
+            self.armed = true;
+            // What came before it was armed is not announced.
+            self.receive()?;
+        }
+        Ok(())
+    }
+
+    /// Makes the eventfd say whether something is known already.
+    fn show(&mut self, is_known: bool) {
+        if self.is_known == is_known {
+            return;
+        }
+        self.is_known = is_known;
+        // Neither can fail: the counter is 0 or 1.
+        if is_known {
+            let _ = rustix::io::write(&self.known, &1u64.to_ne_bytes());
+        } else {
+            let _ = rustix::io::read(&self.known, &mut [0; 8]);
+        }
+    }
+
+    /// The end: everything outstanding has failed with `error`, and the queue pairs are gone.
+    fn retire(&mut self, error: ReadError) {
+        if self.retired.is_none() {
+            self.retired = Some(error);
+            self.lanes.iter_mut().for_each(Lane::end);
+            self.found.extend(self.slots.fail_all(error));
+        }
+    }
+
+    /// The business of no card: a range that does not exist, or has no bytes.
+    fn judge(&self, read: &ReadRequest) -> Option<Completion> {
+        let result = match memory::check(read.offset, read.length.into(), self.length) {
+            Err(_) => Err(ReadError::Denied(Denial::OutOfBounds)),
+            Ok(()) if read.length == 0 => Ok(0),
+            Ok(()) => return None,
+        };
+        Some(Completion { tag: read.tag, result })
+    }
+}
+
+impl Peer for VerbsPeer {
+    fn depth(&self) -> usize {
+        self.slots.depth()
+    }
+
+    fn post_read(&mut self, reads: &[ReadRequest]) -> Result<usize, Error> {
+        if let Some(error) = self.retired {
+            return Err(Error::Retired(error));
+        }
+        for read in reads {
+            memory::check(read.sink_offset, read.length.into(), self.sink.length())?;
+        }
+        if self.slots.is_empty() && !reads.is_empty() {
+            self.stall.begin();
+        }
+        let mut accepted = 0;
+        for read in reads {
+            if self.found.len() >= self.slots.depth() {
+                break;
+            }
+            if let Some(completion) = self.judge(read) {
+                self.found.push(completion);
+            } else {
+                let Some(slot) = self.slots.take(read) else { break };
+                let pieces = self.ask(slot, read);
+                self.slots.set_parts(slot, pieces);
+            }
+            accepted += 1;
+        }
+        if let Err(error) = self.flush() {
+            self.retire(error);
+        }
+        Ok(accepted)
+    }
+
+    fn poll(&mut self, completions: &mut Vec<Completion>) -> Result<usize, Error> {
+        self.work_or_retire();
+        let count = self.found.len();
+        completions.append(&mut self.found);
+        match self.retired {
+            Some(error) if count == 0 => return Err(Error::Retired(error)),
+            // It stays readable: the end is still to be told.
+            Some(_) => self.show(true),
+            None => self.show(false),
+        }
+        Ok(count)
+    }
+
+    fn wait(&mut self, timeout: Duration) -> Result<(), Error> {
+        if self.mode != CompletionMode::Polling {
+            return wait_readable(self.arm(), timeout).map(drop);
+        }
+        let begun = Instant::now();
+        loop {
+            self.work_or_retire();
+            if !self.found.is_empty() || self.retired.is_some() || begun.elapsed() >= timeout {
+                return Ok(());
+            }
+            // For a machine with fewer processors than pollers.
+            std::thread::yield_now();
+        }
+    }
+
+    fn arm(&mut self) -> BorrowedFd<'_> {
+        let always = self.mode == CompletionMode::Polling;
+        if !always
+            && self.retired.is_none()
+            && self.found.is_empty()
+            && let Err(error) = self.prepare_to_sleep()
+        {
+            self.retire(error);
+        }
+        self.show(always || self.retired.is_some() || !self.found.is_empty());
+        self.readiness.as_fd()
+    }
+
+    fn view(&self) -> Option<Arc<View>> {
+        None
+    }
+
+    fn close(&mut self) {
+        self.retire(ReadError::Cancelled);
+    }
+}
+
+impl Drop for VerbsPeer {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+/// Pieces of a read of `length` bytes, as offset in the read and length.
+fn cut(length: u32, piece_bytes: u32) -> impl Iterator<Item = (u64, u32)> {
+    let begins = (0..length).step_by(piece_bytes.max(1) as usize);
+    begins.map(move |begin| (begin.into(), (length - begin).min(piece_bytes)))
+}
+
+/// Completions that one poll takes from one lane: 16 MiB of whole pieces, after which the caller may have better to do.
+const POLL_BUDGET: usize = 64;
+
+/// How often connections and devices are looked at by a poll that finds no completions, and by one that does.
+const LOOK_PACE: Duration = Duration::from_micros(100);
+const LOOK_AT_LEAST: Duration = Duration::from_millis(5);
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn pieces_follow_one_another_and_make_the_whole(length in 1u32..100_000_000, piece in 1u32..2000) {
+            let piece = piece * 4096;
+            let mut next = 0;
+            for (begin, length) in cut(length, piece) {
+                prop_assert_eq!(begin, next);
+                prop_assert!(length <= piece && length > 0);
+                next += u64::from(length);
+            }
+            prop_assert_eq!(next, u64::from(length));
+        }
+    }
+}

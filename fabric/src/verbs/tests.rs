@@ -1,0 +1,365 @@
+//! What is particular to this transport: rights, keys, forks, and the faults that only cards and cables have. What is true of every
+//! transport is in the conformance suite. All but two run in the virtual machine that has devices, which the last test boots.
+
+#![allow(clippy::unwrap_used)]
+
+use std::{
+    io::{BufRead, BufReader},
+    net::SocketAddr,
+    process::{Child, Command, Stdio},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use remora_lab::{RdmaVm, require};
+
+use super::*;
+use crate::{
+    Completion, Denial, Error, Exporter, Memory, Pages, Peer, ReadError, ReadRequest, RegionId, RegionKey, Secret,
+};
+
+const ID: RegionId = RegionId { generation: 7, region: 1 };
+const SESSION: u64 = 42;
+const SECRET: Secret = [3; 32];
+const REGION_BYTES: u64 = 4 << 20;
+const PATIENCE: Duration = Duration::from_secs(60);
+
+#[test]
+fn options_outside_their_range_are_refused_before_anything_is_opened() {
+    let with = |change: fn(&mut VerbsOptions)| {
+        let mut options = VerbsOptions::default();
+        change(&mut options);
+        options.check()
+    };
+    assert!(with(|_| {}).is_ok());
+    let wrong: [fn(&mut VerbsOptions); 8] = [
+        |options| options.queue_pairs = 9,
+        |options| options.depth = 0,
+        |options| options.queue_depth = 0,
+        |options| options.reads_in_flight = 17,
+        |options| options.piece_bytes = 5000,
+        |options| options.retries = 7,
+        |options| options.ack_timeout = 31,
+        |options| options.connect_timeout = Duration::ZERO,
+    ];
+    for change in wrong {
+        assert!(matches!(with(change), Err(Error::Misuse(_))));
+    }
+}
+
+#[test]
+fn a_machine_is_ready_or_says_what_is_missing_and_what_to_do() {
+    let report = devices();
+    match report.trouble {
+        None => assert!(!report.devices.is_empty()),
+        Some(sentence) => assert!(sentence.contains("; to have it, ") || sentence.contains("plug in"), "{sentence}"),
+    }
+    if report.devices.is_empty() {
+        let error = VerbsConnector::new(VerbsOptions::default(), None, Vec::new()).err();
+        assert!(matches!(error, Some(Error::NoRdma { .. })), "{error:?}");
+    }
+}
+
+/// Source on node 1, reader on node 0.
+struct World {
+    exporter: VerbsExporter,
+    memory: Arc<Memory>,
+    sink: Arc<Memory>,
+    options: VerbsOptions,
+}
+
+/// Finds the dead within a second.
+fn quick() -> VerbsOptions {
+    VerbsOptions { ack_timeout: 14, retries: 5, ..VerbsOptions::default() }
+}
+
+impl World {
+    fn new(options: VerbsOptions) -> World {
+        let exporter =
+            VerbsExporter::listen(options.clone(), &[SocketAddr::new(RdmaVm::address(1).into(), 0)]).unwrap();
+        let memory = filled(REGION_BYTES);
+        exporter.export(ID, memory.clone()).unwrap();
+        exporter.grant(SESSION, SECRET);
+        World { exporter, memory, sink: empty(REGION_BYTES), options }
+    }
+
+    fn connect(&self) -> Result<VerbsPeer, Error> {
+        connect_to(&self.exporter.key(ID).unwrap(), &self.options, &self.sink)
+    }
+}
+
+fn connect_to(key: &RegionKey, options: &VerbsOptions, sink: &Arc<Memory>) -> Result<VerbsPeer, Error> {
+    let connector = VerbsConnector::new(options.clone(), None, vec![RdmaVm::address(0).into()])?;
+    connector.open(key, SESSION, &SECRET, sink.clone())
+}
+
+fn filled(length: u64) -> Arc<Memory> {
+    let memory = empty(length);
+    for page in 0..length / 4096 {
+        memory.fill(page * 4096..(page + 1) * 4096, (page % 251) as u8).unwrap();
+    }
+    memory
+}
+
+fn empty(length: u64) -> Arc<Memory> {
+    Arc::new(Memory::create("verbs-test", length, Pages::Small).unwrap())
+}
+
+fn read(tag: u64, offset: u64, length: u32) -> ReadRequest {
+    ReadRequest { tag, offset, length, sink_offset: offset }
+}
+
+fn settle(peer: &mut VerbsPeer, count: usize) -> Vec<Completion> {
+    let (begun, mut done) = (Instant::now(), Vec::new());
+    while done.len() < count {
+        assert!(begun.elapsed() < PATIENCE, "{} of {count} in {PATIENCE:?}", done.len());
+        if peer.poll(&mut done).unwrap() == 0 {
+            peer.wait(Duration::from_millis(100)).unwrap();
+        }
+    }
+    done
+}
+
+fn until_retired(peer: &mut VerbsPeer) -> ReadError {
+    let begun = Instant::now();
+    loop {
+        assert!(begun.elapsed() < PATIENCE, "not retired in {PATIENCE:?}");
+        match peer.poll(&mut Vec::new()) {
+            Ok(0) => peer.wait(Duration::from_millis(100)).unwrap(),
+            Ok(_) => {}
+            Err(Error::Retired(why)) => return why,
+            Err(error) => panic!("{error}"),
+        }
+    }
+}
+
+fn assert_same(sink: &Memory, memory: &Memory) {
+    assert_eq!(sink.crc32c(0..REGION_BYTES).unwrap(), memory.crc32c(0..REGION_BYTES).unwrap());
+}
+
+mod in_the_machine {
+    use super::*;
+
+    #[test]
+    #[ignore = "runs in the RDMA machine"]
+    fn a_read_outside_the_region_is_stopped_by_the_sources_card_too() {
+        let world = World::new(quick());
+        let mut peer = world.connect().unwrap();
+        // As a reader would that does not check its ranges.
+        peer.set_length(u64::MAX);
+        assert_eq!(
+            peer.post_read(&[ReadRequest { tag: 1, offset: REGION_BYTES - 10, length: 20, sink_offset: 0 }]).unwrap(),
+            1
+        );
+        assert_eq!(until_retired(&mut peer), ReadError::Denied(Denial::Revoked));
+        let mut another = world.connect().unwrap();
+        assert_eq!(another.post_read(&[read(1, 0, REGION_BYTES as u32)]).unwrap(), 1);
+        assert_eq!(settle(&mut another, 1)[0].result, Ok(REGION_BYTES as u32));
+        assert_same(&world.sink, &world.memory);
+    }
+
+    #[test]
+    #[ignore = "runs in the RDMA machine"]
+    fn a_stale_key_opens_nothing() {
+        let world = World::new(quick());
+        let mut peer = world.connect().unwrap();
+        peer.spoil_keys();
+        assert_eq!(peer.post_read(&[read(1, 0, 100)]).unwrap(), 1);
+        assert_eq!(until_retired(&mut peer), ReadError::Denied(Denial::Revoked));
+    }
+
+    /// A stranger who has guessed the key reads nothing: the queue pair has no rights before the proof.
+    #[test]
+    #[ignore = "runs in the RDMA machine"]
+    fn before_the_proof_even_the_right_key_opens_nothing() {
+        let world = World::new(quick());
+        let friend = world.connect().unwrap();
+        let address = world.exporter.addresses()[0];
+        let status =
+            connector::read_without_proof(&world.options, RdmaVm::address(0).into(), address, ID, friend.remote());
+        assert!(status.unwrap() != super::super::bindings::IBV_WC_SUCCESS);
+        world.exporter.withdraw(SESSION);
+    }
+
+    #[test]
+    #[ignore = "runs in the RDMA machine"]
+    fn a_source_that_is_killed_in_the_middle_of_reads_retires_the_peer() {
+        let (mut source, key) = source_process();
+        let sink = empty(REGION_BYTES);
+        let mut peer = connect_to(&key, &quick(), &sink).unwrap();
+        let reads: Vec<ReadRequest> = (0..16).map(|tag| read(tag, 0, REGION_BYTES as u32)).collect();
+        assert_eq!(peer.post_read(&reads).unwrap(), 16);
+        settle(&mut peer, 1);
+        source.kill().unwrap();
+        source.wait().unwrap();
+        let begun = Instant::now();
+        assert_eq!(until_retired(&mut peer), ReadError::PeerGone);
+        assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+    }
+
+    /// One-sided: while its memory is read the source's process does nothing.
+    #[test]
+    #[ignore = "runs in the RDMA machine"]
+    fn reading_a_quarter_gibibyte_costs_the_sources_process_next_to_nothing() {
+        const ROUNDS: u64 = (256 << 20) / REGION_BYTES;
+        let (mut source, key) = source_process();
+        let sink = empty(REGION_BYTES);
+        let mut peer = connect_to(&key, &VerbsOptions::default(), &sink).unwrap();
+        let before = cpu_nanos(source.id());
+        for tag in 0..ROUNDS {
+            assert_eq!(peer.post_read(&[read(tag, 0, REGION_BYTES as u32)]).unwrap(), 1);
+            assert_eq!(settle(&mut peer, 1)[0].result, Ok(REGION_BYTES as u32));
+        }
+        let used = Duration::from_nanos(cpu_nanos(source.id()) - before);
+        println!("the source's process used {used:?} of processor time while 256 MiB were read");
+        assert!(used < Duration::from_millis(20), "{used:?}");
+        source.kill().unwrap();
+        source.wait().unwrap();
+    }
+
+    #[test]
+    #[ignore = "runs in the RDMA machine"]
+    fn a_cable_that_is_pulled_retires_the_peer_and_plugged_in_again_serves_the_next() {
+        let world = World::new(VerbsOptions { connect_timeout: PATIENCE, ..quick() });
+        let mut peer = world.connect().unwrap();
+        cable(false);
+        assert_eq!(peer.post_read(&[read(1, 0, 100_000)]).unwrap(), 1);
+        let why = until_retired(&mut peer);
+        cable(true);
+        assert_eq!(why, ReadError::PeerGone);
+        let mut next = world.connect().unwrap();
+        assert_eq!(next.post_read(&[read(1, 0, REGION_BYTES as u32)]).unwrap(), 1);
+        assert_eq!(settle(&mut next, 1)[0].result, Ok(REGION_BYTES as u32));
+        assert_same(&world.sink, &world.memory);
+    }
+
+    #[test]
+    #[ignore = "runs in the RDMA machine"]
+    fn a_thousand_connections_leave_nothing_behind() {
+        const CONNECTIONS: usize = 1000;
+        let world = World::new(quick());
+        drop(world.connect().unwrap());
+        let held = || {
+            let entries = |folder: &str| std::fs::read_dir(folder).unwrap().count();
+            [entries("/proc/self/fd"), entries("/proc/self/task")]
+        };
+        let before = held();
+        for number in 0..CONNECTIONS {
+            let mut peer = world.connect().unwrap();
+            if number % 100 == 0 {
+                assert_eq!(peer.post_read(&[read(1, 0, 5000)]).unwrap(), 1);
+                assert_eq!(settle(&mut peer, 1)[0].result, Ok(5000));
+            }
+        }
+        let begun = Instant::now();
+        while (world.exporter.connections() > 0 || held() != before) && begun.elapsed() < PATIENCE {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        assert_eq!((world.exporter.connections(), held()), (0, before));
+    }
+
+    /// A server that forks must not pay for registered memory, nor its child lose it.
+    #[test]
+    #[ignore = "runs in the RDMA machine"]
+    fn a_process_that_has_registered_memory_forks_at_once_and_its_child_sees_the_bytes() {
+        let world = World::new(quick());
+        let large = filled(256 << 20);
+        world.exporter.export(RegionId { region: 2, ..ID }, large.clone()).unwrap();
+        let mut peer = world.connect().unwrap();
+        let begun = Instant::now();
+        // SAFETY: The child, which has this thread alone, reads memory and calls `_exit`: no lock, no allocation, no destructor.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let mut bytes = [0; 8];
+            let seen = large.read(200 << 20, &mut bytes).is_ok() && bytes == [(((200u64 << 20) / 4096) % 251) as u8; 8];
+            // SAFETY: Ends the child without anything of the parent's being torn down.
+            unsafe { libc::_exit(i32::from(!seen)) };
+        }
+        let took = begun.elapsed();
+        assert!(child > 0);
+        let mut status = 0;
+        // SAFETY: The child is ours and not waited for yet; the status is a place of ours.
+        assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+        assert_eq!(status, 0, "the child saw the bytes");
+        println!("forking with 256 MiB registered took {took:?}");
+        assert!(took < Duration::from_millis(400), "copied eagerly, it takes a second here: {took:?}");
+        // ... and what is written afterwards is what the card reads.
+        world.memory.fill(0..4096, 0xAB).unwrap();
+        assert_eq!(peer.post_read(&[read(1, 0, REGION_BYTES as u32)]).unwrap(), 1);
+        assert_eq!(settle(&mut peer, 1)[0].result, Ok(REGION_BYTES as u32));
+        assert_same(&world.sink, &world.memory);
+    }
+
+    #[test]
+    #[ignore = "runs in the RDMA machine"]
+    fn several_queue_pairs_over_several_ports_carry_one_transfer() {
+        let ports: Vec<SocketAddr> = [1, 2].map(|node| SocketAddr::new(RdmaVm::address(node).into(), 0)).to_vec();
+        let exporter = VerbsExporter::listen(quick(), &ports).unwrap();
+        let memory = filled(REGION_BYTES);
+        exporter.prepare(&memory).unwrap();
+        exporter.export(ID, memory.clone()).unwrap();
+        exporter.grant(SESSION, SECRET);
+        assert_eq!(exporter.devices().len(), 2);
+        let options = VerbsOptions { queue_pairs: 4, piece_bytes: 64 << 10, ..quick() };
+        let local = [0, 3].map(|node| RdmaVm::address(node).into()).to_vec();
+        let sink = empty(REGION_BYTES);
+        let connector = VerbsConnector::new(options, None, local).unwrap();
+        let mut peer = connector.open(&exporter.key(ID).unwrap(), SESSION, &SECRET, sink.clone()).unwrap();
+        assert_eq!(peer.devices(), ["rxe0", "rxe3", "rxe0", "rxe3"]);
+        assert_eq!(peer.post_read(&[read(1, 0, REGION_BYTES as u32)]).unwrap(), 1);
+        assert_eq!(settle(&mut peer, 1)[0].result, Ok(REGION_BYTES as u32));
+        assert_same(&sink, &memory);
+    }
+
+    #[test]
+    #[ignore = "started by other tests, as a process of its own"]
+    fn source_of_its_own() {
+        if std::env::var_os(SOURCE).is_none() {
+            return;
+        }
+        let world = World::new(quick());
+        let key: String = world.exporter.key(ID).unwrap().as_bytes().iter().map(|byte| format!("{byte:02x}")).collect();
+        println!("\nkey={key}");
+        // Until it is killed, or whoever started it is gone.
+        let _ = std::io::stdin().lines().next();
+    }
+}
+
+/// Set for a process that is to be a source.
+const SOURCE: &str = "REMORA_TEST_VERBS_SOURCE";
+
+/// A source in a process of its own, and the key to its region.
+fn source_process() -> (Child, RegionKey) {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    let test = "verbs::tests::in_the_machine::source_of_its_own";
+    command.args(["--exact", test, "--ignored", "--nocapture"]).env(SOURCE, "1");
+    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let key = lines.map_while(Result::ok).find_map(|line| line.strip_prefix("key=").map(str::to_owned)).unwrap();
+    let bytes = (0..key.len()).step_by(2).map(|at| u8::from_str_radix(&key[at..at + 2], 16).unwrap()).collect();
+    (child, RegionKey::from_bytes(bytes).unwrap())
+}
+
+/// Processor time of a process, all threads, in nanoseconds: the first number of each thread's `schedstat`.
+fn cpu_nanos(pid: u32) -> u64 {
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    let of = |thread: std::fs::DirEntry| {
+        let stat = std::fs::read_to_string(thread.path().join("schedstat")).unwrap();
+        stat.split(' ').next().unwrap().parse::<u64>().unwrap()
+    };
+    threads.map(|thread| of(thread.unwrap())).sum()
+}
+
+/// Pulls the source's cable out of the bridge, or plugs it in.
+fn cable(plugged: bool) {
+    let to: &[&str] = if plugged { &["master", "br0"] } else { &["nomaster"] };
+    let changed = Command::new("ip").args([&["link", "set", "port1"], to].concat()).status().unwrap();
+    assert!(changed.success());
+}
+
+#[test]
+fn rights_keys_forks_and_faults_hold_in_the_virtual_machine() {
+    let Some(machine) = require::rdma_vm() else { return };
+    let passed = machine.nodes(4).limit(Duration::from_secs(250)).run_ignored_tests("verbs::tests::in_the_machine", 1);
+    assert!(passed >= 10, "{passed}");
+}

@@ -1,0 +1,78 @@
+//! RDMA: polling, sleeping, and several queue pairs. Where there is no device of its own the suite runs in the virtual machine that has
+//! some; the one test that is not ignored boots it.
+
+use std::{net::SocketAddr, time::Duration};
+
+use remora_fabric::{
+    Connector, Exporter,
+    verbs::{CompletionMode, VerbsConnector, VerbsExporter, VerbsOptions},
+};
+use remora_lab::{RdmaVm, require};
+
+use crate::harness::Harness;
+
+struct Verbs(VerbsOptions);
+
+impl Verbs {
+    fn new(options: VerbsOptions) -> Verbs {
+        let verbs = Verbs(options);
+        // What the libraries open once and for ever is no leak of a test's.
+        drop((verbs.exporter(), verbs.connector()));
+        verbs
+    }
+}
+
+/// Source and reader are two nodes, so that what they say crosses a wire.
+impl Harness for Verbs {
+    fn exporter(&self) -> Box<dyn Exporter> {
+        let address = SocketAddr::new(RdmaVm::address(1).into(), 0);
+        Box::new(VerbsExporter::listen(self.0.clone(), &[address]).unwrap())
+    }
+
+    fn connector(&self) -> Box<dyn Connector> {
+        let local = vec![RdmaVm::address(0).into()];
+        Box::new(VerbsConnector::new(self.0.clone(), None, local).unwrap())
+    }
+}
+
+mod in_the_machine {
+    use super::*;
+
+    mod polling {
+        use super::*;
+
+        conformance!(
+            Verbs::new(VerbsOptions { completion: CompletionMode::Polling, ..VerbsOptions::default() }),
+            #[ignore = "runs in the RDMA machine"]
+        );
+    }
+
+    mod sleeping_with_two_queue_pairs {
+        use super::*;
+
+        conformance!(
+            Verbs::new(VerbsOptions {
+                completion: CompletionMode::Event,
+                queue_pairs: 2,
+                queue_depth: 3,
+                piece_bytes: 64 << 10,
+                ..VerbsOptions::default()
+            }),
+            #[ignore = "runs in the RDMA machine"]
+        );
+    }
+
+    mod as_it_comes {
+        use super::*;
+
+        conformance!(Verbs::new(VerbsOptions::default()), #[ignore = "runs in the RDMA machine"]);
+    }
+}
+
+#[test]
+fn the_suite_holds_for_rdma_in_the_virtual_machine() {
+    let Some(machine) = require::rdma_vm() else { return };
+    let machine = machine.nodes(2).limit(Duration::from_secs(280));
+    let passed = machine.run_ignored_tests("verbs::in_the_machine", 2);
+    assert!(passed >= 3 * 28, "{passed} sentences");
+}
