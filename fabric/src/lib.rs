@@ -23,10 +23,12 @@
 //! - [`transport`]: the three traits that every transport has: [`Exporter`], [`Connector`], [`Peer`].
 //! - [`auth`]: how a data connection proves its session, shared by `shm` and `tcp`.
 //! - [`sim`], [`shm`], [`tcp`]: the transports, sisters. `tests/conformance/` holds what none of them may fail.
+//! - [`handover`]: memory given to another process of this host that shall write it.
 //! - [`error`]: what can go wrong outside a read, sorted by who can act on it.
 
 pub mod auth;
 pub mod error;
+pub mod handover;
 pub mod memory;
 pub mod region;
 pub mod shm;
@@ -35,6 +37,7 @@ pub mod tcp;
 pub mod transport;
 
 pub use error::Error;
+pub use handover::Handover;
 pub use memory::{Memory, Pages, View};
 pub use region::{RegionId, RegionKey, Secret, TransportKind};
 pub use transport::{Completion, Connector, Denial, Exporter, Peer, ReadError, ReadRequest};

@@ -22,6 +22,7 @@
 //! * `publish`: in which order words are stored and loaded; the part that loom checks.
 //! * [`snapshot`]: a finite stream: its writer, and its reader over a peer or in place.
 //! * [`journal`]: an endless one, of records.
+//! * [`board`]: how a writer in another process is told what to write, and tells how far it is.
 //! * `channel`, [`expectation`]: what the two readers share.
 //! * [`error`]: what can go wrong, by who can act on it.
 //!
@@ -29,6 +30,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod board;
 mod channel;
 pub mod error;
 pub mod expectation;
@@ -37,6 +39,7 @@ pub mod layout;
 mod publish;
 pub mod snapshot;
 
+pub use board::Board;
 pub use error::Error;
 pub use expectation::Expectation;
 pub use journal::{Chunk, JournalReader, JournalWriter};
