@@ -38,6 +38,6 @@ pub mod transport;
 
 pub use error::Error;
 pub use handover::Handover;
-pub use memory::{Memory, Pages, View};
+pub use memory::{Claim, Memory, Pages, View};
 pub use region::{RegionId, RegionKey, Secret, TransportKind};
 pub use transport::{Completion, Connector, Denial, Exporter, Peer, ReadError, ReadRequest};

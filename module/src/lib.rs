@@ -13,7 +13,8 @@
 //! In the order in which to read it:
 //!
 //! * [`api`]: what can be asked of a server: contexts, keys, strings, replies.
-//! * `ffi`: how that is done. The only unsafe code.
+//! * [`capture`]: the fork child writes the snapshot into a table.
+//! * `ffi`: how things are asked of a server. The only unsafe code.
 //!
 //! `docs/module.md` tells how to use it.
 
@@ -21,12 +22,14 @@
 
 #[allow(dead_code)]
 mod api;
+mod capture;
 #[allow(unsafe_code, dead_code)]
 mod ffi;
 
 use std::ffi::CStr;
 
-use api::{Context, LogLevel, Module, StrRef};
+use api::{Command, Context, InfoSection, Informer, LogLevel, Module, StrRef};
+use capture::{armed, child, commands};
 
 /// This crate, to the server.
 struct Remora;
@@ -36,11 +39,62 @@ impl Module for Remora {
     const VERSION: u16 = 100;
 
     fn load(context: &Context<'_>, _arguments: &[StrRef<'_>]) -> bool {
+        if !armed::ALLOWED.register(context) || !armed::AGENT_TIMEOUT.register(context) || !context.load_settings() {
+            return refuse(context, "its settings are not what the server allows; they stand in docs/module.md");
+        }
+        context.add_acl_category(CATEGORY);
+        let commands = command::<commands::Arm>(context)
+            && command::<commands::Disarm>(context)
+            && command::<commands::Status>(context)
+            && command::<commands::Help>(context)
+            && command::<commands::Walk>(context);
+        if !commands {
+            return refuse(context, "the server has commands of its names already");
+        }
+        if !context.subscribe::<child::SnapshotBegins>() || !context.subscribe::<armed::ChildEnded>() {
+            return refuse(context, "the server does not tell of its fork children");
+        }
+        context.register_info::<Remora>();
         context.log(LogLevel::Notice, concat!("remora ", env!("CARGO_PKG_VERSION"), " is ready"));
         true
     }
 
-    fn unload(_context: &Context<'_>) -> bool {
-        true
+    fn unload(context: &Context<'_>) -> bool {
+        let (state, generation) = armed::state();
+        if let Some(generation) = generation {
+            context.log(LogLevel::Warning, &format!("remora stays: it is {state} for generation {generation}"));
+        }
+        generation.is_none()
+    }
+}
+
+/// What an operator grants by one word, `+@remora`, where servers know categories of modules (Redis 7.4, Valkey 8).
+const CATEGORY: &CStr = c"remora";
+
+fn command<C: Command>(context: &Context<'_>) -> bool {
+    let made = context.register_command::<C>();
+    // A server without categories of modules still has the ordinary ones, by the command's flags.
+    context.set_acl_categories(C::NAME, CATEGORY);
+    made
+}
+
+fn refuse(context: &Context<'_>, why: &str) -> bool {
+    context.log(LogLevel::Warning, &format!("remora is not loaded: {why}"));
+    false
+}
+
+impl Informer for Remora {
+    fn inform(section: &InfoSection<'_>) {
+        let (state, generation) = armed::state();
+        let history = armed::history();
+        section.text(c"version", env!("CARGO_PKG_VERSION"));
+        section.text(c"state", state);
+        section.number(c"generation", generation.unwrap_or(0));
+        section.number(c"captures_done", history.done);
+        section.number(c"captures_failed", history.failed);
+        section.number(c"last_bytes", history.last.received);
+        section.number(c"last_keys", history.last.keys);
+        section.number(c"last_micros", history.last.took_micros);
+        section.text(c"last_error", &history.last_error);
     }
 }

@@ -7,7 +7,7 @@
 //!    0  the order       magic, version, work, generation, geometry        written once, before it is handed over
 //!   64  the orderer     beat, slots not needed, cancel                    words with one writer: whoever wants the snapshot
 //!  128  the writer      stage, beat, received, waits, keys, took,         words with one writer: the process that makes it
-//!                       offset, replid
+//!                       slots, offset, database, replid
 //! 1024  a sentence      length, text: why it failed
 //! ```
 //!
@@ -58,11 +58,26 @@ pub struct Order {
     pub geometry: Geometry,
 }
 
+/// Which moment of a data set the snapshot is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Origin {
+    /// The history.
+    pub replid: [u8; 40],
+    /// The last byte of the stream that the snapshot contains.
+    pub offset: u64,
+    /// The database that the stream writes to after it until it says otherwise.
+    pub database: u32,
+}
+
 /// What the writer has told, at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Told {
     /// Bytes of the snapshot so far.
     pub received: u64,
+    /// Slots that readers may read or have read.
+    pub published_slots: u64,
+    /// Slots below this number have been given up to make room.
+    pub retired_slots: u64,
     /// How many times it found its ring full.
     pub waits: u64,
     /// Keys so far.
@@ -170,19 +185,21 @@ impl Board {
         self.load(WRITER_BEAT_AT)
     }
 
-    /// The history and the offset of the snapshot; `None` before it has begun.
-    pub fn origin(&self) -> Option<([u8; 40], u64)> {
+    /// Where in which history the snapshot is; `None` before it has begun.
+    pub fn origin(&self) -> Option<Origin> {
         let mut replid = [0; 40];
         if self.stage() == Stage::Armed || self.memory.read(REPLID_AT, &mut replid).is_err() || replid == [0; 40] {
             return None;
         }
-        Some((replid, self.load(OFFSET_AT)))
+        Some(Origin { replid, offset: self.load(OFFSET_AT), database: self.load(DATABASE_AT) as u32 })
     }
 
     /// What the writer has told so far.
     pub fn told(&self) -> Told {
         Told {
             received: self.load(RECEIVED_AT),
+            published_slots: self.load(PUBLISHED_AT),
+            retired_slots: self.load(RETIRED_AT),
             waits: self.load(WAITS_AT),
             keys: self.load(KEYS_AT),
             took_micros: self.load(TOOK_AT),
@@ -216,25 +233,32 @@ impl Board {
         self.load(CANCEL_AT) != 0
     }
 
-    /// The snapshot has begun, of this history at this offset.
+    /// The snapshot has begun, and this is what it is of.
     ///
     /// # Errors
     /// [`Error::Misuse`] if it was begun already.
-    pub fn begin(&self, replid: &[u8; 40], offset: u64) -> Result<(), Error> {
+    pub fn begin(&self, origin: &Origin) -> Result<(), Error> {
         if self.stage() != Stage::Armed {
             return Err(Error::Misuse("a board is begun once"));
         }
-        self.memory.write(REPLID_AT, replid)?;
-        self.store(OFFSET_AT, offset);
+        self.memory.write(REPLID_AT, &origin.replid)?;
+        self.store(OFFSET_AT, origin.offset);
+        self.store(DATABASE_AT, u64::from(origin.database));
         self.store(STAGE_AT, STAGE_BEGUN);
         Ok(())
     }
 
     /// How far it is; also the writer's beat.
     pub fn tell(&self, told: &Told) {
-        for (at, word) in
-            [(RECEIVED_AT, told.received), (WAITS_AT, told.waits), (KEYS_AT, told.keys), (TOOK_AT, told.took_micros)]
-        {
+        let words = [
+            (RECEIVED_AT, told.received),
+            (PUBLISHED_AT, told.published_slots),
+            (RETIRED_AT, told.retired_slots),
+            (WAITS_AT, told.waits),
+            (KEYS_AT, told.keys),
+            (TOOK_AT, told.took_micros),
+        ];
+        for (at, word) in words {
             self.store(at, word);
         }
         self.store(WRITER_BEAT_AT, self.load(WRITER_BEAT_AT).wrapping_add(1));
@@ -295,8 +319,11 @@ const RECEIVED_AT: u64 = 144;
 const WAITS_AT: u64 = 152;
 const KEYS_AT: u64 = 160;
 const TOOK_AT: u64 = 168;
-const OFFSET_AT: u64 = 176;
-const REPLID_AT: u64 = 184;
+const PUBLISHED_AT: u64 = 176;
+const RETIRED_AT: u64 = 184;
+const OFFSET_AT: u64 = 192;
+const DATABASE_AT: u64 = 200;
+const REPLID_AT: u64 = 208;
 
 const SENTENCE_AT: u64 = 1024;
 /// Bytes of a sentence, at most: a long one of a server's within one of ours.
@@ -337,16 +364,17 @@ mod tests {
         let (ours, theirs) = ends();
         assert_eq!(theirs.order(), order());
         assert_eq!((ours.stage(), ours.origin()), (Stage::Armed, None));
-        theirs.begin(&[b'a'; 40], 123).unwrap();
-        assert_eq!((ours.stage(), ours.origin()), (Stage::Begun, Some(([b'a'; 40], 123))));
-        let told = Told { received: 1, waits: 2, keys: 3, took_micros: 4 };
+        let origin = Origin { replid: [b'a'; 40], offset: 123, database: 4 };
+        theirs.begin(&origin).unwrap();
+        assert_eq!((ours.stage(), ours.origin()), (Stage::Begun, Some(origin)));
+        let told = Told { received: 1, published_slots: 5, retired_slots: 6, waits: 2, keys: 3, took_micros: 4 };
         let before = ours.writer_beat();
         theirs.tell(&told);
         assert_eq!(ours.told(), told);
         assert_ne!(ours.writer_beat(), before);
         theirs.finish();
         assert_eq!(ours.stage(), Stage::Done);
-        assert!(theirs.begin(&[b'b'; 40], 1).is_err(), "begun once");
+        assert!(theirs.begin(&origin).is_err(), "begun once");
     }
 
     #[test]

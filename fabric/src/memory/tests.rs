@@ -289,6 +289,16 @@ fn memory_handed_over_for_writing_is_written_by_both() {
 }
 
 #[test]
+fn a_memory_is_claimed_by_one_at_a_time() {
+    let memory = memory();
+    let theirs = Memory::adopt(memory.as_fd().try_clone_to_owned().unwrap(), SIZE).unwrap();
+    let claim = memory.claim().unwrap();
+    assert!(claim.is_some() && theirs.claim().unwrap().is_none() && memory.claim().unwrap().is_none());
+    drop(claim);
+    assert!(theirs.claim().unwrap().is_some());
+}
+
+#[test]
 fn the_size_of_a_memory_is_fixed_for_everyone() {
     let memory = memory();
     assert!(rustix::fs::ftruncate(memory.as_fd(), SIZE / 2).is_err());

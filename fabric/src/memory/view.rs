@@ -8,7 +8,7 @@ use std::{
 };
 
 use rustix::{
-    fs::{Mode, OFlags, SealFlags},
+    fs::{FlockOperation, Mode, OFlags, SealFlags},
     mm::Advice,
 };
 
@@ -74,6 +74,22 @@ impl View {
         let path = format!("/proc/self/fd/{}", self.fd.as_raw_fd());
         rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
             .map_err(Error::system("opening a memory read-only by way of /proc/self/fd (is /proc mounted?)"))
+    }
+
+    /// Claims the memory for one writer among processes that agree to ask first. `None`: another one holds it.
+    ///
+    /// It ends with the claim, or with its holder's life, however that ends.
+    ///
+    /// # Errors
+    /// [`Error::System`].
+    pub fn claim(&self) -> Result<Option<Claim>, Error> {
+        // A descriptor of its own: the lock belongs to the opening, and handed-over or inherited descriptors share one.
+        let fd = self.reopen_read_only()?;
+        match rustix::fs::flock(&fd, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(Some(Claim { _fd: fd })),
+            Err(rustix::io::Errno::AGAIN) => Ok(None),
+            Err(errno) => Err(Error::system("claiming a memory")(errno)),
+        }
     }
 
     /// Bytes of memory that the system spends on it at present, whoever touched them.
@@ -217,6 +233,12 @@ impl View {
     pub(super) fn pages(&self) -> Pages {
         self.pages
     }
+}
+
+/// The right to write a memory, for as long as it lives. See [`View::claim`].
+#[derive(Debug)]
+pub struct Claim {
+    _fd: OwnedFd,
 }
 
 impl std::fmt::Debug for View {

@@ -1,7 +1,9 @@
 //! One call of the server into us, and what may be asked of the server during it.
 
+use std::any::Any;
 use std::ffi::{CStr, CString, c_char, c_int, c_longlong, c_void};
 use std::marker::PhantomData;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::{self, NonNull};
 
 use super::callback::{Command, EventHandler, Timer, command_entry, event_entry, timer_entry};
@@ -104,12 +106,17 @@ impl<'s> Context<'s> {
     /// Shows the keys of one step of a walk over the selected database. False when the walk is over.
     ///
     /// What `SCAN` promises holds: a key that is there all the time is shown at least once; more than once is possible only if the table
-    /// changes its size meanwhile.
-    pub(crate) fn scan<F: FnMut(StrRef<'_>, Key<'_>)>(&self, cursor: &mut Cursor, mut show: F) -> bool {
-        let data: *mut F = &mut show;
+    /// changes its size meanwhile. A panic of `show` goes on from here, once the server has been left.
+    pub(crate) fn scan<F: FnMut(StrRef<'_>, Key<'_>)>(&self, cursor: &mut Cursor, show: F) -> bool {
+        let mut showing = Showing { show, panicked: None };
+        let data: *mut Showing<F> = &mut showing;
         // SAFETY: A living context and cursor. `data` stays valid through the call, and `scan_entry::<F>` is the only one who uses it,
         // as what it is.
-        unsafe { (server().scan)(self.raw(), cursor.raw.as_ptr(), scan_entry::<F>, data.cast()) != 0 }
+        let more = unsafe { (server().scan)(self.raw(), cursor.raw.as_ptr(), scan_entry::<F>, data.cast()) != 0 };
+        if let Some(panic) = showing.panicked {
+            std::panic::resume_unwind(panic);
+        }
+        more
     }
 
     // --- Commands ------------------------------------------------------------------------------------------------
@@ -236,10 +243,16 @@ impl Drop for Cursor {
     }
 }
 
+/// What a scan carries through the server: a closure, and the panic that ended it.
+struct Showing<F> {
+    show: F,
+    panicked: Option<Box<dyn Any + Send>>,
+}
+
 /// The server shows one key.
 ///
 /// # Safety
-/// `data` points to an `F` that nobody else uses meanwhile.
+/// `data` points to a `Showing<F>` that nobody else uses meanwhile.
 unsafe extern "C" fn scan_entry<F: FnMut(StrRef<'_>, Key<'_>)>(
     _context: *mut RawContext,
     name: *mut RawString,
@@ -247,15 +260,17 @@ unsafe extern "C" fn scan_entry<F: FnMut(StrRef<'_>, Key<'_>)>(
     data: *mut c_void,
 ) {
     let (Some(name), Some(key)) = (NonNull::new(name), NonNull::new(key)) else { return };
-    super::callback::guard((), || {
-        // SAFETY: By the caller's promise.
-        let show = unsafe { &mut *data.cast::<F>() };
-        // SAFETY: The server's, alive during this call, which is all that the closure may assume of it.
-        let name = unsafe { StrRef::new(name) };
-        // SAFETY: As above; the server closes it itself.
-        let key = unsafe { Key::new(key, false) };
-        show(name, key);
-    });
+    // SAFETY: By the caller's promise.
+    let Showing { show, panicked } = unsafe { &mut *data.cast::<Showing<F>>() };
+    if panicked.is_some() {
+        return;
+    }
+    // SAFETY: The server's, alive during this call, which is all that the closure may assume of it.
+    let name = unsafe { StrRef::new(name) };
+    // SAFETY: As above; the server closes it itself.
+    let key = unsafe { Key::new(key, false) };
+    // Unwind safety: after a panic the closure is not called again.
+    *panicked = catch_unwind(AssertUnwindSafe(|| show(name, key))).err();
 }
 
 /// INFO, looked into line by line.

@@ -25,7 +25,7 @@ mod writer;
 pub use crc64::crc64;
 pub use head::{Head, Magic};
 pub use scan::{Found, ScanError, Scanner, Text, Usage};
-pub use writer::Writer;
+pub use writer::{Writer, magic, put_length};
 
 /// Slot and number of the keys that follow: a hint for cluster mode.
 pub const OPCODE_SLOT_INFO: u8 = 0xF4;
