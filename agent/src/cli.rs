@@ -9,6 +9,7 @@
 
 mod generate;
 mod load;
+mod module;
 mod replica;
 mod source;
 mod status;
@@ -22,8 +23,9 @@ use tracing_subscriber::EnvFilter;
 pub use self::{
     generate::{GenerateArgs, Generated},
     load::{LoadArgs, ValueType},
+    module::{ModuleArgs, ModuleQuestion},
     replica::{OnFailure, ReplicaArgs, TransportChoice},
-    source::{HostPort, SendChoice, SourceArgs},
+    source::{HostPort, ModuleCapture, SendChoice, SourceArgs},
     status::StatusArgs,
     verify::{DigestUse, VerifyArgs},
 };
@@ -82,6 +84,9 @@ pub enum Command {
     #[command(about = "Fill a server with test data")]
     #[allow(missing_docs)]
     Load(LoadArgs),
+    #[command(about = "Say where the module for servers lies")]
+    #[allow(missing_docs)]
+    Module(ModuleArgs),
     #[command(about = "Write shell completions or man pages")]
     #[allow(missing_docs)]
     Generate(GenerateArgs),
@@ -134,6 +139,7 @@ async fn dispatch(command: Command) -> Result<(), Failure> {
         Command::Status(args) => until_signal(crate::status::run(args), "").await,
         Command::Verify(args) => until_signal(crate::verify::run(args), ": the servers were only read").await,
         Command::Load(args) => until_signal(crate::load::run(args), ": the keys written so far are still there").await,
+        Command::Module(args) => crate::library::run(&args),
         Command::Generate(args) => crate::generate::run(&args),
     }
 }

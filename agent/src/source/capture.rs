@@ -29,6 +29,7 @@ use remora_table::{Geometry, Identity, JournalWriter, Kind, SnapshotWriter, Stat
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::gauge::Gauge;
+use super::module;
 use super::wire::{Received, Wire};
 use crate::server::{Server, ServerError, Task};
 
@@ -44,6 +45,8 @@ pub(crate) struct Plan {
     pub(crate) snapshot: (Arc<Memory>, Geometry),
     /// Where the stream goes; `None` when another thread already follows it.
     pub(crate) journal: Option<(Arc<Memory>, Geometry)>,
+    /// What may be asked of a module in the server.
+    pub(crate) module: Arc<module::Rules>,
     /// What the others may see of it while it runs.
     pub(crate) gauge: Arc<Gauge>,
     /// What it tells the owner: a handful of events in its life.
@@ -81,6 +84,9 @@ pub(crate) enum Fault {
     /// The link to the server broke.
     #[error("the link to the server broke during the {during}: {cause}")]
     Link { during: &'static str, cause: String },
+    /// The module in the server did not do what it was armed for. The next attempt does without it.
+    #[error("the module in the server: {0}")]
+    Module(String),
     /// The server no longer has the byte that we need next.
     #[error("the server's backlog no longer reaches back to where the stream broke, or its history is another one")]
     HistoryGone,
@@ -98,7 +104,7 @@ impl Fault {
         match self {
             Fault::Server(error) => error.is_passing(),
             Fault::Psync(error) => error.is_temporary(),
-            Fault::Link { .. } => true,
+            Fault::Link { .. } | Fault::Module(_) => true,
             Fault::HistoryGone | Fault::Table(_) | Fault::Stopped => false,
         }
     }
@@ -117,7 +123,7 @@ fn rules_for(error: &client::Error) -> String {
 /// Runs one capture to its end; meant to be the body of a thread.
 pub(crate) fn run(plan: Plan) {
     let generation = plan.generation;
-    match take_snapshot(&plan) {
+    match module::take_snapshot(&plan) {
         Ok(Some((wire, mut journal))) => follow(&plan, wire, &mut journal),
         Ok(None) => {}
         Err(fault) => {
@@ -132,19 +138,19 @@ pub(super) const TICK: Duration = Duration::from_millis(100);
 
 /// The longest silence of the server in a handshake or a snapshot. Servers send a newline each second while they
 /// prepare one, and give up themselves after `repl-timeout`, 60 s by default.
-const SILENCE_LIMIT: Duration = Duration::from_secs(60);
+pub(super) const SILENCE_LIMIT: Duration = Duration::from_secs(60);
 
 /// How long a full ring waits before it looks again whether a slot was retired.
 const RETIRE_POLL: Duration = Duration::from_micros(500);
 
 /// The length of the mark that ends an `$EOF:` payload.
-const MARK_LENGTH: u32 = 40;
+pub(super) const MARK_LENGTH: u32 = 40;
 
 /// Bytes that one read of the stream takes at most: a few of the server's 16 KiB writes at once.
 const STREAM_READ: usize = 256 * 1024;
 
 /// The snapshot, from connecting to its last byte. Gives back the connection when it goes on as the stream.
-fn take_snapshot(plan: &Plan) -> Result<Option<(Wire, JournalWriter)>, Fault> {
+pub(super) fn take_snapshot(plan: &Plan) -> Result<Option<(Wire, JournalWriter)>, Fault> {
     let mut wire = connect(plan)?;
     if plan.journal.is_none() {
         ask_for_snapshot_alone(&mut wire)?;
@@ -184,7 +190,7 @@ fn take_snapshot(plan: &Plan) -> Result<Option<(Wire, JournalWriter)>, Fault> {
     }
 }
 
-fn connect(plan: &Plan) -> Result<Wire, Fault> {
+pub(super) fn connect(plan: &Plan) -> Result<Wire, Fault> {
     let stream = plan.runtime.block_on(async {
         let client = plan.server.connect().await?;
         Ok::<_, ServerError>(client.into_stream().0)
@@ -195,7 +201,7 @@ fn connect(plan: &Plan) -> Result<Wire, Fault> {
 
 /// `REPLCONF rdb-only 1`: the server then ends the connection after the snapshot and counts no further replica of its
 /// stream. Servers before 7.0 don't know it and answer an error, which changes nothing: we close the connection ourselves.
-fn ask_for_snapshot_alone(wire: &mut Wire) -> Result<(), Fault> {
+pub(super) fn ask_for_snapshot_alone(wire: &mut Wire) -> Result<(), Fault> {
     let mut command = Vec::new();
     remora_redis::resp::command(&mut command, &["REPLCONF", "rdb-only", "1"]);
     let link = |cause: io::Error| Fault::Link { during: "handshake", cause: cause.to_string() };

@@ -363,7 +363,7 @@ pub(crate) struct ContextFlags(c_int);
 impl ContextFlags {
     /// The server is a replica.
     pub(crate) fn is_replica(self) -> bool {
-        self.0 & (1 << 2) != 0
+        self.0 & (1 << 3) != 0
     }
 
     /// The server is in cluster mode.
