@@ -11,6 +11,12 @@ pub(crate) use crate::ffi::{
 pub(crate) const EVENT_PERSISTENCE: u64 = 1;
 /// `REDISMODULE_SUBEVENT_PERSISTENCE_RDB_START`: in a fork child, before the first byte.
 pub(crate) const PERSISTENCE_RDB_START: u64 = 0;
+/// `REDISMODULE_EVENT_LOADING`: a file or a primary's snapshot.
+pub(crate) const EVENT_LOADING: u64 = 3;
+/// `REDISMODULE_SUBEVENT_LOADING_ENDED`.
+pub(crate) const LOADING_ENDED: u64 = 3;
+/// `REDISMODULE_SUBEVENT_LOADING_FAILED`.
+pub(crate) const LOADING_FAILED: u64 = 4;
 /// `REDISMODULE_EVENT_FORK_CHILD`.
 pub(crate) const EVENT_FORK_CHILD: u64 = 13;
 /// `REDISMODULE_SUBEVENT_FORK_CHILD_DIED`: in the parent.

@@ -1,19 +1,20 @@
 //! The half of Remora that may live inside the server: `libremora_module.so`.
 //!
 //! A server that has loaded it can write a snapshot straight into a table that an agent has handed it, out of its fork child, and
-//! load a table that an agent has handed it, without a socket in between. Nothing here opens a port, starts a fork or changes a
+//! load the long strings of one out of memory that an agent has shown it, without a socket in between. Nothing here opens a port, starts a fork or changes a
 //! setting of the server; without an agent it does nothing at all.
 //!
 //! ```text
 //!   remora source ──REMORA.ARM, memfd──▶ server ──fork──▶ child: capture ──RDB records──▶ slots of the table ══▶ replicas read
 //!
-//!   remora replica ──memfd──▶ server, loading an RDB of a hundred bytes ──our auxiliary field──▶ load ◀──keys── slots
+//!   remora replica ──REMORA.LOAD, memfd──▶ server, loading what the agent sends ──our auxiliary fields──▶ load ◀── long strings
 //! ```
 //!
 //! In the order in which to read it:
 //!
 //! * [`api`]: what can be asked of a server: contexts, keys, strings, replies.
 //! * [`capture`]: the fork child writes the snapshot into a table.
+//! * [`load`]: long strings of a snapshot, out of memory that an agent has shown.
 //! * `ffi`: how things are asked of a server. The only unsafe code.
 //!
 //! `docs/module.md` tells how to use it.
@@ -25,8 +26,10 @@ mod api;
 mod capture;
 #[allow(unsafe_code, dead_code)]
 mod ffi;
+mod load;
 
 use std::ffi::CStr;
+use std::sync::atomic::Ordering::Relaxed;
 
 use api::{Command, Context, InfoSection, Informer, LogLevel, Module, StrRef};
 use capture::{armed, child, commands};
@@ -38,7 +41,7 @@ impl Module for Remora {
     const NAME: &'static CStr = c"remora";
     const VERSION: u16 = 100;
 
-    fn load(context: &Context<'_>, _arguments: &[StrRef<'_>]) -> bool {
+    fn load(context: &Context<'_>, arguments: &[StrRef<'_>]) -> bool {
         if !armed::ALLOWED.register(context) || !armed::AGENT_TIMEOUT.register(context) || !context.load_settings() {
             return refuse(context, "its settings are not what the server allows; they stand in docs/module.md");
         }
@@ -55,6 +58,14 @@ impl Module for Remora {
             return refuse(context, "the server does not tell of its fork children");
         }
         context.register_info::<Remora>();
+        // We bear a snapshot that breaks off, and mind no old data beside new: otherwise the server would never again load from its link.
+        context.set_module_options(api::OPTION_HANDLE_IO_ERRORS | api::OPTION_HANDLE_REPL_ASYNC_LOAD);
+        // A server does not let go of a module that has a type, and the loading half needs one.
+        let capture_only = arguments.iter().any(|argument| argument.as_bytes() == CAPTURE_ONLY);
+        let loads = capture_only || (command::<load::arm::Load>(context) && load::register(context));
+        if !loads {
+            return refuse(context, "the server has a type of the name RemoraRef already");
+        }
         context.log(LogLevel::Notice, concat!("remora ", env!("CARGO_PKG_VERSION"), " is ready"));
         true
     }
@@ -67,6 +78,9 @@ impl Module for Remora {
         generation.is_none()
     }
 }
+
+/// An argument of `MODULE LOAD`: without the loading half the module can be unloaded again.
+const CAPTURE_ONLY: &[u8] = b"capture-only";
 
 /// What an operator grants by one word, `+@remora`, where servers know categories of modules (Redis 7.4, Valkey 8).
 const CATEGORY: &CStr = c"remora";
@@ -96,5 +110,9 @@ impl Informer for Remora {
         section.number(c"last_keys", history.last.keys);
         section.number(c"last_micros", history.last.took_micros);
         section.text(c"last_error", &history.last_error);
+        section.text(c"load_state", load::state());
+        section.number(c"loads", load::COUNTS.loads.load(Relaxed));
+        section.number(c"loaded_keys", load::COUNTS.keys.load(Relaxed));
+        section.number(c"loaded_bytes", load::COUNTS.bytes.load(Relaxed));
     }
 }

@@ -4,6 +4,7 @@ use std::ffi::CStr;
 
 use super::{armed, child};
 use crate::api::{Command, Context, StrRef};
+use crate::load;
 
 /// Version of what agent and module say to each other by these commands and by the board.
 pub(crate) const PROTOCOL: i64 = 1;
@@ -63,6 +64,8 @@ impl Command for Status {
             ("version", env!("CARGO_PKG_VERSION").to_owned()),
             ("protocol", PROTOCOL.to_string()),
             ("capture", if armed::ALLOWED.get() { "yes" } else { "no" }.to_owned()),
+            ("load", if load::is_registered() { "yes" } else { "no" }.to_owned()),
+            ("load_state", load::state().to_owned()),
             ("state", state.to_owned()),
             ("generation", generation.map_or(String::new(), |generation| generation.to_string())),
             ("captures_done", history.done.to_string()),
@@ -98,6 +101,7 @@ impl Command for Help {
 const HELP: &[&str] = &[
     "REMORA.ARM address secret -- take a board, and a table, offered at a local socket; the next sync's child writes into it",
     "REMORA.DISARM [generation] -- forget what was armed; answers 1 if there was something",
+    "REMORA.LOAD address secret ticket length [FLUSH] -- take memory that fields of the next snapshot will refer to",
     "REMORA.STATUS -- names and values: version, protocol, state, what has been done",
     "REMORA.HELP -- this",
     "Settings: remora.capture (yes or no), remora.agent-timeout (seconds). INFO remora says the same as REMORA.STATUS.",
