@@ -24,7 +24,7 @@ pub use self::{
     generate::{GenerateArgs, Generated},
     load::{LoadArgs, ValueType},
     module::{ModuleArgs, ModuleQuestion},
-    replica::{OnFailure, ReplicaArgs, TransportChoice},
+    replica::{ModuleLoad, OnFailure, ReplicaArgs, TransportChoice},
     source::{HostPort, ModuleCapture, SendChoice, SourceArgs},
     status::StatusArgs,
     verify::{DigestUse, VerifyArgs},

@@ -46,7 +46,9 @@ impl Task {
                 "without +config|get settings that would get in the way are found out only when they do; with the module in the \
                  server: +remora.status +remora.arm +remora.disarm, and +module|load for --load-module"
             }
-            Self::Replica => "+flushall is not needed with --on-failure detached",
+            Self::Replica => {
+                "+flushall is not needed with --on-failure detached; with the module in the server: +remora.status +remora.load"
+            }
             Self::Verify => "without +debug every value is read and compared; without +memory|usage piece by piece",
             Self::Load => "",
         }

@@ -17,7 +17,7 @@
 mod capture;
 mod door;
 mod gauge;
-mod module;
+pub(crate) mod module;
 mod owner;
 mod wire;
 

@@ -239,8 +239,8 @@ async fn load(client: &mut Client, path: &std::path::Path) {
     }
 }
 
-/// A value out of a list of names and values.
-fn field(frame: &Frame, name: &[u8]) -> Option<String> {
+/// A value out of a list of names and values, as `REMORA.STATUS` answers.
+pub(crate) fn field(frame: &Frame, name: &[u8]) -> Option<String> {
     let Frame::Array(items) = frame else { return None };
     let pair = items.chunks(2).find(|pair| matches!(pair, [Frame::Bulk(found), _] if found == name))?;
     match pair {
@@ -607,7 +607,7 @@ impl Pulse {
 }
 
 /// The version of what agent and module say to each other.
-const PROTOCOL: &str = "1";
+pub(crate) const PROTOCOL: &str = "1";
 
 /// From this average size of a key's data on a walk costs the server less than its own saving. docs/decisions/0007-walk-or-ease.md has the
 /// measurement.

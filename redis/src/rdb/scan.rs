@@ -148,6 +148,12 @@ impl Scanner {
         }
     }
 
+    /// Up to here the bytes belong to no string that is still to be found: they may be passed on. It lags behind what was fed by no more
+    /// than the beginning of a record, and a string that was found is passed only with its last byte.
+    pub fn settled(&self) -> u64 {
+        self.prefix.map_or(self.at, |prefix| prefix.begins)
+    }
+
     /// How many of the next bytes need not be fed.
     pub fn skippable(&self) -> u64 {
         self.skip
@@ -161,18 +167,21 @@ impl Scanner {
         passed
     }
 
-    /// Takes the next bytes: up to the first thing found, or the first that may be skipped and reaches beyond them, or all.
-    /// Says how many, and what was found.
+    /// Takes the next bytes: up to the first thing found (a string's value is not taken yet), or all. Says how many, and what was
+    /// found.
     ///
     /// # Errors
     /// [`ScanError`]; nothing more is understood after it.
     pub fn feed(&mut self, input: &[u8]) -> Result<(usize, Option<Found>), ScanError> {
         let mut taken = self.finish_carry(input)?;
         loop {
+            if let Some(found) = self.found.take() {
+                return Ok((taken, Some(found)));
+            }
             taken += self.skip((input.len() - taken) as u64) as usize;
             let rest = input.get(taken..).unwrap_or_default();
-            if self.found.is_some() || self.skip > 0 || rest.is_empty() || self.state == State::Ended {
-                return Ok((taken, self.found.take()));
+            if self.skip > 0 || rest.is_empty() || self.state == State::Ended {
+                return Ok((taken, None));
             }
             match self.understand(rest)? {
                 Some(bytes) => taken += bytes,
