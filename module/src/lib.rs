@@ -12,9 +12,9 @@
 //!
 //! In the order in which to read it:
 //!
-//! * [`api`]: what can be asked of a server: contexts, keys, strings, replies.
-//! * [`capture`]: the fork child writes the snapshot into a table.
-//! * [`load`]: long strings of a snapshot, out of memory that an agent has shown.
+//! * `api`: what can be asked of a server: contexts, keys, strings, replies.
+//! * `capture`: the fork child writes the snapshot into a table.
+//! * `load`: long strings of a snapshot, out of memory that an agent has shown.
 //! * `ffi`: how things are asked of a server. The only unsafe code.
 //!
 //! `docs/module.md` tells how to use it.

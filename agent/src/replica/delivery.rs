@@ -814,9 +814,12 @@ impl Delivery {
         }
     }
 
-    /// The memory that the server was shown is not what the next feed reads into.
+    /// The memory that the server was shown is not what the next feed reads into. The snapshot then goes by the link, which can go on
+    /// in its middle should that feed be lost too.
     fn abandon_shown_memory(&mut self) {
         if matches!(&self.served, Some(Served { stage: Stage::Mixed(_) | Stage::Introducing { .. }, .. })) {
+            self.by_module = false;
+            self.setup.meter.by_module.set(0);
             self.drop_link("the memory that it was loading from is gone", true);
         }
     }

@@ -52,9 +52,9 @@ const LENT_MAX: usize = 12;
 /// The magic and the greeting.
 const GREETING_PARTS: u64 = 2;
 
-/// How long the server may take from our first bytes to the greeting: it empties itself in between. One that loads from a file after all
-/// never gets there.
-const BEGIN_LIMIT: Duration = Duration::from_secs(60);
+/// How long the server may take from our first bytes to the greeting: it is empty, and has only to begin. One that loads from a file after
+/// all never gets there.
+const BEGIN_LIMIT: Duration = Duration::from_secs(20);
 
 impl Mixed {
     /// At the beginning, with the slot that showed that there is one.

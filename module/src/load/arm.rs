@@ -60,7 +60,7 @@ enum ArmError {
 /// How long the agent may take to hand the memory over: it is waiting for us, on this host. The server stands still meanwhile.
 const TAKE_LIMIT: Duration = Duration::from_secs(1);
 
-/// How long the loading may take to begin: the agent sends at once, and the server first empties itself, which may take minutes.
+/// How long the loading may take to begin: the agent sends at once, but the server may empty itself first, which may take minutes.
 const BEGIN_LIMIT_MILLIS: u64 = 10 * 60 * 1000;
 
 fn arm(context: &Context<'_>, arguments: &[StrRef<'_>]) -> Result<(), ArmError> {
@@ -130,6 +130,8 @@ fn hexadecimal(text: &str) -> Option<[u8; TICKET_BYTES]> {
 /// Makes sure that the server will load from its link, into its own data.
 fn make_ready(context: &Context<'_>, flush: bool) -> Result<(), ArmError> {
     match setting(context, "repl-diskless-load").as_deref() {
+        // It would empty itself, with its agent waiting: better now.
+        Some("flush-before-load") if flush => empty(context, true),
         Some("flush-before-load") => Ok(()),
         Some("on-empty-db") => empty(context, flush),
         other => Err(ArmError::Setting(other.unwrap_or("unknown").to_owned())),

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use remora_redis::rdb::reference::{Word, WordError, words};
 
 use super::strings::StringError;
-use super::{Armed, COUNTS, arm};
+use super::{Armed, Busy, COUNTS, arm};
 use crate::api::{AuxLoad, Io, LogLevel};
 
 /// The type that exists for these fields.
@@ -22,6 +22,7 @@ impl AuxLoad for References {
             warn(io, "a snapshot refers to memory, and nobody has shown us any");
             return false;
         };
+        let busy = Busy::begin();
         let result = armed.obey(io);
         match &result {
             Ok(()) => {
@@ -35,6 +36,7 @@ impl AuxLoad for References {
             }
         }
         armed.put();
+        drop(busy);
         result.is_ok()
     }
 }

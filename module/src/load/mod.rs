@@ -92,13 +92,31 @@ pub(crate) struct Counts {
 
 /// What we are doing, in a word.
 pub(crate) fn state() -> &'static str {
-    ARMED.with(|armed| match armed.try_borrow().as_deref() {
-        Ok(Some(armed)) if armed.begun => "loading",
-        Ok(Some(_)) => "armed",
-        Ok(None) => "idle",
-        Err(_) => "loading",
+    ARMED.with(|armed| match armed.borrow().as_ref() {
+        _ if BUSY.load(Relaxed) => "loading",
+        Some(armed) if armed.begun => "loading",
+        Some(_) => "armed",
+        None => "idle",
     })
 }
+
+/// A field is being read: what is armed has been taken out for that, and others may ask meanwhile.
+struct Busy;
+
+impl Busy {
+    fn begin() -> Busy {
+        BUSY.store(true, Relaxed);
+        Busy
+    }
+}
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        BUSY.store(false, Relaxed);
+    }
+}
+
+static BUSY: AtomicBool = AtomicBool::new(false);
 
 /// The server begins or ends to load something.
 struct Loading;
