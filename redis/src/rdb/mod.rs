@@ -11,7 +11,7 @@
 //! - [`Head`]: who wrote the snapshot, and to which history and offset it belongs.
 //! - [`Tail`]: whether it is whole.
 //! - [`Scanner`]: walks over the records and points at the long strings among them.
-//! - [`reference`]: how such a string is told to a server without its bytes.
+//! - [`mod@reference`]: how such a string is told to a server without its bytes.
 //! - [`crc64`]: the checksum the servers use.
 //! - [`Writer`]: small snapshots of our own: an empty data set, or a few strings for tests.
 
