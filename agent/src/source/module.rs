@@ -35,7 +35,7 @@ use super::capture::{self, CaptureEvent, Fault, MARK_LENGTH, Plan, SILENCE_LIMIT
 use super::wire::{Received, Wire};
 use crate::cli::ModuleCapture;
 use crate::library;
-use crate::server::{Client, Facts, RefusalKind, ServerError};
+use crate::server::{Client, Facts, RefusalKind, Role, ServerError};
 use crate::units::Size;
 
 /// In which way a snapshot comes from the server.
@@ -98,13 +98,13 @@ impl Rules {
 pub(super) fn take_snapshot(plan: &Plan) -> Result<Option<(Wire, JournalWriter)>, Fault> {
     let claim = claim(plan)?;
     plan.gauge.comes_by(Way::Psync);
-    let Some((mut client, work)) = choose(plan) else { return capture::take_snapshot(plan) };
+    let Some((mut client, work, role)) = choose(plan) else { return capture::take_snapshot(plan) };
     let outcome = match work {
         Work::Ease => ease(plan, &mut client),
         Work::Walk => {
             // The child will claim it.
             drop(claim);
-            walk_with_patience(plan, &mut client)
+            walk_with_patience(plan, &mut client, role)
         }
     };
     match outcome {
@@ -165,8 +165,8 @@ fn claim(plan: &Plan) -> Result<Claim, Fault> {
 
 // ---- What there is, and what is best ----
 
-/// A connection to a server that has the module, and what it shall do; `None` for the way without it.
-fn choose(plan: &Plan) -> Option<(Client, Work)> {
+/// A connection to a server that has the module, what it shall do, and what it is to others; `None` for the way without it.
+fn choose(plan: &Plan) -> Option<(Client, Work, Option<Role>)> {
     let rules = &plan.module;
     if rules.choice == ModuleCapture::Off {
         return None;
@@ -193,7 +193,7 @@ fn choose(plan: &Plan) -> Option<(Client, Work)> {
     }
     let work = best(rules.choice, &facts, plan.reader_version.is_some());
     tracing::info!(?work, keys = facts.keys(), average = %Size::bytes(average(&facts)), "the server has the module");
-    Some((client, work))
+    Some((client, work, facts.role))
 }
 
 /// Whether the server has a module that we understand; it is loaded first if that is wished.
@@ -364,10 +364,14 @@ fn ease(plan: &Plan, client: &mut Client) -> Result<Option<(Wire, JournalWriter)
 // ---- The server's child writes ----
 
 /// A child that came first (another replica's, a save) has used up the arming: arms again, a few times.
-fn walk_with_patience(plan: &Plan, client: &mut Client) -> Result<Option<(Wire, JournalWriter)>, Setback> {
+fn walk_with_patience(
+    plan: &Plan,
+    client: &mut Client,
+    role: Option<Role>,
+) -> Result<Option<(Wire, JournalWriter)>, Setback> {
     let mut last = String::new();
     for attempt in 1..=ATTEMPTS {
-        match walk(plan, client) {
+        match walk(plan, client, role) {
             Err(Setback::OtherChild(why)) => {
                 tracing::info!(attempt, %why, "the module's walk was not for this snapshot");
                 last = why;
@@ -380,7 +384,7 @@ fn walk_with_patience(plan: &Plan, client: &mut Client) -> Result<Option<(Wire, 
     Err(Setback::Before(last))
 }
 
-fn walk(plan: &Plan, client: &mut Client) -> Result<Option<(Wire, JournalWriter)>, Setback> {
+fn walk(plan: &Plan, client: &mut Client, role: Option<Role>) -> Result<Option<(Wire, JournalWriter)>, Setback> {
     let armed = Armed::new(plan, client, Work::Walk)?;
     let live = AtomicBool::new(false);
     armed.attended(&live, || {
@@ -389,7 +393,7 @@ fn walk(plan: &Plan, client: &mut Client) -> Result<Option<(Wire, JournalWriter)
         let journal = begun(plan, &armed.board, replid, offset)?;
         live.store(true, Ordering::Release);
         let head = sync.payload(plan, &armed.board)?;
-        finished(plan, &armed.board, &head)?;
+        finished(plan, &armed.board, &head, role)?;
         Ok(journal.map(|journal| (sync.wire, journal)))
     })
 }
@@ -430,13 +434,14 @@ fn begun(plan: &Plan, board: &Board, replid: ReplId, offset: u64) -> Result<Opti
 }
 
 /// The server's part is over; so must the child's be.
-fn finished(plan: &Plan, board: &Board, head: &Head) -> Result<(), Setback> {
+fn finished(plan: &Plan, board: &Board, head: &Head, role: Option<Role>) -> Result<(), Setback> {
     if board.stage() != Stage::Done {
         return Err(Fault::Module(board.sentence()).into());
     }
     let origin = board.origin().ok_or_else(|| Fault::Module("the board has lost what it is of".into()))?;
-    // The server says the same in its own header, where it says it at all; here only the database is news.
-    if head.stream_db().is_some_and(|database| database != origin.database) {
+    // The stream of a primary begins by selecting a database. A replica passes its primary's on as it comes, so that this one counts.
+    let begins_in = head.stream_db().filter(|_| role == Some(Role::Replica));
+    if begins_in.is_some_and(|database| database != origin.database) {
         let text = format!(
             "it wrote that the stream begins in database {}, the server says {:?}",
             origin.database,
