@@ -584,6 +584,7 @@ impl Source {
             journal_first: first,
             journal_end: end + 1,
             capture_millis: self.gauge.capture_time().as_millis() as u64,
+            capture: self.gauge.way().to_string(),
         })
     }
 

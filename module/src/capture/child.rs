@@ -4,9 +4,10 @@
 //! that is a hundred bytes. So whatever goes wrong here is told on the board and costs the snapshot, nothing else.
 
 use std::cell::RefCell;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use remora_fabric::{Claim, Memory};
+use remora_table::Board;
 use remora_table::board::{Stage, Work};
 
 use super::armed::{self, Armed};
@@ -29,14 +30,16 @@ impl EventHandler for SnapshotBegins {
         if armed.board.stage() != Stage::Armed || armed.board.is_cancelled() {
             return;
         }
-        WORK.set(Some(armed));
+        // Read before any command is: as it was in the server when it forked.
+        let forked_at = server_clock(context);
+        WORK.set(Some((armed, forked_at)));
         let own = OwnContext::new(context);
         let error = match own.call(Walk::NAME, &[]) {
             None => Some("the server made no answer of it".to_owned()),
             Some(reply) => reply.error(),
         };
-        // By now it has ended, one way or the other; unless it never began, or a panic ended it.
-        if let (Some(armed), Some(error)) = (WORK.take(), error) {
+        // By now it has ended, one way or the other; unless it never began.
+        if let (Some((armed, _)), Some(error)) = (WORK.take(), error) {
             armed.board.fail(&format!("the walk could not be done: {error}"));
         }
     }
@@ -46,24 +49,32 @@ thread_local! {
     /// Nobody but this process writes the table.
     static CLAIM: RefCell<Option<Claim>> = const { RefCell::new(None) };
     /// On its way from the event to the command that the event calls.
-    static WORK: RefCell<Option<Armed>> = const { RefCell::new(None) };
+    static WORK: RefCell<Option<(Armed, Result<u64, Trouble>)>> = const { RefCell::new(None) };
 }
 
 /// The work itself; the body of `REMORA.WALK`.
 pub(super) fn work(context: &Context<'_>) {
-    WORK.with_borrow(|work| {
-        let Some(armed) = work else { return };
-        let board = &armed.board;
-        let done = match board.order().work {
-            Work::Ease => ease(context, armed),
-            Work::Walk => walk_all(context, armed),
-        };
-        match done {
-            Ok(()) => board.finish(),
-            Err(trouble) => board.fail(&trouble.to_string()),
+    let Some((armed, forked_at)) = WORK.take() else { return };
+    let (board, _stays) = (&armed.board, Unfinished(&armed.board));
+    let done = match board.order().work {
+        Work::Ease => ease(context, &armed),
+        Work::Walk => forked_at.and_then(|forked_at| walk_all(context, &armed, forked_at)),
+    };
+    match done {
+        Ok(()) => board.finish(),
+        Err(trouble) => board.fail(&trouble.to_string()),
+    }
+}
+
+/// What a panic leaves behind: its agent is told, like of any other failure.
+struct Unfinished<'b>(&'b Board);
+
+impl Drop for Unfinished<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.fail("a mistake of ours in the walk; the server's log has its place");
         }
-    });
-    WORK.take();
+    }
 }
 
 /// The server saves as ever, but without compressing: a setting of this process alone, as it is a copy.
@@ -73,7 +84,7 @@ fn ease(context: &Context<'_>, armed: &Armed) -> Result<(), Trouble> {
     Ok(armed.board.begin(&origin)?)
 }
 
-fn walk_all(context: &Context<'_>, armed: &Armed) -> Result<(), Trouble> {
+fn walk_all(context: &Context<'_>, armed: &Armed, forked_at: u64) -> Result<(), Trouble> {
     // What DUMP answers is compressed or not by the same setting. Where it can't be set, it is: as right, and slower.
     let _ = without_compression(context);
     let table = armed.table.as_ref().ok_or(Trouble::NoTable)?;
@@ -82,7 +93,7 @@ fn walk_all(context: &Context<'_>, armed: &Armed) -> Result<(), Trouble> {
     // Held until this process ends, whatever ends it: then the agent knows that nobody writes there any more.
     let claim = memory.claim()?.ok_or(Trouble::Claimed)?;
     CLAIM.set(Some(claim));
-    walk::run(context, &armed.board, memory.into(), forked_at()?)
+    walk::run(context, &armed.board, memory.into(), forked_at)
 }
 
 fn without_compression(context: &Context<'_>) -> Result<(), Trouble> {
@@ -102,22 +113,10 @@ fn saves_to_disk() -> bool {
 
 const BGSAVE: &[u8] = b"rdb-bgsave";
 
-/// When this process was forked, or somewhat earlier: milliseconds since 1970.
-///
-/// The system keeps the start of a process in ticks since boot (100 a second), rounded down.
-fn forked_at() -> Result<u64, Trouble> {
-    let text = std::fs::read_to_string("/proc/self/stat").map_err(|error| Trouble::System(error.to_string()))?;
-    let ticks = start_ticks(&text).ok_or_else(|| Trouble::System("/proc/self/stat is not understood".into()))?;
-    let since_boot = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
-    let since_boot = Duration::new(since_boot.tv_sec.unsigned_abs(), since_boot.tv_nsec.unsigned_abs() as u32);
-    let age = since_boot.saturating_sub(Duration::from_millis(ticks * 1000 / rustix::param::clock_ticks_per_second()));
-    Ok(millis_now().saturating_sub(age.as_millis() as u64 + 1))
-}
-
-/// The 22nd field. The second, a name in brackets, may have blanks and brackets of its own.
-fn start_ticks(stat: &str) -> Option<u64> {
-    let (_, rest) = stat.rsplit_once(')')?;
-    rest.split_ascii_whitespace().nth(19)?.parse().ok()
+/// The server's own clock: milliseconds since 1970. It reads the system's at certain moments only, and judges keys by what it has read.
+pub(super) fn server_clock(context: &Context<'_>) -> Result<u64, Trouble> {
+    let info = context.server_info(c"server").ok_or(Trouble::NoAnswer("INFO server"))?;
+    info.number(c"server_time_usec").map(|micros| micros / 1000).ok_or(Trouble::Untold("clock"))
 }
 
 /// Milliseconds since 1970.
@@ -130,20 +129,6 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
-
-    #[test]
-    fn the_start_of_a_process_is_found_behind_any_name() {
-        let fields: Vec<String> = (3..=52).map(|number: u32| number.to_string()).collect();
-        let stat = format!("1 (redis) server (x)) {}", fields.join(" "));
-        assert_eq!(start_ticks(&stat), Some(22));
-        assert_eq!(start_ticks("1 (redis) 3 4"), None);
-    }
-
-    #[test]
-    fn this_process_began_before_now_and_not_long_ago() {
-        let began = forked_at().unwrap();
-        assert!(began < millis_now() && began > millis_now() - 3_600_000, "{began}");
-    }
 
     #[test]
     fn this_process_saves_nothing() {

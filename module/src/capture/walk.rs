@@ -22,7 +22,7 @@ use remora_fabric::Memory;
 use remora_table::Board;
 use remora_table::board::Origin;
 
-use super::child::millis_now;
+use super::child::{millis_now, server_clock};
 use super::output::Output;
 use super::record::{self, Age, Dump, TYPE_STRING};
 use crate::api::{Context, Cursor, Key, KeyKind, OwnedStr, StrRef};
@@ -58,14 +58,14 @@ pub(super) enum Trouble {
     Table(#[from] remora_table::Error),
 }
 
-/// Writes the whole snapshot into `memory`. `forked_at`: milliseconds since 1970, not later than the fork.
+/// Writes the whole snapshot into `memory`. `forked_at`: the server's clock at the fork.
 pub(super) fn run(context: &Context<'_>, board: &Board, memory: Arc<Memory>, forked_at: u64) -> Result<(), Trouble> {
     let origin = origin(context)?;
     let mut walk = Walk {
         context,
         out: Output::new(board, memory, &origin)?,
         ages: Ages::of(context),
-        clock: Clock { forked_at, walk_began: millis_now(), is_replica: context.flags().is_replica() },
+        clock: Clock { forked_at, now: server_clock(context)?, is_replica: context.flags().is_replica() },
         left_out: 0,
     };
     board.begin(&origin)?;
@@ -274,10 +274,10 @@ impl Ages {
 /// What is to be thought of a key's time. All in milliseconds since 1970.
 #[derive(Clone, Copy, Debug)]
 struct Clock {
-    /// Not later than the fork.
+    /// The server's clock at the fork.
     forked_at: u64,
-    /// Not earlier than the clock that the server has stopped for this command.
-    walk_began: u64,
+    /// The server's clock, which stands still for this command.
+    now: u64,
     is_replica: bool,
 }
 
@@ -295,7 +295,7 @@ impl Clock {
     fn judge(self, expires_at: Option<u64>) -> Time {
         match expires_at {
             None => Time::Left,
-            Some(time) if time > self.walk_began => Time::Left,
+            Some(time) if time >= self.now => Time::Left,
             Some(time) if time < self.forked_at && !self.is_replica => Time::OverBefore,
             Some(_) => Time::OverMeanwhile,
         }
@@ -308,8 +308,8 @@ mod tests {
 
     #[test]
     fn a_key_is_left_out_only_if_its_primary_had_no_more_use_for_it_at_the_fork() {
-        let clock = Clock { forked_at: 1000, walk_began: 1020, is_replica: false };
-        let judged = [None, Some(999), Some(1000), Some(1020), Some(1021)].map(|time| clock.judge(time));
+        let clock = Clock { forked_at: 1000, now: 1020, is_replica: false };
+        let judged = [None, Some(999), Some(1000), Some(1019), Some(1020)].map(|time| clock.judge(time));
         assert_eq!(judged, [Time::Left, Time::OverBefore, Time::OverMeanwhile, Time::OverMeanwhile, Time::Left]);
         assert_eq!(Clock { is_replica: true, ..clock }.judge(Some(5)), Time::OverMeanwhile);
     }
