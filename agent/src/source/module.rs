@@ -13,7 +13,7 @@
 //! the same is the table this snapshot. The same offset of the same history is the same data, whatever the child was forked for.
 //!
 //! Two processes must never write one table: a writer claims its memory, and the claim ends with the writer's life, however that
-//! ends. So whoever writes next waits for the claim ([`Rules::claim`]) first.
+//! ends. So whoever writes next waits for the claim ([`claim`]) first.
 
 use std::fmt;
 use std::path::PathBuf;
