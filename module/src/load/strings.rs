@@ -35,7 +35,7 @@ pub(super) struct Strings {
     bytes: u64,
 }
 
-/// Bytes of the memory that were read in a row, and count as this process's until they are let go.
+/// Bytes of the memory that were read more or less in a row, and count as this process's until they are let go.
 #[derive(Default)]
 struct Used(Range<u64>);
 
@@ -95,7 +95,9 @@ impl Used {
     /// These will be read next. Long pieces are mapped at once, and what was read is let go once it is worth a system call.
     fn next(&mut self, memory: &View, offset: u64, length: u64) {
         let end = offset.saturating_add(length);
-        if self.0.end != offset || self.0.end - self.0.start >= LET_GO_BYTES {
+        // Between two strings lies the beginning of a record.
+        let follows = self.0.end <= offset && offset - self.0.end <= GAP_BYTES;
+        if !follows || self.0.end - self.0.start >= LET_GO_BYTES {
             memory.forget(self.0.clone());
             self.0 = offset..offset;
         }
@@ -108,6 +110,9 @@ impl Used {
 
 /// A piece of so many bytes is mapped by one call rather than by a fault for every few pages.
 const POPULATE_BYTES: u64 = 128 << 10;
+
+/// Strings that lie no further apart are in a row. To let go of each by itself would cost a system call and a fault for every page.
+const GAP_BYTES: u64 = 64 << 10;
 
 /// So many bytes in a row are let go together: what we have mapped stays about as small.
 const LET_GO_BYTES: u64 = 1 << 20;
