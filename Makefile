@@ -18,10 +18,10 @@ help:
 setup:
 	@lab/setup/setup
 
-## build: the command itself, target/release/remora
+## build: the command itself, target/release/remora, and the module for servers beside it
 .PHONY: build
 build: setup
-	$(CARGO) build --release --locked -p remora-agent
+	$(CARGO) build --release --locked -p remora-agent -p remora-module
 
 ## demo: replicas by Remora and by the servers' own replication, side by side; ARGS="--size 100MiB --json FILE"
 .PHONY: demo

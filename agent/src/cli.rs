@@ -10,6 +10,7 @@
 mod devices;
 mod generate;
 mod load;
+mod module;
 mod rdma;
 mod replica;
 mod source;
@@ -25,9 +26,10 @@ pub use self::{
     devices::DevicesArgs,
     generate::{GenerateArgs, Generated},
     load::{LoadArgs, ValueType},
+    module::{ModuleArgs, ModuleQuestion},
     rdma::{CompletionChoice, RdmaOffer, RdmaRead},
-    replica::{OnFailure, ReplicaArgs, TransportChoice},
-    source::{HostPort, SendChoice, SourceArgs},
+    replica::{ModuleLoad, OnFailure, ReplicaArgs, TransportChoice},
+    source::{HostPort, ModuleCapture, SendChoice, SourceArgs},
     status::StatusArgs,
     verify::{DigestUse, VerifyArgs},
 };
@@ -89,6 +91,9 @@ pub enum Command {
     #[command(about = "Fill a server with test data")]
     #[allow(missing_docs)]
     Load(LoadArgs),
+    #[command(about = "Say where the module for servers lies")]
+    #[allow(missing_docs)]
+    Module(ModuleArgs),
     #[command(about = "Write shell completions or man pages")]
     #[allow(missing_docs)]
     Generate(GenerateArgs),
@@ -142,6 +147,7 @@ async fn dispatch(command: Command) -> Result<(), Failure> {
         Command::Devices(args) => crate::transports::devices::run(&args),
         Command::Verify(args) => until_signal(crate::verify::run(args), ": the servers were only read").await,
         Command::Load(args) => until_signal(crate::load::run(args), ": the keys written so far are still there").await,
+        Command::Module(args) => crate::library::run(&args),
         Command::Generate(args) => crate::generate::run(&args),
     }
 }

@@ -6,7 +6,7 @@
 //!
 //!   remora source │ replica │ status      the job: one snapshot, any number of exact replicas
 //!   remora devices                        which ways for the bytes this machine has
-//!   remora verify │ load │ generate       beside it: is it the same? fill a server; completions and manuals
+//!   remora verify │ load │ module │ generate   beside it: is it the same? fill a server; the module; manuals
 //! ```
 //!
 //! What it is: the owners and loops that drive the pure machines and the memory of the crates below, and the command line over
@@ -20,7 +20,7 @@
 //! - [`server`]: the client to a Redis or Valkey server that everything below uses.
 //! - [`source`], [`replica`], [`status`]: the job.
 //! - [`transports`]: which ways to the memory there are, and the command that looks at them alone.
-//! - [`verify`], [`load`], [`generate`]: beside it.
+//! - [`verify`], [`load`], [`library`], [`generate`]: beside it.
 #![forbid(unsafe_code)]
 // The maps of the two ends name their private parts: read them in the source, or with `--document-private-items`.
 #![allow(rustdoc::private_intra_doc_links)]
@@ -28,6 +28,7 @@
 pub mod cli;
 pub mod exit;
 pub mod generate;
+pub mod library;
 pub mod load;
 pub mod progress;
 pub mod replica;

@@ -86,10 +86,11 @@ fn describe(generation: &GenerationStatus, text: &mut String) {
     };
     let seconds = generation.capture_millis as f64 / 1000.0;
     text.push_str(&format!(
-        "snapshot   generation {}, {state}: {} in {} slots, {seconds:.3} s to take, {} old\n",
+        "snapshot   generation {}, {state}: {} in {} slots, {seconds:.3} s to take by {}, {} old\n",
         generation.generation,
         Size::bytes(generation.snapshot_bytes),
         generation.published_slots,
+        generation.capture,
         readable(Duration::from_secs(generation.age_seconds)),
     ));
     text.push_str(&format!(

@@ -23,11 +23,13 @@
 //! - [`transport`]: the three traits that every transport has: [`Exporter`], [`Connector`], [`Peer`].
 //! - [`auth`]: how a data connection proves its session, shared by `shm` and `tcp`.
 //! - [`sim`], [`shm`], [`tcp`], [`verbs`]: the transports, sisters. `tests/conformance/` holds what none of them may fail.
+//! - [`handover`]: memory given to another process of this host that shall write it.
 //! - [`error`]: what can go wrong outside a read, sorted by who can act on it.
 
 mod address;
 pub mod auth;
 pub mod error;
+pub mod handover;
 pub mod memory;
 mod outstanding;
 pub mod region;
@@ -39,6 +41,7 @@ pub mod transport;
 pub mod verbs;
 
 pub use error::Error;
-pub use memory::{Memory, Pages, View};
+pub use handover::Handover;
+pub use memory::{Claim, Memory, Pages, View};
 pub use region::{RegionId, RegionKey, Secret, TransportKind};
 pub use transport::{Completion, Connector, Denial, Exporter, Peer, ReadError, ReadRequest};

@@ -291,6 +291,22 @@ impl fmt::Display for Server {
     }
 }
 
+/// Our module for servers, as cargo built it for this very program: where a test's crate has `remora-module` among its dependencies, cargo
+/// builds the library beside the test's program; for other programs it lies beside them.
+///
+/// # Errors
+/// [`Error::Missing`] if it was not built.
+pub fn module_library() -> Result<PathBuf> {
+    let program = std::env::current_exe().doing(|| "find this program's own folder".to_owned())?;
+    let folders = program.ancestors().skip(1).take(2);
+    folders.map(|folder| folder.join(MODULE_FILE)).find(|path| path.is_file()).ok_or_else(|| Error::Missing {
+        what: format!("the module {MODULE_FILE} beside {}", program.display()),
+        how: "run `cargo build -p remora-module` with the same profile".into(),
+    })
+}
+
+const MODULE_FILE: &str = "libremora_module.so";
+
 /// What a server shall be like.
 #[derive(Clone, Debug)]
 pub struct Builder {
@@ -395,6 +411,15 @@ impl Builder {
     pub fn start_time(mut self, time: Duration) -> Builder {
         self.start_time = time;
         self
+    }
+
+    /// With our module loaded, with these words after its path (`""` for none).
+    ///
+    /// # Errors
+    /// [`Error::Missing`] if the library was not built.
+    pub fn module(self, words: &str) -> Result<Builder> {
+        let line = format!("{} {words}", module_library()?.display());
+        Ok(self.config("loadmodule", line.trim_end()))
     }
 
     /// Starts it and waits until it answers.

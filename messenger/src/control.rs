@@ -492,6 +492,8 @@ pub struct GenerationStatus {
     pub journal_end: u64,
     /// How long the capture took, or has taken so far, in milliseconds.
     pub capture_millis: u64,
+    /// In which way it comes from the server, in words.
+    pub capture: String,
 }
 
 /// How far a snapshot has come.
@@ -626,6 +628,7 @@ record!(GenerationStatus {
     journal_first: u64,
     journal_end: u64,
     capture_millis: u64,
+    capture: Name<MAX_NAME_BYTES>,
 });
 
 record!(ReplicaStatus {

@@ -19,12 +19,13 @@ use crate::{Refusal, ReplId};
 pub type Body = fn(&[u8]);
 
 /// All bodies, by the names of their fuzz targets and seed folders.
-pub const TARGETS: [(&str, Body); 6] = [
+pub const TARGETS: [(&str, Body); 7] = [
     ("resp_decode", resp_decode),
     ("command_decode", command_decode),
     ("psync_client", psync_client),
     ("psync_server", psync_server),
     ("rdb_head", rdb_head),
+    ("rdb_scan", rdb_scan),
     ("info", info),
 ];
 
@@ -255,6 +256,44 @@ pub fn rdb_head(data: &[u8]) {
     }
 }
 
+/// The same strings are found however the snapshot was cut, each is a record of its own, and nothing is found after the end.
+pub fn rdb_scan(data: &[u8]) {
+    let whole = scan(&[data]);
+    for_each_cut(data, |parts| assert_eq!(scan(parts), whole));
+    let mut settled = 0;
+    for found in &whole.0 {
+        match found {
+            rdb::Found::Text(text) => {
+                assert!(settled <= text.begins && text.begins < text.value.start && text.value.start <= text.value.end);
+                settled = text.value.end;
+            }
+            rdb::Found::End { at } => assert!(settled <= *at),
+        }
+    }
+    let end = whole.0.iter().position(|found| matches!(found, rdb::Found::End { .. }));
+    assert!(end.is_none_or(|end| end + 1 == whole.0.len()));
+}
+
+/// What is found, and whether it ends in an error: what that shows of the bytes depends on how many were there.
+fn scan(parts: &[&[u8]]) -> (Vec<rdb::Found>, bool) {
+    let (mut scanner, mut all) = (rdb::Scanner::new(0), Vec::new());
+    for part in parts {
+        let mut rest = *part;
+        loop {
+            let (taken, found) = match scanner.feed(rest) {
+                Ok(fed) => fed,
+                Err(_) => return (all, true),
+            };
+            rest = &rest[taken..];
+            if found.is_none() {
+                break;
+            }
+            all.extend(found);
+        }
+    }
+    (all, false)
+}
+
 /// Every field is found by its name, and the fields survive being written again.
 pub fn info(data: &[u8]) {
     let info = Info::parse(data);
@@ -357,6 +396,7 @@ mod tests {
         any_bytes_may_answer_our_handshake: psync_client;
         any_bytes_may_ask_for_a_handshake: psync_server;
         any_bytes_may_be_taken_for_a_snapshot: rdb_head;
+        any_bytes_may_be_taken_for_records: rdb_scan;
         any_bytes_may_be_taken_for_info: info;
     }
 }

@@ -14,7 +14,7 @@
 //!            (we play the replica)                                    (we play the primary)
 //!                   │                                                        ▲
 //!                   └── payload and stream: not ours, byte for byte ─────────┘
-//!                       rdb reads the payload's head and tail, no key
+//!                       rdb reads the payload's head and tail, and finds its records
 //! ```
 //!
 //! The modules, in the order one should meet them:
@@ -24,13 +24,13 @@
 //! - [`refusal`]: the errors servers answer with, sorted by who can act on them.
 //! - [`psync`]: the replication handshake, both ends. **Start here**: the two drawings above the two machines are the
 //!   heart of this crate.
-//! - [`rdb`]: the envelope of a snapshot: magic, version, auxiliary fields, checksum. Keys are never decoded.
+//! - [`rdb`]: the envelope of a snapshot: magic, version, auxiliary fields, checksum; and where its records lie.
 //! - [`info`]: the answer to `INFO` as a map.
 //!
 //! Two examples drive the machines against real servers: `examples/snapshot.rs` takes a snapshot of a primary, and
 //! `examples/feed.rs` makes a replica of it.
 //!
-//! What it is not: a Redis client (there is no connection), an RDB parser (no key is ever looked at), or RESP3 (we never
+//! What it is not: a Redis client (there is no connection), an RDB parser (no value is ever looked at), or RESP3 (we never
 //! say `HELLO 3`, so no server answers in it).
 //!
 //! Everything read from a peer has a named limit. A limit that is passed is an error that names it; memory grows with the

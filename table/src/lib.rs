@@ -22,6 +22,8 @@
 //! * `publish`: in which order words are stored and loaded; the part that loom checks.
 //! * [`snapshot`]: a finite stream: its writer, and its reader over a peer or in place.
 //! * [`journal`]: an endless one, of records.
+//! * [`board`]: how a writer in another process is told what to write, and tells how far it is.
+//! * [`tally`]: how a reader in another process tells how far it is, where it is told by others what to read.
 //! * `channel`, [`expectation`]: what the two readers share.
 //! * [`error`]: what can go wrong, by who can act on it.
 //!
@@ -29,6 +31,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod board;
 mod channel;
 pub mod error;
 pub mod expectation;
@@ -36,12 +39,15 @@ pub mod journal;
 pub mod layout;
 mod publish;
 pub mod snapshot;
+pub mod tally;
 
+pub use board::Board;
 pub use error::Error;
 pub use expectation::Expectation;
 pub use journal::{Chunk, JournalReader, JournalWriter};
 pub use layout::{Geometry, Identity, Kind, State};
 pub use snapshot::{Place, Progress, SinkLayout, Slot, SnapshotReader, SnapshotWriter};
+pub use tally::Tally;
 
 #[cfg(all(test, not(loom)))]
 mod tests;

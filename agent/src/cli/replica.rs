@@ -75,6 +75,11 @@ pub struct ReplicaArgs {
     #[arg(long, value_name = "DIR", help_heading = "Resources")]
     pub state_dir: Option<PathBuf>,
 
+    /// Whether a server that has our module (docs/module.md) loads long strings out of shared memory: `auto`: where it can be done; `off`:
+    /// everything goes by the link. What can't be done so goes by the link in any case.
+    #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Link to the server")]
+    pub module_load: ModuleLoad,
+
     /// Address of ours that the server connects to while it loads; the port is any free one and is printed. Default: the address by
     /// which we reach the server.
     #[arg(long, value_name = "ADDR", help_heading = "Link to the server")]
@@ -108,6 +113,15 @@ pub enum TransportChoice {
     Verbs,
     /// TCP.
     Tcp,
+}
+
+/// Whether the server's module is used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ModuleLoad {
+    /// Where it can be.
+    Auto,
+    /// Never.
+    Off,
 }
 
 /// In which state a server is left whose sync failed.

@@ -65,6 +65,22 @@ pub struct SourceArgs {
     #[arg(long, value_name = "TIME", default_value = "15s", value_parser = parse_duration, help_heading = "Snapshot")]
     pub stall_timeout: Duration,
 
+    /// What of the snapshot our module does, where the server has it (docs/module.md): `walk`: the server's fork child writes all of it straight
+    /// into our memory; `server`: the server writes it as ever, but without compressing; `auto`: the one that costs the server less,
+    /// by the average size of its values; `off`: nothing. Where it can't be done the snapshot comes as without a module.
+    #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Snapshot")]
+    pub module_capture: ModuleCapture,
+
+    /// Load the module into a server that does not have it (MODULE LOAD). PATH is where the library lies on the server's host; without it
+    /// the one that `remora module path` names. The server must allow that (enable-module-command), and our user `+module|load`.
+    #[arg(long, value_name = "PATH", num_args = 0..=1, default_missing_value = "", help_heading = "Snapshot")]
+    pub load_module: Option<PathBuf>,
+
+    /// Folder for the socket by which the module is handed our memory. Default: a socket without a file, which servers in another network
+    /// namespace (a container) can't reach; they and this agent can share a folder.
+    #[arg(long, value_name = "FOLDER", help_heading = "Snapshot")]
+    pub module_socket_folder: Option<PathBuf>,
+
     /// How TCP lanes send: `file` (sendfile: about a third of the CPU; a slow receiver may be sent bytes that have been
     /// overwritten meanwhile, which it notices by their checksum) or `copy` (sendmsg).
     #[arg(long, value_name = "HOW", default_value = "file", help_heading = "Transports")]
@@ -81,6 +97,19 @@ pub struct SourceArgs {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub rdma: RdmaOffer,
+}
+
+/// What of the snapshot the module does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ModuleCapture {
+    /// What costs the server less.
+    Auto,
+    /// The fork child writes all of it into our memory.
+    Walk,
+    /// The server writes it, without compressing.
+    Server,
+    /// Nothing.
+    Off,
 }
 
 /// How a TCP lane sends.

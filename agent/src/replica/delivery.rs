@@ -8,8 +8,8 @@
 //!   what the server's link is doing:
 //!
 //!     Talking ── PSYNC ──▶ Asked ── first slot is there ──▶ Payload ── last slot, mark, ACK ──▶ Streaming
-//!                            │                                                                     ▲
-//!                            └── PSYNC <our replid> <offset that the journal holds> ───────────────┘
+//!                            │ ╰─ it has our module ─▶ Introducing ─▶ Mixed ── the same ──────────▶╯  ▲
+//!                            └── PSYNC <our replid> <offset that the journal holds> ─────────────────┘
 //! ```
 //!
 //! One thread, one loop, nothing in it blocks: [`Delivery::run`] takes orders, reads what has come, writes what there is
@@ -45,8 +45,10 @@ use rustls::ServerConfig;
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::feed::{Feed, FeedError, SnapshotFeed};
+use super::introduction::{self, Answer, Introduction, Shown};
 use super::link::Link;
 use super::meter::Meter;
+use super::mixed::{Mixed, Turn};
 use super::pacer::Pacer;
 use super::spool::{self, Held, Spool};
 
@@ -56,6 +58,14 @@ pub(super) enum Order {
     Attach(Box<Feed>),
     /// What the server is loading will never be whole: close its link. A server that loads from it answers nobody until then.
     GiveUp,
+    /// The server has our module: show it memory, and refer to that.
+    UseModule,
+    /// The server has been shown memory, or why not.
+    Introduced {
+        /// Which introduction is meant.
+        number: u64,
+        answer: Result<Answer, String>,
+    },
     /// End, and take the spool away if the sync is done.
     Stop { done: bool },
 }
@@ -65,6 +75,8 @@ pub(super) enum Order {
 pub(super) enum News {
     /// The server has connected and asked to be synchronised.
     Asked,
+    /// The server's module is to be shown memory; the answer is awaited.
+    Introduce(Introduction),
     /// The whole snapshot has arrived here.
     Fetched,
     /// The server has been given the whole snapshot.
@@ -166,6 +178,8 @@ pub(super) fn spawn(setup: Setup) -> io::Result<Handle> {
         journal_due: Instant::now(),
         journal_pace: PACE_FIRST,
         snapshot_due: Instant::now(),
+        by_module: false,
+        introductions: 0,
     };
     let thread = std::thread::Builder::new().name("delivery".into()).spawn(move || delivery.run())?;
     Ok(Handle { orders, waker, thread: Some(thread), progress })
@@ -187,7 +201,15 @@ struct Served {
 enum Stage {
     Talking,
     Asked,
+    /// The server's module is being shown memory; the slot is the snapshot's first.
+    Introducing {
+        number: u64,
+        shown: Shown,
+        slot: Slot,
+    },
     Payload(Body),
+    /// A payload that refers to shown memory.
+    Mixed(Box<Mixed>),
     Streaming,
 }
 
@@ -214,6 +236,10 @@ struct Lent {
 }
 
 impl Body {
+    fn new(mark: [u8; 40], piece: Option<Piece>) -> Body {
+        Body { mark, next_slot: 0, piece, written: 0, lent: VecDeque::new(), lent_since: Instant::now() }
+    }
+
     /// Notes a slot that the socket reads until [`Link::taken`] is at `end`.
     fn lend(&mut self, slot: Slot, end: u64) {
         if let Place::View(_) = slot.place {
@@ -247,7 +273,7 @@ impl Piece {
 const TURN_BYTES: usize = 8 << 20;
 
 /// Bytes handed to the socket at once.
-const WRITE_PIECE: usize = 1 << 20;
+pub(super) const WRITE_PIECE: usize = 1 << 20;
 
 /// How long an idle journal is left alone at first, and at most: the bounds of the lag that polling adds. A longer pause
 /// costs less of both ends' processors; the journal is looked at again at once while it brings something.
@@ -262,6 +288,9 @@ const LENT_PACE: Duration = Duration::from_micros(200);
 
 /// How long a server may read nothing of what it was lent: as long as it would wait for us, `repl-timeout`.
 const LENT_LIMIT: Duration = Duration::from_secs(60);
+
+/// How often it is looked what a server's module has done.
+const TALLY_PACE: Duration = Duration::from_micros(200);
 
 /// Newlines towards a server that waits for its payload: it gives up after `repl-timeout`, 60 s by default.
 const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(1);
@@ -285,6 +314,9 @@ struct Delivery {
     journal_due: Instant,
     journal_pace: Duration,
     snapshot_due: Instant,
+    /// The next payload is to refer to shown memory.
+    by_module: bool,
+    introductions: u64,
 }
 
 impl Delivery {
@@ -333,6 +365,8 @@ impl Delivery {
                 Ok(Order::Attach(feed)) => self.attach(feed)?,
                 Ok(Order::GiveUp) if !self.at.loaded => self.drop_link("the source has put us out", false),
                 Ok(Order::GiveUp) => {}
+                Ok(Order::UseModule) => self.by_module = true,
+                Ok(Order::Introduced { number, answer }) => self.introduced(number, answer),
                 Ok(Order::Stop { done }) => {
                     if let Some(spool) = self.spool.take().filter(|_| done) {
                         let _ = spool.remove();
@@ -352,9 +386,13 @@ impl Delivery {
 
     /// Takes a new feed: goes on with it where the last one ended, or starts again with another snapshot.
     fn attach(&mut self, mut feed: Box<Feed>) -> Result<(), String> {
+        self.abandon_shown_memory();
         let same = self.at.origin.as_ref() == Some(&feed.origin);
         if !same && !self.at.loaded {
-            if matches!(&self.served, Some(Served { stage: Stage::Payload(_) | Stage::Streaming, .. })) {
+            if matches!(
+                &self.served,
+                Some(Served { stage: Stage::Payload(_) | Stage::Mixed(_) | Stage::Streaming, .. })
+            ) {
                 self.drop_link("the snapshot that it was loading is gone", false);
             }
             self.begin_origin(&feed)?;
@@ -441,7 +479,17 @@ impl Delivery {
 
     fn drop_link(&mut self, why: &str, tell: bool) {
         let Some(served) = self.served.take() else { return };
+        let mut again = false;
         let loading = match served.stage {
+            Stage::Introducing { slot, .. } => {
+                self.give_back(slot);
+                again = true;
+                false
+            }
+            Stage::Mixed(mixed) => {
+                mixed.into_slots().for_each(|slot| self.give_back(slot));
+                true
+            }
             Stage::Payload(body) => {
                 for lent in body.lent.into_iter().filter(|lent| !lent.alone) {
                     self.give_back(lent.slot);
@@ -454,7 +502,7 @@ impl Delivery {
             Stage::Streaming => !self.at.loaded,
             Stage::Talking | Stage::Asked => false,
         };
-        if loading && self.spool.is_none() {
+        if again || (loading && self.spool.is_none()) {
             self.begin_again();
         }
         if tell {
@@ -591,6 +639,7 @@ impl Delivery {
     }
 
     fn lose_feed(&mut self, error: FeedError) {
+        self.abandon_shown_memory();
         self.feed = None;
         self.lay_down_the_slot();
         self.tell(News::FeedLost { error });
@@ -675,6 +724,13 @@ impl Delivery {
                 self.lose_feed(error);
                 true
             }
+            Err(WriteTrouble::Module(text)) => {
+                self.by_module = false;
+                self.setup.meter.by_module.set(0);
+                tracing::warn!("loading out of shared memory failed: {text}; the snapshot goes by the link");
+                self.drop_link("the module could not load it", true);
+                true
+            }
         }
     }
 
@@ -691,7 +747,9 @@ impl Delivery {
             let wrote = match &mut served.stage {
                 Stage::Talking => None,
                 Stage::Asked => self.begin_payload(),
+                Stage::Introducing { .. } => self.keep_alive(),
                 Stage::Payload(_) => self.write_payload()?,
+                Stage::Mixed(_) => self.write_mixed()?,
                 Stage::Streaming => self.write_stream()?,
             };
             let Some(wrote) = wrote else { return Ok(moved) };
@@ -707,24 +765,114 @@ impl Delivery {
     fn begin_payload(&mut self) -> Option<usize> {
         let piece = if self.at.origin.is_some() { self.next_piece(0) } else { None };
         let ready = piece.is_some() || (self.at.origin.is_some() && self.fetched && self.is_empty());
-        let served = self.served.as_mut()?;
         if !ready {
-            if served.kept_alive.elapsed() >= KEEP_ALIVE_EVERY {
-                served.kept_alive = Instant::now();
-                served.role.keep_alive();
-                return Some(1);
-            }
+            return self.keep_alive();
+        }
+        match piece {
+            Some(Piece::Fresh(slot)) if self.by_module => self.introduce(slot),
+            piece => self.answer_psync(|mark| Stage::Payload(Body::new(mark, piece))),
+        }
+    }
+
+    /// A newline, when it is time for one.
+    fn keep_alive(&mut self) -> Option<usize> {
+        let served = self.served.as_mut()?;
+        if served.kept_alive.elapsed() < KEEP_ALIVE_EVERY {
             return None;
         }
+        served.kept_alive = Instant::now();
+        served.role.keep_alive();
+        Some(1)
+    }
+
+    /// Promises the server a payload that ends with a mark.
+    fn answer_psync(&mut self, stage: impl FnOnce([u8; 40]) -> Stage) -> Option<usize> {
+        let served = self.served.as_mut()?;
         let origin = self.at.origin.as_ref()?;
         let replid = origin.replid.parse().ok()?;
         let mark = random_mark();
         served.role.full_resync(&replid, origin.offset);
         served.role.payload(&Payload::Mark(mark));
-        let (lent, lent_since) = (VecDeque::new(), Instant::now());
-        served.stage = Stage::Payload(Body { mark, next_slot: 0, piece, written: 0, lent, lent_since });
+        served.stage = stage(mark);
         self.setup.meter.bytes_delivered.set(0);
         Some(0)
+    }
+
+    // ---- by the server's module ----
+
+    /// Has the control show the server the memory in which this slot lies, and all that follow.
+    fn introduce(&mut self, slot: Slot) -> Option<usize> {
+        self.introductions += 1;
+        let number = self.introductions;
+        match introduction::prepare(slot.bytes().0, number) {
+            Ok((shown, introduction)) => {
+                self.served.as_mut()?.stage = Stage::Introducing { number, shown, slot };
+                self.tell(News::Introduce(introduction));
+            }
+            Err(text) => self.go_by_the_link(slot, &text),
+        }
+        Some(0)
+    }
+
+    fn introduced(&mut self, number: u64, answer: Result<Answer, String>) {
+        let Some(served) = &mut self.served else { return };
+        if !matches!(&served.stage, Stage::Introducing { number: awaited, .. } if *awaited == number) {
+            return;
+        }
+        let Stage::Introducing { shown, slot, .. } = std::mem::replace(&mut served.stage, Stage::Asked) else { return };
+        let answer = match answer {
+            Ok(answer) => answer,
+            Err(text) => return self.go_by_the_link(slot, &text),
+        };
+        tracing::info!("the server's module loads long strings out of shared memory");
+        self.setup.meter.by_module.set(1);
+        let mut failed = None;
+        self.answer_psync(|mark| match Mixed::new(mark, shown, answer, slot) {
+            Ok(mixed) => Stage::Mixed(Box::new(mixed)),
+            Err(trouble) => {
+                failed = Some(trouble);
+                Stage::Asked
+            }
+        });
+        if failed.is_some() {
+            self.by_module = false;
+            self.drop_link("the snapshot could not be looked into", true);
+            self.begin_again();
+        }
+    }
+
+    fn go_by_the_link(&mut self, slot: Slot, why: &str) {
+        tracing::warn!("the server's module is not used: {why}");
+        self.by_module = false;
+        let piece = Some(Piece::Fresh(slot));
+        self.answer_psync(|mark| Stage::Payload(Body::new(mark, piece)));
+    }
+
+    /// One turn of a payload that refers to memory.
+    fn write_mixed(&mut self) -> Result<Option<usize>, WriteTrouble> {
+        let Some(Served { stage: Stage::Mixed(mixed), link, .. }) = &mut self.served else { return Ok(None) };
+        let meter = &self.setup.meter;
+        let snapshot = self.feed.as_mut().and_then(|feed| feed.snapshot.as_mut());
+        let turn = mixed.turn(link, snapshot, meter, self.fetched)?;
+        self.at.next_slot = meter.slots_below.get();
+        match turn {
+            Turn::Nothing => Ok(None),
+            Turn::Moved(bytes) => Ok(Some(bytes)),
+            Turn::Whole(end) => {
+                meter.referred.set(mixed.referred());
+                Ok(Some(self.end_payload(&end)))
+            }
+        }
+    }
+
+    /// The memory that the server was shown is not what the next feed reads into. The snapshot then goes by the link, which can go on
+    /// in its middle should that feed be lost too.
+    fn abandon_shown_memory(&mut self) {
+        if matches!(&self.served, Some(Served { stage: Stage::Mixed(_) | Stage::Introducing { .. }, .. })) {
+            self.by_module = false;
+            self.setup.meter.by_module.set(0);
+            self.drop_link("the memory that it was loading from is gone", true);
+        }
     }
 
     /// The snapshot has no bytes at all. No server makes such a one, but then it is the end that is at hand.
@@ -751,13 +899,13 @@ impl Delivery {
         if pacer.until(Instant::now()).is_some() {
             return Ok(None);
         }
-        let number = body.next_slot;
+        let (number, mark) = (body.next_slot, body.mark);
         if body.piece.is_none() {
             self.settle_lent()?;
             let total = self.setup.meter.slots_total.get();
             let whole = self.fetched && number >= total && !self.lends();
             if whole {
-                return Ok(Some(self.end_payload()));
+                return Ok(Some(self.end_payload(&mark)));
             }
             let Some(piece) = self.next_piece(number) else { return Ok(None) };
             if let Some(Served { stage: Stage::Payload(body), .. }) = &mut self.served {
@@ -842,18 +990,17 @@ impl Delivery {
         Ok(())
     }
 
-    fn end_payload(&mut self) -> usize {
+    /// Writes what makes the payload whole.
+    fn end_payload(&mut self, end: &[u8]) -> usize {
         let Some(served) = &mut self.served else { return 0 };
-        let Stage::Payload(body) = &served.stage else { return 0 };
-        let mark = body.mark;
-        served.out.extend_from_slice(&mark);
+        served.out.extend_from_slice(end);
         served.stage = Stage::Streaming;
         if let Some(feed) = &mut self.feed {
             feed.snapshot = None;
         }
         self.setup.meter.slots_below.set(u64::MAX);
         self.tell(News::PayloadSent);
-        mark.len()
+        end.len()
     }
 
     fn write_stream(&mut self) -> Result<Option<usize>, WriteTrouble> {
@@ -888,13 +1035,17 @@ impl Delivery {
             let paused = if has_piece { served.pacer.until(now) } else { None };
             until = until.min(paused.unwrap_or(until));
             link_paused = paused.is_some();
+            if let Stage::Mixed(mixed) = &served.stage {
+                link_full |= mixed.has_part();
+                until = until.min(now + TALLY_PACE);
+            }
             let write = if link_full && paused.is_none() { PollFlags::OUT } else { PollFlags::empty() };
             fds.push((served.link.as_fd(), PollFlags::IN | write));
             wants_slots = !has_piece;
             if !has_piece && self.lends() {
                 until = until.min(now + LENT_PACE);
             }
-            if matches!(served.stage, Stage::Asked) {
+            if matches!(served.stage, Stage::Asked | Stage::Introducing { .. }) {
                 until = until.min(served.kept_alive + KEEP_ALIVE_EVERY);
             }
         }
@@ -951,9 +1102,12 @@ enum Trouble {
     Spool(String),
 }
 
-enum WriteTrouble {
+/// Why a payload goes no further.
+pub(super) enum WriteTrouble {
     Link(io::Error),
     Feed(FeedError),
+    /// The server's module, or what was sent to it.
+    Module(String),
 }
 
 impl From<io::Error> for WriteTrouble {

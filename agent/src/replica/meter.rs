@@ -19,6 +19,10 @@ pub(super) struct Meter {
     pub(super) bytes_known: Count,
     /// Slots of the whole snapshot; 0 while unknown.
     pub(super) slots_total: Count,
+    /// 1 once the server's module was shown memory.
+    pub(super) by_module: Count,
+    /// Bytes that it loaded from there.
+    pub(super) referred: Count,
     /// The last byte of the stream that has arrived.
     pub(super) stream_fetched: Count,
     /// The last byte of the stream given to the server.

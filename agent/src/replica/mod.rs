@@ -9,13 +9,17 @@
 //! - [`preflight`] finds what can be known to go wrong before anything is touched; [`record`] remembers what is changed.
 //! - [`delivery`] plays the primary towards the server, on a thread of its own; [`feed`], [`link`], [`unread`], [`pacer`],
 //!   [`spool`] and [`meter`] are its parts.
+//! - [`introduction`] shows memory to a server that has our module; [`mixture`] and [`mixed`] are what such a server is sent.
 //! - [`source`] is the conversation with the source agent.
 //! - [`sync`] is the loop that leads from joining to the hand-off; [`report`] says where the time went.
 
 mod delivery;
 mod feed;
+mod introduction;
 mod link;
 mod meter;
+mod mixed;
+mod mixture;
 mod pacer;
 mod preflight;
 mod record;

@@ -44,8 +44,12 @@ pub(super) struct Summary {
     pub(super) hand_off_offset: u64,
     /// What the bytes came by.
     pub(super) transport: String,
+    /// By which way the server got it: `link`, or `module` where its module loaded the long strings out of shared memory.
+    pub(super) delivery: String,
     /// Bytes of the snapshot.
     pub(super) snapshot_bytes: u64,
+    /// Bytes of it that the server's module loaded out of shared memory.
+    pub(super) referred_bytes: u64,
     /// Bytes of the stream passed on meanwhile.
     pub(super) stream_bytes: u64,
     /// From joining to the source's offer: the server's fork, or nothing for a late joiner.
@@ -93,11 +97,15 @@ impl Summary {
             self.transport,
             rate(self.snapshot_bytes, self.transfer_seconds)
         );
+        let loaded = match self.referred_bytes {
+            0 => "after the last slot had arrived".into(),
+            bytes => format!("by the server's module, {} out of shared memory", Size::bytes(bytes)),
+        };
         vec![
             format!("{} is a replica of {} at {}:{}", self.server, self.primary, self.replid, self.hand_off_offset),
             line("snapshot", self.snapshot_seconds, format!("at offset {}", self.snapshot_offset)),
             line("transfer", self.transfer_seconds, transfer),
-            line("load", self.load_seconds, "after the last slot had arrived".into()),
+            line("load", self.load_seconds, loaded),
             line("catch-up", self.catch_up_seconds, format!("{} of the stream", Size::bytes(self.stream_bytes))),
             line("hand-off", self.hand_off_seconds, format!("at offset {}", self.hand_off_offset)),
             line("in all", self.total_seconds, interruptions(self.interruptions)),
@@ -137,7 +145,9 @@ mod tests {
             snapshot_offset: 0,
             hand_off_offset: 0,
             transport: String::new(),
+            delivery: String::new(),
             snapshot_bytes: 0,
+            referred_bytes: 0,
             stream_bytes: 0,
             snapshot_seconds: 0.0,
             transfer_seconds: 0.0,

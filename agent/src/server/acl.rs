@@ -42,8 +42,13 @@ impl Task {
     /// What of the rules may be left out, and what then happens; empty if nothing may.
     pub const fn optional(self) -> &'static str {
         match self {
-            Self::Source => "without +config|get settings that would get in the way are found out only when they do",
-            Self::Replica => "+flushall is not needed with --on-failure detached",
+            Self::Source => {
+                "without +config|get settings that would get in the way are found out only when they do; with the module in the \
+                 server: +remora.status +remora.arm +remora.disarm, and +module|load for --load-module"
+            }
+            Self::Replica => {
+                "+flushall is not needed with --on-failure detached; with the module in the server: +remora.status +remora.load"
+            }
             Self::Verify => "without +debug every value is read and compared; without +memory|usage piece by piece",
             Self::Load => "",
         }

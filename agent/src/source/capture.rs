@@ -28,6 +28,7 @@
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use remora_fabric::Memory;
@@ -38,10 +39,12 @@ use remora_table::{Geometry, Identity, JournalWriter, Kind, SnapshotWriter, Stat
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::gauge::Gauge;
+use super::module;
 use super::wire::{Received, Wire};
 use crate::server::{Server, ServerError, Task};
 
 /// What one capture thread is given.
+#[derive(Clone)]
 pub(crate) struct Plan {
     /// The number of the snapshot that it makes.
     pub(crate) generation: u64,
@@ -55,6 +58,8 @@ pub(crate) struct Plan {
     pub(crate) retained: bool,
     /// Where the stream goes; `None` when another thread already follows it.
     pub(crate) journal: Option<(Arc<Memory>, Geometry)>,
+    /// What may be asked of a module in the server.
+    pub(crate) module: Arc<module::Rules>,
     /// What the others may see of it while it runs.
     pub(crate) gauge: Arc<Gauge>,
     /// What it tells the owner: a handful of events in its life.
@@ -92,6 +97,9 @@ pub(crate) enum Fault {
     /// The link to the server broke.
     #[error("the link to the server broke during the {during}: {cause}")]
     Link { during: &'static str, cause: String },
+    /// The module in the server did not do what it was armed for. The next attempt does without it.
+    #[error("the module in the server: {0}")]
+    Module(String),
     /// The server no longer has the byte that we need next.
     #[error("the server's backlog no longer reaches back to where the stream broke, or its history is another one")]
     HistoryGone,
@@ -114,7 +122,7 @@ impl Fault {
         match self {
             Fault::Server(error) => error.is_passing(),
             Fault::Psync(error) => error.is_temporary(),
-            Fault::Link { .. } | Fault::Outgrown => true,
+            Fault::Link { .. } | Fault::Outgrown | Fault::Module(_) => true,
             Fault::HistoryGone | Fault::Table(_) | Fault::Stopped => false,
         }
     }
@@ -130,16 +138,25 @@ fn rules_for(error: &client::Error) -> String {
     }
 }
 
+/// Where the stream is when a snapshot is whole.
+pub(super) enum Stream {
+    /// Another capture follows it.
+    Elsewhere,
+    /// It comes next, over this connection.
+    Next(Wire, Box<JournalWriter>),
+    /// It has flowed from the beginning, and goes on.
+    Flows(JoinHandle<()>),
+}
+
 /// Runs one capture to its end; meant to be the body of a thread.
 pub(crate) fn run(plan: Plan) {
     let generation = plan.generation;
-    let captured = open(&plan).and_then(|opened| match opened {
-        Opened::One(asked) => take_snapshot(&plan, asked),
-        Opened::Two { snapshot, stream } => take_both(&plan, snapshot, stream).map(|()| None),
-    });
-    match captured {
-        Ok(Some((wire, mut journal))) => follow(&plan, wire, &mut journal, Stops::of(&plan)),
-        Ok(None) => {}
+    match module::take_snapshot(&plan) {
+        Ok(Stream::Elsewhere) => {}
+        Ok(Stream::Next(wire, mut journal)) => follow(&plan, wire, &mut journal, Stops::of(&plan)),
+        Ok(Stream::Flows(thread)) => {
+            let _ = thread.join();
+        }
         Err(fault) => {
             plan.gauge.snapshot_ended(State::Aborted);
             let _ = plan.events.send(CaptureEvent::Failed { generation, fault });
@@ -152,7 +169,7 @@ pub(super) const TICK: Duration = Duration::from_millis(100);
 
 /// The longest silence of the server in a handshake or a snapshot. Servers send a newline each second while they
 /// prepare one, and give up themselves after `repl-timeout`, 60 s by default.
-const SILENCE_LIMIT: Duration = Duration::from_secs(60);
+pub(super) const SILENCE_LIMIT: Duration = Duration::from_secs(60);
 
 /// How long a full ring waits before it looks again whether a slot was retired.
 const RETIRE_POLL: Duration = Duration::from_micros(500);
@@ -167,7 +184,7 @@ const PAUSE: Duration = Duration::from_micros(300);
 const PAUSE_LONG: Duration = Duration::from_millis(1);
 
 /// The length of the mark that ends an `$EOF:` payload.
-const MARK_LENGTH: u32 = 40;
+pub(super) const MARK_LENGTH: u32 = 40;
 
 /// Bytes that one read of the stream takes at most: a few of the server's 16 KiB writes at once.
 const STREAM_READ: usize = 256 * 1024;
@@ -273,30 +290,41 @@ fn out_of_place(what: &str) -> Fault {
     Fault::Link { during: "handshake", cause }
 }
 
-/// The snapshot to its last byte. Gives back the connection when it goes on as the stream.
-fn take_snapshot(plan: &Plan, asked: Announced) -> Result<Option<(Wire, JournalWriter)>, Fault> {
-    let (mut snapshot, journal) = begin(plan, &asked)?;
-    let wire = fill(plan, asked, &mut snapshot)?;
-    Ok(journal.map(|journal| (wire, journal)))
+/// The snapshot to its last byte, as the server gives it to replicas.
+pub(super) fn take_snapshot(plan: &Plan) -> Result<Stream, Fault> {
+    match open(plan)? {
+        Opened::One(asked) => take_first(plan, asked),
+        Opened::Two { snapshot, stream } => take_both(plan, snapshot, stream),
+    }
 }
 
-/// The snapshot and the stream side by side, the stream on a thread of its own that ends with this call.
-fn take_both(plan: &Plan, asked: Announced, stream: Wire) -> Result<(), Fault> {
+/// The snapshot, whose connection then goes on as the stream.
+fn take_first(plan: &Plan, asked: Announced) -> Result<Stream, Fault> {
     let (mut snapshot, journal) = begin(plan, &asked)?;
-    let Some(mut journal) = journal else { return Ok(()) };
-    // A stream without its snapshot is of no use to anyone.
-    let abandoned = AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        let stop = Stops { plan: &plan.stop, abandoned: Some(&abandoned) };
-        let following = std::thread::Builder::new().name("stream".into());
-        let following = following.spawn_scoped(scope, move || follow(plan, stream, &mut journal, stop));
-        let taken = match following {
-            Ok(_) => fill(plan, asked, &mut snapshot).map(drop),
-            Err(cause) => Err(Fault::Link { during: "stream", cause: format!("no thread for it: {cause}") }),
-        };
-        abandoned.store(taken.is_err(), Ordering::Relaxed);
-        taken
-    })
+    let wire = fill(plan, asked, &mut snapshot)?;
+    Ok(journal.map_or(Stream::Elsewhere, |journal| Stream::Next(wire, Box::new(journal))))
+}
+
+/// The snapshot, and the stream beside it on a thread of its own. A stream without its snapshot is of no use to anyone, and has
+/// ended when this fails.
+fn take_both(plan: &Plan, asked: Announced, stream: Wire) -> Result<Stream, Fault> {
+    let (mut snapshot, journal) = begin(plan, &asked)?;
+    let Some(mut journal) = journal else { return Ok(Stream::Elsewhere) };
+    let abandoned = Arc::new(AtomicBool::new(false));
+    let (own, gives_up) = (plan.clone(), abandoned.clone());
+    let following = std::thread::Builder::new().name("stream".into()).spawn(move || {
+        let stop = Stops { plan: &own.stop, abandoned: Some(&gives_up) };
+        follow(&own, stream, &mut journal, stop);
+    });
+    let no_thread = |cause| Fault::Link { during: "stream", cause: format!("no thread for it: {cause}") };
+    let following = following.map_err(no_thread)?;
+    let taken = fill(plan, asked, &mut snapshot);
+    if taken.is_err() {
+        abandoned.store(true, Ordering::Relaxed);
+        let _ = following.join();
+        return taken.map(|_| Stream::Elsewhere);
+    }
+    Ok(Stream::Flows(following))
 }
 
 /// Makes the tables and tells that they are there to be read.
@@ -333,7 +361,7 @@ fn fill(plan: &Plan, asked: Announced, snapshot: &mut SnapshotWriter) -> Result<
     }
 }
 
-fn connect(plan: &Plan) -> Result<Wire, Fault> {
+pub(super) fn connect(plan: &Plan) -> Result<Wire, Fault> {
     let stream = plan.runtime.block_on(async {
         let client = plan.server.connect().await?;
         Ok::<_, ServerError>(client.into_stream().0)
@@ -344,7 +372,7 @@ fn connect(plan: &Plan) -> Result<Wire, Fault> {
 
 /// `REPLCONF rdb-only 1`: the server then ends the connection after the snapshot and counts no further replica of its
 /// stream. Servers before 7.0 don't know it and answer an error, which changes nothing: we close the connection ourselves.
-fn ask_for_snapshot_alone(wire: &mut Wire) -> Result<(), Fault> {
+pub(super) fn ask_for_snapshot_alone(wire: &mut Wire) -> Result<(), Fault> {
     let mut command = Vec::new();
     remora_redis::resp::command(&mut command, &["REPLCONF", "rdb-only", "1"]);
     let link = |cause: io::Error| Fault::Link { during: "handshake", cause: cause.to_string() };

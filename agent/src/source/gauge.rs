@@ -9,7 +9,10 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use remora_redis::ReplId;
+use remora_table::board::Told;
 use remora_table::{SnapshotWriter, State};
+
+use super::module::Way;
 
 /// See the module's text. All counts are in bytes, but for slots.
 #[derive(Default)]
@@ -21,6 +24,7 @@ pub(crate) struct Gauge {
     state: AtomicU8,
     took_millis: AtomicU64,
     waits: AtomicU64,
+    way: AtomicU8,
     retire_below: AtomicU64,
     journal_first: AtomicU64,
     journal_end: AtomicU64,
@@ -50,6 +54,23 @@ impl Gauge {
         self.received.store(writer.received(), Relaxed);
         self.published_slots.store(writer.published_slots(), Relaxed);
         self.retired_slots.store(writer.retired(), Relaxed);
+    }
+
+    /// What a writer in another process tells of its snapshot.
+    pub(super) fn snapshot_told(&self, told: &Told) {
+        self.received.store(told.received, Relaxed);
+        self.published_slots.store(told.published_slots, Relaxed);
+        self.retired_slots.store(told.retired_slots, Relaxed);
+        self.waits.store(told.waits, Relaxed);
+    }
+
+    /// In which way the snapshot comes from the server.
+    pub(super) fn comes_by(&self, way: Way) {
+        self.way.store(way as u8, Relaxed);
+    }
+
+    pub(super) fn way(&self) -> Way {
+        Way::ALL.into_iter().find(|way| *way as u8 == self.way.load(Relaxed)).unwrap_or_default()
     }
 
     #[cfg(test)]

@@ -9,6 +9,7 @@
 //!
 //! - [`owner`] decides, without I/O; start there.
 //! - [`capture`] speaks with the server and fills the tables; [`wire`] is its connection.
+//! - [`module`] has the server's own child fill the snapshot's table, where the server has our module.
 //! - [`gauge`] is what the threads show of themselves.
 //! - [`door`] tells control connections from data lanes on the one port that is opened.
 //! - this file wires them up and does what the owner says.
@@ -16,6 +17,7 @@
 mod capture;
 mod door;
 mod gauge;
+pub(crate) mod module;
 mod owner;
 mod wire;
 
@@ -91,8 +93,11 @@ pub async fn run(args: SourceArgs) -> Result<(), Failure> {
     let rules =
         Rules { max_age: args.max_age, max_replicas: args.max_replicas as usize, stall_limit: args.stall_timeout };
     let owner = Owner::new(Instant::now(), rules, gauge.clone(), first_generation(), args.eager);
+    let module =
+        Arc::new(module::Rules::new(args.module_capture, args.load_module.clone(), args.module_socket_folder.clone()));
     let source = Source {
         args,
+        module,
         server,
         facts,
         tables,
@@ -156,6 +161,8 @@ struct Source {
     captured: mpsc::UnboundedSender<CaptureEvent>,
     sessions: HashMap<Session, Peer>,
     threads: Vec<CaptureThread>,
+    /// What may be asked of a module in the server.
+    module: Arc<module::Rules>,
     /// One connection for questions, made when first needed and again after a failure.
     client: Arc<Mutex<Option<Client>>>,
     rate: Rate,
@@ -388,6 +395,7 @@ impl Source {
             snapshot: self.tables.snapshot.clone(),
             retained: self.tables.retained,
             journal: with_stream.then(|| self.tables.journal.clone()),
+            module: self.module.clone(),
             gauge: self.gauge.clone(),
             events: self.captured.clone(),
             stop: stop.clone(),
@@ -423,7 +431,7 @@ impl Source {
             CaptureEvent::Completed { generation, bytes } => {
                 let seconds = self.gauge.began().map_or(0.0, |began| began.elapsed().as_secs_f64());
                 let rate = Size::bytes((*bytes as f64 / seconds.max(1e-9)) as u64);
-                tracing::info!(generation, size = %Size::bytes(*bytes), "the snapshot is whole after {seconds:.3} s ({rate}/s)");
+                tracing::info!(generation, size = %Size::bytes(*bytes), way = %self.gauge.way(), "the snapshot is whole after {seconds:.3} s ({rate}/s)");
             }
             CaptureEvent::Failed { generation, fault } => {
                 self.tables.outgrown |= matches!(fault, capture::Fault::Outgrown);
@@ -600,6 +608,7 @@ impl Source {
             journal_first: first,
             journal_end: end + 1,
             capture_millis: self.gauge.capture_time().as_millis() as u64,
+            capture: self.gauge.way().to_string(),
         })
     }
 

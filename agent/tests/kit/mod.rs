@@ -121,6 +121,18 @@ pub(crate) fn load(server: &Server, keys: u64, bytes: u64) {
     run(&["load", "--server", &url, "--keys", &keys, "--value-size", &bytes]);
 }
 
+/// The same beside what is there: keys of another name.
+pub(crate) fn load_small(server: &Server, keys: u64, bytes: usize) {
+    let mut client = server.client().unwrap();
+    let mut random = remora_lab::Random::new(keys);
+    for number in 0..keys {
+        client.queue(&[b"SET".to_vec(), format!("small {number}").into_bytes(), random.bytes(bytes)]);
+    }
+    for _ in 0..keys {
+        client.receive().unwrap();
+    }
+}
+
 /// A number out of a server's INFO.
 pub(crate) fn number(server: &Server, name: &str) -> u64 {
     server.fact(name).unwrap().parse().unwrap()

@@ -35,7 +35,7 @@ mod view;
 
 pub use bounds::check;
 pub use owned::Memory;
-pub use view::View;
+pub use view::{Claim, View};
 
 /// Which pages a [`Memory`] is made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]

@@ -3,7 +3,7 @@
 use std::{
     io,
     ops::{Deref, Range},
-    os::fd::AsFd,
+    os::fd::{AsFd, OwnedFd},
     sync::atomic::Ordering,
 };
 
@@ -55,6 +55,19 @@ impl Memory {
         rustix::fs::fcntl_add_seals(&fd, seals).map_err(Error::system("sealing a memory"))?;
         let mapping = Mapping::new(fd.as_fd(), length, true)?;
         Ok(Memory { view: View::of(mapping, fd, pages) })
+    }
+
+    /// Maps memory that another process made and handed over so that we write it.
+    ///
+    /// Its size is what its maker sealed; who writes which range is agreed on beside it.
+    ///
+    /// # Errors
+    /// [`Error::Unsealed`] if it is shorter than `length` or might become so, as for [`View::open`]; [`Error::System`] if the system
+    /// refuses, above all where the descriptor is for reading only.
+    pub fn adopt(fd: OwnedFd, length: u64) -> Result<Memory, Error> {
+        View::check_size(fd.as_fd(), length)?;
+        let mapping = Mapping::new(fd.as_fd(), length, true)?;
+        Ok(Memory { view: View::of(mapping, fd, Pages::Small) })
     }
 
     /// Backs the range with pages now, so that the first write to each needn't wait for one. Content stays.

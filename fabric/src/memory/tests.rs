@@ -275,6 +275,30 @@ fn only_memory_that_can_not_shrink_is_mapped() {
 }
 
 #[test]
+fn memory_handed_over_for_writing_is_written_by_both() {
+    let memory = memory();
+    let adopted = Memory::adopt(memory.as_fd().try_clone_to_owned().unwrap(), SIZE).unwrap();
+    adopted.write(10, b"theirs").unwrap();
+    memory.write(16, b" ours").unwrap();
+    let mut both = [0; 11];
+    adopted.read(10, &mut both).unwrap();
+    assert_eq!(&both, b"theirs ours");
+    assert!(matches!(Memory::adopt(memory.reopen_read_only().unwrap(), SIZE), Err(Error::System { .. })));
+    let short = memory.as_fd().try_clone_to_owned().unwrap();
+    assert!(matches!(Memory::adopt(short, SIZE + 1), Err(Error::Unsealed(_))));
+}
+
+#[test]
+fn a_memory_is_claimed_by_one_at_a_time() {
+    let memory = memory();
+    let theirs = Memory::adopt(memory.as_fd().try_clone_to_owned().unwrap(), SIZE).unwrap();
+    let claim = memory.claim().unwrap();
+    assert!(claim.is_some() && theirs.claim().unwrap().is_none() && memory.claim().unwrap().is_none());
+    drop(claim);
+    assert!(theirs.claim().unwrap().is_some());
+}
+
+#[test]
 fn the_size_of_a_memory_is_fixed_for_everyone() {
     let memory = memory();
     assert!(rustix::fs::ftruncate(memory.as_fd(), SIZE / 2).is_err());

@@ -8,7 +8,7 @@ use std::{
 };
 
 use rustix::{
-    fs::{Mode, OFlags, SealFlags},
+    fs::{FlockOperation, Mode, OFlags, SealFlags},
     mm::Advice,
 };
 
@@ -29,15 +29,24 @@ impl View {
     /// [`Error::Unsealed`] if it is shorter than `length` or might become so: an access beyond the end of a mapped file kills the
     /// process. [`Error::System`] if the system refuses.
     pub fn open(fd: OwnedFd, length: u64) -> Result<View, Error> {
-        let seals = rustix::fs::fcntl_get_seals(&fd).map_err(|_| Error::Unsealed("it is no memfd"))?;
+        View::check_size(fd.as_fd(), length)?;
+        let mapping = Mapping::new(fd.as_fd(), length, false)?;
+        Ok(View { mapping, fd, pages: Pages::Small })
+    }
+
+    /// Makes sure that memory which was handed over has `length` bytes and always will.
+    ///
+    /// # Errors
+    /// [`Error::Unsealed`] if not; [`Error::System`] if the system does not say.
+    pub(super) fn check_size(fd: BorrowedFd<'_>, length: u64) -> Result<(), Error> {
+        let seals = rustix::fs::fcntl_get_seals(fd).map_err(|_| Error::Unsealed("it is no memfd"))?;
         if !seals.contains(SealFlags::SHRINK) {
             return Err(Error::Unsealed("it could shrink: the seal F_SEAL_SHRINK is missing"));
         }
-        let stat = rustix::fs::fstat(&fd).map_err(Error::system("asking for a memory's length"))?;
+        let stat = rustix::fs::fstat(fd).map_err(Error::system("asking for a memory's length"))?;
         // Only after the seals: from now on this length is a lower bound for ever.
         if u64::try_from(stat.st_size).is_ok_and(|size| size >= length) {
-            let mapping = Mapping::new(fd.as_fd(), length, false)?;
-            return Ok(View { mapping, fd, pages: Pages::Small });
+            return Ok(());
         }
         Err(Error::Unsealed("it is shorter than was announced"))
     }
@@ -65,6 +74,22 @@ impl View {
         let path = format!("/proc/self/fd/{}", self.fd.as_raw_fd());
         rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
             .map_err(Error::system("opening a memory read-only by way of /proc/self/fd (is /proc mounted?)"))
+    }
+
+    /// Claims the memory for one writer among processes that agree to ask first. `None`: another one holds it.
+    ///
+    /// It ends with the claim, or with its holder's life, however that ends.
+    ///
+    /// # Errors
+    /// [`Error::System`].
+    pub fn claim(&self) -> Result<Option<Claim>, Error> {
+        // A descriptor of its own: the lock belongs to the opening, and handed-over or inherited descriptors share one.
+        let fd = self.reopen_read_only()?;
+        match rustix::fs::flock(&fd, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(Some(Claim { _fd: fd })),
+            Err(rustix::io::Errno::AGAIN) => Ok(None),
+            Err(errno) => Err(Error::system("claiming a memory")(errno)),
+        }
     }
 
     /// Bytes of memory that the system spends on it at present, whoever touched them.
@@ -197,6 +222,12 @@ impl View {
     pub(super) fn pages(&self) -> Pages {
         self.pages
     }
+}
+
+/// The right to write a memory, for as long as it lives. See [`View::claim`].
+#[derive(Debug)]
+pub struct Claim {
+    _fd: OwnedFd,
 }
 
 impl std::fmt::Debug for View {

@@ -2,7 +2,6 @@
 
 use std::{
     os::fd::{AsFd, OwnedFd},
-    path::Path,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     thread::JoinHandle,
 };
@@ -105,12 +104,7 @@ impl Drop for ShmExporter {
         if self.owner.take().is_some_and(|owner| owner.join().is_err()) {
             tracing::error!("the thread of a shm exporter had panicked");
         }
-        if let Address::File(path) = &self.address {
-            let path: &std::ffi::OsStr = std::os::unix::ffi::OsStrExt::from_bytes(path);
-            if let Err(error) = std::fs::remove_file(Path::new(path)) {
-                tracing::warn!(?path, %error, "the socket's file could not be removed");
-            }
-        }
+        self.address.remove();
     }
 }
 

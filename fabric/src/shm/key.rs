@@ -4,7 +4,7 @@
 //!   boot id 36 (text) │ place 1 (0 abstract, 1 file) │ name, to the end
 //! ```
 
-use std::fs;
+use std::{ffi::OsStr, fs, os::unix::ffi::OsStrExt};
 
 use rustix::net::SocketAddrUnix;
 
@@ -33,12 +33,38 @@ impl BootId {
 
 /// A socket's name.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(super) enum Address {
+pub(crate) enum Address {
     Abstract(Vec<u8>),
     File(Vec<u8>),
 }
 
 impl Address {
+    /// The one of this name, as [`Address::name`] gave it. `None` if it is neither `@name` nor an absolute path.
+    pub(crate) fn parse(name: &str) -> Option<Address> {
+        match name.strip_prefix('@') {
+            Some(name) if !name.is_empty() => Some(Address::Abstract(name.as_bytes().to_vec())),
+            None if name.starts_with('/') => Some(Address::File(name.as_bytes().to_vec())),
+            _ => None,
+        }
+    }
+
+    /// `@name` or the path.
+    pub(crate) fn name(&self) -> String {
+        match self {
+            Address::Abstract(name) => format!("@{}", name.escape_ascii()),
+            Address::File(path) => String::from_utf8_lossy(path).into_owned(),
+        }
+    }
+
+    /// Removes the file, where it is one: nobody listens there any more.
+    pub(crate) fn remove(&self) {
+        let Address::File(path) = self else { return };
+        let path: &OsStr = OsStrExt::from_bytes(path);
+        if let Err(error) = fs::remove_file(path) {
+            tracing::warn!(?path, %error, "the socket's file could not be removed");
+        }
+    }
+
     /// As the system wants it.
     pub(super) fn to_socket(&self) -> Result<SocketAddrUnix, Error> {
         let address = match self {

@@ -31,6 +31,12 @@ mod serve;
 mod socket;
 mod wire;
 
+/// Local sockets, for the handover of memory besides.
+pub(crate) mod local {
+    pub(crate) use super::key::Address;
+    pub(crate) use super::socket::{accept, connect, listen, receive_by, send};
+}
+
 #[cfg(test)]
 mod tests;
 

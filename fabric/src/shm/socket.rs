@@ -21,7 +21,7 @@ use super::{Place, key::Address, wire::PACKET_MAX_BYTES};
 use crate::{auth, error::Error, transport::wait_readable};
 
 /// Binds and listens under a fresh random name.
-pub(super) fn listen(place: &Place) -> Result<(OwnedFd, Address), Error> {
+pub(crate) fn listen(place: &Place) -> Result<(OwnedFd, Address), Error> {
     let address = fresh_address(place)?;
     let socket = packet_socket(SocketFlags::NONBLOCK)?;
     rustix::net::bind(&socket, &address.to_socket()?).map_err(Error::system("binding a local socket"))?;
@@ -30,7 +30,7 @@ pub(super) fn listen(place: &Place) -> Result<(OwnedFd, Address), Error> {
 }
 
 /// Connects, by the deadline.
-pub(super) fn connect(address: &Address, deadline: Instant) -> Result<OwnedFd, Error> {
+pub(crate) fn connect(address: &Address, deadline: Instant) -> Result<OwnedFd, Error> {
     let socket = packet_socket(SocketFlags::empty())?;
     // Connecting waits only while the listener's backlog is full; the time-out for sending bounds that.
     let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
@@ -43,7 +43,7 @@ pub(super) fn connect(address: &Address, deadline: Instant) -> Result<OwnedFd, E
 }
 
 /// Takes the next connection from a listener; `None` if there is none.
-pub(super) fn accept(listener: &OwnedFd) -> Result<Option<OwnedFd>, Errno> {
+pub(crate) fn accept(listener: &OwnedFd) -> Result<Option<OwnedFd>, Errno> {
     match rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
         Ok(socket) => Ok(Some(socket)),
         // The latter two: the reader has gone again meanwhile.
@@ -53,7 +53,7 @@ pub(super) fn accept(listener: &OwnedFd) -> Result<Option<OwnedFd>, Errno> {
 }
 
 /// Sends one packet, with a descriptor if there is one. Never blocks: an empty connection has room for all our packets.
-pub(super) fn send(socket: impl AsFd, packet: &[u8], passenger: Option<BorrowedFd<'_>>) -> Result<(), Errno> {
+pub(crate) fn send(socket: impl AsFd, packet: &[u8], passenger: Option<BorrowedFd<'_>>) -> Result<(), Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
     let passengers: Vec<BorrowedFd<'_>> = passenger.into_iter().collect();
@@ -66,16 +66,16 @@ pub(super) fn send(socket: impl AsFd, packet: &[u8], passenger: Option<BorrowedF
 }
 
 /// One packet, as it came.
-pub(super) struct Packet {
+pub(crate) struct Packet {
     bytes: [u8; PACKET_MAX_BYTES],
     length: usize,
     /// The descriptor that rode along, closed on exec.
-    pub(super) passenger: Option<OwnedFd>,
+    pub(crate) passenger: Option<OwnedFd>,
 }
 
 impl Packet {
     /// The bytes; none at the end of the connection.
-    pub(super) fn bytes(&self) -> &[u8] {
+    pub(crate) fn bytes(&self) -> &[u8] {
         self.bytes.get(..self.length).unwrap_or_default()
     }
 }
@@ -97,7 +97,7 @@ pub(super) fn receive(socket: impl AsFd) -> Result<Packet, Errno> {
 }
 
 /// Takes one packet, by the deadline.
-pub(super) fn receive_by(socket: &OwnedFd, deadline: Instant, after: Duration) -> Result<Packet, Error> {
+pub(crate) fn receive_by(socket: &OwnedFd, deadline: Instant, after: Duration) -> Result<Packet, Error> {
     loop {
         match receive(socket) {
             Err(Errno::AGAIN) => {}

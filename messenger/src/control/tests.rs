@@ -122,7 +122,8 @@ fn replicas() -> impl Strategy<Value = ReplicaStatus> {
 fn generations() -> impl Strategy<Value = GenerationStatus> {
     use GenerationState::*;
     let state = prop::sample::select(vec![Capturing, Complete, Aborted]);
-    (any::<[u64; 13]>(), "[0-9a-f]{40}", state, any::<bool>()).prop_map(|(n, replid, state, windowed)| {
+    let numbers = any::<[u64; 13]>();
+    (numbers, "[0-9a-f]{40}", state, any::<bool>(), names()).prop_map(|(n, replid, state, windowed, capture)| {
         GenerationStatus {
             generation: n[0],
             replid,
@@ -140,6 +141,7 @@ fn generations() -> impl Strategy<Value = GenerationStatus> {
             journal_first: n[10],
             journal_end: n[11],
             capture_millis: n[12],
+            capture,
         }
     })
 }

@@ -1,21 +1,17 @@
 //! The head of a snapshot: magic, version, auxiliary fields.
 
-use super::lzf;
+use super::input::{Input, STRING_BYTES_MAX, Stop, too_long};
 use super::{Error, FIRST_VALKEY_VERSION, OPCODE_AUX};
 use crate::{ReplId, text};
-
-/// Longest name or value of an auxiliary field, in bytes. The longest that servers write there is the replid's forty;
-/// Redis 6 also puts the source of Lua scripts under [`SCRIPT_FIELD`], which therefore counts as content.
-const FIELD_BYTES_MAX: usize = 4 * 1024;
 
 /// Most auxiliary fields. Servers write about ten.
 const FIELDS_MAX: usize = 64;
 
 /// `REDIS0011` and `VALKEY080` are both nine bytes.
-const MAGIC_BYTES: usize = 9;
+pub(super) const MAGIC_BYTES: usize = 9;
 
 /// Before Redis 7 the script cache is saved as fields of this name, of any size and number, after the last key: right
-/// behind the head when there are no keys.
+/// behind the head when there are no keys. It therefore counts as content.
 const SCRIPT_FIELD: &[u8] = b"lua";
 
 /// Whose format it is.
@@ -42,7 +38,7 @@ pub struct Head {
 impl Head {
     /// Most bytes that a head can have: how much to collect before giving up. The sum of the magic and of
     /// `FIELDS_MAX` fields with an opcode and two strings, each with a length of at most 9 + 9 + 1 bytes before it.
-    pub const BYTES_MAX: usize = MAGIC_BYTES + FIELDS_MAX * (1 + 2 * (19 + FIELD_BYTES_MAX));
+    pub const BYTES_MAX: usize = MAGIC_BYTES + FIELDS_MAX * (1 + 2 * (19 + STRING_BYTES_MAX));
 
     /// Reads the head from the beginning of a snapshot, and tells how many bytes it has. `None` when more are needed: to
     /// know that the head is over, the byte after it must be seen.
@@ -82,7 +78,7 @@ impl Head {
         while input.peek()? == OPCODE_AUX {
             let field = input.position;
             input.take(1)?;
-            let name = read_string(input, "the name of a field")?;
+            let name = input.string("the name of a field")?;
             if name == SCRIPT_FIELD {
                 input.position = field;
                 break;
@@ -90,47 +86,13 @@ impl Head {
             if aux.len() == FIELDS_MAX {
                 return Err(too_long("fields", aux.len() as u64 + 1, FIELDS_MAX));
             }
-            aux.push((name, read_string(input, "the value of a field")?));
+            aux.push((name, input.string("the value of a field")?));
         }
         Ok(Head { magic, version, aux })
     }
 }
 
-/// What is left to read.
-struct Input<'a> {
-    bytes: &'a [u8],
-    position: usize,
-}
-
-/// Why reading went no further.
-enum Stop {
-    Incomplete,
-    Broken(Error),
-}
-
-impl<'a> Input<'a> {
-    fn rest(&self) -> &'a [u8] {
-        self.bytes.get(self.position..).unwrap_or_default()
-    }
-
-    fn peek(&self) -> Result<u8, Stop> {
-        self.rest().first().copied().ok_or(Stop::Incomplete)
-    }
-
-    fn take(&mut self, count: usize) -> Result<&'a [u8], Stop> {
-        let taken = self.rest().get(..count).ok_or(Stop::Incomplete)?;
-        self.position += count;
-        Ok(taken)
-    }
-
-    fn array<const N: usize>(&mut self) -> Result<[u8; N], Stop> {
-        let taken = self.rest().first_chunk::<N>().ok_or(Stop::Incomplete)?;
-        self.position += N;
-        Ok(*taken)
-    }
-}
-
-fn read_magic(input: &mut Input<'_>) -> Result<(Magic, u32), Stop> {
+pub(super) fn read_magic(input: &mut Input<'_>) -> Result<(Magic, u32), Stop> {
     let rest = input.rest();
     let not_rdb = || Stop::Broken(Error::NotRdb { found: text::excerpt(rest.get(..MAGIC_BYTES).unwrap_or(rest)) });
     // A few bytes are enough to see that it is something else.
@@ -148,64 +110,6 @@ fn read_magic(input: &mut Input<'_>) -> Result<(Magic, u32), Stop> {
     let version = version.ok_or_else(not_rdb)?;
     let fits = magic == Magic::Redis || version >= FIRST_VALKEY_VERSION;
     if fits { Ok((magic, version)) } else { Err(not_rdb()) }
-}
-
-/// A string: a length and bytes, or a number, or compressed.
-fn read_string(input: &mut Input<'_>, what: &'static str) -> Result<Vec<u8>, Stop> {
-    match read_length(input)? {
-        Length::Plain(length) => Ok(input.take(bounded(what, length)?)?.to_vec()),
-        Length::Special(0) => Ok(i8::from_le_bytes(input.array()?).to_string().into_bytes()),
-        Length::Special(1) => Ok(i16::from_le_bytes(input.array()?).to_string().into_bytes()),
-        Length::Special(2) => Ok(i32::from_le_bytes(input.array()?).to_string().into_bytes()),
-        Length::Special(3) => read_compressed(input, what),
-        Length::Special(_) => Err(malformed("a string of an unknown encoding")),
-    }
-}
-
-fn read_compressed(input: &mut Input<'_>, what: &'static str) -> Result<Vec<u8>, Stop> {
-    let (Length::Plain(packed), Length::Plain(length)) = (read_length(input)?, read_length(input)?) else {
-        return Err(malformed("a compressed string without its lengths"));
-    };
-    let (packed, length) = (bounded(what, packed)?, bounded(what, length)?);
-    lzf::expand(input.take(packed)?, length).ok_or_else(|| malformed("a compressed string that does not expand"))
-}
-
-enum Length {
-    Plain(u64),
-    /// Not a length: the encoding of a string.
-    Special(u8),
-}
-
-/// Two bits say how the rest is to be read: 6 bits, 14 bits, 32 or 64 bits high byte first, or a special encoding.
-fn read_length(input: &mut Input<'_>) -> Result<Length, Stop> {
-    let [first] = input.array()?;
-    let low = first & 0x3F;
-    match (first >> 6, first) {
-        (0, _) => Ok(Length::Plain(low.into())),
-        (1, _) => {
-            let [second] = input.array()?;
-            Ok(Length::Plain(u16::from_be_bytes([low, second]).into()))
-        }
-        (2, 0x80) => Ok(Length::Plain(u32::from_be_bytes(input.array()?).into())),
-        (2, 0x81) => Ok(Length::Plain(u64::from_be_bytes(input.array()?))),
-        (2, _) => Err(malformed("a length of an unknown encoding")),
-        _ => Ok(Length::Special(low)),
-    }
-}
-
-fn bounded(what: &'static str, length: u64) -> Result<usize, Stop> {
-    match usize::try_from(length) {
-        Ok(length) if length <= FIELD_BYTES_MAX => Ok(length),
-        _ => Err(too_long(what, length, FIELD_BYTES_MAX)),
-    }
-}
-
-fn too_long(what: &'static str, size: u64, limit: usize) -> Stop {
-    Stop::Broken(Error::TooLong { what, size, limit: limit as u64 })
-}
-
-fn malformed(what: &'static str) -> Stop {
-    Stop::Broken(Error::Malformed { what })
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! The envelope of a snapshot. The keys in it are never decoded.
+//! The envelope of a snapshot, and where the records in it begin and end. Values are never decoded.
 //!
 //! ```text
 //!   ┌───────────┬───────────────────────────┬──────────────────────────────────────┬────┬──────────────┐
@@ -10,26 +10,43 @@
 //!
 //! - [`Head`]: who wrote the snapshot, and to which history and offset it belongs.
 //! - [`Tail`]: whether it is whole.
+//! - [`Scanner`]: walks over the records and points at the long strings among them.
+//! - [`mod@reference`]: how such a string is told to a server without its bytes.
 //! - [`crc64`]: the checksum the servers use.
 //! - [`Writer`]: small snapshots of our own: an empty data set, or a few strings for tests.
 
 mod crc64;
+mod grammar;
 mod head;
+mod input;
 mod lzf;
+pub mod reference;
+mod scan;
 mod writer;
 
 pub use crc64::crc64;
 pub use head::{Head, Magic};
-pub use writer::Writer;
+pub use scan::{Found, ScanError, Scanner, Text, Usage};
+pub use writer::{Writer, magic, put_length};
 
+/// Slot and number of the keys that follow: a hint for cluster mode.
+pub const OPCODE_SLOT_INFO: u8 = 0xF4;
+/// The source of a library of functions follows.
+pub const OPCODE_FUNCTION: u8 = 0xF5;
 /// Module data outside the keyspace follows.
 pub const OPCODE_MODULE_AUX: u8 = 0xF7;
+/// The seconds for which the next key has not been used follow.
+pub const OPCODE_IDLE: u8 = 0xF8;
+/// A logarithmic count of the next key's uses follows.
+pub const OPCODE_FREQ: u8 = 0xF9;
 /// An auxiliary field follows: a name and a value.
 pub const OPCODE_AUX: u8 = 0xFA;
 /// Size hints for the database's tables follow.
 pub const OPCODE_RESIZEDB: u8 = 0xFB;
 /// The next key's expiry, in milliseconds since 1970, follows.
 pub const OPCODE_EXPIRETIME_MS: u8 = 0xFC;
+/// The next key's expiry, in seconds since 1970, follows. Written before Redis 2.6 only.
+pub const OPCODE_EXPIRETIME: u8 = 0xFD;
 /// The number of the database that the next keys belong to follows.
 pub const OPCODE_SELECTDB: u8 = 0xFE;
 /// The end; the checksum follows.
@@ -68,7 +85,7 @@ pub enum Error {
         found: String,
     },
     /// Something longer than any server writes there.
-    #[error("the snapshot's head is damaged: {what} of {size}, the limit is {limit}")]
+    #[error("the snapshot is damaged: {what} of {size}, the limit is {limit}")]
     TooLong {
         /// Which part.
         what: &'static str,
@@ -78,7 +95,7 @@ pub enum Error {
         limit: u64,
     },
     /// A field that cannot be read.
-    #[error("the snapshot's head is damaged: {what}")]
+    #[error("the snapshot is damaged: {what}")]
     Malformed {
         /// Which part, and how.
         what: &'static str,

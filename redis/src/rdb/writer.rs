@@ -27,12 +27,7 @@ impl Writer {
     /// # Panics
     /// If the version has more than the three digits that Valkey's magic has room for.
     pub fn new(version: u32) -> Writer {
-        assert!(version < 1000, "no snapshot has version {version}");
-        let magic = match version {
-            FIRST_VALKEY_VERSION.. => format!("VALKEY{version:03}"),
-            _ => format!("REDIS{version:04}"),
-        };
-        Writer { bytes: magic.into_bytes() }
+        Writer { bytes: magic(version).into_bytes() }
     }
 
     /// Adds an auxiliary field. They belong before the first database.
@@ -75,21 +70,37 @@ impl Writer {
         self.bytes.extend_from_slice(string);
     }
 
-    /// In the shortest form there is, as servers do.
     fn put_length(&mut self, length: u64) {
-        let low = length.to_be_bytes();
-        match length {
-            0..0x40 => self.bytes.push(low[7]),
-            0x40..0x4000 => self.bytes.extend_from_slice(&[0x40 | low[6], low[7]]),
-            0x4000..=0xFFFF_FFFF => {
-                self.bytes.push(0x80);
-                self.bytes.extend_from_slice(&low[4..]);
-            }
-            _ => {
-                self.bytes.push(0x81);
-                self.bytes.extend_from_slice(&low);
-            }
+        put_length(&mut self.bytes, length);
+    }
+}
+
+/// Adds a length, or a database's number, as it stands in a snapshot: in the shortest form there is, as servers do.
+pub fn put_length(out: &mut Vec<u8>, length: u64) {
+    let low = length.to_be_bytes();
+    match length {
+        0..0x40 => out.push(low[7]),
+        0x40..0x4000 => out.extend_from_slice(&[0x40 | low[6], low[7]]),
+        0x4000..=0xFFFF_FFFF => {
+            out.push(0x80);
+            out.extend_from_slice(&low[4..]);
         }
+        _ => {
+            out.push(0x81);
+            out.extend_from_slice(&low);
+        }
+    }
+}
+
+/// The nine bytes with which a snapshot of that version begins; from 80 on it bears Valkey's magic.
+///
+/// # Panics
+/// If the version has more than the three digits that Valkey's magic has room for.
+pub fn magic(version: u32) -> String {
+    assert!(version < 1000, "no snapshot has version {version}");
+    match version {
+        FIRST_VALKEY_VERSION.. => format!("VALKEY{version:03}"),
+        _ => format!("REDIS{version:04}"),
     }
 }
 

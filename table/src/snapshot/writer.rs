@@ -1,6 +1,7 @@
 //! The writer of a snapshot: hands out room for bytes, and publishes the slots that have become complete.
 //!
-//! It copies nothing: whoever has the bytes receives them straight into the memory. Not here: where they come from.
+//! It copies nothing: whoever has the bytes receives them straight into the memory. Only who has them in memory of his own lets it
+//! copy them ([`SnapshotWriter::append`]). Not here: where they come from.
 //!
 //! ```text
 //!    slot 0        slot 1        slot 2
@@ -26,6 +27,10 @@ use crate::{
 /// Memory is first touched in steps of this many bytes, ahead of the bytes: one call for 256 pages instead of 256 faults
 /// within the receiving system call; no more, so that a small snapshot takes little memory.
 const PREFAULT_BYTES: u64 = 1 << 20;
+
+/// Bytes that [`SnapshotWriter::append`] sums and then copies at a time: they are still in the first-level cache for the copy, and
+/// the checksum's code takes them as three streams of 8 KiB.
+const APPEND_BYTES: usize = 24 << 10;
 
 /// Writes one snapshot into one memory.
 pub struct SnapshotWriter {
@@ -111,6 +116,35 @@ impl SnapshotWriter {
         }
         self.received += bytes;
         self.sum_up_to(self.received.saturating_sub(self.hold_back))
+    }
+
+    /// Copies as many of `bytes` as there is room for, and says how many. Less than all of them: the ring is full, wait for readers
+    /// and [`retire`](Self::retire); or the snapshot is no longer open.
+    ///
+    /// The CRC is reckoned from `bytes` and not from the copy, so that the memory is written once and not read. For that no bytes may
+    /// be held back.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] if this writer holds bytes back.
+    pub fn append(&mut self, bytes: &[u8]) -> Result<usize, Error> {
+        if self.hold_back != 0 {
+            return Err(Error::Misuse("bytes are appended to a snapshot that holds none back"));
+        }
+        let mut done = 0;
+        while let Some(rest) = bytes.get(done..).filter(|rest| !rest.is_empty()) {
+            let Some(space) = self.space() else { break };
+            let room = usize::try_from(space.end - space.start).unwrap_or(usize::MAX);
+            let (piece, _) = rest.split_at(rest.len().min(room).min(APPEND_BYTES));
+            self.crc = crc32c::crc32c_append(self.crc, piece);
+            self.memory.write(space.start, piece)?;
+            done += piece.len();
+            self.received += piece.len() as u64;
+            self.summed = self.received;
+            if self.summed.is_multiple_of(self.geometry.slot_bytes()) {
+                self.publish_slot()?;
+            }
+        }
+        Ok(done)
     }
 
     /// The stream has ended and its last `trim` bytes are not content. Publishes the last slot and seals. Returns the

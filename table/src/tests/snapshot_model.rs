@@ -54,6 +54,8 @@ struct Model {
     geometry: Geometry,
     memory: Arc<Memory>,
     writer: SnapshotWriter,
+    /// What the writer holds back; a writer that holds nothing back is given its bytes by `append`.
+    hold_back: u32,
     /// The oracle: all that was received.
     truth: Vec<u8>,
     trim: u64,
@@ -79,14 +81,16 @@ impl Model {
         let geometry = Geometry { slot_size: 4096, slots: 2 + random.below(6) as u32 };
         let memory = memory(geometry.memory_len());
         let wire = Wire::new(&memory, trouble, seed);
+        let hold_back = if random.one_in(3) { 0 } else { HOLD_BACK };
         let writer =
-            SnapshotWriter::create(Arc::clone(&memory), geometry, identity(Kind::Snapshot), HOLD_BACK).unwrap();
+            SnapshotWriter::create(Arc::clone(&memory), geometry, identity(Kind::Snapshot), hold_back).unwrap();
         let mut model = Model {
             geometry,
             memory,
             writer,
+            hold_back,
             truth: Vec::new(),
-            trim: random.below(u64::from(HOLD_BACK) + 1),
+            trim: random.below(u64::from(hold_back) + 1),
             readers: Vec::new(),
             wire,
             random,
@@ -124,6 +128,28 @@ impl Model {
     }
 
     fn write(&mut self, bytes: u64) {
+        if self.writer.state() != State::Open {
+            return;
+        }
+        if self.hold_back == 0 {
+            self.append(bytes)
+        } else {
+            self.receive(bytes)
+        }
+        let beyond = self.truth.len() as u64 - self.writer.published_slots() * 4096;
+        assert!(beyond < 4096 + u64::from(self.hold_back), "a complete slot was not published");
+    }
+
+    /// Copied by the writer: as much as there is room for, whatever slots that fills.
+    fn append(&mut self, bytes: u64) {
+        let bytes = self.random.bytes(bytes as usize);
+        let taken = self.writer.append(&bytes).unwrap();
+        self.truth.extend_from_slice(&bytes[..taken]);
+        assert!(taken == bytes.len() || self.writer.space().is_none(), "not all was taken, though there is room");
+    }
+
+    /// Landed in the memory by itself.
+    fn receive(&mut self, bytes: u64) {
         let Some(space) = self.writer.space() else {
             return;
         };
@@ -131,8 +157,6 @@ impl Model {
         self.memory.write(space.start, &bytes).unwrap();
         self.truth.extend_from_slice(&bytes);
         self.writer.advance(bytes.len() as u64).unwrap();
-        let beyond = self.truth.len() as u64 - self.writer.published_slots() * 4096;
-        assert!(beyond < 4096 + u64::from(HOLD_BACK), "a complete slot was not published");
     }
 
     fn retire(&mut self, reckless: bool) {

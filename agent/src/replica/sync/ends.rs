@@ -68,6 +68,8 @@ impl Sync {
             snapshot_offset,
             hand_off_offset: self.meter.acknowledged.get(),
             transport: self.transport.map_or("none", remora_fabric::TransportKind::name).to_string(),
+            delivery: if self.meter.by_module.get() > 0 { "module" } else { "link" }.to_string(),
+            referred_bytes: self.meter.referred.get(),
             snapshot_bytes: self.meter.bytes_delivered.get(),
             stream_bytes: self.meter.stream_delivered.get().saturating_sub(snapshot_offset),
             snapshot_seconds: 0.0,

@@ -8,13 +8,14 @@
 //!                                                                          └──▶ Stay (--stay), until stopped: then HandOff
 //! ```
 //!
-//! [`hand_off`] and [`ends`] hold the parts of `apply` that those names say.
+//! [`module`], [`hand_off`] and [`ends`] hold the parts of `apply` that those names say.
 //!
 //! Whatever goes wrong before the server holds the whole snapshot ends in [`Sync::clean_up`]; afterwards the best end is always
 //! the hand-off: the server's own replication then makes good whatever is missing.
 
 mod ends;
 mod hand_off;
+mod module;
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::ops::ControlFlow;
@@ -486,6 +487,7 @@ impl Sync {
                 self.missed = None;
                 GO_ON
             }
+            News::Introduce(introduction) => self.introduce(introduction).await,
             News::Fetched => {
                 self.moments.fetched = Some(Instant::now());
                 // From here on nothing more of the snapshot is wanted from the source.
@@ -560,6 +562,7 @@ impl Sync {
                 tracing::debug!(wanted, "the server has no such way of loading: left as it is");
             }
         }
+        self.look_for_the_module().await?;
         let (host, port) = (self.link.ip().to_string(), self.link.port());
         self.record.note_link(&host, port)?;
         once_settled(&mut self.client, &["REPLICAOF", &host, &port.to_string()]).await?;

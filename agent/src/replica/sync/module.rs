@@ -1,0 +1,78 @@
+//! The server's module: whether it is there and may be used, and how it is shown memory.
+
+use super::{Flow, GO_ON, Sync};
+use crate::cli::ModuleLoad;
+use crate::exit::Failure;
+use crate::replica::delivery::Order;
+use crate::replica::introduction::Introduction;
+use crate::server::{RefusalKind, ServerError};
+use crate::source::module::{PROTOCOL, field};
+
+impl Sync {
+    /// Looks whether the server has our module, and makes it load from its link if so. Why not is said; the link does without.
+    pub(super) async fn look_for_the_module(&mut self) -> Result<(), Failure> {
+        if self.args.module_load == ModuleLoad::Off {
+            return Ok(());
+        }
+        match self.module_is_usable().await? {
+            Ok(()) => {
+                tracing::info!("the server has the module: long strings are loaded out of shared memory");
+                self.delivery.order(Order::UseModule);
+            }
+            Err(None) => {}
+            Err(Some(why)) => tracing::info!("the server has the module, but it is not used: {why}"),
+        }
+        Ok(())
+    }
+
+    /// `Err(None)`: there is no module. `Err(Some)`: why it can't be used.
+    async fn module_is_usable(&mut self) -> Result<Result<(), Option<String>>, Failure> {
+        let status = match self.client.command(&["REMORA.STATUS"]).await {
+            Ok(status) => status,
+            Err(error) if error.refusal() == Some(RefusalKind::Unknown) => return Ok(Err(None)),
+            Err(error) if error.refusal() == Some(RefusalKind::NoPerm) => {
+                let text = "our user may not ask it: +remora.status +remora.load";
+                return Ok(Err(Some(text.into())));
+            }
+            Err(ServerError::Refused { text, .. }) => return Ok(Err(Some(text))),
+            Err(error) => return Err(error.into()),
+        };
+        let why = |text: &str| Ok(Err(Some(text.to_string())));
+        if field(&status, b"protocol").as_deref() != Some(PROTOCOL) {
+            return why("it is of another version; upgrade the older of the two");
+        }
+        if field(&status, b"load").as_deref() != Some("yes") {
+            return why("it was loaded for capture only");
+        }
+        if self.args.state_dir.is_some() {
+            return why("with --state-dir the snapshot comes from files");
+        }
+        self.load_from_the_link().await.map(|loads| loads.map_err(Some))
+    }
+
+    /// Has the server load from its link into its own data, also where it is not empty: the module empties it then.
+    async fn load_from_the_link(&mut self) -> Result<Result<(), String>, Failure> {
+        let Some(before) = self.target.diskless_load.clone() else {
+            return Ok(Err("we may not read repl-diskless-load".into()));
+        };
+        if before == "swapdb" {
+            return Ok(Err(
+                "with repl-diskless-load swapdb the server goes on serving its old data, and loads beside them".into(),
+            ));
+        }
+        for wanted in ["flush-before-load", "on-empty-db"] {
+            if self.record.change(&mut self.client, "repl-diskless-load", &before, wanted).await? {
+                return Ok(Ok(()));
+            }
+        }
+        Ok(Err("the server has no way to load from its link".into()))
+    }
+
+    /// Shows the server memory, as the delivery wishes.
+    pub(super) async fn introduce(&mut self, introduction: Introduction) -> Flow {
+        let number = introduction.number;
+        let answer = introduction.perform(&mut self.client).await;
+        self.delivery.order(Order::Introduced { number, answer });
+        GO_ON
+    }
+}

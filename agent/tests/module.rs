@@ -1,0 +1,433 @@
+//! Snapshots by the module: whatever the server's child writes into the table, the replica is exact; and whatever goes wrong, the
+//! snapshot comes without it and the primary is well.
+#![allow(clippy::unwrap_used)]
+
+mod kit;
+
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use kit::{LONG, Source, load, number, primary, syncs};
+use remora_lab::server::{Builder, wait_until};
+use remora_lab::{Kind, Server, Workload, assert_same_data, fill_every_type, require};
+use rustix::process::Signal;
+
+/// A primary that has the module.
+fn with_module(kind: Kind) -> Builder {
+    primary(kind).module("").unwrap()
+}
+
+/// A line of INFO's section of the module.
+fn told(server: &Server, name: &str) -> String {
+    server.fact(&format!("remora_{name}")).unwrap()
+}
+
+/// How the source says that its snapshot came.
+fn way(source: &mut Source) -> String {
+    let line = source.agent.wait_for_line("the snapshot is whole", LONG).unwrap();
+    line.split("way=").nth(1).unwrap_or_default().to_owned()
+}
+
+/// The primary answers, has no child, and takes another snapshot by the module: nothing of what was done to it has stayed.
+#[track_caller]
+fn is_well(primary: &Server) {
+    wait_until("the module to be idle", LONG, || {
+        let state = told(primary, "state");
+        let child = primary.fact("rdb_bgsave_in_progress")?;
+        Ok(if state == "idle" && child == "0" { Ok(()) } else { Err(format!("{state}, child {child}")) })
+    })
+    .unwrap();
+    let replica = Server::start(primary.kind()).unwrap();
+    let mut source = Source::start(primary, &["--memory", "64MiB", "--module-capture", "walk"]);
+    source.replicate(&replica, &[]);
+    assert_eq!(way(&mut source), "the module");
+    assert_same_data(primary, &replica);
+}
+
+#[test]
+fn every_type_with_any_bytes_in_sixteen_databases_arrives_by_a_walk() {
+    for kind in require::kinds() {
+        let primary = with_module(kind).start().unwrap();
+        let replica = Server::start(kind).unwrap();
+        let keys = fill_every_type(&mut primary.client().unwrap(), 21).unwrap();
+        let before = syncs(&primary);
+        let mut source = Source::start(&primary, &["--memory", "64MiB", "--module-capture", "walk"]);
+        source.replicate(&replica, &[]);
+        assert_same_data(&primary, &replica);
+
+        assert_eq!(way(&mut source), "the module");
+        assert_eq!(source.status()["generation"]["capture"], "the module");
+        assert_eq!(told(&primary, "captures_done"), "1");
+        assert_eq!(told(&primary, "last_keys"), keys.to_string());
+        let after = syncs(&primary);
+        assert_eq!((after.0 - before.0, after.1 - before.1), (1, 1), "one copy, one continuation");
+        assert_eq!(functions(&primary), functions(&replica));
+    }
+}
+
+/// All function libraries with their code, in the order of their words.
+fn functions(server: &Server) -> Vec<String> {
+    let list = server.client().unwrap().list(&["FUNCTION", "LIST", "WITHCODE"]).unwrap();
+    let mut libraries: Vec<String> = list.iter().map(|library| format!("{library:?}")).collect();
+    libraries.sort_unstable();
+    assert!(!libraries.is_empty());
+    libraries
+}
+
+#[test]
+fn a_server_that_writes_itself_does_not_compress_and_its_own_setting_stays() {
+    for kind in require::kinds() {
+        let primary = with_module(kind).start().unwrap();
+        let replica = Server::start(kind).unwrap();
+        fill_every_type(&mut primary.client().unwrap(), 22).unwrap();
+        primary.client().unwrap().ok(&["SET", "compressible", &"ab".repeat(1 << 20)]).unwrap();
+        let mut source = Source::start(&primary, &["--memory", "64MiB", "--module-capture", "server"]);
+        source.replicate(&replica, &[]);
+        assert_same_data(&primary, &replica);
+        assert!(way(&mut source).starts_with("psync, not compressed"));
+        assert_eq!(primary.configured("rdbcompression").unwrap(), "yes");
+        let bytes = source.status()["generation"]["snapshot_bytes"].as_u64().unwrap();
+        assert!(bytes > 2 << 20, "{bytes} bytes: compressed after all");
+    }
+}
+
+/// Commands that the writers must have done while a replica was made.
+const WRITES_MEANWHILE: u64 = 2_000;
+
+fn is_exact_under_writes(kind: Kind) {
+    let primary = with_module(kind).start().unwrap();
+    fill_every_type(&mut primary.client().unwrap(), 23).unwrap();
+    load(&primary, 200, 100_000);
+    let writer = Workload::on(&primary).unwrap();
+    for round in 0..3 {
+        let replica = Server::start(kind).unwrap();
+        let mut source = Source::start(&primary, &["--memory", "256MiB", "--module-capture", "walk"]);
+        writer.wait_for(WRITES_MEANWHILE);
+        let mut agent = source.replica(&replica, &["--transport", if round == 1 { "tcp" } else { "shm" }]);
+        agent.wait_for_success(LONG).unwrap();
+        writer.wait_for(WRITES_MEANWHILE);
+        let way = way(&mut source);
+        // A key may just end between fork and walk: then the snapshot has to come without the module.
+        assert!(way == "the module" || source.agent.output().contains("ended just when"), "{}", source.agent.output());
+        if round == 2 {
+            writer.stop().unwrap();
+            assert_same_data(&primary, &replica);
+            return;
+        }
+    }
+}
+
+#[test]
+fn replicas_of_redis_walked_under_every_kind_of_write_are_exact() {
+    let Some(kind) = require::redis() else { return };
+    is_exact_under_writes(kind);
+}
+
+#[test]
+fn replicas_of_valkey_walked_under_every_kind_of_write_are_exact() {
+    let Some(kind) = require::valkey() else { return };
+    is_exact_under_writes(kind);
+}
+
+#[test]
+fn keys_keep_their_time_and_their_age() {
+    for kind in require::kinds() {
+        for (policy, command) in [("allkeys-lru", "IDLETIME"), ("allkeys-lfu", "FREQ")] {
+            keeps_times_and_ages(kind, policy, command);
+        }
+    }
+}
+
+fn keeps_times_and_ages(kind: Kind, policy: &str, command: &str) {
+    let primary = with_module(kind).config("maxmemory-policy", policy).start().unwrap();
+    let replica = Server::builder(kind).config("maxmemory-policy", policy).start().unwrap();
+    let mut client = primary.client().unwrap();
+    for (key, list, how, when) in
+        [("soon", "list soon", "PEXPIRE", "3600000"), ("late", "list late", "PEXPIREAT", "4102444800000")]
+    {
+        client.ok(&["SET", key, "x"]).unwrap();
+        client.int(&["RPUSH", list, "x"]).unwrap();
+        for name in [key, list] {
+            client.int(&[how, name, when]).unwrap();
+        }
+    }
+    if command == "IDLETIME" {
+        thread::sleep(Duration::from_millis(6100));
+    } else {
+        for _ in 0..2000 {
+            client.text(&["GET", "soon"]).unwrap();
+        }
+    }
+    let age = |server: &Server, key: &str| server.client().unwrap().int(&["OBJECT", command, key]).unwrap();
+    let ages = ["soon", "list late"].map(|key| (key, age(&primary, key)));
+    let mut source = Source::start(&primary, &["--memory", "64MiB", "--module-capture", "walk"]);
+    source.replicate(&replica, &[]);
+    assert_eq!(way(&mut source), "the module");
+    assert_same_data(&primary, &replica);
+    for (key, wanted) in ages {
+        let found = age(&replica, key);
+        assert!(wanted > 0 && (found - wanted).abs() <= 2, "{kind}: {command} of {key} is {found}, not {wanted}");
+    }
+    let time = |server: &Server, key: &str| server.client().unwrap().int(&["PEXPIRETIME", key]).unwrap();
+    for key in ["soon", "late", "list soon", "list late"] {
+        assert_eq!(time(&primary, key), time(&replica, key), "{kind}: {key}");
+    }
+}
+
+#[test]
+fn keys_whose_time_was_over_come_as_their_primary_treats_them() {
+    for kind in require::kinds() {
+        let primary = with_module(kind).start().unwrap();
+        let replica = Server::start(kind).unwrap();
+        let mut client = primary.client().unwrap();
+        client.ok(&["DEBUG", "SET-ACTIVE-EXPIRE", "0"]).unwrap();
+        client.ok(&["SET", "string", "x", "PX", "1"]).unwrap();
+        client.int(&["RPUSH", "list", "x"]).unwrap();
+        client.int(&["PEXPIRE", "list", "1"]).unwrap();
+        client.int(&["RPUSH", "stays", "x"]).unwrap();
+        thread::sleep(Duration::from_millis(300));
+        let mut source = Source::start(&primary, &["--memory", "64MiB", "--module-capture", "walk"]);
+        source.replicate(&replica, &[]);
+        assert_eq!(way(&mut source), "the module");
+        // Whoever touches them has them deleted, and the replica is told.
+        assert_eq!(client.int(&["EXISTS", "string", "list", "stays"]).unwrap(), 1);
+        assert_same_data(&primary, &replica);
+    }
+}
+
+#[test]
+fn a_window_that_is_smaller_than_the_data_is_walked_at_the_readers_pace() {
+    for kind in require::kinds() {
+        let primary = with_module(kind).start().unwrap();
+        let replica = Server::start(kind).unwrap();
+        load(&primary, 300, 300_000);
+        let mut source =
+            Source::start(&primary, &["--memory", "16MiB", "--slot-size", "256KiB", "--module-capture", "walk"]);
+        source.replicate(&replica, &["--memory", "16MiB"]);
+        assert_eq!(way(&mut source), "the module");
+        assert!(source.status()["generation"]["windowed"].as_bool().unwrap());
+        assert_same_data(&primary, &replica);
+    }
+}
+
+#[test]
+fn a_late_joiner_gets_the_walked_snapshot_and_a_second_one_joins_the_stream() {
+    let Some(kind) = require::redis() else { return };
+    let primary = with_module(kind).start().unwrap();
+    fill_every_type(&mut primary.client().unwrap(), 24).unwrap();
+    let replicas = [(); 3].map(|()| Server::start(kind).unwrap());
+    let source = Source::start(&primary, &["--memory", "64MiB", "--module-capture", "walk", "--max-age", "3s"]);
+    source.replicate(&replicas[0], &[]);
+    source.replicate(&replicas[1], &[]);
+    assert_eq!(source.snapshots_taken(), 1, "the late one got the same");
+    primary.client().unwrap().ok(&["SET", "after", "the first"]).unwrap();
+    thread::sleep(Duration::from_millis(3100));
+    source.replicate(&replicas[2], &[]);
+    assert_eq!((source.snapshots_taken(), told(&primary, "captures_done").as_str()), (2, "2"));
+    for replica in &replicas {
+        assert_same_data(&primary, replica);
+    }
+}
+
+#[test]
+fn a_source_beside_a_replica_walks_that_one_and_the_primary_notices_nothing() {
+    for kind in require::kinds() {
+        let primary = primary(kind).start().unwrap();
+        let middle = with_module(kind).start().unwrap();
+        let replica = Server::start(kind).unwrap();
+        fill_every_type(&mut primary.client().unwrap(), 25).unwrap();
+        middle.replicate(&primary).unwrap();
+        middle.wait_for_link(LONG).unwrap();
+        // The stream now writes to another database than the first.
+        let mut client = primary.client().unwrap();
+        client.ok(&["SELECT", "5"]).unwrap();
+        client.ok(&["SET", "before", "the snapshot"]).unwrap();
+        let before = syncs(&primary);
+        let mut source = Source::start(&middle, &["--memory", "64MiB", "--module-capture", "walk", "--eager"]);
+        assert_eq!(way(&mut source), "the module");
+        client.ok(&["SET", "after", "the snapshot"]).unwrap();
+        source.replicate(&replica, &[]);
+        assert_same_data(&middle, &replica);
+        assert_eq!(syncs(&primary).0, before.0, "the primary was asked for nothing");
+        let mut there = replica.client().unwrap();
+        there.ok(&["SELECT", "5"]).unwrap();
+        assert_eq!(there.text(&["GET", "after"]).unwrap(), "the snapshot");
+    }
+}
+
+#[test]
+fn a_save_to_disk_that_runs_already_is_not_taken_for_the_snapshot() {
+    for kind in require::kinds() {
+        let primary = with_module(kind).start().unwrap();
+        let replica = Server::start(kind).unwrap();
+        fill_every_type(&mut primary.client().unwrap(), 26).unwrap();
+        // Slow enough that the source arms and asks while it is under way, and another one begins when it is over.
+        primary.configure("rdb-key-save-delay", "2000").unwrap();
+        primary.client().unwrap().text(&["BGSAVE"]).unwrap();
+        let mut source = Source::start(&primary, &["--memory", "64MiB", "--module-capture", "walk"]);
+        source.replicate(&replica, &[]);
+        assert_eq!(way(&mut source), "the module");
+        assert_same_data(&primary, &replica);
+    }
+}
+
+#[test]
+fn another_replicas_child_that_came_first_is_told_apart_by_its_offset() {
+    let Some(kind) = require::redis() else { return };
+    let primary = with_module(kind).config("repl-diskless-sync-delay", 1).start().unwrap();
+    fill_every_type(&mut primary.client().unwrap(), 27).unwrap();
+    let (other, replica) = (Server::start(kind).unwrap(), Server::start(kind).unwrap());
+    // One write between the two forks is enough to tell their offsets apart; keys that end at any moment are for other tests.
+    let over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut client = primary.client().unwrap();
+            let began = Instant::now();
+            while !over.load(Relaxed) && began.elapsed() < LONG {
+                client.int(&["INCR", "counter"]).unwrap();
+                thread::sleep(Duration::from_millis(1));
+            }
+        });
+        another_child_comes_first(&primary, &other, &replica);
+        over.store(true, Relaxed);
+    });
+    assert_same_data(&primary, &replica);
+    other.wait_for_link(LONG).unwrap();
+    assert_same_data(&primary, &other);
+}
+
+fn another_child_comes_first(primary: &Server, other: &Server, replica: &Server) {
+    // Its sync waits a second for company; the source arms and asks meanwhile. Company with another filter isn't served by one fork.
+    other.replicate(primary).unwrap();
+    wait_until("the other replica to be waited for", LONG, || {
+        let line = primary.fact("slave0").unwrap_or_default();
+        Ok(if line.contains("wait_bgsave") { Ok(()) } else { Err(line) })
+    })
+    .unwrap();
+    let mut source = Source::start(primary, &["--memory", "64MiB", "--module-capture", "walk"]);
+    source.replicate(replica, &[]);
+    let said = source.agent.output();
+    assert!(said.contains("another child came first"), "{said}");
+    assert_eq!(way(&mut source), "the module", "{said}");
+}
+
+#[test]
+fn an_agent_that_dies_between_arming_and_the_fork_leaves_the_primary_well() {
+    for kind in require::kinds() {
+        let primary = with_module(kind).config("repl-diskless-sync-delay", 3).start().unwrap();
+        fill_every_type(&mut primary.client().unwrap(), 28).unwrap();
+        primary.configure("remora.agent-timeout", "1").unwrap();
+        let mut source = Source::start(&primary, &["--memory", "64MiB", "--module-capture", "walk", "--eager"]);
+        wait_until("the module to be armed", LONG, || Ok(is_in_state(&primary, "armed"))).unwrap();
+        source.agent.kill().unwrap();
+        primary.configure("repl-diskless-sync-delay", "0").unwrap();
+        is_well(&primary);
+    }
+}
+
+#[test]
+fn an_agent_that_dies_while_its_table_is_full_leaves_the_primary_well() {
+    for kind in require::kinds() {
+        let primary = with_module(kind).start().unwrap();
+        load(&primary, 300, 300_000);
+        primary.configure("remora.agent-timeout", "1").unwrap();
+        let mut source = Source::start(
+            &primary,
+            &["--memory", "16MiB", "--slot-size", "256KiB", "--module-capture", "walk", "--eager"],
+        );
+        wait_until("the child to wait for room", LONG, || {
+            let status = source.status();
+            let full = status["generation"]["published_slots"].as_u64().unwrap_or(0) > 10;
+            Ok(if full && told(&primary, "state") == "writing" { Ok(()) } else { Err(status.to_string()) })
+        })
+        .unwrap();
+        source.agent.signal(Signal::KILL).unwrap();
+        primary.client().unwrap().int(&["UNLINK", "does not", "wait"]).unwrap();
+        let mut client = primary.client().unwrap();
+        client.text(&["FLUSHALL"]).unwrap();
+        fill_every_type(&mut client, 29).unwrap();
+        is_well(&primary);
+    }
+}
+
+#[test]
+fn a_child_that_is_killed_costs_the_snapshot_and_the_next_comes_without_the_module() {
+    let Some(kind) = require::redis() else { return };
+    let primary = with_module(kind).start().unwrap();
+    load(&primary, 300, 300_000);
+    let replica = Server::start(kind).unwrap();
+    let mut source =
+        Source::start(&primary, &["--memory", "16MiB", "--slot-size", "256KiB", "--module-capture", "walk", "--eager"]);
+    source.agent.wait_for_line("the snapshot begins", LONG).unwrap();
+    let children = std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", primary.pid())).unwrap();
+    let child: i32 = children.split_ascii_whitespace().next().unwrap().parse().unwrap();
+    rustix::process::kill_process(rustix::process::Pid::from_raw(child).unwrap(), Signal::KILL).unwrap();
+    source.agent.wait_for_line("the snapshot failed", LONG).unwrap();
+    source.replicate(&replica, &["--memory", "16MiB"]);
+    assert!(source.agent.output().contains("the module has failed lately"), "{}", source.agent.output());
+    assert_same_data(&primary, &replica);
+    assert_eq!((told(&primary, "captures_failed").as_str(), told(&primary, "state").as_str()), ("1", "idle"));
+}
+
+#[test]
+fn a_module_that_may_not_is_done_without() {
+    for kind in require::kinds() {
+        let primary = with_module(kind).config("remora.capture", "no").start().unwrap();
+        let replica = Server::start(kind).unwrap();
+        fill_every_type(&mut primary.client().unwrap(), 30).unwrap();
+        let mut source = Source::start(&primary, &["--memory", "64MiB", "--module-capture", "walk"]);
+        source.replicate(&replica, &[]);
+        assert_eq!(way(&mut source), "psync");
+        assert!(source.agent.output().contains("remora.capture no"), "{}", source.agent.output());
+        assert_same_data(&primary, &replica);
+    }
+}
+
+#[test]
+fn readers_of_another_family_are_not_given_a_format_that_they_cannot_read() {
+    let (Some(redis), Some(valkey)) = (require::redis(), require::valkey()) else { return };
+    let primary = with_module(valkey).start().unwrap();
+    let replica = Server::start(redis).unwrap();
+    // Values by which a walk would be chosen.
+    load(&primary, 10, 100_000);
+    let mut source = Source::start(&primary, &["--memory", "64MiB"]);
+    let mut agent = source.replica(&replica, &[]);
+    let ended = agent.wait(LONG).unwrap();
+    // Valkey's shared format is one that Redis 7.0 does not read either: what counts is that it was asked for and not walked.
+    assert!(way(&mut source).starts_with("psync"), "{ended}: {}", source.agent.output());
+}
+
+#[test]
+fn a_source_loads_the_module_where_the_server_lets_it_and_does_without_where_not() {
+    for kind in require::kinds() {
+        for allowed in ["local", "no"] {
+            let primary = primary(kind).config("enable-module-command", allowed).start().unwrap();
+            let replica = Server::start(kind).unwrap();
+            fill_every_type(&mut primary.client().unwrap(), 31).unwrap();
+            let library = remora_lab::server::module_library().unwrap().display().to_string();
+            let args = ["--memory", "64MiB", "--module-capture", "walk", "--load-module", &library];
+            let mut source = Source::start(&primary, &args);
+            source.replicate(&replica, &[]);
+            assert_eq!(way(&mut source), if allowed == "local" { "the module" } else { "psync" });
+            assert_same_data(&primary, &replica);
+        }
+    }
+}
+
+/// For [`wait_until`]: whether the module is in that state, else in which it is.
+fn is_in_state(primary: &Server, wanted: &str) -> Result<(), String> {
+    let found = told(primary, "state");
+    if found == wanted { Ok(()) } else { Err(found) }
+}
+
+#[test]
+fn a_primary_without_the_module_is_asked_once_and_left_in_peace() {
+    let Some(kind) = require::redis() else { return };
+    let (primary, replica) = (primary(kind).start().unwrap(), Server::start(kind).unwrap());
+    let mut source = Source::start(&primary, &["--memory", "64MiB"]);
+    source.replicate(&replica, &[]);
+    assert_eq!(way(&mut source), "psync");
+    assert_eq!(number(&primary, "sync_full"), 1);
+    assert_same_data(&primary, &replica);
+}

@@ -1,0 +1,28 @@
+//! What the rest of this crate sees of the server: the safe handles of [`crate::ffi`], and the numbers that the API calls things by.
+//! Nothing here is unsafe.
+
+#[allow(unused_imports)]
+pub(crate) use crate::ffi::{
+    AuxLoad, Command, Context, Cursor, EventHandler, Flag, InfoSection, Informer, Io, Key, KeyKind, LogLevel, Module,
+    Number, OwnContext, OwnedStr, Reply, ReplyKind, ServerInfo, StrRef, Timer, TimerId, register_aux,
+};
+
+/// `REDISMODULE_EVENT_PERSISTENCE`: a snapshot or a rewrite begins or has ended.
+pub(crate) const EVENT_PERSISTENCE: u64 = 1;
+/// `REDISMODULE_SUBEVENT_PERSISTENCE_RDB_START`: in a fork child, before the first byte.
+pub(crate) const PERSISTENCE_RDB_START: u64 = 0;
+/// `REDISMODULE_EVENT_LOADING`: a file or a primary's snapshot.
+pub(crate) const EVENT_LOADING: u64 = 3;
+/// `REDISMODULE_SUBEVENT_LOADING_ENDED`.
+pub(crate) const LOADING_ENDED: u64 = 3;
+/// `REDISMODULE_SUBEVENT_LOADING_FAILED`.
+pub(crate) const LOADING_FAILED: u64 = 4;
+/// `REDISMODULE_EVENT_FORK_CHILD`.
+pub(crate) const EVENT_FORK_CHILD: u64 = 13;
+/// `REDISMODULE_SUBEVENT_FORK_CHILD_DIED`: in the parent.
+pub(crate) const FORK_CHILD_DIED: u64 = 1;
+
+/// `REDISMODULE_OPTIONS_HANDLE_IO_ERRORS`: we bear a snapshot that breaks off, so the server may load from a socket.
+pub(crate) const OPTION_HANDLE_IO_ERRORS: i32 = 1;
+/// `REDISMODULE_OPTIONS_HANDLE_REPL_ASYNC_LOAD`: we don't mind that the old data is served while new data is loaded.
+pub(crate) const OPTION_HANDLE_REPL_ASYNC_LOAD: i32 = 1 << 2;

@@ -1,0 +1,131 @@
+//! The commands: what agents and people ask of the module.
+
+use std::ffi::CStr;
+
+use super::{armed, child};
+use crate::api::{Command, Context, StrRef};
+use crate::load;
+
+/// Version of what agent and module say to each other by these commands and by the board.
+pub(crate) const PROTOCOL: i64 = 1;
+
+/// `REMORA.ARM address secret`: an agent offers a board, and a table, for the next snapshot.
+pub(crate) struct Arm;
+
+impl Command for Arm {
+    const NAME: &'static CStr = c"remora.arm";
+    // Its secret has no business in MONITOR or in the slow log; a loading server has nothing to capture.
+    const FLAGS: &'static CStr = c"admin deny-script no-monitor no-slowlog";
+
+    fn run(context: &Context<'_>, arguments: &[StrRef<'_>]) {
+        let [address, secret] = arguments else { return wrong_arity(context, "REMORA.ARM address secret") };
+        let (Some(address), Some(secret)) = (address.as_str(), secret.as_str()) else {
+            return context.reply_error("ERR remora: address and secret are texts");
+        };
+        match armed::arm(context, address, secret) {
+            Ok(_) => context.reply_simple(c"OK"),
+            Err(refused @ armed::Refused::Busy(_)) => context.reply_error(&format!("BUSY remora: {refused}")),
+            Err(refused) => context.reply_error(&format!("ERR remora: {refused}")),
+        }
+    }
+}
+
+/// `REMORA.DISARM [generation]`: the agent has no more use for it.
+pub(crate) struct Disarm;
+
+impl Command for Disarm {
+    const NAME: &'static CStr = c"remora.disarm";
+    const FLAGS: &'static CStr = c"admin deny-script";
+
+    fn run(context: &Context<'_>, arguments: &[StrRef<'_>]) {
+        let generation = match arguments {
+            [] => None,
+            [generation] => match generation.as_str().and_then(|text| text.parse().ok()) {
+                Some(generation) => Some(generation),
+                None => return context.reply_error("ERR remora: a generation is a number"),
+            },
+            _ => return wrong_arity(context, "REMORA.DISARM [generation]"),
+        };
+        context.reply_integer(i64::from(armed::disarm(context, generation)));
+    }
+}
+
+/// `REMORA.STATUS`: names and values, one after the other.
+pub(crate) struct Status;
+
+impl Command for Status {
+    const NAME: &'static CStr = c"remora.status";
+    const FLAGS: &'static CStr = c"admin deny-script allow-loading allow-stale";
+
+    fn run(context: &Context<'_>, _arguments: &[StrRef<'_>]) {
+        let (state, generation) = armed::state();
+        let history = armed::history();
+        let pairs = [
+            ("version", env!("CARGO_PKG_VERSION").to_owned()),
+            ("protocol", PROTOCOL.to_string()),
+            ("capture", if armed::ALLOWED.get() { "yes" } else { "no" }.to_owned()),
+            ("load", if load::is_registered() { "yes" } else { "no" }.to_owned()),
+            ("load_state", load::state().to_owned()),
+            ("state", state.to_owned()),
+            ("generation", generation.map_or(String::new(), |generation| generation.to_string())),
+            ("captures_done", history.done.to_string()),
+            ("captures_failed", history.failed.to_string()),
+            ("last_bytes", history.last.received.to_string()),
+            ("last_keys", history.last.keys.to_string()),
+            ("last_micros", history.last.took_micros.to_string()),
+            ("last_error", history.last_error),
+        ];
+        context.reply_array(2 * pairs.len());
+        for (name, value) in pairs {
+            context.reply_bytes(name.as_bytes());
+            context.reply_bytes(value.as_bytes());
+        }
+    }
+}
+
+/// `REMORA.HELP`.
+pub(crate) struct Help;
+
+impl Command for Help {
+    const NAME: &'static CStr = c"remora.help";
+    const FLAGS: &'static CStr = c"allow-loading allow-stale";
+
+    fn run(context: &Context<'_>, _arguments: &[StrRef<'_>]) {
+        context.reply_array(HELP.len());
+        for line in HELP {
+            context.reply_bytes(line.as_bytes());
+        }
+    }
+}
+
+const HELP: &[&str] = &[
+    "REMORA.ARM address secret -- take a board, and a table, offered at a local socket; the next sync's child writes into it",
+    "REMORA.DISARM [generation] -- forget what was armed; answers 1 if there was something",
+    "REMORA.LOAD address secret ticket length [FLUSH] -- take memory that fields of the next snapshot will refer to",
+    "REMORA.STATUS -- names and values: version, protocol, state, what has been done",
+    "REMORA.HELP -- this",
+    "Settings: remora.capture (yes or no), remora.agent-timeout (seconds). INFO remora says the same as REMORA.STATUS.",
+];
+
+/// `REMORA.WALK`: called by the module itself, in a fork child.
+///
+/// A command, because the server reads its clock once for each command and no more often inside of it: during one there is one time
+/// by which keys are expired or not.
+pub(crate) struct Walk;
+
+impl Command for Walk {
+    const NAME: &'static CStr = c"remora.walk";
+    const FLAGS: &'static CStr = c"admin deny-script";
+
+    fn run(context: &Context<'_>, _arguments: &[StrRef<'_>]) {
+        if !context.flags().is_child() {
+            return context.reply_error("ERR remora: REMORA.WALK is for the module itself, in a fork child");
+        }
+        child::work(context);
+        context.reply_simple(c"OK");
+    }
+}
+
+fn wrong_arity(context: &Context<'_>, usage: &str) {
+    context.reply_error(&format!("ERR remora: wrong number of arguments, it is {usage}"));
+}

@@ -1,0 +1,140 @@
+//! Where the walk's bytes go: into the table, by way of a small buffer for small things. What is done while there is no room is
+//! decided here: wait as long as the agent lives, give up when it is gone or wants no more.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use remora_fabric::Memory;
+use remora_table::board::{Origin, Told};
+use remora_table::{Board, Identity, Kind, SnapshotWriter};
+
+use super::armed::AGENT_TIMEOUT;
+use super::walk::Trouble;
+
+/// The snapshot being written.
+pub(super) struct Output<'b> {
+    writer: SnapshotWriter,
+    board: &'b Board,
+    /// What is not yet in the table; short things are put here and leave together.
+    pub(super) small: Vec<u8>,
+    told: Told,
+    began: Instant,
+}
+
+impl<'b> Output<'b> {
+    /// Lays the table out: it holds the snapshot of that moment from now on.
+    pub(super) fn new(board: &'b Board, memory: Arc<Memory>, origin: &Origin) -> Result<Output<'b>, Trouble> {
+        let order = board.order();
+        let identity = Identity {
+            generation: order.generation,
+            kind: Kind::Snapshot,
+            replid: origin.replid,
+            first_offset: origin.offset,
+        };
+        let writer = SnapshotWriter::create(memory, order.geometry, identity, 0)?;
+        let small = Vec::with_capacity(2 * SMALL_BYTES);
+        Ok(Output { writer, board, small, told: Told::default(), began: Instant::now() })
+    }
+
+    /// One more key is complete.
+    pub(super) fn key_done(&mut self) -> Result<(), Trouble> {
+        self.told.keys += 1;
+        if self.small.len() < SMALL_BYTES { Ok(()) } else { self.flush() }
+    }
+
+    /// Bytes that follow what is in the buffer: one copy, from where they lie to the table, unless they are few.
+    pub(super) fn put(&mut self, bytes: &[u8]) -> Result<(), Trouble> {
+        if bytes.len() < SMALL_BYTES {
+            self.small.extend_from_slice(bytes);
+            return Ok(());
+        }
+        self.flush()?;
+        self.pour(bytes)
+    }
+
+    /// All of it is written: publishes the rest and seals.
+    pub(super) fn finish(mut self) -> Result<(), Trouble> {
+        self.flush()?;
+        self.writer.finish(0)?;
+        self.told.took_micros = self.began.elapsed().as_micros() as u64;
+        self.tell();
+        Ok(())
+    }
+
+    /// It will not be whole: readers are told.
+    pub(super) fn abort(mut self) {
+        self.writer.abort();
+    }
+
+    /// Keys so far.
+    pub(super) fn keys(&self) -> u64 {
+        self.told.keys
+    }
+
+    fn flush(&mut self) -> Result<(), Trouble> {
+        let small = std::mem::take(&mut self.small);
+        let poured = self.pour(&small);
+        self.small = small;
+        self.small.clear();
+        poured
+    }
+
+    fn pour(&mut self, bytes: &[u8]) -> Result<(), Trouble> {
+        if self.board.is_cancelled() {
+            return Err(Trouble::Cancelled);
+        }
+        let mut rest = bytes;
+        loop {
+            let taken = self.writer.append(rest)?;
+            rest = rest.get(taken..).unwrap_or_default();
+            self.tell();
+            if rest.is_empty() {
+                return Ok(());
+            }
+            self.wait_for_room()?;
+        }
+    }
+
+    /// The ring is full: its readers are slower than we are.
+    fn wait_for_room(&mut self) -> Result<(), Trouble> {
+        let limit = Duration::from_secs(AGENT_TIMEOUT.get());
+        let mut beat = self.board.orderer_beat();
+        let mut heard = Instant::now();
+        loop {
+            if self.board.is_cancelled() {
+                return Err(Trouble::Cancelled);
+            }
+            let below = self.board.retire_below();
+            if below > self.writer.retired() {
+                self.writer.retire(below);
+                if self.writer.space().is_some() {
+                    return Ok(());
+                }
+            }
+            let now = self.board.orderer_beat();
+            if now != beat {
+                (beat, heard) = (now, Instant::now());
+            } else if heard.elapsed() > limit {
+                return Err(Trouble::Abandoned(limit.as_secs()));
+            }
+            self.told.waits += 1;
+            self.tell();
+            thread::sleep(ROOM_POLL);
+        }
+    }
+
+    fn tell(&mut self) {
+        self.told.received = self.writer.received();
+        self.told.published_slots = self.writer.published_slots();
+        self.told.retired_slots = self.writer.retired();
+        self.board.tell(&self.told);
+    }
+}
+
+/// Bytes that are gathered before they go to the table together, and from which on a value goes there by itself: large beside the cost of
+/// one hand-over (some hundred nanoseconds), small beside a first-level cache.
+const SMALL_BYTES: usize = 8 << 10;
+
+/// How often a writer without room looks whether there is some: readers free a slot of 4 MiB in a millisecond or two.
+const ROOM_POLL: Duration = Duration::from_micros(200);

@@ -1,0 +1,155 @@
+//! Records of a snapshot as the servers write them: header, databases, keys, end. Pure: bytes go into a buffer.
+//!
+//! A value that is long is not put into the buffer: only what stands before it is, and who writes the snapshot lets the value follow
+//! from where it lies.
+//!
+//! ```text
+//!   REDIS0011  FA name value …  F5 library …   FE db  FB keys expires   [FC expiry]  [F8 idle | F9 freq]  type key value   …  FF 0
+//!   ╰── header ──────────────╯  ╰─functions─╯  ╰──── database ───────╯  ╰──── head of a key ─────────────────────╯
+//! ```
+
+use remora_redis::rdb::{
+    OPCODE_AUX, OPCODE_EOF, OPCODE_EXPIRETIME_MS, OPCODE_FREQ, OPCODE_IDLE, OPCODE_RESIZEDB, OPCODE_SELECTDB, magic,
+    put_length,
+};
+
+/// How old a key is, as far as the server keeps that.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Age {
+    /// It keeps nothing.
+    Unknown,
+    /// Milliseconds since the last use.
+    Idle(u64),
+    /// How often it is used, on the server's scale.
+    Frequency(u8),
+}
+
+/// The first nine bytes.
+pub(super) fn put_magic(out: &mut Vec<u8>, version: u16) {
+    out.extend_from_slice(magic(u32::from(version)).as_bytes());
+}
+
+/// One field of the header.
+pub(super) fn put_field(out: &mut Vec<u8>, name: &str, value: &[u8]) {
+    out.push(OPCODE_AUX);
+    put_string(out, name.as_bytes());
+    put_string(out, value);
+}
+
+/// The keys from here on belong to this database; so many there are, and so many of them expire.
+pub(super) fn put_database(out: &mut Vec<u8>, number: u32, keys: u64, expires: u64) {
+    out.push(OPCODE_SELECTDB);
+    put_length(out, u64::from(number));
+    out.push(OPCODE_RESIZEDB);
+    put_length(out, keys);
+    put_length(out, expires);
+}
+
+/// What stands before a value: expiry (milliseconds since 1970), age, type and name.
+pub(super) fn put_key(out: &mut Vec<u8>, expires_at: Option<u64>, age: Age, kind: u8, name: &[u8]) {
+    if let Some(milliseconds) = expires_at {
+        out.push(OPCODE_EXPIRETIME_MS);
+        out.extend_from_slice(&milliseconds.to_le_bytes());
+    }
+    match age {
+        Age::Unknown => {}
+        Age::Idle(milliseconds) => {
+            out.push(OPCODE_IDLE);
+            put_length(out, milliseconds / 1000);
+        }
+        Age::Frequency(frequency) => out.extend_from_slice(&[OPCODE_FREQ, frequency]),
+    }
+    out.push(kind);
+    put_string(out, name);
+}
+
+/// A short string: length and bytes.
+pub(super) fn put_string(out: &mut Vec<u8>, string: &[u8]) {
+    put_length(out, string.len() as u64);
+    out.extend_from_slice(string);
+}
+
+/// The end, without a checksum: the table has one for each slot.
+pub(super) fn put_end(out: &mut Vec<u8>) {
+    out.push(OPCODE_EOF);
+    out.extend_from_slice(&[0; 8]);
+}
+
+/// What `DUMP` and `FUNCTION DUMP` answer, taken apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Dump<'d> {
+    /// What a snapshot has there: a type and a value, or functions.
+    pub(super) body: &'d [u8],
+    /// The version of the format that the server writes.
+    pub(super) version: u16,
+}
+
+impl<'d> Dump<'d> {
+    /// `None` if it is too short to be one.
+    pub(super) fn parse(answer: &'d [u8]) -> Option<Dump<'d>> {
+        let (body, footer) = answer.split_at_checked(answer.len().checked_sub(DUMP_FOOTER_BYTES)?)?;
+        let [low, high, ..] = *footer else { return None };
+        Some(Dump { body, version: u16::from_le_bytes([low, high]) })
+    }
+
+    /// The type and the value of a key.
+    pub(super) fn key(&self) -> Option<(u8, &'d [u8])> {
+        self.body.split_first().map(|(kind, value)| (*kind, value))
+    }
+}
+
+/// The type of a plain string.
+pub(super) const TYPE_STRING: u8 = 0;
+/// Version and checksum at the end of a `DUMP`.
+const DUMP_FOOTER_BYTES: usize = 10;
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use remora_redis::rdb::Head;
+
+    use super::*;
+
+    fn written(write: impl FnOnce(&mut Vec<u8>)) -> Vec<u8> {
+        let mut out = Vec::new();
+        write(&mut out);
+        out
+    }
+
+    #[test]
+    fn a_header_is_read_back_as_the_servers_own() {
+        for (version, begins) in [(10, b"REDIS0010"), (80, b"VALKEY080")] {
+            let mut out = Vec::new();
+            put_magic(&mut out, version);
+            put_field(&mut out, "repl-id", &[b'a'; 40]);
+            put_field(&mut out, "repl-offset", b"77");
+            put_field(&mut out, "repl-stream-db", b"3");
+            put_end(&mut out);
+            let (head, _) = Head::parse(&out).unwrap().unwrap();
+            assert!(out.starts_with(begins));
+            assert_eq!((head.version, head.offset(), head.stream_db()), (u32::from(version), Some(77), Some(3)));
+        }
+    }
+
+    #[test]
+    fn a_key_has_its_expiry_and_its_age_before_type_and_name() {
+        let bytes = written(|out| put_key(out, Some(258), Age::Idle(61_999), 9, b"k"));
+        assert_eq!(bytes, b"\xFC\x02\x01\0\0\0\0\0\0\xF8\x3D\x09\x01k");
+        let bytes = written(|out| put_key(out, None, Age::Frequency(7), TYPE_STRING, b"key"));
+        assert_eq!(bytes, b"\xF9\x07\x00\x03key");
+    }
+
+    #[test]
+    fn a_database_says_how_many_keys_to_expect() {
+        assert_eq!(written(|out| put_database(out, 15, 64, 3)), b"\xFE\x0F\xFB\x40\x40\x03");
+    }
+
+    #[test]
+    fn a_dump_is_type_value_and_footer() {
+        let dump = Dump::parse(b"\x04value\x50\x0012345678").unwrap();
+        assert_eq!((dump.version, dump.key()), (80, Some((4, b"value".as_slice()))));
+        assert_eq!(Dump::parse(b"\x0b\x0012345678").unwrap().key(), None, "no functions at all");
+        assert_eq!(Dump::parse(b"123456789"), None);
+    }
+}

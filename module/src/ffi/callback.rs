@@ -1,0 +1,90 @@
+//! The server calls us: entries of the C kind, each of which makes handles, calls a trait and lets no panic out.
+//!
+//! A panic that left an `extern "C"` function would end the whole server. [`guard`] ends it here: the command is answered with an error,
+//! the event has no effect, and the panic's text is on the server's standard error, which is its log file.
+
+use std::ffi::{CStr, c_int, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr::NonNull;
+
+use super::context::Context;
+use super::functions::{ERR, OK, RawContext, RawEvent, RawString};
+use super::string::StrRef;
+
+/// Runs `work`; after a panic, `otherwise`.
+pub(crate) fn guard<T>(otherwise: T, work: impl FnOnce() -> T) -> T {
+    // Unwind safety: what `work` borrows belongs to this callback, or lies behind a mutex that recovers from poison.
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or(otherwise)
+}
+
+/// A command of ours.
+pub(crate) trait Command {
+    /// Its name in lower case.
+    const NAME: &'static CStr;
+    /// The server's words for what kind of command it is.
+    const FLAGS: &'static CStr;
+
+    /// Answers once. `arguments`: without the command's name.
+    fn run(context: &Context<'_>, arguments: &[StrRef<'_>]);
+}
+
+/// # Safety
+/// Called by the server, with what it promises: a context, and so many strings, all alive during the call.
+pub(super) unsafe extern "C" fn command_entry<C: Command>(
+    context: *mut RawContext,
+    arguments: *mut *mut RawString,
+    count: c_int,
+) -> c_int {
+    let (Some(context), Some(arguments)) = (NonNull::new(context), NonNull::new(arguments)) else { return ERR };
+    // SAFETY: Alive during the call, and the server calls commands on its main thread.
+    let context = unsafe { Context::new(context) };
+    // SAFETY: So many pointers lie there, none of them null, to strings that live during the call; a `StrRef` is such a pointer.
+    let arguments: &[StrRef<'_>] =
+        unsafe { std::slice::from_raw_parts(arguments.as_ptr().cast(), usize::try_from(count).unwrap_or(0)) };
+    let answered = guard(false, || {
+        C::run(&context, arguments.get(1..).unwrap_or_default());
+        true
+    });
+    if !answered {
+        context.reply_error("ERR remora: a mistake of ours in this command; the server's log has its place");
+    }
+    OK
+}
+
+/// Somebody who is told of one kind of events.
+pub(crate) trait EventHandler {
+    /// `REDISMODULE_EVENT_*`.
+    const EVENT: u64;
+
+    /// `what`: `REDISMODULE_SUBEVENT_*`.
+    fn handle(context: &Context<'_>, what: u64);
+}
+
+/// # Safety
+/// Called by the server, with a context that lives during the call.
+pub(super) unsafe extern "C" fn event_entry<H: EventHandler>(
+    context: *mut RawContext,
+    _event: RawEvent,
+    what: u64,
+    _data: *mut c_void,
+) {
+    let Some(context) = NonNull::new(context) else { return };
+    // SAFETY: Alive during the call, and the server fires events on its main thread, or on the only one of a fork child.
+    let context = unsafe { Context::new(context) };
+    guard((), || H::handle(&context, what));
+}
+
+/// An alarm.
+pub(crate) trait Timer {
+    /// `number`: as given when it was set.
+    fn ring(context: &Context<'_>, number: u64);
+}
+
+/// # Safety
+/// Called by the server, with a context that lives during the call; `data` is a number.
+pub(super) unsafe extern "C" fn timer_entry<T: Timer>(context: *mut RawContext, data: *mut c_void) {
+    let Some(context) = NonNull::new(context) else { return };
+    // SAFETY: Alive during the call, and timers ring on the server's main thread.
+    let context = unsafe { Context::new(context) };
+    guard((), || T::ring(&context, data.addr() as u64));
+}

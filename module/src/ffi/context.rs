@@ -1,0 +1,395 @@
+//! One call of the server into us, and what may be asked of the server during it.
+
+use std::any::Any;
+use std::ffi::{CStr, CString, c_char, c_int, c_longlong, c_void};
+use std::marker::PhantomData;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr::{self, NonNull};
+
+use super::callback::{Command, EventHandler, Timer, command_entry, event_entry, timer_entry};
+use super::functions::{ERR, OK, RawContext, RawCursor, RawEvent, RawKey, RawServerInfo, RawString, server};
+use super::info::{Informer, info_entry};
+use super::key::{Key, READ, WRITE};
+use super::reply::Reply;
+use super::string::StrRef;
+
+/// A call of the server into us; also the proof that we are on its thread.
+pub(crate) struct Context<'s> {
+    raw: NonNull<RawContext>,
+    call: PhantomData<&'s RawContext>,
+}
+
+impl<'s> Context<'s> {
+    /// # Safety
+    /// `raw` is a context of the server's that lives for `'s`, and this is the server's main thread.
+    pub(super) unsafe fn new(raw: NonNull<RawContext>) -> Context<'s> {
+        Context { raw, call: PhantomData }
+    }
+
+    pub(super) fn raw(&self) -> *mut RawContext {
+        self.raw.as_ptr()
+    }
+
+    /// A line in the server's log.
+    pub(crate) fn log(&self, level: LogLevel, text: &str) {
+        let text = without_zeros(text);
+        // SAFETY: A living context; a level that the server knows; a format that takes exactly one zero-terminated text.
+        unsafe { (server().log)(self.raw(), level.name().as_ptr(), c"%s".as_ptr(), text.as_ptr()) };
+    }
+
+    // --- Answers to a command -----------------------------------------------------------------------------------
+
+    /// Answers with a word of ours, `OK` above all.
+    pub(crate) fn reply_simple(&self, text: &CStr) {
+        // SAFETY: A living context and a zero-terminated text, which is copied. What it returns only means "answered".
+        unsafe { (server().reply_simple)(self.raw(), text.as_ptr()) };
+    }
+
+    /// Answers with an error: a word in capitals, then a sentence.
+    pub(crate) fn reply_error(&self, text: &str) {
+        // An error is one line of the protocol.
+        let text = without_zeros(&text.replace(['\r', '\n'], " "));
+        // SAFETY: As for `reply_simple`.
+        unsafe { (server().reply_error)(self.raw(), text.as_ptr()) };
+    }
+
+    /// Answers with a number.
+    pub(crate) fn reply_integer(&self, number: i64) {
+        // SAFETY: A living context.
+        unsafe { (server().reply_integer)(self.raw(), number) };
+    }
+
+    /// Answers with bytes.
+    pub(crate) fn reply_bytes(&self, bytes: &[u8]) {
+        // SAFETY: A living context; the bytes are copied.
+        unsafe { (server().reply_bytes)(self.raw(), bytes.as_ptr().cast(), bytes.len()) };
+    }
+
+    /// Begins an answer of so many parts, each of which must follow.
+    pub(crate) fn reply_array(&self, parts: usize) {
+        // SAFETY: A living context.
+        unsafe { (server().reply_array)(self.raw(), parts as _) };
+    }
+
+    // --- Keys -----------------------------------------------------------------------------------------------------
+
+    /// Makes `database` the one that later calls work on. False if there is none of that number.
+    pub(crate) fn select(&self, database: u32) -> bool {
+        let Ok(database) = c_int::try_from(database) else { return false };
+        // SAFETY: A living context; the server checks the number.
+        unsafe { (server().select_db)(self.raw(), database) == OK }
+    }
+
+    /// Keys in the selected database.
+    pub(crate) fn key_count(&self) -> u64 {
+        // SAFETY: A living context.
+        unsafe { (server().db_size)(self.raw()) }
+    }
+
+    /// Opens a key for reading. `None` if there is none.
+    pub(crate) fn open(&self, name: StrRef<'_>) -> Option<Key<'_>> {
+        self.open_for(name, READ)
+    }
+
+    /// Opens a key for writing; it needn't exist.
+    pub(crate) fn open_to_write(&self, name: StrRef<'_>) -> Option<Key<'_>> {
+        self.open_for(name, READ | WRITE)
+    }
+
+    fn open_for(&self, name: StrRef<'_>, mode: c_int) -> Option<Key<'_>> {
+        // SAFETY: A living context and string; the key takes a reference of its own to the string.
+        let raw = unsafe { (server().open_key)(self.raw(), name.raw(), mode) };
+        // SAFETY: Just opened, by us, and it can't outlive the context, which is borrowed.
+        NonNull::new(raw).map(|raw| unsafe { Key::new(raw, true) })
+    }
+
+    /// Shows the keys of one step of a walk over the selected database. False when the walk is over.
+    ///
+    /// What `SCAN` promises holds: a key that is there all the time is shown at least once; more than once is possible only if the table
+    /// changes its size meanwhile. A panic of `show` goes on from here, once the server has been left.
+    pub(crate) fn scan<F: FnMut(StrRef<'_>, Key<'_>)>(&self, cursor: &mut Cursor, show: F) -> bool {
+        let mut showing = Showing { show, panicked: None };
+        let data: *mut Showing<F> = &mut showing;
+        // SAFETY: A living context and cursor. `data` stays valid through the call, and `scan_entry::<F>` is the only one who uses it,
+        // as what it is.
+        let more = unsafe { (server().scan)(self.raw(), cursor.raw.as_ptr(), scan_entry::<F>, data.cast()) != 0 };
+        if let Some(panic) = showing.panicked {
+            std::panic::resume_unwind(panic);
+        }
+        more
+    }
+
+    // --- Commands ------------------------------------------------------------------------------------------------
+
+    /// Calls a command; its errors are replies. `None`: the server didn't even make an answer of it.
+    pub(crate) fn call(&self, name: &CStr, arguments: &[StrRef<'_>]) -> Option<Reply<'_>> {
+        let list: *const StrRef<'_> = arguments.as_ptr();
+        // SAFETY: A living context. The format "v" takes a list of strings and its length (a `size_t`), and `StrRef` is such a pointer
+        // and nothing else; "E" takes none. Nothing is kept after the call.
+        let raw = unsafe {
+            (server().call)(self.raw(), name.as_ptr(), c"vE".as_ptr(), list.cast::<*mut RawString>(), arguments.len())
+        };
+        // SAFETY: A new reply, ours to free, that can't outlive the context, which is borrowed.
+        NonNull::new(raw).map(|raw| unsafe { Reply::new(raw, true) })
+    }
+
+    /// INFO of one section.
+    pub(crate) fn server_info(&self, section: &CStr) -> Option<ServerInfo<'_>> {
+        // SAFETY: A living context and a zero-terminated name.
+        let raw = unsafe { (server().get_server_info)(self.raw(), section.as_ptr()) };
+        NonNull::new(raw).map(|raw| ServerInfo { raw, context: self })
+    }
+
+    /// Lets the server do what can't wait: answer `-LOADING`, beat its heart. Our own context stays valid.
+    pub(crate) fn yield_now(&self, also_clients: bool, busy: &CStr) {
+        let flags = if also_clients { YIELD_CLIENTS } else { YIELD_NONE };
+        // SAFETY: A living context; the text is copied or used during the call only.
+        unsafe { (server().yield_now)(self.raw(), flags, busy.as_ptr()) };
+    }
+
+    /// What kind of call this is, as bits (`REDISMODULE_CTX_FLAGS_*`).
+    pub(crate) fn flags(&self) -> ContextFlags {
+        // SAFETY: A living context.
+        ContextFlags(unsafe { (server().context_flags)(self.raw()) })
+    }
+
+    /// How this module behaves, as bits (`REDISMODULE_OPTIONS_*`).
+    pub(crate) fn set_module_options(&self, options: c_int) {
+        // SAFETY: A living context of this module.
+        unsafe { (server().set_module_options)(self.raw(), options) };
+    }
+
+    // --- What is told beforehand ----------------------------------------------------------------------------------
+
+    /// Makes a command known. Only while the module is being loaded.
+    pub(crate) fn register_command<C: Command>(&self) -> bool {
+        let (name, flags) = (C::NAME.as_ptr(), C::FLAGS.as_ptr());
+        // SAFETY: A living context, zero-terminated texts, an entry of the right signature that outlives the module's being loaded.
+        let made = unsafe { (server().create_command)(self.raw(), name, command_entry::<C>, flags, 0, 0, 0) };
+        made == OK
+    }
+
+    /// Makes an ACL category known, where the server can.
+    pub(crate) fn add_acl_category(&self, name: &CStr) -> bool {
+        // SAFETY: A living context and a zero-terminated name.
+        server().add_acl_category.is_some_and(|add| unsafe { add(self.raw(), name.as_ptr()) } == OK)
+    }
+
+    /// Puts a command into ACL categories (names with blanks between), where the server can.
+    pub(crate) fn set_acl_categories(&self, command: &CStr, categories: &CStr) -> bool {
+        let Some(set) = server().set_acl_categories else { return false };
+        // SAFETY: A living context and a zero-terminated name.
+        let raw = unsafe { (server().get_command)(self.raw(), command.as_ptr()) };
+        // SAFETY: A command of ours that was just found, and a zero-terminated text.
+        !raw.is_null() && unsafe { set(raw, categories.as_ptr()) } == OK
+    }
+
+    /// Asks to be told of one kind of events (`REDISMODULE_EVENT_*`). False if this server doesn't know it.
+    pub(crate) fn subscribe<H: EventHandler>(&self) -> bool {
+        let event = RawEvent { id: H::EVENT, version: 1 };
+        // SAFETY: A living context; an entry of the right signature. The server forgets it when it unloads us.
+        unsafe { (server().subscribe)(self.raw(), event, Some(event_entry::<H>)) == OK }
+    }
+
+    /// Asks to be asked when somebody asks INFO.
+    pub(crate) fn register_info<I: Informer>(&self) -> bool {
+        // SAFETY: A living context; an entry of the right signature.
+        unsafe { (server().register_info)(self.raw(), info_entry::<I>) == OK }
+    }
+
+    /// Sets an alarm in so many milliseconds; `number` is handed to it. The server does not unload a module that has one.
+    pub(crate) fn set_timer<T: Timer>(&self, milliseconds: u64, number: u64) -> TimerId {
+        let period = c_longlong::try_from(milliseconds).unwrap_or(c_longlong::MAX);
+        let data = ptr::without_provenance_mut::<c_void>(number as usize);
+        // SAFETY: A living context; an entry of the right signature; the data is a number and is never followed.
+        TimerId(unsafe { (server().create_timer)(self.raw(), period, timer_entry::<T>, data) })
+    }
+
+    /// Takes an alarm back. One that has rung is not there any more, which is as well.
+    pub(crate) fn stop_timer(&self, timer: TimerId) {
+        // SAFETY: A living context; a null place means that the data isn't wanted.
+        unsafe { (server().stop_timer)(self.raw(), timer.0, ptr::null_mut()) };
+    }
+
+    /// Takes over what the configuration file or `MODULE LOADEX` says. Once, after all settings are registered.
+    pub(crate) fn load_settings(&self) -> bool {
+        // SAFETY: A living context of a module that is being loaded.
+        unsafe { (server().load_configs)(self.raw()) == OK }
+    }
+}
+
+/// An alarm that was set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct TimerId(u64);
+
+/// How a [`Context::scan`] remembers its place.
+pub(crate) struct Cursor {
+    raw: NonNull<RawCursor>,
+}
+
+impl Cursor {
+    /// At the beginning. The context is the proof that we are on the server's thread.
+    pub(crate) fn new(_context: &Context<'_>) -> Cursor {
+        // SAFETY: No conditions.
+        let raw = unsafe { (server().cursor_create)() };
+        Cursor { raw: NonNull::new(raw).expect("the server ends itself rather than return no cursor") }
+    }
+}
+
+impl Drop for Cursor {
+    fn drop(&mut self) {
+        // SAFETY: Ours, freed once.
+        unsafe { (server().cursor_destroy)(self.raw.as_ptr()) };
+    }
+}
+
+/// What a scan carries through the server: a closure, and the panic that ended it.
+struct Showing<F> {
+    show: F,
+    panicked: Option<Box<dyn Any + Send>>,
+}
+
+/// The server shows one key.
+///
+/// # Safety
+/// `data` points to a `Showing<F>` that nobody else uses meanwhile.
+unsafe extern "C" fn scan_entry<F: FnMut(StrRef<'_>, Key<'_>)>(
+    _context: *mut RawContext,
+    name: *mut RawString,
+    key: *mut RawKey,
+    data: *mut c_void,
+) {
+    let (Some(name), Some(key)) = (NonNull::new(name), NonNull::new(key)) else { return };
+    // SAFETY: By the caller's promise.
+    let Showing { show, panicked } = unsafe { &mut *data.cast::<Showing<F>>() };
+    if panicked.is_some() {
+        return;
+    }
+    // SAFETY: The server's, alive during this call, which is all that the closure may assume of it.
+    let name = unsafe { StrRef::new(name) };
+    // SAFETY: As above; the server closes it itself.
+    let key = unsafe { Key::new(key, false) };
+    // Unwind safety: after a panic the closure is not called again.
+    *panicked = catch_unwind(AssertUnwindSafe(|| show(name, key))).err();
+}
+
+/// INFO, looked into line by line.
+pub(crate) struct ServerInfo<'c> {
+    raw: NonNull<RawServerInfo>,
+    context: &'c Context<'c>,
+}
+
+impl ServerInfo<'_> {
+    /// The value of a line.
+    pub(crate) fn get(&self, field: &CStr) -> Option<&str> {
+        // SAFETY: A living answer and a zero-terminated name.
+        let text = unsafe { (server().server_info_field)(self.raw.as_ptr(), field.as_ptr()) };
+        if text.is_null() {
+            return None;
+        }
+        // SAFETY: Zero-terminated by the server, and alive as long as the answer, which is borrowed.
+        unsafe { CStr::from_ptr(text) }.to_str().ok()
+    }
+
+    /// The value of a line that is a number.
+    pub(crate) fn number(&self, field: &CStr) -> Option<u64> {
+        self.get(field)?.parse().ok()
+    }
+}
+
+impl Drop for ServerInfo<'_> {
+    fn drop(&mut self) {
+        // SAFETY: Ours, freed once, with the context it was made with.
+        unsafe { (server().free_server_info)(self.context.raw(), self.raw.as_ptr()) };
+    }
+}
+
+/// A context of our own, for callbacks to which the server gives none with a client behind it (loading, persistence events).
+pub(crate) struct OwnContext {
+    context: Context<'static>,
+}
+
+impl OwnContext {
+    /// Made on the server's thread, as `_proof` proves, and to be used there only (it is not `Send`).
+    pub(crate) fn new(_proof: &Context<'_>) -> OwnContext {
+        // SAFETY: Null is allowed: a context for no blocked client.
+        let raw = unsafe { (server().get_thread_safe_context)(ptr::null_mut()) };
+        let raw = NonNull::new(raw).expect("the server ends itself rather than return no context");
+        // SAFETY: It lives until `drop` frees it, and is only lent out.
+        OwnContext { context: unsafe { Context::new(raw) } }
+    }
+}
+
+impl std::ops::Deref for OwnContext {
+    type Target = Context<'static>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.context
+    }
+}
+
+impl Drop for OwnContext {
+    fn drop(&mut self) {
+        // SAFETY: Ours, freed once.
+        unsafe { (server().free_thread_safe_context)(self.context.raw()) };
+    }
+}
+
+/// How loud a line in the log is.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum LogLevel {
+    /// For those who look for a fault.
+    Debug,
+    /// What an operator wants to know.
+    Notice,
+    /// What an operator must know.
+    Warning,
+}
+
+impl LogLevel {
+    fn name(self) -> &'static CStr {
+        match self {
+            LogLevel::Debug => c"debug",
+            LogLevel::Notice => c"notice",
+            LogLevel::Warning => c"warning",
+        }
+    }
+}
+
+/// `REDISMODULE_CTX_FLAGS_*`, as far as we ask.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ContextFlags(c_int);
+
+impl ContextFlags {
+    /// The server is a replica.
+    pub(crate) fn is_replica(self) -> bool {
+        self.0 & (1 << 3) != 0
+    }
+
+    /// The server is in cluster mode.
+    pub(crate) fn is_cluster(self) -> bool {
+        self.0 & (1 << 5) != 0
+    }
+
+    /// The server has a fork child.
+    pub(crate) fn has_child(self) -> bool {
+        self.0 & (1 << 18) != 0
+    }
+
+    /// This process is a fork child.
+    pub(crate) fn is_child(self) -> bool {
+        self.0 & (1 << 20) != 0
+    }
+}
+
+/// A text as C wants it. A zero inside would end it early, so it is left out.
+pub(super) fn without_zeros(text: &str) -> CString {
+    CString::new(text.replace('\0', "")).unwrap_or_default()
+}
+
+/// `REDISMODULE_YIELD_FLAG_NONE`.
+const YIELD_NONE: c_int = 1;
+/// `REDISMODULE_YIELD_FLAG_CLIENTS`, and the former.
+const YIELD_CLIENTS: c_int = 3;
+
+const _: () = assert!(OK == 0 && ERR == 1 && size_of::<c_char>() == 1);

@@ -1,0 +1,48 @@
+//! The border to the server: the only unsafe code of this crate. Not here: any decision.
+//!
+//! ```text
+//!   server ──RedisModule_OnLoad──▶ entry.rs ──look_up──▶ functions.rs      names → pointers, once
+//!   server ──callback──▶ callback.rs (no panic gets out) ──▶ traits that the rest of the crate implements
+//!   rest of the crate ──▶ handles: Context, Key, Str, Reply … ──▶ functions.rs ──▶ server
+//! ```
+//!
+//! What every SAFETY comment here leans on:
+//!
+//! - **The handle rule.** A handle (`Context`, `Key`, `StrRef`, `Io`, `InfoSection`) exists only while the server's object does: callbacks
+//!   make handles from what the server passes and give them out by reference, with a lifetime that ends with the callback; owned
+//!   ones (`OwnedStr`, `Key` from `open`, `Reply`, `Cursor`, `ServerInfo`, `OwnContext`) free their object when dropped.
+//! - **The thread rule.** The server's functions belong to its main thread. A [`Context`] is the proof of being on it (callbacks come only
+//!   there; it is neither `Send` nor `Sync`), and every other handle is made from one, and is neither `Send` nor `Sync` either, as it
+//!   holds a raw pointer. A fork child has one thread, which is a copy of that main thread: the rule holds there too.
+//! - **The names rule.** `functions::server()` holds pointers that the server itself gave out for those names; their signatures are the
+//!   published ones.
+
+mod callback;
+mod context;
+mod entry;
+mod functions;
+mod info;
+mod io;
+mod key;
+mod reply;
+mod settings;
+mod string;
+
+#[allow(unused_imports)]
+pub(crate) use callback::{Command, EventHandler, Timer, guard};
+#[allow(unused_imports)]
+pub(crate) use context::{Context, Cursor, LogLevel, OwnContext, ServerInfo, TimerId};
+#[allow(unused_imports)]
+pub(crate) use entry::Module;
+#[allow(unused_imports)]
+pub(crate) use info::{InfoSection, Informer};
+#[allow(unused_imports)]
+pub(crate) use io::{AuxLoad, Io, register_aux};
+#[allow(unused_imports)]
+pub(crate) use key::{Key, KeyKind};
+#[allow(unused_imports)]
+pub(crate) use reply::{Reply, ReplyKind};
+#[allow(unused_imports)]
+pub(crate) use settings::{Flag, Number};
+#[allow(unused_imports)]
+pub(crate) use string::{OwnedStr, StrRef};

@@ -1,0 +1,170 @@
+//! `REMORA.LOAD`: takes the memory that the next loading will refer to.
+
+use std::ffi::CStr;
+use std::time::Duration;
+
+use remora_fabric::{Memory, View, handover};
+use remora_redis::rdb::reference::TICKET_BYTES;
+use remora_table::{Tally, tally::TALLY_BYTES};
+
+use super::strings::Strings;
+use super::{Armed, Expired};
+use crate::api::{Command, Context, LogLevel, OwnContext, OwnedStr, StrRef};
+
+/// `REMORA.LOAD address secret ticket length [FLUSH]`
+///
+/// Address and secret of the handover, the ticket that the first field will show (hexadecimal), bytes of the memory. `FLUSH`: empty
+/// the server, whose data are about to be replaced in any case. Answers `OK`, or `OK NOIDLE` if keys with idle times must come by the
+/// link.
+pub(crate) struct Load;
+
+impl Command for Load {
+    const NAME: &'static CStr = c"remora.load";
+    // A replica that waits for its snapshot is stale. Not while something is loaded: that would be the wrong loading.
+    const FLAGS: &'static CStr = c"admin deny-script allow-stale no-monitor no-slowlog";
+
+    fn run(context: &Context<'_>, arguments: &[StrRef<'_>]) {
+        match arm(context, arguments) {
+            Ok(()) if sets_idle_times(context) => context.reply_simple(c"OK"),
+            Ok(()) => context.reply_simple(c"OK NOIDLE"),
+            Err(error) => context.reply_error(&format!("ERR remora: {error}")),
+        }
+    }
+}
+
+/// Why it can't be.
+#[derive(Debug, thiserror::Error)]
+enum ArmError {
+    #[error("give address, secret, ticket and length, and FLUSH if the data may go")]
+    Arguments,
+    #[error("the memory was not handed over: {0}; is the agent on this host, in the same network namespace?")]
+    Handover(#[from] remora_fabric::Error),
+    #[error("{0}")]
+    Tally(#[from] remora_table::Error),
+    #[error("two descriptors belong to it, not {0}")]
+    Count(usize),
+    #[error(
+        "repl-diskless-load is {0}: only on-empty-db and flush-before-load load from the link into the server's own data"
+    )]
+    Setting(String),
+    #[error(
+        "there are {0} keys, and with repl-diskless-load on-empty-db only an empty server loads from its link: FLUSH was not given"
+    )]
+    NotEmpty(u64),
+    #[error("emptying the server failed: {0}")]
+    Flush(String),
+    #[error("in cluster mode it isn't done")]
+    Cluster,
+}
+
+/// How long the agent may take to hand the memory over: it is waiting for us, on this host. The server stands still meanwhile.
+const TAKE_LIMIT: Duration = Duration::from_secs(1);
+
+/// How long the loading may take to begin: the agent sends at once, but the server may empty itself first, which may take minutes.
+const BEGIN_LIMIT_MILLIS: u64 = 10 * 60 * 1000;
+
+fn arm(context: &Context<'_>, arguments: &[StrRef<'_>]) -> Result<(), ArmError> {
+    let wanted = Wanted::parse(arguments).ok_or(ArmError::Arguments)?;
+    if context.flags().is_cluster() {
+        return Err(ArmError::Cluster);
+    }
+    if let Some(former) = Armed::take() {
+        context.stop_timer(former.alarm);
+        former.tally.refuse("another memory was shown");
+    }
+    let mut descriptors = handover::take(wanted.address, wanted.secret, TAKE_LIMIT)?.into_iter();
+    let (Some(memory), Some(tally), None) = (descriptors.next(), descriptors.next(), descriptors.next()) else {
+        return Err(ArmError::Count(descriptors.len()));
+    };
+    let view = View::open(memory, wanted.length)?;
+    let tally = Tally::adopt(Memory::adopt(tally, TALLY_BYTES)?)?;
+    let own = OwnContext::new(context);
+    make_ready(&own, wanted.flush)?;
+    let alarm = context.set_timer::<Expired>(BEGIN_LIMIT_MILLIS, 0);
+    Armed { ticket: wanted.ticket, strings: Strings::new(view), tally, context: own, begun: false, alarm }.put();
+    context.log(LogLevel::Debug, "memory was shown for the next loading");
+    Ok(())
+}
+
+/// The arguments.
+struct Wanted<'a> {
+    address: &'a str,
+    secret: &'a str,
+    ticket: [u8; TICKET_BYTES],
+    length: u64,
+    flush: bool,
+}
+
+impl<'a> Wanted<'a> {
+    fn parse(arguments: &[StrRef<'a>]) -> Option<Wanted<'a>> {
+        let (required, rest) = arguments.split_first_chunk::<4>()?;
+        let flush = match rest {
+            [] => false,
+            [word] => word.as_str().filter(|word| word.eq_ignore_ascii_case("flush")).map(|_| true)?,
+            _ => return None,
+        };
+        let [address, secret, ticket, length] = required;
+        let ticket = hexadecimal(ticket.as_str()?)?;
+        Some(Wanted {
+            address: address.as_str()?,
+            secret: secret.as_str()?,
+            ticket,
+            length: length.as_str()?.parse().ok()?,
+            flush,
+        })
+    }
+}
+
+/// Sixteen bytes out of 32 hexadecimal digits.
+fn hexadecimal(text: &str) -> Option<[u8; TICKET_BYTES]> {
+    let mut bytes = [0; TICKET_BYTES];
+    if text.len() != 2 * TICKET_BYTES || !text.is_ascii() {
+        return None;
+    }
+    for (byte, digits) in bytes.iter_mut().zip(text.as_bytes().chunks(2)) {
+        *byte = u8::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()?;
+    }
+    Some(bytes)
+}
+
+/// Makes sure that the server will load from its link, into its own data.
+fn make_ready(context: &Context<'_>, flush: bool) -> Result<(), ArmError> {
+    match setting(context, "repl-diskless-load").as_deref() {
+        // It would empty itself, with its agent waiting: better now.
+        Some("flush-before-load") if flush => empty(context, true),
+        Some("flush-before-load") => Ok(()),
+        Some("on-empty-db") => empty(context, flush),
+        other => Err(ArmError::Setting(other.unwrap_or("unknown").to_owned())),
+    }
+}
+
+/// Whether a key's idle time can be set. Valkey 9.1 takes the milliseconds that its API asks for as seconds, a thousand times over.
+fn sets_idle_times(context: &Context<'_>) -> bool {
+    let info = context.server_info(c"server");
+    info.is_some_and(|info| info.get(c"server_name").is_none_or(|name| name != "valkey"))
+}
+
+/// The value of a setting of the server.
+pub(super) fn setting(context: &Context<'_>, name: &str) -> Option<String> {
+    let arguments = [OwnedStr::new(context, b"GET"), OwnedStr::new(context, name.as_bytes())];
+    let reply = context.call(c"CONFIG", &arguments.each_ref().map(OwnedStr::borrow))?;
+    let value = reply.element(1)?;
+    Some(String::from_utf8_lossy(value.as_bytes()?).into_owned())
+}
+
+/// The databases, one after the other, by FLUSHDB: FLUSHALL would also write an empty file over the server's last one.
+fn empty(context: &Context<'_>, allowed: bool) -> Result<(), ArmError> {
+    let lazy = setting(context, "replica-lazy-flush").as_deref() == Some("yes");
+    let how = OwnedStr::new(context, if lazy { b"ASYNC" } else { b"SYNC" });
+    for database in (0..).take_while(|database| context.select(*database)) {
+        match context.key_count() {
+            0 => {}
+            keys if !allowed => return Err(ArmError::NotEmpty(keys)),
+            _ => match context.call(c"FLUSHDB", &[how.borrow()]) {
+                Some(reply) => reply.error().map_or(Ok(()), |error| Err(ArmError::Flush(error)))?,
+                None => return Err(ArmError::Flush(format!("FLUSHDB of database {database} gave no answer"))),
+            },
+        }
+    }
+    Ok(())
+}

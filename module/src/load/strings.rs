@@ -1,0 +1,146 @@
+//! Strings: keys made of the words of a field. The only place where data of the server is written.
+
+use std::ops::Range;
+
+use remora_fabric::View;
+use remora_redis::rdb::{Usage, reference::Word};
+
+use crate::api::{Context, OwnedStr};
+
+/// Why a word can't be obeyed.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum StringError {
+    #[error("the server has no database {0}, which the snapshot has keys in: set databases to more than that")]
+    Database(u32),
+    #[error("a string was begun {missing} bytes before the former one was whole")]
+    Unfinished { missing: u64 },
+    #[error("{given} bytes came where {wanted} were missing")]
+    TooMany { given: u64, wanted: u64 },
+    #[error("bytes came before a string was begun")]
+    NoString,
+    #[error("the server let us make no string of {0} bytes")]
+    Refused(u64),
+    #[error("a second greeting")]
+    Greeting,
+    #[error("the snapshot refers to memory that is not there: {0}")]
+    Memory(#[from] remora_fabric::Error),
+}
+
+/// Makes strings of memory.
+pub(super) struct Strings {
+    memory: View,
+    open: Option<Open>,
+    used: Used,
+    keys: u64,
+    bytes: u64,
+}
+
+/// Bytes of the memory that were read more or less in a row, and count as this process's until they are let go.
+#[derive(Default)]
+struct Used(Range<u64>);
+
+/// A string that is not whole yet.
+struct Open {
+    key: OwnedStr,
+    database: u32,
+    length: u64,
+    filled: u64,
+    expires_ms: Option<u64>,
+    usage: Option<Usage>,
+}
+
+impl Strings {
+    pub(super) fn new(memory: View) -> Strings {
+        Strings { memory, open: None, used: Used::default(), keys: 0, bytes: 0 }
+    }
+
+    /// Keys and bytes since this was last asked.
+    pub(super) fn take_counts(&mut self) -> (u64, u64) {
+        (std::mem::take(&mut self.keys), std::mem::take(&mut self.bytes))
+    }
+
+    pub(super) fn obey(&mut self, context: &Context<'_>, word: &Word<'_>) -> Result<(), StringError> {
+        match *word {
+            Word::Hello { .. } => Err(StringError::Greeting),
+            Word::Text { database, key, length, expires_ms, usage } => {
+                if let Some(open) = &self.open {
+                    return Err(StringError::Unfinished { missing: open.length - open.filled });
+                }
+                let key = OwnedStr::new(context, key);
+                self.open = Some(Open { key, database, length, filled: 0, expires_ms, usage });
+                Ok(())
+            }
+            Word::Piece { offset, length } => self.piece(context, offset, u64::from(length)),
+        }
+    }
+
+    fn piece(&mut self, context: &Context<'_>, offset: u64, length: u64) -> Result<(), StringError> {
+        let open = self.open.as_mut().ok_or(StringError::NoString)?;
+        let missing = open.length - open.filled;
+        if length > missing {
+            return Err(StringError::TooMany { given: length, wanted: missing });
+        }
+        self.used.next(&self.memory, offset, length);
+        open.append(context, &self.memory, offset, length)?;
+        self.bytes += length;
+        if open.filled == open.length {
+            self.keys += 1;
+            self.open = None;
+        }
+        Ok(())
+    }
+}
+
+impl Used {
+    /// These will be read next. Long pieces are mapped at once, and what was read is let go once it is worth a system call.
+    fn next(&mut self, memory: &View, offset: u64, length: u64) {
+        let end = offset.saturating_add(length);
+        // Between two strings lies the beginning of a record.
+        let follows = self.0.end <= offset && offset - self.0.end <= GAP_BYTES;
+        if !follows || self.0.end - self.0.start >= LET_GO_BYTES {
+            memory.forget(self.0.clone());
+            self.0 = offset..offset;
+        }
+        self.0.end = end;
+        if length >= POPULATE_BYTES {
+            memory.populate(offset..end);
+        }
+    }
+}
+
+/// A piece of so many bytes is mapped by one call rather than by a fault for every few pages.
+const POPULATE_BYTES: u64 = 128 << 10;
+
+/// Strings that lie no further apart are in a row. To let go of each by itself would cost a system call and a fault for every page.
+const GAP_BYTES: u64 = 64 << 10;
+
+/// So many bytes in a row are let go together: what we have mapped stays about as small.
+const LET_GO_BYTES: u64 = 1 << 20;
+
+impl Open {
+    fn append(&mut self, context: &Context<'_>, memory: &View, offset: u64, length: u64) -> Result<(), StringError> {
+        if !context.select(self.database) {
+            return Err(StringError::Database(self.database));
+        }
+        let refused = || StringError::Refused(self.length);
+        let mut key = context.open_to_write(self.key.borrow()).ok_or_else(refused)?;
+        let whole = usize::try_from(self.length).map_err(|_| refused())?;
+        // Found again for every piece: while the server was busy with other things it may have moved the bytes.
+        let bytes = key.string_to_fill(whole).ok_or_else(refused)?;
+        let range = self.filled as usize..(self.filled + length) as usize;
+        let place = bytes.get_mut(range).ok_or_else(refused)?;
+        memory.read(offset, place)?;
+        self.filled += length;
+        if self.filled == self.length {
+            if let Some(at) = self.expires_ms {
+                key.expire_at(at);
+            }
+            match self.usage {
+                None => {}
+                Some(Usage::Idle(seconds)) => key.set_idle_time(seconds.saturating_mul(1000)),
+                Some(Usage::Frequency(count)) => key.set_frequency(count),
+            }
+        }
+        Ok(())
+    }
+}

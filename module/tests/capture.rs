@@ -1,0 +1,225 @@
+//! Arming, by hand: what the commands answer, what the server keeps and for how long, and that nothing said to them harms it.
+#![allow(clippy::unwrap_used)]
+
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use proptest::prelude::*;
+use proptest::test_runner::{Config, TestRunner};
+use remora_fabric::{Handover, Memory, Pages, shm::Place};
+use remora_lab::server::wait_until;
+use remora_lab::{Kind, Server, require};
+use remora_table::board::{Order, Stage, Work};
+use remora_table::{Board, Geometry};
+
+const LONG: Duration = Duration::from_secs(30);
+
+const GEOMETRY: Geometry = Geometry { slot_size: 64 << 10, slots: 32 };
+
+fn with_module(kind: Kind, words: &str) -> Server {
+    Server::builder(kind).module(words).unwrap().config("enable-module-command", "local").start().unwrap()
+}
+
+/// An agent's half: a board, and the table it is about.
+struct Agent {
+    board: Board,
+    table: Arc<Memory>,
+}
+
+impl Agent {
+    fn new(work: Work, generation: u64) -> Agent {
+        let board = Board::create(Order { work, generation, geometry: GEOMETRY }).unwrap();
+        let table = Arc::new(Memory::create("table", GEOMETRY.memory_len(), Pages::Small).unwrap());
+        Agent { board, table }
+    }
+
+    /// Arms the server with both.
+    fn arm(&self, server: &Server) -> remora_lab::Result<()> {
+        offer(server, &[self.board.memory().as_fd(), self.table.as_fd()])
+    }
+}
+
+/// Offers these descriptors and tells the server where.
+fn offer(server: &Server, descriptors: &[BorrowedFd<'_>]) -> remora_lab::Result<()> {
+    let handover = Handover::bind(&Place::Abstract).unwrap();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let _ = handover.give(descriptors, Duration::from_secs(1));
+        });
+        server.client()?.ok(&["REMORA.ARM", &handover.address(), &handover.secret()])
+    })
+}
+
+fn state(server: &Server) -> String {
+    server.fact("remora_state").unwrap()
+}
+
+#[test]
+fn a_status_has_names_and_values_and_help_names_every_command() {
+    for kind in require::kinds() {
+        let server = with_module(kind, "");
+        let mut client = server.client().unwrap();
+        let status = client.list(&["REMORA.STATUS"]).unwrap();
+        let pairs: Vec<(&str, &str)> =
+            status.chunks(2).map(|pair| (pair[0].as_str().unwrap(), pair[1].as_str().unwrap())).collect();
+        assert!(pairs.contains(&("state", "idle")) && pairs.contains(&("protocol", "1")), "{pairs:?}");
+        let help = client.list(&["REMORA.HELP"]).unwrap();
+        let help: Vec<&str> = help.iter().filter_map(|line| line.as_str()).collect();
+        for command in ["REMORA.ARM", "REMORA.DISARM", "REMORA.STATUS", "REMORA.HELP", "remora.capture"] {
+            assert!(help.iter().any(|line| line.contains(command)), "{command}");
+        }
+    }
+}
+
+#[test]
+fn one_is_armed_at_a_time_and_a_disarmed_one_is_forgotten() {
+    for kind in require::kinds() {
+        let server = with_module(kind, "");
+        let (first, second) = (Agent::new(Work::Walk, 11), Agent::new(Work::Ease, 12));
+        first.arm(&server).unwrap();
+        assert_eq!((state(&server).as_str(), server.fact("remora_generation").unwrap().as_str()), ("armed", "11"));
+        let busy = second.arm(&server).unwrap_err().to_string();
+        assert!(busy.contains("BUSY") && busy.contains("11"), "{busy}");
+        let mut client = server.client().unwrap();
+        assert_eq!(client.int(&["REMORA.DISARM", "12"]).unwrap(), 0, "not that one's");
+        assert_eq!(client.int(&["REMORA.DISARM", "11"]).unwrap(), 1);
+        assert_eq!(state(&server), "idle");
+        second.arm(&server).unwrap();
+        assert_eq!(client.int(&["REMORA.DISARM"]).unwrap(), 1);
+    }
+}
+
+#[test]
+fn an_agent_that_beats_stays_armed_and_one_that_falls_silent_is_forgotten() {
+    for kind in require::kinds() {
+        let server = with_module(kind, "");
+        server.configure("remora.agent-timeout", "1").unwrap();
+        let agent = Agent::new(Work::Walk, 13);
+        agent.arm(&server).unwrap();
+        for _ in 0..30 {
+            agent.board.beat();
+            thread::sleep(Duration::from_millis(100));
+        }
+        assert_eq!(state(&server), "armed");
+        let silent = || Ok(if state(&server) == "idle" { Ok(()) } else { Err(state(&server)) });
+        wait_until("the silent agent to be forgotten", LONG, silent).unwrap();
+        assert!(agent.board.is_cancelled());
+        assert!(server.log().contains("the agent of generation 13 is gone"));
+    }
+}
+
+#[test]
+fn a_save_to_disk_does_not_use_what_was_armed_for_a_sync() {
+    for kind in require::kinds() {
+        let server = with_module(kind, "");
+        server.client().unwrap().ok(&["SET", "key", "value"]).unwrap();
+        let agent = Agent::new(Work::Walk, 14);
+        agent.arm(&server).unwrap();
+        server.client().unwrap().text(&["BGSAVE"]).unwrap();
+        wait_until("the save to be over", LONG, || {
+            agent.board.beat();
+            let running = server.fact("rdb_bgsave_in_progress")?;
+            Ok(if running == "0" { Ok(()) } else { Err(running) })
+        })
+        .unwrap();
+        server.client().unwrap().ok(&["SAVE"]).unwrap();
+        assert_eq!((agent.board.stage(), state(&server).as_str()), (Stage::Armed, "armed"));
+    }
+}
+
+#[test]
+fn what_makes_no_sense_is_refused_with_a_reason() {
+    for kind in require::kinds() {
+        let server = with_module(kind, "");
+        let blank = Memory::create("blank", 4096, Pages::Small).unwrap();
+        let refused = |descriptors: &[BorrowedFd<'_>]| offer(&server, descriptors).unwrap_err().to_string();
+        assert!(refused(&[blank.as_fd()]).contains("is none"));
+        let walk = Agent::new(Work::Walk, 15);
+        assert!(refused(&[walk.board.memory().as_fd()]).contains("1 descriptors, this work needs 2"));
+        let read_only = walk.board.memory().reopen_read_only().unwrap();
+        assert!(refused(&[std::os::fd::AsFd::as_fd(&read_only)]).contains("could not be taken"));
+
+        let mut client = server.client().unwrap();
+        for wrong in [&["REMORA.ARM"][..], &["REMORA.ARM", "@nobody", "00"], &["REMORA.DISARM", "x"], &["REMORA.WALK"]]
+        {
+            let text = client.ok(wrong).unwrap_err().to_string();
+            assert!(text.contains("ERR remora:"), "{text}");
+        }
+        let began = std::time::Instant::now();
+        client.ok(&["REMORA.ARM", "@nobody-listens-here", &"00".repeat(16)]).unwrap_err();
+        assert!(began.elapsed() < Duration::from_secs(2), "nobody waits long for nobody");
+        assert_eq!(state(&server), "idle");
+    }
+}
+
+#[test]
+fn a_giver_that_says_nothing_holds_the_server_up_for_a_quarter_of_a_second() {
+    let Some(kind) = require::redis() else { return };
+    let server = with_module(kind, "");
+    let handover = Handover::bind(&Place::Abstract).unwrap();
+    let began = std::time::Instant::now();
+    let refused = server.client().unwrap().ok(&["REMORA.ARM", &handover.address(), &handover.secret()]);
+    assert!(refused.unwrap_err().to_string().contains("could not be taken"));
+    assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
+}
+
+#[test]
+fn a_table_that_is_smaller_than_its_order_says_costs_the_snapshot_and_not_the_server() {
+    for kind in require::kinds() {
+        let server = with_module(kind, "");
+        server.configure("repl-diskless-sync-delay", "0").unwrap();
+        let agent = Agent::new(Work::Walk, 16);
+        let small = Memory::create("small", 4096, Pages::Small).unwrap();
+        offer(&server, &[agent.board.memory().as_fd(), small.as_fd()]).unwrap();
+        let replica = Server::start(kind).unwrap();
+        replica.replicate(&server).unwrap();
+        replica.wait_for_link(LONG).unwrap();
+        assert_eq!(agent.board.stage(), Stage::Failed);
+        assert!(agent.board.sentence().contains("shorter"), "{}", agent.board.sentence());
+    }
+}
+
+#[test]
+fn a_module_for_capture_only_goes_when_it_is_idle_and_not_while_it_is_armed() {
+    for kind in require::kinds() {
+        let server = with_module(kind, "capture-only");
+        let agent = Agent::new(Work::Walk, 17);
+        agent.arm(&server).unwrap();
+        let mut client = server.client().unwrap();
+        client.ok(&["MODULE", "UNLOAD", "remora"]).unwrap_err();
+        assert_eq!(client.int(&["REMORA.DISARM"]).unwrap(), 1);
+        client.ok(&["MODULE", "UNLOAD", "remora"]).unwrap();
+        client.ok(&["MODULE", "LOAD", "/nonexistent"]).unwrap_err();
+        assert_eq!(client.text(&["PING"]).unwrap(), "PONG");
+    }
+}
+
+#[test]
+fn whatever_is_said_to_the_commands_the_server_lives() {
+    let Some(kind) = require::redis() else { return };
+    let server = with_module(kind, "");
+    let pid = server.pid();
+    let command =
+        prop::sample::select(vec!["REMORA.ARM", "REMORA.DISARM", "REMORA.STATUS", "REMORA.HELP", "REMORA.WALK"]);
+    let word = prop_oneof![
+        prop::collection::vec(any::<u8>(), 0..80),
+        "@[a-z]{0,120}".prop_map(String::into_bytes),
+        "/[a-z/]{0,120}".prop_map(String::into_bytes),
+        "[0-9a-f]{32}".prop_map(String::into_bytes),
+    ];
+    let said = (command, prop::collection::vec(word, 0..4));
+    let mut runner = TestRunner::new(Config { cases: 2000, failure_persistence: None, ..Config::default() });
+    let outcome = runner.run(&said, |(command, words)| {
+        let mut client = server.client().unwrap();
+        let arguments: Vec<Vec<u8>> = std::iter::once(command.as_bytes().to_vec()).chain(words).collect();
+        client.queue(&arguments);
+        client.flush().unwrap();
+        prop_assert!(client.receive().is_ok());
+        Ok(())
+    });
+    outcome.unwrap();
+    assert_eq!((server.pid(), state(&server).as_str()), (pid, "idle"));
+    assert!(!server.log().contains("a mistake of ours") && !server.log().contains("panicked"));
+}

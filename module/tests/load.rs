@@ -1,0 +1,224 @@
+//! Loading out of shown memory, into real servers, from a primary that is the test itself.
+#![allow(clippy::unwrap_used)]
+
+mod primary;
+
+use primary::{END, LONG, OFFSET, Primary, REPLID, Shown, fields, noise, wait_for_link, with_module};
+use remora_lab::server::wait_until;
+use remora_lab::{Kind, Random, Server, require};
+use remora_redis::rdb::reference::Word;
+use remora_redis::rdb::{Usage, Writer};
+
+/// The head of a snapshot, and a few keys of its own.
+fn beginning(kind: Kind) -> Vec<u8> {
+    let mut writer = Writer::new(if kind == Kind::Redis7 { 10 } else { 11 });
+    writer.aux("repl-stream-db", "0").select_db(0).string("ordinary", "one", None);
+    let mut bytes = writer.finish();
+    bytes.truncate(bytes.len() - END.len());
+    bytes
+}
+
+fn text(key: &[u8], length: u64) -> Word<'_> {
+    Word::Text { database: 0, key, length, expires_ms: None, usage: None }
+}
+
+#[test]
+fn strings_come_out_of_memory_between_keys_that_come_by_the_link() {
+    for kind in require::kinds() {
+        let replica = with_module(kind).config("maxmemory-policy", "allkeys-lru").start().unwrap();
+        let bytes = noise(3, 300_000);
+        let shown = Shown::of(&bytes);
+        let mut primary = Primary::of(&replica);
+        shown.to(&replica, &[]).unwrap();
+
+        primary.send(&beginning(kind));
+        primary.send(&shown.hello());
+        shown.wait_for(1);
+        let usage = (kind == Kind::Redis7).then_some(Usage::Idle(500));
+        let far = 4_102_444_800_000;
+        primary.send(&fields(&[
+            Word::Text { database: 9, key: b"pieces", length: 250_000, expires_ms: Some(far), usage },
+            Word::Piece { offset: 10, length: 100_000 },
+        ]));
+        primary.send(b"\xFE\x02\x00\x05other\x03two");
+        primary
+            .send(&fields(&[Word::Piece { offset: 150_000, length: 149_999 }, Word::Piece { offset: 0, length: 1 }]));
+        primary.send(&fields(&[text(b"one byte", 1), Word::Piece { offset: 5, length: 1 }]));
+        shown.wait_for(4);
+        primary.end();
+        wait_for_link(&replica, "up");
+
+        assert_eq!(replica.fact("master_replid").unwrap(), REPLID);
+        assert_eq!(replica.fact("master_repl_offset").unwrap(), OFFSET.to_string());
+        let mut client = replica.client().unwrap();
+        assert_eq!(client.text(&["GET", "ordinary"]).unwrap(), "one");
+        assert_eq!(client.bytes(&["GET", "one byte"]).unwrap().unwrap(), [bytes[5]]);
+        client.ok(&["SELECT", "2"]).unwrap();
+        assert_eq!(client.text(&["GET", "other"]).unwrap(), "two");
+        client.ok(&["SELECT", "9"]).unwrap();
+        let idle = client.int(&["OBJECT", "IDLETIME", "pieces"]).unwrap();
+        let wanted = if usage.is_some() { 500 } else { 0 };
+        assert!((wanted..wanted + 60).contains(&idle), "{kind}: {idle}");
+        assert_eq!(client.int(&["PEXPIRETIME", "pieces"]).unwrap(), far as i64);
+        let whole = [&bytes[10..100_010], &bytes[150_000..299_999], &bytes[..1]].concat();
+        assert!(client.bytes(&["GET", "pieces"]).unwrap().unwrap() == whole);
+    }
+}
+
+/// Waits until the server has given the loading up, and is as after any failed sync: alive, empty, its link down.
+fn is_empty_and_well(server: &Server) {
+    wait_until("the server to give up", LONG, || {
+        let (loading, state) = (server.fact("loading")?, server.fact("remora_load_state")?);
+        Ok(if loading == "0" && state != "loading" { Ok(()) } else { Err(format!("{loading} {state}")) })
+    })
+    .unwrap();
+    assert_eq!(server.fact("master_link_status").unwrap(), "down");
+    assert_eq!(server.client().unwrap().int(&["DBSIZE"]).unwrap(), 0);
+}
+
+/// Sends this field to the server, which must refuse it with these words.
+fn is_refused(kind: Kind, replica: &Server, words: &[u8], why: &str) {
+    let shown = Shown::of(&noise(3, 100_000));
+    let mut primary = Primary::of(replica);
+    shown.to(replica, &[]).unwrap();
+    primary.send(&beginning(kind));
+    primary.send(words);
+    primary.wait_for_the_end();
+    assert!(shown.tally.refusal().is_some_and(|text| text.contains(why)), "{why}: {:?}", shown.tally.refusal());
+    is_empty_and_well(replica);
+}
+
+#[test]
+fn a_field_that_makes_no_sense_fails_the_loading_and_the_server_is_well() {
+    for kind in require::kinds() {
+        let replica = with_module(kind).start().unwrap();
+        let hello = || Word::Hello { ticket: [7; 16] };
+        let long = Word::Text { database: 99, key: b"k", length: 10, expires_ms: None, usage: None };
+        let piece = |offset, length| Word::Piece { offset, length };
+        for (words, why) in [
+            (fields(&[Word::Hello { ticket: [8; 16] }]), "other memory"),
+            (fields(&[text(b"k", 5)]), "without its first word"),
+            (fields(&[hello(), piece(0, 5)]), "before a string was begun"),
+            (fields(&[hello(), text(b"k", 5), piece(0, 6)]), "6 bytes came where 5 were missing"),
+            (fields(&[hello(), text(b"k", 5), piece(0, 4), text(b"l", 5)]), "1 bytes before"),
+            (fields(&[hello(), text(b"k", 5), piece(99_996, 5)]), "memory that is not there"),
+            (fields(&[hello(), text(b"k", 5), piece(u64::MAX, 5)]), "memory that is not there"),
+            (fields(&[hello(), long, piece(0, 10)]), "no database 99"),
+            (remora_redis::rdb::reference::field(b"\x09nonsense"), "unknown kind"),
+            (remora_redis::rdb::reference::field(b"\x01\x09\x00"), "version 9"),
+        ] {
+            is_refused(kind, &replica, &words, why);
+        }
+    }
+}
+
+#[test]
+fn a_primary_that_goes_in_the_middle_leaves_nothing_half_loaded() {
+    for kind in require::kinds() {
+        let replica = with_module(kind).start().unwrap();
+        let shown = Shown::of(&noise(3, 100_000));
+        let mut primary = Primary::of(&replica);
+        shown.to(&replica, &[]).unwrap();
+        primary.send(&beginning(kind));
+        primary.send(&fields(&[
+            Word::Hello { ticket: shown.ticket },
+            text(b"whole", 9),
+            Word::Piece { offset: 0, length: 9 },
+        ]));
+        primary.send(&fields(&[text(b"half", 50_000), Word::Piece { offset: 0, length: 20_000 }]));
+        shown.wait_for(2);
+        primary.hang_up();
+        is_empty_and_well(&replica);
+    }
+}
+
+#[test]
+fn memory_is_shown_only_to_a_server_that_would_load_from_its_link_into_its_own_data() {
+    for kind in require::kinds() {
+        let replica = with_module(kind).start().unwrap();
+        let shown = Shown::of(b"some bytes");
+        for (way, why) in [("disabled", "repl-diskless-load is disabled"), ("swapdb", "repl-diskless-load is swapdb")] {
+            replica.configure("repl-diskless-load", way).unwrap();
+            let refused = shown.to(&replica, &["FLUSH"]).unwrap_err();
+            assert!(refused.contains(why), "{refused}");
+        }
+        replica.configure("repl-diskless-load", "on-empty-db").unwrap();
+        let mut client = replica.client().unwrap();
+        for database in ["0", "5"] {
+            client.ok(&["SELECT", database]).unwrap();
+            client.ok(&["SET", "old", "data"]).unwrap();
+        }
+        assert!(shown.to(&replica, &[]).unwrap_err().contains("there are 1 keys"));
+        assert_eq!(client.int(&["DBSIZE"]).unwrap(), 1);
+        shown.to(&replica, &["flush"]).unwrap();
+        assert_eq!(client.int(&["DBSIZE"]).unwrap(), 0);
+        assert_eq!(replica.fact("remora_load_state").unwrap(), "armed");
+        for nonsense in [
+            &["REMORA.LOAD"][..],
+            &["REMORA.LOAD", "@x", "00", "11", "5"],
+            &["REMORA.LOAD", "@x", "y", "z", "1", "NOW"],
+        ] {
+            let refused = client.ok(nonsense).unwrap_err().to_string();
+            assert!(refused.contains("ERR"), "{refused}");
+        }
+    }
+}
+
+/// Rounds of damage for each server.
+const ROUNDS: u64 = 150;
+
+#[test]
+fn no_damage_of_a_field_ends_the_server() {
+    for kind in require::kinds() {
+        let replica = with_module(kind).start().unwrap();
+        let pid = replica.pid();
+        let mut random = Random::new(5);
+        let sound = [
+            Word::Hello { ticket: [7; 16] },
+            text(b"first", 700),
+            Word::Piece { offset: 0, length: 300 },
+            Word::Piece { offset: 90_000, length: 400 },
+            Word::Text {
+                database: 3,
+                key: b"second",
+                length: 10,
+                expires_ms: Some(4_102_444_800_000),
+                usage: Some(Usage::Frequency(9)),
+            },
+            Word::Piece { offset: 5, length: 10 },
+        ];
+        let mut bytes = Vec::new();
+        sound.iter().for_each(|word| word.encode(&mut bytes));
+        for _ in 0..ROUNDS {
+            let mut damaged = bytes.clone();
+            for _ in 0..1 + random.below(3) {
+                let place = random.below(damaged.len() as u64) as usize;
+                match random.below(4) {
+                    0 => damaged.truncate(place.max(1)),
+                    1 => damaged.insert(place, random.below(256) as u8),
+                    2 => damaged[place] = 0xFF,
+                    _ => damaged[place] ^= 1 << random.below(8),
+                }
+            }
+            let shown = Shown::of(&noise(3, 100_000));
+            let mut primary = Primary::of(&replica);
+            shown.to(&replica, &["FLUSH"]).unwrap();
+            primary.send(&beginning(kind));
+            primary.send(&remora_redis::rdb::reference::field(&damaged));
+            primary.end();
+            primary.hang_up();
+        }
+        let server = replica.client().unwrap().info("server").unwrap();
+        assert_eq!(server.number::<u32>("process_id"), Some(pid));
+        // And it loads what is sound.
+        let shown = Shown::of(&noise(3, 100_000));
+        let mut primary = Primary::of(&replica);
+        shown.to(&replica, &["FLUSH"]).unwrap();
+        primary.send(&beginning(kind));
+        primary.send(&remora_redis::rdb::reference::field(&bytes));
+        shown.wait_for(1);
+        primary.end();
+        wait_for_link(&replica, "up");
+        assert_eq!(replica.client().unwrap().int(&["STRLEN", "first"]).unwrap(), 700);
+    }
+}

@@ -1,0 +1,186 @@
+//! A primary that is none: answers one replica's handshake and sends it whatever a test wants it to load.
+//!
+//! And the agent's other half: memory, shown to a server that has the module loaded.
+#![allow(clippy::unwrap_used, unreachable_pub)]
+// Each test program uses another part of this.
+#![allow(dead_code)]
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::AsFd;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use remora_fabric::{Handover, Memory, Pages, shm::Place};
+use remora_lab::server::{Builder, wait_until};
+use remora_lab::{Kind, Random, Server};
+use remora_redis::ReplId;
+use remora_redis::psync::Payload;
+use remora_redis::psync::server::{Event, Options, Server as PrimaryRole};
+use remora_redis::rdb::reference::{TICKET_BYTES, Word, field};
+use remora_table::Tally;
+
+/// A time that only a broken machine exceeds.
+pub const LONG: Duration = Duration::from_secs(60);
+
+/// The library, as cargo built it beside this test.
+pub fn library() -> PathBuf {
+    let mut path = std::env::current_exe().unwrap();
+    path.set_file_name("libremora_module.so");
+    assert!(path.is_file(), "{} was not built", path.display());
+    path
+}
+
+/// A server that has the module, and loads from its link.
+pub fn with_module(kind: Kind) -> Builder {
+    let way = if kind == Kind::Redis7 { "on-empty-db" } else { "flush-before-load" };
+    Server::builder(kind).config("loadmodule", library().display()).config("repl-diskless-load", way)
+}
+
+pub const REPLID: &str = "8c1c6b2f0d6a4e7b9a0f1e2d3c4b5a6978695a4b";
+pub const OFFSET: u64 = 307_366;
+/// The end mark of a snapshot whose checksum is not reckoned.
+pub const END: &[u8] = b"\xFF\0\0\0\0\0\0\0\0";
+const MARK: [u8; 40] = [b'm'; 40];
+
+/// One replica's link.
+pub struct Primary {
+    listener: TcpListener,
+    link: Option<TcpStream>,
+}
+
+impl Primary {
+    /// Has the server follow us, and answers it up to the point where it waits for a snapshot.
+    pub fn of(replica: &Server) -> Primary {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port().to_string();
+        replica.client().unwrap().ok(&["REPLICAOF", "127.0.0.1", &port]).unwrap();
+        let mut primary = Primary { listener, link: None };
+        primary.shake_hands();
+        primary
+    }
+
+    /// Waits for the server's next attempt.
+    pub fn shake_hands(&mut self) {
+        let (mut link, _) = self.listener.accept().unwrap();
+        link.set_read_timeout(Some(LONG)).unwrap();
+        link.set_write_timeout(Some(LONG)).unwrap();
+        let mut role = PrimaryRole::new(Options::default());
+        let mut buffer = [0; 4096];
+        loop {
+            let read = link.read(&mut buffer).unwrap();
+            assert!(read > 0, "the server hung up in the handshake");
+            role.handle_input(&buffer[..read]).unwrap();
+            let asked = std::iter::from_fn(|| role.poll_event()).any(|event| matches!(event, Event::Psync { .. }));
+            if asked {
+                role.full_resync(&ReplId::parse(REPLID.as_bytes()).unwrap(), OFFSET);
+                role.payload(&Payload::Mark(MARK));
+            }
+            link.write_all(&role.take_output()).unwrap();
+            if asked {
+                self.link = Some(link);
+                return;
+            }
+        }
+    }
+
+    /// Sends a part of the snapshot. False if the server hung up.
+    pub fn send(&mut self, bytes: &[u8]) -> bool {
+        self.link.as_mut().unwrap().write_all(bytes).is_ok()
+    }
+
+    /// Sends the end: the snapshot is whole.
+    pub fn end(&mut self) -> bool {
+        self.send(END) && self.send(&MARK)
+    }
+
+    /// Closes the link.
+    pub fn hang_up(&mut self) {
+        self.link = None;
+    }
+
+    /// Waits until the server hangs up.
+    pub fn wait_for_the_end(&mut self) {
+        let mut buffer = [0; 4096];
+        let link = self.link.as_mut().unwrap();
+        loop {
+            match link.read(&mut buffer) {
+                Ok(0) | Err(_) => return,
+                Ok(_) => {}
+            }
+        }
+    }
+}
+
+/// Memory that a server was shown.
+pub struct Shown {
+    pub memory: Memory,
+    pub tally: Tally,
+    pub ticket: [u8; TICKET_BYTES],
+}
+
+impl Shown {
+    /// Makes memory of these bytes; nobody has been shown it yet.
+    pub fn of(bytes: &[u8]) -> Shown {
+        let memory = Memory::create("test", bytes.len() as u64, Pages::Small).unwrap();
+        memory.write(0, bytes).unwrap();
+        Shown { memory, tally: Tally::create().unwrap(), ticket: [7; TICKET_BYTES] }
+    }
+
+    /// Shows it to the server; gives back its answer.
+    pub fn to(&self, server: &Server, more: &[&str]) -> Result<(), String> {
+        let handover = Handover::bind(&Place::Abstract).unwrap();
+        let ticket: String = self.ticket.iter().map(|byte| format!("{byte:02x}")).collect();
+        let (address, secret, length) = (handover.address(), handover.secret(), self.memory.length().to_string());
+        let mut client = server.client().unwrap();
+        let mut command = vec!["REMORA.LOAD", &address, &secret, &ticket, &length];
+        command.extend(more);
+        client.send(&command).unwrap();
+        let read_only = self.memory.reopen_read_only().unwrap();
+        // A server that refuses before it takes anything leaves us waiting in vain.
+        let given = handover.give(&[read_only.as_fd(), self.tally.memory().as_fd()], Duration::from_secs(2));
+        match client.receive().unwrap() {
+            remora_redis::resp::Frame::Error(text) => Err(String::from_utf8_lossy(&text).into_owned()),
+            _ => {
+                given.unwrap();
+                Ok(())
+            }
+        }
+    }
+
+    /// The first field.
+    pub fn hello(&self) -> Vec<u8> {
+        fields(&[Word::Hello { ticket: self.ticket }])
+    }
+
+    /// Waits until so many fields are done.
+    pub fn wait_for(&self, done: u64) {
+        let began = Instant::now();
+        while self.tally.done() < done {
+            assert_eq!(self.tally.refusal(), None);
+            assert!(began.elapsed() < LONG, "{} of {done} fields were done", self.tally.done());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+/// One field with these words.
+pub fn fields(words: &[Word<'_>]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    words.iter().for_each(|word| word.encode(&mut bytes));
+    field(&bytes)
+}
+
+/// Bytes that compress badly.
+pub fn noise(seed: u64, bytes: usize) -> Vec<u8> {
+    Random::new(seed).bytes(bytes)
+}
+
+/// Waits until the server's link is as said.
+pub fn wait_for_link(server: &Server, status: &str) {
+    wait_until("the link to change", LONG, || {
+        let found = server.fact("master_link_status")?;
+        Ok(if found == status { Ok(()) } else { Err(found) })
+    })
+    .unwrap();
+}

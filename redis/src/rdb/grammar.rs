@@ -1,0 +1,104 @@
+//! What the value of each type is made of, as far as one must know to find its end. Nothing here says what it means.
+//!
+//! The names and numbers of the types are those of the servers' `rdb.h`; what follows each is what their `rdbSaveObject` writes.
+
+use super::Magic;
+
+/// A part of a value.
+#[derive(Debug)]
+pub(super) enum Item {
+    /// A length, as a number.
+    Length,
+    /// A string in any encoding.
+    String,
+    /// So many bytes.
+    Bytes(u8),
+    /// A score as text: a length byte, and as many bytes; or one of three lengths that stand for a value.
+    Score,
+    /// A length, and so many times this.
+    Times(&'static [Item]),
+    /// What a module wrote: kinds and values, up to the kind 0.
+    Module,
+}
+
+use Item::{Bytes, Length, Module, Score, String, Times};
+
+/// The type of a string: the only one that is ever looked into.
+pub(super) const TYPE_STRING: u8 = 0;
+
+/// What follows the key of a value of this type; `None` for a type that is not known.
+pub(super) fn value(kind: u8, magic: Magic) -> Option<&'static [Item]> {
+    Some(match (kind, magic) {
+        // Strings; and sets, hashes and sorted sets that are one string inside: zipmap, ziplist, intset, listpack.
+        (TYPE_STRING | 9..=13 | 16 | 17 | 20, _) => &[String],
+        (1 | 2, _) => &[Times(&[String])], // list, set
+        (3, _) => &[Times(&[String, Score])],
+        (4, _) => &[Times(&[String, String])],   // hash
+        (5, _) => &[Times(&[String, Bytes(8)])], // sorted set, scores in binary
+        (7, _) => &[Length, Module],
+        (14, _) => &[Times(&[String])],         // quicklist of ziplists
+        (15, _) => STREAM_1,                    // Redis 5
+        (18, _) => &[Times(&[Length, String])], // quicklist of listpacks and plain nodes
+        (19, _) => STREAM_2,                    // Redis 7.0
+        (21, _) => STREAM_3,                    // Redis 7.2
+        // From here on the families count by themselves.
+        (22, Magic::Valkey) => &[Times(&[String, String, Bytes(8)])], // hash with times of its fields, Valkey 9.0
+        (24, Magic::Redis) => &[Bytes(8), Times(&[Length, String, String])], // the same, Redis 7.4
+        (25, Magic::Redis) => &[Bytes(8), String],                    // ... as one listpack
+        _ => return None,
+    })
+}
+
+/// What follows an opcode that stands between keys and says nothing about them; `None` for one that is not known.
+pub(super) fn aside(opcode: u8) -> Option<&'static [Item]> {
+    Some(match opcode {
+        super::OPCODE_AUX => &[String, String],
+        super::OPCODE_RESIZEDB => &[Length, Length],
+        super::OPCODE_MODULE_AUX => &[Length, Length, Length, Module],
+        super::OPCODE_FUNCTION => &[String],
+        super::OPCODE_SLOT_INFO => &[Length, Length, Length],
+        _ => return None,
+    })
+}
+
+/// Nodes; how many entries; the last id; groups.
+const STREAM_1: &[Item] =
+    &[Times(NODE), Length, Length, Length, Times(&[String, Length, Length, Times(PENDING), Times(CONSUMER_1)])];
+
+/// ... the first id, the greatest deleted id, how many were ever added; and each group's own count.
+const STREAM_2: &[Item] = &[
+    Times(NODE),
+    Length,
+    Length,
+    Length,
+    Length,
+    Length,
+    Length,
+    Length,
+    Length,
+    Times(&[String, Length, Length, Length, Times(PENDING), Times(CONSUMER_1)]),
+];
+
+/// ... and when each consumer was last active.
+const STREAM_3: &[Item] = &[
+    Times(NODE),
+    Length,
+    Length,
+    Length,
+    Length,
+    Length,
+    Length,
+    Length,
+    Length,
+    Times(&[String, Length, Length, Length, Times(PENDING), Times(CONSUMER_3)]),
+];
+
+/// An id and a listpack.
+const NODE: &[Item] = &[String, String];
+
+/// An id, when it was delivered, and how often.
+const PENDING: &[Item] = &[Bytes(16), Bytes(8), Length];
+
+/// A name, when it was last seen, and the ids that it has not acknowledged.
+const CONSUMER_1: &[Item] = &[String, Bytes(8), Times(&[Bytes(16)])];
+const CONSUMER_3: &[Item] = &[String, Bytes(8), Bytes(8), Times(&[Bytes(16)])];

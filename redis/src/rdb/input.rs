@@ -1,0 +1,125 @@
+//! Reading forwards through the bytes of a snapshot that have arrived: lengths and strings in all their encodings. Not a
+//! buffer: whoever calls has the bytes and comes again with more of them.
+
+use super::{Error, lzf};
+
+/// Longest string that is read rather than passed over, in bytes: names and values of fields, keys. The longest that servers
+/// write in a field is the replid's forty; a key may be longer, and is then not looked at.
+pub(super) const STRING_BYTES_MAX: usize = 4 * 1024;
+
+/// What is left to read.
+pub(super) struct Input<'a> {
+    pub(super) bytes: &'a [u8],
+    pub(super) position: usize,
+}
+
+/// Why reading went no further.
+pub(super) enum Stop {
+    Incomplete,
+    Broken(Error),
+}
+
+/// What stands where a length may.
+pub(super) enum Length {
+    Plain(u64),
+    /// Not a length: the encoding of a string.
+    Special(u8),
+}
+
+impl<'a> Input<'a> {
+    pub(super) fn rest(&self) -> &'a [u8] {
+        self.bytes.get(self.position..).unwrap_or_default()
+    }
+
+    pub(super) fn peek(&self) -> Result<u8, Stop> {
+        self.rest().first().copied().ok_or(Stop::Incomplete)
+    }
+
+    pub(super) fn take(&mut self, count: usize) -> Result<&'a [u8], Stop> {
+        let taken = self.rest().get(..count).ok_or(Stop::Incomplete)?;
+        self.position += count;
+        Ok(taken)
+    }
+
+    pub(super) fn array<const N: usize>(&mut self) -> Result<[u8; N], Stop> {
+        let taken = self.rest().first_chunk::<N>().ok_or(Stop::Incomplete)?;
+        self.position += N;
+        Ok(*taken)
+    }
+
+    /// Two bits say how the rest is to be read: 6 bits, 14 bits, 32 or 64 bits high byte first, or a special encoding.
+    pub(super) fn length(&mut self) -> Result<Length, Stop> {
+        let [first] = self.array()?;
+        let low = first & 0x3F;
+        match (first >> 6, first) {
+            (0, _) => Ok(Length::Plain(low.into())),
+            (1, _) => {
+                let [second] = self.array()?;
+                Ok(Length::Plain(u16::from_be_bytes([low, second]).into()))
+            }
+            (2, 0x80) => Ok(Length::Plain(u32::from_be_bytes(self.array()?).into())),
+            (2, 0x81) => Ok(Length::Plain(u64::from_be_bytes(self.array()?))),
+            (2, _) => Err(malformed("a length of an unknown encoding")),
+            _ => Ok(Length::Special(low)),
+        }
+    }
+
+    /// A length where nothing else may stand.
+    pub(super) fn number(&mut self) -> Result<u64, Stop> {
+        match self.length()? {
+            Length::Plain(number) => Ok(number),
+            Length::Special(_) => Err(malformed("an encoding in place of a length")),
+        }
+    }
+
+    /// A string: a length and bytes, or a number, or compressed.
+    pub(super) fn string(&mut self, what: &'static str) -> Result<Vec<u8>, Stop> {
+        match self.length()? {
+            Length::Plain(length) => Ok(self.take(bounded(what, length)?)?.to_vec()),
+            Length::Special(0) => Ok(i8::from_le_bytes(self.array()?).to_string().into_bytes()),
+            Length::Special(1) => Ok(i16::from_le_bytes(self.array()?).to_string().into_bytes()),
+            Length::Special(2) => Ok(i32::from_le_bytes(self.array()?).to_string().into_bytes()),
+            Length::Special(3) => self.compressed(what),
+            Length::Special(_) => Err(malformed("a string of an unknown encoding")),
+        }
+    }
+
+    fn compressed(&mut self, what: &'static str) -> Result<Vec<u8>, Stop> {
+        let (Length::Plain(packed), Length::Plain(length)) = (self.length()?, self.length()?) else {
+            return Err(malformed("a compressed string without its lengths"));
+        };
+        let (packed, length) = (bounded(what, packed)?, bounded(what, length)?);
+        lzf::expand(self.take(packed)?, length).ok_or_else(|| malformed("a compressed string that does not expand"))
+    }
+
+    /// The beginning of a string that is passed over: how many bytes follow.
+    pub(super) fn string_to_skip(&mut self) -> Result<u64, Stop> {
+        match self.length()? {
+            Length::Plain(length) => Ok(length),
+            Length::Special(0) => Ok(1),
+            Length::Special(1) => Ok(2),
+            Length::Special(2) => Ok(4),
+            Length::Special(3) => {
+                let packed = self.number()?;
+                self.number()?;
+                Ok(packed)
+            }
+            Length::Special(_) => Err(malformed("a string of an unknown encoding")),
+        }
+    }
+}
+
+fn bounded(what: &'static str, length: u64) -> Result<usize, Stop> {
+    match usize::try_from(length) {
+        Ok(length) if length <= STRING_BYTES_MAX => Ok(length),
+        _ => Err(too_long(what, length, STRING_BYTES_MAX)),
+    }
+}
+
+pub(super) fn too_long(what: &'static str, size: u64, limit: usize) -> Stop {
+    Stop::Broken(Error::TooLong { what, size, limit: limit as u64 })
+}
+
+pub(super) fn malformed(what: &'static str) -> Stop {
+    Stop::Broken(Error::Malformed { what })
+}

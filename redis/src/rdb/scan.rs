@@ -1,0 +1,591 @@
+//! Scanner: walks over the records of a snapshot as its bytes arrive, and points at the long plain strings in it.
+//!
+//! ```text
+//!   REDIS0011 │ FA … │ FE 0 │ FB 9 2 │ FC <time> 00 <key> <length> ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓ │ 04 <key> … │ FF <checksum>
+//!                                      ▲ begins                    ▲ value                            ▲ end
+//!                                      └───────── Found::Text ─────┴──────────────────┘               Found::End
+//! ```
+//!
+//! It is no loader: of everything but such strings it knows only how long it is. Values need not be shown to it at all:
+//! [`Scanner::skippable`] says how many bytes may be passed over. What it does not know (a type of a newer server) is an
+//! error that says where; whoever passes the bytes on can go on doing so.
+
+use std::ops::Range;
+
+use super::grammar::{self, Item, TYPE_STRING};
+use super::head::read_magic;
+use super::input::{Input, Length, STRING_BYTES_MAX, Stop, malformed};
+use super::{
+    Error, Magic, OPCODE_EOF, OPCODE_EXPIRETIME, OPCODE_EXPIRETIME_MS, OPCODE_FREQ, OPCODE_IDLE, OPCODE_SELECTDB,
+    TAIL_BYTES,
+};
+
+/// What was found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Found {
+    /// A string of at least the length asked for, neither compressed nor a number. Its value comes next.
+    Text(Text),
+    /// The end mark; the checksum follows.
+    End {
+        /// Position of the end mark.
+        at: u64,
+    },
+}
+
+/// A key whose value is a plain string. Positions are bytes from the start of the snapshot.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Text {
+    /// Where its record begins, time of expiry and the like included.
+    pub begins: u64,
+    /// Where the bytes of the value are; the record ends with them.
+    pub value: Range<u64>,
+    /// Its database.
+    pub database: u64,
+    /// Its key, of at most 4096 bytes: a string with a longer one is not pointed at.
+    pub key: Vec<u8>,
+    /// When it expires, in milliseconds since 1970.
+    pub expires_ms: Option<i64>,
+    /// What the server knows about its use.
+    pub usage: Option<Usage>,
+}
+
+/// How a key was used, as the policies of eviction count it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Usage {
+    /// Seconds since it was used.
+    Idle(u64),
+    /// A logarithmic count of uses.
+    Frequency(u8),
+}
+
+/// Why a scan can't go on.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ScanError {
+    /// A type or an opcode of a server that is newer than this program, or that was never released. Not necessarily damage.
+    #[error("the snapshot holds something of an unknown type, {code}, at byte {at}")]
+    Unknown {
+        /// The number of the type.
+        code: u8,
+        /// Where it stands.
+        at: u64,
+    },
+    /// No server writes this.
+    #[error("byte {at}: {error}")]
+    Damaged {
+        /// Where.
+        at: u64,
+        /// What is wrong there.
+        error: Error,
+    },
+}
+
+/// See the module's text.
+#[derive(Debug)]
+pub struct Scanner {
+    /// Shorter strings are not pointed at.
+    least: u64,
+    /// Position of the next byte that is not understood yet.
+    at: u64,
+    /// Bytes from `at` on that are of no interest.
+    skip: u64,
+    /// Bytes from `at` on that have been fed already: the beginning of something that was cut off.
+    carry: Vec<u8>,
+    state: State,
+    /// Parts of the present value that are still to come: the innermost last.
+    stack: Vec<Frame>,
+    magic: Magic,
+    database: u64,
+    prefix: Option<Prefix>,
+    found: Option<Found>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    Magic,
+    Records,
+    Ended,
+}
+
+/// A row of items, and how often it still comes.
+#[derive(Debug)]
+struct Frame {
+    items: &'static [Item],
+    next: usize,
+    times: u64,
+}
+
+/// What stands before a key.
+#[derive(Debug, Clone, Copy)]
+struct Prefix {
+    begins: u64,
+    expires_ms: Option<i64>,
+    usage: Option<Usage>,
+}
+
+/// How much is added at a time to something that was cut off: most of what is understood at once is shorter.
+const CARRY_STEP: usize = 64;
+
+/// Most bytes that are understood at once: a type, a key in any encoding, the length of a string.
+const UNIT_BYTES_MAX: usize = STRING_BYTES_MAX + 64;
+
+/// Groups in streams hold consumers, which hold ids: three rows, and one for a value itself.
+const DEPTH_MAX: usize = 4;
+
+impl Scanner {
+    /// A scanner that stands before the first byte, and points at plain strings of at least so many bytes.
+    pub fn new(least: u64) -> Scanner {
+        Scanner {
+            least,
+            at: 0,
+            skip: 0,
+            carry: Vec::new(),
+            state: State::Magic,
+            stack: Vec::with_capacity(DEPTH_MAX),
+            magic: Magic::Redis,
+            database: 0,
+            prefix: None,
+            found: None,
+        }
+    }
+
+    /// Up to here the bytes belong to no string that is still to be found: they may be passed on. It lags behind what was fed by no more
+    /// than the beginning of a record, and a string that was found is passed only with its last byte.
+    pub fn settled(&self) -> u64 {
+        self.prefix.map_or(self.at, |prefix| prefix.begins)
+    }
+
+    /// How many of the next bytes need not be fed.
+    pub fn skippable(&self) -> u64 {
+        self.skip
+    }
+
+    /// Passes over so many of them, or as many as there are; says how many those were.
+    pub fn skip(&mut self, bytes: u64) -> u64 {
+        let passed = bytes.min(self.skip);
+        self.skip -= passed;
+        self.at += passed;
+        passed
+    }
+
+    /// Takes the next bytes: up to the first thing found (a string's value is not taken yet), or all. Says how many, and what was
+    /// found.
+    ///
+    /// # Errors
+    /// [`ScanError`]; nothing more is understood after it.
+    pub fn feed(&mut self, input: &[u8]) -> Result<(usize, Option<Found>), ScanError> {
+        let mut taken = self.finish_carry(input)?;
+        loop {
+            if let Some(found) = self.found.take() {
+                return Ok((taken, Some(found)));
+            }
+            taken += self.skip((input.len() - taken) as u64) as usize;
+            let rest = input.get(taken..).unwrap_or_default();
+            if self.skip > 0 || rest.is_empty() || self.state == State::Ended {
+                return Ok((taken, None));
+            }
+            match self.understand(rest)? {
+                Some(bytes) => taken += bytes,
+                None => {
+                    self.carry.extend_from_slice(rest);
+                    return Ok((input.len(), None));
+                }
+            }
+        }
+    }
+
+    /// Completes what was cut off. Says how many bytes that took.
+    fn finish_carry(&mut self, input: &[u8]) -> Result<usize, ScanError> {
+        let before = self.carry.len();
+        let mut taken = 0;
+        while !self.carry.is_empty() && taken < input.len() {
+            debug_assert!(self.carry.len() <= UNIT_BYTES_MAX);
+            let more = input.get(taken..).unwrap_or_default();
+            let more = more.get(..CARRY_STEP).unwrap_or(more);
+            self.carry.extend_from_slice(more);
+            taken += more.len();
+            let carry = std::mem::take(&mut self.carry);
+            match self.understand(&carry)? {
+                Some(bytes) => return Ok(bytes - before),
+                None => self.carry = carry,
+            }
+        }
+        Ok(taken)
+    }
+
+    /// Understands one thing at the beginning of `bytes` and says how long it is; `None` if it is cut off.
+    fn understand(&mut self, bytes: &[u8]) -> Result<Option<usize>, ScanError> {
+        let mut input = Input { bytes, position: 0 };
+        let result = match (self.state, self.stack.is_empty()) {
+            (State::Magic, _) => self.magic(&mut input),
+            (_, true) => self.record(&mut input),
+            (_, false) => self.item(&mut input),
+        };
+        match result {
+            Ok(Known) => {
+                self.at += input.position as u64;
+                Ok(Some(input.position))
+            }
+            Err(Trouble::Stop(Stop::Incomplete)) => Ok(None),
+            Err(Trouble::Stop(Stop::Broken(error))) => Err(ScanError::Damaged { at: self.at, error }),
+            Err(Trouble::Unknown(code)) => Err(ScanError::Unknown { code, at: self.at }),
+        }
+    }
+
+    fn magic(&mut self, input: &mut Input<'_>) -> Result<Known, Trouble> {
+        (self.magic, _) = read_magic(input)?;
+        self.state = State::Records;
+        Ok(Known)
+    }
+
+    /// The beginning of a record: of something that stands before a key, between keys, or of a key itself.
+    fn record(&mut self, input: &mut Input<'_>) -> Result<Known, Trouble> {
+        let [code] = input.array()?;
+        let mut prefix = self.prefix.unwrap_or(Prefix { begins: self.at, expires_ms: None, usage: None });
+        match code {
+            OPCODE_EXPIRETIME_MS => prefix.expires_ms = Some(i64::from_le_bytes(input.array()?)),
+            OPCODE_EXPIRETIME => prefix.expires_ms = Some(i64::from(i32::from_le_bytes(input.array()?)) * 1000),
+            OPCODE_IDLE => prefix.usage = Some(Usage::Idle(input.number()?)),
+            OPCODE_FREQ => prefix.usage = Some(Usage::Frequency(input.array::<1>()?[0])),
+            OPCODE_SELECTDB => {
+                self.database = input.number()?;
+                return Ok(Known);
+            }
+            OPCODE_EOF => {
+                self.state = State::Ended;
+                self.skip = TAIL_BYTES as u64 - 1;
+                self.found = Some(Found::End { at: self.at });
+                return Ok(Known);
+            }
+            _ => return self.key(code, prefix, input),
+        }
+        self.prefix = Some(prefix);
+        Ok(Known)
+    }
+
+    /// A key and the beginning of its value; or what follows an opcode.
+    fn key(&mut self, code: u8, prefix: Prefix, input: &mut Input<'_>) -> Result<Known, Trouble> {
+        if let Some(items) = grammar::aside(code) {
+            self.enter(items, 1);
+            return Ok(Known);
+        }
+        let items = grammar::value(code, self.magic).ok_or(Trouble::Unknown(code))?;
+        let key_at = input.position;
+        let key_bytes = input.string_to_skip()?;
+        if code == TYPE_STRING && key_bytes <= STRING_BYTES_MAX as u64 {
+            input.take(key_bytes as usize)?;
+            let value_at = input.position;
+            if let Length::Plain(length) = input.length()? {
+                self.string(prefix, key_at, length, input)?;
+            } else {
+                input.position = value_at;
+                self.skip = input.string_to_skip()?;
+            }
+        } else {
+            self.skip = key_bytes;
+            self.enter(items, 1);
+        }
+        self.prefix = None;
+        Ok(Known)
+    }
+
+    /// A plain string: its value is passed over, and pointed at if it is long.
+    fn string(&mut self, prefix: Prefix, key_at: usize, length: u64, input: &mut Input<'_>) -> Result<(), Trouble> {
+        self.skip = length;
+        if length < self.least {
+            return Ok(());
+        }
+        let starts = self.at + input.position as u64;
+        let ends = starts.checked_add(length).ok_or(Trouble::Stop(malformed("a string without an end")))?;
+        // A key that is too long only when expanded is none of ours: the record is passed over.
+        if let Ok(key) = (Input { bytes: input.bytes, position: key_at }).string("a key") {
+            self.found = Some(Found::Text(Text {
+                begins: prefix.begins,
+                value: starts..ends,
+                database: self.database,
+                key,
+                expires_ms: prefix.expires_ms,
+                usage: prefix.usage,
+            }));
+        }
+        Ok(())
+    }
+
+    /// One item of the innermost row.
+    fn item(&mut self, input: &mut Input<'_>) -> Result<Known, Trouble> {
+        let Some(frame) = self.stack.last_mut() else { return Ok(Known) };
+        let Some(item) = frame.items.get(frame.next) else {
+            (frame.next, frame.times) = (0, frame.times.saturating_sub(1));
+            if frame.times == 0 {
+                self.stack.pop();
+            }
+            return Ok(Known);
+        };
+        let mut inner = None;
+        match item {
+            Item::Length => drop(input.number()?),
+            Item::String => self.skip = input.string_to_skip()?,
+            Item::Bytes(count) => self.skip = u64::from(*count),
+            Item::Score => match input.array()? {
+                [253..=255] => {} // not a number, and the infinities
+                [count] => self.skip = u64::from(count),
+            },
+            Item::Times(items) => inner = Some((*items, input.number()?)),
+            Item::Module => match input.number()? {
+                MODULE_END => {}
+                kind => {
+                    self.skip = module_value(kind, input)?;
+                    return Ok(Known); // the same item once more
+                }
+            },
+        }
+        frame.next += 1;
+        if let Some((items, times)) = inner {
+            self.enter(items, times);
+        }
+        Ok(Known)
+    }
+
+    fn enter(&mut self, items: &'static [Item], times: u64) {
+        debug_assert!(self.stack.len() < DEPTH_MAX);
+        if times > 0 {
+            self.stack.push(Frame { items, next: 0, times });
+        }
+    }
+}
+
+/// Kinds of values that modules write: the end, numbers with and without a sign, of four and eight bytes, strings.
+const MODULE_END: u64 = 0;
+const MODULE_SIGNED: u64 = 1;
+const MODULE_UNSIGNED: u64 = 2;
+const MODULE_FLOAT: u64 = 3;
+const MODULE_DOUBLE: u64 = 4;
+const MODULE_STRING: u64 = 5;
+
+/// How many bytes of it follow.
+fn module_value(kind: u64, input: &mut Input<'_>) -> Result<u64, Stop> {
+    match kind {
+        MODULE_SIGNED | MODULE_UNSIGNED => input.number().map(|_| 0),
+        MODULE_FLOAT => Ok(4),
+        MODULE_DOUBLE => Ok(8),
+        MODULE_STRING => input.string_to_skip(),
+        _ => Err(malformed("a module's value of an unknown kind")),
+    }
+}
+
+/// Something was understood.
+struct Known;
+
+/// Why something was not.
+enum Trouble {
+    Stop(Stop),
+    Unknown(u8),
+}
+
+impl From<Stop> for Trouble {
+    fn from(stop: Stop) -> Trouble {
+        Trouble::Stop(stop)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use proptest::prelude::*;
+
+    use super::super::Writer;
+    use super::*;
+
+    /// All that is found, with the values not shown but skipped.
+    fn scan(bytes: &[u8], piece: usize, least: u64) -> Result<Vec<Found>, ScanError> {
+        let mut scanner = Scanner::new(least);
+        let (mut at, mut all) = (0, Vec::new());
+        while at < bytes.len() {
+            let passed = scanner.skip((bytes.len() - at) as u64) as usize;
+            at += passed;
+            let end = bytes.len().min(at + piece);
+            let (taken, found) = scanner.feed(&bytes[at..end])?;
+            at += taken;
+            if passed + taken == 0 && found.is_none() && scanner.skippable() == 0 {
+                assert!(matches!(all.last(), Some(Found::End { .. })), "only the end stops it");
+                break;
+            }
+            all.extend(found);
+        }
+        Ok(all)
+    }
+
+    /// A string in a snapshot.
+    fn text(bytes: &[u8]) -> Vec<u8> {
+        [&[bytes.len() as u8], bytes].concat()
+    }
+
+    #[test]
+    fn long_strings_are_pointed_at_with_all_that_belongs_to_them() {
+        let mut bytes = b"REDIS0011\xFA\x01a\x01b\xFE\x03\xFB\x05\x01".to_vec();
+        let begins = bytes.len() as u64;
+        bytes.extend(b"\xFC\x01\0\0\0\0\0\0\0\xF8\x07\x00\x03key\x0Avvvvvvvvvv");
+        let second = bytes.len() as u64;
+        bytes.extend(b"\xFD\x02\0\0\0\xF9\x09\x00\xC1\x39\x30\x0Awwwwwwwwww");
+        let third = bytes.len() as u64;
+        // Too short, a number, and one compressed.
+        bytes.extend(b"\x00\x01s\x02no\x00\x01i\xC0\x05\x00\x01z\xC3\x05\x28\x000\xE0\x1E\x00");
+        let end = bytes.len() as u64;
+        bytes.extend([0xFF, 0, 0, 0, 0, 0, 0, 0, 0]);
+        let one = Text {
+            begins,
+            value: second - 10..second,
+            database: 3,
+            key: b"key".to_vec(),
+            expires_ms: Some(1),
+            usage: Some(Usage::Idle(7)),
+        };
+        let other = Text {
+            begins: second,
+            value: third - 10..third,
+            database: 3,
+            key: b"12345".to_vec(),
+            expires_ms: Some(2000),
+            usage: Some(Usage::Frequency(9)),
+        };
+        for piece in 1..bytes.len() {
+            let found = scan(&bytes, piece, 10).unwrap();
+            assert_eq!(found, [Found::Text(one.clone()), Found::Text(other.clone()), Found::End { at: end }]);
+        }
+    }
+
+    /// One value of each type, as the servers write it, byte by byte after their own savers.
+    fn values() -> Vec<(Magic, u8, Vec<u8>)> {
+        let (id, time) = ([7; 16], [9; 8]);
+        let packed = text(b"any string will do: it is not looked into");
+        let list = [&[2][..], &text(b"one"), &text(b"two")].concat();
+        let consumer = |extra: &[u8]| [&[1][..], &text(b"consumer"), &time, extra, &[2], &id, &id].concat();
+        let pending = [&[2][..], &id, &time, &[3], &id, &time, &[0x40, 100]].concat();
+        let nodes = [&[1][..], &text(&id), &packed].concat();
+        let stream = |counters: usize, group: usize, extra: &[u8]| {
+            let counts = vec![5; counters];
+            let group = [&[1][..], &text(b"group"), &vec![6; group], &pending, &consumer(extra)].concat();
+            [&nodes[..], &counts, &group].concat()
+        };
+        let metadata =
+            [&time[..], &[2, 0], &text(b"field"), &text(b"value"), &[0x41, 0], &text(b"f"), &text(b"v")].concat();
+        let module = b"\x81\0\0\0\0\0\0\0\x02\x01\x05\x02\x40\x50\x03abcd\x04abcdefgh\x05\x03xyz\x05\xC0\x01\x00";
+        let mut all = Vec::new();
+        let mut both = |kind, value: &[u8]| {
+            for magic in [Magic::Redis, Magic::Valkey] {
+                all.push((magic, kind, value.to_vec()));
+            }
+        };
+        both(1, &list);
+        both(2, &list);
+        both(3, &[&[3][..], &text(b"a"), &[3], b"1.5", &text(b"b"), &[255], &text(b"c"), &[253]].concat());
+        both(4, &[&[1][..], &text(b"field"), &text(b"value")].concat());
+        both(5, &[&[1][..], &text(b"member"), &time].concat());
+        both(7, module);
+        for kind in [9, 10, 11, 12, 13, 16, 17, 20] {
+            both(kind, &packed);
+        }
+        both(14, &list);
+        both(18, &[&[2, 1][..], &text(b"plain"), &[2], &text(b"packed")].concat());
+        both(15, &stream(3, 2, &[]));
+        both(19, &stream(8, 3, &[]));
+        both(21, &stream(8, 3, &time));
+        both(1, &[0]); // nothing in it
+        all.push((Magic::Valkey, 22, [&[1][..], &text(b"field"), &text(b"value"), &time].concat()));
+        all.push((Magic::Redis, 24, metadata));
+        all.push((Magic::Redis, 25, [&time[..], &packed].concat()));
+        all
+    }
+
+    #[test]
+    fn the_end_of_every_type_is_found_however_its_bytes_arrive() {
+        for (magic, kind, value) in values() {
+            let head = if magic == Magic::Redis { b"REDIS0012" } else { b"VALKEY080" };
+            let mut bytes = [&head[..], &[kind], &text(b"key"), &value].concat();
+            let begins = bytes.len() as u64;
+            bytes.extend(b"\x00\x04next\x05value\xFF\0\0\0\0\0\0\0\0");
+            for piece in 1..bytes.len() {
+                let found = scan(&bytes, piece, 1).unwrap_or_else(|error| panic!("type {kind}: {error}"));
+                let [Found::Text(next), Found::End { .. }] = &found[..] else { panic!("type {kind}: {found:?}") };
+                assert_eq!((next.begins, &next.key[..]), (begins, &b"next"[..]), "type {kind} in pieces of {piece}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_stands_between_keys_is_passed_over() {
+        let bytes = [
+            &b"REDIS0011\xFA\x01a\xC0\x05\xF5\x05#!lua"[..],
+            b"\xF7\x81\0\0\0\0\0\0\0\x02\x02\x01\x05\x02ab\x00\xF4\x01\x02\x03\xFE\x00\xFB\x01\x00",
+            b"\x00\x01k\x01v\xFF\0\0\0\0\0\0\0\0",
+        ]
+        .concat();
+        for piece in 1..bytes.len() {
+            let found = scan(&bytes, piece, 1).unwrap();
+            assert!(matches!(&found[..], [Found::Text(text), Found::End { .. }] if text.key == b"k"), "{found:?}");
+        }
+    }
+
+    #[test]
+    fn an_unknown_type_is_named_with_its_place_and_damage_with_its_kind() {
+        for (bytes, code) in
+            [(&b"REDIS0011\x06"[..], 6), (b"REDIS0012\x16", 22), (b"VALKEY080\x18", 24), (b"REDIS0011\xF6", 0xF6)]
+        {
+            assert_eq!(scan(bytes, 64, 1), Err(ScanError::Unknown { code, at: 9 }));
+        }
+        for bytes in [
+            &b"REDIS0011\xFE\xC0"[..],     // an encoding for a length
+            b"REDIS0011\x01\x01k\xC1",     // ... of a list
+            b"REDIS0011\x00\x01k\xC9",     // a string of no encoding
+            b"REDIS0011\x07\x01k\x01\x06", // a module's value of no kind
+            b"REDIS0011\x00\x01k\x82",     // a length of no encoding
+            b"REDIS0011\x00\x01k\x81\xFF\xFF\xFF\xFF\xFF\xFF\xFF\xFF",
+            b"VALKEY011",
+            b"RADIS0011",
+        ] {
+            assert!(matches!(scan(bytes, 64, 1), Err(ScanError::Damaged { .. })), "{bytes:?}");
+        }
+    }
+
+    #[test]
+    fn a_string_with_a_very_long_key_is_passed_over() {
+        let long = vec![b'k'; STRING_BYTES_MAX + 1];
+        let mut writer = Writer::new(11);
+        writer.string(&long, "value", None).string(&long[1..], "value", None);
+        let found = scan(&writer.finish(), 100, 1).unwrap();
+        assert!(matches!(&found[..], [Found::Text(text), _] if text.key.len() == STRING_BYTES_MAX), "{}", found.len());
+    }
+
+    proptest! {
+        #[test]
+        fn strings_are_found_where_they_were_written(
+            strings in proptest::collection::vec((proptest::collection::vec(any::<u8>(), 0..300), 0_usize..3000, any::<Option<u32>>()), 0..20),
+            piece in 1_usize..2000,
+            least in 0_u64..2000,
+        ) {
+            let mut writer = Writer::new(11);
+            writer.aux("a", "b").select_db(7);
+            for (key, length, expires) in &strings {
+                writer.string(key, vec![b'v'; *length], expires.map(u64::from));
+            }
+            let bytes = writer.finish();
+            let mut found = scan(&bytes, piece, least).unwrap();
+            prop_assert_eq!(found.pop(), Some(Found::End { at: bytes.len() as u64 - TAIL_BYTES as u64 }));
+            let wanted: Vec<_> = strings.iter().filter(|(_, length, _)| *length as u64 >= least).collect();
+            prop_assert_eq!(found.len(), wanted.len());
+            for (found, (key, length, expires)) in found.iter().zip(wanted) {
+                let Found::Text(text) = found else { panic!("{found:?}") };
+                prop_assert_eq!((&text.key, text.database), (key, 7));
+                prop_assert_eq!(text.expires_ms, expires.map(i64::from));
+                let value = &bytes[text.value.start as usize..text.value.end as usize];
+                prop_assert_eq!(value, &vec![b'v'; *length][..]);
+            }
+        }
+
+        #[test]
+        fn any_bytes_are_understood_the_same_however_they_are_cut(bytes in proptest::collection::vec(any::<u8>(), 0..400), piece in 1_usize..50) {
+            let bytes = [b"REDIS0012", &bytes[..]].concat();
+            prop_assert_eq!(scan(&bytes, piece, 1), scan(&bytes, bytes.len(), 1));
+        }
+    }
+}
