@@ -1,7 +1,7 @@
 //! The owner's side: what a messenger tells, on the thread of the worker that the connection lives on.
 //!
 //! So a dispatcher does not wait: while it does, every connection of that worker waits with it. It may send, on any
-//! connection; sending never waits.
+//! connection; sending never waits. Nor does it panic: that ends the worker's thread, and with it all that lives there.
 
 use crate::buffer::Buffer;
 use crate::connection::Connection;

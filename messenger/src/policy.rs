@@ -80,7 +80,8 @@ impl Policy {
         Policy { server: true, standby: true, ..Policy::lossless_client() }
     }
 
-    /// One of equals: either calls when it has something to say, and between two there is one session whoever called first.
+    /// One of equals: either calls when it has something to say, and between two there is one session whoever called first. One
+    /// that does not listen cannot be called back, and so calls again at once.
     pub fn lossless_peer() -> Policy {
         Policy { standby: true, ..Policy::lossless_client() }
     }

@@ -60,7 +60,7 @@ pub struct LinkId(pub u64);
 pub struct Place {
     /// Who we are.
     pub entity: Entity,
-    /// Where we listen, if we do: the peer may call back.
+    /// Where we listen, if we do: the peer may call back, and so we may stand by.
     pub address: Option<SocketAddr>,
     /// Whether we know where to call.
     pub can_call: bool,
@@ -671,7 +671,9 @@ impl<T> Session<T> {
         if self.closing && idle {
             return self.end(News::Closed);
         }
-        match self.may_call() && !(self.policy.standby && idle) {
+        // Whoever cannot be called back does not stand by: the peer may have something to say.
+        let may_stand_by = self.policy.standby && idle && self.place.address.is_some();
+        match self.may_call() && !may_stand_by {
             true => self.call(now), // the first time at once: most broken links are a peer's restart or a switch's
             false => self.stand_by(now),
         }

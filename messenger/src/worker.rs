@@ -545,10 +545,14 @@ impl Worker {
             line.say(answer);
             return Ok(());
         }
-        let peer = line.link.peer();
+        // A peer that listens can be called back, there and not where it happens to have called from.
+        let is_peer = common.policy.standby && !common.policy.server;
+        let back = open.address.filter(|_| is_peer).map(crate::stack::Address::Tcp);
+        let can_call = back.is_some();
+        let peer = back.unwrap_or_else(|| line.link.peer());
         let budget = crate::throttle::Throttle::new(common.policy.send_messages, common.policy.send_bytes);
         let connection = Connection::new(peer, Arc::clone(&self.inbox), budget);
-        let session = Session::called(common.policy.clone(), self.place(false), random_id(), self.now);
+        let session = Session::called(common.policy.clone(), self.place(can_call), random_id(), self.now);
         let talk = self.begin(session, connection.clone(), Vec::new());
         if let Some(talk) = self.talks.get_mut(talk) {
             let names = [Name::Ours(talk.session.cookie().id), Name::Theirs(open.entity, open.from.id)];
@@ -976,6 +980,9 @@ impl Worker {
                     let Some(talk) = self.talks.get_mut(key).filter(|talk| talk.timer == Some(at)) else { continue };
                     talk.timer = None;
                     talk.session.handle_timeout(self.now);
+                    if self.is_barred(key) {
+                        self.excuse(key);
+                    }
                     self.settle(key);
                 }
                 Whom::Line(key) => self.look_at_line(key, at),
@@ -987,6 +994,19 @@ impl Worker {
             Whom::Talk(key) => talks.get(key).is_some_and(|talk| talk.timer == Some(at)),
             Whom::Line(key) => lines.get(key).is_some_and(|line| line.timer == Some(at)),
         });
+    }
+
+    /// Whether a session's line is not read because there is no room for what it brings.
+    fn is_barred(&self, key: Key) -> bool {
+        let line = self.talks.get(key).and_then(|talk| talk.line).and_then(|line| self.lines.get(line));
+        line.is_some_and(|line| matches!(line.coming, Some(Coming::Barred(..))))
+    }
+
+    /// A peer that we do not listen to is not silent. It has just been pinged, by which it knows that we live.
+    fn excuse(&mut self, key: Key) {
+        if let Some(talk) = self.talks.get_mut(key) {
+            talk.session.hear(self.now);
+        }
     }
 
     fn look_at_line(&mut self, key: Key, at: Instant) {

@@ -48,4 +48,4 @@ fn build(target: &Path) -> Result<()> {
     if build.status()?.success() { Ok(()) } else { Err("the benchmarks could not be built; cargo has said why".into()) }
 }
 
-const PROGRAMS: [&str; 4] = ["read_bandwidth", "read_latency", "full_sync", "follow_lag"];
+const PROGRAMS: [&str; 5] = ["read_bandwidth", "read_latency", "full_sync", "follow_lag", "messenger_rate"];

@@ -87,7 +87,9 @@ impl World {
 
     fn place(&self, end: usize) -> Place {
         let node = &self.nodes[end];
-        Place { entity: Entity(u64::from(node.life) * 2 + end as u64), address: None, can_call: node.can_call }
+        // An end has an address exactly if the other one can call it.
+        let address = self.nodes[1 - end].can_call.then_some(SocketAddr::from(([127, 0, 0, 1], 1 + end as u16)));
+        Place { entity: Entity(u64::from(node.life) * 2 + end as u64), address, can_call: node.can_call }
     }
 
     fn begin(&mut self, end: usize) {
@@ -365,6 +367,21 @@ fn for_every_seed(body: impl Fn(u64) + std::panic::RefUnwindSafe) {
 fn between_lossless_peers_nothing_is_lost_doubled_or_out_of_order_however_links_are_cut() {
     for_every_seed(|seed| {
         let mut world = World::new(seed, [Policy::lossless_peer(), Policy::lossless_peer()]);
+        world.run(3000, Chaos { talk: true, cuts: true, forgets: false });
+        world.settle();
+        world.check_whole();
+    });
+}
+
+#[test]
+fn of_two_peers_of_which_only_one_can_be_called_the_other_calls_again_though_it_has_nothing_to_say() {
+    for_every_seed(|seed| {
+        let mut world = World::new(seed, [Policy::lossless_peer(), Policy::lossless_peer()]);
+        if world.nodes[1].session.is_some() {
+            return; // it has called
+        }
+        world.nodes[1].can_call = false;
+        world.begin(0);
         world.run(3000, Chaos { talk: true, cuts: true, forgets: false });
         world.settle();
         world.check_whole();

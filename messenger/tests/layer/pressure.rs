@@ -63,6 +63,27 @@ fn a_bound_on_bytes_holds_over_all_sessions_together() {
 }
 
 #[test]
+fn a_receiver_that_holds_on_for_long_is_not_taken_for_dead_nor_takes_its_peer_for_it() {
+    let brisk = |mut policy: Policy| {
+        (policy.ping_after, policy.silence_limit) = (Duration::from_millis(30), Duration::from_millis(150));
+        policy
+    };
+    let throttle = Throttle::new(1, 1 << 30);
+    let server =
+        end(brisk(Policy::stateless_server()).with_receive(throttle), Scribe { holds: true, ..Scribe::default() });
+    let address = server.messenger.listen(&anywhere()).unwrap();
+    let client = end(brisk(Policy::lossy_client()), Scribe::default());
+    let connection = client.messenger.connect(&address);
+    (0..3).for_each(|number| connection.send(numbered(number)).unwrap());
+    std::thread::sleep(Duration::from_millis(600));
+    until("the rest", || {
+        server.scribe.held.lock().unwrap().clear();
+        server.scribe.taken() == [0, 1, 2]
+    });
+    assert_eq!((client.scribe.told(), server.scribe.told()), (vec![Told::Connected], vec![Told::Connected]));
+}
+
+#[test]
 fn waiting_for_room_ends_when_there_is_some_and_when_the_time_is_over() {
     let mut policy = Policy::lossless_client();
     policy.send_messages = 1;
