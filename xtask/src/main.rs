@@ -3,17 +3,19 @@
 //! ```text
 //!   demo            replicas by Remora and by the servers' own replication, side by side, in one table
 //!   bench           the programs of bench/, their runs kept in bench/runs
+//!   bindings        the types of the RDMA libraries, out of their headers: rarely, and by hand
 //!   man, completions   what `remora generate` writes, without installing it first
 //! ```
 //!
 //! Nothing here is part of the product. What is measured, and how, stands in `remora_bench`; here it is told and shown.
 //!
 //! - [`demo`]: the demonstration. **Start here.** [`show`]: what is seen while it runs; [`table`]: what is left of it.
-//! - [`mod@bench`]: builds and runs the benchmarks.
+//! - [`mod@bench`]: builds and runs the benchmarks. [`bindings`]: makes or compares the RDMA libraries' types.
 //! - [`stop`]: Ctrl-C leaves nothing behind.
 #![forbid(unsafe_code)]
 
 mod bench;
+mod bindings;
 mod demo;
 mod show;
 mod stop;
@@ -39,6 +41,8 @@ enum Command {
     Demo(demo::Options),
     /// Run the benchmarks and keep their runs.
     Bench(bench::Options),
+    /// Make the types of the RDMA libraries again out of their headers.
+    Bindings(bindings::Options),
     /// Write the man pages of `remora` into a folder.
     Man {
         /// The folder; made if it isn't there.
@@ -55,6 +59,7 @@ fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Demo(options) => stop::or_run(move || demo::run(&options)),
         Command::Bench(options) => stop::or_run(move || bench::run(&options)),
+        Command::Bindings(options) => bindings::run(&options),
         Command::Man { directory } => generate(Generated::Man { directory }),
         Command::Completions { shell } => completions(&shell),
     };

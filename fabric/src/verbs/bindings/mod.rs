@@ -1,6 +1,6 @@
 //! The types of libibverbs and librdmacm, as their headers have them. Nothing is called here.
 //!
-//! `types.rs` is made by `cargo run -p xtask --features bindings -- bindings` out of `wrapper.h`, and checked in, so that building
+//! `types.rs` is made by `cargo run -p xtask -- bindings` out of `wrapper.h`, and checked in, so that building
 //! needs neither headers nor a C compiler. `… bindings --check` makes it again and compares. The assertions in it hold sizes and
 //! offsets at compile time; they are the same for rdma-core 44 (2022) to 64 (2026), of which both ends were compared.
 //!

@@ -1,0 +1,71 @@
+//! `xtask bindings`: makes the types of libibverbs and librdmacm again out of the installed headers, or compares.
+//!
+//! Needs the headers (Debian: libibverbs-dev librdmacm-dev libclang1-14) and bindgen's program in the version below, as another version
+//! words the same types otherwise: `cargo install bindgen-cli --version 0.72.1 --locked`. Nobody who builds Remora needs either.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use clap::Args;
+use remora_bench::sync::Result;
+
+/// What is to be done.
+#[derive(Args, Debug)]
+pub(crate) struct Options {
+    /// Change nothing; fail if what is checked in is not what the headers give.
+    #[arg(long)]
+    check: bool,
+}
+
+/// The version whose wording is checked in.
+const VERSION: &str = "bindgen 0.72.1";
+
+const FOLDER: &str = "fabric/src/verbs/bindings";
+
+/// The types that are used, with whatever they are made of.
+const TYPES: &str = "ibv_device|ibv_context|ibv_device_attr|ibv_pd|ibv_mr|ibv_cq|ibv_comp_channel|ibv_qp|ibv_qp_init_attr|\
+    ibv_qp_attr|ibv_qp_attr_mask|ibv_access_flags|ibv_sge|ibv_send_wr|ibv_recv_wr|ibv_wc|ibv_wc_status|ibv_wc_opcode|\
+    ibv_send_flags|ibv_async_event|ibv_fork_status|rdma_cm_id|rdma_cm_event|rdma_conn_param|rdma_event_channel|rdma_port_space";
+
+/// Types of which only the size matters.
+const OPAQUE: &str = "sockaddr.*|ibv_srq|ibv_mw|ibv_ah|ibv_wq|ibv_xrcd|_ibv_device_ops|_compat_ibv_port_attr|ibv_mw_bind|\
+    ibv_sa_path_rec|rdma_ud_param";
+
+pub(crate) fn run(options: &Options) -> Result<()> {
+    let found = Command::new("bindgen").arg("--version").output();
+    let found = found.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned()).unwrap_or_default();
+    if found != VERSION {
+        let found = if found.is_empty() { "none".to_owned() } else { found };
+        return Err(format!("needs {VERSION}, there is {found}; see the head of xtask/src/bindings.rs").into());
+    }
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(FOLDER);
+    let made = generate(&folder)?;
+    let file = folder.join("types.rs");
+    if !options.check {
+        return Ok(fs::write(file, made)?);
+    }
+    if fs::read_to_string(&file)? != made {
+        let text = format!("{FOLDER}/types.rs is not what the headers give: run this without --check and look");
+        return Err(text.into());
+    }
+    println!("{FOLDER}/types.rs is what the headers give");
+    Ok(())
+}
+
+fn generate(folder: &Path) -> Result<String> {
+    let made = Command::new("bindgen")
+        // There, so that its rustfmt finds the project's settings.
+        .current_dir(folder)
+        .arg("wrapper.h")
+        .args(["--allowlist-type", TYPES, "--allowlist-var", "RDMA_OPTION_ID_TOS|RDMA_OPTION_ID"])
+        .args(["--blocklist-type", "pthread_mutex_t|pthread_cond_t|__pthread.*"])
+        .args(["--raw-line", "use libc::{pthread_cond_t, pthread_mutex_t};", "--opaque-type", OPAQUE])
+        .args(["--no-doc-comments", "--no-prepend-enum-name", "--use-core"])
+        .args(["--rust-target", "1.85", "--rust-edition", "2024"])
+        .output()?;
+    match made.status.success() {
+        true => Ok(String::from_utf8(made.stdout)?),
+        false => Err(format!("bindgen: {}", String::from_utf8_lossy(&made.stderr)).into()),
+    }
+}
