@@ -308,7 +308,7 @@ pub(super) fn is_end(event: &Event) -> bool {
 
 /// Finds the device and the neighbour for an address. In slices, of which the first are short: kernels were seen (6.1) to look again for
 /// a neighbour that they had to ask the network for only when the time given to this call was over, though its answer had long come.
-fn resolve(
+pub(super) fn resolve(
     events: &Events,
     id: &Id,
     local: Option<IpAddr>,

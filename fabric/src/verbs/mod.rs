@@ -20,7 +20,7 @@
 //! - `cm`: the connection manager; `objects`: queue pairs, completion queues, registrations, each with one owner; `device`:
 //!   what stands below them. All unsafe code is in these three, in `library` and in `report`.
 //! - `library`: the two libraries, opened at run time; `bindings`: their types.
-//! - [`report`](devices): what a machine has, and what it lacks.
+//! - [`report`](devices): what a machine has, and what it lacks. [`walkthrough`](send_and_receive): the whole thing in small, to be read.
 //!
 //! What is true of it, besides what is true of every transport:
 //!
@@ -45,6 +45,7 @@ mod objects;
 mod peer;
 mod report;
 mod serve;
+mod walkthrough;
 mod wire;
 
 #[cfg(test)]
@@ -57,6 +58,7 @@ pub use exporter::VerbsExporter;
 pub use library::DISABLE;
 pub use peer::VerbsPeer;
 pub use report::{DeviceReport, PortReport, Report, devices};
+pub use walkthrough::send_and_receive;
 
 use crate::Error;
 
