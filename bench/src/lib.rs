@@ -11,6 +11,7 @@
 #![deny(unsafe_code)] // but for one call in `cpu`
 
 pub mod messenger;
+pub mod perftest;
 pub mod source;
 pub mod sync;
 

@@ -16,10 +16,11 @@ use remora_fabric::{
     Connector, Error, Exporter, Memory, Pages, Peer, RegionId, RegionKey, Secret,
     shm::{ShmConnector, ShmExporter, ShmOptions},
     tcp::{SendMode, TcpConnector, TcpExporter, TcpOptions},
+    verbs::{CompletionMode, VerbsConnector, VerbsExporter, VerbsOptions},
 };
 use serde::{Deserialize, Serialize};
 
-use crate::cpu;
+use crate::{cpu, perftest::Ends};
 
 /// First argument of the child; the second is a [`Wish`] as JSON.
 pub const ARGUMENT: &str = "--be-the-source";
@@ -37,6 +38,8 @@ pub struct Wish {
     pub lanes: u8,
     /// Reads outstanding per peer.
     pub depth: usize,
+    /// Where the devices are, if it is to be read by RDMA too.
+    pub rdma: Ends,
 }
 
 impl Wish {
@@ -56,6 +59,7 @@ impl Wish {
 struct Place {
     shm: Vec<u8>,
     tcp: Vec<u8>,
+    verbs: Option<Vec<u8>>,
     plain: SocketAddr,
 }
 
@@ -103,6 +107,20 @@ impl Source {
     pub fn connect_tcp(&self, sink: &Arc<Memory>) -> Result<Box<dyn Peer>, Error> {
         let key = RegionKey::from_bytes(self.place.tcp.clone())?;
         TcpConnector::new(self.wish.options(), None)?.connect(&key, SESSION, &SECRET, sink.clone())
+    }
+
+    /// A peer on its region by RDMA.
+    ///
+    /// # Errors
+    /// Those of [`Connector::connect`]; [`Error::Misuse`] if it was not asked to serve by RDMA.
+    pub fn connect_verbs(&self, sink: &Arc<Memory>) -> Result<Box<dyn Peer>, Error> {
+        let key = self.place.verbs.clone().ok_or(Error::Misuse("for RDMA give --rdma-source and --rdma-reader"))?;
+        // Its rivals poll, too.
+        let completion = CompletionMode::Polling;
+        let options = VerbsOptions { depth: self.wish.depth, completion, ..VerbsOptions::default() };
+        let local = self.wish.rdma.rdma_reader.into_iter().collect();
+        let key = RegionKey::from_bytes(key)?;
+        VerbsConnector::new(options, None, local)?.connect(&key, SESSION, &SECRET, sink.clone())
     }
 
     /// A peer on its region in shared memory.
@@ -155,7 +173,10 @@ fn be_the_source(wish: &str) -> Result<(), Box<dyn std::error::Error>> {
     let tcp = TcpExporter::new(wish.options(), None)?;
     tcp.listen("127.0.0.1:0")?;
     let shm = ShmExporter::bind(ShmOptions::default())?;
-    let exporters: [&dyn Exporter; 2] = [&tcp, &shm];
+    let listen = |host| VerbsExporter::listen(VerbsOptions::default(), &[SocketAddr::new(host, 0)]);
+    let verbs = wish.rdma.rdma_source.map(listen).transpose()?;
+    let mut exporters: Vec<&dyn Exporter> = vec![&tcp, &shm];
+    exporters.extend(verbs.iter().map(|verbs| verbs as &dyn Exporter));
     for exporter in exporters {
         exporter.export(ID, region.clone())?;
         exporter.grant(SESSION, SECRET);
@@ -164,6 +185,7 @@ fn be_the_source(wish: &str) -> Result<(), Box<dyn std::error::Error>> {
     let place = Place {
         shm: shm.key(ID)?.as_bytes().to_vec(),
         tcp: tcp.key(ID)?.as_bytes().to_vec(),
+        verbs: verbs.as_ref().map(|verbs| verbs.key(ID)).transpose()?.map(|key| key.as_bytes().to_vec()),
         plain: plain.local_addr()?,
     };
     // Ends with the process.

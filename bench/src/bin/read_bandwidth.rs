@@ -1,4 +1,4 @@
-//! How many bytes a second are read out of another process's region: shm against memcpy, tcp against iperf3.
+//! How many bytes a second are read out of another process's region: shm against memcpy, tcp against iperf3, verbs against ib_read_bw.
 //!
 //! Each round measures every subject and its rival in turn, so that a slow minute of the machine strikes both. Region and sink
 //! are warm. The reader keeps `depth` reads outstanding and reads the region from front to back, each read into its own
@@ -22,6 +22,7 @@ use std::{
 use clap::Parser;
 use remora_bench::{
     Run, Sample, bytes, cpu,
+    perftest::Ends,
     source::{Source, Wish, be_the_source_if_asked, warm_memory},
 };
 use remora_fabric::{Completion, Memory, Peer, ReadRequest};
@@ -56,6 +57,8 @@ struct Options {
     /// Lanes per peer.
     #[arg(long, default_value_t = 1)]
     lanes: u8,
+    #[command(flatten)]
+    rdma: Ends,
     /// Keeps the run in a folder of its own below this one.
     #[arg(long)]
     out: Option<PathBuf>,
@@ -96,7 +99,14 @@ impl Bench<'_> {
             return Err("a read does not fit into the region: give a larger --region-mib".into());
         }
         let congestion = options.congestion.clone();
-        let wish = Wish { region_bytes, congestion, send_file: options.send_file, lanes: options.lanes, depth };
+        let wish = Wish {
+            region_bytes,
+            congestion,
+            send_file: options.send_file,
+            lanes: options.lanes,
+            depth,
+            rdma: options.rdma.clone(),
+        };
         let mut run = Run::new("read_bandwidth", "GB/s");
         let has_iperf3 = Command::new("iperf3").arg("--version").output().is_ok_and(|output| output.status.success());
         if !has_iperf3 && options.transports.iter().any(|name| name == "tcp") {
@@ -130,6 +140,13 @@ impl Bench<'_> {
                     let tcp = self.read(peer.as_mut(), size, depth)?;
                     self.note("tcp", size, depth, round, tcp);
                 }
+                if self.measures("verbs") {
+                    let rival = self.ib_read_bw(size, depth)?;
+                    self.note("ib_read_bw", size, depth, round, rival);
+                    let mut peer = self.source.connect_verbs(&self.sink)?;
+                    let verbs = self.read(peer.as_mut(), size, depth)?;
+                    self.note("verbs", size, depth, round, verbs);
+                }
             }
             if self.measures("tcp") && self.has_iperf3 && size == IPERF3_BYTES {
                 let iperf3 = iperf3(self.options)?;
@@ -156,6 +173,16 @@ impl Bench<'_> {
             reader_cpu: cpu::of_self()? - reader,
             source_cpu: self.source.cpu()? - source,
         })
+    }
+
+    /// The rival of verbs, for about as long as ours. Processor time is not told by it.
+    fn ib_read_bw(&self, size: u32, depth: usize) -> io::Result<Figures> {
+        let trial = self.options.rdma.bandwidth(size, depth, 20)?;
+        let count = trial * self.options.millis as f64 / 1e3 / f64::from(size);
+        let rate = self.options.rdma.bandwidth(size, depth, count as u64)?;
+        let elapsed = Duration::from_millis(self.options.millis);
+        let bytes = (rate * elapsed.as_secs_f64()) as u64;
+        Ok(Figures { bytes, elapsed, reader_cpu: Duration::ZERO, source_cpu: Duration::ZERO })
     }
 
     /// The rival of shm: the same bytes, out of memory of our own, by the standard library's copy.
@@ -204,6 +231,10 @@ impl Bench<'_> {
                 if self.measures("shm") {
                     let promise = (size == 1 << 20).then_some(0.9);
                     self.run.compare(("shm", &ours), ("memcpy", &ours), promise);
+                }
+                if self.measures("verbs") {
+                    let promise = (depth == 16 && (64 << 10..=1 << 20).contains(&size)).then_some(0.9);
+                    self.run.compare(("verbs", &ours), ("ib_read_bw", &ours), promise);
                 }
                 if self.measures("tcp") && self.has_iperf3 && size == IPERF3_BYTES {
                     let promise = (depth == 16).then_some(0.9);

@@ -21,7 +21,9 @@ use std::{
 
 use clap::Parser;
 use remora_bench::{
-    Run, Sample, bytes, cpu, quantile,
+    Run, Sample, bytes, cpu,
+    perftest::Ends,
+    quantile,
     source::{Source, Wish, be_the_source_if_asked, warm_memory},
 };
 use remora_fabric::{Memory, Peer, ReadRequest};
@@ -47,6 +49,8 @@ struct Options {
     /// Congestion control of tcp; the system's if not given.
     #[arg(long)]
     congestion: Option<String>,
+    #[command(flatten)]
+    rdma: Ends,
     /// Keeps the run in a folder of its own below this one.
     #[arg(long)]
     out: Option<PathBuf>,
@@ -88,7 +92,14 @@ impl Bench<'_> {
         if largest == 0 || largest > region_bytes {
             return Err("a read must have bytes and fit into the region: give a larger --region-mib".into());
         }
-        let wish = Wish { region_bytes, congestion: options.congestion.clone(), send_file: false, lanes: 1, depth: 1 };
+        let wish = Wish {
+            region_bytes,
+            congestion: options.congestion.clone(),
+            send_file: false,
+            lanes: 1,
+            depth: 1,
+            rdma: options.rdma.clone(),
+        };
         Ok(Bench {
             options,
             run: Run::new("read_latency", "µs"),
@@ -128,6 +139,17 @@ impl Bench<'_> {
             let source_cpu = (self.source.cpu()? - before).as_secs_f64();
             self.note("tcp", size, round, tcp, source_cpu);
         }
+        if self.measures("verbs") {
+            // Its typical time stands for the median; it tells of no processor time.
+            let micros = self.options.rdma.latency(size, LATENCY_READS)?;
+            let rival = Figures { sorted_micros: vec![micros], reader_cpu: Duration::ZERO };
+            self.note("ib_read_lat", size, round, rival, 0.0);
+            let mut peer = self.source.connect_verbs(&self.sink)?;
+            let before = self.source.cpu()?;
+            let verbs = self.options.time(|offset| read_one(peer.as_mut(), offset, size))?;
+            let source_cpu = (self.source.cpu()? - before).as_secs_f64();
+            self.note("verbs", size, round, verbs, source_cpu);
+        }
         Ok(())
     }
 
@@ -155,7 +177,7 @@ impl Bench<'_> {
     fn compare(&mut self) {
         for size in &self.options.sizes {
             let case = bytes((*size).into());
-            for (ours, rival) in [("shm", "memcpy"), ("tcp", "plain tcp")] {
+            for (ours, rival) in [("shm", "memcpy"), ("tcp", "plain tcp"), ("verbs", "ib_read_lat")] {
                 if self.measures(ours) {
                     self.run.compare((ours, &case), (rival, &case), None);
                 }
@@ -207,3 +229,6 @@ fn read_one(peer: &mut dyn Peer, offset: u64, length: u32) -> Result<(), Failure
     }
     Ok(())
 }
+
+/// READs of one run of ib_read_lat.
+const LATENCY_READS: u64 = 1000;
