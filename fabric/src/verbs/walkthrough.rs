@@ -11,7 +11,7 @@
 //!        ◀──────────────── SEND, 23 bytes ───────────────────  post_send
 //!   completion: 23 bytes received                         completion: sent (that is: acknowledged by the other card)
 //!        ◀──────────────── SEND, 100 bytes ──────────────────  post_send
-//!   completion: local length error                        completion: remote invalid request
+//!   completion: a local error (each device has its own)   completion: a remote error
 //! ```
 
 use std::{
