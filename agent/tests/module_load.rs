@@ -26,7 +26,7 @@ fn full_primary(kind: Kind) -> Server {
     fill_every_type(&mut client, 7).unwrap();
     client.ok(&["SELECT", "0"]).unwrap();
     kit::load(&primary, 60, 300_000);
-    kit::load_small(&primary, 2000, 700);
+    kit::load_small(&primary, 2000, 5000);
     client.ok(&["SELECT", "3"]).unwrap();
     client.ok(&[b"SET".as_slice(), b"expires", &[b'x'; 5000], b"PXAT", b"4102444800000"]).unwrap();
     client.ok(&[b"SET".as_slice(), b"alone", &[b'y'; 100_000]]).unwrap();

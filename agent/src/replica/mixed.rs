@@ -11,7 +11,7 @@ use super::feed::SnapshotFeed;
 use super::introduction::{Answer, Shown};
 use super::link::Link;
 use super::meter::Meter;
-use super::mixture::{Mixture, Part};
+use super::mixture::{Mixture, Part, REFER_FROM_BYTES};
 
 /// See the module's text.
 pub(super) struct Mixed {
@@ -59,7 +59,7 @@ const BEGIN_LIMIT: Duration = Duration::from_secs(20);
 impl Mixed {
     /// At the beginning, with the slot that showed that there is one.
     pub(super) fn new(mark: [u8; 40], shown: Shown, answer: Answer, first: Slot) -> Result<Mixed, WriteTrouble> {
-        let mixture = Mixture::new(shown.ticket, answer.idle_times);
+        let mixture = Mixture::new(shown.ticket, answer.idle_times, REFER_FROM_BYTES);
         let began = Instant::now();
         let mut mixed = Mixed { mark, mixture, tally: shown.tally, lent: VecDeque::new(), taken: 0, parts: 0, began };
         mixed.take(first)?;

@@ -22,8 +22,9 @@ use remora_fabric::View;
 use remora_redis::rdb::reference::{TICKET_BYTES, Word, field};
 use remora_redis::rdb::{Found, OPCODE_EOF, Scanner, TAIL_BYTES, Text, Usage};
 
-/// Shorter strings are passed on: the server's own loader is about as quick with them. docs/module.md has the measurement.
-pub(super) const REFER_FROM_BYTES: u64 = 512;
+/// Shorter strings are passed on. The server alone would gain from 512 bytes on, but whole syncs did not at a kilobyte: docs/module.md has
+/// the measurement.
+pub(super) const REFER_FROM_BYTES: u64 = 4096;
 
 /// What is still to be written.
 #[derive(Debug, PartialEq, Eq)]
@@ -80,12 +81,12 @@ const WORTH_PERCENT: u64 = 10;
 const MAGIC_BYTES: u64 = 9;
 
 impl Mixture {
-    /// At the beginning. `idle_times`: whether the server's module can set them.
-    pub(super) fn new(ticket: [u8; TICKET_BYTES], idle_times: bool) -> Mixture {
+    /// At the beginning. `idle_times`: whether the server's module can set them; `least`: bytes of the shortest string that is referred to.
+    pub(super) fn new(ticket: [u8; TICKET_BYTES], idle_times: bool, least: u64) -> Mixture {
         let mut words = Vec::new();
         Word::Hello { ticket }.encode(&mut words);
         Mixture {
-            scanner: Some(Scanner::new(REFER_FROM_BYTES)),
+            scanner: Some(Scanner::new(least)),
             idle_times,
             greeting: field(&words),
             parts: VecDeque::new(),
@@ -362,6 +363,9 @@ mod tests {
 
     use super::*;
 
+    /// Short, so that small snapshots have many strings of both kinds.
+    const LEAST: u64 = 512;
+
     /// A string that was told by its place: database, key, value.
     type Told = (u32, Vec<u8>, Vec<u8>);
 
@@ -369,7 +373,7 @@ mod tests {
     fn mix(snapshot: &[u8], slot_bytes: usize, idle_times: bool) -> (Vec<u8>, Vec<Told>, Mixture) {
         let memory = Memory::create("test", snapshot.len() as u64, Pages::Small).unwrap();
         memory.write(0, snapshot).unwrap();
-        let mut mixture = Mixture::new([1; TICKET_BYTES], idle_times);
+        let mut mixture = Mixture::new([1; TICKET_BYTES], idle_times, LEAST);
         let (mut link, mut told) = (Vec::new(), Vec::new());
         let mut open: Option<(u32, Vec<u8>, u64, Vec<u8>)> = None;
         for slot in (0..snapshot.len()).step_by(slot_bytes) {
@@ -455,7 +459,7 @@ mod tests {
             let (mut link, told, mixture) = mix(&whole, slot_bytes, true);
             prop_assert_eq!(mixture.referred(), told.iter().map(|(_, _, value)| value.len() as u64).sum::<u64>());
             link.extend(mixture.finish().unwrap());
-            let long = |length: usize| length as u64 >= REFER_FROM_BYTES;
+            let long = |length: usize| length as u64 >= LEAST;
             prop_assert_eq!(told.len(), drawn.iter().filter(|(_, length, _)| long(*length)).count());
             let mut loaded = strings(&link);
             prop_assert!(loaded.values().all(|value| !long(value.len())));
@@ -471,7 +475,7 @@ mod tests {
             let whole = [b"REDIS0011", &bytes[..]].concat();
             let memory = Memory::create("test", whole.len() as u64, Pages::Small).unwrap();
             memory.write(0, &whole).unwrap();
-            let mut mixture = Mixture::new([1; TICKET_BYTES], true);
+            let mut mixture = Mixture::new([1; TICKET_BYTES], true, LEAST);
             for slot in (0..whole.len()).step_by(slot_bytes) {
                 mixture.take(&memory, slot as u64..whole.len().min(slot + slot_bytes) as u64).unwrap();
             }
@@ -504,7 +508,7 @@ mod tests {
     fn mix_without_the_end(bytes: &[u8]) -> Mixture {
         let memory = Memory::create("test", bytes.len() as u64, Pages::Small).unwrap();
         memory.write(0, bytes).unwrap();
-        let mut mixture = Mixture::new([1; TICKET_BYTES], true);
+        let mut mixture = Mixture::new([1; TICKET_BYTES], true, LEAST);
         mixture.take(&memory, 0..bytes.len() as u64).unwrap();
         mixture
     }
