@@ -30,16 +30,14 @@ impl EventHandler for SnapshotBegins {
         if armed.board.stage() != Stage::Armed || armed.board.is_cancelled() {
             return;
         }
-        // Read before any command is: as it was in the server when it forked.
-        let forked_at = server_clock(context);
-        WORK.set(Some((armed, forked_at)));
+        WORK.set(Some(armed));
         let own = OwnContext::new(context);
         let error = match own.call(Walk::NAME, &[]) {
             None => Some("the server made no answer of it".to_owned()),
             Some(reply) => reply.error(),
         };
         // By now it has ended, one way or the other; unless it never began.
-        if let (Some((armed, _)), Some(error)) = (WORK.take(), error) {
+        if let (Some(armed), Some(error)) = (WORK.take(), error) {
             armed.board.fail(&format!("the walk could not be done: {error}"));
         }
     }
@@ -49,16 +47,16 @@ thread_local! {
     /// Nobody but this process writes the table.
     static CLAIM: RefCell<Option<Claim>> = const { RefCell::new(None) };
     /// On its way from the event to the command that the event calls.
-    static WORK: RefCell<Option<(Armed, Result<u64, Trouble>)>> = const { RefCell::new(None) };
+    static WORK: RefCell<Option<Armed>> = const { RefCell::new(None) };
 }
 
 /// The work itself; the body of `REMORA.WALK`.
 pub(super) fn work(context: &Context<'_>) {
-    let Some((armed, forked_at)) = WORK.take() else { return };
+    let Some(armed) = WORK.take() else { return };
     let (board, _stays) = (&armed.board, Unfinished(&armed.board));
     let done = match board.order().work {
         Work::Ease => ease(context, &armed),
-        Work::Walk => forked_at.and_then(|forked_at| walk_all(context, &armed, forked_at)),
+        Work::Walk => walk_all(context, &armed),
     };
     match done {
         Ok(()) => board.finish(),
@@ -84,7 +82,7 @@ fn ease(context: &Context<'_>, armed: &Armed) -> Result<(), Trouble> {
     Ok(armed.board.begin(&origin)?)
 }
 
-fn walk_all(context: &Context<'_>, armed: &Armed, forked_at: u64) -> Result<(), Trouble> {
+fn walk_all(context: &Context<'_>, armed: &Armed) -> Result<(), Trouble> {
     // What DUMP answers is compressed or not by the same setting. Where it can't be set, it is: as right, and slower.
     let _ = without_compression(context);
     let table = armed.table.as_ref().ok_or(Trouble::NoTable)?;
@@ -93,7 +91,7 @@ fn walk_all(context: &Context<'_>, armed: &Armed, forked_at: u64) -> Result<(), 
     // Held until this process ends, whatever ends it: then the agent knows that nobody writes there any more.
     let claim = memory.claim()?.ok_or(Trouble::Claimed)?;
     CLAIM.set(Some(claim));
-    walk::run(context, &armed.board, memory.into(), forked_at)
+    walk::run(context, &armed.board, memory.into())
 }
 
 fn without_compression(context: &Context<'_>) -> Result<(), Trouble> {

@@ -9,11 +9,10 @@
 //!                                            anything else: what DUMP answers, without its footer
 //! ```
 //!
-//! **Keys whose time is over.** DUMP says of such a key that there is none, and deletes it; strings are read without asking. By the
-//! clock of this command a key is over or not. If it was over before the fork already, the primary itself treats it as gone: whatever
-//! touches it there first deletes it, and says so in the stream. It is left out. If its time ended between fork and walk
-//! (milliseconds), the primary may have prolonged it meanwhile: then this walk can't be exact, and says so instead. On a replica, whose keys live until
-//! its primary says otherwise, the same holds for every such key.
+//! **Keys whose time is over.** DUMP says of such a key that there is none, and deletes it; strings are read without asking. So a key
+//! that is no string and whose time is over, and that the server has not yet removed, can't be walked. To leave it out would be nearly
+//! right (whoever touches it at the primary has it deleted, and the stream says so), but not the same data. The walk says so instead, and the
+//! snapshot comes without it.
 
 use std::ffi::CString;
 use std::sync::Arc;
@@ -48,8 +47,8 @@ pub(super) enum Trouble {
     Untold(&'static str),
     #[error("the key {key:?} of database {database} could not be read: {why}")]
     Key { database: u32, key: String, why: String },
-    #[error("the time of the key {key:?} of database {database} ended just when the snapshot began")]
-    EndedMeanwhile { database: u32, key: String },
+    #[error("the time of the key {key:?} of database {database} is over, and the server has not removed it yet")]
+    Over { database: u32, key: String },
     #[error("database {database} has {counted} keys, {walked} were found")]
     Miscounted { database: u32, counted: u64, walked: u64 },
     #[error(transparent)]
@@ -58,15 +57,14 @@ pub(super) enum Trouble {
     Table(#[from] remora_table::Error),
 }
 
-/// Writes the whole snapshot into `memory`. `forked_at`: the server's clock at the fork.
-pub(super) fn run(context: &Context<'_>, board: &Board, memory: Arc<Memory>, forked_at: u64) -> Result<(), Trouble> {
+/// Writes the whole snapshot into `memory`.
+pub(super) fn run(context: &Context<'_>, board: &Board, memory: Arc<Memory>) -> Result<(), Trouble> {
     let origin = origin(context)?;
     let mut walk = Walk {
         context,
         out: Output::new(board, memory, &origin)?,
         ages: Ages::of(context),
-        clock: Clock { forked_at, now: server_clock(context)?, is_replica: context.flags().is_replica() },
-        left_out: 0,
+        now: server_clock(context)?,
     };
     board.begin(&origin)?;
     match walk.everything(&origin) {
@@ -108,9 +106,8 @@ struct Walk<'w> {
     context: &'w Context<'w>,
     out: Output<'w>,
     ages: Ages,
-    clock: Clock,
-    /// Keys of the present database that were over before the fork.
-    left_out: u64,
+    /// The server's clock, which stands still for this command: milliseconds since 1970.
+    now: u64,
 }
 
 impl Walk<'_> {
@@ -162,7 +159,6 @@ impl Walk<'_> {
         let keys = self.context.key_count();
         let expires = self.expiring(number);
         record::put_database(&mut self.out.small, number, keys, expires.unwrap_or(0));
-        self.left_out = 0;
         let before = self.out.keys();
         let mut cursor = Cursor::new(self.context);
         let mut trouble = None;
@@ -178,7 +174,7 @@ impl Walk<'_> {
         if let Some(trouble) = trouble {
             return Err(trouble);
         }
-        let walked = self.out.keys() - before + self.left_out;
+        let walked = self.out.keys() - before;
         if walked == keys { Ok(()) } else { Err(Trouble::Miscounted { database: number, counted: keys, walked }) }
     }
 
@@ -204,13 +200,8 @@ impl Walk<'_> {
 
     /// Anything but a string, by way of DUMP.
     fn dumped(&mut self, database: u32, name: StrRef<'_>, expires_at: Option<u64>, age: Age) -> Result<(), Trouble> {
-        match self.clock.judge(expires_at) {
-            Time::Left => {}
-            Time::OverBefore => {
-                self.left_out += 1;
-                return Ok(());
-            }
-            Time::OverMeanwhile => return Err(Trouble::EndedMeanwhile { database, key: shown(name) }),
+        if expires_at.is_some_and(|time| time < self.now) {
+            return Err(Trouble::Over { database, key: shown(name) });
         }
         let reply = self.context.call(c"DUMP", &[name]).ok_or(Trouble::NoAnswer("DUMP"))?;
         if let Some(text) = reply.error() {
@@ -271,48 +262,9 @@ impl Ages {
     }
 }
 
-/// What is to be thought of a key's time. All in milliseconds since 1970.
-#[derive(Clone, Copy, Debug)]
-struct Clock {
-    /// The server's clock at the fork.
-    forked_at: u64,
-    /// The server's clock, which stands still for this command.
-    now: u64,
-    is_replica: bool,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Time {
-    /// DUMP will show it.
-    Left,
-    /// The primary itself treats it as gone.
-    OverBefore,
-    /// It was there at the fork, and DUMP does not show it any more.
-    OverMeanwhile,
-}
-
-impl Clock {
-    fn judge(self, expires_at: Option<u64>) -> Time {
-        match expires_at {
-            None => Time::Left,
-            Some(time) if time >= self.now => Time::Left,
-            Some(time) if time < self.forked_at && !self.is_replica => Time::OverBefore,
-            Some(_) => Time::OverMeanwhile,
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_key_is_left_out_only_if_its_primary_had_no_more_use_for_it_at_the_fork() {
-        let clock = Clock { forked_at: 1000, now: 1020, is_replica: false };
-        let judged = [None, Some(999), Some(1000), Some(1019), Some(1020)].map(|time| clock.judge(time));
-        assert_eq!(judged, [Time::Left, Time::OverBefore, Time::OverMeanwhile, Time::OverMeanwhile, Time::Left]);
-        assert_eq!(Clock { is_replica: true, ..clock }.judge(Some(5)), Time::OverMeanwhile);
-    }
 
     #[test]
     fn ages_are_written_where_the_servers_policy_uses_them() {
