@@ -4,19 +4,12 @@
 
 mod kit;
 
-use kit::{LONG, Source, primary, syncs};
+use kit::{LONG, Source, benchmark, primary, syncs};
 use remora_lab::server::wait_until;
-use remora_lab::{Agent, Kind, Server, Workload, assert_same_data, fill_every_type, require};
+use remora_lab::{Kind, Server, Workload, assert_same_data, fill_every_type, require};
 
 /// Commands that the writers must have done while the replicas were made: so that it was under load at all.
 const WRITES_MEANWHILE: u64 = 5_000;
-
-/// Redis's own load generator at full speed, until dropped. `None` where it is missing.
-fn benchmark(server: &Server) -> Option<Agent> {
-    let port = server.port().to_string();
-    let args = ["-p", &port, "-t", "set,incr,lpush,rpop,sadd,hset,spop,zadd,zpopmin", "-r", "5000", "-n", "100000"];
-    Agent::start("redis-benchmark", &[&args[..], &["-P", "8", "-c", "8", "-d", "64", "-l", "-q"]].concat()).ok()
-}
 
 /// One replica by shared memory and one by TCP, out of one snapshot, while everything is written that can be.
 fn two_replicas_are_exact(primary_kind: Kind, replica_kind: Kind) {

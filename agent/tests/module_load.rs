@@ -3,7 +3,7 @@
 
 mod kit;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use kit::{LONG, Source, primary, syncs};
 use remora_lab::server::{Builder, wait_until};
@@ -11,8 +11,10 @@ use remora_lab::{Agent, Kind, Server, Workload, assert_same_data, fill_every_typ
 
 /// The library, as cargo built it beside the program.
 fn library() -> Option<PathBuf> {
-    let path = Path::new(env!("CARGO_BIN_EXE_remora")).with_file_name("libremora_module.so");
-    if path.is_file() { Some(path) } else { require::skip("no libremora_module.so: cargo build -p remora-module") }
+    match remora_lab::server::module_library() {
+        Ok(path) => Some(path),
+        Err(error) => require::skip(&error.to_string()),
+    }
 }
 
 fn with_module(kind: Kind) -> Option<Builder> {

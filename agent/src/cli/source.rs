@@ -66,9 +66,10 @@ pub struct SourceArgs {
     pub stall_timeout: Duration,
 
     /// What of the snapshot our module does, where the server has it (docs/module.md): `walk`: the server's fork child writes all of it straight
-    /// into our memory; `server`: the server writes it as ever, but without compressing; `auto`: the one that costs the server less,
-    /// by the average size of its values; `off`: nothing. Where it can't be done the snapshot comes as without a module.
-    #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Snapshot")]
+    /// into our memory, which is not exact yet where keys or fields of hashes expire during it; `server`: the server writes it as ever,
+    /// but without compressing; `auto`: the one that costs the server less, by the average size of its values; `off`: nothing. Where
+    /// it can't be done the snapshot comes as without a module.
+    #[arg(long, value_name = "HOW", default_value = "server", help_heading = "Snapshot")]
     pub module_capture: ModuleCapture,
 
     /// Load the module into a server that does not have it (MODULE LOAD). PATH is where the library lies on the server's host; without it

@@ -142,3 +142,10 @@ pub(crate) fn number(server: &Server, name: &str) -> u64 {
 pub(crate) fn syncs(primary: &Server) -> (u64, u64) {
     (number(primary, "sync_full"), number(primary, "sync_partial_ok"))
 }
+
+/// Redis's own load generator at full speed, until dropped. `None` where it is missing.
+pub(crate) fn benchmark(server: &Server) -> Option<Agent> {
+    let port = server.port().to_string();
+    let args = ["-p", &port, "-t", "set,incr,lpush,rpop,sadd,hset,spop,zadd,zpopmin", "-r", "5000", "-n", "100000"];
+    Agent::start("redis-benchmark", &[&args[..], &["-P", "8", "-c", "8", "-d", "64", "-l", "-q"]].concat()).ok()
+}
