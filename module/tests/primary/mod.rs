@@ -62,14 +62,25 @@ impl Primary {
 
     /// Waits for the server's next attempt.
     pub fn shake_hands(&mut self) {
-        let (mut link, _) = self.listener.accept().unwrap();
+        // A server that has just lost its last primary may hang up once more before it means it; one that has ended doesn't come again.
+        let began = Instant::now();
+        while !self.try_to_shake_hands() {
+            assert!(began.elapsed() < LONG, "the server hangs up in every handshake");
+        }
+    }
+
+    /// The server's next attempt. `false`: it hung up.
+    fn try_to_shake_hands(&mut self) -> bool {
+        let mut link = self.accept();
         link.set_read_timeout(Some(LONG)).unwrap();
         link.set_write_timeout(Some(LONG)).unwrap();
         let mut role = PrimaryRole::new(Options::default());
         let mut buffer = [0; 4096];
         loop {
-            let read = link.read(&mut buffer).unwrap();
-            assert!(read > 0, "the server hung up in the handshake");
+            let read = match link.read(&mut buffer) {
+                Ok(read) if read > 0 => read,
+                _ => return false,
+            };
             role.handle_input(&buffer[..read]).unwrap();
             let asked = std::iter::from_fn(|| role.poll_event()).any(|event| matches!(event, Event::Psync { .. }));
             if asked {
@@ -79,9 +90,25 @@ impl Primary {
             link.write_all(&role.take_output()).unwrap();
             if asked {
                 self.link = Some(link);
-                return;
+                return true;
             }
         }
+    }
+
+    fn accept(&self) -> TcpStream {
+        self.listener.set_nonblocking(true).unwrap();
+        let mut link = None;
+        wait_until("the server to come", LONG, || match self.listener.accept() {
+            Ok((accepted, _)) => {
+                link = Some(accepted);
+                Ok(Ok(()))
+            }
+            Err(error) => Ok(Err(error.to_string())),
+        })
+        .unwrap();
+        let link = link.unwrap();
+        link.set_nonblocking(false).unwrap();
+        link
     }
 
     /// Sends a part of the snapshot. False if the server hung up.
