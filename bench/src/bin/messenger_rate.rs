@@ -57,7 +57,7 @@ struct Options {
     /// What a worker does when there is nothing to do: event, spin, or adaptive:MICROSECONDS.
     #[arg(long, default_value = "event")]
     polling: Poll,
-    /// A library with another allocator, put before the system's in both processes (as LD_PRELOAD does).
+    /// A library with another allocator, put before the system's in the server's process (as LD_PRELOAD does).
     #[arg(long)]
     allocator: Option<String>,
     /// Keeps one processor busy with something else meanwhile.
