@@ -959,8 +959,7 @@ impl Delivery {
             return Ok(());
         }
         let Some(Served { stage: Stage::Payload(body), link, .. }) = &mut self.served else { return Ok(()) };
-        // Without lending, what lies here was written by copy and is merely still to be checked.
-        let taken = if link.borrows() { link.taken()? } else { link.written() };
+        let taken = link.taken()?;
         let mut read = Vec::new();
         while body.lent.front().is_some_and(|lent| lent.end <= taken) {
             read.extend(body.lent.pop_front());

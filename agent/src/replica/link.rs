@@ -109,11 +109,11 @@ impl Link {
         self.written
     }
 
-    /// How many of them the server has certainly read.
+    /// How many of them are certainly not read out of our memory any more: the server has read them, or they were copied.
     pub(super) fn taken(&mut self) -> io::Result<u64> {
         match &mut self.unread {
             Some(unread) => Ok(self.written.saturating_sub(unread.bytes()?)),
-            None => Ok(0),
+            None => Ok(self.written),
         }
     }
 

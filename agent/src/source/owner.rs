@@ -245,7 +245,7 @@ impl Owner {
             Event::Gone { session, done } => {
                 self.replicas_done += u64::from(done);
                 let gone = self.replicas.remove(&session);
-                self.unfinished |= gone.is_some_and(|replica| replica.is_reading());
+                self.unfinished |= !done && gone.is_some_and(|replica| replica.is_reading());
                 self.left_alone = now;
             }
             Event::Capture(event) => self.captured(now, event, &mut actions),

@@ -152,6 +152,34 @@ fn a_snapshot_that_is_too_old_makes_way_for_another_in_the_same_stream() {
 }
 
 #[test]
+fn memory_is_used_again_only_when_nobody_may_still_read_it() {
+    let fresh = |bench: &mut Bench| {
+        bench.after(RULES.max_age + Duration::from_secs(1));
+        bench.join(9).iter().find_map(|action| match action {
+            Action::Capture { fresh, .. } => Some(*fresh),
+            _ => None,
+        })
+    };
+    // The only reader was handed over.
+    assert_eq!(fresh(&mut Bench::with_snapshot()), Some(false));
+    // It went in the middle, or after its server had loaded everything.
+    for (phase, expected) in [(Phase::Transfer, true), (Phase::Load, false)] {
+        let mut bench = Bench::with_snapshot();
+        bench.join(2);
+        bench.progress(2, phase, 3);
+        bench.event(Event::Gone { session: 2, done: false });
+        assert_eq!(fresh(&mut bench), Some(expected), "{phase:?}");
+    }
+    // The snapshot failed under it.
+    let mut bench = Bench::new();
+    bench.join(1);
+    bench.started(FIRST, replid(1), 10);
+    bench.failed(FIRST, link_fault());
+    let retried = bench.after(Duration::from_secs(10));
+    assert!(retried.iter().any(|action| matches!(action, Action::Capture { fresh: true, .. })), "{retried:?}");
+}
+
+#[test]
 fn a_snapshot_of_another_history_ends_all_that_was_given_of_the_old_one() {
     let mut bench = Bench::with_snapshot();
     bench.join(2);
