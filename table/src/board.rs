@@ -21,6 +21,7 @@ use remora_fabric::{Memory, Pages};
 
 use crate::error::Error;
 use crate::layout::Geometry;
+use crate::sentence::Sentence;
 
 /// Bytes of a board.
 pub const BOARD_BYTES: u64 = 4096;
@@ -208,12 +209,7 @@ impl Board {
 
     /// Why it failed.
     pub fn sentence(&self) -> String {
-        let length = self.load(SENTENCE_AT).min(SENTENCE_BYTES);
-        let mut text = vec![0; usize::try_from(length).unwrap_or(0)];
-        match self.memory.read(SENTENCE_AT + 8, &mut text) {
-            Ok(()) if !text.is_empty() => String::from_utf8_lossy(&text).into_owned(),
-            _ => "it did not say why".into(),
-        }
+        SENTENCE.read(&self.memory).unwrap_or_else(|| "it did not say why".into())
     }
 
     // --- The writer's side --------------------------------------------------------------------------------------
@@ -271,14 +267,7 @@ impl Board {
 
     /// It has failed, and why. What is longer than the board has room for is cut.
     pub fn fail(&self, sentence: &str) {
-        let mut length = sentence.len().min(SENTENCE_BYTES as usize);
-        while !sentence.is_char_boundary(length) {
-            length -= 1;
-        }
-        let text = sentence.as_bytes().get(..length).unwrap_or_default();
-        if self.memory.write(SENTENCE_AT + 8, text).is_ok() {
-            self.store(SENTENCE_AT, text.len() as u64);
-        }
+        SENTENCE.write(&self.memory, sentence);
         self.store(STAGE_AT, STAGE_FAILED);
     }
 
@@ -328,6 +317,7 @@ const REPLID_AT: u64 = 208;
 const SENTENCE_AT: u64 = 1024;
 /// Bytes of a sentence, at most: a long one of a server's within one of ours.
 const SENTENCE_BYTES: u64 = 1024;
+const SENTENCE: Sentence = Sentence { at: SENTENCE_AT, most: SENTENCE_BYTES as usize };
 
 const STAGE_ARMED: u64 = 0;
 const STAGE_BEGUN: u64 = 1;

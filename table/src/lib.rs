@@ -38,6 +38,7 @@ pub mod expectation;
 pub mod journal;
 pub mod layout;
 mod publish;
+mod sentence;
 pub mod snapshot;
 pub mod tally;
 

@@ -15,6 +15,7 @@ use std::sync::atomic::Ordering::{self, Acquire, Relaxed, Release};
 use remora_fabric::{Memory, Pages};
 
 use crate::error::Error;
+use crate::sentence::Sentence;
 
 /// Bytes of a tally.
 pub const TALLY_BYTES: u64 = 4096;
@@ -70,14 +71,7 @@ impl Tally {
         if self.load(SENTENCE_AT, Relaxed) != 0 {
             return;
         }
-        let mut length = sentence.len().min(SENTENCE_BYTES);
-        while !sentence.is_char_boundary(length) {
-            length -= 1;
-        }
-        let text = sentence.as_bytes().get(..length).unwrap_or_default();
-        if self.memory.write(SENTENCE_AT + 8, text).is_ok() {
-            self.store(SENTENCE_AT, text.len() as u64);
-        }
+        SENTENCE.write(&self.memory, sentence);
     }
 
     // --- The side of whoever shows the memory -----------------------------------------------------------------------
@@ -89,10 +83,7 @@ impl Tally {
 
     /// Why nothing more will be done; `None` while all is well.
     pub fn refusal(&self) -> Option<String> {
-        let length = usize::try_from(self.load(SENTENCE_AT, Acquire)).unwrap_or(0).min(SENTENCE_BYTES);
-        let mut text = vec![0; length];
-        self.memory.read(SENTENCE_AT + 8, &mut text).ok()?;
-        (length > 0).then(|| String::from_utf8_lossy(&text).into_owned())
+        SENTENCE.read(&self.memory)
     }
 
     fn load(&self, at: u64, order: Ordering) -> u64 {
@@ -117,6 +108,7 @@ const DONE_AT: u64 = 64;
 const SENTENCE_AT: u64 = 72;
 /// Bytes of a sentence, at most: a long one of a server's within one of ours.
 const SENTENCE_BYTES: usize = 1024;
+const SENTENCE: Sentence = Sentence { at: SENTENCE_AT, most: SENTENCE_BYTES };
 
 #[cfg(all(test, not(loom)))]
 mod tests {
