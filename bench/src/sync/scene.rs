@@ -91,6 +91,7 @@ impl Scene {
             let source = Source::start(&self.program, &self.primary, self.folder.path(), self.shape.bytes())?;
             self.source = Some(source);
         }
+        touch_memory(self.shape.bytes().saturating_mul(trial.replicas as u64));
         let writer = trial.writes.map(|rate| self.writer(rate)).transpose()?;
         let mut meter = Meter::begin(&self.primary, &replicas, self.late_source_cpu(trial)?)?;
         let took = match trial.method {
@@ -294,6 +295,22 @@ impl Meter {
 fn has_child(client: &mut Client) -> remora_lab::Result<bool> {
     Ok(client.info("persistence")?.get("rdb_bgsave_in_progress") != Some("0"))
 }
+
+/// Takes that much memory, and half as much again, from the system, touches it and gives it back: what the replicas will need.
+///
+/// In a virtual machine the first touch of a page that the host has not given yet, or has taken back, costs microseconds. Without this
+/// it hits whoever takes memory last: the replica of the method that has just laid memory aside for its source.
+fn touch_memory(bytes: u64) {
+    let length = usize::try_from(bytes + bytes / 2).unwrap_or(0);
+    let mut memory = vec![0u8; length];
+    for byte in memory.iter_mut().step_by(PAGE) {
+        *byte = 1;
+    }
+    std::hint::black_box(&memory);
+}
+
+/// The smallest page of memory that systems have, in bytes.
+const PAGE: usize = 4096;
 
 /// Every scene has the same data.
 const DATA_SEED: u64 = 1;

@@ -226,7 +226,9 @@ const EXPLAINED: &str = "# full_sync (seconds)
 Medians over the rounds, in brackets the least and the most. *ratio*: wall time against the best of the server's own replication in
 the same round. *CPU*: processor seconds of the primary with its children, of one replica on average, of all agents together (the
 source's from its start, so with the touching of its memory; of the copier's threads where that is the method). The four phases are
-those of the last replica and add up to its wall time; whoever loads while the bytes arrive has its loading in *transfer*.
+those of the last replica and add up to its wall time; whoever loads while the bytes arrive has its loading in *transfer*. Before
+each trial as much memory as its replicas will need is touched and given back, so that none pays for pages that the machine's host has
+yet to give.
 ";
 
 const HEAD: &str = "| method | wall s | ratio | primary CPU | replica CPU | agents CPU | snapshot | transfer | load | catch-up | MB out of the primary | equal |
