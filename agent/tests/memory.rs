@@ -4,6 +4,7 @@
 mod kit;
 
 use kit::{LONG, Source, load, primary};
+use remora_lab::server::wait_until;
 use remora_lab::{Agent, Kind, Server, assert_same_data, require};
 
 const MIB: u64 = 1 << 20;
@@ -68,4 +69,29 @@ fn a_small_replica_agent_reads_a_large_table() {
     }
     assert_eq!(source.snapshots_taken(), 1);
     assert_within("the source", &source.agent, 256 * MIB);
+}
+
+/// A retained table promises its readers that no slot is used again. A data set that grows between INFO and the fork breaks the
+/// reckoning, not the promise: the snapshot is given up and another goes through a window.
+#[test]
+fn a_data_set_that_outgrows_its_table_before_the_fork_is_taken_again_through_a_window() {
+    let Some(kind) = require::redis() else { return };
+    // Time to write between the source's question and the fork.
+    let primary = primary(kind).config("repl-diskless-sync-delay", 3).start().unwrap();
+    load(&primary, 4, 4 * MIB);
+    let source = Source::start(&primary, &["--memory", "64MiB"]);
+    let server = Server::start(kind).unwrap();
+    let mut agent = source.replica(&server, &[]);
+    wait_until("the source to ask for a snapshot", LONG, || {
+        let asked = primary.fact("connected_slaves")? == "1";
+        Ok(if asked { Ok(()) } else { Err("no replica yet".to_owned()) })
+    })
+    .unwrap();
+    load(&primary, 24, 4 * MIB);
+    agent.wait_for_success(LONG).unwrap();
+    let said = source.agent.output();
+    assert!(said.contains("larger than the server's INFO"), "it did not outgrow its table:\n{said}");
+    assert!(source.status()["generation"]["windowed"].as_bool().unwrap(), "no window was taken");
+    assert_within("the source", &source.agent, 64 * MIB);
+    assert_same_data(&primary, &server);
 }
