@@ -56,19 +56,29 @@ fn four_times_the_memory(kind: Kind) {
 }
 
 #[test]
-fn a_small_replica_agent_reads_a_large_table() {
+fn a_small_replica_agent_reads_a_large_table_in_place() {
+    a_small_replica_agent_reads(40, 256 * MIB, false);
+}
+
+#[test]
+fn a_small_replica_agent_reads_through_a_large_window() {
+    a_small_replica_agent_reads(64, 256 * MIB, true);
+}
+
+fn a_small_replica_agent_reads(values: u64, memory: u64, windowed: bool) {
     let Some(kind) = require::valkey() else { return };
     let primary = primary(kind).start().unwrap();
-    load(&primary, 40, 4 * MIB);
-    let source = Source::start(&primary, &["--memory", "256MiB"]);
+    load(&primary, values, 4 * MIB);
+    let source = Source::start(&primary, &["--memory", &memory.to_string()]);
     for transport in ["shm", "tcp"] {
         let server = Server::start(kind).unwrap();
         let agent = source.replicate(&server, &["--memory", "16MiB", "--transport", transport]);
         assert!(agent.peak_memory() <= 16 * MIB + OWN, "{transport}: {} bytes resident", agent.peak_memory());
+        assert_eq!(source.status()["generation"]["windowed"].as_bool(), Some(windowed));
         assert_same_data(&primary, &server);
     }
-    assert_eq!(source.snapshots_taken(), 1);
-    assert_within("the source", &source.agent, 256 * MIB);
+    assert_eq!(source.snapshots_taken(), if windowed { 2 } else { 1 });
+    assert_within("the source", &source.agent, memory);
 }
 
 /// A retained table promises its readers that no slot is used again. A data set that grows between INFO and the fork breaks the

@@ -672,7 +672,7 @@ impl Delivery {
 
         let mut moved = news;
         if let Some(spool) = &mut self.spool {
-            while let Some(slot) = snapshot.reader.next_slot() {
+            while let Some(slot) = snapshot.next_slot() {
                 meter.bytes_fetched.add(u64::from(slot.length));
                 spool_slot(spool, snapshot, slot, self.setup.spool.as_ref())?;
                 meter.slots_held.add(1);
@@ -885,7 +885,7 @@ impl Delivery {
             return spool.get(number).map(Piece::Spooled);
         }
         let snapshot = self.feed.as_mut()?.snapshot.as_mut()?;
-        let slot = snapshot.reader.next_slot()?;
+        let slot = snapshot.next_slot()?;
         assert_eq!(slot.number, number, "the reader gives slots in order, from the first that was asked for");
         let meter = &self.setup.meter;
         meter.slots_held.set(slot.number + 1);

@@ -6,8 +6,8 @@
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-use remora_fabric::{Memory, Peer};
-use remora_table::{Expectation, JournalReader, SinkLayout, SnapshotReader};
+use remora_fabric::{Memory, Peer, View};
+use remora_table::{Expectation, JournalReader, SinkLayout, Slot, SnapshotReader};
 
 use super::spool;
 
@@ -60,10 +60,13 @@ impl Feed {
     ) -> Result<(), FeedError> {
         let Some(part) = self.parts.as_mut().and_then(|parts| parts.snapshot.take()) else { return Ok(()) };
         let have = move |number: u64| number < first || held(number);
-        let reader =
-            SnapshotReader::new(part.peer.view().filter(|_| part.in_place), part.sink, part.layout, part.expect, have)?;
-        // A view is only given where the source retains what it publishes.
-        self.snapshot = Some(SnapshotFeed { reader: reader.unchanging(), peer: part.peer });
+        // A view is only read in place where the source retains what it publishes.
+        let (in_place, mapped) = match part.peer.view() {
+            Some(view) if part.in_place => (Some(view), None),
+            copied_from => (None, copied_from),
+        };
+        let reader = SnapshotReader::new(in_place, part.sink, part.layout, part.expect, have)?.unchanging();
+        self.snapshot = Some(SnapshotFeed { reader, peer: part.peer, mapped, copied: 0 });
         Ok(())
     }
 
@@ -80,7 +83,15 @@ impl Feed {
 pub(super) struct SnapshotFeed {
     pub(super) reader: SnapshotReader,
     peer: Box<dyn Peer>,
+    /// The source's memory, where it is mapped here and slots are copied out of it.
+    mapped: Option<Arc<View>>,
+    /// Bytes copied out of it since its pages were forgotten.
+    copied: u64,
 }
+
+/// Bytes of the source's memory that may be mapped here at a time: they count as memory of this process, which has a limit. Large,
+/// since a page that is read again in the next round of a window has to be mapped again.
+const MAPPED_LIMIT: u64 = 16 << 20;
 
 impl SnapshotFeed {
     /// One turn of the reader.
@@ -88,6 +99,17 @@ impl SnapshotFeed {
         let before = self.reader.progress();
         self.reader.pump(&mut *self.peer)?;
         Ok(self.reader.progress() != before)
+    }
+
+    /// The next slot that has come.
+    pub(super) fn next_slot(&mut self) -> Option<Slot> {
+        let slot = self.reader.next_slot()?;
+        self.copied += u64::from(slot.length);
+        if let Some(view) = self.mapped.as_ref().filter(|_| self.copied >= MAPPED_LIMIT) {
+            view.forget(0..view.length());
+            self.copied = 0;
+        }
+        Some(slot)
     }
 
     /// Nothing is on its way: only time can bring something new.

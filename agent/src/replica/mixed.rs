@@ -125,7 +125,7 @@ impl Mixed {
         if self.lent.len() >= LENT_MAX {
             return Ok(false);
         }
-        let Some(slot) = snapshot.reader.next_slot() else { return Ok(false) };
+        let Some(slot) = snapshot.next_slot() else { return Ok(false) };
         meter.slots_held.set(slot.number + 1);
         meter.bytes_fetched.add(u64::from(slot.length));
         self.take(slot)?;
