@@ -267,6 +267,20 @@ fn a_server_with_data_is_replaced_only_when_that_is_said() {
 }
 
 #[test]
+fn a_server_that_cannot_read_the_primarys_snapshots_keeps_what_it_has() {
+    let (Some(older), Some(newer)) = (require::redis(), require::valkey()) else { return };
+    let stage = Stage::new();
+    let (primary, replica) = (quick(newer).start().unwrap(), Server::start(older).unwrap());
+    fill_keys(&primary, 10, "x");
+    replica.client().unwrap().ok(&["SET", "old", "1"]).unwrap();
+    let source = stage.source(&primary.url(), &[]);
+    let said = ends(&mut stage.replica(&replica.url(), source.address, &["--replace"]), 3);
+    says(&said, &[&replica.url(), "RDB version 11", "up to version 10"]);
+    assert_untouched(&replica);
+    assert_eq!(replica.client().unwrap().text(&["GET", "old"]).unwrap(), "1");
+}
+
+#[test]
 fn a_server_in_cluster_mode_is_refused_with_the_way_that_will_come() {
     for kind in require::kinds() {
         let stage = Stage::new();

@@ -141,7 +141,10 @@ pub(super) async fn primary(
     let primary_server = as_the_server_would(args, target, &host, port)?;
     let mut client = primary_server.connect().await.map_err(refused)?;
     match Facts::read(&mut client).await {
-        Ok(facts) => check_identity(&facts, target, plan, &host, port)?,
+        Ok(facts) => {
+            check_identity(&facts, target, plan, &host, port)?;
+            check_format(&facts, target, server.url())?;
+        }
         Err(ServerError::Refused { kind: RefusalKind::NoPerm, .. }) => {
             tracing::info!(
                 "the primary {host}:{port} lets the replica in but doesn't tell it about itself (INFO): not compared"
@@ -206,6 +209,17 @@ fn check_identity(facts: &Facts, target: &Target, plan: &Offer, host: &str, port
         plan.primary.source_sees_as,
         facts.replid.map_or_else(|| "none told".to_string(), |replid| replid.to_string())
     )))
+}
+
+/// A server that can't read the snapshot would find out after it has thrown its own data away.
+fn check_format(facts: &Facts, target: &Target, url: &ServerUrl) -> Result<(), Failure> {
+    match facts.unreadable_for(&target.facts) {
+        None => Ok(()),
+        Some(why) => Err(Failure::refused(format!(
+            "the server {url} can't be a replica of this primary: {why}; run a server there that is as new as the primary, of the same \
+             kind"
+        ))),
+    }
 }
 
 /// The replica's server would not be let in.

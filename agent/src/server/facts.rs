@@ -104,6 +104,36 @@ impl Facts {
         self.version.filter(|version| self.family == Family::Valkey && version.major >= 9)
     }
 
+    /// Why a replica with these facts can't load the snapshots of this primary: their RDB format is newer than what it reads. `None`
+    /// where it can, or where nothing certain is known. The numbers are those of `RDB_VERSION` in rdb.h of either server.
+    pub fn unreadable_for(&self, replica: &Facts) -> Option<String> {
+        let (written, read) = (self.rdb_written_for(replica)?, replica.rdb_read()?);
+        (written > read).then(|| {
+            format!(
+                "{} writes snapshots of RDB version {written}, and {} reads up to version {read}",
+                self.name(),
+                replica.name()
+            )
+        })
+    }
+
+    /// The version of RDB that this server gives a replica, or a lower bound of it.
+    fn rdb_written_for(&self, replica: &Facts) -> Option<u32> {
+        match self.family {
+            Family::Valkey if self.own_format().is_some() && replica.own_format().is_some() => None,
+            Family::Valkey => Some(RDB_SHARED),
+            Family::Redis => rdb_of_redis(self.version?),
+        }
+    }
+
+    /// The latest version of RDB (of Redis) that it reads; `None` if that is later than any that is known here.
+    fn rdb_read(&self) -> Option<u32> {
+        match self.family {
+            Family::Valkey => Some(RDB_SHARED),
+            Family::Redis => rdb_of_redis(self.version?).filter(|version| *version < RDB_OPEN),
+        }
+    }
+
     /// Whether it is at least that version of Redis, or a Valkey (whose first release stands on Redis 7.2); false if it doesn't say.
     pub fn has_redis(&self, wanted: Version) -> bool {
         let equivalent = match self.family {
@@ -111,6 +141,23 @@ impl Facts {
             Family::Valkey => Some(Version { major: 7, minor: 2, patch: 4 }),
         };
         equivalent.is_some_and(|version| version >= wanted)
+    }
+}
+
+/// The last RDB version that Redis (7.2) and every Valkey have in common. Valkey refuses Redis's later ones.
+const RDB_SHARED: u32 = 11;
+
+/// From this RDB version on (Redis 7.4) it is not known here how long it stays the latest.
+const RDB_OPEN: u32 = 12;
+
+/// The RDB version of a Redis.
+fn rdb_of_redis(version: Version) -> Option<u32> {
+    match (version.major, version.minor) {
+        (0..5, _) => None,
+        (5 | 6, _) => Some(9),
+        (7, 0 | 1) => Some(10),
+        (7, 2 | 3) => Some(RDB_SHARED),
+        _ => Some(RDB_OPEN),
     }
 }
 
@@ -303,6 +350,36 @@ mod tests {
         master_repl_offset:70\r\nrepl_backlog_active:1\r\nrepl_backlog_size:100\r\nrepl_backlog_first_byte_offset:11\r\n\
         repl_backlog_histlen:60\r\nconnected_slaves:0\r\n# Cluster\r\ncluster_enabled:0\r\n# Keyspace\r\n\
         db0:keys=12,expires=3,avg_ttl=0\r\ndb11:keys=5,expires=0,avg_ttl=0,subexpiry=2\r\n";
+
+    fn server(text: &str) -> Facts {
+        Facts::from_info(&Info::parse(text.replace(' ', "\n").as_bytes()))
+    }
+
+    #[test]
+    fn a_snapshot_that_a_server_surely_cannot_read_is_known_before() {
+        let redis = |version: &str| server(&format!("redis_version:{version}"));
+        let valkey =
+            |version: &str| server(&format!("redis_version:7.2.4 server_name:valkey valkey_version:{version}"));
+        let (old, middle, new, newest) = (redis("6.2.14"), redis("7.0.15"), redis("7.4.1"), redis("8.4.0"));
+        for (primary, replica) in
+            [(&middle, &old), (&valkey("8.1.1"), &middle), (&new, &valkey("9.1.2")), (&newest, &valkey("7.2.5"))]
+        {
+            let why = primary.unreadable_for(replica).unwrap();
+            assert!(why.contains(&primary.name()) && why.contains(&replica.name()), "{why}");
+        }
+        for (primary, replica) in [
+            (&old, &newest),
+            (&new, &newest),
+            (&newest, &new),
+            (&middle, &valkey("9.1.2")),
+            (&valkey("9.1.2"), &valkey("8.1.1")),
+            (&valkey("9.0.0"), &valkey("9.1.2")),
+            (&valkey("9.1.2"), &redis("7.2.4")),
+            (&server("role:master"), &old),
+        ] {
+            assert_eq!(primary.unreadable_for(replica), None, "{} to {}", primary.name(), replica.name());
+        }
+    }
 
     #[test]
     fn a_replica_of_valkey_is_told_apart_from_the_redis_it_claims_to_be() {
