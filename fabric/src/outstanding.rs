@@ -8,7 +8,27 @@ use std::{
 
 use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec};
 
-use crate::{Completion, Denial, Error, ReadError, ReadRequest};
+use crate::{Completion, Denial, Error, Memory, ReadError, ReadRequest, memory};
+
+/// What every `post_read` begins with: the peer lives, each place exists in the sink, and with the first read the timer runs.
+pub(crate) fn admit(
+    reads: &[ReadRequest],
+    sink: &Memory,
+    retired: Option<ReadError>,
+    slots: &Slots,
+    stall: &mut StallTimer,
+) -> Result<(), Error> {
+    if let Some(error) = retired {
+        return Err(Error::Retired(error));
+    }
+    for read in reads {
+        memory::check(read.sink_offset, read.length.into(), sink.length())?;
+    }
+    if slots.is_empty() && !reads.is_empty() {
+        stall.begin();
+    }
+    Ok(())
+}
 
 /// The reads that are outstanding.
 pub(crate) struct Slots {
@@ -81,10 +101,13 @@ impl Slots {
 
 /// Finds out when nothing has come for too long, and makes the descriptor of [`Peer::arm`] readable then.
 ///
-/// It is set rarely: once when reads become outstanding, and again only when it has gone off, not at each byte.
+/// It is set rarely: once when reads become outstanding, and again only when it has gone off, not at each byte. Nor is the clock asked
+/// at each byte: progress is noted, and takes the time of the next [`settle`](StallTimer::settle), which comes before each sleep.
 pub(crate) struct StallTimer {
     fd: OwnedFd,
     after: Duration,
+    /// Something has come since `last_progress` was set.
+    progressed: bool,
     last_progress: Instant,
     goes_off: Option<Instant>,
 }
@@ -94,23 +117,32 @@ impl StallTimer {
         let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
         let fd = rustix::time::timerfd_create(TimerfdClockId::Monotonic, flags)
             .map_err(Error::system("creating a timer"))?;
-        Ok(StallTimer { fd, after, last_progress: Instant::now(), goes_off: None })
+        Ok(StallTimer { fd, after, progressed: false, last_progress: Instant::now(), goes_off: None })
     }
 
     /// Reads are outstanding from now on.
     pub(crate) fn begin(&mut self) {
         self.progress();
         if self.goes_off.is_none() {
+            self.settle();
             self.set(Some(self.last_progress + self.after));
         }
     }
 
     pub(crate) fn progress(&mut self) {
-        self.last_progress = Instant::now();
+        self.progressed = true;
+    }
+
+    /// Gives the progress that was noted the present time.
+    pub(crate) fn settle(&mut self) {
+        if std::mem::take(&mut self.progressed) {
+            self.last_progress = Instant::now();
+        }
     }
 
     /// Fails if reads have been outstanding for too long without a byte.
     pub(crate) fn check(&mut self, is_waiting: bool) -> Result<(), ReadError> {
+        self.settle();
         let Some(goes_off) = self.goes_off else { return Ok(()) };
         let now = Instant::now();
         if now < goes_off {

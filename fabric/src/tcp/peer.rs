@@ -20,8 +20,8 @@ use rustix::event::epoll;
 
 use super::{TcpOptions, lane::Lane, socket, wire::Request};
 use crate::{
-    Error, Memory, Peer, ReadError, ReadRequest, RegionId, View, memory,
-    outstanding::{Slots, StallTimer},
+    Error, Memory, Peer, ReadError, ReadRequest, RegionId, View,
+    outstanding::{self, Slots, StallTimer},
     transport::Completion,
 };
 
@@ -117,15 +117,7 @@ impl Peer for TcpPeer {
     }
 
     fn post_read(&mut self, reads: &[ReadRequest]) -> Result<usize, Error> {
-        if let Some(error) = self.retired {
-            return Err(Error::Retired(error));
-        }
-        for read in reads {
-            memory::check(read.sink_offset, read.length.into(), self.sink.length())?;
-        }
-        if self.slots.is_empty() && !reads.is_empty() {
-            self.stall.begin();
-        }
+        outstanding::admit(reads, &self.sink, self.retired, &self.slots, &mut self.stall)?;
         let mut accepted = 0;
         for read in reads {
             let Some(slot) = self.slots.take(read) else { break };
@@ -157,6 +149,7 @@ impl Peer for TcpPeer {
     }
 
     fn arm(&mut self) -> BorrowedFd<'_> {
+        self.stall.settle();
         self.readiness.as_fd()
     }
 

@@ -224,6 +224,17 @@ impl Id {
         Ok(u16::from_be(unsafe { (manager.rdma_get_src_port)(self.raw.as_ptr()) }))
     }
 
+    /// Binds it to an address of this host; says which port of which device has it.
+    pub(super) fn bind(&self, address: SocketAddr) -> Result<(Arc<Device>, u8), Error> {
+        let mut place = Address::from(address);
+        // SAFETY: The id exists; the address is a place of ours, as long as its family says.
+        let bound = done(unsafe { (self.events.library.manager.rdma_bind_addr)(self.raw.as_ptr(), place.raw()) });
+        bound.map_err(Error::system("binding an RDMA endpoint to an address"))?;
+        // SAFETY: The struct behind the pointer lives until `drop`; the library has written this field in the call just made.
+        let port = unsafe { self.raw.as_ref() }.port_num;
+        Ok((self.device()?, port))
+    }
+
     /// Sets the traffic class of the connection to be made.
     pub(super) fn set_traffic_class(&self, class: u8) -> Result<(), Error> {
         let mut value = class;
@@ -314,7 +325,11 @@ impl Id {
 
     /// The second and the third: able to receive, able to send.
     pub(super) fn ready(&self, pair: &QueuePair, terms: Terms, options: &VerbsOptions) -> Result<(), Error> {
-        self.step(pair, ffi::IBV_QPS_RTR, |attributes| attributes.max_dest_rd_atomic = terms.responder_resources)?;
+        self.step(pair, ffi::IBV_QPS_RTR, |attributes| {
+            attributes.max_dest_rd_atomic = terms.responder_resources;
+            // What the manager has put there came from the subnet manager, or from the traffic class.
+            attributes.ah_attr.sl = options.service_level.unwrap_or(attributes.ah_attr.sl);
+        })?;
         self.step(pair, ffi::IBV_QPS_RTS, |attributes| {
             attributes.max_rd_atomic = terms.initiator_depth;
             attributes.timeout = options.ack_timeout;

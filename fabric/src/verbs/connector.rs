@@ -9,7 +9,7 @@ use std::{
 };
 
 use super::{
-    VerbsOptions, VerbsPeer, bindings as ffi,
+    MAX_SCATTER, VerbsOptions, VerbsPeer, bindings as ffi,
     cm::{Event, Events, Id, Terms},
     device::{Alarm, Device},
     handshake::{End, INCOMING, OUTGOING, TRIAL, TRIAL_BYTES, Transcript, letter},
@@ -56,19 +56,45 @@ impl VerbsConnector {
     /// Those of [`Connector::connect`]; [`Error::NoRdma`].
     pub fn open(&self, key: &RegionKey, session: u64, secret: &Secret, sink: Arc<Memory>) -> Result<VerbsPeer, Error> {
         let addresses = key::addresses(key, self.fallback_host)?;
+        let ways = ways(usize::from(self.options.queue_pairs), &self.local, &addresses);
         let mut sinks: Vec<Arc<Registration>> = Vec::new();
-        let mut lanes = Vec::new();
-        for number in 0..self.options.queue_pairs {
-            let at = usize::from(number);
-            let Some(remote) = addresses.get(at % addresses.len()) else { break };
-            let local = self.local.get(at % self.local.len().max(1)).copied();
-            let way = Way::find(&self.options, local, *remote)?;
-            let sink = sink_at(&mut sinks, &way.device, &sink)?;
-            let hello = Hello { session, id: key.id(), lane: number, nonce: reader_nonce()? };
-            let lane = way.connect(&hello, sink)?.shake_hands(secret, key.length())?;
-            lanes.push(lane);
+        let (mut lanes, mut last) = (Vec::new(), None);
+        let mut closed: Vec<(Option<IpAddr>, SocketAddr)> = Vec::new();
+        for (number, way) in (0..).zip(ways) {
+            if closed.contains(&way) {
+                continue;
+            }
+            match self.lane(number, way, key, session, secret, (&mut sinks, &sink)) {
+                Ok(lane) => lanes.push(lane),
+                // No other way would be answered otherwise.
+                Err(error) if is_final(&error) => return Err(error),
+                Err(error) => {
+                    tracing::warn!(local = ?way.0, source = %way.1, %error, "no queue pair by this way");
+                    closed.push(way);
+                    last = Some(error);
+                }
+            }
         }
-        VerbsPeer::new(key.length(), sink, lanes, &self.options)
+        match last {
+            Some(error) if lanes.is_empty() => Err(error),
+            _ => VerbsPeer::new(key.length(), sink, lanes, &self.options),
+        }
+    }
+
+    /// One queue pair, ready to read.
+    fn lane(
+        &self,
+        number: u8,
+        (local, remote): (Option<IpAddr>, SocketAddr),
+        key: &RegionKey,
+        session: u64,
+        secret: &Secret,
+        (sinks, sink): (&mut Vec<Arc<Registration>>, &Arc<Memory>),
+    ) -> Result<Lane, Error> {
+        let way = Way::find(&self.options, local, remote)?;
+        let sink = sink_at(sinks, &way.device, sink)?;
+        let hello = Hello { session, id: key.id(), lane: number, nonce: reader_nonce()? };
+        way.connect(&hello, sink)?.shake_hands(secret, key.length())
     }
 }
 
@@ -87,6 +113,18 @@ impl Connector for VerbsConnector {
     ) -> Result<Box<dyn Peer>, Error> {
         Ok(Box::new(self.open(key, session, secret, sink)?))
     }
+}
+
+/// The ways of so many queue pairs: they take turns over the source's addresses, and over ours.
+fn ways(count: usize, local: &[IpAddr], remote: &[SocketAddr]) -> Vec<(Option<IpAddr>, SocketAddr)> {
+    let mut locals = local.iter().copied().map(Some).cycle();
+    let remotes = remote.iter().copied().cycle();
+    remotes.take(count).map(|remote| (locals.next().flatten(), remote)).collect()
+}
+
+/// Whether it is the source that has spoken, or this machine that lacks something: by another port it would be the same.
+fn is_final(error: &Error) -> bool {
+    !matches!(error, Error::Unreachable { .. } | Error::TimedOut { .. })
 }
 
 /// The sink as this device knows it: registered once per device and peer.
@@ -142,7 +180,9 @@ impl<'a> Way<'a> {
         let queue_depth = self.options.queue_depth.min(limit - 1);
         // Every request that is posted has its place in the completion queue: the pieces, the proof, the welcome.
         let completions = Completions::new(&channel, queue_depth + HANDSHAKE_COMPLETIONS)?;
-        let pair = QueuePair::new(domain, &completions, Capacity { send: queue_depth + 1, receive: 1 })?;
+        let scatter = u32::try_from(self.device.attributes().max_sge_rd).unwrap_or(1).clamp(1, MAX_SCATTER);
+        let capacity = Capacity { send: queue_depth + 1, receive: 1, scatter };
+        let pair = QueuePair::new(domain, &completions, capacity)?;
         let letter = letter(domain)?;
         let alarm = Alarm::new()?;
         self.device.watch(pair.name(), &alarm);
@@ -161,7 +201,7 @@ impl<'a> Way<'a> {
             self.id.establish().map_err(Error::system("establishing an RDMA connection"))?;
         }
         let transcript = Transcript::new(hello, &challenge);
-        let parts = Parts { pair, channel, completions, letter, alarm, sink, queue_depth };
+        let parts = Parts { pair, channel, completions, letter, alarm, sink, queue_depth, scatter };
         Ok(Met { way: self, parts, transcript, reads_in_flight: terms.initiator_depth })
     }
 
@@ -191,6 +231,7 @@ pub(super) struct Parts {
     pub(super) alarm: Arc<Alarm>,
     pub(super) sink: Arc<Registration>,
     pub(super) queue_depth: u32,
+    pub(super) scatter: u32,
 }
 
 /// Connected to somebody who has challenged us.
@@ -223,17 +264,11 @@ impl Met<'_> {
             return Err(Error::Protocol("the region is not as long as its key says"));
         }
         let remote = Remote { key: welcome.key, base: welcome.base };
-        let trial = RemoteRead {
-            name: TRIAL_READ,
-            address: remote.base,
-            key: remote.key,
-            length: TRIAL_BYTES.min(length) as u32,
-            offset: TRIAL,
-        };
-        parts.pair.post_read(&trial, &parts.letter)?;
+        let trial = RemoteRead { name: TRIAL_READ, address: remote.base, key: remote.key };
+        parts.pair.post_read(&trial, &parts.letter, TRIAL, TRIAL_BYTES.min(length) as u32)?;
         await_completion(&parts, &way.events, TRIAL_READ, deadline, way.options.handshake_timeout)?;
         tracing::debug!(device = way.device.name(), source = %way.remote, reads_in_flight, "a queue pair reads");
-        Ok(Lane::new(parts, way.id, way.events, remote))
+        Ok(Lane::new(parts, way.id, way.events, remote, way.options.piece_bytes))
     }
 }
 
@@ -251,8 +286,8 @@ pub(super) fn read_without_proof(
     let sink = Registration::new(&Domain::new(&way.device)?, &sink, Access::Landing)?;
     let hello = Hello { session: 0, id, lane: 0, nonce: reader_nonce()? };
     let met = way.connect(&hello, sink)?;
-    let guess = RemoteRead { name: TRIAL_READ, address: remote.base, key: remote.key, length: 64, offset: TRIAL };
-    met.parts.pair.post_read(&guess, &met.parts.letter)?;
+    let guess = RemoteRead { name: TRIAL_READ, address: remote.base, key: remote.key };
+    met.parts.pair.post_read(&guess, &met.parts.letter, TRIAL, 64)?;
     let (deadline, mut done) = (Instant::now() + options.handshake_timeout, Vec::new());
     while Instant::now() < deadline {
         met.parts.completions.poll(&mut done)?;

@@ -1,6 +1,8 @@
 //! RDMA devices as the connection manager has opened them, and what they report of themselves. Who connects to whom is `cm`'s.
 //!
-//! A device is opened once per process, by librdmacm, and stays open. Its asynchronous events (a port goes down, an address changes,
+//! A device is opened once per process, by librdmacm, and stays open, also when it has failed or was pulled out: what was made on it must
+//! still be given back. It is *dead* then, and nothing is made on it any more; the one that comes in its place is another device. Its
+//! asynchronous events (a port goes down, an address changes,
 //! a queue pair dies) come by one descriptor for everybody: whoever sees it readable calls [`Device::attend`], which tells those whom
 //! an event concerns by their [`Alarm`].
 
@@ -28,6 +30,9 @@ pub(super) struct Device {
     library: &'static Library,
     name: String,
     attributes: ffi::ibv_device_attr,
+    dead: AtomicBool,
+    #[cfg(test)]
+    events: Mutex<Heard>,
     /// By the name of the queue pair that it is for.
     alarms: Mutex<Vec<(usize, Weak<Alarm>)>>,
 }
@@ -47,6 +52,7 @@ impl Device {
             return Ok(device.clone());
         }
         let device = Arc::new(Device::open(context)?);
+        keep_open(device.library);
         known.push(device.clone());
         Ok(device)
     }
@@ -62,12 +68,21 @@ impl Device {
         let raw = unsafe { context.as_ref() }.device;
         // SAFETY: A device of an open context exists.
         let name = text(unsafe { (library.verbs.ibv_get_device_name)(raw) });
-        let device = Device { context, library, name, attributes, alarms: Mutex::default() };
+        let device = Device {
+            context,
+            library,
+            name,
+            attributes,
+            dead: AtomicBool::new(false),
+            #[cfg(test)]
+            events: Mutex::default(),
+            alarms: Mutex::default(),
+        };
         never_block(device.as_fd())?;
         Ok(device)
     }
 
-    /// All devices that the connection manager can use.
+    /// All devices that the connection manager can use, without those that are known to have failed.
     ///
     /// # Errors
     /// [`Error::NoRdma`], with what is missing.
@@ -89,7 +104,9 @@ impl Device {
             .collect::<Result<Vec<_>, _>>();
         // SAFETY: The list came from rdma_get_devices. The contexts in it stay open.
         unsafe { (library.manager.rdma_free_devices)(list.as_ptr()) };
-        devices
+        let mut devices = devices?;
+        devices.retain(|device| !device.is_dead());
+        Ok(devices)
     }
 
     pub(super) fn library(&self) -> &'static Library {
@@ -111,6 +128,31 @@ impl Device {
         &self.name
     }
 
+    /// Whether it has failed for good, or is gone.
+    pub(super) fn is_dead(&self) -> bool {
+        self.dead.load(Ordering::Acquire)
+    }
+
+    /// It is: rings all alarms.
+    pub(super) fn bury(&self) {
+        if !self.dead.swap(true, Ordering::AcqRel) {
+            tracing::error!(device = self.name, "the RDMA device has failed or is gone: its connections are over");
+        }
+        self.ring(|_| true);
+    }
+
+    /// As if it had been reset: Soft-RoCE has no devices that fail and come back.
+    #[cfg(test)]
+    pub(super) fn revive(&self) {
+        self.dead.store(false, Ordering::Release);
+    }
+
+    /// What it has reported so far.
+    #[cfg(test)]
+    pub(super) fn events(&self) -> Heard {
+        *self.events.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// What it can do, in numbers.
     pub(super) fn attributes(&self) -> &ffi::ibv_device_attr {
         &self.attributes
@@ -124,7 +166,7 @@ impl Device {
         unsafe { (*raw).transport_type == ffi::IBV_TRANSPORT_IWARP }
     }
 
-    /// `alarm` rings when something ends the queue pair of that name.
+    /// `alarm` rings when something ends the queue pair of that name, and when the device dies. [`NO_QUEUE_PAIR`]: only then.
     pub(super) fn watch(&self, queue_pair: usize, alarm: &Arc<Alarm>) {
         let mut alarms = self.alarms.lock().unwrap_or_else(PoisonError::into_inner);
         alarms.retain(|(_, alarm)| alarm.strong_count() > 0);
@@ -142,6 +184,8 @@ impl Device {
         while unsafe { (self.library.verbs.ibv_get_async_event)(self.context.as_ptr(), &mut event) } == 0 {
             // SAFETY: A number of an event that the library has just given; its names live for ever.
             let name = text(unsafe { (self.library.verbs.ibv_event_type_str)(event.event_type) });
+            #[cfg(test)]
+            self.events.lock().unwrap_or_else(PoisonError::into_inner).hear(event.event_type);
             match event.event_type {
                 ffi::IBV_EVENT_QP_FATAL | ffi::IBV_EVENT_QP_REQ_ERR | ffi::IBV_EVENT_QP_ACCESS_ERR => {
                     // SAFETY: For these events the element is a queue pair. Only its address is used.
@@ -150,10 +194,13 @@ impl Device {
                     self.ring(|of| of == queue_pair);
                 }
                 ffi::IBV_EVENT_DEVICE_FATAL => {
-                    tracing::error!(device = self.name, "the RDMA device has failed: {name}");
-                    self.ring(|_| true);
+                    tracing::error!(device = self.name, "the RDMA device says: {name}");
+                    self.bury();
                 }
                 ffi::IBV_EVENT_PORT_ERR => tracing::warn!(device = self.name, "an RDMA port went down: {name}"),
+                ffi::IBV_EVENT_GID_CHANGE => {
+                    tracing::warn!(device = self.name, "an address of an RDMA port has changed: {name}");
+                }
                 ffi::IBV_EVENT_COMM_EST => {}
                 _ => tracing::info!(device = self.name, "the RDMA device says: {name}"),
             }
@@ -169,6 +216,15 @@ impl Device {
     }
 }
 
+/// Takes one reference more to each device that there is, for ever. The library closes a device that was pulled out when the last
+/// reference is given back (`remove_cma_dev` of librdmacm/cma.c), and pointers to it are held here. Once per device that is met.
+fn keep_open(library: &Library) {
+    let mut count = 0;
+    // SAFETY: The count is a place of ours. The list is leaked on purpose: freeing it would give the references back.
+    let list = unsafe { (library.manager.rdma_get_devices)(&mut count) };
+    debug_assert!(!list.is_null(), "devices that were met can be listed");
+}
+
 /// Readable when there are asynchronous events.
 impl AsFd for Device {
     fn as_fd(&self) -> BorrowedFd<'_> {
@@ -176,6 +232,28 @@ impl AsFd for Device {
         let fd = unsafe { self.context.as_ref() }.async_fd;
         // SAFETY: ... and so is its descriptor.
         unsafe { BorrowedFd::borrow_raw(fd) }
+    }
+}
+
+/// Where no queue pair lies.
+pub(super) const NO_QUEUE_PAIR: usize = 0;
+
+/// How often which event came.
+#[cfg(test)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Heard {
+    pub(super) ports_down: u32,
+    pub(super) addresses_changed: u32,
+}
+
+#[cfg(test)]
+impl Heard {
+    fn hear(&mut self, event: ffi::ibv_event_type) {
+        match event {
+            ffi::IBV_EVENT_PORT_ERR => self.ports_down += 1,
+            ffi::IBV_EVENT_GID_CHANGE => self.addresses_changed += 1,
+            _ => {}
+        }
     }
 }
 

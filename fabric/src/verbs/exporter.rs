@@ -14,7 +14,7 @@ use super::{
     cm::{Events, Id},
     device::Device,
     key,
-    serve::{self, House, Station},
+    serve::{self, House, Lent, Listener, Station},
 };
 use crate::{Error, Exporter, Memory, RegionId, RegionKey, Secret, TransportKind};
 
@@ -59,6 +59,7 @@ impl VerbsExporter {
             listeners.push(id);
         }
         let stations = stations(&listeners, devices)?;
+        let listeners = bound.iter().zip(listeners).map(|(address, id)| Listener::new(*address, id)).collect();
         let names = stations.iter().map(|station| station.device().name().to_owned()).collect();
         let house = House::new(options, events, listeners, stations);
         let shared = Arc::new(Shared { house: Mutex::new(house), stop });
@@ -83,9 +84,15 @@ impl VerbsExporter {
     /// # Errors
     /// [`Error::NoRdma`] for a locked-memory limit that is too low; [`Error::System`].
     pub fn prepare(&self, memory: &Arc<Memory>) -> Result<(), Error> {
-        let registrations = self.register(memory)?;
-        self.shared.house().keep(registrations);
+        let lent = self.register(memory)?;
+        self.shared.house().keep(lent);
         Ok(())
+    }
+
+    /// The devices, for tests of what happens when one fails.
+    #[cfg(test)]
+    pub(super) fn raw_devices(&self) -> Vec<Arc<Device>> {
+        self.shared.house().domains().iter().map(|domain| domain.device().clone()).collect()
     }
 
     /// Connections there are now, those that still shake hands included.
@@ -94,9 +101,9 @@ impl VerbsExporter {
     }
 
     /// Registers with every device, outside of the lock: it may take a while.
-    fn register(&self, memory: &Arc<Memory>) -> Result<Vec<serve::Registered>, Error> {
+    fn register(&self, memory: &Arc<Memory>) -> Result<Lent, Error> {
         let domains = self.shared.house().domains();
-        domains.iter().map(|domain| serve::register(domain, memory)).collect()
+        Lent::to(&domains, memory)
     }
 }
 
@@ -107,11 +114,11 @@ impl Exporter for VerbsExporter {
 
     fn export(&self, id: RegionId, memory: Arc<Memory>) -> Result<(), Error> {
         let kept = self.shared.house().kept(&memory);
-        let registrations = match kept {
-            Some(registrations) => registrations,
+        let lent = match kept {
+            Some(lent) => lent,
             None => self.register(&memory)?,
         };
-        self.shared.house().export(id, registrations)
+        self.shared.house().export(id, lent)
     }
 
     /// The connections are gone when this returns, and with them the right to read; the registration follows, unless it is

@@ -3,9 +3,12 @@
 //!
 //! ```text
 //!   ask ─▶ held ── as far as the credits reach ─▶ posted ═ READ ═▶ completion queue ─▶ receive ─▶ (a credit is free again)
+//!            └─ neighbours in the region become one READ, scattered over the sink
 //! ```
 //!
-//! A queue pair completes its requests in the order in which they were posted, so that `posted` is a queue.
+//! A queue pair completes its requests in the order in which they were posted, so that `posted` is a queue. Small requests go to
+//! the card by one call for several, which costs one ring of its doorbell; large ones by a call each, as then the ring is nothing beside them,
+//! and a card in software (Soft-RoCE) that is told of 16 large READs at once has the answers overflow a queue of its own.
 
 use std::{
     collections::VecDeque,
@@ -19,7 +22,7 @@ use super::{
     connector::{Parts, is_end},
     device::{Alarm, Device},
     library::text,
-    objects::{Channel, Completed, Completions, QueuePair, Registration, RemoteRead},
+    objects::{BATCH, Batch, Channel, Completed, Completions, QueuePair, Registration, RemoteRead},
 };
 use crate::{Denial, Error, ReadError};
 
@@ -45,6 +48,13 @@ pub(super) struct Piece {
     pub(super) sink_offset: u64,
 }
 
+impl Piece {
+    /// The byte of the region that follows it. A range is checked before it is cut into pieces, so that nothing overflows.
+    fn end(&self) -> u64 {
+        self.offset + u64::from(self.length)
+    }
+}
+
 /// One connection of a peer. Fields go in this order: the queue pair before what it stands on.
 pub(super) struct Lane {
     /// Gone when the lane has ended; then no card writes into the sink any more.
@@ -57,9 +67,19 @@ pub(super) struct Lane {
     device: Arc<Device>,
     sink: Arc<Registration>,
     remote: Remote,
+    /// Places that one READ may be scattered over.
+    scatter: u32,
+    /// Bytes of one READ, at most.
+    longest: u32,
     credits: u32,
+    batch: Batch,
     held: VecDeque<Piece>,
+    /// Pieces that are on their way, and of how many of them each request is made up.
     posted: VecDeque<Piece>,
+    requests: VecDeque<u32>,
+    /// Requests ever posted.
+    #[cfg(test)]
+    pub(super) requests_posted: u64,
     /// Bytes asked for that are not here.
     outstanding: u64,
     taken: Vec<Completed>,
@@ -67,7 +87,7 @@ pub(super) struct Lane {
 
 impl Lane {
     /// A lane after its handshake, of which no request is left over.
-    pub(super) fn new(parts: Parts, id: Id, events: Arc<Events>, remote: Remote) -> Lane {
+    pub(super) fn new(parts: Parts, id: Id, events: Arc<Events>, remote: Remote, longest: u32) -> Lane {
         let device = parts.sink.domain().device().clone();
         Lane {
             pair: Some(parts.pair),
@@ -79,9 +99,15 @@ impl Lane {
             device,
             sink: parts.sink,
             remote,
+            scatter: parts.scatter,
+            longest,
             credits: parts.queue_depth,
+            batch: Batch::default(),
             held: VecDeque::new(),
             posted: VecDeque::new(),
+            requests: VecDeque::new(),
+            #[cfg(test)]
+            requests_posted: 0,
             outstanding: 0,
             taken: Vec::new(),
         }
@@ -107,6 +133,11 @@ impl Lane {
     }
 
     #[cfg(test)]
+    pub(super) fn pair(&self) -> &QueuePair {
+        self.pair.as_ref().expect("a lane that has not ended has one")
+    }
+
+    #[cfg(test)]
     pub(super) fn remote(&self) -> Remote {
         self.remote
     }
@@ -117,33 +148,57 @@ impl Lane {
         self.held.push_back(piece);
     }
 
-    /// Posts what the credits allow.
+    /// Posts what the credits allow: small requests together, large ones each by itself.
     pub(super) fn flush(&mut self) -> Result<(), ReadError> {
-        let Some(pair) = &self.pair else { return Err(ReadError::PeerGone) };
-        while self.credits > 0
-            && let Some(piece) = self.held.pop_front()
-        {
-            let read = RemoteRead {
-                name: piece.slot as u64,
-                address: self.remote.base.wrapping_add(piece.offset),
-                key: self.remote.key,
-                length: piece.length,
-                offset: piece.sink_offset,
-            };
-            if let Err(error) = pair.post_read(&read, &self.sink) {
+        while self.credits > 0 && !self.held.is_empty() {
+            let mut bytes = 0;
+            while self.credits > 0
+                && self.batch.len() < BATCH
+                && let Some(next) = self.held.front()
+                && (bytes == 0 || bytes + next.length <= SMALL_BYTES)
+            {
+                bytes += self.gather();
+            }
+            let Some(pair) = &self.pair else { return Err(ReadError::PeerGone) };
+            if let Err(error) = pair.post_reads(&mut self.batch) {
                 tracing::warn!(device = self.device.name(), %error, "a READ can't be posted");
                 return Err(ReadError::PeerGone);
             }
-            self.credits -= 1;
-            self.posted.push_back(piece);
         }
         Ok(())
+    }
+
+    /// Makes one request of the first piece that is held and of those after it that are its neighbours in the region; gives its bytes.
+    fn gather(&mut self) -> u32 {
+        let Some(first) = self.held.pop_front() else { return 0 };
+        let address = self.remote.base.wrapping_add(first.offset);
+        self.batch.add(&RemoteRead { name: first.slot as u64, address, key: self.remote.key });
+        self.batch.land(&self.sink, first.sink_offset, first.length);
+        self.posted.push_back(first);
+        let (mut pieces, mut end, mut bytes) = (1, first.end(), first.length);
+        while pieces < self.scatter
+            && let Some(next) = self.held.front().copied()
+            && next.offset == end
+            && bytes + next.length <= self.longest.min(SMALL_BYTES)
+        {
+            self.held.pop_front();
+            self.batch.land(&self.sink, next.sink_offset, next.length);
+            self.posted.push_back(next);
+            (pieces, end, bytes) = (pieces + 1, next.end(), bytes + next.length);
+        }
+        self.requests.push_back(pieces);
+        self.credits -= 1;
+        #[cfg(test)]
+        {
+            self.requests_posted += 1;
+        }
+        bytes
     }
 
     /// Takes completions, `budget` at most, and tells `done` the slot of each piece that has come. Says how many came.
     pub(super) fn receive(&mut self, budget: usize, mut done: impl FnMut(usize)) -> Result<usize, ReadError> {
         let mut came = 0;
-        while came < budget {
+        loop {
             self.taken.clear();
             let polled = self.completions.poll(&mut self.taken);
             let count = polled.map_err(|error: Error| {
@@ -151,22 +206,23 @@ impl Lane {
                 ReadError::PeerGone
             })?;
             for completed in &self.taken {
-                // Only requests of the handshake have no piece, and those are over.
-                let Some(piece) = self.posted.pop_front() else { continue };
+                // Only requests of the handshake are not counted here, and those are over.
+                let Some(pieces) = self.requests.pop_front() else { continue };
                 if completed.status != ffi::IBV_WC_SUCCESS {
                     return Err(self.failed(completed.status));
                 }
-                debug_assert_eq!(piece.slot as u64, completed.name, "requests complete in their order");
                 self.credits += 1;
-                self.outstanding -= u64::from(piece.length);
-                done(piece.slot);
+                for piece in self.posted.drain(..(pieces as usize).min(self.posted.len())) {
+                    self.outstanding -= u64::from(piece.length);
+                    done(piece.slot);
+                }
             }
             came += count;
-            if count == 0 {
-                break;
+            // Less than there was room for: the queue was empty.
+            if count < BATCH || came >= budget {
+                return Ok(came);
             }
         }
-        Ok(came)
     }
 
     /// What the status of the first request that failed means. (The others are flushed.)
@@ -207,5 +263,10 @@ impl Lane {
         }
         self.held.clear();
         self.posted.clear();
+        self.requests.clear();
     }
 }
+
+/// Up to so many bytes are asked for by one request that is gathered from neighbours, and by one call. Sending so much takes a 100 Gb/s link
+/// 5 µs, beside which neither a request nor a ring of the doorbell, each a tenth of one, can be seen.
+const SMALL_BYTES: u32 = 64 << 10;

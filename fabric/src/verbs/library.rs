@@ -71,6 +71,7 @@ functions! {
         optional {
             ibv_reg_mr_iova2: fn(*mut ffi::ibv_pd, *mut c_void, usize, u64, u32) -> *mut ffi::ibv_mr;
             ibv_is_fork_initialized: fn() -> ffi::ibv_fork_status;
+            ibv_query_qp: fn(*mut ffi::ibv_qp, *mut ffi::ibv_qp_attr, c_int, *mut ffi::ibv_qp_init_attr) -> c_int;
         }
     }
 }

@@ -18,8 +18,9 @@
 //! - `exporter`: who may read what; `serve`: the source's thread.
 //! - `connector`: how a peer comes to be; `lane` and `peer`: the reader's data path.
 //! - `cm`: the connection manager; `objects`: queue pairs, completion queues, registrations, each with one owner; `device`:
-//!   what stands below them. All unsafe code is in these three, in `library` and in `report`.
+//!   what stands below them. All unsafe code is in these three, in `library`, in `report` and in `ports`.
 //! - `library`: the two libraries, opened at run time; `bindings`: their types.
+//! - [`ports`](rdma_addresses): which address of a host belongs to which port of which device.
 //! - [`report`](devices): what a machine has, and what it lacks. [`walkthrough`](send_and_receive): the whole thing in small, to be read.
 //!
 //! What is true of it, besides what is true of every transport:
@@ -43,6 +44,7 @@ mod lane;
 mod library;
 mod objects;
 mod peer;
+mod ports;
 mod report;
 mod serve;
 mod walkthrough;
@@ -57,6 +59,7 @@ pub use connector::VerbsConnector;
 pub use exporter::VerbsExporter;
 pub use library::DISABLE;
 pub use peer::VerbsPeer;
+pub use ports::{RdmaAddress, addresses_of, rdma_addresses};
 pub use report::{DeviceReport, PortReport, Report, devices};
 pub use walkthrough::send_and_receive;
 
@@ -85,6 +88,9 @@ pub struct VerbsOptions {
     pub poll_time: Duration,
     /// Both: IP type of service of RoCE packets, from which switches tell classes; `None` leaves the system's.
     pub traffic_class: Option<u8>,
+    /// Both: the InfiniBand service level, 0 to 15, which on RoCE is the Ethernet priority; `None` leaves what the subnet manager or the
+    /// traffic class has assigned. iWARP has none.
+    pub service_level: Option<u8>,
     /// Both: the card repeats what is not acknowledged after 4.096 µs × 2^this (up to four times as long on some cards), 8 to 24.
     pub ack_timeout: u8,
     /// Both: ... so many times, 1 to 6, before the connection is over. Not 7: Soft-RoCE takes that for "for ever".
@@ -112,6 +118,7 @@ impl Default for VerbsOptions {
             // A read of 64 KiB takes 5 to 20 µs on a card; sleeping and waking costs about as much.
             poll_time: Duration::from_micros(20),
             traffic_class: None,
+            service_level: None,
             // Half a second, seven times: a dead end is found after 4 s (15 on cards that take four times as long), and neither a network
             // that finds another way nor a machine that is busy for a moment is taken for one.
             ack_timeout: 17,
@@ -138,6 +145,7 @@ impl VerbsOptions {
             (4096..=1 << 30).contains(&piece) && piece.is_multiple_of(4096),
             "pieces: choose 4 KiB to 1 GiB in whole pages",
         )?;
+        fits(self.service_level.is_none_or(|level| level <= 15), "service level: choose 0 to 15")?;
         fits((8..=24).contains(&self.ack_timeout), "acknowledgement time-out: choose 8 to 24")?;
         fits((1..=6).contains(&self.retries), "retries: choose 1 to 6")?;
         fits((1..=MAX_CONNECTIONS).contains(&self.connections), "connections: choose 1 to 4096")?;
@@ -172,6 +180,10 @@ pub const MAX_QUEUE_DEPTH: u32 = 1024;
 /// The most READs in flight per queue pair. Cards offer 16 (some share them among all queue pairs), and with pieces of 256 KiB 16 keep
 /// 4 MiB on their way.
 pub const MAX_READS_IN_FLIGHT: u8 = 16;
+
+/// The most places that one READ is scattered over: reads of neighbouring bytes go out as one request. Cards lay a request out in units
+/// of 64 bytes, and more places would make all requests of a queue longer. Devices' own limit lowers it, on iWARP often to 1.
+pub const MAX_SCATTER: u32 = 4;
 
 /// The most connections of one source: each is a queue pair and a page.
 pub const MAX_CONNECTIONS: usize = 4096;

@@ -36,7 +36,7 @@ macro_rules! shared_between_threads {
     )* };
 }
 
-shared_between_threads!(Domain Registration Channel Completions QueuePair);
+shared_between_threads!(Domain Registration Channel Completions QueuePair Batch);
 
 /// A protection domain: queue pairs in it can use the registrations in it, and no others.
 pub(super) struct Domain {
@@ -290,8 +290,8 @@ impl Drop for Completions {
     }
 }
 
-/// Completions taken out by one call: enough that the call is cheap per completion, little enough for the stack.
-const BATCH: usize = 16;
+/// Requests posted, and completions taken out, by one call: enough that the call is cheap for each, little enough for the stack.
+pub(super) const BATCH: usize = 16;
 
 /// How large the two queues of a pair are.
 #[derive(Clone, Copy, Debug)]
@@ -300,6 +300,8 @@ pub(super) struct Capacity {
     pub(super) send: u32,
     /// Receives.
     pub(super) receive: u32,
+    /// Places that one read may be scattered over.
+    pub(super) scatter: u32,
 }
 
 /// A reliable-connected queue pair. Dropping it ends the connection at once: after that the card touches no memory on its behalf.
@@ -309,7 +311,7 @@ pub(super) struct QueuePair {
     completions: Arc<Completions>,
 }
 
-/// One read, to be posted.
+/// One read, to be posted. Where it lands is said by [`Batch::land`].
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RemoteRead {
     /// Comes back in the completion.
@@ -318,10 +320,54 @@ pub(super) struct RemoteRead {
     pub(super) address: u64,
     /// The other end's key.
     pub(super) key: u32,
-    /// Bytes.
-    pub(super) length: u32,
-    /// Where it lands.
-    pub(super) offset: u64,
+}
+
+/// Reads that are handed to the card by one call, and so by one ring of its doorbell. Kept by its owner from call to call, as the card's
+/// own format wants some 200 bytes for each.
+#[derive(Default)]
+pub(super) struct Batch {
+    requests: Vec<ffi::ibv_send_wr>,
+    /// Of all requests, one after the other.
+    places: Vec<ffi::ibv_sge>,
+}
+
+impl Batch {
+    /// Reads in it.
+    pub(super) fn len(&self) -> usize {
+        self.requests.len()
+    }
+
+    /// Adds a read that lands nowhere yet.
+    pub(super) fn add(&mut self, read: &RemoteRead) {
+        let mut request = request(read.name, ffi::IBV_WR_RDMA_READ);
+        request.wr.rdma = ffi::ibv_send_wr__bindgen_ty_2__bindgen_ty_1 { remote_addr: read.address, rkey: read.key };
+        self.requests.push(request);
+    }
+
+    /// The next `length` bytes of the read added last land at `offset` of `sink`. The caller has checked that they lie inside.
+    pub(super) fn land(&mut self, sink: &Registration, offset: u64, length: u32) {
+        let Some(request) = self.requests.last_mut() else { return };
+        request.num_sge += 1;
+        self.places.push(sink.piece(offset, length));
+    }
+
+    /// Links the requests to one another and to their places; gives the first.
+    fn link(&mut self) -> *mut ffi::ibv_send_wr {
+        let (mut next, mut places) = (null_mut(), self.places.as_mut_slice());
+        for request in self.requests.iter_mut().rev() {
+            let before = places.len().saturating_sub(usize::try_from(request.num_sge).unwrap_or(0));
+            let (others, own) = std::mem::take(&mut places).split_at_mut(before);
+            (places, request.sg_list) = (others, own.as_mut_ptr());
+            request.next = next;
+            next = request;
+        }
+        next
+    }
+
+    fn clear(&mut self) {
+        self.requests.clear();
+        self.places.clear();
+    }
 }
 
 impl QueuePair {
@@ -339,7 +385,7 @@ impl QueuePair {
             cap: ffi::ibv_qp_cap {
                 max_send_wr: capacity.send,
                 max_recv_wr: capacity.receive,
-                max_send_sge: 1,
+                max_send_sge: capacity.scatter,
                 max_recv_sge: 1,
                 max_inline_data: 0,
             },
@@ -378,6 +424,19 @@ impl QueuePair {
         done(code).map_err(Error::system("changing a queue pair's state"))
     }
 
+    /// What the card says of it, for tests.
+    #[cfg(test)]
+    pub(super) fn attributes(&self, mask: u32) -> ffi::ibv_qp_attr {
+        let mut attributes = no_attributes();
+        // SAFETY: Numbers and pointers: all zero bytes are valid, and the library writes it in full.
+        let mut made: ffi::ibv_qp_init_attr = unsafe { std::mem::zeroed() };
+        let query = self.domain.device.library().verbs.ibv_query_qp.expect("every library has it");
+        // SAFETY: The pair exists; both places are ours.
+        let code = unsafe { query(self.raw.as_ptr(), &mut attributes, mask as i32, &mut made) };
+        assert_eq!(code, 0);
+        attributes
+    }
+
     /// What the other end may do by way of this pair, whatever keys it knows.
     pub(super) fn allow(&self, access: u32) -> Result<(), Error> {
         let mut attributes = no_attributes();
@@ -385,28 +444,46 @@ impl QueuePair {
         self.modify(&mut attributes, ffi::IBV_QP_ACCESS_FLAGS as i32)
     }
 
-    /// Posts a read into `sink`. The caller has checked that `offset` and `length` lie inside, and that the queue has room.
-    pub(super) fn post_read(&self, read: &RemoteRead, sink: &Registration) -> Result<(), Error> {
-        let mut piece = sink.piece(read.offset, read.length);
-        let mut request = work(read.name, &mut piece, ffi::IBV_WR_RDMA_READ);
-        request.wr.rdma = ffi::ibv_send_wr__bindgen_ty_2__bindgen_ty_1 { remote_addr: read.address, rkey: read.key };
-        self.post(&mut request)
+    /// Posts a single read into one place, of which the caller has checked that it lies inside, and that the queue has room.
+    pub(super) fn post_read(
+        &self,
+        read: &RemoteRead,
+        sink: &Registration,
+        offset: u64,
+        length: u32,
+    ) -> Result<(), Error> {
+        let mut batch = Batch::default();
+        batch.add(read);
+        batch.land(sink, offset, length);
+        self.post_reads(&mut batch)
+    }
+
+    /// Posts a batch of reads, for which the queue has room, and empties it. After an error it is not known which of them were posted.
+    pub(super) fn post_reads(&self, batch: &mut Batch) -> Result<(), Error> {
+        let first = batch.link();
+        let posted = if first.is_null() { Ok(()) } else { self.post(first) };
+        batch.clear();
+        posted
     }
 
     /// Posts a message out of registered memory. The caller keeps those bytes as they are until it completes.
     pub(super) fn post_send(&self, name: u64, letter: &Registration, offset: u64, length: u32) -> Result<(), Error> {
         let mut piece = letter.piece(offset, length);
-        self.post(&mut work(name, &mut piece, ffi::IBV_WR_SEND))
+        let mut request = request(name, ffi::IBV_WR_SEND);
+        (request.sg_list, request.num_sge) = (&mut piece, 1);
+        self.post(&mut request)
     }
 
-    fn post(&self, request: &mut ffi::ibv_send_wr) -> Result<(), Error> {
+    /// Posts the requests that begin with `first`, all of them written in full by their maker.
+    fn post(&self, first: *mut ffi::ibv_send_wr) -> Result<(), Error> {
         let Some(post) = self.domain.device.operations().post_send else {
             return Err(Error::Misuse("the device takes no work requests"));
         };
         let mut failed = null_mut();
-        // SAFETY: The pair exists. Request and piece are read during the call only. The memory that the piece names is registered in
-        // this pair's domain, and its owner keeps it until the request has completed or the pair is gone.
-        done(unsafe { post(self.raw.as_ptr(), request, &mut failed) }).map_err(Error::system("posting a work request"))
+        // SAFETY: The pair exists. Requests and the list of their places are read during the call only, in which they stay where they
+        // are. The memory that a place names is registered in this pair's domain, and its owner keeps it until the request has completed
+        // or the pair is gone.
+        done(unsafe { post(self.raw.as_ptr(), first, &mut failed) }).map_err(Error::system("posting a work request"))
     }
 
     /// Posts room for one message of the other end.
@@ -431,12 +508,10 @@ impl Drop for QueuePair {
     }
 }
 
-fn work(name: u64, piece: &mut ffi::ibv_sge, operation: ffi::ibv_wr_opcode) -> ffi::ibv_send_wr {
+fn request(name: u64, operation: ffi::ibv_wr_opcode) -> ffi::ibv_send_wr {
     // SAFETY: Numbers, pointers and unions of them: all zero bytes are a valid, empty request.
     let mut request: ffi::ibv_send_wr = unsafe { std::mem::zeroed() };
     request.wr_id = name;
-    request.sg_list = piece;
-    request.num_sge = 1;
     request.opcode = operation;
     request
 }

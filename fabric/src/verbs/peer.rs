@@ -25,7 +25,7 @@ use super::{
 };
 use crate::{
     Completion, Denial, Error, Memory, Peer, ReadError, ReadRequest, View, memory,
-    outstanding::{Slots, StallTimer},
+    outstanding::{self, Slots, StallTimer},
     transport::wait_readable,
 };
 
@@ -43,6 +43,8 @@ pub struct VerbsPeer {
     known: OwnedFd,
     is_known: bool,
     found: Vec<Completion>,
+    /// Polls since the clock was asked, and when everything was looked at.
+    polls: u32,
     looked: Instant,
     armed: bool,
     stall: StallTimer,
@@ -87,6 +89,7 @@ impl VerbsPeer {
             known,
             is_known: false,
             found: Vec::new(),
+            polls: 0,
             looked: Instant::now(),
             armed: false,
             stall,
@@ -109,6 +112,18 @@ impl VerbsPeer {
     #[cfg(test)]
     pub(super) fn spoil_keys(&mut self) {
         self.lanes.iter_mut().for_each(Lane::spoil_key);
+    }
+
+    /// Requests that its queue pairs have posted so far.
+    #[cfg(test)]
+    pub(super) fn requests_posted(&self) -> u64 {
+        self.lanes.iter().map(|lane| lane.requests_posted).sum()
+    }
+
+    /// What the card says of its first queue pair.
+    #[cfg(test)]
+    pub(super) fn attributes(&self, mask: u32) -> super::bindings::ibv_qp_attr {
+        self.lanes[0].pair().attributes(mask)
     }
 
     /// What its first queue pair names in its READs.
@@ -148,13 +163,21 @@ impl VerbsPeer {
         Ok(came)
     }
 
-    /// Completions first; everything else when it was slept for, or when there was nothing else to do for a while. A system call for
-    /// each poll would cost more than the poll.
+    /// Completions first; everything else when it was slept for, and now and then. System calls for each poll, and even a look at the
+    /// clock, would cost more than the poll.
     fn work(&mut self) -> Result<(), ReadError> {
         let came = self.receive()?;
-        if self.armed || (came == 0 && self.looked.elapsed() >= LOOK_PACE) || self.looked.elapsed() >= LOOK_AT_LEAST {
-            self.armed = false;
-            self.looked = Instant::now();
+        self.polls += 1;
+        if self.armed || self.polls >= POLLS_PER_CLOCK { self.look(came) } else { Ok(()) }
+    }
+
+    /// Takes the news that come by descriptors, if it was slept for them or if it is time, and finds out what takes too long.
+    fn look(&mut self, came: usize) -> Result<(), ReadError> {
+        self.polls = 0;
+        let now = Instant::now();
+        let pace = if came == 0 { LOOK_PACE } else { LOOK_AT_LEAST };
+        if std::mem::take(&mut self.armed) || now.duration_since(self.looked) >= pace {
+            self.looked = now;
             self.lanes.iter().try_for_each(Lane::look)?;
         }
         self.stall.check(!self.slots.is_empty())
@@ -171,11 +194,13 @@ impl VerbsPeer {
 
     /// Polls for a while, if the mode says so and something is to come; then has the next completion announced.
     fn prepare_to_sleep(&mut self) -> Result<(), ReadError> {
-        let waits = !self.slots.is_empty();
-        if waits && self.mode == CompletionMode::PollThenArm {
+        self.stall.settle();
+        if self.mode == CompletionMode::PollThenArm && !self.slots.is_empty() {
             let until = Instant::now() + self.poll_time;
-            while self.found.is_empty() && Instant::now() < until {
+            let mut polls = 0_u32;
+            while self.found.is_empty() && (!polls.is_multiple_of(POLLS_PER_CLOCK) || Instant::now() < until) {
                 self.receive()?;
+                polls += 1;
                 std::hint::spin_loop();
             }
         }
@@ -186,6 +211,35 @@ impl VerbsPeer {
             self.receive()?;
         }
         Ok(())
+    }
+
+    /// Whether the caller has something to take already. If not it may sleep: everything that comes is announced.
+    fn knows_something(&mut self) -> bool {
+        if self.retired.is_none()
+            && self.found.is_empty()
+            && let Err(error) = self.prepare_to_sleep()
+        {
+            self.retire(error);
+        }
+        self.retired.is_some() || !self.found.is_empty()
+    }
+
+    /// Asks again and again, for the mode that never sleeps.
+    fn spin(&mut self, timeout: Duration) {
+        let (begun, mut polls) = (Instant::now(), 0_u32);
+        loop {
+            self.work_or_retire();
+            polls += 1;
+            let over = polls.is_multiple_of(POLLS_PER_CLOCK) && begun.elapsed() >= timeout;
+            if over || timeout.is_zero() || !self.found.is_empty() || self.retired.is_some() {
+                return;
+            }
+            // For a machine with fewer processors than pollers; seldom, as each time costs more than the poll.
+            if polls.is_multiple_of(POLLS_PER_YIELD) {
+                std::thread::yield_now();
+            }
+            std::hint::spin_loop();
+        }
     }
 
     /// Makes the eventfd say whether something is known already.
@@ -228,15 +282,7 @@ impl Peer for VerbsPeer {
     }
 
     fn post_read(&mut self, reads: &[ReadRequest]) -> Result<usize, Error> {
-        if let Some(error) = self.retired {
-            return Err(Error::Retired(error));
-        }
-        for read in reads {
-            memory::check(read.sink_offset, read.length.into(), self.sink.length())?;
-        }
-        if self.slots.is_empty() && !reads.is_empty() {
-            self.stall.begin();
-        }
+        outstanding::admit(reads, &self.sink, self.retired, &self.slots, &mut self.stall)?;
         let mut accepted = 0;
         for read in reads {
             if self.found.len() >= self.slots.depth() {
@@ -258,7 +304,10 @@ impl Peer for VerbsPeer {
     }
 
     fn poll(&mut self, completions: &mut Vec<Completion>) -> Result<usize, Error> {
-        self.work_or_retire();
+        // What a wait has found is handed out first: it has looked just now.
+        if self.found.is_empty() {
+            self.work_or_retire();
+        }
         let count = self.found.len();
         completions.append(&mut self.found);
         match self.retired {
@@ -270,35 +319,20 @@ impl Peer for VerbsPeer {
         Ok(count)
     }
 
+    /// Costs no system call where the completion is here already, or comes while polling.
     fn wait(&mut self, timeout: Duration) -> Result<(), Error> {
-        if self.mode != CompletionMode::Polling {
-            return wait_readable(self.arm(), timeout).map(drop);
+        if self.mode == CompletionMode::Polling {
+            self.spin(timeout);
+        } else if !self.knows_something() {
+            wait_readable(self.readiness.as_fd(), timeout)?;
         }
-        let (begun, mut polls) = (Instant::now(), 0_u32);
-        loop {
-            self.work_or_retire();
-            if !self.found.is_empty() || self.retired.is_some() || begun.elapsed() >= timeout {
-                return Ok(());
-            }
-            // Now and then, for a machine with fewer processors than pollers: each time costs more than the poll.
-            polls += 1;
-            if polls % POLLS_PER_YIELD == 0 {
-                std::thread::yield_now();
-            }
-            std::hint::spin_loop();
-        }
+        Ok(())
     }
 
     fn arm(&mut self) -> BorrowedFd<'_> {
-        let always = self.mode == CompletionMode::Polling;
-        if !always
-            && self.retired.is_none()
-            && self.found.is_empty()
-            && let Err(error) = self.prepare_to_sleep()
-        {
-            self.retire(error);
-        }
-        self.show(always || self.retired.is_some() || !self.found.is_empty());
+        // A caller that sleeps on other descriptors too can't be kept from it: the mode that never sleeps has it wake at once.
+        let known = self.mode == CompletionMode::Polling || self.knows_something();
+        self.show(known);
         self.readiness.as_fd()
     }
 
@@ -326,7 +360,11 @@ fn cut(length: u32, piece_bytes: u32) -> impl Iterator<Item = (u64, u32)> {
 /// Completions that one poll takes from one lane: 16 MiB of whole pieces, after which the caller may have better to do.
 const POLL_BUDGET: usize = 64;
 
-/// Polls of an idle queue between two offers of the processor to somebody else: some 20 µs.
+/// Polls of an idle queue between two looks at the clock: half a microsecond, and less than one look costs where the clock is no
+/// register of the processor's but a device.
+const POLLS_PER_CLOCK: u32 = 16;
+
+/// ... between two offers of the processor to somebody else: some 10 µs.
 const POLLS_PER_YIELD: u32 = 256;
 
 /// How often connections and devices are looked at by a poll that finds no completions, and by one that does.

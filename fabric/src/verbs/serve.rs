@@ -13,9 +13,11 @@
 //! - A guest has one receive posted (its proof) and sends at most one message (its welcome): two completions, for which its queue has
 //!   room.
 //! - A guest that is not `In` has a deadline.
+//! - A device that has failed has no station, no guests and no registrations here, and its addresses are listened at again once they can be.
 
 use std::{
     collections::HashMap,
+    net::SocketAddr,
     os::fd::{AsFd, BorrowedFd},
     sync::Arc,
     thread::JoinHandle,
@@ -27,7 +29,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use super::{
     VerbsOptions, bindings as ffi,
     cm::{Event, Events, Id, Terms},
-    device::{Alarm, Device},
+    device::{Alarm, Device, NO_QUEUE_PAIR},
     exporter::Shared,
     handshake::{End, INCOMING, OUTGOING, Transcript, letter},
     objects::{Access, Capacity, Channel, Completed, Completions, Domain, QueuePair, Registration},
@@ -46,15 +48,72 @@ pub(super) fn register(domain: &Arc<Domain>, memory: &Arc<Memory>) -> Result<Reg
     Registration::new(domain, memory, Access::RemoteRead)
 }
 
+/// Memory that is lent, and what devices know of it: one registration for each that is alive.
+#[derive(Clone)]
+pub(super) struct Lent {
+    memory: Arc<Memory>,
+    registrations: Vec<Registered>,
+}
+
+impl Lent {
+    /// Tells devices of `memory`. One that dies over it is passed over.
+    pub(super) fn to(domains: &[Arc<Domain>], memory: &Arc<Memory>) -> Result<Lent, Error> {
+        let mut registrations = Vec::new();
+        for domain in domains {
+            match register(domain, memory) {
+                Ok(registration) => registrations.push(registration),
+                Err(error) => {
+                    domain.device().attend();
+                    if !domain.device().is_dead() {
+                        return Err(error);
+                    }
+                }
+            }
+        }
+        Ok(Lent { memory: memory.clone(), registrations })
+    }
+
+    fn at(&self, device: &Arc<Device>) -> Option<&Registered> {
+        self.registrations.iter().find(|registration| Arc::ptr_eq(registration.domain().device(), device))
+    }
+}
+
+/// An address that readers connect to.
+pub(super) struct Listener {
+    /// With the port that it has been given, which the keys name.
+    address: SocketAddr,
+    /// None while its device is gone.
+    id: Option<Id>,
+    /// When to try again, if it is gone.
+    again: Instant,
+}
+
+impl Listener {
+    pub(super) fn new(address: SocketAddr, id: Id) -> Listener {
+        Listener { address, id: Some(id), again: Instant::now() }
+    }
+
+    fn lose(&mut self) {
+        if self.id.take().is_some() {
+            tracing::warn!(address = %self.address, "RDMA is not offered at this address any more, until its device is back");
+            self.again = Instant::now() + LISTEN_PACE;
+        }
+    }
+}
+
 /// A device that guests come by.
 pub(super) struct Station {
     domain: Arc<Domain>,
     channel: Arc<Channel>,
+    /// Rings when the device dies, whoever has heard of it.
+    alarm: Arc<Alarm>,
 }
 
 impl Station {
     pub(super) fn new(device: &Arc<Device>) -> Result<Station, Error> {
-        Ok(Station { domain: Domain::new(device)?, channel: Channel::new(device)? })
+        let station = Station { domain: Domain::new(device)?, channel: Channel::new(device)?, alarm: Alarm::new()? };
+        device.watch(NO_QUEUE_PAIR, &station.alarm);
+        Ok(station)
     }
 
     pub(super) fn device(&self) -> &Arc<Device> {
@@ -67,13 +126,12 @@ pub(super) struct House {
     options: VerbsOptions,
     /// By the name of the id that its connection has.
     guests: HashMap<usize, Guest>,
-    regions: HashMap<RegionId, Vec<Registered>>,
+    regions: HashMap<RegionId, Lent>,
     /// Registered for longer than one region.
-    kept: Vec<Vec<Registered>>,
+    kept: Vec<Lent>,
     grants: HashMap<u64, Secret>,
     stations: Vec<Station>,
-    /// Only held: closing them ends the listening.
-    listeners: Vec<Id>,
+    listeners: Vec<Listener>,
     events: Arc<Events>,
 }
 
@@ -95,7 +153,12 @@ enum Stage {
 }
 
 impl House {
-    pub(super) fn new(options: VerbsOptions, events: Arc<Events>, listeners: Vec<Id>, stations: Vec<Station>) -> House {
+    pub(super) fn new(
+        options: VerbsOptions,
+        events: Arc<Events>,
+        listeners: Vec<Listener>,
+        stations: Vec<Station>,
+    ) -> House {
         House {
             options,
             guests: HashMap::new(),
@@ -118,26 +181,23 @@ impl House {
         self.stations.iter().map(|station| station.domain.clone()).collect()
     }
 
-    pub(super) fn keep(&mut self, registrations: Vec<Registered>) {
-        self.kept.push(registrations);
+    pub(super) fn keep(&mut self, lent: Lent) {
+        self.kept.push(lent);
     }
 
-    pub(super) fn kept(&self, memory: &Arc<Memory>) -> Option<Vec<Registered>> {
-        let is_of = |registrations: &&Vec<Registered>| {
-            registrations.first().is_some_and(|registration| Arc::ptr_eq(registration.memory(), memory))
-        };
-        self.kept.iter().find(is_of).cloned()
+    pub(super) fn kept(&self, memory: &Arc<Memory>) -> Option<Lent> {
+        self.kept.iter().find(|lent| Arc::ptr_eq(&lent.memory, memory)).cloned()
     }
 
-    pub(super) fn export(&mut self, id: RegionId, registrations: Vec<Registered>) -> Result<(), Error> {
+    pub(super) fn export(&mut self, id: RegionId, lent: Lent) -> Result<(), Error> {
         if self.regions.contains_key(&id) {
             return Err(Error::AlreadyExported(id));
         }
-        self.regions.insert(id, registrations);
+        self.regions.insert(id, lent);
         Ok(())
     }
 
-    pub(super) fn revoke(&mut self, id: RegionId) -> Option<Vec<Registered>> {
+    pub(super) fn revoke(&mut self, id: RegionId) -> Option<Lent> {
         self.cut(|guest| guest.hello.id == id);
         self.regions.remove(&id)
     }
@@ -151,8 +211,16 @@ impl House {
         self.cut(|guest| guest.hello.session == session);
     }
 
+    /// Bytes of a region that can be connected to.
     pub(super) fn region_length(&self, id: RegionId) -> Option<u64> {
-        self.regions.get(&id)?.first().map(|registration| registration.memory().length())
+        let is_open = self.listeners.iter().any(|listener| listener.id.is_some());
+        self.regions.get(&id).filter(|_| is_open).map(|lent| lent.memory.length())
+    }
+
+    /// What becomes readable when there is news, of each device that is alive.
+    fn doors(&self) -> Vec<(Arc<Channel>, Arc<Device>, Arc<Alarm>)> {
+        let of = |station: &Station| (station.channel.clone(), station.device().clone(), station.alarm.clone());
+        self.stations.iter().map(of).collect()
     }
 
     /// The end of everything; nothing is let in any more.
@@ -182,9 +250,16 @@ impl House {
                 | ffi::RDMA_CM_EVENT_REJECTED
                 | ffi::RDMA_CM_EVENT_ADDR_CHANGE
                 | ffi::RDMA_CM_EVENT_TIMEWAIT_EXIT => self.forget(event.of, &self.events.name_of(event.kind)),
+                // Comes for each connection and each listener of the device.
                 ffi::RDMA_CM_EVENT_DEVICE_REMOVAL => {
-                    tracing::error!("an RDMA device is being removed: its readers are cut off");
                     self.forget(event.of, "its device is being removed");
+                    let is_it = |listener: &&mut Listener| listener.id.as_ref().is_some_and(|id| id.name() == event.of);
+                    if let Some(listener) = self.listeners.iter_mut().find(is_it) {
+                        if let Some(Ok(device)) = listener.id.as_ref().map(Id::device) {
+                            device.bury();
+                        }
+                        listener.lose();
+                    }
                 }
                 other => tracing::debug!(event = self.events.name_of(other), "an event without use"),
             }
@@ -216,16 +291,17 @@ impl House {
     }
 
     /// Makes the source's end of the connection, without any rights, and accepts. What fails is dropped, which refuses.
-    fn open(&self, id: Id, request: &Event, hello: Hello) -> Result<Guest, Error> {
+    fn open(&mut self, id: Id, request: &Event, hello: Hello) -> Result<Guest, Error> {
         let device = id.device()?;
-        let station = self.stations.iter().find(|station| Arc::ptr_eq(station.device(), &device));
-        let Some(station) = station else {
+        if let Err(error) = self.adopt(&device) {
             turn_away(&id, Refusal::Denied(Denial::Busy));
-            return Err(Error::Misuse("a request came by a device that memory is not registered with"));
-        };
+            return Err(error);
+        }
+        let station = self.stations.iter().find(|station| Arc::ptr_eq(station.device(), &device));
+        let station = station.ok_or(Error::Misuse("a request came by a device that is not used"))?;
         let letter = letter(&station.domain)?;
         let completions = Completions::new(&station.channel, GUEST_COMPLETIONS)?;
-        let pair = QueuePair::new(&station.domain, &completions, Capacity { send: 1, receive: 1 })?;
+        let pair = QueuePair::new(&station.domain, &completions, Capacity { send: 1, receive: 1, scatter: 1 })?;
         let alarm = Alarm::new()?;
         device.watch(pair.name(), &alarm);
         let limit = u8::try_from(device.attributes().max_qp_rd_atom).unwrap_or(u8::MAX);
@@ -301,7 +377,7 @@ impl House {
             return Err(Denial::NotGranted);
         };
         let id = guest.hello.id;
-        let Some(registrations) = self.regions.get(&id) else {
+        let Some(lent) = self.regions.get(&id) else {
             let is_stale = self.regions.keys().any(|known| known.region == id.region);
             return Err(if is_stale { Denial::Stale } else { Denial::Unknown });
         };
@@ -311,8 +387,7 @@ impl House {
             return Err(Denial::Busy);
         }
         let device = guest.pair.domain().device();
-        let mut here = registrations.iter().filter(|registration| Arc::ptr_eq(registration.domain().device(), device));
-        let registration = here.next().ok_or(Denial::Unknown)?;
+        let registration = lent.at(device).ok_or(Denial::Unknown)?;
         if !device.is_iwarp() && guest.pair.allow(ffi::IBV_ACCESS_REMOTE_READ).is_err() {
             return Err(Denial::Busy);
         }
@@ -342,11 +417,89 @@ impl House {
         }
     }
 
-    /// Cuts those that are too late or whose queue pair has failed; says when the next will be too late.
+    /// Cuts those that are too late or whose queue pair has failed, and sees to the devices; says when to do so again.
     fn sweep(&mut self) -> Option<Instant> {
         let now = Instant::now();
         self.cut(|guest| guest.alarm.has_rung() || guest.stage.until().is_some_and(|until| until <= now));
-        self.guests.values().filter_map(|guest| guest.stage.until()).min()
+        self.leave_the_dead();
+        self.listen_again(now);
+        let tries = self.listeners.iter().filter(|listener| listener.id.is_none()).map(|listener| listener.again);
+        self.guests.values().filter_map(|guest| guest.stage.until()).chain(tries).min()
+    }
+
+    // ---- devices go and come ----
+
+    /// Gives back what was made on devices that are dead. Regions stay lent, by the devices that are left.
+    fn leave_the_dead(&mut self) {
+        if !self.stations.iter().any(|station| station.device().is_dead()) {
+            return;
+        }
+        let is_alive = |registration: &Registered| !registration.domain().device().is_dead();
+        self.regions.values_mut().chain(&mut self.kept).for_each(|lent| lent.registrations.retain(is_alive));
+        self.stations.retain(|station| !station.device().is_dead());
+        for listener in &mut self.listeners {
+            let device = listener.id.as_ref().filter(|id| id.has_device()).map(Id::device);
+            if device.is_some_and(|device| device.is_ok_and(|device| device.is_dead())) {
+                listener.lose();
+            }
+        }
+    }
+
+    /// A device that was reset, or plugged in again, is another one, with the same address as a rule: readers' keys name that.
+    fn listen_again(&mut self, now: Instant) {
+        for number in 0..self.listeners.len() {
+            let Some(lost) =
+                self.listeners.get(number).filter(|listener| listener.id.is_none() && listener.again <= now)
+            else {
+                continue;
+            };
+            let address = lost.address;
+            let opened = self.open_again(address);
+            let Some(listener) = self.listeners.get_mut(number) else { continue };
+            match opened {
+                Ok(id) => {
+                    tracing::info!(%address, "RDMA is offered at this address again");
+                    listener.id = Some(id);
+                }
+                Err(error) => {
+                    tracing::debug!(%address, %error, "RDMA can't be offered at this address yet");
+                    listener.again = now + LISTEN_PACE;
+                }
+            }
+        }
+    }
+
+    fn open_again(&mut self, address: SocketAddr) -> Result<Id, Error> {
+        let id = Id::new(&self.events)?;
+        id.listen(address).map_err(Error::system("listening again"))?;
+        if id.has_device() {
+            self.adopt(&id.device()?)?;
+        }
+        Ok(id)
+    }
+
+    /// Makes a device one that guests come by, if it isn't yet: it is told of all memory that is lent.
+    fn adopt(&mut self, device: &Arc<Device>) -> Result<(), Error> {
+        if self.stations.iter().any(|station| Arc::ptr_eq(station.device(), device)) {
+            return Ok(());
+        }
+        if device.is_dead() {
+            return Err(Error::Misuse("a request came by a device that has failed"));
+        }
+        let station = Station::new(device)?;
+        let mut told: Vec<Registered> = Vec::new();
+        for lent in self.regions.values_mut().chain(&mut self.kept) {
+            let known = told.iter().find(|registration| Arc::ptr_eq(registration.memory(), &lent.memory));
+            let registration = match known {
+                Some(registration) => registration.clone(),
+                None => register(&station.domain, &lent.memory)?,
+            };
+            told.push(registration.clone());
+            lent.registrations.push(registration);
+        }
+        tracing::info!(device = device.name(), "RDMA is offered by this device");
+        self.stations.push(station);
+        Ok(())
     }
 }
 
@@ -381,21 +534,21 @@ pub(super) fn start(shared: Arc<Shared>) -> Result<JoinHandle<()>, Error> {
 }
 
 fn serve(shared: &Shared) {
-    let (events, stations) = {
-        let house = shared.house();
-        let of = |station: &Station| (station.channel.clone(), station.device().clone());
-        (house.events.clone(), house.stations.iter().map(of).collect::<Vec<_>>())
-    };
+    let events = shared.house().events.clone();
     let mut next_deadline = None;
     loop {
+        // Anew each time: the descriptors of a device that is gone would be readable for ever.
+        let stations = shared.house().doors();
         let mut fds: Vec<BorrowedFd<'_>> = vec![shared.stop.as_fd(), events.as_fd()];
-        fds.extend(stations.iter().flat_map(|(channel, device)| [channel.as_fd(), device.as_fd()]));
+        fds.extend(
+            stations.iter().flat_map(|(channel, device, alarm)| [channel.as_fd(), device.as_fd(), alarm.as_fd()]),
+        );
         if wait(&fds, next_deadline) {
             return;
         }
         let mut house = shared.house();
         house.hear();
-        for (channel, device) in &stations {
+        for (channel, device, _) in &stations {
             device.attend();
             while let Some(queue) = channel.next() {
                 house.completed(queue);
@@ -431,6 +584,9 @@ const MAX_UNPROVED: usize = 64;
 
 /// Connections per session: 2 regions × 8 queue pairs, twice, because a reader may come back before its old ones are found dead.
 const MAX_CONNECTIONS_PER_SESSION: usize = 32;
+
+/// How often an address whose device is gone is tried again: a reset takes a second or some.
+const LISTEN_PACE: Duration = Duration::from_secs(1);
 
 /// Bound of one sleep, should every descriptor be silent.
 const LONGEST_SLEEP: Duration = Duration::from_secs(60);

@@ -13,7 +13,7 @@ use std::{
 
 use remora_lab::{RdmaVm, require};
 
-use super::*;
+use super::{bindings as ffi, *};
 use crate::{
     Completion, Denial, Error, Exporter, Memory, Pages, Peer, ReadError, ReadRequest, RegionId, RegionKey, Secret,
 };
@@ -32,13 +32,14 @@ fn options_outside_their_range_are_refused_before_anything_is_opened() {
         options.check()
     };
     assert!(with(|_| {}).is_ok());
-    let wrong: [fn(&mut VerbsOptions); 8] = [
+    let wrong: [fn(&mut VerbsOptions); 9] = [
         |options| options.queue_pairs = 9,
         |options| options.depth = 0,
         |options| options.queue_depth = 0,
         |options| options.reads_in_flight = 17,
         |options| options.piece_bytes = 5000,
         |options| options.retries = 7,
+        |options| options.service_level = Some(16),
         |options| options.ack_timeout = 31,
         |options| options.connect_timeout = Duration::ZERO,
     ];
@@ -83,6 +84,10 @@ impl World {
         World { exporter, memory, sink: empty(REGION_BYTES), options }
     }
 
+    fn wait_for_connections(&self, wanted: usize) {
+        until("the source to have let go of its connections", || self.exporter.connections() == wanted);
+    }
+
     fn connect(&self) -> Result<VerbsPeer, Error> {
         connect_to(&self.exporter.key(ID).unwrap(), &self.options, &self.sink)
     }
@@ -118,6 +123,25 @@ fn settle(peer: &mut VerbsPeer, count: usize) -> Vec<Completion> {
         }
     }
     done
+}
+
+fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !is_so() {
+        assert!(begun.elapsed() < PATIENCE, "waited {PATIENCE:?} for {what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+fn ip(arguments: &[&str]) {
+    assert!(Command::new("ip").args(arguments).status().unwrap().success(), "ip {arguments:?}");
+}
+
+/// What the kernel says of a device's only port.
+fn port_state(device: &str) -> String {
+    let report = devices();
+    let port = report.devices.iter().find(|known| known.name == device).map(|known| known.ports[0].state.clone());
+    port.unwrap_or_default()
 }
 
 fn until_retired(peer: &mut VerbsPeer) -> ReadError {
@@ -223,10 +247,10 @@ mod in_the_machine {
     fn a_cable_that_is_pulled_retires_the_peer_and_plugged_in_again_serves_the_next() {
         let world = World::new(VerbsOptions { connect_timeout: PATIENCE, ..quick() });
         let mut peer = world.connect().unwrap();
-        cable(false);
+        cable(1, false);
         assert_eq!(peer.post_read(&[read(1, 0, 100_000)]).unwrap(), 1);
         let why = until_retired(&mut peer);
-        cable(true);
+        cable(1, true);
         assert_eq!(why, ReadError::PeerGone);
         let mut next = world.connect().unwrap();
         assert_eq!(next.post_read(&[read(1, 0, REGION_BYTES as u32)]).unwrap(), 1);
@@ -240,6 +264,8 @@ mod in_the_machine {
         const CONNECTIONS: usize = 1000;
         let world = World::new(VerbsOptions { connect_timeout: PATIENCE, ..VerbsOptions::default() });
         drop(world.connect().unwrap());
+        // What the source still holds of that one is not to be counted.
+        world.wait_for_connections(0);
         let held = || {
             let entries = |folder: &str| std::fs::read_dir(folder).unwrap().count();
             [entries("/proc/self/fd"), entries("/proc/self/task")]
@@ -252,11 +278,174 @@ mod in_the_machine {
                 assert_eq!(settle(&mut peer, 1)[0].result, Ok(5000));
             }
         }
+        world.wait_for_connections(0);
         let begun = Instant::now();
-        while (world.exporter.connections() > 0 || held() != before) && begun.elapsed() < PATIENCE {
+        // A thread that has ended, of another test that ran here before, is listed a moment longer.
+        let is_back = || held().iter().zip(&before).all(|(now, then)| now <= then);
+        while !is_back() && begun.elapsed() < PATIENCE {
             std::thread::sleep(Duration::from_millis(20));
         }
-        assert_eq!((world.exporter.connections(), held()), (0, before));
+        assert!(is_back(), "before: {before:?}, after: {:?} (descriptors, threads)", held());
+    }
+
+    #[test]
+    #[ignore = "runs in the RDMA machine"]
+    fn small_reads_of_neighbours_are_one_request_scattered_over_their_places() {
+        const COUNT: u64 = 16;
+        let world = World::new(quick());
+        let mut peer = world.connect().unwrap();
+        // Neighbours in the region, back to front in the sink.
+        let place = |number: u64| (COUNT - 1 - number) * 1000;
+        let reads: Vec<ReadRequest> = (0..COUNT)
+            .map(|number| ReadRequest {
+                tag: number,
+                offset: 4000 + number * 600,
+                length: 600,
+                sink_offset: place(number),
+            })
+            .collect();
+        assert_eq!(peer.post_read(&reads).unwrap(), reads.len());
+        let mut tags: Vec<u64> = settle(&mut peer, reads.len()).iter().map(|done| done.tag).collect();
+        tags.sort_unstable();
+        assert_eq!(tags, (0..COUNT).collect::<Vec<_>>(), "each read completes by itself");
+        assert_eq!(peer.requests_posted(), COUNT / u64::from(MAX_SCATTER));
+        for read in reads {
+            let (mut got, mut wanted) = ([0; 600], [0; 600]);
+            world.sink.read(read.sink_offset, &mut got).unwrap();
+            world.memory.read(read.offset, &mut wanted).unwrap();
+            assert_eq!(got, wanted, "{read:?}");
+        }
+        // Those that are no neighbours are requests of their own, and so are large ones.
+        let apart: Vec<ReadRequest> = (0..4).map(|number| read(number, number * 2000, 600)).collect();
+        let large: Vec<ReadRequest> = (0..4).map(|number| read(number, number * 64_000, 64_000)).collect();
+        for reads in [apart, large] {
+            let before = peer.requests_posted();
+            assert_eq!(peer.post_read(&reads).unwrap(), 4);
+            assert!(settle(&mut peer, 4).iter().all(|done| done.result.is_ok()));
+            assert_eq!(peer.requests_posted() - before, 4, "{reads:?}");
+        }
+    }
+
+    #[test]
+    #[ignore = "runs in the RDMA machine"]
+    fn what_was_chosen_is_what_the_card_says_of_the_queue_pair() {
+        let options = VerbsOptions { service_level: Some(5), traffic_class: Some(104), reads_in_flight: 7, ..quick() };
+        let world = World::new(options);
+        let peer = world.connect().unwrap();
+        let attributes = peer.attributes(ffi::IBV_QP_AV | ffi::IBV_QP_TIMEOUT | ffi::IBV_QP_RETRY_CNT);
+        // The service level is taken, but Soft-RoCE does not keep it.
+        assert_eq!(attributes.ah_attr.grh.traffic_class, 104);
+        assert_eq!((attributes.timeout, attributes.retry_cnt), (14, 5));
+        assert_eq!(attributes.max_rd_atomic, 8, "the device counts in powers of two");
+    }
+
+    #[test]
+    #[ignore = "runs in the RDMA machine"]
+    fn a_device_is_found_by_its_name_and_its_address_by_the_device() {
+        let found = rdma_addresses().unwrap();
+        for node in [0, 1] {
+            let wanted = RdmaAddress { address: RdmaVm::address(node).into(), device: format!("rxe{node}"), port: 1 };
+            assert!(found.contains(&wanted), "{wanted:?} is not in {found:?}");
+        }
+        assert_eq!(addresses_of("rxe1", Some(1)).unwrap(), [RdmaVm::address(1)]);
+        for (device, port) in [("rxe1", Some(2)), ("mlx5_0", None)] {
+            let error = addresses_of(device, port).unwrap_err().to_string();
+            assert!(error.contains(device) && error.contains("rxe0 port 1 (10.77.0.1)"), "{error}");
+        }
+    }
+
+    /// By one port alone where the other is dead.
+    #[test]
+    #[ignore = "runs in the RDMA machine"]
+    fn a_port_that_is_out_of_reach_is_left_out_and_the_others_carry_the_transfer() {
+        let ports: Vec<SocketAddr> = [2, 1].map(|node| SocketAddr::new(RdmaVm::address(node).into(), 0)).to_vec();
+        let exporter = VerbsExporter::listen(quick(), &ports).unwrap();
+        let memory = filled(REGION_BYTES);
+        exporter.export(ID, memory.clone()).unwrap();
+        exporter.grant(SESSION, SECRET);
+        let options = VerbsOptions { queue_pairs: 4, connect_timeout: Duration::from_secs(3), ..quick() };
+        let local = [3, 0].map(|node| RdmaVm::address(node).into()).to_vec();
+        let sink = empty(REGION_BYTES);
+        let key = exporter.key(ID).unwrap();
+        let connector = VerbsConnector::new(options, None, local).unwrap();
+        let mut both = connector.open(&key, SESSION, &SECRET, sink.clone()).unwrap();
+        assert_eq!(both.devices(), ["rxe3", "rxe0", "rxe3", "rxe0"]);
+        cable(2, false);
+        assert_eq!(both.post_read(&[read(1, 0, REGION_BYTES as u32)]).unwrap(), 1);
+        let why = until_retired(&mut both);
+        let left = connector.open(&key, SESSION, &SECRET, sink.clone());
+        cable(2, true);
+        assert_eq!(why, ReadError::PeerGone);
+        let mut left = left.unwrap();
+        assert_eq!(left.devices(), ["rxe0", "rxe0"]);
+        assert_eq!(left.post_read(&[read(1, 0, REGION_BYTES as u32)]).unwrap(), 1);
+        assert_eq!(settle(&mut left, 1)[0].result, Ok(REGION_BYTES as u32));
+        assert_same(&sink, &memory);
+    }
+
+    #[test]
+    #[ignore = "runs in the RDMA machine"]
+    fn a_port_that_goes_down_and_comes_up_while_nothing_is_read_ends_nothing() {
+        let world = World::new(VerbsOptions { connect_timeout: PATIENCE, ..quick() });
+        let mut peer = world.connect().unwrap();
+        let device = world.exporter.raw_devices().remove(0);
+        let before = device.events();
+        ip(&["link", "set", "eth1", "down"]);
+        until("the port's going down to be heard of", || device.events().ports_down > before.ports_down);
+        ip(&["link", "set", "eth1", "up"]);
+        until("the port to be active", || port_state("rxe1") == "ACTIVE");
+        assert_eq!(peer.post_read(&[read(1, 0, REGION_BYTES as u32)]).unwrap(), 1);
+        assert_eq!(settle(&mut peer, 1)[0].result, Ok(REGION_BYTES as u32));
+        assert_same(&world.sink, &world.memory);
+    }
+
+    #[test]
+    #[ignore = "runs in the RDMA machine"]
+    fn an_address_that_changes_is_heard_of_and_another_one_serves_the_next() {
+        let world = World::new(VerbsOptions { connect_timeout: PATIENCE, ..quick() });
+        let device = world.exporter.raw_devices().remove(0);
+        let before = device.events();
+        ip(&["addr", "add", "10.77.0.77/24", "dev", "eth1"]);
+        until("the new address to be heard of", || device.events().addresses_changed > before.addresses_changed);
+        assert!(
+            rdma_addresses().unwrap().iter().any(|at| at.address.to_string() == "10.77.0.77" && at.device == "rxe1")
+        );
+        let mut peer = world.connect().unwrap();
+        assert_eq!(peer.post_read(&[read(1, 0, 5000)]).unwrap(), 1);
+        assert_eq!(settle(&mut peer, 1)[0].result, Ok(5000), "readers by the old address are not disturbed");
+        ip(&["addr", "del", "10.77.0.77/24", "dev", "eth1"]);
+        assert!(!rdma_addresses().unwrap().iter().any(|at| at.address.to_string() == "10.77.0.77"));
+    }
+
+    /// As a card that fails, and comes back after a reset.
+    #[test]
+    #[ignore = "runs in the RDMA machine"]
+    fn a_device_that_dies_takes_its_readers_along_and_the_next_one_is_offered_at_the_same_address() {
+        let world = World::new(VerbsOptions { connect_timeout: PATIENCE, ..quick() });
+        world.exporter.prepare(&world.memory).unwrap();
+        let key = world.exporter.key(ID).unwrap();
+        let mut peer = connect_to(&key, &world.options, &world.sink).unwrap();
+        let dead = world.exporter.raw_devices().remove(0);
+        assert_eq!(peer.post_read(&[read(1, 0, 5000)]).unwrap(), 1);
+        settle(&mut peer, 1);
+        dead.bury();
+        assert_eq!(until_retired(&mut peer), ReadError::PeerGone);
+        until("the source to offer nothing by RDMA", || world.exporter.key(ID).is_err());
+        world.wait_for_connections(0);
+        // Memory may be lent meanwhile: it waits for a device.
+        let another = RegionId { region: 2, ..ID };
+        world.exporter.export(another, filled(8192)).unwrap();
+        assert!(world.exporter.key(another).is_err());
+        dead.revive();
+        until("the source to offer RDMA again", || world.exporter.key(ID).is_ok());
+        // By the old key, whose address and port are the same.
+        let mut next = connect_to(&key, &world.options, &world.sink).unwrap();
+        assert_eq!(next.post_read(&[read(1, 0, REGION_BYTES as u32)]).unwrap(), 1);
+        assert_eq!(settle(&mut next, 1)[0].result, Ok(REGION_BYTES as u32));
+        assert_same(&world.sink, &world.memory);
+        let mut of_another = connect_to(&world.exporter.key(another).unwrap(), &world.options, &world.sink).unwrap();
+        assert_eq!(of_another.post_read(&[read(1, 0, 8192)]).unwrap(), 1);
+        assert_eq!(settle(&mut of_another, 1)[0].result, Ok(8192));
     }
 
     /// A server that forks must not pay for registered memory, nor its child lose it.
@@ -363,16 +552,15 @@ fn cpu_nanos(pid: u32) -> u64 {
     threads.map(|thread| of(thread.unwrap())).sum()
 }
 
-/// Pulls the source's cable out of the bridge, or plugs it in.
-fn cable(plugged: bool) {
+/// Pulls a node's cable out of the bridge, or plugs it in.
+fn cable(node: u8, plugged: bool) {
     let to: &[&str] = if plugged { &["master", "br0"] } else { &["nomaster"] };
-    let changed = Command::new("ip").args([&["link", "set", "port1"], to].concat()).status().unwrap();
-    assert!(changed.success());
+    ip(&[&["link", "set", &format!("port{node}")], to].concat());
 }
 
 #[test]
 fn rights_keys_forks_and_faults_hold_in_the_virtual_machine() {
     let Some(machine) = require::rdma_vm() else { return };
     let passed = machine.nodes(4).limit(Duration::from_secs(250)).run_ignored_tests("verbs::tests::in_the_machine", 1);
-    assert!(passed >= 11, "{passed}");
+    assert!(passed >= 18, "{passed}");
 }
