@@ -83,6 +83,8 @@ pub enum Message {
     },
     /// Either a replica or `remora status` → source: how are things?
     StatusQuery,
+    /// `remora probe` → source: lend me memory to measure by.
+    ProbeQuery,
 
     /// Source → replica: not yet, and why.
     Waiting {
@@ -121,6 +123,11 @@ pub enum Message {
     },
     /// Source → whoever asked: the answer to [`Message::StatusQuery`].
     Status(StatusReport),
+    /// Source → whoever asked: the answer to [`Message::ProbeQuery`]. What is lent holds nothing of value, and until the session ends.
+    ProbeOffer {
+        /// One key per transport that the source offers, as in a [`TableOffer`].
+        keys: Vec<Vec<u8>>,
+    },
 }
 
 impl Message {
@@ -130,7 +137,7 @@ impl Message {
     /// [`TooLarge`]: a list or a name is beyond its bound. Texts are cut instead.
     pub fn encode(&self, out: &mut Vec<u8>) -> Result<u8, TooLarge> {
         match self {
-            Message::Heartbeat | Message::StatusQuery => {}
+            Message::Heartbeat | Message::StatusQuery | Message::ProbeQuery => {}
             Message::Join(join) => Join::put(join, out)?,
             Message::Progress(progress) => Progress::put(progress, out)?,
             Message::HandOffQuery { generation, offset } => {
@@ -161,6 +168,7 @@ impl Message {
                 Sentence::put(text, out)?;
             }
             Message::Status(report) => StatusReport::put(report, out)?,
+            Message::ProbeOffer { keys } => Keys::put(keys, out)?,
         }
         Ok(self.tag())
     }
@@ -184,6 +192,7 @@ impl Message {
             tag::HAND_OFF_QUERY => Message::HandOffQuery { generation: u64::take(from)?, offset: u64::take(from)? },
             tag::LEAVE => Message::Leave { outcome: Outcome::take(from)?, text: Sentence::take(from)? },
             tag::STATUS_QUERY => Message::StatusQuery,
+            tag::PROBE_QUERY => Message::ProbeQuery,
             tag::WAITING => Message::Waiting { reason: Sentence::take(from)?, seconds: u64::take(from)? },
             tag::OFFER => Message::Offer(Offer::take(from)?),
             tag::HAND_OFF_ANSWER => Message::HandOffAnswer {
@@ -197,6 +206,7 @@ impl Message {
             }
             tag::REFUSED => Message::Refused { code: RefusalCode::take(from)?, text: Sentence::take(from)? },
             tag::STATUS => Message::Status(StatusReport::take(from)?),
+            tag::PROBE_OFFER => Message::ProbeOffer { keys: Keys::take(from)? },
             tag => return Err(Fault::UnknownMessage { tag }),
         })
     }
@@ -210,12 +220,14 @@ impl Message {
             Message::HandOffQuery { .. } => tag::HAND_OFF_QUERY,
             Message::Leave { .. } => tag::LEAVE,
             Message::StatusQuery => tag::STATUS_QUERY,
+            Message::ProbeQuery => tag::PROBE_QUERY,
             Message::Waiting { .. } => tag::WAITING,
             Message::Offer(_) => tag::OFFER,
             Message::HandOffAnswer { .. } => tag::HAND_OFF_ANSWER,
             Message::GenerationGone { .. } => tag::GENERATION_GONE,
             Message::Refused { .. } => tag::REFUSED,
             Message::Status(_) => tag::STATUS,
+            Message::ProbeOffer { .. } => tag::PROBE_OFFER,
         }
     }
 
@@ -228,12 +240,14 @@ impl Message {
             Message::HandOffQuery { .. } => "HandOffQuery",
             Message::Leave { .. } => "Leave",
             Message::StatusQuery => "StatusQuery",
+            Message::ProbeQuery => "ProbeQuery",
             Message::Waiting { .. } => "Waiting",
             Message::Offer(_) => "Offer",
             Message::HandOffAnswer { .. } => "HandOffAnswer",
             Message::GenerationGone { .. } => "GenerationGone",
             Message::Refused { .. } => "Refused",
             Message::Status(_) => "Status",
+            Message::ProbeOffer { .. } => "ProbeOffer",
         }
     }
 
@@ -586,14 +600,7 @@ record!(Offer {
     write_rate: u64,
 });
 
-record!(TableOffer {
-    generation: u64,
-    first_offset: u64,
-    slot_size: u32,
-    slots: u32,
-    retained: bool,
-    keys: List<Bytes<MAX_KEY_BYTES>, MAX_KEYS>,
-});
+record!(TableOffer { generation: u64, first_offset: u64, slot_size: u32, slots: u32, retained: bool, keys: Keys });
 
 record!(Announce {
     host: Name<MAX_ADDRESS_BYTES>,
@@ -681,6 +688,9 @@ codes!(GenerationState is "state of a generation" {
 /// For people: an explanation with an address or two in it.
 type Sentence = Text<MAX_TEXT_BYTES>;
 
+/// Where a region lies, once per transport.
+type Keys = List<Bytes<MAX_KEY_BYTES>, MAX_KEYS>;
+
 /// Tags below 0x10 belong to the handshake.
 mod tag {
     pub(super) const HEARTBEAT: u8 = 0x10;
@@ -690,6 +700,7 @@ mod tag {
     pub(super) const HAND_OFF_QUERY: u8 = 0x22;
     pub(super) const LEAVE: u8 = 0x23;
     pub(super) const STATUS_QUERY: u8 = 0x24;
+    pub(super) const PROBE_QUERY: u8 = 0x25;
 
     /// What only a source says begins here.
     pub(super) const FIRST_OF_SOURCE: u8 = 0x40;
@@ -699,6 +710,7 @@ mod tag {
     pub(super) const GENERATION_GONE: u8 = 0x43;
     pub(super) const REFUSED: u8 = 0x44;
     pub(super) const STATUS: u8 = 0x45;
+    pub(super) const PROBE_OFFER: u8 = 0x46;
 }
 
 /// Longest name of a replica, of a server or of a version, in bytes.
@@ -732,6 +744,7 @@ const _: () = {
     assert!(Offer::MOST <= most);
     assert!(Join::MOST <= most);
     assert!(Progress::MOST <= most);
+    assert!(Keys::MOST <= most);
     assert!(Sentence::MOST + 32 <= most); // the small ones: a sentence and at most three numbers
 };
 

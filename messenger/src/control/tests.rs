@@ -162,6 +162,8 @@ fn small_ones() -> impl Strategy<Value = Message> {
     prop_oneof![
         Just(Message::Heartbeat),
         Just(Message::StatusQuery),
+        Just(Message::ProbeQuery),
+        vec(vec(any::<u8>(), 0..50), 0..=MAX_KEYS).prop_map(|keys| Message::ProbeOffer { keys }),
         any::<(u64, u64)>().prop_map(|(generation, offset)| Message::HandOffQuery { generation, offset }),
         (outcomes, names()).prop_map(|(outcome, text)| Message::Leave { outcome, text }),
         (names(), any::<u64>()).prop_map(|(reason, seconds)| Message::Waiting { reason, seconds }),
@@ -287,6 +289,8 @@ fn each_end_may_say_its_own_messages_and_both_the_heart_beat() {
     for (message, client, server) in [
         (Message::Heartbeat, true, true),
         (Message::StatusQuery, true, false),
+        (Message::ProbeQuery, true, false),
+        (Message::ProbeOffer { keys: Vec::new() }, false, true),
         (Message::HandOffQuery { generation: 0, offset: 0 }, true, false),
         (status(Vec::new()), false, true),
         (Message::Waiting { reason: String::new(), seconds: 0 }, false, true),
