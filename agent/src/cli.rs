@@ -11,6 +11,7 @@ mod devices;
 mod generate;
 mod load;
 mod module;
+mod probe;
 mod rdma;
 mod replica;
 mod source;
@@ -27,7 +28,8 @@ pub use self::{
     generate::{GenerateArgs, Generated},
     load::{LoadArgs, ValueType},
     module::{ModuleArgs, ModuleQuestion},
-    rdma::{CompletionChoice, RdmaOffer, RdmaRead},
+    probe::ProbeArgs,
+    rdma::{CompletionChoice, RdmaEnd, RdmaOffer, RdmaRead},
     replica::{ModuleLoad, OnFailure, ReplicaArgs, TransportChoice},
     source::{HostPort, ModuleCapture, SendChoice, SourceArgs},
     status::StatusArgs,
@@ -85,6 +87,9 @@ pub enum Command {
     #[command(about = "Show what this machine can read memory by: RDMA devices, shared memory, TCP")]
     #[allow(missing_docs)]
     Devices(DevicesArgs),
+    #[command(about = "Measure the way to a source: latency and bandwidth of each transport")]
+    #[allow(missing_docs)]
+    Probe(ProbeArgs),
     #[command(about = "Compare the data of two servers completely")]
     #[allow(missing_docs)]
     Verify(VerifyArgs),
@@ -145,6 +150,7 @@ async fn dispatch(command: Command) -> Result<(), Failure> {
         Command::Replica(args) => crate::replica::run(args).await,
         Command::Status(args) => until_signal(crate::status::run(args), "").await,
         Command::Devices(args) => crate::transports::devices::run(&args),
+        Command::Probe(args) => until_signal(crate::probe::run(args), ": what was measured so far is not shown").await,
         Command::Verify(args) => until_signal(crate::verify::run(args), ": the servers were only read").await,
         Command::Load(args) => until_signal(crate::load::run(args), ": the keys written so far are still there").await,
         Command::Module(args) => crate::library::run(&args),

@@ -5,7 +5,7 @@
 //!   redis-server ◀──server──▶ source ══ data lanes, messenger ══▶ replica ◀──server──▶ redis-server
 //!
 //!   remora source │ replica │ status      the job: one snapshot, any number of exact replicas
-//!   remora devices                        which ways for the bytes this machine has
+//!   remora devices │ probe                which ways for the bytes there are, and how fast
 //!   remora verify │ load │ module │ generate   beside it: is it the same? fill a server; the module; manuals
 //! ```
 //!
@@ -19,7 +19,7 @@
 //! - [`exit`]: how a command ends; [`progress`]: what it shows while it runs; [`units`]: sizes and times as people write them.
 //! - [`server`]: the client to a Redis or Valkey server that everything below uses.
 //! - [`source`], [`replica`], [`status`]: the job.
-//! - [`transports`]: which ways to the memory there are, and the command that looks at them alone.
+//! - [`transports`]: which ways to the memory there are, and the command that looks at them alone; [`probe`] measures them.
 //! - [`verify`], [`load`], [`library`], [`generate`]: beside it.
 #![forbid(unsafe_code)]
 // The maps of the two ends name their private parts: read them in the source, or with `--document-private-items`.
@@ -30,6 +30,7 @@ pub mod exit;
 pub mod generate;
 pub mod library;
 pub mod load;
+pub mod probe;
 pub mod progress;
 pub mod replica;
 pub mod server;

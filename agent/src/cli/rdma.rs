@@ -3,32 +3,73 @@
 use std::net::IpAddr;
 
 use clap::{Args, ValueEnum};
+use remora_fabric::verbs::addresses_of;
 
 use crate::units::{Size, UnitError};
 
-/// How a source offers RDMA.
+/// Which RDMA devices an end uses, and how its packets are marked.
 #[derive(Clone, Debug, Default, Args)]
-pub struct RdmaOffer {
-    /// Do not offer RDMA, also where there are devices.
-    #[arg(long, conflicts_with = "rdma_address", help_heading = "RDMA")]
-    pub no_rdma: bool,
-
-    /// Offer RDMA by the device that has this address; may be repeated, a port each. Default: that of --listen, if it has an RDMA device.
-    /// With an address given it is an error if RDMA can't be had.
+pub struct RdmaEnd {
+    /// Use the RDMA device that has this address of ours; may be repeated, one for each port that is to be used. Default: a source uses
+    /// the one with the address of --listen, a reader the one to which the system's routes lead.
     #[arg(long, value_name = "ADDR", help_heading = "RDMA")]
     pub rdma_address: Vec<IpAddr>,
+
+    /// Use the RDMA device of this name, as `remora devices` lists it, by an address of each of its active ports; may be repeated.
+    #[arg(long, value_name = "NAME", conflicts_with = "rdma_address", help_heading = "RDMA")]
+    pub rdma_device: Vec<String>,
+
+    /// ... and of its ports this one alone.
+    #[arg(long, value_name = "N", requires = "rdma_device", value_parser = clap::value_parser!(u8).range(1..), help_heading = "RDMA")]
+    pub rdma_port: Option<u8>,
 
     /// Traffic class of what is sent by RoCE (the IP type-of-service byte), by which switches tell lossless traffic.
     #[arg(long, value_name = "N", help_heading = "RDMA")]
     pub rdma_traffic_class: Option<u8>,
+
+    /// Service level of what is sent, 0 to 15: on InfiniBand it chooses the virtual lane, on RoCE the Ethernet priority. Default: the one
+    /// that the subnet manager, or the traffic class, assigns.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(..=15), help_heading = "RDMA")]
+    pub rdma_service_level: Option<u8>,
 }
 
-/// How a replica reads by RDMA.
+impl RdmaEnd {
+    /// Whether somebody has said which device is to be used.
+    pub fn is_named(&self) -> bool {
+        !self.rdma_address.is_empty() || !self.rdma_device.is_empty()
+    }
+
+    /// The addresses of the devices that were named; none if none was.
+    ///
+    /// # Errors
+    /// A device of that name, or its port, has no address of this host.
+    pub fn addresses(&self) -> Result<Vec<IpAddr>, remora_fabric::Error> {
+        let mut addresses = self.rdma_address.clone();
+        for device in &self.rdma_device {
+            addresses.extend(addresses_of(device, self.rdma_port)?);
+        }
+        Ok(addresses)
+    }
+}
+
+/// How a source offers RDMA.
+#[derive(Clone, Debug, Default, Args)]
+pub struct RdmaOffer {
+    /// Do not offer RDMA, also where there are devices. (Where a device is named it is an error if RDMA can't be had.)
+    #[arg(long, conflicts_with_all = ["rdma_address", "rdma_device"], help_heading = "RDMA")]
+    pub no_rdma: bool,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub end: RdmaEnd,
+}
+
+/// How a reader, a replica or a probe, reads by RDMA.
 #[derive(Clone, Debug, Args)]
 pub struct RdmaRead {
-    /// Read by the device that has this address of ours; may be repeated: the queue pairs take turns. Default: as the system's routes say.
-    #[arg(long, value_name = "ADDR", help_heading = "RDMA")]
-    pub rdma_address: Vec<IpAddr>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub end: RdmaEnd,
 
     /// Queue pairs per table, 1 to 8: more where a network spreads its load by flow, or where several ports are to be used.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=8), help_heading = "RDMA")]
@@ -53,10 +94,6 @@ pub struct RdmaRead {
     /// How long that moment is, in microseconds.
     #[arg(long, value_name = "US", default_value_t = 20, value_parser = clap::value_parser!(u64).range(0..=1_000_000), help_heading = "RDMA")]
     pub rdma_poll_us: u64,
-
-    /// Traffic class of what is sent by RoCE (the IP type-of-service byte), by which switches tell lossless traffic.
-    #[arg(long, value_name = "N", help_heading = "RDMA")]
-    pub rdma_traffic_class: Option<u8>,
 }
 
 /// How to wait for completions.

@@ -11,6 +11,7 @@
 //! - [`capture`] speaks with the server and fills the tables; [`wire`] is its connection.
 //! - [`module`] has the server's own child fill the snapshot's table, where the server has our module.
 //! - [`gauge`] is what the threads show of themselves.
+//! - [`trial`] lends memory to who measures the way.
 //! - [`door`] tells control connections from data lanes on the one port that is opened.
 //! - this file wires them up and does what the owner says.
 
@@ -19,6 +20,7 @@ mod door;
 mod gauge;
 pub(crate) mod module;
 mod owner;
+mod trial;
 mod wire;
 
 use std::collections::HashMap;
@@ -30,7 +32,8 @@ use remora_fabric::shm::{ShmExporter, ShmOptions};
 use remora_fabric::tcp::{SendMode, TcpExporter, TcpOptions};
 use remora_fabric::{Exporter, Memory, Pages, RegionId};
 use remora_messenger::control::{
-    Announce, GenerationState, GenerationStatus, Message, Offer, ReplicaStatus, StatusReport, TableOffer, Totals,
+    Announce, GenerationState, GenerationStatus, Message, Offer, RefusalCode, ReplicaStatus, StatusReport, TableOffer,
+    Totals,
 };
 use remora_messenger::control::{Connection, Fault, Sender, Token, derive};
 use remora_table::Geometry;
@@ -39,6 +42,7 @@ use tokio::sync::{Mutex, mpsc};
 use self::capture::{CaptureEvent, Plan};
 use self::gauge::Gauge;
 use self::owner::{Action, Event, Format, Owner, Replica, Report, Resume, Rules, Session, Stage};
+use self::trial::Trial;
 use crate::cli::{SendChoice, SourceArgs};
 use crate::exit::Failure;
 use crate::server::{Client, Facts, Link, Place, Role, Server, Task};
@@ -110,6 +114,7 @@ pub async fn run(args: SourceArgs) -> Result<(), Failure> {
         threads: Vec::new(),
         client: Arc::new(Mutex::new(None)),
         rate: Rate::default(),
+        trial: Trial::default(),
     };
     source.run(inbox, captures).await?;
     drop(door);
@@ -128,6 +133,8 @@ pub(crate) enum Incoming {
     Learned(Box<Facts>),
     /// ... as well as it could be, for this replica's plan.
     PlanReady(Session),
+    /// The region to measure by is lent, or why not.
+    TrialReady { id: RegionId, lent: Result<(), remora_fabric::Error> },
 }
 
 /// Messages that may wait for the loop: some for each of many replicas. Beyond it their connections wait.
@@ -166,6 +173,7 @@ struct Source {
     /// One connection for questions, made when first needed and again after a failure.
     client: Arc<Mutex<Option<Client>>>,
     rate: Rate,
+    trial: Trial,
 }
 
 /// One authenticated connection.
@@ -226,6 +234,7 @@ impl Source {
                 let plan = self.plan();
                 self.send(session, Message::Offer(plan));
             }
+            Incoming::TrialReady { id, lent } => self.trial_ready(id, lent),
         }
     }
 
@@ -250,12 +259,10 @@ impl Source {
     fn said(&mut self, session: Session, message: Message) {
         let event = match message {
             Message::Join(join) if join.plan_only => return self.send_plan(session),
+            Message::ProbeQuery => return self.trial_wanted(session),
             Message::Join(join) => {
+                self.grant(session);
                 let Some(peer) = self.sessions.get(&session) else { return };
-                let secret = derive(&peer.key, LANES_LABEL);
-                for exporter in &self.exporters {
-                    exporter.grant(session, secret);
-                }
                 let address = peer.address.to_string();
                 let name = if join.name.is_empty() { address.clone() } else { join.name };
                 tracing::info!(replica = %name, %address, server = %join.server, resumes = join.resume.is_some(), "a replica joins");
@@ -312,6 +319,7 @@ impl Source {
         for exporter in &self.exporters {
             exporter.withdraw(session);
         }
+        self.trial_left(session);
         if !peer.done {
             if self.owner.replicas.contains_key(&session) {
                 tracing::warn!(address = %peer.address, %fault, "a replica is gone");
@@ -453,19 +461,32 @@ impl Source {
         Ok(())
     }
 
+    /// Lets a session read whatever is lent.
+    fn grant(&self, session: Session) {
+        let Some(peer) = self.sessions.get(&session) else { return };
+        let secret = derive(&peer.key, LANES_LABEL);
+        for exporter in &self.exporters {
+            exporter.grant(session, secret);
+        }
+    }
+
     // ---- answers ----
+
+    /// Where a region lies, by each transport.
+    fn keys(&self, id: RegionId) -> Vec<Vec<u8>> {
+        let keys = self.exporters.iter().filter_map(|exporter| exporter.key(id).ok());
+        keys.map(|key| key.as_bytes().to_vec()).collect()
+    }
 
     fn table_offer(&self, generation: u64, region: u32, first_offset: u64) -> TableOffer {
         let geometry = if region == SNAPSHOT_REGION { self.tables.snapshot.1 } else { self.tables.journal.1 };
-        let id = RegionId { generation, region };
-        let keys = self.exporters.iter().filter_map(|exporter| exporter.key(id).ok());
         TableOffer {
             generation,
             first_offset,
             slot_size: geometry.slot_size,
             slots: geometry.slots,
             retained: region == SNAPSHOT_REGION && self.tables.retained,
-            keys: keys.map(|key| key.as_bytes().to_vec()).collect(),
+            keys: self.keys(RegionId { generation, region }),
         }
     }
 
@@ -636,7 +657,7 @@ impl Source {
         tracing::info!("stopping");
         let sessions: Vec<Session> = self.sessions.keys().copied().collect();
         for session in sessions {
-            let code = remora_messenger::control::RefusalCode::Stopping;
+            let code = RefusalCode::Stopping;
             self.send(session, Message::Refused { code, text: "the source is being stopped".into() });
         }
         self.stop_threads(|_| true);

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use remora_fabric::verbs::{VerbsExporter, VerbsOptions};
 use remora_fabric::{Error, Exporter, Memory};
 
-use crate::cli::RdmaOffer;
+use crate::cli::{RdmaEnd, RdmaOffer};
 use crate::exit::Failure;
 
 /// An exporter that has registered `memories`, if this machine can have one; otherwise a line in the log says why not.
@@ -15,7 +15,7 @@ use crate::exit::Failure;
 /// failure: replicas then read by TCP. Blocks, as registering backs all of the memory with pages.
 ///
 /// # Errors
-/// RDMA was asked for by `--rdma-address` and can't be had.
+/// RDMA was asked for by `--rdma-address` or `--rdma-device` and can't be had.
 pub(crate) fn rdma(
     wanted: &RdmaOffer,
     listen: SocketAddr,
@@ -24,7 +24,7 @@ pub(crate) fn rdma(
     if wanted.no_rdma {
         return Ok(None);
     }
-    let is_asked = !wanted.rdma_address.is_empty();
+    let is_asked = wanted.end.is_named();
     if !is_asked && listen.ip().is_loopback() {
         tracing::debug!("RDMA is not offered: --listen is for this host only");
         return Ok(None);
@@ -44,9 +44,10 @@ pub(crate) fn rdma(
 }
 
 fn open(wanted: &RdmaOffer, listen: SocketAddr, memories: &[Arc<Memory>]) -> Result<VerbsExporter, Error> {
-    let options = VerbsOptions { traffic_class: wanted.rdma_traffic_class, ..VerbsOptions::default() };
-    let hosts: Vec<IpAddr> =
-        if wanted.rdma_address.is_empty() { vec![listen.ip()] } else { wanted.rdma_address.clone() };
+    let RdmaEnd { rdma_traffic_class: traffic_class, rdma_service_level: service_level, .. } = wanted.end;
+    let options = VerbsOptions { traffic_class, service_level, ..VerbsOptions::default() };
+    let named = wanted.end.addresses()?;
+    let hosts: Vec<IpAddr> = if named.is_empty() { vec![listen.ip()] } else { named };
     // RDMA's ports are not TCP's: the same number is nearly always free, and easily remembered. (On iWARP they are, and it is taken.)
     let at = |port| hosts.iter().map(|host| SocketAddr::new(*host, port)).collect::<Vec<_>>();
     let exporter = VerbsExporter::listen(options.clone(), &at(listen.port()))

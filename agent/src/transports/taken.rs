@@ -31,8 +31,12 @@ impl Wish {
 
     /// The connectors, best first, to a source that was reached at `source`.
     pub(crate) fn connectors(&self, source: SocketAddr) -> Connectors {
-        let of = |kind| (kind, self.connector(kind, source));
-        Connectors { candidates: self.kinds().into_iter().map(of).collect(), passed_over: Vec::new() }
+        Connectors { candidates: self.each(source).into(), passed_over: Vec::new() }
+    }
+
+    /// Each transport's connector to a source that was reached at `source`, or why there is none.
+    pub(crate) fn each(&self, source: SocketAddr) -> Vec<Candidate> {
+        self.kinds().into_iter().map(|kind| (kind, self.connector(kind, source))).collect()
     }
 
     fn connector(&self, kind: TransportKind, source: SocketAddr) -> Result<Box<dyn Connector>, Error> {
@@ -56,16 +60,17 @@ impl Wish {
                 CompletionChoice::PollThenArm => CompletionMode::PollThenArm,
             },
             poll_time: std::time::Duration::from_micros(rdma.rdma_poll_us),
-            traffic_class: rdma.rdma_traffic_class,
+            traffic_class: rdma.end.rdma_traffic_class,
+            service_level: rdma.end.rdma_service_level,
             connect_timeout: CONNECT_LIMIT,
             ..VerbsOptions::default()
         };
-        VerbsConnector::new(options, Some(source), rdma.rdma_address.clone())
+        VerbsConnector::new(options, Some(source), rdma.end.addresses()?)
     }
 }
 
 /// A transport, and its connector or why there is none.
-type Candidate = (TransportKind, Result<Box<dyn Connector>, Error>);
+pub(crate) type Candidate = (TransportKind, Result<Box<dyn Connector>, Error>);
 
 /// What is left to be tried, best first, and what is not and why.
 pub(crate) struct Connectors {

@@ -1,0 +1,111 @@
+//! `remora probe`: what can be typed.
+
+use std::{path::PathBuf, time::Duration};
+
+use clap::Args;
+
+use super::{HostPort, RdmaRead, TransportChoice};
+use crate::{
+    exit::{self, Code},
+    units::{Size, UnitError, parse_duration},
+};
+
+/// The arguments of `remora probe`.
+#[derive(Clone, Debug, Args)]
+#[command(long_about = ABOUT, after_long_help = more())]
+pub struct ProbeArgs {
+    /// Host and port of the source agent.
+    #[arg(long, value_name = "HOST:PORT")]
+    pub source: HostPort,
+
+    /// File with the secret that the source has too.
+    #[arg(long, value_name = "FILE")]
+    pub token_file: PathBuf,
+
+    /// Print one JSON object instead of the tables.
+    #[arg(long)]
+    pub json: bool,
+
+    /// Measure this transport alone; `auto`: each of them.
+    #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "What to measure")]
+    pub transport: TransportChoice,
+
+    /// Bytes of one read, 1 to 4MiB; several, separated by commas.
+    #[arg(long, value_name = "SIZES", value_delimiter = ',', value_parser = parse_read, default_value = "8,64,512,4KiB,64KiB,256KiB,1MiB,4MiB", help_heading = "What to measure")]
+    pub sizes: Vec<Size>,
+
+    /// Reads that are under way at once, 1 to 16; several, separated by commas. A replica has up to 16.
+    #[arg(long, value_name = "DEPTHS", value_delimiter = ',', value_parser = clap::value_parser!(u8).range(1..=16), default_value = "1,4,16", help_heading = "What to measure")]
+    pub depths: Vec<u8>,
+
+    /// How long each size is read at each depth, 1ms to 10s.
+    #[arg(long, value_name = "TIME", default_value = "100ms", value_parser = parse_time, help_heading = "What to measure")]
+    pub time: Duration,
+
+    /// How long all of it may take, connecting aside; what could not be measured by then is left out. Up to 1h.
+    #[arg(long, value_name = "TIME", default_value = "60s", value_parser = parse_limit, help_heading = "What to measure")]
+    pub limit: Duration,
+
+    /// TCP connections to read by.
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=4), help_heading = "TCP")]
+    pub lanes: u8,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub rdma: RdmaRead,
+}
+
+fn parse_read(text: &str) -> Result<Size, String> {
+    let size: Size = text.parse().map_err(|error: UnitError| error.to_string())?;
+    if (1..=LARGEST_READ).contains(&size.get()) { Ok(size) } else { Err("a read has 1 byte to 4MiB".into()) }
+}
+
+fn parse_time(text: &str) -> Result<Duration, String> {
+    within(text, Duration::from_millis(1), Duration::from_secs(10), "1ms to 10s are allowed")
+}
+
+fn parse_limit(text: &str) -> Result<Duration, String> {
+    within(text, Duration::from_millis(100), Duration::from_secs(3600), "100ms to 1h are allowed")
+}
+
+fn within(text: &str, least: Duration, most: Duration, sentence: &str) -> Result<Duration, String> {
+    let time = parse_duration(text).map_err(|error| error.to_string())?;
+    if (least..=most).contains(&time) { Ok(time) } else { Err(sentence.into()) }
+}
+
+/// What a replica reads at most by one request.
+const LARGEST_READ: u64 = 4 << 20;
+
+const ABOUT: &str = "\
+Measures the way to a source: how long a read of its memory takes, and how many bytes a second come, by shared memory, RDMA and TCP, for \
+reads of 8 bytes to 4 MiB and 1 to 16 of them at once. The source needs no data and takes no snapshot for it: it lends a trial region of \
+64 MiB, and takes it back when the probe ends. A transport that can't be used is named with the reason. The network is kept busy for as long \
+as this takes.";
+
+fn more() -> String {
+    format!(
+        "\
+Examples:
+  All transports, as tables:
+    remora probe --source 10.0.0.5:7379 --token-file token
+  RDMA by one device, whole slots, for a script:
+    remora probe --source 10.0.0.5:7379 --token-file token --transport verbs \\
+      --rdma-device mlx5_0 --sizes 4MiB --depths 16 --time 1s --json
+
+{}",
+        exit::help_table(&[Code::Usage, Code::Refused, Code::Source, Code::Interrupted, Code::Local])
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_and_times_are_kept_within_what_can_be_measured() {
+        assert!(parse_read("1").is_ok() && parse_read("4MiB").is_ok());
+        assert!(parse_read("0").is_err() && parse_read("5MiB").is_err());
+        assert!(parse_time("100ms").is_ok() && parse_time("11s").is_err() && parse_time("0").is_err());
+        assert!(parse_limit("1h").is_ok() && parse_limit("2h").is_err());
+    }
+}

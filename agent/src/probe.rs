@@ -1,0 +1,169 @@
+//! `remora probe`: how long a read of a source's memory takes, and how many bytes a second come, by each transport.
+//!
+//! ```text
+//!   probe ── ProbeQuery ──▶ source: lends a trial region          (no snapshot, no data)
+//!         ◀─ ProbeOffer ──  its keys
+//!         ══ reads ═══════▶ the region, by one transport after the other: `measure`
+//!         the session ends: the source takes the region back
+//! ```
+//!
+//! - [`measure`]: one transport, all sizes and depths, within a time. [`show`]: tables and JSON.
+//!
+//! What it is not: a benchmark of Remora. It has no rival, takes each figure once, and shares the machines with whatever else they do.
+
+mod measure;
+mod show;
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use remora_fabric::{Connector, Error, Memory, Pages, RegionKey, Secret, TransportKind};
+use remora_messenger::control::{Connection, Message, Options, Token, derive};
+
+use crate::cli::ProbeArgs;
+use crate::exit::{Code, Failure};
+use crate::source::LANES_LABEL;
+use crate::transports::taken::Wish;
+
+use self::measure::{Cell, Plan};
+
+/// How long the source may take to get its region ready: it touches 64 MiB, and tells an RDMA device of them.
+const OFFER_LIMIT: Duration = Duration::from_secs(20);
+
+/// Measures, and prints on stdout.
+///
+/// # Errors
+/// The token is of no use, the source can't be reached or denies us, or no transport could be measured.
+pub async fn run(args: ProbeArgs) -> Result<(), Failure> {
+    let token = Token::read_file(&args.token_file).map_err(|error| Failure::refused(error.to_string()))?;
+    let address = (args.source.host.as_str(), args.source.port);
+    let connected = remora_messenger::control::connect(address, &token, &Options::default()).await;
+    let mut connection = connected.map_err(denied)?;
+    let keys = ask(&mut connection, &args).await?;
+    let way = Way {
+        session: connection.session(),
+        secret: derive(&connection.session_key(), LANES_LABEL),
+        source: connection.peer_addr(),
+        keys,
+    };
+    let (plan, json) = (Plan::new(&args), args.json);
+    let wish = Wish { choice: args.transport, lanes: args.lanes, rdma: args.rdma };
+    let mut measuring = tokio::task::spawn_blocking(move || way.measure(&wish, &plan));
+    let report = loop {
+        tokio::select! {
+            done = &mut measuring => {
+                break done.map_err(|error| Failure::local(format!("measuring failed: {error}")))??;
+            }
+            // Nothing more is to be said; but the session must live, as the region goes with it.
+            heard = connection.receive() => drop(heard.map_err(denied)?),
+        }
+    };
+    if json {
+        println!("{}", show::as_json(&report))
+    } else {
+        print!("{}", show::as_text(&report))
+    }
+    report.verdict()
+}
+
+async fn ask(connection: &mut Connection, args: &ProbeArgs) -> Result<Vec<RegionKey>, Failure> {
+    connection.send(Message::ProbeQuery).await.map_err(denied)?;
+    let answer = async {
+        loop {
+            if let Message::ProbeOffer { keys } = connection.receive().await.map_err(denied)? {
+                return Ok(keys.into_iter().filter_map(|bytes| RegionKey::from_bytes(bytes).ok()).collect());
+            }
+        }
+    };
+    tokio::time::timeout(OFFER_LIMIT, answer).await.unwrap_or_else(|_| {
+        let text = format!("the source {} lent nothing to measure by within {} s", args.source, OFFER_LIMIT.as_secs());
+        Err(Failure::new(Code::Source, text))
+    })
+}
+
+fn denied(error: remora_messenger::control::Error) -> Failure {
+    Failure::new(Code::Source, format!("the source {error}"))
+}
+
+/// How to reach what was lent.
+struct Way {
+    session: u64,
+    secret: Secret,
+    source: SocketAddr,
+    keys: Vec<RegionKey>,
+}
+
+/// What was found.
+struct Report {
+    source: SocketAddr,
+    /// Bytes of the trial region.
+    region: u64,
+    plan: Plan,
+    /// Each transport that was asked for, best first.
+    transports: Vec<(TransportKind, Outcome)>,
+}
+
+/// What became of one transport.
+enum Outcome {
+    /// It was measured; where it ended before all was done, why.
+    Measured { cells: Vec<Cell>, trouble: Option<String> },
+    /// It can't be used, for this reason.
+    Unusable(String),
+}
+
+impl Way {
+    /// One transport after the other, so that none is in another's way. Blocks, no longer than the plan's limit and the time to connect.
+    fn measure(&self, wish: &Wish, plan: &Plan) -> Result<Report, Failure> {
+        let sink = self.sink(plan)?;
+        let deadline = Instant::now() + plan.limit;
+        let transports = wish.each(self.source).into_iter().map(|(kind, connector)| {
+            let outcome = connector.and_then(|connector| self.transport(&*connector, &sink, plan, deadline));
+            (kind, outcome.unwrap_or_else(|error| Outcome::Unusable(error.to_string())))
+        });
+        let transports = transports.collect();
+        let region = self.keys.iter().map(RegionKey::length).max().unwrap_or(0);
+        Ok(Report { source: self.source, region, plan: plan.clone(), transports })
+    }
+
+    fn transport(
+        &self,
+        connector: &dyn Connector,
+        sink: &Arc<Memory>,
+        plan: &Plan,
+        deadline: Instant,
+    ) -> Result<Outcome, Error> {
+        let Some(key) = self.keys.iter().find(|key| key.transport() == connector.kind()) else {
+            return Ok(Outcome::Unusable("the source does not offer it".into()));
+        };
+        let mut peer = connector.connect(key, self.session, &self.secret, sink.clone())?;
+        Ok(measure::transport(&mut *peer, key.length(), plan, deadline))
+    }
+
+    /// Where reads land: a place for each that is under way at once. Its pages are touched, so that no read pays for that.
+    fn sink(&self, plan: &Plan) -> Result<Arc<Memory>, Failure> {
+        let length = plan.sink_bytes();
+        let memory = Memory::create("remora-probe", length, Pages::Small)
+            .and_then(|memory| memory.prefault(0..length).map(|()| memory));
+        memory.map(Arc::new).map_err(|error| {
+            let text = format!(
+                "{length} bytes of memory to read into can't be had: {error}; give smaller --sizes or --depths"
+            );
+            Failure::local(text)
+        })
+    }
+}
+
+impl Report {
+    /// A probe that could measure nothing has failed.
+    fn verdict(&self) -> Result<(), Failure> {
+        let is_measured = |(_, outcome): &(TransportKind, Outcome)| match outcome {
+            Outcome::Measured { cells, .. } => !cells.is_empty(),
+            Outcome::Unusable(_) => false,
+        };
+        if self.transports.iter().any(is_measured) {
+            return Ok(());
+        }
+        Err(Failure::new(Code::Source, format!("nothing of the source {} could be measured: see above", self.source)))
+    }
+}
