@@ -21,7 +21,7 @@
 //! - [`compare`]: whether a replica is exact, and what differs where it isn't.
 //! - [`require`]: what a test needs of its machine, and how it is passed over where that is missing.
 //! - [`tls`]: certificates made on the spot.
-//! - [`net`]: hosts as network namespaces, with cables to cut and to slow down.
+//! - [`net`]: hosts as network namespaces, with cables to cut, to slow down, to make lossy; rates are measured by iperf3 ([`iperf`]).
 //! - [`rdma`]: a machine that has RDMA devices, emulated, for what a host without any can't run.
 //! - [`process`], [`scratch`], [`random`]: what these stand on.
 //!
@@ -32,6 +32,7 @@ pub mod agent;
 pub mod client;
 pub mod compare;
 pub mod error;
+pub mod iperf;
 pub mod net;
 pub mod process;
 pub mod random;
@@ -46,7 +47,7 @@ pub use agent::Agent;
 pub use client::{Address, Client};
 pub use compare::{Agreement, assert_same_data};
 pub use error::{Error, Result};
-pub use net::{Host, Net, Shape};
+pub use net::{BitRate, Host, Loss, Net, Shape};
 pub use random::Random;
 pub use rdma::RdmaVm;
 pub use server::{Builder, Kind, Server};

@@ -52,7 +52,23 @@ pub fn namespaces() -> Option<()> {
 /// Limits of rate in a namespace: besides namespaces, the `tc` program and the kernel's token bucket.
 pub fn shaping() -> Option<()> {
     namespaces()?;
-    match net::Net::new().and_then(|net| net.host("probe")?.shape(net::Shape::rate(1 << 20))) {
+    probe(|host| host.shape(net::Shape::rate(1 << 20)))
+}
+
+/// Loss in a namespace: besides namespaces, the `nft` program and the kernel's numbers by chance.
+pub fn loss() -> Option<()> {
+    namespaces()?;
+    probe(|host| host.lossy(net::Loss::percent(1.0).unwrap_or_default()))
+}
+
+/// iperf3.
+pub fn iperf3() -> Option<()> {
+    let found = std::process::Command::new("iperf3").arg("--version").output();
+    if found.is_ok_and(|output| output.status.success()) { Some(()) } else { skip("needs iperf3; run `make setup`") }
+}
+
+fn probe(what: impl FnOnce(&net::Host) -> crate::Result<()>) -> Option<()> {
+    match net::Net::new().and_then(|net| what(&net.host("probe")?)) {
         Ok(()) => Some(()),
         Err(error) => skip(&error.to_string()),
     }

@@ -4,9 +4,15 @@
 use std::time::{Duration, Instant};
 
 use remora_lab::server::wait_until;
-use remora_lab::{Net, Server, Shape, require};
+use remora_lab::{BitRate, Host, Loss, Net, Server, Shape, iperf, require};
 
 const SOON: Duration = Duration::from_secs(60);
+
+/// What a packet of 1514 bytes carries: 1448, after the headers of Ethernet, IP and TCP with its time stamps.
+const PAYLOAD_SHARE: f64 = 1448.0 / 1514.0;
+
+/// How often a measurement is tried until it comes out as it should.
+const TRIES: u32 = 4;
 
 #[test]
 fn a_cut_cable_takes_the_link_between_two_servers_down_and_a_mended_one_brings_it_back() {
@@ -54,6 +60,119 @@ fn hosts_are_strangers_to_this_machine_and_to_other_networks() {
     // The second network's own host of that number has the same address, and nobody listens there.
     assert!(!other.host("stranger").unwrap().within(reach).unwrap());
     assert!(!reach());
+}
+
+#[test]
+fn a_shaped_cable_carries_what_it_is_named_for_both_ways() {
+    let Some(()) = require::shaping() else { return };
+    let Some(()) = require::iperf3() else { return };
+    let net = Net::new().unwrap();
+    let (here, there) = (net.host("here").unwrap(), net.host("there").unwrap());
+    let free = iperf::bandwidth(Some((&here, &there)), Duration::from_secs(1)).unwrap();
+    for rate in [BitRate(100_000_000), BitRate(1_000_000_000), BitRate(10_000_000_000)] {
+        let payload = rate.0 as f64 / 8.0 * PAYLOAD_SHARE;
+        if free < 2.0 * payload {
+            eprintln!("{rate} is more than this machine has room for beside what else it does ({free} B/s unshaped)");
+            continue;
+        }
+        here.shape(Shape::bits(rate.0)).unwrap();
+        for direction in [(&here, &there), (&there, &here)] {
+            let carried = carried(direction, payload);
+            assert!((0.93..1.07).contains(&(carried / payload)), "{rate}: {carried} B/s of {payload}");
+        }
+    }
+    here.shape(Shape::default()).unwrap();
+    let freed = iperf::bandwidth(Some((&here, &there)), Duration::from_secs(1)).unwrap();
+    assert!(freed > free / 10.0, "set free it carries {freed} B/s, and {free} before");
+}
+
+/// The nearest to `wanted` of a few tries: on a machine with much else to do one try alone says little.
+fn carried(direction: (&Host, &Host), wanted: f64) -> f64 {
+    let mut best = 0.0_f64;
+    for _ in 0..TRIES {
+        let carried = iperf::bandwidth(Some(direction), Duration::from_secs(1)).unwrap();
+        if (carried - wanted).abs() < (best - wanted).abs() {
+            best = carried;
+        }
+        if (best / wanted - 1.0).abs() < 0.05 {
+            break;
+        }
+    }
+    best
+}
+
+#[test]
+fn what_a_host_sends_is_counted_at_its_cable() {
+    let Some(()) = require::namespaces() else { return };
+    let Some(kind) = require::redis() else { return };
+    let net = Net::new().unwrap();
+    let (client, server) = (net.host("client").unwrap(), net.host("server").unwrap());
+    let redis = Server::builder(kind).on(&server).start().unwrap();
+    let before = (client.traffic().unwrap(), server.traffic().unwrap());
+    let address = remora_lab::Address::Tcp(redis.address());
+    let mut connection = client.within(|| remora_lab::Client::connect(&address)).unwrap().unwrap();
+    connection.ok(&["SET", "big", &"x".repeat(10_000_000)]).unwrap();
+    let (sent, received) =
+        (client.traffic().unwrap().since(before.0).sent, server.traffic().unwrap().since(before.1).received);
+    assert!((10_000_000..10_600_000).contains(&sent), "{sent}");
+    assert_eq!(sent, received);
+    // What stays on the host does not go over its cable.
+    let before = server.traffic().unwrap();
+    redis.client().unwrap().ok(&["SET", "big", &"x".repeat(10_000_000)]).unwrap();
+    assert!(server.traffic().unwrap().since(before).sent < 10_000);
+}
+
+#[test]
+fn a_lossy_cable_loses_and_a_mended_one_does_not() {
+    let Some(()) = require::loss() else { return };
+    let Some(kind) = require::redis() else { return };
+    let net = Net::new().unwrap();
+    let (here, there) = (net.host("here").unwrap(), net.host("there").unwrap());
+    let server = Server::builder(kind).on(&there).start().unwrap();
+    let reach = || {
+        let connect = || std::net::TcpStream::connect_timeout(&server.address(), Duration::from_millis(300)).is_ok();
+        here.within(connect).unwrap()
+    };
+    there.lossy(Loss::percent(100.0).unwrap()).unwrap();
+    assert!(!reach());
+    there.lossy(Loss::percent(5.0).unwrap()).unwrap();
+    // TCP makes up for it: all arrives, later.
+    let address = remora_lab::Address::Tcp(server.address());
+    let mut client = wait_until("a connection", SOON, || {
+        Ok(here.within(|| remora_lab::Client::connect(&address))?.map_err(|error| error.to_string()))
+    })
+    .unwrap();
+    client.ok(&["SET", "big", &"x".repeat(1_000_000)]).unwrap();
+    assert_eq!(server.client().unwrap().int(&["STRLEN", "big"]).unwrap(), 1_000_000);
+    let lost = here.within(|| std::fs::read_to_string("/proc/thread-self/net/snmp")).unwrap().unwrap();
+    assert!(retransmitted(&lost) > 0, "{lost}");
+
+    there.lossy(Loss::default()).unwrap();
+    assert!(reach());
+}
+
+/// `Tcp: … RetransSegs …` of /proc/net/snmp: a line of names, a line of figures.
+fn retransmitted(snmp: &str) -> u64 {
+    let mut lines = snmp.lines().filter(|line| line.starts_with("Tcp:")).map(str::split_whitespace);
+    let (names, figures) = (lines.next().unwrap(), lines.next().unwrap());
+    names.zip(figures).find(|(name, _)| *name == "RetransSegs").unwrap().1.parse().unwrap()
+}
+
+#[test]
+fn a_delay_is_kept_or_the_kernel_that_cannot_is_named() {
+    let Some(()) = require::shaping() else { return };
+    let net = Net::new().unwrap();
+    let (here, there) = (net.host("here").unwrap(), net.host("there").unwrap());
+    let far = Shape { rate: None, delay: Some(Duration::from_millis(20)) };
+    if let Err(error) = there.shape(far) {
+        assert!(error.to_string().contains("netem"), "{error}");
+        return;
+    }
+    let listener = there.within(|| std::net::TcpListener::bind((there.address(), 0))).unwrap().unwrap();
+    let address = listener.local_addr().unwrap();
+    let begun = Instant::now();
+    drop(here.within(|| std::net::TcpStream::connect(address)).unwrap().unwrap());
+    assert!(begun.elapsed() >= Duration::from_millis(40), "there and back took {:?}", begun.elapsed());
 }
 
 #[test]

@@ -1,0 +1,220 @@
+//! Networks of our own: hosts as network namespaces, cables that can be cut, slowed down and made lossy. Linux, root.
+//!
+//! ```text
+//!    host "a" 10.93.0.1        host "b" 10.93.0.2          each a network namespace with one cable, eth0
+//!        eth0 │ ▲ rate, loss       eth0 │
+//!   ══════════╪═════════════════════════╪═══════           the switch: a namespace with a bridge; port p1 is the
+//!          p1 │ ▼ rate, loss         p2 │                   other end of the cable of host 1. Cut = port down.
+//! ```
+//!
+//! A cable has its rate both ways (`tc`, a token bucket at each end for what it sends) and its loss both ways (`nft`, at each
+//! end for what it receives). Nothing of it is ever in this machine's own namespace, and no namespace has a name: each lives
+//! by the descriptors and processes that hold it, so the kernel clears up also after a test that was killed. Addresses are
+//! private ones and end in the namespaces.
+//!
+//! What it is not: a wire. Packets on a veth are up to 64 KiB long, and the kernel cuts them up only in its head, for the
+//! rate; what is lost is lost 64 KiB at a time. All hosts share this machine's processors.
+//!
+//! - [`Net`] and [`Host`] are here. **Start here.** [`shape`]: rates, delays, losses in the words of `tc` and `nft`.
+//! - `namespace`: what it means to be on a host.
+
+mod namespace;
+pub mod shape;
+
+use std::net::{IpAddr, Ipv4Addr};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+
+use crate::error::{Doing, Error, Result};
+use namespace::Namespace;
+pub use shape::{BitRate, Loss, Shape};
+
+/// One switch and the hosts plugged into it. Gone when the last of it is dropped.
+#[derive(Clone, Debug)]
+pub struct Net {
+    switch: Arc<Switch>,
+}
+
+#[derive(Debug)]
+struct Switch {
+    space: Namespace,
+    hosts: AtomicU8,
+}
+
+impl Net {
+    /// A network without hosts. Needs root and the `ip` program.
+    pub fn new() -> Result<Net> {
+        let space = Namespace::new()?;
+        space.ip(&["link", "add", BRIDGE, "type", "bridge"])?;
+        space.ip(&["link", "set", BRIDGE, "up"])?;
+        Ok(Net { switch: Arc::new(Switch { space, hosts: AtomicU8::new(0) }) })
+    }
+
+    /// A new host. `name` is for messages.
+    pub fn host(&self, name: &str) -> Result<Host> {
+        let number = self.switch.hosts.fetch_add(1, Ordering::Relaxed) + 1;
+        if number > MOST_HOSTS {
+            return Err(Error::Missing {
+                what: format!("room for host {name:?}: a test network has {MOST_HOSTS} hosts at most"),
+                how: "make a second network".into(),
+            });
+        }
+        let space = Namespace::new()?;
+        let port = format!("p{number}");
+        let address = Ipv4Addr::new(NETWORK[0], NETWORK[1], NETWORK[2], number);
+        let switch = &self.switch.space;
+        // A namespace without a name is told to `ip` by a descriptor of ours that stands for it.
+        switch.ip(&["link", "add", &port, "type", "veth", "peer", "name", CABLE, "netns", &space.path()])?;
+        switch.ip(&["link", "set", &port, "master", BRIDGE, "up"])?;
+        space.ip(&["link", "set", "lo", "up"])?;
+        space.ip(&["address", "add", &format!("{address}/24"), "dev", CABLE])?;
+        space.ip(&["link", "set", CABLE, "up"])?;
+        Ok(Host {
+            inner: Arc::new(Inner { name: name.into(), address, port, space, switch: Arc::clone(&self.switch) }),
+        })
+    }
+}
+
+/// One host of a test network. Clones are the same host.
+#[derive(Clone, Debug)]
+pub struct Host {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    name: String,
+    address: Ipv4Addr,
+    /// Its port at the switch.
+    port: String,
+    space: Namespace,
+    switch: Arc<Switch>,
+}
+
+impl Host {
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.inner.name
+    }
+
+    /// Its address in the test network.
+    pub fn address(&self) -> IpAddr {
+        IpAddr::V4(self.inner.address)
+    }
+
+    /// The path by which other programs can enter it as long as this process lives: `nsenter --net=PATH COMMAND`.
+    pub fn namespace_path(&self) -> String {
+        self.inner.space.path()
+    }
+
+    /// Makes `command` run on this host when it is started.
+    pub fn enter(&self, command: &mut Command) -> Result<()> {
+        self.inner.space.enter(command)
+    }
+
+    /// Runs `what` on this host, on a thread of its own, and waits for it. Sockets made in it, and threads, stay on this host.
+    pub fn within<T: Send>(&self, what: impl FnOnce() -> T + Send) -> Result<T> {
+        self.inner.space.within(what)
+    }
+
+    /// Pulls its cable: packets vanish both ways, nobody is told.
+    pub fn cut(&self) -> Result<()> {
+        self.inner.switch.space.ip(&["link", "set", &self.inner.port, "down"])
+    }
+
+    /// Plugs it in again.
+    pub fn heal(&self) -> Result<()> {
+        self.inner.switch.space.ip(&["link", "set", &self.inner.port, "up"])
+    }
+
+    /// Slows its cable down, both ways. Each call replaces the one before; [`Shape::default`] sets it free.
+    pub fn shape(&self, shape: Shape) -> Result<()> {
+        for (space, device) in self.ends() {
+            // A cable that was free has nothing to delete, and says so.
+            let _ = space.run("tc", &["qdisc", "del", "dev", device, "root"]);
+            for arguments in shape.queues(device) {
+                space.run("tc", &arguments.iter().map(String::as_str).collect::<Vec<_>>())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes its cable lose packets, both ways, each with the same chance. Each call replaces the one before; none is lost
+    /// again after `Loss::default()`. Needs the `nft` program.
+    pub fn lossy(&self, loss: Loss) -> Result<()> {
+        self.ends().into_iter().try_for_each(|(space, device)| space.run("nft", &[&loss.rules(device)]))
+    }
+
+    /// Congestion control of the connections that its programs make from now on (`cubic`, `bbr`, `reno`). A new host has
+    /// the machine's own.
+    pub fn congestion(&self, name: &str) -> Result<()> {
+        self.within(|| std::fs::write(CONGESTION, name))?.doing(|| format!("choose the congestion control {name}"))
+    }
+
+    /// What has gone over its cable since it was made, as its network interface counts.
+    pub fn traffic(&self) -> Result<Traffic> {
+        // Not /sys/class/net, which shows the namespace of whoever mounted it.
+        let table = self.within(|| std::fs::read_to_string("/proc/thread-self/net/dev"))?;
+        let table = table.doing(|| "read what a test host has sent")?;
+        Traffic::parse(&table).ok_or_else(|| Error::Garbled(format!("no {CABLE} in /proc/net/dev:\n{table}")))
+    }
+
+    /// Both ends of the cable: which network namespace, which device.
+    fn ends(&self) -> [(&Namespace, &str); 2] {
+        [(&self.inner.space, CABLE), (&self.inner.switch.space, self.inner.port.as_str())]
+    }
+}
+
+/// Bytes that have gone over a cable. A veth counts a packet of 64 KiB as one, with one header of 66 bytes: a wire would carry
+/// 4 % more headers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// Into the host.
+    pub received: u64,
+    /// Out of the host.
+    pub sent: u64,
+}
+
+impl Traffic {
+    /// Out of `/proc/net/dev`: after the name eight figures of what came, of which the first is bytes, then of what went.
+    fn parse(table: &str) -> Option<Traffic> {
+        let line = table.lines().find_map(|line| line.trim().strip_prefix(CABLE)?.strip_prefix(':'))?;
+        let figures: Vec<u64> = line.split_whitespace().filter_map(|word| word.parse().ok()).collect();
+        Some(Traffic { received: *figures.first()?, sent: *figures.get(8)? })
+    }
+
+    /// What has been added since `before`.
+    pub fn since(self, before: Traffic) -> Traffic {
+        Traffic { received: self.received.saturating_sub(before.received), sent: self.sent.saturating_sub(before.sent) }
+    }
+}
+
+/// The network 10.93.0.0/24: private, and not the first that a real network takes.
+const NETWORK: [u8; 3] = [10, 93, 0];
+
+/// As many as a /24 has room for, with some left.
+const MOST_HOSTS: u8 = 200;
+
+/// The name of the bridge in its namespace.
+const BRIDGE: &str = "switch";
+
+/// The name of a host's end of its cable.
+const CABLE: &str = "eth0";
+
+/// Each network namespace has its own.
+const CONGESTION: &str = "/proc/sys/net/ipv4/tcp_congestion_control";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_cable_is_told_from_loopback() {
+        let table = "Inter-|   Receive ...\n face |bytes ...\n    lo:     1 2 0 0 0 0 0 0 3 4 0 0 0 0 0 0\n  \
+                     eth0: 500 6 0 0 0 0 0 0 700 8 0 0 0 0 0 0\n";
+        let traffic = Traffic { received: 500, sent: 700 };
+        assert_eq!(Traffic::parse(table), Some(traffic));
+        assert_eq!(traffic.since(Traffic { received: 100, sent: 0 }), Traffic { received: 400, sent: 700 });
+    }
+}
