@@ -13,6 +13,7 @@
 pub mod messenger;
 pub mod perftest;
 pub mod source;
+pub mod suite;
 pub mod sync;
 
 use std::{
@@ -22,10 +23,10 @@ use std::{
     process::Command,
 };
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// One measurement of one thing in one round.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Sample {
     /// What was measured, e.g. `tcp` or its rival `iperf3`.
     pub subject: String,
@@ -44,7 +45,7 @@ pub struct Sample {
 }
 
 /// What several rounds of one measurement come to.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Spread {
     /// The middle one.
     pub median: f64,
@@ -110,7 +111,7 @@ pub mod cpu {
 }
 
 /// The machine, in the words that a reader of a kept run needs.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Machine {
     /// What kept runs call it: its size. Its own name for itself is nobody's business.
     pub host: String,
@@ -153,7 +154,7 @@ impl Machine {
 }
 
 /// One run of a program: everything it found out, ready to be shown and kept.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Run {
     /// The program.
     pub program: String,
@@ -176,7 +177,7 @@ pub struct Run {
 }
 
 /// Two things measured in turn.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Comparison {
     /// Ours: subject and case.
     pub ours: (String, String),

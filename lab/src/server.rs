@@ -93,6 +93,11 @@ impl Server {
         self.plan.kind
     }
 
+    /// The host of a test network that it runs on, if any.
+    pub fn host(&self) -> Option<&Host> {
+        self.plan.host.as_ref()
+    }
+
     /// Its plain TCP port.
     pub fn port(&self) -> u16 {
         self.ports.plain

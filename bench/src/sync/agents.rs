@@ -1,6 +1,7 @@
 //! Remora as a user starts it: the program itself, one process per agent.
 
 use std::fs;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -8,18 +9,22 @@ use std::time::Duration;
 use remora_lab::{Agent, Server, scratch};
 use rustix::process::Signal;
 
-use super::Result;
 use super::outcome::Summary;
+use super::{Method, Result};
 
 /// The command `remora`.
 #[derive(Clone, Debug)]
-pub struct Program(PathBuf);
+pub struct Program {
+    path: PathBuf,
+    /// Whether its replicas can feed each other: whether it knows the option.
+    serves_peers: bool,
+}
 
 impl Program {
     /// Builds it, unless it is up to date, and finds it beside this program. `REMORA` names another one, which is not built.
     pub fn build() -> Result<Program> {
         if let Some(named) = std::env::var_os("REMORA") {
-            return Ok(Program(named.into()));
+            return Program::at(named.into());
         }
         let own = std::env::current_exe()?;
         let folder = own.parent().ok_or("this program lies in no folder")?;
@@ -36,12 +41,23 @@ impl Program {
         if !build.status()?.success() {
             return Err("the command remora could not be built; cargo has said why".into());
         }
-        Ok(Program(folder.join("remora")))
+        Program::at(folder.join("remora"))
+    }
+
+    fn at(path: PathBuf) -> Result<Program> {
+        let help = Command::new(&path).args(["replica", "--help"]).output()?;
+        let serves_peers = String::from_utf8_lossy(&help.stdout).contains(SERVE_PEERS);
+        Ok(Program { path, serves_peers })
+    }
+
+    /// Whether its replicas can feed each other.
+    pub fn serves_peers(&self) -> bool {
+        self.serves_peers
     }
 
     /// What it says of itself: name and version.
     pub fn version(&self) -> Result<String> {
-        let output = Command::new(&self.0).arg("--version").output()?;
+        let output = Command::new(&self.path).arg("--version").output()?;
         Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
     }
 
@@ -49,13 +65,20 @@ impl Program {
     pub(crate) fn load(&self, server: &Server, keys: u64, value_bytes: u64) -> Result<()> {
         let (keys, size) = (keys.to_string(), value_bytes.to_string());
         let words = ["--quiet", "load", "--server", &server.url(), "--keys", &keys, "--value-size", &size];
-        Ok(Agent::start(&self.0, &words)?.wait_for_success(LONGEST_LOAD)?)
+        let mut command = Command::new(&self.path);
+        command.args(words);
+        enter(server, &mut command)?;
+        Ok(Agent::run(command)?.wait_for_success(LONGEST_LOAD)?)
     }
 
     /// `remora replica` for that server. Its summary goes into `folder` under `name`.
-    pub(crate) fn replica(&self, server: &Server, source: &Source, transport: &str, name: &str) -> Result<Replica> {
+    pub(crate) fn replica(&self, server: &Server, source: &Source, method: Method, name: &str) -> Result<Replica> {
         let summary = source.folder.join(format!("{name}.json"));
-        let agent = self.start_replica(server, source, transport, name, &[os("--json"), summary.as_os_str()])?;
+        let mut more = vec![os("--json"), summary.as_os_str()];
+        if let (true, Some(serves)) = (self.serves_peers, method.serves_peers()) {
+            more.push(os(if serves { SERVE_PEERS } else { NO_SERVE_PEERS }));
+        }
+        let agent = self.start_replica(server, source, method.transport().unwrap_or("auto"), name, &more)?;
         Ok(Replica { agent, summary })
     }
 
@@ -67,7 +90,8 @@ impl Program {
         name: &str,
         more: &[&std::ffi::OsStr],
     ) -> Result<Agent> {
-        let mut command = Command::new(&self.0);
+        let mut command = Command::new(&self.path);
+        enter(server, &mut command)?;
         command.args(["--log-level", "warn", "replica", "--server", &server.url(), "--source", &source.address]);
         command.args(["--transport", transport, "--name", name, "--token-file"]).arg(&source.token);
         command.args(more);
@@ -90,8 +114,10 @@ impl Source {
         let token = scratch::token_file(folder)?;
         let memory = format!("{}MiB", ((data_bytes * 2) >> 20) + 2 * JOURNAL_MIB);
         let journal = format!("{JOURNAL_MIB}MiB");
-        let mut command = Command::new(&program.0);
-        command.args(["source", "--server", &server.url(), "--listen", "127.0.0.1:0", "--token-file"]).arg(&token);
+        let listen = SocketAddr::new(server.address().ip(), 0).to_string();
+        let mut command = Command::new(&program.path);
+        enter(server, &mut command)?;
+        command.args(["source", "--server", &server.url(), "--listen", &listen, "--token-file"]).arg(&token);
         command.args(["--memory", &memory, "--journal-memory", &journal]);
         let mut agent = Agent::run(command)?;
         let line = agent.wait_for_line("listening=", START_TIME)?;
@@ -103,6 +129,11 @@ impl Source {
     /// Processor seconds since its start.
     pub fn cpu(&self) -> Result<f64> {
         Ok(self.agent.cpu_seconds()?)
+    }
+
+    /// The most memory that it has had, its tables included, in bytes.
+    pub fn peak_memory(&self) -> u64 {
+        self.agent.peak_memory()
     }
 }
 
@@ -169,9 +200,17 @@ impl Drop for Stay {
     }
 }
 
+/// Where a server is on a host of a test network, its agent is there too.
+fn enter(server: &Server, command: &mut Command) -> Result<()> {
+    Ok(server.host().map_or(Ok(()), |host| host.enter(command))?)
+}
+
 fn os(text: &str) -> &std::ffi::OsStr {
     text.as_ref()
 }
+
+const SERVE_PEERS: &str = "--serve-peers";
+const NO_SERVE_PEERS: &str = "--no-serve-peers";
 
 /// Memory for the stream: far more than a writer of the demo writes while anything lasts.
 const JOURNAL_MIB: u64 = 128;

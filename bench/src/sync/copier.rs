@@ -11,19 +11,60 @@ use std::collections::VecDeque;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use remora_lab::{Client, Server};
+use remora_lab::{Address, Client, Server};
 use remora_redis::resp::{self, Frame};
 
 use super::Result;
 
-/// Copies database 0 from one server to others, to each on a thread of its own. The keys copied to each.
-pub(crate) fn copy(primary: &Server, replicas: &[Server]) -> Result<Vec<u64>> {
+/// What one replica was given.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Copied {
+    pub(crate) keys: u64,
+    pub(crate) took: Duration,
+}
+
+/// Copies database 0 from one server to others, to each on a thread of its own on the replica's host.
+pub(crate) fn copy(primary: &Server, replicas: &[Server], pace: Pace) -> Result<Vec<Copied>> {
+    let begun = Instant::now();
+    let copy = |replica: &Server| -> Result<Copied> {
+        let copy = || match pace {
+            Pace::Pipelined => copy_to(primary, replica),
+            Pace::OneByOne => copy_one_by_one(primary, replica),
+        };
+        let keys = match replica.host() {
+            Some(host) => host.within(copy)?,
+            None => copy(),
+        }?;
+        Ok(Copied { keys, took: begun.elapsed() })
+    };
     thread::scope(|scope| {
-        let threads: Vec<_> = replicas.iter().map(|replica| scope.spawn(|| copy_to(primary, replica))).collect();
+        let threads: Vec<_> = replicas.iter().map(|replica| scope.spawn(move || copy(replica))).collect();
         threads.into_iter().map(|thread| thread.join().map_err(|_| "a copying thread panicked")?).collect()
     })
+}
+
+/// How it copies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Pace {
+    /// Many GETs and SETs under way.
+    Pipelined,
+    /// One GET, one SET, the next key.
+    OneByOne,
+}
+
+/// As the plainest script would.
+fn copy_one_by_one(primary: &Server, replica: &Server) -> Result<u64> {
+    let mut scan = Scan::new(primary)?;
+    let (mut from, mut to) = (connect_client(primary)?, connect_client(replica)?);
+    let mut keys = 0;
+    while let Some(key) = scan.next()? {
+        let Some(value) = from.bytes(&[b"GET".as_slice(), &key])? else { continue };
+        to.ok(&[b"SET".as_slice(), &key, &value])?;
+        keys += 1;
+    }
+    Ok(keys)
 }
 
 fn copy_to(primary: &Server, replica: &Server) -> Result<u64> {
@@ -192,7 +233,7 @@ struct Scan {
 
 impl Scan {
     fn new(primary: &Server) -> Result<Scan> {
-        Ok(Scan { client: primary.client()?, cursor: Some(b"0".to_vec()), keys: VecDeque::new() })
+        Ok(Scan { client: connect_client(primary)?, cursor: Some(b"0".to_vec()), keys: VecDeque::new() })
     }
 
     fn next(&mut self) -> Result<Option<Vec<u8>>> {
@@ -234,6 +275,11 @@ fn count_answers(mut answers: TcpStream) -> Result<u64> {
             line.clear();
         }
     }
+}
+
+/// From this thread's host: [`Server::client`] would connect from the server's.
+fn connect_client(server: &Server) -> Result<Client> {
+    Ok(Client::connect(&Address::Tcp(server.address()))?)
 }
 
 fn connect(address: SocketAddr) -> Result<TcpStream> {
@@ -282,7 +328,13 @@ mod tests {
             client.ok(&[b"SET".as_slice(), format!("key {number}\r\n").as_bytes(), &value]).unwrap();
         }
         client.ok(&["SET", "empty", ""]).unwrap();
-        assert_eq!(copy(&primary, &replicas).unwrap(), [41, 41]);
+        let keys = |pace| copy(&primary, &replicas, pace).unwrap().iter().map(|copied| copied.keys).collect::<Vec<_>>();
+        assert_eq!(keys(Pace::Pipelined), [41, 41]);
+        for replica in &replicas {
+            assert_eq!(replica.digest().unwrap(), primary.digest().unwrap());
+            replica.client().unwrap().ok(&["FLUSHALL"]).unwrap();
+        }
+        assert_eq!(keys(Pace::OneByOne), [41, 41]);
         for replica in &replicas {
             assert_eq!(replica.digest().unwrap(), primary.digest().unwrap());
         }
@@ -293,7 +345,7 @@ mod tests {
         let Some(kind) = require::redis() else { return };
         let (primary, replica) = (Server::start(kind).unwrap(), Server::start(kind).unwrap());
         primary.client().unwrap().int(&["RPUSH", "list", "a"]).unwrap();
-        let error = copy(&primary, &[replica]).unwrap_err().to_string();
+        let error = copy(&primary, &[replica], Pace::Pipelined).unwrap_err().to_string();
         assert!(error.contains("WRONGTYPE"), "{error}");
     }
 }

@@ -12,17 +12,23 @@ pub(crate) struct Costs {
     pub(crate) sent: u64,
     /// Bytes received from a primary.
     pub(crate) received: u64,
+    /// Children forked.
+    pub(crate) forks: u64,
+    /// Bytes that the last child and its parent have copied as they changed.
+    pub(crate) copied: u64,
 }
 
 impl Costs {
     pub(crate) fn read(client: &mut Client) -> Result<Costs> {
-        let text = client.bytes(&["INFO", "cpu", "stats"])?.unwrap_or_default();
+        let text = client.bytes(&["INFO", "cpu", "stats", "persistence"])?.unwrap_or_default();
         let info = remora_redis::info::Info::parse(&text);
         let seconds = |name| info.number::<f64>(name).unwrap_or_default();
         Ok(Costs {
             cpu: CPU_FIELDS.into_iter().map(seconds).sum(),
             sent: info.number("total_net_output_bytes").unwrap_or_default(),
             received: info.number("total_net_repl_input_bytes").unwrap_or_default(),
+            forks: info.number("total_forks").unwrap_or_default(),
+            copied: info.number("rdb_last_cow_size").unwrap_or_default(),
         })
     }
 
@@ -31,6 +37,9 @@ impl Costs {
             cpu: self.cpu - before.cpu,
             sent: self.sent.saturating_sub(before.sent),
             received: self.received.saturating_sub(before.received),
+            forks: self.forks.saturating_sub(before.forks),
+            // Not a sum but what the last one has said: nothing, where none was forked meanwhile.
+            copied: if self.forks > before.forks { self.copied } else { 0 },
         }
     }
 }

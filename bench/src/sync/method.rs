@@ -2,10 +2,10 @@
 
 use clap::ValueEnum;
 use remora_lab::Kind;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// One way to make replicas.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Method {
     /// The servers' own replication, as they come.
@@ -18,12 +18,16 @@ pub enum Method {
     OwnDual,
     /// `GET` from the primary, `SET` at the replica, pipelined. Strings only, no point in time, nothing that follows.
     Copier,
+    /// ... one key after the other: each `GET` and each `SET` is waited for.
+    CopierOneByOne,
     /// Remora beside a primary as it comes, by the first transport that works.
     RemoraDefault,
     /// Remora by shared memory, beside a primary with the settings of [`Method::OwnBest`].
     RemoraShm,
-    /// ... by TCP.
+    /// ... by TCP, each replica from the source.
     RemoraTcp,
+    /// ... by TCP, replicas that feed each other.
+    RemoraRelay,
     /// One that joins the snapshot which [`Method::RemoraShm`] has left at the source.
     RemoraLate,
 }
@@ -40,9 +44,11 @@ impl Method {
             Method::OwnTogether => "own, best, together",
             Method::OwnDual => "own, best, dual channel",
             Method::Copier => "GET/SET copier",
+            Method::CopierOneByOne => "GET/SET copier, one by one",
             Method::RemoraDefault => "Remora, defaults",
             Method::RemoraShm => "Remora shm, best",
             Method::RemoraTcp => "Remora tcp, best",
+            Method::RemoraRelay => "Remora tcp, relay",
             Method::RemoraLate => "Remora shm, late joiner",
         }
     }
@@ -62,9 +68,24 @@ impl Method {
         match self {
             Method::RemoraDefault => Some("auto"),
             Method::RemoraShm | Method::RemoraLate => Some("shm"),
-            Method::RemoraTcp => Some("tcp"),
-            Method::OwnDefault | Method::OwnBest | Method::OwnTogether | Method::OwnDual | Method::Copier => None,
+            Method::RemoraTcp | Method::RemoraRelay => Some("tcp"),
+            Method::OwnDefault | Method::OwnBest | Method::OwnTogether | Method::OwnDual => None,
+            Method::Copier | Method::CopierOneByOne => None,
         }
+    }
+
+    /// Whether replicas are to feed each other, where the program can be told.
+    pub(crate) fn serves_peers(self) -> Option<bool> {
+        match self {
+            Method::RemoraTcp => Some(false),
+            Method::RemoraRelay => Some(true),
+            _ => None,
+        }
+    }
+
+    /// Whether it reads memory across hosts, or needs no memory at all.
+    pub fn crosses_hosts(self) -> bool {
+        matches!(self.transport(), None | Some("tcp"))
     }
 
     /// Whether it says anything new for so many replicas of that kind.
@@ -79,7 +100,8 @@ impl Method {
 
     /// What the primary is set to.
     pub fn primary_settings(self, kind: Kind, replicas: usize) -> Vec<Setting> {
-        if matches!(self, Method::OwnDefault | Method::RemoraDefault | Method::Copier) {
+        let as_it_comes = [Method::OwnDefault, Method::RemoraDefault, Method::Copier, Method::CopierOneByOne];
+        if as_it_comes.contains(&self) {
             return Vec::new();
         }
         // The server begins as soon as that many wait, and looks once a second; the delay is only how long it would wait at most.

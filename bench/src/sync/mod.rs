@@ -6,6 +6,7 @@
 //!                                       ├─ watch: the same eyes for every method, by INFO of the replicas' servers
 //!                                       ├─ agents: `remora source` and `remora replica`, as a user starts them
 //!                                       └─ copier: GET here, SET there
+//!   Place: where all of it runs: this machine's loopback, or hosts of a test network with cables of a given rate
 //! ```
 //!
 //! What is the same for every method: the data, the writer, fresh replica servers, the moment that ends it (the server's link to the
@@ -16,6 +17,8 @@ mod copier;
 mod costs;
 mod method;
 mod outcome;
+mod peak;
+mod place;
 mod scene;
 mod summary;
 mod watch;
@@ -23,6 +26,7 @@ mod watch;
 pub use agents::{Program, Source, Stay};
 pub use method::{Method, Setting};
 pub use outcome::{Outcome, Phases};
+pub use place::Place;
 pub use scene::{Scene, Shape, Trial};
 pub use summary::{Samples, Taken};
 pub use watch::{Show, Sight};

@@ -1,5 +1,7 @@
 //! What a trial came to.
 
+use std::time::Instant;
+
 use serde::{Deserialize, Serialize};
 
 use super::Method;
@@ -13,6 +15,11 @@ pub struct Outcome {
     pub replicas: usize,
     /// Wall time from the first REPLICAOF, or the start of the first `remora replica`, until the last replica was in step.
     pub seconds: f64,
+    /// ... until the first one was.
+    pub first_seconds: f64,
+    /// Between which moments that was.
+    #[serde(skip)]
+    pub window: Option<(Instant, Instant)>,
     /// Processor time of the primary, its fork children and the writer's commands included.
     pub primary_cpu: f64,
     /// Processor time of each replica's server.
@@ -24,6 +31,12 @@ pub struct Outcome {
     pub phases: Phases,
     /// Bytes that left the primary.
     pub primary_bytes: u64,
+    /// Bytes that left the primary's host by its cable, all programs together, with TCP's headers; `None` on loopback.
+    pub host_bytes: Option<u64>,
+    /// The most memory that the primary had of its own, in bytes, and what its fork child had to copy.
+    pub peak_memory: u64,
+    /// The most memory that the source agent had, its tables included; 0 where there is none.
+    pub source_memory: u64,
     /// Whether digest, replid, offset, functions and expiries of all replicas are the primary's (of the copier: the digest alone);
     /// `None` where it was not looked at.
     pub equal: Option<bool>,

@@ -4,17 +4,21 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use remora_lab::net::Traffic;
 use remora_lab::server::wait_until;
 use remora_lab::workload::{Options, Workload, fill_every_type};
-use remora_lab::{Client, Kind, Server, compare, scratch};
+use remora_lab::{Client, Error, Host, Kind, Server, compare, scratch};
 use tempfile::TempDir;
 
+use super::Result;
 use super::agents::{self, Program, Source};
+use super::copier::{self, Copied, Pace};
 use super::costs::Costs;
 use super::method::{Method, Setting};
 use super::outcome::{Outcome, Phases, Summary};
+use super::peak::Peak;
+use super::place::{self, Place};
 use super::watch::{Show, Watch};
-use super::{Result, copier};
 use crate::cpu;
 
 /// What a primary holds: so many strings of random bytes.
@@ -52,6 +56,7 @@ pub struct Trial {
 /// See the module's text.
 pub struct Scene {
     program: Program,
+    place: Place,
     shape: Shape,
     primary: Server,
     /// Values to put back after a trial.
@@ -61,15 +66,33 @@ pub struct Scene {
 }
 
 impl Scene {
-    /// Starts a primary, as it comes, and fills it.
+    /// Starts a primary on this machine's loopback, as it comes, and fills it.
     pub fn set(program: &Program, kind: Kind, shape: Shape) -> Result<Scene> {
-        let primary = Server::start(kind)?;
+        Scene::at(&Place::loopback(), program, kind, shape)
+    }
+
+    /// Starts a primary there, as it comes, and fills it.
+    pub fn at(place: &Place, program: &Program, kind: Kind, shape: Shape) -> Result<Scene> {
+        let primary = place::on(Server::builder(kind), place.primary()).start()?;
         program.load(&primary, shape.keys, shape.value_bytes)?;
         if shape.every_type {
             fill_every_type(&mut primary.client()?, DATA_SEED)?;
         }
         let folder = scratch::folder("scene")?;
-        Ok(Scene { program: program.clone(), shape, primary, changed: Vec::new(), source: None, folder })
+        Ok(Scene {
+            program: program.clone(),
+            place: place.clone(),
+            shape,
+            primary,
+            changed: Vec::new(),
+            source: None,
+            folder,
+        })
+    }
+
+    /// What it holds.
+    pub fn shape(&self) -> Shape {
+        self.shape
     }
 
     /// The primary.
@@ -95,13 +118,16 @@ impl Scene {
         let writer = trial.writes.map(|rate| self.writer(rate)).transpose()?;
         let mut meter = Meter::begin(&self.primary, &replicas, self.late_source_cpu(trial)?)?;
         let took = match trial.method {
-            Method::Copier => self.by_copier(&replicas)?,
+            Method::Copier => self.by_copier(&replicas, Pace::Pipelined)?,
+            Method::CopierOneByOne => self.by_copier(&replicas, Pace::OneByOne)?,
             Method::OwnDefault | Method::OwnBest | Method::OwnTogether | Method::OwnDual => {
                 self.by_themselves(trial, &replicas, show)?
             }
-            Method::RemoraDefault | Method::RemoraShm | Method::RemoraTcp | Method::RemoraLate => {
-                self.by_remora(trial, &replicas, show)?
-            }
+            Method::RemoraDefault
+            | Method::RemoraShm
+            | Method::RemoraTcp
+            | Method::RemoraRelay
+            | Method::RemoraLate => self.by_remora(trial, &replicas, show)?,
         };
         let mut outcome = meter.end(trial, took, self.source.as_ref())?;
         if let Some(writer) = writer {
@@ -140,11 +166,15 @@ impl Scene {
 
     fn empty_servers(&self, trial: &Trial) -> Result<Vec<Server>> {
         let kind = self.primary.kind();
-        let server = || {
+        if trial.replicas > self.place.room() {
+            return Err(format!("{} replicas, and hosts for {} only", trial.replicas, self.place.room()).into());
+        }
+        let server = |number| {
             let settings = trial.method.replica_settings(kind).into_iter();
-            settings.fold(Server::builder(kind), |builder, (name, value)| builder.config(name, value)).start()
+            let builder = settings.fold(Server::builder(kind), |builder, (name, value)| builder.config(name, value));
+            place::on(builder, self.place.replica(number)).start()
         };
-        Ok((0..trial.replicas).map(|_| server()).collect::<remora_lab::Result<_>>()?)
+        Ok((0..trial.replicas).map(server).collect::<remora_lab::Result<_>>()?)
     }
 
     fn writer(&self, rate: u64) -> Result<Workload> {
@@ -170,14 +200,13 @@ impl Scene {
             client.ok(&["REPLICAOF", &address.ip().to_string(), &address.port().to_string()])?;
         }
         let phases = self.watch(trial, replicas, begun, show, &|| Ok(()))?;
-        Ok(Took { phases, agents_cpu: 0.0 })
+        Ok(Took { begun, phases, agents_cpu: 0.0 })
     }
 
     fn by_remora(&self, trial: &Trial, replicas: &[Server], show: &Show<'_>) -> Result<Took> {
         let source = self.source.as_ref().ok_or("no source runs")?;
-        let transport = trial.method.transport().unwrap_or_default();
         let begun = Instant::now();
-        let start = |(number, server)| self.program.replica(server, source, transport, &format!("replica-{number}"));
+        let start = |(number, server)| self.program.replica(server, source, trial.method, &format!("replica-{number}"));
         let agents: Mutex<Vec<agents::Replica>> = Mutex::new((1..).zip(replicas).map(start).collect::<Result<_>>()?);
         let check = || {
             for agent in agents.lock().unwrap_or_else(PoisonError::into_inner).iter_mut() {
@@ -188,7 +217,7 @@ impl Scene {
             Ok(())
         };
         let seen = self.watch(trial, replicas, begun, show, &check)?;
-        let mut took = Took { phases: Vec::new(), agents_cpu: 0.0 };
+        let mut took = Took { begun, phases: Vec::new(), agents_cpu: 0.0 };
         for (agent, seen) in agents.into_inner().unwrap_or_else(PoisonError::into_inner).iter_mut().zip(seen) {
             let (summary, cpu): (Summary, f64) = agent.finish()?;
             took.agents_cpu += cpu;
@@ -209,19 +238,22 @@ impl Scene {
         Watch { primary: &self.primary, replicas, begun, loads_while_receiving, show, check }.until_all_in_step()
     }
 
-    fn by_copier(&self, replicas: &[Server]) -> Result<Took> {
+    fn by_copier(&self, replicas: &[Server], pace: Pace) -> Result<Took> {
         let before = cpu::of_self()?;
         let begun = Instant::now();
-        copier::copy(&self.primary, replicas)?;
-        let phases = vec![Phases { transfer: begun.elapsed().as_secs_f64(), ..Phases::default() }];
-        Ok(Took { phases, agents_cpu: (cpu::of_self()? - before).as_secs_f64() })
+        let copied = copier::copy(&self.primary, replicas, pace)?;
+        let phases = |copied: &Copied| Phases { transfer: copied.took.as_secs_f64(), ..Phases::default() };
+        let phases = copied.iter().map(phases).collect();
+        Ok(Took { begun, phases, agents_cpu: (cpu::of_self()? - before).as_secs_f64() })
     }
 
     fn compare(&self, trial: &Trial, replicas: &[Server], outcome: &mut Outcome) -> Result<()> {
         for replica in replicas {
             let compared = match trial.method {
-                Method::Copier if self.primary.digest()? != replica.digest()? => Err("the digests differ".to_owned()),
-                Method::Copier => Ok(()),
+                Method::Copier | Method::CopierOneByOne if self.primary.digest()? != replica.digest()? => {
+                    Err("the digests differ".to_owned())
+                }
+                Method::Copier | Method::CopierOneByOne => Ok(()),
                 _ => match compare::same_data(&self.primary, replica, COMPARE_TIME) {
                     Ok(_) => Ok(()),
                     Err(error @ (remora_lab::Error::Different(_) | remora_lab::Error::TooLate { .. })) => {
@@ -239,6 +271,7 @@ impl Scene {
 
 /// What a method says of itself.
 struct Took {
+    begun: Instant,
     /// Of each replica.
     phases: Vec<Phases>,
     agents_cpu: f64,
@@ -249,6 +282,8 @@ struct Meter {
     primary: (Client, Costs),
     replicas: Vec<(Client, Costs)>,
     source_cpu: f64,
+    peak: Peak,
+    cable: Option<(Host, Traffic)>,
 }
 
 impl Meter {
@@ -258,10 +293,19 @@ impl Meter {
             let costs = Costs::read(&mut client)?;
             Ok((client, costs))
         };
-        Ok(Meter { primary: read(primary)?, replicas: replicas.iter().map(read).collect::<Result<_>>()?, source_cpu })
+        let cable = |host: &Host| -> Result<(Host, Traffic)> { Ok((host.clone(), host.traffic()?)) };
+        Ok(Meter {
+            primary: read(primary)?,
+            replicas: replicas.iter().map(read).collect::<Result<_>>()?,
+            source_cpu,
+            peak: Peak::watch(primary.pid()),
+            cable: primary.host().map(cable).transpose()?,
+        })
     }
 
     fn end(&mut self, trial: &Trial, took: Took, source: Option<&Source>) -> Result<Outcome> {
+        let peak = self.peak.end();
+        let host_bytes = self.cable.as_ref().map(|(host, before)| Ok::<_, Error>(host.traffic()?.since(*before).sent));
         let mut replicas = Vec::new();
         for (client, before) in &mut self.replicas {
             replicas.push(Costs::read(client)?.since(*before));
@@ -281,11 +325,16 @@ impl Meter {
             method: trial.method,
             replicas: trial.replicas,
             seconds: phases.sum(),
+            first_seconds: took.phases.iter().map(Phases::sum).reduce(f64::min).unwrap_or_default(),
+            window: Some((took.begun, took.begun + Duration::from_secs_f64(phases.sum()))),
             primary_cpu: primary.cpu,
             replica_cpu: replicas.iter().map(|costs| costs.cpu).collect(),
             agents_cpu: took.agents_cpu + source_cpu,
             phases,
             primary_bytes: primary.sent.max(received),
+            host_bytes: host_bytes.transpose()?,
+            peak_memory: peak + primary.copied,
+            source_memory: source.map_or(0, Source::peak_memory),
             equal: None,
             differences: Vec::new(),
         })

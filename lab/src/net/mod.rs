@@ -146,12 +146,6 @@ impl Host {
         self.ends().into_iter().try_for_each(|(space, device)| space.run("nft", &[&loss.rules(device)]))
     }
 
-    /// Congestion control of the connections that its programs make from now on (`cubic`, `bbr`, `reno`). A new host has
-    /// the machine's own.
-    pub fn congestion(&self, name: &str) -> Result<()> {
-        self.within(|| std::fs::write(CONGESTION, name))?.doing(|| format!("choose the congestion control {name}"))
-    }
-
     /// What has gone over its cable since it was made, as its network interface counts.
     pub fn traffic(&self) -> Result<Traffic> {
         // Not /sys/class/net, which shows the namespace of whoever mounted it.
@@ -201,9 +195,6 @@ const BRIDGE: &str = "switch";
 
 /// The name of a host's end of its cable.
 const CABLE: &str = "eth0";
-
-/// Each network namespace has its own.
-const CONGESTION: &str = "/proc/sys/net/ipv4/tcp_congestion_control";
 
 #[cfg(test)]
 mod tests {

@@ -1,0 +1,155 @@
+//! `remora-bench devices`: what disk, networks and fabric can do, by tools that are not ours, and the fabric beside them.
+
+use std::path::Path;
+use std::process::Command;
+
+use remora_lab::scratch;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::Common;
+use super::kept::Kept;
+use super::network::Network;
+use super::report::tables;
+use crate::Spread;
+use crate::sync::Result;
+
+/// What can be typed.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Options {
+    /// Networks, as for `sync`.
+    #[arg(long, value_delimiter = ',', default_value = "100mbit,1gbit,10gbit,loopback")]
+    pub networks: Vec<Network>,
+    /// MiB that fio writes and reads, past the page cache.
+    #[arg(long, default_value_t = 1024)]
+    pub disk_mib: u64,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub common: Common,
+}
+
+/// One figure.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Point {
+    /// What was measured.
+    pub device: String,
+    /// By what.
+    pub tool: String,
+    /// From 0.
+    pub round: usize,
+    /// Bytes per second.
+    pub bytes_per_second: f64,
+}
+
+/// Runs it.
+///
+/// # Errors
+/// The run could not be kept. A tool that is missing is noted.
+pub fn run(options: &Options) -> Result<bool> {
+    let mut kept = Kept::begin("devices");
+    for round in 0..options.common.rounds {
+        for direction in ["write", "read"] {
+            let device = format!("disk, {direction}, 1 MiB at a time, past the cache");
+            note_or_add(&mut kept, &device, "fio", round, fio(direction, options.disk_mib));
+        }
+        for network in &options.networks {
+            let measured = network.place(1).and_then(|place| network.measure(&place));
+            let measured = measured.map(|link| link.bytes_per_second);
+            note_or_add(&mut kept, &format!("TCP, {network}"), "iperf3", round, measured);
+        }
+    }
+    for (device, tool, round, rate) in fabric(options.common.rounds)? {
+        note_or_add(&mut kept, &device, &tool, round, Ok(rate));
+    }
+    let summary = tables::devices(&[&kept]);
+    kept.keep(options.common.out.as_deref(), options.common.label.as_deref(), &summary)?;
+    print!("{summary}");
+    Ok(true)
+}
+
+fn note_or_add(kept: &mut Kept<Point>, device: &str, tool: &str, round: usize, measured: Result<f64>) {
+    match measured {
+        Ok(bytes_per_second) => {
+            eprintln!("{device}: {:.1} MB/s", bytes_per_second / 1e6);
+            kept.points.push(Point { device: device.into(), tool: tool.into(), round, bytes_per_second });
+        }
+        Err(error) => kept.note(format!("{device}: not measured: {error}")),
+    }
+}
+
+/// Bytes per second, one job, in a file beside this machine's temporary ones.
+fn fio(direction: &str, mib: u64) -> Result<f64> {
+    let folder = scratch::folder("fio")?;
+    let arguments = [
+        "--name=remora",
+        "--filename=data",
+        "--bs=1M",
+        "--iodepth=8",
+        "--ioengine=libaio",
+        "--direct=1",
+        "--output-format=json",
+    ];
+    let mut command = Command::new("fio");
+    command.args(arguments).arg(format!("--rw={direction}")).arg(format!("--size={mib}M")).current_dir(folder.path());
+    let output = command.output().map_err(|error| format!("the program fio: {error}; run `make setup`"))?;
+    if !output.status.success() {
+        return Err(String::from_utf8_lossy(&output.stderr).into_owned().into());
+    }
+    fio_rate(&output.stdout, direction).ok_or_else(|| "fio says no rate".into())
+}
+
+fn fio_rate(json: &[u8], direction: &str) -> Option<f64> {
+    let told: Value = serde_json::from_slice(json).ok()?;
+    told["jobs"][0][direction]["bw_bytes"].as_f64().filter(|rate| *rate > 0.0)
+}
+
+/// Device, tool, round, bytes per second.
+type Figure = (String, String, usize, f64);
+
+/// The program that measures it for itself, with its rivals: reads of 1 MiB, sixteen outstanding.
+fn fabric(rounds: usize) -> Result<Vec<Figure>> {
+    let own = std::env::current_exe()?;
+    let program = own.with_file_name("read_bandwidth");
+    if !program.is_file() {
+        return Err(format!("{} is missing: build all programs of remora-bench", program.display()).into());
+    }
+    let folder = scratch::folder("fabric")?;
+    let json = folder.path().join("read_bandwidth.json");
+    let mut command = Command::new(program);
+    command.args(["--sizes-kib", "1024", "--depths", "16", "--rounds", &rounds.to_string(), "--json"]).arg(&json);
+    command.stdout(std::process::Stdio::null());
+    // It ends with 1 where a ratio that it promises is not reached; the figures are there all the same.
+    remora_lab::process::spawn(command)?.wait()?;
+    read_fabric(&json)
+}
+
+fn read_fabric(json: &Path) -> Result<Vec<Figure>> {
+    let run: crate::Run = serde_json::from_slice(&std::fs::read(json)?)?;
+    let figure = |sample: &crate::Sample| {
+        let device = match sample.subject.as_str() {
+            "memcpy" | "iperf3" => format!("{}, beside the fabric's reads", sample.subject),
+            transport => format!("fabric's read by {transport}"),
+        };
+        (device, "read_bandwidth".to_owned(), sample.round, sample.value * 1e9)
+    };
+    Ok(run.samples.iter().map(figure).collect())
+}
+
+/// What several rounds come to, in MB/s.
+pub(super) fn spread(points: &[&Point]) -> Option<Spread> {
+    Spread::of(points.iter().map(|point| point.bytes_per_second / 1e6))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_rate_is_taken_from_the_direction_asked_for() {
+        let json = br#"{"jobs":[{"read":{"bw_bytes":0},"write":{"bw_bytes":123}}]}"#;
+        assert_eq!(
+            (fio_rate(json, "write"), fio_rate(json, "read"), fio_rate(b"no", "read")),
+            (Some(123.0), None, None)
+        );
+    }
+}

@@ -1,0 +1,191 @@
+//! `remora-bench feel`: what the primary's clients notice while so many replicas are made by each method.
+//!
+//! Two groups of clients ask at the same time at a steady rate: *near* ones on the primary's own host, who feel its processor,
+//! its forks and its main thread; *far* ones on a host of their own, who also feel its cable. On loopback there are only near ones.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+use super::kept::Kept;
+use super::load::{Felt, Load};
+use super::network::Network;
+use super::report::tables;
+use super::{Common, ServerChoice, VALUE_BYTES};
+use crate::sync::{Method, Place, Program, Result, Scene, Shape, Trial};
+
+/// What can be typed.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Options {
+    /// Networks, as for `sync`.
+    #[arg(long, value_delimiter = ',', default_value = "1gbit,loopback")]
+    pub networks: Vec<Network>,
+    /// Servers.
+    #[arg(long, value_delimiter = ',', default_value = "valkey")]
+    pub servers: Vec<ServerChoice>,
+    /// Numbers of replicas; without any is always measured.
+    #[arg(long, value_delimiter = ',', default_value = "1,3,8")]
+    pub replicas: Vec<usize>,
+    /// Methods.
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_value = "own-best,own-together,own-dual,remora-shm,remora-tcp,remora-relay"
+    )]
+    pub methods: Vec<Method>,
+    /// Commands per second of each group of clients.
+    #[arg(long, default_value_t = 2000)]
+    pub rate: u64,
+    /// Values of 3748 KiB in the data set.
+    #[arg(long, default_value_t = 128)]
+    pub values: u64,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub common: Common,
+}
+
+/// What one group of clients felt during one sync.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Point {
+    /// Name and version.
+    pub server: String,
+    /// Name of the network.
+    pub network: String,
+    /// Bytes of all values.
+    pub bytes: u64,
+    /// `near` or `far`.
+    pub clients: String,
+    /// Commands per second that this group asked for.
+    pub asked: u64,
+    /// How the replicas were made; `None` where none was.
+    pub method: Option<Method>,
+    /// How many.
+    pub replicas: usize,
+    /// From 0.
+    pub round: usize,
+    /// How long the sync took.
+    pub seconds: f64,
+    /// What was felt in that time.
+    #[serde(flatten)]
+    pub felt: Felt,
+}
+
+/// Runs it.
+///
+/// # Errors
+/// A network could not be made, a primary not be filled, or the run not be kept. A sync that fails is noted, and the next is tried.
+pub fn run(options: &Options) -> Result<bool> {
+    let program = Program::build()?;
+    let mut kept = Kept::begin("feel");
+    let budget = options.common.budget();
+    let most = options.replicas.iter().copied().max().unwrap_or(1);
+    for network in &options.networks {
+        for server in &options.servers {
+            let place = network.place(most)?;
+            kept.links.push(network.measure(&place)?);
+            let shape = Shape { keys: options.values, value_bytes: VALUE_BYTES, every_type: false };
+            eprintln!("{network}: filling a primary");
+            let mut scene = Scene::at(&place, &program, server.kind(), shape)?;
+            Load::prepare(scene.primary())?;
+            let name = format!("{} ({})", server.kind(), scene.primary().version()?);
+            let mut here = Here { options, place, network: *network, name, kept: &mut kept };
+            for round in 0..options.common.rounds {
+                for (method, replicas) in here.trials(*server, &program) {
+                    let what = format!("{}, {network}, N = {replicas}, {}", here.name, name_of(method));
+                    if !budget.has(LONGEST_USUAL) {
+                        here.kept.note(format!("{what}, round {}: left out for want of time", round + 1));
+                        continue;
+                    }
+                    if let Err(error) = here.trial(&mut scene, method, replicas, round) {
+                        here.kept.note(format!("{what}, round {}: failed: {error}", round + 1));
+                    }
+                    let summary = tables::feel(&[&*here.kept]);
+                    here.kept.keep(options.common.out.as_deref(), options.common.label.as_deref(), &summary)?;
+                }
+            }
+        }
+    }
+    print!("{}", tables::feel(&[&kept]));
+    Ok(true)
+}
+
+struct Here<'a> {
+    options: &'a Options,
+    place: Place,
+    network: Network,
+    name: String,
+    kept: &'a mut Kept<Point>,
+}
+
+impl Here<'_> {
+    /// Nothing first, then every method for every number of replicas.
+    fn trials(&self, server: ServerChoice, program: &Program) -> Vec<(Option<Method>, usize)> {
+        let mut trials = vec![(None, 0)];
+        for replicas in &self.options.replicas {
+            for method in &self.options.methods {
+                let crosses = self.network == Network::Loopback || method.crosses_hosts();
+                let is_known = *method != Method::RemoraRelay || program.serves_peers();
+                if method.applies(server.kind(), *replicas) && crosses && is_known {
+                    trials.push((Some(*method), *replicas));
+                }
+            }
+        }
+        trials
+    }
+
+    fn trial(&mut self, scene: &mut Scene, method: Option<Method>, replicas: usize, round: usize) -> Result<()> {
+        let near = ("near", Load::start(scene.primary(), None, self.options.rate)?);
+        let far = match self.place.client() {
+            Some(host) => Some(("far", Load::start(scene.primary(), Some(host), self.options.rate)?)),
+            None => None,
+        };
+        let window = match method {
+            None => {
+                let begun = Instant::now();
+                thread::sleep(IDLE_TIME);
+                (begun, begun + IDLE_TIME)
+            }
+            Some(method) => {
+                let outcome = scene.play(&Trial { method, replicas, writes: None, compare: false }, &|_, _| {})?;
+                outcome.window.ok_or("the sync does not say when it was")?
+            }
+        };
+        for (clients, load) in [Some(near), far].into_iter().flatten() {
+            let felt = load.end(window)?;
+            let seconds = (window.1 - window.0).as_secs_f64();
+            eprintln!(
+                "{}, N = {replicas}, {}: {seconds:.1} s, {clients}: {:.0}/s, p99 {:.2} ms, p99.9 {:.2} ms",
+                self.network,
+                name_of(method),
+                felt.per_second,
+                felt.p99,
+                felt.p999
+            );
+            self.kept.points.push(Point {
+                server: self.name.clone(),
+                network: self.network.to_string(),
+                bytes: scene.shape().bytes(),
+                clients: clients.to_owned(),
+                asked: self.options.rate,
+                method,
+                replicas,
+                round,
+                seconds,
+                felt,
+            });
+        }
+        Ok(())
+    }
+}
+
+/// What is done, in a table's words.
+pub(super) fn name_of(method: Option<Method>) -> &'static str {
+    method.map_or("no sync", Method::name)
+}
+
+/// How long the clients are watched with nothing else going on.
+const IDLE_TIME: Duration = Duration::from_secs(5);
+
+/// A sync that may no longer begin when less is left.
+const LONGEST_USUAL: Duration = Duration::from_secs(20);

@@ -1,0 +1,138 @@
+//! Runs as they are kept: everything that was found out, with what a reader must know of how.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::network::Link;
+use crate::Run;
+use crate::sync::Result;
+
+/// One run of one subcommand.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Kept<P> {
+    /// Where, when, how.
+    pub run: Run,
+    /// What the networks could do just before.
+    pub links: Vec<Link>,
+    /// Every figure.
+    pub points: Vec<P>,
+}
+
+impl<P: Serialize + DeserializeOwned> Kept<P> {
+    /// An empty one of `remora-bench NAME`.
+    pub fn begin(name: &str) -> Kept<P> {
+        Kept { run: Run::new(&format!("bench_{name}"), "see the columns"), links: Vec::new(), points: Vec::new() }
+    }
+
+    /// Says something that a reader of the run must know, here and there.
+    pub fn note(&mut self, text: impl Into<String>) {
+        let text = text.into();
+        eprintln!("note: {text}");
+        self.run.notes.push(text);
+    }
+
+    /// Writes it into a folder of its own below `out`, with this summary. Called after each figure, so that a run that is
+    /// broken off leaves what it has.
+    ///
+    /// # Errors
+    /// A folder or file could not be written.
+    pub fn keep(&self, out: Option<&Path>, label: Option<&str>, summary: &str) -> Result<()> {
+        let Some(out) = out else { return Ok(()) };
+        let mut run = self.run.clone();
+        if let Some(label) = label {
+            run.program = format!("{}-{label}", run.program);
+        }
+        let notes: String = self.run.notes.iter().map(|note| format!("\n> {note}\n")).collect();
+        let files = [
+            ("run.json", serde_json::to_string_pretty(self)?),
+            ("raw.csv", self.csv()?),
+            ("summary.md", format!("{summary}{notes}")),
+        ];
+        run.keep_files(out, &files)?;
+        Ok(())
+    }
+
+    /// All points as a table: the fields are the columns.
+    fn csv(&self) -> Result<String> {
+        let mut text = String::new();
+        for (number, point) in self.points.iter().enumerate() {
+            let Value::Object(fields) = serde_json::to_value(point)? else { continue };
+            if number == 0 {
+                text += &(fields.keys().cloned().collect::<Vec<_>>().join(",") + "\n");
+            }
+            text += &(fields.values().map(cell).collect::<Vec<_>>().join(",") + "\n");
+        }
+        Ok(text)
+    }
+}
+
+/// A value between commas.
+fn cell(value: &Value) -> String {
+    match value {
+        Value::Null => String::new(),
+        Value::String(text) => text.replace(',', ""),
+        Value::Array(items) => items.iter().map(cell).collect::<Vec<_>>().join(" "),
+        other => other.to_string(),
+    }
+}
+
+/// All kept runs of `remora-bench NAME`, the oldest first, with their folders.
+///
+/// # Errors
+/// A run is there and cannot be read.
+pub fn all<P: DeserializeOwned>(runs: &Path, name: &str) -> Result<Vec<(PathBuf, Kept<P>)>> {
+    let mut folders: Vec<PathBuf> = fs::read_dir(runs)
+        .map_err(|error| format!("could not read {}: {error}", runs.display()))?
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .filter(|folder| is_of(folder, name))
+        .collect();
+    // The name begins with the date.
+    folders.sort();
+    let read = |folder: PathBuf| {
+        let path = folder.join("run.json");
+        let kept = fs::read(&path).map_err(|error| error.to_string());
+        let kept = kept.and_then(|bytes| serde_json::from_slice(&bytes).map_err(|error| error.to_string()));
+        Ok((folder, kept.map_err(|error| format!("could not read {}: {error}", path.display()))?))
+    };
+    folders.into_iter().map(read).collect()
+}
+
+/// Whether a folder's name is `…-bench_NAME` or `…-bench_NAME-LABEL`.
+fn is_of(folder: &Path, name: &str) -> bool {
+    let folder = folder.file_name().unwrap_or_default().to_string_lossy();
+    let rest = folder.split_once(&format!("-bench_{name}")).map(|(_, rest)| rest);
+    rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('-'))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+    struct Point {
+        name: String,
+        value: f64,
+        more: Option<Vec<u32>>,
+    }
+
+    #[test]
+    fn what_is_kept_is_read_again_and_the_newest_comes_last() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut kept = Kept::begin("sync");
+        kept.points.push(Point { name: "a, b".into(), value: 1.5, more: Some(vec![1, 2]) });
+        for (date, value) in [("2026-01-02", 2.0), ("2026-01-01", 1.0)] {
+            kept.run.date = date.into();
+            kept.points[0].value = value;
+            kept.keep(Some(folder.path()), Some("label"), "# words\n").unwrap();
+        }
+        let read = all::<Point>(folder.path(), "sync").unwrap();
+        assert_eq!(read.iter().map(|(_, kept)| kept.points[0].value).collect::<Vec<_>>(), [1.0, 2.0]);
+        assert_eq!(fs::read_to_string(read[0].0.join("raw.csv")).unwrap(), "more,name,value\n1 2,a b,1.0\n");
+        assert!(all::<Point>(folder.path(), "syn").unwrap().is_empty());
+    }
+}

@@ -1,0 +1,90 @@
+//! The program `remora-bench`: the tables that a reader wants, over networks that are what they are named for.
+//!
+//! ```text
+//!   devices   what disk, networks and fabric can do            fio, iperf3, read_bandwidth
+//!   sync      N replicas by every method over every network    sync::Scene on a Place
+//!   feel      what the primary's clients notice of it          the same, under load::Load
+//!   scaling   cost against size of data, size of values        the same, N = 1
+//!      │
+//!      ▼ Kept: bench/runs/<date>-<machine>-bench_<name>[-label]/{README.md, raw.csv, run.json, summary.md}
+//!   report    tables and plots out of what is kept, into docs/benchmarks.md
+//! ```
+//!
+//! What it is not: a second stage. Syncs are played by [`crate::sync`], the same as for `full_sync` and the demo; only where
+//! they are played, what is noted and how it is shown is here. Figures are taken by `devices`, `sync`, `feel` and `scaling`
+//! alone, and written down at once; `report` takes none, so tables can be made again from any kept run.
+
+pub mod devices;
+pub mod feel;
+pub mod kept;
+pub mod load;
+pub mod network;
+pub mod report;
+pub mod scaling;
+pub mod syncs;
+
+pub use kept::Kept;
+pub use network::Network;
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use clap::ValueEnum;
+use remora_lab::Kind;
+
+/// What every measuring subcommand can be told.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Common {
+    /// Rounds; figures are medians over them.
+    #[arg(long, default_value_t = 3)]
+    pub rounds: usize,
+    /// Minutes that it may take. What does not fit is left out, and the kept run says what.
+    #[arg(long)]
+    pub budget_minutes: Option<f64>,
+    /// Keeps the run in a folder of its own below this one.
+    #[arg(long)]
+    pub out: Option<PathBuf>,
+    /// A word at the end of that folder's name, for runs that stand beside each other.
+    #[arg(long)]
+    pub label: Option<String>,
+}
+
+impl Common {
+    fn budget(&self) -> Budget {
+        Budget { end: self.budget_minutes.map(|minutes| Instant::now() + Duration::from_secs_f64(60.0 * minutes)) }
+    }
+}
+
+/// When it has to be over.
+#[derive(Clone, Copy, Debug)]
+struct Budget {
+    end: Option<Instant>,
+}
+
+impl Budget {
+    /// Whether something that takes so long still fits.
+    fn has(self, time: Duration) -> bool {
+        self.end.is_none_or(|end| Instant::now() + time < end)
+    }
+}
+
+/// A server as it is typed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ServerChoice {
+    /// Redis 7.
+    Redis,
+    /// Valkey 9.1.
+    Valkey,
+}
+
+impl ServerChoice {
+    fn kind(self) -> Kind {
+        match self {
+            ServerChoice::Redis => Kind::Redis7,
+            ServerChoice::Valkey => Kind::Valkey9,
+        }
+    }
+}
+
+/// The seeds of this project measured with 256 values of about 4 MB, 937 MiB in all; so do we.
+pub const VALUE_BYTES: u64 = 3748 << 10;

@@ -1,0 +1,73 @@
+//! A network as it is typed and named: this machine's loopback, or hosts with cables of a rate.
+
+use std::str::FromStr;
+use std::time::Duration;
+
+use remora_lab::{BitRate, iperf};
+use serde::{Deserialize, Serialize};
+
+use crate::sync::{Place, Result};
+
+/// Over which network something is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Network {
+    /// This machine's loopback: no rate but that of its processors.
+    Loopback,
+    /// Hosts of a test network, each on a cable of this rate.
+    Shaped(BitRate),
+}
+
+impl Network {
+    /// A place on it, with room for so many replicas.
+    ///
+    /// # Errors
+    /// Hosts need root and a kernel that can shape; the error says what is missing.
+    pub fn place(self, replicas: usize) -> Result<Place> {
+        match self {
+            Network::Loopback => Ok(Place::loopback()),
+            Network::Shaped(rate) => Place::network(rate, replicas),
+        }
+    }
+
+    /// What iperf3 gets out of it, from the primary's host to the first replica's.
+    ///
+    /// # Errors
+    /// iperf3 is not installed or does not get through.
+    pub fn measure(self, place: &Place) -> Result<Link> {
+        let hosts = place.primary().zip(place.replica(0));
+        let bytes_per_second = iperf::bandwidth(hosts, IPERF_TIME)?;
+        Ok(Link { network: self.to_string(), bytes_per_second })
+    }
+}
+
+/// What a network can do, by the judge's word.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Link {
+    /// Its name.
+    pub network: String,
+    /// By iperf3, one connection.
+    pub bytes_per_second: f64,
+}
+
+impl FromStr for Network {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Network, String> {
+        match text {
+            "loopback" => Ok(Network::Loopback),
+            rate => rate.parse().map(Network::Shaped).map_err(|error: String| format!("{error}, or loopback")),
+        }
+    }
+}
+
+impl std::fmt::Display for Network {
+    fn fmt(&self, to: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Network::Loopback => to.write_str("loopback"),
+            Network::Shaped(rate) => rate.fmt(to),
+        }
+    }
+}
+
+/// Long beside the start of a connection.
+const IPERF_TIME: Duration = Duration::from_secs(3);

@@ -1,0 +1,151 @@
+//! `remora-bench report`: tables and plots out of kept runs, into the page that shows them.
+//!
+//! The page is written by hand but for what lies between two comments of a name, which is written here:
+//!
+//! ```text
+//!   <!-- begin sync -->      tables and pictures, made again by every `remora-bench report`
+//!   <!-- end sync -->
+//! ```
+//!
+//! Where several kept runs have figures of the same kind (the same server, network and size) the newest is shown.
+//!
+//! - [`tables`]: Markdown. [`targets`]: what was to be reached, and whether it was. [`plots`]: SVG.
+
+pub mod plots;
+pub mod tables;
+pub mod targets;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use super::kept::{self, Kept};
+use super::{devices, feel, scaling, syncs};
+use crate::sync::Result;
+
+/// What can be typed.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Options {
+    /// Where runs are kept.
+    #[arg(long, default_value = "bench/runs")]
+    pub runs: PathBuf,
+    /// The page.
+    #[arg(long, default_value = "docs/benchmarks.md")]
+    pub page: PathBuf,
+    /// Folder for the plots, beside the page.
+    #[arg(long, default_value = "docs/plots")]
+    pub plots: PathBuf,
+}
+
+/// Runs it.
+///
+/// # Errors
+/// A kept run can't be read, a file not be written, or the page lacks a pair of comments.
+pub fn run(options: &Options) -> Result<bool> {
+    let page = fs::read_to_string(&options.page)
+        .map_err(|error| format!("could not read {}: {error}", options.page.display()))?;
+    fs::create_dir_all(&options.plots)?;
+    let section = Section::new(options);
+
+    let runs = kept::all::<devices::Point>(&options.runs, "devices")?;
+    let page = splice(&page, "devices", &section.text(&runs, tables::devices(&bare(&runs)), &[]))?;
+
+    let runs = kept::all::<feel::Point>(&options.runs, "feel")?;
+    let plots = plots::feel(&bare(&runs), &options.plots)?;
+    let page = splice(&page, "feel", &section.text(&runs, tables::feel(&bare(&runs)), &plots))?;
+    let felt = runs;
+
+    let runs = kept::all::<scaling::Point>(&options.runs, "scaling")?;
+    let plots = plots::scaling(&bare(&runs), &options.plots)?;
+    let page = splice(&page, "scaling", &section.text(&runs, tables::scaling(&bare(&runs)), &plots))?;
+
+    let runs = kept::all::<syncs::Point>(&options.runs, "sync")?;
+    let plots = plots::sync(&bare(&runs), &options.plots)?;
+    let page = splice(&page, "sync", &section.text(&runs, tables::sync(&bare(&runs)), &plots))?;
+    let page = splice(&page, "targets", &targets::table(&bare(&runs), &bare(&felt)))?;
+
+    fs::write(&options.page, page)?;
+    println!("{} shows the newest of {}", options.page.display(), options.runs.display());
+    Ok(true)
+}
+
+/// How a part of the page is put together.
+struct Section {
+    /// From the page's folder to the runs and the plots.
+    to_runs: PathBuf,
+    to_plots: PathBuf,
+}
+
+/// A plot's title and the file's name.
+pub type Plot = (String, String);
+
+impl Section {
+    fn new(options: &Options) -> Section {
+        let folder = options.page.parent().unwrap_or(Path::new(""));
+        Section { to_runs: way(folder, &options.runs), to_plots: way(folder, &options.plots) }
+    }
+
+    /// Plots, tables, where it all comes from, and what its runs had to say.
+    fn text<P>(&self, runs: &[(PathBuf, Kept<P>)], tables: String, plots: &[Plot]) -> String {
+        if runs.is_empty() {
+            return "Not measured yet.".into();
+        }
+        let mut text = String::new();
+        for (title, file) in plots {
+            text += &format!("![{title}]({}/{file})\n", self.to_plots.display());
+        }
+        text += &format!("{tables}\nRaw data, machine and settings:");
+        for (folder, _) in runs {
+            let name = folder.file_name().unwrap_or_default().to_string_lossy();
+            text += &format!(" [{name}]({}/{name}/README.md)", self.to_runs.display());
+        }
+        text += "\n";
+        for note in runs.iter().flat_map(|(_, kept)| &kept.run.notes) {
+            text += &format!("\n> {note}\n");
+        }
+        text
+    }
+}
+
+/// The runs without their folders.
+fn bare<P>(runs: &[(PathBuf, Kept<P>)]) -> Vec<&Kept<P>> {
+    runs.iter().map(|(_, kept)| kept).collect()
+}
+
+/// From a folder to a file, both relative to the same place, with no `..` inside them.
+fn way(from: &Path, to: &Path) -> PathBuf {
+    let shared = from.components().zip(to.components()).take_while(|(one, other)| one == other).count();
+    let up = from.components().skip(shared).map(|_| "..");
+    up.map(PathBuf::from).chain(to.components().skip(shared).map(|part| PathBuf::from(part.as_os_str()))).collect()
+}
+
+/// Puts `text` between the comments of that name.
+fn splice(page: &str, name: &str, text: &str) -> Result<String> {
+    let (begin, end) = (format!("<!-- begin {name} -->\n"), format!("<!-- end {name} -->"));
+    let cut = || {
+        let (head, rest) = page.split_once(&begin)?;
+        let (_, tail) = rest.split_once(&end)?;
+        Some(format!("{head}{begin}\n{}\n{end}{tail}", text.trim_end().to_owned() + "\n"))
+    };
+    cut().ok_or_else(|| format!("the page lacks the lines {begin:?} and {end:?}").into())
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn what_is_written_by_hand_stays() {
+        let page = "# Words\n<!-- begin sync -->\nold\n<!-- end sync -->\nmore words\n";
+        let new = splice(page, "sync", "new\n").unwrap();
+        assert_eq!(new, "# Words\n<!-- begin sync -->\n\nnew\n\n<!-- end sync -->\nmore words\n");
+        assert_eq!(splice(&new, "sync", "new\n").unwrap(), new);
+        assert!(splice(page, "feel", "new\n").is_err());
+    }
+
+    #[test]
+    fn links_lead_from_the_page_to_the_runs() {
+        assert_eq!(way(Path::new("docs"), Path::new("bench/runs")), Path::new("../bench/runs"));
+        assert_eq!(way(Path::new("docs"), Path::new("docs/plots")), Path::new("plots"));
+    }
+}

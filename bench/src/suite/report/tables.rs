@@ -1,0 +1,407 @@
+//! The tables, as Markdown, out of kept figures.
+
+use std::fmt::Write as _;
+
+use crate::Spread;
+use crate::suite::feel::name_of;
+use crate::suite::{Kept, devices, feel, scaling, syncs};
+use crate::sync::Method;
+
+/// Figures that are compared with one another: of one server, one network, one size, one run.
+pub(super) struct Group<'a> {
+    pub(super) server: &'a str,
+    pub(super) network: &'a str,
+    pub(super) bytes: u64,
+    /// iperf3's word, in bytes per second.
+    pub(super) link: Option<f64>,
+    pub(super) points: Vec<&'a syncs::Point>,
+}
+
+/// The groups of the newest run that has them, in the order of their first figure.
+pub(super) fn groups<'a>(runs: &[&'a Kept<syncs::Point>]) -> Vec<Group<'a>> {
+    let mut groups: Vec<Group<'a>> = Vec::new();
+    for kept in runs.iter().rev() {
+        let known = groups.len();
+        for point in &kept.points {
+            let is_it = |group: &Group<'_>| {
+                group.server == point.server && group.network == point.network && group.bytes == point.bytes
+            };
+            match groups.iter().position(is_it) {
+                // A newer run has it.
+                Some(place) if place < known => {}
+                Some(place) => groups.get_mut(place).map_or((), |group| group.points.push(point)),
+                None => {
+                    let link = kept.links.iter().rfind(|link| link.network == point.network);
+                    let link = link.map(|link| link.bytes_per_second);
+                    let (server, network) = (point.server.as_str(), point.network.as_str());
+                    groups.push(Group { server, network, bytes: point.bytes, link, points: vec![point] });
+                }
+            }
+        }
+    }
+    groups.sort_by(|one, other| (one.server, one.network, other.bytes).cmp(&(other.server, other.network, one.bytes)));
+    groups
+}
+
+impl Group<'_> {
+    /// Numbers of replicas, ascending.
+    pub(super) fn numbers(&self) -> Vec<usize> {
+        let mut numbers: Vec<usize> = self.points.iter().map(|point| point.replicas).collect();
+        numbers.sort_unstable();
+        numbers.dedup();
+        numbers
+    }
+
+    /// Methods, in the order in which all tables have them.
+    pub(super) fn methods(&self) -> Vec<Method> {
+        ORDER.into_iter().filter(|method| self.points.iter().any(|point| point.method == *method)).collect()
+    }
+
+    pub(super) fn spread(
+        &self,
+        method: Method,
+        replicas: usize,
+        figure: impl Fn(&syncs::Point) -> f64,
+    ) -> Option<Spread> {
+        let of = self.points.iter().filter(|point| point.method == method && point.replicas == replicas);
+        Spread::of(of.map(|point| figure(point)))
+    }
+
+    pub(super) fn seconds(&self, method: Method, replicas: usize) -> Option<Spread> {
+        self.spread(method, replicas, |point| point.seconds)
+    }
+
+    /// The own replication that takes the least time.
+    pub(super) fn best_own(&self, replicas: usize) -> Option<Method> {
+        let own = self.methods().into_iter().filter(|method| method.is_own());
+        let medians = own.filter_map(|method| Some((method, self.seconds(method, replicas)?.median)));
+        medians.min_by(|one, other| one.1.total_cmp(&other.1)).map(|(method, _)| method)
+    }
+
+    fn equality(&self, method: Method, replicas: usize) -> &'static str {
+        let of = self.points.iter().filter(|point| point.method == method && point.replicas == replicas);
+        let looked: Vec<bool> = of.filter_map(|point| point.equal).collect();
+        match looked.as_slice() {
+            [] => "–",
+            all if all.iter().all(|equal| *equal) => "yes",
+            _ => "**NO**",
+        }
+    }
+
+    pub(super) fn title(&self) -> String {
+        let link = self.link.map_or(String::new(), |rate| format!(" (iperf3: {:.1} MB/s)", rate / 1e6));
+        format!("{}, {}{link}, {:.0} MiB", self.server, self.network, self.bytes as f64 / f64::from(1 << 20))
+    }
+
+    fn table(&self, out: &mut String) {
+        let _ = writeln!(out, "\n### {}\n\n{SYNC_HEAD}", self.title());
+        for replicas in self.numbers() {
+            let best = self.best_own(replicas).and_then(|best| self.seconds(best, replicas));
+            for method in self.methods() {
+                let Some(last) = self.seconds(method, replicas) else { continue };
+                let median = |figure: fn(&syncs::Point) -> f64, digits: usize| {
+                    let spread = self.spread(method, replicas, figure);
+                    spread.map_or("–".to_owned(), |spread| format!("{:.digits$}", spread.median))
+                };
+                let ratio = best.map_or("–".to_owned(), |best| format!("{:.2}", last.median / best.median));
+                let _ = writeln!(
+                    out,
+                    "| {replicas} | {} | {} | {ratio} | {} | {} / {} / {} / {} | {} | {} | {} | {} | {} | {} |",
+                    method.name(),
+                    with_range(last),
+                    median(|point| point.first_seconds, 2),
+                    median(|point| point.snapshot, 2),
+                    median(|point| point.transfer, 2),
+                    median(|point| point.load, 2),
+                    median(|point| point.catch_up, 2),
+                    median(|point| point.sent as f64 / 1e6, 0),
+                    median(|point| point.sent as f64 / point.bytes as f64, 2),
+                    median(|point| point.primary_cpu, 2),
+                    median(|point| point.peak_memory as f64 / f64::from(1 << 20), 0),
+                    median(|point| point.source_memory as f64 / f64::from(1 << 20), 0),
+                    self.equality(method, replicas),
+                );
+            }
+        }
+    }
+}
+
+/// `sync`.
+pub fn sync(runs: &[&Kept<syncs::Point>]) -> String {
+    let mut out = String::from(SYNC_EXPLAINED);
+    groups(runs).iter().for_each(|group| group.table(&mut out));
+    out
+}
+
+/// `devices`.
+pub fn devices(runs: &[&Kept<devices::Point>]) -> String {
+    let mut out = String::from("| device | tool | MB/s: median | least | most |\n|---|---|---:|---:|---:|\n");
+    let Some(newest) = runs.last() else { return out };
+    let mut seen = Vec::new();
+    for point in &newest.points {
+        if seen.contains(&(&point.device, &point.tool)) {
+            continue;
+        }
+        seen.push((&point.device, &point.tool));
+        let same = |other: &&devices::Point| other.device == point.device && other.tool == point.tool;
+        let Some(rate) = devices::spread(&newest.points.iter().filter(same).collect::<Vec<_>>()) else { continue };
+        let _ = writeln!(
+            out,
+            "| {} | {} | {:.1} | {:.1} | {:.1} |",
+            point.device, point.tool, rate.median, rate.low, rate.high
+        );
+    }
+    out
+}
+
+/// What was felt under the same circumstances, round by round.
+pub(super) struct Cell<'a> {
+    pub(super) first: &'a feel::Point,
+    pub(super) points: Vec<&'a feel::Point>,
+}
+
+impl Cell<'_> {
+    pub(super) fn median(&self, figure: impl Fn(&feel::Point) -> f64) -> f64 {
+        Spread::of(self.points.iter().map(|point| figure(point))).map_or(f64::NAN, |spread| spread.median)
+    }
+}
+
+/// All cells of the newest runs, by server, network, clients, number of replicas, method.
+pub(super) fn cells<'a>(runs: &[&'a Kept<feel::Point>]) -> Vec<Cell<'a>> {
+    let mut cells: Vec<Cell<'a>> = Vec::new();
+    for kept in runs.iter().rev() {
+        let known = cells.len();
+        for point in &kept.points {
+            let is_it = |cell: &Cell<'_>| cell_key(cell.first) == cell_key(point);
+            match cells.iter().position(is_it) {
+                Some(place) if place < known => {}
+                Some(place) => cells.get_mut(place).map_or((), |cell| cell.points.push(point)),
+                None => cells.push(Cell { first: point, points: vec![point] }),
+            }
+        }
+    }
+    let order = |method: Option<Method>| method.and_then(|method| ORDER.iter().position(|other| *other == method));
+    cells.sort_by_key(|cell| {
+        let point = cell.first;
+        (&point.server, &point.network, &point.clients, point.bytes, point.replicas, order(point.method))
+    });
+    cells
+}
+
+type CellKey<'a> = (&'a str, &'a str, &'a str, u64, u64, usize, Option<Method>);
+
+fn cell_key(point: &feel::Point) -> CellKey<'_> {
+    let feel::Point { server, network, clients, bytes, asked, replicas, method, .. } = point;
+    (server, network, clients, *bytes, *asked, *replicas, *method)
+}
+
+/// `feel`.
+pub fn feel(runs: &[&Kept<feel::Point>]) -> String {
+    let mut out = String::from(FEEL_EXPLAINED);
+    let mut title = String::new();
+    for cell in cells(runs) {
+        let feel::Point { server, network, clients, bytes, asked, method, replicas, .. } = cell.first;
+        let mib = *bytes as f64 / f64::from(1 << 20);
+        let this = format!("{server}, {network}, {mib:.0} MiB, {clients} clients asking {asked} a second");
+        if title != this {
+            let _ = writeln!(out, "\n### {this}\n\n{FEEL_HEAD}");
+            title = this;
+        }
+        let _ = writeln!(
+            out,
+            "| {replicas} | {} | {:.2} | {:.0} | {:.2} | {:.2} | {:.2} | {:.1} |",
+            name_of(*method),
+            cell.median(|point| point.seconds),
+            cell.median(|point| point.felt.per_second),
+            cell.median(|point| point.felt.p50),
+            cell.median(|point| point.felt.p99),
+            cell.median(|point| point.felt.p999),
+            cell.median(|point| point.felt.most),
+        );
+    }
+    out
+}
+
+/// `scaling`.
+pub fn scaling(runs: &[&Kept<scaling::Point>]) -> String {
+    let mut out = String::from(SCALING_EXPLAINED);
+    let Some(newest) = runs.last() else { return out };
+    for (grows, title) in [("size", "The data set grows, in values of 1 MiB"), ("value", "The values grow")] {
+        let points: Vec<&scaling::Point> = newest.points.iter().filter(|point| point.grows == grows).collect();
+        let Some(server) = points.first().map(|point| &point.server) else { continue };
+        let _ = writeln!(out, "\n### {server}, loopback, one replica: {title}\n\n{SCALING_HEAD}");
+        for method in ORDER {
+            for (bytes, value_bytes) in sizes(&points) {
+                let of = || {
+                    points
+                        .iter()
+                        .filter(|point| (point.bytes, point.value_bytes, point.method) == (bytes, value_bytes, method))
+                };
+                let Some(wall) = Spread::of(of().map(|point| point.seconds)) else { continue };
+                let median = |figure: fn(&scaling::Point) -> f64| {
+                    Spread::of(of().map(|point| figure(point))).map_or(f64::NAN, |spread| spread.median)
+                };
+                let gib = bytes as f64 / f64::from(1 << 30);
+                let _ = writeln!(
+                    out,
+                    "| {} | {gib:.3} | {} | {} | {:.2} | {:.2} | {:.2} | {:.0} | {:.0} |",
+                    method.name(),
+                    crate::bytes(value_bytes),
+                    with_range(wall),
+                    wall.median / gib,
+                    median(|point| point.primary_cpu) / gib,
+                    median(|point| point.others_cpu) / gib,
+                    median(|point| point.peak_memory as f64 / f64::from(1 << 20)),
+                    median(|point| point.source_memory as f64 / f64::from(1 << 20)),
+                );
+            }
+        }
+        if grows == "size" {
+            slopes(&mut out, &points);
+        }
+    }
+    out
+}
+
+fn slopes(out: &mut String, points: &[&scaling::Point]) {
+    for method in ORDER {
+        let of: Vec<(f64, f64)> = (points.iter().filter(|point| point.method == method))
+            .map(|point| (point.bytes as f64 / f64::from(1 << 30), point.seconds))
+            .collect();
+        let Some((slope, start)) = line_through(&of) else { continue };
+        let _ = writeln!(out, "\n> {}: {start:.2} s and {slope:.2} s for each GiB (least squares)", method.name());
+    }
+}
+
+/// Slope and height at 0 of the line nearest to the points; `None` for fewer than two different places.
+fn line_through(points: &[(f64, f64)]) -> Option<(f64, f64)> {
+    let count = points.len() as f64;
+    let (x, y) = (points.iter().map(|p| p.0).sum::<f64>() / count, points.iter().map(|p| p.1).sum::<f64>() / count);
+    let spread: f64 = points.iter().map(|p| (p.0 - x).powi(2)).sum();
+    let together: f64 = points.iter().map(|p| (p.0 - x) * (p.1 - y)).sum();
+    (spread > 0.0).then(|| (together / spread, y - together / spread * x))
+}
+
+/// Sizes of data set and of values, ascending.
+pub(super) fn sizes(points: &[&scaling::Point]) -> Vec<(u64, u64)> {
+    let mut sizes: Vec<(u64, u64)> = points.iter().map(|point| (point.bytes, point.value_bytes)).collect();
+    sizes.sort_unstable_by_key(|(bytes, value_bytes)| (*value_bytes, *bytes));
+    sizes.dedup();
+    sizes
+}
+
+fn with_range(spread: Spread) -> String {
+    if spread.high - spread.low < 0.005 {
+        return format!("{:.2}", spread.median);
+    }
+    format!("{:.2} ({:.2}–{:.2})", spread.median, spread.low, spread.high)
+}
+
+/// The order of methods in every table: theirs, the copiers, ours.
+pub(super) const ORDER: [Method; 11] = [
+    Method::OwnDefault,
+    Method::OwnBest,
+    Method::OwnTogether,
+    Method::OwnDual,
+    Method::CopierOneByOne,
+    Method::Copier,
+    Method::RemoraDefault,
+    Method::RemoraShm,
+    Method::RemoraLate,
+    Method::RemoraTcp,
+    Method::RemoraRelay,
+];
+
+const SYNC_EXPLAINED: &str = "\
+Medians over the rounds, in brackets the least and the most. *ratio*: against the best of the server's own replication at the same N. The four
+phases (snapshot / transfer / load / catch-up) are those of the last replica and add up to its time; who loads while the bytes arrive has its
+loading in *transfer*. *out*: bytes out of the primary's host by its cable, all programs together (on loopback: out of the primary's process),
+and as a multiple of the data set. *CPU*: of the primary and its fork child. *memory*: the most that the primary had of its own, and that the
+source agent had beside it, its table included.
+";
+
+const SYNC_HEAD: &str = "\
+| N | method | last replica s | ratio | first s | phases s | out MB | × data | primary CPU s | primary MiB | source MiB | equal |
+|---:|---|---:|---:|---:|---|---:|---:|---:|---:|---:|---|";
+
+const FEEL_EXPLAINED: &str = "\
+GETs and, one in ten, SETs of 1 KiB at a steady rate, from before the first replica was told until the last was in step; medians over the
+rounds. A command that was due while the one before was still out counts from when it was due.
+";
+
+const FEEL_HEAD: &str = "\
+| N | while | sync s | answered/s | p50 ms | p99 ms | p99.9 ms | most ms |
+|---:|---|---:|---:|---:|---:|---:|---:|";
+
+const SCALING_EXPLAINED: &str =
+    "Medians over the rounds, in brackets the least and the most. *others*: the replica's server and all agents.\n";
+
+const SCALING_HEAD: &str = "\
+| method | GiB | values of | wall s | s/GiB | primary CPU s/GiB | others CPU s/GiB | primary MiB | source MiB |
+|---|---:|---:|---:|---:|---:|---:|---:|---:|";
+
+#[cfg(test)]
+pub(super) mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    pub(in super::super) fn point(
+        method: Method,
+        replicas: usize,
+        round: usize,
+        seconds: f64,
+        sent: u64,
+    ) -> syncs::Point {
+        syncs::Point {
+            server: "Valkey 9.1".into(),
+            network: "1 Gb/s".into(),
+            bytes: 1_000_000_000,
+            method,
+            replicas,
+            round,
+            seconds,
+            first_seconds: seconds,
+            snapshot: 0.0,
+            transfer: seconds,
+            load: 0.0,
+            catch_up: 0.0,
+            sent,
+            primary_cpu: 1.0,
+            replicas_cpu: 1.0,
+            agents_cpu: 0.0,
+            peak_memory: 1 << 30,
+            source_memory: 0,
+            equal: Some(true),
+        }
+    }
+
+    pub(in super::super) fn kept(points: Vec<syncs::Point>) -> Kept<syncs::Point> {
+        let mut kept = Kept::begin("sync");
+        kept.points = points;
+        kept.links = vec![crate::suite::network::Link { network: "1 Gb/s".into(), bytes_per_second: 120e6 }];
+        kept
+    }
+
+    #[test]
+    fn the_newest_run_of_a_network_is_the_one_shown() {
+        let old = kept(vec![point(Method::OwnBest, 1, 0, 99.0, 1)]);
+        let new = kept(vec![point(Method::OwnBest, 1, 0, 8.0, 1), point(Method::OwnBest, 1, 1, 9.0, 1)]);
+        let table = sync(&[&old, &new]);
+        assert!(table.contains("8.50 (8.00–9.00)") && !table.contains("99"), "{table}");
+        assert!(table.contains("1 Gb/s (iperf3: 120.0 MB/s), 954 MiB"), "{table}");
+    }
+
+    #[test]
+    fn replicas_that_differ_are_shouted_about() {
+        let mut wrong = point(Method::OwnBest, 1, 0, 8.0, 1);
+        wrong.equal = Some(false);
+        assert!(sync(&[&kept(vec![wrong])]).contains("**NO**"));
+    }
+
+    #[test]
+    fn the_slope_of_a_line_is_found() {
+        let (slope, start) = line_through(&[(1.0, 3.0), (2.0, 5.0), (4.0, 9.0)]).unwrap();
+        assert!((slope - 2.0).abs() < 1e-9 && (start - 1.0).abs() < 1e-9);
+        assert_eq!(line_through(&[(1.0, 3.0), (1.0, 4.0)]), None);
+    }
+}

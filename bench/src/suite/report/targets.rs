@@ -1,0 +1,152 @@
+//! What was to be reached, and whether it was: ratios within one run, as medians over its rounds.
+
+use std::fmt::Write as _;
+
+use super::tables::{Cell, Group, cells, groups};
+use crate::Spread;
+use crate::suite::{Kept, feel, syncs};
+use crate::sync::Method;
+
+/// One target and what came of it.
+struct Target {
+    what: String,
+    where_: String,
+    ratio: Spread,
+    bound: Bound,
+}
+
+#[derive(Clone, Copy)]
+enum Bound {
+    Most(f64),
+    Least(f64),
+}
+
+/// All targets that these runs can tell of, as a table.
+pub(super) fn table(syncs: &[&Kept<syncs::Point>], felt: &[&Kept<feel::Point>]) -> String {
+    let mut out =
+        String::from("| target | where | bound | reached: median (least–most) | |\n|---|---|---:|---:|---|\n");
+    let mut targets: Vec<Target> =
+        groups(syncs).iter().filter(|group| group.is_shaped()).flat_map(Group::targets).collect();
+    targets.extend(of_feeling(&cells(felt)));
+    for Target { what, where_, ratio, bound } in targets {
+        let (words, is_reached) = match bound {
+            Bound::Most(most) => (format!("≤ {most}"), ratio.median <= most),
+            Bound::Least(least) => (format!("≥ {least}"), ratio.median >= least),
+        };
+        let verdict = if is_reached { "reached" } else { "**not reached**" };
+        let Spread { median, low, high } = ratio;
+        let _ = writeln!(out, "| {what} | {where_} | {words} | {median:.3} ({low:.3}–{high:.3}) | {verdict} |");
+    }
+    out
+}
+
+impl Group<'_> {
+    fn is_shaped(&self) -> bool {
+        self.network != "loopback"
+    }
+
+    fn targets(&self) -> Vec<Target> {
+        let mut targets = Vec::new();
+        let mut add = |what: String, ratio: Option<Spread>, bound: Bound| {
+            targets.extend(ratio.map(|ratio| Target { what, where_: self.title(), ratio, bound }));
+        };
+        for (replicas, most) in FLAT {
+            let flat = self.ratio((Method::RemoraRelay, replicas), (Method::RemoraRelay, 1), |point| point.seconds);
+            add(format!("{replicas} replicas against one, with relay"), flat, Bound::Most(most));
+            let sent = self.spread(Method::RemoraRelay, replicas, |point| point.sent as f64 / point.bytes as f64);
+            add(format!("{replicas} replicas with relay: bytes out of the host, × data"), sent, Bound::Most(SENT_MOST));
+        }
+        for method in [Method::RemoraTcp, Method::RemoraRelay] {
+            let best = self.best_own(3);
+            let against = best.and_then(|best| self.ratio((method, 3), (best, 3), |point| point.seconds));
+            let name = method.name();
+            add(format!("3 replicas, {name}, against the server's own best"), against, Bound::Most(OWN_MOST));
+            let share =
+                self.link.and_then(|link| self.spread(method, 1, |point| point.bytes as f64 / point.transfer / link));
+            add(
+                format!("1 replica, {name}: share of iperf3's rate while transferring"),
+                share,
+                Bound::Least(LINK_LEAST),
+            );
+        }
+        targets
+    }
+
+    /// Round by round, where a round has both.
+    fn ratio(
+        &self,
+        ours: (Method, usize),
+        rival: (Method, usize),
+        figure: impl Fn(&syncs::Point) -> f64,
+    ) -> Option<Spread> {
+        let of = |(method, replicas): (Method, usize)| {
+            self.points.iter().filter(move |point| point.method == method && point.replicas == replicas)
+        };
+        let rival_in = |round| of(rival).find(|point| point.round == round).map(|point| figure(point));
+        Spread::of(of(ours).filter_map(|point| Some(figure(point) / rival_in(point.round)?)))
+    }
+}
+
+/// The 99th percentile that clients see while three replicas are made, ours against the best that the server does by itself.
+fn of_feeling(cells: &[Cell<'_>]) -> Vec<Target> {
+    let same = |one: &feel::Point, other: &feel::Point| {
+        (&one.server, &one.network, &one.clients, one.bytes, one.replicas)
+            == (&other.server, &other.network, &other.clients, other.bytes, other.replicas)
+    };
+    let is_ours = |cell: &&Cell<'_>| cell.first.replicas == 3 && cell.first.method.is_some_and(Method::is_ours);
+    let target = |ours: &Cell<'_>| {
+        let own =
+            cells.iter().filter(|cell| same(cell.first, ours.first) && cell.first.method.is_some_and(Method::is_own));
+        // At its best for this very figure.
+        let p99 = |point: &feel::Point| point.felt.p99;
+        let best = own.min_by(|one, other| one.median(p99).total_cmp(&other.median(p99)))?;
+        let in_round = |round| best.points.iter().find(|point| point.round == round).map(|point| point.felt.p99);
+        let ratios = ours.points.iter().filter_map(|point| Some(point.felt.p99 / in_round(point.round)?));
+        let feel::Point { server, network, clients, .. } = ours.first;
+        let method = ours.first.method.map_or("", Method::name);
+        Some(Target {
+            what: format!("p99 while 3 replicas sync, {method}, against the own method that hurts least"),
+            where_: format!("{server}, {network}, {clients} clients"),
+            ratio: Spread::of(ratios)?,
+            bound: Bound::Most(FELT_MOST),
+        })
+    };
+    cells.iter().filter(is_ours).filter_map(target).collect()
+}
+
+/// So many replicas may take so many times as long as one.
+const FLAT: [(usize, f64); 2] = [(3, 1.10), (8, 1.25)];
+
+/// Bytes out of the primary's host, as a multiple of the data set.
+const SENT_MOST: f64 = 1.15;
+
+/// Three replicas, against the server's own best.
+const OWN_MOST: f64 = 0.45;
+
+/// One replica's transfer, as a share of what iperf3 gets out of the link.
+const LINK_LEAST: f64 = 0.93;
+
+/// The 99th percentile that clients feel, against own replication.
+const FELT_MOST: f64 = 0.5;
+
+#[cfg(test)]
+mod tests {
+    use super::super::tables::tests::{kept, point};
+    use super::*;
+
+    #[test]
+    fn ratios_are_of_one_round_and_judged_by_their_median() {
+        let mut points = Vec::new();
+        for (round, slow) in [1.0, 2.0, 4.0].into_iter().enumerate() {
+            points.push(point(Method::RemoraRelay, 1, round, 10.0 * slow, 1_000_000_000));
+            points.push(point(Method::RemoraRelay, 3, round, 10.9 * slow, 1_200_000_000));
+            points.push(point(Method::OwnBest, 3, round, 30.0 * slow, 3_000_000_000));
+        }
+        let table = table(&[&kept(points)], &[]);
+        let line = |what: &str| table.lines().find(|line| line.contains(what)).unwrap_or_default();
+        assert!(line("3 replicas against one").ends_with("| ≤ 1.1 | 1.090 (1.090–1.090) | reached |"), "{table}");
+        assert!(line("× data").contains("1.200") && line("× data").ends_with("**not reached** |"), "{table}");
+        assert!(line("own best").contains("0.363"), "{table}");
+        assert!(!table.contains("8 replicas"), "{table}");
+    }
+}

@@ -1,0 +1,128 @@
+//! `remora-bench scaling`: one replica, as the data set grows, and as its values do. The slope is what a further GiB costs.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::kept::Kept;
+use super::report::tables;
+use super::syncs::available_memory;
+use super::{Common, ServerChoice};
+use crate::sync::{Method, Program, Result, Scene, Shape, Trial};
+
+/// What can be typed.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Options {
+    /// Server.
+    #[arg(long, default_value = "valkey")]
+    pub server: ServerChoice,
+    /// Sizes of the data set in MiB, in values of 1 MiB.
+    #[arg(long, value_delimiter = ',', default_value = "100,256,512,1024,2048,4096,8192")]
+    pub sizes_mib: Vec<u64>,
+    /// Sizes of the values in bytes, in a data set of --values-mib; fewer for small ones, of which two million are enough.
+    #[arg(long, value_delimiter = ',', default_value = "64,1024,16384,262144,4194304,67108864,536870912")]
+    pub value_bytes: Vec<u64>,
+    /// Size of the data set whose values grow, in MiB.
+    #[arg(long, default_value_t = 512)]
+    pub values_mib: u64,
+    /// Methods.
+    #[arg(long, value_delimiter = ',', default_value = "own-best,remora-shm,remora-tcp")]
+    pub methods: Vec<Method>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub common: Common,
+}
+
+/// One sync.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Point {
+    /// Name and version.
+    pub server: String,
+    /// What grows: `size` or `value`.
+    pub grows: String,
+    /// How.
+    pub method: Method,
+    /// Bytes of all values.
+    pub bytes: u64,
+    /// ... of each.
+    pub value_bytes: u64,
+    /// From 0.
+    pub round: usize,
+    /// Wall seconds.
+    pub seconds: f64,
+    /// Processor seconds of the primary with its child.
+    pub primary_cpu: f64,
+    /// ... of the replica's server and all agents.
+    pub others_cpu: f64,
+    /// The most memory of the primary's own, what its child copied included, in bytes.
+    pub peak_memory: u64,
+    /// The most memory of the source agent, in bytes.
+    pub source_memory: u64,
+}
+
+/// Runs it, on loopback.
+///
+/// # Errors
+/// A primary could not be filled or the run not be kept. A sync that fails is noted, and the next is tried.
+pub fn run(options: &Options) -> Result<bool> {
+    let program = Program::build()?;
+    let budget = options.common.budget();
+    let mut kept = Kept::begin("scaling");
+    let sizes = options.sizes_mib.iter().map(|mib| ("size", mib << 20, 1 << 20));
+    let values = options.value_bytes.iter().map(|bytes| ("value", (options.values_mib << 20).max(*bytes), *bytes));
+    for (grows, bytes, value_bytes) in sizes.chain(values) {
+        let shape = Shape { keys: (bytes / value_bytes).clamp(1, MOST_KEYS), value_bytes, every_type: false };
+        let what = format!("{} in values of {}", crate::bytes(shape.bytes()), crate::bytes(value_bytes));
+        if shape.bytes() * COPIES > available_memory() {
+            kept.note(format!("{what}: left out for want of memory"));
+            continue;
+        }
+        // Filling takes about as long as a sync or two.
+        let expected = Duration::from_secs_f64(5.0 + 5.0 * shape.bytes() as f64 / f64::from(1 << 30));
+        if !budget.has(expected) {
+            kept.note(format!("{what}: left out for want of time"));
+            continue;
+        }
+        eprintln!("{what}: filling a primary");
+        let mut scene = Scene::set(&program, options.server.kind(), shape)?;
+        let server = format!("{} ({})", options.server.kind(), scene.primary().version()?);
+        for round in 0..options.common.rounds {
+            if round > 0 && !budget.has(expected) {
+                kept.note(format!("{what}: {round} rounds only, for want of time"));
+                break;
+            }
+            for method in &options.methods {
+                let trial = Trial { method: *method, replicas: 1, writes: None, compare: false };
+                match scene.play(&trial, &|_, _| {}) {
+                    Ok(outcome) => {
+                        eprintln!("{what}, {}: {:.2} s", method.name(), outcome.seconds);
+                        kept.points.push(Point {
+                            server: server.clone(),
+                            grows: grows.to_owned(),
+                            method: *method,
+                            bytes: shape.bytes(),
+                            value_bytes,
+                            round,
+                            seconds: outcome.seconds,
+                            primary_cpu: outcome.primary_cpu,
+                            others_cpu: outcome.agents_cpu + outcome.replica_cpu.iter().sum::<f64>(),
+                            peak_memory: outcome.peak_memory,
+                            source_memory: outcome.source_memory,
+                        });
+                    }
+                    Err(error) => kept.note(format!("{what}, {}: failed: {error}", method.name())),
+                }
+            }
+            let summary = tables::scaling(&[&kept]);
+            kept.keep(options.common.out.as_deref(), options.common.label.as_deref(), &summary)?;
+        }
+    }
+    print!("{}", tables::scaling(&[&kept]));
+    Ok(true)
+}
+
+/// Of keys as small as 64 bytes more say nothing more, and fill the machine.
+const MOST_KEYS: u64 = 2_000_000;
+
+/// Of a data set in memory at once: primary, source's table, replica, and something for all else.
+const COPIES: u64 = 4;

@@ -1,0 +1,272 @@
+//! `remora-bench sync`: N replicas by every method over every network.
+//!
+//! For each server and network a primary is filled once; then every method in turn makes N replicas on fresh, empty servers,
+//! for each N, round by round. What is compared is of one run: a method against the others at the same N, and each method
+//! against itself at N = 1.
+
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+use super::kept::Kept;
+use super::network::Network;
+use super::report::tables;
+use super::{Budget, Common, ServerChoice, VALUE_BYTES};
+use crate::sync::{Method, Outcome, Phases, Program, Result, Scene, Shape, Trial};
+
+/// What can be typed.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Options {
+    /// Networks: `loopback`, or the rate of each host's cable (needs root).
+    #[arg(long, value_delimiter = ',', default_value = "100mbit,1gbit,10gbit,loopback")]
+    pub networks: Vec<Network>,
+    /// Servers.
+    #[arg(long, value_delimiter = ',', default_value = "redis,valkey")]
+    pub servers: Vec<ServerChoice>,
+    /// Numbers of replicas.
+    #[arg(long, value_delimiter = ',', default_value = "1,2,3,8")]
+    pub replicas: Vec<usize>,
+    /// Values of 3748 KiB in the data set: 256 are 937 MiB.
+    #[arg(long, default_value_t = 256)]
+    pub values: u64,
+    /// ... on networks of less than 1 Gb/s, where all of it would take minutes each time.
+    #[arg(long, default_value_t = 16)]
+    pub values_where_slow: u64,
+    /// Methods; those that do not apply to a network, a server or a number of replicas are passed over.
+    #[arg(long, value_delimiter = ',')]
+    pub methods: Vec<Method>,
+    /// Whether replicas are compared with the primary, in the first round.
+    #[arg(long)]
+    pub compare: bool,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub common: Common,
+}
+
+/// One sync.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Point {
+    /// Name and version.
+    pub server: String,
+    /// Name of the network.
+    pub network: String,
+    /// Bytes of all values.
+    pub bytes: u64,
+    /// How.
+    pub method: Method,
+    /// How many replicas.
+    pub replicas: usize,
+    /// From 0.
+    pub round: usize,
+    /// Wall seconds until the last replica was in step.
+    pub seconds: f64,
+    /// ... the first.
+    pub first_seconds: f64,
+    /// Of the last replica, in seconds, as [`Phases`] has them.
+    pub snapshot: f64,
+    /// ...
+    pub transfer: f64,
+    /// ...
+    pub load: f64,
+    /// ...
+    pub catch_up: f64,
+    /// Bytes out of the primary's host; on loopback, out of the primary.
+    pub sent: u64,
+    /// Processor seconds of the primary with its child.
+    pub primary_cpu: f64,
+    /// ... of all replicas' servers.
+    pub replicas_cpu: f64,
+    /// ... of all agents, or of the copier.
+    pub agents_cpu: f64,
+    /// The most memory of the primary's own, what its child copied included, in bytes.
+    pub peak_memory: u64,
+    /// The most memory of the source agent, in bytes.
+    pub source_memory: u64,
+    /// Whether the replicas held what the primary holds; `None` where it was not looked at.
+    pub equal: Option<bool>,
+}
+
+impl Point {
+    fn of(outcome: &Outcome, server: &str, network: Network, bytes: u64, round: usize) -> Point {
+        let Phases { snapshot, transfer, load, catch_up } = outcome.phases;
+        Point {
+            server: server.to_owned(),
+            network: network.to_string(),
+            bytes,
+            method: outcome.method,
+            replicas: outcome.replicas,
+            round,
+            seconds: outcome.seconds,
+            first_seconds: outcome.first_seconds,
+            snapshot,
+            transfer,
+            load,
+            catch_up,
+            sent: outcome.host_bytes.unwrap_or(outcome.primary_bytes),
+            primary_cpu: outcome.primary_cpu,
+            replicas_cpu: outcome.replica_cpu.iter().sum(),
+            agents_cpu: outcome.agents_cpu,
+            peak_memory: outcome.peak_memory,
+            source_memory: outcome.source_memory,
+            equal: outcome.equal,
+        }
+    }
+}
+
+/// Runs it. Whether every replica that was compared was equal.
+///
+/// # Errors
+/// A network could not be made, a primary not be filled, or the run not be kept. A sync that fails is noted, and the next is tried.
+pub fn run(options: &Options) -> Result<bool> {
+    let program = Program::build()?;
+    let mut bench = Bench { options, program, kept: Kept::begin("sync"), budget: options.common.budget() };
+    if !bench.program.serves_peers() {
+        bench.kept.note("This build's replicas do not feed each other: the method with relay is left out.");
+    }
+    for network in &options.networks {
+        for server in &options.servers {
+            bench.scene(*network, *server)?;
+        }
+    }
+    print!("{}", tables::sync(&[&bench.kept]));
+    Ok(bench.kept.points.iter().all(|point| point.equal != Some(false)))
+}
+
+struct Bench<'a> {
+    options: &'a Options,
+    program: Program,
+    kept: Kept<Point>,
+    budget: Budget,
+}
+
+impl Bench<'_> {
+    /// All rounds on one primary.
+    fn scene(&mut self, network: Network, server: ServerChoice) -> Result<()> {
+        let most = self.options.replicas.iter().copied().max().unwrap_or(1);
+        let place = network.place(most)?;
+        let link = network.measure(&place)?;
+        eprintln!("{network}: iperf3 {:.1} MB/s; filling a primary", link.bytes_per_second / 1e6);
+        self.kept.links.push(link);
+        let shape = Shape { keys: self.values(network, most), value_bytes: VALUE_BYTES, every_type: false };
+        let mut scene = Scene::at(&place, &self.program, server.kind(), shape)?;
+        let name = format!("{} ({})", server.kind(), scene.primary().version()?);
+        for round in 0..self.options.common.rounds {
+            for replicas in self.options.replicas.clone() {
+                for method in self.order(network, server, replicas, round) {
+                    self.trial(
+                        &mut scene,
+                        &name,
+                        network,
+                        Trial { method, replicas, writes: None, compare: self.options.compare && round == 0 },
+                        round,
+                    )?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn trial(&mut self, scene: &mut Scene, server: &str, network: Network, trial: Trial, round: usize) -> Result<()> {
+        let what = format!("{server}, {network}, N = {}, {}", trial.replicas, trial.method.name());
+        if !self.budget.has(self.longest(server, network, &trial)) {
+            self.kept.note(format!("{what}, round {}: left out for want of time", round + 1));
+            return Ok(());
+        }
+        let begun = Instant::now();
+        match scene.play(&trial, &|_, _| {}) {
+            Ok(outcome) => {
+                let point = Point::of(&outcome, server, network, scene.shape().bytes(), round);
+                eprintln!(
+                    "{what}: {:.2} s (first {:.2}), {:.0} MB out [{:.0} s]",
+                    point.seconds,
+                    point.first_seconds,
+                    point.sent as f64 / 1e6,
+                    begun.elapsed().as_secs_f64()
+                );
+                for difference in &outcome.differences {
+                    self.kept.note(format!("{what}: NOT EQUAL: {difference}"));
+                }
+                self.kept.points.push(point);
+            }
+            Err(error) => self.kept.note(format!("{what}, round {}: failed: {error}", round + 1)),
+        }
+        let summary = tables::sync(&[&self.kept]);
+        self.kept.keep(self.options.common.out.as_deref(), self.options.common.label.as_deref(), &summary)
+    }
+
+    /// How long such a sync took before, or might: half as long again as N copies one after the other over the network.
+    fn longest(&self, server: &str, network: Network, trial: &Trial) -> Duration {
+        let network = network.to_string();
+        let before = self.kept.points.iter().filter(|point| {
+            point.server == server
+                && point.network == network
+                && point.replicas == trial.replicas
+                && point.method == trial.method
+        });
+        let seconds = before.map(|point| point.seconds).reduce(f64::max).unwrap_or_default();
+        Duration::from_secs_f64(seconds) + BESIDES
+    }
+
+    /// Another method begins each round.
+    fn order(&self, network: Network, server: ServerChoice, replicas: usize, round: usize) -> Vec<Method> {
+        let asked = if self.options.methods.is_empty() { METHODS.as_slice() } else { self.options.methods.as_slice() };
+        let applies = |method: &Method| {
+            method.applies(server.kind(), replicas)
+                && (network == Network::Loopback || method.crosses_hosts())
+                && (*method != Method::RemoraRelay || self.program.serves_peers())
+        };
+        let mut methods: Vec<Method> = asked.iter().copied().filter(applies).collect();
+        let count = methods.len().max(1);
+        methods.rotate_left(round % count);
+        methods
+    }
+
+    /// How many values: as asked, halved until N replicas of them have room in this machine's memory.
+    fn values(&mut self, network: Network, replicas: usize) -> u64 {
+        let is_slow = matches!(network, Network::Shaped(rate) if rate.0 < SLOW_BITS);
+        let asked = if is_slow { self.options.values_where_slow } else { self.options.values };
+        let mut values = asked.max(1);
+        while values > 1 && values * VALUE_BYTES * copies(replicas) > available_memory() {
+            values /= 2;
+        }
+        if values < asked {
+            let mib = |values: u64| (values * VALUE_BYTES) >> 20;
+            let (here, asked) = (mib(values), mib(asked));
+            self.kept.note(format!("{network}: {here} MiB instead of {asked}, as {replicas} replicas must have room"));
+        }
+        values
+    }
+}
+
+/// Copies of the data set in memory at once: the primary's, the source's, and of each replica the server's and, where replicas feed
+/// each other, the agent's. One for all else.
+fn copies(replicas: usize) -> u64 {
+    3 + 2 * replicas as u64
+}
+
+/// Bytes.
+pub(super) fn available_memory() -> u64 {
+    let table = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let line = table.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
+    let kib = line.and_then(|rest| rest.trim().strip_suffix(" kB")).and_then(|kib| kib.trim().parse::<u64>().ok());
+    kib.map_or(u64::MAX, |kib| kib * 1024)
+}
+
+/// All that say something of their own; which apply is asked of each.
+const METHODS: [Method; 9] = [
+    Method::OwnDefault,
+    Method::OwnBest,
+    Method::OwnTogether,
+    Method::OwnDual,
+    Method::CopierOneByOne,
+    Method::Copier,
+    Method::RemoraShm,
+    Method::RemoraTcp,
+    Method::RemoraRelay,
+];
+
+/// Below this a network is slow.
+const SLOW_BITS: u64 = 1_000_000_000;
+
+/// What a trial takes besides the sync itself: starting servers, coming to rest.
+const BESIDES: Duration = Duration::from_secs(5);

@@ -1,0 +1,47 @@
+//! The most memory that a server has had of its own while something lasted.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use remora_lab::process;
+
+/// Looks at a process's private memory (`RssAnon`) until it is asked. What a fork child copies is not in it; the server
+/// counts that itself (`rdb_last_cow_size`).
+pub(super) struct Peak {
+    is_over: Arc<AtomicBool>,
+    looking: Option<JoinHandle<u64>>,
+}
+
+impl Peak {
+    pub(super) fn watch(pid: u32) -> Peak {
+        let is_over = Arc::new(AtomicBool::new(false));
+        let told = Arc::clone(&is_over);
+        let looking = thread::spawn(move || {
+            let mut most = 0;
+            while !told.load(Ordering::Relaxed) {
+                // A server that has ended has been seen before.
+                most = most.max(process::private_memory(pid).unwrap_or_default());
+                thread::sleep(LOOK_EVERY);
+            }
+            most
+        });
+        Peak { is_over, looking: Some(looking) }
+    }
+
+    /// Bytes.
+    pub(super) fn end(&mut self) -> u64 {
+        self.is_over.store(true, Ordering::Relaxed);
+        self.looking.take().and_then(|thread| thread.join().ok()).unwrap_or_default()
+    }
+}
+
+impl Drop for Peak {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// Reading one line of /proc costs microseconds; an output buffer grows for seconds.
+const LOOK_EVERY: Duration = Duration::from_millis(25);
