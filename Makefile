@@ -41,7 +41,7 @@ loom:
 	RUSTFLAGS="--cfg loom" CARGO_PROFILE_RELEASE_LTO=off \
 		$(CARGO) test --locked -p remora-table --lib --release --target-dir target/loom
 
-## bench: the measurements behind the numbers in the README, into bench/runs; ARGS="--only full_sync"
+## bench: the measurements behind docs/benchmarks.md and the README, into bench/runs; ARGS="--only sync"
 .PHONY: bench
 bench: build
 	$(CARGO) run --release --locked -p xtask -- bench $(ARGS)

@@ -1,4 +1,4 @@
-//! Builds the programs of `bench/` and runs one after the other; each keeps its own run.
+//! Builds the programs of `bench/` and runs one after the other; each keeps its own run. Then the page that shows them is made again.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,8 +8,8 @@ use remora_bench::sync::Result;
 /// What can be typed.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Options {
-    /// Only these programs.
-    #[arg(long, value_delimiter = ',', value_name = "NAME", default_values = PROGRAMS, value_parser = clap::builder::PossibleValuesParser::new(PROGRAMS))]
+    /// Only these.
+    #[arg(long, value_delimiter = ',', value_name = "NAME", default_values = NAMES, value_parser = clap::builder::PossibleValuesParser::new(NAMES))]
     only: Vec<String>,
 
     /// Folder for the runs.
@@ -27,17 +27,30 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let target = own.parent().and_then(Path::parent).ok_or("this program lies in no target folder")?;
     build(target)?;
     let mut failed = Vec::new();
-    for program in &options.only {
-        eprintln!("── {program}");
-        let mut command = Command::new(target.join("release").join(program));
+    for name in &options.only {
+        eprintln!("── {name}");
+        let is_part = PARTS.contains(&name.as_str());
+        let mut command = Command::new(target.join("release").join(if is_part { SUITE } else { name }));
+        if is_part {
+            command.arg(name);
+        }
         command.arg("--out").arg(&options.out).args(&options.arguments);
-        command.current_dir(remora_lab::server::project_root());
-        // It dies with us.
-        if !remora_lab::process::spawn(command)?.wait()?.success() {
-            failed.push(program.as_str());
+        if !is_well(command)? {
+            failed.push(name.as_str());
         }
     }
+    let mut report = Command::new(target.join("release").join(SUITE));
+    report.args(["report", "--runs"]).arg(&options.out);
+    if !is_well(report)? {
+        failed.push("report");
+    }
     if failed.is_empty() { Ok(()) } else { Err(format!("not as promised: {}", failed.join(", ")).into()) }
+}
+
+/// Runs it in the project's folder, to its end. It dies with us.
+fn is_well(mut command: Command) -> Result<bool> {
+    command.current_dir(remora_lab::server::project_root());
+    Ok(remora_lab::process::spawn(command)?.wait()?.success())
 }
 
 fn build(target: &Path) -> Result<()> {
@@ -48,4 +61,19 @@ fn build(target: &Path) -> Result<()> {
     if build.status()?.success() { Ok(()) } else { Err("the benchmarks could not be built; cargo has said why".into()) }
 }
 
-const PROGRAMS: [&str; 5] = ["read_bandwidth", "read_latency", "full_sync", "follow_lag", "messenger_rate"];
+/// Programs of their own, and parts of [`SUITE`].
+const NAMES: [&str; 9] = [
+    "read_bandwidth",
+    "read_latency",
+    "full_sync",
+    "follow_lag",
+    "messenger_rate",
+    "devices",
+    "sync",
+    "feel",
+    "scaling",
+];
+
+/// The program with the tables that a reader wants, and its parts that measure.
+const SUITE: &str = "remora-bench";
+const PARTS: [&str; 4] = ["devices", "sync", "feel", "scaling"];

@@ -3,6 +3,7 @@
 //! ```text
 //!   demo            replicas by Remora and by the servers' own replication, side by side, in one table
 //!   bench           the programs of bench/, their runs kept in bench/runs
+//!   net             hosts with cables of a known rate, to cut, slow down and make lossy; servers and agents in them
 //!   bindings        the types of the RDMA libraries, out of their headers: rarely, and by hand
 //!   man, completions   what `remora generate` writes, without installing it first
 //! ```
@@ -11,12 +12,13 @@
 //!
 //! - [`demo`]: the demonstration. **Start here.** [`show`]: what is seen while it runs; [`table`]: what is left of it.
 //! - [`mod@bench`]: builds and runs the benchmarks. [`bindings`]: makes or compares the RDMA libraries' types.
-//! - [`stop`]: Ctrl-C leaves nothing behind.
+//! - [`net`]: hosts, servers and agents, as a person wants them. [`stop`]: Ctrl-C leaves nothing behind.
 #![forbid(unsafe_code)]
 
 mod bench;
 mod bindings;
 mod demo;
+mod net;
 mod show;
 mod stop;
 mod table;
@@ -41,6 +43,9 @@ enum Command {
     Demo(demo::Options),
     /// Run the benchmarks and keep their runs.
     Bench(bench::Options),
+    /// Hosts of a test network, with servers and agents in them. Needs root.
+    #[command(subcommand)]
+    Net(net::Command),
     /// Make the types of the RDMA libraries again out of their headers.
     Bindings(bindings::Options),
     /// Write the man pages of `remora` into a folder.
@@ -59,6 +64,7 @@ fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Demo(options) => stop::or_run(move || demo::run(&options)),
         Command::Bench(options) => stop::or_run(move || bench::run(&options)),
+        Command::Net(command) => net::run(command),
         Command::Bindings(options) => bindings::run(&options),
         Command::Man { directory } => generate(Generated::Man { directory }),
         Command::Completions { shell } => completions(&shell),

@@ -25,7 +25,10 @@ pub struct Kept<P> {
 impl<P: Serialize + DeserializeOwned> Kept<P> {
     /// An empty one of `remora-bench NAME`.
     pub fn begin(name: &str) -> Kept<P> {
-        Kept { run: Run::new(&format!("bench_{name}"), "see the columns"), links: Vec::new(), points: Vec::new() }
+        let run = Run::new(&format!("bench_{name}"), "see the columns");
+        let arguments: Vec<String> = std::env::args().skip(1).collect();
+        let run = Run { command: format!("remora-bench {}", arguments.join(" ")), ..run };
+        Kept { run, links: Vec::new(), points: Vec::new() }
     }
 
     /// Says something that a reader of the run must know, here and there.

@@ -78,7 +78,8 @@ pub enum ServerChoice {
 }
 
 impl ServerChoice {
-    fn kind(self) -> Kind {
+    /// The lab's name for it.
+    pub fn kind(self) -> Kind {
         match self {
             ServerChoice::Redis => Kind::Redis7,
             ServerChoice::Valkey => Kind::Valkey9,

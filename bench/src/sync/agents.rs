@@ -55,6 +55,11 @@ impl Program {
         self.serves_peers
     }
 
+    /// Where it lies.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// What it says of itself: name and version.
     pub fn version(&self) -> Result<String> {
         let output = Command::new(&self.path).arg("--version").output()?;
@@ -75,8 +80,12 @@ impl Program {
     pub(crate) fn replica(&self, server: &Server, source: &Source, method: Method, name: &str) -> Result<Replica> {
         let summary = source.folder.join(format!("{name}.json"));
         let mut more = vec![os("--json"), summary.as_os_str()];
-        if let (true, Some(serves)) = (self.serves_peers, method.serves_peers()) {
-            more.push(os(if serves { SERVE_PEERS } else { NO_SERVE_PEERS }));
+        // One that passes slots on keeps them, so that who comes late finds all of them with it.
+        let memory = format!("{}MiB", (source.data_bytes >> 20) + RELAY_MIB);
+        match method.serves_peers() {
+            Some(true) if self.serves_peers => more.extend([os(SERVE_PEERS), os("--memory"), os(&memory)]),
+            Some(false) if self.serves_peers => more.push(os(NO_SERVE_PEERS)),
+            _ => {}
         }
         let agent = self.start_replica(server, source, method.transport().unwrap_or("auto"), name, &more)?;
         Ok(Replica { agent, summary })
@@ -106,6 +115,7 @@ pub struct Source {
     address: String,
     token: PathBuf,
     folder: PathBuf,
+    data_bytes: u64,
 }
 
 impl Source {
@@ -123,7 +133,7 @@ impl Source {
         let line = agent.wait_for_line("listening=", START_TIME)?;
         let words = line.split_whitespace().find_map(|word| word.strip_prefix("listening="));
         let address = words.ok_or("the source did not say where it listens")?.to_owned();
-        Ok(Source { agent, address, token, folder: folder.to_owned() })
+        Ok(Source { agent, address, token, folder: folder.to_owned(), data_bytes })
     }
 
     /// Processor seconds since its start.
@@ -211,6 +221,9 @@ fn os(text: &str) -> &std::ffi::OsStr {
 
 const SERVE_PEERS: &str = "--serve-peers";
 const NO_SERVE_PEERS: &str = "--no-serve-peers";
+
+/// Memory of a replica that passes slots on, besides the data set: for slots under way.
+const RELAY_MIB: u64 = 256;
 
 /// Memory for the stream: far more than a writer of the demo writes while anything lasts.
 const JOURNAL_MIB: u64 = 128;

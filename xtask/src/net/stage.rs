@@ -1,0 +1,250 @@
+//! What `up` puts up: hosts, a filled primary with its source, empty servers with their replica agents. It stays, and does as it is told.
+
+use std::fmt::Write as _;
+use std::path::Path;
+use std::process::Command;
+use std::thread;
+use std::time::Duration;
+
+use remora_bench::sync::{Program, Result};
+use remora_lab::{Agent, BitRate, Host, Kind, Loss, Net, Server, Shape, scratch};
+
+use super::talk::{Desk, Order};
+
+/// What is to be put up.
+pub(super) struct Plan {
+    pub(super) replicas: u8,
+    pub(super) rate: BitRate,
+    pub(super) kind: Kind,
+    /// MiB.
+    pub(super) values: u64,
+    pub(super) agents: bool,
+}
+
+/// Puts it up, and takes orders until it is told to end.
+pub(super) fn put_up(plan: &Plan) -> Result<()> {
+    let desk = Desk::open()?;
+    let program = Program::build()?;
+    let folder = scratch::folder("net")?;
+    let net = Net::new()?;
+    let names = (1..=plan.replicas).map(|number| format!("replica-{number}"));
+    let mut stage = Stage { hosts: Vec::new(), is_over: false };
+    for name in ["primary".to_owned()].into_iter().chain(names) {
+        let host = net.host(&name)?;
+        host.shape(Shape::bits(plan.rate.0))?;
+        let server = Server::builder(plan.kind).on(&host).start()?;
+        stage.hosts.push(Station { host, server, agent: None, has_told: false, cable: Cable::new(plan.rate) });
+    }
+    stage.fill(&program, plan.values)?;
+    if plan.agents {
+        stage.start_agents(&program, folder.path(), plan.values)?;
+    }
+    print!("{}", stage.describe()?);
+    println!("stop by Ctrl-C, or `xtask net down`; `xtask net --help` says what else it can be told");
+    while !stage.is_over {
+        desk.serve(|order| stage.obey(order).map_err(|error| error.to_string()))?;
+        stage.look_after()?;
+        thread::sleep(LOOK_EVERY);
+    }
+    Ok(())
+}
+
+struct Stage {
+    /// The primary first.
+    hosts: Vec<Station>,
+    is_over: bool,
+}
+
+/// One host and what runs on it.
+struct Station {
+    host: Host,
+    server: Server,
+    agent: Option<Agent>,
+    /// Whether its agent's last words have been shown.
+    has_told: bool,
+    cable: Cable,
+}
+
+/// A cable as it was last told to be.
+struct Cable {
+    rate: Option<BitRate>,
+    percent: f64,
+    is_cut: bool,
+}
+
+impl Cable {
+    fn new(rate: BitRate) -> Cable {
+        Cable { rate: Some(rate), percent: 0.0, is_cut: false }
+    }
+
+    fn words(&self) -> String {
+        let rate = self.rate.map_or("free".to_owned(), |rate| rate.to_string());
+        let loss = if self.percent > 0.0 { format!(", loses {} %", self.percent) } else { String::new() };
+        format!("{rate}{loss}{}", if self.is_cut { ", CUT" } else { "" })
+    }
+}
+
+impl Stage {
+    fn fill(&self, program: &Program, values: u64) -> Result<()> {
+        let primary = self.primary()?;
+        let mut command = Command::new(program.path());
+        command.args(["--quiet", "load", "--server", &primary.server.url()]);
+        command.args(["--keys", &values.to_string(), "--value-size", "1MiB"]);
+        primary.host.enter(&mut command)?;
+        Ok(Agent::run(command)?.wait_for_success(LONGEST_LOAD)?)
+    }
+
+    fn start_agents(&mut self, program: &Program, folder: &Path, values: u64) -> Result<()> {
+        let token = scratch::token_file(folder)?;
+        let (source, rest) = self.hosts.split_first_mut().ok_or("no hosts")?;
+        let mut command = Command::new(program.path());
+        let listen = format!("{}:{SOURCE_PORT}", source.host.address());
+        command.args(["source", "--server", &source.server.url(), "--listen", &listen, "--token-file"]).arg(&token);
+        command.args(["--memory", &format!("{}MiB", 2 * values + 256)]);
+        source.host.enter(&mut command)?;
+        let mut agent = Agent::run(command)?;
+        agent.wait_for_line("listening=", START_TIME)?;
+        source.agent = Some(agent);
+        for station in rest {
+            let mut command = Command::new(program.path());
+            command.args(["replica", "--server", &station.server.url(), "--source", &listen]);
+            command.args(["--transport", "tcp", "--name", station.host.name(), "--token-file"]).arg(&token);
+            station.host.enter(&mut command)?;
+            station.agent = Some(Agent::run(command)?);
+        }
+        println!("token: {}", token.display());
+        Ok(())
+    }
+
+    fn primary(&self) -> Result<&Station> {
+        Ok(self.hosts.first().ok_or("no hosts")?)
+    }
+
+    fn describe(&self) -> Result<String> {
+        let mut text =
+            String::from("host        server             cable                        sent MB  received MB\n");
+        for Station { host, server, cable, .. } in &self.hosts {
+            let traffic = host.traffic()?;
+            let (sent, received) = (traffic.sent as f64 / 1e6, traffic.received as f64 / 1e6);
+            let (name, address, cable) = (host.name(), server.address(), cable.words());
+            let _ = writeln!(text, "{name:<11} {address:<18} {cable:<28} {sent:>7.1} {received:>12.1}");
+        }
+        Ok(text)
+    }
+
+    fn obey(&mut self, order: Order) -> Result<String> {
+        match order {
+            Order::Hosts => return self.describe(),
+            Order::Where(name) => return Ok(self.station(&name)?.host.namespace_path()),
+            Order::Down => self.is_over = true,
+            Order::Cut(name) => {
+                let station = self.station(&name)?;
+                station.host.cut()?;
+                station.cable.is_cut = true;
+            }
+            Order::Heal(name) => {
+                let station = self.station(&name)?;
+                station.host.heal()?;
+                station.cable.is_cut = false;
+            }
+            Order::Slow(name, bits) => {
+                let station = self.station(&name)?;
+                station.host.shape(bits.map_or(Shape::default(), Shape::bits))?;
+                station.cable.rate = bits.map(BitRate);
+            }
+            Order::Lossy(name, percent) => {
+                let station = self.station(&name)?;
+                station.host.lossy(Loss::percent(percent).ok_or("no share of a hundred")?)?;
+                station.cable.percent = percent;
+            }
+        }
+        Ok(String::new())
+    }
+
+    fn station(&mut self, name: &str) -> Result<&mut Station> {
+        let names: Vec<String> = self.hosts.iter().map(|station| station.host.name().to_owned()).collect();
+        let found = self.hosts.iter_mut().find(|station| station.host.name() == name);
+        Ok(found.ok_or_else(|| format!("no host {name:?}; there are {}", names.join(", ")))?)
+    }
+
+    /// Says what an agent said that has ended. A primary or its source that is gone ends everything.
+    fn look_after(&mut self) -> Result<()> {
+        self.primary()?.server.client()?.text(&["PING"])?;
+        for (number, station) in self.hosts.iter_mut().enumerate() {
+            let Some(agent) = &mut station.agent else { continue };
+            let Some(status) = agent.ended()? else { continue };
+            if number == 0 {
+                return Err(format!("the source has ended:\n{}", agent.output()).into());
+            }
+            if !station.has_told {
+                station.has_told = true;
+                let how = remora_lab::process::in_words(status);
+                println!("{}: remora replica has ended ({how}):\n{}", station.host.name(), agent.output());
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The port of a source unless told otherwise; on a host of its own it is free.
+const SOURCE_PORT: u16 = 7379;
+
+/// Filling a server, a gigabyte a second or so.
+const LONGEST_LOAD: Duration = Duration::from_secs(600);
+
+/// The source touches its memory before it is ready.
+const START_TIME: Duration = Duration::from_secs(60);
+
+/// How often orders are taken and agents looked at.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use remora_lab::require;
+
+    use super::super::talk::Answer;
+    use super::*;
+
+    #[test]
+    fn a_host_does_as_it_is_told_and_says_so() {
+        let Some(()) = require::shaping() else { return };
+        let Some(()) = require::loss() else { return };
+        let Some(kind) = require::redis() else { return };
+        let host = Net::new().unwrap().host("primary").unwrap();
+        let server = Server::builder(kind).on(&host).start().unwrap();
+        let cable = Cable::new(BitRate(1_000_000_000));
+        let mut stage =
+            Stage { hosts: vec![Station { host, server, agent: None, has_told: false, cable }], is_over: false };
+        let name = || "primary".to_owned();
+        for order in [Order::Slow(name(), Some(100_000_000)), Order::Lossy(name(), 1.5), Order::Cut(name())] {
+            stage.obey(order).unwrap();
+        }
+        assert!(stage.describe().unwrap().contains("100 Mb/s, loses 1.5 %, CUT"), "{}", stage.describe().unwrap());
+        for order in [Order::Slow(name(), None), Order::Lossy(name(), 0.0), Order::Heal(name())] {
+            stage.obey(order).unwrap();
+        }
+        assert!(stage.describe().unwrap().contains(" free "), "{}", stage.describe().unwrap());
+        assert!(stage.obey(Order::Cut("nobody".into())).unwrap_err().to_string().contains("there are primary"));
+    }
+
+    #[test]
+    fn an_order_is_carried_out_and_answered_by_the_process_that_holds_the_hosts() {
+        let desk = Desk::open().unwrap();
+        let asking = thread::spawn(|| {
+            super::super::talk::ask(&Order::Slow("a".into(), None)).map_err(|error| error.to_string())
+        });
+        let mut seen = Vec::new();
+        while !asking.is_finished() {
+            let answer = |order| -> Answer {
+                seen.push(order);
+                Ok("done\n".into())
+            };
+            desk.serve(answer).unwrap();
+            thread::sleep(Duration::from_millis(5));
+        }
+        assert_eq!(asking.join().unwrap(), Ok("done\n".to_owned()));
+        assert_eq!(seen, [Order::Slow("a".into(), None)]);
+        assert!(Desk::open().is_err(), "two took orders at once");
+    }
+}
