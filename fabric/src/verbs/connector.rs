@@ -181,8 +181,8 @@ impl<'a> Way<'a> {
         // Every request that is posted has its place in the completion queue: the pieces, the proof, the welcome.
         let completions = Completions::new(&channel, queue_depth + HANDSHAKE_COMPLETIONS)?;
         let scatter = u32::try_from(self.device.attributes().max_sge_rd).unwrap_or(1).clamp(1, MAX_SCATTER);
-        let capacity = Capacity { send: queue_depth + 1, receive: 1, scatter };
-        let pair = QueuePair::new(domain, &completions, capacity)?;
+        let capacity = Capacity { send: queue_depth + 1, receive: 1 };
+        let pair = QueuePair::scattering(domain, &completions, capacity, scatter)?;
         let letter = letter(domain)?;
         let alarm = Alarm::new()?;
         self.device.watch(pair.name(), &alarm);
@@ -264,8 +264,14 @@ impl Met<'_> {
             return Err(Error::Protocol("the region is not as long as its key says"));
         }
         let remote = Remote { key: welcome.key, base: welcome.base };
-        let trial = RemoteRead { name: TRIAL_READ, address: remote.base, key: remote.key };
-        parts.pair.post_read(&trial, &parts.letter, TRIAL, TRIAL_BYTES.min(length) as u32)?;
+        let trial = RemoteRead {
+            name: TRIAL_READ,
+            address: remote.base,
+            key: remote.key,
+            length: TRIAL_BYTES.min(length) as u32,
+            offset: TRIAL,
+        };
+        parts.pair.post_read(&trial, &parts.letter)?;
         await_completion(&parts, &way.events, TRIAL_READ, deadline, way.options.handshake_timeout)?;
         tracing::debug!(device = way.device.name(), source = %way.remote, reads_in_flight, "a queue pair reads");
         Ok(Lane::new(parts, way.id, way.events, remote, way.options.piece_bytes))
@@ -286,8 +292,8 @@ pub(super) fn read_without_proof(
     let sink = Registration::new(&Domain::new(&way.device)?, &sink, Access::Landing)?;
     let hello = Hello { session: 0, id, lane: 0, nonce: reader_nonce()? };
     let met = way.connect(&hello, sink)?;
-    let guess = RemoteRead { name: TRIAL_READ, address: remote.base, key: remote.key };
-    met.parts.pair.post_read(&guess, &met.parts.letter, TRIAL, 64)?;
+    let guess = RemoteRead { name: TRIAL_READ, address: remote.base, key: remote.key, length: 64, offset: TRIAL };
+    met.parts.pair.post_read(&guess, &met.parts.letter)?;
     let (deadline, mut done) = (Instant::now() + options.handshake_timeout, Vec::new());
     while Instant::now() < deadline {
         met.parts.completions.poll(&mut done)?;

@@ -171,9 +171,14 @@ impl Lane {
     /// Makes one request of the first piece that is held and of those after it that are its neighbours in the region; gives its bytes.
     fn gather(&mut self) -> u32 {
         let Some(first) = self.held.pop_front() else { return 0 };
-        let address = self.remote.base.wrapping_add(first.offset);
-        self.batch.add(&RemoteRead { name: first.slot as u64, address, key: self.remote.key });
-        self.batch.land(&self.sink, first.sink_offset, first.length);
+        let read = RemoteRead {
+            name: first.slot as u64,
+            address: self.remote.base.wrapping_add(first.offset),
+            key: self.remote.key,
+            length: first.length,
+            offset: first.sink_offset,
+        };
+        self.batch.add(&read, &self.sink);
         self.posted.push_back(first);
         let (mut pieces, mut end, mut bytes) = (1, first.end(), first.length);
         while pieces < self.scatter
@@ -182,7 +187,7 @@ impl Lane {
             && bytes + next.length <= self.longest.min(SMALL_BYTES)
         {
             self.held.pop_front();
-            self.batch.land(&self.sink, next.sink_offset, next.length);
+            self.batch.extend(&self.sink, next.sink_offset, next.length);
             self.posted.push_back(next);
             (pieces, end, bytes) = (pieces + 1, next.end(), bytes + next.length);
         }

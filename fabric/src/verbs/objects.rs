@@ -36,7 +36,7 @@ macro_rules! shared_between_threads {
     )* };
 }
 
-shared_between_threads!(Domain Registration Channel Completions QueuePair Batch);
+shared_between_threads!(Domain Registration Channel Completions QueuePair);
 
 /// A protection domain: queue pairs in it can use the registrations in it, and no others.
 pub(super) struct Domain {
@@ -300,8 +300,6 @@ pub(super) struct Capacity {
     pub(super) send: u32,
     /// Receives.
     pub(super) receive: u32,
-    /// Places that one read may be scattered over.
-    pub(super) scatter: u32,
 }
 
 /// A reliable-connected queue pair. Dropping it ends the connection at once: after that the card touches no memory on its behalf.
@@ -311,7 +309,7 @@ pub(super) struct QueuePair {
     completions: Arc<Completions>,
 }
 
-/// One read, to be posted. Where it lands is said by [`Batch::land`].
+/// One read, to be posted.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RemoteRead {
     /// Comes back in the completion.
@@ -320,6 +318,10 @@ pub(super) struct RemoteRead {
     pub(super) address: u64,
     /// The other end's key.
     pub(super) key: u32,
+    /// Bytes.
+    pub(super) length: u32,
+    /// Where they land.
+    pub(super) offset: u64,
 }
 
 /// Reads that are handed to the card by one call, and so by one ring of its doorbell. Kept by its owner from call to call, as the card's
@@ -331,21 +333,25 @@ pub(super) struct Batch {
     places: Vec<ffi::ibv_sge>,
 }
 
+// SAFETY: The pointers in it are set and followed within one call of `post_reads`, and lead into its own lists.
+unsafe impl Send for Batch {}
+
 impl Batch {
     /// Reads in it.
     pub(super) fn len(&self) -> usize {
         self.requests.len()
     }
 
-    /// Adds a read that lands nowhere yet.
-    pub(super) fn add(&mut self, read: &RemoteRead) {
-        let mut request = request(read.name, ffi::IBV_WR_RDMA_READ);
+    /// Adds a read, of whose place the caller has checked that it lies inside.
+    pub(super) fn add(&mut self, read: &RemoteRead, sink: &Registration) {
+        let mut request = unplaced(read.name, ffi::IBV_WR_RDMA_READ);
         request.wr.rdma = ffi::ibv_send_wr__bindgen_ty_2__bindgen_ty_1 { remote_addr: read.address, rkey: read.key };
         self.requests.push(request);
+        self.extend(sink, read.offset, read.length);
     }
 
-    /// The next `length` bytes of the read added last land at `offset` of `sink`. The caller has checked that they lie inside.
-    pub(super) fn land(&mut self, sink: &Registration, offset: u64, length: u32) {
+    /// The read added last goes on for `length` bytes, which land at `offset`, where the caller has checked as well.
+    pub(super) fn extend(&mut self, sink: &Registration, offset: u64, length: u32) {
         let Some(request) = self.requests.last_mut() else { return };
         request.num_sge += 1;
         self.places.push(sink.piece(offset, length));
@@ -377,6 +383,16 @@ impl QueuePair {
         completions: &Arc<Completions>,
         capacity: Capacity,
     ) -> Result<QueuePair, Error> {
+        QueuePair::scattering(domain, completions, capacity, 1)
+    }
+
+    /// ... one read on which may be scattered over so many places.
+    pub(super) fn scattering(
+        domain: &Arc<Domain>,
+        completions: &Arc<Completions>,
+        capacity: Capacity,
+        scatter: u32,
+    ) -> Result<QueuePair, Error> {
         let mut wanted = ffi::ibv_qp_init_attr {
             qp_context: null_mut(),
             send_cq: completions.raw.as_ptr(),
@@ -385,7 +401,7 @@ impl QueuePair {
             cap: ffi::ibv_qp_cap {
                 max_send_wr: capacity.send,
                 max_recv_wr: capacity.receive,
-                max_send_sge: capacity.scatter,
+                max_send_sge: scatter,
                 max_recv_sge: 1,
                 max_inline_data: 0,
             },
@@ -444,24 +460,17 @@ impl QueuePair {
         self.modify(&mut attributes, ffi::IBV_QP_ACCESS_FLAGS as i32)
     }
 
-    /// Posts a single read into one place, of which the caller has checked that it lies inside, and that the queue has room.
-    pub(super) fn post_read(
-        &self,
-        read: &RemoteRead,
-        sink: &Registration,
-        offset: u64,
-        length: u32,
-    ) -> Result<(), Error> {
+    /// Posts a read into `sink`. The caller has checked that its place lies inside, and that the queue has room.
+    pub(super) fn post_read(&self, read: &RemoteRead, sink: &Registration) -> Result<(), Error> {
         let mut batch = Batch::default();
-        batch.add(read);
-        batch.land(sink, offset, length);
+        batch.add(read, sink);
         self.post_reads(&mut batch)
     }
 
     /// Posts a batch of reads, for which the queue has room, and empties it. After an error it is not known which of them were posted.
     pub(super) fn post_reads(&self, batch: &mut Batch) -> Result<(), Error> {
         let first = batch.link();
-        let posted = if first.is_null() { Ok(()) } else { self.post(first) };
+        let posted = if first.is_null() { Ok(()) } else { self.post_list(first) };
         batch.clear();
         posted
     }
@@ -469,20 +478,22 @@ impl QueuePair {
     /// Posts a message out of registered memory. The caller keeps those bytes as they are until it completes.
     pub(super) fn post_send(&self, name: u64, letter: &Registration, offset: u64, length: u32) -> Result<(), Error> {
         let mut piece = letter.piece(offset, length);
-        let mut request = request(name, ffi::IBV_WR_SEND);
-        (request.sg_list, request.num_sge) = (&mut piece, 1);
-        self.post(&mut request)
+        self.post(&mut work(name, &mut piece, ffi::IBV_WR_SEND))
     }
 
-    /// Posts the requests that begin with `first`, all of them written in full by their maker.
-    fn post(&self, first: *mut ffi::ibv_send_wr) -> Result<(), Error> {
+    fn post(&self, request: &mut ffi::ibv_send_wr) -> Result<(), Error> {
+        self.post_list(request)
+    }
+
+    /// Posts the list of requests that begins with `first`.
+    fn post_list(&self, first: *mut ffi::ibv_send_wr) -> Result<(), Error> {
         let Some(post) = self.domain.device.operations().post_send else {
             return Err(Error::Misuse("the device takes no work requests"));
         };
         let mut failed = null_mut();
-        // SAFETY: The pair exists. Requests and the list of their places are read during the call only, in which they stay where they
-        // are. The memory that a place names is registered in this pair's domain, and its owner keeps it until the request has completed
-        // or the pair is gone.
+        // SAFETY: The pair exists. Requests and the lists of their places are whole, and read during the call only, in which they stay
+        // where they are. The memory that a place names is registered in this pair's domain, and its owner keeps it until the request
+        // has completed or the pair is gone.
         done(unsafe { post(self.raw.as_ptr(), first, &mut failed) }).map_err(Error::system("posting a work request"))
     }
 
@@ -508,7 +519,15 @@ impl Drop for QueuePair {
     }
 }
 
-fn request(name: u64, operation: ffi::ibv_wr_opcode) -> ffi::ibv_send_wr {
+fn work(name: u64, piece: &mut ffi::ibv_sge, operation: ffi::ibv_wr_opcode) -> ffi::ibv_send_wr {
+    let mut request = unplaced(name, operation);
+    request.sg_list = piece;
+    request.num_sge = 1;
+    request
+}
+
+/// A request that names no memory yet.
+fn unplaced(name: u64, operation: ffi::ibv_wr_opcode) -> ffi::ibv_send_wr {
     // SAFETY: Numbers, pointers and unions of them: all zero bytes are a valid, empty request.
     let mut request: ffi::ibv_send_wr = unsafe { std::mem::zeroed() };
     request.wr_id = name;

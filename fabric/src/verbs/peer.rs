@@ -364,11 +364,12 @@ const POLL_BUDGET: usize = 64;
 /// register of the processor's but a device.
 const POLLS_PER_CLOCK: u32 = 16;
 
-/// ... between two offers of the processor to somebody else: some 10 µs.
-const POLLS_PER_YIELD: u32 = 256;
+/// ... between two offers of the processor to somebody else: some 100 µs, so that on a busy machine a system call is not part of every read.
+const POLLS_PER_YIELD: u32 = 4096;
 
 /// How often connections and devices are looked at by a poll that finds no completions, and by one that does.
-const LOOK_PACE: Duration = Duration::from_micros(100);
+/// Three system calls each time, which are not to be part of every read; whoever sleeps is woken for what they tell.
+const LOOK_PACE: Duration = Duration::from_millis(1);
 const LOOK_AT_LEAST: Duration = Duration::from_millis(5);
 
 #[cfg(test)]

@@ -3,9 +3,9 @@
 //! Devices are listed by opening them: the file system under `/sys/class/infiniband` shows a container all cards of its host, also
 //! those that it may not use. What is read there afterwards are facts about devices that could be opened.
 
-use std::{fs, io, path::Path};
+use std::{fs, io, net::IpAddr, path::Path};
 
-use super::{device::Device, library::library};
+use super::{device::Device, library::library, ports::rdma_addresses};
 use crate::Error;
 
 /// The whole machine.
@@ -65,7 +65,9 @@ pub struct PortReport {
     pub mtu: u32,
     /// The network device below it, for Ethernet.
     pub network_device: String,
-    /// Its addresses, each with its kind (`RoCE v2`, `IB/RoCE v1`), without the empty ones.
+    /// The IP addresses of this host by which it is reached.
+    pub addresses: Vec<IpAddr>,
+    /// Its GIDs, each with its kind (`RoCE v2`, `IB/RoCE v1`), without the empty ones.
     pub gids: Vec<(u32, String, String)>,
 }
 
@@ -82,6 +84,13 @@ pub fn devices() -> Report {
         && let Ok(library) = library()
     {
         report.fork_support = fork_support(library.verbs.ibv_is_fork_initialized).into();
+    }
+    for at in rdma_addresses().unwrap_or_default() {
+        let device = report.devices.iter_mut().find(|device| device.name == at.device);
+        let port = device.and_then(|device| device.ports.iter_mut().find(|port| port.number == u32::from(at.port)));
+        if let Some(port) = port {
+            port.addresses.push(at.address);
+        }
     }
     let ports = report.devices.iter().flat_map(|device| &device.ports);
     if !report.devices.is_empty() && !ports.clone().any(|port| port.state == "ACTIVE") {
@@ -134,6 +143,7 @@ fn port(device: &Path, number: u32) -> PortReport {
         link_layer: word(&folder.join("link_layer")),
         speed: word(&folder.join("rate")),
         mtu: rdma_mtu(word(&mtu).parse().ok()),
+        addresses: Vec::new(),
         gids: gids(&folder),
         network_device,
     }

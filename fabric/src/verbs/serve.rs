@@ -301,7 +301,7 @@ impl House {
         let station = station.ok_or(Error::Misuse("a request came by a device that is not used"))?;
         let letter = letter(&station.domain)?;
         let completions = Completions::new(&station.channel, GUEST_COMPLETIONS)?;
-        let pair = QueuePair::new(&station.domain, &completions, Capacity { send: 1, receive: 1, scatter: 1 })?;
+        let pair = QueuePair::new(&station.domain, &completions, Capacity { send: 1, receive: 1 })?;
         let alarm = Alarm::new()?;
         device.watch(pair.name(), &alarm);
         let limit = u8::try_from(device.attributes().max_qp_rd_atom).unwrap_or(u8::MAX);

@@ -121,7 +121,7 @@ impl Side {
         let region = Registration::new(&domain, &memory, Access::Landing)?;
         let channel = Channel::new(&device)?;
         let completions = Completions::new(&channel, 8)?;
-        let pair = QueuePair::new(&domain, &completions, Capacity { send: 2, receive: 2, scatter: 1 })?;
+        let pair = QueuePair::new(&domain, &completions, Capacity { send: 2, receive: 2 })?;
         Ok(Side { pair, region, completions, channel })
     }
 
