@@ -11,6 +11,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use clap::ValueEnum;
+use remora_agent::transports::devices::verdicts;
 use remora_agent::units::{Size, readable};
 use remora_bench::Machine;
 use remora_bench::sync::{Method, Outcome, Program, Result, Scene, Setting, Shape, Trial};
@@ -65,6 +66,8 @@ impl Which {
 #[derive(Serialize)]
 struct Report {
     machine: Machine,
+    /// What this machine has of each transport, or lacks.
+    transports: Vec<(&'static str, String)>,
     remora: String,
     values: u64,
     value_bytes: u64,
@@ -102,6 +105,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let demo = Demo { options, screen, program };
     let mut report = Report {
         machine: Machine::here(),
+        transports: verdicts().into_iter().map(|(kind, verdict)| (kind.name(), verdict)).collect(),
         remora: demo.program.version()?,
         values: options.shape().keys,
         value_bytes: VALUE_BYTES,
@@ -190,6 +194,11 @@ impl Report {
         let rows: Vec<Vec<String>> = self.servers.iter().flat_map(ServerReport::rows).collect();
         text.push_str(&table::lay_out(&HEAD, TEXT_COLUMNS, &rows));
         text.push_str(LEGEND);
+        text.push_str("Transports of this machine (all agents ran on it, and read by shared memory):\n");
+        for (kind, verdict) in &self.transports {
+            text.push_str(&format!("  {kind:<6} {verdict}\n"));
+        }
+        text.push('\n');
         for server in &self.servers {
             for entry in &server.outcomes {
                 let name = entry.outcome.method.name();

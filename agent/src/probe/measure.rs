@@ -146,6 +146,10 @@ impl Pump {
             if is_over && under_way == 0 {
                 return Ok(self.cell(reads, now - began));
             }
+            let left = self.deadline.saturating_duration_since(now);
+            if left.is_zero() {
+                return Err(Stopped::Late);
+            }
             if !is_over {
                 requests.clear();
                 requests.extend(free.drain(..).map(|place| self.next(place, now)));
@@ -155,10 +159,6 @@ impl Pump {
             }
             completions.clear();
             if peer.poll(&mut completions)? == 0 {
-                let left = self.deadline.saturating_duration_since(Instant::now());
-                if left.is_zero() {
-                    return Err(Stopped::Late);
-                }
                 peer.wait(left.min(PATIENCE))?;
             }
             now = Instant::now();

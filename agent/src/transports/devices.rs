@@ -1,14 +1,21 @@
 //! `remora devices`: what this machine has of each transport, and what it lacks. Looks only.
 
 use std::fs;
+use std::net::IpAddr;
 
 use remora_fabric::verbs::{self, DeviceReport, PortReport};
-use remora_fabric::{Memory, Pages};
+use remora_fabric::{Memory, Pages, TransportKind};
 use serde_json::{Value, json};
 
 use crate::cli::DevicesArgs;
 use crate::exit::Failure;
 use crate::units::Size;
+
+/// What this machine has of each transport, or lacks: a sentence each, best first.
+pub fn verdicts() -> [(TransportKind, String); 3] {
+    let (rdma, shm, tcp) = (verbs::devices(), shm_verdict(), Tcp::look());
+    [(TransportKind::Shm, of_shm(&shm)), (TransportKind::Verbs, of_rdma(&rdma)), (TransportKind::Tcp, tcp.verdict())]
+}
 
 /// Prints the report on stdout.
 ///
@@ -53,6 +60,16 @@ impl Tcp {
         }
     }
 
+    fn verdict(&self) -> String {
+        format!(
+            "ready; congestion control {} (--tcp-congestion may name: {}; loaded: {}); multipath TCP: {}",
+            self.congestion,
+            self.allowed,
+            self.available,
+            self.multipath_word()
+        )
+    }
+
     fn multipath_word(&self) -> &'static str {
         match self.multipath {
             Some(true) => "on",
@@ -66,26 +83,27 @@ fn word(path: &str) -> String {
     fs::read_to_string(path).map_or_else(|_| "unknown".into(), |text| text.trim().to_owned())
 }
 
+fn of_rdma(rdma: &verbs::Report) -> String {
+    rdma.trouble.clone().unwrap_or_else(|| "ready".into())
+}
+
+fn of_shm(shm: &Result<(), String>) -> String {
+    shm.as_ref().err().cloned().unwrap_or_else(|| "ready, for agents on one host".into())
+}
+
 fn as_text(rdma: &verbs::Report, shm: &Result<(), String>, tcp: &Tcp) -> String {
     let mut text = String::new();
     for device in &rdma.devices {
         text.push_str(&of_device(device));
     }
-    let verdict = rdma.trouble.clone().unwrap_or_else(|| "ready".into());
     let locked = rdma.locked_memory_limit.map_or("none".into(), |bytes| Size::bytes(bytes).to_string());
     text.push_str(&format!(
-        "rdma   {verdict}\n       limit of locked memory: {locked}; fork support: {}\n",
+        "rdma   {}\n       limit of locked memory: {locked}; fork support: {}\n",
+        of_rdma(rdma),
         rdma.fork_support
     ));
-    let shm = shm.as_ref().err().map_or("ready, for agents on one host", String::as_str);
-    text.push_str(&format!("shm    {shm}\n"));
-    text.push_str(&format!(
-        "tcp    ready; congestion control {} (--tcp-congestion may name: {}; loaded: {}); multipath TCP: {}\n",
-        tcp.congestion,
-        tcp.allowed,
-        tcp.available,
-        tcp.multipath_word()
-    ));
+    text.push_str(&format!("shm    {}\n", of_shm(shm)));
+    text.push_str(&format!("tcp    {}\n", tcp.verdict()));
     text
 }
 
@@ -121,6 +139,11 @@ fn of_port(port: &PortReport) -> String {
         "  port {}: {}, {}{below}, {}, packets of {} bytes\n",
         port.number, port.state, port.link_layer, port.speed, port.mtu
     );
+    match port.addresses.as_slice() {
+        [] => text.push_str("    no address: connections are made by address, so give its network device one\n"),
+        some => text
+            .push_str(&format!("    address {}\n", some.iter().map(IpAddr::to_string).collect::<Vec<_>>().join(", "))),
+    }
     for (index, gid, kind) in &port.gids {
         text.push_str(&format!("    GID {index:>2}  {gid}  {kind}\n"));
     }
@@ -177,6 +200,7 @@ fn port_as_json(port: &PortReport) -> Value {
         "network_device": port.network_device,
         "speed": port.speed,
         "mtu": port.mtu,
+        "addresses": port.addresses,
         "gids": gids,
     })
 }
