@@ -138,8 +138,10 @@ impl Machine {
         let processors = std::thread::available_parallelism().map_or(0, usize::from);
         let kilobytes: f64 =
             field(&file("/proc/meminfo"), "MemTotal", ':').trim_end_matches(" kB").parse().unwrap_or(0.0);
+        // Figures of the emulated machine are not to be taken for those of the one that it runs on.
+        let emulated = if std::env::var_os("RDMA_VM").is_some() { "-rdma-vm" } else { "" };
         Machine {
-            host: format!("{processors}vcpu"),
+            host: format!("{processors}vcpu{emulated}"),
             processor: format!("{} × {}", processors, field(&file("/proc/cpuinfo"), "model name", ':')),
             memory: format!("{:.0} GiB", kilobytes / f64::from(1 << 20)),
             system: format!(
@@ -185,8 +187,19 @@ pub struct Comparison {
     pub rival: (String, String),
     /// The least ratio of ours to the rival's that is promised.
     pub at_least: Option<f64>,
+    /// ... or the greatest, where less is better.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub at_most: Option<f64>,
     /// The ratios of the rounds.
     pub ratio: Option<Spread>,
+}
+
+impl Comparison {
+    /// Whether what was promised was kept; without figures nothing is.
+    fn is_kept(&self) -> bool {
+        let Some(ratio) = self.ratio else { return self.at_least.is_none() && self.at_most.is_none() };
+        self.at_least.is_none_or(|least| ratio.median >= least) && self.at_most.is_none_or(|most| ratio.median <= most)
+    }
 }
 
 impl Run {
@@ -208,11 +221,25 @@ impl Run {
 
     /// Compares two things by the ratio in each round that has both.
     pub fn compare(&mut self, ours: (&str, &str), rival: (&str, &str), at_least: Option<f64>) {
+        self.compare_within(ours, rival, (at_least, None));
+    }
+
+    /// ... where less is better.
+    pub fn compare_less(&mut self, ours: (&str, &str), rival: (&str, &str), at_most: Option<f64>) {
+        self.compare_within(ours, rival, (None, at_most));
+    }
+
+    fn compare_within(
+        &mut self,
+        ours: (&str, &str),
+        rival: (&str, &str),
+        (at_least, at_most): (Option<f64>, Option<f64>),
+    ) {
         let owned = |(subject, case): (&str, &str)| (subject.to_owned(), case.to_owned());
         let rounds = self.samples.iter().map(|sample| sample.round + 1).max().unwrap_or(0);
         let ratio = |round| Some(self.value(ours, round)? / self.value(rival, round)?);
         let ratio = Spread::of((0..rounds).filter_map(ratio));
-        self.comparisons.push(Comparison { ours: owned(ours), rival: owned(rival), at_least, ratio });
+        self.comparisons.push(Comparison { ours: owned(ours), rival: owned(rival), at_least, at_most, ratio });
     }
 
     fn value(&self, (subject, case): (&str, &str), round: usize) -> Option<f64> {
@@ -222,12 +249,7 @@ impl Run {
 
     /// Whether every promise was kept; a comparison without figures keeps none.
     pub fn keeps_promises(&self) -> bool {
-        let kept = |comparison: &Comparison| match (comparison.at_least, comparison.ratio) {
-            (Some(least), Some(ratio)) => ratio.median >= least,
-            (Some(_), None) => false,
-            (None, _) => true,
-        };
-        self.comparisons.iter().all(kept)
+        self.comparisons.iter().all(Comparison::is_kept)
     }
 
     /// The summary, as Markdown.
@@ -266,11 +288,13 @@ impl Run {
         }
         let _ = writeln!(out, "\n| ours | rival | ratio: median | low | high | promised |");
         let _ = writeln!(out, "|---|---|---:|---:|---:|---|");
-        for Comparison { ours, rival, at_least, ratio } in &self.comparisons {
-            let verdict = match (at_least, ratio) {
-                (None, _) => "–".to_owned(),
-                (Some(least), Some(ratio)) if ratio.median >= *least => format!("≥ {least}: kept"),
-                (Some(least), _) => format!("≥ {least}: **not kept**"),
+        for comparison in &self.comparisons {
+            let Comparison { ours, rival, at_least, at_most, ratio } = comparison;
+            let kept = if comparison.is_kept() { "kept" } else { "**not kept**" };
+            let verdict = match (at_least, at_most) {
+                (Some(least), _) => format!("≥ {least}: {kept}"),
+                (_, Some(most)) => format!("≤ {most}: {kept}"),
+                (None, None) => "–".to_owned(),
             };
             let ratio = ratio
                 .map_or("– | – | –".to_owned(), |r| format!("{:.2} | {:.2} | {:.2}", r.median, r.low, r.high));
@@ -396,6 +420,11 @@ mod tests {
         run.compare(("ours", "case"), ("rival", "case"), Some(0.9));
         assert_eq!(run.comparisons[0].ratio, Some(Spread { median: 0.9, low: 0.5, high: 1.0 }));
         assert!(run.keeps_promises());
+        run.compare_less(("ours", "case"), ("rival", "case"), Some(0.9));
+        assert!(run.keeps_promises() && run.summary().contains("≤ 0.9: kept"));
+        run.compare_less(("ours", "case"), ("rival", "case"), Some(0.89));
+        assert!(!run.keeps_promises());
+        run.comparisons.pop();
         run.compare(("ours", "case"), ("rival", "case"), Some(0.91));
         assert!(!run.keeps_promises());
         assert!(run.summary().contains("| ours | case | 5.00 | 1.00 | 9.00 | 0.250 | 0.125 |"));

@@ -36,8 +36,8 @@ impl Ends {
     pub fn bandwidth(&self, size: u32, depth: usize, count: u64) -> io::Result<f64> {
         let (depth, count) = (depth.to_string(), count.max(5).to_string());
         // Columns: bytes, iterations, peak, average in MiB/s, messages.
-        let line = self.run("ib_read_bw", size, &["-t", &depth, "-o", &depth, "-n", &count])?;
-        column(&line, 3).map(|mebibytes| mebibytes * 1048576.0)
+        let mebibytes = self.figure(3, "ib_read_bw", size, &["-t", &depth, "-o", &depth, "-n", &count])?;
+        Ok(mebibytes * 1048576.0)
     }
 
     /// The typical time of a READ of `size` bytes, in microseconds.
@@ -46,8 +46,19 @@ impl Ends {
     /// As for [`Ends::bandwidth`].
     pub fn latency(&self, size: u32, count: u64) -> io::Result<f64> {
         // Columns: bytes, iterations, shortest, longest, typical, ...
-        let line = self.run("ib_read_lat", size, &["-n", &count.max(5).to_string()])?;
-        column(&line, 4)
+        self.figure(4, "ib_read_lat", size, &["-n", &count.max(5).to_string()])
+    }
+
+    /// One column of what it prints. Its clock's calibration fails now and then on a busy machine, and then it prints `inf`: once more.
+    fn figure(&self, number: usize, program: &str, size: u32, more: &[&str]) -> io::Result<f64> {
+        let mut tried = Err(io::Error::other("never tried"));
+        for _ in 0..TRIES {
+            tried = column(&self.run(program, size, more)?, number);
+            if tried.is_ok() {
+                break;
+            }
+        }
+        tried
     }
 
     /// Server, client, and the line of the client's table.
@@ -80,12 +91,14 @@ impl Ends {
     }
 }
 
+/// Runs of one measurement, if the first give no figure.
+const TRIES: usize = 4;
+
 /// How long perftest's server may take to listen.
 const START_LIMIT: Duration = Duration::from_secs(20);
 
 fn column(line: &str, number: usize) -> io::Result<f64> {
     let word = line.split_whitespace().nth(number).and_then(|word| word.parse::<f64>().ok());
-    // Its clock's calibration fails now and then on a busy machine, and then it prints `inf`.
     word.filter(|value| value.is_finite() && *value > 0.0)
         .ok_or_else(|| io::Error::other(format!("no figure in {line:?}")))
 }
