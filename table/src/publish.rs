@@ -52,6 +52,11 @@ impl<C: CellsMut> Publisher<C> {
         Ok(publisher)
     }
 
+    /// Goes on where another writer of the same table has stopped for good.
+    pub(crate) fn resume(cells: C, geometry: Geometry, line: Line) -> Publisher<C> {
+        Publisher { cells, geometry, line }
+    }
+
     pub(crate) fn line(&self) -> &Line {
         &self.line
     }

@@ -21,7 +21,7 @@ use remora_fabric::Memory;
 use crate::{
     error::Error,
     layout::{Entry, Geometry, Head, Identity, Kind, State},
-    publish::Publisher,
+    publish::{Publisher, load_line},
 };
 
 /// Memory is first touched in steps of this many bytes, ahead of the bytes: one call for 256 pages instead of 256 faults
@@ -86,6 +86,37 @@ impl SnapshotWriter {
             begun: 0,
             dispensable: 0,
             prefaulted: 0,
+        })
+    }
+
+    /// Goes on where another writer of the same memory, perhaps in another process, has stopped for good after `received` bytes. It held
+    /// none back, and neither does this one.
+    ///
+    /// # Errors
+    /// [`Error::Layout`] if what lies there is no open snapshot of so many bytes.
+    pub fn resume(memory: Arc<Memory>, geometry: Geometry, received: u64) -> Result<SnapshotWriter, Error> {
+        let geometry = geometry.checked()?;
+        let (slot, inside) = (received / geometry.slot_bytes(), received % geometry.slot_bytes());
+        let line = load_line(&memory)?.filter(|line| line.state == State::Open);
+        let line = line.filter(|line| line.published == geometry.start_of(slot));
+        let Some(line) = line else {
+            return Err(Error::Layout(format!("what another writer has left is no open snapshot of {received} bytes")));
+        };
+        let start = geometry.slot_offset(slot);
+        let crc = if inside == 0 { 0 } else { memory.crc32c_append(0, start..start + inside)? };
+        let publisher = Publisher::resume(Arc::clone(&memory), geometry, line);
+        let (begun, dispensable) = (slot + u64::from(inside > 0), publisher.line().retired);
+        Ok(SnapshotWriter {
+            memory,
+            geometry,
+            publisher,
+            hold_back: 0,
+            received,
+            summed: received,
+            crc,
+            begun,
+            dispensable,
+            prefaulted: received,
         })
     }
 

@@ -21,6 +21,8 @@ enum Operation {
     Retire {
         reckless: bool,
     },
+    /// Another writer goes on where this one is.
+    Resume,
     Finish,
     Pump {
         reader: usize,
@@ -37,6 +39,7 @@ fn draw(random: &mut Random) -> Operation {
     let reader = random.below(READERS as u64) as usize;
     match random.below(20) {
         0..4 => Operation::Write { bytes: 1 + random.below(6000) },
+        4 if random.one_in(4) => Operation::Resume,
         4 => Operation::Retire { reckless: random.one_in(20) },
         5 if random.one_in(30) => Operation::Finish,
         5..14 => Operation::Pump { reader },
@@ -120,6 +123,7 @@ impl Model {
         match operation {
             Operation::Write { bytes } => self.write(bytes),
             Operation::Retire { reckless } => self.retire(reckless),
+            Operation::Resume => self.resume(),
             Operation::Finish => self.finish(),
             Operation::Pump { reader } => self.pump(reader),
             Operation::Take { reader } => self.take(reader),
@@ -163,6 +167,14 @@ impl Model {
         let passed = self.readers.iter().filter(|reader| !reader.overrun).map(Reader::needs_from).min();
         let below = if reckless { self.writer.published_slots() } else { passed.unwrap_or(u64::MAX) };
         self.writer.retire(below);
+    }
+
+    /// Possible where nothing is held back.
+    fn resume(&mut self) {
+        if self.writer.state() == State::Open && self.hold_back == 0 {
+            let received = self.truth.len() as u64;
+            self.writer = SnapshotWriter::resume(Arc::clone(&self.memory), self.geometry, received).unwrap();
+        }
     }
 
     fn finish(&mut self) {
