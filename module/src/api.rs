@@ -24,5 +24,7 @@ pub(crate) const FORK_CHILD_DIED: u64 = 1;
 
 /// `REDISMODULE_OPTIONS_HANDLE_IO_ERRORS`: we bear a snapshot that breaks off, so the server may load from a socket.
 pub(crate) const OPTION_HANDLE_IO_ERRORS: i32 = 1;
+/// `REDISMODULE_OPTION_NO_IMPLICIT_SIGNAL_MODIFIED`: nobody who watches a key is told that we have changed it.
+pub(crate) const OPTION_NO_IMPLICIT_SIGNAL_MODIFIED: i32 = 1 << 1;
 /// `REDISMODULE_OPTIONS_HANDLE_REPL_ASYNC_LOAD`: we don't mind that the old data is served while new data is loaded.
 pub(crate) const OPTION_HANDLE_REPL_ASYNC_LOAD: i32 = 1 << 2;

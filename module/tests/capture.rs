@@ -30,7 +30,7 @@ struct Agent {
 
 impl Agent {
     fn new(work: Work, generation: u64) -> Agent {
-        let board = Board::create(Order { work, generation, geometry: GEOMETRY }).unwrap();
+        let board = Board::create(Order { work, generation, geometry: GEOMETRY, least_bytes: 0 }).unwrap();
         let table = Arc::new(Memory::create("table", GEOMETRY.memory_len(), Pages::Small).unwrap());
         Agent { board, table }
     }
@@ -64,7 +64,7 @@ fn a_status_has_names_and_values_and_help_names_every_command() {
         let status = client.list(&["REMORA.STATUS"]).unwrap();
         let pairs: Vec<(&str, &str)> =
             status.chunks(2).map(|pair| (pair[0].as_str().unwrap(), pair[1].as_str().unwrap())).collect();
-        assert!(pairs.contains(&("state", "idle")) && pairs.contains(&("protocol", "1")), "{pairs:?}");
+        assert!(pairs.contains(&("state", "idle")) && pairs.contains(&("protocol", "2")), "{pairs:?}");
         let help = client.list(&["REMORA.HELP"]).unwrap();
         let help: Vec<&str> = help.iter().filter_map(|line| line.as_str()).collect();
         for command in ["REMORA.ARM", "REMORA.DISARM", "REMORA.STATUS", "REMORA.HELP", "remora.capture"] {
@@ -176,8 +176,97 @@ fn a_table_that_is_smaller_than_its_order_says_costs_the_snapshot_and_not_the_se
         let replica = Server::start(kind).unwrap();
         replica.replicate(&server).unwrap();
         replica.wait_for_link(LONG).unwrap();
-        assert_eq!(agent.board.stage(), Stage::Failed);
+        assert_eq!(agent.board.stage(), Stage::Declined);
         assert!(agent.board.sentence().contains("shorter"), "{}", agent.board.sentence());
+    }
+}
+
+/// A primary with some strings, armed; and whoever follows it gets a snapshot at once.
+fn armed_primary(kind: Kind, agent: &Agent) -> Server {
+    let server = with_module(kind, "");
+    server.configure("repl-diskless-sync-delay", "0").unwrap();
+    let mut client = server.client().unwrap();
+    for number in 0..STRINGS {
+        client.ok(&["SET", &format!("string {number}"), &"x".repeat(100)]).unwrap();
+    }
+    client.int(&["RPUSH", "list", "x"]).unwrap();
+    agent.arm(&server).unwrap();
+    server
+}
+
+const STRINGS: i64 = 200;
+
+fn keys(server: &Server) -> i64 {
+    server.client().unwrap().int(&["DBSIZE"]).unwrap()
+}
+
+#[test]
+fn without_permission_nothing_is_taken_out_of_what_a_replica_gets() {
+    for kind in require::kinds() {
+        let agent = Agent::new(Work::Walk, 18);
+        let server = armed_primary(kind, &agent);
+        let replica = Server::start(kind).unwrap();
+        replica.replicate(&server).unwrap();
+        replica.wait_for_link(LONG).unwrap();
+        assert_eq!((agent.board.stage(), keys(&replica)), (Stage::Declined, STRINGS + 1));
+        assert!(agent.board.sentence().contains("did not say"), "{}", agent.board.sentence());
+    }
+}
+
+#[test]
+fn with_permission_they_are_taken_out_and_lie_in_the_table() {
+    for kind in require::kinds() {
+        let agent = Agent::new(Work::Walk, 19);
+        let server = armed_primary(kind, &agent);
+        agent.board.permit();
+        let replica = Server::start(kind).unwrap();
+        replica.replicate(&server).unwrap();
+        replica.wait_for_link(LONG).unwrap();
+        assert_eq!((agent.board.stage(), agent.board.told().keys), (Stage::Done, STRINGS as u64));
+        assert_eq!((keys(&replica), keys(&server)), (1, STRINGS + 1), "the list alone; and the primary has all");
+    }
+}
+
+#[test]
+fn two_replicas_of_one_child_get_everything_whatever_was_permitted() {
+    for kind in require::kinds() {
+        let agent = Agent::new(Work::Walk, 20);
+        let server = armed_primary(kind, &agent);
+        agent.board.permit();
+        server.configure("repl-diskless-sync-delay", "2").unwrap();
+        let replicas = [Server::start(kind).unwrap(), Server::start(kind).unwrap()];
+        for replica in &replicas {
+            replica.replicate(&server).unwrap();
+        }
+        for replica in &replicas {
+            replica.wait_for_link(LONG).unwrap();
+            assert_eq!(keys(replica), STRINGS + 1);
+        }
+        assert_eq!(agent.board.stage(), Stage::Declined);
+        assert!(agent.board.sentence().contains("2 replicas are waiting"), "{}", agent.board.sentence());
+    }
+}
+
+#[test]
+fn a_walk_that_breaks_off_ends_its_child_and_nobody_gets_the_rest() {
+    for kind in require::kinds() {
+        let agent = Agent::new(Work::Walk, 21);
+        let server = armed_primary(kind, &agent);
+        // More than the table holds, and nobody makes room.
+        server.client().unwrap().ok(&["SET", "long", &"y".repeat(4 << 20)]).unwrap();
+        agent.board.permit();
+        let replica = Server::start(kind).unwrap();
+        replica.replicate(&server).unwrap();
+        wait_until("the child to wait for room", LONG, || {
+            agent.board.beat();
+            Ok(if agent.board.told().waits > 0 { Ok(()) } else { Err(format!("{:?}", agent.board.stage())) })
+        })
+        .unwrap();
+        agent.board.cancel();
+        // It comes again, and nothing is armed any more.
+        replica.wait_for_link(LONG).unwrap();
+        assert_eq!((agent.board.stage(), keys(&replica)), (Stage::Failed, STRINGS + 2));
+        assert!(server.log().contains("this child ends, and with it the sync"), "{}", server.log());
     }
 }
 

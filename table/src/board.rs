@@ -4,12 +4,22 @@
 //! tells on it how far it is. Readers of the table never see it. Not here: how the page reaches the writer, and what it writes.
 //!
 //! ```text
-//!    0  the order       magic, version, work, generation, geometry        written once, before it is handed over
-//!   64  the orderer     beat, slots not needed, cancel                    words with one writer: whoever wants the snapshot
+//!    0  the order       magic, version, work, generation, geometry, least written once, before it is handed over
+//!   64  the orderer     beat, slots not needed, cancel, permission        words with one writer: whoever wants the snapshot
 //!  128  the writer      stage, beat, received, waits, keys, took,         words with one writer: the process that makes it
-//!                       slots, offset, database, replid
-//! 1024  a sentence      length, text: why it failed
+//!                       slots, offset, database, format, replid
+//! 1024  a sentence      length, text: why it was declined, or failed
 //! ```
+//!
+//! ```text
+//!             ask             begin (permitted)        finish
+//!   Armed ──────────▶ Asking ──────────────────▶ Begun ──────▶ Done
+//!     │                  │                         │
+//!     └──── decline ─────┴──▶ Declined             └── fail ──▶ Failed
+//! ```
+//!
+//! What the writer declines is as if it had never been asked. What it has begun and not finished is lost, and it sees to it that nobody
+//! takes the rest for the whole.
 //!
 //! Always true: each word has one writer. What belongs to a stage is stored before the stage is, with release, so that who has seen
 //! the stage sees it whole. A beat that stands still for long means that the other end is gone.
@@ -29,7 +39,7 @@ pub const BOARD_BYTES: u64 = 4096;
 /// What a writer is asked to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
-    /// Write the whole snapshot into the table.
+    /// Write the long strings into the table, and leave the rest to the server, which then writes everything else.
     Walk,
     /// Write nothing: only make cheaper what the server writes itself.
     Ease,
@@ -40,11 +50,15 @@ pub enum Work {
 pub enum Stage {
     /// It has not begun.
     Armed,
-    /// It has begun: replid and offset stand on the board, and for [`Work::Walk`] the table is laid out.
+    /// Replid and offset stand on the board, and it waits for the permission to begin.
+    Asking,
+    /// It has begun. For [`Work::Walk`] the table is laid out.
     Begun,
-    /// It is done; the table is sealed.
+    /// It is done. The table is open: whoever ordered it writes the rest ([`crate::SnapshotWriter::resume`]).
     Done,
-    /// It has given up; the table, if it was begun, is aborted, and the sentence says why.
+    /// It has done nothing, and the sentence says why: the server writes everything.
+    Declined,
+    /// It has begun and not finished; the sentence says why.
     Failed,
 }
 
@@ -57,6 +71,8 @@ pub struct Order {
     pub generation: u64,
     /// The table's shape.
     pub geometry: Geometry,
+    /// For [`Work::Walk`]: strings of at least so many bytes are long.
+    pub least_bytes: u64,
 }
 
 /// Which moment of a data set the snapshot is of.
@@ -83,6 +99,8 @@ pub struct Told {
     pub waits: u64,
     /// Keys so far.
     pub keys: u64,
+    /// Version of the format that it writes; 0 until it has begun.
+    pub format: u64,
     /// Microseconds from beginning to end; 0 until then.
     pub took_micros: u64,
 }
@@ -109,6 +127,7 @@ impl Board {
             (WORK_AT, VERSION | work << 32),
             (GENERATION_AT, order.generation),
             (GEOMETRY_AT, u64::from(order.geometry.slot_size) | u64::from(order.geometry.slots) << 32),
+            (LEAST_AT, order.least_bytes),
         ];
         for (at, word) in words {
             memory.store_u64(at, word, Release)?;
@@ -140,7 +159,7 @@ impl Board {
         };
         let (slot_size, slots) = halves(load(GEOMETRY_AT)?);
         let geometry = Geometry { slot_size, slots }.checked()?;
-        let order = Order { work, generation: load(GENERATION_AT)?, geometry };
+        let order = Order { work, generation: load(GENERATION_AT)?, geometry, least_bytes: load(LEAST_AT)? };
         Ok(Board { memory: Arc::new(memory), order })
     }
 
@@ -171,10 +190,17 @@ impl Board {
         self.store(CANCEL_AT, 1);
     }
 
+    /// The writer that asks may begin. To be given only when it is certain that nobody else relies on what that process saves.
+    pub fn permit(&self) {
+        self.store(PERMIT_AT, 1);
+    }
+
     /// How far the writer is.
     pub fn stage(&self) -> Stage {
         match self.load(STAGE_AT) {
             STAGE_ARMED => Stage::Armed,
+            STAGE_ASKING => Stage::Asking,
+            STAGE_DECLINED => Stage::Declined,
             STAGE_BEGUN => Stage::Begun,
             STAGE_DONE => Stage::Done,
             _ => Stage::Failed,
@@ -186,7 +212,7 @@ impl Board {
         self.load(WRITER_BEAT_AT)
     }
 
-    /// Where in which history the snapshot is; `None` before it has begun.
+    /// Where in which history the snapshot is; `None` before the writer has asked.
     pub fn origin(&self) -> Option<Origin> {
         let mut replid = [0; 40];
         if self.stage() == Stage::Armed || self.memory.read(REPLID_AT, &mut replid).is_err() || replid == [0; 40] {
@@ -203,11 +229,12 @@ impl Board {
             retired_slots: self.load(RETIRED_AT),
             waits: self.load(WAITS_AT),
             keys: self.load(KEYS_AT),
+            format: self.load(FORMAT_AT),
             took_micros: self.load(TOOK_AT),
         }
     }
 
-    /// Why it failed.
+    /// Why it was declined, or failed.
     pub fn sentence(&self) -> String {
         SENTENCE.read(&self.memory).unwrap_or_else(|| "it did not say why".into())
     }
@@ -229,19 +256,42 @@ impl Board {
         self.load(CANCEL_AT) != 0
     }
 
-    /// The snapshot has begun, and this is what it is of.
+    /// This is what the snapshot would be of: may it begin?
     ///
     /// # Errors
-    /// [`Error::Misuse`] if it was begun already.
-    pub fn begin(&self, origin: &Origin) -> Result<(), Error> {
+    /// [`Error::Misuse`] if it was asked already.
+    pub fn ask(&self, origin: &Origin) -> Result<(), Error> {
         if self.stage() != Stage::Armed {
-            return Err(Error::Misuse("a board is begun once"));
+            return Err(Error::Misuse("a board is asked once"));
         }
         self.memory.write(REPLID_AT, &origin.replid)?;
         self.store(OFFSET_AT, origin.offset);
         self.store(DATABASE_AT, u64::from(origin.database));
+        self.store(STAGE_AT, STAGE_ASKING);
+        Ok(())
+    }
+
+    /// Whether it may begin.
+    pub fn is_permitted(&self) -> bool {
+        self.load(PERMIT_AT) != 0
+    }
+
+    /// It begins.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] if it has not asked, or has begun already.
+    pub fn begin(&self) -> Result<(), Error> {
+        if self.stage() != Stage::Asking {
+            return Err(Error::Misuse("a board is begun once, after it was asked"));
+        }
         self.store(STAGE_AT, STAGE_BEGUN);
         Ok(())
+    }
+
+    /// It does nothing, and why. What is longer than the board has room for is cut.
+    pub fn decline(&self, sentence: &str) {
+        SENTENCE.write(&self.memory, sentence);
+        self.store(STAGE_AT, STAGE_DECLINED);
     }
 
     /// How far it is; also the writer's beat.
@@ -252,6 +302,7 @@ impl Board {
             (RETIRED_AT, told.retired_slots),
             (WAITS_AT, told.waits),
             (KEYS_AT, told.keys),
+            (FORMAT_AT, told.format),
             (TOOK_AT, told.took_micros),
         ];
         for (at, word) in words {
@@ -289,7 +340,7 @@ fn halves(word: u64) -> (u32, u32) {
 
 /// `REMORABD`, as its bytes lie in memory.
 const MAGIC: u64 = u64::from_le_bytes(*b"REMORABD");
-const VERSION: u64 = 1;
+const VERSION: u64 = 2;
 const WORK_WALK: u64 = 1;
 const WORK_EASE: u64 = 2;
 
@@ -297,10 +348,12 @@ const MAGIC_AT: u64 = 0;
 const WORK_AT: u64 = 8;
 const GENERATION_AT: u64 = 16;
 const GEOMETRY_AT: u64 = 24;
+const LEAST_AT: u64 = 32;
 
 const BEAT_AT: u64 = 64;
 const RETIRE_AT: u64 = 72;
 const CANCEL_AT: u64 = 80;
+const PERMIT_AT: u64 = 88;
 
 const STAGE_AT: u64 = 128;
 const WRITER_BEAT_AT: u64 = 136;
@@ -312,7 +365,8 @@ const PUBLISHED_AT: u64 = 176;
 const RETIRED_AT: u64 = 184;
 const OFFSET_AT: u64 = 192;
 const DATABASE_AT: u64 = 200;
-const REPLID_AT: u64 = 208;
+const FORMAT_AT: u64 = 208;
+const REPLID_AT: u64 = 216;
 
 const SENTENCE_AT: u64 = 1024;
 /// Bytes of a sentence, at most: a long one of a server's within one of ours.
@@ -323,6 +377,8 @@ const STAGE_ARMED: u64 = 0;
 const STAGE_BEGUN: u64 = 1;
 const STAGE_DONE: u64 = 2;
 const STAGE_FAILED: u64 = 3;
+const STAGE_ASKING: u64 = 4;
+const STAGE_DECLINED: u64 = 5;
 
 const _: () = {
     assert!(REPLID_AT + 40 <= SENTENCE_AT, "the writer's words end before the sentence");
@@ -338,7 +394,12 @@ mod tests {
     use super::*;
 
     fn order() -> Order {
-        Order { work: Work::Walk, generation: 77, geometry: Geometry { slot_size: 1 << 16, slots: 9 } }
+        Order {
+            work: Work::Walk,
+            generation: 77,
+            geometry: Geometry { slot_size: 1 << 16, slots: 9 },
+            least_bytes: 4096,
+        }
     }
 
     /// Both ends of one board, each with a mapping of its own.
@@ -355,16 +416,29 @@ mod tests {
         assert_eq!(theirs.order(), order());
         assert_eq!((ours.stage(), ours.origin()), (Stage::Armed, None));
         let origin = Origin { replid: [b'a'; 40], offset: 123, database: 4 };
-        theirs.begin(&origin).unwrap();
-        assert_eq!((ours.stage(), ours.origin()), (Stage::Begun, Some(origin)));
-        let told = Told { received: 1, published_slots: 5, retired_slots: 6, waits: 2, keys: 3, took_micros: 4 };
+        assert!(theirs.begin().is_err(), "asked first");
+        theirs.ask(&origin).unwrap();
+        assert_eq!((ours.stage(), ours.origin(), theirs.is_permitted()), (Stage::Asking, Some(origin), false));
+        ours.permit();
+        assert!(theirs.is_permitted());
+        theirs.begin().unwrap();
+        assert_eq!(ours.stage(), Stage::Begun);
+        let told =
+            Told { received: 1, published_slots: 5, retired_slots: 6, waits: 2, keys: 3, format: 80, took_micros: 4 };
         let before = ours.writer_beat();
         theirs.tell(&told);
         assert_eq!(ours.told(), told);
         assert_ne!(ours.writer_beat(), before);
         theirs.finish();
         assert_eq!(ours.stage(), Stage::Done);
-        assert!(theirs.begin(&origin).is_err(), "begun once");
+        assert!(theirs.begin().is_err() && theirs.ask(&origin).is_err(), "asked and begun once");
+    }
+
+    #[test]
+    fn what_is_declined_says_why() {
+        let (ours, theirs) = ends();
+        theirs.decline("another replica waits too");
+        assert_eq!((ours.stage(), ours.sentence().as_str()), (Stage::Declined, "another replica waits too"));
     }
 
     #[test]

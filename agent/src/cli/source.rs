@@ -65,12 +65,16 @@ pub struct SourceArgs {
     #[arg(long, value_name = "TIME", default_value = "15s", value_parser = parse_duration, help_heading = "Snapshot")]
     pub stall_timeout: Duration,
 
-    /// What of the snapshot our module does, where the server has it (docs/module.md): `walk`: the server's fork child writes all of it straight
-    /// into our memory, which is not exact yet where keys or fields of hashes expire during it; `server`: the server writes it as ever,
-    /// but without compressing; `auto`: the one that costs the server less, by the average size of its values; `off`: nothing. Where
-    /// it can't be done the snapshot comes as without a module.
-    #[arg(long, value_name = "HOW", default_value = "server", help_heading = "Snapshot")]
+    /// What of the snapshot our module does, where the server has it (docs/module.md): `walk`: the server's fork child writes long strings
+    /// straight into our memory, and the server everything else, without compressing; `server`: the server writes all, without compressing;
+    /// `auto`: the one that costs the server less, by the average size of its values; `off`: nothing. Where it can't be done the
+    /// snapshot comes as without a module.
+    #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Snapshot")]
     pub module_capture: ModuleCapture,
+
+    /// Strings from this size on are long, for `walk`. For shorter ones the module costs the server more than its own saver does.
+    #[arg(long, value_name = "SIZE", default_value = "4KiB", help_heading = "Snapshot")]
+    pub module_walk_from: Size,
 
     /// Load the module into a server that does not have it (MODULE LOAD). PATH is where the library lies on the server's host; without it
     /// the one that `remora module path` names. The server must allow that (enable-module-command), and our user `+module|load`.
@@ -105,7 +109,7 @@ pub struct SourceArgs {
 pub enum ModuleCapture {
     /// What costs the server less.
     Auto,
-    /// The fork child writes all of it into our memory.
+    /// The fork child writes the long strings into our memory, the server the rest.
     Walk,
     /// The server writes it, without compressing.
     Server,

@@ -207,13 +207,13 @@ impl<'a> Stops<'a> {
 }
 
 /// A snapshot that the server has announced.
-struct Announced {
-    wire: Wire,
-    replid: ReplId,
-    offset: u64,
-    payload: Payload,
+pub(super) struct Announced {
+    pub(super) wire: Wire,
+    pub(super) replid: ReplId,
+    pub(super) offset: u64,
+    pub(super) payload: Payload,
     /// What was read beyond the handshake.
-    early: Vec<u8>,
+    pub(super) early: Vec<u8>,
 }
 
 /// How the server serves us.
@@ -299,7 +299,7 @@ pub(super) fn take_snapshot(plan: &Plan) -> Result<Stream, Fault> {
 }
 
 /// The snapshot, whose connection then goes on as the stream.
-fn take_first(plan: &Plan, asked: Announced) -> Result<Stream, Fault> {
+pub(super) fn take_first(plan: &Plan, asked: Announced) -> Result<Stream, Fault> {
     let (mut snapshot, journal) = begin(plan, &asked)?;
     let wire = fill(plan, asked, &mut snapshot)?;
     Ok(journal.map_or(Stream::Elsewhere, |journal| Stream::Next(wire, Box::new(journal))))
@@ -520,8 +520,8 @@ fn receive_payload(
         };
         snapshot.advance(n as u64)?;
         plan.gauge.snapshot_at(snapshot);
-        if !done && n < WORTHWHILE {
-            std::thread::sleep(if n < WORTHWHILE / 8 { PAUSE_LONG } else { PAUSE });
+        if !done {
+            pause_after(n);
         }
     }
     let length = snapshot.finish(trim)?;
@@ -529,8 +529,15 @@ fn receive_payload(
     Ok(length)
 }
 
+/// A read of so many bytes is done; the next shall be worth it.
+pub(super) fn pause_after(read: usize) {
+    if read < WORTHWHILE {
+        std::thread::sleep(if read < WORTHWHILE / 8 { PAUSE_LONG } else { PAUSE });
+    }
+}
+
 /// The ring is full: takes over what readers have passed, or waits a moment for them.
-fn wait_for_room(plan: &Plan, snapshot: &mut SnapshotWriter) {
+pub(super) fn wait_for_room(plan: &Plan, snapshot: &mut SnapshotWriter) {
     let below = plan.gauge.retire_below();
     if below > snapshot.retired() {
         snapshot.retire(below);

@@ -20,6 +20,7 @@ mod door;
 mod gauge;
 pub(crate) mod module;
 mod owner;
+mod rest;
 mod trial;
 mod wire;
 
@@ -97,8 +98,7 @@ pub async fn run(args: SourceArgs) -> Result<(), Failure> {
     let rules =
         Rules { max_age: args.max_age, max_replicas: args.max_replicas as usize, stall_limit: args.stall_timeout };
     let owner = Owner::new(Instant::now(), rules, gauge.clone(), first_generation(), args.eager);
-    let module =
-        Arc::new(module::Rules::new(args.module_capture, args.load_module.clone(), args.module_socket_folder.clone()));
+    let module = Arc::new(module::Rules::new(&args));
     let source = Source {
         args,
         module,

@@ -1,16 +1,19 @@
 //! The source's side of the module: arms it, and follows what the server's fork child writes into our table.
 //!
 //! ```text
-//!   no module, or not to be used ─────────────────────────────────────────────┐
-//!   arm refused, another child came first (three times) ──────────────────────┤
-//!                                                                             ▼
-//!   ask ──▶ arm: walk ──▶ almost empty PSYNC ──▶ begun, same offset ──▶ …   capture by PSYNC alone
+//!   no module, or not to be used ───────────────────────────────────────────┐
+//!   arm refused ─────────────────────────────────────────────────────────────┤
+//!                                                                            ▼
+//!   ask ──▶ arm: walk ──▶ PSYNC ──▶ the child asks ──▶ it may ──▶ long strings from it, behind them the rest by PSYNC
+//!      │                               └─ it declines ────────▶ capture by PSYNC alone
 //!      └──▶ arm: ease ──▶ capture by PSYNC, the child doesn't compress          ▲
-//!                                                   └─ failed half-way: the next attempt, for a while, ┘
+//!                            walk failed half-way: the next attempt, for a while, ┘
 //! ```
 //!
-//! What the server says in `+FULLRESYNC` decides: the child tells on the board which offset of which history it walks, and only if both are
-//! the same is the table this snapshot. The same offset of the same history is the same data, whatever the child was forked for.
+//! What the child writes into our table it takes out of what its server saves, so it may begin only if nobody else gets that. **The
+//! permission is ours to give**: when `+FULLRESYNC` has come over our connection and says what the child says of itself, replid and
+//! offset, the child is the one that was forked for us (`module/src/capture/alone.rs` has the rest of the argument). Whatever arrives before the
+//! child has answered, arrives whole.
 //!
 //! Two processes must never write one table: a writer claims its memory, and the claim ends with the writer's life, however that
 //! ends. So whoever writes next waits for the claim ([`claim`]) first.
@@ -25,15 +28,15 @@ use std::time::{Duration, Instant};
 use remora_fabric::{Claim, Handover, Memory, shm::Place};
 use remora_redis::ReplId;
 use remora_redis::psync::Payload;
-use remora_redis::psync::client::{self, Client as Handshake, EofMark, Event as PsyncEvent};
-use remora_redis::rdb::Head;
-use remora_redis::resp::{self, Frame};
-use remora_table::board::{Order, Stage, Work};
-use remora_table::{Board, Identity, JournalWriter, Kind, State};
+use remora_redis::psync::client::{self, Client as Handshake, Event as PsyncEvent};
+use remora_redis::resp::Frame;
+use remora_table::board::{Order, Stage, Told, Work};
+use remora_table::{Board, Identity, JournalWriter, Kind};
 
-use super::capture::{self, CaptureEvent, Fault, MARK_LENGTH, Plan, SILENCE_LIMIT, Stream};
+use super::capture::{self, Announced, CaptureEvent, Fault, Plan, SILENCE_LIMIT, Stream};
+use super::rest;
 use super::wire::{Received, Wire};
-use crate::cli::ModuleCapture;
+use crate::cli::{ModuleCapture, SourceArgs};
 use crate::library;
 use crate::server::{Client, Facts, RefusalKind, Role, ServerError};
 use crate::units::Size;
@@ -46,7 +49,7 @@ pub(crate) enum Way {
     Psync,
     /// As replicas get it, but not compressed.
     Eased,
-    /// Written into our table by the server's child.
+    /// The long strings written into our table by the server's child, the rest as replicas get it.
     Walked,
 }
 
@@ -67,6 +70,8 @@ impl fmt::Display for Way {
 /// What may be asked of a module, and what was learnt of it.
 pub(crate) struct Rules {
     choice: ModuleCapture,
+    /// Strings of at least so many bytes are the child's to write.
+    walk_from: u64,
     /// An empty path: the library beside this program.
     load: Option<PathBuf>,
     place: Place,
@@ -75,9 +80,14 @@ pub(crate) struct Rules {
 }
 
 impl Rules {
-    pub(super) fn new(choice: ModuleCapture, load: Option<PathBuf>, folder: Option<PathBuf>) -> Rules {
-        let place = folder.map_or(Place::Abstract, Place::Folder);
-        Rules { choice, load, place, distrusted: Mutex::new(None) }
+    pub(super) fn new(args: &SourceArgs) -> Rules {
+        Rules {
+            choice: args.module_capture,
+            walk_from: args.module_walk_from.get(),
+            load: args.load_module.clone(),
+            place: args.module_socket_folder.clone().map_or(Place::Abstract, Place::Folder),
+            distrusted: Mutex::new(None),
+        }
     }
 
     fn distrust(&self) {
@@ -104,12 +114,12 @@ pub(super) fn take_snapshot(plan: &Plan) -> Result<Stream, Fault> {
         Work::Walk => {
             // The child will claim it.
             drop(claim);
-            walk_with_patience(plan, &mut client, role)
+            walk(plan, &mut client, role)
         }
     };
     match outcome {
         Ok(done) => Ok(done),
-        Err(Setback::Before(why) | Setback::OtherChild(why)) => {
+        Err(Setback::Before(why)) => {
             tracing::warn!(%why, "the module could not take the snapshot; it comes by psync");
             let _claim = self::claim(plan)?;
             plan.gauge.comes_by(Way::Psync);
@@ -129,8 +139,6 @@ pub(super) fn take_snapshot(plan: &Plan) -> Result<Stream, Fault> {
 enum Setback {
     /// Before anybody was told of a snapshot: another way may be taken without anybody noticing.
     Before(String),
-    /// As above: the child that used the arming was forked for something else. It may go better at once.
-    OtherChild(String),
     /// For good.
     Final(Fault),
 }
@@ -279,7 +287,9 @@ struct Armed<'p> {
 impl<'p> Armed<'p> {
     fn new(plan: &'p Plan, client: &'p mut Client, work: Work) -> Result<Armed<'p>, Setback> {
         let (table, geometry) = &plan.snapshot;
-        let board = Board::create(Order { work, generation: plan.generation, geometry: *geometry }).map_err(before)?;
+        let least_bytes = plan.module.walk_from;
+        let order = Order { work, generation: plan.generation, geometry: *geometry, least_bytes };
+        let board = Board::create(order).map_err(before)?;
         hand_over(plan, client, &board, table)?;
         Ok(Armed { board, plan, client })
     }
@@ -364,73 +374,87 @@ fn ease(plan: &Plan, client: &mut Client) -> Result<Stream, Setback> {
         Stage::Armed => {
             tracing::warn!("the module was not there when the server forked; the snapshot may be compressed")
         }
-        Stage::Begun | Stage::Failed => {
+        Stage::Asking | Stage::Begun | Stage::Declined | Stage::Failed => {
             tracing::warn!(why = %armed.board.sentence(), "the module did not keep the server from compressing");
         }
     }
     Ok(done)
 }
 
-// ---- The server's child writes ----
-
-/// A child that came first (another replica's, a save) has used up the arming: arms again, a few times.
-fn walk_with_patience(plan: &Plan, client: &mut Client, role: Option<Role>) -> Result<Stream, Setback> {
-    let mut last = String::new();
-    for attempt in 1..=ATTEMPTS {
-        match walk(plan, client, role) {
-            Err(Setback::OtherChild(why)) => {
-                tracing::info!(attempt, %why, "the module's walk was not for this snapshot");
-                last = why;
-            }
-            other => return other,
-        }
-        // The child may still be there; the next one needs the claim, and so do we if we give up.
-        drop(claim(plan)?);
-    }
-    Err(Setback::Before(last))
-}
+// ---- The server's child writes the long strings ----
 
 fn walk(plan: &Plan, client: &mut Client, role: Option<Role>) -> Result<Stream, Setback> {
     let armed = Armed::new(plan, client, Work::Walk)?;
     let live = AtomicBool::new(false);
     armed.attended(&live, || {
-        let mut sync = AlmostEmptySync::ask(plan)?;
+        let mut sync = Sync::ask(plan)?;
         let (replid, offset) = sync.resync(plan)?;
-        let journal = begun(plan, &armed.board, replid, offset)?;
+        if !may_begin(plan, &armed.board, replid, offset)? {
+            return Ok(untouched(plan, &armed.board, sync, replid, offset)?);
+        }
+        let journal = begun(plan, replid, offset)?;
         live.store(true, Ordering::Release);
-        let head = sync.payload(plan, &armed.board)?;
-        finished(plan, &armed.board, &head, role)?;
-        Ok(journal.map_or(Stream::Elsewhere, |journal| Stream::Next(sync.wire, Box::new(journal))))
+        let payload = sync.payload(plan, &armed.board);
+        live.store(false, Ordering::Release);
+        let told = walked(plan, &armed.board)?;
+        let Sync { mut wire, early, .. } = sync;
+        let _claim = claim(plan)?;
+        let expected = rest::Expected {
+            payload: payload?,
+            told,
+            database: armed.board.origin().filter(|_| role == Some(Role::Replica)).map(|origin| origin.database),
+        };
+        rest::receive(plan, &mut wire, &expected, &early)?;
+        Ok(journal.map_or(Stream::Elsewhere, |journal| Stream::Next(wire, Box::new(journal))))
     })
 }
 
-/// Waits until the child has begun, and makes sure that it writes what the server has promised. Tells the owner.
-fn begun(plan: &Plan, board: &Board, replid: ReplId, offset: u64) -> Result<Option<JournalWriter>, Setback> {
+/// Lets the child begin if it is the one that was forked for us, and waits until it has, or has declined.
+fn may_begin(plan: &Plan, board: &Board, replid: ReplId, offset: u64) -> Result<bool, Setback> {
     let asked = Instant::now();
-    while board.stage() == Stage::Armed {
+    loop {
+        match board.stage() {
+            Stage::Armed => {}
+            Stage::Asking => match board.origin() {
+                Some(origin) if (&origin.replid, origin.offset) == (replid.as_bytes(), offset) => board.permit(),
+                _ => board.cancel(),
+            },
+            Stage::Begun | Stage::Done | Stage::Failed => return Ok(true),
+            Stage::Declined => {
+                tracing::info!(why = %board.sentence(), "the module leaves the snapshot to the server");
+                return Ok(false);
+            }
+        }
         if plan.stop.load(Ordering::Relaxed) {
             return Err(Fault::Stopped.into());
         }
         if asked.elapsed() > BEGIN_LIMIT {
-            return Err(before(format!("the server's child did not begin within {} s", BEGIN_LIMIT.as_secs())));
+            let limit = BEGIN_LIMIT.as_secs();
+            tracing::info!(limit, "the module was not there when the server forked, or said nothing");
+            return Ok(false);
         }
         thread::sleep(POLL_QUICKLY);
     }
-    if board.stage() == Stage::Failed {
-        return Err(before(board.sentence()));
+}
+
+/// The child has declined, so that the server saves everything.
+fn untouched(plan: &Plan, board: &Board, mut sync: Sync, replid: ReplId, offset: u64) -> Result<Stream, Fault> {
+    let payload = sync.payload(plan, board)?;
+    // What the child has said stood there before its first byte came. One that has begun after all does not send the whole.
+    if matches!(board.stage(), Stage::Begun | Stage::Done | Stage::Failed) {
+        return Err(Fault::Module("its child began long after the server had forked".into()));
     }
-    let origin = board.origin().ok_or_else(|| before("the board does not say what it is of"))?;
-    if (&origin.replid, origin.offset) != (replid.as_bytes(), offset) {
-        board.cancel();
-        let text = format!("another child came first: it is at offset {}, the snapshot at {offset}", origin.offset);
-        return Err(Setback::OtherChild(text));
-    }
+    let _claim = claim(plan)?;
+    let Sync { wire, early, .. } = sync;
+    capture::take_first(plan, Announced { wire, replid, offset, payload, early })
+}
+
+/// The child has begun: tells the owner, so that replicas may read.
+fn begun(plan: &Plan, replid: ReplId, offset: u64) -> Result<Option<JournalWriter>, Fault> {
     let identity =
         Identity { generation: plan.generation, kind: Kind::Journal, replid: *replid.as_bytes(), first_offset: offset };
     let journal = match &plan.journal {
-        Some((memory, geometry)) => {
-            Some(JournalWriter::create(memory.clone(), *geometry, identity).map_err(Fault::from)?)
-        }
+        Some((memory, geometry)) => Some(JournalWriter::create(memory.clone(), *geometry, identity)?),
         None => None,
     };
     plan.gauge.snapshot_began(replid, offset, journal.is_some());
@@ -439,99 +463,60 @@ fn begun(plan: &Plan, board: &Board, replid: ReplId, offset: u64) -> Result<Opti
     Ok(journal)
 }
 
-/// The server's part is over; so must the child's be.
-fn finished(plan: &Plan, board: &Board, head: &Head, role: Option<Role>) -> Result<(), Setback> {
-    if board.stage() != Stage::Done && has_outgrown(plan, board) {
-        return Err(Fault::Outgrown.into());
+/// The server goes on, or has given up; its child must have ended its walk.
+fn walked(plan: &Plan, board: &Board) -> Result<Told, Fault> {
+    if board.stage() == Stage::Done {
+        let told = board.told();
+        plan.gauge.snapshot_told(&told);
+        tracing::debug!(strings = told.keys, micros = told.took_micros, waits = told.waits, "the child has walked");
+        return Ok(told);
     }
-    if board.stage() != Stage::Done {
-        return Err(Fault::Module(board.sentence()).into());
+    if has_outgrown(plan, board) {
+        return Err(Fault::Outgrown);
     }
-    let origin = board.origin().ok_or_else(|| Fault::Module("the board has lost what it is of".into()))?;
-    // The stream of a primary begins by selecting a database. A replica passes its primary's on as it comes, so that this one counts.
-    let begins_in = head.stream_db().filter(|_| role == Some(Role::Replica));
-    if begins_in.is_some_and(|database| database != origin.database) {
-        let text = format!(
-            "it wrote that the stream begins in database {}, the server says {:?}",
-            origin.database,
-            head.stream_db()
-        );
-        return Err(Fault::Module(text).into());
+    if plan.stop.load(Ordering::Relaxed) {
+        return Err(Fault::Stopped);
     }
-    let told = board.told();
-    plan.gauge.snapshot_told(&told);
-    plan.gauge.snapshot_ended(State::Sealed);
-    tracing::debug!(keys = told.keys, micros = told.took_micros, waits = told.waits, "the child has walked");
-    let _ = plan.events.send(CaptureEvent::Completed { generation: plan.generation, bytes: told.received });
-    Ok(())
+    Err(Fault::Module(board.sentence()))
 }
 
-/// A sync that asks for functions only: the server forks, and sends some hundred bytes and then the stream.
-struct AlmostEmptySync {
+/// A sync of which we look at each step.
+struct Sync {
     wire: Wire,
     machine: Handshake,
     /// Read, and not yet used.
     early: Vec<u8>,
 }
 
-impl AlmostEmptySync {
-    fn ask(plan: &Plan) -> Result<AlmostEmptySync, Setback> {
+impl Sync {
+    fn ask(plan: &Plan) -> Result<Sync, Fault> {
         let mut wire = capture::connect(plan)?;
-        say(&mut wire, &["REPLCONF", "rdb-filter-only", "functions"])?;
         if plan.journal.is_none() {
             capture::ask_for_snapshot_alone(&mut wire)?;
         }
-        // Valkey makes syncs of one fork only for those who name the same version.
         let options = client::Options { rdb_version: plan.reader_version.clone(), ..Default::default() };
-        Ok(AlmostEmptySync { wire, machine: Handshake::new(options), early: Vec::new() })
+        Ok(Sync { wire, machine: Handshake::new(options), early: Vec::new() })
     }
 
     /// Drives the handshake to `+FULLRESYNC`, at which the server forks.
-    fn resync(&mut self, plan: &Plan) -> Result<(ReplId, u64), Setback> {
+    fn resync(&mut self, plan: &Plan) -> Result<(ReplId, u64), Fault> {
         match self.next_event(plan, |heard| heard.elapsed() < SILENCE_LIMIT)? {
             PsyncEvent::FullResync { replid, offset } => Ok((replid, offset)),
-            other => Err(before(format!("the server answered an almost empty sync with {other:?}"))),
+            other => Err(link(format!("the server answered with {other:?} where a snapshot was asked for"))),
         }
     }
 
-    /// The almost empty snapshot, which comes after the child's walk. The server may be silent for as long as that takes.
-    fn payload(&mut self, plan: &Plan, board: &Board) -> Result<Head, Setback> {
+    /// Waits for the snapshot's first byte, which comes after the child's walk. The server may be silent for as long as that takes.
+    fn payload(&mut self, plan: &Plan, board: &Board) -> Result<Payload, Fault> {
         let mut pulse = Pulse::of(board);
-        let payload = match self.next_event(plan, |_| pulse.is_felt(board))? {
-            PsyncEvent::Payload(payload) => payload,
-            other => return Err(link(format!("the server sent {other:?} where a snapshot was due")).into()),
-        };
-        let mut bytes = std::mem::take(&mut self.early);
-        let mut mark = match payload {
-            Payload::Mark(mark) => EofMark::new(mark),
-            // Filtered snapshots go to sockets only, hence by mark.
-            Payload::Length(_) => return Err(link("the server sent a snapshot of a known length".into()).into()),
-        };
-        let mut seen = 0;
-        let mut heard = Instant::now();
-        loop {
-            let fresh = bytes.get(seen..).unwrap_or_default();
-            let tail = fresh.get(fresh.len().saturating_sub(MARK_LENGTH as usize)..).unwrap_or_default();
-            if !fresh.is_empty() && mark.observe(tail, fresh.len()) {
-                break;
-            }
-            seen = bytes.len();
-            if seen > ALMOST_EMPTY_LIMIT {
-                let text =
-                    format!("the almost empty snapshot has more than {}", Size::bytes(ALMOST_EMPTY_LIMIT as u64));
-                return Err(link(text).into());
-            }
-            self.read(plan, &mut bytes, &mut heard, |heard| heard.elapsed() < SILENCE_LIMIT)?;
-        }
-        match Head::parse(&bytes) {
-            Ok(Some((head, _))) => Ok(head),
-            Ok(None) => Err(link("the almost empty snapshot is cut off".into()).into()),
-            Err(error) => Err(link(error.to_string()).into()),
+        match self.next_event(plan, |_| pulse.is_felt(board))? {
+            PsyncEvent::Payload(payload) => Ok(payload),
+            other => Err(link(format!("the server sent {other:?} where a snapshot was due"))),
         }
     }
 
     /// The next event but those that only say that the server lives.
-    fn next_event(&mut self, plan: &Plan, mut patient: impl FnMut(Instant) -> bool) -> Result<PsyncEvent, Setback> {
+    fn next_event(&mut self, plan: &Plan, mut patient: impl FnMut(Instant) -> bool) -> Result<PsyncEvent, Fault> {
         let mut heard = Instant::now();
         loop {
             while let Some(event) = self.machine.poll_event() {
@@ -547,7 +532,7 @@ impl AlmostEmptySync {
             if bytes.is_empty() {
                 self.read(plan, &mut bytes, &mut heard, &mut patient)?;
             }
-            let used = self.machine.handle_input(&bytes).map_err(Fault::from)?;
+            let used = self.machine.handle_input(&bytes)?;
             self.early = bytes.split_off(used);
         }
     }
@@ -559,9 +544,9 @@ impl AlmostEmptySync {
         bytes: &mut Vec<u8>,
         heard: &mut Instant,
         mut patient: impl FnMut(Instant) -> bool,
-    ) -> Result<(), Setback> {
+    ) -> Result<(), Fault> {
         if plan.stop.load(Ordering::Relaxed) {
-            return Err(Fault::Stopped.into());
+            return Err(Fault::Stopped);
         }
         let mut buffer = [0; 16 * 1024];
         match self.wire.read(&mut buffer).map_err(|cause| link(cause.to_string()))? {
@@ -571,32 +556,14 @@ impl AlmostEmptySync {
                 Ok(())
             }
             Received::Idle if patient(*heard) => Ok(()),
-            Received::Idle => Err(link(format!("nothing came for {} s", SILENCE_LIMIT.as_secs())).into()),
-            Received::End => Err(link("the server closed it; its log says why".into()).into()),
+            Received::Idle => Err(link(format!("nothing came for {} s", SILENCE_LIMIT.as_secs()))),
+            Received::End => Err(link("the server closed it; its log says why".into())),
         }
     }
 }
 
 fn link(cause: String) -> Fault {
-    Fault::Link { during: "almost empty sync", cause }
-}
-
-/// Says one `REPLCONF` and waits for its `+OK`.
-fn say(wire: &mut Wire, command: &[&str]) -> Result<(), Setback> {
-    let mut bytes = Vec::new();
-    resp::command(&mut bytes, command);
-    wire.write_all(&bytes).map_err(before)?;
-    let mut answer = Vec::new();
-    let mut buffer = [0; 512];
-    let began = Instant::now();
-    while !answer.ends_with(b"\r\n") {
-        match wire.read(&mut buffer).map_err(before)? {
-            Received::Bytes(n) => answer.extend_from_slice(&buffer[..n]),
-            Received::Idle if began.elapsed() < SILENCE_LIMIT && answer.len() < buffer.len() => {}
-            Received::Idle | Received::End => return Err(before(format!("no answer to {}", command.join(" ")))),
-        }
-    }
-    if answer == b"+OK\r\n" { Ok(()) } else { Err(before(format!("{}: {}", command.join(" "), answer.escape_ascii()))) }
+    Fault::Link { during: "sync", cause }
 }
 
 /// Whether the child still moves.
@@ -621,14 +588,11 @@ impl Pulse {
 }
 
 /// The version of what agent and module say to each other.
-pub(crate) const PROTOCOL: &str = "1";
+pub(crate) const PROTOCOL: &str = "2";
 
 /// From this average size of a key's data on a walk costs the server less than its own saving. docs/decisions/0007-walk-or-ease.md has the
 /// measurement.
 const WALK_FROM_BYTES: u64 = 512;
-
-/// How often a walk is tried that another child of the server comes before.
-const ATTEMPTS: u32 = 3;
 
 /// How long a module that has failed isn't asked again: long enough that replicas get their snapshots, short enough that a passing cause
 /// doesn't cost a day.
@@ -648,9 +612,6 @@ const POLL: Duration = Duration::from_millis(2);
 
 /// How often it is looked whether the child has begun: replicas wait for that.
 const POLL_QUICKLY: Duration = Duration::from_micros(100);
-
-/// Bytes of an almost empty snapshot, at most: function libraries are the only thing in it that has a size.
-const ALMOST_EMPTY_LIMIT: usize = 64 << 20;
 
 #[cfg(test)]
 mod tests {

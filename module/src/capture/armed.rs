@@ -70,7 +70,7 @@ static KEPT: Mutex<Kept> = Mutex::new(Kept {
     history: History {
         done: 0,
         failed: 0,
-        last: Told { received: 0, published_slots: 0, retired_slots: 0, waits: 0, keys: 0, took_micros: 0 },
+        last: Told { received: 0, published_slots: 0, retired_slots: 0, waits: 0, keys: 0, format: 0, took_micros: 0 },
         last_error: String::new(),
     },
 });
@@ -139,7 +139,11 @@ pub(crate) fn state() -> (&'static str, Option<u64>) {
     match &kept().armed {
         None => ("idle", None),
         Some(armed) => {
-            let word = if armed.board.stage() == Stage::Armed { "armed" } else { "writing" };
+            let word = match armed.board.stage() {
+                Stage::Armed | Stage::Asking => "armed",
+                Stage::Begun => "writing",
+                Stage::Done | Stage::Declined | Stage::Failed => "saving",
+            };
             (word, Some(armed.board.order().generation))
         }
     }
@@ -154,7 +158,7 @@ impl History {
     /// Counts what a child has made of an arming.
     fn add(&mut self, board: &Board) {
         match board.stage() {
-            Stage::Armed => return,
+            Stage::Armed | Stage::Asking | Stage::Declined => return,
             Stage::Done => self.done += 1,
             Stage::Begun => {
                 self.failed += 1;

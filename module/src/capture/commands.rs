@@ -7,7 +7,7 @@ use crate::api::{Command, Context, StrRef};
 use crate::load;
 
 /// Version of what agent and module say to each other by these commands and by the board.
-pub(crate) const PROTOCOL: i64 = 1;
+pub(crate) const PROTOCOL: i64 = 2;
 
 /// `REMORA.ARM address secret`: an agent offers a board, and a table, for the next snapshot.
 pub(crate) struct Arm;

@@ -37,6 +37,11 @@ impl<'b> Output<'b> {
         Ok(Output { writer, board, small, told: Told::default(), began: Instant::now() })
     }
 
+    /// The version of the format that is written.
+    pub(super) fn format(&mut self, version: u16) {
+        self.told.format = version.into();
+    }
+
     /// One more key is complete.
     pub(super) fn key_done(&mut self) -> Result<(), Trouble> {
         self.told.keys += 1;
@@ -53,23 +58,12 @@ impl<'b> Output<'b> {
         self.pour(bytes)
     }
 
-    /// All of it is written: publishes the rest and seals.
-    pub(super) fn finish(mut self) -> Result<(), Trouble> {
+    /// All of it is written. The table stays open: whoever ordered it writes what the server saves.
+    pub(super) fn finish(&mut self) -> Result<(), Trouble> {
         self.flush()?;
-        self.writer.finish(0)?;
         self.told.took_micros = self.began.elapsed().as_micros() as u64;
         self.tell();
         Ok(())
-    }
-
-    /// It will not be whole: readers are told.
-    pub(super) fn abort(mut self) {
-        self.writer.abort();
-    }
-
-    /// Keys so far.
-    pub(super) fn keys(&self) -> u64 {
-        self.told.keys
     }
 
     fn flush(&mut self) -> Result<(), Trouble> {

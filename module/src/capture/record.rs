@@ -1,16 +1,15 @@
-//! Records of a snapshot as the servers write them: header, databases, keys, end. Pure: bytes go into a buffer.
+//! Records of a snapshot as the servers write them: header, databases, strings. Pure: bytes go into a buffer.
 //!
 //! A value that is long is not put into the buffer: only what stands before it is, and who writes the snapshot lets the value follow
 //! from where it lies.
 //!
 //! ```text
-//!   REDIS0011  FA name value …  F5 library …   FE db  FB keys expires   [FC expiry]  [F8 idle | F9 freq]  type key value   …  FF 0
-//!   ╰── header ──────────────╯  ╰─functions─╯  ╰──── database ───────╯  ╰──── head of a key ─────────────────────╯
+//!   REDIS0011  FA name value …   FE db  FB keys expires   [FC expiry]  [F8 idle | F9 freq]  0 key length   value   …
+//!   ╰── header ──────────────╯   ╰──── database ───────╯  ╰──── head of a string ───────────────────────╯
 //! ```
 
 use remora_redis::rdb::{
-    OPCODE_AUX, OPCODE_EOF, OPCODE_EXPIRETIME_MS, OPCODE_FREQ, OPCODE_IDLE, OPCODE_RESIZEDB, OPCODE_SELECTDB, magic,
-    put_length,
+    OPCODE_AUX, OPCODE_EXPIRETIME_MS, OPCODE_FREQ, OPCODE_IDLE, OPCODE_RESIZEDB, OPCODE_SELECTDB, magic, put_length,
 };
 
 /// How old a key is, as far as the server keeps that.
@@ -45,8 +44,8 @@ pub(super) fn put_database(out: &mut Vec<u8>, number: u32, keys: u64, expires: u
     put_length(out, expires);
 }
 
-/// What stands before a value: expiry (milliseconds since 1970), age, type and name.
-pub(super) fn put_key(out: &mut Vec<u8>, expires_at: Option<u64>, age: Age, kind: u8, name: &[u8]) {
+/// What stands before the bytes of a string: expiry (milliseconds since 1970), age, name, and how many bytes follow.
+pub(super) fn put_head(out: &mut Vec<u8>, expires_at: Option<u64>, age: Age, name: &[u8], length: usize) {
     if let Some(milliseconds) = expires_at {
         out.push(OPCODE_EXPIRETIME_MS);
         out.extend_from_slice(&milliseconds.to_le_bytes());
@@ -59,47 +58,27 @@ pub(super) fn put_key(out: &mut Vec<u8>, expires_at: Option<u64>, age: Age, kind
         }
         Age::Frequency(frequency) => out.extend_from_slice(&[OPCODE_FREQ, frequency]),
     }
-    out.push(kind);
+    out.push(TYPE_STRING);
     put_string(out, name);
+    put_length(out, length as u64);
 }
 
+/// The type of a plain string.
+const TYPE_STRING: u8 = 0;
+
 /// A short string: length and bytes.
-pub(super) fn put_string(out: &mut Vec<u8>, string: &[u8]) {
+fn put_string(out: &mut Vec<u8>, string: &[u8]) {
     put_length(out, string.len() as u64);
     out.extend_from_slice(string);
 }
 
-/// The end, without a checksum: the table has one for each slot.
-pub(super) fn put_end(out: &mut Vec<u8>) {
-    out.push(OPCODE_EOF);
-    out.extend_from_slice(&[0; 8]);
+/// The version of the format that the server writes, out of what `FUNCTION DUMP` answers. `None` if that is too short to be one.
+pub(super) fn dump_version(answer: &[u8]) -> Option<u16> {
+    let (_, footer) = answer.split_at_checked(answer.len().checked_sub(DUMP_FOOTER_BYTES)?)?;
+    let [low, high, ..] = *footer else { return None };
+    Some(u16::from_le_bytes([low, high]))
 }
 
-/// What `DUMP` and `FUNCTION DUMP` answer, taken apart.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Dump<'d> {
-    /// What a snapshot has there: a type and a value, or functions.
-    pub(super) body: &'d [u8],
-    /// The version of the format that the server writes.
-    pub(super) version: u16,
-}
-
-impl<'d> Dump<'d> {
-    /// `None` if it is too short to be one.
-    pub(super) fn parse(answer: &'d [u8]) -> Option<Dump<'d>> {
-        let (body, footer) = answer.split_at_checked(answer.len().checked_sub(DUMP_FOOTER_BYTES)?)?;
-        let [low, high, ..] = *footer else { return None };
-        Some(Dump { body, version: u16::from_le_bytes([low, high]) })
-    }
-
-    /// The type and the value of a key.
-    pub(super) fn key(&self) -> Option<(u8, &'d [u8])> {
-        self.body.split_first().map(|(kind, value)| (*kind, value))
-    }
-}
-
-/// The type of a plain string.
-pub(super) const TYPE_STRING: u8 = 0;
 /// Version and checksum at the end of a `DUMP`.
 const DUMP_FOOTER_BYTES: usize = 10;
 
@@ -125,7 +104,7 @@ mod tests {
             put_field(&mut out, "repl-id", &[b'a'; 40]);
             put_field(&mut out, "repl-offset", b"77");
             put_field(&mut out, "repl-stream-db", b"3");
-            put_end(&mut out);
+            put_database(&mut out, 0, 1, 0);
             let (head, _) = Head::parse(&out).unwrap().unwrap();
             assert!(out.starts_with(begins));
             assert_eq!((head.version, head.offset(), head.stream_db()), (u32::from(version), Some(77), Some(3)));
@@ -133,11 +112,11 @@ mod tests {
     }
 
     #[test]
-    fn a_key_has_its_expiry_and_its_age_before_type_and_name() {
-        let bytes = written(|out| put_key(out, Some(258), Age::Idle(61_999), 9, b"k"));
-        assert_eq!(bytes, b"\xFC\x02\x01\0\0\0\0\0\0\xF8\x3D\x09\x01k");
-        let bytes = written(|out| put_key(out, None, Age::Frequency(7), TYPE_STRING, b"key"));
-        assert_eq!(bytes, b"\xF9\x07\x00\x03key");
+    fn a_string_has_its_expiry_and_its_age_before_type_name_and_length() {
+        let bytes = written(|out| put_head(out, Some(258), Age::Idle(61_999), b"k", 3));
+        assert_eq!(bytes, b"\xFC\x02\x01\0\0\0\0\0\0\xF8\x3D\0\x01k\x03");
+        let bytes = written(|out| put_head(out, None, Age::Frequency(7), b"key", 64));
+        assert_eq!(bytes, b"\xF9\x07\x00\x03key\x40\x40");
     }
 
     #[test]
@@ -146,10 +125,9 @@ mod tests {
     }
 
     #[test]
-    fn a_dump_is_type_value_and_footer() {
-        let dump = Dump::parse(b"\x04value\x50\x0012345678").unwrap();
-        assert_eq!((dump.version, dump.key()), (80, Some((4, b"value".as_slice()))));
-        assert_eq!(Dump::parse(b"\x0b\x0012345678").unwrap().key(), None, "no functions at all");
-        assert_eq!(Dump::parse(b"123456789"), None);
+    fn the_version_stands_before_the_checksum_at_the_end_of_a_dump() {
+        assert_eq!(dump_version(b"functions\x50\x0012345678"), Some(80));
+        assert_eq!(dump_version(b"\x0b\x0012345678"), Some(11), "no functions at all");
+        assert_eq!(dump_version(b"123456789"), None);
     }
 }

@@ -1,18 +1,22 @@
-//! The walk: every key of every database of a frozen data set, as records of a snapshot.
+//! The walk: every long string of a frozen data set, as records of a snapshot in the table.
 //!
-//! It runs in a fork child, inside one command, so that the data stands still and the server's clock does too.
+//! It runs in a fork child, before the server's own saver does, and takes out of the child's memory what it has written:
 //!
 //! ```text
-//!   header ─▶ functions ─▶ for each database: SELECTDB, size hints ─▶ for each key: expiry, age, type, name, value ─▶ end
-//!                                                                      │
-//!                                            a string: its bytes, from where they lie, one copy
-//!                                            anything else: what DUMP answers, without its footer
+//!                 the walk                                          the server's saver, afterwards, in the same child
+//!   header ─▶ for each database: for each long string:              header, functions, and every key that is still there:
+//!             ① expiry, age, name, bytes ──▶ table                   everything else ──▶ pipe ──▶ the source, behind ①
+//!             ② the key is deleted, in this process alone
 //! ```
 //!
-//! **Keys whose time is over.** DUMP says of such a key that there is none, and deletes it; strings are read without asking. So a key
-//! that is no string and whose time is over, and that the server has not yet removed, can't be walked. To leave it out would be nearly
-//! right (whoever touches it at the primary has it deleted, and the stream says so), but not the same data. The walk says so instead, and the
-//! snapshot comes without it.
+//! So each key is in exactly one of the two, whatever it is: **it is written here and deleted, or it is the server's.** Nothing has to be known
+//! of types, of fields that expire, or of what the server means by a key that has ended; a step of the scan that shows a key twice, or
+//! never, changes nothing. The memory is this child's own copy, so that the primary has every key still.
+//!
+//! All of it is one command, for which the server reads its clock once. A string whose time is over by that clock is left to the server, since
+//! opening it to delete it would be a question to which a server that is a replica says "there is none" and keeps it.
+//!
+//! A walk that fails after its first deletion ends the child: what its server would save then is not whole.
 
 use std::ffi::CString;
 use std::sync::Arc;
@@ -21,12 +25,12 @@ use remora_fabric::Memory;
 use remora_table::Board;
 use remora_table::board::Origin;
 
-use super::child::{millis_now, server_clock};
+use super::child::server_clock;
 use super::output::Output;
-use super::record::{self, Age, Dump, TYPE_STRING};
+use super::record::{self, Age};
 use crate::api::{Context, Cursor, Key, KeyKind, OwnedStr, StrRef};
 
-/// Why a capture in the child failed; each becomes the sentence on the board.
+/// Why a capture in the child was declined, or failed; each becomes the sentence on the board.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Trouble {
     #[error("it was cancelled")]
@@ -38,6 +42,10 @@ pub(super) enum Trouble {
     #[error("another process writes that table")]
     Claimed,
     #[error("{0}")]
+    NotAlone(super::alone::Company),
+    #[error("its agent did not say within {0} s that this child works for it alone")]
+    NotPermitted(u64),
+    #[error("{0}")]
     System(String),
     #[error("the server made no answer to {0}")]
     NoAnswer(&'static str),
@@ -45,35 +53,25 @@ pub(super) enum Trouble {
     Refused { command: &'static str, text: String },
     #[error("the server does not say its {0}")]
     Untold(&'static str),
-    #[error("the key {key:?} of database {database} could not be read: {why}")]
-    Key { database: u32, key: String, why: String },
-    #[error("the time of the key {key:?} of database {database} is over, and the server has not removed it yet")]
-    Over { database: u32, key: String },
-    #[error("database {database} has {counted} keys, {walked} were found")]
-    Miscounted { database: u32, counted: u64, walked: u64 },
+    #[error("the string {key:?} of database {database} could not be read")]
+    Unreadable { database: u32, key: String },
+    #[error(
+        "the string {key:?} of database {database} was written, and could not be taken out of what the server saves"
+    )]
+    Undeletable { database: u32, key: String },
     #[error(transparent)]
     Memory(#[from] remora_fabric::Error),
     #[error(transparent)]
     Table(#[from] remora_table::Error),
 }
 
-/// Writes the whole snapshot into `memory`.
-pub(super) fn run(context: &Context<'_>, board: &Board, memory: Arc<Memory>) -> Result<(), Trouble> {
-    let origin = origin(context)?;
-    let mut walk = Walk {
-        context,
-        out: Output::new(board, memory, &origin)?,
-        ages: Ages::of(context),
-        now: server_clock(context)?,
-    };
-    board.begin(&origin)?;
-    match walk.everything(&origin) {
-        Ok(()) => walk.out.finish(),
-        Err(trouble) => {
-            walk.out.abort();
-            Err(trouble)
-        }
-    }
+/// Writes the long strings into `memory`, and takes them out of what the server will save.
+pub(super) fn run(context: &Context<'_>, board: &Board, memory: Arc<Memory>, origin: &Origin) -> Result<(), Trouble> {
+    let least = usize::try_from(board.order().least_bytes).unwrap_or(usize::MAX);
+    let out = Output::new(board, memory, origin)?;
+    let mut walk = Walk { context, out, ages: Ages::of(context), now: server_clock(context)?, least };
+    walk.everything(origin)?;
+    walk.out.finish()
 }
 
 /// Which moment this process's data is of.
@@ -108,6 +106,8 @@ struct Walk<'w> {
     ages: Ages,
     /// The server's clock, which stands still for this command: milliseconds since 1970.
     now: u64,
+    /// Strings of at least so many bytes are long.
+    least: usize,
 }
 
 impl Walk<'_> {
@@ -120,7 +120,6 @@ impl Walk<'_> {
             }
             number += 1;
         }
-        record::put_end(&mut self.out.small);
         Ok(())
     }
 
@@ -131,51 +130,44 @@ impl Walk<'_> {
         if let Some(text) = reply.error() {
             return Err(Trouble::Refused { command: "FUNCTION DUMP", text });
         }
-        let functions = reply.as_bytes().and_then(Dump::parse).ok_or(Trouble::NoAnswer("FUNCTION DUMP"))?;
-        record::put_magic(&mut self.out.small, functions.version);
-        for (name, value) in self.fields(origin)? {
-            record::put_field(&mut self.out.small, name, value.as_bytes());
+        let version = reply.as_bytes().and_then(record::dump_version).ok_or(Trouble::NoAnswer("FUNCTION DUMP"))?;
+        self.out.format(version);
+        record::put_magic(&mut self.out.small, version);
+        let database = origin.database.to_string();
+        let offset = origin.offset.to_string();
+        let fields: [(&str, &[u8]); 3] =
+            [("repl-stream-db", database.as_bytes()), ("repl-id", &origin.replid), ("repl-offset", offset.as_bytes())];
+        for (name, value) in fields {
+            record::put_field(&mut self.out.small, name, value);
         }
-        self.out.put(functions.body)
-    }
-
-    fn fields(&self, origin: &Origin) -> Result<Vec<(&'static str, String)>, Trouble> {
-        let server = self.context.server_info(c"server").ok_or(Trouble::NoAnswer("INFO server"))?;
-        let version = match (server.get(c"valkey_version"), server.get(c"redis_version")) {
-            (Some(version), _) => ("valkey-ver", version.to_owned()),
-            (None, version) => ("redis-ver", version.unwrap_or_default().to_owned()),
-        };
-        Ok(vec![
-            version,
-            ("redis-bits", usize::BITS.to_string()),
-            ("ctime", (millis_now() / 1000).to_string()),
-            ("repl-stream-db", origin.database.to_string()),
-            ("repl-id", String::from_utf8_lossy(&origin.replid).into_owned()),
-            ("repl-offset", origin.offset.to_string()),
-        ])
+        Ok(())
     }
 
     fn database(&mut self, number: u32) -> Result<(), Trouble> {
-        let keys = self.context.key_count();
         let expires = self.expiring(number);
-        record::put_database(&mut self.out.small, number, keys, expires.unwrap_or(0));
-        let before = self.out.keys();
-        let mut cursor = Cursor::new(self.context);
-        let mut trouble = None;
+        record::put_database(&mut self.out.small, number, self.context.key_count(), expires.unwrap_or(0));
         // Not asking each key of a database in which none expires spares a look-up for each.
         let may_expire = expires != Some(0);
-        let context = self.context;
-        while context.scan(&mut cursor, |name, key| {
-            if trouble.is_none() {
-                trouble = self.key(number, name, key, may_expire).err();
+        let mut cursor = Cursor::new(self.context);
+        let mut written = Vec::new();
+        loop {
+            let mut trouble = None;
+            let more = self.context.scan(&mut cursor, |name, key| {
+                if trouble.is_none() {
+                    trouble = self.key(number, name, key, may_expire, &mut written).err();
+                }
+            });
+            if let Some(trouble) = trouble {
+                return Err(trouble);
             }
-        }) && trouble.is_none()
-        {}
-        if let Some(trouble) = trouble {
-            return Err(trouble);
+            // Not while the server shows them: it still holds what it shows.
+            for name in written.drain(..) {
+                self.take_out(number, &name)?;
+            }
+            if !more {
+                return Ok(());
+            }
         }
-        let walked = self.out.keys() - before;
-        if walked == keys { Ok(()) } else { Err(Trouble::Miscounted { database: number, counted: keys, walked }) }
     }
 
     /// How many keys of that database expire, as INFO has it.
@@ -185,46 +177,44 @@ impl Walk<'_> {
         line.split(',').find_map(|pair| pair.strip_prefix("expires=")?.parse().ok())
     }
 
-    fn key(&mut self, database: u32, name: StrRef<'_>, mut key: Key<'_>, may_expire: bool) -> Result<(), Trouble> {
+    /// Writes it if it is ours to write, and notes its name.
+    fn key(
+        &mut self,
+        database: u32,
+        name: StrRef<'_>,
+        mut key: Key<'_>,
+        may_expire: bool,
+        written: &mut Vec<OwnedStr>,
+    ) -> Result<(), Trouble> {
+        if key.kind() != KeyKind::String || key.length() < self.least {
+            return Ok(());
+        }
         let expires_at = if may_expire { key.expires_at() } else { None };
+        if expires_at.is_some_and(|time| time <= self.now) {
+            return Ok(());
+        }
         let age = self.ages.of_key(&key);
-        if key.kind() != KeyKind::String {
-            return self.dumped(database, name, expires_at, age);
-        }
-        let Some(value) = key.string() else { return Err(unreadable(database, name, "it has no bytes".into())) };
-        record::put_key(&mut self.out.small, expires_at, age, TYPE_STRING, name.as_bytes());
-        remora_redis::rdb::put_length(&mut self.out.small, value.len() as u64);
+        let value = key.string().ok_or_else(|| Trouble::Unreadable { database, key: shown(name.as_bytes()) })?;
+        record::put_head(&mut self.out.small, expires_at, age, name.as_bytes(), value.len());
         self.out.put(value)?;
-        self.out.key_done()
+        self.out.key_done()?;
+        written.push(OwnedStr::new(self.context, name.as_bytes()));
+        Ok(())
     }
 
-    /// Anything but a string, by way of DUMP.
-    fn dumped(&mut self, database: u32, name: StrRef<'_>, expires_at: Option<u64>, age: Age) -> Result<(), Trouble> {
-        if expires_at.is_some_and(|time| time < self.now) {
-            return Err(Trouble::Over { database, key: shown(name) });
+    /// The server shall not write it once more.
+    fn take_out(&self, database: u32, name: &OwnedStr) -> Result<(), Trouble> {
+        let key = self.context.open_to_write(name.borrow()).filter(|key| key.kind() == KeyKind::String);
+        if key.is_some_and(|mut key| key.delete()) {
+            return Ok(());
         }
-        let reply = self.context.call(c"DUMP", &[name]).ok_or(Trouble::NoAnswer("DUMP"))?;
-        if let Some(text) = reply.error() {
-            return Err(unreadable(database, name, text));
-        }
-        let dump = reply.as_bytes().and_then(Dump::parse);
-        let Some((kind, value)) = dump.and_then(|dump| dump.key()) else {
-            return Err(unreadable(database, name, "DUMP says that there is none".into()));
-        };
-        record::put_key(&mut self.out.small, expires_at, age, kind, name.as_bytes());
-        self.out.put(value)?;
-        self.out.key_done()
+        Err(Trouble::Undeletable { database, key: shown(name.borrow().as_bytes()) })
     }
-}
-
-fn unreadable(database: u32, name: StrRef<'_>, why: String) -> Trouble {
-    Trouble::Key { database, key: shown(name), why }
 }
 
 /// A name as it may stand in a sentence.
-fn shown(name: StrRef<'_>) -> String {
-    let bytes = name.as_bytes();
-    String::from_utf8_lossy(bytes.get(..SHOWN_BYTES).unwrap_or(bytes)).into_owned()
+fn shown(name: &[u8]) -> String {
+    String::from_utf8_lossy(name.get(..SHOWN_BYTES).unwrap_or(name)).into_owned()
 }
 
 /// Bytes of a key's name that a sentence shows: enough to find it.

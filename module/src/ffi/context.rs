@@ -159,6 +159,15 @@ impl<'s> Context<'s> {
         unsafe { (server().set_module_options)(self.raw(), options) };
     }
 
+    /// Ends this process, which must be a fork child, as one that has failed: its server throws away what it has saved so far. Does
+    /// nothing in the server itself.
+    pub(crate) fn fail_child(&self) {
+        if self.flags().is_child() {
+            // SAFETY: No conditions but to be in a fork child, which was just looked at. It does not return.
+            unsafe { (server().exit_from_child)(CHILD_FAILED) };
+        }
+    }
+
     // --- What is told beforehand ----------------------------------------------------------------------------------
 
     /// Makes a command known. Only while the module is being loaded.
@@ -387,6 +396,8 @@ pub(super) fn without_zeros(text: &str) -> CString {
     CString::new(text.replace('\0', "")).unwrap_or_default()
 }
 
+/// What a fork child returns to its server that has failed.
+const CHILD_FAILED: c_int = 1;
 /// `REDISMODULE_YIELD_FLAG_NONE`.
 const YIELD_NONE: c_int = 1;
 /// `REDISMODULE_YIELD_FLAG_CLIENTS`, and the former.

@@ -42,6 +42,12 @@ impl<'c> Key<'c> {
         }
     }
 
+    /// How long its value is: the bytes of a string, the elements of anything else.
+    pub(crate) fn length(&self) -> usize {
+        // SAFETY: An open key.
+        unsafe { (server().value_length)(self.raw.as_ptr()) }
+    }
+
     /// The bytes of a string value, where they lie. An encoded one (an integer, an embedded string) is turned into a plain one first,
     /// which changes this process's memory: do it in a fork child.
     pub(crate) fn string(&mut self) -> Option<&[u8]> {

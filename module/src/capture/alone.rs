@@ -1,0 +1,112 @@
+//! Whether this fork child works for one replica, and nobody else relies on what it saves. Only then may anything be taken out of it.
+//!
+//! What speaks for it is spread over two processes, and each says only what it knows for certain:
+//!
+//! ```text
+//!   the child, of the moment of the fork                     the agent, of its own connection
+//!   ─ it does not write a file                               ─ +FULLRESYNC has come, with this very replid and offset
+//!   ─ syncs go to sockets (repl-diskless-sync yes)
+//!   ─ one replica, and no more, is waiting for a snapshot
+//! ```
+//!
+//! A server has one child at a time, and says `+FULLRESYNC` to a replica when it forks for it. So if the agent was told, while this child
+//! lives, it is the child of that sync; as syncs go to sockets nobody can join it later, and as one replica waits that is the agent's. A child for a
+//! file (`BGSAVE`), or for somebody else, waits in vain for its permission, and does its work as if nothing had been.
+
+use std::ffi::CString;
+use std::fmt;
+
+use super::walk::Trouble;
+use crate::api::{Context, OwnedStr};
+
+/// Who else may rely on this child.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Company {
+    /// The server writes a sync's snapshot to a file first.
+    File,
+    /// So many replicas are waiting for a snapshot, or being sent one, or the server does not say what they do.
+    Replicas(usize),
+}
+
+impl fmt::Display for Company {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Company::File => f.write_str("the server writes snapshots to a file first (repl-diskless-sync no)"),
+            Company::Replicas(0) => f.write_str("no replica is waiting for this child"),
+            Company::Replicas(count) => write!(f, "{count} replicas are waiting, and each gets what this child saves"),
+        }
+    }
+}
+
+/// Makes sure that one replica is waiting, and that what it gets does not go through a file.
+pub(super) fn check(context: &Context<'_>) -> Result<(), Trouble> {
+    if !syncs_go_to_sockets(context)? {
+        return Err(Trouble::NotAlone(Company::File));
+    }
+    let info = context.server_info(c"replication").ok_or(Trouble::NoAnswer("INFO replication"))?;
+    let connected = info.number(c"connected_slaves").ok_or(Trouble::Untold("number of replicas"))?;
+    let lines = (0..connected).map(|number| {
+        let name = CString::new(format!("slave{number}")).unwrap_or_default();
+        info.get(&name).map(str::to_owned)
+    });
+    match busy(lines) {
+        1 => Ok(()),
+        count => Err(Trouble::NotAlone(Company::Replicas(count))),
+    }
+}
+
+/// How many of the replicas are anything else than up to date. One that the server counts and does not describe is not known to be.
+fn busy(lines: impl Iterator<Item = Option<String>>) -> usize {
+    lines.filter(|line| !line.as_ref().is_some_and(|line| line.split(',').any(|pair| pair == "state=online"))).count()
+}
+
+fn syncs_go_to_sockets(context: &Context<'_>) -> Result<bool, Trouble> {
+    let words = ["GET", "repl-diskless-sync"].map(|word| OwnedStr::new(context, word.as_bytes()));
+    let arguments: Vec<_> = words.iter().map(OwnedStr::borrow).collect();
+    let reply = context.call(c"CONFIG", &arguments).ok_or(Trouble::NoAnswer("CONFIG GET"))?;
+    Ok(reply.element(1).is_some_and(|value| value.as_bytes() == Some(b"yes".as_slice())))
+}
+
+/// Whether this child was forked for a file (`BGSAVE`, a save point): servers name their children for what they do, and give the file the number
+/// of the process that writes it.
+pub(super) fn saves_to_disk() -> bool {
+    let title = std::fs::read("/proc/self/cmdline").unwrap_or_default();
+    title.windows(BGSAVE.len()).any(|part| part == BGSAVE) || holds_a_dump()
+}
+
+fn holds_a_dump() -> bool {
+    let name = format!("temp-{}.rdb", std::process::id());
+    let Ok(descriptors) = std::fs::read_dir("/proc/self/fd") else { return false };
+    descriptors
+        .flatten()
+        .any(|descriptor| std::fs::read_link(descriptor.path()).is_ok_and(|file| file.ends_with(&name)))
+}
+
+const BGSAVE: &[u8] = b"rdb-bgsave";
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    fn line(state: &str) -> Option<String> {
+        Some(format!("ip=127.0.0.1,port=0,state={state},offset=0,lag=0"))
+    }
+
+    #[test]
+    fn whoever_is_not_up_to_date_is_busy() {
+        assert_eq!(busy([line("online"), line("wait_bgsave"), line("online")].into_iter()), 1);
+        assert_eq!(busy([line("wait_bgsave"), line("send_bulk")].into_iter()), 2);
+        assert_eq!(busy([line("wait_bgsave"), None].into_iter()), 2, "the server counts one that it does not describe");
+        assert_eq!(busy([line("online")].into_iter()), 0);
+    }
+
+    #[test]
+    fn a_process_that_holds_its_own_dump_file_saves_to_disk() {
+        assert!(!saves_to_disk());
+        let folder = tempfile::tempdir().unwrap();
+        let _file = std::fs::File::create(folder.path().join(format!("temp-{}.rdb", std::process::id()))).unwrap();
+        assert!(saves_to_disk());
+    }
+}
