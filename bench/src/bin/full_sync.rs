@@ -244,7 +244,7 @@ impl Bench {
 }
 
 /// All of them.
-const METHODS: [Method; 9] = [
+const METHODS: [Method; 10] = [
     Method::OwnDefault,
     Method::OwnBest,
     Method::OwnTogether,
@@ -254,4 +254,5 @@ const METHODS: [Method; 9] = [
     Method::RemoraShm,
     Method::RemoraLate,
     Method::RemoraTcp,
+    Method::RemoraModule,
 ];

@@ -21,7 +21,7 @@ pub struct Program {
 }
 
 impl Program {
-    /// Builds it, unless it is up to date, and finds it beside this program. `REMORA` names another one, which is not built.
+    /// Builds it, and our module for servers, unless they are up to date, and finds it beside this program. `REMORA` names another one, which is not built.
     pub fn build() -> Result<Program> {
         if let Some(named) = std::env::var_os("REMORA") {
             return Program::at(named.into());
@@ -30,7 +30,7 @@ impl Program {
         let folder = own.parent().ok_or("this program lies in no folder")?;
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
         let mut build = Command::new(cargo);
-        build.args(["build", "--quiet", "--locked", "-p", "remora-agent", "--bin", "remora"]);
+        build.args(["build", "--quiet", "--locked", "-p", "remora-agent", "-p", "remora-module", "--lib", "--bin", "remora"]);
         build.current_dir(remora_lab::server::project_root());
         if folder.ends_with("release") {
             build.arg("--release");

@@ -28,6 +28,8 @@ pub enum Method {
     RemoraTcp,
     /// ... by TCP, replicas that feed each other.
     RemoraRelay,
+    /// ... by shared memory, with our module in the primary and in the replicas' servers.
+    RemoraModule,
     /// One that joins the snapshot which [`Method::RemoraShm`] has left at the source.
     RemoraLate,
 }
@@ -49,6 +51,7 @@ impl Method {
             Method::RemoraShm => "Remora shm, best",
             Method::RemoraTcp => "Remora tcp, best",
             Method::RemoraRelay => "Remora tcp, relay",
+            Method::RemoraModule => "Remora shm, module",
             Method::RemoraLate => "Remora shm, late joiner",
         }
     }
@@ -63,11 +66,16 @@ impl Method {
         matches!(self, Method::OwnDefault | Method::OwnBest | Method::OwnTogether | Method::OwnDual)
     }
 
+    /// Whether the servers have our module. For every other method they are without it.
+    pub fn has_module(self) -> bool {
+        self == Method::RemoraModule
+    }
+
     /// What `remora replica` is told to read by.
     pub fn transport(self) -> Option<&'static str> {
         match self {
             Method::RemoraDefault => Some("auto"),
-            Method::RemoraShm | Method::RemoraLate => Some("shm"),
+            Method::RemoraShm | Method::RemoraLate | Method::RemoraModule => Some("shm"),
             Method::RemoraTcp | Method::RemoraRelay => Some("tcp"),
             Method::OwnDefault | Method::OwnBest | Method::OwnTogether | Method::OwnDual => None,
             Method::Copier | Method::CopierOneByOne => None,

@@ -5,7 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use remora_lab::net::Traffic;
-use remora_lab::server::wait_until;
+use remora_lab::server::{module_library, wait_until};
 use remora_lab::workload::{Options, Workload, fill_every_type};
 use remora_lab::{Client, Error, Host, Kind, Server, compare, scratch};
 use tempfile::TempDir;
@@ -73,7 +73,9 @@ impl Scene {
 
     /// Starts a primary there, as it comes, and fills it.
     pub fn at(place: &Place, program: &Program, kind: Kind, shape: Shape) -> Result<Scene> {
-        let primary = place::on(Server::builder(kind), place.primary()).start()?;
+        // Our module comes and goes with the trials that want it.
+        let builder = Server::builder(kind).config("enable-module-command", "local");
+        let primary = place::on(builder, place.primary()).start()?;
         program.load(&primary, shape.keys, shape.value_bytes)?;
         if shape.every_type {
             fill_every_type(&mut primary.client()?, DATA_SEED)?;
@@ -127,6 +129,7 @@ impl Scene {
             | Method::RemoraShm
             | Method::RemoraTcp
             | Method::RemoraRelay
+            | Method::RemoraModule
             | Method::RemoraLate => self.by_remora(trial, &replicas, show)?,
         };
         let mut outcome = meter.end(trial, took, self.source.as_ref())?;
@@ -161,6 +164,20 @@ impl Scene {
                 state => Err(format!("replicas and child: {state:?}")),
             })
         })?;
+        self.change_module(trial.method.has_module())
+    }
+
+    /// Has the primary load our module, or unload it: without the half that loads it can.
+    fn change_module(&self, wanted: bool) -> Result<()> {
+        let mut client = self.primary.client()?;
+        let has = client.list(&["REMORA.HELP"]).is_ok();
+        if wanted && !has {
+            let path = module_library()?.display().to_string();
+            client.ok(&["MODULE", "LOAD", &path, "capture-only"])?;
+        }
+        if has && !wanted {
+            client.ok(&["MODULE", "UNLOAD", "remora"])?;
+        }
         Ok(())
     }
 
@@ -172,6 +189,7 @@ impl Scene {
         let server = |number| {
             let settings = trial.method.replica_settings(kind).into_iter();
             let builder = settings.fold(Server::builder(kind), |builder, (name, value)| builder.config(name, value));
+            let builder = if trial.method.has_module() { builder.module("")? } else { builder };
             place::on(builder, self.place.replica(number)).start()
         };
         Ok((0..trial.replicas).map(server).collect::<remora_lab::Result<_>>()?)
