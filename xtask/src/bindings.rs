@@ -26,7 +26,7 @@ const FOLDER: &str = "fabric/src/verbs/bindings";
 /// The types that are used, with whatever they are made of.
 const TYPES: &str = "ibv_device|ibv_context|ibv_device_attr|ibv_pd|ibv_mr|ibv_cq|ibv_comp_channel|ibv_qp|ibv_qp_init_attr|\
     ibv_qp_attr|ibv_qp_attr_mask|ibv_access_flags|ibv_sge|ibv_send_wr|ibv_recv_wr|ibv_wc|ibv_wc_status|ibv_wc_opcode|\
-    ibv_send_flags|ibv_async_event|ibv_fork_status|rdma_cm_id|rdma_cm_event|rdma_conn_param|rdma_event_channel|rdma_port_space";
+    ibv_send_flags|ibv_srq_init_attr|ibv_async_event|ibv_fork_status|rdma_cm_id|rdma_cm_event|rdma_conn_param|rdma_event_channel|rdma_port_space";
 
 /// Types of which only the size matters.
 const OPAQUE: &str = "sockaddr.*|ibv_srq|ibv_mw|ibv_ah|ibv_wq|ibv_xrcd|_ibv_device_ops|_compat_ibv_port_attr|ibv_mw_bind|\

@@ -188,6 +188,30 @@ impl Id {
         Ok(Id { raw, events: events.clone() })
     }
 
+    /// Has its events come by another channel from now on. Those that have come were acknowledged where they were taken, or are lost.
+    pub(super) fn migrate(&mut self, events: &Arc<Events>) -> Result<(), Error> {
+        // SAFETY: Id and channel exist; the id holds the new channel from here on, and the old one until now.
+        let code = unsafe { (events.library.manager.rdma_migrate_id)(self.raw.as_ptr(), events.raw.as_ptr()) };
+        done(code).map_err(Error::system("giving an RDMA endpoint a channel of its own"))?;
+        self.events = events.clone();
+        Ok(())
+    }
+
+    /// Where the other end is, once there is one.
+    pub(super) fn peer(&self) -> Option<SocketAddr> {
+        // SAFETY: The struct behind the pointer lives until `drop`; the address is set before the id is handed out or routed.
+        let route = unsafe { self.raw.as_ref() }.route;
+        // SAFETY: A union of socket addresses as large as its largest, all of it initialised by the library, which zeroes ids.
+        let words = unsafe { route.addr.__bindgen_anon_2.dst_storage }._bindgen_opaque_blob;
+        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
+        let port = u16::from_be_bytes([*bytes.get(2)?, *bytes.get(3)?]);
+        match i32::from(u16::from_ne_bytes([*bytes.first()?, *bytes.get(1)?])) {
+            libc::AF_INET => Some((<[u8; 4]>::try_from(bytes.get(4..8)?).ok()?, port).into()),
+            libc::AF_INET6 => Some((<[u8; 16]>::try_from(bytes.get(8..24)?).ok()?, port).into()),
+            _ => None,
+        }
+    }
+
     /// What [`Event::of`] calls it.
     pub(super) fn name(&self) -> usize {
         self.raw.as_ptr() as usize
@@ -325,6 +349,17 @@ impl Id {
 
     /// The second and the third: able to receive, able to send.
     pub(super) fn ready(&self, pair: &QueuePair, terms: Terms, options: &VerbsOptions) -> Result<(), Error> {
+        self.ready_to_retry(pair, terms, options, RNR_RETRIES)
+    }
+
+    /// ... which sends again so often where the other end has no receive posted.
+    pub(super) fn ready_to_retry(
+        &self,
+        pair: &QueuePair,
+        terms: Terms,
+        options: &VerbsOptions,
+        rnr_retries: u8,
+    ) -> Result<(), Error> {
         self.step(pair, ffi::IBV_QPS_RTR, |attributes| {
             attributes.max_dest_rd_atomic = terms.responder_resources;
             // What the manager has put there came from the subnet manager, or from the traffic class.
@@ -334,7 +369,7 @@ impl Id {
             attributes.max_rd_atomic = terms.initiator_depth;
             attributes.timeout = options.ack_timeout;
             attributes.retry_cnt = options.retries;
-            attributes.rnr_retry = RNR_RETRIES;
+            attributes.rnr_retry = rnr_retries;
         })
     }
 

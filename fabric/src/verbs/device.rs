@@ -201,7 +201,7 @@ impl Device {
                 ffi::IBV_EVENT_GID_CHANGE => {
                     tracing::warn!(device = self.name, "an address of an RDMA port has changed: {name}");
                 }
-                ffi::IBV_EVENT_COMM_EST => {}
+                ffi::IBV_EVENT_COMM_EST | ffi::IBV_EVENT_QP_LAST_WQE_REACHED => {}
                 _ => tracing::info!(device = self.name, "the RDMA device says: {name}"),
             }
             // SAFETY: Each event that was taken is acknowledged once.

@@ -63,6 +63,8 @@ functions! {
         ibv_create_qp: fn(*mut ffi::ibv_pd, *mut ffi::ibv_qp_init_attr) -> *mut ffi::ibv_qp;
         ibv_modify_qp: fn(*mut ffi::ibv_qp, *mut ffi::ibv_qp_attr, c_int) -> c_int;
         ibv_destroy_qp: fn(*mut ffi::ibv_qp) -> c_int;
+        ibv_create_srq: fn(*mut ffi::ibv_pd, *mut ffi::ibv_srq_init_attr) -> *mut ffi::ibv_srq;
+        ibv_destroy_srq: fn(*mut ffi::ibv_srq) -> c_int;
         ibv_get_async_event: fn(*mut ffi::ibv_context, *mut ffi::ibv_async_event) -> c_int;
         ibv_ack_async_event: fn(*mut ffi::ibv_async_event);
         ibv_wc_status_str: fn(ffi::ibv_wc_status) -> *const c_char;
@@ -86,6 +88,7 @@ functions! {
         rdma_free_devices: fn(*mut *mut ffi::ibv_context);
         rdma_create_id: fn(*mut ffi::rdma_event_channel, *mut *mut ffi::rdma_cm_id, *mut c_void, ffi::rdma_port_space) -> c_int;
         rdma_destroy_id: fn(*mut ffi::rdma_cm_id) -> c_int;
+        rdma_migrate_id: fn(*mut ffi::rdma_cm_id, *mut ffi::rdma_event_channel) -> c_int;
         rdma_bind_addr: fn(*mut ffi::rdma_cm_id, *mut libc::sockaddr) -> c_int;
         rdma_listen: fn(*mut ffi::rdma_cm_id, c_int) -> c_int;
         rdma_get_src_port: fn(*mut ffi::rdma_cm_id) -> u16;
@@ -110,6 +113,14 @@ functions! {
 pub(super) struct Library {
     pub(super) verbs: Verbs,
     pub(super) manager: Manager,
+}
+
+impl Library {
+    /// How a work request ended, as the library words it.
+    pub(super) fn status(&self, status: ffi::ibv_wc_status) -> String {
+        // SAFETY: Any number has a name that lives for ever.
+        text(unsafe { (self.verbs.ibv_wc_status_str)(status) })
+    }
 }
 
 /// The libraries, opened by the first call.

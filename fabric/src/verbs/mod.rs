@@ -18,9 +18,11 @@
 //! - `exporter`: who may read what; `serve`: the source's thread.
 //! - `connector`: how a peer comes to be; `lane` and `peer`: the reader's data path.
 //! - `cm`: the connection manager; `objects`: queue pairs, completion queues, registrations, each with one owner; `device`:
-//!   what stands below them. All unsafe code is in these three, in `library`, in `report` and in `ports`.
+//!   what stands below them. All unsafe code is in these three, in `library`, in `report`, in `ports`
+//!   and in `duplex/receives.rs`.
 //! - `library`: the two libraries, opened at run time; `bindings`: their types.
 //! - [`ports`](rdma_addresses): which address of a host belongs to which port of which device.
+//! - [`duplex`]: the same cards for messages that both ends send, which the transport does not: for the messenger.
 //! - [`report`](devices): what a machine has, and what it lacks. [`walkthrough`](send_and_receive): the whole thing in small, to be read.
 //!
 //! What is true of it, besides what is true of every transport:
@@ -37,6 +39,7 @@ mod bindings;
 mod cm;
 mod connector;
 mod device;
+pub mod duplex;
 mod exporter;
 mod handshake;
 mod key;

@@ -22,6 +22,7 @@ use std::{
 use super::{
     bindings as ffi,
     device::Device,
+    duplex::SharedReceives,
     library::{done, made},
 };
 use crate::{Error, Memory};
@@ -54,6 +55,10 @@ impl Domain {
 
     pub(super) fn device(&self) -> &Arc<Device> {
         &self.device
+    }
+
+    pub(super) fn raw(&self) -> *mut ffi::ibv_pd {
+        self.raw.as_ptr()
     }
 }
 
@@ -136,11 +141,12 @@ impl Registration {
     }
 
     /// A piece of it for a work request of ours, which the caller has checked to lie inside.
-    fn piece(&self, offset: u64, length: u32) -> ffi::ibv_sge {
+    pub(super) fn piece(&self, offset: u64, length: u32) -> ffi::ibv_sge {
         debug_assert!(offset + u64::from(length) <= self.memory.length(), "pieces are checked before they are posted");
         // SAFETY: As in `remote_key`.
         let lkey = unsafe { self.raw.as_ref() }.lkey;
-        ffi::ibv_sge { addr: self.memory.address().as_ptr() as u64 + offset, length, lkey }
+        // Keys know the memory by the address that it was registered at, our own work requests' as well as others'.
+        ffi::ibv_sge { addr: self.base + offset, length, lkey }
     }
 }
 
@@ -307,6 +313,27 @@ pub(super) struct QueuePair {
     raw: NonNull<ffi::ibv_qp>,
     domain: Arc<Domain>,
     completions: Arc<Completions>,
+    /// Where its receives are posted, if not on itself.
+    _receives: Option<Arc<SharedReceives>>,
+}
+
+/// What a pair may have besides: scattered reads one of the transport, the rest one for messages.
+#[derive(Clone)]
+pub(super) struct Sharing {
+    /// Receives come from here.
+    pub(super) receives: Option<Arc<SharedReceives>>,
+    /// Bytes that a request may carry in itself.
+    pub(super) inline: u32,
+    /// Only requests that ask for it complete visibly (those that fail always do).
+    pub(super) quiet: bool,
+    /// Places that one request may name.
+    pub(super) scatter: u32,
+}
+
+impl Default for Sharing {
+    fn default() -> Sharing {
+        Sharing { receives: None, inline: 0, quiet: false, scatter: 1 }
+    }
 }
 
 /// One read, to be posted.
@@ -383,7 +410,7 @@ impl QueuePair {
         completions: &Arc<Completions>,
         capacity: Capacity,
     ) -> Result<QueuePair, Error> {
-        QueuePair::scattering(domain, completions, capacity, 1)
+        QueuePair::sharing(domain, completions, capacity, Sharing::default())
     }
 
     /// ... one read on which may be scattered over so many places.
@@ -393,25 +420,35 @@ impl QueuePair {
         capacity: Capacity,
         scatter: u32,
     ) -> Result<QueuePair, Error> {
+        QueuePair::sharing(domain, completions, capacity, Sharing { scatter, ..Sharing::default() })
+    }
+
+    /// As [`QueuePair::new`], with what `sharing` says.
+    pub(super) fn sharing(
+        domain: &Arc<Domain>,
+        completions: &Arc<Completions>,
+        capacity: Capacity,
+        sharing: Sharing,
+    ) -> Result<QueuePair, Error> {
         let mut wanted = ffi::ibv_qp_init_attr {
             qp_context: null_mut(),
             send_cq: completions.raw.as_ptr(),
             recv_cq: completions.raw.as_ptr(),
-            srq: null_mut(),
+            srq: sharing.receives.as_ref().map_or(null_mut(), |receives| receives.raw()),
             cap: ffi::ibv_qp_cap {
                 max_send_wr: capacity.send,
                 max_recv_wr: capacity.receive,
-                max_send_sge: scatter,
+                max_send_sge: sharing.scatter,
                 max_recv_sge: 1,
-                max_inline_data: 0,
+                max_inline_data: sharing.inline,
             },
             qp_type: ffi::IBV_QPT_RC,
-            sq_sig_all: 1,
+            sq_sig_all: i32::from(!sharing.quiet),
         };
-        // SAFETY: Domain and queue exist as long as this object, which holds them; the attributes are written in full.
+        // SAFETY: Domain, queue and shared receives exist as long as this object, which holds them; the attributes are written in full.
         let raw = unsafe { (domain.device.library().verbs.ibv_create_qp)(domain.raw.as_ptr(), &mut wanted) };
         let raw = made(raw).map_err(Error::system("making a queue pair"))?;
-        Ok(QueuePair { raw, domain: domain.clone(), completions: completions.clone() })
+        Ok(QueuePair { raw, domain: domain.clone(), completions: completions.clone(), _receives: sharing.receives })
     }
 
     /// The pair's number, which the other end addresses.
@@ -481,6 +518,48 @@ impl QueuePair {
         self.post(&mut work(name, &mut piece, ffi::IBV_WR_SEND))
     }
 
+    /// As [`QueuePair::post_send`], on a quiet pair: completes visibly only if `shown`.
+    pub(super) fn post_quiet_send(
+        &self,
+        name: u64,
+        letter: &Registration,
+        offset: u64,
+        length: u32,
+        shown: bool,
+    ) -> Result<(), Error> {
+        let mut piece = letter.piece(offset, length);
+        let mut request = work(name, &mut piece, ffi::IBV_WR_SEND);
+        request.send_flags = signal(shown);
+        self.post(&mut request)
+    }
+
+    /// Posts a message that the request itself carries: the bytes are the caller's again at once. No more of them than were asked
+    /// for when the pair was made.
+    pub(super) fn post_inline_send(&self, name: u64, bytes: &[u8], shown: bool) -> Result<(), Error> {
+        let length = u32::try_from(bytes.len()).map_err(|_| Error::Misuse("too long for a request to carry"))?;
+        let mut piece = ffi::ibv_sge { addr: bytes.as_ptr() as u64, length, lkey: 0 };
+        let mut request = work(name, &mut piece, ffi::IBV_WR_SEND);
+        request.send_flags = signal(shown) | ffi::IBV_SEND_INLINE;
+        self.post(&mut request)
+    }
+
+    /// As [`QueuePair::post_read`], on a quiet pair: completes visibly.
+    pub(super) fn post_shown_read(&self, read: &RemoteRead, sink: &Registration) -> Result<(), Error> {
+        let mut piece = sink.piece(read.offset, read.length);
+        let mut request = work(read.name, &mut piece, ffi::IBV_WR_RDMA_READ);
+        request.wr.rdma = ffi::ibv_send_wr__bindgen_ty_2__bindgen_ty_1 { remote_addr: read.address, rkey: read.key };
+        request.send_flags = signal(true);
+        self.post(&mut request)
+    }
+
+    /// Ends all work: what is posted is flushed, and completes so.
+    pub(super) fn fail(&self) {
+        let mut attributes = no_attributes();
+        attributes.qp_state = ffi::IBV_QPS_ERR;
+        // A pair that the card has failed already need not be told.
+        let _ = self.modify(&mut attributes, ffi::IBV_QP_STATE as i32);
+    }
+
     fn post(&self, request: &mut ffi::ibv_send_wr) -> Result<(), Error> {
         self.post_list(request)
     }
@@ -493,7 +572,7 @@ impl QueuePair {
         let mut failed = null_mut();
         // SAFETY: The pair exists. Requests and the lists of their places are whole, and read during the call only, in which they stay
         // where they are. The memory that a place names is registered in this pair's domain, and its owner keeps it until the request
-        // has completed or the pair is gone.
+        // has completed or the pair is gone; or the request carries the bytes, and then they are read during the call only.
         done(unsafe { post(self.raw.as_ptr(), first, &mut failed) }).map_err(Error::system("posting a work request"))
     }
 
@@ -533,6 +612,11 @@ fn unplaced(name: u64, operation: ffi::ibv_wr_opcode) -> ffi::ibv_send_wr {
     request.wr_id = name;
     request.opcode = operation;
     request
+}
+
+/// The flag by which a request on a quiet pair completes visibly.
+fn signal(shown: bool) -> u32 {
+    if shown { ffi::IBV_SEND_SIGNALED } else { 0 }
 }
 
 /// Attributes of a queue pair, all zero: only those count that a mask names.
