@@ -1,4 +1,5 @@
-//! An asynchronous message layer: sessions that keep their word over links that do not, over TCP and over shared memory.
+//! An asynchronous message layer: sessions that keep their word over links that do not, over TCP, shared
+//! memory and RDMA.
 //!
 //! What it is not: a data path for the tables, which cross by the fabric; a place where anything is decided about them; or a
 //! runtime: it brings its own threads, one reactor each, and calls its owner from them.
@@ -16,7 +17,7 @@
 //!                                                                 │ Writer   │   many frames, one send
 //!                                                                 └──▲────┬──┘
 //!                                                              bytes │    ▼
-//!                                                    Link: tcp (posix) | shm        of an Address, by its stack
+//!                                                    Link: tcp (posix) | shm | rdma of an Address, by its stack
 //! ```
 //!
 //! # An echo

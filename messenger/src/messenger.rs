@@ -13,7 +13,8 @@ use crate::dispatcher::Dispatcher;
 use crate::policy::Policy;
 use crate::registry::{Name, Registry};
 use crate::signal::Entity;
-use crate::stack::Address;
+use crate::stack::rdma::RdmaOptions;
+use crate::stack::{Address, Stacks};
 use crate::throttle::Throttle;
 use crate::worker::{Command, Handle, Manners, Spin};
 
@@ -35,6 +36,8 @@ pub struct Options {
     pub pool_bytes: usize,
     /// Sessions at once.
     pub most_sessions: usize,
+    /// How RDMA links work, if any are made.
+    pub rdma: RdmaOptions,
     /// Links per worker that have not yet opened a session: what strangers can make us hold.
     pub most_strangers: usize,
 }
@@ -60,6 +63,7 @@ impl Default for Options {
             polling: Polling::Event,
             pool_bytes: POOL_BYTES,
             most_sessions: MOST_SESSIONS,
+            rdma: RdmaOptions::default(),
             most_strangers: MOST_STRANGERS,
         }
     }
@@ -77,6 +81,7 @@ pub(crate) struct Common {
     pub(crate) policy: Policy,
     pub(crate) manners: Manners,
     pub(crate) polling: Polling,
+    pub(crate) stacks: Stacks,
     pub(crate) dispatcher: Arc<dyn Dispatcher>,
     pub(crate) pool: Arc<Pool>,
     pub(crate) most_sessions: usize,
@@ -104,6 +109,7 @@ impl Messenger {
             policy,
             manners: Manners { token, summed: options.summed, sealed },
             polling: options.polling,
+            stacks: Stacks::new(options.rdma.clone()),
             dispatcher,
             pool: Pool::new(options.pool_bytes),
             most_sessions: options.most_sessions,
@@ -128,7 +134,7 @@ impl Messenger {
     /// # Errors
     /// What the system says.
     pub fn listen(&self, address: &Address) -> io::Result<Address> {
-        let listener = address.listen()?;
+        let listener = self.common.stacks.listen(address)?;
         let address = listener.address();
         *self.common.address.lock().unwrap_or_else(PoisonError::into_inner) = Some(address.clone());
         self.common.serving.store(true, Ordering::Release);

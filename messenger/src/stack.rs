@@ -4,8 +4,10 @@
 //! |---|---|---|
 //! | `tcp:HOST:PORT` | [`posix`] | a TCP socket |
 //! | `shm:PATH` | [`shm`] | two rings in shared memory, and a unix socket as their bell |
+//! | `rdma:HOST:PORT` | [`rdma`] | a queue pair: SEND for what is small, READ for what is large |
 
 pub mod posix;
+pub mod rdma;
 pub mod shm;
 
 use std::fmt;
@@ -14,16 +16,18 @@ use std::net::SocketAddr;
 use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::sync::{Arc, OnceLock};
 
 /// One connection of a transport. No call waits: what cannot be done now is [`io::ErrorKind::WouldBlock`].
 pub trait Link: Send {
-    /// Becomes readable when there may be something to receive, or room to send again.
+    /// Becomes readable when there may be something to receive, or room to send again; while it calls, readable or writable when
+    /// there may be an answer.
     fn descriptor(&self) -> BorrowedFd<'_>;
 
-    /// Whether a call that was begun has been answered; asked when the descriptor is writable.
+    /// Whether a call that was begun has been answered; asked when the descriptor says that it may have been.
     ///
     /// # Errors
-    /// Why it was not.
+    /// Why it was not, or would block: not yet.
     fn finish_call(&mut self) -> io::Result<()>;
 
     /// Sends the beginning of these bytes; how many it took.
@@ -77,17 +81,31 @@ pub enum Address {
     Tcp(SocketAddr),
     /// Shared memory of this host; the path of the unix socket where it is handed over. Empty for a peer that has called.
     Shm(PathBuf),
+    /// RDMA: the address of a device's port, and a port of the connection manager's own numbering.
+    Rdma(SocketAddr),
 }
 
-impl Address {
+/// The transports of one messenger, with what each needs besides an address. What a transport shares between its links is made
+/// when the first is wanted.
+pub(crate) struct Stacks {
+    rdma: rdma::RdmaOptions,
+    sites: OnceLock<Arc<rdma::Sites>>,
+}
+
+impl Stacks {
+    pub(crate) fn new(rdma: rdma::RdmaOptions) -> Stacks {
+        Stacks { rdma, sites: OnceLock::new() }
+    }
+
     /// Listens there.
     ///
     /// # Errors
     /// What the system says.
-    pub fn listen(&self) -> io::Result<Box<dyn Listener>> {
-        match self {
+    pub(crate) fn listen(&self, address: &Address) -> io::Result<Box<dyn Listener>> {
+        match address {
             Address::Tcp(address) => Ok(Box::new(posix::TcpListener::bind(*address)?)),
             Address::Shm(path) => Ok(Box::new(shm::ShmListener::bind(path)?)),
+            Address::Rdma(address) => Ok(Box::new(rdma::RdmaListener::bind(self.sites()?, *address)?)),
         }
     }
 
@@ -95,18 +113,37 @@ impl Address {
     ///
     /// # Errors
     /// What the system says at once; more may come by [`Link::finish_call`].
-    pub fn call(&self) -> io::Result<Box<dyn Link>> {
-        match self {
+    pub(crate) fn call(&self, address: &Address) -> io::Result<Box<dyn Link>> {
+        match address {
             Address::Tcp(address) => Ok(Box::new(posix::TcpLink::call(*address)?)),
             Address::Shm(path) => Ok(Box::new(shm::ShmLink::call(path)?)),
+            Address::Rdma(address) => Ok(Box::new(rdma::RdmaLink::call(self.sites()?, *address)?)),
         }
     }
 
+    fn sites(&self) -> io::Result<&Arc<rdma::Sites>> {
+        if let Some(sites) = self.sites.get() {
+            return Ok(sites);
+        }
+        let made = rdma::sites(&self.rdma)?;
+        Ok(self.sites.get_or_init(|| made))
+    }
+}
+
+impl Address {
     /// The address that peers on other hosts know it by, if there is one.
     pub(crate) fn socket_address(&self) -> Option<SocketAddr> {
         match self {
-            Address::Tcp(address) if !address.ip().is_unspecified() => Some(*address),
+            Address::Tcp(address) | Address::Rdma(address) if !address.ip().is_unspecified() => Some(*address),
             _ => None,
+        }
+    }
+
+    /// Another place by the same transport.
+    pub(crate) fn elsewhere(&self, address: SocketAddr) -> Address {
+        match self {
+            Address::Rdma(_) => Address::Rdma(address),
+            _ => Address::Tcp(address),
         }
     }
 }
@@ -116,6 +153,7 @@ impl fmt::Display for Address {
         match self {
             Address::Tcp(address) => write!(to, "tcp:{address}"),
             Address::Shm(path) => write!(to, "shm:{}", path.display()),
+            Address::Rdma(address) => write!(to, "rdma:{address}"),
         }
     }
 }
@@ -124,13 +162,12 @@ impl FromStr for Address {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Address, String> {
+        let at = |address: &str| address.parse().map_err(|_| format!("{address}: not an IP address and a port"));
         match text.split_once(':') {
             Some(("shm", path)) if !path.is_empty() => Ok(Address::Shm(PathBuf::from(path))),
-            Some(("tcp", address)) => {
-                let parsed = address.parse().map_err(|_| format!("{address}: not an IP address and a port"))?;
-                Ok(Address::Tcp(parsed))
-            }
-            _ => Err(format!("{text}: neither tcp:IP:PORT nor shm:PATH")),
+            Some(("tcp", address)) => at(address).map(Address::Tcp),
+            Some(("rdma", address)) => at(address).map(Address::Rdma),
+            _ => Err(format!("{text}: neither tcp:IP:PORT nor rdma:IP:PORT nor shm:PATH")),
         }
     }
 }

@@ -252,7 +252,7 @@ impl Worker {
         let mut found = false;
         for at in 0..self.glanceable.len() {
             let Some(&key) = self.glanceable.get(at) else { break };
-            if self.lines.get_mut(key).is_some_and(|line| line.link.glance() == Some(true)) {
+            if self.lines.get_mut(key).is_some_and(Line::has_something) {
                 self.now = Instant::now();
                 self.serve(key, true);
                 found = true;
@@ -265,7 +265,7 @@ impl Worker {
         let mut awaited = false;
         for at in 0..self.glanceable.len() {
             let Some(&key) = self.glanceable.get(at) else { break };
-            awaited |= self.lines.get_mut(key).is_some_and(|line| line.link.arm());
+            awaited |= self.lines.get_mut(key).is_some_and(Line::arm);
         }
         self.inbox.asleep.store(true, Ordering::SeqCst);
         if !awaited && !self.inbox.waiting.load(Ordering::SeqCst) {
@@ -345,7 +345,10 @@ impl Worker {
 
     fn answered(&mut self, key: Key, talk: Key) -> Result<(), Broken> {
         let Some(line) = self.lines.get_mut(key) else { return Ok(()) };
-        line.link.finish_call().map_err(Broken::Io)?;
+        match line.link.finish_call() {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+            answered => answered.map_err(Broken::Io)?,
+        }
         line.greet(Some(talk), &self.common.manners, self.now)?;
         self.greet(key)
     }
@@ -547,7 +550,7 @@ impl Worker {
         }
         // A peer that listens can be called back, there and not where it happens to have called from.
         let is_peer = common.policy.standby && !common.policy.server;
-        let back = open.address.filter(|_| is_peer).map(crate::stack::Address::Tcp);
+        let back = open.address.filter(|_| is_peer).map(|address| line.link.peer().elsewhere(address));
         let can_call = back.is_some();
         let peer = back.unwrap_or_else(|| line.link.peer());
         let budget = crate::throttle::Throttle::new(common.policy.send_messages, common.policy.send_bytes);
@@ -660,7 +663,7 @@ impl Worker {
     fn call(&mut self, key: Key) {
         let Some(talk) = self.talks.get_mut(key) else { return };
         let deadline = self.now + self.common.policy.opening_limit;
-        match talk.connection.peer().call() {
+        match self.common.stacks.call(talk.connection.peer()) {
             Ok(link) => {
                 let line = Line::new(link, Phase::Calling(key), deadline);
                 self.insert_line(line);

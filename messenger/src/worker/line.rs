@@ -187,10 +187,26 @@ impl Line {
         self.writer.frame(tag, &head[..length], [&none, &none, &none], 1);
     }
 
+    /// Whether a look at the link, without a system call, finds something to do. What waits to be received is nothing to do
+    /// while the line is not read.
+    pub(super) fn has_something(&mut self) -> bool {
+        self.link.glance() == Some(true) && !self.is_at_rest()
+    }
+
+    /// The worker is about to sleep: whether it had better not.
+    pub(super) fn arm(&mut self) -> bool {
+        self.link.arm() && !self.is_at_rest()
+    }
+
+    fn is_at_rest(&self) -> bool {
+        matches!(self.coming, Some(Coming::Barred(..))) && self.writer.is_empty()
+    }
+
     /// What epoll should tell of.
     pub(super) fn wanted(&self) -> Interest {
         match &self.phase {
-            Phase::Calling(_) => Interest { readable: false, writable: true },
+            // A socket's call is answered when it is writable; of the others some know only readable.
+            Phase::Calling(_) => Interest { readable: true, writable: true },
             Phase::Greeting { words, .. } => {
                 Interest { readable: true, writable: !words.is_empty() && !self.glanceable }
             }

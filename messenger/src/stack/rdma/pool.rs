@@ -1,0 +1,250 @@
+//! Registered memory in chunks of one size: a pool that grows by slabs up to a bound, and gives slabs back that nobody uses.
+//!
+//! Registering costs a system call and locks pages, so it is done for many chunks at once; and giving back is worth it only for a
+//! whole slab. Chunks are taken from the lowest slab that has any, so that the highest become empty.
+//!
+//! A chunk that is dropped goes back. One whose bytes a card still fills is [given away](Chunk::give_away) by its number, and taken
+//! back by it.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+/// What makes a slab of so many bytes.
+type Make<R> = Box<dyn Fn(u64) -> io::Result<R> + Send + Sync>;
+
+/// See the head of the file. `R` is a registered memory.
+pub(super) struct Pool<R> {
+    chunk_bytes: u32,
+    chunks_per_slab: u32,
+    most_slabs: usize,
+    make: Make<R>,
+    slabs: Mutex<Slabs<R>>,
+}
+
+struct Slabs<R> {
+    slabs: Vec<Option<Slab<R>>>,
+    /// Who found nothing, and is rung for when something comes back.
+    waiting: Vec<Weak<OwnedFd>>,
+}
+
+struct Slab<R> {
+    region: Arc<R>,
+    free: Vec<u32>,
+}
+
+/// A piece of a slab.
+pub(super) struct Chunk<R> {
+    pool: Option<Arc<Pool<R>>>,
+    region: Arc<R>,
+    slab: u32,
+    index: u32,
+}
+
+impl<R> Pool<R> {
+    /// A pool of at most about `most_bytes`, in chunks of `chunk_bytes`.
+    pub(super) fn new(chunk_bytes: u32, most_bytes: u64, make: Make<R>) -> Arc<Pool<R>> {
+        let chunks_per_slab = (SLAB_BYTES / chunk_bytes.max(1)).max(4);
+        let most_slabs = (most_bytes / (u64::from(chunks_per_slab) * u64::from(chunk_bytes))).max(1) as usize;
+        let slabs = Mutex::new(Slabs { slabs: Vec::new(), waiting: Vec::new() });
+        Arc::new(Pool { chunk_bytes, chunks_per_slab, most_slabs, make, slabs })
+    }
+
+    pub(super) fn chunk_bytes(&self) -> u32 {
+        self.chunk_bytes
+    }
+
+    /// A chunk, if there is one or a slab may be made.
+    ///
+    /// # Errors
+    /// A slab can't be made, and there is none of which a chunk could be waited for.
+    pub(super) fn take(self: &Arc<Self>) -> io::Result<Option<Chunk<R>>> {
+        self.take_or(None)
+    }
+
+    /// As [`Pool::take`]; if there is none, that eventfd is rung when one comes back.
+    pub(super) fn take_or_ring(self: &Arc<Self>, bell: &Arc<OwnedFd>) -> io::Result<Option<Chunk<R>>> {
+        self.take_or(Some(bell))
+    }
+
+    fn take_or(self: &Arc<Self>, bell: Option<&Arc<OwnedFd>>) -> io::Result<Option<Chunk<R>>> {
+        let mut slabs = self.lock();
+        if let Some(chunk) = self.pick(&mut slabs) {
+            return Ok(Some(chunk));
+        }
+        if slabs.slabs.iter().flatten().count() < self.most_slabs {
+            match (self.make)(u64::from(self.chunks_per_slab) * u64::from(self.chunk_bytes)) {
+                Ok(region) => {
+                    let slab = Slab { region: Arc::new(region), free: (0..self.chunks_per_slab).rev().collect() };
+                    match slabs.slabs.iter().position(Option::is_none) {
+                        Some(place) => slabs.slabs[place] = Some(slab),
+                        None => slabs.slabs.push(Some(slab)),
+                    }
+                    return Ok(self.pick(&mut slabs));
+                }
+                Err(error) if slabs.slabs.iter().flatten().next().is_none() => return Err(error),
+                Err(error) => tracing::warn!(%error, "no more memory can be registered: going on with what there is"),
+            }
+        }
+        if let Some(bell) = bell {
+            slabs.waiting.push(Arc::downgrade(bell));
+        }
+        Ok(None)
+    }
+
+    fn pick(self: &Arc<Self>, slabs: &mut Slabs<R>) -> Option<Chunk<R>> {
+        let mut with_some = slabs.slabs.iter_mut().enumerate().filter_map(|(at, slab)| Some((at, slab.as_mut()?)));
+        let (at, slab) = with_some.find(|(_, slab)| !slab.free.is_empty())?;
+        let index = slab.free.pop()?;
+        Some(Chunk { pool: Some(self.clone()), region: slab.region.clone(), slab: at as u32, index })
+    }
+
+    /// The chunk that was given away under this number. Once for each giving away.
+    pub(super) fn take_back(self: &Arc<Self>, number: u64) -> Option<Chunk<R>> {
+        let (slab, index) = ((number >> 32) as u32, number as u32);
+        let region = self.lock().slabs.get(slab as usize)?.as_ref()?.region.clone();
+        Some(Chunk { pool: Some(self.clone()), region, slab, index })
+    }
+
+    fn put_back(&self, slab: u32, index: u32) {
+        let mut slabs = self.lock();
+        let waiting = std::mem::take(&mut slabs.waiting);
+        let elsewhere: usize = slabs.slabs.iter().flatten().map(|slab| slab.free.len()).sum();
+        let mut empty = None;
+        if let Some(place) = slabs.slabs.get_mut(slab as usize)
+            && let Some(home) = place
+        {
+            home.free.push(index);
+            let is_unused = home.free.len() == self.chunks_per_slab as usize;
+            // Half a slab stays in hand, so that a pool at the edge does not register and forget all the time.
+            let spare = elsewhere + 1 - home.free.len();
+            if is_unused && spare >= self.chunks_per_slab as usize / 2 {
+                empty = place.take();
+            }
+        }
+        drop(slabs);
+        drop(empty); // forgetting memory is a system call: not under the lock
+        for bell in waiting.into_iter().filter_map(|bell| bell.upgrade()) {
+            let _ = rustix::io::write(&*bell, &1u64.to_ne_bytes()); // it fails only when it has rung for very long
+        }
+    }
+
+    /// Slabs that there are, for tests.
+    #[cfg(test)]
+    fn slabs(&self) -> usize {
+        self.lock().slabs.iter().flatten().count()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Slabs<R>> {
+        self.slabs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<R> Chunk<R> {
+    /// The slab's memory.
+    pub(super) fn region(&self) -> &R {
+        &self.region
+    }
+
+    /// Where in it the chunk begins.
+    pub(super) fn offset(&self) -> u64 {
+        let bytes = self.pool.as_ref().map_or(0, |pool| pool.chunk_bytes);
+        u64::from(self.index) * u64::from(bytes)
+    }
+
+    /// Its number, by which [`Pool::take_back`] finds it; until then it belongs to whoever knows the number. Bit 63 is never set.
+    pub(super) fn give_away(mut self) -> u64 {
+        self.pool = None;
+        u64::from(self.slab) << 32 | u64::from(self.index)
+    }
+}
+
+impl<R> Drop for Chunk<R> {
+    fn drop(&mut self) {
+        if let Some(pool) = self.pool.take() {
+            pool.put_back(self.slab, self.index);
+        }
+    }
+}
+
+/// Bytes of a slab: registering is a system call and a page table, which a megabyte makes small.
+const SLAB_BYTES: u32 = 1 << 20;
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::collections::{HashMap, HashSet};
+
+    use proptest::prelude::*;
+    use rustix::event::{EventfdFlags, eventfd};
+
+    use super::*;
+
+    fn pool(chunk_bytes: u32, most_bytes: u64) -> Arc<Pool<()>> {
+        Pool::new(chunk_bytes, most_bytes, Box::new(|_| Ok(())))
+    }
+
+    #[test]
+    fn it_grows_to_its_bound_and_shrinks_when_chunks_come_back() {
+        let pool = pool(256 << 10, 4 << 20);
+        let mut chunks: Vec<_> = (0..16).map(|_| pool.take().unwrap().unwrap()).collect();
+        assert!(pool.take().unwrap().is_none());
+        assert_eq!(pool.slabs(), 4);
+        chunks.truncate(2);
+        assert_eq!(pool.slabs(), 1);
+        drop(chunks);
+        assert_eq!(pool.slabs(), 1, "the last stays in hand");
+    }
+
+    #[test]
+    fn who_found_nothing_is_rung_for() {
+        let pool = pool(1 << 20, 4 << 20);
+        let chunks: Vec<_> = (0..4).map(|_| pool.take().unwrap().unwrap()).collect();
+        let bell = Arc::new(eventfd(0, EventfdFlags::NONBLOCK).unwrap());
+        assert!(pool.take_or_ring(&bell).unwrap().is_none());
+        assert!(rustix::io::read(&*bell, &mut [0; 8]).is_err());
+        drop(chunks);
+        assert!(rustix::io::read(&*bell, &mut [0; 8]).is_ok());
+        assert!(pool.take().unwrap().is_some());
+    }
+
+    #[test]
+    fn a_pool_that_never_could_register_says_why() {
+        let pool: Arc<Pool<()>> = Pool::new(4096, 1 << 20, Box::new(|_| Err(io::ErrorKind::OutOfMemory.into())));
+        assert_eq!(pool.take().err().unwrap().kind(), io::ErrorKind::OutOfMemory);
+    }
+
+    proptest! {
+        #[test]
+        fn no_chunk_is_in_two_hands(steps in proptest::collection::vec((0u8..4, any::<prop::sample::Index>()), 0..300)) {
+            let pool = pool(300 << 10, 3 << 20);
+            let (mut held, mut away): (HashMap<u64, Chunk<()>>, Vec<u64>) = Default::default();
+            for (step, which) in steps {
+                match step {
+                    0 | 1 => {
+                        if let Some(chunk) = pool.take().unwrap() {
+                            let number = u64::from(chunk.slab) << 32 | u64::from(chunk.index);
+                            prop_assert!(!away.contains(&number));
+                            prop_assert!(held.insert(number, chunk).is_none());
+                        }
+                    }
+                    2 if !held.is_empty() => {
+                        let number = *which.get(&held.keys().copied().collect::<Vec<_>>());
+                        let chunk = held.remove(&number).unwrap();
+                        if number % 2 == 0 { away.push(chunk.give_away()) }
+                    }
+                    3 if !away.is_empty() => {
+                        let number = away.swap_remove(which.index(away.len()));
+                        let back = pool.take_back(number).unwrap();
+                        prop_assert_eq!(back.give_away(), number);
+                        drop(pool.take_back(number));
+                    }
+                    _ => {}
+                }
+                let distinct: HashSet<_> = held.keys().chain(&away).collect();
+                prop_assert_eq!(distinct.len(), held.len() + away.len());
+            }
+        }
+    }
+}

@@ -1,0 +1,201 @@
+//! The layer over RDMA, in the virtual machine that has devices: every size, cuts, receivers that hold on, very little memory, links that
+//! come and go. What runs in there is ignored on the host; the last test boots the machine once and has this program run them.
+#![allow(clippy::unwrap_used, unreachable_pub)]
+
+#[path = "layer/kit.rs"]
+#[allow(dead_code)]
+mod kit;
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use kit::*;
+use remora_lab::{RdmaVm, require};
+use remora_messenger::stack::rdma::RdmaOptions;
+use remora_messenger::{Address, Message, Options, Policy, Polling, SendError, Throttle};
+
+/// The server is one node and the client another, so that what they say crosses a wire.
+const SERVER: u8 = 1;
+const CLIENT: u8 = 0;
+
+fn server_address() -> Address {
+    Address::Rdma(SocketAddr::new(RdmaVm::address(SERVER).into(), 0))
+}
+
+fn options(rdma: RdmaOptions) -> Options {
+    Options { rdma: RdmaOptions { local: Some(RdmaVm::address(CLIENT).into()), ..rdma }, ..Options::default() }
+}
+
+fn ask_in_every_size(options: &Options, sizes: &[usize]) {
+    let server = end_with(Policy::stateless_server(), options, Scribe { echoes: true, ..Scribe::default() });
+    let address = server.messenger.listen(&server_address()).unwrap();
+    let client = end_with(Policy::lossy_client(), options, Scribe { holds: true, ..Scribe::default() });
+    let connection = client.messenger.connect(&address);
+    for (number, size) in sizes.iter().enumerate() {
+        let data: Vec<u8> = (0..*size).map(|at| (at * 7 + number) as u8).collect();
+        connection.send(Message::new(number as u64, 1, b"front".to_vec()).with_data(data)).unwrap();
+    }
+    until("all answers", || client.scribe.taken().len() == sizes.len());
+    for (number, delivery) in client.scribe.held.lock().unwrap().iter().enumerate() {
+        assert_eq!(delivery.data.len(), sizes[number]);
+        assert!(delivery.data.iter().enumerate().all(|(at, byte)| *byte == (at * 7 + number) as u8));
+    }
+    for number in 0..50 {
+        connection.send(numbered(number)).unwrap(); // one after the other: both sleep in between
+        until("an answer", || client.scribe.taken().len() == sizes.len() + 1 + number as usize);
+    }
+}
+
+mod in_the_machine {
+    use super::*;
+
+    #[test]
+    #[ignore = "runs in the RDMA machine"]
+    fn a_question_is_answered_whatever_its_size_and_however_both_wait() {
+        for polling in [Polling::Event, Polling::Adaptive(Duration::from_micros(50))] {
+            let options = Options { polling, ..options(RdmaOptions::default()) };
+            ask_in_every_size(&options, &[0, 1, 100, 1025, 8150, 8192, 65_535, 65_536, 262_145, 5_000_000]);
+        }
+    }
+
+    #[test]
+    #[ignore = "runs in the RDMA machine"]
+    fn it_works_with_hardly_any_memory_too() {
+        let tiny = RdmaOptions {
+            letter_bytes: 512,
+            first_credits: 1,
+            most_credits: 2,
+            receive_bytes: 1 << 20,
+            send_bytes: 1 << 20,
+            bulk_bytes: 1 << 20,
+            ..RdmaOptions::default()
+        };
+        ask_in_every_size(&options(tiny), &[0, 1, 10_000, 70_000, 300_000, 2_000_000]);
+    }
+
+    #[test]
+    #[ignore = "runs in the RDMA machine"]
+    fn a_lossless_client_says_everything_once_though_its_links_are_cut() {
+        let options = options(RdmaOptions::default());
+        let server = end_with(quick(Policy::stateful_server()), &options, Scribe::default());
+        let address = server.messenger.listen(&server_address()).unwrap();
+        let mut policy = quick(Policy::lossless_client());
+        policy.send_messages = 256;
+        let client = end_with(policy, &options, Scribe::default());
+        let connection = client.messenger.connect(&address);
+        for number in 0..20_000 {
+            connection.send_within(numbered(number), Duration::from_secs(20)).unwrap();
+            if number % 500 == 0 {
+                connection.cut();
+            }
+        }
+        until("all messages", || server.scribe.taken.lock().unwrap().len() >= 20_000);
+        assert!(server.scribe.taken().into_iter().eq(0..20_000));
+        assert!(server.scribe.told().len() > 10, "cut only {} times", server.scribe.told().len());
+    }
+
+    #[test]
+    #[ignore = "runs in the RDMA machine"]
+    fn a_receiver_that_holds_on_is_never_overrun() {
+        let throttle = Throttle::new(1000, 1 << 20);
+        let options = options(RdmaOptions::default());
+        let policy = Policy::stateful_server().with_receive(throttle);
+        let server = end_with(policy, &options, Scribe { holds: true, ..Scribe::default() });
+        let address = server.messenger.listen(&server_address()).unwrap();
+        let client = end_with(Policy::lossless_client(), &options, Scribe::default());
+        let connection = client.messenger.connect(&address);
+        for number in 0..40 {
+            connection.send(Message::new(number, 1, vec![]).with_data(vec![3; 300_000])).unwrap();
+        }
+        until("three messages", || server.scribe.taken().len() == 3);
+        std::thread::sleep(Duration::from_millis(100));
+        assert_eq!(server.scribe.taken().len(), 3);
+        until("the rest", || {
+            server.scribe.held.lock().unwrap().clear();
+            server.scribe.taken().len() == 40
+        });
+        assert!(server.scribe.taken().into_iter().eq(0..40));
+    }
+
+    /// Twice as many links, one generation after another, as there is memory for at once: so what the dead had must come back.
+    #[test]
+    #[ignore = "runs in the RDMA machine"]
+    fn the_memory_of_links_that_have_ended_serves_those_that_come() {
+        // 512 receives, of which a link takes 13.
+        let little = RdmaOptions { receive_bytes: 4 << 20, most_credits: 32, ..RdmaOptions::default() };
+        let options = options(little);
+        let server = end_with(Policy::stateless_server(), &options, Scribe { echoes: true, ..Scribe::default() });
+        let address = server.messenger.listen(&server_address()).unwrap();
+        for round in 0..8 {
+            let client = end_with(Policy::lossy_client(), &options, Scribe::default());
+            let connections: Vec<_> = (0..10).map(|_| client.messenger.connect(&address)).collect();
+            for connection in &connections {
+                (0..100).for_each(|number| connection.send(numbered(number)).unwrap());
+            }
+            until("all answers", || client.scribe.taken().len() == 1000);
+            for (at, connection) in connections.iter().enumerate() {
+                match (at + round) % 3 {
+                    0 => connection.abort(),
+                    1 => connection.cut(),
+                    _ => connection.close(),
+                }
+            }
+            until("all ends", || client.scribe.told().iter().filter(|told| **told != Told::Connected).count() == 10);
+        }
+    }
+
+    #[test]
+    #[ignore = "runs in the RDMA machine"]
+    fn a_lossy_client_is_told_when_its_server_goes_and_when_there_is_none() {
+        let options = options(RdmaOptions::default());
+        let server = end_with(Policy::stateless_server(), &options, Scribe::default());
+        let address = server.messenger.listen(&server_address()).unwrap();
+        let client = end_with(Policy::lossy_client(), &options, Scribe::default());
+        let connection = client.messenger.connect(&address);
+        connection.send(numbered(1)).unwrap();
+        until("the message", || server.scribe.taken() == [1]);
+        server.messenger.stop();
+        until("the end", || client.scribe.told().len() == 2);
+        until("no more letters", || matches!(connection.send(numbered(2)), Err(SendError::Over(_))));
+        let nobody = client.messenger.connect(&address);
+        until("no answer", || matches!(nobody.send(numbered(3)), Err(SendError::Over(_))));
+    }
+
+    #[test]
+    #[ignore = "runs in the RDMA machine"]
+    fn peers_call_each_other_back_and_find_their_way_between_workers() {
+        let options = Options { workers: 3, ..options(RdmaOptions::default()) };
+        let ends = [(); 2].map(|()| end_with(quick(Policy::lossless_peer()), &options, Scribe::default()));
+        let addresses = ends.each_ref().map(|end| end.messenger.listen(&server_address()).unwrap());
+        let connections = [0, 1].map(|at: usize| ends[at].messenger.connect(&addresses[1 - at]));
+        for round in 0..300 {
+            connections.iter().for_each(|connection| connection.send(numbered(round)).unwrap());
+            if round % 50 == 7 {
+                connections[round as usize % 2].cut();
+            }
+        }
+        for end in &ends {
+            until("all messages", || end.scribe.taken().len() == 300);
+            assert!(end.scribe.taken().into_iter().eq(0..300));
+            assert!(!end.scribe.told().iter().any(|told| matches!(told, Told::Reset { .. })));
+        }
+    }
+}
+
+#[test]
+fn the_layer_holds_over_rdma_in_the_virtual_machine() {
+    let Some(machine) = require::rdma_vm() else { return };
+    let machine = machine.nodes(2).limit(Duration::from_secs(280));
+    let passed = machine.run_ignored_tests("in_the_machine", 1);
+    assert_eq!(passed, 7);
+}
+
+#[test]
+fn without_rdma_a_call_fails_with_what_is_missing() {
+    let client = end(Policy::lossy_client(), Scribe::default());
+    if remora_fabric::verbs::devices().trouble.is_none() {
+        return;
+    }
+    let refused = client.messenger.listen(&"rdma:127.0.0.1:0".parse().unwrap()).unwrap_err();
+    assert!(refused.to_string().contains("RDMA can't be used here"), "{refused}");
+}
