@@ -6,10 +6,12 @@
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::error::Broken;
 use crate::message::Message;
 use crate::stack::Address;
 use crate::throttle::{Permit, Throttle};
@@ -28,6 +30,28 @@ struct Shared {
     budget: Arc<Throttle>,
     outbox: Mutex<Outbox>,
     ready: AtomicBool,
+    /// Of the last link: how it began and how it ended.
+    greeted: Mutex<Option<Greeted>>,
+    broken: Mutex<Option<Arc<Broken>>>,
+}
+
+/// What both ends of a link have settled in its greeting.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Greeted {
+    /// The link's number, the same at both ends.
+    pub number: u64,
+    /// A key that only the two ends know, if they hold a token: give away what [`crate::control::derive()`] makes of it.
+    pub key: [u8; 32],
+    /// The protocol version.
+    pub version: u16,
+    /// Our address, by which the peer sees us; `None` where the transport has none.
+    pub local: Option<SocketAddr>,
+}
+
+impl fmt::Debug for Greeted {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(to, "Greeted({}, version {})", self.number, self.version) // a key is shown to nobody
+    }
 }
 
 #[derive(Default)]
@@ -69,6 +93,8 @@ impl Connection {
             budget,
             outbox: Mutex::default(),
             ready: AtomicBool::new(false),
+            greeted: Mutex::default(),
+            broken: Mutex::default(),
         }))
     }
 
@@ -87,6 +113,16 @@ impl Connection {
         self.0.ready.load(Ordering::Relaxed)
     }
 
+    /// What the greeting of the last link came to; `None` before the first.
+    pub fn greeted(&self) -> Option<Greeted> {
+        self.0.greeted.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Why the last link, or the last attempt at one, was given up, if it was.
+    pub fn broken(&self) -> Option<Arc<Broken>> {
+        self.0.broken.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     /// Takes a message to be sent, and does not wait.
     ///
     /// # Errors
@@ -97,6 +133,21 @@ impl Connection {
         }
         match self.0.budget.take(message.bytes()) {
             Some(permit) => self.put(message, permit),
+            None => Err(SendError::Full(message)),
+        }
+    }
+
+    /// As [`Connection::send`]; if there is no room, `wake` is called when there may be. It may then be too late again.
+    ///
+    /// # Errors
+    /// [`SendError`], with the message.
+    pub fn send_or_wake(&self, message: Message, wake: impl FnOnce() + Send + 'static) -> Result<(), SendError> {
+        if !message.fits() {
+            return Err(SendError::TooLong(message));
+        }
+        match self.0.budget.take_or_wait(message.bytes(), wake) {
+            Some(permit) => self.put(message, permit),
+            None if self.lock().over => Err(SendError::Over(message)),
             None => Err(SendError::Full(message)),
         }
     }
@@ -169,6 +220,14 @@ impl Connection {
         } else {
             into.append(&mut outbox.queue);
         }
+    }
+
+    pub(crate) fn set_greeted(&self, greeted: Greeted) {
+        *self.0.greeted.lock().unwrap_or_else(PoisonError::into_inner) = Some(greeted);
+    }
+
+    pub(crate) fn set_broken(&self, broken: Arc<Broken>) {
+        *self.0.broken.lock().unwrap_or_else(PoisonError::into_inner) = Some(broken);
     }
 
     pub(crate) fn set_ready(&self, ready: bool) {

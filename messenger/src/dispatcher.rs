@@ -5,8 +5,10 @@
 
 use crate::buffer::Buffer;
 use crate::connection::Connection;
+use crate::error::Broken;
 use crate::message::{Arrival, Delivery};
 use crate::signal::Refusal;
+use crate::stack::Address;
 
 /// Takes what comes. Only [`Dispatcher::message`] has no default.
 pub trait Dispatcher: Send + Sync + 'static {
@@ -40,5 +42,10 @@ pub trait Dispatcher: Send + Sync + 'static {
     /// The peer will not talk to us. The connection is over.
     fn refused(&self, connection: &Connection, why: Refusal) {
         let _ = (connection, why);
+    }
+
+    /// Somebody has called and did not get as far as a session: a stranger, as a rule.
+    fn turned_away(&self, peer: &Address, why: &Broken) {
+        let _ = (peer, why);
     }
 }

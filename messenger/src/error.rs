@@ -1,5 +1,5 @@
 //! Why a link was given up. It is logged where it is handled, in the worker; the owner of a connection is told what follows
-//! from it ([`crate::Dispatcher`]), not what it was.
+//! from it ([`crate::Dispatcher`]), and may ask what it was ([`crate::Connection::broken`]).
 
 use std::io;
 
@@ -14,6 +14,12 @@ pub enum Broken {
     /// The peer closed it.
     #[error("the peer closed the connection")]
     Ended,
+    /// Nobody answers there.
+    #[error("cannot be called: {0}")]
+    Unreachable(io::Error),
+    /// Not a word for too long.
+    #[error("the peer has been silent for too long")]
+    Silent,
     /// The system failed a call on it.
     #[error("{0}")]
     Io(io::Error),

@@ -4,7 +4,7 @@ use std::fmt;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::buffer::Pool;
 use crate::connection::Connection;
@@ -13,10 +13,12 @@ use crate::dispatcher::Dispatcher;
 use crate::policy::Policy;
 use crate::registry::{Name, Registry};
 use crate::signal::Entity;
+use crate::stack::posix::TcpLink;
 use crate::stack::rdma::RdmaOptions;
+use crate::stack::tls::TlsOptions;
 use crate::stack::{Address, Stacks};
 use crate::throttle::Throttle;
-use crate::worker::{Command, Handle, Manners, Spin};
+use crate::worker::{Command, Handle, Manners, Spin, stranger};
 
 /// How a messenger works, apart from what becomes of its sessions ([`Policy`]).
 #[derive(Debug, Clone)]
@@ -36,6 +38,8 @@ pub struct Options {
     pub pool_bytes: usize,
     /// Sessions at once.
     pub most_sessions: usize,
+    /// What `tls:` addresses need.
+    pub tls: TlsOptions,
     /// How RDMA links work, if any are made.
     pub rdma: RdmaOptions,
     /// Links per worker that have not yet opened a session: what strangers can make us hold.
@@ -63,6 +67,7 @@ impl Default for Options {
             polling: Polling::Event,
             pool_bytes: POOL_BYTES,
             most_sessions: MOST_SESSIONS,
+            tls: TlsOptions::default(),
             rdma: RdmaOptions::default(),
             most_strangers: MOST_STRANGERS,
         }
@@ -109,7 +114,7 @@ impl Messenger {
             policy,
             manners: Manners { token, summed: options.summed, sealed },
             polling: options.polling,
-            stacks: Stacks::new(options.rdma.clone()),
+            stacks: Stacks::new(options.tls.clone(), options.rdma.clone()),
             dispatcher,
             pool: Pool::new(options.pool_bytes),
             most_sessions: options.most_sessions,
@@ -142,6 +147,20 @@ impl Messenger {
         Ok(address)
     }
 
+    /// Serves a caller that somebody else has accepted, of whom nothing has been read yet (but peeked at): for owners with one
+    /// port for several protocols. [`crate::Dispatcher::connected`] or [`crate::Dispatcher::turned_away`] follows.
+    ///
+    /// # Errors
+    /// What the system says of the socket.
+    pub fn adopt(&self, stream: std::net::TcpStream) -> io::Result<()> {
+        let link = Box::new(TcpLink::adopt(stream)?);
+        self.common.serving.store(true, Ordering::Release);
+        let line =
+            stranger(link, &self.common, Instant::now()).map_err(|broken| io::Error::other(broken.to_string()))?;
+        self.pick().inbox().post(Command::Take(line));
+        Ok(())
+    }
+
     /// A session with whoever listens there. It is usable at once: what is sent before the peer answers is queued.
     ///
     /// Between lossless peers there is one session, whoever called first: calling again gives the same one.
@@ -163,7 +182,8 @@ impl Messenger {
         connection
     }
 
-    /// Ends all sessions at once and waits for the threads. Close connections first where words must arrive.
+    /// Ends all sessions at once and waits for the threads. Close connections first where words must arrive: for those that were
+    /// closed it takes up to a second until the peer has everything.
     pub fn stop(mut self) {
         self.end();
     }

@@ -29,6 +29,8 @@ pub struct Policy {
     pub send_bytes: usize,
     /// What may be received and not yet let go by the owner, over all sessions that share it.
     pub receive: Arc<Throttle>,
+    /// Instead of `receive`: so many messages and bytes for each session, so that none waits for another one's owner.
+    pub receive_each: Option<(usize, usize)>,
     /// The longest bodies taken.
     pub limits: Limits,
     /// How long one attempt may take, from the call to `OPENED`.
@@ -37,6 +39,8 @@ pub struct Policy {
     pub ping_after: Duration,
     /// After this long without a word the link counts as broken. Several times `ping_after`.
     pub silence_limit: Duration,
+    /// After this long without a message in either direction the session is closed, though the peer lives; `None`: it never is.
+    pub idle_limit: Option<Duration>,
     /// The pause before the second attempt; each later one is twice as long, less a random part of up to a half.
     pub first_pause: Duration,
     /// The longest pause.
@@ -65,10 +69,12 @@ impl Policy {
             send_messages: SEND_MESSAGES,
             send_bytes: SEND_BYTES,
             receive: Throttle::new(RECEIVE_MESSAGES, RECEIVE_BYTES),
+            receive_each: None,
             limits: Limits { front: 1 << 20, data: crate::frame::MAX_SEGMENT_BYTES },
             opening_limit: OPENING_LIMIT,
             ping_after: PING_AFTER,
             silence_limit: SILENCE_LIMIT,
+            idle_limit: None,
             first_pause: FIRST_PAUSE,
             longest_pause: LONGEST_PAUSE,
             keep: KEEP,
@@ -84,6 +90,14 @@ impl Policy {
     /// that does not listen cannot be called back, and so calls again at once.
     pub fn lossless_peer() -> Policy {
         Policy { standby: true, ..Policy::lossless_client() }
+    }
+
+    /// What a new session may have received and not let go.
+    pub(crate) fn throttle(&self) -> Arc<Throttle> {
+        match self.receive_each {
+            Some((messages, bytes)) => Throttle::new(messages, bytes),
+            None => Arc::clone(&self.receive),
+        }
     }
 
     /// With another bound on what is received and not yet let go.

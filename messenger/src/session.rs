@@ -24,7 +24,7 @@
 //! |---|---|---|---|---|---|---|---|---|
 //! | Calling | OPEN → Opening | → Pausing ¹ | drop link | drop link | drop link | race ² | queue | → Pausing ¹ |
 //! | Opening | drop it | → Pausing ¹ | → Ready | OPEN again | → Waiting | race ² | queue | → Pausing ¹ |
-//! | Ready | drop it | → Calling, Standby ¹ | drop link | drop link | drop link | newer: → Ready | write | ping, silence |
+//! | Ready | drop it | → Calling, Standby ¹ | drop link | drop link | drop link | newer: → Ready | write | ping, silence, idle: CLOSE |
 //! | Pausing, Waiting | drop it | – | – | – | – | → Ready | queue | → Calling |
 //! | Standby | drop it | – | – | – | – | → Ready | → Calling ³ | keep over: Closed |
 //! | Closed | drop it | – | – | – | – | RESET | error | – |
@@ -193,6 +193,8 @@ pub struct Session<T> {
     signals: VecDeque<Signal>,
     actions: VecDeque<Action>,
     last_word: Instant,
+    /// When the last message was sent or taken.
+    last_message: Instant,
     asked: bool,
     failures: u32,
     closing: bool,
@@ -234,6 +236,7 @@ impl<T> Session<T> {
             signals: VecDeque::new(),
             actions: VecDeque::new(),
             last_word: now,
+            last_message: now,
             asked: false,
             failures: 0,
             closing: false,
@@ -257,6 +260,7 @@ impl<T> Session<T> {
             return Err(Over);
         }
         self.queue.push_back(message);
+        self.last_message = now;
         if matches!(self.state, State::Standby { .. }) && self.may_call() {
             self.call(now);
         }
@@ -448,6 +452,7 @@ impl<T> Session<T> {
             return Err(Violation::Gap { found: label.number, wanted });
         }
         self.heard = wanted;
+        self.last_message = now;
         if self.policy.lossy {
             self.told = self.heard;
         } else if self.ack_due.is_none() {
@@ -462,6 +467,11 @@ impl<T> Session<T> {
         self.asked = false;
     }
 
+    /// Whether a link serves it.
+    pub fn has_link(&self) -> bool {
+        self.link.is_some()
+    }
+
     /// When [`Session::handle_timeout`] wants to be called.
     pub fn deadline(&self) -> Option<Instant> {
         match self.state {
@@ -470,8 +480,8 @@ impl<T> Session<T> {
             State::Standby { until } => until,
             State::Ready => {
                 let next = if self.asked { self.policy.silence_limit } else { self.policy.ping_after };
-                let quiet = self.last_word + next;
-                Some(self.ack_due.map_or(quiet, |ack| ack.min(quiet)))
+                let times = [Some(self.last_word + next), self.ack_due, self.idle_until()];
+                times.into_iter().flatten().min()
             }
             State::Closed => None,
         }
@@ -509,6 +519,15 @@ impl<T> Session<T> {
             self.asked = true;
             self.signals.push_back(Signal::Ping);
         }
+        if self.state == State::Ready && self.idle_until().is_some_and(|until| now >= until) {
+            self.close();
+        }
+    }
+
+    /// When the session is closed for want of messages: not while some of ours wait.
+    fn idle_until(&self) -> Option<Instant> {
+        let limit = self.policy.idle_limit.filter(|_| self.queue.is_empty() && !self.closing)?;
+        Some(self.last_message + limit)
     }
 
     /// Takes no more messages, and ends when everything queued was written (lossless: heard).

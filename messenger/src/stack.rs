@@ -4,11 +4,13 @@
 //! |---|---|---|
 //! | `tcp:HOST:PORT` | [`posix`] | a TCP socket |
 //! | `shm:PATH` | [`shm`] | two rings in shared memory, and a unix socket as their bell |
+//! | `tls:HOST:PORT` | [`tls`] | TLS on a TCP socket |
 //! | `rdma:HOST:PORT` | [`rdma`] | a queue pair: SEND for what is small, READ for what is large |
 
 pub mod posix;
 pub mod rdma;
 pub mod shm;
+pub mod tls;
 
 use std::fmt;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -30,7 +32,7 @@ pub trait Link: Send {
     /// Why it was not, or would block: not yet.
     fn finish_call(&mut self) -> io::Result<()>;
 
-    /// Sends the beginning of these bytes; how many it took.
+    /// Sends the beginning of these bytes; how many it took. Of no bytes: sends on what it owes.
     ///
     /// # Errors
     /// The link is broken, or would block.
@@ -42,8 +44,18 @@ pub trait Link: Send {
     /// The link is broken, or would block.
     fn receive(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize>;
 
+    /// Whether bytes that it took are not with the system yet: to be sent on when the descriptor is writable.
+    fn owes(&self) -> bool {
+        false
+    }
+
     /// Where the peer is.
     fn peer(&self) -> Address;
+
+    /// Where we are, as the peer sees it, if the transport has addresses.
+    fn local(&self) -> Option<SocketAddr> {
+        None
+    }
 
     /// Whether there is something to do, without a system call; `None` if only the descriptor knows.
     fn glance(&mut self) -> Option<bool> {
@@ -79,6 +91,8 @@ pub trait Listener: Send {
 pub enum Address {
     /// TCP.
     Tcp(SocketAddr),
+    /// TLS on TCP; see [`tls::TlsOptions`].
+    Tls(SocketAddr),
     /// Shared memory of this host; the path of the unix socket where it is handed over. Empty for a peer that has called.
     Shm(PathBuf),
     /// RDMA: the address of a device's port, and a port of the connection manager's own numbering.
@@ -88,13 +102,14 @@ pub enum Address {
 /// The transports of one messenger, with what each needs besides an address. What a transport shares between its links is made
 /// when the first is wanted.
 pub(crate) struct Stacks {
+    tls: tls::TlsOptions,
     rdma: rdma::RdmaOptions,
     sites: OnceLock<Arc<rdma::Sites>>,
 }
 
 impl Stacks {
-    pub(crate) fn new(rdma: rdma::RdmaOptions) -> Stacks {
-        Stacks { rdma, sites: OnceLock::new() }
+    pub(crate) fn new(tls: tls::TlsOptions, rdma: rdma::RdmaOptions) -> Stacks {
+        Stacks { tls, rdma, sites: OnceLock::new() }
     }
 
     /// Listens there.
@@ -104,6 +119,7 @@ impl Stacks {
     pub(crate) fn listen(&self, address: &Address) -> io::Result<Box<dyn Listener>> {
         match address {
             Address::Tcp(address) => Ok(Box::new(posix::TcpListener::bind(*address)?)),
+            Address::Tls(address) => Ok(Box::new(tls::TlsListener::bind(&self.tls, *address)?)),
             Address::Shm(path) => Ok(Box::new(shm::ShmListener::bind(path)?)),
             Address::Rdma(address) => Ok(Box::new(rdma::RdmaListener::bind(self.sites()?, *address)?)),
         }
@@ -116,6 +132,7 @@ impl Stacks {
     pub(crate) fn call(&self, address: &Address) -> io::Result<Box<dyn Link>> {
         match address {
             Address::Tcp(address) => Ok(Box::new(posix::TcpLink::call(*address)?)),
+            Address::Tls(address) => Ok(Box::new(tls::TlsLink::call(&self.tls, *address)?)),
             Address::Shm(path) => Ok(Box::new(shm::ShmLink::call(path)?)),
             Address::Rdma(address) => Ok(Box::new(rdma::RdmaLink::call(self.sites()?, *address)?)),
         }
@@ -134,7 +151,11 @@ impl Address {
     /// The address that peers on other hosts know it by, if there is one.
     pub(crate) fn socket_address(&self) -> Option<SocketAddr> {
         match self {
-            Address::Tcp(address) | Address::Rdma(address) if !address.ip().is_unspecified() => Some(*address),
+            Address::Tcp(address) | Address::Tls(address) | Address::Rdma(address)
+                if !address.ip().is_unspecified() =>
+            {
+                Some(*address)
+            }
             _ => None,
         }
     }
@@ -143,6 +164,7 @@ impl Address {
     pub(crate) fn elsewhere(&self, address: SocketAddr) -> Address {
         match self {
             Address::Rdma(_) => Address::Rdma(address),
+            Address::Tls(_) => Address::Tls(address),
             _ => Address::Tcp(address),
         }
     }
@@ -152,6 +174,7 @@ impl fmt::Display for Address {
     fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Address::Tcp(address) => write!(to, "tcp:{address}"),
+            Address::Tls(address) => write!(to, "tls:{address}"),
             Address::Shm(path) => write!(to, "shm:{}", path.display()),
             Address::Rdma(address) => write!(to, "rdma:{address}"),
         }
@@ -166,8 +189,9 @@ impl FromStr for Address {
         match text.split_once(':') {
             Some(("shm", path)) if !path.is_empty() => Ok(Address::Shm(PathBuf::from(path))),
             Some(("tcp", address)) => at(address).map(Address::Tcp),
+            Some(("tls", address)) => at(address).map(Address::Tls),
             Some(("rdma", address)) => at(address).map(Address::Rdma),
-            _ => Err(format!("{text}: neither tcp:IP:PORT nor rdma:IP:PORT nor shm:PATH")),
+            _ => Err(format!("{text}: neither tcp:IP:PORT nor tls:IP:PORT nor rdma:IP:PORT nor shm:PATH")),
         }
     }
 }

@@ -44,8 +44,8 @@ use crate::messenger::Common;
 use crate::registry::Name;
 use crate::session::{Action, LinkId, News, Outgoing, Place, Session, Verdict};
 use crate::signal::{Label, MESSAGE, Open, Refusal, Signal};
-use crate::stack::Listener;
-use crate::throttle::Permit;
+use crate::stack::{Link, Listener};
+use crate::throttle::{Permit, Throttle};
 use line::{Coming, Interest, Line, Phase};
 use places::{Key, Places};
 use timers::Timers;
@@ -139,6 +139,8 @@ impl Handle {
 struct Talk {
     session: Session<Queued>,
     connection: Connection,
+    /// What it has received and its owner has not let go.
+    receive: Arc<Throttle>,
     /// The line that serves it.
     line: Option<Key>,
     /// By which it is found.
@@ -334,7 +336,7 @@ impl Worker {
             Phase::Unbound | Phase::Serving(_) => Ok(()),
         };
         if let Err(broken) = outcome {
-            self.give_up(key, &broken);
+            self.give_up(key, broken);
         }
         match self.lines.get(key).and_then(Line::talk).or(before) {
             Some(talk) => self.settle(talk),
@@ -347,7 +349,7 @@ impl Worker {
         let Some(line) = self.lines.get_mut(key) else { return Ok(()) };
         match line.link.finish_call() {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
-            answered => answered.map_err(Broken::Io)?,
+            answered => answered.map_err(Broken::Unreachable)?,
         }
         line.greet(Some(talk), &self.common.manners, self.now)?;
         self.greet(key)
@@ -465,7 +467,7 @@ impl Worker {
         let Some(talk) = line.talk().and_then(|talk| self.talks.get(talk)) else {
             return Err(Broken::Violation(crate::session::Violation::OutOfTurn));
         };
-        let (throttle, bytes) = (&self.common.policy.receive, preamble.body_bytes() as usize);
+        let (throttle, bytes) = (&talk.receive, preamble.body_bytes() as usize);
         let wait = || {
             let inbox = Arc::clone(&self.inbox);
             throttle.take_or_wait(bytes, move || inbox.post(Command::Room(key)))
@@ -553,7 +555,7 @@ impl Worker {
         let back = open.address.filter(|_| is_peer).map(|address| line.link.peer().elsewhere(address));
         let can_call = back.is_some();
         let peer = back.unwrap_or_else(|| line.link.peer());
-        let budget = crate::throttle::Throttle::new(common.policy.send_messages, common.policy.send_bytes);
+        let budget = Throttle::new(common.policy.send_messages, common.policy.send_bytes);
         let connection = Connection::new(peer, Arc::clone(&self.inbox), budget);
         let session = Session::called(common.policy.clone(), self.place(can_call), random_id(), self.now);
         let talk = self.begin(session, connection.clone(), Vec::new());
@@ -623,6 +625,9 @@ impl Worker {
                         line.phase = Phase::Serving(key);
                         line.deadline = None;
                         line.reader.set_limits(self.common.policy.limits);
+                        if let Some(greeted) = line.greeted.take() {
+                            talk.connection.set_greeted(*greeted);
+                        }
                     }
                 }
                 Action::Hang(link) => {
@@ -670,6 +675,7 @@ impl Worker {
             }
             Err(error) => {
                 tracing::debug!(peer = %talk.connection.peer(), %error, "cannot be called");
+                talk.connection.set_broken(Arc::new(Broken::Unreachable(error)));
                 talk.session.call_failed(self.now);
             }
         }
@@ -688,7 +694,7 @@ impl Worker {
                 Ok(true) => {}
                 Ok(false) => break,
                 Err((line, broken)) => {
-                    self.give_up(line, &broken);
+                    self.give_up(line, broken);
                     break;
                 }
             }
@@ -724,7 +730,7 @@ impl Worker {
     fn flush_line(&mut self, key: Key) {
         let flushed = self.lines.get_mut(key).map(|line| line.flush(self.now));
         if let Some(Err(broken)) = flushed {
-            self.give_up(key, &broken);
+            self.give_up(key, broken);
         }
     }
 
@@ -746,11 +752,15 @@ impl Worker {
     }
 
     /// A line is of no use any more: its session is told, and goes on without.
-    fn give_up(&mut self, key: Key, broken: &Broken) {
+    fn give_up(&mut self, key: Key, broken: Broken) {
         let Some(line) = self.remove_line(key) else { return };
         tracing::debug!(peer = %line.link.peer(), %broken, "a link ends");
+        if matches!(line.phase, Phase::Greeting { talk: None, .. } | Phase::Unbound) {
+            return self.common.dispatcher.turned_away(&line.link.peer(), &broken);
+        }
         let Some(talk_key) = line.talk() else { return };
         let Some(talk) = self.talks.get_mut(talk_key) else { return };
+        talk.connection.set_broken(Arc::new(broken));
         match line.phase {
             Phase::Serving(_) => {
                 if talk.line == Some(key) {
@@ -765,7 +775,8 @@ impl Worker {
     }
 
     fn begin(&mut self, session: Session<Queued>, connection: Connection, names: Vec<Name>) -> Key {
-        let talk = Talk { session, connection: connection.clone(), line: None, names, timer: None };
+        let receive = self.common.policy.throttle();
+        let talk = Talk { session, connection: connection.clone(), receive, line: None, names, timer: None };
         let key = self.talks.insert(talk);
         connection.set_place(key.0);
         key
@@ -825,7 +836,7 @@ impl Worker {
             Command::Cut(connection) => {
                 let line = self.talks.get(place(&connection)).and_then(|talk| talk.line);
                 if let Some(line) = line {
-                    self.give_up(line, &Broken::Cut);
+                    self.give_up(line, Broken::Cut);
                 }
             }
             Command::Listen(listener) => self.listen(listener),
@@ -858,7 +869,7 @@ impl Worker {
         };
         match outcome {
             Ok(()) => self.serve(key, true),
-            Err(broken) => self.give_up(key, &broken),
+            Err(broken) => self.give_up(key, broken),
         }
     }
 
@@ -896,16 +907,15 @@ impl Worker {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
                 Err(error) => return tracing::warn!(address = %listener.address(), %error, "cannot accept"),
             };
-            let deadline = self.now + self.common.policy.opening_limit;
-            let mut line = Line::new(link, Phase::Unbound, deadline);
-            if let Err(broken) = line.greet(None, &self.common.manners, self.now) {
-                return tracing::warn!(%broken, "cannot greet");
-            }
+            let line = match stranger(link, &self.common, self.now) {
+                Ok(line) => line,
+                Err(broken) => return tracing::warn!(%broken, "cannot greet"),
+            };
             let next = self.common.next_worker.fetch_add(1, Ordering::Relaxed);
             let colleague = self.colleagues.get(next % self.colleagues.len().max(1)).cloned();
             match colleague.filter(|colleague| !Arc::ptr_eq(colleague, &self.inbox)) {
-                Some(colleague) => colleague.post(Command::Take(Box::new(line))),
-                None => self.take(line),
+                Some(colleague) => colleague.post(Command::Take(line)),
+                None => self.take(*line),
             }
         }
     }
@@ -929,7 +939,7 @@ impl Worker {
         let line = self.lines.get_mut(key)?;
         let data = epoll::EventData::new_u64(key.0);
         if let Err(error) = epoll::add(&self.epoll, line.link.descriptor(), data, flags(line.interest)) {
-            self.give_up(key, &Broken::Io(error.into()));
+            self.give_up(key, Broken::Io(error.into()));
             return None;
         }
         if can_be_glanced_at {
@@ -960,7 +970,7 @@ impl Worker {
             line.interest = wanted;
             let data = epoll::EventData::new_u64(key.0);
             if let Err(error) = epoll::modify(&self.epoll, line.link.descriptor(), data, flags(wanted)) {
-                return self.give_up(key, &Broken::Io(error.into()));
+                return self.give_up(key, Broken::Io(error.into()));
             }
         }
         self.watch_line(key);
@@ -982,7 +992,13 @@ impl Worker {
                 Whom::Talk(key) => {
                     let Some(talk) = self.talks.get_mut(key).filter(|talk| talk.timer == Some(at)) else { continue };
                     talk.timer = None;
+                    let was_ready = talk.session.is_ready();
                     talk.session.handle_timeout(self.now);
+                    if was_ready && !talk.session.has_link() {
+                        talk.connection.set_broken(Arc::new(Broken::Silent));
+                    } else if talk.session.is_closed() && talk.connection.broken().is_none() {
+                        talk.connection.set_broken(Arc::new(Broken::TooSlow(OPENING)));
+                    }
                     if self.is_barred(key) {
                         self.excuse(key);
                     }
@@ -1017,9 +1033,9 @@ impl Worker {
         line.timer = None;
         let is_stuck = line.stuck_since.is_some_and(|since| since + self.common.policy.silence_limit <= self.now);
         if is_stuck {
-            self.give_up(key, &Broken::TooSlow("take what was sent"));
+            self.give_up(key, Broken::TooSlow("take what was sent"));
         } else if line.deadline.is_some_and(|deadline| deadline <= self.now) {
-            self.give_up(key, &Broken::TooSlow("greet and open a session"));
+            self.give_up(key, Broken::TooSlow(OPENING));
         } else {
             self.watch_line(key);
         }
@@ -1030,7 +1046,32 @@ impl Worker {
         for key in self.talks.keys() {
             self.with_session(key, |session, _| session.abort());
         }
+        self.see_off();
     }
+
+    /// Waits for the peers of sessions that were closed to have heard it; not for long.
+    fn see_off(&mut self) {
+        let until = Instant::now() + LEAVING_LIMIT;
+        let mut events = Vec::with_capacity(EVENTS_PER_TURN);
+        loop {
+            let keys = self.lines.keys();
+            let is_leaving = |key: &Key| self.lines.get(*key).is_some_and(|line| matches!(line.phase, Phase::Leaving));
+            let leaving: Vec<Key> = keys.into_iter().filter(is_leaving).collect();
+            self.now = Instant::now();
+            if leaving.is_empty() || self.now >= until {
+                return;
+            }
+            self.poll(&mut events, Some(LEAVING_PACE));
+            leaving.into_iter().for_each(|key| self.serve(key, true));
+        }
+    }
+}
+
+/// A link that somebody has called us on, with the greeting begun.
+pub(crate) fn stranger(link: Box<dyn Link>, common: &Common, now: Instant) -> Result<Box<Line>, Broken> {
+    let mut line = Box::new(Line::new(link, Phase::Unbound, now + common.policy.opening_limit));
+    line.greet(None, &common.manners, now)?;
+    Ok(line)
 }
 
 fn flags(interest: Interest) -> epoll::EventFlags {
@@ -1067,8 +1108,14 @@ const EVENTS_PER_TURN: usize = 256;
 /// Calls accepted in a row.
 const ACCEPTS_PER_TURN: usize = 64;
 
+/// What peers that have no session yet are to do.
+const OPENING: &str = "greet and open a session";
+
 /// How long a last word may take to be sent.
 const LEAVING_LIMIT: Duration = Duration::from_secs(1);
+
+/// How often those are looked at who are yet to be seen off.
+const LEAVING_PACE: Duration = Duration::from_millis(5);
 
 /// One read of what a peer says to somebody who no longer listens.
 const LEAVING_PIECE_BYTES: usize = 4096;

@@ -486,6 +486,35 @@ fn a_silent_peer_is_asked_and_then_given_up() {
 }
 
 #[test]
+fn a_session_without_messages_is_closed_after_its_time_and_pings_do_not_count() {
+    let mut now = Instant::now();
+    let limit = Duration::from_secs(60);
+    let policy = Policy { idle_limit: Some(limit), ..Policy::stateful_server() };
+    let place = Place { entity: Entity(1), address: None, can_call: false };
+    let mut session: Session<()> = Session::called(policy.clone(), place, 5, now);
+    let from = Cookie { id: 9, epoch: 0 };
+    let open = Open { entity: Entity(2), address: None, from, to: None, attempt: 1, heard: 0, lossy: false };
+    session.handle_open(LinkId(1), open, now);
+    now += limit / 2;
+    session.handle_message(LinkId(1), &Label { number: 1, heard: 0, transaction: 0, kind: 0 }, now).unwrap();
+    let last = now;
+    while session.deadline().is_some_and(|deadline| deadline < last + limit) {
+        now = session.deadline().unwrap();
+        session.handle_timeout(now);
+        while session.poll_transmit().is_some() {}
+        session.handle_signal(LinkId(1), Signal::Pong, now).unwrap();
+        assert!(session.is_ready(), "closed {:?} after its last message", now - last);
+    }
+    session.handle_timeout(last + limit);
+    let mut said = Vec::new();
+    while let Some(Outgoing::Signal(signal)) = session.poll_transmit() {
+        said.push(signal);
+    }
+    assert_eq!(said.last(), Some(&Signal::Close));
+    assert!(session.is_closed());
+}
+
+#[test]
 fn a_gap_and_an_acknowledgement_of_nothing_are_violations() {
     let mut world = World::new(3, [Policy::lossless_client(), Policy::stateful_server()]);
     world.run(300, Chaos { talk: false, cuts: false, forgets: false });

@@ -25,6 +25,13 @@ impl TcpLink {
         }
     }
 
+    /// A socket that somebody else has accepted.
+    pub(crate) fn adopt(stream: std::net::TcpStream) -> io::Result<TcpLink> {
+        stream.set_nonblocking(true)?;
+        let peer = stream.peer_addr()?;
+        TcpLink::of(stream.into(), peer)
+    }
+
     fn of(socket: Socket, peer: SocketAddr) -> io::Result<TcpLink> {
         socket.set_tcp_nodelay(true)?; // what is to go together is given to the kernel together
         Ok(TcpLink { socket, peer })
@@ -70,6 +77,10 @@ impl Link for TcpLink {
     fn peer(&self) -> Address {
         Address::Tcp(self.peer)
     }
+
+    fn local(&self) -> Option<SocketAddr> {
+        self.socket.local_addr().ok()?.as_socket()
+    }
 }
 
 /// A listening TCP socket.
@@ -87,6 +98,14 @@ impl TcpListener {
         let address = socket.local_addr()?.as_socket().ok_or(io::ErrorKind::AddrNotAvailable)?;
         Ok(TcpListener { socket, address })
     }
+
+    /// The next who has called.
+    pub(super) fn take(&mut self) -> io::Result<TcpLink> {
+        let (socket, peer) = self.socket.accept()?;
+        socket.set_nonblocking(true)?;
+        let peer = peer.as_socket().ok_or(io::ErrorKind::AddrNotAvailable)?;
+        TcpLink::of(socket, peer)
+    }
 }
 
 impl Listener for TcpListener {
@@ -95,10 +114,7 @@ impl Listener for TcpListener {
     }
 
     fn accept(&mut self) -> io::Result<Box<dyn Link>> {
-        let (socket, peer) = self.socket.accept()?;
-        socket.set_nonblocking(true)?;
-        let peer = peer.as_socket().ok_or(io::ErrorKind::AddrNotAvailable)?;
-        Ok(Box::new(TcpLink::of(socket, peer)?))
+        Ok(Box::new(self.take()?))
     }
 
     fn address(&self) -> Address {

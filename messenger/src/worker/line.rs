@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::places::Key;
+use crate::connection::Greeted;
 use crate::control::session::{Established, Handshake, Opening, Role, Versions};
 use crate::control::token::Token;
 use crate::error::Broken;
@@ -25,6 +26,8 @@ pub(crate) struct Line {
     pub(super) coming: Option<Coming>,
     /// Bytes received and not yet read, because there is no room for what they hold.
     pub(super) held: Vec<u8>,
+    /// What the greeting came to, until a session has it.
+    pub(super) greeted: Option<Box<Greeted>>,
     /// By when the phase must be over.
     pub(super) deadline: Option<Instant>,
     /// Since when the peer has taken nothing of what we have for it.
@@ -83,6 +86,7 @@ impl Line {
             writer: Writer::new(true, None),
             coming: None,
             held: Vec::new(),
+            greeted: None,
             deadline: Some(deadline),
             stuck_since: None,
             timer: None,
@@ -117,6 +121,9 @@ impl Line {
     pub(super) fn go_on_greeting(&mut self) -> Result<Option<Established>, Broken> {
         let Phase::Greeting { handshake, words, .. } = &mut self.phase else { return Ok(None) };
         loop {
+            if words.is_empty() && self.link.owes() {
+                let _ = self.link.send(&[]); // what breaks it is found by receiving
+            }
             while !words.is_empty() {
                 match self.link.send(&[IoSlice::new(words)]) {
                     Ok(sent) => drop(words.drain(..sent)),
@@ -151,6 +158,12 @@ impl Line {
         let seals = |of: Role| sealed.then(|| Seals::new(&established.key(), of));
         self.writer = Writer::new(summed, seals(established.role()));
         self.reader = Reader::new(Limits::STRANGER, seals(established.role().peer()));
+        self.greeted = Some(Box::new(Greeted {
+            number: established.session(),
+            key: established.key(),
+            version: established.version(),
+            local: self.link.local(),
+        }));
         self.held = established.take_rest();
     }
 
@@ -177,7 +190,20 @@ impl Line {
                 Err(error) => return Err(Broken::Io(error)),
             }
         }
-        Ok(true)
+        self.send_on(now)
+    }
+
+    /// Sends what the link took and could not pass on; whether all is gone.
+    fn send_on(&mut self, now: Instant) -> Result<bool, Broken> {
+        if self.link.owes() {
+            match self.link.send(&[]) {
+                Err(error) if error.kind() != io::ErrorKind::WouldBlock => return Err(Broken::Io(error)),
+                _ => {}
+            }
+        }
+        let is_stuck = self.link.owes();
+        self.stuck_since = is_stuck.then(|| self.stuck_since.unwrap_or(now));
+        Ok(!is_stuck)
     }
 
     /// Puts a signal behind what is written.
@@ -208,11 +234,12 @@ impl Line {
             // A socket's call is answered when it is writable; of the others some know only readable.
             Phase::Calling(_) => Interest { readable: true, writable: true },
             Phase::Greeting { words, .. } => {
-                Interest { readable: true, writable: !words.is_empty() && !self.glanceable }
+                let writable = (!words.is_empty() || self.link.owes()) && !self.glanceable;
+                Interest { readable: true, writable }
             }
             _ => Interest {
                 readable: !matches!(self.coming, Some(Coming::Barred(..))),
-                writable: !self.writer.is_empty() && !self.glanceable,
+                writable: (!self.writer.is_empty() || self.link.owes()) && !self.glanceable,
             },
         }
     }

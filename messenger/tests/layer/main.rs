@@ -7,3 +7,4 @@ mod sessions;
 mod shm;
 mod strangers;
 mod stress;
+mod tls;

@@ -1,0 +1,244 @@
+//! TLS over TCP: the secure mode. What the greeting's seals are not, this is: nobody reads along, and the peers may know each other by
+//! certificates. It stands below the greeting, which goes on inside; where TLS vouches for both ends, seals may be left out
+//! ([`crate::Options::sealed`]).
+//!
+//! Two things that a socket does not have, and a worker has to know of:
+//!
+//! - Bytes that were taken may be with us still, encrypted, because the socket took no more: [`Link::owes`].
+//! - Bytes that came may be with us, decrypted, where epoll does not see them. So no more is decrypted than the receiver has room for
+//!   at once ([`ONE_READ_BYTES`]), and nothing stays.
+
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::net::SocketAddr;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+
+use rustls::pki_types::ServerName;
+use rustls::{ClientConfig, ClientConnection, Connection, ServerConfig, ServerConnection};
+
+use super::posix::{TcpLink, TcpListener};
+use super::{Address, Link, Listener};
+
+/// What `tls:` addresses need. Certificates, authorities and versions are the owner's to choose, in rustls's own configurations.
+#[derive(Debug, Clone, Default)]
+pub struct TlsOptions {
+    /// For calling.
+    pub client: Option<Arc<ClientConfig>>,
+    /// The name that the server's certificate must be for; `None`: the address that is called.
+    pub server_name: Option<String>,
+    /// For listening.
+    pub server: Option<Arc<ServerConfig>>,
+}
+
+/// One TCP connection with TLS on it.
+pub struct TlsLink {
+    tcp: TcpLink,
+    tls: Connection,
+    /// The peer has closed, with or without a word.
+    ended: bool,
+}
+
+impl TlsLink {
+    pub(super) fn call(options: &TlsOptions, peer: SocketAddr) -> io::Result<TlsLink> {
+        let config = options.client.clone().ok_or_else(|| missing("call", "client"))?;
+        let name = match &options.server_name {
+            Some(name) => ServerName::try_from(name.clone()).map_err(io::Error::other)?,
+            None => ServerName::IpAddress(peer.ip().into()),
+        };
+        let tls = ClientConnection::new(config, name).map_err(io::Error::other)?;
+        Ok(TlsLink { tcp: TcpLink::call(peer)?, tls: tls.into(), ended: false })
+    }
+
+    fn accept(tcp: TcpLink, config: &Arc<ServerConfig>) -> io::Result<TlsLink> {
+        let tls = ServerConnection::new(config.clone()).map_err(io::Error::other)?;
+        Ok(TlsLink { tcp, tls: tls.into(), ended: false })
+    }
+
+    /// Gives the socket what is encrypted, as far as it takes it.
+    fn push(&mut self) -> io::Result<()> {
+        while self.tls.wants_write() {
+            match self.tls.write_tls(&mut Socket(&mut self.tcp)) {
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes the beginning of a piece, for as long as the socket takes what comes of it; how much.
+    fn encrypt(&mut self, piece: &[u8]) -> io::Result<usize> {
+        let mut taken = 0;
+        while taken < piece.len() && !self.owes() {
+            let count = self.tls.writer().write(&piece[taken..])?;
+            taken += count;
+            self.push()?;
+            if count == 0 {
+                break; // as much waits as may
+            }
+        }
+        Ok(taken)
+    }
+
+    /// Takes one read's worth from the socket and decrypts it. Whether there was anything.
+    fn pull(&mut self) -> io::Result<bool> {
+        if self.ended || !self.tls.wants_read() {
+            return Ok(false);
+        }
+        match self.tls.read_tls(&mut Socket(&mut self.tcp)) {
+            Ok(0) => self.ended = true,
+            Ok(_) => {
+                if let Err(error) = self.tls.process_new_packets() {
+                    let _ = self.push(); // the alert, if it can be said at once
+                    return Err(io::Error::new(io::ErrorKind::InvalidData, error));
+                }
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+            Err(error) => return Err(error),
+        }
+        Ok(true)
+    }
+
+    /// Decrypted bytes, if there are any.
+    fn take(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        match self.tls.reader().read(into) {
+            Ok(0) => {
+                self.ended = true;
+                Ok(0)
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(0),
+            // Cut off without a word: the frames inside know whether anything is missing.
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(0),
+            taken => taken,
+        }
+    }
+}
+
+impl Link for TlsLink {
+    fn descriptor(&self) -> BorrowedFd<'_> {
+        self.tcp.descriptor()
+    }
+
+    fn finish_call(&mut self) -> io::Result<()> {
+        self.tcp.finish_call()
+    }
+
+    fn send(&mut self, bytes: &[IoSlice<'_>]) -> io::Result<usize> {
+        self.push()?;
+        let mut sent = 0;
+        for piece in bytes {
+            let count = self.encrypt(piece)?;
+            sent += count;
+            if count < piece.len() {
+                break;
+            }
+        }
+        let nothing = sent == 0 && bytes.iter().any(|piece| !piece.is_empty());
+        if nothing { Err(io::ErrorKind::WouldBlock.into()) } else { Ok(sent) }
+    }
+
+    fn receive(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        let mut left: usize = into.iter().map(|piece| piece.len()).sum();
+        let (mut received, mut pieces) = (0, into.iter_mut());
+        let (mut piece, mut at) = (pieces.next(), 0);
+        while let Some(current) = &mut piece {
+            if at == current.len() {
+                (piece, at) = (pieces.next(), 0);
+                continue;
+            }
+            let count = self.take(&mut current[at..])?;
+            (at, received, left) = (at + count, received + count, left - count);
+            let may_pull = received == 0 || left >= ONE_READ_BYTES;
+            if count == 0 && !(may_pull && self.pull()?) {
+                break;
+            }
+        }
+        self.push()?; // what TLS itself has to say to what came
+        if received == 0 && !self.ended { Err(io::ErrorKind::WouldBlock.into()) } else { Ok(received) }
+    }
+
+    fn peer(&self) -> Address {
+        match self.tcp.peer() {
+            Address::Tcp(peer) => Address::Tls(peer),
+            other => other,
+        }
+    }
+
+    fn local(&self) -> Option<SocketAddr> {
+        self.tcp.local()
+    }
+
+    fn owes(&self) -> bool {
+        self.tls.wants_write()
+    }
+}
+
+impl Drop for TlsLink {
+    /// Says that this is the end, and no cut, if it can be said at once.
+    fn drop(&mut self) {
+        self.tls.send_close_notify();
+        let _ = self.push();
+    }
+}
+
+/// A listening TCP socket whose callers speak TLS.
+pub struct TlsListener {
+    tcp: TcpListener,
+    config: Arc<ServerConfig>,
+}
+
+impl TlsListener {
+    pub(super) fn bind(options: &TlsOptions, address: SocketAddr) -> io::Result<TlsListener> {
+        let config = options.server.clone().ok_or_else(|| missing("listen", "server"))?;
+        Ok(TlsListener { tcp: TcpListener::bind(address)?, config })
+    }
+}
+
+impl Listener for TlsListener {
+    fn descriptor(&self) -> BorrowedFd<'_> {
+        self.tcp.descriptor()
+    }
+
+    fn accept(&mut self) -> io::Result<Box<dyn Link>> {
+        Ok(Box::new(TlsLink::accept(self.tcp.take()?, &self.config)?))
+    }
+
+    fn address(&self) -> Address {
+        match self.tcp.address() {
+            Address::Tcp(address) => Address::Tls(address),
+            other => other,
+        }
+    }
+}
+
+/// The socket below, as rustls wants it.
+struct Socket<'a>(&'a mut TcpLink);
+
+impl Read for Socket<'_> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        self.0.receive(&mut [IoSliceMut::new(into)])
+    }
+}
+
+impl Write for Socket<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.send(&[IoSlice::new(bytes)])
+    }
+
+    fn write_vectored(&mut self, bytes: &[IoSlice<'_>]) -> io::Result<usize> {
+        self.0.send(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+fn missing(what: &str, which: &str) -> io::Error {
+    let text = format!("a tls: address to {what}, and no configuration for it: set Options::tls.{which}");
+    io::Error::new(io::ErrorKind::InvalidInput, text)
+}
+
+/// More than one read of the socket can decrypt to: what was held of a record, and what rustls reads at once; two of the longest
+/// records.
+const ONE_READ_BYTES: usize = 2 * 16_384;

@@ -1,0 +1,143 @@
+//! The same over TLS: every size, cuts, a receiver that holds on; and who is not let in.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::time::Duration;
+
+use remora_lab::tls::{Tls, certificates};
+use remora_messenger::stack::tls::TlsOptions;
+use remora_messenger::{Address, Message, Options, Policy, SendError, Throttle};
+use rustls::crypto::ring::default_provider;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::server::WebPkiClientVerifier;
+use rustls::{ClientConfig, RootCertStore, ServerConfig};
+
+use crate::kit::*;
+
+fn chain(tls: &Tls) -> (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>) {
+    let certificate = CertificateDer::from_pem_file(&tls.certificate).unwrap();
+    (vec![certificate], PrivateKeyDer::from_pem_file(&tls.key).unwrap())
+}
+
+fn authority(tls: &Tls) -> Arc<RootCertStore> {
+    let mut roots = RootCertStore::empty();
+    roots.add(CertificateDer::from_pem_file(&tls.ca).unwrap()).unwrap();
+    Arc::new(roots)
+}
+
+/// Both ends vouched for by one authority.
+fn secure() -> (tempfile::TempDir, Options) {
+    let folder = tempfile::tempdir().unwrap();
+    let (server, client) = certificates(folder.path(), &[]).unwrap();
+    let provider = Arc::new(default_provider());
+    let verifier = WebPkiClientVerifier::builder_with_provider(authority(&server), provider.clone()).build().unwrap();
+    let (certificates, key) = chain(&server);
+    let server_config = ServerConfig::builder_with_provider(provider.clone()).with_safe_default_protocol_versions();
+    let server_config =
+        server_config.unwrap().with_client_cert_verifier(verifier).with_single_cert(certificates, key).unwrap();
+    let (certificates, key) = chain(&client);
+    let client_config = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
+    let client_config =
+        client_config.unwrap().with_root_certificates(authority(&client)).with_client_auth_cert(certificates, key);
+    let tls = TlsOptions {
+        client: Some(Arc::new(client_config.unwrap())),
+        server_name: Some("localhost".to_owned()),
+        server: Some(Arc::new(server_config)),
+    };
+    (folder, Options { tls, ..Options::default() })
+}
+
+fn anywhere() -> Address {
+    "tls:127.0.0.1:0".parse().unwrap()
+}
+
+#[test]
+fn a_question_is_answered_whatever_its_size() {
+    let (_folder, options) = secure();
+    let server = end_with(Policy::stateless_server(), &options, Scribe { echoes: true, ..Scribe::default() });
+    let address = server.messenger.listen(&anywhere()).unwrap();
+    let client = end_with(Policy::lossy_client(), &options, Scribe { holds: true, ..Scribe::default() });
+    let connection = client.messenger.connect(&address);
+    let sizes = [0, 1, 1025, 16_384, 70_000, 1_048_576, 16 << 20];
+    for (number, size) in sizes.into_iter().enumerate() {
+        let data: Vec<u8> = (0..size).map(|at| (at * 7 + number) as u8).collect();
+        let sent = connection.send(Message::new(number as u64, 1, vec![]).with_data(data));
+        assert!(sent.is_ok(), "the connection is over: {:?}", connection.broken());
+    }
+    until("all answers", || client.scribe.taken().len() == sizes.len());
+    for (number, delivery) in client.scribe.held.lock().unwrap().iter().enumerate() {
+        assert_eq!(delivery.data.len(), sizes[number]);
+        assert!(delivery.data.iter().enumerate().all(|(at, byte)| *byte == (at * 7 + number) as u8));
+    }
+}
+
+#[test]
+fn a_lossless_client_says_everything_once_though_its_links_are_cut() {
+    let (_folder, options) = secure();
+    let server = end_with(quick(Policy::stateful_server()), &options, Scribe::default());
+    let address = server.messenger.listen(&anywhere()).unwrap();
+    let mut policy = quick(Policy::lossless_client());
+    policy.send_messages = 256;
+    let client = end_with(policy, &options, Scribe::default());
+    let connection = client.messenger.connect(&address);
+    for number in 0..20_000 {
+        connection.send_within(numbered(number), Duration::from_secs(20)).unwrap();
+        if number % 1000 == 0 {
+            connection.cut();
+        }
+    }
+    until("all messages", || server.scribe.taken.lock().unwrap().len() >= 20_000);
+    assert!(server.scribe.taken().into_iter().eq(0..20_000));
+    assert!(server.scribe.told().len() > 5, "cut only {} times", server.scribe.told().len());
+}
+
+#[test]
+fn a_receiver_that_holds_on_is_never_overrun_and_loses_nothing() {
+    let (_folder, options) = secure();
+    let policy = Policy::stateful_server().with_receive(Throttle::new(1000, 1 << 20));
+    let server = end_with(policy, &options, Scribe { holds: true, ..Scribe::default() });
+    let address = server.messenger.listen(&anywhere()).unwrap();
+    let client = end_with(Policy::lossless_client(), &options, Scribe::default());
+    let connection = client.messenger.connect(&address);
+    for number in 0..60 {
+        connection.send(Message::new(number, 1, vec![]).with_data(vec![3; 300_000])).unwrap();
+    }
+    until("three messages", || server.scribe.taken().len() == 3);
+    std::thread::sleep(Duration::from_millis(20));
+    assert_eq!(server.scribe.taken().len(), 3);
+    until("the rest", || {
+        server.scribe.held.lock().unwrap().clear();
+        server.scribe.taken().len() == 60
+    });
+    assert!(server.scribe.taken().into_iter().eq(0..60));
+}
+
+#[test]
+fn nothing_crosses_in_clear_and_who_has_no_certificate_gets_nowhere() {
+    let (_folder, options) = secure();
+    let server = end_with(Policy::stateless_server(), &options, Scribe::default());
+    let address = server.messenger.listen(&anywhere()).unwrap();
+    let port = address.to_string().rsplit(':').next().unwrap().parse::<u16>().unwrap();
+    // In clear: an alert, no greeting.
+    let mut stranger = TcpStream::connect(("127.0.0.1", port)).unwrap();
+    stranger.write_all(b"REMORA\r\nand something that is no TLS record at all").unwrap();
+    let mut answer = Vec::new();
+    let _ = stranger.read_to_end(&mut answer);
+    assert!(!answer.windows(6).any(|seen| seen == b"REMORA"), "{answer:?}");
+    // With another authority's certificate: refused.
+    let (_other_folder, other) = secure();
+    let client = end_with(Policy::lossy_client(), &other, Scribe::default());
+    let connection = client.messenger.connect(&address);
+    until("the end", || matches!(connection.send(numbered(1)), Err(SendError::Over(_))));
+    assert!(connection.broken().unwrap().to_string().contains("certificate"), "{:?}", connection.broken());
+    assert_eq!(server.scribe.taken(), []);
+}
+
+#[test]
+fn without_a_configuration_a_tls_address_is_refused_with_what_is_missing() {
+    let end = end(Policy::lossy_client(), Scribe::default());
+    let error = end.messenger.listen(&anywhere()).unwrap_err();
+    assert!(error.to_string().contains("Options::tls.server"), "{error}");
+}
