@@ -1,6 +1,6 @@
 //! The agents' control conversation. This file is its vocabulary: every message that the two ends can say, and its layout
-//! inside a frame. The files below it carry the words: `codec` (building blocks of the layout), [`frame`] (one message on the
-//! wire), [`token`] (the shared secret), [`session`] (handshake, seals, clocks; pure), [`connection`] (the tokio driver).
+//! inside a frame. The files below it: `codec` (building blocks of the layout), [`token`] (the shared secret), [`session`] (the
+//! greeting, pure, which is the layer's too) in its own [`frame`]s, [`connection`] (the conversation on the message layer).
 //!
 //! ```text
 //!   replica (client)                                              source (server)
@@ -13,21 +13,22 @@
 //!        │  Proof = HMAC(token, "server", all of the above)             │   said before both proofs hold
 //!        │◀─────────────────────────────────────────────────────────────┤
 //!        │                                                              │
-//!        │  Join, Progress, HandOffQuery, StatusQuery, Leave            │   every frame now bears a MAC over
-//!        ├═════════════════════════════════════════════════════════════▶│   direction, sequence and content;
-//!        │  Waiting, Offer, HandOffAnswer, GenerationGone, Status, …    │   Heartbeat both ways when there is
-//!        │◀═════════════════════════════════════════════════════════════┤   nothing else to say
+//!        │  Join, Progress, HandOffQuery, StatusQuery, Leave            │   messages of the layer, in a lossy
+//!        ├═════════════════════════════════════════════════════════════▶│   session: every frame bears a MAC
+//!        │  Waiting, Offer, HandOffAnswer, GenerationGone, Status, …    │   over direction, sequence and
+//!        │◀═════════════════════════════════════════════════════════════┤   content; pings when all is quiet
 //! ```
 //!
 //! `docs/protocol.md` describes every byte, and what this protects against and what not.
 //!
-//! A message is one frame: its kind is the frame's tag, its fields are the payload, one behind the other in the order in which
-//! they stand here ([`crate::control::frame`] for what is around them). Every list, name and text has a bound. A kind that we do not
+//! A message is one message of the layer: its tag is the kind, its fields are the front, one behind the other in the order in which
+//! they stand here ([`crate::frame`] for what is around them). Every list, name and text has a bound. A kind that we do not
 //! know means that the peer is newer and ignored our version; a payload that ends early or late is garbled.
 //!
 //! Versions of the layout, newest first:
 //!
-//! - 1: all that is here.
+//! - 2: on the message layer. Heartbeat is gone, as the layer pings.
+//! - 1: the same messages in frames of their own.
 //!
 //! What these messages do *not* carry: slots, journal bytes, secrets. A region key says where memory lies; reading it takes
 //! a secret that both ends derive from the session's key ([`crate::control::derive()`]).
@@ -49,7 +50,7 @@ use crate::control::error::{Malformed, TooLarge};
 use crate::control::frame::MAX_PAYLOAD_BYTES;
 use crate::control::session::Role;
 
-pub use connection::{Connection, Options, Receiver, Sender, accept, connect, turn_away};
+pub use connection::{Connection, Endpoint, Options, Receiver, Sender, connect, turn_away};
 pub use error::{Error, Fault};
 pub use session::{MAGIC, derive};
 pub use token::Token;
@@ -59,9 +60,6 @@ pub use token::Token;
 #[allow(clippy::large_enum_variant)]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Message {
-    /// Either way: I live, and have nothing else to say. Sent and taken by [`crate::control::connection`] itself.
-    Heartbeat,
-
     /// Replica → source: I want the data set. The first message of a replica.
     Join(Join),
     /// Replica → source: how far I have come; at every change worth telling, a few times a second.
@@ -137,7 +135,7 @@ impl Message {
     /// [`TooLarge`]: a list or a name is beyond its bound. Texts are cut instead.
     pub fn encode(&self, out: &mut Vec<u8>) -> Result<u8, TooLarge> {
         match self {
-            Message::Heartbeat | Message::StatusQuery | Message::ProbeQuery => {}
+            Message::StatusQuery | Message::ProbeQuery => {}
             Message::Join(join) => Join::put(join, out)?,
             Message::Progress(progress) => Progress::put(progress, out)?,
             Message::HandOffQuery { generation, offset } => {
@@ -186,7 +184,6 @@ impl Message {
 
     fn take(tag: u8, from: &mut Reader<'_>) -> Result<Message, Fault> {
         Ok(match tag {
-            tag::HEARTBEAT => Message::Heartbeat,
             tag::JOIN => Message::Join(Join::take(from)?),
             tag::PROGRESS => Message::Progress(Progress::take(from)?),
             tag::HAND_OFF_QUERY => Message::HandOffQuery { generation: u64::take(from)?, offset: u64::take(from)? },
@@ -214,7 +211,6 @@ impl Message {
     /// The tag of the frame that carries it.
     pub fn tag(&self) -> u8 {
         match self {
-            Message::Heartbeat => tag::HEARTBEAT,
             Message::Join(_) => tag::JOIN,
             Message::Progress(_) => tag::PROGRESS,
             Message::HandOffQuery { .. } => tag::HAND_OFF_QUERY,
@@ -234,7 +230,6 @@ impl Message {
     /// Its name in logs.
     pub fn name(&self) -> &'static str {
         match self {
-            Message::Heartbeat => "Heartbeat",
             Message::Join(_) => "Join",
             Message::Progress(_) => "Progress",
             Message::HandOffQuery { .. } => "HandOffQuery",
@@ -254,7 +249,6 @@ impl Message {
     /// Whether that end has any business saying this.
     pub fn may_come_from(&self, end: Role) -> bool {
         match self.tag() {
-            tag::HEARTBEAT => true,
             tag if tag < tag::FIRST_OF_SOURCE => end == Role::Client,
             _ => end == Role::Server,
         }
@@ -693,8 +687,6 @@ type Keys = List<Bytes<MAX_KEY_BYTES>, MAX_KEYS>;
 
 /// Tags below 0x10 belong to the handshake.
 mod tag {
-    pub(super) const HEARTBEAT: u8 = 0x10;
-
     pub(super) const JOIN: u8 = 0x20;
     pub(super) const PROGRESS: u8 = 0x21;
     pub(super) const HAND_OFF_QUERY: u8 = 0x22;

@@ -1,5 +1,5 @@
-//! An asynchronous message layer: sessions that keep their word over links that do not, over TCP, shared
-//! memory and RDMA.
+//! An asynchronous message layer: sessions that keep their word over links that do not, over TCP, TLS,
+//! shared memory and RDMA.
 //!
 //! What it is not: a data path for the tables, which cross by the fabric; a place where anything is decided about them; or a
 //! runtime: it brings its own threads, one reactor each, and calls its owner from them.
@@ -17,7 +17,7 @@
 //!                                                                 │ Writer   │   many frames, one send
 //!                                                                 └──▲────┬──┘
 //!                                                              bytes │    ▼
-//!                                                    Link: tcp (posix) | shm | rdma of an Address, by its stack
+//!                                                    Link: tcp | tls | shm | rdma   of an Address, by its stack
 //! ```
 //!
 //! # An echo
@@ -63,7 +63,7 @@
 //! - [`buffer`], [`throttle`]: memory for what is received, and bounds on what is under way;
 //! - `worker`, `registry`, [`stack`]: the thread that moves bytes between links and sessions, and the links;
 //! - [`error`]: why a link was given up;
-//! - [`control`]: the agents' own conversation, older than the layer and not yet on it: its greeting is also the layer's.
+//! - [`control`]: the agents' conversation, on the layer; its greeting is also the layer's.
 //!
 //! Nothing waits but a worker for its descriptor. Every state of a session but two ends by itself; whoever calls, is called,
 //! starts or stops in whichever order, nobody waits for somebody who waits for him.
@@ -90,7 +90,7 @@ pub mod throttle;
 mod worker;
 
 pub use buffer::{Buffer, Pool};
-pub use connection::{Connection, SendError};
+pub use connection::{Connection, Greeted, SendError};
 pub use control::token::Token;
 pub use dispatcher::Dispatcher;
 pub use message::{Arrival, Delivery, Message};

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use remora_fabric::tcp::{LANE_MAGIC, TcpExporter};
-use remora_messenger::control::{Options, Token};
+use remora_messenger::control::Endpoint;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinHandle;
@@ -59,11 +59,11 @@ pub(super) async fn take(listen: SocketAddr) -> Result<(TcpListener, SocketAddr)
 /// Opens it.
 pub(super) fn open(
     (listener, address): (TcpListener, SocketAddr),
-    token: Token,
+    conversations: Endpoint,
     lanes: Arc<TcpExporter>,
     incoming: mpsc::Sender<Incoming>,
 ) -> Door {
-    let token = Arc::new(token);
+    let conversations = Arc::new(conversations);
     let task = tokio::spawn(async move {
         let places = Arc::new(Semaphore::new(GREETINGS_LIMIT));
         loop {
@@ -79,9 +79,9 @@ pub(super) fn open(
                 tokio::spawn(remora_messenger::control::turn_away(stream));
                 continue;
             };
-            let (token, lanes, incoming) = (token.clone(), lanes.clone(), incoming.clone());
+            let (conversations, lanes, incoming) = (conversations.clone(), lanes.clone(), incoming.clone());
             tokio::spawn(async move {
-                if let Err(text) = greet(stream, &token, &lanes, &incoming).await {
+                if let Err(text) = greet(stream, &conversations, &lanes, &incoming).await {
                     tracing::warn!(%peer, "a connection was turned away: {text}");
                 }
                 drop(place);
@@ -93,7 +93,7 @@ pub(super) fn open(
 
 async fn greet(
     stream: TcpStream,
-    token: &Token,
+    conversations: &Endpoint,
     lanes: &TcpExporter,
     incoming: &mpsc::Sender<Incoming>,
 ) -> Result<(), String> {
@@ -102,9 +102,7 @@ async fn greet(
         stream.set_nonblocking(false).map_err(|error| error.to_string())?;
         return lanes.adopt(stream).map_err(|error| error.to_string());
     }
-    let connection = remora_messenger::control::accept(stream, token, &Options::default())
-        .await
-        .map_err(|error| error.to_string())?;
+    let connection = conversations.accept(stream).await.map_err(|error| error.to_string())?;
     incoming.send(Incoming::Arrived(connection)).await.map_err(|_| "the source is stopping".to_string())
 }
 

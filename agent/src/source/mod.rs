@@ -36,7 +36,7 @@ use remora_messenger::control::{
     Announce, GenerationState, GenerationStatus, Message, Offer, RefusalCode, ReplicaStatus, StatusReport, TableOffer,
     Totals,
 };
-use remora_messenger::control::{Connection, Fault, Sender, Token, derive};
+use remora_messenger::control::{Connection, Endpoint, Fault, Options, Sender, Token, derive};
 use remora_table::Geometry;
 use tokio::sync::{Mutex, mpsc};
 
@@ -73,7 +73,9 @@ pub async fn run(args: SourceArgs) -> Result<(), Failure> {
     let (captured, captures) = mpsc::unbounded_channel();
     let port = door::take(args.listen).await?;
     let tcp = Arc::new(tcp_exporter(&args, port.1)?);
-    let door = door::open(port, token, tcp.clone(), incoming.clone());
+    let conversations = Endpoint::new(&token, &Options::default());
+    let conversations = conversations.map_err(|error| Failure::local(format!("no conversations: {error}")))?;
+    let door = door::open(port, conversations, tcp.clone(), incoming.clone());
     let mut exporters: Vec<Arc<dyn Exporter>> = Vec::new();
     if !args.no_shm {
         match ShmExporter::bind(ShmOptions::default()) {

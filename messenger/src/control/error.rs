@@ -83,7 +83,7 @@ pub enum Fault {
     /// The source holds as many conversations as it allows.
     #[error("has as many conversations as it allows: try again later, or raise its limit")]
     Busy,
-    /// Not a single frame, not even a heart-beat, for too long.
+    /// Not a single frame, not even the answer to a ping, for too long.
     #[error("has been silent for {limit:?}: it hangs, its host is down, or the network is cut")]
     PeerSilent {
         /// The limit that was passed.
@@ -119,6 +119,9 @@ pub enum Fault {
     /// Bytes that are no frame, or a frame that holds no message.
     #[error("sent something garbled: {0}")]
     Garbled(#[from] Malformed),
+    /// Bytes that are no frame of the message layer.
+    #[error("sent something garbled: {0}")]
+    Frame(crate::frame::Malformed),
     /// A good frame at a moment, or from an end, that has no use for it.
     #[error("sent {what} out of turn")]
     OutOfTurn {
@@ -156,7 +159,7 @@ pub enum Malformed {
         /// "preamble" or "payload".
         part: &'static str,
     },
-    /// Flags that this version does not define, or a seal where none may be, or none where one must be.
+    /// Flags that this version does not define.
     #[error("a frame has the flags {flags:#04x}, which are not allowed here")]
     Flags {
         /// The preamble's flag byte.
@@ -240,6 +243,7 @@ impl Fault {
             | Fault::Io { .. }
             | Fault::NoRandomness(_)
             | Fault::Garbled(_)
+            | Fault::Frame(_)
             | Fault::OutOfTurn { .. }
             | Fault::Forged { .. }
             | Fault::QueueFull { .. } => true,

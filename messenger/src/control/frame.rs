@@ -1,14 +1,14 @@
-//! One frame on the wire: a fixed preamble, the payload, their checksums, and room for a seal. Pure: bytes in, frames out.
+//! One frame of the greeting on the wire: a fixed preamble, the payload, their checksums. Pure: bytes in, frames out.
 //!
-//! What it does not know: what the tags mean ([`crate::control`], [`crate::control::session`]) and how a seal is made
-//! ([`crate::control::session`]). A checksum finds what a broken network or program does by accident; only the seal finds a person.
+//! What it does not know: what the tags mean ([`crate::control::session`]). What follows the greeting are the message layer's frames
+//! ([`crate::frame`]), of another layout. A checksum finds what a broken network or program does by accident.
 //!
 //! ```text
-//!   0      2    3      4            8                 12              12+n            16+n         (32+n)
-//!   ┌──────┬────┬──────┬────────────┬─────────────────┬───────────────┬───────────────┬─────────────┐
-//!   │ "Rm" │tag │flags │ length n   │ CRC-32C of 0..8 │ payload       │ CRC-32C of it │ seal, if    │
-//!   │      │    │bit 0 │ u32        │ u32             │ n bytes       │ u32           │ flags bit 0 │
-//!   └──────┴────┴──────┴────────────┴─────────────────┴───────────────┴───────────────┴─────────────┘
+//!   0      2    3      4            8                 12              12+n            16+n
+//!   ┌──────┬────┬──────┬────────────┬─────────────────┬───────────────┬───────────────┐
+//!   │ "Rm" │tag │flags │ length n   │ CRC-32C of 0..8 │ payload       │ CRC-32C of it │
+//!   │      │    │zero  │ u32        │ u32             │ n bytes       │ u32           │
+//!   └──────┴────┴──────┴────────────┴─────────────────┴───────────────┴───────────────┘
 //! ```
 //!
 //! The preamble has a checksum of its own so that a length is believed only when it arrived whole; and it is compared with
@@ -23,44 +23,29 @@ pub struct Frame {
     pub tag: u8,
     /// The content.
     pub payload: Vec<u8>,
-    /// The seal, as it was received or is to be sent; nobody has verified it yet.
-    pub seal: Option<Seal>,
 }
 
-/// A truncated HMAC-SHA256. Sixteen bytes: half of the hash, and 2^-128 for one guess; a wrong guess ends the session.
-pub type Seal = [u8; SEAL_BYTES];
-
 impl Frame {
-    /// A frame without a seal.
+    /// A frame.
     pub fn plain(tag: u8, payload: Vec<u8>) -> Frame {
-        Frame { tag, payload, seal: None }
-    }
-
-    /// The twelve bytes before the payload.
-    pub fn preamble(&self) -> [u8; PREAMBLE_BYTES] {
-        preamble(self.tag, self.seal.is_some(), &self.payload)
+        Frame { tag, payload }
     }
 
     /// Appends the frame's bytes. They depend on nothing but the fields: a received frame encodes to what was received.
     pub fn encode(&self, out: &mut Vec<u8>) {
-        out.extend_from_slice(&self.preamble());
+        out.extend_from_slice(&preamble(self.tag, &self.payload));
         out.extend_from_slice(&self.payload);
         out.extend_from_slice(&crc32c::crc32c(&self.payload).to_le_bytes());
-        if let Some(seal) = &self.seal {
-            out.extend_from_slice(seal);
-        }
     }
 }
 
-/// The preamble of a frame yet to be sealed: the seal is made over these bytes.
-pub(crate) fn preamble(tag: u8, sealed: bool, payload: &[u8]) -> [u8; PREAMBLE_BYTES] {
+/// The twelve bytes before the payload.
+fn preamble(tag: u8, payload: &[u8]) -> [u8; PREAMBLE_BYTES] {
     let length =
         u32::try_from(payload.len()).expect("the codec bounds every payload by MAX_PAYLOAD_BYTES before it is framed");
-    let flags = if sealed { FLAG_SEALED } else { 0 };
     let mut bytes = [0; PREAMBLE_BYTES];
     bytes[..2].copy_from_slice(&FRAME_MAGIC);
     bytes[2] = tag;
-    bytes[3] = flags;
     bytes[4..8].copy_from_slice(&length.to_le_bytes());
     let checksum = crc32c::crc32c(&bytes[..8]);
     bytes[8..].copy_from_slice(&checksum.to_le_bytes());
@@ -85,11 +70,6 @@ impl Decoder {
         Decoder { buffer: Vec::new(), taken: 0, limit }
     }
 
-    /// From the next frame on, payloads of at most `limit` bytes are accepted.
-    pub fn set_limit(&mut self, limit: u32) {
-        self.limit = limit;
-    }
-
     /// Takes received bytes.
     pub fn feed(&mut self, bytes: &[u8]) {
         self.buffer.drain(..self.taken);
@@ -110,20 +90,14 @@ impl Decoder {
         let Some((payload, rest)) = rest.split_at_checked(head.length) else {
             return Ok(None);
         };
-        let Some((checksum, rest)) = rest.split_first_chunk::<CHECKSUM_BYTES>() else {
+        let Some(checksum) = rest.first_chunk::<CHECKSUM_BYTES>() else {
             return Ok(None);
         };
         if crc32c::crc32c(payload) != u32::from_le_bytes(*checksum) {
             return Err(Malformed::Checksum { part: "payload" });
         }
-        let seal = match (head.sealed, rest.first_chunk::<SEAL_BYTES>()) {
-            (true, None) => return Ok(None),
-            (true, seal) => seal.copied(),
-            (false, _) => None,
-        };
-        let frame = Frame { tag: head.tag, payload: payload.to_vec(), seal };
+        let frame = Frame { tag: head.tag, payload: payload.to_vec() };
         self.taken += PREAMBLE_BYTES + head.length + CHECKSUM_BYTES;
-        self.taken += seal.map_or(0, |seal| seal.len());
         Ok(Some(frame))
     }
 
@@ -143,7 +117,6 @@ impl Decoder {
 /// What a preamble says.
 struct Head {
     tag: u8,
-    sealed: bool,
     length: usize,
 }
 
@@ -154,14 +127,14 @@ impl Head {
         if crc32c::crc32c(&bytes[..8]) != u32::from_le_bytes([c0, c1, c2, c3]) {
             return Err(Malformed::Checksum { part: "preamble" });
         }
-        if flags & !FLAG_SEALED != 0 {
+        if flags != 0 {
             return Err(Malformed::Flags { flags });
         }
         let length = u32::from_le_bytes([l0, l1, l2, l3]);
         if length > limit {
             return Err(Malformed::FrameTooLong { length, limit });
         }
-        Ok(Head { tag, sealed: flags & FLAG_SEALED != 0, length: length as usize })
+        Ok(Head { tag, length: length as usize })
     }
 }
 
@@ -174,9 +147,8 @@ fn check_start(bytes: &[u8]) -> Result<(), Malformed> {
     Err(Malformed::FrameMagic)
 }
 
-/// The longest payload of a session, in bytes. The longest message is a status that lists
-/// [`crate::control::MAX_REPLICAS`] replicas; `control.rs` asserts at compile time that it fits. A connection's receive
-/// buffer is bounded by this and one read.
+/// The longest body of an agents' message, in bytes. The longest message is a status that lists
+/// [`crate::control::MAX_REPLICAS`] replicas; `control.rs` asserts at compile time that it fits.
 pub const MAX_PAYLOAD_BYTES: u32 = 512 * 1024;
 
 /// The longest payload of the handshake, in bytes: the challenge has 54, and may grow in later versions. This bounds what
@@ -186,17 +158,11 @@ pub const MAX_HANDSHAKE_PAYLOAD_BYTES: u32 = 256;
 /// Bytes before a payload.
 pub const PREAMBLE_BYTES: usize = 12;
 
-/// Bytes of a seal.
-pub const SEAL_BYTES: usize = 16;
-
 /// Bytes of the payload's checksum.
 const CHECKSUM_BYTES: usize = 4;
 
 /// Where a frame begins.
 const FRAME_MAGIC: [u8; 2] = *b"Rm";
-
-/// A seal follows the payload's checksum.
-const FLAG_SEALED: u8 = 1;
 
 #[cfg(test)]
 mod tests {
@@ -213,7 +179,7 @@ mod tests {
 
     fn frames() -> impl Strategy<Value = Frame> {
         let payload = proptest::collection::vec(any::<u8>(), 0..300);
-        (any::<u8>(), payload, any::<Option<Seal>>()).prop_map(|(tag, payload, seal)| Frame { tag, payload, seal })
+        (any::<u8>(), payload).prop_map(|(tag, payload)| Frame { tag, payload })
     }
 
     proptest! {
@@ -242,12 +208,7 @@ mod tests {
             bytes[at] ^= change;
             let mut decoder = Decoder::new(300);
             decoder.feed(&bytes);
-            let sealed_part = frame.seal.is_some() && at >= bytes.len() - SEAL_BYTES;
-            match decoder.next_frame() {
-                Err(_) => prop_assert!(!sealed_part),
-                Ok(None) => prop_assert!(false, "a damaged frame is waited for"),
-                Ok(Some(seen)) => prop_assert!(sealed_part && seen != frame),
-            }
+            prop_assert!(decoder.next_frame().is_err(), "a damaged frame is taken, or waited for");
         }
 
         #[test]
@@ -258,7 +219,7 @@ mod tests {
 
     #[test]
     fn a_frame_cut_short_anywhere_is_waited_for() {
-        let frame = Frame { tag: 7, payload: b"content".to_vec(), seal: Some([9; SEAL_BYTES]) };
+        let frame = Frame { tag: 7, payload: b"content".to_vec() };
         let bytes = encoded(&frame);
         for length in 0..bytes.len() {
             let mut decoder = Decoder::new(300);
@@ -281,12 +242,12 @@ mod tests {
     #[test]
     fn unknown_flags_are_refused() {
         let mut bytes = encoded(&Frame::plain(1, Vec::new()));
-        bytes[3] = 2;
+        bytes[3] = 1;
         let checksum = crc32c::crc32c(&bytes[..8]).to_le_bytes();
         bytes[8..12].copy_from_slice(&checksum);
         let mut decoder = Decoder::new(10);
         decoder.feed(&bytes);
-        assert_eq!(decoder.next_frame().unwrap_err(), Malformed::Flags { flags: 2 });
+        assert_eq!(decoder.next_frame().unwrap_err(), Malformed::Flags { flags: 1 });
     }
 
     #[test]

@@ -1,5 +1,5 @@
-//! One session between two agents, as pure machines: bytes, random numbers and the time go in; bytes and decisions come out.
-//! [`crate::control::connection`] feeds them from a socket, the tests from vectors.
+//! How two ends prove themselves to each other, as a pure machine: bytes, random numbers and the time go in; bytes and decisions
+//! come out. The worker feeds it from links, the tests from vectors. What follows is the message layer's ([`crate::frame`]).
 //!
 //! ```text
 //!     client                                 server
@@ -12,7 +12,7 @@
 //!   └──────┬────────┘  Proof              └─────┬──────┘
 //!          │◀───────────────────────────────────┤
 //!   ┌──────▼────────┐                     ┌─────▼──────┐
-//!   │ Established   │◀═══ sealed frames ═▶│ Established│
+//!   │ Established   │◀══ the layer's ════▶│ Established│
 //!   └───────────────┘                     └────────────┘
 //! ```
 //!
@@ -23,8 +23,7 @@
 //!   proof sent back to its maker is worthless (the labels differ).
 //! - The client proves itself first: a source says nothing that depends on the token to somebody who has not.
 //! - The session's key depends on the token and the whole handshake, both proofs included. No part of it crosses the wire.
-//! - Each direction has a key of its own, and each frame a number that is counted, not sent: a frame that was altered,
-//!   repeated, left out, put in or sent back does not bear the seal that is expected next, and that ends the session.
+//! - What follows is sealed with keys made of the session's ([`crate::seal`]).
 //! - A server that gives up says at most one word (`Refuse` and a code), and that word is not believed beyond an error's text.
 //!
 //! What this is not: encryption. See `docs/protocol.md`.
@@ -38,7 +37,7 @@ use sha2::Sha256;
 
 use crate::control::codec::{Codec, Reader, record};
 use crate::control::error::{Fault, Malformed, TooLarge};
-use crate::control::frame::{self, Decoder, Frame, MAX_HANDSHAKE_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES, SEAL_BYTES, Seal};
+use crate::control::frame::{Decoder, Frame, MAX_HANDSHAKE_PAYLOAD_BYTES};
 use crate::control::stranger;
 use crate::control::token::Token;
 
@@ -84,10 +83,8 @@ pub struct Versions {
 }
 
 impl Versions {
-    /// The message layer ([`crate::frame`]): what the messenger speaks behind the greeting.
-    pub const LAYER: Versions = Versions { oldest: 2, newest: 2 };
-    /// The agents' own frames. [`crate::control`] lists what each version brought.
-    pub const OURS: Versions = Versions { oldest: 1, newest: 1 };
+    /// What this end speaks. [`crate::control`] lists what each version brought.
+    pub const OURS: Versions = Versions { oldest: 2, newest: 2 };
 
     /// The newest version that both speak.
     pub fn common(self, other: Versions) -> Option<u16> {
@@ -275,9 +272,6 @@ impl<T: Deref<Target = Token>> Handshake<T> {
     }
 
     fn read_frame(&mut self, frame: &Frame) -> Result<(), Fault> {
-        if frame.seal.is_some() {
-            return Err(Malformed::Flags { flags: frame.preamble()[3] }.into());
-        }
         match (&self.state, frame.tag) {
             (State::WantHello(session), HELLO) => self.read_hello(frame, *session),
             (State::WantChallenge, CHALLENGE) => self.read_challenge(frame),
@@ -363,16 +357,13 @@ impl<T: Deref<Target = Token>> Handshake<T> {
     fn establish(&mut self, agreed: Agreed) {
         let key = keyed(self.token.bytes(), &[LABEL_SESSION_KEY, &self.transcript]);
         let key: [u8; 32] = key.finalize().into_bytes().into();
-        let mut decoder = std::mem::replace(&mut self.decoder, Decoder::new(0));
-        decoder.set_limit(MAX_PAYLOAD_BYTES);
         self.state = State::Done(Box::new(Established {
             role: self.role,
             session: agreed.session,
             version: agreed.version,
             features: agreed.features,
             key,
-            sealer: Sealer { seals: Seals::new(&key, self.role) },
-            opener: Opener { seals: Seals::new(&key, self.role.peer()), decoder, failed: None },
+            rest: self.decoder.take_rest(),
         }));
     }
 
@@ -430,10 +421,8 @@ pub struct Established {
     version: u16,
     features: u64,
     key: [u8; 32],
-    /// Seals what we send.
-    pub sealer: Sealer,
-    /// Opens what we receive; it holds what came behind the handshake already.
-    pub opener: Opener,
+    /// What came behind the handshake already.
+    rest: Vec<u8>,
 }
 
 impl Established {
@@ -459,7 +448,7 @@ impl Established {
 
     /// Bytes that came behind the handshake already.
     pub fn take_rest(&mut self) -> Vec<u8> {
-        self.opener.decoder.take_rest()
+        std::mem::take(&mut self.rest)
     }
 
     /// The session's key, the same at both ends and known to nobody else. Hand on what [`derive()`] makes of it, never itself.
@@ -478,164 +467,9 @@ impl fmt::Debug for Established {
     }
 }
 
-/// Puts our frames on the wire, each with its seal.
-pub struct Sealer {
-    seals: Seals,
-}
-
-impl Sealer {
-    /// Appends the next frame.
-    pub fn seal(&mut self, tag: u8, payload: Vec<u8>, out: &mut Vec<u8>) {
-        let preamble = frame::preamble(tag, true, &payload);
-        let seal = self.seals.next(&preamble, &payload).finalize().into_bytes();
-        let mut short: Seal = [0; SEAL_BYTES];
-        short.copy_from_slice(&seal[..SEAL_BYTES]);
-        self.seals.sequence += 1;
-        let frame = Frame { tag, payload, seal: Some(short) };
-        frame.encode(out);
-    }
-}
-
-/// Takes the peer's frames off the wire, if their seals hold.
-pub struct Opener {
-    seals: Seals,
-    decoder: Decoder,
-    failed: Option<Fault>,
-}
-
-impl Opener {
-    /// Takes received bytes. Take all frames before the next call.
-    pub fn feed(&mut self, bytes: &[u8]) {
-        self.decoder.feed(bytes);
-    }
-
-    /// The tag and payload of the next frame, or `None` while it is not all here.
-    ///
-    /// # Errors
-    /// [`Fault::Garbled`], [`Fault::Forged`]: the session is over, and every later call says the same.
-    pub fn next_frame(&mut self) -> Result<Option<(u8, Vec<u8>)>, Fault> {
-        if let Some(fault) = &self.failed {
-            return Err(fault.clone());
-        }
-        let outcome = self.open();
-        self.failed = outcome.as_ref().err().cloned();
-        outcome
-    }
-
-    /// Bytes held that make no whole frame yet.
-    pub fn buffered(&self) -> usize {
-        self.decoder.buffered()
-    }
-
-    fn open(&mut self) -> Result<Option<(u8, Vec<u8>)>, Fault> {
-        let Some(frame) = self.decoder.next_frame()? else {
-            return Ok(None);
-        };
-        let sequence = self.seals.sequence;
-        let seal = frame.seal.unwrap_or_default(); // a frame without a seal is one with a wrong seal
-        let wanted = self.seals.next(&frame.preamble(), &frame.payload);
-        wanted
-            .verify_truncated_left(&seal) // in a time that does not depend on the bytes
-            .map_err(|_| Fault::Forged { sequence })?;
-        self.seals.sequence += 1;
-        Ok(Some((frame.tag, frame.payload)))
-    }
-}
-
-/// The seals of one direction.
-struct Seals {
-    /// Keyed once; each frame's seal starts from a copy.
-    key: Hmac<Sha256>,
-    direction: u8,
-    sequence: u64,
-}
-
-impl Seals {
-    /// The seals of what `sender` sends.
-    fn new(session_key: &[u8; 32], sender: Role) -> Seals {
-        let (direction, label) = match sender {
-            Role::Client => (0, LABEL_CLIENT_SEALS),
-            Role::Server => (1, LABEL_SERVER_SEALS),
-        };
-        Seals { key: keyed(&derive(session_key, label), &[]), direction, sequence: 0 }
-    }
-
-    /// The seal, yet to be finished, that the next frame must bear.
-    fn next(&self, preamble: &[u8], payload: &[u8]) -> Hmac<Sha256> {
-        let mut seal = self.key.clone();
-        seal.update(&[self.direction]);
-        seal.update(&self.sequence.to_le_bytes());
-        seal.update(preamble); // tells the length: what follows cannot be cut in another way
-        seal.update(payload);
-        seal
-    }
-}
-
 /// Another key out of the session's: whoever has it learns nothing of the session's key, nor of one with another label.
 pub fn derive(session_key: &[u8; 32], label: &[u8]) -> [u8; 32] {
     keyed(session_key, &[LABEL_DERIVE, label]).finalize().into_bytes().into()
-}
-
-/// When to send a heart-beat: one clock for what we send.
-#[derive(Debug, Clone)]
-pub struct HeartbeatClock {
-    every: Duration,
-    last_sent: Instant,
-}
-
-impl HeartbeatClock {
-    /// A clock that wants something sent at least that often.
-    pub fn new(every: Duration, now: Instant) -> HeartbeatClock {
-        HeartbeatClock { every, last_sent: now }
-    }
-
-    /// Something was sent, a heart-beat or anything else.
-    pub fn sent(&mut self, now: Instant) {
-        self.last_sent = now;
-    }
-
-    /// When a heart-beat is due if nothing is sent before.
-    pub fn next(&self) -> Instant {
-        self.last_sent + self.every
-    }
-
-    /// Whether it is due now.
-    pub fn is_due(&self, now: Instant) -> bool {
-        now >= self.next()
-    }
-}
-
-/// When to give the peer up: one clock for what we hear.
-#[derive(Debug, Clone)]
-pub struct SilenceClock {
-    limit: Duration,
-    last_heard: Instant,
-}
-
-impl SilenceClock {
-    /// A clock that allows that much silence.
-    pub fn new(limit: Duration, now: Instant) -> SilenceClock {
-        SilenceClock { limit, last_heard: now }
-    }
-
-    /// A whole frame came, its seal good. Single bytes do not count: anybody can send those.
-    pub fn heard(&mut self, now: Instant) {
-        self.last_heard = now;
-    }
-
-    /// When the silence becomes too long.
-    pub fn deadline(&self) -> Instant {
-        self.last_heard + self.limit
-    }
-
-    /// # Errors
-    /// [`Fault::PeerSilent`]: the silence is too long.
-    pub fn check(&self, now: Instant) -> Result<(), Fault> {
-        if now < self.deadline() {
-            return Ok(());
-        }
-        Err(Fault::PeerSilent { limit: self.limit })
-    }
 }
 
 /// What a server says to a connection that it has no room for, instead of reading it.
@@ -728,8 +562,6 @@ const LABEL_CLIENT_PROOF: &[u8] = b"remora control: client proof\0";
 const LABEL_SERVER_PROOF: &[u8] = b"remora control: server proof\0";
 const LABEL_SESSION_KEY: &[u8] = b"remora control: session key\0";
 const LABEL_DERIVE: &[u8] = b"remora control: derived key\0";
-const LABEL_CLIENT_SEALS: &[u8] = b"seals of the client";
-const LABEL_SERVER_SEALS: &[u8] = b"seals of the server";
 
 #[cfg(test)]
 mod tests;

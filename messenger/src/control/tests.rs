@@ -160,7 +160,6 @@ fn small_ones() -> impl Strategy<Value = Message> {
     let outcomes = prop::sample::select(vec![HandedOver, Stopped, Failed]);
     let refusals = prop::sample::select(vec![Busy, RefusalCode::Stopping, Stalled, PrimaryRefuses, HistoryGone]);
     prop_oneof![
-        Just(Message::Heartbeat),
         Just(Message::StatusQuery),
         Just(Message::ProbeQuery),
         vec(vec(any::<u8>(), 0..50), 0..=MAX_KEYS).prop_map(|keys| Message::ProbeOffer { keys }),
@@ -285,9 +284,8 @@ fn a_long_explanation_is_cut_rather_than_refused() {
 }
 
 #[test]
-fn each_end_may_say_its_own_messages_and_both_the_heart_beat() {
+fn each_end_may_say_its_own_messages_only() {
     for (message, client, server) in [
-        (Message::Heartbeat, true, true),
         (Message::StatusQuery, true, false),
         (Message::ProbeQuery, true, false),
         (Message::ProbeOffer { keys: Vec::new() }, false, true),

@@ -105,7 +105,7 @@ impl Line {
 
     /// Begins the greeting.
     pub(super) fn greet(&mut self, talk: Option<Key>, manners: &Manners, now: Instant) -> Result<(), Broken> {
-        let opening = Opening { versions: Versions::LAYER, features: manners.features(), nonce: random()? };
+        let opening = Opening { versions: Versions::OURS, features: manners.features(), nonce: random()? };
         let limit = self.deadline.map_or(std::time::Duration::ZERO, |deadline| deadline.saturating_duration_since(now));
         let token = Arc::clone(&manners.token);
         let mut handshake = match talk {

@@ -85,18 +85,12 @@ fn established() -> (Established, Established) {
     (met.client.unwrap().unwrap(), met.server.unwrap().unwrap())
 }
 
-fn sealed(sealer: &mut Sealer, payload: &[u8]) -> Vec<u8> {
-    let mut out = Vec::new();
-    sealer.seal(0x20, payload.to_vec(), &mut out);
-    out
-}
-
 #[test]
 fn both_ends_come_to_the_same_session() {
     let (client, server) = established();
     assert_eq!((client.role(), server.role()), (Role::Client, Role::Server));
     assert_eq!((client.session(), server.session()), (77, 77));
-    assert_eq!((client.version(), server.version()), (1, 1));
+    assert_eq!((client.version(), server.version()), (2, 2));
     assert_eq!(client.key(), server.key());
 }
 
@@ -138,7 +132,7 @@ fn a_source_that_takes_anybody_is_found_out_by_the_replica() {
     let mut end = client(&mine);
     end.take_output();
     let mut impostor = MAGIC.to_vec();
-    let challenge = Challenge { version: 1, oldest: 1, newest: 1, features: 0, nonce: [9; 32], session: 5 };
+    let challenge = Challenge { version: 2, oldest: 2, newest: 2, features: 0, nonce: [9; 32], session: 5 };
     Frame::plain(CHALLENGE, payload(|out| Challenge::put(&challenge, out))).encode(&mut impostor);
     Frame::plain(PROOF, vec![0; 32]).encode(&mut impostor);
     let fault = end.handle_input(&impostor).unwrap_err();
@@ -151,7 +145,7 @@ fn a_proof_sent_back_to_its_maker_is_worthless() {
     let mut end = client(&mine);
     end.take_output();
     let mut mirror = MAGIC.to_vec();
-    let challenge = Challenge { version: 1, oldest: 1, newest: 1, features: 0, nonce: [1; 32], session: 5 };
+    let challenge = Challenge { version: 2, oldest: 2, newest: 2, features: 0, nonce: [1; 32], session: 5 };
     Frame::plain(CHALLENGE, payload(|out| Challenge::put(&challenge, out))).encode(&mut mirror);
     end.handle_input(&mirror).unwrap();
     let proof = end.take_output();
@@ -242,17 +236,16 @@ fn a_handshake_in_single_bytes_stands() {
 }
 
 #[test]
-fn sealed_frames_right_behind_the_last_proof_are_not_lost() {
+fn what_comes_right_behind_the_last_proof_is_not_lost() {
     let token = good();
     let (mut near, mut far) = (client(&token), server(&token));
     far.handle_input(&near.take_output()).unwrap();
     near.handle_input(&far.take_output()).unwrap();
     far.handle_input(&near.take_output()).unwrap();
     let mut bytes = far.take_output();
-    bytes.extend(sealed(&mut far.poll_established().unwrap().sealer, b"at once"));
+    bytes.extend(b"at once");
     near.handle_input(&bytes).unwrap();
-    let mut near = near.poll_established().unwrap();
-    assert_eq!(near.opener.next_frame().unwrap(), Some((0x20, b"at once".to_vec())));
+    assert_eq!(near.poll_established().unwrap().take_rest(), b"at once");
 }
 
 #[test]
@@ -261,11 +254,11 @@ fn the_newest_common_version_is_spoken_and_none_is_an_error_at_both_ends() {
     assert_eq!(versions(1, 3).common(versions(2, 5)), Some(3));
     assert_eq!(versions(1, 1).common(versions(2, 5)), None);
     let token = good();
-    let newer = Opening { versions: versions(2, 3), ..opening(1) };
+    let newer = Opening { versions: versions(3, 4), ..opening(1) };
     let met = meet(Handshake::client(&token, newer, Instant::now(), LIMIT), server(&token), None);
     let (client, server) = (met.client.unwrap_err(), met.server.unwrap_err());
-    assert!(client.to_string().contains("speaks version 1 of the control protocol, this end 2 to 3"), "{client}");
-    assert!(server.to_string().contains("speaks version 2 to 3 of the control protocol, this end 1"), "{server}");
+    assert!(client.to_string().contains("speaks version 2 of the control protocol, this end 3 to 4"), "{client}");
+    assert!(server.to_string().contains("speaks version 3 to 4 of the control protocol, this end 2"), "{server}");
 }
 
 #[test]
@@ -343,127 +336,12 @@ fn a_key_derived_for_one_purpose_is_not_the_key_of_another() {
 #[test]
 fn the_session_key_of_fixed_nonces_is_the_one_written_down() {
     let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
-    let (mut client, _) = established();
+    let (client, _) = established();
     assert_eq!(hex(&client.key()), VECTOR_SESSION_KEY);
-    assert_eq!(hex(&sealed(&mut client.sealer, b"payload")), VECTOR_SEALED_FRAME);
     assert_eq!(hex(&derive(&client.key(), b"label")), VECTOR_DERIVED_KEY);
 }
 
-#[test]
-fn frames_of_a_session_arrive_in_both_directions() {
-    let (mut client, mut server) = established();
-    for number in 0..10u8 {
-        server.opener.feed(&sealed(&mut client.sealer, &[number]));
-        assert_eq!(server.opener.next_frame().unwrap(), Some((0x20, vec![number])));
-        client.opener.feed(&sealed(&mut server.sealer, &[number]));
-        assert_eq!(client.opener.next_frame().unwrap(), Some((0x20, vec![number])));
-    }
-}
-
-#[test]
-fn a_frame_sent_back_to_its_sender_is_refused() {
-    let (mut client, _) = established();
-    let frame = sealed(&mut client.sealer, b"to the source");
-    client.opener.feed(&frame);
-    assert!(matches!(client.opener.next_frame(), Err(Fault::Forged { sequence: 0 })));
-}
-
-#[test]
-fn a_frame_of_another_session_is_refused() {
-    let token = good();
-    let other = Opening { nonce: [3; 32], ..opening(2) };
-    let other = Handshake::server(&token, other, 77, Instant::now(), LIMIT);
-    let mut other = meet(client(&token), other, None).client.unwrap().unwrap();
-    let (_, mut server) = established();
-    server.opener.feed(&sealed(&mut other.sealer, b"hello"));
-    assert!(matches!(server.opener.next_frame(), Err(Fault::Forged { sequence: 0 })));
-}
-
-#[test]
-fn a_frame_without_a_seal_is_refused() {
-    let (_, mut server) = established();
-    let mut bytes = Vec::new();
-    Frame::plain(0x20, b"trust me".to_vec()).encode(&mut bytes);
-    server.opener.feed(&bytes);
-    assert!(matches!(server.opener.next_frame(), Err(Fault::Forged { sequence: 0 })));
-}
-
-#[test]
-fn the_clocks_tell_when() {
-    let begun = Instant::now();
-    let second = Duration::from_secs(1);
-    let mut beats = HeartbeatClock::new(second, begun);
-    assert!(!beats.is_due(begun) && beats.is_due(begun + second));
-    beats.sent(begun + second);
-    assert_eq!(beats.next(), begun + 2 * second);
-    let mut silence = SilenceClock::new(10 * second, begun);
-    silence.check(begun + 9 * second).unwrap();
-    assert!(matches!(silence.check(begun + 10 * second), Err(Fault::PeerSilent { .. })));
-    silence.heard(begun + 9 * second);
-    silence.check(begun + 18 * second).unwrap();
-}
-
-/// What somebody between the two may do to a row of sealed frames.
-#[derive(Debug, Clone)]
-enum Attack {
-    Repeat(prop::sample::Index),
-    Swap(prop::sample::Index),
-    Drop(prop::sample::Index),
-    Change(prop::sample::Index, u8),
-    Insert(prop::sample::Index, Vec<u8>),
-}
-
-fn attacks() -> impl Strategy<Value = Attack> {
-    let bytes = proptest::collection::vec(any::<u8>(), 1..60);
-    prop_oneof![
-        any::<prop::sample::Index>().prop_map(Attack::Repeat),
-        any::<prop::sample::Index>().prop_map(Attack::Swap),
-        any::<prop::sample::Index>().prop_map(Attack::Drop),
-        (any::<prop::sample::Index>(), 1u8..).prop_map(|(at, change)| Attack::Change(at, change)),
-        (any::<prop::sample::Index>(), bytes).prop_map(|(at, bytes)| Attack::Insert(at, bytes)),
-    ]
-}
-
-/// Carries the attack out on frames as they crossed the wire.
-fn attacked(mut frames: Vec<Vec<u8>>, attack: &Attack) -> Vec<u8> {
-    let count = frames.len();
-    match attack {
-        Attack::Repeat(at) => frames.insert(at.index(count), frames[at.index(count)].clone()),
-        Attack::Swap(at) => frames.swap(at.index(count - 1), at.index(count - 1) + 1),
-        Attack::Drop(at) => drop(frames.remove(at.index(count - 1))), // the last one's loss looks like a cut
-        Attack::Insert(at, bytes) => frames.insert(at.index(count + 1), bytes.clone()),
-        Attack::Change(at, change) => {
-            let mut bytes = frames.concat();
-            let at = at.index(bytes.len());
-            bytes[at] ^= change;
-            return bytes;
-        }
-    }
-    frames.concat()
-}
-
 proptest! {
-    #[test]
-    fn whatever_stands_between_only_a_beginning_of_what_was_said_is_heard(
-        said in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..20), 2..8),
-        attack in attacks(),
-    ) {
-        let (mut client, mut server) = established();
-        let frames = said.iter().map(|payload| sealed(&mut client.sealer, payload)).collect();
-        server.opener.feed(&attacked(frames, &attack));
-        let mut heard = Vec::new();
-        let end = loop {
-            match server.opener.next_frame() {
-                Ok(Some((_, payload))) => heard.push(payload),
-                end => break end,
-            }
-        };
-        prop_assert!(said.starts_with(&heard));
-        let only_waits = matches!(attack, Attack::Insert(..)) && heard.len() == said.len();
-        prop_assert!(end.is_err() || only_waits, "{:?} went unnoticed", attack);
-        prop_assert!(end.is_err() == server.opener.next_frame().is_err());
-    }
-
     #[test]
     fn any_bytes_leave_both_ends_unmoved(bytes in proptest::collection::vec(any::<u8>(), 0..800), magic: bool) {
         let start: &[u8] = if magic { &MAGIC } else { b"" };
@@ -471,6 +349,5 @@ proptest! {
     }
 }
 
-const VECTOR_SESSION_KEY: &str = "da89091b25a2bb55e10763367bd8edbeee029114ebd52f77ae61140475300f77";
-const VECTOR_SEALED_FRAME: &str = "526d20010700000024dbe1e07061796c6f61647069e3f42a113dd6b709408c3f1477acb66a6fe4";
-const VECTOR_DERIVED_KEY: &str = "7d8981320eba40990f9b241ce0d3972b46c8dbef3a049dda12773819bd1a988b";
+const VECTOR_SESSION_KEY: &str = "f9459bf221f14640fe8186e306789fcee00ef217b03bcbbd59f766d1e1e001cf";
+const VECTOR_DERIVED_KEY: &str = "df4b940b01e4b86dece43206a86beb739fc1d3e93213d7d2d5eae85a887ccf3a";

@@ -1,0 +1,159 @@
+//! Takes the messenger's callbacks, on its thread, and lays what they say where somebody awaits it. Never waits.
+
+use std::collections::HashMap;
+use std::io;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::{mpsc, oneshot, watch};
+
+use super::Options;
+use crate::connection::{Connection as Channel, Greeted};
+use crate::control::error::Fault;
+use crate::dispatcher::Dispatcher;
+use crate::error::Broken;
+use crate::frame::Malformed;
+use crate::message::Delivery;
+use crate::signal::Refusal;
+use crate::stack::Address;
+
+/// See the head of the file.
+pub(super) struct Post {
+    /// Who waits for the peer at that address to become known. A listener has one connection from an address at a time.
+    expected: Mutex<HashMap<SocketAddr, oneshot::Sender<Result<Met, Fault>>>>,
+    /// By the number of the layer's connection.
+    boxes: Mutex<HashMap<u64, Mailbox>>,
+    silence_limit: Duration,
+    opening_limit: Duration,
+}
+
+/// A peer that has become known.
+pub(super) struct Met {
+    pub(super) channel: Channel,
+    pub(super) greeted: Greeted,
+    pub(super) mailbox: mpsc::UnboundedReceiver<Result<Delivery, Fault>>,
+    pub(super) failure: watch::Receiver<Option<Fault>>,
+}
+
+/// Where what it says is laid. As much as the layer's throttle lets in.
+struct Mailbox {
+    letters: mpsc::UnboundedSender<Result<Delivery, Fault>>,
+    failure: watch::Sender<Option<Fault>>,
+}
+
+impl Post {
+    pub(super) fn new(options: &Options) -> Post {
+        Post {
+            expected: Mutex::default(),
+            boxes: Mutex::default(),
+            silence_limit: options.silence_limit,
+            opening_limit: options.connect_timeout.max(options.handshake_timeout),
+        }
+    }
+
+    /// Announces that somebody waits for the peer at that address.
+    pub(super) fn expect(&self, peer: SocketAddr) -> oneshot::Receiver<Result<Met, Fault>> {
+        let (tell, told) = oneshot::channel();
+        lock(&self.expected).insert(peer, tell);
+        told
+    }
+
+    fn tell(&self, peer: &Address, outcome: Result<Met, Fault>) {
+        let Address::Tcp(peer) = peer else { return };
+        let untold = match lock(&self.expected).remove(peer) {
+            Some(tell) => tell.send(outcome),
+            None => Err(outcome),
+        };
+        if let Err(Ok(met)) = untold {
+            met.channel.close(); // who waited for it has given up
+        }
+    }
+
+    /// A conversation is over, or never began.
+    fn end(&self, channel: &Channel, fault: Fault) {
+        let Some(Mailbox { letters, failure }) = lock(&self.boxes).remove(&channel.id()) else {
+            return self.tell(channel.peer(), Err(fault));
+        };
+        failure.send_replace(Some(fault.clone()));
+        let _ = letters.send(Err(fault)); // nobody may listen any more
+    }
+
+    fn fault(&self, broken: &Broken, early: bool) -> Fault {
+        let closed = if early { Fault::ClosedEarly } else { Fault::Closed };
+        match broken {
+            Broken::Ended | Broken::Cut => closed,
+            Broken::Io(error) if is_gone(error) => closed,
+            Broken::Io(error) => Fault::io("talking", copy(error)),
+            Broken::Unreachable(error) => Fault::Unreachable(Arc::new(copy(error))),
+            Broken::TooSlow(_) if early => Fault::TimedOut { doing: "the greeting", limit: self.opening_limit },
+            Broken::TooSlow(_) => Fault::PeerNotReading { limit: self.silence_limit },
+            Broken::Silent => Fault::PeerSilent { limit: self.silence_limit },
+            Broken::Greeting(fault) => (**fault).clone(),
+            Broken::Malformed(Malformed::Forged { sequence }) => Fault::Forged { sequence: *sequence },
+            Broken::Malformed(malformed) => Fault::Frame(*malformed),
+            Broken::Violation(violation) => Fault::OutOfTurn { what: format!("what it may not ({violation})") },
+        }
+    }
+}
+
+impl Dispatcher for Post {
+    fn message(&self, channel: &Channel, delivery: Delivery) {
+        if let Some(Mailbox { letters, .. }) = lock(&self.boxes).get(&channel.id()) {
+            let _ = letters.send(Ok(delivery)); // nobody may listen any more
+        }
+    }
+
+    fn connected(&self, channel: &Channel) {
+        let Some(greeted) = channel.greeted() else { return channel.abort() };
+        let (letters, mailbox) = mpsc::unbounded_channel();
+        let (fail, failure) = watch::channel(None);
+        lock(&self.boxes).insert(channel.id(), Mailbox { letters, failure: fail });
+        self.tell(channel.peer(), Ok(Met { channel: channel.clone(), greeted, mailbox, failure }));
+    }
+
+    fn reset(&self, channel: &Channel, _: usize, _: bool) {
+        let early = !lock(&self.boxes).contains_key(&channel.id());
+        let fault = channel.broken().map_or(Fault::Closed, |broken| self.fault(&broken, early));
+        self.end(channel, fault);
+    }
+
+    fn closed(&self, channel: &Channel) {
+        self.end(channel, Fault::Closed);
+    }
+
+    fn refused(&self, channel: &Channel, why: Refusal) {
+        let fault = match why {
+            Refusal::Full | Refusal::NotServing => Fault::Busy,
+            Refusal::Policy | Refusal::Oneself => Fault::OutOfTurn { what: format!("a refusal: {why}") },
+        };
+        self.end(channel, fault);
+    }
+
+    fn turned_away(&self, peer: &Address, why: &Broken) {
+        self.tell(peer, Err(self.fault(why, true)));
+    }
+}
+
+impl std::fmt::Debug for Post {
+    fn fmt(&self, to: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(to, "Post({} conversations)", lock(&self.boxes).len())
+    }
+}
+
+/// A peer that goes with bytes of ours unread resets the connection: for people, that is closing it.
+fn is_gone(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe)
+}
+
+/// The same once more, as errors of the system cannot be cloned.
+fn copy(error: &io::Error) -> io::Error {
+    match error.raw_os_error() {
+        Some(code) => io::Error::from_raw_os_error(code),
+        None => io::Error::new(error.kind(), error.to_string()),
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
