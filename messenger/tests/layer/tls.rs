@@ -132,7 +132,7 @@ fn nothing_crosses_in_clear_and_who_has_no_certificate_gets_nowhere() {
     let connection = client.messenger.connect(&address);
     until("the end", || matches!(connection.send(numbered(1)), Err(SendError::Over(_))));
     assert!(connection.broken().unwrap().to_string().contains("certificate"), "{:?}", connection.broken());
-    assert_eq!(server.scribe.taken(), []);
+    assert!(server.scribe.taken().is_empty());
 }
 
 #[test]
