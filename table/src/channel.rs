@@ -83,6 +83,29 @@ impl Channel {
         Ok(())
     }
 
+    /// The same, but asks for no more bytes of slots than `allowance`, by one piece at most; says how many those were. What is small
+    /// (lines, entries) is not counted.
+    pub(crate) fn post_within(&mut self, peer: &mut dyn Peer, allowance: &mut u64) -> Result<(), Error> {
+        while let Some(request) = self.queue.front() {
+            let is_piece = matches!(What::from_tag(request.tag, self.epoch), Some(What::Piece { .. }));
+            if is_piece && *allowance == 0 {
+                break;
+            }
+            let cost = if is_piece { u64::from(request.length) } else { 0 };
+            if peer.post_read(std::slice::from_ref(request)).map_err(from_peer)? == 0 {
+                break;
+            }
+            *allowance = allowance.saturating_sub(cost);
+            self.queue.pop_front();
+        }
+        Ok(())
+    }
+
+    /// Nothing waits to be posted.
+    pub(crate) fn is_posted(&self) -> bool {
+        self.queue.is_empty()
+    }
+
     /// What has arrived since the last call, in order of arrival.
     pub(crate) fn collect(&mut self, peer: &mut dyn Peer) -> Result<Vec<What>, Error> {
         peer.poll(&mut self.completions).map_err(from_peer)?;

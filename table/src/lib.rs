@@ -20,7 +20,7 @@
 //!
 //! * [`layout`]: every byte of it, and what is always true. **Start here.**
 //! * `publish`: in which order words are stored and loaded; the part that loom checks.
-//! * [`snapshot`]: a finite stream: its writer, and its reader over a peer or in place.
+//! * [`snapshot`]: a finite stream: its writer, its reader over a peer or in place, and the copy out of which others read on.
 //! * [`journal`]: an endless one, of records.
 //! * [`board`]: how a writer in another process is told what to write, and tells how far it is.
 //! * [`tally`]: how a reader in another process tells how far it is, where it is told by others what to read.
@@ -47,7 +47,7 @@ pub use error::Error;
 pub use expectation::Expectation;
 pub use journal::{Chunk, JournalReader, JournalWriter};
 pub use layout::{Geometry, Identity, Kind, State};
-pub use snapshot::{Place, Progress, SinkLayout, Slot, SnapshotReader, SnapshotWriter};
+pub use snapshot::{Loss, Place, Progress, SinkLayout, Slot, SnapshotCopy, SnapshotReader, SnapshotWriter, Turn};
 pub use tally::Tally;
 
 #[cfg(all(test, not(loom)))]

@@ -18,11 +18,12 @@ use std::sync::Arc;
 use remora_fabric::{Memory, Peer};
 
 use super::{
+    pieces::Pieces,
     plan::{Plan, Verdict, Wanted},
     reader::{Holder, Place, SinkLayout, Slot},
 };
 use crate::{
-    channel::{Channel, READ_BYTES, What, caught_in_change},
+    channel::{Channel, What, caught_in_change},
     error::Error,
     layout::{ENTRY_BYTES, Entry, HEAD_BYTES, Kind, LINE_BYTES, LINE_OFFSET, Line},
 };
@@ -54,18 +55,11 @@ enum Buffer {
 
 struct Work {
     wanted: Wanted,
-    pieces: u8,
-    /// One bit per piece that is here. `MAX_SLOT_BYTES / READ_BYTES` fit.
-    landed: u64,
-    /// Pieces whose CRC is in `crc`: in order.
-    summed: u8,
-    crc: u32,
+    pieces: Pieces,
     /// Read a second time.
     again: bool,
     caught: u32,
 }
-
-const _: () = assert!(crate::layout::MAX_SLOT_BYTES / READ_BYTES <= u64::BITS);
 
 impl Fetch {
     pub(super) fn new(sink: Arc<Memory>, layout: SinkLayout) -> Fetch {
@@ -140,9 +134,8 @@ impl Fetch {
             let Some(wanted) = plan.next_wanted()? else {
                 break;
             };
-            let mut work = Work { wanted, pieces: 0, landed: 0, summed: 0, crc: 0, again: false, caught: 0 };
-            work.ask(index, plan, &self.layout, &mut self.channel);
-            *buffer = Buffer::Busy(work);
+            let pieces = ask(&wanted, index, plan, &self.layout, &mut self.channel);
+            *buffer = Buffer::Busy(Work { wanted, pieces, again: false, caught: 0 });
         }
         Ok(())
     }
@@ -181,12 +174,12 @@ impl Fetch {
         let Some(Buffer::Busy(work)) = self.buffers.get_mut(usize::from(index)) else {
             return Ok(());
         };
-        work.landed |= 1 << piece;
-        if work.is_here() {
+        work.pieces.land(piece);
+        if work.pieces.are_here() {
             let offset = plan.geometry().entry_offset(work.wanted.number);
             self.channel.ask(What::Entry { buffer: index }, offset, ENTRY_BYTES as u32, self.layout.entry(index));
         }
-        work.sum(&self.sink, at)
+        work.pieces.sum(&self.sink, at)
     }
 
     fn handle_entry(&mut self, index: u8, plan: &mut Plan) -> Result<(), Error> {
@@ -195,7 +188,7 @@ impl Fetch {
         let Some(Buffer::Busy(work)) = self.buffers.get_mut(usize::from(index)) else {
             return Ok(());
         };
-        match work.wanted.judge(Entry::from_bytes(&bytes), work.crc, plan.geometry())? {
+        match work.wanted.judge(Entry::from_bytes(&bytes), work.pieces.crc(), plan.geometry())? {
             Verdict::Right => self.keep(index, plan),
             Verdict::Unclear => {
                 caught_in_change(&mut work.caught)?;
@@ -203,11 +196,11 @@ impl Fetch {
                 self.channel.ask(What::Entry { buffer: index }, offset, ENTRY_BYTES as u32, self.layout.entry(index));
             }
             Verdict::Damaged { want } if work.again => {
-                return Err(Error::Corrupt { slot: work.wanted.number, want, got: work.crc });
+                return Err(Error::Corrupt { slot: work.wanted.number, want, got: work.pieces.crc() });
             }
             Verdict::Damaged { .. } => {
                 work.again = true;
-                work.ask(index, plan, &self.layout, &mut self.channel);
+                work.pieces = ask(&work.wanted, index, plan, &self.layout, &mut self.channel);
             }
         }
         Ok(())
@@ -217,13 +210,13 @@ impl Fetch {
         let Some(buffer) = self.buffers.get_mut(usize::from(index)) else {
             return;
         };
-        if let Buffer::Busy(Work { wanted, crc, .. }) = std::mem::replace(buffer, Buffer::Kept) {
+        if let Buffer::Busy(Work { wanted, pieces, .. }) = std::mem::replace(buffer, Buffer::Kept) {
             let place = Place::Sink(self.layout.buffer(index, plan.geometry()));
             plan.deliver(Slot {
                 number: wanted.number,
                 position: wanted.position,
                 length: wanted.length,
-                crc,
+                crc: pieces.crc(),
                 place,
                 memory: Holder::Sink(Arc::clone(&self.sink), index),
                 geometry: *plan.geometry(),
@@ -232,27 +225,8 @@ impl Fetch {
     }
 }
 
-impl Work {
-    /// Asks for all pieces, from the beginning.
-    fn ask(&mut self, index: u8, plan: &Plan, layout: &SinkLayout, channel: &mut Channel) {
-        let from = plan.geometry().slot_offset(self.wanted.number);
-        let to = layout.buffer(index, plan.geometry());
-        (self.landed, self.summed, self.crc) = (0, 0, 0);
-        self.pieces = channel.ask_pieces(index, from, self.wanted.length, to);
-    }
-
-    fn is_here(&self) -> bool {
-        self.landed.count_ones() == u32::from(self.pieces)
-    }
-
-    /// Carries the CRC on over all pieces that are here without a gap.
-    fn sum(&mut self, sink: &Memory, at: u64) -> Result<(), Error> {
-        while self.summed < self.pieces && self.landed >> self.summed & 1 == 1 {
-            let start = u64::from(self.summed) * u64::from(READ_BYTES);
-            let end = (start + u64::from(READ_BYTES)).min(u64::from(self.wanted.length));
-            self.crc = sink.crc32c_append(self.crc, at + start..at + end)?;
-            self.summed += 1;
-        }
-        Ok(())
-    }
+/// Asks for all pieces of a slot, from the beginning.
+fn ask(wanted: &Wanted, index: u8, plan: &Plan, layout: &SinkLayout, channel: &mut Channel) -> Pieces {
+    let from = plan.geometry().slot_offset(wanted.number);
+    Pieces::ask(channel, index, from, wanted.length, layout.buffer(index, plan.geometry()))
 }

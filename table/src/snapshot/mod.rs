@@ -4,13 +4,20 @@
 //!   recv(2) ─▶ space() ─▶ advance() ─▶ published ═════ reads ═════▶ pump() ─▶ next_slot() ─▶ release()
 //!              writer                             (Peer or View)    reader
 //! ```
+//!
+//! Who reads may keep what it has read in a table of its own, out of which others read on: `copy` is reader and writer in one, and
+//! `ledger` is what it knows from the source alone.
 
+mod copy;
 mod fetch;
 mod in_place;
+mod ledger;
+mod pieces;
 mod plan;
 mod reader;
 mod writer;
 
+pub use copy::{Loss, SnapshotCopy, Turn};
 pub use reader::{Place, Progress, SinkLayout, Slot, SnapshotReader};
 pub use writer::SnapshotWriter;
 pub(crate) use writer::lay_out;

@@ -12,7 +12,7 @@ use std::{ops::Range, sync::Arc};
 
 use remora_fabric::{Memory, Peer, View};
 
-use super::{fetch::Fetch, in_place::InPlace, plan::Plan};
+use super::{copy::Lent, fetch::Fetch, in_place::InPlace, plan::Plan};
 use crate::{
     error::Error,
     expectation::Expectation,
@@ -115,6 +115,10 @@ impl Slot {
     pub fn release_alone(self) -> Result<(), Error> {
         match &self.memory {
             Holder::Sink(..) => Ok(()),
+            Holder::Copy(_, lent) => {
+                lent.give_back(self.number);
+                Ok(())
+            }
             Holder::View(view) => InPlace::release(view, &self.geometry, &self),
         }
     }
@@ -124,7 +128,7 @@ impl Slot {
         let (Place::Sink(offset) | Place::View(offset)) = self.place;
         let range = offset..offset + u64::from(self.length);
         match &self.memory {
-            Holder::Sink(memory, _) => (memory, range),
+            Holder::Sink(memory, _) | Holder::Copy(memory, _) => (memory, range),
             Holder::View(view) => (view, range),
         }
     }
@@ -135,6 +139,8 @@ impl Slot {
 pub(super) enum Holder {
     /// The sink, and which buffer of it.
     Sink(Arc<Memory>, u8),
+    /// A table of our own, and who keeps account of what is lent of it.
+    Copy(Arc<Memory>, Arc<Lent>),
     View(Arc<View>),
 }
 
@@ -244,7 +250,7 @@ impl SnapshotReader {
         self.lent = self.lent.saturating_sub(1);
         match &slot.memory {
             Holder::Sink(_, buffer) => self.fetch.free(*buffer),
-            Holder::View(view) => InPlace::release(view, &slot.geometry, &slot)?,
+            Holder::View(_) | Holder::Copy(..) => slot.release_alone()?,
         }
         Ok(())
     }

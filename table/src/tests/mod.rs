@@ -6,6 +6,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod canary;
+mod copy;
 mod examples;
 mod journal_model;
 mod peer;

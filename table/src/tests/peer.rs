@@ -85,6 +85,8 @@ pub(super) struct TornPeer {
     gone: bool,
     /// Reads that completed.
     pub(super) completed: u64,
+    /// ... and their bytes.
+    pub(super) bytes: u64,
 }
 
 /// One read under way: the ranges of it that are still to be taken.
@@ -98,7 +100,16 @@ impl TornPeer {
 
     pub(super) fn new(region: &Arc<Memory>, sink: &Arc<Memory>, faults: Faults, seed: u64) -> TornPeer {
         let [region, sink] = [region, sink].map(Arc::clone);
-        TornPeer { region, sink, faults, random: Random(seed), flights: Vec::new(), gone: false, completed: 0 }
+        TornPeer {
+            region,
+            sink,
+            faults,
+            random: Random(seed),
+            flights: Vec::new(),
+            gone: false,
+            completed: 0,
+            bytes: 0,
+        }
     }
 
     fn cut(&mut self, length: u32) -> Vec<(u32, u32)> {
@@ -153,6 +164,7 @@ impl Peer for TornPeer {
         for index in (0..self.flights.len()).rev() {
             if self.flights[index].left.is_empty() {
                 let request = self.flights.swap_remove(index).request;
+                self.bytes += u64::from(request.length);
                 completions.push(Completion { tag: request.tag, result: Ok(request.length) });
             }
         }

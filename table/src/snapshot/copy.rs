@@ -1,0 +1,575 @@
+//! A copy of a snapshot in a table of one's own: read from the source or from whoever holds a part of it, and read on by others
+//! while it grows. No I/O and no clock of its own.
+//!
+//! ```text
+//!            ┌─ ledger: line, entries ◀════════════════════ the source's region, always
+//!   pump ──▶ │
+//!            └─ bytes of slots ◀═══════════════════════════ the way: the source, or one peer's copy
+//!                  │ CRC as the *source's* entry says? no: Loss::Lied, the bytes are thrown away
+//!                  ▼
+//!    own table:  bytes, then entry, then `published`  ═════▶ any SnapshotCopy or SnapshotReader of somebody else
+//!                  │
+//!                  └─▶ next_slot() ──▶ release()             for our own use, in order
+//! ```
+//!
+//! The own table has the layout of the source's, with as many slots as there is memory for. What must hold:
+//!
+//! - A slot of it is published only when its bytes have the checksum that the source's own entry names.
+//! - A slot's place is used again only when everybody whom *we* lent it to has given it back. Who reads it from another host finds
+//!   out by `retired` and the entry, as with every table. While the ring has room for all, nothing is ever written twice.
+//! - A peer that is lost costs the slots that were on their way from it, and nothing else.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use remora_fabric::{Memory, Peer};
+
+use super::{
+    ledger::{Front, Ledger, SmallPlace},
+    pieces::Pieces,
+    plan::{Verdict, Wanted},
+    reader::{Holder, Place, Progress, Slot},
+    writer::lay_out,
+};
+use crate::{
+    channel::{Channel, READ_BYTES, What},
+    error::Error,
+    expectation::Expectation,
+    layout::{Entry, Geometry, Identity, Kind, MAGIC, State},
+    publish::Publisher,
+};
+
+/// What one call of [`SnapshotCopy::pump`] may do.
+#[derive(Debug, Clone, Copy)]
+pub struct Turn {
+    /// Lines may be read again to see whether there is news. Not at every turn: a look costs both ends a small read.
+    pub look: bool,
+    /// Bytes of slots that may be asked for, rounded up to one read. What was asked for is taken off.
+    pub allowance: u64,
+}
+
+impl Turn {
+    /// Without any limit.
+    pub const FREE: Turn = Turn { look: true, allowance: u64::MAX };
+}
+
+/// Why nothing more can be read from a peer. The copy goes on from another.
+#[derive(Debug, thiserror::Error)]
+pub enum Loss {
+    /// It is gone, or does not answer.
+    #[error("{0}")]
+    Gone(Error),
+    /// Its bytes are not those that the source wrote, though it had not overwritten them.
+    #[error("slot {slot} has the checksum {got:#010x} and the source says {want:#010x}")]
+    Lied {
+        /// Number of the slot.
+        slot: u64,
+        /// CRC-32C in the source's own entry.
+        want: u32,
+        /// CRC-32C of what the peer gave.
+        got: u32,
+    },
+    /// It no longer holds what we need next.
+    #[error("it no longer holds slot {slot} (the oldest it holds is {oldest})")]
+    Passed {
+        /// The slot that was wanted.
+        slot: u64,
+        /// The oldest that it holds.
+        oldest: u64,
+    },
+}
+
+/// Where the bytes of slots come from.
+enum Way {
+    /// From nowhere at present.
+    Hold,
+    Source,
+    Peer(Front),
+}
+
+/// A slot on its way.
+struct Work {
+    wanted: Wanted,
+    pieces: Pieces,
+    from_peer: bool,
+    /// Read from the source a second time.
+    again: bool,
+    /// Its bytes were wrong: the peer's line is looked at once more, to see whether it has just overwritten them.
+    suspect: bool,
+}
+
+/// See the module's text.
+pub struct SnapshotCopy {
+    memory: Arc<Memory>,
+    /// The own table's shape.
+    own: Geometry,
+    /// The first slot of the own table.
+    first: u64,
+    publisher: Publisher<Arc<Memory>>,
+    ledger: Ledger,
+    source: Channel,
+    way: Way,
+    peer: Channel,
+    works: Vec<Option<Work>>,
+    /// The first number that has not been asked for.
+    next: u64,
+    /// Asked for and lost: these come first.
+    lost: BTreeSet<u64>,
+    /// Here and right, but for an earlier one that is missing.
+    landed: BTreeMap<u64, Entry>,
+    /// The next slot for our own use.
+    delivered: u64,
+    lent: Arc<Lent>,
+    /// The last turn found nothing more to ask for.
+    starved: bool,
+}
+
+impl SnapshotCopy {
+    /// Bytes that a copy of that shape takes: the table, and behind it a place for small reads.
+    pub fn memory_len(own: &Geometry) -> u64 {
+        own.memory_len() + SMALL_BYTES
+    }
+
+    /// An empty copy of the expected table in `memory`, which must be fresh (all zero), from slot `first` on. It is to be the sink of
+    /// every peer that is read from.
+    ///
+    /// # Errors
+    /// [`Error::Layout`] if a geometry is outside its limits, the slots are not as large as the source's, or the memory is too small;
+    /// [`Error::Misuse`] if it is not fresh.
+    pub fn create(memory: Arc<Memory>, own: Geometry, expect: Expectation, first: u64) -> Result<SnapshotCopy, Error> {
+        let source = expect.geometry.checked()?;
+        if own.checked()?.slot_size != source.slot_size || memory.length() < Self::memory_len(&own) {
+            return Err(Error::Layout(format!(
+                "a copy of {} slots of {} bytes in {} bytes of memory, of a table with slots of {} bytes",
+                own.slots,
+                own.slot_size,
+                memory.length(),
+                source.slot_size
+            )));
+        }
+        let mut magic = [0; MAGIC.len()];
+        memory.read(0, &mut magic)?;
+        if magic != [0; MAGIC.len()] {
+            return Err(Error::Misuse("a copy in memory that holds something already"));
+        }
+        let Expectation { generation, replid, first_offset, .. } = expect;
+        let identity = Identity { generation, kind: Kind::Snapshot, replid, first_offset };
+        let mut publisher = lay_out(&memory, own, identity)?;
+        publisher.publish(own.start_of(first))?;
+        publisher.retire(first)?;
+        let works = (READ_AHEAD_BYTES / own.slot_bytes() + 1).clamp(2, MOST_WORKS);
+        let ledger = Ledger::new(expect, first, small_place(&own, 0), small_place(&own, 2).at);
+        Ok(SnapshotCopy {
+            memory,
+            own,
+            first,
+            publisher,
+            ledger,
+            source: Channel::default(),
+            way: Way::Hold,
+            peer: Channel::default(),
+            works: (0..works).map(|_| None).collect(),
+            next: first,
+            lost: BTreeSet::new(),
+            landed: BTreeMap::new(),
+            delivered: first,
+            lent: Arc::default(),
+            starved: false,
+        })
+    }
+
+    /// The memory that it lies in.
+    pub fn memory(&self) -> &Arc<Memory> {
+        &self.memory
+    }
+
+    /// Slots come from the source from now on.
+    pub fn read_from_source(&mut self) {
+        self.leave_way();
+        self.way = Way::Source;
+    }
+
+    /// Slots come from a peer's copy from now on. `slots`: how many its ring has. The former peer must be closed.
+    ///
+    /// # Errors
+    /// [`Error::Layout`] if that is no number of slots.
+    pub fn read_from_peer(&mut self, slots: u32) -> Result<(), Error> {
+        let geometry = Geometry { slots, ..self.own }.checked()?;
+        self.leave_way();
+        let expect = Expectation { geometry, ..self.ledger.front.expect.clone() };
+        self.way = Way::Peer(Front::new(expect, small_place(&self.own, 1)));
+        Ok(())
+    }
+
+    /// Slots come from nowhere until the next word. The former peer must be closed.
+    pub fn hold(&mut self) {
+        self.leave_way();
+        self.way = Way::Hold;
+    }
+
+    /// The peer to the source is another one. The former must be closed.
+    pub fn reconnect(&mut self) {
+        self.source.reset();
+        self.ledger.reset();
+        self.lose(|work| !work.from_peer);
+    }
+
+    fn leave_way(&mut self) {
+        if let Way::Peer(_) = self.way {
+            self.peer.reset();
+            self.lose(|work| work.from_peer);
+        }
+    }
+
+    fn lose(&mut self, which: impl Fn(&Work) -> bool) {
+        for work in &mut self.works {
+            if let Some(gone) = work.take_if(|work| which(work)) {
+                self.lost.insert(gone.wanted.number);
+            }
+        }
+    }
+
+    /// Takes what has arrived, verifies and publishes it, and asks for what may be asked for. Never blocks; reckons at most the CRC of
+    /// what arrived. `peer` is the one of [`read_from_peer`](Self::read_from_peer). A loss: close that peer, and say where to go on.
+    ///
+    /// # Errors
+    /// [`Error::Peer`], [`Error::Fabric`]: get another peer to the source and [`reconnect`](Self::reconnect). All others end this copy.
+    pub fn pump(
+        &mut self,
+        source: &mut dyn Peer,
+        peer: Option<&mut (dyn Peer + '_)>,
+        turn: &mut Turn,
+    ) -> Result<Option<Loss>, Error> {
+        if self.is_whole() {
+            return Ok(None);
+        }
+        for what in self.source.collect(source)? {
+            self.handle_from_source(what)?;
+        }
+        let loss = match peer {
+            Some(peer) if matches!(self.way, Way::Peer(_)) => self.pump_peer(peer, turn)?,
+            _ => None,
+        };
+        self.ledger.ask(&mut self.source, turn.look);
+        if !matches!(self.way, Way::Peer(_)) {
+            self.ask_slots()?;
+        }
+        self.source.post_within(source, &mut turn.allowance)?;
+        Ok(loss)
+    }
+
+    /// The peer's part of a turn. Its trouble is a loss, ours an error.
+    fn pump_peer(&mut self, peer: &mut (dyn Peer + '_), turn: &mut Turn) -> Result<Option<Loss>, Error> {
+        let arrived = match self.peer.collect(peer) {
+            Ok(arrived) => arrived,
+            Err(error) => return Ok(Some(Loss::Gone(error))),
+        };
+        for what in arrived {
+            if let Some(loss) = self.handle_from_peer(what)? {
+                return Ok(Some(loss));
+            }
+        }
+        self.ask_slots()?;
+        let exhausted = self.is_exhausted();
+        if let Way::Peer(front) = &mut self.way {
+            front.ask(&mut self.peer, turn.look && exhausted && !front.is_sealed());
+        }
+        Ok(self.peer.post_within(peer, &mut turn.allowance).err().map(Loss::Gone))
+    }
+
+    /// The way has published nothing that we have not asked for.
+    fn is_exhausted(&self) -> bool {
+        self.lost.is_empty() && self.next >= self.front_of_way().map_or(0, Front::published)
+    }
+
+    fn front_of_way(&self) -> Option<&Front> {
+        match &self.way {
+            Way::Hold => None,
+            Way::Source => Some(&self.ledger.front),
+            Way::Peer(front) => Some(front),
+        }
+    }
+
+    fn handle_from_source(&mut self, what: What) -> Result<(), Error> {
+        match what {
+            What::Head => self.ledger.front.handle_head(&self.memory),
+            What::Line => {
+                self.ledger.front.handle_line(&self.memory, &mut self.source)?;
+                self.seal_if_whole()
+            }
+            What::Probe => self.ledger.handle_entries(&self.memory),
+            What::Piece { buffer, piece } => self.land(buffer, piece).map(drop),
+            What::Entry { .. } => Ok(()),
+        }
+    }
+
+    fn handle_from_peer(&mut self, what: What) -> Result<Option<Loss>, Error> {
+        let front = match &mut self.way {
+            Way::Peer(front) => front,
+            Way::Hold | Way::Source => return Ok(None),
+        };
+        let handled = match what {
+            What::Head => front.handle_head(&self.memory),
+            What::Line => front.handle_line(&self.memory, &mut self.peer),
+            What::Piece { buffer, piece } => return self.land(buffer, piece),
+            What::Probe | What::Entry { .. } => Ok(()),
+        };
+        if let Err(error) = handled {
+            return Ok(Some(Loss::Gone(error)));
+        }
+        Ok(if what == What::Line { self.judge_suspects() } else { None })
+    }
+
+    /// One more piece is here; the last one completes its slot.
+    fn land(&mut self, index: u8, piece: u8) -> Result<Option<Loss>, Error> {
+        let Some(Some(work)) = self.works.get_mut(usize::from(index)) else { return Ok(None) };
+        let at = self.own.slot_offset(work.wanted.number);
+        work.pieces.land(piece);
+        work.pieces.sum(&self.memory, at)?;
+        if !work.pieces.are_here() {
+            return Ok(None);
+        }
+        let (number, got) = (work.wanted.number, work.pieces.crc());
+        // It was there when the slot was asked for, and is forgotten only when the slot is published.
+        let Some(entry) = self.ledger.entry(number).copied() else { return Ok(None) };
+        match work.wanted.judge(Some(entry), got, &self.own)? {
+            Verdict::Right => {
+                self.works[usize::from(index)] = None;
+                self.landed.insert(number, entry);
+                self.publish()?;
+            }
+            _ if work.from_peer => {
+                work.suspect = true;
+                if let Way::Peer(front) = &mut self.way {
+                    front.ask(&mut self.peer, true);
+                }
+            }
+            _ if work.again => return Err(Error::Corrupt { slot: number, want: entry.crc, got }),
+            _ => {
+                work.again = true;
+                let from = self.ledger.front.expect.geometry.slot_offset(number);
+                work.pieces = Pieces::ask(&mut self.source, index, from, work.wanted.length, at);
+            }
+        }
+        Ok(None)
+    }
+
+    /// A line that was read after the wrong bytes says whether the peer has overwritten them meanwhile, as it may.
+    fn judge_suspects(&self) -> Option<Loss> {
+        let retired = self.front_of_way().and_then(Front::line).map_or(0, |line| line.retired);
+        let suspect = self.works.iter().flatten().find(|work| work.suspect)?;
+        let (slot, got) = (suspect.wanted.number, suspect.pieces.crc());
+        if retired > slot {
+            return Some(Loss::Passed { slot, oldest: retired });
+        }
+        let want = self.ledger.entry(slot).map_or(0, |entry| entry.crc);
+        Some(Loss::Lied { slot, want, got })
+    }
+
+    /// Publishes what is here without a gap.
+    fn publish(&mut self) -> Result<(), Error> {
+        let mut number = self.held();
+        while let Some(entry) = self.landed.remove(&number) {
+            self.publisher.complete(entry)?;
+            self.publisher.publish(entry.position + u64::from(entry.length))?;
+            number += 1;
+        }
+        self.ledger.forget_below(number);
+        self.seal_if_whole()
+    }
+
+    fn seal_if_whole(&mut self) -> Result<(), Error> {
+        let end = self.ledger.front.line().and_then(|line| line.end);
+        if self.publisher.line().state == State::Open && end == Some(self.publisher.line().published) {
+            self.publisher.seal()?;
+        }
+        Ok(())
+    }
+
+    /// Asks for all that is wanted, published, and has room.
+    fn ask_slots(&mut self) -> Result<(), Error> {
+        self.starved = true;
+        while let Some(index) = self.works.iter().position(Option::is_none) {
+            let Some(wanted) = self.next_wanted()? else { return Ok(()) };
+            let (number, to) = (wanted.number, self.own.slot_offset(wanted.number));
+            let (channel, geometry, from_peer) = match &self.way {
+                Way::Hold => return Ok(()),
+                Way::Source => (&mut self.source, &self.ledger.front.expect.geometry, false),
+                Way::Peer(front) => (&mut self.peer, &front.expect.geometry, true),
+            };
+            // At most `MOST_WORKS`, which fits.
+            let pieces = Pieces::ask(channel, index as u8, geometry.slot_offset(number), wanted.length, to);
+            self.works[index] = Some(Work { wanted, pieces, from_peer, again: false, suspect: false });
+        }
+        self.starved = false;
+        Ok(())
+    }
+
+    /// The next slot to get, its place made free for it.
+    fn next_wanted(&mut self) -> Result<Option<Wanted>, Error> {
+        let number = self.lost.first().copied().unwrap_or(self.next);
+        let published = self.front_of_way().map_or(0, Front::published);
+        let Some(entry) = self.ledger.entry(number).filter(|_| number < published) else { return Ok(None) };
+        let wanted = Wanted { number, position: entry.position, length: entry.length };
+        let room_below = self.lent.floor(self.delivered) + u64::from(self.own.slots);
+        if number >= room_below {
+            return Ok(None);
+        }
+        if let Some(former) = number.checked_sub(u64::from(self.own.slots))
+            && former >= self.publisher.line().retired
+        {
+            self.publisher.retire(former + 1)?;
+        }
+        self.publisher.begin(number)?;
+        if !self.lost.remove(&number) {
+            self.next += 1;
+        }
+        Ok(Some(wanted))
+    }
+
+    // ---- our own use ----
+
+    /// The next verified slot, in order of the stream.
+    pub fn next_slot(&mut self) -> Option<Slot> {
+        let number = self.delivered;
+        if number >= self.held() {
+            return None;
+        }
+        let position = self.own.start_of(number);
+        let length = (self.publisher.line().published - position).min(self.own.slot_bytes()) as u32;
+        let crc = crate::publish::load_entry(&self.memory, &self.own, number).ok().flatten().map_or(0, |e| e.crc);
+        self.delivered += 1;
+        self.lent.lend(number);
+        Some(Slot {
+            number,
+            position,
+            length,
+            crc,
+            place: Place::Sink(self.own.slot_offset(number)),
+            memory: Holder::Copy(Arc::clone(&self.memory), Arc::clone(&self.lent)),
+            geometry: self.own,
+        })
+    }
+
+    /// The slot has been used.
+    pub fn release(&mut self, slot: Slot) {
+        self.lent.give_back(slot.number);
+    }
+
+    /// Delivers again from slot `first` on. `false`: it is no longer held, or its place may yet be used again, and somebody who was
+    /// lent it may still read it: begin another copy, in other memory.
+    pub fn rewind(&mut self, first: u64) -> bool {
+        if first < self.first || first > self.held() || (first < self.delivered && !self.keeps_all()) {
+            return false;
+        }
+        self.delivered = first;
+        true
+    }
+
+    /// Goes back to slot `first`, which is being used and was not given back.
+    pub fn resume_at(&mut self, first: u64) -> bool {
+        let is_there = first >= self.publisher.line().retired && first <= self.held();
+        if is_there {
+            self.delivered = first;
+        }
+        is_there
+    }
+
+    /// No place of it will ever be used twice: there is room for all slots of the source.
+    pub fn keeps_all(&self) -> bool {
+        let source = self.ledger.front.expect.geometry;
+        let end = self.ledger.front.line().and_then(|line| line.end).map(|end| source.slots_for(end));
+        let most = end.unwrap_or(u64::from(source.slots)).max(1);
+        u64::from(self.own.slots) + self.first >= most
+    }
+
+    /// Slots below this number are held, but for those below [`oldest`](Self::oldest).
+    pub fn held(&self) -> u64 {
+        self.own.slots_for(self.publisher.line().published)
+    }
+
+    /// The oldest slot that others may read here.
+    pub fn oldest(&self) -> u64 {
+        self.publisher.line().retired
+    }
+
+    /// Slots whose entries have been seen: for these the source itself is not needed any more.
+    pub fn entries_seen(&self) -> u64 {
+        self.ledger.seen()
+    }
+
+    /// What is known about the snapshot so far.
+    pub fn progress(&self) -> Progress {
+        let line = self.ledger.front.line();
+        Progress {
+            published: self.held(),
+            end: line.and_then(|line| line.end).map(|end| self.own.slots_for(end)),
+            bytes_known: line.map_or(0, |line| line.published),
+            state: line.map_or(State::Open, |line| line.state),
+        }
+    }
+
+    /// All slots are held, or were.
+    pub fn is_whole(&self) -> bool {
+        self.publisher.line().state == State::Sealed
+    }
+
+    /// Nothing is on its way, and nothing can be asked for: only time brings something new.
+    pub fn is_idle(&self) -> bool {
+        self.is_whole()
+            || (self.starved
+                && !self.ledger.is_asked()
+                && self.works.iter().all(Option::is_none)
+                && self.source.is_posted()
+                && self.peer.is_posted())
+    }
+}
+
+/// What of a copy its owner uses: lent slots keep their places. Shared with the slots, which may outlive the copy.
+#[derive(Debug, Default)]
+pub(super) struct Lent {
+    slots: Mutex<BTreeMap<u64, u32>>,
+}
+
+impl Lent {
+    fn lend(&self, number: u64) {
+        *self.slots().entry(number).or_default() += 1;
+    }
+
+    pub(super) fn give_back(&self, number: u64) {
+        let mut slots = self.slots();
+        if let Some(count) = slots.get_mut(&number) {
+            *count -= 1;
+            if *count == 0 {
+                slots.remove(&number);
+            }
+        }
+    }
+
+    /// Slots below this number are not used any more, where those from `delivered` on have not been used yet.
+    fn floor(&self, delivered: u64) -> u64 {
+        self.slots().first_key_value().map_or(delivered, |(&number, _)| number.min(delivered))
+    }
+
+    /// Counts are right after every statement, so that a panic elsewhere does not make them worthless.
+    fn slots(&self) -> MutexGuard<'_, BTreeMap<u64, u32>> {
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Behind the table: a page with the small reads of both regions, and a page of entries. Nobody else looks there.
+const SMALL_BYTES: u64 = 2 * 4096;
+
+/// The places for small reads: 0 the source's, 1 the peer's, 2 the page of entries.
+fn small_place(own: &Geometry, index: u64) -> SmallPlace {
+    let page = own.memory_len();
+    SmallPlace { at: if index < 2 { page + index * SmallPlace::BYTES } else { page + 4096 } }
+}
+
+const _: () = assert!(2 * SmallPlace::BYTES <= 4096);
+
+/// Bytes asked for ahead of those that are here: as many as fill the depth of a peer, 16 reads of 1 MiB.
+const READ_AHEAD_BYTES: u64 = 16 * READ_BYTES as u64;
+
+/// Slots on their way at once, at most: a number that fits the tag of a read, for tables with small slots.
+const MOST_WORKS: u64 = 64;

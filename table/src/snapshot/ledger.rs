@@ -1,0 +1,229 @@
+//! The ledger: what the source itself says of its snapshot, read ahead of the bytes: how far it is, and each slot's entry.
+//!
+//! The bytes may then come from anybody. Their checksum comes from here alone, so that whoever passes slots on can't pass on
+//! others than the source's without being found out. Not here: the bytes.
+//!
+//! ```text
+//!   head ─▶ line ─▶ entries, up to 64 in one read ─▶ entry(number)      all out of the source's own region
+//!            ▲ └──── published ahead of them? ──┘
+//!            └─ asked again only when the caller says so: it has the clock
+//! ```
+
+use std::{collections::BTreeMap, ops::Range};
+
+use remora_fabric::Memory;
+
+use crate::{
+    channel::{Channel, What, caught_in_change},
+    error::Error,
+    expectation::Expectation,
+    layout::{ENTRY_BYTES, Entry, Geometry, HEAD_BYTES, Kind, LINE_BYTES, LINE_OFFSET, Line, State},
+};
+
+/// Entries in one read: a page of them.
+const BATCH: u64 = 64;
+
+/// Where in the sink the small reads of one region land: offsets of its head and its line. Both regions of a copy have such a place.
+#[derive(Clone, Copy)]
+pub(super) struct SmallPlace {
+    pub(super) at: u64,
+}
+
+impl SmallPlace {
+    /// Bytes that it takes.
+    pub(super) const BYTES: u64 = 256;
+
+    fn line(self) -> u64 {
+        self.at + HEAD_BYTES as u64
+    }
+}
+
+const _: () = assert!((HEAD_BYTES + LINE_BYTES) as u64 <= SmallPlace::BYTES);
+
+/// How far a table is, as its own superblock says: the source's, or that of somebody who passes the snapshot on.
+pub(super) struct Front {
+    pub(super) expect: Expectation,
+    place: SmallPlace,
+    head: Seen,
+    line: Option<Line>,
+    line_asked: bool,
+    caught: u32,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Seen {
+    Not,
+    Asked,
+    Right,
+}
+
+impl Front {
+    pub(super) fn new(expect: Expectation, place: SmallPlace) -> Front {
+        Front { expect, place, head: Seen::Not, line: None, line_asked: false, caught: 0 }
+    }
+
+    /// As last seen; `None` before the table has shown that it is the expected one.
+    pub(super) fn line(&self) -> Option<&Line> {
+        self.line.as_ref().filter(|_| self.head == Seen::Right)
+    }
+
+    /// Slots that may be read, as last seen.
+    pub(super) fn published(&self) -> u64 {
+        self.line().map_or(0, |line| self.expect.geometry.slots_for(line.published))
+    }
+
+    pub(super) fn is_sealed(&self) -> bool {
+        self.line().is_some_and(|line| line.end.is_some())
+    }
+
+    /// Asks for what has not been seen yet; for the line again where `news` is wanted.
+    pub(super) fn ask(&mut self, channel: &mut Channel, news: bool) {
+        if self.head == Seen::Not {
+            self.head = Seen::Asked;
+            channel.ask(What::Head, 0, HEAD_BYTES as u32, self.place.at);
+        }
+        let unseen = self.line.is_none();
+        if !self.line_asked && (unseen || news) {
+            self.line_asked = true;
+            channel.ask(What::Line, LINE_OFFSET, LINE_BYTES as u32, self.place.line());
+        }
+    }
+
+    pub(super) fn handle_head(&mut self, sink: &Memory) -> Result<(), Error> {
+        let mut bytes = [0; HEAD_BYTES];
+        sink.read(self.place.at, &mut bytes)?;
+        self.expect.check(&bytes, Kind::Snapshot)?;
+        self.head = Seen::Right;
+        Ok(())
+    }
+
+    pub(super) fn handle_line(&mut self, sink: &Memory, channel: &mut Channel) -> Result<(), Error> {
+        self.line_asked = false;
+        let mut bytes = [0; LINE_BYTES];
+        sink.read(self.place.line(), &mut bytes)?;
+        let Some(line) = Line::from_bytes(&bytes) else {
+            caught_in_change(&mut self.caught)?;
+            self.ask(channel, true);
+            return Ok(());
+        };
+        self.caught = 0;
+        if line.state == State::Aborted {
+            return Err(Error::Aborted { generation: self.expect.generation });
+        }
+        self.line = Some(line);
+        Ok(())
+    }
+
+    /// The peer is gone: what was asked of it will not come.
+    pub(super) fn reset(&mut self) {
+        self.line_asked = false;
+        if self.head == Seen::Asked {
+            self.head = Seen::Not;
+        }
+    }
+}
+
+/// See the module's text.
+pub(super) struct Ledger {
+    pub(super) front: Front,
+    entries: BTreeMap<u64, Entry>,
+    /// Entries below this number have been seen, or are not wanted.
+    next: u64,
+    asked: Option<Range<u64>>,
+    batch_at: u64,
+    caught: u32,
+}
+
+impl Ledger {
+    /// Of the expected table, from slot `first` on. Small reads land at `place`, entries in the page at `batch_at`.
+    pub(super) fn new(expect: Expectation, first: u64, place: SmallPlace, batch_at: u64) -> Ledger {
+        let front = Front::new(expect, place);
+        Ledger { front, entries: BTreeMap::new(), next: first, asked: None, batch_at, caught: 0 }
+    }
+
+    fn geometry(&self) -> &Geometry {
+        &self.front.expect.geometry
+    }
+
+    /// What the source says of that slot; `None` while we have not seen it.
+    pub(super) fn entry(&self, number: u64) -> Option<&Entry> {
+        self.entries.get(&number)
+    }
+
+    /// Slots below this number are over: nothing of them is asked any more.
+    pub(super) fn forget_below(&mut self, number: u64) {
+        self.entries = self.entries.split_off(&number);
+    }
+
+    /// Slots whose entries have been seen without a gap.
+    pub(super) fn seen(&self) -> u64 {
+        self.next
+    }
+
+    /// Whether the source has published nothing beyond what we have entries of, as far as we know, and may yet do so.
+    pub(super) fn wants_news(&self) -> bool {
+        self.front.line().is_none() || (!self.front.is_sealed() && self.next >= self.front.published())
+    }
+
+    /// Asks for what is there to be asked for.
+    pub(super) fn ask(&mut self, channel: &mut Channel, look: bool) {
+        self.front.ask(channel, look && self.wants_news());
+        if self.asked.is_some() || self.next >= self.front.published() {
+            return;
+        }
+        let place = self.next % u64::from(self.geometry().slots);
+        let until_wrap = u64::from(self.geometry().slots) - place;
+        let count = BATCH.min(until_wrap).min(self.front.published() - self.next);
+        let from = self.geometry().entry_offset(self.next);
+        // At most 64 entries of 64 bytes: a page.
+        channel.ask(What::Probe, from, count as u32 * ENTRY_BYTES as u32, self.batch_at);
+        self.asked = Some(self.next..self.next + count);
+    }
+
+    /// The entries asked for are here. One that was caught in the middle of a change is asked for again, with those behind it.
+    pub(super) fn handle_entries(&mut self, sink: &Memory) -> Result<(), Error> {
+        let Some(asked) = self.asked.take() else { return Ok(()) };
+        for (number, at) in asked.zip((self.batch_at..).step_by(ENTRY_BYTES)) {
+            let mut bytes = [0; ENTRY_BYTES];
+            sink.read(at, &mut bytes)?;
+            let entry = Entry::from_bytes(&bytes);
+            if let Some(entry) = entry.filter(|entry| entry.number > number) {
+                let oldest = (entry.number + 1).saturating_sub(u64::from(self.geometry().slots));
+                return Err(Error::slot_overrun(number, oldest));
+            }
+            let Some(entry) = entry.filter(|entry| entry.number == number && !entry.writing) else {
+                return caught_in_change(&mut self.caught);
+            };
+            self.caught = 0;
+            self.check(&entry)?;
+            self.entries.insert(number, entry);
+            self.next = number + 1;
+        }
+        Ok(())
+    }
+
+    /// Every slot is full, but for the last.
+    fn check(&self, entry: &Entry) -> Result<(), Error> {
+        let position = self.geometry().start_of(entry.number);
+        let published = self.front.line().map_or(0, |line| line.published);
+        let length = published.saturating_sub(position).min(self.geometry().slot_bytes());
+        if (entry.position, u64::from(entry.length)) == (position, length) {
+            return Ok(());
+        }
+        Err(Error::Layout(format!(
+            "slot {} of the table is published as bytes {position}+{length} and entered as {}+{}",
+            entry.number, entry.position, entry.length
+        )))
+    }
+
+    /// The peer is gone: what was asked of it will not come.
+    pub(super) fn reset(&mut self) {
+        self.front.reset();
+        self.asked = None;
+    }
+
+    /// Entries are on their way.
+    pub(super) fn is_asked(&self) -> bool {
+        self.asked.is_some()
+    }
+}
