@@ -19,6 +19,9 @@
 //!        │◀═════════════════════════════════════════════════════════════┤   content; pings when all is quiet
 //! ```
 //!
+//! A replica that passes its slots on ([`Relays`]) is a server in the same way, to the replicas that the source sends to it: these
+//! say [`Message::ReadPeer`], and it answers with a [`Message::PeerOffer`].
+//!
 //! `docs/protocol.md` describes every byte, and what this protects against and what not.
 //!
 //! A message is one message of the layer: its tag is the kind, its fields are the front, one behind the other in the order in which
@@ -83,6 +86,24 @@ pub enum Message {
     StatusQuery,
     /// `remora probe` → source: lend me memory to measure by.
     ProbeQuery,
+    /// Replica → source: I can't read from that peer any more. Another [`Message::ReadFrom`] will follow.
+    PeerLost {
+        /// The generation that was read.
+        generation: u64,
+        /// The peer's session with the source.
+        session: u64,
+        /// What is wrong with it, for programs.
+        cause: LossCause,
+        /// What is wrong with it, for people.
+        text: String,
+    },
+    /// Replica → another replica: I was sent to read your slots of that generation.
+    ReadPeer {
+        /// The generation.
+        generation: u64,
+        /// How the reader is called; at most [`MAX_NAME_BYTES`].
+        name: String,
+    },
 
     /// Source → replica: not yet, and why.
     Waiting {
@@ -126,6 +147,22 @@ pub enum Message {
         /// One key per transport that the source offers, as in a [`TableOffer`].
         keys: Vec<Vec<u8>>,
     },
+    /// Source → replica: take the slots from there from now on. What is on its way from elsewhere need not be waited for.
+    ReadFrom {
+        /// The generation that this is about.
+        generation: u64,
+        /// From whom; none: from the source itself.
+        upstream: Option<Upstream>,
+    },
+    /// Replica → another replica: here my slots lie. Again with another rate when that changes.
+    PeerOffer {
+        /// The generation.
+        generation: u64,
+        /// The copy: of the source's snapshot, but with a number of slots of its own.
+        table: TableOffer,
+        /// Bytes per second that this reader may take; 0: as many as it can.
+        rate: u64,
+    },
 }
 
 impl Message {
@@ -167,6 +204,25 @@ impl Message {
             }
             Message::Status(report) => StatusReport::put(report, out)?,
             Message::ProbeOffer { keys } => Keys::put(keys, out)?,
+            Message::PeerLost { generation, session, cause, text } => {
+                u64::put(generation, out)?;
+                u64::put(session, out)?;
+                LossCause::put(cause, out)?;
+                Sentence::put(text, out)?;
+            }
+            Message::ReadPeer { generation, name } => {
+                u64::put(generation, out)?;
+                Name::<MAX_NAME_BYTES>::put(name, out)?;
+            }
+            Message::ReadFrom { generation, upstream } => {
+                u64::put(generation, out)?;
+                Maybe::<Upstream>::put(upstream, out)?;
+            }
+            Message::PeerOffer { generation, table, rate } => {
+                u64::put(generation, out)?;
+                TableOffer::put(table, out)?;
+                u64::put(rate, out)?;
+            }
         }
         Ok(self.tag())
     }
@@ -204,6 +260,23 @@ impl Message {
             tag::REFUSED => Message::Refused { code: RefusalCode::take(from)?, text: Sentence::take(from)? },
             tag::STATUS => Message::Status(StatusReport::take(from)?),
             tag::PROBE_OFFER => Message::ProbeOffer { keys: Keys::take(from)? },
+            tag::PEER_LOST => Message::PeerLost {
+                generation: u64::take(from)?,
+                session: u64::take(from)?,
+                cause: LossCause::take(from)?,
+                text: Sentence::take(from)?,
+            },
+            tag::READ_PEER => {
+                Message::ReadPeer { generation: u64::take(from)?, name: Name::<MAX_NAME_BYTES>::take(from)? }
+            }
+            tag::READ_FROM => {
+                Message::ReadFrom { generation: u64::take(from)?, upstream: Maybe::<Upstream>::take(from)? }
+            }
+            tag::PEER_OFFER => Message::PeerOffer {
+                generation: u64::take(from)?,
+                table: TableOffer::take(from)?,
+                rate: u64::take(from)?,
+            },
             tag => return Err(Fault::UnknownMessage { tag }),
         })
     }
@@ -224,6 +297,10 @@ impl Message {
             Message::Refused { .. } => tag::REFUSED,
             Message::Status(_) => tag::STATUS,
             Message::ProbeOffer { .. } => tag::PROBE_OFFER,
+            Message::PeerLost { .. } => tag::PEER_LOST,
+            Message::ReadPeer { .. } => tag::READ_PEER,
+            Message::ReadFrom { .. } => tag::READ_FROM,
+            Message::PeerOffer { .. } => tag::PEER_OFFER,
         }
     }
 
@@ -243,6 +320,10 @@ impl Message {
             Message::Refused { .. } => "Refused",
             Message::Status(_) => "Status",
             Message::ProbeOffer { .. } => "ProbeOffer",
+            Message::PeerLost { .. } => "PeerLost",
+            Message::ReadPeer { .. } => "ReadPeer",
+            Message::ReadFrom { .. } => "ReadFrom",
+            Message::PeerOffer { .. } => "PeerOffer",
         }
     }
 
@@ -270,6 +351,55 @@ pub struct Join {
     pub stay: bool,
     /// It only wants to know what an offer would say: no snapshot is taken for it, and the offer's tables are empty.
     pub plan_only: bool,
+    /// It can read from other replicas, and perhaps be read; none: it reads from the source alone.
+    pub relays: Option<Relays>,
+}
+
+/// How a replica takes part in passing slots on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Relays {
+    /// Address and port at which others may read its slots, as "10.0.0.7:41234"; an unspecified host stands for the one that the source
+    /// sees it by. Empty: it does not serve.
+    pub serves_at: String,
+    /// Where it stands, in words of its operator's; at most [`MAX_ZONE_BYTES`]. Replicas of one zone rather read from each other.
+    pub zone: String,
+}
+
+/// A replica that another one is sent to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Upstream {
+    /// Its session with the source: its name in what the two say of it.
+    pub session: u64,
+    /// How it is called.
+    pub name: String,
+    /// Where it serves: address and port.
+    pub address: String,
+}
+
+/// Where a replica takes its slots from, and what others may take from it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Relaying {
+    /// The session of the replica that it reads from; none: it reads from the source.
+    pub reads_from: Option<u64>,
+    /// The oldest slot that it holds.
+    pub oldest: u64,
+    /// It holds all slots from there up to this number.
+    pub held: u64,
+    /// It waits for its own server or its own limits, not for whom it reads from.
+    pub is_full: bool,
+}
+
+/// Why a replica can't read from another any more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum LossCause {
+    /// It is gone, or does not answer.
+    Gone,
+    /// Its bytes are not the source's.
+    Lied,
+    /// It no longer holds what is wanted next.
+    Passed,
+    /// It does not let us read: it has too many readers, or no such snapshot.
+    Refused,
 }
 
 /// What a replica holds of a generation that it began earlier.
@@ -308,6 +438,8 @@ pub struct Progress {
     pub journal_offset: u64,
     /// Replication offset that its server has acknowledged.
     pub applied_offset: u64,
+    /// What it takes from others and lends to them; none: it takes no part in that.
+    pub relaying: Option<Relaying>,
 }
 
 /// What a replica is doing, in order.
@@ -378,6 +510,8 @@ pub struct Offer {
     pub backlog_bytes: u64,
     /// How fast its replication offset grows, in bytes per second: with the backlog this says how long a hand-off may take.
     pub write_rate: u64,
+    /// From whom to take the snapshot's slots; none: from the source's table.
+    pub upstream: Option<Upstream>,
 }
 
 /// One table: its shape, and how to reach it.
@@ -543,6 +677,16 @@ pub struct ReplicaStatus {
     pub joined_seconds: u64,
     /// Seconds since it was last heard of.
     pub silent_seconds: u64,
+    /// Its session: how others name it in `reads_from`.
+    pub session: u64,
+    /// The session of the replica that it takes slots from; none: the source.
+    pub reads_from: Option<u64>,
+    /// Whether others may read from it.
+    pub serves: bool,
+    /// The oldest slot that it holds for others.
+    pub oldest_slot: u64,
+    /// Where it stands, in words of its operator's.
+    pub zone: String,
 }
 
 /// Sums since a source began.
@@ -565,7 +709,14 @@ record!(Join {
     resume: Maybe<Resume>,
     stay: bool,
     plan_only: bool,
+    relays: Maybe<Relays>,
 });
+
+record!(Relays { serves_at: Name<MAX_ADDRESS_BYTES>, zone: Name<MAX_ZONE_BYTES> });
+
+record!(Upstream { session: u64, name: Name<MAX_NAME_BYTES>, address: Name<MAX_ADDRESS_BYTES> });
+
+record!(Relaying { reads_from: Maybe<u64>, oldest: u64, held: u64, is_full: bool });
 
 record!(Resume { generation: u64, held_slots: u64, loaded: bool, replid: [u8; 40], next_byte: u64 });
 
@@ -579,6 +730,7 @@ record!(Progress {
     bytes: u64,
     journal_offset: u64,
     applied_offset: u64,
+    relaying: Maybe<Relaying>,
 });
 
 record!(Offer {
@@ -592,6 +744,7 @@ record!(Offer {
     run_id: Name<MAX_NAME_BYTES>,
     backlog_bytes: u64,
     write_rate: u64,
+    upstream: Maybe<Upstream>,
 });
 
 record!(TableOffer { generation: u64, first_offset: u64, slot_size: u32, slots: u32, retained: bool, keys: Keys });
@@ -645,6 +798,11 @@ record!(ReplicaStatus {
     applied_offset: u64,
     joined_seconds: u64,
     silent_seconds: u64,
+    session: u64,
+    reads_from: Maybe<u64>,
+    serves: bool,
+    oldest_slot: u64,
+    zone: Name<MAX_ZONE_BYTES>,
 });
 
 record!(Totals { snapshots_taken: u64, replicas_done: u64, bytes_served: u64 });
@@ -663,6 +821,13 @@ codes!(Outcome is "outcome" {
     0 => HandedOver,
     1 => Stopped,
     2 => Failed,
+});
+
+codes!(LossCause is "cause of a loss" {
+    0 => Gone,
+    1 => Lied,
+    2 => Passed,
+    3 => Refused,
 });
 
 codes!(RefusalCode is "refusal" {
@@ -693,8 +858,10 @@ mod tag {
     pub(super) const LEAVE: u8 = 0x23;
     pub(super) const STATUS_QUERY: u8 = 0x24;
     pub(super) const PROBE_QUERY: u8 = 0x25;
+    pub(super) const PEER_LOST: u8 = 0x26;
+    pub(super) const READ_PEER: u8 = 0x27;
 
-    /// What only a source says begins here.
+    /// What only a server says, a source or a replica that is read, begins here.
     pub(super) const FIRST_OF_SOURCE: u8 = 0x40;
     pub(super) const WAITING: u8 = 0x40;
     pub(super) const OFFER: u8 = 0x41;
@@ -703,10 +870,15 @@ mod tag {
     pub(super) const REFUSED: u8 = 0x44;
     pub(super) const STATUS: u8 = 0x45;
     pub(super) const PROBE_OFFER: u8 = 0x46;
+    pub(super) const READ_FROM: u8 = 0x47;
+    pub(super) const PEER_OFFER: u8 = 0x48;
 }
 
 /// Longest name of a replica, of a server or of a version, in bytes.
 pub const MAX_NAME_BYTES: usize = 128;
+
+/// Longest name of a zone, in bytes: a rack, a room, a region. Short, as a status report has one per replica.
+pub const MAX_ZONE_BYTES: usize = 32;
 
 /// Longest address, in bytes: a host name has 253 at most, a port 5, a socket's path 107, and a role some words around it.
 pub const MAX_ADDRESS_BYTES: usize = 280;

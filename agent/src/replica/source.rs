@@ -129,6 +129,7 @@ fn join(args: &ReplicaArgs, target: &Target, resume: Option<Resume>) -> Join {
         resume,
         stay: args.stay,
         plan_only: false,
+        relays: None,
     }
 }
 

@@ -523,6 +523,7 @@ impl Source {
             run_id: self.facts.run_id.clone().unwrap_or_default(),
             backlog_bytes: self.facts.backlog.map_or(0, |backlog| backlog.size),
             write_rate: self.rate.bytes_per_second(),
+            upstream: None,
         }
     }
 
@@ -651,6 +652,11 @@ impl Source {
             applied_offset: replica.at.applied_offset,
             joined_seconds: now.duration_since(replica.joined).as_secs(),
             silent_seconds: now.duration_since(replica.heard).as_secs(),
+            session,
+            reads_from: None,
+            serves: false,
+            oldest_slot: 0,
+            zone: String::new(),
         }
     }
 

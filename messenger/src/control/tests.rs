@@ -21,11 +21,24 @@ fn resumes() -> impl Strategy<Value = Resume> {
     })
 }
 
+fn relays() -> impl Strategy<Value = Relays> {
+    (names(), "[a-z]{0,32}").prop_map(|(serves_at, zone)| Relays { serves_at, zone })
+}
+
+fn upstreams() -> impl Strategy<Value = Upstream> {
+    (any::<u64>(), names(), names()).prop_map(|(session, name, address)| Upstream { session, name, address })
+}
+
+fn relaying() -> impl Strategy<Value = Relaying> {
+    (any::<Option<u64>>(), any::<[u64; 2]>(), any::<bool>())
+        .prop_map(|(reads_from, [oldest, held], is_full)| Relaying { reads_from, oldest, held, is_full })
+}
+
 fn joins() -> impl Strategy<Value = Message> {
     let transports = vec(any::<u8>(), 0..=MAX_TRANSPORTS);
-    (names(), names(), transports, option::of(resumes()), any::<[bool; 2]>()).prop_map(
-        |(name, server, transports, resume, [stay, plan_only])| {
-            Message::Join(Join { name, server, transports, resume, stay, plan_only })
+    (names(), names(), transports, option::of(resumes()), any::<[bool; 2]>(), option::of(relays())).prop_map(
+        |(name, server, transports, resume, [stay, plan_only], relays)| {
+            Message::Join(Join { name, server, transports, resume, stay, plan_only, relays })
         },
     )
 }
@@ -36,8 +49,8 @@ fn phases() -> impl Strategy<Value = Phase> {
 }
 
 fn progress() -> impl Strategy<Value = Message> {
-    (any::<[u64; 6]>(), phases(), any::<Option<u8>>(), names()).prop_map(
-        |(numbers, phase, transport, transport_why)| {
+    (any::<[u64; 6]>(), phases(), any::<Option<u8>>(), names(), option::of(relaying())).prop_map(
+        |(numbers, phase, transport, transport_why, relaying)| {
             let [generation, slots_below, slots_held, bytes, journal_offset, applied_offset] = numbers;
             Message::Progress(Progress {
                 generation,
@@ -49,6 +62,7 @@ fn progress() -> impl Strategy<Value = Message> {
                 bytes,
                 journal_offset,
                 applied_offset,
+                relaying,
             })
         },
     )
@@ -77,8 +91,9 @@ fn announces() -> impl Strategy<Value = Announce> {
 }
 
 fn offers() -> impl Strategy<Value = Message> {
-    (any::<[u64; 4]>(), replids(), tables(), tables(), announces(), names(), names()).prop_map(
-        |(numbers, replid, snapshot, journal, primary, server, run_id)| {
+    let rest = (names(), names(), option::of(upstreams()));
+    (any::<[u64; 4]>(), replids(), tables(), tables(), announces(), rest).prop_map(
+        |(numbers, replid, snapshot, journal, primary, (server, run_id, upstream))| {
             let [generation, offset, backlog_bytes, write_rate] = numbers;
             Message::Offer(Offer {
                 generation,
@@ -91,16 +106,19 @@ fn offers() -> impl Strategy<Value = Message> {
                 run_id,
                 backlog_bytes,
                 write_rate,
+                upstream,
             })
         },
     )
 }
 
 fn replicas() -> impl Strategy<Value = ReplicaStatus> {
-    (names(), names(), ("[a-z]{0,16}", names()), phases(), any::<[u64; 6]>(), any::<u16>()).prop_map(
-        |(name, address, (transport, transport_why), phase, numbers, percent_permille)| {
+    let relay = (any::<[u64; 2]>(), any::<Option<u64>>(), any::<bool>(), "[a-z]{0,32}");
+    (names(), names(), ("[a-z]{0,16}", names()), phases(), any::<[u64; 6]>(), any::<u16>(), relay).prop_map(
+        |(name, address, (transport, transport_why), phase, numbers, percent_permille, relay)| {
             let [slots_held, rate_bytes_per_s, journal_lag_bytes, applied_offset, joined_seconds, silent_seconds] =
                 numbers;
+            let ([session, oldest_slot], reads_from, serves, zone) = relay;
             ReplicaStatus {
                 name,
                 address,
@@ -114,6 +132,11 @@ fn replicas() -> impl Strategy<Value = ReplicaStatus> {
                 applied_offset,
                 joined_seconds,
                 silent_seconds,
+                session,
+                reads_from,
+                serves,
+                oldest_slot,
+                zone,
             }
         },
     )
@@ -158,6 +181,7 @@ fn statuses() -> impl Strategy<Value = Message> {
 fn small_ones() -> impl Strategy<Value = Message> {
     use {Outcome::*, RefusalCode::*};
     let outcomes = prop::sample::select(vec![HandedOver, Stopped, Failed]);
+    let causes = prop::sample::select(vec![LossCause::Gone, LossCause::Lied, LossCause::Passed, LossCause::Refused]);
     let refusals = prop::sample::select(vec![Busy, RefusalCode::Stopping, Stalled, PrimaryRefuses, HistoryGone]);
     prop_oneof![
         Just(Message::StatusQuery),
@@ -171,6 +195,20 @@ fn small_ones() -> impl Strategy<Value = Message> {
         }),
         (any::<u64>(), names()).prop_map(|(generation, text)| Message::GenerationGone { generation, text }),
         (refusals, names()).prop_map(|(code, text)| Message::Refused { code, text }),
+        (any::<[u64; 2]>(), causes, names()).prop_map(|([generation, session], cause, text)| Message::PeerLost {
+            generation,
+            session,
+            cause,
+            text
+        }),
+        (any::<u64>(), names()).prop_map(|(generation, name)| Message::ReadPeer { generation, name }),
+        (any::<u64>(), option::of(upstreams()))
+            .prop_map(|(generation, upstream)| Message::ReadFrom { generation, upstream }),
+        (any::<[u64; 2]>(), tables()).prop_map(|([generation, rate], table)| Message::PeerOffer {
+            generation,
+            table,
+            rate
+        }),
     ]
 }
 
@@ -198,6 +236,11 @@ fn replica() -> ReplicaStatus {
         applied_offset: 0,
         joined_seconds: 0,
         silent_seconds: 0,
+        session: 0,
+        reads_from: Some(0),
+        serves: true,
+        oldest_slot: 0,
+        zone: "z".repeat(MAX_ZONE_BYTES),
     }
 }
 
@@ -233,7 +276,7 @@ proptest! {
     }
 
     #[test]
-    fn any_bytes_are_a_message_or_an_error(tag in 0x10u8..0x48, payload in vec(any::<u8>(), 0..300)) {
+    fn any_bytes_are_a_message_or_an_error(tag in 0x10u8..0x4a, payload in vec(any::<u8>(), 0..300)) {
         fuzzing::message(&[&[tag][..], &payload].concat());
     }
 
@@ -292,6 +335,8 @@ fn each_end_may_say_its_own_messages_only() {
         (Message::HandOffQuery { generation: 0, offset: 0 }, true, false),
         (status(Vec::new()), false, true),
         (Message::Waiting { reason: String::new(), seconds: 0 }, false, true),
+        (Message::ReadPeer { generation: 0, name: String::new() }, true, false),
+        (Message::ReadFrom { generation: 0, upstream: None }, false, true),
     ] {
         assert_eq!(message.may_come_from(Role::Client), client, "{}", message.name());
         assert_eq!(message.may_come_from(Role::Server), server, "{}", message.name());
@@ -308,9 +353,10 @@ fn the_layout_of_a_join_is_the_one_written_down() {
         resume: Some(Resume { generation: 3, held_slots: 0x0102, loaded: true, replid: [b'a'; 40], next_byte: 9 }),
         stay: true,
         plan_only: false,
+        relays: Some(Relays { serves_at: "h:1".to_owned(), zone: String::new() }),
     };
     let mut wire = b"\x01\x00b\x08\x00valkey 9\x02\x00\x02\x01\x01\x03\0\0\0\0\0\0\0\x02\x01\0\0\0\0\0\0\x01".to_vec();
     wire.extend_from_slice(&[b'a'; 40]);
-    wire.extend_from_slice(b"\x09\0\0\0\0\0\0\0\x01\0");
+    wire.extend_from_slice(b"\x09\0\0\0\0\0\0\0\x01\0\x01\x03\0h:1\0\0");
     assert_eq!(encoded(&Message::Join(join)), (0x20, wire));
 }

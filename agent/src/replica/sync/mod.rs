@@ -666,6 +666,7 @@ impl Sync {
             bytes: self.meter.bytes_fetched.get().max(self.meter.bytes_delivered.get()),
             journal_offset: self.meter.stream_fetched.get(),
             applied_offset: self.meter.acknowledged.get(),
+            relaying: None,
         });
         if let Some(source) = &mut self.source {
             // A source that is gone shows itself when it is listened to.

@@ -277,6 +277,7 @@ async fn a_message_beyond_its_bounds_is_our_mistake_and_leaves_the_connection_wh
         resume: None,
         stay: false,
         plan_only: false,
+        relays: None,
     };
     let error = client.send(Message::Join(join)).await.unwrap_err();
     assert!(matches!(error.fault, Fault::TooLarge(_)), "{error}");
