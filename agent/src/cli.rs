@@ -13,6 +13,7 @@ mod load;
 mod module;
 mod probe;
 mod rdma;
+mod relay;
 mod replica;
 mod source;
 mod status;
@@ -30,6 +31,7 @@ pub use self::{
     module::{ModuleArgs, ModuleQuestion},
     probe::ProbeArgs,
     rdma::{CompletionChoice, RdmaEnd, RdmaOffer, RdmaRead},
+    relay::RelayArgs,
     replica::{ModuleLoad, OnFailure, ReplicaArgs, TransportChoice},
     source::{HostPort, ModuleCapture, SendChoice, SourceArgs},
     status::StatusArgs,

@@ -18,7 +18,7 @@
 //! - [`cli`]: what can be typed, and the process around it. **Start here.**
 //! - [`exit`]: how a command ends; [`progress`]: what it shows while it runs; [`units`]: sizes and times as people write them.
 //! - [`server`]: the client to a Redis or Valkey server that everything below uses.
-//! - [`source`], [`replica`], [`status`]: the job.
+//! - [`source`], [`replica`], [`status`]: the job. `door`: the port that either end may open.
 //! - [`transports`]: which ways to the memory there are, and the command that looks at them alone; [`probe`] measures them.
 //! - [`verify`], [`load`], [`library`], [`generate`]: beside it.
 #![forbid(unsafe_code)]
@@ -26,6 +26,7 @@
 #![allow(rustdoc::private_intra_doc_links)]
 
 pub mod cli;
+mod door;
 pub mod exit;
 pub mod generate;
 pub mod library;

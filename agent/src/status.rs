@@ -71,7 +71,42 @@ fn table(report: &StatusReport) -> String {
     if !report.replicas.is_empty() {
         text.push_str(&replicas(&report.replicas));
     }
+    if report.replicas.iter().any(|replica| replica.serves || replica.reads_from.is_some()) {
+        text.push_str("\nsource\n");
+        branch(&report.replicas, None, "", &mut text);
+    }
     text
+}
+
+/// Draws those who read from `from`, each with its own readers below it.
+fn branch(replicas: &[ReplicaStatus], from: Option<u64>, indent: &str, text: &mut String) {
+    // Somebody whose peer has just gone hangs below the source until it is sent elsewhere.
+    let is_known = |session: u64| replicas.iter().any(|replica| replica.session == session);
+    let above = |replica: &ReplicaStatus| replica.reads_from.filter(|session| is_known(*session));
+    let readers: Vec<&ReplicaStatus> = replicas.iter().filter(|replica| above(replica) == from).collect();
+    for (number, reader) in readers.iter().enumerate() {
+        let is_last = number + 1 == readers.len();
+        let (edge, below) = if is_last { ("└─", "   ") } else { ("├─", "│  ") };
+        text.push_str(&format!("{indent}{edge} {}{}\n", reader.name, lends(reader)));
+        // The source sends nobody in a ring, and what it says of sessions is of one moment.
+        if indent.chars().count() < DEEPEST {
+            branch(replicas, Some(reader.session), &format!("{indent}{below}"), text);
+        }
+    }
+}
+
+/// Characters of indent, at most: as many levels as there may be replicas, but none that a damaged report could make endless.
+const DEEPEST: usize = 3 * remora_messenger::control::MAX_REPLICAS;
+
+/// What others may read at a replica, in words.
+fn lends(replica: &ReplicaStatus) -> String {
+    let zone = if replica.zone.is_empty() { String::new() } else { format!(", zone {}", replica.zone) };
+    let what = match (replica.serves, replica.oldest_slot) {
+        (false, _) => "lends nothing".to_owned(),
+        (true, 0) => format!("lends {} slots", replica.slots_held),
+        (true, oldest) => format!("lends slots {oldest} to {}", replica.slots_held.saturating_sub(1)),
+    };
+    format!("  {what}{zone}")
 }
 
 fn plural(count: u64) -> &'static str {
@@ -135,4 +170,59 @@ fn replicas(replicas: &[ReplicaStatus]) -> String {
         }
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use remora_messenger::control::Phase;
+
+    use super::*;
+
+    fn replica(session: u64, name: &str, reads_from: Option<u64>) -> ReplicaStatus {
+        ReplicaStatus {
+            name: name.into(),
+            address: String::new(),
+            transport: "tcp".into(),
+            transport_why: String::new(),
+            phase: Phase::Transfer,
+            slots_held: 10,
+            percent_permille: 0,
+            rate_bytes_per_s: 0,
+            journal_lag_bytes: 0,
+            applied_offset: 0,
+            joined_seconds: 0,
+            silent_seconds: 0,
+            session,
+            reads_from,
+            serves: true,
+            oldest_slot: 0,
+            zone: String::new(),
+        }
+    }
+
+    #[test]
+    fn who_reads_from_whom_is_drawn_as_a_tree() {
+        let mut east = replica(4, "d", Some(1));
+        (east.zone, east.oldest_slot) = ("east".into(), 3);
+        let all = [replica(1, "a", None), replica(2, "b", Some(1)), replica(3, "c", Some(2)), east];
+        let mut text = String::new();
+        branch(&all, None, "", &mut text);
+        let drawn = "\
+└─ a  lends 10 slots
+   ├─ b  lends 10 slots
+   │  └─ c  lends 10 slots
+   └─ d  lends slots 3 to 9, zone east
+";
+        assert_eq!(text, drawn);
+    }
+
+    #[test]
+    fn one_whose_peer_is_gone_hangs_below_the_source_and_a_ring_ends() {
+        let mut text = String::new();
+        branch(&[replica(1, "a", Some(9))], None, "", &mut text);
+        assert_eq!(text, "└─ a  lends 10 slots\n");
+        let ring = [replica(1, "a", Some(2)), replica(2, "b", Some(1))];
+        branch(&ring, Some(1), "", &mut text);
+        assert!(text.lines().count() <= 2 + remora_messenger::control::MAX_REPLICAS);
+    }
 }

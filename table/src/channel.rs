@@ -83,15 +83,15 @@ impl Channel {
         Ok(())
     }
 
-    /// The same, but asks for no more bytes of slots than `allowance`, by one piece at most; says how many those were. What is small
-    /// (lines, entries) is not counted.
-    pub(crate) fn post_within(&mut self, peer: &mut dyn Peer, allowance: &mut u64) -> Result<(), Error> {
+    /// The same, but asks for pieces of slots only while `allowance` is above 0, and takes their bytes off; the last may take more than
+    /// was left. What is small (lines, entries) is not counted.
+    pub(crate) fn post_within(&mut self, peer: &mut dyn Peer, allowance: &mut i64) -> Result<(), Error> {
         while let Some(request) = self.queue.front() {
             let is_piece = matches!(What::from_tag(request.tag, self.epoch), Some(What::Piece { .. }));
-            if is_piece && *allowance == 0 {
+            if is_piece && *allowance <= 0 {
                 break;
             }
-            let cost = if is_piece { u64::from(request.length) } else { 0 };
+            let cost = if is_piece { i64::from(request.length) } else { 0 };
             if peer.post_read(std::slice::from_ref(request)).map_err(from_peer)? == 0 {
                 break;
             }

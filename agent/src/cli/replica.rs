@@ -4,7 +4,7 @@ use std::{net::IpAddr, path::PathBuf, time::Duration};
 
 use clap::{Args, ValueEnum};
 
-use super::{HostPort, RdmaRead};
+use super::{HostPort, RdmaRead, RelayArgs};
 use crate::{
     exit::{self, Code},
     server::{ServerArgs, Task},
@@ -66,7 +66,8 @@ pub struct ReplicaArgs {
     #[arg(long, value_name = "STATE", default_value = "empty", help_heading = "What to do")]
     pub on_failure: OnFailure,
 
-    /// Memory for slots under way; at least 16MiB.
+    /// Memory for slots under way, and for those that other replicas read from us; at least 16MiB. Three quarters of it hold slots: where all of a
+    /// snapshot's fit, others may read them from the first on; else the newest ones.
     #[arg(long, value_name = "SIZE", default_value = "256MiB", value_parser = parse_memory, help_heading = "Resources")]
     pub memory: Size,
 
@@ -74,6 +75,10 @@ pub struct ReplicaArgs {
     /// Needs as much disk space as the snapshot has bytes.
     #[arg(long, value_name = "DIR", help_heading = "Resources")]
     pub state_dir: Option<PathBuf>,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub relay: RelayArgs,
 
     /// Whether a server that has our module (docs/module.md) loads long strings out of shared memory: `auto`: where it can be done; `off`:
     /// everything goes by the link. What can't be done so goes by the link in any case.

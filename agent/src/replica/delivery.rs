@@ -34,6 +34,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::time::{Duration, Instant};
 
+use remora_fabric::Memory;
 use remora_redis::ReplId;
 use remora_redis::psync::{
     Payload,
@@ -44,18 +45,21 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustls::ServerConfig;
 use tokio::sync::mpsc::UnboundedSender;
 
-use super::feed::{Feed, FeedError, SnapshotFeed};
+use super::feed::{Feed, FeedError, Pumped, SnapshotFeed};
 use super::introduction::{self, Answer, Introduction, Shown};
 use super::link::Link;
 use super::meter::Meter;
 use super::mixed::{Mixed, Turn};
 use super::pacer::Pacer;
+use super::relayed::{Lost, ReadFrom, Relayed};
 use super::spool::{self, Held, Spool};
 
 /// What the delivery is told.
 pub(super) enum Order {
     /// Read from here now.
     Attach(Box<Feed>),
+    /// Take the snapshot's slots from there now.
+    ReadFrom(ReadFrom),
     /// What the server is loading will never be whole: close its link. A server that loads from it answers nobody until then.
     GiveUp,
     /// The server has our module: show it memory, and refer to that.
@@ -87,6 +91,8 @@ pub(super) enum News {
     LinkLost { text: String, loading: bool },
     /// The feed ended; another is needed, beginning where [`Progress`] says.
     FeedLost { error: FeedError },
+    /// A peer can't be read any more; nothing is read before it was said from whom else.
+    PeerLost(Lost),
     /// The server asked for something that needs another feed.
     FeedWanted,
     /// This agent can't go on.
@@ -104,6 +110,8 @@ pub(super) struct Progress {
     pub(super) next_byte: u64,
     /// The server holds the whole snapshot: only the stream is needed.
     pub(super) loaded: bool,
+    /// The memory of the copy that the next feed may go on with.
+    pub(super) copy: Option<Arc<Memory>>,
 }
 
 /// The control's handle on the thread.
@@ -180,6 +188,7 @@ pub(super) fn spawn(setup: Setup) -> io::Result<Handle> {
         snapshot_due: Instant::now(),
         by_module: false,
         introductions: 0,
+        kept: None,
     };
     let thread = std::thread::Builder::new().name("delivery".into()).spawn(move || delivery.run())?;
     Ok(Handle { orders, waker, thread: Some(thread), progress })
@@ -317,6 +326,8 @@ struct Delivery {
     /// The next payload is to refer to shown memory.
     by_module: bool,
     introductions: u64,
+    /// The copy of a feed that is over: others may still read it, and the next feed goes on with it.
+    kept: Option<Box<Relayed>>,
 }
 
 impl Delivery {
@@ -353,7 +364,31 @@ impl Delivery {
 
     /// Lets the control see how far we are.
     fn publish(&self) {
-        *self.shared.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = self.at.clone();
+        let copy = self.copy().map(|relayed| relayed.memory().clone());
+        let at = Progress { copy, ..self.at.clone() };
+        *self.shared.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = at;
+    }
+
+    /// The copy that there is.
+    fn copy(&self) -> Option<&Relayed> {
+        let of_feed = self.feed.as_ref().and_then(|feed| match &feed.snapshot {
+            Some(SnapshotFeed::Relayed(relayed)) => Some(&**relayed),
+            _ => None,
+        });
+        of_feed.or(self.kept.as_deref())
+    }
+
+    fn copy_mut(&mut self) -> Option<&mut Relayed> {
+        let of_feed = self.feed.as_mut().and_then(|feed| feed.snapshot.as_mut()?.relayed());
+        of_feed.or(self.kept.as_deref_mut())
+    }
+
+    /// Keeps the copy of the feed, which is over.
+    fn keep_the_copy(&mut self) {
+        let relayed = self.feed.as_mut().and_then(|feed| feed.snapshot.take()?.into_relayed());
+        if relayed.is_some() {
+            self.kept = relayed;
+        }
     }
 
     /// Carries out what was ordered. `false`: to end.
@@ -363,6 +398,11 @@ impl Delivery {
         loop {
             match self.orders.try_recv() {
                 Ok(Order::Attach(feed)) => self.attach(feed)?,
+                Ok(Order::ReadFrom(whom)) => {
+                    if let Some(relayed) = self.copy_mut() {
+                        relayed.read_from(Instant::now(), whom);
+                    }
+                }
                 Ok(Order::GiveUp) if !self.at.loaded => self.drop_link("the source has put us out", false),
                 Ok(Order::GiveUp) => {}
                 Ok(Order::UseModule) => self.by_module = true,
@@ -398,12 +438,13 @@ impl Delivery {
             self.begin_origin(&feed)?;
         }
         self.lay_down_the_slot();
+        self.keep_the_copy();
         if !self.at.loaded {
             // Without a spool all slots below the next one have gone to the server; with one they may have to go again.
             let held = self.spool.as_ref().map(Spool::held).unwrap_or_default();
             let first = if self.spool.is_some() { 0 } else { self.at.next_slot };
             let have = move |number: u64| usize::try_from(number).is_ok_and(|number| held.get(number) == Some(&true));
-            if let Err(error) = feed.begin_snapshot(first, have) {
+            if let Err(error) = feed.begin_snapshot(first, have, self.kept.take()) {
                 self.tell(News::FeedLost { error });
                 return Ok(());
             }
@@ -427,6 +468,7 @@ impl Delivery {
             next_slot: 0,
             next_byte: feed.origin.offset + 1,
             loaded: false,
+            copy: None,
         };
         let meter = &self.setup.meter;
         meter.bytes_fetched.set(0);
@@ -513,6 +555,9 @@ impl Delivery {
     /// The server will want the whole snapshot once more, and what went to it is kept nowhere.
     fn begin_again(&mut self) {
         self.at.next_slot = 0;
+        self.keep_the_copy();
+        // The server may still read what it was lent: only a copy that never writes a place twice can be used again.
+        self.kept = self.kept.take().and_then(|mut kept| kept.rewind().then_some(kept));
         self.feed = None;
         self.fetched = false;
         let meter = &self.setup.meter;
@@ -524,9 +569,10 @@ impl Delivery {
 
     /// A slot that is not used any further; whether it was overwritten meanwhile is of no interest now.
     fn give_back(&mut self, slot: Slot) {
-        if let Some(snapshot) = self.feed.as_mut().and_then(|feed| feed.snapshot.as_mut()) {
-            let _ = snapshot.reader.release(slot);
-        }
+        let _ = match self.feed.as_mut().and_then(|feed| feed.snapshot.as_mut()) {
+            Some(snapshot) => snapshot.release(slot),
+            None => slot.release_alone(),
+        };
     }
 
     /// Reads what the server says.
@@ -640,6 +686,7 @@ impl Delivery {
 
     fn lose_feed(&mut self, error: FeedError) {
         self.abandon_shown_memory();
+        self.keep_the_copy();
         self.feed = None;
         self.lay_down_the_slot();
         self.tell(News::FeedLost { error });
@@ -664,9 +711,12 @@ impl Delivery {
             return Ok(false);
         }
         self.snapshot_due = now + SNAPSHOT_PACE;
-        let news = snapshot.pump().map_err(Trouble::Feed)?;
-        let progress = snapshot.reader.progress();
+        let Pumped { moved: news, lost } = snapshot.pump(now).map_err(Trouble::Feed)?;
+        let progress = snapshot.progress();
         let meter = &self.setup.meter;
+        if let Some(relayed) = snapshot.relayed() {
+            relayed.show(meter);
+        }
         meter.bytes_known.set(progress.bytes_known);
         meter.slots_total.set(progress.end.unwrap_or(0));
 
@@ -680,7 +730,12 @@ impl Delivery {
                 moved = true;
             }
         }
-        if !self.fetched && snapshot.reader.is_complete() {
+        let fetched = snapshot.is_fetched();
+        if let Some(lost) = lost {
+            moved = true;
+            self.tell(News::PeerLost(lost));
+        }
+        if !self.fetched && fetched {
             self.fetched = true;
             self.tell(News::Fetched);
         }
@@ -695,13 +750,17 @@ impl Delivery {
             return Ok(false);
         }
         journal.pump()?;
-        let mut moved = false;
+        let (mut moved, mut took) = (false, 0);
         while let Some(chunk) = journal.reader.next_chunk() {
             self.at.next_byte = chunk.offset + chunk.bytes.len() as u64;
             self.setup.meter.stream_fetched.set(self.at.next_byte - 1);
             self.backlog_bytes += chunk.bytes.len();
+            took += chunk.bytes.len() as u64;
             self.backlog.push_back(chunk);
             moved = true;
+        }
+        if let Some(relayed) = feed.snapshot.as_mut().and_then(SnapshotFeed::relayed) {
+            relayed.stream_took(took);
         }
         self.journal_pace = if moved { PACE_FIRST } else { (self.journal_pace * 2).min(PACE_LAST) };
         self.journal_due = now + self.journal_pace;
@@ -887,9 +946,7 @@ impl Delivery {
         let snapshot = self.feed.as_mut()?.snapshot.as_mut()?;
         let slot = snapshot.next_slot()?;
         assert_eq!(slot.number, number, "the reader gives slots in order, from the first that was asked for");
-        let meter = &self.setup.meter;
-        meter.slots_held.set(slot.number + 1);
-        meter.bytes_fetched.add(u64::from(slot.length));
+        snapshot.count(&slot, &self.setup.meter);
         Some(Piece::Fresh(slot))
     }
 
@@ -982,7 +1039,7 @@ impl Delivery {
     fn slot_used(&mut self, slot: Slot) -> Result<(), WriteTrouble> {
         let number = slot.number;
         if let Some(snapshot) = self.feed.as_mut().and_then(|feed| feed.snapshot.as_mut()) {
-            snapshot.reader.release(slot).map_err(|error| WriteTrouble::Feed(error.into()))?;
+            snapshot.release(slot).map_err(|error| WriteTrouble::Feed(error.into()))?;
         }
         let below = &self.setup.meter.slots_below;
         below.set(below.get().max(number + 1));
@@ -994,6 +1051,7 @@ impl Delivery {
         let Some(served) = &mut self.served else { return 0 };
         served.out.extend_from_slice(end);
         served.stage = Stage::Streaming;
+        self.keep_the_copy();
         if let Some(feed) = &mut self.feed {
             feed.snapshot = None;
         }
@@ -1050,12 +1108,20 @@ impl Delivery {
         }
         if let Some(feed) = &mut self.feed {
             let Feed { snapshot, journal, .. } = &mut **feed;
-            if let Some(snapshot) = snapshot.as_mut().filter(|snapshot| !snapshot.reader.is_complete()) {
-                if snapshot.is_idle() {
-                    until = until.min(if wants_slots || self.spool.is_some() { self.snapshot_due } else { until });
-                } else if !link_paused {
+            if let Some(snapshot) = snapshot.as_mut().filter(|snapshot| !snapshot.is_fetched()) {
+                match snapshot {
+                    SnapshotFeed::Relayed(relayed) => {
+                        // Others wait for what comes, whatever our own server is doing.
+                        let due = if relayed.is_idle() { Some(self.snapshot_due) } else { relayed.due(now) };
+                        until = until.min(due.unwrap_or(until));
+                        fds.extend(relayed.arms().map(|fd| (fd, PollFlags::IN)));
+                    }
+                    SnapshotFeed::Direct(_) if snapshot.is_idle() => {
+                        until = until.min(if wants_slots || self.spool.is_some() { self.snapshot_due } else { until });
+                    }
                     // During a pause, what arrives can wait as well.
-                    fds.push((snapshot.arm(), PollFlags::IN));
+                    SnapshotFeed::Direct(_) if link_paused => {}
+                    SnapshotFeed::Direct(direct) => fds.push((direct.arm(), PollFlags::IN)),
                 }
             }
             if let Some(journal) = journal.as_mut().filter(|_| !backlog_full) {
@@ -1128,7 +1194,7 @@ fn spool_slot(
     };
     let (view, range) = slot.bytes();
     spool.store(held, view, range.start).map_err(trouble)?;
-    snapshot.reader.release(slot).map_err(|error| Trouble::Feed(error.into()))?;
+    snapshot.release(slot).map_err(|error| Trouble::Feed(error.into()))?;
     spool.remember(held).map_err(trouble)
 }
 

@@ -5,10 +5,13 @@
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::time::Instant;
 
 use remora_fabric::{Memory, Peer, View};
-use remora_table::{Expectation, JournalReader, SinkLayout, Slot, SnapshotReader};
+use remora_table::{Expectation, Geometry, JournalReader, Progress, SinkLayout, Slot, SnapshotCopy, SnapshotReader};
 
+use super::meter::Meter;
+use super::relayed::{Lost, Relayed};
 use super::spool;
 
 /// Why a feed ended.
@@ -45,6 +48,17 @@ pub(super) struct Part {
     pub(super) expect: Expectation,
     /// A snapshot's slots may be used where the source has them. (A journal's records are copied out in any case.)
     pub(super) in_place: bool,
+    /// The slots go into a copy, out of which others read on.
+    pub(super) copy: Option<CopyPlan>,
+}
+
+/// What becomes a copy in the part's sink.
+#[derive(Clone, Copy)]
+pub(super) struct CopyPlan {
+    /// Its shape.
+    pub(super) own: Geometry,
+    /// Bytes per second that may come in all; 0: any number.
+    pub(super) download_rate: u64,
 }
 
 impl Feed {
@@ -52,13 +66,31 @@ impl Feed {
         Feed { origin, snapshot: None, journal: None, parts: Some(parts) }
     }
 
-    /// Makes the reader of the snapshot, from slot `first` on, without those that are `held`.
+    /// Makes the reader of the snapshot, from slot `first` on, without those that are `held`. `kept` is the copy of a former feed; it goes on
+    /// where it lies in the same memory.
     pub(super) fn begin_snapshot(
         &mut self,
         first: u64,
         held: impl Fn(u64) -> bool + Send + 'static,
+        kept: Option<Box<Relayed>>,
     ) -> Result<(), FeedError> {
         let Some(part) = self.parts.as_mut().and_then(|parts| parts.snapshot.take()) else { return Ok(()) };
+        if let Some(plan) = part.copy {
+            let mut kept = kept.filter(|kept| Arc::ptr_eq(kept.memory(), &part.sink));
+            let goes_on = kept.as_mut().is_some_and(|kept| kept.resume_at(first));
+            let relayed = match kept.filter(|_| goes_on) {
+                Some(mut kept) => {
+                    kept.reconnect(part.peer);
+                    kept
+                }
+                None => {
+                    let copy = SnapshotCopy::create(part.sink, plan.own, part.expect, first)?;
+                    Box::new(Relayed::new(Instant::now(), copy, part.peer, plan.download_rate))
+                }
+            };
+            self.snapshot = Some(SnapshotFeed::Relayed(relayed));
+            return Ok(());
+        }
         let have = move |number: u64| number < first || held(number);
         // A view is only read in place where the source retains what it publishes.
         let (in_place, mapped) = match part.peer.view() {
@@ -66,7 +98,8 @@ impl Feed {
             copied_from => (None, copied_from),
         };
         let reader = SnapshotReader::new(in_place, part.sink, part.layout, part.expect, have)?.unchanging();
-        self.snapshot = Some(SnapshotFeed { reader, peer: part.peer, mapped, copied: 0 });
+        let direct = Direct { reader, peer: part.peer, mapped: Mapped::new(mapped) };
+        self.snapshot = Some(SnapshotFeed::Direct(Box::new(direct)));
         Ok(())
     }
 
@@ -79,46 +112,152 @@ impl Feed {
     }
 }
 
+/// The snapshot, on its way here.
+pub(super) enum SnapshotFeed {
+    /// Out of the source's table, into buffers or not copied at all.
+    Direct(Box<Direct>),
+    /// Into a copy, out of which others read on.
+    Relayed(Box<Relayed>),
+}
+
 /// The snapshot's reader and its peer.
-pub(super) struct SnapshotFeed {
-    pub(super) reader: SnapshotReader,
+pub(super) struct Direct {
+    reader: SnapshotReader,
     peer: Box<dyn Peer>,
-    /// The source's memory, where it is mapped here and slots are copied out of it.
-    mapped: Option<Arc<View>>,
+    mapped: Mapped,
+}
+
+/// The memory that a peer reads, where it is mapped here and slots are copied out of it.
+pub(super) struct Mapped {
+    view: Option<Arc<View>>,
     /// Bytes copied out of it since its pages were forgotten.
     copied: u64,
 }
 
-/// Bytes of the source's memory that may be mapped here at a time: they count as memory of this process, which has a limit. Large,
+/// Bytes of somebody else's memory that may be mapped here at a time: they count as memory of this process, which has a limit. Large,
 /// since a page that is read again in the next round of a window has to be mapped again.
 const MAPPED_LIMIT: u64 = 16 << 20;
 
-impl SnapshotFeed {
-    /// One turn of the reader.
-    pub(super) fn pump(&mut self) -> Result<bool, FeedError> {
-        let before = self.reader.progress();
-        self.reader.pump(&mut *self.peer)?;
-        Ok(self.reader.progress() != before)
+impl Mapped {
+    pub(super) fn new(view: Option<Arc<View>>) -> Mapped {
+        Mapped { view, copied: 0 }
     }
 
-    /// The next slot that has come.
-    pub(super) fn next_slot(&mut self) -> Option<Slot> {
-        let slot = self.reader.next_slot()?;
-        self.copied += u64::from(slot.length);
-        if let Some(view) = self.mapped.as_ref().filter(|_| self.copied >= MAPPED_LIMIT) {
+    /// So many bytes more were copied out of it.
+    pub(super) fn copied(&mut self, bytes: u64) {
+        self.copied += bytes;
+        if let Some(view) = self.view.as_ref().filter(|_| self.copied >= MAPPED_LIMIT) {
             view.forget(0..view.length());
             self.copied = 0;
         }
+    }
+}
+
+impl Direct {
+    fn next_slot(&mut self) -> Option<Slot> {
+        let slot = self.reader.next_slot()?;
+        self.mapped.copied(u64::from(slot.length));
         Some(slot)
+    }
+
+    /// What to wait on.
+    pub(super) fn arm(&mut self) -> BorrowedFd<'_> {
+        self.peer.arm()
+    }
+}
+
+/// What a turn has come to.
+pub(super) struct Pumped {
+    /// More is known, or there.
+    pub(super) moved: bool,
+    /// A peer was lost; the feed goes on.
+    pub(super) lost: Option<Lost>,
+}
+
+impl SnapshotFeed {
+    /// One turn of the reader.
+    pub(super) fn pump(&mut self, now: Instant) -> Result<Pumped, FeedError> {
+        let before = self.progress();
+        let lost = match self {
+            SnapshotFeed::Direct(direct) => {
+                direct.reader.pump(&mut *direct.peer)?;
+                None
+            }
+            SnapshotFeed::Relayed(relayed) => relayed.pump(now)?,
+        };
+        Ok(Pumped { moved: self.progress() != before, lost })
+    }
+
+    /// The next verified slot, in order of the stream.
+    pub(super) fn next_slot(&mut self) -> Option<Slot> {
+        match self {
+            SnapshotFeed::Direct(direct) => direct.next_slot(),
+            SnapshotFeed::Relayed(relayed) => relayed.next_slot(),
+        }
+    }
+
+    /// The slot has been used: was it whole until now?
+    pub(super) fn release(&mut self, slot: Slot) -> Result<(), remora_table::Error> {
+        match self {
+            SnapshotFeed::Direct(direct) => direct.reader.release(slot),
+            SnapshotFeed::Relayed(relayed) => {
+                relayed.release(slot);
+                Ok(())
+            }
+        }
+    }
+
+    /// Shows that this slot has come.
+    pub(super) fn count(&self, slot: &Slot, meter: &Meter) {
+        match self {
+            SnapshotFeed::Direct(_) => {
+                meter.slots_held.set(slot.number + 1);
+                meter.bytes_fetched.add(u64::from(slot.length));
+            }
+            // A copy holds slots before anybody here takes them.
+            SnapshotFeed::Relayed(relayed) => relayed.show(meter),
+        }
+    }
+
+    pub(super) fn progress(&self) -> Progress {
+        match self {
+            SnapshotFeed::Direct(direct) => direct.reader.progress(),
+            SnapshotFeed::Relayed(relayed) => relayed.progress(),
+        }
+    }
+
+    /// Nothing more of it is wanted from anybody.
+    pub(super) fn is_fetched(&self) -> bool {
+        match self {
+            SnapshotFeed::Direct(direct) => direct.reader.is_complete(),
+            SnapshotFeed::Relayed(relayed) => relayed.is_whole(),
+        }
     }
 
     /// Nothing is on its way: only time can bring something new.
     pub(super) fn is_idle(&self) -> bool {
-        self.reader.is_caught_up()
+        match self {
+            SnapshotFeed::Direct(direct) => direct.reader.is_caught_up(),
+            SnapshotFeed::Relayed(relayed) => relayed.is_idle(),
+        }
     }
 
-    pub(super) fn arm(&mut self) -> BorrowedFd<'_> {
-        self.peer.arm()
+    pub(super) fn relayed(&mut self) -> Option<&mut Relayed> {
+        match self {
+            SnapshotFeed::Direct(_) => None,
+            SnapshotFeed::Relayed(relayed) => Some(relayed),
+        }
+    }
+
+    /// The copy, to be kept when the feed is over.
+    pub(super) fn into_relayed(self) -> Option<Box<Relayed>> {
+        match self {
+            SnapshotFeed::Direct(_) => None,
+            SnapshotFeed::Relayed(mut relayed) => {
+                relayed.disconnect();
+                Some(relayed)
+            }
+        }
     }
 }
 

@@ -23,6 +23,12 @@ pub(super) struct Meter {
     pub(super) by_module: Count,
     /// Bytes that it loaded from there.
     pub(super) referred: Count,
+    /// The oldest slot of a copy that others may read.
+    pub(super) copy_oldest: Count,
+    /// 1 while a copy waits for its own server.
+    pub(super) copy_full: Count,
+    /// The session of the replica that slots come from; 0: from the source.
+    pub(super) reads_from: Count,
     /// The last byte of the stream that has arrived.
     pub(super) stream_fetched: Count,
     /// The last byte of the stream given to the server.

@@ -126,8 +126,7 @@ impl Mixed {
             return Ok(false);
         }
         let Some(slot) = snapshot.next_slot() else { return Ok(false) };
-        meter.slots_held.set(slot.number + 1);
-        meter.bytes_fetched.add(u64::from(slot.length));
+        snapshot.count(&slot, meter);
         self.take(slot)?;
         Ok(true)
     }
@@ -148,7 +147,7 @@ impl Mixed {
         while self.lent.front().is_some_and(|lent| lent.fields <= done && lent.end <= passed) {
             let Some(lent) = self.lent.pop_front() else { break };
             let (number, length) = (lent.slot.number, lent.slot.length);
-            snapshot.reader.release(lent.slot).map_err(|error| WriteTrouble::Feed(error.into()))?;
+            snapshot.release(lent.slot).map_err(|error| WriteTrouble::Feed(error.into()))?;
             meter.slots_below.set(number + 1);
             meter.bytes_delivered.add(u64::from(length));
             moved = true;

@@ -11,11 +11,13 @@
 //!   [`spool`] and [`meter`] are its parts.
 //! - [`introduction`] shows memory to a server that has our module; [`mixture`] and [`mixed`] are what such a server is sent.
 //! - [`source`] is the conversation with the source agent.
+//! - [`relayed`] takes slots from other replicas and [`serving`] lends them; [`upstream`] is the way to another one, [`limit`] how much a second.
 //! - [`sync`] is the loop that leads from joining to the hand-off; [`report`] says where the time went.
 
 mod delivery;
 mod feed;
 mod introduction;
+mod limit;
 mod link;
 mod meter;
 mod mixed;
@@ -23,13 +25,17 @@ mod mixture;
 mod pacer;
 mod preflight;
 mod record;
+mod relayed;
 mod report;
+mod serving;
 mod source;
 mod spool;
 mod sync;
 mod tls;
 mod unread;
+mod upstream;
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use remora_messenger::control::Token;
@@ -57,6 +63,7 @@ pub async fn run(args: ReplicaArgs) -> Result<(), Failure> {
 /// Everything up to the first thing that is touched; nothing is left to do after a dry run.
 async fn prepare(args: ReplicaArgs) -> Result<Option<Sync>, Failure> {
     let token = Token::read_file(&args.token_file).map_err(|error| Failure::refused(error.to_string()))?;
+    let token = Arc::new(token);
     let server = args.server.open(Task::Replica)?;
     let link_tls = tls::server_config(&args)?;
     let mut client = server.connect().await?;

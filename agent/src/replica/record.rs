@@ -105,7 +105,7 @@ impl Record {
     }
 
     /// All is as it was: the file goes.
-    pub(super) fn close(self) {
+    pub(super) fn close(&self) {
         if self.contents.settings.is_empty() {
             let _ = fs::remove_file(&self.path);
         }

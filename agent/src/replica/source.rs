@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 
 use remora_fabric::{Memory, Pages, Peer, RegionKey, Secret, TransportKind};
 use remora_messenger::control::{Connection, Fault, Options, Token, derive};
-use remora_messenger::control::{Join, Message, Offer, Resume, TableOffer};
-use remora_table::{Expectation, Geometry, SinkLayout};
+use remora_messenger::control::{Join, Message, Offer, Relays, Resume, TableOffer};
+use remora_table::{Expectation, Geometry, SinkLayout, SnapshotCopy};
 
 use super::delivery::Progress;
-use super::feed::{Feed, Part, Parts};
+use super::feed::{CopyPlan, Feed, Part, Parts};
 use super::preflight::Target;
 use super::spool;
 use crate::cli::ReplicaArgs;
@@ -51,6 +51,11 @@ impl Source {
         }
     }
 
+    /// Our address, as the source sees us.
+    pub(super) fn local_address(&self) -> SocketAddr {
+        self.connection.local_addr()
+    }
+
     /// The address by which the source was reached.
     pub(super) fn address(&self) -> SocketAddr {
         self.connection.peer_addr()
@@ -80,6 +85,7 @@ impl Source {
         target: &Target,
         progress: &Progress,
         held_slots: u64,
+        relays: Option<Relays>,
     ) -> Result<(), remora_messenger::control::Error> {
         let resume = progress.origin.as_ref().map(|origin| Resume {
             generation: origin.generation,
@@ -88,7 +94,7 @@ impl Source {
             replid: replid_bytes(&origin.replid),
             next_byte: progress.next_byte,
         });
-        self.connection.send(Message::Join(join(args, target, resume))).await
+        self.connection.send(Message::Join(Join { relays, ..join(args, target, resume) })).await
     }
 
     pub(super) async fn send(&mut self, message: Message) -> Result<(), remora_messenger::control::Error> {
@@ -117,7 +123,7 @@ impl Source {
     }
 }
 
-fn wish(args: &ReplicaArgs) -> Wish {
+pub(super) fn wish(args: &ReplicaArgs) -> Wish {
     Wish { choice: args.transport, lanes: args.lanes, rdma: args.rdma.clone() }
 }
 
@@ -173,20 +179,36 @@ impl Sinks {
         fit.clamp(1, SNAPSHOT_BUFFERS)
     }
 
-    /// The two sinks for tables of these shapes.
-    fn of(&self, snapshot: &Geometry, journal: &Geometry) -> Result<(Arc<Memory>, Arc<Memory>), Failure> {
-        let create = |name: &str, buffers: u32, geometry: &Geometry| {
-            let length = SinkLayout { offset: 0, buffers }.length(geometry);
-            Memory::create(name, length, Pages::Small).map(Arc::new).map_err(|error| {
-                Failure::local(format!(
-                    "{length} bytes of memory to read into can't be had: {error}; give a smaller --memory"
-                ))
-            })
-        };
-        let snapshot_sink = create("remora-sink", self.buffers(snapshot.slot_size), snapshot)?;
-        let journal_sink = create("remora-journal-sink", JOURNAL_BUFFERS, journal)?;
-        Ok((snapshot_sink, journal_sink))
+    /// The shape of a copy of this table: as many of its slots as the snapshot's share of the memory holds, or as few as are needed where
+    /// nobody else reads them. `None`: not even a small ring of them fits.
+    fn copy(&self, snapshot: &Geometry, serves: bool) -> Option<Geometry> {
+        let share = self.budget * SNAPSHOT_SHARE.0 / SNAPSHOT_SHARE.1;
+        let within = Geometry::within(share, snapshot.slot_size).ok()?;
+        let most = if serves { snapshot.slots } else { SNAPSHOT_BUFFERS };
+        let own = Geometry { slots: within.slots.min(most), ..within };
+        (SnapshotCopy::memory_len(&own) <= share).then_some(own)
     }
+
+    fn of(&self, buffers: u32, geometry: &Geometry, name: &str) -> Result<Arc<Memory>, Failure> {
+        create(name, SinkLayout { offset: 0, buffers }.length(geometry))
+    }
+}
+
+fn create(name: &str, length: u64) -> Result<Arc<Memory>, Failure> {
+    Memory::create(name, length, Pages::Small).map(Arc::new).map_err(|error| {
+        Failure::local(format!("{length} bytes of memory to read into can't be had: {error}; give a smaller --memory"))
+    })
+}
+
+/// How a replica takes part in passing slots on, where it does.
+#[derive(Clone)]
+pub(super) struct RelayWish {
+    /// Others may read them here.
+    pub(super) serves: bool,
+    /// Bytes per second that may come in all; 0: any number.
+    pub(super) download_rate: u64,
+    /// The memory of a copy that may be gone on with.
+    pub(super) kept: Option<Arc<Memory>>,
 }
 
 /// How to reach what a session was offered.
@@ -201,11 +223,28 @@ pub(super) struct Way {
 pub(super) struct Chosen {
     pub(super) kind: TransportKind,
     pub(super) why: String,
+    /// The copy that the slots go into, and whether its memory is new.
+    pub(super) copy: Option<(Arc<Memory>, Geometry, bool)>,
 }
 
 impl Way {
+    pub(super) fn new(session: u64, secret: Secret, source: SocketAddr, wish: Wish) -> Way {
+        Way { session, secret, source, wish }
+    }
+
+    /// Connects to one table. Blocks, within the transports' time-outs.
+    pub(super) fn reach(&self, table: &TableOffer, sink: &Arc<Memory>) -> Result<Box<dyn Peer>, Failure> {
+        self.connect(&mut self.wish.connectors(self.source), table, sink)
+    }
+
     /// Connects to the offered tables. Blocks, within the transports' time-outs.
-    pub(super) fn feed(&self, offer: &Offer, sinks: Sinks, without_snapshot: bool) -> Result<(Feed, Chosen), Failure> {
+    pub(super) fn feed(
+        &self,
+        offer: &Offer,
+        sinks: Sinks,
+        without_snapshot: bool,
+        relay: Option<&RelayWish>,
+    ) -> Result<(Feed, Chosen), Failure> {
         let geometry = |table: &TableOffer| Geometry { slot_size: table.slot_size, slots: table.slots };
         let (snapshot, journal) = (geometry(&offer.snapshot), geometry(&offer.journal));
         for shape in [snapshot, journal] {
@@ -213,7 +252,6 @@ impl Way {
                 .checked()
                 .map_err(|error| Failure::new(Code::Source, format!("the source offers no sound table: {error}")))?;
         }
-        let (snapshot_sink, journal_sink) = sinks.of(&snapshot, &journal)?;
         let origin = spool::Origin {
             generation: offer.generation,
             replid: String::from_utf8_lossy(&offer.replid).into_owned(),
@@ -221,17 +259,31 @@ impl Way {
             slot_size: offer.snapshot.slot_size,
         };
         let mut connectors = self.wish.connectors(self.source);
+        let journal_sink = sinks.of(JOURNAL_BUFFERS, &journal, "remora-journal-sink")?;
         let journal_peer = self.connect(&mut connectors, &offer.journal, &journal_sink)?;
-        let snapshot_part = if without_snapshot {
-            None
-        } else {
-            let peer = self.connect(&mut connectors, &offer.snapshot, &snapshot_sink)?;
+        let is_local = connectors.best().is_some_and(|connector| connector.kind() == TransportKind::Shm);
+        let relay = relay.filter(|_| offer.snapshot.retained && !is_local && !without_snapshot);
+        let copy = relay.and_then(|relay| Some((relay, sinks.copy(&snapshot, relay.serves)?)));
+        let (mut chosen_copy, mut snapshot_part) = (None, None);
+        if let Some((relay, own)) = copy {
+            let length = SnapshotCopy::memory_len(&own);
+            let kept = relay.kept.clone().filter(|kept| kept.length() == length);
+            let is_new = kept.is_none();
+            let memory = kept.map_or_else(|| create("remora-copy", length), Ok)?;
+            let peer = self.connect(&mut connectors, &offer.snapshot, &memory)?;
+            let plan = CopyPlan { own, download_rate: relay.download_rate };
+            let part = self.part(peer, memory.clone(), 1, snapshot, &offer.snapshot, offer);
+            snapshot_part = Some(Part { copy: Some(plan), ..part });
+            chosen_copy = Some((memory, own, is_new));
+        } else if !without_snapshot {
             let buffers = sinks.buffers(snapshot.slot_size);
-            Some(self.part(peer, snapshot_sink, buffers, snapshot, &offer.snapshot, offer))
-        };
+            let sink = sinks.of(buffers, &snapshot, "remora-sink")?;
+            let peer = self.connect(&mut connectors, &offer.snapshot, &sink)?;
+            snapshot_part = Some(self.part(peer, sink, buffers, snapshot, &offer.snapshot, offer));
+        }
         let journal_part = self.part(journal_peer, journal_sink, JOURNAL_BUFFERS, journal, &offer.journal, offer);
         let kind = connectors.best().map_or(TransportKind::Tcp, |connector| connector.kind());
-        let chosen = Chosen { kind, why: connectors.why() };
+        let chosen = Chosen { kind, why: connectors.why(), copy: chosen_copy };
         Ok((Feed::new(origin, Parts { snapshot: snapshot_part, journal: journal_part }), chosen))
     }
 
@@ -250,7 +302,7 @@ impl Way {
             replid: offer.replid,
             first_offset: table.first_offset,
         };
-        Part { peer, sink, layout: SinkLayout { offset: 0, buffers }, expect, in_place: table.retained }
+        Part { peer, sink, layout: SinkLayout { offset: 0, buffers }, expect, in_place: table.retained, copy: None }
     }
 
     /// Tries the connectors, best first. One that fails is out, with a sentence why, also for the tables that follow.

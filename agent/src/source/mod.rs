@@ -12,11 +12,12 @@
 //! - [`module`] has the server's own child fill the snapshot's table, where the server has our module.
 //! - [`gauge`] is what the threads show of themselves.
 //! - [`trial`] lends memory to who measures the way.
+//! - [`directory`] decides which replica reads the snapshot from which other one.
 //! - [`door`] tells control connections from data lanes on the one port that is opened.
 //! - this file wires them up and does what the owner says.
 
 mod capture;
-mod door;
+mod directory;
 mod gauge;
 pub(crate) mod module;
 mod owner;
@@ -33,18 +34,20 @@ use remora_fabric::shm::{ShmExporter, ShmOptions};
 use remora_fabric::tcp::{SendMode, TcpExporter, TcpOptions};
 use remora_fabric::{Exporter, Memory, Pages, RegionId};
 use remora_messenger::control::{
-    Announce, GenerationState, GenerationStatus, Message, Offer, RefusalCode, ReplicaStatus, StatusReport, TableOffer,
-    Totals,
+    Announce, GenerationState, GenerationStatus, LossCause, Message, Offer, Phase, RefusalCode, Relays, ReplicaStatus,
+    StatusReport, TableOffer, Totals, Upstream,
 };
 use remora_messenger::control::{Connection, Endpoint, Fault, Options, Sender, Token, derive};
 use remora_table::Geometry;
 use tokio::sync::{Mutex, mpsc};
 
 use self::capture::{CaptureEvent, Plan};
+use self::directory::{Assignment, Directory, Joining};
 use self::gauge::Gauge;
 use self::owner::{Action, Event, Format, Owner, Replica, Report, Resume, Rules, Session, Stage};
 use self::trial::Trial;
 use crate::cli::{SendChoice, SourceArgs};
+use crate::door;
 use crate::exit::Failure;
 use crate::server::{Client, Facts, Link, Place, Role, Server, Task};
 use crate::transports;
@@ -71,7 +74,7 @@ pub async fn run(args: SourceArgs) -> Result<(), Failure> {
     let tables = Tables::create(&args, &facts).await?;
     let (incoming, inbox) = mpsc::channel(INCOMING_LIMIT);
     let (captured, captures) = mpsc::unbounded_channel();
-    let port = door::take(args.listen).await?;
+    let port = door::take(args.listen, "the source", "--listen").await?;
     let tcp = Arc::new(tcp_exporter(&args, port.1)?);
     let conversations = Endpoint::new(&token, &Options::default());
     let conversations = conversations.map_err(|error| Failure::local(format!("no conversations: {error}")))?;
@@ -109,6 +112,7 @@ pub async fn run(args: SourceArgs) -> Result<(), Failure> {
         tables,
         gauge,
         owner,
+        directory: Directory::default(),
         exporters,
         incoming,
         captured,
@@ -128,7 +132,7 @@ pub(crate) enum Incoming {
     /// Somebody has proved to hold the token.
     Arrived(Connection),
     /// ... and says this.
-    Said { session: Session, message: Message },
+    Said { session: Session, message: Box<Message> },
     /// ... and is gone.
     Left { session: Session, fault: Fault },
     /// The server was asked about itself.
@@ -137,6 +141,12 @@ pub(crate) enum Incoming {
     PlanReady(Session),
     /// The region to measure by is lent, or why not.
     TrialReady { id: RegionId, lent: Result<(), remora_fabric::Error> },
+}
+
+impl From<Connection> for Incoming {
+    fn from(connection: Connection) -> Incoming {
+        Incoming::Arrived(connection)
+    }
 }
 
 /// Messages that may wait for the loop: some for each of many replicas. Beyond it their connections wait.
@@ -165,6 +175,7 @@ struct Source {
     tables: Tables,
     gauge: Arc<Gauge>,
     owner: Owner,
+    directory: Directory,
     exporters: Vec<Arc<dyn Exporter>>,
     incoming: mpsc::Sender<Incoming>,
     captured: mpsc::UnboundedSender<CaptureEvent>,
@@ -186,6 +197,8 @@ struct Peer {
     done: bool,
     /// Why it reads by no better transport, in its own words.
     transport_why: String,
+    /// How it takes part in passing slots on; its address as others reach it.
+    relays: Option<Relays>,
 }
 
 struct CaptureThread {
@@ -217,6 +230,8 @@ impl Source {
                 _ = tick.tick() => {
                     self.rate.sample(self.gauge.journal().1);
                     self.apply(Event::Tick)?;
+                    let moved = self.directory.tick(Instant::now(), self.gauge.published_slots());
+                    self.assign(&moved);
                 }
                 _ = interrupt.recv() => break,
                 _ = terminate.recv() => break,
@@ -229,7 +244,7 @@ impl Source {
     fn receive(&mut self, incoming: Incoming) {
         match incoming {
             Incoming::Arrived(connection) => self.welcome(connection),
-            Incoming::Said { session, message } => self.said(session, message),
+            Incoming::Said { session, message } => self.said(session, *message),
             Incoming::Left { session, fault } => self.left(session, &fault),
             Incoming::Learned(facts) => self.facts = *facts,
             Incoming::PlanReady(session) => {
@@ -243,12 +258,13 @@ impl Source {
     fn welcome(&mut self, connection: Connection) {
         let (session, address, key) = (connection.session(), connection.peer_addr(), connection.session_key());
         let (sender, mut receiver) = connection.split();
-        self.sessions.insert(session, Peer { sender, address, key, done: false, transport_why: String::new() });
+        self.sessions
+            .insert(session, Peer { sender, address, key, done: false, transport_why: String::new(), relays: None });
         let incoming = self.incoming.clone();
         tokio::spawn(async move {
             loop {
                 let (said, last) = match receiver.receive().await {
-                    Ok(message) => (Incoming::Said { session, message }, false),
+                    Ok(message) => (Incoming::Said { session, message: Box::new(message) }, false),
                     Err(error) => (Incoming::Left { session, fault: error.fault }, true),
                 };
                 if incoming.send(said).await.is_err() || last {
@@ -264,7 +280,8 @@ impl Source {
             Message::ProbeQuery => return self.trial_wanted(session),
             Message::Join(join) => {
                 self.grant(session);
-                let Some(peer) = self.sessions.get(&session) else { return };
+                let Some(peer) = self.sessions.get_mut(&session) else { return };
+                peer.relays = join.relays.map(|relays| as_others_reach_it(relays, peer.address));
                 let address = peer.address.to_string();
                 let name = if join.name.is_empty() { address.clone() } else { join.name };
                 tracing::info!(replica = %name, %address, server = %join.server, resumes = join.resume.is_some(), "a replica joins");
@@ -282,6 +299,10 @@ impl Source {
                 if let Some(peer) = self.sessions.get_mut(&session) {
                     peer.transport_why = progress.transport_why;
                 }
+                if let Some(at) = progress.relaying {
+                    let is_done = progress.phase > Phase::Transfer;
+                    self.directory.progress(Instant::now(), session, at, progress.bytes, is_done);
+                }
                 let at = Report {
                     phase: progress.phase,
                     transport: progress.transport,
@@ -291,6 +312,9 @@ impl Source {
                     applied_offset: progress.applied_offset,
                 };
                 Event::Progress { session, at }
+            }
+            Message::PeerLost { generation, session: peer, cause, text } => {
+                return self.peer_lost(session, generation, peer, cause, &text);
             }
             Message::HandOffQuery { offset, .. } => return self.answer_hand_off(session, offset),
             Message::StatusQuery => return self.send(session, Message::Status(self.report())),
@@ -318,6 +342,8 @@ impl Source {
 
     fn left(&mut self, session: Session, fault: &Fault) {
         let Some(peer) = self.sessions.remove(&session) else { return };
+        let moved = self.directory.gone(session);
+        self.assign(&moved);
         for exporter in &self.exporters {
             exporter.withdraw(session);
         }
@@ -363,11 +389,16 @@ impl Source {
                 if let Some(peer) = self.sessions.get_mut(&session) {
                     peer.done = true;
                 }
+                let moved = self.directory.gone(session);
+                self.assign(&moved);
             }
             Action::GenerationGone { session, generation, text } => {
                 self.send(session, Message::GenerationGone { generation, text });
             }
-            Action::RevokeSnapshot { generation } => self.revoke(generation, SNAPSHOT_REGION),
+            Action::RevokeSnapshot { generation } => {
+                self.directory.clear();
+                self.revoke(generation, SNAPSHOT_REGION);
+            }
             Action::EndStream { generation } => {
                 self.revoke(generation, JOURNAL_REGION);
                 self.stop_threads(|thread| thread.follows_stream);
@@ -492,7 +523,55 @@ impl Source {
         }
     }
 
+    /// From whom a replica is to take the snapshot's slots; `None`: from the source.
+    ///
+    /// Only of a table that is retained: of a window the source must know when a slot may go, and a slot's entry goes with it.
+    fn place_for(&mut self, generation: u64, session: Session) -> Option<Upstream> {
+        let replica = self.owner.replicas.get(&session)?;
+        let relays = self.sessions.get(&session)?.relays.clone()?;
+        if !self.tables.retained || replica.is_loaded() {
+            return None;
+        }
+        let first = replica.held_slots(generation);
+        let joining = Joining { serves: !relays.serves_at.is_empty(), zone: relays.zone, first };
+        let from = self.directory.join(Instant::now(), generation, session, joining)?;
+        self.upstream(from)
+    }
+
+    fn upstream(&self, session: Session) -> Option<Upstream> {
+        let address = self.sessions.get(&session)?.relays.as_ref()?.serves_at.clone();
+        Some(Upstream { session, name: self.owner.replicas.get(&session)?.name.clone(), address })
+    }
+
+    /// Sends replicas elsewhere, as the directory wants it.
+    fn assign(&mut self, assignments: &[Assignment]) {
+        let Some(generation) = self.owner.snapshot.as_ref().map(|snapshot| snapshot.generation) else { return };
+        for &Assignment { reader, from } in assignments {
+            let upstream = from.and_then(|from| self.upstream(from));
+            let name = upstream.as_ref().map_or("the source", |upstream| upstream.name.as_str());
+            tracing::info!(reader, from = name, "a replica is sent elsewhere for its slots");
+            self.send(reader, Message::ReadFrom { generation, upstream });
+        }
+    }
+
+    fn peer_lost(&mut self, reader: Session, generation: u64, peer: Session, cause: LossCause, text: &str) {
+        if !self.owner.has_given(reader, generation) {
+            return;
+        }
+        let name = |session| self.owner.replicas.get(&session).map_or("gone", |replica| replica.name.as_str());
+        match cause {
+            LossCause::Lied => {
+                tracing::warn!(peer = name(peer), reader = name(reader), %text, "a replica passed on bytes that are not ours");
+            }
+            _ => tracing::info!(peer = name(peer), reader = name(reader), %text, "a replica lost the one it read from"),
+        }
+        let moved = self.directory.lost(reader, peer, cause);
+        self.assign(&moved);
+    }
+
     fn offer(&mut self, session: Session) {
+        let Some(generation) = self.owner.snapshot.as_ref().map(|snapshot| snapshot.generation) else { return };
+        let upstream = self.place_for(generation, session);
         let (Some(snapshot), Some(stream)) = (&self.owner.snapshot, &self.owner.stream) else { return };
         let Some((replid, offset)) = snapshot.origin() else { return };
         let (journal_generation, journal_offset) = self.tables.journal_origin;
@@ -503,6 +582,7 @@ impl Source {
             offset,
             snapshot: self.table_offer(snapshot.generation, SNAPSHOT_REGION, offset),
             journal: self.table_offer(journal_generation, JOURNAL_REGION, journal_offset),
+            upstream,
             ..self.plan()
         };
         self.send(session, Message::Offer(offer));
@@ -639,6 +719,8 @@ impl Source {
     fn replica_status(&self, session: Session, replica: &Replica, now: Instant) -> ReplicaStatus {
         let slots = self.gauge.published_slots().max(1);
         let held = replica.at.slots_held;
+        let (oldest_slot, serves) = self.directory.lends(session);
+        let relays = self.sessions.get(&session).and_then(|peer| peer.relays.as_ref());
         ReplicaStatus {
             name: replica.name.clone(),
             address: replica.address.clone(),
@@ -653,10 +735,10 @@ impl Source {
             joined_seconds: now.duration_since(replica.joined).as_secs(),
             silent_seconds: now.duration_since(replica.heard).as_secs(),
             session,
-            reads_from: None,
-            serves: false,
-            oldest_slot: 0,
-            zone: String::new(),
+            reads_from: self.directory.reads_from(session),
+            serves,
+            oldest_slot,
+            zone: relays.map(|relays| relays.zone.clone()).unwrap_or_default(),
         }
     }
 
@@ -679,6 +761,19 @@ impl Source {
             tracing::warn!("a capture thread did not end in time");
         }
     }
+}
+
+/// A replica that serves at an unspecified host is reached by others at the one that we see it by.
+fn as_others_reach_it(relays: Relays, seen: std::net::SocketAddr) -> Relays {
+    let serves_at = match relays.serves_at.parse::<std::net::SocketAddr>() {
+        Ok(address) if address.ip().is_unspecified() => {
+            std::net::SocketAddr::new(seen.ip(), address.port()).to_string()
+        }
+        Ok(address) => address.to_string(),
+        // What is no address is nowhere.
+        Err(_) => String::new(),
+    };
+    Relays { serves_at, ..relays }
 }
 
 /// Whether the primary would continue from `offset`, with room for the time that a hand-off takes.

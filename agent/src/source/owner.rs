@@ -183,8 +183,13 @@ impl Replica {
         kind.map(|kind| kind.name().to_string()).unwrap_or_default()
     }
 
+    /// Slots of that generation that it brings along, from the first without a gap.
+    pub(crate) fn held_slots(&self, generation: u64) -> u64 {
+        self.resume.filter(|resume| resume.generation == generation).map_or(0, |resume| resume.held_slots)
+    }
+
     /// Its server holds a whole snapshot: it needs the stream only.
-    fn is_loaded(&self) -> bool {
+    pub(crate) fn is_loaded(&self) -> bool {
         self.resume.is_some_and(|resume| resume.loaded.is_some())
     }
 

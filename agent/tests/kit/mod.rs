@@ -73,6 +73,19 @@ impl Source {
         serde_json::from_str(&agent.stdout()).unwrap()
     }
 
+    /// What `remora status` prints for people.
+    pub(crate) fn drawn_status(&self) -> String {
+        let token = self.token.display().to_string();
+        let mut agent = remora(self.folder.path(), &["status", "--source", &self.address, "--token-file", &token]);
+        agent.wait_for_success(LONG).unwrap();
+        agent.stdout()
+    }
+
+    /// The token that source and replicas share.
+    pub(crate) fn token(&self) -> &Path {
+        &self.token
+    }
+
     /// Waits until the status is as wanted.
     pub(crate) fn wait_for_status(&self, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
         let look = || {

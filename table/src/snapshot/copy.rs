@@ -44,13 +44,13 @@ use crate::{
 pub struct Turn {
     /// Lines may be read again to see whether there is news. Not at every turn: a look costs both ends a small read.
     pub look: bool,
-    /// Bytes of slots that may be asked for, rounded up to one read. What was asked for is taken off.
-    pub allowance: u64,
+    /// Slots are asked for while this is above 0, and their bytes are taken off: by the last read it may fall below.
+    pub allowance: i64,
 }
 
 impl Turn {
     /// Without any limit.
-    pub const FREE: Turn = Turn { look: true, allowance: u64::MAX };
+    pub const FREE: Turn = Turn { look: true, allowance: i64::MAX };
 }
 
 /// Why nothing more can be read from a peer. The copy goes on from another.
@@ -120,6 +120,8 @@ pub struct SnapshotCopy {
     /// The next slot for our own use.
     delivered: u64,
     lent: Arc<Lent>,
+    /// Bytes of slots that have arrived, those thrown away included.
+    arrived: u64,
     /// The last turn found nothing more to ask for.
     starved: bool,
 }
@@ -174,6 +176,7 @@ impl SnapshotCopy {
             landed: BTreeMap::new(),
             delivered: first,
             lent: Arc::default(),
+            arrived: 0,
             starved: false,
         })
     }
@@ -250,7 +253,8 @@ impl SnapshotCopy {
             Some(peer) if matches!(self.way, Way::Peer(_)) => self.pump_peer(peer, turn)?,
             _ => None,
         };
-        self.ledger.ask(&mut self.source, turn.look);
+        let look = turn.look && self.needs_the_source();
+        self.ledger.ask(&mut self.source, look);
         if !matches!(self.way, Way::Peer(_)) {
             self.ask_slots()?;
         }
@@ -275,6 +279,16 @@ impl SnapshotCopy {
             front.ask(&mut self.peer, turn.look && exhausted && !front.is_sealed());
         }
         Ok(self.peer.post_within(peer, &mut turn.allowance).err().map(Loss::Gone))
+    }
+
+    /// Whether news of the source would be of use. Behind a peer only for slots that the peer has: many readers would else ask the
+    /// source for lines that none of them can follow yet.
+    fn needs_the_source(&self) -> bool {
+        match &self.way {
+            Way::Hold => false,
+            Way::Source => true,
+            Way::Peer(front) => front.is_sealed() || front.published() > self.ledger.seen(),
+        }
     }
 
     /// The way has published nothing that we have not asked for.
@@ -324,7 +338,7 @@ impl SnapshotCopy {
     fn land(&mut self, index: u8, piece: u8) -> Result<Option<Loss>, Error> {
         let Some(Some(work)) = self.works.get_mut(usize::from(index)) else { return Ok(None) };
         let at = self.own.slot_offset(work.wanted.number);
-        work.pieces.land(piece);
+        self.arrived += work.pieces.land(piece);
         work.pieces.sum(&self.memory, at)?;
         if !work.pieces.are_here() {
             return Ok(None);
@@ -491,6 +505,16 @@ impl SnapshotCopy {
     /// The oldest slot that others may read here.
     pub fn oldest(&self) -> u64 {
         self.publisher.line().retired
+    }
+
+    /// Bytes of slots that have arrived, those thrown away included.
+    pub fn arrived(&self) -> u64 {
+        self.arrived
+    }
+
+    /// The next slot has no place before its owner gives one back.
+    pub fn is_full(&self) -> bool {
+        self.next >= self.lent.floor(self.delivered) + u64::from(self.own.slots)
     }
 
     /// Slots whose entries have been seen: for these the source itself is not needed any more.

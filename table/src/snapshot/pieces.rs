@@ -30,9 +30,10 @@ impl Pieces {
         Pieces { length, count, landed: 0, summed: 0, crc: 0 }
     }
 
-    /// One more is here.
-    pub(super) fn land(&mut self, piece: u8) {
+    /// One more is here: of so many bytes.
+    pub(super) fn land(&mut self, piece: u8) -> u64 {
         self.landed |= 1 << piece;
+        u64::from((self.length - u32::from(piece) * READ_BYTES).min(READ_BYTES))
     }
 
     /// All are here.

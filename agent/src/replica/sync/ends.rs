@@ -33,19 +33,12 @@ impl Sync {
         self.phase = Phase::Done;
         self.tell_progress().await;
         self.delivery.stop(true);
+        self.record.close();
+        self.publish(&summary)?;
+        self.linger().await;
         if let Some(source) = self.source.take() {
             let text = format!("{} follows the primary at offset {}", self.server.url(), summary.hand_off_offset);
             source.leave(Message::Leave { outcome: Outcome::HandedOver, text }).await;
-        }
-        self.record.close();
-        if let Some(path) = &self.args.json {
-            let text = serde_json::to_string_pretty(&summary).unwrap_or_default();
-            std::fs::write(path, text).map_err(|error| {
-                Failure::local(format!("{} can't be written: {error}; the sync itself is done", path.display()))
-            })?;
-        }
-        for line in summary.lines() {
-            progress::say(&line);
         }
         match end {
             End::HandedOver => Ok(()),
@@ -56,6 +49,18 @@ impl Sync {
                 Err(Failure::new(Code::Interrupted, text))
             }
         }
+    }
+
+    /// Says how it went, to people and to programs.
+    fn publish(&self, summary: &Summary) -> Result<(), Failure> {
+        if let Some(path) = &self.args.json {
+            let text = serde_json::to_string_pretty(summary).unwrap_or_default();
+            std::fs::write(path, text).map_err(|error| {
+                Failure::local(format!("{} can't be written: {error}; the sync itself is done", path.display()))
+            })?;
+        }
+        summary.lines().iter().for_each(|line| progress::say(line));
+        Ok(())
     }
 
     pub(super) fn summary(&self) -> Summary {

@@ -26,6 +26,7 @@ impl Sync {
         let mut told_full = false;
         while now.elapsed() < HAND_OFF_LIMIT || told_full {
             tokio::time::sleep(QUICK_TICK).await;
+            self.tell_progress_when_due().await;
             let facts = match self.replication_facts().await {
                 Ok(facts) => facts,
                 Err(error) if error.is_passing() && now.elapsed() < HAND_OFF_LIMIT => {

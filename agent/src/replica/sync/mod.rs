@@ -8,7 +8,7 @@
 //!                                                                          └──▶ Stay (--stay), until stopped: then HandOff
 //! ```
 //!
-//! [`module`], [`hand_off`] and [`ends`] hold the parts of `apply` that those names say.
+//! [`module`], [`relay`], [`hand_off`] and [`ends`] hold the parts of `apply` that those names say.
 //!
 //! Whatever goes wrong before the server holds the whole snapshot ends in [`Sync::clean_up`]; afterwards the best end is always
 //! the hand-off: the server's own replication then makes good whatever is missing.
@@ -16,6 +16,7 @@
 mod ends;
 mod hand_off;
 mod module;
+mod relay;
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::ops::ControlFlow;
@@ -39,19 +40,23 @@ use crate::replica::record::Record;
 use crate::replica::report::{Moments, PROGRESS_EVERY};
 use crate::replica::source::{Chosen, Sinks, Source};
 use crate::replica::spool::Spool;
+use crate::replica::sync::relay::Relay;
+use crate::replica::upstream::Said;
 use crate::server::{Client, Facts, Server, ServerError};
 use crate::source::{Backoff, TROUBLE};
 
 /// See the module's text.
 pub(super) struct Sync {
     args: ReplicaArgs,
-    token: Token,
+    token: Arc<Token>,
     server: Server,
     client: Client,
     record: Record,
     target: Target,
     primary: Primary,
     source: Option<Source>,
+    /// What we have to do with other replicas.
+    relay: Relay,
     delivery: Handle,
     news: UnboundedReceiver<News>,
     meter: Arc<Meter>,
@@ -95,6 +100,7 @@ pub(super) struct Sync {
 enum Happening {
     Said(Box<Result<Message, remora_messenger::control::Error>>),
     News(News),
+    Peer(Said),
     Retry,
     Tick,
     Signal(&'static str),
@@ -140,7 +146,7 @@ impl Sync {
     #[allow(clippy::too_many_arguments)] // called once, with all that the preflight has found
     pub(super) async fn begin(
         args: ReplicaArgs,
-        token: Token,
+        token: Arc<Token>,
         server: Server,
         client: Client,
         record: Record,
@@ -175,6 +181,7 @@ impl Sync {
         };
         let delivery =
             delivery::spawn(setup).map_err(|error| Failure::local(format!("no thread for the delivery: {error}")))?;
+        let relay = Relay::open(&args, &token, &source).await?;
         let now = Instant::now();
         let mut sync = Sync {
             args,
@@ -185,6 +192,7 @@ impl Sync {
             target,
             primary,
             source: Some(source),
+            relay,
             delivery,
             news,
             meter,
@@ -255,6 +263,7 @@ impl Sync {
             news = self.news.recv() => Happening::News(news.unwrap_or_else(|| News::Fatal {
                 text: "the delivery ended unexpectedly; this is a bug of remora".into(),
             })),
+            Some(said) = self.relay.said.recv() => Happening::Peer(said),
             () = async { match retry {
                 Some(at) => tokio::time::sleep_until(at).await,
                 None => std::future::pending().await,
@@ -270,6 +279,7 @@ impl Sync {
                 Err(error) => self.source_lost(error).await,
             },
             Happening::News(news) => self.delivery_says(news).await,
+            Happening::Peer(said) => self.peer_said(said).await,
             Happening::Retry => self.try_source_again().await,
             Happening::Tick => self.tick().await,
             Happening::Signal(name) => self.stopped(name).await,
@@ -290,9 +300,12 @@ impl Sync {
             }
         } else if self.args.state_dir.is_some() {
             held = held.max(self.meter.slots_below.get().min(self.meter.slots_held.get()));
+        } else if progress.copy.is_some() {
+            held = held.max(self.meter.slots_held.get());
         }
+        let relays = self.relay.introduction(&self.args);
         if let Some(source) = &mut self.source {
-            let _ = source.join(&self.args, &self.target, &progress, held).await;
+            let _ = source.join(&self.args, &self.target, &progress, held, relays).await;
         }
     }
 
@@ -304,6 +317,7 @@ impl Sync {
                 GO_ON
             }
             Message::Offer(offer) => self.offered(offer).await,
+            Message::ReadFrom { generation, upstream } => self.sent_to(generation, upstream),
             Message::GenerationGone { generation, text } => {
                 tracing::warn!(generation, "the source has given up its snapshot: {text}");
                 self.interruptions += 1;
@@ -341,18 +355,21 @@ impl Sync {
         let progress = self.delivery.progress();
         let way = source.way(&self.args);
         let (asked, sinks, loaded) = (offer.clone(), self.sinks, progress.loaded);
-        let connecting = tokio::task::spawn_blocking(move || way.feed(&asked, sinks, loaded));
+        let is_same = progress.origin.as_ref().is_some_and(|origin| origin.generation == offer.generation);
+        let relay = self.relay.wish(&self.args, progress.copy.filter(|_| is_same));
+        let connecting = tokio::task::spawn_blocking(move || way.feed(&asked, sinks, loaded, relay.as_ref()));
         let result = connecting.await.map_err(|error| Failure::local(format!("connecting failed: {error}")))?;
-        let (feed, chosen) = match result {
+        let (feed, mut chosen) = match result {
             Ok(connected) => connected,
             Err(failure) => return self.feed_lost(&failure.message).await,
         };
-        self.reads_by(chosen, &offer);
         self.waiting = None;
         self.moments.offered.get_or_insert_with(Instant::now);
-        self.offer = Some(offer);
         self.away_since = None;
         self.delivery.order(Order::Attach(Box::new(feed)));
+        self.begin_relaying(&offer, &mut chosen);
+        self.reads_by(chosen, &offer);
+        self.offer = Some(offer);
         if self.phase == Phase::Waiting {
             self.phase = Phase::Transfer;
         }
@@ -364,7 +381,7 @@ impl Sync {
 
     /// Remembers the transport, and says it where it is news.
     fn reads_by(&mut self, chosen: Chosen, offer: &Offer) {
-        let Chosen { kind, why } = chosen;
+        let Chosen { kind, why, .. } = chosen;
         if self.transport != Some(kind) || self.transport_why != why {
             if self.transport == Some(remora_fabric::TransportKind::Verbs) {
                 tracing::warn!(now = kind.name(), why, "RDMA to the source has ended; going on by another transport");
@@ -490,6 +507,7 @@ impl Sync {
             News::Introduce(introduction) => self.introduce(introduction).await,
             News::Fetched => {
                 self.moments.fetched = Some(Instant::now());
+                self.relay.leave_upstream();
                 // From here on nothing more of the snapshot is wanted from the source.
                 self.phase = self.phase.max(Phase::Load);
                 GO_ON
@@ -504,6 +522,7 @@ impl Sync {
                 self.interruptions += 1;
                 self.feed_lost(&error.to_string()).await
             }
+            News::PeerLost(lost) => self.peer_lost(lost).await,
             News::FeedWanted => {
                 if !self.delivery.progress().loaded {
                     self.phase = Phase::Waiting;
@@ -581,10 +600,7 @@ impl Sync {
             }
             bar.set(self.meter.bytes_delivered.get());
         }
-        if Instant::now() >= self.progress_due {
-            self.progress_due = Instant::now() + PROGRESS_EVERY;
-            self.tell_progress().await;
-        }
+        self.tell_progress_when_due().await;
         let retry_for = self.args.retry_for;
         if let Some((since, reason)) = &self.waiting
             && since.elapsed() > if reason.starts_with(TROUBLE) { retry_for } else { retry_for.max(WAIT_LIMIT) }
@@ -648,6 +664,14 @@ impl Sync {
         Err(Failure::new(Code::SyncFailed, format!("the server {} {why}", self.server.url())))
     }
 
+    /// Also while something else is waited for: who says nothing for long is taken for dead by those who read from it.
+    async fn tell_progress_when_due(&mut self) {
+        if Instant::now() >= self.progress_due {
+            self.progress_due = Instant::now() + PROGRESS_EVERY;
+            self.tell_progress().await;
+        }
+    }
+
     async fn tell_progress(&mut self) {
         let Some(offer) = &self.offer else { return };
         let progress = self.delivery.progress();
@@ -666,7 +690,7 @@ impl Sync {
             bytes: self.meter.bytes_fetched.get().max(self.meter.bytes_delivered.get()),
             journal_offset: self.meter.stream_fetched.get(),
             applied_offset: self.meter.acknowledged.get(),
-            relaying: None,
+            relaying: self.relaying(),
         });
         if let Some(source) = &mut self.source {
             // A source that is gone shows itself when it is listened to.

@@ -1,4 +1,4 @@
-//! Door: the one port that a source opens, and who comes in by it.
+//! Door: the one port that a source opens, or a replica that lends its slots to others, and who comes in by it.
 //!
 //! Control connections and data lanes never share a connection, but they share the port, so that a firewall needs one hole.
 //! They say in their first eight bytes which they are; those are looked at, not taken, before either is given to its own.
@@ -11,12 +11,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use remora_fabric::tcp::{LANE_MAGIC, TcpExporter};
-use remora_messenger::control::Endpoint;
+use remora_messenger::control::{Connection, Endpoint};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinHandle;
 
-use super::Incoming;
 use crate::exit::Failure;
 
 /// Connections that may be in their greeting at once: a burst of replicas, but not a flood of strangers.
@@ -29,13 +28,13 @@ const FIRST_WORD_LIMIT: Duration = Duration::from_secs(5);
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 
 /// The listening port. Dropping it closes it.
-pub(super) struct Door {
+pub(crate) struct Door {
     address: SocketAddr,
     task: JoinHandle<()>,
 }
 
 impl Door {
-    pub(super) fn address(&self) -> SocketAddr {
+    pub(crate) fn address(&self) -> SocketAddr {
         self.address
     }
 }
@@ -46,23 +45,27 @@ impl Drop for Door {
     }
 }
 
-/// Takes the port. The address that it gives back has the true port where any free one was asked for.
-pub(super) async fn take(listen: SocketAddr) -> Result<(TcpListener, SocketAddr), Failure> {
+/// Takes the port. The address that it gives back has the true port where any free one was asked for. `who` listens, as told by
+/// `option`.
+pub(crate) async fn take(listen: SocketAddr, who: &str, option: &str) -> Result<(TcpListener, SocketAddr), Failure> {
     let closed = |error: std::io::Error| {
-        Failure::local(format!("the source can't listen on {listen}: {error}; name another address with --listen"))
+        Failure::local(format!("{who} can't listen on {listen}: {error}; name another address with {option}"))
     };
     let listener = TcpListener::bind(listen).await.map_err(closed)?;
     let address = listener.local_addr().map_err(closed)?;
     Ok((listener, address))
 }
 
-/// Opens it.
-pub(super) fn open(
+/// Opens it. Whoever has proved to hold the token is given to `incoming`.
+pub(crate) fn open<T>(
     (listener, address): (TcpListener, SocketAddr),
     conversations: Endpoint,
     lanes: Arc<TcpExporter>,
-    incoming: mpsc::Sender<Incoming>,
-) -> Door {
+    incoming: mpsc::Sender<T>,
+) -> Door
+where
+    T: From<Connection> + Send + 'static,
+{
     let conversations = Arc::new(conversations);
     let task = tokio::spawn(async move {
         let places = Arc::new(Semaphore::new(GREETINGS_LIMIT));
@@ -91,11 +94,11 @@ pub(super) fn open(
     Door { address, task }
 }
 
-async fn greet(
+async fn greet<T: From<Connection>>(
     stream: TcpStream,
     conversations: &Endpoint,
     lanes: &TcpExporter,
-    incoming: &mpsc::Sender<Incoming>,
+    incoming: &mpsc::Sender<T>,
 ) -> Result<(), String> {
     if is_lane(&stream).await? {
         let stream = stream.into_std().map_err(|error| error.to_string())?;
@@ -103,7 +106,7 @@ async fn greet(
         return lanes.adopt(stream).map_err(|error| error.to_string());
     }
     let connection = conversations.accept(stream).await.map_err(|error| error.to_string())?;
-    incoming.send(Incoming::Arrived(connection)).await.map_err(|_| "the source is stopping".to_string())
+    incoming.send(connection.into()).await.map_err(|_| "this agent is stopping".to_string())
 }
 
 /// Whether a connection begins as data lanes do.

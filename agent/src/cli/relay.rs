@@ -1,0 +1,70 @@
+//! The options of a replica that passes slots on: what can be typed.
+
+use std::{net::SocketAddr, time::Duration};
+
+use clap::Args;
+
+use crate::units::{Size, parse_duration};
+
+/// How a replica takes part in passing slots on.
+#[derive(Clone, Debug, Args)]
+pub struct RelayArgs {
+    /// Lend received slots to other replicas, so that the source sends each of them about once. This opens a port, which is printed. The
+    /// default, unless the source is on this host (`--transport auto`), or read by shared memory, or `--state-dir` is given.
+    #[arg(long, overrides_with = "no_serve_peers", help_heading = "Other replicas")]
+    pub serve_peers: bool,
+
+    /// Lend nothing. Slots may come from other replicas all the same.
+    #[arg(long, overrides_with = "serve_peers", help_heading = "Other replicas")]
+    pub no_serve_peers: bool,
+
+    /// Address and port to lend slots at. Default: the address by which we reach the source, and any free port.
+    #[arg(long, value_name = "ADDR:PORT", help_heading = "Other replicas")]
+    pub peer_listen: Option<SocketAddr>,
+
+    /// Bytes per second that other replicas may take from us, all together.
+    #[arg(long, value_name = "SIZE", value_parser = parse_rate, help_heading = "Other replicas")]
+    pub upload_limit: Option<Size>,
+
+    /// Bytes per second that each of them may take.
+    #[arg(long, value_name = "SIZE", value_parser = parse_rate, help_heading = "Other replicas")]
+    pub upload_limit_per_peer: Option<Size>,
+
+    /// Bytes per second that we take, from the source and from others together, when slots can be taken from others. The stream of writes goes
+    /// first, whatever its rate: the snapshot gets what is left.
+    #[arg(long, value_name = "SIZE", value_parser = parse_rate, help_heading = "Other replicas")]
+    pub download_limit: Option<Size>,
+
+    /// Where this replica stands: a rack, a room, a region. Replicas of one zone rather read from each other.
+    #[arg(long, value_name = "LABEL", default_value = "", value_parser = parse_zone, help_heading = "Other replicas")]
+    pub zone: String,
+
+    /// How long to go on lending slots when our own server has been handed over and others still read from us. We end when nobody does.
+    #[arg(long, value_name = "TIME", default_value = "5m", value_parser = parse_duration, help_heading = "Other replicas")]
+    pub linger: Duration,
+}
+
+/// Below this a slot of the default size takes longer than its reader waits for a byte of it.
+const LEAST_RATE: Size = Size::bytes(64 << 10);
+
+fn parse_rate(text: &str) -> Result<Size, String> {
+    let size: Size = text.parse().map_err(|error: crate::units::UnitError| error.to_string())?;
+    if size < LEAST_RATE { Err(format!("at least {LEAST_RATE} a second are needed")) } else { Ok(size) }
+}
+
+fn parse_zone(text: &str) -> Result<String, String> {
+    let most = remora_messenger::control::MAX_ZONE_BYTES;
+    if text.len() > most { Err(format!("at most {most} bytes")) } else { Ok(text.to_owned()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rate_that_would_stall_every_reader_is_refused() {
+        assert!(parse_rate("1MiB").is_ok());
+        assert!(parse_rate("0").is_err() && parse_rate("1KiB").is_err());
+        assert!(parse_zone(&"z".repeat(33)).is_err());
+    }
+}

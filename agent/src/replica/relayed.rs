@@ -1,0 +1,263 @@
+//! Relayed: the reading half of a relay. Pumps a copy of the snapshot out of the source's entries and somebody's bytes.
+//!
+//! ```text
+//!   the source sends us to …     ── Order::ReadFrom ──▶  Awaiting ──▶ Source
+//!                                                          ▲  │  ╰──▶ Peer ── lost ─╮   told to the control, which tells the source,
+//!                                                          ╰──┼─────────────────────╯   which sends us elsewhere
+//!                                                             ╰─ nobody said anything in time: Source, as the last resort
+//! ```
+//!
+//! It belongs to the delivery's thread and lives longer than a feed: when the source's lanes break, what is held stays, and others go
+//! on reading it. Not here: how peers are reached ([`super::upstream`]), and how others read us ([`super::serving`]).
+
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use remora_fabric::{Memory, Peer};
+use remora_messenger::control::LossCause;
+use remora_table::{Loss, Progress, Slot, SnapshotCopy, Turn};
+
+use super::feed::{FeedError, Mapped};
+use super::limit::Limit;
+use super::meter::Meter;
+
+/// A peer's copy, ready to be read.
+pub(super) struct Reading {
+    /// The peer's session with the source.
+    pub(super) session: u64,
+    pub(super) peer: Box<dyn Peer>,
+    /// How many slots its ring has.
+    pub(super) slots: u32,
+    /// Bytes per second that we may take of it; 0: any number.
+    pub(super) rate: u64,
+}
+
+/// Where slots are to come from.
+pub(super) enum ReadFrom {
+    /// Somebody is being connected to.
+    Awaited,
+    Source,
+    Peer(Reading),
+    /// The present peer's rate is another now.
+    Rate {
+        session: u64,
+        rate: u64,
+    },
+    /// The present peer is gone, as it or the way to it has said.
+    Left {
+        session: u64,
+    },
+}
+
+/// A peer can't be read any more.
+#[derive(Debug)]
+pub(super) struct Lost {
+    pub(super) session: u64,
+    pub(super) cause: LossCause,
+    pub(super) text: String,
+}
+
+enum Way {
+    Awaiting { since: Instant },
+    Source,
+    Peer { session: u64, peer: Box<dyn Peer>, limit: Limit, mapped: Mapped },
+}
+
+/// See the module's text.
+pub(super) struct Relayed {
+    copy: SnapshotCopy,
+    /// To the source; none between two feeds.
+    source: Option<Box<dyn Peer>>,
+    way: Way,
+    download: Limit,
+    looked: Instant,
+}
+
+/// How long nobody may say from whom to read, before the source is read without being told so: connecting to a peer and its answer.
+const AWAIT_LIMIT: Duration = Duration::from_secs(6);
+
+/// How often a line is looked at while slots are on their way: it costs both ends a small read.
+const LOOK_PACE: Duration = Duration::from_millis(1);
+
+/// How often it is looked whether a limit has room again.
+const LIMIT_PACE: Duration = Duration::from_millis(2);
+
+impl Relayed {
+    /// Reads nothing before it is told from whom, or for too long not.
+    pub(super) fn new(now: Instant, copy: SnapshotCopy, source: Box<dyn Peer>, download_rate: u64) -> Relayed {
+        let way = Way::Awaiting { since: now };
+        Relayed { copy, source: Some(source), way, download: Limit::new(now, download_rate), looked: now }
+    }
+
+    /// The source is reached by another connection.
+    pub(super) fn reconnect(&mut self, source: Box<dyn Peer>) {
+        self.copy.reconnect();
+        self.source = Some(source);
+    }
+
+    /// The connection to the source is over; that to a peer too, if there is nothing more to be had.
+    pub(super) fn disconnect(&mut self) {
+        self.source = None;
+        if self.copy.is_whole() {
+            self.await_word(Instant::now());
+        }
+    }
+
+    /// The memory of the copy.
+    pub(super) fn memory(&self) -> &Arc<Memory> {
+        self.copy.memory()
+    }
+
+    /// Goes on at slot `first`, which may be in use still. `false`: it is not held any more.
+    pub(super) fn resume_at(&mut self, first: u64) -> bool {
+        self.copy.resume_at(first)
+    }
+
+    /// Delivers everything again. `false`: this copy can't.
+    pub(super) fn rewind(&mut self) -> bool {
+        self.copy.rewind(0)
+    }
+
+    /// Does what it was told.
+    pub(super) fn read_from(&mut self, now: Instant, whom: ReadFrom) {
+        match whom {
+            ReadFrom::Awaited => self.await_word(now),
+            ReadFrom::Source => self.turn_to_source(now),
+            ReadFrom::Peer(Reading { session, peer, slots, rate }) => {
+                self.await_word(now);
+                // A number of slots out of bounds: as if there were no such peer.
+                if self.copy.read_from_peer(slots).is_ok() {
+                    let (limit, mapped) = (Limit::new(now, rate), Mapped::new(peer.view()));
+                    self.way = Way::Peer { session, peer, limit, mapped };
+                }
+            }
+            ReadFrom::Rate { session, rate } => {
+                if let Way::Peer { session: present, limit, .. } = &mut self.way
+                    && *present == session
+                {
+                    limit.set_rate(rate);
+                }
+            }
+            ReadFrom::Left { session } if self.reads_from() == Some(session) => self.await_word(now),
+            ReadFrom::Left { .. } => {}
+        }
+    }
+
+    /// The peer's session; `None`: the source, or nobody.
+    pub(super) fn reads_from(&self) -> Option<u64> {
+        match &self.way {
+            Way::Peer { session, .. } => Some(*session),
+            Way::Awaiting { .. } | Way::Source => None,
+        }
+    }
+
+    /// Closes the connection to a peer, before the copy forgets it: nothing of it may land any more.
+    fn await_word(&mut self, now: Instant) {
+        self.way = Way::Awaiting { since: now };
+        self.copy.hold();
+    }
+
+    fn turn_to_source(&mut self, now: Instant) {
+        self.await_word(now);
+        self.copy.read_from_source();
+        self.way = Way::Source;
+    }
+
+    /// One turn. What the peer did wrong is given back; it has been left.
+    pub(super) fn pump(&mut self, now: Instant) -> Result<Option<Lost>, FeedError> {
+        if self.copy.is_whole() {
+            return Ok(None);
+        }
+        if let Way::Awaiting { since } = self.way
+            && now.duration_since(since) > AWAIT_LIMIT
+        {
+            tracing::info!("nobody said from whom to read: reading from the source");
+            self.turn_to_source(now);
+        }
+        let Some(source) = &mut self.source else { return Ok(None) };
+        let look = self.copy.is_idle() || now.duration_since(self.looked) >= LOOK_PACE;
+        if look {
+            self.looked = now;
+        }
+        let (peer, limit) = match &mut self.way {
+            Way::Peer { peer, limit, .. } => (Some(&mut **peer), Some(limit)),
+            Way::Awaiting { .. } | Way::Source => (None, None),
+        };
+        let own = self.download.allowance(now);
+        let theirs = limit.map_or(i64::MAX, |limit| limit.allowance(now));
+        let mut turn = Turn { look, allowance: own.min(theirs) };
+        let loss = self.copy.pump(&mut **source, peer, &mut turn)?;
+        let asked = own.min(theirs).abs_diff(turn.allowance);
+        self.download.spend(asked);
+        if let Way::Peer { limit, mapped, .. } = &mut self.way {
+            limit.spend(asked);
+            mapped.copied(asked);
+        }
+        Ok(loss.and_then(|loss| self.lose(now, &loss)))
+    }
+
+    fn lose(&mut self, now: Instant, loss: &Loss) -> Option<Lost> {
+        let session = self.reads_from()?;
+        self.await_word(now);
+        let cause = match loss {
+            Loss::Gone(_) => LossCause::Gone,
+            Loss::Lied { .. } => LossCause::Lied,
+            Loss::Passed { .. } => LossCause::Passed,
+        };
+        Some(Lost { session, cause, text: loss.to_string() })
+    }
+
+    /// So many bytes of the stream came: they go first, and are taken off what the snapshot may have.
+    pub(super) fn stream_took(&mut self, bytes: u64) {
+        self.download.spend(bytes);
+    }
+
+    /// Shows how far the copy is.
+    pub(super) fn show(&self, meter: &Meter) {
+        meter.slots_held.set(self.copy.held());
+        meter.bytes_fetched.set(self.copy.arrived());
+        meter.copy_oldest.set(self.copy.oldest());
+        meter.copy_full.set(u64::from(self.copy.is_full()));
+        meter.reads_from.set(self.reads_from().unwrap_or(0));
+    }
+
+    pub(super) fn next_slot(&mut self) -> Option<Slot> {
+        self.copy.next_slot()
+    }
+
+    pub(super) fn release(&mut self, slot: Slot) {
+        self.copy.release(slot);
+    }
+
+    pub(super) fn progress(&self) -> Progress {
+        self.copy.progress()
+    }
+
+    /// All slots are held, or were.
+    pub(super) fn is_whole(&self) -> bool {
+        self.copy.is_whole()
+    }
+
+    pub(super) fn is_idle(&self) -> bool {
+        self.copy.is_idle()
+    }
+
+    /// When to look again though nothing has arrived: while a limit holds something back.
+    pub(super) fn due(&self, now: Instant) -> Option<Instant> {
+        let is_limited = match &self.way {
+            Way::Peer { limit, .. } => limit.is_set() || self.download.is_set(),
+            Way::Awaiting { .. } | Way::Source => self.download.is_set(),
+        };
+        is_limited.then_some(now + LIMIT_PACE)
+    }
+
+    /// What to wait on.
+    pub(super) fn arms(&mut self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        let peer = match &mut self.way {
+            Way::Peer { peer, .. } => Some(peer.arm()),
+            Way::Awaiting { .. } | Way::Source => None,
+        };
+        self.source.as_mut().map(|source| source.arm()).into_iter().chain(peer)
+    }
+}

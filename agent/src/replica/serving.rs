@@ -1,0 +1,315 @@
+//! Serving: the lending half of a relay. One door, the fabric's exporters, and who reads our copy through them.
+//!
+//! ```text
+//!   other replicas ──▶ door ── ReadPeer ──▶ is there a copy of that generation? ── PeerOffer ──▶
+//!                        │                        ▲ not yet: it waits for Order::Publish
+//!                        └── data lanes ─▶ exporters ─▶ our copy's memory: read without this task, and without our server
+//! ```
+//!
+//! One task that owns all of it. It decides nothing about who reads from us: the source does. It knows who does, and divides the upload
+//! limit among them. Not here: how the copy is filled ([`super::relayed`]).
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+use remora_fabric::shm::{ShmExporter, ShmOptions};
+use remora_fabric::tcp::{SendMode, TcpExporter, TcpOptions};
+use remora_fabric::{Exporter, Memory, RegionId};
+use remora_messenger::control::{
+    Connection, Endpoint, Message, Options, RefusalCode, Sender, TableOffer, Token, derive,
+};
+use remora_table::Geometry;
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+
+use crate::cli::RdmaOffer;
+use crate::door::{self, Door};
+use crate::exit::Failure;
+use crate::source::LANES_LABEL;
+use crate::transports;
+
+/// A copy to be lent.
+pub(super) struct Lending {
+    pub(super) generation: u64,
+    pub(super) memory: Arc<Memory>,
+    pub(super) own: Geometry,
+    pub(super) first_offset: u64,
+    /// Nothing in it is ever written twice.
+    pub(super) keeps_all: bool,
+    /// By RDMA as well.
+    pub(super) rdma: Option<RdmaOffer>,
+}
+
+/// Bytes per second that others may take of us; 0: any number.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct UploadLimits {
+    pub(super) in_all: u64,
+    pub(super) per_peer: u64,
+}
+
+impl UploadLimits {
+    /// What each of so many readers may take.
+    fn share(self, readers: usize) -> u64 {
+        let divided = self.in_all / readers.max(1) as u64;
+        match (self.in_all, self.per_peer) {
+            (0, per_peer) => per_peer,
+            // A byte a second is next to nothing; 0 would mean no limit.
+            (_, 0) => divided.max(1),
+            (_, per_peer) => divided.max(1).min(per_peer),
+        }
+    }
+}
+
+/// See the module's text. Dropping it ends the task and cuts every reader.
+pub(super) struct Serving {
+    address: SocketAddr,
+    orders: mpsc::UnboundedSender<Lending>,
+    readers: Arc<AtomicUsize>,
+    task: JoinHandle<()>,
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+/// Messages that may wait for the task: a few for each of its readers. Beyond it their connections wait.
+const INCOMING_LIMIT: usize = 64;
+
+/// Readers at once, at most: more than the source sends to anybody, so that some may come before others are found to be gone.
+const READERS_LIMIT: usize = 8;
+
+/// Our region's number in a generation begins here: the source's own are below.
+const FIRST_REGION: u32 = 16;
+
+impl Serving {
+    /// Opens a port at `listen` (0: any free one).
+    ///
+    /// # Errors
+    /// The address can't be listened on.
+    pub(super) async fn open(listen: SocketAddr, token: Arc<Token>, limits: UploadLimits) -> Result<Serving, Failure> {
+        let port = door::take(listen, "this replica agent", "--peer-listen").await?;
+        let options = TcpOptions { send: SendMode::File, ..TcpOptions::default() };
+        let tcp = TcpExporter::new(options, Some(port.1)).map_err(|error| Failure::local(error.to_string()))?;
+        let tcp = Arc::new(tcp);
+        let (incoming, inbox) = mpsc::channel(INCOMING_LIMIT);
+        let conversations = Endpoint::new(&token, &Options::default());
+        let conversations = conversations.map_err(|error| Failure::local(format!("no conversations: {error}")))?;
+        let door = door::open(port, conversations, tcp.clone(), incoming.clone());
+        let mut exporters: Vec<Arc<dyn Exporter>> = Vec::new();
+        match ShmExporter::bind(ShmOptions::default()) {
+            Ok(shm) => exporters.push(Arc::new(shm)),
+            Err(error) => tracing::debug!(%error, "slots are not lent by shared memory"),
+        }
+        exporters.push(tcp);
+        let address = door.address();
+        tracing::info!(listening = %address, "lending slots to other replicas");
+        let (orders, lendings) = mpsc::unbounded_channel();
+        let readers = Arc::new(AtomicUsize::new(0));
+        let lender = Lender {
+            address,
+            exporters,
+            incoming,
+            limits,
+            table: None,
+            next_region: FIRST_REGION,
+            readers: HashMap::new(),
+            count: readers.clone(),
+            _door: door,
+        };
+        let task = tokio::spawn(lender.run(inbox, lendings));
+        Ok(Serving { address, orders, readers, task })
+    }
+
+    /// Where others find us.
+    pub(super) fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Lends this copy from now on, and no other.
+    pub(super) fn lend(&self, lending: Lending) {
+        // The task ends with us.
+        let _ = self.orders.send(lending);
+    }
+
+    /// How many replicas read from us now.
+    pub(super) fn readers(&self) -> usize {
+        self.readers.load(Relaxed)
+    }
+}
+
+/// What reaches the task from outside.
+enum Incoming {
+    Arrived(Connection),
+    Said { session: u64, message: Box<Message> },
+    Left { session: u64 },
+}
+
+impl From<Connection> for Incoming {
+    fn from(connection: Connection) -> Incoming {
+        Incoming::Arrived(connection)
+    }
+}
+
+/// One authenticated conversation.
+struct Reader {
+    sender: Sender,
+    key: [u8; 32],
+    name: String,
+    /// What it wants to read, once it has said so.
+    wants: Option<u64>,
+    /// The rate that it was told, once it was offered the copy.
+    told: Option<u64>,
+}
+
+struct Lender {
+    address: SocketAddr,
+    exporters: Vec<Arc<dyn Exporter>>,
+    incoming: mpsc::Sender<Incoming>,
+    limits: UploadLimits,
+    table: Option<(RegionId, TableOffer)>,
+    next_region: u32,
+    readers: HashMap<u64, Reader>,
+    count: Arc<AtomicUsize>,
+    _door: Door,
+}
+
+impl Lender {
+    async fn run(mut self, mut inbox: mpsc::Receiver<Incoming>, mut lendings: mpsc::UnboundedReceiver<Lending>) {
+        loop {
+            tokio::select! {
+                Some(incoming) = inbox.recv() => self.receive(incoming),
+                lending = lendings.recv() => match lending {
+                    Some(lending) => self.lend(lending).await,
+                    None => return,
+                },
+            }
+            self.tell();
+        }
+    }
+
+    fn receive(&mut self, incoming: Incoming) {
+        match incoming {
+            Incoming::Arrived(connection) => self.welcome(connection),
+            Incoming::Said { session, message } => {
+                let Message::ReadPeer { generation, name } = *message else { return };
+                let Some(reader) = self.readers.get_mut(&session) else { return };
+                (reader.wants, reader.name) = (Some(generation), name);
+            }
+            Incoming::Left { session } => {
+                let Some(reader) = self.readers.remove(&session) else { return };
+                self.exporters.iter().for_each(|exporter| exporter.withdraw(session));
+                if reader.told.is_some() {
+                    tracing::info!(reader = %reader.name, "a replica reads from us no more");
+                }
+            }
+        }
+    }
+
+    fn welcome(&mut self, connection: Connection) {
+        let (session, key) = (connection.session(), connection.session_key());
+        let (sender, mut receiver) = connection.split();
+        if self.readers.len() >= READERS_LIMIT {
+            let text = format!("{READERS_LIMIT} replicas read here already");
+            let _ = sender.try_send(Message::Refused { code: RefusalCode::Busy, text });
+            return;
+        }
+        self.readers.insert(session, Reader { sender, key, name: String::new(), wants: None, told: None });
+        let incoming = self.incoming.clone();
+        tokio::spawn(async move {
+            loop {
+                let (said, last) = match receiver.receive().await {
+                    Ok(message) => (Incoming::Said { session, message: Box::new(message) }, false),
+                    Err(_) => (Incoming::Left { session }, true),
+                };
+                if incoming.send(said).await.is_err() || last {
+                    return;
+                }
+            }
+        });
+    }
+
+    async fn lend(&mut self, lending: Lending) {
+        if let Some((id, _)) = self.table.take() {
+            self.exporters.iter().for_each(|exporter| exporter.revoke(id));
+            // They are offered the new copy, if it is of the snapshot that they want.
+            self.readers.values_mut().for_each(|reader| reader.told = None);
+        }
+        self.add_rdma(&lending).await;
+        let id = RegionId { generation: lending.generation, region: self.next_region };
+        self.next_region += 1;
+        for exporter in &self.exporters {
+            if let Err(error) = exporter.export(id, lending.memory.clone()) {
+                tracing::warn!(by = %exporter.kind(), %error, "slots can't be lent");
+            }
+        }
+        let keys = self.exporters.iter().filter_map(|exporter| exporter.key(id).ok());
+        let offer = TableOffer {
+            generation: lending.generation,
+            first_offset: lending.first_offset,
+            slot_size: lending.own.slot_size,
+            slots: lending.own.slots,
+            retained: lending.keeps_all,
+            keys: keys.map(|key| key.as_bytes().to_vec()).collect(),
+        };
+        self.table = Some((id, offer));
+    }
+
+    /// RDMA is opened when it is known that it works here, and only once.
+    async fn add_rdma(&mut self, lending: &Lending) {
+        let Some(offer) = lending.rdma.clone() else { return };
+        if self.exporters.iter().any(|exporter| exporter.kind() == remora_fabric::TransportKind::Verbs) {
+            return;
+        }
+        let (address, memories) = (self.address, vec![lending.memory.clone()]);
+        let opened = tokio::task::spawn_blocking(move || transports::offered::rdma(&offer, address, &memories)).await;
+        match opened {
+            Ok(Ok(Some(exporter))) => self.exporters.insert(0, exporter),
+            Ok(Ok(None)) => {}
+            Ok(Err(error)) => tracing::warn!(%error, "slots are not lent by RDMA"),
+            Err(error) => tracing::warn!(%error, "slots are not lent by RDMA"),
+        }
+    }
+
+    /// Offers the copy to those who want it and have not got it, and tells everybody their share of the limit where it has changed.
+    fn tell(&mut self) {
+        let Some((id, offer)) = &self.table else { return };
+        let wants = |reader: &Reader| reader.wants == Some(id.generation);
+        let count = self.readers.values().filter(|reader| wants(reader)).count();
+        self.count.store(count, Relaxed);
+        let rate = self.limits.share(count);
+        for (&session, reader) in self.readers.iter_mut().filter(|(_, reader)| wants(reader)) {
+            if reader.told == Some(rate) {
+                continue;
+            }
+            if reader.told.is_none() {
+                let secret = derive(&reader.key, LANES_LABEL);
+                self.exporters.iter().for_each(|exporter| exporter.grant(session, secret));
+                tracing::info!(reader = %reader.name, "a replica reads from us");
+            }
+            reader.told = Some(rate);
+            let message = Message::PeerOffer { generation: id.generation, table: offer.clone(), rate };
+            if let Err(error) = reader.sender.try_send(message) {
+                tracing::debug!(%error, "a message could not be queued");
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_upload_limit_is_divided_and_no_share_exceeds_that_of_one_peer() {
+        let share = |in_all, per_peer, readers| UploadLimits { in_all, per_peer }.share(readers);
+        assert_eq!(share(0, 0, 3), 0, "no limit");
+        assert_eq!(share(900, 0, 3), 300);
+        assert_eq!(share(0, 200, 3), 200);
+        assert_eq!((share(900, 200, 3), share(900, 400, 3)), (200, 300));
+        assert_eq!(share(2, 0, 3), 1, "never 0, which would be no limit at all");
+    }
+}

@@ -1,0 +1,132 @@
+//! Upstream: the way to a replica that we are sent to for slots: its door, its offer, its copy.
+//!
+//! ```text
+//!   source: ReadFrom{peer} ──▶ connect ── ReadPeer ──▶ PeerOffer ── data lanes ──▶ Reading, for the delivery
+//!                                │                                                        ▲
+//!                                └─ the conversation goes on as long as we read: Rate ────┘  its end: Left
+//! ```
+//!
+//! A peer is authenticated as the source is: both prove to hold the token, and lanes take their secret from the conversation. What it gives us
+//! is believed by the source's checksums only ([`super::relayed`]).
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use remora_fabric::Memory;
+use remora_messenger::control::{Connection, LossCause, Message, Options, TableOffer, Token, Upstream, derive};
+use tokio::sync::mpsc::UnboundedSender;
+use tokio::task::AbortHandle;
+
+use super::relayed::{Lost, ReadFrom, Reading};
+use super::source::Way;
+use crate::source::LANES_LABEL;
+use crate::transports::taken::Wish;
+
+/// Who is to be read, and into what.
+pub(super) struct Goal {
+    pub(super) token: Arc<Token>,
+    pub(super) upstream: Upstream,
+    pub(super) generation: u64,
+    /// How we are called.
+    pub(super) name: String,
+    pub(super) wish: Wish,
+    /// The memory of our own copy.
+    pub(super) memory: Arc<Memory>,
+    pub(super) slot_size: u32,
+}
+
+/// What comes of it.
+pub(super) enum Said {
+    /// To be handed to the delivery.
+    ReadFrom(ReadFrom),
+    /// It can't be read, or not any more.
+    Lost(Lost),
+}
+
+/// How long a peer may take to offer its copy: it may be making it just now.
+const OFFER_LIMIT: Duration = Duration::from_secs(4);
+
+/// How long it may take to be reached: it is alive, or the source would have forgotten it.
+const REACH_LIMIT: Duration = Duration::from_secs(3);
+
+/// Reaching a peer, and the conversation with it afterwards. Dropping it ends both.
+pub(super) struct Conversation {
+    /// The peer's session with the source.
+    pub(super) session: u64,
+    task: AbortHandle,
+}
+
+impl Drop for Conversation {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+/// Begins. What comes of it is told by `tell`.
+pub(super) fn begin(goal: Goal, tell: UnboundedSender<Said>) -> Conversation {
+    let session = goal.upstream.session;
+    let task = tokio::spawn(async move {
+        if let Err(lost) = converse(goal, &tell).await {
+            let _ = tell.send(Said::Lost(lost));
+        }
+    });
+    Conversation { session, task: task.abort_handle() }
+}
+
+/// Until the peer ends it.
+async fn converse(goal: Goal, tell: &UnboundedSender<Said>) -> Result<(), Lost> {
+    let session = goal.upstream.session;
+    let who = format!("{} at {}", goal.upstream.name, goal.upstream.address);
+    let lost = |cause, text: String| Lost { session, cause, text: format!("the replica {who} {text}") };
+    let gone = |error: remora_messenger::control::Error| lost(LossCause::Gone, error.to_string());
+    let address: SocketAddr =
+        goal.upstream.address.parse().map_err(|_| lost(LossCause::Refused, "serves at no address".into()))?;
+    let options = Options { connect_timeout: REACH_LIMIT, ..Options::default() };
+    let mut connection = remora_messenger::control::connect(address, &goal.token, &options).await.map_err(gone)?;
+    let asked = Message::ReadPeer { generation: goal.generation, name: goal.name.clone() };
+    connection.send(asked).await.map_err(gone)?;
+    let offered = tokio::time::timeout(OFFER_LIMIT, offer(&mut connection, goal.generation)).await;
+    let (table, rate) = match offered {
+        Ok(offered) => offered.map_err(gone)?,
+        Err(_) => return Err(lost(LossCause::Refused, format!("offered nothing for {} s", OFFER_LIMIT.as_secs()))),
+    };
+    if table.slot_size != goal.slot_size {
+        return Err(lost(LossCause::Refused, "offers slots of another size".into()));
+    }
+    let secret = derive(&connection.session_key(), LANES_LABEL);
+    let way = Way::new(connection.session(), secret, address, goal.wish.clone());
+    let reading = reach(&goal, way, table, rate).await.map_err(|text| lost(LossCause::Gone, text))?;
+    tracing::info!(peer = %goal.upstream.name, address = %goal.upstream.address, "reading slots from another replica");
+    let _ = tell.send(Said::ReadFrom(ReadFrom::Peer(reading)));
+    loop {
+        match connection.receive().await {
+            Ok(Message::PeerOffer { rate, .. }) => {
+                let _ = tell.send(Said::ReadFrom(ReadFrom::Rate { session, rate }));
+            }
+            Ok(_) => {}
+            Err(error) => return Err(gone(error)),
+        }
+    }
+}
+
+async fn offer(
+    connection: &mut Connection,
+    wanted: u64,
+) -> Result<(TableOffer, u64), remora_messenger::control::Error> {
+    loop {
+        if let Message::PeerOffer { generation, table, rate } = connection.receive().await?
+            && generation == wanted
+        {
+            return Ok((table, rate));
+        }
+    }
+}
+
+/// Connects to the offered copy, by the best way that both have.
+async fn reach(goal: &Goal, way: Way, table: TableOffer, rate: u64) -> Result<Reading, String> {
+    let (memory, slots) = (goal.memory.clone(), table.slots);
+    let connecting = tokio::task::spawn_blocking(move || way.reach(&table, &memory));
+    let peer = connecting.await.map_err(|error| error.to_string())?.map_err(|failure| failure.message)?;
+    Ok(Reading { session: goal.upstream.session, peer, slots, rate })
+}
