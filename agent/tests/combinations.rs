@@ -34,8 +34,7 @@ fn every_combination_is_exact(kind: Kind) {
         let replica = with_or_without(Server::builder(kind), at.replica);
         fill_every_type(&mut primary.client().unwrap(), 41).unwrap();
         load(&primary, 60, 300_000);
-        // As users have it: what can be done with the module is done.
-        let mut source = Source::start(&primary, &["--memory", "128MiB"]);
+        let mut source = Source::start(&primary, &["--memory", "128MiB", "--module-capture", "walk"]);
         let before = syncs(&primary);
         let writer = Workload::on(&primary).unwrap();
         writer.wait_for(WRITES_MEANWHILE);

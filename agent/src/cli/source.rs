@@ -72,9 +72,10 @@ pub struct SourceArgs {
     #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Snapshot")]
     pub module_capture: ModuleCapture,
 
-    /// Strings from this size on are long, for `walk`. For shorter ones the module costs the server more than its own saver does.
-    #[arg(long, value_name = "SIZE", default_value = "4KiB", help_heading = "Snapshot")]
-    pub module_walk_from: Size,
+    /// Strings from this size on are long, for `walk`. For shorter ones the module costs the server more than its own saver does. Default:
+    /// 1KiB where the server's memory comes from jemalloc, else 64KiB.
+    #[arg(long, value_name = "SIZE", help_heading = "Snapshot")]
+    pub module_walk_from: Option<Size>,
 
     /// Load the module into a server that does not have it (MODULE LOAD). PATH is where the library lies on the server's host; without it
     /// the one that `remora module path` names. The server must allow that (enable-module-command), and our user `+module|load`.

@@ -42,6 +42,8 @@ pub struct Facts {
     pub used_memory: Option<u64>,
     /// Bytes of that which are data.
     pub used_memory_dataset: Option<u64>,
+    /// Where its memory comes from: `jemalloc-5.3.0`, `libc`.
+    pub allocator: Option<String>,
     /// Databases that hold keys.
     pub databases: Vec<Database>,
     /// The part of its stream it keeps for partial resynchronisations.
@@ -80,6 +82,7 @@ impl Facts {
             maxmemory: info.number("maxmemory"),
             used_memory: info.number("used_memory"),
             used_memory_dataset: info.number("used_memory_dataset"),
+            allocator: info.get("mem_allocator").map(str::to_owned),
             databases: databases(info),
             backlog: Backlog::of(info),
             connected_replicas: info.number("connected_slaves"),

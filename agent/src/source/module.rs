@@ -70,8 +70,8 @@ impl fmt::Display for Way {
 /// What may be asked of a module, and what was learnt of it.
 pub(crate) struct Rules {
     choice: ModuleCapture,
-    /// Strings of at least so many bytes are the child's to write.
-    walk_from: u64,
+    /// Strings of at least so many bytes are the child's to write; `None`: by the server's allocator.
+    walk_from: Option<u64>,
     /// An empty path: the library beside this program.
     load: Option<PathBuf>,
     place: Place,
@@ -83,7 +83,7 @@ impl Rules {
     pub(super) fn new(args: &SourceArgs) -> Rules {
         Rules {
             choice: args.module_capture,
-            walk_from: args.module_walk_from.get(),
+            walk_from: args.module_walk_from.map(Size::get),
             load: args.load_module.clone(),
             place: args.module_socket_folder.clone().map_or(Place::Abstract, Place::Folder),
             distrusted: Mutex::new(None),
@@ -108,13 +108,13 @@ impl Rules {
 pub(super) fn take_snapshot(plan: &Plan) -> Result<Stream, Fault> {
     let claim = claim(plan)?;
     plan.gauge.comes_by(Way::Psync);
-    let Some((mut client, work, role)) = choose(plan) else { return capture::take_snapshot(plan) };
-    let outcome = match work {
-        Work::Ease => ease(plan, &mut client),
+    let Some(mut chosen) = choose(plan) else { return capture::take_snapshot(plan) };
+    let outcome = match chosen.work {
+        Work::Ease => ease(plan, &mut chosen),
         Work::Walk => {
             // The child will claim it.
             drop(claim);
-            walk(plan, &mut client, role)
+            walk(plan, &mut chosen)
         }
     };
     match outcome {
@@ -173,8 +173,18 @@ fn claim(plan: &Plan) -> Result<Claim, Fault> {
 
 // ---- What there is, and what is best ----
 
-/// A connection to a server that has the module, what it shall do, and what it is to others; `None` for the way without it.
-fn choose(plan: &Plan) -> Option<(Client, Work, Option<Role>)> {
+/// What the module of a server shall do.
+struct Chosen {
+    client: Client,
+    work: Work,
+    /// For [`Work::Walk`]: bytes from which on a string is long.
+    least_bytes: u64,
+    /// What the server is to others.
+    role: Option<Role>,
+}
+
+/// `None` for the way without it.
+fn choose(plan: &Plan) -> Option<Chosen> {
     let rules = &plan.module;
     if rules.choice == ModuleCapture::Off {
         return None;
@@ -199,9 +209,11 @@ fn choose(plan: &Plan) -> Option<(Client, Work, Option<Role>)> {
     if !known {
         return None;
     }
-    let work = best(rules.choice, &facts, plan.reader_version.is_some());
-    tracing::info!(?work, keys = facts.keys(), average = %Size::bytes(average(&facts)), "the server has the module");
-    Some((client, work, facts.role))
+    let least_bytes = rules.walk_from.unwrap_or_else(|| long_from(&facts));
+    let work = best(rules.choice, &facts, plan.reader_version.is_some(), least_bytes);
+    let (average, long) = (Size::bytes(average(&facts)), Size::bytes(least_bytes));
+    tracing::info!(?work, keys = facts.keys(), %average, %long, "the server has the module");
+    Some(Chosen { client, work, least_bytes, role: facts.role })
 }
 
 /// Whether the server has a module that we understand; it is loaded first if that is wished.
@@ -258,16 +270,23 @@ pub(crate) fn field(frame: &Frame, name: &[u8]) -> Option<String> {
 }
 
 /// What costs the server less. A walk writes the newest format that the server knows: where older readers wait, the server must write.
-fn best(choice: ModuleCapture, facts: &Facts, own_format: bool) -> Work {
+fn best(choice: ModuleCapture, facts: &Facts, own_format: bool, long: u64) -> Work {
     if facts.own_format().is_some() && !own_format {
         return Work::Ease;
     }
     match choice {
         ModuleCapture::Walk => Work::Walk,
         ModuleCapture::Server | ModuleCapture::Off => Work::Ease,
-        ModuleCapture::Auto if average(facts) >= WALK_FROM_BYTES => Work::Walk,
+        // Looking at each key of many short ones costs more than the few long ones among them save.
+        ModuleCapture::Auto if average(facts) >= long => Work::Walk,
         ModuleCapture::Auto => Work::Ease,
     }
+}
+
+/// From how many bytes on a string is long there.
+fn long_from(facts: &Facts) -> u64 {
+    let has_jemalloc = facts.allocator.as_deref().is_some_and(|name| name.starts_with("jemalloc"));
+    if has_jemalloc { LONG_WITH_JEMALLOC_BYTES } else { LONG_BYTES }
 }
 
 /// Bytes of data for each key; 0 where there is none.
@@ -285,9 +304,10 @@ struct Armed<'p> {
 }
 
 impl<'p> Armed<'p> {
-    fn new(plan: &'p Plan, client: &'p mut Client, work: Work) -> Result<Armed<'p>, Setback> {
+    fn new(plan: &'p Plan, chosen: &'p mut Chosen) -> Result<Armed<'p>, Setback> {
         let (table, geometry) = &plan.snapshot;
-        let least_bytes = plan.module.walk_from;
+        let Chosen { client, work, least_bytes, .. } = chosen;
+        let (work, least_bytes) = (*work, *least_bytes);
         let order = Order { work, generation: plan.generation, geometry: *geometry, least_bytes };
         let board = Board::create(order).map_err(before)?;
         hand_over(plan, client, &board, table)?;
@@ -365,8 +385,8 @@ fn has_outgrown(plan: &Plan, board: &Board) -> bool {
 
 // ---- The server writes, and does not compress ----
 
-fn ease(plan: &Plan, client: &mut Client) -> Result<Stream, Setback> {
-    let armed = Armed::new(plan, client, Work::Ease)?;
+fn ease(plan: &Plan, chosen: &mut Chosen) -> Result<Stream, Setback> {
+    let armed = Armed::new(plan, chosen)?;
     // The gauge is the capture's own: nothing of the board goes there.
     let done = armed.attended(&AtomicBool::new(false), || capture::take_snapshot(plan))?;
     match armed.board.stage() {
@@ -383,8 +403,10 @@ fn ease(plan: &Plan, client: &mut Client) -> Result<Stream, Setback> {
 
 // ---- The server's child writes the long strings ----
 
-fn walk(plan: &Plan, client: &mut Client, role: Option<Role>) -> Result<Stream, Setback> {
-    let armed = Armed::new(plan, client, Work::Walk)?;
+fn walk(plan: &Plan, chosen: &mut Chosen) -> Result<Stream, Setback> {
+    // The stream of a primary begins by selecting a database. A replica passes its primary's on as it comes, so that this one counts.
+    let counts = chosen.role == Some(Role::Replica);
+    let armed = Armed::new(plan, chosen)?;
     let live = AtomicBool::new(false);
     armed.attended(&live, || {
         let mut sync = Sync::ask(plan)?;
@@ -399,11 +421,8 @@ fn walk(plan: &Plan, client: &mut Client, role: Option<Role>) -> Result<Stream, 
         let told = walked(plan, &armed.board)?;
         let Sync { mut wire, early, .. } = sync;
         let _claim = claim(plan)?;
-        let expected = rest::Expected {
-            payload: payload?,
-            told,
-            database: armed.board.origin().filter(|_| role == Some(Role::Replica)).map(|origin| origin.database),
-        };
+        let database = armed.board.origin().filter(|_| counts).map(|origin| origin.database);
+        let expected = rest::Expected { payload: payload?, told, database };
         rest::receive(plan, &mut wire, &expected, &early)?;
         Ok(journal.map_or(Stream::Elsewhere, |journal| Stream::Next(wire, Box::new(journal))))
     })
@@ -590,9 +609,12 @@ impl Pulse {
 /// The version of what agent and module say to each other.
 pub(crate) const PROTOCOL: &str = "2";
 
-/// From this average size of a key's data on a walk costs the server less than its own saving. docs/decisions/0007-walk-or-ease.md has the
-/// measurement.
-const WALK_FROM_BYTES: u64 = 512;
+/// From this size on a string costs the server less if its child writes it. docs/decisions/0007-walk-or-ease.md has the measurements.
+///
+/// The child frees what it has written. jemalloc keeps its books elsewhere; others keep them around each piece of memory, so that two pages of
+/// a string are copied for it.
+const LONG_WITH_JEMALLOC_BYTES: u64 = 1 << 10;
+const LONG_BYTES: u64 = 64 << 10;
 
 /// How long a module that has failed isn't asked again: long enough that replicas get their snapshots, short enough that a passing cause
 /// doesn't cost a day.
@@ -629,18 +651,25 @@ mod tests {
     #[test]
     fn large_values_are_walked_and_small_ones_left_to_the_server() {
         let redis = "redis_version:7.0.15";
-        assert_eq!(best(ModuleCapture::Auto, &facts(10, 10 << 20, redis), false), Work::Walk);
-        assert_eq!(best(ModuleCapture::Auto, &facts(1 << 20, 100 << 20, redis), false), Work::Ease);
-        assert_eq!(best(ModuleCapture::Auto, &facts(0, 1000, redis), false), Work::Ease);
-        assert_eq!(best(ModuleCapture::Walk, &facts(1 << 20, 100 << 20, redis), false), Work::Walk);
-        assert_eq!(best(ModuleCapture::Server, &facts(10, 10 << 20, redis), false), Work::Ease);
+        let best = |choice, facts: &Facts| super::best(choice, facts, false, 4096);
+        assert_eq!(best(ModuleCapture::Auto, &facts(10, 10 << 20, redis)), Work::Walk);
+        assert_eq!(best(ModuleCapture::Auto, &facts(1 << 20, 100 << 20, redis)), Work::Ease);
+        assert_eq!(best(ModuleCapture::Auto, &facts(0, 1000, redis)), Work::Ease);
+        assert_eq!(best(ModuleCapture::Walk, &facts(1 << 20, 100 << 20, redis)), Work::Walk);
+        assert_eq!(best(ModuleCapture::Server, &facts(10, 10 << 20, redis)), Work::Ease);
+    }
+
+    #[test]
+    fn what_is_long_depends_on_where_the_servers_memory_comes_from() {
+        let long = |allocator: &str| long_from(&facts(1, 1, &format!("mem_allocator:{allocator}")));
+        assert_eq!((long("jemalloc-5.3.0"), long("libc"), long_from(&Facts::default())), (1024, 65536, 65536));
     }
 
     #[test]
     fn a_format_that_the_readers_do_not_know_is_not_walked() {
         let valkey = "server_name:valkey\r\nvalkey_version:9.1.2";
-        assert_eq!(best(ModuleCapture::Walk, &facts(10, 10 << 20, valkey), false), Work::Ease);
-        assert_eq!(best(ModuleCapture::Walk, &facts(10, 10 << 20, valkey), true), Work::Walk);
+        assert_eq!(best(ModuleCapture::Walk, &facts(10, 10 << 20, valkey), false, 1), Work::Ease);
+        assert_eq!(best(ModuleCapture::Walk, &facts(10, 10 << 20, valkey), true, 1), Work::Walk);
     }
 
     #[test]
