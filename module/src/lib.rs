@@ -1,7 +1,7 @@
 //! The half of Remora that may live inside the server: `libremora_module.so`.
 //!
-//! A server that has loaded it can write a snapshot straight into a table that an agent has handed it, out of its fork child, and
-//! load the long strings of one out of memory that an agent has shown it, without a socket in between. Nothing here opens a port, starts a fork or changes a
+//! A server that has loaded it can write the long strings of a snapshot straight into a table that an agent has handed it, out of its fork
+//! child, and load them out of memory that an agent has shown it, without a socket in between. Nothing here opens a port, starts a fork or changes a
 //! setting of the server; without an agent it does nothing at all.
 //!
 //! ```text
@@ -13,7 +13,7 @@
 //! In the order in which to read it:
 //!
 //! * `api`: what can be asked of a server: contexts, keys, strings, replies.
-//! * `capture`: the fork child writes the snapshot into a table.
+//! * `capture`: the fork child writes long strings into a table, and leaves the rest to its server.
 //! * `load`: long strings of a snapshot, out of memory that an agent has shown.
 //! * `ffi`: how things are asked of a server. The only unsafe code.
 //!

@@ -3,6 +3,8 @@
 
 mod primary;
 
+use std::time::{Duration, Instant};
+
 use primary::{END, LONG, OFFSET, Primary, REPLID, Shown, fields, noise, wait_for_link, with_module};
 use remora_lab::server::wait_until;
 use remora_lab::{Kind, Random, Server, require};
@@ -164,15 +166,50 @@ fn memory_is_shown_only_to_a_server_that_would_load_from_its_link_into_its_own_d
     }
 }
 
-/// Rounds of damage for each server.
-const ROUNDS: u64 = 150;
+/// Random damage, besides what is done to each byte: so many fields for each server.
+const ROUNDS: usize = 1500;
+
+/// So many at least, on the slowest machine: otherwise the test says nothing.
+const LEAST_ROUNDS: usize = 300;
+
+/// How long a server is given damaged fields, at most, so that a slow machine does not hold up a test run. `REMORA_DAMAGE_SECONDS` makes it
+/// longer, and then as many rounds as fit.
+const DAMAGE_TIME: Duration = Duration::from_secs(15);
+
+/// Every length that a field can be cut to, every bit of it flipped, every byte the greatest; then some of everything at random, without end.
+fn damages(sound: Vec<u8>) -> impl Iterator<Item = Vec<u8>> {
+    let changed = |sound: &[u8], place: usize, change: &dyn Fn(u8) -> u8| {
+        let mut damaged = sound.to_vec();
+        damaged[place] = change(damaged[place]);
+        damaged
+    };
+    let length = sound.len();
+    let mut sweep: Vec<Vec<u8>> = (1..length).map(|end| sound[..end].to_vec()).collect();
+    for place in 0..length {
+        sweep.push(changed(&sound, place, &|_| u8::MAX));
+        sweep.extend((0..8).map(|bit| changed(&sound, place, &|byte| byte ^ 1 << bit)));
+    }
+    let mut random = Random::new(5);
+    sweep.into_iter().chain(std::iter::repeat_with(move || {
+        let mut damaged = sound.clone();
+        for _ in 0..1 + random.below(3) {
+            let place = random.below(damaged.len() as u64) as usize;
+            match random.below(4) {
+                0 => damaged.truncate(place.max(1)),
+                1 => damaged.insert(place, random.below(256) as u8),
+                2 => damaged[place] = 0xFF,
+                _ => damaged[place] ^= 1 << random.below(8),
+            }
+        }
+        damaged
+    }))
+}
 
 #[test]
 fn no_damage_of_a_field_ends_the_server() {
     for kind in require::kinds() {
         let replica = with_module(kind).start().unwrap();
         let pid = replica.pid();
-        let mut random = Random::new(5);
         let sound = [
             Word::Hello { ticket: [7; 16] },
             text(b"first", 700),
@@ -189,31 +226,31 @@ fn no_damage_of_a_field_ends_the_server() {
         ];
         let mut bytes = Vec::new();
         sound.iter().for_each(|word| word.encode(&mut bytes));
-        for _ in 0..ROUNDS {
-            let mut damaged = bytes.clone();
-            for _ in 0..1 + random.below(3) {
-                let place = random.below(damaged.len() as u64) as usize;
-                match random.below(4) {
-                    0 => damaged.truncate(place.max(1)),
-                    1 => damaged.insert(place, random.below(256) as u8),
-                    2 => damaged[place] = 0xFF,
-                    _ => damaged[place] ^= 1 << random.below(8),
-                }
-            }
+        let asked = std::env::var("REMORA_DAMAGE_SECONDS").ok().and_then(|text| text.parse().ok());
+        let (began, time) = (Instant::now(), asked.map_or(DAMAGE_TIME, Duration::from_secs));
+        let rounds = if asked.is_some() { usize::MAX } else { 10 * bytes.len() + ROUNDS };
+        let mut done = 0;
+        for damaged in damages(bytes.clone()).take(rounds).take_while(|_| began.elapsed() < time) {
+            done += 1;
             let shown = Shown::of(&noise(3, 100_000));
-            let mut primary = Primary::of(&replica);
+            // As agents do it: shown before the server may load, since it does nothing else then.
+            let mut primary = Primary::asked_by(&replica);
             shown.to(&replica, &["FLUSH"]).unwrap();
+            primary.answer();
             primary.send(&beginning(kind));
             primary.send(&remora_redis::rdb::reference::field(&damaged));
             primary.end();
             primary.hang_up();
         }
+        println!("{kind}: {done} damaged fields");
+        assert!(done >= LEAST_ROUNDS, "only {done} in {time:?}");
         let server = replica.client().unwrap().info("server").unwrap();
         assert_eq!(server.number::<u32>("process_id"), Some(pid));
         // And it loads what is sound.
         let shown = Shown::of(&noise(3, 100_000));
-        let mut primary = Primary::of(&replica);
+        let mut primary = Primary::asked_by(&replica);
         shown.to(&replica, &["FLUSH"]).unwrap();
+        primary.answer();
         primary.send(&beginning(kind));
         primary.send(&remora_redis::rdb::reference::field(&bytes));
         shown.wait_for(1);

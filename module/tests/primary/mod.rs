@@ -47,21 +47,42 @@ const MARK: [u8; 40] = [b'm'; 40];
 pub struct Primary {
     listener: TcpListener,
     link: Option<TcpStream>,
+    role: PrimaryRole,
 }
 
 impl Primary {
     /// Has the server follow us, and answers it up to the point where it waits for a snapshot.
     pub fn of(replica: &Server) -> Primary {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let port = listener.local_addr().unwrap().port().to_string();
-        replica.client().unwrap().ok(&["REPLICAOF", "127.0.0.1", &port]).unwrap();
-        let mut primary = Primary { listener, link: None };
-        primary.shake_hands();
+        let mut primary = Primary::asked_by(replica);
+        primary.answer();
         primary
     }
 
-    /// Waits for the server's next attempt.
+    /// Has the server follow us, up to the point where it waits for our answer: it does not load yet, and does what clients ask.
+    pub fn asked_by(replica: &Server) -> Primary {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port().to_string();
+        replica.client().unwrap().ok(&["REPLICAOF", "127.0.0.1", &port]).unwrap();
+        let mut primary = Primary { listener, link: None, role: PrimaryRole::new(Options::default()) };
+        primary.wait_to_be_asked();
+        primary
+    }
+
+    /// Waits for the server's next attempt, and answers it.
     pub fn shake_hands(&mut self) {
+        self.wait_to_be_asked();
+        self.answer();
+    }
+
+    /// A snapshot follows.
+    pub fn answer(&mut self) {
+        self.role.full_resync(&ReplId::parse(REPLID.as_bytes()).unwrap(), OFFSET);
+        self.role.payload(&Payload::Mark(MARK));
+        let answer = self.role.take_output();
+        self.send(&answer);
+    }
+
+    fn wait_to_be_asked(&mut self) {
         // A server that has just lost its last primary may hang up once more before it means it; one that has ended doesn't come again.
         let began = Instant::now();
         while !self.try_to_shake_hands() {
@@ -74,7 +95,8 @@ impl Primary {
         let mut link = self.accept();
         link.set_read_timeout(Some(LONG)).unwrap();
         link.set_write_timeout(Some(LONG)).unwrap();
-        let mut role = PrimaryRole::new(Options::default());
+        self.role = PrimaryRole::new(Options::default());
+        let role = &mut self.role;
         let mut buffer = [0; 4096];
         loop {
             let read = match link.read(&mut buffer) {
@@ -83,10 +105,6 @@ impl Primary {
             };
             role.handle_input(&buffer[..read]).unwrap();
             let asked = std::iter::from_fn(|| role.poll_event()).any(|event| matches!(event, Event::Psync { .. }));
-            if asked {
-                role.full_resync(&ReplId::parse(REPLID.as_bytes()).unwrap(), OFFSET);
-                role.payload(&Payload::Mark(MARK));
-            }
             link.write_all(&role.take_output()).unwrap();
             if asked {
                 self.link = Some(link);
@@ -167,7 +185,7 @@ impl Shown {
         // A server that refuses before it takes anything leaves us waiting in vain.
         let given = handover.give(&[read_only.as_fd(), self.tally.memory().as_fd()], Duration::from_secs(2));
         match client.receive().unwrap() {
-            remora_redis::resp::Frame::Error(text) => Err(String::from_utf8_lossy(&text).into_owned()),
+            remora_redis::resp::Frame::Error(text) => Err(format!("{}; {given:?}", String::from_utf8_lossy(&text))),
             _ => {
                 given.unwrap();
                 Ok(())
