@@ -30,18 +30,7 @@ impl Program {
         let folder = own.parent().ok_or("this program lies in no folder")?;
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
         let mut build = Command::new(cargo);
-        build.args([
-            "build",
-            "--quiet",
-            "--locked",
-            "-p",
-            "remora-agent",
-            "-p",
-            "remora-module",
-            "--lib",
-            "--bin",
-            "remora",
-        ]);
+        build.args("build --quiet --locked -p remora-agent -p remora-module --lib --bin remora".split(' '));
         build.current_dir(remora_lab::server::project_root());
         if folder.ends_with("release") {
             build.arg("--release");
