@@ -1,9 +1,10 @@
 //! `remora-bench devices`: what disk, networks and fabric can do, by tools that are not ours, and the fabric beside them.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
-use remora_lab::scratch;
+use remora_lab::{RdmaVm, scratch};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -23,6 +24,9 @@ pub struct Options {
     /// MiB that fio writes and reads, past the page cache.
     #[arg(long, default_value_t = 1024)]
     pub disk_mib: u64,
+    /// Leaves out the reads by RDMA, which need an emulated machine (lab/rdma-vm) and a minute or two.
+    #[arg(long)]
+    pub no_rdma: bool,
     #[command(flatten)]
     #[allow(missing_docs)]
     pub common: Common,
@@ -46,7 +50,7 @@ pub struct Point {
 /// # Errors
 /// The run could not be kept. A tool that is missing is noted.
 pub fn run(options: &Options) -> Result<bool> {
-    let mut kept = Kept::begin("devices");
+    let mut kept = Kept::begin("devices", options.common.label.as_deref());
     for round in 0..options.common.rounds {
         for direction in ["write", "read"] {
             let device = format!("disk, {direction}, 1 MiB at a time, past the cache");
@@ -61,8 +65,19 @@ pub fn run(options: &Options) -> Result<bool> {
     for (device, tool, round, rate) in fabric(options.common.rounds)? {
         note_or_add(&mut kept, &device, &tool, round, Ok(rate));
     }
+    if !options.no_rdma {
+        match rdma(options.common.rounds) {
+            Ok(figures) => {
+                for (device, tool, round, rate) in figures {
+                    note_or_add(&mut kept, &device, &tool, round, Ok(rate));
+                }
+                kept.note("RDMA is Soft-RoCE in an emulated machine: its figures stand beside each other and beside nothing else.");
+            }
+            Err(error) => kept.note(format!("RDMA: not measured: {error}")),
+        }
+    }
     let summary = tables::devices(&[&kept]);
-    kept.keep(options.common.out.as_deref(), options.common.label.as_deref(), &summary)?;
+    kept.keep(options.common.out.as_deref(), &summary)?;
     print!("{summary}");
     Ok(true)
 }
@@ -108,11 +123,7 @@ type Figure = (String, String, usize, f64);
 
 /// The program that measures it for itself, with its rivals: reads of 1 MiB, sixteen outstanding.
 fn fabric(rounds: usize) -> Result<Vec<Figure>> {
-    let own = std::env::current_exe()?;
-    let program = own.with_file_name("read_bandwidth");
-    if !program.is_file() {
-        return Err(format!("{} is missing: build all programs of remora-bench", program.display()).into());
-    }
+    let program = read_bandwidth()?;
     let folder = scratch::folder("fabric")?;
     let json = folder.path().join("read_bandwidth.json");
     let mut command = Command::new(program);
@@ -123,17 +134,48 @@ fn fabric(rounds: usize) -> Result<Vec<Figure>> {
     read_fabric(&json)
 }
 
+/// The same by RDMA, beside ib_read_bw, between two devices of an emulated machine.
+fn rdma(rounds: usize) -> Result<Vec<Figure>> {
+    let program = read_bandwidth()?;
+    let folder = scratch::folder("fabric")?;
+    let json = folder.path().join("verbs.json");
+    let machine = RdmaVm::ready()?.nodes(2).limit(RDMA_TIME).writable(folder.path());
+    let (reader, source) = (RdmaVm::address(0).to_string(), RdmaVm::address(1).to_string());
+    let rounds = rounds.to_string();
+    let (program, out) = (program.to_string_lossy(), json.to_string_lossy());
+    let what = ["--transports", "verbs", "--rdma-reader", &reader, "--rdma-source", &source];
+    let how = ["--sizes-kib", "1024", "--depths", "16", "--region-mib", "64", "--rounds", &rounds, "--json", &out];
+    let ran = machine.run(&[[program.as_ref()].as_slice(), &what, &how].concat())?;
+    if !json.is_file() {
+        return Err(String::from_utf8_lossy(&ran.stderr).trim().to_owned().into());
+    }
+    let figures = read_fabric(&json)?;
+    let emulated = |(device, tool, round, rate)| (format!("{device}, emulated"), tool, round, rate);
+    Ok(figures.into_iter().map(emulated).collect())
+}
+
+fn read_bandwidth() -> Result<PathBuf> {
+    let program = std::env::current_exe()?.with_file_name("read_bandwidth");
+    if program.is_file() {
+        return Ok(program);
+    }
+    Err(format!("{} is missing: build all programs of remora-bench", program.display()).into())
+}
+
 fn read_fabric(json: &Path) -> Result<Vec<Figure>> {
     let run: crate::Run = serde_json::from_slice(&std::fs::read(json)?)?;
     let figure = |sample: &crate::Sample| {
         let device = match sample.subject.as_str() {
-            "memcpy" | "iperf3" => format!("{}, beside the fabric's reads", sample.subject),
+            "memcpy" | "iperf3" | "ib_read_bw" => format!("{}, beside the fabric's reads", sample.subject),
             transport => format!("fabric's read by {transport}"),
         };
         (device, "read_bandwidth".to_owned(), sample.round, sample.value * 1e9)
     };
     Ok(run.samples.iter().map(figure).collect())
 }
+
+/// Booting an emulated machine and measuring in it.
+const RDMA_TIME: Duration = Duration::from_secs(240);
 
 /// What several rounds come to, in MB/s.
 pub(super) fn spread(points: &[&Point]) -> Option<Spread> {

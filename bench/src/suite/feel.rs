@@ -77,7 +77,7 @@ pub struct Point {
 /// A network could not be made, a primary not be filled, or the run not be kept. A sync that fails is noted, and the next is tried.
 pub fn run(options: &Options) -> Result<bool> {
     let program = Program::build()?;
-    let mut kept = Kept::begin("feel");
+    let mut kept = Kept::begin("feel", options.common.label.as_deref());
     let budget = options.common.budget();
     let most = options.replicas.iter().copied().max().unwrap_or(1);
     for network in &options.networks {
@@ -101,7 +101,7 @@ pub fn run(options: &Options) -> Result<bool> {
                         here.kept.note(format!("{what}, round {}: failed: {error}", round + 1));
                     }
                     let summary = tables::feel(&[&*here.kept]);
-                    here.kept.keep(options.common.out.as_deref(), options.common.label.as_deref(), &summary)?;
+                    here.kept.keep(options.common.out.as_deref(), &summary)?;
                 }
             }
         }
@@ -125,7 +125,7 @@ impl Here<'_> {
         for replicas in &self.options.replicas {
             for method in &self.options.methods {
                 let crosses = self.network == Network::Loopback || method.crosses_hosts();
-                let is_known = *method != Method::RemoraRelay || program.serves_peers();
+                let is_known = method.serves_peers() != Some(true) || program.serves_peers();
                 if method.applies(server.kind(), *replicas) && crosses && is_known {
                     trials.push((Some(*method), *replicas));
                 }

@@ -16,6 +16,9 @@ use crate::sync::Result;
 pub struct Kept<P> {
     /// Where, when, how.
     pub run: Run,
+    /// Told from other runs of the same kind, which stand beside it, by this word.
+    #[serde(default)]
+    pub label: String,
     /// What the networks could do just before.
     pub links: Vec<Link>,
     /// Every figure.
@@ -24,11 +27,11 @@ pub struct Kept<P> {
 
 impl<P: Serialize + DeserializeOwned> Kept<P> {
     /// An empty one of `remora-bench NAME`.
-    pub fn begin(name: &str) -> Kept<P> {
+    pub fn begin(name: &str, label: Option<&str>) -> Kept<P> {
         let run = Run::new(&format!("bench_{name}"), "see the columns");
         let arguments: Vec<String> = std::env::args().skip(1).collect();
         let run = Run { command: format!("remora-bench {}", arguments.join(" ")), ..run };
-        Kept { run, links: Vec::new(), points: Vec::new() }
+        Kept { run, label: label.unwrap_or_default().to_owned(), links: Vec::new(), points: Vec::new() }
     }
 
     /// Says something that a reader of the run must know, here and there.
@@ -43,11 +46,11 @@ impl<P: Serialize + DeserializeOwned> Kept<P> {
     ///
     /// # Errors
     /// A folder or file could not be written.
-    pub fn keep(&self, out: Option<&Path>, label: Option<&str>, summary: &str) -> Result<()> {
+    pub fn keep(&self, out: Option<&Path>, summary: &str) -> Result<()> {
         let Some(out) = out else { return Ok(()) };
         let mut run = self.run.clone();
-        if let Some(label) = label {
-            run.program = format!("{}-{label}", run.program);
+        if !self.label.is_empty() {
+            run.program = format!("{}-{}", run.program, self.label);
         }
         let notes: String = self.run.notes.iter().map(|note| format!("\n> {note}\n")).collect();
         let files = [
@@ -83,18 +86,27 @@ fn cell(value: &Value) -> String {
     }
 }
 
-/// All kept runs of `remora-bench NAME`, the oldest first, with their folders.
+/// The kept runs of `remora-bench NAME`, of each label the newest, with their folders.
 ///
 /// # Errors
 /// A run is there and cannot be read.
-pub fn all<P: DeserializeOwned>(runs: &Path, name: &str) -> Result<Vec<(PathBuf, Kept<P>)>> {
+pub fn newest<P: DeserializeOwned>(runs: &Path, name: &str) -> Result<Vec<(PathBuf, Kept<P>)>> {
     let mut folders: Vec<PathBuf> = fs::read_dir(runs)
         .map_err(|error| format!("could not read {}: {error}", runs.display()))?
         .filter_map(|entry| Some(entry.ok()?.path()))
         .filter(|folder| is_of(folder, name))
         .collect();
-    // The name begins with the date.
+    // The name begins with the date; what follows it is the same for all of one label.
     folders.sort();
+    let name_and_label = |folder: &PathBuf| {
+        let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        name.split_once("-bench_").map(|(_, rest)| rest.to_owned()).unwrap_or_default()
+    };
+    let last = |folder: &PathBuf| {
+        let same = folders.iter().rev().find(|other| name_and_label(other) == name_and_label(folder));
+        same == Some(folder)
+    };
+    let folders: Vec<PathBuf> = folders.iter().filter(|folder| last(folder)).cloned().collect();
     let read = |folder: PathBuf| {
         let path = folder.join("run.json");
         let kept = fs::read(&path).map_err(|error| error.to_string());
@@ -124,18 +136,20 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_is_read_again_and_the_newest_comes_last() {
+    fn of_each_label_the_newest_run_is_read_again() {
         let folder = tempfile::tempdir().unwrap();
-        let mut kept = Kept::begin("sync");
+        let mut kept = Kept::begin("sync", Some("label"));
         kept.points.push(Point { name: "a, b".into(), value: 1.5, more: Some(vec![1, 2]) });
-        for (date, value) in [("2026-01-02", 2.0), ("2026-01-01", 1.0)] {
+        let runs = [("2026-01-02", "label", 2.0), ("2026-01-01", "label", 1.0), ("2026-01-01", "other", 3.0)];
+        for (date, label, value) in runs {
             kept.run.date = date.into();
+            kept.label = label.into();
             kept.points[0].value = value;
-            kept.keep(Some(folder.path()), Some("label"), "# words\n").unwrap();
+            kept.keep(Some(folder.path()), "# words\n").unwrap();
         }
-        let read = all::<Point>(folder.path(), "sync").unwrap();
-        assert_eq!(read.iter().map(|(_, kept)| kept.points[0].value).collect::<Vec<_>>(), [1.0, 2.0]);
-        assert_eq!(fs::read_to_string(read[0].0.join("raw.csv")).unwrap(), "more,name,value\n1 2,a b,1.0\n");
-        assert!(all::<Point>(folder.path(), "syn").unwrap().is_empty());
+        let read = newest::<Point>(folder.path(), "sync").unwrap();
+        assert_eq!(read.iter().map(|(_, kept)| kept.points[0].value).collect::<Vec<_>>(), [3.0, 2.0]);
+        assert_eq!(fs::read_to_string(read[1].0.join("raw.csv")).unwrap(), "more,name,value\n1 2,a b,2.0\n");
+        assert!(newest::<Point>(folder.path(), "syn").unwrap().is_empty());
     }
 }

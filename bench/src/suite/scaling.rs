@@ -67,7 +67,7 @@ pub struct Point {
 pub fn run(options: &Options) -> Result<bool> {
     let program = Program::build()?;
     let budget = options.common.budget();
-    let mut kept = Kept::begin("scaling");
+    let mut kept = Kept::begin("scaling", options.common.label.as_deref());
     let sizes = options.sizes_mib.iter().map(|mib| ("size", mib << 20, 1 << 20));
     let values = options.value_bytes.iter().map(|bytes| ("value", (options.values_mib << 20).max(*bytes), *bytes));
     for (grows, bytes, value_bytes) in sizes.chain(values) {
@@ -114,7 +114,7 @@ pub fn run(options: &Options) -> Result<bool> {
                 }
             }
             let summary = tables::scaling(&[&kept]);
-            kept.keep(options.common.out.as_deref(), options.common.label.as_deref(), &summary)?;
+            kept.keep(options.common.out.as_deref(), &summary)?;
         }
     }
     print!("{}", tables::scaling(&[&kept]));

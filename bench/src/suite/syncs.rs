@@ -119,7 +119,12 @@ impl Point {
 /// A network could not be made, a primary not be filled, or the run not be kept. A sync that fails is noted, and the next is tried.
 pub fn run(options: &Options) -> Result<bool> {
     let program = Program::build()?;
-    let mut bench = Bench { options, program, kept: Kept::begin("sync"), budget: options.common.budget() };
+    let mut bench = Bench {
+        options,
+        program,
+        kept: Kept::begin("sync", options.common.label.as_deref()),
+        budget: options.common.budget(),
+    };
     if !bench.program.serves_peers() {
         bench.kept.note("This build's replicas do not feed each other: the method with relay is left out.");
     }
@@ -191,7 +196,7 @@ impl Bench<'_> {
             Err(error) => self.kept.note(format!("{what}, round {}: failed: {error}", round + 1)),
         }
         let summary = tables::sync(&[&self.kept]);
-        self.kept.keep(self.options.common.out.as_deref(), self.options.common.label.as_deref(), &summary)
+        self.kept.keep(self.options.common.out.as_deref(), &summary)
     }
 
     /// How long such a sync took before, or might: half as long again as N copies one after the other over the network.
@@ -213,7 +218,7 @@ impl Bench<'_> {
         let applies = |method: &Method| {
             method.applies(server.kind(), replicas)
                 && (network == Network::Loopback || method.crosses_hosts())
-                && (*method != Method::RemoraRelay || self.program.serves_peers())
+                && (method.serves_peers() != Some(true) || self.program.serves_peers())
         };
         let mut methods: Vec<Method> = asked.iter().copied().filter(applies).collect();
         let count = methods.len().max(1);
@@ -253,7 +258,7 @@ pub(super) fn available_memory() -> u64 {
 }
 
 /// All that say something of their own; which apply is asked of each.
-const METHODS: [Method; 9] = [
+const METHODS: [Method; 10] = [
     Method::OwnDefault,
     Method::OwnBest,
     Method::OwnTogether,
@@ -263,6 +268,7 @@ const METHODS: [Method; 9] = [
     Method::RemoraShm,
     Method::RemoraTcp,
     Method::RemoraRelay,
+    Method::RemoraRelayKilled,
 ];
 
 /// Below this a network is slow.

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use remora_lab::{Agent, Server, scratch};
+use remora_lab::{Agent, Host, Server, scratch};
 use rustix::process::Signal;
 
 use super::outcome::Summary;
@@ -116,6 +116,8 @@ pub struct Source {
     token: PathBuf,
     folder: PathBuf,
     data_bytes: u64,
+    program: PathBuf,
+    host: Option<Host>,
 }
 
 impl Source {
@@ -133,12 +135,23 @@ impl Source {
         let line = agent.wait_for_line("listening=", START_TIME)?;
         let words = line.split_whitespace().find_map(|word| word.strip_prefix("listening="));
         let address = words.ok_or("the source did not say where it listens")?.to_owned();
-        Ok(Source { agent, address, token, folder: folder.to_owned(), data_bytes })
+        let (folder, program, host) = (folder.to_owned(), program.path.clone(), server.host().cloned());
+        Ok(Source { agent, address, token, folder, data_bytes, program, host })
     }
 
     /// Processor seconds since its start.
     pub fn cpu(&self) -> Result<f64> {
         Ok(self.agent.cpu_seconds()?)
+    }
+
+    /// What `remora status` says of it.
+    pub(crate) fn status(&self) -> Result<serde_json::Value> {
+        let mut command = Command::new(&self.program);
+        command.args(["status", "--source", &self.address, "--json", "--token-file"]).arg(&self.token);
+        if let Some(host) = &self.host {
+            host.enter(&mut command)?;
+        }
+        Ok(serde_json::from_slice(&command.output()?.stdout)?)
     }
 
     /// The most memory that it has had, its tables included, in bytes.
@@ -168,6 +181,11 @@ impl Replica {
         self.agent.wait_for_success(END_TIME)?;
         let summary = serde_json::from_slice(&fs::read(&self.summary)?)?;
         Ok((summary, self.agent.cpu_seconds()?))
+    }
+
+    /// `kill -9`.
+    pub(crate) fn kill(&mut self) -> Result<()> {
+        Ok(self.agent.kill()?)
     }
 
     /// Whether it has ended, and not with success.

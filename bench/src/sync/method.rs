@@ -28,6 +28,8 @@ pub enum Method {
     RemoraTcp,
     /// ... by TCP, replicas that feed each other.
     RemoraRelay,
+    /// ... one of which, that others read from, is killed when it holds half.
+    RemoraRelayKilled,
     /// ... by shared memory, with our module in the primary and in the replicas' servers.
     RemoraModule,
     /// One that joins the snapshot which [`Method::RemoraShm`] has left at the source.
@@ -51,6 +53,7 @@ impl Method {
             Method::RemoraShm => "Remora shm, best",
             Method::RemoraTcp => "Remora tcp, best",
             Method::RemoraRelay => "Remora tcp, relay",
+            Method::RemoraRelayKilled => "Remora tcp, relay, one killed",
             Method::RemoraModule => "Remora shm, module",
             Method::RemoraLate => "Remora shm, late joiner",
         }
@@ -76,17 +79,17 @@ impl Method {
         match self {
             Method::RemoraDefault => Some("auto"),
             Method::RemoraShm | Method::RemoraLate | Method::RemoraModule => Some("shm"),
-            Method::RemoraTcp | Method::RemoraRelay => Some("tcp"),
+            Method::RemoraTcp | Method::RemoraRelay | Method::RemoraRelayKilled => Some("tcp"),
             Method::OwnDefault | Method::OwnBest | Method::OwnTogether | Method::OwnDual => None,
             Method::Copier | Method::CopierOneByOne => None,
         }
     }
 
     /// Whether replicas are to feed each other, where the program can be told.
-    pub(crate) fn serves_peers(self) -> Option<bool> {
+    pub fn serves_peers(self) -> Option<bool> {
         match self {
             Method::RemoraTcp => Some(false),
-            Method::RemoraRelay => Some(true),
+            Method::RemoraRelay | Method::RemoraRelayKilled => Some(true),
             _ => None,
         }
     }
@@ -101,6 +104,8 @@ impl Method {
         match self {
             Method::OwnDual => kind == Kind::Valkey9,
             Method::OwnTogether => replicas > 1,
+            // The one, one that reads from it, and one for it to go to.
+            Method::RemoraRelayKilled => replicas > 2,
             Method::RemoraLate => replicas == 1,
             _ => true,
         }

@@ -15,6 +15,7 @@
 mod agents;
 mod copier;
 mod costs;
+mod lost;
 mod method;
 mod outcome;
 mod peak;

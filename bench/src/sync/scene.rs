@@ -14,6 +14,7 @@ use super::Result;
 use super::agents::{self, Program, Source};
 use super::copier::{self, Copied, Pace};
 use super::costs::Costs;
+use super::lost::Lost;
 use super::method::{Method, Setting};
 use super::outcome::{Outcome, Phases, Summary};
 use super::peak::Peak;
@@ -125,18 +126,14 @@ impl Scene {
             Method::OwnDefault | Method::OwnBest | Method::OwnTogether | Method::OwnDual => {
                 self.by_themselves(trial, &replicas, show)?
             }
-            Method::RemoraDefault
-            | Method::RemoraShm
-            | Method::RemoraTcp
-            | Method::RemoraRelay
-            | Method::RemoraModule
-            | Method::RemoraLate => self.by_remora(trial, &replicas, show)?,
+            _ => self.by_remora(trial, &replicas, show)?,
         };
         let mut outcome = meter.end(trial, took, self.source.as_ref())?;
         if let Some(writer) = writer {
             writer.stop()?;
         }
-        if trial.compare {
+        // One that was killed left a server without its data.
+        if trial.compare && trial.method != Method::RemoraRelayKilled {
             self.compare(trial, &replicas, &mut outcome)?;
         }
         Ok(outcome)
@@ -217,7 +214,8 @@ impl Scene {
         for mut client in clients {
             client.ok(&["REPLICAOF", &address.ip().to_string(), &address.port().to_string()])?;
         }
-        let phases = self.watch(trial, replicas, begun, show, &|| Ok(()))?;
+        let phases =
+            self.watch(trial, replicas, begun, show, &|| Ok(()), &Lost::none())?.into_iter().flatten().collect();
         Ok(Took { begun, phases, agents_cpu: 0.0 })
     }
 
@@ -226,17 +224,35 @@ impl Scene {
         let begun = Instant::now();
         let start = |(number, server)| self.program.replica(server, source, trial.method, &format!("replica-{number}"));
         let agents: Mutex<Vec<agents::Replica>> = Mutex::new((1..).zip(replicas).map(start).collect::<Result<_>>()?);
-        let check = || {
-            for agent in agents.lock().unwrap_or_else(PoisonError::into_inner).iter_mut() {
+        let check = |lost: &Lost| {
+            let mut agents = agents.lock().unwrap_or_else(PoisonError::into_inner);
+            for (_, agent) in agents.iter_mut().enumerate().filter(|(number, _)| !lost.is(*number)) {
                 if let Some(output) = agent.has_failed()? {
                     return Err(format!("remora replica failed:\n{output}").into());
                 }
             }
             Ok(())
         };
-        let seen = self.watch(trial, replicas, begun, show, &check)?;
+        let lost = &Lost::none();
+        let seen = thread::scope(|scope| {
+            let kill = |number: usize| {
+                let mut agents = agents.lock().unwrap_or_else(PoisonError::into_inner);
+                agents.get_mut(number).ok_or("no such replica")?.kill()
+            };
+            let loses = trial.method == Method::RemoraRelayKilled;
+            let losing = loses.then(|| scope.spawn(move || lost.lose_a_relay(source, kill)));
+            let seen = self.watch(trial, replicas, begun, show, &|| check(lost), lost);
+            lost.call_off();
+            let killed =
+                losing.map_or(Ok(Ok(())), |thread| thread.join().map_err(|_| "the killing thread panicked"))?;
+            killed.and(seen)
+        })?;
+        if trial.method == Method::RemoraRelayKilled && !lost.is_anybody() {
+            return Err("no replica was read from by another in the middle of its work: nobody was killed".into());
+        }
         let mut took = Took { begun, phases: Vec::new(), agents_cpu: 0.0 };
         for (agent, seen) in agents.into_inner().unwrap_or_else(PoisonError::into_inner).iter_mut().zip(seen) {
+            let Some(seen) = seen else { continue };
             let (summary, cpu): (Summary, f64) = agent.finish()?;
             took.agents_cpu += cpu;
             took.phases.push(Phases::of_agent(&summary, seen.sum()));
@@ -251,9 +267,10 @@ impl Scene {
         begun: Instant,
         show: &Show<'_>,
         check: &(dyn Fn() -> Result<()> + Sync),
-    ) -> Result<Vec<Phases>> {
+        lost: &Lost,
+    ) -> Result<Vec<Option<Phases>>> {
         let loads_while_receiving = trial.method.loads_while_receiving();
-        Watch { primary: &self.primary, replicas, begun, loads_while_receiving, show, check }.until_all_in_step()
+        Watch { primary: &self.primary, replicas, begun, loads_while_receiving, show, check, lost }.until_all_in_step()
     }
 
     fn by_copier(&self, replicas: &[Server], pace: Pace) -> Result<Took> {

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use remora_lab::{Client, Server};
 use remora_redis::info::Info;
 
+use super::lost::Lost;
 use super::{Phases, Result};
 
 /// How far a replica is, to be shown.
@@ -30,11 +31,13 @@ pub(crate) struct Watch<'a> {
     pub(crate) show: &'a Show<'a>,
     /// Fails where waiting has become vain.
     pub(crate) check: &'a (dyn Fn() -> Result<()> + Sync),
+    /// Who is not waited for.
+    pub(crate) lost: &'a Lost,
 }
 
 impl Watch<'_> {
-    /// Waits until all are in step. The phases of each, in their order.
-    pub(crate) fn until_all_in_step(&self) -> Result<Vec<Phases>> {
+    /// Waits until all are in step. The phases of each, in their order; none of who was lost.
+    pub(crate) fn until_all_in_step(&self) -> Result<Vec<Option<Phases>>> {
         thread::scope(|scope| {
             let threads: Vec<_> =
                 (0..self.replicas.len()).map(|number| scope.spawn(move || self.until_in_step(number))).collect();
@@ -42,12 +45,15 @@ impl Watch<'_> {
         })
     }
 
-    fn until_in_step(&self, number: usize) -> Result<Phases> {
+    fn until_in_step(&self, number: usize) -> Result<Option<Phases>> {
         let replica = self.replicas.get(number).ok_or("no such replica")?;
         let (mut there, mut here) = (self.primary.client()?, replica.client()?);
         let mut marks = Marks::default();
         let mut goal = None;
         loop {
+            if self.lost.is(number) {
+                return Ok(None);
+            }
             let info = look(&mut here)?;
             let now = self.begun.elapsed();
             let is_linked = info.get("master_link_status") == Some("up")
@@ -60,7 +66,7 @@ impl Watch<'_> {
                     None => *goal.insert(offset(&there.info("replication")?)),
                 };
                 if offset(&info) >= goal {
-                    return Ok(marks.phases(self.begun.elapsed()));
+                    return Ok(Some(marks.phases(self.begun.elapsed())));
                 }
             }
             (self.check)()?;

@@ -7,7 +7,7 @@
 //!   <!-- end sync -->
 //! ```
 //!
-//! Where several kept runs have figures of the same kind (the same server, network and size) the newest is shown.
+//! Of each label the newest kept run is shown; runs of different labels stand beside each other.
 //!
 //! - [`tables`]: Markdown. [`targets`]: what was to be reached, and whether it was. [`plots`]: SVG.
 
@@ -46,19 +46,19 @@ pub fn run(options: &Options) -> Result<bool> {
     fs::create_dir_all(&options.plots)?;
     let section = Section::new(options);
 
-    let runs = kept::all::<devices::Point>(&options.runs, "devices")?;
+    let runs = kept::newest::<devices::Point>(&options.runs, "devices")?;
     let page = splice(&page, "devices", &section.text(&runs, tables::devices(&bare(&runs)), &[]))?;
 
-    let runs = kept::all::<feel::Point>(&options.runs, "feel")?;
+    let runs = kept::newest::<feel::Point>(&options.runs, "feel")?;
     let plots = plots::feel(&bare(&runs), &options.plots)?;
     let page = splice(&page, "feel", &section.text(&runs, tables::feel(&bare(&runs)), &plots))?;
     let felt = runs;
 
-    let runs = kept::all::<scaling::Point>(&options.runs, "scaling")?;
+    let runs = kept::newest::<scaling::Point>(&options.runs, "scaling")?;
     let plots = plots::scaling(&bare(&runs), &options.plots)?;
     let page = splice(&page, "scaling", &section.text(&runs, tables::scaling(&bare(&runs)), &plots))?;
 
-    let runs = kept::all::<syncs::Point>(&options.runs, "sync")?;
+    let runs = kept::newest::<syncs::Point>(&options.runs, "sync")?;
     let plots = plots::sync(&bare(&runs), &options.plots)?;
     let page = splice(&page, "sync", &section.text(&runs, tables::sync(&bare(&runs)), &plots))?;
     let page = splice(&page, "targets", &targets::table(&bare(&runs), &bare(&felt)))?;

@@ -6,7 +6,7 @@ use plotters::coord::ranged1d::{AsRangedCoord, ValueFormatter};
 use plotters::prelude::*;
 
 use super::Plot;
-use super::tables::{ORDER, cells, groups, sizes};
+use super::tables::{Cell, cells, groups, order, sizes};
 use crate::Spread;
 use crate::suite::feel::name_of;
 use crate::suite::{Kept, feel, scaling, syncs};
@@ -44,7 +44,7 @@ pub fn sync(runs: &[&Kept<syncs::Point>], folder: &Path) -> Result<Vec<Plot>> {
             };
             group.methods().into_iter().map(line).collect()
         };
-        let name = slug(&format!("{} {} {}", group.server, group.network, group.bytes >> 20));
+        let name = slug(&format!("{} {} {} {}", group.server, group.network, group.bytes >> 20, group.label));
         let title = format!("Seconds until the last replica: {}", group.title());
         let seconds = Picture::new(&title, "replicas", "seconds", lines(|point| point.seconds));
         plots.push(seconds.draw(folder, &format!("sync-seconds-{name}.svg"))?);
@@ -61,21 +61,16 @@ pub fn sync(runs: &[&Kept<syncs::Point>], folder: &Path) -> Result<Vec<Plot>> {
 /// A file could not be written.
 pub fn feel(runs: &[&Kept<feel::Point>], folder: &Path) -> Result<Vec<Plot>> {
     let cells = cells(runs);
-    let mut groups: Vec<(&str, &str, &str)> = Vec::new();
-    for cell in &cells {
-        let group = (cell.first.server.as_str(), cell.first.network.as_str(), cell.first.clients.as_str());
-        if !groups.contains(&group) {
-            groups.push(group);
-        }
-    }
+    let key = |cell: &Cell<'_>| {
+        let feel::Point { server, network, clients, .. } = cell.first;
+        [server.clone(), network.clone(), clients.clone(), cell.label.to_owned()]
+    };
+    let mut groups: Vec<[String; 4]> = cells.iter().map(key).collect();
+    groups.dedup();
     let mut plots = Vec::new();
-    for (server, network, clients) in groups {
-        let of = || {
-            cells.iter().filter(|cell| {
-                (cell.first.server.as_str(), cell.first.network.as_str(), cell.first.clients.as_str())
-                    == (server, network, clients)
-            })
-        };
+    for group in groups {
+        let of = || cells.iter().filter(|cell| key(cell) == group);
+        let [server, network, clients, label] = &group;
         let line = |method: Method| {
             // Without replicas all methods are the same.
             let points = of().filter(|cell| cell.first.method.is_none_or(|other| other == method));
@@ -84,10 +79,11 @@ pub fn feel(runs: &[&Kept<feel::Point>], folder: &Path) -> Result<Vec<Plot>> {
             (points.len() > 1).then(|| Line::of(Some(method), points))
         };
         let title = format!("99th percentile of what {clients} clients wait: {server}, {network}");
-        let mut picture =
-            Picture::new(&title, "replicas being made", "ms", ORDER.into_iter().filter_map(line).collect());
+        let mut picture = Picture::new(&title, "replicas being made", "ms", order().filter_map(line).collect());
         picture.is_log_y = true;
-        plots.push(picture.draw(folder, &format!("feel-{}.svg", slug(&format!("{server} {network} {clients}"))))?);
+        plots.push(
+            picture.draw(folder, &format!("feel-{}.svg", slug(&format!("{server} {network} {clients} {label}"))))?,
+        );
     }
     Ok(plots)
 }
@@ -115,7 +111,7 @@ pub fn scaling(runs: &[&Kept<scaling::Point>], folder: &Path) -> Result<Vec<Plot
             let points: Vec<(f64, f64)> = sizes(&points).into_iter().filter_map(at).collect();
             (points.len() > 1).then(|| Line::of(Some(method), points))
         };
-        let lines: Vec<Line> = ORDER.into_iter().filter_map(line).collect();
+        let lines: Vec<Line> = order().filter_map(line).collect();
         if lines.is_empty() {
             continue;
         }
@@ -129,7 +125,7 @@ pub fn scaling(runs: &[&Kept<scaling::Point>], folder: &Path) -> Result<Vec<Plot
 impl Line {
     fn of(method: Option<Method>, mut points: Vec<(f64, f64)>) -> Line {
         points.sort_by(|one, other| one.0.total_cmp(&other.0));
-        let place = ORDER.iter().position(|other| Some(*other) == method).unwrap_or_default();
+        let place = order().position(|other| Some(other) == method).unwrap_or_default();
         Line { name: name_of(method), colour: COLOURS.get(place).copied().unwrap_or(BLACK), points }
     }
 }
@@ -214,19 +210,21 @@ fn slug(words: &str) -> String {
 /// Width and height in pixels.
 const SIZE: (u32, u32) = (760, 420);
 
-/// In the order of the methods: theirs grey to black, the copiers brown, ours in colour.
-const COLOURS: [RGBColor; 11] = [
+/// In the order of the methods: theirs grey to black, the copiers brown, ours in colour. A method beyond them is black.
+const COLOURS: [RGBColor; 13] = [
     RGBColor(190, 190, 190),
     RGBColor(130, 130, 130),
     RGBColor(80, 80, 80),
     RGBColor(0, 0, 0),
-    RGBColor(205, 170, 120),
     RGBColor(150, 100, 40),
+    RGBColor(205, 170, 120),
     RGBColor(120, 200, 120),
     RGBColor(40, 140, 60),
-    RGBColor(150, 210, 60),
     RGBColor(60, 110, 220),
     RGBColor(220, 40, 60),
+    RGBColor(240, 140, 40),
+    RGBColor(150, 60, 200),
+    RGBColor(150, 210, 60),
 ];
 
 #[cfg(test)]

@@ -2,6 +2,8 @@
 
 use std::fmt::Write as _;
 
+use clap::ValueEnum;
+
 use crate::Spread;
 use crate::suite::feel::name_of;
 use crate::suite::{Kept, devices, feel, scaling, syncs};
@@ -9,6 +11,8 @@ use crate::sync::Method;
 
 /// Figures that are compared with one another: of one server, one network, one size, one run.
 pub(super) struct Group<'a> {
+    /// The run's.
+    pub(super) label: &'a str,
     pub(super) server: &'a str,
     pub(super) network: &'a str,
     pub(super) bytes: u64,
@@ -17,30 +21,27 @@ pub(super) struct Group<'a> {
     pub(super) points: Vec<&'a syncs::Point>,
 }
 
-/// The groups of the newest run that has them, in the order of their first figure.
+/// The groups of these runs.
 pub(super) fn groups<'a>(runs: &[&'a Kept<syncs::Point>]) -> Vec<Group<'a>> {
-    let mut groups: Vec<Group<'a>> = Vec::new();
-    for kept in runs.iter().rev() {
-        let known = groups.len();
+    let mut all: Vec<Group<'a>> = Vec::new();
+    for kept in runs {
+        let mut groups: Vec<Group<'a>> = Vec::new();
         for point in &kept.points {
-            let is_it = |group: &Group<'_>| {
+            let is_it = |group: &&mut Group<'_>| {
                 group.server == point.server && group.network == point.network && group.bytes == point.bytes
             };
-            match groups.iter().position(is_it) {
-                // A newer run has it.
-                Some(place) if place < known => {}
-                Some(place) => groups.get_mut(place).map_or((), |group| group.points.push(point)),
-                None => {
-                    let link = kept.links.iter().rfind(|link| link.network == point.network);
-                    let link = link.map(|link| link.bytes_per_second);
-                    let (server, network) = (point.server.as_str(), point.network.as_str());
-                    groups.push(Group { server, network, bytes: point.bytes, link, points: vec![point] });
-                }
+            if let Some(group) = groups.iter_mut().find(is_it) {
+                group.points.push(point);
+                continue;
             }
+            let link = kept.links.iter().rfind(|link| link.network == point.network).map(|link| link.bytes_per_second);
+            let (server, network) = (point.server.as_str(), point.network.as_str());
+            groups.push(Group { label: &kept.label, server, network, bytes: point.bytes, link, points: vec![point] });
         }
+        all.extend(groups);
     }
-    groups.sort_by(|one, other| (one.server, one.network, other.bytes).cmp(&(other.server, other.network, one.bytes)));
-    groups
+    all.sort_by_key(|group| (group.server, group.network, std::cmp::Reverse(group.bytes), group.label));
+    all
 }
 
 impl Group<'_> {
@@ -54,7 +55,7 @@ impl Group<'_> {
 
     /// Methods, in the order in which all tables have them.
     pub(super) fn methods(&self) -> Vec<Method> {
-        ORDER.into_iter().filter(|method| self.points.iter().any(|point| point.method == *method)).collect()
+        order().filter(|method| self.points.iter().any(|point| point.method == *method)).collect()
     }
 
     pub(super) fn spread(
@@ -90,7 +91,8 @@ impl Group<'_> {
 
     pub(super) fn title(&self) -> String {
         let link = self.link.map_or(String::new(), |rate| format!(" (iperf3: {:.1} MB/s)", rate / 1e6));
-        format!("{}, {}{link}, {:.0} MiB", self.server, self.network, self.bytes as f64 / f64::from(1 << 20))
+        let label = if self.label.is_empty() { String::new() } else { format!(", run {}", self.label) };
+        format!("{}, {}{link}, {:.0} MiB{label}", self.server, self.network, self.bytes as f64 / f64::from(1 << 20))
     }
 
     fn table(&self, out: &mut String) {
@@ -156,6 +158,8 @@ pub fn devices(runs: &[&Kept<devices::Point>]) -> String {
 
 /// What was felt under the same circumstances, round by round.
 pub(super) struct Cell<'a> {
+    /// The run's.
+    pub(super) label: &'a str,
     pub(super) first: &'a feel::Point,
     pub(super) points: Vec<&'a feel::Point>,
 }
@@ -166,26 +170,25 @@ impl Cell<'_> {
     }
 }
 
-/// All cells of the newest runs, by server, network, clients, number of replicas, method.
+/// All cells of these runs, by server, network, clients, number of replicas, method.
 pub(super) fn cells<'a>(runs: &[&'a Kept<feel::Point>]) -> Vec<Cell<'a>> {
-    let mut cells: Vec<Cell<'a>> = Vec::new();
-    for kept in runs.iter().rev() {
-        let known = cells.len();
+    let mut all: Vec<Cell<'a>> = Vec::new();
+    for kept in runs {
+        let mut cells: Vec<Cell<'a>> = Vec::new();
         for point in &kept.points {
-            let is_it = |cell: &Cell<'_>| cell_key(cell.first) == cell_key(point);
-            match cells.iter().position(is_it) {
-                Some(place) if place < known => {}
-                Some(place) => cells.get_mut(place).map_or((), |cell| cell.points.push(point)),
-                None => cells.push(Cell { first: point, points: vec![point] }),
+            match cells.iter_mut().find(|cell| cell_key(cell.first) == cell_key(point)) {
+                Some(cell) => cell.points.push(point),
+                None => cells.push(Cell { label: &kept.label, first: point, points: vec![point] }),
             }
         }
+        all.extend(cells);
     }
-    let order = |method: Option<Method>| method.and_then(|method| ORDER.iter().position(|other| *other == method));
-    cells.sort_by_key(|cell| {
+    let place = |method: Option<Method>| method.and_then(|method| order().position(|other| other == method));
+    all.sort_by_key(|cell| {
         let point = cell.first;
-        (&point.server, &point.network, &point.clients, point.bytes, point.replicas, order(point.method))
+        (&point.server, &point.network, cell.label, &point.clients, point.bytes, point.replicas, place(point.method))
     });
-    cells
+    all
 }
 
 type CellKey<'a> = (&'a str, &'a str, &'a str, u64, u64, usize, Option<Method>);
@@ -202,7 +205,8 @@ pub fn feel(runs: &[&Kept<feel::Point>]) -> String {
     for cell in cells(runs) {
         let feel::Point { server, network, clients, bytes, asked, method, replicas, .. } = cell.first;
         let mib = *bytes as f64 / f64::from(1 << 20);
-        let this = format!("{server}, {network}, {mib:.0} MiB, {clients} clients asking {asked} a second");
+        let label = if cell.label.is_empty() { String::new() } else { format!(", run {}", cell.label) };
+        let this = format!("{server}, {network}, {mib:.0} MiB, {clients} clients asking {asked} a second{label}");
         if title != this {
             let _ = writeln!(out, "\n### {this}\n\n{FEEL_HEAD}");
             title = this;
@@ -230,7 +234,7 @@ pub fn scaling(runs: &[&Kept<scaling::Point>]) -> String {
         let points: Vec<&scaling::Point> = newest.points.iter().filter(|point| point.grows == grows).collect();
         let Some(server) = points.first().map(|point| &point.server) else { continue };
         let _ = writeln!(out, "\n### {server}, loopback, one replica: {title}\n\n{SCALING_HEAD}");
-        for method in ORDER {
+        for method in order() {
             for (bytes, value_bytes) in sizes(&points) {
                 let of = || {
                     points
@@ -264,7 +268,7 @@ pub fn scaling(runs: &[&Kept<scaling::Point>]) -> String {
 }
 
 fn slopes(out: &mut String, points: &[&scaling::Point]) {
-    for method in ORDER {
+    for method in order() {
         let of: Vec<(f64, f64)> = (points.iter().filter(|point| point.method == method))
             .map(|point| (point.bytes as f64 / f64::from(1 << 30), point.seconds))
             .collect();
@@ -297,20 +301,10 @@ fn with_range(spread: Spread) -> String {
     format!("{:.2} ({:.2}–{:.2})", spread.median, spread.low, spread.high)
 }
 
-/// The order of methods in every table: theirs, the copiers, ours.
-pub(super) const ORDER: [Method; 11] = [
-    Method::OwnDefault,
-    Method::OwnBest,
-    Method::OwnTogether,
-    Method::OwnDual,
-    Method::CopierOneByOne,
-    Method::Copier,
-    Method::RemoraDefault,
-    Method::RemoraShm,
-    Method::RemoraLate,
-    Method::RemoraTcp,
-    Method::RemoraRelay,
-];
+/// The order of methods in every table, which is that of their definition: theirs, the copiers, ours.
+pub(super) fn order() -> impl Iterator<Item = Method> {
+    Method::value_variants().iter().copied()
+}
 
 const SYNC_EXPLAINED: &str = "\
 Medians over the rounds, in brackets the least and the most. *ratio*: against the best of the server's own replication at the same N. The four
@@ -376,19 +370,20 @@ pub(super) mod tests {
     }
 
     pub(in super::super) fn kept(points: Vec<syncs::Point>) -> Kept<syncs::Point> {
-        let mut kept = Kept::begin("sync");
+        let mut kept = Kept::begin("sync", None);
         kept.points = points;
         kept.links = vec![crate::suite::network::Link { network: "1 Gb/s".into(), bytes_per_second: 120e6 }];
         kept
     }
 
     #[test]
-    fn the_newest_run_of_a_network_is_the_one_shown() {
-        let old = kept(vec![point(Method::OwnBest, 1, 0, 99.0, 1)]);
-        let new = kept(vec![point(Method::OwnBest, 1, 0, 8.0, 1), point(Method::OwnBest, 1, 1, 9.0, 1)]);
-        let table = sync(&[&old, &new]);
-        assert!(table.contains("8.50 (8.00–9.00)") && !table.contains("99"), "{table}");
-        assert!(table.contains("1 Gb/s (iperf3: 120.0 MB/s), 954 MiB"), "{table}");
+    fn figures_of_different_runs_are_not_mixed() {
+        let one = kept(vec![point(Method::OwnBest, 1, 0, 99.0, 1)]);
+        let mut other = kept(vec![point(Method::OwnBest, 1, 0, 8.0, 1), point(Method::OwnBest, 1, 1, 9.0, 1)]);
+        other.label = "again".into();
+        let table = sync(&[&one, &other]);
+        assert!(table.contains("8.50 (8.00–9.00)") && table.contains("| 99.00 |"), "{table}");
+        assert!(table.contains("1 Gb/s (iperf3: 120.0 MB/s), 954 MiB, run again"), "{table}");
     }
 
     #[test]

@@ -56,6 +56,8 @@ impl Group<'_> {
             let sent = self.spread(Method::RemoraRelay, replicas, |point| point.sent as f64 / point.bytes as f64);
             add(format!("{replicas} replicas with relay: bytes out of the host, × data"), sent, Bound::Most(SENT_MOST));
         }
+        let killed = self.ratio((Method::RemoraRelayKilled, 3), (Method::RemoraRelay, 3), |point| point.seconds);
+        add("3 replicas, one killed in the middle, against undisturbed".into(), killed, Bound::Most(KILLED_MOST));
         for method in [Method::RemoraTcp, Method::RemoraRelay] {
             let best = self.best_own(3);
             let against = best.and_then(|best| self.ratio((method, 3), (best, 3), |point| point.seconds));
@@ -89,14 +91,13 @@ impl Group<'_> {
 
 /// The 99th percentile that clients see while three replicas are made, ours against the best that the server does by itself.
 fn of_feeling(cells: &[Cell<'_>]) -> Vec<Target> {
-    let same = |one: &feel::Point, other: &feel::Point| {
-        (&one.server, &one.network, &one.clients, one.bytes, one.replicas)
-            == (&other.server, &other.network, &other.clients, other.bytes, other.replicas)
+    let key = |cell: &Cell<'_>| {
+        let feel::Point { server, network, clients, bytes, replicas, .. } = cell.first;
+        (server.clone(), network.clone(), clients.clone(), *bytes, *replicas, cell.label.to_owned())
     };
     let is_ours = |cell: &&Cell<'_>| cell.first.replicas == 3 && cell.first.method.is_some_and(Method::is_ours);
     let target = |ours: &Cell<'_>| {
-        let own =
-            cells.iter().filter(|cell| same(cell.first, ours.first) && cell.first.method.is_some_and(Method::is_own));
+        let own = cells.iter().filter(|cell| key(cell) == key(ours) && cell.first.method.is_some_and(Method::is_own));
         // At its best for this very figure.
         let p99 = |point: &feel::Point| point.felt.p99;
         let best = own.min_by(|one, other| one.median(p99).total_cmp(&other.median(p99)))?;
@@ -119,6 +120,9 @@ const FLAT: [(usize, f64); 2] = [(3, 1.10), (8, 1.25)];
 
 /// Bytes out of the primary's host, as a multiple of the data set.
 const SENT_MOST: f64 = 1.15;
+
+/// Those who are left when a relay is killed, against three that are let be.
+const KILLED_MOST: f64 = 1.15;
 
 /// Three replicas, against the server's own best.
 const OWN_MOST: f64 = 0.45;
