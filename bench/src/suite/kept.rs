@@ -29,8 +29,7 @@ impl<P: Serialize + DeserializeOwned> Kept<P> {
     /// An empty one of `remora-bench NAME`.
     pub fn begin(name: &str, label: Option<&str>) -> Kept<P> {
         let run = Run::new(&format!("bench_{name}"), "see the columns");
-        let arguments: Vec<String> = std::env::args().skip(1).collect();
-        let run = Run { command: format!("remora-bench {}", arguments.join(" ")), ..run };
+        let run = Run { command: format!("remora-bench {}", arguments(std::env::args().skip(1))), ..run };
         Kept { run, label: label.unwrap_or_default().to_owned(), links: Vec::new(), points: Vec::new() }
     }
 
@@ -74,6 +73,20 @@ impl<P: Serialize + DeserializeOwned> Kept<P> {
         }
         Ok(text)
     }
+}
+
+/// What was typed, without where the run is kept: it lies there.
+fn arguments(typed: impl Iterator<Item = String>) -> String {
+    let mut typed = typed;
+    let mut told = Vec::new();
+    while let Some(word) = typed.next() {
+        match word.as_str() {
+            "--out" => drop(typed.next()),
+            _ if word.starts_with("--out=") => {}
+            _ => told.push(word),
+        }
+    }
+    told.join(" ")
 }
 
 /// A value between commas.
@@ -133,6 +146,12 @@ mod tests {
         name: String,
         value: f64,
         more: Option<Vec<u32>>,
+    }
+
+    #[test]
+    fn where_a_run_is_kept_is_not_told() {
+        let typed = ["sync", "--out", "/home/me/runs", "--rounds", "2", "--out=elsewhere"].map(str::to_owned);
+        assert_eq!(arguments(typed.into_iter()), "sync --rounds 2");
     }
 
     #[test]
