@@ -142,9 +142,15 @@ impl StallTimer {
 
     /// Fails if reads have been outstanding for too long without a byte.
     pub(crate) fn check(&mut self, is_waiting: bool) -> Result<(), ReadError> {
-        self.settle();
+        self.check_at(Instant::now(), is_waiting)
+    }
+
+    /// ... for who has looked at the clock just now.
+    pub(crate) fn check_at(&mut self, now: Instant, is_waiting: bool) -> Result<(), ReadError> {
+        if std::mem::take(&mut self.progressed) {
+            self.last_progress = now;
+        }
         let Some(goes_off) = self.goes_off else { return Ok(()) };
-        let now = Instant::now();
         if now < goes_off {
             return Ok(());
         }

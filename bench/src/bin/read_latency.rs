@@ -110,6 +110,7 @@ impl Bench<'_> {
     }
 
     fn round(&mut self, round: usize, size: u32) -> Result<(), Failure> {
+        let mut completions = Vec::with_capacity(1);
         let (measures_shm, measures_tcp) = (self.measures("shm"), self.measures("tcp"));
         if measures_shm {
             let mut into = vec![1; size as usize];
@@ -120,7 +121,7 @@ impl Bench<'_> {
             });
             self.note("memcpy", size, round, memcpy?, 0.0);
             let mut peer = self.source.connect_shm(&self.sink)?;
-            let shm = self.options.time(|offset| read_one(peer.as_mut(), offset, size))?;
+            let shm = self.options.time(|offset| read_one(peer.as_mut(), offset, size, &mut completions))?;
             self.note("shm", size, round, shm, 0.0);
         }
         if measures_tcp {
@@ -135,7 +136,7 @@ impl Bench<'_> {
             self.note("plain tcp", size, round, plain, source_cpu);
             let mut peer = self.source.connect_tcp(&self.sink)?;
             let before = self.source.cpu()?;
-            let tcp = self.options.time(|offset| read_one(peer.as_mut(), offset, size))?;
+            let tcp = self.options.time(|offset| read_one(peer.as_mut(), offset, size, &mut completions))?;
             let source_cpu = (self.source.cpu()? - before).as_secs_f64();
             self.note("tcp", size, round, tcp, source_cpu);
         }
@@ -147,7 +148,7 @@ impl Bench<'_> {
             let mut peer = self.source.connect_verbs(&self.sink)?;
             let before = self.source.cpu()?;
             // Its rival reads one and the same place.
-            let verbs = self.options.time(|_| read_one(peer.as_mut(), 0, size))?;
+            let verbs = self.options.time(|_| read_one(peer.as_mut(), 0, size, &mut completions))?;
             let source_cpu = (self.source.cpu()? - before).as_secs_f64();
             self.note("verbs", size, round, verbs, source_cpu);
         }
@@ -221,15 +222,14 @@ impl Options {
     }
 }
 
-fn read_one(peer: &mut dyn Peer, offset: u64, length: u32) -> Result<(), Failure> {
-    let mut completions: Vec<Completion> = Vec::with_capacity(1);
+fn read_one(peer: &mut dyn Peer, offset: u64, length: u32, completions: &mut Vec<Completion>) -> Result<(), Failure> {
     if peer.post_read(&[ReadRequest { tag: 1, offset, length, sink_offset: 0 }])? != 1 {
         return Err("the peer did not take a single read".into());
     }
-    while peer.poll(&mut completions)? == 0 {
+    while peer.poll(completions)? == 0 {
         peer.wait(Duration::from_secs(1))?;
     }
-    for completion in completions {
+    for completion in completions.drain(..) {
         completion.result?;
     }
     Ok(())

@@ -180,7 +180,7 @@ impl VerbsPeer {
             self.looked = now;
             self.lanes.iter().try_for_each(Lane::look)?;
         }
-        self.stall.check(!self.slots.is_empty())
+        self.stall.check_at(now, !self.slots.is_empty())
     }
 
     /// ... and ends the peer where that fails.
@@ -226,11 +226,12 @@ impl VerbsPeer {
 
     /// Asks again and again, for the mode that never sleeps.
     fn spin(&mut self, timeout: Duration) {
-        let (begun, mut polls) = (Instant::now(), 0_u32);
+        let (mut begun, mut polls) = (None, 0_u32);
         loop {
             self.work_or_retire();
             polls += 1;
-            let over = polls.is_multiple_of(POLLS_PER_CLOCK) && begun.elapsed() >= timeout;
+            let over =
+                polls.is_multiple_of(POLLS_PER_CLOCK) && begun.get_or_insert_with(Instant::now).elapsed() >= timeout;
             if over || timeout.is_zero() || !self.found.is_empty() || self.retired.is_some() {
                 return;
             }
@@ -360,9 +361,9 @@ fn cut(length: u32, piece_bytes: u32) -> impl Iterator<Item = (u64, u32)> {
 /// Completions that one poll takes from one lane: 16 MiB of whole pieces, after which the caller may have better to do.
 const POLL_BUDGET: usize = 64;
 
-/// Polls of an idle queue between two looks at the clock: half a microsecond, and less than one look costs where the clock is no
+/// Polls of an idle queue between two looks at the clock: a microsecond or two, and about what one look costs where the clock is no
 /// register of the processor's but a device.
-const POLLS_PER_CLOCK: u32 = 16;
+const POLLS_PER_CLOCK: u32 = 64;
 
 /// ... between two offers of the processor to somebody else: some 100 µs, so that on a busy machine a system call is not part of every read.
 const POLLS_PER_YIELD: u32 = 4096;
