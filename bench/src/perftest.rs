@@ -1,4 +1,4 @@
-//! The rivals of RDMA: `ib_read_bw` and `ib_read_lat` of perftest, between the same two devices, in the same run.
+//! The rivals of RDMA: `ib_read_bw`, `ib_read_lat`, `ib_send_bw` and `ib_send_lat` of perftest, between the same two devices, in the same run.
 //!
 //! They measure the cards and libraries with as little as can be around them; what a transport reaches beside them is what its own code
 //! costs. Each run starts a server and a client of its own, as perftest wants it.
@@ -38,6 +38,24 @@ impl Ends {
         // Columns: bytes, iterations, peak, average in MiB/s, messages.
         let mebibytes = self.figure(3, "ib_read_bw", size, &["-t", &depth, "-o", &depth, "-n", &count])?;
         Ok(mebibytes * 1048576.0)
+    }
+
+    /// Bytes per second of SENDs of `size` bytes, `depth` of them posted, `count` in all.
+    ///
+    /// # Errors
+    /// As for [`Ends::bandwidth`].
+    pub fn send_bandwidth(&self, size: u32, depth: usize, count: u64) -> io::Result<f64> {
+        let line = self.run("ib_send_bw", size, &["-t", &depth.to_string(), "-n", &count.max(5).to_string()])?;
+        column(&line, 3).map(|mebibytes| mebibytes * 1048576.0)
+    }
+
+    /// The typical time of a SEND of `size` bytes, one way, in microseconds.
+    ///
+    /// # Errors
+    /// As for [`Ends::bandwidth`].
+    pub fn send_latency(&self, size: u32, count: u64) -> io::Result<f64> {
+        let line = self.run("ib_send_lat", size, &["-n", &count.max(5).to_string()])?;
+        column(&line, 4)
     }
 
     /// The typical time of a READ of `size` bytes, in microseconds.

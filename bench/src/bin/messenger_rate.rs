@@ -1,4 +1,5 @@
-//! How many requests a second, and how long each takes: the messenger against raw epoll and against iperf3.
+//! How many requests a second, and how long each takes: the messenger against raw epoll, iperf3, ZeroMQ, and the ping-pongs of
+//! others.
 //!
 //! Each round measures every case with every subject in turn; a figure is the median of the rounds, a ratio the median of the
 //! rounds' ratios. Client and server are two processes, whose processor time is counted apart.
@@ -7,6 +8,8 @@
 //! cargo run --release -p remora-bench --bin messenger_rate -- --rounds 5 --out bench/runs
 //! cargo run --release -p remora-bench --bin messenger_rate -- --connections 1,16 --depths 1,32 --request 64 --reply 64
 //! cargo run --release -p remora-bench --bin messenger_rate -- --idle 10000
+//! … -- --connections 1,16 --vary spin,adaptive:50,workers:2,workers:10,pool:0     what each of the seeds' findings comes to
+//! lab/rdma-vm/rdma-vm -n 2 target/release/messenger_rate --stacks rdma --rivals ib-send --rdma-source 10.77.0.2 --rdma-reader 10.77.0.1
 //! ```
 
 use std::fmt::Write as _;
@@ -16,7 +19,8 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use clap::Parser;
-use remora_bench::messenger::{Case, Outcome, ours, raw, server::Server, tools};
+use remora_bench::messenger::{Case, Outcome, ours, plots, raw, server::Server, tools, zeromq::ZeroMq};
+use remora_bench::perftest::Ends;
 use remora_bench::{Run, Sample, Spread};
 use remora_messenger::{Address, Options as Manner, Polling};
 use serde::Serialize;
@@ -42,21 +46,35 @@ struct Options {
     /// Bytes of a reply.
     #[arg(long, default_value_t = 64)]
     reply: usize,
-    /// Transports of the messenger: tcp, shm.
+    /// Transports of the messenger: tcp, shm; rdma, by --rdma-source (the server's device) and --rdma-reader (the client's).
     #[arg(long, value_delimiter = ',', default_value = "tcp")]
     stacks: Vec<String>,
-    /// Rivals: raw, iperf3.
+    /// Rivals: raw; iperf3 (bulk); zeromq, redis; sockperf, ucx-tcp, ucx-posix, fi-tcp, fi-shm (to 4 KiB,
+    /// one at a time); ib-send (between the devices of --rdma-…). What
+    /// is not installed has no figures.
     #[arg(long, value_delimiter = ',', default_value = "raw,iperf3")]
     rivals: Vec<String>,
     /// Workers of the server's messenger, and of the client's.
     #[arg(long, default_value_t = 1)]
     workers: usize,
+    #[command(flatten)]
+    ends: Ends,
     /// Leaves out checksums over bodies.
     #[arg(long)]
     no_crc: bool,
     /// What a worker does when there is nothing to do: event, spin, or adaptive:MICROSECONDS.
     #[arg(long, default_value = "event")]
     polling: Poll,
+    /// Bytes that the pool of received data may keep; 0 takes every message's memory from the allocator.
+    #[arg(long)]
+    pool_bytes: Option<usize>,
+    /// Requests that may be posted on a queue pair (rdma).
+    #[arg(long)]
+    queue_depth: Option<u32>,
+    /// Measures the messenger once more for each of these, with that one thing changed: event, spin, adaptive:MICROSECONDS,
+    /// workers:N, pool:BYTES, queue:DEPTH, allocator:LIBRARY.
+    #[arg(long, value_delimiter = ',')]
+    vary: Vec<String>,
     /// A library with another allocator, put before the system's in the server's process (as LD_PRELOAD does).
     #[arg(long)]
     allocator: Option<String>,
@@ -138,7 +156,25 @@ fn tell_idle(connections: usize, options: &Options) -> Result<(), Failure> {
 
 impl Options {
     fn manner(&self) -> Manner {
-        Manner { workers: self.workers, summed: !self.no_crc, polling: self.polling.0, ..Manner::default() }
+        let mut manner =
+            Manner { workers: self.workers, summed: !self.no_crc, polling: self.polling.0, ..Manner::default() };
+        manner.pool_bytes = self.pool_bytes.unwrap_or(manner.pool_bytes);
+        manner.rdma.local = self.ends.rdma_reader;
+        manner.rdma.wires.queue_depth = self.queue_depth.unwrap_or(manner.rdma.wires.queue_depth);
+        manner
+    }
+
+    /// The same with one thing changed, as `--vary` words it.
+    fn varied(&self, what: &str) -> Result<Options, Failure> {
+        let mut options = self.clone();
+        match what.split_once(':') {
+            Some(("workers", count)) => options.workers = count.parse()?,
+            Some(("pool", bytes)) => options.pool_bytes = Some(bytes.parse()?),
+            Some(("queue", depth)) => options.queue_depth = Some(depth.parse()?),
+            Some(("allocator", library)) => options.allocator = Some(library.to_owned()),
+            _ => options.polling = what.parse()?,
+        }
+        Ok(options)
     }
 
     fn server(&self, what: &str, case: &Case) -> Result<Server, Failure> {
@@ -148,6 +184,13 @@ impl Options {
         arguments.extend(["--workers".to_owned(), self.workers.to_string()]);
         arguments.extend(["--polling".to_owned(), self.polling.to_string()]);
         arguments.extend(self.no_crc.then(|| "--no-crc".to_owned()));
+        let numbers = [
+            ("--pool-bytes", self.pool_bytes.map(|n| n.to_string())),
+            ("--queue-depth", self.queue_depth.map(|n| n.to_string())),
+        ];
+        for (flag, number) in numbers {
+            arguments.extend(number.into_iter().flat_map(|number| [flag.to_owned(), number]));
+        }
         Ok(Server::start(&arguments, self.allocator.as_deref())?)
     }
 
@@ -182,11 +225,12 @@ struct Bench {
     options: Options,
     run: Run,
     figures: Vec<Figure>,
+    zeromq: Option<ZeroMq>,
 }
 
 impl Bench {
     fn new(options: Options) -> Bench {
-        Bench { options, run: Run::new("messenger_rate", "thousand requests/s"), figures: Vec::new() }
+        Bench { options, run: Run::new("messenger_rate", "thousand requests/s"), figures: Vec::new(), zeromq: None }
     }
 
     fn measure(&mut self) -> Result<(), Failure> {
@@ -195,8 +239,12 @@ impl Bench {
             eprintln!("round {} of {}", round + 1, self.options.rounds);
             for case in &cases {
                 for stack in self.options.stacks.clone() {
-                    let outcome = self.measure_ours(&stack, case)?;
+                    let outcome = self.measure_ours(&stack, case, &self.options)?;
                     self.note(&format!("ours, {stack}"), case, round, outcome);
+                    for what in self.options.vary.clone() {
+                        let outcome = self.measure_ours(&stack, case, &self.options.varied(&what)?)?;
+                        self.note(&format!("ours, {stack}, {what}"), case, round, outcome);
+                    }
                 }
                 for rival in self.options.rivals.clone() {
                     if let Some(outcome) = self.measure_rival(&rival, case)? {
@@ -208,14 +256,18 @@ impl Bench {
         Ok(())
     }
 
-    fn measure_ours(&self, stack: &str, case: &Case) -> Result<Outcome, Failure> {
+    fn measure_ours(&self, stack: &str, case: &Case, options: &Options) -> Result<Outcome, Failure> {
         let folder = tempfile::tempdir()?;
         let address = match stack {
             "shm" => format!("shm:{}", folder.path().join("bell").display()),
+            "rdma" => match self.options.ends.rdma_source {
+                Some(server) => format!("rdma:{server}:0"),
+                None => return Err("--stacks rdma needs --rdma-source: the address of an RDMA device".into()),
+            },
             _ => "tcp:127.0.0.1:0".to_owned(),
         };
-        let mut server = self.options.server(&address, case)?;
-        Ok(ours::measure(&mut server, case, self.time(), &self.options.manner())?)
+        let mut server = options.server(&address, case)?;
+        Ok(ours::measure(&mut server, case, self.time(), &options.manner())?)
     }
 
     fn measure_rival(&mut self, rival: &str, case: &Case) -> Result<Option<Outcome>, Failure> {
@@ -224,18 +276,45 @@ impl Bench {
                 let mut server = self.options.server("raw", case)?;
                 Ok(Some(raw::measure(&mut server, case, self.time())?))
             }
-            // A stream that nobody answers: a rival for bulk only.
-            "iperf3" if case.request >= BULK_BYTES => {
-                let outcome = tools::iperf3(case, self.time())?;
-                let missing = "iperf3 is not installed: no figures of it";
-                if outcome.is_none() && !self.run.notes.iter().any(|note| note == missing) {
-                    self.run.notes.push(missing.to_owned());
+            _ => {
+                let outcome = self.measure_tool(rival, case)?;
+                if let Err(missing) = &outcome
+                    && !self.run.notes.contains(missing)
+                {
+                    self.run.notes.push(missing.clone());
                 }
-                Ok(outcome)
+                Ok(outcome.ok().flatten())
             }
-            "iperf3" => Ok(None),
-            unknown => Err(format!("{unknown}: no such rival; there are raw and iperf3").into()),
         }
+    }
+
+    /// A rival that others wrote; none where it does not know such cases, the inner error where it is not installed.
+    fn measure_tool(&mut self, rival: &str, case: &Case) -> Result<Result<Option<Outcome>, String>, Failure> {
+        let is_ping_pong = (case.connections, case.depth) == (1, 1) && case.request <= PING_PONG_BYTES;
+        let time = self.time();
+        let outcome = match rival {
+            // A stream that nobody answers: a rival for bulk only.
+            "iperf3" if case.request < BULK_BYTES => return Ok(Ok(None)),
+            "iperf3" => tools::iperf3(case, time)?,
+            "redis" if case.request >= BULK_BYTES => return Ok(Ok(None)),
+            "redis" => tools::redis(case, time)?,
+            "zeromq" => {
+                if self.zeromq.is_none() {
+                    self.zeromq = ZeroMq::build()?;
+                }
+                self.zeromq.as_ref().map(|zeromq| zeromq.measure(case, time)).transpose()?
+            }
+            "ib-send" => Some(tools::perftest(case, &self.options.ends)?),
+            "sockperf" | "ucx-tcp" | "ucx-posix" | "fi-tcp" | "fi-shm" if !is_ping_pong => return Ok(Ok(None)),
+            "sockperf" => tools::sockperf(case, time)?,
+            "ucx-tcp" => tools::ucx(case, "tcp")?,
+            "ucx-posix" => tools::ucx(case, "posix")?,
+            "fi-tcp" => tools::fabric(case, "tcp;ofi_rxm")?,
+            "fi-shm" => tools::fabric(case, "shm")?,
+            unknown => return Err(format!("{unknown}: no such rival; --help lists them").into()),
+        };
+        let missing = || format!("{rival} is not installed: no figures of it");
+        Ok(outcome.map(Some).ok_or_else(missing))
     }
 
     fn time(&self) -> Duration {
@@ -265,11 +344,16 @@ impl Bench {
                 // Promises are for quiet machines and plain options.
                 found.map(|(.., ratio)| *ratio).filter(|_| !self.options.busy && self.options.workers == 1)
             };
-            let (raw, iperf3) = (promised("raw"), promised("iperf3"));
+            let (raw, iperf3, zeromq) = (promised("raw"), promised("iperf3"), promised("zeromq"));
             for stack in self.options.stacks.clone() {
                 let ours = format!("ours, {stack}");
                 let is_tcp = |least: Option<f64>| least.filter(|_| stack == "tcp");
                 self.run.compare((&ours, &name), ("raw", &name), is_tcp(raw));
+                self.run.compare((&ours, &name), ("zeromq", &name), is_tcp(zeromq));
+                self.run.compare((&ours, &name), ("ib-send", &name), None);
+                for what in &self.options.vary {
+                    self.run.compare((&format!("{ours}, {what}"), &name), (&ours, &name), None);
+                }
                 if case.request >= BULK_BYTES {
                     self.run.compare((&ours, &name), ("iperf3", &name), is_tcp(iperf3));
                 }
@@ -288,7 +372,9 @@ impl Bench {
         }
         if let Some(folder) = &self.options.out {
             let files = [("raw.csv", self.raw()), ("summary.md", summary), ("run.json", json)];
-            println!("\nkept in {}", self.run.keep_files(folder, &files)?.display());
+            let kept = self.run.keep_files(folder, &files)?;
+            println!("\nkept in {}", kept.display());
+            plots::draw(&self.points(), &kept)?;
         }
         Ok(if self.run.keeps_promises() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
     }
@@ -326,6 +412,17 @@ impl Bench {
             let _ = writeln!(out, "\n> {note}");
         }
         out
+    }
+
+    /// Medians for the plots.
+    fn points(&self) -> Vec<plots::Point> {
+        let point = |(case, subject): (Case, &str)| {
+            let of_cell = || self.figures.iter().filter(move |figure| figure.case == case && figure.subject == subject);
+            let rate = Spread::of(of_cell().map(|figure| figure.outcome.rate()))?.median;
+            let p50 = Spread::of(of_cell().map(|figure| figure.outcome.latency[1]))?.median;
+            Some(plots::Point { subject: subject.to_owned(), case, rate, p50 })
+        };
+        self.cells().into_iter().filter_map(point).collect()
     }
 
     fn cells(&self) -> Vec<(Case, &str)> {
@@ -373,6 +470,9 @@ impl Drop for Load {
 /// Requests of this size and above are measured against a stream.
 const BULK_BYTES: usize = 128 * 1024;
 
+/// Longer messages are no ping-pong.
+const PING_PONG_BYTES: usize = 4096;
+
 /// Request bytes, connections, depth.
 const PROMISED: [(usize, usize, usize); 9] = [
     (64, 1, 1),
@@ -387,7 +487,8 @@ const PROMISED: [(usize, usize, usize); 9] = [
 ];
 
 /// ... the rival, and the least ratio of the rates.
-const PROMISES: [(usize, usize, usize, &str, f64); 7] = [
+const PROMISES: [(usize, usize, usize, &str, f64); 8] = [
+    (64, 1, 1, "zeromq", 2.5),
     (64, 1, 1, "raw", 0.75),
     (64, 16, 1, "raw", 0.75),
     (4096, 16, 32, "raw", 0.5),

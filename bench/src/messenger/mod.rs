@@ -1,5 +1,6 @@
 //! What `messenger_rate` measures with: request and reply, so many connections, so many requests under way on each. Here are
-//! the words for it; [`ours`] is the messenger, [`raw`] its plainest rival, [`tools`] are rivals that others wrote.
+//! the words for it; [`ours`] is the messenger, [`raw`] its plainest rival, [`tools`] and [`zeromq`] are rivals that
+//! others wrote.
 //!
 //! What is counted, and what is not: a request is over when its reply has come, whole. Exactly `depth` requests are under way
 //! on each connection from the first to the last moment of the time measured; what is still under way then is awaited and not
@@ -7,9 +8,11 @@
 
 pub mod histogram;
 pub mod ours;
+pub mod plots;
 pub mod raw;
 pub mod server;
 pub mod tools;
+pub mod zeromq;
 
 use std::time::Duration;
 

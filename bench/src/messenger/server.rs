@@ -22,11 +22,19 @@ impl Server {
     /// It cannot be started, or says no address.
     pub fn start(arguments: &[String], preload: Option<&str>) -> io::Result<Server> {
         let mut command = Command::new(std::env::current_exe()?);
-        command.args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command.args(arguments);
         if let Some(library) = preload {
             command.env("LD_PRELOAD", library);
         }
-        let mut child = command.spawn()?;
+        Server::start_program(&mut command)
+    }
+
+    /// Starts a program that talks as [`serve`] does.
+    ///
+    /// # Errors
+    /// As [`Server::start`].
+    pub fn start_program(command: &mut Command) -> io::Result<Server> {
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
         let lost = || io::Error::other("a pipe of the server is missing");
         let to = child.stdin.take().ok_or_else(lost)?;
         let mut from = BufReader::new(child.stdout.take().ok_or_else(lost)?);

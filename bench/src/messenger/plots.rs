@@ -1,0 +1,135 @@
+//! Requests a second and their time over the number of connections, as SVG: one line with dots per subject.
+
+use std::io;
+use std::path::Path;
+
+use plotters::prelude::*;
+
+use super::Case;
+
+/// A median.
+#[derive(Clone, Debug)]
+pub struct Point {
+    /// Who was measured.
+    pub subject: String,
+    /// At what.
+    pub case: Case,
+    /// Requests a second.
+    pub rate: f64,
+    /// The median of their times, in µs; 0 where a tool does not tell.
+    pub p50: f64,
+}
+
+/// Draws two plots for each size and depth that was measured with several numbers of connections.
+///
+/// # Errors
+/// A file cannot be written.
+pub fn draw(points: &[Point], folder: &Path) -> io::Result<()> {
+    let mut shapes: Vec<(usize, usize)> = points.iter().map(|point| (point.case.request, point.case.depth)).collect();
+    shapes.sort_unstable();
+    shapes.dedup();
+    for (request, depth) in shapes {
+        let of_shape = points.iter().filter(|point| (point.case.request, point.case.depth) == (request, depth));
+        let of_shape: Vec<&Point> = of_shape.collect();
+        let title = format!("{} requests, {depth} under way on each connection", crate::bytes(request as u64));
+        let name = |what: &str| folder.join(format!("{what}-{request}-{depth}.svg"));
+        let rate = lines(&of_shape, |point| point.rate / 1e3);
+        picture(&name("rate"), &title, "thousand/s", &rate)?;
+        let latency = lines(&of_shape, |point| point.p50);
+        picture(&name("latency"), &title, "µs, median", &latency)?;
+    }
+    Ok(())
+}
+
+/// A subject and its points, by the number of connections.
+type Line<'a> = (&'a str, Vec<(f64, f64)>);
+
+/// The lines of those subjects that have one: two points at least, and figures.
+fn lines<'a>(points: &[&'a Point], figure: fn(&Point) -> f64) -> Vec<Line<'a>> {
+    let mut lines: Vec<Line<'a>> = Vec::new();
+    for point in points.iter().filter(|point| figure(point) > 0.0) {
+        let at = (point.case.connections as f64, figure(point));
+        match lines.iter_mut().find(|(subject, _)| *subject == point.subject) {
+            Some((_, line)) => line.push(at),
+            None => lines.push((&point.subject, vec![at])),
+        }
+    }
+    lines.retain(|(_, line)| line.len() > 1);
+    lines.iter_mut().for_each(|(_, line)| line.sort_by(|one, other| one.0.total_cmp(&other.0)));
+    lines
+}
+
+fn picture(path: &Path, title: &str, y: &str, lines: &[Line<'_>]) -> io::Result<()> {
+    if lines.is_empty() {
+        return Ok(());
+    }
+    let most = |of: fn(&(f64, f64)) -> f64| lines.iter().flat_map(|(_, line)| line).map(of).fold(1e-6, f64::max);
+    let failed = |error: &dyn std::fmt::Display| io::Error::other(format!("{}: {error}", path.display()));
+    let area = SVGBackend::new(path, SIZE).into_drawing_area();
+    area.fill(&WHITE).map_err(|error| failed(&error))?;
+    let mut chart = ChartBuilder::on(&area)
+        .caption(title, ("sans-serif", 16))
+        .margin(12)
+        .x_label_area_size(40)
+        .y_label_area_size(64)
+        .build_cartesian_2d((0.8..most(|point| point.0) * 1.2).log_scale().base(2.0), 0.0..most(|point| point.1) * 1.1)
+        .map_err(|error| failed(&error))?;
+    let mesh = chart.configure_mesh().x_desc("connections").y_desc(y).light_line_style(WHITE).draw();
+    mesh.map_err(|error| failed(&error))?;
+    for ((subject, line), colour) in lines.iter().zip(COLOURS.into_iter().cycle()) {
+        let style = colour.stroke_width(2);
+        let drawn = chart.draw_series(LineSeries::new(line.iter().copied(), style)).map_err(|error| failed(&error))?;
+        drawn.label(*subject).legend(move |(x, y)| PathElement::new(vec![(x, y), (x + 18, y)], style));
+        let dots = line.iter().map(|point| Circle::new(*point, 3, colour.filled()));
+        chart.draw_series(dots).map_err(|error| failed(&error))?;
+    }
+    let mut labels = chart.configure_series_labels();
+    let labels = labels.position(SeriesLabelPosition::UpperLeft).background_style(WHITE.mix(0.8));
+    labels.border_style(BLACK.mix(0.3)).draw().map_err(|error| failed(&error))?;
+    area.present().map_err(|error| failed(&error))
+}
+
+/// Width and height in pixels.
+const SIZE: (u32, u32) = (760, 420);
+
+/// Told apart also by those who see few colours: by brightness.
+const COLOURS: [RGBColor; 7] = [
+    RGBColor(200, 30, 60),
+    RGBColor(0, 0, 0),
+    RGBColor(60, 110, 220),
+    RGBColor(240, 150, 40),
+    RGBColor(40, 140, 60),
+    RGBColor(150, 60, 200),
+    RGBColor(140, 140, 140),
+];
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    fn point(subject: &str, connections: usize, rate: f64, p50: f64) -> Point {
+        let case = Case { connections, depth: 1, request: 64, reply: 64 };
+        Point { subject: subject.to_owned(), case, rate, p50 }
+    }
+
+    #[test]
+    fn subjects_with_several_numbers_of_connections_have_lines_and_those_without_figures_none() {
+        let folder = tempfile::tempdir().unwrap();
+        let points = [
+            point("ours", 16, 200_000.0, 80.0),
+            point("ours", 1, 50_000.0, 20.0),
+            point("a tool", 1, 40_000.0, 0.0),
+            point("a tool", 16, 90_000.0, 0.0),
+            point("alone", 1, 70_000.0, 9.0),
+        ];
+        draw(&points, folder.path()).unwrap();
+        let file = |name: &str| std::fs::read_to_string(folder.path().join(name)).unwrap();
+        let (rate, latency) = (file("rate-64-1.svg"), file("latency-64-1.svg"));
+        assert!(rate.contains("ours") && rate.contains("a tool") && !rate.contains("alone"));
+        assert!(latency.contains("ours") && !latency.contains("a tool"));
+        let borrowed: Vec<&Point> = points.iter().collect();
+        assert_eq!(lines(&borrowed, |point| point.rate)[0].1, [(1.0, 50_000.0), (16.0, 200_000.0)]);
+    }
+}
