@@ -11,7 +11,7 @@ use remora_lab::{RdmaVm, require};
 use serde_json::Value;
 
 /// The least share of perftest's bandwidth, and the greatest multiple of its latency: medians of the rounds.
-const LEAST_BANDWIDTH: f64 = 0.75;
+const LEAST_BANDWIDTH: f64 = 0.6;
 const GREATEST_LATENCY: f64 = 1.5;
 
 #[test]
@@ -23,7 +23,7 @@ fn reads_keep_up_with_perftest_in_the_virtual_machine() {
     let ends = format!("--transports verbs --rdma-source {} --rdma-reader {}", RdmaVm::address(1), RdmaVm::address(0));
     // Both end with 1 where a release build's promise is not kept, which is not the question here.
     let script = format!(
-        "{} {ends} --rounds 3 --millis 400 --region-mib 32 --sizes-kib 64,1024 --depths 16 --json {bandwidth}; \
+        "{} {ends} --rounds 5 --millis 300 --region-mib 32 --sizes-kib 64,1024 --depths 16 --json {bandwidth}; \
          {} {ends} --rounds 5 --millis 300 --region-mib 32 --sizes 8,4096 --json {latency}; true",
         env!("CARGO_BIN_EXE_read_bandwidth"),
         env!("CARGO_BIN_EXE_read_latency"),
