@@ -6,7 +6,7 @@
 //!
 //! - Bytes that were taken may be with us still, encrypted, because the socket took no more: [`Link::owes`].
 //! - Bytes that came may be with us, decrypted, where epoll does not see them. So no more is decrypted than the receiver has room for
-//!   at once ([`ONE_READ_BYTES`]), and nothing stays.
+//!   at once (`ONE_READ_BYTES`), and nothing stays.
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::SocketAddr;
