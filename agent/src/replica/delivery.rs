@@ -62,6 +62,8 @@ pub(super) enum Order {
     ReadFrom(ReadFrom),
     /// What the server is loading will never be whole: close its link. A server that loads from it answers nobody until then.
     GiveUp,
+    /// Give the server nothing more of the stream for now, or go on with it. A new link begins with the latter.
+    Hold(bool),
     /// The server has our module: show it memory, and refer to that.
     UseModule,
     /// The server has been shown memory, or why not.
@@ -205,6 +207,8 @@ struct Served {
     pacer: Pacer,
     kept_alive: Instant,
     loaded_told: bool,
+    /// The stream is held back.
+    held: bool,
 }
 
 enum Stage {
@@ -405,6 +409,11 @@ impl Delivery {
                 }
                 Ok(Order::GiveUp) if !self.at.loaded => self.drop_link("the source has put us out", false),
                 Ok(Order::GiveUp) => {}
+                Ok(Order::Hold(hold)) => {
+                    if let Some(served) = &mut self.served {
+                        served.held = hold;
+                    }
+                }
                 Ok(Order::UseModule) => self.by_module = true,
                 Ok(Order::Introduced { number, answer }) => self.introduced(number, answer),
                 Ok(Order::Stop { done }) => {
@@ -508,6 +517,7 @@ impl Delivery {
                     pacer: Pacer::default(),
                     kept_alive: Instant::now(),
                     loaded_told: false,
+                    held: false,
                 });
                 true
             }
@@ -1144,7 +1154,7 @@ impl Delivery {
 impl Served {
     /// It has loaded its payload, or needed none, and waits for the stream.
     fn takes_the_stream(&self) -> bool {
-        matches!(self.stage, Stage::Streaming) && self.loaded_told
+        matches!(self.stage, Stage::Streaming) && self.loaded_told && !self.held
     }
 
     /// Writes what waits. `false`: some still does.

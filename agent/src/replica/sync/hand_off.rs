@@ -7,6 +7,8 @@ use remora_messenger::control::Phase;
 
 use super::{End, Flow, GO_ON, QUICK_TICK, Sync};
 use crate::exit::{Code, Failure};
+use crate::replica::delivery::Order;
+use crate::server::ServerError;
 
 /// How long a hand-off may take until the server is in step with the primary by itself.
 const HAND_OFF_LIMIT: Duration = Duration::from_secs(20);
@@ -14,7 +16,33 @@ const HAND_OFF_LIMIT: Duration = Duration::from_secs(20);
 /// Hand-offs that may fail before we say that they always will.
 const HAND_OFFS_LIMIT: u32 = 3;
 
+/// How long the stream is held back for the server to come to the end of what it was given: some megabytes in its socket.
+const SETTLE_LIMIT: Duration = Duration::from_millis(500);
+
 impl Sync {
+    /// Holds the stream back until the server has carried out all that it was given.
+    ///
+    /// A Redis from 7.4 on blocks its link to the primary while a FLUSHDB or FLUSHALL runs in the background, and a REPLICAOF at that
+    /// moment throws away the place where it would go on: it would ask the primary for a full copy (freeClient in networking.c
+    /// caches no primary that is blocked).
+    async fn settle(&mut self) -> Result<(), ServerError> {
+        self.delivery.order(Order::Hold(true));
+        let until = Instant::now() + SETTLE_LIMIT;
+        let mut before = None;
+        while Instant::now() < until {
+            tokio::time::sleep(QUICK_TICK).await;
+            let blocked = self.client.info("clients").await?.number::<u64>("blocked_clients").unwrap_or(0);
+            let offset = self.replication_facts().await?.offset;
+            // Nothing was carried out since the last look, and in between the link was not blocked: there is nothing left.
+            if offset == before && blocked == 0 {
+                return Ok(());
+            }
+            before = offset;
+        }
+        tracing::debug!("the server has clients that are blocked, or is slow; it is handed over as it is");
+        Ok(())
+    }
+
     /// Points the server at the true primary and waits until it is in step there.
     pub(super) async fn hand_off(&mut self, why: &str) -> Flow {
         let now = Instant::now();
@@ -22,6 +50,10 @@ impl Sync {
         self.phase = Phase::HandOff;
         let (host, port) = (self.primary.host.clone(), self.primary.port);
         tracing::info!(primary = %format!("{host}:{port}"), "handing the server over: {why}");
+        if let Err(error) = self.settle().await {
+            self.delivery.order(Order::Hold(false));
+            return Err(error.into());
+        }
         self.client.command(&["REPLICAOF", &host, &port.to_string()]).await?;
         let mut told_full = false;
         while now.elapsed() < HAND_OFF_LIMIT || told_full {
@@ -47,8 +79,8 @@ impl Sync {
             if link.syncing == Some(true) && !told_full {
                 told_full = true;
                 tracing::warn!(
-                    "the primary's backlog no longer reached back to the server: it is taking a full copy by itself; raise \
-                     repl-backlog-size on the primary"
+                    "the server did not go on where it was and is taking a full copy of the primary by itself; its log says why. If the \
+                     primary's backlog did not reach back far enough, raise repl-backlog-size there"
                 );
             }
             if told_full && now.elapsed() > self.args.retry_for.max(HAND_OFF_LIMIT) {
