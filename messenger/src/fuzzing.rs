@@ -233,6 +233,6 @@ mod tests {
             assert_eq!(message.name().to_lowercase(), name.replace('-', ""));
             Some(message.tag())
         };
-        assert_eq!(seeds("messenger_message").iter().filter_map(decoded).count(), 11);
+        assert_eq!(seeds("messenger_message").iter().filter_map(decoded).count(), 17);
     }
 }
