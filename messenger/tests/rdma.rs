@@ -2,6 +2,8 @@
 //! come and go. What runs in there is ignored on the host; the last test boots the machine once and has this program run them.
 #![allow(clippy::unwrap_used, unreachable_pub)]
 
+#[path = "layer/alike.rs"]
+mod alike;
 #[path = "layer/kit.rs"]
 #[allow(dead_code)]
 mod kit;
@@ -12,7 +14,7 @@ use std::time::Duration;
 use kit::*;
 use remora_lab::{RdmaVm, require};
 use remora_messenger::stack::rdma::RdmaOptions;
-use remora_messenger::{Address, Message, Options, Policy, Polling, SendError, Throttle};
+use remora_messenger::{Address, Options, Policy, Polling, SendError};
 
 /// The server is one node and the client another, so that what they say crosses a wire.
 const SERVER: u8 = 1;
@@ -26,26 +28,6 @@ fn options(rdma: RdmaOptions) -> Options {
     Options { rdma: RdmaOptions { local: Some(RdmaVm::address(CLIENT).into()), ..rdma }, ..Options::default() }
 }
 
-fn ask_in_every_size(options: &Options, sizes: &[usize]) {
-    let server = end_with(Policy::stateless_server(), options, Scribe { echoes: true, ..Scribe::default() });
-    let address = server.messenger.listen(&server_address()).unwrap();
-    let client = end_with(Policy::lossy_client(), options, Scribe { holds: true, ..Scribe::default() });
-    let connection = client.messenger.connect(&address);
-    for (number, size) in sizes.iter().enumerate() {
-        let data: Vec<u8> = (0..*size).map(|at| (at * 7 + number) as u8).collect();
-        connection.send(Message::new(number as u64, 1, b"front".to_vec()).with_data(data)).unwrap();
-    }
-    until("all answers", || client.scribe.taken().len() == sizes.len());
-    for (number, delivery) in client.scribe.held.lock().unwrap().iter().enumerate() {
-        assert_eq!(delivery.data.len(), sizes[number]);
-        assert!(delivery.data.iter().enumerate().all(|(at, byte)| *byte == (at * 7 + number) as u8));
-    }
-    for number in 0..50 {
-        connection.send(numbered(number)).unwrap(); // one after the other: both sleep in between
-        until("an answer", || client.scribe.taken().len() == sizes.len() + 1 + number as usize);
-    }
-}
-
 mod in_the_machine {
     use super::*;
 
@@ -54,7 +36,8 @@ mod in_the_machine {
     fn a_question_is_answered_whatever_its_size_and_however_both_wait() {
         for polling in [Polling::Event, Polling::Adaptive(Duration::from_micros(50))] {
             let options = Options { polling, ..options(RdmaOptions::default()) };
-            ask_in_every_size(&options, &[0, 1, 100, 1025, 8150, 8192, 65_535, 65_536, 262_145, 5_000_000]);
+            let sizes = [0, 1, 100, 1025, 8150, 8192, 65_535, 65_536, 262_145, 5_000_000];
+            alike::a_question_is_answered(&server_address(), &options, &sizes, 50);
         }
     }
 
@@ -70,51 +53,23 @@ mod in_the_machine {
             bulk_bytes: 1 << 20,
             ..RdmaOptions::default()
         };
-        ask_in_every_size(&options(tiny), &[0, 1, 10_000, 70_000, 300_000, 2_000_000]);
+        let sizes = [0, 1, 10_000, 70_000, 300_000, 2_000_000];
+        alike::a_question_is_answered(&server_address(), &options(tiny), &sizes, 50);
     }
 
     #[test]
     #[ignore = "runs in the RDMA machine"]
     fn a_lossless_client_says_everything_once_though_its_links_are_cut() {
         let options = options(RdmaOptions::default());
-        let server = end_with(quick(Policy::stateful_server()), &options, Scribe::default());
-        let address = server.messenger.listen(&server_address()).unwrap();
-        let mut policy = quick(Policy::lossless_client());
-        policy.send_messages = 256;
-        let client = end_with(policy, &options, Scribe::default());
-        let connection = client.messenger.connect(&address);
-        for number in 0..20_000 {
-            connection.send_within(numbered(number), Duration::from_secs(20)).unwrap();
-            if number % 500 == 0 {
-                connection.cut();
-            }
-        }
-        until("all messages", || server.scribe.taken.lock().unwrap().len() >= 20_000);
-        assert!(server.scribe.taken().into_iter().eq(0..20_000));
-        assert!(server.scribe.told().len() > 10, "cut only {} times", server.scribe.told().len());
+        let patience = Duration::from_secs(20);
+        alike::everything_is_said_once_though_links_are_cut(&server_address(), &options, 20_000, 500, 10, patience);
     }
 
     #[test]
     #[ignore = "runs in the RDMA machine"]
     fn a_receiver_that_holds_on_is_never_overrun() {
-        let throttle = Throttle::new(1000, 1 << 20);
-        let options = options(RdmaOptions::default());
-        let policy = Policy::stateful_server().with_receive(throttle);
-        let server = end_with(policy, &options, Scribe { holds: true, ..Scribe::default() });
-        let address = server.messenger.listen(&server_address()).unwrap();
-        let client = end_with(Policy::lossless_client(), &options, Scribe::default());
-        let connection = client.messenger.connect(&address);
-        for number in 0..40 {
-            connection.send(Message::new(number, 1, vec![]).with_data(vec![3; 300_000])).unwrap();
-        }
-        until("three messages", || server.scribe.taken().len() == 3);
-        std::thread::sleep(Duration::from_millis(100));
-        assert_eq!(server.scribe.taken().len(), 3);
-        until("the rest", || {
-            server.scribe.held.lock().unwrap().clear();
-            server.scribe.taken().len() == 40
-        });
-        assert!(server.scribe.taken().into_iter().eq(0..40));
+        let (options, while_held) = (options(RdmaOptions::default()), Duration::from_millis(100));
+        alike::a_receiver_that_holds_on_is_never_overrun(&server_address(), &options, 40, while_held);
     }
 
     /// Twice as many links, one generation after another, as there is memory for at once: so what the dead had must come back.
@@ -191,7 +146,7 @@ fn the_layer_holds_over_rdma_in_the_virtual_machine() {
 }
 
 #[test]
-fn without_rdma_a_call_fails_with_what_is_missing() {
+fn without_rdma_listening_fails_with_what_is_missing() {
     let client = end(Policy::lossy_client(), Scribe::default());
     if remora_fabric::verbs::devices().trouble.is_none() {
         return;

@@ -1,6 +1,8 @@
-//! The messenger over real sockets and shared memory: what the simulation cannot show. One file per concern; `kit` is shared.
+//! The messenger over real sockets and shared memory: what the simulation cannot show. One file per concern; `kit` and
+//! `alike`, the cases that every transport must stand, are shared.
 #![allow(clippy::unwrap_used, unreachable_pub)]
 
+mod alike;
 mod kit;
 mod pressure;
 mod sessions;

@@ -4,26 +4,13 @@ use std::time::Duration;
 
 use remora_messenger::{Message, Options, Policy, Refusal, SendError};
 
+use crate::alike;
 use crate::kit::*;
 
 #[test]
 fn a_question_is_answered_whatever_its_size() {
-    let server = end(Policy::stateless_server(), Scribe { echoes: true, ..Scribe::default() });
-    let address = server.messenger.listen(&anywhere()).unwrap();
-    let client = end(Policy::lossy_client(), Scribe { holds: true, ..Scribe::default() });
-    let connection = client.messenger.connect(&address);
     let sizes = [0, 1, 1023, 1024, 1025, 4096, 16_384, 262_144, 5_000_000, 16 << 20];
-    for (number, size) in sizes.into_iter().enumerate() {
-        let data: Vec<u8> = (0..size).map(|at| (at * 7 + number) as u8).collect();
-        connection.send(Message::new(number as u64, 1, b"front".to_vec()).with_data(data)).unwrap();
-    }
-    until("all answers", || client.scribe.taken().len() == sizes.len());
-    let held = client.scribe.held.lock().unwrap();
-    for (number, (delivery, size)) in held.iter().zip(sizes).enumerate() {
-        assert_eq!(delivery.front[..], b"front"[..]);
-        assert_eq!(delivery.data.len(), size);
-        assert!(delivery.data.iter().enumerate().all(|(at, byte)| *byte == (at * 7 + number) as u8), "{size} bytes");
-    }
+    alike::a_question_is_answered(&anywhere(), &Options::default(), &sizes, 0);
 }
 
 #[test]

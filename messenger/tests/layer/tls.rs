@@ -7,13 +7,14 @@ use std::time::Duration;
 
 use remora_lab::tls::{Tls, certificates};
 use remora_messenger::stack::tls::TlsOptions;
-use remora_messenger::{Address, Message, Options, Policy, SendError, Throttle};
+use remora_messenger::{Address, Options, Policy, SendError};
 use rustls::crypto::ring::default_provider;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::WebPkiClientVerifier;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 
+use crate::alike;
 use crate::kit::*;
 
 fn chain(tls: &Tls) -> (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>) {
@@ -56,62 +57,27 @@ fn anywhere() -> Address {
 #[test]
 fn a_question_is_answered_whatever_its_size() {
     let (_folder, options) = secure();
-    let server = end_with(Policy::stateless_server(), &options, Scribe { echoes: true, ..Scribe::default() });
-    let address = server.messenger.listen(&anywhere()).unwrap();
-    let client = end_with(Policy::lossy_client(), &options, Scribe { holds: true, ..Scribe::default() });
-    let connection = client.messenger.connect(&address);
     let sizes = [0, 1, 1025, 16_384, 70_000, 1_048_576, 16 << 20];
-    for (number, size) in sizes.into_iter().enumerate() {
-        let data: Vec<u8> = (0..size).map(|at| (at * 7 + number) as u8).collect();
-        let sent = connection.send(Message::new(number as u64, 1, vec![]).with_data(data));
-        assert!(sent.is_ok(), "the connection is over: {:?}", connection.broken());
-    }
-    until("all answers", || client.scribe.taken().len() == sizes.len());
-    for (number, delivery) in client.scribe.held.lock().unwrap().iter().enumerate() {
-        assert_eq!(delivery.data.len(), sizes[number]);
-        assert!(delivery.data.iter().enumerate().all(|(at, byte)| *byte == (at * 7 + number) as u8));
-    }
+    alike::a_question_is_answered(&anywhere(), &options, &sizes, 0);
 }
 
 #[test]
 fn a_lossless_client_says_everything_once_though_its_links_are_cut() {
     let (_folder, options) = secure();
-    let server = end_with(quick(Policy::stateful_server()), &options, Scribe::default());
-    let address = server.messenger.listen(&anywhere()).unwrap();
-    let mut policy = quick(Policy::lossless_client());
-    policy.send_messages = 256;
-    let client = end_with(policy, &options, Scribe::default());
-    let connection = client.messenger.connect(&address);
-    for number in 0..20_000 {
-        connection.send_within(numbered(number), Duration::from_secs(20)).unwrap();
-        if number % 1000 == 0 {
-            connection.cut();
-        }
-    }
-    until("all messages", || server.scribe.taken.lock().unwrap().len() >= 20_000);
-    assert!(server.scribe.taken().into_iter().eq(0..20_000));
-    assert!(server.scribe.told().len() > 5, "cut only {} times", server.scribe.told().len());
+    alike::everything_is_said_once_though_links_are_cut(
+        &anywhere(),
+        &options,
+        20_000,
+        1000,
+        5,
+        Duration::from_secs(20),
+    );
 }
 
 #[test]
 fn a_receiver_that_holds_on_is_never_overrun_and_loses_nothing() {
     let (_folder, options) = secure();
-    let policy = Policy::stateful_server().with_receive(Throttle::new(1000, 1 << 20));
-    let server = end_with(policy, &options, Scribe { holds: true, ..Scribe::default() });
-    let address = server.messenger.listen(&anywhere()).unwrap();
-    let client = end_with(Policy::lossless_client(), &options, Scribe::default());
-    let connection = client.messenger.connect(&address);
-    for number in 0..60 {
-        connection.send(Message::new(number, 1, vec![]).with_data(vec![3; 300_000])).unwrap();
-    }
-    until("three messages", || server.scribe.taken().len() == 3);
-    std::thread::sleep(Duration::from_millis(20));
-    assert_eq!(server.scribe.taken().len(), 3);
-    until("the rest", || {
-        server.scribe.held.lock().unwrap().clear();
-        server.scribe.taken().len() == 60
-    });
-    assert!(server.scribe.taken().into_iter().eq(0..60));
+    alike::a_receiver_that_holds_on_is_never_overrun(&anywhere(), &options, 60, Duration::from_millis(20));
 }
 
 #[test]

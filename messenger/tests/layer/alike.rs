@@ -1,0 +1,77 @@
+//! What must hold over every transport alike: each case is told where the server listens and with which options, and asserts.
+
+use std::time::Duration;
+
+use remora_messenger::{Address, Message, Options, Policy, Throttle};
+
+use crate::kit::*;
+
+/// Questions with so many bytes of data each, all at once, come back as they were; then so many, one after the other.
+pub fn a_question_is_answered(at: &Address, options: &Options, sizes: &[usize], one_by_one: u64) {
+    let server = end_with(Policy::stateless_server(), options, Scribe { echoes: true, ..Scribe::default() });
+    let address = server.messenger.listen(at).unwrap();
+    let client = end_with(Policy::lossy_client(), options, Scribe { holds: true, ..Scribe::default() });
+    let connection = client.messenger.connect(&address);
+    for (number, size) in sizes.iter().enumerate() {
+        let data: Vec<u8> = (0..*size).map(|at| (at * 7 + number) as u8).collect();
+        let sent = connection.send(Message::new(number as u64, 1, b"front".to_vec()).with_data(data));
+        assert!(sent.is_ok(), "the connection is over: {:?}", connection.broken());
+    }
+    until("all answers", || client.scribe.taken().len() == sizes.len());
+    for (number, (delivery, size)) in client.scribe.held.lock().unwrap().iter().zip(sizes).enumerate() {
+        assert_eq!(delivery.front[..], b"front"[..]);
+        assert_eq!(delivery.data.len(), *size);
+        assert!(delivery.data.iter().enumerate().all(|(at, byte)| *byte == (at * 7 + number) as u8), "{size} bytes");
+    }
+    for number in 0..one_by_one {
+        connection.send(numbered(number)).unwrap(); // both sleep in between
+        until("an answer", || client.scribe.taken().len() == sizes.len() + 1 + number as usize);
+    }
+}
+
+/// Of so many messages each is said once and in order, though the link is cut at every so many; the server has noticed more than
+/// `noticed` of the links. No letter waits longer than `patience` for room.
+pub fn everything_is_said_once_though_links_are_cut(
+    at: &Address,
+    options: &Options,
+    messages: u64,
+    cut_every: u64,
+    noticed: usize,
+    patience: Duration,
+) {
+    let server = end_with(quick(Policy::stateful_server()), options, Scribe::default());
+    let address = server.messenger.listen(at).unwrap();
+    let mut policy = quick(Policy::lossless_client());
+    policy.send_messages = 256;
+    let client = end_with(policy, options, Scribe::default());
+    let connection = client.messenger.connect(&address);
+    for number in 0..messages {
+        connection.send_within(numbered(number), patience).unwrap();
+        if number % cut_every == 0 {
+            connection.cut();
+        }
+    }
+    until("all messages", || server.scribe.taken.lock().unwrap().len() as u64 >= messages);
+    assert!(server.scribe.taken().into_iter().eq(0..messages));
+    assert!(server.scribe.told().len() > noticed, "cut only {} times", server.scribe.told().len());
+}
+
+/// A receiver that may hold three messages and lets none go is sent no fourth in `while_held`; all others come when it lets go.
+pub fn a_receiver_that_holds_on_is_never_overrun(at: &Address, options: &Options, messages: u64, while_held: Duration) {
+    let policy = Policy::stateful_server().with_receive(Throttle::new(1000, 1 << 20));
+    let server = end_with(policy, options, Scribe { holds: true, ..Scribe::default() });
+    let address = server.messenger.listen(at).unwrap();
+    let client = end_with(Policy::lossless_client(), options, Scribe::default());
+    let connection = client.messenger.connect(&address);
+    for number in 0..messages {
+        connection.send(Message::new(number, 1, vec![]).with_data(vec![3; 300_000])).unwrap();
+    }
+    until("three messages", || server.scribe.taken().len() == 3);
+    std::thread::sleep(while_held);
+    assert_eq!(server.scribe.taken().len(), 3);
+    until("the rest", || {
+        server.scribe.held.lock().unwrap().clear();
+        server.scribe.taken().len() as u64 == messages
+    });
+    assert!(server.scribe.taken().into_iter().eq(0..messages));
+}
