@@ -165,7 +165,7 @@ impl Flow {
         let is_word = head.kind == Kind::Word;
         let is_sound = more <= MOST_CREDITS
             && self.available() + more <= MOST_CREDITS
-            && back + u32::from(!is_word) <= self.out()
+            && self.out().checked_sub(u32::from(!is_word)).is_some_and(|out| back <= out)
             && read <= self.offers()
             && heard <= self.words_sent.wrapping_sub(self.words_they_heard);
         if !is_sound {
@@ -366,6 +366,15 @@ mod tests {
                 }
                 prop_assert!(flow.available() <= MOST_CREDITS && flow.out() <= 8);
             }
+        }
+    }
+
+    #[test]
+    fn nobody_gives_back_more_than_he_was_given() {
+        for (kind, back) in [(Kind::Bytes, u32::MAX), (Kind::Bytes, 8), (Kind::Word, 9), (Kind::Word, u32::MAX)] {
+            let head = |back| Head { kind, back, given: 8, ..Head::default() };
+            assert!(Flow::new(8, 8).hear(&head(back)).is_err(), "{kind:?} that gives back {back} of 8");
+            assert!(Flow::new(8, 8).hear(&head(7)).is_ok(), "{kind:?} that gives back 7 of 8");
         }
     }
 

@@ -46,6 +46,8 @@ pub struct RdmaLink {
     slept: bool,
     /// Not everything could be sent.
     blocked: bool,
+    /// ... a large one, which goes when the peer has read one of those before it.
+    awaits_reads: bool,
     /// ... because a pool had nothing: the bell will ring.
     without_memory: bool,
     ended: bool,
@@ -113,6 +115,7 @@ impl RdmaLink {
             missing: 0,
             slept: true,
             blocked: false,
+            awaits_reads: false,
             without_memory: false,
             ended: false,
             done: Vec::new(),
@@ -308,7 +311,8 @@ impl RdmaLink {
 
     fn has_something(&self) -> bool {
         let is_here = matches!(self.arrived.front(), Some(Item::Letter { .. } | Item::Read { .. }));
-        let has_room = self.blocked && !self.without_memory && self.flow.available() > 0 && self.has_place();
+        let may_go_on = self.blocked && !self.without_memory && !(self.awaits_reads && self.waits_for_reads());
+        let has_room = may_go_on && self.flow.available() > 0 && self.has_place();
         is_here || has_room || self.ended
     }
 
@@ -483,6 +487,8 @@ impl Link for RdmaLink {
             sent += count;
         }
         self.blocked = rest.front().is_some();
+        let large_from = self.sites.options.rendezvous_from_bytes;
+        self.awaits_reads = rest.front().is_some_and(|piece| piece.len() >= large_from) && self.waits_for_reads();
         if sent == 0 && self.blocked { Err(io::ErrorKind::WouldBlock.into()) } else { Ok(sent) }
     }
 
@@ -531,9 +537,17 @@ impl Link for RdmaLink {
         {
             self.flow.ease(true);
         }
-        let armed = self.wire.as_mut().is_some_and(|wire| wire.arm().is_ok());
+        match self.wire.as_mut().map(|wire| wire.arm()) {
+            Some(Ok(())) => {}
+            // Not to be slept on: the worker would ask for ever.
+            Some(Err(error)) => {
+                tracing::debug!(%error, "an RDMA link can't be slept on");
+                self.ended = true;
+            }
+            None => self.ended = true,
+        }
         self.progress_or_end();
-        !armed || self.has_something()
+        self.has_something()
     }
 }
 

@@ -87,7 +87,11 @@ impl<R> Pool<R> {
             }
         }
         if let Some(bell) = bell {
-            slabs.waiting.push(Arc::downgrade(bell));
+            // Whoever asks again while he waits is rung for once.
+            let bell = Arc::downgrade(bell);
+            if !slabs.waiting.iter().any(|other| other.ptr_eq(&bell)) {
+                slabs.waiting.push(bell);
+            }
         }
         Ok(None)
     }
