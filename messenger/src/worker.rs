@@ -923,7 +923,9 @@ impl Worker {
     /// A line that somebody else called us on. Too many that say nothing, and the next is not listened to.
     fn take(&mut self, line: Line) {
         if self.strangers >= self.common.most_strangers {
-            return tracing::warn!(peer = %line.link.peer(), "too many have called and said nothing: not listened to");
+            let peer = line.link.peer();
+            tracing::warn!(%peer, "too many have called and said nothing: not listened to");
+            return self.common.dispatcher.turned_away(&peer, &Broken::Ended);
         }
         self.strangers += 1;
         if let Some(key) = self.insert_line(line) {

@@ -188,6 +188,7 @@ impl Engine {
         limit: Duration,
         begin: impl FnOnce(&Messenger) -> std::io::Result<()>,
     ) -> Result<Connection, Fault> {
+        let _forgets = self.post.forgets(peer);
         let expected = self.post.expect(peer);
         let messenger = self.messenger.as_ref().ok_or(Fault::Closed)?;
         begin(messenger).map_err(|error| Fault::io("setting up the socket", error))?;

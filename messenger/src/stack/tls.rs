@@ -36,6 +36,8 @@ pub struct TlsLink {
     tls: Connection,
     /// The peer has closed, with or without a word.
     ended: bool,
+    /// What went wrong behind bytes that had come; for the next call.
+    broke: Option<io::Error>,
 }
 
 impl TlsLink {
@@ -46,12 +48,12 @@ impl TlsLink {
             None => ServerName::IpAddress(peer.ip().into()),
         };
         let tls = ClientConnection::new(config, name).map_err(io::Error::other)?;
-        Ok(TlsLink { tcp: TcpLink::call(peer)?, tls: tls.into(), ended: false })
+        Ok(TlsLink { tcp: TcpLink::call(peer)?, tls: tls.into(), ended: false, broke: None })
     }
 
     fn accept(tcp: TcpLink, config: &Arc<ServerConfig>) -> io::Result<TlsLink> {
         let tls = ServerConnection::new(config.clone()).map_err(io::Error::other)?;
-        Ok(TlsLink { tcp, tls: tls.into(), ended: false })
+        Ok(TlsLink { tcp, tls: tls.into(), ended: false, broke: None })
     }
 
     /// Gives the socket what is encrypted, as far as it takes it.
@@ -112,6 +114,26 @@ impl TlsLink {
             taken => taken,
         }
     }
+
+    /// Fills those places as far as something is there, and counts it.
+    fn fill(&mut self, into: &mut [IoSliceMut<'_>], received: &mut usize) -> io::Result<()> {
+        let mut left: usize = into.iter().map(|piece| piece.len()).sum();
+        let mut pieces = into.iter_mut();
+        let (mut piece, mut at) = (pieces.next(), 0);
+        while let Some(current) = &mut piece {
+            if at == current.len() {
+                (piece, at) = (pieces.next(), 0);
+                continue;
+            }
+            let count = self.take(&mut current[at..])?;
+            (at, *received, left) = (at + count, *received + count, left - count);
+            let may_pull = *received == 0 || left >= ONE_READ_BYTES;
+            if count == 0 && !(may_pull && self.pull()?) {
+                break;
+            }
+        }
+        Ok(())
+    }
 }
 
 impl Link for TlsLink {
@@ -138,22 +160,16 @@ impl Link for TlsLink {
     }
 
     fn receive(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
-        let mut left: usize = into.iter().map(|piece| piece.len()).sum();
-        let (mut received, mut pieces) = (0, into.iter_mut());
-        let (mut piece, mut at) = (pieces.next(), 0);
-        while let Some(current) = &mut piece {
-            if at == current.len() {
-                (piece, at) = (pieces.next(), 0);
-                continue;
-            }
-            let count = self.take(&mut current[at..])?;
-            (at, received, left) = (at + count, received + count, left - count);
-            let may_pull = received == 0 || left >= ONE_READ_BYTES;
-            if count == 0 && !(may_pull && self.pull()?) {
-                break;
-            }
+        if let Some(error) = self.broke.take() {
+            return Err(error);
         }
-        self.push()?; // what TLS itself has to say to what came
+        let mut received = 0;
+        // What TLS itself has to say to what came goes at once.
+        match self.fill(into, &mut received).and_then(|()| self.push()) {
+            // What has come before is the caller's.
+            Err(error) if received > 0 => self.broke = Some(error),
+            filled => filled?,
+        }
         if received == 0 && !self.ended { Err(io::ErrorKind::WouldBlock.into()) } else { Ok(received) }
     }
 

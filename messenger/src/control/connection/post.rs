@@ -36,6 +36,20 @@ pub(super) struct Met {
     pub(super) failure: watch::Receiver<Option<Fault>>,
 }
 
+struct Forgets<'a> {
+    post: &'a Post,
+    peer: SocketAddr,
+}
+
+impl Drop for Forgets<'_> {
+    fn drop(&mut self) {
+        let mut expected = lock(&self.post.expected);
+        if expected.get(&self.peer).is_some_and(oneshot::Sender::is_closed) {
+            expected.remove(&self.peer);
+        }
+    }
+}
+
 /// Where what it says is laid. As much as the layer's throttle lets in.
 struct Mailbox {
     letters: mpsc::UnboundedSender<Result<Delivery, Fault>>,
@@ -57,6 +71,11 @@ impl Post {
         let (tell, told) = oneshot::channel();
         lock(&self.expected).insert(peer, tell);
         told
+    }
+
+    /// Takes the announcement back when it is dropped, behind what [`Post::expect`] gave. One that somebody else has made since stays.
+    pub(super) fn forgets(&self, peer: SocketAddr) -> impl Drop + Send {
+        Forgets { post: self, peer }
     }
 
     fn tell(&self, peer: &Address, outcome: Result<Met, Fault>) {
