@@ -12,6 +12,7 @@
 
 pub mod messenger;
 pub mod perftest;
+mod plot;
 pub mod source;
 pub mod suite;
 pub mod sync;

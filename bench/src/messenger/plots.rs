@@ -3,9 +3,10 @@
 use std::io;
 use std::path::Path;
 
-use plotters::prelude::*;
+use plotters::style::RGBColor;
 
 use super::Case;
+use crate::plot::{self, Axis};
 
 /// A median.
 #[derive(Clone, Debug)]
@@ -34,9 +35,9 @@ pub fn draw(points: &[Point], folder: &Path) -> io::Result<()> {
         let title = format!("{} requests, {depth} under way on each connection", crate::bytes(request as u64));
         let name = |what: &str| folder.join(format!("{what}-{request}-{depth}.svg"));
         let rate = lines(&of_shape, |point| point.rate / 1e3);
-        picture(&name("rate"), &title, "thousand/s", &rate)?;
+        picture(&name("rate"), &title, "thousand/s", rate)?;
         let latency = lines(&of_shape, |point| point.p50);
-        picture(&name("latency"), &title, "µs, median", &latency)?;
+        picture(&name("latency"), &title, "µs, median", latency)?;
     }
     Ok(())
 }
@@ -59,38 +60,17 @@ fn lines<'a>(points: &[&'a Point], figure: fn(&Point) -> f64) -> Vec<Line<'a>> {
     lines
 }
 
-fn picture(path: &Path, title: &str, y: &str, lines: &[Line<'_>]) -> io::Result<()> {
+fn picture(path: &Path, title: &str, y: &str, lines: Vec<Line<'_>>) -> io::Result<()> {
     if lines.is_empty() {
         return Ok(());
     }
     let most = |of: fn(&(f64, f64)) -> f64| lines.iter().flat_map(|(_, line)| line).map(of).fold(1e-6, f64::max);
-    let failed = |error: &dyn std::fmt::Display| io::Error::other(format!("{}: {error}", path.display()));
-    let area = SVGBackend::new(path, SIZE).into_drawing_area();
-    area.fill(&WHITE).map_err(|error| failed(&error))?;
-    let mut chart = ChartBuilder::on(&area)
-        .caption(title, ("sans-serif", 16))
-        .margin(12)
-        .x_label_area_size(40)
-        .y_label_area_size(64)
-        .build_cartesian_2d((0.8..most(|point| point.0) * 1.2).log_scale().base(2.0), 0.0..most(|point| point.1) * 1.1)
-        .map_err(|error| failed(&error))?;
-    let mesh = chart.configure_mesh().x_desc("connections").y_desc(y).light_line_style(WHITE).draw();
-    mesh.map_err(|error| failed(&error))?;
-    for ((subject, line), colour) in lines.iter().zip(COLOURS.into_iter().cycle()) {
-        let style = colour.stroke_width(2);
-        let drawn = chart.draw_series(LineSeries::new(line.iter().copied(), style)).map_err(|error| failed(&error))?;
-        drawn.label(*subject).legend(move |(x, y)| PathElement::new(vec![(x, y), (x + 18, y)], style));
-        let dots = line.iter().map(|point| Circle::new(*point, 3, colour.filled()));
-        chart.draw_series(dots).map_err(|error| failed(&error))?;
-    }
-    let mut labels = chart.configure_series_labels();
-    let labels = labels.position(SeriesLabelPosition::UpperLeft).background_style(WHITE.mix(0.8));
-    labels.border_style(BLACK.mix(0.3)).draw().map_err(|error| failed(&error))?;
-    area.present().map_err(|error| failed(&error))
+    let x = Axis { name: "connections", range: 0.8..most(|point| point.0) * 1.2, powers_of: Some(2.0) };
+    let y = Axis { name: y, range: 0.0..most(|point| point.1) * 1.1, powers_of: None };
+    let coloured = lines.into_iter().zip(COLOURS.into_iter().cycle());
+    let lines = coloured.map(|((name, points), colour)| plot::Line { name, colour, points }).collect();
+    plot::Picture { title, x, y, lines }.draw(path).map_err(io::Error::other)
 }
-
-/// Width and height in pixels.
-const SIZE: (u32, u32) = (760, 420);
 
 /// Told apart also by those who see few colours: by brightness.
 const COLOURS: [RGBColor; 7] = [

@@ -2,24 +2,17 @@
 
 use std::path::Path;
 
-use plotters::coord::ranged1d::{AsRangedCoord, ValueFormatter};
-use plotters::prelude::*;
+use plotters::style::{BLACK, RGBColor};
 
 use super::Plot;
 use super::tables::{Cell, cells, groups, order, sizes};
 use crate::Spread;
+use crate::plot::{self, Axis, Line};
 use crate::suite::feel::name_of;
 use crate::suite::{Kept, feel, scaling, syncs};
 use crate::sync::{Method, Result};
 
-/// One line: its name, its colour, its points.
-struct Line {
-    name: &'static str,
-    colour: RGBColor,
-    points: Vec<(f64, f64)>,
-}
-
-/// One plot.
+/// A plot in the making.
 struct Picture<'a> {
     title: &'a str,
     x: &'a str,
@@ -27,7 +20,7 @@ struct Picture<'a> {
     /// Powers of ten at even distances.
     is_log_x: bool,
     is_log_y: bool,
-    lines: Vec<Line>,
+    lines: Vec<Line<'static>>,
 }
 
 /// Time and bytes against the number of replicas, for each network.
@@ -40,7 +33,7 @@ pub fn sync(runs: &[&Kept<syncs::Point>], folder: &Path) -> Result<Vec<Plot>> {
         let lines = |figure: fn(&syncs::Point) -> f64| {
             let line = |method: Method| {
                 let at = |replicas| Some((replicas as f64, group.spread(method, replicas, figure)?.median));
-                Line::of(Some(method), group.numbers().into_iter().filter_map(at).collect())
+                line_of(Some(method), group.numbers().into_iter().filter_map(at).collect())
             };
             group.methods().into_iter().map(line).collect()
         };
@@ -76,7 +69,7 @@ pub fn feel(runs: &[&Kept<feel::Point>], folder: &Path) -> Result<Vec<Plot>> {
             let points = of().filter(|cell| cell.first.method.is_none_or(|other| other == method));
             let points: Vec<(f64, f64)> =
                 points.map(|cell| (cell.first.replicas as f64, cell.median(|point| point.felt.p99))).collect();
-            (points.len() > 1).then(|| Line::of(Some(method), points))
+            (points.len() > 1).then(|| line_of(Some(method), points))
         };
         let title = format!("99th percentile of what {clients} clients wait: {server}, {network}");
         let mut picture = Picture::new(&title, "replicas being made", "ms", order().filter_map(line).collect());
@@ -109,9 +102,9 @@ pub fn scaling(runs: &[&Kept<scaling::Point>], folder: &Path) -> Result<Vec<Plot
                 Some(if grows == "size" { (size, seconds) } else { (value_bytes as f64, seconds / size) })
             };
             let points: Vec<(f64, f64)> = sizes(&points).into_iter().filter_map(at).collect();
-            (points.len() > 1).then(|| Line::of(Some(method), points))
+            (points.len() > 1).then(|| line_of(Some(method), points))
         };
-        let lines: Vec<Line> = order().filter_map(line).collect();
+        let lines: Vec<Line<'static>> = order().filter_map(line).collect();
         if lines.is_empty() {
             continue;
         }
@@ -122,82 +115,32 @@ pub fn scaling(runs: &[&Kept<scaling::Point>], folder: &Path) -> Result<Vec<Plot
     Ok(plots)
 }
 
-impl Line {
-    fn of(method: Option<Method>, mut points: Vec<(f64, f64)>) -> Line {
-        points.sort_by(|one, other| one.0.total_cmp(&other.0));
-        let place = order().position(|other| Some(other) == method).unwrap_or_default();
-        Line { name: name_of(method), colour: COLOURS.get(place).copied().unwrap_or(BLACK), points }
-    }
+fn line_of(method: Option<Method>, mut points: Vec<(f64, f64)>) -> Line<'static> {
+    points.sort_by(|one, other| one.0.total_cmp(&other.0));
+    let place = order().position(|other| Some(other) == method).unwrap_or_default();
+    Line { name: name_of(method), colour: COLOURS.get(place).copied().unwrap_or(BLACK), points }
 }
 
 impl<'a> Picture<'a> {
-    fn new(title: &'a str, x: &'a str, y: &'a str, lines: Vec<Line>) -> Picture<'a> {
+    fn new(title: &'a str, x: &'a str, y: &'a str, lines: Vec<Line<'static>>) -> Picture<'a> {
         Picture { title, x, y, is_log_x: false, is_log_y: false, lines }
     }
 
-    fn draw(&self, folder: &Path, file: &str) -> Result<Plot> {
-        let path = folder.join(file);
-        let (x, y) = (self.range(|point| point.0, self.is_log_x), self.range(|point| point.1, self.is_log_y));
-        let area = SVGBackend::new(&path, SIZE).into_drawing_area();
-        let drawn =
-            area.fill(&WHITE).map_err(|error| error.to_string()).and_then(|()| match (self.is_log_x, self.is_log_y) {
-                (false, false) => self.lines_on(&area, x.0..x.1, y.0..y.1),
-                (true, false) => self.lines_on(&area, (x.0..x.1).log_scale(), y.0..y.1),
-                (false, true) => self.lines_on(&area, x.0..x.1, (y.0..y.1).log_scale()),
-                (true, true) => self.lines_on(&area, (x.0..x.1).log_scale(), (y.0..y.1).log_scale()),
-            });
-        drawn
-            .and_then(|()| area.present().map_err(|error| error.to_string()))
-            .map_err(|error| format!("could not draw {}: {error}", path.display()))?;
+    fn draw(self, folder: &Path, file: &str) -> Result<Plot> {
+        let x = self.axis(self.x, |point| point.0, self.is_log_x);
+        let y = self.axis(self.y, |point| point.1, self.is_log_y);
+        plot::Picture { title: self.title, x, y, lines: self.lines }.draw(&folder.join(file))?;
         Ok((self.title.to_owned(), file.to_owned()))
     }
 
-    fn lines_on<X, Y>(
-        &self,
-        area: &DrawingArea<SVGBackend<'_>, plotters::coord::Shift>,
-        x: X,
-        y: Y,
-    ) -> std::result::Result<(), String>
-    where
-        X: AsRangedCoord<Value = f64>,
-        Y: AsRangedCoord<Value = f64>,
-        X::CoordDescType: ValueFormatter<f64>,
-        Y::CoordDescType: ValueFormatter<f64>,
-    {
-        let told = |error: DrawingAreaErrorKind<_>| error.to_string();
-        let mut chart = ChartBuilder::on(area)
-            .caption(self.title, ("sans-serif", 16))
-            .margin(12)
-            .x_label_area_size(40)
-            .y_label_area_size(64)
-            .build_cartesian_2d(x, y)
-            .map_err(told)?;
-        chart.configure_mesh().x_desc(self.x).y_desc(self.y).light_line_style(WHITE).draw().map_err(told)?;
-        for Line { name, colour, points } in &self.lines {
-            let (colour, style) = (*colour, colour.stroke_width(2));
-            chart
-                .draw_series(LineSeries::new(points.iter().copied(), style))
-                .map_err(told)?
-                .label(*name)
-                .legend(move |(x, y)| PathElement::new(vec![(x, y), (x + 18, y)], style));
-            let dots = points.iter().map(|point| Circle::new(*point, 3, colour.filled()));
-            chart.draw_series(dots).map_err(told)?;
-        }
-        let mut labels = chart.configure_series_labels();
-        let labels = labels
-            .position(SeriesLabelPosition::UpperLeft)
-            .background_style(WHITE.mix(0.8))
-            .border_style(BLACK.mix(0.3));
-        labels.draw().map_err(told)
-    }
-
     /// From 0, or on a scale of powers from a bit below the least, to a bit above the most.
-    fn range(&self, figure: fn(&(f64, f64)) -> f64, is_log: bool) -> (f64, f64) {
+    fn axis(&self, name: &'a str, figure: fn(&(f64, f64)) -> f64, is_log: bool) -> Axis<'a> {
         let figures =
             || self.lines.iter().flat_map(|line| &line.points).map(figure).filter(|figure| figure.is_finite());
         let most = figures().reduce(f64::max).unwrap_or(1.0).max(1e-6);
         let least = figures().reduce(f64::min).unwrap_or(0.0);
-        if is_log { ((least * 0.7).max(most * 1e-9), most * 1.5) } else { (0.0, most * 1.08) }
+        let range = if is_log { (least * 0.7).max(most * 1e-9)..most * 1.5 } else { 0.0..most * 1.08 };
+        Axis { name, range, powers_of: is_log.then_some(10.0) }
     }
 }
 
@@ -206,9 +149,6 @@ fn slug(words: &str) -> String {
     let plain = words.to_lowercase().replace(|letter: char| !letter.is_ascii_alphanumeric(), "-");
     plain.split('-').filter(|part| !part.is_empty()).collect::<Vec<_>>().join("-")
 }
-
-/// Width and height in pixels.
-const SIZE: (u32, u32) = (760, 420);
 
 /// In the order of the methods: theirs grey to black, the copiers brown, ours in colour. A method beyond them is black.
 const COLOURS: [RGBColor; 13] = [
