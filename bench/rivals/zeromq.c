@@ -21,6 +21,9 @@
 #define BOXES (16 * 42)
 static unsigned long boxes[BOXES];
 
+/* Milliseconds without any reply, after which the server is taken for dead. */
+#define LONGEST_WAIT 10000
+
 static void die(const char *what)
 {
     fprintf(stderr, "zeromq: %s: %s\n", what, zmq_strerror(zmq_errno()));
@@ -125,12 +128,17 @@ static void ask(const char *address, int connections, int depth, int request_byt
             zmq_send(items[c].socket, request, request_bytes, 0);
         }
     for (double at = start; at < end;) {
-        if (zmq_poll(items, connections, -1) < 0)
+        int ready = zmq_poll(items, connections, LONGEST_WAIT);
+        if (ready < 0)
             die("waiting");
+        if (ready == 0) {
+            fprintf(stderr, "zeromq: no reply within %d ms\n", LONGEST_WAIT);
+            exit(1);
+        }
         for (int c = 0; c < connections; c++) {
             if (!items[c].revents)
                 continue;
-            while (zmq_msg_recv(&reply, items[c].socket, ZMQ_DONTWAIT) >= 0) {
+            while (at < end && zmq_msg_recv(&reply, items[c].socket, ZMQ_DONTWAIT) >= 0) {
                 /* Replies of one connection come in the order of their requests. */
                 double *mine = &asked[(size_t)c * depth + oldest[c]];
                 oldest[c] = (oldest[c] + 1) % depth;

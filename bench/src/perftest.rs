@@ -45,8 +45,9 @@ impl Ends {
     /// # Errors
     /// As for [`Ends::bandwidth`].
     pub fn send_bandwidth(&self, size: u32, depth: usize, count: u64) -> io::Result<f64> {
-        let line = self.run("ib_send_bw", size, &["-t", &depth.to_string(), "-n", &count.max(5).to_string()])?;
-        column(&line, 3).map(|mebibytes| mebibytes * 1048576.0)
+        let (depth, count) = (depth.to_string(), count.max(5).to_string());
+        let mebibytes = self.figure(3, "ib_send_bw", size, &["-t", &depth, "-n", &count])?;
+        Ok(mebibytes * 1048576.0)
     }
 
     /// The typical time of a SEND of `size` bytes, one way, in microseconds.
@@ -54,8 +55,7 @@ impl Ends {
     /// # Errors
     /// As for [`Ends::bandwidth`].
     pub fn send_latency(&self, size: u32, count: u64) -> io::Result<f64> {
-        let line = self.run("ib_send_lat", size, &["-n", &count.max(5).to_string()])?;
-        column(&line, 4)
+        self.figure(4, "ib_send_lat", size, &["-n", &count.max(5).to_string()])
     }
 
     /// The typical time of a READ of `size` bytes, in microseconds.

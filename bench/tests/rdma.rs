@@ -1,6 +1,6 @@
 //! Reads by RDMA beside perftest's, in the virtual machine that has devices: what the transport's own code costs.
 //!
-//! What is promised of a release build on a quiet machine (0.9 of `ib_read_bw`, 1.15 times `ib_read_lat`; `bench/runs` has such a run) is
+//! What is promised of a release build on a quiet machine (0.9 of `ib_read_bw`, 1.15 times `ib_read_lat`; `bench/runs` has a run of the latter) is
 //! held here with a margin: this is a build with debug assertions, on a machine that is emulated and shared with other tests. The margins
 //! still fail for what the promise is meant to catch: a round trip per read too many, requests one after the other, or a system call per poll.
 #![allow(clippy::unwrap_used)]

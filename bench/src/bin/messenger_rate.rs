@@ -341,8 +341,10 @@ impl Bench {
                 let found = PROMISES.iter().find(|(request, connections, depth, whom, _)| {
                     (*request, *connections, *depth, *whom) == (case.request, case.connections, case.depth, rival)
                 });
-                // Promises are for quiet machines and plain options.
-                found.map(|(.., ratio)| *ratio).filter(|_| !self.options.busy && self.options.workers == 1)
+                // Promises are for quiet machines and plain options, beside rivals that were asked for.
+                let is_plain = !self.options.busy && self.options.workers == 1;
+                let is_asked = self.options.rivals.iter().any(|asked| asked == rival);
+                found.map(|(.., ratio)| *ratio).filter(|_| is_plain && is_asked)
             };
             let (raw, iperf3, zeromq) = (promised("raw"), promised("iperf3"), promised("zeromq"));
             for stack in self.options.stacks.clone() {

@@ -62,24 +62,28 @@ pub fn run(options: &Options) -> Result<bool> {
             note_or_add(&mut kept, &format!("TCP, {network}"), "iperf3", round, measured);
         }
     }
-    for (device, tool, round, rate) in fabric(options.common.rounds)? {
-        note_or_add(&mut kept, &device, &tool, round, Ok(rate));
-    }
+    note_or_add_all(&mut kept, "the fabric's reads", fabric(options.common.rounds));
     if !options.no_rdma {
-        match rdma(options.common.rounds) {
-            Ok(figures) => {
-                for (device, tool, round, rate) in figures {
-                    note_or_add(&mut kept, &device, &tool, round, Ok(rate));
-                }
-                kept.note("RDMA is Soft-RoCE in an emulated machine: its figures stand beside each other and beside nothing else.");
-            }
-            Err(error) => kept.note(format!("RDMA: not measured: {error}")),
-        }
+        kept.note(
+            "RDMA is Soft-RoCE in an emulated machine: its figures stand beside each other and beside nothing else.",
+        );
+        note_or_add_all(&mut kept, "RDMA", rdma(options.common.rounds));
     }
     let summary = tables::devices(&[&kept]);
     kept.keep(options.common.out.as_deref(), &summary)?;
     print!("{summary}");
     Ok(true)
+}
+
+fn note_or_add_all(kept: &mut Kept<Point>, what: &str, measured: Result<Vec<Figure>>) {
+    match measured {
+        Ok(figures) => {
+            for (device, tool, round, rate) in figures {
+                note_or_add(kept, &device, &tool, round, Ok(rate));
+            }
+        }
+        Err(error) => kept.note(format!("{what}: not measured: {error}")),
+    }
 }
 
 fn note_or_add(kept: &mut Kept<Point>, device: &str, tool: &str, round: usize, measured: Result<f64>) {

@@ -38,7 +38,7 @@ pub struct Options {
     #[arg(long, default_value_t = 2000)]
     pub rate: u64,
     /// Values of 3748 KiB in the data set.
-    #[arg(long, default_value_t = 128)]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..=super::MOST_OF_DATA), default_value_t = 128)]
     pub values: u64,
     #[command(flatten)]
     #[allow(missing_docs)]
@@ -124,9 +124,7 @@ impl Here<'_> {
         let mut trials = vec![(None, 0)];
         for replicas in &self.options.replicas {
             for method in &self.options.methods {
-                let crosses = self.network == Network::Loopback || method.crosses_hosts();
-                let is_known = method.serves_peers() != Some(true) || program.serves_peers();
-                if method.applies(server.kind(), *replicas) && crosses && is_known {
+                if self.network.suits(*method, server.kind(), *replicas, program) {
                     trials.push((Some(*method), *replicas));
                 }
             }

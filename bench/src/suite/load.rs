@@ -72,10 +72,9 @@ impl Load {
     /// A connection could not be made.
     pub fn start(server: &Server, from: Option<&Host>, per_second: u64) -> Result<Load> {
         let from = from.or(server.host());
-        let begun = Instant::now();
-        let is_over = Arc::new(AtomicBool::new(false));
         let address = Address::Tcp(server.address());
-        let mut threads = Vec::new();
+        // Dropped where a connection fails, which ends those that have begun.
+        let mut load = Load { begun: Instant::now(), is_over: Arc::new(AtomicBool::new(false)), threads: Vec::new() };
         for number in 0..CONNECTIONS {
             let client = match from {
                 Some(host) => host.within(|| Client::connect(&address))??,
@@ -83,11 +82,11 @@ impl Load {
             };
             let every = Duration::from_secs_f64(CONNECTIONS as f64 / per_second.max(1) as f64);
             let first = every.mul_f64(number as f64 / CONNECTIONS as f64);
-            let clock = Clock { begun, first, every };
-            let is_over = Arc::clone(&is_over);
-            threads.push(thread::spawn(move || beat(client, clock, number, &is_over)));
+            let clock = Clock { begun: load.begun, first, every };
+            let is_over = Arc::clone(&load.is_over);
+            load.threads.push(thread::spawn(move || beat(client, clock, number, &is_over)));
         }
-        Ok(Load { begun, is_over, threads })
+        Ok(load)
     }
 
     /// Ends it; what was felt between these moments.

@@ -39,7 +39,7 @@ pub struct Common {
     #[arg(long, default_value_t = 3)]
     pub rounds: usize,
     /// Minutes that it may take. What does not fit is left out, and the kept run says what.
-    #[arg(long)]
+    #[arg(long, value_parser = minutes)]
     pub budget_minutes: Option<f64>,
     /// Keeps the run in a folder of its own below this one.
     #[arg(long)]
@@ -54,6 +54,17 @@ impl Common {
         Budget { end: self.budget_minutes.map(|minutes| Instant::now() + Duration::from_secs_f64(60.0 * minutes)) }
     }
 }
+
+fn minutes(text: &str) -> std::result::Result<f64, String> {
+    let minutes = text.parse().ok().filter(|minutes| (0.0..=MOST_MINUTES).contains(minutes));
+    minutes.ok_or_else(|| format!("{text:?} is no number of minutes from 0 to {MOST_MINUTES}"))
+}
+
+/// A month: more is a slip of the hand.
+const MOST_MINUTES: f64 = 31.0 * 24.0 * 60.0;
+
+/// Values, or MiB, or bytes of a value, that a data set may be asked to have: none is no data set, and more than this no machine holds.
+const MOST_OF_DATA: u64 = 1 << 30;
 
 /// When it has to be over.
 #[derive(Clone, Copy, Debug)]

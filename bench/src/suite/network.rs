@@ -3,10 +3,10 @@
 use std::str::FromStr;
 use std::time::Duration;
 
-use remora_lab::{BitRate, iperf};
+use remora_lab::{BitRate, Kind, iperf};
 use serde::{Deserialize, Serialize};
 
-use crate::sync::{Place, Result};
+use crate::sync::{Method, Place, Program, Result};
 
 /// Over which network something is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,6 +18,13 @@ pub enum Network {
 }
 
 impl Network {
+    /// Whether a method can be played over it by this program, and says anything new for so many replicas.
+    pub(super) fn suits(self, method: Method, kind: Kind, replicas: usize, program: &Program) -> bool {
+        method.applies(kind, replicas)
+            && (self == Network::Loopback || method.crosses_hosts())
+            && (method.serves_peers() != Some(true) || program.serves_peers())
+    }
+
     /// A place on it, with room for so many replicas.
     ///
     /// # Errors

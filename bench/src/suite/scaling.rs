@@ -6,9 +6,8 @@ use serde::{Deserialize, Serialize};
 
 use super::kept::Kept;
 use super::report::tables;
-use super::syncs::available_memory;
 use super::{Common, ServerChoice};
-use crate::sync::{Method, Program, Result, Scene, Shape, Trial};
+use crate::sync::{Method, Program, Result, Scene, Shape, Trial, available_memory};
 
 /// What can be typed.
 #[derive(Clone, Debug, clap::Args)]
@@ -17,13 +16,13 @@ pub struct Options {
     #[arg(long, default_value = "valkey")]
     pub server: ServerChoice,
     /// Sizes of the data set in MiB, in values of 1 MiB.
-    #[arg(long, value_delimiter = ',', default_value = "100,256,512,1024,2048,4096,8192")]
+    #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u64).range(1..=super::MOST_OF_DATA), default_value = "100,256,512,1024,2048,4096,8192")]
     pub sizes_mib: Vec<u64>,
     /// Sizes of the values in bytes, in a data set of --values-mib; fewer for small ones, of which two million are enough.
-    #[arg(long, value_delimiter = ',', default_value = "64,1024,16384,262144,4194304,67108864,536870912")]
+    #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u64).range(1..=super::MOST_OF_DATA), default_value = "64,1024,16384,262144,4194304,67108864,536870912")]
     pub value_bytes: Vec<u64>,
     /// Size of the data set whose values grow, in MiB.
-    #[arg(long, default_value_t = 512)]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..=super::MOST_OF_DATA), default_value_t = 512)]
     pub values_mib: u64,
     /// Methods.
     #[arg(long, value_delimiter = ',', default_value = "own-best,remora-shm,remora-tcp")]
@@ -73,7 +72,7 @@ pub fn run(options: &Options) -> Result<bool> {
     for (grows, bytes, value_bytes) in sizes.chain(values) {
         let shape = Shape { keys: (bytes / value_bytes).clamp(1, MOST_KEYS), value_bytes, every_type: false };
         let what = format!("{} in values of {}", crate::bytes(shape.bytes()), crate::bytes(value_bytes));
-        if shape.bytes() * COPIES > available_memory() {
+        if shape.bytes() * COPIES > available_memory().unwrap_or(u64::MAX) {
             kept.note(format!("{what}: left out for want of memory"));
             continue;
         }

@@ -12,7 +12,7 @@ use super::kept::Kept;
 use super::network::Network;
 use super::report::tables;
 use super::{Budget, Common, ServerChoice, VALUE_BYTES};
-use crate::sync::{Method, Outcome, Phases, Program, Result, Scene, Shape, Trial};
+use crate::sync::{Method, Outcome, Phases, Program, Result, Scene, Shape, Trial, available_memory};
 
 /// What can be typed.
 #[derive(Clone, Debug, clap::Args)]
@@ -27,10 +27,10 @@ pub struct Options {
     #[arg(long, value_delimiter = ',', default_value = "1,2,3,8")]
     pub replicas: Vec<usize>,
     /// Values of 3748 KiB in the data set: 256 are 937 MiB.
-    #[arg(long, default_value_t = 256)]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..=super::MOST_OF_DATA), default_value_t = 256)]
     pub values: u64,
     /// ... on networks of less than 1 Gb/s, where all of it would take minutes each time.
-    #[arg(long, default_value_t = 16)]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..=super::MOST_OF_DATA), default_value_t = 16)]
     pub values_where_slow: u64,
     /// Methods; those that do not apply to a network, a server or a number of replicas are passed over.
     #[arg(long, value_delimiter = ',')]
@@ -215,12 +215,8 @@ impl Bench<'_> {
     /// Another method begins each round.
     fn order(&self, network: Network, server: ServerChoice, replicas: usize, round: usize) -> Vec<Method> {
         let asked = if self.options.methods.is_empty() { METHODS.as_slice() } else { self.options.methods.as_slice() };
-        let applies = |method: &Method| {
-            method.applies(server.kind(), replicas)
-                && (network == Network::Loopback || method.crosses_hosts())
-                && (method.serves_peers() != Some(true) || self.program.serves_peers())
-        };
-        let mut methods: Vec<Method> = asked.iter().copied().filter(applies).collect();
+        let suits = |method: &Method| network.suits(*method, server.kind(), replicas, &self.program);
+        let mut methods: Vec<Method> = asked.iter().copied().filter(suits).collect();
         let count = methods.len().max(1);
         methods.rotate_left(round % count);
         methods
@@ -231,7 +227,7 @@ impl Bench<'_> {
         let is_slow = matches!(network, Network::Shaped(rate) if rate.0 < SLOW_BITS);
         let asked = if is_slow { self.options.values_where_slow } else { self.options.values };
         let mut values = asked.max(1);
-        while values > 1 && values * VALUE_BYTES * copies(replicas) > available_memory() {
+        while values > 1 && values * VALUE_BYTES * copies(replicas) > available_memory().unwrap_or(u64::MAX) {
             values /= 2;
         }
         if values < asked {
@@ -247,14 +243,6 @@ impl Bench<'_> {
 /// each other, the agent's. One for all else.
 fn copies(replicas: usize) -> u64 {
     3 + 2 * replicas as u64
-}
-
-/// Bytes.
-pub(super) fn available_memory() -> u64 {
-    let table = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let line = table.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
-    let kib = line.and_then(|rest| rest.trim().strip_suffix(" kB")).and_then(|kib| kib.trim().parse::<u64>().ok());
-    kib.map_or(u64::MAX, |kib| kib * 1024)
 }
 
 /// All that say something of their own; which apply is asked of each.

@@ -67,7 +67,10 @@ impl Program {
     }
 
     /// `remora load`: so many keys of random bytes.
-    pub(crate) fn load(&self, server: &Server, keys: u64, value_bytes: u64) -> Result<()> {
+    ///
+    /// # Errors
+    /// The program could not be started, or did not do it.
+    pub fn load(&self, server: &Server, keys: u64, value_bytes: u64) -> Result<()> {
         let (keys, size) = (keys.to_string(), value_bytes.to_string());
         let words = ["--quiet", "load", "--server", &server.url(), "--keys", &keys, "--value-size", &size];
         let mut command = Command::new(&self.path);

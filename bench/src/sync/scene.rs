@@ -385,12 +385,22 @@ fn has_child(client: &mut Client) -> remora_lab::Result<bool> {
 /// In a virtual machine the first touch of a page that the host has not given yet, or has taken back, costs microseconds. Without this
 /// it hits whoever takes memory last: the replica of the method that has just laid memory aside for its source.
 fn touch_memory(bytes: u64) {
-    let length = usize::try_from(bytes + bytes / 2).unwrap_or(0);
+    // Never so much that the system would have to end somebody for it.
+    let wanted = bytes.saturating_add(bytes / 2).min(available_memory().unwrap_or(0) / 4 * 3);
+    let length = usize::try_from(wanted).unwrap_or(0);
     let mut memory = vec![0u8; length];
     for byte in memory.iter_mut().step_by(PAGE) {
         *byte = 1;
     }
     std::hint::black_box(&memory);
+}
+
+/// What the system could give now, in bytes; `None` where it does not tell.
+pub(crate) fn available_memory() -> Option<u64> {
+    let table = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = table.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.trim().strip_suffix(" kB")?.trim().parse().ok()?;
+    kib.checked_mul(1024)
 }
 
 /// The smallest page of memory that systems have, in bytes.

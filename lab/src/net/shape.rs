@@ -51,9 +51,10 @@ impl Shape {
 pub struct Loss(u32);
 
 impl Loss {
-    /// So many of a hundred, to a hundredth of a percent. `None` for what is no share of a hundred.
+    /// So many of a hundred, to a hundredth of a percent. `None` for what is no share of a hundred, and for some that would be none.
     pub fn percent(percent: f64) -> Option<Loss> {
-        (0.0..=100.0).contains(&percent).then(|| Loss((percent * f64::from(LOSS_PARTS) / 100.0).round() as u32))
+        let parts = (percent * f64::from(LOSS_PARTS) / 100.0).round() as u32;
+        ((0.0..=100.0).contains(&percent) && (percent == 0.0 || parts > 0)).then_some(Loss(parts))
     }
 
     /// The commands of `nft` that bring it about where `device` receives. What was said before is forgotten first.

@@ -35,7 +35,7 @@ pub(super) fn put_up(plan: &Plan) -> Result<()> {
         let server = Server::builder(plan.kind).on(&host).start()?;
         stage.hosts.push(Station { host, server, agent: None, has_told: false, cable: Cable::new(plan.rate) });
     }
-    stage.fill(&program, plan.values)?;
+    program.load(&stage.primary()?.server, plan.values, 1 << 20)?;
     if plan.agents {
         stage.start_agents(&program, folder.path(), plan.values)?;
     }
@@ -85,15 +85,6 @@ impl Cable {
 }
 
 impl Stage {
-    fn fill(&self, program: &Program, values: u64) -> Result<()> {
-        let primary = self.primary()?;
-        let mut command = Command::new(program.path());
-        command.args(["--quiet", "load", "--server", &primary.server.url()]);
-        command.args(["--keys", &values.to_string(), "--value-size", "1MiB"]);
-        primary.host.enter(&mut command)?;
-        Ok(Agent::run(command)?.wait_for_success(LONGEST_LOAD)?)
-    }
-
     fn start_agents(&mut self, program: &Program, folder: &Path, values: u64) -> Result<()> {
         let token = scratch::token_file(folder)?;
         let (source, rest) = self.hosts.split_first_mut().ok_or("no hosts")?;
@@ -188,9 +179,6 @@ impl Stage {
 
 /// The port of a source unless told otherwise; on a host of its own it is free.
 const SOURCE_PORT: u16 = 7379;
-
-/// Filling a server, a gigabyte a second or so.
-const LONGEST_LOAD: Duration = Duration::from_secs(600);
 
 /// The source touches its memory before it is ready.
 const START_TIME: Duration = Duration::from_secs(60);

@@ -34,7 +34,9 @@ pub(super) fn ask(order: &Order) -> Result<String> {
     line.set_read_timeout(Some(ANSWER_TIME))?;
     writeln!(line, "{}", serde_json::to_string(order)?)?;
     let mut answer = String::new();
-    line.read_to_string(&mut answer)?;
+    line.read_to_string(&mut answer).map_err(|error| {
+        format!("no answer within {ANSWER_TIME:?} ({error}): it may still be put up, and yet do as it was told")
+    })?;
     let answer: Answer = serde_json::from_str(&answer).map_err(|error| format!("it answered {answer:?}: {error}"))?;
     Ok(answer?)
 }

@@ -99,8 +99,11 @@ impl Section {
             text += &format!(" [{name}]({}/{name}/README.md)", self.to_runs.display());
         }
         text += "\n";
-        for note in runs.iter().flat_map(|(_, kept)| &kept.run.notes) {
-            text += &format!("\n> {note}\n");
+        for (folder, kept) in runs {
+            let name = folder.file_name().unwrap_or_default().to_string_lossy();
+            for note in &kept.run.notes {
+                text += &format!("\n> {name}: {note}\n");
+            }
         }
         text
     }
