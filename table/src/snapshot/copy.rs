@@ -328,10 +328,12 @@ impl SnapshotCopy {
             What::Piece { buffer, piece } => return self.land(buffer, piece),
             What::Probe | What::Entry { .. } => Ok(()),
         };
+        // A line that was caught in change has been asked for again, and says nothing yet.
+        let is_news = what == What::Line && !front.is_asked();
         if let Err(error) = handled {
             return Ok(Some(Loss::Gone(error)));
         }
-        Ok(if what == What::Line { self.judge_suspects() } else { None })
+        Ok(if is_news { self.judge_suspects() } else { None })
     }
 
     /// One more piece is here; the last one completes its slot.
@@ -473,7 +475,7 @@ impl SnapshotCopy {
     /// Delivers again from slot `first` on. `false`: it is no longer held, or its place may yet be used again, and somebody who was
     /// lent it may still read it: begin another copy, in other memory.
     pub fn rewind(&mut self, first: u64) -> bool {
-        if first < self.first || first > self.held() || (first < self.delivered && !self.keeps_all()) {
+        if first < self.oldest() || first > self.held() || (first < self.delivered && !self.keeps_all()) {
             return false;
         }
         self.delivered = first;
@@ -489,7 +491,7 @@ impl SnapshotCopy {
         is_there
     }
 
-    /// No place of it will ever be used twice: there is room for all slots of the source.
+    /// No place of it will ever be used twice: there is room for all slots of the source, which retains all of them.
     pub fn keeps_all(&self) -> bool {
         let source = self.ledger.front.expect.geometry;
         let end = self.ledger.front.line().and_then(|line| line.end).map(|end| source.slots_for(end));

@@ -67,6 +67,11 @@ impl Front {
         self.line.as_ref().filter(|_| self.head == Seen::Right)
     }
 
+    /// Whether a line is on its way.
+    pub(super) fn is_asked(&self) -> bool {
+        self.line_asked
+    }
+
     /// Slots that may be read, as last seen.
     pub(super) fn published(&self) -> u64 {
         self.line().map_or(0, |line| self.expect.geometry.slots_for(line.published))

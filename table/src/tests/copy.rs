@@ -184,8 +184,7 @@ fn a_peer_with_other_bytes_is_found_out_and_none_of_them_is_delivered() {
 #[test]
 fn a_peer_that_forges_its_own_entry_too_is_found_out_by_the_sources() {
     let origin = Origin::whole(4, 1);
-    let mut forged = Origin::whole(4, 2);
-    forged.bytes.clear();
+    let forged = Origin::whole(4, 2);
     let mut reader = Reader::new(&origin, 64, Faults::NONE, 2);
     // A whole table of its own, sound in itself, that calls itself by the name of the source's.
     reader.read_from(&forged.region, 64, Faults::NONE, 3);
