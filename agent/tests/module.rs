@@ -224,9 +224,6 @@ fn the_primary_still_has_what_its_child_took_out() {
         let mut client = primary.client().unwrap();
         fill_every_type(&mut client, 32).unwrap();
         let before = (primary.digest().unwrap(), number(&primary, "expired_keys"));
-        // Who watches a key, or has it cached, is not told of what is done in the child.
-        let mut watcher = primary.client().unwrap();
-        watcher.ok(&["CLIENT", "TRACKING", "ON", "BCAST"]).unwrap();
         let mut source = walking(&primary, &["--memory", "64MiB", "--eager"]);
         assert_eq!(way(&mut source), "the module");
         assert_eq!((primary.digest().unwrap(), number(&primary, "expired_keys")), before);

@@ -12,7 +12,7 @@
 //!
 //! What the child writes into our table it takes out of what its server saves, so it may begin only if nobody else gets that. **The
 //! permission is ours to give**: when `+FULLRESYNC` has come over our connection and says what the child says of itself, replid and
-//! offset, the child is the one that was forked for us (`module/src/capture/alone.rs` has the rest of the argument). Whatever arrives before the
+//! offset, and our connection still stands when the child asks, it is the one that was forked for us (`module/src/capture/alone.rs` has the rest of the argument). Whatever arrives before the
 //! child has answered, arrives whole.
 //!
 //! Two processes must never write one table: a writer claims its memory, and the claim ends with the writer's life, however that
@@ -411,7 +411,7 @@ fn walk(plan: &Plan, chosen: &mut Chosen) -> Result<Stream, Setback> {
     armed.attended(&live, || {
         let mut sync = Sync::ask(plan)?;
         let (replid, offset) = sync.resync(plan)?;
-        if !may_begin(plan, &armed.board, replid, offset)? {
+        if !may_begin(plan, &armed.board, &mut sync, replid, offset)? {
             return Ok(untouched(plan, &armed.board, sync, replid, offset)?);
         }
         let journal = begun(plan, replid, offset)?;
@@ -429,13 +429,16 @@ fn walk(plan: &Plan, chosen: &mut Chosen) -> Result<Stream, Setback> {
 }
 
 /// Lets the child begin if it is the one that was forked for us, and waits until it has, or has declined.
-fn may_begin(plan: &Plan, board: &Board, replid: ReplId, offset: u64) -> Result<bool, Setback> {
+fn may_begin(plan: &Plan, board: &Board, sync: &mut Sync, replid: ReplId, offset: u64) -> Result<bool, Setback> {
     let asked = Instant::now();
     loop {
         match board.stage() {
             Stage::Armed => {}
             Stage::Asking => match board.origin() {
-                Some(origin) if (&origin.replid, origin.offset) == (replid.as_bytes(), offset) => board.permit(),
+                Some(origin) if (&origin.replid, origin.offset) == (replid.as_bytes(), offset) => {
+                    sync.still_waits()?;
+                    board.permit();
+                }
                 _ => board.cancel(),
             },
             Stage::Begun | Stage::Done | Stage::Failed => return Ok(true),
@@ -522,6 +525,22 @@ impl Sync {
         match self.next_event(plan, |heard| heard.elapsed() < SILENCE_LIMIT)? {
             PsyncEvent::FullResync { replid, offset } => Ok((replid, offset)),
             other => Err(link(format!("the server answered with {other:?} where a snapshot was asked for"))),
+        }
+    }
+
+    /// Fails unless the server still has us wait. It says `+FULLRESYNC` just before it forks, and if that fails it closes our connection; a
+    /// child that asks later, of the same offset, is then somebody else's.
+    fn still_waits(&mut self) -> Result<(), Fault> {
+        let mut buffer = [0; 1024];
+        match self.wire.read_at_once(&mut buffer).map_err(|cause| link(cause.to_string()))? {
+            Received::Bytes(n) => self.early.extend_from_slice(&buffer[..n]),
+            Received::Idle => {}
+            Received::End => return Err(link("the server gave the sync up before its child began".into())),
+        }
+        // Newlines say that it lives.
+        match self.early.iter().all(|byte| *byte == b'\n') {
+            true => Ok(()),
+            false => Err(link("the server said something before its child began".into())),
         }
     }
 

@@ -8,6 +8,7 @@ use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use remora_fabric::Memory;
+use rustix::net::{RecvFlags, recv};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use crate::server::{Raw, Stream, TlsConnection};
@@ -71,6 +72,16 @@ impl Wire {
 
     /// One read into a buffer.
     pub(crate) fn read(&mut self, buffer: &mut [u8]) -> io::Result<Received> {
+        self.read_within(self.tick, RecvFlags::empty(), buffer)
+    }
+
+    /// ... of what is there already.
+    pub(crate) fn read_at_once(&mut self, buffer: &mut [u8]) -> io::Result<Received> {
+        self.read_within(Duration::ZERO, RecvFlags::DONTWAIT, buffer)
+    }
+
+    /// A plain socket has the wire's tick for itself, unless `flags` say otherwise.
+    fn read_within(&mut self, limit: Duration, flags: RecvFlags, buffer: &mut [u8]) -> io::Result<Received> {
         if !self.pushed_back.is_empty() {
             let n = self.pushed_back.len().min(buffer.len());
             buffer[..n].copy_from_slice(&self.pushed_back[..n]);
@@ -78,16 +89,13 @@ impl Wire {
             return Ok(Received::Bytes(n));
         }
         match &mut self.link {
-            Link::Plain(socket) => received(rustix::io::read(&*socket, buffer).map_err(Into::into)),
-            Link::Tls(stream, runtime) => {
-                let tick = self.tick;
-                runtime.block_on(async {
-                    match tokio::time::timeout(tick, stream.read(buffer)).await {
-                        Ok(result) => received(result),
-                        Err(_) => Ok(Received::Idle),
-                    }
-                })
-            }
+            Link::Plain(socket) => received(recv(&*socket, buffer, flags).map(|(n, _)| n).map_err(Into::into)),
+            Link::Tls(stream, runtime) => runtime.block_on(async {
+                match tokio::time::timeout(limit, stream.read(buffer)).await {
+                    Ok(result) => received(result),
+                    Err(_) => Ok(Received::Idle),
+                }
+            }),
         }
     }
 

@@ -5,13 +5,14 @@
 //! ```text
 //!   the child, of the moment of the fork                     the agent, of its own connection
 //!   ─ it does not write a file                               ─ +FULLRESYNC has come, with this very replid and offset
-//!   ─ syncs go to sockets (repl-diskless-sync yes)
+//!   ─ syncs go to sockets (repl-diskless-sync yes)         ─ it still stands when the child asks
 //!   ─ one replica, and no more, is waiting for a snapshot
 //! ```
 //!
-//! A server has one child at a time, and says `+FULLRESYNC` to a replica when it forks for it. So if the agent was told, while this child
-//! lives, it is the child of that sync; as syncs go to sockets nobody can join it later, and as one replica waits that is the agent's. A child for a
-//! file (`BGSAVE`), or for somebody else, waits in vain for its permission, and does its work as if nothing had been.
+//! A server has one child at a time, and says `+FULLRESYNC` to a replica just before it forks for it; if the fork fails it closes the
+//! connection. So if the agent was told, and its connection stands while this child lives, it is the child of that sync; as syncs go to sockets nobody
+//! can join it later, and as one replica waits that is the agent's. A child for a file (`BGSAVE`), or for somebody else, waits in vain for its
+//! permission, up to three seconds, and saves everything, uncompressed.
 
 use std::ffi::CString;
 use std::fmt;
