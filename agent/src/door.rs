@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use remora_fabric::tcp::{LANE_MAGIC, TcpExporter};
-use remora_messenger::control::{Connection, Endpoint};
+use remora_messenger::control::{Connection, Endpoint, Error, Message, Receiver};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinHandle;
@@ -107,6 +107,24 @@ async fn greet<T: From<Connection>>(
     }
     let connection = conversations.accept(stream).await.map_err(|error| error.to_string())?;
     incoming.send(connection.into()).await.map_err(|_| "this agent is stopping".to_string())
+}
+
+/// Passes on what is heard in a conversation, in the owner's words, until it is over or nobody listens any more. Its end, as an error, is
+/// the last.
+pub(crate) fn listen_to<T: Send + 'static>(
+    mut receiver: Receiver,
+    incoming: mpsc::Sender<T>,
+    words: impl Fn(Result<Message, Error>) -> T + Send + 'static,
+) {
+    tokio::spawn(async move {
+        loop {
+            let heard = receiver.receive().await;
+            let last = heard.is_err();
+            if incoming.send(words(heard)).await.is_err() || last {
+                return;
+            }
+        }
+    });
 }
 
 /// Whether a connection begins as data lanes do.

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   other replicas ──▶ door ── ReadPeer ──▶ is there a copy of that generation? ── PeerOffer ──▶
-//!                        │                        ▲ not yet: it waits for Order::Publish
+//!                        │                        ▲ not yet: it waits for Serving::lend
 //!                        └── data lanes ─▶ exporters ─▶ our copy's memory: read without this task, and without our server
 //! ```
 //!
@@ -211,40 +211,42 @@ impl Lender {
 
     fn welcome(&mut self, connection: Connection) {
         let (session, key) = (connection.session(), connection.session_key());
-        let (sender, mut receiver) = connection.split();
+        let (sender, receiver) = connection.split();
         if self.readers.len() >= READERS_LIMIT {
             let text = format!("{READERS_LIMIT} replicas read here already");
             let _ = sender.try_send(Message::Refused { code: RefusalCode::Busy, text });
             return;
         }
         self.readers.insert(session, Reader { sender, key, name: String::new(), wants: None, told: None });
-        let incoming = self.incoming.clone();
-        tokio::spawn(async move {
-            loop {
-                let (said, last) = match receiver.receive().await {
-                    Ok(message) => (Incoming::Said { session, message: Box::new(message) }, false),
-                    Err(_) => (Incoming::Left { session }, true),
-                };
-                if incoming.send(said).await.is_err() || last {
-                    return;
-                }
-            }
+        door::listen_to(receiver, self.incoming.clone(), move |heard| match heard {
+            Ok(message) => Incoming::Said { session, message: Box::new(message) },
+            Err(_) => Incoming::Left { session },
         });
     }
 
     async fn lend(&mut self, lending: Lending) {
-        if let Some((id, _)) = self.table.take() {
-            self.exporters.iter().for_each(|exporter| exporter.revoke(id));
+        let former = self.table.take().map(|(id, _)| id);
+        if former.is_some() {
             // They are offered the new copy, if it is of the snapshot that they want.
             self.readers.values_mut().for_each(|reader| reader.told = None);
         }
         self.add_rdma(&lending).await;
         let id = RegionId { generation: lending.generation, region: self.next_region };
         self.next_region += 1;
-        for exporter in &self.exporters {
-            if let Err(error) = exporter.export(id, lending.memory.clone()) {
-                tracing::warn!(by = %exporter.kind(), %error, "slots can't be lent");
+        let (exporters, memory) = (self.exporters.clone(), lending.memory.clone());
+        // Where it is by RDMA, memory is unpinned and pinned: that blocks.
+        let lent = tokio::task::spawn_blocking(move || {
+            for exporter in &exporters {
+                if let Some(former) = former {
+                    exporter.revoke(former);
+                }
+                if let Err(error) = exporter.export(id, memory.clone()) {
+                    tracing::warn!(by = %exporter.kind(), %error, "slots can't be lent");
+                }
             }
+        });
+        if let Err(error) = lent.await {
+            tracing::warn!(%error, "slots can't be lent");
         }
         let keys = self.exporters.iter().filter_map(|exporter| exporter.key(id).ok());
         let offer = TableOffer {
@@ -264,8 +266,9 @@ impl Lender {
         if self.exporters.iter().any(|exporter| exporter.kind() == remora_fabric::TransportKind::Verbs) {
             return;
         }
-        let (address, memories) = (self.address, vec![lending.memory.clone()]);
-        let opened = tokio::task::spawn_blocking(move || transports::offered::rdma(&offer, address, &memories)).await;
+        // A copy is lent once: nothing is kept registered beyond that.
+        let address = self.address;
+        let opened = tokio::task::spawn_blocking(move || transports::offered::rdma(&offer, address, &[])).await;
         match opened {
             Ok(Ok(Some(exporter))) => self.exporters.insert(0, exporter),
             Ok(Ok(None)) => {}

@@ -9,7 +9,8 @@
 //!
 //! - [`owner`] decides, without I/O; start there.
 //! - [`capture`] speaks with the server and fills the tables; [`wire`] is its connection.
-//! - [`module`] has the server's own child fill the snapshot's table, where the server has our module.
+//! - [`module`] has the server's own child write long strings into the snapshot's table, where the server has our module; [`rest`]
+//!   joins to them what the server saves.
 //! - [`gauge`] is what the threads show of themselves.
 //! - [`trial`] lends memory to who measures the way.
 //! - [`directory`] decides which replica reads the snapshot from which other one.
@@ -257,20 +258,12 @@ impl Source {
 
     fn welcome(&mut self, connection: Connection) {
         let (session, address, key) = (connection.session(), connection.peer_addr(), connection.session_key());
-        let (sender, mut receiver) = connection.split();
+        let (sender, receiver) = connection.split();
         self.sessions
             .insert(session, Peer { sender, address, key, done: false, transport_why: String::new(), relays: None });
-        let incoming = self.incoming.clone();
-        tokio::spawn(async move {
-            loop {
-                let (said, last) = match receiver.receive().await {
-                    Ok(message) => (Incoming::Said { session, message: Box::new(message) }, false),
-                    Err(error) => (Incoming::Left { session, fault: error.fault }, true),
-                };
-                if incoming.send(said).await.is_err() || last {
-                    return;
-                }
-            }
+        door::listen_to(receiver, self.incoming.clone(), move |heard| match heard {
+            Ok(message) => Incoming::Said { session, message: Box::new(message) },
+            Err(error) => Incoming::Left { session, fault: error.fault },
         });
     }
 

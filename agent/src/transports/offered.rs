@@ -32,7 +32,7 @@ pub(crate) fn rdma(
     match open(wanted, listen, memories) {
         Ok(exporter) => {
             let (devices, addresses) = (exporter.devices().join(", "), exporter.addresses());
-            tracing::info!(%devices, ?addresses, "RDMA is offered; the tables' memory is registered");
+            tracing::info!(%devices, ?addresses, "RDMA is offered");
             Ok(Some(Arc::new(exporter)))
         }
         Err(error) if is_asked => Err(Failure::refused(error.to_string())),
