@@ -62,8 +62,8 @@ pub(super) enum Order {
     ReadFrom(ReadFrom),
     /// What the server is loading will never be whole: close its link. A server that loads from it answers nobody until then.
     GiveUp,
-    /// Give the server nothing more of the stream for now, or go on with it. A new link begins with the latter.
-    Hold(bool),
+    /// Give the server nothing more of the stream, until it makes another link.
+    Hold,
     /// The server has our module: show it memory, and refer to that.
     UseModule,
     /// The server has been shown memory, or why not.
@@ -409,9 +409,9 @@ impl Delivery {
                 }
                 Ok(Order::GiveUp) if !self.at.loaded => self.drop_link("the source has put us out", false),
                 Ok(Order::GiveUp) => {}
-                Ok(Order::Hold(hold)) => {
+                Ok(Order::Hold) => {
                     if let Some(served) = &mut self.served {
-                        served.held = hold;
+                        served.held = true;
                     }
                 }
                 Ok(Order::UseModule) => self.by_module = true,

@@ -34,12 +34,13 @@ impl Sync {
         self.tell_progress().await;
         self.delivery.stop(true);
         self.record.close();
-        self.publish(&summary)?;
+        let published = self.publish(&summary);
         self.linger().await;
         if let Some(source) = self.source.take() {
             let text = format!("{} follows the primary at offset {}", self.server.url(), summary.hand_off_offset);
             source.leave(Message::Leave { outcome: Outcome::HandedOver, text }).await;
         }
+        published?;
         match end {
             End::HandedOver => Ok(()),
             // To stop is the ordinary end of a stay.

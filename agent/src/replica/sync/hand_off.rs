@@ -17,7 +17,7 @@ const HAND_OFF_LIMIT: Duration = Duration::from_secs(20);
 const HAND_OFFS_LIMIT: u32 = 3;
 
 /// How long the stream is held back for the server to come to the end of what it was given: some megabytes in its socket.
-const SETTLE_LIMIT: Duration = Duration::from_millis(500);
+const HOLD_LIMIT: Duration = Duration::from_millis(500);
 
 impl Sync {
     /// Holds the stream back until the server has carried out all that it was given.
@@ -26,8 +26,8 @@ impl Sync {
     /// moment throws away the place where it would go on: it would ask the primary for a full copy (freeClient in networking.c
     /// caches no primary that is blocked).
     async fn settle(&mut self) -> Result<(), ServerError> {
-        self.delivery.order(Order::Hold(true));
-        let until = Instant::now() + SETTLE_LIMIT;
+        self.delivery.order(Order::Hold);
+        let until = Instant::now() + HOLD_LIMIT;
         let mut before = None;
         while Instant::now() < until {
             tokio::time::sleep(QUICK_TICK).await;
@@ -50,10 +50,7 @@ impl Sync {
         self.phase = Phase::HandOff;
         let (host, port) = (self.primary.host.clone(), self.primary.port);
         tracing::info!(primary = %format!("{host}:{port}"), "handing the server over: {why}");
-        if let Err(error) = self.settle().await {
-            self.delivery.order(Order::Hold(false));
-            return Err(error.into());
-        }
+        self.settle().await?;
         self.client.command(&["REPLICAOF", &host, &port.to_string()]).await?;
         let mut told_full = false;
         while now.elapsed() < HAND_OFF_LIMIT || told_full {

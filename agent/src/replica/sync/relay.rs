@@ -48,6 +48,11 @@ impl Relay {
                 "nothing is lent to other replicas: with --state-dir, or by shared memory, there is nothing to lend"
             );
         }
+        if options.download_limit.is_some() && !takes_part {
+            tracing::warn!(
+                "--download-limit is not kept: with --state-dir, or by shared memory, slots are not taken from others"
+            );
+        }
         let bytes = |limit: Option<Size>| limit.map_or(0, Size::get);
         let serving = if takes_part && !options.no_serve_peers {
             let listen = options.peer_listen.unwrap_or_else(|| (source.local_address().ip(), 0).into());
