@@ -70,6 +70,9 @@ impl Drop for Domain {
     }
 }
 
+/// What the other end of a queue pair may do by it: nothing.
+pub(super) const NO_RIGHTS: u32 = 0;
+
 /// What others may do with registered memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Access {

@@ -32,7 +32,7 @@ use super::{
     device::{Alarm, Device, NO_QUEUE_PAIR},
     exporter::Shared,
     handshake::{End, INCOMING, OUTGOING, Transcript, letter},
-    objects::{Access, Capacity, Channel, Completed, Completions, Domain, QueuePair, Registration},
+    objects::{Access, Capacity, Channel, Completed, Completions, Domain, NO_RIGHTS, QueuePair, Registration},
     wire::{Challenge, Garbled, Hello, Refusal, Welcome},
 };
 use crate::{
@@ -308,14 +308,14 @@ impl House {
         let depth = request.responder_resources.min(self.options.reads_in_flight).min(limit).max(1);
         let terms = Terms { initiator_depth: 0, responder_resources: depth };
         // An iWARP card connects by itself and takes no other rights later. There the region's key alone keeps strangers out.
-        let rights = if device.is_iwarp() { ffi::IBV_ACCESS_REMOTE_READ } else { NOTHING };
+        let rights = if device.is_iwarp() { ffi::IBV_ACCESS_REMOTE_READ } else { NO_RIGHTS };
         id.initialise(&pair, rights)?;
         pair.post_receive(PROOF, &letter, INCOMING, PROOF_BYTES as u32)?;
         completions.arm()?;
         if !device.is_iwarp() {
             id.ready(&pair, terms, &self.options)?;
             // Some managers' attributes come with rights.
-            pair.allow(NOTHING)?;
+            pair.allow(NO_RIGHTS)?;
         }
         let challenge = Challenge { nonce: auth::nonce()? };
         id.accept(&pair, terms, &challenge.encode(), &self.options)
@@ -574,9 +574,6 @@ const WELCOME: u64 = 2;
 
 /// One receive and one send, and as many again.
 const GUEST_COMPLETIONS: u32 = 4;
-
-/// No rights at all.
-const NOTHING: u32 = 0;
 
 /// Connections that have not proved anything yet, so that a stranger can't keep out those who have a grant: each lives no longer than
 /// the handshake time-out.

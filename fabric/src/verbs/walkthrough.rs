@@ -25,7 +25,7 @@ use super::{
     cm::{Event, Events, Id, Terms},
     connector::resolve,
     library::{library, text},
-    objects::{Access, Capacity, Channel, Completed, Completions, Domain, QueuePair, Registration},
+    objects::{Access, Capacity, Channel, Completed, Completions, Domain, NO_RIGHTS, QueuePair, Registration},
 };
 use crate::{Error, Memory, Pages, transport::wait_readable};
 
@@ -168,9 +168,6 @@ const RECEIVE: u64 = 2;
 
 /// Bytes of room for one message.
 const ROOM: u32 = 64;
-
-/// The other end may read or write nothing of ours.
-const NO_RIGHTS: u32 = 0;
 
 /// For every step. On a machine that is emulated and busy they take a while.
 const PATIENCE: Duration = Duration::from_secs(20);

@@ -19,7 +19,7 @@ use super::super::{
     cm::{Event, Events, Id, Terms},
     connector::is_end,
     device::Alarm,
-    objects::{Capacity, Channel, Completed, Completions, QueuePair, RemoteRead, Sharing},
+    objects::{Capacity, Channel, Completed, Completions, NO_RIGHTS, QueuePair, RemoteRead, Sharing},
 };
 use super::{DuplexOptions, Region, Request, Station, Stations, watched};
 use crate::Error;
@@ -439,9 +439,6 @@ fn terms(station: &Station, options: &DuplexOptions) -> Terms {
         responder_resources: lower(attributes.max_qp_rd_atom),
     }
 }
-
-/// The other end may read nothing.
-const NO_RIGHTS: u32 = 0;
 
 /// Completions of receives that a wire can have waiting: more than any other end has credits for.
 const MOST_RECEIVED: u32 = 4096;
