@@ -74,7 +74,7 @@ pub(super) struct Relayed {
     looked: Instant,
 }
 
-/// How long nobody may say from whom to read, before the source is read without being told so: connecting to a peer and its answer.
+/// How long nobody may say from whom to read, before the source is read without being told so: longer than a peer takes that is well.
 const AWAIT_LIMIT: Duration = Duration::from_secs(6);
 
 /// How often a line is looked at while slots are on their way: it costs both ends a small read.

@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::time::Duration;
 
 use remora_fabric::tcp::{LANE_MAGIC, TcpExporter, TcpOptions};
 use remora_fabric::{Exporter, Memory, Pages, RegionId};
@@ -103,8 +104,17 @@ async fn boast(mut connection: Connection, generation: u64) {
         applied_offset: 0,
         relaying: Some(Relaying { reads_from: None, oldest: 0, held: 128, is_full: false }),
     };
-    connection.send(Message::Progress(progress)).await.unwrap();
-    tokio::spawn(async move { while connection.receive().await.is_ok() {} });
+    connection.send(Message::Progress(progress.clone())).await.unwrap();
+    // Again and again: who falls silent is not read from for that reason alone.
+    tokio::spawn(async move {
+        let mut again = tokio::time::interval(Duration::from_millis(500));
+        loop {
+            tokio::select! {
+                heard = connection.receive() => if heard.is_err() { return },
+                _ = again.tick() => if connection.send(Message::Progress(progress.clone())).await.is_err() { return },
+            }
+        }
+    });
 }
 
 async fn listen(listener: TcpListener, lie: Arc<Lie>) {
