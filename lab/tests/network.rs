@@ -115,7 +115,8 @@ fn what_a_host_sends_is_counted_at_its_cable() {
     let (sent, received) =
         (client.traffic().unwrap().since(before.0).sent, server.traffic().unwrap().since(before.1).received);
     assert!((10_000_000..10_600_000).contains(&sent), "{sent}");
-    assert_eq!(sent, received);
+    // But for what the systems at both ends say to everybody by themselves (IPv6's neighbours and groups, some 90 bytes each).
+    assert!(sent.abs_diff(received) < 2_000, "{sent} sent, {received} received");
     // What stays on the host does not go over its cable.
     let before = server.traffic().unwrap();
     redis.client().unwrap().ok(&["SET", "big", &"x".repeat(10_000_000)]).unwrap();
@@ -142,10 +143,14 @@ fn a_lossy_cable_loses_and_a_mended_one_does_not() {
         Ok(here.within(|| remora_lab::Client::connect(&address))?.map_err(|error| error.to_string()))
     })
     .unwrap();
-    client.ok(&["SET", "big", &"x".repeat(1_000_000)]).unwrap();
-    assert_eq!(server.client().unwrap().int(&["STRLEN", "big"]).unwrap(), 1_000_000);
-    let lost = here.within(|| std::fs::read_to_string("/proc/thread-self/net/snmp")).unwrap().unwrap();
-    assert!(retransmitted(&lost) > 0, "{lost}");
+    // A megabyte is some thirty packets to the system, so that one alone gets through in one try of five.
+    let lost = |_| {
+        client.ok(&["SET", "big", &"x".repeat(1_000_000)]).unwrap();
+        assert_eq!(server.client().unwrap().int(&["STRLEN", "big"]).unwrap(), 1_000_000);
+        let told = here.within(|| std::fs::read_to_string("/proc/thread-self/net/snmp")).unwrap().unwrap();
+        retransmitted(&told) > 0
+    };
+    assert!((0..40).any(lost), "nothing was sent again");
 
     there.lossy(Loss::default()).unwrap();
     assert!(reach());
