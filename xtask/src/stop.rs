@@ -50,15 +50,15 @@ pub(crate) fn or_run(work: impl FnOnce() -> Result<()> + Send + 'static) -> Resu
                 () = tokio::time::sleep(AGAIN_EVERY), if stopped.is_some() => {}
             }
             if stopped.is_some() {
-                end_children();
+                end_children_of(getpid());
             }
         }
     })
 }
 
-/// Kills all our children with whatever they have forked (each leads a process group of its own).
-fn end_children() {
-    for child in children() {
+/// Kills all children of a process with whatever they have forked (ours lead a process group each).
+fn end_children_of(parent: Pid) {
+    for child in children_of(parent) {
         // One that has just ended needs nothing more; one without a group of its own (cargo) goes alone.
         if kill_process_group(child, Signal::KILL).is_err() {
             let _ = kill_process(child, Signal::KILL);
@@ -66,11 +66,11 @@ fn end_children() {
     }
 }
 
-fn children() -> Vec<Pid> {
-    let own = getpid().as_raw_nonzero().get();
+fn children_of(parent: Pid) -> Vec<Pid> {
+    let parent = parent.as_raw_nonzero().get();
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
-    pids.filter(|pid| parent_of(*pid) == Some(own)).filter_map(Pid::from_raw).collect()
+    pids.filter(|pid| parent_of(*pid) == Some(parent)).filter_map(Pid::from_raw).collect()
 }
 
 fn parent_of(pid: i32) -> Option<i32> {
@@ -87,17 +87,25 @@ const AGAIN_EVERY: Duration = Duration::from_millis(100);
 mod tests {
     #![allow(clippy::unwrap_used)]
     use std::process::Command;
+    use std::thread;
+    use std::time::Instant;
 
     use super::*;
 
     #[test]
     fn children_are_found_and_ended() {
-        let mut child = Command::new("sleep").arg("60").spawn().unwrap();
-        let pid = Pid::from_child(&child);
-        assert!(children().contains(&pid));
-        end_children();
-        assert!(!child.wait().unwrap().success());
-        assert!(!children().contains(&pid));
+        // Of a shell, not of this process: other tests have children here.
+        let mut shell = Command::new("sh").args(["-c", "sleep 60 & sleep 60; wait"]).spawn().unwrap();
+        let parent = Pid::from_child(&shell);
+        let began = Instant::now();
+        while children_of(parent).len() < 2 {
+            assert!(began.elapsed() < Duration::from_secs(20), "the shell starts nothing");
+            thread::sleep(Duration::from_millis(5));
+        }
+        assert!(children_of(getpid()).contains(&parent));
+        end_children_of(parent);
+        shell.wait().unwrap();
+        assert!(began.elapsed() < Duration::from_secs(60), "they ran to their end");
     }
 
     #[test]
