@@ -4,7 +4,7 @@ use std::{
     io,
     ops::{Deref, Range},
     os::fd::{AsFd, OwnedFd},
-    sync::atomic::Ordering,
+    sync::atomic::{AtomicU64, Ordering},
 };
 
 use rustix::{
@@ -21,6 +21,8 @@ use crate::error::Error;
 /// bytes leave a mixture; give each range one writer.
 pub struct Memory {
     view: View,
+    /// Below this, all pages have been backed and none given back. A hint: it saves walking them once more.
+    backed: AtomicU64,
 }
 
 impl Memory {
@@ -54,7 +56,7 @@ impl Memory {
         let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
         rustix::fs::fcntl_add_seals(&fd, seals).map_err(Error::system("sealing a memory"))?;
         let mapping = Mapping::new(fd.as_fd(), length, true)?;
-        Ok(Memory { view: View::of(mapping, fd, pages) })
+        Ok(Memory { view: View::of(mapping, fd, pages), backed: AtomicU64::new(0) })
     }
 
     /// Maps memory that another process made and handed over so that we write it.
@@ -67,7 +69,7 @@ impl Memory {
     pub fn adopt(fd: OwnedFd, length: u64) -> Result<Memory, Error> {
         View::check_size(fd.as_fd(), length)?;
         let mapping = Mapping::new(fd.as_fd(), length, true)?;
-        Ok(Memory { view: View::of(mapping, fd, Pages::Small) })
+        Ok(Memory { view: View::of(mapping, fd, Pages::Small), backed: AtomicU64::new(0) })
     }
 
     /// Backs the range with pages now, so that the first write to each needn't wait for one. Content stays.
@@ -77,10 +79,17 @@ impl Memory {
     pub fn prefault(&self, range: Range<u64>) -> Result<(), Error> {
         let length = bounds::length(&range, self.length())?;
         let span = self.view.mapping().span_mut(range.start, length)?;
+        let backed = self.backed.load(Ordering::Relaxed);
+        if range.end <= backed {
+            return Ok(());
+        }
         match span.advise(Advice::LinuxPopulateWrite) {
             // A kernel before 5.14 does not know this advice.
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => span.touch(),
             other => other.map_err(Error::system("backing a memory with pages"))?,
+        }
+        if range.start <= backed {
+            self.backed.fetch_max(range.end, Ordering::Relaxed);
         }
         Ok(())
     }
@@ -99,6 +108,7 @@ impl Memory {
         if length == 0 {
             return Ok(());
         }
+        self.backed.fetch_min(range.start, Ordering::Relaxed);
         if self.view.pages() == Pages::Huge {
             span.fill(0);
             return Ok(());
