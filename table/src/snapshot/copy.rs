@@ -329,7 +329,7 @@ impl SnapshotCopy {
             What::Probe | What::Entry { .. } => Ok(()),
         };
         // A line that was caught in change has been asked for again, and says nothing yet.
-        let is_news = what == What::Line && !front.is_asked();
+        let is_news = what == What::Line && !front.is_line_asked();
         if let Err(error) = handled {
             return Ok(Some(Loss::Gone(error)));
         }
@@ -545,6 +545,7 @@ impl SnapshotCopy {
         self.is_whole()
             || (self.starved
                 && !self.ledger.is_asked()
+                && !matches!(&self.way, Way::Peer(front) if front.is_asked())
                 && self.works.iter().all(Option::is_none)
                 && self.source.is_posted()
                 && self.peer.is_posted())

@@ -68,8 +68,13 @@ impl Front {
     }
 
     /// Whether a line is on its way.
-    pub(super) fn is_asked(&self) -> bool {
+    pub(super) fn is_line_asked(&self) -> bool {
         self.line_asked
+    }
+
+    /// Whether head or line are on their way.
+    pub(super) fn is_asked(&self) -> bool {
+        self.line_asked || self.head == Seen::Asked
     }
 
     /// Slots that may be read, as last seen.
@@ -227,8 +232,8 @@ impl Ledger {
         self.asked = None;
     }
 
-    /// Entries are on their way.
+    /// Head, line or entries are on their way.
     pub(super) fn is_asked(&self) -> bool {
-        self.asked.is_some()
+        self.asked.is_some() || self.front.is_asked()
     }
 }
