@@ -188,6 +188,8 @@ pub(super) fn spawn(setup: Setup) -> io::Result<Handle> {
         journal_due: Instant::now(),
         journal_pace: PACE_FIRST,
         snapshot_due: Instant::now(),
+        lent_due: Instant::now(),
+        heard: Heard::all(Instant::now()),
         by_module: false,
         introductions: 0,
         kept: None,
@@ -296,8 +298,11 @@ const PACE_LAST: Duration = Duration::from_millis(2);
 /// How often a snapshot that is still being written is looked at.
 const SNAPSHOT_PACE: Duration = Duration::from_micros(500);
 
-/// How often a server that has been lent everything is asked how much it has read.
-const LENT_PACE: Duration = Duration::from_micros(200);
+/// How often it is asked how much the server has read of what it was lent: two questions to the system.
+const LENT_PACE: Duration = Duration::from_micros(500);
+
+/// How often the waker, the listener and the link are tried while there is so much to do that nobody waits on them.
+const LOOK_PACE: Duration = Duration::from_millis(1);
 
 /// How long a server may read nothing of what it was lent: as long as it would wait for us, `repl-timeout`.
 const LENT_LIMIT: Duration = Duration::from_secs(60);
@@ -327,16 +332,41 @@ struct Delivery {
     journal_due: Instant,
     journal_pace: Duration,
     snapshot_due: Instant,
+    lent_due: Instant,
     /// The next payload is to refer to shown memory.
     by_module: bool,
     introductions: u64,
     /// The copy of a feed that is over: others may still read it, and the next feed goes on with it.
     kept: Option<Box<Relayed>>,
+    heard: Heard,
+}
+
+/// What may have something for us. A try that finds nothing is a system call, and one of accepting even makes a socket first: so only
+/// those are tried that waiting has found ready, and all of them now and then.
+struct Heard {
+    waker: bool,
+    listener: bool,
+    link: bool,
+    looked: Instant,
+}
+
+impl Heard {
+    fn all(now: Instant) -> Heard {
+        Heard { waker: true, listener: true, link: true, looked: now }
+    }
+
+    /// They are tried again, if nobody has waited on them for long.
+    fn look(&mut self, now: Instant) {
+        if now.duration_since(self.looked) >= LOOK_PACE {
+            *self = Heard::all(now);
+        }
+    }
 }
 
 impl Delivery {
     fn run(mut self) {
         loop {
+            self.heard.look(Instant::now());
             match self.obey() {
                 Ok(true) => {}
                 Ok(false) => return,
@@ -397,8 +427,10 @@ impl Delivery {
 
     /// Carries out what was ordered. `false`: to end.
     fn obey(&mut self) -> Result<bool, String> {
-        let mut woken = [0; 8];
-        let _ = rustix::io::read(&*self.waker, &mut woken);
+        if std::mem::take(&mut self.heard.waker) {
+            let mut woken = [0; 8];
+            let _ = rustix::io::read(&*self.waker, &mut woken);
+        }
         loop {
             match self.orders.try_recv() {
                 Ok(Order::Attach(feed)) => self.attach(feed)?,
@@ -502,12 +534,16 @@ impl Delivery {
     // ---- the server's link ----
 
     fn accept(&mut self) -> bool {
+        if !std::mem::take(&mut self.heard.listener) {
+            return false;
+        }
         match Link::accept(&self.setup.listener, self.setup.tls.as_ref()) {
             Ok(Some((link, peer))) => {
                 tracing::debug!(%peer, "the server's link came");
                 if self.served.is_some() {
                     self.drop_link("the server made another", true);
                 }
+                self.heard.link = true;
                 self.served = Some(Served {
                     link,
                     role: PrimaryRole::new(server::Options::default()),
@@ -587,10 +623,13 @@ impl Delivery {
 
     /// Reads what the server says.
     fn hear(&mut self) -> bool {
-        let Some(served) = &mut self.served else { return false };
+        let Some(served) = self.served.as_mut().filter(|_| self.heard.link) else { return false };
         let mut buffer = [0; 4096];
         match served.link.read(&mut buffer) {
-            Ok(None) => return false,
+            Ok(None) => {
+                self.heard.link = false;
+                return false;
+            }
             Ok(Some(0)) => {
                 self.drop_link("the server closed it", true);
                 return true;
@@ -1022,9 +1061,11 @@ impl Delivery {
 
     /// Checks and gives back the slots that the server has read.
     fn settle_lent(&mut self) -> Result<(), WriteTrouble> {
-        if !self.lends() {
+        let now = Instant::now();
+        if !self.lends() || now < self.lent_due {
             return Ok(());
         }
+        self.lent_due = now + LENT_PACE;
         let Some(Served { stage: Stage::Payload(body), link, .. }) = &mut self.served else { return Ok(()) };
         let taken = link.taken()?;
         let mut read = Vec::new();
@@ -1110,7 +1151,7 @@ impl Delivery {
             fds.push((served.link.as_fd(), PollFlags::IN | write));
             wants_slots = !has_piece;
             if !has_piece && self.lends() {
-                until = until.min(now + LENT_PACE);
+                until = until.min(self.lent_due);
             }
             if matches!(served.stage, Stage::Asked | Stage::Introducing { .. }) {
                 until = until.min(served.kept_alive + KEEP_ALIVE_EVERY);
@@ -1120,8 +1161,10 @@ impl Delivery {
             let Feed { snapshot, journal, .. } = &mut **feed;
             if let Some(snapshot) = snapshot.as_mut().filter(|snapshot| !snapshot.is_fetched()) {
                 match snapshot {
+                    // During a pause, what arrives can wait as well: whoever reads us waits two milliseconds at most.
+                    SnapshotFeed::Direct(_) | SnapshotFeed::Relayed(_) if link_paused => {}
                     SnapshotFeed::Relayed(relayed) => {
-                        // Others wait for what comes, whatever our own server is doing.
+                        // Others wait for what comes, though our own server may take nothing.
                         let due = if relayed.is_idle() { Some(self.snapshot_due) } else { relayed.due(now) };
                         until = until.min(due.unwrap_or(until));
                         fds.extend(relayed.arms().map(|fd| (fd, PollFlags::IN)));
@@ -1129,8 +1172,6 @@ impl Delivery {
                     SnapshotFeed::Direct(_) if snapshot.is_idle() => {
                         until = until.min(if wants_slots || self.spool.is_some() { self.snapshot_due } else { until });
                     }
-                    // During a pause, what arrives can wait as well.
-                    SnapshotFeed::Direct(_) if link_paused => {}
                     SnapshotFeed::Direct(direct) => fds.push((direct.arm(), PollFlags::IN)),
                 }
             }
@@ -1148,6 +1189,9 @@ impl Delivery {
         let mut fds: Vec<PollFd<'_>> = fds.iter().map(|(fd, flags)| PollFd::new(fd, *flags)).collect();
         // Interrupted or not: the loop looks at everything again.
         let _ = rustix::event::poll(&mut fds, Some(&timeout));
+        let is_ready = |at: usize| fds.get(at).is_some_and(|fd| !fd.revents().is_empty());
+        let link = self.served.is_some() && is_ready(2);
+        self.heard = Heard { waker: is_ready(0), listener: is_ready(1), link, looked: Instant::now() };
     }
 }
 
