@@ -46,7 +46,7 @@ pub use board::Board;
 pub use error::Error;
 pub use expectation::Expectation;
 pub use journal::{Chunk, JournalReader, JournalWriter};
-pub use layout::{Geometry, Identity, Kind, State};
+pub use layout::{Geometry, Identity, Kind, MIN_SLOTS, State};
 pub use snapshot::{Loss, Place, Progress, SinkLayout, Slot, SnapshotCopy, SnapshotReader, SnapshotWriter, Turn};
 pub use tally::Tally;
 

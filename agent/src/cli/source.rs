@@ -48,9 +48,10 @@ pub struct SourceArgs {
     #[arg(long, value_name = "SIZE", help_heading = "Memory")]
     pub journal_memory: Option<Size>,
 
-    /// Size of the pieces a snapshot is cut into: a power of two from 64KiB to 64MiB. A replica resumes at a piece's beginning.
-    #[arg(long, value_name = "SIZE", default_value = "4MiB", value_parser = parse_slot_size, help_heading = "Memory")]
-    pub slot_size: Size,
+    /// Size of the pieces a snapshot is cut into: a power of two from 64KiB to 64MiB. A replica resumes at a piece's beginning, and passes
+    /// a piece on to others when it has all of it. Default: 1MiB, or more where the memory would hold more than 262144 of them.
+    #[arg(long, value_name = "SIZE", value_parser = parse_slot_size, help_heading = "Memory")]
+    pub slot_size: Option<Size>,
 
     /// Take the snapshot at once instead of when the first replica joins.
     #[arg(long, help_heading = "Snapshot")]
@@ -163,6 +164,25 @@ impl std::fmt::Display for HostPort {
 /// Four slots of the smallest window and a journal of the same size; below that the source would wait more than copy.
 const LEAST_MEMORY: Size = Size::mebibytes(16);
 
+impl SourceArgs {
+    /// The slots' size: what was asked for, or what suits this much memory.
+    pub fn slot_size(&self) -> Size {
+        self.slot_size.unwrap_or_else(|| default_slot_size(self.memory))
+    }
+}
+
+fn default_slot_size(memory: Size) -> Size {
+    let few_enough = memory.get().div_ceil(MOST_DEFAULT_SLOTS).next_power_of_two();
+    Size::bytes(few_enough.clamp(DEFAULT_SLOT, LARGEST_SLOT))
+}
+
+/// A slot is passed on when it is whole, so that each replica of a chain is a slot's time behind the one it reads from: 9 ms at 1 Gb/s. It
+/// is also the most that is read at once; smaller ones cost more reads for the same bytes.
+const DEFAULT_SLOT: u64 = 1 << 20;
+
+/// Slots that a table has by default, at most: a directory of 16 MiB.
+const MOST_DEFAULT_SLOTS: u64 = 1 << 18;
+
 fn parse_memory(text: &str) -> Result<Size, String> {
     let size: Size = text.parse().map_err(|error: crate::units::UnitError| error.to_string())?;
     if size < LEAST_MEMORY {
@@ -229,6 +249,16 @@ mod tests {
     fn too_little_memory_is_refused_with_the_least() {
         assert!(parse_memory("1MiB").unwrap_err().contains("16 MiB"));
         assert_eq!(parse_memory("4GiB").unwrap(), Size::mebibytes(4096));
+    }
+
+    #[test]
+    fn slots_are_small_unless_there_would_be_too_many() {
+        let size_for = |memory| default_slot_size(Size::bytes(memory)).get();
+        assert_eq!(size_for(16 << 20), 1 << 20);
+        assert_eq!(size_for(256 << 30), 1 << 20);
+        assert_eq!(size_for(300 << 30), 2 << 20);
+        assert_eq!(size_for(4 << 40), 16 << 20);
+        assert_eq!(size_for(u64::MAX / 2), 64 << 20);
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use remora_fabric::{Memory, Pages, Peer, RegionKey, Secret, TransportKind};
 use remora_messenger::control::{Connection, Fault, Options, Token, derive};
 use remora_messenger::control::{Join, Message, Offer, Relays, Resume, TableOffer};
-use remora_table::{Expectation, Geometry, SinkLayout, SnapshotCopy};
+use remora_table::{Expectation, Geometry, MIN_SLOTS, SinkLayout, SnapshotCopy};
 
 use super::delivery::Progress;
 use super::feed::{CopyPlan, Feed, Part, Parts};
@@ -157,8 +157,8 @@ pub(super) struct Sinks {
 /// The snapshot's share of the memory, the rest being the journal's and the backlog's: three quarters.
 const SNAPSHOT_SHARE: (u64, u64) = (3, 4);
 
-/// Slot buffers of the snapshot, at most: enough to keep a long link busy while the server takes its time.
-const SNAPSHOT_BUFFERS: u32 = 16;
+/// Bytes of the snapshot's slot buffers, at most: enough to keep a long link busy while the server takes its time.
+const SNAPSHOT_BUFFERS: u64 = 64 << 20;
 
 /// Slot buffers of the journal: one is checked while another is read.
 const JOURNAL_BUFFERS: u32 = 2;
@@ -175,8 +175,8 @@ impl Sinks {
 
     fn buffers(&self, slot_size: u32) -> u32 {
         let share = self.budget * SNAPSHOT_SHARE.0 / SNAPSHOT_SHARE.1;
-        let fit = (share.saturating_sub(SinkLayout::SMALL_BYTES) / u64::from(slot_size.max(1))) as u32;
-        fit.clamp(1, SNAPSHOT_BUFFERS)
+        let fit = share.saturating_sub(SinkLayout::SMALL_BYTES).min(SNAPSHOT_BUFFERS) / u64::from(slot_size.max(1));
+        u32::try_from(fit).unwrap_or(u32::MAX).clamp(1, SinkLayout::MAX_BUFFERS)
     }
 
     /// The shape of a copy of this table: as many of its slots as the snapshot's share of the memory holds, or as few as are needed where
@@ -184,7 +184,7 @@ impl Sinks {
     fn copy(&self, snapshot: &Geometry, serves: bool) -> Option<Geometry> {
         let share = self.budget * SNAPSHOT_SHARE.0 / SNAPSHOT_SHARE.1;
         let within = Geometry::within(share, snapshot.slot_size).ok()?;
-        let most = if serves { snapshot.slots } else { SNAPSHOT_BUFFERS };
+        let most = if serves { snapshot.slots } else { self.buffers(snapshot.slot_size).max(MIN_SLOTS) };
         let own = Geometry { slots: within.slots.min(most), ..within };
         (SnapshotCopy::memory_len(&own) <= share).then_some(own)
     }

@@ -862,7 +862,7 @@ impl Tables {
             return Err(Failure::refused(text));
         }
         let slot = |size: u64| u32::try_from(size).unwrap_or(u32::MAX);
-        let snapshot = table("remora-snapshot", total - journal, slot(args.slot_size.get()))?;
+        let snapshot = table("remora-snapshot", total - journal, slot(args.slot_size().get()))?;
         let journal = table("remora-journal", journal, JOURNAL_SLOT.min(slot(journal / 8).next_power_of_two() / 2))?;
         let touch = snapshot.1.data_offset() + expected(facts, snapshot.1);
         let memory = snapshot.0.clone();
