@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use remora_fabric::Memory;
 use remora_messenger::control::{Connection, LossCause, Message, Options, TableOffer, Token, Upstream, derive};
-use tokio::sync::mpsc::UnboundedSender;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::task::AbortHandle;
 
 use super::relayed::{Lost, ReadFrom, Reading};
@@ -50,11 +50,23 @@ const OFFER_LIMIT: Duration = Duration::from_secs(4);
 /// How long it may take to be reached: it is alive, or the source would have forgotten it.
 const REACH_LIMIT: Duration = Duration::from_secs(3);
 
-/// Reaching a peer, and the conversation with it afterwards. Dropping it ends both.
+/// Reaching a peer, and the conversation with it afterwards. Dropping it ends both, and what it still had to say is said to nobody: it might
+/// be taken for the words of a later conversation with the same peer.
 pub(super) struct Conversation {
     /// The peer's session with the source.
     pub(super) session: u64,
     task: AbortHandle,
+    said: UnboundedReceiver<Said>,
+}
+
+impl Conversation {
+    /// What comes of it next. Nothing more once it is lost.
+    pub(super) async fn said(&mut self) -> Said {
+        match self.said.recv().await {
+            Some(said) => said,
+            None => std::future::pending().await,
+        }
+    }
 }
 
 impl Drop for Conversation {
@@ -63,15 +75,16 @@ impl Drop for Conversation {
     }
 }
 
-/// Begins. What comes of it is told by `tell`.
-pub(super) fn begin(goal: Goal, tell: UnboundedSender<Said>) -> Conversation {
+/// Begins.
+pub(super) fn begin(goal: Goal) -> Conversation {
     let session = goal.upstream.session;
+    let (tell, said) = unbounded_channel();
     let task = tokio::spawn(async move {
         if let Err(lost) = converse(goal, &tell).await {
             let _ = tell.send(Said::Lost(lost));
         }
     });
-    Conversation { session, task: task.abort_handle() }
+    Conversation { session, task: task.abort_handle(), said }
 }
 
 /// Until the peer ends it.

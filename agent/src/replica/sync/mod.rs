@@ -263,7 +263,7 @@ impl Sync {
             news = self.news.recv() => Happening::News(news.unwrap_or_else(|| News::Fatal {
                 text: "the delivery ended unexpectedly; this is a bug of remora".into(),
             })),
-            Some(said) = self.relay.said.recv() => Happening::Peer(said),
+            said = self.relay.said() => Happening::Peer(said),
             () = async { match retry {
                 Some(at) => tokio::time::sleep_until(at).await,
                 None => std::future::pending().await,

@@ -5,7 +5,6 @@ use std::time::Instant;
 
 use remora_fabric::{Memory, TransportKind};
 use remora_messenger::control::{LossCause, Message, Offer, Phase, Relaying, Relays, Token, Upstream};
-use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use super::{Flow, GO_ON, Sync, TICK};
 use crate::cli::{RdmaOffer, ReplicaArgs, TransportChoice};
@@ -28,8 +27,6 @@ pub(super) struct Relay {
     copy: Option<Copying>,
     /// Whom we read from, or are about to.
     upstream: Option<(Upstream, Conversation)>,
-    tell: UnboundedSender<Said>,
-    pub(super) said: UnboundedReceiver<Said>,
 }
 
 struct Copying {
@@ -62,8 +59,7 @@ impl Relay {
         } else {
             None
         };
-        let (tell, said) = unbounded_channel();
-        Ok(Relay { takes_part, serving, copy: None, upstream: None, tell, said })
+        Ok(Relay { takes_part, serving, copy: None, upstream: None })
     }
 
     /// What the source is told of it.
@@ -76,6 +72,14 @@ impl Relay {
     pub(super) fn wish(&self, args: &ReplicaArgs, kept: Option<Arc<Memory>>) -> Option<RelayWish> {
         let download_rate = args.relay.download_limit.map_or(0, Size::get);
         self.takes_part.then(|| RelayWish { serves: self.serving.is_some(), download_rate, kept })
+    }
+
+    /// What comes of the way to the peer; nothing where there is none.
+    pub(super) async fn said(&mut self) -> Said {
+        match &mut self.upstream {
+            Some((_, conversation)) => conversation.said().await,
+            None => std::future::pending().await,
+        }
     }
 
     /// Nothing more is wanted from anybody.
@@ -137,7 +141,6 @@ impl Sync {
         if self.relay.upstream.as_ref().is_some_and(|(_, conversation)| conversation.session == upstream.session) {
             return; // there already
         }
-        // Before the conversation with the former peer ends, so that its end is not taken for a loss.
         self.delivery.order(Order::ReadFrom(ReadFrom::Awaited));
         let goal = Goal {
             token: self.token.clone(),
@@ -148,22 +151,14 @@ impl Sync {
             memory: copy.memory.clone(),
             slot_size: copy.slot_size,
         };
-        self.relay.upstream = Some((upstream, upstream::begin(goal, self.relay.tell.clone())));
+        self.relay.upstream = Some((upstream, upstream::begin(goal)));
     }
 
     /// The conversation with a peer has something to say.
     pub(super) async fn peer_said(&mut self, said: Said) -> Flow {
-        let present = self.relay.upstream.as_ref().map(|(_, conversation)| conversation.session);
         match said {
             Said::ReadFrom(whom) => {
-                let session = match &whom {
-                    ReadFrom::Peer(reading) => Some(reading.session),
-                    ReadFrom::Rate { session, .. } | ReadFrom::Left { session } => Some(*session),
-                    ReadFrom::Awaited | ReadFrom::Source => None,
-                };
-                if session == present {
-                    self.delivery.order(Order::ReadFrom(whom));
-                }
+                self.delivery.order(Order::ReadFrom(whom));
                 GO_ON
             }
             Said::Lost(lost) => {
