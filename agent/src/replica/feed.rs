@@ -59,6 +59,8 @@ pub(super) struct CopyPlan {
     pub(super) own: Geometry,
     /// Bytes per second that may come in all; 0: any number.
     pub(super) download_rate: u64,
+    /// The source keeps all slots.
+    pub(super) retained: bool,
 }
 
 impl Feed {
@@ -85,7 +87,7 @@ impl Feed {
                 }
                 None => {
                     let copy = SnapshotCopy::create(part.sink, plan.own, part.expect, first)?;
-                    Box::new(Relayed::new(Instant::now(), copy, part.peer, plan.download_rate))
+                    Box::new(Relayed::new(Instant::now(), copy, part.peer, plan))
                 }
             };
             self.snapshot = Some(SnapshotFeed::Relayed(relayed));

@@ -18,7 +18,7 @@ use remora_fabric::{Memory, Peer};
 use remora_messenger::control::LossCause;
 use remora_table::{Loss, Progress, Slot, SnapshotCopy, Turn};
 
-use super::feed::{FeedError, Mapped};
+use super::feed::{CopyPlan, FeedError, Mapped};
 use super::limit::Limit;
 use super::meter::Meter;
 
@@ -71,6 +71,8 @@ pub(super) struct Relayed {
     source: Option<Box<dyn Peer>>,
     way: Way,
     download: Limit,
+    /// The source keeps all slots.
+    retained: bool,
     looked: Instant,
 }
 
@@ -85,9 +87,10 @@ const LIMIT_PACE: Duration = Duration::from_millis(2);
 
 impl Relayed {
     /// Reads nothing before it is told from whom, or for too long not.
-    pub(super) fn new(now: Instant, copy: SnapshotCopy, source: Box<dyn Peer>, download_rate: u64) -> Relayed {
+    pub(super) fn new(now: Instant, copy: SnapshotCopy, source: Box<dyn Peer>, plan: CopyPlan) -> Relayed {
         let way = Way::Awaiting { since: now };
-        Relayed { copy, source: Some(source), way, download: Limit::new(now, download_rate), looked: now }
+        let download = Limit::new(now, plan.download_rate);
+        Relayed { copy, source: Some(source), way, download, retained: plan.retained, looked: now }
     }
 
     /// The source is reached by another connection.
@@ -114,9 +117,9 @@ impl Relayed {
         self.copy.resume_at(first)
     }
 
-    /// Delivers everything again. `false`: this copy can't.
+    /// Delivers everything again. `false`: this copy can't. Of a window nobody knows how many slots it will have in all.
     pub(super) fn rewind(&mut self) -> bool {
-        self.copy.rewind(0)
+        self.retained && self.copy.rewind(0)
     }
 
     /// Does what it was told.

@@ -262,7 +262,7 @@ impl Way {
         let journal_sink = sinks.of(JOURNAL_BUFFERS, &journal, "remora-journal-sink")?;
         let journal_peer = self.connect(&mut connectors, &offer.journal, &journal_sink)?;
         let is_local = connectors.best().is_some_and(|connector| connector.kind() == TransportKind::Shm);
-        let relay = relay.filter(|_| offer.snapshot.retained && !is_local && !without_snapshot);
+        let relay = relay.filter(|_| !is_local && !without_snapshot);
         let copy = relay.and_then(|relay| Some((relay, sinks.copy(&snapshot, relay.serves)?)));
         let (mut chosen_copy, mut snapshot_part) = (None, None);
         if let Some((relay, own)) = copy {
@@ -271,7 +271,7 @@ impl Way {
             let is_new = kept.is_none();
             let memory = kept.map_or_else(|| create("remora-copy", length), Ok)?;
             let peer = self.connect(&mut connectors, &offer.snapshot, &memory)?;
-            let plan = CopyPlan { own, download_rate: relay.download_rate };
+            let plan = CopyPlan { own, download_rate: relay.download_rate, retained: offer.snapshot.retained };
             let part = self.part(peer, memory.clone(), 1, snapshot, &offer.snapshot, offer);
             snapshot_part = Some(Part { copy: Some(plan), ..part });
             chosen_copy = Some((memory, own, is_new));

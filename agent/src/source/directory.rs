@@ -41,7 +41,7 @@ const SILENT_AFTER: Duration = Duration::from_secs(2);
 const SLOW_PART: u64 = 2;
 
 /// Slots that others must have more than a peer before it can be called slow: what is under way is no evidence.
-const AHEAD_SLOTS: u64 = 2;
+const AHEAD_SLOTS: u64 = 8;
 
 /// See the module's text.
 #[derive(Default)]

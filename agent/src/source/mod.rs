@@ -518,11 +518,11 @@ impl Source {
 
     /// From whom a replica is to take the snapshot's slots; `None`: from the source.
     ///
-    /// Only of a table that is retained: of a window the source must know when a slot may go, and a slot's entry goes with it.
+    /// Out of a window too: a slot stays in it until everybody has it, from whomever, so that the source is the last resort there as well.
     fn place_for(&mut self, generation: u64, session: Session) -> Option<Upstream> {
         let replica = self.owner.replicas.get(&session)?;
         let relays = self.sessions.get(&session)?.relays.clone()?;
-        if !self.tables.retained || replica.is_loaded() {
+        if replica.is_loaded() {
             return None;
         }
         let first = replica.held_slots(generation);

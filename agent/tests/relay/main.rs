@@ -194,21 +194,53 @@ fn where_nobody_lends_everybody_reads_from_the_source() {
     }
 }
 
+/// The data set is three times the source's window: a slot stays there until everybody has it, from whomever.
 #[test]
-fn a_window_at_the_source_works_as_without_relays() {
+fn replicas_feed_each_other_what_passes_through_a_window_at_the_source() {
     let Some(kind) = require::valkey() else { return };
     let primary = primary(kind).config("repl-diskless-sync-delay", 1).start().unwrap();
-    load(&primary, 48, MIB);
-    let source = Source::start(&primary, &["--memory", "32MiB", "--slot-size", "1MiB"]);
-    let servers = servers(kind, 2);
+    load(&primary, 96, MIB);
+    let source = Source::start(&primary, &["--memory", "40MiB", "--slot-size", "1MiB"]);
+    let servers = servers(kind, 3);
+    let before = served(&source);
     let mut agents: Vec<Agent> = servers.iter().map(|server| source.replica(server, &FAR)).collect();
     for agent in &mut agents {
         agent.wait_for_success(LONG).unwrap();
     }
     assert!(source.status()["generation"]["windowed"].as_bool().unwrap(), "there was no need for a window");
+    assert_eq!(source.snapshots_taken(), 1);
+    assert_once(&source, before);
     for server in &servers {
         assert_same_data(&primary, server);
     }
+}
+
+/// Who lends out of a window dies: what its reader lacks is still in the window.
+#[test]
+fn a_relay_of_a_window_that_dies_costs_its_reader_only_what_was_on_its_way() {
+    let Some(kind) = require::valkey() else { return };
+    let primary = primary(kind).config("repl-diskless-sync-delay", 1).start().unwrap();
+    load(&primary, 96, MIB);
+    let source = Source::start(&primary, &["--memory", "40MiB", "--slot-size", "256KiB"]);
+    let servers = servers(kind, 2);
+    // Both read at a pace that leaves time to find out who lends to whom.
+    let slowly = [&FAR[..], &["--download-limit", "20MiB"]].concat();
+    let mut agents: Vec<Agent> = ["one", "two"]
+        .iter()
+        .zip(&servers)
+        .map(|(name, server)| source.replica(server, &[&slowly[..], &["--name", name]].concat()))
+        .collect();
+    wait_for_slots(&source, "one", 40);
+    wait_for_slots(&source, "two", 40);
+    let status = source.status();
+    assert!(status["generation"]["windowed"].as_bool().unwrap(), "there was no need for a window");
+    let lends = |name| replica(&status, name).unwrap()["reads_from"].is_null();
+    let (lender, reader) = if lends("one") { (0, 1) } else { (1, 0) };
+    assert!(!lends(["one", "two"][reader]), "nobody lends: {status}");
+    agents[lender].signal(Signal::KILL).unwrap();
+    agents[reader].wait_for_success(LONG).unwrap();
+    assert_eq!(source.snapshots_taken(), 1);
+    assert_same_data(&primary, &servers[reader]);
 }
 
 #[test]

@@ -685,7 +685,7 @@ impl Sync {
             phase: self.phase,
             transport: self.transport.map(remora_fabric::TransportKind::code),
             transport_why: self.transport_why.clone(),
-            slots_below: self.meter.slots_below.get(),
+            slots_below: self.slots_below(),
             slots_held: self.meter.slots_held.get(),
             bytes: self.meter.bytes_fetched.get().max(self.meter.bytes_delivered.get()),
             journal_offset: self.meter.stream_fetched.get(),

@@ -33,6 +33,8 @@ struct Copying {
     generation: u64,
     memory: Arc<Memory>,
     slot_size: u32,
+    /// The source uses places again that everybody has passed.
+    in_window: bool,
 }
 
 impl Relay {
@@ -115,11 +117,12 @@ impl Sync {
             if let Some(serving) = &self.relay.serving {
                 let by_rdma = chosen.kind == TransportKind::Verbs;
                 let rdma = by_rdma.then(|| RdmaOffer { no_rdma: false, end: self.args.rdma.end.clone() });
-                let keeps_all = own.slots >= offer.snapshot.slots;
+                let keeps_all = offer.snapshot.retained && own.slots >= offer.snapshot.slots;
                 serving.lend(Lending { generation, memory: memory.clone(), own, first_offset, keeps_all, rdma });
             }
         }
-        self.relay.copy = Some(Copying { generation, memory, slot_size: own.slot_size });
+        let in_window = !offer.snapshot.retained;
+        self.relay.copy = Some(Copying { generation, memory, slot_size: own.slot_size, in_window });
         self.read_from(offer.upstream.clone());
     }
 
@@ -187,6 +190,16 @@ impl Sync {
             let _ = source.send(Message::PeerLost { generation, session, cause, text }).await;
         }
         GO_ON
+    }
+
+    /// The first slot that the source must keep for us. What is copied out of a window needs to be there no longer, though our own server has
+    /// yet to be given it.
+    pub(super) fn slots_below(&self) -> u64 {
+        let used = self.meter.slots_below.get();
+        match &self.relay.copy {
+            Some(copy) if copy.in_window => used.max(self.meter.slots_held.get()),
+            _ => used,
+        }
     }
 
     /// What the source is told of our part.
