@@ -56,6 +56,10 @@ impl Memory {
         let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
         rustix::fs::fcntl_add_seals(&fd, seals).map_err(Error::system("sealing a memory"))?;
         let mapping = Mapping::new(fd.as_fd(), length, true)?;
+        if pages == Pages::Small {
+            // Only a wish: most systems give shared memory none of these (`shmem_enabled` is `never`).
+            let _ = mapping.span_mut(0, length)?.advise(Advice::LinuxHugepage);
+        }
         Ok(Memory { view: View::of(mapping, fd, pages), backed: AtomicU64::new(0) })
     }
 
