@@ -36,8 +36,9 @@ pub struct ReplicaArgs {
     #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Source")]
     pub transport: TransportChoice,
 
-    /// TCP connections to read by. More than one helps where a single one does not fill the link.
-    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=4), help_heading = "Source")]
+    /// TCP connections to read by. More than one helps where a single one does not fill the link, and takes a larger share of it from
+    /// everybody else: clients of the primary on other hosts wait longer.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=4), help_heading = "Source")]
     pub lanes: u8,
 
     #[command(flatten)]
