@@ -285,6 +285,28 @@ fn the_source_may_be_reached_anew_in_the_middle() {
     });
 }
 
+/// Whoever waits before the next look must not wait with a line on its way: its arrival would be noticed after the wait alone.
+#[test]
+fn a_copy_is_idle_only_while_nothing_at_all_is_on_its_way() {
+    let origin = Origin::new(SOURCE, 10, 3);
+    for by_peer in [false, true] {
+        let mut reader = Reader::new(&origin, 16, Faults::NONE, 3);
+        match by_peer {
+            false => reader.copy.read_from_source(),
+            true => reader.read_from(&origin.region, SOURCE.slots, Faults::NONE, 4),
+        }
+        for _ in 0..3 {
+            reader.turn(&mut Turn::FREE.clone()).unwrap();
+            assert!(!reader.copy.is_idle(), "a line was asked for");
+            let comes_to_rest = (0..100).any(|_| {
+                reader.turn(&mut Turn { look: false, ..Turn::FREE }).unwrap();
+                reader.copy.is_idle()
+            });
+            assert!(comes_to_rest, "nothing is published, and nobody looks");
+        }
+    }
+}
+
 #[test]
 fn an_allowance_bounds_what_is_asked_for() {
     let origin = Origin::whole(20, 5);
