@@ -186,6 +186,11 @@ fn what_is_touched_counts_and_what_is_released_does_not() {
     assert_eq!(memory.resident().unwrap(), SIZE);
     memory.release(0..SIZE / 2).unwrap();
     assert_eq!(memory.resident().unwrap(), SIZE / 2);
+    // What was given back is touched again when that is asked for.
+    memory.prefault(0..SIZE / 4).unwrap();
+    assert_eq!(memory.resident().unwrap(), SIZE / 4 * 3);
+    memory.prefault(0..SIZE).unwrap();
+    assert_eq!(memory.resident().unwrap(), SIZE);
 }
 
 #[test]
