@@ -4,7 +4,7 @@
 #[allow(unused_imports)]
 pub(crate) use crate::ffi::{
     AuxLoad, Command, Context, Cursor, EventHandler, Flag, InfoSection, Informer, Io, Key, KeyKind, LogLevel, Module,
-    Number, OwnContext, OwnedStr, Reply, ReplyKind, ServerInfo, StrRef, Timer, TimerId, register_aux,
+    Number, OwnContext, OwnedStr, Reply, ReplyKind, ServerInfo, StrRef, Timer, TimerId, register_aux, warm,
 };
 
 /// `REDISMODULE_EVENT_PERSISTENCE`: a snapshot or a rewrite begins or has ended.

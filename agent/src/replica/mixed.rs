@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use remora_table::{Slot, Tally};
+use remora_table::{Place, Slot, Tally};
 
 use super::delivery::{WRITE_PIECE, WriteTrouble};
 use super::feed::SnapshotFeed;
@@ -49,6 +49,10 @@ pub(super) enum Turn {
 /// Slots that may be with the server at once: enough that it need not wait for us, while what it has read is soon given back.
 const LENT_MAX: usize = 12;
 
+/// Strings no longer than so many slots are told when all of them is there, in slots that the source keeps: half of those that may be with
+/// the server. (Slots in buffers are few, and may all be taken before such a string ends.)
+const WHOLE_SLOTS: u64 = LENT_MAX as u64 / 2;
+
 /// The magic and the greeting.
 const GREETING_PARTS: u64 = 2;
 
@@ -59,7 +63,8 @@ const BEGIN_LIMIT: Duration = Duration::from_secs(20);
 impl Mixed {
     /// At the beginning, with the slot that showed that there is one.
     pub(super) fn new(mark: [u8; 40], shown: Shown, answer: Answer, first: Slot) -> Result<Mixed, WriteTrouble> {
-        let mixture = Mixture::new(shown.ticket, answer.idle_times, REFER_FROM_BYTES);
+        let whole = if matches!(first.place, Place::View(_)) { WHOLE_SLOTS * u64::from(first.length) } else { 0 };
+        let mixture = Mixture::new(shown.ticket, answer.idle_times, REFER_FROM_BYTES, whole);
         let began = Instant::now();
         let mut mixed = Mixed { mark, mixture, tally: shown.tally, lent: VecDeque::new(), taken: 0, parts: 0, began };
         mixed.take(first)?;

@@ -22,9 +22,8 @@ use remora_fabric::View;
 use remora_redis::rdb::reference::{TICKET_BYTES, Word, field};
 use remora_redis::rdb::{Found, OPCODE_EOF, Scanner, TAIL_BYTES, Text, Usage};
 
-/// Shorter strings are passed on. The server alone would gain from 512 bytes on, but whole syncs did not at a kilobyte: docs/module.md has
-/// the measurement.
-pub(super) const REFER_FROM_BYTES: u64 = 4096;
+/// Shorter strings are passed on: from here on the server gains by it (docs/module.md has the measurement).
+pub(super) const REFER_FROM_BYTES: u64 = 512;
 
 /// What is still to be written.
 #[derive(Debug, PartialEq, Eq)]
@@ -45,6 +44,10 @@ pub(super) struct Mixture {
     parts: VecDeque<Part>,
     /// The value that is being referred to, as far as it is still to come.
     value: Range<u64>,
+    /// The words of that value so far, where they are held back until it is whole.
+    open: Option<Open>,
+    /// Values of at most so many bytes are held back: the server can make them in one go.
+    whole: u64,
     /// Where the end mark is, once it was found.
     end: Option<u64>,
     /// Below this position everything is in a part, or referred to.
@@ -61,15 +64,27 @@ pub(super) struct Mixture {
     referred: u64,
     /// It has been judged whether it is worth looking.
     judged: bool,
-    /// Where bytes are copied to, to be looked at.
-    buffer: Vec<u8>,
+    /// Bytes copied out of a slot to be looked at, and the position of the first.
+    window: (u64, Vec<u8>),
+}
+
+/// Words that are held back.
+struct Open {
+    /// What the string is.
+    text: Vec<u8>,
+    /// Where its bytes lie, those that follow each other in one.
+    pieces: Vec<(u64, u64)>,
 }
 
 /// Words of a field, from which on it is closed: the server reads about as much of its link at a time.
 const FIELD_BYTES: usize = 16 << 10;
 
-/// Bytes looked at together.
+/// Bytes looked at together where one record follows another: they are copied, so no more than a second-level cache holds.
 const LOOK_BYTES: u64 = 64 << 10;
+
+/// Bytes looked at behind a value that was passed over: a record's beginning, seldom more. Where there is more, twice as many are looked
+/// at next.
+const FIRST_LOOK_BYTES: u64 = 256;
 
 /// After so many bytes it is known whether it is worth looking: the order of keys in a snapshot is as good as random.
 const TRIAL_BYTES: u64 = 32 << 20;
@@ -81,8 +96,10 @@ const WORTH_PERCENT: u64 = 10;
 const MAGIC_BYTES: u64 = 9;
 
 impl Mixture {
-    /// At the beginning. `idle_times`: whether the server's module can set them; `least`: bytes of the shortest string that is referred to.
-    pub(super) fn new(ticket: [u8; TICKET_BYTES], idle_times: bool, least: u64) -> Mixture {
+    /// At the beginning. `idle_times`: whether the server's module can set them; `least`: bytes of the shortest string that is referred to;
+    /// `whole`: bytes of the longest that is told only when all of it is there. (So much must be able to lie in slots that aren't given
+    /// back.)
+    pub(super) fn new(ticket: [u8; TICKET_BYTES], idle_times: bool, least: u64, whole: u64) -> Mixture {
         let mut words = Vec::new();
         Word::Hello { ticket }.encode(&mut words);
         Mixture {
@@ -91,6 +108,8 @@ impl Mixture {
             greeting: field(&words),
             parts: VecDeque::new(),
             value: 0..0,
+            open: None,
+            whole,
             end: None,
             planned: 0,
             held: Vec::new(),
@@ -99,7 +118,7 @@ impl Mixture {
             fields: 0,
             referred: 0,
             judged: false,
-            buffer: Vec::new(),
+            window: (0, Vec::new()),
         }
     }
 
@@ -136,9 +155,10 @@ impl Mixture {
         first.unwrap_or(self.seen)
     }
 
-    /// How many fields there are so far. A slot that has been taken is used up when so many are counted, and all was passed on.
+    /// How many fields there are so far, the one included that what is held back will be in. A slot that has been taken is used up when so
+    /// many are counted, and all was passed on.
     pub(super) fn fields(&self) -> u64 {
-        self.fields
+        self.fields + u64::from(self.open.is_some())
     }
 
     /// Bytes that are referred to.
@@ -166,8 +186,12 @@ impl Mixture {
     /// The next bytes are those of a value.
     fn refer(&mut self, slot: &Slot<'_>) {
         let length = self.value.end.min(slot.bytes.end) - self.seen;
-        // A slot has at most 64 MiB, so that its length fits.
-        Word::Piece { offset: slot.place(self.seen), length: length as u32 }.encode(&mut self.words);
+        let offset = slot.place(self.seen);
+        match &mut self.open {
+            Some(open) => open.append(offset, length),
+            // A slot has at most 64 MiB, so that its length fits.
+            None => Word::Piece { offset, length: length as u32 }.encode(&mut self.words),
+        }
         if let Some(scanner) = &mut self.scanner {
             scanner.skip(length);
         }
@@ -175,6 +199,9 @@ impl Mixture {
         self.planned = self.seen;
         self.value.start = self.seen;
         self.referred += length;
+        if self.value.is_empty() {
+            self.close();
+        }
         if self.words.len() >= FIELD_BYTES {
             self.flush_words();
         }
@@ -196,9 +223,17 @@ impl Mixture {
             self.planned = self.seen;
             return Ok(());
         }
-        self.buffer.resize(LOOK_BYTES.min(slot.bytes.end - self.seen) as usize, 0);
-        slot.view.read(slot.place(self.seen), &mut self.buffer)?;
-        match scanner.feed(&self.buffer) {
+        let (begins, bytes) = &mut self.window;
+        let ends = *begins + bytes.len() as u64;
+        if !(*begins..ends).contains(&self.seen) {
+            let next = if self.seen == ends { 2 * bytes.len() as u64 } else { 0 };
+            let length = next.clamp(FIRST_LOOK_BYTES, LOOK_BYTES).min(slot.bytes.end - self.seen);
+            *begins = self.seen;
+            bytes.resize(length as usize, 0);
+            slot.view.read(slot.place(self.seen), bytes)?;
+        }
+        let fresh = bytes.get((self.seen - *begins) as usize..).unwrap_or_default();
+        match scanner.feed(fresh) {
             Ok((taken, found)) => {
                 self.seen += taken as u64;
                 self.found(found);
@@ -219,7 +254,10 @@ impl Mixture {
                 self.settle(text.begins);
                 self.drop_undecided();
                 if let Some(word) = Word::text(&text) {
-                    word.encode(&mut self.words);
+                    let mut bytes = Vec::new();
+                    let held_back = text.value.end - text.value.start <= self.whole;
+                    word.encode(if held_back { &mut bytes } else { &mut self.words });
+                    self.open = held_back.then_some(Open { text: bytes, pieces: Vec::new() });
                 }
                 self.value = text.value;
             }
@@ -295,6 +333,16 @@ impl Mixture {
         Ok(())
     }
 
+    /// The value is whole: its words go with the next field.
+    fn close(&mut self) {
+        let Some(Open { text, pieces }) = self.open.take() else { return };
+        self.words.extend_from_slice(&text);
+        for (offset, length) in pieces {
+            // No longer than `whole`, which is a few slots.
+            Word::Piece { offset, length: length as u32 }.encode(&mut self.words);
+        }
+    }
+
     fn flush_words(&mut self) {
         if !self.words.is_empty() {
             self.fields += 1;
@@ -336,6 +384,15 @@ impl Mixture {
     }
 }
 
+impl Open {
+    fn append(&mut self, offset: u64, length: u64) {
+        match self.pieces.last_mut() {
+            Some((last, bytes)) if *last + *bytes == offset => *bytes += length,
+            _ => self.pieces.push((offset, length)),
+        }
+    }
+}
+
 /// A slot while it is planned.
 struct Slot<'v> {
     view: &'v View,
@@ -371,14 +428,22 @@ mod tests {
 
     /// What goes over the link without fields, and what the fields tell.
     fn mix(snapshot: &[u8], slot_bytes: usize, idle_times: bool) -> (Vec<u8>, Vec<Told>, Mixture) {
+        mix_whole(snapshot, slot_bytes, idle_times, 0)
+    }
+
+    /// With values of at most `whole` bytes held back until they are whole.
+    fn mix_whole(snapshot: &[u8], slot_bytes: usize, idle_times: bool, whole: u64) -> (Vec<u8>, Vec<Told>, Mixture) {
         let memory = Memory::create("test", snapshot.len() as u64, Pages::Small).unwrap();
         memory.write(0, snapshot).unwrap();
-        let mut mixture = Mixture::new([1; TICKET_BYTES], idle_times, LEAST);
+        let mut mixture = Mixture::new([1; TICKET_BYTES], idle_times, LEAST, whole);
         let (mut link, mut told) = (Vec::new(), Vec::new());
         let mut open: Option<(u32, Vec<u8>, u64, Vec<u8>)> = None;
+        // For each slot, up to which field it is there; and fields so far.
+        let (mut stays, mut fields) = (Vec::new(), 0);
         for slot in (0..snapshot.len()).step_by(slot_bytes) {
             let end = snapshot.len().min(slot + slot_bytes);
             mixture.take(&memory, slot as u64..end as u64).unwrap();
+            stays.push(mixture.fields());
             while let Some(part) = mixture.part() {
                 let written = match part {
                     Part::Pass(range) => {
@@ -387,6 +452,7 @@ mod tests {
                         range.end - range.start
                     }
                     Part::Bytes(bytes) if bytes.first() == Some(&0xF7) => {
+                        fields += 1;
                         for word in words(&bytes[1 + 9 + 3 + 9..bytes.len() - 1]) {
                             match word.unwrap() {
                                 Word::Hello { .. } => assert_eq!(link.len(), 9),
@@ -394,15 +460,17 @@ mod tests {
                                     assert!(open.is_none());
                                     open = Some((database, key.to_vec(), length, Vec::new()));
                                 }
-                                Word::Piece { offset, length } => {
-                                    let (database, key, whole, mut value) = open.take().unwrap();
+                                Word::Piece { offset, length: bytes } => {
+                                    let (database, key, length, mut value) = open.take().unwrap();
+                                    assert!(length > whole || u64::from(bytes) == length, "held back, in one piece");
+                                    assert!(stays[offset as usize / slot_bytes] >= fields, "given back too early");
                                     value.extend_from_slice(
-                                        &snapshot[offset as usize..offset as usize + length as usize],
+                                        &snapshot[offset as usize..offset as usize + bytes as usize],
                                     );
-                                    if value.len() as u64 == whole {
+                                    if value.len() as u64 == length {
                                         told.push((database, key, value));
                                     } else {
-                                        open = Some((database, key, whole, value));
+                                        open = Some((database, key, length, value));
                                     }
                                 }
                             }
@@ -454,9 +522,10 @@ mod tests {
         fn a_server_gets_every_string_whatever_the_slots(
             drawn in proptest::collection::vec((proptest::collection::vec(any::<u8>(), 0..40), 0_usize..3000, any::<bool>()), 0..30),
             slot_bytes in 30_usize..5000,
+            held_back in 0_u64..4000,
         ) {
             let whole = snapshot(&drawn);
-            let (mut link, told, mixture) = mix(&whole, slot_bytes, true);
+            let (mut link, told, mixture) = mix_whole(&whole, slot_bytes, true, held_back);
             prop_assert_eq!(mixture.referred(), told.iter().map(|(_, _, value)| value.len() as u64).sum::<u64>());
             link.extend(mixture.finish().unwrap());
             let long = |length: usize| length as u64 >= LEAST;
@@ -475,7 +544,7 @@ mod tests {
             let whole = [b"REDIS0011", &bytes[..]].concat();
             let memory = Memory::create("test", whole.len() as u64, Pages::Small).unwrap();
             memory.write(0, &whole).unwrap();
-            let mut mixture = Mixture::new([1; TICKET_BYTES], true, LEAST);
+            let mut mixture = Mixture::new([1; TICKET_BYTES], true, LEAST, 2000);
             for slot in (0..whole.len()).step_by(slot_bytes) {
                 mixture.take(&memory, slot as u64..whole.len().min(slot + slot_bytes) as u64).unwrap();
             }
@@ -508,7 +577,7 @@ mod tests {
     fn mix_without_the_end(bytes: &[u8]) -> Mixture {
         let memory = Memory::create("test", bytes.len() as u64, Pages::Small).unwrap();
         memory.write(0, bytes).unwrap();
-        let mut mixture = Mixture::new([1; TICKET_BYTES], true, LEAST);
+        let mut mixture = Mixture::new([1; TICKET_BYTES], true, LEAST, 2000);
         mixture.take(&memory, 0..bytes.len() as u64).unwrap();
         mixture
     }

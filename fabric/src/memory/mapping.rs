@@ -116,6 +116,11 @@ impl Span<'_> {
         unsafe { std::ptr::copy(self.start.as_ptr(), sink.0.start.as_ptr(), length) };
     }
 
+    /// Its first byte.
+    pub(super) fn address(self) -> *const u8 {
+        self.start.as_ptr()
+    }
+
     /// Bytes in it.
     pub(super) fn length(self) -> usize {
         self.length

@@ -110,6 +110,16 @@ impl View {
         Ok(())
     }
 
+    /// Where a range lies in this process, for a function in another language that copies it. Valid as long as this view is; the bytes
+    /// may change at any time, so that nobody may make a reference of it.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`].
+    pub fn address(&self, range: &Range<u64>) -> Result<*const u8, Error> {
+        let length = bounds::length(range, self.length())?;
+        Ok(self.mapping.span(range.start, length)?.address())
+    }
+
     /// Loads eight bytes at once, in this machine's byte order, from a multiple of 8.
     ///
     /// # Errors

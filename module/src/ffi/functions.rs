@@ -179,6 +179,7 @@ functions! {
         load_bytes = "RedisModule_LoadStringBuffer": unsafe extern "C" fn(*mut RawIo, *mut usize) -> *mut c_char,
         is_io_error = "RedisModule_IsIOError": unsafe extern "C" fn(*mut RawIo) -> c_int,
         context_of_io = "RedisModule_GetContextFromIO": unsafe extern "C" fn(*mut RawIo) -> *mut RawContext,
+        alloc = "RedisModule_Alloc": unsafe extern "C" fn(usize) -> *mut c_void,
         free = "RedisModule_Free": unsafe extern "C" fn(*mut c_void),
         yield_now = "RedisModule_Yield": unsafe extern "C" fn(*mut RawContext, c_int, *const c_char),
         exit_from_child = "RedisModule_ExitFromChild": unsafe extern "C" fn(c_int) -> c_int,

@@ -21,6 +21,7 @@ mod callback;
 mod context;
 mod entry;
 mod functions;
+mod heap;
 mod info;
 mod io;
 mod key;
@@ -34,6 +35,7 @@ pub(crate) use callback::{Command, EventHandler, Timer, guard};
 pub(crate) use context::{Context, Cursor, LogLevel, OwnContext, ServerInfo, TimerId};
 #[allow(unused_imports)]
 pub(crate) use entry::Module;
+pub(crate) use heap::warm;
 #[allow(unused_imports)]
 pub(crate) use info::{InfoSection, Informer};
 #[allow(unused_imports)]

@@ -1,7 +1,10 @@
 //! The server's strings: bytes with a length, owned by the server or by us.
 
 use std::marker::PhantomData;
+use std::ops::Range;
 use std::ptr::{self, NonNull};
+
+use remora_fabric::View;
 
 use super::context::Context;
 use super::functions::{RawString, server};
@@ -55,6 +58,20 @@ impl OwnedStr {
         // SAFETY: A null context is allowed and means that nobody but us frees the string; the bytes are copied.
         let raw = unsafe { (server().create_string)(ptr::null_mut(), bytes.as_ptr().cast(), bytes.len()) };
         OwnedStr { raw: NonNull::new(raw).expect("the server ends itself rather than return no string") }
+    }
+
+    /// A copy of bytes that lie in shared memory, made by the server itself.
+    pub(crate) fn of_memory(
+        _context: &Context<'_>,
+        memory: &View,
+        range: &Range<u64>,
+    ) -> Result<OwnedStr, remora_fabric::Error> {
+        let (start, length) = (memory.address(range)?, (range.end - range.start) as usize);
+        // SAFETY: A null context as for `new`. So many bytes are mapped there for as long as `memory` is borrowed, and the server only copies
+        // them; another process may change them meanwhile, and what was copied is worth something only if its reader finds later
+        // that nobody did.
+        let raw = unsafe { (server().create_string)(ptr::null_mut(), start.cast(), length) };
+        Ok(OwnedStr { raw: NonNull::new(raw).expect("the server ends itself rather than return no string") })
     }
 
     /// Lends it.

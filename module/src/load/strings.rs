@@ -5,7 +5,7 @@ use std::ops::Range;
 use remora_fabric::View;
 use remora_redis::rdb::{Usage, reference::Word};
 
-use crate::api::{Context, OwnedStr};
+use crate::api::{Context, Key, OwnedStr, warm};
 
 /// Why a word can't be obeyed.
 #[derive(Debug, thiserror::Error)]
@@ -31,6 +31,9 @@ pub(super) struct Strings {
     memory: View,
     open: Option<Open>,
     used: Used,
+    heap: Heap,
+    /// The server takes a string as it is, without copying it once more.
+    takes_strings: bool,
     keys: u64,
     bytes: u64,
 }
@@ -51,7 +54,8 @@ struct Open {
 
 impl Strings {
     pub(super) fn new(memory: View) -> Strings {
-        Strings { memory, open: None, used: Used::default(), keys: 0, bytes: 0 }
+        let heap = Heap::default();
+        Strings { memory, open: None, used: Used::default(), heap, takes_strings: true, keys: 0, bytes: 0 }
     }
 
     /// Keys and bytes since this was last asked.
@@ -81,7 +85,19 @@ impl Strings {
             return Err(StringError::TooMany { given: length, wanted: missing });
         }
         self.used.next(&self.memory, offset, length);
-        open.append(context, &self.memory, offset, length)?;
+        let place = offset..offset.saturating_add(length);
+        // A string is allocated with its first piece.
+        if open.filled == 0 {
+            self.heap.prepare(context, usize::try_from(open.length).unwrap_or(usize::MAX));
+        }
+        if self.takes_strings && open.length == length {
+            let (address, taken) = open.make(context, &self.memory, &place)?;
+            self.takes_strings = taken;
+            self.heap.note(address, length as usize);
+        } else {
+            let address = open.append(context, &self.memory, &place)?;
+            self.heap.note(address, length as usize);
+        }
         self.bytes += length;
         if open.filled == open.length {
             self.keys += 1;
@@ -117,8 +133,74 @@ const GAP_BYTES: u64 = 64 << 10;
 /// So many bytes in a row are let go together: what we have mapped stays about as small.
 const LET_GO_BYTES: u64 = 1 << 20;
 
+/// Memory of the server's that is had from the system before it is needed.
+#[derive(Default)]
+struct Heap {
+    /// The addresses that were made ready.
+    ready: Range<usize>,
+    /// Bytes of strings made since then, and how many of them lie there.
+    made: usize,
+    hit: usize,
+    /// How often in a row the server's allocator took other memory.
+    misses: u32,
+}
+
+impl Heap {
+    /// A string of so many bytes will be made now.
+    fn prepare(&mut self, context: &Context<'_>, bytes: usize) {
+        if self.made + bytes <= self.ready.len() || bytes > HEAP_BYTES_MAX || self.misses > MISSES_MAX {
+            return;
+        }
+        self.misses = if self.hit * 2 < self.made { self.misses + 1 } else { 0 };
+        match warm(context, HEAP_BYTES.max(bytes + HEAD_BYTES)) {
+            Some(ready) => *self = Heap { ready, misses: self.misses, ..Heap::default() },
+            None => self.misses = MISSES_MAX + 1,
+        }
+    }
+
+    /// There its bytes are.
+    fn note(&mut self, address: usize, bytes: usize) {
+        self.made += bytes;
+        if self.ready.contains(&address) {
+            self.hit += bytes;
+        }
+    }
+}
+
+/// Bytes made ready at a time: many pages for one call, and nothing that matters if it was in vain. No more, since jemalloc takes small
+/// things out of free memory only where that is at most 64 times as large as the 16 KiB and more in which it keeps them.
+const HEAP_BYTES: usize = 1 << 20;
+
+/// Longest string for which memory is made ready: what is longer jemalloc gives back to the system at once (8 MiB, rounded up from 7).
+const HEAP_BYTES_MAX: usize = (7 << 20) - HEAD_BYTES;
+
+/// What servers put before and behind the bytes of a string, at most.
+const HEAD_BYTES: usize = 64;
+
+/// So often in a row less than half of what was made ready may go unused: after that the allocator is taken to work otherwise.
+const MISSES_MAX: u32 = 4;
+
 impl Open {
-    fn append(&mut self, context: &Context<'_>, memory: &View, offset: u64, length: u64) -> Result<(), StringError> {
+    /// Makes a string whose bytes are all there, and says where they lie, and whether the server took the string as it was.
+    fn make(&mut self, context: &Context<'_>, memory: &View, place: &Range<u64>) -> Result<(usize, bool), StringError> {
+        if !context.select(self.database) {
+            return Err(StringError::Database(self.database));
+        }
+        let refused = || StringError::Refused(self.length);
+        let value = OwnedStr::of_memory(context, memory, place)?;
+        let mut key = context.open_to_write(self.key.borrow()).ok_or_else(refused)?;
+        if !key.set_string(value.borrow()) {
+            return Err(refused());
+        }
+        let made = value.borrow().as_bytes().as_ptr();
+        let taken = key.string().ok_or_else(refused)?.as_ptr() == made;
+        self.filled = self.length;
+        self.qualify(&mut key);
+        Ok((made.addr(), taken))
+    }
+
+    /// Puts the next bytes into the key, and says where.
+    fn append(&mut self, context: &Context<'_>, memory: &View, place: &Range<u64>) -> Result<usize, StringError> {
         if !context.select(self.database) {
             return Err(StringError::Database(self.database));
         }
@@ -127,20 +209,27 @@ impl Open {
         let whole = usize::try_from(self.length).map_err(|_| refused())?;
         // Found again for every piece: while the server was busy with other things it may have moved the bytes.
         let bytes = key.string_to_fill(whole).ok_or_else(refused)?;
+        let length = place.end - place.start;
         let range = self.filled as usize..(self.filled + length) as usize;
-        let place = bytes.get_mut(range).ok_or_else(refused)?;
-        memory.read(offset, place)?;
+        let into = bytes.get_mut(range).ok_or_else(refused)?;
+        memory.read(place.start, into)?;
+        let address = into.as_ptr().addr();
         self.filled += length;
         if self.filled == self.length {
-            if let Some(at) = self.expires_ms {
-                key.expire_at(at);
-            }
-            match self.usage {
-                None => {}
-                Some(Usage::Idle(seconds)) => key.set_idle_time(seconds.saturating_mul(1000)),
-                Some(Usage::Frequency(count)) => key.set_frequency(count),
-            }
+            self.qualify(&mut key);
         }
-        Ok(())
+        Ok(address)
+    }
+
+    /// Its expiry and its age.
+    fn qualify(&self, key: &mut Key<'_>) {
+        if let Some(at) = self.expires_ms {
+            key.expire_at(at);
+        }
+        match self.usage {
+            None => {}
+            Some(Usage::Idle(seconds)) => key.set_idle_time(seconds.saturating_mul(1000)),
+            Some(Usage::Frequency(count)) => key.set_frequency(count),
+        }
     }
 }
