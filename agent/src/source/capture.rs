@@ -393,6 +393,22 @@ pub(super) fn ask_for_snapshot_alone(wire: &mut Wire) -> Result<(), Fault> {
     Ok(())
 }
 
+/// How many bytes have come; `None` while the server, last heard at `heard`, may still be silent.
+pub(super) fn came(
+    received: io::Result<Received>,
+    heard: Instant,
+    during: &'static str,
+) -> Result<Option<usize>, Fault> {
+    let cause = match received {
+        Ok(Received::Bytes(n)) => return Ok(Some(n)),
+        Ok(Received::Idle) if heard.elapsed() < SILENCE_LIMIT => return Ok(None),
+        Ok(Received::Idle) => format!("nothing came for {} s", SILENCE_LIMIT.as_secs()),
+        Ok(Received::End) => "the server closed it; its log says why".to_owned(),
+        Err(error) => error.to_string(),
+    };
+    Err(Fault::Link { during, cause })
+}
+
 /// How the server answered `PSYNC`.
 enum Opening {
     Full { replid: ReplId, offset: u64, payload: Payload },
@@ -415,14 +431,7 @@ fn shake(wire: &mut Wire, machine: &mut Client, stop: Stops<'_>) -> Result<(Open
         if stop.set() {
             return Err(Fault::Stopped);
         }
-        let read = match wire.read(&mut buffer).map_err(link)? {
-            Received::Bytes(n) => n,
-            Received::Idle if heard.elapsed() > SILENCE_LIMIT => {
-                return Err(link(io::Error::from(io::ErrorKind::TimedOut)));
-            }
-            Received::Idle => continue,
-            Received::End => return Err(link(io::Error::from(io::ErrorKind::UnexpectedEof))),
-        };
+        let Some(read) = came(wire.read(&mut buffer), heard, "handshake")? else { continue };
         heard = Instant::now();
         let used = machine.handle_input(&buffer[..read])?;
         while let Some(event) = machine.poll_event() {
@@ -496,20 +505,7 @@ fn receive_payload(
             early = &early[n..];
             Ok(Received::Bytes(n))
         };
-        let during = "snapshot";
-        let n = match received {
-            Ok(Received::Bytes(n)) => n,
-            Ok(Received::Idle) if heard.elapsed() < SILENCE_LIMIT => continue,
-            Ok(Received::Idle) => {
-                let cause = format!("nothing came for {} s", SILENCE_LIMIT.as_secs());
-                return Err(Fault::Link { during, cause });
-            }
-            Ok(Received::End) => {
-                let cause = "the server closed it; its log says why".into();
-                return Err(Fault::Link { during, cause });
-            }
-            Err(cause) => return Err(Fault::Link { during, cause: cause.to_string() }),
-        };
+        let Some(n) = came(received, heard, "snapshot")? else { continue };
         heard = Instant::now();
         done = match &mut end {
             End::Length(left) => {
@@ -597,20 +593,12 @@ fn pour(plan: &Plan, wire: &mut Wire, journal: &mut JournalWriter, stop: Stops<'
         if let Some(ack) = acks.due(Instant::now()) {
             wire.write_all(&ack).map_err(link)?;
         }
-        match wire.read(&mut buffer).map_err(link)? {
-            Received::Bytes(n) => {
-                journal.append(&buffer[..n])?;
-                plan.gauge.journal_at(journal.first_offset(), journal.end_offset() - 1);
-                heard = Instant::now();
-                acks.stream_came();
-            }
-            // The primary sends a PING every `repl-ping-replica-period`, 10 s by default.
-            Received::Idle if heard.elapsed() > SILENCE_LIMIT => {
-                let cause = format!("nothing came for {} s", SILENCE_LIMIT.as_secs());
-                return Err(Fault::Link { during, cause });
-            }
-            Received::Idle => {}
-            Received::End => return Err(link(io::Error::from(io::ErrorKind::UnexpectedEof))),
+        // The primary sends a PING every `repl-ping-replica-period`, 10 s by default.
+        if let Some(n) = came(wire.read(&mut buffer), heard, during)? {
+            journal.append(&buffer[..n])?;
+            plan.gauge.journal_at(journal.first_offset(), journal.end_offset() - 1);
+            heard = Instant::now();
+            acks.stream_came();
         }
     }
 }

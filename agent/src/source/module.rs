@@ -587,22 +587,24 @@ impl Sync {
             return Err(Fault::Stopped);
         }
         let mut buffer = [0; 16 * 1024];
-        match self.wire.read(&mut buffer).map_err(|cause| link(cause.to_string()))? {
-            Received::Bytes(n) => {
-                bytes.extend_from_slice(&buffer[..n]);
-                *heard = Instant::now();
-                Ok(())
-            }
-            Received::Idle if patient(*heard) => Ok(()),
-            Received::Idle => Err(link(format!("nothing came for {} s", SILENCE_LIMIT.as_secs()))),
-            Received::End => Err(link("the server closed it; its log says why".into())),
+        let received = self.wire.read(&mut buffer);
+        if matches!(received, Ok(Received::Idle)) && patient(*heard) {
+            return Ok(());
         }
+        if let Some(n) = capture::came(received, *heard, DURING)? {
+            bytes.extend_from_slice(&buffer[..n]);
+            *heard = Instant::now();
+        }
+        Ok(())
     }
 }
 
 fn link(cause: String) -> Fault {
-    Fault::Link { during: "sync", cause }
+    Fault::Link { during: DURING, cause }
 }
+
+/// What this module's links are about, for their errors.
+const DURING: &str = "sync";
 
 /// Whether the child still moves.
 struct Pulse {

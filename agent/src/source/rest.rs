@@ -22,8 +22,8 @@ use remora_redis::rdb::{Head, OPCODE_EOF, magic};
 use remora_table::board::Told;
 use remora_table::{SnapshotWriter, State};
 
-use super::capture::{self, CaptureEvent, Fault, MARK_LENGTH, Plan, SILENCE_LIMIT};
-use super::wire::{Received, Wire};
+use super::capture::{self, CaptureEvent, Fault, MARK_LENGTH, Plan};
+use super::wire::Wire;
 
 /// What the server's part must be like.
 pub(super) struct Expected {
@@ -75,17 +75,7 @@ fn pour(
         if plan.stop.load(Ordering::Relaxed) {
             return Err(Fault::Stopped);
         }
-        let during = "snapshot";
-        let n = match wire.read(&mut buffer).map_err(|cause| Fault::Link { during, cause: cause.to_string() })? {
-            Received::Bytes(n) => n,
-            Received::Idle if heard.elapsed() < SILENCE_LIMIT => continue,
-            Received::Idle => {
-                return Err(Fault::Link { during, cause: format!("nothing came for {} s", SILENCE_LIMIT.as_secs()) });
-            }
-            Received::End => {
-                return Err(Fault::Link { during, cause: "the server closed it; its log says why".into() });
-            }
-        };
+        let Some(n) = capture::came(wire.read(&mut buffer), heard, "snapshot")? else { continue };
         whole = joint.take(&buffer[..n])?;
         put(plan, snapshot, joint.ready())?;
         joint.taken();
