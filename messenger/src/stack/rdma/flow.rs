@@ -16,13 +16,10 @@
 //! - Letters under way never exceed the receives that were posted for them: nobody is told "receiver not ready".
 //! - At most [`WORDS_UNHEARD`] words of one end are unheard by the other, and one more that only says what was heard. So words are
 //!   bounded, and yet two ends that wait for each other's hearing both get to know.
-//! - A count that runs backwards or too far ahead is a broken peer ([`Broken`]).
+//! - At most [`OFFERS_AT_ONCE`] offers are unread: an offer's credit comes back at once, so that this bounds what a peer makes us keep.
+//! - A count that runs backwards or too far ahead, and a letter, offer or word that is one too many, is a broken peer ([`Wrong`]).
 
-use super::letter::{Head, Kind, MOST_CREDITS};
-
-/// The peer does not count as we do.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Broken;
+use super::letter::{Head, Kind, MOST_CREDITS, Wrong};
 
 /// See the head of the file.
 #[derive(Debug)]
@@ -40,6 +37,7 @@ pub(super) struct Flow {
     taken: u32,
     they_gave_back: u32,
     words_heard: u16,
+    offers_heard: u32,
     offers_read: u32,
     wants_ease: bool,
     // What of it the peer has been told.
@@ -78,6 +76,7 @@ impl Flow {
             taken: 0,
             they_gave_back: 0,
             words_heard: 0,
+            offers_heard: 0,
             offers_read: 0,
             wants_ease: false,
             told_given: given,
@@ -156,27 +155,34 @@ impl Flow {
         }
     }
 
-    /// A letter has come.
-    pub(super) fn hear(&mut self, head: &Head) -> Result<News, Broken> {
+    /// A letter has come. One that is wrong changes nothing.
+    pub(super) fn hear(&mut self, head: &Head) -> Result<News, Wrong> {
         let more = head.given.wrapping_sub(self.given_to_us);
         let back = head.back.wrapping_sub(self.they_gave_back);
         let read = head.read.wrapping_sub(self.offers_they_read);
         let heard = head.words_heard.wrapping_sub(self.words_they_heard);
         let is_word = head.kind == Kind::Word;
-        let is_sound = more <= MOST_CREDITS
-            && self.available() + more <= MOST_CREDITS
-            && self.out().checked_sub(u32::from(!is_word)).is_some_and(|out| back <= out)
-            && read <= self.offers()
-            && heard <= self.words_sent.wrapping_sub(self.words_they_heard);
-        if !is_sound {
-            return Err(Broken);
-        }
+        let is_offer = head.kind == Kind::Offer;
+        let (available, offers) = (self.available(), self.offers());
+        let unheard = self.words_sent.wrapping_sub(self.words_they_heard);
+        // What the peer knows of our hearing and reading is at most what we have told.
+        let words_untold = self.words_heard.wrapping_sub(self.told_heard);
+        let offers_untold = self.offers_heard.wrapping_sub(self.told_read);
+        let out = self.out().checked_sub(u32::from(!is_word)).ok_or(Wrong::NoCredit)?;
+        let sound = |is_sound: bool, wrong: Wrong| if is_sound { Ok(()) } else { Err(wrong) };
+        sound(more <= MOST_CREDITS && available + more <= MOST_CREDITS, Wrong::Given(more, available))?;
+        sound(back <= out, Wrong::Back(back, out))?;
+        sound(read <= offers, Wrong::Read(read, offers))?;
+        sound(heard <= unheard, Wrong::Heard(heard, unheard))?;
+        sound(!is_word || words_untold < WORD_ROOM as u16, Wrong::OneWordTooMany(words_untold))?;
+        sound(!is_offer || offers_untold < OFFERS_AT_ONCE, Wrong::OneOfferTooMany(offers_untold))?;
         self.given_to_us = head.given;
         self.they_gave_back = head.back;
         self.offers_they_read = head.read;
         self.words_they_heard = head.words_heard;
         self.taken = self.taken.wrapping_add(u32::from(!is_word));
         self.words_heard = self.words_heard.wrapping_add(u16::from(is_word));
+        self.offers_heard = self.offers_heard.wrapping_add(u32::from(is_offer));
         self.they_are_short |= head.short;
         if head.ease {
             self.give_back();
@@ -213,6 +219,9 @@ const HEAR_AFTER: u16 = 2;
 
 /// Receives that each end keeps posted for the other's words: those unheard, and one that tells of hearing.
 pub(super) const WORD_ROOM: u32 = WORDS_UNHEARD as u32 + 1;
+
+/// Offers of one end that the other may not have read, part of the protocol: a megabyte under way.
+pub(super) const OFFERS_AT_ONCE: u32 = 4;
 
 /// Credits that an end keeps when it is asked to give back: enough to say something at once.
 const KEPT_CREDITS: u32 = 2;
@@ -359,7 +368,7 @@ mod tests {
         fn no_head_makes_us_count_beyond_all_bounds(heads in proptest::collection::vec(any::<[u8; 16]>(), 1..50)) {
             let mut flow = Flow::new(8, 8);
             for bytes in heads {
-                if let Some(head) = Head::decode(&bytes)
+                if let Ok(head) = Head::decode(&bytes)
                     && flow.hear(&head).is_err()
                 {
                     break;
@@ -402,5 +411,44 @@ mod tests {
         assert_eq!(sender.hear(&word).unwrap().read, 1);
         assert_eq!(sender.offers(), 0);
         assert!(sender.hear(&Head { read: 2, ..word }).is_err());
+    }
+
+    #[test]
+    fn a_letter_that_no_peer_of_ours_would_write_is_named_and_changes_nothing() {
+        let mut flow = Flow::new(8, 2);
+        let head = |kind, given| Head { kind, given, ..Head::default() };
+        let wrong = |flow: &mut Flow, head: Head| {
+            let (available, out) = (flow.available(), flow.out());
+            let wrong = flow.hear(&head).unwrap_err();
+            assert_eq!((flow.available(), flow.out()), (available, out), "{wrong}");
+            wrong
+        };
+        assert_eq!(wrong(&mut flow, head(Kind::Word, 7)), Wrong::Given(u32::MAX, 8));
+        assert_eq!(wrong(&mut flow, head(Kind::Word, MOST_CREDITS + 1)), Wrong::Given(MOST_CREDITS - 7, 8));
+        assert_eq!(wrong(&mut flow, Head { back: 2, ..head(Kind::Bytes, 8) }), Wrong::Back(2, 1));
+        assert_eq!(wrong(&mut flow, Head { read: 1, ..head(Kind::Word, 8) }), Wrong::Read(1, 0));
+        assert_eq!(wrong(&mut flow, Head { words_heard: 1, ..head(Kind::Word, 8) }), Wrong::Heard(1, 0));
+        (0..2).for_each(|_| assert!(flow.hear(&head(Kind::Bytes, 8)).is_ok()));
+        assert_eq!(wrong(&mut flow, head(Kind::Bytes, 8)), Wrong::NoCredit);
+    }
+
+    /// Words cost no credit, and the credit of an offer comes back at once: without a bound of their own both would be endless.
+    #[test]
+    fn words_and_offers_beyond_their_bounds_are_refused() {
+        let mut flow = Flow::new(8, 8);
+        let head = |kind| Head { kind, given: 8, ..Head::default() };
+        (0..WORD_ROOM).for_each(|_| assert!(flow.hear(&head(Kind::Word)).is_ok()));
+        assert_eq!(flow.hear(&head(Kind::Word)), Err(Wrong::OneWordTooMany(5)));
+        assert_eq!(flow.word().unwrap().words_heard, 5);
+        assert!(flow.hear(&head(Kind::Word)).is_ok());
+        for _ in 0..OFFERS_AT_ONCE {
+            assert!(flow.hear(&head(Kind::Offer)).is_ok());
+            flow.give(1);
+        }
+        assert_eq!(flow.hear(&head(Kind::Offer)), Err(Wrong::OneOfferTooMany(4)));
+        flow.has_read();
+        assert!(flow.hear(&head(Kind::Offer)).is_err(), "read, but the peer can't know");
+        flow.spend(Kind::Bytes);
+        assert!(flow.hear(&head(Kind::Offer)).is_ok());
     }
 }

@@ -10,9 +10,9 @@ use std::time::Instant;
 use remora_fabric::verbs::duplex::{Done, Request, Step, Wire};
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::flow::{Flow, WORD_ROOM};
-use super::letter::{HEAD_BYTES, Head, Hello, Kind, OFFER_BYTES, Offer};
-use super::site::{BULK_BYTES, Bell, Chunk, Grave, RECEIVE, Site, Sites};
+use super::flow::{Flow, OFFERS_AT_ONCE, WORD_ROOM};
+use super::letter::{self, BULK_BYTES, Body, HEAD_BYTES, Hello, Kind, OFFER_BYTES, Offer, START_BYTES, Wrong};
+use super::site::{Bell, Chunk, Grave, RECEIVE, Site, Sites};
 use crate::stack::{Address, Link};
 
 /// One connection by RDMA.
@@ -51,6 +51,8 @@ pub struct RdmaLink {
     /// ... because a pool had nothing: the bell will ring.
     without_memory: bool,
     ended: bool,
+    /// ... by the peer's fault.
+    wrong: Option<Wrong>,
     done: Vec<Done>,
 }
 
@@ -118,6 +120,7 @@ impl RdmaLink {
             awaits_reads: false,
             without_memory: false,
             ended: false,
+            wrong: None,
             done: Vec::new(),
         })
     }
@@ -187,7 +190,7 @@ impl RdmaLink {
 
     fn settle(&mut self, done: &Done) -> io::Result<()> {
         if done.name & RECEIVE != 0 {
-            let chunk = self.site()?.received(done).ok_or_else(broken)?;
+            let chunk = self.site()?.received(done).ok_or_else(unknown)?;
             let heard = if done.well { self.hear(chunk, done.length) } else { Err(gone()) };
             return heard.inspect_err(|_| self.missing += 1);
         }
@@ -208,36 +211,39 @@ impl RdmaLink {
 
     /// A letter.
     fn hear(&mut self, chunk: Chunk, length: u32) -> io::Result<()> {
-        let mut head = [0; HEAD_BYTES];
-        chunk.region().memory().read(chunk.offset(), &mut head)?;
-        let head = Head::decode(&head).filter(|_| length as usize >= HEAD_BYTES).ok_or_else(broken)?;
-        let news = self.flow.hear(&head).map_err(|_| broken())?;
+        let mut start = [0; START_BYTES];
+        chunk.region().memory().read(chunk.offset(), &mut start)?;
+        let opened = letter::open(&start, length);
+        let heard = opened.and_then(|(head, body)| Ok((self.flow.hear(&head)?, body)));
+        let (news, body) = heard.map_err(|wrong| self.blame(wrong))?;
         if news.read as usize > self.lent.len() {
-            return Err(broken());
+            return Err(self.blame(Wrong::Read(news.read, self.lent.len() as u32)));
         }
         self.lent.drain(..news.read as usize);
         self.window -= news.freed.min(self.window);
         self.site()?.release(news.freed);
         self.flow.ease(false);
-        match head.kind {
-            Kind::Word => self.site()?.post_again(chunk)?,
-            Kind::Offer => {
-                let mut offer = [0; OFFER_BYTES];
-                if length as usize != HEAD_BYTES + OFFER_BYTES {
-                    return Err(broken());
-                }
-                chunk.region().memory().read(chunk.offset() + HEAD_BYTES as u64, &mut offer)?;
-                let offer = Offer::decode(&offer);
-                if !(1..=BULK_BYTES).contains(&offer.length) {
-                    return Err(broken());
-                }
+        match body {
+            Body::Word => self.site()?.post_again(chunk)?,
+            Body::Offer(offer) => {
                 self.arrived.push_back(Item::Offered(offer));
                 self.is_read(chunk)?;
             }
-            Kind::Bytes if length as usize == HEAD_BYTES => self.is_read(chunk)?,
-            Kind::Bytes => self.arrived.push_back(Item::Letter { chunk, at: HEAD_BYTES as u32, end: length }),
+            Body::Bytes if length as usize == HEAD_BYTES => self.is_read(chunk)?,
+            Body::Bytes => self.arrived.push_back(Item::Letter { chunk, at: HEAD_BYTES as u32, end: length }),
         }
         if news.short { self.widen() } else { Ok(()) }
+    }
+
+    /// The link ends by this, which is said to whoever receives or sends next.
+    fn blame(&mut self, wrong: Wrong) -> io::Error {
+        self.wrong = Some(wrong);
+        broken(wrong)
+    }
+
+    /// Why nothing goes any more.
+    fn over(&self) -> io::Error {
+        self.wrong.map_or_else(gone, broken)
     }
 
     /// The peer could use more: it gets twice as much, as far as there is memory.
@@ -285,7 +291,7 @@ impl RdmaLink {
         self.reads -= 1;
         self.flow.has_read();
         let mut reading = self.arrived.iter_mut().filter(|item| matches!(item, Item::Reading { .. }));
-        let (Some(item), Some(chunk)) = (reading.next(), memory) else { return Err(broken()) };
+        let (Some(item), Some(chunk)) = (reading.next(), memory) else { return Err(unknown()) };
         if let Item::Reading { length } = *item {
             *item = Item::Read { chunk, at: 0, end: length };
         }
@@ -453,7 +459,7 @@ impl Link for RdmaLink {
                 Step::Pending => return Err(io::ErrorKind::WouldBlock.into()),
                 Step::Routed => self.connect()?,
                 Step::Up => {
-                    let peer = Hello::decode(self.wire()?.answer()).ok_or_else(broken)?;
+                    let peer = Hello::decode(self.wire()?.answer()).map_err(broken)?;
                     self.meet(peer);
                     return Ok(());
                 }
@@ -466,7 +472,7 @@ impl Link for RdmaLink {
             self.look();
         }
         if self.ended {
-            return Err(gone());
+            return Err(self.over());
         }
         self.progress_or_end();
         if !self.wire()?.is_up() {
@@ -518,7 +524,11 @@ impl Link for RdmaLink {
             self.progress_or_end(); // credits, and what may be read now that there is memory
             return Ok(received);
         }
-        if self.ended { Ok(0) } else { Err(io::ErrorKind::WouldBlock.into()) }
+        match self.wrong {
+            Some(wrong) => Err(broken(wrong)),
+            None if self.ended => Ok(0),
+            None => Err(io::ErrorKind::WouldBlock.into()),
+        }
     }
 
     fn peer(&self) -> Address {
@@ -651,18 +661,18 @@ fn gone() -> io::Error {
     io::Error::new(io::ErrorKind::ConnectionReset, "the RDMA connection is over")
 }
 
-fn broken() -> io::Error {
-    io::Error::new(
-        io::ErrorKind::InvalidData,
-        "the peer does not keep to the rules of RDMA links, or is of another version",
-    )
+fn broken(wrong: Wrong) -> io::Error {
+    let rules = "the peer does not keep to the rules of RDMA links, or is of another version";
+    io::Error::new(io::ErrorKind::InvalidData, format!("{rules}: {wrong}"))
+}
+
+/// The device's fault, or ours.
+fn unknown() -> io::Error {
+    io::Error::other("the RDMA device tells of a request that nobody has made")
 }
 
 /// READs of one link at once: enough that one is under way while another is copied out.
 const READS_AT_ONCE: u32 = 4;
-
-/// Offers that the peer may have from us unread: a megabyte.
-const OFFERS_AT_ONCE: u32 = 4;
 
 /// Visible completions per turn of a queue of letters that need none.
 const SHOWN_PER_QUEUE: u32 = 4;

@@ -32,9 +32,9 @@ impl Listener for RdmaListener {
     fn accept(&mut self) -> io::Result<Box<dyn Link>> {
         while let Some(request) = self.door.next_call()? {
             match Hello::decode(request.hello()) {
-                Some(hello) => return take(&self.sites, request, hello),
-                None => {
-                    tracing::debug!("an RDMA call that is none of ours");
+                Ok(hello) => return take(&self.sites, request, hello),
+                Err(wrong) => {
+                    tracing::debug!(%wrong, "an RDMA call that is none of ours");
                     request.refuse(b"");
                 }
             }

@@ -21,6 +21,7 @@ use remora_fabric::verbs::duplex::{Done, Region, Station, Stations, Wire};
 use remora_fabric::{Memory, Pages};
 
 use super::RdmaOptions;
+use super::letter::BULK_BYTES;
 use super::pool::{self, Pool};
 
 /// A piece of registered memory.
@@ -200,10 +201,6 @@ pub(super) type Bell = Arc<OwnedFd>;
 
 /// Set in the names of receives, and in no other's.
 pub(super) const RECEIVE: u64 = 1 << 63;
-
-/// The longest piece of the stream that is offered and read at once, part of the protocol: large enough that a READ's round trip
-/// is little beside it, small enough that several are under way in one message.
-pub(super) const BULK_BYTES: u32 = 256 << 10;
 
 /// A card that was told to fail a queue pair has flushed it long before this.
 const GRAVE_TIME: Duration = Duration::from_millis(200);
