@@ -17,12 +17,13 @@ use crate::session::{LinkId, Place, Session};
 use crate::signal::{Entity, Label, MESSAGE, Signal};
 
 /// The targets by the name of their file and of their seeds' folder.
-pub const TARGETS: [(&str, Body); 5] = [
+pub const TARGETS: [(&str, Body); 6] = [
     ("messenger_message", message),
     ("messenger_frames", frames),
     ("messenger_handshake", handshake),
     ("messenger_layer_frames", layer_frames),
     ("messenger_layer_session", layer_session),
+    ("messenger_rdma_letters", rdma_letters),
 ];
 
 /// Takes any bytes, and panics when something is wrong with us.
@@ -141,6 +142,12 @@ fn hear(session: &mut Session<u8>, link: LinkId, tag: u8, head: &[u8], now: Inst
         Ok(signal) => drop(session.handle_signal(link, signal, now)),
         Err(_) => {}
     }
+}
+
+/// What a hostile peer says on an RDMA link: a hello, and then letters, between which we do what a link does. Nothing panics, what
+/// we hold is only what credit was given for, and who breaks the rules is told which.
+pub fn rdma_letters(bytes: &[u8]) {
+    crate::stack::rdma::fuzzing::letters(bytes);
 }
 
 /// A peer without the token, against either end: it never gets in, and never makes us hold more than one small frame.

@@ -30,6 +30,8 @@
 //!   memory, and registering it for each message would cost more than the copy of anything up to some 100 KiB.
 
 mod flow;
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod fuzzing;
 mod letter;
 mod link;
 mod listener;
