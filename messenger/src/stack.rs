@@ -19,6 +19,7 @@ use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
 /// One connection of a transport. No call waits: what cannot be done now is [`io::ErrorKind::WouldBlock`].
 pub trait Link: Send {
@@ -136,6 +137,12 @@ impl Stacks {
             Address::Shm(path) => Ok(Box::new(shm::ShmLink::call(path)?)),
             Address::Rdma(address) => Ok(Box::new(rdma::RdmaLink::call(self.sites()?, *address)?)),
         }
+    }
+
+    /// Does what transports have put off and is due; when to do so again, if anything is left. A call costs next to nothing where
+    /// nothing was put off.
+    pub(crate) fn tend(&self) -> Option<Instant> {
+        self.sites.get()?.tend()
     }
 
     fn sites(&self) -> io::Result<&Arc<rdma::Sites>> {

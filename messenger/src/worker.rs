@@ -153,6 +153,8 @@ struct Talk {
 enum Whom {
     Talk(Key),
     Line(Key),
+    /// What transports have put off.
+    Stacks,
 }
 
 struct Worker {
@@ -164,6 +166,8 @@ struct Worker {
     lines: Places<Line>,
     talks: Places<Talk>,
     timers: Timers<Whom>,
+    /// When transports are to be looked after.
+    tends_at: Option<Instant>,
     /// Rings when a timer is due, and when it is set to.
     alarm: OwnedFd,
     alarm_at: Option<Instant>,
@@ -193,6 +197,7 @@ impl Worker {
             lines: Places::default(),
             talks: Places::default(),
             timers: Timers::default(),
+            tends_at: None,
             alarm,
             alarm_at: None,
             glanceable: Vec::new(),
@@ -1007,13 +1012,22 @@ impl Worker {
                     self.settle(key);
                 }
                 Whom::Line(key) => self.look_at_line(key, at),
+                Whom::Stacks => self.tends_at = None,
             }
         }
+        // Also where a link has ended in this turn, and nothing else may happen for hours.
+        if self.tends_at.is_none()
+            && let Some(next) = self.common.stacks.tend()
+        {
+            self.tends_at = Some(next);
+            self.timers.set(next, Whom::Stacks);
+        }
         let meant = self.talks.len() + self.lines.len();
-        let (talks, lines) = (&self.talks, &self.lines);
+        let (talks, lines, tends_at) = (&self.talks, &self.lines, self.tends_at);
         self.timers.tidy(meant, |at, whom| match whom {
             Whom::Talk(key) => talks.get(key).is_some_and(|talk| talk.timer == Some(at)),
             Whom::Line(key) => lines.get(key).is_some_and(|line| line.timer == Some(at)),
+            Whom::Stacks => tends_at == Some(at),
         });
     }
 

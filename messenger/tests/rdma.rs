@@ -99,6 +99,31 @@ mod in_the_machine {
         }
     }
 
+    /// A queue pair that has ended goes, with its epoll, by which it can be counted, though nothing happens any more.
+    #[test]
+    #[ignore = "runs in the RDMA machine"]
+    fn what_links_that_have_ended_leave_behind_goes_though_nobody_calls() {
+        let options = options(RdmaOptions::default());
+        let server = end_with(Policy::stateless_server(), &options, Scribe::default());
+        let address = server.messenger.listen(&server_address()).unwrap();
+        let client = end_with(Policy::lossy_client(), &options, Scribe::default());
+        let connect = |count: usize| -> Vec<_> { (0..count).map(|_| client.messenger.connect(&address)).collect() };
+        let stays = connect(1);
+        until("the first link", || client.scribe.told().len() == 1);
+        let wires = || {
+            let links =
+                std::fs::read_dir("/proc/self/fd").unwrap().filter_map(|fd| std::fs::read_link(fd.ok()?.path()).ok());
+            links.filter(|link| link.as_os_str() == "anon_inode:[eventpoll]").count()
+        };
+        let before = wires();
+        let connections = connect(10);
+        until("all links", || client.scribe.told().len() == 11);
+        assert_eq!(wires(), before + 20);
+        connections.iter().for_each(remora_messenger::Connection::abort);
+        until("all graves to be empty", || wires() == before);
+        drop(stays);
+    }
+
     #[test]
     #[ignore = "runs in the RDMA machine"]
     fn a_lossy_client_is_told_when_its_server_goes_and_when_there_is_none() {
@@ -142,7 +167,7 @@ fn the_layer_holds_over_rdma_in_the_virtual_machine() {
     let Some(machine) = require::rdma_vm() else { return };
     let machine = machine.nodes(2).limit(Duration::from_secs(280));
     let passed = machine.run_ignored_tests("in_the_machine", 1);
-    assert_eq!(passed, 7);
+    assert_eq!(passed, 8);
 }
 
 #[test]

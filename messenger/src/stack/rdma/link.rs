@@ -5,7 +5,6 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::time::Instant;
 
 use remora_fabric::verbs::duplex::{Done, Request, Step, Wire};
 use rustix::event::{EventfdFlags, eventfd};
@@ -569,7 +568,7 @@ impl Drop for RdmaLink {
         let receives = (self.window + WORD_ROOM).saturating_sub(held + self.missing);
         self.arrived.clear();
         let memory = self.posted.drain(..).filter_map(|posted| posted.memory).chain(self.lent.drain(..)).collect();
-        site.bury(Grave { wire, memory, receives, since: Instant::now() });
+        site.bury(Grave { wire, memory, receives });
     }
 }
 

@@ -12,7 +12,8 @@
 //! ```
 //!
 //! - `letter`: the bytes; `flow`: the credits. Pure. **Start here.**
-//! - `pool`: registered memory, bounded, growing and shrinking; `site`: one device with its pools and its shared receives.
+//! - `pool`: registered memory, bounded, growing and shrinking; `site`: one device with its pools and its shared receives;
+//!   `graves`: how long what has ended lies before it is destroyed.
 //! - `link`: one connection, as a worker sees it; `listener`: how one is called.
 //!
 //! What is true of it:
@@ -25,13 +26,14 @@
 //! - **How deep a queue is has nothing to do with how many buffers there are**: the first is per link, the second per device.
 //! - **A link can be served by any worker**: its completion queue, its channel and its descriptor are its own.
 //! - **A dead queue pair is buried before its memory is used again**: it is told to fail, what it had taken out of the shared queue
-//!   is counted back, and only then is it destroyed (`site`).
+//!   is counted back, and only then is it destroyed (`site`), by a worker's timer if nobody else comes by.
 //! - Bytes are copied once into registered memory and once out of it: what an owner sends and where a message lands is ordinary
 //!   memory, and registering it for each message would cost more than the copy of anything up to some 100 KiB.
 
 mod flow;
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) mod fuzzing;
+mod graves;
 mod letter;
 mod link;
 mod listener;

@@ -8,19 +8,21 @@
 //!
 //! A receive cannot be called back from a card, so what a link no longer needs stays as *surplus*, until another link needs it, or
 //! until one that was used is not posted again. A link that ends leaves all of its own so, but not at once: its queue pair may have
-//! taken one out of the queue without having told yet. So it lies in its *grave* for [`GRAVE_TIME`], failed, where whatever it still
-//! has to tell is counted; then it is destroyed, and only then is memory that it may have named used again.
+//! taken one out of the queue without having told yet. So it lies in its *grave* for some time (`graves`), failed, where whatever it
+//! still has to tell is counted; then it is destroyed, and only then is memory that it may have named used again. Workers look after
+//! graves by their timers, so that this happens though nobody calls or is called any more.
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use remora_fabric::verbs::duplex::{Done, Region, Station, Stations, Wire};
 use remora_fabric::{Memory, Pages};
 
 use super::RdmaOptions;
+use super::graves::Graves;
 use super::letter::BULK_BYTES;
 use super::pool::{self, Pool};
 
@@ -32,6 +34,8 @@ pub(in crate::stack) struct Sites {
     pub(super) options: RdmaOptions,
     pub(super) stations: Arc<Stations>,
     known: Mutex<Vec<Arc<Site>>>,
+    /// Graves of all sites, to be looked at without a lock.
+    lying: Arc<AtomicUsize>,
 }
 
 /// See the head of the file.
@@ -47,7 +51,8 @@ pub(super) struct Site {
     count: Mutex<Count>,
     /// Somebody wanted more receives than there is memory for.
     hungry: AtomicBool,
-    graves: Mutex<Vec<Grave>>,
+    graves: Mutex<Graves<Grave>>,
+    lying: Arc<AtomicUsize>,
 }
 
 /// Receives, as the head of the file counts them.
@@ -63,12 +68,20 @@ pub(super) struct Grave {
     pub(super) memory: Vec<Chunk>,
     /// Receives that were posted on its behalf and not seen again.
     pub(super) receives: u32,
-    pub(super) since: Instant,
 }
 
 impl Sites {
     pub(super) fn new(options: RdmaOptions, stations: Arc<Stations>) -> Arc<Sites> {
-        Arc::new(Sites { options, stations, known: Mutex::default() })
+        Arc::new(Sites { options, stations, known: Mutex::default(), lying: Arc::default() })
+    }
+
+    /// Ends graves that have lain long enough, of all devices; when to do so again, if any are left.
+    pub(in crate::stack) fn tend(&self) -> Option<Instant> {
+        if self.lying.load(Ordering::Acquire) == 0 {
+            return None;
+        }
+        let known = self.known.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        known.iter().filter_map(|site| site.tend()).min()
     }
 
     /// The site of a device.
@@ -77,14 +90,14 @@ impl Sites {
         if let Some(site) = known.iter().find(|site| Arc::ptr_eq(&site.station, station)) {
             return site.clone();
         }
-        let site = Arc::new(Site::new(station, &self.options));
+        let site = Arc::new(Site::new(station, &self.options, &self.lying));
         known.push(site.clone());
         site
     }
 }
 
 impl Site {
-    fn new(station: &Arc<Station>, options: &RdmaOptions) -> Site {
+    fn new(station: &Arc<Station>, options: &RdmaOptions, lying: &Arc<AtomicUsize>) -> Site {
         let pool = |chunk_bytes: u32, most_bytes: u64, name: &'static str, lent: bool| {
             let station = station.clone();
             Pool::new(
@@ -105,6 +118,7 @@ impl Site {
             count: Mutex::default(),
             hungry: AtomicBool::new(false),
             graves: Mutex::default(),
+            lying: lying.clone(),
         }
     }
 
@@ -161,24 +175,21 @@ impl Site {
         self.hungry.load(Ordering::Relaxed)
     }
 
-    /// Lays a link to rest.
+    /// Lays a link to rest. Called by workers only, whose timers then look after it.
     pub(super) fn bury(&self, mut grave: Grave) {
         grave.wire.end();
-        self.graves.lock().unwrap_or_else(PoisonError::into_inner).push(grave);
+        self.lying.fetch_add(1, Ordering::Release);
+        self.graves().lay(Instant::now(), grave);
         self.tend();
     }
 
-    /// Ends those that have lain long enough. There is no thread for it: it is looked at whenever somebody needs receives or ends.
-    fn tend(&self) {
-        let mut graves = self.graves.lock().unwrap_or_else(PoisonError::into_inner);
-        if graves.is_empty() {
-            return;
-        }
-        let over: Vec<Grave> = {
-            let is_over = |grave: &mut Grave| grave.since.elapsed() >= GRAVE_TIME;
-            graves.extract_if(.., is_over).collect()
+    /// Ends those that have lain long enough; when to look again, if any are left.
+    fn tend(&self) -> Option<Instant> {
+        let (over, next) = {
+            let mut graves = self.graves(); // let go before anything is destroyed, which is a system call
+            (graves.take_over(Instant::now()), graves.next())
         };
-        drop(graves); // destroying a queue pair is a system call
+        self.lying.fetch_sub(over.len(), Ordering::Release);
         for mut grave in over {
             let mut done = Vec::new();
             while grave.wire.poll(&mut done).is_ok_and(|count| count > 0) {}
@@ -189,6 +200,11 @@ impl Site {
             drop(memory); // not before: now no card knows it
             self.release(receives.saturating_sub(seen as u32));
         }
+        next
+    }
+
+    fn graves(&self) -> MutexGuard<'_, Graves<Grave>> {
+        self.graves.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn count(&self) -> MutexGuard<'_, Count> {
@@ -201,6 +217,3 @@ pub(super) type Bell = Arc<OwnedFd>;
 
 /// Set in the names of receives, and in no other's.
 pub(super) const RECEIVE: u64 = 1 << 63;
-
-/// A card that was told to fail a queue pair has flushed it long before this.
-const GRAVE_TIME: Duration = Duration::from_millis(200);
