@@ -3,12 +3,15 @@
 //! Registering costs a system call and locks pages, so it is done for many chunks at once; and giving back is worth it only for a
 //! whole slab. Chunks are taken from the lowest slab that has any, so that the highest become empty.
 //!
+//! Registering is not done under the lock, so that nobody who finds a chunk waits for somebody who finds none. A slab that is being
+//! made counts as one that is there, so that two who find none do not grow beyond the bound.
+//!
 //! A chunk that is dropped goes back. One whose bytes a card still fills is [given away](Chunk::give_away) by its number, and taken
 //! back by it.
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 
 /// What makes a slab of so many bytes.
 type Make<R> = Box<dyn Fn(u64) -> io::Result<R> + Send + Sync>;
@@ -20,12 +23,18 @@ pub(super) struct Pool<R> {
     most_slabs: usize,
     make: Make<R>,
     slabs: Mutex<Slabs<R>>,
+    /// Told when a slab was made, or could not be.
+    grown: Condvar,
 }
 
 struct Slabs<R> {
     slabs: Vec<Option<Slab<R>>>,
-    /// Who found nothing, and is rung for when something comes back.
+    /// Slabs that are being made.
+    growing: usize,
+    /// Who found nothing, and is rung for when something comes back or is made.
     waiting: Vec<Weak<OwnedFd>>,
+    /// ... and also when what is being made could not be: they have not tried it themselves.
+    hoping: Vec<Weak<OwnedFd>>,
 }
 
 struct Slab<R> {
@@ -46,15 +55,15 @@ impl<R> Pool<R> {
     pub(super) fn new(chunk_bytes: u32, most_bytes: u64, make: Make<R>) -> Arc<Pool<R>> {
         let chunks_per_slab = (SLAB_BYTES / chunk_bytes.max(1)).max(4);
         let most_slabs = (most_bytes / (u64::from(chunks_per_slab) * u64::from(chunk_bytes))).max(1) as usize;
-        let slabs = Mutex::new(Slabs { slabs: Vec::new(), waiting: Vec::new() });
-        Arc::new(Pool { chunk_bytes, chunks_per_slab, most_slabs, make, slabs })
+        let slabs = Mutex::new(Slabs { slabs: Vec::new(), growing: 0, waiting: Vec::new(), hoping: Vec::new() });
+        Arc::new(Pool { chunk_bytes, chunks_per_slab, most_slabs, make, slabs, grown: Condvar::new() })
     }
 
     pub(super) fn chunk_bytes(&self) -> u32 {
         self.chunk_bytes
     }
 
-    /// A chunk, if there is one or a slab may be made.
+    /// A chunk, if there is one or a slab may be made. Where somebody else makes the last, it waits for that.
     ///
     /// # Errors
     /// A slab can't be made, and there is none of which a chunk could be waited for.
@@ -62,38 +71,56 @@ impl<R> Pool<R> {
         self.take_or(None)
     }
 
-    /// As [`Pool::take`]; if there is none, that eventfd is rung when one comes back.
+    /// As [`Pool::take`], but never waits for somebody else; if there is none, that eventfd is rung when one comes back.
     pub(super) fn take_or_ring(self: &Arc<Self>, bell: &Arc<OwnedFd>) -> io::Result<Option<Chunk<R>>> {
         self.take_or(Some(bell))
     }
 
     fn take_or(self: &Arc<Self>, bell: Option<&Arc<OwnedFd>>) -> io::Result<Option<Chunk<R>>> {
         let mut slabs = self.lock();
-        if let Some(chunk) = self.pick(&mut slabs) {
-            return Ok(Some(chunk));
-        }
-        if slabs.slabs.iter().flatten().count() < self.most_slabs {
-            match (self.make)(u64::from(self.chunks_per_slab) * u64::from(self.chunk_bytes)) {
-                Ok(region) => {
-                    let slab = Slab { region: Arc::new(region), free: (0..self.chunks_per_slab).rev().collect() };
-                    match slabs.slabs.iter().position(Option::is_none) {
-                        Some(place) => slabs.slabs[place] = Some(slab),
-                        None => slabs.slabs.push(Some(slab)),
+        let mut has_failed = false;
+        loop {
+            if let Some(chunk) = self.pick(&mut slabs) {
+                return Ok(Some(chunk));
+            }
+            if !has_failed && slabs.there_are() + slabs.growing < self.most_slabs {
+                slabs.growing += 1;
+                drop(slabs);
+                let made = self.grow();
+                slabs = self.lock();
+                has_failed = made.is_err(); // what was made may be gone again, to others: then one more
+                match made {
+                    Ok(()) => {}
+                    Err(error) if slabs.there_are() + slabs.growing == 0 => return Err(error),
+                    Err(error) => {
+                        tracing::warn!(%error, "no more memory can be registered: going on with what there is")
                     }
-                    return Ok(self.pick(&mut slabs));
                 }
-                Err(error) if slabs.slabs.iter().flatten().next().is_none() => return Err(error),
-                Err(error) => tracing::warn!(%error, "no more memory can be registered: going on with what there is"),
+                continue;
+            }
+            match bell {
+                None if slabs.growing > 0 => slabs = self.grown.wait(slabs).unwrap_or_else(PoisonError::into_inner),
+                None => return Ok(None),
+                Some(bell) => {
+                    // Whoever asks again while he waits is rung for once.
+                    let bell = Arc::downgrade(bell);
+                    let hopes = !has_failed && slabs.growing > 0;
+                    let list = if hopes { &mut slabs.hoping } else { &mut slabs.waiting };
+                    if !list.iter().any(|other| other.ptr_eq(&bell)) {
+                        list.push(bell);
+                    }
+                    return Ok(None);
+                }
             }
         }
-        if let Some(bell) = bell {
-            // Whoever asks again while he waits is rung for once.
-            let bell = Arc::downgrade(bell);
-            if !slabs.waiting.iter().any(|other| other.ptr_eq(&bell)) {
-                slabs.waiting.push(bell);
-            }
-        }
-        Ok(None)
+    }
+
+    /// Makes a slab that has been counted as growing, without the lock, and tells who may wait for it.
+    fn grow(&self) -> io::Result<()> {
+        let mut growing = Growing { pool: self, slab: None };
+        let region = (self.make)(u64::from(self.chunks_per_slab) * u64::from(self.chunk_bytes))?;
+        growing.slab = Some(Slab { region: Arc::new(region), free: (0..self.chunks_per_slab).rev().collect() });
+        Ok(())
     }
 
     fn pick(self: &Arc<Self>, slabs: &mut Slabs<R>) -> Option<Chunk<R>> {
@@ -112,7 +139,8 @@ impl<R> Pool<R> {
 
     fn put_back(&self, slab: u32, index: u32) {
         let mut slabs = self.lock();
-        let waiting = std::mem::take(&mut slabs.waiting);
+        let mut waiting = std::mem::take(&mut slabs.waiting);
+        waiting.append(&mut slabs.hoping);
         let elsewhere: usize = slabs.slabs.iter().flatten().map(|slab| slab.free.len()).sum();
         let mut empty = None;
         if let Some(place) = slabs.slabs.get_mut(slab as usize)
@@ -128,19 +156,53 @@ impl<R> Pool<R> {
         }
         drop(slabs);
         drop(empty); // forgetting memory is a system call: not under the lock
-        for bell in waiting.into_iter().filter_map(|bell| bell.upgrade()) {
-            let _ = rustix::io::write(&*bell, &1u64.to_ne_bytes()); // it fails only when it has rung for very long
-        }
+        ring(waiting);
     }
 
     /// Slabs that there are, for tests.
     #[cfg(test)]
     fn slabs(&self) -> usize {
-        self.lock().slabs.iter().flatten().count()
+        self.lock().there_are()
     }
 
     fn lock(&self) -> MutexGuard<'_, Slabs<R>> {
         self.slabs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<R> Slabs<R> {
+    fn there_are(&self) -> usize {
+        self.slabs.iter().flatten().count()
+    }
+}
+
+/// A slab that is being made. When this is dropped it is there, or never will be.
+struct Growing<'a, R> {
+    pool: &'a Pool<R>,
+    slab: Option<Slab<R>>,
+}
+
+impl<R> Drop for Growing<'_, R> {
+    fn drop(&mut self) {
+        let mut slabs = self.pool.lock();
+        slabs.growing -= 1;
+        let mut rung = std::mem::take(&mut slabs.hoping);
+        if let Some(slab) = self.slab.take() {
+            rung.append(&mut slabs.waiting);
+            match slabs.slabs.iter().position(Option::is_none) {
+                Some(place) => slabs.slabs[place] = Some(slab),
+                None => slabs.slabs.push(Some(slab)),
+            }
+        }
+        drop(slabs);
+        self.pool.grown.notify_all();
+        ring(rung);
+    }
+}
+
+fn ring(waiting: Vec<Weak<OwnedFd>>) {
+    for bell in waiting.into_iter().filter_map(|bell| bell.upgrade()) {
+        let _ = rustix::io::write(&*bell, &1u64.to_ne_bytes()); // it fails only when it has rung for very long
     }
 }
 
@@ -179,6 +241,10 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use std::collections::{HashMap, HashSet};
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+    use std::sync::mpsc;
+    use std::thread;
+    use std::time::Duration;
 
     use proptest::prelude::*;
     use rustix::event::{EventfdFlags, eventfd};
@@ -217,6 +283,81 @@ mod tests {
     fn a_pool_that_never_could_register_says_why() {
         let pool: Arc<Pool<()>> = Pool::new(4096, 1 << 20, Box::new(|_| Err(io::ErrorKind::OutOfMemory.into())));
         assert_eq!(pool.take().err().unwrap().kind(), io::ErrorKind::OutOfMemory);
+    }
+
+    /// A pool of two slabs of four chunks. The making of a slab but the first says that it has begun and waits for a word.
+    fn slow_pool() -> (Arc<Pool<()>>, mpsc::Receiver<()>, mpsc::Sender<io::Result<()>>) {
+        let (begun, begins) = mpsc::channel();
+        let (word, words) = mpsc::channel();
+        let words = Mutex::new(words);
+        let is_first = AtomicBool::new(true);
+        let make = move |_| {
+            if is_first.swap(false, Ordering::SeqCst) {
+                return Ok(());
+            }
+            begun.send(()).unwrap();
+            words.lock().unwrap().recv().unwrap()
+        };
+        (Pool::new(256 << 10, 2 << 20, Box::new(make)), begins, word)
+    }
+
+    #[test]
+    fn while_a_slab_is_made_others_take_what_comes_back_and_nobody_makes_one_too_many() {
+        let (pool, begins, word) = slow_pool();
+        let mut chunks: Vec<_> = (0..4).map(|_| pool.take().unwrap().unwrap()).collect();
+        let bell = Arc::new(eventfd(0, EventfdFlags::NONBLOCK).unwrap());
+        thread::scope(|scope| {
+            let grower = scope.spawn(|| pool.take().unwrap());
+            begins.recv().unwrap();
+            drop(chunks.pop());
+            chunks.push(pool.take().unwrap().unwrap());
+            assert!(pool.take_or_ring(&bell).unwrap().is_none());
+            let waits = scope.spawn(|| pool.take().unwrap());
+            assert!(begins.recv_timeout(Duration::from_millis(50)).is_err(), "a third slab of two");
+            word.send(Ok(())).unwrap();
+            assert!(grower.join().unwrap().is_some() && waits.join().unwrap().is_some());
+        });
+        assert!(rustix::io::read(&*bell, &mut [0; 8]).is_ok());
+        assert_eq!(pool.slabs(), 2);
+    }
+
+    #[test]
+    fn who_hoped_for_a_slab_that_could_not_be_made_tries_once_himself() {
+        let (pool, begins, word) = slow_pool();
+        let chunks: Vec<_> = (0..4).map(|_| pool.take().unwrap().unwrap()).collect();
+        let [hopes, fails] = [(); 2].map(|()| Arc::new(eventfd(0, EventfdFlags::NONBLOCK).unwrap()));
+        let rings = |bell: &OwnedFd| rustix::io::read(bell, &mut [0; 8]).is_ok();
+        thread::scope(|scope| {
+            let grower = scope.spawn(|| pool.take_or_ring(&fails).unwrap());
+            begins.recv().unwrap();
+            assert!(pool.take_or_ring(&hopes).unwrap().is_none() && !rings(&hopes));
+            word.send(Err(io::ErrorKind::OutOfMemory.into())).unwrap();
+            assert!(grower.join().unwrap().is_none());
+            assert!(rings(&hopes) && !rings(&fails));
+            word.send(Err(io::ErrorKind::OutOfMemory.into())).unwrap();
+            assert!(pool.take_or_ring(&hopes).unwrap().is_none());
+            assert!(!rings(&hopes) && !rings(&fails), "two that fail would ring for each other for ever");
+        });
+        drop(chunks);
+        assert!(rings(&hopes) && rings(&fails));
+    }
+
+    #[test]
+    fn those_who_grow_at_once_get_all_that_the_bound_allows_and_no_more() {
+        let made = Arc::new(AtomicUsize::new(0));
+        let counted = made.clone();
+        let make = move |_| {
+            thread::sleep(Duration::from_millis(2));
+            counted.fetch_add(1, Ordering::SeqCst);
+            Ok(())
+        };
+        let pool: Arc<Pool<()>> = Pool::new(256 << 10, 4 << 20, Box::new(make));
+        let taken: Vec<_> = thread::scope(|scope| {
+            let takers: Vec<_> = (0..8).map(|_| scope.spawn(|| [(); 3].map(|()| pool.take().unwrap()))).collect();
+            takers.into_iter().flat_map(|taker| taker.join().unwrap()).collect()
+        });
+        assert_eq!(taken.iter().flatten().count(), 16);
+        assert_eq!((made.load(Ordering::SeqCst), pool.slabs()), (4, 4));
     }
 
     proptest! {

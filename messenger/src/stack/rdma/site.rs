@@ -125,16 +125,39 @@ impl Site {
     /// Sees to it that so many receives more are there for a link, or as many as can be had.
     pub(super) fn reserve(&self, wanted: u32) -> io::Result<u32> {
         self.tend();
-        let mut count = self.count();
-        let mut got = wanted.min(count.surplus);
-        count.surplus -= got;
-        while got < wanted && count.posted < self.station.most_receives() {
-            let Some(chunk) = self.receives.take()? else { break };
-            self.post(chunk, &mut count)?;
-            got += 1;
+        let mut got = {
+            let mut count = self.count();
+            let got = wanted.min(count.surplus);
+            count.surplus -= got;
+            got
+        };
+        while got < wanted {
+            match self.post_one_more() {
+                Ok(true) => got += 1,
+                Ok(false) => break,
+                Err(error) => {
+                    self.release(got);
+                    return Err(error);
+                }
+            }
         }
         self.hungry.store(got < wanted, Ordering::Relaxed);
         Ok(got)
+    }
+
+    /// Posts one receive more, if there is memory and the device has room. Memory may have to be registered, so the count is not
+    /// locked meanwhile: each letter that comes needs it.
+    fn post_one_more(&self) -> io::Result<bool> {
+        if self.count().posted >= self.station.most_receives() {
+            return Ok(false);
+        }
+        let Some(chunk) = self.receives.take()? else { return Ok(false) };
+        let mut count = self.count();
+        if count.posted >= self.station.most_receives() {
+            return Ok(false); // somebody else was faster
+        }
+        self.post(chunk, &mut count)?;
+        Ok(true)
     }
 
     /// So many receives that a link had are anybody's.
