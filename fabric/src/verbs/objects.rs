@@ -318,6 +318,8 @@ pub(super) struct QueuePair {
     completions: Arc<Completions>,
     /// Where its receives are posted, if not on itself.
     _receives: Option<Arc<SharedReceives>>,
+    /// Bytes that a request may carry in itself, as the device has answered.
+    inline: u32,
 }
 
 /// What a pair may have besides: scattered reads one of the transport, the rest one for messages.
@@ -451,7 +453,14 @@ impl QueuePair {
         // SAFETY: Domain, queue and shared receives exist as long as this object, which holds them; the attributes are written in full.
         let raw = unsafe { (domain.device.library().verbs.ibv_create_qp)(domain.raw.as_ptr(), &mut wanted) };
         let raw = made(raw).map_err(Error::system("making a queue pair"))?;
-        Ok(QueuePair { raw, domain: domain.clone(), completions: completions.clone(), _receives: sharing.receives })
+        let inline = wanted.cap.max_inline_data;
+        let (domain, completions) = (domain.clone(), completions.clone());
+        Ok(QueuePair { raw, domain, completions, _receives: sharing.receives, inline })
+    }
+
+    /// Bytes that a request may carry in itself: what was asked for, or what the device makes of it.
+    pub(super) fn inline(&self) -> u32 {
+        self.inline
     }
 
     /// The pair's number, which the other end addresses.

@@ -17,6 +17,7 @@
 //! - Every wait is the caller's: no call here waits, but [`Drop`] of a wire, for as long as the card needs to let go of it.
 
 mod door;
+mod inline;
 mod receives;
 mod wire;
 
@@ -26,6 +27,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub use door::{Door, Request};
 pub(super) use receives::SharedReceives;
 pub use wire::{Done, Step, Wire};
+
+use inline::Inline;
 
 use super::{
     VerbsOptions,
@@ -42,7 +45,8 @@ pub struct DuplexOptions {
     pub queue_depth: u32,
     /// Receives that may be posted per device.
     pub receives: u32,
-    /// Bytes that a request may carry in itself: no buffer, and no fetch by the card.
+    /// Bytes that a request may carry in itself: no buffer, and no fetch by the card. A card that allows fewer gets fewer; see
+    /// [`Wire::inline_bytes`].
     pub inline_bytes: u32,
     /// READs in flight per wire, in each direction.
     pub reads_in_flight: u8,
@@ -122,13 +126,14 @@ impl Stations {
 pub struct Station {
     receives: Arc<SharedReceives>,
     domain: Arc<Domain>,
+    inline: Inline,
 }
 
 impl Station {
     fn new(device: &Arc<Device>, options: &DuplexOptions) -> Result<Station, Error> {
         let domain = Domain::new(device)?;
         let receives = SharedReceives::new(&domain, options.receives)?;
-        Ok(Station { receives, domain })
+        Ok(Station { receives, domain, inline: Inline::new(options.inline_bytes) })
     }
 
     /// The device's name.

@@ -49,6 +49,8 @@ struct Linked {
     alarm: Arc<Alarm>,
     station: Arc<Station>,
     queue_depth: u32,
+    /// Bytes that a request may carry in itself.
+    inline: u32,
     terms: Terms,
 }
 
@@ -166,16 +168,21 @@ impl Wire {
         let completions =
             Completions::new(&channel, (queue_depth + station.receives.room().min(MOST_RECEIVED)).min(most))?;
         let receives = Some(station.receives.clone());
-        let sharing = Sharing { receives, inline: options.inline_bytes, quiet: true, ..Sharing::default() };
+        let sharing = Sharing { receives, quiet: true, ..Sharing::default() };
         let capacity = Capacity { send: queue_depth, receive: 0 };
-        let pair = QueuePair::sharing(&station.domain, &completions, capacity, sharing)?;
+        let (pair, inline) = station.inline.settle(device.name(), |inline| {
+            let sharing = Sharing { inline, ..sharing.clone() };
+            let pair = QueuePair::sharing(&station.domain, &completions, capacity, sharing)?;
+            let answered = pair.inline();
+            Ok((pair, answered))
+        })?;
         let alarm = Alarm::new()?;
         device.watch(pair.name(), &alarm);
         self.id.initialise(&pair, NO_RIGHTS)?;
         self.watch(channel.as_fd(), COMPLETIONS)?;
         self.watch(alarm.as_fd(), ALARM)?;
         self.watch(watched(device), DEVICE)?;
-        Ok(Linked { pair, completions, channel, alarm, station, queue_depth, terms })
+        Ok(Linked { pair, completions, channel, alarm, station, queue_depth, inline, terms })
     }
 
     /// Where the other end is.
@@ -197,6 +204,11 @@ impl Wire {
     /// Requests that may be posted and not completed.
     pub fn queue_depth(&self) -> u32 {
         self.linked.as_ref().map_or(0, |linked| linked.queue_depth)
+    }
+
+    /// Bytes that a request may carry in itself: what the options say, or fewer where the card allows no more.
+    pub fn inline_bytes(&self) -> u32 {
+        self.linked.as_ref().map_or(0, |linked| linked.inline)
     }
 
     /// What the other end said when it took our call; filled up with zeros.
@@ -300,10 +312,11 @@ impl Wire {
     /// # Errors
     /// As [`Wire::send`].
     pub fn send_inline(&self, name: u64, bytes: &[u8], shown: bool) -> Result<(), Error> {
-        if bytes.len() > self.stations.options().inline_bytes as usize {
+        let linked = self.linked()?;
+        if bytes.len() > linked.inline as usize {
             return Err(Error::Misuse("longer than a request may carry"));
         }
-        self.linked()?.pair.post_inline_send(name, bytes, shown)
+        linked.pair.post_inline_send(name, bytes, shown)
     }
 
     /// Posts a READ of the other end's memory into `region`. Completes visibly.

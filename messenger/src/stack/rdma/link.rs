@@ -88,7 +88,7 @@ impl RdmaLink {
         let window = reserve(&site, sites)?;
         let ours = Hello { letter_bytes: sites.options.letter_bytes, credits: window };
         let wire = request.accept(&ours.encode()).map_err(io::Error::from);
-        let link = wire.and_then(|wire| RdmaLink::new(sites, wire));
+        let link = wire.and_then(|wire| check_inline(wire.inline_bytes()).and_then(|()| RdmaLink::new(sites, wire)));
         let mut link = link.inspect_err(|_| site.release(window + WORD_ROOM))?;
         (link.site, link.window) = (Some(site), window);
         link.meet(hello);
@@ -137,7 +137,8 @@ impl RdmaLink {
         self.window = reserve(&site, &self.sites)?;
         self.site = Some(site);
         let hello = Hello { letter_bytes: self.sites.options.letter_bytes, credits: self.window };
-        Ok(wire.connect(&hello.encode())?)
+        wire.connect(&hello.encode())?;
+        check_inline(wire.inline_bytes())
     }
 
     fn wire(&self) -> io::Result<&Wire> {
@@ -366,7 +367,7 @@ impl RdmaLink {
         }
         let most = self.letter_bytes - HEAD_BYTES;
         let count = rest.small(most, self.sites.options.rendezvous_from_bytes);
-        let inline = self.sites.options.wires.inline_bytes as usize;
+        let inline = self.wire()?.inline_bytes() as usize;
         if HEAD_BYTES + count <= inline.min(INLINE_AT_MOST) {
             let mut letter = [0; INLINE_AT_MOST];
             rest.copy(&mut letter[HEAD_BYTES..HEAD_BYTES + count]);
@@ -582,6 +583,17 @@ fn reserve(site: &Site, sites: &Sites) -> io::Result<u32> {
     site.release(got);
     let text = "no memory is left to receive into: raise RdmaOptions::receive_bytes, or hold fewer links";
     Err(io::Error::new(io::ErrorKind::OutOfMemory, text))
+}
+
+/// Words and offers go in the request itself.
+fn check_inline(bytes: u32) -> io::Result<()> {
+    if bytes as usize >= START_BYTES {
+        return Ok(());
+    }
+    let text = format!(
+        "the RDMA device carries {bytes} bytes in a request itself, where words and offers take {START_BYTES}: use another device"
+    );
+    Err(io::Error::new(io::ErrorKind::Unsupported, text))
 }
 
 /// What is left of slices to be sent.

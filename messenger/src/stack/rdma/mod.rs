@@ -98,7 +98,7 @@ impl RdmaOptions {
             if fits { Ok(()) } else { Err(io::Error::new(io::ErrorKind::InvalidInput, sentence)) }
         };
         fits((256..=65_536).contains(&self.letter_bytes), "RDMA letters: choose 256 to 65536 bytes")?;
-        let shortest = (letter::HEAD_BYTES + letter::OFFER_BYTES) as u32;
+        let shortest = letter::START_BYTES as u32;
         fits(self.wires.inline_bytes >= shortest, "inline bytes: choose at least 32, which words and offers take")?;
         let most = letter::MOST_CREDITS;
         fits((1..=most).contains(&self.first_credits), "first RDMA credits: choose 1 to 4096")?;
