@@ -1,5 +1,5 @@
 /* ZeroMQ as a rival of the messenger: request and reply over TCP, a ROUTER that answers, a DEALER per connection that asks with so many
- * requests under way. messenger_rate builds this where libzmq's header and a C compiler are, and has no figures of it elsewhere; nothing
+ * requests under way. `remora-bench messenger` builds this where libzmq's header and a C compiler are, and has no figures of it elsewhere; nothing
  * else stands on it.
  *
  *   zeromq serve REPLY_BYTES                                        says its address, then its processor seconds for each line it is told

@@ -68,18 +68,9 @@ fn build(target: &Path) -> Result<()> {
 const RUNS: &str = "bench/runs";
 
 /// Programs of their own, and parts of [`SUITE`].
-const NAMES: [&str; 9] = [
-    "read_bandwidth",
-    "read_latency",
-    "full_sync",
-    "follow_lag",
-    "messenger_rate",
-    "devices",
-    "sync",
-    "feel",
-    "scaling",
-];
+const NAMES: [&str; 9] =
+    ["read_bandwidth", "read_latency", "full_sync", "follow_lag", "messenger", "devices", "sync", "feel", "scaling"];
 
 /// The program with the tables that a reader wants, and its parts that measure.
 const SUITE: &str = "remora-bench";
-const PARTS: [&str; 4] = ["devices", "sync", "feel", "scaling"];
+const PARTS: [&str; 5] = ["messenger", "devices", "sync", "feel", "scaling"];

@@ -2,12 +2,14 @@
 //!
 //! ```text
 //! cargo run --release -p remora-bench --bin remora-bench -- sync --networks 1gbit --servers valkey --out bench/runs
+//! cargo run --release -p remora-bench --bin remora-bench -- messenger --rounds 5 --out bench/runs
 //! cargo run --release -p remora-bench --bin remora-bench -- report
 //! ```
 
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use remora_bench::messenger;
 use remora_bench::suite::{devices, feel, report, scaling, syncs};
 use remora_bench::sync::Result;
 
@@ -29,6 +31,8 @@ enum Command {
     Feel(feel::Options),
     /// Cost against the size of the data set, and of its values.
     Scaling(scaling::Options),
+    /// Requests per second and latency of the messenger and its rivals.
+    Messenger(Box<messenger::options::Options>),
     /// Tables and plots out of kept runs, into docs/benchmarks.md.
     Report(report::Options),
 }
@@ -39,6 +43,7 @@ fn main() -> Result<ExitCode> {
         Command::Sync(options) => syncs::run(&options),
         Command::Feel(options) => feel::run(&options),
         Command::Scaling(options) => scaling::run(&options),
+        Command::Messenger(options) => messenger::rate::run(&options),
         Command::Report(options) => report::run(&options),
     }?;
     Ok(if is_well { ExitCode::SUCCESS } else { ExitCode::FAILURE })

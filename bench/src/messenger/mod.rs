@@ -1,14 +1,17 @@
-//! What `messenger_rate` measures with: request and reply, so many connections, so many requests under way on each. Here are
-//! the words for it; [`ours`] is the messenger, [`raw`] its plainest rival, [`tools`] and [`zeromq`] are rivals that
-//! others wrote.
+//! `remora-bench messenger`: how many requests a second, and how long each takes, of the messenger against raw epoll, iperf3, ZeroMQ and
+//! the ping-pongs of others. Request and reply, so many connections, so many requests under way on each. Here are the words for it;
+//! [`options`] is what can be typed, [`rate`] a run; [`ours`] is the messenger, [`raw`] its plainest rival, [`tools`] and [`zeromq`] are
+//! rivals that others wrote.
 //!
 //! What is counted, and what is not: a request is over when its reply has come, whole. Exactly `depth` requests are under way
 //! on each connection from the first to the last moment of the time measured; what is still under way then is awaited and not
 //! counted. Every request carries all of its bytes. Nothing sleeps.
 
 pub mod histogram;
+pub mod options;
 pub mod ours;
 pub mod plots;
+pub mod rate;
 pub mod raw;
 pub mod server;
 pub mod tools;
@@ -16,12 +19,12 @@ pub mod zeromq;
 
 use std::time::Duration;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use histogram::Histogram;
 
 /// One case: what crosses, how much of it at once.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Case {
     /// Connections.
     pub connections: usize,
@@ -40,7 +43,7 @@ impl std::fmt::Display for Case {
 }
 
 /// What one measurement of one case came to.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Outcome {
     /// Requests answered in the time.
     pub requests: u64,

@@ -19,10 +19,19 @@ use crate::cpu;
 /// # Errors
 /// What the system says.
 pub fn serve(address: &Address, reply: usize, options: &Options) -> io::Result<()> {
+    let (_messenger, address) = listen(address, reply, options)?;
+    server::serve(&address.to_string())
+}
+
+/// Answers every request with so many bytes, for as long as the messenger is held; and where.
+///
+/// # Errors
+/// What the system says.
+pub fn listen(address: &Address, reply: usize, options: &Options) -> io::Result<(Messenger, Address)> {
     let answerer = Arc::new(Answerer { reply: Bytes::from(content(reply)) });
     let messenger = Messenger::new(Policy::stateless_server(), options, answerer)?;
     let address = messenger.listen(address)?;
-    server::serve(&address.to_string())
+    Ok((messenger, address))
 }
 
 struct Answerer {
@@ -39,7 +48,7 @@ impl Dispatcher for Answerer {
 /// Asks for so long.
 ///
 /// # Errors
-/// The server cannot be reached, or stops answering.
+/// The server cannot be reached, stops answering, or answers with another number of bytes.
 pub fn measure(server: &mut Server, case: &Case, time: Duration, options: &Options) -> io::Result<Outcome> {
     let asker = Arc::new(Asker::new(case));
     let messenger = Messenger::new(Policy::lossy_client(), options, asker.clone())?;
@@ -56,6 +65,11 @@ pub fn measure(server: &mut Server, case: &Case, time: Duration, options: &Optio
     asker.wait("for the last replies", |asker| asker.under_way.load(Ordering::SeqCst) == 0)?;
     if asker.failed.load(Ordering::SeqCst) {
         return Err(io::Error::other("a connection broke during the measurement"));
+    }
+    let reply = asker.other_reply.load(Ordering::SeqCst);
+    if reply != NO_OTHER {
+        let text = format!("the server answers with {reply} bytes, not {}: give both the same --reply", case.reply);
+        return Err(io::Error::other(text));
     }
     let mut histogram = Histogram::default();
     asker.lanes.iter().for_each(|lane| histogram.add(&lock(lane).histogram));
@@ -77,6 +91,9 @@ pub fn idle(server: &mut Server, connections: usize, options: &Options) -> io::R
 
 struct Asker {
     request: Bytes,
+    /// Bytes that a reply should have, and those of one that had others.
+    reply: usize,
+    other_reply: AtomicUsize,
     lanes: Vec<Mutex<Lane>>,
     connected: AtomicUsize,
     under_way: AtomicU64,
@@ -96,6 +113,8 @@ impl Asker {
         let lane = || Mutex::new(Lane { asked: vec![Instant::now(); case.depth], histogram: Histogram::default() });
         Asker {
             request: Bytes::from(content(case.request)),
+            reply: case.reply,
+            other_reply: AtomicUsize::new(NO_OTHER),
             lanes: (0..case.connections).filter(|_| case.depth > 0).map(|_| lane()).collect(),
             connected: AtomicUsize::new(0),
             under_way: AtomicU64::new(0),
@@ -128,7 +147,7 @@ impl Asker {
         let mut guard = lock(&self.changed.0);
         while !holds(self) {
             if Instant::now() > deadline || self.failed.load(Ordering::SeqCst) {
-                return Err(io::Error::other(format!("waited in vain {what}")));
+                return Err(io::Error::other(format!("waited in vain {what}: is the server there, and free?")));
             }
             let waited = self.changed.1.wait_timeout(guard, Duration::from_millis(10));
             guard = waited.unwrap_or_else(PoisonError::into_inner).0;
@@ -140,6 +159,9 @@ impl Asker {
 impl Dispatcher for Asker {
     fn message(&self, connection: &Connection, delivery: Delivery) {
         let (at, place) = ((delivery.transaction >> 32) as usize, (delivery.transaction & 0xffff_ffff) as usize);
+        if delivery.data.len() != self.reply {
+            self.other_reply.store(delivery.data.len(), Ordering::SeqCst);
+        }
         if self.ending.load(Ordering::Relaxed) {
             self.under_way.fetch_sub(1, Ordering::SeqCst);
             return;
@@ -168,3 +190,6 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 
 /// A server that has not answered for so long does not.
 const PATIENCE: Duration = Duration::from_secs(60);
+
+/// No reply has had another length than it should.
+const NO_OTHER: usize = usize::MAX;

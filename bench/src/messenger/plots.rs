@@ -1,7 +1,7 @@
 //! Requests a second and their time over the number of connections, as SVG: one line with dots per subject.
 
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use plotters::style::RGBColor;
 
@@ -21,11 +21,12 @@ pub struct Point {
     pub p50: f64,
 }
 
-/// Draws two plots for each size and depth that was measured with several numbers of connections.
+/// Draws two plots for each size and depth that was measured with several numbers of connections; which files these are.
 ///
 /// # Errors
 /// A file cannot be written.
-pub fn draw(points: &[Point], folder: &Path) -> io::Result<()> {
+pub fn draw(points: &[Point], folder: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut drawn = Vec::new();
     let mut shapes: Vec<(usize, usize)> = points.iter().map(|point| (point.case.request, point.case.depth)).collect();
     shapes.sort_unstable();
     shapes.dedup();
@@ -35,11 +36,11 @@ pub fn draw(points: &[Point], folder: &Path) -> io::Result<()> {
         let title = format!("{} requests, {depth} under way on each connection", crate::bytes(request as u64));
         let name = |what: &str| folder.join(format!("{what}-{request}-{depth}.svg"));
         let rate = lines(&of_shape, |point| point.rate / 1e3);
-        picture(&name("rate"), &title, "thousand/s", rate)?;
+        drawn.extend(picture(name("rate"), &title, "thousand/s", rate)?);
         let latency = lines(&of_shape, |point| point.p50);
-        picture(&name("latency"), &title, "µs, median", latency)?;
+        drawn.extend(picture(name("latency"), &title, "µs, median", latency)?);
     }
-    Ok(())
+    Ok(drawn)
 }
 
 /// A subject and its points, by the number of connections.
@@ -60,16 +61,17 @@ fn lines<'a>(points: &[&'a Point], figure: fn(&Point) -> f64) -> Vec<Line<'a>> {
     lines
 }
 
-fn picture(path: &Path, title: &str, y: &str, lines: Vec<Line<'_>>) -> io::Result<()> {
+fn picture(path: PathBuf, title: &str, y: &str, lines: Vec<Line<'_>>) -> io::Result<Option<PathBuf>> {
     if lines.is_empty() {
-        return Ok(());
+        return Ok(None);
     }
     let most = |of: fn(&(f64, f64)) -> f64| lines.iter().flat_map(|(_, line)| line).map(of).fold(1e-6, f64::max);
     let x = Axis { name: "connections", range: 0.8..most(|point| point.0) * 1.2, powers_of: Some(2.0) };
     let y = Axis { name: y, range: 0.0..most(|point| point.1) * 1.1, powers_of: None };
     let coloured = lines.into_iter().zip(COLOURS.into_iter().cycle());
     let lines = coloured.map(|((name, points), colour)| plot::Line { name, colour, points }).collect();
-    plot::Picture { title, x, y, lines }.draw(path).map_err(io::Error::other)
+    plot::Picture { title, x, y, lines }.draw(&path).map_err(io::Error::other)?;
+    Ok(Some(path))
 }
 
 /// Told apart also by those who see few colours: by brightness.

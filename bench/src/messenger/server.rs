@@ -1,4 +1,5 @@
-//! The answering side in a process of its own, so that its processor time is its own: this very program, called again.
+//! The answering side in a process of its own, so that its processor time is its own: this very program, called again. Or one that
+//! somebody has started elsewhere, of which nothing is known but where it listens.
 //!
 //! It says where it listens on one line, and on each line that it is told, the processor time that it has spent so far.
 
@@ -6,13 +7,20 @@ use std::io::{self, BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::Duration;
 
-/// A running server; dropping it ends it.
+use super::options::Place;
+
+/// A running server; dropping it ends it, if we have started it.
 pub struct Server {
+    process: Option<Process>,
+    /// Where it listens.
+    pub address: String,
+}
+
+/// A child that answers what it is asked.
+struct Process {
     child: Child,
     to: ChildStdin,
     from: BufReader<ChildStdout>,
-    /// Where it listens.
-    pub address: String,
 }
 
 impl Server {
@@ -37,17 +45,23 @@ impl Server {
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
         let lost = || io::Error::other("a pipe of the server is missing");
         let to = child.stdin.take().ok_or_else(lost)?;
-        let mut from = BufReader::new(child.stdout.take().ok_or_else(lost)?);
+        let from = BufReader::new(child.stdout.take().ok_or_else(lost)?);
+        let mut process = Process { child, to, from };
         let mut address = String::new();
-        from.read_line(&mut address)?;
+        process.from.read_line(&mut address)?;
         let address = address.trim().to_owned();
         if address.is_empty() {
             return Err(io::Error::other("the server has ended before it listened"));
         }
-        Ok(Server { child, to, from, address })
+        Ok(Server { process: Some(process), address })
     }
 
-    /// Processor time that it has spent so far.
+    /// One that listens there already.
+    pub fn elsewhere(place: &Place) -> Server {
+        Server { process: None, address: place.to_string() }
+    }
+
+    /// Processor time that it has spent so far; none where it is elsewhere.
     ///
     /// # Errors
     /// It is gone.
@@ -55,7 +69,7 @@ impl Server {
         Ok(Duration::from_secs_f64(self.ask()?.0))
     }
 
-    /// Memory that it holds, in bytes.
+    /// Memory that it holds, in bytes; none where it is elsewhere.
     ///
     /// # Errors
     /// It is gone.
@@ -63,6 +77,12 @@ impl Server {
         Ok(self.ask()?.1)
     }
 
+    fn ask(&mut self) -> io::Result<(f64, u64)> {
+        self.process.as_mut().map_or(Ok((0.0, 0)), Process::ask)
+    }
+}
+
+impl Process {
     fn ask(&mut self) -> io::Result<(f64, u64)> {
         writeln!(self.to)?;
         self.to.flush()?;
@@ -76,7 +96,7 @@ impl Server {
     }
 }
 
-impl Drop for Server {
+impl Drop for Process {
     fn drop(&mut self) {
         let _ = self.child.kill(); // it may have ended by itself
         let _ = self.child.wait();

@@ -76,7 +76,7 @@ impl<P: Serialize + DeserializeOwned> Kept<P> {
 }
 
 /// What was typed, without where the run is kept: it lies there.
-fn arguments(typed: impl Iterator<Item = String>) -> String {
+pub(crate) fn arguments(typed: impl Iterator<Item = String>) -> String {
     let mut typed = typed;
     let mut told = Vec::new();
     while let Some(word) = typed.next() {

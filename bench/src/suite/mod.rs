@@ -10,6 +10,8 @@
 //!   report    tables and plots out of what is kept, into docs/benchmarks.md
 //! ```
 //!
+//! `messenger` is a subcommand as well, but has a stage of its own: [`crate::messenger`].
+//!
 //! What it is not: a second stage. Syncs are played by [`crate::sync`], the same as for `full_sync` and the demo; only where
 //! they are played, what is noted and how it is shown is here. Figures are taken by `devices`, `sync`, `feel` and `scaling`
 //! alone, and written down at once; `report` takes none, so tables can be made again from any kept run.

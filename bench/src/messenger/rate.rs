@@ -1,218 +1,102 @@
-//! How many requests a second, and how long each takes: the messenger against raw epoll, iperf3, ZeroMQ, and the ping-pongs of
-//! others.
+//! A run: every case with every subject in turn, round by round, summed up and kept; and its server alone, or its client alone.
 //!
-//! Each round measures every case with every subject in turn; a figure is the median of the rounds, a ratio the median of the
-//! rounds' ratios. Client and server are two processes, whose processor time is counted apart.
-//!
-//! ```text
-//! cargo run --release -p remora-bench --bin messenger_rate -- --rounds 5 --out bench/runs
-//! cargo run --release -p remora-bench --bin messenger_rate -- --connections 1,16 --depths 1,32 --request 64 --reply 64
-//! cargo run --release -p remora-bench --bin messenger_rate -- --idle 10000
-//! … -- --connections 1,16 --vary spin,adaptive:50,workers:2,workers:10,pool:0     what each of the seeds' findings comes to
-//! lab/rdma-vm/rdma-vm -n 2 target/release/messenger_rate --stacks rdma --rivals ib-send --rdma-source 10.77.0.2 --rdma-reader 10.77.0.1
-//! ```
+//! A figure is the median of the rounds, a ratio the median of the rounds' ratios. Client and server are two processes, whose
+//! processor time is counted apart.
 
 use std::fmt::Write as _;
-use std::path::PathBuf;
-use std::process::ExitCode;
-use std::str::FromStr;
-use std::time::Duration;
+use std::path::Path;
+use std::time::{Duration, Instant};
 
-use clap::Parser;
-use remora_bench::messenger::{Case, Outcome, ours, plots, raw, server::Server, tools, zeromq::ZeroMq};
-use remora_bench::perftest::Ends;
-use remora_bench::{Run, Sample, Spread};
-use remora_messenger::{Address, Options as Manner, Polling};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
-/// Requests per second and latency of the messenger and its rivals.
-#[derive(Parser, Debug, Clone)]
-struct Options {
-    /// Rounds; the figures are medians over them.
-    #[arg(long, default_value_t = 5)]
-    rounds: usize,
-    /// Milliseconds per measurement.
-    #[arg(long, default_value_t = 1000)]
-    millis: u64,
-    /// Connections, for cases of one's own; without these the cases are those of the promises.
-    #[arg(long, value_delimiter = ',')]
-    connections: Vec<usize>,
-    /// Requests under way on each connection.
-    #[arg(long, value_delimiter = ',', default_value = "1")]
-    depths: Vec<usize>,
-    /// Bytes of a request.
-    #[arg(long, value_delimiter = ',', default_value = "64")]
-    request: Vec<usize>,
-    /// Bytes of a reply.
-    #[arg(long, default_value_t = 64)]
-    reply: usize,
-    /// Transports of the messenger: tcp, shm; rdma, by --rdma-source (the server's device) and --rdma-reader (the client's).
-    #[arg(long, value_delimiter = ',', default_value = "tcp")]
-    stacks: Vec<String>,
-    /// Rivals: raw; iperf3 (bulk); zeromq, redis; sockperf, ucx-tcp, ucx-posix, fi-tcp, fi-shm (to 4 KiB,
-    /// one at a time); ib-send (between the devices of --rdma-…). What
-    /// is not installed has no figures.
-    #[arg(long, value_delimiter = ',', default_value = "raw,iperf3")]
-    rivals: Vec<String>,
-    /// Workers of the server's messenger, and of the client's.
-    #[arg(long, default_value_t = 1)]
-    workers: usize,
-    #[command(flatten)]
-    ends: Ends,
-    /// Leaves out checksums over bodies.
-    #[arg(long)]
-    no_crc: bool,
-    /// What a worker does when there is nothing to do: event, spin, or adaptive:MICROSECONDS.
-    #[arg(long, default_value = "event")]
-    polling: Poll,
-    /// Bytes that the pool of received data may keep; 0 takes every message's memory from the allocator.
-    #[arg(long)]
-    pool_bytes: Option<usize>,
-    /// Requests that may be posted on a queue pair (rdma).
-    #[arg(long)]
-    queue_depth: Option<u32>,
-    /// Measures the messenger once more for each of these, with that one thing changed: event, spin, adaptive:MICROSECONDS,
-    /// workers:N, pool:BYTES, queue:DEPTH, allocator:LIBRARY.
-    #[arg(long, value_delimiter = ',')]
-    vary: Vec<String>,
-    /// A library with another allocator, put before the system's in the server's process (as LD_PRELOAD does).
-    #[arg(long)]
-    allocator: Option<String>,
-    /// Keeps one processor busy with something else meanwhile.
-    #[arg(long)]
-    busy: bool,
-    /// Instead of requests: opens so many connections that say nothing, and tells the memory of both sides.
-    #[arg(long)]
-    idle: Option<usize>,
-    /// Keeps the run in a folder of its own below this one.
-    #[arg(long)]
-    out: Option<PathBuf>,
-    /// Writes everything as JSON.
-    #[arg(long)]
-    json: Option<PathBuf>,
-    /// What the program tells itself when it is to be the server.
-    #[arg(long, hide = true)]
-    serve: Option<String>,
-}
+use super::options::{self, Options};
+use super::{Case, Outcome, ours, plots, raw, server::Server, tools, zeromq::ZeroMq};
+use crate::suite::kept;
+use crate::sync::Result;
+use crate::{Run, Sample, Spread, cpu};
 
-#[derive(Clone, Copy, Debug)]
-struct Poll(Polling);
-
-impl FromStr for Poll {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Poll, String> {
-        match (text, text.strip_prefix("adaptive:").map(str::parse)) {
-            ("event", _) => Ok(Poll(Polling::Event)),
-            ("spin", _) => Ok(Poll(Polling::Spin)),
-            (_, Some(Ok(micros))) => Ok(Poll(Polling::Adaptive(Duration::from_micros(micros)))),
-            _ => Err("event, spin, or adaptive:MICROSECONDS".to_owned()),
-        }
+/// Runs it.
+///
+/// # Errors
+/// A server cannot be reached, a rival does what nobody understands, or a file cannot be written.
+pub fn run(options: &Options) -> Result<bool> {
+    if let Some(what) = &options.answer {
+        return be_the_server(what, options).map(|()| true);
     }
-}
-
-impl std::fmt::Display for Poll {
-    fn fmt(&self, to: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self.0 {
-            Polling::Event => write!(to, "event"),
-            Polling::Spin => write!(to, "spin"),
-            Polling::Adaptive(limit) => write!(to, "adaptive:{}", limit.as_micros()),
-        }
+    if let Some(place) = &options.serve {
+        return serve(place, options).map(|()| true);
     }
-}
-
-type Failure = Box<dyn std::error::Error>;
-
-fn main() -> Result<ExitCode, Failure> {
-    let options = Options::parse();
-    if let Some(what) = &options.serve {
-        return be_the_server(what, &options).map(|()| ExitCode::SUCCESS);
+    if let Some(folder) = &options.draw {
+        return draw(folder).map(|()| true);
     }
     if let Some(connections) = options.idle {
-        return tell_idle(connections, &options).map(|()| ExitCode::SUCCESS);
+        return tell_idle(connections, options).map(|()| true);
     }
     let _load = options.busy.then(Load::start).transpose()?;
-    let mut bench = Bench::new(options);
+    let mut bench = Bench::new(options.clone());
     bench.measure()?;
     bench.finish()
 }
 
-fn be_the_server(what: &str, options: &Options) -> Result<(), Failure> {
+fn be_the_server(what: &str, options: &Options) -> Result<()> {
     match what {
         "raw" => raw::serve(options.request[0], options.reply)?,
-        address => ours::serve(&address.parse::<Address>()?, options.reply, &options.manner())?,
+        address => ours::serve(&address.parse()?, options.reply, &options.manner_of_server())?,
     }
     Ok(())
 }
 
-fn tell_idle(connections: usize, options: &Options) -> Result<(), Failure> {
+/// The server alone: says where it listens on a line, and answers until its time is over or somebody ends it.
+fn serve(place: &options::Place, options: &Options) -> Result<()> {
+    let (_messenger, address) = ours::listen(&place.0, options.reply, &options.manner_of_server())?;
+    println!("{address}");
+    let Some(millis) = options.millis else {
+        eprintln!("answers with {} bytes until Ctrl-C", options.reply);
+        loop {
+            std::thread::park();
+        }
+    };
+    let until = Instant::now() + Duration::from_millis(millis);
+    while let Some(left) = until.checked_duration_since(Instant::now()) {
+        std::thread::sleep(left);
+    }
+    println!("{:.2} s of processor time", cpu::of_self()?.as_secs_f64());
+    Ok(())
+}
+
+/// Draws the plots of a kept run again.
+fn draw(folder: &Path) -> Result<()> {
+    let file = folder.join("run.json");
+    let failed = |error: &dyn std::fmt::Display| format!("could not read {}: {error}", file.display());
+    let text = std::fs::read(&file).map_err(|error| failed(&error))?;
+    let kept: Kept = serde_json::from_slice(&text).map_err(|error| failed(&error))?;
+    for drawn in plots::draw(&points(&kept.figures), folder)? {
+        println!("{}", drawn.display());
+    }
+    Ok(())
+}
+
+/// Of a kept run, what is drawn.
+#[derive(Deserialize)]
+struct Kept {
+    figures: Vec<Figure>,
+}
+
+fn tell_idle(connections: usize, options: &Options) -> Result<()> {
     let case = Case { connections, depth: 0, request: 64, reply: 64 };
-    let mut server = options.server("tcp:127.0.0.1:0", &case)?;
+    let mut server = server_of(options, "tcp:127.0.0.1:0", &case)?;
     let [client, server] = ours::idle(&mut server, connections, &options.manner())?;
     let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
     println!("{connections} idle connections: client {:.1} MiB, server {:.1} MiB", mib(client), mib(server));
     Ok(())
 }
 
-impl Options {
-    fn manner(&self) -> Manner {
-        let mut manner =
-            Manner { workers: self.workers, summed: !self.no_crc, polling: self.polling.0, ..Manner::default() };
-        manner.pool_bytes = self.pool_bytes.unwrap_or(manner.pool_bytes);
-        manner.rdma.local = self.ends.rdma_reader;
-        manner.rdma.wires.queue_depth = self.queue_depth.unwrap_or(manner.rdma.wires.queue_depth);
-        manner
-    }
-
-    /// The same with one thing changed, as `--vary` words it.
-    fn varied(&self, what: &str) -> Result<Options, Failure> {
-        let mut options = self.clone();
-        match what.split_once(':') {
-            Some(("workers", count)) => options.workers = count.parse()?,
-            Some(("pool", bytes)) => options.pool_bytes = Some(bytes.parse()?),
-            Some(("queue", depth)) => options.queue_depth = Some(depth.parse()?),
-            Some(("allocator", library)) => options.allocator = Some(library.to_owned()),
-            _ => options.polling = what.parse()?,
-        }
-        Ok(options)
-    }
-
-    fn server(&self, what: &str, case: &Case) -> Result<Server, Failure> {
-        let mut arguments: Vec<String> =
-            ["--serve", what, "--request"].map(str::to_owned).into_iter().chain([case.request.to_string()]).collect();
-        arguments.extend(["--reply".to_owned(), case.reply.to_string()]);
-        arguments.extend(["--workers".to_owned(), self.workers.to_string()]);
-        arguments.extend(["--polling".to_owned(), self.polling.to_string()]);
-        arguments.extend(self.no_crc.then(|| "--no-crc".to_owned()));
-        let numbers = [
-            ("--pool-bytes", self.pool_bytes.map(|n| n.to_string())),
-            ("--queue-depth", self.queue_depth.map(|n| n.to_string())),
-        ];
-        for (flag, number) in numbers {
-            arguments.extend(number.into_iter().flat_map(|number| [flag.to_owned(), number]));
-        }
-        Ok(Server::start(&arguments, self.allocator.as_deref())?)
-    }
-
-    fn cases(&self) -> Vec<Case> {
-        let reply = self.reply;
-        if self.connections.is_empty() {
-            let promised =
-                |&(request, connections, depth): &(usize, usize, usize)| Case { connections, depth, request, reply };
-            return PROMISED.iter().map(promised).collect();
-        }
-        let mut cases = Vec::new();
-        for &request in &self.request {
-            for &depth in &self.depths {
-                cases.extend(self.connections.iter().map(|&connections| Case { connections, depth, request, reply }));
-            }
-        }
-        cases
-    }
+fn server_of(options: &Options, what: &str, case: &Case) -> Result<Server> {
+    Ok(Server::start(&options.for_server(what, case), options.allocator.as_deref())?)
 }
 
 /// Every figure of a run.
-#[derive(Serialize)]
+#[derive(Serialize, Deserialize)]
 struct Figure {
     subject: String,
     case: Case,
@@ -229,11 +113,19 @@ struct Bench {
 }
 
 impl Bench {
-    fn new(options: Options) -> Bench {
-        Bench { options, run: Run::new("messenger_rate", "thousand requests/s"), figures: Vec::new(), zeromq: None }
+    fn new(mut options: Options) -> Bench {
+        let run = Run::new("bench_messenger", "thousand requests/s");
+        let typed = kept::arguments(std::env::args().skip(1));
+        let mut run = Run { command: format!("remora-bench {typed}"), ..run };
+        if let Some(place) = &options.ask {
+            run.notes.push(format!("the server at {place} was there already: its processor time is not known"));
+            options.stacks = vec![place.transport().to_owned()];
+            options.rivals.clear();
+        }
+        Bench { options, run, figures: Vec::new(), zeromq: None }
     }
 
-    fn measure(&mut self) -> Result<(), Failure> {
+    fn measure(&mut self) -> Result<()> {
         let cases = self.options.cases();
         for round in 0..self.options.rounds {
             eprintln!("round {} of {}", round + 1, self.options.rounds);
@@ -256,7 +148,10 @@ impl Bench {
         Ok(())
     }
 
-    fn measure_ours(&self, stack: &str, case: &Case, options: &Options) -> Result<Outcome, Failure> {
+    fn measure_ours(&self, stack: &str, case: &Case, options: &Options) -> Result<Outcome> {
+        if let Some(place) = &self.options.ask {
+            return Ok(ours::measure(&mut Server::elsewhere(place), case, self.time(), &options.manner())?);
+        }
         let folder = tempfile::tempdir()?;
         let address = match stack {
             "shm" => format!("shm:{}", folder.path().join("bell").display()),
@@ -266,14 +161,14 @@ impl Bench {
             },
             _ => "tcp:127.0.0.1:0".to_owned(),
         };
-        let mut server = options.server(&address, case)?;
+        let mut server = server_of(options, &address, case)?;
         Ok(ours::measure(&mut server, case, self.time(), &options.manner())?)
     }
 
-    fn measure_rival(&mut self, rival: &str, case: &Case) -> Result<Option<Outcome>, Failure> {
+    fn measure_rival(&mut self, rival: &str, case: &Case) -> Result<Option<Outcome>> {
         match rival {
             "raw" => {
-                let mut server = self.options.server("raw", case)?;
+                let mut server = server_of(&self.options, "raw", case)?;
                 Ok(Some(raw::measure(&mut server, case, self.time())?))
             }
             _ => {
@@ -289,7 +184,7 @@ impl Bench {
     }
 
     /// A rival that others wrote; none where it does not know such cases, the inner error where it is not installed.
-    fn measure_tool(&mut self, rival: &str, case: &Case) -> Result<Result<Option<Outcome>, String>, Failure> {
+    fn measure_tool(&mut self, rival: &str, case: &Case) -> Result<std::result::Result<Option<Outcome>, String>> {
         let is_ping_pong = (case.connections, case.depth) == (1, 1) && case.request <= PING_PONG_BYTES;
         let time = self.time();
         let outcome = match rival {
@@ -318,7 +213,7 @@ impl Bench {
     }
 
     fn time(&self) -> Duration {
-        Duration::from_millis(self.options.millis)
+        Duration::from_millis(self.options.millis.unwrap_or(options::MILLIS))
     }
 
     fn note(&mut self, subject: &str, case: &Case, round: usize, outcome: Outcome) {
@@ -364,7 +259,7 @@ impl Bench {
         self.run.comparisons.retain(|comparison| comparison.ratio.is_some() || comparison.at_least.is_some());
     }
 
-    fn finish(mut self) -> Result<ExitCode, Failure> {
+    fn finish(mut self) -> Result<bool> {
         self.compare();
         let summary = self.summary();
         print!("{summary}");
@@ -376,17 +271,17 @@ impl Bench {
             let files = [("raw.csv", self.raw()), ("summary.md", summary), ("run.json", json)];
             let kept = self.run.keep_files(folder, &files)?;
             println!("\nkept in {}", kept.display());
-            plots::draw(&self.points(), &kept)?;
+            plots::draw(&points(&self.figures), &kept)?;
         }
-        Ok(if self.run.keeps_promises() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+        Ok(self.run.keeps_promises())
     }
 
     /// The table: a line per case and subject, medians over the rounds.
     fn summary(&self) -> String {
-        let mut out = format!("# messenger_rate\n\n`{}`\n\n", self.run.command);
+        let mut out = format!("# {}\n\n`{}`\n\n", self.run.program, self.run.command);
         out += "| request × connections × depth | subject | thousand/s | low | high | GB/s | mean µs | p50 | p99 | p99.9 | client CPU µs | server CPU µs |\n";
         out += "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|\n";
-        for (case, subject) in self.cells() {
+        for (case, subject) in cells(&self.figures) {
             let of_cell = || self.figures.iter().filter(|figure| figure.case == case && figure.subject == subject);
             let median = |value: &dyn Fn(&Outcome) -> f64| {
                 Spread::of(of_cell().map(|figure| value(&figure.outcome))).map_or(0.0, |spread| spread.median)
@@ -416,27 +311,6 @@ impl Bench {
         out
     }
 
-    /// Medians for the plots.
-    fn points(&self) -> Vec<plots::Point> {
-        let point = |(case, subject): (Case, &str)| {
-            let of_cell = || self.figures.iter().filter(move |figure| figure.case == case && figure.subject == subject);
-            let rate = Spread::of(of_cell().map(|figure| figure.outcome.rate()))?.median;
-            let p50 = Spread::of(of_cell().map(|figure| figure.outcome.latency[1]))?.median;
-            Some(plots::Point { subject: subject.to_owned(), case, rate, p50 })
-        };
-        self.cells().into_iter().filter_map(point).collect()
-    }
-
-    fn cells(&self) -> Vec<(Case, &str)> {
-        let mut cells: Vec<(Case, &str)> = Vec::new();
-        for figure in &self.figures {
-            if !cells.contains(&(figure.case, &figure.subject)) {
-                cells.push((figure.case, &figure.subject));
-            }
-        }
-        cells
-    }
-
     fn raw(&self) -> String {
         let mut out = String::from(
             "subject,request,reply,connections,depth,round,requests,seconds,mean_us,p50_us,p99_us,p999_us,client_cpu_seconds,server_cpu_seconds\n",
@@ -451,6 +325,28 @@ impl Bench {
         }
         out
     }
+}
+
+/// Medians for the plots.
+fn points(figures: &[Figure]) -> Vec<plots::Point> {
+    let point = |(case, subject): (Case, &str)| {
+        let of_cell = || figures.iter().filter(move |figure| figure.case == case && figure.subject == subject);
+        let rate = Spread::of(of_cell().map(|figure| figure.outcome.rate()))?.median;
+        let p50 = Spread::of(of_cell().map(|figure| figure.outcome.latency[1]))?.median;
+        Some(plots::Point { subject: subject.to_owned(), case, rate, p50 })
+    };
+    cells(figures).into_iter().filter_map(point).collect()
+}
+
+/// Cases and subjects, in the order in which they were first measured.
+fn cells(figures: &[Figure]) -> Vec<(Case, &str)> {
+    let mut cells: Vec<(Case, &str)> = Vec::new();
+    for figure in figures {
+        if !cells.contains(&(figure.case, &figure.subject)) {
+            cells.push((figure.case, &figure.subject));
+        }
+    }
+    cells
 }
 
 /// Somebody else who uses a processor: a process of its own, whose time is nobody's here.
@@ -474,19 +370,6 @@ const BULK_BYTES: usize = 128 * 1024;
 
 /// Longer messages are no ping-pong.
 const PING_PONG_BYTES: usize = 4096;
-
-/// Request bytes, connections, depth.
-const PROMISED: [(usize, usize, usize); 9] = [
-    (64, 1, 1),
-    (64, 16, 1),
-    (64, 64, 1),
-    (4096, 1, 32),
-    (4096, 16, 32),
-    (131_072, 1, 32),
-    (131_072, 16, 32),
-    (1 << 20, 1, 32),
-    (1 << 20, 16, 32),
-];
 
 /// ... the rival, and the least ratio of the rates.
 const PROMISES: [(usize, usize, usize, &str, f64); 8] = [
