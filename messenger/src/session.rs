@@ -100,6 +100,13 @@ pub enum News {
     Refused(Refusal),
 }
 
+impl News {
+    /// Whether the session is over by it.
+    pub fn is_last(self) -> bool {
+        !matches!(self, News::Connected | News::Reset { goes_on: true, .. })
+    }
+}
+
 /// What to write next on the session's link.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Outgoing<'a, T> {

@@ -656,6 +656,10 @@ impl Worker {
     fn tell(&mut self, key: Key, news: News) {
         let Some(talk) = self.talks.get_mut(key) else { return };
         let (dispatcher, connection) = (&self.common.dispatcher, &talk.connection);
+        // Who knows that it is over may send at once, from any thread, and has to be told so again.
+        if news.is_last() {
+            connection.set_over();
+        }
         match news {
             News::Connected => {
                 connection.set_ready(true);
