@@ -47,7 +47,7 @@ pub struct RelayArgs {
 /// Below this a slot of the default size takes longer than its reader waits for a byte of it.
 const LEAST_RATE: Size = Size::bytes(64 << 10);
 
-fn parse_rate(text: &str) -> Result<Size, String> {
+pub(super) fn parse_rate(text: &str) -> Result<Size, String> {
     let size: Size = text.parse().map_err(|error: crate::units::UnitError| error.to_string())?;
     if size < LEAST_RATE { Err(format!("at least {LEAST_RATE} a second are needed")) } else { Ok(size) }
 }

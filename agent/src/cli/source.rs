@@ -4,7 +4,7 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use clap::{Args, ValueEnum};
 
-use super::RdmaOffer;
+use super::{RdmaOffer, relay::parse_rate};
 use crate::{
     exit::{self, Code},
     server::{ServerArgs, Task},
@@ -96,6 +96,12 @@ pub struct SourceArgs {
     /// Congestion control of the TCP lanes, as in /proc/sys/net/ipv4/tcp_allowed_congestion_control. Default: the system's.
     #[arg(long, value_name = "NAME", help_heading = "Transports")]
     pub tcp_congestion: Option<String>,
+
+    /// Bytes per second that replicas may read from us by TCP, all together. A little below what the cable carries (105MiB for 1 Gb/s), and the
+    /// primary's clients on other hosts do not wait behind the snapshot; the transfer then takes that much longer. By RDMA and shared
+    /// memory reads pass us unnoticed: replicas can limit themselves by their `--download-limit`.
+    #[arg(long, value_name = "SIZE", value_parser = parse_rate, help_heading = "Transports")]
+    pub upload_limit: Option<Size>,
 
     /// Do not offer shared memory to replicas on this host: everything goes by TCP.
     #[arg(long, help_heading = "Transports")]

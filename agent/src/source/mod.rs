@@ -27,6 +27,7 @@ mod trial;
 mod wire;
 
 use std::collections::HashMap;
+use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -833,7 +834,9 @@ fn tcp_exporter(args: &SourceArgs, address: std::net::SocketAddr) -> Result<TcpE
         SendChoice::Copy => SendMode::Copy,
         SendChoice::File => SendMode::File,
     };
-    let options = TcpOptions { send, congestion: args.tcp_congestion.clone(), ..TcpOptions::default() };
+    let upload_rate = args.upload_limit.and_then(|limit| NonZeroU64::new(limit.get()));
+    let congestion = args.tcp_congestion.clone();
+    let options = TcpOptions { send, congestion, upload_rate, ..TcpOptions::default() };
     TcpExporter::new(options, Some(address)).map_err(|error| Failure::refused(error.to_string()))
 }
 

@@ -30,6 +30,7 @@ use super::{
     TcpOptions, handshake,
     handshake::Asked,
     key,
+    pace::Pace,
     serve::{Region, Server},
     socket,
     socket::Deadline,
@@ -57,7 +58,8 @@ impl TcpExporter {
     pub fn new(options: TcpOptions, advertised: Option<SocketAddr>) -> Result<TcpExporter, Error> {
         options.check()?;
         let book = Book { advertised, ..Book::default() };
-        let shared = Shared { options, book: Mutex::new(book), served: AtomicU64::new(0) };
+        let pace = options.upload_rate.map(Pace::new);
+        let shared = Shared { options, pace, book: Mutex::new(book), served: AtomicU64::new(0) };
         Ok(TcpExporter { shared: Arc::new(shared), listeners: Mutex::default() })
     }
 
@@ -148,6 +150,9 @@ impl Exporter for TcpExporter {
 
 impl Drop for TcpExporter {
     fn drop(&mut self) {
+        if let Some(pace) = &self.shared.pace {
+            pace.end();
+        }
         // Listeners first, so that nothing new comes; each joins its thread.
         lock(&self.listeners).clear();
         let threads = self.shared.book().close();
@@ -158,6 +163,7 @@ impl Drop for TcpExporter {
 /// What the exporter and its threads hold in common.
 struct Shared {
     options: TcpOptions,
+    pace: Option<Pace>,
     book: Mutex<Book>,
     served: AtomicU64,
 }
@@ -219,7 +225,7 @@ impl Shared {
         asked.welcome(&secret, region.memory.length())?;
         tracing::debug!(lane = number, session, region = %region.id, "a data lane is open");
         let TcpOptions { send, drain_timeout, .. } = self.options;
-        let ended = Server::new(stream, &region, send, drain_timeout, &self.served).run();
+        let ended = Server::new(stream, &region, send, drain_timeout, self.pace.as_ref(), &self.served).run();
         tracing::debug!(lane = number, session, region = %region.id, "a data lane has ended: {ended}");
         Ok(())
     }

@@ -32,6 +32,7 @@ mod exporter;
 mod handshake;
 mod key;
 mod lane;
+mod pace;
 mod peer;
 mod serve;
 mod socket;
@@ -40,7 +41,7 @@ mod wire;
 #[cfg(test)]
 mod tests;
 
-use std::time::Duration;
+use std::{num::NonZeroU64, time::Duration};
 
 pub use connector::TcpConnector;
 pub use exporter::TcpExporter;
@@ -63,6 +64,9 @@ pub struct TcpOptions {
     pub congestion: Option<String>,
     /// Source: how bytes leave.
     pub send: SendMode,
+    /// Source: bytes per second that large reads take, all lanes together; `None`: as much as they can. A little below what the cable
+    /// carries, and others on it do not wait behind them.
+    pub upload_rate: Option<NonZeroU64>,
     /// Reader: time to connect, all addresses and lanes together.
     pub connect_timeout: Duration,
     /// Both: time for the whole handshake of a lane, so that a connection that says nothing, or says it byte by byte,
@@ -82,6 +86,7 @@ impl Default for TcpOptions {
             depth: 16,
             congestion: None,
             send: SendMode::Copy,
+            upload_rate: None,
             connect_timeout: Duration::from_secs(10),
             handshake_timeout: Duration::from_secs(5),
             stall_timeout: Duration::from_secs(10),

@@ -22,7 +22,9 @@ use std::{
 use rustix::net::SendFlags;
 
 use super::{
-    SLOWEST_DRAIN_BYTES, SendMode, socket,
+    SLOWEST_DRAIN_BYTES, SendMode,
+    pace::Pace,
+    socket,
     wire::{Answer, PIECE_BYTES, Request, Status, TAG_LANE},
 };
 use crate::{Denial, Memory, RegionId};
@@ -59,6 +61,7 @@ pub(super) struct Server<'a> {
     region: &'a Region,
     mode: SendMode,
     drain_timeout: Duration,
+    pace: Option<&'a Pace>,
     served: &'a AtomicU64,
     outbox: Vec<u8>,
 }
@@ -69,9 +72,10 @@ impl<'a> Server<'a> {
         region: &'a Region,
         mode: SendMode,
         drain_timeout: Duration,
+        pace: Option<&'a Pace>,
         served: &'a AtomicU64,
     ) -> Server<'a> {
-        Server { stream, region, mode, drain_timeout, served, outbox: Vec::with_capacity(OUTBOX_BYTES) }
+        Server { stream, region, mode, drain_timeout, pace, served, outbox: Vec::with_capacity(OUTBOX_BYTES) }
     }
 
     /// Serves, and says why it ended.
@@ -193,7 +197,12 @@ impl<'a> Server<'a> {
     fn send_region(&self, offset: u64, length: usize) -> Result<(), Ended> {
         let mut sent = 0;
         while sent < length {
-            let (at, left) = (offset + sent as u64, length - sent);
+            let (at, mut left) = (offset + sent as u64, length - sent);
+            if let Some(pace) = self.pace {
+                left = left.min(pace.piece());
+                // The reader is owed the rest of the piece whatever becomes of the region; and who hung up is found by sending.
+                pace.wait(left, || self.is_revoked());
+            }
             let began = Instant::now();
             let result = match self.mode {
                 SendMode::Copy => self.region.memory.send(self.stream, at, left),

@@ -6,6 +6,7 @@
 use std::{
     io::{Read, Write},
     net::{SocketAddr, TcpListener, TcpStream},
+    num::NonZeroU64,
     sync::Arc,
     thread,
     time::{Duration, Instant},
@@ -357,6 +358,37 @@ fn the_congestion_control_in_use_is_reported() {
     let peer = world.connector.open(&world.key(), SESSION, &SECRET, world.sink.clone()).unwrap();
     assert_eq!(peer.effective_congestion().as_deref(), Some("reno"));
     assert_eq!(world.exporter.effective_congestion().as_deref(), Some("reno"));
+}
+
+#[test]
+fn all_lanes_together_get_no_more_than_the_rate_and_small_reads_pass_by() {
+    let rate = 20 << 20;
+    let world = World::new(TcpOptions { upload_rate: NonZeroU64::new(rate), send: SendMode::File, ..quick() });
+    let (mut one, mut other) = (world.connect().unwrap(), world.connect().unwrap());
+    let began = Instant::now();
+    let reads = [read(1, 0, 2 << 20, 0), read(2, 4 << 20, 2 << 20, 4 << 20)];
+    one.post_read(&reads[..1]).unwrap();
+    other.post_read(&reads[1..]).unwrap();
+    let mut third = world.connect().unwrap();
+    third.post_read(&[read(3, 77, 4096, 7 << 20)]).unwrap();
+    drain(&mut third, 1);
+    assert!(began.elapsed() < Duration::from_millis(150), "a small read waited for large ones");
+    drain(&mut one, 1);
+    drain(&mut other, 1);
+    let took = began.elapsed();
+    assert!(took > Duration::from_millis(190), "4 MiB at 20 MiB a second in {took:?}");
+    reads.iter().for_each(|read| world.assert_read(read));
+}
+
+#[test]
+fn an_exporter_that_ends_does_not_wait_for_those_who_wait_for_their_turn() {
+    let world = World::new(TcpOptions { upload_rate: NonZeroU64::new(1 << 10), ..quick() });
+    let mut peer = world.connect().unwrap();
+    peer.post_read(&[read(1, 0, 1 << 20, 0)]).unwrap();
+    thread::sleep(Duration::from_millis(20));
+    let began = Instant::now();
+    drop(world.exporter);
+    assert!(began.elapsed() < Duration::from_secs(1));
 }
 
 #[test]
