@@ -31,7 +31,7 @@ pub struct Options {
     #[arg(
         long,
         value_delimiter = ',',
-        default_value = "own-best,own-together,own-dual,remora-shm,remora-tcp,remora-relay"
+        default_value = "own-best,own-together,own-dual,remora-shm,remora-tcp,remora-relay,remora-relay-gentle,remora-module,remora-module-relay"
     )]
     pub methods: Vec<Method>,
     /// Commands per second of each group of clients.

@@ -246,7 +246,7 @@ fn copies(replicas: usize) -> u64 {
 }
 
 /// All that say something of their own; which apply is asked of each.
-const METHODS: [Method; 10] = [
+const METHODS: [Method; 11] = [
     Method::OwnDefault,
     Method::OwnBest,
     Method::OwnTogether,
@@ -257,6 +257,7 @@ const METHODS: [Method; 10] = [
     Method::RemoraTcp,
     Method::RemoraRelay,
     Method::RemoraRelayKilled,
+    Method::RemoraModuleRelay,
 ];
 
 /// Below this a network is slow.

@@ -126,6 +126,17 @@ pub struct Source {
 impl Source {
     /// Starts one beside that server and waits until it is ready. `data_bytes`: what its memory must hold, roughly.
     pub fn start(program: &Program, server: &Server, folder: &Path, data_bytes: u64) -> Result<Source> {
+        Source::start_limited(program, server, folder, data_bytes, None)
+    }
+
+    /// One that sends no more than `limit` bytes per second by TCP.
+    pub(crate) fn start_limited(
+        program: &Program,
+        server: &Server,
+        folder: &Path,
+        data_bytes: u64,
+        limit: Option<u64>,
+    ) -> Result<Source> {
         let token = scratch::token_file(folder)?;
         let memory = format!("{}MiB", ((data_bytes * 2) >> 20) + 2 * JOURNAL_MIB);
         let journal = format!("{JOURNAL_MIB}MiB");
@@ -134,6 +145,9 @@ impl Source {
         enter(server, &mut command)?;
         command.args(["source", "--server", &server.url(), "--listen", &listen, "--token-file"]).arg(&token);
         command.args(["--memory", &memory, "--journal-memory", &journal]);
+        if let Some(limit) = limit {
+            command.args(["--upload-limit", &limit.to_string()]);
+        }
         let mut agent = Agent::run(command)?;
         let line = agent.wait_for_line("listening=", START_TIME)?;
         let words = line.split_whitespace().find_map(|word| word.strip_prefix("listening="));

@@ -28,10 +28,14 @@ pub enum Method {
     RemoraTcp,
     /// ... by TCP, replicas that feed each other.
     RemoraRelay,
+    /// ... and the source leaves the cable some room, by its `--upload-limit`.
+    RemoraRelayGentle,
     /// ... one of which, that others read from, is killed when it holds half.
     RemoraRelayKilled,
     /// ... by shared memory, with our module in the primary and in the replicas' servers.
     RemoraModule,
+    /// ... by TCP, replicas that feed each other, with our module in the primary and in the replicas' servers.
+    RemoraModuleRelay,
     /// One that joins the snapshot which [`Method::RemoraShm`] has left at the source.
     RemoraLate,
 }
@@ -53,8 +57,10 @@ impl Method {
             Method::RemoraShm => "Remora shm, best",
             Method::RemoraTcp => "Remora tcp, best",
             Method::RemoraRelay => "Remora tcp, relay",
+            Method::RemoraRelayGentle => "Remora tcp, relay, upload limited",
             Method::RemoraRelayKilled => "Remora tcp, relay, one killed",
             Method::RemoraModule => "Remora shm, module",
+            Method::RemoraModuleRelay => "Remora tcp, relay, module",
             Method::RemoraLate => "Remora shm, late joiner",
         }
     }
@@ -71,7 +77,7 @@ impl Method {
 
     /// Whether the servers have our module. For every other method they are without it.
     pub fn has_module(self) -> bool {
-        self == Method::RemoraModule
+        matches!(self, Method::RemoraModule | Method::RemoraModuleRelay)
     }
 
     /// What `remora replica` is told to read by.
@@ -79,7 +85,8 @@ impl Method {
         match self {
             Method::RemoraDefault => Some("auto"),
             Method::RemoraShm | Method::RemoraLate | Method::RemoraModule => Some("shm"),
-            Method::RemoraTcp | Method::RemoraRelay | Method::RemoraRelayKilled => Some("tcp"),
+            Method::RemoraTcp | Method::RemoraModuleRelay => Some("tcp"),
+            Method::RemoraRelay | Method::RemoraRelayGentle | Method::RemoraRelayKilled => Some("tcp"),
             Method::OwnDefault | Method::OwnBest | Method::OwnTogether | Method::OwnDual => None,
             Method::Copier | Method::CopierOneByOne => None,
         }
@@ -89,9 +96,15 @@ impl Method {
     pub fn serves_peers(self) -> Option<bool> {
         match self {
             Method::RemoraTcp => Some(false),
-            Method::RemoraRelay | Method::RemoraRelayKilled => Some(true),
+            Method::RemoraRelay | Method::RemoraRelayGentle | Method::RemoraRelayKilled => Some(true),
+            Method::RemoraModuleRelay => Some(true),
             _ => None,
         }
+    }
+
+    /// What the source may send, in bytes per second, where a cable carries so many with all headers.
+    pub fn upload_limit(self, cable: Option<u64>) -> Option<u64> {
+        cable.filter(|_| self == Method::RemoraRelayGentle).map(|cable| cable / 100 * GENTLE_PERCENT)
     }
 
     /// Whether it reads memory across hosts, or needs no memory at all.
@@ -157,6 +170,9 @@ impl Method {
             .then(|| ("dual-channel-replication-enabled", "yes".to_owned()))
     }
 }
+
+/// Of a cable's rate. TCP's payload is 95 % of it with packets of 1500 bytes; what is left is for everybody else.
+const GENTLE_PERCENT: u64 = 90;
 
 /// Longer than it takes to tell all replicas.
 const TOGETHER_SECONDS: &str = "5";

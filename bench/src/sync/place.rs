@@ -15,6 +15,7 @@ struct Hosts {
     primary: Host,
     client: Host,
     replicas: Vec<Host>,
+    rate: BitRate,
 }
 
 impl Place {
@@ -35,7 +36,12 @@ impl Place {
             Ok(host)
         };
         let replicas = (1..=replicas).map(|number| host(&format!("replica-{number}"))).collect::<Result<_>>()?;
-        Ok(Place { hosts: Some(Hosts { primary: host("primary")?, client: host("client")?, replicas }) })
+        Ok(Place { hosts: Some(Hosts { primary: host("primary")?, client: host("client")?, replicas, rate }) })
+    }
+
+    /// Bytes per second that each host's cable carries, with all headers; `None` on loopback.
+    pub fn cable(&self) -> Option<u64> {
+        self.hosts.as_ref().map(|hosts| hosts.rate.0 / 8)
     }
 
     /// The primary's host.

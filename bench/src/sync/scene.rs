@@ -114,7 +114,9 @@ impl Scene {
         self.prepare(trial)?;
         let replicas = self.empty_servers(trial)?;
         if trial.method.is_ours() && self.source.is_none() {
-            let source = Source::start(&self.program, &self.primary, self.folder.path(), self.shape.bytes())?;
+            let limit = trial.method.upload_limit(self.place.cable());
+            let (folder, bytes) = (self.folder.path(), self.shape.bytes());
+            let source = Source::start_limited(&self.program, &self.primary, folder, bytes, limit)?;
             self.source = Some(source);
         }
         touch_memory(self.shape.bytes().saturating_mul(trial.replicas as u64));
