@@ -249,6 +249,9 @@ impl RdmaLink {
     /// The peer could use more: it gets twice as much, as far as there is memory.
     fn widen(&mut self) -> io::Result<()> {
         let wanted = self.window.max(1).min(self.sites.options.most_credits.saturating_sub(self.window));
+        if wanted == 0 {
+            return Ok(()); // to ask for nothing would say that nobody here lacks anything
+        }
         let more = self.site()?.reserve(wanted)?;
         self.window += more;
         self.flow.give(more);
@@ -268,10 +271,12 @@ impl RdmaLink {
             return Ok(());
         }
         let site = self.site()?.clone();
+        let held = |item: &&Item| matches!(item, Item::Reading { .. } | Item::Read { .. });
+        let mut held = self.arrived.iter().filter(held).count();
         for at in 0..self.arrived.len() {
             let Some(Item::Offered(offer)) = self.arrived.get(at) else { continue };
             let offer = *offer;
-            if self.reads >= READS_AT_ONCE || !self.has_place() {
+            if self.reads >= READS_AT_ONCE || held >= READS_HELD || !self.has_place() {
                 break;
             }
             let Some(chunk) = site.landing.take_or_ring(&self.bell)? else { break };
@@ -281,6 +286,7 @@ impl RdmaLink {
             self.posted.push_back(Posted { name, memory: Some(chunk), is_read: true });
             self.unshown = 0;
             self.reads += 1;
+            held += 1;
             self.arrived[at] = Item::Reading { length: offer.length };
         }
         Ok(())
@@ -684,6 +690,10 @@ fn unknown() -> io::Error {
 
 /// READs of one link at once: enough that one is under way while another is copied out.
 const READS_AT_ONCE: u32 = 4;
+
+/// Pieces that one link may hold, read or being read, and not yet received by its owner: 2 MiB. An owner that receives nothing must not take
+/// the memory that other links read into.
+const READS_HELD: usize = 8;
 
 /// Visible completions per turn of a queue of letters that need none.
 const SHOWN_PER_QUEUE: u32 = 4;
