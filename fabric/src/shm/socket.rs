@@ -82,6 +82,13 @@ impl Packet {
 
 /// Takes one packet if there is one; `Errno::AGAIN` if not. Never blocks. Descriptors beyond the first are closed at once.
 pub(super) fn receive(socket: impl AsFd) -> Result<Packet, Errno> {
+    let packet = look(&socket)?;
+    // Linux looks for a packet and then for the end, not for both at one moment: a last packet and the end that come in between look like the
+    // end alone. The end stays, so that a second look finds what there is.
+    if packet.bytes().is_empty() { look(&socket) } else { Ok(packet) }
+}
+
+fn look(socket: impl AsFd) -> Result<Packet, Errno> {
     let mut bytes = [0; PACKET_MAX_BYTES];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);

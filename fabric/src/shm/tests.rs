@@ -215,6 +215,39 @@ fn a_folder_that_does_not_exist_is_an_error_that_says_what_was_wanted() {
 }
 
 #[test]
+fn a_last_packet_comes_before_the_end_however_close_the_two_are() {
+    let (giving, taken) = std::sync::mpsc::sync_channel(0);
+    let giver = std::thread::spawn(move || {
+        for socket in taken {
+            socket::send(&socket, b"last", None).unwrap();
+        }
+    });
+    let begun = Instant::now();
+    for round in 0..ROUNDS_OF_ENDS {
+        let (one, other) = local_pair();
+        giving.send(other).unwrap();
+        let packet = loop {
+            match socket::receive(&one) {
+                Err(rustix::io::Errno::AGAIN) => assert!(begun.elapsed() < Duration::from_secs(60)),
+                received => break received.unwrap(),
+            }
+        };
+        assert_eq!(packet.bytes(), b"last", "round {round}");
+        while socket::receive(&one).is_err() {}
+    }
+    drop(giving);
+    giver.join().unwrap();
+}
+
+/// So many ends that, where the end were taken for all there is, one in a few thousand would show it.
+const ROUNDS_OF_ENDS: u32 = 20_000;
+
+fn local_pair() -> (OwnedFd, OwnedFd) {
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+    socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap()
+}
+
+#[test]
 fn options_out_of_range_are_refused() {
     for options in [
         ShmOptions { connections: 0, ..ShmOptions::default() },
