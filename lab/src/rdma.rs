@@ -95,8 +95,17 @@ impl RdmaVm {
     pub fn run_ignored_tests(&self, prefix: &str, at_once: u8) -> usize {
         let this_program = std::env::current_exe().unwrap_or_default();
         let at_once = format!("--test-threads={at_once}");
-        let ran = self.run(&[&this_program.to_string_lossy(), "--ignored", prefix, &at_once]);
-        let ran = ran.unwrap_or_else(|error| panic!("{error}"));
+        let run = || {
+            let ran = self.run(&[&this_program.to_string_lossy(), "--ignored", prefix, &at_once]);
+            ran.unwrap_or_else(|error| panic!("{error}"))
+        };
+        let mut ran = run();
+        if !ran.status.success() && String::from_utf8_lossy(&ran.stderr).contains(KERNEL_HUNG) {
+            eprintln!(
+                "the machine's own kernel hung (Soft-RoCE of Linux 6.1 does, now and then): once more, in another one"
+            );
+            ran = run();
+        }
         let (said, console) = (String::from_utf8_lossy(&ran.stdout), String::from_utf8_lossy(&ran.stderr));
         assert!(ran.status.success(), "{}\n{said}\n{console}", process::in_words(ran.status));
         let passed =
@@ -105,3 +114,6 @@ impl RdmaVm {
         passed.unwrap_or_else(|| panic!("no test of the name {prefix} was run:\n{said}"))
     }
 }
+
+/// What the guest's kernel says of a task that it does not let go of, whatever the program does: no fault of the program's.
+const KERNEL_HUNG: &str = "blocked for more than";
