@@ -44,7 +44,7 @@ struct Used(Range<u64>);
 
 /// A string that is not whole yet.
 struct Open {
-    key: OwnedStr,
+    name: OwnedStr,
     database: u32,
     length: u64,
     filled: u64,
@@ -70,8 +70,8 @@ impl Strings {
                 if let Some(open) = &self.open {
                     return Err(StringError::Unfinished { missing: open.length - open.filled });
                 }
-                let key = OwnedStr::new(context, key);
-                self.open = Some(Open { key, database, length, filled: 0, expires_ms, usage });
+                let name = OwnedStr::new(context, key);
+                self.open = Some(Open { name, database, length, filled: 0, expires_ms, usage });
                 Ok(())
             }
             Word::Piece { offset, length } => self.piece(context, offset, u64::from(length)),
@@ -88,16 +88,16 @@ impl Strings {
         let place = offset..offset.saturating_add(length);
         // A string is allocated with its first piece.
         if open.filled == 0 {
-            self.heap.prepare(context, usize::try_from(open.length).unwrap_or(usize::MAX));
+            self.heap.prepare(open.length, |bytes| warm(context, bytes));
         }
-        if self.takes_strings && open.length == length {
+        let address = if self.takes_strings && open.length == length {
             let (address, taken) = open.make(context, &self.memory, &place)?;
             self.takes_strings = taken;
-            self.heap.note(address, length as usize);
+            address
         } else {
-            let address = open.append(context, &self.memory, &place)?;
-            self.heap.note(address, length as usize);
-        }
+            open.append(context, &self.memory, &place)?
+        };
+        self.heap.note(open.length, address, length);
         self.bytes += length;
         if open.filled == open.length {
             self.keys += 1;
@@ -139,27 +139,33 @@ struct Heap {
     /// The addresses that were made ready.
     ready: Range<usize>,
     /// Bytes of strings made since then, and how many of them lie there.
-    made: usize,
-    hit: usize,
+    made: u64,
+    hit: u64,
     /// How often in a row the server's allocator took other memory.
     misses: u32,
 }
 
 impl Heap {
-    /// A string of so many bytes will be made now.
-    fn prepare(&mut self, context: &Context<'_>, bytes: usize) {
-        if self.made + bytes <= self.ready.len() || bytes > HEAP_BYTES_MAX || self.misses > MISSES_MAX {
+    /// A string of so many bytes will be made now. `warm` makes that many ready and says where, if the system can.
+    fn prepare(&mut self, string: u64, warm: impl FnOnce(usize) -> Option<Range<usize>>) {
+        if string > STRING_BYTES_MAX || self.misses >= MISSES_MAX || self.made + string <= self.ready.len() as u64 {
             return;
         }
         self.misses = if self.hit * 2 < self.made { self.misses + 1 } else { 0 };
-        match warm(context, HEAP_BYTES.max(bytes + HEAD_BYTES)) {
+        if self.misses >= MISSES_MAX {
+            return;
+        }
+        match warm((string + HEAD_BYTES).max(HEAP_BYTES) as usize) {
             Some(ready) => *self = Heap { ready, misses: self.misses, ..Heap::default() },
-            None => self.misses = MISSES_MAX + 1,
+            None => self.misses = MISSES_MAX,
         }
     }
 
-    /// There its bytes are.
-    fn note(&mut self, address: usize, bytes: usize) {
+    /// So many bytes of such a string lie there. Nothing was made ready for longer ones, so that they say nothing.
+    fn note(&mut self, string: u64, address: usize, bytes: u64) {
+        if string > STRING_BYTES_MAX {
+            return;
+        }
         self.made += bytes;
         if self.ready.contains(&address) {
             self.hit += bytes;
@@ -169,26 +175,23 @@ impl Heap {
 
 /// Bytes made ready at a time: many pages for one call, and nothing that matters if it was in vain. No more, since jemalloc takes small
 /// things out of free memory only where that is at most 64 times as large as the 16 KiB and more in which it keeps them.
-const HEAP_BYTES: usize = 1 << 20;
+const HEAP_BYTES: u64 = 1 << 20;
 
 /// Longest string for which memory is made ready: what is longer jemalloc gives back to the system at once (8 MiB, rounded up from 7).
-const HEAP_BYTES_MAX: usize = (7 << 20) - HEAD_BYTES;
+const STRING_BYTES_MAX: u64 = (7 << 20) - HEAD_BYTES;
 
 /// What servers put before and behind the bytes of a string, at most.
-const HEAD_BYTES: usize = 64;
+const HEAD_BYTES: u64 = 64;
 
-/// So often in a row less than half of what was made ready may go unused: after that the allocator is taken to work otherwise.
+/// When so often in a row less than half of what was made lay in what was made ready, the allocator is taken to work otherwise.
 const MISSES_MAX: u32 = 4;
 
 impl Open {
     /// Makes a string whose bytes are all there, and says where they lie, and whether the server took the string as it was.
     fn make(&mut self, context: &Context<'_>, memory: &View, place: &Range<u64>) -> Result<(usize, bool), StringError> {
-        if !context.select(self.database) {
-            return Err(StringError::Database(self.database));
-        }
         let refused = || StringError::Refused(self.length);
         let value = OwnedStr::of_memory(context, memory, place)?;
-        let mut key = context.open_to_write(self.key.borrow()).ok_or_else(refused)?;
+        let mut key = self.key(context)?;
         if !key.set_string(value.borrow()) {
             return Err(refused());
         }
@@ -201,11 +204,8 @@ impl Open {
 
     /// Puts the next bytes into the key, and says where.
     fn append(&mut self, context: &Context<'_>, memory: &View, place: &Range<u64>) -> Result<usize, StringError> {
-        if !context.select(self.database) {
-            return Err(StringError::Database(self.database));
-        }
         let refused = || StringError::Refused(self.length);
-        let mut key = context.open_to_write(self.key.borrow()).ok_or_else(refused)?;
+        let mut key = self.key(context)?;
         let whole = usize::try_from(self.length).map_err(|_| refused())?;
         // Found again for every piece: while the server was busy with other things it may have moved the bytes.
         let bytes = key.string_to_fill(whole).ok_or_else(refused)?;
@@ -221,6 +221,14 @@ impl Open {
         Ok(address)
     }
 
+    /// Its key, in its database.
+    fn key<'c>(&self, context: &'c Context<'_>) -> Result<Key<'c>, StringError> {
+        if !context.select(self.database) {
+            return Err(StringError::Database(self.database));
+        }
+        context.open_to_write(self.name.borrow()).ok_or(StringError::Refused(self.length))
+    }
+
     /// Its expiry and its age.
     fn qualify(&self, key: &mut Key<'_>) {
         if let Some(at) = self.expires_ms {
@@ -231,5 +239,57 @@ impl Open {
             Some(Usage::Idle(seconds)) => key.set_idle_time(seconds.saturating_mul(1000)),
             Some(Usage::Frequency(count)) => key.set_frequency(count),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Makes so many strings, which lie where `place` says of the block that is ready; how often a block was asked for.
+    fn make(heap: &mut Heap, strings: usize, bytes: u64, place: impl Fn(&Range<usize>) -> usize) -> usize {
+        let mut asked = 0;
+        for _ in 0..strings {
+            heap.prepare(bytes, |block| {
+                asked += 1;
+                Some(1 << 30..(1 << 30) + block)
+            });
+            heap.note(bytes, place(&heap.ready), bytes);
+        }
+        asked
+    }
+
+    #[test]
+    fn a_block_is_made_ready_whenever_the_last_one_is_used_up() {
+        let mut heap = Heap::default();
+        assert_eq!(make(&mut heap, 4096, 1024, |ready| ready.start), 4);
+        assert_eq!(make(&mut heap, 3, 3 << 20, |ready| ready.start), 3, "one for each that is larger");
+    }
+
+    #[test]
+    fn an_allocator_that_takes_other_memory_is_left_alone_and_one_that_does_so_once_is_not() {
+        let mut heap = Heap::default();
+        make(&mut heap, 2, 1 << 20, |_| 7);
+        make(&mut heap, 2, 1 << 20, |ready| ready.start);
+        assert_eq!(heap.misses, 0);
+        let asked = make(&mut heap, 100, 1 << 20, |_| 7);
+        assert_eq!(asked, MISSES_MAX as usize);
+    }
+
+    #[test]
+    fn strings_that_nothing_is_made_ready_for_say_nothing_about_the_allocator() {
+        let mut heap = Heap::default();
+        for _ in 0..20 {
+            assert_eq!(make(&mut heap, 1, STRING_BYTES_MAX + 1, |_| 7), 0);
+            make(&mut heap, 1, 1 << 20, |ready| ready.start);
+        }
+        assert_eq!(heap.misses, 0);
+    }
+
+    #[test]
+    fn a_system_that_cannot_is_asked_once() {
+        let mut heap = Heap::default();
+        heap.prepare(1024, |_| None);
+        heap.prepare(1024, |_| panic!("asked again"));
     }
 }
