@@ -102,7 +102,7 @@ impl RdmaVm {
         let mut ran = run();
         if !ran.status.success() && String::from_utf8_lossy(&ran.stderr).contains(KERNEL_HUNG) {
             eprintln!(
-                "the machine's own kernel hung (Soft-RoCE of Linux 6.1 does, now and then): once more, in another one"
+                "the machine's own kernel hung (Soft-RoCE of Linux 6.1 has been seen to): once more, in another one"
             );
             ran = run();
         }
