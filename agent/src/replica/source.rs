@@ -233,7 +233,11 @@ impl Way {
     }
 
     /// Connects to one table. Blocks, within the transports' time-outs.
-    pub(super) fn reach(&self, table: &TableOffer, sink: &Arc<Memory>) -> Result<Box<dyn Peer>, Failure> {
+    pub(super) fn reach(
+        &self,
+        table: &TableOffer,
+        sink: &Arc<Memory>,
+    ) -> Result<(Box<dyn Peer>, TransportKind), Failure> {
         self.connect(&mut self.wish.connectors(self.source), table, sink)
     }
 
@@ -260,9 +264,8 @@ impl Way {
         };
         let mut connectors = self.wish.connectors(self.source);
         let journal_sink = sinks.of(JOURNAL_BUFFERS, &journal, "remora-journal-sink")?;
-        let journal_peer = self.connect(&mut connectors, &offer.journal, &journal_sink)?;
-        let is_local = connectors.best().is_some_and(|connector| connector.kind() == TransportKind::Shm);
-        let relay = relay.filter(|_| !is_local && !without_snapshot);
+        let (journal_peer, mut kind) = self.connect(&mut connectors, &offer.journal, &journal_sink)?;
+        let relay = relay.filter(|_| kind != TransportKind::Shm && !without_snapshot);
         let copy = relay.and_then(|relay| Some((relay, sinks.copy(&snapshot, relay.serves)?)));
         let (mut chosen_copy, mut snapshot_part) = (None, None);
         if let Some((relay, own)) = copy {
@@ -270,7 +273,8 @@ impl Way {
             let kept = relay.kept.clone().filter(|kept| kept.length() == length);
             let is_new = kept.is_none();
             let memory = kept.map_or_else(|| create("remora-copy", length), Ok)?;
-            let peer = self.connect(&mut connectors, &offer.snapshot, &memory)?;
+            let peer;
+            (peer, kind) = self.connect(&mut connectors, &offer.snapshot, &memory)?;
             let plan = CopyPlan { own, download_rate: relay.download_rate, retained: offer.snapshot.retained };
             let part = self.part(peer, memory.clone(), 1, snapshot, &offer.snapshot, offer);
             snapshot_part = Some(Part { copy: Some(plan), ..part });
@@ -278,11 +282,11 @@ impl Way {
         } else if !without_snapshot {
             let buffers = sinks.buffers(snapshot.slot_size);
             let sink = sinks.of(buffers, &snapshot, "remora-sink")?;
-            let peer = self.connect(&mut connectors, &offer.snapshot, &sink)?;
+            let peer;
+            (peer, kind) = self.connect(&mut connectors, &offer.snapshot, &sink)?;
             snapshot_part = Some(self.part(peer, sink, buffers, snapshot, &offer.snapshot, offer));
         }
         let journal_part = self.part(journal_peer, journal_sink, JOURNAL_BUFFERS, journal, &offer.journal, offer);
-        let kind = connectors.best().map_or(TransportKind::Tcp, |connector| connector.kind());
         let chosen = Chosen { kind, why: connectors.why(), copy: chosen_copy };
         Ok((Feed::new(origin, Parts { snapshot: snapshot_part, journal: journal_part }), chosen))
     }
@@ -305,13 +309,14 @@ impl Way {
         Part { peer, sink, layout: SinkLayout { offset: 0, buffers }, expect, in_place: table.retained, copy: None }
     }
 
-    /// Tries the connectors, best first. One that fails is out, with a sentence why, also for the tables that follow.
+    /// Tries the connectors, best first, and says which it was. One that fails is out, with a sentence why, also for the tables that
+    /// follow.
     fn connect(
         &self,
         connectors: &mut Connectors,
         table: &TableOffer,
         sink: &Arc<Memory>,
-    ) -> Result<Box<dyn Peer>, Failure> {
+    ) -> Result<(Box<dyn Peer>, TransportKind), Failure> {
         let keys: Vec<RegionKey> =
             table.keys.iter().filter_map(|bytes| RegionKey::from_bytes(bytes.clone()).ok()).collect();
         while let Some(connector) = connectors.best() {
@@ -324,7 +329,7 @@ impl Way {
                 }
             };
             match tried {
-                Ok(peer) => return Ok(peer),
+                Ok(peer) => return Ok((peer, kind)),
                 Err(error) => connectors.pass_over(&error.to_string()),
             }
         }

@@ -13,7 +13,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use remora_fabric::Memory;
+use remora_fabric::{Memory, TransportKind};
 use remora_messenger::control::{Connection, LossCause, Message, Options, TableOffer, Token, Upstream, derive};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::task::AbortHandle;
@@ -109,8 +109,13 @@ async fn converse(goal: Goal, tell: &UnboundedSender<Said>) -> Result<(), Lost> 
     }
     let secret = derive(&connection.session_key(), LANES_LABEL);
     let way = Way::new(connection.session(), secret, address, goal.wish.clone());
-    let reading = reach(&goal, way, table, rate).await.map_err(|text| lost(LossCause::Gone, text))?;
-    tracing::info!(peer = %goal.upstream.name, address = %goal.upstream.address, "reading slots from another replica");
+    let (reading, kind) = reach(&goal, way, table, rate).await.map_err(|text| lost(LossCause::Gone, text))?;
+    tracing::info!(
+        peer = %goal.upstream.name,
+        address = %goal.upstream.address,
+        transport = kind.name(),
+        "reading slots from another replica"
+    );
     let _ = tell.send(Said::ReadFrom(ReadFrom::Peer(reading)));
     loop {
         match connection.receive().await {
@@ -137,9 +142,9 @@ async fn offer(
 }
 
 /// Connects to the offered copy, by the best way that both have.
-async fn reach(goal: &Goal, way: Way, table: TableOffer, rate: u64) -> Result<Reading, String> {
+async fn reach(goal: &Goal, way: Way, table: TableOffer, rate: u64) -> Result<(Reading, TransportKind), String> {
     let (memory, slots) = (goal.memory.clone(), table.slots);
     let connecting = tokio::task::spawn_blocking(move || way.reach(&table, &memory));
-    let peer = connecting.await.map_err(|error| error.to_string())?.map_err(|failure| failure.message)?;
-    Ok(Reading { session: goal.upstream.session, peer, slots, rate })
+    let (peer, kind) = connecting.await.map_err(|error| error.to_string())?.map_err(|failure| failure.message)?;
+    Ok((Reading { session: goal.upstream.session, peer, slots, rate }, kind))
 }

@@ -14,6 +14,7 @@ use std::time::Duration;
 use capture::Capture;
 use remora_lab::workload::Options;
 use remora_lab::{Agent, Kind, RdmaVm, Server, Workload, assert_same_data, fill_every_type, random, require};
+use rustix::process::Signal;
 use stage::{Source, Stage, fill, load_slowly, says, succeeds};
 
 /// The source is node 1; the replicas are the others.
@@ -52,7 +53,9 @@ fn three_replicas_are_exact_and_their_bytes_are_fetched_by_read_alone() {
     let writer = Workload::start(primary.client().unwrap(), options).unwrap();
     let servers: Vec<Server> = REPLICA_NODES.iter().map(|_| Server::start(Kind::Redis7).unwrap()).collect();
     let choices = ["verbs", "auto", "verbs"];
-    let start = |((server, node), choice)| replica(&stage, server, &source, node, &["--transport", choice]);
+    // All three read from the source: what they would hand on to each other is the next test's.
+    let start =
+        |((server, node), choice)| replica(&stage, server, &source, node, &["--transport", choice, "--no-serve-peers"]);
     let mut agents: Vec<Agent> = servers.iter().zip(REPLICA_NODES).zip(choices).map(start).collect();
     for (agent, server) in agents.iter_mut().zip(&servers) {
         succeeds(agent, server);
@@ -71,6 +74,38 @@ fn three_replicas_are_exact_and_their_bytes_are_fetched_by_read_alone() {
     // Everything that arrived came as answers to READs: three times the noise at the least.
     assert!(wire.read_bytes > 3 * (8 << 20), "{} bytes", wire.read_bytes);
     assert!(wire.sent_bytes < 10_000, "{} bytes in messages", wire.sent_bytes);
+    source.stop();
+}
+
+/// What a replica that joins late reads comes over the wire of one that has it, not over the source's.
+#[test]
+#[ignore = "runs in the RDMA machine"]
+fn a_late_joiner_reads_from_another_replica_by_rdma_and_the_source_sends_it_next_to_nothing() {
+    let (stage, primary) = (Stage::new(), primary());
+    fill(&primary, 8, 3);
+    let source = source(&stage, &primary, &[]);
+    let servers: Vec<Server> = (0..2).map(|_| Server::start(Kind::Redis7).unwrap()).collect();
+    let [lender_node, late_node, _] = REPLICA_NODES;
+    let by_rdma = ["--transport", "verbs"];
+    let staying = [&by_rdma[..], &["--stay"]].concat();
+    let mut lender = replica(&stage, &servers[0], &source, lender_node, &staying);
+    lender.wait_for_line("in step; staying", Duration::from_secs(60)).unwrap();
+    let wires = [SOURCE_NODE, late_node].map(|node| Capture::start(node, &stage.path(&format!("{node}.pcap"))));
+    let mut late = replica(&stage, &servers[1], &source, late_node, &by_rdma);
+    succeeds(&mut late, &servers[1]);
+    let [of_source, of_late] = wires.map(Capture::stop);
+    let said = late.output();
+    let told = said.lines().find(|line| line.contains("reading slots from another replica")).expect(&said);
+    says(told, &["transport=\"verbs\""]);
+    assert_same_data(&primary, &servers[1]);
+    // The source's two tables, and the lender's copy of one of them.
+    assert_eq!(of_late.keys().len(), 3, "{:x?}", of_late.keys());
+    of_late.assert_reads_lie_inside_what_was_welcomed();
+    assert!(of_late.foreign.is_empty(), "neither writes nor long messages: {:x?}", of_late.foreign);
+    assert!(of_late.read_bytes > 8 << 20, "{} bytes came", of_late.read_bytes);
+    assert!(of_source.read_bytes < 1 << 20, "{} bytes out of the source", of_source.read_bytes);
+    lender.signal(Signal::TERM).unwrap();
+    lender.wait_for_success(Duration::from_secs(60)).unwrap();
     source.stop();
 }
 
@@ -172,7 +207,7 @@ fn the_job_is_done_over_rdma_in_the_virtual_machine() {
     let Some(_) = require::redis() else { return };
     let Some(machine) = require::rdma_vm() else { return };
     let passed = machine.nodes(4).limit(Duration::from_secs(280)).run_ignored_tests("", 1);
-    assert_eq!(passed, 4);
+    assert_eq!(passed, 5);
 }
 
 #[test]
