@@ -63,6 +63,20 @@ fn hosts_are_strangers_to_this_machine_and_to_other_networks() {
 }
 
 #[test]
+fn programs_of_a_host_keep_to_the_processors_that_it_was_given() {
+    let Some(()) = require::namespaces() else { return };
+    let net = Net::new().unwrap();
+    let processors = |host: &remora_lab::Host| {
+        let mut nproc = std::process::Command::new("nproc");
+        host.enter(&mut nproc).unwrap();
+        String::from_utf8(nproc.output().unwrap().stdout).unwrap().trim().parse::<usize>().unwrap()
+    };
+    assert_eq!(processors(&net.host_on("one", 0..1).unwrap()), 1);
+    let all = std::thread::available_parallelism().unwrap().get();
+    assert_eq!(processors(&net.host("any").unwrap()), all);
+}
+
+#[test]
 fn a_shaped_cable_carries_what_it_is_named_for_both_ways() {
     let Some(()) = require::shaping() else { return };
     let Some(()) = require::iperf3() else { return };

@@ -13,7 +13,8 @@
 //! private ones and end in the namespaces.
 //!
 //! What it is not: a wire. Packets on a veth are up to 64 KiB long, and the kernel cuts them up only in its head, for the
-//! rate; what is lost is lost 64 KiB at a time. All hosts share this machine's processors.
+//! rate; what is lost is lost 64 KiB at a time. All hosts share this machine's processors,
+//! unless they are told to keep to some of them ([`Net::host_on`]).
 //!
 //! - [`Net`] and [`Host`] are here. **Start here.** [`shape`]: rates, delays, losses in the words of `tc` and `nft`.
 //! - `namespace`: what it means to be on a host.
@@ -22,9 +23,12 @@ mod namespace;
 pub mod shape;
 
 use std::net::{IpAddr, Ipv4Addr};
+use std::ops::Range;
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
+
+use rustix::thread::CpuSet;
 
 use crate::error::{Doing, Error, Result};
 use namespace::Namespace;
@@ -53,6 +57,17 @@ impl Net {
 
     /// A new host. `name` is for messages.
     pub fn host(&self, name: &str) -> Result<Host> {
+        self.host_with(name, Namespace::new()?)
+    }
+
+    /// ... whose programs keep to these of the machine's processors, so that other hosts' programs can be kept off them.
+    pub fn host_on(&self, name: &str, processors: Range<usize>) -> Result<Host> {
+        let mut set = CpuSet::new();
+        processors.for_each(|processor| set.set(processor));
+        self.host_with(name, Namespace::new()?.on(set))
+    }
+
+    fn host_with(&self, name: &str, space: Namespace) -> Result<Host> {
         let number = self.switch.hosts.fetch_add(1, Ordering::Relaxed) + 1;
         if number > MOST_HOSTS {
             return Err(Error::Missing {
@@ -60,7 +75,6 @@ impl Net {
                 how: "make a second network".into(),
             });
         }
-        let space = Namespace::new()?;
         let port = format!("p{number}");
         let address = Ipv4Addr::new(NETWORK[0], NETWORK[1], NETWORK[2], number);
         let switch = &self.switch.space;
@@ -116,6 +130,11 @@ impl Host {
     /// Runs `what` on this host, on a thread of its own, and waits for it. Sockets made in it, and threads, stay on this host.
     pub fn within<T: Send>(&self, what: impl FnOnce() -> T + Send) -> Result<T> {
         self.inner.space.within(what)
+    }
+
+    /// Has the calling thread keep to this host's processors, where it has some of its own, for good.
+    pub fn keep_to_processors(&self) -> Result<()> {
+        self.inner.space.keep_to_processors()
     }
 
     /// Pulls its cable: packets vanish both ways, nobody is told.

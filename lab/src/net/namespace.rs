@@ -11,7 +11,9 @@ use std::process::Command;
 use std::sync::Arc;
 use std::thread;
 
-use rustix::thread::{LinkNameSpaceType, UnshareFlags, move_into_link_name_space, unshare_unsafe};
+use rustix::thread::{
+    CpuSet, LinkNameSpaceType, UnshareFlags, move_into_link_name_space, sched_setaffinity, unshare_unsafe,
+};
 
 use crate::error::{Doing, Error, Result};
 
@@ -19,6 +21,8 @@ use crate::error::{Doing, Error, Result};
 #[derive(Debug)]
 pub(super) struct Namespace {
     file: Arc<File>,
+    /// The processors that programs started in it keep to; `None`: any.
+    processors: Option<CpuSet>,
 }
 
 impl Namespace {
@@ -31,12 +35,18 @@ impl Namespace {
             File::open("/proc/thread-self/ns/net")
         });
         match made {
-            Ok(file) => Ok(Namespace { file: Arc::new(file) }),
+            Ok(file) => Ok(Namespace { file: Arc::new(file), processors: None }),
             Err(error) => Err(Error::Missing {
                 what: format!("network namespaces ({error})"),
                 how: "run as root, on a kernel and in a container that allow them".into(),
             }),
         }
+    }
+
+    /// Has the programs that are started in it keep to these processors.
+    pub(super) fn on(mut self, processors: CpuSet) -> Namespace {
+        self.processors = Some(processors);
+        self
     }
 
     /// The path by which other processes can open it as long as we live: what `ip … netns` and `nsenter --net=` take.
@@ -45,13 +55,23 @@ impl Namespace {
     }
 
     pub(super) fn enter(&self, command: &mut Command) -> Result<()> {
-        let space = Arc::clone(&self.file);
-        let enter =
-            move || move_into_link_name_space(space.as_fd(), Some(LinkNameSpaceType::Network)).map_err(io::Error::from);
-        // SAFETY: what runs between fork and exec must be async-signal-safe. The closure makes one system call (setns)
-        // on a descriptor that it holds open, takes no lock and allocates nothing (an `io::Error` from a number).
+        let (space, processors) = (Arc::clone(&self.file), self.processors);
+        let enter = move || {
+            if let Some(processors) = &processors {
+                sched_setaffinity(None, processors)?;
+            }
+            move_into_link_name_space(space.as_fd(), Some(LinkNameSpaceType::Network)).map_err(io::Error::from)
+        };
+        // SAFETY: what runs between fork and exec must be async-signal-safe. The closure makes two system calls
+        // (sched_setaffinity on a set that it owns, setns on a descriptor that it holds open), takes no lock and
+        // allocates nothing (an `io::Error` from a number).
         unsafe { command.pre_exec(enter) };
         Ok(())
+    }
+
+    pub(super) fn keep_to_processors(&self) -> Result<()> {
+        let Some(processors) = &self.processors else { return Ok(()) };
+        sched_setaffinity(None, processors).map_err(io::Error::from).doing(|| "keep to a host's processors")
     }
 
     pub(super) fn within<T: Send>(&self, what: impl FnOnce() -> T + Send) -> Result<T> {
