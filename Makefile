@@ -44,6 +44,7 @@ loom:
 ## bench: the measurements behind docs/benchmarks.md and the README, into bench/runs; ARGS="--only sync"
 .PHONY: bench
 bench: build
+	@lab/setup/setup --rivals
 	$(CARGO) run --release --locked -p xtask -- bench $(ARGS)
 
 ## check: format, lints and documentation, as continuous integration wants them

@@ -17,6 +17,11 @@ pub(crate) struct Options {
     #[arg(long, value_name = "DIR", default_value = RUNS)]
     out: PathBuf,
 
+    /// Minutes for those that can leave things out (full_sync, sync, feel, scaling), shared among them; the others take some twenty.
+    /// Without it everything is measured, which takes many hours.
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u64).range(4..=MOST_MINUTES))]
+    minutes: Option<u64>,
+
     /// Arguments for the programs, after `--`; see the program's own --help.
     #[arg(last = true)]
     arguments: Vec<String>,
@@ -29,22 +34,29 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     build(target)?;
     let mut failed = Vec::new();
     for name in &options.only {
-        eprintln!("── {name}");
-        let is_part = PARTS.contains(&name.as_str());
-        let mut command = Command::new(target.join("release").join(if is_part { SUITE } else { name }));
-        if is_part {
-            command.arg(name);
-        }
-        command.arg("--out").arg(&options.out).args(&options.arguments);
-        if !is_well(command)? {
-            failed.push(name.as_str());
+        let minutes = options.minutes.and_then(|minutes| share(minutes, name, &options.only));
+        for words in WORDS.iter().filter(|(whose, _)| whose == name).map(|(_, words)| *words).chain([""]) {
+            eprintln!("── {name} {words}");
+            let is_part = PARTS.contains(&name.as_str());
+            let mut command = Command::new(target.join("release").join(if is_part { SUITE } else { name }));
+            if is_part {
+                command.arg(name);
+            }
+            command.args(words.split_whitespace()).arg("--out").arg(&options.out);
+            if let Some(minutes) = minutes {
+                command.args(["--budget-minutes", &minutes.to_string()]);
+            }
+            command.args(&options.arguments);
+            if !is_well(command)? {
+                failed.push(format!("{name} {words}"));
+            }
         }
     }
     if options.out == Path::new(RUNS) {
         let mut report = Command::new(target.join("release").join(SUITE));
         report.args(["report", "--runs", RUNS]);
         if !is_well(report)? {
-            failed.push("report");
+            failed.push("report".to_owned());
         }
     }
     if failed.is_empty() { Ok(()) } else { Err(format!("not as promised: {}", failed.join(", ")).into()) }
@@ -54,6 +66,13 @@ pub(crate) fn run(options: &Options) -> Result<()> {
 fn is_well(mut command: Command) -> Result<bool> {
     command.current_dir(remora_lab::server::project_root());
     Ok(remora_lab::process::spawn(command)?.wait()?.success())
+}
+
+/// Of these minutes, what one of those that are measured may have; `None`: it can leave nothing out.
+fn share(minutes: u64, name: &str, measured: &[String]) -> Option<u64> {
+    let part = |name: &str| SHARES.iter().find(|(shared, _)| *shared == name).map(|(_, part)| *part);
+    let all: u64 = measured.iter().filter_map(|name| part(name)).sum();
+    part(name).map(|part| (minutes * part / all).max(1))
 }
 
 fn build(target: &Path) -> Result<()> {
@@ -71,6 +90,53 @@ const RUNS: &str = "bench/runs";
 const NAMES: [&str; 9] =
     ["read_bandwidth", "read_latency", "full_sync", "follow_lag", "messenger", "devices", "sync", "feel", "scaling"];
 
+/// What is measured besides what a program measures without being told more, each a run of its own: the messenger beside what others wrote,
+/// on a busy machine, with one thing changed at a time, by shared memory, by RDMA in an emulated machine, and with nothing to do.
+const WORDS: [(&str, &str); 6] = [
+    (
+        "messenger",
+        "--label rivals --rounds 3 --connections 1,2,4,8,16,32,64 --rivals raw,zeromq,redis,sockperf,ucx-tcp,fi-tcp",
+    ),
+    ("messenger", "--label busy --rounds 3 --busy"),
+    (
+        "messenger",
+        "--label varied --rounds 3 --connections 16 --depths 1,32 --request 64,4096 --rivals raw \
+         --vary spin,adaptive:50,workers:2,workers:4,workers:10,pool:0,allocator:libmimalloc.so",
+    ),
+    ("messenger", "--label shm --stacks shm --connections 1 --vary spin --rivals ucx-posix,fi-shm"),
+    (
+        "messenger",
+        "--label rdma --emulated --rounds 3 --stacks rdma --connections 1 --depths 1,32 --request 64,4096,131072 --rivals ib-send \
+         --vary spin,queue:16",
+    ),
+    ("messenger", "--label idle --rounds 3 --idle 10000"),
+];
+
+/// How much of the time is whose, where it is limited.
+const SHARES: [(&str, u64); 4] = [("full_sync", 4), ("sync", 8), ("feel", 3), ("scaling", 2)];
+
+/// A month: more is a slip of the hand.
+const MOST_MINUTES: u64 = 31 * 24 * 60;
+
 /// The program with the tables that a reader wants, and its parts that measure.
 const SUITE: &str = "remora-bench";
 const PARTS: [&str; 5] = ["messenger", "devices", "sync", "feel", "scaling"];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn time_is_shared_among_those_that_can_leave_things_out() {
+        let all: Vec<String> = NAMES.map(str::to_owned).to_vec();
+        let shares: Vec<Option<u64>> =
+            ["full_sync", "sync", "feel", "scaling", "devices"].map(|name| share(170, name, &all)).to_vec();
+        assert_eq!(shares, [Some(40), Some(80), Some(30), Some(20), None]);
+        assert_eq!(share(10, "feel", &["feel".to_owned(), "devices".to_owned()]), Some(10));
+        assert_eq!(
+            share(4, "scaling", &all),
+            Some(1),
+            "never none, which would be no limit to some and nothing to others"
+        );
+    }
+}

@@ -85,9 +85,15 @@ pub struct Options {
     /// Keeps the run in a folder of its own below this one.
     #[arg(long)]
     pub out: Option<PathBuf>,
+    /// A word at the end of that folder's name, for runs that stand beside each other.
+    #[arg(long)]
+    pub label: Option<String>,
     /// Writes everything as JSON.
     #[arg(long)]
     pub json: Option<PathBuf>,
+    /// Runs the same, with these options, between the two devices of an emulated machine (lab/rdma-vm): RDMA where there is none.
+    #[arg(long, conflicts_with_all = ["serve", "ask", "draw", "json", "rdma_source", "rdma_reader"])]
+    pub emulated: bool,
     /// The server alone, for clients elsewhere, until Ctrl-C or for --millis: at IP:PORT over TCP, or an address with its transport
     /// (rdma:IP:PORT, shm:PATH). What it answers with is --reply bytes; it says where it listens.
     #[arg(long, value_name = "ADDRESS", conflicts_with_all = ["ask", "idle", "vary", "out", "json"])]

@@ -7,6 +7,7 @@ use std::fmt::Write as _;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use remora_lab::RdmaVm;
 use serde::{Deserialize, Serialize};
 
 use super::options::{self, Options};
@@ -29,8 +30,11 @@ pub fn run(options: &Options) -> Result<bool> {
     if let Some(folder) = &options.draw {
         return draw(folder).map(|()| true);
     }
+    if options.emulated {
+        return emulated(options);
+    }
     if let Some(connections) = options.idle {
-        return tell_idle(connections, options).map(|()| true);
+        return tell_idle(connections, options);
     }
     let _load = options.busy.then(Load::start).transpose()?;
     let mut bench = Bench::new(options.clone());
@@ -82,13 +86,55 @@ struct Kept {
     figures: Vec<Figure>,
 }
 
-fn tell_idle(connections: usize, options: &Options) -> Result<()> {
+fn tell_idle(connections: usize, options: &Options) -> Result<bool> {
     let case = Case { connections, depth: 0, request: 64, reply: 64 };
-    let mut server = server_of(options, "tcp:127.0.0.1:0", &case)?;
-    let [client, server] = ours::idle(&mut server, connections, &options.manner())?;
-    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
-    println!("{connections} idle connections: client {:.1} MiB, server {:.1} MiB", mib(client), mib(server));
-    Ok(())
+    let mut run = Run { unit: "MiB resident".to_owned(), ..new_run(options) };
+    for round in 0..options.rounds {
+        let mut server = server_of(options, "tcp:127.0.0.1:0", &case)?;
+        let resident = ours::idle(&mut server, connections, &options.manner())?;
+        for (subject, bytes) in ["client", "server"].into_iter().zip(resident) {
+            run.samples.push(Sample {
+                subject: subject.to_owned(),
+                case: format!("{connections} idle connections"),
+                round,
+                value: bytes as f64 / f64::from(1 << 20),
+                reader_cpu_seconds: 0.0,
+                source_cpu_seconds: 0.0,
+                gigabytes: 0.0,
+            });
+        }
+    }
+    run.finish(options.out.as_deref(), options.json.as_deref())?;
+    Ok(true)
+}
+
+/// This very command in a machine that has RDMA devices, emulated ones.
+fn emulated(options: &Options) -> Result<bool> {
+    let mut machine = RdmaVm::ready()?.nodes(2).limit(EMULATED_TIME);
+    if let Some(out) = &options.out {
+        std::fs::create_dir_all(out)?;
+        machine = machine.writable(&out.canonicalize()?);
+    }
+    let program = std::env::current_exe()?.to_string_lossy().into_owned();
+    let typed = std::env::args().skip(1).filter(|word| word != "--emulated");
+    let (reader, source) = (RdmaVm::address(0).to_string(), RdmaVm::address(1).to_string());
+    let devices = ["--rdma-reader".to_owned(), reader, "--rdma-source".to_owned(), source];
+    let command: Vec<String> = std::iter::once(program).chain(typed).chain(devices).collect();
+    let ran = machine.run(&command.iter().map(String::as_str).collect::<Vec<_>>())?;
+    print!("{}", String::from_utf8_lossy(&ran.stdout));
+    match ran.status.code() {
+        Some(0) => Ok(true),
+        // It has shown its figures, and one of them is not what was promised.
+        Some(1) if !ran.stdout.is_empty() => Ok(false),
+        _ => Err(format!("the emulated machine: {}", String::from_utf8_lossy(&ran.stderr).trim()).into()),
+    }
+}
+
+/// An empty run with what was typed.
+fn new_run(options: &Options) -> Run {
+    let name = options.label.as_deref().map_or_else(|| PROGRAM.to_owned(), |label| format!("{PROGRAM}-{label}"));
+    let typed = kept::arguments(std::env::args().skip(1));
+    Run { command: format!("remora-bench {typed}"), ..Run::new(&name, "thousand requests/s") }
 }
 
 fn server_of(options: &Options, what: &str, case: &Case) -> Result<Server> {
@@ -114,9 +160,7 @@ struct Bench {
 
 impl Bench {
     fn new(mut options: Options) -> Bench {
-        let run = Run::new("bench_messenger", "thousand requests/s");
-        let typed = kept::arguments(std::env::args().skip(1));
-        let mut run = Run { command: format!("remora-bench {typed}"), ..run };
+        let mut run = new_run(&options);
         if let Some(place) = &options.ask {
             run.notes.push(format!("the server at {place} was there already: its processor time is not known"));
             options.stacks = vec![place.transport().to_owned()];
@@ -364,6 +408,12 @@ impl Drop for Load {
         let _ = self.0.wait();
     }
 }
+
+/// What kept runs are called.
+const PROGRAM: &str = "bench_messenger";
+
+/// Booting an emulated machine and measuring in it.
+const EMULATED_TIME: Duration = Duration::from_secs(600);
 
 /// Requests of this size and above are measured against a stream.
 const BULK_BYTES: usize = 128 * 1024;

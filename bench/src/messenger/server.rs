@@ -4,6 +4,7 @@
 //! It says where it listens on one line, and on each line that it is told, the processor time that it has spent so far.
 
 use std::io::{self, BufRead, BufReader, Write};
+use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::Duration;
 
@@ -23,6 +24,18 @@ struct Process {
     from: BufReader<ChildStdout>,
 }
 
+impl Process {
+    /// A library that can't be put before others is only grumbled about by the loader, and its figures would be those without it.
+    fn has_loaded(&self, library: &str) -> io::Result<()> {
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.child.id()))?;
+        let name = Path::new(library).file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        if maps.contains(&name) {
+            return Ok(());
+        }
+        Err(io::Error::other(format!("the library {library} could not be put before others: is it installed?")))
+    }
+}
+
 impl Server {
     /// Starts this program with these arguments, which make it call [`serve`]. `preload` is a library to be put before others.
     ///
@@ -34,7 +47,11 @@ impl Server {
         if let Some(library) = preload {
             command.env("LD_PRELOAD", library);
         }
-        Server::start_program(&mut command)
+        let server = Server::start_program(&mut command)?;
+        if let (Some(library), Some(process)) = (preload, &server.process) {
+            process.has_loaded(library)?;
+        }
+        Ok(server)
     }
 
     /// Starts a program that talks as [`serve`] does.

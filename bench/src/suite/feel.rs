@@ -2,6 +2,9 @@
 //!
 //! Two groups of clients ask at the same time at a steady rate: *near* ones on the primary's own host, who feel its processor,
 //! its forks and its main thread; *far* ones on a host of their own, who also feel its cable. On loopback there are only near ones.
+//!
+//! Half of the machine's processors are the primary's host's and its clients', the rest all replicas': what these do on theirs is not to be
+//! felt here. The clients, who measure, go before everybody else on their processors ([`Load`]).
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -31,7 +34,7 @@ pub struct Options {
     #[arg(
         long,
         value_delimiter = ',',
-        default_value = "own-best,own-together,own-dual,remora-shm,remora-tcp,remora-relay,remora-relay-gentle,remora-module,remora-module-relay"
+        default_value = "own-best,own-together,own-dual,remora-shm,remora-tcp,remora-relay,remora-relay-gentle,remora-module,remora-module-relay,remora-module-relay-gentle"
     )]
     pub methods: Vec<Method>,
     /// Commands per second of each group of clients.
@@ -40,6 +43,9 @@ pub struct Options {
     /// Values of 3748 KiB in the data set.
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..=super::MOST_OF_DATA), default_value_t = 128)]
     pub values: u64,
+    /// Lets all hosts compete for all of the machine's processors, instead of keeping half of them for the primary and its clients.
+    #[arg(long)]
+    pub shared_processors: bool,
     #[command(flatten)]
     #[allow(missing_docs)]
     pub common: Common,
@@ -80,15 +86,24 @@ pub fn run(options: &Options) -> Result<bool> {
     let mut kept = Kept::begin("feel", options.common.label.as_deref());
     let budget = options.common.budget();
     let most = options.replicas.iter().copied().max().unwrap_or(1);
+    kept.note(match options.shared_processors {
+        true => "All hosts compete for all processors.",
+        false => {
+            "Where there are hosts, half of the processors are the primary's and its clients', the rest all replicas'."
+        }
+    });
+    let mut left = options.networks.len() * options.servers.len();
     for network in &options.networks {
         for server in &options.servers {
-            let place = network.place(most)?;
+            let place = if options.shared_processors { network.place(most) } else { network.place_apart(most) }?;
             kept.links.push(network.measure(&place)?);
             let shape = Shape { keys: options.values, value_bytes: VALUE_BYTES, every_type: false };
             eprintln!("{network}: filling a primary");
             let mut scene = Scene::at(&place, &program, server.kind(), shape)?;
             Load::prepare(scene.primary())?;
             let name = format!("{} ({})", server.kind(), scene.primary().version()?);
+            let budget = budget.part(left);
+            left -= 1;
             let mut here = Here { options, place, network: *network, name, kept: &mut kept };
             for round in 0..options.common.rounds {
                 for (method, replicas) in here.trials(*server, &program) {

@@ -75,6 +75,15 @@ struct Budget {
 }
 
 impl Budget {
+    /// One of so many parts of what is left: who needs less leaves it to those who come after.
+    fn part(self, of: usize) -> Budget {
+        let share = |end: Instant| {
+            let now = Instant::now();
+            now + end.saturating_duration_since(now) / u32::try_from(of).unwrap_or(u32::MAX).max(1)
+        };
+        Budget { end: self.end.map(share) }
+    }
+
     /// Whether something that takes so long still fits.
     fn has(self, time: Duration) -> bool {
         self.end.is_none_or(|end| Instant::now() + time < end)
@@ -102,3 +111,18 @@ impl ServerChoice {
 
 /// The seeds of this project measured with 256 values of about 4 MB, 937 MiB in all; so do we.
 pub const VALUE_BYTES: u64 = 3748 << 10;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_part_of_the_time_is_a_share_of_what_is_left_and_no_limit_has_no_parts() {
+        let budget = Budget { end: Some(Instant::now() + Duration::from_secs(100)) };
+        let part = budget.part(4);
+        assert!(part.has(Duration::from_secs(20)) && !part.has(Duration::from_secs(30)));
+        let over = Budget { end: Some(Instant::now()) };
+        assert!(!over.part(2).has(Duration::from_secs(1)));
+        assert!(Budget { end: None }.part(9).has(Duration::from_secs(u64::from(u32::MAX))));
+    }
+}

@@ -36,6 +36,17 @@ impl Network {
         }
     }
 
+    /// The same with processors of the primary's host's own, where there are hosts.
+    ///
+    /// # Errors
+    /// As for [`Network::place`].
+    pub fn place_apart(self, replicas: usize) -> Result<Place> {
+        match self {
+            Network::Loopback => Ok(Place::loopback()),
+            Network::Shaped(rate) => Place::network_apart(rate, replicas),
+        }
+    }
+
     /// What iperf3 gets out of it, from the primary's host to the first replica's.
     ///
     /// # Errors

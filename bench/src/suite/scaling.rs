@@ -69,7 +69,10 @@ pub fn run(options: &Options) -> Result<bool> {
     let mut kept = Kept::begin("scaling", options.common.label.as_deref());
     let sizes = options.sizes_mib.iter().map(|mib| ("size", mib << 20, 1 << 20));
     let values = options.value_bytes.iter().map(|bytes| ("value", (options.values_mib << 20).max(*bytes), *bytes));
+    let mut left = options.sizes_mib.len() + options.value_bytes.len();
     for (grows, bytes, value_bytes) in sizes.chain(values) {
+        let budget = budget.part(left);
+        left -= 1;
         let shape = Shape { keys: (bytes / value_bytes).clamp(1, MOST_KEYS), value_bytes, every_type: false };
         let what = format!("{} in values of {}", crate::bytes(shape.bytes()), crate::bytes(value_bytes));
         if shape.bytes() * COPIES > available_memory().unwrap_or(u64::MAX) {

@@ -17,8 +17,9 @@ use crate::sync::{Method, Outcome, Phases, Program, Result, Scene, Shape, Trial,
 /// What can be typed.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
-    /// Networks: `loopback`, or the rate of each host's cable (needs root).
-    #[arg(long, value_delimiter = ',', default_value = "100mbit,1gbit,10gbit,loopback")]
+    /// Networks: `loopback`, or the rate of each host's cable (needs root). Quick ones first: what they leave of --budget-minutes is the
+    /// slow ones'.
+    #[arg(long, value_delimiter = ',', default_value = "loopback,10gbit,1gbit,100mbit")]
     pub networks: Vec<Network>,
     /// Servers.
     #[arg(long, value_delimiter = ',', default_value = "redis,valkey")]
@@ -125,11 +126,14 @@ pub fn run(options: &Options) -> Result<bool> {
         kept: Kept::begin("sync", options.common.label.as_deref()),
         budget: options.common.budget(),
     };
+    let (whole, mut left) = (bench.budget, options.networks.len() * options.servers.len());
     if !bench.program.serves_peers() {
         bench.kept.note("This build's replicas do not feed each other: the method with relay is left out.");
     }
     for network in &options.networks {
         for server in &options.servers {
+            bench.budget = whole.part(left);
+            left -= 1;
             bench.scene(*network, *server)?;
         }
     }
@@ -173,7 +177,7 @@ impl Bench<'_> {
 
     fn trial(&mut self, scene: &mut Scene, server: &str, network: Network, trial: Trial, round: usize) -> Result<()> {
         let what = format!("{server}, {network}, N = {}, {}", trial.replicas, trial.method.name());
-        if !self.budget.has(self.longest(server, network, &trial)) {
+        if !self.budget.has(self.longest(server, network, &trial, scene.shape().bytes())) {
             self.kept.note(format!("{what}, round {}: left out for want of time", round + 1));
             return Ok(());
         }
@@ -199,16 +203,19 @@ impl Bench<'_> {
         self.kept.keep(self.options.common.out.as_deref(), &summary)
     }
 
-    /// How long such a sync took before, or might: half as long again as N copies one after the other over the network.
-    fn longest(&self, server: &str, network: Network, trial: &Trial) -> Duration {
+    /// How long such a sync took before, or else might: what the network takes for the copies that leave the primary's host.
+    fn longest(&self, server: &str, network: Network, trial: &Trial, bytes: u64) -> Duration {
         let network = network.to_string();
+        let link = self.kept.links.iter().rev().find(|link| link.network == network);
+        let copies = if trial.method.serves_peers() == Some(true) { 1 } else { trial.replicas };
+        let guess = link.map_or(0.0, |link| copies as f64 * bytes as f64 / link.bytes_per_second);
         let before = self.kept.points.iter().filter(|point| {
             point.server == server
                 && point.network == network
                 && point.replicas == trial.replicas
                 && point.method == trial.method
         });
-        let seconds = before.map(|point| point.seconds).reduce(f64::max).unwrap_or_default();
+        let seconds = before.map(|point| point.seconds).reduce(f64::max).unwrap_or(guess);
         Duration::from_secs_f64(seconds) + BESIDES
     }
 

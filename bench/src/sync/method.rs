@@ -36,6 +36,8 @@ pub enum Method {
     RemoraModule,
     /// ... by TCP, replicas that feed each other, with our module in the primary and in the replicas' servers.
     RemoraModuleRelay,
+    /// ... and the source leaves the cable some room, by its `--upload-limit`.
+    RemoraModuleRelayGentle,
     /// One that joins the snapshot which [`Method::RemoraShm`] has left at the source.
     RemoraLate,
 }
@@ -61,6 +63,7 @@ impl Method {
             Method::RemoraRelayKilled => "Remora tcp, relay, one killed",
             Method::RemoraModule => "Remora shm, module",
             Method::RemoraModuleRelay => "Remora tcp, relay, module",
+            Method::RemoraModuleRelayGentle => "Remora tcp, relay, module, upload limited",
             Method::RemoraLate => "Remora shm, late joiner",
         }
     }
@@ -77,7 +80,7 @@ impl Method {
 
     /// Whether the servers have our module. For every other method they are without it.
     pub fn has_module(self) -> bool {
-        matches!(self, Method::RemoraModule | Method::RemoraModuleRelay)
+        matches!(self, Method::RemoraModule | Method::RemoraModuleRelay | Method::RemoraModuleRelayGentle)
     }
 
     /// What `remora replica` is told to read by.
@@ -85,7 +88,7 @@ impl Method {
         match self {
             Method::RemoraDefault => Some("auto"),
             Method::RemoraShm | Method::RemoraLate | Method::RemoraModule => Some("shm"),
-            Method::RemoraTcp | Method::RemoraModuleRelay => Some("tcp"),
+            Method::RemoraTcp | Method::RemoraModuleRelay | Method::RemoraModuleRelayGentle => Some("tcp"),
             Method::RemoraRelay | Method::RemoraRelayGentle | Method::RemoraRelayKilled => Some("tcp"),
             Method::OwnDefault | Method::OwnBest | Method::OwnTogether | Method::OwnDual => None,
             Method::Copier | Method::CopierOneByOne => None,
@@ -97,14 +100,15 @@ impl Method {
         match self {
             Method::RemoraTcp => Some(false),
             Method::RemoraRelay | Method::RemoraRelayGentle | Method::RemoraRelayKilled => Some(true),
-            Method::RemoraModuleRelay => Some(true),
+            Method::RemoraModuleRelay | Method::RemoraModuleRelayGentle => Some(true),
             _ => None,
         }
     }
 
     /// What the source may send, in bytes per second, where a cable carries so many with all headers.
     pub fn upload_limit(self, cable: Option<u64>) -> Option<u64> {
-        cable.filter(|_| self == Method::RemoraRelayGentle).map(|cable| cable / 100 * GENTLE_PERCENT)
+        let is_gentle = matches!(self, Method::RemoraRelayGentle | Method::RemoraModuleRelayGentle);
+        cable.filter(|_| is_gentle).map(|cable| cable / 100 * GENTLE_PERCENT)
     }
 
     /// Whether it reads memory across hosts, or needs no memory at all.

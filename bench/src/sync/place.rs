@@ -30,13 +30,33 @@ impl Place {
     /// Not root, or the kernel lacks something; the error names it.
     pub fn network(rate: BitRate, replicas: usize) -> Result<Place> {
         let net = Net::new()?;
-        let host = |name: &str| -> Result<Host> {
-            let host = net.host(name)?;
+        Place::hosts(rate, replicas, |name, _| net.host(name))
+    }
+
+    /// The same, with half of the machine's processors for the primary's host and its clients', and the other half for all replicas' together,
+    /// so that what a replica does takes no turn from the primary, as it can't where each host is a machine.
+    ///
+    /// # Errors
+    /// As for [`Place::network`]; or there is one processor only.
+    pub fn network_apart(rate: BitRate, replicas: usize) -> Result<Place> {
+        let all = std::thread::available_parallelism()?.get();
+        let (net, half) = (Net::new()?, all / 2);
+        if half == 0 {
+            return Err("one processor can't be shared out among hosts".into());
+        }
+        Place::hosts(rate, replicas, |name, is_replica| net.host_on(name, if is_replica { half..all } else { 0..half }))
+    }
+
+    /// With hosts that are made by name, and by whether it is a replica's.
+    fn hosts(rate: BitRate, replicas: usize, make: impl Fn(&str, bool) -> remora_lab::Result<Host>) -> Result<Place> {
+        let host = |name: &str, is_replica| -> Result<Host> {
+            let host = make(name, is_replica)?;
             host.shape(Shape::bits(rate.0))?;
             Ok(host)
         };
-        let replicas = (1..=replicas).map(|number| host(&format!("replica-{number}"))).collect::<Result<_>>()?;
-        Ok(Place { hosts: Some(Hosts { primary: host("primary")?, client: host("client")?, replicas, rate }) })
+        let (primary, client) = (host("primary", false)?, host("client", false)?);
+        let replicas = (1..=replicas).map(|number| host(&format!("replica-{number}"), true)).collect::<Result<_>>()?;
+        Ok(Place { hosts: Some(Hosts { primary, client, replicas, rate }) })
     }
 
     /// Bytes per second that each host's cable carries, with all headers; `None` on loopback.
