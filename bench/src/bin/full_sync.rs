@@ -23,7 +23,8 @@ struct Options {
     /// Rounds; the figures are medians over them.
     #[arg(long, default_value_t = 5)]
     rounds: usize,
-    /// Minutes that it may take, shared among servers and shapes; fewer rounds if they do not suffice, at least one.
+    /// Minutes that it may take, shared among servers and shapes. What does not fit is left out, the comparisons first, and the kept run
+    /// says what.
     #[arg(long)]
     budget_minutes: Option<u64>,
     /// Servers.
@@ -162,24 +163,36 @@ impl Bench {
     /// All rounds on one primary.
     fn scene(&mut self, kind: Kind, shape: ShapeChoice, deadline: Option<Instant>) -> Result<()> {
         eprintln!("{kind}, {}: filling a primary", shape.name());
+        let middle = deadline.map(|deadline| Instant::now() + deadline.saturating_duration_since(Instant::now()) / 2);
         let mut scene = Scene::set(&self.program, kind, shape.shape(self.options.divide))?;
         let server = format!("{kind} ({})", scene.primary().version()?);
         let mut longest = Duration::ZERO;
         for round in 0..self.options.rounds {
             if round > 0 && deadline.is_some_and(|deadline| Instant::now() + longest > deadline) {
-                let note = format!("{server}, {}: {round} rounds only, for want of time", shape.name());
-                eprintln!("{note}");
-                self.run.notes.push(note);
+                self.note(format!("{server}, {}: {round} rounds only, for want of time", shape.name()));
                 break;
             }
             let begun = Instant::now();
-            self.round(&mut scene, &server, shape, round)?;
+            self.round(&mut scene, &server, shape, round, middle.zip(deadline))?;
             longest = longest.max(begun.elapsed());
         }
         Ok(())
     }
 
-    fn round(&mut self, scene: &mut Scene, server: &str, shape: ShapeChoice, round: usize) -> Result<()> {
+    fn note(&mut self, text: String) {
+        eprintln!("{text}");
+        self.run.notes.push(text);
+    }
+
+    /// `times`: after the first nothing is compared any more, after the second nothing is measured.
+    fn round(
+        &mut self,
+        scene: &mut Scene,
+        server: &str,
+        shape: ShapeChoice,
+        round: usize,
+        times: Option<(Instant, Instant)>,
+    ) -> Result<()> {
         let kind = scene.primary().kind();
         let compare = match self.options.compare {
             Compare::First => round == 0,
@@ -188,6 +201,12 @@ impl Bench {
         };
         for replicas in self.options.replicas.clone() {
             for method in self.order(round).into_iter().filter(|method| method.applies(kind, replicas)) {
+                if times.is_some_and(|(_, deadline)| Instant::now() > deadline) {
+                    let what = format!("{server}, {}, N = {replicas}, {}", shape.name(), method.name());
+                    self.note(format!("{what}, round {}: left out for want of time", round + 1));
+                    continue;
+                }
+                let compare = compare && times.is_none_or(|(middle, _)| Instant::now() < middle);
                 let trial = Trial { method, replicas, writes: None, compare };
                 let outcome = scene.play(&trial, &|_, _| {})?;
                 eprintln!(

@@ -125,6 +125,7 @@ pub fn run(options: &Options) -> Result<bool> {
         program,
         kept: Kept::begin("sync", options.common.label.as_deref()),
         budget: options.common.budget(),
+        left_out: 0,
     };
     let (whole, mut left) = (bench.budget, options.networks.len() * options.servers.len());
     if !bench.program.serves_peers() {
@@ -146,6 +147,8 @@ struct Bench<'a> {
     program: Program,
     kept: Kept<Point>,
     budget: Budget,
+    /// Syncs of a scene that there was no time for.
+    left_out: usize,
 }
 
 impl Bench<'_> {
@@ -159,9 +162,11 @@ impl Bench<'_> {
         let shape = Shape { keys: self.values(network, most), value_bytes: VALUE_BYTES, every_type: false };
         let mut scene = Scene::at(&place, &self.program, server.kind(), shape)?;
         let name = format!("{} ({})", server.kind(), scene.primary().version()?);
+        let mut wanted = 0;
         for round in 0..self.options.common.rounds {
             for replicas in self.options.replicas.clone() {
                 for method in self.order(network, server, replicas, round) {
+                    wanted += 1;
                     self.trial(
                         &mut scene,
                         &name,
@@ -172,13 +177,19 @@ impl Bench<'_> {
                 }
             }
         }
-        Ok(())
+        match std::mem::take(&mut self.left_out) {
+            0 => {}
+            left_out => self.kept.note(format!(
+                "{name}, {network}: {left_out} of {wanted} syncs were left out for want of time, later rounds and many replicas first"
+            )),
+        }
+        self.keep()
     }
 
     fn trial(&mut self, scene: &mut Scene, server: &str, network: Network, trial: Trial, round: usize) -> Result<()> {
         let what = format!("{server}, {network}, N = {}, {}", trial.replicas, trial.method.name());
         if !self.budget.has(self.longest(server, network, &trial, scene.shape().bytes())) {
-            self.kept.note(format!("{what}, round {}: left out for want of time", round + 1));
+            self.left_out += 1;
             return Ok(());
         }
         let begun = Instant::now();
@@ -199,8 +210,11 @@ impl Bench<'_> {
             }
             Err(error) => self.kept.note(format!("{what}, round {}: failed: {error}", round + 1)),
         }
-        let summary = tables::sync(&[&self.kept]);
-        self.kept.keep(self.options.common.out.as_deref(), &summary)
+        self.keep()
+    }
+
+    fn keep(&self) -> Result<()> {
+        self.kept.keep(self.options.common.out.as_deref(), &tables::sync(&[&self.kept]))
     }
 
     /// How long such a sync took before, or else might: what the network takes for the copies that leave the primary's host.
