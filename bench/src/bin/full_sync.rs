@@ -124,13 +124,9 @@ impl ShapeChoice {
 
 fn main() -> Result<ExitCode> {
     let options = Options::parse();
-    let mut bench = Bench {
-        begun: Instant::now(),
-        program: Program::build()?,
-        run: Run::new("full_sync", "s"),
-        samples: Samples::default(),
-        options,
-    };
+    let program = Program::build()?;
+    let mut bench =
+        Bench { begun: Instant::now(), program, run: Run::new("full_sync", "s"), samples: Samples::default(), options };
     bench.run_all()?;
     bench.finish()
 }
@@ -169,7 +165,8 @@ impl Bench {
         let mut longest = Duration::ZERO;
         for round in 0..self.options.rounds {
             if round > 0 && deadline.is_some_and(|deadline| Instant::now() + longest > deadline) {
-                self.note(format!("{server}, {}: {round} rounds only, for want of time", shape.name()));
+                let left = self.options.rounds - round;
+                self.note(format!("{server}, {}: the last {left} rounds left out for want of time", shape.name()));
                 break;
             }
             let begun = Instant::now();
