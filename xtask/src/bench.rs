@@ -17,7 +17,7 @@ pub(crate) struct Options {
     #[arg(long, value_name = "DIR", default_value = RUNS)]
     out: PathBuf,
 
-    /// Minutes for those that can leave things out (full_sync, sync, feel, scaling), shared among them; the others take some twenty.
+    /// Minutes for those that can leave things out (full_sync, sync, feel, scaling), shared among them; the others take half an hour.
     /// Without it everything is measured, which takes many hours.
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u64).range(4..=MOST_MINUTES))]
     minutes: Option<u64>,
@@ -35,8 +35,12 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let mut failed = Vec::new();
     for name in &options.only {
         let minutes = options.minutes.and_then(|minutes| share(minutes, name, &options.only));
-        for words in WORDS.iter().filter(|(whose, _)| whose == name).map(|(_, words)| *words).chain([""]) {
-            eprintln!("── {name} {words}");
+        // Who gives arguments of his own wants just that, and they might say otherwise than the words do.
+        let with_words = WORDS.iter().filter(|(whose, _)| whose == name && options.arguments.is_empty());
+        for words in with_words.map(|(_, words)| *words).chain([""]) {
+            let what = format!("{name} {words}");
+            let what = what.trim_end();
+            eprintln!("── {what}");
             let is_part = PARTS.contains(&name.as_str());
             let mut command = Command::new(target.join("release").join(if is_part { SUITE } else { name }));
             if is_part {
@@ -48,7 +52,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             }
             command.args(&options.arguments);
             if !is_well(command)? {
-                failed.push(format!("{name} {words}"));
+                failed.push(what.to_owned());
             }
         }
     }

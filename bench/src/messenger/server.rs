@@ -29,7 +29,7 @@ impl Process {
     fn has_loaded(&self, library: &str) -> io::Result<()> {
         let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.child.id()))?;
         let name = Path::new(library).file_stem().unwrap_or_default().to_string_lossy().into_owned();
-        if maps.contains(&name) {
+        if !name.is_empty() && maps.contains(&name) {
             return Ok(());
         }
         Err(io::Error::other(format!("the library {library} could not be put before others: is it installed?")))

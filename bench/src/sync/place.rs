@@ -42,7 +42,7 @@ impl Place {
         let all = std::thread::available_parallelism()?.get();
         let (net, half) = (Net::new()?, all / 2);
         if half == 0 {
-            return Err("one processor can't be shared out among hosts".into());
+            return Err("one processor can't be shared out among hosts: give --shared-processors".into());
         }
         Place::hosts(rate, replicas, |name, is_replica| net.host_on(name, if is_replica { half..all } else { 0..half }))
     }
