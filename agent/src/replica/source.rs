@@ -252,9 +252,9 @@ impl Way {
         let geometry = |table: &TableOffer| Geometry { slot_size: table.slot_size, slots: table.slots };
         let (snapshot, journal) = (geometry(&offer.snapshot), geometry(&offer.journal));
         for shape in [snapshot, journal] {
-            shape
-                .checked()
-                .map_err(|error| Failure::new(Code::Source, format!("the source offers no sound table: {error}")))?;
+            shape.checked().map_err(|error| {
+                Failure::new(Code::Source, format!("the source {} offers no sound table: {error}", self.source))
+            })?;
         }
         let origin = spool::Origin {
             generation: offer.generation,
@@ -333,6 +333,7 @@ impl Way {
                 Err(error) => connectors.pass_over(&error.to_string()),
             }
         }
-        Err(Failure::new(Code::Source, format!("the source's tables can't be read: {}", connectors.why())))
+        let text = format!("the tables of {} can't be read: {}", self.source, connectors.why());
+        Err(Failure::new(Code::Source, text))
     }
 }

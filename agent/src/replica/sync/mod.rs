@@ -361,7 +361,7 @@ impl Sync {
         let result = connecting.await.map_err(|error| Failure::local(format!("connecting failed: {error}")))?;
         let (feed, mut chosen) = match result {
             Ok(connected) => connected,
-            Err(failure) => return self.feed_lost(&failure.message).await,
+            Err(failure) => return self.feed_lost(failure).await,
         };
         self.waiting = None;
         self.moments.offered.get_or_insert_with(Instant::now);
@@ -488,11 +488,10 @@ impl Sync {
     }
 
     /// The tables can't be read at present: ask for them again, after a pause.
-    async fn feed_lost(&mut self, text: &str) -> Flow {
+    async fn feed_lost(&mut self, failure: Failure) -> Flow {
         if self.source.is_none() {
             return GO_ON; // reconnecting to the source is under way and brings another feed
         }
-        let failure = Failure::new(Code::Source, text);
         self.come_again(true, failure).await
     }
 
@@ -520,7 +519,8 @@ impl Sync {
             News::LinkLost { text, loading } => self.link_lost(&text, loading),
             News::FeedLost { error } => {
                 self.interruptions += 1;
-                self.feed_lost(&error.to_string()).await
+                // Whether this or the end of the session is seen first is chance: both say which source it is.
+                self.feed_lost(Failure::new(Code::Source, format!("the source {}: {error}", self.args.source))).await
             }
             News::PeerLost(lost) => self.peer_lost(lost).await,
             News::FeedWanted => {
