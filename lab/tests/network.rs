@@ -82,17 +82,24 @@ fn a_shaped_cable_carries_what_it_is_named_for_both_ways() {
     let Some(()) = require::iperf3() else { return };
     let net = Net::new().unwrap();
     let (here, there) = (net.host("here").unwrap(), net.host("there").unwrap());
-    let free = iperf::bandwidth(Some((&here, &there)), Duration::from_secs(1)).unwrap();
-    for rate in [BitRate(100_000_000), BitRate(1_000_000_000), BitRate(10_000_000_000)] {
+    let unshaped = || iperf::bandwidth(Some((&here, &there)), Duration::from_secs(1)).unwrap();
+    let free = unshaped();
+    'rates: for rate in [BitRate(100_000_000), BitRate(1_000_000_000), BitRate(10_000_000_000)] {
         let payload = rate.0 as f64 / 8.0 * PAYLOAD_SHARE;
-        if free < 2.0 * payload {
-            eprintln!("{rate} is more than this machine has room for beside what else it does ({free} B/s unshaped)");
-            continue;
-        }
         here.shape(Shape::bits(rate.0)).unwrap();
         for direction in [(&here, &there), (&there, &here)] {
-            let carried = carried(direction, payload);
-            assert!((0.93..1.07).contains(&(carried / payload)), "{rate}: {carried} B/s of {payload}");
+            let share = carried(direction, payload) / payload;
+            assert!(share < 1.07, "{rate}: {share} of its payload");
+            if share < 0.93 {
+                // Is it the shape, or has this machine no time for so many bytes at present?
+                here.shape(Shape::default()).unwrap();
+                let free = unshaped();
+                assert!(free < 2.0 * payload, "{rate}: {share} of its payload, where {free} B/s pass unshaped");
+                eprintln!(
+                    "{rate} is more than this machine has room for beside what else it does ({free} B/s unshaped)"
+                );
+                continue 'rates;
+            }
         }
     }
     here.shape(Shape::default()).unwrap();
