@@ -95,12 +95,14 @@ fn a_client_alone_measures_against_a_server_alone() {
         let well = ask("100");
         assert!(well.status.success(), "{}", String::from_utf8_lossy(&well.stderr));
         let said = String::from_utf8_lossy(&well.stdout).into_owned();
-        assert!(said.contains("its processor time is not known"), "{said}");
+        assert!(said.contains("its processor time is that of all its clients"), "{said}");
         let figures = figures(&json);
         assert_eq!(figures.len(), 2);
         for figure in figures {
             assert_eq!(figure["subject"], format!("ours, {transport}"));
-            assert!(figure["requests"].as_u64().unwrap() > 0 && figure["server_cpu"] == 0.0, "{figure}");
+            assert!(figure["requests"].as_u64().unwrap() > 0, "{figure}");
+            let server_cpu = figure["server_cpu"].as_f64().unwrap();
+            assert!(server_cpu > 0.0 && server_cpu < 10.0, "{figure}");
         }
         let ill = ask("99");
         let why = String::from_utf8_lossy(&ill.stderr).into_owned();

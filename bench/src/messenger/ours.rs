@@ -40,7 +40,10 @@ struct Answerer {
 
 impl Dispatcher for Answerer {
     fn message(&self, connection: &Connection, delivery: Delivery) {
-        let reply = Message::new(delivery.transaction, delivery.kind, Bytes::new()).with_data(self.reply.clone());
+        let reply = match delivery.kind {
+            PROCESSOR_TIME => delivery.reply(nanos(cpu::of_self().unwrap_or_default()).to_le_bytes().to_vec()),
+            _ => Message::new(delivery.transaction, delivery.kind, Bytes::new()).with_data(self.reply.clone()),
+        };
         let _ = connection.send(reply); // a client that is gone misses nothing
     }
 }
@@ -55,13 +58,19 @@ pub fn measure(server: &mut Server, case: &Case, time: Duration, options: &Optio
     let address: Address = server.address.parse().map_err(io::Error::other)?;
     let connections: Vec<Connection> = (0..case.connections).map(|_| messenger.connect(&address)).collect();
     asker.wait("to connect", |asker| asker.connected.load(Ordering::SeqCst) == case.connections)?;
-    let (server_before, before) = (server.cpu()?, cpu::of_self()?);
+    // A server of our own says by a pipe what it has spent, at any time; one elsewhere says it in a reply, behind all others.
+    let is_elsewhere = server.is_elsewhere();
+    let mut server_cpu = || match connections.first() {
+        Some(connection) if is_elsewhere => asker.ask_for_processor_time(connection),
+        _ => server.cpu(),
+    };
+    let (server_before, before) = (server_cpu()?, cpu::of_self()?);
     let start = Instant::now();
     asker.begin(&connections, start);
     std::thread::sleep(time);
     asker.ending.store(true, Ordering::SeqCst);
     let took = start.elapsed();
-    let spent = (cpu::of_self()? - before, server.cpu()? - server_before);
+    let spent = (cpu::of_self()? - before, server_cpu()?.saturating_sub(server_before));
     asker.wait("for the last replies", |asker| asker.under_way.load(Ordering::SeqCst) == 0)?;
     if asker.failed.load(Ordering::SeqCst) {
         return Err(io::Error::other("a connection broke during the measurement"));
@@ -95,6 +104,8 @@ struct Asker {
     reply: usize,
     other_reply: AtomicUsize,
     lanes: Vec<Mutex<Lane>>,
+    /// What the server has said of its processor time last.
+    server_cpu: Mutex<Option<Duration>>,
     connected: AtomicUsize,
     under_way: AtomicU64,
     ending: AtomicBool,
@@ -116,6 +127,7 @@ impl Asker {
             reply: case.reply,
             other_reply: AtomicUsize::new(NO_OTHER),
             lanes: (0..case.connections).filter(|_| case.depth > 0).map(|_| lane()).collect(),
+            server_cpu: Mutex::default(),
             connected: AtomicUsize::new(0),
             under_way: AtomicU64::new(0),
             ending: AtomicBool::new(false),
@@ -136,10 +148,18 @@ impl Asker {
     }
 
     fn ask(&self, connection: &Connection, transaction: u64) {
-        let request = Message::new(transaction, 1, Bytes::new()).with_data(self.request.clone());
+        let request = Message::new(transaction, REQUEST, Bytes::new()).with_data(self.request.clone());
         if connection.send(request).is_err() {
             self.failed.store(true, Ordering::SeqCst);
         }
+    }
+
+    /// What the server's process has spent so far, for whomever.
+    fn ask_for_processor_time(&self, connection: &Connection) -> io::Result<Duration> {
+        *lock(&self.server_cpu) = None;
+        connection.send(Message::new(0, PROCESSOR_TIME, Bytes::new())).map_err(io::Error::other)?;
+        self.wait("for the server's processor time", |asker| lock(&asker.server_cpu).is_some())?;
+        Ok(lock(&self.server_cpu).unwrap_or_default())
     }
 
     fn wait(&self, what: &str, holds: impl Fn(&Asker) -> bool) -> io::Result<()> {
@@ -158,6 +178,11 @@ impl Asker {
 
 impl Dispatcher for Asker {
     fn message(&self, connection: &Connection, delivery: Delivery) {
+        if delivery.kind == PROCESSOR_TIME {
+            let nanos = delivery.front.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
+            *lock(&self.server_cpu) = Some(Duration::from_nanos(nanos));
+            return;
+        }
         let (at, place) = ((delivery.transaction >> 32) as usize, (delivery.transaction & 0xffff_ffff) as usize);
         if delivery.data.len() != self.reply {
             self.other_reply.store(delivery.data.len(), Ordering::SeqCst);
@@ -187,6 +212,14 @@ impl Dispatcher for Asker {
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
+
+fn nanos(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// Kinds of messages: to be answered with so many bytes, and with the nanoseconds of processor time that the process has spent.
+const REQUEST: u16 = 1;
+const PROCESSOR_TIME: u16 = 2;
 
 /// A server that has not answered for so long does not.
 const PATIENCE: Duration = Duration::from_secs(60);

@@ -162,7 +162,9 @@ impl Bench {
     fn new(mut options: Options) -> Bench {
         let mut run = new_run(&options);
         if let Some(place) = &options.ask {
-            run.notes.push(format!("the server at {place} was there already: its processor time is not known"));
+            run.notes.push(format!(
+                "the server at {place} was there already: its processor time is that of all its clients"
+            ));
             options.stacks = vec![place.transport().to_owned()];
             options.rivals.clear();
         }

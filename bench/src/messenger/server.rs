@@ -78,6 +78,11 @@ impl Server {
         Server { process: None, address: place.to_string() }
     }
 
+    /// Whether somebody else has started it.
+    pub fn is_elsewhere(&self) -> bool {
+        self.process.is_none()
+    }
+
     /// Processor time that it has spent so far; none where it is elsewhere.
     ///
     /// # Errors
