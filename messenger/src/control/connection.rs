@@ -210,7 +210,7 @@ impl Engine {
             local: greeted.local.unwrap_or(peer),
             session: (greeted.number, greeted.key),
             version: greeted.version,
-            _engine: self.clone(),
+            engine: self.clone(),
         });
         let hold = Arc::new(Hold(channel));
         Connection {
@@ -354,8 +354,10 @@ impl Sender {
     }
 
     fn gone(&self) -> Error {
-        let fault = self.failure.borrow().clone();
-        fault.unwrap_or(Fault::Closed).of(self.facts.peer)
+        let told = self.failure.borrow().clone();
+        // The layer takes no more messages a moment before it tells why; what broke the link it knows by then.
+        let broken = || self.hold.0.broken().map(|broken| self.facts.engine.post.fault(&broken, false));
+        told.or_else(broken).unwrap_or(Fault::Closed).of(self.facts.peer)
     }
 }
 
@@ -431,7 +433,7 @@ struct Facts {
     session: (u64, [u8; 32]),
     version: u16,
     /// Kept going for as long as somebody talks.
-    _engine: Arc<Engine>,
+    engine: Arc<Engine>,
 }
 
 impl std::fmt::Debug for Facts {

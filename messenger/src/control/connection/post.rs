@@ -98,7 +98,8 @@ impl Post {
         let _ = letters.send(Err(fault)); // nobody may listen any more
     }
 
-    fn fault(&self, broken: &Broken, early: bool) -> Fault {
+    /// What people are told of it; `early`: before the peer had become known.
+    pub(super) fn fault(&self, broken: &Broken, early: bool) -> Fault {
         let closed = if early { Fault::ClosedEarly } else { Fault::Closed };
         match broken {
             Broken::Ended | Broken::Cut => closed,
