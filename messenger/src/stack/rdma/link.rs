@@ -78,27 +78,30 @@ enum Item {
 impl RdmaLink {
     /// Begins to call.
     pub(in crate::stack) fn call(sites: &Arc<Sites>, peer: SocketAddr) -> io::Result<RdmaLink> {
+        let bell = bell()?;
         let wire = Wire::call(&sites.stations, sites.options.local, peer)?;
-        RdmaLink::new(sites, wire)
+        wire.watch_also(bell.as_fd())?;
+        Ok(RdmaLink::new(sites, wire, bell))
     }
 
     /// Takes a call, with receives posted before the caller can send.
     pub(super) fn accept(sites: &Arc<Sites>, request: Request, hello: Hello) -> io::Result<RdmaLink> {
+        let bell = bell()?;
         let site = sites.of(request.station());
         let window = reserve(&site, sites)?;
         let ours = Hello { letter_bytes: sites.options.letter_bytes, credits: window };
-        let wire = request.accept(&ours.encode()).map_err(io::Error::from);
-        let link = wire.and_then(|wire| check_inline(wire.inline_bytes()).and_then(|()| RdmaLink::new(sites, wire)));
-        let mut link = link.inspect_err(|_| site.release(window + WORD_ROOM))?;
+        let wire = request.accept(&ours.encode()).inspect_err(|_| site.release(window + WORD_ROOM))?;
+        let mut link = RdmaLink::new(sites, wire, bell);
+        // From here on the caller may send: should the link be of no use, it goes as every other does.
         (link.site, link.window) = (Some(site), window);
         link.meet(hello);
+        check_inline(link.wire()?.inline_bytes())?;
+        link.wire()?.watch_also(link.bell.as_fd())?;
         Ok(link)
     }
 
-    fn new(sites: &Arc<Sites>, wire: Wire) -> io::Result<RdmaLink> {
-        let bell = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
-        wire.watch_also(bell.as_fd())?;
-        Ok(RdmaLink {
+    fn new(sites: &Arc<Sites>, wire: Wire, bell: Bell) -> RdmaLink {
+        RdmaLink {
             wire: Some(wire),
             sites: sites.clone(),
             site: None,
@@ -121,7 +124,7 @@ impl RdmaLink {
             ended: false,
             wrong: None,
             done: Vec::new(),
-        })
+        }
     }
 
     /// What the peer has said of itself.
@@ -592,6 +595,10 @@ fn reserve(site: &Site, sites: &Sites) -> io::Result<u32> {
 }
 
 /// Words and offers go in the request itself.
+fn bell() -> io::Result<Bell> {
+    Ok(Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))
+}
+
 fn check_inline(bytes: u32) -> io::Result<()> {
     if bytes as usize >= START_BYTES {
         return Ok(());
