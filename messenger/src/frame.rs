@@ -166,25 +166,12 @@ pub enum Malformed {
 #[error("the memory given for a frame's bodies does not have their lengths")]
 pub struct Unfit;
 
-/// The head of a frame: a few fixed fields.
-#[derive(Debug, Clone, Copy)]
-pub struct Head {
-    bytes: [u8; HEAD_BYTES],
-    length: usize,
-}
-
-impl Head {
-    /// Its bytes.
-    pub fn bytes(&self) -> &[u8] {
-        &self.bytes[..self.length]
-    }
-}
-
 /// What the reader came upon.
 #[derive(Debug)]
 pub enum Step {
-    /// A head whose checksum holds. Answer with [`Reader::land`] before feeding more; bodies may be empty.
-    Head(Preamble, Head),
+    /// A head whose checksum holds, to be looked at with [`Reader::head`]. Answer with [`Reader::land`] before feeding more;
+    /// bodies may be empty.
+    Head(Preamble),
     /// The frame is whole and its checksums hold: front, middle, data, in the memory that was given.
     Whole([Buffer; BODIES]),
     /// More bytes are needed.
@@ -200,7 +187,8 @@ pub struct Reader {
     cut: [u8; HEAD_BYTES],
     have: usize,
     preamble: [u8; PREAMBLE_BYTES],
-    head: Head,
+    head: [u8; HEAD_BYTES],
+    head_length: usize,
     arriving: Arriving,
 }
 
@@ -241,7 +229,8 @@ impl Reader {
             cut: [0; HEAD_BYTES],
             have: 0,
             preamble: [0; PREAMBLE_BYTES],
-            head: Head { bytes: [0; HEAD_BYTES], length: 0 },
+            head: [0; HEAD_BYTES],
+            head_length: 0,
             arriving: Arriving::NOTHING,
         }
     }
@@ -254,6 +243,11 @@ impl Reader {
     /// Whether no frame has begun.
     pub fn is_between_frames(&self) -> bool {
         matches!(self.stage, Stage::Preamble) && self.have == 0
+    }
+
+    /// The head of the frame that is being read.
+    pub fn head(&self) -> &[u8] {
+        &self.head[..self.head_length]
     }
 
     /// Takes bytes off the front of `input` up to the next thing worth knowing.
@@ -277,7 +271,7 @@ impl Reader {
         if !bodies.iter().zip(preamble.bodies).all(|(buffer, length)| buffer.len() == length as usize) {
             return Err(Unfit);
         }
-        self.arriving = Arriving { summed: preamble.has_sums(), sealed: preamble.sealed, bodies, ..Arriving::NOTHING };
+        self.arriving.begin(&preamble, bodies);
         self.stage = Stage::Bodies;
         Ok(())
     }
@@ -311,15 +305,15 @@ impl Reader {
                 }
                 Stage::Head(preamble) => {
                     let length = usize::from(preamble.head);
-                    if !gather_some(&mut self.head.bytes[..length], &mut self.have, input) {
+                    if !gather_some(&mut self.head[..length], &mut self.have, input) {
                         return Ok(Step::Hungry);
                     }
-                    self.head.length = length;
-                    if checksum(self.head.bytes()) != preamble.head_sum {
+                    self.head_length = length;
+                    if checksum(self.head()) != preamble.head_sum {
                         return Err(Malformed::Checksum { part: "head" });
                     }
                     self.stage = Stage::Asked(preamble);
-                    return Ok(Step::Head(preamble, self.head));
+                    return Ok(Step::Head(preamble));
                 }
                 Stage::Asked(_) => return Ok(Step::Hungry),
                 Stage::Bodies => {
@@ -349,7 +343,8 @@ impl Reader {
         }
         let bodies = std::mem::replace(&mut self.arriving.bodies, [Buffer::EMPTY, Buffer::EMPTY, Buffer::EMPTY]);
         if let Some(seals) = &mut self.seals {
-            seals.check(seal, &self.preamble, self.head.bytes(), bodies.each_ref().map(|body| -> &[u8] { body }))?;
+            let head = &self.head[..self.head_length];
+            seals.check(seal, &self.preamble, head, bodies.each_ref().map(|body| -> &[u8] { body }))?;
         } else if sealed {
             return Err(Malformed::Reserved);
         }
@@ -374,6 +369,13 @@ impl Arriving {
         sums: [0; BODIES],
         running: None,
     };
+
+    /// Begins with the bodies of another frame. In its place, as a running checksum is half a kilobyte to move.
+    fn begin(&mut self, preamble: &Preamble, bodies: [Buffer; BODIES]) {
+        (self.summed, self.sealed, self.bodies) = (preamble.has_sums(), preamble.sealed, bodies);
+        (self.at, self.filled, self.sums) = (0, 0, [0; BODIES]);
+        self.running = None;
+    }
 
     /// Moves bytes from the input into the bodies; whether all are full.
     fn take(&mut self, input: &mut &[u8]) -> bool {
@@ -496,15 +498,14 @@ impl Writer {
         let bytes = preamble.encode();
         let seal: Option<Seal> =
             self.seals.as_mut().map(|seals| seals.next(&bytes, head, bodies.map(|body| -> &[u8] { body })));
-        self.copy(&bytes);
-        self.copy(head);
+        self.copy([&bytes, head]);
         bodies.into_iter().for_each(|body| self.body(body));
         if preamble.has_sums() {
             let sums = bodies.map(|body| checksum(body).to_le_bytes());
-            self.copy(sums.as_flattened());
+            self.copy([sums.as_flattened()]);
         }
         if let Some(seal) = seal {
-            self.copy(&seal);
+            self.copy([&seal]);
         }
     }
 
@@ -564,20 +565,21 @@ impl Writer {
 
     fn body(&mut self, body: &Bytes) {
         if body.len() <= COPIED_UP_TO_BYTES {
-            return self.copy(body);
+            return self.copy([body]);
         }
         self.bytes += body.len();
         self.pieces.push_back(Piece::Shared(body.clone()));
     }
 
-    fn copy(&mut self, bytes: &[u8]) {
-        let from = self.scratch.len();
-        self.scratch.extend_from_slice(bytes);
-        self.bytes += bytes.len();
+    fn copy<const N: usize>(&mut self, parts: [&[u8]; N]) {
+        let start = self.scratch.len();
+        parts.into_iter().for_each(|part| self.scratch.extend_from_slice(part));
+        let now = self.scratch.len();
+        self.bytes += now - start;
         match self.pieces.back_mut() {
-            Some(Piece::Scratch { end, .. }) => *end += bytes.len(),
-            _ if bytes.is_empty() => {}
-            _ => self.pieces.push_back(Piece::Scratch { start: from, end: from + bytes.len() }),
+            Some(Piece::Scratch { end, .. }) => *end = now,
+            _ if now == start => {}
+            _ => self.pieces.push_back(Piece::Scratch { start, end: now }),
         }
     }
 }

@@ -72,19 +72,19 @@ pub fn layer_frames(bytes: &[u8]) {
         loop {
             match reader.next(&mut input) {
                 Err(_) | Ok(frame::Step::Hungry) => break,
-                Ok(frame::Step::Head(preamble, head)) => {
+                Ok(frame::Step::Head(preamble)) => {
                     assert!(preamble.body_bytes() <= 2 * 1024 + 4096);
                     let bodies =
                         preamble.bodies.map(|length| Buffer::zeroed(length as usize, preamble.data_alignment()));
                     assert!(reader.land(bodies).is_ok());
-                    last = Some((preamble, head));
+                    last = Some((preamble, reader.head().to_vec()));
                 }
                 Ok(frame::Step::Whole(bodies)) => {
                     let (preamble, head) = last.take().expect("a frame has a head");
                     let end = at + piece.len() - input.len();
                     let mut writer = frame::Writer::new(preamble.summed, None);
                     let bodies = bodies.map(Bytes::from);
-                    writer.frame(preamble.tag, head.bytes(), bodies.each_ref(), preamble.data_alignment());
+                    writer.frame(preamble.tag, &head, bodies.each_ref(), preamble.data_alignment());
                     let mut slices = [IoSlice::new(&[]); 8];
                     let count = writer.slices(&mut slices);
                     let again: Vec<u8> = slices[..count].iter().flat_map(|slice| slice.to_vec()).collect();

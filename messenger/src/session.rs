@@ -263,10 +263,25 @@ impl<T> Session<T> {
     /// # Errors
     /// [`Over`].
     pub fn send(&mut self, message: T, now: Instant) -> Result<(), Over> {
+        self.send_all(&mut VecDeque::from([message]), now)
+    }
+
+    /// Queues messages, in order; none are left in `messages`, also where the session is over.
+    ///
+    /// # Errors
+    /// [`Over`].
+    pub fn send_all(&mut self, messages: &mut VecDeque<T>, now: Instant) -> Result<(), Over> {
         if self.state == State::Closed || self.closing {
+            messages.clear();
             return Err(Over);
         }
-        self.queue.push_back(message);
+        if messages.is_empty() {
+            return Ok(());
+        }
+        match self.queue.is_empty() {
+            true => std::mem::swap(&mut self.queue, messages), // as a rule: nothing is moved then
+            false => self.queue.append(messages),
+        }
         self.last_message = now;
         if matches!(self.state, State::Standby { .. }) && self.may_call() {
             self.call(now);

@@ -38,7 +38,7 @@ use crate::buffer::Buffer;
 use crate::connection::{Connection, NOWHERE, Queued};
 use crate::control::session::Established;
 use crate::error::Broken;
-use crate::frame::{Head, Preamble, Step};
+use crate::frame::{Preamble, Step};
 use crate::message::{Arrival, Delivery};
 use crate::messenger::Common;
 use crate::registry::Name;
@@ -102,7 +102,8 @@ impl Inbox {
     }
 
     fn take(&self, into: &mut Vec<Command>) {
-        if self.waiting.swap(false, Ordering::SeqCst) {
+        // The look before the exchange: as a rule there is nothing, and this is asked after each event.
+        if self.waiting.load(Ordering::Acquire) && self.waiting.swap(false, Ordering::SeqCst) {
             std::mem::swap(&mut *self.commands.lock().unwrap_or_else(PoisonError::into_inner), into);
         }
     }
@@ -435,7 +436,7 @@ impl Worker {
         loop {
             let Some(line) = self.lines.get_mut(key) else { return Ok(()) };
             match line.reader.next(&mut input)? {
-                Step::Head(preamble, head) => self.head(key, preamble, &head)?,
+                Step::Head(preamble) => self.head(key, preamble)?,
                 Step::Whole(bodies) => self.whole(key, bodies)?,
                 Step::Hungry => {
                     line.held.extend_from_slice(input); // only if it is barred: otherwise nothing is left
@@ -451,15 +452,15 @@ impl Worker {
         self.read(key, &held)
     }
 
-    fn head(&mut self, key: Key, preamble: Preamble, head: &Head) -> Result<(), Broken> {
+    fn head(&mut self, key: Key, preamble: Preamble) -> Result<(), Broken> {
         let Some(line) = self.lines.get_mut(key) else { return Ok(()) };
         if preamble.tag == MESSAGE {
-            let label = Label::decode(head.bytes())?;
+            let label = Label::decode(line.reader.head())?;
             line.coming = Some(Coming::Barred(preamble, label));
             return self.admit(key);
         }
         let malformed = crate::frame::Malformed::Content { tag: preamble.tag };
-        line.coming = Some(Coming::Signal(Signal::decode(preamble.tag, head.bytes())?));
+        line.coming = Some(Coming::Signal(Signal::decode(preamble.tag, line.reader.head())?));
         let none = [Buffer::EMPTY, Buffer::EMPTY, Buffer::EMPTY];
         line.reader.land(none).map_err(|_| Broken::Malformed(malformed)) // signals have no bodies
     }
@@ -695,9 +696,8 @@ impl Worker {
         loop {
             let Some(talk) = self.talks.get_mut(key) else { return };
             talk.connection.take_letters(&mut self.letters);
-            for letter in self.letters.drain(..) {
-                let _ = talk.session.send(letter, self.now); // it is over: the owner is told by that, not by each letter
-            }
+            // It may be over: the owner is told by that, not by each letter.
+            let _ = talk.session.send_all(&mut self.letters, self.now);
             self.act(key);
             match self.write(key) {
                 Ok(true) => {}
@@ -858,9 +858,7 @@ impl Worker {
         let now = self.now;
         if let Some(talk) = self.talks.get_mut(key) {
             talk.connection.take_letters(&mut self.letters);
-            for letter in self.letters.drain(..) {
-                let _ = talk.session.send(letter, now); // what was taken before the end is said before it
-            }
+            let _ = talk.session.send_all(&mut self.letters, now); // what was taken before the end is said before it
             what(&mut talk.session, now);
         }
         self.settle(key);

@@ -8,6 +8,7 @@ use crate::error::Error;
 ///
 /// # Errors
 /// [`Error::OutOfBounds`] with these three numbers.
+#[inline]
 pub fn check(offset: u64, length: u64, size: u64) -> Result<(), Error> {
     match offset.checked_add(length) {
         Some(end) if end <= size => Ok(()),

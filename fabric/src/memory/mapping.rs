@@ -66,6 +66,7 @@ impl Mapping {
     }
 
     /// A checked range, to be read.
+    #[inline]
     pub(super) fn span(&self, offset: u64, length: u64) -> Result<Span<'_>, Error> {
         bounds::check(offset, length, self.size())?;
         // SAFETY: `offset <= size <= isize::MAX`, as just checked, so that it fits and stays inside the mapping or at its end.
@@ -74,6 +75,7 @@ impl Mapping {
     }
 
     /// A checked range, to be written.
+    #[inline]
     pub(super) fn span_mut(&self, offset: u64, length: u64) -> Result<SpanMut<'_>, Error> {
         if !self.writable {
             return Err(Error::Misuse("this memory is mapped for reading only"));

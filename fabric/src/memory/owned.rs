@@ -125,6 +125,7 @@ impl Memory {
     ///
     /// # Errors
     /// [`Error::OutOfBounds`]; nothing is written then.
+    #[inline]
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Error> {
         self.view.mapping().span_mut(offset, bytes.len() as u64)?.copy_in(bytes);
         Ok(())
@@ -144,6 +145,7 @@ impl Memory {
     ///
     /// # Errors
     /// [`Error::OutOfBounds`], [`Error::Unaligned`]; [`Error::Misuse`] for an order that a store can't have.
+    #[inline]
     pub fn store_u64(&self, offset: u64, value: u64, order: Ordering) -> Result<(), Error> {
         store_order(order)?;
         let span = self.view.mapping().span_mut(offset, size_of::<u64>() as u64)?;
@@ -220,6 +222,7 @@ impl std::fmt::Debug for Memory {
 }
 
 /// The orders that a store may have; any other makes the standard library panic.
+#[inline]
 fn store_order(order: Ordering) -> Result<(), Error> {
     match order {
         Ordering::Relaxed | Ordering::Release | Ordering::SeqCst => Ok(()),

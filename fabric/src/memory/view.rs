@@ -105,6 +105,7 @@ impl View {
     ///
     /// # Errors
     /// [`Error::OutOfBounds`].
+    #[inline]
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), Error> {
         self.mapping.span(offset, into.len() as u64)?.copy_out(into);
         Ok(())
@@ -124,6 +125,7 @@ impl View {
     ///
     /// # Errors
     /// [`Error::OutOfBounds`], [`Error::Unaligned`]; [`Error::Misuse`] for an order that a load can't have.
+    #[inline]
     pub fn load_u64(&self, offset: u64, order: Ordering) -> Result<u64, Error> {
         load_order(order)?;
         let span = self.mapping.span(offset, size_of::<u64>() as u64)?;
@@ -134,6 +136,7 @@ impl View {
     ///
     /// # Errors
     /// As for [`View::load_u64`].
+    #[inline]
     pub fn load_u32(&self, offset: u64, order: Ordering) -> Result<u32, Error> {
         load_order(order)?;
         let span = self.mapping.span(offset, size_of::<u32>() as u64)?;
@@ -247,11 +250,13 @@ impl std::fmt::Debug for View {
 }
 
 /// The mapping begins at a page, so an offset is aligned exactly if its address is.
+#[inline]
 pub(super) fn atomic_place<T>(done: Option<T>, offset: u64, align: usize) -> Result<T, Error> {
     done.ok_or(Error::Unaligned { offset, align: align as u64 })
 }
 
 /// The orders that a load may have; any other makes the standard library panic.
+#[inline]
 fn load_order(order: Ordering) -> Result<(), Error> {
     match order {
         Ordering::Relaxed | Ordering::Acquire | Ordering::SeqCst => Ok(()),

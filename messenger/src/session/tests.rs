@@ -528,6 +528,22 @@ fn a_gap_and_an_acknowledgement_of_nothing_are_violations() {
 }
 
 #[test]
+fn letters_given_together_go_behind_those_that_wait_and_none_is_kept_when_it_is_over() {
+    let place = Place { entity: Entity(1), address: None, can_call: true };
+    let now = Instant::now();
+    let mut session = Session::calling(Policy::lossless_client(), place, 7, now);
+    session.send(1, now).unwrap();
+    let mut letters = VecDeque::from([2, 3]);
+    session.send_all(&mut letters, now).unwrap();
+    assert!(letters.is_empty());
+    assert_eq!(session.queue, [1, 2, 3]);
+    session.abort();
+    let mut letters = VecDeque::from([4]);
+    assert_eq!(session.send_all(&mut letters, now), Err(Over));
+    assert!(letters.is_empty() && session.queue.is_empty());
+}
+
+#[test]
 fn closing_says_everything_first() {
     let mut world = World::new(3, [Policy::lossless_client(), Policy::stateful_server()]);
     world.run(300, Chaos { talk: false, cuts: false, forgets: false });

@@ -41,6 +41,9 @@ pub struct ShmLink {
     theirs: Option<View>,
     produced: u64,
     consumed: u64,
+    /// How far the peer had consumed when we last looked. Looking costs both ends: the line where it is counted travels to us,
+    /// and has to travel back for the next count.
+    seen_consumed: u64,
     /// How often we have slept; what we said last.
     sleeps: u64,
     /// We have slept since the bell was last looked at.
@@ -70,6 +73,7 @@ impl ShmLink {
             theirs: None,
             produced: 0,
             consumed: 0,
+            seen_consumed: 0,
             sleeps: 0,
             slept: true,
             short: false,
@@ -92,10 +96,21 @@ impl ShmLink {
         Ok(theirs.load_u64(at, order)?)
     }
 
-    /// Bytes that may be produced.
+    /// Bytes that may be produced, as it is now.
     fn room(&self) -> io::Result<u64> {
         let under_way = self.produced.wrapping_sub(self.said(CONSUMED_AT, Ordering::SeqCst)?);
         RING_BYTES.checked_sub(under_way).ok_or_else(broken)
+    }
+
+    /// Bytes that may be produced: as many as are wanted, if that is known without looking; else what a look says.
+    fn room_for(&mut self, wanted: u64) -> io::Result<u64> {
+        let known = RING_BYTES - self.produced.wrapping_sub(self.seen_consumed);
+        if known >= wanted {
+            return Ok(known);
+        }
+        let room = self.room()?;
+        self.seen_consumed = self.produced.wrapping_sub(RING_BYTES - room);
+        Ok(room)
     }
 
     /// Bytes that may be consumed.
@@ -117,20 +132,17 @@ impl ShmLink {
         }
     }
 
-    /// Takes what rang, so that the descriptor is quiet again.
+    /// Takes what rang. That is one ring for each sleep; should there be another, the descriptor stays readable, and we come again.
     fn hush(&mut self) -> io::Result<()> {
         self.slept = false;
-        let mut rings = [0; 64];
         loop {
-            match rustix::net::recv(&self.socket, &mut rings, RecvFlags::DONTWAIT) {
-                Ok((_, 0)) | Err(Errno::CONNRESET) => {
-                    self.ended = true;
-                    return Ok(());
-                }
-                Ok(_) | Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => return Ok(()),
+            match rustix::net::recv(&self.socket, &mut [0; 8], RecvFlags::DONTWAIT) {
+                Ok((_, 0)) | Err(Errno::CONNRESET) => self.ended = true,
+                Err(Errno::INTR) => continue,
+                Ok(_) | Err(Errno::AGAIN) => {}
                 Err(error) => return Err(error.into()),
             }
+            return Ok(());
         }
     }
 
@@ -158,10 +170,11 @@ impl Link for ShmLink {
 
     fn send(&mut self, bytes: &[IoSlice<'_>]) -> io::Result<usize> {
         self.meet()?;
-        let mut room = self.room()?;
-        if room == 0 {
+        let wanted = bytes.iter().map(|slice| slice.len() as u64).sum();
+        let mut room = self.room_for(wanted)?;
+        if room == 0 && wanted > 0 {
             self.set_short(true)?;
-            room = self.room()?; // it may have become room before we said so
+            room = self.room_for(wanted)?; // it may have become room before we said so
             if room == 0 {
                 return Err(io::ErrorKind::WouldBlock.into());
             }

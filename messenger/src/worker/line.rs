@@ -265,6 +265,6 @@ const MAY_LEAVE_SEALS: u64 = 2;
 /// A whole frame of the greeting and more.
 const GREETING_PIECE_BYTES: usize = 512;
 
-/// Pieces per vectored send. Two per message with data: some thirty messages in one call, or 120 KiB of 4 KiB messages, beyond
-/// which the call itself no longer weighs.
-const SLICES_PER_SEND: usize = 64;
+/// Pieces per vectored send. Two per message with data, and one behind the last: all that is written ahead in messages of 4 KiB goes in
+/// one call. A call for the rest would cost a segment of its own, and at the peer another waking.
+const SLICES_PER_SEND: usize = 128;
