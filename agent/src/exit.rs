@@ -59,7 +59,9 @@ impl Code {
             Self::SyncFailed => "the sync failed; the message says in which state the replica's server was left",
             Self::Interrupted => "stopped by SIGINT or SIGTERM before the work was done",
             Self::Local => "this machine lacks something: memory, disk space, a port",
-            Self::Undecided => "verify: some keys changed faster than they could be compared, all others are the same",
+            Self::Undecided => {
+                "verify: some keys or libraries changed faster than they could be compared, all others are the same"
+            }
         }
     }
 }

@@ -58,7 +58,7 @@ pub async fn run(args: VerifyArgs) -> Result<(), Failure> {
 }
 
 async fn compare(pair: &mut Pair, args: &VerifyArgs, report: &mut Report) -> Result<(), ServerError> {
-    report.functions = pair.compare_functions().await?;
+    report.functions = pair.compare_functions(args.recheck).await?;
     report.method = match args.digest {
         DigestUse::Auto if digests_agree(pair).await? => Method::Digest,
         _ => Method::Values,
@@ -123,11 +123,11 @@ fn conclude(report: &Report) -> Result<(), Failure> {
     if report.differs() {
         return Err(Failure::new(Code::Differs, format!("the servers differ: {}", report.summary())));
     }
-    if report.undecided > 0 {
+    if report.is_undecided() {
         let text = format!(
-            "{} keys changed faster than they could be compared, all others are the same; try again when they are written to less, \
+            "{} changed faster than they could be compared, all others are the same; try again when they are written to less, \
              or with a larger --recheck",
-            report.undecided
+            report.undecided()
         );
         return Err(Failure::new(Code::Undecided, text));
     }

@@ -49,7 +49,14 @@ fn every_combination_is_exact(kind: Kind) {
         let loaded = agent.output().contains("out of shared memory");
         assert_eq!(loaded, at.replica, "{at:?} {transport}: {}", agent.output());
         let after = syncs(&primary);
-        assert_eq!((after.0 - before.0, after.1 - before.1), (1, 1), "{at:?}: one copy, one continuation");
+        assert_eq!(
+            (after.0 - before.0, after.1 - before.1),
+            (1, 1),
+            "{at:?} {transport}: one copy, one continuation\n{}\nthe primary:\n{}\nthe replica:\n{}",
+            agent.output(),
+            primary.log(),
+            replica.log()
+        );
     }
 }
 

@@ -1,7 +1,7 @@
 //! The two servers side by side: which database each has selected, how far the one is behind the other, what both can do.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     time::{Duration, Instant},
 };
 
@@ -85,21 +85,38 @@ impl Pair {
         Ok(before == self.primary.offset().await?)
     }
 
-    /// Compares the function libraries, once more if they differ at first: they may just be on their way.
-    pub(super) async fn compare_functions(&mut self) -> Result<Functions, ServerError> {
-        let (mut one, mut other) = tokio::try_join!(self.primary.functions(), self.replica.functions())?;
-        if one != other {
-            self.catch_up().await?;
-            (one, other) = tokio::try_join!(self.primary.functions(), self.replica.functions())?;
-        }
-        Ok(match (one, other) {
-            (None, None) => Functions::Unknown,
-            // A server without functions has none.
-            (one, other) => {
-                let (one, other) = (one.unwrap_or_default(), other.unwrap_or_default());
-                Functions::Compared { libraries: one.len().max(other.len()), same: one == other }
+    /// Compares the function libraries, as keys are compared: what differs is looked at again, up to `rounds` times. Those that changed
+    /// in every round are undecided.
+    pub(super) async fn compare_functions(&mut self, rounds: u32) -> Result<Functions, ServerError> {
+        let mut open: Option<BTreeSet<String>> = None; // at first, all
+        for round in 1..=rounds.max(1) {
+            let before = self.primary.functions().await?;
+            let caught_up = self.catch_up_with(&before).await?;
+            let held = self.replica.functions().await?;
+            let after = self.primary.functions().await?;
+            if before.is_none() && held.is_none() {
+                return Ok(Functions::Unknown);
             }
-        })
+            // A server without functions has none.
+            let [before, held, after] = [before, held, after].map(Option::unwrap_or_default);
+            let libraries = before.len().max(held.len());
+            let all = || before.keys().chain(held.keys()).cloned().collect();
+            let mut suspects = open.take().unwrap_or_else(all);
+            suspects.retain(|name| held.get(name) != before.get(name) && held.get(name) != after.get(name));
+            let certain = caught_up == CaughtUp::Yes || round == rounds;
+            let same = !(certain && suspects.iter().any(|name| before.get(name) == after.get(name)));
+            if !same || suspects.is_empty() || round == rounds {
+                let undecided = if same { suspects.len() } else { 0 };
+                return Ok(Functions::Compared { libraries, same, undecided });
+            }
+            open = Some(suspects);
+        }
+        Ok(Functions::Unknown)
+    }
+
+    /// As [`Pair::catch_up`], but at once where the replica holds the same already.
+    async fn catch_up_with(&mut self, wanted: &Option<Libraries>) -> Result<CaughtUp, ServerError> {
+        if self.replica.functions().await? == *wanted { Ok(CaughtUp::Yes) } else { self.catch_up().await }
     }
 }
 
@@ -141,7 +158,7 @@ impl Side {
     }
 
     /// All function libraries; `None` if the server knows none or doesn't tell.
-    async fn functions(&mut self) -> Result<Option<BTreeSet<String>>, ServerError> {
+    async fn functions(&mut self) -> Result<Option<Libraries>, ServerError> {
         let answer = match self.client.command(&["FUNCTION", "LIST", "WITHCODE"]).await {
             Ok(answer) => answer,
             Err(error) if error.refusal().is_some() => return Ok(None),
@@ -161,16 +178,24 @@ pub(super) enum Functions {
     Compared {
         libraries: usize,
         same: bool,
+        /// Libraries that changed whenever they were looked at.
+        undecided: usize,
     },
 }
 
-/// A library as text: its name, engine and code. The list of its functions follows from the code and comes in any order.
-fn library(frame: &Frame) -> String {
+/// Function libraries as text, by name.
+type Libraries = BTreeMap<String, String>;
+
+/// A library's name, and all of it as text: name, engine and code. The list of its functions follows from the code and comes in any
+/// order.
+fn library(frame: &Frame) -> (String, String) {
     let fields = frame.as_array().unwrap_or_default();
     let pairs = fields.chunks_exact(2).filter_map(|pair| Some((pair.first()?.as_str()?, pair.get(1)?.as_bytes()?)));
-    let mut pairs: Vec<_> = pairs.map(|(name, value)| format!("{name}={}", value.escape_ascii())).collect();
-    pairs.sort();
-    pairs.join("\n")
+    let mut pairs: Vec<_> = pairs.map(|(field, value)| (field, value.escape_ascii().to_string())).collect();
+    pairs.sort_unstable();
+    let name = pairs.iter().find(|(field, _)| *field == "library_name").map(|(_, name)| name.clone());
+    let lines: Vec<_> = pairs.iter().map(|(field, value)| format!("{field}={value}")).collect();
+    (name.unwrap_or_default(), lines.join("\n"))
 }
 
 impl Abilities {

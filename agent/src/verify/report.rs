@@ -140,8 +140,8 @@ impl Report {
         if self.functions_differ() {
             parts.push("other functions".into());
         }
-        if self.undecided > 0 {
-            parts.push(format!("{} undecided", self.undecided));
+        if self.is_undecided() {
+            parts.push(format!("{} undecided", self.undecided()));
         }
         parts.join(", ")
     }
@@ -154,7 +154,7 @@ impl Report {
             #[serde(flatten)]
             report: &'a Report,
         }
-        let whole = Whole { same: !self.differs() && self.undecided == 0, report: self };
+        let whole = Whole { same: !self.differs() && !self.is_undecided(), report: self };
         // Strings, numbers and lists of them: there is nothing in it that JSON could not say.
         serde_json::to_string_pretty(&whole).unwrap_or_default()
     }
@@ -174,6 +174,30 @@ impl Report {
         ]
     }
 
+    /// Whether something changed whenever it was looked at.
+    pub(super) fn is_undecided(&self) -> bool {
+        self.undecided > 0 || self.undecided_libraries() > 0
+    }
+
+    /// What did: `3 keys`, `3 keys and 1 library`.
+    pub(super) fn undecided(&self) -> String {
+        let keys = counted(self.undecided, "key", "keys");
+        match self.undecided_libraries() {
+            0 => keys,
+            libraries => {
+                let libraries = counted(libraries as u64, "library", "libraries");
+                if self.undecided == 0 { libraries } else { format!("{keys} and {libraries}") }
+            }
+        }
+    }
+
+    fn undecided_libraries(&self) -> usize {
+        match self.functions {
+            Functions::Compared { undecided, .. } => undecided,
+            Functions::Unknown => 0,
+        }
+    }
+
     fn functions_differ(&self) -> bool {
         matches!(self.functions, Functions::Compared { same: false, .. })
     }
@@ -190,12 +214,12 @@ impl fmt::Display for Report {
         writeln!(f, "how        {how} {}, {:.1} s", self.extent(), self.seconds)?;
         match self.functions {
             Functions::Unknown => writeln!(f, "functions  not told by either server")?,
-            Functions::Compared { libraries, same: true } => {
+            Functions::Compared { libraries, same: true, .. } => {
                 writeln!(f, "functions  the same ({})", counted(libraries as u64, "library", "libraries"))?;
             }
             Functions::Compared { same: false, .. } => writeln!(f, "functions  different")?,
         }
-        match self.differs() || self.undecided > 0 {
+        match self.differs() || self.is_undecided() {
             false => writeln!(f, "result     the same")?,
             true => writeln!(f, "result     {}", self.summary())?,
         }
