@@ -3,9 +3,9 @@
 
 mod kit;
 
-use kit::{LONG, Source, load, primary, syncs};
+use kit::{LONG, Source, load, primary, steady_writer, syncs};
 use remora_lab::server::Builder;
-use remora_lab::{Kind, Server, Workload, assert_same_data, fill_every_type, require};
+use remora_lab::{Kind, Server, assert_same_data, fill_every_type, require};
 
 /// Commands that the writer must have done before the replica is made, and once more until it is compared.
 const WRITES_MEANWHILE: u64 = 3_000;
@@ -36,7 +36,7 @@ fn every_combination_is_exact(kind: Kind) {
         load(&primary, 60, 300_000);
         let mut source = Source::start(&primary, &["--memory", "128MiB", "--module-capture", "walk"]);
         let before = syncs(&primary);
-        let writer = Workload::on(&primary).unwrap();
+        let writer = steady_writer(&primary);
         writer.wait_for(WRITES_MEANWHILE);
         let mut agent = source.replica(&replica, &["--transport", transport]);
         agent.wait_for_success(LONG).unwrap();

@@ -22,7 +22,7 @@ fn two_replicas_of(primary: Server, replica_kind: Kind, own: u64) {
     fill_every_type(&mut primary.client().unwrap(), 7).unwrap();
     let servers = [Server::start(replica_kind).unwrap(), Server::start(replica_kind).unwrap()];
     let before = syncs(&primary);
-    let source = Source::start(&primary, &["--memory", "256MiB"]);
+    let source = Source::start(&primary, &["--memory", "1GiB"]);
 
     let writer = Workload::on(&primary).unwrap();
     let flood = benchmark(&primary);

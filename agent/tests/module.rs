@@ -116,7 +116,7 @@ fn is_exact_under_every_kind_of_write(kind: Kind) {
         let replica = Server::start(kind).unwrap();
         // Now and then only the long ones, so that strings are on both sides of the seam.
         let least = if round % 3 == 2 { "1KiB" } else { "0" };
-        let args = ["--memory", "256MiB", "--module-capture", "walk", "--module-walk-from", least];
+        let args = ["--memory", "1GiB", "--module-capture", "walk", "--module-walk-from", least];
         let mut source = Source::start(&primary, &args);
         let writer = Workload::on(&primary).unwrap();
         let flood = benchmark(&primary);

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use kit::{LONG, Source, primary, syncs};
 use remora_lab::server::{Builder, wait_until};
-use remora_lab::{Agent, Kind, Server, Workload, assert_same_data, fill_every_type, require};
+use remora_lab::{Agent, Kind, Server, assert_same_data, fill_every_type, require};
 
 /// The library, as cargo built it beside the program.
 fn library() -> Option<PathBuf> {
@@ -48,7 +48,7 @@ fn is_exact_by(transport: &str, kind: Kind) {
     replica.client().unwrap().ok(&["SET", "old", "data"]).unwrap();
     let before = syncs(&primary);
     let source = Source::start(&primary, &["--memory", "64MiB", "--module-capture", "off"]);
-    let writer = Workload::on(&primary).unwrap();
+    let writer = kit::steady_writer(&primary);
     writer.wait_for(2000);
     let agent = source.replicate(&replica, &["--transport", transport, "--replace"]);
     writer.wait_for(2000);
@@ -197,12 +197,13 @@ fn a_module_that_is_not_to_be_used_is_not_used() {
 fn with_the_module_at_both_ends_a_replica_is_exact_through_a_small_window() {
     for kind in require::kinds() {
         let (Some(first), Some(second)) = (with_module(kind), with_module(kind)) else { return };
-        let primary = first.config("repl-diskless-sync-delay", 0).config("repl-backlog-size", "64mb").start().unwrap();
+        let primary =
+            first.config("repl-diskless-sync-delay", 0).config("repl-backlog-size", kit::BACKLOG).start().unwrap();
         fill_every_type(&mut primary.client().unwrap(), 9).unwrap();
         kit::load(&primary, 40, 3_000_000);
         let replica = second.start().unwrap();
         let source = Source::start(&primary, &["--memory", "64MiB", "--slot-size", "1MiB", "--module-capture", "walk"]);
-        let writer = Workload::on(&primary).unwrap();
+        let writer = kit::steady_writer(&primary);
         let agent = source.replicate(&replica, &["--memory", "16MiB"]);
         writer.stop().unwrap();
         assert!(loaded_by_module(&agent), "{}", agent.output());

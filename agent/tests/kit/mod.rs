@@ -9,7 +9,8 @@ use std::process::Command;
 use std::time::Duration;
 
 use remora_lab::server::{Builder, wait_until};
-use remora_lab::{Agent, Kind, Server, scratch};
+use remora_lab::workload::Options;
+use remora_lab::{Agent, Kind, Server, Workload, scratch};
 use rustix::process::Signal;
 use serde_json::Value;
 use tempfile::TempDir;
@@ -20,7 +21,18 @@ pub(crate) const LONG: Duration = Duration::from_secs(90);
 /// A server as tests want a primary: it takes a snapshot at once when asked (the default waits five seconds for company), and
 /// its backlog bears a hand-off under full load.
 pub(crate) fn primary(kind: Kind) -> Builder {
-    Server::builder(kind).config("repl-diskless-sync-delay", 0).config("repl-backlog-size", "64mb")
+    Server::builder(kind).config("repl-diskless-sync-delay", 0).config("repl-backlog-size", BACKLOG)
+}
+
+/// Full load is some 60 MB a second, and a machine that has much else to do may leave an agent waiting for seconds.
+pub(crate) const BACKLOG: &str = "256mb";
+
+/// Every kind of change, as fast as a small journal bears it though the readers have to wait for seconds now and then. Whoever can be
+/// outrun needs another copy, and none is promised then.
+#[allow(dead_code)] // not every test that has this kit needs it
+pub(crate) fn steady_writer(primary: &Server) -> Workload {
+    let options = Options { big_bytes: 1 << 20, ..Options::seeded(remora_lab::random::seed("workload")) };
+    Workload::start(primary.client().unwrap(), options.rate(4_000)).unwrap()
 }
 
 /// A running source agent. Its folder holds the token, and stands for the home of all agents that are started by it.

@@ -437,7 +437,9 @@ impl Sync {
         self.retry = None;
         if self.delivery.progress().loaded && !self.args.stay {
             // The stream may come from the primary itself, and that is where the server is going anyway.
-            return self.hand_off("the source is away").await;
+            let why =
+                if self.source.is_none() { "the source is away" } else { "the source no longer holds what it needs" };
+            return self.hand_off(why).await;
         }
         if let Err(failure) = self.sign_of_life().await {
             // Another snapshot for a server that takes nothing would cost the primary a fork for nothing.
