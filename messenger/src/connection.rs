@@ -29,6 +29,8 @@ struct Shared {
     place: AtomicU64,
     budget: Arc<Throttle>,
     outbox: Mutex<Outbox>,
+    /// The worker knows that there is something in the box, or is about to look. Set by anybody, unset with the box locked.
+    posted: AtomicBool,
     ready: AtomicBool,
     /// Of the last link: how it began and how it ended.
     greeted: Mutex<Option<Greeted>>,
@@ -57,8 +59,6 @@ impl fmt::Debug for Greeted {
 #[derive(Default)]
 struct Outbox {
     queue: VecDeque<Queued>,
-    /// The worker knows that there is something, or is about to look.
-    posted: bool,
     over: bool,
 }
 
@@ -92,6 +92,7 @@ impl Connection {
             place: AtomicU64::new(NOWHERE),
             budget,
             outbox: Mutex::default(),
+            posted: AtomicBool::new(false),
             ready: AtomicBool::new(false),
             greeted: Mutex::default(),
             broken: Mutex::default(),
@@ -198,7 +199,11 @@ impl Connection {
             return Err(SendError::Over(message));
         }
         outbox.queue.push_back(Queued { message, _permit: permit });
-        let is_first = !std::mem::replace(&mut outbox.posted, true);
+        // Whoever has taken letters out before us has unset it before it let go of the lock.
+        let is_first = !self.0.posted.load(Ordering::Relaxed);
+        if is_first {
+            self.0.posted.store(true, Ordering::Relaxed);
+        }
         drop(outbox);
         if is_first {
             self.0.inbox.post(Command::Flush(self.clone()));
@@ -208,13 +213,13 @@ impl Connection {
 
     /// The worker is about to dispatch to the owner, and will look into the box afterwards: nobody need tell it to.
     pub(crate) fn expect_letters(&self) {
-        self.lock().posted = true;
+        self.0.posted.store(true, Ordering::Relaxed);
     }
 
     /// What lies in the box.
     pub(crate) fn take_letters(&self, into: &mut VecDeque<Queued>) {
         let mut outbox = self.lock();
-        outbox.posted = false;
+        self.0.posted.store(false, Ordering::Relaxed);
         if into.is_empty() {
             std::mem::swap(&mut outbox.queue, into);
         } else {
