@@ -172,8 +172,9 @@ pub enum Step {
     /// A head whose checksum holds, to be looked at with [`Reader::head`]. Answer with [`Reader::land`] before feeding more;
     /// bodies may be empty.
     Head(Preamble),
-    /// The frame is whole and its checksums hold: front, middle, data, in the memory that was given.
-    Whole([Buffer; BODIES]),
+    /// The frame is whole and its checksums hold: front, middle and data are to be had by [`Reader::bodies`], in the memory that was
+    /// given.
+    Whole,
     /// More bytes are needed.
     Hungry,
 }
@@ -248,6 +249,11 @@ impl Reader {
     /// The head of the frame that is being read.
     pub fn head(&self) -> &[u8] {
         &self.head[..self.head_length]
+    }
+
+    /// The bodies of the frame that is whole, once.
+    pub fn bodies(&mut self) -> [Buffer; BODIES] {
+        std::mem::replace(&mut self.arriving.bodies, NO_BODIES)
     }
 
     /// Takes bytes off the front of `input` up to the next thing worth knowing.
@@ -341,7 +347,7 @@ impl Reader {
                 return Err(Malformed::Checksum { part });
             }
         }
-        let bodies = std::mem::replace(&mut self.arriving.bodies, [Buffer::EMPTY, Buffer::EMPTY, Buffer::EMPTY]);
+        let bodies = &self.arriving.bodies;
         if let Some(seals) = &mut self.seals {
             let head = &self.head[..self.head_length];
             seals.check(seal, &self.preamble, head, bodies.each_ref().map(|body| -> &[u8] { body }))?;
@@ -349,7 +355,7 @@ impl Reader {
             return Err(Malformed::Reserved);
         }
         self.stage = Stage::Preamble;
-        Ok(Step::Whole(bodies))
+        Ok(Step::Whole)
     }
 }
 
@@ -363,7 +369,7 @@ impl Arriving {
     const NOTHING: Arriving = Arriving {
         summed: false,
         sealed: false,
-        bodies: [Buffer::EMPTY, Buffer::EMPTY, Buffer::EMPTY],
+        bodies: NO_BODIES,
         at: 0,
         filled: 0,
         sums: [0; BODIES],
@@ -479,11 +485,11 @@ impl Writer {
         Writer { summed, seals, pieces: VecDeque::new(), scratch: Vec::new(), gone: 0, bytes: 0 }
     }
 
-    /// Appends a frame. `alignment` is where the data wants to lie, in bytes, a power of two.
+    /// Appends a frame, whose bodies are held until they have been sent. `alignment` is where the data wants to lie, in bytes, a power of two.
     ///
     /// # Panics
     /// If the head is longer than [`HEAD_BYTES`] or a body than [`MAX_SEGMENT_BYTES`]: those who make messages check that.
-    pub fn frame(&mut self, tag: u8, head: &[u8], bodies: [&Bytes; BODIES], alignment: usize) {
+    pub fn frame(&mut self, tag: u8, head: &[u8], bodies: [Bytes; BODIES], alignment: usize) {
         assert!(head.len() <= HEAD_BYTES, "heads are fixed records of at most HEAD_BYTES");
         let length = |body: &Bytes| u32::try_from(body.len()).expect("messages are checked against MAX_SEGMENT_BYTES");
         let preamble = Preamble {
@@ -491,17 +497,17 @@ impl Writer {
             summed: self.summed,
             sealed: self.seals.is_some(),
             head: head.len() as u16,
-            bodies: bodies.map(length),
+            bodies: bodies.each_ref().map(length),
             alignment: (alignment.max(1).ilog2() as u8).min(MAX_ALIGNMENT_LOG2),
             head_sum: checksum(head),
         };
         let bytes = preamble.encode();
         let seal: Option<Seal> =
-            self.seals.as_mut().map(|seals| seals.next(&bytes, head, bodies.map(|body| -> &[u8] { body })));
+            self.seals.as_mut().map(|seals| seals.next(&bytes, head, bodies.each_ref().map(|body| -> &[u8] { body })));
+        let sums = preamble.has_sums().then(|| bodies.each_ref().map(|body| checksum(body).to_le_bytes()));
         self.copy([&bytes, head]);
         bodies.into_iter().for_each(|body| self.body(body));
-        if preamble.has_sums() {
-            let sums = bodies.map(|body| checksum(body).to_le_bytes());
+        if let Some(sums) = sums {
             self.copy([sums.as_flattened()]);
         }
         if let Some(seal) = seal {
@@ -563,12 +569,12 @@ impl Writer {
         }
     }
 
-    fn body(&mut self, body: &Bytes) {
+    fn body(&mut self, body: Bytes) {
         if body.len() <= COPIED_UP_TO_BYTES {
-            return self.copy([body]);
+            return self.copy([&body]);
         }
         self.bytes += body.len();
-        self.pieces.push_back(Piece::Shared(body.clone()));
+        self.pieces.push_back(Piece::Shared(body));
     }
 
     fn copy<const N: usize>(&mut self, parts: [&[u8]; N]) {
@@ -603,6 +609,8 @@ pub const HEAD_BYTES: usize = 96;
 
 /// Front, middle and data.
 pub const BODIES: usize = 3;
+
+const NO_BODIES: [Buffer; BODIES] = [Buffer::EMPTY, Buffer::EMPTY, Buffer::EMPTY];
 
 /// The longest body whatever a receiver allows, in bytes: beyond it one message would hold a connection for so long that its
 /// others wait visibly. Larger things are several messages, or memory that is read one-sidedly.

@@ -79,12 +79,12 @@ pub fn layer_frames(bytes: &[u8]) {
                     assert!(reader.land(bodies).is_ok());
                     last = Some((preamble, reader.head().to_vec()));
                 }
-                Ok(frame::Step::Whole(bodies)) => {
+                Ok(frame::Step::Whole) => {
                     let (preamble, head) = last.take().expect("a frame has a head");
                     let end = at + piece.len() - input.len();
                     let mut writer = frame::Writer::new(preamble.summed, None);
-                    let bodies = bodies.map(Bytes::from);
-                    writer.frame(preamble.tag, &head, bodies.each_ref(), preamble.data_alignment());
+                    let bodies = reader.bodies().map(Bytes::from);
+                    writer.frame(preamble.tag, &head, bodies, preamble.data_alignment());
                     let mut slices = [IoSlice::new(&[]); 8];
                     let count = writer.slices(&mut slices);
                     let again: Vec<u8> = slices[..count].iter().flat_map(|slice| slice.to_vec()).collect();

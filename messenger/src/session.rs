@@ -119,8 +119,17 @@ pub enum Outgoing<'a, T> {
         /// The number of the last message that we have taken.
         heard: u64,
         /// The message.
-        message: &'a T,
+        message: Said<'a, T>,
     },
+}
+
+/// A message on its way out.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Said<'a, T> {
+    /// Written once, and not kept here.
+    Once(T),
+    /// Kept to be written again, until it is acknowledged.
+    Kept(&'a T),
 }
 
 /// What to do with a message that came.
@@ -189,8 +198,6 @@ pub struct Session<T> {
     first: u64,
     /// How many of the queue have been written on the present link.
     written: usize,
-    /// A lossy session's message that was written last: kept while it is looked at.
-    last: Option<T>,
     /// The number of the last message taken.
     heard: u64,
     /// The last that we have acknowledged, and when the rest must be.
@@ -236,7 +243,6 @@ impl<T> Session<T> {
             queue: VecDeque::new(),
             first: 1,
             written: 0,
-            last: None,
             heard: 0,
             told: 0,
             ack_due: None,
@@ -318,15 +324,15 @@ impl<T> Session<T> {
     fn next_message(&mut self) -> Option<Outgoing<'_, T>> {
         let heard = self.heard;
         if self.policy.lossy {
+            let message = self.queue.pop_front()?;
             let number = self.first;
             self.first += 1;
-            self.last = self.queue.pop_front();
-            return self.last.as_ref().map(|message| Outgoing::Message { number, heard, message });
+            return Some(Outgoing::Message { number, heard, message: Said::Once(message) });
         }
         let number = self.first + self.written as u64;
         let message = self.queue.get(self.written)?;
         self.written += 1;
-        Some(Outgoing::Message { number, heard, message })
+        Some(Outgoing::Message { number, heard, message: Said::Kept(message) })
     }
 
     /// The call was answered: a link stands, and the peer behind it is who it should be.
@@ -754,7 +760,6 @@ impl<T> Session<T> {
         self.hang();
         self.state = State::Closed;
         self.queue.clear();
-        self.last = None;
         self.written = 0;
         self.actions.push_back(Action::Tell(news));
     }

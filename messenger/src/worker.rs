@@ -42,7 +42,7 @@ use crate::frame::{Preamble, Step};
 use crate::message::{Arrival, Delivery};
 use crate::messenger::Common;
 use crate::registry::Name;
-use crate::session::{Action, LinkId, News, Outgoing, Place, Session, Verdict};
+use crate::session::{Action, LinkId, News, Outgoing, Place, Said, Session, Verdict};
 use crate::signal::{Label, MESSAGE, Open, Refusal, Signal};
 use crate::stack::{Link, Listener};
 use crate::throttle::{Permit, Throttle};
@@ -438,7 +438,7 @@ impl Worker {
             let Some(line) = self.lines.get_mut(key) else { return Ok(()) };
             match line.reader.next(&mut input)? {
                 Step::Head(preamble) => self.head(key, preamble)?,
-                Step::Whole(bodies) => self.whole(key, bodies)?,
+                Step::Whole => self.whole(key)?,
                 Step::Hungry => {
                     line.held.extend_from_slice(input); // only if it is barred: otherwise nothing is left
                     return Ok(());
@@ -495,21 +495,21 @@ impl Worker {
         landed.map_err(|_| Broken::Malformed(crate::frame::Malformed::Content { tag: preamble.tag }))
     }
 
-    fn whole(&mut self, key: Key, bodies: [Buffer; 3]) -> Result<(), Broken> {
+    fn whole(&mut self, key: Key) -> Result<(), Broken> {
         let Some(line) = self.lines.get_mut(key) else { return Ok(()) };
         match line.coming.take() {
-            Some(Coming::Message(label, permit)) => self.deliver(key, &label, permit, bodies),
+            Some(Coming::Message(label, permit)) => self.deliver(key, &label, permit),
             Some(Coming::Signal(Signal::Open(open))) => self.opened_by(key, open),
             Some(Coming::Signal(signal)) => self.obey_signal(key, signal),
             Some(Coming::Barred(..)) | None => Ok(()),
         }
     }
 
-    fn deliver(&mut self, key: Key, label: &Label, permit: Permit, bodies: [Buffer; 3]) -> Result<(), Broken> {
-        let talk = self.lines.get(key).and_then(Line::talk).and_then(|talk| self.talks.get_mut(talk));
-        let Some(talk) = talk else { return Ok(()) };
+    fn deliver(&mut self, key: Key, label: &Label, permit: Permit) -> Result<(), Broken> {
+        let Some(line) = self.lines.get_mut(key) else { return Ok(()) };
+        let [front, middle, data] = line.reader.bodies();
+        let Some(talk) = line.talk().and_then(|talk| self.talks.get_mut(talk)) else { return Ok(()) };
         if talk.session.handle_message(LinkId(key.0), label, self.now)? == Verdict::Deliver {
-            let [front, middle, data] = bodies;
             let Label { number, transaction, kind, .. } = *label;
             let delivery = Delivery { transaction, kind, number, front, middle, data, permit: Some(permit) };
             self.common.dispatcher.message(&talk.connection, delivery);
@@ -721,9 +721,13 @@ impl Worker {
         while more && line.writer.len() < WRITE_AHEAD_BYTES {
             match talk.session.poll_transmit() {
                 Some(Outgoing::Signal(signal)) => line.say(signal),
-                Some(Outgoing::Message { number, heard, message: Queued { message, .. } }) => {
+                Some(Outgoing::Message { number, heard, message }) => {
+                    let message = match message {
+                        Said::Once(Queued { message, .. }) => message,
+                        Said::Kept(Queued { message, .. }) => message.clone(),
+                    };
                     let label = Label { number, heard, transaction: message.transaction, kind: message.kind };
-                    let bodies = [&message.front, &message.middle, &message.data];
+                    let bodies = [message.front, message.middle, message.data];
                     line.writer.frame(MESSAGE, &label.encode(), bodies, usize::from(message.alignment));
                 }
                 None => more = false,

@@ -118,8 +118,8 @@ impl World {
             let Some(outgoing) = session.poll_transmit() else { break };
             let packet = match outgoing {
                 Outgoing::Signal(signal) => Packet::Signal(signal),
-                Outgoing::Message { number, heard, message } => {
-                    Packet::Message(Label { number, heard, transaction: 0, kind: 0 }, *message)
+                Outgoing::Message { number, heard, message: Said::Once(message) | Said::Kept(&message) } => {
+                    Packet::Message(Label { number, heard, transaction: 0, kind: 0 }, message)
                 }
             };
             self.put(end, link, packet);

@@ -209,8 +209,7 @@ impl Line {
     /// Puts a signal behind what is written.
     pub(super) fn say(&mut self, signal: Signal) {
         let (tag, head, length) = signal.encode();
-        let none = bytes::Bytes::new();
-        self.writer.frame(tag, &head[..length], [&none, &none, &none], 1);
+        self.writer.frame(tag, &head[..length], Default::default(), 1);
     }
 
     /// Whether a look at the link, without a system call, finds something to do. What waits to be received is nothing to do
