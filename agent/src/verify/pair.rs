@@ -85,13 +85,18 @@ impl Pair {
         Ok(before == self.primary.offset().await?)
     }
 
-    /// Compares the function libraries, as keys are compared: what differs is looked at again, up to `rounds` times. Those that changed
-    /// in every round are undecided.
+    /// Compares the function libraries: what differs is looked at again, up to `rounds` times. Only what differed in every look is
+    /// called different, as a library may go and come back the same while both servers are asked; if it also changed whenever it was
+    /// looked at, it is undecided.
     pub(super) async fn compare_functions(&mut self, rounds: u32) -> Result<Functions, ServerError> {
-        let mut open: Option<BTreeSet<String>> = None; // at first, all
-        for round in 1..=rounds.max(1) {
+        let mut suspects: Option<BTreeSet<String>> = None; // at first, all
+        let mut stood_still = BTreeSet::new();
+        let mut again = 0;
+        loop {
             let before = self.primary.functions().await?;
-            let caught_up = self.catch_up_with(&before).await?;
+            if again > 0 {
+                self.catch_up().await?;
+            }
             let held = self.replica.functions().await?;
             let after = self.primary.functions().await?;
             if before.is_none() && held.is_none() {
@@ -99,24 +104,16 @@ impl Pair {
             }
             // A server without functions has none.
             let [before, held, after] = [before, held, after].map(Option::unwrap_or_default);
-            let libraries = before.len().max(held.len());
-            let all = || before.keys().chain(held.keys()).cloned().collect();
-            let mut suspects = open.take().unwrap_or_else(all);
-            suspects.retain(|name| held.get(name) != before.get(name) && held.get(name) != after.get(name));
-            let certain = caught_up == CaughtUp::Yes || round == rounds;
-            let same = !(certain && suspects.iter().any(|name| before.get(name) == after.get(name)));
-            if !same || suspects.is_empty() || round == rounds {
-                let undecided = if same { suspects.len() } else { 0 };
-                return Ok(Functions::Compared { libraries, same, undecided });
+            let open = suspects.get_or_insert_with(|| before.keys().chain(held.keys()).cloned().collect());
+            open.retain(|name| held.get(name) != before.get(name) && held.get(name) != after.get(name));
+            stood_still.extend(open.iter().filter(|name| before.get(*name) == after.get(*name)).cloned());
+            if open.is_empty() || again == rounds {
+                let same = open.is_disjoint(&stood_still);
+                let undecided = if same { open.len() } else { 0 };
+                return Ok(Functions::Compared { libraries: before.len().max(held.len()), same, undecided });
             }
-            open = Some(suspects);
+            again += 1;
         }
-        Ok(Functions::Unknown)
-    }
-
-    /// As [`Pair::catch_up`], but at once where the replica holds the same already.
-    async fn catch_up_with(&mut self, wanted: &Option<Libraries>) -> Result<CaughtUp, ServerError> {
-        if self.replica.functions().await? == *wanted { Ok(CaughtUp::Yes) } else { self.catch_up().await }
     }
 }
 
@@ -195,7 +192,8 @@ fn library(frame: &Frame) -> (String, String) {
     pairs.sort_unstable();
     let name = pairs.iter().find(|(field, _)| *field == "library_name").map(|(_, name)| name.clone());
     let lines: Vec<_> = pairs.iter().map(|(field, value)| format!("{field}={value}")).collect();
-    (name.unwrap_or_default(), lines.join("\n"))
+    let text = lines.join("\n");
+    (name.unwrap_or_else(|| text.clone()), text) // without a name it is still told from others
 }
 
 impl Abilities {

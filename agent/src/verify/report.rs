@@ -181,14 +181,9 @@ impl Report {
 
     /// What did: `3 keys`, `3 keys and 1 library`.
     pub(super) fn undecided(&self) -> String {
-        let keys = counted(self.undecided, "key", "keys");
-        match self.undecided_libraries() {
-            0 => keys,
-            libraries => {
-                let libraries = counted(libraries as u64, "library", "libraries");
-                if self.undecided == 0 { libraries } else { format!("{keys} and {libraries}") }
-            }
-        }
+        let counts = [(self.undecided, "key", "keys"), (self.undecided_libraries() as u64, "library", "libraries")];
+        let some = counts.into_iter().filter(|(count, ..)| *count > 0);
+        some.map(|(count, one, many)| counted(count, one, many)).collect::<Vec<_>>().join(" and ")
     }
 
     fn undecided_libraries(&self) -> usize {
