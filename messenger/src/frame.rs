@@ -610,7 +610,8 @@ pub const HEAD_BYTES: usize = 96;
 /// Front, middle and data.
 pub const BODIES: usize = 3;
 
-const NO_BODIES: [Buffer; BODIES] = [Buffer::EMPTY, Buffer::EMPTY, Buffer::EMPTY];
+/// What a frame without bodies lands in.
+pub const NO_BODIES: [Buffer; BODIES] = [Buffer::EMPTY, Buffer::EMPTY, Buffer::EMPTY];
 
 /// The longest body whatever a receiver allows, in bytes: beyond it one message would hold a connection for so long that its
 /// others wait visibly. Larger things are several messages, or memory that is read one-sidedly.

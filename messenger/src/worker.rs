@@ -38,7 +38,7 @@ use crate::buffer::Buffer;
 use crate::connection::{Connection, NOWHERE, Queued};
 use crate::control::session::Established;
 use crate::error::Broken;
-use crate::frame::{Preamble, Step};
+use crate::frame::{NO_BODIES, Preamble, Step};
 use crate::message::{Arrival, Delivery};
 use crate::messenger::Common;
 use crate::registry::Name;
@@ -462,8 +462,7 @@ impl Worker {
         }
         let malformed = crate::frame::Malformed::Content { tag: preamble.tag };
         line.coming = Some(Coming::Signal(Signal::decode(preamble.tag, line.reader.head())?));
-        let none = [Buffer::EMPTY, Buffer::EMPTY, Buffer::EMPTY];
-        line.reader.land(none).map_err(|_| Broken::Malformed(malformed)) // signals have no bodies
+        line.reader.land(NO_BODIES).map_err(|_| Broken::Malformed(malformed)) // signals have no bodies
     }
 
     /// Gives a message memory to land in, if there is room for it; otherwise the line waits, and with it the peer.
