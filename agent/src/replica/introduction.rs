@@ -77,11 +77,7 @@ impl Introduction {
             handover.give(&descriptors, HANDOVER_LIMIT)
         });
         let command = ["REMORA.LOAD", &address, &secret, &ticket, &length, "FLUSH"];
-        let told = tokio::time::timeout(ANSWER_LIMIT, client.command(&command)).await;
-        let frame = match told {
-            Ok(told) => told.map_err(|error| error.to_string())?,
-            Err(_) => return Err(format!("REMORA.LOAD had no answer for {} s", ANSWER_LIMIT.as_secs())),
-        };
+        let frame = client.command_within(ANSWER_LIMIT, &command).await.map_err(|error| error.to_string())?;
         match giving.await {
             Ok(given) => given.map_err(|error| error.to_string())?,
             Err(error) => return Err(error.to_string()),

@@ -6,7 +6,8 @@
 //!    touched)     └─ retry ◀┘ source or feed lost: goes on at the first slot  └─▶ --stay: goes on relaying
 //! ```
 //!
-//! - [`preflight`] finds what can be known to go wrong before anything is touched; [`record`] remembers what is changed.
+//! - [`preflight`] finds what can be known to go wrong before anything is touched; [`control`] is the connection by which the server is
+//!   changed, and knows whether it is still ours to change; [`record`] remembers what is changed.
 //! - [`delivery`] plays the primary towards the server, on a thread of its own; [`feed`], [`link`], [`unread`], [`pacer`],
 //!   [`spool`] and [`meter`] are its parts.
 //! - [`introduction`] shows memory to a server that has our module; [`mixture`] and [`mixed`] are what such a server is sent.
@@ -14,6 +15,7 @@
 //! - [`relayed`] takes slots from other replicas and [`serving`] lends them; [`upstream`] is the way to another one, [`limit`] how much a second.
 //! - [`sync`] is the loop that leads from joining to the hand-off; [`report`] says where the time went.
 
+mod control;
 mod delivery;
 mod feed;
 mod introduction;
@@ -41,6 +43,7 @@ use std::time::{Duration, Instant};
 use remora_messenger::control::Token;
 use remora_redis::resp::Frame;
 
+use self::control::Control;
 use self::record::Record;
 use self::sync::Sync;
 use crate::cli::{ReplicaArgs, until_signal};
@@ -88,7 +91,8 @@ async fn prepare(args: ReplicaArgs) -> Result<Option<Sync>, Failure> {
         ));
         return Ok(None);
     }
-    Sync::begin(args, token, server, client, record, target, primary, source, link_tls).await.map(Some)
+    let control = Control::new(server, client);
+    Sync::begin(args, token, control, record, target, primary, source, link_tls).await.map(Some)
 }
 
 /// How long the server may take to notice that its link is gone.

@@ -96,6 +96,7 @@ impl Server {
             decoder: Decoder::new(Limits::default()),
             scratch: Vec::new(),
             timeout: COMMAND_TIMEOUT,
+            answer_owed: false,
         };
         client.log_in().await?;
         Ok(client)
@@ -132,7 +133,7 @@ impl std::fmt::Debug for Server {
 }
 
 /// One connection to a server. After an error other than [`ServerError::Refused`] it must be dropped: question and answer may
-/// be out of step.
+/// be out of step. [`Client::is_usable`] tells.
 #[derive(Debug)]
 pub struct Client {
     server: Server,
@@ -141,6 +142,8 @@ pub struct Client {
     /// Holds the encoded command, then what is read; kept so that neither allocates each time.
     scratch: Vec<u8>,
     timeout: Duration,
+    /// A command was begun whose answer has not been received: it failed, or its caller dropped the future.
+    answer_owed: bool,
 }
 
 impl Client {
@@ -155,21 +158,25 @@ impl Client {
         let mut encoded = std::mem::take(&mut self.scratch);
         encoded.clear();
         resp::command(&mut encoded, args);
+        self.answer_owed = true;
         let sent = self.send_within(limit, &encoded, &name).await;
         self.scratch = encoded;
         sent?;
         let frame = self.receive_within(limit, &name).await?;
+        self.answer_owed = false;
         self.no_error(frame, &name)
     }
 
     /// Sends all commands at once and gives all answers, error replies among them as [`Frame::Error`]. The pipeline is empty
     /// afterwards and may be filled again.
     pub async fn pipeline(&mut self, pipeline: &mut Pipeline) -> Result<Vec<Frame>, ServerError> {
+        self.answer_owed = true;
         self.send(&pipeline.bytes).await?;
         let mut frames = Vec::with_capacity(pipeline.count);
         for _ in 0..pipeline.count {
             frames.push(self.receive().await?);
         }
+        self.answer_owed = false;
         pipeline.clear();
         Ok(frames)
     }
@@ -223,6 +230,14 @@ impl Client {
     /// The server this is a connection to.
     pub fn server(&self) -> &Server {
         &self.server
+    }
+
+    /// Whether the next command can be sent on this connection: no answer is owed, and the server has not closed it.
+    ///
+    /// A server closes idle connections after its `timeout`. It sends nothing unasked, so that anything to be read here, the end
+    /// of the stream included, means that the connection is of no further use.
+    pub fn is_usable(&self) -> bool {
+        !self.answer_owed && self.stream.is_silent()
     }
 
     /// Our end, unless it is a socket in the file system.

@@ -2,11 +2,12 @@
 
 use std::{
     io,
-    os::fd::OwnedFd,
+    os::fd::{AsFd, OwnedFd},
     pin::Pin,
     task::{Context, Poll},
 };
 
+use rustix::net::RecvFlags;
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     net::{TcpStream, UnixStream},
@@ -52,6 +53,17 @@ impl Stream {
             }
             Self::Tls(stream) => Ok(Raw::Tls(stream)),
         }
+    }
+
+    /// Whether the stream is open and nothing can be read from it: no byte, no end, no error. Looks at the socket, and takes nothing.
+    pub(super) fn is_silent(&self) -> bool {
+        let socket = match self {
+            Self::Tcp(stream) => stream.as_fd(),
+            Self::Unix(stream) => stream.as_fd(),
+            Self::Tls(stream) => stream.get_ref().0.as_fd(),
+        };
+        let looked = rustix::net::recv(socket, &mut [0_u8; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT);
+        looked.is_err_and(|error| error == rustix::io::Errno::AGAIN)
     }
 
     /// The TCP socket below, with TLS or without.

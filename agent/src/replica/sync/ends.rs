@@ -10,8 +10,9 @@ use crate::cli::OnFailure;
 use crate::exit::{Code, Failure};
 use crate::progress;
 use crate::replica::SETTLE_LIMIT;
+use crate::replica::control::{Expected, NotOurs};
 use crate::replica::report::Summary;
-use crate::server::{Facts, ServerError};
+use crate::server::ServerError;
 
 impl Sync {
     pub(super) async fn stopped(&mut self, signal: &'static str) -> Flow {
@@ -26,7 +27,7 @@ impl Sync {
     }
 
     pub(super) async fn end_well(mut self, end: End) -> Result<(), Failure> {
-        if let Err(error) = self.record.put_back(&mut self.client).await {
+        if let Err(error) = self.try_to_put_settings_back().await {
             return Err(Failure::from(error).and("the server is a replica now, but a setting was not put back"));
         }
         let summary = self.summary();
@@ -37,7 +38,8 @@ impl Sync {
         let published = self.publish(&summary);
         self.linger().await;
         if let Some(source) = self.source.take() {
-            let text = format!("{} follows the primary at offset {}", self.server.url(), summary.hand_off_offset);
+            let text =
+                format!("{} follows the primary at offset {}", self.control.server().url(), summary.hand_off_offset);
             source.leave(Message::Leave { outcome: Outcome::HandedOver, text }).await;
         }
         published?;
@@ -68,7 +70,7 @@ impl Sync {
         let origin = self.delivery.progress().origin;
         let snapshot_offset = origin.as_ref().map_or(0, |origin| origin.offset);
         let mut summary = Summary {
-            server: self.server.url().to_string(),
+            server: self.control.server().url().to_string(),
             primary: format!("{}:{}", self.primary.host, self.primary.port),
             replid: origin.map(|origin| origin.replid).unwrap_or_default(),
             snapshot_offset,
@@ -110,27 +112,40 @@ impl Sync {
         failure.and(&left)
     }
 
-    /// The data set is whole: the server's own replication can make good the rest.
+    /// The data set is complete: the server's own replication fetches the rest.
     pub(super) async fn leave_to_the_primary(&mut self) -> String {
         let (host, port) = (self.primary.host.clone(), self.primary.port);
-        let told = self.client.command(&["REPLICAOF", &host, &port.to_string()]).await;
+        let told = self.point_at_the_primary().await;
         let settings = self.put_settings_back().await;
         match told {
-            Ok(_) => {
+            Ok(()) => {
                 format!("the server holds a whole data set and was told to follow {host}:{port} by itself{settings}")
             }
-            Err(error) => format!(
+            Err(NotOurs::TakenOver(how)) => format!("the server {how} and is left as it is{settings}"),
+            Err(NotOurs::Unknown(error)) => format!(
                 "the server holds a whole data set and follows our closed link {}: {error}{settings}",
                 self.link
             ),
         }
     }
 
-    /// The data set is not whole: nobody shall take it for one.
+    async fn point_at_the_primary(&mut self) -> Result<(), NotOurs> {
+        let (host, port) = (self.primary.host.clone(), self.primary.port);
+        let link = (self.link.ip().to_string(), self.link.port());
+        let either = [(link.0.as_str(), link.1), (host.as_str(), port)];
+        self.control.still_ours(Expected::OneOf(&either)).await?;
+        self.control.command(&["REPLICAOF", &host, &port.to_string()]).await.map(drop).map_err(NotOurs::Unknown)
+    }
+
+    /// The data set is incomplete: the server must not be taken for a replica, nor for a primary with all the keys.
     pub(super) async fn detach(&mut self) -> String {
         match self.try_detach().await {
             Ok(left) => left,
-            Err(error) => format!(
+            Err(NotOurs::TakenOver(how)) => {
+                let settings = self.put_settings_back().await;
+                format!("the server {how}; it is left as it is, with what it had loaded until then{settings}")
+            }
+            Err(NotOurs::Unknown(error)) => format!(
                 "the server could not be detached from our closed link {} ({error}): it is read-only and not whole; REPLICAOF NO ONE \
                  detaches it, and the next remora replica for it takes it as it is",
                 self.link
@@ -138,30 +153,32 @@ impl Sync {
         }
     }
 
-    pub(super) async fn try_detach(&mut self) -> Result<String, ServerError> {
+    async fn try_detach(&mut self) -> Result<String, NotOurs> {
         // A server that is loading refuses commands until it has noticed that its link is gone.
         let began = Instant::now();
-        loop {
-            match self.client.command(&["REPLICAOF", "NO", "ONE"]).await {
-                Ok(_) => break,
-                Err(error) if began.elapsed() > SETTLE_LIMIT => return Err(error),
-                Err(ServerError::Refused { .. }) => {}
-                Err(_) => self.client = self.server.connect().await?,
+        let link = (self.link.ip().to_string(), self.link.port());
+        let before = loop {
+            let facts = self.control.still_ours(Expected::OneOf(&[(&link.0, link.1)])).await?;
+            match self.control.command(&["REPLICAOF", "NO", "ONE"]).await {
+                Ok(_) => break facts,
+                Err(error) if began.elapsed() > SETTLE_LIMIT => return Err(error.into()),
+                Err(error @ ServerError::Unreachable { .. }) => return Err(error.into()),
+                Err(_) => {}
             }
             tokio::time::sleep(TICK).await;
-        }
-        while Facts::read(&mut self.client).await?.loading == Some(true) && began.elapsed() < SETTLE_LIMIT {
+        };
+        while self.control.facts().await?.loading == Some(true) && began.elapsed() < SETTLE_LIMIT {
             tokio::time::sleep(TICK).await;
         }
-        let keys = Facts::read(&mut self.client).await?.keys();
         let settings = self.put_settings_back().await;
+        let keys = self.control.still_ours(Expected::NoPrimary(&before)).await?.keys();
         let left = match self.args.on_failure {
             // Nothing was given to it: what it holds, it held before.
-            _ if self.meter.bytes_delivered.get() == 0 && self.broken_loads == 0 => {
+            _ if self.meter.bytes_delivered.get() == 0 && self.broken_loads == 0 && !self.emptied => {
                 "the server was detached and holds what it held before".to_string()
             }
             OnFailure::Empty => {
-                self.client.command(&["FLUSHALL"]).await?;
+                self.control.command(&["FLUSHALL"]).await?;
                 "the server was detached and emptied".to_string()
             }
             OnFailure::Detached if keys == 0 => "the server was detached and is empty".to_string(),
@@ -172,8 +189,12 @@ impl Sync {
         Ok(format!("{left}{settings}"))
     }
 
+    pub(super) async fn try_to_put_settings_back(&mut self) -> Result<(), ServerError> {
+        self.record.put_back(self.control.client().await?).await
+    }
+
     pub(super) async fn put_settings_back(&mut self) -> String {
-        match self.record.put_back(&mut self.client).await {
+        match self.try_to_put_settings_back().await {
             Ok(()) => String::new(),
             Err(error) => format!("; a setting could not be put back ({error}), the next remora replica for it will"),
         }

@@ -31,8 +31,9 @@ impl Sync {
         let mut before = None;
         while Instant::now() < until {
             tokio::time::sleep(QUICK_TICK).await;
-            let blocked = self.client.info("clients").await?.number::<u64>("blocked_clients").unwrap_or(0);
-            let offset = self.replication_facts().await?.offset;
+            let blocked =
+                self.control.client().await?.info("clients").await?.number::<u64>("blocked_clients").unwrap_or(0);
+            let offset = self.control.replication().await?.offset;
             // Nothing was carried out since the last look, and in between the link was not blocked: there is nothing left.
             if offset == before && blocked == 0 {
                 return Ok(());
@@ -51,23 +52,22 @@ impl Sync {
         let (host, port) = (self.primary.host.clone(), self.primary.port);
         tracing::info!(primary = %format!("{host}:{port}"), "handing the server over: {why}");
         self.settle().await?;
-        self.client.command(&["REPLICAOF", &host, &port.to_string()]).await?;
+        let link = (self.link.ip().to_string(), self.link.port());
+        self.still_follows(&[(&link.0, link.1)]).await?;
+        self.control.command(&["REPLICAOF", &host, &port.to_string()]).await?;
         let mut told_full = false;
         while now.elapsed() < HAND_OFF_LIMIT || told_full {
             tokio::time::sleep(QUICK_TICK).await;
             self.tell_progress_when_due().await;
-            let facts = match self.replication_facts().await {
+            let facts = match self.control.replication().await {
                 Ok(facts) => facts,
-                Err(error) if error.is_passing() && now.elapsed() < HAND_OFF_LIMIT => {
-                    // A connection that was lost does not come back by itself.
-                    if let Ok(client) = self.server.connect().await {
-                        self.client = client;
-                    }
-                    continue;
-                }
+                Err(error) if error.is_passing() && now.elapsed() < HAND_OFF_LIMIT => continue,
                 Err(error) => return Err(error.into()),
             };
-            let Some(link) = facts.link.filter(|link| link.host == host && link.port == port) else { continue };
+            let Some(link) = facts.link.filter(|link| link.host == host && link.port == port) else {
+                self.still_follows(&[(&host, port)]).await?;
+                continue;
+            };
             if link.up == Some(true) {
                 self.moments.handed_over = Some(Instant::now());
                 self.meter.acknowledged.set(facts.offset.unwrap_or(0));
@@ -97,13 +97,15 @@ impl Sync {
                 format!(
                     "the server {} holds the whole data set but does not get in step with the primary {host}:{port}; the logs of both \
                      servers say why",
-                    self.server.url()
+                    self.control.server().url()
                 ),
             ));
         }
         tracing::warn!("the server did not get in step with the primary {host}:{port}; back to our link, to try again");
+        let primary = self.primary.clone();
+        self.still_follows(&[(&primary.host, primary.port)]).await?;
         let (host, port) = (self.link.ip().to_string(), self.link.port());
-        self.client.command(&["REPLICAOF", &host, &port.to_string()]).await?;
+        self.control.command(&["REPLICAOF", &host, &port.to_string()]).await?;
         self.phase = Phase::CatchUp;
         self.missed = Some(Instant::now());
         self.asked_at = None;

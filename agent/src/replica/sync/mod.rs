@@ -25,6 +25,7 @@ use std::time::{Duration, Instant};
 
 use remora_messenger::control::{Fault, Token};
 use remora_messenger::control::{Message, Offer, Phase, Progress as ProgressMessage, RefusalCode};
+use remora_redis::ReplId;
 use rustls::ServerConfig;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc::{self, UnboundedReceiver};
@@ -32,25 +33,25 @@ use tokio::sync::mpsc::{self, UnboundedReceiver};
 use crate::cli::ReplicaArgs;
 use crate::exit::{Code, Failure};
 use crate::progress;
+use crate::replica::control::{Control, Expected, NotOurs};
 use crate::replica::delivery::{self, Handle, News, Order};
 use crate::replica::meter::Meter;
 use crate::replica::once_settled;
-use crate::replica::preflight::{Primary, Target};
+use crate::replica::preflight::{self, Primary, Target};
 use crate::replica::record::Record;
 use crate::replica::report::{Moments, PROGRESS_EVERY};
 use crate::replica::source::{Chosen, Sinks, Source};
 use crate::replica::spool::Spool;
 use crate::replica::sync::relay::Relay;
 use crate::replica::upstream::Said;
-use crate::server::{Client, Facts, Server, ServerError};
+use crate::server::{Facts, ServerError};
 use crate::source::{Backoff, TROUBLE};
 
 /// See the module's text.
 pub(super) struct Sync {
     args: ReplicaArgs,
     token: Arc<Token>,
-    server: Server,
-    client: Client,
+    control: Control,
     record: Record,
     target: Target,
     primary: Primary,
@@ -80,8 +81,12 @@ pub(super) struct Sync {
     missed: Option<Instant>,
     /// Since when it has not answered when it was looked for.
     silent_since: Option<Instant>,
-    /// Somebody else has taken the server over: it is not ours to put in order.
+    /// Another client has taken the server over: it is not ours to put in order.
     taken_away: bool,
+    /// The replication id that the server got when its position was made worthless.
+    worthless: Option<ReplId>,
+    /// The module was told to empty the server.
+    emptied: bool,
     /// Payloads that the server broke off.
     broken_loads: u32,
     /// The source has put us out because nothing was taken: before it is asked again, the server must answer.
@@ -147,8 +152,7 @@ impl Sync {
     pub(super) async fn begin(
         args: ReplicaArgs,
         token: Arc<Token>,
-        server: Server,
-        client: Client,
+        control: Control,
         record: Record,
         target: Target,
         primary: Primary,
@@ -161,13 +165,13 @@ impl Sync {
             signal(SignalKind::terminate()).map_err(no_handler)?,
         );
         let host =
-            args.listen.unwrap_or_else(|| client.local_addr().map_or(IpAddr::V4(Ipv4Addr::LOCALHOST), |a| a.ip()));
+            args.listen.unwrap_or_else(|| control.local_addr().map_or(IpAddr::V4(Ipv4Addr::LOCALHOST), |a| a.ip()));
         let no_port =
             |error| Failure::local(format!("the link for the server can't listen on {host}: {error}; see --listen"));
         let listener = TcpListener::bind((host, 0)).map_err(no_port)?;
         listener.set_nonblocking(true).map_err(no_port)?;
         let link = listener.local_addr().map_err(no_port)?;
-        tracing::info!(%link, "listening for the link of {}", server.url());
+        tracing::info!(%link, "listening for the link of {}", control.server().url());
         let meter = Arc::new(Meter::default());
         let sinks = Sinks::new(args.memory.get());
         let (tell, news) = mpsc::unbounded_channel();
@@ -186,8 +190,7 @@ impl Sync {
         let mut sync = Sync {
             args,
             token,
-            server,
-            client,
+            control,
             record,
             target,
             primary,
@@ -211,6 +214,8 @@ impl Sync {
             missed: None,
             silent_since: None,
             taken_away: false,
+            worthless: None,
+            emptied: false,
             broken_loads: 0,
             stalled: false,
             interruptions: 0,
@@ -475,17 +480,18 @@ impl Sync {
 
     /// What the server says of itself on a new connection, within a time that does not keep us from everything else.
     async fn fresh_facts(&mut self) -> Result<Facts, Failure> {
+        let server = self.control.server().clone();
         let answer = async {
-            let mut client = self.server.connect().await?;
+            let mut client = server.connect().await?;
             let facts = Facts::read(&mut client).await?;
             Ok::<_, ServerError>((client, facts))
         };
         let Ok(answer) = tokio::time::timeout(SIGN_OF_LIFE, answer).await else {
-            let text = format!("the server {} does not answer for {} s", self.server.url(), SIGN_OF_LIFE.as_secs());
+            let text = format!("the server {} does not answer for {} s", server.url(), SIGN_OF_LIFE.as_secs());
             return Err(Failure::new(Code::Server, text));
         };
         let (client, facts) = answer?;
-        self.client = client;
+        self.control.replace(client);
         Ok(facts)
     }
 
@@ -549,7 +555,7 @@ impl Sync {
         if self.broken_loads >= BROKEN_LOADS_LIMIT {
             let text = format!(
                 "the server {} broke off loading the snapshot {} times ({text}); its log says why",
-                self.server.url(),
+                self.control.server().url(),
                 self.broken_loads
             );
             return Err(Failure::new(Code::SyncFailed, text));
@@ -562,7 +568,7 @@ impl Sync {
         self.moments.loaded = Some(Instant::now());
         self.moments.fetched.get_or_insert_with(Instant::now);
         self.phase = Phase::CatchUp;
-        if let Err(error) = self.record.put_back(&mut self.client).await {
+        if let Err(error) = self.try_to_put_settings_back().await {
             tracing::warn!(%error, "a setting could not be put back yet");
         }
         self.tell_progress().await;
@@ -573,25 +579,46 @@ impl Sync {
 
     /// Tells the server to follow our link, with its loading set to the quickest safe way.
     async fn redirect(&mut self) -> Result<(), Failure> {
+        self.look_again().await?;
         if let Some(before) = self.target.diskless_load.clone() {
             // Straight from the link, without a file, where there is nothing to lose by it.
             let empty = self.target.facts.keys() == 0 || self.target.unfinished;
             let wanted = if empty { "on-empty-db" } else { "flush-before-load" };
             if before != "swapdb"
-                && !self.record.change(&mut self.client, "repl-diskless-load", &before, wanted).await?
+                && !self.record.change(self.control.client().await?, "repl-diskless-load", &before, wanted).await?
             {
                 tracing::debug!(wanted, "the server has no such way of loading: left as it is");
             }
         }
-        self.look_for_the_module().await?;
+        let by_module = self.look_for_the_module().await?;
         let (host, port) = (self.link.ip().to_string(), self.link.port());
         self.record.note_link(&host, port)?;
-        once_settled(&mut self.client, &["REPLICAOF", &host, &port.to_string()]).await?;
+        if !(by_module && self.give_up_the_position().await?) {
+            once_settled(self.control.client().await?, &["REPLICAOF", &host, &port.to_string()]).await?;
+        }
         self.redirected = true;
         self.missed = Some(Instant::now());
         tracing::info!(link = %self.link, "the server follows our link");
-        self.bar = Some(progress::Meter::start(format!("{}", self.server.url()), progress::Unit::Bytes, None));
+        self.bar =
+            Some(progress::Meter::start(format!("{}", self.control.server().url()), progress::Unit::Bytes, None));
         Ok(())
+    }
+
+    /// Looks once more, just before the first word that changes the server: the preflight may be long ago, and the server may have
+    /// been written to, promoted or pointed elsewhere since.
+    async fn look_again(&mut self) -> Result<(), Failure> {
+        let url = self.control.server().url().to_string();
+        match self.control.still_ours(Expected::AsFound(&self.target.facts)).await {
+            Ok(facts) => self.target.facts = facts,
+            Err(NotOurs::Unknown(error)) => return Err(error.into()),
+            Err(NotOurs::TakenOver(how)) => {
+                let text = format!(
+                    "the server {url} {how}, while the agent waited for a snapshot; start it again if it is still wanted"
+                );
+                return Err(Failure::refused(text));
+            }
+        }
+        preflight::refuse_to_overwrite(&self.args, self.control.server(), &self.target)
     }
 
     async fn tick(&mut self) -> Flow {
@@ -649,21 +676,39 @@ impl Sync {
             return GO_ON;
         }
         let restarted = facts.run_id != self.target.facts.run_id;
-        let why = match &facts.link {
-            Some(link) => format!("was told to follow {}:{} meanwhile", link.host, link.port),
-            None if !restarted => "was detached from our link meanwhile (REPLICAOF NO ONE)".to_string(),
-            None if facts.keys() > 0 && !self.args.replace => {
-                format!("restarted and holds {} keys now; give --replace if they may go", facts.keys())
+        if facts.link.is_none() && restarted {
+            if facts.keys() > 0 && !self.args.replace {
+                return Err(self.lost_to(&format!(
+                    "restarted and holds {} keys now; give --replace if they may go",
+                    facts.keys()
+                )));
             }
-            None => {
-                tracing::warn!("the server {} restarted and follows nobody: it is redirected again", self.server.url());
-                self.target.facts = facts;
-                self.redirect().await?;
-                return GO_ON;
-            }
-        };
+            tracing::warn!(
+                "the server {} restarted and follows no primary: it is redirected again",
+                self.control.server().url()
+            );
+            self.target.facts = facts;
+            self.redirect().await?;
+            return GO_ON;
+        }
+        // Between the two looks it may have come back to us.
+        self.still_follows(&[(&host, port)]).await?;
+        GO_ON
+    }
+
+    /// Fails unless the server follows one of these addresses now. Asked before each word that changes it.
+    async fn still_follows(&mut self, addresses: &[(&str, u16)]) -> Result<Facts, Failure> {
+        match self.control.still_ours(Expected::OneOf(addresses)).await {
+            Ok(facts) => Ok(facts),
+            Err(NotOurs::Unknown(error)) => Err(error.into()),
+            Err(NotOurs::TakenOver(how)) => Err(self.lost_to(&how)),
+        }
+    }
+
+    /// Another client has changed the server, which from now on is not ours to change.
+    fn lost_to(&mut self, how: &str) -> Failure {
         self.taken_away = true;
-        Err(Failure::new(Code::SyncFailed, format!("the server {} {why}", self.server.url())))
+        Failure::new(Code::SyncFailed, format!("the server {} {how}", self.control.server().url()))
     }
 
     /// Also while something else is waited for: who says nothing for long is taken for dead by those who read from it.
@@ -705,7 +750,7 @@ impl Sync {
         if self.asked_at.is_some() || Instant::now() < self.question_due {
             return GO_ON;
         }
-        let facts = match self.replication_facts().await {
+        let facts = match self.control.replication().await {
             Ok(facts) => facts,
             Err(error) => return self.server_away(error).await,
         };
@@ -733,11 +778,6 @@ impl Sync {
         GO_ON
     }
 
-    /// What the server says of its replication; asked often, so no more than that.
-    async fn replication_facts(&mut self) -> Result<Facts, ServerError> {
-        Ok(Facts::from_info(&self.client.info("replication").await?))
-    }
-
     /// Bytes of the stream that a server may lag behind at the hand-off: a tenth of the primary's backlog.
     fn near_enough(&self) -> u64 {
         self.offer.as_ref().map_or(0, |offer| offer.backlog_bytes / 10)
@@ -751,8 +791,7 @@ impl Sync {
             return Err(failure);
         }
         tokio::time::sleep(self.backoff.next()).await;
-        if let Ok(client) = self.server.connect().await {
-            self.client = client;
+        if self.control.client().await.is_ok() {
             self.away_since = None;
         }
         GO_ON

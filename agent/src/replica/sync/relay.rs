@@ -149,7 +149,7 @@ impl Sync {
             token: self.token.clone(),
             upstream: upstream.clone(),
             generation: copy.generation,
-            name: self.args.name.clone().unwrap_or_else(|| self.server.url().to_string()),
+            name: self.args.name.clone().unwrap_or_else(|| self.control.server().url().to_string()),
             wish: wish(&self.args),
             memory: copy.memory.clone(),
             slot_size: copy.slot_size,
