@@ -3,7 +3,7 @@
 use std::{io::Write, path::Path};
 
 use crate::{
-    cli::{self, GenerateArgs, Generated},
+    args::{self, GenerateArgs, Generated},
     exit::Failure,
 };
 
@@ -12,7 +12,7 @@ pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
     match &args.what {
         Generated::Completions { shell } => {
             let mut text = Vec::new();
-            clap_complete::generate(*shell, &mut cli::definition(), NAME, &mut text);
+            clap_complete::generate(*shell, &mut args::definition(), NAME, &mut text);
             std::io::stdout()
                 .write_all(&text)
                 .map_err(|error| Failure::local(format!("stdout cannot be written: {error}")))
@@ -24,7 +24,7 @@ pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
 fn write_man_pages(directory: &Path) -> Result<(), Failure> {
     let failed = |error| Failure::local(format!("man pages cannot be written to {}: {error}", directory.display()));
     std::fs::create_dir_all(directory).map_err(failed)?;
-    clap_mangen::generate_to(cli::definition(), directory).map_err(failed)
+    clap_mangen::generate_to(args::definition(), directory).map_err(failed)
 }
 
 const NAME: &str = "remora";
@@ -48,7 +48,7 @@ mod tests {
     #[test]
     fn completions_know_the_options() {
         let mut text = Vec::new();
-        clap_complete::generate(clap_complete::Shell::Bash, &mut cli::definition(), NAME, &mut text);
+        clap_complete::generate(clap_complete::Shell::Bash, &mut args::definition(), NAME, &mut text);
         let text = String::from_utf8(text).unwrap();
         assert!(text.contains("--token-file") && text.contains("--value-size"));
     }

@@ -15,7 +15,7 @@
 //!
 //! The modules, in the order one should meet them:
 //!
-//! - [`cli`]: what can be typed, and the process around it. **Start here.**
+//! - [`args`]: what can be typed; [`commands`]: the process around one command. **Start here.**
 //! - [`exit`]: how a command ends; [`progress`]: what it shows while it runs; [`units`]: sizes and times as people write them.
 //! - [`server`]: the client to a Redis or Valkey server that everything below uses.
 //! - [`source`], [`replica`], [`status`]: the job. `door`: the port that either end may open.
@@ -25,7 +25,8 @@
 // The maps of the two ends name their private parts: read them in the source, or with `--document-private-items`.
 #![allow(rustdoc::private_intra_doc_links)]
 
-pub mod cli;
+pub mod args;
+pub mod commands;
 mod door;
 pub mod exit;
 pub mod generate;
@@ -35,6 +36,7 @@ pub mod probe;
 pub mod progress;
 pub mod replica;
 pub mod server;
+mod signals;
 pub mod source;
 pub mod status;
 pub mod transports;

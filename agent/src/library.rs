@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use crate::cli::{ModuleArgs, ModuleQuestion};
+use crate::args::{ModuleArgs, ModuleQuestion};
 use crate::exit::Failure;
 
 /// Runs `remora module`.

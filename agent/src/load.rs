@@ -14,7 +14,7 @@ mod writer;
 
 use self::{content::Content, keys::Keys, writer::Writer};
 use crate::{
-    cli::LoadArgs,
+    args::LoadArgs,
     exit::Failure,
     progress::{Meter, Unit},
     server::Task,

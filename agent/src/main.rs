@@ -4,5 +4,5 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    remora_agent::cli::main()
+    remora_agent::commands::main()
 }

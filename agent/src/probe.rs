@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use remora_fabric::{Connector, Error, Memory, Pages, RegionKey, Secret, TransportKind};
 use remora_messenger::control::{Connection, Message, Options, Token, derive};
 
-use crate::cli::ProbeArgs;
+use crate::args::ProbeArgs;
 use crate::exit::{Code, Failure};
 use crate::source::LANES_LABEL;
 use crate::transports::taken::Wish;

@@ -5,7 +5,7 @@ use std::time::Duration;
 use remora_messenger::control::{Connection, Options, Token};
 use remora_messenger::control::{GenerationState, GenerationStatus, Message, ReplicaStatus, StatusReport};
 
-use crate::cli::StatusArgs;
+use crate::args::StatusArgs;
 use crate::exit::{Code, Failure};
 use crate::units::{Size, readable};
 

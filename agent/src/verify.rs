@@ -33,7 +33,7 @@ use self::{
     scan::Scan,
 };
 use crate::{
-    cli::{DigestUse, VerifyArgs},
+    args::{DigestUse, VerifyArgs},
     exit::{Code, Failure},
     progress::{Meter, Unit},
     server::{Facts, ServerError},

@@ -27,7 +27,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use remora_agent::cli::{GenerateArgs, Generated};
+use remora_agent::args::{GenerateArgs, Generated};
 
 /// Developer commands of Remora.
 #[derive(Debug, Parser)]

@@ -7,7 +7,7 @@ use std::{ops::Range, time::Duration};
 
 use super::{Content, Writer};
 use crate::{
-    cli::{LoadArgs, ValueType},
+    args::{LoadArgs, ValueType},
     progress::Meter,
     server::ServerError,
 };

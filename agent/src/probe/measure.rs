@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use remora_fabric::{Completion, Error, Peer, ReadError, ReadRequest};
 
 use super::Outcome;
-use crate::cli::ProbeArgs;
+use crate::args::ProbeArgs;
 
 /// What is to be measured.
 #[derive(Clone, Debug)]

@@ -46,10 +46,11 @@ use remora_redis::resp::Frame;
 use self::control::Control;
 use self::record::Record;
 use self::sync::Sync;
-use crate::cli::{ReplicaArgs, until_signal};
+use crate::args::ReplicaArgs;
 use crate::exit::Failure;
 use crate::progress;
 use crate::server::{Client, RefusalKind, ServerError, Task};
+use crate::signals::until_signal;
 use crate::units::Size;
 
 /// Runs a replica agent to its end.

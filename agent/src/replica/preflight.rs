@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use remora_messenger::control::Offer;
 
 use super::record::Record;
-use crate::cli::ReplicaArgs;
+use crate::args::ReplicaArgs;
 use crate::exit::Failure;
 use crate::server::{
     Client, Credentials, Facts, Password, RefusalKind, Role, Server, ServerError, ServerUrl, Task, TlsOptions,

@@ -24,7 +24,7 @@ use remora_table::Geometry;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-use crate::cli::RdmaOffer;
+use crate::args::RdmaOffer;
 use crate::door::{self, Door};
 use crate::exit::Failure;
 use crate::source::LANES_LABEL;

@@ -13,7 +13,7 @@ use super::delivery::Progress;
 use super::feed::{CopyPlan, Feed, Part, Parts};
 use super::preflight::Target;
 use super::spool;
-use crate::cli::ReplicaArgs;
+use crate::args::ReplicaArgs;
 use crate::exit::{Code, Failure};
 use crate::source::{Backoff, LANES_LABEL};
 use crate::transports::taken::{Connectors, Wish};

@@ -8,7 +8,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::WebPkiClientVerifier;
 use rustls::{RootCertStore, ServerConfig};
 
-use crate::cli::ReplicaArgs;
+use crate::args::ReplicaArgs;
 use crate::exit::Failure;
 
 /// The configuration that the `--link-…` options describe, if they are given.

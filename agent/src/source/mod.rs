@@ -48,7 +48,7 @@ use self::directory::{Assignment, Directory, Joining};
 use self::gauge::Gauge;
 use self::owner::{Action, Event, Format, Owner, Replica, Report, Resume, Rules, Session, Stage};
 use self::trial::Trial;
-use crate::cli::{SendChoice, SourceArgs};
+use crate::args::{SendChoice, SourceArgs};
 use crate::door;
 use crate::exit::Failure;
 use crate::server::{Client, Facts, Link, Place, Role, Server, Task};

@@ -36,7 +36,7 @@ use remora_table::{Board, Identity, JournalWriter, Kind};
 use super::capture::{self, Announced, CaptureEvent, Fault, Plan, SILENCE_LIMIT, Stream};
 use super::rest;
 use super::wire::{Received, Wire};
-use crate::cli::{ModuleCapture, SourceArgs};
+use crate::args::{ModuleCapture, SourceArgs};
 use crate::library;
 use crate::server::{Client, Facts, RefusalKind, Role, ServerError};
 use crate::units::Size;

@@ -7,7 +7,7 @@ use remora_fabric::verbs::{self, DeviceReport, PortReport};
 use remora_fabric::{Memory, Pages, TransportKind};
 use serde_json::{Value, json};
 
-use crate::cli::DevicesArgs;
+use crate::args::DevicesArgs;
 use crate::exit::Failure;
 use crate::units::Size;
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use remora_fabric::verbs::{VerbsExporter, VerbsOptions};
 use remora_fabric::{Error, Exporter, Memory};
 
-use crate::cli::{RdmaEnd, RdmaOffer};
+use crate::args::{RdmaEnd, RdmaOffer};
 use crate::exit::Failure;
 
 /// An exporter that has registered `memories`, if this machine can have one; otherwise a line in the log says why not.

@@ -8,7 +8,7 @@ use remora_fabric::tcp::{TcpConnector, TcpOptions};
 use remora_fabric::verbs::{CompletionMode, VerbsConnector, VerbsOptions};
 use remora_fabric::{Connector, Error, TransportKind};
 
-use crate::cli::{CompletionChoice, RdmaRead, TransportChoice};
+use crate::args::{CompletionChoice, RdmaRead, TransportChoice};
 
 /// The transports that may be used, and how.
 #[derive(Clone, Debug)]

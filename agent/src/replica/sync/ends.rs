@@ -6,7 +6,7 @@ use std::time::Instant;
 use remora_messenger::control::{Message, Outcome, Phase};
 
 use super::{End, Flow, Sync, TICK};
-use crate::cli::OnFailure;
+use crate::args::OnFailure;
 use crate::exit::{Code, Failure};
 use crate::progress;
 use crate::replica::SETTLE_LIMIT;

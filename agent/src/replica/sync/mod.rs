@@ -30,7 +30,7 @@ use rustls::ServerConfig;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc::{self, UnboundedReceiver};
 
-use crate::cli::ReplicaArgs;
+use crate::args::ReplicaArgs;
 use crate::exit::{Code, Failure};
 use crate::progress;
 use crate::replica::control::{Control, Expected, NotOurs};

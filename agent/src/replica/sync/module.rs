@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use super::{Flow, GO_ON, Sync};
-use crate::cli::ModuleLoad;
+use crate::args::ModuleLoad;
 use crate::exit::Failure;
 use crate::replica::delivery::Order;
 use crate::replica::introduction::Introduction;

@@ -7,7 +7,7 @@ use remora_fabric::{Memory, TransportKind};
 use remora_messenger::control::{LossCause, Message, Offer, Phase, Relaying, Relays, Token, Upstream};
 
 use super::{Flow, GO_ON, Sync, TICK};
-use crate::cli::{RdmaOffer, ReplicaArgs, TransportChoice};
+use crate::args::{RdmaOffer, ReplicaArgs, TransportChoice};
 use crate::exit::Failure;
 use crate::progress;
 use crate::replica::delivery::Order;

@@ -1,11 +1,7 @@
-//! The command line: what can be typed, and the process around it.
+//! The command line as it can be typed: the arguments of every command, and its help pages.
 //!
-//! Each command has its arguments in a file of its own under `cli/`, with a help page that one can work from: what it does,
-//! examples, exit codes, ACL rules. The commands themselves live elsewhere and take those arguments as they are.
-//!
-//! ```text
-//!   parse ──▶ logging, progress ──▶ runtime ──▶ one command's run(args) ──▶ Ok: 0 │ Failure: a sentence on stderr, its code
-//! ```
+//! Each command has a file of its own under `args/`, with a help page to work from: what the command does, examples, exit codes, ACL
+//! rules. Nothing here runs a command: [`crate::commands`] does.
 
 mod devices;
 mod generate;
@@ -19,10 +15,7 @@ mod source;
 mod status;
 mod verify;
 
-use std::{io::IsTerminal, process::ExitCode};
-
 use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
-use tracing_subscriber::EnvFilter;
 
 pub use self::{
     devices::DevicesArgs,
@@ -37,10 +30,7 @@ pub use self::{
     status::StatusArgs,
     verify::{DigestUse, VerifyArgs},
 };
-use crate::{
-    exit::{Code, Failure},
-    progress,
-};
+use crate::exit::Code;
 
 /// Exact replicas of a Redis or Valkey server, any number of them from one snapshot.
 #[derive(Clone, Debug, Parser)]
@@ -117,76 +107,9 @@ pub enum LogLevel {
     Trace,
 }
 
-/// The whole process: parses, runs, says how it ended.
-pub fn main() -> ExitCode {
-    // Help, version and usage errors end the process here, with 0 or 2.
-    let cli = Cli::parse();
-    progress::configure(cli.global.quiet);
-    start_logging(&cli.global);
-    match run(cli.command) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(failure) => {
-            progress::say(&format!("remora: {failure}"));
-            failure.into()
-        }
-    }
-}
-
-fn run(command: Command) -> Result<(), Failure> {
-    // Two threads: one may be busy with a big value while the other answers heart-beats. The data lanes have threads of their own.
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2)
-        .enable_all()
-        .build()
-        .map_err(|error| Failure::local(format!("the runtime cannot be started: {error}")))?;
-    let outcome = runtime.block_on(dispatch(command));
-    // Threads that wait in a blocking call must not hold up the end of the process.
-    runtime.shutdown_background();
-    outcome
-}
-
-async fn dispatch(command: Command) -> Result<(), Failure> {
-    match command {
-        // The two ends have something to put in order when they are stopped, and catch signals themselves.
-        Command::Source(args) => crate::source::run(args).await,
-        Command::Replica(args) => crate::replica::run(args).await,
-        Command::Status(args) => until_signal(crate::status::run(args), "").await,
-        Command::Devices(args) => crate::transports::devices::run(&args),
-        Command::Probe(args) => until_signal(crate::probe::run(args), ": what was measured so far is not shown").await,
-        Command::Verify(args) => until_signal(crate::verify::run(args), ": the servers were only read").await,
-        Command::Load(args) => until_signal(crate::load::run(args), ": the keys written so far are still there").await,
-        Command::Module(args) => crate::library::run(&args),
-        Command::Generate(args) => crate::generate::run(&args),
-    }
-}
-
-/// Runs `work` until it ends or somebody stops us; `left` says in which state that leaves things.
-pub(crate) async fn until_signal<T>(work: impl Future<Output = Result<T, Failure>>, left: &str) -> Result<T, Failure> {
-    use tokio::signal::unix::{SignalKind, signal};
-    let no_handler = |error| Failure::local(format!("signals cannot be caught: {error}"));
-    let mut interrupt = signal(SignalKind::interrupt()).map_err(no_handler)?;
-    let mut terminate = signal(SignalKind::terminate()).map_err(no_handler)?;
-    let name = tokio::select! {
-        outcome = work => return outcome,
-        _ = interrupt.recv() => "SIGINT",
-        _ = terminate.recv() => "SIGTERM",
-    };
-    Err(Failure::new(Code::Interrupted, format!("stopped by {name}{left}")))
-}
-
-fn start_logging(global: &GlobalArgs) {
-    let level = if global.quiet { LogLevel::Warn.min_with(global.log_level) } else { global.log_level };
-    let filter = EnvFilter::try_from_env("REMORA_LOG").unwrap_or_else(|_| EnvFilter::new(level.name()));
-    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(|| progress::LogWriter);
-    // Setting it twice is possible only where tests share a process, and harmless there.
-    let _ = match global.log_json {
-        true => builder.json().try_init(),
-        false => builder.with_target(false).with_ansi(std::io::stderr().is_terminal()).try_init(),
-    };
-}
-
 impl LogLevel {
-    fn name(self) -> &'static str {
+    /// Its name, as filters have it.
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Error => "error",
             Self::Warn => "warn",
@@ -197,7 +120,7 @@ impl LogLevel {
     }
 
     /// The quieter of the two.
-    fn min_with(self, other: Self) -> Self {
+    pub(crate) fn min_with(self, other: Self) -> Self {
         if (self as u8) < (other as u8) { self } else { other }
     }
 }

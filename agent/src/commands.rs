@@ -1,0 +1,71 @@
+//! The process around one command: parses the command line, starts logging and the runtime, runs the command, says how it ended.
+//!
+//! ```text
+//!   parse ──▶ logging, progress ──▶ runtime ──▶ one command's run(args) ──▶ Ok: 0 │ Failure: a sentence on stderr, its code
+//! ```
+
+use std::{io::IsTerminal, process::ExitCode};
+
+use clap::Parser;
+use tracing_subscriber::EnvFilter;
+
+use crate::{
+    args::{Cli, Command, GlobalArgs, LogLevel},
+    exit::Failure,
+    progress,
+    signals::until_signal,
+};
+
+/// The whole process: parses, runs, says how it ended.
+pub fn main() -> ExitCode {
+    // Help, version and usage errors end the process here, with 0 or 2.
+    let cli = Cli::parse();
+    progress::configure(cli.global.quiet);
+    start_logging(&cli.global);
+    match run(cli.command) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            progress::say(&format!("remora: {failure}"));
+            failure.into()
+        }
+    }
+}
+
+fn run(command: Command) -> Result<(), Failure> {
+    // Two threads: one may be busy with a big value while the other answers heart-beats. The data lanes have threads of their own.
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .map_err(|error| Failure::local(format!("the runtime cannot be started: {error}")))?;
+    let outcome = runtime.block_on(dispatch(command));
+    // Threads that wait in a blocking call must not hold up the end of the process.
+    runtime.shutdown_background();
+    outcome
+}
+
+async fn dispatch(command: Command) -> Result<(), Failure> {
+    match command {
+        // The two ends have something to put in order when they are stopped, and catch signals themselves.
+        Command::Source(args) => crate::source::run(args).await,
+        Command::Replica(args) => crate::replica::run(args).await,
+        Command::Status(args) => until_signal(crate::status::run(args), "").await,
+        Command::Devices(args) => crate::transports::devices::run(&args),
+        Command::Probe(args) => until_signal(crate::probe::run(args), ": what was measured so far is not shown").await,
+        Command::Verify(args) => until_signal(crate::verify::run(args), ": the servers were only read").await,
+        Command::Load(args) => until_signal(crate::load::run(args), ": the keys written so far are still there").await,
+        Command::Module(args) => crate::library::run(&args),
+        Command::Generate(args) => crate::generate::run(&args),
+    }
+}
+
+fn start_logging(global: &GlobalArgs) {
+    let level = if global.quiet { LogLevel::Warn.min_with(global.log_level) } else { global.log_level };
+    let filter = EnvFilter::try_from_env("REMORA_LOG").unwrap_or_else(|_| EnvFilter::new(level.name()));
+    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(|| progress::LogWriter);
+    // Setting it twice is possible only where tests share a process, and harmless there.
+    let _ = match global.log_json {
+        true => builder.json().try_init(),
+        false => builder.with_target(false).with_ansi(std::io::stderr().is_terminal()).try_init(),
+    };
+}
