@@ -5,14 +5,13 @@ use std::process::Command;
 use std::time::Duration;
 
 use remora_lab::{RdmaVm, scratch};
-use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::Common;
 use super::kept::Kept;
 use super::network::Network;
+pub use super::points::DevicePoint as Point;
 use super::report::tables;
-use crate::Spread;
 use crate::sync::Result;
 
 /// What can be typed.
@@ -30,19 +29,6 @@ pub struct Options {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub common: Common,
-}
-
-/// One figure.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Point {
-    /// What was measured.
-    pub device: String,
-    /// By what.
-    pub tool: String,
-    /// From 0.
-    pub round: usize,
-    /// Bytes per second.
-    pub bytes_per_second: f64,
 }
 
 /// Runs it.
@@ -180,11 +166,6 @@ fn read_fabric(json: &Path) -> Result<Vec<Figure>> {
 
 /// Booting an emulated machine and measuring in it.
 const RDMA_TIME: Duration = Duration::from_secs(240);
-
-/// What several rounds come to, in MB/s.
-pub(super) fn spread(points: &[&Point]) -> Option<Spread> {
-    Spread::of(points.iter().map(|point| point.bytes_per_second / 1e6))
-}
 
 #[cfg(test)]
 mod tests {

@@ -9,11 +9,11 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use serde::{Deserialize, Serialize};
-
 use super::kept::Kept;
-use super::load::{Felt, Load};
+use super::load::Load;
 use super::network::Network;
+pub use super::points::FeelPoint as Point;
+use super::points::name_of;
 use super::report::tables;
 use super::{Common, ServerChoice, VALUE_BYTES};
 use crate::sync::{Method, Place, Program, Result, Scene, Shape, Trial};
@@ -49,32 +49,6 @@ pub struct Options {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub common: Common,
-}
-
-/// What one group of clients felt during one sync.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Point {
-    /// Name and version.
-    pub server: String,
-    /// Name of the network.
-    pub network: String,
-    /// Bytes of all values.
-    pub bytes: u64,
-    /// `near` or `far`.
-    pub clients: String,
-    /// Commands per second that this group asked for.
-    pub asked: u64,
-    /// How the replicas were made; `None` where none was.
-    pub method: Option<Method>,
-    /// How many.
-    pub replicas: usize,
-    /// From 0.
-    pub round: usize,
-    /// How long the sync took.
-    pub seconds: f64,
-    /// What was felt in that time.
-    #[serde(flatten)]
-    pub felt: Felt,
 }
 
 /// Runs it.
@@ -190,11 +164,6 @@ impl Here<'_> {
         }
         Ok(())
     }
-}
-
-/// What is done, in a table's words.
-pub(super) fn name_of(method: Option<Method>) -> &'static str {
-    method.map_or("no sync", Method::name)
 }
 
 /// How long the clients are watched with nothing else going on.

@@ -21,6 +21,7 @@ pub mod feel;
 pub mod kept;
 pub mod load;
 pub mod network;
+pub mod points;
 pub mod report;
 pub mod scaling;
 pub mod syncs;

@@ -2,9 +2,8 @@
 
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
-
 use super::kept::Kept;
+pub use super::points::ScalingPoint as Point;
 use super::report::tables;
 use super::{Common, ServerChoice};
 use crate::sync::{Method, Program, Result, Scene, Shape, Trial, available_memory};
@@ -30,33 +29,6 @@ pub struct Options {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub common: Common,
-}
-
-/// One sync.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Point {
-    /// Name and version.
-    pub server: String,
-    /// What grows: `size` or `value`.
-    pub grows: String,
-    /// How.
-    pub method: Method,
-    /// Bytes of all values.
-    pub bytes: u64,
-    /// ... of each.
-    pub value_bytes: u64,
-    /// From 0.
-    pub round: usize,
-    /// Wall seconds.
-    pub seconds: f64,
-    /// Processor seconds of the primary with its child.
-    pub primary_cpu: f64,
-    /// ... of the replica's server and all agents.
-    pub others_cpu: f64,
-    /// The most memory of the primary's own, what its child copied included, in bytes.
-    pub peak_memory: u64,
-    /// The most memory of the source agent, in bytes.
-    pub source_memory: u64,
 }
 
 /// Runs it, on loopback.

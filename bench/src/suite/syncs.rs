@@ -6,10 +6,9 @@
 
 use std::time::{Duration, Instant};
 
-use serde::{Deserialize, Serialize};
-
 use super::kept::Kept;
 use super::network::Network;
+pub use super::points::SyncPoint as Point;
 use super::report::tables;
 use super::{Budget, Common, ServerChoice, VALUE_BYTES};
 use crate::sync::{Method, Outcome, Phases, Program, Result, Scene, Shape, Trial, available_memory};
@@ -42,49 +41,6 @@ pub struct Options {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub common: Common,
-}
-
-/// One sync.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Point {
-    /// Name and version.
-    pub server: String,
-    /// Name of the network.
-    pub network: String,
-    /// Bytes of all values.
-    pub bytes: u64,
-    /// How.
-    pub method: Method,
-    /// How many replicas.
-    pub replicas: usize,
-    /// From 0.
-    pub round: usize,
-    /// Wall seconds until the last replica was in step.
-    pub seconds: f64,
-    /// ... the first.
-    pub first_seconds: f64,
-    /// Of the last replica, in seconds, as [`Phases`] has them.
-    pub snapshot: f64,
-    /// ...
-    pub transfer: f64,
-    /// ...
-    pub load: f64,
-    /// ...
-    pub catch_up: f64,
-    /// Bytes out of the primary's host; on loopback, out of the primary.
-    pub sent: u64,
-    /// Processor seconds of the primary with its child.
-    pub primary_cpu: f64,
-    /// ... of all replicas' servers.
-    pub replicas_cpu: f64,
-    /// ... of all agents, or of the copier.
-    pub agents_cpu: f64,
-    /// The most memory of the primary's own, what its child copied included, in bytes.
-    pub peak_memory: u64,
-    /// The most memory of the source agent, in bytes.
-    pub source_memory: u64,
-    /// Whether the replicas held what the primary holds; `None` where it was not looked at.
-    pub equal: Option<bool>,
 }
 
 impl Point {

@@ -8,7 +8,7 @@ use super::Plot;
 use super::tables::{Cell, cells, groups, order, sizes};
 use crate::Spread;
 use crate::plot::{self, Axis, Line};
-use crate::suite::feel::name_of;
+use crate::suite::points::name_of;
 use crate::suite::{Kept, feel, scaling, syncs};
 use crate::sync::{Method, Result};
 

@@ -5,8 +5,8 @@ use std::fmt::Write as _;
 use clap::ValueEnum;
 
 use crate::Spread;
-use crate::suite::feel::name_of;
-use crate::suite::{Kept, devices, feel, scaling, syncs};
+use crate::suite::points::name_of;
+use crate::suite::{Kept, devices, feel, points, scaling, syncs};
 use crate::sync::Method;
 
 /// Figures that are compared with one another: of one server, one network, one size, one run.
@@ -146,7 +146,7 @@ pub fn devices(runs: &[&Kept<devices::Point>]) -> String {
         }
         seen.push((&point.device, &point.tool));
         let same = |other: &&devices::Point| other.device == point.device && other.tool == point.tool;
-        let Some(rate) = devices::spread(&newest.points.iter().filter(same).collect::<Vec<_>>()) else { continue };
+        let Some(rate) = points::spread(&newest.points.iter().filter(same).collect::<Vec<_>>()) else { continue };
         let _ = writeln!(
             out,
             "| {} | {} | {:.1} | {:.1} | {:.1} |",
