@@ -1,0 +1,110 @@
+//! Which file names items of which: the paths of [`super::modules`], followed to the files that define them.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+
+use super::modules::{Modules, Names};
+
+/// Names that may hand a path on, one to the next. More would be a circle of re-exports, which the compiler refuses.
+const HANDED_ON_LIMIT: usize = 16;
+
+/// The ties between the files of one crate.
+#[derive(Debug, Default)]
+pub(super) struct Imports {
+    by_files: BTreeMap<(String, String), BTreeSet<String>>,
+}
+
+impl Imports {
+    /// Follows every path of every module.
+    pub(super) fn of(modules: &Modules) -> Imports {
+        let mut imports = Imports::default();
+        for (path, module) in modules.iter() {
+            for written in &module.written {
+                let Some(absolute) = absolute(modules, path, written) else { continue };
+                let Some(file) = defined_in(modules, &absolute, HANDED_ON_LIMIT) else { continue };
+                if file != module.file {
+                    let names = imports.by_files.entry((module.file.clone(), file)).or_default();
+                    names.extend(written.last().cloned());
+                }
+            }
+        }
+        imports
+    }
+
+    /// From, to, and the names taken.
+    pub(super) fn ties(&self) -> impl Iterator<Item = (&str, &str, &BTreeSet<String>)> {
+        self.by_files.iter().map(|((from, to), names)| (from.as_str(), to.as_str(), names))
+    }
+}
+
+impl fmt::Display for Imports {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (from, to, names) in self.ties() {
+            let names: Vec<&str> = names.iter().map(String::as_str).collect();
+            writeln!(f, "{from} -> {to}: {}", names.join(", "))?;
+        }
+        Ok(())
+    }
+}
+
+/// A path written in the module `at`, from the crate's root. `None`: it leads out of the crate.
+fn absolute(modules: &Modules, at: &Names, written: &Names) -> Option<Names> {
+    let (first, rest) = written.split_first()?;
+    let mut base = match first.as_str() {
+        "crate" => Names::new(),
+        "self" => at.clone(),
+        "super" => at.split_last()?.1.to_vec(),
+        name => {
+            let module = modules.get(at)?;
+            if module.children.contains(name) {
+                at.iter().cloned().chain([name.to_string()]).collect()
+            } else {
+                // Another crate's name, unless a `use` here says what it stands for.
+                let stands_for = module.imported.get(name).filter(|path| path.first() != Some(first))?;
+                absolute(modules, at, stands_for)?
+            }
+        }
+    };
+    for name in rest {
+        match name.as_str() {
+            "super" => drop(base.pop()?),
+            name => base.push(name.to_string()),
+        }
+    }
+    Some(base)
+}
+
+/// The file that defines what this path names; `None` for a module itself, which is only a place, or for a name of another crate.
+fn defined_in(modules: &Modules, path: &Names, left: usize) -> Option<String> {
+    let left = left.checked_sub(1)?;
+    let mut at = Names::new();
+    for (depth, name) in path.iter().enumerate() {
+        let module = modules.get(&at)?;
+        if module.children.contains(name) {
+            at.push(name.clone());
+            continue;
+        }
+        let rest = &path[depth + 1..];
+        // A function and a module may have one name: at the end of a path the item is meant, before that the module.
+        if rest.is_empty() && module.defined.contains(name) {
+            return Some(module.file.clone());
+        }
+        if let Some(stands_for) = module.imported.get(name) {
+            let onward = absolute(modules, &at, stands_for)?;
+            let onward = onward.into_iter().chain(rest.iter().cloned()).collect();
+            return defined_in(modules, &onward, left);
+        }
+        for glob in &module.globs {
+            let Some(inside) = absolute(modules, &at, glob) else { continue };
+            let holds = modules
+                .get(&inside)
+                .is_some_and(|module| module.children.contains(name) || module.imported.contains_key(name));
+            if holds {
+                let onward = inside.into_iter().chain(path[depth..].iter().cloned()).collect();
+                return defined_in(modules, &onward, left);
+            }
+        }
+        return Some(module.file.clone());
+    }
+    None
+}

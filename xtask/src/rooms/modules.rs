@@ -1,0 +1,210 @@
+//! The modules of one crate, as its sources declare them: where each lies, what it names, what it hands on under another name.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use remora_bench::sync::Result;
+use syn::visit::{self, Visit};
+use syn::{Attribute, Item, ItemMod, UseTree};
+
+/// A path of names, as it is written: `["super", "a", "A"]`.
+pub(super) type Names = Vec<String>;
+
+/// One module.
+#[derive(Debug, Default)]
+pub(super) struct Module {
+    /// The file that it stands in.
+    pub(super) file: String,
+    /// Names of the modules below it.
+    pub(super) children: BTreeSet<String>,
+    /// Names of the items that it defines.
+    pub(super) defined: BTreeSet<String>,
+    /// What a `use` makes known in it: the name here, and the path it stands for.
+    pub(super) imported: BTreeMap<String, Names>,
+    /// Paths whose names are all known in it (`use a::*`).
+    pub(super) globs: Vec<Names>,
+    /// Every path that it writes, those of its `use` lines among them.
+    pub(super) written: BTreeSet<Names>,
+}
+
+/// The modules of a crate, by their path below its root.
+#[derive(Debug, Default)]
+pub(super) struct Modules {
+    by_path: BTreeMap<Names, Module>,
+}
+
+impl Modules {
+    /// Reads the crate whose first file is `root`. Test modules are left out.
+    pub(super) fn read(root: &Path) -> Result<Modules> {
+        let mut modules = Modules::default();
+        let folder = root.parent().unwrap_or(root);
+        modules.add_file(Vec::new(), root, folder)?;
+        Ok(modules)
+    }
+
+    pub(super) fn get(&self, path: &[String]) -> Option<&Module> {
+        self.by_path.get(path)
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (&Names, &Module)> {
+        self.by_path.iter()
+    }
+
+    /// Reads a file as the module `path`; the files of its children lie in `folder`.
+    fn add_file(&mut self, path: Names, file: &Path, folder: &Path) -> Result<()> {
+        let text = fs::read_to_string(file).map_err(|error| format!("{}: {error}", file.display()))?;
+        let parsed = syn::parse_file(&text).map_err(|error| format!("{}: {error}", file.display()))?;
+        self.add(path, &shown(file), &parsed.items, folder)
+    }
+
+    fn add(&mut self, path: Names, file: &str, items: &[Item], folder: &Path) -> Result<()> {
+        let mut module = Module { file: file.to_string(), ..Module::default() };
+        let mut below = Vec::new();
+        for item in items {
+            match item {
+                Item::Mod(inner) if is_for_tests(&inner.attrs) => {}
+                Item::Mod(inner) => {
+                    module.children.insert(inner.ident.to_string());
+                    below.push(inner);
+                }
+                item => {
+                    module.defined.extend(name_of(item));
+                    Reader { module: &mut module }.visit_item(item);
+                }
+            }
+        }
+        self.by_path.insert(path.clone(), module);
+        for inner in below {
+            let name = inner.ident.to_string();
+            let child: Names = path.iter().cloned().chain([name.clone()]).collect();
+            match &inner.content {
+                Some((_, items)) => self.add(child, file, items, &folder.join(&name))?,
+                None => {
+                    let (found, children) = place(inner, folder, &name)?;
+                    self.add_file(child, &found, &children)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The name under which an item can be named from elsewhere, if it has one.
+fn name_of(item: &Item) -> Option<String> {
+    let name = match item {
+        Item::Const(item) => &item.ident,
+        Item::Enum(item) => &item.ident,
+        Item::Fn(item) => &item.sig.ident,
+        Item::Static(item) => &item.ident,
+        Item::Struct(item) => &item.ident,
+        Item::Trait(item) => &item.ident,
+        Item::Type(item) => &item.ident,
+        Item::Union(item) => &item.ident,
+        _ => return None,
+    };
+    Some(name.to_string())
+}
+
+/// The file of a module that is declared in `folder`, and the folder of its own children.
+fn place(declared: &ItemMod, folder: &Path, name: &str) -> Result<(PathBuf, PathBuf)> {
+    let given = declared.attrs.iter().find_map(|attribute| match &attribute.meta {
+        syn::Meta::NameValue(pair) if pair.path.is_ident("path") => match &pair.value {
+            syn::Expr::Lit(syn::ExprLit { lit: syn::Lit::Str(text), .. }) => Some(text.value()),
+            _ => None,
+        },
+        _ => None,
+    });
+    if let Some(given) = given {
+        let file = folder.join(given);
+        let children = file.parent().unwrap_or(folder).to_path_buf();
+        return Ok((file, children));
+    }
+    let children = folder.join(name);
+    for file in [folder.join(format!("{name}.rs")), children.join("mod.rs")] {
+        if file.is_file() {
+            return Ok((file, children));
+        }
+    }
+    Err(format!("the module {name} declared in {} has no file", folder.display()).into())
+}
+
+/// A path as it is shown: from the folder in which the command was called, where it lies below that.
+fn shown(file: &Path) -> String {
+    let here = std::env::current_dir().unwrap_or_default();
+    file.strip_prefix(here).unwrap_or(file).display().to_string()
+}
+
+/// `#[cfg(test)]`, `#[cfg(all(test, …))]`, `#[test]`.
+fn is_for_tests(attributes: &[Attribute]) -> bool {
+    attributes.iter().any(|attribute| match &attribute.meta {
+        syn::Meta::List(list) if list.path.is_ident("cfg") => {
+            let words = list.tokens.to_string();
+            words.split(|c: char| !c.is_alphanumeric() && c != '_').any(|word| word == "test") && !words.contains("not")
+        }
+        meta => meta.path().is_ident("test"),
+    })
+}
+
+/// Collects the paths that items write.
+struct Reader<'a> {
+    module: &'a mut Module,
+}
+
+impl Reader<'_> {
+    fn take(&mut self, tree: &UseTree, before: &Names) {
+        let with = |name: String| before.iter().cloned().chain([name]).collect::<Names>();
+        match tree {
+            UseTree::Path(path) => self.take(&path.tree, &with(path.ident.to_string())),
+            UseTree::Group(group) => group.items.iter().for_each(|tree| self.take(tree, before)),
+            UseTree::Glob(_) => self.module.globs.push(before.clone()),
+            UseTree::Name(name) if name.ident == "self" => self.import(before.last().cloned(), before.clone()),
+            UseTree::Name(name) => self.import(Some(name.ident.to_string()), with(name.ident.to_string())),
+            UseTree::Rename(name) if name.ident == "self" => self.import(Some(name.rename.to_string()), before.clone()),
+            UseTree::Rename(name) => self.import(Some(name.rename.to_string()), with(name.ident.to_string())),
+        }
+    }
+
+    fn import(&mut self, name: Option<String>, path: Names) {
+        self.module.written.insert(path.clone());
+        if let Some(name) = name {
+            self.module.imported.insert(name, path);
+        }
+    }
+}
+
+impl<'ast> Visit<'ast> for Reader<'_> {
+    fn visit_item(&mut self, item: &'ast Item) {
+        let attributes = match item {
+            Item::Fn(item) => &item.attrs,
+            Item::Impl(item) => &item.attrs,
+            Item::Use(item) => &item.attrs,
+            _ => &Vec::new(),
+        };
+        if !is_for_tests(attributes) {
+            visit::visit_item(self, item);
+        }
+    }
+
+    fn visit_item_use(&mut self, item: &'ast syn::ItemUse) {
+        // A face hands its children's names on: that ties it to nothing. Others are tied to where the name comes from.
+        let handed_on = !matches!(item.vis, syn::Visibility::Inherited);
+        let before = self.module.written.clone();
+        self.take(&item.tree, &Vec::new());
+        if handed_on {
+            self.module.written = before;
+        }
+    }
+
+    fn visit_path(&mut self, path: &'ast syn::Path) {
+        let names: Names = path.segments.iter().map(|segment| segment.ident.to_string()).collect();
+        if names.len() > 1 && path.leading_colon.is_none() {
+            self.module.written.insert(names);
+        }
+        visit::visit_path(self, path);
+    }
+
+    fn visit_item_mod(&mut self, _: &'ast ItemMod) {
+        // A module inside of a function: too rare to be followed.
+    }
+}
