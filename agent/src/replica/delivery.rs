@@ -484,7 +484,7 @@ impl Delivery {
             // Without a spool all slots below the next one have gone to the server; with one they may have to go again.
             let held = self.spool.as_ref().map(Spool::held).unwrap_or_default();
             let first = if self.spool.is_some() { 0 } else { self.at.next_slot };
-            let have = move |number: u64| usize::try_from(number).is_ok_and(|number| held.get(number) == Some(&true));
+            let have = move |number: u64| held.contains(&number);
             if let Err(error) = feed.begin_snapshot(first, have, self.kept.take()) {
                 self.tell(News::FeedLost { error });
                 return Ok(());

@@ -24,6 +24,7 @@ mod mixed;
 mod mixture;
 mod pacer;
 mod preflight;
+mod private;
 mod record;
 mod relayed;
 mod report;
