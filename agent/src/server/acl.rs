@@ -47,7 +47,8 @@ impl Task {
                  server: +remora.status +remora.arm +remora.disarm, and +module|load for --load-module"
             }
             Self::Replica => {
-                "+flushall is not needed with --on-failure detached; with the module in the server: +remora.status +remora.load"
+                "+flushall is not needed with --on-failure detached; +config|set is not needed where the server has a masterauth, which \
+                 our link then asks for; with the module in the server: +remora.status +remora.load"
             }
             Self::Verify => "without +debug every value is read and compared; without +memory|usage piece by piece",
             Self::Load => "",

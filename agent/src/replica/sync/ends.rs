@@ -95,7 +95,7 @@ impl Sync {
         let loaded = self.delivery.progress().loaded;
         self.delivery.stop(false);
         let left = if !self.redirected {
-            format!("the server was not touched{}", self.put_settings_back().await)
+            format!("the server was not touched{}", self.put_settings_back_but_a_dead_links_login().await)
         } else if self.taken_away {
             format!("the server is left as it is{}", self.put_settings_back().await)
         } else if loaded {
@@ -113,6 +113,8 @@ impl Sync {
     /// The data set is whole: the server's own replication can make good the rest.
     pub(super) async fn leave_to_the_primary(&mut self) -> String {
         let (host, port) = (self.primary.host.clone(), self.primary.port);
+        // If this fails it is tried again with the other settings, and said then.
+        let _ = self.record.put_the_login_back(&mut self.client).await;
         let told = self.client.command(&["REPLICAOF", &host, &port.to_string()]).await;
         let settings = self.put_settings_back().await;
         match told {
@@ -173,9 +175,22 @@ impl Sync {
     }
 
     pub(super) async fn put_settings_back(&mut self) -> String {
-        match self.record.put_back(&mut self.client).await {
-            Ok(()) => String::new(),
-            Err(error) => format!("; a setting could not be put back ({error}), the next remora replica for it will"),
+        said_of(self.record.put_back(&mut self.client).await)
+    }
+
+    /// A server that still follows the dead link of an agent before us keeps the login for it: with another one it would give its real
+    /// password to what listens there.
+    async fn put_settings_back_but_a_dead_links_login(&mut self) -> String {
+        match self.target.unfinished {
+            true => said_of(self.record.put_back_but_the_login(&mut self.client).await),
+            false => self.put_settings_back().await,
         }
+    }
+}
+
+fn said_of(put_back: Result<(), ServerError>) -> String {
+    match put_back {
+        Ok(()) => String::new(),
+        Err(error) => format!("; a setting could not be put back ({error}), the next remora replica for it will"),
     }
 }

@@ -51,6 +51,7 @@ impl Sync {
         let (host, port) = (self.primary.host.clone(), self.primary.port);
         tracing::info!(primary = %format!("{host}:{port}"), "handing the server over: {why}");
         self.settle().await?;
+        self.record.put_the_login_back(&mut self.client).await?;
         self.client.command(&["REPLICAOF", &host, &port.to_string()]).await?;
         let mut told_full = false;
         while now.elapsed() < HAND_OFF_LIMIT || told_full {
@@ -102,6 +103,7 @@ impl Sync {
             ));
         }
         tracing::warn!("the server did not get in step with the primary {host}:{port}; back to our link, to try again");
+        self.target.link_login.give(&mut self.record, &mut self.client).await?;
         let (host, port) = (self.link.ip().to_string(), self.link.port());
         self.client.command(&["REPLICAOF", &host, &port.to_string()]).await?;
         self.phase = Phase::CatchUp;
