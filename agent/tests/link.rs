@@ -6,7 +6,9 @@ mod stage;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::os::unix::process::CommandExt;
 use std::path::Path;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use remora_lab::server::{Builder, wait_until};
@@ -75,16 +77,22 @@ fn link_of(agent: &mut Agent) -> SocketAddr {
     line.split("link=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap().parse().unwrap()
 }
 
+/// How long a stranger waits for more after the last answer.
+const A_WHILE: Duration = Duration::from_millis(500);
+
 /// All that a stranger reads who says this to the link and waits for a while.
 fn told_to_a_stranger(link: SocketAddr, words: &str) -> String {
     let mut stream = TcpStream::connect(link).unwrap();
     stream.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
     let _ = stream.write_all(words.as_bytes());
-    let (mut told, mut buffer, until) = (Vec::new(), [0; 4096], Instant::now() + Duration::from_millis(700));
+    let (mut told, mut buffer, mut until) = (Vec::new(), [0; 4096], Instant::now() + LONG);
     while Instant::now() < until {
         match stream.read(&mut buffer) {
             Ok(0) => break,
-            Ok(n) => told.extend_from_slice(&buffer[..n]),
+            Ok(n) => {
+                told.extend_from_slice(&buffer[..n]);
+                until = Instant::now() + A_WHILE;
+            }
             Err(_) => {}
         }
     }
@@ -113,7 +121,7 @@ fn is_a_secret(text: &str) -> bool {
 fn strangers_at_the_link_get_nothing_of_a_load_and_do_not_break_it() {
     for kind in require::kinds() {
         let guarded = Guarded::new(kind, 4000);
-        load_slowly(&guarded.replica, 1500);
+        load_slowly(&guarded.replica, 2000);
         let mut agent = guarded.agent(&[]);
         let link = link_of(&mut agent);
         wait_until_loading(&guarded.replica);
@@ -156,6 +164,27 @@ fn strangers_at_the_link_of_a_server_that_is_fed_change_nothing() {
         agent.signal(Signal::TERM).unwrap();
         agent.wait_for_success(LONG).unwrap();
         guarded.assert_handed_over();
+    }
+}
+
+/// A user that is not the one that servers and agents of tests run as.
+const ANOTHER_USER: u32 = 65534;
+
+#[test]
+fn a_process_of_another_user_is_closed_before_it_says_anything() {
+    let Some(()) = require::root() else { return };
+    for kind in require::kinds() {
+        let guarded = Guarded::new(kind, 100);
+        let mut agent = guarded.agent(&["--stay"]);
+        let link = link_of(&mut agent);
+        agent.wait_for_line("in step; staying", LONG).unwrap();
+        let script = format!("exec 3<>/dev/tcp/{}/{} && cat <&3", link.ip(), link.port());
+        let mut stranger = Command::new("bash");
+        stranger.args(["-c", &script]).uid(ANOTHER_USER).gid(ANOTHER_USER);
+        let told = stranger.output().unwrap();
+        assert!(told.stdout.is_empty());
+        let line = agent.wait_for_line("another user's than the server's", LONG).unwrap();
+        says(&line, &[&ANOTHER_USER.to_string()]);
     }
 }
 

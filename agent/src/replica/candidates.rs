@@ -94,6 +94,15 @@ impl Candidates {
     /// Goes on with all conversations, as far as they go without waiting. Gives back the first that became the server's link;
     /// there may be more.
     pub(super) fn turn(&mut self, now: Instant) -> Option<Newcomer> {
+        // Those who left free their places before others are accepted.
+        if let Some(newcomer) = self.hear(now) {
+            return Some(newcomer);
+        }
+        self.accept(now);
+        self.hear(now)
+    }
+
+    fn accept(&mut self, now: Instant) {
         for _ in 0..ACCEPTS_PER_TURN {
             match self.listener.accept() {
                 Ok((socket, peer)) => self.admit(socket, peer, now),
@@ -104,6 +113,9 @@ impl Candidates {
                 }
             }
         }
+    }
+
+    fn hear(&mut self, now: Instant) -> Option<Newcomer> {
         let mut at = 0;
         while let Some(candidate) = self.waiting.get_mut(at) {
             match candidate.turn(now) {
@@ -318,6 +330,19 @@ mod tests {
         assert_eq!(candidates.waiting.len(), PLACES);
         assert!(excess.iter_mut().all(|peer| said(peer).1) && held.iter_mut().all(|peer| !said(peer).1));
         assert_eq!(candidates.fds().count(), 1 + PLACES);
+    }
+
+    #[test]
+    fn those_who_left_take_no_place() {
+        let (mut candidates, address) = candidates(anywhere());
+        let now = Instant::now();
+        let held: Vec<TcpStream> = (0..PLACES).map(|_| connect(address)).collect();
+        assert!(turn(&mut candidates, now).is_none());
+        drop(held);
+        let mut server = connect(address);
+        server.write_all(b"AUTH 5ec4e7\r\nPSYNC ? -1\r\n").unwrap();
+        assert!(turn(&mut candidates, now).is_some());
+        assert!(candidates.waiting.is_empty());
     }
 
     #[test]

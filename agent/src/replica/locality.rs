@@ -13,7 +13,7 @@ use crate::server::Client;
 /// See the module's text.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Locality {
-    /// The address of ours that the server's link arrives at, unless the operator names one.
+    /// The address of ours that the server's link arrives at.
     pub(super) link_host: IpAddr,
     /// The server's address. Its connections can come from another one: a forwarded port, a host with several addresses.
     pub(super) server: Option<IpAddr>,
@@ -43,6 +43,11 @@ impl Locality {
         let process_owner =
             process_id.and_then(|id| std::fs::metadata(format!("/proc/{id}")).ok()).map(|about| about.uid());
         Locality { link_host, server: Some(there.ip()), uid: socket_owner.filter(|uid| process_owner == Some(*uid)) }
+    }
+
+    /// With the address for the link that the operator named, if there is one.
+    pub(super) fn or_listen(self, named: Option<IpAddr>) -> Locality {
+        Locality { link_host: named.unwrap_or(self.link_host), ..self }
     }
 
     /// Whether a connection from this address can be expected to be the server's.
@@ -80,6 +85,8 @@ mod tests {
         let found = Locality::between(here, there, Some(std::process::id()));
         assert_eq!((found.link_host, found.uid), (here.ip(), None));
         assert!(found.expects(there.ip()) && !found.expects(here.ip()));
+        let named = found.or_listen(Some("10.0.0.9".parse().unwrap()));
+        assert_eq!((named.link_host, found.or_listen(None).link_host), ("10.0.0.9".parse().unwrap(), here.ip()));
         // One address, but no socket of this network namespace: a port that is forwarded into a container.
         let forwarded = Locality::between(here, "10.0.0.1:6379".parse().unwrap(), Some(std::process::id()));
         assert_eq!((forwarded.link_host, forwarded.uid), (here.ip(), None));

@@ -162,8 +162,8 @@ impl Sync {
             signal(SignalKind::interrupt()).map_err(no_handler)?,
             signal(SignalKind::terminate()).map_err(no_handler)?,
         );
-        let locality = Locality::of(&client, target.facts.process_id);
-        let host = args.listen.unwrap_or(locality.link_host);
+        let locality = Locality::of(&client, target.facts.process_id).or_listen(args.listen);
+        let host = locality.link_host;
         let no_port =
             |error| Failure::local(format!("the link for the server can't listen on {host}: {error}; see --listen"));
         let listener = TcpListener::bind((host, 0)).map_err(no_port)?;
