@@ -393,7 +393,7 @@ fn strangers_at_the_door_do_not_harm_a_sync() {
 
 /// Runs `remora` where its state directory is a file system of that many bytes, gone with the process.
 fn on_a_small_disk(stage: &Stage, folder: &str, bytes: u32, args: &[String]) -> Agent {
-    let script = format!("mount -t tmpfs -o size={bytes} none {folder:?} && exec \"$0\" \"$@\"");
+    let script = format!("mount -t tmpfs -o size={bytes},mode=0700 none {folder:?} && exec \"$0\" \"$@\"");
     let mut command = std::process::Command::new("unshare");
     let remora = stage.remora(&[]);
     command.args(["--mount", "sh", "-c", &script]).arg(remora.get_program()).args(args);

@@ -175,8 +175,11 @@ struct Served {
 }
 
 fn serve(choice: u8, before: &[&[u8]], after: &[&[u8]]) -> Served {
-    let require = (choice & 1 != 0).then(|| (None, "password".to_owned()));
-    let mut server = server::Server::new(server::Options { require });
+    let access = match choice & 1 {
+        0 => server::Access::Open,
+        _ => server::Access::User { name: None, password: "password".to_owned() },
+    };
+    let mut server = server::Server::new(server::Options { access });
     let mut error = feed(&mut server, before);
     let mut events = events_of(&mut server);
     let asked = matches!(events.last(), Some(server::Event::Psync { .. }));

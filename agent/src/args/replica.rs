@@ -73,7 +73,7 @@ pub struct ReplicaArgs {
     pub memory: Size,
 
     /// Folder to keep received slots in. A replica agent that is started again with the same folder goes on with the slots it lacks.
-    /// Needs as much disk space as the snapshot has bytes.
+    /// Needs as much disk space as the snapshot has bytes. Made for its owner only; one that other users can write to is refused.
     #[arg(long, value_name = "DIR", help_heading = "Resources")]
     pub state_dir: Option<PathBuf>,
 
@@ -86,8 +86,8 @@ pub struct ReplicaArgs {
     #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Link to the server")]
     pub module_load: ModuleLoad,
 
-    /// Address of ours that the server connects to while it loads; the port is any free one and is printed. Default: the address by
-    /// which we reach the server.
+    /// Address of ours that the server connects to while it loads; the port is any free one and is printed. Default: loopback where the
+    /// server is on this host, else the address by which we reach the server.
     #[arg(long, value_name = "ADDR", help_heading = "Link to the server")]
     pub listen: Option<IpAddr>,
 

@@ -7,8 +7,6 @@
 //!
 //! Not here: what is changed and when ([`super::sync`]), and how it is put back ([`super::record`]).
 
-use std::net::SocketAddr;
-
 use remora_redis::ReplId;
 use remora_redis::resp::Frame;
 
@@ -59,9 +57,9 @@ impl Control {
         Ok(&mut self.client)
     }
 
-    /// Our end of the present connection, unless that is a socket in the file system.
-    pub(super) fn local_addr(&self) -> Option<SocketAddr> {
-        self.client.local_addr()
+    /// The present connection, for its addresses only.
+    pub(super) fn present(&self) -> &Client {
+        &self.client
     }
 
     /// Uses `client` from now on.

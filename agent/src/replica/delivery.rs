@@ -7,10 +7,13 @@
 //!
 //!   what the server's link is doing:
 //!
-//!     Talking ── PSYNC ──▶ Asked ── first slot is there ──▶ Payload ── last slot, mark, ACK ──▶ Streaming
-//!                            │ ╰─ it has our module ─▶ Introducing ─▶ Mixed ── the same ──────────▶╯  ▲
-//!                            └── PSYNC <our replid> <offset that the journal holds> ─────────────────┘
+//!     AUTH, PSYNC ──▶ Asked ── first slot is there ──▶ Payload ── last slot, mark, ACK ──▶ Streaming
+//!                       │ ╰─ it has our module ─▶ Introducing ─▶ Mixed ── the same ──────────▶╯  ▲
+//!                       └── PSYNC <our replid> <offset that the journal holds> ─────────────────┘
 //! ```
+//!
+//! A connection is the server's link only from its `PSYNC` on, before which it had to log in; until then it is one of the
+//! [`candidates`](super::candidates), and the present link stays.
 //!
 //! One thread, one loop, nothing in it blocks: [`Delivery::run`] takes orders, reads what has come, writes what there is
 //! room for, and sleeps on all of its descriptors together. It ends at [`Order::Stop`], or when the other end of its orders
@@ -27,7 +30,6 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::net::TcpListener;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -38,13 +40,13 @@ use remora_fabric::Memory;
 use remora_redis::ReplId;
 use remora_redis::psync::{
     Payload,
-    server::{self, Event as ServerSays, Server as PrimaryRole},
+    server::{Event as ServerSays, Server as PrimaryRole},
 };
 use remora_table::{Chunk, Place, Slot};
 use rustix::event::{PollFd, PollFlags, Timespec};
-use rustls::ServerConfig;
 use tokio::sync::mpsc::UnboundedSender;
 
+use super::candidates::{Candidates, Newcomer};
 use super::feed::{Feed, FeedError, Pumped, SnapshotFeed};
 use super::introduction::{self, Answer, Introduction, Shown};
 use super::link::Link;
@@ -153,10 +155,8 @@ impl Drop for Handle {
 
 /// What a delivery is made of.
 pub(super) struct Setup {
-    /// Where the server's link arrives; set to non-blocking.
-    pub(super) listener: TcpListener,
-    /// TLS for that link, when the server insists on it.
-    pub(super) tls: Option<Arc<ServerConfig>>,
+    /// Where the server's link arrives.
+    pub(super) candidates: Candidates,
     /// Where slots are kept for another life of this agent.
     pub(super) spool: Option<PathBuf>,
     /// Bytes of the stream that may wait here while the server loads.
@@ -214,7 +214,6 @@ struct Served {
 }
 
 enum Stage {
-    Talking,
     Asked,
     /// The server's module is being shown memory; the slot is the snapshot's first.
     Introducing {
@@ -301,7 +300,7 @@ const SNAPSHOT_PACE: Duration = Duration::from_micros(500);
 /// How often it is asked how much the server has read of what it was lent: two questions to the system.
 const LENT_PACE: Duration = Duration::from_micros(500);
 
-/// How often the waker, the listener and the link are tried while there is so much to do that nobody waits on them.
+/// How often the waker, the candidates and the link are tried while there is so much to do that nobody waits on them.
 const LOOK_PACE: Duration = Duration::from_millis(1);
 
 /// How long a server may read nothing of what it was lent: as long as it would wait for us, `repl-timeout`.
@@ -345,14 +344,14 @@ struct Delivery {
 /// those are tried that waiting has found ready, and all of them now and then.
 struct Heard {
     waker: bool,
-    listener: bool,
+    candidates: bool,
     link: bool,
     looked: Instant,
 }
 
 impl Heard {
     fn all(now: Instant) -> Heard {
-        Heard { waker: true, listener: true, link: true, looked: now }
+        Heard { waker: true, candidates: true, link: true, looked: now }
     }
 
     /// They are tried again, if nobody has waited on them for long.
@@ -484,7 +483,7 @@ impl Delivery {
             // Without a spool all slots below the next one have gone to the server; with one they may have to go again.
             let held = self.spool.as_ref().map(Spool::held).unwrap_or_default();
             let first = if self.spool.is_some() { 0 } else { self.at.next_slot };
-            let have = move |number: u64| usize::try_from(number).is_ok_and(|number| held.get(number) == Some(&true));
+            let have = move |number: u64| held.contains(&number);
             if let Err(error) = feed.begin_snapshot(first, have, self.kept.take()) {
                 self.tell(News::FeedLost { error });
                 return Ok(());
@@ -533,36 +532,35 @@ impl Delivery {
 
     // ---- the server's link ----
 
+    /// Goes on with those who connected. One that logged in and asked is the server's link, in the place of the one before.
     fn accept(&mut self) -> bool {
-        if !std::mem::take(&mut self.heard.listener) {
+        if !self.heard.candidates {
             return false;
         }
-        match Link::accept(&self.setup.listener, self.setup.tls.as_ref()) {
-            Ok(Some((link, peer))) => {
-                tracing::debug!(%peer, "the server's link came");
-                if self.served.is_some() {
-                    self.drop_link("the server made another", true);
-                }
-                self.heard.link = true;
-                self.served = Some(Served {
-                    link,
-                    role: PrimaryRole::new(server::Options::default()),
-                    out: Vec::new(),
-                    written: 0,
-                    stage: Stage::Talking,
-                    pacer: Pacer::default(),
-                    kept_alive: Instant::now(),
-                    loaded_told: false,
-                    held: false,
-                });
-                true
-            }
-            Ok(None) => false,
-            Err(error) => {
-                tracing::warn!(%error, "a link of the server could not be accepted");
-                false
-            }
+        let now = Instant::now();
+        let Some(newcomer) = self.setup.candidates.turn(now) else {
+            self.heard.candidates = false;
+            return false;
+        };
+        let Newcomer { peer, link, role, out, written, replid, offset } = newcomer;
+        tracing::debug!(%peer, "the server's link came");
+        if self.served.is_some() {
+            self.drop_link("the server made another", true);
         }
+        self.heard.link = true;
+        self.served = Some(Served {
+            link,
+            role,
+            out,
+            written,
+            stage: Stage::Asked,
+            pacer: Pacer::default(),
+            kept_alive: now,
+            loaded_told: false,
+            held: false,
+        });
+        self.asked(replid, offset);
+        true
     }
 
     fn drop_link(&mut self, why: &str, tell: bool) {
@@ -588,7 +586,7 @@ impl Delivery {
                 true
             }
             Stage::Streaming => !self.at.loaded,
-            Stage::Talking | Stage::Asked => false,
+            Stage::Asked => false,
         };
         if again || (loading && self.spool.is_none()) {
             self.begin_again();
@@ -853,7 +851,6 @@ impl Delivery {
                 return Ok(moved);
             }
             let wrote = match &mut served.stage {
-                Stage::Talking => None,
                 Stage::Asked => self.begin_payload(),
                 Stage::Introducing { .. } => self.keep_alive(),
                 Stage::Payload(_) => self.write_payload()?,
@@ -1133,8 +1130,10 @@ impl Delivery {
         let now = Instant::now();
         let mut until = now + SLEEP_LIMIT;
         let backlog_full = self.backlog_bytes >= self.setup.backlog_limit;
-        let mut fds: Vec<(BorrowedFd<'_>, PollFlags)> =
-            vec![(self.waker.as_fd(), PollFlags::IN), (self.setup.listener.as_fd(), PollFlags::IN)];
+        let mut fds: Vec<(BorrowedFd<'_>, PollFlags)> = vec![(self.waker.as_fd(), PollFlags::IN)];
+        fds.extend(self.setup.candidates.fds());
+        let link_at = fds.len();
+        until = until.min(self.setup.candidates.due().unwrap_or(until));
         let (mut wants_slots, mut link_full, mut link_paused) = (false, false, false);
         if let Some(served) = &self.served {
             let has_piece = matches!(&served.stage, Stage::Payload(body) if body.piece.is_some());
@@ -1190,8 +1189,10 @@ impl Delivery {
         // Interrupted or not: the loop looks at everything again.
         let _ = rustix::event::poll(&mut fds, Some(&timeout));
         let is_ready = |at: usize| fds.get(at).is_some_and(|fd| !fd.revents().is_empty());
-        let link = self.served.is_some() && is_ready(2);
-        self.heard = Heard { waker: is_ready(0), listener: is_ready(1), link, looked: Instant::now() };
+        let link = self.served.is_some() && is_ready(link_at);
+        let looked = Instant::now();
+        let candidates = (1..link_at).any(is_ready) || self.setup.candidates.due().is_some_and(|due| due <= looked);
+        self.heard = Heard { waker: is_ready(0), candidates, link, looked };
     }
 }
 
@@ -1203,16 +1204,7 @@ impl Served {
 
     /// Writes what waits. `false`: some still does.
     fn flush_out(&mut self) -> io::Result<bool> {
-        while self.written < self.out.len() {
-            match self.link.write(&self.out[self.written..])? {
-                Some(n) => self.written += n,
-                None => return Ok(false),
-            }
-        }
-        self.out.clear();
-        self.written = 0;
-        self.link.flush()?;
-        Ok(!self.link.wants_write())
+        self.link.write_out(&mut self.out, &mut self.written)
     }
 }
 

@@ -4,7 +4,7 @@
 
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
@@ -29,16 +29,8 @@ pub(super) struct Link {
 const TLS_PIECE: usize = 64 * 1024;
 
 impl Link {
-    /// Takes a waiting connection, if there is one.
-    pub(super) fn accept(
-        listener: &TcpListener,
-        tls: Option<&Arc<ServerConfig>>,
-    ) -> io::Result<Option<(Link, SocketAddr)>> {
-        let (socket, peer) = match listener.accept() {
-            Ok(accepted) => accepted,
-            Err(error) if is_not_yet(&error) => return Ok(None),
-            Err(error) => return Err(error),
-        };
+    /// Of a connection that was accepted.
+    pub(super) fn new(socket: TcpStream, peer: SocketAddr, tls: Option<&Arc<ServerConfig>>) -> io::Result<Link> {
         socket.set_nonblocking(true)?;
         socket.set_nodelay(true)?;
         if peer.ip().is_loopback() {
@@ -52,8 +44,14 @@ impl Link {
                 Some(Box::new(tls))
             }
         };
-        let unread = if tls.is_none() { Unread::of(&socket).ok() } else { None };
-        Ok(Some((Link { socket, tls, piece: Vec::new(), written: 0, unread }, peer)))
+        Ok(Link { socket, tls, piece: Vec::new(), written: 0, unread: None })
+    }
+
+    /// Finds out from now on what the server has not read yet, where that can be known. Memory can be lent to the link then.
+    pub(super) fn look_at_what_is_unread(&mut self) {
+        if self.tls.is_none() {
+            self.unread = Unread::of(&self.socket).ok();
+        }
     }
 
     /// Reads what is there: `None` if nothing is yet, 0 at the end of the stream.
@@ -79,6 +77,20 @@ impl Link {
         let taken = tls.writer().write(&bytes[..bytes.len().min(TLS_PIECE)])?;
         self.flush()?;
         Ok((taken > 0).then_some(taken))
+    }
+
+    /// Writes what waits in `out` behind `written`, and empties it at the end. `false`: some still waits.
+    pub(super) fn write_out(&mut self, out: &mut Vec<u8>, written: &mut usize) -> io::Result<bool> {
+        while *written < out.len() {
+            match self.write(&out[*written..])? {
+                Some(n) => *written += n,
+                None => return Ok(false),
+            }
+        }
+        out.clear();
+        *written = 0;
+        self.flush()?;
+        Ok(!self.wants_write())
     }
 
     /// Writes some of `length` bytes of a table's memory, straight out of it.

@@ -9,23 +9,29 @@
 //! - [`preflight`] finds what can be known to go wrong before anything is touched; [`control`] is the connection by which the server is
 //!   changed, and knows whether it is still ours to change; [`record`] remembers what is changed.
 //! - [`delivery`] plays the primary towards the server, on a thread of its own; [`feed`], [`link`], [`unread`], [`pacer`],
-//!   [`spool`] and [`meter`] are its parts.
+//!   [`spool`] and [`meter`] are its parts. [`candidates`] keeps others than the server from its link, [`link_login`] is how the
+//!   server proves itself there, and [`locality`] finds out where the server is.
+//! - [`private`] keeps other users from what is written to disk.
 //! - [`introduction`] shows memory to a server that has our module; [`mixture`] and [`mixed`] are what such a server is sent.
 //! - [`source`] is the conversation with the source agent.
 //! - [`relayed`] takes slots from other replicas and [`serving`] lends them; [`upstream`] is the way to another one, [`limit`] how much a second.
 //! - [`sync`] is the loop that leads from joining to the hand-off; [`report`] says where the time went.
 
+mod candidates;
 mod control;
 mod delivery;
 mod feed;
 mod introduction;
 mod limit;
 mod link;
+mod link_login;
+mod locality;
 mod meter;
 mod mixed;
 mod mixture;
 mod pacer;
 mod preflight;
+mod private;
 mod record;
 mod relayed;
 mod report;
@@ -73,9 +79,14 @@ async fn prepare(args: ReplicaArgs) -> Result<Option<Sync>, Failure> {
     let mut client = server.connect().await?;
     let mut record = Record::open(args.state_dir.as_deref(), &server.url().to_string())?;
     if !args.dry_run {
-        record.put_back(&mut client).await?;
+        record.put_back_but_the_login(&mut client).await?;
     }
     let target = preflight::target(&server, &mut client, &record, args.link_cert.is_some()).await?;
+    if !args.dry_run && !target.unfinished {
+        // A server that follows a dead link keeps the login for it until it gets another: its real password is not for what may listen
+        // there now.
+        record.put_back(&mut client).await?;
+    }
     let mut source = source::Source::connect_first(&args, &token).await.map_err(source::failure)?;
     let plan = source.plan(&args, &target).await?;
     let primary = preflight::primary(&args, &server, &target, &plan, source.address()).await?;

@@ -9,7 +9,8 @@ use std::path::PathBuf;
 
 use remora_messenger::control::Offer;
 
-use super::record::Record;
+use super::link_login::{LinkLogin, PrimaryLogin};
+use super::record::{LOGIN, Record};
 use crate::args::ReplicaArgs;
 use crate::exit::Failure;
 use crate::server::{
@@ -21,8 +22,9 @@ use crate::server::{
 pub(super) struct Target {
     pub(super) facts: Facts,
     /// As it logs in to its primary.
-    pub(super) primary_user: String,
-    pub(super) primary_password: String,
+    pub(super) login: PrimaryLogin,
+    /// As it logs in to us.
+    pub(super) link_login: LinkLogin,
     /// It insists on TLS towards its primary: towards us too.
     pub(super) tls_replication: bool,
     /// What it then trusts and shows, as far as we may read it.
@@ -55,12 +57,6 @@ pub(super) async fn target(
             format!("the server {url} is loading its data set (-LOADING); try again when it has done so"),
         ));
     }
-    let setting = async |client: &mut Client, new: &str, old: &str| -> Result<Option<String>, ServerError> {
-        match client.config_get(new).await? {
-            Some(value) => Ok(Some(value)),
-            None => client.config_get(old).await,
-        }
-    };
     let tls_replication = client.config_get("tls-replication").await?.as_deref() == Some("yes");
     if tls_replication && !link_has_a_certificate {
         return Err(Failure::refused(format!(
@@ -68,15 +64,35 @@ pub(super) async fn target(
              that it accepts with --link-cert and --link-key"
         )));
     }
+    let login = login(client, record).await?;
+    let link_login = LinkLogin::choose(server, client, &login).await?;
     Ok(Target {
-        primary_user: setting(client, "masteruser", "primaryuser").await?.unwrap_or_default(),
-        primary_password: setting(client, "masterauth", "primaryauth").await?.unwrap_or_default(),
+        login,
+        link_login,
         tls: if tls_replication { tls_files(client).await? } else { TlsOptions::default() },
         tls_replication,
         diskless_load: client.config_get("repl-diskless-load").await?,
         unfinished,
         facts,
     })
+}
+
+/// How the server logs in to its primary, without what an agent before us may have left there.
+async fn login(client: &mut Client, record: &Record) -> Result<PrimaryLogin, ServerError> {
+    let user = match client.config_get("masteruser").await? {
+        None => client.config_get("primaryuser").await?,
+        user => user,
+    };
+    let mut login = PrimaryLogin { user: user.unwrap_or_default(), password: None, setting: None };
+    for setting in LOGIN {
+        if let Some(present) = client.config_get(setting).await? {
+            login.setting = Some(setting);
+            login.password =
+                Some(record.original(setting, &present)).filter(|text| !text.is_empty()).map(Password::new);
+            break;
+        }
+    }
+    Ok(login)
 }
 
 /// The files by which the server itself speaks TLS to a primary. It runs beside us, so that they may well be ours to read;
@@ -173,11 +189,9 @@ fn as_the_server_would(args: &ReplicaArgs, target: &Target, host: &str, port: u1
     let url: ServerUrl = format!("{scheme}://{bracketed}:{port}").parse().map_err(|error| {
         Failure::refused(format!("the source's address of the primary is not one: {error}; see --announce"))
     })?;
-    let some = |text: &str| (!text.is_empty()).then(|| text.to_string());
-    let credentials = Credentials {
-        user: some(&target.primary_user).filter(|_| !target.primary_password.is_empty()),
-        password: some(&target.primary_password).map(Password::new),
-    };
+    let PrimaryLogin { user, password, .. } = &target.login;
+    let user = Some(user.clone()).filter(|user| !user.is_empty() && password.is_some());
+    let credentials = Credentials { user, password: password.clone() };
     Ok(Server::new(url, credentials, &tls_options(args, target), Task::Replica)?)
 }
 
@@ -234,17 +248,13 @@ fn no_entry(
             "the primary {host}:{port} has no password, and refuses the server {replica} for ever as long as that one gives it one: \
              clear masterauth there"
         ),
-        Some(RefusalKind::NoAuth) if target.primary_password.is_empty() => format!(
+        Some(RefusalKind::NoAuth) if target.login.password.is_none() => format!(
             "the primary {host}:{port} wants a password and the server {replica} has none to give: set masterauth (and masteruser, \
              where the primary has named users) on {replica}"
         ),
         Some(RefusalKind::NoAuth | RefusalKind::WrongPass) => format!(
             "the primary {host}:{port} does not accept masterauth{} of the server {replica}: set the right one there",
-            if target.primary_user.is_empty() {
-                String::new()
-            } else {
-                format!(" of masteruser {}", target.primary_user)
-            }
+            if target.login.user.is_empty() { String::new() } else { format!(" of masteruser {}", target.login.user) }
         ),
         Some(RefusalKind::NoPerm) => format!(
             "the primary {host}:{port} does not permit the user of {replica} what a replica needs (+psync +replconf +ping): {error}"

@@ -4,54 +4,119 @@
 //! server puts things back first. The file also says which link the server was told to follow: a server that follows a
 //! dead link of ours, and holds nothing or half a data set, may be taken again without `--replace`.
 //!
-//! The folder is `--state-dir`, else `$XDG_STATE_HOME/remora`, else `~/.local/state/remora`.
+//! A setting is put back only while it still has a value that an agent set: another value was set by an operator in the
+//! meantime, and stays. Only the settings in [`OURS`] are ever put back, so that the file gives no power over others.
+//!
+//! The folder is `--state-dir`, else `$XDG_STATE_HOME/remora`, else `~/.local/state/remora`. The file can hold a password
+//! (`masterauth`), so it is for its owner only.
 
-use std::fs::{self, File};
-use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
+use remora_redis::resp::Frame;
 use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
 
 use super::once_settled;
+use super::private::{self, Folder};
 use crate::exit::Failure;
 use crate::server::{Client, ServerError};
+
+/// The settings that an agent changes, and so the only ones that are put back.
+const OURS: [&str; 3] = [DISKLESS_LOAD, LOGIN[0], LOGIN[1]];
+
+/// How the server loads a snapshot.
+pub(super) const DISKLESS_LOAD: &str = "repl-diskless-load";
+
+/// With which password the server logs in to its primary: the name that Redis and Valkey know, and Valkey's own.
+pub(super) const LOGIN: [&str; 2] = ["masterauth", "primaryauth"];
+
+/// The values of `repl-diskless-load` that agents set. Records of older agents do not say which one it was.
+const DISKLESS_LOADS: [&str; 2] = ["on-empty-db", "flush-before-load"];
 
 /// The contents of the file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Contents {
-    /// Settings and their values before the sync.
-    settings: Vec<(String, String)>,
+    settings: Vec<Setting>,
     /// The link that the server was told to follow, as `host:port`.
     link: Option<String>,
 }
 
+/// A setting that was changed.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "Stored")]
+struct Setting {
+    name: String,
+    /// Its value before the sync.
+    before: String,
+    /// The values that it was given.
+    set: Vec<String>,
+}
+
+/// What files hold: older agents wrote pairs of a name and the value before.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Stored {
+    Pair(String, String),
+    Setting { name: String, before: String, set: Vec<String> },
+}
+
+impl From<Stored> for Setting {
+    fn from(stored: Stored) -> Setting {
+        match stored {
+            Stored::Setting { name, before, set } => Setting { name, before, set },
+            Stored::Pair(name, before) => {
+                let values: &[&str] = if name == DISKLESS_LOAD { &DISKLESS_LOADS } else { &[] };
+                Setting { name, before, set: values.iter().map(ToString::to_string).collect() }
+            }
+        }
+    }
+}
+
+/// Only the name: a value can be a password.
+impl std::fmt::Debug for Setting {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Setting").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
 /// See the module's text.
 pub(super) struct Record {
-    path: PathBuf,
+    folder: Folder,
+    name: String,
+    /// The name by which an older agent left the file, as long as that file is there.
+    old_name: Option<String>,
     contents: Contents,
+    /// The file says more than the contents do.
+    is_stale: bool,
 }
 
 /// A file of ours has a few hundred bytes.
 const FILE_LIMIT: u64 = 64 * 1024;
 
+/// Characters of the address in the name of a file, for people. File systems allow 255 bytes in a name.
+const NAME_CHARS: usize = 100;
+
+/// Bytes of the hash of the address in the name, which keep two servers apart.
+const NAME_HASH_BYTES: usize = 8;
+
 impl Record {
     /// The record for the server at that address; empty if there is none.
     pub(super) fn open(state_dir: Option<&Path>, server: &str) -> Result<Record, Failure> {
-        let folder = state_dir.map_or_else(default_folder, Path::to_path_buf);
-        let name: String = server.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
-        let path = folder.join(format!("server-{name}.json"));
-        fs::create_dir_all(&folder).map_err(|cause| unusable(&folder, &cause))?;
-        let mut text = Vec::new();
-        let contents = match File::open(&path) {
-            Ok(file) => {
-                file.take(FILE_LIMIT).read_to_end(&mut text).map_err(|cause| unusable(&path, &cause))?;
-                // A file cut short by a crash was written before anything was changed: there is nothing to put back.
-                serde_json::from_slice(&text).unwrap_or_default()
+        let path = state_dir.map_or_else(default_folder, Path::to_path_buf);
+        let folder = Folder::open(&path).map_err(|cause| unusable(&path, &cause))?;
+        let [name, old_name] = file_names(server);
+        let read = |name: &str| folder.read(name, FILE_LIMIT).map_err(|cause| unusable(&folder.path_of(name), &cause));
+        let (text, old_name) = match read(&name)? {
+            Some(text) => (Some(text), None),
+            None => {
+                let text = read(&old_name)?;
+                let there = text.is_some().then_some(old_name);
+                (text, there)
             }
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Contents::default(),
-            Err(error) => return Err(unusable(&path, &error)),
         };
-        Ok(Record { path, contents })
+        // A file cut short by a crash was written before anything was changed: there is nothing to put back.
+        let contents = text.and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default();
+        Ok(Record { folder, name, old_name, contents, is_stale: false })
     }
 
     /// Whether the server was told to follow this address by an agent that did not finish.
@@ -65,7 +130,13 @@ impl Record {
         self.save()
     }
 
-    /// Sets a setting on the server, after writing down what it was. Gives back whether the server took it.
+    /// The value that a setting has without what agents changed, where it has the value `present` now.
+    pub(super) fn original(&self, name: &str, present: &str) -> String {
+        let ours = self.contents.settings.iter().find(|setting| setting.name == name && setting.is_ours(present));
+        ours.map_or(present, |setting| &setting.before).to_string()
+    }
+
+    /// Sets a setting on the server, after writing down the value `before` the sync. Gives back whether the server took it.
     pub(super) async fn change(
         &mut self,
         client: &mut Client,
@@ -73,15 +144,26 @@ impl Record {
         before: &str,
         value: &str,
     ) -> Result<bool, Failure> {
-        if before == value {
-            return Ok(true);
+        let saved = self.contents.settings.clone();
+        match self.contents.settings.iter_mut().find(|setting| setting.name == name) {
+            None if before == value => return Ok(true),
+            None => self.contents.settings.push(Setting {
+                name: name.to_string(),
+                before: before.to_string(),
+                set: vec![value.to_string()],
+            }),
+            Some(setting) => {
+                setting.before = before.to_string();
+                if !setting.is_ours(value) {
+                    setting.set.push(value.to_string());
+                }
+            }
         }
-        self.contents.settings.push((name.to_string(), before.to_string()));
         self.save()?;
         match once_settled(client, &["CONFIG", "SET", name, value]).await {
             Ok(_) => Ok(true),
             Err(ServerError::Refused { .. }) => {
-                self.contents.settings.pop();
+                self.contents.settings = saved;
                 self.save()?;
                 Ok(false)
             }
@@ -89,39 +171,114 @@ impl Record {
         }
     }
 
-    /// Puts the settings back.
+    /// Puts all settings back.
     pub(super) async fn put_back(&mut self, client: &mut Client) -> Result<(), ServerError> {
-        if self.contents.settings.is_empty() {
-            return Ok(());
+        self.put_back_those(client, |_| true).await?;
+        self.save_if_stale();
+        Ok(())
+    }
+
+    /// Puts all settings back but the server's login to its primary, which stays as the link needs it.
+    pub(super) async fn put_back_but_the_login(&mut self, client: &mut Client) -> Result<(), ServerError> {
+        self.put_back_those(client, |name| !LOGIN.contains(&name)).await?;
+        self.save_if_stale();
+        Ok(())
+    }
+
+    /// Puts only the server's login to its primary back. The file is not written yet, which would take time in a hand-off: until then
+    /// it tells the next agent of a value that the server has no longer, and that agent leaves the setting as it is.
+    pub(super) async fn put_the_login_back(&mut self, client: &mut Client) -> Result<(), ServerError> {
+        self.put_back_those(client, |name| LOGIN.contains(&name)).await
+    }
+
+    async fn put_back_those(&mut self, client: &mut Client, wanted: impl Fn(&str) -> bool) -> Result<(), ServerError> {
+        let mut at = self.contents.settings.len();
+        while at > 0 {
+            at -= 1;
+            let setting = self.contents.settings[at].clone();
+            if wanted(&setting.name) {
+                setting.put_back(client).await?;
+                self.contents.settings.remove(at);
+                self.is_stale = true;
+            }
         }
-        while let Some((name, value)) = self.contents.settings.last().cloned() {
-            once_settled(client, &["CONFIG", "SET", &name, &value]).await?;
-            tracing::debug!(%name, %value, "a setting of the server is put back");
-            self.contents.settings.pop();
-        }
-        // Until the file says so too, putting back once more does no harm.
-        let _ = self.save();
         Ok(())
     }
 
     /// All is as it was: the file goes.
     pub(super) fn close(&self) {
         if self.contents.settings.is_empty() {
-            let _ = fs::remove_file(&self.path);
+            let _ = self.folder.remove(&self.name);
+            self.remove_the_old_file();
         }
     }
 
-    /// Replaces the file in one step, so that it is never half written.
-    fn save(&self) -> Result<(), Failure> {
-        let fresh = self.path.with_extension("new");
-        let write = || -> std::io::Result<()> {
-            let mut file = File::create(&fresh)?;
-            file.write_all(&serde_json::to_vec_pretty(&self.contents)?)?;
-            file.sync_all()?;
-            fs::rename(&fresh, &self.path)
-        };
-        write().map_err(|cause| unusable(&self.path, &cause))
+    fn save_if_stale(&mut self) {
+        // A file that says too much does no harm: what has another value by now is left as it is.
+        if self.is_stale && self.save().is_ok() {
+            self.is_stale = false;
+        }
     }
+
+    fn save(&mut self) -> Result<(), Failure> {
+        let write = |text: serde_json::Result<Vec<u8>>| self.folder.replace(&self.name, &text?);
+        write(serde_json::to_vec_pretty(&self.contents))
+            .map_err(|cause| unusable(&self.folder.path_of(&self.name), &cause))?;
+        self.remove_the_old_file();
+        self.old_name = None;
+        Ok(())
+    }
+
+    fn remove_the_old_file(&self) {
+        if let Some(name) = &self.old_name {
+            let _ = self.folder.remove(name);
+        }
+    }
+}
+
+impl Setting {
+    /// Whether an agent gave the setting this value.
+    fn is_ours(&self, value: &str) -> bool {
+        self.set.iter().any(|set| set == value)
+    }
+
+    /// Gives the setting its former value, unless its present value is not one of ours.
+    async fn put_back(&self, client: &mut Client) -> Result<(), ServerError> {
+        let Setting { name, before, .. } = self;
+        if !OURS.contains(&name.as_str()) {
+            tracing::warn!(%name, "the record file names a setting that no agent changes; it is not put back");
+            return Ok(());
+        }
+        let Some(present) = present(client, name).await? else {
+            tracing::warn!(%name, "the server does not know a setting of the record file; it is not put back");
+            return Ok(());
+        };
+        if self.is_ours(&present) {
+            once_settled(client, &["CONFIG", "SET", name, before]).await?;
+            tracing::debug!(%name, "a setting of the server is put back");
+        } else if present != *before {
+            tracing::info!(%name, "a setting of the server was changed by another client meanwhile; it is left as it is");
+        }
+        Ok(())
+    }
+}
+
+/// The present value of a setting; `None` if the server does not know it.
+pub(super) async fn present(client: &mut Client, name: &str) -> Result<Option<String>, ServerError> {
+    let Frame::Array(pair) = once_settled(client, &["CONFIG", "GET", name]).await? else { return Ok(None) };
+    match pair.into_iter().nth(1) {
+        Some(Frame::Bulk(value)) => Ok(Some(String::from_utf8_lossy(&value).into_owned())),
+        _ => Ok(None),
+    }
+}
+
+/// The name of the file for the server at that address, and the name that older agents gave it. Addresses that differ only in
+/// punctuation had one file in common then.
+fn file_names(server: &str) -> [String; 2] {
+    let plain: String = server.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
+    let hash: String = Sha256::digest(server)[..NAME_HASH_BYTES].iter().map(|byte| format!("{byte:02x}")).collect();
+    let short: String = plain.chars().take(NAME_CHARS).collect();
+    [format!("server-{short}-{hash}.json"), format!("server-{plain}.json")]
 }
 
 fn default_folder() -> PathBuf {
@@ -133,6 +290,9 @@ fn default_folder() -> PathBuf {
 }
 
 fn unusable(path: &Path, cause: &std::io::Error) -> Failure {
+    if private::is_unsafe(cause) {
+        return Failure::refused(format!("the state directory is not safe to use: {cause}"));
+    }
     Failure::local(format!(
         "the state directory can't be used: {}: {cause}; make room there or name another folder with --state-dir",
         path.display()
@@ -143,18 +303,28 @@ fn unusable(path: &Path, cause: &std::io::Error) -> Failure {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
+    use std::fs;
+
     use super::*;
+
+    fn setting(name: &str, before: &str, set: &[&str]) -> Setting {
+        Setting { name: name.into(), before: before.into(), set: set.iter().map(ToString::to_string).collect() }
+    }
+
+    fn path(record: &Record) -> PathBuf {
+        record.folder.path_of(&record.name)
+    }
 
     #[test]
     fn a_record_outlives_the_agent_that_wrote_it() {
         let folder = tempfile::tempdir().unwrap();
         let mut record = Record::open(Some(folder.path()), "redis://127.0.0.1:1").unwrap();
-        record.contents.settings.push(("repl-diskless-load".into(), "disabled".into()));
+        record.contents.settings.push(setting("repl-diskless-load", "disabled", &["on-empty-db"]));
         record.note_link("127.0.0.1", 4321).unwrap();
         drop(record);
         let again = Record::open(Some(folder.path()), "redis://127.0.0.1:1").unwrap();
         assert!(again.is_our_link("127.0.0.1", 4321) && !again.is_our_link("127.0.0.1", 4322));
-        assert_eq!(again.contents.settings.len(), 1);
+        assert_eq!(again.contents.settings, [setting("repl-diskless-load", "disabled", &["on-empty-db"])]);
         let other = Record::open(Some(folder.path()), "redis://127.0.0.1:2").unwrap();
         assert_eq!(other.contents, Contents::default());
     }
@@ -164,7 +334,43 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let mut record = Record::open(Some(folder.path()), "x").unwrap();
         record.note_link("h", 1).unwrap();
-        fs::write(&record.path, b"{\"settings\": [").unwrap();
+        fs::write(path(&record), b"{\"settings\": [").unwrap();
         assert_eq!(Record::open(Some(folder.path()), "x").unwrap().contents, Contents::default());
+    }
+
+    #[test]
+    fn two_servers_never_share_a_record() {
+        let folder = tempfile::tempdir().unwrap();
+        let long = "x".repeat(300);
+        let names = ["redis://db-1:1", "redis://db_1:1", "redis://db:1/1", long.as_str(), &long[1..]];
+        for name in names {
+            Record::open(Some(folder.path()), name).unwrap().note_link(name, 1).unwrap();
+        }
+        for name in names {
+            assert!(Record::open(Some(folder.path()), name).unwrap().is_our_link(name, 1), "{name}");
+        }
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), names.len());
+    }
+
+    #[test]
+    fn a_record_of_an_older_agent_is_read_and_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let old = folder.path().join("server-redis___h_1.json");
+        let text = r#"{"settings": [["repl-diskless-load", "disabled"], ["masterauth", "x"]], "link": "127.0.0.1:9"}"#;
+        fs::write(&old, text).unwrap();
+        let mut record = Record::open(Some(folder.path()), "redis://h:1").unwrap();
+        assert!(record.is_our_link("127.0.0.1", 9));
+        assert_eq!(record.original("repl-diskless-load", "on-empty-db"), "disabled");
+        assert_eq!(record.original("repl-diskless-load", "swapdb"), "swapdb");
+        assert_eq!(record.original("masterauth", "x"), "x", "no older agent changed it");
+        record.note_link("127.0.0.1", 10).unwrap();
+        assert!(!old.exists());
+        assert!(Record::open(Some(folder.path()), "redis://h:1").unwrap().is_our_link("127.0.0.1", 10));
+    }
+
+    #[test]
+    fn a_record_does_not_show_its_values() {
+        let shown = format!("{:?}", setting("masterauth", "hunter2", &["5ec4e7"]));
+        assert!(shown.contains("masterauth") && !shown.contains("hunter2") && !shown.contains("5ec4e7"), "{shown}");
     }
 }

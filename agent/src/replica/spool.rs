@@ -10,14 +10,19 @@
 //! A record is written after the bytes of its slot, and is believed only after they have been read back and fit its
 //! checksum: so neither a torn write nor a full disk nor a power cut can make a slot that is not there. Nothing is synced:
 //! the files need to outlive the agent, not the machine's power, and if they do not, a checksum says so.
+//!
+//! The slots are the data set, so the folder and the files are for their owner only ([`private`](super::private)).
 
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read, Write};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io::{self, BufReader, Read, Write};
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use remora_fabric::View;
 use serde::{Deserialize, Serialize};
+
+use super::private::Folder;
 
 /// Which snapshot slots belong to.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -45,12 +50,14 @@ pub(super) struct Held {
 
 /// See the module's text.
 pub(super) struct Spool {
-    folder: PathBuf,
+    folder: Folder,
     origin: Origin,
     slots: File,
     index: File,
-    /// By slot number.
-    held: Vec<Option<Held>>,
+    /// By slot number. A map, so that what it takes grows with the records there are and not with the numbers in them.
+    held: BTreeMap<u64, Held>,
+    /// The first slot that is not held.
+    below: u64,
 }
 
 /// Bytes of one record: number u64, length u32, crc u32, twelve zeros, CRC-32C of these 28.
@@ -59,33 +66,29 @@ const RECORD: usize = 32;
 /// More slots than any table has: 2^24 of them are 64 TiB at 4 MiB. A larger number in a record is not one of ours.
 const SLOTS_LIMIT: u64 = 1 << 24;
 
+/// A file with an origin has some hundred bytes.
+const ORIGIN_LIMIT: u64 = 4096;
+
 /// Bytes that verifying reads at once.
 const READ_PIECE: usize = 256 * 1024;
 
 impl Spool {
     /// Opens the spool in `folder` for `origin`; what it holds of another snapshot is thrown away.
     pub(super) fn open(folder: &Path, origin: &Origin) -> io::Result<Spool> {
-        fs::create_dir_all(folder)?;
-        if read_origin(folder).as_ref() != Some(origin) {
-            remove_files(folder)?;
-            fs::write(folder.join("origin.json"), serde_json::to_vec_pretty(origin)?)?;
+        let folder = Folder::open(folder)?;
+        if read_origin(&folder).as_ref() != Some(origin) {
+            remove_files(&folder)?;
+            folder.replace("origin.json", &serde_json::to_vec_pretty(origin)?)?;
         }
-        let open =
-            |name: &str| OpenOptions::new().read(true).write(true).create(true).truncate(false).open(folder.join(name));
-        let mut spool = Spool {
-            folder: folder.to_path_buf(),
-            origin: origin.clone(),
-            slots: open("slots")?,
-            index: open("held")?,
-            held: Vec::new(),
-        };
+        let (slots, index) = (folder.file("slots")?, folder.file("held")?);
+        let mut spool = Spool { folder, origin: origin.clone(), slots, index, held: BTreeMap::new(), below: 0 };
         spool.believe_what_fits()?;
         Ok(spool)
     }
 
     /// Which snapshot a folder holds slots of, if any, and how many without a gap from the first.
     pub(super) fn look(folder: &Path) -> Option<(Origin, u64)> {
-        let origin = read_origin(folder)?;
+        let origin = read_origin(&Folder::open(folder).ok()?)?;
         let spool = Spool::open(folder, &origin).ok()?;
         let prefix = spool.held_below();
         Some((origin, prefix))
@@ -93,16 +96,18 @@ impl Spool {
 
     /// Reads the records and keeps those whose bytes are what they say.
     fn believe_what_fits(&mut self) -> io::Result<()> {
-        let mut bytes = Vec::new();
-        self.index.read_to_end(&mut bytes)?;
-        let mut believed = Vec::new();
-        for record in bytes.chunks_exact(RECORD).filter_map(decode) {
-            if record.length <= self.origin.slot_size && self.crc_on_disk(&record)? == Some(record.crc) {
-                believed.push(record);
+        let (mut believed, mut bytes) = (BTreeMap::new(), [0; RECORD]);
+        let mut index = BufReader::new(&self.index);
+        let size = self.slots.metadata()?.len();
+        while fill(&mut index, &mut bytes)? {
+            let Some(record) = decode(&bytes) else { continue };
+            let in_the_file = self.place(record.number) < size;
+            if in_the_file && record.length <= self.origin.slot_size && self.crc_on_disk(&record)? == Some(record.crc) {
+                believed.insert(record.number, record);
             }
         }
         self.index.set_len(0)?;
-        for record in believed {
+        for record in believed.into_values() {
             self.remember(record)?;
         }
         Ok(())
@@ -139,27 +144,26 @@ impl Spool {
     pub(super) fn remember(&mut self, record: Held) -> io::Result<()> {
         let end = self.index.metadata()?.len();
         self.index.write_all_at(&encode(&record), end)?;
-        let number = record.number as usize;
-        if self.held.len() <= number {
-            self.held.resize(number + 1, None);
+        self.held.insert(record.number, record);
+        while self.held.contains_key(&self.below) {
+            self.below += 1;
         }
-        self.held[number] = Some(record);
         Ok(())
     }
 
     /// The slot's record, if it is held.
     pub(super) fn get(&self, number: u64) -> Option<Held> {
-        *self.held.get(usize::try_from(number).ok()?)?
+        self.held.get(&number).copied()
     }
 
     /// The first slot that is not held.
     pub(super) fn held_below(&self) -> u64 {
-        self.held.iter().take_while(|held| held.is_some()).count() as u64
+        self.below
     }
 
-    /// Which slots are held, by number.
-    pub(super) fn held(&self) -> Vec<bool> {
-        self.held.iter().map(Option::is_some).collect()
+    /// The numbers of the slots that are held.
+    pub(super) fn held(&self) -> BTreeSet<u64> {
+        self.held.keys().copied().collect()
     }
 
     /// Where a slot's bytes lie in [`Spool::file`].
@@ -178,21 +182,20 @@ impl Spool {
     }
 }
 
-fn read_origin(folder: &Path) -> Option<Origin> {
-    let mut text = Vec::new();
-    // A file of ours has some hundred bytes.
-    File::open(folder.join("origin.json")).ok()?.take(4096).read_to_end(&mut text).ok()?;
-    serde_json::from_slice(&text).ok()
+fn read_origin(folder: &Folder) -> Option<Origin> {
+    serde_json::from_slice(&folder.read("origin.json", ORIGIN_LIMIT).ok()??).ok()
 }
 
-fn remove_files(folder: &Path) -> io::Result<()> {
-    for name in ["origin.json", "held", "slots"] {
-        match fs::remove_file(folder.join(name)) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-            _ => {}
-        }
+fn remove_files(folder: &Folder) -> io::Result<()> {
+    ["origin.json", "held", "slots"].iter().try_for_each(|name| folder.remove(name))
+}
+
+/// Reads the next record. `false`: there is no whole one.
+fn fill(index: &mut impl Read, record: &mut [u8; RECORD]) -> io::Result<bool> {
+    match index.read_exact(record) {
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
+        read => read.map(|()| true),
     }
-    Ok(())
 }
 
 fn encode(record: &Held) -> [u8; RECORD] {
@@ -285,5 +288,39 @@ mod tests {
         drop(spool);
         let spool = Spool::open(folder.path(), &origin(1)).unwrap();
         assert_eq!(spool.held_below(), 1);
+    }
+
+    #[test]
+    fn a_record_with_a_large_number_takes_no_more_room_than_another() {
+        let folder = tempfile::tempdir().unwrap();
+        let memory = Memory::create("spool-test", u64::from(SLOT), Pages::Small).unwrap();
+        let mut spool = Spool::open(folder.path(), &origin(1)).unwrap();
+        slot(&mut spool, &memory, 0, 100);
+        // An empty slot is in every file, and its checksum is known.
+        let forged = encode(&Held { number: SLOTS_LIMIT - 1, length: 0, crc: 0 });
+        spool.index.write_all_at(&forged, RECORD as u64).unwrap();
+        drop(spool);
+        let spool = Spool::open(folder.path(), &origin(1)).unwrap();
+        assert_eq!((spool.held_below(), spool.held.len()), (1, 1));
+    }
+
+    #[test]
+    fn what_lies_in_the_place_of_a_file_is_removed_and_not_written_through() {
+        let home = tempfile::tempdir().unwrap();
+        let (state, target) = (home.path().join("state"), home.path().join("target"));
+        std::fs::create_dir(&state).unwrap();
+        std::fs::write(&target, b"precious").unwrap();
+        for name in ["slots", "held", "origin.json"] {
+            std::os::unix::fs::symlink(&target, state.join(name)).unwrap();
+        }
+        let memory = Memory::create("spool-test", u64::from(SLOT), Pages::Small).unwrap();
+        let mut spool = Spool::open(&state, &origin(1)).unwrap();
+        slot(&mut spool, &memory, 0, 100);
+        assert_eq!(std::fs::read(&target).unwrap(), b"precious");
+        for name in ["slots", "held", "origin.json"] {
+            let about = std::fs::symlink_metadata(state.join(name)).unwrap();
+            assert!(about.is_file());
+            assert_eq!(std::os::unix::fs::PermissionsExt::mode(&about.permissions()) & 0o777, 0o600, "{name}");
+        }
     }
 }

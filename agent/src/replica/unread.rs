@@ -44,12 +44,7 @@ impl Unread {
         if !here.ip().is_loopback() || !there.ip().is_loopback() {
             return Err(io::Error::from(io::ErrorKind::Unsupported));
         }
-        let mut system = Socket::new(NETLINK_SOCK_DIAG)?;
-        system.bind_auto()?;
-        system.connect(&Port::new(0, 0))?;
-        // The answer is there when the question has been sent.
-        system.set_non_blocking(true)?;
-        let mut unread = Unread { system, ours: question(here, there), theirs: question(there, here) };
+        let mut unread = Unread { system: system()?, ours: question(here, there), theirs: question(there, here) };
         unread.bytes()?;
         Ok(unread)
     }
@@ -59,21 +54,39 @@ impl Unread {
     /// # Errors
     /// `NotFound` when the connection is gone.
     pub(super) fn bytes(&mut self) -> io::Result<u64> {
-        let unacknowledged = self.ask(&self.ours)?.send_queue;
-        let unread = self.ask(&self.theirs)?.recv_queue;
+        let unacknowledged = ask(&self.system, &self.ours)?.send_queue;
+        let unread = ask(&self.system, &self.theirs)?.recv_queue;
         Ok(u64::from(unacknowledged) + u64::from(unread))
     }
+}
 
-    fn ask(&self, question: &[u8]) -> io::Result<InetResponseHeader> {
-        self.system.send(question, 0)?;
-        let mut answer = Vec::with_capacity(ANSWER_BYTES);
-        self.system.recv(&mut answer, 0)?;
-        let answer = NetlinkMessage::<SockDiagMessage>::deserialize(&answer).map_err(io::Error::other)?;
-        match answer.payload {
-            NetlinkPayload::InnerMessage(SockDiagMessage::InetResponse(response)) => Ok(response.header),
-            NetlinkPayload::Error(error) => Err(error.to_io()),
-            other => Err(io::Error::other(format!("the system answers {other:?} when asked about a socket"))),
-        }
+/// The user whose process made or accepted the socket at `here` that is connected with `there`.
+///
+/// # Errors
+/// `NotFound` if there is no such socket in this network namespace; what the system says if it doesn't answer such questions.
+pub(super) fn owner(here: SocketAddr, there: SocketAddr) -> io::Result<u32> {
+    Ok(ask(&system()?, &question(here, there))?.uid)
+}
+
+/// A way to ask the system about sockets.
+fn system() -> io::Result<Socket> {
+    let mut system = Socket::new(NETLINK_SOCK_DIAG)?;
+    system.bind_auto()?;
+    system.connect(&Port::new(0, 0))?;
+    // The answer is there when the question has been sent.
+    system.set_non_blocking(true)?;
+    Ok(system)
+}
+
+fn ask(system: &Socket, question: &[u8]) -> io::Result<InetResponseHeader> {
+    system.send(question, 0)?;
+    let mut answer = Vec::with_capacity(ANSWER_BYTES);
+    system.recv(&mut answer, 0)?;
+    let answer = NetlinkMessage::<SockDiagMessage>::deserialize(&answer).map_err(io::Error::other)?;
+    match answer.payload {
+        NetlinkPayload::InnerMessage(SockDiagMessage::InetResponse(response)) => Ok(response.header),
+        NetlinkPayload::Error(error) => Err(error.to_io()),
+        other => Err(io::Error::other(format!("the system answers {other:?} when asked about a socket"))),
     }
 }
 
@@ -130,6 +143,16 @@ mod tests {
             far.read_exact(&mut [0; 6_000]).unwrap();
             assert_eq!(unread.bytes().unwrap(), 0);
         }
+    }
+
+    #[test]
+    fn both_ends_of_a_connection_within_this_process_are_ours() {
+        let (near, far) = connection("127.0.0.1");
+        let (one, other) = (near.local_addr().unwrap(), far.local_addr().unwrap());
+        let us = rustix::process::geteuid().as_raw();
+        assert_eq!((owner(one, other).unwrap(), owner(other, one).unwrap()), (us, us));
+        drop((near, far));
+        assert_eq!(owner(other, one).unwrap_err().kind(), io::ErrorKind::NotFound);
     }
 
     #[test]

@@ -47,8 +47,9 @@ impl Task {
                  server: +remora.status +remora.arm +remora.disarm, and +module|load for --load-module"
             }
             Self::Replica => {
-                "+flushall is not needed with --on-failure detached; with the module in the server: +remora.status \
-                 +remora.load +multi +exec +discard"
+                "+flushall is not needed with --on-failure detached; +config|set is not needed where the server has a masterauth, which \
+                 our link then asks for; with the module in the server: +remora.status +remora.load +multi +exec \
+                 +discard"
             }
             Self::Verify => "without +debug every value is read and compared; without +memory|usage piece by piece",
             Self::Load => "",

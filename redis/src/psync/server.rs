@@ -40,12 +40,28 @@ const CAPABILITIES_MAX: usize = 16;
 /// The first byte of a TLS connection: a handshake record.
 const TLS_HANDSHAKE: u8 = 0x16;
 
-/// Whom to let in.
-#[derive(Clone, Default)]
+/// How the machine treats its replica.
+#[derive(Debug, Clone, Default)]
 pub struct Options {
-    /// The user and password to ask for. Without a user it is the default user's password. `None`: let everybody in, and
-    /// accept any `AUTH`, so that a replica keeps its `masterauth` setting while it talks to us.
-    pub require: Option<(Option<String>, String)>,
+    /// What the replica must prove before the machine answers anything else.
+    pub access: Access,
+}
+
+/// What a replica must prove.
+#[derive(Clone, Default, PartialEq, Eq)]
+pub enum Access {
+    /// Nothing. Any `AUTH` is accepted, so that a replica may keep its `masterauth` setting.
+    #[default]
+    Open,
+    /// The password of one user.
+    User {
+        /// The user's name; `None` is the default user, whose name an `AUTH` may leave out.
+        name: Option<String>,
+        /// The user's password.
+        password: String,
+    },
+    /// A secret, under any user name or none. A replica with a `masteruser` setting sends that name with each password.
+    Secret(String),
 }
 
 /// What happened.
@@ -121,6 +137,7 @@ pub struct Server {
     options: Options,
     step: Step,
     authenticated: bool,
+    refused_logins: u32,
     decoder: CommandDecoder,
     /// Whether a first byte has come.
     begun: bool,
@@ -147,7 +164,8 @@ impl Server {
     /// Begins, silently: the replica speaks first.
     pub fn new(options: Options) -> Server {
         Server {
-            authenticated: options.require.is_none(),
+            authenticated: options.access == Access::Open,
+            refused_logins: 0,
             options,
             step: Step::Talking,
             decoder: CommandDecoder::new(Limits::HANDSHAKE),
@@ -184,6 +202,16 @@ impl Server {
     /// What the replica told about itself so far.
     pub fn peer(&self) -> &PeerFacts {
         &self.peer
+    }
+
+    /// Whether the replica has proved what [`Options::access`] asks for.
+    pub fn is_authenticated(&self) -> bool {
+        self.authenticated
+    }
+
+    /// How many times the replica sent `AUTH` with a wrong user or password.
+    pub fn refused_logins(&self) -> u32 {
+        self.refused_logins
     }
 
     /// Answers `PSYNC` with a promise: a snapshot of this history, which contains the stream up to and with `offset`.
@@ -337,11 +365,17 @@ impl Server {
             [user, password] => (user.as_slice(), password),
             _ => return Err("ERR wrong number of arguments for 'auth' command".into()),
         };
-        let Some((wanted_user, wanted_password)) = &self.options.require else { return Ok("OK") };
-        let wanted_user = wanted_user.as_deref().unwrap_or("default").as_bytes();
-        // Both are always compared: how long it takes says nothing about which of them was wrong.
-        let right = same(user, wanted_user) & same(password, wanted_password.as_bytes());
+        let right = match &self.options.access {
+            Access::Open => return Ok("OK"),
+            Access::User { name, password: wanted } => {
+                let name = name.as_deref().unwrap_or("default").as_bytes();
+                // Both are always compared, so the time does not tell which of them was wrong.
+                same(user, name) & same(password, wanted.as_bytes())
+            }
+            Access::Secret(wanted) => same(password, wanted.as_bytes()),
+        };
         if !right {
+            self.refused_logins = self.refused_logins.saturating_add(1);
             return Err("WRONGPASS invalid username-password pair or user is disabled.".into());
         }
         self.authenticated = true;
@@ -408,11 +442,14 @@ impl Server {
     }
 }
 
-/// Without the password.
-impl fmt::Debug for Options {
+/// Without passwords and secrets.
+impl fmt::Debug for Access {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let require = self.require.as_ref().map(|(user, _)| (user, "(hidden)"));
-        f.debug_struct("Options").field("require", &require).finish()
+        match self {
+            Access::Open => f.write_str("Open"),
+            Access::User { name, .. } => f.debug_struct("User").field("name", name).finish_non_exhaustive(),
+            Access::Secret(_) => f.write_str("Secret(…)"),
+        }
     }
 }
 
@@ -537,7 +574,10 @@ mod tests {
 
     #[test]
     fn whoever_must_authenticate_gets_nowhere_without() {
-        let with = |user: Option<&str>| Server::new(Options { require: Some((user.map(Into::into), "secret".into())) });
+        let with = |user: Option<&str>| {
+            let access = Access::User { name: user.map(Into::into), password: "secret".into() };
+            Server::new(Options { access })
+        };
         let denied = "-WRONGPASS invalid username-password pair or user is disabled.\r\n";
         let mut server = with(Some("repl"));
         for command in ["PING", "REPLCONF capa eof", "PSYNC ? -1", "HELLO"] {
@@ -547,11 +587,34 @@ mod tests {
             assert_eq!(answer(&mut server, wrong), denied, "{wrong}");
         }
         assert_eq!(server.poll_event(), None);
+        assert_eq!((server.is_authenticated(), server.refused_logins()), (false, 4));
         assert_eq!(answer(&mut server, "AUTH repl secret"), "+OK\r\n");
+        assert!(server.is_authenticated());
         assert_eq!(answer(&mut server, "PING"), "+PONG\r\n");
         assert_eq!(answer(&mut with(None), "AUTH secret"), "+OK\r\n");
         assert_eq!(answer(&mut with(None), "AUTH default secret"), "+OK\r\n");
         assert_eq!(answer(&mut with(None), "AUTH"), "-ERR wrong number of arguments for 'auth' command\r\n");
+    }
+
+    #[test]
+    fn a_secret_is_accepted_under_any_user_name_and_nothing_else_is() {
+        let guarded = || Server::new(Options { access: Access::Secret("5ec4e7".into()) });
+        for right in ["AUTH 5ec4e7", "AUTH default 5ec4e7", "AUTH masteruser 5ec4e7"] {
+            let mut server = guarded();
+            assert_eq!(answer(&mut server, right), "+OK\r\n", "{right}");
+            assert_eq!(answer(&mut server, "PING"), "+PONG\r\n");
+        }
+        let mut server = guarded();
+        for wrong in ["AUTH 5ec4e", "AUTH 5ec4e77", "AUTH 5ec4e7 default", "AUTH \"\"", "AUTH default \"\""] {
+            let said = answer(&mut server, wrong);
+            assert!(said.starts_with("-WRONGPASS") || said.starts_with("-ERR"), "{wrong}: {said}");
+        }
+        server.handle_input(b"*2\r\n$4\r\nAUTH\r\n$0\r\n\r\n").unwrap();
+        assert!(server.take_output().starts_with(b"-WRONGPASS"));
+        assert_eq!(answer(&mut server, "PSYNC ? -1"), "-NOAUTH Authentication required.\r\n");
+        assert_eq!(answer(&mut server, "REPLCONF capa eof"), "-NOAUTH Authentication required.\r\n");
+        assert_eq!(server.poll_event(), None);
+        assert!(!server.peer().eof, "what an unknown peer says of itself is not kept");
     }
 
     #[test]
@@ -651,7 +714,9 @@ mod tests {
 
     #[test]
     fn the_password_is_not_in_the_debug_text() {
-        let options = Options { require: Some((None, "hunter2".into())) };
-        assert!(!format!("{:?}", Server::new(options)).contains("hunter2"));
+        let accesses = [Access::User { name: None, password: "hunter2".into() }, Access::Secret("hunter2".into())];
+        for access in accesses {
+            assert!(!format!("{:?}", Server::new(Options { access })).contains("hunter2"));
+        }
     }
 }

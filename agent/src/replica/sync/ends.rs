@@ -97,7 +97,7 @@ impl Sync {
         let loaded = self.delivery.progress().loaded;
         self.delivery.stop(false);
         let left = if !self.redirected {
-            format!("the server was not touched{}", self.put_settings_back().await)
+            format!("the server was not touched{}", self.put_settings_back_but_a_dead_links_login().await)
         } else if self.taken_away {
             format!("the server is left as it is{}", self.put_settings_back().await)
         } else if loaded {
@@ -134,6 +134,7 @@ impl Sync {
         let link = (self.link.ip().to_string(), self.link.port());
         let either = [(link.0.as_str(), link.1), (host.as_str(), port)];
         self.control.still_ours(Expected::OneOf(&either)).await?;
+        self.record.put_the_login_back(self.control.client().await?).await?;
         self.control.command(&["REPLICAOF", &host, &port.to_string()]).await.map(drop).map_err(NotOurs::Unknown)
     }
 
@@ -189,14 +190,35 @@ impl Sync {
         Ok(format!("{left}{settings}"))
     }
 
+    /// During a stay the server may come to our link again: it needs the login for it until the hand-off.
+    pub(super) async fn try_to_put_settings_back_but_the_login(&mut self) -> Result<(), ServerError> {
+        self.record.put_back_but_the_login(self.control.client().await?).await
+    }
+
     pub(super) async fn try_to_put_settings_back(&mut self) -> Result<(), ServerError> {
         self.record.put_back(self.control.client().await?).await
     }
 
     pub(super) async fn put_settings_back(&mut self) -> String {
-        match self.try_to_put_settings_back().await {
-            Ok(()) => String::new(),
-            Err(error) => format!("; a setting could not be put back ({error}), the next remora replica for it will"),
+        said_of(self.try_to_put_settings_back().await)
+    }
+
+    /// A server that still follows the dead link of an agent before us keeps the login for it: with another one it would give its real
+    /// password to what listens there.
+    async fn put_settings_back_but_a_dead_links_login(&mut self) -> String {
+        if !self.target.unfinished {
+            return self.put_settings_back().await;
         }
+        match self.control.client().await {
+            Ok(client) => said_of(self.record.put_back_but_the_login(client).await),
+            Err(error) => said_of(Err(error)),
+        }
+    }
+}
+
+fn said_of(put_back: Result<(), ServerError>) -> String {
+    match put_back {
+        Ok(()) => String::new(),
+        Err(error) => format!("; a setting could not be put back ({error}), the next remora replica for it will"),
     }
 }

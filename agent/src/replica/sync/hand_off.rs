@@ -54,6 +54,7 @@ impl Sync {
         self.settle().await?;
         let link = (self.link.ip().to_string(), self.link.port());
         self.still_follows(&[(&link.0, link.1)]).await?;
+        self.record.put_the_login_back(self.control.client().await?).await?;
         self.control.command(&["REPLICAOF", &host, &port.to_string()]).await?;
         let mut told_full = false;
         while now.elapsed() < HAND_OFF_LIMIT || told_full {
@@ -104,6 +105,7 @@ impl Sync {
         tracing::warn!("the server did not get in step with the primary {host}:{port}; back to our link, to try again");
         let primary = self.primary.clone();
         self.still_follows(&[(&primary.host, primary.port)]).await?;
+        self.target.link_login.give(&mut self.record, self.control.client().await?).await?;
         let (host, port) = (self.link.ip().to_string(), self.link.port());
         self.control.command(&["REPLICAOF", &host, &port.to_string()]).await?;
         self.phase = Phase::CatchUp;

@@ -18,7 +18,7 @@ mod hand_off;
 mod module;
 mod relay;
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
+use std::net::{SocketAddr, TcpListener};
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -33,8 +33,10 @@ use tokio::sync::mpsc::{self, UnboundedReceiver};
 use crate::args::ReplicaArgs;
 use crate::exit::{Code, Failure};
 use crate::progress;
+use crate::replica::candidates::Candidates;
 use crate::replica::control::{Control, Expected, NotOurs};
 use crate::replica::delivery::{self, Handle, News, Order};
+use crate::replica::locality::Locality;
 use crate::replica::meter::Meter;
 use crate::replica::once_settled;
 use crate::replica::preflight::{self, Primary, Target};
@@ -164,8 +166,8 @@ impl Sync {
             signal(SignalKind::interrupt()).map_err(no_handler)?,
             signal(SignalKind::terminate()).map_err(no_handler)?,
         );
-        let host =
-            args.listen.unwrap_or_else(|| control.local_addr().map_or(IpAddr::V4(Ipv4Addr::LOCALHOST), |a| a.ip()));
+        let locality = Locality::of(control.present(), target.facts.process_id).or_listen(args.listen);
+        let host = locality.link_host;
         let no_port =
             |error| Failure::local(format!("the link for the server can't listen on {host}: {error}; see --listen"));
         let listener = TcpListener::bind((host, 0)).map_err(no_port)?;
@@ -176,8 +178,12 @@ impl Sync {
         let sinks = Sinks::new(args.memory.get());
         let (tell, news) = mpsc::unbounded_channel();
         let setup = delivery::Setup {
-            listener,
-            tls: link_tls.filter(|_| target.tls_replication),
+            candidates: Candidates::new(
+                listener,
+                link_tls.filter(|_| target.tls_replication),
+                target.link_login.access(),
+                locality,
+            ),
             spool: args.state_dir.clone(),
             backlog_limit: sinks.backlog_limit(),
             meter: meter.clone(),
@@ -568,7 +574,7 @@ impl Sync {
         self.moments.loaded = Some(Instant::now());
         self.moments.fetched.get_or_insert_with(Instant::now);
         self.phase = Phase::CatchUp;
-        if let Err(error) = self.try_to_put_settings_back().await {
+        if let Err(error) = self.try_to_put_settings_back_but_the_login().await {
             tracing::warn!(%error, "a setting could not be put back yet");
         }
         self.tell_progress().await;
@@ -592,6 +598,7 @@ impl Sync {
         }
         let by_module = self.look_for_the_module().await?;
         let (host, port) = (self.link.ip().to_string(), self.link.port());
+        self.target.link_login.give(&mut self.record, self.control.client().await?).await?;
         self.record.note_link(&host, port)?;
         if !(by_module && self.give_up_the_position().await?) {
             once_settled(self.control.client().await?, &["REPLICAOF", &host, &port.to_string()]).await?;
@@ -671,8 +678,16 @@ impl Sync {
         };
         self.silent_since = None;
         let (host, port) = (self.link.ip().to_string(), self.link.port());
-        if facts.loading == Some(true) || facts.link.as_ref().is_some_and(|link| link.host == host && link.port == port)
-        {
+        if facts.loading == Some(true) {
+            return GO_ON;
+        }
+        if facts.link.as_ref().is_some_and(|link| link.host == host && link.port == port) {
+            // It may have lost the login by a restart, or by an operator who set another.
+            // The facts came by a connection made just now.
+            let client = self.control.client().await?;
+            if let Err(failure) = self.target.link_login.give(&mut self.record, client).await {
+                tracing::debug!("{failure}; trying again");
+            }
             return GO_ON;
         }
         let restarted = facts.run_id != self.target.facts.run_id;

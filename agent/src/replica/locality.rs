@@ -1,0 +1,94 @@
+//! Locality: whether the replica's server runs on this host, and what its connections look like then.
+//!
+//! The agent's own connection to the server has the answer. Where both of its ends have one address, and the system finds the
+//! server's end among the sockets of this network namespace, the server can reach a listener on loopback, and no other
+//! host can. A server in a container whose port is forwarded to this host has its end elsewhere.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::os::unix::fs::MetadataExt;
+
+use super::unread::owner;
+use crate::server::Client;
+
+/// See the module's text.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Locality {
+    /// The address of ours that the server's link arrives at.
+    pub(super) link_host: IpAddr,
+    /// The server's address. Its connections can come from another one: a forwarded port, a host with several addresses.
+    pub(super) server: Option<IpAddr>,
+    /// The user that the server runs as, where the server is on this host and the system tells.
+    pub(super) uid: Option<u32>,
+}
+
+impl Locality {
+    /// Of the server at the other end of `client`, which says of itself that it is process `process_id`.
+    pub(super) fn of(client: &Client, process_id: Option<u32>) -> Locality {
+        match (client.local_addr(), client.peer_addr()) {
+            (Some(here), Some(there)) => Locality::between(here, there, process_id),
+            // Reached by a socket in the file system.
+            _ => Locality { link_host: IpAddr::V4(Ipv4Addr::LOCALHOST), server: None, uid: None },
+        }
+    }
+
+    fn between(here: SocketAddr, there: SocketAddr, process_id: Option<u32>) -> Locality {
+        let one_address = here.ip() == there.ip();
+        let socket_owner = one_address.then(|| owner(there, here).ok()).flatten();
+        let link_host = match (here.ip(), socket_owner) {
+            (IpAddr::V4(_), Some(_)) if !here.ip().is_loopback() => Ipv4Addr::LOCALHOST.into(),
+            (IpAddr::V6(_), Some(_)) if !here.ip().is_loopback() => Ipv6Addr::LOCALHOST.into(),
+            (address, _) => address,
+        };
+        // Behind a proxy on this host the socket is the proxy's: the user counts only where the server's process has it too.
+        let process_owner =
+            process_id.and_then(|id| std::fs::metadata(format!("/proc/{id}")).ok()).map(|about| about.uid());
+        Locality { link_host, server: Some(there.ip()), uid: socket_owner.filter(|uid| process_owner == Some(*uid)) }
+    }
+
+    /// With the address for the link that the operator named, if there is one.
+    pub(super) fn or_listen(self, named: Option<IpAddr>) -> Locality {
+        Locality { link_host: named.unwrap_or(self.link_host), ..self }
+    }
+
+    /// Whether a connection from this address can be expected to be the server's.
+    pub(super) fn expects(&self, address: IpAddr) -> bool {
+        self.link_host.is_loopback() || self.server.is_none_or(|server| server == address)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::net::{TcpListener, TcpStream};
+
+    use super::*;
+
+    #[test]
+    fn a_server_that_holds_the_other_end_of_our_connection_is_on_this_host() {
+        for host in ["127.0.0.1", "::1"] {
+            let listener = TcpListener::bind((host, 0)).unwrap();
+            let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            let _far = listener.accept().unwrap().0;
+            let (here, there) = (near.local_addr().unwrap(), near.peer_addr().unwrap());
+            let us = rustix::process::geteuid().as_raw();
+            let found = Locality::between(here, there, Some(std::process::id()));
+            assert_eq!((found.link_host, found.uid), (host.parse().unwrap(), Some(us)));
+            let unsure = Locality::between(here, there, None);
+            assert_eq!((unsure.link_host, unsure.uid), (host.parse().unwrap(), None));
+        }
+    }
+
+    #[test]
+    fn a_server_elsewhere_is_given_the_address_by_which_we_reach_it() {
+        let (here, there) = ("10.0.0.1:4000".parse().unwrap(), "10.0.0.2:6379".parse().unwrap());
+        let found = Locality::between(here, there, Some(std::process::id()));
+        assert_eq!((found.link_host, found.uid), (here.ip(), None));
+        assert!(found.expects(there.ip()) && !found.expects(here.ip()));
+        let named = found.or_listen(Some("10.0.0.9".parse().unwrap()));
+        assert_eq!((named.link_host, found.or_listen(None).link_host), ("10.0.0.9".parse().unwrap(), here.ip()));
+        // One address, but no socket of this network namespace: a port that is forwarded into a container.
+        let forwarded = Locality::between(here, "10.0.0.1:6379".parse().unwrap(), Some(std::process::id()));
+        assert_eq!((forwarded.link_host, forwarded.uid), (here.ip(), None));
+    }
+}

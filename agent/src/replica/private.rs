@@ -1,0 +1,248 @@
+//! Private: a folder that no other user can write to, with files that no other user can read.
+//!
+//! The state folder holds slots of the data set and settings of the server. So the folder and the files in it belong to
+//! the user of the agent (or root), files have mode 0600, and no symbolic link is followed: the agent may run as root, and a
+//! link would let another user choose the file that it overwrites.
+//!
+//! The state folder itself must not be a symbolic link either. The checks of owner and mode hold for the folder that was
+//! opened, but a link can be pointed to another folder between two runs, and the agent would then go on with other files.
+//! Links in the folders above it are followed: these belong to the administrator.
+
+use std::fs::{self, DirBuilder, File};
+use std::io::{self, Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat};
+use rustix::io::Errno;
+
+/// See the module's text.
+#[derive(Debug)]
+pub(super) struct Folder {
+    path: PathBuf,
+    handle: OwnedFd,
+}
+
+/// A folder or a file that another user can change or could have put there.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub(super) struct Unsafe(String);
+
+/// The mode of folders that are made.
+const FOLDER_MODE: u32 = 0o700;
+
+/// The mode of files.
+const FILE_MODE: Mode = Mode::RUSR.union(Mode::WUSR);
+
+/// Mode bits of a folder by which users other than its owner may add and remove files.
+const WRITABLE_BY_OTHERS: u32 = 0o022;
+
+/// Mode bits of a file that users other than its owner have no use for.
+const FOR_OTHERS: u32 = 0o077;
+
+/// How each file is opened. Without `NONBLOCK` a FIFO in the place of a file would block the agent.
+const OPEN: OFlags = OFlags::NOFOLLOW.union(OFlags::CLOEXEC).union(OFlags::NONBLOCK);
+
+impl Folder {
+    /// Opens the folder. A missing one is made, with its parents, for its owner only.
+    ///
+    /// # Errors
+    /// [`Unsafe`] inside of the error ([`is_unsafe`]) where the folder is a symbolic link, or where another user owns it or
+    /// can write to it.
+    pub(super) fn open(path: &Path) -> io::Result<Folder> {
+        // Without a slash at its end, behind which the system would follow a link.
+        let path: PathBuf = path.components().collect();
+        DirBuilder::new().recursive(true).mode(FOLDER_MODE).create(&path)?;
+        if fs::symlink_metadata(&path)?.is_symlink() {
+            return Err(unsafe_path(
+                &path,
+                "is a symbolic link, which is not followed; name the folder that it leads to",
+            ));
+        }
+        let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let handle = rustix::fs::open(&path, flags, Mode::empty())?;
+        let stat = rustix::fs::fstat(&handle)?;
+        check_owner(&path, &stat)?;
+        let mode = stat.st_mode & 0o7777;
+        if mode & WRITABLE_BY_OTHERS != 0 {
+            let text = format!("can be written to by other users (mode {mode:04o}); take that away with chmod go-w");
+            return Err(unsafe_path(&path, &text));
+        }
+        Ok(Folder { path, handle })
+    }
+
+    /// The path of a file in it, for messages.
+    pub(super) fn path_of(&self, name: &str) -> PathBuf {
+        self.path.join(name)
+    }
+
+    /// Opens a file for reading and writing. A missing one is made.
+    pub(super) fn file(&self, name: &str) -> io::Result<File> {
+        self.open_file(name, OFlags::RDWR | OFlags::CREATE)
+    }
+
+    /// The first `limit` bytes of a file; `None` if there is no such file.
+    pub(super) fn read(&self, name: &str, limit: u64) -> io::Result<Option<Vec<u8>>> {
+        let file = match self.open_file(name, OFlags::RDONLY) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            // A name that the file system does not allow has no file.
+            Err(error) if error.raw_os_error() == Some(Errno::NAMETOOLONG.raw_os_error()) => return Ok(None),
+            file => file?,
+        };
+        let mut bytes = Vec::new();
+        file.take(limit).read_to_end(&mut bytes)?;
+        Ok(Some(bytes))
+    }
+
+    /// Replaces a file in one step, so that it is never half written, and waits until it is on the disk.
+    pub(super) fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
+        let fresh = format!("{name}.new");
+        self.remove(&fresh)?;
+        let mut file = self.open_file(&fresh, OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL)?;
+        file.write_all(bytes)?;
+        file.sync_all()?;
+        Ok(rustix::fs::renameat(&self.handle, &fresh, &self.handle, name)?)
+    }
+
+    /// Removes a file; a link in its place is removed and not what it leads to. A missing file is no error.
+    pub(super) fn remove(&self, name: &str) -> io::Result<()> {
+        match rustix::fs::unlinkat(&self.handle, name, AtFlags::empty()) {
+            Err(Errno::NOENT) => Ok(()),
+            done => Ok(done?),
+        }
+    }
+
+    fn open_file(&self, name: &str, how: OFlags) -> io::Result<File> {
+        let path = self.path_of(name);
+        let file = match rustix::fs::openat(&self.handle, name, OPEN | how, FILE_MODE) {
+            Err(Errno::LOOP) => {
+                return Err(unsafe_path(&path, "is a symbolic link, which is not followed; remove it"));
+            }
+            file => File::from(file?),
+        };
+        let stat = rustix::fs::fstat(&file)?;
+        if !FileType::from_raw_mode(stat.st_mode).is_file() {
+            return Err(unsafe_path(&path, "is not a regular file; remove it"));
+        }
+        check_owner(&path, &stat)?;
+        if stat.st_mode & FOR_OTHERS != 0 {
+            rustix::fs::fchmod(&file, FILE_MODE)?;
+        }
+        Ok(file)
+    }
+}
+
+/// Whether the error says that a folder or file is not safe to use.
+pub(super) fn is_unsafe(error: &io::Error) -> bool {
+    error.get_ref().is_some_and(|cause| cause.is::<Unsafe>())
+}
+
+fn check_owner(path: &Path, stat: &Stat) -> io::Result<()> {
+    let us = rustix::process::geteuid();
+    if stat.st_uid == us.as_raw() || stat.st_uid == 0 {
+        return Ok(());
+    }
+    let text = format!("belongs to another user (uid {}, and the agent has uid {})", stat.st_uid, us.as_raw());
+    Err(unsafe_path(path, &format!("{text}; name another folder with --state-dir, or change the owner")))
+}
+
+fn unsafe_path(path: &Path, text: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::PermissionDenied, Unsafe(format!("{} {text}", path.display())))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+
+    use super::*;
+
+    fn mode(path: &Path) -> u32 {
+        fs::symlink_metadata(path).unwrap().mode() & 0o7777
+    }
+
+    fn set_mode(path: &Path, mode: u32) {
+        fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+    }
+
+    #[test]
+    fn folders_and_files_are_made_for_their_owner_only() {
+        let home = tempfile::tempdir().unwrap();
+        let path = home.path().join("a/b");
+        let folder = Folder::open(&path).unwrap();
+        assert_eq!((mode(&home.path().join("a")), mode(&path)), (0o700, 0o700));
+        folder.file("slots").unwrap().write_all(b"x").unwrap();
+        folder.replace("record", b"{}").unwrap();
+        folder.replace("record", b"{1}").unwrap();
+        assert_eq!((mode(&path.join("slots")), mode(&path.join("record"))), (0o600, 0o600));
+        assert_eq!(folder.read("record", 100).unwrap().unwrap(), b"{1}");
+        assert_eq!(folder.read("record", 2).unwrap().unwrap(), b"{1");
+        assert_eq!(folder.read("nothing", 100).unwrap(), None);
+        folder.remove("record").unwrap();
+        folder.remove("record").unwrap();
+        assert_eq!(fs::read_dir(&path).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_file_that_others_could_read_is_closed_to_them() {
+        let home = tempfile::tempdir().unwrap();
+        let folder = Folder::open(home.path()).unwrap();
+        let path = home.path().join("slots");
+        fs::write(&path, b"kept").unwrap();
+        set_mode(&path, 0o644);
+        assert_eq!(folder.read("slots", 9).unwrap().unwrap(), b"kept");
+        assert_eq!(mode(&path), 0o600);
+    }
+
+    #[test]
+    fn a_folder_that_others_can_only_read_is_taken_and_one_that_they_can_write_to_is_refused() {
+        let home = tempfile::tempdir().unwrap();
+        for (wide, is_taken) in [(0o700, true), (0o755, true), (0o775, false), (0o702, false), (0o1777, false)] {
+            set_mode(home.path(), wide);
+            match Folder::open(home.path()) {
+                Ok(_) => assert!(is_taken, "{wide:o}"),
+                Err(error) => {
+                    assert!(!is_taken && is_unsafe(&error), "{wide:o}: {error}");
+                    let text = error.to_string();
+                    assert!(text.contains(&format!("{wide:04o}")) && text.contains("chmod go-w"), "{text}");
+                    assert!(text.contains(&home.path().display().to_string()), "{text}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn no_link_is_followed() {
+        let home = tempfile::tempdir().unwrap();
+        let target = home.path().join("target");
+        fs::write(&target, b"precious").unwrap();
+        let path = home.path().join("state");
+        let folder = Folder::open(&path).unwrap();
+        symlink(&target, path.join("slots")).unwrap();
+        symlink(&target, path.join("record.new")).unwrap();
+        assert!(is_unsafe(&folder.file("slots").unwrap_err()));
+        assert!(is_unsafe(&folder.read("slots", 9).unwrap_err()));
+        folder.replace("record", b"{}").unwrap();
+        folder.remove("slots").unwrap();
+        assert_eq!(fs::read(&target).unwrap(), b"precious");
+        assert_eq!(fs::read(path.join("record")).unwrap(), b"{}");
+
+        let link = home.path().join("link");
+        symlink(&path, &link).unwrap();
+        for named in [link.clone(), link.join("")] {
+            let error = Folder::open(&named).unwrap_err();
+            assert!(is_unsafe(&error) && error.to_string().contains("symbolic link"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_fifo_in_the_place_of_a_file_is_refused_without_waiting_for_it() {
+        let home = tempfile::tempdir().unwrap();
+        let folder = Folder::open(home.path()).unwrap();
+        rustix::fs::mknodat(rustix::fs::CWD, home.path().join("slots"), FileType::Fifo, FILE_MODE, 0).unwrap();
+        assert!(is_unsafe(&folder.read("slots", 9).unwrap_err()));
+        assert!(is_unsafe(&folder.file("slots").unwrap_err()));
+    }
+}
