@@ -248,6 +248,20 @@ impl Server {
         self.wait_until_ready(deadline)
     }
 
+    /// Shuts it down with its data saved (`SHUTDOWN SAVE`), and starts it again on them, in the same folder on the same ports.
+    ///
+    /// With `NOW`, as it would otherwise wait for replicas that acknowledge less than everything, up to `shutdown-timeout`.
+    pub fn restart_saved(&mut self, within: Duration) -> Result<()> {
+        // The server closes the connection instead of answering; an error that it does answer leaves it running.
+        let refused = self.client()?.call(&["SHUTDOWN", "SAVE", "NOW"]).ok();
+        if self.process.wait(within)?.is_none() {
+            return Err(self.too_late(&format!("its end after SHUTDOWN SAVE (answer: {refused:?})"), within));
+        }
+        self.process = self.plan.launch(self.folder.path())?;
+        let deadline = Instant::now() + self.plan.start_time;
+        self.wait_until_ready(deadline)
+    }
+
     /// All it has logged.
     pub fn log(&self) -> String {
         fs::read(self.folder.path().join(LOG_FILE))

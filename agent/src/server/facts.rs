@@ -28,6 +28,8 @@ pub struct Facts {
     pub role: Option<Role>,
     /// The name of its history.
     pub replid: Option<ReplId>,
+    /// The history that it had before this one, and the first offset that is not part of both.
+    pub former: Option<(ReplId, u64)>,
     /// Bytes of that history it has executed.
     pub offset: Option<u64>,
     /// On a replica: whom it follows, and how well.
@@ -74,6 +76,7 @@ impl Facts {
             tls_port: None,
             role: info.get("role").and_then(Role::of),
             replid: info.get("master_replid").and_then(|text| text.parse().ok()),
+            former: former_history(info),
             // A replica counts what it has executed in slave_repl_offset; its master_repl_offset is what it passes on.
             offset: info.number("slave_repl_offset").or_else(|| info.number("master_repl_offset")),
             link: Link::of(info),
@@ -87,6 +90,12 @@ impl Facts {
             backlog: Backlog::of(info),
             connected_replicas: info.number("connected_slaves"),
         }
+    }
+
+    /// Whether the server answers `PSYNC <history> <next>` with `+CONTINUE` as far as the history goes: it is the server's own, or its
+    /// former one and `next` is not beyond the end of that.
+    pub fn continues(&self, history: ReplId, next: u64) -> bool {
+        self.replid == Some(history) || self.former.is_some_and(|(former, end)| former == history && next <= end)
     }
 
     /// Keys in all databases.
@@ -300,6 +309,11 @@ impl Backlog {
     }
 }
 
+/// `master_replid2` and `second_repl_offset`; the latter is -1 where there is no former history.
+fn former_history(info: &Info) -> Option<(ReplId, u64)> {
+    Some((info.get("master_replid2")?.parse().ok()?, info.number("second_repl_offset")?))
+}
+
 fn family_and_version(info: &Info) -> (Family, Option<Version>) {
     // Valkey keeps redis_version at 7.2.4 for old clients and says the truth beside it.
     let own = info.get("valkey_version");
@@ -404,6 +418,22 @@ mod tests {
         let covered = [10, 11, 70, 71, 72].map(|next| backlog.covers(next));
         assert_eq!(covered, [false, true, true, true, false]);
         assert!(!Backlog { active: false, ..backlog }.covers(20));
+    }
+
+    #[test]
+    fn a_server_continues_its_own_history_and_the_former_one_up_to_its_end() {
+        let replid = |digit: &str| digit.repeat(40);
+        let info = |second: &str| {
+            let (now, former) = (replid("a"), replid("b"));
+            server(&format!("master_replid:{now} master_replid2:{former} second_repl_offset:{second}"))
+        };
+        let asks = |facts: &Facts, digit: &str, next| facts.continues(replid(digit).parse().unwrap(), next);
+        let facts = info("101");
+        assert!(asks(&facts, "a", 5000));
+        assert_eq!([100, 101, 102].map(|next| asks(&facts, "b", next)), [true, true, false]);
+        assert!(!asks(&facts, "c", 100));
+        assert!(!asks(&info("-1"), "b", 1));
+        assert!(!asks(&Facts::default(), "a", 1));
     }
 
     #[test]

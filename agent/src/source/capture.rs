@@ -22,6 +22,10 @@
 //! There is one stream for any number of snapshots: replication offsets are absolute, so a snapshot taken later joins
 //! the same journal at its own offset.
 //!
+//! A journal holds one history. When the server continues a broken stream under another replid (`+CONTINUE <new replid>`: it was
+//! promoted, follows another primary, or was shut down and started again), the stream ends before a byte of the new history is
+//! appended.
+//!
 //! It decides nothing: which capture runs when is the business of [`super::owner`]. It ends when its `stop` is set, within
 //! one [`TICK`], or when the primary ends it.
 
@@ -81,6 +85,9 @@ pub(crate) enum CaptureEvent {
     Failed { generation: u64, fault: Fault },
     /// The stream broke and was taken up again at the next byte: nothing was lost.
     StreamResumed,
+    /// The server offers to continue the stream under another replid. The journal ends at `at`, the last byte it holds of the
+    /// old history; nothing of the new one was appended.
+    HistoryChanged { generation: u64, from: ReplId, to: ReplId, at: u64 },
     /// The stream can't be taken up at the next byte: the journal ends here.
     StreamLost { text: String },
 }
@@ -103,6 +110,10 @@ pub(crate) enum Fault {
     /// The server no longer has the byte that we need next.
     #[error("the server's backlog no longer reaches back to where the stream broke, or its history is another one")]
     HistoryGone,
+    /// The server has the byte that we need next, but calls its history by another replid from there on: it was promoted,
+    /// follows another primary, or was shut down and started again.
+    #[error("the server's history changed from {from} to {to} after offset {at}")]
+    HistoryChanged { from: ReplId, to: ReplId, at: u64 },
     /// The snapshot is larger than was expected, and its readers rely on memory that is never used again.
     #[error(
         "the snapshot is larger than the server's INFO (used_memory_dataset) let expect; taking another through a window"
@@ -122,7 +133,7 @@ impl Fault {
         match self {
             Fault::Server(error) => error.is_passing(),
             Fault::Psync(error) => error.is_temporary(),
-            Fault::Link { .. } | Fault::Outgrown | Fault::Module(_) => true,
+            Fault::Link { .. } | Fault::Outgrown | Fault::Module(_) | Fault::HistoryChanged { .. } => true,
             Fault::HistoryGone | Fault::Table(_) | Fault::Stopped => false,
         }
     }
@@ -245,7 +256,7 @@ fn open(plan: &Plan) -> Result<Opened, Fault> {
             }
             opened => opened,
         },
-        (Opening::Continue | Opening::Channel { .. }, _) => Err(out_of_place("to continue")),
+        (Opening::Continue { .. } | Opening::Channel { .. }, _) => Err(out_of_place("to continue")),
     }
 }
 
@@ -261,16 +272,24 @@ fn open_second(plan: &Plan, mut stream: Wire) -> Result<Opened, Fault> {
             _ => return Err(out_of_place("something else than a channel")),
         }
     };
-    let resume = Some((snapshot.replid, snapshot.offset + 1));
+    let (replid, offset) = (snapshot.replid, snapshot.offset);
     let channel = Channel::Stream { snapshot_client: client };
+    let resume = Some((replid, offset + 1));
     let mut machine = Client::new(client::Options { resume, channel, ..Default::default() });
     match shake(&mut stream, &mut machine, Stops::of(plan))? {
-        (Opening::Continue, early) => {
+        (Opening::Continue { replid: now }, early) => {
+            is_same_history(replid, now, offset)?;
             stream.push_back(early);
             Ok(Opened::Two { snapshot, stream })
         }
         _ => Err(out_of_place("another snapshot")),
     }
+}
+
+/// Fails unless the server continues the history that was asked for. From one that continues under another replid, bytes of its new history
+/// would follow: they must not get into a journal of the old one.
+fn is_same_history(asked: ReplId, answered: ReplId, at: u64) -> Result<(), Fault> {
+    if asked == answered { Ok(()) } else { Err(Fault::HistoryChanged { from: asked, to: answered, at }) }
 }
 
 fn announced(plan: &Plan, mut wire: Wire, channel: Channel) -> Result<Announced, Fault> {
@@ -409,12 +428,12 @@ pub(super) fn came(
     Err(Fault::Link { during, cause })
 }
 
-/// How the server answered `PSYNC`.
+/// How the server answered `PSYNC`. The replid of `Continue` is that of the history from there on.
 enum Opening {
     Full { replid: ReplId, offset: u64, payload: Payload },
     Channel { replid: ReplId, offset: u64, payload: Payload, client: u64 },
     TwoChannels,
-    Continue,
+    Continue { replid: ReplId },
 }
 
 /// Drives the handshake to its end. Gives back what was read beyond it.
@@ -449,7 +468,7 @@ fn shake(wire: &mut Wire, machine: &mut Client, stop: Stops<'_>) -> Result<(Open
                     Some(client) => Opening::Channel { replid, offset, payload, client },
                 }),
                 PsyncEvent::TwoChannels => Some(Opening::TwoChannels),
-                PsyncEvent::Continue { .. } => Some(Opening::Continue),
+                PsyncEvent::Continue { replid } => Some(Opening::Continue { replid }),
                 PsyncEvent::Handshaken | PsyncEvent::KeepAlive => continue,
             };
             if let Some(opening) = opening {
@@ -553,7 +572,8 @@ fn mark_seen(mark: &mut EofMark, memory: &Memory, start: u64, landed: usize) -> 
     Ok(mark.observe(&tail[..n], landed))
 }
 
-/// The stream, into the journal, until stopped or lost for good. A broken link is taken up at the next byte.
+/// Writes the stream into the journal until it is stopped, lost for good, or continued under another replid. A broken link is taken up
+/// at the next byte.
 fn follow(plan: &Plan, wire: Wire, journal: &mut JournalWriter, stop: Stops<'_>) {
     let mut wire = wire;
     let mut backoff = Backoff::default();
@@ -568,6 +588,12 @@ fn follow(plan: &Plan, wire: Wire, journal: &mut JournalWriter, stop: Stops<'_>)
                 wire = again;
                 backoff = Backoff::default();
                 let _ = plan.events.send(CaptureEvent::StreamResumed);
+            }
+            Err(Fault::HistoryChanged { from, to, at }) => {
+                // The journal is not aborted: it holds all of the old history that we got, and replicas may still read it.
+                let generation = plan.generation;
+                let _ = plan.events.send(CaptureEvent::HistoryChanged { generation, from, to, at });
+                return;
             }
             Err(fault) => {
                 journal.abort();
@@ -612,6 +638,8 @@ fn reconnect(plan: &Plan, journal: &JournalWriter, backoff: &mut Backoff, stop: 
     loop {
         let tried = try_reconnect(plan, journal, stop);
         match tried {
+            // The next attempt would be answered alike.
+            Err(fault @ Fault::HistoryChanged { .. }) => return Err(fault),
             Err(fault) if fault.is_transient() && began.elapsed() < RESUME_LIMIT => {
                 tracing::debug!(%fault, "the stream can't be taken up yet");
                 let pause = backoff.next();
@@ -634,7 +662,8 @@ fn try_reconnect(plan: &Plan, journal: &JournalWriter, stop: Stops<'_>) -> Resul
     let options = client::Options { resume: Some((replid, journal.end_offset())), ..Default::default() };
     let mut machine = Client::new(options);
     match shake(&mut wire, &mut machine, stop)? {
-        (Opening::Continue, early) => {
+        (Opening::Continue { replid: now }, early) => {
+            is_same_history(replid, now, journal.end_offset() - 1)?;
             wire.push_back(early);
             Ok(wire)
         }

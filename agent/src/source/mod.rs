@@ -40,6 +40,7 @@ use remora_messenger::control::{
     StatusReport, TableOffer, Totals, Upstream,
 };
 use remora_messenger::control::{Connection, Endpoint, Fault, Options, Sender, Token, derive};
+use remora_redis::ReplId;
 use remora_table::Geometry;
 use tokio::sync::{Mutex, mpsc};
 
@@ -473,6 +474,14 @@ impl Source {
                 tracing::warn!(generation, %fault, "the snapshot failed");
             }
             CaptureEvent::StreamResumed => tracing::info!("the stream goes on where it broke"),
+            CaptureEvent::HistoryChanged { generation, from, to, at } => {
+                tracing::warn!(
+                    generation, old = %from, new = %to, offset = at,
+                    "the server's replication history has changed (a promotion, a fail-over or a restart): the stream of the old history \
+                     ends at this offset; replicas that have loaded go to the primary, the others get a new snapshot"
+                );
+                self.learn();
+            }
             CaptureEvent::StreamLost { text } => tracing::warn!(%text, "the stream is lost"),
         }
         Ok(())
@@ -645,16 +654,11 @@ impl Source {
     fn answer_hand_off(&mut self, session: Session, offset: u64) {
         let Some(peer) = self.sessions.get(&session) else { return };
         let (client, server, sender) = (self.client.clone(), self.server.clone(), peer.sender.clone());
-        let rate = self.rate.bytes_per_second();
+        let (rate, history) = (self.rate.bytes_per_second(), self.owner.history_of(session));
         tokio::spawn(async move {
             let answer = match ask(&client, &server).await {
-                Ok(facts) => hand_off_answer(&facts, offset, rate),
-                Err(error) => Message::HandOffAnswer {
-                    covered: false,
-                    backlog_first: 0,
-                    backlog_end: 0,
-                    text: format!("the primary does not answer: {error}"),
-                },
+                Ok(facts) => hand_off_answer(&facts, history, offset, rate),
+                Err(error) => not_covered(format!("the primary does not answer: {error}")),
             };
             let _ = sender.send(answer).await;
         });
@@ -770,11 +774,16 @@ fn as_others_reach_it(relays: Relays, seen: std::net::SocketAddr) -> Relays {
     Relays { serves_at, ..relays }
 }
 
-/// Whether the primary would continue from `offset`, with room for the time that a hand-off takes.
-fn hand_off_answer(facts: &Facts, offset: u64, rate: u64) -> Message {
+/// Whether the primary would continue `history` from `offset`, with room for the time that a hand-off takes.
+fn hand_off_answer(facts: &Facts, history: Option<ReplId>, offset: u64, rate: u64) -> Message {
+    let Some(history) = history else {
+        return not_covered("this source has given the replica no snapshot and no stream".into());
+    };
+    if !facts.continues(history, offset + 1) {
+        return not_covered(other_history(facts, history, offset));
+    }
     let Some(backlog) = facts.backlog else {
-        let text = "the primary does not tell of its backlog (INFO replication)".into();
-        return Message::HandOffAnswer { covered: false, backlog_first: 0, backlog_end: 0, text };
+        return not_covered("the primary does not tell of its backlog (INFO replication)".into());
     };
     let end = backlog.first.saturating_add(backlog.held).saturating_sub(1);
     // What may still be written before the byte that the replica needs next falls out of the backlog.
@@ -795,6 +804,23 @@ fn hand_off_answer(facts: &Facts, offset: u64, rate: u64) -> Message {
         )
     };
     Message::HandOffAnswer { covered, backlog_first: backlog.first, backlog_end: end, text }
+}
+
+fn not_covered(text: String) -> Message {
+    Message::HandOffAnswer { covered: false, backlog_first: 0, backlog_end: 0, text }
+}
+
+/// Why a server does not continue `history` after `offset`.
+fn other_history(facts: &Facts, history: ReplId, offset: u64) -> String {
+    let Some(now) = facts.replid else {
+        return "the primary does not name its replication history (INFO replication)".into();
+    };
+    match facts.former {
+        Some((former, end)) if former == history => format!(
+            "the primary's history is {now} since offset {end}, and the replica is at offset {offset} of the former one, {history}"
+        ),
+        _ => format!("the primary's history is {now}, and the replica has another one, {history}"),
+    }
 }
 
 /// The time between asking and the primary's `+CONTINUE`: some round trips, and a server that is busy with other things.
@@ -948,5 +974,52 @@ impl Rate {
 
     fn bytes_per_second(&self) -> u64 {
         self.bytes_per_second as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+    use crate::server::Backlog;
+
+    fn replid(digit: &str) -> ReplId {
+        digit.repeat(40).parse().unwrap()
+    }
+
+    /// A primary with the history `a`, which was `b` up to offset 100, and a backlog from 50 to 149.
+    fn primary() -> Facts {
+        let backlog = Backlog { active: true, size: 1 << 20, first: 50, held: 100 };
+        let former = Some((replid("b"), 101));
+        Facts { replid: Some(replid("a")), former, backlog: Some(backlog), ..Facts::default() }
+    }
+
+    fn answer(facts: &Facts, history: Option<ReplId>, offset: u64) -> (bool, String) {
+        match hand_off_answer(facts, history, offset, 0) {
+            Message::HandOffAnswer { covered, text, .. } => (covered, text),
+            other => panic!("{}", other.name()),
+        }
+    }
+
+    #[test]
+    fn a_hand_off_is_covered_only_in_a_history_that_the_primary_continues() {
+        let covered = |digit, offset| answer(&primary(), Some(replid(digit)), offset).0;
+        assert!(covered("a", 149) && covered("b", 100) && covered("b", 60));
+        assert!(!covered("a", 20), "the backlog does not reach back");
+        assert!(!covered("b", 101), "beyond the end of the former history");
+        assert!(!covered("c", 100));
+    }
+
+    #[test]
+    fn a_hand_off_that_is_not_covered_for_its_history_says_so() {
+        let (_, text) = answer(&primary(), Some(replid("b")), 120);
+        assert!(text.contains(&replid("a").to_string()) && text.contains("offset 120 of the former one"), "{text}");
+        let (_, text) = answer(&primary(), Some(replid("c")), 120);
+        assert!(text.contains("the replica has another one") && text.contains(&replid("c").to_string()), "{text}");
+        let (covered, text) = answer(&primary(), None, 120);
+        assert!(!covered && text.contains("no snapshot"), "{text}");
+        let (covered, text) = answer(&Facts { replid: None, former: None, ..primary() }, Some(replid("a")), 120);
+        assert!(!covered && text.contains("does not name"), "{text}");
     }
 }

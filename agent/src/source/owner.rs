@@ -8,6 +8,9 @@
 //!       └──────────── waiting replicas try again, with back-off ◀──────────────┘ ◀────┘ too old, overrun, windowed away
 //! ```
 //!
+//! When the primary's history changes, the stream of the old one ends. Replicas that are still reading slots begin again. Those that have
+//! them all keep the journal until they have applied it, and go to the primary ([`Ending`]); then the next snapshot may begin.
+//!
 //! Invariant, restored by [`Owner::settle`] after every event: *no replica waits while a snapshot could serve it or could
 //! be begun for it*, and *a slot is given up for reuse only when every replica that was promised it has it*.
 //!
@@ -160,6 +163,26 @@ pub(crate) struct Stream {
     pub(crate) replid: ReplId,
 }
 
+/// A stream whose history the primary has left. Its journal holds every byte of the old history that the source received, and stays
+/// readable until the replicas that have the whole snapshot have applied it.
+struct Ending {
+    /// The generation that began the stream.
+    generation: u64,
+    /// Offset of the last byte.
+    at: u64,
+    since: Instant,
+    /// Why it ended, for the replicas.
+    text: String,
+}
+
+/// How long the replicas of an ended history may take to apply the rest of it while others wait for a snapshot of the new one. A server
+/// that was in step acknowledges all of it within a second.
+const ENDING_LIMIT: Duration = Duration::from_secs(10);
+
+/// How long one of them may acknowledge nothing new before it is sent away. Servers acknowledge once a second; the end of a broken stream
+/// may be part of a command or transaction, which a server does not acknowledge at all.
+const UNMOVED_LIMIT: Duration = Duration::from_secs(3);
+
 /// A joined replica.
 pub(crate) struct Replica {
     pub(crate) name: String,
@@ -174,6 +197,12 @@ pub(crate) struct Replica {
     reads: Format,
     moved: Instant,
     told: Option<String>,
+    /// The history of the stream that it was offered last.
+    history: Option<ReplId>,
+    /// When it last reported a higher applied offset, or joined.
+    advanced: Instant,
+    /// Its stream has ended and its server holds the whole snapshot: it goes to the primary and needs no other snapshot.
+    sent_away: bool,
 }
 
 impl Replica {
@@ -193,6 +222,16 @@ impl Replica {
         self.resume.is_some_and(|resume| resume.loaded.is_some())
     }
 
+    /// Its server is loading the snapshot, or has loaded it.
+    fn has_all_slots(&self) -> bool {
+        self.at.phase > Phase::Transfer
+    }
+
+    /// Its server has loaded the snapshot and needs the stream only.
+    fn has_loaded(&self) -> bool {
+        self.at.phase > Phase::Load
+    }
+
     /// It still needs slots of the snapshot.
     fn is_reading(&self) -> bool {
         self.generation.is_some() && matches!(self.at.phase, Phase::Waiting | Phase::Transfer)
@@ -205,6 +244,8 @@ pub(crate) struct Owner {
     gauge: Arc<Gauge>,
     pub(crate) snapshot: Option<Snapshot>,
     pub(crate) stream: Option<Stream>,
+    /// A stream that is over and still read. No other one begins meanwhile: both would use the same memory.
+    ending: Option<Ending>,
     pub(crate) replicas: BTreeMap<Session, Replica>,
     next_generation: u64,
     eager: bool,
@@ -227,6 +268,7 @@ impl Owner {
             gauge,
             snapshot: None,
             stream: None,
+            ending: None,
             replicas: BTreeMap::new(),
             next_generation: first_generation,
             eager,
@@ -290,6 +332,9 @@ impl Owner {
             reads,
             moved: now,
             told: None,
+            history: None,
+            advanced: now,
+            sent_away: false,
         };
         self.replicas.insert(session, replica);
     }
@@ -305,6 +350,9 @@ impl Owner {
         if at.slots_below > replica.at.slots_below || at.phase != replica.at.phase {
             replica.moved = now;
         }
+        if at.applied_offset > replica.at.applied_offset {
+            replica.advanced = now;
+        }
         // A replica may not take back what it has passed.
         let slots_below = at.slots_below.max(replica.at.slots_below);
         replica.at = Report { slots_below, ..at };
@@ -314,6 +362,11 @@ impl Owner {
     /// Whether that is the generation which this replica was offered last.
     pub(crate) fn has_given(&self, session: Session, generation: u64) -> bool {
         self.replicas.get(&session).is_some_and(|replica| replica.generation == Some(generation))
+    }
+
+    /// The history of the stream that this replica was offered last.
+    pub(crate) fn history_of(&self, session: Session) -> Option<ReplId> {
+        self.replicas.get(&session).and_then(|replica| replica.history)
     }
 
     fn captured(&mut self, now: Instant, event: CaptureEvent, actions: &mut Vec<Action>) {
@@ -333,6 +386,9 @@ impl Owner {
                 self.capture_failed(now, generation, &fault, actions);
             }
             CaptureEvent::StreamResumed => {}
+            CaptureEvent::HistoryChanged { generation, from, to, at } => {
+                self.history_changed(now, generation, (from, to), at, actions);
+            }
             CaptureEvent::StreamLost { text } => self.end_stream(&text, actions),
         }
     }
@@ -395,23 +451,72 @@ impl Owner {
     fn end_stream(&mut self, text: &str, actions: &mut Vec<Action>) {
         let Some(stream) = self.stream.take() else { return };
         actions.push(Action::EndStream { generation: stream.generation });
-        if let Some(snapshot) = self.snapshot.take() {
-            actions.push(Action::RevokeSnapshot { generation: snapshot.generation });
-            if !snapshot.is_sealed() {
-                actions.push(Action::StopCapture { generation: snapshot.generation });
-            }
+        self.end_snapshot(actions);
+        self.end_generations(text, |_| true, actions);
+    }
+
+    /// The primary goes on under another replid after offset `at`. Nothing of the new history is in the journal.
+    ///
+    /// A replica that has the whole snapshot keeps the journal until it has applied all of it: a primary that was shut down and started
+    /// again has kept none of its backlog, and continues the old history from its very last byte only.
+    fn history_changed(
+        &mut self,
+        now: Instant,
+        generation: u64,
+        (from, to): (ReplId, ReplId),
+        at: u64,
+        actions: &mut Vec<Action>,
+    ) {
+        if self.stream.is_none_or(|stream| stream.generation != generation) {
+            return;
         }
-        for (&session, replica) in &mut self.replicas {
+        self.stream = None;
+        let text = format!("the primary's history changed from {from} to {to} after offset {at}");
+        self.end_snapshot(actions);
+        self.end_generations(&text, |replica| !replica.has_all_slots(), actions);
+        self.ending = Some(Ending { generation, at, since: now, text });
+    }
+
+    /// Nobody may read the snapshot any more, whose stream is over.
+    fn end_snapshot(&mut self, actions: &mut Vec<Action>) {
+        let Some(snapshot) = self.snapshot.take() else { return };
+        actions.push(Action::RevokeSnapshot { generation: snapshot.generation });
+        if !snapshot.is_sealed() {
+            actions.push(Action::StopCapture { generation: snapshot.generation });
+        }
+    }
+
+    /// Ends the generation of those replicas. One that has loaded goes to the primary; the others wait for a new snapshot.
+    fn end_generations(&mut self, text: &str, which: impl Fn(&Replica) -> bool, actions: &mut Vec<Action>) {
+        for (&session, replica) in self.replicas.iter_mut().filter(|(_, replica)| which(replica)) {
             self.unfinished |= replica.is_reading();
             if let Some(generation) = replica.generation.take() {
+                replica.sent_away = replica.has_loaded();
                 let text = text.to_string();
                 actions.push(Action::GenerationGone { session, generation, text });
             }
         }
     }
 
+    /// Sends the replicas of an ended stream away once they have applied all of it, or don't get any further, and revokes its journal when
+    /// none is left.
+    fn finish_the_ending(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        let Some(ending) = self.ending.take() else { return };
+        let is_late = now.duration_since(ending.since) > ENDING_LIMIT && !self.waiting().is_empty();
+        let is_unmoved = |replica: &Replica| now.duration_since(replica.advanced.max(ending.since)) > UNMOVED_LIMIT;
+        let has_all = |replica: &Replica| replica.has_loaded() && replica.at.applied_offset >= ending.at;
+        let is_done = |replica: &Replica| is_late || has_all(replica) || is_unmoved(replica);
+        self.end_generations(&ending.text, is_done, actions);
+        if self.replicas.values().any(|replica| replica.generation.is_some()) {
+            self.ending = Some(ending);
+        } else {
+            actions.push(Action::EndStream { generation: ending.generation });
+        }
+    }
+
     /// Restores the invariant. See the module's text.
     fn settle(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        self.finish_the_ending(now, actions);
         self.drop_the_stalled(now, actions);
         self.allow_retiring();
         self.serve_the_waiting(now, actions);
@@ -458,7 +563,9 @@ impl Owner {
     }
 
     fn waiting(&self) -> Vec<Session> {
-        let waits = |(&session, replica): (&Session, &Replica)| replica.generation.is_none().then_some(session);
+        let waits = |(&session, replica): (&Session, &Replica)| {
+            (replica.generation.is_none() && !replica.sent_away).then_some(session)
+        };
         self.replicas.iter().filter_map(waits).collect()
     }
 
@@ -500,8 +607,10 @@ impl Owner {
 
     fn offer(&mut self, now: Instant, session: Session, actions: &mut Vec<Action>) {
         let generation = self.snapshot.as_ref().map(|snapshot| snapshot.generation);
+        let history = self.stream.map(|stream| stream.replid);
         if let Some(replica) = self.replicas.get_mut(&session) {
             replica.generation = generation;
+            replica.history = history;
             replica.told = None;
             let held = replica.resume.filter(|resume| Some(resume.generation) == generation);
             let slots_below = held.map_or(0, |resume| resume.held_slots);
@@ -541,6 +650,11 @@ impl Owner {
         {
             return Some(format!("{TROUBLE} ({text}); trying again soon"));
         }
+        if self.ending.is_some() {
+            let text = "the primary's history has changed; a snapshot of the new one follows as soon as the last replicas of the old one \
+                        have gone to the primary";
+            return Some(text.to_string());
+        }
         let snapshot = self.snapshot.as_ref()?;
         match snapshot.stage {
             Stage::Asked => Some("the primary is preparing a snapshot".to_string()),
@@ -558,7 +672,8 @@ impl Owner {
         let generation = self.next_generation;
         self.next_generation += 1;
         self.retry = None;
-        let waits_for_shared = |replica: &Replica| replica.generation.is_none() && replica.reads == Format::Shared;
+        let waits_for_shared =
+            |replica: &Replica| replica.generation.is_none() && !replica.sent_away && replica.reads == Format::Shared;
         let format = if self.replicas.values().any(waits_for_shared) { Format::Shared } else { Format::Own };
         self.snapshot = Some(Snapshot { generation, stage: Stage::Asked, format, asked: now });
         let with_stream = self.stream.is_none();

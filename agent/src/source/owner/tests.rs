@@ -321,3 +321,135 @@ fn a_stream_that_is_lost_ends_the_snapshot_with_it() {
     assert!(actions.iter().any(|action| matches!(action, Action::GenerationGone { session: 2, .. })));
     assert_eq!(begins(&actions), Some((FIRST + 1, true)), "{actions:?}");
 }
+
+impl Bench {
+    fn history_changed(&mut self, at: u64) -> Vec<Action> {
+        let (from, to) = (replid(1), replid(2));
+        self.event(Event::Capture(CaptureEvent::HistoryChanged { generation: FIRST, from, to, at }))
+    }
+
+    /// A progress report of a replica whose server has loaded.
+    fn applied(&mut self, session: Session, phase: Phase, applied_offset: u64) -> Vec<Action> {
+        let at = Report { phase, applied_offset, slots_below: u64::MAX, ..Report::NOTHING };
+        self.event(Event::Progress { session, at })
+    }
+}
+
+fn sent_away(actions: &[Action]) -> Vec<Session> {
+    let gone = |action: &Action| match action {
+        Action::GenerationGone { session, generation: FIRST, .. } => Some(*session),
+        _ => None,
+    };
+    actions.iter().filter_map(gone).collect()
+}
+
+fn ends_stream(actions: &[Action]) -> bool {
+    actions.contains(&Action::EndStream { generation: FIRST })
+}
+
+#[test]
+fn when_the_history_changes_a_loaded_replica_keeps_the_journal_until_it_has_applied_it() {
+    let mut bench = Bench::with_snapshot();
+    bench.join(2);
+    bench.applied(2, Phase::Stay, 80);
+    let actions = bench.history_changed(100);
+    assert_eq!(actions, [Action::RevokeSnapshot { generation: FIRST }]);
+    assert_eq!(bench.applied(2, Phase::Stay, 99), []);
+    let actions = bench.applied(2, Phase::Stay, 100);
+    assert_eq!((sent_away(&actions), ends_stream(&actions)), (vec![2], true), "{actions:?}");
+    // It goes to the primary: no snapshot is taken for it, and what it asks about its hand-off is asked of its own history.
+    assert_eq!(begins(&bench.after(Duration::from_secs(60))), None);
+    assert_eq!(bench.owner.history_of(2), Some(replid(1)));
+}
+
+#[test]
+fn when_the_history_changes_replicas_that_have_not_loaded_begin_again_after_the_loaded_ones_are_done() {
+    let mut bench = Bench::with_snapshot();
+    bench.join(2);
+    bench.join(3);
+    bench.applied(2, Phase::CatchUp, 80);
+    bench.progress(3, Phase::Transfer, 4);
+    let actions = bench.history_changed(100);
+    assert_eq!((sent_away(&actions), ends_stream(&actions), begins(&actions)), (vec![3], false, None), "{actions:?}");
+    assert!(actions.iter().any(|action| matches!(action, Action::Wait { session: 3, .. })), "{actions:?}");
+    let actions = bench.applied(2, Phase::CatchUp, 100);
+    assert_eq!((sent_away(&actions), ends_stream(&actions)), (vec![2], true), "{actions:?}");
+    // The memory that session 3 was reading is not used again, and the new snapshot has a stream of its own.
+    assert!(
+        actions.contains(&Action::Capture { generation: FIRST + 1, with_stream: true, fresh: true }),
+        "{actions:?}"
+    );
+    assert_eq!(offers(&bench.started(FIRST + 1, replid(2), 120)), [3]);
+    assert_eq!(bench.owner.history_of(3), Some(replid(2)));
+}
+
+#[test]
+fn after_the_history_has_changed_nobody_is_offered_the_old_one() {
+    let mut bench = Bench::with_snapshot();
+    bench.history_changed(100);
+    assert_eq!(begins(&bench.join(2)), Some((FIRST + 1, true)));
+    let history = *replid(1).as_bytes();
+    let loaded = Some(Resume { generation: FIRST, held_slots: 0, loaded: Some((history, 90)) });
+    let actions = bench.join_with(3, loaded);
+    let refused = |action: &Action| matches!(action, Action::Drop { session: 3, code: RefusalCode::HistoryGone, .. });
+    assert!(actions.iter().any(refused) && offers(&actions).is_empty(), "{actions:?}");
+    assert_eq!(offers(&bench.started(FIRST + 1, replid(2), 120)), [2]);
+}
+
+#[test]
+fn a_replica_that_gets_no_further_in_an_ended_history_is_sent_away() {
+    let mut bench = Bench::with_snapshot();
+    bench.join(2);
+    bench.applied(2, Phase::Stay, 80);
+    bench.history_changed(100);
+    assert_eq!(bench.after(UNMOVED_LIMIT), []);
+    bench.applied(2, Phase::Stay, 90);
+    assert_eq!(bench.after(UNMOVED_LIMIT), [], "it has moved since");
+    let actions = bench.after(Duration::from_millis(1));
+    assert_eq!((sent_away(&actions), ends_stream(&actions)), (vec![2], true), "{actions:?}");
+}
+
+#[test]
+fn replicas_of_an_ended_history_hold_up_the_others_for_a_while_only() {
+    let mut bench = Bench::with_snapshot();
+    bench.join(2);
+    bench.applied(2, Phase::CatchUp, 20);
+    bench.history_changed(1000);
+    let mut applied = 20;
+    for _ in 0..20 {
+        applied += 1;
+        bench.now += Duration::from_secs(1);
+        assert_eq!(bench.applied(2, Phase::CatchUp, applied), [], "it moves, and nobody waits");
+    }
+    let actions = bench.join(3);
+    assert_eq!(sent_away(&actions), [2], "{actions:?}");
+    assert_eq!(begins(&actions), Some((FIRST + 1, true)), "{actions:?}");
+}
+
+#[test]
+fn a_snapshot_under_way_ends_with_the_history_and_a_late_word_of_the_old_stream_changes_nothing() {
+    let mut bench = Bench::new();
+    bench.join(1);
+    bench.started(FIRST, replid(1), 10);
+    let actions = bench.history_changed(10);
+    for wanted in [
+        Action::RevokeSnapshot { generation: FIRST },
+        Action::StopCapture { generation: FIRST },
+        Action::EndStream { generation: FIRST },
+        Action::Capture { generation: FIRST + 1, with_stream: true, fresh: true },
+    ] {
+        assert!(actions.contains(&wanted), "{wanted:?}: {actions:?}");
+    }
+    bench.started(FIRST + 1, replid(2), 20);
+    assert_eq!(bench.history_changed(10), []);
+    assert_eq!(bench.owner.stream, Some(Stream { generation: FIRST + 1, replid: replid(2) }));
+}
+
+#[test]
+fn a_loaded_replica_whose_stream_is_lost_causes_no_other_snapshot() {
+    let mut bench = Bench::with_snapshot();
+    bench.join(2);
+    bench.applied(2, Phase::Stay, 80);
+    let actions = bench.event(Event::Capture(CaptureEvent::StreamLost { text: "gone".into() }));
+    assert_eq!((sent_away(&actions), begins(&actions)), (vec![2], None), "{actions:?}");
+}
