@@ -1,5 +1,5 @@
 //! The agents' control conversation. This file is its vocabulary: every message that the two ends can say, and its layout
-//! inside a frame. The files below it: `codec` (building blocks of the layout), [`token`] (the shared secret), [`session`] (the
+//! inside a frame. The files below it: [`session`] (the
 //! greeting, pure, which is the layer's too) in its own [`frame`]s, [`connection`] (the conversation on the message layer).
 //!
 //! ```text
@@ -36,27 +36,25 @@
 //! What these messages do *not* carry: slots, journal bytes, secrets. A region key says where memory lies; reading it takes
 //! a secret that both ends derive from the session's key ([`crate::control::derive()`]).
 
-mod codec;
 pub mod connection;
 pub mod error;
 pub mod frame;
 pub mod session;
 mod stranger;
-pub mod token;
 
 use std::fmt;
 
+use remora_wire::codec::{Bytes, Codec, List, Maybe, Name, Reader, Text, TooLarge};
+use remora_wire::{codes, record};
 use serde::Serialize;
 
-use crate::control::codec::{Bytes, Codec, List, Maybe, Name, Reader, Text, codes, record};
-use crate::control::error::{Malformed, TooLarge};
 use crate::control::frame::MAX_PAYLOAD_BYTES;
 use crate::control::session::Role;
 
 pub use connection::{Connection, Endpoint, Options, Receiver, Sender, connect, turn_away};
 pub use error::{Error, Fault};
-pub use session::{MAGIC, derive};
-pub use token::Token;
+pub use remora_wire::{Token, derive};
+pub use session::MAGIC;
 
 /// Something that one end tells the other.
 // A few a second, and moved rather than copied: the difference in size between the variants costs nothing.

@@ -5,12 +5,12 @@ use std::io::IoSlice;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use remora_wire::Token;
 
 use crate::buffer::Buffer;
 use crate::control::Message;
 use crate::control::frame::{Decoder, MAX_HANDSHAKE_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES};
 use crate::control::session::{Handshake, Opening, Role, Versions};
-use crate::control::token::Token;
 use crate::frame;
 use crate::policy::Policy;
 use crate::session::{LinkId, Place, Session};

@@ -91,11 +91,11 @@ mod worker;
 
 pub use buffer::{Buffer, Pool};
 pub use connection::{Connection, Greeted, SendError};
-pub use control::token::Token;
 pub use dispatcher::Dispatcher;
 pub use message::{Arrival, Delivery, Message};
 pub use messenger::{Messenger, Options, Polling};
 pub use policy::Policy;
+pub use remora_wire::Token;
 pub use signal::Refusal;
 pub use stack::Address;
 pub use throttle::{Permit, Throttle};

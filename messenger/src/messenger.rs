@@ -6,9 +6,10 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use remora_wire::Token;
+
 use crate::buffer::Pool;
 use crate::connection::Connection;
-use crate::control::token::Token;
 use crate::dispatcher::Dispatcher;
 use crate::policy::Policy;
 use crate::registry::{Name, Registry};

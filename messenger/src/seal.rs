@@ -4,7 +4,9 @@
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
 
-use crate::control::session::{Role, derive};
+use remora_wire::derive;
+
+use crate::control::session::Role;
 use crate::frame::{BODIES, Malformed};
 
 /// A truncated HMAC-SHA256. Sixteen bytes: 2^-128 for one guess, and a wrong guess ends the connection.

@@ -18,6 +18,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use remora_wire::Token;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpStream, ToSocketAddrs};
 use tokio::sync::{Notify, mpsc, watch};
@@ -28,7 +29,6 @@ use crate::control::Message;
 use crate::control::error::{Error, Fault, Malformed, Result};
 use crate::control::frame::MAX_PAYLOAD_BYTES;
 use crate::control::session::{self, Role};
-use crate::control::token::Token;
 use crate::frame::Limits;
 use crate::message::{self, Delivery};
 use crate::messenger::{Messenger, Options as Manner};

@@ -1,9 +1,11 @@
 //! What can go wrong in a conversation, sorted by who can act on it. Not here: what is wrong with a token's file
-//! ([`crate::control::token::TokenError`]); that is found before there is anybody to talk to.
+//! ([`remora_wire::TokenError`]); that is found before there is anybody to talk to.
 
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
+
+pub use remora_wire::{Malformed, TooLarge};
 
 use crate::control::RefusalCode;
 use crate::control::session::Versions;
@@ -119,6 +121,9 @@ pub enum Fault {
     /// Bytes that are no frame, or a frame that holds no message.
     #[error("sent something garbled: {0}")]
     Garbled(#[from] Malformed),
+    /// Bytes that are not a frame of the greeting.
+    #[error("sent something garbled: {0}")]
+    Greeting(#[from] FrameError),
     /// Bytes that are no frame of the message layer.
     #[error("sent something garbled: {0}")]
     Frame(crate::frame::Malformed),
@@ -147,12 +152,12 @@ pub enum Fault {
     },
 }
 
-/// Bytes that do not keep to `docs/protocol.md`.
+/// Bytes that are not a frame of the greeting, or a field of it with a value that is not allowed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum Malformed {
-    /// A frame does not begin with a frame's magic.
-    #[error("no frame begins where one should")]
-    FrameMagic,
+pub enum FrameError {
+    /// The bytes do not begin with a frame's magic.
+    #[error("bad frame magic")]
+    Magic,
     /// A preamble or a payload whose checksum is not that of its bytes.
     #[error("the checksum of a frame's {part} does not match")]
     Checksum {
@@ -165,61 +170,23 @@ pub enum Malformed {
         /// The preamble's flag byte.
         flags: u8,
     },
-    /// A frame longer than may be at this point.
-    #[error("a frame announces {length} bytes of payload, of which {limit} may be")]
-    FrameTooLong {
-        /// What the preamble says, in bytes.
+    /// The preamble gives a length above the limit.
+    #[error("frame payload of {length} bytes exceeds the limit of {limit}")]
+    TooLong {
+        /// The length that the preamble gives, in bytes.
         length: u32,
         /// The bound, in bytes.
         limit: u32,
     },
-    /// A message ends inside a field.
-    #[error("a message ends {missing} bytes too early")]
-    Short {
-        /// How many bytes the field still wanted.
-        missing: usize,
-    },
-    /// A message goes on behind its last field.
-    #[error("a message has {extra} bytes too many")]
-    Trailing {
-        /// How many.
-        extra: usize,
-    },
-    /// A list, name or text longer than the protocol allows.
-    #[error("a field announces {count} items or bytes, of which {limit} may be")]
-    Excess {
-        /// What it announces.
-        count: usize,
-        /// The bound.
-        limit: usize,
-    },
-    /// Text that is not UTF-8.
-    #[error("a text is not UTF-8")]
-    NotUtf8,
-    /// A number that stands for nothing.
-    #[error("{value} is no {what}")]
-    Code {
-        /// What it should be.
-        what: &'static str,
-        /// What was read.
-        value: u8,
-    },
-    /// A handshake field with a value that cannot be.
-    #[error("the handshake says {what}, which cannot be")]
-    Handshake {
-        /// What.
+    /// A field has a value that is not allowed.
+    #[error("the handshake contains {what}")]
+    Field {
+        /// The value, in words.
         what: &'static str,
     },
-}
-
-/// A value of ours that the protocol's bounds do not admit.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("a field of {count} items or bytes, where the protocol allows {limit}")]
-pub struct TooLarge {
-    /// Its size, in items or bytes.
-    pub count: usize,
-    /// The bound.
-    pub limit: usize,
+    /// The payload is not what its tag says.
+    #[error(transparent)]
+    Payload(#[from] Malformed),
 }
 
 impl Fault {
@@ -243,6 +210,7 @@ impl Fault {
             | Fault::Io { .. }
             | Fault::NoRandomness(_)
             | Fault::Garbled(_)
+            | Fault::Greeting(_)
             | Fault::Frame(_)
             | Fault::OutOfTurn { .. }
             | Fault::Forged { .. }

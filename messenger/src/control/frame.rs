@@ -14,7 +14,7 @@
 //! The preamble has a checksum of its own so that a length is believed only when it arrived whole; and it is compared with
 //! the bound before a single byte of the payload is waited for.
 
-use crate::control::error::Malformed;
+use crate::control::error::FrameError;
 
 /// A whole frame whose checksums hold.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -80,8 +80,8 @@ impl Decoder {
     /// The next whole frame, or `None` while it is not all here.
     ///
     /// # Errors
-    /// [`Malformed`]: there is no finding the next frame after that; close the connection.
-    pub fn next_frame(&mut self) -> Result<Option<Frame>, Malformed> {
+    /// [`FrameError`]: there is no finding the next frame after that; close the connection.
+    pub fn next_frame(&mut self) -> Result<Option<Frame>, FrameError> {
         let rest = self.buffer.get(self.taken..).unwrap_or_default();
         let Some((preamble, rest)) = rest.split_first_chunk::<PREAMBLE_BYTES>() else {
             return check_start(rest).map(|()| None);
@@ -94,7 +94,7 @@ impl Decoder {
             return Ok(None);
         };
         if crc32c::crc32c(payload) != u32::from_le_bytes(*checksum) {
-            return Err(Malformed::Checksum { part: "payload" });
+            return Err(FrameError::Checksum { part: "payload" });
         }
         let frame = Frame { tag: head.tag, payload: payload.to_vec() };
         self.taken += PREAMBLE_BYTES + head.length + CHECKSUM_BYTES;
@@ -121,30 +121,30 @@ struct Head {
 }
 
 impl Head {
-    fn parse(bytes: &[u8; PREAMBLE_BYTES], limit: u32) -> Result<Head, Malformed> {
+    fn parse(bytes: &[u8; PREAMBLE_BYTES], limit: u32) -> Result<Head, FrameError> {
         let [m0, m1, tag, flags, l0, l1, l2, l3, c0, c1, c2, c3] = *bytes;
         check_start(&[m0, m1])?;
         if crc32c::crc32c(&bytes[..8]) != u32::from_le_bytes([c0, c1, c2, c3]) {
-            return Err(Malformed::Checksum { part: "preamble" });
+            return Err(FrameError::Checksum { part: "preamble" });
         }
         if flags != 0 {
-            return Err(Malformed::Flags { flags });
+            return Err(FrameError::Flags { flags });
         }
         let length = u32::from_le_bytes([l0, l1, l2, l3]);
         if length > limit {
-            return Err(Malformed::FrameTooLong { length, limit });
+            return Err(FrameError::TooLong { length, limit });
         }
         Ok(Head { tag, length: length as usize })
     }
 }
 
 /// Nonsense is told from a frame by its first byte, not only by its twelfth.
-fn check_start(bytes: &[u8]) -> Result<(), Malformed> {
+fn check_start(bytes: &[u8]) -> Result<(), FrameError> {
     let length = bytes.len().min(FRAME_MAGIC.len());
     if bytes[..length] == FRAME_MAGIC[..length] {
         return Ok(());
     }
-    Err(Malformed::FrameMagic)
+    Err(FrameError::Magic)
 }
 
 /// The longest body of an agents' message, in bytes. The longest message is a status that lists
@@ -236,7 +236,7 @@ mod tests {
         let mut decoder = Decoder::new(10);
         decoder.feed(&bytes[..PREAMBLE_BYTES]);
         let found = decoder.next_frame().unwrap_err();
-        assert_eq!(found, Malformed::FrameTooLong { length: 11, limit: 10 });
+        assert_eq!(found, FrameError::TooLong { length: 11, limit: 10 });
     }
 
     #[test]
@@ -247,14 +247,14 @@ mod tests {
         bytes[8..12].copy_from_slice(&checksum);
         let mut decoder = Decoder::new(10);
         decoder.feed(&bytes);
-        assert_eq!(decoder.next_frame().unwrap_err(), Malformed::Flags { flags: 1 });
+        assert_eq!(decoder.next_frame().unwrap_err(), FrameError::Flags { flags: 1 });
     }
 
     #[test]
     fn the_first_wrong_byte_is_enough() {
         let mut decoder = Decoder::new(10);
         decoder.feed(b"H");
-        assert_eq!(decoder.next_frame().unwrap_err(), Malformed::FrameMagic);
+        assert_eq!(decoder.next_frame().unwrap_err(), FrameError::Magic);
     }
 
     #[test]

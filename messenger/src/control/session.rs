@@ -32,14 +32,13 @@ use std::fmt;
 use std::ops::Deref;
 use std::time::{Duration, Instant};
 
-use hmac::{Hmac, Mac};
-use sha2::Sha256;
+use remora_wire::codec::{Codec, Malformed, Reader, TooLarge};
+use remora_wire::proof::{PROOF_BYTES, proof, verify};
+use remora_wire::{Token, record};
 
-use crate::control::codec::{Codec, Reader, record};
-use crate::control::error::{Fault, Malformed, TooLarge};
+use crate::control::error::{Fault, FrameError};
 use crate::control::frame::{Decoder, Frame, MAX_HANDSHAKE_PAYLOAD_BYTES};
 use crate::control::stranger;
-use crate::control::token::Token;
 
 /// The first bytes of every control connection, in both directions. One port can so serve control and data lanes.
 ///
@@ -307,7 +306,7 @@ impl<T: Deref<Target = Token>> Handshake<T> {
         let version = agree(self.opening.versions, theirs)?;
         if version != challenge.version {
             let what = "a version that is not the newest common one";
-            return Err(Malformed::Handshake { what }.into());
+            return Err(FrameError::Field { what }.into());
         }
         self.heard(frame);
         self.say_proof();
@@ -333,30 +332,21 @@ impl<T: Deref<Target = Token>> Handshake<T> {
     }
 
     fn check_proof(&mut self, frame: &Frame) -> Result<(), Fault> {
-        self.proof_of(self.role.peer())
-            .verify_slice(&frame.payload) // in a time that does not depend on the bytes
-            .map_err(|_| Fault::WrongToken { peer: self.role.peer().noun(), said_by_peer: false })?;
+        let peer = self.role.peer();
+        if !verify(self.token.bytes(), &[proof_label(peer), &self.transcript], &frame.payload) {
+            return Err(Fault::WrongToken { peer: peer.noun(), said_by_peer: false });
+        }
         self.heard(frame);
         Ok(())
     }
 
     fn say_proof(&mut self) {
-        let proof = self.proof_of(self.role).finalize().into_bytes();
+        let proof = proof(self.token.bytes(), &[proof_label(self.role), &self.transcript]);
         self.say(PROOF, proof.to_vec());
     }
 
-    /// The proof that the end of that role gives of holding the token, over everything said so far.
-    fn proof_of(&self, role: Role) -> Hmac<Sha256> {
-        let label = match role {
-            Role::Client => LABEL_CLIENT_PROOF,
-            Role::Server => LABEL_SERVER_PROOF,
-        };
-        keyed(self.token.bytes(), &[label, &self.transcript])
-    }
-
     fn establish(&mut self, agreed: Agreed) {
-        let key = keyed(self.token.bytes(), &[LABEL_SESSION_KEY, &self.transcript]);
-        let key: [u8; 32] = key.finalize().into_bytes().into();
+        let key = proof(self.token.bytes(), &[LABEL_SESSION_KEY, &self.transcript]);
         self.state = State::Done(Box::new(Established {
             role: self.role,
             session: agreed.session,
@@ -420,7 +410,7 @@ pub struct Established {
     session: u64,
     version: u16,
     features: u64,
-    key: [u8; 32],
+    key: [u8; PROOF_BYTES],
     /// What came behind the handshake already.
     rest: Vec<u8>,
 }
@@ -451,8 +441,8 @@ impl Established {
         std::mem::take(&mut self.rest)
     }
 
-    /// The session's key, the same at both ends and known to nobody else. Hand on what [`derive()`] makes of it, never itself.
-    pub fn key(&self) -> [u8; 32] {
+    /// The session's key, the same at both ends and known to nobody else. Hand on what [`remora_wire::derive()`] makes of it, never itself.
+    pub fn key(&self) -> [u8; PROOF_BYTES] {
         self.key
     }
 }
@@ -465,11 +455,6 @@ impl fmt::Debug for Established {
             .field("version", &self.version)
             .finish_non_exhaustive()
     }
-}
-
-/// Another key out of the session's: whoever has it learns nothing of the session's key, nor of one with another label.
-pub fn derive(session_key: &[u8; 32], label: &[u8]) -> [u8; 32] {
-    keyed(session_key, &[LABEL_DERIVE, label]).finalize().into_bytes().into()
 }
 
 /// What a server says to a connection that it has no room for, instead of reading it.
@@ -529,10 +514,10 @@ fn payload(put: impl FnOnce(&mut Vec<u8>) -> Result<(), TooLarge>) -> Vec<u8> {
     out
 }
 
-fn versions(oldest: u16, newest: u16) -> Result<Versions, Malformed> {
+fn versions(oldest: u16, newest: u16) -> Result<Versions, FrameError> {
     if oldest > newest {
         let what = "an oldest version that is newer than the newest";
-        return Err(Malformed::Handshake { what });
+        return Err(FrameError::Field { what });
     }
     Ok(Versions { oldest, newest })
 }
@@ -541,10 +526,12 @@ fn agree(ours: Versions, theirs: Versions) -> Result<u16, Fault> {
     ours.common(theirs).ok_or(Fault::NoCommonVersion { theirs, ours })
 }
 
-fn keyed(key: &[u8], parts: &[&[u8]]) -> Hmac<Sha256> {
-    let mut hmac = <Hmac<Sha256> as Mac>::new_from_slice(key).expect("HMAC takes keys of any length");
-    parts.iter().for_each(|part| hmac.update(part));
-    hmac
+/// What the proof of that end begins with.
+fn proof_label(of: Role) -> &'static [u8] {
+    match of {
+        Role::Client => LABEL_CLIENT_PROOF,
+        Role::Server => LABEL_SERVER_PROOF,
+    }
 }
 
 const HELLO: u8 = 0x01;
@@ -561,7 +548,6 @@ const REFUSE_BUSY: u8 = 3;
 const LABEL_CLIENT_PROOF: &[u8] = b"remora control: client proof\0";
 const LABEL_SERVER_PROOF: &[u8] = b"remora control: server proof\0";
 const LABEL_SESSION_KEY: &[u8] = b"remora control: session key\0";
-const LABEL_DERIVE: &[u8] = b"remora control: derived key\0";
 
 #[cfg(test)]
 mod tests;

@@ -5,10 +5,11 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::sync::Arc;
 use std::time::Instant;
 
+use remora_wire::Token;
+
 use super::places::Key;
 use crate::connection::Greeted;
 use crate::control::session::{Established, Handshake, Opening, Role, Versions};
-use crate::control::token::Token;
 use crate::error::Broken;
 use crate::frame::{Limits, Preamble, Reader, Writer};
 use crate::seal::Seals;
