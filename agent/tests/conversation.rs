@@ -10,12 +10,17 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
 use remora_lab::{Kind, Server, require};
-use remora_messenger::control::{Message as Words, StatusReport, Token, Totals};
+use remora_messenger::control::{Message as Words, NEWEST_VERSION, OLDEST_VERSION, StatusReport, Token, Totals};
+use remora_messenger::handshake::Versions;
 use remora_messenger::{Address, Connection, Delivery, Dispatcher, Message, Messenger, Options, Policy};
 use stage::{Stage, says};
 
 fn plain(stage: &Stage) -> Options {
-    Options { token: Some(Arc::new(Token::read_file(&stage.token).unwrap())), ..Options::default() }
+    Options {
+        token: Some(Arc::new(Token::read_file(&stage.token).unwrap())),
+        versions: Versions { oldest: OLDEST_VERSION, newest: NEWEST_VERSION },
+        ..Options::default()
+    }
 }
 
 fn spoken(words: &Words) -> Message {

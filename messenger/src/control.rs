@@ -38,23 +38,16 @@
 
 pub mod connection;
 pub mod error;
-pub mod frame;
-pub mod session;
-mod stranger;
 
 use std::fmt;
 
-use remora_wire::codec::{Bytes, Codec, List, Maybe, Name, Reader, Text, TooLarge};
+use remora_wire::codec::{Bytes, Codec, List, Malformed, Maybe, Name, Reader, Text, TooLarge};
 use remora_wire::{codes, record};
 use serde::Serialize;
-
-use crate::control::frame::MAX_PAYLOAD_BYTES;
-use crate::control::session::Role;
 
 pub use connection::{Connection, Endpoint, Options, Receiver, Sender, connect, turn_away};
 pub use error::{Error, Fault};
 pub use remora_wire::{Token, derive};
-pub use session::MAGIC;
 
 /// Something that one end tells the other.
 // A few a second, and moved rather than copied: the difference in size between the variants costs nothing.
@@ -228,15 +221,16 @@ impl Message {
     /// Reads what [`Message::encode`] wrote.
     ///
     /// # Errors
-    /// [`Fault::UnknownMessage`] for a tag of a later version, [`Fault::Garbled`] for a payload that is not what the tag says.
-    pub fn decode(tag: u8, payload: &[u8]) -> Result<Message, Fault> {
+    /// [`DecodeError::UnknownMessage`] for a tag of a later version, [`DecodeError::Malformed`] for a payload that is not what
+    /// the tag says.
+    pub fn decode(tag: u8, payload: &[u8]) -> Result<Message, DecodeError> {
         let mut from = Reader::new(payload);
         let message = Message::take(tag, &mut from)?;
         from.finish()?;
         Ok(message)
     }
 
-    fn take(tag: u8, from: &mut Reader<'_>) -> Result<Message, Fault> {
+    fn take(tag: u8, from: &mut Reader<'_>) -> Result<Message, DecodeError> {
         Ok(match tag {
             tag::JOIN => Message::Join(Join::take(from)?),
             tag::PROGRESS => Message::Progress(Progress::take(from)?),
@@ -275,7 +269,7 @@ impl Message {
                 table: TableOffer::take(from)?,
                 rate: u64::take(from)?,
             },
-            tag => return Err(Fault::UnknownMessage { tag }),
+            tag => return Err(DecodeError::UnknownMessage { tag }),
         })
     }
 
@@ -326,11 +320,53 @@ impl Message {
     }
 
     /// Whether that end has any business saying this.
-    pub fn may_come_from(&self, end: Role) -> bool {
+    pub fn may_come_from(&self, side: Side) -> bool {
         match self.tag() {
-            tag if tag < tag::FIRST_OF_SOURCE => end == Role::Client,
-            _ => end == Role::Server,
+            tag if tag < tag::FIRST_OF_SOURCE => side == Side::Client,
+            _ => side == Side::Server,
         }
+    }
+}
+
+/// Why bytes are not a message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum DecodeError {
+    /// A message of a later version.
+    #[error("a message of the unknown kind {tag:#04x}: the peer is newer; upgrade this end")]
+    UnknownMessage {
+        /// The message's tag.
+        tag: u8,
+    },
+    /// The payload is not what its tag says.
+    #[error(transparent)]
+    Malformed(#[from] Malformed),
+}
+
+/// One of the two sides of a conversation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Side {
+    /// The side that connected: a replica's agent, or `remora status`.
+    Client,
+    /// The side that listened: a source's agent, or a replica's agent that others read from.
+    Server,
+}
+
+impl Side {
+    /// The other side.
+    pub fn peer(self) -> Side {
+        match self {
+            Side::Client => Side::Server,
+            Side::Server => Side::Client,
+        }
+    }
+}
+
+impl fmt::Display for Side {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        to.pad(match self {
+            Side::Client => "replica",
+            Side::Server => "source",
+        })
     }
 }
 
@@ -871,6 +907,19 @@ mod tag {
     pub(super) const READ_FROM: u8 = 0x47;
     pub(super) const PEER_OFFER: u8 = 0x48;
 }
+
+/// The oldest version of this protocol that is spoken.
+pub const OLDEST_VERSION: u16 = 2;
+
+/// The newest version of this protocol that is spoken. The crate's documentation says what each one brought.
+pub const NEWEST_VERSION: u16 = 2;
+
+/// The code by which a server that has no room for another conversation refuses a connection in the greeting.
+pub const REFUSED_AS_BUSY: u8 = 3;
+
+/// The longest body of a message, in bytes. The longest message is a status that lists [`MAX_REPLICAS`] replicas; it is
+/// asserted below that it fits.
+pub const MAX_PAYLOAD_BYTES: u32 = 512 * 1024;
 
 /// Longest name of a replica, of a server or of a version, in bytes.
 pub const MAX_NAME_BYTES: usize = 128;

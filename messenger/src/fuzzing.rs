@@ -9,9 +9,9 @@ use remora_wire::Token;
 
 use crate::buffer::Buffer;
 use crate::control::Message;
-use crate::control::frame::{Decoder, MAX_HANDSHAKE_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES};
-use crate::control::session::{Handshake, Opening, Role, Versions};
 use crate::frame;
+use crate::handshake::frame::{Decoder, MAX_HANDSHAKE_PAYLOAD_BYTES};
+use crate::handshake::{Handshake, Opening, Role, Versions};
 use crate::policy::Policy;
 use crate::session::{LinkId, Place, Session};
 use crate::signal::{Entity, Label, MESSAGE, Signal};
@@ -44,7 +44,7 @@ pub fn message(bytes: &[u8]) {
 
 /// Frames in any pieces. What decodes must encode to the same bytes.
 pub fn frames(bytes: &[u8]) {
-    let mut decoder = Decoder::new(MAX_PAYLOAD_BYTES);
+    let mut decoder = Decoder::new(LONGEST_PAYLOAD_BYTES);
     let mut again = Vec::new();
     for piece in bytes.chunks(7) {
         decoder.feed(piece);
@@ -152,13 +152,13 @@ pub fn rdma_letters(bytes: &[u8]) {
 
 /// A peer without the token, against either end: it never gets in, and never makes us hold more than one small frame.
 pub fn handshake(bytes: &[u8]) {
-    for role in [Role::Client, Role::Server] {
+    for role in [Role::Caller, Role::Called] {
         let token = Token::new(b"a token for fuzzing").expect("it is long enough");
-        let opening = Opening { versions: Versions::OURS, features: 0, nonce: [7; 32] };
+        let opening = Opening { versions: Versions::only(1), features: 0, nonce: [7; 32] };
         let (now, limit) = (Instant::now(), Duration::from_secs(1));
         let mut end = match role {
-            Role::Client => Handshake::client(&token, opening, now, limit),
-            Role::Server => Handshake::server(&token, opening, 1, now, limit),
+            Role::Caller => Handshake::caller(&token, opening, now, limit),
+            Role::Called => Handshake::called(&token, opening, 1, now, limit),
         };
         for piece in bytes.chunks(7) {
             if end.handle_input(piece).is_err() {
@@ -169,6 +169,9 @@ pub fn handshake(bytes: &[u8]) {
         assert!(end.poll_established().is_none());
     }
 }
+
+/// Far more than a handshake's frame may have, so that long frames are decoded too.
+const LONGEST_PAYLOAD_BYTES: u32 = 512 * 1024;
 
 /// One piece and the longest frame of a handshake with what is around its payload.
 const PIECE_AND_FRAME_BYTES: usize = 7 + MAX_HANDSHAKE_PAYLOAD_BYTES as usize + 32;

@@ -63,7 +63,8 @@
 //! - [`buffer`], [`throttle`]: memory for what is received, and bounds on what is under way;
 //! - `worker`, `registry`, [`stack`]: the thread that moves bytes between links and sessions, and the links;
 //! - [`error`]: why a link was given up;
-//! - [`control`]: the agents' conversation, on the layer; its greeting is also the layer's.
+//! - [`handshake`]: how the two ends of a link prove to each other that they hold the same token;
+//! - [`control`]: the agents' conversation, on the layer.
 //!
 //! Nothing waits but a worker for its descriptor. Every state of a session but two ends by itself; whoever calls, is called,
 //! starts or stops in whichever order, nobody waits for somebody who waits for him.
@@ -78,6 +79,7 @@ pub mod error;
 pub mod frame;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
+pub mod handshake;
 pub mod message;
 pub mod messenger;
 pub mod policy;

@@ -320,7 +320,7 @@ fn take_count<const MAX: usize>(from: &mut Reader<'_>) -> Result<usize, Malforme
 }
 
 /// The longest beginning of at most `most` bytes that ends between two characters.
-fn cut(text: &str, most: usize) -> &str {
+pub fn cut(text: &str, most: usize) -> &str {
     let end = (0..=most.min(text.len())).rev().find(|&end| text.is_char_boundary(end));
     text.get(..end.unwrap_or(0)).unwrap_or_default()
 }

@@ -25,11 +25,10 @@ use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::timeout;
 
 use crate::connection::{Connection as Channel, SendError};
-use crate::control::Message;
 use crate::control::error::{Error, Fault, Malformed, Result};
-use crate::control::frame::MAX_PAYLOAD_BYTES;
-use crate::control::session::{self, Role};
+use crate::control::{MAX_PAYLOAD_BYTES, Message, NEWEST_VERSION, OLDEST_VERSION, REFUSED_AS_BUSY, Side};
 use crate::frame::Limits;
+use crate::handshake::{self, Versions};
 use crate::message::{self, Delivery};
 use crate::messenger::{Messenger, Options as Manner};
 use crate::policy::Policy;
@@ -64,10 +63,10 @@ impl Default for Options {
 }
 
 impl Options {
-    fn policy(&self, role: Role) -> Policy {
-        let (policy, opening_limit) = match role {
-            Role::Client => (Policy::lossy_client(), self.connect_timeout),
-            Role::Server => (Policy::stateless_server(), self.handshake_timeout),
+    fn policy(&self, side: Side) -> Policy {
+        let (policy, opening_limit) = match side {
+            Side::Client => (Policy::lossy_client(), self.connect_timeout),
+            Side::Server => (Policy::stateless_server(), self.handshake_timeout),
         };
         Policy {
             send_messages: self.send_queue.max(1),
@@ -92,7 +91,7 @@ pub async fn connect(addr: impl ToSocketAddrs, token: &Token, options: &Options)
         Ok(Err(error)) => return Err(Fault::Unresolved(Arc::new(error)).of("the source")),
         Err(_) => return Err(too_slow("looking up the address", options.connect_timeout).of("the source")),
     };
-    let engine = Engine::start(Role::Client, token, options)?;
+    let engine = Engine::start(Side::Client, token, options)?;
     let nothing = std::io::Error::other("the name has no address");
     let mut last = Fault::Unresolved(Arc::new(nothing)).of("the source");
     for address in addresses {
@@ -110,7 +109,7 @@ pub async fn connect(addr: impl ToSocketAddrs, token: &Token, options: &Options)
 /// longer than a second.
 pub async fn turn_away(mut stream: TcpStream) {
     let said = async {
-        stream.write_all(&session::busy()).await?;
+        stream.write_all(&handshake::refuse(REFUSED_AS_BUSY, "", VERSIONS)).await?;
         stream.shutdown().await?;
         let mut piece = [0; TURNED_AWAY_PIECE_BYTES];
         while stream.read(&mut piece).await? > 0 {} // closed with unread bytes in it, it would lose what it was told
@@ -129,7 +128,7 @@ impl Endpoint {
     /// # Errors
     /// The system gives no thread or no random bytes.
     pub fn new(token: &Token, options: &Options) -> Result<Endpoint> {
-        Engine::start(Role::Server, token, options).map(Endpoint)
+        Engine::start(Side::Server, token, options).map(Endpoint)
     }
 
     /// Greets whoever has connected to us. Nothing of the stream may have been read yet (but peeked at).
@@ -151,18 +150,18 @@ impl Endpoint {
 struct Engine {
     messenger: Option<Messenger>,
     post: Arc<Post>,
-    role: Role,
+    side: Side,
     options: Options,
 }
 
 impl Engine {
-    fn start(role: Role, token: &Token, options: &Options) -> Result<Arc<Engine>> {
+    fn start(side: Side, token: &Token, options: &Options) -> Result<Arc<Engine>> {
         let token = Token::new(token.bytes()).map_err(|error| Fault::NoRandomness(error.to_string()).of("this end"))?;
-        let manner = Manner { token: Some(Arc::new(token)), ..Manner::default() };
-        let post = Arc::new(Post::new(options));
-        let messenger = Messenger::new(options.policy(role), &manner, post.clone());
+        let manner = Manner { token: Some(Arc::new(token)), versions: VERSIONS, ..Manner::default() };
+        let post = Arc::new(Post::new(side, options));
+        let messenger = Messenger::new(options.policy(side), &manner, post.clone());
         let messenger = messenger.map_err(|error| Fault::io("starting a messenger", error).of("this end"))?;
-        Ok(Arc::new(Engine { messenger: Some(messenger), post, role, options: options.clone() }))
+        Ok(Arc::new(Engine { messenger: Some(messenger), post, side, options: options.clone() }))
     }
 
     async fn call(self: &Arc<Engine>, peer: SocketAddr) -> Result<Connection, Fault> {
@@ -205,7 +204,7 @@ impl Engine {
         let Met { channel, greeted, mailbox, failure } = met;
         tracing::debug!(%peer, session = greeted.number, "both ends have proved themselves");
         let facts = Arc::new(Facts {
-            role: self.role,
+            side: self.side,
             peer,
             local: greeted.local.unwrap_or(peer),
             session: (greeted.number, greeted.key),
@@ -410,7 +409,7 @@ impl Receiver {
     }
 
     fn admit(&self, message: Message) -> Result<Message, Fault> {
-        if message.may_come_from(self.facts.role.peer()) {
+        if message.may_come_from(self.facts.side.peer()) {
             return Ok(message);
         }
         let what = message.name().to_owned();
@@ -426,7 +425,7 @@ impl std::fmt::Debug for Receiver {
 
 /// What both halves know of the connection.
 struct Facts {
-    role: Role,
+    side: Side,
     peer: SocketAddr,
     local: SocketAddr,
     /// Its number and its key.
@@ -446,6 +445,9 @@ fn too_slow(doing: &'static str, limit: Duration) -> Fault {
     Fault::TimedOut { doing, limit }
 }
 
+/// What this end speaks.
+const VERSIONS: Versions = Versions { oldest: OLDEST_VERSION, newest: NEWEST_VERSION };
+
 /// A SYN is sent again after 1, 3 and 7 seconds; a host that has not answered by then is not there.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -460,7 +462,7 @@ const PING_AFTER: Duration = Duration::from_secs(1);
 const SILENCE_LIMIT: Duration = Duration::from_secs(10);
 
 /// Messages that wait to be sent: at a few a second, many seconds' worth. Most are under a hundred bytes; the longest
-/// ([`crate::control::frame::MAX_PAYLOAD_BYTES`]) is sent only when asked for.
+/// ([`crate::control::MAX_PAYLOAD_BYTES`]) is sent only when asked for.
 const SEND_QUEUE: usize = 64;
 
 /// Messages, and bytes of them, that may have come and not been received: then the peer is not read any more. As many as wait to be

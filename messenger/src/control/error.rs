@@ -7,8 +7,8 @@ use std::time::Duration;
 
 pub use remora_wire::{Malformed, TooLarge};
 
-use crate::control::RefusalCode;
-use crate::control::session::Versions;
+use crate::control::{DecodeError, REFUSED_AS_BUSY, RefusalCode, Side};
+use crate::handshake::{HandshakeError, Versions};
 
 /// A [`Fault`] and the peer with whom it happened.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -47,8 +47,8 @@ pub enum Fault {
         if *.said_by_peer { " (so the peer says)" } else { "" }
     )]
     WrongToken {
-        /// Which end the peer is: "source" or "replica".
-        peer: &'static str,
+        /// Which end the peer is.
+        peer: Side,
         /// The peer found it out and told us; otherwise its proof failed here, which is also what an altered handshake looks like.
         said_by_peer: bool,
     },
@@ -121,9 +121,9 @@ pub enum Fault {
     /// Bytes that are no frame, or a frame that holds no message.
     #[error("sent something garbled: {0}")]
     Garbled(#[from] Malformed),
-    /// Bytes that are not a frame of the greeting.
-    #[error("sent something garbled: {0}")]
-    Greeting(#[from] FrameError),
+    /// What else may fail in the greeting.
+    #[error("the greeting failed: {0}")]
+    Greeting(HandshakeError),
     /// Bytes that are no frame of the message layer.
     #[error("sent something garbled: {0}")]
     Frame(crate::frame::Malformed),
@@ -150,43 +150,6 @@ pub enum Fault {
         /// The queue's length in messages.
         queued: usize,
     },
-}
-
-/// Bytes that are not a frame of the greeting, or a field of it with a value that is not allowed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum FrameError {
-    /// The bytes do not begin with a frame's magic.
-    #[error("bad frame magic")]
-    Magic,
-    /// A preamble or a payload whose checksum is not that of its bytes.
-    #[error("the checksum of a frame's {part} does not match")]
-    Checksum {
-        /// "preamble" or "payload".
-        part: &'static str,
-    },
-    /// Flags that this version does not define.
-    #[error("a frame has the flags {flags:#04x}, which are not allowed here")]
-    Flags {
-        /// The preamble's flag byte.
-        flags: u8,
-    },
-    /// The preamble gives a length above the limit.
-    #[error("frame payload of {length} bytes exceeds the limit of {limit}")]
-    TooLong {
-        /// The length that the preamble gives, in bytes.
-        length: u32,
-        /// The bound, in bytes.
-        limit: u32,
-    },
-    /// A field has a value that is not allowed.
-    #[error("the handshake contains {what}")]
-    Field {
-        /// The value, in words.
-        what: &'static str,
-    },
-    /// The payload is not what its tag says.
-    #[error(transparent)]
-    Payload(#[from] Malformed),
 }
 
 impl Fault {
@@ -218,6 +181,19 @@ impl Fault {
         }
     }
 
+    /// The failure of a handshake with a peer of that side.
+    pub(crate) fn greeting(error: &HandshakeError, peer: Side) -> Fault {
+        match error.clone() {
+            HandshakeError::NotRemora { looks_like } => Fault::NotRemora { looks_like },
+            HandshakeError::NoCommonVersion { theirs, ours } => Fault::NoCommonVersion { theirs, ours },
+            HandshakeError::WrongToken { said_by_peer } => Fault::WrongToken { peer, said_by_peer },
+            HandshakeError::Refused { code: REFUSED_AS_BUSY, .. } => Fault::Busy,
+            HandshakeError::TimedOut { limit } => Fault::TimedOut { doing: "the greeting", limit },
+            HandshakeError::OutOfTurn { tag } => Fault::OutOfTurn { what: format!("a frame of the kind {tag:#04x}") },
+            other @ (HandshakeError::Refused { .. } | HandshakeError::Frame(_)) => Fault::Greeting(other),
+        }
+    }
+
     /// The same, said of a peer.
     pub fn of(self, peer: impl ToString) -> Error {
         Error { peer: peer.to_string(), fault: self }
@@ -225,5 +201,14 @@ impl Fault {
 
     pub(crate) fn io(doing: &'static str, error: io::Error) -> Fault {
         Fault::Io { doing, error: Arc::new(error) }
+    }
+}
+
+impl From<DecodeError> for Fault {
+    fn from(error: DecodeError) -> Fault {
+        match error {
+            DecodeError::UnknownMessage { tag } => Fault::UnknownMessage { tag },
+            DecodeError::Malformed(malformed) => Fault::Garbled(malformed),
+        }
     }
 }

@@ -268,11 +268,11 @@ proptest! {
         let (tag, mut payload) = encoded(&message);
         for length in 0..payload.len() {
             let outcome = Message::decode(tag, &payload[..length]);
-            prop_assert!(matches!(outcome, Err(Fault::Garbled(_))), "{} of {} bytes", length, payload.len());
+            prop_assert!(matches!(outcome, Err(DecodeError::Malformed(_))), "{} of {} bytes", length, payload.len());
         }
         payload.push(0);
         let outcome = Message::decode(tag, &payload);
-        let refused = matches!(outcome, Err(Fault::Garbled(Malformed::Trailing { extra: 1 })));
+        let refused = matches!(outcome, Err(DecodeError::Malformed(Malformed::Trailing { extra: 1 })));
         prop_assert!(refused, "one byte more");
     }
 
@@ -302,7 +302,7 @@ fn the_longest_status_fits_into_a_frame_and_a_longer_one_is_refused_here() {
 #[test]
 fn a_kind_that_we_do_not_know_means_that_the_peer_is_newer() {
     let fault = Message::decode(0x7f, b"").unwrap_err();
-    assert!(matches!(fault, Fault::UnknownMessage { tag: 0x7f }));
+    assert!(matches!(fault, DecodeError::UnknownMessage { tag: 0x7f }));
     assert!(fault.to_string().contains("the peer is newer"), "{fault}");
 }
 
@@ -311,10 +311,10 @@ fn an_announced_list_takes_memory_only_as_its_items_come() {
     let (tag, mut payload) = encoded(&status(Vec::new()));
     let count_at = payload.len() - 3 * 8 - 2;
     payload[count_at..count_at + 2].copy_from_slice(&(MAX_REPLICAS as u16).to_le_bytes());
-    assert!(matches!(Message::decode(tag, &payload), Err(Fault::Garbled(_))));
+    assert!(matches!(Message::decode(tag, &payload), Err(DecodeError::Malformed(_))));
     payload[count_at..count_at + 2].copy_from_slice(&(MAX_REPLICAS as u16 + 1).to_le_bytes());
     let outcome = Message::decode(tag, &payload);
-    assert!(matches!(outcome, Err(Fault::Garbled(Malformed::Excess { count: 513, limit: 512 }))));
+    assert!(matches!(outcome, Err(DecodeError::Malformed(Malformed::Excess { count: 513, limit: 512 }))));
 }
 
 #[test]
@@ -339,8 +339,8 @@ fn each_end_may_say_its_own_messages_only() {
         (Message::ReadPeer { generation: 0, name: String::new() }, true, false),
         (Message::ReadFrom { generation: 0, upstream: None }, false, true),
     ] {
-        assert_eq!(message.may_come_from(Role::Client), client, "{}", message.name());
-        assert_eq!(message.may_come_from(Role::Server), server, "{}", message.name());
+        assert_eq!(message.may_come_from(Side::Client), client, "{}", message.name());
+        assert_eq!(message.may_come_from(Side::Server), server, "{}", message.name());
     }
 }
 

@@ -10,6 +10,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 use super::Options;
 use crate::connection::{Connection as Channel, Greeted};
+use crate::control::Side;
 use crate::control::error::Fault;
 use crate::dispatcher::Dispatcher;
 use crate::error::Broken;
@@ -24,6 +25,7 @@ pub(super) struct Post {
     expected: Mutex<HashMap<SocketAddr, oneshot::Sender<Result<Met, Fault>>>>,
     /// By the number of the layer's connection.
     boxes: Mutex<HashMap<u64, Mailbox>>,
+    side: Side,
     silence_limit: Duration,
     opening_limit: Duration,
 }
@@ -57,10 +59,11 @@ struct Mailbox {
 }
 
 impl Post {
-    pub(super) fn new(options: &Options) -> Post {
+    pub(super) fn new(side: Side, options: &Options) -> Post {
         Post {
             expected: Mutex::default(),
             boxes: Mutex::default(),
+            side,
             silence_limit: options.silence_limit,
             opening_limit: options.connect_timeout.max(options.handshake_timeout),
         }
@@ -109,7 +112,7 @@ impl Post {
             Broken::TooSlow(_) if early => Fault::TimedOut { doing: "the greeting", limit: self.opening_limit },
             Broken::TooSlow(_) => Fault::PeerNotReading { limit: self.silence_limit },
             Broken::Silent => Fault::PeerSilent { limit: self.silence_limit },
-            Broken::Greeting(fault) => (**fault).clone(),
+            Broken::Greeting(error) => Fault::greeting(error, self.side.peer()),
             Broken::Malformed(Malformed::Forged { sequence }) => Fault::Forged { sequence: *sequence },
             Broken::Malformed(malformed) => Fault::Frame(*malformed),
             Broken::Violation(violation) => Fault::OutOfTurn { what: format!("what it may not ({violation})") },

@@ -3,8 +3,8 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::control::session::MAGIC;
 use crate::control::{Outcome, RefusalCode};
+use crate::handshake::MAGIC;
 use tokio::net::TcpListener;
 use tokio::time::{Instant, sleep};
 

@@ -1,6 +1,6 @@
 //! One frame of the greeting on the wire: a fixed preamble, the payload, their checksums. Pure: bytes in, frames out.
 //!
-//! What it does not know: what the tags mean ([`crate::control::session`]). What follows the greeting are the message layer's frames
+//! What it does not know: what the tags mean ([`crate::handshake`]). What follows the greeting are the message layer's frames
 //! ([`crate::frame`]), of another layout. A checksum finds what a broken network or program does by accident.
 //!
 //! ```text
@@ -14,7 +14,7 @@
 //! The preamble has a checksum of its own so that a length is believed only when it arrived whole; and it is compared with
 //! the bound before a single byte of the payload is waited for.
 
-use crate::control::error::FrameError;
+use super::error::FrameError;
 
 /// A whole frame whose checksums hold.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -41,8 +41,8 @@ impl Frame {
 
 /// The twelve bytes before the payload.
 fn preamble(tag: u8, payload: &[u8]) -> [u8; PREAMBLE_BYTES] {
-    let length =
-        u32::try_from(payload.len()).expect("the codec bounds every payload by MAX_PAYLOAD_BYTES before it is framed");
+    let length = u32::try_from(payload.len())
+        .expect("the codec bounds every payload by MAX_HANDSHAKE_PAYLOAD_BYTES before it is framed");
     let mut bytes = [0; PREAMBLE_BYTES];
     bytes[..2].copy_from_slice(&FRAME_MAGIC);
     bytes[2] = tag;
@@ -146,10 +146,6 @@ fn check_start(bytes: &[u8]) -> Result<(), FrameError> {
     }
     Err(FrameError::Magic)
 }
-
-/// The longest body of an agents' message, in bytes. The longest message is a status that lists
-/// [`crate::control::MAX_REPLICAS`] replicas; `control.rs` asserts at compile time that it fits.
-pub const MAX_PAYLOAD_BYTES: u32 = 512 * 1024;
 
 /// The longest payload of the handshake, in bytes: the challenge has 54, and may grow in later versions. This bounds what
 /// somebody who has proved nothing can make us hold.
@@ -259,8 +255,9 @@ mod tests {
 
     #[test]
     fn memory_follows_what_arrived_not_what_was_announced() {
-        let bytes = encoded(&Frame::plain(1, vec![0; MAX_PAYLOAD_BYTES as usize]));
-        let mut decoder = Decoder::new(MAX_PAYLOAD_BYTES);
+        const LONG_BYTES: u32 = 512 * 1024;
+        let bytes = encoded(&Frame::plain(1, vec![0; LONG_BYTES as usize]));
+        let mut decoder = Decoder::new(LONG_BYTES);
         decoder.feed(&bytes[..100]);
         assert_eq!(decoder.next_frame().unwrap(), None);
         assert!(decoder.buffer.capacity() < 1000);
