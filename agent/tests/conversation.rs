@@ -9,10 +9,11 @@ use std::net::TcpStream;
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
+use remora_agent::conversation::Token;
 use remora_lab::{Kind, Server, require};
-use remora_messenger::control::{Message as Words, NEWEST_VERSION, OLDEST_VERSION, StatusReport, Token, Totals};
 use remora_messenger::handshake::Versions;
 use remora_messenger::{Address, Connection, Delivery, Dispatcher, Message, Messenger, Options, Policy};
+use remora_protocol::{Message as Words, NEWEST_VERSION, OLDEST_VERSION, StatusReport, Totals};
 use stage::{Stage, says};
 
 fn plain(stage: &Stage) -> Options {

@@ -8,7 +8,6 @@ use bytes::Bytes;
 use remora_wire::Token;
 
 use crate::buffer::Buffer;
-use crate::control::Message;
 use crate::frame;
 use crate::handshake::frame::{Decoder, MAX_HANDSHAKE_PAYLOAD_BYTES};
 use crate::handshake::{Handshake, Opening, Role, Versions};
@@ -17,8 +16,7 @@ use crate::session::{LinkId, Place, Session};
 use crate::signal::{Entity, Label, MESSAGE, Signal};
 
 /// The targets by the name of their file and of their seeds' folder.
-pub const TARGETS: [(&str, Body); 6] = [
-    ("messenger_message", message),
+pub const TARGETS: [(&str, Body); 5] = [
     ("messenger_frames", frames),
     ("messenger_handshake", handshake),
     ("messenger_layer_frames", layer_frames),
@@ -28,19 +26,6 @@ pub const TARGETS: [(&str, Body); 6] = [
 
 /// Takes any bytes, and panics when something is wrong with us.
 pub type Body = fn(&[u8]);
-
-/// First byte: the tag. The rest: the payload. What decodes must encode to the same bytes.
-pub fn message(bytes: &[u8]) {
-    let Some((&tag, payload)) = bytes.split_first() else {
-        return;
-    };
-    let Ok(message) = Message::decode(tag, payload) else {
-        return;
-    };
-    let mut again = Vec::new();
-    assert_eq!(message.encode(&mut again), Ok(tag));
-    assert_eq!(again, payload, "two encodings of {}", message.name());
-}
 
 /// Frames in any pieces. What decodes must encode to the same bytes.
 pub fn frames(bytes: &[u8]) {
@@ -232,17 +217,5 @@ mod tests {
                 body(&bytes);
             }
         }
-    }
-
-    /// Seeds that are refused at their first field would exercise little: each kind of message is there, under its name.
-    #[test]
-    fn the_seeds_hold_every_kind_of_message() {
-        let decoded = |(name, bytes): &(String, Vec<u8>)| {
-            let (tag, payload) = bytes.split_first()?;
-            let message = Message::decode(*tag, payload).ok()?;
-            assert_eq!(message.name().to_lowercase(), name.replace('-', ""));
-            Some(message.tag())
-        };
-        assert_eq!(seeds("messenger_message").iter().filter_map(decoded).count(), 17);
     }
 }

@@ -63,8 +63,7 @@
 //! - [`buffer`], [`throttle`]: memory for what is received, and bounds on what is under way;
 //! - `worker`, `registry`, [`stack`]: the thread that moves bytes between links and sessions, and the links;
 //! - [`error`]: why a link was given up;
-//! - [`handshake`]: how the two ends of a link prove to each other that they hold the same token;
-//! - [`control`]: the agents' conversation, on the layer.
+//! - [`handshake`]: how the two ends of a link prove to each other that they hold the same token.
 //!
 //! Nothing waits but a worker for its descriptor. Every state of a session but two ends by itself; whoever calls, is called,
 //! starts or stops in whichever order, nobody waits for somebody who waits for him.
@@ -73,7 +72,6 @@
 
 pub mod buffer;
 pub mod connection;
-pub mod control;
 pub mod dispatcher;
 pub mod error;
 pub mod frame;

@@ -35,11 +35,10 @@ use std::time::{Duration, Instant};
 use remora_fabric::shm::{ShmExporter, ShmOptions};
 use remora_fabric::tcp::{SendMode, TcpExporter, TcpOptions};
 use remora_fabric::{Exporter, Memory, Pages, RegionId};
-use remora_messenger::control::{
+use remora_protocol::{
     Announce, GenerationState, GenerationStatus, LossCause, Message, Offer, Phase, RefusalCode, Relays, ReplicaStatus,
     StatusReport, TableOffer, Totals, Upstream,
 };
-use remora_messenger::control::{Connection, Endpoint, Fault, Options, Sender, Token, derive};
 use remora_table::Geometry;
 use tokio::sync::{Mutex, mpsc};
 
@@ -49,7 +48,8 @@ use self::gauge::Gauge;
 use self::owner::{Action, Event, Format, Owner, Replica, Report, Resume, Rules, Session, Stage};
 use self::trial::Trial;
 use crate::cli::{SendChoice, SourceArgs};
-use crate::door;
+use crate::conversation::listener as door;
+use crate::conversation::{Connection, Endpoint, Fault, Options, Sender, Token, derive};
 use crate::exit::Failure;
 use crate::server::{Client, Facts, Link, Place, Role, Server, Task};
 use crate::transports;
@@ -314,7 +314,7 @@ impl Source {
             Message::StatusQuery => return self.send(session, Message::Status(self.report())),
             Message::Leave { outcome, text } => {
                 tracing::info!(session, ?outcome, %text, "a replica leaves");
-                let done = outcome == remora_messenger::control::Outcome::HandedOver;
+                let done = outcome == remora_protocol::Outcome::HandedOver;
                 if let Some(peer) = self.sessions.get_mut(&session) {
                     peer.done = true;
                 }

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use remora_fabric::TransportKind;
-use remora_messenger::control::{Phase, RefusalCode};
+use remora_protocol::{Phase, RefusalCode};
 use remora_redis::ReplId;
 
 use super::capture::{Backoff, CaptureEvent, Fault};

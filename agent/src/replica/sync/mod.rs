@@ -23,13 +23,13 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use remora_messenger::control::{Fault, Token};
-use remora_messenger::control::{Message, Offer, Phase, Progress as ProgressMessage, RefusalCode};
+use remora_protocol::{Message, Offer, Phase, Progress as ProgressMessage, RefusalCode};
 use rustls::ServerConfig;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc::{self, UnboundedReceiver};
 
 use crate::cli::ReplicaArgs;
+use crate::conversation::{Fault, Token};
 use crate::exit::{Code, Failure};
 use crate::progress;
 use crate::replica::delivery::{self, Handle, News, Order};
@@ -98,7 +98,7 @@ pub(super) struct Sync {
 
 /// What happened.
 enum Happening {
-    Said(Box<Result<Message, remora_messenger::control::Error>>),
+    Said(Box<Result<Message, crate::conversation::Error>>),
     News(News),
     Peer(Said),
     Retry,
@@ -397,7 +397,7 @@ impl Sync {
         (self.transport, self.transport_why) = (Some(kind), why);
     }
 
-    async fn source_lost(&mut self, error: remora_messenger::control::Error) -> Flow {
+    async fn source_lost(&mut self, error: crate::conversation::Error) -> Flow {
         self.source = None;
         if matches!(error.fault, Fault::Refused { code: RefusalCode::Stalled, .. }) {
             self.stalled = true;

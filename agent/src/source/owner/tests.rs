@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use remora_messenger::control::{Phase, RefusalCode};
+use remora_protocol::{Phase, RefusalCode};
 use remora_redis::ReplId;
 
 use super::*;

@@ -5,10 +5,9 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use remora_wire::{Malformed, TooLarge};
-
-use crate::control::{DecodeError, REFUSED_AS_BUSY, RefusalCode, Side};
-use crate::handshake::{HandshakeError, Versions};
+use remora_messenger::handshake::{HandshakeError, Versions};
+use remora_protocol::{DecodeError, REFUSED_AS_BUSY, RefusalCode, Side};
+use remora_wire::{Malformed, TooLarge};
 
 /// A [`Fault`] and the peer with whom it happened.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -102,7 +101,7 @@ pub enum Fault {
         "closed the connection during the greeting: it is stopping, or it is not a Remora agent; its log may say more"
     )]
     ClosedEarly,
-    /// The connection ended. It is never a way of saying "done": that is [`crate::control::Message::Leave`], which nobody can forge.
+    /// The connection ended. It is never a way of saying "done": that is [`remora_protocol::Message::Leave`], which nobody can forge.
     #[error("closed the connection")]
     Closed,
     /// The system failed a read or a write.
@@ -126,7 +125,7 @@ pub enum Fault {
     Greeting(HandshakeError),
     /// Bytes that are no frame of the message layer.
     #[error("sent something garbled: {0}")]
-    Frame(crate::frame::Malformed),
+    Frame(remora_messenger::frame::Malformed),
     /// A good frame at a moment, or from an end, that has no use for it.
     #[error("sent {what} out of turn")]
     OutOfTurn {
@@ -144,7 +143,7 @@ pub enum Fault {
     /// A message that does not fit the protocol's bounds.
     #[error("cannot be told this: {0}")]
     TooLarge(#[from] TooLarge),
-    /// The send queue is full ([`crate::control::Sender::try_send`] only; [`crate::control::Sender::send`] waits instead).
+    /// The send queue is full ([`crate::conversation::Sender::try_send`] only; [`crate::conversation::Sender::send`] waits instead).
     #[error("has yet to take the last {queued} messages")]
     QueueFull {
         /// The queue's length in messages.

@@ -6,7 +6,7 @@ use crate::fuzzing;
 use proptest::collection::vec;
 use proptest::option;
 use proptest::prelude::*;
-use remora_wire::Malformed;
+use remora_wire::{Malformed, TooLarge};
 
 fn names() -> impl Strategy<Value = String> {
     "\\PC{0,30}"

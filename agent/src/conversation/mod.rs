@@ -10,30 +10,33 @@
 //!
 //! Sessions are lossy ([`Policy::lossy_client`], [`Policy::stateless_server`]): an agent whose link breaks says anew who it is and
 //! how far it has come, which is more than a replay could tell. The layer's pings come from the worker's thread, so they prove that
-//! the peer's process and the way to it live, not that its work goes on: that is what [`crate::control::Progress`] proves.
+//! the peer's process and the way to it live, not that its work goes on: that is what [`remora_protocol::Progress`] proves.
 
+pub mod error;
+pub(crate) mod listener;
 mod post;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use remora_wire::Token;
+use remora_messenger::connection::{Connection as Channel, SendError};
+use remora_messenger::frame::Limits;
+use remora_messenger::handshake::{self, Versions};
+use remora_messenger::message::{self, Delivery};
+use remora_messenger::messenger::{Messenger, Options as Manner};
+use remora_messenger::policy::Policy;
+use remora_messenger::stack::Address;
+use remora_protocol::{MAX_PAYLOAD_BYTES, Message, NEWEST_VERSION, OLDEST_VERSION, REFUSED_AS_BUSY, Side};
+use remora_wire::Malformed;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpStream, ToSocketAddrs};
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::timeout;
 
-use crate::connection::{Connection as Channel, SendError};
-use crate::control::error::{Error, Fault, Malformed, Result};
-use crate::control::{MAX_PAYLOAD_BYTES, Message, NEWEST_VERSION, OLDEST_VERSION, REFUSED_AS_BUSY, Side};
-use crate::frame::Limits;
-use crate::handshake::{self, Versions};
-use crate::message::{self, Delivery};
-use crate::messenger::{Messenger, Options as Manner};
-use crate::policy::Policy;
-use crate::stack::Address;
-use post::{Met, Post};
+pub use self::error::{Error, Fault, Result};
+use self::post::{Met, Post};
+pub use remora_wire::{Token, derive};
 
 /// Time limits and sizes of a conversation. The defaults are for agents; tests take shorter ones.
 #[derive(Debug, Clone)]
@@ -243,7 +246,7 @@ impl Connection {
         self.sender.facts.session.0
     }
 
-    /// The session's key, the same at both ends. Give data lanes what [`crate::control::derive()`] makes of it.
+    /// The session's key, the same at both ends. Give data lanes what [`derive()`] makes of it.
     pub fn session_key(&self) -> [u8; 32] {
         self.sender.facts.session.1
     }
@@ -462,7 +465,7 @@ const PING_AFTER: Duration = Duration::from_secs(1);
 const SILENCE_LIMIT: Duration = Duration::from_secs(10);
 
 /// Messages that wait to be sent: at a few a second, many seconds' worth. Most are under a hundred bytes; the longest
-/// ([`crate::control::MAX_PAYLOAD_BYTES`]) is sent only when asked for.
+/// ([`MAX_PAYLOAD_BYTES`]) is sent only when asked for.
 const SEND_QUEUE: usize = 64;
 
 /// Messages, and bytes of them, that may have come and not been received: then the peer is not read any more. As many as wait to be

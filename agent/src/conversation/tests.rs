@@ -3,8 +3,8 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::control::{Outcome, RefusalCode};
-use crate::handshake::MAGIC;
+use remora_messenger::handshake::MAGIC;
+use remora_protocol::{Outcome, RefusalCode};
 use tokio::net::TcpListener;
 use tokio::time::{Instant, sleep};
 
@@ -270,8 +270,8 @@ async fn a_last_word_arrives_although_the_peer_was_still_talking() {
 #[tokio::test]
 async fn a_message_beyond_its_bounds_is_our_mistake_and_leaves_the_connection_whole() {
     let (mut client, mut server) = talking().await;
-    let join = crate::control::Join {
-        name: "x".repeat(crate::control::MAX_NAME_BYTES + 1),
+    let join = remora_protocol::Join {
+        name: "x".repeat(remora_protocol::MAX_NAME_BYTES + 1),
         server: String::new(),
         transports: Vec::new(),
         resume: None,

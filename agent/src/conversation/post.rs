@@ -6,19 +6,17 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use remora_messenger::Dispatcher;
+use remora_messenger::connection::{Connection as Channel, Greeted};
+use remora_messenger::error::Broken;
+use remora_messenger::frame::Malformed;
+use remora_messenger::message::Delivery;
+use remora_messenger::signal::Refusal;
+use remora_messenger::stack::Address;
+use remora_protocol::Side;
 use tokio::sync::{mpsc, oneshot, watch};
 
-use super::Options;
-use crate::connection::{Connection as Channel, Greeted};
-use crate::control::Side;
-use crate::control::error::Fault;
-use crate::dispatcher::Dispatcher;
-use crate::error::Broken;
-use crate::frame::Malformed;
-use crate::message::Delivery;
-use crate::signal::Refusal;
-use crate::stack::Address;
-
+use super::{Fault, Options};
 /// See the head of the file.
 pub(super) struct Post {
     /// Who waits for the peer at that address to become known. A listener has one connection from an address at a time.
