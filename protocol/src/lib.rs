@@ -40,7 +40,7 @@
 //!
 //! - [`message`]: the messages. **Start here.**
 //! - [`join`], [`progress`]: what a replica's agent says of itself; [`offer`]: what a source answers; [`status`]: its report.
-//! - [`bounds`]: versions, and the limit of every field.
+//! - [`bounds`]: versions, and the limit of every field; [`module`]: the version of the commands between agents and module.
 
 #![forbid(unsafe_code)]
 
@@ -49,6 +49,7 @@ pub mod bounds;
 pub mod fuzzing;
 pub mod join;
 pub mod message;
+pub mod module;
 pub mod offer;
 pub mod progress;
 pub mod status;
@@ -56,6 +57,7 @@ pub mod status;
 pub use bounds::*;
 pub use join::{Join, Relays, Resume, Upstream};
 pub use message::{DecodeError, Message, Side};
+pub use module::MODULE_PROTOCOL;
 pub use offer::{Announce, Offer, RefusalCode, TableOffer};
 pub use progress::{LossCause, Outcome, Phase, Progress, Relaying};
 pub use status::{GenerationState, GenerationStatus, ReplicaStatus, StatusReport, Totals};
