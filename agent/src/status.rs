@@ -116,7 +116,6 @@ fn describe(generation: &GenerationStatus, text: &mut String) {
     let state = match generation.state {
         GenerationState::Capturing => "being taken",
         GenerationState::Complete => "whole",
-        GenerationState::Aborted => "given up",
     };
     let seconds = generation.capture_millis as f64 / 1000.0;
     text.push_str(&format!(

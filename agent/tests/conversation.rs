@@ -109,8 +109,8 @@ fn who_speaks_the_older_framing_only_is_told_so() {
     stream.write_all(&hello).unwrap();
     let mut answer = Vec::new();
     stream.read_to_end(&mut answer).unwrap();
-    // Magic, preamble, and a refusal: no common version, versions 2 to 2.
-    assert_eq!(answer.get(20..25), Some(&[1, 2, 0, 2, 0][..]), "{answer:?}");
-    source.agent.wait_for_line("speaks version 1 of the control protocol, this end 2", stage::LONG).unwrap();
+    // Magic, preamble, and a refusal: no common version, versions 3 to 3.
+    assert_eq!(answer.get(20..25), Some(&[1, 3, 0, 3, 0][..]), "{answer:?}");
+    source.agent.wait_for_line("speaks version 1 of the control protocol, this end 3", stage::LONG).unwrap();
     source.stop();
 }

@@ -139,7 +139,7 @@ pub fn rdma_letters(bytes: &[u8]) {
 pub fn handshake(bytes: &[u8]) {
     for role in [Role::Caller, Role::Called] {
         let token = Token::new(b"a token for fuzzing").expect("it is long enough");
-        let opening = Opening { versions: Versions::only(1), features: 0, nonce: [7; 32] };
+        let opening = Opening { versions: Versions::only(2), features: 0, nonce: [7; 32] };
         let (now, limit) = (Instant::now(), Duration::from_secs(1));
         let mut end = match role {
             Role::Caller => Handshake::caller(&token, opening, now, limit),

@@ -1,10 +1,10 @@
 //! Versions, and the bounds of every list, name and text.
 
 /// The oldest version of this protocol that is spoken.
-pub const OLDEST_VERSION: u16 = 2;
+pub const OLDEST_VERSION: u16 = 3;
 
 /// The newest version of this protocol that is spoken. The crate's documentation says what each one brought.
-pub const NEWEST_VERSION: u16 = 2;
+pub const NEWEST_VERSION: u16 = 3;
 
 /// The code by which a server that has no room for another conversation refuses a connection in the greeting.
 pub const REFUSED_AS_BUSY: u8 = 3;
@@ -27,9 +27,6 @@ pub const MAX_TEXT_BYTES: usize = 1024;
 
 /// Longest reason for a transport, in bytes. What is beyond is cut off. Short, as a status report has one per replica.
 pub const MAX_WHY_BYTES: usize = 400;
-
-/// Most transports in a [`crate::Join`]. There are four.
-pub const MAX_TRANSPORTS: usize = 8;
 
 /// Most keys of one table: one per transport.
 pub const MAX_KEYS: usize = 8;

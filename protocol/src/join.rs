@@ -1,9 +1,9 @@
 //! Joining: what a replica's agent reports about itself when it connects.
 
-use remora_wire::codec::{List, Maybe, Name};
+use remora_wire::codec::{Maybe, Name};
 use remora_wire::record;
 
-use crate::bounds::{MAX_ADDRESS_BYTES, MAX_NAME_BYTES, MAX_TRANSPORTS, MAX_ZONE_BYTES};
+use crate::bounds::{MAX_ADDRESS_BYTES, MAX_NAME_BYTES, MAX_ZONE_BYTES};
 
 /// What a replica's agent says of itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -12,12 +12,8 @@ pub struct Join {
     pub name: String,
     /// Its server's kind and version, as "valkey 9.1.2".
     pub server: String,
-    /// Transports it can read by, best first, numbered as the fabric numbers them; at most [`MAX_TRANSPORTS`].
-    pub transports: Vec<u8>,
     /// What it holds already from before a cut.
     pub resume: Option<Resume>,
-    /// Whether it goes on following through the source for ever, instead of handing over to the primary.
-    pub stay: bool,
     /// It only wants to know what an offer would say: no snapshot is taken for it, and the offer's tables are empty.
     pub plan_only: bool,
     /// It can read from other replicas, and perhaps be read; none: it reads from the source alone.
@@ -27,9 +23,7 @@ pub struct Join {
 record!(Join {
     name: Name<MAX_NAME_BYTES>,
     server: Name<MAX_NAME_BYTES>,
-    transports: List<u8, MAX_TRANSPORTS>,
     resume: Maybe<Resume>,
-    stay: bool,
     plan_only: bool,
     relays: Maybe<Relays>,
 });

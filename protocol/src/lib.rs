@@ -33,6 +33,7 @@
 //!
 //! # Versions, newest first
 //!
+//! - 3: Waiting says its cause in a code; fields that no receiver read are gone.
 //! - 2: on the message layer. Heartbeat is gone, as the layer pings.
 //! - 1: the same messages in frames of their own.
 //!
@@ -58,7 +59,7 @@ pub use bounds::*;
 pub use join::{Join, Relays, Resume, Upstream};
 pub use message::{DecodeError, Message, Side};
 pub use module::MODULE_PROTOCOL;
-pub use offer::{Announce, Offer, RefusalCode, TableOffer};
+pub use offer::{Announce, Offer, RefusalCode, TableOffer, WaitCause};
 pub use progress::{LossCause, Outcome, Phase, Progress, Relaying};
 pub use status::{GenerationState, GenerationStatus, ReplicaStatus, StatusReport, Totals};
 

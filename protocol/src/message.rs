@@ -6,7 +6,7 @@ use remora_wire::codec::{Codec, Malformed, Maybe, Name, Reader, Text, TooLarge};
 
 use crate::bounds::{MAX_NAME_BYTES, MAX_PAYLOAD_BYTES, MAX_TEXT_BYTES};
 use crate::join::{Join, Upstream};
-use crate::offer::{Keys, Offer, RefusalCode, TableOffer};
+use crate::offer::{Keys, Offer, RefusalCode, TableOffer, WaitCause};
 use crate::progress::{LossCause, Outcome, Progress};
 use crate::status::StatusReport;
 
@@ -59,10 +59,10 @@ pub enum Message {
 
     /// Source → replica: not yet, and why.
     Waiting {
-        /// What is waited for, for people.
-        reason: String,
-        /// How long it has been waited for, in seconds.
-        seconds: u64,
+        /// What the source waits for, for programs.
+        cause: WaitCause,
+        /// The same for people.
+        text: String,
     },
     /// Source → replica: there is a generation, and here it lies. Again with other contents when there is a newer one.
     Offer(Offer),
@@ -70,10 +70,6 @@ pub enum Message {
     HandOffAnswer {
         /// Whether the primary's backlog reaches back to the byte behind the offset asked about.
         covered: bool,
-        /// Replication offset of the oldest byte in the primary's backlog.
-        backlog_first: u64,
-        /// Replication offset of the newest byte in it.
-        backlog_end: u64,
         /// What to do or to raise when it is not covered, for people.
         text: String,
     },
@@ -135,15 +131,13 @@ impl Message {
                 Outcome::put(outcome, out)?;
                 Sentence::put(text, out)?;
             }
-            Message::Waiting { reason, seconds } => {
-                Sentence::put(reason, out)?;
-                u64::put(seconds, out)?;
+            Message::Waiting { cause, text } => {
+                WaitCause::put(cause, out)?;
+                Sentence::put(text, out)?;
             }
             Message::Offer(offer) => Offer::put(offer, out)?,
-            Message::HandOffAnswer { covered, backlog_first, backlog_end, text } => {
+            Message::HandOffAnswer { covered, text } => {
                 bool::put(covered, out)?;
-                u64::put(backlog_first, out)?;
-                u64::put(backlog_end, out)?;
                 Sentence::put(text, out)?;
             }
             Message::GenerationGone { generation, text } => {
@@ -199,14 +193,9 @@ impl Message {
             tag::LEAVE => Message::Leave { outcome: Outcome::take(from)?, text: Sentence::take(from)? },
             tag::STATUS_QUERY => Message::StatusQuery,
             tag::PROBE_QUERY => Message::ProbeQuery,
-            tag::WAITING => Message::Waiting { reason: Sentence::take(from)?, seconds: u64::take(from)? },
+            tag::WAITING => Message::Waiting { cause: WaitCause::take(from)?, text: Sentence::take(from)? },
             tag::OFFER => Message::Offer(Offer::take(from)?),
-            tag::HAND_OFF_ANSWER => Message::HandOffAnswer {
-                covered: bool::take(from)?,
-                backlog_first: u64::take(from)?,
-                backlog_end: u64::take(from)?,
-                text: Sentence::take(from)?,
-            },
+            tag::HAND_OFF_ANSWER => Message::HandOffAnswer { covered: bool::take(from)?, text: Sentence::take(from)? },
             tag::GENERATION_GONE => {
                 Message::GenerationGone { generation: u64::take(from)?, text: Sentence::take(from)? }
             }

@@ -1,4 +1,4 @@
-//! Offers: where a generation's tables are and how to reach them; and refusals.
+//! Offers: where a generation's tables are and how to reach them. Also why there is no offer: waiting and refusals.
 
 use std::fmt;
 
@@ -87,6 +87,23 @@ record!(Announce {
     port: u16,
     tls: bool,
     source_sees_as: Name<MAX_ADDRESS_BYTES>,
+});
+
+/// Why a source has no offer yet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum WaitCause {
+    /// A snapshot is being prepared: an offer follows.
+    NotYet,
+    /// Other replicas still read the present snapshot; the next one follows it.
+    Busy,
+    /// The last attempt to take a snapshot failed. The source tries again.
+    LastAttemptFailed,
+}
+
+codes!(WaitCause is "cause of waiting" {
+    0 => NotYet,
+    1 => Busy,
+    2 => LastAttemptFailed,
 });
 
 /// Why a source says no.

@@ -25,8 +25,6 @@ pub struct Progress {
     pub slots_held: u64,
     /// Bytes of the snapshot that it holds.
     pub bytes: u64,
-    /// Bytes of the journal that it has taken.
-    pub journal_offset: u64,
     /// Replication offset that its server has acknowledged.
     pub applied_offset: u64,
     /// What it takes from others and lends to them; none: it takes no part in that.
@@ -41,7 +39,6 @@ record!(Progress {
     slots_below: u64,
     slots_held: u64,
     bytes: u64,
-    journal_offset: u64,
     applied_offset: u64,
     relaying: Maybe<Relaying>,
 });

@@ -100,14 +100,11 @@ pub enum GenerationState {
     Capturing,
     /// All of it is in the table.
     Complete,
-    /// Given up.
-    Aborted,
 }
 
 codes!(GenerationState is "state of a generation" {
     0 => Capturing,
     1 => Complete,
-    2 => Aborted,
 });
 
 /// One replica, as the source sees it.

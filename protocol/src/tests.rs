@@ -36,11 +36,8 @@ fn relaying() -> impl Strategy<Value = Relaying> {
 }
 
 fn joins() -> impl Strategy<Value = Message> {
-    let transports = vec(any::<u8>(), 0..=MAX_TRANSPORTS);
-    (names(), names(), transports, option::of(resumes()), any::<[bool; 2]>(), option::of(relays())).prop_map(
-        |(name, server, transports, resume, [stay, plan_only], relays)| {
-            Message::Join(Join { name, server, transports, resume, stay, plan_only, relays })
-        },
+    (names(), names(), option::of(resumes()), any::<bool>(), option::of(relays())).prop_map(
+        |(name, server, resume, plan_only, relays)| Message::Join(Join { name, server, resume, plan_only, relays }),
     )
 }
 
@@ -50,9 +47,9 @@ fn phases() -> impl Strategy<Value = Phase> {
 }
 
 fn progress() -> impl Strategy<Value = Message> {
-    (any::<[u64; 6]>(), phases(), any::<Option<u8>>(), names(), option::of(relaying())).prop_map(
+    (any::<[u64; 5]>(), phases(), any::<Option<u8>>(), names(), option::of(relaying())).prop_map(
         |(numbers, phase, transport, transport_why, relaying)| {
-            let [generation, slots_below, slots_held, bytes, journal_offset, applied_offset] = numbers;
+            let [generation, slots_below, slots_held, bytes, applied_offset] = numbers;
             Message::Progress(Progress {
                 generation,
                 phase,
@@ -61,7 +58,6 @@ fn progress() -> impl Strategy<Value = Message> {
                 slots_below,
                 slots_held,
                 bytes,
-                journal_offset,
                 applied_offset,
                 relaying,
             })
@@ -145,7 +141,7 @@ fn replicas() -> impl Strategy<Value = ReplicaStatus> {
 
 fn generations() -> impl Strategy<Value = GenerationStatus> {
     use GenerationState::*;
-    let state = prop::sample::select(vec![Capturing, Complete, Aborted]);
+    let state = prop::sample::select(vec![Capturing, Complete]);
     let numbers = any::<[u64; 13]>();
     (numbers, "[0-9a-f]{40}", state, any::<bool>(), names()).prop_map(|(n, replid, state, windowed, capture)| {
         GenerationStatus {
@@ -183,17 +179,17 @@ fn small_ones() -> impl Strategy<Value = Message> {
     use {Outcome::*, RefusalCode::*};
     let outcomes = prop::sample::select(vec![HandedOver, Stopped, Failed]);
     let causes = prop::sample::select(vec![LossCause::Gone, LossCause::Lied, LossCause::Passed, LossCause::Refused]);
-    let refusals = prop::sample::select(vec![Busy, RefusalCode::Stopping, Stalled, PrimaryRefuses, HistoryGone]);
+    let waits = prop::sample::select(vec![WaitCause::NotYet, WaitCause::Busy, WaitCause::LastAttemptFailed]);
+    let refusals =
+        prop::sample::select(vec![RefusalCode::Busy, RefusalCode::Stopping, Stalled, PrimaryRefuses, HistoryGone]);
     prop_oneof![
         Just(Message::StatusQuery),
         Just(Message::ProbeQuery),
         vec(vec(any::<u8>(), 0..50), 0..=MAX_KEYS).prop_map(|keys| Message::ProbeOffer { keys }),
         any::<(u64, u64)>().prop_map(|(generation, offset)| Message::HandOffQuery { generation, offset }),
         (outcomes, names()).prop_map(|(outcome, text)| Message::Leave { outcome, text }),
-        (names(), any::<u64>()).prop_map(|(reason, seconds)| Message::Waiting { reason, seconds }),
-        (any::<(bool, u64, u64)>(), names()).prop_map(|((covered, backlog_first, backlog_end), text)| {
-            Message::HandOffAnswer { covered, backlog_first, backlog_end, text }
-        }),
+        (waits, names()).prop_map(|(cause, text)| Message::Waiting { cause, text }),
+        (any::<bool>(), names()).prop_map(|(covered, text)| Message::HandOffAnswer { covered, text }),
         (any::<u64>(), names()).prop_map(|(generation, text)| Message::GenerationGone { generation, text }),
         (refusals, names()).prop_map(|(code, text)| Message::Refused { code, text }),
         (any::<[u64; 2]>(), causes, names()).prop_map(|([generation, session], cause, text)| Message::PeerLost {
@@ -335,7 +331,7 @@ fn each_end_may_say_its_own_messages_only() {
         (Message::ProbeOffer { keys: Vec::new() }, false, true),
         (Message::HandOffQuery { generation: 0, offset: 0 }, true, false),
         (status(Vec::new()), false, true),
-        (Message::Waiting { reason: String::new(), seconds: 0 }, false, true),
+        (Message::Waiting { cause: WaitCause::NotYet, text: String::new() }, false, true),
         (Message::ReadPeer { generation: 0, name: String::new() }, true, false),
         (Message::ReadFrom { generation: 0, upstream: None }, false, true),
     ] {
@@ -350,14 +346,12 @@ fn the_layout_of_a_join_is_the_one_written_down() {
     let join = Join {
         name: "b".to_owned(),
         server: "valkey 9".to_owned(),
-        transports: vec![2, 1],
         resume: Some(Resume { generation: 3, held_slots: 0x0102, loaded: true, replid: [b'a'; 40], next_byte: 9 }),
-        stay: true,
         plan_only: false,
         relays: Some(Relays { serves_at: "h:1".to_owned(), zone: String::new() }),
     };
-    let mut wire = b"\x01\x00b\x08\x00valkey 9\x02\x00\x02\x01\x01\x03\0\0\0\0\0\0\0\x02\x01\0\0\0\0\0\0\x01".to_vec();
+    let mut wire = b"\x01\x00b\x08\x00valkey 9\x01\x03\0\0\0\0\0\0\0\x02\x01\0\0\0\0\0\0\x01".to_vec();
     wire.extend_from_slice(&[b'a'; 40]);
-    wire.extend_from_slice(b"\x09\0\0\0\0\0\0\0\x01\0\x01\x03\0h:1\0\0");
+    wire.extend_from_slice(b"\x09\0\0\0\0\0\0\0\0\x01\x03\0h:1\0\0");
     assert_eq!(encoded(&Message::Join(join)), (0x20, wire));
 }

@@ -128,9 +128,7 @@ fn join(args: &ReplicaArgs, target: &Target, resume: Option<Resume>) -> Join {
     Join {
         name: args.name.clone().unwrap_or_default(),
         server: target.facts.name(),
-        transports: wish(args).kinds().into_iter().map(TransportKind::code).collect(),
         resume,
-        stay: args.stay,
         plan_only: false,
         relays: None,
     }

@@ -56,7 +56,6 @@ use crate::transports;
 use crate::units::Size;
 
 pub(crate) use self::capture::Backoff;
-pub(crate) use self::owner::TROUBLE;
 
 /// Runs a source until it is stopped.
 ///
@@ -373,7 +372,7 @@ impl Source {
                 self.start_capture(generation, with_stream)?;
             }
             Action::Offer { session } => self.offer(session),
-            Action::Wait { session, reason } => self.send(session, Message::Waiting { reason, seconds: 0 }),
+            Action::Wait { session, cause, text } => self.send(session, Message::Waiting { cause, text }),
             Action::Drop { session, code, text } => {
                 tracing::warn!(session, %text, "a replica is refused");
                 self.send(session, Message::Refused { code, text });
@@ -649,12 +648,9 @@ impl Source {
         tokio::spawn(async move {
             let answer = match ask(&client, &server).await {
                 Ok(facts) => hand_off_answer(&facts, offset, rate),
-                Err(error) => Message::HandOffAnswer {
-                    covered: false,
-                    backlog_first: 0,
-                    backlog_end: 0,
-                    text: format!("the primary does not answer: {error}"),
-                },
+                Err(error) => {
+                    Message::HandOffAnswer { covered: false, text: format!("the primary does not answer: {error}") }
+                }
             };
             let _ = sender.send(answer).await;
         });
@@ -774,7 +770,7 @@ fn as_others_reach_it(relays: Relays, seen: std::net::SocketAddr) -> Relays {
 fn hand_off_answer(facts: &Facts, offset: u64, rate: u64) -> Message {
     let Some(backlog) = facts.backlog else {
         let text = "the primary does not tell of its backlog (INFO replication)".into();
-        return Message::HandOffAnswer { covered: false, backlog_first: 0, backlog_end: 0, text };
+        return Message::HandOffAnswer { covered: false, text };
     };
     let end = backlog.first.saturating_add(backlog.held).saturating_sub(1);
     // What may still be written before the byte that the replica needs next falls out of the backlog.
@@ -794,7 +790,7 @@ fn hand_off_answer(facts: &Facts, offset: u64, rate: u64) -> Message {
             Size::bytes(needed.max(end.saturating_sub(offset)).saturating_mul(2).next_power_of_two())
         )
     };
-    Message::HandOffAnswer { covered, backlog_first: backlog.first, backlog_end: end, text }
+    Message::HandOffAnswer { covered, text }
 }
 
 /// The time between asking and the primary's `+CONTINUE`: some round trips, and a server that is busy with other things.

@@ -59,9 +59,7 @@ async fn join(source: &str, token: &Token, address: SocketAddr) -> (Connection, 
     let join = Join {
         name: "liar".into(),
         server: "Valkey 9.1".into(),
-        transports: vec![3],
         resume: None,
-        stay: true,
         plan_only: false,
         relays: Some(Relays { serves_at: address.to_string(), zone: String::new() }),
     };
@@ -99,7 +97,6 @@ async fn boast(mut connection: Connection, generation: u64) {
         slots_below: u64::MAX,
         slots_held: 128,
         bytes: 16 << 20,
-        journal_offset: 0,
         applied_offset: 0,
         relaying: Some(Relaying { reads_from: None, oldest: 0, held: 128, is_full: false }),
     };
