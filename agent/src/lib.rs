@@ -10,7 +10,7 @@
 //! ```
 //!
 //! What it is: the owners and loops that drive the pure machines and the memory of the crates below, and the command line over
-//! them. What it is not: a protocol (`remora_redis`, `remora_messenger`), a transport (`remora_fabric`) or a layout
+//! them. What it is not: a protocol (`remora_redis`, `remora_protocol`, `remora_messenger`), a transport (`remora_fabric`) or a layout
 //! (`remora_table`).
 //!
 //! The modules, in the order one should meet them:
@@ -18,7 +18,8 @@
 //! - [`args`]: what can be typed; [`commands`]: the process around one command. **Start here.**
 //! - [`exit`]: how a command ends; [`progress`]: what it shows while it runs; [`units`]: sizes and times as people write them.
 //! - [`server`]: the client to a Redis or Valkey server that everything below uses.
-//! - [`source`], [`replica`], [`status`]: the job. `door`: the port that either end may open.
+//! - [`conversation`]: connections between agents, and the port that either end may open.
+//! - [`source`], [`replica`], [`status`]: the job.
 //! - [`transports`]: which ways to the memory there are, and the command that looks at them alone; [`probe`] measures them.
 //! - [`verify`], [`load`], [`library`], [`generate`]: beside it.
 #![forbid(unsafe_code)]
@@ -27,7 +28,7 @@
 
 pub mod args;
 pub mod commands;
-mod door;
+pub mod conversation;
 pub mod exit;
 pub mod generate;
 pub mod library;

@@ -19,9 +19,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use remora_fabric::{Connector, Error, Memory, Pages, RegionKey, Secret, TransportKind};
-use remora_messenger::control::{Connection, Message, Options, Token, derive};
+use remora_protocol::Message;
 
 use crate::args::ProbeArgs;
+use crate::conversation::{Connection, Options, Token, derive};
 use crate::exit::{Code, Failure};
 use crate::source::LANES_LABEL;
 use crate::transports::taken::Wish;
@@ -38,7 +39,7 @@ const OFFER_LIMIT: Duration = Duration::from_secs(20);
 pub async fn run(args: ProbeArgs) -> Result<(), Failure> {
     let token = Token::read_file(&args.token_file).map_err(|error| Failure::refused(error.to_string()))?;
     let address = (args.source.host.as_str(), args.source.port);
-    let connected = remora_messenger::control::connect(address, &token, &Options::default()).await;
+    let connected = crate::conversation::connect(address, &token, &Options::default()).await;
     let mut connection = connected.map_err(denied)?;
     let keys = ask(&mut connection, &args).await?;
     let way = Way {
@@ -82,7 +83,7 @@ async fn ask(connection: &mut Connection, args: &ProbeArgs) -> Result<Vec<Region
     })
 }
 
-fn denied(error: remora_messenger::control::Error) -> Failure {
+fn denied(error: crate::conversation::Error) -> Failure {
     Failure::new(Code::Source, format!("the source {error}"))
 }
 

@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use remora_messenger::control::{Connection, Options, Token};
-use remora_messenger::control::{GenerationState, GenerationStatus, Message, ReplicaStatus, StatusReport};
+use remora_protocol::{GenerationState, GenerationStatus, Message, ReplicaStatus, StatusReport};
 
 use crate::args::StatusArgs;
+use crate::conversation::{Connection, Options, Token};
 use crate::exit::{Code, Failure};
 use crate::units::{Size, readable};
 
@@ -19,8 +19,7 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 pub async fn run(args: StatusArgs) -> Result<(), Failure> {
     let token = Token::read_file(&args.token_file).map_err(|error| Failure::refused(error.to_string()))?;
     let address = (args.source.host.as_str(), args.source.port);
-    let mut connection =
-        remora_messenger::control::connect(address, &token, &Options::default()).await.map_err(denied)?;
+    let mut connection = crate::conversation::connect(address, &token, &Options::default()).await.map_err(denied)?;
     loop {
         let report = ask(&mut connection, &args).await?;
         if args.json {
@@ -49,7 +48,7 @@ async fn ask(connection: &mut Connection, args: &StatusArgs) -> Result<StatusRep
     })
 }
 
-fn denied(error: remora_messenger::control::Error) -> Failure {
+fn denied(error: crate::conversation::Error) -> Failure {
     Failure::new(Code::Source, format!("the source {error}"))
 }
 
@@ -96,7 +95,7 @@ fn branch(replicas: &[ReplicaStatus], from: Option<u64>, indent: &str, text: &mu
 }
 
 /// Characters of indent, at most: as many levels as there may be replicas, but none that a damaged report could make endless.
-const DEEPEST: usize = 3 * remora_messenger::control::MAX_REPLICAS;
+const DEEPEST: usize = 3 * remora_protocol::MAX_REPLICAS;
 
 /// What others may read at a replica, in words.
 fn lends(replica: &ReplicaStatus) -> String {
@@ -117,7 +116,6 @@ fn describe(generation: &GenerationStatus, text: &mut String) {
     let state = match generation.state {
         GenerationState::Capturing => "being taken",
         GenerationState::Complete => "whole",
-        GenerationState::Aborted => "given up",
     };
     let seconds = generation.capture_millis as f64 / 1000.0;
     text.push_str(&format!(
@@ -174,7 +172,7 @@ fn replicas(replicas: &[ReplicaStatus]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use remora_messenger::control::Phase;
+    use remora_protocol::Phase;
 
     use super::*;
 
@@ -223,6 +221,6 @@ mod tests {
         assert_eq!(text, "└─ a  lends 10 slots\n");
         let ring = [replica(1, "a", Some(2)), replica(2, "b", Some(1))];
         branch(&ring, Some(1), "", &mut text);
-        assert!(text.lines().count() <= 2 + remora_messenger::control::MAX_REPLICAS);
+        assert!(text.lines().count() <= 2 + remora_protocol::MAX_REPLICAS);
     }
 }

@@ -9,13 +9,19 @@ use std::net::TcpStream;
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
+use remora_agent::conversation::Token;
 use remora_lab::{Kind, Server, require};
-use remora_messenger::control::{Message as Words, StatusReport, Token, Totals};
+use remora_messenger::handshake::Versions;
 use remora_messenger::{Address, Connection, Delivery, Dispatcher, Message, Messenger, Options, Policy};
+use remora_protocol::{Message as Words, NEWEST_VERSION, OLDEST_VERSION, StatusReport, Totals};
 use stage::{Stage, says};
 
 fn plain(stage: &Stage) -> Options {
-    Options { token: Some(Arc::new(Token::read_file(&stage.token).unwrap())), ..Options::default() }
+    Options {
+        token: Some(Arc::new(Token::read_file(&stage.token).unwrap())),
+        versions: Versions { oldest: OLDEST_VERSION, newest: NEWEST_VERSION },
+        ..Options::default()
+    }
 }
 
 fn spoken(words: &Words) -> Message {
@@ -103,8 +109,8 @@ fn who_speaks_the_older_framing_only_is_told_so() {
     stream.write_all(&hello).unwrap();
     let mut answer = Vec::new();
     stream.read_to_end(&mut answer).unwrap();
-    // Magic, preamble, and a refusal: no common version, versions 2 to 2.
-    assert_eq!(answer.get(20..25), Some(&[1, 2, 0, 2, 0][..]), "{answer:?}");
-    source.agent.wait_for_line("speaks version 1 of the control protocol, this end 2", stage::LONG).unwrap();
+    // Magic, preamble, and a refusal: no common version, versions 3 to 3.
+    assert_eq!(answer.get(20..25), Some(&[1, 3, 0, 3, 0][..]), "{answer:?}");
+    source.agent.wait_for_line("speaks version 1 of the control protocol, this end 3", stage::LONG).unwrap();
     source.stop();
 }

@@ -298,7 +298,7 @@ fn a_server_in_cluster_mode_is_refused_with_the_way_that_will_come() {
 fn strangers(at: SocketAddr) -> Vec<TcpStream> {
     let connect = || TcpStream::connect(at).unwrap();
     let mut held: Vec<TcpStream> = (0..100).map(|_| connect()).collect();
-    let half_words = [&remora_messenger::control::MAGIC[..3], &remora_fabric::tcp::LANE_MAGIC[..7], b"\0", b"*1"];
+    let half_words = [&remora_messenger::handshake::MAGIC[..3], &remora_fabric::tcp::LANE_MAGIC[..7], b"\0", b"*1"];
     for word in half_words {
         let mut stream = connect();
         let _ = stream.write_all(word);
@@ -347,8 +347,8 @@ fn garbage(at: SocketAddr, random: &mut Random) {
         noise.clone(),
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n".to_vec(),
         b"*1\r\n$4\r\nPING\r\n".to_vec(),
-        begun(&remora_messenger::control::MAGIC, &noise),
-        begun(&remora_messenger::control::MAGIC, &huge),
+        begun(&remora_messenger::handshake::MAGIC, &noise),
+        begun(&remora_messenger::handshake::MAGIC, &huge),
         begun(&remora_fabric::tcp::LANE_MAGIC, &noise),
         begun(&remora_fabric::tcp::LANE_MAGIC, &huge),
     ];

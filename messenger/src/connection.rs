@@ -42,7 +42,7 @@ struct Shared {
 pub struct Greeted {
     /// The link's number, the same at both ends.
     pub number: u64,
-    /// A key that only the two ends know, if they hold a token: give away what [`crate::control::derive()`] makes of it.
+    /// A key that only the two ends know, if they hold a token: give away what [`remora_wire::derive()`] makes of it.
     pub key: [u8; 32],
     /// The protocol version.
     pub version: u16,

@@ -3,8 +3,8 @@
 
 use std::io;
 
-use crate::control::error::Fault;
 use crate::frame::Malformed;
+use crate::handshake::HandshakeError;
 use crate::session::Violation;
 
 /// A link is of no use any more.
@@ -30,7 +30,7 @@ pub enum Broken {
     // Whoever set up the two ends can act.
     /// The two could not agree.
     #[error("the greeting failed: {0}")]
-    Greeting(Box<Fault>),
+    Greeting(#[from] HandshakeError),
 
     // The peer is broken, or somebody stands between.
     /// Bytes that are no frame.

@@ -63,7 +63,7 @@
 //! - [`buffer`], [`throttle`]: memory for what is received, and bounds on what is under way;
 //! - `worker`, `registry`, [`stack`]: the thread that moves bytes between links and sessions, and the links;
 //! - [`error`]: why a link was given up;
-//! - [`control`]: the agents' conversation, on the layer; its greeting is also the layer's.
+//! - [`handshake`]: how the two ends of a link prove to each other that they hold the same token.
 //!
 //! Nothing waits but a worker for its descriptor. Every state of a session but two ends by itself; whoever calls, is called,
 //! starts or stops in whichever order, nobody waits for somebody who waits for him.
@@ -72,12 +72,12 @@
 
 pub mod buffer;
 pub mod connection;
-pub mod control;
 pub mod dispatcher;
 pub mod error;
 pub mod frame;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
+pub mod handshake;
 pub mod message;
 pub mod messenger;
 pub mod policy;
@@ -91,11 +91,11 @@ mod worker;
 
 pub use buffer::{Buffer, Pool};
 pub use connection::{Connection, Greeted, SendError};
-pub use control::token::Token;
 pub use dispatcher::Dispatcher;
 pub use message::{Arrival, Delivery, Message};
 pub use messenger::{Messenger, Options, Polling};
 pub use policy::Policy;
+pub use remora_wire::Token;
 pub use signal::Refusal;
 pub use stack::Address;
 pub use throttle::{Permit, Throttle};

@@ -6,10 +6,12 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use remora_wire::Token;
+
 use crate::buffer::Pool;
 use crate::connection::Connection;
-use crate::control::token::Token;
 use crate::dispatcher::Dispatcher;
+use crate::handshake::Versions;
 use crate::policy::Policy;
 use crate::registry::{Name, Registry};
 use crate::signal::Entity;
@@ -30,6 +32,8 @@ pub struct Options {
     /// The secret by which both ends know each other; frames are sealed then, unless `sealed` is false at both ends. Without
     /// one anybody may join.
     pub token: Option<Arc<Token>>,
+    /// The versions of the owner's protocol that this end speaks: both ends settle on the newest that both have.
+    pub versions: Versions,
     /// Whether frames bear seals where there is a token.
     pub sealed: bool,
     /// How long a worker looks around before it sleeps.
@@ -63,6 +67,7 @@ impl Default for Options {
             workers: 1,
             summed: true,
             token: None,
+            versions: Versions::only(1),
             sealed: true,
             polling: Polling::Event,
             pool_bytes: POOL_BYTES,
@@ -112,7 +117,7 @@ impl Messenger {
         let common = Arc::new(Common {
             entity: Entity(u64::from_le_bytes(entity)),
             policy,
-            manners: Manners { token, summed: options.summed, sealed },
+            manners: Manners { token, versions: options.versions, summed: options.summed, sealed },
             polling: options.polling,
             stacks: Stacks::new(options.tls.clone(), options.rdma.clone()),
             dispatcher,

@@ -1,11 +1,13 @@
 //! Seals: a keyed hash at the end of each frame, over its direction, its number and all its bytes. A checksum finds accidents;
-//! only a seal finds intent. How both ends come by the key is the greeting's business ([`crate::control::session`]).
+//! only a seal finds intent. How both ends come by the key is the greeting's business ([`crate::handshake`]).
 
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
 
-use crate::control::session::{Role, derive};
+use remora_wire::derive;
+
 use crate::frame::{BODIES, Malformed};
+use crate::handshake::Role;
 
 /// A truncated HMAC-SHA256. Sixteen bytes: 2^-128 for one guess, and a wrong guess ends the connection.
 pub type Seal = [u8; SEAL_BYTES];
@@ -22,8 +24,8 @@ impl Seals {
     /// The seals of what `sender` sends, for a key that only the two ends know.
     pub fn new(session_key: &[u8; 32], sender: Role) -> Seals {
         let (direction, label) = match sender {
-            Role::Client => (0, LABEL_CLIENT),
-            Role::Server => (1, LABEL_SERVER),
+            Role::Caller => (0, LABEL_CLIENT),
+            Role::Called => (1, LABEL_SERVER),
         };
         let key =
             <Hmac<Sha256> as Mac>::new_from_slice(&derive(session_key, label)).expect("HMAC takes keys of any length");

@@ -36,9 +36,9 @@ pub(crate) use spin::Spin;
 
 use crate::buffer::Buffer;
 use crate::connection::{Connection, NOWHERE, Queued};
-use crate::control::session::Established;
 use crate::error::Broken;
 use crate::frame::{NO_BODIES, Preamble, Step};
+use crate::handshake::Established;
 use crate::message::{Arrival, Delivery};
 use crate::messenger::Common;
 use crate::registry::Name;

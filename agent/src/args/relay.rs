@@ -53,7 +53,7 @@ pub(super) fn parse_rate(text: &str) -> Result<Size, String> {
 }
 
 fn parse_zone(text: &str) -> Result<String, String> {
-    let most = remora_messenger::control::MAX_ZONE_BYTES;
+    let most = remora_protocol::MAX_ZONE_BYTES;
     if text.len() > most { Err(format!("at most {most} bytes")) } else { Ok(text.to_owned()) }
 }
 

@@ -9,10 +9,10 @@ use std::time::Duration;
 
 use remora_fabric::{Handover, View, shm::Place};
 use remora_redis::rdb::reference::TICKET_BYTES;
-use remora_redis::resp::Frame;
 use remora_table::Tally;
 
 use crate::server::Client;
+use crate::source::module::field;
 
 /// What the delivery keeps.
 pub(super) struct Shown {
@@ -82,9 +82,10 @@ impl Introduction {
             Ok(given) => given.map_err(|error| error.to_string())?,
             Err(error) => return Err(error.to_string()),
         }
-        match frame {
-            Frame::Simple(text) => Ok(Answer { idle_times: !text.ends_with(b"NOIDLE") }),
-            other => Err(format!("REMORA.LOAD was answered by {other:?}")),
+        match field(&frame, b"idle_times").as_deref() {
+            Some("yes") => Ok(Answer { idle_times: true }),
+            Some("no") => Ok(Answer { idle_times: false }),
+            _ => Err(format!("REMORA.LOAD was answered by {frame:?}, which does not say idle_times")),
         }
     }
 }

@@ -46,13 +46,13 @@ mod upstream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use remora_messenger::control::Token;
 use remora_redis::resp::Frame;
 
 use self::control::Control;
 use self::record::Record;
 use self::sync::Sync;
 use crate::args::ReplicaArgs;
+use crate::conversation::Token;
 use crate::exit::Failure;
 use crate::progress;
 use crate::server::{Client, RefusalKind, ServerError, Task};
@@ -129,7 +129,7 @@ async fn once_settled(client: &mut Client, command: &[&str]) -> Result<Frame, Se
 /// How long a hand-off may take at least, in seconds of writes that the primary's backlog must hold.
 const BACKLOG_SECONDS: u64 = 2;
 
-fn warn_of_a_small_backlog(plan: &remora_messenger::control::Offer) {
+fn warn_of_a_small_backlog(plan: &remora_protocol::Offer) {
     if plan.backlog_bytes > 0 && plan.backlog_bytes < plan.write_rate.saturating_mul(BACKLOG_SECONDS) {
         tracing::warn!(
             "the primary's backlog of {} holds less than {BACKLOG_SECONDS} s of its {} of writes a second: the hand-off may have to \

@@ -7,7 +7,7 @@ use std::fs::File;
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
-use remora_messenger::control::Offer;
+use remora_protocol::Offer;
 
 use super::link_login::{LinkLogin, PrimaryLogin};
 use super::record::{LOGIN, Record};

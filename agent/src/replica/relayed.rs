@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use remora_fabric::{Memory, Peer};
-use remora_messenger::control::LossCause;
+use remora_protocol::LossCause;
 use remora_table::{Loss, Progress, Slot, SnapshotCopy, Turn};
 
 use super::feed::{CopyPlan, FeedError, Mapped};

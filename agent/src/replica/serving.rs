@@ -17,15 +17,14 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use remora_fabric::shm::{ShmExporter, ShmOptions};
 use remora_fabric::tcp::{SendMode, TcpExporter, TcpOptions};
 use remora_fabric::{Exporter, Memory, RegionId};
-use remora_messenger::control::{
-    Connection, Endpoint, Message, Options, RefusalCode, Sender, TableOffer, Token, derive,
-};
+use remora_protocol::{Message, RefusalCode, TableOffer};
 use remora_table::Geometry;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
 use crate::args::RdmaOffer;
-use crate::door::{self, Door};
+use crate::conversation::listener::{self as door, Door};
+use crate::conversation::{Connection, Endpoint, Options, Sender, Token, derive};
 use crate::exit::Failure;
 use crate::source::LANES_LABEL;
 use crate::transports;

@@ -5,8 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use remora_fabric::{Memory, Pages, Peer, RegionKey, Secret, TransportKind};
-use remora_messenger::control::{Connection, Fault, Options, Token, derive};
-use remora_messenger::control::{Join, Message, Offer, Relays, Resume, TableOffer};
+use remora_protocol::{Join, Message, Offer, Relays, Resume, TableOffer};
 use remora_table::{Expectation, Geometry, MIN_SLOTS, SinkLayout, SnapshotCopy};
 
 use super::delivery::Progress;
@@ -14,6 +13,7 @@ use super::feed::{CopyPlan, Feed, Part, Parts};
 use super::preflight::Target;
 use super::spool;
 use crate::args::ReplicaArgs;
+use crate::conversation::{Connection, Fault, Options, Token, derive};
 use crate::exit::{Code, Failure};
 use crate::source::{Backoff, LANES_LABEL};
 use crate::transports::taken::{Connectors, Wish};
@@ -27,17 +27,14 @@ pub(super) struct Source {
 const PLAN_LIMIT: Duration = Duration::from_secs(10);
 
 impl Source {
-    pub(super) async fn connect(args: &ReplicaArgs, token: &Token) -> Result<Source, remora_messenger::control::Error> {
+    pub(super) async fn connect(args: &ReplicaArgs, token: &Token) -> Result<Source, crate::conversation::Error> {
         let address = (args.source.host.as_str(), args.source.port);
-        let connection = remora_messenger::control::connect(address, token, &Options::default()).await?;
+        let connection = crate::conversation::connect(address, token, &Options::default()).await?;
         Ok(Source { connection })
     }
 
     /// The first connection. A door that is crowded for the moment is worth waiting at; anything else is told at once.
-    pub(super) async fn connect_first(
-        args: &ReplicaArgs,
-        token: &Token,
-    ) -> Result<Source, remora_messenger::control::Error> {
+    pub(super) async fn connect_first(args: &ReplicaArgs, token: &Token) -> Result<Source, crate::conversation::Error> {
         let (began, mut backoff) = (Instant::now(), Backoff::default());
         loop {
             match Source::connect(args, token).await {
@@ -86,7 +83,7 @@ impl Source {
         progress: &Progress,
         held_slots: u64,
         relays: Option<Relays>,
-    ) -> Result<(), remora_messenger::control::Error> {
+    ) -> Result<(), crate::conversation::Error> {
         let resume = progress.origin.as_ref().map(|origin| Resume {
             generation: origin.generation,
             held_slots,
@@ -97,11 +94,11 @@ impl Source {
         self.connection.send(Message::Join(Join { relays, ..join(args, target, resume) })).await
     }
 
-    pub(super) async fn send(&mut self, message: Message) -> Result<(), remora_messenger::control::Error> {
+    pub(super) async fn send(&mut self, message: Message) -> Result<(), crate::conversation::Error> {
         self.connection.send(message).await
     }
 
-    pub(super) async fn receive(&mut self) -> Result<Message, remora_messenger::control::Error> {
+    pub(super) async fn receive(&mut self) -> Result<Message, crate::conversation::Error> {
         self.connection.receive().await
     }
 
@@ -131,9 +128,7 @@ fn join(args: &ReplicaArgs, target: &Target, resume: Option<Resume>) -> Join {
     Join {
         name: args.name.clone().unwrap_or_default(),
         server: target.facts.name(),
-        transports: wish(args).kinds().into_iter().map(TransportKind::code).collect(),
         resume,
-        stay: args.stay,
         plan_only: false,
         relays: None,
     }
@@ -144,7 +139,7 @@ fn replid_bytes(replid: &str) -> [u8; 40] {
 }
 
 /// The source can't be reached, or said no.
-pub(super) fn failure(error: remora_messenger::control::Error) -> Failure {
+pub(super) fn failure(error: crate::conversation::Error) -> Failure {
     Failure::new(Code::Source, format!("the source {error}"))
 }
 

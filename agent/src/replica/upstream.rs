@@ -14,12 +14,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use remora_fabric::{Memory, TransportKind};
-use remora_messenger::control::{Connection, LossCause, Message, Options, TableOffer, Token, Upstream, derive};
+use remora_protocol::{LossCause, Message, TableOffer, Upstream};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::task::AbortHandle;
 
 use super::relayed::{Lost, ReadFrom, Reading};
 use super::source::Way;
+use crate::conversation::{Connection, Options, Token, derive};
 use crate::source::LANES_LABEL;
 use crate::transports::taken::Wish;
 
@@ -92,11 +93,11 @@ async fn converse(goal: Goal, tell: &UnboundedSender<Said>) -> Result<(), Lost> 
     let session = goal.upstream.session;
     let who = format!("{} at {}", goal.upstream.name, goal.upstream.address);
     let lost = |cause, text: String| Lost { session, cause, text: format!("the replica {who} {text}") };
-    let gone = |error: remora_messenger::control::Error| lost(LossCause::Gone, error.to_string());
+    let gone = |error: crate::conversation::Error| lost(LossCause::Gone, error.to_string());
     let address: SocketAddr =
         goal.upstream.address.parse().map_err(|_| lost(LossCause::Refused, "serves at no address".into()))?;
     let options = Options { connect_timeout: REACH_LIMIT, ..Options::default() };
-    let mut connection = remora_messenger::control::connect(address, &goal.token, &options).await.map_err(gone)?;
+    let mut connection = crate::conversation::connect(address, &goal.token, &options).await.map_err(gone)?;
     let asked = Message::ReadPeer { generation: goal.generation, name: goal.name.clone() };
     connection.send(asked).await.map_err(gone)?;
     let offered = tokio::time::timeout(OFFER_LIMIT, offer(&mut connection, goal.generation)).await;
@@ -128,10 +129,7 @@ async fn converse(goal: Goal, tell: &UnboundedSender<Said>) -> Result<(), Lost> 
     }
 }
 
-async fn offer(
-    connection: &mut Connection,
-    wanted: u64,
-) -> Result<(TableOffer, u64), remora_messenger::control::Error> {
+async fn offer(connection: &mut Connection, wanted: u64) -> Result<(TableOffer, u64), crate::conversation::Error> {
     loop {
         if let Message::PeerOffer { generation, table, rate } = connection.receive().await?
             && generation == wanted

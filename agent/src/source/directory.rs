@@ -22,7 +22,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use remora_messenger::control::{LossCause, Relaying};
+use remora_protocol::{LossCause, Relaying};
 
 use super::owner::Session;
 

@@ -35,11 +35,10 @@ use std::time::{Duration, Instant};
 use remora_fabric::shm::{ShmExporter, ShmOptions};
 use remora_fabric::tcp::{SendMode, TcpExporter, TcpOptions};
 use remora_fabric::{Exporter, Memory, Pages, RegionId};
-use remora_messenger::control::{
+use remora_protocol::{
     Announce, GenerationState, GenerationStatus, LossCause, Message, Offer, Phase, RefusalCode, Relays, ReplicaStatus,
     StatusReport, TableOffer, Totals, Upstream,
 };
-use remora_messenger::control::{Connection, Endpoint, Fault, Options, Sender, Token, derive};
 use remora_redis::ReplId;
 use remora_table::Geometry;
 use tokio::sync::{Mutex, mpsc};
@@ -50,14 +49,14 @@ use self::gauge::Gauge;
 use self::owner::{Action, Event, Format, Owner, Replica, Report, Resume, Rules, Session, Stage};
 use self::trial::Trial;
 use crate::args::{SendChoice, SourceArgs};
-use crate::door;
+use crate::conversation::listener as door;
+use crate::conversation::{Connection, Endpoint, Fault, Options, Sender, Token, derive};
 use crate::exit::Failure;
 use crate::server::{Client, Facts, Link, Place, Role, Server, Task};
 use crate::transports;
 use crate::units::Size;
 
 pub(crate) use self::capture::Backoff;
-pub(crate) use self::owner::TROUBLE;
 
 /// Runs a source until it is stopped.
 ///
@@ -315,7 +314,7 @@ impl Source {
             Message::StatusQuery => return self.send(session, Message::Status(self.report())),
             Message::Leave { outcome, text } => {
                 tracing::info!(session, ?outcome, %text, "a replica leaves");
-                let done = outcome == remora_messenger::control::Outcome::HandedOver;
+                let done = outcome == remora_protocol::Outcome::HandedOver;
                 if let Some(peer) = self.sessions.get_mut(&session) {
                     peer.done = true;
                 }
@@ -374,7 +373,7 @@ impl Source {
                 self.start_capture(generation, with_stream)?;
             }
             Action::Offer { session } => self.offer(session),
-            Action::Wait { session, reason } => self.send(session, Message::Waiting { reason, seconds: 0 }),
+            Action::Wait { session, cause, text } => self.send(session, Message::Waiting { cause, text }),
             Action::Drop { session, code, text } => {
                 tracing::warn!(session, %text, "a replica is refused");
                 self.send(session, Message::Refused { code, text });
@@ -803,11 +802,11 @@ fn hand_off_answer(facts: &Facts, history: Option<ReplId>, offset: u64, rate: u6
             Size::bytes(needed.max(end.saturating_sub(offset)).saturating_mul(2).next_power_of_two())
         )
     };
-    Message::HandOffAnswer { covered, backlog_first: backlog.first, backlog_end: end, text }
+    Message::HandOffAnswer { covered, text }
 }
 
 fn not_covered(text: String) -> Message {
-    Message::HandOffAnswer { covered: false, backlog_first: 0, backlog_end: 0, text }
+    Message::HandOffAnswer { covered: false, text }
 }
 
 /// Why a server does not continue `history` after `offset`.

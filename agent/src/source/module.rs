@@ -26,6 +26,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use remora_fabric::{Claim, Handover, Memory, shm::Place};
+use remora_protocol::MODULE_PROTOCOL;
 use remora_redis::ReplId;
 use remora_redis::psync::Payload;
 use remora_redis::psync::client::{self, Client as Handshake, Event as PsyncEvent};
@@ -228,9 +229,9 @@ async fn find_module(client: &mut Client, rules: &Rules) -> Result<bool, ServerE
     match answer {
         Ok(frame) => {
             let protocol = field(&frame, b"protocol");
-            let understood = protocol.as_deref() == Some(PROTOCOL);
+            let understood = speaks_our_protocol(&frame);
             if !understood {
-                tracing::warn!(theirs = ?protocol, ours = PROTOCOL, "the server's module is of another version: upgrade the older of the two");
+                tracing::warn!(theirs = ?protocol, ours = MODULE_PROTOCOL, "the server's module is of another version: upgrade the older of the two");
             }
             Ok(understood)
         }
@@ -267,6 +268,11 @@ pub(crate) fn field(frame: &Frame, name: &[u8]) -> Option<String> {
         [_, Frame::Bulk(value)] => Some(String::from_utf8_lossy(value).into_owned()),
         _ => None,
     }
+}
+
+/// Whether a module with that answer to `REMORA.STATUS` speaks our version of the module protocol.
+pub(crate) fn speaks_our_protocol(status: &Frame) -> bool {
+    field(status, b"protocol").and_then(|version| version.parse().ok()) == Some(MODULE_PROTOCOL)
 }
 
 /// What costs the server less. A walk writes the newest format that the server knows: where older readers wait, the server must write.
@@ -626,9 +632,6 @@ impl Pulse {
         self.felt.elapsed() < SILENCE_LIMIT
     }
 }
-
-/// The version of what agent and module say to each other.
-pub(crate) const PROTOCOL: &str = "2";
 
 /// From this size on a string costs the server less if its child writes it. docs/decisions/0007-walk-or-ease.md has the measurements.
 ///

@@ -21,14 +21,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use remora_fabric::TransportKind;
-use remora_messenger::control::{Phase, RefusalCode};
+use remora_protocol::{Phase, RefusalCode, WaitCause};
 use remora_redis::ReplId;
 
 use super::capture::{Backoff, CaptureEvent, Fault};
 use super::gauge::Gauge;
-
-/// How the reason begins for which replicas wait when it is no good one. They bear it for their `--retry-for`.
-pub(crate) const TROUBLE: &str = "the last attempt to take a snapshot failed";
 
 /// A replica's session, as numbered by the messenger.
 pub(crate) type Session = u64;
@@ -105,7 +102,7 @@ pub(crate) enum Action {
     /// Give that replica the present snapshot and the journal.
     Offer { session: Session },
     /// That replica must wait; say why.
-    Wait { session: Session, reason: String },
+    Wait { session: Session, cause: WaitCause, text: String },
     /// That replica can't be served any more; say why, and cut its lanes.
     Drop { session: Session, code: RefusalCode, text: String },
     /// The generation is over for those who read it; say why.
@@ -196,7 +193,7 @@ pub(crate) struct Replica {
     resume: Option<Resume>,
     reads: Format,
     moved: Instant,
-    told: Option<String>,
+    told: Option<(WaitCause, String)>,
     /// The history of the stream that it was offered last.
     history: Option<ReplId>,
     /// When it last reported a higher applied offset, or joined.
@@ -592,7 +589,7 @@ impl Owner {
         let reason = match self.why_not_begin(now) {
             None => {
                 self.begin(now, actions);
-                "the primary is being asked for a snapshot".to_string()
+                (WaitCause::NotYet, "the primary is being asked for a snapshot".to_string())
             }
             Some(reason) => reason,
         };
@@ -600,7 +597,8 @@ impl Owner {
             let Some(replica) = self.replicas.get_mut(&session) else { continue };
             if replica.told.as_ref() != Some(&reason) {
                 replica.told = Some(reason.clone());
-                actions.push(Action::Wait { session, reason: reason.clone() });
+                let (cause, text) = reason.clone();
+                actions.push(Action::Wait { session, cause, text });
             }
         }
     }
@@ -644,23 +642,25 @@ impl Owner {
     }
 
     /// What stands in the way of a new snapshot now.
-    fn why_not_begin(&self, now: Instant) -> Option<String> {
+    fn why_not_begin(&self, now: Instant) -> Option<(WaitCause, String)> {
         if let Some((at, text)) = &self.retry
             && now < *at
         {
-            return Some(format!("{TROUBLE} ({text}); trying again soon"));
+            let text = format!("the last attempt to take a snapshot failed ({text}); trying again soon");
+            return Some((WaitCause::LastAttemptFailed, text));
         }
         if self.ending.is_some() {
             let text = "the primary's history has changed; a snapshot of the new one follows as soon as the last replicas of the old one \
                         have gone to the primary";
-            return Some(text.to_string());
+            return Some((WaitCause::Busy, text.to_string()));
         }
         let snapshot = self.snapshot.as_ref()?;
         match snapshot.stage {
-            Stage::Asked => Some("the primary is preparing a snapshot".to_string()),
+            Stage::Asked => Some((WaitCause::NotYet, "the primary is preparing a snapshot".to_string())),
             _ if !self.replicas.values().any(Replica::is_reading) && snapshot.is_sealed() => None,
             _ => {
-                Some("the present snapshot has moved on and others still read it; the next follows at once".to_string())
+                let text = "the present snapshot has moved on and others still read it; the next follows at once";
+                Some((WaitCause::Busy, text.to_string()))
             }
         }
     }

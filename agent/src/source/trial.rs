@@ -11,7 +11,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use remora_fabric::{Error, Exporter, Memory, Pages, RegionId};
-use remora_messenger::control::{Message, RefusalCode};
+use remora_protocol::{Message, RefusalCode};
 
 use super::owner::Session;
 use super::{Incoming, Source};

@@ -7,11 +7,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::Duration;
 
+use remora_agent::conversation::{Connection, Endpoint, Options, Token, derive};
 use remora_fabric::tcp::{LANE_MAGIC, TcpExporter, TcpOptions};
 use remora_fabric::{Exporter, Memory, Pages, RegionId};
-use remora_messenger::control::{
-    Connection, Endpoint, Join, Message, Offer, Options, Phase, Progress, Relaying, Relays, TableOffer, Token, derive,
-};
+use remora_protocol::{Join, Message, Offer, Phase, Progress, Relaying, Relays, TableOffer};
 use remora_table::{Geometry, Identity, Kind, SnapshotWriter};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Runtime;
@@ -56,13 +55,11 @@ impl Liar {
 }
 
 async fn join(source: &str, token: &Token, address: SocketAddr) -> (Connection, Offer) {
-    let mut connection = remora_messenger::control::connect(source, token, &Options::default()).await.unwrap();
+    let mut connection = remora_agent::conversation::connect(source, token, &Options::default()).await.unwrap();
     let join = Join {
         name: "liar".into(),
         server: "Valkey 9.1".into(),
-        transports: vec![3],
         resume: None,
-        stay: true,
         plan_only: false,
         relays: Some(Relays { serves_at: address.to_string(), zone: String::new() }),
     };
@@ -100,7 +97,6 @@ async fn boast(mut connection: Connection, generation: u64) {
         slots_below: u64::MAX,
         slots_held: 128,
         bytes: 16 << 20,
-        journal_offset: 0,
         applied_offset: 0,
         relaying: Some(Relaying { reads_from: None, oldest: 0, held: 128, is_full: false }),
     };

@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::control::session::Role;
+use crate::handshake::Role;
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -18,7 +18,7 @@ fn parts() -> impl Strategy<Value = Parts> {
 }
 
 fn seals() -> Seals {
-    Seals::new(&[9; 32], Role::Client)
+    Seals::new(&[9; 32], Role::Caller)
 }
 
 fn encoded(frames: &[Parts], summed: bool, sealed: bool) -> Vec<u8> {

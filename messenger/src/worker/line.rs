@@ -5,12 +5,13 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::sync::Arc;
 use std::time::Instant;
 
+use remora_wire::Token;
+
 use super::places::Key;
 use crate::connection::Greeted;
-use crate::control::session::{Established, Handshake, Opening, Role, Versions};
-use crate::control::token::Token;
 use crate::error::Broken;
 use crate::frame::{Limits, Preamble, Reader, Writer};
+use crate::handshake::{Established, Handshake, Opening, Role, Versions};
 use crate::seal::Seals;
 use crate::signal::{Label, Signal};
 use crate::stack::Link;
@@ -72,6 +73,7 @@ pub(super) struct Interest {
 #[derive(Debug, Clone)]
 pub(crate) struct Manners {
     pub(crate) token: Arc<Token>,
+    pub(crate) versions: Versions,
     pub(crate) summed: bool,
     pub(crate) sealed: bool,
 }
@@ -105,12 +107,12 @@ impl Line {
 
     /// Begins the greeting.
     pub(super) fn greet(&mut self, talk: Option<Key>, manners: &Manners, now: Instant) -> Result<(), Broken> {
-        let opening = Opening { versions: Versions::OURS, features: manners.features(), nonce: random()? };
+        let opening = Opening { versions: manners.versions, features: manners.features(), nonce: random()? };
         let limit = self.deadline.map_or(std::time::Duration::ZERO, |deadline| deadline.saturating_duration_since(now));
         let token = Arc::clone(&manners.token);
         let mut handshake = match talk {
-            Some(_) => Handshake::client(token, opening, now, limit),
-            None => Handshake::server(token, opening, u64::from_le_bytes(random()?), now, limit),
+            Some(_) => Handshake::caller(token, opening, now, limit),
+            None => Handshake::called(token, opening, u64::from_le_bytes(random()?), now, limit),
         };
         let words = handshake.take_output();
         self.phase = Phase::Greeting { handshake: Box::new(handshake), words, talk };
@@ -142,7 +144,7 @@ impl Line {
                     words.extend(handshake.take_output());
                     if let Err(fault) = heard {
                         let _ = self.link.send(&[IoSlice::new(words)]); // a last word, if it can be said at once
-                        return Err(Broken::Greeting(Box::new(fault)));
+                        return Err(fault.into());
                     }
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),

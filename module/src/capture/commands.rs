@@ -2,12 +2,11 @@
 
 use std::ffi::CStr;
 
+use remora_protocol::MODULE_PROTOCOL;
+
 use super::{armed, child};
 use crate::api::{Command, Context, StrRef};
 use crate::load;
-
-/// Version of what agent and module say to each other by these commands and by the board.
-pub(crate) const PROTOCOL: i64 = 2;
 
 /// `REMORA.ARM address secret`: an agent offers a board, and a table, for the next snapshot.
 pub(crate) struct Arm;
@@ -62,7 +61,7 @@ impl Command for Status {
         let history = armed::history();
         let pairs = [
             ("version", env!("CARGO_PKG_VERSION").to_owned()),
-            ("protocol", PROTOCOL.to_string()),
+            ("protocol", MODULE_PROTOCOL.to_string()),
             ("capture", if armed::ALLOWED.get() { "yes" } else { "no" }.to_owned()),
             ("load", if load::is_registered() { "yes" } else { "no" }.to_owned()),
             ("load_state", load::state().to_owned()),

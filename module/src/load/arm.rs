@@ -14,8 +14,8 @@ use crate::api::{Command, Context, LogLevel, OwnContext, OwnedStr, StrRef};
 /// `REMORA.LOAD address secret ticket length [FLUSH]`
 ///
 /// Address and secret of the handover, the ticket that the first field will show (hexadecimal), bytes of the memory. `FLUSH`: empty
-/// the server, whose data are about to be replaced in any case. Answers `OK`, or `OK NOIDLE` if keys with idle times must come by the
-/// link.
+/// the server, whose data are about to be replaced in any case. Answers names and values: `idle_times` is `yes` if the module can set
+/// the idle times of keys, and `no` if keys with idle times must come over the link.
 pub(crate) struct Load;
 
 impl Command for Load {
@@ -25,8 +25,12 @@ impl Command for Load {
 
     fn run(context: &Context<'_>, arguments: &[StrRef<'_>]) {
         match arm(context, arguments) {
-            Ok(()) if sets_idle_times(context) => context.reply_simple(c"OK"),
-            Ok(()) => context.reply_simple(c"OK NOIDLE"),
+            Ok(()) => {
+                let sets_them = sets_idle_times(context);
+                context.reply_array(2);
+                context.reply_bytes(b"idle_times");
+                context.reply_bytes(if sets_them { b"yes" } else { b"no" });
+            }
             Err(error) => context.reply_error(&format!("ERR remora: {error}")),
         }
     }

@@ -3,7 +3,7 @@
 use std::ops::ControlFlow;
 use std::time::Instant;
 
-use remora_messenger::control::{Message, Outcome, Phase};
+use remora_protocol::{Message, Outcome, Phase};
 
 use super::{End, Flow, Sync, TICK};
 use crate::args::OnFailure;

@@ -3,7 +3,7 @@
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
-use remora_messenger::control::Phase;
+use remora_protocol::Phase;
 
 use super::{End, Flow, GO_ON, QUICK_TICK, Sync};
 use crate::exit::{Code, Failure};

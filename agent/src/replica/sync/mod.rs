@@ -23,14 +23,14 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use remora_messenger::control::{Fault, Token};
-use remora_messenger::control::{Message, Offer, Phase, Progress as ProgressMessage, RefusalCode};
+use remora_protocol::{Message, Offer, Phase, Progress as ProgressMessage, RefusalCode, WaitCause};
 use remora_redis::ReplId;
 use rustls::ServerConfig;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc::{self, UnboundedReceiver};
 
 use crate::args::ReplicaArgs;
+use crate::conversation::{Fault, Token};
 use crate::exit::{Code, Failure};
 use crate::progress;
 use crate::replica::candidates::Candidates;
@@ -47,7 +47,7 @@ use crate::replica::spool::Spool;
 use crate::replica::sync::relay::Relay;
 use crate::replica::upstream::Said;
 use crate::server::{Facts, ServerError};
-use crate::source::{Backoff, TROUBLE};
+use crate::source::Backoff;
 
 /// See the module's text.
 pub(super) struct Sync {
@@ -77,7 +77,7 @@ pub(super) struct Sync {
     retry: Option<Instant>,
     away_since: Option<Instant>,
     /// Since when the source has had nothing to offer, and why.
-    waiting: Option<(Instant, String)>,
+    waiting: Option<(Instant, WaitCause, String)>,
     backoff: Backoff,
     /// Since when the server should have come to our link and has not.
     missed: Option<Instant>,
@@ -105,7 +105,7 @@ pub(super) struct Sync {
 
 /// What happened.
 enum Happening {
-    Said(Box<Result<Message, remora_messenger::control::Error>>),
+    Said(Box<Result<Message, crate::conversation::Error>>),
     News(News),
     Peer(Said),
     Retry,
@@ -322,9 +322,10 @@ impl Sync {
 
     async fn said(&mut self, message: Message) -> Flow {
         match message {
-            Message::Waiting { reason, .. } => {
-                tracing::info!("waiting: {reason}");
-                self.waiting = Some((self.waiting.take().map_or_else(Instant::now, |(since, _)| since), reason));
+            Message::Waiting { cause, text } => {
+                tracing::info!("waiting: {text}");
+                let since = self.waiting.take().map_or_else(Instant::now, |(since, ..)| since);
+                self.waiting = Some((since, cause, text));
                 GO_ON
             }
             Message::Offer(offer) => self.offered(offer).await,
@@ -408,7 +409,7 @@ impl Sync {
         (self.transport, self.transport_why) = (Some(kind), why);
     }
 
-    async fn source_lost(&mut self, error: remora_messenger::control::Error) -> Flow {
+    async fn source_lost(&mut self, error: crate::conversation::Error) -> Flow {
         self.source = None;
         if matches!(error.fault, Fault::Refused { code: RefusalCode::Stalled, .. }) {
             self.stalled = true;
@@ -638,8 +639,9 @@ impl Sync {
         }
         self.tell_progress_when_due().await;
         let retry_for = self.args.retry_for;
-        if let Some((since, reason)) = &self.waiting
-            && since.elapsed() > if reason.starts_with(TROUBLE) { retry_for } else { retry_for.max(WAIT_LIMIT) }
+        if let Some((since, cause, reason)) = &self.waiting
+            && since.elapsed()
+                > if *cause == WaitCause::LastAttemptFailed { retry_for } else { retry_for.max(WAIT_LIMIT) }
         {
             let text = format!(
                 "the source {} has had no snapshot to offer for {} s: {reason}",
@@ -750,7 +752,6 @@ impl Sync {
             slots_below: self.slots_below(),
             slots_held: self.meter.slots_held.get(),
             bytes: self.meter.bytes_fetched.get().max(self.meter.bytes_delivered.get()),
-            journal_offset: self.meter.stream_fetched.get(),
             applied_offset: self.meter.acknowledged.get(),
             relaying: self.relaying(),
         });

@@ -9,7 +9,7 @@ use crate::replica::delivery::Order;
 use crate::replica::introduction::Introduction;
 use crate::replica::{SETTLE_LIMIT, SETTLE_POLL};
 use crate::server::{RefusalKind, ServerError};
-use crate::source::module::{PROTOCOL, field};
+use crate::source::module::{field, speaks_our_protocol};
 
 impl Sync {
     /// Looks whether the server has our module, and makes it load from its link if so. Why not is said; the link does without.
@@ -65,7 +65,7 @@ impl Sync {
             Err(error) => return Err(error.into()),
         };
         let why = |text: &str| Ok(Err(Some(text.to_string())));
-        if field(&status, b"protocol").as_deref() != Some(PROTOCOL) {
+        if !speaks_our_protocol(&status) {
             return why("it is of another version; upgrade the older of the two");
         }
         if field(&status, b"load").as_deref() != Some("yes") {

@@ -4,10 +4,11 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use remora_fabric::{Memory, TransportKind};
-use remora_messenger::control::{LossCause, Message, Offer, Phase, Relaying, Relays, Token, Upstream};
+use remora_protocol::{LossCause, Message, Offer, Phase, Relaying, Relays, Upstream};
 
 use super::{Flow, GO_ON, Sync, TICK};
 use crate::args::{RdmaOffer, ReplicaArgs, TransportChoice};
+use crate::conversation::Token;
 use crate::exit::Failure;
 use crate::progress;
 use crate::replica::delivery::Order;

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use remora_messenger::control::{Phase, RefusalCode};
+use remora_protocol::{Phase, RefusalCode, WaitCause};
 use remora_redis::ReplId;
 
 use super::*;
@@ -215,7 +215,7 @@ fn slots_are_given_up_only_when_the_ring_is_full_and_every_reader_has_passed_the
     // From now on nobody can begin at the first slot.
     let actions = bench.join(3);
     assert_eq!(offers(&actions), Vec::<Session>::new());
-    assert!(matches!(&actions[..], [Action::Wait { session: 3, .. }]), "{actions:?}");
+    assert!(matches!(&actions[..], [Action::Wait { session: 3, cause: WaitCause::Busy, .. }]), "{actions:?}");
 }
 
 #[test]
@@ -243,6 +243,9 @@ fn a_capture_that_breaks_is_tried_again_after_a_pause_and_its_readers_are_told()
     assert!(actions.contains(&Action::RevokeSnapshot { generation: FIRST }));
     assert!(actions.iter().any(|action| matches!(action, Action::GenerationGone { session: 1, .. })), "{actions:?}");
     assert_eq!(begins(&actions), None);
+    let waits =
+        |action: &Action| matches!(action, Action::Wait { session: 1, cause: WaitCause::LastAttemptFailed, .. });
+    assert!(actions.iter().any(waits), "{actions:?}");
     assert_eq!(begins(&bench.after(Duration::from_secs(10))), Some((FIRST + 1, true)));
     assert_eq!(offers(&bench.started(FIRST + 1, replid(1), 30)), [1]);
 }

@@ -1,12 +1,13 @@
 //! What can go wrong in a conversation, sorted by who can act on it. Not here: what is wrong with a token's file
-//! ([`crate::control::token::TokenError`]); that is found before there is anybody to talk to.
+//! ([`remora_wire::TokenError`]); that is found before there is anybody to talk to.
 
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::control::RefusalCode;
-use crate::control::session::Versions;
+use remora_messenger::handshake::{HandshakeError, Versions};
+use remora_protocol::{DecodeError, REFUSED_AS_BUSY, RefusalCode, Side};
+use remora_wire::{Malformed, TooLarge};
 
 /// A [`Fault`] and the peer with whom it happened.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -45,8 +46,8 @@ pub enum Fault {
         if *.said_by_peer { " (so the peer says)" } else { "" }
     )]
     WrongToken {
-        /// Which end the peer is: "source" or "replica".
-        peer: &'static str,
+        /// Which end the peer is.
+        peer: Side,
         /// The peer found it out and told us; otherwise its proof failed here, which is also what an altered handshake looks like.
         said_by_peer: bool,
     },
@@ -100,7 +101,7 @@ pub enum Fault {
         "closed the connection during the greeting: it is stopping, or it is not a Remora agent; its log may say more"
     )]
     ClosedEarly,
-    /// The connection ended. It is never a way of saying "done": that is [`crate::control::Message::Leave`], which nobody can forge.
+    /// The connection ended. It is never a way of saying "done": that is [`remora_protocol::Message::Leave`], which nobody can forge.
     #[error("closed the connection")]
     Closed,
     /// The system failed a read or a write.
@@ -119,9 +120,12 @@ pub enum Fault {
     /// Bytes that are no frame, or a frame that holds no message.
     #[error("sent something garbled: {0}")]
     Garbled(#[from] Malformed),
+    /// What else may fail in the greeting.
+    #[error("the greeting failed: {0}")]
+    Greeting(HandshakeError),
     /// Bytes that are no frame of the message layer.
     #[error("sent something garbled: {0}")]
-    Frame(crate::frame::Malformed),
+    Frame(remora_messenger::frame::Malformed),
     /// A good frame at a moment, or from an end, that has no use for it.
     #[error("sent {what} out of turn")]
     OutOfTurn {
@@ -139,87 +143,12 @@ pub enum Fault {
     /// A message that does not fit the protocol's bounds.
     #[error("cannot be told this: {0}")]
     TooLarge(#[from] TooLarge),
-    /// The send queue is full ([`crate::control::Sender::try_send`] only; [`crate::control::Sender::send`] waits instead).
+    /// The send queue is full ([`crate::conversation::Sender::try_send`] only; [`crate::conversation::Sender::send`] waits instead).
     #[error("has yet to take the last {queued} messages")]
     QueueFull {
         /// The queue's length in messages.
         queued: usize,
     },
-}
-
-/// Bytes that do not keep to `docs/protocol.md`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum Malformed {
-    /// A frame does not begin with a frame's magic.
-    #[error("no frame begins where one should")]
-    FrameMagic,
-    /// A preamble or a payload whose checksum is not that of its bytes.
-    #[error("the checksum of a frame's {part} does not match")]
-    Checksum {
-        /// "preamble" or "payload".
-        part: &'static str,
-    },
-    /// Flags that this version does not define.
-    #[error("a frame has the flags {flags:#04x}, which are not allowed here")]
-    Flags {
-        /// The preamble's flag byte.
-        flags: u8,
-    },
-    /// A frame longer than may be at this point.
-    #[error("a frame announces {length} bytes of payload, of which {limit} may be")]
-    FrameTooLong {
-        /// What the preamble says, in bytes.
-        length: u32,
-        /// The bound, in bytes.
-        limit: u32,
-    },
-    /// A message ends inside a field.
-    #[error("a message ends {missing} bytes too early")]
-    Short {
-        /// How many bytes the field still wanted.
-        missing: usize,
-    },
-    /// A message goes on behind its last field.
-    #[error("a message has {extra} bytes too many")]
-    Trailing {
-        /// How many.
-        extra: usize,
-    },
-    /// A list, name or text longer than the protocol allows.
-    #[error("a field announces {count} items or bytes, of which {limit} may be")]
-    Excess {
-        /// What it announces.
-        count: usize,
-        /// The bound.
-        limit: usize,
-    },
-    /// Text that is not UTF-8.
-    #[error("a text is not UTF-8")]
-    NotUtf8,
-    /// A number that stands for nothing.
-    #[error("{value} is no {what}")]
-    Code {
-        /// What it should be.
-        what: &'static str,
-        /// What was read.
-        value: u8,
-    },
-    /// A handshake field with a value that cannot be.
-    #[error("the handshake says {what}, which cannot be")]
-    Handshake {
-        /// What.
-        what: &'static str,
-    },
-}
-
-/// A value of ours that the protocol's bounds do not admit.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("a field of {count} items or bytes, where the protocol allows {limit}")]
-pub struct TooLarge {
-    /// Its size, in items or bytes.
-    pub count: usize,
-    /// The bound.
-    pub limit: usize,
 }
 
 impl Fault {
@@ -243,10 +172,24 @@ impl Fault {
             | Fault::Io { .. }
             | Fault::NoRandomness(_)
             | Fault::Garbled(_)
+            | Fault::Greeting(_)
             | Fault::Frame(_)
             | Fault::OutOfTurn { .. }
             | Fault::Forged { .. }
             | Fault::QueueFull { .. } => true,
+        }
+    }
+
+    /// The failure of a handshake with a peer of that side.
+    pub(crate) fn greeting(error: &HandshakeError, peer: Side) -> Fault {
+        match error.clone() {
+            HandshakeError::NotRemora { looks_like } => Fault::NotRemora { looks_like },
+            HandshakeError::NoCommonVersion { theirs, ours } => Fault::NoCommonVersion { theirs, ours },
+            HandshakeError::WrongToken { said_by_peer } => Fault::WrongToken { peer, said_by_peer },
+            HandshakeError::Refused { code: REFUSED_AS_BUSY, .. } => Fault::Busy,
+            HandshakeError::TimedOut { limit } => Fault::TimedOut { doing: "the greeting", limit },
+            HandshakeError::OutOfTurn { tag } => Fault::OutOfTurn { what: format!("a frame of the kind {tag:#04x}") },
+            other @ (HandshakeError::Refused { .. } | HandshakeError::Frame(_)) => Fault::Greeting(other),
         }
     }
 
@@ -257,5 +200,14 @@ impl Fault {
 
     pub(crate) fn io(doing: &'static str, error: io::Error) -> Fault {
         Fault::Io { doing, error: Arc::new(error) }
+    }
+}
+
+impl From<DecodeError> for Fault {
+    fn from(error: DecodeError) -> Fault {
+        match error {
+            DecodeError::UnknownMessage { tag } => Fault::UnknownMessage { tag },
+            DecodeError::Malformed(malformed) => Fault::Garbled(malformed),
+        }
     }
 }

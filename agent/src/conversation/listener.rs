@@ -11,11 +11,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use remora_fabric::tcp::{LANE_MAGIC, TcpExporter};
-use remora_messenger::control::{Connection, Endpoint, Error, Message, Receiver};
+use remora_protocol::Message;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinHandle;
 
+use super::{Connection, Endpoint, Error, Receiver};
 use crate::exit::Failure;
 
 /// Connections that may be in their greeting at once: a burst of replicas, but not a flood of strangers.
@@ -79,7 +80,7 @@ where
                 }
             };
             let Ok(place) = places.clone().try_acquire_owned() else {
-                tokio::spawn(remora_messenger::control::turn_away(stream));
+                tokio::spawn(super::turn_away(stream));
                 continue;
             };
             let (conversations, lanes, incoming) = (conversations.clone(), lanes.clone(), incoming.clone());

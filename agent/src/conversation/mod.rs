@@ -10,31 +10,33 @@
 //!
 //! Sessions are lossy ([`Policy::lossy_client`], [`Policy::stateless_server`]): an agent whose link breaks says anew who it is and
 //! how far it has come, which is more than a replay could tell. The layer's pings come from the worker's thread, so they prove that
-//! the peer's process and the way to it live, not that its work goes on: that is what [`crate::control::Progress`] proves.
+//! the peer's process and the way to it live, not that its work goes on: that is what [`remora_protocol::Progress`] proves.
 
+pub mod error;
+pub(crate) mod listener;
 mod post;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use remora_messenger::connection::{Connection as Channel, SendError};
+use remora_messenger::frame::Limits;
+use remora_messenger::handshake::{self, Versions};
+use remora_messenger::message::{self, Delivery};
+use remora_messenger::messenger::{Messenger, Options as Manner};
+use remora_messenger::policy::Policy;
+use remora_messenger::stack::Address;
+use remora_protocol::{MAX_PAYLOAD_BYTES, Message, NEWEST_VERSION, OLDEST_VERSION, REFUSED_AS_BUSY, Side};
+use remora_wire::Malformed;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpStream, ToSocketAddrs};
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::timeout;
 
-use crate::connection::{Connection as Channel, SendError};
-use crate::control::Message;
-use crate::control::error::{Error, Fault, Malformed, Result};
-use crate::control::frame::MAX_PAYLOAD_BYTES;
-use crate::control::session::{self, Role};
-use crate::control::token::Token;
-use crate::frame::Limits;
-use crate::message::{self, Delivery};
-use crate::messenger::{Messenger, Options as Manner};
-use crate::policy::Policy;
-use crate::stack::Address;
-use post::{Met, Post};
+pub use self::error::{Error, Fault, Result};
+use self::post::{Met, Post};
+pub use remora_wire::{Token, derive};
 
 /// Time limits and sizes of a conversation. The defaults are for agents; tests take shorter ones.
 #[derive(Debug, Clone)]
@@ -64,10 +66,10 @@ impl Default for Options {
 }
 
 impl Options {
-    fn policy(&self, role: Role) -> Policy {
-        let (policy, opening_limit) = match role {
-            Role::Client => (Policy::lossy_client(), self.connect_timeout),
-            Role::Server => (Policy::stateless_server(), self.handshake_timeout),
+    fn policy(&self, side: Side) -> Policy {
+        let (policy, opening_limit) = match side {
+            Side::Client => (Policy::lossy_client(), self.connect_timeout),
+            Side::Server => (Policy::stateless_server(), self.handshake_timeout),
         };
         Policy {
             send_messages: self.send_queue.max(1),
@@ -92,7 +94,7 @@ pub async fn connect(addr: impl ToSocketAddrs, token: &Token, options: &Options)
         Ok(Err(error)) => return Err(Fault::Unresolved(Arc::new(error)).of("the source")),
         Err(_) => return Err(too_slow("looking up the address", options.connect_timeout).of("the source")),
     };
-    let engine = Engine::start(Role::Client, token, options)?;
+    let engine = Engine::start(Side::Client, token, options)?;
     let nothing = std::io::Error::other("the name has no address");
     let mut last = Fault::Unresolved(Arc::new(nothing)).of("the source");
     for address in addresses {
@@ -110,7 +112,7 @@ pub async fn connect(addr: impl ToSocketAddrs, token: &Token, options: &Options)
 /// longer than a second.
 pub async fn turn_away(mut stream: TcpStream) {
     let said = async {
-        stream.write_all(&session::busy()).await?;
+        stream.write_all(&handshake::refuse(REFUSED_AS_BUSY, "", VERSIONS)).await?;
         stream.shutdown().await?;
         let mut piece = [0; TURNED_AWAY_PIECE_BYTES];
         while stream.read(&mut piece).await? > 0 {} // closed with unread bytes in it, it would lose what it was told
@@ -129,7 +131,7 @@ impl Endpoint {
     /// # Errors
     /// The system gives no thread or no random bytes.
     pub fn new(token: &Token, options: &Options) -> Result<Endpoint> {
-        Engine::start(Role::Server, token, options).map(Endpoint)
+        Engine::start(Side::Server, token, options).map(Endpoint)
     }
 
     /// Greets whoever has connected to us. Nothing of the stream may have been read yet (but peeked at).
@@ -151,18 +153,18 @@ impl Endpoint {
 struct Engine {
     messenger: Option<Messenger>,
     post: Arc<Post>,
-    role: Role,
+    side: Side,
     options: Options,
 }
 
 impl Engine {
-    fn start(role: Role, token: &Token, options: &Options) -> Result<Arc<Engine>> {
+    fn start(side: Side, token: &Token, options: &Options) -> Result<Arc<Engine>> {
         let token = Token::new(token.bytes()).map_err(|error| Fault::NoRandomness(error.to_string()).of("this end"))?;
-        let manner = Manner { token: Some(Arc::new(token)), ..Manner::default() };
-        let post = Arc::new(Post::new(options));
-        let messenger = Messenger::new(options.policy(role), &manner, post.clone());
+        let manner = Manner { token: Some(Arc::new(token)), versions: VERSIONS, ..Manner::default() };
+        let post = Arc::new(Post::new(side, options));
+        let messenger = Messenger::new(options.policy(side), &manner, post.clone());
         let messenger = messenger.map_err(|error| Fault::io("starting a messenger", error).of("this end"))?;
-        Ok(Arc::new(Engine { messenger: Some(messenger), post, role, options: options.clone() }))
+        Ok(Arc::new(Engine { messenger: Some(messenger), post, side, options: options.clone() }))
     }
 
     async fn call(self: &Arc<Engine>, peer: SocketAddr) -> Result<Connection, Fault> {
@@ -205,7 +207,7 @@ impl Engine {
         let Met { channel, greeted, mailbox, failure } = met;
         tracing::debug!(%peer, session = greeted.number, "both ends have proved themselves");
         let facts = Arc::new(Facts {
-            role: self.role,
+            side: self.side,
             peer,
             local: greeted.local.unwrap_or(peer),
             session: (greeted.number, greeted.key),
@@ -244,7 +246,7 @@ impl Connection {
         self.sender.facts.session.0
     }
 
-    /// The session's key, the same at both ends. Give data lanes what [`crate::control::derive()`] makes of it.
+    /// The session's key, the same at both ends. Give data lanes what [`derive()`] makes of it.
     pub fn session_key(&self) -> [u8; 32] {
         self.sender.facts.session.1
     }
@@ -410,7 +412,7 @@ impl Receiver {
     }
 
     fn admit(&self, message: Message) -> Result<Message, Fault> {
-        if message.may_come_from(self.facts.role.peer()) {
+        if message.may_come_from(self.facts.side.peer()) {
             return Ok(message);
         }
         let what = message.name().to_owned();
@@ -426,7 +428,7 @@ impl std::fmt::Debug for Receiver {
 
 /// What both halves know of the connection.
 struct Facts {
-    role: Role,
+    side: Side,
     peer: SocketAddr,
     local: SocketAddr,
     /// Its number and its key.
@@ -446,6 +448,9 @@ fn too_slow(doing: &'static str, limit: Duration) -> Fault {
     Fault::TimedOut { doing, limit }
 }
 
+/// What this end speaks.
+const VERSIONS: Versions = Versions { oldest: OLDEST_VERSION, newest: NEWEST_VERSION };
+
 /// A SYN is sent again after 1, 3 and 7 seconds; a host that has not answered by then is not there.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -460,7 +465,7 @@ const PING_AFTER: Duration = Duration::from_secs(1);
 const SILENCE_LIMIT: Duration = Duration::from_secs(10);
 
 /// Messages that wait to be sent: at a few a second, many seconds' worth. Most are under a hundred bytes; the longest
-/// ([`crate::control::frame::MAX_PAYLOAD_BYTES`]) is sent only when asked for.
+/// ([`MAX_PAYLOAD_BYTES`]) is sent only when asked for.
 const SEND_QUEUE: usize = 64;
 
 /// Messages, and bytes of them, that may have come and not been received: then the peer is not read any more. As many as wait to be

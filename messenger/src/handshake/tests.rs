@@ -2,8 +2,9 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::control::frame::PREAMBLE_BYTES;
+use frame::PREAMBLE_BYTES;
 use proptest::prelude::*;
+use remora_wire::derive;
 
 const LIMIT: Duration = Duration::from_secs(10);
 
@@ -16,21 +17,21 @@ fn good() -> Token {
 }
 
 fn opening(nonce: u8) -> Opening {
-    Opening { versions: Versions::OURS, features: 0b0110, nonce: [nonce; 32] }
+    Opening { versions: Versions::only(2), features: 0b0110, nonce: [nonce; 32] }
 }
 
 fn client(token: &Token) -> Handshake<&Token> {
-    Handshake::client(token, opening(1), Instant::now(), LIMIT)
+    Handshake::caller(token, opening(1), Instant::now(), LIMIT)
 }
 
 fn server(token: &Token) -> Handshake<&Token> {
-    Handshake::server(token, opening(2), 77, Instant::now(), LIMIT)
+    Handshake::called(token, opening(2), 77, Instant::now(), LIMIT)
 }
 
 /// What became of both ends once neither had anything more to say, and all that each of them sent.
 struct Met {
-    client: Result<Option<Established>, Fault>,
-    server: Result<Option<Established>, Fault>,
+    client: Result<Option<Established>, HandshakeError>,
+    server: Result<Option<Established>, HandshakeError>,
     from_client: Vec<u8>,
     from_server: Vec<u8>,
 }
@@ -48,11 +49,11 @@ fn meet(mut client: Handshake<&Token>, mut server: Handshake<&Token>, tamper: Op
     let (mut from_client, mut from_server) = (Vec::new(), Vec::new());
     let (mut client_ok, mut server_ok) = (Ok(()), Ok(()));
     loop {
-        let to_server = carry(&mut client, Role::Client, &mut from_client, tamper);
+        let to_server = carry(&mut client, Role::Caller, &mut from_client, tamper);
         if server_ok.is_ok() {
             server_ok = server.handle_input(&to_server);
         }
-        let to_client = carry(&mut server, Role::Server, &mut from_server, tamper);
+        let to_client = carry(&mut server, Role::Called, &mut from_server, tamper);
         if client_ok.is_ok() {
             client_ok = client.handle_input(&to_client);
         }
@@ -88,7 +89,7 @@ fn established() -> (Established, Established) {
 #[test]
 fn both_ends_come_to_the_same_session() {
     let (client, server) = established();
-    assert_eq!((client.role(), server.role()), (Role::Client, Role::Server));
+    assert_eq!((client.role(), server.role()), (Role::Caller, Role::Called));
     assert_eq!((client.session(), server.session()), (77, 77));
     assert_eq!((client.version(), server.version()), (2, 2));
     assert_eq!(client.key(), server.key());
@@ -98,7 +99,7 @@ fn both_ends_come_to_the_same_session() {
 fn features_are_those_that_both_have() {
     let token = good();
     let mine = Opening { features: 0b0011, ..opening(1) };
-    let client = Handshake::client(&token, mine, Instant::now(), LIMIT);
+    let client = Handshake::caller(&token, mine, Instant::now(), LIMIT);
     let met = meet(client, server(&token), None);
     assert_eq!(met.client.unwrap().unwrap().features(), 0b0010);
     assert_eq!(met.server.unwrap().unwrap().features(), 0b0010);
@@ -120,8 +121,8 @@ fn nothing_of_the_token_or_the_key_crosses_the_wire() {
 fn a_wrong_token_is_found_by_the_source_first_which_proves_nothing_itself() {
     let (mine, yours) = (token("the token of one end"), token("the token of the other"));
     let met = meet(client(&mine), server(&yours), None);
-    assert!(matches!(met.server, Err(Fault::WrongToken { peer: "replica", said_by_peer: false })));
-    assert!(matches!(met.client, Err(Fault::WrongToken { peer: "source", said_by_peer: true })));
+    assert!(matches!(met.server, Err(HandshakeError::WrongToken { said_by_peer: false })));
+    assert!(matches!(met.client, Err(HandshakeError::WrongToken { said_by_peer: true })));
     let challenge_and_refusal = MAGIC.len() + (PREAMBLE_BYTES + Challenge::MOST + 4) + (PREAMBLE_BYTES + 5 + 4);
     assert_eq!(met.from_server.len(), challenge_and_refusal);
 }
@@ -136,7 +137,7 @@ fn a_source_that_takes_anybody_is_found_out_by_the_replica() {
     Frame::plain(CHALLENGE, payload(|out| Challenge::put(&challenge, out))).encode(&mut impostor);
     Frame::plain(PROOF, vec![0; 32]).encode(&mut impostor);
     let fault = end.handle_input(&impostor).unwrap_err();
-    assert!(matches!(fault, Fault::WrongToken { peer: "source", said_by_peer: false }), "{fault}");
+    assert!(matches!(fault, HandshakeError::WrongToken { said_by_peer: false }), "{fault}");
 }
 
 #[test]
@@ -149,7 +150,7 @@ fn a_proof_sent_back_to_its_maker_is_worthless() {
     Frame::plain(CHALLENGE, payload(|out| Challenge::put(&challenge, out))).encode(&mut mirror);
     end.handle_input(&mirror).unwrap();
     let proof = end.take_output();
-    assert!(matches!(end.handle_input(&proof), Err(Fault::WrongToken { .. })));
+    assert!(matches!(end.handle_input(&proof), Err(HandshakeError::WrongToken { .. })));
     assert!(end.poll_established().is_none());
 }
 
@@ -158,16 +159,16 @@ fn a_recorded_client_does_not_get_in_again() {
     let token = good();
     let recorded = meet(client(&token), server(&token), None).from_client;
     let later = Opening { nonce: [3; 32], ..opening(2) };
-    let mut server = Handshake::server(&token, later, 78, Instant::now(), LIMIT);
+    let mut server = Handshake::called(&token, later, 78, Instant::now(), LIMIT);
     let fault = server.handle_input(&recorded).unwrap_err();
-    assert!(matches!(fault, Fault::WrongToken { .. }), "{fault}");
+    assert!(matches!(fault, HandshakeError::WrongToken { .. }), "{fault}");
 }
 
 #[test]
 fn every_changed_byte_of_the_handshake_is_refused() {
     let token = good();
     let met = meet(client(&token), server(&token), None);
-    for (sender, length) in [(Role::Client, met.from_client.len()), (Role::Server, met.from_server.len())] {
+    for (sender, length) in [(Role::Caller, met.from_client.len()), (Role::Called, met.from_server.len())] {
         for at in 0..length {
             for change in [0x01, 0x80, 0xff] {
                 let tamper = Tamper { sender, at, change };
@@ -181,11 +182,11 @@ fn every_changed_byte_of_the_handshake_is_refused() {
 /// The end that was lied to is never through; and the other is only where the lie came after all that it was to hear.
 fn refused(met: &Met, tamper: Tamper) {
     let (lied_to, other) = match tamper.sender {
-        Role::Client => (&met.server, &met.client),
-        Role::Server => (&met.client, &met.server),
+        Role::Caller => (&met.server, &met.client),
+        Role::Called => (&met.client, &met.server),
     };
     let last_proof_at = MAGIC.len() + PREAMBLE_BYTES + Challenge::MOST + 4;
-    let too_late = tamper.sender == Role::Server && tamper.at >= last_proof_at;
+    let too_late = tamper.sender == Role::Called && tamper.at >= last_proof_at;
     assert!(matches!(lied_to, Err(_) | Ok(None)), "{tamper:?}: {lied_to:?}");
     assert_eq!(matches!(other, Ok(Some(_))), too_late, "{tamper:?}: {other:?}");
 }
@@ -255,22 +256,22 @@ fn the_newest_common_version_is_spoken_and_none_is_an_error_at_both_ends() {
     assert_eq!(versions(1, 1).common(versions(2, 5)), None);
     let token = good();
     let newer = Opening { versions: versions(3, 4), ..opening(1) };
-    let met = meet(Handshake::client(&token, newer, Instant::now(), LIMIT), server(&token), None);
+    let met = meet(Handshake::caller(&token, newer, Instant::now(), LIMIT), server(&token), None);
     let (client, server) = (met.client.unwrap_err(), met.server.unwrap_err());
-    assert!(client.to_string().contains("speaks version 2 of the control protocol, this end 3 to 4"), "{client}");
-    assert!(server.to_string().contains("speaks version 3 to 4 of the control protocol, this end 2"), "{server}");
+    assert!(client.to_string().contains("speaks version 2, this end 3 to 4"), "{client}");
+    assert!(server.to_string().contains("speaks version 3 to 4, this end 2"), "{server}");
 }
 
 #[test]
 fn a_source_that_chooses_an_older_version_than_it_must_is_not_believed() {
     let mine = good();
     let newer = Opening { versions: Versions { oldest: 1, newest: 2 }, ..opening(1) };
-    let mut end = Handshake::client(&mine, newer, Instant::now(), LIMIT);
+    let mut end = Handshake::caller(&mine, newer, Instant::now(), LIMIT);
     let mut bytes = MAGIC.to_vec();
     let challenge = Challenge { version: 1, oldest: 1, newest: 2, features: 0, nonce: [9; 32], session: 5 };
     Frame::plain(CHALLENGE, payload(|out| Challenge::put(&challenge, out))).encode(&mut bytes);
     let fault = end.handle_input(&bytes).unwrap_err();
-    assert!(matches!(fault, Fault::Garbled(Malformed::Handshake { .. })), "{fault}");
+    assert!(matches!(fault, HandshakeError::Frame(FrameError::Field { .. })), "{fault}");
 }
 
 #[test]
@@ -309,26 +310,28 @@ fn garbage_behind_the_magic_is_met_with_silence() {
 }
 
 #[test]
+fn a_refusal_of_the_owner_arrives_with_its_code_and_its_text() {
+    let token = good();
+    for (text, shown) in [("", ""), ("full until noon", "full until noon"), ("\x1b[2J", " [2J")] {
+        let mut end = client(&token);
+        let error = end.handle_input(&refuse(FIRST_OWNER_REFUSAL, text, Versions::only(2))).unwrap_err();
+        assert_eq!(error, HandshakeError::Refused { code: FIRST_OWNER_REFUSAL, text: shown.to_owned() });
+    }
+    let longest = refuse(9, &"é".repeat(500), Versions::only(2));
+    assert!(client(&token).handle_input(&longest).is_err_and(|error| matches!(error, HandshakeError::Refused { .. })));
+}
+
+#[test]
 fn a_handshake_has_a_deadline_that_input_does_not_move() {
     let token = good();
     let begun = Instant::now();
-    let mut end = Handshake::server(&token, opening(2), 77, begun, LIMIT);
+    let mut end = Handshake::called(&token, opening(2), 77, begun, LIMIT);
     assert_eq!(end.deadline(), begun + LIMIT);
     end.handle_input(&MAGIC).unwrap();
     assert_eq!(end.deadline(), begun + LIMIT);
     end.handle_timeout(begun + LIMIT - Duration::from_millis(1)).unwrap();
     let fault = end.handle_timeout(begun + LIMIT).unwrap_err();
-    assert!(matches!(fault, Fault::TimedOut { limit: LIMIT, .. }), "{fault}");
-}
-
-#[test]
-fn a_key_derived_for_one_purpose_is_not_the_key_of_another() {
-    let key = [7; 32];
-    let keys = [derive(&key, b"lane"), derive(&key, b"lanes"), derive(&[8; 32], b"lane"), key];
-    for (index, one) in keys.iter().enumerate() {
-        assert!(!keys[..index].contains(one));
-    }
-    assert_eq!(derive(&key, b"lane"), derive(&key, b"lane"));
+    assert!(matches!(fault, HandshakeError::TimedOut { limit: LIMIT, .. }), "{fault}");
 }
 
 /// The handshake as a fixed vector, so that no change of ours goes unnoticed by a peer that was built yesterday. The numbers

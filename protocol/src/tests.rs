@@ -6,6 +6,7 @@ use crate::fuzzing;
 use proptest::collection::vec;
 use proptest::option;
 use proptest::prelude::*;
+use remora_wire::{Malformed, TooLarge};
 
 fn names() -> impl Strategy<Value = String> {
     "\\PC{0,30}"
@@ -35,11 +36,8 @@ fn relaying() -> impl Strategy<Value = Relaying> {
 }
 
 fn joins() -> impl Strategy<Value = Message> {
-    let transports = vec(any::<u8>(), 0..=MAX_TRANSPORTS);
-    (names(), names(), transports, option::of(resumes()), any::<[bool; 2]>(), option::of(relays())).prop_map(
-        |(name, server, transports, resume, [stay, plan_only], relays)| {
-            Message::Join(Join { name, server, transports, resume, stay, plan_only, relays })
-        },
+    (names(), names(), option::of(resumes()), any::<bool>(), option::of(relays())).prop_map(
+        |(name, server, resume, plan_only, relays)| Message::Join(Join { name, server, resume, plan_only, relays }),
     )
 }
 
@@ -49,9 +47,9 @@ fn phases() -> impl Strategy<Value = Phase> {
 }
 
 fn progress() -> impl Strategy<Value = Message> {
-    (any::<[u64; 6]>(), phases(), any::<Option<u8>>(), names(), option::of(relaying())).prop_map(
+    (any::<[u64; 5]>(), phases(), any::<Option<u8>>(), names(), option::of(relaying())).prop_map(
         |(numbers, phase, transport, transport_why, relaying)| {
-            let [generation, slots_below, slots_held, bytes, journal_offset, applied_offset] = numbers;
+            let [generation, slots_below, slots_held, bytes, applied_offset] = numbers;
             Message::Progress(Progress {
                 generation,
                 phase,
@@ -60,7 +58,6 @@ fn progress() -> impl Strategy<Value = Message> {
                 slots_below,
                 slots_held,
                 bytes,
-                journal_offset,
                 applied_offset,
                 relaying,
             })
@@ -144,7 +141,7 @@ fn replicas() -> impl Strategy<Value = ReplicaStatus> {
 
 fn generations() -> impl Strategy<Value = GenerationStatus> {
     use GenerationState::*;
-    let state = prop::sample::select(vec![Capturing, Complete, Aborted]);
+    let state = prop::sample::select(vec![Capturing, Complete]);
     let numbers = any::<[u64; 13]>();
     (numbers, "[0-9a-f]{40}", state, any::<bool>(), names()).prop_map(|(n, replid, state, windowed, capture)| {
         GenerationStatus {
@@ -182,17 +179,17 @@ fn small_ones() -> impl Strategy<Value = Message> {
     use {Outcome::*, RefusalCode::*};
     let outcomes = prop::sample::select(vec![HandedOver, Stopped, Failed]);
     let causes = prop::sample::select(vec![LossCause::Gone, LossCause::Lied, LossCause::Passed, LossCause::Refused]);
-    let refusals = prop::sample::select(vec![Busy, RefusalCode::Stopping, Stalled, PrimaryRefuses, HistoryGone]);
+    let waits = prop::sample::select(vec![WaitCause::NotYet, WaitCause::Busy, WaitCause::LastAttemptFailed]);
+    let refusals =
+        prop::sample::select(vec![RefusalCode::Busy, RefusalCode::Stopping, Stalled, PrimaryRefuses, HistoryGone]);
     prop_oneof![
         Just(Message::StatusQuery),
         Just(Message::ProbeQuery),
         vec(vec(any::<u8>(), 0..50), 0..=MAX_KEYS).prop_map(|keys| Message::ProbeOffer { keys }),
         any::<(u64, u64)>().prop_map(|(generation, offset)| Message::HandOffQuery { generation, offset }),
         (outcomes, names()).prop_map(|(outcome, text)| Message::Leave { outcome, text }),
-        (names(), any::<u64>()).prop_map(|(reason, seconds)| Message::Waiting { reason, seconds }),
-        (any::<(bool, u64, u64)>(), names()).prop_map(|((covered, backlog_first, backlog_end), text)| {
-            Message::HandOffAnswer { covered, backlog_first, backlog_end, text }
-        }),
+        (waits, names()).prop_map(|(cause, text)| Message::Waiting { cause, text }),
+        (any::<bool>(), names()).prop_map(|(covered, text)| Message::HandOffAnswer { covered, text }),
         (any::<u64>(), names()).prop_map(|(generation, text)| Message::GenerationGone { generation, text }),
         (refusals, names()).prop_map(|(code, text)| Message::Refused { code, text }),
         (any::<[u64; 2]>(), causes, names()).prop_map(|([generation, session], cause, text)| Message::PeerLost {
@@ -267,11 +264,11 @@ proptest! {
         let (tag, mut payload) = encoded(&message);
         for length in 0..payload.len() {
             let outcome = Message::decode(tag, &payload[..length]);
-            prop_assert!(matches!(outcome, Err(Fault::Garbled(_))), "{} of {} bytes", length, payload.len());
+            prop_assert!(matches!(outcome, Err(DecodeError::Malformed(_))), "{} of {} bytes", length, payload.len());
         }
         payload.push(0);
         let outcome = Message::decode(tag, &payload);
-        let refused = matches!(outcome, Err(Fault::Garbled(Malformed::Trailing { extra: 1 })));
+        let refused = matches!(outcome, Err(DecodeError::Malformed(Malformed::Trailing { extra: 1 })));
         prop_assert!(refused, "one byte more");
     }
 
@@ -301,7 +298,7 @@ fn the_longest_status_fits_into_a_frame_and_a_longer_one_is_refused_here() {
 #[test]
 fn a_kind_that_we_do_not_know_means_that_the_peer_is_newer() {
     let fault = Message::decode(0x7f, b"").unwrap_err();
-    assert!(matches!(fault, Fault::UnknownMessage { tag: 0x7f }));
+    assert!(matches!(fault, DecodeError::UnknownMessage { tag: 0x7f }));
     assert!(fault.to_string().contains("the peer is newer"), "{fault}");
 }
 
@@ -310,10 +307,10 @@ fn an_announced_list_takes_memory_only_as_its_items_come() {
     let (tag, mut payload) = encoded(&status(Vec::new()));
     let count_at = payload.len() - 3 * 8 - 2;
     payload[count_at..count_at + 2].copy_from_slice(&(MAX_REPLICAS as u16).to_le_bytes());
-    assert!(matches!(Message::decode(tag, &payload), Err(Fault::Garbled(_))));
+    assert!(matches!(Message::decode(tag, &payload), Err(DecodeError::Malformed(_))));
     payload[count_at..count_at + 2].copy_from_slice(&(MAX_REPLICAS as u16 + 1).to_le_bytes());
     let outcome = Message::decode(tag, &payload);
-    assert!(matches!(outcome, Err(Fault::Garbled(Malformed::Excess { count: 513, limit: 512 }))));
+    assert!(matches!(outcome, Err(DecodeError::Malformed(Malformed::Excess { count: 513, limit: 512 }))));
 }
 
 #[test]
@@ -334,12 +331,12 @@ fn each_end_may_say_its_own_messages_only() {
         (Message::ProbeOffer { keys: Vec::new() }, false, true),
         (Message::HandOffQuery { generation: 0, offset: 0 }, true, false),
         (status(Vec::new()), false, true),
-        (Message::Waiting { reason: String::new(), seconds: 0 }, false, true),
+        (Message::Waiting { cause: WaitCause::NotYet, text: String::new() }, false, true),
         (Message::ReadPeer { generation: 0, name: String::new() }, true, false),
         (Message::ReadFrom { generation: 0, upstream: None }, false, true),
     ] {
-        assert_eq!(message.may_come_from(Role::Client), client, "{}", message.name());
-        assert_eq!(message.may_come_from(Role::Server), server, "{}", message.name());
+        assert_eq!(message.may_come_from(Side::Client), client, "{}", message.name());
+        assert_eq!(message.may_come_from(Side::Server), server, "{}", message.name());
     }
 }
 
@@ -349,14 +346,12 @@ fn the_layout_of_a_join_is_the_one_written_down() {
     let join = Join {
         name: "b".to_owned(),
         server: "valkey 9".to_owned(),
-        transports: vec![2, 1],
         resume: Some(Resume { generation: 3, held_slots: 0x0102, loaded: true, replid: [b'a'; 40], next_byte: 9 }),
-        stay: true,
         plan_only: false,
         relays: Some(Relays { serves_at: "h:1".to_owned(), zone: String::new() }),
     };
-    let mut wire = b"\x01\x00b\x08\x00valkey 9\x02\x00\x02\x01\x01\x03\0\0\0\0\0\0\0\x02\x01\0\0\0\0\0\0\x01".to_vec();
+    let mut wire = b"\x01\x00b\x08\x00valkey 9\x01\x03\0\0\0\0\0\0\0\x02\x01\0\0\0\0\0\0\x01".to_vec();
     wire.extend_from_slice(&[b'a'; 40]);
-    wire.extend_from_slice(b"\x09\0\0\0\0\0\0\0\x01\0\x01\x03\0h:1\0\0");
+    wire.extend_from_slice(b"\x09\0\0\0\0\0\0\0\0\x01\x03\0h:1\0\0");
     assert_eq!(encoded(&Message::Join(join)), (0x20, wire));
 }

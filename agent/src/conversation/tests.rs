@@ -3,8 +3,8 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::control::session::MAGIC;
-use crate::control::{Outcome, RefusalCode};
+use remora_messenger::handshake::MAGIC;
+use remora_protocol::{Outcome, RefusalCode, WaitCause};
 use tokio::net::TcpListener;
 use tokio::time::{Instant, sleep};
 
@@ -104,8 +104,8 @@ fn leave(text: &str) -> Message {
     Message::Leave { outcome: Outcome::Stopped, text: text.to_owned() }
 }
 
-fn waiting(seconds: u64) -> Message {
-    Message::Waiting { reason: "a fork".to_owned(), seconds }
+fn waiting(number: u64) -> Message {
+    Message::Waiting { cause: WaitCause::NotYet, text: number.to_string() }
 }
 
 #[tokio::test]
@@ -113,7 +113,7 @@ async fn two_ends_with_one_token_agree_and_talk() {
     let (mut client, mut server) = talking().await;
     assert_eq!(client.session(), server.session());
     assert_eq!(client.session_key(), server.session_key());
-    assert_eq!((client.version(), server.version()), (2, 2));
+    assert_eq!((client.version(), server.version()), (3, 3));
     assert_eq!(client.peer_addr(), server.local_addr());
     assert_eq!(client.local_addr(), server.peer_addr());
     client.send(leave("the end")).await.unwrap();
@@ -127,15 +127,15 @@ async fn halves_serve_in_tasks_of_their_own_and_messages_keep_their_order() {
     let (client, server) = talking().await;
     let (sender, _receiver) = server.split();
     let sending = tokio::spawn(async move {
-        for seconds in 0..1000 {
-            sender.clone().send(waiting(seconds)).await.unwrap();
+        for number in 0..1000 {
+            sender.clone().send(waiting(number)).await.unwrap();
         }
         sender
     });
     let (_sender, mut receiver) = client.split();
     let receiving = tokio::spawn(async move {
-        for seconds in 0..1000 {
-            assert_eq!(receiver.receive().await.unwrap(), waiting(seconds));
+        for number in 0..1000 {
+            assert_eq!(receiver.receive().await.unwrap(), waiting(number));
         }
     });
     receiving.await.unwrap();
@@ -270,12 +270,10 @@ async fn a_last_word_arrives_although_the_peer_was_still_talking() {
 #[tokio::test]
 async fn a_message_beyond_its_bounds_is_our_mistake_and_leaves_the_connection_whole() {
     let (mut client, mut server) = talking().await;
-    let join = crate::control::Join {
-        name: "x".repeat(crate::control::MAX_NAME_BYTES + 1),
+    let join = remora_protocol::Join {
+        name: "x".repeat(remora_protocol::MAX_NAME_BYTES + 1),
         server: String::new(),
-        transports: Vec::new(),
         resume: None,
-        stay: false,
         plan_only: false,
         relays: None,
     };
@@ -328,7 +326,7 @@ async fn an_owner_that_receives_nothing_costs_a_bounded_mailbox_and_its_peer_fin
     let passing = tokio::spawn(async move { tokio::io::copy_bidirectional(&mut near, &mut far).await });
     let (sender, _server_receiver) = server.split();
     let (_client_sender, mut receiver) = client.split();
-    let long = Message::Waiting { reason: "x".repeat(1000), seconds: 0 };
+    let long = Message::Waiting { cause: WaitCause::NotYet, text: "x".repeat(1000) };
     let mut sent = 0;
     let full = loop {
         match timeout(5 * TENTH, sender.send(long.clone())).await {
@@ -349,7 +347,7 @@ async fn an_owner_that_receives_nothing_costs_a_bounded_mailbox_and_its_peer_fin
 async fn a_peer_that_takes_no_bytes_is_given_up() {
     let (_client, server, _near, far) = talking_through(&Options::default(), &impatient()).await;
     let (sender, mut receiver) = server.split();
-    let long = Message::Waiting { reason: "x".repeat(1000), seconds: 0 };
+    let long = Message::Waiting { cause: WaitCause::NotYet, text: "x".repeat(1000) };
     let error = loop {
         if let Err(error) = sender.send(long.clone()).await {
             break error;

@@ -28,18 +28,21 @@
 //!
 //! What this is not: encryption. See `docs/protocol.md`.
 
+pub mod error;
+pub mod frame;
+mod unauthenticated;
+
 use std::fmt;
 use std::ops::Deref;
 use std::time::{Duration, Instant};
 
-use hmac::{Hmac, Mac};
-use sha2::Sha256;
+use remora_wire::codec::{Codec, Reader, TooLarge, cut};
+use remora_wire::proof::{PROOF_BYTES, proof, verify};
+use remora_wire::{Token, record};
 
-use crate::control::codec::{Codec, Reader, record};
-use crate::control::error::{Fault, Malformed, TooLarge};
-use crate::control::frame::{Decoder, Frame, MAX_HANDSHAKE_PAYLOAD_BYTES};
-use crate::control::stranger;
-use crate::control::token::Token;
+use frame::{Decoder, Frame, MAX_HANDSHAKE_PAYLOAD_BYTES};
+
+pub use error::{FrameError, HandshakeError};
 
 /// The first bytes of every control connection, in both directions. One port can so serve control and data lanes.
 ///
@@ -50,30 +53,23 @@ pub const MAGIC: [u8; 8] = *b"REMORA\r\n";
 /// Which end of the conversation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Role {
-    /// Who connected: a replica's agent, or `remora status`.
-    Client,
-    /// Who listened: a source's agent.
-    Server,
+    /// The end that connected.
+    Caller,
+    /// The end that listened.
+    Called,
 }
 
 impl Role {
     /// The other end.
     pub fn peer(self) -> Role {
         match self {
-            Role::Client => Role::Server,
-            Role::Server => Role::Client,
-        }
-    }
-
-    fn noun(self) -> &'static str {
-        match self {
-            Role::Client => "replica",
-            Role::Server => "source",
+            Role::Caller => Role::Called,
+            Role::Called => Role::Caller,
         }
     }
 }
 
-/// A range of protocol versions, both ends included.
+/// A range of versions of the owner's protocol, both ends included.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Versions {
     /// The oldest one spoken.
@@ -83,8 +79,10 @@ pub struct Versions {
 }
 
 impl Versions {
-    /// What this end speaks. [`crate::control`] lists what each version brought.
-    pub const OURS: Versions = Versions { oldest: 2, newest: 2 };
+    /// A single version.
+    pub const fn only(version: u16) -> Versions {
+        Versions { oldest: version, newest: version }
+    }
 
     /// The newest version that both speak.
     pub fn common(self, other: Versions) -> Option<u16> {
@@ -105,7 +103,7 @@ impl fmt::Display for Versions {
 /// What an end brings into a handshake.
 #[derive(Debug, Clone)]
 pub struct Opening {
-    /// The versions it speaks; [`Versions::OURS`] but for tests.
+    /// The versions it speaks.
     pub versions: Versions,
     /// Optional abilities, one bit each. Version 1 defines none; both ends may use those that both have.
     pub features: u64,
@@ -156,8 +154,8 @@ struct Agreed {
 
 impl<T: Deref<Target = Token>> Handshake<T> {
     /// The end that connects and speaks first.
-    pub fn client(token: T, opening: Opening, now: Instant, limit: Duration) -> Self {
-        let mut this = Handshake::new(token, Role::Client, opening, now, limit);
+    pub fn caller(token: T, opening: Opening, now: Instant, limit: Duration) -> Self {
+        let mut this = Handshake::new(token, Role::Caller, opening, now, limit);
         let hello = Hello {
             oldest: this.opening.versions.oldest,
             newest: this.opening.versions.newest,
@@ -170,8 +168,8 @@ impl<T: Deref<Target = Token>> Handshake<T> {
     }
 
     /// The end that was connected to. It will call the session by that number.
-    pub fn server(token: T, opening: Opening, session: u64, now: Instant, limit: Duration) -> Self {
-        let mut this = Handshake::new(token, Role::Server, opening, now, limit);
+    pub fn called(token: T, opening: Opening, session: u64, now: Instant, limit: Duration) -> Self {
+        let mut this = Handshake::new(token, Role::Called, opening, now, limit);
         this.state = State::WantHello(session);
         this
     }
@@ -195,7 +193,7 @@ impl<T: Deref<Target = Token>> Handshake<T> {
     ///
     /// # Errors
     /// The handshake has failed: send what [`Handshake::take_output`] still gives, and close.
-    pub fn handle_input(&mut self, bytes: &[u8]) -> Result<(), Fault> {
+    pub fn handle_input(&mut self, bytes: &[u8]) -> Result<(), HandshakeError> {
         let outcome = self.read(bytes);
         if let Err(fault) = &outcome {
             self.state = State::Over;
@@ -207,13 +205,13 @@ impl<T: Deref<Target = Token>> Handshake<T> {
     /// Tells the time once [`Handshake::deadline`] may have passed.
     ///
     /// # Errors
-    /// [`Fault::TimedOut`]: it has, and the handshake is not through.
-    pub fn handle_timeout(&mut self, now: Instant) -> Result<(), Fault> {
+    /// [`HandshakeError::TimedOut`]: it has, and the handshake is not through.
+    pub fn handle_timeout(&mut self, now: Instant) -> Result<(), HandshakeError> {
         if now < self.deadline || matches!(self.state, State::Done(_)) {
             return Ok(());
         }
         self.state = State::Over;
-        Err(Fault::TimedOut { doing: "the greeting", limit: self.limit })
+        Err(HandshakeError::TimedOut { limit: self.limit })
     }
 
     /// When the handshake must be through, however often the peer sends something.
@@ -243,7 +241,7 @@ impl<T: Deref<Target = Token>> Handshake<T> {
         self.decoder.buffered()
     }
 
-    fn read(&mut self, bytes: &[u8]) -> Result<(), Fault> {
+    fn read(&mut self, bytes: &[u8]) -> Result<(), HandshakeError> {
         let rest = self.read_magic(bytes)?;
         self.decoder.feed(rest);
         // Once the session stands, what follows is sealed and is not ours to take.
@@ -257,12 +255,12 @@ impl<T: Deref<Target = Token>> Handshake<T> {
     }
 
     /// Compares what has come with the magic, and gives what is behind it.
-    fn read_magic<'b>(&mut self, bytes: &'b [u8]) -> Result<&'b [u8], Fault> {
+    fn read_magic<'b>(&mut self, bytes: &'b [u8]) -> Result<&'b [u8], HandshakeError> {
         let wanted = &MAGIC[self.greeted..];
         let length = wanted.len().min(bytes.len());
         if bytes[..length] != wanted[..length] {
             let begun = [&MAGIC[..self.greeted], bytes].concat();
-            return Err(Fault::NotRemora { looks_like: stranger::looks_like(&begun) });
+            return Err(HandshakeError::NotRemora { looks_like: unauthenticated::looks_like(&begun) });
         }
         self.greeted += length;
         if length > 0 && self.greeted == MAGIC.len() {
@@ -271,18 +269,18 @@ impl<T: Deref<Target = Token>> Handshake<T> {
         Ok(&bytes[length..])
     }
 
-    fn read_frame(&mut self, frame: &Frame) -> Result<(), Fault> {
+    fn read_frame(&mut self, frame: &Frame) -> Result<(), HandshakeError> {
         match (&self.state, frame.tag) {
             (State::WantHello(session), HELLO) => self.read_hello(frame, *session),
             (State::WantChallenge, CHALLENGE) => self.read_challenge(frame),
             (State::WantProof(agreed), PROOF) => self.read_client_proof(frame, *agreed),
             (State::WantAnswer(agreed), PROOF) => self.read_server_proof(frame, *agreed),
             (State::WantChallenge | State::WantAnswer(_), REFUSE) => Err(self.read_refusal(frame)),
-            (_, tag) => Err(Fault::OutOfTurn { what: format!("a frame of the kind {tag:#04x}") }),
+            (_, tag) => Err(HandshakeError::OutOfTurn { tag }),
         }
     }
 
-    fn read_hello(&mut self, frame: &Frame, session: u64) -> Result<(), Fault> {
+    fn read_hello(&mut self, frame: &Frame, session: u64) -> Result<(), HandshakeError> {
         let hello = Hello::take(&mut Reader::new(&frame.payload))?; // later versions may say more behind it
         let ours = self.opening.versions;
         let version = agree(ours, versions(hello.oldest, hello.newest)?)?;
@@ -301,13 +299,13 @@ impl<T: Deref<Target = Token>> Handshake<T> {
         Ok(())
     }
 
-    fn read_challenge(&mut self, frame: &Frame) -> Result<(), Fault> {
+    fn read_challenge(&mut self, frame: &Frame) -> Result<(), HandshakeError> {
         let challenge = Challenge::take(&mut Reader::new(&frame.payload))?;
         let theirs = versions(challenge.oldest, challenge.newest)?;
         let version = agree(self.opening.versions, theirs)?;
         if version != challenge.version {
             let what = "a version that is not the newest common one";
-            return Err(Malformed::Handshake { what }.into());
+            return Err(FrameError::Field { what }.into());
         }
         self.heard(frame);
         self.say_proof();
@@ -319,44 +317,35 @@ impl<T: Deref<Target = Token>> Handshake<T> {
         Ok(())
     }
 
-    fn read_client_proof(&mut self, frame: &Frame, agreed: Agreed) -> Result<(), Fault> {
+    fn read_client_proof(&mut self, frame: &Frame, agreed: Agreed) -> Result<(), HandshakeError> {
         self.check_proof(frame)?;
         self.say_proof();
         self.establish(agreed);
         Ok(())
     }
 
-    fn read_server_proof(&mut self, frame: &Frame, agreed: Agreed) -> Result<(), Fault> {
+    fn read_server_proof(&mut self, frame: &Frame, agreed: Agreed) -> Result<(), HandshakeError> {
         self.check_proof(frame)?;
         self.establish(agreed);
         Ok(())
     }
 
-    fn check_proof(&mut self, frame: &Frame) -> Result<(), Fault> {
-        self.proof_of(self.role.peer())
-            .verify_slice(&frame.payload) // in a time that does not depend on the bytes
-            .map_err(|_| Fault::WrongToken { peer: self.role.peer().noun(), said_by_peer: false })?;
+    fn check_proof(&mut self, frame: &Frame) -> Result<(), HandshakeError> {
+        let peer = self.role.peer();
+        if !verify(self.token.bytes(), &[proof_label(peer), &self.transcript], &frame.payload) {
+            return Err(HandshakeError::WrongToken { said_by_peer: false });
+        }
         self.heard(frame);
         Ok(())
     }
 
     fn say_proof(&mut self) {
-        let proof = self.proof_of(self.role).finalize().into_bytes();
+        let proof = proof(self.token.bytes(), &[proof_label(self.role), &self.transcript]);
         self.say(PROOF, proof.to_vec());
     }
 
-    /// The proof that the end of that role gives of holding the token, over everything said so far.
-    fn proof_of(&self, role: Role) -> Hmac<Sha256> {
-        let label = match role {
-            Role::Client => LABEL_CLIENT_PROOF,
-            Role::Server => LABEL_SERVER_PROOF,
-        };
-        keyed(self.token.bytes(), &[label, &self.transcript])
-    }
-
     fn establish(&mut self, agreed: Agreed) {
-        let key = keyed(self.token.bytes(), &[LABEL_SESSION_KEY, &self.transcript]);
-        let key: [u8; 32] = key.finalize().into_bytes().into();
+        let key = proof(self.token.bytes(), &[LABEL_SESSION_KEY, &self.transcript]);
         self.state = State::Done(Box::new(Established {
             role: self.role,
             session: agreed.session,
@@ -368,34 +357,34 @@ impl<T: Deref<Target = Token>> Handshake<T> {
     }
 
     /// The peer will not. Anybody could have sent this: it makes the error's text and decides nothing else.
-    fn read_refusal(&self, frame: &Frame) -> Fault {
+    fn read_refusal(&self, frame: &Frame) -> HandshakeError {
         let refusal = match Refusal::take(&mut Reader::new(&frame.payload)) {
             Ok(refusal) => refusal,
             Err(malformed) => return malformed.into(),
         };
+        let text = String::from_utf8_lossy(&frame.payload[Refusal::MOST..]);
         match refusal.code {
-            REFUSE_VERSION => Fault::NoCommonVersion {
+            REFUSE_VERSION => HandshakeError::NoCommonVersion {
                 theirs: Versions { oldest: refusal.oldest, newest: refusal.newest },
                 ours: self.opening.versions,
             },
-            REFUSE_TOKEN => Fault::WrongToken { peer: Role::Server.noun(), said_by_peer: true },
-            REFUSE_BUSY => Fault::Busy,
-            value => Malformed::Code { what: "refusal", value }.into(),
+            REFUSE_TOKEN => HandshakeError::WrongToken { said_by_peer: true },
+            code => HandshakeError::Refused { code, text: text.replace(char::is_control, " ") },
         }
     }
 
     /// A server tells the client what its operator can mend, and meets anything else with silence. A client that fails just
     /// goes: by then the server has either refused it already or is not to be trusted.
-    fn say_last_word(&mut self, fault: &Fault) {
+    fn say_last_word(&mut self, fault: &HandshakeError) {
         let code = match (self.role, fault) {
-            (Role::Server, Fault::NoCommonVersion { .. }) => REFUSE_VERSION,
-            (Role::Server, Fault::WrongToken { .. }) => REFUSE_TOKEN,
+            (Role::Called, HandshakeError::NoCommonVersion { .. }) => REFUSE_VERSION,
+            (Role::Called, HandshakeError::WrongToken { .. }) => REFUSE_TOKEN,
             _ => return,
         };
         if code == REFUSE_VERSION {
             self.say_magic(); // the client has not been greeted yet
         }
-        self.say(REFUSE, refusal(code, self.opening.versions));
+        self.say(REFUSE, refusal(code, "", self.opening.versions));
     }
 
     fn say_magic(&mut self) {
@@ -420,7 +409,7 @@ pub struct Established {
     session: u64,
     version: u16,
     features: u64,
-    key: [u8; 32],
+    key: [u8; PROOF_BYTES],
     /// What came behind the handshake already.
     rest: Vec<u8>,
 }
@@ -451,8 +440,8 @@ impl Established {
         std::mem::take(&mut self.rest)
     }
 
-    /// The session's key, the same at both ends and known to nobody else. Hand on what [`derive()`] makes of it, never itself.
-    pub fn key(&self) -> [u8; 32] {
+    /// The session's key, the same at both ends and known to nobody else. Hand on what [`remora_wire::derive()`] makes of it, never itself.
+    pub fn key(&self) -> [u8; PROOF_BYTES] {
         self.key
     }
 }
@@ -467,15 +456,13 @@ impl fmt::Debug for Established {
     }
 }
 
-/// Another key out of the session's: whoever has it learns nothing of the session's key, nor of one with another label.
-pub fn derive(session_key: &[u8; 32], label: &[u8]) -> [u8; 32] {
-    keyed(session_key, &[LABEL_DERIVE, label]).finalize().into_bytes().into()
-}
-
-/// What a server says to a connection that it has no room for, instead of reading it.
-pub fn busy() -> Vec<u8> {
+/// Builds what the called end sends to a connection that its owner refuses without reading anything from it.
+///
+/// The code must be at least [`FIRST_OWNER_REFUSAL`]: the ones below belong to the handshake. The text is cut at what one frame
+/// holds.
+pub fn refuse(code: u8, text: &str, versions: Versions) -> Vec<u8> {
     let mut out = MAGIC.to_vec();
-    Frame::plain(REFUSE, refusal(REFUSE_BUSY, Versions::OURS)).encode(&mut out);
+    Frame::plain(REFUSE, refusal(code, text, versions)).encode(&mut out);
     out
 }
 
@@ -501,7 +488,7 @@ struct Challenge {
 
 record!(Challenge { version: u16, oldest: u16, newest: u16, features: u64, nonce: [u8; 32], session: u64 });
 
-/// The last frame of an end that gives up, with the versions it speaks.
+/// The last frame of an end that gives up, with the versions it speaks. A text may follow: the owner's explanation.
 struct Refusal {
     code: u8,
     oldest: u16,
@@ -518,9 +505,11 @@ const _: () = {
     assert!(Refusal::MOST <= most);
 };
 
-fn refusal(code: u8, versions: Versions) -> Vec<u8> {
+fn refusal(code: u8, text: &str, versions: Versions) -> Vec<u8> {
     let refusal = Refusal { code, oldest: versions.oldest, newest: versions.newest };
-    payload(|out| Refusal::put(&refusal, out))
+    let mut payload = payload(|out| Refusal::put(&refusal, out));
+    payload.extend_from_slice(cut(text, MAX_HANDSHAKE_PAYLOAD_BYTES as usize - Refusal::MOST).as_bytes());
+    payload
 }
 
 fn payload(put: impl FnOnce(&mut Vec<u8>) -> Result<(), TooLarge>) -> Vec<u8> {
@@ -529,22 +518,24 @@ fn payload(put: impl FnOnce(&mut Vec<u8>) -> Result<(), TooLarge>) -> Vec<u8> {
     out
 }
 
-fn versions(oldest: u16, newest: u16) -> Result<Versions, Malformed> {
+fn versions(oldest: u16, newest: u16) -> Result<Versions, FrameError> {
     if oldest > newest {
         let what = "an oldest version that is newer than the newest";
-        return Err(Malformed::Handshake { what });
+        return Err(FrameError::Field { what });
     }
     Ok(Versions { oldest, newest })
 }
 
-fn agree(ours: Versions, theirs: Versions) -> Result<u16, Fault> {
-    ours.common(theirs).ok_or(Fault::NoCommonVersion { theirs, ours })
+fn agree(ours: Versions, theirs: Versions) -> Result<u16, HandshakeError> {
+    ours.common(theirs).ok_or(HandshakeError::NoCommonVersion { theirs, ours })
 }
 
-fn keyed(key: &[u8], parts: &[&[u8]]) -> Hmac<Sha256> {
-    let mut hmac = <Hmac<Sha256> as Mac>::new_from_slice(key).expect("HMAC takes keys of any length");
-    parts.iter().for_each(|part| hmac.update(part));
-    hmac
+/// What the proof of that end begins with.
+fn proof_label(of: Role) -> &'static [u8] {
+    match of {
+        Role::Caller => LABEL_CLIENT_PROOF,
+        Role::Called => LABEL_SERVER_PROOF,
+    }
 }
 
 const HELLO: u8 = 0x01;
@@ -554,14 +545,15 @@ const REFUSE: u8 = 0x04;
 
 const REFUSE_VERSION: u8 = 1;
 const REFUSE_TOKEN: u8 = 2;
-const REFUSE_BUSY: u8 = 3;
+
+/// The lowest code of a refusal that belongs to the owner. The layer attaches no meaning to it.
+pub const FIRST_OWNER_REFUSAL: u8 = 3;
 
 // What an HMAC is for, as its first bytes. Each ends with the only zero byte in it, so that none begins another, and no two
 // purposes can ever be given the same input.
 const LABEL_CLIENT_PROOF: &[u8] = b"remora control: client proof\0";
 const LABEL_SERVER_PROOF: &[u8] = b"remora control: server proof\0";
 const LABEL_SESSION_KEY: &[u8] = b"remora control: session key\0";
-const LABEL_DERIVE: &[u8] = b"remora control: derived key\0";
 
 #[cfg(test)]
 mod tests;

@@ -5,26 +5,40 @@
 
 use std::marker::PhantomData;
 
-use crate::control::error::{Malformed, TooLarge};
-
 /// One way of laying out one kind of value.
-pub(crate) trait Codec {
+pub trait Codec {
+    /// The kind of value.
     type Value;
     /// The longest encoding, in bytes.
     const MOST: usize;
+
+    /// Appends a value's encoding.
+    ///
+    /// # Errors
+    /// [`TooLarge`]: the value exceeds a bound.
     fn put(value: &Self::Value, out: &mut Vec<u8>) -> Result<(), TooLarge>;
+
+    /// Reads one value.
+    ///
+    /// # Errors
+    /// [`Malformed`]: the bytes are not an encoding of such a value.
     fn take(from: &mut Reader<'_>) -> Result<Self::Value, Malformed>;
 }
 
 /// The part of a payload that has not been read yet.
-pub(crate) struct Reader<'a>(&'a [u8]);
+pub struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {
-    pub(crate) fn new(payload: &'a [u8]) -> Reader<'a> {
+    /// Begins with the first byte of `payload`.
+    pub fn new(payload: &'a [u8]) -> Reader<'a> {
         Reader(payload)
     }
 
-    pub(crate) fn bytes(&mut self, count: usize) -> Result<&'a [u8], Malformed> {
+    /// The next `count` bytes.
+    ///
+    /// # Errors
+    /// [`Malformed::Short`].
+    pub fn bytes(&mut self, count: usize) -> Result<&'a [u8], Malformed> {
         let Some((bytes, rest)) = self.0.split_at_checked(count) else {
             let missing = count - self.0.len();
             return Err(Malformed::Short { missing });
@@ -40,7 +54,10 @@ impl<'a> Reader<'a> {
     }
 
     /// A payload is read to its last byte: what is left over is a mistake, not an extension.
-    pub(crate) fn finish(self) -> Result<(), Malformed> {
+    ///
+    /// # Errors
+    /// [`Malformed::Trailing`].
+    pub fn finish(self) -> Result<(), Malformed> {
         match self.0.len() {
             0 => Ok(()),
             extra => Err(Malformed::Trailing { extra }),
@@ -100,7 +117,7 @@ impl<const N: usize> Codec for [u8; N] {
 }
 
 /// A yes or no, and behind a yes the value.
-pub(crate) struct Maybe<C>(PhantomData<C>);
+pub struct Maybe<C>(PhantomData<C>);
 
 impl<C: Codec> Codec for Maybe<C> {
     type Value = Option<C::Value>;
@@ -117,7 +134,7 @@ impl<C: Codec> Codec for Maybe<C> {
 }
 
 /// A u16 count and that many bytes, at most `MAX`.
-pub(crate) struct Bytes<const MAX: usize>;
+pub struct Bytes<const MAX: usize>;
 
 impl<const MAX: usize> Codec for Bytes<MAX> {
     type Value = Vec<u8>;
@@ -133,7 +150,7 @@ impl<const MAX: usize> Codec for Bytes<MAX> {
 }
 
 /// A u16 count and that many bytes of UTF-8, at most `MAX`. For what must arrive whole or not at all: names and addresses.
-pub(crate) struct Name<const MAX: usize>;
+pub struct Name<const MAX: usize>;
 
 impl<const MAX: usize> Codec for Name<MAX> {
     type Value = String;
@@ -151,7 +168,7 @@ impl<const MAX: usize> Codec for Name<MAX> {
 }
 
 /// As [`Name`], for sentences: a longer one is cut, since its beginning is better than none.
-pub(crate) struct Text<const MAX: usize>;
+pub struct Text<const MAX: usize>;
 
 impl<const MAX: usize> Codec for Text<MAX> {
     type Value = String;
@@ -167,7 +184,7 @@ impl<const MAX: usize> Codec for Text<MAX> {
 }
 
 /// A u16 count and that many items, at most `MAX`.
-pub(crate) struct List<C, const MAX: usize>(PhantomData<C>);
+pub struct List<C, const MAX: usize>(PhantomData<C>);
 
 impl<C: Codec, const MAX: usize> Codec for List<C, MAX> {
     type Value = Vec<C::Value>;
@@ -189,46 +206,92 @@ impl<C: Codec, const MAX: usize> Codec for List<C, MAX> {
 }
 
 /// Lays out a struct's fields one behind the other, in the order given.
+#[macro_export]
 macro_rules! record {
     ($record:ident { $($field:ident: $codec:ty),* $(,)? }) => {
-        impl Codec for $record {
+        impl $crate::codec::Codec for $record {
             type Value = $record;
-            const MOST: usize = 0 $(+ <$codec as Codec>::MOST)*;
+            const MOST: usize = 0 $(+ <$codec as $crate::codec::Codec>::MOST)*;
 
-            fn put(value: &$record, out: &mut Vec<u8>) -> Result<(), TooLarge> {
-                $(<$codec as Codec>::put(&value.$field, out)?;)*
+            fn put(value: &$record, out: &mut Vec<u8>) -> Result<(), $crate::codec::TooLarge> {
+                $(<$codec as $crate::codec::Codec>::put(&value.$field, out)?;)*
                 Ok(())
             }
 
-            fn take(from: &mut Reader<'_>) -> Result<$record, Malformed> {
-                Ok($record { $($field: <$codec as Codec>::take(from)?,)* })
+            fn take(from: &mut $crate::codec::Reader<'_>) -> Result<$record, $crate::codec::Malformed> {
+                Ok($record { $($field: <$codec as $crate::codec::Codec>::take(from)?,)* })
             }
         }
     };
 }
-pub(crate) use record;
 
 /// Lays out an enum without content as one byte.
+#[macro_export]
 macro_rules! codes {
     ($name:ident is $what:literal { $($code:literal => $variant:ident),* $(,)? }) => {
-        impl Codec for $name {
+        impl $crate::codec::Codec for $name {
             type Value = $name;
             const MOST: usize = 1;
 
-            fn put(value: &$name, out: &mut Vec<u8>) -> Result<(), TooLarge> {
-                u8::put(&match value { $($name::$variant => $code,)* }, out)
+            fn put(value: &$name, out: &mut Vec<u8>) -> Result<(), $crate::codec::TooLarge> {
+                <u8 as $crate::codec::Codec>::put(&match value { $($name::$variant => $code,)* }, out)
             }
 
-            fn take(from: &mut Reader<'_>) -> Result<$name, Malformed> {
-                match u8::take(from)? {
+            fn take(from: &mut $crate::codec::Reader<'_>) -> Result<$name, $crate::codec::Malformed> {
+                match <u8 as $crate::codec::Codec>::take(from)? {
                     $($code => Ok($name::$variant),)*
-                    value => Err(Malformed::Code { what: $what, value }),
+                    value => Err($crate::codec::Malformed::Code { what: $what, value }),
                 }
             }
         }
     };
 }
-pub(crate) use codes;
+
+/// Bytes that are not the encoding of a value.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Malformed {
+    /// A message ends inside a field.
+    #[error("a message ends {missing} bytes too early")]
+    Short {
+        /// How many bytes the field still wanted.
+        missing: usize,
+    },
+    /// A message goes on behind its last field.
+    #[error("a message has {extra} bytes too many")]
+    Trailing {
+        /// How many.
+        extra: usize,
+    },
+    /// A list, name or text longer than the protocol allows.
+    #[error("a field announces {count} items or bytes, of which {limit} may be")]
+    Excess {
+        /// What it announces.
+        count: usize,
+        /// The bound.
+        limit: usize,
+    },
+    /// Text that is not UTF-8.
+    #[error("a text is not UTF-8")]
+    NotUtf8,
+    /// A number that stands for nothing.
+    #[error("{value} is no {what}")]
+    Code {
+        /// What it should be.
+        what: &'static str,
+        /// What was read.
+        value: u8,
+    },
+}
+
+/// A value of ours that the protocol's bounds do not admit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("a field of {count} items or bytes, where the protocol allows {limit}")]
+pub struct TooLarge {
+    /// Its size, in items or bytes.
+    pub count: usize,
+    /// The bound.
+    pub limit: usize,
+}
 
 fn put_counted<const MAX: usize>(bytes: &[u8], out: &mut Vec<u8>) -> Result<(), TooLarge> {
     put_count::<MAX>(bytes.len(), out)?;
@@ -257,7 +320,7 @@ fn take_count<const MAX: usize>(from: &mut Reader<'_>) -> Result<usize, Malforme
 }
 
 /// The longest beginning of at most `most` bytes that ends between two characters.
-fn cut(text: &str, most: usize) -> &str {
+pub fn cut(text: &str, most: usize) -> &str {
     let end = (0..=most.min(text.len())).rev().find(|&end| text.is_char_boundary(end));
     text.get(..end.unwrap_or(0)).unwrap_or_default()
 }

@@ -6,24 +6,24 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use remora_messenger::Dispatcher;
+use remora_messenger::connection::{Connection as Channel, Greeted};
+use remora_messenger::error::Broken;
+use remora_messenger::frame::Malformed;
+use remora_messenger::message::Delivery;
+use remora_messenger::signal::Refusal;
+use remora_messenger::stack::Address;
+use remora_protocol::Side;
 use tokio::sync::{mpsc, oneshot, watch};
 
-use super::Options;
-use crate::connection::{Connection as Channel, Greeted};
-use crate::control::error::Fault;
-use crate::dispatcher::Dispatcher;
-use crate::error::Broken;
-use crate::frame::Malformed;
-use crate::message::Delivery;
-use crate::signal::Refusal;
-use crate::stack::Address;
-
+use super::{Fault, Options};
 /// See the head of the file.
 pub(super) struct Post {
     /// Who waits for the peer at that address to become known. A listener has one connection from an address at a time.
     expected: Mutex<HashMap<SocketAddr, oneshot::Sender<Result<Met, Fault>>>>,
     /// By the number of the layer's connection.
     boxes: Mutex<HashMap<u64, Mailbox>>,
+    side: Side,
     silence_limit: Duration,
     opening_limit: Duration,
 }
@@ -57,10 +57,11 @@ struct Mailbox {
 }
 
 impl Post {
-    pub(super) fn new(options: &Options) -> Post {
+    pub(super) fn new(side: Side, options: &Options) -> Post {
         Post {
             expected: Mutex::default(),
             boxes: Mutex::default(),
+            side,
             silence_limit: options.silence_limit,
             opening_limit: options.connect_timeout.max(options.handshake_timeout),
         }
@@ -109,7 +110,7 @@ impl Post {
             Broken::TooSlow(_) if early => Fault::TimedOut { doing: "the greeting", limit: self.opening_limit },
             Broken::TooSlow(_) => Fault::PeerNotReading { limit: self.silence_limit },
             Broken::Silent => Fault::PeerSilent { limit: self.silence_limit },
-            Broken::Greeting(fault) => (**fault).clone(),
+            Broken::Greeting(error) => Fault::greeting(error, self.side.peer()),
             Broken::Malformed(Malformed::Forged { sequence }) => Fault::Forged { sequence: *sequence },
             Broken::Malformed(malformed) => Fault::Frame(*malformed),
             Broken::Violation(violation) => Fault::OutOfTurn { what: format!("what it may not ({violation})") },

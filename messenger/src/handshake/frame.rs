@@ -1,6 +1,6 @@
 //! One frame of the greeting on the wire: a fixed preamble, the payload, their checksums. Pure: bytes in, frames out.
 //!
-//! What it does not know: what the tags mean ([`crate::control::session`]). What follows the greeting are the message layer's frames
+//! What it does not know: what the tags mean ([`crate::handshake`]). What follows the greeting are the message layer's frames
 //! ([`crate::frame`]), of another layout. A checksum finds what a broken network or program does by accident.
 //!
 //! ```text
@@ -14,7 +14,7 @@
 //! The preamble has a checksum of its own so that a length is believed only when it arrived whole; and it is compared with
 //! the bound before a single byte of the payload is waited for.
 
-use crate::control::error::Malformed;
+use super::error::FrameError;
 
 /// A whole frame whose checksums hold.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -41,8 +41,8 @@ impl Frame {
 
 /// The twelve bytes before the payload.
 fn preamble(tag: u8, payload: &[u8]) -> [u8; PREAMBLE_BYTES] {
-    let length =
-        u32::try_from(payload.len()).expect("the codec bounds every payload by MAX_PAYLOAD_BYTES before it is framed");
+    let length = u32::try_from(payload.len())
+        .expect("the codec bounds every payload by MAX_HANDSHAKE_PAYLOAD_BYTES before it is framed");
     let mut bytes = [0; PREAMBLE_BYTES];
     bytes[..2].copy_from_slice(&FRAME_MAGIC);
     bytes[2] = tag;
@@ -80,8 +80,8 @@ impl Decoder {
     /// The next whole frame, or `None` while it is not all here.
     ///
     /// # Errors
-    /// [`Malformed`]: there is no finding the next frame after that; close the connection.
-    pub fn next_frame(&mut self) -> Result<Option<Frame>, Malformed> {
+    /// [`FrameError`]: there is no finding the next frame after that; close the connection.
+    pub fn next_frame(&mut self) -> Result<Option<Frame>, FrameError> {
         let rest = self.buffer.get(self.taken..).unwrap_or_default();
         let Some((preamble, rest)) = rest.split_first_chunk::<PREAMBLE_BYTES>() else {
             return check_start(rest).map(|()| None);
@@ -94,7 +94,7 @@ impl Decoder {
             return Ok(None);
         };
         if crc32c::crc32c(payload) != u32::from_le_bytes(*checksum) {
-            return Err(Malformed::Checksum { part: "payload" });
+            return Err(FrameError::Checksum { part: "payload" });
         }
         let frame = Frame { tag: head.tag, payload: payload.to_vec() };
         self.taken += PREAMBLE_BYTES + head.length + CHECKSUM_BYTES;
@@ -121,35 +121,31 @@ struct Head {
 }
 
 impl Head {
-    fn parse(bytes: &[u8; PREAMBLE_BYTES], limit: u32) -> Result<Head, Malformed> {
+    fn parse(bytes: &[u8; PREAMBLE_BYTES], limit: u32) -> Result<Head, FrameError> {
         let [m0, m1, tag, flags, l0, l1, l2, l3, c0, c1, c2, c3] = *bytes;
         check_start(&[m0, m1])?;
         if crc32c::crc32c(&bytes[..8]) != u32::from_le_bytes([c0, c1, c2, c3]) {
-            return Err(Malformed::Checksum { part: "preamble" });
+            return Err(FrameError::Checksum { part: "preamble" });
         }
         if flags != 0 {
-            return Err(Malformed::Flags { flags });
+            return Err(FrameError::Flags { flags });
         }
         let length = u32::from_le_bytes([l0, l1, l2, l3]);
         if length > limit {
-            return Err(Malformed::FrameTooLong { length, limit });
+            return Err(FrameError::TooLong { length, limit });
         }
         Ok(Head { tag, length: length as usize })
     }
 }
 
 /// Nonsense is told from a frame by its first byte, not only by its twelfth.
-fn check_start(bytes: &[u8]) -> Result<(), Malformed> {
+fn check_start(bytes: &[u8]) -> Result<(), FrameError> {
     let length = bytes.len().min(FRAME_MAGIC.len());
     if bytes[..length] == FRAME_MAGIC[..length] {
         return Ok(());
     }
-    Err(Malformed::FrameMagic)
+    Err(FrameError::Magic)
 }
-
-/// The longest body of an agents' message, in bytes. The longest message is a status that lists
-/// [`crate::control::MAX_REPLICAS`] replicas; `control.rs` asserts at compile time that it fits.
-pub const MAX_PAYLOAD_BYTES: u32 = 512 * 1024;
 
 /// The longest payload of the handshake, in bytes: the challenge has 54, and may grow in later versions. This bounds what
 /// somebody who has proved nothing can make us hold.
@@ -236,7 +232,7 @@ mod tests {
         let mut decoder = Decoder::new(10);
         decoder.feed(&bytes[..PREAMBLE_BYTES]);
         let found = decoder.next_frame().unwrap_err();
-        assert_eq!(found, Malformed::FrameTooLong { length: 11, limit: 10 });
+        assert_eq!(found, FrameError::TooLong { length: 11, limit: 10 });
     }
 
     #[test]
@@ -247,20 +243,21 @@ mod tests {
         bytes[8..12].copy_from_slice(&checksum);
         let mut decoder = Decoder::new(10);
         decoder.feed(&bytes);
-        assert_eq!(decoder.next_frame().unwrap_err(), Malformed::Flags { flags: 1 });
+        assert_eq!(decoder.next_frame().unwrap_err(), FrameError::Flags { flags: 1 });
     }
 
     #[test]
     fn the_first_wrong_byte_is_enough() {
         let mut decoder = Decoder::new(10);
         decoder.feed(b"H");
-        assert_eq!(decoder.next_frame().unwrap_err(), Malformed::FrameMagic);
+        assert_eq!(decoder.next_frame().unwrap_err(), FrameError::Magic);
     }
 
     #[test]
     fn memory_follows_what_arrived_not_what_was_announced() {
-        let bytes = encoded(&Frame::plain(1, vec![0; MAX_PAYLOAD_BYTES as usize]));
-        let mut decoder = Decoder::new(MAX_PAYLOAD_BYTES);
+        const LONG_BYTES: u32 = 512 * 1024;
+        let bytes = encoded(&Frame::plain(1, vec![0; LONG_BYTES as usize]));
+        let mut decoder = Decoder::new(LONG_BYTES);
         decoder.feed(&bytes[..100]);
         assert_eq!(decoder.next_frame().unwrap(), None);
         assert!(decoder.buffer.capacity() < 1000);

@@ -39,7 +39,8 @@ impl Token {
         Token(bytes.to_vec()).checked("the token")
     }
 
-    pub(crate) fn bytes(&self) -> &[u8] {
+    /// The secret itself, to key an HMAC with.
+    pub fn bytes(&self) -> &[u8] {
         &self.0
     }
 

@@ -1,4 +1,0 @@
-//! A message's tag and payload. The body, and what it asserts, is in `messenger/src/fuzzing.rs`.
-#![no_main]
-
-libfuzzer_sys::fuzz_target!(|data: &[u8]| remora_messenger::fuzzing::message(data));

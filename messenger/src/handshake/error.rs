@@ -1,0 +1,105 @@
+//! Why a handshake failed, sorted by who can act on it.
+
+use std::time::Duration;
+
+use remora_wire::Malformed;
+
+use super::Versions;
+
+/// Why a handshake failed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum HandshakeError {
+    // The operator of the two ends can act. Another attempt fails in the same way.
+    /// The peer speaks another protocol.
+    #[error("the peer speaks another protocol: it {looks_like}")]
+    NotRemora {
+        /// What the peer seems to be, as the end of a sentence that begins with "it".
+        looks_like: String,
+    },
+    /// The two ends have no version in common.
+    #[error("the peer speaks version {theirs}, this end {ours}")]
+    NoCommonVersion {
+        /// What the peer speaks.
+        theirs: Versions,
+        /// What this end speaks.
+        ours: Versions,
+    },
+    /// One end could not prove that it holds the other end's token.
+    #[error("the peer does not hold the same token as this end{}", if *.said_by_peer { " (reported by the peer)" } else { "" })]
+    WrongToken {
+        /// The peer rejected our proof and said so. Otherwise its proof failed here, which an altered handshake also causes.
+        said_by_peer: bool,
+    },
+
+    // The owner of the peer refused.
+    /// The peer's owner refused the connection. The layer attaches no meaning to the code.
+    #[error("the peer refused the connection with code {code}{}{text}", if .text.is_empty() { "" } else { ": " })]
+    Refused {
+        /// The owner's code, at least [`super::FIRST_OWNER_REFUSAL`] if the peer keeps to the protocol.
+        code: u8,
+        /// The owner's explanation; may be empty.
+        text: String,
+    },
+
+    // The network or the peer's host: a later attempt may succeed.
+    /// The handshake did not complete in time.
+    #[error("the handshake took longer than {limit:?}")]
+    TimedOut {
+        /// The limit that was exceeded.
+        limit: Duration,
+    },
+
+    // The peer is broken, or the bytes were altered on their way.
+    /// Bytes that are not a frame of the handshake.
+    #[error("the peer sent a malformed frame: {0}")]
+    Frame(#[from] FrameError),
+    /// A valid frame that the current state does not allow.
+    #[error("the peer sent a frame with tag {tag:#04x} out of turn")]
+    OutOfTurn {
+        /// The frame's tag.
+        tag: u8,
+    },
+}
+
+impl From<Malformed> for HandshakeError {
+    fn from(malformed: Malformed) -> HandshakeError {
+        FrameError::Payload(malformed).into()
+    }
+}
+
+/// Bytes that are not a frame of the greeting, or a field of it with a value that is not allowed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum FrameError {
+    /// The bytes do not begin with a frame's magic.
+    #[error("bad frame magic")]
+    Magic,
+    /// A preamble or a payload whose checksum is not that of its bytes.
+    #[error("the checksum of a frame's {part} does not match")]
+    Checksum {
+        /// "preamble" or "payload".
+        part: &'static str,
+    },
+    /// Flags that this version does not define.
+    #[error("a frame has the flags {flags:#04x}, which are not allowed here")]
+    Flags {
+        /// The preamble's flag byte.
+        flags: u8,
+    },
+    /// The preamble gives a length above the limit.
+    #[error("frame payload of {length} bytes exceeds the limit of {limit}")]
+    TooLong {
+        /// The length that the preamble gives, in bytes.
+        length: u32,
+        /// The bound, in bytes.
+        limit: u32,
+    },
+    /// A field has a value that is not allowed.
+    #[error("the handshake contains {what}")]
+    Field {
+        /// The value, in words.
+        what: &'static str,
+    },
+    /// The payload is not what its tag says.
+    #[error(transparent)]
+    Payload(#[from] Malformed),
+}

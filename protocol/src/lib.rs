@@ -1,0 +1,67 @@
+//! The agents' control protocol: every message that a replica's agent and a source's agent exchange, and its layout.
+//!
+//! Pure: values in, bytes out, and back. Connections, time limits and queues are in the agent (`conversation`); frames, seals
+//! and the handshake are the message layer's (`remora-messenger`).
+//!
+//! ```text
+//!   replica (client)                                              source (server)
+//!        │  MAGIC, Hello{versions, features, nonce}                     │
+//!        ├─────────────────────────────────────────────────────────────▶│
+//!        │  MAGIC, Challenge{version, versions, features, nonce, session}
+//!        │◀─────────────────────────────────────────────────────────────┤
+//!        │  Proof = HMAC(token, "client", all of the above)             │   the layer's handshake: the token
+//!        ├─────────────────────────────────────────────────────────────▶│   never crosses the wire, and no
+//!        │  Proof = HMAC(token, "server", all of the above)             │   message before both proofs hold
+//!        │◀─────────────────────────────────────────────────────────────┤
+//!        │                                                              │
+//!        │  Join, Progress, HandOffQuery, StatusQuery, Leave            │   messages of the layer, in a lossy
+//!        ├═════════════════════════════════════════════════════════════▶│   session: every frame bears a MAC
+//!        │  Waiting, Offer, HandOffAnswer, GenerationGone, Status, …    │   over direction, sequence and
+//!        │◀═════════════════════════════════════════════════════════════┤   content; pings when all is quiet
+//! ```
+//!
+//! A replica that lends its slots ([`Relays`]) is a server in the same way, to the replicas that the source sends to it: they
+//! send [`Message::ReadPeer`], and it answers with [`Message::PeerOffer`].
+//!
+//! A message is one message of the layer: its tag is the kind, its fields are the front, one after the other in the order in
+//! which their `record!` lists them. Every list, name and text has a bound ([`bounds`]). A receiver treats an unknown kind as
+//! the mark of a newer peer; a payload that ends early or late is malformed. `docs/protocol.md` describes every byte, and what
+//! the protocol protects against and what not.
+//!
+//! Messages never carry slots, journal bytes or secrets. A region key says where memory is; reading it takes a secret that
+//! both ends derive from the session's key ([`remora_wire::derive()`]).
+//!
+//! # Versions, newest first
+//!
+//! - 3: Waiting says its cause in a code; fields that no receiver read are gone.
+//! - 2: on the message layer. Heartbeat is gone, as the layer pings.
+//! - 1: the same messages in frames of their own.
+//!
+//! # Modules
+//!
+//! - [`message`]: the messages. **Start here.**
+//! - [`join`], [`progress`]: what a replica's agent says of itself; [`offer`]: what a source answers; [`status`]: its report.
+//! - [`bounds`]: versions, and the limit of every field; [`module`]: the version of the commands between agents and module.
+
+#![forbid(unsafe_code)]
+
+pub mod bounds;
+#[cfg(any(test, feature = "fuzzing"))]
+pub mod fuzzing;
+pub mod join;
+pub mod message;
+pub mod module;
+pub mod offer;
+pub mod progress;
+pub mod status;
+
+pub use bounds::*;
+pub use join::{Join, Relays, Resume, Upstream};
+pub use message::{DecodeError, Message, Side};
+pub use module::MODULE_PROTOCOL;
+pub use offer::{Announce, Offer, RefusalCode, TableOffer, WaitCause};
+pub use progress::{LossCause, Outcome, Phase, Progress, Relaying};
+pub use status::{GenerationState, GenerationStatus, ReplicaStatus, StatusReport, Totals};
+
+#[cfg(test)]
+mod tests;

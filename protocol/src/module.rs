@@ -1,0 +1,11 @@
+//! What the agents and the server's module agree on. `docs/module.md` describes the commands.
+
+/// The version of the commands between the agents and the server's module (`REMORA.STATUS` reports it as `protocol`). Both
+/// sides work together only if they have the same one.
+///
+/// Versions, newest first:
+///
+/// - 3: `REMORA.LOAD` answers names and values (`idle_times`) where it answered `OK` or `OK NOIDLE`.
+/// - 2: the fork child writes long strings only, and asks for permission before it begins.
+/// - 1: the fork child writes the whole snapshot.
+pub const MODULE_PROTOCOL: u32 = 3;

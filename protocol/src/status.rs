@@ -1,0 +1,180 @@
+//! Status: what a source reports to `remora status`.
+
+use remora_wire::codec::{List, Maybe, Name, Text};
+use remora_wire::{codes, record};
+use serde::Serialize;
+
+use crate::bounds::{MAX_ADDRESS_BYTES, MAX_NAME_BYTES, MAX_REPLICAS, MAX_WHY_BYTES, MAX_ZONE_BYTES};
+use crate::progress::Phase;
+
+/// All that a source knows, for `remora status`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct StatusReport {
+    /// Version of the source's agent.
+    pub source: String,
+    /// Address of the server that it captures from.
+    pub server: String,
+    /// That server's role: "primary", or "replica of HOST:PORT".
+    pub role: String,
+    /// The generation that replicas are served from.
+    pub generation: Option<GenerationStatus>,
+    /// Whoever has joined; at most [`MAX_REPLICAS`].
+    pub replicas: Vec<ReplicaStatus>,
+    /// Sums since the source began.
+    pub totals: Totals,
+}
+
+record!(StatusReport {
+    source: Name<MAX_NAME_BYTES>,
+    server: Name<MAX_ADDRESS_BYTES>,
+    role: Name<MAX_ADDRESS_BYTES>,
+    generation: Maybe<GenerationStatus>,
+    replicas: List<ReplicaStatus, MAX_REPLICAS>,
+    totals: Totals,
+});
+
+/// The generation that a source holds.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct GenerationStatus {
+    /// Its number.
+    pub generation: u64,
+    /// The primary's replication id.
+    pub replid: String,
+    /// Replication offset of the snapshot.
+    pub offset_start: u64,
+    /// Replication offset of the newest byte in the journal.
+    pub offset_now: u64,
+    /// Whether its snapshot is whole.
+    pub state: GenerationState,
+    /// Bytes of the snapshot received so far.
+    pub snapshot_bytes: u64,
+    /// Slots in the snapshot's ring.
+    pub slots: u64,
+    /// Slots published so far.
+    pub published_slots: u64,
+    /// Slots that may be overwritten.
+    pub retired_slots: u64,
+    /// Whether slots are used again, so that nobody can join late.
+    pub windowed: bool,
+    /// Memory in use by both tables, in bytes.
+    pub memory_bytes: u64,
+    /// Memory that may be used, in bytes.
+    pub memory_limit: u64,
+    /// Seconds since the capture began.
+    pub age_seconds: u64,
+    /// Replication offset of the oldest byte in the journal.
+    pub journal_first: u64,
+    /// Replication offset behind the newest byte in the journal.
+    pub journal_end: u64,
+    /// How long the capture took, or has taken so far, in milliseconds.
+    pub capture_millis: u64,
+    /// In which way it comes from the server, in words.
+    pub capture: String,
+}
+
+record!(GenerationStatus {
+    generation: u64,
+    replid: Name<40>,
+    offset_start: u64,
+    offset_now: u64,
+    state: GenerationState,
+    snapshot_bytes: u64,
+    slots: u64,
+    published_slots: u64,
+    retired_slots: u64,
+    windowed: bool,
+    memory_bytes: u64,
+    memory_limit: u64,
+    age_seconds: u64,
+    journal_first: u64,
+    journal_end: u64,
+    capture_millis: u64,
+    capture: Name<MAX_NAME_BYTES>,
+});
+
+/// How far a snapshot has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum GenerationState {
+    /// The server is still sending it.
+    Capturing,
+    /// All of it is in the table.
+    Complete,
+}
+
+codes!(GenerationState is "state of a generation" {
+    0 => Capturing,
+    1 => Complete,
+});
+
+/// One replica, as the source sees it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct ReplicaStatus {
+    /// What it called itself.
+    pub name: String,
+    /// Where it called from.
+    pub address: String,
+    /// The transport it reads by, by name; empty before it reads.
+    pub transport: String,
+    /// Why it reads by no better one; empty if there is none.
+    pub transport_why: String,
+    /// What it is doing.
+    pub phase: Phase,
+    /// Slots of the snapshot that it holds.
+    pub slots_held: u64,
+    /// How much of the snapshot that is, in thousandths.
+    pub percent_permille: u16,
+    /// How fast it reads, in bytes per second.
+    pub rate_bytes_per_s: u64,
+    /// Bytes of the journal that its server has yet to apply.
+    pub journal_lag_bytes: u64,
+    /// Replication offset that its server has acknowledged.
+    pub applied_offset: u64,
+    /// Seconds since it joined.
+    pub joined_seconds: u64,
+    /// Seconds since it was last heard of.
+    pub silent_seconds: u64,
+    /// Its session: how others name it in `reads_from`.
+    pub session: u64,
+    /// The session of the replica that it takes slots from; none: the source.
+    pub reads_from: Option<u64>,
+    /// Whether others may read from it.
+    pub serves: bool,
+    /// The oldest slot that it holds for others.
+    pub oldest_slot: u64,
+    /// Where it stands, in words of its operator's.
+    pub zone: String,
+}
+
+record!(ReplicaStatus {
+    name: Name<MAX_NAME_BYTES>,
+    address: Name<MAX_ADDRESS_BYTES>,
+    transport: Name<16>,
+    transport_why: Text<MAX_WHY_BYTES>,
+    phase: Phase,
+    slots_held: u64,
+    percent_permille: u16,
+    rate_bytes_per_s: u64,
+    journal_lag_bytes: u64,
+    applied_offset: u64,
+    joined_seconds: u64,
+    silent_seconds: u64,
+    session: u64,
+    reads_from: Maybe<u64>,
+    serves: bool,
+    oldest_slot: u64,
+    zone: Name<MAX_ZONE_BYTES>,
+});
+
+/// Sums since a source began.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct Totals {
+    /// Snapshots taken from the server.
+    pub snapshots_taken: u64,
+    /// Replicas that left with success.
+    pub replicas_done: u64,
+    /// Bytes of tables read by replicas.
+    pub bytes_served: u64,
+}
+
+record!(Totals { snapshots_taken: u64, replicas_done: u64, bytes_served: u64 });
