@@ -47,12 +47,14 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::candidates::{Candidates, Newcomer};
-use super::feed::{Feed, FeedError, Pumped, SnapshotFeed};
+use super::feed::{Feed, Pumped, SnapshotFeed};
 use super::introduction::{self, Answer, Introduction, Shown};
 use super::link::Link;
 use super::meter::Meter;
 use super::mixed::{Mixed, Turn};
 use super::pacer::Pacer;
+use super::parts::FeedError;
+use super::payload::{WRITE_PIECE, WriteTrouble};
 use super::relayed::{Lost, ReadFrom, Relayed};
 use super::spool::{self, Held, Spool};
 
@@ -285,9 +287,6 @@ impl Piece {
 
 /// Bytes written to the link in one turn, so that a fast server does not keep the loop from its other work.
 const TURN_BYTES: usize = 8 << 20;
-
-/// Bytes handed to the socket at once.
-pub(super) const WRITE_PIECE: usize = 1 << 20;
 
 /// How long an idle journal is left alone at first, and at most: the bounds of the lag that polling adds. A longer pause
 /// costs less of both ends' processors; the journal is looked at again at once while it brings something.
@@ -1211,20 +1210,6 @@ impl Served {
 enum Trouble {
     Feed(FeedError),
     Spool(String),
-}
-
-/// Why a payload goes no further.
-pub(super) enum WriteTrouble {
-    Link(io::Error),
-    Feed(FeedError),
-    /// The server's module, or what was sent to it.
-    Module(String),
-}
-
-impl From<io::Error> for WriteTrouble {
-    fn from(error: io::Error) -> Self {
-        WriteTrouble::Link(error)
-    }
 }
 
 /// Stores one slot; it counts as held only after it was checked once more that it was not overwritten meanwhile.

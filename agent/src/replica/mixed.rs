@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 
 use remora_table::{Place, Slot, Tally};
 
-use super::delivery::{WRITE_PIECE, WriteTrouble};
 use super::feed::SnapshotFeed;
 use super::introduction::{Answer, Shown};
 use super::link::Link;
 use super::meter::Meter;
 use super::mixture::{Mixture, Part, REFER_FROM_BYTES};
+use super::payload::{WRITE_PIECE, WriteTrouble};
 
 /// See the module's text.
 pub(super) struct Mixed {

@@ -8,7 +8,7 @@
 //!
 //! - [`preflight`] finds what can be known to go wrong before anything is touched; [`control`] is the connection by which the server is
 //!   changed, and knows whether it is still ours to change; [`record`] remembers what is changed.
-//! - [`delivery`] plays the primary towards the server, on a thread of its own; [`feed`], [`link`], [`unread`], [`pacer`],
+//! - [`delivery`] plays the primary towards the server, on a thread of its own; [`feed`] with its [`parts`], [`payload`], [`link`], [`unread`], [`pacer`],
 //!   [`spool`] and [`meter`] are its parts. [`candidates`] keeps others than the server from its link, [`link_login`] is how the
 //!   server proves itself there, and [`locality`] finds out where the server is.
 //! - [`private`] keeps other users from what is written to disk.
@@ -30,6 +30,8 @@ mod meter;
 mod mixed;
 mod mixture;
 mod pacer;
+mod parts;
+mod payload;
 mod preflight;
 mod private;
 mod record;

@@ -18,9 +18,9 @@ use remora_fabric::{Memory, Peer};
 use remora_protocol::LossCause;
 use remora_table::{Loss, Progress, Slot, SnapshotCopy, Turn};
 
-use super::feed::{CopyPlan, FeedError, Mapped};
 use super::limit::Limit;
 use super::meter::Meter;
+use super::parts::{CopyPlan, FeedError, Mapped};
 
 /// A peer's copy, ready to be read.
 pub(super) struct Reading {

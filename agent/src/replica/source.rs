@@ -9,7 +9,8 @@ use remora_protocol::{Join, Message, Offer, Relays, Resume, TableOffer};
 use remora_table::{Expectation, Geometry, MIN_SLOTS, SinkLayout, SnapshotCopy};
 
 use super::delivery::Progress;
-use super::feed::{CopyPlan, Feed, Part, Parts};
+use super::feed::Feed;
+use super::parts::{CopyPlan, Part, Parts};
 use super::preflight::Target;
 use super::spool;
 use crate::args::ReplicaArgs;
