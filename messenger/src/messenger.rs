@@ -20,7 +20,7 @@ use crate::stack::rdma::RdmaOptions;
 use crate::stack::tls::TlsOptions;
 use crate::stack::{Address, Stacks};
 use crate::throttle::Throttle;
-use crate::worker::{Command, Handle, Manners, Spin, stranger};
+use crate::worker::{Command, Handle, HandshakeConfig, LinkState, Spin};
 
 /// How a messenger works, apart from what becomes of its sessions ([`Policy`]).
 #[derive(Debug, Clone)]
@@ -89,7 +89,7 @@ pub struct Messenger {
 pub(crate) struct Common {
     pub(crate) entity: Entity,
     pub(crate) policy: Policy,
-    pub(crate) manners: Manners,
+    pub(crate) handshake: HandshakeConfig,
     pub(crate) polling: Polling,
     pub(crate) stacks: Stacks,
     pub(crate) dispatcher: Arc<dyn Dispatcher>,
@@ -117,7 +117,7 @@ impl Messenger {
         let common = Arc::new(Common {
             entity: Entity(u64::from_le_bytes(entity)),
             policy,
-            manners: Manners { token, versions: options.versions, summed: options.summed, sealed },
+            handshake: HandshakeConfig { token, versions: options.versions, summed: options.summed, sealed },
             polling: options.polling,
             stacks: Stacks::new(options.tls.clone(), options.rdma.clone()),
             dispatcher,
@@ -134,7 +134,7 @@ impl Messenger {
         let workers = workers?;
         let inboxes: Vec<_> = workers.iter().map(|worker| Arc::clone(worker.inbox())).collect();
         for worker in &workers {
-            worker.inbox().post(Command::Meet(inboxes.clone()));
+            worker.inbox().post(Command::Workers(inboxes.clone()));
         }
         Ok(Messenger { common, workers })
     }
@@ -160,9 +160,9 @@ impl Messenger {
     pub fn adopt(&self, stream: std::net::TcpStream) -> io::Result<()> {
         let link = Box::new(TcpLink::adopt(stream)?);
         self.common.serving.store(true, Ordering::Release);
-        let line =
-            stranger(link, &self.common, Instant::now()).map_err(|broken| io::Error::other(broken.to_string()))?;
-        self.pick().inbox().post(Command::Take(line));
+        let called = LinkState::called(link, &self.common, Instant::now());
+        let link = called.map_err(|broken| io::Error::other(broken.to_string()))?;
+        self.pick().inbox().post(Command::Take(Box::new(link)));
         Ok(())
     }
 
