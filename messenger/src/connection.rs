@@ -26,7 +26,7 @@ struct Shared {
     peer: Address,
     inbox: Arc<Inbox>,
     /// Where the worker has it; known to the worker only.
-    place: AtomicU64,
+    session_key: AtomicU64,
     budget: Arc<Throttle>,
     outbox: Mutex<Outbox>,
     /// The worker knows that there is something in the box, or is about to look. Set by anybody, unset with the box locked.
@@ -89,7 +89,7 @@ impl Connection {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
             peer,
             inbox,
-            place: AtomicU64::new(NOWHERE),
+            session_key: AtomicU64::new(UNASSIGNED),
             budget,
             outbox: Mutex::default(),
             posted: AtomicBool::new(false),
@@ -212,12 +212,12 @@ impl Connection {
     }
 
     /// The worker is about to dispatch to the owner, and will look into the box afterwards: nobody need tell it to.
-    pub(crate) fn expect_letters(&self) {
+    pub(crate) fn expect_messages(&self) {
         self.0.posted.store(true, Ordering::Relaxed);
     }
 
     /// What lies in the box.
-    pub(crate) fn take_letters(&self, into: &mut VecDeque<Queued>) {
+    pub(crate) fn take_queued(&self, into: &mut VecDeque<Queued>) {
         let mut outbox = self.lock();
         self.0.posted.store(false, Ordering::Relaxed);
         if into.is_empty() {
@@ -247,12 +247,12 @@ impl Connection {
         outbox.queue.clear();
     }
 
-    pub(crate) fn place(&self) -> u64 {
-        self.0.place.load(Ordering::Relaxed)
+    pub(crate) fn session_key(&self) -> u64 {
+        self.0.session_key.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn set_place(&self, place: u64) {
-        self.0.place.store(place, Ordering::Relaxed);
+    pub(crate) fn set_session_key(&self, key: u64) {
+        self.0.session_key.store(key, Ordering::Relaxed);
     }
 
     pub(crate) fn inbox(&self) -> &Arc<Inbox> {
@@ -279,7 +279,7 @@ impl fmt::Debug for Connection {
 }
 
 /// A connection that its worker has not seen yet.
-pub(crate) const NOWHERE: u64 = u64::MAX;
+pub(crate) const UNASSIGNED: u64 = u64::MAX;
 
 /// Who waits for room looks again this often whether the connection still is.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);

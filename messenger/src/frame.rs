@@ -115,7 +115,7 @@ pub struct Limits {
 
 impl Limits {
     /// Before a peer has a session: heads only, and the few words of a refusal.
-    pub const STRANGER: Limits = Limits { front: 256, data: 0 };
+    pub const UNAUTHENTICATED: Limits = Limits { front: 256, data: 0 };
 
     fn check(&self, preamble: &Preamble) -> Result<(), Malformed> {
         let limits = [self.front, self.front, self.data].map(|limit| limit.min(MAX_SEGMENT_BYTES));

@@ -21,7 +21,7 @@ pub const TARGETS: [(&str, Body); 5] = [
     ("messenger_handshake", handshake),
     ("messenger_layer_frames", layer_frames),
     ("messenger_layer_session", layer_session),
-    ("messenger_rdma_letters", rdma_letters),
+    ("messenger_rdma_messages", rdma_messages),
 ];
 
 /// Takes any bytes, and panics when something is wrong with us.
@@ -131,8 +131,8 @@ fn hear(session: &mut Session<u8>, link: LinkId, tag: u8, head: &[u8], now: Inst
 
 /// What a hostile peer says on an RDMA link: a hello, and then letters, between which we do what a link does. Nothing panics, what
 /// we hold is only what credit was given for, and who breaks the rules is told which.
-pub fn rdma_letters(bytes: &[u8]) {
-    crate::stack::rdma::fuzzing::letters(bytes);
+pub fn rdma_messages(bytes: &[u8]) {
+    crate::stack::rdma::fuzzing::messages(bytes);
 }
 
 /// A peer without the token, against either end: it never gets in, and never makes us hold more than one small frame.

@@ -41,13 +41,13 @@ pub struct Options {
     /// Bytes that the pool of received data may keep for the next.
     pub pool_bytes: usize,
     /// Sessions at once.
-    pub most_sessions: usize,
+    pub max_sessions: usize,
     /// What `tls:` addresses need.
     pub tls: TlsOptions,
     /// How RDMA links work, if any are made.
     pub rdma: RdmaOptions,
     /// Links per worker that have not yet opened a session: what strangers can make us hold.
-    pub most_strangers: usize,
+    pub max_unauthenticated: usize,
 }
 
 /// What a worker does when there is nothing to do.
@@ -71,10 +71,10 @@ impl Default for Options {
             sealed: true,
             polling: Polling::Event,
             pool_bytes: POOL_BYTES,
-            most_sessions: MOST_SESSIONS,
+            max_sessions: MAX_SESSIONS,
             tls: TlsOptions::default(),
             rdma: RdmaOptions::default(),
-            most_strangers: MOST_STRANGERS,
+            max_unauthenticated: MAX_UNAUTHENTICATED,
         }
     }
 }
@@ -94,8 +94,8 @@ pub(crate) struct Common {
     pub(crate) stacks: Stacks,
     pub(crate) dispatcher: Arc<dyn Dispatcher>,
     pub(crate) pool: Arc<Pool>,
-    pub(crate) most_sessions: usize,
-    pub(crate) most_strangers: usize,
+    pub(crate) max_sessions: usize,
+    pub(crate) max_unauthenticated: usize,
     pub(crate) serving: AtomicBool,
     /// Where peers can call us, once we listen.
     pub(crate) address: Mutex<Option<Address>>,
@@ -122,14 +122,14 @@ impl Messenger {
             stacks: Stacks::new(options.tls.clone(), options.rdma.clone()),
             dispatcher,
             pool: Pool::new(options.pool_bytes),
-            most_sessions: options.most_sessions,
-            most_strangers: options.most_strangers,
+            max_sessions: options.max_sessions,
+            max_unauthenticated: options.max_unauthenticated,
             serving: AtomicBool::new(false),
             address: Mutex::new(None),
             next_worker: AtomicUsize::new(0),
             registry: Mutex::default(),
         });
-        let count = options.workers.clamp(1, MOST_WORKERS);
+        let count = options.workers.clamp(1, MAX_WORKERS);
         let workers: io::Result<Vec<Handle>> = (0..count).map(|index| Handle::start(index, &common)).collect();
         let workers = workers?;
         let inboxes: Vec<_> = workers.iter().map(|worker| Arc::clone(worker.inbox())).collect();
@@ -241,10 +241,10 @@ const OPEN_TOKEN: &[u8] = b"remora: open to anybody";
 const POOL_BYTES: usize = 64 << 20;
 
 /// Each costs a descriptor and a few kilobytes.
-const MOST_SESSIONS: usize = 65_536;
+const MAX_SESSIONS: usize = 65_536;
 
 /// As many as are called at once when a server with very many clients comes back.
-const MOST_STRANGERS: usize = 16_384;
+const MAX_UNAUTHENTICATED: usize = 16_384;
 
 /// More workers than this serve nobody: connections do not move, and processors are fewer.
-const MOST_WORKERS: usize = 256;
+const MAX_WORKERS: usize = 256;

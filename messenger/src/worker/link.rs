@@ -79,10 +79,10 @@ pub(crate) struct HandshakeConfig {
 impl LinkState {
     pub(super) fn new(mut link: Box<dyn Link>, phase: Phase, deadline: Instant) -> LinkState {
         LinkState {
-            is_polled: link.glance().is_some(),
+            is_polled: link.poll_ready().is_some(),
             link,
             phase,
-            reader: Reader::new(Limits::STRANGER, None),
+            reader: Reader::new(Limits::UNAUTHENTICATED, None),
             writer: Writer::new(true, None),
             incoming: None,
             held: Vec::new(),
@@ -165,7 +165,7 @@ impl LinkState {
     pub(super) fn continue_handshake(&mut self) -> Result<Option<Established>, Broken> {
         let Phase::Handshaking { handshake, output, .. } = &mut self.phase else { return Ok(None) };
         loop {
-            if output.is_empty() && self.link.owes() {
+            if output.is_empty() && self.link.has_unsent() {
                 let _ = self.link.send(&[]); // a broken link is found by receiving
             }
             while !output.is_empty() {
@@ -201,7 +201,7 @@ impl LinkState {
         let sealed = established.features() & MAY_LEAVE_SEALS == 0;
         let seals = |of: Role| sealed.then(|| Seals::new(&established.key(), of));
         self.writer = Writer::new(summed, seals(established.role()));
-        self.reader = Reader::new(Limits::STRANGER, seals(established.role().peer()));
+        self.reader = Reader::new(Limits::UNAUTHENTICATED, seals(established.role().peer()));
         self.greeted = Some(Box::new(Greeted {
             number: established.session(),
             key: established.key(),
@@ -239,13 +239,13 @@ impl LinkState {
 
     /// Sends what the link took and could not pass on. Returns whether everything is sent.
     fn send_on(&mut self, now: Instant) -> Result<bool, Broken> {
-        if self.link.owes() {
+        if self.link.has_unsent() {
             match self.link.send(&[]) {
                 Err(error) if error.kind() != io::ErrorKind::WouldBlock => return Err(Broken::Io(error)),
                 _ => {}
             }
         }
-        let is_stuck = self.link.owes();
+        let is_stuck = self.link.has_unsent();
         self.stuck_since = is_stuck.then(|| self.stuck_since.unwrap_or(now));
         Ok(!is_stuck)
     }
@@ -259,7 +259,7 @@ impl LinkState {
     /// Whether there is something to do, asked without a system call. Bytes to receive are nothing to do while the link is not
     /// read.
     pub(super) fn has_something(&mut self) -> bool {
-        self.link.glance() == Some(true) && !self.is_idle()
+        self.link.poll_ready() == Some(true) && !self.is_idle()
     }
 
     /// Prepares for a sleep on the descriptor. Returns whether there is something to do first.
@@ -277,12 +277,12 @@ impl LinkState {
             // A socket's connect has completed when it is writable; some of the other transports know only readable.
             Phase::Calling(_) => Interest { readable: true, writable: true },
             Phase::Handshaking { output, .. } => {
-                let writable = (!output.is_empty() || self.link.owes()) && !self.is_polled;
+                let writable = (!output.is_empty() || self.link.has_unsent()) && !self.is_polled;
                 Interest { readable: true, writable }
             }
             _ => Interest {
                 readable: !self.is_blocked(),
-                writable: (!self.writer.is_empty() || self.link.owes()) && !self.is_polled,
+                writable: (!self.writer.is_empty() || self.link.has_unsent()) && !self.is_polled,
             },
         }
     }

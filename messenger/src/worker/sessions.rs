@@ -24,7 +24,7 @@ new_key_type! {
 impl SessionKey {
     /// The session of a connection, as its worker has noted it there.
     pub(super) fn of(connection: &Connection) -> SessionKey {
-        KeyData::from_ffi(connection.place()).into()
+        KeyData::from_ffi(connection.session_key()).into()
     }
 }
 
@@ -170,7 +170,7 @@ impl SessionEntry {
     /// Bytes have come for the session. Its owner may send from its callbacks without waking the worker.
     pub(super) fn hear(&mut self, cx: &Context) {
         self.session.hear(cx.now);
-        self.connection.expect_letters();
+        self.connection.expect_messages();
     }
 
     /// Handles the session's own timer. `is_blocked`: its link is not read because there is no room for its messages.
@@ -201,7 +201,7 @@ impl SessionTable {
     pub(super) fn insert(&mut self, entry: SessionEntry) -> SessionKey {
         let connection = entry.connection.clone();
         let key = self.entries.insert(entry);
-        connection.set_place(key.data().as_ffi());
+        connection.set_session_key(key.data().as_ffi());
         key
     }
 

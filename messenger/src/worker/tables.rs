@@ -15,7 +15,7 @@ use super::receive::{RECEIVE_BYTES, RECEIVES_PER_TURN, Received, Served};
 use super::sessions::{SessionEntry, SessionKey, SessionTable};
 use super::shutdown::LEAVING_LIMIT;
 use super::transmit::Transmitter;
-use crate::connection::{Connection, NOWHERE, Queued};
+use crate::connection::{Connection, Queued, UNASSIGNED};
 use crate::error::Broken;
 use crate::registry::{Name, Registry};
 use crate::session::{Session, Violation};
@@ -207,7 +207,7 @@ impl Tables {
 
     /// Gives a link to the session that its peer means, which may live on another worker.
     fn hand_over(&mut self, key: LinkKey, open: Open, connection: Connection) {
-        if Arc::ptr_eq(connection.inbox(), &self.cx.inbox) && connection.place() != NOWHERE {
+        if Arc::ptr_eq(connection.inbox(), &self.cx.inbox) && connection.session_key() != UNASSIGNED {
             return self.adopt(key, open, SessionKey::of(&connection));
         }
         // To another worker, or to this one behind the command that begins the session. Between OPEN and its answer nothing is
@@ -243,7 +243,7 @@ impl Tables {
 
     /// Begins to serve a link that a peer opened.
     pub(super) fn take(&mut self, link: LinkState) {
-        if self.links.unauthenticated() >= self.cx.common.most_strangers {
+        if self.links.unauthenticated() >= self.cx.common.max_unauthenticated {
             let peer = link.link.peer();
             tracing::warn!(%peer, "too many unauthenticated connections; dropping this one");
             return self.cx.common.dispatcher.turned_away(&peer, &Broken::Ended);
@@ -356,7 +356,7 @@ impl Context {
             () if open.entity == common.entity => Some(Signal::Refused(Refusal::Oneself)),
             () if open.to.is_some() => Some(Signal::Reset),
             () if !common.serving.load(Ordering::Acquire) => Some(Signal::Refused(Refusal::NotServing)),
-            () if registry.sessions() >= common.most_sessions => Some(Signal::Refused(Refusal::Full)),
+            () if registry.sessions() >= common.max_sessions => Some(Signal::Refused(Refusal::Full)),
             () if open.lossy != common.policy.lossy => Some(Signal::Refused(Refusal::Policy)),
             () => None,
         }

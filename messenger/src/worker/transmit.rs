@@ -21,7 +21,7 @@ pub(super) struct Transmitter {
 impl Transmitter {
     /// Moves what the owner has queued to the session.
     pub(super) fn take_queued(&mut self, entry: &mut SessionEntry, cx: &Context) {
-        entry.connection.take_letters(&mut self.queued);
+        entry.connection.take_queued(&mut self.queued);
         // The session may be over. The owner is told by that, not by each message.
         let _ = entry.session.send_all(&mut self.queued, cx.now);
     }
