@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::error::Broken;
+use crate::error::LinkError;
 use crate::message::Message;
 use crate::stack::Address;
 use crate::throttle::{Permit, Throttle};
@@ -33,13 +33,13 @@ struct Shared {
     posted: AtomicBool,
     ready: AtomicBool,
     /// Of the last link: how it began and how it ended.
-    greeted: Mutex<Option<Greeted>>,
-    broken: Mutex<Option<Arc<Broken>>>,
+    negotiated: Mutex<Option<Negotiated>>,
+    broken: Mutex<Option<Arc<LinkError>>>,
 }
 
 /// What both ends of a link have settled in its greeting.
 #[derive(Clone, PartialEq, Eq)]
-pub struct Greeted {
+pub struct Negotiated {
     /// The link's number, the same at both ends.
     pub number: u64,
     /// A key that only the two ends know, if they hold a token: give away what [`remora_wire::derive()`] makes of it.
@@ -50,9 +50,9 @@ pub struct Greeted {
     pub local: Option<SocketAddr>,
 }
 
-impl fmt::Debug for Greeted {
+impl fmt::Debug for Negotiated {
     fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(to, "Greeted({}, version {})", self.number, self.version) // a key is shown to nobody
+        write!(to, "Negotiated({}, version {})", self.number, self.version) // a key is shown to nobody
     }
 }
 
@@ -94,7 +94,7 @@ impl Connection {
             outbox: Mutex::default(),
             posted: AtomicBool::new(false),
             ready: AtomicBool::new(false),
-            greeted: Mutex::default(),
+            negotiated: Mutex::default(),
             broken: Mutex::default(),
         }))
     }
@@ -115,12 +115,12 @@ impl Connection {
     }
 
     /// What the greeting of the last link came to; `None` before the first.
-    pub fn greeted(&self) -> Option<Greeted> {
-        self.0.greeted.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    pub fn negotiated(&self) -> Option<Negotiated> {
+        self.0.negotiated.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Why the last link, or the last attempt at one, was given up, if it was.
-    pub fn broken(&self) -> Option<Arc<Broken>> {
+    pub fn link_error(&self) -> Option<Arc<LinkError>> {
         self.0.broken.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
@@ -227,11 +227,11 @@ impl Connection {
         }
     }
 
-    pub(crate) fn set_greeted(&self, greeted: Greeted) {
-        *self.0.greeted.lock().unwrap_or_else(PoisonError::into_inner) = Some(greeted);
+    pub(crate) fn set_negotiated(&self, negotiated: Negotiated) {
+        *self.0.negotiated.lock().unwrap_or_else(PoisonError::into_inner) = Some(negotiated);
     }
 
-    pub(crate) fn set_broken(&self, broken: Arc<Broken>) {
+    pub(crate) fn set_link_error(&self, broken: Arc<LinkError>) {
         *self.0.broken.lock().unwrap_or_else(PoisonError::into_inner) = Some(broken);
     }
 

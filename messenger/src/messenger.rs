@@ -153,7 +153,7 @@ impl Messenger {
     }
 
     /// Serves a caller that somebody else has accepted, of whom nothing has been read yet (but peeked at): for owners with one
-    /// port for several protocols. [`crate::Dispatcher::connected`] or [`crate::Dispatcher::turned_away`] follows.
+    /// port for several protocols. [`crate::Dispatcher::connected`] or [`crate::Dispatcher::rejected`] follows.
     ///
     /// # Errors
     /// What the system says of the socket.

@@ -205,14 +205,14 @@ impl Engine {
     }
 
     fn start_conversation(self: &Arc<Engine>, peer: SocketAddr, introduced: Introduced) -> Connection {
-        let Introduced { channel, greeted, mailbox, failure } = introduced;
-        tracing::debug!(%peer, session = greeted.number, "both ends have proved themselves");
+        let Introduced { channel, negotiated, mailbox, failure } = introduced;
+        tracing::debug!(%peer, session = negotiated.number, "both ends have proved themselves");
         let facts = Arc::new(Facts {
             side: self.side,
             peer,
-            local: greeted.local.unwrap_or(peer),
-            session: (greeted.number, greeted.key),
-            version: greeted.version,
+            local: negotiated.local.unwrap_or(peer),
+            session: (negotiated.number, negotiated.key),
+            version: negotiated.version,
             engine: self.clone(),
         });
         let channel = Arc::new(ClosesOnDrop(channel));
@@ -359,7 +359,7 @@ impl Sender {
     fn gone(&self) -> Error {
         let reported = self.failure.borrow().clone();
         // The layer takes no more messages a moment before it tells why; what broke the link it knows by then.
-        let broken = || self.channel.0.broken().map(|broken| self.facts.engine.post.fault(&broken, false));
+        let broken = || self.channel.0.link_error().map(|broken| self.facts.engine.post.fault(&broken, false));
         reported.or_else(broken).unwrap_or(Fault::Closed).of(self.facts.peer)
     }
 }

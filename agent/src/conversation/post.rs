@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use remora_messenger::Dispatcher;
-use remora_messenger::connection::{Connection as Channel, Greeted};
-use remora_messenger::error::Broken;
+use remora_messenger::connection::{Connection as Channel, Negotiated};
+use remora_messenger::error::LinkError;
 use remora_messenger::frame::Malformed;
 use remora_messenger::message::Delivery;
 use remora_messenger::signal::Refusal;
@@ -31,7 +31,7 @@ pub(super) struct Post {
 /// A peer that has become known.
 pub(super) struct Introduced {
     pub(super) channel: Channel,
-    pub(super) greeted: Greeted,
+    pub(super) negotiated: Negotiated,
     pub(super) mailbox: mpsc::UnboundedReceiver<Result<Delivery, Fault>>,
     pub(super) failure: watch::Receiver<Option<Fault>>,
 }
@@ -100,20 +100,20 @@ impl Post {
     }
 
     /// What people are told of it; `early`: before the peer had become known.
-    pub(super) fn fault(&self, broken: &Broken, early: bool) -> Fault {
+    pub(super) fn fault(&self, broken: &LinkError, early: bool) -> Fault {
         let closed = if early { Fault::ClosedEarly } else { Fault::Closed };
         match broken {
-            Broken::Ended | Broken::Cut => closed,
-            Broken::Io(error) if is_gone(error) => closed,
-            Broken::Io(error) => Fault::io("talking", copy(error)),
-            Broken::Unreachable(error) => Fault::Unreachable(Arc::new(copy(error))),
-            Broken::TooSlow(_) if early => Fault::TimedOut { doing: "the greeting", limit: self.opening_limit },
-            Broken::TooSlow(_) => Fault::PeerNotReading { limit: self.silence_limit },
-            Broken::Silent => Fault::PeerSilent { limit: self.silence_limit },
-            Broken::Greeting(error) => Fault::greeting(error, self.side.peer()),
-            Broken::Malformed(Malformed::Forged { sequence }) => Fault::Forged { sequence: *sequence },
-            Broken::Malformed(malformed) => Fault::Frame(*malformed),
-            Broken::Violation(violation) => Fault::OutOfTurn { what: format!("what it may not ({violation})") },
+            LinkError::Ended | LinkError::Cut => closed,
+            LinkError::Io(error) if is_gone(error) => closed,
+            LinkError::Io(error) => Fault::io("talking", copy(error)),
+            LinkError::Unreachable(error) => Fault::Unreachable(Arc::new(copy(error))),
+            LinkError::TooSlow(_) if early => Fault::TimedOut { doing: "the greeting", limit: self.opening_limit },
+            LinkError::TooSlow(_) => Fault::PeerNotReading { limit: self.silence_limit },
+            LinkError::Silent => Fault::PeerSilent { limit: self.silence_limit },
+            LinkError::Greeting(error) => Fault::greeting(error, self.side.peer()),
+            LinkError::Malformed(Malformed::Forged { sequence }) => Fault::Forged { sequence: *sequence },
+            LinkError::Malformed(malformed) => Fault::Frame(*malformed),
+            LinkError::Violation(violation) => Fault::OutOfTurn { what: format!("what it may not ({violation})") },
         }
     }
 }
@@ -126,16 +126,16 @@ impl Dispatcher for Post {
     }
 
     fn connected(&self, channel: &Channel) {
-        let Some(greeted) = channel.greeted() else { return channel.abort() };
+        let Some(negotiated) = channel.negotiated() else { return channel.abort() };
         let (deliveries, mailbox) = mpsc::unbounded_channel();
         let (fail, failure) = watch::channel(None);
         lock(&self.mailboxes).insert(channel.id(), Mailbox { deliveries, failure: fail });
-        self.tell(channel.peer(), Ok(Introduced { channel: channel.clone(), greeted, mailbox, failure }));
+        self.tell(channel.peer(), Ok(Introduced { channel: channel.clone(), negotiated, mailbox, failure }));
     }
 
     fn reset(&self, channel: &Channel, _: usize, _: bool) {
         let early = !lock(&self.mailboxes).contains_key(&channel.id());
-        let fault = channel.broken().map_or(Fault::Closed, |broken| self.fault(&broken, early));
+        let fault = channel.link_error().map_or(Fault::Closed, |broken| self.fault(&broken, early));
         self.end(channel, fault);
     }
 
@@ -151,7 +151,7 @@ impl Dispatcher for Post {
         self.end(channel, fault);
     }
 
-    fn turned_away(&self, peer: &Address, why: &Broken) {
+    fn rejected(&self, peer: &Address, why: &LinkError) {
         self.tell(peer, Err(self.fault(why, true)));
     }
 }

@@ -121,7 +121,7 @@ pub struct Handshake<T> {
     opening: Opening,
     state: State,
     /// How many bytes of the peer's [`MAGIC`] have been seen, all of them right.
-    greeted: usize,
+    negotiated: usize,
     decoder: Decoder,
     /// Every byte of both directions so far, in the order in which they were said.
     transcript: Vec<u8>,
@@ -180,7 +180,7 @@ impl<T: Deref<Target = Token>> Handshake<T> {
             role,
             opening,
             state: State::WantChallenge,
-            greeted: 0,
+            negotiated: 0,
             decoder: Decoder::new(MAX_HANDSHAKE_PAYLOAD_BYTES),
             transcript: Vec::new(),
             output: Vec::new(),
@@ -256,14 +256,14 @@ impl<T: Deref<Target = Token>> Handshake<T> {
 
     /// Compares what has come with the magic, and gives what is behind it.
     fn read_magic<'b>(&mut self, bytes: &'b [u8]) -> Result<&'b [u8], HandshakeError> {
-        let wanted = &MAGIC[self.greeted..];
+        let wanted = &MAGIC[self.negotiated..];
         let length = wanted.len().min(bytes.len());
         if bytes[..length] != wanted[..length] {
-            let begun = [&MAGIC[..self.greeted], bytes].concat();
+            let begun = [&MAGIC[..self.negotiated], bytes].concat();
             return Err(HandshakeError::NotRemora { looks_like: unauthenticated::looks_like(&begun) });
         }
-        self.greeted += length;
-        if length > 0 && self.greeted == MAGIC.len() {
+        self.negotiated += length;
+        if length > 0 && self.negotiated == MAGIC.len() {
             self.transcript.extend_from_slice(&MAGIC);
         }
         Ok(&bytes[length..])

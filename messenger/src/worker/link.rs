@@ -10,8 +10,8 @@ use remora_wire::Token;
 use super::Context;
 use super::reactor::Interest;
 use super::sessions::SessionKey;
-use crate::connection::Greeted;
-use crate::error::Broken;
+use crate::connection::Negotiated;
+use crate::error::LinkError;
 use crate::frame::{Limits, Preamble, Reader, Writer};
 use crate::handshake::{Established, Handshake, Opening, Role, Versions};
 use crate::messenger::Common;
@@ -31,7 +31,7 @@ pub(crate) struct LinkState {
     /// Bytes received and not yet read, because there is no room for the messages in them.
     pub(super) held: Vec<u8>,
     /// What the handshake settled, until a session has it.
-    pub(super) greeted: Option<Box<Greeted>>,
+    pub(super) negotiated: Option<Box<Negotiated>>,
     /// When the phase must be over.
     pub(super) deadline: Option<Instant>,
     /// Since when the peer has not taken any of the bytes written for it.
@@ -86,7 +86,7 @@ impl LinkState {
             writer: Writer::new(true, None),
             incoming: None,
             held: Vec::new(),
-            greeted: None,
+            negotiated: None,
             deadline: Some(deadline),
             stuck_since: None,
             timer: None,
@@ -95,7 +95,7 @@ impl LinkState {
     }
 
     /// A link that a peer opened, with the handshake begun.
-    pub(crate) fn called(link: Box<dyn Link>, common: &Common, now: Instant) -> Result<LinkState, Broken> {
+    pub(crate) fn called(link: Box<dyn Link>, common: &Common, now: Instant) -> Result<LinkState, LinkError> {
         let mut link = LinkState::new(link, Phase::Unbound, now + common.policy.opening_limit);
         link.begin_handshake(None, &common.handshake, now)?;
         Ok(link)
@@ -127,18 +127,18 @@ impl LinkState {
     }
 
     /// Why it must end now, if it must.
-    pub(super) fn expired(&self, cx: &Context) -> Option<Broken> {
+    pub(super) fn expired(&self, cx: &Context) -> Option<LinkError> {
         if self.stuck_since.is_some_and(|since| since + cx.common.policy.silence_limit <= cx.now) {
-            return Some(Broken::TooSlow("take what was sent"));
+            return Some(LinkError::TooSlow("take what was sent"));
         }
-        self.deadline.is_some_and(|deadline| deadline <= cx.now).then_some(Broken::TooSlow(super::OPENING))
+        self.deadline.is_some_and(|deadline| deadline <= cx.now).then_some(LinkError::TooSlow(super::OPENING))
     }
 
     /// Whether the connect has completed.
-    pub(super) fn finish_call(&mut self) -> Result<bool, Broken> {
+    pub(super) fn finish_call(&mut self) -> Result<bool, LinkError> {
         match self.link.finish_call() {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
-            answered => answered.map(|()| true).map_err(Broken::Unreachable),
+            answered => answered.map(|()| true).map_err(LinkError::Unreachable),
         }
     }
 
@@ -148,7 +148,7 @@ impl LinkState {
         session: Option<SessionKey>,
         config: &HandshakeConfig,
         now: Instant,
-    ) -> Result<(), Broken> {
+    ) -> Result<(), LinkError> {
         let opening = Opening { versions: config.versions, features: config.features(), nonce: random()? };
         let limit = self.deadline.map_or(std::time::Duration::ZERO, |deadline| deadline.saturating_duration_since(now));
         let token = Arc::clone(&config.token);
@@ -162,7 +162,7 @@ impl LinkState {
     }
 
     /// Continues the handshake as far as bytes allow. Returns what both ends agreed on once it is complete.
-    pub(super) fn continue_handshake(&mut self) -> Result<Option<Established>, Broken> {
+    pub(super) fn continue_handshake(&mut self) -> Result<Option<Established>, LinkError> {
         let Phase::Handshaking { handshake, output, .. } = &mut self.phase else { return Ok(None) };
         loop {
             if output.is_empty() && self.link.has_unsent() {
@@ -172,7 +172,7 @@ impl LinkState {
                 match self.link.send(&[IoSlice::new(output)]) {
                     Ok(sent) => drop(output.drain(..sent)),
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
-                    Err(error) => return Err(Broken::Io(error)),
+                    Err(error) => return Err(LinkError::Io(error)),
                 }
             }
             if let Some(established) = handshake.poll_established() {
@@ -180,7 +180,7 @@ impl LinkState {
             }
             let mut piece = [0; HANDSHAKE_PIECE_BYTES];
             match self.link.receive(&mut [IoSliceMut::new(&mut piece)]) {
-                Ok(0) => return Err(Broken::Ended),
+                Ok(0) => return Err(LinkError::Ended),
                 Ok(count) => {
                     let outcome = handshake.handle_input(&piece[..count]);
                     output.extend(handshake.take_output());
@@ -190,7 +190,7 @@ impl LinkState {
                     }
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
-                Err(error) => return Err(Broken::Io(error)),
+                Err(error) => return Err(LinkError::Io(error)),
             }
         }
     }
@@ -202,7 +202,7 @@ impl LinkState {
         let seals = |of: Role| sealed.then(|| Seals::new(&established.key(), of));
         self.writer = Writer::new(summed, seals(established.role()));
         self.reader = Reader::new(Limits::UNAUTHENTICATED, seals(established.role().peer()));
-        self.greeted = Some(Box::new(Greeted {
+        self.negotiated = Some(Box::new(Negotiated {
             number: established.session(),
             key: established.key(),
             version: established.version(),
@@ -212,7 +212,7 @@ impl LinkState {
     }
 
     /// Sends what is written. Returns whether everything is sent; otherwise the peer takes no more at present.
-    pub(super) fn flush(&mut self, now: Instant) -> Result<bool, Broken> {
+    pub(super) fn flush(&mut self, now: Instant) -> Result<bool, LinkError> {
         while !self.writer.is_empty() {
             let sent = match self.writer.only_piece() {
                 Some(piece) => self.link.send(&[IoSlice::new(piece)]),
@@ -231,17 +231,17 @@ impl LinkState {
                     self.stuck_since.get_or_insert(now);
                     return Ok(false);
                 }
-                Err(error) => return Err(Broken::Io(error)),
+                Err(error) => return Err(LinkError::Io(error)),
             }
         }
         self.send_on(now)
     }
 
     /// Sends what the link took and could not pass on. Returns whether everything is sent.
-    fn send_on(&mut self, now: Instant) -> Result<bool, Broken> {
+    fn send_on(&mut self, now: Instant) -> Result<bool, LinkError> {
         if self.link.has_unsent() {
             match self.link.send(&[]) {
-                Err(error) if error.kind() != io::ErrorKind::WouldBlock => return Err(Broken::Io(error)),
+                Err(error) if error.kind() != io::ErrorKind::WouldBlock => return Err(LinkError::Io(error)),
                 _ => {}
             }
         }
@@ -295,9 +295,9 @@ impl HandshakeConfig {
     }
 }
 
-fn random<const N: usize>() -> Result<[u8; N], Broken> {
+fn random<const N: usize>() -> Result<[u8; N], LinkError> {
     let mut bytes = [0; N];
-    getrandom::fill(&mut bytes).map_err(|_| Broken::Io(io::Error::other("no random bytes from the system")))?;
+    getrandom::fill(&mut bytes).map_err(|_| LinkError::Io(io::Error::other("no random bytes from the system")))?;
     Ok(bytes)
 }
 

@@ -9,8 +9,8 @@ use super::link::{LinkState, Phase};
 use super::reactor::Reactor;
 use super::sessions::SessionKey;
 use super::timers::Timers;
-use crate::connection::Greeted;
-use crate::error::Broken;
+use crate::connection::Negotiated;
+use crate::error::LinkError;
 use crate::frame::Limits;
 use crate::session::LinkId;
 
@@ -57,7 +57,7 @@ impl LinkTable {
     }
 
     /// Adds a link and has the reactor watch it. A link that the reactor does not take is given back.
-    pub(super) fn insert(&mut self, mut link: LinkState, cx: &Context) -> Result<LinkKey, (Box<LinkState>, Broken)> {
+    pub(super) fn insert(&mut self, mut link: LinkState, cx: &Context) -> Result<LinkKey, (Box<LinkState>, LinkError)> {
         link.interest = link.wanted();
         link.timer = None;
         let (is_polled, is_unauthenticated) = (link.is_polled, link.is_unauthenticated());
@@ -66,7 +66,7 @@ impl LinkTable {
         if let Err(error) = self.reactor.add_link(key, link.link.descriptor(), link.interest)
             && let Some(link) = self.links.remove(key)
         {
-            return Err((Box::new(link), Broken::Io(error)));
+            return Err((Box::new(link), LinkError::Io(error)));
         }
         self.unauthenticated += usize::from(is_unauthenticated);
         if is_polled {
@@ -86,11 +86,11 @@ impl LinkTable {
     }
 
     /// Takes a link out that is of no use any more. The owner is told of a peer that never got a session.
-    pub(super) fn end(&mut self, key: LinkKey, broken: &Broken, cx: &Context) -> Option<LinkState> {
+    pub(super) fn end(&mut self, key: LinkKey, broken: &LinkError, cx: &Context) -> Option<LinkState> {
         let link = self.remove(key)?;
         tracing::debug!(peer = %link.link.peer(), %broken, "a link ends");
         if link.is_unauthenticated() {
-            cx.common.dispatcher.turned_away(&link.link.peer(), broken);
+            cx.common.dispatcher.rejected(&link.link.peer(), broken);
         }
         Some(link)
     }
@@ -108,15 +108,15 @@ impl LinkTable {
     }
 
     /// Makes a link that of a session. Returns what its handshake settled, if the session has not been told.
-    pub(super) fn bind(&mut self, key: LinkKey, session: SessionKey, limits: Limits) -> Option<Box<Greeted>> {
+    pub(super) fn bind(&mut self, key: LinkKey, session: SessionKey, limits: Limits) -> Option<Box<Negotiated>> {
         let link = self.get_mut(key)?;
         let was_unauthenticated = link.is_unauthenticated();
         link.phase = Phase::Serving(session);
         link.deadline = None;
         link.reader.set_limits(limits);
-        let greeted = link.greeted.take();
+        let negotiated = link.negotiated.take();
         self.unauthenticated -= usize::from(was_unauthenticated);
-        greeted
+        negotiated
     }
 
     /// Has a link send what is written and then close.
@@ -128,7 +128,7 @@ impl LinkTable {
     }
 
     /// Tells the reactor what a link waits for, when that has changed, and sets its timer.
-    pub(super) fn update(&mut self, key: LinkKey, cx: &Context) -> Result<(), Broken> {
+    pub(super) fn update(&mut self, key: LinkKey, cx: &Context) -> Result<(), LinkError> {
         let Some(link) = self.links.get_mut(key) else {
             debug_assert!(false, "{key:?} is updated, but its link is gone");
             return Ok(());
@@ -136,7 +136,7 @@ impl LinkTable {
         let wanted = link.wanted();
         if link.interest != wanted {
             link.interest = wanted;
-            self.reactor.change_link(key, link.link.descriptor(), wanted).map_err(Broken::Io)?;
+            self.reactor.change_link(key, link.link.descriptor(), wanted).map_err(LinkError::Io)?;
         }
         self.schedule(key, cx);
         Ok(())
@@ -153,7 +153,7 @@ impl LinkTable {
     }
 
     /// Ends the wait of a link whose time has come: the next one, and why it must end.
-    pub(super) fn pop_expired(&mut self, cx: &Context) -> Option<(LinkKey, Broken)> {
+    pub(super) fn pop_expired(&mut self, cx: &Context) -> Option<(LinkKey, LinkError)> {
         while let Some((at, key)) = self.timers.pop(cx.now) {
             let Some(link) = self.links.get_mut(key).filter(|link| link.timer == Some(at)) else { continue };
             link.timer = None;

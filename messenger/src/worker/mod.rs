@@ -49,7 +49,7 @@ use self::sessions::SessionKey;
 use self::shutdown::{LEAVING_LIMIT, LEAVING_PACE};
 use self::tables::Tables;
 use crate::messenger::Common;
-use crate::session::{Place, Session};
+use crate::session::{LocalEnd, Session};
 use crate::stack::Address;
 
 /// A running worker.
@@ -94,10 +94,10 @@ impl Context {
     }
 
     /// What a session says of this end.
-    fn place(&self, can_call: bool) -> Place {
+    fn local_end(&self, can_call: bool) -> LocalEnd {
         let address = self.common.address.lock().unwrap_or_else(PoisonError::into_inner);
         let address = address.as_ref().and_then(Address::socket_address);
-        Place { entity: self.common.entity, address, can_call }
+        LocalEnd { entity: self.common.entity, address, can_call }
     }
 }
 

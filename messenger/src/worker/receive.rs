@@ -9,7 +9,7 @@ use super::link::{Incoming, LinkState};
 use super::links::LinkKey;
 use super::sessions::SessionEntry;
 use crate::buffer::Buffer;
-use crate::error::Broken;
+use crate::error::LinkError;
 use crate::frame::{Malformed, NO_BODIES, Preamble, Step};
 use crate::message::{Arrival, Delivery};
 use crate::session::{Verdict, Violation};
@@ -35,7 +35,7 @@ pub(super) struct Received {
 impl Served<'_> {
     /// Receives once: into the memory of the message that is coming, then into the buffer. `None` if there is nothing to receive,
     /// or the link is not to be read.
-    pub(super) fn receive(&mut self, buffer: &mut [u8]) -> Result<Option<Received>, Broken> {
+    pub(super) fn receive(&mut self, buffer: &mut [u8]) -> Result<Option<Received>, LinkError> {
         if !self.link.wanted().readable {
             return Ok(None);
         }
@@ -48,28 +48,28 @@ impl Served<'_> {
             None => (self.link.link.receive(&mut [IoSliceMut::new(buffer)]), RECEIVE_BYTES, 0),
         };
         let count = match received {
-            Ok(0) => return Err(Broken::Ended),
+            Ok(0) => return Err(LinkError::Ended),
             Ok(count) => count,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
-            Err(error) => return Err(Broken::Io(error)),
+            Err(error) => return Err(LinkError::Io(error)),
         };
         let direct = count.min(landed);
         self.link.reader.landed(direct);
-        self.hear();
+        self.note_received();
         Ok(Some(Received { buffered: count - direct, is_full: count == room }))
     }
 
     /// Notes for the session that its peer lives.
-    pub(super) fn hear(&mut self) {
+    pub(super) fn note_received(&mut self) {
         if let Some(session) = &mut self.session {
-            session.hear(self.cx);
+            session.note_received(self.cx);
         }
     }
 
     /// Finds frames in bytes that have come, and dispatches the messages among them. Returns at the first signal, which may
     /// change what the link serves: the caller handles it and goes on with the rest of `input`. `None`: everything is read, or kept because
     /// there is no room.
-    pub(super) fn read(&mut self, input: &mut &[u8]) -> Result<Option<Signal>, Broken> {
+    pub(super) fn read(&mut self, input: &mut &[u8]) -> Result<Option<Signal>, LinkError> {
         loop {
             match self.link.reader.next(input)? {
                 Step::Head(preamble) => self.head(preamble)?,
@@ -78,7 +78,7 @@ impl Served<'_> {
                     Some(Incoming::Signal(signal)) => return Ok(Some(signal)),
                     Some(Incoming::Blocked(..)) | None => {}
                 },
-                Step::Hungry => {
+                Step::Incomplete => {
                     self.link.held.extend_from_slice(input); // nothing is left unless the link is blocked
                     return Ok(None);
                 }
@@ -86,7 +86,7 @@ impl Served<'_> {
         }
     }
 
-    fn head(&mut self, preamble: Preamble) -> Result<(), Broken> {
+    fn head(&mut self, preamble: Preamble) -> Result<(), LinkError> {
         if preamble.tag == MESSAGE {
             let label = Label::decode(self.link.reader.head())?;
             self.link.incoming = Some(Incoming::Blocked(preamble, label));
@@ -94,16 +94,16 @@ impl Served<'_> {
         }
         let malformed = Malformed::Content { tag: preamble.tag };
         self.link.incoming = Some(Incoming::Signal(Signal::decode(preamble.tag, self.link.reader.head())?));
-        self.link.reader.land(NO_BODIES).map_err(|_| Broken::Malformed(malformed)) // signals have no bodies
+        self.link.reader.land(NO_BODIES).map_err(|_| LinkError::Malformed(malformed)) // signals have no bodies
     }
 
     /// Gives the message that blocks the link memory to land in, if there is room for it. Otherwise the link stays blocked, and
     /// the peer waits.
-    pub(super) fn admit(&mut self) -> Result<(), Broken> {
+    pub(super) fn admit(&mut self) -> Result<(), LinkError> {
         let Some(Incoming::Blocked(preamble, label)) = &self.link.incoming else { return Ok(()) };
         let (preamble, label) = (*preamble, *label);
         let Some(session) = &self.session else {
-            return Err(Broken::Violation(Violation::OutOfTurn));
+            return Err(LinkError::Violation(Violation::OutOfTurn));
         };
         let (throttle, bytes) = (&session.receive, preamble.body_bytes() as usize);
         let wait = || {
@@ -123,10 +123,10 @@ impl Served<'_> {
         let data = chosen.unwrap_or_else(|| take(data, alignment));
         self.link.incoming = Some(Incoming::Message(label, permit));
         let landed = self.link.reader.land([take(front, 1), take(middle, 1), data]);
-        landed.map_err(|_| Broken::Malformed(Malformed::Content { tag: preamble.tag }))
+        landed.map_err(|_| LinkError::Malformed(Malformed::Content { tag: preamble.tag }))
     }
 
-    fn deliver(&mut self, label: &Label, permit: Permit) -> Result<(), Broken> {
+    fn deliver(&mut self, label: &Label, permit: Permit) -> Result<(), LinkError> {
         let [front, middle, data] = self.link.reader.bodies();
         let Some(session) = &mut self.session else { return Ok(()) };
         if session.session.handle_message(self.key.id(), label, self.cx.now)? == Verdict::Deliver {

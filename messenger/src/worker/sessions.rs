@@ -10,7 +10,7 @@ use super::link::{LinkState, Phase};
 use super::links::{LinkKey, LinkTable};
 use super::timers::Timers;
 use crate::connection::{Connection, Queued};
-use crate::error::Broken;
+use crate::error::LinkError;
 use crate::registry::Name;
 use crate::session::{Action, LinkId, News, Session};
 use crate::signal::{Open, Signal};
@@ -56,7 +56,7 @@ impl SessionEntry {
         signal: Signal,
         links: &mut LinkTable,
         cx: &Context,
-    ) -> Result<(), Broken> {
+    ) -> Result<(), LinkError> {
         self.session.handle_signal(link, signal, cx.now)?;
         if let Signal::Opened(open) = signal {
             self.learn_names(&open, cx);
@@ -83,8 +83,8 @@ impl SessionEntry {
                 Action::Adopt(link) => {
                     let link = LinkKey::of(link);
                     self.link = Some(link);
-                    if let Some(greeted) = links.bind(link, key, cx.common.policy.limits) {
-                        self.connection.set_greeted(*greeted);
+                    if let Some(negotiated) = links.bind(link, key, cx.common.policy.limits) {
+                        self.connection.set_negotiated(*negotiated);
                     }
                 }
                 Action::Hang(link) => {
@@ -105,11 +105,11 @@ impl SessionEntry {
                 let inserted = links.insert(LinkState::new(link, Phase::Calling(key), deadline), cx);
                 inserted.map(drop).map_err(|(_, broken)| broken)
             }
-            Err(error) => Err(Broken::Unreachable(error)),
+            Err(error) => Err(LinkError::Unreachable(error)),
         };
         if let Err(broken) = called {
             tracing::debug!(peer = %self.connection.peer(), %broken, "connect failed");
-            self.connection.set_broken(Arc::new(broken));
+            self.connection.set_link_error(Arc::new(broken));
             self.session.call_failed(cx.now);
         }
     }
@@ -124,7 +124,7 @@ impl SessionEntry {
     }
 
     /// Ends a link that this session may be served by.
-    pub(super) fn end_link(&mut self, key: LinkKey, broken: Broken, links: &mut LinkTable, cx: &Context) {
+    pub(super) fn end_link(&mut self, key: LinkKey, broken: LinkError, links: &mut LinkTable, cx: &Context) {
         if let Some(link) = links.end(key, &broken, cx)
             && link.session().is_some()
         {
@@ -133,8 +133,8 @@ impl SessionEntry {
     }
 
     /// Goes on without a link, which was this session's.
-    pub(super) fn link_ended(&mut self, key: LinkKey, link: &LinkState, broken: Broken, cx: &Context) {
-        self.connection.set_broken(Arc::new(broken));
+    pub(super) fn link_ended(&mut self, key: LinkKey, link: &LinkState, broken: LinkError, cx: &Context) {
+        self.connection.set_link_error(Arc::new(broken));
         match link.phase {
             Phase::Serving(_) => {
                 if self.link == Some(key) {
@@ -158,9 +158,9 @@ impl SessionEntry {
                 connection.set_ready(true);
                 dispatcher.connected(connection);
             }
-            News::Reset { unheard, goes_on } => {
+            News::Reset { unacknowledged, goes_on } => {
                 connection.set_ready(false);
-                dispatcher.reset(connection, unheard, goes_on);
+                dispatcher.reset(connection, unacknowledged, goes_on);
             }
             News::Closed => dispatcher.closed(connection),
             News::Refused(why) => dispatcher.refused(connection, why),
@@ -168,8 +168,8 @@ impl SessionEntry {
     }
 
     /// Bytes have come for the session. Its owner may send from its callbacks without waking the worker.
-    pub(super) fn hear(&mut self, cx: &Context) {
-        self.session.hear(cx.now);
+    pub(super) fn note_received(&mut self, cx: &Context) {
+        self.session.note_received(cx.now);
         self.connection.expect_messages();
     }
 
@@ -178,13 +178,13 @@ impl SessionEntry {
         let was_ready = self.session.is_ready();
         self.session.handle_timeout(cx.now);
         if was_ready && !self.session.has_link() {
-            self.connection.set_broken(Arc::new(Broken::Silent));
-        } else if self.session.is_closed() && self.connection.broken().is_none() {
-            self.connection.set_broken(Arc::new(Broken::TooSlow(super::OPENING)));
+            self.connection.set_link_error(Arc::new(LinkError::Silent));
+        } else if self.session.is_closed() && self.connection.link_error().is_none() {
+            self.connection.set_link_error(Arc::new(LinkError::TooSlow(super::OPENING)));
         }
         if is_blocked {
             // A peer that is not read is not silent. It has just been pinged, so it knows that this end lives.
-            self.session.hear(cx.now);
+            self.session.note_received(cx.now);
         }
     }
 }

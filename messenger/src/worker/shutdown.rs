@@ -4,23 +4,23 @@ use std::io::{self, IoSliceMut};
 use std::time::{Duration, Instant};
 
 use super::link::LinkState;
-use crate::error::Broken;
+use crate::error::LinkError;
 
 impl LinkState {
     /// Sends the last bytes, then reads and drops what comes until the peer closes.
     ///
     /// A socket that is closed with unread bytes in it takes back what it has yet to deliver. So the peer closes first.
-    pub(super) fn leave(&mut self, now: Instant) -> Result<(), Broken> {
+    pub(super) fn leave(&mut self, now: Instant) -> Result<(), LinkError> {
         if !self.flush(now)? {
             return Ok(());
         }
         let mut rest = [0; PIECE_BYTES];
         loop {
             match self.link.receive(&mut [IoSliceMut::new(&mut rest)]) {
-                Ok(0) => return Err(Broken::Ended),
+                Ok(0) => return Err(LinkError::Ended),
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
-                Err(error) => return Err(Broken::Io(error)),
+                Err(error) => return Err(LinkError::Io(error)),
             }
         }
     }

@@ -16,7 +16,7 @@ use super::sessions::{SessionEntry, SessionKey, SessionTable};
 use super::shutdown::LEAVING_LIMIT;
 use super::transmit::Transmitter;
 use crate::connection::{Connection, Queued, UNASSIGNED};
-use crate::error::Broken;
+use crate::error::LinkError;
 use crate::registry::{Name, Registry};
 use crate::session::{Session, Violation};
 use crate::signal::{Open, Refusal, Signal};
@@ -98,7 +98,7 @@ impl Tables {
     }
 
     /// Continues a connect or a handshake. Once it is complete, the session that called gets the link, and reading begins.
-    fn handshake(&mut self, key: LinkKey) -> Result<(), Broken> {
+    fn handshake(&mut self, key: LinkKey) -> Result<(), LinkError> {
         let Some(link) = self.links.get_mut(key) else { return Ok(()) };
         if let Phase::Calling(session) = link.phase {
             if !link.finish_call()? {
@@ -112,7 +112,7 @@ impl Tables {
             None => link.phase = Phase::Unbound,
             Some(caller) => {
                 // A session that was closed meanwhile has no use for the link.
-                let entry = self.sessions.find(caller).ok_or(Broken::Cut)?;
+                let entry = self.sessions.find(caller).ok_or(LinkError::Cut)?;
                 entry.session.link_up(key.id(), self.cx.now);
                 self.settle(caller); // binds the link, or ends it
             }
@@ -122,14 +122,14 @@ impl Tables {
     }
 
     /// Receives and reads for as long as there is something, within a turn's share.
-    fn receive(&mut self, key: LinkKey) -> Result<(), Broken> {
+    fn receive(&mut self, key: LinkKey) -> Result<(), LinkError> {
         let mut buffer = std::mem::take(&mut self.buffer);
         let outcome = self.receive_into(key, &mut buffer);
         self.buffer = buffer;
         outcome
     }
 
-    fn receive_into(&mut self, key: LinkKey, buffer: &mut [u8]) -> Result<(), Broken> {
+    fn receive_into(&mut self, key: LinkKey, buffer: &mut [u8]) -> Result<(), LinkError> {
         for _ in 0..RECEIVES_PER_TURN {
             let Some(mut served) = self.served(key) else { return Ok(()) };
             let Some(Received { buffered, is_full }) = served.receive(buffer)? else { return Ok(()) };
@@ -147,7 +147,7 @@ impl Tables {
     }
 
     /// Reads bytes of a link, and handles the signals among them. Stops where a signal ends the link.
-    fn read(&mut self, key: LinkKey, mut input: &[u8]) -> Result<(), Broken> {
+    fn read(&mut self, key: LinkKey, mut input: &[u8]) -> Result<(), LinkError> {
         while let Some(mut served) = self.served(key) {
             match served.read(&mut input)? {
                 Some(signal) => self.handle_signal(key, signal)?,
@@ -158,24 +158,24 @@ impl Tables {
     }
 
     /// Reads bytes that came before there was room, or a session, for them.
-    fn read_held(&mut self, key: LinkKey) -> Result<(), Broken> {
+    fn read_held(&mut self, key: LinkKey) -> Result<(), LinkError> {
         let held = self.links.find(key).map(|link| std::mem::take(&mut link.held));
         self.read(key, &held.unwrap_or_default())
     }
 
-    fn handle_signal(&mut self, key: LinkKey, signal: Signal) -> Result<(), Broken> {
+    fn handle_signal(&mut self, key: LinkKey, signal: Signal) -> Result<(), LinkError> {
         if let Signal::Open(open) = signal {
             return self.open(key, open);
         }
-        let Some(owner) = self.owner(key) else { return Err(Broken::Violation(Violation::OutOfTurn)) };
+        let Some(owner) = self.owner(key) else { return Err(LinkError::Violation(Violation::OutOfTurn)) };
         owner.entry.handle_signal(owner.key, key.id(), signal, owner.links, owner.cx)
     }
 
     /// The peer has named the session that a link is for: finds it, on whichever worker it is, or makes it here.
-    fn open(&mut self, key: LinkKey, open: Open) -> Result<(), Broken> {
+    fn open(&mut self, key: LinkKey, open: Open) -> Result<(), LinkError> {
         let Some(link) = self.links.get_mut(key) else { return Ok(()) };
         if !matches!(link.phase, Phase::Unbound) {
-            return Err(Broken::Violation(Violation::OutOfTurn));
+            return Err(LinkError::Violation(Violation::OutOfTurn));
         }
         let cx = &self.cx;
         let mut registry = cx.common.registry();
@@ -190,12 +190,12 @@ impl Tables {
         }
         // A peer that listens can be called back, at that address and not where it happens to have called from.
         let back = open.address.filter(|_| cx.is_peer()).map(|address| link.link.peer().elsewhere(address));
-        let place = cx.place(back.is_some());
+        let local_end = cx.local_end(back.is_some());
         let peer = back.unwrap_or_else(|| link.link.peer());
         let policy = &cx.common.policy;
         let budget = Throttle::new(policy.send_messages, policy.send_bytes);
         let connection = Connection::new(peer, Arc::clone(&cx.inbox), budget);
-        let session = Session::called(policy.clone(), place, random_id(), cx.now);
+        let session = Session::called(policy.clone(), local_end, random_id(), cx.now);
         let mut entry = SessionEntry::new(session, connection.clone(), cx);
         entry.names = vec![Name::Ours(entry.session.cookie().id), Name::Theirs(open.entity, open.from.id)];
         entry.names.iter().for_each(|name| registry.enter(*name, &connection));
@@ -246,7 +246,7 @@ impl Tables {
         if self.links.unauthenticated() >= self.cx.common.max_unauthenticated {
             let peer = link.link.peer();
             tracing::warn!(%peer, "too many unauthenticated connections; dropping this one");
-            return self.cx.common.dispatcher.turned_away(&peer, &Broken::Ended);
+            return self.cx.common.dispatcher.rejected(&peer, &LinkError::Ended);
         }
         if let Some(key) = self.insert(link) {
             self.serve(key, true);
@@ -256,8 +256,8 @@ impl Tables {
     /// Adds a link that has no session yet. The owner is told of one that cannot be watched.
     fn insert(&mut self, link: LinkState) -> Option<LinkKey> {
         let inserted = self.links.insert(link, &self.cx);
-        let rejected = |(link, broken): (Box<LinkState>, Broken)| {
-            self.cx.common.dispatcher.turned_away(&link.link.peer(), &broken);
+        let rejected = |(link, broken): (Box<LinkState>, LinkError)| {
+            self.cx.common.dispatcher.rejected(&link.link.peer(), &broken);
         };
         inserted.map_err(rejected).ok()
     }
@@ -265,7 +265,7 @@ impl Tables {
     /// Begins a session that this end has asked for.
     pub(super) fn connect(&mut self, connection: Connection) {
         let cx = &self.cx;
-        let session = Session::calling(cx.common.policy.clone(), cx.place(true), random_id(), cx.now);
+        let session = Session::calling(cx.common.policy.clone(), cx.local_end(true), random_id(), cx.now);
         let ours = Name::Ours(session.cookie().id);
         cx.common.registry().enter(ours, &connection);
         let address = connection.peer().socket_address().filter(|_| cx.is_peer()).map(Name::Address);
@@ -287,7 +287,7 @@ impl Tables {
     /// Breaks the link of a session.
     pub(super) fn cut(&mut self, session: SessionKey) {
         if let Some(link) = self.sessions.find(session).and_then(|entry| entry.link) {
-            self.end_link(link, Broken::Cut);
+            self.end_link(link, LinkError::Cut);
         }
     }
 
@@ -296,7 +296,7 @@ impl Tables {
         let Some(mut served) = self.served(key) else { return };
         let mut outcome = served.admit();
         if outcome.is_ok() && !served.link.is_blocked() {
-            served.hear();
+            served.note_received();
             outcome = self.read_held(key);
         }
         match outcome {
@@ -328,7 +328,7 @@ impl Tables {
     }
 
     /// Ends a link that is of no use any more. Its session goes on without it.
-    pub(super) fn end_link(&mut self, key: LinkKey, broken: Broken) {
+    pub(super) fn end_link(&mut self, key: LinkKey, broken: LinkError) {
         let Some(link) = self.links.end(key, &broken, &self.cx) else { return };
         let Some(session) = link.session() else { return };
         if let Some(entry) = self.sessions.find(session) {

@@ -7,8 +7,8 @@ use super::link::LinkState;
 use super::links::LinkTable;
 use super::sessions::{SessionEntry, SessionKey};
 use crate::connection::Queued;
-use crate::error::Broken;
-use crate::session::{Outgoing, Said};
+use crate::error::LinkError;
+use crate::session::{Outgoing, Payload};
 use crate::signal::{Label, MESSAGE};
 
 /// Sends for the sessions of a worker, one at a time.
@@ -42,7 +42,7 @@ impl Transmitter {
 }
 
 /// Writes and sends a share. Returns whether there may be more.
-fn write(entry: &mut SessionEntry, links: &mut LinkTable, cx: &Context) -> Result<bool, Broken> {
+fn write(entry: &mut SessionEntry, links: &mut LinkTable, cx: &Context) -> Result<bool, LinkError> {
     let Some(key) = entry.link else { return Ok(false) };
     let Some(link) = links.get_mut(key) else { return Ok(false) };
     let more = fill(entry, link);
@@ -61,8 +61,8 @@ fn fill(entry: &mut SessionEntry, link: &mut LinkState) -> bool {
             Some(Outgoing::Signal(signal)) => link.say(signal),
             Some(Outgoing::Message { number, heard, message }) => {
                 let message = match message {
-                    Said::Once(Queued { message, .. }) => message,
-                    Said::Kept(Queued { message, .. }) => message.clone(),
+                    Payload::Owned(Queued { message, .. }) => message,
+                    Payload::Kept(Queued { message, .. }) => message.clone(),
                 };
                 let label = Label { number, heard, transaction: message.transaction, kind: message.kind };
                 let bodies = [message.front, message.middle, message.data];
