@@ -362,7 +362,7 @@ impl<T: Deref<Target = Token>> Handshake<T> {
             Ok(refusal) => refusal,
             Err(malformed) => return malformed.into(),
         };
-        let text = String::from_utf8_lossy(&frame.payload[Refusal::MOST..]);
+        let text = String::from_utf8_lossy(&frame.payload[Refusal::MAX_BYTES..]);
         match refusal.code {
             REFUSE_VERSION => HandshakeError::NoCommonVersion {
                 theirs: Versions { oldest: refusal.oldest, newest: refusal.newest },
@@ -500,15 +500,15 @@ record!(Refusal { code: u8, oldest: u16, newest: u16 });
 // What a handshake's frames hold, they can carry.
 const _: () = {
     let most = MAX_HANDSHAKE_PAYLOAD_BYTES as usize;
-    assert!(Hello::MOST <= most);
-    assert!(Challenge::MOST <= most);
-    assert!(Refusal::MOST <= most);
+    assert!(Hello::MAX_BYTES <= most);
+    assert!(Challenge::MAX_BYTES <= most);
+    assert!(Refusal::MAX_BYTES <= most);
 };
 
 fn refusal(code: u8, text: &str, versions: Versions) -> Vec<u8> {
     let refusal = Refusal { code, oldest: versions.oldest, newest: versions.newest };
     let mut payload = payload(|out| Refusal::put(&refusal, out));
-    payload.extend_from_slice(cut(text, MAX_HANDSHAKE_PAYLOAD_BYTES as usize - Refusal::MOST).as_bytes());
+    payload.extend_from_slice(cut(text, MAX_HANDSHAKE_PAYLOAD_BYTES as usize - Refusal::MAX_BYTES).as_bytes());
     payload
 }
 
