@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::error::Broken;
+use crate::error::LinkError;
 use crate::message::Message;
 use crate::stack::Address;
 use crate::throttle::{Permit, Throttle};
@@ -26,20 +26,20 @@ struct Shared {
     peer: Address,
     inbox: Arc<Inbox>,
     /// Where the worker has it; known to the worker only.
-    place: AtomicU64,
+    session_key: AtomicU64,
     budget: Arc<Throttle>,
     outbox: Mutex<Outbox>,
     /// The worker knows that there is something in the box, or is about to look. Set by anybody, unset with the box locked.
     posted: AtomicBool,
     ready: AtomicBool,
     /// Of the last link: how it began and how it ended.
-    greeted: Mutex<Option<Greeted>>,
-    broken: Mutex<Option<Arc<Broken>>>,
+    negotiated: Mutex<Option<Negotiated>>,
+    broken: Mutex<Option<Arc<LinkError>>>,
 }
 
 /// What both ends of a link have settled in its greeting.
 #[derive(Clone, PartialEq, Eq)]
-pub struct Greeted {
+pub struct Negotiated {
     /// The link's number, the same at both ends.
     pub number: u64,
     /// A key that only the two ends know, if they hold a token: give away what [`remora_wire::derive()`] makes of it.
@@ -50,9 +50,9 @@ pub struct Greeted {
     pub local: Option<SocketAddr>,
 }
 
-impl fmt::Debug for Greeted {
+impl fmt::Debug for Negotiated {
     fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(to, "Greeted({}, version {})", self.number, self.version) // a key is shown to nobody
+        write!(to, "Negotiated({}, version {})", self.number, self.version) // a key is shown to nobody
     }
 }
 
@@ -89,12 +89,12 @@ impl Connection {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
             peer,
             inbox,
-            place: AtomicU64::new(NOWHERE),
+            session_key: AtomicU64::new(UNASSIGNED),
             budget,
             outbox: Mutex::default(),
             posted: AtomicBool::new(false),
             ready: AtomicBool::new(false),
-            greeted: Mutex::default(),
+            negotiated: Mutex::default(),
             broken: Mutex::default(),
         }))
     }
@@ -115,12 +115,12 @@ impl Connection {
     }
 
     /// What the greeting of the last link came to; `None` before the first.
-    pub fn greeted(&self) -> Option<Greeted> {
-        self.0.greeted.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    pub fn negotiated(&self) -> Option<Negotiated> {
+        self.0.negotiated.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Why the last link, or the last attempt at one, was given up, if it was.
-    pub fn broken(&self) -> Option<Arc<Broken>> {
+    pub fn link_error(&self) -> Option<Arc<LinkError>> {
         self.0.broken.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
@@ -212,12 +212,12 @@ impl Connection {
     }
 
     /// The worker is about to dispatch to the owner, and will look into the box afterwards: nobody need tell it to.
-    pub(crate) fn expect_letters(&self) {
+    pub(crate) fn expect_messages(&self) {
         self.0.posted.store(true, Ordering::Relaxed);
     }
 
     /// What lies in the box.
-    pub(crate) fn take_letters(&self, into: &mut VecDeque<Queued>) {
+    pub(crate) fn take_queued(&self, into: &mut VecDeque<Queued>) {
         let mut outbox = self.lock();
         self.0.posted.store(false, Ordering::Relaxed);
         if into.is_empty() {
@@ -227,11 +227,11 @@ impl Connection {
         }
     }
 
-    pub(crate) fn set_greeted(&self, greeted: Greeted) {
-        *self.0.greeted.lock().unwrap_or_else(PoisonError::into_inner) = Some(greeted);
+    pub(crate) fn set_negotiated(&self, negotiated: Negotiated) {
+        *self.0.negotiated.lock().unwrap_or_else(PoisonError::into_inner) = Some(negotiated);
     }
 
-    pub(crate) fn set_broken(&self, broken: Arc<Broken>) {
+    pub(crate) fn set_link_error(&self, broken: Arc<LinkError>) {
         *self.0.broken.lock().unwrap_or_else(PoisonError::into_inner) = Some(broken);
     }
 
@@ -247,12 +247,12 @@ impl Connection {
         outbox.queue.clear();
     }
 
-    pub(crate) fn place(&self) -> u64 {
-        self.0.place.load(Ordering::Relaxed)
+    pub(crate) fn session_key(&self) -> u64 {
+        self.0.session_key.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn set_place(&self, place: u64) {
-        self.0.place.store(place, Ordering::Relaxed);
+    pub(crate) fn set_session_key(&self, key: u64) {
+        self.0.session_key.store(key, Ordering::Relaxed);
     }
 
     pub(crate) fn inbox(&self) -> &Arc<Inbox> {
@@ -279,7 +279,7 @@ impl fmt::Debug for Connection {
 }
 
 /// A connection that its worker has not seen yet.
-pub(crate) const NOWHERE: u64 = u64::MAX;
+pub(crate) const UNASSIGNED: u64 = u64::MAX;
 
 /// Who waits for room looks again this often whether the connection still is.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);

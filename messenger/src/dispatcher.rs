@@ -5,7 +5,7 @@
 
 use crate::buffer::Buffer;
 use crate::connection::Connection;
-use crate::error::Broken;
+use crate::error::LinkError;
 use crate::message::{Arrival, Delivery};
 use crate::signal::Refusal;
 use crate::stack::Address;
@@ -30,8 +30,8 @@ pub trait Dispatcher: Send + Sync + 'static {
     /// The peer has forgotten the session, or a lossy one's link broke. `unheard` messages of ours were not acknowledged (lossy:
     /// not written); they are gone from the queue, and may or may not have been taken. If the session `goes_on`, it is empty
     /// and numbers begin anew; otherwise the connection is over.
-    fn reset(&self, connection: &Connection, unheard: usize, goes_on: bool) {
-        let _ = (connection, unheard, goes_on);
+    fn reset(&self, connection: &Connection, unacknowledged: usize, goes_on: bool) {
+        let _ = (connection, unacknowledged, goes_on);
     }
 
     /// The connection was closed, by either end.
@@ -45,7 +45,7 @@ pub trait Dispatcher: Send + Sync + 'static {
     }
 
     /// Somebody has called and did not get as far as a session: a stranger, as a rule.
-    fn turned_away(&self, peer: &Address, why: &Broken) {
+    fn rejected(&self, peer: &Address, why: &LinkError) {
         let _ = (peer, why);
     }
 }

@@ -9,7 +9,7 @@ use crate::session::Violation;
 
 /// A link is of no use any more.
 #[derive(Debug, thiserror::Error)]
-pub enum Broken {
+pub enum LinkError {
     // The network, or the peer's host.
     /// The peer closed it.
     #[error("the peer closed the connection")]

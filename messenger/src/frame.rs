@@ -115,7 +115,7 @@ pub struct Limits {
 
 impl Limits {
     /// Before a peer has a session: heads only, and the few words of a refusal.
-    pub const STRANGER: Limits = Limits { front: 256, data: 0 };
+    pub const UNAUTHENTICATED: Limits = Limits { front: 256, data: 0 };
 
     fn check(&self, preamble: &Preamble) -> Result<(), Malformed> {
         let limits = [self.front, self.front, self.data].map(|limit| limit.min(MAX_SEGMENT_BYTES));
@@ -176,7 +176,7 @@ pub enum Step {
     /// given.
     Whole,
     /// More bytes are needed.
-    Hungry,
+    Incomplete,
 }
 
 /// Finds frames in bytes that arrive in pieces. See the [module](self) for when it stops.
@@ -303,7 +303,7 @@ impl Reader {
             match self.stage {
                 Stage::Preamble => {
                     let Some(bytes) = gather::<PREAMBLE_BYTES>(&mut self.cut, &mut self.have, input) else {
-                        return Ok(Step::Hungry);
+                        return Ok(Step::Incomplete);
                     };
                     let preamble = Preamble::decode(&bytes, &self.limits)?;
                     self.preamble = bytes;
@@ -312,7 +312,7 @@ impl Reader {
                 Stage::Head(preamble) => {
                     let length = usize::from(preamble.head);
                     if !gather_some(&mut self.head[..length], &mut self.have, input) {
-                        return Ok(Step::Hungry);
+                        return Ok(Step::Incomplete);
                     }
                     self.head_length = length;
                     if checksum(self.head()) != preamble.head_sum {
@@ -321,10 +321,10 @@ impl Reader {
                     self.stage = Stage::Asked(preamble);
                     return Ok(Step::Head(preamble));
                 }
-                Stage::Asked(_) => return Ok(Step::Hungry),
+                Stage::Asked(_) => return Ok(Step::Incomplete),
                 Stage::Bodies => {
                     if !self.arriving.take(input) {
-                        return Ok(Step::Hungry);
+                        return Ok(Step::Incomplete);
                     }
                     self.stage = Stage::Trailer;
                 }
@@ -339,7 +339,7 @@ impl Reader {
         let sums_bytes = if summed { SUMS_BYTES } else { 0 };
         let length = sums_bytes + if sealed { SEAL_BYTES } else { 0 };
         if !gather_some(&mut self.cut[..length], &mut self.have, input) {
-            return Ok(Step::Hungry);
+            return Ok(Step::Incomplete);
         }
         let (said, seal) = self.cut[..length].split_at(sums_bytes);
         for ((said, sum), part) in said.chunks_exact(4).zip(sums).zip(PARTS) {

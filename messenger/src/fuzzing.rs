@@ -12,7 +12,7 @@ use crate::frame;
 use crate::handshake::frame::{Decoder, MAX_HANDSHAKE_PAYLOAD_BYTES};
 use crate::handshake::{Handshake, Opening, Role, Versions};
 use crate::policy::Policy;
-use crate::session::{LinkId, Place, Session};
+use crate::session::{LinkId, LocalEnd, Session};
 use crate::signal::{Entity, Label, MESSAGE, Signal};
 
 /// The targets by the name of their file and of their seeds' folder.
@@ -21,7 +21,7 @@ pub const TARGETS: [(&str, Body); 5] = [
     ("messenger_handshake", handshake),
     ("messenger_layer_frames", layer_frames),
     ("messenger_layer_session", layer_session),
-    ("messenger_rdma_letters", rdma_letters),
+    ("messenger_rdma_messages", rdma_messages),
 ];
 
 /// Takes any bytes, and panics when something is wrong with us.
@@ -56,7 +56,7 @@ pub fn layer_frames(bytes: &[u8]) {
         let mut input = piece;
         loop {
             match reader.next(&mut input) {
-                Err(_) | Ok(frame::Step::Hungry) => break,
+                Err(_) | Ok(frame::Step::Incomplete) => break,
                 Ok(frame::Step::Head(preamble)) => {
                     assert!(preamble.body_bytes() <= 2 * 1024 + 4096);
                     let bodies =
@@ -89,10 +89,10 @@ pub fn layer_session(bytes: &[u8]) {
     let Some((&choice, mut rest)) = bytes.split_first() else { return };
     let policy = policies[usize::from(choice) % policies.len()].clone();
     let mut now = Instant::now();
-    let place = Place { entity: Entity(7), address: None, can_call: !policy.server };
-    let mut session = match place.can_call {
-        true => Session::calling(policy, place, 7, now),
-        false => Session::called(policy, place, 7, now),
+    let local_end = LocalEnd { entity: Entity(7), address: None, can_call: !policy.server };
+    let mut session = match local_end.can_call {
+        true => Session::calling(policy, local_end, 7, now),
+        false => Session::called(policy, local_end, 7, now),
     };
     let mut queued = 0;
     while let Some((&[what, length], after)) = rest.split_first_chunk::<2>() {
@@ -105,17 +105,17 @@ pub fn layer_session(bytes: &[u8]) {
             0x22 => now += Duration::from_millis(u64::from(length) * 100),
             0x23 => queued += usize::from(session.send(what, now).is_ok()),
             0x24 => session.call_failed(now),
-            tag => hear(&mut session, link, tag, head, now),
+            tag => note_received(&mut session, link, tag, head, now),
         }
         session.handle_timeout(now);
         while session.poll_transmit().is_some() {}
         while session.poll_action().is_some() {}
-        assert!(session.unheard() <= queued);
+        assert!(session.unacknowledged() <= queued);
         assert!(session.deadline().is_none_or(|deadline| deadline > now));
     }
 }
 
-fn hear(session: &mut Session<u8>, link: LinkId, tag: u8, head: &[u8], now: Instant) {
+fn note_received(session: &mut Session<u8>, link: LinkId, tag: u8, head: &[u8], now: Instant) {
     if tag == MESSAGE {
         if let Ok(label) = Label::decode(head) {
             let _ = session.handle_message(link, &label, now); // a violation is an answer
@@ -131,8 +131,8 @@ fn hear(session: &mut Session<u8>, link: LinkId, tag: u8, head: &[u8], now: Inst
 
 /// What a hostile peer says on an RDMA link: a hello, and then letters, between which we do what a link does. Nothing panics, what
 /// we hold is only what credit was given for, and who breaks the rules is told which.
-pub fn rdma_letters(bytes: &[u8]) {
-    crate::stack::rdma::fuzzing::letters(bytes);
+pub fn rdma_messages(bytes: &[u8]) {
+    crate::stack::rdma::fuzzing::messages(bytes);
 }
 
 /// A peer without the token, against either end: it never gets in, and never makes us hold more than one small frame.

@@ -90,7 +90,7 @@ pub mod throttle;
 mod worker;
 
 pub use buffer::{Buffer, Pool};
-pub use connection::{Connection, Greeted, SendError};
+pub use connection::{Connection, Negotiated, SendError};
 pub use dispatcher::Dispatcher;
 pub use message::{Arrival, Delivery, Message};
 pub use messenger::{Messenger, Options, Polling};

@@ -20,7 +20,7 @@ use crate::stack::rdma::RdmaOptions;
 use crate::stack::tls::TlsOptions;
 use crate::stack::{Address, Stacks};
 use crate::throttle::Throttle;
-use crate::worker::{Command, Handle, Manners, Spin, stranger};
+use crate::worker::{Command, Handle, HandshakeConfig, LinkState, Spin};
 
 /// How a messenger works, apart from what becomes of its sessions ([`Policy`]).
 #[derive(Debug, Clone)]
@@ -41,13 +41,13 @@ pub struct Options {
     /// Bytes that the pool of received data may keep for the next.
     pub pool_bytes: usize,
     /// Sessions at once.
-    pub most_sessions: usize,
+    pub max_sessions: usize,
     /// What `tls:` addresses need.
     pub tls: TlsOptions,
     /// How RDMA links work, if any are made.
     pub rdma: RdmaOptions,
     /// Links per worker that have not yet opened a session: what strangers can make us hold.
-    pub most_strangers: usize,
+    pub max_unauthenticated: usize,
 }
 
 /// What a worker does when there is nothing to do.
@@ -71,10 +71,10 @@ impl Default for Options {
             sealed: true,
             polling: Polling::Event,
             pool_bytes: POOL_BYTES,
-            most_sessions: MOST_SESSIONS,
+            max_sessions: MAX_SESSIONS,
             tls: TlsOptions::default(),
             rdma: RdmaOptions::default(),
-            most_strangers: MOST_STRANGERS,
+            max_unauthenticated: MAX_UNAUTHENTICATED,
         }
     }
 }
@@ -89,13 +89,13 @@ pub struct Messenger {
 pub(crate) struct Common {
     pub(crate) entity: Entity,
     pub(crate) policy: Policy,
-    pub(crate) manners: Manners,
+    pub(crate) handshake: HandshakeConfig,
     pub(crate) polling: Polling,
     pub(crate) stacks: Stacks,
     pub(crate) dispatcher: Arc<dyn Dispatcher>,
     pub(crate) pool: Arc<Pool>,
-    pub(crate) most_sessions: usize,
-    pub(crate) most_strangers: usize,
+    pub(crate) max_sessions: usize,
+    pub(crate) max_unauthenticated: usize,
     pub(crate) serving: AtomicBool,
     /// Where peers can call us, once we listen.
     pub(crate) address: Mutex<Option<Address>>,
@@ -117,24 +117,24 @@ impl Messenger {
         let common = Arc::new(Common {
             entity: Entity(u64::from_le_bytes(entity)),
             policy,
-            manners: Manners { token, versions: options.versions, summed: options.summed, sealed },
+            handshake: HandshakeConfig { token, versions: options.versions, summed: options.summed, sealed },
             polling: options.polling,
             stacks: Stacks::new(options.tls.clone(), options.rdma.clone()),
             dispatcher,
             pool: Pool::new(options.pool_bytes),
-            most_sessions: options.most_sessions,
-            most_strangers: options.most_strangers,
+            max_sessions: options.max_sessions,
+            max_unauthenticated: options.max_unauthenticated,
             serving: AtomicBool::new(false),
             address: Mutex::new(None),
             next_worker: AtomicUsize::new(0),
             registry: Mutex::default(),
         });
-        let count = options.workers.clamp(1, MOST_WORKERS);
+        let count = options.workers.clamp(1, MAX_WORKERS);
         let workers: io::Result<Vec<Handle>> = (0..count).map(|index| Handle::start(index, &common)).collect();
         let workers = workers?;
         let inboxes: Vec<_> = workers.iter().map(|worker| Arc::clone(worker.inbox())).collect();
         for worker in &workers {
-            worker.inbox().post(Command::Meet(inboxes.clone()));
+            worker.inbox().post(Command::Workers(inboxes.clone()));
         }
         Ok(Messenger { common, workers })
     }
@@ -153,16 +153,16 @@ impl Messenger {
     }
 
     /// Serves a caller that somebody else has accepted, of whom nothing has been read yet (but peeked at): for owners with one
-    /// port for several protocols. [`crate::Dispatcher::connected`] or [`crate::Dispatcher::turned_away`] follows.
+    /// port for several protocols. [`crate::Dispatcher::connected`] or [`crate::Dispatcher::rejected`] follows.
     ///
     /// # Errors
     /// What the system says of the socket.
     pub fn adopt(&self, stream: std::net::TcpStream) -> io::Result<()> {
         let link = Box::new(TcpLink::adopt(stream)?);
         self.common.serving.store(true, Ordering::Release);
-        let line =
-            stranger(link, &self.common, Instant::now()).map_err(|broken| io::Error::other(broken.to_string()))?;
-        self.pick().inbox().post(Command::Take(line));
+        let called = LinkState::called(link, &self.common, Instant::now());
+        let link = called.map_err(|broken| io::Error::other(broken.to_string()))?;
+        self.pick().inbox().post(Command::Take(Box::new(link)));
         Ok(())
     }
 
@@ -241,10 +241,10 @@ const OPEN_TOKEN: &[u8] = b"remora: open to anybody";
 const POOL_BYTES: usize = 64 << 20;
 
 /// Each costs a descriptor and a few kilobytes.
-const MOST_SESSIONS: usize = 65_536;
+const MAX_SESSIONS: usize = 65_536;
 
 /// As many as are called at once when a server with very many clients comes back.
-const MOST_STRANGERS: usize = 16_384;
+const MAX_UNAUTHENTICATED: usize = 16_384;
 
 /// More workers than this serve nobody: connections do not move, and processors are fewer.
-const MOST_WORKERS: usize = 256;
+const MAX_WORKERS: usize = 256;

@@ -57,7 +57,7 @@ pub struct LinkId(pub u64);
 
 /// Which end a session is of, and how it finds the other.
 #[derive(Debug, Clone, Copy)]
-pub struct Place {
+pub struct LocalEnd {
     /// Who we are.
     pub entity: Entity,
     /// Where we listen, if we do: the peer may call back, and so we may stand by.
@@ -90,7 +90,7 @@ pub enum News {
     /// not written). A lossless session begins anew by itself.
     Reset {
         /// How many are lost or may be.
-        unheard: usize,
+        unacknowledged: usize,
         /// Whether this end goes on, with an empty queue.
         goes_on: bool,
     },
@@ -119,15 +119,15 @@ pub enum Outgoing<'a, T> {
         /// The number of the last message that we have taken.
         heard: u64,
         /// The message.
-        message: Said<'a, T>,
+        message: Payload<'a, T>,
     },
 }
 
 /// A message on its way out.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Said<'a, T> {
+pub enum Payload<'a, T> {
     /// Written once, and not kept here.
-    Once(T),
+    Owned(T),
     /// Kept to be written again, until it is acknowledged.
     Kept(&'a T),
 }
@@ -184,7 +184,7 @@ enum State {
 /// One end of a session. `T` is a message.
 pub struct Session<T> {
     policy: Policy,
-    place: Place,
+    local_end: LocalEnd,
     state: State,
     /// The link that serves; only in Opening and Ready.
     link: Option<LinkId>,
@@ -220,22 +220,22 @@ pub struct Session<T> {
 
 impl<T> Session<T> {
     /// A session that calls: its first action is [`Action::Call`].
-    pub fn calling(policy: Policy, place: Place, cookie_id: u64, now: Instant) -> Session<T> {
-        let mut session = Session::new(policy, place, cookie_id, now);
+    pub fn calling(policy: Policy, local_end: LocalEnd, cookie_id: u64, now: Instant) -> Session<T> {
+        let mut session = Session::new(policy, local_end, cookie_id, now);
         session.call(now);
         session
     }
 
     /// A session that was called: give it the OPEN next ([`Session::handle_open`]).
-    pub fn called(policy: Policy, place: Place, cookie_id: u64, now: Instant) -> Session<T> {
-        Session::new(policy, place, cookie_id, now)
+    pub fn called(policy: Policy, local_end: LocalEnd, cookie_id: u64, now: Instant) -> Session<T> {
+        Session::new(policy, local_end, cookie_id, now)
     }
 
-    fn new(policy: Policy, place: Place, cookie_id: u64, now: Instant) -> Session<T> {
+    fn new(policy: Policy, local_end: LocalEnd, cookie_id: u64, now: Instant) -> Session<T> {
         Session {
             state: State::Standby { until: Some(now + policy.opening_limit) },
             policy,
-            place,
+            local_end,
             link: None,
             ours: Cookie { id: cookie_id.max(1), epoch: 0 },
             theirs: None,
@@ -327,12 +327,12 @@ impl<T> Session<T> {
             let message = self.queue.pop_front()?;
             let number = self.first;
             self.first += 1;
-            return Some(Outgoing::Message { number, heard, message: Said::Once(message) });
+            return Some(Outgoing::Message { number, heard, message: Payload::Owned(message) });
         }
         let number = self.first + self.written as u64;
         let message = self.queue.get(self.written)?;
         self.written += 1;
-        Some(Outgoing::Message { number, heard, message: Said::Kept(message) })
+        Some(Outgoing::Message { number, heard, message: Payload::Kept(message) })
     }
 
     /// The call was answered: a link stands, and the peer behind it is who it should be.
@@ -375,7 +375,7 @@ impl<T> Session<T> {
         if self.link != Some(link) {
             return Err(Violation::OutOfTurn);
         }
-        self.hear(now);
+        self.note_received(now);
         match (self.state, signal) {
             (State::Opening { .. }, Signal::Opened(open)) => self.opened(open, now),
             (State::Opening { .. }, Signal::Retry { attempt }) => {
@@ -453,7 +453,7 @@ impl<T> Session<T> {
             return Some(Signal::Retry { attempt: self.attempt });
         }
         let under_way = matches!(self.state, State::Calling { .. } | State::Opening { .. });
-        (under_way && self.place.entity > open.entity).then_some(Signal::Wait)
+        (under_way && self.local_end.entity > open.entity).then_some(Signal::Wait)
     }
 
     /// Whether somebody may honestly say to have heard that much of us. Who knows another session has heard nothing.
@@ -470,7 +470,7 @@ impl<T> Session<T> {
         if self.link != Some(link) || self.state != State::Ready {
             return Err(Violation::OutOfTurn);
         }
-        self.hear(now);
+        self.note_received(now);
         self.acknowledge(label.heard)?;
         let wanted = self.heard + 1;
         if label.number < wanted {
@@ -490,7 +490,7 @@ impl<T> Session<T> {
     }
 
     /// Bytes came, of a frame that is not yet whole: the peer lives.
-    pub fn hear(&mut self, now: Instant) {
+    pub fn note_received(&mut self, now: Instant) {
         self.last_word = now;
         self.asked = false;
     }
@@ -599,7 +599,7 @@ impl<T> Session<T> {
     }
 
     /// Messages queued and not yet acknowledged (lossy: not yet written).
-    pub fn unheard(&self) -> usize {
+    pub fn unacknowledged(&self) -> usize {
         self.queue.len()
     }
 
@@ -659,7 +659,7 @@ impl<T> Session<T> {
         self.failures = 0;
         self.told = self.heard; // OPEN and OPENED have said it
         self.ack_due = None;
-        self.hear(now);
+        self.note_received(now);
         self.actions.push_back(Action::Tell(News::Connected));
     }
 
@@ -683,8 +683,8 @@ impl<T> Session<T> {
 
     fn introduce(&self) -> Open {
         Open {
-            entity: self.place.entity,
-            address: self.place.address,
+            entity: self.local_end.entity,
+            address: self.local_end.address,
             from: self.ours,
             to: self.theirs,
             attempt: self.attempt,
@@ -706,7 +706,7 @@ impl<T> Session<T> {
     }
 
     fn may_call(&self) -> bool {
-        self.place.can_call && !self.policy.server
+        self.local_end.can_call && !self.policy.server
     }
 
     /// The link of a ready session is gone.
@@ -719,7 +719,7 @@ impl<T> Session<T> {
             return self.end(News::Closed);
         }
         // Whoever cannot be called back does not stand by: the peer may have something to say.
-        let may_stand_by = self.policy.standby && idle && self.place.address.is_some();
+        let may_stand_by = self.policy.standby && idle && self.local_end.address.is_some();
         match self.may_call() && !may_stand_by {
             true => self.call(now), // the first time at once: most broken links are a peer's restart or a switch's
             false => self.stand_by(now),
@@ -744,16 +744,16 @@ impl<T> Session<T> {
 
     /// Everything said and heard so far is void; the next words are the first of another session.
     fn forget(&mut self) {
-        let unheard = self.queue.len();
+        let unacknowledged = self.queue.len();
         self.ours.epoch = self.ours.epoch.wrapping_add(1);
         self.theirs = None;
         self.queue.clear();
         (self.first, self.written, self.heard, self.told) = (1, 0, 0, 0);
-        self.actions.push_back(Action::Tell(News::Reset { unheard, goes_on: true }));
+        self.actions.push_back(Action::Tell(News::Reset { unacknowledged, goes_on: true }));
     }
 
     fn lost(&self, goes_on: bool) -> News {
-        News::Reset { unheard: self.queue.len(), goes_on }
+        News::Reset { unacknowledged: self.queue.len(), goes_on }
     }
 
     fn end(&mut self, news: News) {

@@ -46,7 +46,7 @@ pub trait Link: Send {
     fn receive(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize>;
 
     /// Whether bytes that it took are not with the system yet: to be sent on when the descriptor is writable.
-    fn owes(&self) -> bool {
+    fn has_unsent(&self) -> bool {
         false
     }
 
@@ -59,7 +59,7 @@ pub trait Link: Send {
     }
 
     /// Whether there is something to do, without a system call; `None` if only the descriptor knows.
-    fn glance(&mut self) -> Option<bool> {
+    fn poll_ready(&mut self) -> Option<bool> {
         None
     }
 
@@ -105,12 +105,12 @@ pub enum Address {
 pub(crate) struct Stacks {
     tls: tls::TlsOptions,
     rdma: rdma::RdmaOptions,
-    sites: OnceLock<Arc<rdma::Sites>>,
+    rdma_context: OnceLock<Arc<rdma::RdmaContext>>,
 }
 
 impl Stacks {
     pub(crate) fn new(tls: tls::TlsOptions, rdma: rdma::RdmaOptions) -> Stacks {
-        Stacks { tls, rdma, sites: OnceLock::new() }
+        Stacks { tls, rdma, rdma_context: OnceLock::new() }
     }
 
     /// Listens there.
@@ -122,7 +122,7 @@ impl Stacks {
             Address::Tcp(address) => Ok(Box::new(posix::TcpListener::bind(*address)?)),
             Address::Tls(address) => Ok(Box::new(tls::TlsListener::bind(&self.tls, *address)?)),
             Address::Shm(path) => Ok(Box::new(shm::ShmListener::bind(path)?)),
-            Address::Rdma(address) => Ok(Box::new(rdma::RdmaListener::bind(self.sites()?, *address)?)),
+            Address::Rdma(address) => Ok(Box::new(rdma::RdmaListener::bind(self.rdma_context()?, *address)?)),
         }
     }
 
@@ -135,22 +135,22 @@ impl Stacks {
             Address::Tcp(address) => Ok(Box::new(posix::TcpLink::call(*address)?)),
             Address::Tls(address) => Ok(Box::new(tls::TlsLink::call(&self.tls, *address)?)),
             Address::Shm(path) => Ok(Box::new(shm::ShmLink::call(path)?)),
-            Address::Rdma(address) => Ok(Box::new(rdma::RdmaLink::call(self.sites()?, *address)?)),
+            Address::Rdma(address) => Ok(Box::new(rdma::RdmaLink::call(self.rdma_context()?, *address)?)),
         }
     }
 
     /// Does what transports have put off and is due; when to do so again, if anything is left. A call costs next to nothing where
     /// nothing was put off.
     pub(crate) fn tend(&self) -> Option<Instant> {
-        self.sites.get()?.tend()
+        self.rdma_context.get()?.tend()
     }
 
-    fn sites(&self) -> io::Result<&Arc<rdma::Sites>> {
-        if let Some(sites) = self.sites.get() {
+    fn rdma_context(&self) -> io::Result<&Arc<rdma::RdmaContext>> {
+        if let Some(sites) = self.rdma_context.get() {
             return Ok(sites);
         }
-        let made = rdma::sites(&self.rdma)?;
-        Ok(self.sites.get_or_init(|| made))
+        let made = rdma::context(&self.rdma)?;
+        Ok(self.rdma_context.get_or_init(|| made))
     }
 }
 

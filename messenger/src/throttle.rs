@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// The bound, shared by all that it counts.
 pub struct Throttle {
-    most_messages: u64,
-    most_bytes: u64,
+    max_messages: u64,
+    max_bytes: u64,
     /// Messages in the upper bits, bytes in the lower [`BYTE_BITS`]: both are taken and given back in one step.
     under_way: AtomicU64,
     /// How many wait: looked at without the lock by everybody who gives back.
@@ -23,10 +23,10 @@ pub type Waker = Box<dyn FnOnce() + Send>;
 
 impl Throttle {
     /// At most that many messages and bytes at once.
-    pub fn new(most_messages: usize, most_bytes: usize) -> Arc<Throttle> {
+    pub fn new(max_messages: usize, max_bytes: usize) -> Arc<Throttle> {
         Arc::new(Throttle {
-            most_messages: most_messages.min(MOST_MESSAGES) as u64,
-            most_bytes: most_bytes.min(MOST_BYTES) as u64,
+            max_messages: max_messages.min(MAX_MESSAGES) as u64,
+            max_bytes: max_bytes.min(MAX_BYTES) as u64,
             under_way: AtomicU64::new(0),
             waiting: AtomicUsize::new(0),
             waiters: Mutex::default(),
@@ -35,10 +35,10 @@ impl Throttle {
 
     /// Takes one message of `bytes`, if there is room.
     pub fn take(self: &Arc<Throttle>, bytes: usize) -> Option<Permit> {
-        let share = ONE_MESSAGE + bytes.min(MOST_BYTES) as u64;
+        let share = ONE_MESSAGE + bytes.min(MAX_BYTES) as u64;
         let taken = self.under_way.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |held| {
             let (messages, bytes) = ((held + share) >> BYTE_BITS, (held + share) & (ONE_MESSAGE - 1));
-            let fits = messages <= self.most_messages && bytes <= self.most_bytes;
+            let fits = messages <= self.max_messages && bytes <= self.max_bytes;
             (fits || held == 0).then_some(held + share)
         });
         taken.is_ok().then(|| Permit { throttle: Arc::clone(self), share })
@@ -85,7 +85,7 @@ impl Throttle {
 impl fmt::Debug for Throttle {
     fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (messages, bytes) = self.under_way();
-        write!(to, "Throttle({messages}/{} messages, {bytes}/{} bytes)", self.most_messages, self.most_bytes)
+        write!(to, "Throttle({messages}/{} messages, {bytes}/{} bytes)", self.max_messages, self.max_bytes)
     }
 }
 
@@ -110,8 +110,8 @@ impl fmt::Debug for Permit {
 const BYTE_BITS: u32 = 40;
 const ONE_MESSAGE: u64 = 1 << BYTE_BITS;
 /// Bounds above these count as these: 8 million messages, 512 GiB. Half of what the bits hold, so that one more always fits.
-const MOST_MESSAGES: usize = (1 << (u64::BITS - BYTE_BITS)) / 2;
-const MOST_BYTES: usize = 1 << (BYTE_BITS - 1);
+const MAX_MESSAGES: usize = (1 << (u64::BITS - BYTE_BITS)) / 2;
+const MAX_BYTES: usize = 1 << (BYTE_BITS - 1);
 
 #[cfg(test)]
 mod tests {

@@ -45,12 +45,12 @@ mod in_the_machine {
     #[ignore = "runs in the RDMA machine"]
     fn it_works_with_hardly_any_memory_too() {
         let tiny = RdmaOptions {
-            letter_bytes: 512,
-            first_credits: 1,
-            most_credits: 2,
+            message_bytes: 512,
+            initial_credits: 1,
+            max_credits: 2,
             receive_bytes: 1 << 20,
             send_bytes: 1 << 20,
-            bulk_bytes: 1 << 20,
+            rendezvous_bytes: 1 << 20,
             ..RdmaOptions::default()
         };
         let sizes = [0, 1, 10_000, 70_000, 300_000, 2_000_000];
@@ -77,7 +77,7 @@ mod in_the_machine {
     #[ignore = "runs in the RDMA machine"]
     fn the_memory_of_links_that_have_ended_serves_those_that_come() {
         // 512 receives, of which a link takes 13.
-        let little = RdmaOptions { receive_bytes: 4 << 20, most_credits: 32, ..RdmaOptions::default() };
+        let little = RdmaOptions { receive_bytes: 4 << 20, max_credits: 32, ..RdmaOptions::default() };
         let options = options(little);
         let server = end_with(Policy::stateless_server(), &options, Scribe { echoes: true, ..Scribe::default() });
         let address = server.messenger.listen(&server_address()).unwrap();

@@ -1,12 +1,12 @@
 //! Versions, and the bounds of every list, name and text.
 
-/// The oldest version of this protocol that is spoken.
+/// Oldest version of this protocol that this build speaks.
 pub const OLDEST_VERSION: u16 = 3;
 
-/// The newest version of this protocol that is spoken. The crate's documentation says what each one brought.
+/// Newest version of this protocol that this build speaks. The crate's documentation says what each version changed.
 pub const NEWEST_VERSION: u16 = 3;
 
-/// The code by which a server that has no room for another conversation refuses a connection in the greeting.
+/// Code of a refusal in the handshake: the server has no room for another conversation.
 pub const REFUSED_AS_BUSY: u8 = 3;
 
 /// The longest body of a message, in bytes. The longest message is a status that lists [`MAX_REPLICAS`] replicas; `message.rs`
@@ -19,20 +19,21 @@ pub const MAX_NAME_BYTES: usize = 128;
 /// Longest name of a zone, in bytes: a rack, a room, a region. Short, as a status report has one per replica.
 pub const MAX_ZONE_BYTES: usize = 32;
 
-/// Longest address, in bytes: a host name has 253 at most, a port 5, a socket's path 107, and a role some words around it.
+/// Longest address, in bytes. A host name has at most 253, a port 5, a socket's path 107; a role adds some words.
 pub const MAX_ADDRESS_BYTES: usize = 280;
 
-/// Longest explanation, in bytes. What is beyond is cut off.
+/// Longest explanation, in bytes. A longer one is truncated.
 pub const MAX_TEXT_BYTES: usize = 1024;
 
-/// Longest reason for a transport, in bytes. What is beyond is cut off. Short, as a status report has one per replica.
+/// Longest explanation of a transport, in bytes. A longer one is truncated. Short, as a status report has one per
+/// replica.
 pub const MAX_WHY_BYTES: usize = 400;
 
-/// Most keys of one table: one per transport.
+/// Greatest number of keys of a table: one per transport.
 pub const MAX_KEYS: usize = 8;
 
 /// Longest key of a region, in bytes: an address, a socket's name or a memory key, and some numbers.
 pub const MAX_KEY_BYTES: usize = 1024;
 
-/// Most replicas in one status report. A source that serves more lists the first of them.
+/// Greatest number of replicas in a status report. A source that serves more lists the first ones.
 pub const MAX_REPLICAS: usize = 512;

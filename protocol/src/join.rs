@@ -5,18 +5,18 @@ use remora_wire::record;
 
 use crate::bounds::{MAX_ADDRESS_BYTES, MAX_NAME_BYTES, MAX_ZONE_BYTES};
 
-/// What a replica's agent says of itself.
+/// What a replica's agent reports about itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Join {
-    /// How the replica is called in status reports; at most [`MAX_NAME_BYTES`].
+    /// The replica's name in status reports; at most [`MAX_NAME_BYTES`].
     pub name: String,
-    /// Its server's kind and version, as "valkey 9.1.2".
+    /// Kind and version of its server, as "valkey 9.1.2".
     pub server: String,
-    /// What it holds already from before a cut.
+    /// What it still holds from before its connection broke.
     pub resume: Option<Resume>,
-    /// It only wants to know what an offer would say: no snapshot is taken for it, and the offer's tables are empty.
+    /// It only asks what an offer would contain: no snapshot is taken for it, and the offer's tables are empty.
     pub plan_only: bool,
-    /// It can read from other replicas, and perhaps be read; none: it reads from the source alone.
+    /// How it takes part in relaying; `None`: it reads from the source alone.
     pub relays: Option<Relays>,
 }
 
@@ -28,41 +28,43 @@ record!(Join {
     relays: Maybe<Relays>,
 });
 
-/// How a replica takes part in passing slots on.
+/// How a replica takes part in relaying slots to other replicas.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Relays {
-    /// Address and port at which others may read its slots, as "10.0.0.7:41234"; an unspecified host stands for the one that the source
-    /// sees it by. Empty: it does not serve.
+    /// Address and port at which others may read its slots, as "10.0.0.7:41234". An unspecified host stands for the
+    /// one that the
+    /// source sees it by. Empty: it does not serve.
     pub serves_at: String,
-    /// Where it stands, in words of its operator's; at most [`MAX_ZONE_BYTES`]. Replicas of one zone rather read from each other.
+    /// The operator's name for its location; at most [`MAX_ZONE_BYTES`]. Replicas prefer upstreams in the same zone.
     pub zone: String,
 }
 
 record!(Relays { serves_at: Name<MAX_ADDRESS_BYTES>, zone: Name<MAX_ZONE_BYTES> });
 
-/// A replica that another one is sent to.
+/// A replica that another replica is assigned to read from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Upstream {
-    /// Its session with the source: its name in what the two say of it.
+    /// Its session with the source, which identifies it.
     pub session: u64,
-    /// How it is called.
+    /// Its name.
     pub name: String,
-    /// Where it serves: address and port.
+    /// Address and port at which it serves.
     pub address: String,
 }
 
 record!(Upstream { session: u64, name: Name<MAX_NAME_BYTES>, address: Name<MAX_ADDRESS_BYTES> });
 
-/// What a replica holds of a generation that it began earlier.
+/// What a replica holds of a generation that it joined earlier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Resume {
-    /// The generation; worth something only while the source still has it.
+    /// The generation. Useful only while the source still has it.
     pub generation: u64,
-    /// How many of its slots it holds without a gap from the first, checked. It may hold others; those that it lacks it reads.
+    /// Number of slots that it holds without a gap from the first one, verified. It may hold others; it reads the ones
+    /// it lacks.
     pub held_slots: u64,
-    /// Its server has loaded the whole snapshot: it needs the stream only, from `next_byte` on.
+    /// Its server has loaded the whole snapshot: it needs only the stream, from `next_byte` on.
     pub loaded: bool,
-    /// The history that it is part of, as 40 hexadecimal digits.
+    /// The replication id of the history that it follows, as 40 hexadecimal digits.
     pub replid: [u8; 40],
     /// Replication offset of the next byte of the stream that it needs.
     pub next_byte: u64,

@@ -10,114 +10,123 @@ use crate::offer::{Keys, Offer, RefusalCode, TableOffer, WaitCause};
 use crate::progress::{LossCause, Outcome, Progress};
 use crate::status::StatusReport;
 
-/// Something that one end tells the other.
-// A few a second, and moved rather than copied: the difference in size between the variants costs nothing.
+/// A message from one side to the other.
+// A few messages a second, moved and not copied: the difference in size between the variants does not matter.
 #[allow(clippy::large_enum_variant)]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Message {
-    /// Replica → source: I want the data set. The first message of a replica.
+    /// Replica → source: requests the data set. The first message of a replica.
     Join(Join),
-    /// Replica → source: how far I have come; at every change worth telling, a few times a second.
+    /// Replica → source: the replica's progress. Sent at every change that matters, a few times a second.
     Progress(Progress),
-    /// Replica → source: my server has applied the stream up to `offset`; would the primary go on with it from there?
+    /// Replica → source: the replica's server has applied the stream up to `offset`. Asks whether the primary would
+    /// continue from there.
     HandOffQuery {
-        /// The generation that the replica was filled from.
+        /// The generation that the replica was loaded from.
         generation: u64,
-        /// Replication offset of the last byte applied.
+        /// Replication offset of the last byte that the server has applied.
         offset: u64,
     },
-    /// Replica → source: I go, and this is how it ended. The source forgets the replica at once; a connection that merely
-    /// closes is one that may come back.
+    /// Replica → source: the replica leaves, with this result. The source forgets it at once. A replica whose
+    /// connection merely closes
+    /// may come back.
     Leave {
-        /// How it ended, for programs.
+        /// The result, for programs.
         outcome: Outcome,
-        /// How it ended, for people.
+        /// The result, for people.
         text: String,
     },
-    /// Either a replica or `remora status` → source: how are things?
+    /// A replica or `remora status` → source: requests a report.
     StatusQuery,
-    /// `remora probe` → source: lend me memory to measure by.
+    /// `remora probe` → source: requests memory to measure with.
     ProbeQuery,
-    /// Replica → source: I can't read from that peer any more. Another [`Message::ReadFrom`] will follow.
+    /// Replica → source: the replica cannot read from that peer any more. The source answers with another
+    /// [`Message::ReadFrom`].
     PeerLost {
-        /// The generation that was read.
+        /// The generation that the replica read.
         generation: u64,
         /// The peer's session with the source.
         session: u64,
-        /// What is wrong with it, for programs.
+        /// The reason, for programs.
         cause: LossCause,
-        /// What is wrong with it, for people.
+        /// The reason, for people.
         text: String,
     },
-    /// Replica → another replica: I was sent to read your slots of that generation.
+    /// Replica → another replica: requests to read its slots of that generation, as the source has assigned.
     ReadPeer {
-        /// The generation.
+        /// The generation to read.
         generation: u64,
-        /// How the reader is called; at most [`MAX_NAME_BYTES`].
+        /// The reader's name; at most [`MAX_NAME_BYTES`].
         name: String,
     },
 
-    /// Source → replica: not yet, and why.
+    /// Source → replica: there is no offer yet.
     Waiting {
-        /// What the source waits for, for programs.
+        /// The reason, for programs.
         cause: WaitCause,
-        /// The same for people.
+        /// The reason, for people.
         text: String,
     },
-    /// Source → replica: there is a generation, and here it lies. Again with other contents when there is a newer one.
+    /// Source → replica: a generation and where it is. Sent again when there is a newer one.
     Offer(Offer),
     /// Source → replica: the answer to [`Message::HandOffQuery`].
     HandOffAnswer {
-        /// Whether the primary's backlog reaches back to the byte behind the offset asked about.
+        /// Whether the primary's backlog holds the byte after the offset asked about, with room for the time that a
+        /// hand-off takes.
         covered: bool,
-        /// What to do or to raise when it is not covered, for people.
+        /// If it does not: what to change, for people.
         text: String,
     },
-    /// Source → replica: this generation is no more. Drop what was read of it; another [`Message::Offer`] will follow.
+    /// Source → replica: the generation has ended. The replica drops what it has read of it; another
+    /// [`Message::Offer`] follows.
     GenerationGone {
-        /// Which.
+        /// The generation that has ended.
         generation: u64,
-        /// Why, for people.
+        /// The reason, for people.
         text: String,
     },
-    /// Source → replica: no. The source closes the connection behind it. The agents' conversation reports
-    /// it as an error, never as a message.
+    /// Source → replica: a refusal, after which the source closes the connection. The agents' conversation reports it
+    /// as an error,
+    /// never as a message.
     Refused {
-        /// Why, for programs.
+        /// The reason, for programs.
         code: RefusalCode,
-        /// Why, for people.
+        /// The reason, for people.
         text: String,
     },
-    /// Source → whoever asked: the answer to [`Message::StatusQuery`].
+    /// Source → the peer that asked: the answer to [`Message::StatusQuery`].
     Status(StatusReport),
-    /// Source → whoever asked: the answer to [`Message::ProbeQuery`]. What is lent holds nothing of value, and until the session ends.
+    /// Source → the peer that asked: the answer to [`Message::ProbeQuery`]. The memory holds no data, and is exported
+    /// until the
+    /// session ends.
     ProbeOffer {
         /// One key per transport that the source offers, as in a [`TableOffer`].
         keys: Vec<Vec<u8>>,
     },
-    /// Source → replica: take the slots from there from now on. What is on its way from elsewhere need not be waited for.
+    /// Source → replica: read the slots from there from now on. Reads that are under way from elsewhere may be
+    /// abandoned.
     ReadFrom {
-        /// The generation that this is about.
+        /// The generation to read.
         generation: u64,
-        /// From whom; none: from the source itself.
+        /// The peer to read from; `None`: the source itself.
         upstream: Option<Upstream>,
     },
-    /// Replica → another replica: here my slots lie. Again with another rate when that changes.
+    /// Replica → another replica: where its slots are. Sent again when the rate changes.
     PeerOffer {
-        /// The generation.
+        /// The generation of the slots.
         generation: u64,
-        /// The copy: of the source's snapshot, but with a number of slots of its own.
+        /// The replica's copy of the source's snapshot. It may have another number of slots.
         table: TableOffer,
-        /// Bytes per second that this reader may take; 0: as many as it can.
+        /// Bytes per second that this reader may read; 0: no limit.
         rate: u64,
     },
 }
 
 impl Message {
-    /// Appends the payload and gives the frame's tag.
+    /// Appends the payload to `out` and returns the message's tag.
     ///
     /// # Errors
-    /// [`TooLarge`]: a list or a name is beyond its bound. Texts are cut instead.
+    /// [`TooLarge`]: a list or a name exceeds its bound. Texts are truncated instead.
     pub fn encode(&self, out: &mut Vec<u8>) -> Result<u8, TooLarge> {
         match self {
             Message::StatusQuery | Message::ProbeQuery => {}
@@ -173,11 +182,12 @@ impl Message {
         Ok(self.tag())
     }
 
-    /// Reads what [`Message::encode`] wrote.
+    /// Decodes what [`Message::encode`] wrote.
     ///
     /// # Errors
-    /// [`DecodeError::UnknownMessage`] for a tag of a later version, [`DecodeError::Malformed`] for a payload that is not what
-    /// the tag says.
+    /// [`DecodeError::UnknownMessage`]: the tag belongs to a later version. [`DecodeError::Malformed`]: the payload
+    /// does not match
+    /// the tag.
     pub fn decode(tag: u8, payload: &[u8]) -> Result<Message, DecodeError> {
         let mut from = Reader::new(payload);
         let message = Message::take(tag, &mut from)?;
@@ -223,7 +233,7 @@ impl Message {
         })
     }
 
-    /// The tag of the frame that carries it.
+    /// The message's tag: its kind on the message layer.
     pub fn tag(&self) -> u8 {
         match self {
             Message::Join(_) => tag::JOIN,
@@ -246,7 +256,7 @@ impl Message {
         }
     }
 
-    /// Its name in logs.
+    /// The message's name in logs.
     pub fn name(&self) -> &'static str {
         match self {
             Message::Join(_) => "Join",
@@ -269,7 +279,7 @@ impl Message {
         }
     }
 
-    /// Whether that end has any business saying this.
+    /// Whether that side may send this message.
     pub fn may_come_from(&self, side: Side) -> bool {
         match self.tag() {
             tag if tag < tag::FIRST_OF_SOURCE => side == Side::Client,
@@ -281,13 +291,13 @@ impl Message {
 /// Why bytes are not a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum DecodeError {
-    /// A message of a later version.
-    #[error("a message of the unknown kind {tag:#04x}: the peer is newer; upgrade this end")]
+    /// The tag belongs to a later version of the protocol.
+    #[error("message of unknown kind {tag:#04x}: the peer is newer; upgrade this end")]
     UnknownMessage {
         /// The message's tag.
         tag: u8,
     },
-    /// The payload is not what its tag says.
+    /// The payload does not match the tag.
     #[error(transparent)]
     Malformed(#[from] Malformed),
 }
@@ -320,10 +330,10 @@ impl fmt::Display for Side {
     }
 }
 
-/// For people: an explanation with an address or two in it.
+/// An explanation for people.
 type Sentence = Text<MAX_TEXT_BYTES>;
 
-/// Tags below 0x10 belong to the handshake.
+/// The tags. Those below 0x10 belong to the handshake.
 mod tag {
     pub(super) const JOIN: u8 = 0x20;
     pub(super) const PROGRESS: u8 = 0x21;
@@ -334,7 +344,7 @@ mod tag {
     pub(super) const PEER_LOST: u8 = 0x26;
     pub(super) const READ_PEER: u8 = 0x27;
 
-    /// What only a server says, a source or a replica that is read, begins here.
+    /// The first tag of the messages that only a server sends: a source, or a replica that others read from.
     pub(super) const FIRST_OF_SOURCE: u8 = 0x40;
     pub(super) const WAITING: u8 = 0x40;
     pub(super) const OFFER: u8 = 0x41;
@@ -347,13 +357,13 @@ mod tag {
     pub(super) const PEER_OFFER: u8 = 0x48;
 }
 
-// The bounds above admit no message that a frame cannot carry.
+// Every message that keeps the bounds fits into one frame.
 const _: () = {
     let most = MAX_PAYLOAD_BYTES as usize;
-    assert!(StatusReport::MOST <= most);
-    assert!(Offer::MOST <= most);
-    assert!(Join::MOST <= most);
-    assert!(Progress::MOST <= most);
-    assert!(Keys::MOST <= most);
-    assert!(Sentence::MOST + 32 <= most); // the small ones: a sentence and at most three numbers
+    assert!(StatusReport::MAX_BYTES <= most);
+    assert!(Offer::MAX_BYTES <= most);
+    assert!(Join::MAX_BYTES <= most);
+    assert!(Progress::MAX_BYTES <= most);
+    assert!(Keys::MAX_BYTES <= most);
+    assert!(Sentence::MAX_BYTES + 32 <= most); // the small messages: a text and at most three numbers
 };

@@ -8,10 +8,10 @@ use remora_wire::{codes, record};
 use crate::bounds::{MAX_ADDRESS_BYTES, MAX_KEY_BYTES, MAX_KEYS, MAX_NAME_BYTES};
 use crate::join::Upstream;
 
-/// Where a generation lies and what it is.
+/// A generation and where it is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Offer {
-    /// Its number, unique for the source.
+    /// The generation's number, unique for the source.
     pub generation: u64,
     /// The primary's replication id, as 40 hexadecimal digits.
     pub replid: [u8; 40],
@@ -19,19 +19,20 @@ pub struct Offer {
     pub offset: u64,
     /// The snapshot's table.
     pub snapshot: TableOffer,
-    /// The journal's table, which begins with the byte behind `offset`.
+    /// The journal's table. It begins with the byte after `offset`.
     pub journal: TableOffer,
-    /// Where the true primary is.
+    /// The address of the primary that the replica's server will follow after the hand-off.
     pub primary: Announce,
-    /// The primary's kind and version, as "redis 7.0.15".
+    /// Kind and version of the primary, as "redis 7.0.15".
     pub server: String,
-    /// The name that the server which is captured has given this run of itself, as `INFO` tells it; empty if it doesn't.
+    /// The run id of the captured server, from `INFO`; empty if it does not report one.
     pub run_id: String,
     /// Size of the primary's replication backlog, in bytes.
     pub backlog_bytes: u64,
-    /// How fast its replication offset grows, in bytes per second: with the backlog this says how long a hand-off may take.
+    /// Growth of the primary's replication offset, in bytes per second. Together with the backlog it says how long a
+    /// hand-off may take.
     pub write_rate: u64,
-    /// From whom to take the snapshot's slots; none: from the source's table.
+    /// The replica to read the snapshot's slots from; `None`: the source.
     pub upstream: Option<Upstream>,
 }
 
@@ -49,36 +50,38 @@ record!(Offer {
     upstream: Maybe<Upstream>,
 });
 
-/// One table: its shape, and how to reach it.
+/// The shape of one table, and how to reach it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TableOffer {
-    /// The generation in the table's superblock. A journal outlives the snapshot that it was begun with.
+    /// The generation in the table's superblock. A journal outlives the snapshot that it began with.
     pub generation: u64,
-    /// The replication offset in the table's superblock: that of the snapshot with which it began.
+    /// The replication offset in the table's superblock: the one of the snapshot that it began with.
     pub first_offset: u64,
-    /// Bytes in a slot.
+    /// Size of a slot, in bytes.
     pub slot_size: u32,
-    /// Slots in the ring.
+    /// Number of slots in the ring.
     pub slots: u32,
-    /// The promise that the memory of a slot never gets other bytes once it is published, not even after this generation:
-    /// the slots may be used where they lie, for as long as one likes.
+    /// The memory of a published slot never changes, not even after this generation ends: readers may use slots in
+    /// place, for as long
+    /// as they like.
     pub retained: bool,
-    /// One key per transport that both ends know; opaque here. At most [`MAX_KEYS`] of at most [`MAX_KEY_BYTES`].
+    /// One key per transport that both ends support; opaque to this protocol. At most [`MAX_KEYS`] of at most
+    /// [`MAX_KEY_BYTES`].
     pub keys: Vec<Vec<u8>>,
 }
 
 record!(TableOffer { generation: u64, first_offset: u64, slot_size: u32, slots: u32, retained: bool, keys: Keys });
 
-/// The true primary's address, as far as the source can know it.
+/// The primary's address, as far as the source knows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Announce {
-    /// The host that a replica's server must use. Empty: the host by which the replica reached the source.
+    /// The host that the replica's server must use. Empty: the host by which the replica reached the source.
     pub host: String,
     /// The port that it must use.
     pub port: u16,
     /// Whether that port speaks TLS to replicas.
     pub tls: bool,
-    /// The address by which the source itself reaches the server, for messages to people.
+    /// The address by which the source reaches the primary, for messages to people.
     pub source_sees_as: String,
 }
 
@@ -92,7 +95,7 @@ record!(Announce {
 /// Why a source has no offer yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum WaitCause {
-    /// A snapshot is being prepared: an offer follows.
+    /// A snapshot is being prepared; an offer follows.
     NotYet,
     /// Other replicas still read the present snapshot; the next one follows it.
     Busy,
@@ -106,18 +109,19 @@ codes!(WaitCause is "cause of waiting" {
     2 => LastAttemptFailed,
 });
 
-/// Why a source says no.
+/// Why a source refuses a replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum RefusalCode {
-    /// It serves as many replicas as it may.
+    /// It serves as many replicas as its limit allows.
     Busy,
-    /// It is being stopped.
+    /// It is stopping.
     Stopping,
-    /// The replica held up the others; it alone must begin again.
+    /// The replica held up the others. It must start over.
     Stalled,
-    /// The server refuses to be captured: somebody must change its settings or its permissions.
+    /// The server refuses the capture: its settings or the user's permissions must change first.
     PrimaryRefuses,
-    /// The journal does not reach back to where the replica is: nothing but the primary itself, or a new snapshot, helps.
+    /// The journal does not reach back to the replica's offset: it must follow the primary itself, or load a new
+    /// snapshot.
     HistoryGone,
 }
 
@@ -151,5 +155,5 @@ codes!(RefusalCode is "refusal" {
     4 => HistoryGone,
 });
 
-/// Where a region lies, once per transport.
+/// The keys of a region, one per transport.
 pub(crate) type Keys = List<Bytes<MAX_KEY_BYTES>, MAX_KEYS>;

@@ -8,18 +8,18 @@ use serde::Serialize;
 
 use crate::bounds::MAX_WHY_BYTES;
 
-/// How far a replica has come.
+/// A replica's progress.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Progress {
-    /// The generation that all of this speaks of.
+    /// The generation that all other fields are about.
     pub generation: u64,
-    /// What it is doing.
+    /// What the replica is doing.
     pub phase: Phase,
-    /// The transport it reads by, numbered as the fabric numbers them; none before it reads.
+    /// The transport it reads over, as the fabric numbers them; `None` before it reads.
     pub transport: Option<u8>,
-    /// Why it reads by no better one; empty if there is none.
+    /// Why no better transport is used; empty if none is better.
     pub transport_why: String,
-    /// It never needs slots below this number again: they may be retired.
+    /// It will never need slots below this number again: they may be retired.
     pub slots_below: u64,
     /// Slots of the snapshot that it holds.
     pub slots_held: u64,
@@ -27,7 +27,7 @@ pub struct Progress {
     pub bytes: u64,
     /// Replication offset that its server has acknowledged.
     pub applied_offset: u64,
-    /// What it takes from others and lends to them; none: it takes no part in that.
+    /// What it reads from other replicas and serves to them; `None`: it does not take part in relaying.
     pub relaying: Option<Relaying>,
 }
 
@@ -43,38 +43,38 @@ record!(Progress {
     relaying: Maybe<Relaying>,
 });
 
-/// Where a replica takes its slots from, and what others may take from it.
+/// Where a replica reads its slots from, and which ones others may read from it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Relaying {
-    /// The session of the replica that it reads from; none: it reads from the source.
+    /// The session of the replica that it reads from; `None`: the source.
     pub reads_from: Option<u64>,
     /// The oldest slot that it holds.
     pub oldest: u64,
-    /// It holds all slots from there up to this number.
+    /// The end of the slots that it holds: it has all from `oldest` up to, but not including, this one.
     pub held: u64,
-    /// It waits for its own server or its own limits, not for whom it reads from.
+    /// It waits for its own server or its own limits, and not for its upstream.
     pub is_full: bool,
 }
 
 record!(Relaying { reads_from: Maybe<u64>, oldest: u64, held: u64, is_full: bool });
 
-/// What a replica is doing, in order.
+/// What a replica is doing, in the order in which a sync passes through.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Phase {
-    /// Nothing to read yet.
+    /// There is nothing to read yet.
     Waiting,
-    /// Slots cross the fabric.
+    /// Slots are read over the fabric.
     Transfer,
-    /// All slots are here; the server is still loading them.
+    /// All slots are here, and the server is still loading them.
     Load,
     /// The server applies the journal up to the present.
     CatchUp,
     /// The server is being pointed at the primary.
     HandOff,
-    /// The server follows through the agents, for good.
+    /// The server follows the primary through the agents, permanently (`--stay`).
     Stay,
-    /// The server is an ordinary replica.
+    /// The server is an ordinary replica of the primary.
     Done,
 }
 
@@ -102,14 +102,14 @@ codes!(Phase is "phase" {
     6 => Done,
 });
 
-/// How it ended for a replica that leaves.
+/// The result of a replica that leaves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Outcome {
     /// Its server is an ordinary replica of the primary.
     HandedOver,
-    /// Somebody stopped the agent.
+    /// The agent was stopped.
     Stopped,
-    /// It could not be done.
+    /// The sync failed.
     Failed,
 }
 
@@ -119,16 +119,16 @@ codes!(Outcome is "outcome" {
     2 => Failed,
 });
 
-/// Why a replica can't read from another any more.
+/// Why a replica cannot read from another one any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum LossCause {
-    /// It is gone, or does not answer.
+    /// The peer has gone, or does not answer.
     Gone,
-    /// Its bytes are not the source's.
+    /// The peer's bytes are not the source's.
     Lied,
-    /// It no longer holds what is wanted next.
+    /// The peer no longer holds the slot that is needed next.
     Passed,
-    /// It does not let us read: it has too many readers, or no such snapshot.
+    /// The peer refuses: it has too many readers, or does not have the snapshot.
     Refused,
 }
 

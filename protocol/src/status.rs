@@ -7,20 +7,20 @@ use serde::Serialize;
 use crate::bounds::{MAX_ADDRESS_BYTES, MAX_NAME_BYTES, MAX_REPLICAS, MAX_WHY_BYTES, MAX_ZONE_BYTES};
 use crate::progress::Phase;
 
-/// All that a source knows, for `remora status`.
+/// The state of a source, for `remora status`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct StatusReport {
     /// Version of the source's agent.
     pub source: String,
-    /// Address of the server that it captures from.
+    /// Address of the server that is captured.
     pub server: String,
-    /// That server's role: "primary", or "replica of HOST:PORT".
+    /// Role of that server: "primary", or "replica of HOST:PORT".
     pub role: String,
     /// The generation that replicas are served from.
     pub generation: Option<GenerationStatus>,
-    /// Whoever has joined; at most [`MAX_REPLICAS`].
+    /// The replicas that have joined; at most [`MAX_REPLICAS`].
     pub replicas: Vec<ReplicaStatus>,
-    /// Sums since the source began.
+    /// Totals since the source started.
     pub totals: Totals,
 }
 
@@ -44,7 +44,7 @@ pub struct GenerationStatus {
     pub offset_start: u64,
     /// Replication offset of the newest byte in the journal.
     pub offset_now: u64,
-    /// Whether its snapshot is whole.
+    /// Whether the snapshot is complete.
     pub state: GenerationState,
     /// Bytes of the snapshot received so far.
     pub snapshot_bytes: u64,
@@ -54,21 +54,21 @@ pub struct GenerationStatus {
     pub published_slots: u64,
     /// Slots that may be overwritten.
     pub retired_slots: u64,
-    /// Whether slots are used again, so that nobody can join late.
+    /// Whether slots are reused, so that no replica can join late.
     pub windowed: bool,
     /// Memory in use by both tables, in bytes.
     pub memory_bytes: u64,
-    /// Memory that may be used, in bytes.
+    /// Limit of that memory, in bytes.
     pub memory_limit: u64,
     /// Seconds since the capture began.
     pub age_seconds: u64,
     /// Replication offset of the oldest byte in the journal.
     pub journal_first: u64,
-    /// Replication offset behind the newest byte in the journal.
+    /// Replication offset after the newest byte in the journal.
     pub journal_end: u64,
-    /// How long the capture took, or has taken so far, in milliseconds.
+    /// Duration of the capture so far, or in all once it is complete, in milliseconds.
     pub capture_millis: u64,
-    /// In which way it comes from the server, in words.
+    /// The method of the capture, in words.
     pub capture: String,
 }
 
@@ -92,7 +92,7 @@ record!(GenerationStatus {
     capture: Name<MAX_NAME_BYTES>,
 });
 
-/// How far a snapshot has come.
+/// The state of a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum GenerationState {
@@ -110,21 +110,21 @@ codes!(GenerationState is "state of a generation" {
 /// One replica, as the source sees it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct ReplicaStatus {
-    /// What it called itself.
+    /// Its name, as it has reported it.
     pub name: String,
-    /// Where it called from.
+    /// The address that it connected from.
     pub address: String,
-    /// The transport it reads by, by name; empty before it reads.
+    /// Name of the transport it reads over; empty before it reads.
     pub transport: String,
-    /// Why it reads by no better one; empty if there is none.
+    /// Why no better transport is used; empty if none is better.
     pub transport_why: String,
     /// What it is doing.
     pub phase: Phase,
     /// Slots of the snapshot that it holds.
     pub slots_held: u64,
-    /// How much of the snapshot that is, in thousandths.
+    /// The share of the snapshot that those slots are, in thousandths.
     pub percent_permille: u16,
-    /// How fast it reads, in bytes per second.
+    /// Read rate, in bytes per second.
     pub rate_bytes_per_s: u64,
     /// Bytes of the journal that its server has yet to apply.
     pub journal_lag_bytes: u64,
@@ -132,17 +132,17 @@ pub struct ReplicaStatus {
     pub applied_offset: u64,
     /// Seconds since it joined.
     pub joined_seconds: u64,
-    /// Seconds since it was last heard of.
+    /// Seconds since its last message.
     pub silent_seconds: u64,
-    /// Its session: how others name it in `reads_from`.
+    /// Its session, which identifies it in `reads_from`.
     pub session: u64,
-    /// The session of the replica that it takes slots from; none: the source.
+    /// The session of the replica that it reads slots from; `None`: the source.
     pub reads_from: Option<u64>,
     /// Whether others may read from it.
     pub serves: bool,
     /// The oldest slot that it holds for others.
     pub oldest_slot: u64,
-    /// Where it stands, in words of its operator's.
+    /// The operator's name for its location.
     pub zone: String,
 }
 
@@ -166,14 +166,14 @@ record!(ReplicaStatus {
     zone: Name<MAX_ZONE_BYTES>,
 });
 
-/// Sums since a source began.
+/// Totals since a source started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct Totals {
     /// Snapshots taken from the server.
     pub snapshots_taken: u64,
-    /// Replicas that left with success.
+    /// Replicas that finished successfully.
     pub replicas_done: u64,
-    /// Bytes of tables read by replicas.
+    /// Bytes of tables that replicas have read.
     pub bytes_served: u64,
 }
 

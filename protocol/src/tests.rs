@@ -1,4 +1,4 @@
-//! Every message there and back, and everything that is none.
+//! Every message survives encoding and decoding, and bytes that are not a message are refused.
 #![allow(clippy::unwrap_used)]
 
 use super::*;
@@ -340,7 +340,7 @@ fn each_end_may_say_its_own_messages_only() {
     }
 }
 
-/// One message written down byte by byte, so that the layout cannot change unnoticed.
+/// One message byte by byte, so that the layout cannot change unnoticed.
 #[test]
 fn the_layout_of_a_join_is_the_one_written_down() {
     let join = Join {

@@ -1,16 +1,17 @@
-//! The building blocks of a message's layout: little-endian numbers, and bounded names, texts, bytes and lists.
+//! Encodings of fields: little-endian numbers, and bounded names, texts, bytes and lists.
 //!
-//! Each block knows the most bytes it can take ([`Codec::MOST`]), so that the longest message is a sum the compiler makes.
-//! Reading never trusts a count: it is compared with its bound first, and memory is taken only for items that are there.
+//! Every encoding knows its greatest length ([`Codec::MAX_BYTES`]), so the compiler adds up the longest message. A
+//! reader never
+//! trusts a count: it compares the count with its bound first, and allocates memory only for items that are present.
 
 use std::marker::PhantomData;
 
-/// One way of laying out one kind of value.
+/// The encoding of one kind of value.
 pub trait Codec {
-    /// The kind of value.
+    /// The type of the value.
     type Value;
-    /// The longest encoding, in bytes.
-    const MOST: usize;
+    /// Length of the longest encoding, in bytes.
+    const MAX_BYTES: usize;
 
     /// Appends a value's encoding.
     ///
@@ -25,11 +26,11 @@ pub trait Codec {
     fn take(from: &mut Reader<'_>) -> Result<Self::Value, Malformed>;
 }
 
-/// The part of a payload that has not been read yet.
+/// The unread part of a payload.
 pub struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {
-    /// Begins with the first byte of `payload`.
+    /// Starts at the first byte of `payload`.
     pub fn new(payload: &'a [u8]) -> Reader<'a> {
         Reader(payload)
     }
@@ -53,7 +54,7 @@ impl<'a> Reader<'a> {
         Ok(array)
     }
 
-    /// A payload is read to its last byte: what is left over is a mistake, not an extension.
+    /// Checks that the payload has been read to its last byte. Bytes left over are an error, not an extension.
     ///
     /// # Errors
     /// [`Malformed::Trailing`].
@@ -69,7 +70,7 @@ macro_rules! numbers {
     ($($number:ty)*) => {$(
         impl Codec for $number {
             type Value = $number;
-            const MOST: usize = size_of::<$number>();
+            const MAX_BYTES: usize = size_of::<$number>();
 
             fn put(value: &$number, out: &mut Vec<u8>) -> Result<(), TooLarge> {
                 out.extend_from_slice(&value.to_le_bytes());
@@ -86,7 +87,7 @@ numbers!(u8 u16 u32 u64);
 
 impl Codec for bool {
     type Value = bool;
-    const MOST: usize = 1;
+    const MAX_BYTES: usize = 1;
 
     fn put(value: &bool, out: &mut Vec<u8>) -> Result<(), TooLarge> {
         u8::put(&u8::from(*value), out)
@@ -96,15 +97,15 @@ impl Codec for bool {
         match u8::take(from)? {
             0 => Ok(false),
             1 => Ok(true),
-            value => Err(Malformed::Code { what: "yes or no", value }),
+            value => Err(Malformed::Code { what: "bool", value }),
         }
     }
 }
 
-/// As many bytes as the type says, without a count.
+/// Exactly `N` bytes, without a count.
 impl<const N: usize> Codec for [u8; N] {
     type Value = [u8; N];
-    const MOST: usize = N;
+    const MAX_BYTES: usize = N;
 
     fn put(value: &[u8; N], out: &mut Vec<u8>) -> Result<(), TooLarge> {
         out.extend_from_slice(value);
@@ -116,12 +117,12 @@ impl<const N: usize> Codec for [u8; N] {
     }
 }
 
-/// A yes or no, and behind a yes the value.
+/// A bool, followed by the value if it is true.
 pub struct Maybe<C>(PhantomData<C>);
 
 impl<C: Codec> Codec for Maybe<C> {
     type Value = Option<C::Value>;
-    const MOST: usize = 1 + C::MOST;
+    const MAX_BYTES: usize = 1 + C::MAX_BYTES;
 
     fn put(value: &Self::Value, out: &mut Vec<u8>) -> Result<(), TooLarge> {
         bool::put(&value.is_some(), out)?;
@@ -138,7 +139,7 @@ pub struct Bytes<const MAX: usize>;
 
 impl<const MAX: usize> Codec for Bytes<MAX> {
     type Value = Vec<u8>;
-    const MOST: usize = 2 + MAX;
+    const MAX_BYTES: usize = 2 + MAX;
 
     fn put(value: &Vec<u8>, out: &mut Vec<u8>) -> Result<(), TooLarge> {
         put_counted::<MAX>(value, out)
@@ -149,12 +150,13 @@ impl<const MAX: usize> Codec for Bytes<MAX> {
     }
 }
 
-/// A u16 count and that many bytes of UTF-8, at most `MAX`. For what must arrive whole or not at all: names and addresses.
+/// A u16 count and that many bytes of UTF-8, at most `MAX`. For names and addresses, which must arrive whole or not at
+/// all.
 pub struct Name<const MAX: usize>;
 
 impl<const MAX: usize> Codec for Name<MAX> {
     type Value = String;
-    const MOST: usize = 2 + MAX;
+    const MAX_BYTES: usize = 2 + MAX;
 
     fn put(value: &String, out: &mut Vec<u8>) -> Result<(), TooLarge> {
         put_counted::<MAX>(value.as_bytes(), out)
@@ -167,12 +169,12 @@ impl<const MAX: usize> Codec for Name<MAX> {
     }
 }
 
-/// As [`Name`], for sentences: a longer one is cut, since its beginning is better than none.
+/// Like [`Name`], for explanations: a longer one is truncated, since its beginning is better than nothing.
 pub struct Text<const MAX: usize>;
 
 impl<const MAX: usize> Codec for Text<MAX> {
     type Value = String;
-    const MOST: usize = 2 + MAX;
+    const MAX_BYTES: usize = 2 + MAX;
 
     fn put(value: &String, out: &mut Vec<u8>) -> Result<(), TooLarge> {
         put_counted::<MAX>(cut(value, MAX).as_bytes(), out)
@@ -188,7 +190,7 @@ pub struct List<C, const MAX: usize>(PhantomData<C>);
 
 impl<C: Codec, const MAX: usize> Codec for List<C, MAX> {
     type Value = Vec<C::Value>;
-    const MOST: usize = 2 + MAX * C::MOST;
+    const MAX_BYTES: usize = 2 + MAX * C::MAX_BYTES;
 
     fn put(value: &Self::Value, out: &mut Vec<u8>) -> Result<(), TooLarge> {
         put_count::<MAX>(value.len(), out)?;
@@ -197,7 +199,7 @@ impl<C: Codec, const MAX: usize> Codec for List<C, MAX> {
 
     fn take(from: &mut Reader<'_>) -> Result<Self::Value, Malformed> {
         let count = take_count::<MAX>(from)?;
-        let mut items = Vec::new(); // grows with the items that are there: a count is only a claim
+        let mut items = Vec::new(); // grows with the items that are present: the count is only a claim
         for _ in 0..count {
             items.push(C::take(from)?);
         }
@@ -205,13 +207,13 @@ impl<C: Codec, const MAX: usize> Codec for List<C, MAX> {
     }
 }
 
-/// Lays out a struct's fields one behind the other, in the order given.
+/// Implements [`Codec`](crate::codec::Codec) for a struct: its fields, one after the other, in the order given.
 #[macro_export]
 macro_rules! record {
     ($record:ident { $($field:ident: $codec:ty),* $(,)? }) => {
         impl $crate::codec::Codec for $record {
             type Value = $record;
-            const MOST: usize = 0 $(+ <$codec as $crate::codec::Codec>::MOST)*;
+            const MAX_BYTES: usize = 0 $(+ <$codec as $crate::codec::Codec>::MAX_BYTES)*;
 
             fn put(value: &$record, out: &mut Vec<u8>) -> Result<(), $crate::codec::TooLarge> {
                 $(<$codec as $crate::codec::Codec>::put(&value.$field, out)?;)*
@@ -225,13 +227,13 @@ macro_rules! record {
     };
 }
 
-/// Lays out an enum without content as one byte.
+/// Implements [`Codec`](crate::codec::Codec) for an enum without content: one byte.
 #[macro_export]
 macro_rules! codes {
     ($name:ident is $what:literal { $($code:literal => $variant:ident),* $(,)? }) => {
         impl $crate::codec::Codec for $name {
             type Value = $name;
-            const MOST: usize = 1;
+            const MAX_BYTES: usize = 1;
 
             fn put(value: &$name, out: &mut Vec<u8>) -> Result<(), $crate::codec::TooLarge> {
                 <u8 as $crate::codec::Codec>::put(&match value { $($name::$variant => $code,)* }, out)
@@ -250,42 +252,42 @@ macro_rules! codes {
 /// Bytes that are not the encoding of a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Malformed {
-    /// A message ends inside a field.
-    #[error("a message ends {missing} bytes too early")]
+    /// The payload ends inside a field.
+    #[error("the payload ends {missing} bytes too early")]
     Short {
-        /// How many bytes the field still wanted.
+        /// Bytes that the field still needs.
         missing: usize,
     },
-    /// A message goes on behind its last field.
-    #[error("a message has {extra} bytes too many")]
+    /// The payload goes on after its last field.
+    #[error("the payload has {extra} bytes after its last field")]
     Trailing {
-        /// How many.
+        /// Bytes after the last field.
         extra: usize,
     },
-    /// A list, name or text longer than the protocol allows.
-    #[error("a field announces {count} items or bytes, of which {limit} may be")]
+    /// A list, name or text is longer than the protocol allows.
+    #[error("a field has {count} items or bytes; the limit is {limit}")]
     Excess {
-        /// What it announces.
+        /// The count that was read.
         count: usize,
         /// The bound.
         limit: usize,
     },
-    /// Text that is not UTF-8.
-    #[error("a text is not UTF-8")]
+    /// A text is not UTF-8.
+    #[error("a text field is not UTF-8")]
     NotUtf8,
-    /// A number that stands for nothing.
-    #[error("{value} is no {what}")]
+    /// A number has no meaning.
+    #[error("{value} is not a valid {what}")]
     Code {
-        /// What it should be.
+        /// What the number should be.
         what: &'static str,
-        /// What was read.
+        /// The number that was read.
         value: u8,
     },
 }
 
-/// A value of ours that the protocol's bounds do not admit.
+/// A value exceeds the protocol's bounds and cannot be encoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("a field of {count} items or bytes, where the protocol allows {limit}")]
+#[error("a field has {count} items or bytes; the limit is {limit}")]
 pub struct TooLarge {
     /// Its size, in items or bytes.
     pub count: usize,
@@ -319,9 +321,9 @@ fn take_count<const MAX: usize>(from: &mut Reader<'_>) -> Result<usize, Malforme
     Ok(count)
 }
 
-/// The longest beginning of at most `most` bytes that ends between two characters.
-pub fn cut(text: &str, most: usize) -> &str {
-    let end = (0..=most.min(text.len())).rev().find(|&end| text.is_char_boundary(end));
+/// Returns the longest prefix of at most `max` bytes that ends at a character boundary.
+pub fn cut(text: &str, max: usize) -> &str {
+    let end = (0..=max.min(text.len())).rev().find(|&end| text.is_char_boundary(end));
     text.get(..end.unwrap_or(0)).unwrap_or_default()
 }
 
@@ -356,6 +358,6 @@ mod tests {
     #[test]
     fn yes_and_no_have_one_encoding_each() {
         let found = bool::take(&mut Reader::new(&[2])).unwrap_err();
-        assert_eq!(found, Malformed::Code { what: "yes or no", value: 2 });
+        assert_eq!(found, Malformed::Code { what: "bool", value: 2 });
     }
 }

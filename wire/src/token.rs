@@ -1,5 +1,6 @@
-//! The shared secret by which both ends know each other, and the file that it lives in. It is the key of an HMAC and nothing
-//! else: it never crosses a wire, and it is not a password that a person should invent.
+//! The secret that both ends share, and the file that holds it. It keys HMACs and has no other use: it never crosses a
+//! wire, and
+//! nobody has to remember it.
 
 use std::fmt;
 use std::fs::File;
@@ -7,23 +8,25 @@ use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// A token, hidden from logs and overwritten when it is dropped.
+/// A token. Debug output hides it, and it is overwritten when dropped.
 ///
-/// The overwriting is an attempt, not a promise: without `unsafe` the compiler can only be asked, not forced, to keep it, and
-/// copies that the allocator or the kernel made are out of our reach.
+/// Overwriting is best effort: without `unsafe` the compiler may drop the write, and copies made by the allocator or
+/// the kernel
+/// are out of reach.
 pub struct Token(Vec<u8>);
 
 impl Token {
-    /// Reads the token from a file: all its bytes but the line ends behind them.
+    /// Reads the token from a file: its content without trailing line ends.
     ///
     /// # Errors
-    /// [`TokenError`]: the file cannot be read, others may read or change it, or it holds too few or too many bytes.
+    /// [`TokenError`]: the file cannot be read, its mode lets other users read or change it, or its length is out of
+    /// bounds.
     pub fn read_file(path: impl AsRef<Path>) -> Result<Token, TokenError> {
         let path = path.as_ref();
         let unreadable = |error| TokenError::Unreadable { path: path.to_owned(), error };
         let file = File::open(path).map_err(unreadable)?;
         check_mode(path, &file.metadata().map_err(unreadable)?)?;
-        let mut token = Token(Vec::with_capacity(READ_BYTES)); // at once, so that growing leaves no copies behind
+        let mut token = Token(Vec::with_capacity(READ_BYTES)); // allocated at once: growing would leave copies behind
         file.take(READ_BYTES as u64).read_to_end(&mut token.0).map_err(unreadable)?;
         while token.0.last().is_some_and(|byte| b"\r\n".contains(byte)) {
             token.0.pop();
@@ -31,7 +34,7 @@ impl Token {
         token.checked(&path.display().to_string())
     }
 
-    /// A token out of memory.
+    /// Makes a token from bytes in memory.
     ///
     /// # Errors
     /// [`TokenError::Length`].
@@ -39,7 +42,7 @@ impl Token {
         Token(bytes.to_vec()).checked("the token")
     }
 
-    /// The secret itself, to key an HMAC with.
+    /// The secret, as the key of an HMAC.
     pub fn bytes(&self) -> &[u8] {
         &self.0
     }
@@ -65,18 +68,18 @@ impl Drop for Token {
     }
 }
 
-/// What is wrong with a token: all of it is for the operator to mend.
+/// Why a token cannot be used. The operator has to fix every one of these.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenError {
-    /// No such file, or no right to read it.
+    /// The file does not exist or may not be read.
     #[error("token file {}: {error}", path.display())]
     Unreadable {
         /// The file.
         path: PathBuf,
-        /// The system's answer.
+        /// The error of the system.
         error: io::Error,
     },
-    /// The file's mode lets others read or change it.
+    /// The mode of the file lets other users read or change it.
     #[error(
         "token file {} (mode {mode:04o}) can be read or changed by others: chmod 600 {}",
         path.display(), path.display()
@@ -87,37 +90,38 @@ pub enum TokenError {
         /// Its permission bits.
         mode: u32,
     },
-    /// Too short to be a secret, or too long to be one.
+    /// The token is too short to be secret, or too long.
     #[error(
-        "{name}: {length} bytes where a token has {MIN_BYTES} to {MAX_BYTES}; make one with: head -c 32 /dev/urandom | base64"
+        "{name}: a token has {MIN_BYTES} to {MAX_BYTES} bytes, this one has {length}; create one with: head -c 32 /dev/urandom | base64"
     )]
     Length {
         /// The file, or "the token".
         name: String,
-        /// Its bytes without the line end; one more than the maximum stands for any greater length.
+        /// Its length without line ends. One more than the maximum stands for any greater length.
         length: usize,
     },
 }
 
-/// A group may share a token by reading it (mode 0640); nobody but the owner may change it, and the rest may not see it.
+/// Checks that only the owner can write the file, and that only the owner and the group can read it (mode 0640).
 fn check_mode(path: &Path, facts: &std::fs::Metadata) -> Result<(), TokenError> {
     let mode = facts.mode() & 0o7777;
     if facts.is_file() && mode & FORBIDDEN_MODE != 0 {
         return Err(TokenError::Exposed { path: path.to_owned(), mode });
     }
-    Ok(()) // a pipe (`--token-file <(…)`) or a device has no mode that says who reads it
+    Ok(()) // a pipe (`--token-file <(…)`) or a device: its mode does not say which users read it
 }
 
-/// Who sees one handshake can try tokens at leisure on his own machine. Sixteen random bytes are out of reach of that.
+/// Shortest token, in bytes. An attacker who records one handshake can try tokens offline; 16 random bytes resist
+/// that.
 pub const MIN_BYTES: usize = 16;
 
-/// Far more than any secret needs; a greater file is some other file.
+/// Longest token, in bytes. Far more than a secret needs: a longer file is probably some other file.
 pub const MAX_BYTES: usize = 1024;
 
-/// The longest token, a `\r\n`, and one byte by which a longer file shows.
+/// The longest token, a `\r\n`, and one byte that shows that the file is longer.
 const READ_BYTES: usize = MAX_BYTES + 3;
 
-/// Read by others, written by others, written by the group.
+/// Permission bits that are not allowed: read by others, written by others, written by the group.
 const FORBIDDEN_MODE: u32 = 0o026;
 
 #[cfg(test)]

@@ -29,18 +29,18 @@ const FIRST_WORD_LIMIT: Duration = Duration::from_secs(5);
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 
 /// The listening port. Dropping it closes it.
-pub(crate) struct Door {
+pub(crate) struct Listener {
     address: SocketAddr,
     task: JoinHandle<()>,
 }
 
-impl Door {
+impl Listener {
     pub(crate) fn address(&self) -> SocketAddr {
         self.address
     }
 }
 
-impl Drop for Door {
+impl Drop for Listener {
     fn drop(&mut self) {
         self.task.abort();
     }
@@ -48,7 +48,7 @@ impl Drop for Door {
 
 /// Takes the port. The address that it gives back has the true port where any free one was asked for. `who` listens, as told by
 /// `option`.
-pub(crate) async fn take(listen: SocketAddr, who: &str, option: &str) -> Result<(TcpListener, SocketAddr), Failure> {
+pub(crate) async fn bind(listen: SocketAddr, who: &str, option: &str) -> Result<(TcpListener, SocketAddr), Failure> {
     let closed = |error: std::io::Error| {
         Failure::local(format!("{who} can't listen on {listen}: {error}; name another address with {option}"))
     };
@@ -58,18 +58,18 @@ pub(crate) async fn take(listen: SocketAddr, who: &str, option: &str) -> Result<
 }
 
 /// Opens it. Whoever has proved to hold the token is given to `incoming`.
-pub(crate) fn open<T>(
+pub(crate) fn start<T>(
     (listener, address): (TcpListener, SocketAddr),
     conversations: Endpoint,
     lanes: Arc<TcpExporter>,
     incoming: mpsc::Sender<T>,
-) -> Door
+) -> Listener
 where
     T: From<Connection> + Send + 'static,
 {
     let conversations = Arc::new(conversations);
     let task = tokio::spawn(async move {
-        let places = Arc::new(Semaphore::new(GREETINGS_LIMIT));
+        let permits = Arc::new(Semaphore::new(GREETINGS_LIMIT));
         loop {
             let (stream, peer) = match listener.accept().await {
                 Ok(accepted) => accepted,
@@ -79,7 +79,7 @@ where
                     continue;
                 }
             };
-            let Ok(place) = places.clone().try_acquire_owned() else {
+            let Ok(permit) = permits.clone().try_acquire_owned() else {
                 tokio::spawn(super::turn_away(stream));
                 continue;
             };
@@ -88,11 +88,11 @@ where
                 if let Err(text) = greet(stream, &conversations, &lanes, &incoming).await {
                     tracing::warn!(%peer, "a connection was turned away: {text}");
                 }
-                drop(place);
+                drop(permit);
             });
         }
     });
-    Door { address, task }
+    Listener { address, task }
 }
 
 async fn greet<T: From<Connection>>(
@@ -115,13 +115,13 @@ async fn greet<T: From<Connection>>(
 pub(crate) fn listen_to<T: Send + 'static>(
     mut receiver: Receiver,
     incoming: mpsc::Sender<T>,
-    words: impl Fn(Result<Message, Error>) -> T + Send + 'static,
+    into_event: impl Fn(Result<Message, Error>) -> T + Send + 'static,
 ) {
     tokio::spawn(async move {
         loop {
-            let heard = receiver.receive().await;
-            let last = heard.is_err();
-            if incoming.send(words(heard)).await.is_err() || last {
+            let received = receiver.receive().await;
+            let last = received.is_err();
+            if incoming.send(into_event(received)).await.is_err() || last {
                 return;
             }
         }
@@ -130,12 +130,12 @@ pub(crate) fn listen_to<T: Send + 'static>(
 
 /// Whether a connection begins as data lanes do.
 async fn is_lane(stream: &TcpStream) -> Result<bool, String> {
-    let mut word = [0; LANE_MAGIC.len()];
+    let mut magic = [0; LANE_MAGIC.len()];
     let peek = async {
         loop {
-            let n = stream.peek(&mut word).await?;
+            let n = stream.peek(&mut magic).await?;
             // A word that has already gone another way need not be whole to be told apart.
-            if n == word.len() || n == 0 || word[..n] != LANE_MAGIC[..n] {
+            if n == magic.len() || n == 0 || magic[..n] != LANE_MAGIC[..n] {
                 return std::io::Result::Ok(n);
             }
             // The rest of the word is on its way; peeking again at once would only spin.
@@ -143,7 +143,7 @@ async fn is_lane(stream: &TcpStream) -> Result<bool, String> {
         }
     };
     match tokio::time::timeout(FIRST_WORD_LIMIT, peek).await {
-        Ok(Ok(n)) => Ok(n == word.len() && word == LANE_MAGIC),
+        Ok(Ok(n)) => Ok(n == magic.len() && magic == LANE_MAGIC),
         Ok(Err(error)) => Err(error.to_string()),
         Err(_) => Err(format!("it said nothing for {} s", FIRST_WORD_LIMIT.as_secs())),
     }

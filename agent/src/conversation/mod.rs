@@ -24,7 +24,7 @@ use remora_messenger::connection::{Connection as Channel, SendError};
 use remora_messenger::frame::Limits;
 use remora_messenger::handshake::{self, Versions};
 use remora_messenger::message::{self, Delivery};
-use remora_messenger::messenger::{Messenger, Options as Manner};
+use remora_messenger::messenger::{Messenger, Options as MessengerOptions};
 use remora_messenger::policy::Policy;
 use remora_messenger::stack::Address;
 use remora_protocol::{MAX_PAYLOAD_BYTES, Message, NEWEST_VERSION, OLDEST_VERSION, REFUSED_AS_BUSY, Side};
@@ -35,7 +35,7 @@ use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::timeout;
 
 pub use self::error::{Error, Fault, Result};
-use self::post::{Met, Post};
+use self::post::{Introduced, Post};
 pub use remora_wire::{Token, derive};
 
 /// Time limits and sizes of a conversation. The defaults are for agents; tests take shorter ones.
@@ -95,8 +95,8 @@ pub async fn connect(addr: impl ToSocketAddrs, token: &Token, options: &Options)
         Err(_) => return Err(too_slow("looking up the address", options.connect_timeout).of("the source")),
     };
     let engine = Engine::start(Side::Client, token, options)?;
-    let nothing = std::io::Error::other("the name has no address");
-    let mut last = Fault::Unresolved(Arc::new(nothing)).of("the source");
+    let no_address = std::io::Error::other("the name has no address");
+    let mut last = Fault::Unresolved(Arc::new(no_address)).of("the source");
     for address in addresses {
         match engine.call(address).await {
             Ok(connection) => return Ok(connection),
@@ -160,9 +160,10 @@ struct Engine {
 impl Engine {
     fn start(side: Side, token: &Token, options: &Options) -> Result<Arc<Engine>> {
         let token = Token::new(token.bytes()).map_err(|error| Fault::NoRandomness(error.to_string()).of("this end"))?;
-        let manner = Manner { token: Some(Arc::new(token)), versions: VERSIONS, ..Manner::default() };
+        let messenger_options =
+            MessengerOptions { token: Some(Arc::new(token)), versions: VERSIONS, ..MessengerOptions::default() };
         let post = Arc::new(Post::new(side, options));
-        let messenger = Messenger::new(options.policy(side), &manner, post.clone());
+        let messenger = Messenger::new(options.policy(side), &messenger_options, post.clone());
         let messenger = messenger.map_err(|error| Fault::io("starting a messenger", error).of("this end"))?;
         Ok(Arc::new(Engine { messenger: Some(messenger), post, side, options: options.clone() }))
     }
@@ -190,33 +191,33 @@ impl Engine {
         limit: Duration,
         begin: impl FnOnce(&Messenger) -> std::io::Result<()>,
     ) -> Result<Connection, Fault> {
-        let _forgets = self.post.forgets(peer);
+        let _expectation = self.post.expectation(peer);
         let expected = self.post.expect(peer);
         let messenger = self.messenger.as_ref().ok_or(Fault::Closed)?;
         begin(messenger).map_err(|error| Fault::io("setting up the socket", error))?;
         // The layer has the same limit, and knows better why; this one is for the case that it never came to it.
-        let met = match timeout(limit + LINGER, expected).await {
-            Ok(Ok(met)) => met?,
+        let introduced = match timeout(limit + LINGER, expected).await {
+            Ok(Ok(introduced)) => introduced?,
             Ok(Err(_)) => return Err(Fault::ClosedEarly),
             Err(_) => return Err(too_slow(doing, limit)),
         };
-        Ok(self.start_conversation(peer, met))
+        Ok(self.start_conversation(peer, introduced))
     }
 
-    fn start_conversation(self: &Arc<Engine>, peer: SocketAddr, met: Met) -> Connection {
-        let Met { channel, greeted, mailbox, failure } = met;
-        tracing::debug!(%peer, session = greeted.number, "both ends have proved themselves");
+    fn start_conversation(self: &Arc<Engine>, peer: SocketAddr, introduced: Introduced) -> Connection {
+        let Introduced { channel, negotiated, mailbox, failure } = introduced;
+        tracing::debug!(%peer, session = negotiated.number, "both ends have proved themselves");
         let facts = Arc::new(Facts {
             side: self.side,
             peer,
-            local: greeted.local.unwrap_or(peer),
-            session: (greeted.number, greeted.key),
-            version: greeted.version,
+            local: negotiated.local.unwrap_or(peer),
+            session: (negotiated.number, negotiated.key),
+            version: negotiated.version,
             engine: self.clone(),
         });
-        let hold = Arc::new(Hold(channel));
+        let channel = Arc::new(ClosesOnDrop(channel));
         Connection {
-            sender: Sender { facts: facts.clone(), hold, queue: self.options.send_queue.max(1), failure },
+            sender: Sender { facts: facts.clone(), channel, queue: self.options.send_queue.max(1), failure },
             receiver: Receiver { facts, mailbox, over: None },
         }
     }
@@ -297,7 +298,7 @@ impl Connection {
 #[derive(Debug, Clone)]
 pub struct Sender {
     facts: Arc<Facts>,
-    hold: Arc<Hold>,
+    channel: Arc<ClosesOnDrop>,
     queue: usize,
     failure: watch::Receiver<Option<Fault>>,
 }
@@ -311,8 +312,8 @@ impl Sender {
         let mut outgoing = self.encode(&message)?;
         loop {
             let room = Arc::new(Notify::new());
-            let rung = room.clone();
-            outgoing = match self.hold.0.send_or_wake(outgoing, move || rung.notify_one()) {
+            let waker = room.clone();
+            outgoing = match self.channel.0.send_or_wake(outgoing, move || waker.notify_one()) {
                 Ok(()) => return Ok(()),
                 Err(SendError::Full(message)) => message,
                 Err(_) => return Err(self.gone()),
@@ -330,7 +331,7 @@ impl Sender {
     /// # Errors
     /// [`Fault::QueueFull`]: the peer is slow, try later or leave it; [`Fault::TooLarge`]; or why the connection is no more.
     pub fn try_send(&self, message: Message) -> Result<()> {
-        match self.hold.0.send(self.encode(&message)?) {
+        match self.channel.0.send(self.encode(&message)?) {
             Ok(()) => Ok(()),
             Err(SendError::Full(_)) => Err(Fault::QueueFull { queued: self.queue }.of(self.facts.peer)),
             Err(_) => Err(self.gone()),
@@ -341,7 +342,7 @@ impl Sender {
     /// arrives.
     pub async fn finish(self, receiver: Receiver) {
         let mut failure = self.failure.clone();
-        self.hold.0.close();
+        self.channel.0.close();
         let over = failure.wait_for(Option::is_some);
         let _ = timeout(LINGER, over).await; // too late is as good as closed
         drop(receiver);
@@ -356,18 +357,18 @@ impl Sender {
     }
 
     fn gone(&self) -> Error {
-        let told = self.failure.borrow().clone();
+        let reported = self.failure.borrow().clone();
         // The layer takes no more messages a moment before it tells why; what broke the link it knows by then.
-        let broken = || self.hold.0.broken().map(|broken| self.facts.engine.post.fault(&broken, false));
-        told.or_else(broken).unwrap_or(Fault::Closed).of(self.facts.peer)
+        let broken = || self.channel.0.link_error().map(|broken| self.facts.engine.post.fault(&broken, false));
+        reported.or_else(broken).unwrap_or(Fault::Closed).of(self.facts.peer)
     }
 }
 
 /// The layer's connection, closed by the last who can send on it.
 #[derive(Debug)]
-struct Hold(Channel);
+struct ClosesOnDrop(Channel);
 
-impl Drop for Hold {
+impl Drop for ClosesOnDrop {
     fn drop(&mut self) {
         self.0.close();
     }

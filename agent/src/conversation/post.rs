@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use remora_messenger::Dispatcher;
-use remora_messenger::connection::{Connection as Channel, Greeted};
-use remora_messenger::error::Broken;
+use remora_messenger::connection::{Connection as Channel, Negotiated};
+use remora_messenger::error::LinkError;
 use remora_messenger::frame::Malformed;
 use remora_messenger::message::Delivery;
 use remora_messenger::signal::Refusal;
@@ -20,28 +20,28 @@ use super::{Fault, Options};
 /// See the head of the file.
 pub(super) struct Post {
     /// Who waits for the peer at that address to become known. A listener has one connection from an address at a time.
-    expected: Mutex<HashMap<SocketAddr, oneshot::Sender<Result<Met, Fault>>>>,
+    expected: Mutex<HashMap<SocketAddr, oneshot::Sender<Result<Introduced, Fault>>>>,
     /// By the number of the layer's connection.
-    boxes: Mutex<HashMap<u64, Mailbox>>,
+    mailboxes: Mutex<HashMap<u64, Mailbox>>,
     side: Side,
     silence_limit: Duration,
     opening_limit: Duration,
 }
 
 /// A peer that has become known.
-pub(super) struct Met {
+pub(super) struct Introduced {
     pub(super) channel: Channel,
-    pub(super) greeted: Greeted,
+    pub(super) negotiated: Negotiated,
     pub(super) mailbox: mpsc::UnboundedReceiver<Result<Delivery, Fault>>,
     pub(super) failure: watch::Receiver<Option<Fault>>,
 }
 
-struct Forgets<'a> {
+struct Expectation<'a> {
     post: &'a Post,
     peer: SocketAddr,
 }
 
-impl Drop for Forgets<'_> {
+impl Drop for Expectation<'_> {
     fn drop(&mut self) {
         let mut expected = lock(&self.post.expected);
         if expected.get(&self.peer).is_some_and(oneshot::Sender::is_closed) {
@@ -52,7 +52,7 @@ impl Drop for Forgets<'_> {
 
 /// Where what it says is laid. As much as the layer's throttle lets in.
 struct Mailbox {
-    letters: mpsc::UnboundedSender<Result<Delivery, Fault>>,
+    deliveries: mpsc::UnboundedSender<Result<Delivery, Fault>>,
     failure: watch::Sender<Option<Fault>>,
 }
 
@@ -60,7 +60,7 @@ impl Post {
     pub(super) fn new(side: Side, options: &Options) -> Post {
         Post {
             expected: Mutex::default(),
-            boxes: Mutex::default(),
+            mailboxes: Mutex::default(),
             side,
             silence_limit: options.silence_limit,
             opening_limit: options.connect_timeout.max(options.handshake_timeout),
@@ -68,18 +68,18 @@ impl Post {
     }
 
     /// Announces that somebody waits for the peer at that address.
-    pub(super) fn expect(&self, peer: SocketAddr) -> oneshot::Receiver<Result<Met, Fault>> {
+    pub(super) fn expect(&self, peer: SocketAddr) -> oneshot::Receiver<Result<Introduced, Fault>> {
         let (tell, told) = oneshot::channel();
         lock(&self.expected).insert(peer, tell);
         told
     }
 
     /// Takes the announcement back when it is dropped, behind what [`Post::expect`] gave. One that somebody else has made since stays.
-    pub(super) fn forgets(&self, peer: SocketAddr) -> impl Drop + Send {
-        Forgets { post: self, peer }
+    pub(super) fn expectation(&self, peer: SocketAddr) -> impl Drop + Send {
+        Expectation { post: self, peer }
     }
 
-    fn tell(&self, peer: &Address, outcome: Result<Met, Fault>) {
+    fn tell(&self, peer: &Address, outcome: Result<Introduced, Fault>) {
         let Address::Tcp(peer) = peer else { return };
         let untold = match lock(&self.expected).remove(peer) {
             Some(tell) => tell.send(outcome),
@@ -92,50 +92,50 @@ impl Post {
 
     /// A conversation is over, or never began.
     fn end(&self, channel: &Channel, fault: Fault) {
-        let Some(Mailbox { letters, failure }) = lock(&self.boxes).remove(&channel.id()) else {
+        let Some(Mailbox { deliveries, failure }) = lock(&self.mailboxes).remove(&channel.id()) else {
             return self.tell(channel.peer(), Err(fault));
         };
         failure.send_replace(Some(fault.clone()));
-        let _ = letters.send(Err(fault)); // nobody may listen any more
+        let _ = deliveries.send(Err(fault)); // nobody may listen any more
     }
 
     /// What people are told of it; `early`: before the peer had become known.
-    pub(super) fn fault(&self, broken: &Broken, early: bool) -> Fault {
+    pub(super) fn fault(&self, broken: &LinkError, early: bool) -> Fault {
         let closed = if early { Fault::ClosedEarly } else { Fault::Closed };
         match broken {
-            Broken::Ended | Broken::Cut => closed,
-            Broken::Io(error) if is_gone(error) => closed,
-            Broken::Io(error) => Fault::io("talking", copy(error)),
-            Broken::Unreachable(error) => Fault::Unreachable(Arc::new(copy(error))),
-            Broken::TooSlow(_) if early => Fault::TimedOut { doing: "the greeting", limit: self.opening_limit },
-            Broken::TooSlow(_) => Fault::PeerNotReading { limit: self.silence_limit },
-            Broken::Silent => Fault::PeerSilent { limit: self.silence_limit },
-            Broken::Greeting(error) => Fault::greeting(error, self.side.peer()),
-            Broken::Malformed(Malformed::Forged { sequence }) => Fault::Forged { sequence: *sequence },
-            Broken::Malformed(malformed) => Fault::Frame(*malformed),
-            Broken::Violation(violation) => Fault::OutOfTurn { what: format!("what it may not ({violation})") },
+            LinkError::Ended | LinkError::Cut => closed,
+            LinkError::Io(error) if is_gone(error) => closed,
+            LinkError::Io(error) => Fault::io("talking", copy(error)),
+            LinkError::Unreachable(error) => Fault::Unreachable(Arc::new(copy(error))),
+            LinkError::TooSlow(_) if early => Fault::TimedOut { doing: "the greeting", limit: self.opening_limit },
+            LinkError::TooSlow(_) => Fault::PeerNotReading { limit: self.silence_limit },
+            LinkError::Silent => Fault::PeerSilent { limit: self.silence_limit },
+            LinkError::Greeting(error) => Fault::greeting(error, self.side.peer()),
+            LinkError::Malformed(Malformed::Forged { sequence }) => Fault::Forged { sequence: *sequence },
+            LinkError::Malformed(malformed) => Fault::Frame(*malformed),
+            LinkError::Violation(violation) => Fault::OutOfTurn { what: format!("what it may not ({violation})") },
         }
     }
 }
 
 impl Dispatcher for Post {
     fn message(&self, channel: &Channel, delivery: Delivery) {
-        if let Some(Mailbox { letters, .. }) = lock(&self.boxes).get(&channel.id()) {
-            let _ = letters.send(Ok(delivery)); // nobody may listen any more
+        if let Some(Mailbox { deliveries, .. }) = lock(&self.mailboxes).get(&channel.id()) {
+            let _ = deliveries.send(Ok(delivery)); // nobody may listen any more
         }
     }
 
     fn connected(&self, channel: &Channel) {
-        let Some(greeted) = channel.greeted() else { return channel.abort() };
-        let (letters, mailbox) = mpsc::unbounded_channel();
+        let Some(negotiated) = channel.negotiated() else { return channel.abort() };
+        let (deliveries, mailbox) = mpsc::unbounded_channel();
         let (fail, failure) = watch::channel(None);
-        lock(&self.boxes).insert(channel.id(), Mailbox { letters, failure: fail });
-        self.tell(channel.peer(), Ok(Met { channel: channel.clone(), greeted, mailbox, failure }));
+        lock(&self.mailboxes).insert(channel.id(), Mailbox { deliveries, failure: fail });
+        self.tell(channel.peer(), Ok(Introduced { channel: channel.clone(), negotiated, mailbox, failure }));
     }
 
     fn reset(&self, channel: &Channel, _: usize, _: bool) {
-        let early = !lock(&self.boxes).contains_key(&channel.id());
-        let fault = channel.broken().map_or(Fault::Closed, |broken| self.fault(&broken, early));
+        let early = !lock(&self.mailboxes).contains_key(&channel.id());
+        let fault = channel.link_error().map_or(Fault::Closed, |broken| self.fault(&broken, early));
         self.end(channel, fault);
     }
 
@@ -151,14 +151,14 @@ impl Dispatcher for Post {
         self.end(channel, fault);
     }
 
-    fn turned_away(&self, peer: &Address, why: &Broken) {
+    fn rejected(&self, peer: &Address, why: &LinkError) {
         self.tell(peer, Err(self.fault(why, true)));
     }
 }
 
 impl std::fmt::Debug for Post {
     fn fmt(&self, to: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(to, "Post({} conversations)", lock(&self.boxes).len())
+        write!(to, "Post({} conversations)", lock(&self.mailboxes).len())
     }
 }
 

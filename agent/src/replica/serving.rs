@@ -23,7 +23,7 @@ use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
 use crate::args::RdmaOffer;
-use crate::conversation::listener::{self as door, Door};
+use crate::conversation::listener::{self, Listener};
 use crate::conversation::{Connection, Endpoint, Options, Sender, Token, derive};
 use crate::exit::Failure;
 use crate::source::LANES_LABEL;
@@ -90,14 +90,14 @@ impl Serving {
     /// # Errors
     /// The address can't be listened on.
     pub(super) async fn open(listen: SocketAddr, token: Arc<Token>, limits: UploadLimits) -> Result<Serving, Failure> {
-        let port = door::take(listen, "this replica agent", "--peer-listen").await?;
+        let port = listener::bind(listen, "this replica agent", "--peer-listen").await?;
         let options = TcpOptions { send: SendMode::File, ..TcpOptions::default() };
         let tcp = TcpExporter::new(options, Some(port.1)).map_err(|error| Failure::local(error.to_string()))?;
         let tcp = Arc::new(tcp);
         let (incoming, inbox) = mpsc::channel(INCOMING_LIMIT);
         let conversations = Endpoint::new(&token, &Options::default());
         let conversations = conversations.map_err(|error| Failure::local(format!("no conversations: {error}")))?;
-        let door = door::open(port, conversations, tcp.clone(), incoming.clone());
+        let door = listener::start(port, conversations, tcp.clone(), incoming.clone());
         let mut exporters: Vec<Arc<dyn Exporter>> = Vec::new();
         match ShmExporter::bind(ShmOptions::default()) {
             Ok(shm) => exporters.push(Arc::new(shm)),
@@ -173,7 +173,7 @@ struct Lender {
     next_region: u32,
     readers: HashMap<u64, Reader>,
     count: Arc<AtomicUsize>,
-    _door: Door,
+    _door: Listener,
 }
 
 impl Lender {
@@ -217,7 +217,7 @@ impl Lender {
             return;
         }
         self.readers.insert(session, Reader { sender, key, name: String::new(), wants: None, told: None });
-        door::listen_to(receiver, self.incoming.clone(), move |heard| match heard {
+        listener::listen_to(receiver, self.incoming.clone(), move |heard| match heard {
             Ok(message) => Incoming::Said { session, message: Box::new(message) },
             Err(_) => Incoming::Left { session },
         });

@@ -49,7 +49,7 @@ use self::gauge::Gauge;
 use self::owner::{Action, Event, Format, Owner, Replica, Report, Resume, Rules, Session, Stage};
 use self::trial::Trial;
 use crate::args::{SendChoice, SourceArgs};
-use crate::conversation::listener as door;
+use crate::conversation::listener;
 use crate::conversation::{Connection, Endpoint, Fault, Options, Sender, Token, derive};
 use crate::exit::Failure;
 use crate::server::{Client, Facts, Link, Place, Role, Server, Task};
@@ -76,11 +76,11 @@ pub async fn run(args: SourceArgs) -> Result<(), Failure> {
     let tables = Tables::create(&args, &facts).await?;
     let (incoming, inbox) = mpsc::channel(INCOMING_LIMIT);
     let (captured, captures) = mpsc::unbounded_channel();
-    let port = door::take(args.listen, "the source", "--listen").await?;
+    let port = listener::bind(args.listen, "the source", "--listen").await?;
     let tcp = Arc::new(tcp_exporter(&args, port.1)?);
     let conversations = Endpoint::new(&token, &Options::default());
     let conversations = conversations.map_err(|error| Failure::local(format!("no conversations: {error}")))?;
-    let door = door::open(port, conversations, tcp.clone(), incoming.clone());
+    let door = listener::start(port, conversations, tcp.clone(), incoming.clone());
     let mut exporters: Vec<Arc<dyn Exporter>> = Vec::new();
     if !args.no_shm {
         match ShmExporter::bind(ShmOptions::default()) {
@@ -262,7 +262,7 @@ impl Source {
         let (sender, receiver) = connection.split();
         self.sessions
             .insert(session, Peer { sender, address, key, done: false, transport_why: String::new(), relays: None });
-        door::listen_to(receiver, self.incoming.clone(), move |heard| match heard {
+        listener::listen_to(receiver, self.incoming.clone(), move |heard| match heard {
             Ok(message) => Incoming::Said { session, message: Box::new(message) },
             Err(error) => Incoming::Left { session, fault: error.fault },
         });

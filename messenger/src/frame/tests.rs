@@ -55,7 +55,7 @@ fn decoded(bytes: &[u8], piece: usize, direct: bool, sealed: bool) -> Result<Vec
         rest = later;
         loop {
             match reader.next(&mut input)? {
-                Step::Hungry => break,
+                Step::Incomplete => break,
                 Step::Head(preamble) => {
                     heads.push((preamble.tag, reader.head().to_vec()));
                     reader.land(preamble.bodies.map(|length| Buffer::zeroed(length as usize, 1))).unwrap();
@@ -125,7 +125,7 @@ fn nothing_of_a_body_is_taken_before_memory_is_given_for_it() {
     let mut input = &bytes[..];
     assert!(matches!(reader.next(&mut input).unwrap(), Step::Head(_)));
     let left = input.len();
-    assert!(matches!(reader.next(&mut input).unwrap(), Step::Hungry));
+    assert!(matches!(reader.next(&mut input).unwrap(), Step::Incomplete));
     assert_eq!(input.len(), left);
     assert!(reader.land([Buffer::EMPTY, Buffer::EMPTY, Buffer::EMPTY]).is_err(), "wrong lengths");
     assert!(reader.land([Buffer::zeroed(3, 1), Buffer::EMPTY, Buffer::EMPTY]).is_ok());

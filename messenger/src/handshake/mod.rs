@@ -121,7 +121,7 @@ pub struct Handshake<T> {
     opening: Opening,
     state: State,
     /// How many bytes of the peer's [`MAGIC`] have been seen, all of them right.
-    greeted: usize,
+    negotiated: usize,
     decoder: Decoder,
     /// Every byte of both directions so far, in the order in which they were said.
     transcript: Vec<u8>,
@@ -180,7 +180,7 @@ impl<T: Deref<Target = Token>> Handshake<T> {
             role,
             opening,
             state: State::WantChallenge,
-            greeted: 0,
+            negotiated: 0,
             decoder: Decoder::new(MAX_HANDSHAKE_PAYLOAD_BYTES),
             transcript: Vec::new(),
             output: Vec::new(),
@@ -256,14 +256,14 @@ impl<T: Deref<Target = Token>> Handshake<T> {
 
     /// Compares what has come with the magic, and gives what is behind it.
     fn read_magic<'b>(&mut self, bytes: &'b [u8]) -> Result<&'b [u8], HandshakeError> {
-        let wanted = &MAGIC[self.greeted..];
+        let wanted = &MAGIC[self.negotiated..];
         let length = wanted.len().min(bytes.len());
         if bytes[..length] != wanted[..length] {
-            let begun = [&MAGIC[..self.greeted], bytes].concat();
+            let begun = [&MAGIC[..self.negotiated], bytes].concat();
             return Err(HandshakeError::NotRemora { looks_like: unauthenticated::looks_like(&begun) });
         }
-        self.greeted += length;
-        if length > 0 && self.greeted == MAGIC.len() {
+        self.negotiated += length;
+        if length > 0 && self.negotiated == MAGIC.len() {
             self.transcript.extend_from_slice(&MAGIC);
         }
         Ok(&bytes[length..])
@@ -362,7 +362,7 @@ impl<T: Deref<Target = Token>> Handshake<T> {
             Ok(refusal) => refusal,
             Err(malformed) => return malformed.into(),
         };
-        let text = String::from_utf8_lossy(&frame.payload[Refusal::MOST..]);
+        let text = String::from_utf8_lossy(&frame.payload[Refusal::MAX_BYTES..]);
         match refusal.code {
             REFUSE_VERSION => HandshakeError::NoCommonVersion {
                 theirs: Versions { oldest: refusal.oldest, newest: refusal.newest },
@@ -500,15 +500,15 @@ record!(Refusal { code: u8, oldest: u16, newest: u16 });
 // What a handshake's frames hold, they can carry.
 const _: () = {
     let most = MAX_HANDSHAKE_PAYLOAD_BYTES as usize;
-    assert!(Hello::MOST <= most);
-    assert!(Challenge::MOST <= most);
-    assert!(Refusal::MOST <= most);
+    assert!(Hello::MAX_BYTES <= most);
+    assert!(Challenge::MAX_BYTES <= most);
+    assert!(Refusal::MAX_BYTES <= most);
 };
 
 fn refusal(code: u8, text: &str, versions: Versions) -> Vec<u8> {
     let refusal = Refusal { code, oldest: versions.oldest, newest: versions.newest };
     let mut payload = payload(|out| Refusal::put(&refusal, out));
-    payload.extend_from_slice(cut(text, MAX_HANDSHAKE_PAYLOAD_BYTES as usize - Refusal::MOST).as_bytes());
+    payload.extend_from_slice(cut(text, MAX_HANDSHAKE_PAYLOAD_BYTES as usize - Refusal::MAX_BYTES).as_bytes());
     payload
 }
 

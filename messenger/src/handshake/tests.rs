@@ -123,7 +123,7 @@ fn a_wrong_token_is_found_by_the_source_first_which_proves_nothing_itself() {
     let met = meet(client(&mine), server(&yours), None);
     assert!(matches!(met.server, Err(HandshakeError::WrongToken { said_by_peer: false })));
     assert!(matches!(met.client, Err(HandshakeError::WrongToken { said_by_peer: true })));
-    let challenge_and_refusal = MAGIC.len() + (PREAMBLE_BYTES + Challenge::MOST + 4) + (PREAMBLE_BYTES + 5 + 4);
+    let challenge_and_refusal = MAGIC.len() + (PREAMBLE_BYTES + Challenge::MAX_BYTES + 4) + (PREAMBLE_BYTES + 5 + 4);
     assert_eq!(met.from_server.len(), challenge_and_refusal);
 }
 
@@ -185,7 +185,7 @@ fn refused(met: &Met, tamper: Tamper) {
         Role::Caller => (&met.server, &met.client),
         Role::Called => (&met.client, &met.server),
     };
-    let last_proof_at = MAGIC.len() + PREAMBLE_BYTES + Challenge::MOST + 4;
+    let last_proof_at = MAGIC.len() + PREAMBLE_BYTES + Challenge::MAX_BYTES + 4;
     let too_late = tamper.sender == Role::Called && tamper.at >= last_proof_at;
     assert!(matches!(lied_to, Err(_) | Ok(None)), "{tamper:?}: {lied_to:?}");
     assert_eq!(matches!(other, Ok(Some(_))), too_late, "{tamper:?}: {other:?}");
@@ -194,13 +194,13 @@ fn refused(met: &Met, tamper: Tamper) {
 #[test]
 fn a_change_that_mends_the_checksums_is_refused_too() {
     let token = good();
-    for field_byte in 0..Hello::MOST {
+    for field_byte in 0..Hello::MAX_BYTES {
         let mut end = client(&token);
         let mut bytes = end.take_output();
         let payload_at = MAGIC.len() + PREAMBLE_BYTES;
         bytes[payload_at + field_byte] ^= 1;
-        let checksum = crc32c::crc32c(&bytes[payload_at..payload_at + Hello::MOST]).to_le_bytes();
-        bytes[payload_at + Hello::MOST..].copy_from_slice(&checksum);
+        let checksum = crc32c::crc32c(&bytes[payload_at..payload_at + Hello::MAX_BYTES]).to_le_bytes();
+        bytes[payload_at + Hello::MAX_BYTES..].copy_from_slice(&checksum);
         let mut other = server(&token);
         let outcome = other.handle_input(&bytes).and_then(|()| {
             end.handle_input(&other.take_output())?;

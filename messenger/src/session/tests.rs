@@ -85,17 +85,17 @@ impl World {
         self.draw(one_in) == 0
     }
 
-    fn place(&self, end: usize) -> Place {
+    fn local_end(&self, end: usize) -> LocalEnd {
         let node = &self.nodes[end];
         // An end has an address exactly if the other one can call it.
         let address = self.nodes[1 - end].can_call.then_some(SocketAddr::from(([127, 0, 0, 1], 1 + end as u16)));
-        Place { entity: Entity(u64::from(node.life) * 2 + end as u64), address, can_call: node.can_call }
+        LocalEnd { entity: Entity(u64::from(node.life) * 2 + end as u64), address, can_call: node.can_call }
     }
 
     fn begin(&mut self, end: usize) {
         let cookie = self.draw(u64::MAX - 1) + 1;
         let policy = self.nodes[end].policy.clone();
-        let mut session = Session::calling(policy, self.place(end), cookie, self.now);
+        let mut session = Session::calling(policy, self.local_end(end), cookie, self.now);
         session.never_replays = self.never_replays;
         self.nodes[end].session = Some(session);
         self.act(end);
@@ -118,7 +118,7 @@ impl World {
             let Some(outgoing) = session.poll_transmit() else { break };
             let packet = match outgoing {
                 Outgoing::Signal(signal) => Packet::Signal(signal),
-                Outgoing::Message { number, heard, message: Said::Once(message) | Said::Kept(&message) } => {
+                Outgoing::Message { number, heard, message: Payload::Owned(message) | Payload::Kept(&message) } => {
                     Packet::Message(Label { number, heard, transaction: 0, kind: 0 }, message)
                 }
             };
@@ -211,7 +211,7 @@ impl World {
             }
             let cookie = self.draw(u64::MAX - 1) + 1;
             let policy = self.nodes[end].policy.clone();
-            let mut session = Session::called(policy, self.place(end), cookie, self.now);
+            let mut session = Session::called(policy, self.local_end(end), cookie, self.now);
             session.never_replays = self.never_replays;
             self.nodes[end].session = Some(session);
         }
@@ -301,12 +301,12 @@ impl World {
         let calm = Chaos { talk: false, cuts: false, forgets: false };
         for _ in 0..60_000 {
             self.step(calm);
-            if self.nodes.iter().all(|node| node.session.as_ref().is_none_or(|session| session.unheard() == 0)) {
+            if self.nodes.iter().all(|node| node.session.as_ref().is_none_or(|session| session.unacknowledged() == 0)) {
                 return;
             }
         }
         let states: Vec<_> =
-            self.nodes.iter().map(|node| node.session.as_ref().map(|s| (s.state, s.unheard()))).collect();
+            self.nodes.iter().map(|node| node.session.as_ref().map(|s| (s.state, s.unacknowledged()))).collect();
         panic!("never settles: {states:?}");
     }
 
@@ -469,9 +469,9 @@ fn policies_that_do_not_fit_are_refused() {
 #[test]
 fn a_silent_peer_is_asked_and_then_given_up() {
     let now = Instant::now();
-    let place = Place { entity: Entity(1), address: None, can_call: true };
+    let local_end = LocalEnd { entity: Entity(1), address: None, can_call: true };
     let policy = Policy::lossless_client();
-    let mut session: Session<()> = Session::calling(policy.clone(), place, 5, now);
+    let mut session: Session<()> = Session::calling(policy.clone(), local_end, 5, now);
     session.link_up(LinkId(1), now);
     let from = Cookie { id: 9, epoch: 0 };
     let to = Some(session.cookie());
@@ -490,8 +490,8 @@ fn a_session_without_messages_is_closed_after_its_time_and_pings_do_not_count() 
     let mut now = Instant::now();
     let limit = Duration::from_secs(60);
     let policy = Policy { idle_limit: Some(limit), ..Policy::stateful_server() };
-    let place = Place { entity: Entity(1), address: None, can_call: false };
-    let mut session: Session<()> = Session::called(policy.clone(), place, 5, now);
+    let local_end = LocalEnd { entity: Entity(1), address: None, can_call: false };
+    let mut session: Session<()> = Session::called(policy.clone(), local_end, 5, now);
     let from = Cookie { id: 9, epoch: 0 };
     let open = Open { entity: Entity(2), address: None, from, to: None, attempt: 1, heard: 0, lossy: false };
     session.handle_open(LinkId(1), open, now);
@@ -529,9 +529,9 @@ fn a_gap_and_an_acknowledgement_of_nothing_are_violations() {
 
 #[test]
 fn letters_given_together_go_behind_those_that_wait_and_none_is_kept_when_it_is_over() {
-    let place = Place { entity: Entity(1), address: None, can_call: true };
+    let local_end = LocalEnd { entity: Entity(1), address: None, can_call: true };
     let now = Instant::now();
-    let mut session = Session::calling(Policy::lossless_client(), place, 7, now);
+    let mut session = Session::calling(Policy::lossless_client(), local_end, 7, now);
     session.send(1, now).unwrap();
     let mut letters = VecDeque::from([2, 3]);
     session.send_all(&mut letters, now).unwrap();

@@ -225,7 +225,7 @@ impl Link for ShmLink {
         Address::Shm(self.path.clone())
     }
 
-    fn glance(&mut self) -> Option<bool> {
+    fn poll_ready(&mut self) -> Option<bool> {
         Some(self.theirs.is_some() && self.has_something().unwrap_or(true)) // what is broken is found by serving it
     }
 

@@ -71,7 +71,7 @@ impl TlsLink {
     /// Takes the beginning of a piece, for as long as the socket takes what comes of it; how much.
     fn encrypt(&mut self, piece: &[u8]) -> io::Result<usize> {
         let mut taken = 0;
-        while taken < piece.len() && !self.owes() {
+        while taken < piece.len() && !self.has_unsent() {
             let count = self.tls.writer().write(&piece[taken..])?;
             taken += count;
             self.push()?;
@@ -184,7 +184,7 @@ impl Link for TlsLink {
         self.tcp.local()
     }
 
-    fn owes(&self) -> bool {
+    fn has_unsent(&self) -> bool {
         self.tls.wants_write()
     }
 }

@@ -15,7 +15,7 @@ pub fn a_question_is_answered(at: &Address, options: &Options, sizes: &[usize], 
     for (number, size) in sizes.iter().enumerate() {
         let data: Vec<u8> = (0..*size).map(|at| (at * 7 + number) as u8).collect();
         let sent = connection.send(Message::new(number as u64, 1, b"front".to_vec()).with_data(data));
-        assert!(sent.is_ok(), "the connection is over: {:?}", connection.broken());
+        assert!(sent.is_ok(), "the connection is over: {:?}", connection.link_error());
     }
     until("all answers", || client.scribe.taken().len() == sizes.len());
     for (number, (delivery, size)) in client.scribe.held.lock().unwrap().iter().zip(sizes).enumerate() {

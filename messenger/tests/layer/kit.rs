@@ -11,7 +11,7 @@ use remora_messenger::{
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Told {
     Connected,
-    Reset { unheard: usize, goes_on: bool },
+    Reset { unacknowledged: usize, goes_on: bool },
     Closed,
     Refused(Refusal),
 }
@@ -65,8 +65,8 @@ impl Dispatcher for Scribe {
         }
     }
 
-    fn reset(&self, _: &Connection, unheard: usize, goes_on: bool) {
-        self.told.lock().unwrap().push(Told::Reset { unheard, goes_on });
+    fn reset(&self, _: &Connection, unacknowledged: usize, goes_on: bool) {
+        self.told.lock().unwrap().push(Told::Reset { unacknowledged, goes_on });
     }
 
     fn closed(&self, _: &Connection) {

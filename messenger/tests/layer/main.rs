@@ -7,6 +7,6 @@ mod kit;
 mod pressure;
 mod sessions;
 mod shm;
-mod strangers;
 mod stress;
 mod tls;
+mod unauthenticated;

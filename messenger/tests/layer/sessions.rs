@@ -134,7 +134,7 @@ fn refusals_are_told_with_their_reason() {
     until("a refusal", || peer.scribe.told() == [Told::Refused(Refusal::Oneself)]);
 
     let full =
-        end_with(Policy::stateless_server(), &Options { most_sessions: 1, ..Options::default() }, Scribe::default());
+        end_with(Policy::stateless_server(), &Options { max_sessions: 1, ..Options::default() }, Scribe::default());
     let address = full.messenger.listen(&anywhere()).unwrap();
     let client = end(Policy::lossy_client(), Scribe::default());
     client.messenger.connect(&address);

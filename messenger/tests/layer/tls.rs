@@ -97,7 +97,7 @@ fn nothing_crosses_in_clear_and_who_has_no_certificate_gets_nowhere() {
     let client = end_with(Policy::lossy_client(), &other, Scribe::default());
     let connection = client.messenger.connect(&address);
     until("the end", || matches!(connection.send(numbered(1)), Err(SendError::Over(_))));
-    assert!(connection.broken().unwrap().to_string().contains("certificate"), "{:?}", connection.broken());
+    assert!(connection.link_error().unwrap().to_string().contains("certificate"), "{:?}", connection.link_error());
     assert!(server.scribe.taken().is_empty());
 }
 

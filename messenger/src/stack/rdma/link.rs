@@ -9,33 +9,35 @@ use std::sync::Arc;
 use remora_fabric::verbs::duplex::{Done, Request, Step, Wire};
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::flow::{Flow, OFFERS_AT_ONCE, WORD_ROOM};
-use super::letter::{self, BULK_BYTES, Body, HEAD_BYTES, Hello, Kind, OFFER_BYTES, Offer, START_BYTES, Wrong};
-use super::site::{Bell, Chunk, Grave, RECEIVE, Site, Sites};
+use super::credits::{CONTROL_RECEIVES, Credits, MAX_RENDEZVOUS};
+use super::device::{Chunk, Device, RECEIVE, RdmaContext, Retired, Waker};
+use super::message::{
+    self, Body, HEAD_BYTES, Hello, Kind, MAX_RENDEZVOUS_BYTES, RENDEZVOUS_BYTES, Rendezvous, START_BYTES, Violation,
+};
 use crate::stack::{Address, Link};
 
 /// One connection by RDMA.
 pub struct RdmaLink {
     /// Gone only while the link is dropped.
     wire: Option<Wire>,
-    sites: Arc<Sites>,
+    context: Arc<RdmaContext>,
     /// The device, once the call is routed.
-    site: Option<Arc<Site>>,
-    flow: Flow,
+    device: Option<Arc<Device>>,
+    credits: Credits,
     /// What a letter to the peer may hold, head included.
-    letter_bytes: usize,
+    message_bytes: usize,
     /// Rung when a pool has something again.
-    bell: Bell,
+    waker: Waker,
     /// Requests on the queue, the oldest first: a card completes them in this order.
     posted: VecDeque<Posted>,
     next_name: u64,
     /// Requests posted since the last one that completes visibly.
-    unshown: u32,
+    unsignaled: u32,
     /// What has come and was not yet received, in the stream's order.
     arrived: VecDeque<Item>,
     reads: u32,
     /// What the peer has not read yet, the oldest first.
-    lent: VecDeque<Chunk>,
+    exported: VecDeque<Chunk>,
     may_be_read: bool,
     /// Receives that stand for this link's letters: posted, or holding what has arrived.
     window: u32,
@@ -51,7 +53,7 @@ pub struct RdmaLink {
     without_memory: bool,
     ended: bool,
     /// ... by the peer's fault.
-    wrong: Option<Wrong>,
+    violation: Option<Violation>,
     done: Vec<Done>,
 }
 
@@ -66,9 +68,9 @@ struct Posted {
 /// A piece of the stream.
 enum Item {
     /// From `at` to `end` of a letter.
-    Letter { chunk: Chunk, at: u32, end: u32 },
+    Message { chunk: Chunk, at: u32, end: u32 },
     /// Offered, and not yet asked for.
-    Offered(Offer),
+    Rendezvous(Rendezvous),
     /// A READ is on its way.
     Reading { length: u32 },
     /// From `at` to `end` of what was read.
@@ -77,43 +79,43 @@ enum Item {
 
 impl RdmaLink {
     /// Begins to call.
-    pub(in crate::stack) fn call(sites: &Arc<Sites>, peer: SocketAddr) -> io::Result<RdmaLink> {
-        let bell = bell()?;
-        let wire = Wire::call(&sites.stations, sites.options.local, peer)?;
-        wire.watch_also(bell.as_fd())?;
-        Ok(RdmaLink::new(sites, wire, bell))
+    pub(in crate::stack) fn call(context: &Arc<RdmaContext>, peer: SocketAddr) -> io::Result<RdmaLink> {
+        let waker = waker()?;
+        let wire = Wire::call(&context.stations, context.options.local, peer)?;
+        wire.watch_also(waker.as_fd())?;
+        Ok(RdmaLink::new(context, wire, waker))
     }
 
     /// Takes a call, with receives posted before the caller can send.
-    pub(super) fn accept(sites: &Arc<Sites>, request: Request, hello: Hello) -> io::Result<RdmaLink> {
-        let bell = bell()?;
-        let site = sites.of(request.station());
-        let window = reserve(&site, sites)?;
-        let ours = Hello { letter_bytes: sites.options.letter_bytes, credits: window };
-        let wire = request.accept(&ours.encode()).inspect_err(|_| site.release(window + WORD_ROOM))?;
-        let mut link = RdmaLink::new(sites, wire, bell);
+    pub(super) fn accept(context: &Arc<RdmaContext>, request: Request, hello: Hello) -> io::Result<RdmaLink> {
+        let waker = waker()?;
+        let device = context.of(request.station());
+        let window = reserve(&device, context)?;
+        let ours = Hello { message_bytes: context.options.message_bytes, credits: window };
+        let wire = request.accept(&ours.encode()).inspect_err(|_| device.release(window + CONTROL_RECEIVES))?;
+        let mut link = RdmaLink::new(context, wire, waker);
         // From here on the caller may send: should the link be of no use, it goes as every other does.
-        (link.site, link.window) = (Some(site), window);
-        link.meet(hello);
+        (link.device, link.window) = (Some(device), window);
+        link.set_peer(hello);
         check_inline(link.wire()?.inline_bytes())?;
-        link.wire()?.watch_also(link.bell.as_fd())?;
+        link.wire()?.watch_also(link.waker.as_fd())?;
         Ok(link)
     }
 
-    fn new(sites: &Arc<Sites>, wire: Wire, bell: Bell) -> RdmaLink {
+    fn new(context: &Arc<RdmaContext>, wire: Wire, waker: Waker) -> RdmaLink {
         RdmaLink {
             wire: Some(wire),
-            sites: sites.clone(),
-            site: None,
-            flow: Flow::new(0, 0),
-            letter_bytes: 0,
-            bell,
+            context: context.clone(),
+            device: None,
+            credits: Credits::new(0, 0),
+            message_bytes: 0,
+            waker,
             posted: VecDeque::new(),
             next_name: 0,
-            unshown: 0,
+            unsignaled: 0,
             arrived: VecDeque::new(),
             reads: 0,
-            lent: VecDeque::new(),
+            exported: VecDeque::new(),
             may_be_read: false,
             window: 0,
             missing: 0,
@@ -122,24 +124,24 @@ impl RdmaLink {
             awaits_reads: false,
             without_memory: false,
             ended: false,
-            wrong: None,
+            violation: None,
             done: Vec::new(),
         }
     }
 
     /// What the peer has said of itself.
-    fn meet(&mut self, peer: Hello) {
-        self.letter_bytes = peer.letter_bytes.min(self.sites.options.letter_bytes) as usize;
-        self.flow = Flow::new(peer.credits, self.window);
+    fn set_peer(&mut self, peer: Hello) {
+        self.message_bytes = peer.message_bytes.min(self.context.options.message_bytes) as usize;
+        self.credits = Credits::new(peer.credits, self.window);
     }
 
     /// Calls on, now that the device is known.
     fn connect(&mut self) -> io::Result<()> {
         let wire = self.wire.as_mut().ok_or_else(gone)?;
-        let site = self.sites.of(&wire.station()?);
-        self.window = reserve(&site, &self.sites)?;
-        self.site = Some(site);
-        let hello = Hello { letter_bytes: self.sites.options.letter_bytes, credits: self.window };
+        let device = self.context.of(&wire.station()?);
+        self.window = reserve(&device, &self.context)?;
+        self.device = Some(device);
+        let hello = Hello { message_bytes: self.context.options.message_bytes, credits: self.window };
         wire.connect(&hello.encode())?;
         check_inline(wire.inline_bytes())
     }
@@ -148,15 +150,15 @@ impl RdmaLink {
         self.wire.as_ref().ok_or_else(gone)
     }
 
-    fn site(&self) -> io::Result<&Arc<Site>> {
-        self.site.as_ref().ok_or_else(|| io::ErrorKind::WouldBlock.into())
+    fn device(&self) -> io::Result<&Arc<Device>> {
+        self.device.as_ref().ok_or_else(|| io::ErrorKind::WouldBlock.into())
     }
 
     // ---- what has come ----
 
     /// Takes what the card has done, and does what follows from it.
     fn progress(&mut self) -> io::Result<()> {
-        if self.ended || self.site.is_none() {
+        if self.ended || self.device.is_none() {
             return Ok(());
         }
         let mut done = std::mem::take(&mut self.done);
@@ -164,7 +166,7 @@ impl RdmaLink {
         self.done = done;
         outcome?;
         self.begin_reads()?;
-        self.say_words()
+        self.send_controls()
     }
 
     fn settle_all(&mut self, done: &mut Vec<Done>) -> io::Result<()> {
@@ -187,14 +189,14 @@ impl RdmaLink {
     }
 
     fn count_back(&mut self, done: &Done) {
-        let chunk = self.site.as_ref().filter(|_| done.name & RECEIVE != 0).and_then(|site| site.received(done));
+        let chunk = self.device.as_ref().filter(|_| done.name & RECEIVE != 0).and_then(|device| device.received(done));
         self.missing += u32::from(chunk.is_some());
     }
 
     fn settle(&mut self, done: &Done) -> io::Result<()> {
         if done.name & RECEIVE != 0 {
-            let chunk = self.site()?.received(done).ok_or_else(unknown)?;
-            let heard = if done.well { self.hear(chunk, done.length) } else { Err(gone()) };
+            let chunk = self.device()?.received(done).ok_or_else(unknown)?;
+            let heard = if done.well { self.receive_message(chunk, done.length) } else { Err(gone()) };
             return heard.inspect_err(|_| self.missing += 1);
         }
         if !done.well {
@@ -206,99 +208,99 @@ impl RdmaLink {
             if let Some(posted) = self.posted.pop_front()
                 && posted.is_read
             {
-                self.has_read(posted.memory)?;
+                self.finish_read(posted.memory)?;
             }
         }
         Ok(())
     }
 
     /// A letter.
-    fn hear(&mut self, chunk: Chunk, length: u32) -> io::Result<()> {
+    fn receive_message(&mut self, chunk: Chunk, length: u32) -> io::Result<()> {
         let mut start = [0; START_BYTES];
         chunk.region().memory().read(chunk.offset(), &mut start)?;
-        let opened = letter::open(&start, length);
-        let heard = opened.and_then(|(head, body)| Ok((self.flow.hear(&head)?, body)));
-        let (news, body) = heard.map_err(|wrong| self.blame(wrong))?;
-        if news.read as usize > self.lent.len() {
-            return Err(self.blame(Wrong::Read(news.read, self.lent.len() as u32)));
+        let opened = message::open(&start, length);
+        let heard = opened.and_then(|(head, body)| Ok((self.credits.receive_message(&head)?, body)));
+        let (update, body) = heard.map_err(|violation| self.violated(violation))?;
+        if update.read as usize > self.exported.len() {
+            return Err(self.violated(Violation::Read(update.read, self.exported.len() as u32)));
         }
-        self.lent.drain(..news.read as usize);
-        self.window -= news.freed.min(self.window);
-        self.site()?.release(news.freed);
-        self.flow.ease(false);
+        self.exported.drain(..update.read as usize);
+        self.window -= update.freed.min(self.window);
+        self.device()?.release(update.freed);
+        self.credits.request_credits(false);
         match body {
-            Body::Word => self.site()?.post_again(chunk)?,
-            Body::Offer(offer) => {
-                self.arrived.push_back(Item::Offered(offer));
-                self.is_read(chunk)?;
+            Body::Control => self.device()?.post_again(chunk)?,
+            Body::Rendezvous(rendezvous) => {
+                self.arrived.push_back(Item::Rendezvous(rendezvous));
+                self.recycle(chunk)?;
             }
-            Body::Bytes if length as usize == HEAD_BYTES => self.is_read(chunk)?,
-            Body::Bytes => self.arrived.push_back(Item::Letter { chunk, at: HEAD_BYTES as u32, end: length }),
+            Body::Bytes if length as usize == HEAD_BYTES => self.recycle(chunk)?,
+            Body::Bytes => self.arrived.push_back(Item::Message { chunk, at: HEAD_BYTES as u32, end: length }),
         }
-        if news.short { self.widen() } else { Ok(()) }
+        if update.short { self.grow_window() } else { Ok(()) }
     }
 
     /// The link ends by this, which is said to whoever receives or sends next.
-    fn blame(&mut self, wrong: Wrong) -> io::Error {
-        self.wrong = Some(wrong);
-        broken(wrong)
+    fn violated(&mut self, violation: Violation) -> io::Error {
+        self.violation = Some(violation);
+        broken(violation)
     }
 
     /// Why nothing goes any more.
-    fn over(&self) -> io::Error {
-        self.wrong.map_or_else(gone, broken)
+    fn end_error(&self) -> io::Error {
+        self.violation.map_or_else(gone, broken)
     }
 
     /// The peer could use more: it gets twice as much, as far as there is memory.
-    fn widen(&mut self) -> io::Result<()> {
-        let wanted = self.window.max(1).min(self.sites.options.most_credits.saturating_sub(self.window));
+    fn grow_window(&mut self) -> io::Result<()> {
+        let wanted = self.window.max(1).min(self.context.options.max_credits.saturating_sub(self.window));
         if wanted == 0 {
             return Ok(()); // to ask for nothing would say that nobody here lacks anything
         }
-        let more = self.site()?.reserve(wanted)?;
+        let more = self.device()?.reserve(wanted)?;
         self.window += more;
-        self.flow.give(more);
+        self.credits.give(more);
         Ok(())
     }
 
     /// A letter's memory is free again, and its credit with it.
-    fn is_read(&mut self, chunk: Chunk) -> io::Result<()> {
-        self.site()?.post_again(chunk)?;
-        self.flow.give(1);
+    fn recycle(&mut self, chunk: Chunk) -> io::Result<()> {
+        self.device()?.post_again(chunk)?;
+        self.credits.give(1);
         Ok(())
     }
 
     /// Asks for what was offered, in order, as far as there is memory for it.
     fn begin_reads(&mut self) -> io::Result<()> {
-        if self.reads >= READS_AT_ONCE || !self.arrived.iter().any(|item| matches!(item, Item::Offered(_))) {
+        if self.reads >= MAX_READS || !self.arrived.iter().any(|item| matches!(item, Item::Rendezvous(_))) {
             return Ok(());
         }
-        let site = self.site()?.clone();
+        let device = self.device()?.clone();
         let held = |item: &&Item| matches!(item, Item::Reading { .. } | Item::Read { .. });
         let mut held = self.arrived.iter().filter(held).count();
         for at in 0..self.arrived.len() {
-            let Some(Item::Offered(offer)) = self.arrived.get(at) else { continue };
-            let offer = *offer;
-            if self.reads >= READS_AT_ONCE || held >= READS_HELD || !self.has_place() {
+            let Some(Item::Rendezvous(rendezvous)) = self.arrived.get(at) else { continue };
+            let rendezvous = *rendezvous;
+            if self.reads >= MAX_READS || held >= MAX_READ_PIECES || !self.has_queue_room() {
                 break;
             }
-            let Some(chunk) = site.landing.take_or_ring(&self.bell)? else { break };
+            let Some(chunk) = device.landing.take_or_wake(&self.waker)? else { break };
             let name = self.name();
-            let remote = (offer.key, offer.address);
-            self.wire()?.read(name, remote, chunk.region(), chunk.offset(), offer.length)?;
+            let remote = (rendezvous.key, rendezvous.address);
+            self.wire()?.read(name, remote, chunk.region(), chunk.offset(), rendezvous.length)?;
             self.posted.push_back(Posted { name, memory: Some(chunk), is_read: true });
-            self.unshown = 0;
+            self.unsignaled = 0;
             self.reads += 1;
             held += 1;
-            self.arrived[at] = Item::Reading { length: offer.length };
+            self.arrived[at] = Item::Reading { length: rendezvous.length };
         }
         Ok(())
     }
 
     /// The oldest READ is done.
-    fn has_read(&mut self, memory: Option<Chunk>) -> io::Result<()> {
+    fn finish_read(&mut self, memory: Option<Chunk>) -> io::Result<()> {
         self.reads -= 1;
-        self.flow.has_read();
+        self.credits.finish_read();
         let mut reading = self.arrived.iter_mut().filter(|item| matches!(item, Item::Reading { .. }));
         let (Some(item), Some(chunk)) = (reading.next(), memory) else { return Err(unknown()) };
         if let Item::Reading { length } = *item {
@@ -310,30 +312,30 @@ impl RdmaLink {
     /// Copies out of the first piece; how much, and whether the piece is used up.
     fn copy(&mut self, into: &mut [u8]) -> io::Result<usize> {
         let (chunk, at, end) = match self.arrived.front_mut() {
-            Some(Item::Letter { chunk, at, end } | Item::Read { chunk, at, end }) => (chunk, at, end),
+            Some(Item::Message { chunk, at, end } | Item::Read { chunk, at, end }) => (chunk, at, end),
             _ => return Ok(0),
         };
         let count = into.len().min((*end - *at) as usize);
         chunk.region().memory().read(chunk.offset() + u64::from(*at), &mut into[..count])?;
         *at += count as u32;
         if *at == *end
-            && let Some(Item::Letter { chunk, .. }) = self.arrived.pop_front()
+            && let Some(Item::Message { chunk, .. }) = self.arrived.pop_front()
         {
-            self.is_read(chunk)?;
+            self.recycle(chunk)?;
         }
         Ok(count)
     }
 
     fn has_something(&self) -> bool {
-        let is_here = matches!(self.arrived.front(), Some(Item::Letter { .. } | Item::Read { .. }));
-        let may_go_on = self.blocked && !self.without_memory && !(self.awaits_reads && self.waits_for_reads());
-        let has_room = may_go_on && self.flow.available() > 0 && self.has_place();
+        let is_here = matches!(self.arrived.front(), Some(Item::Message { .. } | Item::Read { .. }));
+        let may_go_on = self.blocked && !self.without_memory && !(self.awaits_reads && self.awaits_peer_reads());
+        let has_room = may_go_on && self.credits.available() > 0 && self.has_queue_room();
         is_here || has_room || self.ended
     }
 
     // ---- what goes ----
 
-    fn has_place(&self) -> bool {
+    fn has_queue_room(&self) -> bool {
         self.wire.as_ref().is_some_and(|wire| self.posted.len() < wire.queue_depth() as usize)
     }
 
@@ -343,89 +345,92 @@ impl RdmaLink {
     }
 
     /// Says by words what no letter has said.
-    fn say_words(&mut self) -> io::Result<()> {
-        while self.letter_bytes > 0
-            && self.has_place()
-            && let Some(head) = self.flow.word()
+    fn send_controls(&mut self) -> io::Result<()> {
+        while self.message_bytes > 0
+            && self.has_queue_room()
+            && let Some(head) = self.credits.control()
         {
-            self.post_short(&head.encode())?;
+            self.post_inline(&head.encode())?;
         }
         Ok(())
     }
 
     /// Posts a letter that the request carries itself.
-    fn post_short(&mut self, letter: &[u8]) -> io::Result<()> {
-        let (name, shown) = (self.name(), self.is_shown(false));
-        self.wire()?.send_inline(name, letter, shown)?;
+    fn post_inline(&mut self, message: &[u8]) -> io::Result<()> {
+        let (name, signaled) = (self.name(), self.is_signaled(false));
+        self.wire()?.send_inline(name, message, signaled)?;
         self.posted.push_back(Posted { name, memory: None, is_read: false });
         Ok(())
     }
 
     /// Whether the next request completes visibly: if memory waits for it, and now and then, so that the queue empties.
-    fn is_shown(&mut self, has_memory: bool) -> bool {
+    fn is_signaled(&mut self, has_memory: bool) -> bool {
         let depth = self.wire.as_ref().map_or(0, Wire::queue_depth);
-        let shown = has_memory || self.unshown + 1 >= depth / SHOWN_PER_QUEUE;
-        self.unshown = if shown { 0 } else { self.unshown + 1 };
-        shown
+        let signaled = has_memory || self.unsignaled + 1 >= depth / SIGNALED_PER_QUEUE;
+        self.unsignaled = if signaled { 0 } else { self.unsignaled + 1 };
+        signaled
     }
 
     /// Sends one letter with the beginning of what is left; how much of it went.
-    fn send_letter(&mut self, rest: &Rest<'_, '_>) -> io::Result<usize> {
-        if self.flow.available() == 0 || !self.has_place() {
+    fn send_message(&mut self, rest: &Rest<'_, '_>) -> io::Result<usize> {
+        if self.credits.available() == 0 || !self.has_queue_room() {
             return Ok(0);
         }
-        let most = self.letter_bytes - HEAD_BYTES;
-        let count = rest.small(most, self.sites.options.rendezvous_from_bytes);
+        let most = self.message_bytes - HEAD_BYTES;
+        let count = rest.small(most, self.context.options.rendezvous_from_bytes);
         let inline = self.wire()?.inline_bytes() as usize;
-        if HEAD_BYTES + count <= inline.min(INLINE_AT_MOST) {
-            let mut letter = [0; INLINE_AT_MOST];
-            rest.copy(&mut letter[HEAD_BYTES..HEAD_BYTES + count]);
-            letter[..HEAD_BYTES].copy_from_slice(&self.flow.spend(Kind::Bytes).encode());
-            self.post_short(&letter[..HEAD_BYTES + count])?;
+        if HEAD_BYTES + count <= inline.min(MAX_INLINE_BYTES) {
+            let mut message = [0; MAX_INLINE_BYTES];
+            rest.copy(&mut message[HEAD_BYTES..HEAD_BYTES + count]);
+            message[..HEAD_BYTES].copy_from_slice(&self.credits.spend(Kind::Bytes).encode());
+            self.post_inline(&message[..HEAD_BYTES + count])?;
             return Ok(count);
         }
-        let Some(chunk) = self.site()?.sends.take_or_ring(&self.bell)? else {
+        let Some(chunk) = self.device()?.sends.take_or_wake(&self.waker)? else {
             self.without_memory = true;
             return Ok(0);
         };
         let (memory, mut at) = (chunk.region().memory(), chunk.offset());
-        memory.write(at, &self.flow.spend(Kind::Bytes).encode())?;
+        memory.write(at, &self.credits.spend(Kind::Bytes).encode())?;
         at += HEAD_BYTES as u64;
         for piece in rest.pieces(count) {
             memory.write(at, piece)?;
             at += piece.len() as u64;
         }
-        let (name, shown) = (self.name(), self.is_shown(true));
-        self.wire()?.send(name, chunk.region(), chunk.offset(), (HEAD_BYTES + count) as u32, shown)?;
+        let (name, signaled) = (self.name(), self.is_signaled(true));
+        self.wire()?.send(name, chunk.region(), chunk.offset(), (HEAD_BYTES + count) as u32, signaled)?;
         self.posted.push_back(Posted { name, memory: Some(chunk), is_read: false });
         Ok(count)
     }
 
     /// Offers the beginning of a large piece; how much of it. None, if it had better go in letters, or wait.
-    fn offer(&mut self, piece: &[u8]) -> io::Result<usize> {
-        if self.flow.available() == 0 || !self.has_place() || self.flow.offers() >= OFFERS_AT_ONCE {
+    fn send_rendezvous(&mut self, piece: &[u8]) -> io::Result<usize> {
+        if self.credits.available() == 0
+            || !self.has_queue_room()
+            || self.credits.pending_rendezvous() >= MAX_RENDEZVOUS
+        {
             return Ok(0);
         }
-        let Some(chunk) = self.site()?.lent.take_or_ring(&self.bell)? else { return Ok(0) };
-        let count = piece.len().min(BULK_BYTES as usize);
+        let Some(chunk) = self.device()?.exported.take_or_wake(&self.waker)? else { return Ok(0) };
+        let count = piece.len().min(MAX_RENDEZVOUS_BYTES as usize);
         chunk.region().memory().write(chunk.offset(), &piece[..count])?;
         if !self.may_be_read {
             self.wire()?.allow_reads()?;
             self.may_be_read = true;
         }
         let (key, base) = chunk.region().remote();
-        let offer = Offer { key, length: count as u32, address: base.wrapping_add(chunk.offset()) };
-        let mut letter = [0; HEAD_BYTES + OFFER_BYTES];
-        letter[..HEAD_BYTES].copy_from_slice(&self.flow.spend(Kind::Offer).encode());
-        letter[HEAD_BYTES..].copy_from_slice(&offer.encode());
-        self.lent.push_back(chunk);
-        self.post_short(&letter)?;
+        let rendezvous = Rendezvous { key, length: count as u32, address: base.wrapping_add(chunk.offset()) };
+        let mut message = [0; HEAD_BYTES + RENDEZVOUS_BYTES];
+        message[..HEAD_BYTES].copy_from_slice(&self.credits.spend(Kind::Rendezvous).encode());
+        message[HEAD_BYTES..].copy_from_slice(&rendezvous.encode());
+        self.exported.push_back(chunk);
+        self.post_inline(&message)?;
         Ok(count)
     }
 
     /// Whether the rest waits for offers that are being read: then letters would only be slower.
-    fn waits_for_reads(&self) -> bool {
-        self.flow.offers() >= OFFERS_AT_ONCE
+    fn awaits_peer_reads(&self) -> bool {
+        self.credits.pending_rendezvous() >= MAX_RENDEZVOUS
     }
 
     fn look(&mut self) {
@@ -433,12 +438,12 @@ impl RdmaLink {
         let Some(wire) = self.wire.as_mut() else { return };
         match wire.look() {
             Ok(true) => {
-                let _ = rustix::io::read(&*self.bell, &mut [0; 8]);
+                let _ = rustix::io::read(&*self.waker, &mut [0; 8]);
                 self.without_memory = false;
             }
             Ok(false) => {}
             Err(error) => {
-                tracing::debug!(peer = %wire.peer(), %error, "an RDMA link is over");
+                tracing::debug!(peer = %wire.peer(), %error, "an RDMA link is end_error");
                 let _ = self.progress(); // what came before the end is still to be received
                 self.ended = true;
             }
@@ -458,7 +463,7 @@ impl Link for RdmaLink {
     fn descriptor(&self) -> BorrowedFd<'_> {
         match &self.wire {
             Some(wire) => wire.as_fd(),
-            None => self.bell.as_fd(),
+            None => self.waker.as_fd(),
         }
     }
 
@@ -469,7 +474,7 @@ impl Link for RdmaLink {
                 Step::Routed => self.connect()?,
                 Step::Up => {
                     let peer = Hello::decode(self.wire()?.answer()).map_err(broken)?;
-                    self.meet(peer);
+                    self.set_peer(peer);
                     return Ok(());
                 }
             }
@@ -481,7 +486,7 @@ impl Link for RdmaLink {
             self.look();
         }
         if self.ended {
-            return Err(self.over());
+            return Err(self.end_error());
         }
         self.progress_or_end();
         if !self.wire()?.is_up() {
@@ -490,10 +495,10 @@ impl Link for RdmaLink {
         let mut rest = Rest::new(bytes);
         let mut sent = 0;
         while let Some(piece) = rest.front() {
-            let is_large = piece.len() >= self.sites.options.rendezvous_from_bytes;
-            let mut count = if is_large { self.offer(piece)? } else { 0 };
-            if count == 0 && !(is_large && self.waits_for_reads()) {
-                count = self.send_letter(&rest)?;
+            let is_large = piece.len() >= self.context.options.rendezvous_from_bytes;
+            let mut count = if is_large { self.send_rendezvous(piece)? } else { 0 };
+            if count == 0 && !(is_large && self.awaits_peer_reads()) {
+                count = self.send_message(&rest)?;
             }
             if count == 0 {
                 break;
@@ -502,8 +507,8 @@ impl Link for RdmaLink {
             sent += count;
         }
         self.blocked = rest.front().is_some();
-        let large_from = self.sites.options.rendezvous_from_bytes;
-        self.awaits_reads = rest.front().is_some_and(|piece| piece.len() >= large_from) && self.waits_for_reads();
+        let large_from = self.context.options.rendezvous_from_bytes;
+        self.awaits_reads = rest.front().is_some_and(|piece| piece.len() >= large_from) && self.awaits_peer_reads();
         if sent == 0 && self.blocked { Err(io::ErrorKind::WouldBlock.into()) } else { Ok(sent) }
     }
 
@@ -533,8 +538,8 @@ impl Link for RdmaLink {
             self.progress_or_end(); // credits, and what may be read now that there is memory
             return Ok(received);
         }
-        match self.wrong {
-            Some(wrong) => Err(broken(wrong)),
+        match self.violation {
+            Some(violation) => Err(broken(violation)),
             None if self.ended => Ok(0),
             None => Err(io::ErrorKind::WouldBlock.into()),
         }
@@ -545,16 +550,17 @@ impl Link for RdmaLink {
         Address::Rdma(self.wire.as_ref().map_or(nowhere, Wire::peer))
     }
 
-    fn glance(&mut self) -> Option<bool> {
+    fn poll_ready(&mut self) -> Option<bool> {
         self.progress_or_end();
         Some(self.has_something())
     }
 
     fn arm(&mut self) -> bool {
         self.slept = true;
-        if self.site.as_ref().is_some_and(|site| site.is_hungry()) && self.flow.out() > self.sites.options.first_credits
+        if self.device.as_ref().is_some_and(|device| device.is_starved())
+            && self.credits.out() > self.context.options.initial_credits
         {
-            self.flow.ease(true);
+            self.credits.request_credits(true);
         }
         match self.wire.as_mut().map(|wire| wire.arm()) {
             Some(Ok(())) => {}
@@ -573,29 +579,29 @@ impl Link for RdmaLink {
 impl Drop for RdmaLink {
     /// Whatever the card may still touch goes to the grave; see `site`.
     fn drop(&mut self) {
-        let (Some(wire), Some(site)) = (self.wire.take(), self.site.take()) else { return };
-        let held = self.arrived.iter().filter(|item| matches!(item, Item::Letter { .. })).count() as u32;
-        let receives = (self.window + WORD_ROOM).saturating_sub(held + self.missing);
+        let (Some(wire), Some(device)) = (self.wire.take(), self.device.take()) else { return };
+        let held = self.arrived.iter().filter(|item| matches!(item, Item::Message { .. })).count() as u32;
+        let receives = (self.window + CONTROL_RECEIVES).saturating_sub(held + self.missing);
         self.arrived.clear();
-        let memory = self.posted.drain(..).filter_map(|posted| posted.memory).chain(self.lent.drain(..)).collect();
-        site.bury(Grave { wire, memory, receives });
+        let memory = self.posted.drain(..).filter_map(|posted| posted.memory).chain(self.exported.drain(..)).collect();
+        device.retire(Retired { wire, memory, receives });
     }
 }
 
 /// Receives for a new link: the first credits, or fewer where memory is short, and room for words.
-fn reserve(site: &Site, sites: &Sites) -> io::Result<u32> {
-    let wanted = sites.options.first_credits + WORD_ROOM;
-    let got = site.reserve(wanted)?;
-    if got > WORD_ROOM {
-        return Ok(got - WORD_ROOM);
+fn reserve(device: &Device, context: &RdmaContext) -> io::Result<u32> {
+    let wanted = context.options.initial_credits + CONTROL_RECEIVES;
+    let got = device.reserve(wanted)?;
+    if got > CONTROL_RECEIVES {
+        return Ok(got - CONTROL_RECEIVES);
     }
-    site.release(got);
+    device.release(got);
     let text = "no memory is left to receive into: raise RdmaOptions::receive_bytes, or hold fewer links";
     Err(io::Error::new(io::ErrorKind::OutOfMemory, text))
 }
 
 /// Words and offers go in the request itself.
-fn bell() -> io::Result<Bell> {
+fn waker() -> io::Result<Waker> {
     Ok(Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))
 }
 
@@ -604,7 +610,7 @@ fn check_inline(bytes: u32) -> io::Result<()> {
         return Ok(());
     }
     let text = format!(
-        "the RDMA device carries {bytes} bytes in a request itself, where words and offers take {START_BYTES}: use another device"
+        "the RDMA device carries {bytes} bytes in a request itself, where controls and pending_rendezvous take {START_BYTES}: use another device"
     );
     Err(io::Error::new(io::ErrorKind::Unsupported, text))
 }
@@ -682,12 +688,12 @@ impl<'a, 'b> Rest<'a, 'b> {
 }
 
 fn gone() -> io::Error {
-    io::Error::new(io::ErrorKind::ConnectionReset, "the RDMA connection is over")
+    io::Error::new(io::ErrorKind::ConnectionReset, "the RDMA connection is end_error")
 }
 
-fn broken(wrong: Wrong) -> io::Error {
+fn broken(violation: Violation) -> io::Error {
     let rules = "the peer does not keep to the rules of RDMA links, or is of another version";
-    io::Error::new(io::ErrorKind::InvalidData, format!("{rules}: {wrong}"))
+    io::Error::new(io::ErrorKind::InvalidData, format!("{rules}: {violation}"))
 }
 
 /// The device's fault, or ours.
@@ -696,17 +702,17 @@ fn unknown() -> io::Error {
 }
 
 /// READs of one link at once: enough that one is under way while another is copied out.
-const READS_AT_ONCE: u32 = 4;
+const MAX_READS: u32 = 4;
 
 /// Pieces that one link may hold, read or being read, and not yet received by its owner: 2 MiB. An owner that receives nothing must not take
 /// the memory that other links read into.
-const READS_HELD: usize = 8;
+const MAX_READ_PIECES: usize = 8;
 
 /// Visible completions per turn of a queue of letters that need none.
-const SHOWN_PER_QUEUE: u32 = 4;
+const SIGNALED_PER_QUEUE: u32 = 4;
 
 /// No card carries more in a request that is worth it.
-const INLINE_AT_MOST: usize = 1024;
+const MAX_INLINE_BYTES: usize = 1024;
 
 #[cfg(test)]
 mod tests {
@@ -728,9 +734,9 @@ mod tests {
                 prop_assert!(!front.is_empty());
                 let count = rest.small(most, large_from);
                 prop_assert!((1..=most).contains(&count));
-                let mut letter = vec![0; count];
-                rest.copy(&mut letter);
-                cut.extend(letter);
+                let mut message = vec![0; count];
+                rest.copy(&mut message);
+                cut.extend(message);
                 rest.advance(count);
             }
             prop_assert_eq!(cut, whole);

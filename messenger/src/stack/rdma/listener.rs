@@ -7,20 +7,20 @@ use std::sync::Arc;
 
 use remora_fabric::verbs::duplex::{Door, Request};
 
-use super::letter::Hello;
+use super::device::RdmaContext;
 use super::link::RdmaLink;
-use super::site::Sites;
+use super::message::Hello;
 use crate::stack::{Address, Link, Listener};
 
 /// A listener of the connection manager.
 pub struct RdmaListener {
     door: Door,
-    sites: Arc<Sites>,
+    context: Arc<RdmaContext>,
 }
 
 impl RdmaListener {
-    pub(in crate::stack) fn bind(sites: &Arc<Sites>, address: SocketAddr) -> io::Result<RdmaListener> {
-        Ok(RdmaListener { door: Door::listen(&sites.stations, address)?, sites: sites.clone() })
+    pub(in crate::stack) fn bind(context: &Arc<RdmaContext>, address: SocketAddr) -> io::Result<RdmaListener> {
+        Ok(RdmaListener { door: Door::listen(&context.stations, address)?, context: context.clone() })
     }
 }
 
@@ -32,9 +32,9 @@ impl Listener for RdmaListener {
     fn accept(&mut self) -> io::Result<Box<dyn Link>> {
         while let Some(request) = self.door.next_call()? {
             match Hello::decode(request.hello()) {
-                Ok(hello) => return take(&self.sites, request, hello),
-                Err(wrong) => {
-                    tracing::debug!(%wrong, "an RDMA call that is none of ours");
+                Ok(hello) => return take(&self.context, request, hello),
+                Err(violation) => {
+                    tracing::debug!(%violation, "an RDMA call that is none of ours");
                     request.refuse(b"");
                 }
             }
@@ -47,6 +47,6 @@ impl Listener for RdmaListener {
     }
 }
 
-fn take(sites: &Arc<Sites>, request: Request, hello: Hello) -> io::Result<Box<dyn Link>> {
-    Ok(Box::new(RdmaLink::accept(sites, request, hello)?))
+fn take(context: &Arc<RdmaContext>, request: Request, hello: Hello) -> io::Result<Box<dyn Link>> {
+    Ok(Box::new(RdmaLink::accept(context, request, hello)?))
 }

@@ -30,15 +30,15 @@
 //! - Bytes are copied once into registered memory and once out of it: what an owner sends and where a message lands is ordinary
 //!   memory, and registering it for each message would cost more than the copy of anything up to some 100 KiB.
 
-mod flow;
+mod credits;
+mod device;
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) mod fuzzing;
-mod graves;
-mod letter;
 mod link;
 mod listener;
+mod message;
 mod pool;
-mod site;
+mod retired;
 
 use std::io;
 use std::net::IpAddr;
@@ -46,9 +46,9 @@ use std::sync::Arc;
 
 use remora_fabric::verbs::duplex::{DuplexOptions, Stations};
 
+pub(super) use device::RdmaContext;
 pub use link::RdmaLink;
 pub use listener::RdmaListener;
-pub(super) use site::Sites;
 
 /// How RDMA links of a messenger work. Bytes of memory are locked, per device.
 #[derive(Debug, Clone)]
@@ -56,17 +56,17 @@ pub struct RdmaOptions {
     /// The address that is called from: which device's port, where there are several. `None` leaves it to the system.
     pub local: Option<IpAddr>,
     /// Room for one letter, in bytes, 256 to 65536: what is received into, and the most that goes with one SEND.
-    pub letter_bytes: u32,
+    pub message_bytes: u32,
     /// Letters that a peer may send on a new link before it hears from us, 1 to 4096.
-    pub first_credits: u32,
+    pub initial_credits: u32,
     /// ... and on one that has asked for more.
-    pub most_credits: u32,
+    pub max_credits: u32,
     /// Memory for what is received, in bytes, at most.
     pub receive_bytes: u64,
     /// Memory for letters to be sent, in bytes, at most.
     pub send_bytes: u64,
     /// Memory for what peers read, and as much again for what we read, in bytes, at most.
-    pub bulk_bytes: u64,
+    pub rendezvous_bytes: u64,
     /// Pieces from this size on are offered, and read by the peer; below it they go in letters.
     pub rendezvous_from_bytes: usize,
     /// Queue depth, inline bytes, retries.
@@ -78,13 +78,13 @@ impl Default for RdmaOptions {
         RdmaOptions {
             local: None,
             // Two pages: a message of 4 KiB and its head in one letter.
-            letter_bytes: 8 << 10,
-            first_credits: 8,
+            message_bytes: 8 << 10,
+            initial_credits: 8,
             // 2 MiB under way: 160 µs of a 100 Gb/s link.
-            most_credits: 256,
+            max_credits: 256,
             receive_bytes: 128 << 20,
             send_bytes: 32 << 20,
-            bulk_bytes: 32 << 20,
+            rendezvous_bytes: 32 << 20,
             // Eight letters: from there on the round trip of an offer costs less than their heads and completions.
             rendezvous_from_bytes: 64 << 10,
             wires: DuplexOptions::default(),
@@ -97,18 +97,18 @@ impl RdmaOptions {
         let fits = |fits: bool, sentence: &'static str| {
             if fits { Ok(()) } else { Err(io::Error::new(io::ErrorKind::InvalidInput, sentence)) }
         };
-        fits((256..=65_536).contains(&self.letter_bytes), "RDMA letters: choose 256 to 65536 bytes")?;
-        let shortest = letter::START_BYTES as u32;
+        fits((256..=65_536).contains(&self.message_bytes), "RDMA messages: choose 256 to 65536 bytes")?;
+        let shortest = message::START_BYTES as u32;
         fits(self.wires.inline_bytes >= shortest, "inline bytes: choose at least 32, which words and offers take")?;
-        let most = letter::MOST_CREDITS;
-        fits((1..=most).contains(&self.first_credits), "first RDMA credits: choose 1 to 4096")?;
-        fits((self.first_credits..=most).contains(&self.most_credits), "most RDMA credits: from the first to 4096")
+        let most = message::MAX_CREDITS;
+        fits((1..=most).contains(&self.initial_credits), "first RDMA credits: choose 1 to 4096")?;
+        fits((self.initial_credits..=most).contains(&self.max_credits), "most RDMA credits: from the first to 4096")
     }
 }
 
 /// The RDMA half of a messenger.
-pub(super) fn sites(options: &RdmaOptions) -> io::Result<Arc<Sites>> {
+pub(super) fn context(options: &RdmaOptions) -> io::Result<Arc<RdmaContext>> {
     options.check()?;
     let stations = Stations::new(options.wires.clone())?;
-    Ok(Sites::new(options.clone(), Arc::new(stations)))
+    Ok(RdmaContext::new(options.clone(), Arc::new(stations)))
 }

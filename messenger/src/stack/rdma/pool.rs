@@ -20,7 +20,7 @@ type Make<R> = Box<dyn Fn(u64) -> io::Result<R> + Send + Sync>;
 pub(super) struct Pool<R> {
     chunk_bytes: u32,
     chunks_per_slab: u32,
-    most_slabs: usize,
+    max_slabs: usize,
     make: Make<R>,
     slabs: Mutex<Slabs<R>>,
     /// Told when a slab was made, or could not be.
@@ -34,7 +34,7 @@ struct Slabs<R> {
     /// Who found nothing, and is rung for when something comes back or is made.
     waiting: Vec<Weak<OwnedFd>>,
     /// ... and also when what is being made could not be: they have not tried it themselves.
-    hoping: Vec<Weak<OwnedFd>>,
+    waiting_for_slab: Vec<Weak<OwnedFd>>,
 }
 
 struct Slab<R> {
@@ -51,12 +51,13 @@ pub(super) struct Chunk<R> {
 }
 
 impl<R> Pool<R> {
-    /// A pool of at most about `most_bytes`, in chunks of `chunk_bytes`.
-    pub(super) fn new(chunk_bytes: u32, most_bytes: u64, make: Make<R>) -> Arc<Pool<R>> {
+    /// A pool of at most about `max_bytes`, in chunks of `chunk_bytes`.
+    pub(super) fn new(chunk_bytes: u32, max_bytes: u64, make: Make<R>) -> Arc<Pool<R>> {
         let chunks_per_slab = (SLAB_BYTES / chunk_bytes.max(1)).max(4);
-        let most_slabs = (most_bytes / (u64::from(chunks_per_slab) * u64::from(chunk_bytes))).max(1) as usize;
-        let slabs = Mutex::new(Slabs { slabs: Vec::new(), growing: 0, waiting: Vec::new(), hoping: Vec::new() });
-        Arc::new(Pool { chunk_bytes, chunks_per_slab, most_slabs, make, slabs, grown: Condvar::new() })
+        let max_slabs = (max_bytes / (u64::from(chunks_per_slab) * u64::from(chunk_bytes))).max(1) as usize;
+        let slabs =
+            Mutex::new(Slabs { slabs: Vec::new(), growing: 0, waiting: Vec::new(), waiting_for_slab: Vec::new() });
+        Arc::new(Pool { chunk_bytes, chunks_per_slab, max_slabs, make, slabs, grown: Condvar::new() })
     }
 
     pub(super) fn chunk_bytes(&self) -> u32 {
@@ -72,18 +73,18 @@ impl<R> Pool<R> {
     }
 
     /// As [`Pool::take`], but never waits for somebody else; if there is none, that eventfd is rung when one comes back.
-    pub(super) fn take_or_ring(self: &Arc<Self>, bell: &Arc<OwnedFd>) -> io::Result<Option<Chunk<R>>> {
-        self.take_or(Some(bell))
+    pub(super) fn take_or_wake(self: &Arc<Self>, waker: &Arc<OwnedFd>) -> io::Result<Option<Chunk<R>>> {
+        self.take_or(Some(waker))
     }
 
-    fn take_or(self: &Arc<Self>, bell: Option<&Arc<OwnedFd>>) -> io::Result<Option<Chunk<R>>> {
+    fn take_or(self: &Arc<Self>, waker: Option<&Arc<OwnedFd>>) -> io::Result<Option<Chunk<R>>> {
         let mut slabs = self.lock();
         let mut has_failed = false;
         loop {
             if let Some(chunk) = self.pick(&mut slabs) {
                 return Ok(Some(chunk));
             }
-            if !has_failed && slabs.there_are() + slabs.growing < self.most_slabs {
+            if !has_failed && slabs.len() + slabs.growing < self.max_slabs {
                 slabs.growing += 1;
                 drop(slabs);
                 let made = self.grow();
@@ -91,23 +92,23 @@ impl<R> Pool<R> {
                 has_failed = made.is_err(); // what was made may be gone again, to others: then one more
                 match made {
                     Ok(()) => {}
-                    Err(error) if slabs.there_are() + slabs.growing == 0 => return Err(error),
+                    Err(error) if slabs.len() + slabs.growing == 0 => return Err(error),
                     Err(error) => {
                         tracing::warn!(%error, "no more memory can be registered: going on with what there is")
                     }
                 }
                 continue;
             }
-            match bell {
+            match waker {
                 None if slabs.growing > 0 => slabs = self.grown.wait(slabs).unwrap_or_else(PoisonError::into_inner),
                 None => return Ok(None),
-                Some(bell) => {
+                Some(waker) => {
                     // Whoever asks again while he waits is rung for once.
-                    let bell = Arc::downgrade(bell);
-                    let hopes = !has_failed && slabs.growing > 0;
-                    let list = if hopes { &mut slabs.hoping } else { &mut slabs.waiting };
-                    if !list.iter().any(|other| other.ptr_eq(&bell)) {
-                        list.push(bell);
+                    let waker = Arc::downgrade(waker);
+                    let waits_for_slab = !has_failed && slabs.growing > 0;
+                    let list = if waits_for_slab { &mut slabs.waiting_for_slab } else { &mut slabs.waiting };
+                    if !list.iter().any(|other| other.ptr_eq(&waker)) {
+                        list.push(waker);
                     }
                     return Ok(None);
                 }
@@ -140,7 +141,7 @@ impl<R> Pool<R> {
     fn put_back(&self, slab: u32, index: u32) {
         let mut slabs = self.lock();
         let mut waiting = std::mem::take(&mut slabs.waiting);
-        waiting.append(&mut slabs.hoping);
+        waiting.append(&mut slabs.waiting_for_slab);
         let elsewhere: usize = slabs.slabs.iter().flatten().map(|slab| slab.free.len()).sum();
         let mut empty = None;
         if let Some(place) = slabs.slabs.get_mut(slab as usize)
@@ -156,13 +157,13 @@ impl<R> Pool<R> {
         }
         drop(slabs);
         drop(empty); // forgetting memory is a system call: not under the lock
-        ring(waiting);
+        wake(waiting);
     }
 
     /// Slabs that there are, for tests.
     #[cfg(test)]
     fn slabs(&self) -> usize {
-        self.lock().there_are()
+        self.lock().len()
     }
 
     fn lock(&self) -> MutexGuard<'_, Slabs<R>> {
@@ -171,7 +172,7 @@ impl<R> Pool<R> {
 }
 
 impl<R> Slabs<R> {
-    fn there_are(&self) -> usize {
+    fn len(&self) -> usize {
         self.slabs.iter().flatten().count()
     }
 }
@@ -186,9 +187,9 @@ impl<R> Drop for Growing<'_, R> {
     fn drop(&mut self) {
         let mut slabs = self.pool.lock();
         slabs.growing -= 1;
-        let mut rung = std::mem::take(&mut slabs.hoping);
+        let mut woken = std::mem::take(&mut slabs.waiting_for_slab);
         if let Some(slab) = self.slab.take() {
-            rung.append(&mut slabs.waiting);
+            woken.append(&mut slabs.waiting);
             match slabs.slabs.iter().position(Option::is_none) {
                 Some(place) => slabs.slabs[place] = Some(slab),
                 None => slabs.slabs.push(Some(slab)),
@@ -196,13 +197,13 @@ impl<R> Drop for Growing<'_, R> {
         }
         drop(slabs);
         self.pool.grown.notify_all();
-        ring(rung);
+        wake(woken);
     }
 }
 
-fn ring(waiting: Vec<Weak<OwnedFd>>) {
-    for bell in waiting.into_iter().filter_map(|bell| bell.upgrade()) {
-        let _ = rustix::io::write(&*bell, &1u64.to_ne_bytes()); // it fails only when it has rung for very long
+fn wake(waiting: Vec<Weak<OwnedFd>>) {
+    for waker in waiting.into_iter().filter_map(|waker| waker.upgrade()) {
+        let _ = rustix::io::write(&*waker, &1u64.to_ne_bytes()); // it fails only when it has rung for very long
     }
 }
 
@@ -251,8 +252,8 @@ mod tests {
 
     use super::*;
 
-    fn pool(chunk_bytes: u32, most_bytes: u64) -> Arc<Pool<()>> {
-        Pool::new(chunk_bytes, most_bytes, Box::new(|_| Ok(())))
+    fn pool(chunk_bytes: u32, max_bytes: u64) -> Arc<Pool<()>> {
+        Pool::new(chunk_bytes, max_bytes, Box::new(|_| Ok(())))
     }
 
     #[test]
@@ -271,11 +272,11 @@ mod tests {
     fn who_found_nothing_is_rung_for() {
         let pool = pool(1 << 20, 4 << 20);
         let chunks: Vec<_> = (0..4).map(|_| pool.take().unwrap().unwrap()).collect();
-        let bell = Arc::new(eventfd(0, EventfdFlags::NONBLOCK).unwrap());
-        assert!(pool.take_or_ring(&bell).unwrap().is_none());
-        assert!(rustix::io::read(&*bell, &mut [0; 8]).is_err());
+        let waker = Arc::new(eventfd(0, EventfdFlags::NONBLOCK).unwrap());
+        assert!(pool.take_or_wake(&waker).unwrap().is_none());
+        assert!(rustix::io::read(&*waker, &mut [0; 8]).is_err());
         drop(chunks);
-        assert!(rustix::io::read(&*bell, &mut [0; 8]).is_ok());
+        assert!(rustix::io::read(&*waker, &mut [0; 8]).is_ok());
         assert!(pool.take().unwrap().is_some());
     }
 
@@ -305,19 +306,19 @@ mod tests {
     fn while_a_slab_is_made_others_take_what_comes_back_and_nobody_makes_one_too_many() {
         let (pool, begins, word) = slow_pool();
         let mut chunks: Vec<_> = (0..4).map(|_| pool.take().unwrap().unwrap()).collect();
-        let bell = Arc::new(eventfd(0, EventfdFlags::NONBLOCK).unwrap());
+        let waker = Arc::new(eventfd(0, EventfdFlags::NONBLOCK).unwrap());
         thread::scope(|scope| {
             let grower = scope.spawn(|| pool.take().unwrap());
             begins.recv().unwrap();
             drop(chunks.pop());
             chunks.push(pool.take().unwrap().unwrap());
-            assert!(pool.take_or_ring(&bell).unwrap().is_none());
+            assert!(pool.take_or_wake(&waker).unwrap().is_none());
             let waits = scope.spawn(|| pool.take().unwrap());
             assert!(begins.recv_timeout(Duration::from_millis(50)).is_err(), "a third slab of two");
             word.send(Ok(())).unwrap();
             assert!(grower.join().unwrap().is_some() && waits.join().unwrap().is_some());
         });
-        assert!(rustix::io::read(&*bell, &mut [0; 8]).is_ok());
+        assert!(rustix::io::read(&*waker, &mut [0; 8]).is_ok());
         assert_eq!(pool.slabs(), 2);
     }
 
@@ -325,21 +326,21 @@ mod tests {
     fn who_hoped_for_a_slab_that_could_not_be_made_tries_once_himself() {
         let (pool, begins, word) = slow_pool();
         let chunks: Vec<_> = (0..4).map(|_| pool.take().unwrap().unwrap()).collect();
-        let [hopes, fails] = [(); 2].map(|()| Arc::new(eventfd(0, EventfdFlags::NONBLOCK).unwrap()));
-        let rings = |bell: &OwnedFd| rustix::io::read(bell, &mut [0; 8]).is_ok();
+        let [waits_for_slab, fails] = [(); 2].map(|()| Arc::new(eventfd(0, EventfdFlags::NONBLOCK).unwrap()));
+        let rings = |waker: &OwnedFd| rustix::io::read(waker, &mut [0; 8]).is_ok();
         thread::scope(|scope| {
-            let grower = scope.spawn(|| pool.take_or_ring(&fails).unwrap());
+            let grower = scope.spawn(|| pool.take_or_wake(&fails).unwrap());
             begins.recv().unwrap();
-            assert!(pool.take_or_ring(&hopes).unwrap().is_none() && !rings(&hopes));
+            assert!(pool.take_or_wake(&waits_for_slab).unwrap().is_none() && !rings(&waits_for_slab));
             word.send(Err(io::ErrorKind::OutOfMemory.into())).unwrap();
             assert!(grower.join().unwrap().is_none());
-            assert!(rings(&hopes) && !rings(&fails));
+            assert!(rings(&waits_for_slab) && !rings(&fails));
             word.send(Err(io::ErrorKind::OutOfMemory.into())).unwrap();
-            assert!(pool.take_or_ring(&hopes).unwrap().is_none());
-            assert!(!rings(&hopes) && !rings(&fails), "two that fail would ring for each other for ever");
+            assert!(pool.take_or_wake(&waits_for_slab).unwrap().is_none());
+            assert!(!rings(&waits_for_slab) && !rings(&fails), "two that fail would wake for each other for ever");
         });
         drop(chunks);
-        assert!(rings(&hopes) && rings(&fails));
+        assert!(rings(&waits_for_slab) && rings(&fails));
     }
 
     #[test]

@@ -44,7 +44,7 @@ fn who_says_nothing_is_let_go_after_the_limit() {
 
 #[test]
 fn more_strangers_than_allowed_are_not_listened_to() {
-    let options = Options { most_strangers: 3, ..Options::default() };
+    let options = Options { max_unauthenticated: 3, ..Options::default() };
     let server = end_with(Policy::stateless_server(), &options, Scribe::default());
     let address = server.messenger.listen(&anywhere()).unwrap();
     let _silent: Vec<_> = (0..3).map(|_| socket(&address)).collect();

@@ -22,37 +22,37 @@ use remora_fabric::verbs::duplex::{Done, Region, Station, Stations, Wire};
 use remora_fabric::{Memory, Pages};
 
 use super::RdmaOptions;
-use super::graves::Graves;
-use super::letter::BULK_BYTES;
+use super::message::MAX_RENDEZVOUS_BYTES;
 use super::pool::{self, Pool};
+use super::retired::RetiredQueue;
 
 /// A piece of registered memory.
 pub(super) type Chunk = pool::Chunk<Region>;
 
 /// The devices of a messenger.
-pub(in crate::stack) struct Sites {
+pub(in crate::stack) struct RdmaContext {
     pub(super) options: RdmaOptions,
     pub(super) stations: Arc<Stations>,
-    known: Mutex<Vec<Arc<Site>>>,
+    known: Mutex<Vec<Arc<Device>>>,
     /// Graves of all sites, to be looked at without a lock.
-    lying: Arc<AtomicUsize>,
+    retired_count: Arc<AtomicUsize>,
 }
 
 /// See the head of the file.
-pub(super) struct Site {
+pub(super) struct Device {
     station: Arc<Station>,
     receives: Arc<Pool<Region>>,
     /// Letters on their way out.
     pub(super) sends: Arc<Pool<Region>>,
     /// What peers read.
-    pub(super) lent: Arc<Pool<Region>>,
+    pub(super) exported: Arc<Pool<Region>>,
     /// Where we read to.
     pub(super) landing: Arc<Pool<Region>>,
     count: Mutex<Count>,
     /// Somebody wanted more receives than there is memory for.
-    hungry: AtomicBool,
-    graves: Mutex<Graves<Grave>>,
-    lying: Arc<AtomicUsize>,
+    starved: AtomicBool,
+    retired: Mutex<RetiredQueue<Retired>>,
+    retired_count: Arc<AtomicUsize>,
 }
 
 /// Receives, as the head of the file counts them.
@@ -63,62 +63,62 @@ struct Count {
 }
 
 /// A link that has ended. Fields go in this order, should they go together: the queue pair before the memory that it may name.
-pub(super) struct Grave {
+pub(super) struct Retired {
     pub(super) wire: Wire,
     pub(super) memory: Vec<Chunk>,
     /// Receives that were posted on its behalf and not seen again.
     pub(super) receives: u32,
 }
 
-impl Sites {
-    pub(super) fn new(options: RdmaOptions, stations: Arc<Stations>) -> Arc<Sites> {
-        Arc::new(Sites { options, stations, known: Mutex::default(), lying: Arc::default() })
+impl RdmaContext {
+    pub(super) fn new(options: RdmaOptions, stations: Arc<Stations>) -> Arc<RdmaContext> {
+        Arc::new(RdmaContext { options, stations, known: Mutex::default(), retired_count: Arc::default() })
     }
 
     /// Ends graves that have lain long enough, of all devices; when to do so again, if any are left.
     pub(in crate::stack) fn tend(&self) -> Option<Instant> {
-        if self.lying.load(Ordering::Acquire) == 0 {
+        if self.retired_count.load(Ordering::Acquire) == 0 {
             return None;
         }
         let known = self.known.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        known.iter().filter_map(|site| site.tend()).min()
+        known.iter().filter_map(|device| device.tend()).min()
     }
 
     /// The site of a device.
-    pub(super) fn of(&self, station: &Arc<Station>) -> Arc<Site> {
+    pub(super) fn of(&self, station: &Arc<Station>) -> Arc<Device> {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(site) = known.iter().find(|site| Arc::ptr_eq(&site.station, station)) {
-            return site.clone();
+        if let Some(device) = known.iter().find(|device| Arc::ptr_eq(&device.station, station)) {
+            return device.clone();
         }
-        let site = Arc::new(Site::new(station, &self.options, &self.lying));
-        known.push(site.clone());
-        site
+        let device = Arc::new(Device::new(station, &self.options, &self.retired_count));
+        known.push(device.clone());
+        device
     }
 }
 
-impl Site {
-    fn new(station: &Arc<Station>, options: &RdmaOptions, lying: &Arc<AtomicUsize>) -> Site {
-        let pool = |chunk_bytes: u32, most_bytes: u64, name: &'static str, lent: bool| {
+impl Device {
+    fn new(station: &Arc<Station>, options: &RdmaOptions, retired_count: &Arc<AtomicUsize>) -> Device {
+        let pool = |chunk_bytes: u32, max_bytes: u64, name: &'static str, exported: bool| {
             let station = station.clone();
             Pool::new(
                 chunk_bytes,
-                most_bytes,
+                max_bytes,
                 Box::new(move |bytes| {
                     let memory = Arc::new(Memory::create(name, bytes, Pages::Small)?);
-                    Ok(station.register(&memory, lent)?)
+                    Ok(station.register(&memory, exported)?)
                 }),
             )
         };
-        Site {
+        Device {
             station: station.clone(),
-            receives: pool(options.letter_bytes, options.receive_bytes, "remora-receives", false),
-            sends: pool(options.letter_bytes, options.send_bytes, "remora-sends", false),
-            lent: pool(BULK_BYTES, options.bulk_bytes, "remora-lent", true),
-            landing: pool(BULK_BYTES, options.bulk_bytes, "remora-landing", false),
+            receives: pool(options.message_bytes, options.receive_bytes, "remora-receives", false),
+            sends: pool(options.message_bytes, options.send_bytes, "remora-sends", false),
+            exported: pool(MAX_RENDEZVOUS_BYTES, options.rendezvous_bytes, "remora-exported", true),
+            landing: pool(MAX_RENDEZVOUS_BYTES, options.rendezvous_bytes, "remora-landing", false),
             count: Mutex::default(),
-            hungry: AtomicBool::new(false),
-            graves: Mutex::default(),
-            lying: lying.clone(),
+            starved: AtomicBool::new(false),
+            retired: Mutex::default(),
+            retired_count: retired_count.clone(),
         }
     }
 
@@ -141,7 +141,7 @@ impl Site {
                 }
             }
         }
-        self.hungry.store(got < wanted, Ordering::Relaxed);
+        self.starved.store(got < wanted, Ordering::Relaxed);
         Ok(got)
     }
 
@@ -194,31 +194,31 @@ impl Site {
     }
 
     /// Whether somebody needs receives that others do not use.
-    pub(super) fn is_hungry(&self) -> bool {
-        self.hungry.load(Ordering::Relaxed)
+    pub(super) fn is_starved(&self) -> bool {
+        self.starved.load(Ordering::Relaxed)
     }
 
     /// Lays a link to rest. Called by workers only, whose timers then look after it.
-    pub(super) fn bury(&self, mut grave: Grave) {
-        grave.wire.end();
-        self.lying.fetch_add(1, Ordering::Release);
-        self.graves().lay(Instant::now(), grave);
+    pub(super) fn retire(&self, mut link: Retired) {
+        link.wire.end();
+        self.retired_count.fetch_add(1, Ordering::Release);
+        self.retired().push(Instant::now(), link);
         self.tend();
     }
 
     /// Ends those that have lain long enough; when to look again, if any are left.
     fn tend(&self) -> Option<Instant> {
-        let (over, next) = {
-            let mut graves = self.graves(); // let go before anything is destroyed, which is a system call
-            (graves.take_over(Instant::now()), graves.next())
+        let (expired, next) = {
+            let mut retired = self.retired(); // let go before anything is destroyed, which is a system call
+            (retired.take_expired(Instant::now()), retired.next())
         };
-        self.lying.fetch_sub(over.len(), Ordering::Release);
-        for mut grave in over {
+        self.retired_count.fetch_sub(expired.len(), Ordering::Release);
+        for mut link in expired {
             let mut done = Vec::new();
-            while grave.wire.poll(&mut done).is_ok_and(|count| count > 0) {}
+            while link.wire.poll(&mut done).is_ok_and(|count| count > 0) {}
             let seen =
                 done.iter().filter(|done| done.name & RECEIVE != 0).filter_map(|done| self.received(done)).count();
-            let Grave { wire, memory, receives, .. } = grave;
+            let Retired { wire, memory, receives, .. } = link;
             drop(wire);
             drop(memory); // not before: now no card knows it
             self.release(receives.saturating_sub(seen as u32));
@@ -226,8 +226,8 @@ impl Site {
         next
     }
 
-    fn graves(&self) -> MutexGuard<'_, Graves<Grave>> {
-        self.graves.lock().unwrap_or_else(PoisonError::into_inner)
+    fn retired(&self) -> MutexGuard<'_, RetiredQueue<Retired>> {
+        self.retired.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn count(&self) -> MutexGuard<'_, Count> {
@@ -236,7 +236,7 @@ impl Site {
 }
 
 /// An eventfd that pools ring.
-pub(super) type Bell = Arc<OwnedFd>;
+pub(super) type Waker = Arc<OwnedFd>;
 
 /// Set in the names of receives, and in no other's.
 pub(super) const RECEIVE: u64 = 1 << 63;

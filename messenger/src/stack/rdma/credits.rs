@@ -1,0 +1,463 @@
+//! Who may send how much: the credits of both directions of one link. Pure; the link asks before it posts and tells what came.
+//!
+//! A *credit* is a receive that the other end has posted for us. A letter of bytes and an offer spend one; a *word*, which is a head
+//! alone, spends none, as each end keeps [`CONTROL_RECEIVES`] receives for the words of the other.
+//!
+//! ```text
+//!   sender                                          receiver
+//!   available = given − spent − back                out = given − taken − back: receives posted for the sender
+//!      │ spends the last: "short" ───────────────▶  window grows, if there is memory: given += more
+//!      │ ◀─────────────────── "ease" ───────────────  somebody else is short of memory
+//!      └ gives back what it does not need: back += n ▶ out falls: n receives are anybody's
+//! ```
+//!
+//! What holds, whatever is said and in whichever order letters are written:
+//!
+//! - Letters under way never exceed the receives that were posted for them: nobody is told "receiver not ready".
+//! - At most [`MAX_UNACKNOWLEDGED`] words of one end are unheard by the other, and one more that only says what was heard. So words are
+//!   bounded, and yet two ends that wait for each other's hearing both get to know.
+//! - At most [`MAX_RENDEZVOUS`] offers are unread: an offer's credit comes back at once, so that this bounds what a peer makes us keep.
+//! - A count that runs backwards or too far ahead, and a letter, offer or word that is one too many, is a broken peer ([`Violation`]).
+
+use super::message::{Head, Kind, MAX_CREDITS, Violation};
+
+/// See the head of the file.
+#[derive(Debug)]
+pub(super) struct Credits {
+    // As a sender: what we have of the peer.
+    received_credits: u32,
+    spent: u32,
+    returned: u32,
+    controls_sent: u16,
+    controls_acknowledged: u16,
+    rendezvous_sent: u32,
+    rendezvous_done: u32,
+    // As a receiver: what the peer has of us.
+    given: u32,
+    taken: u32,
+    peer_gave_back: u32,
+    controls_received: u16,
+    rendezvous_received: u32,
+    rendezvous_read: u32,
+    wants_credits: bool,
+    // What of it the peer has been told.
+    reported_given: u32,
+    reported_back: u32,
+    reported_read: u32,
+    reported_controls: u16,
+    reported_request: bool,
+    /// The peer had no credit left when it wrote.
+    peer_is_short: bool,
+}
+
+/// What a letter of the peer's means for the link.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Update {
+    /// The peer would send more than it may: give it more, if there is memory.
+    pub(super) short: bool,
+    /// So many receives that were posted for the peer are free.
+    pub(super) freed: u32,
+    /// So many of our offers, the oldest first, have been read.
+    pub(super) read: u32,
+}
+
+impl Credits {
+    /// At the beginning: the credits that each end has told the other in its hello.
+    pub(super) fn new(received_credits: u32, given: u32) -> Credits {
+        Credits {
+            received_credits,
+            spent: 0,
+            returned: 0,
+            controls_sent: 0,
+            controls_acknowledged: 0,
+            rendezvous_sent: 0,
+            rendezvous_done: 0,
+            given,
+            taken: 0,
+            peer_gave_back: 0,
+            controls_received: 0,
+            rendezvous_received: 0,
+            rendezvous_read: 0,
+            wants_credits: false,
+            reported_given: given,
+            reported_back: 0,
+            reported_read: 0,
+            reported_controls: 0,
+            reported_request: false,
+            peer_is_short: false,
+        }
+    }
+
+    /// Letters that we may send.
+    pub(super) fn available(&self) -> u32 {
+        self.received_credits.wrapping_sub(self.spent).wrapping_sub(self.returned)
+    }
+
+    /// Receives that are posted for the peer's letters and not used.
+    pub(super) fn out(&self) -> u32 {
+        self.given.wrapping_sub(self.taken).wrapping_sub(self.peer_gave_back)
+    }
+
+    /// Offers of ours that are not read yet.
+    pub(super) fn pending_rendezvous(&self) -> u32 {
+        self.rendezvous_sent.wrapping_sub(self.rendezvous_done)
+    }
+
+    /// Spends a credit for a letter of that kind; there must be one.
+    pub(super) fn spend(&mut self, kind: Kind) -> Head {
+        debug_assert!(self.available() > 0 && kind != Kind::Control, "asked before");
+        self.spent = self.spent.wrapping_add(1);
+        self.rendezvous_sent = self.rendezvous_sent.wrapping_add(u32::from(kind == Kind::Rendezvous));
+        self.head(kind)
+    }
+
+    /// A word, if something has to be said that no letter has said, and a word may be.
+    pub(super) fn control(&mut self) -> Option<Head> {
+        let unacknowledged = self.controls_sent.wrapping_sub(self.controls_acknowledged);
+        let must_acknowledge = self.controls_received.wrapping_sub(self.reported_controls) >= ACKNOWLEDGE_AFTER;
+        let is_due = must_acknowledge || self.must_report();
+        let may = unacknowledged < MAX_UNACKNOWLEDGED || (must_acknowledge && unacknowledged == MAX_UNACKNOWLEDGED);
+        if !is_due || !may {
+            return None;
+        }
+        self.controls_sent = self.controls_sent.wrapping_add(1);
+        Some(self.head(Kind::Control))
+    }
+
+    /// Whether the peer may wait for what it has not been told.
+    fn must_report(&self) -> bool {
+        let unreported = self.given.wrapping_sub(self.reported_given);
+        let has = self.out().wrapping_sub(unreported);
+        let is_much = unreported > 0 && (self.peer_is_short || has <= unreported);
+        is_much
+            || self.reported_read != self.rendezvous_read
+            || self.reported_back != self.returned
+            || self.reported_request != self.wants_credits
+    }
+
+    fn head(&mut self, kind: Kind) -> Head {
+        if self.reported_given != self.given {
+            self.peer_is_short = false;
+        }
+        self.reported_given = self.given;
+        self.reported_back = self.returned;
+        self.reported_read = self.rendezvous_read;
+        self.reported_controls = self.controls_received;
+        self.reported_request = self.wants_credits;
+        Head {
+            kind,
+            short: self.available() == 0,
+            request_credits: self.wants_credits,
+            controls_received: self.controls_received,
+            given: self.given,
+            back: self.returned,
+            read: self.rendezvous_read,
+        }
+    }
+
+    /// A letter has come. One that is wrong changes nothing.
+    pub(super) fn receive_message(&mut self, head: &Head) -> Result<Update, Violation> {
+        let more = head.given.wrapping_sub(self.received_credits);
+        let back = head.back.wrapping_sub(self.peer_gave_back);
+        let read = head.read.wrapping_sub(self.rendezvous_done);
+        let heard = head.controls_received.wrapping_sub(self.controls_acknowledged);
+        let is_word = head.kind == Kind::Control;
+        let is_offer = head.kind == Kind::Rendezvous;
+        let (available, pending_rendezvous) = (self.available(), self.pending_rendezvous());
+        let unacknowledged = self.controls_sent.wrapping_sub(self.controls_acknowledged);
+        // What the peer knows of our hearing and reading is at most what we have told.
+        let unreported_controls = self.controls_received.wrapping_sub(self.reported_controls);
+        let unreported_rendezvous = self.rendezvous_received.wrapping_sub(self.reported_read);
+        let out = self.out().checked_sub(u32::from(!is_word)).ok_or(Violation::NoCredit)?;
+        let sound = |is_sound: bool, violation: Violation| if is_sound { Ok(()) } else { Err(violation) };
+        sound(more <= MAX_CREDITS && available + more <= MAX_CREDITS, Violation::Given(more, available))?;
+        sound(back <= out, Violation::Back(back, out))?;
+        sound(read <= pending_rendezvous, Violation::Read(read, pending_rendezvous))?;
+        sound(heard <= unacknowledged, Violation::Acknowledged(heard, unacknowledged))?;
+        sound(
+            !is_word || unreported_controls < CONTROL_RECEIVES as u16,
+            Violation::TooManyControls(unreported_controls),
+        )?;
+        sound(
+            !is_offer || unreported_rendezvous < MAX_RENDEZVOUS,
+            Violation::TooManyRendezvous(unreported_rendezvous),
+        )?;
+        self.received_credits = head.given;
+        self.peer_gave_back = head.back;
+        self.rendezvous_done = head.read;
+        self.controls_acknowledged = head.controls_received;
+        self.taken = self.taken.wrapping_add(u32::from(!is_word));
+        self.controls_received = self.controls_received.wrapping_add(u16::from(is_word));
+        self.rendezvous_received = self.rendezvous_received.wrapping_add(u32::from(is_offer));
+        self.peer_is_short |= head.short;
+        if head.request_credits {
+            self.give_back();
+        }
+        Ok(Update { short: head.short, freed: back, read })
+    }
+
+    /// So many receives more are posted for the peer's letters.
+    pub(super) fn give(&mut self, more: u32) {
+        self.given = self.given.wrapping_add(more);
+    }
+
+    /// An offer of the peer's has been read.
+    pub(super) fn finish_read(&mut self) {
+        self.rendezvous_read = self.rendezvous_read.wrapping_add(1);
+    }
+
+    /// Whether we would rather have credits back.
+    pub(super) fn request_credits(&mut self, wanted: bool) {
+        self.wants_credits = wanted;
+    }
+
+    fn give_back(&mut self) {
+        let unneeded = self.available().saturating_sub(KEPT_CREDITS);
+        self.returned = self.returned.wrapping_add(unneeded);
+    }
+}
+
+/// Words of one end that the other may not have heard.
+const MAX_UNACKNOWLEDGED: u16 = 4;
+
+/// So many words heard are told by a word, if no letter has told them.
+const ACKNOWLEDGE_AFTER: u16 = 2;
+
+/// Receives that each end keeps posted for the other's words: those unheard, and one that tells of hearing.
+pub(super) const CONTROL_RECEIVES: u32 = MAX_UNACKNOWLEDGED as u32 + 1;
+
+/// Offers of one end that the other may not have read, part of the protocol: a megabyte under way.
+pub(super) const MAX_RENDEZVOUS: u32 = 4;
+
+/// Credits that an end keeps when it is asked to give back: enough to say something at once.
+const KEPT_CREDITS: u32 = 2;
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::collections::VecDeque;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// One end of a simulated link: its flow, what is on its way to it, and what it holds.
+    struct End {
+        credits: Credits,
+        coming: VecDeque<Head>,
+        /// Receives posted for letters and for words; a letter under way uses one of them when it arrives.
+        message_room: u32,
+        control_room: u32,
+        held: u32,
+        to_send: u32,
+        arrived: u32,
+        window: u32,
+    }
+
+    impl End {
+        fn new(window: u32) -> End {
+            End {
+                credits: Credits::new(window, window),
+                coming: VecDeque::new(),
+                message_room: window,
+                control_room: CONTROL_RECEIVES,
+                held: 0,
+                to_send: 0,
+                arrived: 0,
+                window,
+            }
+        }
+
+        fn send(&mut self, to: &mut End) {
+            while self.to_send > 0 && self.credits.available() > 0 {
+                self.to_send -= 1;
+                to.coming.push_back(self.credits.spend(Kind::Bytes));
+            }
+            while let Some(control) = self.credits.control() {
+                to.coming.push_back(control);
+            }
+        }
+
+        fn receive(&mut self) {
+            let Some(head) = self.coming.pop_front() else { return };
+            // A receive is used when the letter arrives; there must be one, whichever it was meant for.
+            assert!(self.message_room + self.control_room > 0, "receiver not ready");
+            if head.kind == Kind::Control {
+                self.control_room = self.control_room.checked_sub(1).expect("more controls than room");
+            } else {
+                self.message_room = self.message_room.checked_sub(1).expect("more messages than credits");
+                self.held += 1;
+                self.arrived += 1;
+            }
+            let update = self.credits.receive_message(&head).unwrap();
+            if head.kind == Kind::Control {
+                self.control_room += 1; // read and posted again at once
+            }
+            self.message_room -= update.freed;
+            self.window -= update.freed;
+            if update.short && self.window < 32 {
+                self.window += 1;
+                self.message_room += 1;
+                self.credits.give(1);
+            }
+        }
+
+        fn consume(&mut self, count: u32) {
+            let count = count.min(self.held);
+            self.held -= count;
+            self.message_room += count;
+            self.credits.give(count);
+        }
+    }
+
+    #[derive(Debug, Clone)]
+    enum Event {
+        Send { end: usize, count: u32 },
+        Deliver { end: usize, count: u32 },
+        Consume { end: usize, count: u32 },
+        Ease { end: usize, wanted: bool },
+    }
+
+    fn events() -> impl Strategy<Value = Vec<Event>> {
+        let event = prop_oneof![
+            (0usize..2, 0u32..20).prop_map(|(end, count)| Event::Send { end, count }),
+            (0usize..2, 0u32..20).prop_map(|(end, count)| Event::Deliver { end, count }),
+            (0usize..2, 0u32..20).prop_map(|(end, count)| Event::Consume { end, count }),
+            (0usize..2, any::<bool>()).prop_map(|(end, wanted)| Event::Ease { end, wanted }),
+        ];
+        proptest::collection::vec(event, 0..200)
+    }
+
+    fn speak(ends: &mut [End; 2]) {
+        let [one, other] = ends;
+        one.send(other);
+        other.send(one);
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_happens_no_receiver_is_overrun_and_in_the_end_everything_has_arrived(
+            windows in (1u32..12, 1u32..12),
+            events in events(),
+        ) {
+            let mut ends = [End::new(windows.0), End::new(windows.1)];
+            ends[0].credits = Credits::new(windows.1, windows.0);
+            ends[1].credits = Credits::new(windows.0, windows.1);
+            let mut sent = [0, 0];
+            for event in events {
+                match event {
+                    Event::Send { end, count } => {
+                        ends[end].to_send += count;
+                        sent[end] += count;
+                    }
+                    Event::Deliver { end, count } => (0..count).for_each(|_| ends[end].receive()),
+                    Event::Consume { end, count } => ends[end].consume(count),
+                    Event::Ease { end, wanted } => ends[end].credits.request_credits(wanted),
+                }
+                speak(&mut ends);
+            }
+            // Everybody reads on: it comes to an end, and everything has arrived.
+            for _ in 0..10_000 {
+                for end in &mut ends {
+                    (0..8).for_each(|_| end.receive());
+                    end.consume(u32::MAX);
+                }
+                speak(&mut ends);
+            }
+            prop_assert_eq!(ends[0].arrived, sent[1]);
+            prop_assert_eq!(ends[1].arrived, sent[0]);
+            prop_assert!(ends.iter().all(|end| end.coming.is_empty()), "controls without end");
+        }
+
+        #[test]
+        fn no_head_makes_us_count_beyond_all_bounds(heads in proptest::collection::vec(any::<[u8; 16]>(), 1..50)) {
+            let mut credits = Credits::new(8, 8);
+            for bytes in heads {
+                if let Ok(head) = Head::decode(&bytes)
+                    && credits.receive_message(&head).is_err()
+                {
+                    break;
+                }
+                prop_assert!(credits.available() <= MAX_CREDITS && credits.out() <= 8);
+            }
+        }
+    }
+
+    #[test]
+    fn nobody_gives_back_more_than_he_was_given() {
+        for (kind, back) in [(Kind::Bytes, u32::MAX), (Kind::Bytes, 8), (Kind::Control, 9), (Kind::Control, u32::MAX)] {
+            let head = |back| Head { kind, back, given: 8, ..Head::default() };
+            assert!(Credits::new(8, 8).receive_message(&head(back)).is_err(), "{kind:?} that gives back {back} of 8");
+            assert!(Credits::new(8, 8).receive_message(&head(7)).is_ok(), "{kind:?} that gives back 7 of 8");
+        }
+    }
+
+    #[test]
+    fn an_end_that_is_asked_gives_back_all_but_a_few() {
+        let (mut sender, mut receiver) = (Credits::new(20, 4), Credits::new(4, 20));
+        receiver.request_credits(true);
+        let asks = receiver.control().unwrap();
+        assert!(asks.request_credits);
+        sender.receive_message(&asks).unwrap();
+        assert_eq!(sender.available(), KEPT_CREDITS);
+        let answer = sender.control().unwrap();
+        assert_eq!(receiver.receive_message(&answer).unwrap().freed, 20 - KEPT_CREDITS);
+        assert_eq!(receiver.out(), KEPT_CREDITS);
+    }
+
+    #[test]
+    fn an_offer_counts_as_read_when_the_peer_says_so_and_not_before() {
+        let (mut sender, mut receiver) = (Credits::new(4, 4), Credits::new(4, 4));
+        let rendezvous = sender.spend(Kind::Rendezvous);
+        receiver.receive_message(&rendezvous).unwrap();
+        assert_eq!(sender.pending_rendezvous(), 1);
+        receiver.finish_read();
+        let control = receiver.control().unwrap();
+        assert_eq!(sender.receive_message(&control).unwrap().read, 1);
+        assert_eq!(sender.pending_rendezvous(), 0);
+        assert!(sender.receive_message(&Head { read: 2, ..control }).is_err());
+    }
+
+    #[test]
+    fn a_letter_that_no_peer_of_ours_would_write_is_named_and_changes_nothing() {
+        let mut credits = Credits::new(8, 2);
+        let head = |kind, given| Head { kind, given, ..Head::default() };
+        let violation = |credits: &mut Credits, head: Head| {
+            let (available, out) = (credits.available(), credits.out());
+            let violation = credits.receive_message(&head).unwrap_err();
+            assert_eq!((credits.available(), credits.out()), (available, out), "{violation}");
+            violation
+        };
+        assert_eq!(violation(&mut credits, head(Kind::Control, 7)), Violation::Given(u32::MAX, 8));
+        assert_eq!(violation(&mut credits, head(Kind::Control, MAX_CREDITS + 1)), Violation::Given(MAX_CREDITS - 7, 8));
+        assert_eq!(violation(&mut credits, Head { back: 2, ..head(Kind::Bytes, 8) }), Violation::Back(2, 1));
+        assert_eq!(violation(&mut credits, Head { read: 1, ..head(Kind::Control, 8) }), Violation::Read(1, 0));
+        assert_eq!(
+            violation(&mut credits, Head { controls_received: 1, ..head(Kind::Control, 8) }),
+            Violation::Acknowledged(1, 0)
+        );
+        (0..2).for_each(|_| assert!(credits.receive_message(&head(Kind::Bytes, 8)).is_ok()));
+        assert_eq!(violation(&mut credits, head(Kind::Bytes, 8)), Violation::NoCredit);
+    }
+
+    /// Words cost no credit, and the credit of an offer comes back at once: without a bound of their own both would be endless.
+    #[test]
+    fn words_and_offers_beyond_their_bounds_are_refused() {
+        let mut credits = Credits::new(8, 8);
+        let head = |kind| Head { kind, given: 8, ..Head::default() };
+        (0..CONTROL_RECEIVES).for_each(|_| assert!(credits.receive_message(&head(Kind::Control)).is_ok()));
+        assert_eq!(credits.receive_message(&head(Kind::Control)), Err(Violation::TooManyControls(5)));
+        assert_eq!(credits.control().unwrap().controls_received, 5);
+        assert!(credits.receive_message(&head(Kind::Control)).is_ok());
+        for _ in 0..MAX_RENDEZVOUS {
+            assert!(credits.receive_message(&head(Kind::Rendezvous)).is_ok());
+            credits.give(1);
+        }
+        assert_eq!(credits.receive_message(&head(Kind::Rendezvous)), Err(Violation::TooManyRendezvous(4)));
+        credits.finish_read();
+        assert!(credits.receive_message(&head(Kind::Rendezvous)).is_err(), "read, but the peer can't know");
+        credits.spend(Kind::Bytes);
+        assert!(credits.receive_message(&head(Kind::Rendezvous)).is_ok());
+    }
+}

@@ -1,0 +1,68 @@
+//! Who lies for how long before it is destroyed. Pure: `site` says what lies here, and a worker's timer when to look.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+/// Each lies for [`RETIRE_TIME`]. The first to come is the first to go.
+#[derive(Debug)]
+pub(super) struct RetiredQueue<G>(VecDeque<(Instant, G)>);
+
+impl<G> Default for RetiredQueue<G> {
+    fn default() -> RetiredQueue<G> {
+        RetiredQueue(VecDeque::new())
+    }
+}
+
+impl<G> RetiredQueue<G> {
+    pub(super) fn push(&mut self, now: Instant, link: G) {
+        self.0.push_back((now + RETIRE_TIME, link));
+    }
+
+    /// When to look again; never, if nobody lies here.
+    pub(super) fn next(&self) -> Option<Instant> {
+        self.0.front().map(|(expired, _)| *expired)
+    }
+
+    /// Takes out those that have lain long enough.
+    pub(super) fn take_expired(&mut self, now: Instant) -> Vec<G> {
+        let count = self.0.iter().take_while(|(expired, _)| *expired <= now).count();
+        self.0.drain(..count).map(|(_, link)| link).collect()
+    }
+}
+
+/// A card that was told to fail a queue pair has flushed it long before this.
+const RETIRE_TIME: Duration = Duration::from_millis(200);
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        /// Somebody who looks only when he was told to, and at nothing else, leaves nobody lying.
+        #[test]
+        fn who_looks_when_told_takes_each_out_once_in_time_and_not_before(pauses in proptest::collection::vec(0u64..500, 1..40)) {
+            let mut retired = RetiredQueue::default();
+            let mut now = Instant::now();
+            let mut pushed = Vec::new();
+            let mut out = Vec::new();
+            let look = |retired: &mut RetiredQueue<usize>, until: Option<Instant>, out: &mut Vec<(usize, Instant)>| {
+                while let Some(at) = retired.next().filter(|at| until.is_none_or(|until| *at <= until)) {
+                    let expired = retired.take_expired(at);
+                    assert!(!expired.is_empty(), "told to look for nothing");
+                    out.extend(expired.into_iter().map(|link| (link, at)));
+                }
+            };
+            for (link, pause) in pauses.iter().enumerate() {
+                now += Duration::from_millis(*pause);
+                look(&mut retired, Some(now), &mut out);
+                retired.push(now, link);
+                pushed.push((link, now + RETIRE_TIME));
+            }
+            look(&mut retired, None, &mut out);
+            prop_assert_eq!(out, pushed);
+            prop_assert!(retired.next().is_none());
+        }
+    }
+}

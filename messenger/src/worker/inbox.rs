@@ -1,0 +1,95 @@
+//! What other threads ask of a worker, and how they wake it.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use rustix::event::{EventfdFlags, eventfd};
+
+use super::link::LinkState;
+use super::links::LinkKey;
+use crate::connection::Connection;
+use crate::signal::Open;
+use crate::stack::Listener;
+
+/// A request to a worker.
+pub(crate) enum Command {
+    /// The workers of the messenger, in order.
+    Workers(Vec<Arc<Inbox>>),
+    /// Accept connections there.
+    Listen(Box<dyn Listener>),
+    /// Begin that session.
+    Connect(Connection),
+    /// The connection's send queue is no longer empty.
+    Flush(Connection),
+    /// End the session once everything queued is sent.
+    Close(Connection),
+    /// End the session now.
+    Abort(Connection),
+    /// Break the session's link.
+    Cut(Connection),
+    /// Serve a link that a peer opened, with the handshake begun.
+    Take(Box<LinkState>),
+    /// Serve a link whose peer has named a session of this worker.
+    Adopt(Box<LinkState>, Open, Connection),
+    /// There may be room for the message that blocks that link.
+    Room(LinkKey),
+    /// End the thread.
+    Stop,
+}
+
+/// The queue of a worker's commands. Any thread may post; only the worker takes.
+pub(crate) struct Inbox {
+    commands: Mutex<Vec<Command>>,
+    /// Whether there are commands. Read without the lock.
+    waiting: AtomicBool,
+    /// Whether the worker sleeps, or is about to: a thread that posts must wake it.
+    asleep: AtomicBool,
+    waker: OwnedFd,
+}
+
+impl Inbox {
+    pub(super) fn new() -> io::Result<Inbox> {
+        let waker = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Inbox { commands: Mutex::default(), waiting: false.into(), asleep: false.into(), waker })
+    }
+
+    /// Queues a command, and wakes the worker if it sleeps.
+    pub(crate) fn post(&self, command: Command) {
+        self.commands.lock().unwrap_or_else(PoisonError::into_inner).push(command);
+        self.waiting.store(true, Ordering::SeqCst);
+        if self.asleep.load(Ordering::SeqCst) && self.asleep.swap(false, Ordering::SeqCst) {
+            let _ = rustix::io::write(&self.waker, &1u64.to_ne_bytes()); // fails only when the counter is full
+        }
+    }
+
+    /// Whether there are commands.
+    pub(super) fn is_waiting(&self) -> bool {
+        self.waiting.load(Ordering::Acquire)
+    }
+
+    /// Moves the commands to `into`, which must be empty.
+    pub(super) fn take(&self, into: &mut Vec<Command>) {
+        // A load before the exchange: usually there is nothing, and this is called after each event.
+        if self.is_waiting() && self.waiting.swap(false, Ordering::SeqCst) {
+            std::mem::swap(&mut *self.commands.lock().unwrap_or_else(PoisonError::into_inner), into);
+        }
+    }
+
+    /// Announces that the worker is about to sleep. Returns whether it may: no command came before the announcement.
+    pub(super) fn fall_asleep(&self) -> bool {
+        self.asleep.store(true, Ordering::SeqCst);
+        !self.waiting.load(Ordering::SeqCst)
+    }
+
+    /// Announces that the worker is awake.
+    pub(super) fn wake_up(&self) {
+        self.asleep.store(false, Ordering::SeqCst);
+    }
+
+    /// The eventfd that wakes the worker.
+    pub(super) fn waker(&self) -> &OwnedFd {
+        &self.waker
+    }
+}

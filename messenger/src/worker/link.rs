@@ -1,0 +1,313 @@
+//! The state of one link: the handshake, then frames in and frames out. What the frames mean is the session's business; a link
+//! only knows which session it serves.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::sync::Arc;
+use std::time::Instant;
+
+use remora_wire::Token;
+
+use super::Context;
+use super::reactor::Interest;
+use super::sessions::SessionKey;
+use crate::connection::Negotiated;
+use crate::error::LinkError;
+use crate::frame::{Limits, Preamble, Reader, Writer};
+use crate::handshake::{Established, Handshake, Opening, Role, Versions};
+use crate::messenger::Common;
+use crate::seal::Seals;
+use crate::signal::{Label, Signal};
+use crate::stack::Link;
+use crate::throttle::Permit;
+
+/// A link and everything that is half done on it.
+pub(crate) struct LinkState {
+    pub(super) link: Box<dyn Link>,
+    pub(super) phase: Phase,
+    pub(super) reader: Reader,
+    pub(super) writer: Writer,
+    /// The frame whose head has been read.
+    pub(super) incoming: Option<Incoming>,
+    /// Bytes received and not yet read, because there is no room for the messages in them.
+    pub(super) held: Vec<u8>,
+    /// What the handshake settled, until a session has it.
+    pub(super) negotiated: Option<Box<Negotiated>>,
+    /// When the phase must be over.
+    pub(super) deadline: Option<Instant>,
+    /// Since when the peer has not taken any of the bytes written for it.
+    pub(super) stuck_since: Option<Instant>,
+    /// The timer that is set.
+    pub(super) timer: Option<Instant>,
+    /// What epoll has been asked to report.
+    pub(super) interest: Interest,
+    /// The transport can be asked for something to do without a system call. It reports room to send by becoming readable: its
+    /// descriptor is always writable.
+    pub(super) is_polled: bool,
+}
+
+/// What a link is there for.
+pub(super) enum Phase {
+    /// That session's connect has not completed.
+    Calling(SessionKey),
+    /// Both ends prove themselves. `output` is still to be sent; `session` is the one that called, if this end did.
+    Handshaking { handshake: Box<Handshake<Arc<Token>>>, output: Vec<u8>, session: Option<SessionKey> },
+    /// The handshake is complete, and the peer has not said yet which session it means.
+    Unbound,
+    /// The link of that session.
+    Serving(SessionKey),
+    /// What is written is sent, then the link is closed.
+    Leaving,
+}
+
+/// A frame whose head was read.
+pub(super) enum Incoming {
+    Signal(Signal),
+    /// A message for which there is no room yet.
+    Blocked(Preamble, Label),
+    Message(Label, Permit),
+}
+
+/// What this end brings into every handshake.
+#[derive(Debug, Clone)]
+pub(crate) struct HandshakeConfig {
+    pub(crate) token: Arc<Token>,
+    pub(crate) versions: Versions,
+    pub(crate) summed: bool,
+    pub(crate) sealed: bool,
+}
+
+impl LinkState {
+    pub(super) fn new(mut link: Box<dyn Link>, phase: Phase, deadline: Instant) -> LinkState {
+        LinkState {
+            is_polled: link.poll_ready().is_some(),
+            link,
+            phase,
+            reader: Reader::new(Limits::UNAUTHENTICATED, None),
+            writer: Writer::new(true, None),
+            incoming: None,
+            held: Vec::new(),
+            negotiated: None,
+            deadline: Some(deadline),
+            stuck_since: None,
+            timer: None,
+            interest: Interest { readable: true, writable: false },
+        }
+    }
+
+    /// A link that a peer opened, with the handshake begun.
+    pub(crate) fn called(link: Box<dyn Link>, common: &Common, now: Instant) -> Result<LinkState, LinkError> {
+        let mut link = LinkState::new(link, Phase::Unbound, now + common.policy.opening_limit);
+        link.begin_handshake(None, &common.handshake, now)?;
+        Ok(link)
+    }
+
+    /// The session that it serves or will serve.
+    pub(super) fn session(&self) -> Option<SessionKey> {
+        match &self.phase {
+            Phase::Calling(session) | Phase::Serving(session) => Some(*session),
+            Phase::Handshaking { session, .. } => *session,
+            Phase::Unbound | Phase::Leaving => None,
+        }
+    }
+
+    /// Whether a peer opened it and it has no session yet.
+    pub(super) fn is_unauthenticated(&self) -> bool {
+        matches!(self.phase, Phase::Unbound | Phase::Handshaking { session: None, .. })
+    }
+
+    /// Whether it is not read, because there is no room for the message that comes next.
+    pub(super) fn is_blocked(&self) -> bool {
+        matches!(self.incoming, Some(Incoming::Blocked(..)))
+    }
+
+    /// When it must be looked at, whatever happens until then.
+    pub(super) fn next_deadline(&self, cx: &Context) -> Option<Instant> {
+        let stuck = self.stuck_since.map(|since| since + cx.common.policy.silence_limit);
+        self.deadline.into_iter().chain(stuck).min()
+    }
+
+    /// Why it must end now, if it must.
+    pub(super) fn expired(&self, cx: &Context) -> Option<LinkError> {
+        if self.stuck_since.is_some_and(|since| since + cx.common.policy.silence_limit <= cx.now) {
+            return Some(LinkError::TooSlow("take what was sent"));
+        }
+        self.deadline.is_some_and(|deadline| deadline <= cx.now).then_some(LinkError::TooSlow(super::OPENING))
+    }
+
+    /// Whether the connect has completed.
+    pub(super) fn finish_call(&mut self) -> Result<bool, LinkError> {
+        match self.link.finish_call() {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
+            answered => answered.map(|()| true).map_err(LinkError::Unreachable),
+        }
+    }
+
+    /// Begins the handshake: as the end that called for `session`, otherwise as the end that was called.
+    pub(super) fn begin_handshake(
+        &mut self,
+        session: Option<SessionKey>,
+        config: &HandshakeConfig,
+        now: Instant,
+    ) -> Result<(), LinkError> {
+        let opening = Opening { versions: config.versions, features: config.features(), nonce: random()? };
+        let limit = self.deadline.map_or(std::time::Duration::ZERO, |deadline| deadline.saturating_duration_since(now));
+        let token = Arc::clone(&config.token);
+        let mut handshake = match session {
+            Some(_) => Handshake::caller(token, opening, now, limit),
+            None => Handshake::called(token, opening, u64::from_le_bytes(random()?), now, limit),
+        };
+        let output = handshake.take_output();
+        self.phase = Phase::Handshaking { handshake: Box::new(handshake), output, session };
+        Ok(())
+    }
+
+    /// Continues the handshake as far as bytes allow. Returns what both ends agreed on once it is complete.
+    pub(super) fn continue_handshake(&mut self) -> Result<Option<Established>, LinkError> {
+        let Phase::Handshaking { handshake, output, .. } = &mut self.phase else { return Ok(None) };
+        loop {
+            if output.is_empty() && self.link.has_unsent() {
+                let _ = self.link.send(&[]); // a broken link is found by receiving
+            }
+            while !output.is_empty() {
+                match self.link.send(&[IoSlice::new(output)]) {
+                    Ok(sent) => drop(output.drain(..sent)),
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+                    Err(error) => return Err(LinkError::Io(error)),
+                }
+            }
+            if let Some(established) = handshake.poll_established() {
+                return Ok(Some(established));
+            }
+            let mut piece = [0; HANDSHAKE_PIECE_BYTES];
+            match self.link.receive(&mut [IoSliceMut::new(&mut piece)]) {
+                Ok(0) => return Err(LinkError::Ended),
+                Ok(count) => {
+                    let outcome = handshake.handle_input(&piece[..count]);
+                    output.extend(handshake.take_output());
+                    if let Err(error) = outcome {
+                        let _ = self.link.send(&[IoSlice::new(output)]); // a refusal, if it can be sent at once
+                        return Err(error.into());
+                    }
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+                Err(error) => return Err(LinkError::Io(error)),
+            }
+        }
+    }
+
+    /// The handshake is complete: frames from here on.
+    pub(super) fn establish(&mut self, established: &mut Established) {
+        let summed = established.features() & MAY_LEAVE_SUMS == 0;
+        let sealed = established.features() & MAY_LEAVE_SEALS == 0;
+        let seals = |of: Role| sealed.then(|| Seals::new(&established.key(), of));
+        self.writer = Writer::new(summed, seals(established.role()));
+        self.reader = Reader::new(Limits::UNAUTHENTICATED, seals(established.role().peer()));
+        self.negotiated = Some(Box::new(Negotiated {
+            number: established.session(),
+            key: established.key(),
+            version: established.version(),
+            local: self.link.local(),
+        }));
+        self.held = established.take_rest();
+    }
+
+    /// Sends what is written. Returns whether everything is sent; otherwise the peer takes no more at present.
+    pub(super) fn flush(&mut self, now: Instant) -> Result<bool, LinkError> {
+        while !self.writer.is_empty() {
+            let sent = match self.writer.only_piece() {
+                Some(piece) => self.link.send(&[IoSlice::new(piece)]),
+                None => {
+                    let mut slices = [IoSlice::new(&[]); SLICES_PER_SEND];
+                    let count = self.writer.slices(&mut slices);
+                    self.link.send(&slices[..count])
+                }
+            };
+            match sent {
+                Ok(sent) => {
+                    self.writer.sent(sent);
+                    self.stuck_since = None;
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    self.stuck_since.get_or_insert(now);
+                    return Ok(false);
+                }
+                Err(error) => return Err(LinkError::Io(error)),
+            }
+        }
+        self.send_on(now)
+    }
+
+    /// Sends what the link took and could not pass on. Returns whether everything is sent.
+    fn send_on(&mut self, now: Instant) -> Result<bool, LinkError> {
+        if self.link.has_unsent() {
+            match self.link.send(&[]) {
+                Err(error) if error.kind() != io::ErrorKind::WouldBlock => return Err(LinkError::Io(error)),
+                _ => {}
+            }
+        }
+        let is_stuck = self.link.has_unsent();
+        self.stuck_since = is_stuck.then(|| self.stuck_since.unwrap_or(now));
+        Ok(!is_stuck)
+    }
+
+    /// Writes a signal behind what is written already.
+    pub(super) fn say(&mut self, signal: Signal) {
+        let (tag, head, length) = signal.encode();
+        self.writer.frame(tag, &head[..length], Default::default(), 1);
+    }
+
+    /// Whether there is something to do, asked without a system call. Bytes to receive are nothing to do while the link is not
+    /// read.
+    pub(super) fn has_something(&mut self) -> bool {
+        self.link.poll_ready() == Some(true) && !self.is_idle()
+    }
+
+    /// Prepares for a sleep on the descriptor. Returns whether there is something to do first.
+    pub(super) fn arm(&mut self) -> bool {
+        self.link.arm() && !self.is_idle()
+    }
+
+    fn is_idle(&self) -> bool {
+        self.is_blocked() && self.writer.is_empty()
+    }
+
+    /// What epoll should report.
+    pub(super) fn wanted(&self) -> Interest {
+        match &self.phase {
+            // A socket's connect has completed when it is writable; some of the other transports know only readable.
+            Phase::Calling(_) => Interest { readable: true, writable: true },
+            Phase::Handshaking { output, .. } => {
+                let writable = (!output.is_empty() || self.link.has_unsent()) && !self.is_polled;
+                Interest { readable: true, writable }
+            }
+            _ => Interest {
+                readable: !self.is_blocked(),
+                writable: (!self.writer.is_empty() || self.link.has_unsent()) && !self.is_polled,
+            },
+        }
+    }
+}
+
+impl HandshakeConfig {
+    /// What this end can do without. Only what both ends can do without is left out, so no peer weakens this end.
+    fn features(&self) -> u64 {
+        u64::from(!self.summed) * MAY_LEAVE_SUMS + u64::from(!self.sealed) * MAY_LEAVE_SEALS
+    }
+}
+
+fn random<const N: usize>() -> Result<[u8; N], LinkError> {
+    let mut bytes = [0; N];
+    getrandom::fill(&mut bytes).map_err(|_| LinkError::Io(io::Error::other("no random bytes from the system")))?;
+    Ok(bytes)
+}
+
+/// Feature bits of the handshake: this end can do without checksums over bodies, and without seals.
+const MAY_LEAVE_SUMS: u64 = 1;
+const MAY_LEAVE_SEALS: u64 = 2;
+
+/// More than a frame of the handshake.
+const HANDSHAKE_PIECE_BYTES: usize = 512;
+
+/// Pieces per vectored send. Two per message with data, and one behind the last: all that is written ahead in messages of 4 KiB goes in
+/// one call. A call for the rest would cost a segment of its own, and at the peer another waking.
+const SLICES_PER_SEND: usize = 128;

@@ -1,0 +1,270 @@
+//! One thread with one reactor, and everything that lives on it: links, sessions and their timers. The thread waits only in epoll,
+//! and holds no lock while it calls the owner.
+//!
+//! ```text
+//!            ┌──────────────────────────── a turn ────────────────────────────────┐
+//!   epoll ──▶│ a link is readable: receive, find frames, dispatch each message    │──▶ Dispatcher (the owner's code)
+//!            │   … then settle its session: messages ─▶ frames ─▶ one vectored send│
+//!   inbox ──▶│ commands of other threads: flush, connect, adopt a link, …         │
+//!   timers ─▶│ sessions and links whose time has come                             │
+//!            └────────────────────────────────────────────────────────────────────┘
+//! ```
+//!
+//! What the owner sends while a message is dispatched stays in the connection's queue until all messages that came together are
+//! dispatched, and then goes in one system call. A single message goes at once.
+//!
+//! - this file: the thread, one turn after the other. **Start here.**
+//! - `tables`: what happens between links and sessions; `links`, `sessions`: the two tables; `link`: the state of a link.
+//! - `receive`, `transmit`: from bytes to messages, and back; `accept`: listeners; `shutdown`: how links end.
+//! - `reactor`: epoll and what it watches besides; `inbox`: commands of other threads; `timers`, `spin`: when to look, and how long.
+
+mod accept;
+mod inbox;
+mod link;
+mod links;
+mod reactor;
+mod receive;
+mod sessions;
+mod shutdown;
+mod spin;
+mod tables;
+mod timers;
+mod transmit;
+
+use std::io;
+use std::sync::{Arc, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use rustix::event::epoll;
+
+pub(crate) use self::inbox::{Command, Inbox};
+pub(crate) use self::link::{HandshakeConfig, LinkState};
+pub(crate) use self::spin::Spin;
+
+use self::accept::{ACCEPTS_PER_TURN, Accepted, Acceptor};
+use self::links::LinkTable;
+use self::reactor::{EVENTS_PER_TURN, Reactor, Ready};
+use self::sessions::SessionKey;
+use self::shutdown::{LEAVING_LIMIT, LEAVING_PACE};
+use self::tables::Tables;
+use crate::messenger::Common;
+use crate::session::{LocalEnd, Session};
+use crate::stack::Address;
+
+/// A running worker.
+pub(crate) struct Handle {
+    inbox: Arc<Inbox>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Handle {
+    pub(crate) fn start(index: usize, common: &Arc<Common>) -> io::Result<Handle> {
+        let inbox = Arc::new(Inbox::new()?);
+        let mut worker = Worker::new(Arc::clone(common), Arc::clone(&inbox))?;
+        let name = format!("messenger-{index}");
+        let thread = thread::Builder::new().name(name).spawn(move || worker.run())?;
+        Ok(Handle { inbox, thread: Some(thread) })
+    }
+
+    pub(crate) fn inbox(&self) -> &Arc<Inbox> {
+        &self.inbox
+    }
+
+    /// Waits for the thread's end, unless this is the thread.
+    pub(crate) fn join(&mut self) {
+        if let Some(thread) = self.thread.take().filter(|thread| thread.thread().id() != thread::current().id()) {
+            let _ = thread.join(); // its panic has been reported by the panic hook
+        }
+    }
+}
+
+/// What everything on a worker refers to.
+struct Context {
+    common: Arc<Common>,
+    inbox: Arc<Inbox>,
+    /// The time of this turn.
+    now: Instant,
+}
+
+impl Context {
+    /// Whether sessions are between peers, which may both call.
+    fn is_peer(&self) -> bool {
+        self.common.policy.standby && !self.common.policy.server
+    }
+
+    /// What a session says of this end.
+    fn local_end(&self, can_call: bool) -> LocalEnd {
+        let address = self.common.address.lock().unwrap_or_else(PoisonError::into_inner);
+        let address = address.as_ref().and_then(Address::socket_address);
+        LocalEnd { entity: self.common.entity, address, can_call }
+    }
+}
+
+struct Worker {
+    tables: Tables,
+    acceptor: Acceptor,
+    /// When transports want to be looked after.
+    tend_at: Option<Instant>,
+    is_stopping: bool,
+}
+
+impl Worker {
+    fn new(common: Arc<Common>, inbox: Arc<Inbox>) -> io::Result<Worker> {
+        let links = LinkTable::new(Reactor::new(Arc::clone(&inbox))?);
+        let cx = Context { common, inbox, now: Instant::now() };
+        let (tables, acceptor) = (Tables::new(cx, links), Acceptor::default());
+        Ok(Worker { tables, acceptor, tend_at: None, is_stopping: false })
+    }
+
+    fn run(&mut self) {
+        let mut events = Vec::with_capacity(EVENTS_PER_TURN);
+        let mut spin = self.tables.cx.common.spin();
+        while !self.is_stopping {
+            self.wait(&mut events, &mut spin);
+            self.tables.cx.now = Instant::now();
+            for event in events.drain(..) {
+                self.handle(event);
+                self.execute_commands();
+            }
+            self.execute_commands();
+            self.handle_timers();
+        }
+        self.stop();
+    }
+
+    /// Waits until there is something to do: polls for as long as that pays, then sleeps.
+    fn wait(&mut self, events: &mut Vec<epoll::Event>, spin: &mut Spin) {
+        spin.begin(self.tables.cx.now);
+        loop {
+            if self.poll_ready() {
+                return spin.paid();
+            }
+            if !spin.goes_on() {
+                return self.sleep(events);
+            }
+            if !spin.asks_the_system(self.tables.links.polled() == 0) {
+                std::hint::spin_loop();
+                continue;
+            }
+            self.tables.links.reactor.wait(events, Some(Duration::ZERO));
+            if !events.is_empty() {
+                return spin.paid();
+            }
+            self.tables.cx.now = Instant::now();
+            if self.next_timer().is_some_and(|next| next <= self.tables.cx.now) {
+                return;
+            }
+        }
+    }
+
+    /// Serves polled links that have something, and returns whether there was something to do, commands included.
+    ///
+    /// Links are served at the time of the last turn or system call: a few dozen microseconds old at most, where the clock itself would cost a
+    /// twentieth of a round trip.
+    fn poll_ready(&mut self) -> bool {
+        if self.tables.cx.inbox.is_waiting() {
+            return true;
+        }
+        let mut found = false;
+        for index in 0..self.tables.links.polled() {
+            if let Some(key) = self.tables.links.poll_ready(index) {
+                self.tables.serve(key, true);
+                found = true;
+            }
+        }
+        found
+    }
+
+    fn sleep(&mut self, events: &mut Vec<epoll::Event>) {
+        let something_came = self.tables.links.arm();
+        if self.tables.cx.inbox.fall_asleep() && !something_came {
+            let next = self.next_timer();
+            let reactor = &mut self.tables.links.reactor;
+            if let Some(next) = next {
+                reactor.set_timer(next);
+            }
+            reactor.wait(events, None);
+        }
+        self.tables.cx.inbox.wake_up();
+        self.tables.links.disarm();
+    }
+
+    fn handle(&mut self, event: epoll::Event) {
+        match self.tables.links.reactor.decode(event) {
+            Some(Ready::Listener(index)) => self.accept(index),
+            Some(Ready::Link { key, readable }) => self.tables.serve(key, readable),
+            None => {}
+        }
+    }
+
+    fn accept(&mut self, index: usize) {
+        for _ in 0..ACCEPTS_PER_TURN {
+            match self.acceptor.accept(index, &self.tables.cx) {
+                Some(Accepted::Here(link)) => self.tables.take(*link),
+                Some(Accepted::Elsewhere) => {}
+                None => return,
+            }
+        }
+    }
+
+    fn execute_commands(&mut self) {
+        let mut commands = Vec::new();
+        self.tables.cx.inbox.take(&mut commands);
+        commands.into_iter().for_each(|command| self.execute(command));
+    }
+
+    fn execute(&mut self, command: Command) {
+        let tables = &mut self.tables;
+        match command {
+            Command::Flush(connection) => tables.settle(SessionKey::of(&connection)),
+            Command::Room(link) => tables.make_room(link),
+            Command::Connect(connection) => tables.connect(connection),
+            Command::Take(link) => tables.take(*link),
+            Command::Adopt(link, open, connection) => tables.adopt_from_elsewhere(*link, open, &connection),
+            Command::Close(connection) => tables.with_session(SessionKey::of(&connection), Session::close),
+            Command::Abort(connection) => tables.with_session(SessionKey::of(&connection), Session::abort),
+            Command::Cut(connection) => tables.cut(SessionKey::of(&connection)),
+            Command::Listen(listener) => self.acceptor.listen(listener, &tables.links.reactor),
+            Command::Workers(workers) => self.acceptor.set_workers(workers),
+            Command::Stop => self.is_stopping = true,
+        }
+    }
+
+    /// The earliest timer of all.
+    fn next_timer(&self) -> Option<Instant> {
+        let (sessions, links) = (self.tables.sessions.next_timer(), self.tables.links.next_timer());
+        [sessions, links, self.tend_at].into_iter().flatten().min()
+    }
+
+    fn handle_timers(&mut self) {
+        self.tables.handle_timers();
+        self.tend_at = self.tend_at.filter(|at| *at > self.tables.cx.now);
+        // Also where a link has ended in this turn, and nothing else may happen for hours.
+        if self.tend_at.is_none() {
+            self.tend_at = self.tables.cx.common.stacks.tend();
+        }
+    }
+
+    /// Ends every session, and tells its owner. Then waits, not for long, until the peers of closed sessions have everything.
+    fn stop(&mut self) {
+        let tables = &mut self.tables;
+        for key in tables.sessions.keys() {
+            tables.with_session(key, Session::abort);
+        }
+        let until = Instant::now() + LEAVING_LIMIT;
+        let mut events = Vec::with_capacity(EVENTS_PER_TURN);
+        loop {
+            let leaving = tables.links.leaving();
+            tables.cx.now = Instant::now();
+            if leaving.is_empty() || tables.cx.now >= until {
+                return;
+            }
+            tables.links.reactor.wait(&mut events, Some(LEAVING_PACE));
+            leaving.into_iter().for_each(|key| tables.serve(key, true));
+        }
+    }
+}
+
+/// What a peer without a session has failed to do.
+const OPENING: &str = "greet and open a session";
