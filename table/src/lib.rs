@@ -22,33 +22,30 @@
 //! * `publish`: in which order words are stored and loaded; the part that loom checks.
 //! * [`snapshot`]: a finite stream: its writer, its reader over a peer or in place, and the copy out of which others read on.
 //! * [`journal`]: an endless one, of records.
-//! * [`board`]: how a writer in another process is told what to write, and tells how far it is.
-//! * [`tally`]: how a reader in another process tells how far it is, where it is told by others what to read.
-//! * `channel`, [`expectation`]: what the two readers share.
+//! * [`server_pages`]: how a writer and a reader inside a server's process are told what to do, and tell how far they are.
+//! * `reads`, [`expectation`]: what the two readers share.
 //! * [`error`]: what can go wrong, by who can act on it.
 //!
 //! `docs/table.md` tells the same with drawings and the measurements behind it.
 
 #![forbid(unsafe_code)]
 
-pub mod board;
-mod channel;
 pub mod error;
 pub mod expectation;
 pub mod journal;
 pub mod layout;
 mod publish;
-mod sentence;
+mod reads;
+pub mod server_pages;
 pub mod snapshot;
-pub mod tally;
 
-pub use board::Board;
 pub use error::Error;
 pub use expectation::Expectation;
 pub use journal::{Chunk, JournalReader, JournalWriter};
 pub use layout::{Geometry, Identity, Kind, MIN_SLOTS, State};
+pub use server_pages::capture_page::Board;
+pub use server_pages::load_page::Tally;
 pub use snapshot::{Loss, Place, Progress, SinkLayout, Slot, SnapshotCopy, SnapshotReader, SnapshotWriter, Turn};
-pub use tally::Tally;
 
 #[cfg(all(test, not(loom)))]
 mod tests;

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use remora_redis::ReplId;
-use remora_table::board::Told;
+use remora_table::server_pages::capture_page::Told;
 use remora_table::{SnapshotWriter, State};
 
 use super::module::Way;

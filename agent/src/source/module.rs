@@ -30,7 +30,7 @@ use remora_redis::ReplId;
 use remora_redis::psync::Payload;
 use remora_redis::psync::client::{self, Client as Handshake, Event as PsyncEvent};
 use remora_redis::resp::Frame;
-use remora_table::board::{Order, Stage, Told, Work};
+use remora_table::server_pages::capture_page::{Order, Stage, Told, Work};
 use remora_table::{Board, Identity, JournalWriter, Kind};
 
 use super::capture::{self, Announced, CaptureEvent, Fault, Plan, SILENCE_LIMIT, Stream};

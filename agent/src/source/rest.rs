@@ -19,7 +19,7 @@ use std::time::Instant;
 use remora_redis::psync::Payload;
 use remora_redis::psync::client::EofMark;
 use remora_redis::rdb::{Head, OPCODE_EOF, magic};
-use remora_table::board::Told;
+use remora_table::server_pages::capture_page::Told;
 use remora_table::{SnapshotWriter, State};
 
 use super::capture::{self, CaptureEvent, Fault, MARK_LENGTH, Plan};

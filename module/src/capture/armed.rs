@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use remora_fabric::{Memory, handover};
 use remora_table::Board;
-use remora_table::board::{BOARD_BYTES, Stage, Told, Work};
+use remora_table::server_pages::capture_page::{BOARD_BYTES, Stage, Told, Work};
 
 use crate::api::{Context, EVENT_FORK_CHILD, EventHandler, FORK_CHILD_DIED, Flag, LogLevel, Number, Timer, TimerId};
 

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use remora_fabric::Memory;
 use remora_table::Board;
-use remora_table::board::{Stage, Work};
+use remora_table::server_pages::capture_page::{Stage, Work};
 
 use super::alone;
 use super::armed::{self, Armed};

@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use remora_fabric::Memory;
-use remora_table::board::{Origin, Told};
+use remora_table::server_pages::capture_page::{Origin, Told};
 use remora_table::{Board, Identity, Kind, SnapshotWriter};
 
 use super::armed::AGENT_TIMEOUT;

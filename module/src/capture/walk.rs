@@ -23,7 +23,7 @@ use std::sync::Arc;
 
 use remora_fabric::Memory;
 use remora_table::Board;
-use remora_table::board::Origin;
+use remora_table::server_pages::capture_page::Origin;
 
 use super::child::server_clock;
 use super::output::Output;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use remora_fabric::{Memory, View, handover};
 use remora_redis::rdb::reference::TICKET_BYTES;
-use remora_table::{Tally, tally::TALLY_BYTES};
+use remora_table::{Tally, server_pages::load_page::TALLY_BYTES};
 
 use super::strings::Strings;
 use super::{Armed, Expired};

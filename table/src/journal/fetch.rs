@@ -20,9 +20,9 @@ use super::{
     search::Search,
 };
 use crate::{
-    channel::{Channel, What, caught_in_change},
     error::Error,
     layout::{ENTRY_BYTES, Entry, HEAD_BYTES, Kind, LINE_BYTES, LINE_OFFSET, Line},
+    reads::{Channel, What, caught_in_change},
     snapshot::SinkLayout,
 };
 

@@ -10,10 +10,10 @@ use super::{
     search::Search,
 };
 use crate::{
-    channel::{caught_in_change, from_peer},
     error::Error,
     layout::{Entry, Geometry, HEAD_BYTES, Kind, Line},
     publish::{load_entry, load_entry_again, load_line},
+    reads::{caught_in_change, from_peer},
 };
 
 pub(super) struct InPlace {

@@ -25,18 +25,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use remora_fabric::{Memory, Peer};
 
 use super::{
-    ledger::{Front, Ledger, SmallPlace},
     pieces::Pieces,
     plan::{Verdict, Wanted},
     reader::{Holder, Place, Progress, Slot},
+    source_entries::{Front, Ledger, SmallPlace},
     writer::lay_out,
 };
 use crate::{
-    channel::{Channel, READ_BYTES, What},
     error::Error,
     expectation::Expectation,
     layout::{Entry, Geometry, Identity, Kind, MAGIC, State},
     publish::Publisher,
+    reads::{Channel, READ_BYTES, What},
 };
 
 /// What one call of [`SnapshotCopy::pump`] may do.

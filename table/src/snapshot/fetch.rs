@@ -23,9 +23,9 @@ use super::{
     reader::{Holder, Place, SinkLayout, Slot},
 };
 use crate::{
-    channel::{Channel, What, caught_in_change},
     error::Error,
     layout::{ENTRY_BYTES, Entry, HEAD_BYTES, Kind, LINE_BYTES, LINE_OFFSET, Line},
+    reads::{Channel, What, caught_in_change},
 };
 
 pub(super) struct Fetch {

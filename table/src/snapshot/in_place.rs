@@ -15,10 +15,10 @@ use super::{
     reader::{Holder, Place, Slot},
 };
 use crate::{
-    channel::{caught_in_change, from_peer},
     error::Error,
     layout::{Geometry, HEAD_BYTES, Kind},
     publish::{load_entry_again, load_line},
+    reads::{caught_in_change, from_peer},
 };
 
 pub(super) struct InPlace {

@@ -6,15 +6,15 @@
 //! ```
 //!
 //! Who reads may keep what it has read in a table of its own, out of which others read on: `copy` is reader and writer in one, and
-//! `ledger` is what it knows from the source alone.
+//! `source_entries` is what it knows from the source alone.
 
 mod copy;
 mod fetch;
 mod in_place;
-mod ledger;
 mod pieces;
 mod plan;
 mod reader;
+mod source_entries;
 mod writer;
 
 pub use copy::{Loss, SnapshotCopy, Turn};

@@ -5,8 +5,8 @@
 use remora_fabric::Memory;
 
 use crate::{
-    channel::{Channel, READ_BYTES},
     error::Error,
+    reads::{Channel, READ_BYTES},
 };
 
 /// See the module's text.

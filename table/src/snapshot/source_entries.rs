@@ -14,10 +14,10 @@ use std::{collections::BTreeMap, ops::Range};
 use remora_fabric::Memory;
 
 use crate::{
-    channel::{Channel, What, caught_in_change},
     error::Error,
     expectation::Expectation,
     layout::{ENTRY_BYTES, Entry, Geometry, HEAD_BYTES, Kind, LINE_BYTES, LINE_OFFSET, Line, State},
+    reads::{Channel, What, caught_in_change},
 };
 
 /// Entries in one read: a page of them.

@@ -29,9 +29,9 @@ use std::sync::atomic::Ordering::{Acquire, Release};
 
 use remora_fabric::{Memory, Pages};
 
+use super::status_text::Sentence;
 use crate::error::Error;
 use crate::layout::Geometry;
-use crate::sentence::Sentence;
 
 /// Bytes of a board.
 pub const BOARD_BYTES: u64 = 4096;

@@ -14,8 +14,8 @@ use std::sync::atomic::Ordering::{self, Acquire, Relaxed, Release};
 
 use remora_fabric::{Memory, Pages};
 
+use super::status_text::Sentence;
 use crate::error::Error;
-use crate::sentence::Sentence;
 
 /// Bytes of a tally.
 pub const TALLY_BYTES: u64 = 4096;
