@@ -61,11 +61,6 @@ impl Error {
         matches!(self, Error::Peer(_) | Error::Fabric(_))
     }
 
-    /// This generation is lost to this reader: only a new snapshot helps.
-    pub fn needs_new_generation(&self) -> bool {
-        matches!(self, Error::Overrun { .. } | Error::Aborted { .. } | Error::WrongGeneration { .. })
-    }
-
     pub(crate) fn slot_overrun(wanted: u64, oldest: u64) -> Error {
         Error::Overrun { wanted, oldest, unit: "slot" }
     }

@@ -43,8 +43,8 @@ pub use error::Error;
 pub use expectation::Expectation;
 pub use journal::{Chunk, JournalReader, JournalWriter};
 pub use layout::{Geometry, Identity, Kind, MIN_SLOTS, State};
-pub use server_pages::capture_page::Board;
-pub use server_pages::load_page::Tally;
+pub use server_pages::capture_page::CapturePage;
+pub use server_pages::load_page::LoadPage;
 pub use snapshot::{Loss, Place, Progress, SinkLayout, Slot, SnapshotCopy, SnapshotReader, SnapshotWriter, Turn};
 
 #[cfg(all(test, not(loom)))]

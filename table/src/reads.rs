@@ -20,7 +20,7 @@ const MAX_CAUGHT_IN_CHANGE: u32 = 1 << 20;
 
 /// What a read is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum What {
+pub(crate) enum Purpose {
     /// The constant part of the superblock.
     Head,
     /// The progress line.
@@ -35,36 +35,36 @@ pub(crate) enum What {
 
 /// The reads of one reader on one peer.
 #[derive(Default)]
-pub(crate) struct Channel {
-    queue: VecDeque<ReadRequest>,
+pub(crate) struct Reads {
+    waiting: VecDeque<ReadRequest>,
     completions: Vec<Completion>,
     /// Counts peers: a completion of a former one is not ours any more.
     epoch: u32,
 }
 
-impl Channel {
+impl Reads {
     /// Forgets all that is under way: the peer is gone.
     pub(crate) fn reset(&mut self) {
-        self.queue.clear();
+        self.waiting.clear();
         self.completions.clear();
         self.epoch = self.epoch.wrapping_add(1);
     }
 
     /// Queues one read.
-    pub(crate) fn ask(&mut self, what: What, offset: u64, length: u32, sink_offset: u64) {
-        let tag = what.to_tag(self.epoch);
-        self.queue.push_back(ReadRequest { tag, offset, length, sink_offset });
+    pub(crate) fn queue(&mut self, purpose: Purpose, offset: u64, length: u32, sink_offset: u64) {
+        let tag = purpose.to_tag(self.epoch);
+        self.waiting.push_back(ReadRequest { tag, offset, length, sink_offset });
     }
 
     /// Queues the reads of a range of at most `MAX_SLOT_BYTES`, cut at multiples of [`READ_BYTES`] from its start. Returns
     /// how many.
-    pub(crate) fn ask_pieces(&mut self, buffer: u8, offset: u64, length: u32, sink_offset: u64) -> u8 {
+    pub(crate) fn queue_pieces(&mut self, buffer: u8, offset: u64, length: u32, sink_offset: u64) -> u8 {
         let mut pieces = 0;
         let mut done = 0;
         while done < length {
             let bytes = (length - done).min(READ_BYTES);
-            let what = What::Piece { buffer, piece: pieces };
-            self.ask(what, offset + u64::from(done), bytes, sink_offset + u64::from(done));
+            let purpose = Purpose::Piece { buffer, piece: pieces };
+            self.queue(purpose, offset + u64::from(done), bytes, sink_offset + u64::from(done));
             done += bytes;
             pieces += 1;
         }
@@ -73,12 +73,12 @@ impl Channel {
 
     /// Posts as much of the queue as the peer takes.
     pub(crate) fn post(&mut self, peer: &mut dyn Peer) -> Result<(), Error> {
-        while !self.queue.is_empty() {
-            let accepted = peer.post_read(self.queue.make_contiguous()).map_err(from_peer)?;
+        while !self.waiting.is_empty() {
+            let accepted = peer.post_read(self.waiting.make_contiguous()).map_err(from_peer)?;
             if accepted == 0 {
                 break;
             }
-            self.queue.drain(..accepted.min(self.queue.len()));
+            self.waiting.drain(..accepted.min(self.waiting.len()));
         }
         Ok(())
     }
@@ -86,8 +86,8 @@ impl Channel {
     /// The same, but asks for pieces of slots only while `allowance` is above 0, and takes their bytes off; the last may take more than
     /// was left. What is small (lines, entries) is not counted.
     pub(crate) fn post_within(&mut self, peer: &mut dyn Peer, allowance: &mut i64) -> Result<(), Error> {
-        while let Some(request) = self.queue.front() {
-            let is_piece = matches!(What::from_tag(request.tag, self.epoch), Some(What::Piece { .. }));
+        while let Some(request) = self.waiting.front() {
+            let is_piece = matches!(Purpose::from_tag(request.tag, self.epoch), Some(Purpose::Piece { .. }));
             if is_piece && *allowance <= 0 {
                 break;
             }
@@ -96,26 +96,26 @@ impl Channel {
                 break;
             }
             *allowance = allowance.saturating_sub(cost);
-            self.queue.pop_front();
+            self.waiting.pop_front();
         }
         Ok(())
     }
 
     /// Nothing waits to be posted.
     pub(crate) fn is_posted(&self) -> bool {
-        self.queue.is_empty()
+        self.waiting.is_empty()
     }
 
     /// What has arrived since the last call, in order of arrival.
-    pub(crate) fn collect(&mut self, peer: &mut dyn Peer) -> Result<Vec<What>, Error> {
+    pub(crate) fn collect(&mut self, peer: &mut dyn Peer) -> Result<Vec<Purpose>, Error> {
         peer.poll(&mut self.completions).map_err(from_peer)?;
         let mut arrived = Vec::with_capacity(self.completions.len());
         for completion in self.completions.drain(..) {
-            let Some(what) = What::from_tag(completion.tag, self.epoch) else {
+            let Some(purpose) = Purpose::from_tag(completion.tag, self.epoch) else {
                 continue;
             };
             completion.result.map_err(from_read)?;
-            arrived.push(what);
+            arrived.push(purpose);
         }
         Ok(arrived)
     }
@@ -146,30 +146,30 @@ fn from_read(error: ReadError) -> Error {
     Error::Peer(error)
 }
 
-impl What {
+impl Purpose {
     /// epoch (32 bits) | kind (8) | buffer (8) | piece (8) | 0 (8)
     fn to_tag(self, epoch: u32) -> u64 {
         let [kind, buffer, piece] = match self {
-            What::Head => [1, 0, 0],
-            What::Line => [2, 0, 0],
-            What::Probe => [3, 0, 0],
-            What::Piece { buffer, piece } => [4, buffer, piece],
-            What::Entry { buffer } => [5, buffer, 0],
+            Purpose::Head => [1, 0, 0],
+            Purpose::Line => [2, 0, 0],
+            Purpose::Probe => [3, 0, 0],
+            Purpose::Piece { buffer, piece } => [4, buffer, piece],
+            Purpose::Entry { buffer } => [5, buffer, 0],
         };
         u64::from(epoch) << 32 | u64::from(u32::from_be_bytes([kind, buffer, piece, 0]))
     }
 
-    fn from_tag(tag: u64, epoch: u32) -> Option<What> {
+    fn from_tag(tag: u64, epoch: u32) -> Option<Purpose> {
         if (tag >> 32) as u32 != epoch {
             return None;
         }
         let [kind, buffer, piece, _] = (tag as u32).to_be_bytes();
         match kind {
-            1 => Some(What::Head),
-            2 => Some(What::Line),
-            3 => Some(What::Probe),
-            4 => Some(What::Piece { buffer, piece }),
-            5 => Some(What::Entry { buffer }),
+            1 => Some(Purpose::Head),
+            2 => Some(Purpose::Line),
+            3 => Some(Purpose::Probe),
+            4 => Some(Purpose::Piece { buffer, piece }),
+            5 => Some(Purpose::Entry { buffer }),
             _ => None,
         }
     }
@@ -181,21 +181,26 @@ mod tests {
 
     #[test]
     fn a_tag_says_what_it_was_for_and_on_which_peer() {
-        let all =
-            [What::Head, What::Line, What::Probe, What::Piece { buffer: 62, piece: 63 }, What::Entry { buffer: 7 }];
-        for what in all {
-            let tag = what.to_tag(9);
-            assert_eq!(What::from_tag(tag, 9), Some(what));
-            assert_eq!(What::from_tag(tag, 10), None);
+        let all = [
+            Purpose::Head,
+            Purpose::Line,
+            Purpose::Probe,
+            Purpose::Piece { buffer: 62, piece: 63 },
+            Purpose::Entry { buffer: 7 },
+        ];
+        for purpose in all {
+            let tag = purpose.to_tag(9);
+            assert_eq!(Purpose::from_tag(tag, 9), Some(purpose));
+            assert_eq!(Purpose::from_tag(tag, 10), None);
         }
     }
 
     #[test]
     fn a_range_is_cut_into_reads_that_cover_it_once() {
-        let mut channel = Channel::default();
-        let pieces = channel.ask_pieces(3, 1000, 2 * READ_BYTES + 5, 50);
+        let mut reads = Reads::default();
+        let pieces = reads.queue_pieces(3, 1000, 2 * READ_BYTES + 5, 50);
         assert_eq!(pieces, 3);
-        let reads: Vec<_> = channel.queue.iter().map(|r| (r.offset, r.length, r.sink_offset)).collect();
+        let reads: Vec<_> = reads.waiting.iter().map(|r| (r.offset, r.length, r.sink_offset)).collect();
         let step = u64::from(READ_BYTES);
         assert_eq!(
             reads,

@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use remora_table::{Place, Slot, Tally};
+use remora_table::{LoadPage, Place, Slot};
 
 use super::delivery::{WRITE_PIECE, WriteTrouble};
 use super::feed::SnapshotFeed;
@@ -17,7 +17,7 @@ use super::mixture::{Mixture, Part, REFER_FROM_BYTES};
 pub(super) struct Mixed {
     mark: [u8; 40],
     mixture: Mixture,
-    tally: Tally,
+    tally: LoadPage,
     /// Taken, planned, and not given back.
     lent: VecDeque<Lent>,
     /// Positions below this were taken.

@@ -7,7 +7,7 @@
 //!     └─── REMORA.DISARM, or the agent's beat stands still┘
 //! ```
 //!
-//! One arming at a time: two agents that share a primary take turns. It does not survive its agent: the agent beats on the board, and a
+//! One arming at a time: two agents that share a primary take turns. It does not survive its agent: the agent beats on the page, and a
 //! timer looks once a second. While that timer runs the server does not unload the module.
 
 use std::os::fd::OwnedFd;
@@ -16,8 +16,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use remora_fabric::{Memory, handover};
-use remora_table::Board;
-use remora_table::server_pages::capture_page::{BOARD_BYTES, Stage, Told, Work};
+use remora_table::CapturePage;
+use remora_table::server_pages::capture_page::{CAPTURE_PAGE_BYTES, Stage, Work, WriterStatus};
 
 use crate::api::{Context, EVENT_FORK_CHILD, EventHandler, FORK_CHILD_DIED, Flag, LogLevel, Number, Timer, TimerId};
 
@@ -36,9 +36,9 @@ const HANDOVER_LIMIT: Duration = Duration::from_millis(250);
 /// How often the server looks whether the agent lives.
 const LOOK_EVERY_MILLIS: u64 = 1000;
 
-/// The board and the table that were handed over.
+/// The page and the table that were handed over.
 pub(crate) struct Armed {
-    pub(super) board: Board,
+    pub(super) page: CapturePage,
     /// Open for writing; mapped by the child alone.
     pub(super) table: Option<OwnedFd>,
     timer: TimerId,
@@ -54,7 +54,7 @@ pub(crate) struct History {
     /// Captures that a child began and did not finish.
     pub(crate) failed: u64,
     /// What the last child told.
-    pub(crate) last: Told,
+    pub(crate) last: WriterStatus,
     /// Why the last failure was one.
     pub(crate) last_error: String,
 }
@@ -70,7 +70,15 @@ static KEPT: Mutex<Kept> = Mutex::new(Kept {
     history: History {
         done: 0,
         failed: 0,
-        last: Told { received: 0, published_slots: 0, retired_slots: 0, waits: 0, keys: 0, format: 0, took_micros: 0 },
+        last: WriterStatus {
+            received: 0,
+            published_slots: 0,
+            retired_slots: 0,
+            waits: 0,
+            keys: 0,
+            format: 0,
+            took_micros: 0,
+        },
         last_error: String::new(),
     },
 });
@@ -101,31 +109,31 @@ pub(crate) fn arm(context: &Context<'_>, address: &str, secret: &str) -> Result<
         return Err(Refused::Forbidden);
     }
     if let Some(armed) = &kept().armed {
-        return Err(Refused::Busy(armed.board.order().generation));
+        return Err(Refused::Busy(armed.page.order().generation));
     }
     let mut taken = handover::take(address, secret, HANDOVER_LIMIT)?.into_iter();
     let has = taken.len();
     let incomplete = |needs| Refused::Incomplete { has, needs };
-    let board = taken.next().ok_or_else(|| incomplete(1))?;
-    let board = Board::adopt(Memory::adopt(board, BOARD_BYTES)?)?;
+    let page = taken.next().ok_or_else(|| incomplete(1))?;
+    let page = CapturePage::adopt(Memory::adopt(page, CAPTURE_PAGE_BYTES)?)?;
     let table = taken.next();
-    if board.order().work == Work::Walk && table.is_none() {
+    if page.order().work == Work::Walk && table.is_none() {
         return Err(incomplete(2));
     }
-    let generation = board.order().generation;
+    let generation = page.order().generation;
     let timer = context.set_timer::<Look>(LOOK_EVERY_MILLIS, generation);
-    let beat = board.orderer_beat();
-    kept().armed = Some(Armed { board, table, timer, beat, beat_seen: Instant::now() });
+    let beat = page.orderer_beat();
+    kept().armed = Some(Armed { page, table, timer, beat, beat_seen: Instant::now() });
     Ok(generation)
 }
 
 /// Forgets the arming of that generation, or whichever there is. False if there was none.
 pub(crate) fn disarm(context: &Context<'_>, generation: Option<u64>) -> bool {
     let mut kept = kept();
-    let wanted = |armed: &Armed| generation.is_none_or(|generation| generation == armed.board.order().generation);
+    let wanted = |armed: &Armed| generation.is_none_or(|generation| generation == armed.page.order().generation);
     let Some(armed) = kept.armed.take_if(|armed| wanted(armed)) else { return false };
     context.stop_timer(armed.timer);
-    kept.history.add(&armed.board);
+    kept.history.add(&armed.page);
     true
 }
 
@@ -139,12 +147,12 @@ pub(crate) fn state() -> (&'static str, Option<u64>) {
     match &kept().armed {
         None => ("idle", None),
         Some(armed) => {
-            let word = match armed.board.stage() {
+            let word = match armed.page.stage() {
                 Stage::Armed | Stage::Asking => "armed",
                 Stage::Begun => "writing",
                 Stage::Done | Stage::Declined | Stage::Failed => "saving",
             };
-            (word, Some(armed.board.order().generation))
+            (word, Some(armed.page.order().generation))
         }
     }
 }
@@ -156,8 +164,8 @@ pub(crate) fn history() -> History {
 
 impl History {
     /// Counts what a child has made of an arming.
-    fn add(&mut self, board: &Board) {
-        match board.stage() {
+    fn add(&mut self, page: &CapturePage) {
+        match page.stage() {
             Stage::Armed | Stage::Asking | Stage::Declined => return,
             Stage::Done => self.done += 1,
             Stage::Begun => {
@@ -166,10 +174,10 @@ impl History {
             }
             Stage::Failed => {
                 self.failed += 1;
-                self.last_error = board.sentence();
+                self.last_error = page.status_text();
             }
         }
-        self.last = board.told();
+        self.last = page.writer_status();
     }
 }
 
@@ -180,18 +188,18 @@ impl Timer for Look {
     fn ring(context: &Context<'_>, generation: u64) {
         let mut kept = kept();
         let Some(armed) = kept.armed.as_mut() else { return };
-        if armed.board.order().generation != generation {
+        if armed.page.order().generation != generation {
             return;
         }
-        let beat = armed.board.orderer_beat();
+        let beat = armed.page.orderer_beat();
         if beat != armed.beat {
             (armed.beat, armed.beat_seen) = (beat, Instant::now());
         } else if armed.beat_seen.elapsed() >= Duration::from_secs(AGENT_TIMEOUT.get()) {
             let text = format!("remora: the agent of generation {generation} is gone; its table is given back");
             context.log(LogLevel::Warning, &text);
             if let Some(armed) = kept.armed.take() {
-                armed.board.cancel();
-                kept.history.add(&armed.board);
+                armed.page.cancel();
+                kept.history.add(&armed.page);
             }
             return;
         }
@@ -206,7 +214,7 @@ impl EventHandler for ChildEnded {
     const EVENT: u64 = EVENT_FORK_CHILD;
 
     fn handle(context: &Context<'_>, what: u64) {
-        let used = || kept().armed.as_ref().is_some_and(|armed| armed.board.stage() != Stage::Armed);
+        let used = || kept().armed.as_ref().is_some_and(|armed| armed.page.stage() != Stage::Armed);
         if what == FORK_CHILD_DIED && used() {
             disarm(context, None);
         }

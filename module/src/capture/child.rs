@@ -1,7 +1,7 @@
 //! What happens in a fork child before its first byte, if its server was armed.
 //!
 //! The child was forked to save something, and does that afterwards. Whatever goes wrong here before anything was taken out of its
-//! memory is told on the board, and the server saves all as if nothing had been; whatever goes wrong after it ends the child, so that nobody takes
+//! memory is told on the page, and the server saves all as if nothing had been; whatever goes wrong after it ends the child, so that nobody takes
 //! the rest for the whole.
 
 use std::cell::RefCell;
@@ -9,7 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use remora_fabric::Memory;
-use remora_table::Board;
+use remora_table::CapturePage;
 use remora_table::server_pages::capture_page::{Stage, Work};
 
 use super::alone;
@@ -33,7 +33,7 @@ impl EventHandler for SnapshotBegins {
             return;
         }
         let Some(armed) = armed::take_in_child() else { return };
-        if armed.board.stage() != Stage::Armed || armed.board.is_cancelled() {
+        if armed.page.stage() != Stage::Armed || armed.page.is_cancelled() {
             return;
         }
         WORK.set(Some(armed));
@@ -42,22 +42,22 @@ impl EventHandler for SnapshotBegins {
             own.call(Walk::NAME, &[]).map_or(Some("the server made no answer of it".into()), |reply| reply.error());
         WORK.with_borrow(|work| {
             if let Some(armed) = work {
-                leave(&own, &armed.board, error);
+                leave(&own, &armed.page, error);
             }
         });
     }
 }
 
 /// The work is over, however that came: not a panic either lets the server save what is not whole.
-fn leave(context: &Context<'_>, board: &Board, error: Option<String>) {
+fn leave(context: &Context<'_>, page: &CapturePage, error: Option<String>) {
     let why = || error.unwrap_or_else(|| "a mistake of ours in the walk; the server's log has its place".into());
-    match board.stage() {
+    match page.stage() {
         Stage::Done | Stage::Declined => return,
-        Stage::Armed | Stage::Asking => return board.decline(&format!("the walk could not be done: {}", why())),
-        Stage::Begun => board.fail(&why()),
+        Stage::Armed | Stage::Asking => return page.decline(&format!("the walk could not be done: {}", why())),
+        Stage::Begun => page.fail(&why()),
         Stage::Failed => {}
     }
-    context.log(LogLevel::Warning, &format!("remora: {}; this child ends, and with it the sync", board.sentence()));
+    context.log(LogLevel::Warning, &format!("remora: {}; this child ends, and with it the sync", page.status_text()));
     context.fail_child();
 }
 
@@ -71,50 +71,50 @@ pub(super) fn work(context: &Context<'_>) {
     WORK.with_borrow(|work| {
         let Some(armed) = work else { return };
         if let Err(trouble) = do_it(context, armed) {
-            match armed.board.stage() {
-                Stage::Begun => armed.board.fail(&trouble.to_string()),
-                _ => armed.board.decline(&trouble.to_string()),
+            match armed.page.stage() {
+                Stage::Begun => armed.page.fail(&trouble.to_string()),
+                _ => armed.page.decline(&trouble.to_string()),
             }
         }
     });
 }
 
 fn do_it(context: &Context<'_>, armed: &Armed) -> Result<(), Trouble> {
-    let board = &armed.board;
+    let page = &armed.page;
     let origin = walk::origin(context)?;
     let eased = without_compression(context);
-    match board.order().work {
+    match page.order().work {
         Work::Ease => {
             eased?;
-            board.ask(&origin)?;
-            board.begin()?;
+            page.ask(&origin)?;
+            page.begin()?;
         }
         Work::Walk => {
             alone::check(context)?;
             let table = armed.table.as_ref().ok_or(Trouble::NoTable)?;
             let descriptor = table.try_clone().map_err(|error| Trouble::System(error.to_string()))?;
-            let memory = Memory::adopt(descriptor, board.order().geometry.memory_len())?;
-            board.ask(&origin)?;
-            wait_for_permission(board)?;
+            let memory = Memory::adopt(descriptor, page.order().geometry.memory_len())?;
+            page.ask(&origin)?;
+            wait_for_permission(page)?;
             // Held as long as we write there, and whatever ends us gives it back: then the agent knows that nobody writes there any more.
             let _claim = memory.claim()?.ok_or(Trouble::Claimed)?;
             // Whoever watches a key, or has it cached, watches the primary's, which stays.
             context.set_module_options(
                 OPTION_HANDLE_IO_ERRORS | OPTION_HANDLE_REPL_ASYNC_LOAD | OPTION_NO_IMPLICIT_SIGNAL_MODIFIED,
             );
-            board.begin()?;
-            walk::run(context, board, memory.into(), &origin)?;
+            page.begin()?;
+            walk::run(context, page, memory.into(), &origin)?;
         }
     }
-    board.finish();
+    page.finish();
     Ok(())
 }
 
 /// The agent says so when it was told that the server has forked for it.
-fn wait_for_permission(board: &Board) -> Result<(), Trouble> {
+fn wait_for_permission(page: &CapturePage) -> Result<(), Trouble> {
     let asked = Instant::now();
-    while !board.is_permitted() {
-        if board.is_cancelled() {
+    while !page.is_permitted() {
+        if page.is_cancelled() {
             return Err(Trouble::Cancelled);
         }
         if asked.elapsed() > PERMISSION_LIMIT {

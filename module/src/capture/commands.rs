@@ -6,10 +6,10 @@ use super::{armed, child};
 use crate::api::{Command, Context, StrRef};
 use crate::load;
 
-/// Version of what agent and module say to each other by these commands and by the board.
+/// Version of what agent and module say to each other by these commands and by the page.
 pub(crate) const PROTOCOL: i64 = 2;
 
-/// `REMORA.ARM address secret`: an agent offers a board, and a table, for the next snapshot.
+/// `REMORA.ARM address secret`: an agent offers a page, and a table, for the next snapshot.
 pub(crate) struct Arm;
 
 impl Command for Arm {
@@ -99,7 +99,7 @@ impl Command for Help {
 }
 
 const HELP: &[&str] = &[
-    "REMORA.ARM address secret -- take a board, and a table, offered at a local socket; the next sync's child writes into it",
+    "REMORA.ARM address secret -- take a page, and a table, offered at a local socket; the next sync's child writes into it",
     "REMORA.DISARM [generation] -- forget what was armed; answers 1 if there was something",
     "REMORA.LOAD address secret ticket length [FLUSH] -- take memory that fields of the next snapshot will refer to",
     "REMORA.STATUS -- names and values: version, protocol, state, what has been done",

@@ -2,10 +2,10 @@
 //!
 //! ```text
 //!   agent                           server                                   its fork child
-//!   REMORA.ARM ────────────────────▶ takes board and table, keeps them
+//!   REMORA.ARM ────────────────────▶ takes page and table, keeps them
 //!   PSYNC ─────────────────────────▶ +FULLRESYNC, fork ────────────────────▶ PERSISTENCE_RDB_START
-//!        ◀══ board: asks, replid, offset ═════════════════════════════════════ is it alone?
-//!        ═══ board: may begin, if +FULLRESYNC said the same ════════════════▶
+//!        ◀══ page: asks, replid, offset ═════════════════════════════════════ is it alone?
+//!        ═══ page: may begin, if +FULLRESYNC said the same ════════════════▶
 //!        ◀══ table: slots, one after the other ═══════════════════════════════ walk: long strings into slots, and out of its memory
 //!        ◀── the RDB of all the rest, the stream ◀──── pipe ◀──────────────── … goes on as if nothing had been
 //!   REMORA.DISARM, or it falls silent: the server forgets

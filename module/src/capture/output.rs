@@ -6,8 +6,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use remora_fabric::Memory;
-use remora_table::server_pages::capture_page::{Origin, Told};
-use remora_table::{Board, Identity, Kind, SnapshotWriter};
+use remora_table::server_pages::capture_page::{Origin, WriterStatus};
+use remora_table::{CapturePage, Identity, Kind, SnapshotWriter};
 
 use super::armed::AGENT_TIMEOUT;
 use super::walk::Trouble;
@@ -15,17 +15,17 @@ use super::walk::Trouble;
 /// The snapshot being written.
 pub(super) struct Output<'b> {
     writer: SnapshotWriter,
-    board: &'b Board,
+    page: &'b CapturePage,
     /// What is not yet in the table; short things are put here and leave together.
     pub(super) small: Vec<u8>,
-    told: Told,
+    told: WriterStatus,
     began: Instant,
 }
 
 impl<'b> Output<'b> {
     /// Lays the table out: it holds the snapshot of that moment from now on.
-    pub(super) fn new(board: &'b Board, memory: Arc<Memory>, origin: &Origin) -> Result<Output<'b>, Trouble> {
-        let order = board.order();
+    pub(super) fn new(page: &'b CapturePage, memory: Arc<Memory>, origin: &Origin) -> Result<Output<'b>, Trouble> {
+        let order = page.order();
         let identity = Identity {
             generation: order.generation,
             kind: Kind::Snapshot,
@@ -34,7 +34,7 @@ impl<'b> Output<'b> {
         };
         let writer = SnapshotWriter::create(memory, order.geometry, identity, 0)?;
         let small = Vec::with_capacity(2 * SMALL_BYTES);
-        Ok(Output { writer, board, small, told: Told::default(), began: Instant::now() })
+        Ok(Output { writer, page, small, told: WriterStatus::default(), began: Instant::now() })
     }
 
     /// The version of the format that is written.
@@ -75,7 +75,7 @@ impl<'b> Output<'b> {
     }
 
     fn pour(&mut self, bytes: &[u8]) -> Result<(), Trouble> {
-        if self.board.is_cancelled() {
+        if self.page.is_cancelled() {
             return Err(Trouble::Cancelled);
         }
         let mut rest = bytes;
@@ -93,20 +93,20 @@ impl<'b> Output<'b> {
     /// The ring is full: its readers are slower than we are.
     fn wait_for_room(&mut self) -> Result<(), Trouble> {
         let limit = Duration::from_secs(AGENT_TIMEOUT.get());
-        let mut beat = self.board.orderer_beat();
+        let mut beat = self.page.orderer_beat();
         let mut heard = Instant::now();
         loop {
-            if self.board.is_cancelled() {
+            if self.page.is_cancelled() {
                 return Err(Trouble::Cancelled);
             }
-            let below = self.board.retire_below();
+            let below = self.page.retire_below();
             if below > self.writer.retired() {
                 self.writer.retire(below);
                 if self.writer.space().is_some() {
                     return Ok(());
                 }
             }
-            let now = self.board.orderer_beat();
+            let now = self.page.orderer_beat();
             if now != beat {
                 (beat, heard) = (now, Instant::now());
             } else if heard.elapsed() > limit {
@@ -122,7 +122,7 @@ impl<'b> Output<'b> {
         self.told.received = self.writer.received();
         self.told.published_slots = self.writer.published_slots();
         self.told.retired_slots = self.writer.retired();
-        self.board.tell(&self.told);
+        self.page.report(&self.told);
     }
 }
 

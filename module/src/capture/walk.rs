@@ -22,7 +22,7 @@ use std::ffi::CString;
 use std::sync::Arc;
 
 use remora_fabric::Memory;
-use remora_table::Board;
+use remora_table::CapturePage;
 use remora_table::server_pages::capture_page::Origin;
 
 use super::child::server_clock;
@@ -30,7 +30,7 @@ use super::output::Output;
 use super::record::{self, Age};
 use crate::api::{Context, Cursor, Key, KeyKind, OwnedStr, StrRef};
 
-/// Why a capture in the child was declined, or failed; each becomes the sentence on the board.
+/// Why a capture in the child was declined, or failed; each becomes the sentence on the page.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Trouble {
     #[error("it was cancelled")]
@@ -66,9 +66,14 @@ pub(super) enum Trouble {
 }
 
 /// Writes the long strings into `memory`, and takes them out of what the server will save.
-pub(super) fn run(context: &Context<'_>, board: &Board, memory: Arc<Memory>, origin: &Origin) -> Result<(), Trouble> {
-    let least = usize::try_from(board.order().least_bytes).unwrap_or(usize::MAX);
-    let out = Output::new(board, memory, origin)?;
+pub(super) fn run(
+    context: &Context<'_>,
+    page: &CapturePage,
+    memory: Arc<Memory>,
+    origin: &Origin,
+) -> Result<(), Trouble> {
+    let least = usize::try_from(page.order().least_bytes).unwrap_or(usize::MAX);
+    let out = Output::new(page, memory, origin)?;
     let mut walk = Walk { context, out, ages: Ages::of(context), now: server_clock(context)?, least };
     walk.everything(origin)?;
     walk.out.finish()

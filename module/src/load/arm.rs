@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use remora_fabric::{Memory, View, handover};
 use remora_redis::rdb::reference::TICKET_BYTES;
-use remora_table::{Tally, server_pages::load_page::TALLY_BYTES};
+use remora_table::{LoadPage, server_pages::load_page::LOAD_PAGE_BYTES};
 
 use super::strings::Strings;
 use super::{Armed, Expired};
@@ -40,7 +40,7 @@ enum ArmError {
     #[error("the memory was not handed over: {0}; is the agent on this host, in the same network namespace?")]
     Handover(#[from] remora_fabric::Error),
     #[error("{0}")]
-    Tally(#[from] remora_table::Error),
+    LoadPage(#[from] remora_table::Error),
     #[error("two descriptors belong to it, not {0}")]
     Count(usize),
     #[error(
@@ -70,18 +70,18 @@ fn arm(context: &Context<'_>, arguments: &[StrRef<'_>]) -> Result<(), ArmError> 
     }
     if let Some(former) = Armed::take() {
         context.stop_timer(former.alarm);
-        former.tally.refuse("another memory was shown");
+        former.page.refuse("another memory was shown");
     }
     let mut descriptors = handover::take(wanted.address, wanted.secret, TAKE_LIMIT)?.into_iter();
-    let (Some(memory), Some(tally), None) = (descriptors.next(), descriptors.next(), descriptors.next()) else {
+    let (Some(memory), Some(page), None) = (descriptors.next(), descriptors.next(), descriptors.next()) else {
         return Err(ArmError::Count(descriptors.len()));
     };
     let view = View::open(memory, wanted.length)?;
-    let tally = Tally::adopt(Memory::adopt(tally, TALLY_BYTES)?)?;
+    let page = LoadPage::adopt(Memory::adopt(page, LOAD_PAGE_BYTES)?)?;
     let own = OwnContext::new(context);
     make_ready(&own, wanted.flush)?;
     let alarm = context.set_timer::<Expired>(BEGIN_LIMIT_MILLIS, 0);
-    Armed { ticket: wanted.ticket, strings: Strings::new(view), tally, context: own, begun: false, alarm }.put();
+    Armed { ticket: wanted.ticket, strings: Strings::new(view), page, context: own, begun: false, alarm }.put();
     context.log(LogLevel::Debug, "memory was shown for the next loading");
     Ok(())
 }

@@ -26,12 +26,12 @@ impl AuxLoad for References {
         let result = armed.obey(io);
         match &result {
             Ok(()) => {
-                armed.tally.count();
+                armed.page.count();
                 armed.context.yield_now(true, c"loading a snapshot out of shared memory");
             }
             Err(error) => {
                 let text = error.to_string();
-                armed.tally.refuse(&text);
+                armed.page.refuse(&text);
                 warn(io, &text);
             }
         }

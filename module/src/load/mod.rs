@@ -29,7 +29,7 @@ use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use remora_redis::rdb::reference::TICKET_BYTES;
-use remora_table::Tally;
+use remora_table::LoadPage;
 
 use self::strings::Strings;
 use crate::api::{Context, EventHandler, OwnContext, Timer, TimerId};
@@ -57,7 +57,7 @@ thread_local! {
 struct Armed {
     ticket: [u8; TICKET_BYTES],
     strings: Strings,
-    tally: Tally,
+    page: LoadPage,
     /// For keys: what the server passes to a field has no database.
     context: OwnContext,
     /// The first field has come.
@@ -133,7 +133,7 @@ impl EventHandler for Loading {
         if armed.begun && what == crate::api::LOADING_ENDED {
             COUNTS.loads.fetch_add(1, Relaxed);
         }
-        armed.tally.refuse("the loading has ended");
+        armed.page.refuse("the loading has ended");
     }
 }
 
@@ -143,7 +143,7 @@ struct Expired;
 impl Timer for Expired {
     fn ring(context: &Context<'_>, _number: u64) {
         if let Some(armed) = Armed::take() {
-            armed.tally.refuse("no loading began in time");
+            armed.page.refuse("no loading began in time");
             context.log(crate::api::LogLevel::Warning, "the memory that was shown is let go: no loading began in time");
         }
     }

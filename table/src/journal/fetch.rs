@@ -22,14 +22,14 @@ use super::{
 use crate::{
     error::Error,
     layout::{ENTRY_BYTES, Entry, HEAD_BYTES, Kind, LINE_BYTES, LINE_OFFSET, Line},
-    reads::{Channel, What, caught_in_change},
+    reads::{Purpose, Reads, caught_in_change},
     snapshot::SinkLayout,
 };
 
 pub(super) struct Fetch {
     sink: Arc<Memory>,
     layout: SinkLayout,
-    channel: Channel,
+    reads: Reads,
     buffers: Vec<Buffer>,
     head_asked: bool,
     head_right: bool,
@@ -67,7 +67,7 @@ impl Fetch {
         Fetch {
             sink,
             layout,
-            channel: Channel::default(),
+            reads: Reads::default(),
             buffers: (0..layout.buffers).map(|_| Buffer::of(u64::MAX, 0)).collect(),
             head_asked: false,
             head_right: false,
@@ -81,26 +81,26 @@ impl Fetch {
 
     /// The peer is gone: everything under way is asked for again.
     pub(super) fn reset(&mut self) {
-        self.channel.reset();
-        let channel = std::mem::take(&mut self.channel);
-        *self = Fetch { channel, ..Fetch::new(Arc::clone(&self.sink), self.layout) };
+        self.reads.reset();
+        let reads = std::mem::take(&mut self.reads);
+        *self = Fetch { reads, ..Fetch::new(Arc::clone(&self.sink), self.layout) };
     }
 
     pub(super) fn pump(&mut self, track: &mut Track, peer: &mut dyn Peer) -> Result<(), Error> {
-        let arrived = self.channel.collect(peer)?;
-        self.channel.post(peer)?;
-        for what in arrived {
-            self.handle(what, track)?;
+        let arrived = self.reads.collect(peer)?;
+        self.reads.post(peer)?;
+        for purpose in arrived {
+            self.handle(purpose, track)?;
         }
         self.take_records(track)?;
         self.ask(track);
-        self.channel.post(peer)
+        self.reads.post(peer)
     }
 
     fn ask(&mut self, track: &Track) {
         if !self.head_asked {
             self.head_asked = true;
-            self.channel.ask(What::Head, 0, HEAD_BYTES as u32, self.layout.head());
+            self.reads.queue(Purpose::Head, 0, HEAD_BYTES as u32, self.layout.head());
         }
         if self.head_right {
             match track.place {
@@ -110,7 +110,7 @@ impl Fetch {
         }
         if self.wants_news(track) && !self.line_asked {
             self.line_asked = true;
-            self.channel.ask(What::Line, LINE_OFFSET, LINE_BYTES as u32, self.layout.line());
+            self.reads.queue(Purpose::Line, LINE_OFFSET, LINE_BYTES as u32, self.layout.line());
         }
     }
 
@@ -132,7 +132,7 @@ impl Fetch {
         {
             self.probe_asked = true;
             let offset = geometry.entry_offset(number);
-            self.channel.ask(What::Probe, offset, ENTRY_BYTES as u32, self.layout.probe());
+            self.reads.queue(Purpose::Probe, offset, ENTRY_BYTES as u32, self.layout.probe());
         }
     }
 
@@ -155,25 +155,25 @@ impl Fetch {
             let from = u64::from(buffer.vouched);
             let to = self.layout.buffer(index, geometry) + from;
             let offset = geometry.slot_offset(slot) + from;
-            let left = self.channel.ask_pieces(index, offset, limit - buffer.vouched, to);
+            let left = self.reads.queue_pieces(index, offset, limit - buffer.vouched, to);
             buffer.round = Round::Landing { left, up_to: limit };
             self.asked = self.asked.max(geometry.start_of(slot) + u64::from(limit));
         }
     }
 
-    fn handle(&mut self, what: What, track: &mut Track) -> Result<(), Error> {
-        match what {
-            What::Head => {
+    fn handle(&mut self, purpose: Purpose, track: &mut Track) -> Result<(), Error> {
+        match purpose {
+            Purpose::Head => {
                 let mut bytes = [0; HEAD_BYTES];
                 self.sink.read(self.layout.head(), &mut bytes)?;
                 track.expect.check(&bytes, Kind::Journal)?;
                 self.head_right = true;
                 Ok(())
             }
-            What::Line => self.handle_line(track),
-            What::Probe => self.handle_probe(track),
-            What::Piece { buffer, .. } => self.handle_piece(buffer, track),
-            What::Entry { buffer } => self.handle_entry(buffer, track),
+            Purpose::Line => self.handle_line(track),
+            Purpose::Probe => self.handle_probe(track),
+            Purpose::Piece { buffer, .. } => self.handle_piece(buffer, track),
+            Purpose::Entry { buffer } => self.handle_entry(buffer, track),
         }
     }
 
@@ -222,7 +222,7 @@ impl Fetch {
         }
         buffer.round = Round::Vouching { up_to };
         let offset = track.expect.geometry.entry_offset(buffer.slot);
-        self.channel.ask(What::Entry { buffer: index }, offset, ENTRY_BYTES as u32, self.layout.entry(index));
+        self.reads.queue(Purpose::Entry { buffer: index }, offset, ENTRY_BYTES as u32, self.layout.entry(index));
         Ok(())
     }
 
@@ -243,7 +243,12 @@ impl Fetch {
             _ => {
                 caught_in_change(&mut buffer.caught)?;
                 let offset = track.expect.geometry.entry_offset(buffer.slot);
-                self.channel.ask(What::Entry { buffer: index }, offset, ENTRY_BYTES as u32, self.layout.entry(index));
+                self.reads.queue(
+                    Purpose::Entry { buffer: index },
+                    offset,
+                    ENTRY_BYTES as u32,
+                    self.layout.entry(index),
+                );
                 Ok(())
             }
         }

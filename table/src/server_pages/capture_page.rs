@@ -29,12 +29,12 @@ use std::sync::atomic::Ordering::{Acquire, Release};
 
 use remora_fabric::{Memory, Pages};
 
-use super::status_text::Sentence;
+use super::status_text::StatusText;
 use crate::error::Error;
 use crate::layout::Geometry;
 
 /// Bytes of a board.
-pub const BOARD_BYTES: u64 = 4096;
+pub const CAPTURE_PAGE_BYTES: u64 = 4096;
 
 /// What a writer is asked to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -88,7 +88,7 @@ pub struct Origin {
 
 /// What the writer has told, at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Told {
+pub struct WriterStatus {
     /// Bytes of the snapshot so far.
     pub received: u64,
     /// Slots that readers may read or have read.
@@ -106,18 +106,18 @@ pub struct Told {
 }
 
 /// One board, as either end has it.
-pub struct Board {
+pub struct CapturePage {
     memory: Arc<Memory>,
     order: Order,
 }
 
-impl Board {
+impl CapturePage {
     /// A fresh one with this order on it.
     ///
     /// # Errors
     /// [`Error::Fabric`] if there is no memory.
-    pub fn create(order: Order) -> Result<Board, Error> {
-        let memory = Memory::create("remora-board", BOARD_BYTES, Pages::Small)?;
+    pub fn create(order: Order) -> Result<CapturePage, Error> {
+        let memory = Memory::create("remora-capture-page", CAPTURE_PAGE_BYTES, Pages::Small)?;
         let work = match order.work {
             Work::Walk => WORK_WALK,
             Work::Ease => WORK_EASE,
@@ -132,16 +132,16 @@ impl Board {
         for (at, word) in words {
             memory.store_u64(at, word, Release)?;
         }
-        Ok(Board { memory: Arc::new(memory), order })
+        Ok(CapturePage { memory: Arc::new(memory), order })
     }
 
     /// The one that was handed over.
     ///
     /// # Errors
     /// [`Error::Layout`] if it is none, or of another version, or its order makes no sense.
-    pub fn adopt(memory: Memory) -> Result<Board, Error> {
+    pub fn adopt(memory: Memory) -> Result<CapturePage, Error> {
         let load = |at| memory.load_u64(at, Acquire);
-        if memory.length() < BOARD_BYTES || load(MAGIC_AT)? != MAGIC {
+        if memory.length() < CAPTURE_PAGE_BYTES || load(MAGIC_AT)? != MAGIC {
             return Err(Error::Layout("what was handed over as a board is none".into()));
         }
         let (version, work) = halves(load(WORK_AT)?);
@@ -160,7 +160,7 @@ impl Board {
         let (slot_size, slots) = halves(load(GEOMETRY_AT)?);
         let geometry = Geometry { slot_size, slots }.checked()?;
         let order = Order { work, generation: load(GENERATION_AT)?, geometry, least_bytes: load(LEAST_AT)? };
-        Ok(Board { memory: Arc::new(memory), order })
+        Ok(CapturePage { memory: Arc::new(memory), order })
     }
 
     /// The page, to be handed over.
@@ -222,8 +222,8 @@ impl Board {
     }
 
     /// What the writer has told so far.
-    pub fn told(&self) -> Told {
-        Told {
+    pub fn writer_status(&self) -> WriterStatus {
+        WriterStatus {
             received: self.load(RECEIVED_AT),
             published_slots: self.load(PUBLISHED_AT),
             retired_slots: self.load(RETIRED_AT),
@@ -235,8 +235,8 @@ impl Board {
     }
 
     /// Why it was declined, or failed.
-    pub fn sentence(&self) -> String {
-        SENTENCE.read(&self.memory).unwrap_or_else(|| "it did not say why".into())
+    pub fn status_text(&self) -> String {
+        STATUS_TEXT.read(&self.memory).unwrap_or_else(|| "it did not say why".into())
     }
 
     // --- The writer's side --------------------------------------------------------------------------------------
@@ -290,12 +290,12 @@ impl Board {
 
     /// It does nothing, and why. What is longer than the board has room for is cut.
     pub fn decline(&self, sentence: &str) {
-        SENTENCE.write(&self.memory, sentence);
+        STATUS_TEXT.write(&self.memory, sentence);
         self.store(STAGE_AT, STAGE_DECLINED);
     }
 
     /// How far it is; also the writer's beat.
-    pub fn tell(&self, told: &Told) {
+    pub fn report(&self, told: &WriterStatus) {
         let words = [
             (RECEIVED_AT, told.received),
             (PUBLISHED_AT, told.published_slots),
@@ -318,7 +318,7 @@ impl Board {
 
     /// It has failed, and why. What is longer than the board has room for is cut.
     pub fn fail(&self, sentence: &str) {
-        SENTENCE.write(&self.memory, sentence);
+        STATUS_TEXT.write(&self.memory, sentence);
         self.store(STAGE_AT, STAGE_FAILED);
     }
 
@@ -368,10 +368,10 @@ const DATABASE_AT: u64 = 200;
 const FORMAT_AT: u64 = 208;
 const REPLID_AT: u64 = 216;
 
-const SENTENCE_AT: u64 = 1024;
+const STATUS_TEXT_AT: u64 = 1024;
 /// Bytes of a sentence, at most: a long one of a server's within one of ours.
-const SENTENCE_BYTES: u64 = 1024;
-const SENTENCE: Sentence = Sentence { at: SENTENCE_AT, most: SENTENCE_BYTES as usize };
+const STATUS_TEXT_BYTES: u64 = 1024;
+const STATUS_TEXT: StatusText = StatusText { at: STATUS_TEXT_AT, most: STATUS_TEXT_BYTES as usize };
 
 const STAGE_ARMED: u64 = 0;
 const STAGE_BEGUN: u64 = 1;
@@ -381,8 +381,8 @@ const STAGE_ASKING: u64 = 4;
 const STAGE_DECLINED: u64 = 5;
 
 const _: () = {
-    assert!(REPLID_AT + 40 <= SENTENCE_AT, "the writer's words end before the sentence");
-    assert!(SENTENCE_AT + 8 + SENTENCE_BYTES <= BOARD_BYTES, "the sentence fits the page");
+    assert!(REPLID_AT + 40 <= STATUS_TEXT_AT, "the writer's words end before the sentence");
+    assert!(STATUS_TEXT_AT + 8 + STATUS_TEXT_BYTES <= CAPTURE_PAGE_BYTES, "the sentence fits the page");
 };
 
 #[cfg(all(test, not(loom)))]
@@ -403,10 +403,10 @@ mod tests {
     }
 
     /// Both ends of one board, each with a mapping of its own.
-    fn ends() -> (Board, Board) {
-        let ours = Board::create(order()).unwrap();
+    fn ends() -> (CapturePage, CapturePage) {
+        let ours = CapturePage::create(order()).unwrap();
         let descriptor = ours.memory().as_fd().try_clone_to_owned().unwrap();
-        let theirs = Board::adopt(Memory::adopt(descriptor, BOARD_BYTES).unwrap()).unwrap();
+        let theirs = CapturePage::adopt(Memory::adopt(descriptor, CAPTURE_PAGE_BYTES).unwrap()).unwrap();
         (ours, theirs)
     }
 
@@ -423,11 +423,18 @@ mod tests {
         assert!(theirs.is_permitted());
         theirs.begin().unwrap();
         assert_eq!(ours.stage(), Stage::Begun);
-        let told =
-            Told { received: 1, published_slots: 5, retired_slots: 6, waits: 2, keys: 3, format: 80, took_micros: 4 };
+        let told = WriterStatus {
+            received: 1,
+            published_slots: 5,
+            retired_slots: 6,
+            waits: 2,
+            keys: 3,
+            format: 80,
+            took_micros: 4,
+        };
         let before = ours.writer_beat();
-        theirs.tell(&told);
-        assert_eq!(ours.told(), told);
+        theirs.report(&told);
+        assert_eq!(ours.writer_status(), told);
         assert_ne!(ours.writer_beat(), before);
         theirs.finish();
         assert_eq!(ours.stage(), Stage::Done);
@@ -438,7 +445,7 @@ mod tests {
     fn what_is_declined_says_why() {
         let (ours, theirs) = ends();
         theirs.decline("another replica waits too");
-        assert_eq!((ours.stage(), ours.sentence().as_str()), (Stage::Declined, "another replica waits too"));
+        assert_eq!((ours.stage(), ours.status_text().as_str()), (Stage::Declined, "another replica waits too"));
     }
 
     #[test]
@@ -456,22 +463,22 @@ mod tests {
     fn a_failure_has_a_sentence_and_a_long_one_is_cut_between_letters() {
         let (ours, theirs) = ends();
         theirs.fail("the ring is full");
-        assert_eq!((ours.stage(), ours.sentence().as_str()), (Stage::Failed, "the ring is full"));
+        assert_eq!((ours.stage(), ours.status_text().as_str()), (Stage::Failed, "the ring is full"));
         theirs.fail(&format!("x{}", "ü".repeat(2000)));
-        let sentence = ours.sentence();
-        assert!(sentence.len() <= SENTENCE_BYTES as usize && sentence.chars().skip(1).all(|letter| letter == 'ü'));
+        let sentence = ours.status_text();
+        assert!(sentence.len() <= STATUS_TEXT_BYTES as usize && sentence.chars().skip(1).all(|letter| letter == 'ü'));
     }
 
     #[test]
     fn what_is_no_board_is_refused() {
-        let blank = Memory::create("blank", BOARD_BYTES, Pages::Small).unwrap();
-        assert!(matches!(Board::adopt(blank), Err(Error::Layout(_))));
+        let blank = Memory::create("blank", CAPTURE_PAGE_BYTES, Pages::Small).unwrap();
+        assert!(matches!(CapturePage::adopt(blank), Err(Error::Layout(_))));
         for (at, word) in [(WORK_AT, VERSION + 1), (WORK_AT, VERSION | 9 << 32), (GEOMETRY_AT, 0), (GEOMETRY_AT, 3)] {
-            let board = Board::create(order()).unwrap();
+            let board = CapturePage::create(order()).unwrap();
             let descriptor = board.memory().as_fd().try_clone_to_owned().unwrap();
-            let memory = Memory::adopt(descriptor, BOARD_BYTES).unwrap();
+            let memory = Memory::adopt(descriptor, CAPTURE_PAGE_BYTES).unwrap();
             memory.store_u64(at, word, Relaxed).unwrap();
-            assert!(matches!(Board::adopt(memory), Err(Error::Layout(_))), "{at}: {word}");
+            assert!(matches!(CapturePage::adopt(memory), Err(Error::Layout(_))), "{at}: {word}");
         }
     }
 }

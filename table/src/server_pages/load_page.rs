@@ -14,40 +14,40 @@ use std::sync::atomic::Ordering::{self, Acquire, Relaxed, Release};
 
 use remora_fabric::{Memory, Pages};
 
-use super::status_text::Sentence;
+use super::status_text::StatusText;
 use crate::error::Error;
 
 /// Bytes of a tally.
-pub const TALLY_BYTES: u64 = 4096;
+pub const LOAD_PAGE_BYTES: u64 = 4096;
 
 /// One tally, as either end has it.
 #[derive(Debug)]
-pub struct Tally {
+pub struct LoadPage {
     memory: Memory,
 }
 
-impl Tally {
+impl LoadPage {
     /// A fresh one: nothing is done.
     ///
     /// # Errors
     /// [`Error::Fabric`] if there is no memory.
-    pub fn create() -> Result<Tally, Error> {
-        let memory = Memory::create("remora-tally", TALLY_BYTES, Pages::Small)?;
+    pub fn create() -> Result<LoadPage, Error> {
+        let memory = Memory::create("remora-load-page", LOAD_PAGE_BYTES, Pages::Small)?;
         memory.store_u64(MAGIC_AT, MAGIC, Release)?;
         memory.store_u64(VERSION_AT, VERSION, Release)?;
-        Ok(Tally { memory })
+        Ok(LoadPage { memory })
     }
 
     /// The one that was handed over.
     ///
     /// # Errors
     /// [`Error::Layout`] if it is none, or of another version.
-    pub fn adopt(memory: Memory) -> Result<Tally, Error> {
-        if memory.length() < TALLY_BYTES || memory.load_u64(MAGIC_AT, Acquire)? != MAGIC {
+    pub fn adopt(memory: Memory) -> Result<LoadPage, Error> {
+        if memory.length() < LOAD_PAGE_BYTES || memory.load_u64(MAGIC_AT, Acquire)? != MAGIC {
             return Err(Error::Layout("what was handed over as a tally is none".into()));
         }
         match memory.load_u64(VERSION_AT, Acquire)? {
-            VERSION => Ok(Tally { memory }),
+            VERSION => Ok(LoadPage { memory }),
             other => Err(Error::Layout(format!(
                 "the tally is of version {other}, this reader knows {VERSION}: upgrade the older of the two"
             ))),
@@ -68,10 +68,10 @@ impl Tally {
 
     /// Nothing more will be done, and why. What is longer than the page has room for is cut; the first sentence stays.
     pub fn refuse(&self, sentence: &str) {
-        if self.load(SENTENCE_AT, Relaxed) != 0 {
+        if self.load(STATUS_TEXT_AT, Relaxed) != 0 {
             return;
         }
-        SENTENCE.write(&self.memory, sentence);
+        STATUS_TEXT.write(&self.memory, sentence);
     }
 
     // --- The side of whoever shows the memory -----------------------------------------------------------------------
@@ -83,7 +83,7 @@ impl Tally {
 
     /// Why nothing more will be done; `None` while all is well.
     pub fn refusal(&self) -> Option<String> {
-        SENTENCE.read(&self.memory)
+        STATUS_TEXT.read(&self.memory)
     }
 
     fn load(&self, at: u64, order: Ordering) -> u64 {
@@ -105,10 +105,10 @@ const VERSION: u64 = 1;
 const MAGIC_AT: u64 = 0;
 const VERSION_AT: u64 = 8;
 const DONE_AT: u64 = 64;
-const SENTENCE_AT: u64 = 72;
+const STATUS_TEXT_AT: u64 = 72;
 /// Bytes of a sentence, at most: a long one of a server's within one of ours.
-const SENTENCE_BYTES: usize = 1024;
-const SENTENCE: Sentence = Sentence { at: SENTENCE_AT, most: SENTENCE_BYTES };
+const STATUS_TEXT_BYTES: usize = 1024;
+const STATUS_TEXT: StatusText = StatusText { at: STATUS_TEXT_AT, most: STATUS_TEXT_BYTES };
 
 #[cfg(all(test, not(loom)))]
 mod tests {
@@ -117,10 +117,10 @@ mod tests {
     use super::*;
 
     /// Both ends of one tally, each with a mapping of its own.
-    fn ends() -> (Tally, Tally) {
-        let ours = Tally::create().unwrap();
+    fn ends() -> (LoadPage, LoadPage) {
+        let ours = LoadPage::create().unwrap();
         let descriptor = ours.memory().as_fd().try_clone_to_owned().unwrap();
-        let theirs = Tally::adopt(Memory::adopt(descriptor, TALLY_BYTES).unwrap()).unwrap();
+        let theirs = LoadPage::adopt(Memory::adopt(descriptor, LOAD_PAGE_BYTES).unwrap()).unwrap();
         (ours, theirs)
     }
 
@@ -136,17 +136,17 @@ mod tests {
     #[test]
     fn the_first_reason_stays_and_is_cut_to_what_fits() {
         let (watcher, reader) = ends();
-        reader.refuse(&"é".repeat(SENTENCE_BYTES));
+        reader.refuse(&"é".repeat(STATUS_TEXT_BYTES));
         reader.refuse("another");
-        assert_eq!(watcher.refusal().unwrap(), "é".repeat(SENTENCE_BYTES / 2));
+        assert_eq!(watcher.refusal().unwrap(), "é".repeat(STATUS_TEXT_BYTES / 2));
     }
 
     #[test]
     fn what_is_no_tally_is_refused() {
-        let other = Memory::create("other", TALLY_BYTES, Pages::Small).unwrap();
-        assert!(matches!(Tally::adopt(other), Err(Error::Layout(_))));
-        let newer = Tally::create().unwrap();
+        let other = Memory::create("other", LOAD_PAGE_BYTES, Pages::Small).unwrap();
+        assert!(matches!(LoadPage::adopt(other), Err(Error::Layout(_))));
+        let newer = LoadPage::create().unwrap();
         newer.store(VERSION_AT, VERSION + 1);
-        assert!(Tally::adopt(newer.memory).unwrap_err().to_string().contains("upgrade the older"));
+        assert!(LoadPage::adopt(newer.memory).unwrap_err().to_string().contains("upgrade the older"));
     }
 }

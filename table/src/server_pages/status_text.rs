@@ -7,14 +7,14 @@ use remora_fabric::{Memory, View};
 
 /// Where a sentence lies: at a multiple of eight, eight bytes of length and then the text.
 #[derive(Clone, Copy)]
-pub(crate) struct Sentence {
+pub(crate) struct StatusText {
     /// Bytes from the start of the memory.
     pub(crate) at: u64,
     /// Bytes of the text, at most.
     pub(crate) most: usize,
 }
 
-impl Sentence {
+impl StatusText {
     /// Writes it, cut between letters to what fits. Whoever sees its length sees its bytes.
     pub(crate) fn write(self, memory: &Memory, sentence: &str) {
         let mut length = sentence.len().min(self.most);

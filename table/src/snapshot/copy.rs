@@ -2,7 +2,7 @@
 //! while it grows. No I/O and no clock of its own.
 //!
 //! ```text
-//!            ┌─ ledger: line, entries ◀════════════════════ the source's region, always
+//!            ┌─ source_entries: line, entries ◀════════════════════ the source's region, always
 //!   pump ──▶ │
 //!            └─ bytes of slots ◀═══════════════════════════ the way: the source, or one peer's copy
 //!                  │ CRC as the *source's* entry says? no: Loss::Lied, the bytes are thrown away
@@ -28,7 +28,7 @@ use super::{
     pieces::Pieces,
     plan::{Verdict, Wanted},
     reader::{Holder, Place, Progress, Slot},
-    source_entries::{Front, Ledger, SmallPlace},
+    source_entries::{Front, SmallPlace, SourceEntries},
     writer::lay_out,
 };
 use crate::{
@@ -36,7 +36,7 @@ use crate::{
     expectation::Expectation,
     layout::{Entry, Geometry, Identity, Kind, MAGIC, State},
     publish::Publisher,
-    reads::{Channel, READ_BYTES, What},
+    reads::{Purpose, READ_BYTES, Reads},
 };
 
 /// What one call of [`SnapshotCopy::pump`] may do.
@@ -106,10 +106,10 @@ pub struct SnapshotCopy {
     /// The first slot of the own table.
     first: u64,
     publisher: Publisher<Arc<Memory>>,
-    ledger: Ledger,
-    source: Channel,
+    source_entries: SourceEntries,
+    source: Reads,
     way: Way,
-    peer: Channel,
+    peer: Reads,
     works: Vec<Option<Work>>,
     /// The first number that has not been asked for.
     next: u64,
@@ -160,16 +160,16 @@ impl SnapshotCopy {
         publisher.publish(own.start_of(first))?;
         publisher.retire(first)?;
         let works = (READ_AHEAD_BYTES / own.slot_bytes() + 1).clamp(2, MOST_WORKS);
-        let ledger = Ledger::new(expect, first, small_place(&own, 0), small_place(&own, 2).at);
+        let source_entries = SourceEntries::new(expect, first, small_place(&own, 0), small_place(&own, 2).at);
         Ok(SnapshotCopy {
             memory,
             own,
             first,
             publisher,
-            ledger,
-            source: Channel::default(),
+            source_entries,
+            source: Reads::default(),
             way: Way::Hold,
-            peer: Channel::default(),
+            peer: Reads::default(),
             works: (0..works).map(|_| None).collect(),
             next: first,
             lost: BTreeSet::new(),
@@ -199,7 +199,7 @@ impl SnapshotCopy {
     pub fn read_from_peer(&mut self, slots: u32) -> Result<(), Error> {
         let geometry = Geometry { slots, ..self.own }.checked()?;
         self.leave_way();
-        let expect = Expectation { geometry, ..self.ledger.front.expect.clone() };
+        let expect = Expectation { geometry, ..self.source_entries.front.expect.clone() };
         self.way = Way::Peer(Front::new(expect, small_place(&self.own, 1)));
         Ok(())
     }
@@ -213,7 +213,7 @@ impl SnapshotCopy {
     /// The peer to the source is another one. The former must be closed.
     pub fn reconnect(&mut self) {
         self.source.reset();
-        self.ledger.reset();
+        self.source_entries.reset();
         self.lose(|work| !work.from_peer);
     }
 
@@ -246,15 +246,15 @@ impl SnapshotCopy {
         if self.is_whole() {
             return Ok(None);
         }
-        for what in self.source.collect(source)? {
-            self.handle_from_source(what)?;
+        for purpose in self.source.collect(source)? {
+            self.handle_from_source(purpose)?;
         }
         let loss = match peer {
             Some(peer) if matches!(self.way, Way::Peer(_)) => self.pump_peer(peer, turn)?,
             _ => None,
         };
         let look = turn.look && self.needs_the_source();
-        self.ledger.ask(&mut self.source, look);
+        self.source_entries.ask(&mut self.source, look);
         if !matches!(self.way, Way::Peer(_)) {
             self.ask_slots()?;
         }
@@ -268,8 +268,8 @@ impl SnapshotCopy {
             Ok(arrived) => arrived,
             Err(error) => return Ok(Some(Loss::Gone(error))),
         };
-        for what in arrived {
-            if let Some(loss) = self.handle_from_peer(what)? {
+        for purpose in arrived {
+            if let Some(loss) = self.handle_from_peer(purpose)? {
                 return Ok(Some(loss));
             }
         }
@@ -287,7 +287,7 @@ impl SnapshotCopy {
         match &self.way {
             Way::Hold => false,
             Way::Source => true,
-            Way::Peer(front) => front.is_sealed() || front.published() > self.ledger.seen(),
+            Way::Peer(front) => front.is_sealed() || front.published() > self.source_entries.seen(),
         }
     }
 
@@ -299,37 +299,37 @@ impl SnapshotCopy {
     fn front_of_way(&self) -> Option<&Front> {
         match &self.way {
             Way::Hold => None,
-            Way::Source => Some(&self.ledger.front),
+            Way::Source => Some(&self.source_entries.front),
             Way::Peer(front) => Some(front),
         }
     }
 
-    fn handle_from_source(&mut self, what: What) -> Result<(), Error> {
-        match what {
-            What::Head => self.ledger.front.handle_head(&self.memory),
-            What::Line => {
-                self.ledger.front.handle_line(&self.memory, &mut self.source)?;
+    fn handle_from_source(&mut self, purpose: Purpose) -> Result<(), Error> {
+        match purpose {
+            Purpose::Head => self.source_entries.front.handle_head(&self.memory),
+            Purpose::Line => {
+                self.source_entries.front.handle_line(&self.memory, &mut self.source)?;
                 self.seal_if_whole()
             }
-            What::Probe => self.ledger.handle_entries(&self.memory),
-            What::Piece { buffer, piece } => self.land(buffer, piece).map(drop),
-            What::Entry { .. } => Ok(()),
+            Purpose::Probe => self.source_entries.handle_entries(&self.memory),
+            Purpose::Piece { buffer, piece } => self.land(buffer, piece).map(drop),
+            Purpose::Entry { .. } => Ok(()),
         }
     }
 
-    fn handle_from_peer(&mut self, what: What) -> Result<Option<Loss>, Error> {
+    fn handle_from_peer(&mut self, purpose: Purpose) -> Result<Option<Loss>, Error> {
         let front = match &mut self.way {
             Way::Peer(front) => front,
             Way::Hold | Way::Source => return Ok(None),
         };
-        let handled = match what {
-            What::Head => front.handle_head(&self.memory),
-            What::Line => front.handle_line(&self.memory, &mut self.peer),
-            What::Piece { buffer, piece } => return self.land(buffer, piece),
-            What::Probe | What::Entry { .. } => Ok(()),
+        let handled = match purpose {
+            Purpose::Head => front.handle_head(&self.memory),
+            Purpose::Line => front.handle_line(&self.memory, &mut self.peer),
+            Purpose::Piece { buffer, piece } => return self.land(buffer, piece),
+            Purpose::Probe | Purpose::Entry { .. } => Ok(()),
         };
         // A line that was caught in change has been asked for again, and says nothing yet.
-        let is_news = what == What::Line && !front.is_line_asked();
+        let is_news = purpose == Purpose::Line && !front.is_line_asked();
         if let Err(error) = handled {
             return Ok(Some(Loss::Gone(error)));
         }
@@ -347,7 +347,7 @@ impl SnapshotCopy {
         }
         let (number, got) = (work.wanted.number, work.pieces.crc());
         // It was there when the slot was asked for, and is forgotten only when the slot is published.
-        let Some(entry) = self.ledger.entry(number).copied() else { return Ok(None) };
+        let Some(entry) = self.source_entries.entry(number).copied() else { return Ok(None) };
         match work.wanted.judge(Some(entry), got, &self.own)? {
             Verdict::Right => {
                 self.works[usize::from(index)] = None;
@@ -363,7 +363,7 @@ impl SnapshotCopy {
             _ if work.again => return Err(Error::Corrupt { slot: number, want: entry.crc, got }),
             _ => {
                 work.again = true;
-                let from = self.ledger.front.expect.geometry.slot_offset(number);
+                let from = self.source_entries.front.expect.geometry.slot_offset(number);
                 work.pieces = Pieces::ask(&mut self.source, index, from, work.wanted.length, at);
             }
         }
@@ -378,7 +378,7 @@ impl SnapshotCopy {
         if retired > slot {
             return Some(Loss::Passed { slot, oldest: retired });
         }
-        let want = self.ledger.entry(slot).map_or(0, |entry| entry.crc);
+        let want = self.source_entries.entry(slot).map_or(0, |entry| entry.crc);
         Some(Loss::Lied { slot, want, got })
     }
 
@@ -390,12 +390,12 @@ impl SnapshotCopy {
             self.publisher.publish(entry.position + u64::from(entry.length))?;
             number += 1;
         }
-        self.ledger.forget_below(number);
+        self.source_entries.forget_below(number);
         self.seal_if_whole()
     }
 
     fn seal_if_whole(&mut self) -> Result<(), Error> {
-        let end = self.ledger.front.line().and_then(|line| line.end);
+        let end = self.source_entries.front.line().and_then(|line| line.end);
         if self.publisher.line().state == State::Open && end == Some(self.publisher.line().published) {
             self.publisher.seal()?;
         }
@@ -408,13 +408,13 @@ impl SnapshotCopy {
         while let Some(index) = self.works.iter().position(Option::is_none) {
             let Some(wanted) = self.next_wanted()? else { return Ok(()) };
             let (number, to) = (wanted.number, self.own.slot_offset(wanted.number));
-            let (channel, geometry, from_peer) = match &self.way {
+            let (reads, geometry, from_peer) = match &self.way {
                 Way::Hold => return Ok(()),
-                Way::Source => (&mut self.source, &self.ledger.front.expect.geometry, false),
+                Way::Source => (&mut self.source, &self.source_entries.front.expect.geometry, false),
                 Way::Peer(front) => (&mut self.peer, &front.expect.geometry, true),
             };
             // At most `MOST_WORKS`, which fits.
-            let pieces = Pieces::ask(channel, index as u8, geometry.slot_offset(number), wanted.length, to);
+            let pieces = Pieces::ask(reads, index as u8, geometry.slot_offset(number), wanted.length, to);
             self.works[index] = Some(Work { wanted, pieces, from_peer, again: false, suspect: false });
         }
         self.starved = false;
@@ -425,7 +425,7 @@ impl SnapshotCopy {
     fn next_wanted(&mut self) -> Result<Option<Wanted>, Error> {
         let number = self.lost.first().copied().unwrap_or(self.next);
         let published = self.front_of_way().map_or(0, Front::published);
-        let Some(entry) = self.ledger.entry(number).filter(|_| number < published) else { return Ok(None) };
+        let Some(entry) = self.source_entries.entry(number).filter(|_| number < published) else { return Ok(None) };
         let wanted = Wanted { number, position: entry.position, length: entry.length };
         let room_below = self.lent.floor(self.delivered) + u64::from(self.own.slots);
         if number >= room_below {
@@ -493,8 +493,8 @@ impl SnapshotCopy {
 
     /// No place of it will ever be used twice: there is room for all slots of the source, which retains all of them.
     pub fn keeps_all(&self) -> bool {
-        let source = self.ledger.front.expect.geometry;
-        let end = self.ledger.front.line().and_then(|line| line.end).map(|end| source.slots_for(end));
+        let source = self.source_entries.front.expect.geometry;
+        let end = self.source_entries.front.line().and_then(|line| line.end).map(|end| source.slots_for(end));
         let most = end.unwrap_or(u64::from(source.slots)).max(1);
         u64::from(self.own.slots) + self.first >= most
     }
@@ -519,14 +519,9 @@ impl SnapshotCopy {
         self.next >= self.lent.floor(self.delivered) + u64::from(self.own.slots)
     }
 
-    /// Slots whose entries have been seen: for these the source itself is not needed any more.
-    pub fn entries_seen(&self) -> u64 {
-        self.ledger.seen()
-    }
-
     /// What is known about the snapshot so far.
     pub fn progress(&self) -> Progress {
-        let line = self.ledger.front.line();
+        let line = self.source_entries.front.line();
         Progress {
             published: self.held(),
             end: line.and_then(|line| line.end).map(|end| self.own.slots_for(end)),
@@ -544,7 +539,7 @@ impl SnapshotCopy {
     pub fn is_idle(&self) -> bool {
         self.is_whole()
             || (self.starved
-                && !self.ledger.is_asked()
+                && !self.source_entries.is_asked()
                 && !matches!(&self.way, Way::Peer(front) if front.is_asked())
                 && self.works.iter().all(Option::is_none)
                 && self.source.is_posted()

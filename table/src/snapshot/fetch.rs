@@ -25,13 +25,13 @@ use super::{
 use crate::{
     error::Error,
     layout::{ENTRY_BYTES, Entry, HEAD_BYTES, Kind, LINE_BYTES, LINE_OFFSET, Line},
-    reads::{Channel, What, caught_in_change},
+    reads::{Purpose, Reads, caught_in_change},
 };
 
 pub(super) struct Fetch {
     sink: Arc<Memory>,
     layout: SinkLayout,
-    channel: Channel,
+    reads: Reads,
     buffers: Vec<Buffer>,
     head: Head,
     line_asked: bool,
@@ -66,7 +66,7 @@ impl Fetch {
         Fetch {
             sink,
             layout,
-            channel: Channel::default(),
+            reads: Reads::default(),
             buffers: (0..layout.buffers).map(|_| Buffer::Free).collect(),
             head: Head::Unread,
             line_asked: false,
@@ -79,19 +79,19 @@ impl Fetch {
     }
 
     pub(super) fn pump(&mut self, plan: &mut Plan, peer: &mut dyn Peer) -> Result<(), Error> {
-        let arrived = self.channel.collect(peer)?;
+        let arrived = self.reads.collect(peer)?;
         // What waits already goes out before we reckon CRCs, so that the wire isn't idle meanwhile.
-        self.channel.post(peer)?;
-        for what in arrived {
-            self.handle(what, plan)?;
+        self.reads.post(peer)?;
+        for purpose in arrived {
+            self.handle(purpose, plan)?;
         }
         self.ask(plan)?;
-        self.channel.post(peer)
+        self.reads.post(peer)
     }
 
     /// The peer is gone: which slots were under way?
     pub(super) fn reset(&mut self) -> Vec<u64> {
-        self.channel.reset();
+        self.reads.reset();
         self.head = Head::Unread;
         self.line_asked = false;
         let mut lost = Vec::new();
@@ -114,14 +114,14 @@ impl Fetch {
     fn ask(&mut self, plan: &mut Plan) -> Result<(), Error> {
         if self.head == Head::Unread {
             self.head = Head::Asked;
-            self.channel.ask(What::Head, 0, HEAD_BYTES as u32, self.layout.head());
+            self.reads.queue(Purpose::Head, 0, HEAD_BYTES as u32, self.layout.head());
         }
         if self.head == Head::Right {
             self.ask_slots(plan)?;
         }
         if plan.wants_news() && !self.line_asked {
             self.line_asked = true;
-            self.channel.ask(What::Line, LINE_OFFSET, LINE_BYTES as u32, self.layout.line());
+            self.reads.queue(Purpose::Line, LINE_OFFSET, LINE_BYTES as u32, self.layout.line());
         }
         Ok(())
     }
@@ -134,25 +134,25 @@ impl Fetch {
             let Some(wanted) = plan.next_wanted()? else {
                 break;
             };
-            let pieces = ask(&wanted, index, plan, &self.layout, &mut self.channel);
+            let pieces = ask(&wanted, index, plan, &self.layout, &mut self.reads);
             *buffer = Buffer::Busy(Work { wanted, pieces, again: false, caught: 0 });
         }
         Ok(())
     }
 
-    fn handle(&mut self, what: What, plan: &mut Plan) -> Result<(), Error> {
-        match what {
-            What::Head => {
+    fn handle(&mut self, purpose: Purpose, plan: &mut Plan) -> Result<(), Error> {
+        match purpose {
+            Purpose::Head => {
                 let mut bytes = [0; HEAD_BYTES];
                 self.sink.read(self.layout.head(), &mut bytes)?;
                 plan.expect.check(&bytes, Kind::Snapshot)?;
                 self.head = Head::Right;
                 Ok(())
             }
-            What::Line => self.handle_line(plan),
-            What::Piece { buffer, piece } => self.handle_piece(buffer, piece, plan),
-            What::Entry { buffer } => self.handle_entry(buffer, plan),
-            What::Probe => Ok(()),
+            Purpose::Line => self.handle_line(plan),
+            Purpose::Piece { buffer, piece } => self.handle_piece(buffer, piece, plan),
+            Purpose::Entry { buffer } => self.handle_entry(buffer, plan),
+            Purpose::Probe => Ok(()),
         }
     }
 
@@ -177,7 +177,7 @@ impl Fetch {
         work.pieces.land(piece);
         if work.pieces.are_here() {
             let offset = plan.geometry().entry_offset(work.wanted.number);
-            self.channel.ask(What::Entry { buffer: index }, offset, ENTRY_BYTES as u32, self.layout.entry(index));
+            self.reads.queue(Purpose::Entry { buffer: index }, offset, ENTRY_BYTES as u32, self.layout.entry(index));
         }
         work.pieces.sum(&self.sink, at)
     }
@@ -193,14 +193,19 @@ impl Fetch {
             Verdict::Unclear => {
                 caught_in_change(&mut work.caught)?;
                 let offset = plan.geometry().entry_offset(work.wanted.number);
-                self.channel.ask(What::Entry { buffer: index }, offset, ENTRY_BYTES as u32, self.layout.entry(index));
+                self.reads.queue(
+                    Purpose::Entry { buffer: index },
+                    offset,
+                    ENTRY_BYTES as u32,
+                    self.layout.entry(index),
+                );
             }
             Verdict::Damaged { want } if work.again => {
                 return Err(Error::Corrupt { slot: work.wanted.number, want, got: work.pieces.crc() });
             }
             Verdict::Damaged { .. } => {
                 work.again = true;
-                work.pieces = ask(&work.wanted, index, plan, &self.layout, &mut self.channel);
+                work.pieces = ask(&work.wanted, index, plan, &self.layout, &mut self.reads);
             }
         }
         Ok(())
@@ -226,7 +231,7 @@ impl Fetch {
 }
 
 /// Asks for all pieces of a slot, from the beginning.
-fn ask(wanted: &Wanted, index: u8, plan: &Plan, layout: &SinkLayout, channel: &mut Channel) -> Pieces {
+fn ask(wanted: &Wanted, index: u8, plan: &Plan, layout: &SinkLayout, reads: &mut Reads) -> Pieces {
     let from = plan.geometry().slot_offset(wanted.number);
-    Pieces::ask(channel, index, from, wanted.length, layout.buffer(index, plan.geometry()))
+    Pieces::ask(reads, index, from, wanted.length, layout.buffer(index, plan.geometry()))
 }

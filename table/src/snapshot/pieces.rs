@@ -6,7 +6,7 @@ use remora_fabric::Memory;
 
 use crate::{
     error::Error,
-    reads::{Channel, READ_BYTES},
+    reads::{READ_BYTES, Reads},
 };
 
 /// See the module's text.
@@ -25,8 +25,8 @@ const _: () = assert!(crate::layout::MAX_SLOT_BYTES / READ_BYTES <= u64::BITS);
 
 impl Pieces {
     /// Asks for all pieces of the `length` bytes at `from`, to land at `to`, under the name `buffer`.
-    pub(super) fn ask(channel: &mut Channel, buffer: u8, from: u64, length: u32, to: u64) -> Pieces {
-        let count = channel.ask_pieces(buffer, from, length, to);
+    pub(super) fn ask(reads: &mut Reads, buffer: u8, from: u64, length: u32, to: u64) -> Pieces {
+        let count = reads.queue_pieces(buffer, from, length, to);
         Pieces { length, count, landed: 0, summed: 0, crc: 0 }
     }
 

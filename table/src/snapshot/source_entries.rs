@@ -1,4 +1,4 @@
-//! The ledger: what the source itself says of its snapshot, read ahead of the bytes: how far it is, and each slot's entry.
+//! The source_entries: what the source itself says of its snapshot, read ahead of the bytes: how far it is, and each slot's entry.
 //!
 //! The bytes may then come from anybody. Their checksum comes from here alone, so that whoever passes slots on can't pass on
 //! others than the source's without being found out. Not here: the bytes.
@@ -17,7 +17,7 @@ use crate::{
     error::Error,
     expectation::Expectation,
     layout::{ENTRY_BYTES, Entry, Geometry, HEAD_BYTES, Kind, LINE_BYTES, LINE_OFFSET, Line, State},
-    reads::{Channel, What, caught_in_change},
+    reads::{Purpose, Reads, caught_in_change},
 };
 
 /// Entries in one read: a page of them.
@@ -44,27 +44,27 @@ const _: () = assert!((HEAD_BYTES + LINE_BYTES) as u64 <= SmallPlace::BYTES);
 pub(super) struct Front {
     pub(super) expect: Expectation,
     place: SmallPlace,
-    head: Seen,
+    head: HeadState,
     line: Option<Line>,
     line_asked: bool,
     caught: u32,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Seen {
-    Not,
-    Asked,
-    Right,
+enum HeadState {
+    NotRequested,
+    Requested,
+    Verified,
 }
 
 impl Front {
     pub(super) fn new(expect: Expectation, place: SmallPlace) -> Front {
-        Front { expect, place, head: Seen::Not, line: None, line_asked: false, caught: 0 }
+        Front { expect, place, head: HeadState::NotRequested, line: None, line_asked: false, caught: 0 }
     }
 
     /// As last seen; `None` before the table has shown that it is the expected one.
     pub(super) fn line(&self) -> Option<&Line> {
-        self.line.as_ref().filter(|_| self.head == Seen::Right)
+        self.line.as_ref().filter(|_| self.head == HeadState::Verified)
     }
 
     /// Whether a line is on its way.
@@ -74,7 +74,7 @@ impl Front {
 
     /// Whether head or line are on their way.
     pub(super) fn is_asked(&self) -> bool {
-        self.line_asked || self.head == Seen::Asked
+        self.line_asked || self.head == HeadState::Requested
     }
 
     /// Slots that may be read, as last seen.
@@ -87,15 +87,15 @@ impl Front {
     }
 
     /// Asks for what has not been seen yet; for the line again where `news` is wanted.
-    pub(super) fn ask(&mut self, channel: &mut Channel, news: bool) {
-        if self.head == Seen::Not {
-            self.head = Seen::Asked;
-            channel.ask(What::Head, 0, HEAD_BYTES as u32, self.place.at);
+    pub(super) fn ask(&mut self, reads: &mut Reads, news: bool) {
+        if self.head == HeadState::NotRequested {
+            self.head = HeadState::Requested;
+            reads.queue(Purpose::Head, 0, HEAD_BYTES as u32, self.place.at);
         }
         let unseen = self.line.is_none();
         if !self.line_asked && (unseen || news) {
             self.line_asked = true;
-            channel.ask(What::Line, LINE_OFFSET, LINE_BYTES as u32, self.place.line());
+            reads.queue(Purpose::Line, LINE_OFFSET, LINE_BYTES as u32, self.place.line());
         }
     }
 
@@ -103,17 +103,17 @@ impl Front {
         let mut bytes = [0; HEAD_BYTES];
         sink.read(self.place.at, &mut bytes)?;
         self.expect.check(&bytes, Kind::Snapshot)?;
-        self.head = Seen::Right;
+        self.head = HeadState::Verified;
         Ok(())
     }
 
-    pub(super) fn handle_line(&mut self, sink: &Memory, channel: &mut Channel) -> Result<(), Error> {
+    pub(super) fn handle_line(&mut self, sink: &Memory, reads: &mut Reads) -> Result<(), Error> {
         self.line_asked = false;
         let mut bytes = [0; LINE_BYTES];
         sink.read(self.place.line(), &mut bytes)?;
         let Some(line) = Line::from_bytes(&bytes) else {
             caught_in_change(&mut self.caught)?;
-            self.ask(channel, true);
+            self.ask(reads, true);
             return Ok(());
         };
         self.caught = 0;
@@ -127,14 +127,14 @@ impl Front {
     /// The peer is gone: what was asked of it will not come.
     pub(super) fn reset(&mut self) {
         self.line_asked = false;
-        if self.head == Seen::Asked {
-            self.head = Seen::Not;
+        if self.head == HeadState::Requested {
+            self.head = HeadState::NotRequested;
         }
     }
 }
 
 /// See the module's text.
-pub(super) struct Ledger {
+pub(super) struct SourceEntries {
     pub(super) front: Front,
     entries: BTreeMap<u64, Entry>,
     /// Entries below this number have been seen, or are not wanted.
@@ -144,11 +144,11 @@ pub(super) struct Ledger {
     caught: u32,
 }
 
-impl Ledger {
+impl SourceEntries {
     /// Of the expected table, from slot `first` on. Small reads land at `place`, entries in the page at `batch_at`.
-    pub(super) fn new(expect: Expectation, first: u64, place: SmallPlace, batch_at: u64) -> Ledger {
+    pub(super) fn new(expect: Expectation, first: u64, place: SmallPlace, batch_at: u64) -> SourceEntries {
         let front = Front::new(expect, place);
-        Ledger { front, entries: BTreeMap::new(), next: first, asked: None, batch_at, caught: 0 }
+        SourceEntries { front, entries: BTreeMap::new(), next: first, asked: None, batch_at, caught: 0 }
     }
 
     fn geometry(&self) -> &Geometry {
@@ -176,8 +176,8 @@ impl Ledger {
     }
 
     /// Asks for what is there to be asked for.
-    pub(super) fn ask(&mut self, channel: &mut Channel, look: bool) {
-        self.front.ask(channel, look && self.wants_news());
+    pub(super) fn ask(&mut self, reads: &mut Reads, look: bool) {
+        self.front.ask(reads, look && self.wants_news());
         if self.asked.is_some() || self.next >= self.front.published() {
             return;
         }
@@ -186,7 +186,7 @@ impl Ledger {
         let count = BATCH.min(until_wrap).min(self.front.published() - self.next);
         let from = self.geometry().entry_offset(self.next);
         // At most 64 entries of 64 bytes: a page.
-        channel.ask(What::Probe, from, count as u32 * ENTRY_BYTES as u32, self.batch_at);
+        reads.queue(Purpose::Probe, from, count as u32 * ENTRY_BYTES as u32, self.batch_at);
         self.asked = Some(self.next..self.next + count);
     }
 
