@@ -12,7 +12,7 @@
 //!
 //! What the child writes into our table it takes out of what its server saves, so it may begin only if nobody else gets that. **The
 //! permission is ours to give**: when `+FULLRESYNC` has come over our connection and says what the child says of itself, replid and
-//! offset, and our connection still stands when the child asks, it is the one that was forked for us (`module/src/capture/alone.rs` has the rest of the argument). Whatever arrives before the
+//! offset, and our connection still stands when the child asks, it is the one that was forked for us (`module/src/capture/exclusive.rs` has the rest of the argument). Whatever arrives before the
 //! child has answered, arrives whole.
 //!
 //! Two processes must never write one table: a writer claims its memory, and the claim ends with the writer's life, however that

@@ -12,9 +12,9 @@ use remora_fabric::Memory;
 use remora_table::CapturePage;
 use remora_table::server_pages::capture_page::{Stage, Work};
 
-use super::alone;
 use super::armed::{self, Armed};
 use super::commands::Walk;
+use super::exclusive;
 use super::walk::{self, Trouble};
 use crate::api::{
     Command, Context, EVENT_PERSISTENCE, EventHandler, LogLevel, OPTION_HANDLE_IO_ERRORS,
@@ -29,7 +29,7 @@ impl EventHandler for SnapshotBegins {
 
     /// Of all beginnings only those in a fork child are ours; a save in the server itself is left alone.
     fn handle(context: &Context<'_>, what: u64) {
-        if what != PERSISTENCE_RDB_START || !context.flags().is_child() || alone::saves_to_disk() {
+        if what != PERSISTENCE_RDB_START || !context.flags().is_child() || exclusive::saves_to_disk() {
             return;
         }
         let Some(armed) = armed::take_in_child() else { return };
@@ -90,7 +90,7 @@ fn do_it(context: &Context<'_>, armed: &Armed) -> Result<(), Trouble> {
             page.begin()?;
         }
         Work::Walk => {
-            alone::check(context)?;
+            exclusive::check(context)?;
             let table = armed.table.as_ref().ok_or(Trouble::NoTable)?;
             let descriptor = table.try_clone().map_err(|error| Trouble::System(error.to_string()))?;
             let memory = Memory::adopt(descriptor, page.order().geometry.memory_len())?;

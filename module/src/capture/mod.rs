@@ -13,17 +13,17 @@
 //!
 //! - [`armed`]: what the server keeps between arming and fork, and when it forgets. **Start there.**
 //! - [`commands`]: what agents and people ask.
-//! - [`child`]: what happens in a fork child before its first byte. [`alone`]: whether anybody else relies on it.
+//! - [`child`]: what happens in a fork child before its first byte. [`exclusive`]: whether anybody else relies on it.
 //! - [`walk`]: the data set, key by key. [`output`]: where it goes, and what is done while there is no room.
 //! - [`record`]: what it looks like there.
 //!
 //! In the server itself nothing is done but keeping two descriptors and looking once a second whether the agent still lives. All work
 //! is done in the child, where a mistake costs a snapshot and not the server.
 
-mod alone;
 pub(crate) mod armed;
 pub(crate) mod child;
 pub(crate) mod commands;
+mod exclusive;
 mod output;
 mod record;
 mod walk;

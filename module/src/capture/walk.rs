@@ -42,7 +42,7 @@ pub(super) enum Trouble {
     #[error("another process writes that table")]
     Claimed,
     #[error("{0}")]
-    NotAlone(super::alone::Company),
+    NotAlone(super::exclusive::Company),
     #[error("its agent did not say within {0} s that this child works for it alone")]
     NotPermitted(u64),
     #[error("{0}")]
