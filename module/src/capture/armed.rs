@@ -59,13 +59,13 @@ pub(crate) struct History {
     pub(crate) last_error: String,
 }
 
-struct Kept {
+struct ServerState {
     armed: Option<Armed>,
     history: History,
 }
 
 /// Only the server's thread uses it, and its copy in a fork child; the lock is there because Rust can't know.
-static KEPT: Mutex<Kept> = Mutex::new(Kept {
+static SERVER_STATE: Mutex<ServerState> = Mutex::new(ServerState {
     armed: None,
     history: History {
         done: 0,
@@ -84,13 +84,13 @@ static KEPT: Mutex<Kept> = Mutex::new(Kept {
 });
 
 /// A panic while it was held leaves it whole: each change is one assignment.
-fn kept() -> MutexGuard<'static, Kept> {
-    KEPT.lock().unwrap_or_else(PoisonError::into_inner)
+fn server_state() -> MutexGuard<'static, ServerState> {
+    SERVER_STATE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Why an arming was refused.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum Refused {
+pub(crate) enum ArmError {
     #[error("captures are forbidden here (remora.capture no)")]
     Forbidden,
     #[error("armed already, for generation {0}: it is done soon, or its agent is gone within remora.agent-timeout")]
@@ -104,16 +104,16 @@ pub(crate) enum Refused {
 }
 
 /// Takes what is offered at `address` and keeps it for the next snapshot. Gives back its generation.
-pub(crate) fn arm(context: &Context<'_>, address: &str, secret: &str) -> Result<u64, Refused> {
+pub(crate) fn arm(context: &Context<'_>, address: &str, secret: &str) -> Result<u64, ArmError> {
     if !ALLOWED.get() {
-        return Err(Refused::Forbidden);
+        return Err(ArmError::Forbidden);
     }
-    if let Some(armed) = &kept().armed {
-        return Err(Refused::Busy(armed.page.order().generation));
+    if let Some(armed) = &server_state().armed {
+        return Err(ArmError::Busy(armed.page.order().generation));
     }
     let mut taken = handover::take(address, secret, HANDOVER_LIMIT)?.into_iter();
     let has = taken.len();
-    let incomplete = |needs| Refused::Incomplete { has, needs };
+    let incomplete = |needs| ArmError::Incomplete { has, needs };
     let page = taken.next().ok_or_else(|| incomplete(1))?;
     let page = CapturePage::adopt(Memory::adopt(page, CAPTURE_PAGE_BYTES)?)?;
     let table = taken.next();
@@ -121,30 +121,30 @@ pub(crate) fn arm(context: &Context<'_>, address: &str, secret: &str) -> Result<
         return Err(incomplete(2));
     }
     let generation = page.order().generation;
-    let timer = context.set_timer::<Look>(LOOK_EVERY_MILLIS, generation);
+    let timer = context.set_timer::<AgentCheck>(LOOK_EVERY_MILLIS, generation);
     let beat = page.orderer_beat();
-    kept().armed = Some(Armed { page, table, timer, beat, beat_seen: Instant::now() });
+    server_state().armed = Some(Armed { page, table, timer, beat, beat_seen: Instant::now() });
     Ok(generation)
 }
 
 /// Forgets the arming of that generation, or whichever there is. False if there was none.
 pub(crate) fn disarm(context: &Context<'_>, generation: Option<u64>) -> bool {
-    let mut kept = kept();
+    let mut state = server_state();
     let wanted = |armed: &Armed| generation.is_none_or(|generation| generation == armed.page.order().generation);
-    let Some(armed) = kept.armed.take_if(|armed| wanted(armed)) else { return false };
+    let Some(armed) = state.armed.take_if(|armed| wanted(armed)) else { return false };
     context.stop_timer(armed.timer);
-    kept.history.add(&armed.page);
+    state.history.add(&armed.page);
     true
 }
 
 /// In a fork child: what its server had kept. The child is the only one who still has a use for it there.
 pub(super) fn take_in_child() -> Option<Armed> {
-    kept().armed.take()
+    server_state().armed.take()
 }
 
 /// What is to be said of it: a word, and the generation if there is one.
 pub(crate) fn state() -> (&'static str, Option<u64>) {
-    match &kept().armed {
+    match &server_state().armed {
         None => ("idle", None),
         Some(armed) => {
             let word = match armed.page.stage() {
@@ -159,7 +159,7 @@ pub(crate) fn state() -> (&'static str, Option<u64>) {
 
 /// What has been.
 pub(crate) fn history() -> History {
-    kept().history.clone()
+    server_state().history.clone()
 }
 
 impl History {
@@ -182,12 +182,12 @@ impl History {
 }
 
 /// The alarm that looks whether the agent still lives.
-struct Look;
+struct AgentCheck;
 
-impl Timer for Look {
-    fn ring(context: &Context<'_>, generation: u64) {
-        let mut kept = kept();
-        let Some(armed) = kept.armed.as_mut() else { return };
+impl Timer for AgentCheck {
+    fn fire(context: &Context<'_>, generation: u64) {
+        let mut state = server_state();
+        let Some(armed) = state.armed.as_mut() else { return };
         if armed.page.order().generation != generation {
             return;
         }
@@ -197,13 +197,13 @@ impl Timer for Look {
         } else if armed.beat_seen.elapsed() >= Duration::from_secs(AGENT_TIMEOUT.get()) {
             let text = format!("remora: the agent of generation {generation} is gone; its table is given back");
             context.log(LogLevel::Warning, &text);
-            if let Some(armed) = kept.armed.take() {
+            if let Some(armed) = state.armed.take() {
                 armed.page.cancel();
-                kept.history.add(&armed.page);
+                state.history.add(&armed.page);
             }
             return;
         }
-        armed.timer = context.set_timer::<Look>(LOOK_EVERY_MILLIS, generation);
+        armed.timer = context.set_timer::<AgentCheck>(LOOK_EVERY_MILLIS, generation);
     }
 }
 
@@ -214,7 +214,7 @@ impl EventHandler for ChildEnded {
     const EVENT: u64 = EVENT_FORK_CHILD;
 
     fn handle(context: &Context<'_>, what: u64) {
-        let used = || kept().armed.as_ref().is_some_and(|armed| armed.page.stage() != Stage::Armed);
+        let used = || server_state().armed.as_ref().is_some_and(|armed| armed.page.stage() != Stage::Armed);
         if what == FORK_CHILD_DIED && used() {
             disarm(context, None);
         }

@@ -24,7 +24,7 @@ impl Command for Arm {
         };
         match armed::arm(context, address, secret) {
             Ok(_) => context.reply_simple(c"OK"),
-            Err(refused @ armed::Refused::Busy(_)) => context.reply_error(&format!("BUSY remora: {refused}")),
+            Err(refused @ armed::ArmError::Busy(_)) => context.reply_error(&format!("BUSY remora: {refused}")),
             Err(refused) => context.reply_error(&format!("ERR remora: {refused}")),
         }
     }

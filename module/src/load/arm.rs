@@ -34,7 +34,7 @@ impl Command for Load {
 
 /// Why it can't be.
 #[derive(Debug, thiserror::Error)]
-enum ArmError {
+enum LoadError {
     #[error("give address, secret, ticket and length, and FLUSH if the data may go")]
     Arguments,
     #[error("the memory was not handed over: {0}; is the agent on this host, in the same network namespace?")]
@@ -63,25 +63,25 @@ const TAKE_LIMIT: Duration = Duration::from_secs(1);
 /// How long the loading may take to begin: the agent sends at once, but the server may empty itself first, which may take minutes.
 const BEGIN_LIMIT_MILLIS: u64 = 10 * 60 * 1000;
 
-fn arm(context: &Context<'_>, arguments: &[StrRef<'_>]) -> Result<(), ArmError> {
-    let wanted = Wanted::parse(arguments).ok_or(ArmError::Arguments)?;
+fn arm(context: &Context<'_>, arguments: &[StrRef<'_>]) -> Result<(), LoadError> {
+    let wanted = Wanted::parse(arguments).ok_or(LoadError::Arguments)?;
     if context.flags().is_cluster() {
-        return Err(ArmError::Cluster);
+        return Err(LoadError::Cluster);
     }
     if let Some(former) = Armed::take() {
-        context.stop_timer(former.alarm);
+        context.stop_timer(former.timer);
         former.page.refuse("another memory was shown");
     }
     let mut descriptors = handover::take(wanted.address, wanted.secret, TAKE_LIMIT)?.into_iter();
     let (Some(memory), Some(page), None) = (descriptors.next(), descriptors.next(), descriptors.next()) else {
-        return Err(ArmError::Count(descriptors.len()));
+        return Err(LoadError::Count(descriptors.len()));
     };
     let view = View::open(memory, wanted.length)?;
     let page = LoadPage::adopt(Memory::adopt(page, LOAD_PAGE_BYTES)?)?;
     let own = OwnContext::new(context);
     make_ready(&own, wanted.flush)?;
-    let alarm = context.set_timer::<Expired>(BEGIN_LIMIT_MILLIS, 0);
-    Armed { ticket: wanted.ticket, strings: Strings::new(view), page, context: own, begun: false, alarm }.put();
+    let timer = context.set_timer::<Expired>(BEGIN_LIMIT_MILLIS, 0);
+    Armed { ticket: wanted.ticket, strings: Strings::new(view), page, context: own, begun: false, timer }.put();
     context.log(LogLevel::Debug, "memory was shown for the next loading");
     Ok(())
 }
@@ -128,13 +128,13 @@ fn hexadecimal(text: &str) -> Option<[u8; TICKET_BYTES]> {
 }
 
 /// Makes sure that the server will load from its link, into its own data.
-fn make_ready(context: &Context<'_>, flush: bool) -> Result<(), ArmError> {
+fn make_ready(context: &Context<'_>, flush: bool) -> Result<(), LoadError> {
     match setting(context, "repl-diskless-load").as_deref() {
         // It would empty itself, with its agent waiting: better now.
         Some("flush-before-load") if flush => empty(context, true),
         Some("flush-before-load") => Ok(()),
         Some("on-empty-db") => empty(context, flush),
-        other => Err(ArmError::Setting(other.unwrap_or("unknown").to_owned())),
+        other => Err(LoadError::Setting(other.unwrap_or("unknown").to_owned())),
     }
 }
 
@@ -153,16 +153,16 @@ pub(super) fn setting(context: &Context<'_>, name: &str) -> Option<String> {
 }
 
 /// The databases, one after the other, by FLUSHDB: FLUSHALL would also write an empty file over the server's last one.
-fn empty(context: &Context<'_>, allowed: bool) -> Result<(), ArmError> {
+fn empty(context: &Context<'_>, allowed: bool) -> Result<(), LoadError> {
     let lazy = setting(context, "replica-lazy-flush").as_deref() == Some("yes");
     let how = OwnedStr::new(context, if lazy { b"ASYNC" } else { b"SYNC" });
     for database in (0..).take_while(|database| context.select(*database)) {
         match context.key_count() {
             0 => {}
-            keys if !allowed => return Err(ArmError::NotEmpty(keys)),
+            keys if !allowed => return Err(LoadError::NotEmpty(keys)),
             _ => match context.call(c"FLUSHDB", &[how.borrow()]) {
-                Some(reply) => reply.error().map_or(Ok(()), |error| Err(ArmError::Flush(error)))?,
-                None => return Err(ArmError::Flush(format!("FLUSHDB of database {database} gave no answer"))),
+                Some(reply) => reply.error().map_or(Ok(()), |error| Err(LoadError::Flush(error)))?,
+                None => return Err(LoadError::Flush(format!("FLUSHDB of database {database} gave no answer"))),
             },
         }
     }

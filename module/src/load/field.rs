@@ -23,7 +23,7 @@ impl AuxLoad for References {
             return false;
         };
         let busy = Busy::begin();
-        let result = armed.obey(io);
+        let result = armed.execute(io);
         match &result {
             Ok(()) => {
                 armed.page.count();
@@ -74,13 +74,13 @@ enum FieldError {
 }
 
 impl Armed {
-    fn obey(&mut self, io: &Io<'_>) -> Result<(), FieldError> {
+    fn execute(&mut self, io: &Io<'_>) -> Result<(), FieldError> {
         let bytes = io.bytes().ok_or(FieldError::CutOff)?;
         for word in words(&bytes) {
             match word? {
                 Word::Hello { ticket } => self.begin(&ticket)?,
                 _ if !self.begun => return Err(FieldError::NoHello),
-                word => self.strings.obey(&self.context, &word)?,
+                word => self.strings.execute(&self.context, &word)?,
             }
         }
         let (keys, bytes) = self.strings.take_counts();

@@ -63,7 +63,7 @@ struct Armed {
     /// The first field has come.
     begun: bool,
     /// Rings when nobody came.
-    alarm: TimerId,
+    timer: TimerId,
 }
 
 impl Armed {
@@ -129,7 +129,7 @@ impl EventHandler for Loading {
             return;
         }
         let Some(armed) = Armed::take() else { return };
-        context.stop_timer(armed.alarm);
+        context.stop_timer(armed.timer);
         if armed.begun && what == crate::api::LOADING_ENDED {
             COUNTS.loads.fetch_add(1, Relaxed);
         }
@@ -141,7 +141,7 @@ impl EventHandler for Loading {
 struct Expired;
 
 impl Timer for Expired {
-    fn ring(context: &Context<'_>, _number: u64) {
+    fn fire(context: &Context<'_>, _number: u64) {
         if let Some(armed) = Armed::take() {
             armed.page.refuse("no loading began in time");
             context.log(crate::api::LogLevel::Warning, "the memory that was shown is let go: no loading began in time");
