@@ -11,6 +11,9 @@
 //! * every slot `i` with `retired <= i < published slots` has an entry that names `i`;
 //! * `published slots - retired <= slots`.
 //!
+//! Nothing is true of entries of slots that are not published, and of the bytes of slots: memory is used for one table after the other and is
+//! not cleared in between. A reader looks at neither.
+//!
 //! And of a sealed snapshot besides: `end == published`, the lengths of its slots add up to `end`, and every slot but the
 //! last is full.
 

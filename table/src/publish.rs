@@ -45,7 +45,8 @@ pub(crate) struct Publisher<C> {
 }
 
 impl<C: CellsMut> Publisher<C> {
-    /// Begins with an empty, open table. The memory's directory must be zero.
+    /// Begins with an empty, open table, before any reader has access. The directory may hold anything: readers load an entry only for a slot
+    /// below `published`, and `begin` and `complete` have stored it by then.
     pub(crate) fn new(cells: C, geometry: Geometry) -> Result<Publisher<C>, Error> {
         let publisher = Publisher { cells, geometry, line: Line::NEW };
         publisher.store_line()?;

@@ -27,8 +27,8 @@ pub struct JournalWriter {
 }
 
 impl JournalWriter {
-    /// An empty journal in `memory`, which must be fresh (all zero). Its first byte has the offset
-    /// `identity.first_offset + 1`.
+    /// An empty journal in `memory`, which may hold anything, such as the table of an earlier generation. No reader may have access to it yet;
+    /// access that readers had to an earlier table must be revoked. The journal's first byte has the offset `identity.first_offset + 1`.
     ///
     /// # Errors
     /// [`Error::Layout`] if the geometry is outside its limits or the memory too small for it, [`Error::Misuse`] if the

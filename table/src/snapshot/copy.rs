@@ -132,12 +132,12 @@ impl SnapshotCopy {
         own.memory_len() + SMALL_BYTES
     }
 
-    /// An empty copy of the expected table in `memory`, which must be fresh (all zero), from slot `first` on. It is to be the sink of
-    /// every peer that is read from.
+    /// An empty copy of the expected table in `memory`, from slot `first` on. The memory must not hold a table yet, as others may still read
+    /// a former copy, and must be the sink of every peer that is read from.
     ///
     /// # Errors
     /// [`Error::Layout`] if a geometry is outside its limits, the slots are not as large as the source's, or the memory is too small;
-    /// [`Error::Misuse`] if it is not fresh.
+    /// [`Error::Misuse`] if the memory holds a table already.
     pub fn create(memory: Arc<Memory>, own: Geometry, expect: Expectation, first: u64) -> Result<SnapshotCopy, Error> {
         let source = expect.geometry.checked()?;
         if own.checked()?.slot_size != source.slot_size || memory.length() < Self::memory_len(&own) {

@@ -53,7 +53,8 @@ pub struct SnapshotWriter {
 }
 
 impl SnapshotWriter {
-    /// An empty, open snapshot in `memory`, which must be fresh (all zero).
+    /// An empty, open snapshot in `memory`, which may hold anything, such as the table of an earlier generation. No reader may have access to
+    /// it yet; access that readers had to an earlier table must be revoked.
     ///
     /// `hold_back`: bytes at the end of the stream that may turn out not to be content. A slot is published only when that
     /// many bytes lie beyond it.

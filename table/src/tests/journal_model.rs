@@ -5,9 +5,9 @@ use std::sync::Arc;
 use remora_fabric::{Memory, Peer, View, sim};
 
 use super::{
-    FIRST_OFFSET, Random, expect, for_seeds, identity, memory,
+    FIRST_OFFSET, Random, expect, for_seeds, identity,
     peer::{Faults, Trouble, Wire},
-    sink,
+    sink, used_memory,
 };
 use crate::{Error, Geometry, JournalReader, JournalWriter, Kind};
 
@@ -70,7 +70,7 @@ impl Model {
     fn new(seed: u64, trouble: &Trouble) -> Model {
         let mut random = Random(seed);
         let geometry = Geometry { slot_size: 4096, slots: 2 + random.below(6) as u32 };
-        let memory = memory(geometry.memory_len());
+        let memory = used_memory(&geometry, &mut random);
         let wire = Wire::new(&memory, trouble, seed);
         let writer = JournalWriter::create(Arc::clone(&memory), geometry, identity(Kind::Journal)).unwrap();
         let mut model = Model {

@@ -14,10 +14,12 @@ mod snapshot_model;
 mod threads;
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 use remora_fabric::{Memory, Pages};
 
-use crate::{Expectation, Geometry, Identity, Kind, SinkLayout};
+use crate::layout::{Entry, LINE_OFFSET, Line};
+use crate::{Expectation, Geometry, Identity, Kind, SinkLayout, State};
 
 pub(super) const REPLID: [u8; 40] = [b'a'; 40];
 pub(super) const FIRST_OFFSET: u64 = 1000;
@@ -32,6 +34,28 @@ pub(super) fn expect(geometry: Geometry) -> Expectation {
 
 pub(super) fn memory(length: u64) -> Arc<Memory> {
     Arc::new(Memory::create("table-test", length, Pages::Small).unwrap())
+}
+
+/// Memory as a writer may find it: random bytes, and in places an entry or a line that is valid and of another table.
+pub(super) fn used_memory(geometry: &Geometry, random: &mut Random) -> Arc<Memory> {
+    let memory = memory(geometry.memory_len());
+    memory.write(0, &random.bytes(geometry.memory_len() as usize)).unwrap();
+    let line = Line { published: random.below(1 << 20), retired: random.below(64), end: None, state: State::Open };
+    for (at, word) in (LINE_OFFSET..).step_by(8).zip(line.to_words()) {
+        memory.store_u64(at, word, Relaxed).unwrap();
+    }
+    for place in 0..u64::from(geometry.slots) {
+        let number = place + u64::from(geometry.slots) * random.below(5);
+        let (position, length) = (random.below(1 << 20), random.below(4097) as u32);
+        let entry = Entry { number, writing: random.one_in(4), position, length, crc: random.next() as u32 };
+        if random.one_in(3) {
+            continue;
+        }
+        for (at, word) in (geometry.entry_offset(number)..).step_by(8).zip(entry.to_words()) {
+            memory.store_u64(at, word, Relaxed).unwrap();
+        }
+    }
+    memory
 }
 
 /// A sink with so many slot buffers, and its layout.

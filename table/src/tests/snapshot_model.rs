@@ -5,9 +5,9 @@ use std::{collections::HashSet, sync::Arc};
 use remora_fabric::{Memory, Peer, View, sim};
 
 use super::{
-    Random, expect, for_seeds, identity, memory,
+    Random, expect, for_seeds, identity,
     peer::{Faults, Trouble, Wire},
-    sink,
+    sink, used_memory,
 };
 use crate::{Error, Geometry, Kind, Place, Slot, SnapshotReader, SnapshotWriter, State};
 
@@ -82,7 +82,7 @@ impl Model {
     fn new(seed: u64, trouble: &Trouble) -> Model {
         let mut random = Random(seed);
         let geometry = Geometry { slot_size: 4096, slots: 2 + random.below(6) as u32 };
-        let memory = memory(geometry.memory_len());
+        let memory = used_memory(&geometry, &mut random);
         let wire = Wire::new(&memory, trouble, seed);
         let hold_back = if random.one_in(3) { 0 } else { HOLD_BACK };
         let writer =
