@@ -1,6 +1,6 @@
-//! The reads that a reader has under way: what each is for, which may be posted, which have come back.
+//! The outstanding reads of a reader: what each is for, which may be posted, which have completed.
 //!
-//! Both readers talk to their peer through this. Not here: what to read next, and what to make of it.
+//! Both readers use their peer through this. Not here: which reads to queue, and what to do with the results.
 
 use std::collections::VecDeque;
 
@@ -8,24 +8,25 @@ use remora_fabric::{Completion, Peer, ReadError, ReadRequest};
 
 use crate::error::Error;
 
-/// Bytes of the largest single read. Large enough that a read's fixed cost (some 20 µs of wake-ups on TCP) is small beside
-/// its copy (some 150 µs); small enough that a slot arrives in several pieces whose CRC is reckoned while the others are on
-/// their way and the piece is still in the second-level cache, and that 16 of them outstanding are 16 MiB and not 64.
+/// Bytes of the largest single read. Large enough that a read's fixed cost (some 20 µs of wake-ups on TCP) is small
+/// beside its copy (some 150 µs). Small enough that a slot arrives in several pieces, whose CRC is computed while the
+/// others are on their way and the piece is still in the second-level cache; and that 16 outstanding reads are 16 MiB
+/// and not 64.
 pub(crate) const READ_BYTES: u32 = 1 << 20;
 
-/// How often in a row a group of words may be caught in the middle of a change before we call the table broken. A change
-/// takes some 20 ns; but the writer may lose its processor in the middle of one, for as long as the system likes. At 20 µs
-/// a round trip this is about 20 s.
+/// How many times in a row a group of words may be caught in the middle of a change before the table is considered
+/// broken. A change takes some 20 ns, but the writer may lose its processor in the middle of one, for as long as the
+/// system likes. At 20 µs a round trip this is about 20 s.
 const MAX_CAUGHT_IN_CHANGE: u32 = 1 << 20;
 
-/// What a read is for.
+/// The purpose of a read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Purpose {
     /// The constant part of the superblock.
     Head,
     /// The progress line.
     Line,
-    /// The entry of a slot, in search of an offset.
+    /// The entry of a slot, to find an offset.
     Probe,
     /// Piece `piece` of the slot that lands in `buffer`.
     Piece { buffer: u8, piece: u8 },
@@ -33,17 +34,17 @@ pub(crate) enum Purpose {
     Entry { buffer: u8 },
 }
 
-/// The reads of one reader on one peer.
+/// The outstanding reads of one reader at one peer.
 #[derive(Default)]
 pub(crate) struct Reads {
     waiting: VecDeque<ReadRequest>,
     completions: Vec<Completion>,
-    /// Counts peers: a completion of a former one is not ours any more.
+    /// Counts peers: completions of a former peer are ignored.
     epoch: u32,
 }
 
 impl Reads {
-    /// Forgets all that is under way: the peer is gone.
+    /// Forgets everything outstanding: the peer is gone.
     pub(crate) fn reset(&mut self) {
         self.waiting.clear();
         self.completions.clear();
@@ -56,8 +57,8 @@ impl Reads {
         self.waiting.push_back(ReadRequest { tag, offset, length, sink_offset });
     }
 
-    /// Queues the reads of a range of at most `MAX_SLOT_BYTES`, cut at multiples of [`READ_BYTES`] from its start. Returns
-    /// how many.
+    /// Queues the reads of a range of at most `MAX_SLOT_BYTES`, cut at multiples of [`READ_BYTES`] from its start.
+    /// Returns the number of reads.
     pub(crate) fn queue_pieces(&mut self, buffer: u8, offset: u64, length: u32, sink_offset: u64) -> u8 {
         let mut pieces = 0;
         let mut done = 0;
@@ -71,7 +72,7 @@ impl Reads {
         pieces
     }
 
-    /// Posts as much of the queue as the peer takes.
+    /// Posts as many of the queued reads as the peer accepts.
     pub(crate) fn post(&mut self, peer: &mut dyn Peer) -> Result<(), Error> {
         while !self.waiting.is_empty() {
             let accepted = peer.post_read(self.waiting.make_contiguous()).map_err(from_peer)?;
@@ -83,8 +84,8 @@ impl Reads {
         Ok(())
     }
 
-    /// The same, but asks for pieces of slots only while `allowance` is above 0, and takes their bytes off; the last may take more than
-    /// was left. What is small (lines, entries) is not counted.
+    /// As [`post`](Self::post), but posts pieces of slots only while `allowance` is above 0, and subtracts their bytes;
+    /// the last piece may exceed what was left. Small reads (lines, entries) are not counted.
     pub(crate) fn post_within(&mut self, peer: &mut dyn Peer, allowance: &mut i64) -> Result<(), Error> {
         while let Some(request) = self.waiting.front() {
             let is_piece = matches!(Purpose::from_tag(request.tag, self.epoch), Some(Purpose::Piece { .. }));
@@ -101,12 +102,12 @@ impl Reads {
         Ok(())
     }
 
-    /// Nothing waits to be posted.
+    /// Whether no read waits to be posted.
     pub(crate) fn is_posted(&self) -> bool {
         self.waiting.is_empty()
     }
 
-    /// What has arrived since the last call, in order of arrival.
+    /// The reads that have completed since the last call, in order of arrival.
     pub(crate) fn collect(&mut self, peer: &mut dyn Peer) -> Result<Vec<Purpose>, Error> {
         peer.poll(&mut self.completions).map_err(from_peer)?;
         let mut arrived = Vec::with_capacity(self.completions.len());
@@ -121,7 +122,7 @@ impl Reads {
     }
 }
 
-/// Counts one more group of words caught in the middle of a change; too many in a row is no coincidence.
+/// Counts one more group of words that was caught in the middle of a change; too many in a row can't be a coincidence.
 pub(crate) fn caught_in_change(times: &mut u32) -> Result<(), Error> {
     *times += 1;
     if *times < MAX_CAUGHT_IN_CHANGE {
@@ -130,7 +131,7 @@ pub(crate) fn caught_in_change(times: &mut u32) -> Result<(), Error> {
     Err(Error::Layout("the table's words never match their checksum: its memory or the transport is damaged".into()))
 }
 
-/// A retired peer is the same news as the read that retired it.
+/// The retirement of a peer is the same failure as the read that retired it.
 pub(crate) fn from_peer(error: remora_fabric::Error) -> Error {
     match error {
         remora_fabric::Error::Retired(why) => Error::Peer(why),
@@ -138,7 +139,7 @@ pub(crate) fn from_peer(error: remora_fabric::Error) -> Error {
     }
 }
 
-/// All addresses come from the geometry that was offered, so a range that is denied is the offer's fault.
+/// All addresses come from the geometry in the offer, so a denied range is an error in the offer.
 fn from_read(error: ReadError) -> Error {
     if error.is_survivable() {
         return Error::Layout("the source's region is smaller than the table it offered".into());

@@ -7,8 +7,8 @@
 //!   Idle ──────────────────▶ Landing ───────────────▶ Vouching ────────────────────────────▶ Idle, `vouched` grown
 //! ```
 //!
-//! Records are taken from the image of the cursor's slot as far as it is vouched for. `published` always lies between two
-//! records, and so does the end of every round.
+//! Records are taken from the image of the cursor's slot up to `vouched`. `published` is always between two records,
+//! and so is the end of every round.
 
 use std::sync::Arc;
 
@@ -34,11 +34,11 @@ pub(super) struct Fetch {
     head_asked: bool,
     head_right: bool,
     line_asked: bool,
-    /// Times in a row that the line or a probe was caught in the middle of a change.
+    /// How many times in a row the line or a probe was caught in the middle of a change.
     caught: u32,
     search: Option<Search>,
     probe_asked: bool,
-    /// The table position up to which reads have been asked for.
+    /// The table position up to which reads have been queued.
     asked: u64,
 }
 
@@ -46,9 +46,10 @@ pub(super) struct Fetch {
 struct Buffer {
     slot: u64,
     round: Round,
-    /// Bytes from the slot's start that are here and of this slot. What the cursor has passed may be missing.
+    /// Bytes from the slot's start that are here and proved to be of this slot. Bytes that the cursor has passed may be
+    /// missing.
     vouched: u32,
-    /// Replication offset of the slot's first byte, as its entry says.
+    /// Replication offset of the slot's first byte, according to its entry.
     position: u64,
     /// Read a second time because a checksum was wrong.
     again: bool,
@@ -79,7 +80,7 @@ impl Fetch {
         }
     }
 
-    /// The peer is gone: everything under way is asked for again.
+    /// The peer is gone: everything that was on its way is requested again.
     pub(super) fn reset(&mut self) {
         self.reads.reset();
         let reads = std::mem::take(&mut self.reads);
@@ -114,7 +115,7 @@ impl Fetch {
         }
     }
 
-    /// Whether all that we know to be published has been asked for, or taken over a former peer.
+    /// Whether everything that we know to be published has been requested, or was taken over a former peer.
     fn wants_news(&self, track: &Track) -> bool {
         let taken =
             track.place.map_or(0, |cursor| track.expect.geometry.start_of(cursor.slot) + u64::from(cursor.inner));
@@ -254,7 +255,7 @@ impl Fetch {
         }
     }
 
-    /// Takes what is vouched for, as far as the caller's queue has room.
+    /// Takes records that are vouched for, as far as the caller's queue has space.
     fn take_records(&mut self, track: &mut Track) -> Result<(), Error> {
         while let Some(cursor) = track.place {
             if !track.has_room() || !self.take_chunk(track, cursor)? {
@@ -264,7 +265,7 @@ impl Fetch {
         Ok(())
     }
 
-    /// Takes records of the cursor's slot; `false` if none are there, or they have to be read again.
+    /// Takes records of the cursor's slot; `false` if there are none, or if they must be read again.
     fn take_chunk(&mut self, track: &mut Track, cursor: Cursor) -> Result<bool, Error> {
         let index = (cursor.slot % self.buffers.len() as u64) as u8;
         let geometry = track.expect.geometry;
@@ -285,7 +286,7 @@ impl Fetch {
         if buffer.again {
             return Err(Error::Corrupt { slot: cursor.slot, want: damage.want, got: damage.got });
         }
-        // Once more from the wire, with what lies beyond; but not before the round under way has come home.
+        // Read again over the wire, with what has been published since; but only after the present round has completed.
         if buffer.round == Round::Idle {
             *buffer = Buffer { again: true, ..Buffer::of(cursor.slot, cursor.inner) };
         }
@@ -305,7 +306,7 @@ impl Buffer {
         self.caught = 0;
     }
 
-    /// The entry and the records before it must agree on where in the stream the slot begins.
+    /// The entry and the records before it must agree on the stream position at which the slot begins.
     fn check_position(&self, cursor: &Cursor) -> Result<(), Error> {
         if self.position == cursor.slot_position {
             return Ok(());

@@ -1,13 +1,14 @@
-//! The tally: one page beside a memory on which the process that *reads* it says how far it is.
+//! The load page: a page of shared memory beside another memory, on which the process that *reads* that memory counts
+//! its progress.
 //!
-//! The agent shows a server memory, and tells it by other means which bytes to take; the server counts on the tally what it has done.
-//! Whoever has seen a count knows that everything up to it has been read, and may then look whether the bytes were still what they
-//! should have been, and use their place again. Not here: the memory itself, and what is counted.
+//! The agent hands memory to a server, and tells it by other means which bytes to take; the server counts on the load
+//! page what it has read. A count means that everything up to it has been read: only then may the agent verify that the
+//! bytes were still right, and reuse their place. Not here: the memory itself, and what is counted.
 //!
 //! ```text
-//!    0  magic, version      written once, by whoever shows the memory
-//!   64  done                by whoever reads it: a count that only grows
-//!   72  a sentence          length, text: why it will do no more
+//!    0  magic, version      written once, by the agent
+//!   64  done                by the reader of the memory: a count that only grows
+//!   72  status text         length, text: why nothing more will be read
 //! ```
 
 use std::sync::atomic::Ordering::{self, Acquire, Relaxed, Release};
@@ -17,20 +18,20 @@ use remora_fabric::{Memory, Pages};
 use super::status_text::StatusText;
 use crate::error::Error;
 
-/// Bytes of a tally.
+/// Bytes of a load page.
 pub const LOAD_PAGE_BYTES: u64 = 4096;
 
-/// One tally, as either end has it.
+/// One load page, as mapped by either end.
 #[derive(Debug)]
 pub struct LoadPage {
     memory: Memory,
 }
 
 impl LoadPage {
-    /// A fresh one: nothing is done.
+    /// Creates a page with a count of 0.
     ///
     /// # Errors
-    /// [`Error::Fabric`] if there is no memory.
+    /// [`Error::Fabric`] if the memory can't be allocated.
     pub fn create() -> Result<LoadPage, Error> {
         let memory = Memory::create("remora-load-page", LOAD_PAGE_BYTES, Pages::Small)?;
         memory.store_u64(MAGIC_AT, MAGIC, Release)?;
@@ -38,67 +39,68 @@ impl LoadPage {
         Ok(LoadPage { memory })
     }
 
-    /// The one that was handed over.
+    /// Opens the page that was handed over.
     ///
     /// # Errors
-    /// [`Error::Layout`] if it is none, or of another version.
+    /// [`Error::Layout`] if it is not a load page, or has another version.
     pub fn adopt(memory: Memory) -> Result<LoadPage, Error> {
         if memory.length() < LOAD_PAGE_BYTES || memory.load_u64(MAGIC_AT, Acquire)? != MAGIC {
-            return Err(Error::Layout("what was handed over as a tally is none".into()));
+            return Err(Error::Layout("not a load page: its first bytes are not the magic, or it is too short".into()));
         }
         match memory.load_u64(VERSION_AT, Acquire)? {
             VERSION => Ok(LoadPage { memory }),
             other => Err(Error::Layout(format!(
-                "the tally is of version {other}, this reader knows {VERSION}: upgrade the older of the two"
+                "the load page has version {other}, this reader knows {VERSION}: upgrade the older of the two"
             ))),
         }
     }
 
-    /// The page, to be handed over.
+    /// The page, for handing it over.
     pub fn memory(&self) -> &Memory {
         &self.memory
     }
 
     // --- The reader's side: one process, one thread ---------------------------------------------------------------
 
-    /// One more is done: nothing of it will be read again.
+    /// Counts one more: nothing of it will be read again.
     pub fn count(&self) {
         self.store(DONE_AT, self.load(DONE_AT, Relaxed).wrapping_add(1));
     }
 
-    /// Nothing more will be done, and why. What is longer than the page has room for is cut; the first sentence stays.
-    pub fn refuse(&self, sentence: &str) {
+    /// Records that nothing more will be read, with the reason (truncated to the space on the page). The first reason
+    /// stays.
+    pub fn refuse(&self, text: &str) {
         if self.load(STATUS_TEXT_AT, Relaxed) != 0 {
             return;
         }
-        STATUS_TEXT.write(&self.memory, sentence);
+        STATUS_TEXT.write(&self.memory, text);
     }
 
-    // --- The side of whoever shows the memory -----------------------------------------------------------------------
+    // --- The agent's side ---------------------------------------------------------------------------------------------
 
-    /// How many are done. Whatever the reader read for them, it read before.
+    /// The count. Everything that the reader read for it was read before.
     pub fn done(&self) -> u64 {
         self.load(DONE_AT, Acquire)
     }
 
-    /// Why nothing more will be done; `None` while all is well.
+    /// Why nothing more will be read; `None` if there is no such reason.
     pub fn refusal(&self) -> Option<String> {
         STATUS_TEXT.read(&self.memory)
     }
 
     fn load(&self, at: u64, order: Ordering) -> u64 {
-        // Inside the page, at a multiple of eight: checked when it was made, so that this can't fail.
+        // Inside the page, at a multiple of eight: checked when the page was created, so this can't fail.
         self.memory.load_u64(at, order).unwrap_or(0)
     }
 
     fn store(&self, at: u64, word: u64) {
-        // As above.
+        // As in `load`.
         let stored = self.memory.store_u64(at, word, Release);
-        debug_assert!(stored.is_ok(), "a word of the tally");
+        debug_assert!(stored.is_ok(), "a word of the page");
     }
 }
 
-/// `REMORATY`, as its bytes lie in memory.
+/// `REMORATY`, in memory order.
 const MAGIC: u64 = u64::from_le_bytes(*b"REMORATY");
 const VERSION: u64 = 1;
 
@@ -106,7 +108,7 @@ const MAGIC_AT: u64 = 0;
 const VERSION_AT: u64 = 8;
 const DONE_AT: u64 = 64;
 const STATUS_TEXT_AT: u64 = 72;
-/// Bytes of a sentence, at most: a long one of a server's within one of ours.
+/// Maximum length of a status text, in bytes: enough for one of our sentences that quotes a long one of a server's.
 const STATUS_TEXT_BYTES: usize = 1024;
 const STATUS_TEXT: StatusText = StatusText { at: STATUS_TEXT_AT, most: STATUS_TEXT_BYTES };
 
@@ -116,7 +118,7 @@ mod tests {
 
     use super::*;
 
-    /// Both ends of one tally, each with a mapping of its own.
+    /// Both ends of one page, each with a mapping of its own.
     fn ends() -> (LoadPage, LoadPage) {
         let ours = LoadPage::create().unwrap();
         let descriptor = ours.memory().as_fd().try_clone_to_owned().unwrap();

@@ -1,11 +1,11 @@
-//! Pages of shared memory through which an agent and our module in a server report to each other.
+//! Pages of shared memory on which an agent and our module in a server exchange orders and progress.
 //!
 //! ```text
 //!   source agent  ── capture page ── the server's fork child, which writes long strings into the snapshot's table
 //!   replica agent ── load page ───── the server, which loads long strings out of the agent's memory
 //! ```
 //!
-//! * [`capture_page`]: what the child is to write where, and how far it is.
+//! * [`capture_page`]: what the fork child is to write where, and how far it is.
 //! * [`load_page`]: how many references into the memory the server has used.
 //! * `status_text`: a text on either page.
 //!

@@ -1,6 +1,6 @@
 //! Slots fetched over a peer into buffers of the sink.
 //!
-//! One buffer's life:
+//! The states of one buffer:
 //!
 //! ```text
 //!            next_wanted                 all pieces here             entry still names the slot, CRC right
@@ -9,9 +9,10 @@
 //!                              └──────────────────────────────┘
 //! ```
 //!
-//! There is one small read per slot and it comes last: the entry, asked for when every piece has landed, is at once the
-//! proof that the slot was not reused meanwhile and the CRC to compare with. The line that said "published" was read before,
-//! so the entry is complete. That small read costs a round trip of this buffer only: the others are under way meanwhile.
+//! There is one small read per slot, and it comes last: the entry, requested when every piece has landed. It both
+//! proves that the slot was not reused meanwhile and holds the CRC to compare with. The line that said "published" was
+//! read before, so the entry is complete. The small read costs a round trip of this buffer only: the reads of the other
+//! buffers are outstanding meanwhile.
 
 use std::sync::Arc;
 
@@ -35,7 +36,7 @@ pub(super) struct Fetch {
     buffers: Vec<Buffer>,
     head: Head,
     line_asked: bool,
-    /// Times in a row that the line was caught in the middle of a change.
+    /// How many times in a row the line was caught in the middle of a change.
     line_caught: u32,
 }
 
@@ -49,7 +50,7 @@ enum Head {
 enum Buffer {
     Free,
     Busy(Work),
-    /// Verified: in the plan, or with the caller.
+    /// Verified: in the plan, or in use by the caller.
     Kept,
 }
 
@@ -80,7 +81,7 @@ impl Fetch {
 
     pub(super) fn pump(&mut self, plan: &mut Plan, peer: &mut dyn Peer) -> Result<(), Error> {
         let arrived = self.reads.collect(peer)?;
-        // What waits already goes out before we reckon CRCs, so that the wire isn't idle meanwhile.
+        // Queued reads are posted before CRCs are computed, so that the wire isn't idle meanwhile.
         self.reads.post(peer)?;
         for purpose in arrived {
             self.handle(purpose, plan)?;
@@ -89,7 +90,7 @@ impl Fetch {
         self.reads.post(peer)
     }
 
-    /// The peer is gone: which slots were under way?
+    /// The peer is gone: returns the slots that were on their way.
     pub(super) fn reset(&mut self) -> Vec<u64> {
         self.reads.reset();
         self.head = Head::Unread;
@@ -110,7 +111,7 @@ impl Fetch {
         }
     }
 
-    /// Asks for all that is wanted and has room.
+    /// Queues reads for everything that is wanted and has a buffer.
     fn ask(&mut self, plan: &mut Plan) -> Result<(), Error> {
         if self.head == Head::Unread {
             self.head = Head::Asked;
@@ -230,7 +231,7 @@ impl Fetch {
     }
 }
 
-/// Asks for all pieces of a slot, from the beginning.
+/// Queues reads of all pieces of a slot, from the beginning.
 fn ask(wanted: &Wanted, index: u8, plan: &Plan, layout: &SinkLayout, reads: &mut Reads) -> Pieces {
     let from = plan.geometry().slot_offset(wanted.number);
     Pieces::ask(reads, index, from, wanted.length, layout.buffer(index, plan.geometry()))

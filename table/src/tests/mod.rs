@@ -1,7 +1,8 @@
 //! Writers and readers against a plain oracle.
 //!
-//! [`peer`] is a peer whose reads are torn in every way; [`model`] applies random operations; [`canary`] shows that the
-//! checker would notice; [`threads`] lets real threads race. A failing seed is printed; `REMORA_SEED=<seed>` replays it.
+//! [`peer`] is a peer whose reads are torn in every way; [`snapshot_model`] and [`journal_model`] apply random
+//! operations; [`canary`] shows that the checker would notice; [`threads`] races real threads. A failing seed is
+//! printed; `REMORA_SEED=<seed>` replays it.
 
 #![allow(clippy::unwrap_used)]
 
@@ -36,7 +37,7 @@ pub(super) fn memory(length: u64) -> Arc<Memory> {
     Arc::new(Memory::create("table-test", length, Pages::Small).unwrap())
 }
 
-/// Memory as a writer may find it: random bytes, and in places an entry or a line that is valid and of another table.
+/// Memory as a writer may get it: random bytes, and at some places a valid entry or line of another table.
 pub(super) fn used_memory(geometry: &Geometry, random: &mut Random) -> Arc<Memory> {
     let memory = memory(geometry.memory_len());
     memory.write(0, &random.bytes(geometry.memory_len() as usize)).unwrap();
@@ -58,13 +59,13 @@ pub(super) fn used_memory(geometry: &Geometry, random: &mut Random) -> Arc<Memor
     memory
 }
 
-/// A sink with so many slot buffers, and its layout.
+/// A sink with this many slot buffers, and its layout.
 pub(super) fn sink(geometry: Geometry, buffers: u32) -> (Arc<Memory>, SinkLayout) {
     let layout = SinkLayout { offset: 0, buffers };
     (memory(layout.length(&geometry)), layout)
 }
 
-/// Random numbers that a seed repeats: splitmix64.
+/// Random numbers that repeat for a seed: splitmix64.
 pub(super) struct Random(pub(super) u64);
 
 impl Random {
@@ -90,7 +91,7 @@ impl Random {
     }
 }
 
-/// Runs `body` with many seeds, or with the one in `REMORA_SEED`; says which one failed.
+/// Runs `body` with many seeds, or with the one in `REMORA_SEED`; prints the one that failed.
 pub(super) fn for_seeds(count: u64, body: impl Fn(u64)) {
     let seeds = match std::env::var("REMORA_SEED") {
         Ok(seed) => vec![seed.parse().expect("REMORA_SEED is a number")],
