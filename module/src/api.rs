@@ -1,10 +1,9 @@
 //! What the rest of this crate sees of the server: the safe handles of [`crate::ffi`], and the numbers that the API calls things by.
 //! Nothing here is unsafe.
 
-#[allow(unused_imports)]
 pub(crate) use crate::ffi::{
     AuxLoad, Command, Context, Cursor, EventHandler, Flag, InfoSection, Informer, Io, Key, KeyKind, LogLevel, Module,
-    Number, OwnContext, OwnedStr, Reply, ReplyKind, ServerInfo, StrRef, Timer, TimerId, register_aux, warm,
+    Number, OwnContext, OwnedStr, StrRef, Timer, TimerId, register_aux, warm,
 };
 
 /// `REDISMODULE_EVENT_PERSISTENCE`: a snapshot or a rewrite begins or has ended.

@@ -21,10 +21,9 @@
 
 #![deny(unsafe_code)]
 
-#[allow(dead_code)]
 mod api;
 mod capture;
-#[allow(unsafe_code, dead_code)]
+#[allow(unsafe_code)]
 mod ffi;
 mod load;
 

@@ -11,8 +11,8 @@ use proptest::test_runner::{Config, TestRunner};
 use remora_fabric::{Handover, Memory, Pages, shm::Place};
 use remora_lab::server::wait_until;
 use remora_lab::{Kind, Server, require};
-use remora_table::board::{Order, Stage, Work};
-use remora_table::{Board, Geometry};
+use remora_table::server_pages::capture_page::{Order, Stage, Work};
+use remora_table::{CapturePage, Geometry};
 
 const LONG: Duration = Duration::from_secs(30);
 
@@ -22,22 +22,22 @@ fn with_module(kind: Kind, words: &str) -> Server {
     Server::builder(kind).module(words).unwrap().config("enable-module-command", "local").start().unwrap()
 }
 
-/// An agent's half: a board, and the table it is about.
+/// An agent's half: a page, and the table it is about.
 struct Agent {
-    board: Board,
+    page: CapturePage,
     table: Arc<Memory>,
 }
 
 impl Agent {
     fn new(work: Work, generation: u64) -> Agent {
-        let board = Board::create(Order { work, generation, geometry: GEOMETRY, least_bytes: 0 }).unwrap();
+        let page = CapturePage::create(Order { work, generation, geometry: GEOMETRY, least_bytes: 0 }).unwrap();
         let table = Arc::new(Memory::create("table", GEOMETRY.memory_len(), Pages::Small).unwrap());
-        Agent { board, table }
+        Agent { page, table }
     }
 
     /// Arms the server with both.
     fn arm(&self, server: &Server) -> remora_lab::Result<()> {
-        offer(server, &[self.board.memory().as_fd(), self.table.as_fd()])
+        offer(server, &[self.page.memory().as_fd(), self.table.as_fd()])
     }
 }
 
@@ -99,13 +99,13 @@ fn an_agent_that_beats_stays_armed_and_one_that_falls_silent_is_forgotten() {
         let agent = Agent::new(Work::Walk, 13);
         agent.arm(&server).unwrap();
         for _ in 0..30 {
-            agent.board.beat();
+            agent.page.beat();
             thread::sleep(Duration::from_millis(100));
         }
         assert_eq!(state(&server), "armed");
         let silent = || Ok(if state(&server) == "idle" { Ok(()) } else { Err(state(&server)) });
         wait_until("the silent agent to be forgotten", LONG, silent).unwrap();
-        assert!(agent.board.is_cancelled());
+        assert!(agent.page.is_cancelled());
         assert!(server.log().contains("the agent of generation 13 is gone"));
     }
 }
@@ -119,13 +119,13 @@ fn a_save_to_disk_does_not_use_what_was_armed_for_a_sync() {
         agent.arm(&server).unwrap();
         server.client().unwrap().text(&["BGSAVE"]).unwrap();
         wait_until("the save to be over", LONG, || {
-            agent.board.beat();
+            agent.page.beat();
             let running = server.fact("rdb_bgsave_in_progress")?;
             Ok(if running == "0" { Ok(()) } else { Err(running) })
         })
         .unwrap();
         server.client().unwrap().ok(&["SAVE"]).unwrap();
-        assert_eq!((agent.board.stage(), state(&server).as_str()), (Stage::Armed, "armed"));
+        assert_eq!((agent.page.stage(), state(&server).as_str()), (Stage::Armed, "armed"));
     }
 }
 
@@ -135,10 +135,10 @@ fn what_makes_no_sense_is_refused_with_a_reason() {
         let server = with_module(kind, "");
         let blank = Memory::create("blank", 4096, Pages::Small).unwrap();
         let refused = |descriptors: &[BorrowedFd<'_>]| offer(&server, descriptors).unwrap_err().to_string();
-        assert!(refused(&[blank.as_fd()]).contains("is none"));
+        assert!(refused(&[blank.as_fd()]).contains("not a capture page"));
         let walk = Agent::new(Work::Walk, 15);
-        assert!(refused(&[walk.board.memory().as_fd()]).contains("1 descriptors, this work needs 2"));
-        let read_only = walk.board.memory().reopen_read_only().unwrap();
+        assert!(refused(&[walk.page.memory().as_fd()]).contains("1 descriptors, this work needs 2"));
+        let read_only = walk.page.memory().reopen_read_only().unwrap();
         assert!(refused(&[std::os::fd::AsFd::as_fd(&read_only)]).contains("could not be taken"));
 
         let mut client = server.client().unwrap();
@@ -172,12 +172,12 @@ fn a_table_that_is_smaller_than_its_order_says_costs_the_snapshot_and_not_the_se
         server.configure("repl-diskless-sync-delay", "0").unwrap();
         let agent = Agent::new(Work::Walk, 16);
         let small = Memory::create("small", 4096, Pages::Small).unwrap();
-        offer(&server, &[agent.board.memory().as_fd(), small.as_fd()]).unwrap();
+        offer(&server, &[agent.page.memory().as_fd(), small.as_fd()]).unwrap();
         let replica = Server::start(kind).unwrap();
         replica.replicate(&server).unwrap();
         replica.wait_for_link(LONG).unwrap();
-        assert_eq!(agent.board.stage(), Stage::Declined);
-        assert!(agent.board.sentence().contains("shorter"), "{}", agent.board.sentence());
+        assert_eq!(agent.page.stage(), Stage::Declined);
+        assert!(agent.page.status_text().contains("shorter"), "{}", agent.page.status_text());
     }
 }
 
@@ -208,8 +208,8 @@ fn without_permission_nothing_is_taken_out_of_what_a_replica_gets() {
         let replica = Server::start(kind).unwrap();
         replica.replicate(&server).unwrap();
         replica.wait_for_link(LONG).unwrap();
-        assert_eq!((agent.board.stage(), keys(&replica)), (Stage::Declined, STRINGS + 1));
-        assert!(agent.board.sentence().contains("did not say"), "{}", agent.board.sentence());
+        assert_eq!((agent.page.stage(), keys(&replica)), (Stage::Declined, STRINGS + 1));
+        assert!(agent.page.status_text().contains("did not say"), "{}", agent.page.status_text());
     }
 }
 
@@ -218,11 +218,11 @@ fn with_permission_they_are_taken_out_and_lie_in_the_table() {
     for kind in require::kinds() {
         let agent = Agent::new(Work::Walk, 19);
         let server = armed_primary(kind, &agent);
-        agent.board.permit();
+        agent.page.permit();
         let replica = Server::start(kind).unwrap();
         replica.replicate(&server).unwrap();
         replica.wait_for_link(LONG).unwrap();
-        assert_eq!((agent.board.stage(), agent.board.told().keys), (Stage::Done, STRINGS as u64));
+        assert_eq!((agent.page.stage(), agent.page.writer_status().keys), (Stage::Done, STRINGS as u64));
         assert_eq!((keys(&replica), keys(&server)), (1, STRINGS + 1), "the list alone; and the primary has all");
     }
 }
@@ -232,7 +232,7 @@ fn two_replicas_of_one_child_get_everything_whatever_was_permitted() {
     for kind in require::kinds() {
         let agent = Agent::new(Work::Walk, 20);
         let server = armed_primary(kind, &agent);
-        agent.board.permit();
+        agent.page.permit();
         server.configure("repl-diskless-sync-delay", "2").unwrap();
         let replicas = [Server::start(kind).unwrap(), Server::start(kind).unwrap()];
         for replica in &replicas {
@@ -242,8 +242,8 @@ fn two_replicas_of_one_child_get_everything_whatever_was_permitted() {
             replica.wait_for_link(LONG).unwrap();
             assert_eq!(keys(replica), STRINGS + 1);
         }
-        assert_eq!(agent.board.stage(), Stage::Declined);
-        assert!(agent.board.sentence().contains("2 replicas are waiting"), "{}", agent.board.sentence());
+        assert_eq!(agent.page.stage(), Stage::Declined);
+        assert!(agent.page.status_text().contains("2 replicas are waiting"), "{}", agent.page.status_text());
     }
 }
 
@@ -254,18 +254,18 @@ fn a_walk_that_breaks_off_ends_its_child_and_nobody_gets_the_rest() {
         let server = armed_primary(kind, &agent);
         // More than the table holds, and nobody makes room.
         server.client().unwrap().ok(&["SET", "long", &"y".repeat(4 << 20)]).unwrap();
-        agent.board.permit();
+        agent.page.permit();
         let replica = Server::start(kind).unwrap();
         replica.replicate(&server).unwrap();
         wait_until("the child to wait for room", LONG, || {
-            agent.board.beat();
-            Ok(if agent.board.told().waits > 0 { Ok(()) } else { Err(format!("{:?}", agent.board.stage())) })
+            agent.page.beat();
+            Ok(if agent.page.writer_status().waits > 0 { Ok(()) } else { Err(format!("{:?}", agent.page.stage())) })
         })
         .unwrap();
-        agent.board.cancel();
+        agent.page.cancel();
         // It comes again, and nothing is armed any more.
         replica.wait_for_link(LONG).unwrap();
-        assert_eq!((agent.board.stage(), keys(&replica)), (Stage::Failed, STRINGS + 2));
+        assert_eq!((agent.page.stage(), keys(&replica)), (Stage::Failed, STRINGS + 2));
         assert!(server.log().contains("this child ends, and with it the sync"), "{}", server.log());
     }
 }

@@ -86,7 +86,7 @@ fn is_refused(kind: Kind, replica: &Server, words: &[u8], why: &str) {
     primary.send(&beginning(kind));
     primary.send(words);
     primary.wait_for_the_end();
-    assert!(shown.tally.refusal().is_some_and(|text| text.contains(why)), "{why}: {:?}", shown.tally.refusal());
+    assert!(shown.page.refusal().is_some_and(|text| text.contains(why)), "{why}: {:?}", shown.page.refusal());
     is_empty_and_well(replica);
 }
 

@@ -1,9 +1,9 @@
-//! Makes a replica of a snapshot file: the whole primary's side in one blocking loop.
+//! Makes a replica of a snapshot file: the primary's whole side in one blocking loop.
 //!
 //! ```sh
 //! cargo run -p remora-redis --example feed -- /tmp/copy.rdb     # prints the address it listens on
 //! redis-cli -p 6380 REPLICAOF 127.0.0.1 <port>
-//! redis-cli -p 6380 REPLICAOF <the snapshot's true primary>     # +CONTINUE, if its backlog still reaches back so far
+//! redis-cli -p 6380 REPLICAOF <the snapshot's true primary>     # +CONTINUE, if its backlog still reaches back that far
 //! ```
 //!
 //! Not a tool: one replica, no TLS, no stream after the snapshot. It shows what a driver of [`Server`] has to do, and its
@@ -30,7 +30,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     serve(&mut stream, &snapshot, replid, offset)
 }
 
-/// Speaks until the replica hangs up, as it does when it is told `REPLICAOF` to somebody else.
+/// Serves the link until the replica closes it, as it does at `REPLICAOF` to another primary.
 fn serve(stream: &mut TcpStream, snapshot: &[u8], replid: ReplId, offset: u64) -> Result<(), Box<dyn Error>> {
     let mut server = Server::new(Options::default());
     let mut buffer = [0; 16 * 1024];

@@ -1,4 +1,4 @@
-//! Takes a snapshot of a running server and writes it to a file: the whole replica's side in one blocking loop.
+//! Takes a snapshot of a running server and writes it to a file: the replica's whole side in one blocking loop.
 //!
 //! ```sh
 //! cargo run -p remora-redis --example snapshot -- 127.0.0.1:6379 /tmp/copy.rdb
@@ -31,7 +31,8 @@ fn arguments() -> Result<[String; 2], String> {
     given.try_into().map_err(|_| "usage: snapshot HOST:PORT FILE".to_owned())
 }
 
-/// Speaks until the payload begins. Returns how it will end, and those of its bytes that came with the handshake's last.
+/// Runs the handshake until the payload begins. Returns how the payload ends, and those of its bytes that were read
+/// with the end of the handshake.
 fn shake_hands(stream: &mut TcpStream) -> Result<(Payload, Vec<u8>), Box<dyn Error>> {
     let options = Options { password: std::env::var("PASSWORD").ok(), ..Options::default() };
     let mut client = Client::new(options);
@@ -78,7 +79,7 @@ fn receive(stream: &mut TcpStream, payload: Payload, early: Vec<u8>) -> Result<V
     Ok(snapshot)
 }
 
-/// Prints the head, and checks that the snapshot is whole.
+/// Prints the head, and checks that the snapshot is complete.
 fn describe(snapshot: &[u8]) -> Result<(), Box<dyn Error>> {
     let (head, _) = Head::parse(snapshot)?.ok_or("the snapshot is shorter than its head")?;
     println!("{:?} version {}", head.magic, head.version);

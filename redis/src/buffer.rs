@@ -1,28 +1,29 @@
-//! Bytes that have arrived and are not yet understood. Both decoders of [`crate::resp`] read from one of these.
+//! Bytes that have arrived and are not decoded yet. Both decoders of [`crate::resp`] read from such a buffer.
 //!
-//! Two promises keep the decoders linear in what arrives: a line is never scanned twice for its end, and a long bulk is
-//! moved out of the buffer, not copied, once it is whole.
+//! Two guarantees keep the decoders linear in the bytes that arrive: no line is scanned twice for its end, and a long
+//! bulk string that is complete is moved out of the buffer instead of copied.
 
-/// From this size on a bulk takes the buffer's allocation with it instead of being copied. Below it a copy is cheaper
-/// than losing the warm buffer.
+/// A bulk string of at least this size takes the buffer's allocation with it instead of being copied. Below this size,
+/// a copy is cheaper than losing the warm buffer.
 const STEAL_BYTES: usize = 64 * 1024;
 
 #[derive(Debug, Default)]
 pub(crate) struct Buffer {
     bytes: Vec<u8>,
-    /// Bytes at the front that have been taken already.
+    /// Bytes at the front that were already taken.
     start: usize,
-    /// Bytes after `start` known to hold no line feed.
+    /// Bytes after `start` that are known to contain no line feed.
     scanned: usize,
 }
 
-/// A line goes on for longer than allowed. How long is not known: nobody waits for its end.
+/// A line exceeds the length limit. Its full length is unknown, since the buffer does not wait for its end.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct LineTooLong;
 
 impl Buffer {
     pub(crate) fn feed(&mut self, bytes: &[u8]) {
-        // Moving the rest to the front only once at least as much was taken keeps the cost of all moves linear.
+        // The rest is moved to the front only after at least as many bytes were taken. This bounds the cost of all
+        // moves.
         if self.start >= self.bytes.len() / 2 {
             self.compact();
         }
@@ -33,7 +34,7 @@ impl Buffer {
         self.bytes.len() - self.start
     }
 
-    /// What was allocated, to show that it follows what arrived.
+    /// The number of bytes allocated. Tests use it to show that it follows the bytes that arrived.
     #[cfg(any(test, feature = "fuzzing"))]
     pub(crate) fn capacity(&self) -> usize {
         self.bytes.capacity()
@@ -43,7 +44,7 @@ impl Buffer {
         self.bytes.get(self.start).copied()
     }
 
-    /// The next line without its line feed; `None` until it is whole.
+    /// The next line without its line feed; `None` until the line is complete.
     pub(crate) fn line(&mut self, limit: usize) -> Result<Option<&[u8]>, LineTooLong> {
         let fresh = self.bytes.get(self.start + self.scanned..).unwrap_or_default();
         let found = fresh.iter().position(|byte| *byte == b'\n');
@@ -60,8 +61,8 @@ impl Buffer {
         Ok(self.bytes.get(line))
     }
 
-    /// Says that the next `count` bytes will be taken at once: a long bulk then begins at the front, where it can be
-    /// moved out.
+    /// Announces that the next `count` bytes will be taken at once: a long bulk string then begins at the front, where
+    /// it can be moved out.
     pub(crate) fn expect(&mut self, count: usize) {
         if count >= STEAL_BYTES {
             self.compact();

@@ -1,12 +1,12 @@
-//! What must hold for *any* bytes, as functions from bytes to a panic.
+//! Properties that must hold for *any* bytes, as functions that panic if one does not.
 //!
 //! Each body is used three times: by the fuzz target of the same name (`fuzz/`), by a property test below, and by the
-//! replay of the seeds under `tests/corpus/<target>/`. A crash that a fuzzer found is kept by putting its input there.
+//! replay of the seeds in `tests/corpus/<target>/`. An input that made a fuzzer find a crash is kept there.
 //!
-//! The oracle of most bodies is the code itself on the same bytes cut otherwise: what a peer says does not depend on how
-//! the network cut it.
+//! The oracle of most bodies is the same code on the same bytes with other cuts: the result must not depend on how the
+//! network splits the bytes.
 //!
-//! Not part of the crate's interface: it exists under test and with the feature `fuzzing` only.
+//! Not part of the crate's interface: compiled only for tests and with the feature `fuzzing`.
 #![allow(clippy::missing_panics_doc, reason = "to panic is what these functions are for")]
 
 use crate::info::Info;
@@ -15,10 +15,10 @@ use crate::rdb::{self, Head};
 use crate::resp::{self, CommandDecoder, Decoder, Limits};
 use crate::{Refusal, ReplId};
 
-/// A body: panics when something that must hold does not.
+/// A body: panics if a property does not hold.
 pub type Body = fn(&[u8]);
 
-/// All bodies, by the names of their fuzz targets and seed folders.
+/// All bodies, with the names of their fuzz targets and seed folders.
 pub const TARGETS: [(&str, Body); 7] = [
     ("resp_decode", resp_decode),
     ("command_decode", command_decode),
@@ -29,17 +29,17 @@ pub const TARGETS: [(&str, Body); 7] = [
     ("info", info),
 ];
 
-/// Up to this many bytes every single cut is tried; the work grows with the square.
+/// Inputs of up to this many bytes are tried with every single cut; the work grows with the square of the length.
 const EVERY_CUT_BYTES: usize = 256;
 
-/// Small enough that a fuzzer reaches each of them.
+/// Small limits, so that a fuzzer reaches each of them.
 const TIGHT: Limits = Limits { bulk_bytes: 1 << 20, array_items: 1 << 16, depth: 4, line_bytes: 128 };
 
-/// Frames are the same however they were cut, survive being encoded again, and take memory by what arrived only.
+/// Frames are equal for every cut, survive encoding, and use memory only for bytes that arrived.
 pub fn resp_decode(data: &[u8]) {
     let whole = decode(&[data]);
     for_each_cut(data, |parts| assert_eq!(decode(parts), whole));
-    // Not the frames are compared but what is written: a lone carriage return in a status is written as a blank.
+    // The encodings are compared, not the frames: a lone carriage return in a status is encoded as a space.
     let wire = encoded(&whole.0);
     let (again, error) = decode(&[&wire]);
     assert_eq!((encoded(&again), error), (wire, None));
@@ -70,7 +70,7 @@ fn decode(parts: &[&[u8]]) -> (Vec<resp::Frame>, Option<resp::Error>) {
     (frames, None)
 }
 
-/// Commands are the same however they were cut, never empty, and survive being encoded again.
+/// Commands are equal for every cut, are never empty, and survive encoding.
 pub fn command_decode(data: &[u8]) {
     let whole = commands(&[data]);
     assert!(whole.0.iter().all(|words| !words.is_empty()));
@@ -96,8 +96,8 @@ fn commands(parts: &[&[u8]]) -> (Vec<Vec<Vec<u8>>>, Option<resp::Error>) {
     (commands, None)
 }
 
-/// The handshake goes the same way however the answers were cut, and takes nothing of what follows it. The first byte
-/// chooses the options.
+/// The handshake takes the same course for every cut of the answers, and consumes nothing of what follows it. The first
+/// byte selects the options.
 pub fn psync_client(data: &[u8]) {
     let Some((choice, answers)) = data.split_first() else { return };
     let whole = shake(*choice, &[answers]);
@@ -113,7 +113,7 @@ pub fn psync_client(data: &[u8]) {
 
 #[derive(Debug, PartialEq)]
 struct Shaken {
-    /// How many bytes the handshake took, or why it has not ended.
+    /// The number of bytes that the handshake consumed, or why it has not ended.
     end: Result<usize, Option<client::Error>>,
     output: Vec<u8>,
     events: Vec<client::Event>,
@@ -148,7 +148,7 @@ fn shake(choice: u8, parts: &[&[u8]]) -> Shaken {
     Shaken { end, output: client.take_output(), events }
 }
 
-/// How much of a stranger's bytes is quoted does depend on the cut.
+/// The excerpt of an unknown peer's bytes in an error does depend on the cut.
 fn without_excerpt(error: client::Error) -> client::Error {
     match error {
         client::Error::NotRedis { .. } => client::Error::NotRedis { received: String::new(), hint: "" },
@@ -156,8 +156,8 @@ fn without_excerpt(error: client::Error) -> client::Error {
     }
 }
 
-/// A replica is served the same however its words were cut, and hears nothing once the stream has begun. The first byte
-/// chooses options and answer, the second how much comes before the answer.
+/// A replica is served the same for every cut of its commands, and the machine consumes nothing after the stream has
+/// begun. The first byte selects options and answer, the second how many bytes precede the answer.
 pub fn psync_server(data: &[u8]) {
     let [choice, before, words @ ..] = data else { return };
     let (before, after) = words.split_at(words.len().min(usize::from(*before)));
@@ -198,12 +198,12 @@ fn feed(server: &mut server::Server, parts: &[&[u8]]) -> Option<server::Error> {
     parts.iter().find_map(|part| server.handle_input(part).err())
 }
 
-/// Acknowledgements in a row are told as one when they came together.
+/// Consecutive acknowledgements that arrive together become one event.
 fn events_of(server: &mut server::Server) -> Vec<server::Event> {
     std::iter::from_fn(|| server.poll_event()).collect()
 }
 
-/// Answers `PSYNC`; true when the stream has begun.
+/// Answers `PSYNC`; true if the stream has begun.
 fn answer(server: &mut server::Server, choice: u8) -> bool {
     server.keep_alive();
     match choice % 5 {
@@ -235,7 +235,7 @@ fn answer(server: &mut server::Server, choice: u8) -> bool {
     }
 }
 
-/// The head is the same however much of the snapshot is there, and survives being written again.
+/// The head is the same for every length of the snapshot that is present, and survives encoding.
 pub fn rdb_head(data: &[u8]) {
     let whole = Head::parse(data);
     for cut in 0..data.len().min(EVERY_CUT_BYTES) {
@@ -259,7 +259,8 @@ pub fn rdb_head(data: &[u8]) {
     }
 }
 
-/// The same strings are found however the snapshot was cut, each is a record of its own, and nothing is found after the end.
+/// The same strings are found for every cut of the snapshot, each is a record of its own, and nothing is found after
+/// the end.
 pub fn rdb_scan(data: &[u8]) {
     let whole = scan(&[data]);
     for_each_cut(data, |parts| assert_eq!(scan(parts), whole));
@@ -277,7 +278,7 @@ pub fn rdb_scan(data: &[u8]) {
     assert!(end.is_none_or(|end| end + 1 == whole.0.len()));
 }
 
-/// What is found, and whether it ends in an error: what that shows of the bytes depends on how many were there.
+/// What is found, and whether it ends in an error. The excerpt in the error depends on how many bytes were present.
 fn scan(parts: &[&[u8]]) -> (Vec<rdb::Found>, bool) {
     let (mut scanner, mut all) = (rdb::Scanner::new(0), Vec::new());
     for part in parts {
@@ -297,7 +298,7 @@ fn scan(parts: &[&[u8]]) -> (Vec<rdb::Found>, bool) {
     (all, false)
 }
 
-/// Every field is found by its name, and the fields survive being written again.
+/// Every field is found by its name, and the fields survive encoding.
 pub fn info(data: &[u8]) {
     let info = Info::parse(data);
     let mut text = String::new();
@@ -314,7 +315,7 @@ fn a_replid() -> ReplId {
     ReplId::parse(&[b'a'; 40]).expect("forty hexadecimal digits are a replid")
 }
 
-/// Calls `check` with the data byte by byte, and, where it is short enough, in two parts for every cut there is.
+/// Calls `check` with the data byte by byte and, if it is short enough, in two parts for every possible cut.
 fn for_each_cut(data: &[u8], mut check: impl FnMut(&[&[u8]])) {
     let bytes: Vec<&[u8]> = data.chunks(1).collect();
     check(&bytes);
@@ -348,14 +349,14 @@ mod tests {
             let seeds = seeds(target);
             assert!(!seeds.is_empty(), "{target} has no seeds");
             for (name, data) in seeds {
-                // Shown only when the body panics.
+                // Printed only if the body panics.
                 println!("{name}");
                 body(&data);
             }
         }
     }
 
-    /// A seed with a few bytes changed, doubled or gone.
+    /// A seed with a few bytes changed, duplicated or removed.
     fn damaged_seeds(target: &'static str) -> impl Strategy<Value = Vec<u8>> {
         let seeds: Vec<Vec<u8>> = seeds(target).into_iter().map(|(_, data)| data).collect();
         let edits = proptest::collection::vec((any::<prop::sample::Index>(), any::<u8>(), 0..4_u8), 0..6);

@@ -1,7 +1,7 @@
-//! The answer to `INFO` as a map. Sections are dropped: no field name occurs in two of them.
+//! The answer to `INFO` as a map. Section names are dropped: no field name occurs in two sections.
 //!
-//! Reading never fails. What is not `name:value` is passed over, and a caller that needs a field finds it missing. The
-//! map is as large as the text, whose size [`crate::resp::Limits::bulk_bytes`] bounds.
+//! Parsing never fails. A line that is not `name:value` is skipped, and a caller that needs a field finds it missing.
+//! The map is as large as the text, whose size [`crate::resp::Limits::bulk_bytes`] bounds.
 
 use std::collections::BTreeMap;
 use std::str::FromStr;
@@ -12,23 +12,23 @@ pub struct Info {
     fields: BTreeMap<String, String>,
 }
 
-/// One `slaveN:` line of a primary: a replica that is attached to it.
+/// One `slaveN:` line of a primary: an attached replica.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Replica {
     /// Address, as the primary sees it or as the replica announced it.
     pub ip: String,
-    /// Port the replica says it listens on; 0 when it did not say.
+    /// Port that the replica says it listens on; 0 if it did not say.
     pub port: u16,
-    /// `online`, `wait_bgsave`, `send_bulk`, or what later versions call it.
+    /// `online`, `wait_bgsave`, `send_bulk`, or a state that later versions add.
     pub state: String,
-    /// Offset the replica acknowledged last.
+    /// The offset that the replica acknowledged last.
     pub offset: u64,
-    /// Seconds since that acknowledgement; `None` when the line does not say.
+    /// Seconds since that acknowledgement; `None` if the line does not contain it.
     pub lag: Option<u64>,
 }
 
 impl Info {
-    /// Reads the text. Where a name occurs twice the last one counts.
+    /// Parses the text. If a name occurs twice, the last value counts.
     pub fn parse(text: &[u8]) -> Info {
         let fields = text
             .split(|byte| *byte == b'\n')
@@ -44,12 +44,12 @@ impl Info {
         Info { fields }
     }
 
-    /// The field of this name.
+    /// The value of a field.
     pub fn get(&self, name: &str) -> Option<&str> {
         self.fields.get(name).map(String::as_str)
     }
 
-    /// The field of this name as a number; `None` when it is missing or no such number.
+    /// The value of a field as a number; `None` if the field is missing or does not fit the type.
     pub fn number<T: FromStr>(&self, name: &str) -> Option<T> {
         self.get(name)?.trim().parse().ok()
     }
@@ -59,14 +59,14 @@ impl Info {
         self.fields.iter().map(|(name, value)| (name.as_str(), value.as_str()))
     }
 
-    /// The replicas attached to this server, in the order of their names.
+    /// The replicas attached to this server, ordered by the names of their fields.
     pub fn replicas(&self) -> impl Iterator<Item = Replica> + '_ {
         self.fields.iter().filter(|(name, _)| is_replica(name)).filter_map(|(_, line)| Replica::parse(line))
     }
 }
 
 impl Replica {
-    /// Reads `ip=127.0.0.1,port=6380,state=online,offset=14,lag=0` and whatever else later versions add.
+    /// Parses `ip=127.0.0.1,port=6380,state=online,offset=14,lag=0`; pairs that later versions add are ignored.
     fn parse(line: &str) -> Option<Replica> {
         let field = |wanted: &str| {
             line.split(',')
@@ -83,7 +83,7 @@ impl Replica {
     }
 }
 
-/// `slave0`, `slave17`; but not `slave_repl_offset`.
+/// Matches `slave0` and `slave17`, but not `slave_repl_offset`.
 fn is_replica(name: &str) -> bool {
     name.strip_prefix("slave")
         .is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))

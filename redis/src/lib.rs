@@ -1,8 +1,8 @@
-//! What Redis and Valkey say, and how to say it back.
+//! The protocols of Redis and Valkey: RESP, replication, RDB, `INFO`.
 //!
-//! Everything here is a pure function or a pure state machine: bytes in, bytes and events out. There is no socket,
-//! no clock, no thread and no `unsafe`. Who owns the socket (the replica agent, the source, a test) feeds what it read,
-//! writes what it is given, and decides for itself how long to wait.
+//! Everything here is a pure function or a pure state machine: bytes in, bytes and events out. There is no socket, no
+//! clock, no thread and no `unsafe`. The owner of the socket (the replica agent, the source, a test) feeds the machine
+//! what it has read, writes what the machine returns, and decides how long to wait.
 //!
 //! ```text
 //!            a primary's server                                       a replica's server
@@ -17,24 +17,25 @@
 //!                       rdb reads the payload's head and tail, and finds its records
 //! ```
 //!
-//! The modules, in the order one should meet them:
+//! The modules, in reading order:
 //!
-//! - [`ReplId`]: the name of a replication history, forty hexadecimal digits.
-//! - [`resp`]: the wire format. [`resp::Decoder`] reads what servers answer, [`resp::CommandDecoder`] what clients ask.
+//! - [`ReplId`]: the name of a replication history, 40 hexadecimal digits.
+//! - [`resp`]: the wire format. [`resp::Decoder`] reads answers of servers, [`resp::CommandDecoder`] commands of
+//!   clients.
 //! - [`refusal`]: the errors servers answer with, sorted by who can act on them.
-//! - [`psync`]: the replication handshake, both ends. **Start here**: the two drawings above the two machines are the
-//!   heart of this crate.
-//! - [`rdb`]: the envelope of a snapshot: magic, version, auxiliary fields, checksum; and where its records lie.
+//! - [`psync`]: the replication handshake, both ends. **Start here**: the drawings above the two state machines are the
+//!   core of this crate.
+//! - [`rdb`]: the envelope of a snapshot (magic, version, auxiliary fields, checksum) and the positions of its records.
 //! - [`info`]: the answer to `INFO` as a map.
 //!
 //! Two examples drive the machines against real servers: `examples/snapshot.rs` takes a snapshot of a primary, and
 //! `examples/feed.rs` makes a replica of it.
 //!
-//! What it is not: a Redis client (there is no connection), an RDB parser (no value is ever looked at), or RESP3 (we never
-//! say `HELLO 3`, so no server answers in it).
+//! What it is not: a Redis client (there is no connection), an RDB parser (values are never decoded), or RESP3 (we
+//! never send `HELLO 3`, so no server answers in it).
 //!
-//! Everything read from a peer has a named limit. A limit that is passed is an error that names it; memory grows with the
-//! bytes that have arrived, never with a length that was merely announced.
+//! Everything read from a peer has a named limit. Exceeding a limit is an error that names it. Memory use grows with
+//! the bytes that have arrived, never with a length that was only announced.
 #![forbid(unsafe_code)]
 
 mod buffer;

@@ -1,64 +1,66 @@
-//! The errors that servers answer with, sorted by who can act on them.
+//! The errors that servers answer with, grouped by who can act on them.
 //!
-//! Not every `-CODE` there is: those that a user of replication meets, each with what to do about it. All others keep
-//! the server's own words in [`Refusal::Other`].
+//! Not every `-CODE` has a variant: only those that a user of replication meets, each with what to do about it. All
+//! others keep the server's text in [`Refusal::Other`].
 
 use crate::text;
 
-/// How much of a server's own words is kept. Those of servers that are kept stay below 200 bytes, unless
-/// they quote a script; a peer that sends more is clipped.
+/// Bytes of the server's error text that are kept. Servers' own errors stay below 200 bytes unless they quote a script;
+/// a longer text is cut.
 const TEXT_BYTES_MAX: usize = 512;
 
-/// A server understood the command and would not do it.
+/// A server understood a command and refused to execute it.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// The user must give a password (`-NOAUTH`, and `-ERR operation not permitted` before Redis 6).
-    #[error("the server asks for a password: give the user (if it has several) and the password")]
+    /// The user must supply a password (`-NOAUTH`, and `-ERR operation not permitted` before Redis 6).
+    #[error("the server requires a password: supply the user (if it has several) and the password")]
     NoAuth,
-    /// The user must give another password (`-WRONGPASS`, or an `-ERR` in answer to `AUTH`).
+    /// The user must supply a different password (`-WRONGPASS`, or an `-ERR` in answer to `AUTH`).
     #[error("the server does not accept this user and password: {text}")]
     WrongPass {
-        /// The server's words.
+        /// The server's error text.
         text: String,
     },
-    /// The administrator must grant a right (`-NOPERM`).
-    #[error("the server's user may not do {command}: {text}. Grant it with ACL SETUSER")]
+    /// The administrator must grant a permission (`-NOPERM`).
+    #[error("the server's user has no permission for {command}: {text}. Grant it with ACL SETUSER")]
     NoPerm {
-        /// What we asked for.
+        /// The command that was sent.
         command: String,
-        /// The server's words; they name the user and the command.
+        /// The server's error text; it names the user and the command.
         text: String,
     },
-    /// The administrator must let this host in (`-DENIED`: protected mode).
-    #[error("the server lets only its own host in (protected mode): give it a password or bind it to the network")]
+    /// The administrator must allow this host (`-DENIED`: protected mode).
+    #[error(
+        "the server accepts connections from its own host only (protected mode): set a password or bind it to the network"
+    )]
     ProtectedMode,
-    /// Nobody but time: the server reads its data set (`-LOADING`).
+    /// Nothing to do but wait: the server is reading its data set (`-LOADING`).
     #[error("the server is still loading its data set")]
     Loading,
-    /// Nobody but time: a replica whose own link is down cannot serve others (`-NOMASTERLINK`).
+    /// Nothing to do but wait: a replica whose own link is down cannot serve others (`-NOMASTERLINK`).
     #[error("the server is a replica whose link to its own primary is down")]
     NoMasterLink,
-    /// As above, said in answer to a command about data (`-MASTERDOWN`).
-    #[error("the server is a replica without a primary, and is set not to serve old data")]
+    /// As [`Refusal::NoMasterLink`], in answer to a command on data (`-MASTERDOWN`).
+    #[error("the server is a replica without a link to its primary, and is configured not to serve stale data")]
     MasterDown,
-    /// Nobody but time, or `SCRIPT KILL`: a script runs (`-BUSY`).
-    #[error("the server is busy with a script")]
+    /// Wait, or `SCRIPT KILL`: a script is running (`-BUSY`).
+    #[error("the server is busy running a script")]
     Busy,
-    /// Time, or `maxclients` (`-ERR max number of clients reached`).
-    #[error("the server has as many clients as it allows (maxclients)")]
+    /// Wait, or raise `maxclients` (`-ERR max number of clients reached`).
+    #[error("the server has reached its limit of clients (maxclients)")]
     TooManyClients,
-    /// Something else, in the server's words.
+    /// Any other error.
     #[error("the server refused {command}: {text}")]
     Other {
-        /// What we asked for.
+        /// The command that was sent.
         command: String,
-        /// The server's words.
+        /// The server's error text.
         text: String,
     },
 }
 
 impl Refusal {
-    /// Sorts the text of an error reply (without its leading `-`) to `command`.
+    /// Classifies the text of an error reply (without its leading `-`) to `command`.
     ///
     /// ```
     /// use remora_redis::Refusal;
@@ -82,7 +84,7 @@ impl Refusal {
         }
     }
 
-    /// Whether the same request may succeed later without anybody doing anything.
+    /// Whether the same request may succeed later without anyone changing anything.
     pub fn is_temporary(&self) -> bool {
         match self {
             Refusal::Loading
@@ -98,7 +100,7 @@ impl Refusal {
         }
     }
 
-    /// The catch-all code hides three that have a better name.
+    /// The general code covers three errors that have a variant of their own.
     fn sort_err(command: &str, text: String) -> Refusal {
         let is = |wanted: &str| text.to_ascii_lowercase().starts_with(wanted);
         if is("err max number of clients") {
@@ -115,12 +117,12 @@ impl Refusal {
     }
 }
 
-/// The first line of what a peer sent that is no Redis, and a guess at what it is.
+/// The first line of what a peer sent that is not a Redis server, and a guess at the protocol it speaks.
 pub(crate) fn guess(received: &[u8]) -> (String, &'static str) {
     let hint = match received {
         [0x15 | 0x16, 0x03, ..] | [0x15 | 0x16] => " (it speaks TLS: use rediss://)",
         [b'H', b'T', b'T', b'P', ..] => " (it is a web server)",
-        [b'S', b'S', b'H', ..] => " (it is a secure shell)",
+        [b'S', b'S', b'H', ..] => " (it is a secure shell server)",
         _ => "",
     };
     (text::excerpt(received), hint)

@@ -3,18 +3,18 @@
 use std::fmt;
 use std::str::FromStr;
 
-/// How many hexadecimal digits name a history (`CONFIG_RUN_ID_SIZE` in the servers).
+/// Number of hexadecimal digits in the name of a history (`CONFIG_RUN_ID_SIZE` in the servers).
 const DIGITS: usize = 40;
 
-/// A replid: forty hexadecimal digits in lower case, as the servers print it.
+/// A replication id: 40 hexadecimal digits in lower case, as the servers print it.
 ///
-/// A primary draws a new one when it begins a history that no replica can continue. Two servers with the same replid and
-/// the same offset hold the same data.
+/// A primary generates a new one when it begins a history that no replica can continue. Two servers with the same
+/// replication id and the same offset hold the same data.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ReplId([u8; DIGITS]);
 
 impl ReplId {
-    /// Reads forty hexadecimal digits; upper case is accepted and made lower.
+    /// Parses 40 hexadecimal digits; upper case is converted to lower case.
     pub fn parse(digits: &[u8]) -> Result<ReplId, InvalidReplId> {
         let digits: [u8; DIGITS] = digits.try_into().map_err(|_| InvalidReplId { length: digits.len() })?;
         if !digits.iter().all(u8::is_ascii_hexdigit) {
@@ -23,7 +23,7 @@ impl ReplId {
         Ok(ReplId(digits.map(|digit| digit.to_ascii_lowercase())))
     }
 
-    /// The forty digits.
+    /// The 40 digits.
     pub fn as_bytes(&self) -> &[u8; DIGITS] {
         &self.0
     }
@@ -49,11 +49,11 @@ impl fmt::Debug for ReplId {
     }
 }
 
-/// What was read as a replid is none.
+/// The parsed text is not a replication id.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("a replid is {DIGITS} hexadecimal digits, this has {length} bytes or other letters")]
+#[error("a replid has {DIGITS} hexadecimal digits; this has {length} bytes or characters other than hex digits")]
 pub struct InvalidReplId {
-    /// How many bytes there were.
+    /// Length of the text, in bytes.
     pub length: usize,
 }
 

@@ -1,30 +1,31 @@
-//! Small readings of bytes that several modules need: decimal numbers, and excerpts fit for an error message.
-//! Not a parser library: each function is one line of some protocol.
+//! Small parsers that several modules need: decimal numbers, and excerpts for error messages. Not a parser library:
+//! each function parses one line of some protocol.
 
-/// How much of a peer's bytes an error message quotes: enough to recognise an HTTP status line, short enough for a log.
+/// Bytes of a peer's data that an error message quotes: enough to recognise an HTTP status line, short enough for a
+/// log.
 pub(crate) const EXCERPT_BYTES: usize = 60;
 
-/// A whole number as servers print it: digits only, no sign, no blank.
+/// A whole number as servers print it: digits only, no sign, no space.
 pub(crate) fn decimal_u64(digits: &[u8]) -> Option<u64> {
     let all_digits = !digits.is_empty() && digits.iter().all(u8::is_ascii_digit);
     all_digits.then(|| std::str::from_utf8(digits).ok()?.parse().ok()).flatten()
 }
 
-/// As [`decimal_u64`], but a minus sign may stand in front.
+/// As [`decimal_u64`], with an optional minus sign.
 pub(crate) fn decimal_i64(digits: &[u8]) -> Option<i64> {
     let unsigned = digits.strip_prefix(b"-").unwrap_or(digits);
     let all_digits = !unsigned.is_empty() && unsigned.iter().all(u8::is_ascii_digit);
     all_digits.then(|| std::str::from_utf8(digits).ok()?.parse().ok()).flatten()
 }
 
-/// The beginning of `bytes`, printable, at most [`EXCERPT_BYTES`] of them.
+/// The beginning of `bytes` as printable text, at most [`EXCERPT_BYTES`] of them.
 pub(crate) fn excerpt(bytes: &[u8]) -> String {
     let head = bytes.get(..EXCERPT_BYTES).unwrap_or(bytes);
     let ellipsis = if head.len() < bytes.len() { "…" } else { "" };
     format!("{}{ellipsis}", head.escape_ascii())
 }
 
-/// `text` without the line breaks that would end a RESP line early.
+/// `text` without line breaks, which would end a RESP line early.
 pub(crate) fn one_line(text: &[u8]) -> impl Iterator<Item = u8> + '_ {
     text.iter().map(|byte| match byte {
         b'\r' | b'\n' => b' ',

@@ -1,69 +1,65 @@
-//! What can go wrong with a table, sorted by who can do something about it.
+//! Errors of tables, grouped by who can act on them.
 
 use remora_fabric::ReadError;
 
-/// Everything that writers and readers of a table report.
+/// Every error of the writers and readers of a table.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The reader was too slow, or came too late: the ring has passed it. Start again from a new snapshot.
+    /// The reader was too slow, or came too late: the ring has passed it. Start again with a new snapshot.
     #[error(
-        "the source has overwritten {unit} {wanted} (the oldest it holds is {oldest}): start again from a new snapshot"
+        "the source has overwritten {unit} {wanted} (the oldest it holds is {oldest}): start again with a new snapshot"
     )]
     Overrun {
-        /// What was to be read.
+        /// The slot or offset that was to be read.
         wanted: u64,
-        /// The oldest that may still be read, as far as known.
+        /// The oldest that can still be read, as far as known.
         oldest: u64,
         /// What the two numbers count: "slot" or "stream offset".
         unit: &'static str,
     },
-    /// The bytes are not those that the source wrote, although nobody overwrote them: memory or a transport is at fault.
-    #[error("slot {slot} is damaged: its checksum should be {want:#010x} and is {got:#010x}, also when read again")]
+    /// The bytes are not those that the source wrote, although they were not overwritten: memory or a transport is at
+    /// fault.
+    #[error("slot {slot} is damaged: expected checksum {want:#010x}, got {got:#010x}, also after reading it again")]
     Corrupt {
         /// Number of the slot.
         slot: u64,
-        /// CRC-32C that the table states.
+        /// CRC-32C in the table.
         want: u32,
-        /// CRC-32C of what was read.
+        /// CRC-32C of the bytes read.
         got: u32,
     },
-    /// The source gave this generation up. Ask it for another.
-    #[error("the source has given up generation {generation}: ask it for a new one")]
+    /// The source has aborted this generation. Ask it for another.
+    #[error("the source has aborted generation {generation}: ask it for a new one")]
     Aborted {
         /// The generation.
         generation: u64,
     },
-    /// The memory holds another generation, or another stream, than the one we were sent to.
-    #[error("the table is of another generation: wanted {want}, found {got}")]
+    /// The memory holds another generation, or another stream, than the offer named.
+    #[error("the table has another generation: expected {want}, found {got}")]
     WrongGeneration {
         /// Generation, replid and offset that we expect.
         want: String,
-        /// What the table says.
+        /// What the table contains.
         got: String,
     },
-    /// Not a table, or not one of this layout, or a geometry outside the limits.
+    /// Not a table, or a table of another layout, or a geometry outside the limits.
     #[error("{0}")]
     Layout(String),
-    /// We were called wrongly: a mistake in this program.
-    #[error("wrong use of a table: {0}")]
+    /// API misuse: a bug in this program.
+    #[error("API misuse: {0}")]
     Misuse(&'static str),
-    /// The transport failed us. Get a new peer, call `reconnect`, and go on.
+    /// The transport failed. Get a new peer, call `reconnect`, and continue.
     #[error("reading the table failed: {0}")]
     Peer(ReadError),
-    /// Our own memory, or the transport before it took the request.
+    /// Our own memory failed, or the transport before it accepted the request.
     #[error(transparent)]
     Fabric(#[from] remora_fabric::Error),
 }
 
 impl Error {
-    /// A new peer is enough to go on with the same reader.
+    /// Whether a new peer is enough to continue with the same reader.
     pub fn needs_new_peer(&self) -> bool {
         matches!(self, Error::Peer(_) | Error::Fabric(_))
-    }
-
-    /// This generation is lost to this reader: only a new snapshot helps.
-    pub fn needs_new_generation(&self) -> bool {
-        matches!(self, Error::Overrun { .. } | Error::Aborted { .. } | Error::WrongGeneration { .. })
     }
 
     pub(crate) fn slot_overrun(wanted: u64, oldest: u64) -> Error {

@@ -1,16 +1,16 @@
-//! What a reader has been told about a table, and whether the table agrees.
+//! What a reader expects of a table, and whether the table agrees.
 
 use crate::{
     error::Error,
     layout::{Geometry, HEAD_BYTES, Head, Identity, Kind},
 };
 
-/// What the source's offer said. A reader believes nothing in the memory before it has found the same there.
+/// The content of the source's offer. A reader trusts nothing in the memory before it has found the same there.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Expectation {
     /// The generation offered.
     pub generation: u64,
-    /// The shape offered: all addresses are reckoned from it.
+    /// The shape offered: all addresses are computed from it.
     pub geometry: Geometry,
     /// The replication id offered.
     pub replid: [u8; 40],

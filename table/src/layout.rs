@@ -1,47 +1,51 @@
-//! Where everything lies in a table's memory, and how it is written as bytes.
+//! The layout of a table's memory, and its encoding as bytes.
 //!
-//! Not here: the order in which the words are stored and loaded (`publish`), and who writes the slots
-//! (`snapshot`, `journal`). `docs/table.md` has the same layout as a drawing.
+//! Not here: the order in which the words are stored and loaded (`publish`), and the writers of the slots (`snapshot`,
+//! `journal`). `docs/table.md` has the same layout as a drawing.
 //!
-//! All numbers are little endian. What is true of every table, at every moment:
+//! All numbers are little endian. Invariants of every table, at every moment:
 //!
-//! * slot `i` lies at `data_offset + slot_size * (i mod slots)`, its entry at `4096 + 64 * (i mod slots)`;
-//! * the head (the first 128 bytes) is written once, before anybody may read, and never changes;
+//! * slot `i` is at `data_offset + slot_size * (i mod slots)`, its entry at `4096 + 64 * (i mod slots)`;
+//! * the head (the first 128 bytes) is written once, before any reader has access, and never changes;
 //! * `retired <= published slots`, and both only grow;
 //! * every slot `i` with `retired <= i < published slots` has an entry that names `i`;
 //! * `published slots - retired <= slots`.
 //!
-//! And of a sealed snapshot besides: `end == published`, the lengths of its slots add up to `end`, and every slot but the
-//! last is full.
+//! There is no invariant for entries of slots that are not published, and none for the bytes of a slot outside its
+//! content: memory is used for one table after the other and is not cleared in between. A reader looks at neither.
+//!
+//! Invariants of a sealed snapshot besides: `end == published`, the lengths of its slots add up to `end`, and every
+//! slot but the last is full.
 
 use crate::error::Error;
 
 /// The first eight bytes of every table.
 pub const MAGIC: [u8; 8] = *b"REMORATB";
-/// The version of everything in this file. A reader refuses any other.
+/// The version of the layout in this file. A reader refuses any other.
 pub const LAYOUT_VERSION: u32 = 1;
 
 /// Bytes of the superblock: one page, so that the directory begins on the next.
 pub const SUPERBLOCK_BYTES: u64 = 4096;
 /// Bytes of the constant part of the superblock, read once: two cache lines.
 pub const HEAD_BYTES: usize = 128;
-/// Where the progress line lies: the one cache line of the superblock that changes.
+/// Offset of the progress line: the one cache line of the superblock that changes.
 pub const LINE_OFFSET: u64 = 128;
-/// Bytes of the progress line: one cache line, so that one small read gets published, retired, end and state together.
+/// Bytes of the progress line: one cache line, so that one small read returns published, retired, end and state
+/// together.
 pub const LINE_BYTES: usize = 64;
 /// Bytes of one directory entry: one cache line, so that no two slots share one.
 pub const ENTRY_BYTES: usize = 64;
 /// Bytes before each record of a journal: its length and its CRC-32C.
 pub const RECORD_HEADER_BYTES: u32 = 8;
 
-/// Smallest slot, bytes: one page, the unit in which memory is touched and given back.
+/// Smallest slot in bytes: one page, the unit in which memory is touched and returned to the system.
 pub const MIN_SLOT_BYTES: u32 = 4096;
-/// Largest slot, bytes: 64 reads of `READ_BYTES`, which a reader counts in one word. More would only make the unit of
-/// progress coarser.
+/// Largest slot in bytes: 64 reads of `READ_BYTES`, which a reader tracks in one word. A larger slot would only make
+/// the unit of progress coarser.
 pub const MAX_SLOT_BYTES: u32 = 64 << 20;
-/// Fewest slots: one being written while another is read.
+/// Minimum number of slots: one being written while another is read.
 pub const MIN_SLOTS: u32 = 2;
-/// Most slots: a directory of 64 MiB, which with slots of 4 MiB finds 4 TiB.
+/// Maximum number of slots: a directory of 64 MiB, which with slots of 4 MiB addresses 4 TiB.
 pub const MAX_SLOTS: u32 = 1 << 20;
 
 /// The directory and the data area begin on multiples of this, bytes.
@@ -74,7 +78,7 @@ const _: () = {
     assert!(LINE_WORDS * 8 <= LINE_BYTES && ENTRY_WORDS * 8 <= ENTRY_BYTES);
     assert!(SUPERBLOCK_BYTES.is_multiple_of(PAGE_BYTES) && (MIN_SLOT_BYTES as u64).is_multiple_of(PAGE_BYTES));
     assert!(RECORD_HEADER_BYTES < MIN_SLOT_BYTES);
-    // Words are stored and loaded in the machine's order and must be little endian for readers elsewhere.
+    // Words are stored and loaded in native byte order, and must be little endian for readers on other hosts.
     assert!(cfg!(target_endian = "little"), "the table is written by plain stores: little-endian machines only");
 };
 
@@ -83,22 +87,22 @@ const _: () = {
 pub enum Kind {
     /// A finite stream: the bytes of an RDB.
     Snapshot,
-    /// An endless stream: what the primary says after the snapshot.
+    /// An endless stream: the replication stream after the snapshot.
     Journal,
 }
 
-/// Where a table is in its life.
+/// The state of a table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum State {
     /// Still being written.
     Open,
-    /// Complete: nothing will change any more.
+    /// Complete: nothing will change.
     Sealed,
-    /// Given up by its writer: nothing in it is worth reading.
+    /// Aborted by its writer: nothing in it is worth reading.
     Aborted,
 }
 
-/// The shape of a table: how large its slots are and how many its ring has.
+/// The shape of a table: the size of its slots and their number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Geometry {
     /// Bytes of one slot: a multiple of 4096.
@@ -108,12 +112,12 @@ pub struct Geometry {
 }
 
 impl Geometry {
-    /// The largest ring of such slots whose whole table fits into `budget_bytes`.
+    /// The largest ring of slots of this size whose whole table fits into `budget_bytes`.
     ///
     /// # Errors
-    /// [`Error::Layout`] if not even the smallest ring fits, or the slot size is not a legal one.
+    /// [`Error::Layout`] if not even the smallest ring fits, or the slot size is not valid.
     pub fn within(budget_bytes: u64, slot_size: u32) -> Result<Geometry, Error> {
-        // One page is lost at most where the directory is rounded up.
+        // At most one page is lost where the directory is rounded up.
         let for_slots = budget_bytes.saturating_sub(SUPERBLOCK_BYTES + PAGE_BYTES);
         let slots = for_slots / (u64::from(slot_size) + ENTRY_BYTES as u64);
         let slots = u32::try_from(slots).unwrap_or(MAX_SLOTS).min(MAX_SLOTS);
@@ -128,7 +132,7 @@ impl Geometry {
     /// This geometry, if it is within the limits.
     ///
     /// # Errors
-    /// [`Error::Layout`] naming the limit.
+    /// [`Error::Layout`] if a limit is exceeded; the text names it.
     pub fn checked(self) -> Result<Geometry, Error> {
         let size = self.slot_size;
         if !(MIN_SLOT_BYTES..=MAX_SLOT_BYTES).contains(&size) || !u64::from(size).is_multiple_of(PAGE_BYTES) {
@@ -147,33 +151,33 @@ impl Geometry {
         self.data_offset() + self.slot_bytes() * u64::from(self.slots)
     }
 
-    /// Where the first slot begins, bytes from the start of the memory.
+    /// Offset of the first slot, in bytes from the start of the memory.
     pub fn data_offset(&self) -> u64 {
         let directory = u64::from(self.slots) * ENTRY_BYTES as u64;
         (SUPERBLOCK_BYTES + directory).next_multiple_of(PAGE_BYTES)
     }
 
-    /// Where the bytes of slot `number` lie, bytes from the start of the memory.
+    /// Offset of slot `number`, in bytes from the start of the memory.
     pub fn slot_offset(&self, number: u64) -> u64 {
         self.data_offset() + self.slot_bytes() * self.place(number)
     }
 
-    /// Where the entry of slot `number` lies, bytes from the start of the memory.
+    /// Offset of the entry of slot `number`, in bytes from the start of the memory.
     pub fn entry_offset(&self, number: u64) -> u64 {
         SUPERBLOCK_BYTES + ENTRY_BYTES as u64 * self.place(number)
     }
 
-    /// Slots that a stream of `bytes` takes.
+    /// Number of slots that a stream of `bytes` takes.
     pub fn slots_for(&self, bytes: u64) -> u64 {
         bytes.div_ceil(self.slot_bytes())
     }
 
-    /// `slot_size` in the width in which it is reckoned.
+    /// `slot_size` as the type used in computations.
     pub(crate) fn slot_bytes(&self) -> u64 {
         u64::from(self.slot_size)
     }
 
-    /// The table position at which slot `number` begins: saturating, for numbers may come from the wire.
+    /// The table position at which slot `number` begins; saturating, as numbers may come from the wire.
     pub(crate) fn start_of(&self, number: u64) -> u64 {
         number.saturating_mul(self.slot_bytes())
     }
@@ -183,10 +187,10 @@ impl Geometry {
     }
 }
 
-/// Which table this is.
+/// The identity of a table.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Identity {
-    /// Counts the snapshots of one source; no two tables of a source and kind share it.
+    /// Number of the snapshot; no two tables of one source and kind share it.
     pub generation: u64,
     /// Snapshot or journal.
     pub kind: Kind,
@@ -223,7 +227,7 @@ impl Head {
 
     pub(crate) fn parse(bytes: &[u8; HEAD_BYTES]) -> Result<Head, Error> {
         if bytes[..8] != MAGIC {
-            return Err(Error::Layout("no table here: its first bytes are not the magic".into()));
+            return Err(Error::Layout("not a table: its first bytes are not the magic".into()));
         }
         let version = get_u32(bytes, AT_VERSION);
         if version != LAYOUT_VERSION {
@@ -239,7 +243,7 @@ impl Head {
         let data_offset = get_u64(bytes, AT_DATA_OFFSET);
         if data_offset != geometry.data_offset() {
             return Err(Error::Layout(format!(
-                "the data of the table begin at {data_offset}, not where its geometry says"
+                "the data of the table begin at {data_offset}, which does not fit its geometry"
             )));
         }
         let mut replid = [0; 40];
@@ -254,11 +258,11 @@ impl Head {
     }
 }
 
-/// The changing part of the superblock.
+/// The variable part of the superblock.
 ///
-/// Its last word is a checksum of the others. The writer stores word by word and a transport may copy the line in pieces
-/// (a socket's buffer can end in the middle of a word), so a line whose check fails is nothing worse than a line caught in
-/// the middle of a change: read it again.
+/// Its last word is a checksum of the others. The writer stores word by word, and a transport may copy the line in
+/// pieces (a socket's buffer can end in the middle of a word). So a line whose check fails was caught in the middle of
+/// a change: read it again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Line {
     /// A table position: slot number × slot size + bytes published in the open slot.
@@ -294,18 +298,18 @@ impl Line {
     }
 }
 
-/// One directory entry: what lies in a slot.
+/// One directory entry: the content of a slot.
 ///
-/// `number` and `writing` share the sequence word, `(number + 1) << 1 | writing`, so that zeroed memory names no slot. The
-/// check is there for the same reason as the line's.
+/// `number` and `writing` share the sequence word, `(number + 1) << 1 | writing`, so that zeroed memory names no slot.
+/// The check has the same purpose as the line's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Entry {
     pub(crate) number: u64,
-    /// The slot's bytes are being replaced by those of `number`; the other fields say nothing.
+    /// The bytes of the slot are being replaced by those of `number`; the other fields are undefined.
     pub(crate) writing: bool,
     /// Stream position of the slot's first byte: of the RDB for a snapshot, a replication offset for a journal.
     pub(crate) position: u64,
-    /// Content bytes of a snapshot's slot; 0 in a journal, whose records say it themselves.
+    /// Content bytes of a snapshot's slot; 0 in a journal, where the records have lengths.
     pub(crate) length: u32,
     /// CRC-32C of those bytes; 0 in a journal, whose records have their own.
     pub(crate) crc: u32,
@@ -339,7 +343,7 @@ impl Entry {
     }
 }
 
-/// What stands before the bytes of one record of a journal.
+/// The header before the bytes of a journal's record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct RecordHeader {
     pub(crate) length: u32,
@@ -371,7 +375,7 @@ impl Kind {
         match code {
             1 => Ok(Kind::Snapshot),
             2 => Ok(Kind::Journal),
-            other => Err(Error::Layout(format!("a table of unknown kind {other}"))),
+            other => Err(Error::Layout(format!("unknown kind of table: {other}"))),
         }
     }
 }
@@ -395,7 +399,7 @@ impl State {
     }
 }
 
-/// CRC-32C of words as they lie in memory.
+/// CRC-32C of words in their memory representation.
 fn check(words: &[u64]) -> u64 {
     let crc = words.iter().fold(0, |crc, word| crc32c::crc32c_append(crc, &word.to_le_bytes()));
     u64::from(crc)
@@ -441,7 +445,7 @@ mod tests {
         bytes.iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
-    /// These bytes are in the field: another layout needs another `LAYOUT_VERSION`.
+    /// These bytes are in use: another layout needs another `LAYOUT_VERSION`.
     #[test]
     fn the_head_has_these_very_bytes() {
         let bytes = head().to_bytes();
@@ -468,7 +472,7 @@ mod tests {
         assert_eq!(open.to_words()[..4], [0x2a, 7, u64::MAX, 1]);
         let sealed = Line { end: Some(0x2a), state: State::Sealed, ..open };
         assert_eq!(sealed.to_words()[..4], [0x2a, 7, 0x2a, 2]);
-        // CRC-32C of the 32 bytes before it, as any other implementation reckons it.
+        // CRC-32C of the 32 bytes before it, as any other implementation computes it.
         let bytes: Vec<u8> = sealed.to_words()[..4].iter().flat_map(|word| word.to_le_bytes()).collect();
         assert_eq!(sealed.to_words()[4], u64::from(crc32c::crc32c(&bytes)));
     }

@@ -1,12 +1,13 @@
-//! Fixed-size slots in fabric memory, the directory that finds them, and the two streams that are kept in them.
+//! Fixed-size slots in fabric memory, the directory that describes them, and the two streams stored in them.
 //!
-//! This crate knows neither Redis nor sockets. It lays bytes out in a [`Memory`](remora_fabric::Memory) in such a way that
-//! somebody who can only *read* that memory, from another process or another host, at any moment and in any order, gets the
-//! right bytes or knows that it hasn't. It has no thread, no clock, no I/O of its own and no unsafe code.
+//! This crate knows neither Redis nor sockets. It arranges bytes in a [`Memory`](remora_fabric::Memory) so that a
+//! reader that can only *read* that memory, from another process or another host, at any moment and in any order,
+//! either gets the right bytes or knows that it did not. It has no thread, no clock, no I/O of its own and no unsafe
+//! code.
 //!
 //! ```text
 //!                     ┌────────────┬───────────┬────────────┬────────────┬────────────┐
-//!   one memfd:        │ superblock │ directory │  slot i    │  slot i+1  │  slot i+2  │ …  slot i lies at i mod n
+//!   one memfd:        │ superblock │ directory │  slot i    │  slot i+1  │  slot i+2  │ …  slot i is at i mod n
 //!                     └────────────┴───────────┴────────────┴────────────┴────────────┘
 //!                       identity,    64 bytes    bytes of an RDB (snapshot), or records of
 //!                       published,   per slot    the replication stream (journal)
@@ -16,39 +17,37 @@
 //!     JournalWriter ─┴─▶ bytes, then entry, then `published`  ══▶┴──── JournalReader ─▶ verified bytes from any offset held
 //! ```
 //!
-//! In the order in which to read it:
+//! In reading order:
 //!
-//! * [`layout`]: every byte of it, and what is always true. **Start here.**
-//! * `publish`: in which order words are stored and loaded; the part that loom checks.
-//! * [`snapshot`]: a finite stream: its writer, its reader over a peer or in place, and the copy out of which others read on.
-//! * [`journal`]: an endless one, of records.
-//! * [`board`]: how a writer in another process is told what to write, and tells how far it is.
-//! * [`tally`]: how a reader in another process tells how far it is, where it is told by others what to read.
-//! * `channel`, [`expectation`]: what the two readers share.
-//! * [`error`]: what can go wrong, by who can act on it.
+//! * [`layout`]: every byte of a table, and its invariants. **Start here.**
+//! * `publish`: the order in which words are stored and loaded; the part that loom checks.
+//! * [`snapshot`]: a finite stream: its writer, its reader over a peer or in place, and the copy from which others
+//!   read.
+//! * [`journal`]: an endless stream of records.
+//! * [`server_pages`]: pages on which a process of a server gets its instructions and reports its progress.
+//! * `reads`, [`expectation`]: shared by the two readers.
+//! * [`error`]: errors, grouped by who can act on them.
 //!
-//! `docs/table.md` tells the same with drawings and the measurements behind it.
+//! `docs/table.md` describes the same with drawings and the measurements behind it.
 
 #![forbid(unsafe_code)]
 
-pub mod board;
-mod channel;
 pub mod error;
 pub mod expectation;
 pub mod journal;
 pub mod layout;
 mod publish;
-mod sentence;
+mod reads;
+pub mod server_pages;
 pub mod snapshot;
-pub mod tally;
 
-pub use board::Board;
 pub use error::Error;
 pub use expectation::Expectation;
 pub use journal::{Chunk, JournalReader, JournalWriter};
 pub use layout::{Geometry, Identity, Kind, MIN_SLOTS, State};
+pub use server_pages::capture_page::CapturePage;
+pub use server_pages::load_page::LoadPage;
 pub use snapshot::{Loss, Place, Progress, SinkLayout, Slot, SnapshotCopy, SnapshotReader, SnapshotWriter, Turn};
-pub use tally::Tally;
 
 #[cfg(all(test, not(loom)))]
 mod tests;

@@ -1,8 +1,8 @@
-//! The publishing protocol: in which order the words of a table are stored, and how they are loaded.
+//! The publishing protocol: the order in which the words of a table are stored and loaded.
 //!
-//! Generic over where the words lie ([`Cells`]), so that loom tries every interleaving of the very code that runs on fabric
-//! memory. Not here: what the words mean (`layout`), and readers on another host, who get the same words by reads of a
-//! transport and decode them with the same functions.
+//! Generic over the memory of the words ([`Cells`]), so that loom tries every interleaving of the very code that runs
+//! on fabric memory. Not here: the meaning of the words (`layout`), and readers on another host, which get the same
+//! words by reads of a transport and decode them with the same functions.
 //!
 //! ```text
 //!   writer of slot i                                     reader of slot i
@@ -14,8 +14,8 @@
 //!   published := i + 1              release              then, and only then, the bytes are slot i
 //! ```
 //!
-//! Whoever copied a byte of the next lap has, by the two fences, to see the mark that was stored before it. The CRC is the
-//! second line: it would find out a transport that breaks this order.
+//! Because of the two fences, a reader that copied a byte of the next lap also sees the mark that was stored before it.
+//! The CRC is the second line of defence: it would detect a transport that breaks this order.
 
 use std::sync::atomic::Ordering::{self, Acquire, Release};
 
@@ -26,18 +26,18 @@ use crate::{
     layout::{ENTRY_WORDS, Entry, Geometry, LINE_OFFSET, LINE_WORDS, Line, State},
 };
 
-/// Words that others read while we write them.
+/// Words that other processes read while we write them.
 pub(crate) trait Cells {
     fn load(&self, offset: u64, order: Ordering) -> Result<u64, Error>;
     fn fence(&self, order: Ordering);
 }
 
-/// ... and that are ours to write.
+/// Words that this process writes.
 pub(crate) trait CellsMut: Cells {
     fn store(&self, offset: u64, value: u64, order: Ordering) -> Result<(), Error>;
 }
 
-/// The writer's side: the only one who stores into superblock and directory.
+/// The writer's side: the only one that stores into superblock and directory.
 pub(crate) struct Publisher<C> {
     cells: C,
     geometry: Geometry,
@@ -45,14 +45,15 @@ pub(crate) struct Publisher<C> {
 }
 
 impl<C: CellsMut> Publisher<C> {
-    /// Begins with an empty, open table. The memory's directory must be zero.
+    /// Starts with an empty, open table, before any reader has access. The directory may hold anything: readers load an
+    /// entry only for a slot below `published`, and `begin` and `complete` have stored it by then.
     pub(crate) fn new(cells: C, geometry: Geometry) -> Result<Publisher<C>, Error> {
         let publisher = Publisher { cells, geometry, line: Line::NEW };
         publisher.store_line()?;
         Ok(publisher)
     }
 
-    /// Goes on where another writer of the same table has stopped for good.
+    /// Continues where another writer of the same table has stopped for good.
     pub(crate) fn resume(cells: C, geometry: Geometry, line: Line) -> Publisher<C> {
         Publisher { cells, geometry, line }
     }
@@ -61,21 +62,22 @@ impl<C: CellsMut> Publisher<C> {
         &self.line
     }
 
-    /// The bytes of slot `number` may be stored after this. What lay there before must be retired.
+    /// After this call the bytes of slot `number` may be stored. The slot that was there before must be retired.
     pub(crate) fn begin(&self, number: u64) -> Result<(), Error> {
         debug_assert!(number < self.line.retired + u64::from(self.geometry.slots));
         self.store_entry(Entry::writing(number))?;
-        // Pairs with the reader's fence in `still`: a reader that copied any byte stored after this sees the entry above.
+        // Pairs with the reader's fence in `load_entry_again`: a reader that copied any byte stored after this sees the
+        // entry above.
         self.cells.fence(Release);
         Ok(())
     }
 
-    /// The entry as readers will find it. Call it before `publish`, after the bytes it vouches for.
+    /// Stores the entry that readers will find. Call it before `publish`, after the bytes that it describes.
     pub(crate) fn complete(&self, entry: Entry) -> Result<(), Error> {
         self.store_entry(entry)
     }
 
-    /// Everything below this table position may be read: bytes and entries are stored.
+    /// Everything below this table position may be read from now on: its bytes and entries are stored.
     pub(crate) fn publish(&mut self, published: u64) -> Result<(), Error> {
         debug_assert!(published >= self.line.published);
         self.line.published = published;
@@ -89,7 +91,7 @@ impl<C: CellsMut> Publisher<C> {
         self.store_line()
     }
 
-    /// Everything is published and nothing will follow.
+    /// Everything is published, and nothing follows.
     pub(crate) fn seal(&mut self) -> Result<(), Error> {
         self.line.end = Some(self.line.published);
         self.line.state = State::Sealed;
@@ -102,7 +104,7 @@ impl<C: CellsMut> Publisher<C> {
     }
 
     fn store_line(&self) -> Result<(), Error> {
-        // Each word with release: whichever of them a reader has got, it has what was stored before it.
+        // Each word with release: a reader that loads any of them also sees what was stored before it.
         for (i, word) in (0..).zip(self.line.to_words()) {
             self.cells.store(LINE_OFFSET + i * 8, word, Release)?;
         }
@@ -127,7 +129,7 @@ pub(crate) fn load_line(cells: &impl Cells) -> Result<Option<Line>, Error> {
     Ok(Line::from_words(words))
 }
 
-/// The entry at the place of slot `number`, of whatever lap. `None`: caught in the middle of a change; load it again.
+/// The entry at the place of slot `number`, of any lap. `None`: caught in the middle of a change; load it again.
 pub(crate) fn load_entry(cells: &impl Cells, geometry: &Geometry, number: u64) -> Result<Option<Entry>, Error> {
     let at = geometry.entry_offset(number);
     let mut words = [0; ENTRY_WORDS];
@@ -137,7 +139,8 @@ pub(crate) fn load_entry(cells: &impl Cells, geometry: &Geometry, number: u64) -
     Ok(Entry::from_words(words))
 }
 
-/// The same, after all that this thread has copied from the slot so far: if it still names the slot, the copies are of it.
+/// The entry, loaded after everything that this thread has copied from the slot so far: if it still names the slot, the
+/// copies are of that slot.
 pub(crate) fn load_entry_again(cells: &impl Cells, geometry: &Geometry, number: u64) -> Result<Option<Entry>, Error> {
     // Pairs with the writer's fence in `begin`.
     cells.fence(Acquire);
@@ -254,7 +257,7 @@ mod loom_tests {
         std::array::from_fn(|word| content(number, word))
     }
 
-    /// loom's search stays within seconds with this many preemptions; one race needs one or two.
+    /// With this many preemptions, loom's search takes seconds; one race needs one or two.
     fn model(body: impl Fn() + Sync + Send + 'static) {
         let mut builder = loom::model::Builder::new();
         builder.preemption_bound = Some(3);
@@ -314,7 +317,7 @@ mod loom_tests {
         });
     }
 
-    /// The canary: the same race without the fence-and-again is lost, so the tests above could fail.
+    /// The canary: without the fence and the second load the same race is lost, so the tests above are able to fail.
     #[test]
     #[should_panic(expected = "torn")]
     fn an_entry_checked_before_the_copy_proves_nothing() {

@@ -28,16 +28,16 @@ const SECRET: [u8; 32] = [3; 32];
 const REPLID: [u8; 40] = [b'f'; 40];
 const FIRST_OFFSET: u64 = 500;
 const GEOMETRY: Geometry = Geometry { slot_size: 2 << 20, slots: 4 };
-/// Content of the stream: several laps, and no whole number of slots.
+/// Content of the stream: several laps, and not a whole number of slots.
 const STREAM_BYTES: u64 = (48 << 20) + 12_345;
-/// After this something hangs. Far above what a loaded machine needs.
+/// After this time something hangs. Far above what a loaded machine needs.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A transport with its two ends.
 struct Ends {
     exporter: Box<dyn Exporter>,
     connector: Box<dyn Connector>,
-    /// What else must live as long.
+    /// Whatever else must live as long as the ends.
     _network: Option<Network>,
 }
 
@@ -166,7 +166,7 @@ fn journal_over(ends: Ends, in_place: bool) {
     let sink = memory(layout.length(&GEOMETRY));
     let mut peer = ends.connect(&sink);
     let view = peer.view().filter(|_| in_place);
-    // As many bytes as the ring surely holds, so that the reader is not passed however slow the machine is.
+    // As many bytes as the ring certainly holds, so that the reader is not overrun however slow the machine is.
     let writing = std::thread::spawn(move || {
         let mut crc = 0;
         let mut position = 0;

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use remora_fabric::{Handover, View, shm::Place};
 use remora_redis::rdb::reference::TICKET_BYTES;
-use remora_table::Tally;
+use remora_table::LoadPage;
 
 use crate::server::Client;
 use crate::source::module::field;
@@ -19,7 +19,7 @@ pub(super) struct Shown {
     /// What the first field must say.
     pub(super) ticket: [u8; TICKET_BYTES],
     /// On which the server counts.
-    pub(super) tally: Tally,
+    pub(super) tally: LoadPage,
 }
 
 /// What the control tells the server.
@@ -56,7 +56,7 @@ pub(super) fn prepare(view: &View, number: u64) -> Result<(Shown, Introduction),
     let text = |error: &dyn fmt::Display| format!("memory can't be shown to the server: {error}");
     let mut ticket = [0; TICKET_BYTES];
     getrandom::fill(&mut ticket).map_err(|error| text(&error))?;
-    let tally = Tally::create().map_err(|error| text(&error))?;
+    let tally = LoadPage::create().map_err(|error| text(&error))?;
     let page = tally.memory().as_fd().try_clone_to_owned().map_err(|error| text(&error))?;
     // What was handed to us for reading may belong to another user, and then can't be opened again, nor needs to be.
     let memory = view.reopen_read_only().or_else(|_| view.as_fd().try_clone_to_owned());

@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use remora_table::{Place, Slot, Tally};
+use remora_table::{LoadPage, Place, Slot};
 
 use super::feed::SnapshotFeed;
 use super::introduction::{Answer, Shown};
@@ -17,7 +17,7 @@ use super::payload::{WRITE_PIECE, WriteTrouble};
 pub(super) struct Mixed {
     mark: [u8; 40],
     mixture: Mixture,
-    tally: Tally,
+    tally: LoadPage,
     /// Taken, planned, and not given back.
     lent: VecDeque<Lent>,
     /// Positions below this were taken.

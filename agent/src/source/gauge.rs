@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use remora_redis::ReplId;
-use remora_table::board::Told;
+use remora_table::server_pages::capture_page::WriterStatus;
 use remora_table::{SnapshotWriter, State};
 
 use super::module::Way;
@@ -57,7 +57,7 @@ impl Gauge {
     }
 
     /// What a writer in another process tells of its snapshot.
-    pub(super) fn snapshot_told(&self, told: &Told) {
+    pub(super) fn snapshot_told(&self, told: &WriterStatus) {
         self.received.store(told.received, Relaxed);
         self.published_slots.store(told.published_slots, Relaxed);
         self.retired_slots.store(told.retired_slots, Relaxed);

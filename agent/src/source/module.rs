@@ -12,7 +12,7 @@
 //!
 //! What the child writes into our table it takes out of what its server saves, so it may begin only if nobody else gets that. **The
 //! permission is ours to give**: when `+FULLRESYNC` has come over our connection and says what the child says of itself, replid and
-//! offset, and our connection still stands when the child asks, it is the one that was forked for us (`module/src/capture/alone.rs` has the rest of the argument). Whatever arrives before the
+//! offset, and our connection still stands when the child asks, it is the one that was forked for us (`module/src/capture/exclusive.rs` has the rest of the argument). Whatever arrives before the
 //! child has answered, arrives whole.
 //!
 //! Two processes must never write one table: a writer claims its memory, and the claim ends with the writer's life, however that
@@ -31,8 +31,8 @@ use remora_redis::ReplId;
 use remora_redis::psync::Payload;
 use remora_redis::psync::client::{self, Client as Handshake, Event as PsyncEvent};
 use remora_redis::resp::Frame;
-use remora_table::board::{Order, Stage, Told, Work};
-use remora_table::{Board, Identity, JournalWriter, Kind};
+use remora_table::server_pages::capture_page::{Order, Stage, Work, WriterStatus};
+use remora_table::{CapturePage, Identity, JournalWriter, Kind};
 
 use super::capture::{self, Announced, CaptureEvent, Fault, Plan, SILENCE_LIMIT, Stream};
 use super::rest;
@@ -304,7 +304,7 @@ fn average(facts: &Facts) -> u64 {
 
 /// The module is armed, until this is dropped.
 struct Armed<'p> {
-    board: Board,
+    page: CapturePage,
     plan: &'p Plan,
     client: &'p mut Client,
 }
@@ -315,17 +315,17 @@ impl<'p> Armed<'p> {
         let Chosen { client, work, least_bytes, .. } = chosen;
         let (work, least_bytes) = (*work, *least_bytes);
         let order = Order { work, generation: plan.generation, geometry: *geometry, least_bytes };
-        let board = Board::create(order).map_err(before)?;
-        hand_over(plan, client, &board, table)?;
-        Ok(Armed { board, plan, client })
+        let page = CapturePage::create(order).map_err(before)?;
+        hand_over(plan, client, &page, table)?;
+        Ok(Armed { page, plan, client })
     }
 
-    /// Runs `work` while somebody beats on the board, and passes on in both directions what stands there and in the gauge. `live`:
+    /// Runs `work` while somebody beats on the page, and passes on in both directions what stands there and in the gauge. `live`:
     /// from when on the gauge is this snapshot's.
     fn attended<T>(&self, live: &AtomicBool, work: impl FnOnce() -> T) -> T {
         let over = AtomicBool::new(false);
         thread::scope(|scope| {
-            scope.spawn(|| attend(self.plan, &self.board, live, &over));
+            scope.spawn(|| attend(self.plan, &self.page, live, &over));
             let done = work();
             over.store(true, Ordering::Relaxed);
             done
@@ -335,7 +335,7 @@ impl<'p> Armed<'p> {
 
 impl Drop for Armed<'_> {
     fn drop(&mut self) {
-        self.board.cancel();
+        self.page.cancel();
         let generation = self.plan.generation.to_string();
         let disarmed = self.plan.runtime.block_on(self.client.command(&["REMORA.DISARM", &generation]));
         if let Err(error) = disarmed {
@@ -344,11 +344,11 @@ impl Drop for Armed<'_> {
     }
 }
 
-/// Offers board and table at a local socket, and tells the module where.
-fn hand_over(plan: &Plan, client: &mut Client, board: &Board, table: &Memory) -> Result<(), Setback> {
+/// Offers page and table at a local socket, and tells the module where.
+fn hand_over(plan: &Plan, client: &mut Client, page: &CapturePage, table: &Memory) -> Result<(), Setback> {
     let handover = Handover::bind(&plan.module.place).map_err(before)?;
     let (address, secret) = (handover.address(), handover.secret());
-    let descriptors = [board.memory().as_fd(), table.as_fd()];
+    let descriptors = [page.memory().as_fd(), table.as_fd()];
     let command = ["REMORA.ARM", &address, &secret];
     let (given, told) = thread::scope(|scope| {
         let giver = scope.spawn(|| handover.give(&descriptors, HANDOVER_LIMIT));
@@ -362,46 +362,46 @@ fn hand_over(plan: &Plan, client: &mut Client, board: &Board, table: &Memory) ->
     }
 }
 
-fn attend(plan: &Plan, board: &Board, live: &AtomicBool, over: &AtomicBool) {
+fn attend(plan: &Plan, page: &CapturePage, live: &AtomicBool, over: &AtomicBool) {
     while !over.load(Ordering::Relaxed) {
-        board.beat();
+        page.beat();
         if plan.stop.load(Ordering::Relaxed) {
-            board.cancel();
+            page.cancel();
         }
-        if board.order().work == Work::Ease && board.stage() == Stage::Done {
+        if page.order().work == Work::Ease && page.stage() == Stage::Done {
             plan.gauge.comes_by(Way::Eased);
         }
         if live.load(Ordering::Acquire) {
-            if has_outgrown(plan, board) {
-                board.cancel();
+            if has_outgrown(plan, page) {
+                page.cancel();
             }
             if !plan.retained {
-                board.allow_retiring(plan.gauge.retire_below());
+                page.allow_retiring(plan.gauge.retire_below());
             }
-            plan.gauge.snapshot_told(&board.told());
+            plan.gauge.snapshot_told(&page.writer_status());
         }
         thread::sleep(POLL);
     }
 }
 
 /// Whether the child would have to use a slot again whose readers were promised that it stays.
-fn has_outgrown(plan: &Plan, board: &Board) -> bool {
-    plan.retained && board.told().waits > 0
+fn has_outgrown(plan: &Plan, page: &CapturePage) -> bool {
+    plan.retained && page.writer_status().waits > 0
 }
 
 // ---- The server writes, and does not compress ----
 
 fn ease(plan: &Plan, chosen: &mut Chosen) -> Result<Stream, Setback> {
     let armed = Armed::new(plan, chosen)?;
-    // The gauge is the capture's own: nothing of the board goes there.
+    // The gauge is the capture's own: nothing of the page goes there.
     let done = armed.attended(&AtomicBool::new(false), || capture::take_snapshot(plan))?;
-    match armed.board.stage() {
+    match armed.page.stage() {
         Stage::Done => {}
         Stage::Armed => {
             tracing::warn!("the module was not there when the server forked; the snapshot may be compressed")
         }
         Stage::Asking | Stage::Begun | Stage::Declined | Stage::Failed => {
-            tracing::warn!(why = %armed.board.sentence(), "the module did not keep the server from compressing");
+            tracing::warn!(why = %armed.page.status_text(), "the module did not keep the server from compressing");
         }
     }
     Ok(done)
@@ -417,17 +417,17 @@ fn walk(plan: &Plan, chosen: &mut Chosen) -> Result<Stream, Setback> {
     armed.attended(&live, || {
         let mut sync = Sync::ask(plan)?;
         let (replid, offset) = sync.resync(plan)?;
-        if !may_begin(plan, &armed.board, &mut sync, replid, offset)? {
-            return Ok(untouched(plan, &armed.board, sync, replid, offset)?);
+        if !may_begin(plan, &armed.page, &mut sync, replid, offset)? {
+            return Ok(untouched(plan, &armed.page, sync, replid, offset)?);
         }
         let journal = begun(plan, replid, offset)?;
         live.store(true, Ordering::Release);
-        let payload = sync.payload(plan, &armed.board);
+        let payload = sync.payload(plan, &armed.page);
         live.store(false, Ordering::Release);
-        let told = walked(plan, &armed.board)?;
+        let told = walked(plan, &armed.page)?;
         let Sync { mut wire, early, .. } = sync;
         let _claim = claim(plan)?;
-        let database = armed.board.origin().filter(|_| counts).map(|origin| origin.database);
+        let database = armed.page.origin().filter(|_| counts).map(|origin| origin.database);
         let expected = rest::Expected { payload: payload?, told, database };
         rest::receive(plan, &mut wire, &expected, &early)?;
         Ok(journal.map_or(Stream::Elsewhere, |journal| Stream::Next(wire, Box::new(journal))))
@@ -435,21 +435,21 @@ fn walk(plan: &Plan, chosen: &mut Chosen) -> Result<Stream, Setback> {
 }
 
 /// Lets the child begin if it is the one that was forked for us, and waits until it has, or has declined.
-fn may_begin(plan: &Plan, board: &Board, sync: &mut Sync, replid: ReplId, offset: u64) -> Result<bool, Setback> {
+fn may_begin(plan: &Plan, page: &CapturePage, sync: &mut Sync, replid: ReplId, offset: u64) -> Result<bool, Setback> {
     let asked = Instant::now();
     loop {
-        match board.stage() {
+        match page.stage() {
             Stage::Armed => {}
-            Stage::Asking => match board.origin() {
+            Stage::Asking => match page.origin() {
                 Some(origin) if (&origin.replid, origin.offset) == (replid.as_bytes(), offset) => {
                     sync.still_waits()?;
-                    board.permit();
+                    page.permit();
                 }
-                _ => board.cancel(),
+                _ => page.cancel(),
             },
             Stage::Begun | Stage::Done | Stage::Failed => return Ok(true),
             Stage::Declined => {
-                tracing::info!(why = %board.sentence(), "the module leaves the snapshot to the server");
+                tracing::info!(why = %page.status_text(), "the module leaves the snapshot to the server");
                 return Ok(false);
             }
         }
@@ -466,10 +466,10 @@ fn may_begin(plan: &Plan, board: &Board, sync: &mut Sync, replid: ReplId, offset
 }
 
 /// The child has declined, so that the server saves everything.
-fn untouched(plan: &Plan, board: &Board, mut sync: Sync, replid: ReplId, offset: u64) -> Result<Stream, Fault> {
-    let payload = sync.payload(plan, board)?;
+fn untouched(plan: &Plan, page: &CapturePage, mut sync: Sync, replid: ReplId, offset: u64) -> Result<Stream, Fault> {
+    let payload = sync.payload(plan, page)?;
     // What the child has said stood there before its first byte came. One that has begun after all does not send the whole.
-    if matches!(board.stage(), Stage::Begun | Stage::Done | Stage::Failed) {
+    if matches!(page.stage(), Stage::Begun | Stage::Done | Stage::Failed) {
         return Err(Fault::Module("its child began long after the server had forked".into()));
     }
     let _claim = claim(plan)?;
@@ -492,20 +492,20 @@ fn begun(plan: &Plan, replid: ReplId, offset: u64) -> Result<Option<JournalWrite
 }
 
 /// The server goes on, or has given up; its child must have ended its walk.
-fn walked(plan: &Plan, board: &Board) -> Result<Told, Fault> {
-    if board.stage() == Stage::Done {
-        let told = board.told();
+fn walked(plan: &Plan, page: &CapturePage) -> Result<WriterStatus, Fault> {
+    if page.stage() == Stage::Done {
+        let told = page.writer_status();
         plan.gauge.snapshot_told(&told);
         tracing::debug!(strings = told.keys, micros = told.took_micros, waits = told.waits, "the child has walked");
         return Ok(told);
     }
-    if has_outgrown(plan, board) {
+    if has_outgrown(plan, page) {
         return Err(Fault::Outgrown);
     }
     if plan.stop.load(Ordering::Relaxed) {
         return Err(Fault::Stopped);
     }
-    Err(Fault::Module(board.sentence()))
+    Err(Fault::Module(page.status_text()))
 }
 
 /// A sync of which we look at each step.
@@ -551,9 +551,9 @@ impl Sync {
     }
 
     /// Waits for the snapshot's first byte, which comes after the child's walk. The server may be silent for as long as that takes.
-    fn payload(&mut self, plan: &Plan, board: &Board) -> Result<Payload, Fault> {
-        let mut pulse = Pulse::of(board);
-        match self.next_event(plan, |_| pulse.is_felt(board))? {
+    fn payload(&mut self, plan: &Plan, page: &CapturePage) -> Result<Payload, Fault> {
+        let mut pulse = Pulse::of(page);
+        match self.next_event(plan, |_| pulse.is_felt(page))? {
             PsyncEvent::Payload(payload) => Ok(payload),
             other => Err(link(format!("the server sent {other:?} where a snapshot was due"))),
         }
@@ -619,13 +619,13 @@ struct Pulse {
 }
 
 impl Pulse {
-    fn of(board: &Board) -> Pulse {
-        Pulse { beat: board.writer_beat(), felt: Instant::now() }
+    fn of(page: &CapturePage) -> Pulse {
+        Pulse { beat: page.writer_beat(), felt: Instant::now() }
     }
 
     /// True while the beat has changed within [`SILENCE_LIMIT`]. A child that waits for readers beats too.
-    fn is_felt(&mut self, board: &Board) -> bool {
-        let beat = board.writer_beat();
+    fn is_felt(&mut self, page: &CapturePage) -> bool {
+        let beat = page.writer_beat();
         if beat != self.beat {
             *self = Pulse { beat, felt: Instant::now() };
         }

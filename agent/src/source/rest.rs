@@ -19,7 +19,7 @@ use std::time::Instant;
 use remora_redis::psync::Payload;
 use remora_redis::psync::client::EofMark;
 use remora_redis::rdb::{Head, OPCODE_EOF, magic};
-use remora_table::board::Told;
+use remora_table::server_pages::capture_page::WriterStatus;
 use remora_table::{SnapshotWriter, State};
 
 use super::capture::{self, CaptureEvent, Fault, MARK_LENGTH, Plan};
@@ -30,7 +30,7 @@ pub(super) struct Expected {
     /// How it comes.
     pub(super) payload: Payload,
     /// What the child has written.
-    pub(super) told: Told,
+    pub(super) told: WriterStatus,
     /// The database in which the child said that the stream begins, where that counts. A primary's stream begins by selecting one; a replica
     /// passes its primary's on as it comes.
     pub(super) database: Option<u32>,
@@ -207,7 +207,7 @@ mod tests {
     const MARK: [u8; 40] = *b"0123456789abcdef0123456789abcdef01234567";
 
     fn expected(format: u64, database: Option<u32>) -> Expected {
-        Expected { payload: Payload::Mark(MARK), told: Told { format, ..Told::default() }, database }
+        Expected { payload: Payload::Mark(MARK), told: WriterStatus { format, ..WriterStatus::default() }, database }
     }
 
     /// What a server sends: magic, one field, `body`, the end.

@@ -1,7 +1,7 @@
 //! What happens in a fork child before its first byte, if its server was armed.
 //!
 //! The child was forked to save something, and does that afterwards. Whatever goes wrong here before anything was taken out of its
-//! memory is told on the board, and the server saves all as if nothing had been; whatever goes wrong after it ends the child, so that nobody takes
+//! memory is told on the page, and the server saves all as if nothing had been; whatever goes wrong after it ends the child, so that nobody takes
 //! the rest for the whole.
 
 use std::cell::RefCell;
@@ -9,13 +9,13 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use remora_fabric::Memory;
-use remora_table::Board;
-use remora_table::board::{Stage, Work};
+use remora_table::CapturePage;
+use remora_table::server_pages::capture_page::{Stage, Work};
 
-use super::alone;
 use super::armed::{self, Armed};
 use super::commands::Walk;
-use super::walk::{self, Trouble};
+use super::exclusive;
+use super::walk::{self, CaptureError};
 use crate::api::{
     Command, Context, EVENT_PERSISTENCE, EventHandler, LogLevel, OPTION_HANDLE_IO_ERRORS,
     OPTION_HANDLE_REPL_ASYNC_LOAD, OPTION_NO_IMPLICIT_SIGNAL_MODIFIED, OwnContext, OwnedStr, PERSISTENCE_RDB_START,
@@ -29,11 +29,11 @@ impl EventHandler for SnapshotBegins {
 
     /// Of all beginnings only those in a fork child are ours; a save in the server itself is left alone.
     fn handle(context: &Context<'_>, what: u64) {
-        if what != PERSISTENCE_RDB_START || !context.flags().is_child() || alone::saves_to_disk() {
+        if what != PERSISTENCE_RDB_START || !context.flags().is_child() || exclusive::saves_to_disk() {
             return;
         }
         let Some(armed) = armed::take_in_child() else { return };
-        if armed.board.stage() != Stage::Armed || armed.board.is_cancelled() {
+        if armed.page.stage() != Stage::Armed || armed.page.is_cancelled() {
             return;
         }
         WORK.set(Some(armed));
@@ -42,22 +42,22 @@ impl EventHandler for SnapshotBegins {
             own.call(Walk::NAME, &[]).map_or(Some("the server made no answer of it".into()), |reply| reply.error());
         WORK.with_borrow(|work| {
             if let Some(armed) = work {
-                leave(&own, &armed.board, error);
+                conclude(&own, &armed.page, error);
             }
         });
     }
 }
 
 /// The work is over, however that came: not a panic either lets the server save what is not whole.
-fn leave(context: &Context<'_>, board: &Board, error: Option<String>) {
+fn conclude(context: &Context<'_>, page: &CapturePage, error: Option<String>) {
     let why = || error.unwrap_or_else(|| "a mistake of ours in the walk; the server's log has its place".into());
-    match board.stage() {
+    match page.stage() {
         Stage::Done | Stage::Declined => return,
-        Stage::Armed | Stage::Asking => return board.decline(&format!("the walk could not be done: {}", why())),
-        Stage::Begun => board.fail(&why()),
+        Stage::Armed | Stage::Asking => return page.decline(&format!("the walk could not be done: {}", why())),
+        Stage::Begun => page.fail(&why()),
         Stage::Failed => {}
     }
-    context.log(LogLevel::Warning, &format!("remora: {}; this child ends, and with it the sync", board.sentence()));
+    context.log(LogLevel::Warning, &format!("remora: {}; this child ends, and with it the sync", page.status_text()));
     context.fail_child();
 }
 
@@ -70,55 +70,55 @@ thread_local! {
 pub(super) fn work(context: &Context<'_>) {
     WORK.with_borrow(|work| {
         let Some(armed) = work else { return };
-        if let Err(trouble) = do_it(context, armed) {
-            match armed.board.stage() {
-                Stage::Begun => armed.board.fail(&trouble.to_string()),
-                _ => armed.board.decline(&trouble.to_string()),
+        if let Err(error) = capture(context, armed) {
+            match armed.page.stage() {
+                Stage::Begun => armed.page.fail(&error.to_string()),
+                _ => armed.page.decline(&error.to_string()),
             }
         }
     });
 }
 
-fn do_it(context: &Context<'_>, armed: &Armed) -> Result<(), Trouble> {
-    let board = &armed.board;
+fn capture(context: &Context<'_>, armed: &Armed) -> Result<(), CaptureError> {
+    let page = &armed.page;
     let origin = walk::origin(context)?;
     let eased = without_compression(context);
-    match board.order().work {
+    match page.order().work {
         Work::Ease => {
             eased?;
-            board.ask(&origin)?;
-            board.begin()?;
+            page.ask(&origin)?;
+            page.begin()?;
         }
         Work::Walk => {
-            alone::check(context)?;
-            let table = armed.table.as_ref().ok_or(Trouble::NoTable)?;
-            let descriptor = table.try_clone().map_err(|error| Trouble::System(error.to_string()))?;
-            let memory = Memory::adopt(descriptor, board.order().geometry.memory_len())?;
-            board.ask(&origin)?;
-            wait_for_permission(board)?;
+            exclusive::check(context)?;
+            let table = armed.table.as_ref().ok_or(CaptureError::NoTable)?;
+            let descriptor = table.try_clone().map_err(|error| CaptureError::System(error.to_string()))?;
+            let memory = Memory::adopt(descriptor, page.order().geometry.memory_len())?;
+            page.ask(&origin)?;
+            wait_for_permission(page)?;
             // Held as long as we write there, and whatever ends us gives it back: then the agent knows that nobody writes there any more.
-            let _claim = memory.claim()?.ok_or(Trouble::Claimed)?;
+            let _claim = memory.claim()?.ok_or(CaptureError::Claimed)?;
             // Whoever watches a key, or has it cached, watches the primary's, which stays.
             context.set_module_options(
                 OPTION_HANDLE_IO_ERRORS | OPTION_HANDLE_REPL_ASYNC_LOAD | OPTION_NO_IMPLICIT_SIGNAL_MODIFIED,
             );
-            board.begin()?;
-            walk::run(context, board, memory.into(), &origin)?;
+            page.begin()?;
+            walk::run(context, page, memory.into(), &origin)?;
         }
     }
-    board.finish();
+    page.finish();
     Ok(())
 }
 
 /// The agent says so when it was told that the server has forked for it.
-fn wait_for_permission(board: &Board) -> Result<(), Trouble> {
+fn wait_for_permission(page: &CapturePage) -> Result<(), CaptureError> {
     let asked = Instant::now();
-    while !board.is_permitted() {
-        if board.is_cancelled() {
-            return Err(Trouble::Cancelled);
+    while !page.is_permitted() {
+        if page.is_cancelled() {
+            return Err(CaptureError::Cancelled);
         }
         if asked.elapsed() > PERMISSION_LIMIT {
-            return Err(Trouble::NotPermitted(PERMISSION_LIMIT.as_secs()));
+            return Err(CaptureError::NotPermitted(PERMISSION_LIMIT.as_secs()));
         }
         thread::sleep(PERMISSION_POLL);
     }
@@ -133,15 +133,15 @@ const PERMISSION_LIMIT: Duration = Duration::from_secs(3);
 const PERMISSION_POLL: Duration = Duration::from_micros(100);
 
 /// The server saves without compressing: a setting of this process alone, as it is a copy.
-fn without_compression(context: &Context<'_>) -> Result<(), Trouble> {
+fn without_compression(context: &Context<'_>) -> Result<(), CaptureError> {
     let words = ["SET", "rdbcompression", "no"].map(|word| OwnedStr::new(context, word.as_bytes()));
     let arguments: Vec<_> = words.iter().map(OwnedStr::borrow).collect();
-    let reply = context.call(c"CONFIG", &arguments).ok_or(Trouble::NoAnswer("CONFIG SET"))?;
-    reply.error().map_or(Ok(()), |text| Err(Trouble::Refused { command: "CONFIG SET", text }))
+    let reply = context.call(c"CONFIG", &arguments).ok_or(CaptureError::NoAnswer("CONFIG SET"))?;
+    reply.error().map_or(Ok(()), |text| Err(CaptureError::Refused { command: "CONFIG SET", text }))
 }
 
 /// The server's own clock: milliseconds since 1970. It reads the system's at certain moments only, and judges keys by what it has read.
-pub(super) fn server_clock(context: &Context<'_>) -> Result<u64, Trouble> {
-    let info = context.server_info(c"server").ok_or(Trouble::NoAnswer("INFO server"))?;
-    info.number(c"server_time_usec").map(|micros| micros / 1000).ok_or(Trouble::Untold("clock"))
+pub(super) fn server_clock(context: &Context<'_>) -> Result<u64, CaptureError> {
+    let info = context.server_info(c"server").ok_or(CaptureError::NoAnswer("INFO server"))?;
+    info.number(c"server_time_usec").map(|micros| micros / 1000).ok_or(CaptureError::NotReported("clock"))
 }

@@ -8,7 +8,7 @@ use super::{armed, child};
 use crate::api::{Command, Context, StrRef};
 use crate::load;
 
-/// `REMORA.ARM address secret`: an agent offers a board, and a table, for the next snapshot.
+/// `REMORA.ARM address secret`: an agent offers a page, and a table, for the next snapshot.
 pub(crate) struct Arm;
 
 impl Command for Arm {
@@ -23,7 +23,7 @@ impl Command for Arm {
         };
         match armed::arm(context, address, secret) {
             Ok(_) => context.reply_simple(c"OK"),
-            Err(refused @ armed::Refused::Busy(_)) => context.reply_error(&format!("BUSY remora: {refused}")),
+            Err(refused @ armed::ArmError::Busy(_)) => context.reply_error(&format!("BUSY remora: {refused}")),
             Err(refused) => context.reply_error(&format!("ERR remora: {refused}")),
         }
     }
@@ -98,7 +98,7 @@ impl Command for Help {
 }
 
 const HELP: &[&str] = &[
-    "REMORA.ARM address secret -- take a board, and a table, offered at a local socket; the next sync's child writes into it",
+    "REMORA.ARM address secret -- take a page, and a table, offered at a local socket; the next sync's child writes into it",
     "REMORA.DISARM [generation] -- forget what was armed; answers 1 if there was something",
     "REMORA.LOAD address secret ticket length [FLUSH] -- take memory that fields of the next snapshot will refer to",
     "REMORA.STATUS -- names and values: version, protocol, state, what has been done",

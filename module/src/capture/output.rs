@@ -6,26 +6,26 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use remora_fabric::Memory;
-use remora_table::board::{Origin, Told};
-use remora_table::{Board, Identity, Kind, SnapshotWriter};
+use remora_table::server_pages::capture_page::{Origin, WriterStatus};
+use remora_table::{CapturePage, Identity, Kind, SnapshotWriter};
 
 use super::armed::AGENT_TIMEOUT;
-use super::walk::Trouble;
+use super::walk::CaptureError;
 
 /// The snapshot being written.
 pub(super) struct Output<'b> {
     writer: SnapshotWriter,
-    board: &'b Board,
+    page: &'b CapturePage,
     /// What is not yet in the table; short things are put here and leave together.
     pub(super) small: Vec<u8>,
-    told: Told,
+    status: WriterStatus,
     began: Instant,
 }
 
 impl<'b> Output<'b> {
     /// Lays the table out: it holds the snapshot of that moment from now on.
-    pub(super) fn new(board: &'b Board, memory: Arc<Memory>, origin: &Origin) -> Result<Output<'b>, Trouble> {
-        let order = board.order();
+    pub(super) fn new(page: &'b CapturePage, memory: Arc<Memory>, origin: &Origin) -> Result<Output<'b>, CaptureError> {
+        let order = page.order();
         let identity = Identity {
             generation: order.generation,
             kind: Kind::Snapshot,
@@ -34,55 +34,55 @@ impl<'b> Output<'b> {
         };
         let writer = SnapshotWriter::create(memory, order.geometry, identity, 0)?;
         let small = Vec::with_capacity(2 * SMALL_BYTES);
-        Ok(Output { writer, board, small, told: Told::default(), began: Instant::now() })
+        Ok(Output { writer, page, small, status: WriterStatus::default(), began: Instant::now() })
     }
 
     /// The version of the format that is written.
     pub(super) fn format(&mut self, version: u16) {
-        self.told.format = version.into();
+        self.status.format = version.into();
     }
 
     /// One more key is complete.
-    pub(super) fn key_done(&mut self) -> Result<(), Trouble> {
-        self.told.keys += 1;
+    pub(super) fn key_done(&mut self) -> Result<(), CaptureError> {
+        self.status.keys += 1;
         if self.small.len() < SMALL_BYTES { Ok(()) } else { self.flush() }
     }
 
     /// Bytes that follow what is in the buffer: one copy, from where they lie to the table, unless they are few.
-    pub(super) fn put(&mut self, bytes: &[u8]) -> Result<(), Trouble> {
+    pub(super) fn put(&mut self, bytes: &[u8]) -> Result<(), CaptureError> {
         if bytes.len() < SMALL_BYTES {
             self.small.extend_from_slice(bytes);
             return Ok(());
         }
         self.flush()?;
-        self.pour(bytes)
+        self.append(bytes)
     }
 
     /// All of it is written. The table stays open: whoever ordered it writes what the server saves.
-    pub(super) fn finish(&mut self) -> Result<(), Trouble> {
+    pub(super) fn finish(&mut self) -> Result<(), CaptureError> {
         self.flush()?;
-        self.told.took_micros = self.began.elapsed().as_micros() as u64;
-        self.tell();
+        self.status.took_micros = self.began.elapsed().as_micros() as u64;
+        self.report();
         Ok(())
     }
 
-    fn flush(&mut self) -> Result<(), Trouble> {
+    fn flush(&mut self) -> Result<(), CaptureError> {
         let small = std::mem::take(&mut self.small);
-        let poured = self.pour(&small);
+        let appended = self.append(&small);
         self.small = small;
         self.small.clear();
-        poured
+        appended
     }
 
-    fn pour(&mut self, bytes: &[u8]) -> Result<(), Trouble> {
-        if self.board.is_cancelled() {
-            return Err(Trouble::Cancelled);
+    fn append(&mut self, bytes: &[u8]) -> Result<(), CaptureError> {
+        if self.page.is_cancelled() {
+            return Err(CaptureError::Cancelled);
         }
         let mut rest = bytes;
         loop {
             let taken = self.writer.append(rest)?;
             rest = rest.get(taken..).unwrap_or_default();
-            self.tell();
+            self.report();
             if rest.is_empty() {
                 return Ok(());
             }
@@ -91,38 +91,38 @@ impl<'b> Output<'b> {
     }
 
     /// The ring is full: its readers are slower than we are.
-    fn wait_for_room(&mut self) -> Result<(), Trouble> {
+    fn wait_for_room(&mut self) -> Result<(), CaptureError> {
         let limit = Duration::from_secs(AGENT_TIMEOUT.get());
-        let mut beat = self.board.orderer_beat();
+        let mut beat = self.page.orderer_beat();
         let mut heard = Instant::now();
         loop {
-            if self.board.is_cancelled() {
-                return Err(Trouble::Cancelled);
+            if self.page.is_cancelled() {
+                return Err(CaptureError::Cancelled);
             }
-            let below = self.board.retire_below();
+            let below = self.page.retire_below();
             if below > self.writer.retired() {
                 self.writer.retire(below);
                 if self.writer.space().is_some() {
                     return Ok(());
                 }
             }
-            let now = self.board.orderer_beat();
+            let now = self.page.orderer_beat();
             if now != beat {
                 (beat, heard) = (now, Instant::now());
             } else if heard.elapsed() > limit {
-                return Err(Trouble::Abandoned(limit.as_secs()));
+                return Err(CaptureError::Abandoned(limit.as_secs()));
             }
-            self.told.waits += 1;
-            self.tell();
+            self.status.waits += 1;
+            self.report();
             thread::sleep(ROOM_POLL);
         }
     }
 
-    fn tell(&mut self) {
-        self.told.received = self.writer.received();
-        self.told.published_slots = self.writer.published_slots();
-        self.told.retired_slots = self.writer.retired();
-        self.board.tell(&self.told);
+    fn report(&mut self) {
+        self.status.received = self.writer.received();
+        self.status.published_slots = self.writer.published_slots();
+        self.status.retired_slots = self.writer.retired();
+        self.page.report(&self.status);
     }
 }
 

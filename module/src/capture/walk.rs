@@ -22,17 +22,17 @@ use std::ffi::CString;
 use std::sync::Arc;
 
 use remora_fabric::Memory;
-use remora_table::Board;
-use remora_table::board::Origin;
+use remora_table::CapturePage;
+use remora_table::server_pages::capture_page::Origin;
 
 use super::child::server_clock;
 use super::output::Output;
 use super::record::{self, Age};
 use crate::api::{Context, Cursor, Key, KeyKind, OwnedStr, StrRef};
 
-/// Why a capture in the child was declined, or failed; each becomes the sentence on the board.
+/// Why a capture in the child was declined, or failed; each becomes the sentence on the page.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Trouble {
+pub(super) enum CaptureError {
     #[error("it was cancelled")]
     Cancelled,
     #[error("the table was full and its agent said nothing for {0} s")]
@@ -42,7 +42,7 @@ pub(super) enum Trouble {
     #[error("another process writes that table")]
     Claimed,
     #[error("{0}")]
-    NotAlone(super::alone::Company),
+    NotExclusive(super::exclusive::SharedWith),
     #[error("its agent did not say within {0} s that this child works for it alone")]
     NotPermitted(u64),
     #[error("{0}")]
@@ -52,7 +52,7 @@ pub(super) enum Trouble {
     #[error("the server refused {command}: {text}")]
     Refused { command: &'static str, text: String },
     #[error("the server does not say its {0}")]
-    Untold(&'static str),
+    NotReported(&'static str),
     #[error("the string {key:?} of database {database} could not be read")]
     Unreadable { database: u32, key: String },
     #[error(
@@ -66,38 +66,43 @@ pub(super) enum Trouble {
 }
 
 /// Writes the long strings into `memory`, and takes them out of what the server will save.
-pub(super) fn run(context: &Context<'_>, board: &Board, memory: Arc<Memory>, origin: &Origin) -> Result<(), Trouble> {
-    let least = usize::try_from(board.order().least_bytes).unwrap_or(usize::MAX);
-    let out = Output::new(board, memory, origin)?;
+pub(super) fn run(
+    context: &Context<'_>,
+    page: &CapturePage,
+    memory: Arc<Memory>,
+    origin: &Origin,
+) -> Result<(), CaptureError> {
+    let least = usize::try_from(page.order().least_bytes).unwrap_or(usize::MAX);
+    let out = Output::new(page, memory, origin)?;
     let mut walk = Walk { context, out, ages: Ages::of(context), now: server_clock(context)?, least };
     walk.everything(origin)?;
     walk.out.finish()
 }
 
 /// Which moment this process's data is of.
-pub(super) fn origin(context: &Context<'_>) -> Result<Origin, Trouble> {
-    let info = context.server_info(c"replication").ok_or(Trouble::NoAnswer("INFO replication"))?;
+pub(super) fn origin(context: &Context<'_>) -> Result<Origin, CaptureError> {
+    let info = context.server_info(c"replication").ok_or(CaptureError::NoAnswer("INFO replication"))?;
     let replid = info.get(c"master_replid").and_then(|text| text.as_bytes().try_into().ok());
     let offset = info.number(c"master_repl_offset");
     Ok(Origin {
-        replid: replid.ok_or(Trouble::Untold("replid"))?,
-        offset: offset.ok_or(Trouble::Untold("offset"))?,
+        replid: replid.ok_or(CaptureError::NotReported("replid"))?,
+        offset: offset.ok_or(CaptureError::NotReported("offset"))?,
         database: stream_database(context)?,
     })
 }
 
 /// The database that the stream writes to before it selects one. A primary selects one first of all; a replica passes on its primary's
 /// stream from wherever that is.
-fn stream_database(context: &Context<'_>) -> Result<u32, Trouble> {
+fn stream_database(context: &Context<'_>) -> Result<u32, CaptureError> {
     if !context.flags().is_replica() {
         return Ok(0);
     }
     let words = ["LIST", "TYPE", "master"].map(|word| OwnedStr::new(context, word.as_bytes()));
     let arguments: Vec<_> = words.iter().map(OwnedStr::borrow).collect();
-    let reply = context.call(c"CLIENT", &arguments).ok_or(Trouble::NoAnswer("CLIENT LIST"))?;
+    let reply = context.call(c"CLIENT", &arguments).ok_or(CaptureError::NoAnswer("CLIENT LIST"))?;
     let line = reply.as_bytes().and_then(|bytes| std::str::from_utf8(bytes).ok()).unwrap_or_default();
     let database = line.split(' ').find_map(|pair| pair.strip_prefix("db=")?.parse().ok());
-    database.ok_or(Trouble::Untold("link to its primary"))
+    database.ok_or(CaptureError::NotReported("link to its primary"))
 }
 
 struct Walk<'w> {
@@ -111,7 +116,7 @@ struct Walk<'w> {
 }
 
 impl Walk<'_> {
-    fn everything(&mut self, origin: &Origin) -> Result<(), Trouble> {
+    fn everything(&mut self, origin: &Origin) -> Result<(), CaptureError> {
         self.header(origin)?;
         let mut number = 0;
         while self.context.select(number) {
@@ -124,13 +129,13 @@ impl Walk<'_> {
     }
 
     /// The version is that of the server's own DUMP, which also answers where there is no key at all: for functions.
-    fn header(&mut self, origin: &Origin) -> Result<(), Trouble> {
+    fn header(&mut self, origin: &Origin) -> Result<(), CaptureError> {
         let dump = OwnedStr::new(self.context, b"DUMP");
-        let reply = self.context.call(c"FUNCTION", &[dump.borrow()]).ok_or(Trouble::NoAnswer("FUNCTION DUMP"))?;
+        let reply = self.context.call(c"FUNCTION", &[dump.borrow()]).ok_or(CaptureError::NoAnswer("FUNCTION DUMP"))?;
         if let Some(text) = reply.error() {
-            return Err(Trouble::Refused { command: "FUNCTION DUMP", text });
+            return Err(CaptureError::Refused { command: "FUNCTION DUMP", text });
         }
-        let version = reply.as_bytes().and_then(record::dump_version).ok_or(Trouble::NoAnswer("FUNCTION DUMP"))?;
+        let version = reply.as_bytes().and_then(record::dump_version).ok_or(CaptureError::NoAnswer("FUNCTION DUMP"))?;
         self.out.format(version);
         record::put_magic(&mut self.out.small, version);
         let database = origin.database.to_string();
@@ -143,7 +148,7 @@ impl Walk<'_> {
         Ok(())
     }
 
-    fn database(&mut self, number: u32) -> Result<(), Trouble> {
+    fn database(&mut self, number: u32) -> Result<(), CaptureError> {
         let expires = self.expiring(number);
         record::put_database(&mut self.out.small, number, self.context.key_count(), expires.unwrap_or(0));
         // Not asking each key of a database in which none expires spares a look-up for each.
@@ -151,14 +156,14 @@ impl Walk<'_> {
         let mut cursor = Cursor::new(self.context);
         let mut written = Vec::new();
         loop {
-            let mut trouble = None;
+            let mut error = None;
             let more = self.context.scan(&mut cursor, |name, key| {
-                if trouble.is_none() {
-                    trouble = self.key(number, name, key, may_expire, &mut written).err();
+                if error.is_none() {
+                    error = self.key(number, name, key, may_expire, &mut written).err();
                 }
             });
-            if let Some(trouble) = trouble {
-                return Err(trouble);
+            if let Some(error) = error {
+                return Err(error);
             }
             // Not while the server shows them: it still holds what it shows.
             for name in written.drain(..) {
@@ -185,7 +190,7 @@ impl Walk<'_> {
         mut key: Key<'_>,
         may_expire: bool,
         written: &mut Vec<OwnedStr>,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), CaptureError> {
         if key.kind() != KeyKind::String || key.length() < self.least {
             return Ok(());
         }
@@ -194,7 +199,7 @@ impl Walk<'_> {
             return Ok(());
         }
         let age = self.ages.of_key(&key);
-        let value = key.string().ok_or_else(|| Trouble::Unreadable { database, key: shown(name.as_bytes()) })?;
+        let value = key.string().ok_or_else(|| CaptureError::Unreadable { database, key: shown(name.as_bytes()) })?;
         record::put_head(&mut self.out.small, expires_at, age, name.as_bytes(), value.len());
         self.out.put(value)?;
         self.out.key_done()?;
@@ -203,12 +208,12 @@ impl Walk<'_> {
     }
 
     /// The server shall not write it once more.
-    fn take_out(&self, database: u32, name: &OwnedStr) -> Result<(), Trouble> {
+    fn take_out(&self, database: u32, name: &OwnedStr) -> Result<(), CaptureError> {
         let key = self.context.open_to_write(name.borrow()).filter(|key| key.kind() == KeyKind::String);
         if key.is_some_and(|mut key| key.delete()) {
             return Ok(());
         }
-        Err(Trouble::Undeletable { database, key: shown(name.borrow().as_bytes()) })
+        Err(CaptureError::Undeletable { database, key: shown(name.borrow().as_bytes()) })
     }
 }
 

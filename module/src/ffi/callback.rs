@@ -77,7 +77,7 @@ pub(super) unsafe extern "C" fn event_entry<H: EventHandler>(
 /// An alarm.
 pub(crate) trait Timer {
     /// `number`: as given when it was set.
-    fn ring(context: &Context<'_>, number: u64);
+    fn fire(context: &Context<'_>, number: u64);
 }
 
 /// # Safety
@@ -86,5 +86,5 @@ pub(super) unsafe extern "C" fn timer_entry<T: Timer>(context: *mut RawContext, 
     let Some(context) = NonNull::new(context) else { return };
     // SAFETY: Alive during the call, and timers ring on the server's main thread.
     let context = unsafe { Context::new(context) };
-    guard((), || T::ring(&context, data.addr() as u64));
+    guard((), || T::fire(&context, data.addr() as u64));
 }

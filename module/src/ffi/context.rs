@@ -86,19 +86,10 @@ impl<'s> Context<'s> {
         unsafe { (server().db_size)(self.raw()) }
     }
 
-    /// Opens a key for reading. `None` if there is none.
-    pub(crate) fn open(&self, name: StrRef<'_>) -> Option<Key<'_>> {
-        self.open_for(name, READ)
-    }
-
     /// Opens a key for writing; it needn't exist.
     pub(crate) fn open_to_write(&self, name: StrRef<'_>) -> Option<Key<'_>> {
-        self.open_for(name, READ | WRITE)
-    }
-
-    fn open_for(&self, name: StrRef<'_>, mode: c_int) -> Option<Key<'_>> {
         // SAFETY: A living context and string; the key takes a reference of its own to the string.
-        let raw = unsafe { (server().open_key)(self.raw(), name.raw(), mode) };
+        let raw = unsafe { (server().open_key)(self.raw(), name.raw(), READ | WRITE) };
         // SAFETY: Just opened, by us, and it can't outlive the context, which is borrowed.
         NonNull::new(raw).map(|raw| unsafe { Key::new(raw, true) })
     }
@@ -378,11 +369,6 @@ impl ContextFlags {
     /// The server is in cluster mode.
     pub(crate) fn is_cluster(self) -> bool {
         self.0 & (1 << 5) != 0
-    }
-
-    /// The server has a fork child.
-    pub(crate) fn has_child(self) -> bool {
-        self.0 & (1 << 18) != 0
     }
 
     /// This process is a fork child.

@@ -15,17 +15,10 @@ pub(crate) struct Io<'s> {
 }
 
 impl Io<'_> {
-    /// The next number; `None` if the snapshot broke off.
-    pub(crate) fn number(&self) -> Option<u64> {
-        // SAFETY: Alive during the callback (handle rule).
-        let number = unsafe { (server().load_unsigned)(self.raw.as_ptr()) };
-        (!self.is_broken()).then_some(number)
-    }
-
     /// The next string; `None` if the snapshot broke off.
     pub(crate) fn bytes(&self) -> Option<Vec<u8>> {
         let mut length = 0;
-        // SAFETY: As above, and room for a length.
+        // SAFETY: Alive during the callback (handle rule), and room for a length.
         let start = unsafe { (server().load_bytes)(self.raw.as_ptr(), &mut length) };
         if start.is_null() {
             return None;

@@ -29,22 +29,12 @@ mod reply;
 mod settings;
 mod string;
 
-#[allow(unused_imports)]
-pub(crate) use callback::{Command, EventHandler, Timer, guard};
-#[allow(unused_imports)]
-pub(crate) use context::{Context, Cursor, LogLevel, OwnContext, ServerInfo, TimerId};
-#[allow(unused_imports)]
+pub(crate) use callback::{Command, EventHandler, Timer};
+pub(crate) use context::{Context, Cursor, LogLevel, OwnContext, TimerId};
 pub(crate) use entry::Module;
 pub(crate) use heap::warm;
-#[allow(unused_imports)]
 pub(crate) use info::{InfoSection, Informer};
-#[allow(unused_imports)]
 pub(crate) use io::{AuxLoad, Io, register_aux};
-#[allow(unused_imports)]
 pub(crate) use key::{Key, KeyKind};
-#[allow(unused_imports)]
-pub(crate) use reply::{Reply, ReplyKind};
-#[allow(unused_imports)]
 pub(crate) use settings::{Flag, Number};
-#[allow(unused_imports)]
 pub(crate) use string::{OwnedStr, StrRef};

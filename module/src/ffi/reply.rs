@@ -65,12 +65,6 @@ impl<'c> Reply<'c> {
         Some(unsafe { std::slice::from_raw_parts(start.cast(), length) })
     }
 
-    /// The number.
-    pub(crate) fn as_integer(&self) -> Option<i64> {
-        // SAFETY: A living reply, of the kind that was asked for.
-        (self.kind() == ReplyKind::Integer).then(|| unsafe { (server().reply_number)(self.raw.as_ptr()) })
-    }
-
     /// How many elements a list has; 0 for what is none.
     pub(crate) fn len(&self) -> usize {
         // SAFETY: A living reply, of the kind that was asked for.

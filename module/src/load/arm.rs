@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use remora_fabric::{Memory, View, handover};
 use remora_redis::rdb::reference::TICKET_BYTES;
-use remora_table::{Tally, tally::TALLY_BYTES};
+use remora_table::{LoadPage, server_pages::load_page::LOAD_PAGE_BYTES};
 
 use super::strings::Strings;
 use super::{Armed, Expired};
@@ -38,13 +38,13 @@ impl Command for Load {
 
 /// Why it can't be.
 #[derive(Debug, thiserror::Error)]
-enum ArmError {
+enum LoadError {
     #[error("give address, secret, ticket and length, and FLUSH if the data may go")]
     Arguments,
     #[error("the memory was not handed over: {0}; is the agent on this host, in the same network namespace?")]
     Handover(#[from] remora_fabric::Error),
     #[error("{0}")]
-    Tally(#[from] remora_table::Error),
+    LoadPage(#[from] remora_table::Error),
     #[error("two descriptors belong to it, not {0}")]
     Count(usize),
     #[error(
@@ -67,25 +67,25 @@ const TAKE_LIMIT: Duration = Duration::from_secs(1);
 /// How long the loading may take to begin: the agent sends at once, but the server may empty itself first, which may take minutes.
 const BEGIN_LIMIT_MILLIS: u64 = 10 * 60 * 1000;
 
-fn arm(context: &Context<'_>, arguments: &[StrRef<'_>]) -> Result<(), ArmError> {
-    let wanted = Wanted::parse(arguments).ok_or(ArmError::Arguments)?;
+fn arm(context: &Context<'_>, arguments: &[StrRef<'_>]) -> Result<(), LoadError> {
+    let wanted = Wanted::parse(arguments).ok_or(LoadError::Arguments)?;
     if context.flags().is_cluster() {
-        return Err(ArmError::Cluster);
+        return Err(LoadError::Cluster);
     }
     if let Some(former) = Armed::take() {
-        context.stop_timer(former.alarm);
-        former.tally.refuse("another memory was shown");
+        context.stop_timer(former.timer);
+        former.page.refuse("another memory was shown");
     }
     let mut descriptors = handover::take(wanted.address, wanted.secret, TAKE_LIMIT)?.into_iter();
-    let (Some(memory), Some(tally), None) = (descriptors.next(), descriptors.next(), descriptors.next()) else {
-        return Err(ArmError::Count(descriptors.len()));
+    let (Some(memory), Some(page), None) = (descriptors.next(), descriptors.next(), descriptors.next()) else {
+        return Err(LoadError::Count(descriptors.len()));
     };
     let view = View::open(memory, wanted.length)?;
-    let tally = Tally::adopt(Memory::adopt(tally, TALLY_BYTES)?)?;
+    let page = LoadPage::adopt(Memory::adopt(page, LOAD_PAGE_BYTES)?)?;
     let own = OwnContext::new(context);
     make_ready(&own, wanted.flush)?;
-    let alarm = context.set_timer::<Expired>(BEGIN_LIMIT_MILLIS, 0);
-    Armed { ticket: wanted.ticket, strings: Strings::new(view), tally, context: own, begun: false, alarm }.put();
+    let timer = context.set_timer::<Expired>(BEGIN_LIMIT_MILLIS, 0);
+    Armed { ticket: wanted.ticket, strings: Strings::new(view), page, context: own, begun: false, timer }.put();
     context.log(LogLevel::Debug, "memory was shown for the next loading");
     Ok(())
 }
@@ -132,13 +132,13 @@ fn hexadecimal(text: &str) -> Option<[u8; TICKET_BYTES]> {
 }
 
 /// Makes sure that the server will load from its link, into its own data.
-fn make_ready(context: &Context<'_>, flush: bool) -> Result<(), ArmError> {
+fn make_ready(context: &Context<'_>, flush: bool) -> Result<(), LoadError> {
     match setting(context, "repl-diskless-load").as_deref() {
         // It would empty itself, with its agent waiting: better now.
         Some("flush-before-load") if flush => empty(context, true),
         Some("flush-before-load") => Ok(()),
         Some("on-empty-db") => empty(context, flush),
-        other => Err(ArmError::Setting(other.unwrap_or("unknown").to_owned())),
+        other => Err(LoadError::Setting(other.unwrap_or("unknown").to_owned())),
     }
 }
 
@@ -157,16 +157,16 @@ pub(super) fn setting(context: &Context<'_>, name: &str) -> Option<String> {
 }
 
 /// The databases, one after the other, by FLUSHDB: FLUSHALL would also write an empty file over the server's last one.
-fn empty(context: &Context<'_>, allowed: bool) -> Result<(), ArmError> {
+fn empty(context: &Context<'_>, allowed: bool) -> Result<(), LoadError> {
     let lazy = setting(context, "replica-lazy-flush").as_deref() == Some("yes");
     let how = OwnedStr::new(context, if lazy { b"ASYNC" } else { b"SYNC" });
     for database in (0..).take_while(|database| context.select(*database)) {
         match context.key_count() {
             0 => {}
-            keys if !allowed => return Err(ArmError::NotEmpty(keys)),
+            keys if !allowed => return Err(LoadError::NotEmpty(keys)),
             _ => match context.call(c"FLUSHDB", &[how.borrow()]) {
-                Some(reply) => reply.error().map_or(Ok(()), |error| Err(ArmError::Flush(error)))?,
-                None => return Err(ArmError::Flush(format!("FLUSHDB of database {database} gave no answer"))),
+                Some(reply) => reply.error().map_or(Ok(()), |error| Err(LoadError::Flush(error)))?,
+                None => return Err(LoadError::Flush(format!("FLUSHDB of database {database} gave no answer"))),
             },
         }
     }

@@ -23,15 +23,15 @@ impl AuxLoad for References {
             return false;
         };
         let busy = Busy::begin();
-        let result = armed.obey(io);
+        let result = armed.execute(io);
         match &result {
             Ok(()) => {
-                armed.tally.count();
+                armed.page.count();
                 armed.context.yield_now(true, c"loading a snapshot out of shared memory");
             }
             Err(error) => {
                 let text = error.to_string();
-                armed.tally.refuse(&text);
+                armed.page.refuse(&text);
                 warn(io, &text);
             }
         }
@@ -74,13 +74,13 @@ enum FieldError {
 }
 
 impl Armed {
-    fn obey(&mut self, io: &Io<'_>) -> Result<(), FieldError> {
+    fn execute(&mut self, io: &Io<'_>) -> Result<(), FieldError> {
         let bytes = io.bytes().ok_or(FieldError::CutOff)?;
         for word in words(&bytes) {
             match word? {
                 Word::Hello { ticket } => self.begin(&ticket)?,
                 _ if !self.begun => return Err(FieldError::NoHello),
-                word => self.strings.obey(&self.context, &word)?,
+                word => self.strings.execute(&self.context, &word)?,
             }
         }
         let (keys, bytes) = self.strings.take_counts();

@@ -29,7 +29,7 @@ use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use remora_redis::rdb::reference::TICKET_BYTES;
-use remora_table::Tally;
+use remora_table::LoadPage;
 
 use self::strings::Strings;
 use crate::api::{Context, EventHandler, OwnContext, Timer, TimerId};
@@ -57,13 +57,13 @@ thread_local! {
 struct Armed {
     ticket: [u8; TICKET_BYTES],
     strings: Strings,
-    tally: Tally,
+    page: LoadPage,
     /// For keys: what the server passes to a field has no database.
     context: OwnContext,
     /// The first field has come.
     begun: bool,
     /// Rings when nobody came.
-    alarm: TimerId,
+    timer: TimerId,
 }
 
 impl Armed {
@@ -129,11 +129,11 @@ impl EventHandler for Loading {
             return;
         }
         let Some(armed) = Armed::take() else { return };
-        context.stop_timer(armed.alarm);
+        context.stop_timer(armed.timer);
         if armed.begun && what == crate::api::LOADING_ENDED {
             COUNTS.loads.fetch_add(1, Relaxed);
         }
-        armed.tally.refuse("the loading has ended");
+        armed.page.refuse("the loading has ended");
     }
 }
 
@@ -141,9 +141,9 @@ impl EventHandler for Loading {
 struct Expired;
 
 impl Timer for Expired {
-    fn ring(context: &Context<'_>, _number: u64) {
+    fn fire(context: &Context<'_>, _number: u64) {
         if let Some(armed) = Armed::take() {
-            armed.tally.refuse("no loading began in time");
+            armed.page.refuse("no loading began in time");
             context.log(crate::api::LogLevel::Warning, "the memory that was shown is let go: no loading began in time");
         }
     }

@@ -63,7 +63,7 @@ impl Strings {
         (std::mem::take(&mut self.keys), std::mem::take(&mut self.bytes))
     }
 
-    pub(super) fn obey(&mut self, context: &Context<'_>, word: &Word<'_>) -> Result<(), StringError> {
+    pub(super) fn execute(&mut self, context: &Context<'_>, word: &Word<'_>) -> Result<(), StringError> {
         match *word {
             Word::Hello { .. } => Err(StringError::Greeting),
             Word::Text { database, key, length, expires_ms, usage } => {

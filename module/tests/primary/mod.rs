@@ -19,7 +19,7 @@ use remora_redis::ReplId;
 use remora_redis::psync::Payload;
 use remora_redis::psync::server::{Event, Options, Server as PrimaryRole};
 use remora_redis::rdb::reference::{TICKET_BYTES, Word, field};
-use remora_table::Tally;
+use remora_table::LoadPage;
 
 /// A time that only a broken machine exceeds.
 pub const LONG: Duration = Duration::from_secs(60);
@@ -162,7 +162,7 @@ impl Primary {
 /// Memory that a server was shown.
 pub struct Shown {
     pub memory: Memory,
-    pub tally: Tally,
+    pub page: LoadPage,
     pub ticket: [u8; TICKET_BYTES],
 }
 
@@ -171,7 +171,7 @@ impl Shown {
     pub fn of(bytes: &[u8]) -> Shown {
         let memory = Memory::create("test", bytes.len() as u64, Pages::Small).unwrap();
         memory.write(0, bytes).unwrap();
-        Shown { memory, tally: Tally::create().unwrap(), ticket: [7; TICKET_BYTES] }
+        Shown { memory, page: LoadPage::create().unwrap(), ticket: [7; TICKET_BYTES] }
     }
 
     /// Shows it to the server; gives back its answer.
@@ -185,7 +185,7 @@ impl Shown {
         client.send(&command).unwrap();
         let read_only = self.memory.reopen_read_only().unwrap();
         // A server that refuses before it takes anything leaves us waiting in vain.
-        let given = handover.give(&[read_only.as_fd(), self.tally.memory().as_fd()], Duration::from_secs(2));
+        let given = handover.give(&[read_only.as_fd(), self.page.memory().as_fd()], Duration::from_secs(2));
         match client.receive().unwrap() {
             remora_redis::resp::Frame::Error(text) => Err(format!("{}; {given:?}", String::from_utf8_lossy(&text))),
             _ => {
@@ -203,9 +203,9 @@ impl Shown {
     /// Waits until so many fields are done.
     pub fn wait_for(&self, done: u64) {
         let began = Instant::now();
-        while self.tally.done() < done {
-            assert_eq!(self.tally.refusal(), None);
-            assert!(began.elapsed() < LONG, "{} of {done} fields were done", self.tally.done());
+        while self.page.done() < done {
+            assert_eq!(self.page.refusal(), None);
+            assert!(began.elapsed() < LONG, "{} of {done} fields were done", self.page.done());
             std::thread::sleep(Duration::from_millis(1));
         }
     }

@@ -6,7 +6,7 @@
 //!   │ Auth ├────▶│ Ping ├────▶│ Capabilities ├────▶│ Version ├──────────▶│  Psync  │◀─┐ \n  → KeepAlive
 //!   └──────┘     └──────┘     └──────────────┘     └─────────┘           └─┬─────┬─┘──┘
 //!   only with a                                    only when         +FULLRESYNC │
-//!   user or password                               wished for              │     │ +CONTINUE → Continue
+//!   user or password                               requested               │     │ +CONTINUE → Continue
 //!                                                                          ▼     │
 //!        any -ERROR: Refused            ┌─ \n → KeepAlive ──▶ ┌───────────────┐  │
 //!        not a line of Redis: NotRedis  └──────────────────── │ PayloadHeader │  │
@@ -23,11 +23,11 @@
 //!   first, once more    Attach (set-rdb-client-id) ── Psync <replid> <offset + 1> ──▶ +CONTINUE → Continue ▶ ( Ended )
 //! ```
 //!
-//! One command is sent at a time. That costs three round trips once, and in return every answer belongs to one question;
-//! besides, servers refuse a `PSYNC` that comes while they still owe an answer.
+//! One command is sent at a time. This costs three round trips once; in return, every answer belongs to exactly one
+//! command. Besides, servers refuse a `PSYNC` that arrives while they still owe an answer.
 //!
-//! The client never says `listening-port` or `ip-address`: Sentinel reads both from the primary's `INFO` and would take
-//! us for a replica that can be promoted.
+//! The client never sends `listening-port` or `ip-address`: Sentinel reads both from the primary's `INFO`, and would
+//! take us for a replica that can be promoted.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -37,114 +37,114 @@ pub use super::eof_mark::EofMark;
 use crate::{Refusal, ReplId, refusal, resp, text};
 
 /// Longest line of the handshake, in bytes. The servers' own replicas read answers into 1,024 bytes; errors of modules
-/// and proxies are sometimes longer. Beyond it the peer isn't answering a handshake.
+/// and proxies are sometimes longer. A peer that sends a longer line is not answering a handshake.
 pub const LINE_BYTES_MAX: usize = 4 * 1024;
 
 /// Which part of a sync a connection is for.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Channel {
-    /// All of it: the snapshot, then the stream.
+    /// Everything: the snapshot, then the stream.
     #[default]
     Whole,
-    /// All of it, or, where the server would rather use two connections, the stream: [`Event::TwoChannels`] tells.
+    /// Everything, or only the stream if the server prefers two connections; then [`Event::TwoChannels`] follows.
     WholeOrStream,
     /// The snapshot.
     Snapshot,
-    /// The stream that belongs to a snapshot of another connection: the same connection that was told
+    /// The stream that belongs to a snapshot of another connection. Used on the connection that got
     /// [`Event::TwoChannels`], with [`Options::resume`] at the byte after the snapshot's offset.
     Stream {
-        /// What [`Event::Channel`] said.
+        /// The client number from [`Event::Channel`].
         snapshot_client: u64,
     },
 }
 
-/// What to ask for, and as whom.
+/// What to request, and with which credentials.
 #[derive(Clone, Default)]
 pub struct Options {
-    /// A history we already hold, and the offset of the next byte wanted (the last one held, plus 1). Without it, or when
-    /// the server no longer has that byte, the answer is a full resync.
+    /// A history that we already hold, and the offset of the next byte wanted (the last one held, plus 1). Without it,
+    /// or if the server no longer has that byte, the answer is a full resync.
     pub resume: Option<(ReplId, u64)>,
     /// ACL user; without one the password is that of the default user.
     pub username: Option<String>,
     /// Password.
     pub password: Option<String>,
-    /// `REPLCONF version`: Valkey 9 sends its own RDB format only to those who claim at least its version. Redis answers
-    /// an error, which is passed over.
+    /// `REPLCONF version`: Valkey 9 sends its own RDB format only to a replica that claims at least its version. Redis
+    /// answers an error, which is ignored.
     pub rdb_version: Option<String>,
-    /// Which part of the sync is asked for.
+    /// The part of the sync to request.
     pub channel: Channel,
 }
 
-/// What happened.
+/// A step of the handshake that was completed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
-    /// The server accepted user and capabilities; `PSYNC` is next in the output.
+    /// The server accepted credentials and capabilities; `PSYNC` is next in the output.
     Handshaken,
-    /// The server lives and is preparing the answer or the payload. Several in a row may be told as one.
+    /// The server is preparing the answer or the payload. Several keep-alives in a row may become one event.
     KeepAlive,
-    /// A snapshot will come.
+    /// A snapshot follows.
     FullResync {
         /// The history it belongs to.
         replid: ReplId,
         /// Offset of the last byte of the stream that the snapshot contains.
         offset: u64,
     },
-    /// The server would send snapshot and stream side by side: ask for the snapshot over a second connection, then for the
+    /// The server offers snapshot and stream side by side: request the snapshot over a second connection, then the
     /// stream over this one. The handshake has ended.
     TwoChannels,
-    /// A snapshot will come over this connection, and the stream, from `offset + 1` on, over the other one.
+    /// A snapshot follows over this connection. The stream, from `offset + 1` on, follows over the other one.
     Channel {
         /// The history it belongs to.
         replid: ReplId,
         /// Offset of the last byte of the stream that the snapshot contains.
         offset: u64,
-        /// Names this connection when the other one asks for the stream.
+        /// Names this connection when the other one requests the stream.
         client: u64,
     },
     /// The next byte is the first of the snapshot. The handshake has ended.
     Payload(Payload),
-    /// The next byte is that of the stream which was asked for. The handshake has ended.
+    /// The next byte is the first byte of the stream that was requested. The handshake has ended.
     Continue {
-        /// The history from now on: the one asked for, or the new name that the server gave it.
+        /// The history from here on: the one requested, or the new id that the server gave it.
         replid: ReplId,
     },
 }
 
-/// Why the handshake failed. The connection is of no more use.
+/// Why the handshake failed. The connection can't be used any more.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// The address is wrong: whoever listens there does not answer like a server.
+    /// The address is wrong: the process listening there does not answer like a server.
     #[error("this is not a Redis or Valkey server: it answered {received:?}{hint}")]
     NotRedis {
         /// The beginning of what it sent.
         received: String,
-        /// What it might be, in brackets, or nothing.
+        /// What it might be, in parentheses, or empty.
         hint: &'static str,
     },
-    /// As above, without an end.
+    /// As [`Error::NotRedis`], for a line without an end.
     #[error("this is not a Redis or Valkey server: it answered a line of more than {LINE_BYTES_MAX} bytes")]
     TooLong,
-    /// It is a server, but not one that answers this question like that: a proxy, or a version unknown to us.
-    #[error("the server gave an answer to {command} that we do not understand: {answer:?}")]
+    /// It is a server, but its answer does not fit this command: a proxy, or a version unknown to us.
+    #[error("unexpected answer of the server to {command}: {answer:?}")]
     Unexpected {
-        /// What was asked.
+        /// The command that was sent.
         command: &'static str,
         /// The beginning of the answer.
         answer: String,
     },
-    /// The server understood, and said no.
+    /// The server understood the command and refused it.
     #[error(transparent)]
     Refused(#[from] Refusal),
 }
 
 impl Error {
-    /// Whether the same handshake may succeed later without anybody doing anything.
+    /// Whether the same handshake may succeed later without anyone changing anything.
     pub fn is_temporary(&self) -> bool {
         matches!(self, Error::Refused(refusal) if refusal.is_temporary())
     }
 }
 
-/// The machine. Feed it, drain it, ask it.
+/// The replica's side of the handshake.
 ///
 /// ```
 /// use remora_redis::psync::client::{Client, Event, Options};
@@ -165,7 +165,7 @@ pub struct Client {
     events: VecDeque<Event>,
 }
 
-/// What is awaited.
+/// The answer that is expected next.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Step {
     Auth,
@@ -181,7 +181,7 @@ enum Step {
 }
 
 impl Client {
-    /// Begins; the first command lies in the output.
+    /// Starts the handshake; the first command is in the output.
     pub fn new(options: Options) -> Client {
         let first = match options.channel {
             Channel::Stream { .. } => Step::Attach,
@@ -199,8 +199,8 @@ impl Client {
         std::mem::take(&mut self.output)
     }
 
-    /// Takes what was read and tells how many bytes belonged to the handshake. Fewer than given: the handshake has ended,
-    /// and the rest is payload or stream. After an error there is only that error.
+    /// Takes bytes that were read, and returns how many of them belonged to the handshake. Fewer than given: the
+    /// handshake has ended, and the rest is payload or stream. After an error, every call returns the same error.
     pub fn handle_input(&mut self, bytes: &[u8]) -> Result<usize, Error> {
         let mut rest = bytes;
         while let Some((byte, after)) = rest.split_first() {
@@ -214,18 +214,18 @@ impl Client {
         Ok(bytes.len() - rest.len())
     }
 
-    /// What happened since the last time, oldest first.
+    /// What has happened since the last call, oldest first.
     pub fn poll_event(&mut self) -> Option<Event> {
         self.events.pop_front()
     }
 
-    /// Whether the handshake has ended well: what comes now is payload or stream.
+    /// Whether the handshake has succeeded: what follows is payload or stream.
     pub fn is_ended(&self) -> bool {
         self.step == Step::Ended
     }
 
-    /// Answers are lines of a few dozen bytes, so one byte at a time is no waste, and it makes it plain that nothing is
-    /// read beyond the end of one.
+    /// Answers are lines of a few dozen bytes, so reading one byte at a time costs little, and it guarantees that
+    /// nothing is consumed beyond the end of a line.
     fn handle_byte(&mut self, byte: u8, from_here: &[u8]) -> Result<(), Error> {
         if byte == b'\n' {
             let line = std::mem::take(&mut self.line);
@@ -255,7 +255,7 @@ impl Client {
 
     fn handle_keep_alive(&mut self) {
         let waiting = matches!(self.step, Step::Psync | Step::Sync | Step::PayloadHeader);
-        // Told once: a server that only ever sends these must not fill our memory.
+        // Reported once: a server that only ever sends these must not fill our memory.
         if waiting && self.events.back() != Some(&Event::KeepAlive) {
             self.events.push_back(Event::KeepAlive);
         }
@@ -263,7 +263,7 @@ impl Client {
 
     fn handle_refusal(&mut self, text: &[u8]) -> Result<(), Error> {
         let refusal = Refusal::sort(self.step.command(), text);
-        // Only Valkey from 8 on knows this option, and to all others it makes no difference.
+        // Only Valkey from 8 on knows this option; for all others it makes no difference.
         if self.step == Step::Version && matches!(refusal, Refusal::Other { .. }) {
             self.handshaken();
             return Ok(());
@@ -310,8 +310,8 @@ impl Client {
         Ok(())
     }
 
-    /// `$ENDOFF:<offset> <replid> <database> <client id>`. The database that the stream goes on in is in the snapshot as well
-    /// (`repl-stream-db`), where the servers look for it.
+    /// `$ENDOFF:<offset> <replid> <database> <client id>`. The snapshot also contains the database in which the stream
+    /// continues (`repl-stream-db`), and the servers read it there.
     fn handle_channel(&mut self, text: &[u8], line: &[u8]) -> Result<(), Error> {
         let unexpected = || self.unexpected(line);
         let text = text.strip_prefix(b"ENDOFF:").ok_or_else(unexpected)?;
@@ -339,7 +339,7 @@ impl Client {
         self.ask(if self.options.channel == Channel::Snapshot { Step::Sync } else { Step::Psync });
     }
 
-    /// Queues the command of a step and awaits its answer.
+    /// Queues the command of a step and expects its answer.
     fn ask(&mut self, step: Step) {
         let options = &self.options;
         let out = &mut self.output;
@@ -398,7 +398,7 @@ impl Options {
     }
 }
 
-/// Without the password.
+/// Does not print the password.
 impl fmt::Debug for Options {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Options")
@@ -412,7 +412,7 @@ impl fmt::Debug for Options {
 }
 
 impl Step {
-    /// What the server is answering.
+    /// The command that the server is answering.
     fn command(&self) -> &'static str {
         match self {
             Step::Auth => "AUTH",
@@ -424,10 +424,10 @@ impl Step {
     }
 }
 
-/// Appends `REPLCONF ACK <offset>`: the last byte of the stream that we hold.
+/// Appends `REPLCONF ACK <offset>`; `offset` is that of the last byte of the stream that we hold.
 ///
-/// To be sent every second, as replicas do. After a full sync the primary sends no stream before the first one, and
-/// forgets one that comes while its child has not been reaped.
+/// Send it every second, as replicas do. After a full sync the primary sends no stream before the first
+/// acknowledgement, and ignores one that arrives before it has reaped its child.
 pub fn ack(out: &mut Vec<u8>, offset: u64) {
     resp::command(out, &["REPLCONF", "ACK", &offset.to_string()]);
 }
@@ -460,7 +460,7 @@ mod tests {
         std::iter::from_fn(|| client.poll_event()).collect()
     }
 
-    /// A client that awaits the answer to PSYNC.
+    /// A client that expects the answer to PSYNC.
     fn at_psync(options: Options) -> Client {
         let mut client = Client::new(options);
         client.handle_input(b"+PONG\r\n").unwrap();

@@ -1,30 +1,30 @@
-//! Finds the end of a payload of unknown length.
+//! Detects the end of a payload of unknown length.
 
 use super::MARK_BYTES;
 
-/// Watches the last forty bytes received for the mark that `$EOF:` announced.
+/// Compares the last 40 bytes received with the mark that `$EOF:` announced.
 ///
-/// The primary sends nothing after the mark until it has seen an acknowledgement, so it is enough to look at the end of
-/// what has arrived, as the servers do: a chunk never holds a mark *and* something after it. That is what lets the
-/// payload go from the socket into its final place without being searched.
+/// The primary sends nothing after the mark until it has received an acknowledgement. So it is enough to look at the
+/// end of what has arrived, as the servers do: no chunk contains the mark *and* something after it. The payload can
+/// therefore go from the socket to its final place without being searched.
 #[derive(Debug, Clone)]
 pub struct EofMark {
     mark: [u8; MARK_BYTES],
-    /// The last bytes received, right-aligned; zeros where none were.
+    /// The last bytes received, right-aligned; zeros where none were received.
     last: [u8; MARK_BYTES],
-    /// How many of `last` were received.
+    /// How many bytes of `last` were received.
     received: usize,
 }
 
 impl EofMark {
-    /// Begins to watch, before the first byte of the payload.
+    /// Starts before the first byte of the payload.
     pub fn new(mark: [u8; MARK_BYTES]) -> EofMark {
         EofMark { mark, last: [0; MARK_BYTES], received: 0 }
     }
 
-    /// Takes note of a chunk of `len` bytes, of which `tail` is the end: its last `min(40, len)` bytes (more do no harm).
+    /// Takes the end of a chunk of `len` bytes: `tail` is its last `min(40, len)` bytes (more are allowed).
     ///
-    /// True when the last forty bytes received ever are the mark: the payload ended before them.
+    /// True if the last 40 bytes received are the mark: the payload ended before them.
     pub fn observe(&mut self, tail: &[u8], len: usize) -> bool {
         debug_assert!(tail.len() >= len.min(MARK_BYTES), "the tail is shorter than the chunk's end");
         let skip = tail.len().saturating_sub(len.min(MARK_BYTES));

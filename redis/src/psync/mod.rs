@@ -1,4 +1,4 @@
-//! The replication handshake, both ends of it, as state machines without I/O.
+//! Both ends of the replication handshake, as state machines without I/O.
 //!
 //! ```text
 //!   replica                                       primary
@@ -18,34 +18,36 @@
 //!      │ ──────────────────────────────────────────▶ │
 //! ```
 //!
-//! - [`client`]: we are the replica. It stops at the first byte of payload or stream and never touches it.
-//! - [`server`]: we are the primary. It writes up to the payload's header; body, mark and stream are the driver's.
-//! - [`EofMark`](client::EofMark): finds the end of a payload whose length nobody knew.
+//! - [`client`]: our side is the replica. It stops at the first byte of payload or stream and never consumes it.
+//! - [`server`]: our side is the primary. It writes up to the payload's header; the driver writes body, mark and
+//!   stream.
+//! - [`EofMark`](client::EofMark): detects the end of a payload of unknown length.
 //!
-//! Both machines are fed with `handle_input`, asked with `poll_event` and drained with `take_output`. Neither knows the
-//! time: how long to wait, and when to send a keep-alive or an acknowledgement, is the driver's affair.
+//! Both machines are fed with `handle_input`, queried with `poll_event` and drained with `take_output`. Neither knows
+//! the time: the driver decides how long to wait, and when to send a keep-alive or an acknowledgement.
 //!
-//! Not here: `SYNC` (before Redis 2.8), and the second connection that Valkey (`dual-channel`) and Redis 8
-//! (`rdb-channel-repl`) open for the payload; it is used only between two ends that both claim it, and we never do.
+//! Not here: `SYNC` as the whole handshake (before Redis 2.8), and the second connection of Redis 8
+//! (`rdb-channel-repl`), which is used only if both ends claim it, and ours never does. The client does use the second
+//! connection of Valkey (`dual-channel`).
 
 pub mod client;
 mod eof_mark;
 pub mod server;
 
-/// How long the mark is that ends a payload of unknown length (`CONFIG_RUN_ID_SIZE` in the servers).
+/// Length of the mark that ends a payload of unknown length (`CONFIG_RUN_ID_SIZE` in the servers).
 pub const MARK_BYTES: usize = 40;
 
-/// How the end of the payload will be known.
+/// How the end of the payload is recognised.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Payload {
-    /// `$<length>`: after so many bytes.
+    /// `$<length>`: after this many bytes.
     Length(u64),
-    /// `$EOF:<mark>`: when these forty random bytes have come. They are not part of the RDB.
+    /// `$EOF:<mark>`: when these 40 random bytes have arrived. They are not part of the RDB.
     Mark([u8; MARK_BYTES]),
 }
 
 impl Payload {
-    /// Reads what stands between `$` and the line's end.
+    /// Parses the text between `$` and the end of the line.
     fn parse(text: &[u8]) -> Option<Payload> {
         match text.strip_prefix(b"EOF:") {
             Some(mark) => mark.try_into().ok().map(Payload::Mark),

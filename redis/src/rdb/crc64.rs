@@ -1,15 +1,15 @@
-//! CRC-64/Jones, the checksum at the end of a snapshot. Reflected, begins with 0, nothing is inverted at the end.
+//! CRC-64/Jones, the checksum at the end of a snapshot. Reflected; starts with 0; no final inversion.
 
-/// The polynomial 0xad93d23594c935a9 with its bits in reverse, as a reflected CRC needs it.
+/// The polynomial 0xad93d23594c935a9 with its bits reversed, as a reflected CRC needs it.
 const POLYNOMIAL: u64 = 0x95ac_9329_ac4b_c9b5;
 
-/// How many bytes are taken at a step. Eight tables are 16 KiB: half of a first-level cache, which the data also needs.
+/// Bytes processed in one step. Eight tables take 16 KiB: half of a first-level cache, which the data needs too.
 const STEP: usize = 8;
 
 /// `TABLES[k][b]` is the CRC of the byte `b` followed by `k` zero bytes.
 static TABLES: [[u64; 256]; STEP] = tables();
 
-/// The checksum of `bytes`, continuing from `seed`: 0 at the beginning, else the checksum of what came before.
+/// The checksum of `bytes`, continued from `seed`: 0 at the beginning, else the checksum of the bytes before.
 ///
 /// ```
 /// assert_eq!(remora_redis::rdb::crc64(0, b"123456789"), 0xe9c6_d914_c4b8_d9ca);
@@ -32,7 +32,7 @@ fn eight(word: u64) -> u64 {
         ^ TABLES[0][low(word >> 56)]
 }
 
-/// The lowest byte, as an index that no table of 256 is too short for.
+/// The lowest byte, as an index that is always inside a table of 256.
 fn low(word: u64) -> usize {
     (word & 0xFF) as usize
 }

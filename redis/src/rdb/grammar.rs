@@ -1,6 +1,8 @@
-//! What the value of each type is made of, as far as one must know to find its end. Nothing here says what it means.
+//! The structure of each type's value, as far as it is needed to find the end of the value. Nothing here interprets a
+//! value.
 //!
-//! The names and numbers of the types are those of the servers' `rdb.h`; what follows each is what their `rdbSaveObject` writes.
+//! Names and numbers of the types are those of the servers' `rdb.h`; the structures are what their `rdbSaveObject`
+//! writes.
 
 use super::Magic;
 
@@ -11,22 +13,22 @@ pub(super) enum Item {
     Length,
     /// A string in any encoding.
     String,
-    /// So many bytes.
+    /// This many bytes.
     Bytes(u8),
-    /// A score as text: a length byte, and as many bytes; or one of three lengths that stand for a value.
+    /// A score as text: a length byte and that many bytes, or one of three special lengths that stand for a value.
     Score,
-    /// A length, and so many times this.
+    /// A length, and this group that many times.
     Times(&'static [Item]),
-    /// What a module wrote: kinds and values, up to the kind 0.
+    /// What a module wrote: pairs of kind and value, up to the kind 0.
     Module,
 }
 
 use Item::{Bytes, Length, Module, Score, String, Times};
 
-/// The type of a string: the only one that is ever looked into.
+/// The type of a string: the only one whose value is examined.
 pub(super) const TYPE_STRING: u8 = 0;
 
-/// What follows the key of a value of this type; `None` for a type that is not known.
+/// What follows the key of a value of this type; `None` for an unknown type.
 pub(super) fn value(kind: u8, magic: Magic) -> Option<&'static [Item]> {
     Some(match (kind, magic) {
         // Strings; and sets, hashes and sorted sets that are one string inside: zipmap, ziplist, intset, listpack.
@@ -41,15 +43,15 @@ pub(super) fn value(kind: u8, magic: Magic) -> Option<&'static [Item]> {
         (18, _) => &[Times(&[Length, String])], // quicklist of listpacks and plain nodes
         (19, _) => STREAM_2,                    // Redis 7.0
         (21, _) => STREAM_3,                    // Redis 7.2
-        // From here on the families count by themselves.
-        (22, Magic::Valkey) => &[Times(&[String, String, Bytes(8)])], // hash with times of its fields, Valkey 9.0
+        // From here on, each family numbers its own types.
+        (22, Magic::Valkey) => &[Times(&[String, String, Bytes(8)])], // hash with expiring fields, Valkey 9.0
         (24, Magic::Redis) => &[Bytes(8), Times(&[Length, String, String])], // the same, Redis 7.4
-        (25, Magic::Redis) => &[Bytes(8), String],                    // ... as one listpack
+        (25, Magic::Redis) => &[Bytes(8), String],                    // the same as one listpack
         _ => return None,
     })
 }
 
-/// What follows an opcode that stands between keys and says nothing about them; `None` for one that is not known.
+/// What follows an opcode that is located between keys and carries nothing about them; `None` for an unknown one.
 pub(super) fn aside(opcode: u8) -> Option<&'static [Item]> {
     Some(match opcode {
         super::OPCODE_AUX => &[String, String],
@@ -61,11 +63,12 @@ pub(super) fn aside(opcode: u8) -> Option<&'static [Item]> {
     })
 }
 
-/// Nodes; how many entries; the last id; groups.
+/// Nodes; number of entries; the last id; groups.
 const STREAM_1: &[Item] =
     &[Times(NODE), Length, Length, Length, Times(&[String, Length, Length, Times(PENDING), Times(CONSUMER_1)])];
 
-/// ... the first id, the greatest deleted id, how many were ever added; and each group's own count.
+/// As `STREAM_1`, then the first id, the greatest deleted id, the number of entries ever added; and each group's own
+/// count.
 const STREAM_2: &[Item] = &[
     Times(NODE),
     Length,
@@ -79,7 +82,7 @@ const STREAM_2: &[Item] = &[
     Times(&[String, Length, Length, Length, Times(PENDING), Times(CONSUMER_1)]),
 ];
 
-/// ... and when each consumer was last active.
+/// As `STREAM_2`, then the time at which each consumer was last active.
 const STREAM_3: &[Item] = &[
     Times(NODE),
     Length,
@@ -96,9 +99,9 @@ const STREAM_3: &[Item] = &[
 /// An id and a listpack.
 const NODE: &[Item] = &[String, String];
 
-/// An id, when it was delivered, and how often.
+/// An id, the time of its delivery, and the number of deliveries.
 const PENDING: &[Item] = &[Bytes(16), Bytes(8), Length];
 
-/// A name, when it was last seen, and the ids that it has not acknowledged.
+/// A name, the time at which the consumer was last seen, and the ids that it has not acknowledged.
 const CONSUMER_1: &[Item] = &[String, Bytes(8), Times(&[Bytes(16)])];
 const CONSUMER_3: &[Item] = &[String, Bytes(8), Bytes(8), Times(&[Bytes(16)])];

@@ -4,44 +4,45 @@ use super::input::{Input, STRING_BYTES_MAX, Stop, too_long};
 use super::{Error, FIRST_VALKEY_VERSION, OPCODE_AUX};
 use crate::{ReplId, text};
 
-/// Most auxiliary fields. Servers write about ten.
+/// Maximum number of auxiliary fields. Servers write about ten.
 const FIELDS_MAX: usize = 64;
 
 /// `REDIS0011` and `VALKEY080` are both nine bytes.
 pub(super) const MAGIC_BYTES: usize = 9;
 
-/// Before Redis 7 the script cache is saved as fields of this name, of any size and number, after the last key: right
-/// behind the head when there are no keys. It therefore counts as content.
+/// Before Redis 7 the script cache is saved as fields of this name, of any size and number, after the last key; without
+/// keys, that is directly after the head. These fields therefore count as content.
 const SCRIPT_FIELD: &[u8] = b"lua";
 
-/// Whose format it is.
+/// The format family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Magic {
-    /// `REDIS` and four digits: all of Redis, Valkey before 9, and Valkey 9 towards older replicas.
+    /// `REDIS` and four digits: all versions of Redis, Valkey before 9, and Valkey 9 towards older replicas.
     Redis,
-    /// `VALKEY` and three digits: Valkey 9 on.
+    /// `VALKEY` and three digits: Valkey from 9 on.
     Valkey,
 }
 
-/// What a snapshot says about itself before its first key.
+/// What a snapshot contains before its first key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Head {
-    /// Whose format it is.
+    /// The format family.
     pub magic: Magic,
-    /// Version of the format: 9 is Redis 5 and 6, 10 is 7.0, 11 is 7.2 and Valkey 7.2 to 8, 12 on is Redis 7.4 on,
-    /// 80 on is Valkey 9 on.
+    /// Version of the format: 9 is Redis 5 and 6, 10 is 7.0, 11 is 7.2 and Valkey 7.2 to 8, from 12 on Redis 7.4 and
+    /// later, from 80 on Valkey 9 and later.
     pub version: u32,
-    /// Names and values, in their order. Numbers are written out.
+    /// Names and values, in their order. Numbers are converted to text.
     pub aux: Vec<(Vec<u8>, Vec<u8>)>,
 }
 
 impl Head {
-    /// Most bytes that a head can have: how much to collect before giving up. The sum of the magic and of
-    /// `FIELDS_MAX` fields with an opcode and two strings, each with a length of at most 9 + 9 + 1 bytes before it.
+    /// Maximum size of a head, in bytes: a reader that has collected this much can give up. It is the sum of the magic
+    /// and of `FIELDS_MAX` fields with an opcode and two strings, each with a length of at most 9 + 9 + 1 bytes before
+    /// it.
     pub const BYTES_MAX: usize = MAGIC_BYTES + FIELDS_MAX * (1 + 2 * (19 + STRING_BYTES_MAX));
 
-    /// Reads the head from the beginning of a snapshot, and tells how many bytes it has. `None` when more are needed: to
-    /// know that the head is over, the byte after it must be seen.
+    /// Parses the head at the beginning of a snapshot, and returns its length in bytes. `None` if more bytes are
+    /// needed: the end of the head shows only in the byte after it.
     pub fn parse(bytes: &[u8]) -> Result<Option<(Head, usize)>, Error> {
         let mut input = Input { bytes, position: 0 };
         match Head::read(&mut input) {
@@ -67,7 +68,7 @@ impl Head {
         text::decimal_u64(self.get("repl-offset")?)
     }
 
-    /// The database that the stream after the snapshot writes to until it says otherwise (`repl-stream-db`).
+    /// The database that the stream after the snapshot writes to until it selects one (`repl-stream-db`).
     pub fn stream_db(&self) -> Option<u32> {
         text::decimal_u64(self.get("repl-stream-db")?)?.try_into().ok()
     }
@@ -95,7 +96,7 @@ impl Head {
 pub(super) fn read_magic(input: &mut Input<'_>) -> Result<(Magic, u32), Stop> {
     let rest = input.rest();
     let not_rdb = || Stop::Broken(Error::NotRdb { found: text::excerpt(rest.get(..MAGIC_BYTES).unwrap_or(rest)) });
-    // A few bytes are enough to see that it is something else.
+    // A few bytes are enough to see that it is not a snapshot.
     let could_be = |magic: &[u8]| magic.iter().zip(rest).all(|(wanted, found)| wanted == found);
     if !could_be(b"REDIS") && !could_be(b"VALKEY") {
         return Err(not_rdb());

@@ -1,28 +1,28 @@
-//! Reading forwards through the bytes of a snapshot that have arrived: lengths and strings in all their encodings. Not a
-//! buffer: whoever calls has the bytes and comes again with more of them.
+//! A forward reader over the bytes of a snapshot that have arrived: lengths and strings in all their encodings. Not a
+//! buffer: the caller keeps the bytes and tries again with more of them.
 
 use super::{Error, lzf};
 
-/// Longest string that is read rather than passed over, in bytes: names and values of fields, keys. The longest that servers
-/// write in a field is the replid's forty; a key may be longer, and is then not looked at.
+/// Longest string that is read instead of skipped, in bytes: names and values of fields, keys. The longest that servers
+/// write in a field is the replid with its 40 bytes; a key may be longer, and is then not examined.
 pub(super) const STRING_BYTES_MAX: usize = 4 * 1024;
 
-/// What is left to read.
+/// The bytes that are left to read.
 pub(super) struct Input<'a> {
     pub(super) bytes: &'a [u8],
     pub(super) position: usize,
 }
 
-/// Why reading went no further.
+/// Why reading stopped.
 pub(super) enum Stop {
     Incomplete,
     Broken(Error),
 }
 
-/// What stands where a length may.
+/// A length, or what may take its place.
 pub(super) enum Length {
     Plain(u64),
-    /// Not a length: the encoding of a string.
+    /// The encoding of a string instead of a length.
     Special(u8),
 }
 
@@ -47,7 +47,8 @@ impl<'a> Input<'a> {
         Ok(*taken)
     }
 
-    /// Two bits say how the rest is to be read: 6 bits, 14 bits, 32 or 64 bits high byte first, or a special encoding.
+    /// Two bits tell how to read the rest: 6 bits, 14 bits, 32 or 64 bits with the high byte first, or a special
+    /// encoding.
     pub(super) fn length(&mut self) -> Result<Length, Stop> {
         let [first] = self.array()?;
         let low = first & 0x3F;
@@ -64,7 +65,7 @@ impl<'a> Input<'a> {
         }
     }
 
-    /// A length where nothing else may stand.
+    /// A length where nothing else is allowed.
     pub(super) fn number(&mut self) -> Result<u64, Stop> {
         match self.length()? {
             Length::Plain(number) => Ok(number),
@@ -72,7 +73,7 @@ impl<'a> Input<'a> {
         }
     }
 
-    /// A string: a length and bytes, or a number, or compressed.
+    /// A string: a length and bytes, a number, or compressed bytes.
     pub(super) fn string(&mut self, what: &'static str) -> Result<Vec<u8>, Stop> {
         match self.length()? {
             Length::Plain(length) => Ok(self.take(bounded(what, length)?)?.to_vec()),
@@ -92,7 +93,7 @@ impl<'a> Input<'a> {
         lzf::expand(self.take(packed)?, length).ok_or_else(|| malformed("a compressed string that does not expand"))
     }
 
-    /// The beginning of a string that is passed over: how many bytes follow.
+    /// The beginning of a string that is skipped: how many bytes follow.
     pub(super) fn string_to_skip(&mut self) -> Result<u64, Stop> {
         match self.length()? {
             Length::Plain(length) => Ok(length),

@@ -1,5 +1,5 @@
-//! LZF, the compression of strings in a snapshot. Only the short strings of the head are ever expanded here: servers
-//! compress a field of more than twenty bytes when that saves four, and a replid may well have repeats.
+//! LZF, the compression of strings in a snapshot. Only the short strings of the head are expanded here: servers
+//! compress a field of more than 20 bytes when that saves four, and a replid may contain repetitions.
 //!
 //! ```text
 //!   000nnnnn  literal…            n + 1 bytes as they are
@@ -7,7 +7,7 @@
 //!   111ooooo  llllllll  oooooooo  l + 9 bytes from offset + 1 bytes back
 //! ```
 
-/// Expands `packed` to exactly `length` bytes; `None` when it isn't that. The caller bounds `length`.
+/// Expands `packed` to exactly `length` bytes; `None` if it has another length. The caller bounds `length`.
 pub(super) fn expand(packed: &[u8], length: usize) -> Option<Vec<u8>> {
     let mut out: Vec<u8> = Vec::new();
     let mut rest = packed;
@@ -38,7 +38,7 @@ fn run_length(short: usize, after: &[u8]) -> Option<(usize, &[u8])> {
     }
 }
 
-/// Byte by byte: a run may reach into what it writes itself.
+/// Byte by byte: a run may overlap the bytes that it writes.
 fn copy_back(out: &mut Vec<u8>, back: usize, run: usize) -> Option<()> {
     let from = out.len().checked_sub(back)?;
     for place in from..from + run {
@@ -56,7 +56,7 @@ mod tests {
         assert_eq!(expand(&[2, b'a', b'b', b'c'], 3), Some(b"abc".to_vec()));
         // "ab", then 4 bytes from 2 back: a run that overlaps itself.
         assert_eq!(expand(&[1, b'a', b'b', 2 << 5, 1], 6), Some(b"ababab".to_vec()));
-        // "0", then 39 bytes from 1 back: what servers make of a replid of zeros.
+        // "0", then 39 bytes from 1 back: how servers compress a replid of zeros.
         assert_eq!(expand(&[0, b'0', 7 << 5, 30, 0], 40), Some(vec![b'0'; 40]));
     }
 

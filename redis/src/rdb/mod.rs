@@ -1,4 +1,4 @@
-//! The envelope of a snapshot, and where the records in it begin and end. Values are never decoded.
+//! The envelope of a snapshot, and the boundaries of the records in it. Values are never decoded.
 //!
 //! ```text
 //!   ┌───────────┬───────────────────────────┬──────────────────────────────────────┬────┬──────────────┐
@@ -8,11 +8,11 @@
 //!    9 bytes      Head::parse ends here ──▶  passed on unseen                        Tail::parse, 9 bytes
 //! ```
 //!
-//! - [`Head`]: who wrote the snapshot, and to which history and offset it belongs.
-//! - [`Tail`]: whether it is whole.
+//! - [`Head`]: the server that wrote the snapshot, and the history and offset it belongs to.
+//! - [`Tail`]: whether the snapshot is complete.
 //! - [`Scanner`]: walks over the records and points at the long strings among them.
-//! - [`mod@reference`]: how such a string is told to a server without its bytes.
-//! - [`crc64`]: the checksum the servers use.
+//! - [`mod@reference`]: how a server is given such a string without its bytes.
+//! - [`crc64`]: the checksum that the servers use.
 //! - [`Writer`]: small snapshots of our own: an empty data set, or a few strings for tests.
 
 mod crc64;
@@ -29,15 +29,15 @@ pub use head::{Head, Magic};
 pub use scan::{Found, ScanError, Scanner, Text, Usage};
 pub use writer::{Writer, magic, put_length};
 
-/// Slot and number of the keys that follow: a hint for cluster mode.
+/// Slot and number of keys that follow: a hint for cluster mode.
 pub const OPCODE_SLOT_INFO: u8 = 0xF4;
-/// The source of a library of functions follows.
+/// The source code of a function library follows.
 pub const OPCODE_FUNCTION: u8 = 0xF5;
 /// Module data outside the keyspace follows.
 pub const OPCODE_MODULE_AUX: u8 = 0xF7;
-/// The seconds for which the next key has not been used follow.
+/// The idle time of the next key in seconds follows.
 pub const OPCODE_IDLE: u8 = 0xF8;
-/// A logarithmic count of the next key's uses follows.
+/// A logarithmic counter of the next key's uses follows.
 pub const OPCODE_FREQ: u8 = 0xF9;
 /// An auxiliary field follows: a name and a value.
 pub const OPCODE_AUX: u8 = 0xFA;
@@ -55,18 +55,18 @@ pub const OPCODE_EOF: u8 = 0xFF;
 /// How many bytes follow the last key: [`OPCODE_EOF`] and the checksum.
 pub const TAIL_BYTES: usize = 9;
 
-/// The first RDB version that Valkey writes under its own magic. Redis counts on from 12 below it.
+/// The first RDB version that Valkey writes with its own magic. Redis numbers its versions from 12 on below it.
 const FIRST_VALKEY_VERSION: u32 = 80;
 
 /// The end of a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tail {
-    /// CRC-64 of everything before it; 0 when the server was told not to compute one (`rdbchecksum no`, or over TLS).
+    /// CRC-64 of everything before it; 0 if the server is configured not to compute it (`rdbchecksum no`, or over TLS).
     pub checksum: u64,
 }
 
 impl Tail {
-    /// Reads the last nine bytes.
+    /// Parses the last nine bytes.
     pub fn parse(bytes: [u8; TAIL_BYTES]) -> Result<Tail, Error> {
         let [OPCODE_EOF, checksum @ ..] = bytes else {
             return Err(Error::NoEnd { found: bytes[0] });
@@ -75,35 +75,35 @@ impl Tail {
     }
 }
 
-/// What was taken for a snapshot is none, or is damaged.
+/// The bytes are not a snapshot, or the snapshot is damaged.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// It does not begin like one.
-    #[error("this is no snapshot: it begins with {found:?}, not with REDIS or VALKEY and a version")]
+    /// The first bytes are not those of a snapshot.
+    #[error("not a snapshot: it begins with {found:?} instead of REDIS or VALKEY and a version")]
     NotRdb {
-        /// Its beginning.
+        /// The first bytes.
         found: String,
     },
-    /// Something longer than any server writes there.
+    /// Something is longer than any server writes it.
     #[error("the snapshot is damaged: {what} of {size}, the limit is {limit}")]
     TooLong {
         /// Which part.
         what: &'static str,
         /// Its size in bytes (or fields).
         size: u64,
-        /// What is allowed.
+        /// The limit.
         limit: u64,
     },
-    /// A field that cannot be read.
+    /// A field can't be read.
     #[error("the snapshot is damaged: {what}")]
     Malformed {
-        /// Which part, and how.
+        /// Which part, and what is wrong with it.
         what: &'static str,
     },
-    /// It does not end like one.
+    /// The end mark is missing.
     #[error("the snapshot is cut off or damaged: its end mark reads {found:#04x}, not 0xff")]
     NoEnd {
-        /// The byte where the end mark should be.
+        /// The byte found in place of the end mark.
         found: u8,
     },
 }

@@ -1,15 +1,17 @@
-//! References: strings of a snapshot that are not written into it but lie in memory that the loading server has been shown.
+//! References: strings of a snapshot whose bytes are not in the snapshot but in memory that the loading server was
+//! given.
 //!
-//! A snapshot may hold fields of modules between its records. Ours says, in words: "here begins a string of that key and length"
-//! and "its next bytes lie there". Whoever passes a snapshot on writes the words ([`field`]); the module in the server reads them
-//! ([`words`]). Not here: the memory, and whether its bytes are right.
+//! A snapshot may contain fields of modules between its records. Our field consists of words: "here begins a string
+//! with this key and length", and "its next bytes are at this offset". The agent that forwards a snapshot writes the
+//! words ([`field`]); the module in the server reads them ([`words`]). Not here: the memory, and whether its bytes are
+//! right.
 //!
 //! ```text
 //!   F7 │ id of the module's type │ 02 01 │ 05 <string: words> │ 00
 //!                                           └─ Hello ticket │ Text key, length … │ Piece place, length │ Piece … │ Text …
 //! ```
 //!
-//! All numbers of the words are little endian. A word is its kind and its fields, without gaps:
+//! All numbers in the words are little endian. A word is its kind and its fields, without gaps:
 //!
 //! | kind | fields |
 //! |---|---|
@@ -19,16 +21,16 @@
 
 use super::{OPCODE_MODULE_AUX, Text, Usage};
 
-/// The name of the module's type, which the server looks for when it meets such a field: nine characters.
+/// The name of the module's type, nine characters. The server looks the type up when it meets such a field.
 pub const TYPE_NAME: &str = "RemoraRef";
 
 /// Version of the words.
 pub const VERSION: u16 = 1;
 
-/// Most bytes of the words of one field: the server reads them into one string.
+/// Maximum size of the words of one field, in bytes: the server reads them into one string.
 pub const FIELD_BYTES_MAX: usize = 64 * 1024;
 
-/// Longest string that servers let a module make, in bytes.
+/// Longest string that servers let a module create, in bytes.
 pub const VALUE_BYTES_MAX: u64 = 512 << 20;
 
 /// Bytes of a ticket.
@@ -37,9 +39,9 @@ pub const TICKET_BYTES: usize = 16;
 /// One word.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Word<'a> {
-    /// First of all: which memory is meant.
+    /// The first word: which memory the references are about.
     Hello {
-        /// What the server was told beforehand, together with the memory.
+        /// The ticket that the server was given beforehand, together with the memory.
         ticket: [u8; TICKET_BYTES],
     },
     /// A string begins. Its bytes come in the pieces that follow, before the next string.
@@ -52,21 +54,21 @@ pub enum Word<'a> {
         length: u64,
         /// When it expires, in milliseconds since 1970.
         expires_ms: Option<u64>,
-        /// What is known about its use.
+        /// Idle time or use counter, if known.
         usage: Option<Usage>,
     },
-    /// Its next bytes.
+    /// The next bytes of the string.
     Piece {
-        /// Where they lie in the memory.
+        /// Offset of the bytes in the memory.
         offset: u64,
-        /// How many there are.
+        /// Number of bytes.
         length: u32,
     },
 }
 
 impl Word<'_> {
-    /// The word for the beginning of this string; `None` if it can't be one: it is empty or longer than servers let a module make,
-    /// or something of it has no place in a word.
+    /// The word for the beginning of this string. `None` if it can't be referenced: the string is empty, longer than
+    /// servers let a module create, or something about it does not fit into a word.
     pub fn text(text: &Text) -> Option<Word<'_>> {
         let length = text.value.end - text.value.start;
         let fits = (1..=VALUE_BYTES_MAX).contains(&length) && text.key.len() <= usize::from(u16::MAX);
@@ -107,13 +109,13 @@ impl Word<'_> {
     }
 }
 
-/// Why words can't be read.
+/// Why words can't be parsed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum WordError {
-    /// The two ends are of different ages.
+    /// Agent and module have different versions.
     #[error("the agent speaks version {found} of the references, this module {VERSION}: upgrade the older of the two")]
     Version {
-        /// Its version.
+        /// The agent's version.
         found: u16,
     },
     /// No agent writes this.
@@ -121,7 +123,7 @@ pub enum WordError {
     Damaged(&'static str),
 }
 
-/// The words of a field, one after the other. Ends after the first error.
+/// The words of a field, in order. Ends after the first error.
 pub fn words(bytes: &[u8]) -> impl Iterator<Item = Result<Word<'_>, WordError>> {
     let mut reader = Some(Reader(bytes));
     std::iter::from_fn(move || {
@@ -190,12 +192,12 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// A whole field with these words, as it stands in a snapshot.
+/// A complete field with these words, as it is written into a snapshot.
 pub fn field(words: &[u8]) -> Vec<u8> {
     let mut out = Vec::with_capacity(words.len() + 24);
     out.push(OPCODE_MODULE_AUX);
     put_length(&mut out, type_id());
-    // A number, 1: among those that stand before the keys. Servers take such a field anywhere.
+    // The number 1: one of the fields before the keys. Servers accept such a field anywhere.
     out.extend_from_slice(&[2, 1, 5]);
     put_length(&mut out, words.len() as u64);
     out.extend_from_slice(words);
@@ -203,14 +205,14 @@ pub fn field(words: &[u8]) -> Vec<u8> {
     out
 }
 
-/// The name of the module's type as servers write it: six bits for each character, and ten for the version.
+/// The name of the module's type as servers encode it: six bits for each character, and ten for the version.
 fn type_id() -> u64 {
     const LETTERS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
     let place = |byte: u8| LETTERS.iter().position(|letter| *letter == byte).unwrap_or(0) as u64;
     TYPE_NAME.bytes().fold(0, |id, byte| id << 6 | place(byte)) << 10 | u64::from(VERSION)
 }
 
-/// A length in its longest form, which every reader knows.
+/// A length in its longest form, which every reader understands.
 fn put_length(out: &mut Vec<u8>, length: u64) {
     out.push(0x81);
     out.extend_from_slice(&length.to_be_bytes());

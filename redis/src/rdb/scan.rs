@@ -1,4 +1,5 @@
-//! Scanner: walks over the records of a snapshot as its bytes arrive, and points at the long plain strings in it.
+//! Scanner: walks over the records of a snapshot as its bytes arrive, and reports the positions of the long plain
+//! strings.
 //!
 //! ```text
 //!   REDIS0011 │ FA … │ FE 0 │ FB 9 2 │ FC <time> 00 <key> <length> ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓ │ 04 <key> … │ FF <checksum>
@@ -6,9 +7,9 @@
 //!                                      └───────── Found::Text ─────┴──────────────────┘               Found::End
 //! ```
 //!
-//! It is no loader: of everything but such strings it knows only how long it is. Values need not be shown to it at all:
-//! [`Scanner::skippable`] says how many bytes may be passed over. What it does not know (a type of a newer server) is an
-//! error that says where; whoever passes the bytes on can go on doing so.
+//! The scanner is not a loader: of everything except such strings it determines only the length. It need not see values
+//! at all: [`Scanner::skippable`] returns how many bytes may be skipped. A type that it does not know (of a newer
+//! server) is an error that names the position; a caller that only forwards the bytes can continue.
 
 use std::ops::Range;
 
@@ -20,10 +21,10 @@ use super::{
     TAIL_BYTES,
 };
 
-/// What was found.
+/// What the scanner found.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Found {
-    /// A string of at least the length asked for, neither compressed nor a number. Its value comes next.
+    /// A string of at least the requested length, neither compressed nor a number. Its value comes next.
     Text(Text),
     /// The end mark; the checksum follows.
     End {
@@ -35,63 +36,64 @@ pub enum Found {
 /// A key whose value is a plain string. Positions are bytes from the start of the snapshot.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Text {
-    /// Where its record begins, time of expiry and the like included.
+    /// Where its record begins, expiry and the like included.
     pub begins: u64,
     /// Where the bytes of the value are; the record ends with them.
     pub value: Range<u64>,
     /// Its database.
     pub database: u64,
-    /// Its key, of at most 4096 bytes: a string with a longer one is not pointed at.
+    /// Its key, of at most 4096 bytes: a string with a longer key is not reported.
     pub key: Vec<u8>,
     /// When it expires, in milliseconds since 1970.
     pub expires_ms: Option<i64>,
-    /// What the server knows about its use.
+    /// Its idle time or use counter, if the snapshot has it.
     pub usage: Option<Usage>,
 }
 
-/// How a key was used, as the policies of eviction count it.
+/// How a key was used, as the eviction policies count it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Usage {
-    /// Seconds since it was used.
+    /// Seconds since the last use.
     Idle(u64),
-    /// A logarithmic count of uses.
+    /// A logarithmic counter of uses.
     Frequency(u8),
 }
 
-/// Why a scan can't go on.
+/// Why a scan can't continue.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ScanError {
-    /// A type or an opcode of a server that is newer than this program, or that was never released. Not necessarily damage.
+    /// A type or an opcode of a server that is newer than this program, or that was never released. Not necessarily
+    /// damage.
     #[error("the snapshot holds something of an unknown type, {code}, at byte {at}")]
     Unknown {
         /// The number of the type.
         code: u8,
-        /// Where it stands.
+        /// Its position.
         at: u64,
     },
     /// No server writes this.
     #[error("byte {at}: {error}")]
     Damaged {
-        /// Where.
+        /// The position.
         at: u64,
         /// What is wrong there.
         error: Error,
     },
 }
 
-/// See the module's text.
+/// A scan of one snapshot. See the module docs.
 #[derive(Debug)]
 pub struct Scanner {
-    /// Shorter strings are not pointed at.
+    /// Shorter strings are not reported.
     least: u64,
-    /// Position of the next byte that is not understood yet.
+    /// Position of the next byte that is not parsed yet.
     at: u64,
-    /// Bytes from `at` on that are of no interest.
+    /// Bytes from `at` on that are skipped.
     skip: u64,
-    /// Bytes from `at` on that have been fed already: the beginning of something that was cut off.
+    /// Bytes from `at` on that were already fed: the beginning of an item that was cut off.
     carry: Vec<u8>,
     state: State,
-    /// Parts of the present value that are still to come: the innermost last.
+    /// Parts of the present value that are still to come, the innermost last.
     stack: Vec<Frame>,
     magic: Magic,
     database: u64,
@@ -106,7 +108,7 @@ enum State {
     Ended,
 }
 
-/// A row of items, and how often it still comes.
+/// A sequence of items, and how many more times it repeats.
 #[derive(Debug)]
 struct Frame {
     items: &'static [Item],
@@ -114,7 +116,7 @@ struct Frame {
     times: u64,
 }
 
-/// What stands before a key.
+/// The attributes before a key.
 #[derive(Debug, Clone, Copy)]
 struct Prefix {
     begins: u64,
@@ -122,17 +124,17 @@ struct Prefix {
     usage: Option<Usage>,
 }
 
-/// How much is added at a time to something that was cut off: most of what is understood at once is shorter.
+/// Bytes added at a time to an item that was cut off: most items are shorter.
 const CARRY_STEP: usize = 64;
 
-/// Most bytes that are understood at once: a type, a key in any encoding, the length of a string.
+/// Maximum size of one item, in bytes: a type, a key in any encoding, the length of a string.
 const UNIT_BYTES_MAX: usize = STRING_BYTES_MAX + 64;
 
-/// Groups in streams hold consumers, which hold ids: three rows, and one for a value itself.
+/// Groups in streams contain consumers, which contain ids: three levels, and one for the value itself.
 const DEPTH_MAX: usize = 4;
 
 impl Scanner {
-    /// A scanner that stands before the first byte, and points at plain strings of at least so many bytes.
+    /// A scanner at the first byte, which reports plain strings of at least this many bytes.
     pub fn new(least: u64) -> Scanner {
         Scanner {
             least,
@@ -148,8 +150,9 @@ impl Scanner {
         }
     }
 
-    /// Up to here the bytes belong to no string that is still to be found: they may be passed on. It lags behind what was fed by no more
-    /// than the beginning of a record, and a string that was found is passed only with its last byte.
+    /// Bytes up to this position belong to no string that is still to be found: they may be forwarded. It lags behind
+    /// what was fed by no more than the beginning of a record, and a string that was found is passed only with its last
+    /// byte.
     pub fn settled(&self) -> u64 {
         self.prefix.map_or(self.at, |prefix| prefix.begins)
     }
@@ -159,7 +162,7 @@ impl Scanner {
         self.skip
     }
 
-    /// Passes over so many of them, or as many as there are; says how many those were.
+    /// Skips this many bytes, or as many as are skippable; returns how many.
     pub fn skip(&mut self, bytes: u64) -> u64 {
         let passed = bytes.min(self.skip);
         self.skip -= passed;
@@ -167,11 +170,11 @@ impl Scanner {
         passed
     }
 
-    /// Takes the next bytes: up to the first thing found (a string's value is not taken yet), or all. Says how many, and what was
-    /// found.
+    /// Takes the next bytes: up to the first find (the value of a string is not consumed yet), or all of them. Returns
+    /// how many, and what was found.
     ///
     /// # Errors
-    /// [`ScanError`]; nothing more is understood after it.
+    /// [`ScanError`]; nothing is parsed after it.
     pub fn feed(&mut self, input: &[u8]) -> Result<(usize, Option<Found>), ScanError> {
         let mut taken = self.finish_carry(input)?;
         loop {
@@ -193,7 +196,7 @@ impl Scanner {
         }
     }
 
-    /// Completes what was cut off. Says how many bytes that took.
+    /// Completes the item that was cut off. Returns how many bytes that took.
     fn finish_carry(&mut self, input: &[u8]) -> Result<usize, ScanError> {
         let before = self.carry.len();
         let mut taken = 0;
@@ -212,7 +215,7 @@ impl Scanner {
         Ok(taken)
     }
 
-    /// Understands one thing at the beginning of `bytes` and says how long it is; `None` if it is cut off.
+    /// Parses one item at the beginning of `bytes` and returns its length; `None` if the item is cut off.
     fn understand(&mut self, bytes: &[u8]) -> Result<Option<usize>, ScanError> {
         let mut input = Input { bytes, position: 0 };
         let result = match (self.state, self.stack.is_empty()) {
@@ -237,7 +240,7 @@ impl Scanner {
         Ok(Known)
     }
 
-    /// The beginning of a record: of something that stands before a key, between keys, or of a key itself.
+    /// The beginning of a record: of an attribute before a key, of a field between keys, or of a key.
     fn record(&mut self, input: &mut Input<'_>) -> Result<Known, Trouble> {
         let [code] = input.array()?;
         let mut prefix = self.prefix.unwrap_or(Prefix { begins: self.at, expires_ms: None, usage: None });
@@ -262,7 +265,7 @@ impl Scanner {
         Ok(Known)
     }
 
-    /// A key and the beginning of its value; or what follows an opcode.
+    /// A key and the beginning of its value, or what follows an opcode.
     fn key(&mut self, code: u8, prefix: Prefix, input: &mut Input<'_>) -> Result<Known, Trouble> {
         if let Some(items) = grammar::aside(code) {
             self.enter(items, 1);
@@ -288,7 +291,7 @@ impl Scanner {
         Ok(Known)
     }
 
-    /// A plain string: its value is passed over, and pointed at if it is long.
+    /// A plain string: its value is skipped, and reported if it is long.
     fn string(&mut self, prefix: Prefix, key_at: usize, length: u64, input: &mut Input<'_>) -> Result<(), Trouble> {
         self.skip = length;
         if length < self.least {
@@ -296,7 +299,7 @@ impl Scanner {
         }
         let starts = self.at + input.position as u64;
         let ends = starts.checked_add(length).ok_or(Trouble::Stop(malformed("a string without an end")))?;
-        // A key that is too long only when expanded is none of ours: the record is passed over.
+        // A string whose key is too long once expanded is not reported: the record is skipped.
         if let Ok(key) = (Input { bytes: input.bytes, position: key_at }).string("a key") {
             self.found = Some(Found::Text(Text {
                 begins: prefix.begins,
@@ -310,7 +313,7 @@ impl Scanner {
         Ok(())
     }
 
-    /// One item of the innermost row.
+    /// One item of the innermost sequence.
     fn item(&mut self, input: &mut Input<'_>) -> Result<Known, Trouble> {
         let Some(frame) = self.stack.last_mut() else { return Ok(Known) };
         let Some(item) = frame.items.get(frame.next) else {
@@ -334,7 +337,7 @@ impl Scanner {
                 MODULE_END => {}
                 kind => {
                     self.skip = module_value(kind, input)?;
-                    return Ok(Known); // the same item once more
+                    return Ok(Known); // the same item again
                 }
             },
         }
@@ -353,7 +356,7 @@ impl Scanner {
     }
 }
 
-/// Kinds of values that modules write: the end, numbers with and without a sign, of four and eight bytes, strings.
+/// Kinds of values that modules write: the end, signed and unsigned numbers, of four and eight bytes, strings.
 const MODULE_END: u64 = 0;
 const MODULE_SIGNED: u64 = 1;
 const MODULE_UNSIGNED: u64 = 2;
@@ -372,10 +375,10 @@ fn module_value(kind: u64, input: &mut Input<'_>) -> Result<u64, Stop> {
     }
 }
 
-/// Something was understood.
+/// An item was parsed.
 struct Known;
 
-/// Why something was not.
+/// Why an item was not parsed.
 enum Trouble {
     Stop(Stop),
     Unknown(u8),
@@ -396,7 +399,7 @@ mod tests {
     use super::super::Writer;
     use super::*;
 
-    /// All that is found, with the values not shown but skipped.
+    /// Everything that is found when the values are skipped instead of fed.
     fn scan(bytes: &[u8], piece: usize, least: u64) -> Result<Vec<Found>, ScanError> {
         let mut scanner = Scanner::new(least);
         let (mut at, mut all) = (0, Vec::new());
@@ -428,7 +431,7 @@ mod tests {
         let second = bytes.len() as u64;
         bytes.extend(b"\xFD\x02\0\0\0\xF9\x09\x00\xC1\x39\x30\x0Awwwwwwwwww");
         let third = bytes.len() as u64;
-        // Too short, a number, and one compressed.
+        // Too short, a number, and a compressed one.
         bytes.extend(b"\x00\x01s\x02no\x00\x01i\xC0\x05\x00\x01z\xC3\x05\x28\x000\xE0\x1E\x00");
         let end = bytes.len() as u64;
         bytes.extend([0xFF, 0, 0, 0, 0, 0, 0, 0, 0]);
@@ -490,7 +493,7 @@ mod tests {
         both(15, &stream(3, 2, &[]));
         both(19, &stream(8, 3, &[]));
         both(21, &stream(8, 3, &time));
-        both(1, &[0]); // nothing in it
+        both(1, &[0]); // empty
         all.push((Magic::Valkey, 22, [&[1][..], &text(b"field"), &text(b"value"), &time].concat()));
         all.push((Magic::Redis, 24, metadata));
         all.push((Magic::Redis, 25, [&time[..], &packed].concat()));
@@ -535,7 +538,7 @@ mod tests {
         }
         for bytes in [
             &b"REDIS0011\xFE\xC0"[..],     // an encoding for a length
-            b"REDIS0011\x01\x01k\xC1",     // ... of a list
+            b"REDIS0011\x01\x01k\xC1",     // the same, of a list
             b"REDIS0011\x00\x01k\xC9",     // a string of no encoding
             b"REDIS0011\x07\x01k\x01\x06", // a module's value of no kind
             b"REDIS0011\x00\x01k\x82",     // a length of no encoding

@@ -1,11 +1,11 @@
-//! Small snapshots of our own. Not a saver: strings only, nothing compressed, all in memory.
+//! Builds small snapshots. Not a saver: strings only, nothing compressed, everything in memory.
 
 use super::{FIRST_VALKEY_VERSION, OPCODE_AUX, OPCODE_EOF, OPCODE_EXPIRETIME_MS, OPCODE_SELECTDB, crc64};
 
 /// The type byte of a plain string value.
 const TYPE_STRING: u8 = 0;
 
-/// Builds a snapshot piece by piece.
+/// Builds a snapshot step by step.
 ///
 /// ```
 /// use remora_redis::rdb::{Head, Writer};
@@ -22,7 +22,7 @@ pub struct Writer {
 }
 
 impl Writer {
-    /// Begins a snapshot of a version of the format; from 80 on it bears Valkey's magic.
+    /// Begins a snapshot with this version of the format; from 80 on it has Valkey's magic.
     ///
     /// # Panics
     /// If the version has more than the three digits that Valkey's magic has room for.
@@ -30,7 +30,7 @@ impl Writer {
         Writer { bytes: magic(version).into_bytes() }
     }
 
-    /// Adds an auxiliary field. They belong before the first database.
+    /// Adds an auxiliary field. Fields must come before the first database.
     pub fn aux(&mut self, name: impl AsRef<[u8]>, value: impl AsRef<[u8]>) -> &mut Writer {
         self.bytes.push(OPCODE_AUX);
         self.put_string(name.as_ref());
@@ -38,7 +38,7 @@ impl Writer {
         self
     }
 
-    /// The keys from here on belong to this database.
+    /// The keys that follow belong to this database.
     pub fn select_db(&mut self, number: u32) -> &mut Writer {
         self.bytes.push(OPCODE_SELECTDB);
         self.put_length(number.into());
@@ -75,7 +75,7 @@ impl Writer {
     }
 }
 
-/// Adds a length, or a database's number, as it stands in a snapshot: in the shortest form there is, as servers do.
+/// Appends a length, or the number of a database, in the shortest encoding, as servers do.
 pub fn put_length(out: &mut Vec<u8>, length: u64) {
     let low = length.to_be_bytes();
     match length {
@@ -92,7 +92,7 @@ pub fn put_length(out: &mut Vec<u8>, length: u64) {
     }
 }
 
-/// The nine bytes with which a snapshot of that version begins; from 80 on it bears Valkey's magic.
+/// The nine bytes at the beginning of a snapshot of this version; from 80 on with Valkey's magic.
 ///
 /// # Panics
 /// If the version has more than the three digits that Valkey's magic has room for.

@@ -1,13 +1,13 @@
-//! Commands out of bytes: what a *server* reads.
+//! A decoder of commands: what a *server* reads.
 //!
-//! Three forms come from replicas and people: arrays of bulks, inline commands (words on a line), and bare line feeds,
-//! which a replica sends while it loads a snapshot to show that it lives. Quotes in inline commands are not undone:
-//! nobody who speaks to us in earnest uses them.
+//! Replicas and people send three forms: arrays of bulk strings, inline commands (words on a line), and bare line
+//! feeds, which a replica sends while it loads a snapshot, to show that it is alive. Quotes in inline commands are not
+//! decoded: no real client of ours uses them.
 
 use super::{Error, Limits, length, line_too_long, malformed, without_return};
 use crate::buffer::Buffer;
 
-/// An incremental decoder of what clients ask. Never more than one command is kept decoded.
+/// An incremental decoder of client commands. At most one decoded command is kept.
 ///
 /// ```
 /// use remora_redis::resp::{CommandDecoder, Limits};
@@ -21,7 +21,7 @@ use crate::buffer::Buffer;
 pub struct CommandDecoder {
     limits: Limits,
     buffer: Buffer,
-    /// Arguments that the command being read still lacks; 0 between commands.
+    /// Arguments that the current command still lacks; 0 between commands.
     missing: usize,
     args: Vec<Vec<u8>>,
     /// Length of the argument whose header was read.
@@ -30,17 +30,18 @@ pub struct CommandDecoder {
 }
 
 impl CommandDecoder {
-    /// A decoder that has read nothing. Of the limits, `depth` has no meaning here.
+    /// A decoder that has read nothing. It ignores the limit `depth`.
     pub fn new(limits: Limits) -> CommandDecoder {
         CommandDecoder { limits, buffer: Buffer::default(), missing: 0, args: Vec::new(), bulk: None, failed: None }
     }
 
-    /// Takes bytes as they came. Decodes nothing yet.
+    /// Takes bytes as they were read. Decodes nothing yet.
     pub fn feed(&mut self, bytes: &[u8]) {
         self.buffer.feed(bytes);
     }
 
-    /// The next whole command, never empty; `None` when more bytes are needed. After an error there is only that error.
+    /// The next complete command, never empty; `None` if more bytes are needed. After an error, every call returns the
+    /// same error.
     pub fn next_command(&mut self) -> Result<Option<Vec<Vec<u8>>>, Error> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
@@ -81,7 +82,7 @@ impl CommandDecoder {
             check("inline command", words.len(), limits.array_items)?;
             return Ok(if words.is_empty() { Begin::Nothing } else { Begin::Inline(words) });
         };
-        // Servers pass over commands of no or "minus one" arguments, so do we.
+        // Servers ignore commands with no or "minus one" arguments, and so does this decoder.
         self.missing = length("command", without_return(count)?, limits.array_items)?.unwrap_or(0);
         Ok(Begin::Array)
     }
@@ -123,7 +124,7 @@ impl CommandDecoder {
     }
 }
 
-/// What the first line of a command turned out to be.
+/// The meaning of the first line of a command.
 enum Begin {
     Incomplete,
     /// A bare line feed.

@@ -1,13 +1,13 @@
-//! Frames out of bytes, however the bytes were cut on their way.
+//! A decoder of frames that does not depend on how the bytes were cut on their way.
 //!
-//! Nothing is read twice: finished items of an unfinished array wait in `open`, and an announced bulk only waits for its
-//! length to have arrived. So there is no recursion either, whatever the peer nests.
+//! Nothing is read twice: finished items of an unfinished array wait in `open`, and an announced bulk string only waits
+//! until its bytes have arrived. So there is no recursion either, however deep the peer nests arrays.
 
 use super::{Error, Frame, Limits, length, line_too_long, malformed, without_return};
 use crate::buffer::Buffer;
 use crate::text;
 
-/// An incremental decoder of what servers answer.
+/// An incremental decoder of server answers.
 ///
 /// ```
 /// use remora_redis::resp::{Decoder, Frame, Limits};
@@ -23,7 +23,7 @@ use crate::text;
 pub struct Decoder {
     limits: Limits,
     buffer: Buffer,
-    /// Length of the bulk whose header was read and whose bytes are still coming.
+    /// Length of the bulk string whose header was read and whose bytes are incomplete.
     bulk: Option<usize>,
     /// Arrays that lack items, the outermost first.
     open: Vec<OpenArray>,
@@ -42,12 +42,12 @@ impl Decoder {
         Decoder { limits, buffer: Buffer::default(), bulk: None, open: Vec::new(), failed: None }
     }
 
-    /// Takes bytes as they came. Decodes nothing yet.
+    /// Takes bytes as they were read. Decodes nothing yet.
     pub fn feed(&mut self, bytes: &[u8]) {
         self.buffer.feed(bytes);
     }
 
-    /// The next whole frame; `None` when more bytes are needed. After an error there is only that error.
+    /// The next complete frame; `None` if more bytes are needed. After an error, every call returns the same error.
     pub fn next_frame(&mut self) -> Result<Option<Frame>, Error> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
@@ -62,12 +62,12 @@ impl Decoder {
         self.buffer.len()
     }
 
-    /// Takes the bytes that were not decoded, for a connection that goes over to another protocol.
+    /// Takes the bytes that were not decoded, for a connection that switches to another protocol.
     pub fn take_rest(&mut self) -> Vec<u8> {
         self.buffer.take_rest()
     }
 
-    /// Memory allocated for what has not been handed out, apart from the content of finished items.
+    /// Bytes allocated for what has not been returned yet, apart from the content of finished items.
     #[cfg(any(test, feature = "fuzzing"))]
     pub(crate) fn held_bytes(&self) -> usize {
         let items: usize = self.open.iter().map(|array| array.items.capacity()).sum();
@@ -91,7 +91,7 @@ impl Decoder {
         }
     }
 
-    /// Reads one line: a whole frame, or the beginning of a bulk or array.
+    /// Reads one line: a complete frame, or the beginning of a bulk string or array.
     fn header(&mut self) -> Result<Header, Error> {
         let Some(byte) = self.buffer.peek() else { return Ok(Header::Incomplete) };
         if !b"+-:$*".contains(&byte) {
@@ -127,7 +127,7 @@ impl Decoder {
                 size: self.open.len() as u64 + 1,
                 limit: self.limits.depth as u64,
             }),
-            // The vector starts empty: the announced length is a claim, the items are the proof.
+            // The vector starts empty: the announced length is only a claim, the items are the proof.
             Some(missing) => {
                 self.open.push(OpenArray { missing, items: Vec::new() });
                 Ok(Header::Opened)
@@ -135,7 +135,7 @@ impl Decoder {
         }
     }
 
-    /// The body is taken only together with the line end after it, so that no state lies between them.
+    /// The body is taken only together with the line end after it, so that no state is needed between them.
     fn bulk_body(&mut self, length: usize) -> Result<Option<Frame>, Error> {
         if self.buffer.len() < length + 2 {
             return Ok(None);
@@ -149,7 +149,7 @@ impl Decoder {
         Ok(Some(Frame::Bulk(body)))
     }
 
-    /// Puts a finished frame where it belongs. Returns it when it belongs to no array, or the outermost array that it
+    /// Adds a finished frame to its array. Returns the frame if it belongs to no array, or the outermost array that it
     /// completed.
     fn place(&mut self, mut frame: Frame) -> Option<Frame> {
         while let Some(mut array) = self.open.pop() {
@@ -165,11 +165,11 @@ impl Decoder {
     }
 }
 
-/// What one line turned out to be.
+/// The meaning of one line.
 enum Header {
     Incomplete,
     Whole(Frame),
-    /// A bulk or a non-empty array: its content follows.
+    /// A bulk string or a non-empty array: its content follows.
     Opened,
 }
 

@@ -1,12 +1,12 @@
-//! RESP2, the wire format: frames, how to write them, and what may be wrong with what a peer sent.
+//! RESP2, the wire format: frames, how to write them, and protocol errors.
 //!
 //! ```text
 //!   +OK\r\n                    Simple          :42\r\n      Integer          $-1\r\n  *-1\r\n   Null
 //!   -ERR no such key\r\n       Error           $3\r\nabc\r\n  Bulk           *2\r\n…      Array of two frames
 //! ```
 //!
-//! - [`Decoder`] reads frames as they come from a server.
-//! - [`CommandDecoder`] reads commands as they come from a client.
+//! - [`Decoder`] reads frames that a server sends.
+//! - [`CommandDecoder`] reads commands that a client sends.
 //!
 //! Not RESP3, and no attributes or pushes: without `HELLO 3` no server sends them.
 
@@ -23,13 +23,13 @@ use crate::text;
 pub enum Frame {
     /// `+text`: a status.
     Simple(Vec<u8>),
-    /// `-CODE text`: the server refused. [`crate::Refusal::sort`] says why.
+    /// `-CODE text`: the server refused. [`crate::Refusal::sort`] classifies it.
     Error(Vec<u8>),
     /// `:number`.
     Integer(i64),
-    /// `$length` and that many bytes of anything.
+    /// `$length` and that many arbitrary bytes.
     Bulk(Vec<u8>),
-    /// `$-1` or `*-1`: there is no value.
+    /// `$-1` or `*-1`: no value.
     Null,
     /// `*count` and that many frames.
     Array(Vec<Frame>),
@@ -49,7 +49,7 @@ impl Frame {
         std::str::from_utf8(self.as_bytes()?).ok()
     }
 
-    /// An integer, or a status or bulk that reads as one (`CONFIG GET`, `SCAN` cursors).
+    /// An integer, or a status or bulk that parses as one (`CONFIG GET`, `SCAN` cursors).
     pub fn as_int(&self) -> Option<i64> {
         match self {
             Frame::Integer(number) => Some(*number),
@@ -65,7 +65,7 @@ impl Frame {
         }
     }
 
-    /// The items of an array, by value; the frame itself when it is none.
+    /// The items of an array, by value; the frame itself if it is not an array.
     pub fn into_array(self) -> Result<Vec<Frame>, Frame> {
         match self {
             Frame::Array(items) => Ok(items),
@@ -73,7 +73,7 @@ impl Frame {
         }
     }
 
-    /// The bytes of a status or bulk, by value; the frame itself when it is none.
+    /// The bytes of a status or bulk, by value; the frame itself if it is neither.
     pub fn into_bytes(self) -> Result<Vec<u8>, Frame> {
         match self {
             Frame::Simple(bytes) | Frame::Bulk(bytes) => Ok(bytes),
@@ -95,36 +95,36 @@ impl Frame {
     }
 }
 
-/// What a decoder accepts. Beyond it the peer is at fault, and the connection is of no more use.
+/// What a decoder accepts. A peer that exceeds it is at fault, and the connection can't be used any more.
 ///
-/// The limits stop nonsense from a confused peer early. They are not what bounds memory: that grows with the bytes that
-/// have arrived, however large a length was announced. A frame costs 32 bytes beside its content, so an array of the
-/// shortest frames there are (four bytes each on the wire) takes eight times what was sent.
+/// The limits stop nonsense of a confused peer early. They do not bound memory: memory grows with the bytes that have
+/// arrived, however large a length was announced. A frame costs 32 bytes besides its content, so an array of the
+/// shortest possible frames (four bytes each on the wire) takes eight times what was sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     /// Longest bulk, in bytes.
     pub bulk_bytes: usize,
-    /// Most items of one array (or arguments of one command).
+    /// Maximum number of items of one array (or arguments of one command).
     pub array_items: usize,
-    /// How deep arrays may stand in arrays.
+    /// Maximum depth of nested arrays.
     pub depth: usize,
     /// Longest line (status, error, number, length, inline command), in bytes without its `\n`.
     pub line_bytes: usize,
 }
 
 impl Limits {
-    /// 512 MiB: the servers' default `proto-max-bulk-len`, hence the longest string value there is.
+    /// 512 MiB: the servers' default `proto-max-bulk-len`, hence the longest possible string value.
     pub const BULK_BYTES: usize = 512 * 1024 * 1024;
     /// 1 Mi: the servers' own limit for the arguments of a command (`multibulk length`) before version 7.
     pub const ARRAY_ITEMS: usize = 1024 * 1024;
-    /// 32: `COMMAND DOCS`, the deepest answer we know, reaches 12 on Redis 7.0 and Valkey 9.1. Commands of modules may go
-    /// deeper, and a level costs next to nothing.
+    /// 32: `COMMAND DOCS`, the deepest answer that we know, reaches 12 on Redis 7.0 and Valkey 9.1. Commands of modules
+    /// may go deeper, and a level costs next to nothing.
     pub const DEPTH: usize = 32;
     /// 64 KiB: the servers' own limit for an inline command (`PROTO_INLINE_MAX_SIZE`).
     pub const LINE_BYTES: usize = 64 * 1024;
 
-    /// For commands of a replication handshake, where the longest argument is a password (512 bytes is the longest that
-    /// `AUTH` of a server takes from its own configuration) and the most numerous are `REPLCONF` pairs. One command costs
+    /// For commands of a replication handshake. The longest argument is a password (512 bytes is the longest that
+    /// `AUTH` of a server takes from its own configuration), the most numerous are `REPLCONF` pairs. One command takes
     /// at most 64 × 4 KiB = 256 KiB.
     pub const HANDSHAKE: Limits = Limits { bulk_bytes: 4 * 1024, array_items: 64, depth: 1, line_bytes: 4 * 1024 };
 }
@@ -140,16 +140,17 @@ impl Default for Limits {
     }
 }
 
-/// The peer broke the protocol, or isn't speaking it. A decoder that returned this will return it for ever.
+/// The peer broke the protocol or does not speak it. A decoder that has returned an error returns the same error for
+/// ever.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// No frame begins like this.
+    /// No frame begins with this byte.
     #[error("the peer does not speak RESP: a frame cannot begin with {:?}", char::from(*.byte))]
     NotResp {
-        /// The byte where a frame should begin.
+        /// The byte in place of the beginning of a frame.
         byte: u8,
     },
-    /// A frame that begins well and goes wrong.
+    /// A frame begins correctly and continues wrongly.
     #[error("the peer broke the protocol: {what} reads {found:?}")]
     Malformed {
         /// Which part.
@@ -157,19 +158,19 @@ pub enum Error {
         /// Its beginning.
         found: String,
     },
-    /// Something longer, larger or deeper than [`Limits`] allows.
+    /// Something is longer, larger or deeper than [`Limits`] allows.
     #[error("the peer sent a {what} of {size}, the limit is {limit}")]
     TooLong {
         /// Which part.
         what: &'static str,
-        /// Its size: bytes, items or levels. Of a line: the first size that is too large.
+        /// Its size: bytes, items or levels. For a line: the first size that is too large.
         size: u64,
-        /// What is allowed.
+        /// The limit.
         limit: u64,
     },
 }
 
-/// Appends a command: an array of bulks.
+/// Appends a command: an array of bulk strings.
 ///
 /// ```
 /// let mut out = Vec::new();
@@ -183,7 +184,7 @@ pub fn command<A: AsRef<[u8]>>(out: &mut Vec<u8>, args: &[A]) {
     }
 }
 
-/// Appends a frame. Line breaks inside a status or error would end it early and are written as blanks, as servers do.
+/// Appends a frame. Line breaks inside a status or error would end it early and are written as spaces, as servers do.
 pub fn encode(out: &mut Vec<u8>, frame: &Frame) {
     match frame {
         Frame::Simple(text) => line(out, b'+', text),
@@ -214,7 +215,7 @@ fn line(out: &mut Vec<u8>, kind: u8, text: &[u8]) {
     out.extend_from_slice(b"\r\n");
 }
 
-/// The length after `$` or `*`. `None` for -1, which stands for "no value".
+/// The length after `$` or `*`. `None` for -1, which means "no value".
 fn length(what: &'static str, digits: &[u8], limit: usize) -> Result<Option<usize>, Error> {
     if digits == b"-1" {
         return Ok(None);
@@ -230,7 +231,7 @@ fn line_too_long(limit: usize) -> Error {
     Error::TooLong { what: "line", size: limit as u64 + 1, limit: limit as u64 }
 }
 
-/// A line as it must end: `\r` before the `\n` that the buffer took off.
+/// A line without the `\r` that must come before the `\n`, which the buffer has removed.
 fn without_return(line: &[u8]) -> Result<&[u8], Error> {
     line.strip_suffix(b"\r").ok_or_else(|| malformed("a line's end", line))
 }

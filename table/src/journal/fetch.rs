@@ -7,8 +7,8 @@
 //!   Idle ──────────────────▶ Landing ───────────────▶ Vouching ────────────────────────────▶ Idle, `vouched` grown
 //! ```
 //!
-//! Records are taken from the image of the cursor's slot as far as it is vouched for. `published` always lies between two
-//! records, and so does the end of every round.
+//! Records are taken from the image of the cursor's slot up to `vouched`. `published` is always between two records,
+//! and so is the end of every round.
 
 use std::sync::Arc;
 
@@ -20,25 +20,25 @@ use super::{
     search::Search,
 };
 use crate::{
-    channel::{Channel, What, caught_in_change},
     error::Error,
     layout::{ENTRY_BYTES, Entry, HEAD_BYTES, Kind, LINE_BYTES, LINE_OFFSET, Line},
+    reads::{Purpose, Reads, caught_in_change},
     snapshot::SinkLayout,
 };
 
 pub(super) struct Fetch {
     sink: Arc<Memory>,
     layout: SinkLayout,
-    channel: Channel,
+    reads: Reads,
     buffers: Vec<Buffer>,
     head_asked: bool,
     head_right: bool,
     line_asked: bool,
-    /// Times in a row that the line or a probe was caught in the middle of a change.
+    /// How many times in a row the line or a probe was caught in the middle of a change.
     caught: u32,
     search: Option<Search>,
     probe_asked: bool,
-    /// The table position up to which reads have been asked for.
+    /// The table position up to which reads have been queued.
     asked: u64,
 }
 
@@ -46,9 +46,10 @@ pub(super) struct Fetch {
 struct Buffer {
     slot: u64,
     round: Round,
-    /// Bytes from the slot's start that are here and of this slot. What the cursor has passed may be missing.
+    /// Bytes from the slot's start that are here and proved to be of this slot. Bytes that the cursor has passed may be
+    /// missing.
     vouched: u32,
-    /// Replication offset of the slot's first byte, as its entry says.
+    /// Replication offset of the slot's first byte, according to its entry.
     position: u64,
     /// Read a second time because a checksum was wrong.
     again: bool,
@@ -67,7 +68,7 @@ impl Fetch {
         Fetch {
             sink,
             layout,
-            channel: Channel::default(),
+            reads: Reads::default(),
             buffers: (0..layout.buffers).map(|_| Buffer::of(u64::MAX, 0)).collect(),
             head_asked: false,
             head_right: false,
@@ -79,28 +80,28 @@ impl Fetch {
         }
     }
 
-    /// The peer is gone: everything under way is asked for again.
+    /// The peer is gone: everything that was on its way is requested again.
     pub(super) fn reset(&mut self) {
-        self.channel.reset();
-        let channel = std::mem::take(&mut self.channel);
-        *self = Fetch { channel, ..Fetch::new(Arc::clone(&self.sink), self.layout) };
+        self.reads.reset();
+        let reads = std::mem::take(&mut self.reads);
+        *self = Fetch { reads, ..Fetch::new(Arc::clone(&self.sink), self.layout) };
     }
 
     pub(super) fn pump(&mut self, track: &mut Track, peer: &mut dyn Peer) -> Result<(), Error> {
-        let arrived = self.channel.collect(peer)?;
-        self.channel.post(peer)?;
-        for what in arrived {
-            self.handle(what, track)?;
+        let arrived = self.reads.collect(peer)?;
+        self.reads.post(peer)?;
+        for purpose in arrived {
+            self.handle(purpose, track)?;
         }
         self.take_records(track)?;
         self.ask(track);
-        self.channel.post(peer)
+        self.reads.post(peer)
     }
 
     fn ask(&mut self, track: &Track) {
         if !self.head_asked {
             self.head_asked = true;
-            self.channel.ask(What::Head, 0, HEAD_BYTES as u32, self.layout.head());
+            self.reads.queue(Purpose::Head, 0, HEAD_BYTES as u32, self.layout.head());
         }
         if self.head_right {
             match track.place {
@@ -110,11 +111,11 @@ impl Fetch {
         }
         if self.wants_news(track) && !self.line_asked {
             self.line_asked = true;
-            self.channel.ask(What::Line, LINE_OFFSET, LINE_BYTES as u32, self.layout.line());
+            self.reads.queue(Purpose::Line, LINE_OFFSET, LINE_BYTES as u32, self.layout.line());
         }
     }
 
-    /// Whether all that we know to be published has been asked for, or taken over a former peer.
+    /// Whether everything that we know to be published has been requested, or was taken over a former peer.
     fn wants_news(&self, track: &Track) -> bool {
         let taken =
             track.place.map_or(0, |cursor| track.expect.geometry.start_of(cursor.slot) + u64::from(cursor.inner));
@@ -132,7 +133,7 @@ impl Fetch {
         {
             self.probe_asked = true;
             let offset = geometry.entry_offset(number);
-            self.channel.ask(What::Probe, offset, ENTRY_BYTES as u32, self.layout.probe());
+            self.reads.queue(Purpose::Probe, offset, ENTRY_BYTES as u32, self.layout.probe());
         }
     }
 
@@ -155,25 +156,25 @@ impl Fetch {
             let from = u64::from(buffer.vouched);
             let to = self.layout.buffer(index, geometry) + from;
             let offset = geometry.slot_offset(slot) + from;
-            let left = self.channel.ask_pieces(index, offset, limit - buffer.vouched, to);
+            let left = self.reads.queue_pieces(index, offset, limit - buffer.vouched, to);
             buffer.round = Round::Landing { left, up_to: limit };
             self.asked = self.asked.max(geometry.start_of(slot) + u64::from(limit));
         }
     }
 
-    fn handle(&mut self, what: What, track: &mut Track) -> Result<(), Error> {
-        match what {
-            What::Head => {
+    fn handle(&mut self, purpose: Purpose, track: &mut Track) -> Result<(), Error> {
+        match purpose {
+            Purpose::Head => {
                 let mut bytes = [0; HEAD_BYTES];
                 self.sink.read(self.layout.head(), &mut bytes)?;
                 track.expect.check(&bytes, Kind::Journal)?;
                 self.head_right = true;
                 Ok(())
             }
-            What::Line => self.handle_line(track),
-            What::Probe => self.handle_probe(track),
-            What::Piece { buffer, .. } => self.handle_piece(buffer, track),
-            What::Entry { buffer } => self.handle_entry(buffer, track),
+            Purpose::Line => self.handle_line(track),
+            Purpose::Probe => self.handle_probe(track),
+            Purpose::Piece { buffer, .. } => self.handle_piece(buffer, track),
+            Purpose::Entry { buffer } => self.handle_entry(buffer, track),
         }
     }
 
@@ -222,7 +223,7 @@ impl Fetch {
         }
         buffer.round = Round::Vouching { up_to };
         let offset = track.expect.geometry.entry_offset(buffer.slot);
-        self.channel.ask(What::Entry { buffer: index }, offset, ENTRY_BYTES as u32, self.layout.entry(index));
+        self.reads.queue(Purpose::Entry { buffer: index }, offset, ENTRY_BYTES as u32, self.layout.entry(index));
         Ok(())
     }
 
@@ -243,13 +244,18 @@ impl Fetch {
             _ => {
                 caught_in_change(&mut buffer.caught)?;
                 let offset = track.expect.geometry.entry_offset(buffer.slot);
-                self.channel.ask(What::Entry { buffer: index }, offset, ENTRY_BYTES as u32, self.layout.entry(index));
+                self.reads.queue(
+                    Purpose::Entry { buffer: index },
+                    offset,
+                    ENTRY_BYTES as u32,
+                    self.layout.entry(index),
+                );
                 Ok(())
             }
         }
     }
 
-    /// Takes what is vouched for, as far as the caller's queue has room.
+    /// Takes records that are vouched for, as far as the caller's queue has space.
     fn take_records(&mut self, track: &mut Track) -> Result<(), Error> {
         while let Some(cursor) = track.place {
             if !track.has_room() || !self.take_chunk(track, cursor)? {
@@ -259,7 +265,7 @@ impl Fetch {
         Ok(())
     }
 
-    /// Takes records of the cursor's slot; `false` if none are there, or they have to be read again.
+    /// Takes records of the cursor's slot; `false` if there are none, or if they must be read again.
     fn take_chunk(&mut self, track: &mut Track, cursor: Cursor) -> Result<bool, Error> {
         let index = (cursor.slot % self.buffers.len() as u64) as u8;
         let geometry = track.expect.geometry;
@@ -280,7 +286,7 @@ impl Fetch {
         if buffer.again {
             return Err(Error::Corrupt { slot: cursor.slot, want: damage.want, got: damage.got });
         }
-        // Once more from the wire, with what lies beyond; but not before the round under way has come home.
+        // Read again over the wire, with what has been published since; but only after the present round has completed.
         if buffer.round == Round::Idle {
             *buffer = Buffer { again: true, ..Buffer::of(cursor.slot, cursor.inner) };
         }
@@ -300,7 +306,7 @@ impl Buffer {
         self.caught = 0;
     }
 
-    /// The entry and the records before it must agree on where in the stream the slot begins.
+    /// The entry and the records before it must agree on the stream position at which the slot begins.
     fn check_position(&self, cursor: &Cursor) -> Result<(), Error> {
         if self.position == cursor.slot_position {
             return Ok(());

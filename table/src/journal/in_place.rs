@@ -1,4 +1,4 @@
-//! Records copied straight out of the source's memory: for a peer that can map it.
+//! Records copied straight from the source's memory, for a peer that can map it.
 
 use std::sync::Arc;
 
@@ -10,16 +10,16 @@ use super::{
     search::Search,
 };
 use crate::{
-    channel::{caught_in_change, from_peer},
     error::Error,
     layout::{Entry, Geometry, HEAD_BYTES, Kind, Line},
     publish::{load_entry, load_entry_again, load_line},
+    reads::{caught_in_change, from_peer},
 };
 
 pub(super) struct InPlace {
     view: Arc<View>,
     head_checked: bool,
-    /// Times in a row that the line was caught in the middle of a change.
+    /// How many times in a row the line was caught in the middle of a change.
     caught: u32,
     completions: Vec<Completion>,
 }
@@ -34,7 +34,7 @@ impl InPlace {
     }
 
     pub(super) fn pump(&mut self, track: &mut Track, peer: &mut dyn Peer) -> Result<(), Error> {
-        // The connection still says when it is over.
+        // The connection still reports its end.
         peer.poll(&mut self.completions).map_err(from_peer)?;
         self.completions.clear();
         self.check_head(track)?;
@@ -97,7 +97,7 @@ impl InPlace {
         track.accept(copied, &window).map_err(|damage| Error::Corrupt { slot, want: damage.want, got: damage.got })
     }
 
-    /// Records that are known to be of the cursor's slot: the entry still names it after they were copied.
+    /// Records that are proved to be of the cursor's slot: the entry still names it after they were copied.
     fn copy(&self, track: &Track, cursor: &Cursor, window: &Window<'_>) -> Result<Copied, Error> {
         let copied = window.copy(cursor.inner)?;
         let entry = load_entry_again(&&*self.view, &track.expect.geometry, cursor.slot)?;

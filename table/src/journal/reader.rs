@@ -1,4 +1,5 @@
-//! The reader of a journal: begins at any offset still held, follows its end. No I/O and no clock of its own.
+//! The reader of a journal: begins at any offset that is still held, and follows the end. No I/O and no clock of its
+//! own.
 //!
 //! ```text
 //!   line ─▶ Search: entries ─▶ Track: slot, place in it, offset ─▶ copy ─▶ entry again ─▶ CRCs ─▶ next_chunk()
@@ -23,7 +24,7 @@ use crate::{
     snapshot::SinkLayout,
 };
 
-/// Bytes read ahead of the caller, at most about: a few chunks, so that memory stays bounded if nobody takes them.
+/// Bytes read ahead of the caller, approximately: a few chunks, so that memory stays bounded if the caller takes none.
 const QUEUE_BYTES: usize = 4 << 20;
 
 /// Bytes of the stream, in order, without a gap.
@@ -37,8 +38,8 @@ pub struct Chunk {
 
 /// Follows one journal.
 ///
-/// The caller's loop: [`pump`](Self::pump), then all of [`next_chunk`](Self::next_chunk); where nothing came, wait:
-/// [`Peer::wait`], or, if [`is_caught_up`](Self::is_caught_up), as long as news may be late.
+/// The caller's loop: [`pump`](Self::pump), then all of [`next_chunk`](Self::next_chunk). If nothing came, wait: with
+/// [`Peer::wait`], or, if [`is_caught_up`](Self::is_caught_up), for as long as news may be late.
 pub struct JournalReader {
     track: Track,
     fetch: Fetch,
@@ -46,11 +47,11 @@ pub struct JournalReader {
 }
 
 impl JournalReader {
-    /// A reader whose first byte is the one with the replication offset `start`. If the journal has not come so far yet, it
-    /// waits.
+    /// Creates a reader whose first byte is the one at replication offset `start`. If the journal has not reached it
+    /// yet, the reader waits.
     ///
-    /// `view`: the region itself, where the peer can give it ([`Peer::view`]); the sink's buffers are then not used. Two
-    /// buffers or more keep the wire busy while one is checked.
+    /// `view`: the region itself, if the peer can provide it ([`Peer::view`]); the sink's buffers are then not used.
+    /// Two buffers or more keep the wire busy while one is checked.
     ///
     /// # Errors
     /// [`Error::Layout`]: the geometry is outside its limits, the sink or the view too small.
@@ -67,8 +68,8 @@ impl JournalReader {
         Ok(JournalReader { track: Track::new(expect, start), fetch: Fetch::new(sink, layout), in_place })
     }
 
-    /// Goes on with another peer to the same table, after [`Error::Peer`]. The former peer must be closed, so that nothing
-    /// of it lands in the sink any more.
+    /// Continues with another peer of the same table, after [`Error::Peer`]. The former peer must be closed, so that
+    /// none of its reads lands in the sink any more.
     ///
     /// # Errors
     /// [`Error::Layout`]: the view is too small.
@@ -78,12 +79,13 @@ impl JournalReader {
         Ok(())
     }
 
-    /// Posts what may be posted, takes what has arrived, verifies. Never blocks. Looks for news of the source at most once
-    /// per call.
+    /// Posts reads, takes those that have completed, verifies records. Never blocks. Reads the line of the source at
+    /// most once per call.
     ///
     /// # Errors
-    /// [`Error::Overrun`]: the ring has passed us, or the start is no longer held. [`Error::Aborted`], after the last chunk
-    /// has been taken. [`Error::Peer`], [`Error::Fabric`]: get another peer and [`reconnect`](Self::reconnect).
+    /// [`Error::Overrun`]: the ring has passed this reader, or the start is no longer held. [`Error::Aborted`], after
+    /// the last chunk has been taken. [`Error::Peer`], [`Error::Fabric`]: get another peer and
+    /// [`reconnect`](Self::reconnect).
     pub fn pump(&mut self, peer: &mut dyn Peer) -> Result<(), Error> {
         match &mut self.in_place {
             Some(in_place) => in_place.pump(&mut self.track, peer)?,
@@ -97,30 +99,30 @@ impl JournalReader {
         self.track.take()
     }
 
-    /// Replication offset of the byte that the next chunk begins with.
+    /// Replication offset of the first byte of the next chunk.
     pub fn position(&self) -> u64 {
         self.track.chunks.front().map_or(self.track.next_offset(), |chunk| chunk.offset)
     }
 
-    /// Everything that we know to be published has been delivered: only the source can bring more.
+    /// Whether everything that we know to be published has been delivered: only the source can bring more.
     pub fn is_caught_up(&self) -> bool {
         self.track.is_at_end()
     }
 }
 
-/// What a reader knows and where it stands: shared by the two ways to read.
+/// The state of a reader, shared by the two ways of reading.
 pub(super) struct Track {
     pub(super) expect: Expectation,
     pub(super) line: Option<Line>,
-    /// The first byte wanted; those before it in its slot are read and dropped.
+    /// The first byte wanted; the bytes before it in its slot are read and dropped.
     pub(super) start: u64,
-    /// Where the next record is; unknown until the slot has been found.
+    /// The position of the next record; unknown until the slot has been found.
     pub(super) place: Option<Cursor>,
     chunks: VecDeque<Chunk>,
     queued: usize,
 }
 
-/// A place between two records.
+/// A position between two records.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Cursor {
     pub(super) slot: u64,
@@ -180,7 +182,7 @@ impl Track {
         Ok(())
     }
 
-    /// The writer has passed us.
+    /// The writer has passed this reader.
     pub(super) fn overrun(&self, slot: u64) -> Error {
         let retired = self.line.map_or(0, |line| line.retired);
         Error::slot_overrun(slot, retired.max(slot + 1))
@@ -208,7 +210,7 @@ impl Track {
         self.place.map_or(self.start, |cursor| cursor.offset.max(self.start))
     }
 
-    /// Nothing is published that has not been delivered.
+    /// Whether everything published has been delivered.
     fn is_at_end(&self) -> bool {
         let Some(line) = self.line else {
             return false;

@@ -1,7 +1,7 @@
-//! Walking the records of a slot: out of a memory into bytes of our own, and checked there.
+//! Parsing the records of a slot: copied from a memory into bytes of our own, and checked there.
 //!
-//! The copy comes first and the proof that the slot wasn't overwritten meanwhile comes after it, from the caller; so what is
-//! copied here may be anything, and is treated so.
+//! The copy comes first. The proof that the slot was not overwritten meanwhile comes after it, from the caller. So the
+//! copied bytes may be anything, and are treated as such.
 
 use remora_fabric::View;
 
@@ -10,32 +10,32 @@ use crate::{
     layout::{RECORD_HEADER_BYTES, RecordHeader},
 };
 
-/// A chunk is closed once it has so many bytes: enough that its fixed cost is small, little enough to be passed on soon. One
-/// record may overshoot it, by less than a slot.
+/// A chunk is closed once it has this many bytes: enough that its fixed cost is small, few enough to be passed on soon.
+/// One record may exceed it, by less than a slot.
 const CHUNK_BYTES: usize = 256 << 10;
 
-/// Where to read, and how far it may be read.
+/// A range to read, and its limit.
 pub(super) struct Window<'a> {
     pub(super) memory: &'a View,
-    /// Where in that memory the slot's image begins.
+    /// Offset of the slot's image in that memory.
     pub(super) base: u64,
     pub(super) slot_size: u32,
-    /// Bytes of the slot that are published and here.
+    /// Bytes of the slot that are published and present.
     pub(super) limit: u32,
 }
 
-/// Records copied and not yet believed.
+/// Records that were copied and not verified yet.
 pub(super) struct Copied {
     pub(super) bytes: Vec<u8>,
-    /// The end of each record in `bytes`, and its CRC-32C as stated.
+    /// The end of each record in `bytes`, and the CRC-32C in its header.
     records: Vec<(usize, u32)>,
-    /// Where in the slot the next record begins.
+    /// Offset in the slot of the next record.
     pub(super) inner: u32,
-    /// A header that makes no sense, if one was met.
+    /// The invalid header that ended the copy, if there was one.
     malformed: Option<RecordHeader>,
 }
 
-/// What was found to be wrong with copied records.
+/// What is wrong with copied records.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Damage {
     pub(super) want: u32,
@@ -43,12 +43,12 @@ pub(super) struct Damage {
 }
 
 impl Window<'_> {
-    /// Whether no record begins at `inner` any more, now or ever.
+    /// Whether no record begins at `inner`, now or later.
     pub(super) fn is_slot_end(&self, inner: u32) -> bool {
         self.slot_size.saturating_sub(inner) <= RECORD_HEADER_BYTES
     }
 
-    /// Copies records from `inner` on, until the limit or a chunk's fill.
+    /// Copies records from `inner` on, up to the limit or until the chunk is full.
     pub(super) fn copy(&self, inner: u32) -> Result<Copied, Error> {
         let room = (self.limit.saturating_sub(inner) as usize).min(CHUNK_BYTES);
         let mut copied = Copied { bytes: Vec::with_capacity(room), records: Vec::new(), inner, malformed: None };
@@ -77,7 +77,7 @@ impl Window<'_> {
 }
 
 impl Copied {
-    /// Checks each record's CRC. Only to be asked once the slot is known not to have been overwritten.
+    /// Checks each record's CRC. Call it only after the slot has proved not to be overwritten.
     pub(super) fn check(&self) -> Result<(), Damage> {
         let mut start = 0;
         for &(end, want) in &self.records {
@@ -89,7 +89,7 @@ impl Copied {
         }
         match self.malformed {
             None => Ok(()),
-            // There is no CRC to compare; the one that stands in the header names it well enough.
+            // There is no CRC to compare; the one in the header identifies the record well enough.
             Some(header) => Err(Damage { want: header.crc, got: 0 }),
         }
     }

@@ -1,6 +1,6 @@
-//! Finding the slot that holds an offset, by probing entries: a binary search in a ring that moves meanwhile.
+//! Finding the slot that holds an offset by probing entries: a binary search in a ring that moves meanwhile.
 //!
-//! No reads here: [`Search::probe`] says which entry to look at, [`Search::answer`] takes it.
+//! No reads here: [`Search::probe`] returns the entry to load next, [`Search::answer`] takes it.
 
 use crate::{
     error::Error,
@@ -11,16 +11,16 @@ use crate::{
 pub(super) struct Search {
     /// The offset wanted.
     wanted: u64,
-    /// Slots still in question.
+    /// Slots that are still candidates.
     low: u64,
     high: u64,
-    /// The last slot known to begin at or below the offset.
+    /// The last slot known to begin at or before the offset.
     best: Option<Found>,
-    /// The lowest position seen, to tell the user.
+    /// The lowest position seen, for the error message.
     oldest: Option<u64>,
 }
 
-/// The slot in which the offset lies, unless the ring moves on.
+/// The slot that contains the offset, unless the ring moves on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Found {
     pub(super) number: u64,
@@ -29,21 +29,21 @@ pub(super) struct Found {
 }
 
 impl Search {
-    /// `None`: nothing is published yet, so that there is nothing to search.
+    /// `None`: nothing is published yet, so there is nothing to search.
     pub(super) fn new(wanted: u64, line: &Line, geometry: &Geometry) -> Option<Search> {
         let high = line.published.checked_sub(1)? / geometry.slot_bytes();
         Some(Search { wanted, low: line.retired, high, best: None, oldest: None })
     }
 
-    /// The entry to look at next.
+    /// The entry to load next.
     pub(super) fn probe(&self) -> Option<u64> {
         (self.low <= self.high).then(|| self.low + (self.high - self.low) / 2)
     }
 
-    /// What was found at the place of slot `number`, the last probe.
+    /// The entry found at the place of slot `number`, the last probe.
     pub(super) fn answer(&mut self, number: u64, entry: &Entry) {
         if entry.number != number || entry.writing {
-            // The ring has moved on over it, and over all before it.
+            // The ring has moved on over this slot, and over all before it.
             self.low = number + 1;
             self.best = self.best.filter(|best| best.number > number);
             return;
@@ -60,7 +60,7 @@ impl Search {
         }
     }
 
-    /// Once there is no more to probe.
+    /// The result, once there is nothing more to probe.
     pub(super) fn found(&self) -> Result<Found, Error> {
         let oldest = self.oldest.unwrap_or(self.wanted.saturating_add(1));
         self.best.ok_or(Error::Overrun { wanted: self.wanted, oldest, unit: "stream offset" })

@@ -1,4 +1,4 @@
-//! The writer of a journal: appends, and overwrites the oldest slot when it must. It waits for nobody.
+//! The writer of a journal: appends, and overwrites the oldest slot when it must. It does not wait for readers.
 
 use std::{collections::VecDeque, sync::Arc};
 
@@ -27,19 +27,20 @@ pub struct JournalWriter {
 }
 
 impl JournalWriter {
-    /// An empty journal in `memory`, which must be fresh (all zero). Its first byte has the offset
-    /// `identity.first_offset + 1`.
+    /// Creates an empty journal in `memory`, which may hold anything, such as the table of an earlier generation. No
+    /// reader may have access to it yet; access that readers had to an earlier table must be revoked. The journal's
+    /// first byte has the offset `identity.first_offset + 1`.
     ///
     /// # Errors
     /// [`Error::Layout`] if the geometry is outside its limits or the memory too small for it, [`Error::Misuse`] if the
     /// identity is that of a snapshot.
     pub fn create(memory: Arc<Memory>, geometry: Geometry, identity: Identity) -> Result<JournalWriter, Error> {
         if identity.kind != Kind::Journal {
-            return Err(Error::Misuse("a journal's identity must say that it is one"));
+            return Err(Error::Misuse("the identity of a journal must have the kind Journal"));
         }
         let end_offset = identity.first_offset.saturating_add(1);
         let publisher = lay_out(&memory, geometry, identity)?;
-        // As if a slot before the first were full: the first append opens the first.
+        // As if a slot before the first were full: the first append opens the first slot.
         let used = geometry.slot_size;
         Ok(JournalWriter { memory, geometry, publisher, positions: VecDeque::new(), opened: 0, used, end_offset })
     }
@@ -50,7 +51,7 @@ impl JournalWriter {
     /// [`Error::Misuse`] after [`abort`](Self::abort).
     pub fn append(&mut self, mut bytes: &[u8]) -> Result<(), Error> {
         if self.state() != State::Open {
-            return Err(Error::Misuse("appended to a journal that was given up"));
+            return Err(Error::Misuse("append() on a journal that was aborted"));
         }
         while !bytes.is_empty() {
             if self.room() == 0 {
@@ -63,15 +64,15 @@ impl JournalWriter {
         Ok(())
     }
 
-    /// Gives the journal up: readers will take what there is and then find it aborted.
+    /// Aborts the journal: readers take what it holds and then find it aborted.
     pub fn abort(&mut self) {
-        // Stores into memory of ours that was checked at the start: it cannot fail, and if it did, the readers would learn
-        // it by the messenger.
+        // These are stores into our own memory, which was checked at the start, so they cannot fail. If one did, the
+        // readers would learn of the abort through the messenger.
         let _ = self.publisher.abort();
     }
 
-    /// Replication offset of the oldest byte still held: a reader may begin here or later. Of an empty journal, that of its
-    /// first byte.
+    /// Replication offset of the oldest byte still held: a reader may begin here or later. For an empty journal, the
+    /// offset of its first byte.
     pub fn first_offset(&self) -> u64 {
         self.positions.front().copied().unwrap_or(self.end_offset)
     }
@@ -91,7 +92,7 @@ impl JournalWriter {
         self.geometry
     }
 
-    /// Bytes of a record that fit into the open slot behind its header.
+    /// Bytes of a record that fit into the open slot, after the header.
     fn room(&self) -> u32 {
         (self.geometry.slot_size - self.used).saturating_sub(RECORD_HEADER_BYTES)
     }
@@ -99,12 +100,12 @@ impl JournalWriter {
     fn open_slot(&mut self) -> Result<(), Error> {
         let number = self.opened;
         if self.positions.len() == self.geometry.slots as usize {
-            // The readers' last warning; only then may the bytes change.
+            // The last warning to readers; only then may the bytes change.
             self.publisher.retire(number + 1 - u64::from(self.geometry.slots))?;
             self.positions.pop_front();
         }
         self.publisher.begin(number)?;
-        // The records say length and CRC themselves, so the entry is complete before the first of them.
+        // The records have their own lengths and CRCs, so the entry is complete before the first of them.
         let position = self.end_offset;
         self.publisher.complete(Entry { number, writing: false, position, length: 0, crc: 0 })?;
         self.positions.push_back(position);

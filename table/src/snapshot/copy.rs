@@ -1,23 +1,24 @@
-//! A copy of a snapshot in a table of one's own: read from the source or from whoever holds a part of it, and read on by others
-//! while it grows. No I/O and no clock of its own.
+//! A copy of a snapshot in a table of our own: read from the source or from a peer that holds a part of it, and read by
+//! others while it grows. No I/O and no clock of its own.
 //!
 //! ```text
-//!            ┌─ ledger: line, entries ◀════════════════════ the source's region, always
+//!            ┌─ source_entries: line, entries ◀════════════════════ the source's region, always
 //!   pump ──▶ │
 //!            └─ bytes of slots ◀═══════════════════════════ the way: the source, or one peer's copy
-//!                  │ CRC as the *source's* entry says? no: Loss::Lied, the bytes are thrown away
+//!                  │ CRC as the *source's* entry says? no: Loss::Lied, the bytes are discarded
 //!                  ▼
-//!    own table:  bytes, then entry, then `published`  ═════▶ any SnapshotCopy or SnapshotReader of somebody else
+//!    own table:  bytes, then entry, then `published`  ═════▶ any SnapshotCopy or SnapshotReader elsewhere
 //!                  │
 //!                  └─▶ next_slot() ──▶ release()             for our own use, in order
 //! ```
 //!
-//! The own table has the layout of the source's, with as many slots as there is memory for. What must hold:
+//! Our own table has the layout of the source's, with as many slots as the memory can hold. Invariants:
 //!
-//! - A slot of it is published only when its bytes have the checksum that the source's own entry names.
-//! - A slot's place is used again only when everybody whom *we* lent it to has given it back. Who reads it from another host finds
-//!   out by `retired` and the entry, as with every table. While the ring has room for all, nothing is ever written twice.
-//! - A peer that is lost costs the slots that were on their way from it, and nothing else.
+//! - A slot of our own table is published only if its bytes have the checksum in the source's own entry.
+//! - A slot's place is reused only after everyone to whom *we* delivered it has released it. A reader on another host
+//!   detects the reuse by `retired` and the entry, as with every table. While the ring has space for all slots, no
+//!   place is written twice.
+//! - The loss of a peer costs the slots that were on their way from it, and nothing else.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -25,26 +26,26 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use remora_fabric::{Memory, Peer};
 
 use super::{
-    ledger::{Front, Ledger, SmallPlace},
     pieces::Pieces,
     plan::{Verdict, Wanted},
     reader::{Holder, Place, Progress, Slot},
+    source_entries::{Front, SmallPlace, SourceEntries},
     writer::lay_out,
 };
 use crate::{
-    channel::{Channel, READ_BYTES, What},
     error::Error,
     expectation::Expectation,
     layout::{Entry, Geometry, Identity, Kind, MAGIC, State},
     publish::Publisher,
+    reads::{Purpose, READ_BYTES, Reads},
 };
 
-/// What one call of [`SnapshotCopy::pump`] may do.
+/// What one call of [`SnapshotCopy::pump`] is allowed to do.
 #[derive(Debug, Clone, Copy)]
 pub struct Turn {
-    /// Lines may be read again to see whether there is news. Not at every turn: a look costs both ends a small read.
+    /// Lines may be read again to look for news. Not at every turn: each such read costs both ends a small read.
     pub look: bool,
-    /// Slots are asked for while this is above 0, and their bytes are taken off: by the last read it may fall below.
+    /// Slots are requested while this is above 0, and their bytes are subtracted: the last read may take it below 0.
     pub allowance: i64,
 }
 
@@ -53,35 +54,35 @@ impl Turn {
     pub const FREE: Turn = Turn { look: true, allowance: i64::MAX };
 }
 
-/// Why nothing more can be read from a peer. The copy goes on from another.
+/// Why nothing more can be read from a peer. The copy continues with another peer.
 #[derive(Debug, thiserror::Error)]
 pub enum Loss {
-    /// It is gone, or does not answer.
+    /// The peer is gone, or does not answer.
     #[error("{0}")]
     Gone(Error),
-    /// Its bytes are not those that the source wrote, though it had not overwritten them.
-    #[error("slot {slot} has the checksum {got:#010x} and the source says {want:#010x}")]
+    /// The bytes are not those that the source wrote, though the peer had not overwritten them.
+    #[error("slot {slot} has the checksum {got:#010x}, the source's entry has {want:#010x}")]
     Lied {
         /// Number of the slot.
         slot: u64,
         /// CRC-32C in the source's own entry.
         want: u32,
-        /// CRC-32C of what the peer gave.
+        /// CRC-32C of the peer's bytes.
         got: u32,
     },
-    /// It no longer holds what we need next.
+    /// The peer no longer holds the slot that we need next.
     #[error("it no longer holds slot {slot} (the oldest it holds is {oldest})")]
     Passed {
         /// The slot that was wanted.
         slot: u64,
-        /// The oldest that it holds.
+        /// The oldest slot that it holds.
         oldest: u64,
     },
 }
 
-/// Where the bytes of slots come from.
+/// The source of the bytes of slots.
 enum Way {
-    /// From nowhere at present.
+    /// No source at present.
     Hold,
     Source,
     Peer(Front),
@@ -92,52 +93,52 @@ struct Work {
     wanted: Wanted,
     pieces: Pieces,
     from_peer: bool,
-    /// Read from the source a second time.
+    /// Read from the source for the second time.
     again: bool,
-    /// Its bytes were wrong: the peer's line is looked at once more, to see whether it has just overwritten them.
+    /// Its bytes were wrong: the peer's line is read once more, to find out whether the peer has just overwritten them.
     suspect: bool,
 }
 
-/// See the module's text.
+/// The copy of one snapshot. See the module docs.
 pub struct SnapshotCopy {
     memory: Arc<Memory>,
-    /// The own table's shape.
+    /// The shape of our own table.
     own: Geometry,
-    /// The first slot of the own table.
+    /// The first slot of our own table.
     first: u64,
     publisher: Publisher<Arc<Memory>>,
-    ledger: Ledger,
-    source: Channel,
+    source_entries: SourceEntries,
+    source: Reads,
     way: Way,
-    peer: Channel,
+    peer: Reads,
     works: Vec<Option<Work>>,
-    /// The first number that has not been asked for.
+    /// The first number that has not been requested.
     next: u64,
-    /// Asked for and lost: these come first.
+    /// Requested and lost: these are requested first.
     lost: BTreeSet<u64>,
-    /// Here and right, but for an earlier one that is missing.
+    /// Landed and verified, waiting for an earlier slot that is missing.
     landed: BTreeMap<u64, Entry>,
     /// The next slot for our own use.
     delivered: u64,
     lent: Arc<Lent>,
-    /// Bytes of slots that have arrived, those thrown away included.
+    /// Bytes of slots that have arrived, including those discarded.
     arrived: u64,
-    /// The last turn found nothing more to ask for.
+    /// The last turn found nothing more to request.
     starved: bool,
 }
 
 impl SnapshotCopy {
-    /// Bytes that a copy of that shape takes: the table, and behind it a place for small reads.
+    /// Bytes that a copy of this shape takes: the table, and behind it a place for small reads.
     pub fn memory_len(own: &Geometry) -> u64 {
         own.memory_len() + SMALL_BYTES
     }
 
-    /// An empty copy of the expected table in `memory`, which must be fresh (all zero), from slot `first` on. It is to be the sink of
-    /// every peer that is read from.
+    /// Creates an empty copy of the expected table in `memory`, from slot `first` on. The memory must not hold a table
+    /// yet, as others may still read a former copy, and must be the sink of every peer that is read from.
     ///
     /// # Errors
-    /// [`Error::Layout`] if a geometry is outside its limits, the slots are not as large as the source's, or the memory is too small;
-    /// [`Error::Misuse`] if it is not fresh.
+    /// [`Error::Layout`] if a geometry is outside its limits, the slots differ in size from the source's, or the memory
+    /// is too small; [`Error::Misuse`] if the memory holds a table already.
     pub fn create(memory: Arc<Memory>, own: Geometry, expect: Expectation, first: u64) -> Result<SnapshotCopy, Error> {
         let source = expect.geometry.checked()?;
         if own.checked()?.slot_size != source.slot_size || memory.length() < Self::memory_len(&own) {
@@ -152,7 +153,7 @@ impl SnapshotCopy {
         let mut magic = [0; MAGIC.len()];
         memory.read(0, &mut magic)?;
         if magic != [0; MAGIC.len()] {
-            return Err(Error::Misuse("a copy in memory that holds something already"));
+            return Err(Error::Misuse("the memory for a copy holds a table already"));
         }
         let Expectation { generation, replid, first_offset, .. } = expect;
         let identity = Identity { generation, kind: Kind::Snapshot, replid, first_offset };
@@ -160,16 +161,16 @@ impl SnapshotCopy {
         publisher.publish(own.start_of(first))?;
         publisher.retire(first)?;
         let works = (READ_AHEAD_BYTES / own.slot_bytes() + 1).clamp(2, MOST_WORKS);
-        let ledger = Ledger::new(expect, first, small_place(&own, 0), small_place(&own, 2).at);
+        let source_entries = SourceEntries::new(expect, first, small_place(&own, 0), small_place(&own, 2).at);
         Ok(SnapshotCopy {
             memory,
             own,
             first,
             publisher,
-            ledger,
-            source: Channel::default(),
+            source_entries,
+            source: Reads::default(),
             way: Way::Hold,
-            peer: Channel::default(),
+            peer: Reads::default(),
             works: (0..works).map(|_| None).collect(),
             next: first,
             lost: BTreeSet::new(),
@@ -181,7 +182,7 @@ impl SnapshotCopy {
         })
     }
 
-    /// The memory that it lies in.
+    /// The memory that holds the copy.
     pub fn memory(&self) -> &Arc<Memory> {
         &self.memory
     }
@@ -192,28 +193,29 @@ impl SnapshotCopy {
         self.way = Way::Source;
     }
 
-    /// Slots come from a peer's copy from now on. `slots`: how many its ring has. The former peer must be closed.
+    /// Slots come from a peer's copy from now on. `slots`: the number of slots in its ring. The former peer must be
+    /// closed.
     ///
     /// # Errors
-    /// [`Error::Layout`] if that is no number of slots.
+    /// [`Error::Layout`] if that is not a valid number of slots.
     pub fn read_from_peer(&mut self, slots: u32) -> Result<(), Error> {
         let geometry = Geometry { slots, ..self.own }.checked()?;
         self.leave_way();
-        let expect = Expectation { geometry, ..self.ledger.front.expect.clone() };
+        let expect = Expectation { geometry, ..self.source_entries.front.expect.clone() };
         self.way = Way::Peer(Front::new(expect, small_place(&self.own, 1)));
         Ok(())
     }
 
-    /// Slots come from nowhere until the next word. The former peer must be closed.
+    /// No slots are read until a new source is chosen. The former peer must be closed.
     pub fn hold(&mut self) {
         self.leave_way();
         self.way = Way::Hold;
     }
 
-    /// The peer to the source is another one. The former must be closed.
+    /// The peer of the source was replaced. The former one must be closed.
     pub fn reconnect(&mut self) {
         self.source.reset();
-        self.ledger.reset();
+        self.source_entries.reset();
         self.lose(|work| !work.from_peer);
     }
 
@@ -232,11 +234,13 @@ impl SnapshotCopy {
         }
     }
 
-    /// Takes what has arrived, verifies and publishes it, and asks for what may be asked for. Never blocks; reckons at most the CRC of
-    /// what arrived. `peer` is the one of [`read_from_peer`](Self::read_from_peer). A loss: close that peer, and say where to go on.
+    /// Takes what has arrived, verifies and publishes it, and requests what may be requested. Never blocks; computes at
+    /// most the CRC of what arrived. `peer` is the one of [`read_from_peer`](Self::read_from_peer). After a loss, close
+    /// that peer and choose where to continue.
     ///
     /// # Errors
-    /// [`Error::Peer`], [`Error::Fabric`]: get another peer to the source and [`reconnect`](Self::reconnect). All others end this copy.
+    /// [`Error::Peer`], [`Error::Fabric`]: get another peer of the source and [`reconnect`](Self::reconnect). All
+    /// others end this copy.
     pub fn pump(
         &mut self,
         source: &mut dyn Peer,
@@ -246,15 +250,15 @@ impl SnapshotCopy {
         if self.is_whole() {
             return Ok(None);
         }
-        for what in self.source.collect(source)? {
-            self.handle_from_source(what)?;
+        for purpose in self.source.collect(source)? {
+            self.handle_from_source(purpose)?;
         }
         let loss = match peer {
             Some(peer) if matches!(self.way, Way::Peer(_)) => self.pump_peer(peer, turn)?,
             _ => None,
         };
         let look = turn.look && self.needs_the_source();
-        self.ledger.ask(&mut self.source, look);
+        self.source_entries.ask(&mut self.source, look);
         if !matches!(self.way, Way::Peer(_)) {
             self.ask_slots()?;
         }
@@ -262,14 +266,14 @@ impl SnapshotCopy {
         Ok(loss)
     }
 
-    /// The peer's part of a turn. Its trouble is a loss, ours an error.
+    /// The peer's part of a turn. A failure of the peer is a loss, a failure of ours an error.
     fn pump_peer(&mut self, peer: &mut (dyn Peer + '_), turn: &mut Turn) -> Result<Option<Loss>, Error> {
         let arrived = match self.peer.collect(peer) {
             Ok(arrived) => arrived,
             Err(error) => return Ok(Some(Loss::Gone(error))),
         };
-        for what in arrived {
-            if let Some(loss) = self.handle_from_peer(what)? {
+        for purpose in arrived {
+            if let Some(loss) = self.handle_from_peer(purpose)? {
                 return Ok(Some(loss));
             }
         }
@@ -281,17 +285,17 @@ impl SnapshotCopy {
         Ok(self.peer.post_within(peer, &mut turn.allowance).err().map(Loss::Gone))
     }
 
-    /// Whether news of the source would be of use. Behind a peer only for slots that the peer has: many readers would else ask the
-    /// source for lines that none of them can follow yet.
+    /// Whether news of the source would be of use. Behind a peer, only for slots that the peer has: otherwise many
+    /// readers would read lines of the source that none of them can follow yet.
     fn needs_the_source(&self) -> bool {
         match &self.way {
             Way::Hold => false,
             Way::Source => true,
-            Way::Peer(front) => front.is_sealed() || front.published() > self.ledger.seen(),
+            Way::Peer(front) => front.is_sealed() || front.published() > self.source_entries.seen(),
         }
     }
 
-    /// The way has published nothing that we have not asked for.
+    /// Whether everything that the present source of slots has published was requested.
     fn is_exhausted(&self) -> bool {
         self.lost.is_empty() && self.next >= self.front_of_way().map_or(0, Front::published)
     }
@@ -299,44 +303,44 @@ impl SnapshotCopy {
     fn front_of_way(&self) -> Option<&Front> {
         match &self.way {
             Way::Hold => None,
-            Way::Source => Some(&self.ledger.front),
+            Way::Source => Some(&self.source_entries.front),
             Way::Peer(front) => Some(front),
         }
     }
 
-    fn handle_from_source(&mut self, what: What) -> Result<(), Error> {
-        match what {
-            What::Head => self.ledger.front.handle_head(&self.memory),
-            What::Line => {
-                self.ledger.front.handle_line(&self.memory, &mut self.source)?;
+    fn handle_from_source(&mut self, purpose: Purpose) -> Result<(), Error> {
+        match purpose {
+            Purpose::Head => self.source_entries.front.handle_head(&self.memory),
+            Purpose::Line => {
+                self.source_entries.front.handle_line(&self.memory, &mut self.source)?;
                 self.seal_if_whole()
             }
-            What::Probe => self.ledger.handle_entries(&self.memory),
-            What::Piece { buffer, piece } => self.land(buffer, piece).map(drop),
-            What::Entry { .. } => Ok(()),
+            Purpose::Probe => self.source_entries.handle_entries(&self.memory),
+            Purpose::Piece { buffer, piece } => self.land(buffer, piece).map(drop),
+            Purpose::Entry { .. } => Ok(()),
         }
     }
 
-    fn handle_from_peer(&mut self, what: What) -> Result<Option<Loss>, Error> {
+    fn handle_from_peer(&mut self, purpose: Purpose) -> Result<Option<Loss>, Error> {
         let front = match &mut self.way {
             Way::Peer(front) => front,
             Way::Hold | Way::Source => return Ok(None),
         };
-        let handled = match what {
-            What::Head => front.handle_head(&self.memory),
-            What::Line => front.handle_line(&self.memory, &mut self.peer),
-            What::Piece { buffer, piece } => return self.land(buffer, piece),
-            What::Probe | What::Entry { .. } => Ok(()),
+        let handled = match purpose {
+            Purpose::Head => front.handle_head(&self.memory),
+            Purpose::Line => front.handle_line(&self.memory, &mut self.peer),
+            Purpose::Piece { buffer, piece } => return self.land(buffer, piece),
+            Purpose::Probe | Purpose::Entry { .. } => Ok(()),
         };
-        // A line that was caught in change has been asked for again, and says nothing yet.
-        let is_news = what == What::Line && !front.is_line_asked();
+        // A line that was caught in the middle of a change has been requested again, and says nothing yet.
+        let is_news = purpose == Purpose::Line && !front.is_line_asked();
         if let Err(error) = handled {
             return Ok(Some(Loss::Gone(error)));
         }
         Ok(if is_news { self.judge_suspects() } else { None })
     }
 
-    /// One more piece is here; the last one completes its slot.
+    /// One more piece has arrived; the last piece completes its slot.
     fn land(&mut self, index: u8, piece: u8) -> Result<Option<Loss>, Error> {
         let Some(Some(work)) = self.works.get_mut(usize::from(index)) else { return Ok(None) };
         let at = self.own.slot_offset(work.wanted.number);
@@ -346,8 +350,8 @@ impl SnapshotCopy {
             return Ok(None);
         }
         let (number, got) = (work.wanted.number, work.pieces.crc());
-        // It was there when the slot was asked for, and is forgotten only when the slot is published.
-        let Some(entry) = self.ledger.entry(number).copied() else { return Ok(None) };
+        // The entry was there when the slot was requested, and is dropped only when the slot is published.
+        let Some(entry) = self.source_entries.entry(number).copied() else { return Ok(None) };
         match work.wanted.judge(Some(entry), got, &self.own)? {
             Verdict::Right => {
                 self.works[usize::from(index)] = None;
@@ -363,14 +367,14 @@ impl SnapshotCopy {
             _ if work.again => return Err(Error::Corrupt { slot: number, want: entry.crc, got }),
             _ => {
                 work.again = true;
-                let from = self.ledger.front.expect.geometry.slot_offset(number);
+                let from = self.source_entries.front.expect.geometry.slot_offset(number);
                 work.pieces = Pieces::ask(&mut self.source, index, from, work.wanted.length, at);
             }
         }
         Ok(None)
     }
 
-    /// A line that was read after the wrong bytes says whether the peer has overwritten them meanwhile, as it may.
+    /// A line that was read after the wrong bytes tells whether the peer has overwritten them meanwhile, which it may.
     fn judge_suspects(&self) -> Option<Loss> {
         let retired = self.front_of_way().and_then(Front::line).map_or(0, |line| line.retired);
         let suspect = self.works.iter().flatten().find(|work| work.suspect)?;
@@ -378,11 +382,11 @@ impl SnapshotCopy {
         if retired > slot {
             return Some(Loss::Passed { slot, oldest: retired });
         }
-        let want = self.ledger.entry(slot).map_or(0, |entry| entry.crc);
+        let want = self.source_entries.entry(slot).map_or(0, |entry| entry.crc);
         Some(Loss::Lied { slot, want, got })
     }
 
-    /// Publishes what is here without a gap.
+    /// Publishes the slots that are here without a gap.
     fn publish(&mut self) -> Result<(), Error> {
         let mut number = self.held();
         while let Some(entry) = self.landed.remove(&number) {
@@ -390,42 +394,42 @@ impl SnapshotCopy {
             self.publisher.publish(entry.position + u64::from(entry.length))?;
             number += 1;
         }
-        self.ledger.forget_below(number);
+        self.source_entries.forget_below(number);
         self.seal_if_whole()
     }
 
     fn seal_if_whole(&mut self) -> Result<(), Error> {
-        let end = self.ledger.front.line().and_then(|line| line.end);
+        let end = self.source_entries.front.line().and_then(|line| line.end);
         if self.publisher.line().state == State::Open && end == Some(self.publisher.line().published) {
             self.publisher.seal()?;
         }
         Ok(())
     }
 
-    /// Asks for all that is wanted, published, and has room.
+    /// Requests everything that is wanted, published, and has a place.
     fn ask_slots(&mut self) -> Result<(), Error> {
         self.starved = true;
         while let Some(index) = self.works.iter().position(Option::is_none) {
             let Some(wanted) = self.next_wanted()? else { return Ok(()) };
             let (number, to) = (wanted.number, self.own.slot_offset(wanted.number));
-            let (channel, geometry, from_peer) = match &self.way {
+            let (reads, geometry, from_peer) = match &self.way {
                 Way::Hold => return Ok(()),
-                Way::Source => (&mut self.source, &self.ledger.front.expect.geometry, false),
+                Way::Source => (&mut self.source, &self.source_entries.front.expect.geometry, false),
                 Way::Peer(front) => (&mut self.peer, &front.expect.geometry, true),
             };
-            // At most `MOST_WORKS`, which fits.
-            let pieces = Pieces::ask(channel, index as u8, geometry.slot_offset(number), wanted.length, to);
+            // At most `MOST_WORKS`, which fits the type.
+            let pieces = Pieces::ask(reads, index as u8, geometry.slot_offset(number), wanted.length, to);
             self.works[index] = Some(Work { wanted, pieces, from_peer, again: false, suspect: false });
         }
         self.starved = false;
         Ok(())
     }
 
-    /// The next slot to get, its place made free for it.
+    /// The next slot to get, after its place was made free.
     fn next_wanted(&mut self) -> Result<Option<Wanted>, Error> {
         let number = self.lost.first().copied().unwrap_or(self.next);
         let published = self.front_of_way().map_or(0, Front::published);
-        let Some(entry) = self.ledger.entry(number).filter(|_| number < published) else { return Ok(None) };
+        let Some(entry) = self.source_entries.entry(number).filter(|_| number < published) else { return Ok(None) };
         let wanted = Wanted { number, position: entry.position, length: entry.length };
         let room_below = self.lent.floor(self.delivered) + u64::from(self.own.slots);
         if number >= room_below {
@@ -467,13 +471,13 @@ impl SnapshotCopy {
         })
     }
 
-    /// The slot has been used.
+    /// The caller has used the slot.
     pub fn release(&mut self, slot: Slot) {
         self.lent.give_back(slot.number);
     }
 
-    /// Delivers again from slot `first` on. `false`: it is no longer held, or its place may yet be used again, and somebody who was
-    /// lent it may still read it: begin another copy, in other memory.
+    /// Delivers again from slot `first` on. `false`: the slot is no longer held, or its place may be reused while a
+    /// process that it was delivered to may still read it. Then begin another copy, in other memory.
     pub fn rewind(&mut self, first: u64) -> bool {
         if first < self.oldest() || first > self.held() || (first < self.delivered && !self.keeps_all()) {
             return false;
@@ -482,7 +486,7 @@ impl SnapshotCopy {
         true
     }
 
-    /// Goes back to slot `first`, which is being used and was not given back.
+    /// Returns to slot `first`, which is in use and was not released.
     pub fn resume_at(&mut self, first: u64) -> bool {
         let is_there = first >= self.publisher.line().retired && first <= self.held();
         if is_there {
@@ -491,15 +495,16 @@ impl SnapshotCopy {
         is_there
     }
 
-    /// No place of it will ever be used twice: there is room for all slots of the source, which retains all of them.
+    /// Whether no place will ever be written twice: there is space for all slots of the source, which retains all of
+    /// them.
     pub fn keeps_all(&self) -> bool {
-        let source = self.ledger.front.expect.geometry;
-        let end = self.ledger.front.line().and_then(|line| line.end).map(|end| source.slots_for(end));
+        let source = self.source_entries.front.expect.geometry;
+        let end = self.source_entries.front.line().and_then(|line| line.end).map(|end| source.slots_for(end));
         let most = end.unwrap_or(u64::from(source.slots)).max(1);
         u64::from(self.own.slots) + self.first >= most
     }
 
-    /// Slots below this number are held, but for those below [`oldest`](Self::oldest).
+    /// Slots below this number are held, except those below [`oldest`](Self::oldest).
     pub fn held(&self) -> u64 {
         self.own.slots_for(self.publisher.line().published)
     }
@@ -509,24 +514,19 @@ impl SnapshotCopy {
         self.publisher.line().retired
     }
 
-    /// Bytes of slots that have arrived, those thrown away included.
+    /// Bytes of slots that have arrived, including those discarded.
     pub fn arrived(&self) -> u64 {
         self.arrived
     }
 
-    /// The next slot has no place before its owner gives one back.
+    /// Whether the next slot has no place until the caller releases one.
     pub fn is_full(&self) -> bool {
         self.next >= self.lent.floor(self.delivered) + u64::from(self.own.slots)
     }
 
-    /// Slots whose entries have been seen: for these the source itself is not needed any more.
-    pub fn entries_seen(&self) -> u64 {
-        self.ledger.seen()
-    }
-
     /// What is known about the snapshot so far.
     pub fn progress(&self) -> Progress {
-        let line = self.ledger.front.line();
+        let line = self.source_entries.front.line();
         Progress {
             published: self.held(),
             end: line.and_then(|line| line.end).map(|end| self.own.slots_for(end)),
@@ -535,16 +535,16 @@ impl SnapshotCopy {
         }
     }
 
-    /// All slots are held, or were.
+    /// Whether all slots are held, or were.
     pub fn is_whole(&self) -> bool {
         self.publisher.line().state == State::Sealed
     }
 
-    /// Nothing is on its way, and nothing can be asked for: only time brings something new.
+    /// Whether nothing is on its way and nothing can be requested: only time brings something new.
     pub fn is_idle(&self) -> bool {
         self.is_whole()
             || (self.starved
-                && !self.ledger.is_asked()
+                && !self.source_entries.is_asked()
                 && !matches!(&self.way, Way::Peer(front) if front.is_asked())
                 && self.works.iter().all(Option::is_none)
                 && self.source.is_posted()
@@ -552,7 +552,7 @@ impl SnapshotCopy {
     }
 }
 
-/// What of a copy its owner uses: lent slots keep their places. Shared with the slots, which may outlive the copy.
+/// The slots that the owner of a copy uses: they keep their places. Shared with the slots, which may outlive the copy.
 #[derive(Debug, Default)]
 pub(super) struct Lent {
     slots: Mutex<BTreeMap<u64, u32>>,
@@ -573,21 +573,22 @@ impl Lent {
         }
     }
 
-    /// Slots below this number are not used any more, where those from `delivered` on have not been used yet.
+    /// Slots below this number are no longer in use, if those from `delivered` on have not been delivered yet.
     fn floor(&self, delivered: u64) -> u64 {
         self.slots().first_key_value().map_or(delivered, |(&number, _)| number.min(delivered))
     }
 
-    /// Counts are right after every statement, so that a panic elsewhere does not make them worthless.
+    /// The counts are right after every statement, so a panic elsewhere does not invalidate them.
     fn slots(&self) -> MutexGuard<'_, BTreeMap<u64, u32>> {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Behind the table: a page with the small reads of both regions, and a page of entries. Nobody else looks there.
+/// Behind the table: a page for the small reads of both regions, and a page of entries. No reader of the table looks
+/// there.
 const SMALL_BYTES: u64 = 2 * 4096;
 
-/// The places for small reads: 0 the source's, 1 the peer's, 2 the page of entries.
+/// The places for small reads: 0 for the source, 1 for the peer, 2 the page of entries.
 fn small_place(own: &Geometry, index: u64) -> SmallPlace {
     let page = own.memory_len();
     SmallPlace { at: if index < 2 { page + index * SmallPlace::BYTES } else { page + 4096 } }
@@ -595,8 +596,8 @@ fn small_place(own: &Geometry, index: u64) -> SmallPlace {
 
 const _: () = assert!(2 * SmallPlace::BYTES <= 4096);
 
-/// Bytes asked for ahead of those that are here: as many as fill the depth of a peer, 16 reads of 1 MiB.
+/// Bytes requested ahead of those that are here: as many as fill the depth of a peer, 16 reads of 1 MiB.
 const READ_AHEAD_BYTES: u64 = 16 * READ_BYTES as u64;
 
-/// Slots on their way at once, at most: a number that fits the tag of a read, for tables with small slots.
+/// Maximum number of slots on their way: a number that fits the tag of a read, for tables with small slots.
 const MOST_WORKS: u64 = 64;

@@ -1,6 +1,6 @@
 //! Slots fetched over a peer into buffers of the sink.
 //!
-//! One buffer's life:
+//! The states of one buffer:
 //!
 //! ```text
 //!            next_wanted                 all pieces here             entry still names the slot, CRC right
@@ -9,9 +9,10 @@
 //!                              └──────────────────────────────┘
 //! ```
 //!
-//! There is one small read per slot and it comes last: the entry, asked for when every piece has landed, is at once the
-//! proof that the slot was not reused meanwhile and the CRC to compare with. The line that said "published" was read before,
-//! so the entry is complete. That small read costs a round trip of this buffer only: the others are under way meanwhile.
+//! There is one small read per slot, and it comes last: the entry, requested when every piece has landed. It both
+//! proves that the slot was not reused meanwhile and holds the CRC to compare with. The line that said "published" was
+//! read before, so the entry is complete. The small read costs a round trip of this buffer only: the reads of the other
+//! buffers are outstanding meanwhile.
 
 use std::sync::Arc;
 
@@ -23,19 +24,19 @@ use super::{
     reader::{Holder, Place, SinkLayout, Slot},
 };
 use crate::{
-    channel::{Channel, What, caught_in_change},
     error::Error,
     layout::{ENTRY_BYTES, Entry, HEAD_BYTES, Kind, LINE_BYTES, LINE_OFFSET, Line},
+    reads::{Purpose, Reads, caught_in_change},
 };
 
 pub(super) struct Fetch {
     sink: Arc<Memory>,
     layout: SinkLayout,
-    channel: Channel,
+    reads: Reads,
     buffers: Vec<Buffer>,
     head: Head,
     line_asked: bool,
-    /// Times in a row that the line was caught in the middle of a change.
+    /// How many times in a row the line was caught in the middle of a change.
     line_caught: u32,
 }
 
@@ -49,7 +50,7 @@ enum Head {
 enum Buffer {
     Free,
     Busy(Work),
-    /// Verified: in the plan, or with the caller.
+    /// Verified: in the plan, or in use by the caller.
     Kept,
 }
 
@@ -66,7 +67,7 @@ impl Fetch {
         Fetch {
             sink,
             layout,
-            channel: Channel::default(),
+            reads: Reads::default(),
             buffers: (0..layout.buffers).map(|_| Buffer::Free).collect(),
             head: Head::Unread,
             line_asked: false,
@@ -79,19 +80,19 @@ impl Fetch {
     }
 
     pub(super) fn pump(&mut self, plan: &mut Plan, peer: &mut dyn Peer) -> Result<(), Error> {
-        let arrived = self.channel.collect(peer)?;
-        // What waits already goes out before we reckon CRCs, so that the wire isn't idle meanwhile.
-        self.channel.post(peer)?;
-        for what in arrived {
-            self.handle(what, plan)?;
+        let arrived = self.reads.collect(peer)?;
+        // Queued reads are posted before CRCs are computed, so that the wire isn't idle meanwhile.
+        self.reads.post(peer)?;
+        for purpose in arrived {
+            self.handle(purpose, plan)?;
         }
         self.ask(plan)?;
-        self.channel.post(peer)
+        self.reads.post(peer)
     }
 
-    /// The peer is gone: which slots were under way?
+    /// The peer is gone: returns the slots that were on their way.
     pub(super) fn reset(&mut self) -> Vec<u64> {
-        self.channel.reset();
+        self.reads.reset();
         self.head = Head::Unread;
         self.line_asked = false;
         let mut lost = Vec::new();
@@ -110,18 +111,18 @@ impl Fetch {
         }
     }
 
-    /// Asks for all that is wanted and has room.
+    /// Queues reads for everything that is wanted and has a buffer.
     fn ask(&mut self, plan: &mut Plan) -> Result<(), Error> {
         if self.head == Head::Unread {
             self.head = Head::Asked;
-            self.channel.ask(What::Head, 0, HEAD_BYTES as u32, self.layout.head());
+            self.reads.queue(Purpose::Head, 0, HEAD_BYTES as u32, self.layout.head());
         }
         if self.head == Head::Right {
             self.ask_slots(plan)?;
         }
         if plan.wants_news() && !self.line_asked {
             self.line_asked = true;
-            self.channel.ask(What::Line, LINE_OFFSET, LINE_BYTES as u32, self.layout.line());
+            self.reads.queue(Purpose::Line, LINE_OFFSET, LINE_BYTES as u32, self.layout.line());
         }
         Ok(())
     }
@@ -134,25 +135,25 @@ impl Fetch {
             let Some(wanted) = plan.next_wanted()? else {
                 break;
             };
-            let pieces = ask(&wanted, index, plan, &self.layout, &mut self.channel);
+            let pieces = ask(&wanted, index, plan, &self.layout, &mut self.reads);
             *buffer = Buffer::Busy(Work { wanted, pieces, again: false, caught: 0 });
         }
         Ok(())
     }
 
-    fn handle(&mut self, what: What, plan: &mut Plan) -> Result<(), Error> {
-        match what {
-            What::Head => {
+    fn handle(&mut self, purpose: Purpose, plan: &mut Plan) -> Result<(), Error> {
+        match purpose {
+            Purpose::Head => {
                 let mut bytes = [0; HEAD_BYTES];
                 self.sink.read(self.layout.head(), &mut bytes)?;
                 plan.expect.check(&bytes, Kind::Snapshot)?;
                 self.head = Head::Right;
                 Ok(())
             }
-            What::Line => self.handle_line(plan),
-            What::Piece { buffer, piece } => self.handle_piece(buffer, piece, plan),
-            What::Entry { buffer } => self.handle_entry(buffer, plan),
-            What::Probe => Ok(()),
+            Purpose::Line => self.handle_line(plan),
+            Purpose::Piece { buffer, piece } => self.handle_piece(buffer, piece, plan),
+            Purpose::Entry { buffer } => self.handle_entry(buffer, plan),
+            Purpose::Probe => Ok(()),
         }
     }
 
@@ -177,7 +178,7 @@ impl Fetch {
         work.pieces.land(piece);
         if work.pieces.are_here() {
             let offset = plan.geometry().entry_offset(work.wanted.number);
-            self.channel.ask(What::Entry { buffer: index }, offset, ENTRY_BYTES as u32, self.layout.entry(index));
+            self.reads.queue(Purpose::Entry { buffer: index }, offset, ENTRY_BYTES as u32, self.layout.entry(index));
         }
         work.pieces.sum(&self.sink, at)
     }
@@ -193,14 +194,19 @@ impl Fetch {
             Verdict::Unclear => {
                 caught_in_change(&mut work.caught)?;
                 let offset = plan.geometry().entry_offset(work.wanted.number);
-                self.channel.ask(What::Entry { buffer: index }, offset, ENTRY_BYTES as u32, self.layout.entry(index));
+                self.reads.queue(
+                    Purpose::Entry { buffer: index },
+                    offset,
+                    ENTRY_BYTES as u32,
+                    self.layout.entry(index),
+                );
             }
             Verdict::Damaged { want } if work.again => {
                 return Err(Error::Corrupt { slot: work.wanted.number, want, got: work.pieces.crc() });
             }
             Verdict::Damaged { .. } => {
                 work.again = true;
-                work.pieces = ask(&work.wanted, index, plan, &self.layout, &mut self.channel);
+                work.pieces = ask(&work.wanted, index, plan, &self.layout, &mut self.reads);
             }
         }
         Ok(())
@@ -225,8 +231,8 @@ impl Fetch {
     }
 }
 
-/// Asks for all pieces of a slot, from the beginning.
-fn ask(wanted: &Wanted, index: u8, plan: &Plan, layout: &SinkLayout, channel: &mut Channel) -> Pieces {
+/// Queues reads of all pieces of a slot, from the beginning.
+fn ask(wanted: &Wanted, index: u8, plan: &Plan, layout: &SinkLayout, reads: &mut Reads) -> Pieces {
     let from = plan.geometry().slot_offset(wanted.number);
-    Pieces::ask(channel, index, from, wanted.length, layout.buffer(index, plan.geometry()))
+    Pieces::ask(reads, index, from, wanted.length, layout.buffer(index, plan.geometry()))
 }

@@ -1,10 +1,10 @@
-//! Slots verified where the source wrote them: for a peer that can map the source's memory.
+//! Slots verified in the source's memory, for a peer that can map it.
 //!
-//! No byte is copied. The price: the slot may be overwritten *after* it was verified, while the caller uses it; so its
-//! entry is loaded once more when it is released.
+//! No byte is copied. In return, the slot may be overwritten *after* it was verified, while the caller uses it; so its
+//! entry is loaded again when it is released.
 //!
-//! Where the source promises that no slot is ever overwritten ([`InPlace::unchanging`]), the bytes are not even read: they are the
-//! very bytes that the writer summed, and it published them before the entry that we see.
+//! If the source promises that no slot is ever overwritten ([`InPlace::unchanging`]), the bytes are not even read: they
+//! are the very bytes that the writer summed, and it stored them before the entry that we see.
 
 use std::sync::Arc;
 
@@ -15,23 +15,23 @@ use super::{
     reader::{Holder, Place, Slot},
 };
 use crate::{
-    channel::{caught_in_change, from_peer},
     error::Error,
     layout::{Geometry, HEAD_BYTES, Kind},
     publish::{load_entry_again, load_line},
+    reads::{caught_in_change, from_peer},
 };
 
 pub(super) struct InPlace {
     view: Arc<View>,
     head_checked: bool,
-    /// Most slots verified ahead of the caller.
+    /// Maximum number of slots verified ahead of the caller.
     ahead: usize,
     /// No slot of this memory is ever overwritten.
     unchanging: bool,
-    /// The slot being verified, and what has been found out about it.
+    /// The slot being verified, and the state of its verification.
     work: Option<Work>,
     caught: u32,
-    /// A peer that gives a view has nothing to say by completions; here they would land.
+    /// A peer that provides a view reports nothing by completions; the buffer is only an argument for `poll`.
     completions: Vec<Completion>,
 }
 
@@ -59,13 +59,13 @@ impl InPlace {
         })
     }
 
-    /// Takes the source's word for it that no slot is ever overwritten.
+    /// Relies on the source's promise that no slot is ever overwritten.
     pub(super) fn unchanging(self) -> InPlace {
         InPlace { unchanging: true, ..self }
     }
 
     pub(super) fn pump(&mut self, plan: &mut Plan, peer: &mut dyn Peer) -> Result<(), Error> {
-        // The connection still says when it is over.
+        // The connection still reports its end.
         peer.poll(&mut self.completions).map_err(from_peer)?;
         self.completions.clear();
         self.check_head(plan)?;
@@ -76,7 +76,7 @@ impl InPlace {
             }
             None => caught_in_change(&mut self.caught)?,
         }
-        // One slot at a time: the caller may have a socket to feed between two.
+        // One slot at a time: the caller may have a socket to feed in between.
         if self.work.is_none() && plan.ready() < self.ahead {
             self.begin(plan)?;
         }
@@ -88,12 +88,13 @@ impl InPlace {
         self.work.map(|work| work.wanted.number)
     }
 
-    /// The caller has used `slot`: was it whole until now?
+    /// The caller has used `slot`: checks that it was intact until now.
     pub(super) fn release(view: &View, geometry: &Geometry, slot: &Slot) -> Result<(), Error> {
         let wanted = Wanted { number: slot.number, position: slot.position, length: slot.length };
         let verdict = judge_now(view, &wanted, slot.crc, geometry);
         let (_, range) = slot.bytes();
-        // The pages go from our mapping, so that what we have in memory stays bounded; the source keeps the content.
+        // The pages are removed from our mapping, so that our resident memory stays bounded; the source keeps the
+        // content.
         view.forget(range);
         match verdict? {
             None => Ok(()),
@@ -169,12 +170,14 @@ impl InPlace {
     }
 }
 
-/// Whether bytes with this CRC, taken before this call, are the slot: `None`, or the CRC that they should have.
+/// Whether bytes with this CRC, taken before this call, are those of the slot: `None`, or the CRC that they should
+/// have.
 fn judge_now(view: &View, wanted: &Wanted, crc: u32, geometry: &Geometry) -> Result<Option<u32>, Error> {
     match wanted.judge(load_entry_again(&view, geometry, wanted.number)?, crc, geometry)? {
         Verdict::Right => Ok(None),
         Verdict::Damaged { want } => Ok(Some(want)),
-        // Words of a mapping are never torn, and the entry of a published slot changes for one reason only.
+        // Words of a mapping are never torn, and the entry of a published slot changes for one reason only: the next
+        // lap.
         Verdict::Unclear => Err(Error::slot_overrun(wanted.number, wanted.number + 1)),
     }
 }

@@ -5,16 +5,16 @@
 //!              writer                             (Peer or View)    reader
 //! ```
 //!
-//! Who reads may keep what it has read in a table of its own, out of which others read on: `copy` is reader and writer in one, and
-//! `ledger` is what it knows from the source alone.
+//! A reader may keep what it has read in a table of its own, from which others read: `copy` is reader and writer in
+//! one, and `source_entries` is what it has read from the source itself.
 
 mod copy;
 mod fetch;
 mod in_place;
-mod ledger;
 mod pieces;
 mod plan;
 mod reader;
+mod source_entries;
 mod writer;
 
 pub use copy::{Loss, SnapshotCopy, Turn};

@@ -1,22 +1,22 @@
-//! One slot on its way in pieces: which of them are here, and the checksum of those that are here without a gap.
+//! One slot that arrives in pieces: which pieces are here, and the checksum of those that are here without a gap.
 //!
-//! Not here: where the slot comes from, and what its checksum should be.
+//! Not here: the source of the slot, and the checksum that it should have.
 
 use remora_fabric::Memory;
 
 use crate::{
-    channel::{Channel, READ_BYTES},
     error::Error,
+    reads::{READ_BYTES, Reads},
 };
 
-/// See the module's text.
+/// The pieces of one slot. See the module docs.
 pub(super) struct Pieces {
     /// Bytes of the slot.
     length: u32,
     count: u8,
-    /// One bit per piece that is here. `MAX_SLOT_BYTES / READ_BYTES` fit.
+    /// One bit per piece that has arrived. `MAX_SLOT_BYTES / READ_BYTES` bits fit.
     landed: u64,
-    /// Pieces whose CRC is in `crc`: in order.
+    /// Number of pieces whose CRC is included in `crc`, in order.
     summed: u8,
     crc: u32,
 }
@@ -24,24 +24,24 @@ pub(super) struct Pieces {
 const _: () = assert!(crate::layout::MAX_SLOT_BYTES / READ_BYTES <= u64::BITS);
 
 impl Pieces {
-    /// Asks for all pieces of the `length` bytes at `from`, to land at `to`, under the name `buffer`.
-    pub(super) fn ask(channel: &mut Channel, buffer: u8, from: u64, length: u32, to: u64) -> Pieces {
-        let count = channel.ask_pieces(buffer, from, length, to);
+    /// Queues reads of all pieces of the `length` bytes at `from`, to land at `to`, tagged with `buffer`.
+    pub(super) fn ask(reads: &mut Reads, buffer: u8, from: u64, length: u32, to: u64) -> Pieces {
+        let count = reads.queue_pieces(buffer, from, length, to);
         Pieces { length, count, landed: 0, summed: 0, crc: 0 }
     }
 
-    /// One more is here: of so many bytes.
+    /// One more piece has arrived, of that many bytes.
     pub(super) fn land(&mut self, piece: u8) -> u64 {
         self.landed |= 1 << piece;
         u64::from((self.length - u32::from(piece) * READ_BYTES).min(READ_BYTES))
     }
 
-    /// All are here.
+    /// Whether all pieces have arrived.
     pub(super) fn are_here(&self) -> bool {
         self.landed.count_ones() == u32::from(self.count)
     }
 
-    /// Carries the CRC on over all pieces that are here without a gap; the first byte of the first lies at `at`.
+    /// Continues the CRC over all pieces that are here without a gap; the first byte of the first piece is at `at`.
     pub(super) fn sum(&mut self, sink: &Memory, at: u64) -> Result<(), Error> {
         while self.summed < self.count && self.landed >> self.summed & 1 == 1 {
             let start = u64::from(self.summed) * u64::from(READ_BYTES);
@@ -52,7 +52,7 @@ impl Pieces {
         Ok(())
     }
 
-    /// The CRC-32C of what has been summed.
+    /// The CRC-32C of the pieces summed so far.
     pub(super) fn crc(&self) -> u32 {
         self.crc
     }

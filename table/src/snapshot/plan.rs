@@ -1,6 +1,6 @@
-//! What a snapshot's reader knows and wants: which slots are published, which to get next, which are ready to be delivered.
+//! The state of a snapshot's reader: which slots are published, which to get next, which are ready to be delivered.
 //!
-//! No reads here: `fetch` and `in_place` ask the plan for the next slot and tell it what they found.
+//! No reads here: `fetch` and `in_place` take the next slot from the plan and report what they found.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -11,7 +11,7 @@ use crate::{
     layout::{Entry, Geometry, Line, State},
 };
 
-/// Says of a slot's number whether the caller holds that slot already.
+/// Tells by a slot's number whether the caller holds that slot already.
 pub(super) type Held = Box<dyn Fn(u64) -> bool + Send>;
 
 pub(super) struct Plan {
@@ -20,7 +20,7 @@ pub(super) struct Plan {
     line: Option<Line>,
     /// The first number not yet planned.
     next: u64,
-    /// Planned and lost with a former peer: first to be planned again.
+    /// Planned and lost with a former peer: planned again before any other.
     again: VecDeque<u64>,
     /// Planned and not delivered, in order.
     order: VecDeque<u64>,
@@ -66,7 +66,7 @@ impl Plan {
         }
     }
 
-    /// The next slot to get, and the length of its content. It is the caller's to verify from now on.
+    /// The next slot to get, and the length of its content. The caller must verify it.
     pub(super) fn next_wanted(&mut self) -> Result<Option<Wanted>, Error> {
         let Some(line) = self.line else {
             return Ok(None);
@@ -87,7 +87,7 @@ impl Plan {
         self.ready.insert(slot.number, slot);
     }
 
-    /// These slots were under way on a peer that is gone.
+    /// These slots were on their way from a peer that is gone.
     pub(super) fn lost(&mut self, mut numbers: Vec<u64>) {
         numbers.extend(self.again.drain(..));
         numbers.sort_unstable();
@@ -105,12 +105,12 @@ impl Plan {
         self.ready.len()
     }
 
-    /// Nothing is planned that is not delivered.
+    /// Whether every planned slot has been delivered.
     pub(super) fn is_drained(&self) -> bool {
         self.order.is_empty()
     }
 
-    /// All slots there will ever be have been planned.
+    /// Whether all slots that will ever exist have been planned.
     pub(super) fn is_exhausted(&self) -> bool {
         let end = self.line.and_then(|line| line.end);
         end.is_some_and(|end| (self.next..self.geometry().slots_for(end)).all(|number| (self.held)(number)))
@@ -141,19 +141,19 @@ pub(super) struct Wanted {
     pub(super) length: u32,
 }
 
-/// What an entry, loaded after the slot's bytes, says about them.
+/// The judgement of an entry that was loaded after the slot's bytes.
 #[derive(Debug)]
 pub(super) enum Verdict {
-    /// They are the slot.
+    /// The bytes are the slot.
     Right,
-    /// The entry was caught in the middle of a change, or says less than `published` did: load it again.
+    /// The entry was caught in the middle of a change, or is older than `published`: load it again.
     Unclear,
-    /// They are not what was written, though nobody has overwritten them.
+    /// The bytes are not what was written, though the slot was not overwritten.
     Damaged { want: u32 },
 }
 
 impl Wanted {
-    /// Judges bytes with the checksum `crc` by the entry at their slot's place.
+    /// Judges bytes with the checksum `crc` by the entry at the place of their slot.
     pub(super) fn judge(&self, entry: Option<Entry>, crc: u32, geometry: &Geometry) -> Result<Verdict, Error> {
         let Some(entry) = entry else {
             return Ok(Verdict::Unclear);

@@ -1,4 +1,4 @@
-//! The reader of a snapshot: drives a peer, gives out verified slots in order. No I/O and no clock of its own.
+//! The reader of a snapshot: drives a peer and delivers verified slots in order. No I/O and no clock of its own.
 //!
 //! ```text
 //!            ┌──────────────────────────── Plan ───────────────────────────┐
@@ -19,23 +19,24 @@ use crate::{
     layout::{Geometry, State},
 };
 
-/// Where in the sink the reads of one [`SnapshotReader`] land: a page for the small ones, then the slot buffers.
+/// The part of the sink in which the reads of one [`SnapshotReader`] land: a page for the small reads, then the slot
+/// buffers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SinkLayout {
-    /// Where the page begins, bytes from the start of the sink. A multiple of 64.
+    /// Offset of the page, in bytes from the start of the sink. A multiple of 64.
     pub offset: u64,
-    /// Slot buffers, each of `slot_size` bytes. Enough that a slot may be verified and another used while
-    /// [`Peer::depth`] reads are under way.
+    /// Slot buffers, each of `slot_size` bytes. Enough that one slot may be verified and another used while
+    /// [`Peer::depth`] reads are outstanding.
     pub buffers: u32,
 }
 
 impl SinkLayout {
     /// Bytes of the page for small reads: line, head, probe, and an entry per buffer.
     pub const SMALL_BYTES: u64 = 4096;
-    /// Most buffers: as many as have an entry in the page beside the four lines of the others.
+    /// Maximum number of buffers: as many as have an entry in the page beside the four lines of the other reads.
     pub const MAX_BUFFERS: u32 = 60;
 
-    /// Bytes of the sink that this takes from `offset` on.
+    /// Bytes of the sink that this layout takes from `offset` on.
     pub fn length(&self, geometry: &Geometry) -> u64 {
         Self::SMALL_BYTES + u64::from(self.buffers) * geometry.slot_bytes()
     }
@@ -60,7 +61,7 @@ impl SinkLayout {
         self.offset + Self::SMALL_BYTES + u64::from(buffer) * geometry.slot_bytes()
     }
 
-    /// Whether it lies in this sink.
+    /// Checks that the layout fits the sink.
     pub(crate) fn check(&self, sink: &Memory, geometry: &Geometry) -> Result<(), Error> {
         if !(1..=Self::MAX_BUFFERS).contains(&self.buffers) {
             return Err(Error::Layout(format!("{} slot buffers: must be 1 to {}", self.buffers, Self::MAX_BUFFERS)));
@@ -79,21 +80,21 @@ impl SinkLayout {
     }
 }
 
-/// Where the bytes of a delivered slot are.
+/// The location of a delivered slot's bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
-    /// At this offset of the sink: ours until released.
+    /// At this offset of the sink: reserved for the caller until released.
     Sink(u64),
-    /// At this offset of the source's own memory: may be overwritten while it is used, if the table is windowed and the
-    /// source believes that we have passed. [`SnapshotReader::release`] tells.
+    /// At this offset of the source's own memory. They may be overwritten while they are used, if the table is windowed
+    /// and the source believes that we have passed the slot. [`SnapshotReader::release`] reports that.
     View(u64),
 }
 
-/// A slot whose bytes have been verified. Give it back with [`SnapshotReader::release`].
+/// A slot whose bytes have been verified. Return it with [`SnapshotReader::release`].
 #[derive(Debug)]
 #[must_use = "a slot that is never released keeps its buffer"]
 pub struct Slot {
-    /// Which slot it is; numbers that the caller holds are left out.
+    /// Number of the slot; numbers that the caller holds are skipped.
     pub number: u64,
     /// Position of its first byte in the stream (the RDB).
     pub position: u64,
@@ -101,14 +102,14 @@ pub struct Slot {
     pub length: u32,
     /// CRC-32C of those bytes.
     pub crc: u32,
-    /// Where they are.
+    /// Location of the bytes.
     pub place: Place,
     pub(super) memory: Holder,
     pub(super) geometry: Geometry,
 }
 
 impl Slot {
-    /// Gives back a slot whose reader is gone: was it whole until now?
+    /// Releases a slot whose reader is gone, and checks that it was intact until now.
     ///
     /// # Errors
     /// As for [`SnapshotReader::release`].
@@ -123,7 +124,7 @@ impl Slot {
         }
     }
 
-    /// The memory in which the bytes lie, and where in it.
+    /// The memory that holds the bytes, and their range in it.
     pub fn bytes(&self) -> (&View, Range<u64>) {
         let (Place::Sink(offset) | Place::View(offset)) = self.place;
         let range = offset..offset + u64::from(self.length);
@@ -134,12 +135,12 @@ impl Slot {
     }
 }
 
-/// Keeps a slot's memory mapped, also when the peer it came by is gone.
+/// Keeps a slot's memory mapped, even if the peer that delivered it is gone.
 #[derive(Debug)]
 pub(super) enum Holder {
-    /// The sink, and which buffer of it.
+    /// A buffer of the sink.
     Sink(Arc<Memory>, u8),
-    /// A table of our own, and who keeps account of what is lent of it.
+    /// A table of our own, and the accounts of the slots in use.
     Copy(Arc<Memory>, Arc<Lent>),
     View(Arc<View>),
 }
@@ -149,34 +150,34 @@ pub(super) enum Holder {
 pub struct Progress {
     /// Slots that may be read.
     pub published: u64,
-    /// Slots there will be in all, once known.
+    /// Total number of slots, once known.
     pub end: Option<u64>,
     /// Bytes of content in the published slots.
     pub bytes_known: u64,
-    /// As last seen. `Open` before the first look.
+    /// The state last seen. `Open` before the first read of the line.
     pub state: State,
 }
 
 /// Reads one snapshot. See the drawing at the top of this file.
 ///
 /// The caller's loop: [`pump`](Self::pump), then all of [`next_slot`](Self::next_slot), each used and
-/// [`release`](Self::release)d; where nothing came, wait: [`Peer::wait`], or, if [`is_caught_up`](Self::is_caught_up), as
-/// long as the source may well need to publish another slot.
+/// [`release`](Self::release)d. If nothing came, wait: with [`Peer::wait`], or, if
+/// [`is_caught_up`](Self::is_caught_up), for as long as the source may need to publish another slot.
 pub struct SnapshotReader {
     plan: Plan,
     fetch: Fetch,
     in_place: Option<InPlace>,
     unchanging: bool,
-    /// Delivered and not released.
+    /// Delivered and not released yet.
     lent: usize,
 }
 
 impl SnapshotReader {
-    /// A reader that begins at the first slot that it doesn't hold.
+    /// Creates a reader that begins at the first slot that the caller does not hold.
     ///
-    /// `view`: the region itself, where the peer can give it ([`Peer::view`]): slots are then verified and delivered in
-    /// place. `held`: says which slots the caller has already, from an earlier attempt at the same generation. These are
-    /// neither read nor delivered, and it must always answer the same.
+    /// `view`: the region itself, if the peer can provide it ([`Peer::view`]): slots are then verified and delivered in
+    /// place. `held`: tells which slots the caller has already, from an earlier attempt at the same generation. These
+    /// are neither read nor delivered, and the answer for a slot must never change.
     ///
     /// # Errors
     /// [`Error::Layout`]: the geometry is outside its limits, the sink or the view too small.
@@ -199,16 +200,16 @@ impl SnapshotReader {
         })
     }
 
-    /// The source promises that no slot's memory gets other bytes once it is published: slots that are delivered in place are then
-    /// not summed. They are the writer's own bytes, which no transport has touched. Their entries are looked at as ever.
+    /// The source promises that no published slot's memory changes: slots delivered in place are then not summed. They
+    /// are the writer's own bytes, which no transport has touched. Their entries are still checked.
     pub fn unchanging(mut self) -> SnapshotReader {
         self.unchanging = true;
         self.in_place = self.in_place.map(InPlace::unchanging);
         self
     }
 
-    /// Goes on with another peer to the same table, after [`Error::Peer`]. What was verified stays; what was under way is
-    /// read again. The former peer must be closed, so that nothing of it lands in the sink any more.
+    /// Continues with another peer of the same table, after [`Error::Peer`]. Verified slots stay; slots that were on
+    /// their way are read again. The former peer must be closed, so that none of its reads lands in the sink any more.
     ///
     /// # Errors
     /// [`Error::Layout`]: the view is too small.
@@ -223,11 +224,12 @@ impl SnapshotReader {
         Ok(())
     }
 
-    /// Posts what may be posted, takes what has arrived, verifies. Never blocks; reckons at most the CRC of what arrived,
-    /// or of one slot in place. Looks for news of the source at most once per call.
+    /// Posts reads, takes those that have completed, verifies slots. Never blocks; computes at most the CRC of what
+    /// arrived, or of one slot in place. Reads the line of the source at most once per call.
     ///
     /// # Errors
-    /// [`Error::Peer`], [`Error::Fabric`]: get another peer and [`reconnect`](Self::reconnect). All others end this reader.
+    /// [`Error::Peer`], [`Error::Fabric`]: get another peer and [`reconnect`](Self::reconnect). All others end this
+    /// reader.
     pub fn pump(&mut self, peer: &mut dyn Peer) -> Result<(), Error> {
         match &mut self.in_place {
             Some(in_place) => in_place.pump(&mut self.plan, peer),
@@ -242,10 +244,10 @@ impl SnapshotReader {
         Some(slot)
     }
 
-    /// The slot has been used.
+    /// The caller has used the slot.
     ///
     /// # Errors
-    /// [`Error::Overrun`]: it was read in place and has been overwritten meanwhile. Whatever was made of it is worthless.
+    /// [`Error::Overrun`]: it was read in place and has been overwritten meanwhile. Discard what was made of it.
     pub fn release(&mut self, slot: Slot) -> Result<(), Error> {
         self.lent = self.lent.saturating_sub(1);
         match &slot.memory {
@@ -266,7 +268,8 @@ impl SnapshotReader {
         }
     }
 
-    /// Everything published so far has been delivered: only the source can bring more, so waiting for the peer is in vain.
+    /// Everything published so far has been delivered: only the source can bring more, so waiting for the peer is
+    /// useless.
     pub fn is_caught_up(&self) -> bool {
         self.plan.line().is_some() && self.plan.is_drained() && self.plan.wants_news()
     }

@@ -1,7 +1,7 @@
-//! The writer of a snapshot: hands out room for bytes, and publishes the slots that have become complete.
+//! The writer of a snapshot: hands out space for bytes, and publishes the slots that are complete.
 //!
-//! It copies nothing: whoever has the bytes receives them straight into the memory. Only who has them in memory of his own lets it
-//! copy them ([`SnapshotWriter::append`]). Not here: where they come from.
+//! It copies nothing: the caller receives bytes straight into the memory. Only for bytes that are in the caller's own
+//! memory does it make the copy ([`SnapshotWriter::append`]). Not here: the source of the bytes.
 //!
 //! ```text
 //!    slot 0        slot 1        slot 2
@@ -11,8 +11,8 @@
 //!         published    summed  received        received - summed = hold_back
 //! ```
 //!
-//! The last `hold_back` bytes received may turn out to be no content (the 40-byte mark that ends an `$EOF:` payload, which
-//! may lie across two slots). They are neither summed nor published until bytes beyond them, or the end, have come.
+//! The last `hold_back` bytes received may turn out not to be content (the 40-byte mark that ends an `$EOF:` payload,
+//! which may span two slots). They are neither summed nor published until bytes after them, or the end, have come.
 
 use std::{ops::Range, sync::Arc};
 
@@ -24,12 +24,12 @@ use crate::{
     publish::{Publisher, load_line},
 };
 
-/// Memory is first touched in steps of this many bytes, ahead of the bytes: one call for 256 pages instead of 256 faults
-/// within the receiving system call; no more, so that a small snapshot takes little memory.
+/// Memory is first touched in steps of this many bytes, ahead of the bytes: one call for 256 pages instead of 256
+/// faults within the receiving system call. Not more, so that a small snapshot uses little memory.
 const PREFAULT_BYTES: u64 = 1 << 20;
 
-/// Bytes that [`SnapshotWriter::append`] sums and then copies at a time: they are still in the first-level cache for the copy, and
-/// the checksum's code takes them as three streams of 8 KiB.
+/// Bytes that [`SnapshotWriter::append`] sums and then copies at a time: they are still in the first-level cache for
+/// the copy, and the checksum code processes them as three streams of 8 KiB.
 const APPEND_BYTES: usize = 24 << 10;
 
 /// Writes one snapshot into one memory.
@@ -38,25 +38,26 @@ pub struct SnapshotWriter {
     geometry: Geometry,
     publisher: Publisher<Arc<Memory>>,
     hold_back: u64,
-    /// Bytes that have landed, those held back included.
+    /// Bytes that have landed, including those held back.
     received: u64,
-    /// Bytes whose CRC is reckoned: `received - hold_back` at most.
+    /// Bytes whose CRC is computed: at most `received - hold_back`.
     summed: u64,
-    /// CRC-32C of the summed part of the slot in which `summed` lies.
+    /// CRC-32C of the summed part of the slot that contains `summed`.
     crc: u32,
-    /// Slots whose place has been marked as being written.
+    /// Slots whose entry has been marked as being written.
     begun: u64,
     /// Slots below this number need not be kept once the ring is full.
     dispensable: u64,
-    /// In the first lap: below this position of the stream the memory has been touched.
+    /// In the first lap: the memory below this position of the stream has been touched.
     prefaulted: u64,
 }
 
 impl SnapshotWriter {
-    /// An empty, open snapshot in `memory`, which must be fresh (all zero).
+    /// Creates an empty, open snapshot in `memory`, which may hold anything, such as the table of an earlier
+    /// generation. No reader may have access to it yet; access that readers had to an earlier table must be revoked.
     ///
-    /// `hold_back`: bytes at the end of the stream that may turn out not to be content. A slot is published only when that
-    /// many bytes lie beyond it.
+    /// `hold_back`: bytes at the end of the stream that may turn out not to be content. A slot is published only when
+    /// that many bytes have been received after it.
     ///
     /// # Errors
     /// [`Error::Layout`] if the geometry is outside its limits, [`Error::Fabric`] if the memory is smaller than it,
@@ -68,11 +69,11 @@ impl SnapshotWriter {
         hold_back: u32,
     ) -> Result<SnapshotWriter, Error> {
         if identity.kind != Kind::Snapshot {
-            return Err(Error::Misuse("a snapshot's identity must say that it is one"));
+            return Err(Error::Misuse("the identity of a snapshot must have the kind Snapshot"));
         }
         if hold_back > geometry.slot_size {
             // With more, a ring of two slots could never publish its first.
-            return Err(Error::Misuse("more bytes held back than a slot has"));
+            return Err(Error::Misuse("hold_back exceeds the size of a slot"));
         }
         let publisher = lay_out(&memory, geometry, identity)?;
         Ok(SnapshotWriter {
@@ -89,18 +90,20 @@ impl SnapshotWriter {
         })
     }
 
-    /// Goes on where another writer of the same memory, perhaps in another process, has stopped for good after `received` bytes. It held
-    /// none back, and neither does this one.
+    /// Continues where another writer of the same memory, perhaps in another process, has stopped for good after
+    /// `received` bytes. That writer held no bytes back, and neither does this one.
     ///
     /// # Errors
-    /// [`Error::Layout`] if what lies there is no open snapshot of so many bytes.
+    /// [`Error::Layout`] if the memory does not hold an open snapshot of that many bytes.
     pub fn resume(memory: Arc<Memory>, geometry: Geometry, received: u64) -> Result<SnapshotWriter, Error> {
         let geometry = geometry.checked()?;
         let (slot, inside) = (received / geometry.slot_bytes(), received % geometry.slot_bytes());
         let line = load_line(&memory)?.filter(|line| line.state == State::Open);
         let line = line.filter(|line| line.published == geometry.start_of(slot));
         let Some(line) = line else {
-            return Err(Error::Layout(format!("what another writer has left is no open snapshot of {received} bytes")));
+            return Err(Error::Layout(format!(
+                "the memory does not hold an open snapshot of {received} bytes left by another writer"
+            )));
         };
         let start = geometry.slot_offset(slot);
         let crc = if inside == 0 { 0 } else { memory.crc32c_append(0, start..start + inside)? };
@@ -120,7 +123,7 @@ impl SnapshotWriter {
         })
     }
 
-    /// Where in the memory the next bytes go: contiguous, inside one slot, never empty.
+    /// The range of the memory for the next bytes: contiguous, inside one slot, never empty.
     ///
     /// `None`: the ring is full, wait for readers and [`retire`](Self::retire); or the snapshot is no longer open.
     pub fn space(&mut self) -> Option<Range<u64>> {
@@ -136,30 +139,30 @@ impl SnapshotWriter {
         Some(start + self.received % self.geometry.slot_bytes()..start + self.geometry.slot_bytes())
     }
 
-    /// So many bytes have landed at the start of the last [`space`](Self::space).
+    /// That many bytes have landed at the start of the last [`space`](Self::space).
     ///
     /// # Errors
-    /// [`Error::Misuse`] if they are more than that had room for.
+    /// [`Error::Misuse`] if that is more than the space.
     pub fn advance(&mut self, bytes: u64) -> Result<(), Error> {
         let room = self.geometry.start_of(self.begun) - self.received;
         if bytes > room || self.state() != State::Open {
-            return Err(Error::Misuse("advanced beyond the space handed out"));
+            return Err(Error::Misuse("advance() beyond the space handed out"));
         }
         self.received += bytes;
         self.sum_up_to(self.received.saturating_sub(self.hold_back))
     }
 
-    /// Copies as many of `bytes` as there is room for, and says how many. Less than all of them: the ring is full, wait for readers
-    /// and [`retire`](Self::retire); or the snapshot is no longer open.
+    /// Copies as many of `bytes` as there is space for, and returns how many. Fewer than all: the ring is full, wait
+    /// for readers and [`retire`](Self::retire); or the snapshot is no longer open.
     ///
-    /// The CRC is reckoned from `bytes` and not from the copy, so that the memory is written once and not read. For that no bytes may
-    /// be held back.
+    /// The CRC is computed from `bytes` and not from the copy, so that the memory is written once and not read.
+    /// Therefore no bytes may be held back.
     ///
     /// # Errors
     /// [`Error::Misuse`] if this writer holds bytes back.
     pub fn append(&mut self, bytes: &[u8]) -> Result<usize, Error> {
         if self.hold_back != 0 {
-            return Err(Error::Misuse("bytes are appended to a snapshot that holds none back"));
+            return Err(Error::Misuse("append() on a snapshot that holds bytes back"));
         }
         let mut done = 0;
         while let Some(rest) = bytes.get(done..).filter(|rest| !rest.is_empty()) {
@@ -178,17 +181,17 @@ impl SnapshotWriter {
         Ok(done)
     }
 
-    /// The stream has ended and its last `trim` bytes are not content. Publishes the last slot and seals. Returns the
-    /// content's length in bytes.
+    /// The stream has ended, and its last `trim` bytes are not content. Publishes the last slot and seals the table.
+    /// Returns the length of the content in bytes.
     ///
     /// # Errors
-    /// [`Error::Misuse`] if `trim` is more than was held back, or than was received; or if the snapshot is not open.
+    /// [`Error::Misuse`] if `trim` exceeds the bytes held back or received, or if the snapshot is not open.
     pub fn finish(&mut self, trim: u64) -> Result<u64, Error> {
         if trim > self.hold_back || trim > self.received {
-            return Err(Error::Misuse("bytes trimmed that were not held back"));
+            return Err(Error::Misuse("finish() trims more bytes than were held back"));
         }
         if self.state() != State::Open {
-            return Err(Error::Misuse("a snapshot is finished once"));
+            return Err(Error::Misuse("finish() on a snapshot that is not open"));
         }
         self.sum_up_to(self.received - trim)?;
         if !self.summed.is_multiple_of(self.geometry.slot_bytes()) {
@@ -198,14 +201,14 @@ impl SnapshotWriter {
         Ok(self.summed)
     }
 
-    /// Gives the snapshot up: readers will find it aborted.
+    /// Aborts the snapshot: readers will find the table aborted.
     pub fn abort(&mut self) {
-        // Stores into memory of ours that was checked at the start: it cannot fail, and if it did, the readers would learn
-        // it by the messenger.
+        // These are stores into our own memory, which was checked at the start, so they cannot fail. If one did, the
+        // readers would learn of the abort through the messenger.
         let _ = self.publisher.abort();
     }
 
-    /// No reader needs the slots below this number any more. They stay nevertheless until the ring has no other room.
+    /// No reader needs the slots below this number any more. They stay until the ring has no other space.
     pub fn retire(&mut self, below: u64) {
         self.dispensable = self.dispensable.max(below.min(self.published_slots()));
     }
@@ -215,12 +218,12 @@ impl SnapshotWriter {
         self.geometry.slots_for(self.publisher.line().published)
     }
 
-    /// Slots below this number have been given up to make room.
+    /// Slots below this number have been retired.
     pub fn retired(&self) -> u64 {
         self.publisher.line().retired
     }
 
-    /// Bytes received so far, those held back included.
+    /// Bytes received so far, including those held back.
     pub fn received(&self) -> u64 {
         self.received
     }
@@ -235,7 +238,7 @@ impl SnapshotWriter {
         self.retired() == 0
     }
 
-    /// Bytes of the content: known once the snapshot is sealed.
+    /// Bytes of content, once the snapshot is sealed.
     pub fn end(&self) -> Option<u64> {
         self.publisher.line().end
     }
@@ -245,7 +248,7 @@ impl SnapshotWriter {
         self.geometry
     }
 
-    /// Makes the place of slot `number` ours, if it is free or may be freed.
+    /// Claims the place of slot `number`, if it is free or may be reused.
     fn begin(&mut self, number: u64) -> bool {
         let ready = match number.checked_sub(u64::from(self.geometry.slots)) {
             None => Ok(()),
@@ -265,12 +268,12 @@ impl SnapshotWriter {
         }
         let end = (self.received + PREFAULT_BYTES).min(self.geometry.start_of(self.begun));
         let base = self.geometry.data_offset();
-        // Only a matter of speed: what isn't touched now is touched when the bytes come.
+        // Only an optimisation: memory that is not touched now is touched when the bytes come.
         let _ = self.memory.prefault(base + self.received..base + end);
         self.prefaulted = end;
     }
 
-    /// Reckons the CRC while the bytes are still in the cache, and publishes each slot that this completes.
+    /// Computes the CRC while the bytes are still in the cache, and publishes each slot that this completes.
     fn sum_up_to(&mut self, target: u64) -> Result<(), Error> {
         while self.summed < target {
             let number = self.summed / self.geometry.slot_bytes();
@@ -298,7 +301,7 @@ impl SnapshotWriter {
     }
 }
 
-/// Head, empty directory, open line.
+/// Writes the head and an open line; no entry is published.
 pub(crate) fn lay_out(
     memory: &Arc<Memory>,
     geometry: Geometry,

@@ -1,5 +1,5 @@
-//! Readers that make the mistakes the protocol exists to avoid, on the same torn peer: they must be fooled. If they were
-//! not, the tests beside this one would prove nothing.
+//! Readers that make the mistakes that the protocol avoids, on the same torn peer: they must accept wrong bytes. If
+//! they did not, the tests beside this one would prove nothing.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use crate::{
 const GEOMETRY: Geometry = Geometry { slot_size: 4096, slots: 2 };
 const RECORD: usize = GEOMETRY.slot_size as usize - RECORD_HEADER_BYTES as usize;
 
-/// What a reader looks at before it believes a slot.
+/// What a reader checks before it accepts a slot.
 #[derive(Debug, Clone, Copy)]
 struct Trust {
     /// The entry, by a read that is posted after the bytes have arrived (instead of before them).
@@ -80,7 +80,7 @@ fn an_entry_read_before_the_bytes_accepts_torn_ones() {
     assert!(wrong > 100, "{wrong} of {accepted}: this peer tears too little to test anything");
 }
 
-/// A checksum alone finds torn bytes, but not those of the next lap, whole and wrong.
+/// A checksum alone detects torn bytes, but not the bytes of the next lap, which are complete and wrong.
 #[test]
 fn a_checksum_without_a_later_entry_accepts_another_lap() {
     let (accepted, wrong) = accepted_and_wrong(Trust { entry_after: false, checksum: true });

@@ -1,4 +1,4 @@
-//! Copies: chains of them, peers that die, lie or fall behind, windows, limits.
+//! Copies: chains of them, peers that fail, lie or fall behind, windows, limits.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use crate::{Error, Geometry, Kind, Loss, SnapshotCopy, SnapshotWriter, Turn};
 
 const SOURCE: Geometry = Geometry { slot_size: 4096, slots: 64 };
 
-/// Turns after which a copy that is not whole never will be.
+/// After this many turns, a copy that is not complete never will be.
 const MANY: u32 = 20_000;
 
 struct Origin {
@@ -29,7 +29,7 @@ impl Origin {
         Origin { region, writer, bytes }
     }
 
-    /// Writes up to that many slots in all; with the last one it ends.
+    /// Writes up to that many slots in total; ends with the last one.
     fn write(&mut self, slots: u64) {
         let done = self.writer.received() as usize;
         let to = self.bytes.len().min((slots * 4096) as usize);
@@ -46,7 +46,7 @@ impl Origin {
     }
 }
 
-/// A copy with its peer to the source, and what it has taken out of itself.
+/// A copy with its peer of the source, and the bytes that were taken out of it.
 struct Reader {
     copy: SnapshotCopy,
     memory: Arc<Memory>,
@@ -86,7 +86,7 @@ impl Reader {
         }
     }
 
-    /// Turns until it is whole, or a peer is lost.
+    /// Takes turns until the copy is complete, or a peer is lost.
     fn run(&mut self) -> Option<Loss> {
         for _ in 0..MANY {
             if let Some(loss) = self.turn(&mut Turn::FREE.clone()).unwrap() {
@@ -131,7 +131,7 @@ fn a_chain_of_copies_carries_every_byte_while_the_source_still_writes() {
             assert!(reader.copy.is_whole(), "{:?}", reader.copy.progress());
             assert_eq!(reader.taken, origin.bytes);
         }
-        // The bytes of slots crossed the source's wire once; of the others it got lines and entries.
+        // The bytes of slots crossed the source's wire once; for the other slots the source sent lines and entries.
         assert!(chain[0].source.completed > 40);
         let small: u64 = chain[1..].iter().map(|reader| reader.source.bytes).sum();
         assert!(small < 3 * 40 * 4096 / 4, "{small} bytes of lines and entries");
@@ -186,7 +186,7 @@ fn a_peer_that_forges_its_own_entry_too_is_found_out_by_the_sources() {
     let origin = Origin::whole(4, 1);
     let forged = Origin::whole(4, 2);
     let mut reader = Reader::new(&origin, 64, Faults::NONE, 2);
-    // A whole table of its own, sound in itself, that calls itself by the name of the source's.
+    // A complete and valid table of its own, under the identity of the source's.
     reader.read_from(&forged.region, 64, Faults::NONE, 3);
     let loss = reader.run();
     assert!(matches!(loss, Some(Loss::Lied { slot: 0, .. })), "{loss:?}");
@@ -213,7 +213,7 @@ fn a_small_copy_is_a_window_whose_readers_learn_that_they_were_passed() {
     let mut late = Reader::new(&origin, 64, Faults::TORN, 6);
     late.read_from(&small.memory, 4, Faults::TORN, 7);
     assert!(!small.copy.keeps_all() && late.copy.keeps_all());
-    // The small one goes ahead alone; nobody waits for who reads from it.
+    // The small one goes ahead alone; it does not wait for its readers.
     assert!(small.run().is_none());
     assert_eq!((small.copy.oldest(), &small.taken), (26, &origin.bytes));
     let loss = late.run();
@@ -285,7 +285,8 @@ fn the_source_may_be_reached_anew_in_the_middle() {
     });
 }
 
-/// Whoever waits before the next look must not wait with a line on its way: its arrival would be noticed after the wait alone.
+/// A caller that waits before the next look must not wait with a line on its way: it would notice the arrival only
+/// after the wait.
 #[test]
 fn a_copy_is_idle_only_while_nothing_at_all_is_on_its_way() {
     let origin = Origin::new(SOURCE, 10, 3);
@@ -302,7 +303,7 @@ fn a_copy_is_idle_only_while_nothing_at_all_is_on_its_way() {
                 reader.turn(&mut Turn { look: false, ..Turn::FREE }).unwrap();
                 reader.copy.is_idle()
             });
-            assert!(comes_to_rest, "nothing is published, and nobody looks");
+            assert!(comes_to_rest, "nothing is published, and no read is outstanding");
         }
     }
 }

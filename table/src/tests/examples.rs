@@ -1,4 +1,4 @@
-//! Single cases, each a sentence.
+//! Single cases, each named by a sentence.
 
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ fn snapshot(hold_back: u32) -> (Arc<Memory>, SnapshotWriter) {
     (region, writer.unwrap())
 }
 
-/// Writes all of it; the ring must have room.
+/// Writes all of it; the ring must have space.
 fn fill(region: &Memory, writer: &mut SnapshotWriter, mut bytes: &[u8], step: usize) {
     while !bytes.is_empty() {
         let space = writer.space().unwrap();

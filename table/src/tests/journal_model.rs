@@ -5,13 +5,13 @@ use std::sync::Arc;
 use remora_fabric::{Memory, Peer, View, sim};
 
 use super::{
-    FIRST_OFFSET, Random, expect, for_seeds, identity, memory,
+    FIRST_OFFSET, Random, expect, for_seeds, identity,
     peer::{Faults, Trouble, Wire},
-    sink,
+    sink, used_memory,
 };
 use crate::{Error, Geometry, JournalReader, JournalWriter, Kind};
 
-/// What can happen; drawn at random, one after the other.
+/// The possible operations, drawn at random one after the other.
 #[derive(Debug, Clone, Copy)]
 enum Operation {
     Append {
@@ -23,7 +23,7 @@ enum Operation {
     Take {
         reader: usize,
     },
-    /// A reader that was passed, or one in many others, begins again somewhere.
+    /// A reader that was overrun, or one in many others, begins again somewhere.
     Join {
         reader: usize,
     },
@@ -48,7 +48,7 @@ struct Model {
     geometry: Geometry,
     memory: Arc<Memory>,
     writer: JournalWriter,
-    /// The oracle: all that was appended; its first byte has the offset `FIRST_OFFSET + 1`.
+    /// The oracle: everything that was appended; its first byte has the offset `FIRST_OFFSET + 1`.
     truth: Vec<u8>,
     readers: Vec<Reader>,
     wire: Wire,
@@ -61,7 +61,7 @@ struct Reader {
     peer: Box<dyn Peer>,
     sink: Arc<Memory>,
     view: Option<Arc<View>>,
-    /// Offset of the next byte that it must give.
+    /// Offset of the next byte that the reader must deliver.
     next: u64,
     overrun: bool,
 }
@@ -70,7 +70,7 @@ impl Model {
     fn new(seed: u64, trouble: &Trouble) -> Model {
         let mut random = Random(seed);
         let geometry = Geometry { slot_size: 4096, slots: 2 + random.below(6) as u32 };
-        let memory = memory(geometry.memory_len());
+        let memory = used_memory(&geometry, &mut random);
         let wire = Wire::new(&memory, trouble, seed);
         let writer = JournalWriter::create(Arc::clone(&memory), geometry, identity(Kind::Journal)).unwrap();
         let mut model = Model {
@@ -135,7 +135,7 @@ impl Model {
                 reader.reader.reconnect(reader.view.clone()).unwrap();
             }
             Err(Error::Overrun { .. }) => {
-                // What it was about to read is no longer held, in part at least.
+                // What it was about to read is no longer held, at least in part.
                 while reader.reader.next_chunk().is_some() {}
                 assert!(reader.reader.position() < self.writer.first_offset());
                 reader.overrun = true;
@@ -161,7 +161,7 @@ impl Model {
         self.taken += chunk.bytes.len() as u64;
     }
 
-    /// Nothing is appended any more: everybody comes to the end.
+    /// Nothing more is appended: every reader reaches the end.
     fn settle(&mut self) {
         for index in 0..READERS {
             let mut pumps = 0;
@@ -174,7 +174,7 @@ impl Model {
         }
     }
 
-    /// It has all bytes and knows it.
+    /// Whether it has all bytes and reports so.
     fn has_arrived(&self, index: usize) -> bool {
         let reader = &self.readers[index];
         let has_all = reader.next == self.writer.end_offset();
@@ -207,7 +207,7 @@ fn a_hostile_network_never_gives_wrong_bytes() {
     for_seeds(20, |seed| drop(run(seed, &Trouble::Sim(sim::Faults::hostile()))));
 }
 
-/// The model is worth nothing if what it is about never happens in it.
+/// The model is useful only if the events it is about happen.
 #[test]
 fn the_model_meets_overruns_and_long_reads() {
     let (mut overruns, mut taken) = (0, 0);

@@ -1,7 +1,8 @@
 //! Writers and readers against a plain oracle.
 //!
-//! [`peer`] is a peer whose reads are torn in every way; [`model`] applies random operations; [`canary`] shows that the
-//! checker would notice; [`threads`] lets real threads race. A failing seed is printed; `REMORA_SEED=<seed>` replays it.
+//! [`peer`] is a peer whose reads are torn in every way; [`snapshot_model`] and [`journal_model`] apply random
+//! operations; [`canary`] shows that the checker would notice; [`threads`] races real threads. A failing seed is
+//! printed; `REMORA_SEED=<seed>` replays it.
 
 #![allow(clippy::unwrap_used)]
 
@@ -14,10 +15,12 @@ mod snapshot_model;
 mod threads;
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 use remora_fabric::{Memory, Pages};
 
-use crate::{Expectation, Geometry, Identity, Kind, SinkLayout};
+use crate::layout::{Entry, LINE_OFFSET, Line};
+use crate::{Expectation, Geometry, Identity, Kind, SinkLayout, State};
 
 pub(super) const REPLID: [u8; 40] = [b'a'; 40];
 pub(super) const FIRST_OFFSET: u64 = 1000;
@@ -34,13 +37,35 @@ pub(super) fn memory(length: u64) -> Arc<Memory> {
     Arc::new(Memory::create("table-test", length, Pages::Small).unwrap())
 }
 
-/// A sink with so many slot buffers, and its layout.
+/// Memory as a writer may get it: random bytes, and at some places a valid entry or line of another table.
+pub(super) fn used_memory(geometry: &Geometry, random: &mut Random) -> Arc<Memory> {
+    let memory = memory(geometry.memory_len());
+    memory.write(0, &random.bytes(geometry.memory_len() as usize)).unwrap();
+    let line = Line { published: random.below(1 << 20), retired: random.below(64), end: None, state: State::Open };
+    for (at, word) in (LINE_OFFSET..).step_by(8).zip(line.to_words()) {
+        memory.store_u64(at, word, Relaxed).unwrap();
+    }
+    for place in 0..u64::from(geometry.slots) {
+        let number = place + u64::from(geometry.slots) * random.below(5);
+        let (position, length) = (random.below(1 << 20), random.below(4097) as u32);
+        let entry = Entry { number, writing: random.one_in(4), position, length, crc: random.next() as u32 };
+        if random.one_in(3) {
+            continue;
+        }
+        for (at, word) in (geometry.entry_offset(number)..).step_by(8).zip(entry.to_words()) {
+            memory.store_u64(at, word, Relaxed).unwrap();
+        }
+    }
+    memory
+}
+
+/// A sink with this many slot buffers, and its layout.
 pub(super) fn sink(geometry: Geometry, buffers: u32) -> (Arc<Memory>, SinkLayout) {
     let layout = SinkLayout { offset: 0, buffers };
     (memory(layout.length(&geometry)), layout)
 }
 
-/// Random numbers that a seed repeats: splitmix64.
+/// Random numbers that repeat for a seed: splitmix64.
 pub(super) struct Random(pub(super) u64);
 
 impl Random {
@@ -66,7 +91,7 @@ impl Random {
     }
 }
 
-/// Runs `body` with many seeds, or with the one in `REMORA_SEED`; says which one failed.
+/// Runs `body` with many seeds, or with the one in `REMORA_SEED`; prints the one that failed.
 pub(super) fn for_seeds(count: u64, body: impl Fn(u64)) {
     let seeds = match std::env::var("REMORA_SEED") {
         Ok(seed) => vec![seed.parse().expect("REMORA_SEED is a number")],

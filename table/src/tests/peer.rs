@@ -1,4 +1,4 @@
-//! The peers that the models read through: the fabric's simulated network, and one that is worse in a single respect, for its
+//! The peers that the models read through: the fabric's simulated network, and one that is worse in one respect: its
 //! reads are taken in up to six pieces, in any order, each at another moment.
 
 use std::{os::fd::BorrowedFd, sync::Arc};
@@ -10,13 +10,13 @@ use remora_fabric::{
 
 use super::Random;
 
-/// A way to one region: gives peers, as often as they are lost.
+/// A connection to one region, which gives a new peer whenever one is lost.
 pub(super) struct Wire {
     region: Arc<Memory>,
     way: Way,
 }
 
-/// What lies between reader and region.
+/// What is between reader and region.
 #[derive(Debug, Clone)]
 pub(super) enum Trouble {
     Torn(Faults),
@@ -47,7 +47,7 @@ impl Wire {
         Wire { region: Arc::clone(region), way }
     }
 
-    /// A new peer; it is tried until there is one.
+    /// A new peer; retried until one is available.
     pub(super) fn connect(&self, sink: &Arc<Memory>, seed: u64) -> Box<dyn Peer> {
         match &self.way {
             Way::Torn(faults) => Box::new(TornPeer::new(&self.region, sink, *faults, seed)),
@@ -61,12 +61,12 @@ impl Wire {
     }
 }
 
-/// How bad a [`TornPeer`] is.
+/// The faults of a [`TornPeer`].
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Faults {
-    /// A read is taken in up to so many pieces, one per poll at most: 1 is a read that isn't torn.
+    /// A read is taken in up to this many pieces, at most one per poll: 1 is a read that isn't torn.
     pub(super) pieces: u64,
-    /// One poll in so many finds the peer gone; 0: never.
+    /// One in this many polls finds the peer gone; 0: none.
     pub(super) lost_one_in: u64,
 }
 
@@ -85,11 +85,11 @@ pub(super) struct TornPeer {
     gone: bool,
     /// Reads that completed.
     pub(super) completed: u64,
-    /// ... and their bytes.
+    /// Bytes of the reads that completed.
     pub(super) bytes: u64,
 }
 
-/// One read under way: the ranges of it that are still to be taken.
+/// One outstanding read: its ranges that are still to be taken.
 struct Flight {
     request: ReadRequest,
     left: Vec<(u32, u32)>,
@@ -120,7 +120,7 @@ impl TornPeer {
         cuts.windows(2).map(|pair| (pair[0], pair[1])).collect()
     }
 
-    /// Takes one piece of one read, as it is in the region now.
+    /// Takes one piece of one read, with the region's present content.
     fn take_piece(&mut self, index: usize) {
         let flight = &mut self.flights[index];
         let piece = self.random.below(flight.left.len() as u64) as usize;

@@ -5,23 +5,23 @@ use std::{collections::HashSet, sync::Arc};
 use remora_fabric::{Memory, Peer, View, sim};
 
 use super::{
-    Random, expect, for_seeds, identity, memory,
+    Random, expect, for_seeds, identity,
     peer::{Faults, Trouble, Wire},
-    sink,
+    sink, used_memory,
 };
 use crate::{Error, Geometry, Kind, Place, Slot, SnapshotReader, SnapshotWriter, State};
 
-/// What can happen; drawn at random, one after the other.
+/// The possible operations, drawn at random one after the other.
 #[derive(Debug, Clone, Copy)]
 enum Operation {
     Write {
         bytes: u64,
     },
-    /// The writer is told that slots may go: those that all readers have passed, or, recklessly, any.
+    /// The writer may retire slots: those that all readers have passed, or, recklessly, any.
     Retire {
         reckless: bool,
     },
-    /// Another writer goes on where this one is.
+    /// Another writer continues at the present position.
     Resume,
     Finish,
     Pump {
@@ -57,9 +57,9 @@ struct Model {
     geometry: Geometry,
     memory: Arc<Memory>,
     writer: SnapshotWriter,
-    /// What the writer holds back; a writer that holds nothing back is given its bytes by `append`.
+    /// Bytes that the writer holds back; a writer that holds none back gets its bytes by `append`.
     hold_back: u32,
-    /// The oracle: all that was received.
+    /// The oracle: everything that was received.
     truth: Vec<u8>,
     trim: u64,
     readers: Vec<Reader>,
@@ -82,7 +82,7 @@ impl Model {
     fn new(seed: u64, trouble: &Trouble) -> Model {
         let mut random = Random(seed);
         let geometry = Geometry { slot_size: 4096, slots: 2 + random.below(6) as u32 };
-        let memory = memory(geometry.memory_len());
+        let memory = used_memory(&geometry, &mut random);
         let wire = Wire::new(&memory, trouble, seed);
         let hold_back = if random.one_in(3) { 0 } else { HOLD_BACK };
         let writer =
@@ -144,7 +144,7 @@ impl Model {
         assert!(beyond < 4096 + u64::from(self.hold_back), "a complete slot was not published");
     }
 
-    /// Copied by the writer: as much as there is room for, whatever slots that fills.
+    /// Copied by the writer: as much as there is space for, however many slots that fills.
     fn append(&mut self, bytes: u64) {
         let bytes = self.random.bytes(bytes as usize);
         let taken = self.writer.append(&bytes).unwrap();
@@ -152,7 +152,7 @@ impl Model {
         assert!(taken == bytes.len() || self.writer.space().is_none(), "not all was taken, though there is room");
     }
 
-    /// Landed in the memory by itself.
+    /// Placed into the memory by the caller.
     fn receive(&mut self, bytes: u64) {
         let Some(space) = self.writer.space() else {
             return;
@@ -169,7 +169,7 @@ impl Model {
         self.writer.retire(below);
     }
 
-    /// Possible where nothing is held back.
+    /// Possible if nothing is held back.
     fn resume(&mut self) {
         if self.writer.state() == State::Open && self.hold_back == 0 {
             let received = self.truth.len() as u64;
@@ -237,7 +237,7 @@ impl Model {
         }
     }
 
-    /// Writes on until the readers have had enough, then lets all of them end.
+    /// Writes until the readers have enough, then lets all of them finish.
     fn settle(&mut self) {
         self.finish();
         for index in 0..READERS {
@@ -258,7 +258,7 @@ impl Model {
 }
 
 impl Reader {
-    /// The first slot that it has not done with.
+    /// The first slot that the reader still needs.
     fn needs_from(&self) -> u64 {
         self.lent.iter().map(|slot| slot.number).min().unwrap_or(self.passed)
     }
@@ -300,7 +300,7 @@ fn a_hostile_network_never_gives_wrong_bytes() {
     for_seeds(20, |seed| drop(run(seed, &Trouble::Sim(sim::Faults::hostile()))));
 }
 
-/// The model is worth nothing if what it is about never happens in it.
+/// The model is useful only if the events it is about happen.
 #[test]
 fn the_model_meets_overruns_wraps_and_whole_snapshots() {
     let (mut overruns, mut wraps, mut wholes) = (0, 0, 0);

@@ -15,7 +15,7 @@ use super::{
 };
 use crate::{Error, Geometry, JournalReader, JournalWriter, Kind};
 
-/// Byte `k` of the stream: known without keeping the stream.
+/// Byte `k` of the stream: computable without keeping the stream.
 fn byte(offset: u64) -> u8 {
     (offset.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8
 }
@@ -68,7 +68,7 @@ fn a_reader_in_place_is_passed_but_never_fooled() {
     assert!(taken > 10_000 && passed > 0, "{taken} bytes taken, passed {passed} times");
 }
 
-/// Where the newest slot begins, as far as one can see from outside.
+/// Where the newest slot begins, as far as visible from outside.
 fn newest(region: &Arc<remora_fabric::Memory>, geometry: Geometry) -> u64 {
     loop {
         let entries = [0, 1].map(|slot| crate::publish::load_entry(region, &geometry, slot).unwrap());

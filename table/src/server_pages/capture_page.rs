@@ -1,14 +1,15 @@
-//! The board: one page beside a snapshot's table whose writer is *another process*.
+//! The capture page: a page of shared memory beside a snapshot's table whose writer is *another process*.
 //!
-//! Whoever wants the snapshot makes table and board and hands both over; the writer finds on the board what to write where, and
-//! tells on it how far it is. Readers of the table never see it. Not here: how the page reaches the writer, and what it writes.
+//! The orderer (the source agent) creates table and page and hands both over. The writer (a fork child of the server,
+//! through our module) finds on the page what to write where, and reports its progress on it. Readers of the table
+//! never see the page. Not here: how the page reaches the writer, and what it writes.
 //!
 //! ```text
 //!    0  the order       magic, version, work, generation, geometry, least written once, before it is handed over
-//!   64  the orderer     beat, slots not needed, cancel, permission        words with one writer: whoever wants the snapshot
-//!  128  the writer      stage, beat, received, waits, keys, took,         words with one writer: the process that makes it
+//!   64  the orderer     beat, slots not needed, cancel, permission        words written only by the orderer
+//!  128  the writer      stage, beat, received, waits, keys, took,         words written only by the writer
 //!                       slots, offset, database, format, replid
-//! 1024  a sentence      length, text: why it was declined, or failed
+//! 1024  status text     length, text: why it was declined, or failed
 //! ```
 //!
 //! ```text
@@ -18,106 +19,106 @@
 //!     └──── decline ─────┴──▶ Declined             └── fail ──▶ Failed
 //! ```
 //!
-//! What the writer declines is as if it had never been asked. What it has begun and not finished is lost, and it sees to it that nobody
-//! takes the rest for the whole.
+//! If the writer declines, it is as if it had never been asked. What it has begun and not finished is lost, and the
+//! writer makes sure that the incomplete snapshot is not taken for a complete one.
 //!
-//! Always true: each word has one writer. What belongs to a stage is stored before the stage is, with release, so that who has seen
-//! the stage sees it whole. A beat that stands still for long means that the other end is gone.
+//! Invariants: each word has one writer. The values that belong to a stage are stored before the stage, with release,
+//! so a process that sees the stage also sees them. If a beat does not change for a long time, the other end is gone.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Release};
 
 use remora_fabric::{Memory, Pages};
 
+use super::status_text::StatusText;
 use crate::error::Error;
 use crate::layout::Geometry;
-use crate::sentence::Sentence;
 
-/// Bytes of a board.
-pub const BOARD_BYTES: u64 = 4096;
+/// Bytes of a capture page.
+pub const CAPTURE_PAGE_BYTES: u64 = 4096;
 
-/// What a writer is asked to do.
+/// The work that a writer is asked to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
-    /// Write the long strings into the table, and leave the rest to the server, which then writes everything else.
+    /// Write the long strings into the table. The server writes everything else.
     Walk,
-    /// Write nothing: only make cheaper what the server writes itself.
+    /// Write nothing: only make the server's own writing cheaper.
     Ease,
 }
 
-/// How far the writer is.
+/// The writer's stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
-    /// It has not begun.
+    /// The writer has not begun.
     Armed,
-    /// Replid and offset stand on the board, and it waits for the permission to begin.
+    /// The writer has stored replid and offset, and waits for the permission to begin.
     Asking,
-    /// It has begun. For [`Work::Walk`] the table is laid out.
+    /// The writer has begun. For [`Work::Walk`] the table is laid out.
     Begun,
-    /// It is done. The table is open: whoever ordered it writes the rest ([`crate::SnapshotWriter::resume`]).
+    /// The writer is done. The table is open: the orderer writes the rest ([`crate::SnapshotWriter::resume`]).
     Done,
-    /// It has done nothing, and the sentence says why: the server writes everything.
+    /// The writer has done nothing, and the status text says why: the server writes everything.
     Declined,
-    /// It has begun and not finished; the sentence says why.
+    /// The writer has begun and not finished; the status text says why.
     Failed,
 }
 
-/// The order: what stands on the board before it is handed over.
+/// The order: written on the page before it is handed over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Order {
-    /// What is to be done.
+    /// The work to do.
     pub work: Work,
-    /// The generation that the table will be.
+    /// The generation of the table.
     pub generation: u64,
     /// The table's shape.
     pub geometry: Geometry,
-    /// For [`Work::Walk`]: strings of at least so many bytes are long.
+    /// For [`Work::Walk`]: strings of at least this many bytes are long.
     pub least_bytes: u64,
 }
 
-/// Which moment of a data set the snapshot is of.
+/// The moment of a data set that the snapshot represents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Origin {
-    /// The history.
+    /// The replication id of the history.
     pub replid: [u8; 40],
-    /// The last byte of the stream that the snapshot contains.
+    /// Offset of the last byte of the stream that the snapshot contains.
     pub offset: u64,
-    /// The database that the stream writes to after it until it says otherwise.
+    /// The database that the stream after the snapshot writes to until it selects one.
     pub database: u32,
 }
 
-/// What the writer has told, at one moment.
+/// The writer's progress at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Told {
+pub struct WriterStatus {
     /// Bytes of the snapshot so far.
     pub received: u64,
     /// Slots that readers may read or have read.
     pub published_slots: u64,
-    /// Slots below this number have been given up to make room.
+    /// Slots below this number have been retired to make space.
     pub retired_slots: u64,
-    /// How many times it found its ring full.
+    /// How many times the writer found its ring full.
     pub waits: u64,
     /// Keys so far.
     pub keys: u64,
-    /// Version of the format that it writes; 0 until it has begun.
+    /// Version of the RDB format that it writes; 0 until it has begun.
     pub format: u64,
-    /// Microseconds from beginning to end; 0 until then.
+    /// Microseconds from beginning to end; 0 until the end.
     pub took_micros: u64,
 }
 
-/// One board, as either end has it.
-pub struct Board {
+/// One capture page, as mapped by either end.
+pub struct CapturePage {
     memory: Arc<Memory>,
     order: Order,
 }
 
-impl Board {
-    /// A fresh one with this order on it.
+impl CapturePage {
+    /// Creates a page with this order.
     ///
     /// # Errors
-    /// [`Error::Fabric`] if there is no memory.
-    pub fn create(order: Order) -> Result<Board, Error> {
-        let memory = Memory::create("remora-board", BOARD_BYTES, Pages::Small)?;
+    /// [`Error::Fabric`] if the memory can't be allocated.
+    pub fn create(order: Order) -> Result<CapturePage, Error> {
+        let memory = Memory::create("remora-capture-page", CAPTURE_PAGE_BYTES, Pages::Small)?;
         let work = match order.work {
             Work::Walk => WORK_WALK,
             Work::Ease => WORK_EASE,
@@ -132,50 +133,55 @@ impl Board {
         for (at, word) in words {
             memory.store_u64(at, word, Release)?;
         }
-        Ok(Board { memory: Arc::new(memory), order })
+        Ok(CapturePage { memory: Arc::new(memory), order })
     }
 
-    /// The one that was handed over.
+    /// Opens the page that was handed over.
     ///
     /// # Errors
-    /// [`Error::Layout`] if it is none, or of another version, or its order makes no sense.
-    pub fn adopt(memory: Memory) -> Result<Board, Error> {
+    /// [`Error::Layout`] if it is not a capture page, has another version, or its order is invalid.
+    pub fn adopt(memory: Memory) -> Result<CapturePage, Error> {
         let load = |at| memory.load_u64(at, Acquire);
-        if memory.length() < BOARD_BYTES || load(MAGIC_AT)? != MAGIC {
-            return Err(Error::Layout("what was handed over as a board is none".into()));
+        if memory.length() < CAPTURE_PAGE_BYTES || load(MAGIC_AT)? != MAGIC {
+            return Err(Error::Layout(
+                "not a capture page: its first bytes are not the magic, or it is too short".into(),
+            ));
         }
         let (version, work) = halves(load(WORK_AT)?);
         if u64::from(version) != VERSION {
-            let text =
-                format!("the board is of version {version}, this writer knows {VERSION}: upgrade the older of the two");
+            let text = format!(
+                "the capture page has version {version}, this writer knows {VERSION}: upgrade the older of the two"
+            );
             return Err(Error::Layout(text));
         }
         let work = match u64::from(work) {
             WORK_WALK => Work::Walk,
             WORK_EASE => Work::Ease,
             other => {
-                return Err(Error::Layout(format!("the board asks for work {other}, which this writer does not know")));
+                return Err(Error::Layout(format!(
+                    "the capture page asks for work {other}, which this writer does not know"
+                )));
             }
         };
         let (slot_size, slots) = halves(load(GEOMETRY_AT)?);
         let geometry = Geometry { slot_size, slots }.checked()?;
         let order = Order { work, generation: load(GENERATION_AT)?, geometry, least_bytes: load(LEAST_AT)? };
-        Ok(Board { memory: Arc::new(memory), order })
+        Ok(CapturePage { memory: Arc::new(memory), order })
     }
 
-    /// The page, to be handed over.
+    /// The page, for handing it over.
     pub fn memory(&self) -> &Memory {
         &self.memory
     }
 
-    /// What is to be done.
+    /// The order.
     pub fn order(&self) -> Order {
         self.order
     }
 
     // --- The orderer's side ------------------------------------------------------------------------------------
 
-    /// We are still here. Call it at least once a second.
+    /// Shows that the orderer is alive. Call it at least once a second.
     pub fn beat(&self) {
         self.store(BEAT_AT, self.load(BEAT_AT).wrapping_add(1));
     }
@@ -185,17 +191,18 @@ impl Board {
         self.store(RETIRE_AT, below);
     }
 
-    /// The snapshot is not wanted any more: the writer shall give up.
+    /// The snapshot is not wanted any more: the writer must stop.
     pub fn cancel(&self) {
         self.store(CANCEL_AT, 1);
     }
 
-    /// The writer that asks may begin. To be given only when it is certain that nobody else relies on what that process saves.
+    /// Permits the writer to begin. Call it only when it is certain that nothing else relies on what that process
+    /// saves.
     pub fn permit(&self) {
         self.store(PERMIT_AT, 1);
     }
 
-    /// How far the writer is.
+    /// The writer's stage.
     pub fn stage(&self) -> Stage {
         match self.load(STAGE_AT) {
             STAGE_ARMED => Stage::Armed,
@@ -207,12 +214,12 @@ impl Board {
         }
     }
 
-    /// The writer's beat: a number that grows while it lives.
+    /// The writer's beat: a number that grows while the writer is alive.
     pub fn writer_beat(&self) -> u64 {
         self.load(WRITER_BEAT_AT)
     }
 
-    /// Where in which history the snapshot is; `None` before the writer has asked.
+    /// The history and offset of the snapshot; `None` before the writer has asked.
     pub fn origin(&self) -> Option<Origin> {
         let mut replid = [0; 40];
         if self.stage() == Stage::Armed || self.memory.read(REPLID_AT, &mut replid).is_err() || replid == [0; 40] {
@@ -221,9 +228,9 @@ impl Board {
         Some(Origin { replid, offset: self.load(OFFSET_AT), database: self.load(DATABASE_AT) as u32 })
     }
 
-    /// What the writer has told so far.
-    pub fn told(&self) -> Told {
-        Told {
+    /// The writer's progress so far.
+    pub fn writer_status(&self) -> WriterStatus {
+        WriterStatus {
             received: self.load(RECEIVED_AT),
             published_slots: self.load(PUBLISHED_AT),
             retired_slots: self.load(RETIRED_AT),
@@ -234,14 +241,14 @@ impl Board {
         }
     }
 
-    /// Why it was declined, or failed.
-    pub fn sentence(&self) -> String {
-        SENTENCE.read(&self.memory).unwrap_or_else(|| "it did not say why".into())
+    /// Why the writer declined or failed.
+    pub fn status_text(&self) -> String {
+        STATUS_TEXT.read(&self.memory).unwrap_or_else(|| "it did not say why".into())
     }
 
     // --- The writer's side --------------------------------------------------------------------------------------
 
-    /// The orderer's beat: a number that grows while it lives.
+    /// The orderer's beat: a number that grows while the orderer is alive.
     pub fn orderer_beat(&self) -> u64 {
         self.load(BEAT_AT)
     }
@@ -256,13 +263,13 @@ impl Board {
         self.load(CANCEL_AT) != 0
     }
 
-    /// This is what the snapshot would be of: may it begin?
+    /// Reports what the snapshot would contain, and asks for the permission to begin.
     ///
     /// # Errors
-    /// [`Error::Misuse`] if it was asked already.
+    /// [`Error::Misuse`] if the writer has asked already.
     pub fn ask(&self, origin: &Origin) -> Result<(), Error> {
         if self.stage() != Stage::Armed {
-            return Err(Error::Misuse("a board is asked once"));
+            return Err(Error::Misuse("ask() on a capture page whose writer has asked already"));
         }
         self.memory.write(REPLID_AT, &origin.replid)?;
         self.store(OFFSET_AT, origin.offset);
@@ -271,39 +278,39 @@ impl Board {
         Ok(())
     }
 
-    /// Whether it may begin.
+    /// Whether the orderer has permitted to begin.
     pub fn is_permitted(&self) -> bool {
         self.load(PERMIT_AT) != 0
     }
 
-    /// It begins.
+    /// The writer begins.
     ///
     /// # Errors
     /// [`Error::Misuse`] if it has not asked, or has begun already.
     pub fn begin(&self) -> Result<(), Error> {
         if self.stage() != Stage::Asking {
-            return Err(Error::Misuse("a board is begun once, after it was asked"));
+            return Err(Error::Misuse("begin() on a capture page whose writer has not asked, or has begun already"));
         }
         self.store(STAGE_AT, STAGE_BEGUN);
         Ok(())
     }
 
-    /// It does nothing, and why. What is longer than the board has room for is cut.
-    pub fn decline(&self, sentence: &str) {
-        SENTENCE.write(&self.memory, sentence);
+    /// Records that the writer declined, with the reason (truncated to the space on the page).
+    pub fn decline(&self, text: &str) {
+        STATUS_TEXT.write(&self.memory, text);
         self.store(STAGE_AT, STAGE_DECLINED);
     }
 
-    /// How far it is; also the writer's beat.
-    pub fn tell(&self, told: &Told) {
+    /// Stores the writer's progress; also its beat.
+    pub fn report(&self, status: &WriterStatus) {
         let words = [
-            (RECEIVED_AT, told.received),
-            (PUBLISHED_AT, told.published_slots),
-            (RETIRED_AT, told.retired_slots),
-            (WAITS_AT, told.waits),
-            (KEYS_AT, told.keys),
-            (FORMAT_AT, told.format),
-            (TOOK_AT, told.took_micros),
+            (RECEIVED_AT, status.received),
+            (PUBLISHED_AT, status.published_slots),
+            (RETIRED_AT, status.retired_slots),
+            (WAITS_AT, status.waits),
+            (KEYS_AT, status.keys),
+            (FORMAT_AT, status.format),
+            (TOOK_AT, status.took_micros),
         ];
         for (at, word) in words {
             self.store(at, word);
@@ -311,26 +318,26 @@ impl Board {
         self.store(WRITER_BEAT_AT, self.load(WRITER_BEAT_AT).wrapping_add(1));
     }
 
-    /// It is done.
+    /// The writer is done.
     pub fn finish(&self) {
         self.store(STAGE_AT, STAGE_DONE);
     }
 
-    /// It has failed, and why. What is longer than the board has room for is cut.
-    pub fn fail(&self, sentence: &str) {
-        SENTENCE.write(&self.memory, sentence);
+    /// Records that the writer failed, with the reason (truncated to the space on the page).
+    pub fn fail(&self, text: &str) {
+        STATUS_TEXT.write(&self.memory, text);
         self.store(STAGE_AT, STAGE_FAILED);
     }
 
     fn load(&self, at: u64) -> u64 {
-        // Inside the page, at a multiple of eight: checked when it was made, so that this can't fail.
+        // Inside the page, at a multiple of eight: checked when the page was created, so this can't fail.
         self.memory.load_u64(at, Acquire).unwrap_or(0)
     }
 
     fn store(&self, at: u64, word: u64) {
-        // As above.
+        // As in `load`.
         let stored = self.memory.store_u64(at, word, Release);
-        debug_assert!(stored.is_ok(), "a word of the board");
+        debug_assert!(stored.is_ok(), "a word of the page");
     }
 }
 
@@ -338,7 +345,7 @@ fn halves(word: u64) -> (u32, u32) {
     (word as u32, (word >> 32) as u32)
 }
 
-/// `REMORABD`, as its bytes lie in memory.
+/// `REMORABD`, in memory order.
 const MAGIC: u64 = u64::from_le_bytes(*b"REMORABD");
 const VERSION: u64 = 2;
 const WORK_WALK: u64 = 1;
@@ -368,10 +375,10 @@ const DATABASE_AT: u64 = 200;
 const FORMAT_AT: u64 = 208;
 const REPLID_AT: u64 = 216;
 
-const SENTENCE_AT: u64 = 1024;
-/// Bytes of a sentence, at most: a long one of a server's within one of ours.
-const SENTENCE_BYTES: u64 = 1024;
-const SENTENCE: Sentence = Sentence { at: SENTENCE_AT, most: SENTENCE_BYTES as usize };
+const STATUS_TEXT_AT: u64 = 1024;
+/// Maximum length of a status text, in bytes: enough for one of our sentences that quotes a long one of a server's.
+const STATUS_TEXT_BYTES: u64 = 1024;
+const STATUS_TEXT: StatusText = StatusText { at: STATUS_TEXT_AT, most: STATUS_TEXT_BYTES as usize };
 
 const STAGE_ARMED: u64 = 0;
 const STAGE_BEGUN: u64 = 1;
@@ -381,8 +388,8 @@ const STAGE_ASKING: u64 = 4;
 const STAGE_DECLINED: u64 = 5;
 
 const _: () = {
-    assert!(REPLID_AT + 40 <= SENTENCE_AT, "the writer's words end before the sentence");
-    assert!(SENTENCE_AT + 8 + SENTENCE_BYTES <= BOARD_BYTES, "the sentence fits the page");
+    assert!(REPLID_AT + 40 <= STATUS_TEXT_AT, "the writer's words end before the status text");
+    assert!(STATUS_TEXT_AT + 8 + STATUS_TEXT_BYTES <= CAPTURE_PAGE_BYTES, "the status text fits the page");
 };
 
 #[cfg(all(test, not(loom)))]
@@ -402,11 +409,11 @@ mod tests {
         }
     }
 
-    /// Both ends of one board, each with a mapping of its own.
-    fn ends() -> (Board, Board) {
-        let ours = Board::create(order()).unwrap();
+    /// Both ends of one page, each with a mapping of its own.
+    fn ends() -> (CapturePage, CapturePage) {
+        let ours = CapturePage::create(order()).unwrap();
         let descriptor = ours.memory().as_fd().try_clone_to_owned().unwrap();
-        let theirs = Board::adopt(Memory::adopt(descriptor, BOARD_BYTES).unwrap()).unwrap();
+        let theirs = CapturePage::adopt(Memory::adopt(descriptor, CAPTURE_PAGE_BYTES).unwrap()).unwrap();
         (ours, theirs)
     }
 
@@ -423,11 +430,18 @@ mod tests {
         assert!(theirs.is_permitted());
         theirs.begin().unwrap();
         assert_eq!(ours.stage(), Stage::Begun);
-        let told =
-            Told { received: 1, published_slots: 5, retired_slots: 6, waits: 2, keys: 3, format: 80, took_micros: 4 };
+        let status = WriterStatus {
+            received: 1,
+            published_slots: 5,
+            retired_slots: 6,
+            waits: 2,
+            keys: 3,
+            format: 80,
+            took_micros: 4,
+        };
         let before = ours.writer_beat();
-        theirs.tell(&told);
-        assert_eq!(ours.told(), told);
+        theirs.report(&status);
+        assert_eq!(ours.writer_status(), status);
         assert_ne!(ours.writer_beat(), before);
         theirs.finish();
         assert_eq!(ours.stage(), Stage::Done);
@@ -438,7 +452,7 @@ mod tests {
     fn what_is_declined_says_why() {
         let (ours, theirs) = ends();
         theirs.decline("another replica waits too");
-        assert_eq!((ours.stage(), ours.sentence().as_str()), (Stage::Declined, "another replica waits too"));
+        assert_eq!((ours.stage(), ours.status_text().as_str()), (Stage::Declined, "another replica waits too"));
     }
 
     #[test]
@@ -456,22 +470,22 @@ mod tests {
     fn a_failure_has_a_sentence_and_a_long_one_is_cut_between_letters() {
         let (ours, theirs) = ends();
         theirs.fail("the ring is full");
-        assert_eq!((ours.stage(), ours.sentence().as_str()), (Stage::Failed, "the ring is full"));
+        assert_eq!((ours.stage(), ours.status_text().as_str()), (Stage::Failed, "the ring is full"));
         theirs.fail(&format!("x{}", "ü".repeat(2000)));
-        let sentence = ours.sentence();
-        assert!(sentence.len() <= SENTENCE_BYTES as usize && sentence.chars().skip(1).all(|letter| letter == 'ü'));
+        let text = ours.status_text();
+        assert!(text.len() <= STATUS_TEXT_BYTES as usize && text.chars().skip(1).all(|letter| letter == 'ü'));
     }
 
     #[test]
     fn what_is_no_board_is_refused() {
-        let blank = Memory::create("blank", BOARD_BYTES, Pages::Small).unwrap();
-        assert!(matches!(Board::adopt(blank), Err(Error::Layout(_))));
+        let blank = Memory::create("blank", CAPTURE_PAGE_BYTES, Pages::Small).unwrap();
+        assert!(matches!(CapturePage::adopt(blank), Err(Error::Layout(_))));
         for (at, word) in [(WORK_AT, VERSION + 1), (WORK_AT, VERSION | 9 << 32), (GEOMETRY_AT, 0), (GEOMETRY_AT, 3)] {
-            let board = Board::create(order()).unwrap();
-            let descriptor = board.memory().as_fd().try_clone_to_owned().unwrap();
-            let memory = Memory::adopt(descriptor, BOARD_BYTES).unwrap();
+            let page = CapturePage::create(order()).unwrap();
+            let descriptor = page.memory().as_fd().try_clone_to_owned().unwrap();
+            let memory = Memory::adopt(descriptor, CAPTURE_PAGE_BYTES).unwrap();
             memory.store_u64(at, word, Relaxed).unwrap();
-            assert!(matches!(Board::adopt(memory), Err(Error::Layout(_))), "{at}: {word}");
+            assert!(matches!(CapturePage::adopt(memory), Err(Error::Layout(_))), "{at}: {word}");
         }
     }
 }

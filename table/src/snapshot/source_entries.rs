@@ -1,12 +1,12 @@
-//! The ledger: what the source itself says of its snapshot, read ahead of the bytes: how far it is, and each slot's entry.
+//! The source's own statements about its snapshot, read ahead of the bytes: its progress line, and each slot's entry.
 //!
-//! The bytes may then come from anybody. Their checksum comes from here alone, so that whoever passes slots on can't pass on
-//! others than the source's without being found out. Not here: the bytes.
+//! The bytes may then come from any peer. Their checksum comes only from here, so a replica that forwards other bytes
+//! than the source's is detected. Not here: the bytes.
 //!
 //! ```text
 //!   head ─▶ line ─▶ entries, up to 64 in one read ─▶ entry(number)      all out of the source's own region
 //!            ▲ └──── published ahead of them? ──┘
-//!            └─ asked again only when the caller says so: it has the clock
+//!            └─ read again only when the caller says so: it has the clock
 //! ```
 
 use std::{collections::BTreeMap, ops::Range};
@@ -14,23 +14,23 @@ use std::{collections::BTreeMap, ops::Range};
 use remora_fabric::Memory;
 
 use crate::{
-    channel::{Channel, What, caught_in_change},
     error::Error,
     expectation::Expectation,
     layout::{ENTRY_BYTES, Entry, Geometry, HEAD_BYTES, Kind, LINE_BYTES, LINE_OFFSET, Line, State},
+    reads::{Purpose, Reads, caught_in_change},
 };
 
 /// Entries in one read: a page of them.
 const BATCH: u64 = 64;
 
-/// Where in the sink the small reads of one region land: offsets of its head and its line. Both regions of a copy have such a place.
+/// The place in the sink for the small reads of one region: head and line. Both regions of a copy have such a place.
 #[derive(Clone, Copy)]
 pub(super) struct SmallPlace {
     pub(super) at: u64,
 }
 
 impl SmallPlace {
-    /// Bytes that it takes.
+    /// Bytes of the place.
     pub(super) const BYTES: u64 = 256;
 
     fn line(self) -> u64 {
@@ -40,41 +40,41 @@ impl SmallPlace {
 
 const _: () = assert!((HEAD_BYTES + LINE_BYTES) as u64 <= SmallPlace::BYTES);
 
-/// How far a table is, as its own superblock says: the source's, or that of somebody who passes the snapshot on.
+/// The progress of a table according to its own superblock: of the source, or of a replica that lends its copy.
 pub(super) struct Front {
     pub(super) expect: Expectation,
     place: SmallPlace,
-    head: Seen,
+    head: HeadState,
     line: Option<Line>,
     line_asked: bool,
     caught: u32,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Seen {
-    Not,
-    Asked,
-    Right,
+enum HeadState {
+    NotRequested,
+    Requested,
+    Verified,
 }
 
 impl Front {
     pub(super) fn new(expect: Expectation, place: SmallPlace) -> Front {
-        Front { expect, place, head: Seen::Not, line: None, line_asked: false, caught: 0 }
+        Front { expect, place, head: HeadState::NotRequested, line: None, line_asked: false, caught: 0 }
     }
 
-    /// As last seen; `None` before the table has shown that it is the expected one.
+    /// The line last seen; `None` until the table has proved to be the expected one.
     pub(super) fn line(&self) -> Option<&Line> {
-        self.line.as_ref().filter(|_| self.head == Seen::Right)
+        self.line.as_ref().filter(|_| self.head == HeadState::Verified)
     }
 
-    /// Whether a line is on its way.
+    /// Whether a read of the line is outstanding.
     pub(super) fn is_line_asked(&self) -> bool {
         self.line_asked
     }
 
-    /// Whether head or line are on their way.
+    /// Whether a read of head or line is outstanding.
     pub(super) fn is_asked(&self) -> bool {
-        self.line_asked || self.head == Seen::Asked
+        self.line_asked || self.head == HeadState::Requested
     }
 
     /// Slots that may be read, as last seen.
@@ -86,16 +86,16 @@ impl Front {
         self.line().is_some_and(|line| line.end.is_some())
     }
 
-    /// Asks for what has not been seen yet; for the line again where `news` is wanted.
-    pub(super) fn ask(&mut self, channel: &mut Channel, news: bool) {
-        if self.head == Seen::Not {
-            self.head = Seen::Asked;
-            channel.ask(What::Head, 0, HEAD_BYTES as u32, self.place.at);
+    /// Queues reads of what has not been seen yet; of the line again if `news` is wanted.
+    pub(super) fn ask(&mut self, reads: &mut Reads, news: bool) {
+        if self.head == HeadState::NotRequested {
+            self.head = HeadState::Requested;
+            reads.queue(Purpose::Head, 0, HEAD_BYTES as u32, self.place.at);
         }
         let unseen = self.line.is_none();
         if !self.line_asked && (unseen || news) {
             self.line_asked = true;
-            channel.ask(What::Line, LINE_OFFSET, LINE_BYTES as u32, self.place.line());
+            reads.queue(Purpose::Line, LINE_OFFSET, LINE_BYTES as u32, self.place.line());
         }
     }
 
@@ -103,17 +103,17 @@ impl Front {
         let mut bytes = [0; HEAD_BYTES];
         sink.read(self.place.at, &mut bytes)?;
         self.expect.check(&bytes, Kind::Snapshot)?;
-        self.head = Seen::Right;
+        self.head = HeadState::Verified;
         Ok(())
     }
 
-    pub(super) fn handle_line(&mut self, sink: &Memory, channel: &mut Channel) -> Result<(), Error> {
+    pub(super) fn handle_line(&mut self, sink: &Memory, reads: &mut Reads) -> Result<(), Error> {
         self.line_asked = false;
         let mut bytes = [0; LINE_BYTES];
         sink.read(self.place.line(), &mut bytes)?;
         let Some(line) = Line::from_bytes(&bytes) else {
             caught_in_change(&mut self.caught)?;
-            self.ask(channel, true);
+            self.ask(reads, true);
             return Ok(());
         };
         self.caught = 0;
@@ -124,17 +124,17 @@ impl Front {
         Ok(())
     }
 
-    /// The peer is gone: what was asked of it will not come.
+    /// The peer is gone: its outstanding reads will not complete.
     pub(super) fn reset(&mut self) {
         self.line_asked = false;
-        if self.head == Seen::Asked {
-            self.head = Seen::Not;
+        if self.head == HeadState::Requested {
+            self.head = HeadState::NotRequested;
         }
     }
 }
 
-/// See the module's text.
-pub(super) struct Ledger {
+/// The entries of the source's slots. See the module docs.
+pub(super) struct SourceEntries {
     pub(super) front: Front,
     entries: BTreeMap<u64, Entry>,
     /// Entries below this number have been seen, or are not wanted.
@@ -144,23 +144,24 @@ pub(super) struct Ledger {
     caught: u32,
 }
 
-impl Ledger {
-    /// Of the expected table, from slot `first` on. Small reads land at `place`, entries in the page at `batch_at`.
-    pub(super) fn new(expect: Expectation, first: u64, place: SmallPlace, batch_at: u64) -> Ledger {
+impl SourceEntries {
+    /// The entries of the expected table from slot `first` on. Small reads land at `place`, entries in the page at
+    /// `batch_at`.
+    pub(super) fn new(expect: Expectation, first: u64, place: SmallPlace, batch_at: u64) -> SourceEntries {
         let front = Front::new(expect, place);
-        Ledger { front, entries: BTreeMap::new(), next: first, asked: None, batch_at, caught: 0 }
+        SourceEntries { front, entries: BTreeMap::new(), next: first, asked: None, batch_at, caught: 0 }
     }
 
     fn geometry(&self) -> &Geometry {
         &self.front.expect.geometry
     }
 
-    /// What the source says of that slot; `None` while we have not seen it.
+    /// The source's entry of that slot; `None` if it has not been read yet.
     pub(super) fn entry(&self, number: u64) -> Option<&Entry> {
         self.entries.get(&number)
     }
 
-    /// Slots below this number are over: nothing of them is asked any more.
+    /// Slots below this number are done: their entries are dropped.
     pub(super) fn forget_below(&mut self, number: u64) {
         self.entries = self.entries.split_off(&number);
     }
@@ -170,14 +171,15 @@ impl Ledger {
         self.next
     }
 
-    /// Whether the source has published nothing beyond what we have entries of, as far as we know, and may yet do so.
+    /// Whether the source has, as far as we know, published nothing beyond the entries that we have, and may still do
+    /// so.
     pub(super) fn wants_news(&self) -> bool {
         self.front.line().is_none() || (!self.front.is_sealed() && self.next >= self.front.published())
     }
 
-    /// Asks for what is there to be asked for.
-    pub(super) fn ask(&mut self, channel: &mut Channel, look: bool) {
-        self.front.ask(channel, look && self.wants_news());
+    /// Queues the next reads.
+    pub(super) fn ask(&mut self, reads: &mut Reads, look: bool) {
+        self.front.ask(reads, look && self.wants_news());
         if self.asked.is_some() || self.next >= self.front.published() {
             return;
         }
@@ -186,11 +188,12 @@ impl Ledger {
         let count = BATCH.min(until_wrap).min(self.front.published() - self.next);
         let from = self.geometry().entry_offset(self.next);
         // At most 64 entries of 64 bytes: a page.
-        channel.ask(What::Probe, from, count as u32 * ENTRY_BYTES as u32, self.batch_at);
+        reads.queue(Purpose::Probe, from, count as u32 * ENTRY_BYTES as u32, self.batch_at);
         self.asked = Some(self.next..self.next + count);
     }
 
-    /// The entries asked for are here. One that was caught in the middle of a change is asked for again, with those behind it.
+    /// The requested entries have arrived. An entry that was caught in the middle of a change is requested again, with
+    /// those after it.
     pub(super) fn handle_entries(&mut self, sink: &Memory) -> Result<(), Error> {
         let Some(asked) = self.asked.take() else { return Ok(()) };
         for (number, at) in asked.zip((self.batch_at..).step_by(ENTRY_BYTES)) {
@@ -212,7 +215,7 @@ impl Ledger {
         Ok(())
     }
 
-    /// Every slot is full, but for the last.
+    /// Every slot but the last must be full.
     fn check(&self, entry: &Entry) -> Result<(), Error> {
         let position = self.geometry().start_of(entry.number);
         let published = self.front.line().map_or(0, |line| line.published);
@@ -226,13 +229,13 @@ impl Ledger {
         )))
     }
 
-    /// The peer is gone: what was asked of it will not come.
+    /// The peer is gone: its outstanding reads will not complete.
     pub(super) fn reset(&mut self) {
         self.front.reset();
         self.asked = None;
     }
 
-    /// Head, line or entries are on their way.
+    /// Whether reads of head, line or entries are outstanding.
     pub(super) fn is_asked(&self) -> bool {
         self.asked.is_some() || self.front.is_asked()
     }

@@ -17,42 +17,44 @@
 use std::ffi::CString;
 use std::fmt;
 
-use super::walk::Trouble;
+use super::walk::CaptureError;
 use crate::api::{Context, OwnedStr};
 
 /// Who else may rely on this child.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Company {
+pub(super) enum SharedWith {
     /// The server writes a sync's snapshot to a file first.
     File,
     /// So many replicas are waiting for a snapshot, or being sent one, or the server does not say what they do.
     Replicas(usize),
 }
 
-impl fmt::Display for Company {
+impl fmt::Display for SharedWith {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Company::File => f.write_str("the server writes snapshots to a file first (repl-diskless-sync no)"),
-            Company::Replicas(0) => f.write_str("no replica is waiting for this child"),
-            Company::Replicas(count) => write!(f, "{count} replicas are waiting, and each gets what this child saves"),
+            SharedWith::File => f.write_str("the server writes snapshots to a file first (repl-diskless-sync no)"),
+            SharedWith::Replicas(0) => f.write_str("no replica is waiting for this child"),
+            SharedWith::Replicas(count) => {
+                write!(f, "{count} replicas are waiting, and each gets what this child saves")
+            }
         }
     }
 }
 
 /// Makes sure that one replica is waiting, and that what it gets does not go through a file.
-pub(super) fn check(context: &Context<'_>) -> Result<(), Trouble> {
+pub(super) fn check(context: &Context<'_>) -> Result<(), CaptureError> {
     if !syncs_go_to_sockets(context)? {
-        return Err(Trouble::NotAlone(Company::File));
+        return Err(CaptureError::NotExclusive(SharedWith::File));
     }
-    let info = context.server_info(c"replication").ok_or(Trouble::NoAnswer("INFO replication"))?;
-    let connected = info.number(c"connected_slaves").ok_or(Trouble::Untold("number of replicas"))?;
+    let info = context.server_info(c"replication").ok_or(CaptureError::NoAnswer("INFO replication"))?;
+    let connected = info.number(c"connected_slaves").ok_or(CaptureError::NotReported("number of replicas"))?;
     let lines = (0..connected).map(|number| {
         let name = CString::new(format!("slave{number}")).unwrap_or_default();
         info.get(&name).map(str::to_owned)
     });
     match busy(lines) {
         1 => Ok(()),
-        count => Err(Trouble::NotAlone(Company::Replicas(count))),
+        count => Err(CaptureError::NotExclusive(SharedWith::Replicas(count))),
     }
 }
 
@@ -61,10 +63,10 @@ fn busy(lines: impl Iterator<Item = Option<String>>) -> usize {
     lines.filter(|line| !line.as_ref().is_some_and(|line| line.split(',').any(|pair| pair == "state=online"))).count()
 }
 
-fn syncs_go_to_sockets(context: &Context<'_>) -> Result<bool, Trouble> {
+fn syncs_go_to_sockets(context: &Context<'_>) -> Result<bool, CaptureError> {
     let words = ["GET", "repl-diskless-sync"].map(|word| OwnedStr::new(context, word.as_bytes()));
     let arguments: Vec<_> = words.iter().map(OwnedStr::borrow).collect();
-    let reply = context.call(c"CONFIG", &arguments).ok_or(Trouble::NoAnswer("CONFIG GET"))?;
+    let reply = context.call(c"CONFIG", &arguments).ok_or(CaptureError::NoAnswer("CONFIG GET"))?;
     Ok(reply.element(1).is_some_and(|value| value.as_bytes() == Some(b"yes".as_slice())))
 }
 
