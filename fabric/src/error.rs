@@ -3,6 +3,7 @@
 use std::{io, time::Duration};
 
 use crate::{
+    memory,
     region::{RegionId, TransportKind},
     transport::{Denial, ReadError},
 };
@@ -21,14 +22,6 @@ pub enum Error {
         length: u64,
         /// Bytes there are.
         size: u64,
-    },
-    /// An atomic access at an offset that its size does not divide.
-    #[error("offset {offset} is not a multiple of {align}, as an atomic access needs")]
-    Unaligned {
-        /// The offset given.
-        offset: u64,
-        /// What it must be a multiple of, in bytes.
-        align: u64,
     },
     /// An argument that makes no sense here.
     #[error("{0}")]
@@ -102,9 +95,9 @@ pub enum Error {
     /// A key whose bytes no exporter of ours made.
     #[error("malformed region key: {0}")]
     Key(&'static str),
-    /// Memory that might shrink under our feet, so that a read of it could kill the process.
-    #[error("the memory handed over can't be mapped safely: {0}")]
-    Unsealed(&'static str),
+    /// Memory that was handed over and can't be used, above all because it could shrink.
+    #[error(transparent)]
+    Memory(memory::Error),
 
     // -- The system refused: its administrator can act. --
     /// RDMA is not to be had on this machine, or not as much of it as is needed.
@@ -123,6 +116,37 @@ pub enum Error {
         /// What it said.
         source: io::Error,
     },
+}
+
+impl From<memory::Error> for Error {
+    fn from(error: memory::Error) -> Error {
+        match error {
+            memory::Error::OutOfBounds { offset, length, size } => Error::OutOfBounds { offset, length, size },
+            memory::Error::Misuse(what) => Error::Misuse(what),
+            memory::Error::Unreachable { what, source } => Error::Unreachable { what, source },
+            memory::Error::TimedOut { what, after } => Error::TimedOut { what, after },
+            memory::Error::Protocol(what) => Error::Protocol(what),
+            memory::Error::System { what, source } => Error::System { what, source },
+            other => Error::Memory(other),
+        }
+    }
+}
+
+#[cfg(feature = "verbs")]
+impl From<remora_rdma::Error> for Error {
+    fn from(error: remora_rdma::Error) -> Error {
+        use remora_rdma::Error as Rdma;
+        match error {
+            Rdma::Misuse(what) => Error::Misuse(what),
+            Rdma::Memory(error) => error.into(),
+            Rdma::Unreachable { what, source } => Error::Unreachable { what, source },
+            Rdma::TimedOut { what, after } => Error::TimedOut { what, after },
+            Rdma::Protocol(what) => Error::Protocol(what),
+            Rdma::NoRdma { what, cure } => Error::NoRdma { what, cure },
+            Rdma::System { what, source } => Error::System { what, source },
+            other => Error::System { what: "RDMA", source: other.into() },
+        }
+    }
 }
 
 impl Error {

@@ -26,11 +26,11 @@
 //! - [`handover`]: memory given to another process of this host that shall write it.
 //! - [`error`]: what can go wrong outside a read, sorted by who can act on it.
 
+#![deny(unsafe_code)]
+
 mod address;
 pub mod auth;
 pub mod error;
-pub mod handover;
-pub mod memory;
 mod outstanding;
 pub mod region;
 pub mod shm;
@@ -41,7 +41,7 @@ pub mod transport;
 pub mod verbs;
 
 pub use error::Error;
-pub use handover::Handover;
-pub use memory::{Claim, Memory, Pages, View};
+pub use memory::{Claim, Handover, Memory, Pages, View, handover};
 pub use region::{RegionId, RegionKey, Secret, TransportKind};
+pub use remora_memory as memory;
 pub use transport::{Completion, Connector, Denial, Exporter, Peer, ReadError, ReadRequest};

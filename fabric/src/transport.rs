@@ -20,14 +20,9 @@
 //! - Any [`ReadError`] but `Denied(OutOfBounds)` retires the peer: what is outstanding fails, [`Peer::poll`] hands those failures
 //!   out, and from then on `poll` and `post_read` answer [`Error::Retired`]. Recovery is a new peer, by way of the messenger.
 
-use std::{
-    fmt,
-    os::fd::BorrowedFd,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{fmt, os::fd::BorrowedFd, sync::Arc, time::Duration};
 
-use rustix::event::{PollFd, PollFlags, Timespec};
+pub use remora_memory::wait_readable;
 
 use crate::{
     error::Error,
@@ -111,7 +106,8 @@ pub trait Peer: Send {
     /// # Errors
     /// [`Error::System`] if the system can't wait.
     fn wait(&mut self, timeout: Duration) -> Result<(), Error> {
-        wait_readable(self.arm(), timeout).map(drop)
+        wait_readable(self.arm(), timeout)?;
+        Ok(())
     }
 
     /// A descriptor that is readable while [`poll`](Peer::poll) has something to do or to say. It may be so without need;
@@ -221,27 +217,6 @@ impl fmt::Display for Denial {
         })
     }
 }
-
-/// Sleeps until `fd` is readable (`true`) or `timeout` is over (`false`). A signal does not end it.
-///
-/// # Errors
-/// [`Error::System`] if the system can't wait.
-pub fn wait_readable(fd: BorrowedFd<'_>, timeout: Duration) -> Result<bool, Error> {
-    // Beyond what a timespec or an Instant can hold a wait is as good as endless, and its caller wakes once in a while.
-    let deadline = Instant::now() + timeout.min(LONGEST_WAIT);
-    loop {
-        let left = deadline.saturating_duration_since(Instant::now());
-        let timespec = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
-        match rustix::event::poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(&timespec)) {
-            Ok(ready) => return Ok(ready > 0),
-            Err(rustix::io::Errno::INTR) => continue,
-            Err(errno) => return Err(Error::system("waiting for a descriptor")(errno)),
-        }
-    }
-}
-
-/// Longest single wait: one day, so that no arithmetic on time can overflow.
-const LONGEST_WAIT: Duration = Duration::from_secs(24 * 60 * 60);
 
 #[cfg(test)]
 mod tests {

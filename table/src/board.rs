@@ -115,7 +115,7 @@ impl Board {
     /// A fresh one with this order on it.
     ///
     /// # Errors
-    /// [`Error::Fabric`] if there is no memory.
+    /// [`Error::Memory`] if there is no memory.
     pub fn create(order: Order) -> Result<Board, Error> {
         let memory = Memory::create("remora-board", BOARD_BYTES, Pages::Small)?;
         let work = match order.work {

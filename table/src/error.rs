@@ -50,15 +50,18 @@ pub enum Error {
     /// The transport failed us. Get a new peer, call `reconnect`, and go on.
     #[error("reading the table failed: {0}")]
     Peer(ReadError),
-    /// Our own memory, or the transport before it took the request.
+    /// The transport refused the request before it was sent.
     #[error(transparent)]
     Fabric(#[from] remora_fabric::Error),
+    /// An access to our own memory failed.
+    #[error(transparent)]
+    Memory(#[from] remora_fabric::memory::Error),
 }
 
 impl Error {
     /// A new peer is enough to go on with the same reader.
     pub fn needs_new_peer(&self) -> bool {
-        matches!(self, Error::Peer(_) | Error::Fabric(_))
+        matches!(self, Error::Peer(_) | Error::Fabric(_) | Error::Memory(_))
     }
 
     /// This generation is lost to this reader: only a new snapshot helps.

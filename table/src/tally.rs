@@ -30,7 +30,7 @@ impl Tally {
     /// A fresh one: nothing is done.
     ///
     /// # Errors
-    /// [`Error::Fabric`] if there is no memory.
+    /// [`Error::Memory`] if there is no memory.
     pub fn create() -> Result<Tally, Error> {
         let memory = Memory::create("remora-tally", TALLY_BYTES, Pages::Small)?;
         memory.store_u64(MAGIC_AT, MAGIC, Release)?;

@@ -10,13 +10,15 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use super::{
     ShmOptions,
-    key::{self, Address, BootId},
+    key::{self, BootId},
     serve::{self, House},
-    socket,
 };
 use crate::{
     error::Error,
-    memory::Memory,
+    memory::{
+        Memory,
+        local::{self, Address},
+    },
     region::{RegionId, RegionKey, Secret, TransportKind},
     transport::{Denial, Exporter},
 };
@@ -49,7 +51,7 @@ impl ShmExporter {
         let boot_id = BootId::of_this_host()?;
         let stop =
             eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Error::system("making an eventfd"))?;
-        let (listener, address) = socket::listen(&options.place)?;
+        let (listener, address) = local::listen(&options.place)?;
         // From here on the exporter's drop removes the socket's file, should one of the next steps fail.
         let house = House::new(options.connections, options.handshake_timeout);
         let shared = Arc::new(Shared { house: Mutex::new(house), stop });

@@ -4,12 +4,11 @@
 //!   boot id 36 (text) │ place 1 (0 abstract, 1 file) │ name, to the end
 //! ```
 
-use std::{ffi::OsStr, fs, os::unix::ffi::OsStrExt};
-
-use rustix::net::SocketAddrUnix;
+use std::fs;
 
 use crate::{
     error::Error,
+    memory::local::Address,
     region::{RegionId, RegionKey, TransportKind},
 };
 
@@ -28,60 +27,6 @@ impl BootId {
         let text = std::str::from_utf8(text).map_err(|_| Error::Key("its boot id is no text"))?;
         let fits = text.len() == BOOT_ID_BYTES && text.bytes().all(|byte| byte.is_ascii_hexdigit() || byte == b'-');
         if fits { Ok(BootId(text.to_owned())) } else { Err(Error::Key("its boot id has the wrong form")) }
-    }
-}
-
-/// A socket's name.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) enum Address {
-    Abstract(Vec<u8>),
-    File(Vec<u8>),
-}
-
-impl Address {
-    /// The one of this name, as [`Address::name`] gave it. `None` if it is neither `@name` nor an absolute path.
-    pub(crate) fn parse(name: &str) -> Option<Address> {
-        match name.strip_prefix('@') {
-            Some(name) if !name.is_empty() => Some(Address::Abstract(name.as_bytes().to_vec())),
-            None if name.starts_with('/') => Some(Address::File(name.as_bytes().to_vec())),
-            _ => None,
-        }
-    }
-
-    /// `@name` or the path.
-    pub(crate) fn name(&self) -> String {
-        match self {
-            Address::Abstract(name) => format!("@{}", name.escape_ascii()),
-            Address::File(path) => String::from_utf8_lossy(path).into_owned(),
-        }
-    }
-
-    /// Removes the file, where it is one: nobody listens there any more.
-    pub(crate) fn remove(&self) {
-        let Address::File(path) = self else { return };
-        let path: &OsStr = OsStrExt::from_bytes(path);
-        if let Err(error) = fs::remove_file(path) {
-            tracing::warn!(?path, %error, "the socket's file could not be removed");
-        }
-    }
-
-    /// As the system wants it.
-    pub(super) fn to_socket(&self) -> Result<SocketAddrUnix, Error> {
-        let address = match self {
-            Address::Abstract(name) => SocketAddrUnix::new_abstract_name(name),
-            Address::File(path) => SocketAddrUnix::new(path.as_slice()),
-        };
-        address.map_err(Error::system("naming a local socket (a path may have 107 bytes)"))
-    }
-}
-
-/// In words, for errors.
-impl std::fmt::Display for Address {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Address::Abstract(name) => write!(f, "the local socket @{}", name.escape_ascii()),
-            Address::File(path) => write!(f, "the local socket {}", path.escape_ascii()),
-        }
     }
 }
 

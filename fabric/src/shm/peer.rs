@@ -19,8 +19,8 @@ use rustix::{
 use super::wire;
 use crate::{
     error::Error,
-    memory::{self, Memory, View},
-    transport::{Completion, Denial, Peer, ReadError, ReadRequest, wait_readable},
+    memory::{self, Memory, View, wait_readable},
+    transport::{Completion, Denial, Peer, ReadError, ReadRequest},
 };
 
 /// A connection to one region in shared memory.
@@ -141,7 +141,8 @@ impl Peer for ShmPeer {
         if self.has_work() {
             return Ok(());
         }
-        wait_readable(self.socket.as_fd(), timeout).map(drop)
+        wait_readable(self.socket.as_fd(), timeout)?;
+        Ok(())
     }
 
     fn arm(&mut self) -> BorrowedFd<'_> {

@@ -25,12 +25,12 @@ use rustix::{
 
 use super::{
     exporter::Shared,
-    socket,
     wire::{self, Challenge, Hello, VERSION, Welcome},
 };
 use crate::{
     auth::{self, PROOF_BYTES},
     error::Error,
+    memory::local,
     region::{RegionId, Secret},
     transport::Denial,
 };
@@ -80,7 +80,7 @@ impl Owner<'_> {
     /// Lets in who waits at the door; those beyond this turn's share are there at the next.
     fn accept(&self) {
         for _ in 0..EVENTS_PER_TURN {
-            match socket::accept(&self.listener) {
+            match local::accept(&self.listener) {
                 Ok(Some(guest)) => self.admit(guest),
                 Ok(None) => return,
                 Err(error) => {
@@ -175,7 +175,7 @@ impl House {
         self.guests.retain(|_, guest| match guest.stage {
             Stage::Reading { session, id } if chosen(session, id) => {
                 // If it can't be said, the end of the connection says enough.
-                let _ = socket::send(&guest.socket, &wire::farewell(reason), None);
+                let _ = local::send(&guest.socket, &wire::farewell(reason), None);
                 false
             }
             _ => true,
@@ -197,7 +197,7 @@ impl House {
     /// Takes what a guest has to say.
     fn hear(&mut self, number: u64) {
         let Some(mut guest) = self.guests.remove(&number) else { return };
-        let packet = match socket::receive(&guest.socket) {
+        let packet = match local::receive(&guest.socket) {
             Ok(packet) => packet,
             Err(Errno::AGAIN) => return drop(self.guests.insert(number, guest)),
             Err(_) => return,
@@ -221,7 +221,7 @@ impl House {
     fn greet(&self, guest: &Guest, packet: &[u8], deadline: Instant) -> Option<Stage> {
         let hello = Hello::decode(packet).ok()?;
         let challenge = Challenge { refusal: None, version: VERSION, nonce: auth::nonce().ok()? }.encode();
-        socket::send(&guest.socket, &challenge, None).ok()?;
+        local::send(&guest.socket, &challenge, None).ok()?;
         if hello.version != VERSION {
             // Our version is in the challenge; the reader will say what is wrong.
             return None;
@@ -235,13 +235,13 @@ impl House {
             Ok((region, secret)) => {
                 let proof = auth::prove(secret, wire::SOURCE, transcript);
                 let welcome = Welcome { refusal: None, length: region.length, proof }.encode();
-                socket::send(&guest.socket, &welcome, Some(region.read_only.as_fd())).ok()?;
+                local::send(&guest.socket, &welcome, Some(region.read_only.as_fd())).ok()?;
                 Some(Stage::Reading { session: hello.session, id: hello.id })
             }
             Err(denial) => {
                 tracing::info!(session = hello.session, region = %hello.id, %denial, "shm: a reader was refused");
                 let welcome = Welcome { refusal: Some(denial), length: 0, proof: [0; PROOF_BYTES] };
-                let _ = socket::send(&guest.socket, &welcome.encode(), None);
+                let _ = local::send(&guest.socket, &welcome.encode(), None);
                 None
             }
         }
@@ -280,8 +280,8 @@ impl Guest {
 /// the system throw away ours.
 fn turn_away(guest: &OwnedFd, denial: Denial) {
     let challenge = Challenge { refusal: Some(denial), version: VERSION, nonce: [0; 32] };
-    let _ = socket::receive(guest);
-    let _ = socket::send(guest, &challenge.encode(), None);
+    let _ = local::receive(guest);
+    let _ = local::send(guest, &challenge.encode(), None);
 }
 
 fn watch(epoll: &OwnedFd, fd: &OwnedFd, number: u64) -> Result<(), Errno> {

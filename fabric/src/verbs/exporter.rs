@@ -9,11 +9,13 @@ use std::{
 
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::{
-    VerbsOptions,
+use remora_rdma::{
     cm::{Events, Id},
     device::Device,
-    key,
+};
+
+use super::{
+    VerbsOptions, key,
     serve::{self, House, Lent, Listener, Station},
 };
 use crate::{Error, Exporter, Memory, RegionId, RegionKey, Secret, TransportKind};

@@ -16,15 +16,16 @@ use std::{
     sync::Arc,
 };
 
-use super::{
+use remora_rdma::{
     bindings as ffi,
-    cm::{Events, Id},
-    connector::{Parts, is_end},
+    cm::{Events, Id, is_end},
     device::{Alarm, Device},
-    library::text,
     objects::{BATCH, Batch, Channel, Completed, Completions, QueuePair, Registration, RemoteRead},
+    status_name,
 };
-use crate::{Denial, Error, ReadError};
+
+use super::connector::Parts;
+use crate::{Denial, ReadError};
 
 /// What a READ has to name.
 #[derive(Clone, Copy, Debug)]
@@ -206,7 +207,7 @@ impl Lane {
         loop {
             self.taken.clear();
             let polled = self.completions.poll(&mut self.taken);
-            let count = polled.map_err(|error: Error| {
+            let count = polled.map_err(|error| {
                 tracing::warn!(device = self.device.name(), %error, "a queue pair is over");
                 ReadError::PeerGone
             })?;
@@ -232,9 +233,7 @@ impl Lane {
 
     /// What the status of the first request that failed means. (The others are flushed.)
     fn failed(&self, status: ffi::ibv_wc_status) -> ReadError {
-        // SAFETY: Any number has a name that lives for ever.
-        let name = text(unsafe { (self.device.library().verbs.ibv_wc_status_str)(status) });
-        tracing::info!(device = self.device.name(), status = name, "a READ has failed");
+        tracing::info!(device = self.device.name(), status = status_name(status), "a READ has failed");
         match status {
             // Ranges are checked before they are posted: it is the key that is none any more.
             ffi::IBV_WC_REM_ACCESS_ERR => ReadError::Denied(Denial::Revoked),

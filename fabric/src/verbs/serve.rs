@@ -26,13 +26,17 @@ use std::{
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-use super::{
-    VerbsOptions, bindings as ffi,
+use remora_rdma::{
+    bindings as ffi,
     cm::{Event, Events, Id, Terms},
     device::{Alarm, Device, NO_QUEUE_PAIR},
+    objects::{Access, Capacity, Channel, Completed, Completions, Domain, NO_RIGHTS, QueuePair, Registration},
+};
+
+use super::{
+    VerbsOptions,
     exporter::Shared,
     handshake::{End, INCOMING, OUTGOING, Transcript, letter},
-    objects::{Access, Capacity, Channel, Completed, Completions, Domain, NO_RIGHTS, QueuePair, Registration},
     wire::{Challenge, Garbled, Hello, Refusal, Welcome},
 };
 use crate::{
@@ -45,7 +49,7 @@ pub(super) type Registered = Arc<Registration>;
 
 /// Tells a device of memory that readers may read.
 pub(super) fn register(domain: &Arc<Domain>, memory: &Arc<Memory>) -> Result<Registered, Error> {
-    Registration::new(domain, memory, Access::RemoteRead)
+    Ok(Registration::new(domain, memory, Access::RemoteRead)?)
 }
 
 /// Memory that is lent, and what devices know of it: one registration for each that is alive.
@@ -313,12 +317,12 @@ impl House {
         pair.post_receive(PROOF, &letter, INCOMING, PROOF_BYTES as u32)?;
         completions.arm()?;
         if !device.is_iwarp() {
-            id.ready(&pair, terms, &self.options)?;
+            id.ready(&pair, terms, &self.options.connecting())?;
             // Some managers' attributes come with rights.
             pair.allow(NO_RIGHTS)?;
         }
         let challenge = Challenge { nonce: auth::nonce()? };
-        id.accept(&pair, terms, &challenge.encode(), &self.options)
+        id.accept(&pair, terms, &challenge.encode(), &self.options.connecting())
             .map_err(Error::system("accepting a reader's RDMA connection"))?;
         let transcript = Transcript::new(&hello, &challenge);
         let stage = Stage::Proving { until: Instant::now() + self.options.handshake_timeout };
@@ -506,7 +510,7 @@ impl House {
 impl Guest {
     fn answer(&self, welcome: &Welcome) -> Result<(), Error> {
         self.letter.memory().write(OUTGOING, &welcome.encode())?;
-        self.pair.post_send(WELCOME, &self.letter, OUTGOING, Welcome::BYTES as u32)
+        Ok(self.pair.post_send(WELCOME, &self.letter, OUTGOING, Welcome::BYTES as u32)?)
     }
 }
 

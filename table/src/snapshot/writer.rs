@@ -59,7 +59,7 @@ impl SnapshotWriter {
     /// many bytes lie beyond it.
     ///
     /// # Errors
-    /// [`Error::Layout`] if the geometry is outside its limits, [`Error::Fabric`] if the memory is smaller than it,
+    /// [`Error::Layout`] if the geometry is outside its limits, [`Error::Memory`] if the memory is smaller than it,
     /// [`Error::Misuse`] if the identity is that of a journal or `hold_back` exceeds a slot.
     pub fn create(
         memory: Arc<Memory>,

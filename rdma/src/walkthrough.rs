@@ -20,14 +20,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{
-    VerbsOptions, bindings as ffi,
-    cm::{Event, Events, Id, Terms},
-    connector::resolve,
-    library::{library, text},
+use crate::{
+    bindings as ffi,
+    cm::{ConnectOptions, Event, Events, Id, Terms, resolve},
+    library::status_name,
     objects::{Access, Capacity, Channel, Completed, Completions, Domain, NO_RIGHTS, QueuePair, Registration},
 };
-use crate::{Error, Memory, Pages, transport::wait_readable};
+use remora_memory::{Memory, Pages, wait_readable};
+
+use crate::Error;
 
 /// Goes through it, with the listener at `listener` and the caller at `caller`, two addresses of RDMA devices of this machine (or one and
 /// the same). Tells each step to `tell`.
@@ -35,7 +36,7 @@ use crate::{Error, Memory, Pages, transport::wait_readable};
 /// # Errors
 /// [`Error::NoRdma`]; whatever goes wrong on the way, the two errors at the end excepted: those are the point.
 pub fn send_and_receive(listener: IpAddr, caller: IpAddr, mut tell: impl FnMut(String)) -> Result<(), Error> {
-    let options = VerbsOptions::default();
+    let options = ConnectOptions::default();
 
     // 1. The listener. Events of the connection manager arrive on a channel; an id is one end of a connection, or a listener.
     let listening = Events::new()?;
@@ -47,7 +48,7 @@ pub fn send_and_receive(listener: IpAddr, caller: IpAddr, mut tell: impl FnMut(S
     let calling = Events::new()?;
     let call = Id::new(&calling)?;
     let deadline = Instant::now() + PATIENCE;
-    resolve(&calling, &call, Some(caller), SocketAddr::new(listener, port), deadline, &options)?;
+    resolve(&calling, &call, Some(caller), SocketAddr::new(listener, port), deadline, PATIENCE)?;
     call.resolve_route(PATIENCE).map_err(Error::system("resolving"))?;
     expect(&calling, ffi::RDMA_CM_EVENT_ROUTE_RESOLVED)?;
     let near = Side::new(&call)?;
@@ -82,7 +83,7 @@ pub fn send_and_receive(listener: IpAddr, caller: IpAddr, mut tell: impl FnMut(S
     near.pair.post_send(SEND, &near.region, 0, MESSAGE.len() as u32)?;
     let sent = near.completion()?;
     let received = far.completion()?;
-    tell(format!("the caller's request {} completed: {}", sent.name, status(sent.status)?));
+    tell(format!("the caller's request {} completed: {}", sent.name, status_name(sent.status)));
     let mut bytes = vec![0; received.length as usize];
     far.region.memory().read(0, &mut bytes)?;
     tell(format!("the listener's request {} completed: {:?}", received.name, String::from_utf8_lossy(&bytes)));
@@ -94,8 +95,8 @@ pub fn send_and_receive(listener: IpAddr, caller: IpAddr, mut tell: impl FnMut(S
     //    it, and whatever is posted after that is flushed.
     near.pair.post_send(SEND, &near.region, 0, 100)?;
     let (short, long) = (far.completion()?, near.completion()?);
-    tell(format!("a message of 100 bytes into room for {ROOM}: the listener has {:?},", status(short.status)?));
-    tell(format!("the caller {:?}", status(long.status)?));
+    tell(format!("a message of 100 bytes into room for {ROOM}: the listener has {:?},", status_name(short.status)));
+    tell(format!("the caller {:?}", status_name(long.status)));
     if short.status == ffi::IBV_WC_SUCCESS || long.status == ffi::IBV_WC_SUCCESS {
         return Err(Error::Protocol("a message that was too long got through"));
     }
@@ -152,12 +153,6 @@ fn expect(events: &Arc<Events>, wanted: ffi::rdma_cm_event_type) -> Result<Event
         true => Ok(event),
         false => Err(Error::system("connecting")(std::io::Error::other(events.name_of(event.kind)))),
     }
-}
-
-/// A completion's status, as the library words it.
-fn status(status: ffi::ibv_wc_status) -> Result<String, Error> {
-    // SAFETY: Any number has a name that lives for ever.
-    Ok(text(unsafe { (library()?.verbs.ibv_wc_status_str)(status) }))
 }
 
 const MESSAGE: &[u8] = b"one message, both sides";

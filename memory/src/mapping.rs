@@ -17,11 +17,11 @@ use std::{
 
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use super::bounds;
-use crate::error::Error;
+use crate::Error;
+use crate::bounds;
 
 /// A whole file mapped `MAP_SHARED`, unmapped on drop.
-pub(super) struct Mapping {
+pub(crate) struct Mapping {
     /// First byte of `size` mapped bytes, page-aligned.
     base: NonNull<u8>,
     /// Bytes mapped; never 0, never above `isize::MAX`.
@@ -42,7 +42,7 @@ impl Mapping {
     /// Maps the first `size` bytes of `fd`.
     ///
     /// The caller has made sure that the file is at least that long and can't shrink.
-    pub(super) fn new(fd: BorrowedFd<'_>, size: u64, writable: bool) -> Result<Mapping, Error> {
+    pub(crate) fn new(fd: BorrowedFd<'_>, size: u64, writable: bool) -> Result<Mapping, Error> {
         let size = usize::try_from(size).ok().filter(|size| (1..=isize::MAX as usize).contains(size));
         let size = size.ok_or(Error::Misuse("a memory has at least one byte and fits the address space"))?;
         let protection = if writable { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
@@ -55,19 +55,18 @@ impl Mapping {
     }
 
     /// Bytes mapped.
-    pub(super) fn size(&self) -> u64 {
+    pub(crate) fn size(&self) -> u64 {
         self.size as u64
     }
 
     /// The first byte, for devices that are told of the memory and reach it by themselves.
-    #[cfg(feature = "verbs")]
-    pub(super) fn base(&self) -> NonNull<u8> {
+    pub(crate) fn base(&self) -> NonNull<u8> {
         self.base
     }
 
     /// A checked range, to be read.
     #[inline]
-    pub(super) fn span(&self, offset: u64, length: u64) -> Result<Span<'_>, Error> {
+    pub(crate) fn span(&self, offset: u64, length: u64) -> Result<Span<'_>, Error> {
         bounds::check(offset, length, self.size())?;
         // SAFETY: `offset <= size <= isize::MAX`, as just checked, so that it fits and stays inside the mapping or at its end.
         let start = unsafe { self.base.add(offset as usize) };
@@ -76,7 +75,7 @@ impl Mapping {
 
     /// A checked range, to be written.
     #[inline]
-    pub(super) fn span_mut(&self, offset: u64, length: u64) -> Result<SpanMut<'_>, Error> {
+    pub(crate) fn span_mut(&self, offset: u64, length: u64) -> Result<SpanMut<'_>, Error> {
         if !self.writable {
             return Err(Error::Misuse("this memory is mapped for reading only"));
         }
@@ -95,7 +94,7 @@ impl Drop for Mapping {
 
 /// Bytes of a mapping, checked to exist, that may be read.
 #[derive(Clone, Copy)]
-pub(super) struct Span<'m> {
+pub(crate) struct Span<'m> {
     start: NonNull<u8>,
     length: usize,
     mapping: PhantomData<&'m Mapping>,
@@ -103,7 +102,7 @@ pub(super) struct Span<'m> {
 
 impl Span<'_> {
     /// Copies the bytes out; as many as both have.
-    pub(super) fn copy_out(self, into: &mut [u8]) {
+    pub(crate) fn copy_out(self, into: &mut [u8]) {
         let length = self.length.min(into.len());
         // SAFETY: Source: `length` bytes of a span lie in a live mapping. Destination: `into` is ours alone and that long. They
         // can't overlap, as a slice of ours never lies in a mapping of shared memory. Bytes need no alignment.
@@ -111,7 +110,7 @@ impl Span<'_> {
     }
 
     /// Copies the bytes to another span; as many as both have. They may overlap.
-    pub(super) fn copy_to(self, sink: SpanMut<'_>) {
+    pub(crate) fn copy_to(self, sink: SpanMut<'_>) {
         let length = self.length.min(sink.0.length);
         // SAFETY: Both spans lie in live mappings and have that many bytes; the sink's mapping is writable. `copy` allows overlap.
         // Bytes need no alignment.
@@ -119,17 +118,17 @@ impl Span<'_> {
     }
 
     /// Its first byte.
-    pub(super) fn address(self) -> *const u8 {
+    pub(crate) fn address(self) -> *const u8 {
         self.start.as_ptr()
     }
 
     /// Bytes in it.
-    pub(super) fn length(self) -> usize {
+    pub(crate) fn length(self) -> usize {
         self.length
     }
 
     /// The first `length` bytes, and the others; all of them where there are fewer.
-    pub(super) fn split(self, length: usize) -> (Self, Self) {
+    pub(crate) fn split(self, length: usize) -> (Self, Self) {
         let length = length.min(self.length);
         // SAFETY: Not beyond the end of the span, which lies inside a mapping of no more than `isize::MAX` bytes.
         let rest = unsafe { self.start.add(length) };
@@ -140,7 +139,7 @@ impl Span<'_> {
     ///
     /// The caller has seen that the processor has SSE 4.2.
     #[cfg(target_arch = "x86_64")]
-    pub(super) fn sum_three_lanes(self, sums: [u32; 3]) -> [u32; 3] {
+    pub(crate) fn sum_three_lanes(self, sums: [u32; 3]) -> [u32; 3] {
         debug_assert!(self.length.is_multiple_of(24), "three lanes of whole words");
         // SAFETY: The callee's condition, a processor with SSE 4.2, is the caller's promise. The bytes are mapped for as long as the
         // span lives.
@@ -148,17 +147,17 @@ impl Span<'_> {
     }
 
     /// Loads eight bytes at once. The span begins at a multiple of 8 and has 8 bytes, else `None`.
-    pub(super) fn load_u64(self, order: Ordering) -> Option<u64> {
+    pub(crate) fn load_u64(self, order: Ordering) -> Option<u64> {
         Some(self.atomic_u64()?.load(order))
     }
 
     /// Loads four bytes at once. The span begins at a multiple of 4 and has 4 bytes, else `None`.
-    pub(super) fn load_u32(self, order: Ordering) -> Option<u32> {
+    pub(crate) fn load_u32(self, order: Ordering) -> Option<u32> {
         Some(self.atomic_u32()?.load(order))
     }
 
     /// `send(2)` out of the span, once; no SIGPIPE.
-    pub(super) fn send(self, to: BorrowedFd<'_>) -> io::Result<usize> {
+    pub(crate) fn send(self, to: BorrowedFd<'_>) -> io::Result<usize> {
         retry(|| {
             // SAFETY: The span's bytes are mapped for the length of the call; the kernel only reads them. The descriptor is open.
             unsafe { libc::send(to.as_raw_fd(), self.start.as_ptr().cast(), self.length, libc::MSG_NOSIGNAL) }
@@ -166,7 +165,7 @@ impl Span<'_> {
     }
 
     /// `pwrite(2)` out of the span, once.
-    pub(super) fn write_at(self, file: BorrowedFd<'_>, file_offset: u64) -> io::Result<usize> {
+    pub(crate) fn write_at(self, file: BorrowedFd<'_>, file_offset: u64) -> io::Result<usize> {
         let file_offset = file_position(file_offset)?;
         retry(|| {
             // SAFETY: The span's bytes are mapped for the length of the call; the kernel only reads them. The descriptor is open.
@@ -175,7 +174,7 @@ impl Span<'_> {
     }
 
     /// `madvise(2)` on the pages that the span touches.
-    pub(super) fn advise(self, advice: Advice) -> io::Result<()> {
+    pub(crate) fn advise(self, advice: Advice) -> io::Result<()> {
         let page = rustix::param::page_size();
         let ahead = self.start.as_ptr() as usize % page;
         let first = self.start.as_ptr().wrapping_sub(ahead);
@@ -209,11 +208,11 @@ impl Span<'_> {
 
 /// Bytes of a mapping, checked to exist, that may be read and written.
 #[derive(Clone, Copy)]
-pub(super) struct SpanMut<'m>(Span<'m>);
+pub(crate) struct SpanMut<'m>(Span<'m>);
 
 impl SpanMut<'_> {
     /// Copies bytes in; as many as both have.
-    pub(super) fn copy_in(self, bytes: &[u8]) {
+    pub(crate) fn copy_in(self, bytes: &[u8]) {
         let length = self.0.length.min(bytes.len());
         // SAFETY: Source: a slice of ours, that long. Destination: `length` bytes of a span in a live, writable mapping. They can't
         // overlap, as a slice of ours never lies in a mapping of shared memory. Bytes need no alignment.
@@ -221,25 +220,25 @@ impl SpanMut<'_> {
     }
 
     /// Sets every byte.
-    pub(super) fn fill(self, byte: u8) {
+    pub(crate) fn fill(self, byte: u8) {
         // SAFETY: The span lies in a live, writable mapping. Bytes need no alignment.
         unsafe { std::ptr::write_bytes(self.0.start.as_ptr(), byte, self.0.length) };
     }
 
     /// Stores eight bytes at once. The span begins at a multiple of 8 and has 8 bytes, else `None`.
-    pub(super) fn store_u64(self, value: u64, order: Ordering) -> Option<()> {
+    pub(crate) fn store_u64(self, value: u64, order: Ordering) -> Option<()> {
         self.0.atomic_u64()?.store(value, order);
         Some(())
     }
 
     /// Stores four bytes at once. The span begins at a multiple of 4 and has 4 bytes, else `None`.
-    pub(super) fn store_u32(self, value: u32, order: Ordering) -> Option<()> {
+    pub(crate) fn store_u32(self, value: u32, order: Ordering) -> Option<()> {
         self.0.atomic_u32()?.store(value, order);
         Some(())
     }
 
     /// `read(2)` into the span, once.
-    pub(super) fn receive(self, from: BorrowedFd<'_>) -> io::Result<usize> {
+    pub(crate) fn receive(self, from: BorrowedFd<'_>) -> io::Result<usize> {
         retry(|| {
             // SAFETY: The span's bytes are mapped writable for the length of the call, and no reference to them exists that the
             // kernel's writing could break. The descriptor is open.
@@ -248,7 +247,7 @@ impl SpanMut<'_> {
     }
 
     /// `pread(2)` into the span, once.
-    pub(super) fn read_at(self, file: BorrowedFd<'_>, file_offset: u64) -> io::Result<usize> {
+    pub(crate) fn read_at(self, file: BorrowedFd<'_>, file_offset: u64) -> io::Result<usize> {
         let file_offset = file_position(file_offset)?;
         retry(|| {
             // SAFETY: As for `receive`.
@@ -257,7 +256,7 @@ impl SpanMut<'_> {
     }
 
     /// Touches every page as a writer does, without changing a byte.
-    pub(super) fn touch(self) {
+    pub(crate) fn touch(self) {
         for offset in (0..self.0.length).step_by(rustix::param::page_size()) {
             // SAFETY: `offset < length`: inside the span.
             let byte = unsafe { self.0.start.add(offset) };
@@ -271,7 +270,7 @@ impl SpanMut<'_> {
     }
 
     /// `madvise(2)`, as for [`Span::advise`].
-    pub(super) fn advise(self, advice: Advice) -> io::Result<()> {
+    pub(crate) fn advise(self, advice: Advice) -> io::Result<()> {
         self.0.advise(advice)
     }
 }

@@ -14,15 +14,14 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{Timespec, epoll};
 
-use super::super::{
+use super::{DuplexOptions, Region, Request, Station, Stations, watched};
+use crate::{Error, status_name};
+use crate::{
     bindings as ffi,
-    cm::{Event, Events, Id, Terms},
-    connector::is_end,
+    cm::{Event, Events, Id, Terms, is_end},
     device::Alarm,
     objects::{Capacity, Channel, Completed, Completions, NO_RIGHTS, QueuePair, RemoteRead, Sharing},
 };
-use super::{DuplexOptions, Region, Request, Station, Stations, watched};
-use crate::Error;
 
 /// See the head of the file. Dropping it ends the connection; when that returns the card has let go of all memory that was given to it
 /// for this wire, shared receives excepted.
@@ -108,9 +107,9 @@ impl Wire {
         terms.responder_resources = terms.responder_resources.min(event.responder_resources);
         let linked = wire.link(station, terms)?;
         let options = wire.stations.options();
-        wire.id.ready_to_retry(&linked.pair, terms, &options.one_sided(), options.rnr_retries)?;
+        wire.id.ready_to_retry(&linked.pair, terms, &options.connecting(), options.rnr_retries)?;
         linked.pair.allow(NO_RIGHTS)?; // some managers' attributes come with rights
-        let accepted = wire.id.accept(&linked.pair, terms, answer, &options.one_sided());
+        let accepted = wire.id.accept(&linked.pair, terms, answer, &options.connecting());
         accepted.map_err(Error::system("accepting an RDMA connection"))?;
         wire.linked = Some(linked);
         Ok(wire)
@@ -271,7 +270,7 @@ impl Wire {
         let station = self.station()?;
         let terms = terms(&station, self.stations.options());
         let linked = self.link(station, terms)?;
-        let connected = self.id.connect(&linked.pair, terms, hello, &self.stations.options().one_sided());
+        let connected = self.id.connect(&linked.pair, terms, hello, &self.stations.options().connecting());
         connected.map_err(|source| self.unreachable(source))?;
         self.linked = Some(linked);
         self.stage = Stage::Connecting;
@@ -282,7 +281,7 @@ impl Wire {
         let Some(linked) = &mut self.linked else { return Err(Error::Misuse("an answer to no call")) };
         linked.terms.initiator_depth = linked.terms.initiator_depth.min(event.initiator_depth).max(1);
         let options = self.stations.options();
-        self.id.ready_to_retry(&linked.pair, linked.terms, &options.one_sided(), options.rnr_retries)?;
+        self.id.ready_to_retry(&linked.pair, linked.terms, &options.connecting(), options.rnr_retries)?;
         linked.pair.allow(NO_RIGHTS)?;
         self.id.establish().map_err(Error::system("establishing an RDMA connection"))?;
         self.answer.clone_from(&event.message);
@@ -351,7 +350,7 @@ impl Wire {
         for completed in &self.taken {
             let well = completed.status == ffi::IBV_WC_SUCCESS;
             if !well && completed.status != ffi::IBV_WC_WR_FLUSH_ERR {
-                let why = linked.station.domain.device().library().status(completed.status);
+                let why = status_name(completed.status);
                 tracing::debug!(peer = %self.remote, why, "an RDMA request has failed");
             }
             into.push(Done { name: completed.name, length: completed.length, well });

@@ -3,15 +3,15 @@
 use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
 
-use super::super::{
+use crate::Error;
+use crate::{
     bindings as ffi,
     library::{done, made},
     objects::{Domain, Registration},
 };
-use crate::Error;
 
 /// Receives of all queue pairs that were made with it.
-pub(in crate::verbs) struct SharedReceives {
+pub(crate) struct SharedReceives {
     raw: NonNull<ffi::ibv_srq>,
     domain: Arc<Domain>,
     room: u32,
@@ -43,7 +43,7 @@ impl SharedReceives {
     }
 
     /// For the making of queue pairs that hold this.
-    pub(in crate::verbs) fn raw(&self) -> *mut ffi::ibv_srq {
+    pub(crate) fn raw(&self) -> *mut ffi::ibv_srq {
         self.raw.as_ptr()
     }
 

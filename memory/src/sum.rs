@@ -13,7 +13,7 @@
 #[cfg(target_arch = "x86_64")]
 use std::sync::LazyLock;
 
-use super::mapping::Span;
+use crate::mapping::Span;
 
 /// Bytes of a lane. Three of them stay in a second-level cache.
 #[cfg(target_arch = "x86_64")]
@@ -23,7 +23,7 @@ const LANE_BYTES: usize = 64 << 10;
 const COPY_BYTES: usize = 4096;
 
 /// CRC-32C of what `crc` stands for followed by the span.
-pub(super) fn crc32c_append(crc: u32, span: Span<'_>) -> u32 {
+pub(crate) fn crc32c_append(crc: u32, span: Span<'_>) -> u32 {
     #[cfg(target_arch = "x86_64")]
     if std::arch::is_x86_feature_detected!("sse4.2") {
         return by_lanes(crc, span);
@@ -79,7 +79,7 @@ fn shifted() -> [[u32; 256]; 4] {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
-    use crate::memory::{Memory, Pages};
+    use crate::{Memory, Pages};
 
     #[test]
     fn a_sum_over_lanes_is_the_sum_over_the_bytes_wherever_they_begin_and_end() {

@@ -3,10 +3,9 @@
 //! Devices are listed by opening them: the file system under `/sys/class/infiniband` shows a container all cards of its host, also
 //! those that it may not use. What is read there afterwards are facts about devices that could be opened.
 
-use std::{fs, io, net::IpAddr, path::Path};
+use std::{fs, net::IpAddr, path::Path};
 
-use super::{device::Device, library::library, ports::rdma_addresses};
-use crate::Error;
+use crate::{device::Device, library::library, missing::no_device, ports::rdma_addresses};
 
 /// The whole machine.
 #[derive(Clone, Debug, Default)]
@@ -100,12 +99,12 @@ pub fn devices() -> Report {
     report
 }
 
-fn fork_support(ask: Option<unsafe extern "C" fn() -> super::bindings::ibv_fork_status>) -> &'static str {
+fn fork_support(ask: Option<unsafe extern "C" fn() -> crate::bindings::ibv_fork_status>) -> &'static str {
     let Some(ask) = ask else { return "unknown" };
     // SAFETY: No conditions: it only tells.
     match unsafe { ask() } {
-        super::bindings::IBV_FORK_UNNEEDED => "unneeded",
-        super::bindings::IBV_FORK_ENABLED => "enabled",
+        crate::bindings::IBV_FORK_UNNEEDED => "unneeded",
+        crate::bindings::IBV_FORK_ENABLED => "enabled",
         _ => "disabled",
     }
 }
@@ -184,37 +183,4 @@ fn locked_memory_limit() -> Option<u64> {
     let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
     let effective = effective.and_then(|set| u64::from_str_radix(set.trim(), 16).ok()).unwrap_or(0);
     (effective & (1 << 14) == 0).then_some(limit)
-}
-
-/// There is a library, and a kernel that knows of RDMA, and no device.
-pub(super) fn no_device() -> Error {
-    Error::NoRdma {
-        what: "this machine has no RDMA device".into(),
-        cure: "put in a card and load its driver; or try it out in software: \
-               `modprobe rdma_rxe && rdma link add rxe0 type rxe netdev eth0`"
-            .into(),
-    }
-}
-
-/// What keeps the connection manager from working, in the order in which one would find out.
-pub(super) fn why_none(error: &io::Error) -> Error {
-    let folder = Path::new("/dev/infiniband");
-    let (what, cure) = match error.raw_os_error() {
-        Some(libc::EACCES | libc::EPERM) => (
-            "no permission to open /dev/infiniband/*".to_owned(),
-            "give this user access to these devices (a udev rule, the group `rdma`, or a device plug-in for a container)",
-        ),
-        _ if !Path::new("/sys/class/infiniband").exists() => (
-            "this kernel has no RDMA (no /sys/class/infiniband)".to_owned(),
-            "load the driver of the card, or `modprobe rdma_rxe` for RDMA in software; \
-             a kernel without CONFIG_INFINIBAND has none",
-        ),
-        _ if !folder.join("rdma_cm").exists() => (
-            "there is no /dev/infiniband/rdma_cm".to_owned(),
-            "`modprobe rdma_ucm`; in a container, pass this device in",
-        ),
-        _ if fs::read_dir("/sys/class/infiniband").into_iter().flatten().count() == 0 => return no_device(),
-        _ => (format!("the connection manager says: {error}"), "see what `rdma link` and the kernel's log say"),
-    };
-    Error::NoRdma { what, cure: cure.into() }
 }

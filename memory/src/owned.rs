@@ -13,7 +13,7 @@ use rustix::{
 };
 
 use super::{Pages, View, bounds, mapping::Mapping, view::atomic_place};
-use crate::error::Error;
+use crate::Error;
 
 /// One memfd that we own and write, and that others may read while we do. See the [module](super) for who they are.
 ///
@@ -196,13 +196,12 @@ impl Memory {
     }
 
     /// Where the first byte lies in our address space, for a device that is to be told of it. Stays there while the memory lives.
-    #[cfg(feature = "verbs")]
-    pub(crate) fn address(&self) -> std::ptr::NonNull<u8> {
+    pub fn base_address(&self) -> std::ptr::NonNull<u8> {
         self.view.mapping().base()
     }
 
     /// For those who copy into this memory from another one.
-    pub(super) fn mapping(&self) -> &Mapping {
+    pub(crate) fn mapping(&self) -> &Mapping {
         self.view.mapping()
     }
 }

@@ -1,14 +1,14 @@
 //! Send and receive over RDMA, both sides in one process, each step told: completion queues, queue pairs, memory regions, work requests
-//! and their completions, with errors in the end. The steps are in `remora_fabric::verbs::send_and_receive`, which is written to be read.
+//! and their completions, with errors in the end. The steps are in `remora_rdma::walkthrough::send_and_receive`, which is written to be read.
 //!
 //! ```text
-//! cargo run -p remora-fabric --example send_recv -- 10.0.0.5                   both sides by the device of that address
+//! cargo run -p remora-rdma --example send_recv -- 10.0.0.5                   both sides by the device of that address
 //! lab/rdma-vm/rdma-vm -n 2 target/debug/examples/send_recv 10.77.0.2 10.77.0.1   in the machine that has devices
 //! ```
 
 use std::{net::IpAddr, process::ExitCode};
 
-use remora_fabric::verbs::send_and_receive;
+use remora_rdma::walkthrough::send_and_receive;
 
 fn main() -> ExitCode {
     let addresses: Result<Vec<IpAddr>, _> = std::env::args().skip(1).map(|argument| argument.parse()).collect();

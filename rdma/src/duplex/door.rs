@@ -4,12 +4,12 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-use super::super::{
+use super::{Station, Stations, Wire};
+use crate::Error;
+use crate::{
     bindings as ffi,
     cm::{Event, Events, Id},
 };
-use super::{Station, Stations, Wire};
-use crate::Error;
 
 /// A listener. Its descriptor is readable when somebody may have called.
 pub struct Door {

@@ -23,16 +23,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{
-    VerbsOptions, bindings as ffi,
+use crate::{
+    bindings as ffi,
     device::Device,
     library::{Library, done, library, made, text},
     objects::{QueuePair, never_block, no_attributes},
 };
-use crate::{Error, transport::wait_readable};
+use remora_memory::wait_readable;
+
+use crate::Error;
 
 /// Where events of several ids arrive.
-pub(super) struct Events {
+pub struct Events {
     raw: NonNull<ffi::rdma_event_channel>,
     library: &'static Library,
 }
@@ -44,36 +46,40 @@ unsafe impl Sync for Events {}
 
 /// Something that happened to an id, copied out, so that nothing of it has to be acknowledged later.
 #[derive(Debug)]
-pub(super) struct Event {
+pub struct Event {
     /// Whose it is: [`Id::name`].
-    pub(super) of: usize,
+    pub of: usize,
     /// What happened.
-    pub(super) kind: ffi::rdma_cm_event_type,
+    pub kind: ffi::rdma_cm_event_type,
     /// Why, for those that are failures.
-    pub(super) status: i32,
+    pub status: i32,
     /// What the other end sent along; longer than it was, filled up with zeros.
-    pub(super) message: Vec<u8>,
+    pub message: Vec<u8>,
     /// Reads that we may have outstanding at the other end.
-    pub(super) initiator_depth: u8,
+    pub initiator_depth: u8,
     /// Reads that the other end wants to have outstanding here.
-    pub(super) responder_resources: u8,
+    pub responder_resources: u8,
     /// A new id, for a request to connect.
     raw: *mut ffi::rdma_cm_id,
 }
 
 impl Events {
-    pub(super) fn new() -> Result<Arc<Events>, Error> {
+    /// A new channel, whose descriptor does not block.
+    ///
+    /// # Errors
+    /// [`Error::NoRdma`], with what is missing; [`Error::System`].
+    pub fn new() -> Result<Arc<Events>, Error> {
         let library = library()?;
         // SAFETY: No conditions.
         let raw = made(unsafe { (library.manager.rdma_create_event_channel)() });
-        let raw = raw.map_err(|error| super::report::why_none(&error))?;
+        let raw = raw.map_err(|error| crate::missing::why_none(&error))?;
         let events = Events { raw, library };
         never_block(events.as_fd())?;
         Ok(Arc::new(events))
     }
 
     /// The next event, if there is one. Never blocks.
-    pub(super) fn next(&self) -> Option<Event> {
+    pub fn next(&self) -> Option<Event> {
         let mut raw = null_mut();
         // SAFETY: The channel exists and does not block; the place for the pointer is ours.
         if unsafe { (self.library.manager.rdma_get_cm_event)(self.raw.as_ptr(), &mut raw) } != 0 {
@@ -89,7 +95,7 @@ impl Events {
     }
 
     /// The next event, waited for until `deadline`.
-    pub(super) fn wait(&self, deadline: Instant) -> Result<Option<Event>, Error> {
+    pub fn wait(&self, deadline: Instant) -> Result<Option<Event>, Error> {
         loop {
             if let Some(event) = self.next() {
                 return Ok(Some(event));
@@ -103,7 +109,7 @@ impl Events {
     }
 
     /// The event's name, for messages.
-    pub(super) fn name_of(&self, kind: ffi::rdma_cm_event_type) -> String {
+    pub fn name_of(&self, kind: ffi::rdma_cm_event_type) -> String {
         // SAFETY: Any number has a name that lives for ever.
         text(unsafe { (self.library.manager.rdma_event_str)(kind) })
     }
@@ -131,7 +137,7 @@ impl Event {
     }
 
     /// Takes over the id of a request to connect. Only for such, and once.
-    pub(super) fn into_request(self, events: &Arc<Events>) -> Option<(Id, Event)> {
+    pub fn into_request(self, events: &Arc<Events>) -> Option<(Id, Event)> {
         if self.kind != ffi::RDMA_CM_EVENT_CONNECT_REQUEST {
             return None;
         }
@@ -156,8 +162,27 @@ impl Drop for Events {
     }
 }
 
+/// How a connection is made, beside its [`Terms`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ConnectOptions {
+    /// The card repeats what is not acknowledged after 4.096 µs × 2^this.
+    pub ack_timeout: u8,
+    /// How often it does so, before the connection is over.
+    pub retries: u8,
+    /// The InfiniBand service level; `None` leaves what the subnet manager or the traffic class has assigned.
+    pub service_level: Option<u8>,
+}
+
+impl Default for ConnectOptions {
+    fn default() -> ConnectOptions {
+        // Half a second, seven times: a dead end is found after 4 s (15 on cards that take four times as long), and neither a network
+        // that finds another way nor a machine that is busy for a moment is taken for one.
+        ConnectOptions { ack_timeout: 17, retries: 6, service_level: None }
+    }
+}
+
 /// One end of a connection, or a listener. Dropping it frees its address; the queue pair has to be gone by then.
-pub(super) struct Id {
+pub struct Id {
     raw: NonNull<ffi::rdma_cm_id>,
     events: Arc<Events>,
 }
@@ -169,15 +194,19 @@ unsafe impl Sync for Id {}
 
 /// What a connecting or accepting end says, besides its message.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Terms {
+pub struct Terms {
     /// Reads that we will have outstanding at the other end.
-    pub(super) initiator_depth: u8,
+    pub initiator_depth: u8,
     /// Reads of the other end that we will serve at once.
-    pub(super) responder_resources: u8,
+    pub responder_resources: u8,
 }
 
 impl Id {
-    pub(super) fn new(events: &Arc<Events>) -> Result<Id, Error> {
+    /// A new id, whose events arrive on `events`.
+    ///
+    /// # Errors
+    /// [`Error::System`].
+    pub fn new(events: &Arc<Events>) -> Result<Id, Error> {
         let mut raw = null_mut();
         // SAFETY: The channel exists as long as the id, which holds it; the place for the pointer is ours.
         let code = unsafe {
@@ -189,7 +218,7 @@ impl Id {
     }
 
     /// Has its events come by another channel from now on. Those that have come were acknowledged where they were taken, or are lost.
-    pub(super) fn migrate(&mut self, events: &Arc<Events>) -> Result<(), Error> {
+    pub fn migrate(&mut self, events: &Arc<Events>) -> Result<(), Error> {
         // SAFETY: Id and channel exist; the id holds the new channel from here on, and the old one until now.
         let code = unsafe { (events.library.manager.rdma_migrate_id)(self.raw.as_ptr(), events.raw.as_ptr()) };
         done(code).map_err(Error::system("giving an RDMA endpoint a channel of its own"))?;
@@ -198,7 +227,7 @@ impl Id {
     }
 
     /// Where the other end is, once there is one.
-    pub(super) fn peer(&self) -> Option<SocketAddr> {
+    pub fn peer(&self) -> Option<SocketAddr> {
         // SAFETY: The struct behind the pointer lives until `drop`; the address is set before the id is handed out or routed.
         let route = unsafe { self.raw.as_ref() }.route;
         // SAFETY: A union of socket addresses as large as its largest, all of it initialised by the library, which zeroes ids.
@@ -213,7 +242,7 @@ impl Id {
     }
 
     /// What [`Event::of`] calls it.
-    pub(super) fn name(&self) -> usize {
+    pub fn name(&self) -> usize {
         self.raw.as_ptr() as usize
     }
 
@@ -221,12 +250,12 @@ impl Id {
     ///
     /// # Errors
     /// [`Error::Misuse`] while it is bound to none.
-    pub(super) fn device(&self) -> Result<Arc<Device>, Error> {
+    pub fn device(&self) -> Result<Arc<Device>, Error> {
         Device::of(self.context())
     }
 
     /// Whether it is bound to one device, and not to all.
-    pub(super) fn has_device(&self) -> bool {
+    pub fn has_device(&self) -> bool {
         !self.context().is_null()
     }
 
@@ -237,7 +266,7 @@ impl Id {
     }
 
     /// Listens at `address`; says at which port, as 0 is a free one.
-    pub(super) fn listen(&self, address: SocketAddr) -> io::Result<u16> {
+    pub fn listen(&self, address: SocketAddr) -> io::Result<u16> {
         let mut place = Address::from(address);
         let manager = &self.events.library.manager;
         // SAFETY: The id exists; the address is a place of ours, as long as its family says.
@@ -249,7 +278,7 @@ impl Id {
     }
 
     /// Binds it to an address of this host; says which port of which device has it.
-    pub(super) fn bind(&self, address: SocketAddr) -> Result<(Arc<Device>, u8), Error> {
+    pub fn bind(&self, address: SocketAddr) -> Result<(Arc<Device>, u8), Error> {
         let mut place = Address::from(address);
         // SAFETY: The id exists; the address is a place of ours, as long as its family says.
         let bound = done(unsafe { (self.events.library.manager.rdma_bind_addr)(self.raw.as_ptr(), place.raw()) });
@@ -260,7 +289,7 @@ impl Id {
     }
 
     /// Sets the traffic class of the connection to be made.
-    pub(super) fn set_traffic_class(&self, class: u8) -> Result<(), Error> {
+    pub fn set_traffic_class(&self, class: u8) -> Result<(), Error> {
         let mut value = class;
         // SAFETY: The option is one byte, which is ours and read during the call.
         let code = unsafe {
@@ -276,12 +305,7 @@ impl Id {
     }
 
     /// Begins to look for the way to `remote`, from `local` where it is given.
-    pub(super) fn resolve_address(
-        &self,
-        local: Option<IpAddr>,
-        remote: SocketAddr,
-        within: Duration,
-    ) -> io::Result<()> {
+    pub fn resolve_address(&self, local: Option<IpAddr>, remote: SocketAddr, within: Duration) -> io::Result<()> {
         let mut local = local.map(|host| Address::from(SocketAddr::new(host, 0)));
         let mut remote = Address::from(remote);
         let local = local.as_mut().map_or(null_mut(), Address::raw);
@@ -292,72 +316,60 @@ impl Id {
     }
 
     /// Begins to look for the route, once the address is resolved.
-    pub(super) fn resolve_route(&self, within: Duration) -> io::Result<()> {
+    pub fn resolve_route(&self, within: Duration) -> io::Result<()> {
         // SAFETY: The id exists.
         done(unsafe { (self.events.library.manager.rdma_resolve_route)(self.raw.as_ptr(), millis(within)) })
     }
 
     /// Begins to connect.
-    pub(super) fn connect(
-        &self,
-        pair: &QueuePair,
-        terms: Terms,
-        message: &[u8],
-        options: &VerbsOptions,
-    ) -> io::Result<()> {
+    pub fn connect(&self, pair: &QueuePair, terms: Terms, message: &[u8], options: &ConnectOptions) -> io::Result<()> {
         let mut param = parameters(pair, terms, message, options);
         // SAFETY: The id exists and has a route; parameters and message are read during the call.
         done(unsafe { (self.events.library.manager.rdma_connect)(self.raw.as_ptr(), &mut param) })
     }
 
     /// Says that the queue pair is ready, once the other end has accepted.
-    pub(super) fn establish(&self) -> io::Result<()> {
+    pub fn establish(&self) -> io::Result<()> {
         // SAFETY: The id exists, has no queue pair of the manager's own, and was told that the other end accepts.
         done(unsafe { (self.events.library.manager.rdma_establish)(self.raw.as_ptr()) })
     }
 
     /// Accepts a request to connect.
-    pub(super) fn accept(
-        &self,
-        pair: &QueuePair,
-        terms: Terms,
-        message: &[u8],
-        options: &VerbsOptions,
-    ) -> io::Result<()> {
+    pub fn accept(&self, pair: &QueuePair, terms: Terms, message: &[u8], options: &ConnectOptions) -> io::Result<()> {
         let mut param = parameters(pair, terms, message, options);
         // SAFETY: The id exists and came with a request; parameters and message are read during the call.
         done(unsafe { (self.events.library.manager.rdma_accept)(self.raw.as_ptr(), &mut param) })
     }
 
     /// Refuses a request to connect.
-    pub(super) fn reject(&self, message: &[u8]) -> io::Result<()> {
+    pub fn reject(&self, message: &[u8]) -> io::Result<()> {
         let length = u8::try_from(message.len()).unwrap_or(u8::MAX);
         // SAFETY: The id exists and came with a request; `length` is at most the message's.
         done(unsafe { (self.events.library.manager.rdma_reject)(self.raw.as_ptr(), message.as_ptr().cast(), length) })
     }
 
     /// Tells the other end that the connection is over, as well as it goes.
-    pub(super) fn disconnect(&self) {
+    pub fn disconnect(&self) {
         // SAFETY: The id exists. One that isn't connected answers an error, which says nothing new.
         let _ = unsafe { (self.events.library.manager.rdma_disconnect)(self.raw.as_ptr()) };
     }
 
     /// The first step of a queue pair: bound to this id's port, with these rights for the other end.
-    pub(super) fn initialise(&self, pair: &QueuePair, access: u32) -> Result<(), Error> {
+    pub fn initialise(&self, pair: &QueuePair, access: u32) -> Result<(), Error> {
         self.step(pair, ffi::IBV_QPS_INIT, |attributes| attributes.qp_access_flags = access)
     }
 
     /// The second and the third: able to receive, able to send.
-    pub(super) fn ready(&self, pair: &QueuePair, terms: Terms, options: &VerbsOptions) -> Result<(), Error> {
+    pub fn ready(&self, pair: &QueuePair, terms: Terms, options: &ConnectOptions) -> Result<(), Error> {
         self.ready_to_retry(pair, terms, options, RNR_RETRIES)
     }
 
     /// ... which sends again so often where the other end has no receive posted.
-    pub(super) fn ready_to_retry(
+    pub fn ready_to_retry(
         &self,
         pair: &QueuePair,
         terms: Terms,
-        options: &VerbsOptions,
+        options: &ConnectOptions,
         rnr_retries: u8,
     ) -> Result<(), Error> {
         self.step(pair, ffi::IBV_QPS_RTR, |attributes| {
@@ -402,7 +414,7 @@ impl Drop for Id {
     }
 }
 
-fn parameters(pair: &QueuePair, terms: Terms, message: &[u8], options: &VerbsOptions) -> ffi::rdma_conn_param {
+fn parameters(pair: &QueuePair, terms: Terms, message: &[u8], options: &ConnectOptions) -> ffi::rdma_conn_param {
     ffi::rdma_conn_param {
         private_data: message.as_ptr().cast(),
         private_data_len: u8::try_from(message.len()).unwrap_or(u8::MAX),
@@ -415,6 +427,63 @@ fn parameters(pair: &QueuePair, terms: Terms, message: &[u8], options: &VerbsOpt
         qp_num: pair.number(),
     }
 }
+
+/// Whether this event is the end of a connection that was made.
+pub fn is_end(event: &Event) -> bool {
+    !matches!(event.kind, ffi::RDMA_CM_EVENT_ESTABLISHED | ffi::RDMA_CM_EVENT_CONNECT_RESPONSE)
+}
+
+/// Finds the device and the neighbour for an address, until `deadline`, which is `limit` after the beginning. In slices, of which the
+/// first are short: kernels were seen (6.1) to look again for a neighbour that they had to ask the network for only when the time given
+/// to this call was over, though its answer had long come.
+///
+/// # Errors
+/// [`Error::Unreachable`], [`Error::TimedOut`].
+pub fn resolve(
+    events: &Events,
+    id: &Id,
+    local: Option<IpAddr>,
+    remote: SocketAddr,
+    deadline: Instant,
+    limit: Duration,
+) -> Result<(), Error> {
+    let too_late = || Error::TimedOut { what: NEIGHBOUR, after: limit };
+    let mut slice = FIRST_RESOLVE;
+    loop {
+        id.resolve_address(local, remote, slice).map_err(|source| no_way(remote, source))?;
+        let event = events.wait(deadline)?.ok_or_else(too_late)?;
+        match event.kind {
+            ffi::RDMA_CM_EVENT_ADDR_RESOLVED => return Ok(()),
+            ffi::RDMA_CM_EVENT_ADDR_ERROR if event.status == -libc::ETIMEDOUT => {
+                if Instant::now() >= deadline {
+                    return Err(too_late());
+                }
+            }
+            _ => return Err(failed(events, &event, remote)),
+        }
+        slice = (slice * 2).min(LAST_RESOLVE);
+    }
+}
+
+/// The error for an event that ends the attempt to reach `remote`.
+pub fn failed(events: &Events, event: &Event, remote: SocketAddr) -> Error {
+    let code = event.status.unsigned_abs() as i32;
+    // The status is an error number for some events and a reason of the protocol for others.
+    let why = if event.status < 0 { io::Error::from_raw_os_error(code).to_string() } else { format!("status {code}") };
+    no_way(remote, io::Error::other(format!("{}: {why}", events.name_of(event.kind))))
+}
+
+/// The error for an address that can't be reached.
+pub fn no_way(remote: SocketAddr, source: io::Error) -> Error {
+    Error::Unreachable { what: format!("the source by RDMA at {remote}"), source }
+}
+
+/// What is silent when an address can't be found.
+const NEIGHBOUR: &str = "the network, asked for the source's RDMA address,";
+
+/// Slices of finding a neighbour: far above what an answer takes, and about as long as the system waits before it asks again.
+const FIRST_RESOLVE: Duration = Duration::from_millis(50);
+const LAST_RESOLVE: Duration = Duration::from_secs(1);
 
 /// Requests to connect that may wait for us, as for a TCP listener.
 const BACKLOG: i32 = 128;

@@ -27,15 +27,26 @@
 //! `FALLOC_FL_PUNCH_HOLE` to ourselves (EPERM, tried on 6.18), and with it [`Memory::release`]. Instead the file's mode is made
 //! `0400`, and readers are handed a descriptor opened for reading only ([`View::reopen_read_only`]).
 
+#![deny(unsafe_code)]
+
 mod bounds;
+mod error;
+pub mod handover;
+pub mod local;
+#[allow(unsafe_code)] // the only module that dereferences mapped addresses
 mod mapping;
 mod owned;
 mod sum;
 mod view;
+mod wait;
 
 pub use bounds::check;
+pub use error::Error;
+pub use handover::Handover;
+pub use local::Place;
 pub use owned::Memory;
 pub use view::{Claim, View};
+pub use wait::wait_readable;
 
 /// Which pages a [`Memory`] is made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]

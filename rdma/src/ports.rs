@@ -9,11 +9,11 @@ use std::{
     ptr::{NonNull, null_mut},
 };
 
-use super::{
+use crate::Error;
+use crate::{
     cm::{Events, Id},
     library::done,
 };
-use crate::Error;
 
 /// An address of this host by which there is RDMA.
 #[derive(Clone, Debug, PartialEq, Eq)]

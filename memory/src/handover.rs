@@ -17,12 +17,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::{
-    auth,
-    error::Error,
-    shm::{Place, local},
-    transport::wait_readable,
-};
+use crate::{Error, Place, local, wait_readable};
 
 /// One offer to hand descriptors over, to whoever knows its address and its secret.
 pub struct Handover {
@@ -39,7 +34,7 @@ impl Handover {
     pub fn bind(place: &Place) -> Result<Handover, Error> {
         let (listener, address) = local::listen(place)?;
         let mut secret = [0; SECRET_BYTES];
-        auth::random(&mut secret)?;
+        local::random(&mut secret)?;
         Ok(Handover { listener, address, secret })
     }
 

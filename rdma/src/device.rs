@@ -17,21 +17,21 @@ use std::{
 
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::{
+use crate::Error;
+use crate::{
     bindings as ffi,
     library::{Library, done, library, text},
     objects::never_block,
 };
-use crate::Error;
 
 /// See the module's text.
-pub(super) struct Device {
+pub struct Device {
     context: NonNull<ffi::ibv_context>,
     library: &'static Library,
     name: String,
     attributes: ffi::ibv_device_attr,
     dead: AtomicBool,
-    #[cfg(test)]
+    #[cfg(feature = "testing")]
     events: Mutex<Heard>,
     /// By the name of the queue pair that it is for.
     alarms: Mutex<Vec<(usize, Weak<Alarm>)>>,
@@ -44,7 +44,7 @@ unsafe impl Sync for Device {}
 
 impl Device {
     /// The device that the connection manager has opened as `context`.
-    pub(super) fn of(context: *mut ffi::ibv_context) -> Result<Arc<Device>, Error> {
+    pub(crate) fn of(context: *mut ffi::ibv_context) -> Result<Arc<Device>, Error> {
         static KNOWN: Mutex<Vec<Arc<Device>>> = Mutex::new(Vec::new());
         let context = NonNull::new(context).ok_or(Error::Misuse("the connection manager has chosen no device"))?;
         let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -74,7 +74,7 @@ impl Device {
             name,
             attributes,
             dead: AtomicBool::new(false),
-            #[cfg(test)]
+            #[cfg(feature = "testing")]
             events: Mutex::default(),
             alarms: Mutex::default(),
         };
@@ -86,13 +86,13 @@ impl Device {
     ///
     /// # Errors
     /// [`Error::NoRdma`], with what is missing.
-    pub(super) fn all() -> Result<Vec<Arc<Device>>, Error> {
+    pub fn all() -> Result<Vec<Arc<Device>>, Error> {
         let library = library()?;
         let mut count = 0;
         // SAFETY: The count is a place of ours.
         let list = unsafe { (library.manager.rdma_get_devices)(&mut count) };
         let Some(list) = NonNull::new(list) else {
-            return Err(super::report::why_none(&std::io::Error::last_os_error()));
+            return Err(crate::missing::why_none(&std::io::Error::last_os_error()));
         };
         let devices = (0..usize::try_from(count).unwrap_or(0))
             .map(|number| {
@@ -109,32 +109,32 @@ impl Device {
         Ok(devices)
     }
 
-    pub(super) fn library(&self) -> &'static Library {
+    pub(crate) fn library(&self) -> &'static Library {
         self.library
     }
 
-    pub(super) fn context(&self) -> *mut ffi::ibv_context {
+    pub(crate) fn context(&self) -> *mut ffi::ibv_context {
         self.context.as_ptr()
     }
 
     /// The calls of the data path, which the driver provides.
-    pub(super) fn operations(&self) -> &ffi::ibv_context_ops {
+    pub(crate) fn operations(&self) -> &ffi::ibv_context_ops {
         // SAFETY: The context is open for as long as the process lives, and the driver does not change its table once it is.
         &unsafe { self.context.as_ref() }.ops
     }
 
     /// The name as `rdma link` shows it.
-    pub(super) fn name(&self) -> &str {
+    pub fn name(&self) -> &str {
         &self.name
     }
 
     /// Whether it has failed for good, or is gone.
-    pub(super) fn is_dead(&self) -> bool {
+    pub fn is_dead(&self) -> bool {
         self.dead.load(Ordering::Acquire)
     }
 
     /// It is: rings all alarms.
-    pub(super) fn bury(&self) {
+    pub fn bury(&self) {
         if !self.dead.swap(true, Ordering::AcqRel) {
             tracing::error!(device = self.name, "the RDMA device has failed or is gone: its connections are over");
         }
@@ -142,24 +142,24 @@ impl Device {
     }
 
     /// As if it had been reset: Soft-RoCE has no devices that fail and come back.
-    #[cfg(test)]
-    pub(super) fn revive(&self) {
+    #[cfg(feature = "testing")]
+    pub fn revive(&self) {
         self.dead.store(false, Ordering::Release);
     }
 
     /// What it has reported so far.
-    #[cfg(test)]
-    pub(super) fn events(&self) -> Heard {
+    #[cfg(feature = "testing")]
+    pub fn events(&self) -> Heard {
         *self.events.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// What it can do, in numbers.
-    pub(super) fn attributes(&self) -> &ffi::ibv_device_attr {
+    pub fn attributes(&self) -> &ffi::ibv_device_attr {
         &self.attributes
     }
 
     /// Whether it speaks iWARP, whose connections are made by the card itself.
-    pub(super) fn is_iwarp(&self) -> bool {
+    pub fn is_iwarp(&self) -> bool {
         // SAFETY: The context is open.
         let raw = unsafe { self.context.as_ref() }.device;
         // SAFETY: A device of an open context exists; its kind never changes.
@@ -167,7 +167,7 @@ impl Device {
     }
 
     /// `alarm` rings when something ends the queue pair of that name, and when the device dies. [`NO_QUEUE_PAIR`]: only then.
-    pub(super) fn watch(&self, queue_pair: usize, alarm: &Arc<Alarm>) {
+    pub fn watch(&self, queue_pair: usize, alarm: &Arc<Alarm>) {
         let mut alarms = self.alarms.lock().unwrap_or_else(PoisonError::into_inner);
         alarms.retain(|(_, alarm)| alarm.strong_count() > 0);
         alarms.push((queue_pair, Arc::downgrade(alarm)));
@@ -177,14 +177,14 @@ impl Device {
     ///
     /// A port that goes down ends nothing by itself: a cable may be back before the retries are over, and if it isn't they fail. The
     /// same holds for an address that changes.
-    pub(super) fn attend(&self) {
+    pub fn attend(&self) {
         // SAFETY: A number and a union of pointers and numbers: all zero bytes are valid.
         let mut event: ffi::ibv_async_event = unsafe { std::mem::zeroed() };
         // SAFETY: The context is open, its descriptor does not block, the event is a place of ours.
         while unsafe { (self.library.verbs.ibv_get_async_event)(self.context.as_ptr(), &mut event) } == 0 {
             // SAFETY: A number of an event that the library has just given; its names live for ever.
             let name = text(unsafe { (self.library.verbs.ibv_event_type_str)(event.event_type) });
-            #[cfg(test)]
+            #[cfg(feature = "testing")]
             self.events.lock().unwrap_or_else(PoisonError::into_inner).hear(event.event_type);
             match event.event_type {
                 ffi::IBV_EVENT_QP_FATAL | ffi::IBV_EVENT_QP_REQ_ERR | ffi::IBV_EVENT_QP_ACCESS_ERR => {
@@ -236,17 +236,19 @@ impl AsFd for Device {
 }
 
 /// Where no queue pair lies.
-pub(super) const NO_QUEUE_PAIR: usize = 0;
+pub const NO_QUEUE_PAIR: usize = 0;
 
 /// How often which event came.
-#[cfg(test)]
+#[cfg(feature = "testing")]
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Heard {
-    pub(super) ports_down: u32,
-    pub(super) addresses_changed: u32,
+pub struct Heard {
+    /// Times that a port went down.
+    pub ports_down: u32,
+    /// Times that an address of a port changed.
+    pub addresses_changed: u32,
 }
 
-#[cfg(test)]
+#[cfg(feature = "testing")]
 impl Heard {
     fn hear(&mut self, event: ffi::ibv_event_type) {
         match event {
@@ -258,25 +260,31 @@ impl Heard {
 }
 
 /// Says that a queue pair is at its end, also to a thread that sleeps on its descriptor.
-pub(super) struct Alarm {
+pub struct Alarm {
     fd: OwnedFd,
     rung: AtomicBool,
 }
 
 impl Alarm {
-    pub(super) fn new() -> Result<Arc<Alarm>, Error> {
+    /// An alarm that has not been triggered.
+    ///
+    /// # Errors
+    /// [`Error::System`].
+    pub fn new() -> Result<Arc<Alarm>, Error> {
         let fd =
             eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Error::system("making an eventfd"))?;
         Ok(Arc::new(Alarm { fd, rung: AtomicBool::new(false) }))
     }
 
-    pub(super) fn ring(&self) {
+    /// Triggers it, for good.
+    pub fn ring(&self) {
         self.rung.store(true, Ordering::Release);
         // Can't fail but for a counter that is full, and then it is readable.
         let _ = rustix::io::write(&self.fd, &1u64.to_ne_bytes());
     }
 
-    pub(super) fn has_rung(&self) -> bool {
+    /// Whether it was triggered.
+    pub fn has_rung(&self) -> bool {
         self.rung.load(Ordering::Acquire)
     }
 }

@@ -14,16 +14,16 @@ use std::{
 
 use libloading::Library as Handle;
 
-use super::bindings as ffi;
 use crate::Error;
+use crate::bindings as ffi;
 
 /// Declares a struct of function pointers and how it is filled from an open library.
 macro_rules! functions {
     ($(#[$about:meta])* $name:ident { required { $($function:ident: fn($($argument:ty),*) $(-> $result:ty)?;)* } optional { $($maybe:ident: fn($($margument:ty),*) $(-> $mresult:ty)?;)* } }) => {
         $(#[$about])*
-        pub(super) struct $name {
-            $(pub(super) $function: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*
-            $(#[allow(dead_code)] pub(super) $maybe: Option<unsafe extern "C" fn($($margument),*) $(-> $mresult)?>,)*
+        pub(crate) struct $name {
+            $(pub(crate) $function: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*
+            $(#[allow(dead_code)] pub(crate) $maybe: Option<unsafe extern "C" fn($($margument),*) $(-> $mresult)?>,)*
         }
 
         impl $name {
@@ -110,24 +110,16 @@ functions! {
 }
 
 /// Both libraries.
-pub(super) struct Library {
-    pub(super) verbs: Verbs,
-    pub(super) manager: Manager,
-}
-
-impl Library {
-    /// How a work request ended, as the library words it.
-    pub(super) fn status(&self, status: ffi::ibv_wc_status) -> String {
-        // SAFETY: Any number has a name that lives for ever.
-        text(unsafe { (self.verbs.ibv_wc_status_str)(status) })
-    }
+pub(crate) struct Library {
+    pub(crate) verbs: Verbs,
+    pub(crate) manager: Manager,
 }
 
 /// The libraries, opened by the first call.
 ///
 /// # Errors
 /// [`Error::NoRdma`] if they are not installed, too old, or turned off by [`DISABLE`].
-pub(super) fn library() -> Result<&'static Library, Error> {
+pub(crate) fn library() -> Result<&'static Library, Error> {
     static LIBRARY: OnceLock<Result<Library, String>> = OnceLock::new();
     if std::env::var_os(DISABLE).is_some_and(|value| !value.is_empty() && value != "0") {
         return Err(Error::NoRdma {
@@ -155,8 +147,22 @@ fn open() -> Result<Library, libloading::Error> {
 /// Set to anything but `0`: RDMA is not looked for.
 pub const DISABLE: &str = "REMORA_RDMA_DISABLE";
 
+/// The name of a work completion's status: a constant of the library, "unknown" without one.
+pub fn status_name(status: ffi::ibv_wc_status) -> &'static str {
+    let Ok(library) = library() else { return "unknown" };
+    // SAFETY: The function takes any number, and returns a string constant or null.
+    let name = unsafe { (library.verbs.ibv_wc_status_str)(status) };
+    if name.is_null() {
+        return "unknown";
+    }
+    // SAFETY: Not null, as just checked: a constant of the library, which ends with a zero. The library is never closed, so that the
+    // constant lives as long as the process.
+    let name: &'static std::ffi::CStr = unsafe { std::ffi::CStr::from_ptr(name) };
+    name.to_str().unwrap_or("unknown")
+}
+
 /// The answer of a call that says -1 or an error number and leaves the reason in `errno`, or is the reason.
-pub(super) fn done(code: c_int) -> io::Result<()> {
+pub(crate) fn done(code: c_int) -> io::Result<()> {
     match code {
         0 => Ok(()),
         // librdmacm answers -1 and sets errno; most of libibverbs answers the number itself.
@@ -166,12 +172,12 @@ pub(super) fn done(code: c_int) -> io::Result<()> {
 }
 
 /// The answer of a call that says null and leaves the reason in `errno`.
-pub(super) fn made<T>(pointer: *mut T) -> io::Result<std::ptr::NonNull<T>> {
+pub(crate) fn made<T>(pointer: *mut T) -> io::Result<std::ptr::NonNull<T>> {
     std::ptr::NonNull::new(pointer).ok_or_else(io::Error::last_os_error)
 }
 
 /// A name that the library gave.
-pub(super) fn text(pointer: *const c_char) -> String {
+pub(crate) fn text(pointer: *const c_char) -> String {
     if pointer.is_null() {
         return String::from("?");
     }

@@ -13,7 +13,7 @@ use rustix::{
 };
 
 use super::{Memory, Pages, bounds, mapping::Mapping, sum};
-use crate::error::Error;
+use crate::Error;
 
 /// A window on a whole memory. See the [module](super) for who writes it meanwhile, and what that means for what one reads.
 pub struct View {
@@ -38,7 +38,7 @@ impl View {
     ///
     /// # Errors
     /// [`Error::Unsealed`] if not; [`Error::System`] if the system does not say.
-    pub(super) fn check_size(fd: BorrowedFd<'_>, length: u64) -> Result<(), Error> {
+    pub(crate) fn check_size(fd: BorrowedFd<'_>, length: u64) -> Result<(), Error> {
         let seals = rustix::fs::fcntl_get_seals(fd).map_err(|_| Error::Unsealed("it is no memfd"))?;
         if !seals.contains(SealFlags::SHRINK) {
             return Err(Error::Unsealed("it could shrink: the seal F_SEAL_SHRINK is missing"));
@@ -52,7 +52,7 @@ impl View {
     }
 
     /// A window through a mapping that exists already.
-    pub(super) fn of(mapping: Mapping, fd: OwnedFd, pages: Pages) -> View {
+    pub(crate) fn of(mapping: Mapping, fd: OwnedFd, pages: Pages) -> View {
         View { mapping, fd, pages }
     }
 
@@ -228,11 +228,11 @@ impl View {
         }
     }
 
-    pub(super) fn mapping(&self) -> &Mapping {
+    pub(crate) fn mapping(&self) -> &Mapping {
         &self.mapping
     }
 
-    pub(super) fn pages(&self) -> Pages {
+    pub(crate) fn pages(&self) -> Pages {
         self.pages
     }
 }
@@ -251,7 +251,7 @@ impl std::fmt::Debug for View {
 
 /// The mapping begins at a page, so an offset is aligned exactly if its address is.
 #[inline]
-pub(super) fn atomic_place<T>(done: Option<T>, offset: u64, align: usize) -> Result<T, Error> {
+pub(crate) fn atomic_place<T>(done: Option<T>, offset: u64, align: usize) -> Result<T, Error> {
     done.ok_or(Error::Unaligned { offset, align: align as u64 })
 }
 

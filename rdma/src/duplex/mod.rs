@@ -25,17 +25,19 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError};
 
 pub use door::{Door, Request};
-pub(super) use receives::SharedReceives;
+pub(crate) use receives::SharedReceives;
 pub use wire::{Done, Step, Wire};
 
 use inline::Inline;
 
-use super::{
-    VerbsOptions,
+use crate::{
+    cm::ConnectOptions,
     device::Device,
     objects::{Access, Domain, Registration},
 };
-use crate::{Error, Memory};
+use remora_memory::Memory;
+
+use crate::Error;
 
 /// How wires are made. Limits of a card lower the numbers.
 #[derive(Clone, Debug)]
@@ -61,7 +63,7 @@ pub struct DuplexOptions {
 
 impl Default for DuplexOptions {
     fn default() -> DuplexOptions {
-        let one_sided = VerbsOptions::default();
+        let one_sided = ConnectOptions::default();
         DuplexOptions {
             queue_depth: 128,
             receives: 16_384,
@@ -87,8 +89,8 @@ impl DuplexOptions {
     }
 
     /// As the connection manager's half wants them.
-    fn one_sided(&self) -> VerbsOptions {
-        VerbsOptions { ack_timeout: self.ack_timeout, retries: self.retries, ..VerbsOptions::default() }
+    fn connecting(&self) -> ConnectOptions {
+        ConnectOptions { ack_timeout: self.ack_timeout, retries: self.retries, ..ConnectOptions::default() }
     }
 }
 
@@ -183,7 +185,7 @@ impl Region {
     }
 
     fn check(&self, offset: u64, length: u32) -> Result<(), Error> {
-        crate::memory::check(offset, length.into(), self.0.memory().length())
+        Ok(remora_memory::check(offset, length.into(), self.0.memory().length())?)
     }
 }
 

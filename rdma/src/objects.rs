@@ -19,13 +19,15 @@ use std::{
     sync::Arc,
 };
 
-use super::{
+use crate::{
     bindings as ffi,
     device::Device,
     duplex::SharedReceives,
     library::{done, made},
 };
-use crate::{Error, Memory};
+use remora_memory::Memory;
+
+use crate::Error;
 
 /// Asserts what the head of this file says of threads, once per type.
 macro_rules! shared_between_threads {
@@ -40,24 +42,29 @@ macro_rules! shared_between_threads {
 shared_between_threads!(Domain Registration Channel Completions QueuePair);
 
 /// A protection domain: queue pairs in it can use the registrations in it, and no others.
-pub(super) struct Domain {
+pub struct Domain {
     raw: NonNull<ffi::ibv_pd>,
     device: Arc<Device>,
 }
 
 impl Domain {
-    pub(super) fn new(device: &Arc<Device>) -> Result<Arc<Domain>, Error> {
+    /// Allocates a protection domain.
+    ///
+    /// # Errors
+    /// [`Error::System`].
+    pub fn new(device: &Arc<Device>) -> Result<Arc<Domain>, Error> {
         // SAFETY: The context is open for as long as the process lives.
         let raw = made(unsafe { (device.library().verbs.ibv_alloc_pd)(device.context()) });
         let raw = raw.map_err(Error::system("making a protection domain"))?;
         Ok(Arc::new(Domain { raw, device: device.clone() }))
     }
 
-    pub(super) fn device(&self) -> &Arc<Device> {
+    /// The device that it belongs to.
+    pub fn device(&self) -> &Arc<Device> {
         &self.device
     }
 
-    pub(super) fn raw(&self) -> *mut ffi::ibv_pd {
+    pub(crate) fn raw(&self) -> *mut ffi::ibv_pd {
         self.raw.as_ptr()
     }
 }
@@ -71,11 +78,11 @@ impl Drop for Domain {
 }
 
 /// What the other end of a queue pair may do by it: nothing.
-pub(super) const NO_RIGHTS: u32 = 0;
+pub const NO_RIGHTS: u32 = 0;
 
 /// What others may do with registered memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Access {
+pub enum Access {
     /// The other end may read it; nobody may write it by way of the card.
     RemoteRead,
     /// What we read from others lands in it; the other end may do nothing with it.
@@ -83,7 +90,7 @@ pub(super) enum Access {
 }
 
 /// Memory that the card has been told of: its pages stay where they are until this is dropped.
-pub(super) struct Registration {
+pub struct Registration {
     raw: NonNull<ffi::ibv_mr>,
     /// The address that the card knows the memory's first byte by.
     base: u64,
@@ -96,13 +103,13 @@ impl Registration {
     ///
     /// # Errors
     /// [`Error::NoRdma`] for a locked-memory limit that is too low; [`Error::System`].
-    pub(super) fn new(domain: &Arc<Domain>, memory: &Arc<Memory>, access: Access) -> Result<Arc<Registration>, Error> {
+    pub fn new(domain: &Arc<Domain>, memory: &Arc<Memory>, access: Access) -> Result<Arc<Registration>, Error> {
         // The library checks access flags against each other: remote rights but reading would need local writing.
         let flags = match access {
             Access::RemoteRead => ffi::IBV_ACCESS_REMOTE_READ,
             Access::Landing => ffi::IBV_ACCESS_LOCAL_WRITE,
         };
-        let (address, length) = (memory.address(), memory.length() as usize);
+        let (address, length) = (memory.base_address(), memory.length() as usize);
         let verbs = &domain.device.library().verbs;
         let (raw, base) = match verbs.ibv_reg_mr_iova2 {
             Some(register) if access == Access::RemoteRead => {
@@ -124,27 +131,29 @@ impl Registration {
         Ok(Arc::new(Registration { raw, base, domain: domain.clone(), memory: memory.clone() }))
     }
 
-    pub(super) fn memory(&self) -> &Arc<Memory> {
+    /// The registered memory.
+    pub fn memory(&self) -> &Arc<Memory> {
         &self.memory
     }
 
-    pub(super) fn domain(&self) -> &Arc<Domain> {
+    /// The domain that it is registered in.
+    pub fn domain(&self) -> &Arc<Domain> {
         &self.domain
     }
 
     /// What a remote end has to name to read it.
-    pub(super) fn remote_key(&self) -> u32 {
+    pub fn remote_key(&self) -> u32 {
         // SAFETY: The struct behind the pointer lives until `drop`, and the library does not change it.
         unsafe { self.raw.as_ref() }.rkey
     }
 
     /// The address that a remote end has to name for the first byte.
-    pub(super) fn remote_base(&self) -> u64 {
+    pub fn remote_base(&self) -> u64 {
         self.base
     }
 
     /// A piece of it for a work request of ours, which the caller has checked to lie inside.
-    pub(super) fn piece(&self, offset: u64, length: u32) -> ffi::ibv_sge {
+    pub(crate) fn piece(&self, offset: u64, length: u32) -> ffi::ibv_sge {
         debug_assert!(offset + u64::from(length) <= self.memory.length(), "pieces are checked before they are posted");
         // SAFETY: As in `remote_key`.
         let lkey = unsafe { self.raw.as_ref() }.lkey;
@@ -180,13 +189,17 @@ fn registration_failed(error: io::Error, length: usize) -> Error {
 }
 
 /// A descriptor that becomes readable when an armed completion queue has something.
-pub(super) struct Channel {
+pub struct Channel {
     raw: NonNull<ffi::ibv_comp_channel>,
     device: Arc<Device>,
 }
 
 impl Channel {
-    pub(super) fn new(device: &Arc<Device>) -> Result<Arc<Channel>, Error> {
+    /// A new channel, whose descriptor does not block.
+    ///
+    /// # Errors
+    /// [`Error::System`].
+    pub fn new(device: &Arc<Device>) -> Result<Arc<Channel>, Error> {
         // SAFETY: The context is open for as long as the process lives.
         let raw = made(unsafe { (device.library().verbs.ibv_create_comp_channel)(device.context()) });
         let raw = raw.map_err(Error::system("making a completion channel"))?;
@@ -196,7 +209,7 @@ impl Channel {
     }
 
     /// Takes one event out, if there is one, and says which queue has something: its [`Completions::name`].
-    pub(super) fn next(&self) -> Option<usize> {
+    pub fn next(&self) -> Option<usize> {
         let verbs = &self.device.library().verbs;
         let (mut queue, mut context) = (null_mut(), null_mut());
         // SAFETY: Both pointers are to places of ours. The channel's descriptor does not block.
@@ -227,25 +240,25 @@ impl Drop for Channel {
 }
 
 /// A completion queue.
-pub(super) struct Completions {
+pub struct Completions {
     raw: NonNull<ffi::ibv_cq>,
     channel: Arc<Channel>,
 }
 
 /// How one work request ended.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Completed {
+pub struct Completed {
     /// The name that the request was given.
-    pub(super) name: u64,
+    pub name: u64,
     /// `IBV_WC_SUCCESS` or why not.
-    pub(super) status: ffi::ibv_wc_status,
+    pub status: ffi::ibv_wc_status,
     /// Bytes received, where it was a receive.
-    pub(super) length: u32,
+    pub length: u32,
 }
 
 impl Completions {
     /// A queue with room for `entries`. Beyond it completions are lost and the queue is dead, so the owners count their requests.
-    pub(super) fn new(channel: &Arc<Channel>, entries: u32) -> Result<Arc<Completions>, Error> {
+    pub fn new(channel: &Arc<Channel>, entries: u32) -> Result<Arc<Completions>, Error> {
         let (device, entries) = (&channel.device, i32::try_from(entries).unwrap_or(i32::MAX));
         // SAFETY: The context and the channel exist as long as this object, which holds them. 0 is the completion vector that every
         // device has.
@@ -257,12 +270,12 @@ impl Completions {
     }
 
     /// What [`Channel::next`] calls it.
-    pub(super) fn name(&self) -> usize {
+    pub fn name(&self) -> usize {
         self.raw.as_ptr() as usize
     }
 
     /// The next completion that comes makes the channel's descriptor readable. What is in the queue already does not: poll once more.
-    pub(super) fn arm(&self) -> Result<(), Error> {
+    pub fn arm(&self) -> Result<(), Error> {
         let ops = &self.channel.device.operations();
         let Some(arm) = ops.req_notify_cq else { return Err(Error::Misuse("the device can't announce completions")) };
         // SAFETY: The queue exists. 0: any completion, not only solicited ones.
@@ -270,7 +283,7 @@ impl Completions {
     }
 
     /// Takes up to [`BATCH`] completions out.
-    pub(super) fn poll(&self, into: &mut Vec<Completed>) -> Result<usize, Error> {
+    pub fn poll(&self, into: &mut Vec<Completed>) -> Result<usize, Error> {
         let ops = &self.channel.device.operations();
         let Some(poll) = ops.poll_cq else { return Err(Error::Misuse("the device can't be polled")) };
         let mut entries = [const { MaybeUninit::<ffi::ibv_wc>::uninit() }; BATCH];
@@ -300,19 +313,19 @@ impl Drop for Completions {
 }
 
 /// Requests posted, and completions taken out, by one call: enough that the call is cheap for each, little enough for the stack.
-pub(super) const BATCH: usize = 16;
+pub const BATCH: usize = 16;
 
 /// How large the two queues of a pair are.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Capacity {
+pub struct Capacity {
     /// Sends and reads that may be posted and not completed.
-    pub(super) send: u32,
+    pub send: u32,
     /// Receives.
-    pub(super) receive: u32,
+    pub receive: u32,
 }
 
 /// A reliable-connected queue pair. Dropping it ends the connection at once: after that the card touches no memory on its behalf.
-pub(super) struct QueuePair {
+pub struct QueuePair {
     raw: NonNull<ffi::ibv_qp>,
     domain: Arc<Domain>,
     completions: Arc<Completions>,
@@ -324,15 +337,15 @@ pub(super) struct QueuePair {
 
 /// What a pair may have besides: scattered reads one of the transport, the rest one for messages.
 #[derive(Clone)]
-pub(super) struct Sharing {
+pub(crate) struct Sharing {
     /// Receives come from here.
-    pub(super) receives: Option<Arc<SharedReceives>>,
+    pub(crate) receives: Option<Arc<SharedReceives>>,
     /// Bytes that a request may carry in itself.
-    pub(super) inline: u32,
+    pub(crate) inline: u32,
     /// Only requests that ask for it complete visibly (those that fail always do).
-    pub(super) quiet: bool,
+    pub(crate) quiet: bool,
     /// Places that one request may name.
-    pub(super) scatter: u32,
+    pub(crate) scatter: u32,
 }
 
 impl Default for Sharing {
@@ -343,23 +356,23 @@ impl Default for Sharing {
 
 /// One read, to be posted.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct RemoteRead {
+pub struct RemoteRead {
     /// Comes back in the completion.
-    pub(super) name: u64,
+    pub name: u64,
     /// Where it begins, as the other end's card knows it.
-    pub(super) address: u64,
+    pub address: u64,
     /// The other end's key.
-    pub(super) key: u32,
+    pub key: u32,
     /// Bytes.
-    pub(super) length: u32,
+    pub length: u32,
     /// Where they land.
-    pub(super) offset: u64,
+    pub offset: u64,
 }
 
 /// Reads that are handed to the card by one call, and so by one ring of its doorbell. Kept by its owner from call to call, as the card's
 /// own format wants some 200 bytes for each.
 #[derive(Default)]
-pub(super) struct Batch {
+pub struct Batch {
     requests: Vec<ffi::ibv_send_wr>,
     /// Of all requests, one after the other.
     places: Vec<ffi::ibv_sge>,
@@ -370,12 +383,12 @@ unsafe impl Send for Batch {}
 
 impl Batch {
     /// Reads in it.
-    pub(super) fn len(&self) -> usize {
+    pub fn len(&self) -> usize {
         self.requests.len()
     }
 
     /// Adds a read, of whose place the caller has checked that it lies inside.
-    pub(super) fn add(&mut self, read: &RemoteRead, sink: &Registration) {
+    pub fn add(&mut self, read: &RemoteRead, sink: &Registration) {
         let mut request = unplaced(read.name, ffi::IBV_WR_RDMA_READ);
         request.wr.rdma = ffi::ibv_send_wr__bindgen_ty_2__bindgen_ty_1 { remote_addr: read.address, rkey: read.key };
         self.requests.push(request);
@@ -383,7 +396,7 @@ impl Batch {
     }
 
     /// The read added last goes on for `length` bytes, which land at `offset`, where the caller has checked as well.
-    pub(super) fn extend(&mut self, sink: &Registration, offset: u64, length: u32) {
+    pub fn extend(&mut self, sink: &Registration, offset: u64, length: u32) {
         let Some(request) = self.requests.last_mut() else { return };
         request.num_sge += 1;
         self.places.push(sink.piece(offset, length));
@@ -410,16 +423,12 @@ impl Batch {
 
 impl QueuePair {
     /// Every request on it completes visibly, into `completions`.
-    pub(super) fn new(
-        domain: &Arc<Domain>,
-        completions: &Arc<Completions>,
-        capacity: Capacity,
-    ) -> Result<QueuePair, Error> {
+    pub fn new(domain: &Arc<Domain>, completions: &Arc<Completions>, capacity: Capacity) -> Result<QueuePair, Error> {
         QueuePair::sharing(domain, completions, capacity, Sharing::default())
     }
 
     /// ... one read on which may be scattered over so many places.
-    pub(super) fn scattering(
+    pub fn scattering(
         domain: &Arc<Domain>,
         completions: &Arc<Completions>,
         capacity: Capacity,
@@ -429,7 +438,7 @@ impl QueuePair {
     }
 
     /// As [`QueuePair::new`], with what `sharing` says.
-    pub(super) fn sharing(
+    pub(crate) fn sharing(
         domain: &Arc<Domain>,
         completions: &Arc<Completions>,
         capacity: Capacity,
@@ -459,39 +468,41 @@ impl QueuePair {
     }
 
     /// Bytes that a request may carry in itself: what was asked for, or what the device makes of it.
-    pub(super) fn inline(&self) -> u32 {
+    pub(crate) fn inline(&self) -> u32 {
         self.inline
     }
 
     /// The pair's number, which the other end addresses.
-    pub(super) fn number(&self) -> u32 {
+    pub fn number(&self) -> u32 {
         // SAFETY: The struct behind the pointer lives until `drop`, and its number never changes.
         unsafe { self.raw.as_ref() }.qp_num
     }
 
     /// What asynchronous events call it.
-    pub(super) fn name(&self) -> usize {
+    pub fn name(&self) -> usize {
         self.raw.as_ptr() as usize
     }
 
-    pub(super) fn completions(&self) -> &Arc<Completions> {
+    /// The queue that its requests complete into.
+    pub fn completions(&self) -> &Arc<Completions> {
         &self.completions
     }
 
-    pub(super) fn domain(&self) -> &Arc<Domain> {
+    /// The domain that it belongs to.
+    pub fn domain(&self) -> &Arc<Domain> {
         &self.domain
     }
 
     /// Changes the attributes that `mask` names.
-    pub(super) fn modify(&self, attributes: &mut ffi::ibv_qp_attr, mask: i32) -> Result<(), Error> {
+    pub(crate) fn modify(&self, attributes: &mut ffi::ibv_qp_attr, mask: i32) -> Result<(), Error> {
         // SAFETY: The pair exists; the library reads the attributes that the mask names, all of which are plain numbers.
         let code = unsafe { (self.domain.device.library().verbs.ibv_modify_qp)(self.raw.as_ptr(), attributes, mask) };
         done(code).map_err(Error::system("changing a queue pair's state"))
     }
 
     /// What the card says of it, for tests.
-    #[cfg(test)]
-    pub(super) fn attributes(&self, mask: u32) -> ffi::ibv_qp_attr {
+    #[cfg(feature = "testing")]
+    pub fn attributes(&self, mask: u32) -> ffi::ibv_qp_attr {
         let mut attributes = no_attributes();
         // SAFETY: Numbers and pointers: all zero bytes are valid, and the library writes it in full.
         let mut made: ffi::ibv_qp_init_attr = unsafe { std::mem::zeroed() };
@@ -503,21 +514,21 @@ impl QueuePair {
     }
 
     /// What the other end may do by way of this pair, whatever keys it knows.
-    pub(super) fn allow(&self, access: u32) -> Result<(), Error> {
+    pub fn allow(&self, access: u32) -> Result<(), Error> {
         let mut attributes = no_attributes();
         attributes.qp_access_flags = access;
         self.modify(&mut attributes, ffi::IBV_QP_ACCESS_FLAGS as i32)
     }
 
     /// Posts a read into `sink`. The caller has checked that its place lies inside, and that the queue has room.
-    pub(super) fn post_read(&self, read: &RemoteRead, sink: &Registration) -> Result<(), Error> {
+    pub fn post_read(&self, read: &RemoteRead, sink: &Registration) -> Result<(), Error> {
         let mut batch = Batch::default();
         batch.add(read, sink);
         self.post_reads(&mut batch)
     }
 
     /// Posts a batch of reads, for which the queue has room, and empties it. After an error it is not known which of them were posted.
-    pub(super) fn post_reads(&self, batch: &mut Batch) -> Result<(), Error> {
+    pub fn post_reads(&self, batch: &mut Batch) -> Result<(), Error> {
         let first = batch.link();
         let posted = if first.is_null() { Ok(()) } else { self.post_list(first) };
         batch.clear();
@@ -525,13 +536,13 @@ impl QueuePair {
     }
 
     /// Posts a message out of registered memory. The caller keeps those bytes as they are until it completes.
-    pub(super) fn post_send(&self, name: u64, letter: &Registration, offset: u64, length: u32) -> Result<(), Error> {
+    pub fn post_send(&self, name: u64, letter: &Registration, offset: u64, length: u32) -> Result<(), Error> {
         let mut piece = letter.piece(offset, length);
         self.post(&mut work(name, &mut piece, ffi::IBV_WR_SEND))
     }
 
     /// As [`QueuePair::post_send`], on a quiet pair: completes visibly only if `shown`.
-    pub(super) fn post_quiet_send(
+    pub(crate) fn post_quiet_send(
         &self,
         name: u64,
         letter: &Registration,
@@ -547,7 +558,7 @@ impl QueuePair {
 
     /// Posts a message that the request itself carries: the bytes are the caller's again at once. No more of them than were asked
     /// for when the pair was made.
-    pub(super) fn post_inline_send(&self, name: u64, bytes: &[u8], shown: bool) -> Result<(), Error> {
+    pub(crate) fn post_inline_send(&self, name: u64, bytes: &[u8], shown: bool) -> Result<(), Error> {
         let length = u32::try_from(bytes.len()).map_err(|_| Error::Misuse("too long for a request to carry"))?;
         let mut piece = ffi::ibv_sge { addr: bytes.as_ptr() as u64, length, lkey: 0 };
         let mut request = work(name, &mut piece, ffi::IBV_WR_SEND);
@@ -556,7 +567,7 @@ impl QueuePair {
     }
 
     /// As [`QueuePair::post_read`], on a quiet pair: completes visibly.
-    pub(super) fn post_shown_read(&self, read: &RemoteRead, sink: &Registration) -> Result<(), Error> {
+    pub(crate) fn post_shown_read(&self, read: &RemoteRead, sink: &Registration) -> Result<(), Error> {
         let mut piece = sink.piece(read.offset, read.length);
         let mut request = work(read.name, &mut piece, ffi::IBV_WR_RDMA_READ);
         request.wr.rdma = ffi::ibv_send_wr__bindgen_ty_2__bindgen_ty_1 { remote_addr: read.address, rkey: read.key };
@@ -565,7 +576,7 @@ impl QueuePair {
     }
 
     /// Ends all work: what is posted is flushed, and completes so.
-    pub(super) fn fail(&self) {
+    pub(crate) fn fail(&self) {
         let mut attributes = no_attributes();
         attributes.qp_state = ffi::IBV_QPS_ERR;
         // A pair that the card has failed already need not be told.
@@ -589,7 +600,7 @@ impl QueuePair {
     }
 
     /// Posts room for one message of the other end.
-    pub(super) fn post_receive(&self, name: u64, letter: &Registration, offset: u64, length: u32) -> Result<(), Error> {
+    pub fn post_receive(&self, name: u64, letter: &Registration, offset: u64, length: u32) -> Result<(), Error> {
         let Some(post) = self.domain.device.operations().post_recv else {
             return Err(Error::Misuse("the device takes no receive requests"));
         };
@@ -632,13 +643,13 @@ fn signal(shown: bool) -> u32 {
 }
 
 /// Attributes of a queue pair, all zero: only those count that a mask names.
-pub(super) fn no_attributes() -> ffi::ibv_qp_attr {
+pub(crate) fn no_attributes() -> ffi::ibv_qp_attr {
     // SAFETY: A struct of plain numbers, for which all zero bytes are valid.
     unsafe { std::mem::zeroed() }
 }
 
 /// The library's descriptors block unless told otherwise.
-pub(super) fn never_block(fd: BorrowedFd<'_>) -> Result<(), Error> {
+pub(crate) fn never_block(fd: BorrowedFd<'_>) -> Result<(), Error> {
     rustix::io::ioctl_fionbio(fd, true).map_err(Error::system("making a descriptor of the RDMA device non-blocking"))
 }
 

@@ -15,7 +15,7 @@ use std::{
 use proptest::prelude::*;
 
 use super::*;
-use crate::error::Error;
+use crate::Error;
 
 const SIZE: u64 = 64 << 10;
 

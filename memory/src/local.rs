@@ -1,10 +1,15 @@
 //! The local socket: packets, descriptors that ride along, and nothing that blocks without a deadline. The messages are `wire`'s.
 
 use std::{
+    ffi::OsStr,
+    fs,
     io::{IoSlice, IoSliceMut},
     mem::MaybeUninit,
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
-    path::Path,
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::ffi::OsStrExt,
+    },
+    path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
@@ -12,16 +17,85 @@ use rustix::{
     io::Errno,
     net::{
         AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-        SendFlags, SocketFlags, SocketType,
+        SendFlags, SocketAddrUnix, SocketFlags, SocketType,
         sockopt::{Timeout, set_socket_timeout},
     },
 };
 
-use super::{Place, key::Address, wire::PACKET_MAX_BYTES};
-use crate::{auth, error::Error, transport::wait_readable};
+use crate::{Error, wait_readable};
+
+/// Where the source's socket is.
+#[derive(Clone, Debug, PartialEq, Eq, Default)]
+pub enum Place {
+    /// An abstract name with a random part: no file, nothing left behind, seen in one network namespace.
+    #[default]
+    Abstract,
+    /// A file with a random name in this folder, which containers can share. Removed on drop. Its mode is what the umask makes of it:
+    /// a reader needs the right to write to it, and to enter the folder.
+    Folder(PathBuf),
+}
+
+/// A socket's name.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Address {
+    /// A name that is no file, seen in one network namespace.
+    Abstract(Vec<u8>),
+    /// The path of a file.
+    File(Vec<u8>),
+}
+
+impl Address {
+    /// The one of this name, as [`Address::name`] gave it. `None` if it is neither `@name` nor an absolute path.
+    pub fn parse(name: &str) -> Option<Address> {
+        match name.strip_prefix('@') {
+            Some(name) if !name.is_empty() => Some(Address::Abstract(name.as_bytes().to_vec())),
+            None if name.starts_with('/') => Some(Address::File(name.as_bytes().to_vec())),
+            _ => None,
+        }
+    }
+
+    /// `@name` or the path.
+    pub fn name(&self) -> String {
+        match self {
+            Address::Abstract(name) => format!("@{}", name.escape_ascii()),
+            Address::File(path) => String::from_utf8_lossy(path).into_owned(),
+        }
+    }
+
+    /// Removes the file, where it is one: nobody listens there any more.
+    pub fn remove(&self) {
+        let Address::File(path) = self else { return };
+        let path: &OsStr = OsStrExt::from_bytes(path);
+        if let Err(error) = fs::remove_file(path) {
+            tracing::warn!(?path, %error, "the socket's file could not be removed");
+        }
+    }
+
+    /// As the system wants it.
+    ///
+    /// # Errors
+    /// [`Error::System`] for a name that is too long.
+    pub fn to_socket(&self) -> Result<SocketAddrUnix, Error> {
+        let address = match self {
+            Address::Abstract(name) => SocketAddrUnix::new_abstract_name(name),
+            Address::File(path) => SocketAddrUnix::new(path.as_slice()),
+        };
+        address.map_err(Error::system("naming a local socket (a path may have 107 bytes)"))
+    }
+}
+
+/// In words, for errors.
+impl std::fmt::Display for Address {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Address::Abstract(name) => write!(f, "the local socket @{}", name.escape_ascii()),
+            Address::File(path) => write!(f, "the local socket {}", path.escape_ascii()),
+        }
+    }
+}
 
 /// Binds and listens under a fresh random name.
-pub(crate) fn listen(place: &Place) -> Result<(OwnedFd, Address), Error> {
+pub fn listen(place: &Place) -> Result<(OwnedFd, Address), Error> {
     let address = fresh_address(place)?;
     let socket = packet_socket(SocketFlags::NONBLOCK)?;
     rustix::net::bind(&socket, &address.to_socket()?).map_err(Error::system("binding a local socket"))?;
@@ -30,7 +104,7 @@ pub(crate) fn listen(place: &Place) -> Result<(OwnedFd, Address), Error> {
 }
 
 /// Connects, by the deadline.
-pub(crate) fn connect(address: &Address, deadline: Instant) -> Result<OwnedFd, Error> {
+pub fn connect(address: &Address, deadline: Instant) -> Result<OwnedFd, Error> {
     let socket = packet_socket(SocketFlags::empty())?;
     // Connecting waits only while the listener's backlog is full; the time-out for sending bounds that.
     let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
@@ -43,7 +117,7 @@ pub(crate) fn connect(address: &Address, deadline: Instant) -> Result<OwnedFd, E
 }
 
 /// Takes the next connection from a listener; `None` if there is none.
-pub(crate) fn accept(listener: &OwnedFd) -> Result<Option<OwnedFd>, Errno> {
+pub fn accept(listener: &OwnedFd) -> Result<Option<OwnedFd>, Errno> {
     match rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
         Ok(socket) => Ok(Some(socket)),
         // The latter two: the reader has gone again meanwhile.
@@ -53,7 +127,7 @@ pub(crate) fn accept(listener: &OwnedFd) -> Result<Option<OwnedFd>, Errno> {
 }
 
 /// Sends one packet, with a descriptor if there is one. Never blocks: an empty connection has room for all our packets.
-pub(crate) fn send(socket: impl AsFd, packet: &[u8], passenger: Option<BorrowedFd<'_>>) -> Result<(), Errno> {
+pub fn send(socket: impl AsFd, packet: &[u8], passenger: Option<BorrowedFd<'_>>) -> Result<(), Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
     let passengers: Vec<BorrowedFd<'_>> = passenger.into_iter().collect();
@@ -66,22 +140,22 @@ pub(crate) fn send(socket: impl AsFd, packet: &[u8], passenger: Option<BorrowedF
 }
 
 /// One packet, as it came.
-pub(crate) struct Packet {
+pub struct Packet {
     bytes: [u8; PACKET_MAX_BYTES],
     length: usize,
     /// The descriptor that rode along, closed on exec.
-    pub(crate) passenger: Option<OwnedFd>,
+    pub passenger: Option<OwnedFd>,
 }
 
 impl Packet {
     /// The bytes; none at the end of the connection.
-    pub(crate) fn bytes(&self) -> &[u8] {
+    pub fn bytes(&self) -> &[u8] {
         self.bytes.get(..self.length).unwrap_or_default()
     }
 }
 
 /// Takes one packet if there is one; `Errno::AGAIN` if not. Never blocks. Descriptors beyond the first are closed at once.
-pub(super) fn receive(socket: impl AsFd) -> Result<Packet, Errno> {
+pub fn receive(socket: impl AsFd) -> Result<Packet, Errno> {
     let packet = look(&socket)?;
     // Linux looks for a packet and then for the end, not for both at one moment: a last packet and the end that come in between look like the
     // end alone. The end stays, so that a second look finds what there is.
@@ -104,7 +178,7 @@ fn look(socket: impl AsFd) -> Result<Packet, Errno> {
 }
 
 /// Takes one packet, by the deadline.
-pub(crate) fn receive_by(socket: &OwnedFd, deadline: Instant, after: Duration) -> Result<Packet, Error> {
+pub fn receive_by(socket: &OwnedFd, deadline: Instant, after: Duration) -> Result<Packet, Error> {
     loop {
         match receive(socket) {
             Err(Errno::AGAIN) => {}
@@ -120,11 +194,20 @@ pub(crate) fn receive_by(socket: &OwnedFd, deadline: Instant, after: Duration) -
     }
 }
 
+/// Fills `bytes` with fresh random ones.
+///
+/// # Errors
+/// [`Error::System`] if the system has none.
+pub fn random(bytes: &mut [u8]) -> Result<(), Error> {
+    getrandom::fill(bytes)
+        .map_err(|error| Error::system("asking for random bytes")(std::io::Error::other(error.to_string())))
+}
+
 /// A random name, so that two sources never meet and nobody can sit on the name beforehand.
 fn fresh_address(place: &Place) -> Result<Address, Error> {
-    let mut random = [0; 16];
-    auth::random(&mut random)?;
-    let name = format!("remora-{:032x}", u128::from_le_bytes(random));
+    let mut number = [0; 16];
+    random(&mut number)?;
+    let name = format!("remora-{:032x}", u128::from_le_bytes(number));
     match place {
         Place::Abstract => Ok(Address::Abstract(name.into_bytes())),
         Place::Folder(folder) => Ok(Address::File(path_bytes(&folder.join(name + ".sock")))),
@@ -140,6 +223,9 @@ fn packet_socket(flags: SocketFlags) -> Result<OwnedFd, Error> {
     rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
         .map_err(Error::system("making a local socket"))
 }
+
+/// The longest packet that either end takes, in bytes. The system cuts off a longer one, which then has the wrong length.
+pub const PACKET_MAX_BYTES: usize = 128;
 
 /// Readers that may wait for the door to be opened; the next ones wait inside `connect`, up to their time-out.
 const LISTEN_BACKLOG: i32 = 64;

@@ -20,4 +20,4 @@
 )]
 mod types;
 
-pub(super) use types::*;
+pub use types::*;

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::error::Error;
+use crate::Error;
 
 /// Fails unless `length` bytes from `offset` on lie inside `size` bytes. No bytes at the very end are inside.
 ///
@@ -17,7 +17,7 @@ pub fn check(offset: u64, length: u64, size: u64) -> Result<(), Error> {
 }
 
 /// Length of a range that runs forward; one that runs backward lies nowhere.
-pub(super) fn length(range: &Range<u64>, size: u64) -> Result<u64, Error> {
+pub(crate) fn length(range: &Range<u64>, size: u64) -> Result<u64, Error> {
     match range.end.checked_sub(range.start) {
         Some(length) => Ok(length),
         None => Err(Error::OutOfBounds { offset: range.start, length: 0, size }),
@@ -25,7 +25,7 @@ pub(super) fn length(range: &Range<u64>, size: u64) -> Result<u64, Error> {
 }
 
 /// The part of a range that exists, for hints, which may ask for anything.
-pub(super) fn clamp(range: &Range<u64>, size: u64) -> Range<u64> {
+pub(crate) fn clamp(range: &Range<u64>, size: u64) -> Range<u64> {
     let end = range.end.min(size);
     range.start.min(end)..end
 }
