@@ -47,7 +47,6 @@ use std::time::Duration;
 pub use connector::VerbsConnector;
 pub use exporter::VerbsExporter;
 pub use peer::VerbsPeer;
-pub use remora_rdma::duplex;
 use remora_rdma::cm::ConnectOptions;
 pub use remora_rdma::{
     DISABLE,
