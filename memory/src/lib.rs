@@ -30,13 +30,13 @@
 #![deny(unsafe_code)]
 
 mod bounds;
+pub mod crc;
 mod error;
 pub mod handover;
 pub mod local;
 #[allow(unsafe_code)] // the only module that dereferences mapped addresses
 mod mapping;
 mod owned;
-mod sum;
 mod view;
 mod wait;
 

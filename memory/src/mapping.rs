@@ -135,17 +135,6 @@ impl Span<'_> {
         (Span { length, ..self }, Span { start: rest, length: self.length - length, ..self })
     }
 
-    /// Takes each third of the span, whose length is a multiple of 24, into one of three sums of CRC-32C, uninverted.
-    ///
-    /// The caller has seen that the processor has SSE 4.2.
-    #[cfg(target_arch = "x86_64")]
-    pub(crate) fn sum_three_lanes(self, sums: [u32; 3]) -> [u32; 3] {
-        debug_assert!(self.length.is_multiple_of(24), "three lanes of whole words");
-        // SAFETY: The callee's condition, a processor with SSE 4.2, is the caller's promise. The bytes are mapped for as long as the
-        // span lives.
-        unsafe { sum_three_lanes(self.start, self.length / 24, sums) }
-    }
-
     /// Loads eight bytes at once. The span begins at a multiple of 8 and has 8 bytes, else `None`.
     pub(crate) fn load_u64(self, order: Ordering) -> Option<u64> {
         Some(self.atomic_u64()?.load(order))
@@ -274,36 +263,6 @@ impl SpanMut<'_> {
         self.0.advise(advice)
     }
 }
-
-/// See [`Span::sum_three_lanes`]; `words` are those of one lane.
-///
-/// # Safety
-/// The processor has SSE 4.2. From `start` on, `3 * words` words of eight bytes are mapped, and stay so during the call.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "sse4.2")]
-unsafe fn sum_three_lanes(start: NonNull<u8>, words: usize, sums: [u32; 3]) -> [u32; 3] {
-    use std::arch::x86_64::_mm_crc32_u64;
-    let [mut first, mut second, mut third] = sums.map(u64::from);
-    let word = |index: usize| {
-        // SAFETY: `index < 3 * words`: inside what the caller has mapped.
-        let place = unsafe { start.cast::<Unaligned>().add(index) };
-        // SAFETY: Mapped, as above, and of any alignment. Volatile, as others may write there: whatever is read is a number, and
-        // read once.
-        unsafe { place.read_volatile() }.0
-    };
-    for index in 0..words {
-        first = _mm_crc32_u64(first, word(index));
-        second = _mm_crc32_u64(second, word(index + words));
-        third = _mm_crc32_u64(third, word(index + 2 * words));
-    }
-    [first as u32, second as u32, third as u32]
-}
-
-/// Eight bytes at any address.
-#[cfg(target_arch = "x86_64")]
-#[repr(C, packed)]
-#[derive(Clone, Copy)]
-struct Unaligned(u64);
 
 /// Repeats a system call while a signal interrupts it.
 fn retry(mut call: impl FnMut() -> isize) -> io::Result<usize> {

@@ -137,7 +137,7 @@ proptest! {
         memory.write(0, &bytes).unwrap();
         let (end, cut) = ((start + length).min(SIZE), start + cut % (length + 1));
         let cut = cut.min(end);
-        let truth = crc32c::crc32c(&bytes[start as usize..end as usize]);
+        let truth = crate::crc::crc32c(&bytes[start as usize..end as usize]);
         prop_assert_eq!(memory.crc32c(start..end).unwrap(), truth);
         let first = memory.crc32c(start..cut).unwrap();
         prop_assert_eq!(memory.crc32c_append(first, cut..end).unwrap(), truth, "in two pieces");
@@ -175,7 +175,7 @@ fn huge_pages_or_the_ordinary_ones_in_their_place_hold_the_same() {
     memory.open_view().unwrap().read((3 << 20) - 3, &mut end).unwrap();
     assert_eq!(&end, b"end");
     memory.release(0..3 << 20).unwrap();
-    assert_eq!(memory.crc32c(0..3 << 20).unwrap(), crc32c::crc32c(&vec![0; 3 << 20]));
+    assert_eq!(memory.crc32c(0..3 << 20).unwrap(), crate::crc::crc32c(&vec![0; 3 << 20]));
 }
 
 #[test]

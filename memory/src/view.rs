@@ -12,7 +12,7 @@ use rustix::{
     mm::Advice,
 };
 
-use super::{Memory, Pages, bounds, mapping::Mapping, sum};
+use super::{Memory, Pages, bounds, crc, mapping::Mapping};
 use crate::Error;
 
 /// A window on a whole memory. See the [module](super) for who writes it meanwhile, and what that means for what one reads.
@@ -157,7 +157,7 @@ impl View {
     /// [`Error::OutOfBounds`].
     pub fn crc32c_append(&self, crc: u32, range: Range<u64>) -> Result<u32, Error> {
         let length = bounds::length(&range, self.length())?;
-        Ok(sum::crc32c_append(crc, self.mapping.span(range.start, length)?))
+        Ok(crc::crc32c_span(crc, self.mapping.span(range.start, length)?))
     }
 
     /// Sends up to `length` bytes from `offset` on: one `send(2)`, without SIGPIPE. `to` is a socket.

@@ -16,7 +16,7 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use remora_fabric::View;
+use remora_fabric::{View, memory::crc};
 use serde::{Deserialize, Serialize};
 
 /// Which snapshot slots belong to.
@@ -117,7 +117,7 @@ impl Spool {
             if n == 0 {
                 return Ok(None);
             }
-            crc = crc32c::crc32c_append(crc, &piece[..n]);
+            crc = crc::crc32c_append(crc, &piece[..n]);
             at += n as u64;
             left -= n;
         }
@@ -204,7 +204,7 @@ fn encode(record: &Held) -> [u8; RECORD] {
         let _ = rest.write_all(&record.length.to_le_bytes());
         let _ = rest.write_all(&record.crc.to_le_bytes());
     }
-    let check = crc32c::crc32c(&bytes[..RECORD - 4]);
+    let check = crc::crc32c(&bytes[..RECORD - 4]);
     bytes[RECORD - 4..].copy_from_slice(&check.to_le_bytes());
     bytes
 }
@@ -212,7 +212,7 @@ fn encode(record: &Held) -> [u8; RECORD] {
 fn decode(bytes: &[u8]) -> Option<Held> {
     let word = |at: usize| -> Option<u32> { Some(u32::from_le_bytes(bytes.get(at..at + 4)?.try_into().ok()?)) };
     let number = u64::from_le_bytes(bytes.get(..8)?.try_into().ok()?);
-    let fits = word(RECORD - 4)? == crc32c::crc32c(&bytes[..RECORD - 4]) && number < SLOTS_LIMIT;
+    let fits = word(RECORD - 4)? == crc::crc32c(&bytes[..RECORD - 4]) && number < SLOTS_LIMIT;
     Some(Held { number, length: word(8)?, crc: word(12)? }).filter(|_| fits)
 }
 
