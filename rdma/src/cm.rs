@@ -26,8 +26,8 @@ use std::{
 use crate::{
     bindings as ffi,
     device::Device,
-    library::{Library, done, library, made, text},
-    objects::{QueuePair, never_block, no_attributes},
+    library::{Library, done, library, made, never_block, text},
+    objects::{QueuePair, no_attributes},
 };
 use remora_memory::wait_readable;
 

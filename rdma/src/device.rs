@@ -20,8 +20,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use crate::Error;
 use crate::{
     bindings as ffi,
-    library::{Library, done, library, text},
-    objects::never_block,
+    library::{Library, done, library, never_block, text},
 };
 
 /// See the module's text.

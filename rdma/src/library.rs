@@ -9,6 +9,7 @@
 use std::{
     ffi::{c_char, c_int, c_void},
     io,
+    os::fd::BorrowedFd,
     sync::OnceLock,
 };
 
@@ -183,4 +184,16 @@ pub(crate) fn text(pointer: *const c_char) -> String {
     }
     // SAFETY: The library's names are strings that end with a zero and live as long as what they name (a device) or for ever.
     unsafe { std::ffi::CStr::from_ptr(pointer) }.to_string_lossy().into_owned()
+}
+
+/// The library's descriptors block unless told otherwise.
+pub(crate) fn never_block(fd: BorrowedFd<'_>) -> Result<(), Error> {
+    rustix::io::ioctl_fionbio(fd, true).map_err(Error::system("making a descriptor of the RDMA device non-blocking"))
+}
+
+/// Giving something back can fail only if the device is gone, or by a mistake of ours about the order.
+pub(crate) fn complain(code: i32, what: &str) {
+    if let Err(error) = done(code) {
+        tracing::warn!(%error, "giving back {what}");
+    }
 }

@@ -18,14 +18,12 @@
 
 mod door;
 mod inline;
-mod receives;
 mod wire;
 
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError};
 
 pub use door::{Door, Request};
-pub(crate) use receives::SharedReceives;
 pub use wire::{Done, Step, Wire};
 
 use inline::Inline;
@@ -33,7 +31,7 @@ use inline::Inline;
 use crate::{
     cm::ConnectOptions,
     device::Device,
-    objects::{Access, Domain, Registration},
+    objects::{Access, Domain, Registration, SharedReceives},
 };
 use remora_memory::Memory;
 

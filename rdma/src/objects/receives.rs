@@ -3,11 +3,10 @@
 use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
 
-use crate::Error;
+use super::{Domain, Registration};
 use crate::{
-    bindings as ffi,
-    library::{done, made},
-    objects::{Domain, Registration},
+    Error, bindings as ffi,
+    library::{complain, done, made},
 };
 
 /// Receives of all queue pairs that were made with it.
@@ -24,7 +23,7 @@ unsafe impl Sync for SharedReceives {}
 
 impl SharedReceives {
     /// With room for so many, or as many as the device has.
-    pub(super) fn new(domain: &Arc<Domain>, wanted: u32) -> Result<Arc<SharedReceives>, Error> {
+    pub(crate) fn new(domain: &Arc<Domain>, wanted: u32) -> Result<Arc<SharedReceives>, Error> {
         let device = domain.device();
         let most = u32::try_from(device.attributes().max_srq_wr).unwrap_or(0);
         if most == 0 {
@@ -47,12 +46,12 @@ impl SharedReceives {
         self.raw.as_ptr()
     }
 
-    pub(super) fn room(&self) -> u32 {
+    pub(crate) fn room(&self) -> u32 {
         self.room
     }
 
     /// Posts one. The caller has checked that the piece lies inside, and counts what is posted.
-    pub(super) fn post(&self, name: u64, memory: &Registration, offset: u64, length: u32) -> Result<(), Error> {
+    pub(crate) fn post(&self, name: u64, memory: &Registration, offset: u64, length: u32) -> Result<(), Error> {
         let Some(post) = self.domain.device().operations().post_srq_recv else {
             return Err(Error::Misuse("the device takes no shared receive requests"));
         };
@@ -70,8 +69,6 @@ impl Drop for SharedReceives {
     fn drop(&mut self) {
         // SAFETY: Made by the library, given back once; queue pairs that used it held an Arc and are gone.
         let code = unsafe { (self.domain.device().library().verbs.ibv_destroy_srq)(self.raw.as_ptr()) };
-        if let Err(error) = done(code) {
-            tracing::warn!(%error, "giving back a shared receive queue");
-        }
+        complain(code, "a shared receive queue");
     }
 }
