@@ -27,10 +27,12 @@ pub fn crc32c_append(crc: u32, bytes: &[u8]) -> u32 {
 /// CRC-32C of the bytes whose checksum is `crc`, followed by those of `span`.
 pub(crate) fn crc32c_span(crc: u32, span: Span<'_>) -> u32 {
     // Clearing a large buffer costs more than the sum of a small span.
-    match span.length() {
-        ..=SMALL_BYTES => in_pieces::<SMALL_BYTES>(crc, span),
-        ..=MEDIUM_BYTES => in_pieces::<MEDIUM_BYTES>(crc, span),
-        _ => in_pieces::<LARGE_BYTES>(crc, span),
+    if span.length() <= SMALL_BYTES {
+        in_pieces::<SMALL_BYTES>(crc, span)
+    } else if span.length() <= MEDIUM_BYTES {
+        in_pieces::<MEDIUM_BYTES>(crc, span)
+    } else {
+        in_pieces::<LARGE_BYTES>(crc, span)
     }
 }
 

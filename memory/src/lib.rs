@@ -37,6 +37,7 @@ pub mod local;
 #[allow(unsafe_code)] // the only module that dereferences mapped addresses
 mod mapping;
 mod owned;
+mod sealed;
 mod view;
 mod wait;
 

@@ -17,8 +17,7 @@ use std::{
 
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use crate::Error;
-use crate::bounds;
+use crate::{Error, bounds, sealed::Sealed};
 
 /// A whole file mapped `MAP_SHARED`, unmapped on drop.
 pub(crate) struct Mapping {
@@ -39,16 +38,17 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps the first `size` bytes of `fd`.
+    /// Maps as many bytes of a file as it is known to have.
     ///
-    /// The caller has made sure that the file is at least that long and can't shrink.
-    pub(crate) fn new(fd: BorrowedFd<'_>, size: u64, writable: bool) -> Result<Mapping, Error> {
-        let size = usize::try_from(size).ok().filter(|size| (1..=isize::MAX as usize).contains(size));
+    /// # Errors
+    /// [`Error::Misuse`] for no bytes, or more than the address space has; [`Error::System`].
+    pub(crate) fn new(file: &Sealed<'_>, writable: bool) -> Result<Mapping, Error> {
+        let size = usize::try_from(file.length()).ok().filter(|size| (1..=isize::MAX as usize).contains(size));
         let size = size.ok_or(Error::Misuse("a memory has at least one byte and fits the address space"))?;
         let protection = if writable { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
         // SAFETY: The address is null, so that the system chooses a free place and no existing mapping is replaced. The length
-        // isn't 0. The descriptor is open (it is borrowed).
-        let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), size, protection, MapFlags::SHARED, fd, 0) };
+        // isn't 0. The descriptor is open (it is borrowed). The file has these bytes for good, by its seals: no access faults.
+        let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), size, protection, MapFlags::SHARED, file.fd(), 0) };
         let base = base.map_err(Error::system("mapping a memory"))?;
         let base = NonNull::new(base.cast()).ok_or(Error::Misuse("the system mapped a memory at address 0"))?;
         Ok(Mapping { base, size, writable })
@@ -105,7 +105,8 @@ impl Span<'_> {
     pub(crate) fn copy_out(self, into: &mut [u8]) {
         let length = self.length.min(into.len());
         // SAFETY: Source: `length` bytes of a span lie in a live mapping. Destination: `into` is ours alone and that long. They
-        // can't overlap, as a slice of ours never lies in a mapping of shared memory. Bytes need no alignment.
+        // can't overlap, as a slice of ours never lies in a mapping of shared memory. Bytes need no alignment. Others may write
+        // the source meanwhile: see the head of this file.
         unsafe { std::ptr::copy_nonoverlapping(self.start.as_ptr(), into.as_mut_ptr(), length) };
     }
 
@@ -113,7 +114,7 @@ impl Span<'_> {
     pub(crate) fn copy_to(self, sink: SpanMut<'_>) {
         let length = self.length.min(sink.0.length);
         // SAFETY: Both spans lie in live mappings and have that many bytes; the sink's mapping is writable. `copy` allows overlap.
-        // Bytes need no alignment.
+        // Bytes need no alignment. Others may access both meanwhile: see the head of this file.
         unsafe { std::ptr::copy(self.start.as_ptr(), sink.0.start.as_ptr(), length) };
     }
 
@@ -204,13 +205,15 @@ impl SpanMut<'_> {
     pub(crate) fn copy_in(self, bytes: &[u8]) {
         let length = self.0.length.min(bytes.len());
         // SAFETY: Source: a slice of ours, that long. Destination: `length` bytes of a span in a live, writable mapping. They can't
-        // overlap, as a slice of ours never lies in a mapping of shared memory. Bytes need no alignment.
+        // overlap, as a slice of ours never lies in a mapping of shared memory. Bytes need no alignment. Others may access the
+        // destination meanwhile: see the head of this file.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.0.start.as_ptr(), length) };
     }
 
     /// Sets every byte.
     pub(crate) fn fill(self, byte: u8) {
-        // SAFETY: The span lies in a live, writable mapping. Bytes need no alignment.
+        // SAFETY: The span lies in a live, writable mapping. Bytes need no alignment. Others may access it meanwhile: see the head of
+        // this file.
         unsafe { std::ptr::write_bytes(self.0.start.as_ptr(), byte, self.0.length) };
     }
 

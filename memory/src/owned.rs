@@ -12,7 +12,7 @@ use rustix::{
     mm::Advice,
 };
 
-use super::{Pages, View, bounds, mapping::Mapping, view::atomic_place};
+use super::{Pages, View, bounds, mapping::Mapping, sealed::Sealed, view::atomic_place};
 use crate::Error;
 
 /// One memfd that we own and write, and that others may read while we do. See the [module](super) for who they are.
@@ -55,7 +55,7 @@ impl Memory {
         rustix::fs::fchmod(&fd, Mode::RUSR).map_err(Error::system("making a memory read-only for others"))?;
         let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
         rustix::fs::fcntl_add_seals(&fd, seals).map_err(Error::system("sealing a memory"))?;
-        let mapping = Mapping::new(fd.as_fd(), length, true)?;
+        let mapping = Mapping::new(&Sealed::check(fd.as_fd(), length)?, true)?;
         if pages == Pages::Small {
             // Only a wish: most systems give shared memory none of these (`shmem_enabled` is `never`).
             let _ = mapping.span_mut(0, length)?.advise(Advice::LinuxHugepage);
@@ -71,8 +71,7 @@ impl Memory {
     /// [`Error::Unsealed`] if it is shorter than `length` or might become so, as for [`View::open`]; [`Error::System`] if the system
     /// refuses, above all where the descriptor is for reading only.
     pub fn adopt(fd: OwnedFd, length: u64) -> Result<Memory, Error> {
-        View::check_size(fd.as_fd(), length)?;
-        let mapping = Mapping::new(fd.as_fd(), length, true)?;
+        let mapping = Mapping::new(&Sealed::check(fd.as_fd(), length)?, true)?;
         Ok(Memory { view: View::of(mapping, fd, Pages::Small), backed: AtomicU64::new(0) })
     }
 

@@ -315,7 +315,10 @@ fn a_descriptor_for_reading_gives_no_way_to_write() {
     let memory = memory();
     let read_only = memory.reopen_read_only().unwrap();
     assert!(rustix::io::write(&read_only, b"x").is_err());
-    assert!(super::mapping::Mapping::new(read_only.as_fd(), SIZE, true).is_err(), "not mapped writable");
+    assert!(
+        super::mapping::Mapping::new(&sealed::Sealed::check(read_only.as_fd(), SIZE).unwrap(), true).is_err(),
+        "not mapped writable"
+    );
     let window = View::open(read_only, SIZE).unwrap();
     assert!(window.mapping().span_mut(0, 1).is_err());
     let mode = rustix::fs::fstat(window.as_fd()).unwrap().st_mode & 0o777;

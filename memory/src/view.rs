@@ -8,11 +8,11 @@ use std::{
 };
 
 use rustix::{
-    fs::{FlockOperation, Mode, OFlags, SealFlags},
+    fs::{FlockOperation, Mode, OFlags},
     mm::Advice,
 };
 
-use super::{Memory, Pages, bounds, crc, mapping::Mapping};
+use super::{Memory, Pages, bounds, crc, mapping::Mapping, sealed::Sealed};
 use crate::Error;
 
 /// A window on a whole memory. See the [module](super) for who writes it meanwhile, and what that means for what one reads.
@@ -29,26 +29,8 @@ impl View {
     /// [`Error::Unsealed`] if it is shorter than `length` or might become so: an access beyond the end of a mapped file kills the
     /// process. [`Error::System`] if the system refuses.
     pub fn open(fd: OwnedFd, length: u64) -> Result<View, Error> {
-        View::check_size(fd.as_fd(), length)?;
-        let mapping = Mapping::new(fd.as_fd(), length, false)?;
+        let mapping = Mapping::new(&Sealed::check(fd.as_fd(), length)?, false)?;
         Ok(View { mapping, fd, pages: Pages::Small })
-    }
-
-    /// Makes sure that memory which was handed over has `length` bytes and always will.
-    ///
-    /// # Errors
-    /// [`Error::Unsealed`] if not; [`Error::System`] if the system does not say.
-    pub(crate) fn check_size(fd: BorrowedFd<'_>, length: u64) -> Result<(), Error> {
-        let seals = rustix::fs::fcntl_get_seals(fd).map_err(|_| Error::Unsealed("it is no memfd"))?;
-        if !seals.contains(SealFlags::SHRINK) {
-            return Err(Error::Unsealed("it could shrink: the seal F_SEAL_SHRINK is missing"));
-        }
-        let stat = rustix::fs::fstat(fd).map_err(Error::system("asking for a memory's length"))?;
-        // Only after the seals: from now on this length is a lower bound for ever.
-        if u64::try_from(stat.st_size).is_ok_and(|size| size >= length) {
-            return Ok(());
-        }
-        Err(Error::Unsealed("it is shorter than was announced"))
     }
 
     /// A window through a mapping that exists already.
