@@ -26,7 +26,7 @@ use std::{
 use crate::{
     bindings as ffi,
     device::Device,
-    library::{Library, done, library, made, never_block, text},
+    library::{Library, done, library, made, never_block},
     objects::{QueuePair, no_attributes},
 };
 use remora_memory::wait_readable;
@@ -45,7 +45,6 @@ unsafe impl Send for Events {}
 unsafe impl Sync for Events {}
 
 /// Something that happened to an id, copied out, so that nothing of it has to be acknowledged later.
-#[derive(Debug)]
 pub struct Event {
     /// Whose it is: [`Id::name`].
     pub of: usize,
@@ -59,8 +58,8 @@ pub struct Event {
     pub initiator_depth: u8,
     /// Reads that the other end wants to have outstanding here.
     pub responder_resources: u8,
-    /// A new id, for a request to connect.
-    raw: *mut ffi::rdma_cm_id,
+    /// The new id of a request to connect. Dropping it refuses the request.
+    request: Option<Id>,
 }
 
 impl Events {
@@ -79,15 +78,15 @@ impl Events {
     }
 
     /// The next event, if there is one. Never blocks.
-    pub fn next(&self) -> Option<Event> {
+    pub fn next(self: &Arc<Self>) -> Option<Event> {
         let mut raw = null_mut();
         // SAFETY: The channel exists and does not block; the place for the pointer is ours.
         if unsafe { (self.library.manager.rdma_get_cm_event)(self.raw.as_ptr(), &mut raw) } != 0 {
             return None;
         }
         let raw = NonNull::new(raw)?;
-        // SAFETY: The event lives until it is acknowledged, below.
-        let event = Event::copy(unsafe { raw.as_ref() });
+        // SAFETY: The event lives until it is acknowledged, below. It was taken just now, and is copied once.
+        let event = unsafe { Event::copy(raw, self) };
         // SAFETY: Taken just now, and acknowledged once. Nothing of it is kept: `copy` has copied.
         let code = unsafe { (self.library.manager.rdma_ack_cm_event)(raw.as_ptr()) };
         debug_assert_eq!(code, 0, "an event that was taken can be acknowledged");
@@ -95,7 +94,7 @@ impl Events {
     }
 
     /// The next event, waited for until `deadline`.
-    pub fn wait(&self, deadline: Instant) -> Result<Option<Event>, Error> {
+    pub fn wait(self: &Arc<Self>, deadline: Instant) -> Result<Option<Event>, Error> {
         loop {
             if let Some(event) = self.next() {
                 return Ok(Some(event));
@@ -109,14 +108,19 @@ impl Events {
     }
 
     /// The event's name, for messages.
-    pub fn name_of(&self, kind: ffi::rdma_cm_event_type) -> String {
-        // SAFETY: Any number has a name that lives for ever.
-        text(unsafe { (self.library.manager.rdma_event_str)(kind) })
+    pub fn name_of(&self, kind: ffi::rdma_cm_event_type) -> &'static str {
+        self.library.event_name(kind)
     }
 }
 
 impl Event {
-    fn copy(event: &ffi::rdma_cm_event) -> Event {
+    /// Copies an event out, and takes over the id that a request to connect brings.
+    ///
+    /// # Safety
+    /// `raw` is an event of `events` that is not acknowledged yet, and is copied for the first time.
+    unsafe fn copy(raw: NonNull<ffi::rdma_cm_event>, events: &Arc<Events>) -> Event {
+        // SAFETY: The event lives until it is acknowledged, and the library does not change it.
+        let event = unsafe { raw.as_ref() };
         // SAFETY: All ids here are of connected kind (RDMA_PS_TCP), for which `conn` is the valid part of the union; for events that
         // have no parameters the library leaves it zero.
         let param = unsafe { &event.param.conn };
@@ -132,17 +136,19 @@ impl Event {
             message,
             initiator_depth: param.initiator_depth,
             responder_resources: param.responder_resources,
-            raw: event.id,
+            request: match event.event {
+                ffi::RDMA_CM_EVENT_CONNECT_REQUEST => {
+                    NonNull::new(event.id).map(|raw| Id { raw, events: events.clone() })
+                }
+                _ => None,
+            },
         }
     }
 
-    /// Takes over the id of a request to connect. Only for such, and once.
-    pub fn into_request(self, events: &Arc<Events>) -> Option<(Id, Event)> {
-        if self.kind != ffi::RDMA_CM_EVENT_CONNECT_REQUEST {
-            return None;
-        }
-        let raw = NonNull::new(self.raw)?;
-        Some((Id { raw, events: events.clone() }, self))
+    /// Splits a request to connect into its id and what was said with it. `None` for any other event.
+    pub fn into_request(mut self) -> Option<(Id, Event)> {
+        let id = self.request.take()?;
+        Some((id, self))
     }
 }
 
@@ -228,10 +234,11 @@ impl Id {
 
     /// Where the other end is, once there is one.
     pub fn peer(&self) -> Option<SocketAddr> {
-        // SAFETY: The struct behind the pointer lives until `drop`; the address is set before the id is handed out or routed.
-        let route = unsafe { self.raw.as_ref() }.route;
+        // SAFETY: The struct lives until `drop`, and no reference to it is made. The address is set before the id is handed out or
+        // routed, and does not change after that.
+        let address = unsafe { (*self.raw.as_ptr()).route.addr.__bindgen_anon_2 };
         // SAFETY: A union of socket addresses as large as its largest, all of it initialised by the library, which zeroes ids.
-        let words = unsafe { route.addr.__bindgen_anon_2.dst_storage }._bindgen_opaque_blob;
+        let words = unsafe { address.dst_storage }._bindgen_opaque_blob;
         let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
         let port = u16::from_be_bytes([*bytes.get(2)?, *bytes.get(3)?]);
         match i32::from(u16::from_ne_bytes([*bytes.first()?, *bytes.get(1)?])) {
@@ -251,7 +258,8 @@ impl Id {
     /// # Errors
     /// [`Error::Misuse`] while it is bound to none.
     pub fn device(&self) -> Result<Arc<Device>, Error> {
-        Device::of(self.context())
+        // SAFETY: The context of an id is null, or a device that the connection manager has opened and keeps open.
+        unsafe { Device::of(self.context()) }
     }
 
     /// Whether it is bound to one device, and not to all.
@@ -260,9 +268,9 @@ impl Id {
     }
 
     fn context(&self) -> *mut ffi::ibv_context {
-        // SAFETY: The struct behind the pointer lives until `drop`; the library sets this field while it handles an event or a call of
-        // ours, which the owner's lock or exclusive use keeps apart from this.
-        unsafe { self.raw.as_ref() }.verbs
+        // SAFETY: The struct lives until `drop`. Only this field is read and no reference is made, as the library may write others. It
+        // writes this one while it handles a call of ours on this id or an event of its channel, which its owner does not do meanwhile.
+        unsafe { (*self.raw.as_ptr()).verbs }
     }
 
     /// Listens at `address`; says at which port, as 0 is a free one.
@@ -283,8 +291,8 @@ impl Id {
         // SAFETY: The id exists; the address is a place of ours, as long as its family says.
         let bound = done(unsafe { (self.events.library.manager.rdma_bind_addr)(self.raw.as_ptr(), place.raw()) });
         bound.map_err(Error::system("binding an RDMA endpoint to an address"))?;
-        // SAFETY: The struct behind the pointer lives until `drop`; the library has written this field in the call just made.
-        let port = unsafe { self.raw.as_ref() }.port_num;
+        // SAFETY: The struct lives until `drop`; the library has written this field in the call just made.
+        let port = unsafe { (*self.raw.as_ptr()).port_num };
         Ok((self.device()?, port))
     }
 
@@ -440,7 +448,7 @@ pub fn is_end(event: &Event) -> bool {
 /// # Errors
 /// [`Error::Unreachable`], [`Error::TimedOut`].
 pub fn resolve(
-    events: &Events,
+    events: &Arc<Events>,
     id: &Id,
     local: Option<IpAddr>,
     remote: SocketAddr,
@@ -466,7 +474,7 @@ pub fn resolve(
 }
 
 /// The error for an event that ends the attempt to reach `remote`.
-pub fn failed(events: &Events, event: &Event, remote: SocketAddr) -> Error {
+pub fn failed(events: &Arc<Events>, event: &Event, remote: SocketAddr) -> Error {
     let code = event.status.unsigned_abs() as i32;
     // The status is an error number for some events and a reason of the protocol for others.
     let why = if event.status < 0 { io::Error::from_raw_os_error(code).to_string() } else { format!("status {code}") };

@@ -43,7 +43,13 @@ unsafe impl Sync for Device {}
 
 impl Device {
     /// The device that the connection manager has opened as `context`.
-    pub(crate) fn of(context: *mut ffi::ibv_context) -> Result<Arc<Device>, Error> {
+    ///
+    /// # Safety
+    /// `context` is null, or was given by librdmacm and is open.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] for null; [`Error::System`].
+    pub(crate) unsafe fn of(context: *mut ffi::ibv_context) -> Result<Arc<Device>, Error> {
         static KNOWN: Mutex<Vec<Arc<Device>>> = Mutex::new(Vec::new());
         let context = NonNull::new(context).ok_or(Error::Misuse("the connection manager has chosen no device"))?;
         let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -66,7 +72,9 @@ impl Device {
         // SAFETY: The context is open, and its device does not change.
         let raw = unsafe { context.as_ref() }.device;
         // SAFETY: A device of an open context exists.
-        let name = text(unsafe { (library.verbs.ibv_get_device_name)(raw) });
+        let name = unsafe { (library.verbs.ibv_get_device_name)(raw) };
+        // SAFETY: The name is a string of the device, which exists.
+        let name = unsafe { text(name) };
         let device = Device {
             context,
             library,
@@ -98,7 +106,9 @@ impl Device {
                 // SAFETY: The list has `count` entries.
                 let context = unsafe { list.add(number) };
                 // SAFETY: An entry of the list, just now written by the library.
-                Device::of(unsafe { context.read() })
+                let context = unsafe { context.read() };
+                // SAFETY: A device that the connection manager has opened.
+                unsafe { Device::of(context) }
             })
             .collect::<Result<Vec<_>, _>>();
         // SAFETY: The list came from rdma_get_devices. The contexts in it stay open.
@@ -181,8 +191,7 @@ impl Device {
         let mut event: ffi::ibv_async_event = unsafe { std::mem::zeroed() };
         // SAFETY: The context is open, its descriptor does not block, the event is a place of ours.
         while unsafe { (self.library.verbs.ibv_get_async_event)(self.context.as_ptr(), &mut event) } == 0 {
-            // SAFETY: A number of an event that the library has just given; its names live for ever.
-            let name = text(unsafe { (self.library.verbs.ibv_event_type_str)(event.event_type) });
+            let name = self.library.async_event_name(event.event_type);
             #[cfg(feature = "testing")]
             self.events.lock().unwrap_or_else(PoisonError::into_inner).hear(event.event_type);
             match event.event_type {

@@ -7,7 +7,7 @@
 //! `rdma_establish` and `rdma_init_qp_attr` (`RDMACM_1.2`, rdma-core 22 of 2018). Newer ones are optional.
 
 use std::{
-    ffi::{c_char, c_int, c_void},
+    ffi::{CStr, c_char, c_int, c_void},
     io,
     os::fd::BorrowedFd,
     sync::OnceLock,
@@ -148,18 +148,48 @@ fn open() -> Result<Library, libloading::Error> {
 /// Set to anything but `0`: RDMA is not looked for.
 pub const DISABLE: &str = "REMORA_RDMA_DISABLE";
 
-/// The name of a work completion's status: a constant of the library, "unknown" without one.
+impl Library {
+    /// The name of a work completion's status.
+    fn status_name(&'static self, status: ffi::ibv_wc_status) -> &'static str {
+        // SAFETY: The function takes any number, and returns a string constant or null.
+        let name = unsafe { (self.verbs.ibv_wc_status_str)(status) };
+        // SAFETY: A constant of the library, or null.
+        unsafe { constant(name) }
+    }
+
+    /// The name of an asynchronous event of a device.
+    pub(crate) fn async_event_name(&'static self, event: ffi::ibv_event_type) -> &'static str {
+        // SAFETY: The function takes any number, and returns a string constant or null.
+        let name = unsafe { (self.verbs.ibv_event_type_str)(event) };
+        // SAFETY: A constant of the library, or null.
+        unsafe { constant(name) }
+    }
+
+    /// The name of an event of the connection manager.
+    pub(crate) fn event_name(&'static self, event: ffi::rdma_cm_event_type) -> &'static str {
+        // SAFETY: The function takes any number, and returns a string constant or null.
+        let name = unsafe { (self.manager.rdma_event_str)(event) };
+        // SAFETY: A constant of the library, or null.
+        unsafe { constant(name) }
+    }
+}
+
+/// The name of a work completion's status; "unknown" without the library.
 pub fn status_name(status: ffi::ibv_wc_status) -> &'static str {
-    let Ok(library) = library() else { return "unknown" };
-    // SAFETY: The function takes any number, and returns a string constant or null.
-    let name = unsafe { (library.verbs.ibv_wc_status_str)(status) };
-    if name.is_null() {
+    library().map_or("unknown", |library| library.status_name(status))
+}
+
+/// A string constant of a library.
+///
+/// # Safety
+/// `pointer` is null, or a string that ends with a zero and is a constant of a library that [`library`] has opened. Those are never
+/// closed, so that the constant lives as long as the process.
+unsafe fn constant(pointer: *const c_char) -> &'static str {
+    if pointer.is_null() {
         return "unknown";
     }
-    // SAFETY: Not null, as just checked: a constant of the library, which ends with a zero. The library is never closed, so that the
-    // constant lives as long as the process.
-    let name: &'static std::ffi::CStr = unsafe { std::ffi::CStr::from_ptr(name) };
-    name.to_str().unwrap_or("unknown")
+    // SAFETY: Not null, as just checked; the rest is the caller's promise.
+    unsafe { CStr::from_ptr(pointer) }.to_str().unwrap_or("unknown")
 }
 
 /// The answer of a call that says -1 or an error number and leaves the reason in `errno`, or is the reason.
@@ -177,13 +207,16 @@ pub(crate) fn made<T>(pointer: *mut T) -> io::Result<std::ptr::NonNull<T>> {
     std::ptr::NonNull::new(pointer).ok_or_else(io::Error::last_os_error)
 }
 
-/// A name that the library gave.
-pub(crate) fn text(pointer: *const c_char) -> String {
+/// A copy of a name that a library gave.
+///
+/// # Safety
+/// `pointer` is null, or a string that ends with a zero and lives during the call.
+pub(crate) unsafe fn text(pointer: *const c_char) -> String {
     if pointer.is_null() {
-        return String::from("?");
+        return String::from("unknown");
     }
-    // SAFETY: The library's names are strings that end with a zero and live as long as what they name (a device) or for ever.
-    unsafe { std::ffi::CStr::from_ptr(pointer) }.to_string_lossy().into_owned()
+    // SAFETY: Not null, as just checked; the rest is the caller's promise.
+    unsafe { CStr::from_ptr(pointer) }.to_string_lossy().into_owned()
 }
 
 /// The library's descriptors block unless told otherwise.

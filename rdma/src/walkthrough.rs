@@ -60,7 +60,7 @@ pub fn send_and_receive(listener: IpAddr, caller: IpAddr, mut tell: impl FnMut(S
 
     // 4. The listener hears of it: a new id, with the caller's private data (filled up with zeros) and the device that it came by.
     let request = expect(&listening, ffi::RDMA_CM_EVENT_CONNECT_REQUEST)?;
-    let (answer, request) = request.into_request(&listening).ok_or(Error::Protocol("no request to connect"))?;
+    let (answer, request) = request.into_request().ok_or(Error::Protocol("no request to connect"))?;
     tell(format!("a request came, with {} bytes of private data", request.message.len()));
     let far = Side::new(&answer)?;
     answer.initialise(&far.pair, NO_RIGHTS)?;

@@ -311,7 +311,7 @@ pub(super) fn read_without_proof(
 /// Waits until the request of that name has completed. Those before it are let pass.
 fn await_completion(
     parts: &Parts,
-    events: &Events,
+    events: &Arc<Events>,
     name: u64,
     deadline: Instant,
     limit: Duration,
@@ -346,7 +346,7 @@ fn await_completion(
 }
 
 fn expect(
-    events: &Events,
+    events: &Arc<Events>,
     wanted: ffi::rdma_cm_event_type,
     deadline: Instant,
     remote: SocketAddr,

@@ -158,7 +158,7 @@ impl Lane {
                 && let Some(next) = self.held.front()
                 && (bytes == 0 || bytes + next.length <= SMALL_BYTES)
             {
-                bytes += self.gather();
+                bytes += self.gather()?;
             }
             let Some(pair) = &self.pair else { return Err(ReadError::PeerGone) };
             if let Err(error) = pair.post_reads(&mut self.batch) {
@@ -170,8 +170,8 @@ impl Lane {
     }
 
     /// Makes one request of the first piece that is held and of those after it that are its neighbours in the region; gives its bytes.
-    fn gather(&mut self) -> u32 {
-        let Some(first) = self.held.pop_front() else { return 0 };
+    fn gather(&mut self) -> Result<u32, ReadError> {
+        let Some(first) = self.held.pop_front() else { return Ok(0) };
         let read = RemoteRead {
             name: first.slot as u64,
             address: self.remote.base.wrapping_add(first.offset),
@@ -179,7 +179,7 @@ impl Lane {
             length: first.length,
             offset: first.sink_offset,
         };
-        self.batch.add(&read, &self.sink);
+        self.batch.add(&read, &self.sink).map_err(outside)?;
         self.posted.push_back(first);
         let (mut pieces, mut end, mut bytes) = (1, first.end(), first.length);
         while pieces < self.scatter
@@ -188,7 +188,7 @@ impl Lane {
             && bytes + next.length <= self.longest.min(SMALL_BYTES)
         {
             self.held.pop_front();
-            self.batch.extend(&self.sink, next.sink_offset, next.length);
+            self.batch.extend(&self.sink, next.sink_offset, next.length).map_err(outside)?;
             self.posted.push_back(next);
             (pieces, end, bytes) = (pieces + 1, next.end(), bytes + next.length);
         }
@@ -198,7 +198,7 @@ impl Lane {
         {
             self.requests_posted += 1;
         }
-        bytes
+        Ok(bytes)
     }
 
     /// Takes completions, `budget` at most, and tells `done` the slot of each piece that has come. Says how many came.
@@ -269,6 +269,12 @@ impl Lane {
         self.posted.clear();
         self.requests.clear();
     }
+}
+
+/// A place outside the sink: a bug, since places are checked when reads are posted. The peer ends, and nothing is written there.
+fn outside(error: remora_rdma::Error) -> ReadError {
+    tracing::error!(%error, "a READ would land outside its sink");
+    ReadError::PeerGone
 }
 
 /// Up to so many bytes are asked for by one request that is gathered from neighbours, and by one call. Sending so much takes a 100 Gb/s link

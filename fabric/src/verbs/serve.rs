@@ -243,7 +243,7 @@ impl House {
         while let Some(event) = self.events.next() {
             match event.kind {
                 ffi::RDMA_CM_EVENT_CONNECT_REQUEST => {
-                    if let Some((id, request)) = event.into_request(&self.events) {
+                    if let Some((id, request)) = event.into_request() {
                         self.receive(id, &request);
                     }
                 }
@@ -253,7 +253,7 @@ impl House {
                 | ffi::RDMA_CM_EVENT_UNREACHABLE
                 | ffi::RDMA_CM_EVENT_REJECTED
                 | ffi::RDMA_CM_EVENT_ADDR_CHANGE
-                | ffi::RDMA_CM_EVENT_TIMEWAIT_EXIT => self.forget(event.of, &self.events.name_of(event.kind)),
+                | ffi::RDMA_CM_EVENT_TIMEWAIT_EXIT => self.forget(event.of, self.events.name_of(event.kind)),
                 // Comes for each connection and each listener of the device.
                 ffi::RDMA_CM_EVENT_DEVICE_REMOVAL => {
                     self.forget(event.of, "its device is being removed");

@@ -49,7 +49,7 @@ impl Door {
                     source: std::io::ErrorKind::NotConnected.into(),
                 });
             }
-            if let Some((mut id, event)) = event.into_request(&self.events) {
+            if let Some((mut id, event)) = event.into_request() {
                 let station = self.stations.on(&id.device()?)?;
                 let events = Events::new()?;
                 id.migrate(&events)?;

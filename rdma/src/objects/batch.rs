@@ -3,7 +3,7 @@
 use std::ptr::null_mut;
 
 use super::Registration;
-use crate::bindings as ffi;
+use crate::{Error, bindings as ffi};
 
 /// One read, to be posted.
 #[derive(Clone, Copy, Debug)]
@@ -33,24 +33,41 @@ pub struct Batch {
 unsafe impl Send for Batch {}
 
 impl Batch {
+    /// Whether there is no read in it.
+    pub fn is_empty(&self) -> bool {
+        self.requests.is_empty()
+    }
+
     /// Reads in it.
     pub fn len(&self) -> usize {
         self.requests.len()
     }
 
-    /// Adds a read, of whose place the caller has checked that it lies inside.
-    pub fn add(&mut self, read: &RemoteRead, sink: &Registration) {
+    /// Adds a read.
+    ///
+    /// # Errors
+    /// [`remora_memory::Error::OutOfBounds`] if its place is not inside the sink; the batch is as before.
+    pub fn add(&mut self, read: &RemoteRead, sink: &Registration) -> Result<(), Error> {
+        let place = sink.piece(read.offset, read.length)?;
         let mut request = unplaced(read.name, ffi::IBV_WR_RDMA_READ);
         request.wr.rdma = ffi::ibv_send_wr__bindgen_ty_2__bindgen_ty_1 { remote_addr: read.address, rkey: read.key };
+        request.num_sge = 1;
         self.requests.push(request);
-        self.extend(sink, read.offset, read.length);
+        self.places.push(place);
+        Ok(())
     }
 
-    /// The read added last goes on for `length` bytes, which land at `offset`, where the caller has checked as well.
-    pub fn extend(&mut self, sink: &Registration, offset: u64, length: u32) {
-        let Some(request) = self.requests.last_mut() else { return };
+    /// Extends the last read by `length` bytes, which land at `offset`.
+    ///
+    /// # Errors
+    /// [`remora_memory::Error::OutOfBounds`] if the place is not inside the sink, [`Error::Misuse`] if there is no read; the batch is
+    /// as before.
+    pub fn extend(&mut self, sink: &Registration, offset: u64, length: u32) -> Result<(), Error> {
+        let place = sink.piece(offset, length)?;
+        let Some(request) = self.requests.last_mut() else { return Err(Error::Misuse("no read to extend")) };
         request.num_sge += 1;
-        self.places.push(sink.piece(offset, length));
+        self.places.push(place);
+        Ok(())
     }
 
     /// Links the requests to one another and to their places; gives the first.

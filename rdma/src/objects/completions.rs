@@ -86,6 +86,25 @@ pub struct Completed {
     pub length: u32,
 }
 
+impl Completed {
+    /// Reads an entry that a driver has written.
+    fn read(entry: &MaybeUninit<ffi::ibv_wc>) -> Completed {
+        let entry = entry.as_ptr();
+        // SAFETY: The place is aligned and ours. Drivers set `wr_id` in each entry that they report. No reference is made to the other
+        // fields, which they may leave as they were.
+        let name = unsafe { (*entry).wr_id };
+        // SAFETY: As above, for `status`.
+        let status = unsafe { (*entry).status };
+        let length = if status == ffi::IBV_WC_SUCCESS {
+            // SAFETY: As above; `byte_len` is set in each entry that reports a success.
+            unsafe { (*entry).byte_len }
+        } else {
+            0
+        };
+        Completed { name, status, length }
+    }
+}
+
 impl Completions {
     /// A queue with room for `entries`. Beyond it completions are lost and the queue is dead, so the owners count their requests.
     pub fn new(channel: &Arc<Channel>, entries: u32) -> Result<Arc<Completions>, Error> {
@@ -121,7 +140,7 @@ impl Completions {
     pub fn poll(&self, into: &mut Vec<Completed>) -> Result<usize, Error> {
         let ops = &self.channel.device().operations();
         let Some(poll) = ops.poll_cq else { return Err(Error::Misuse("the device can't be polled")) };
-        let mut entries = [const { MaybeUninit::<ffi::ibv_wc>::uninit() }; BATCH];
+        let mut entries = [const { MaybeUninit::<ffi::ibv_wc>::zeroed() }; BATCH];
         // SAFETY: The queue exists; there is room for BATCH entries, of which the driver writes as many as it says.
         let count = unsafe { poll(self.raw.as_ptr(), BATCH as i32, entries.as_mut_ptr().cast()) };
         let count = usize::try_from(count).map_err(|_| {
@@ -130,10 +149,7 @@ impl Completions {
             ))
         })?;
         for entry in entries.iter().take(count) {
-            // SAFETY: Among the first `count`, which the driver has written: all fields are plain numbers, of which only those are
-            // looked at that are valid whatever the status (`wr_id`, `status`), and `byte_len`, which then may mean nothing.
-            let entry = unsafe { entry.assume_init_ref() };
-            into.push(Completed { name: entry.wr_id, status: entry.status, length: entry.byte_len });
+            into.push(Completed::read(entry));
         }
         Ok(count)
     }

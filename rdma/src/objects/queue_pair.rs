@@ -155,7 +155,7 @@ impl QueuePair {
     /// Posts a read into `sink`. The caller has checked that its place lies inside, and that the queue has room.
     pub fn post_read(&self, read: &RemoteRead, sink: &Registration) -> Result<(), Error> {
         let mut batch = Batch::default();
-        batch.add(read, sink);
+        batch.add(read, sink)?;
         self.post_reads(&mut batch)
     }
 
@@ -169,7 +169,7 @@ impl QueuePair {
 
     /// Posts a message out of registered memory. The caller keeps those bytes as they are until it completes.
     pub fn post_send(&self, name: u64, letter: &Registration, offset: u64, length: u32) -> Result<(), Error> {
-        let mut piece = letter.piece(offset, length);
+        let mut piece = letter.piece(offset, length)?;
         self.post(&mut work(name, &mut piece, ffi::IBV_WR_SEND))
     }
 
@@ -182,7 +182,7 @@ impl QueuePair {
         length: u32,
         shown: bool,
     ) -> Result<(), Error> {
-        let mut piece = letter.piece(offset, length);
+        let mut piece = letter.piece(offset, length)?;
         let mut request = work(name, &mut piece, ffi::IBV_WR_SEND);
         request.send_flags = signal(shown);
         self.post(&mut request)
@@ -200,7 +200,7 @@ impl QueuePair {
 
     /// As [`QueuePair::post_read`], on a quiet pair: completes visibly.
     pub(crate) fn post_shown_read(&self, read: &RemoteRead, sink: &Registration) -> Result<(), Error> {
-        let mut piece = sink.piece(read.offset, read.length);
+        let mut piece = sink.piece(read.offset, read.length)?;
         let mut request = work(read.name, &mut piece, ffi::IBV_WR_RDMA_READ);
         request.wr.rdma = ffi::ibv_send_wr__bindgen_ty_2__bindgen_ty_1 { remote_addr: read.address, rkey: read.key };
         request.send_flags = signal(true);
@@ -236,7 +236,7 @@ impl QueuePair {
         let Some(post) = self.domain.device().operations().post_recv else {
             return Err(Error::Misuse("the device takes no receive requests"));
         };
-        let mut piece = letter.piece(offset, length);
+        let mut piece = letter.piece(offset, length)?;
         let mut request = ffi::ibv_recv_wr { wr_id: name, next: null_mut(), sg_list: &mut piece, num_sge: 1 };
         let mut failed = null_mut();
         // SAFETY: As for `post`; the card writes at most `length` bytes there, into shared memory of which no references exist.

@@ -55,7 +55,7 @@ impl SharedReceives {
         let Some(post) = self.domain.device().operations().post_srq_recv else {
             return Err(Error::Misuse("the device takes no shared receive requests"));
         };
-        let mut piece = memory.piece(offset, length);
+        let mut piece = memory.piece(offset, length)?;
         let mut request = ffi::ibv_recv_wr { wr_id: name, next: null_mut(), sg_list: &mut piece, num_sge: 1 };
         let mut failed = null_mut();
         // SAFETY: The queue exists. Request and piece are read during the call only. The card writes at most `length` bytes into

@@ -78,13 +78,16 @@ impl Registration {
         self.base
     }
 
-    /// A piece of it for a work request of ours, which the caller has checked to lie inside.
-    pub(crate) fn piece(&self, offset: u64, length: u32) -> ffi::ibv_sge {
-        debug_assert!(offset + u64::from(length) <= self.memory.length(), "pieces are checked before they are posted");
+    /// A range of it for a work request of ours. The card may write there, so that the range is checked here.
+    ///
+    /// # Errors
+    /// [`remora_memory::Error::OutOfBounds`].
+    pub(crate) fn piece(&self, offset: u64, length: u32) -> Result<ffi::ibv_sge, Error> {
+        remora_memory::check(offset, length.into(), self.memory.length())?;
         // SAFETY: As in `remote_key`.
         let lkey = unsafe { self.raw.as_ref() }.lkey;
         // Keys know the memory by the address that it was registered at, our own work requests' as well as others'.
-        ffi::ibv_sge { addr: self.base + offset, length, lkey }
+        Ok(ffi::ibv_sge { addr: self.base + offset, length, lkey })
     }
 }
 
