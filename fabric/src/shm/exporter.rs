@@ -14,13 +14,13 @@ use super::{
     serve::{self, House},
 };
 use crate::{
-    error::Error,
+    error::{Denial, Error},
     memory::{
         Memory,
         local::{self, Address},
     },
     region::{RegionId, RegionKey, Secret, TransportKind},
-    transport::{Denial, Exporter},
+    transport::Exporter,
 };
 
 /// Lends memory to other processes of this host. Dropping it cuts all connections and ends its thread.

@@ -9,7 +9,7 @@ use std::fs;
 use crate::{
     error::Error,
     memory::local::Address,
-    region::{RegionId, RegionKey, TransportKind},
+    region::{KeyError, RegionId, RegionKey, TransportKind},
 };
 
 /// The name of one running system: drawn by the kernel at each boot, the same in all containers of a host.
@@ -24,9 +24,9 @@ impl BootId {
     }
 
     fn parse(text: &[u8]) -> Result<BootId, Error> {
-        let text = std::str::from_utf8(text).map_err(|_| Error::Key("its boot id is no text"))?;
+        let text = std::str::from_utf8(text).map_err(|_| KeyError::Body("its boot id is no text"))?;
         let fits = text.len() == BOOT_ID_BYTES && text.bytes().all(|byte| byte.is_ascii_hexdigit() || byte == b'-');
-        if fits { Ok(BootId(text.to_owned())) } else { Err(Error::Key("its boot id has the wrong form")) }
+        if fits { Ok(BootId(text.to_owned())) } else { Err(KeyError::Body("its boot id has the wrong form").into()) }
     }
 }
 
@@ -37,13 +37,13 @@ pub(super) fn make(id: RegionId, length: u64, boot_id: &BootId, address: &Addres
         Address::File(path) => (PLACE_FILE, path),
     };
     let body = [boot_id.0.as_bytes(), &[place], name].concat();
-    RegionKey::new(TransportKind::Shm, id, length, &body)
+    Ok(RegionKey::new(TransportKind::Shm, id, length, &body)?)
 }
 
 /// Reads a key and makes sure that it is one of this host: the address means nothing elsewhere.
 pub(super) fn address(key: &RegionKey, ours: &BootId) -> Result<Address, Error> {
     key.expect(TransportKind::Shm)?;
-    let (theirs, rest) = key.body().split_at_checked(BOOT_ID_BYTES).ok_or(Error::Key("it ends in its boot id"))?;
+    let (theirs, rest) = key.body().split_at_checked(BOOT_ID_BYTES).ok_or(KeyError::Body("it ends in its boot id"))?;
     let theirs = BootId::parse(theirs)?;
     if theirs != *ours {
         return Err(Error::NotThisHost { theirs: theirs.0, ours: ours.0.clone() });
@@ -51,7 +51,7 @@ pub(super) fn address(key: &RegionKey, ours: &BootId) -> Result<Address, Error> 
     match rest.split_first() {
         Some((&PLACE_ABSTRACT, name)) => Ok(Address::Abstract(name.to_vec())),
         Some((&PLACE_FILE, path)) => Ok(Address::File(path.to_vec())),
-        _ => Err(Error::Key("its socket is of an unknown kind")),
+        _ => Err(KeyError::Body("its socket is of an unknown kind").into()),
     }
 }
 

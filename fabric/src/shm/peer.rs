@@ -18,9 +18,9 @@ use rustix::{
 
 use super::wire;
 use crate::{
-    error::Error,
+    error::{Denial, Error, ReadError},
     memory::{self, Memory, View, wait_readable},
-    transport::{Completion, Denial, Peer, ReadError, ReadRequest},
+    transport::{Completion, Peer, ReadRequest},
 };
 
 /// A connection to one region in shared memory.

@@ -29,10 +29,9 @@ use super::{
 };
 use crate::{
     auth::{self, PROOF_BYTES},
-    error::Error,
+    error::{Denial, Error},
     memory::local,
     region::{RegionId, Secret},
-    transport::Denial,
 };
 
 /// Starts the thread.

@@ -15,12 +15,13 @@ use super::{
     *,
 };
 use crate::{
+    Denial,
     memory::{
         Memory, Pages,
         local::{self, Address},
     },
     region::{RegionId, RegionKey, Secret},
-    transport::{Completion, Connector, Denial, Exporter, Peer, ReadRequest},
+    transport::{Completion, Connector, Exporter, Peer, ReadRequest},
 };
 
 const SIZE: u64 = 16 << 20;

@@ -13,10 +13,9 @@
 
 use crate::{
     auth::{NONCE_BYTES, PROOF_BYTES},
-    error::Error,
+    error::{Denial, Error},
     memory::local::PACKET_MAX_BYTES,
     region::{RegionId, TransportKind},
-    transport::Denial,
 };
 
 /// First bytes of every hello.

@@ -11,10 +11,10 @@ use std::{
 use super::{Shared, peer::Lane};
 use crate::{
     auth,
-    error::Error,
+    error::{Denial, Error, ReadError},
     memory::Memory,
     region::{RegionId, RegionKey, Secret, TransportKind},
-    transport::{Denial, Exporter, ReadError},
+    transport::Exporter,
 };
 
 /// A source on a simulated network. Dropping it cuts all its peers.
@@ -99,7 +99,7 @@ impl Exporter for SimExporter {
     fn key(&self, id: RegionId) -> Result<RegionKey, Error> {
         let memory = self.with(|source| source.regions.get(&id).cloned()).ok_or(Error::NotExported(id))?;
         let body = [self.shared.number.to_le_bytes(), (self.number as u64).to_le_bytes()].concat();
-        RegionKey::new(TransportKind::Sim, id, memory.length(), &body)
+        Ok(RegionKey::new(TransportKind::Sim, id, memory.length(), &body)?)
     }
 
     fn bytes_served(&self) -> u64 {

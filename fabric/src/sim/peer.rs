@@ -12,9 +12,9 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use super::{exporter::Admission, faults::Faults, random::Random};
 use crate::{
-    error::Error,
+    error::{Denial, Error, ReadError},
     memory::{self, Memory, View},
-    transport::{Completion, Denial, Peer, ReadError, ReadRequest},
+    transport::{Completion, Peer, ReadRequest},
 };
 
 /// A simulated connection to one region.
