@@ -1,8 +1,8 @@
 //! The source's end: who may read what. The thread that talks to readers is in `serve`.
 
 use std::{
-    os::fd::{AsFd, OwnedFd},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    os::fd::AsFd,
+    sync::{Arc, Mutex},
     thread::JoinHandle,
 };
 
@@ -11,7 +11,8 @@ use rustix::event::{EventfdFlags, eventfd};
 use super::{
     ShmOptions,
     key::{self, BootId},
-    serve::{self, House},
+    serve,
+    server::{House, Shared},
 };
 use crate::{
     error::{Denial, Error},
@@ -29,15 +30,6 @@ pub struct ShmExporter {
     address: Address,
     boot_id: BootId,
     owner: Option<JoinHandle<()>>,
-}
-
-/// What the exporter and its thread both hold.
-pub(super) struct Shared {
-    /// Behind a lock, and not owned by the thread alone, so that `revoke` has cut the connections when it returns. It is never held
-    /// while anything blocks.
-    house: Mutex<House>,
-    /// Written once, at the end.
-    pub(super) stop: OwnedFd,
 }
 
 impl ShmExporter {
@@ -107,12 +99,5 @@ impl Drop for ShmExporter {
             tracing::error!("the thread of a shm exporter had panicked");
         }
         self.address.remove();
-    }
-}
-
-impl Shared {
-    /// What a panicking thread leaves behind is whole: each method of the house changes one thing.
-    pub(super) fn house(&self) -> MutexGuard<'_, House> {
-        self.house.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -28,6 +28,7 @@ mod exporter;
 mod key;
 mod peer;
 mod serve;
+mod server;
 mod wire;
 
 #[cfg(test)]

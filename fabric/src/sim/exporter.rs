@@ -8,7 +8,10 @@ use std::{
     },
 };
 
-use super::{Shared, peer::Lane};
+use super::{
+    Shared,
+    peer::{Admission, Lane},
+};
 use crate::{
     auth,
     error::{Denial, Error, ReadError},
@@ -37,12 +40,6 @@ struct Guest {
     session: u64,
     id: RegionId,
     lane: Weak<Mutex<Lane>>,
-}
-
-/// What a new peer is given.
-pub(super) struct Admission {
-    pub(super) memory: Arc<Memory>,
-    pub(super) served: Arc<AtomicU64>,
 }
 
 impl SimExporter {

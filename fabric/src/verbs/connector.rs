@@ -19,7 +19,7 @@ use super::{
     MAX_SCATTER, VerbsOptions, VerbsPeer,
     handshake::{End, INCOMING, OUTGOING, TRIAL, TRIAL_BYTES, Transcript, letter},
     key,
-    lane::{Lane, Remote},
+    lane::{Lane, Parts, Remote},
     wire::{Challenge, Hello, READER_NONCE_BYTES, Refusal, Welcome},
 };
 use crate::{
@@ -223,18 +223,6 @@ impl<'a> Way<'a> {
             }
         }
     }
-}
-
-/// What a lane is made of.
-pub(super) struct Parts {
-    pub(super) pair: QueuePair,
-    pub(super) channel: Arc<Channel>,
-    pub(super) completions: Arc<Completions>,
-    pub(super) letter: Arc<Registration>,
-    pub(super) alarm: Arc<Alarm>,
-    pub(super) sink: Arc<Registration>,
-    pub(super) queue_depth: u32,
-    pub(super) scatter: u32,
 }
 
 /// Connected to somebody who has challenged us.

@@ -24,7 +24,6 @@ use remora_rdma::{
     status_name,
 };
 
-use super::connector::Parts;
 use crate::{Denial, ReadError};
 
 /// What a READ has to name.
@@ -54,6 +53,18 @@ impl Piece {
     fn end(&self) -> u64 {
         self.offset + u64::from(self.length)
     }
+}
+
+/// What a lane is made of.
+pub(super) struct Parts {
+    pub(super) pair: QueuePair,
+    pub(super) channel: Arc<Channel>,
+    pub(super) completions: Arc<Completions>,
+    pub(super) letter: Arc<Registration>,
+    pub(super) alarm: Arc<Alarm>,
+    pub(super) sink: Arc<Registration>,
+    pub(super) queue_depth: u32,
+    pub(super) scatter: u32,
 }
 
 /// One connection of a peer. Fields go in this order: the queue pair before what it stands on.

@@ -37,6 +37,7 @@ mod key;
 mod lane;
 mod peer;
 mod serve;
+mod server;
 mod wire;
 
 #[cfg(test)]
