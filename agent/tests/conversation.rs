@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
 use remora_agent::conversation::Token;
+use remora_fabric::memory::crc;
 use remora_lab::{Kind, Server, require};
 use remora_messenger::handshake::Versions;
 use remora_messenger::{Address, Connection, Delivery, Dispatcher, Message, Messenger, Options, Policy};
@@ -103,9 +104,9 @@ fn who_speaks_the_older_framing_only_is_told_so() {
     let mut hello = b"REMORA\r\nRm\x01\0".to_vec();
     let payload = [&1u16.to_le_bytes()[..], &1u16.to_le_bytes(), &[0; 8], &[3; 32]].concat();
     hello.extend((payload.len() as u32).to_le_bytes());
-    hello.extend(crc32c::crc32c(&hello[8..]).to_le_bytes());
+    hello.extend(crc::crc32c(&hello[8..]).to_le_bytes());
     hello.extend(&payload);
-    hello.extend(crc32c::crc32c(&payload).to_le_bytes());
+    hello.extend(crc::crc32c(&payload).to_le_bytes());
     stream.write_all(&hello).unwrap();
     let mut answer = Vec::new();
     stream.read_to_end(&mut answer).unwrap();

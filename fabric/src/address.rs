@@ -7,7 +7,7 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-use crate::Error;
+use crate::{Error, KeyError};
 
 /// Bytes of one address: version, family, port, host.
 pub(crate) const ADDRESS_BYTES: usize = 1 + 1 + 2 + 16;
@@ -36,16 +36,16 @@ pub(crate) fn encode(address: SocketAddr) -> [u8; ADDRESS_BYTES] {
 pub(crate) fn decode(bytes: &[u8; ADDRESS_BYTES], fallback_host: Option<SocketAddr>) -> Result<SocketAddr, Error> {
     let [version, family, port_low, port_high, host @ ..] = *bytes;
     if version != VERSION {
-        return Err(Error::Key("its address is of an unknown version: upgrade the older end"));
+        return Err(KeyError::Body("its address is of an unknown version: upgrade the older end").into());
     }
     let port = u16::from_le_bytes([port_low, port_high]);
     let host = match (family, host) {
         (FAMILY_V4, [a, b, c, d, ..]) => IpAddr::V4(Ipv4Addr::new(a, b, c, d)),
         (FAMILY_V6, host) => IpAddr::V6(Ipv6Addr::from(host)),
-        _ => return Err(Error::Key("its address is neither IPv4 nor IPv6")),
+        _ => return Err(KeyError::Body("its address is neither IPv4 nor IPv6").into()),
     };
     if port == 0 {
-        return Err(Error::Key("its port is 0"));
+        return Err(KeyError::Body("its port is 0").into());
     }
     if !host.is_unspecified() {
         return Ok(SocketAddr::new(host, port));
@@ -56,7 +56,7 @@ pub(crate) fn decode(bytes: &[u8; ADDRESS_BYTES], fallback_host: Option<SocketAd
             address.set_port(port);
             Ok(address)
         }
-        None => Err(Error::Key("it names no host, and by which host the source was reached was not told")),
+        None => Err(KeyError::Body("it names no host, and by which host the source was reached was not told").into()),
     }
 }
 

@@ -20,7 +20,7 @@
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
 
-use crate::{error::Error, region::Secret};
+use crate::{error::Error, memory, region::Secret};
 
 /// Bytes of a proof: a whole HMAC-SHA256.
 pub const PROOF_BYTES: usize = 32;
@@ -53,14 +53,8 @@ pub fn verify_known(secret: Option<&Secret>, label: &[u8], transcript: &[u8], pr
 /// [`Error::System`] if the system has none.
 pub fn nonce() -> Result<[u8; NONCE_BYTES], Error> {
     let mut nonce = [0; NONCE_BYTES];
-    random(&mut nonce)?;
+    memory::local::random(&mut nonce)?;
     Ok(nonce)
-}
-
-/// Fills `bytes` with fresh random ones.
-pub(crate) fn random(bytes: &mut [u8]) -> Result<(), Error> {
-    getrandom::fill(bytes)
-        .map_err(|error| Error::system("asking for random bytes")(std::io::Error::other(error.to_string())))
 }
 
 /// The label's length stands before it, so that no label and transcript can be mistaken for another such pair.

@@ -1,10 +1,10 @@
 //! What can go wrong outside a single read, sorted by who can act on it. (The fate of a read is [`ReadError`].)
 
-use std::{io, time::Duration};
+use std::{fmt, io, time::Duration};
 
 use crate::{
-    region::{RegionId, TransportKind},
-    transport::{Denial, ReadError},
+    memory,
+    region::{KeyError, RegionId, TransportKind, WrongTransport},
 };
 
 /// An error of the fabric. A bug of ours is a panic, not one of these.
@@ -21,14 +21,6 @@ pub enum Error {
         length: u64,
         /// Bytes there are.
         size: u64,
-    },
-    /// An atomic access at an offset that its size does not divide.
-    #[error("offset {offset} is not a multiple of {align}, as an atomic access needs")]
-    Unaligned {
-        /// The offset given.
-        offset: u64,
-        /// What it must be a multiple of, in bytes.
-        align: u64,
     },
     /// An argument that makes no sense here.
     #[error("{0}")]
@@ -101,10 +93,10 @@ pub enum Error {
     Impostor,
     /// A key whose bytes no exporter of ours made.
     #[error("malformed region key: {0}")]
-    Key(&'static str),
-    /// Memory that might shrink under our feet, so that a read of it could kill the process.
-    #[error("the memory handed over can't be mapped safely: {0}")]
-    Unsealed(&'static str),
+    Key(#[from] KeyError),
+    /// Memory that was handed over and can't be used, above all because it could shrink.
+    #[error(transparent)]
+    Memory(memory::Error),
 
     // -- The system refused: its administrator can act. --
     /// RDMA is not to be had on this machine, or not as much of it as is needed.
@@ -123,6 +115,43 @@ pub enum Error {
         /// What it said.
         source: io::Error,
     },
+}
+
+impl From<WrongTransport> for Error {
+    fn from(WrongTransport { wanted, given }: WrongTransport) -> Error {
+        Error::WrongTransport { wanted, given }
+    }
+}
+
+impl From<memory::Error> for Error {
+    fn from(error: memory::Error) -> Error {
+        match error {
+            memory::Error::OutOfBounds { offset, length, size } => Error::OutOfBounds { offset, length, size },
+            memory::Error::Misuse(what) => Error::Misuse(what),
+            memory::Error::Unreachable { what, source } => Error::Unreachable { what, source },
+            memory::Error::TimedOut { what, after } => Error::TimedOut { what, after },
+            memory::Error::Protocol(what) => Error::Protocol(what),
+            memory::Error::System { what, source } => Error::System { what, source },
+            other => Error::Memory(other),
+        }
+    }
+}
+
+#[cfg(feature = "verbs")]
+impl From<remora_rdma::Error> for Error {
+    fn from(error: remora_rdma::Error) -> Error {
+        use remora_rdma::Error as Rdma;
+        match error {
+            Rdma::Misuse(what) => Error::Misuse(what),
+            Rdma::Memory(error) => error.into(),
+            Rdma::Unreachable { what, source } => Error::Unreachable { what, source },
+            Rdma::TimedOut { what, after } => Error::TimedOut { what, after },
+            Rdma::Protocol(what) => Error::Protocol(what),
+            Rdma::NoRdma { what, cure } => Error::NoRdma { what, cure },
+            Rdma::System { what, source } => Error::System { what, source },
+            other => Error::System { what: "RDMA", source: other.into() },
+        }
+    }
 }
 
 impl Error {
@@ -144,5 +173,102 @@ impl From<Error> for io::Error {
             _ => io::ErrorKind::InvalidInput,
         };
         io::Error::new(kind, error)
+    }
+}
+
+/// Why a read gave nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
+pub enum ReadError {
+    /// The source said no.
+    #[error("denied: {0}")]
+    Denied(Denial),
+    /// The source, or the way to it, is gone.
+    #[error("the source is gone")]
+    PeerGone,
+    /// No answer in time.
+    #[error("the source did not answer in time")]
+    TimedOut,
+    /// We closed the connection ourselves.
+    #[error("cancelled by this end")]
+    Cancelled,
+}
+
+impl ReadError {
+    /// Whether the peer goes on after this; everything else retires it.
+    pub fn is_survivable(self) -> bool {
+        self == ReadError::Denied(Denial::OutOfBounds)
+    }
+}
+
+/// Why a source says no. The numbers travel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Denial {
+    /// The range does not lie inside the region.
+    OutOfBounds = 1,
+    /// The region exists, but of another generation.
+    Stale = 2,
+    /// The region was taken back while we were connected to it.
+    Revoked = 3,
+    /// No such region.
+    Unknown = 4,
+    /// No grant for this session, or a wrong proof of it.
+    NotGranted = 5,
+    /// The source has as many connections as it will hold.
+    Busy = 6,
+}
+
+impl Denial {
+    /// The reason behind a number from outside; `None` for one that we don't know.
+    pub fn from_code(code: u8) -> Option<Denial> {
+        match code {
+            1 => Some(Denial::OutOfBounds),
+            2 => Some(Denial::Stale),
+            3 => Some(Denial::Revoked),
+            4 => Some(Denial::Unknown),
+            5 => Some(Denial::NotGranted),
+            6 => Some(Denial::Busy),
+            _ => None,
+        }
+    }
+
+    /// The number that travels.
+    pub fn code(self) -> u8 {
+        self as u8
+    }
+}
+
+impl fmt::Display for Denial {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Denial::OutOfBounds => "the range does not lie inside the region",
+            Denial::Stale => "the region is of another generation: ask for a new key",
+            Denial::Revoked => "the region was taken back: ask for a new key",
+            Denial::Unknown => "no such region: ask for a new key",
+            Denial::NotGranted => "this session has no grant, or could not prove it",
+            Denial::Busy => "the source has too many connections: try again later",
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn denials_keep_their_numbers() {
+        for code in 0..=u8::MAX {
+            if let Some(denial) = Denial::from_code(code) {
+                assert_eq!(denial.code(), code);
+            }
+        }
+        assert_eq!(Denial::from_code(0), None, "0 is a welcome on the wire");
+    }
+
+    #[test]
+    fn only_a_range_outside_the_region_leaves_the_peer_alive() {
+        assert!(ReadError::Denied(Denial::OutOfBounds).is_survivable());
+        assert!(!ReadError::Denied(Denial::Revoked).is_survivable());
+        assert!(!ReadError::PeerGone.is_survivable());
     }
 }

@@ -22,26 +22,27 @@
 //! - [`region`]: the names of a piece of lent memory: [`RegionId`], [`RegionKey`], and the [`Secret`] that opens it.
 //! - [`transport`]: the three traits that every transport has: [`Exporter`], [`Connector`], [`Peer`].
 //! - [`auth`]: how a data connection proves its session, shared by `shm` and `tcp`.
-//! - [`sim`], [`shm`], [`tcp`], [`verbs`]: the transports, sisters. `tests/conformance/` holds what none of them may fail.
+//! - [`shm`], [`tcp`], [`verbs`], and `sim` behind a feature: the transports, sisters. `tests/conformance/` holds what none of them may fail.
 //! - [`handover`]: memory given to another process of this host that shall write it.
 //! - [`error`]: what can go wrong outside a read, sorted by who can act on it.
+
+#![deny(unsafe_code)]
 
 mod address;
 pub mod auth;
 pub mod error;
-pub mod handover;
-pub mod memory;
 mod outstanding;
 pub mod region;
 pub mod shm;
+#[cfg(feature = "sim")]
 pub mod sim;
 pub mod tcp;
 pub mod transport;
 #[cfg(feature = "verbs")]
 pub mod verbs;
 
-pub use error::Error;
-pub use handover::Handover;
-pub use memory::{Claim, Memory, Pages, View};
-pub use region::{RegionId, RegionKey, Secret, TransportKind};
-pub use transport::{Completion, Connector, Denial, Exporter, Peer, ReadError, ReadRequest};
+pub use error::{Denial, Error, ReadError};
+pub use memory::{Claim, Handover, Memory, Pages, View, handover};
+pub use region::{KeyError, RegionId, RegionKey, Secret, TransportKind};
+pub use remora_memory as memory;
+pub use transport::{Completion, Connector, Exporter, Peer, ReadRequest};

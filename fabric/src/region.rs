@@ -1,8 +1,6 @@
-//! The names of lent memory: which region, where it is to be found, and the secret that opens it. No memory is touched here.
+//! Names of exported memory: which region it is, where to find it, and the secret that grants access. No memory is accessed here.
 
 use std::{fmt, str::FromStr};
-
-use crate::error::Error;
 
 /// A secret that both ends of one session derive from the authenticated conversation. Never on a wire, never in a log.
 pub type Secret = [u8; 32];
@@ -70,16 +68,21 @@ impl fmt::Display for TransportKind {
     }
 }
 
-impl FromStr for TransportKind {
-    type Err = Error;
+/// A name that no transport has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("unknown transport: use shm, verbs or tcp")]
+pub struct UnknownTransport;
 
-    fn from_str(name: &str) -> Result<TransportKind, Error> {
+impl FromStr for TransportKind {
+    type Err = UnknownTransport;
+
+    fn from_str(name: &str) -> Result<TransportKind, UnknownTransport> {
         match name {
             "sim" => Ok(TransportKind::Sim),
             "shm" => Ok(TransportKind::Shm),
             "tcp" => Ok(TransportKind::Tcp),
             "verbs" => Ok(TransportKind::Verbs),
-            _ => Err(Error::Misuse("unknown transport: use shm, verbs or tcp")),
+            _ => Err(UnknownTransport),
         }
     }
 }
@@ -93,14 +96,53 @@ impl FromStr for TransportKind {
 /// │ version │ kind │ generation │ region │ length │ body: the transport's own, up to 490 bytes │   (little endian)
 /// ```
 #[derive(Clone, PartialEq, Eq, Hash)]
-pub struct RegionKey(Vec<u8>);
+pub struct RegionKey {
+    transport: TransportKind,
+    id: RegionId,
+    length: u64,
+    /// All of it: the head, and the body behind it.
+    bytes: Vec<u8>,
+}
+
+/// Bytes that are not a region key of ours.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum KeyError {
+    /// The key is longer than any key.
+    #[error("{0} bytes, the limit is {KEY_MAX_BYTES}")]
+    TooLong(usize),
+    /// The key ends inside its head.
+    #[error("{0} bytes, shorter than its head of {HEAD_BYTES}")]
+    TooShort(usize),
+    /// The key has another version.
+    #[error("version {0}, this build reads version {KEY_VERSION}: upgrade the older end")]
+    Version(u8),
+    /// The key is of a transport that this build does not know.
+    #[error("transport {0} is unknown: upgrade the older end")]
+    Transport(u8),
+    /// The transport's own part is malformed.
+    #[error("{0}")]
+    Body(&'static str),
+}
+
+/// A key of one transport was given to another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WrongTransport {
+    /// The transport that was asked.
+    pub wanted: TransportKind,
+    /// The transport of the key.
+    pub given: TransportKind,
+}
 
 impl RegionKey {
-    /// A key of `kind` for the region `id` of `length` bytes; `body` is what the transport itself needs to find it.
-    pub fn new(kind: TransportKind, id: RegionId, length: u64, body: &[u8]) -> Result<RegionKey, Error> {
+    /// A key of `transport` for the region `id` of `length` bytes. `body` is what the transport needs to find the region.
+    ///
+    /// # Errors
+    /// [`KeyError::TooLong`].
+    pub fn new(transport: TransportKind, id: RegionId, length: u64, body: &[u8]) -> Result<RegionKey, KeyError> {
         let mut bytes = Vec::with_capacity(HEAD_BYTES + body.len());
         bytes.push(KEY_VERSION);
-        bytes.push(kind.code());
+        bytes.push(transport.code());
         bytes.extend_from_slice(&id.generation.to_le_bytes());
         bytes.extend_from_slice(&id.region.to_le_bytes());
         bytes.extend_from_slice(&length.to_le_bytes());
@@ -108,65 +150,70 @@ impl RegionKey {
         RegionKey::from_bytes(bytes)
     }
 
-    /// A key as it came over the wire. Its head is checked here, its body by the transport.
-    pub fn from_bytes(bytes: Vec<u8>) -> Result<RegionKey, Error> {
+    /// Parses a key that was received. The transport checks the body.
+    ///
+    /// # Errors
+    /// Any [`KeyError`] but [`KeyError::Body`].
+    pub fn from_bytes(bytes: Vec<u8>) -> Result<RegionKey, KeyError> {
         if bytes.len() > KEY_MAX_BYTES {
-            return Err(Error::Key("longer than 512 bytes"));
+            return Err(KeyError::TooLong(bytes.len()));
         }
-        if bytes.len() < HEAD_BYTES {
-            return Err(Error::Key("shorter than its head"));
+        let mut head = Head(bytes.get(..HEAD_BYTES).ok_or(KeyError::TooShort(bytes.len()))?);
+        let [version] = head.take();
+        if version != KEY_VERSION {
+            return Err(KeyError::Version(version));
         }
-        if bytes.first() != Some(&KEY_VERSION) {
-            return Err(Error::Key("of an unknown version: upgrade the older end"));
-        }
-        let key = RegionKey(bytes);
-        match TransportKind::from_code(key.field::<1>(1)[0]) {
-            Some(_) => Ok(key),
-            None => Err(Error::Key("of an unknown transport")),
-        }
+        let [code] = head.take();
+        let transport = TransportKind::from_code(code).ok_or(KeyError::Transport(code))?;
+        let generation = u64::from_le_bytes(head.take());
+        let region = u32::from_le_bytes(head.take());
+        let length = u64::from_le_bytes(head.take());
+        Ok(RegionKey { transport, id: RegionId { generation, region }, length, bytes })
     }
 
     /// The bytes to send.
     pub fn as_bytes(&self) -> &[u8] {
-        &self.0
+        &self.bytes
     }
 
-    /// Which transport can use it.
+    /// The transport that can use it.
     pub fn transport(&self) -> TransportKind {
-        // The kind was checked on the way in.
-        TransportKind::from_code(self.field::<1>(1)[0]).unwrap_or(TransportKind::Sim)
+        self.transport
     }
 
     /// The region that it leads to.
     pub fn id(&self) -> RegionId {
-        RegionId { generation: u64::from_le_bytes(self.field(2)), region: u32::from_le_bytes(self.field(10)) }
+        self.id
     }
 
     /// Length of the region in bytes.
     pub fn length(&self) -> u64 {
-        u64::from_le_bytes(self.field(14))
+        self.length
     }
 
     /// The transport's own part.
     pub fn body(&self) -> &[u8] {
-        self.0.get(HEAD_BYTES..).unwrap_or_default()
+        self.bytes.get(HEAD_BYTES..).unwrap_or_default()
     }
 
     /// Fails unless this is a key of the transport `wanted`.
-    pub fn expect(&self, wanted: TransportKind) -> Result<(), Error> {
-        match self.transport() {
-            given if given == wanted => Ok(()),
-            given => Err(Error::WrongTransport { wanted, given }),
-        }
+    ///
+    /// # Errors
+    /// [`WrongTransport`].
+    pub fn expect(&self, wanted: TransportKind) -> Result<(), WrongTransport> {
+        if self.transport == wanted { Ok(()) } else { Err(WrongTransport { wanted, given: self.transport }) }
     }
+}
 
-    /// `N` bytes of the head, which is always there: every constructor has checked the length.
-    fn field<const N: usize>(&self, at: usize) -> [u8; N] {
-        let mut field = [0; N];
-        if let Some(bytes) = self.0.get(at..at + N) {
-            field.copy_from_slice(bytes);
-        }
-        field
+/// A head being read, front to back.
+struct Head<'a>(&'a [u8]);
+
+impl Head<'_> {
+    /// The next field. The fields of a head fill its `HEAD_BYTES` exactly.
+    fn take<const N: usize>(&mut self) -> [u8; N] {
+        let Some((field, rest)) = self.0.split_first_chunk() else { return [0; N] };
+        self.0 = rest;
+        *field
     }
 }
 
@@ -222,7 +269,7 @@ mod tests {
     fn a_key_is_never_longer_than_its_bound() {
         let id = RegionId { generation: 1, region: 2 };
         assert!(RegionKey::new(TransportKind::Tcp, id, 1, &[0; 490]).is_ok());
-        assert!(matches!(RegionKey::new(TransportKind::Tcp, id, 1, &[0; 491]), Err(Error::Key(_))));
+        assert!(matches!(RegionKey::new(TransportKind::Tcp, id, 1, &[0; 491]), Err(KeyError::TooLong(_))));
     }
 
     #[test]
@@ -240,5 +287,21 @@ mod tests {
             assert_eq!(kind.name().parse::<TransportKind>().unwrap(), kind);
         }
         assert_eq!(TransportKind::from_code(0), None);
+        assert_eq!("ib".parse::<TransportKind>(), Err(UnknownTransport));
+    }
+
+    #[test]
+    fn a_key_of_an_unknown_transport_or_version_is_an_error_that_names_it() {
+        let id = RegionId { generation: 1, region: 2 };
+        let good = RegionKey::new(TransportKind::Tcp, id, 1, b"").unwrap().as_bytes().to_vec();
+        for code in [0, 5, u8::MAX] {
+            let mut bytes = good.clone();
+            bytes[1] = code;
+            assert_eq!(RegionKey::from_bytes(bytes), Err(KeyError::Transport(code)));
+        }
+        let mut bytes = good.clone();
+        bytes[0] = 2;
+        assert_eq!(RegionKey::from_bytes(bytes), Err(KeyError::Version(2)));
+        assert_eq!(RegionKey::from_bytes(good[..21].to_vec()), Err(KeyError::TooShort(21)));
     }
 }

@@ -20,17 +20,12 @@
 //! - Any [`ReadError`] but `Denied(OutOfBounds)` retires the peer: what is outstanding fails, [`Peer::poll`] hands those failures
 //!   out, and from then on `poll` and `post_read` answer [`Error::Retired`]. Recovery is a new peer, by way of the messenger.
 
-use std::{
-    fmt,
-    os::fd::BorrowedFd,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{os::fd::BorrowedFd, sync::Arc, time::Duration};
 
-use rustix::event::{PollFd, PollFlags, Timespec};
+pub use remora_memory::wait_readable;
 
 use crate::{
-    error::Error,
+    error::{Error, ReadError},
     memory::{Memory, View},
     region::{RegionId, RegionKey, Secret, TransportKind},
 };
@@ -111,7 +106,8 @@ pub trait Peer: Send {
     /// # Errors
     /// [`Error::System`] if the system can't wait.
     fn wait(&mut self, timeout: Duration) -> Result<(), Error> {
-        wait_readable(self.arm(), timeout).map(drop)
+        wait_readable(self.arm(), timeout)?;
+        Ok(())
     }
 
     /// A descriptor that is readable while [`poll`](Peer::poll) has something to do or to say. It may be so without need;
@@ -145,122 +141,4 @@ pub struct Completion {
     pub tag: u64,
     /// Bytes that have arrived: all that were asked for.
     pub result: Result<u32, ReadError>,
-}
-
-/// Why a read gave nothing.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
-pub enum ReadError {
-    /// The source said no.
-    #[error("denied: {0}")]
-    Denied(Denial),
-    /// The source, or the way to it, is gone.
-    #[error("the source is gone")]
-    PeerGone,
-    /// No answer in time.
-    #[error("the source did not answer in time")]
-    TimedOut,
-    /// We closed the connection ourselves.
-    #[error("cancelled by this end")]
-    Cancelled,
-}
-
-impl ReadError {
-    /// Whether the peer goes on after this; everything else retires it.
-    pub fn is_survivable(self) -> bool {
-        self == ReadError::Denied(Denial::OutOfBounds)
-    }
-}
-
-/// Why a source says no. The numbers travel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[repr(u8)]
-pub enum Denial {
-    /// The range does not lie inside the region.
-    OutOfBounds = 1,
-    /// The region exists, but of another generation.
-    Stale = 2,
-    /// The region was taken back while we were connected to it.
-    Revoked = 3,
-    /// No such region.
-    Unknown = 4,
-    /// No grant for this session, or a wrong proof of it.
-    NotGranted = 5,
-    /// The source has as many connections as it will hold.
-    Busy = 6,
-}
-
-impl Denial {
-    /// The reason behind a number from outside; `None` for one that we don't know.
-    pub fn from_code(code: u8) -> Option<Denial> {
-        match code {
-            1 => Some(Denial::OutOfBounds),
-            2 => Some(Denial::Stale),
-            3 => Some(Denial::Revoked),
-            4 => Some(Denial::Unknown),
-            5 => Some(Denial::NotGranted),
-            6 => Some(Denial::Busy),
-            _ => None,
-        }
-    }
-
-    /// The number that travels.
-    pub fn code(self) -> u8 {
-        self as u8
-    }
-}
-
-impl fmt::Display for Denial {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Denial::OutOfBounds => "the range does not lie inside the region",
-            Denial::Stale => "the region is of another generation: ask for a new key",
-            Denial::Revoked => "the region was taken back: ask for a new key",
-            Denial::Unknown => "no such region: ask for a new key",
-            Denial::NotGranted => "this session has no grant, or could not prove it",
-            Denial::Busy => "the source has too many connections: try again later",
-        })
-    }
-}
-
-/// Sleeps until `fd` is readable (`true`) or `timeout` is over (`false`). A signal does not end it.
-///
-/// # Errors
-/// [`Error::System`] if the system can't wait.
-pub fn wait_readable(fd: BorrowedFd<'_>, timeout: Duration) -> Result<bool, Error> {
-    // Beyond what a timespec or an Instant can hold a wait is as good as endless, and its caller wakes once in a while.
-    let deadline = Instant::now() + timeout.min(LONGEST_WAIT);
-    loop {
-        let left = deadline.saturating_duration_since(Instant::now());
-        let timespec = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
-        match rustix::event::poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(&timespec)) {
-            Ok(ready) => return Ok(ready > 0),
-            Err(rustix::io::Errno::INTR) => continue,
-            Err(errno) => return Err(Error::system("waiting for a descriptor")(errno)),
-        }
-    }
-}
-
-/// Longest single wait: one day, so that no arithmetic on time can overflow.
-const LONGEST_WAIT: Duration = Duration::from_secs(24 * 60 * 60);
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn denials_keep_their_numbers() {
-        for code in 0..=u8::MAX {
-            if let Some(denial) = Denial::from_code(code) {
-                assert_eq!(denial.code(), code);
-            }
-        }
-        assert_eq!(Denial::from_code(0), None, "0 is a welcome on the wire");
-    }
-
-    #[test]
-    fn only_a_range_outside_the_region_leaves_the_peer_alive() {
-        assert!(ReadError::Denied(Denial::OutOfBounds).is_survivable());
-        assert!(!ReadError::Denied(Denial::Revoked).is_survivable());
-        assert!(!ReadError::PeerGone.is_survivable());
-    }
 }

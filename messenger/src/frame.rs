@@ -24,9 +24,10 @@
 //! that has no room simply does not go on.
 
 use bytes::Bytes;
-use crc_fast::{CrcAlgorithm, Digest};
 use std::collections::VecDeque;
 use std::io::IoSlice;
+
+use remora_memory::crc;
 
 use crate::buffer::Buffer;
 use crate::seal::{SEAL_BYTES, Seal, Seals};
@@ -217,7 +218,7 @@ struct Arriving {
     filled: usize,
     sums: [u32; BODIES],
     /// The running checksum of the body being filled, once it has come in more than one piece.
-    running: Option<Digest>,
+    running: Option<u32>,
 }
 
 impl Reader {
@@ -411,16 +412,12 @@ impl Arriving {
             match (&mut self.running, is_last) {
                 (None, true) => self.sums[self.at] = checksum(piece),
                 (Some(running), last) => {
-                    running.update(piece);
+                    *running = crc::crc32c_append(*running, piece);
                     if last {
-                        self.sums[self.at] = running.finalize() as u32;
+                        self.sums[self.at] = *running;
                     }
                 }
-                (None, false) => {
-                    let mut running = Digest::new(CRC);
-                    running.update(piece);
-                    self.running = Some(running);
-                }
+                (None, false) => self.running = Some(checksum(piece)),
             }
         }
         self.filled = end;
@@ -595,11 +592,8 @@ pub fn checksum(bytes: &[u8]) -> u32 {
     if bytes.is_empty() {
         return 0;
     }
-    crc_fast::checksum(CRC, bytes) as u32
+    crc::crc32c(bytes)
 }
-
-/// CRC-32C, as iSCSI calls it.
-const CRC: CrcAlgorithm = CrcAlgorithm::Crc32Iscsi;
 
 /// Bytes before a head.
 pub const PREAMBLE_BYTES: usize = 32;

@@ -173,7 +173,7 @@ fn the_layer_holds_over_rdma_in_the_virtual_machine() {
 #[test]
 fn without_rdma_listening_fails_with_what_is_missing() {
     let client = end(Policy::lossy_client(), Scribe::default());
-    if remora_fabric::verbs::devices().trouble.is_none() {
+    if remora_rdma::report::devices().trouble.is_none() {
         return;
     }
     let refused = client.messenger.listen(&"rdma:127.0.0.1:0".parse().unwrap()).unwrap_err();

@@ -51,15 +51,18 @@ pub enum Error {
     /// The transport failed. Get a new peer, call `reconnect`, and continue.
     #[error("reading the table failed: {0}")]
     Peer(ReadError),
-    /// Our own memory failed, or the transport before it accepted the request.
+    /// The transport refused the request before it was sent.
     #[error(transparent)]
     Fabric(#[from] remora_fabric::Error),
+    /// An access to our own memory failed.
+    #[error(transparent)]
+    Memory(#[from] remora_fabric::memory::Error),
 }
 
 impl Error {
     /// Whether a new peer is enough to continue with the same reader.
     pub fn needs_new_peer(&self) -> bool {
-        matches!(self, Error::Peer(_) | Error::Fabric(_))
+        matches!(self, Error::Peer(_) | Error::Fabric(_) | Error::Memory(_))
     }
 
     pub(crate) fn slot_overrun(wanted: u64, oldest: u64) -> Error {

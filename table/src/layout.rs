@@ -17,6 +17,8 @@
 //! Invariants of a sealed snapshot besides: `end == published`, the lengths of its slots add up to `end`, and every
 //! slot but the last is full.
 
+use remora_fabric::memory::crc;
+
 use crate::error::Error;
 
 /// The first eight bytes of every table.
@@ -220,7 +222,7 @@ impl Head {
         put(&mut bytes, AT_DATA_OFFSET, &self.geometry.data_offset().to_le_bytes());
         put(&mut bytes, AT_FIRST_OFFSET, &self.identity.first_offset.to_le_bytes());
         put(&mut bytes, AT_REPLID, &self.identity.replid);
-        let check = crc32c::crc32c(&bytes[..AT_HEAD_CHECK]);
+        let check = crc::crc32c(&bytes[..AT_HEAD_CHECK]);
         put(&mut bytes, AT_HEAD_CHECK, &check.to_le_bytes());
         bytes
     }
@@ -235,7 +237,7 @@ impl Head {
                 "the table has layout version {version}, this program reads {LAYOUT_VERSION}: use the same release on both ends"
             )));
         }
-        if get_u32(bytes, AT_HEAD_CHECK) != crc32c::crc32c(&bytes[..AT_HEAD_CHECK]) {
+        if get_u32(bytes, AT_HEAD_CHECK) != crc::crc32c(&bytes[..AT_HEAD_CHECK]) {
             return Err(Error::Layout("the head of the table does not match its checksum".into()));
         }
         let geometry =
@@ -401,7 +403,7 @@ impl State {
 
 /// CRC-32C of words in their memory representation.
 fn check(words: &[u64]) -> u64 {
-    let crc = words.iter().fold(0, |crc, word| crc32c::crc32c_append(crc, &word.to_le_bytes()));
+    let crc = words.iter().fold(0, |crc, word| crc::crc32c_append(crc, &word.to_le_bytes()));
     u64::from(crc)
 }
 
@@ -451,7 +453,7 @@ mod tests {
         let bytes = head().to_bytes();
         assert_eq!(hex(&bytes[..48]), GOLDEN_HEAD);
         assert_eq!(&bytes[48..88], b"0123456789abcdef0123456789abcdef01234567");
-        assert_eq!(get_u32(&bytes, 88), crc32c::crc32c(&bytes[..88]));
+        assert_eq!(get_u32(&bytes, 88), crc::crc32c(&bytes[..88]));
         assert!(bytes[92..].iter().all(|&byte| byte == 0));
     }
 
@@ -474,7 +476,7 @@ mod tests {
         assert_eq!(sealed.to_words()[..4], [0x2a, 7, 0x2a, 2]);
         // CRC-32C of the 32 bytes before it, as any other implementation computes it.
         let bytes: Vec<u8> = sealed.to_words()[..4].iter().flat_map(|word| word.to_le_bytes()).collect();
-        assert_eq!(sealed.to_words()[4], u64::from(crc32c::crc32c(&bytes)));
+        assert_eq!(sealed.to_words()[4], u64::from(crc::crc32c(&bytes)));
     }
 
     #[test]

@@ -13,6 +13,7 @@ use std::{
 
 use remora_fabric::{
     Connector, Exporter, Memory, Pages, Peer, RegionId,
+    memory::crc,
     shm::{ShmConnector, ShmExporter, ShmOptions},
     sim::{Faults, Network},
     tcp::{SendMode, TcpConnector, TcpExporter, TcpOptions},
@@ -108,7 +109,7 @@ fn write_snapshot(region: &Arc<Memory>, mut writer: SnapshotWriter, passed: &Ato
         let left = STREAM_BYTES.saturating_sub(writer.received()) as usize;
         let bytes = if left > 0 {
             let bytes = content(writer.received(), room.min(left));
-            crc = crc32c::crc32c_append(crc, &bytes);
+            crc = crc::crc32c_append(crc, &bytes);
             bytes
         } else {
             let sent = (writer.received() - STREAM_BYTES) as usize;
@@ -172,7 +173,7 @@ fn journal_over(ends: Ends, in_place: bool) {
         let mut position = 0;
         while position < JOURNAL_BYTES {
             let bytes = content(position, (1 + position % 777).min(JOURNAL_BYTES - position) as usize);
-            crc = crc32c::crc32c_append(crc, &bytes);
+            crc = crc::crc32c_append(crc, &bytes);
             writer.append(&bytes).unwrap();
             position += bytes.len() as u64;
         }
@@ -186,7 +187,7 @@ fn journal_over(ends: Ends, in_place: bool) {
         reader.pump(&mut *peer).unwrap();
         while let Some(chunk) = reader.next_chunk() {
             assert_eq!(chunk.offset, next);
-            crc = crc32c::crc32c_append(crc, &chunk.bytes);
+            crc = crc::crc32c_append(crc, &chunk.bytes);
             next += chunk.bytes.len() as u64;
         }
         if reader.is_caught_up() {

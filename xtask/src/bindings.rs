@@ -21,7 +21,7 @@ pub(crate) struct Options {
 /// The version whose wording is checked in.
 const VERSION: &str = "bindgen 0.72.1";
 
-const FOLDER: &str = "fabric/src/verbs/bindings";
+const FOLDER: &str = "rdma/src/bindings";
 
 /// The types that are used, with whatever they are made of.
 const TYPES: &str = "ibv_device|ibv_context|ibv_device_attr|ibv_pd|ibv_mr|ibv_cq|ibv_comp_channel|ibv_qp|ibv_qp_init_attr|\

@@ -167,7 +167,7 @@ impl Mixture {
     }
 
     /// Plans what is to become of one more slot, the next in order: where its bytes lie in the memory that was shown.
-    pub(super) fn take(&mut self, view: &View, place: Range<u64>) -> Result<(), remora_fabric::Error> {
+    pub(super) fn take(&mut self, view: &View, place: Range<u64>) -> Result<(), remora_fabric::memory::Error> {
         let slot = Slot { view, offset: place.start, bytes: self.seen..self.seen + (place.end - place.start) };
         while self.seen < slot.bytes.end {
             if !self.value.is_empty() {
@@ -209,7 +209,7 @@ impl Mixture {
     }
 
     /// Has the scanner look at the next bytes, or pass over them.
-    fn look(&mut self, slot: &Slot<'_>) -> Result<(), remora_fabric::Error> {
+    fn look(&mut self, slot: &Slot<'_>) -> Result<(), remora_fabric::memory::Error> {
         let Some(scanner) = &mut self.scanner else { return Ok(()) };
         let skipped = scanner.skip(slot.bytes.end - self.seen);
         if skipped > 0 {
@@ -322,7 +322,7 @@ impl Mixture {
     }
 
     /// The slot may be gone when more comes: what is not decided is kept. No more than the beginning of a record, or the end.
-    fn hold(&mut self, slot: &Slot<'_>) -> Result<(), remora_fabric::Error> {
+    fn hold(&mut self, slot: &Slot<'_>) -> Result<(), remora_fabric::memory::Error> {
         let from = self.planned + self.held.len() as u64;
         if from < self.seen {
             let known = self.held.len();

@@ -19,7 +19,7 @@ use std::io::{self, BufReader, Read, Write};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use remora_fabric::View;
+use remora_fabric::{View, memory::crc};
 use serde::{Deserialize, Serialize};
 
 use super::private::Folder;
@@ -122,7 +122,7 @@ impl Spool {
             if n == 0 {
                 return Ok(None);
             }
-            crc = crc32c::crc32c_append(crc, &piece[..n]);
+            crc = crc::crc32c_append(crc, &piece[..n]);
             at += n as u64;
             left -= n;
         }
@@ -207,7 +207,7 @@ fn encode(record: &Held) -> [u8; RECORD] {
         let _ = rest.write_all(&record.length.to_le_bytes());
         let _ = rest.write_all(&record.crc.to_le_bytes());
     }
-    let check = crc32c::crc32c(&bytes[..RECORD - 4]);
+    let check = crc::crc32c(&bytes[..RECORD - 4]);
     bytes[RECORD - 4..].copy_from_slice(&check.to_le_bytes());
     bytes
 }
@@ -215,7 +215,7 @@ fn encode(record: &Held) -> [u8; RECORD] {
 fn decode(bytes: &[u8]) -> Option<Held> {
     let word = |at: usize| -> Option<u32> { Some(u32::from_le_bytes(bytes.get(at..at + 4)?.try_into().ok()?)) };
     let number = u64::from_le_bytes(bytes.get(..8)?.try_into().ok()?);
-    let fits = word(RECORD - 4)? == crc32c::crc32c(&bytes[..RECORD - 4]) && number < SLOTS_LIMIT;
+    let fits = word(RECORD - 4)? == crc::crc32c(&bytes[..RECORD - 4]) && number < SLOTS_LIMIT;
     Some(Held { number, length: word(8)?, crc: word(12)? }).filter(|_| fits)
 }
 

@@ -9,13 +9,15 @@ use std::{
 use super::{
     key::{self, BootId},
     peer::ShmPeer,
-    socket::{self, Packet},
     wire::{self, Challenge, Hello, VERSION, Welcome},
 };
 use crate::{
     auth,
     error::Error,
-    memory::{Memory, View},
+    memory::{
+        Memory, View,
+        local::{self, Packet},
+    },
     region::{RegionKey, Secret, TransportKind},
     transport::{Connector, Peer},
 };
@@ -58,7 +60,7 @@ impl Connector for ShmConnector {
     ) -> Result<Box<dyn Peer>, Error> {
         let address = key::address(key, &BootId::of_this_host()?)?;
         let deadline = Instant::now() + self.timeout;
-        let socket = socket::connect(&address, deadline)?;
+        let socket = local::connect(&address, deadline)?;
         let packet = Handshake { socket: &socket, secret, deadline, timeout: self.timeout }.run(key, session)?;
         let memory = packet.passenger.ok_or(Error::Protocol("the source sent no memory along"))?;
         let view = View::open(memory, key.length())?;
@@ -79,7 +81,7 @@ impl Handshake<'_> {
     fn run(&self, key: &RegionKey, session: u64) -> Result<Packet, Error> {
         let hello = Hello { version: VERSION, session, id: key.id(), nonce: auth::nonce()? }.encode();
         // A source that is too busy may have hung up already. Its answer is there all the same.
-        let _ = socket::send(self.socket, &hello, None);
+        let _ = local::send(self.socket, &hello, None);
         let packet = self.receive()?;
         let challenge = Challenge::decode(packet.bytes())?;
         if let Some(denial) = challenge.refusal {
@@ -87,7 +89,7 @@ impl Handshake<'_> {
         }
         let transcript = [&hello, packet.bytes()].concat();
         let proof = auth::prove(self.secret, wire::READER, &transcript);
-        socket::send(self.socket, &proof, None).map_err(Error::system("answering the source's challenge"))?;
+        local::send(self.socket, &proof, None).map_err(Error::system("answering the source's challenge"))?;
         self.welcome(&transcript, key.length())
     }
 
@@ -107,7 +109,7 @@ impl Handshake<'_> {
     }
 
     fn receive(&self) -> Result<Packet, Error> {
-        socket::receive_by(self.socket, self.deadline, self.timeout)
+        Ok(local::receive_by(self.socket, self.deadline, self.timeout)?)
     }
 }
 

@@ -1,8 +1,8 @@
 //! The source's end: who may read what. The thread that talks to readers is in `serve`.
 
 use std::{
-    os::fd::{AsFd, OwnedFd},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    os::fd::AsFd,
+    sync::{Arc, Mutex},
     thread::JoinHandle,
 };
 
@@ -10,15 +10,18 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use super::{
     ShmOptions,
-    key::{self, Address, BootId},
-    serve::{self, House},
-    socket,
+    key::{self, BootId},
+    serve,
+    server::{House, Shared},
 };
 use crate::{
-    error::Error,
-    memory::Memory,
+    error::{Denial, Error},
+    memory::{
+        Memory,
+        local::{self, Address},
+    },
     region::{RegionId, RegionKey, Secret, TransportKind},
-    transport::{Denial, Exporter},
+    transport::Exporter,
 };
 
 /// Lends memory to other processes of this host. Dropping it cuts all connections and ends its thread.
@@ -27,15 +30,6 @@ pub struct ShmExporter {
     address: Address,
     boot_id: BootId,
     owner: Option<JoinHandle<()>>,
-}
-
-/// What the exporter and its thread both hold.
-pub(super) struct Shared {
-    /// Behind a lock, and not owned by the thread alone, so that `revoke` has cut the connections when it returns. It is never held
-    /// while anything blocks.
-    house: Mutex<House>,
-    /// Written once, at the end.
-    pub(super) stop: OwnedFd,
 }
 
 impl ShmExporter {
@@ -49,7 +43,7 @@ impl ShmExporter {
         let boot_id = BootId::of_this_host()?;
         let stop =
             eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Error::system("making an eventfd"))?;
-        let (listener, address) = socket::listen(&options.place)?;
+        let (listener, address) = local::listen(&options.place)?;
         // From here on the exporter's drop removes the socket's file, should one of the next steps fail.
         let house = House::new(options.connections, options.handshake_timeout);
         let shared = Arc::new(Shared { house: Mutex::new(house), stop });
@@ -105,12 +99,5 @@ impl Drop for ShmExporter {
             tracing::error!("the thread of a shm exporter had panicked");
         }
         self.address.remove();
-    }
-}
-
-impl Shared {
-    /// What a panicking thread leaves behind is whole: each method of the house changes one thing.
-    pub(super) fn house(&self) -> MutexGuard<'_, House> {
-        self.house.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -4,13 +4,12 @@
 //!   boot id 36 (text) │ place 1 (0 abstract, 1 file) │ name, to the end
 //! ```
 
-use std::{ffi::OsStr, fs, os::unix::ffi::OsStrExt};
-
-use rustix::net::SocketAddrUnix;
+use std::fs;
 
 use crate::{
     error::Error,
-    region::{RegionId, RegionKey, TransportKind},
+    memory::local::Address,
+    region::{KeyError, RegionId, RegionKey, TransportKind},
 };
 
 /// The name of one running system: drawn by the kernel at each boot, the same in all containers of a host.
@@ -25,63 +24,9 @@ impl BootId {
     }
 
     fn parse(text: &[u8]) -> Result<BootId, Error> {
-        let text = std::str::from_utf8(text).map_err(|_| Error::Key("its boot id is no text"))?;
+        let text = std::str::from_utf8(text).map_err(|_| KeyError::Body("its boot id is no text"))?;
         let fits = text.len() == BOOT_ID_BYTES && text.bytes().all(|byte| byte.is_ascii_hexdigit() || byte == b'-');
-        if fits { Ok(BootId(text.to_owned())) } else { Err(Error::Key("its boot id has the wrong form")) }
-    }
-}
-
-/// A socket's name.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) enum Address {
-    Abstract(Vec<u8>),
-    File(Vec<u8>),
-}
-
-impl Address {
-    /// The one of this name, as [`Address::name`] gave it. `None` if it is neither `@name` nor an absolute path.
-    pub(crate) fn parse(name: &str) -> Option<Address> {
-        match name.strip_prefix('@') {
-            Some(name) if !name.is_empty() => Some(Address::Abstract(name.as_bytes().to_vec())),
-            None if name.starts_with('/') => Some(Address::File(name.as_bytes().to_vec())),
-            _ => None,
-        }
-    }
-
-    /// `@name` or the path.
-    pub(crate) fn name(&self) -> String {
-        match self {
-            Address::Abstract(name) => format!("@{}", name.escape_ascii()),
-            Address::File(path) => String::from_utf8_lossy(path).into_owned(),
-        }
-    }
-
-    /// Removes the file, where it is one: nobody listens there any more.
-    pub(crate) fn remove(&self) {
-        let Address::File(path) = self else { return };
-        let path: &OsStr = OsStrExt::from_bytes(path);
-        if let Err(error) = fs::remove_file(path) {
-            tracing::warn!(?path, %error, "the socket's file could not be removed");
-        }
-    }
-
-    /// As the system wants it.
-    pub(super) fn to_socket(&self) -> Result<SocketAddrUnix, Error> {
-        let address = match self {
-            Address::Abstract(name) => SocketAddrUnix::new_abstract_name(name),
-            Address::File(path) => SocketAddrUnix::new(path.as_slice()),
-        };
-        address.map_err(Error::system("naming a local socket (a path may have 107 bytes)"))
-    }
-}
-
-/// In words, for errors.
-impl std::fmt::Display for Address {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Address::Abstract(name) => write!(f, "the local socket @{}", name.escape_ascii()),
-            Address::File(path) => write!(f, "the local socket {}", path.escape_ascii()),
-        }
+        if fits { Ok(BootId(text.to_owned())) } else { Err(KeyError::Body("its boot id has the wrong form").into()) }
     }
 }
 
@@ -92,13 +37,13 @@ pub(super) fn make(id: RegionId, length: u64, boot_id: &BootId, address: &Addres
         Address::File(path) => (PLACE_FILE, path),
     };
     let body = [boot_id.0.as_bytes(), &[place], name].concat();
-    RegionKey::new(TransportKind::Shm, id, length, &body)
+    Ok(RegionKey::new(TransportKind::Shm, id, length, &body)?)
 }
 
 /// Reads a key and makes sure that it is one of this host: the address means nothing elsewhere.
 pub(super) fn address(key: &RegionKey, ours: &BootId) -> Result<Address, Error> {
     key.expect(TransportKind::Shm)?;
-    let (theirs, rest) = key.body().split_at_checked(BOOT_ID_BYTES).ok_or(Error::Key("it ends in its boot id"))?;
+    let (theirs, rest) = key.body().split_at_checked(BOOT_ID_BYTES).ok_or(KeyError::Body("it ends in its boot id"))?;
     let theirs = BootId::parse(theirs)?;
     if theirs != *ours {
         return Err(Error::NotThisHost { theirs: theirs.0, ours: ours.0.clone() });
@@ -106,7 +51,7 @@ pub(super) fn address(key: &RegionKey, ours: &BootId) -> Result<Address, Error> 
     match rest.split_first() {
         Some((&PLACE_ABSTRACT, name)) => Ok(Address::Abstract(name.to_vec())),
         Some((&PLACE_FILE, path)) => Ok(Address::File(path.to_vec())),
-        _ => Err(Error::Key("its socket is of an unknown kind")),
+        _ => Err(KeyError::Body("its socket is of an unknown kind").into()),
     }
 }
 

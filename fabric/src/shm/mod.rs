@@ -28,23 +28,19 @@ mod exporter;
 mod key;
 mod peer;
 mod serve;
-mod socket;
+mod server;
 mod wire;
-
-/// Local sockets, for the handover of memory besides.
-pub(crate) mod local {
-    pub(crate) use super::key::Address;
-    pub(crate) use super::socket::{accept, connect, listen, receive_by, send};
-}
 
 #[cfg(test)]
 mod tests;
 
-use std::{path::PathBuf, time::Duration};
+use std::time::Duration;
 
 pub use connector::ShmConnector;
 pub use exporter::ShmExporter;
 pub use peer::ShmPeer;
+
+pub use crate::memory::Place;
 
 use crate::error::Error;
 
@@ -76,17 +72,6 @@ impl ShmOptions {
         }
         Ok(())
     }
-}
-
-/// Where the source's socket is.
-#[derive(Clone, Debug, PartialEq, Eq, Default)]
-pub enum Place {
-    /// An abstract name with a random part: no file, nothing left behind, seen in one network namespace.
-    #[default]
-    Abstract,
-    /// A file with a random name in this folder, which containers can share. Removed on drop. Its mode is what the umask makes of it:
-    /// a reader needs the right to write to it, and to enter the folder.
-    Folder(PathBuf),
 }
 
 /// The most connections an exporter can be told to hold: each costs a descriptor, of which a process often has 1024 or 4096.

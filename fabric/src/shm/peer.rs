@@ -18,9 +18,9 @@ use rustix::{
 
 use super::wire;
 use crate::{
-    error::Error,
-    memory::{self, Memory, View},
-    transport::{Completion, Denial, Peer, ReadError, ReadRequest, wait_readable},
+    error::{Denial, Error, ReadError},
+    memory::{self, Memory, View, wait_readable},
+    transport::{Completion, Peer, ReadRequest},
 };
 
 /// A connection to one region in shared memory.
@@ -141,7 +141,8 @@ impl Peer for ShmPeer {
         if self.has_work() {
             return Ok(());
         }
-        wait_readable(self.socket.as_fd(), timeout).map(drop)
+        wait_readable(self.socket.as_fd(), timeout)?;
+        Ok(())
     }
 
     fn arm(&mut self) -> BorrowedFd<'_> {

@@ -10,14 +10,18 @@ use std::{
 };
 
 use super::{
-    key::{Address, BootId},
+    key::BootId,
     wire::{Challenge, Hello, VERSION, Welcome},
     *,
 };
 use crate::{
-    memory::{Memory, Pages},
+    Denial,
+    memory::{
+        Memory, Pages,
+        local::{self, Address},
+    },
     region::{RegionId, RegionKey, Secret},
-    transport::{Completion, Connector, Denial, Exporter, Peer, ReadRequest},
+    transport::{Completion, Connector, Exporter, Peer, ReadRequest},
 };
 
 const SIZE: u64 = 16 << 20;
@@ -43,12 +47,13 @@ fn connect(key: &RegionKey) -> Result<Box<dyn Peer>, Error> {
 /// A connection to the exporter's door that has said nothing yet.
 fn knock(exporter: &ShmExporter) -> OwnedFd {
     let address = key::address(&exporter.key(ID).unwrap(), &BootId::of_this_host().unwrap()).unwrap();
-    socket::connect(&address, Instant::now() + Duration::from_secs(5)).unwrap()
+    local::connect(&address, Instant::now() + Duration::from_secs(5)).unwrap()
 }
 
 fn hear(socket: &OwnedFd) -> Result<Vec<u8>, Error> {
     let patience = Duration::from_secs(10);
-    socket::receive_by(socket, Instant::now() + patience, patience).map(|packet| packet.bytes().to_vec())
+    let packet = local::receive_by(socket, Instant::now() + patience, patience)?;
+    Ok(packet.bytes().to_vec())
 }
 
 #[test]
@@ -91,13 +96,13 @@ fn strangers_are_cut_and_readers_are_served_all_the_same() {
     wrong_magic[0] = b'X';
     for packet in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0], &wrong_magic, &hello[..71], &[&hello[..], &[0]].concat()] {
         let stranger = knock(&exporter);
-        socket::send(&stranger, packet, None).unwrap();
+        local::send(&stranger, packet, None).unwrap();
         assert!(matches!(hear(&stranger), Err(Error::Protocol(_) | Error::System { .. })), "{packet:?}");
     }
     let stranger = knock(&exporter);
-    socket::send(&stranger, &hello, None).unwrap();
+    local::send(&stranger, &hello, None).unwrap();
     hear(&stranger).unwrap();
-    socket::send(&stranger, b"a proof of the wrong length", None).unwrap();
+    local::send(&stranger, b"a proof of the wrong length", None).unwrap();
     assert!(hear(&stranger).is_err());
     assert!(connect(&exporter.key(ID).unwrap()).is_ok());
 }
@@ -142,23 +147,23 @@ fn one_session_can_not_take_the_whole_house() {
 fn impostor(listener: OwnedFd, memory: Arc<Memory>, proof: [u8; 32]) -> thread::JoinHandle<()> {
     thread::spawn(move || {
         let guest = loop {
-            match socket::accept(&listener).unwrap() {
+            match local::accept(&listener).unwrap() {
                 Some(guest) => break guest,
                 None => thread::sleep(Duration::from_millis(1)),
             }
         };
         hear(&guest).unwrap();
         let challenge = Challenge { refusal: None, version: VERSION, nonce: [0; 32] };
-        socket::send(&guest, &challenge.encode(), None).unwrap();
+        local::send(&guest, &challenge.encode(), None).unwrap();
         hear(&guest).unwrap();
         let welcome = Welcome { refusal: None, length: SIZE, proof };
-        socket::send(&guest, &welcome.encode(), Some(memory.as_fd())).unwrap();
+        local::send(&guest, &welcome.encode(), Some(memory.as_fd())).unwrap();
     })
 }
 
 #[test]
 fn memory_of_an_impostor_is_not_taken() {
-    let (listener, address) = socket::listen(&Place::Abstract).unwrap();
+    let (listener, address) = local::listen(&Place::Abstract).unwrap();
     let key = key::make(ID, SIZE, &BootId::of_this_host().unwrap(), &address).unwrap();
     let impostor = impostor(listener, memory(), [0; 32]);
     let refused = connect(&key).err().unwrap();
@@ -168,18 +173,18 @@ fn memory_of_an_impostor_is_not_taken() {
 
 #[test]
 fn another_version_is_named() {
-    let (listener, address) = socket::listen(&Place::Abstract).unwrap();
+    let (listener, address) = local::listen(&Place::Abstract).unwrap();
     let key = key::make(ID, SIZE, &BootId::of_this_host().unwrap(), &address).unwrap();
     let newer = thread::spawn(move || {
         let guest = loop {
-            match socket::accept(&listener).unwrap() {
+            match local::accept(&listener).unwrap() {
                 Some(guest) => break guest,
                 None => thread::sleep(Duration::from_millis(1)),
             }
         };
         hear(&guest).unwrap();
         let challenge = Challenge { refusal: None, version: 2, nonce: [0; 32] };
-        socket::send(&guest, &challenge.encode(), None).unwrap();
+        local::send(&guest, &challenge.encode(), None).unwrap();
     });
     let refused = connect(&key).err().unwrap();
     assert!(matches!(refused, Error::Version { theirs: 2, ours: 1, .. }), "{refused}");
@@ -188,7 +193,7 @@ fn another_version_is_named() {
 
 #[test]
 fn a_source_that_accepts_and_says_nothing_is_given_up() {
-    let (_listener, address) = socket::listen(&Place::Abstract).unwrap();
+    let (_listener, address) = local::listen(&Place::Abstract).unwrap();
     let key = key::make(ID, SIZE, &BootId::of_this_host().unwrap(), &address).unwrap();
     let connector = ShmConnector::with_timeout(Duration::from_millis(50));
     let given_up = connector.connect(&key, 1, &SECRET, memory()).err().unwrap();
@@ -219,7 +224,7 @@ fn a_last_packet_comes_before_the_end_however_close_the_two_are() {
     let (giving, taken) = std::sync::mpsc::sync_channel(0);
     let giver = std::thread::spawn(move || {
         for socket in taken {
-            socket::send(&socket, b"last", None).unwrap();
+            local::send(&socket, b"last", None).unwrap();
         }
     });
     let begun = Instant::now();
@@ -227,13 +232,13 @@ fn a_last_packet_comes_before_the_end_however_close_the_two_are() {
         let (one, other) = local_pair();
         giving.send(other).unwrap();
         let packet = loop {
-            match socket::receive(&one) {
+            match local::receive(&one) {
                 Err(rustix::io::Errno::AGAIN) => assert!(begun.elapsed() < Duration::from_secs(60)),
                 received => break received.unwrap(),
             }
         };
         assert_eq!(packet.bytes(), b"last", "round {round}");
-        while socket::receive(&one).is_err() {}
+        while local::receive(&one).is_err() {}
     }
     drop(giving);
     giver.join().unwrap();

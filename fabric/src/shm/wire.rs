@@ -13,9 +13,9 @@
 
 use crate::{
     auth::{NONCE_BYTES, PROOF_BYTES},
-    error::Error,
+    error::{Denial, Error},
+    memory::local::PACKET_MAX_BYTES,
     region::{RegionId, TransportKind},
-    transport::Denial,
 };
 
 /// First bytes of every hello.
@@ -140,9 +140,6 @@ pub(super) fn farewell_reason(packet: &[u8]) -> Option<Denial> {
 
 pub(super) const FAREWELL_BYTES: usize = 1;
 
-/// The longest packet that either end takes; a longer one is cut off by the system and then has the wrong length.
-pub(super) const PACKET_MAX_BYTES: usize = Hello::BYTES + 1;
-
 fn status(refusal: Option<Denial>) -> u8 {
     refusal.map_or(0, Denial::code)
 }
@@ -165,7 +162,7 @@ const _: () = {
     assert!(Hello::BYTES == 40 + NONCE_BYTES);
     assert!(Challenge::BYTES == 8 + NONCE_BYTES);
     assert!(Welcome::BYTES == 16 + PROOF_BYTES);
-    assert!(PACKET_MAX_BYTES > Welcome::BYTES && PACKET_MAX_BYTES > Challenge::BYTES);
+    assert!(PACKET_MAX_BYTES > Hello::BYTES && PACKET_MAX_BYTES > Welcome::BYTES);
 };
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use super::{
 use crate::{
     error::Error,
     memory::Memory,
-    region::{RegionKey, Secret, TransportKind},
+    region::{KeyError, RegionKey, Secret, TransportKind},
     transport::{Connector, Peer},
 };
 
@@ -27,13 +27,13 @@ impl SimConnector {
     /// Which source the key leads to, if it is one of this network.
     fn source_number(&self, key: &RegionKey) -> Result<usize, Error> {
         key.expect(TransportKind::Sim)?;
-        let body: [u8; 16] = key.body().try_into().map_err(|_| Error::Key("of the wrong length"))?;
+        let body: [u8; 16] = key.body().try_into().map_err(|_| KeyError::Body("of the wrong length"))?;
         let (network, source) = body.split_at(8);
         if network != self.shared.number.to_le_bytes() {
-            return Err(Error::Key("of another simulated network"));
+            return Err(KeyError::Body("of another simulated network").into());
         }
         let source = source.iter().rev().fold(0u64, |number, byte| number << 8 | u64::from(*byte));
-        usize::try_from(source).map_err(|_| Error::Key("of no source"))
+        usize::try_from(source).map_err(|_| KeyError::Body("of no source").into())
     }
 }
 

@@ -8,13 +8,16 @@ use std::{
     },
 };
 
-use super::{Shared, peer::Lane};
+use super::{
+    Shared,
+    peer::{Admission, Lane},
+};
 use crate::{
     auth,
-    error::Error,
+    error::{Denial, Error, ReadError},
     memory::Memory,
     region::{RegionId, RegionKey, Secret, TransportKind},
-    transport::{Denial, Exporter, ReadError},
+    transport::Exporter,
 };
 
 /// A source on a simulated network. Dropping it cuts all its peers.
@@ -37,12 +40,6 @@ struct Guest {
     session: u64,
     id: RegionId,
     lane: Weak<Mutex<Lane>>,
-}
-
-/// What a new peer is given.
-pub(super) struct Admission {
-    pub(super) memory: Arc<Memory>,
-    pub(super) served: Arc<AtomicU64>,
 }
 
 impl SimExporter {
@@ -99,7 +96,7 @@ impl Exporter for SimExporter {
     fn key(&self, id: RegionId) -> Result<RegionKey, Error> {
         let memory = self.with(|source| source.regions.get(&id).cloned()).ok_or(Error::NotExported(id))?;
         let body = [self.shared.number.to_le_bytes(), (self.number as u64).to_le_bytes()].concat();
-        RegionKey::new(TransportKind::Sim, id, memory.length(), &body)
+        Ok(RegionKey::new(TransportKind::Sim, id, memory.length(), &body)?)
     }
 
     fn bytes_served(&self) -> u64 {

@@ -10,11 +10,11 @@ use std::{
 
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::{exporter::Admission, faults::Faults, random::Random};
+use super::{faults::Faults, random::Random};
 use crate::{
-    error::Error,
+    error::{Denial, Error, ReadError},
     memory::{self, Memory, View},
-    transport::{Completion, Denial, Peer, ReadError, ReadRequest},
+    transport::{Completion, Peer, ReadRequest},
 };
 
 /// A simulated connection to one region.
@@ -39,6 +39,12 @@ pub(super) struct Lane {
     /// An eventfd that holds 1 while there is something to poll for.
     signal: Arc<OwnedFd>,
     signalled: bool,
+}
+
+/// What a new peer is given.
+pub(super) struct Admission {
+    pub(super) memory: Arc<Memory>,
+    pub(super) served: Arc<AtomicU64>,
 }
 
 /// A read on its way, with its fate.

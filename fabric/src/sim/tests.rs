@@ -6,9 +6,10 @@ use std::sync::Arc;
 
 use super::*;
 use crate::{
+    Denial, ReadError,
     memory::{Memory, Pages},
     region::RegionId,
-    transport::{Completion, Connector, Denial, Exporter, Peer, ReadError, ReadRequest},
+    transport::{Completion, Connector, Exporter, Peer, ReadRequest},
 };
 
 const SIZE: u64 = 64 << 10;

@@ -2,17 +2,17 @@
 
 use std::net::SocketAddr;
 
-use crate::{Error, RegionId, RegionKey, TransportKind, address};
+use crate::{Error, KeyError, RegionId, RegionKey, TransportKind, address};
 
 /// The key of `id`, to be read at `at`. An unspecified host means: where you reached the source.
 pub(super) fn encode(id: RegionId, length: u64, at: SocketAddr) -> Result<RegionKey, Error> {
-    RegionKey::new(TransportKind::Tcp, id, length, &address::encode(at))
+    Ok(RegionKey::new(TransportKind::Tcp, id, length, &address::encode(at))?)
 }
 
 /// Where `key` leads to. `fallback_host` takes the place of an unspecified host; its port is not used.
 pub(super) fn address(key: &RegionKey, fallback_host: Option<SocketAddr>) -> Result<SocketAddr, Error> {
     key.expect(TransportKind::Tcp)?;
-    let body = key.body().try_into().map_err(|_| Error::Key("its tcp part is not of 20 bytes"))?;
+    let body = key.body().try_into().map_err(|_| KeyError::Body("its tcp part is not of 20 bytes"))?;
     address::decode(body, fallback_host)
 }
 

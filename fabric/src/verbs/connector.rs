@@ -8,19 +8,22 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{
-    MAX_SCATTER, VerbsOptions, VerbsPeer, bindings as ffi,
-    cm::{Event, Events, Id, Terms},
+use remora_rdma::{
+    bindings as ffi,
+    cm::{Event, Events, Id, Terms, failed, is_end, no_way, resolve},
     device::{Alarm, Device},
+    objects::{Access, Capacity, Channel, Completed, Completions, Domain, QueuePair, Registration, RemoteRead},
+};
+
+use super::{
+    MAX_SCATTER, VerbsOptions, VerbsPeer,
     handshake::{End, INCOMING, OUTGOING, TRIAL, TRIAL_BYTES, Transcript, letter},
     key,
-    lane::{Lane, Remote},
-    objects::{Access, Capacity, Channel, Completed, Completions, Domain, QueuePair, Registration, RemoteRead},
+    lane::{Lane, Parts, Remote},
     wire::{Challenge, Hello, READER_NONCE_BYTES, Refusal, Welcome},
 };
 use crate::{
-    Connector, Denial, Error, Memory, Peer, RegionKey, Secret, TransportKind,
-    auth::{self, PROOF_BYTES},
+    Connector, Denial, Error, Memory, Peer, RegionKey, Secret, TransportKind, auth::PROOF_BYTES, memory,
     transport::wait_readable,
 };
 
@@ -45,7 +48,7 @@ impl VerbsConnector {
     ) -> Result<VerbsConnector, Error> {
         options.check()?;
         if Device::all()?.is_empty() {
-            return Err(super::report::no_device());
+            return Err(remora_rdma::no_device().into());
         }
         Ok(VerbsConnector { options, fallback_host, local })
     }
@@ -143,7 +146,7 @@ fn sink_at(
 
 fn reader_nonce() -> Result<[u8; READER_NONCE_BYTES], Error> {
     let mut nonce = [0; READER_NONCE_BYTES];
-    auth::random(&mut nonce)?;
+    memory::local::random(&mut nonce)?;
     Ok(nonce)
 }
 
@@ -165,7 +168,7 @@ impl<'a> Way<'a> {
         if let Some(class) = options.traffic_class {
             id.set_traffic_class(class)?;
         }
-        resolve(&events, &id, local, remote, deadline, options)?;
+        resolve(&events, &id, local, remote, deadline, options.connect_timeout)?;
         id.resolve_route(options.connect_timeout).map_err(|source| no_way(remote, source))?;
         expect(&events, ffi::RDMA_CM_EVENT_ROUTE_RESOLVED, deadline, remote, options)?;
         let device = id.device()?;
@@ -190,14 +193,14 @@ impl<'a> Way<'a> {
         pair.post_receive(WELCOME, &letter, INCOMING, Welcome::BYTES as u32)?;
         let own = u8::try_from(self.device.attributes().max_qp_init_rd_atom).unwrap_or(u8::MAX).max(1);
         let mut terms = Terms { initiator_depth: own.min(self.options.reads_in_flight), responder_resources: 0 };
-        let connect = self.id.connect(&pair, terms, &hello.encode(), self.options);
+        let connect = self.id.connect(&pair, terms, &hello.encode(), &self.options.connecting());
         connect.map_err(|source| no_way(self.remote, source))?;
         let event = self.answer()?;
         let challenge = Challenge::decode(&event.message)?;
         if event.kind == ffi::RDMA_CM_EVENT_CONNECT_RESPONSE {
             // What the source grants may be less than was asked for; more is not ours to use.
             terms.initiator_depth = terms.initiator_depth.min(event.initiator_depth).max(1);
-            self.id.ready(&pair, terms, self.options)?;
+            self.id.ready(&pair, terms, &self.options.connecting())?;
             self.id.establish().map_err(Error::system("establishing an RDMA connection"))?;
         }
         let transcript = Transcript::new(hello, &challenge);
@@ -216,22 +219,10 @@ impl<'a> Way<'a> {
                 ffi::RDMA_CM_EVENT_CONNECT_RESPONSE | ffi::RDMA_CM_EVENT_ESTABLISHED => return Ok(event),
                 ffi::RDMA_CM_EVENT_REJECTED => return Err(rejected(&event, self.remote)),
                 ffi::RDMA_CM_EVENT_TIMEWAIT_EXIT => {}
-                _ => return Err(failed(&self.events, &event, self.remote)),
+                _ => return Err(failed(&self.events, &event, self.remote).into()),
             }
         }
     }
-}
-
-/// What a lane is made of.
-pub(super) struct Parts {
-    pub(super) pair: QueuePair,
-    pub(super) channel: Arc<Channel>,
-    pub(super) completions: Arc<Completions>,
-    pub(super) letter: Arc<Registration>,
-    pub(super) alarm: Arc<Alarm>,
-    pub(super) sink: Arc<Registration>,
-    pub(super) queue_depth: u32,
-    pub(super) scatter: u32,
 }
 
 /// Connected to somebody who has challenged us.
@@ -308,7 +299,7 @@ pub(super) fn read_without_proof(
 /// Waits until the request of that name has completed. Those before it are let pass.
 fn await_completion(
     parts: &Parts,
-    events: &Events,
+    events: &Arc<Events>,
     name: u64,
     deadline: Instant,
     limit: Duration,
@@ -342,47 +333,15 @@ fn await_completion(
     }
 }
 
-/// Whether this event is the end of a connection that was made.
-pub(super) fn is_end(event: &Event) -> bool {
-    !matches!(event.kind, ffi::RDMA_CM_EVENT_ESTABLISHED | ffi::RDMA_CM_EVENT_CONNECT_RESPONSE)
-}
-
-/// Finds the device and the neighbour for an address. In slices, of which the first are short: kernels were seen (6.1) to look again for
-/// a neighbour that they had to ask the network for only when the time given to this call was over, though its answer had long come.
-pub(super) fn resolve(
-    events: &Events,
-    id: &Id,
-    local: Option<IpAddr>,
-    remote: SocketAddr,
-    deadline: Instant,
-    options: &VerbsOptions,
-) -> Result<(), Error> {
-    let mut slice = FIRST_RESOLVE;
-    loop {
-        id.resolve_address(local, remote, slice).map_err(|source| no_way(remote, source))?;
-        let event = events.wait(deadline)?.ok_or_else(|| too_late(options, NEIGHBOUR))?;
-        match event.kind {
-            ffi::RDMA_CM_EVENT_ADDR_RESOLVED => return Ok(()),
-            ffi::RDMA_CM_EVENT_ADDR_ERROR if event.status == -libc::ETIMEDOUT => {
-                if Instant::now() >= deadline {
-                    return Err(too_late(options, NEIGHBOUR));
-                }
-            }
-            _ => return Err(failed(events, &event, remote)),
-        }
-        slice = (slice * 2).min(LAST_RESOLVE);
-    }
-}
-
 fn expect(
-    events: &Events,
+    events: &Arc<Events>,
     wanted: ffi::rdma_cm_event_type,
     deadline: Instant,
     remote: SocketAddr,
     options: &VerbsOptions,
 ) -> Result<(), Error> {
     let event = events.wait(deadline)?.ok_or_else(|| too_late(options, "the search for a route to the source"))?;
-    if event.kind == wanted { Ok(()) } else { Err(failed(events, &event, remote)) }
+    if event.kind == wanted { Ok(()) } else { Err(failed(events, &event, remote).into()) }
 }
 
 fn too_late(options: &VerbsOptions, what: &'static str) -> Error {
@@ -394,20 +353,9 @@ fn rejected(event: &Event, remote: SocketAddr) -> Error {
     match Refusal::decode(&event.message) {
         Ok(Refusal::Denied(denial)) => Error::Refused(denial),
         Ok(Refusal::Malformed) => Error::Protocol("the source could not make sense of our hello"),
-        Err(super::wire::Garbled::Magic) => no_way(remote, io::ErrorKind::ConnectionRefused.into()),
+        Err(super::wire::Garbled::Magic) => no_way(remote, io::ErrorKind::ConnectionRefused.into()).into(),
         Err(garbled) => garbled.into(),
     }
-}
-
-fn failed(events: &Events, event: &Event, remote: SocketAddr) -> Error {
-    let code = event.status.unsigned_abs() as i32;
-    // The status is an error number for some events and a reason of the protocol for others.
-    let why = if event.status < 0 { io::Error::from_raw_os_error(code).to_string() } else { format!("status {code}") };
-    no_way(remote, io::Error::other(format!("{}: {why}", events.name_of(event.kind))))
-}
-
-fn no_way(remote: SocketAddr, source: io::Error) -> Error {
-    Error::Unreachable { what: format!("the source by RDMA at {remote}"), source }
 }
 
 /// Names of the handshake's work requests; reads have their slots' numbers, which are smaller.
@@ -417,13 +365,6 @@ const TRIAL_READ: u64 = u64::MAX - 2;
 
 /// The proof, the welcome, the trial READ, and one to spare.
 const HANDSHAKE_COMPLETIONS: u32 = 4;
-
-/// Who is silent when an address can't be found.
-const NEIGHBOUR: &str = "the network, asked for the source's RDMA address,";
-
-/// Slices of finding a neighbour: far above what an answer takes, and about as long as the system waits before it asks again.
-const FIRST_RESOLVE: Duration = Duration::from_millis(50);
-const LAST_RESOLVE: Duration = Duration::from_secs(1);
 
 /// How long one descriptor is waited for before the other is looked at.
 const SLICE: Duration = Duration::from_millis(20);

@@ -2,19 +2,21 @@
 
 use std::{
     net::SocketAddr,
-    os::fd::{AsFd, OwnedFd},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    os::fd::AsFd,
+    sync::{Arc, Mutex},
     thread::JoinHandle,
 };
 
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::{
-    VerbsOptions,
+use remora_rdma::{
     cm::{Events, Id},
     device::Device,
-    key,
-    serve::{self, House, Lent, Listener, Station},
+};
+
+use super::{
+    VerbsOptions, key, serve,
+    server::{House, Lent, Listener, Shared, Station},
 };
 use crate::{Error, Exporter, Memory, RegionId, RegionKey, Secret, TransportKind};
 
@@ -24,15 +26,6 @@ pub struct VerbsExporter {
     addresses: Vec<SocketAddr>,
     devices: Vec<String>,
     owner: Option<JoinHandle<()>>,
-}
-
-/// What the exporter and its thread both hold.
-pub(super) struct Shared {
-    /// Behind a lock, and not owned by the thread alone, so that `revoke` has cut the connections when it returns. What is called
-    /// under it are system calls that make and destroy; nothing that waits for another end.
-    house: Mutex<House>,
-    /// Written once, at the end.
-    pub(super) stop: OwnedFd,
 }
 
 impl VerbsExporter {
@@ -157,13 +150,6 @@ impl Drop for VerbsExporter {
             tracing::error!("the thread of a verbs exporter had panicked");
         }
         self.shared.house().close();
-    }
-}
-
-impl Shared {
-    /// What a panicking thread leaves behind is whole: each method of the house changes one thing.
-    pub(super) fn house(&self) -> MutexGuard<'_, House> {
-        self.house.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

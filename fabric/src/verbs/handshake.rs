@@ -2,10 +2,9 @@
 
 use std::sync::Arc;
 
-use super::{
-    objects::{Access, Domain, Registration},
-    wire::{Challenge, Hello},
-};
+use remora_rdma::objects::{Access, Domain, Registration};
+
+use super::wire::{Challenge, Hello};
 use crate::{
     Error, Memory, Pages, Secret,
     auth::{self, PROOF_BYTES},
@@ -50,7 +49,7 @@ impl End {
 /// that a card is told of here, so that a fork copies nothing; no remote end has any right to it.
 pub(super) fn letter(domain: &Arc<Domain>) -> Result<Arc<Registration>, Error> {
     let memory = Memory::create("remora-verbs-letter", LETTER_BYTES, Pages::Small)?;
-    Registration::new(domain, &Arc::new(memory), Access::Landing)
+    Ok(Registration::new(domain, &Arc::new(memory), Access::Landing)?)
 }
 
 const LETTER_BYTES: u64 = 4096;

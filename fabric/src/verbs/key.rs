@@ -4,14 +4,14 @@
 use std::net::SocketAddr;
 
 use crate::{
-    Error, RegionId, RegionKey, TransportKind,
+    Error, KeyError, RegionId, RegionKey, TransportKind,
     address::{self, ADDRESS_BYTES},
 };
 
 /// The key of `id`, to be read at any of `addresses`. An unspecified host means: where you reached the source.
 pub(super) fn encode(id: RegionId, length: u64, addresses: &[SocketAddr]) -> Result<RegionKey, Error> {
     let body: Vec<u8> = addresses.iter().take(MAX_ADDRESSES).flat_map(|at| address::encode(*at)).collect();
-    RegionKey::new(TransportKind::Verbs, id, length, &body)
+    Ok(RegionKey::new(TransportKind::Verbs, id, length, &body)?)
 }
 
 /// Where `key` leads to: at least one address.
@@ -19,7 +19,7 @@ pub(super) fn addresses(key: &RegionKey, fallback_host: Option<SocketAddr>) -> R
     key.expect(TransportKind::Verbs)?;
     let (entries, rest) = key.body().as_chunks::<ADDRESS_BYTES>();
     if entries.is_empty() || !rest.is_empty() || entries.len() > MAX_ADDRESSES {
-        return Err(Error::Key("its verbs part is not of 1 to 8 addresses"));
+        return Err(KeyError::Body("its verbs part is not of 1 to 8 addresses").into());
     }
     entries.iter().map(|entry| address::decode(entry, fallback_host)).collect()
 }

@@ -16,15 +16,15 @@ use std::{
     sync::Arc,
 };
 
-use super::{
+use remora_rdma::{
     bindings as ffi,
-    cm::{Events, Id},
-    connector::{Parts, is_end},
+    cm::{Events, Id, is_end},
     device::{Alarm, Device},
-    library::text,
     objects::{BATCH, Batch, Channel, Completed, Completions, QueuePair, Registration, RemoteRead},
+    status_name,
 };
-use crate::{Denial, Error, ReadError};
+
+use crate::{Denial, ReadError};
 
 /// What a READ has to name.
 #[derive(Clone, Copy, Debug)]
@@ -53,6 +53,18 @@ impl Piece {
     fn end(&self) -> u64 {
         self.offset + u64::from(self.length)
     }
+}
+
+/// What a lane is made of.
+pub(super) struct Parts {
+    pub(super) pair: QueuePair,
+    pub(super) channel: Arc<Channel>,
+    pub(super) completions: Arc<Completions>,
+    pub(super) letter: Arc<Registration>,
+    pub(super) alarm: Arc<Alarm>,
+    pub(super) sink: Arc<Registration>,
+    pub(super) queue_depth: u32,
+    pub(super) scatter: u32,
 }
 
 /// One connection of a peer. Fields go in this order: the queue pair before what it stands on.
@@ -157,7 +169,7 @@ impl Lane {
                 && let Some(next) = self.held.front()
                 && (bytes == 0 || bytes + next.length <= SMALL_BYTES)
             {
-                bytes += self.gather();
+                bytes += self.gather()?;
             }
             let Some(pair) = &self.pair else { return Err(ReadError::PeerGone) };
             if let Err(error) = pair.post_reads(&mut self.batch) {
@@ -169,8 +181,8 @@ impl Lane {
     }
 
     /// Makes one request of the first piece that is held and of those after it that are its neighbours in the region; gives its bytes.
-    fn gather(&mut self) -> u32 {
-        let Some(first) = self.held.pop_front() else { return 0 };
+    fn gather(&mut self) -> Result<u32, ReadError> {
+        let Some(first) = self.held.pop_front() else { return Ok(0) };
         let read = RemoteRead {
             name: first.slot as u64,
             address: self.remote.base.wrapping_add(first.offset),
@@ -178,7 +190,7 @@ impl Lane {
             length: first.length,
             offset: first.sink_offset,
         };
-        self.batch.add(&read, &self.sink);
+        self.batch.add(&read, &self.sink).map_err(outside)?;
         self.posted.push_back(first);
         let (mut pieces, mut end, mut bytes) = (1, first.end(), first.length);
         while pieces < self.scatter
@@ -187,7 +199,7 @@ impl Lane {
             && bytes + next.length <= self.longest.min(SMALL_BYTES)
         {
             self.held.pop_front();
-            self.batch.extend(&self.sink, next.sink_offset, next.length);
+            self.batch.extend(&self.sink, next.sink_offset, next.length).map_err(outside)?;
             self.posted.push_back(next);
             (pieces, end, bytes) = (pieces + 1, next.end(), bytes + next.length);
         }
@@ -197,7 +209,7 @@ impl Lane {
         {
             self.requests_posted += 1;
         }
-        bytes
+        Ok(bytes)
     }
 
     /// Takes completions, `budget` at most, and tells `done` the slot of each piece that has come. Says how many came.
@@ -206,7 +218,7 @@ impl Lane {
         loop {
             self.taken.clear();
             let polled = self.completions.poll(&mut self.taken);
-            let count = polled.map_err(|error: Error| {
+            let count = polled.map_err(|error| {
                 tracing::warn!(device = self.device.name(), %error, "a queue pair is over");
                 ReadError::PeerGone
             })?;
@@ -232,9 +244,7 @@ impl Lane {
 
     /// What the status of the first request that failed means. (The others are flushed.)
     fn failed(&self, status: ffi::ibv_wc_status) -> ReadError {
-        // SAFETY: Any number has a name that lives for ever.
-        let name = text(unsafe { (self.device.library().verbs.ibv_wc_status_str)(status) });
-        tracing::info!(device = self.device.name(), status = name, "a READ has failed");
+        tracing::info!(device = self.device.name(), status = status_name(status), "a READ has failed");
         match status {
             // Ranges are checked before they are posted: it is the key that is none any more.
             ffi::IBV_WC_REM_ACCESS_ERR => ReadError::Denied(Denial::Revoked),
@@ -270,6 +280,12 @@ impl Lane {
         self.posted.clear();
         self.requests.clear();
     }
+}
+
+/// A place outside the sink: a bug, since places are checked when reads are posted. The peer ends, and nothing is written there.
+fn outside(error: remora_rdma::Error) -> ReadError {
+    tracing::error!(%error, "a READ would land outside its sink");
+    ReadError::PeerGone
 }
 
 /// Up to so many bytes are asked for by one request that is gathered from neighbours, and by one call. Sending so much takes a 100 Gb/s link

@@ -17,13 +17,8 @@
 //! - `wire`: the handshake's bytes, pure. `handshake`: what is signed. **Start here.**
 //! - `exporter`: who may read what; `serve`: the source's thread.
 //! - `connector`: how a peer comes to be; `lane` and `peer`: the reader's data path.
-//! - `cm`: the connection manager; `objects`: queue pairs, completion queues, registrations, each with one owner; `device`:
-//!   what stands below them. All unsafe code is in these three, in `library`, in `report`, in `ports`
-//!   and in `duplex/receives.rs`.
-//! - `library`: the two libraries, opened at run time; `bindings`: their types.
-//! - [`ports`](rdma_addresses): which address of a host belongs to which port of which device.
-//! - [`duplex`]: the same cards for messages that both ends send, which the transport does not: for the messenger.
-//! - [`report`](devices): what a machine has, and what it lacks. [`walkthrough`](send_and_receive): the whole thing in small, to be read.
+//!
+//! Queue pairs, completion queues, registrations and the connection manager are `remora-rdma`'s.
 //!
 //! What is true of it, besides what is true of every transport:
 //!
@@ -35,22 +30,14 @@
 //! - Any error retires the peer, and retiring destroys its queue pairs: after that no card writes into the sink.
 //! - Memory that is lent out must not be [released](crate::Memory::release): the card would keep to the old pages.
 
-mod bindings;
-mod cm;
 mod connector;
-mod device;
-pub mod duplex;
 mod exporter;
 mod handshake;
 mod key;
 mod lane;
-mod library;
-mod objects;
 mod peer;
-mod ports;
-mod report;
 mod serve;
-mod walkthrough;
+mod server;
 mod wire;
 
 #[cfg(test)]
@@ -60,11 +47,13 @@ use std::time::Duration;
 
 pub use connector::VerbsConnector;
 pub use exporter::VerbsExporter;
-pub use library::DISABLE;
 pub use peer::VerbsPeer;
-pub use ports::{RdmaAddress, addresses_of, rdma_addresses};
-pub use report::{DeviceReport, PortReport, Report, devices};
-pub use walkthrough::send_and_receive;
+use remora_rdma::cm::ConnectOptions;
+pub use remora_rdma::{
+    DISABLE,
+    ports::{RdmaAddress, addresses_of, rdma_addresses},
+    report::{DeviceReport, PortReport, Report, devices},
+};
 
 use crate::Error;
 
@@ -110,6 +99,7 @@ pub struct VerbsOptions {
 
 impl Default for VerbsOptions {
     fn default() -> Self {
+        let connect = ConnectOptions::default();
         VerbsOptions {
             queue_pairs: 1,
             depth: 16,
@@ -122,10 +112,8 @@ impl Default for VerbsOptions {
             poll_time: Duration::from_micros(20),
             traffic_class: None,
             service_level: None,
-            // Half a second, seven times: a dead end is found after 4 s (15 on cards that take four times as long), and neither a network
-            // that finds another way nor a machine that is busy for a moment is taken for one.
-            ack_timeout: 17,
-            retries: 6,
+            ack_timeout: connect.ack_timeout,
+            retries: connect.retries,
             // A connection manager repeats a lost request after some 4 s: time for two.
             connect_timeout: Duration::from_secs(10),
             handshake_timeout: Duration::from_secs(5),
@@ -136,6 +124,11 @@ impl Default for VerbsOptions {
 }
 
 impl VerbsOptions {
+    /// The part that the connection manager takes.
+    fn connecting(&self) -> ConnectOptions {
+        ConnectOptions { ack_timeout: self.ack_timeout, retries: self.retries, service_level: self.service_level }
+    }
+
     /// Fails where a number is outside its range.
     fn check(&self) -> Result<(), Error> {
         let fits = |fits: bool, sentence: &'static str| if fits { Ok(()) } else { Err(Error::Misuse(sentence)) };

@@ -122,7 +122,7 @@ impl VerbsPeer {
 
     /// What the card says of its first queue pair.
     #[cfg(test)]
-    pub(super) fn attributes(&self, mask: u32) -> super::bindings::ibv_qp_attr {
+    pub(super) fn attributes(&self, mask: u32) -> remora_rdma::bindings::ibv_qp_attr {
         self.lanes[0].pair().attributes(mask)
     }
 

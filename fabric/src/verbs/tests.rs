@@ -13,7 +13,9 @@ use std::{
 
 use remora_lab::{RdmaVm, require};
 
-use super::{bindings as ffi, *};
+use remora_rdma::{bindings as ffi, walkthrough::send_and_receive};
+
+use super::*;
 use crate::{
     Completion, Denial, Error, Exporter, Memory, Pages, Peer, ReadError, ReadRequest, RegionId, RegionKey, Secret,
 };
@@ -201,7 +203,7 @@ mod in_the_machine {
         let address = world.exporter.addresses()[0];
         let status =
             connector::read_without_proof(&world.options, RdmaVm::address(0).into(), address, ID, friend.remote());
-        assert!(status.unwrap() != super::super::bindings::IBV_WC_SUCCESS);
+        assert!(status.unwrap() != ffi::IBV_WC_SUCCESS);
         world.exporter.withdraw(SESSION);
     }
 
@@ -451,6 +453,7 @@ mod in_the_machine {
     /// A server that forks must not pay for registered memory, nor its child lose it.
     #[test]
     #[ignore = "runs in the RDMA machine"]
+    #[allow(unsafe_code)] // fork(2)
     fn a_process_that_has_registered_memory_forks_at_once_and_its_child_sees_the_bytes() {
         let world = World::new(quick());
         let large = filled(256 << 20);

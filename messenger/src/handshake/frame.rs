@@ -35,7 +35,7 @@ impl Frame {
     pub fn encode(&self, out: &mut Vec<u8>) {
         out.extend_from_slice(&preamble(self.tag, &self.payload));
         out.extend_from_slice(&self.payload);
-        out.extend_from_slice(&crc32c::crc32c(&self.payload).to_le_bytes());
+        out.extend_from_slice(&remora_memory::crc::crc32c(&self.payload).to_le_bytes());
     }
 }
 
@@ -47,7 +47,7 @@ fn preamble(tag: u8, payload: &[u8]) -> [u8; PREAMBLE_BYTES] {
     bytes[..2].copy_from_slice(&FRAME_MAGIC);
     bytes[2] = tag;
     bytes[4..8].copy_from_slice(&length.to_le_bytes());
-    let checksum = crc32c::crc32c(&bytes[..8]);
+    let checksum = remora_memory::crc::crc32c(&bytes[..8]);
     bytes[8..].copy_from_slice(&checksum.to_le_bytes());
     bytes
 }
@@ -93,7 +93,7 @@ impl Decoder {
         let Some(checksum) = rest.first_chunk::<CHECKSUM_BYTES>() else {
             return Ok(None);
         };
-        if crc32c::crc32c(payload) != u32::from_le_bytes(*checksum) {
+        if remora_memory::crc::crc32c(payload) != u32::from_le_bytes(*checksum) {
             return Err(FrameError::Checksum { part: "payload" });
         }
         let frame = Frame { tag: head.tag, payload: payload.to_vec() };
@@ -124,7 +124,7 @@ impl Head {
     fn parse(bytes: &[u8; PREAMBLE_BYTES], limit: u32) -> Result<Head, FrameError> {
         let [m0, m1, tag, flags, l0, l1, l2, l3, c0, c1, c2, c3] = *bytes;
         check_start(&[m0, m1])?;
-        if crc32c::crc32c(&bytes[..8]) != u32::from_le_bytes([c0, c1, c2, c3]) {
+        if remora_memory::crc::crc32c(&bytes[..8]) != u32::from_le_bytes([c0, c1, c2, c3]) {
             return Err(FrameError::Checksum { part: "preamble" });
         }
         if flags != 0 {
@@ -239,7 +239,7 @@ mod tests {
     fn unknown_flags_are_refused() {
         let mut bytes = encoded(&Frame::plain(1, Vec::new()));
         bytes[3] = 1;
-        let checksum = crc32c::crc32c(&bytes[..8]).to_le_bytes();
+        let checksum = remora_memory::crc::crc32c(&bytes[..8]).to_le_bytes();
         bytes[8..12].copy_from_slice(&checksum);
         let mut decoder = Decoder::new(10);
         decoder.feed(&bytes);

@@ -199,7 +199,7 @@ fn a_change_that_mends_the_checksums_is_refused_too() {
         let mut bytes = end.take_output();
         let payload_at = MAGIC.len() + PREAMBLE_BYTES;
         bytes[payload_at + field_byte] ^= 1;
-        let checksum = crc32c::crc32c(&bytes[payload_at..payload_at + Hello::MAX_BYTES]).to_le_bytes();
+        let checksum = remora_memory::crc::crc32c(&bytes[payload_at..payload_at + Hello::MAX_BYTES]).to_le_bytes();
         bytes[payload_at + Hello::MAX_BYTES..].copy_from_slice(&checksum);
         let mut other = server(&token);
         let outcome = other.handle_input(&bytes).and_then(|()| {

@@ -96,7 +96,7 @@ pub(crate) enum ArmError {
     #[error("armed already, for generation {0}: it is done soon, or its agent is gone within remora.agent-timeout")]
     Busy(u64),
     #[error("what was offered could not be taken: {0}")]
-    NotTaken(#[from] remora_fabric::Error),
+    NotTaken(#[from] remora_fabric::memory::Error),
     #[error("what was offered makes no sense: {0}")]
     Senseless(#[from] remora_table::Error),
     #[error("the offer has {has} descriptors, this work needs {needs}")]

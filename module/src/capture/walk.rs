@@ -60,7 +60,7 @@ pub(super) enum CaptureError {
     )]
     Undeletable { database: u32, key: String },
     #[error(transparent)]
-    Memory(#[from] remora_fabric::Error),
+    Memory(#[from] remora_fabric::memory::Error),
     #[error(transparent)]
     Table(#[from] remora_table::Error),
 }

@@ -65,7 +65,7 @@ impl OwnedStr {
         _context: &Context<'_>,
         memory: &View,
         range: &Range<u64>,
-    ) -> Result<OwnedStr, remora_fabric::Error> {
+    ) -> Result<OwnedStr, remora_fabric::memory::Error> {
         let (start, length) = (memory.address(range)?, (range.end - range.start) as usize);
         // SAFETY: A null context as for `new`. So many bytes are mapped there for as long as `memory` is borrowed, and the server only copies
         // them; another process may change them meanwhile, and what was copied is worth something only if its reader finds later

@@ -42,7 +42,7 @@ enum LoadError {
     #[error("give address, secret, ticket and length, and FLUSH if the data may go")]
     Arguments,
     #[error("the memory was not handed over: {0}; is the agent on this host, in the same network namespace?")]
-    Handover(#[from] remora_fabric::Error),
+    Handover(#[from] remora_fabric::memory::Error),
     #[error("{0}")]
     LoadPage(#[from] remora_table::Error),
     #[error("two descriptors belong to it, not {0}")]

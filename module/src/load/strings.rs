@@ -23,7 +23,7 @@ pub(super) enum StringError {
     #[error("a second greeting")]
     Greeting,
     #[error("the snapshot refers to memory that is not there: {0}")]
-    Memory(#[from] remora_fabric::Error),
+    Memory(#[from] remora_fabric::memory::Error),
 }
 
 /// Makes strings of memory.

@@ -3,7 +3,7 @@
 //! The copy comes first. The proof that the slot was not overwritten meanwhile comes after it, from the caller. So the
 //! copied bytes may be anything, and are treated as such.
 
-use remora_fabric::View;
+use remora_fabric::{View, memory::crc};
 
 use crate::{
     error::Error,
@@ -81,7 +81,7 @@ impl Copied {
     pub(super) fn check(&self) -> Result<(), Damage> {
         let mut start = 0;
         for &(end, want) in &self.records {
-            let got = crc32c::crc32c(&self.bytes[start..end]);
+            let got = crc::crc32c(&self.bytes[start..end]);
             if got != want {
                 return Err(Damage { want, got });
             }
@@ -127,10 +127,10 @@ mod tests {
     #[test]
     fn a_flipped_bit_is_named_with_both_checksums() {
         let memory = Memory::create("records", 4096, Pages::Small).unwrap();
-        let header = RecordHeader { length: 5, crc: crc32c::crc32c(b"hello") };
+        let header = RecordHeader { length: 5, crc: crc::crc32c(b"hello") };
         memory.write(0, &header.to_bytes()).unwrap();
         memory.write(8, b"hellp").unwrap();
         let copied = window(&memory, 13).copy(0).unwrap();
-        assert_eq!(copied.check(), Err(Damage { want: header.crc, got: crc32c::crc32c(b"hellp") }));
+        assert_eq!(copied.check(), Err(Damage { want: header.crc, got: crc::crc32c(b"hellp") }));
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{collections::VecDeque, sync::Arc};
 
-use remora_fabric::Memory;
+use remora_fabric::{Memory, memory::crc};
 
 use crate::{
     error::Error,
@@ -115,7 +115,7 @@ impl JournalWriter {
     }
 
     fn append_record(&mut self, bytes: &[u8]) -> Result<(), Error> {
-        let header = RecordHeader { length: bytes.len() as u32, crc: crc32c::crc32c(bytes) };
+        let header = RecordHeader { length: bytes.len() as u32, crc: crc::crc32c(bytes) };
         let slot = self.opened - 1;
         let at = self.geometry.slot_offset(slot) + u64::from(self.used);
         self.memory.write(at, &header.to_bytes())?;

@@ -116,7 +116,7 @@ impl CapturePage {
     /// Creates a page with this order.
     ///
     /// # Errors
-    /// [`Error::Fabric`] if the memory can't be allocated.
+    /// [`Error::Memory`] if the memory can't be allocated.
     pub fn create(order: Order) -> Result<CapturePage, Error> {
         let memory = Memory::create("remora-capture-page", CAPTURE_PAGE_BYTES, Pages::Small)?;
         let work = match order.work {

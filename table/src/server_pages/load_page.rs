@@ -31,7 +31,7 @@ impl LoadPage {
     /// Creates a page with a count of 0.
     ///
     /// # Errors
-    /// [`Error::Fabric`] if the memory can't be allocated.
+    /// [`Error::Memory`] if the memory can't be allocated.
     pub fn create() -> Result<LoadPage, Error> {
         let memory = Memory::create("remora-load-page", LOAD_PAGE_BYTES, Pages::Small)?;
         memory.store_u64(MAGIC_AT, MAGIC, Release)?;

@@ -16,7 +16,7 @@
 
 use std::{ops::Range, sync::Arc};
 
-use remora_fabric::Memory;
+use remora_fabric::{Memory, memory::crc};
 
 use crate::{
     error::Error,
@@ -60,7 +60,7 @@ impl SnapshotWriter {
     /// that many bytes have been received after it.
     ///
     /// # Errors
-    /// [`Error::Layout`] if the geometry is outside its limits, [`Error::Fabric`] if the memory is smaller than it,
+    /// [`Error::Layout`] if the geometry is outside its limits, [`Error::Memory`] if the memory is smaller than it,
     /// [`Error::Misuse`] if the identity is that of a journal or `hold_back` exceeds a slot.
     pub fn create(
         memory: Arc<Memory>,
@@ -169,7 +169,7 @@ impl SnapshotWriter {
             let Some(space) = self.space() else { break };
             let room = usize::try_from(space.end - space.start).unwrap_or(usize::MAX);
             let (piece, _) = rest.split_at(rest.len().min(room).min(APPEND_BYTES));
-            self.crc = crc32c::crc32c_append(self.crc, piece);
+            self.crc = crc::crc32c_append(self.crc, piece);
             self.memory.write(space.start, piece)?;
             done += piece.len();
             self.received += piece.len() as u64;

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use remora_fabric::{Memory, Peer, ReadRequest};
+use remora_fabric::{Memory, Peer, ReadRequest, memory::crc};
 
 use super::{
     Random, identity, memory,
@@ -70,7 +70,7 @@ fn judge(sink: &Memory, slot: u64) -> (bool, bool, Vec<u8>) {
     let mut bytes = vec![0; 4096];
     sink.read(4096, &mut bytes).unwrap();
     let content = bytes.split_off(RECORD_HEADER_BYTES as usize);
-    let right_sum = bytes[4..] == crc32c::crc32c(&content).to_le_bytes();
+    let right_sum = bytes[4..] == crc::crc32c(&content).to_le_bytes();
     (right_slot, right_sum, content)
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use remora_fabric::Memory;
+use remora_fabric::{Memory, memory::crc};
 
 use super::{
     Random, expect, for_seeds, identity, memory,
@@ -79,7 +79,7 @@ impl Reader {
             let (view, range) = slot.bytes();
             let mut bytes = vec![0; slot.length as usize];
             view.read(range.start, &mut bytes).unwrap();
-            assert_eq!(crc32c::crc32c(&bytes), slot.crc);
+            assert_eq!(crc::crc32c(&bytes), slot.crc);
             assert_eq!(slot.position, self.taken.len() as u64);
             self.taken.extend(bytes);
             self.copy.release(slot);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use proptest::prelude::*;
-use remora_fabric::{Memory, Peer};
+use remora_fabric::{Memory, Peer, memory::crc};
 
 use super::{
     FIRST_OFFSET, expect, identity, memory,
@@ -50,7 +50,7 @@ fn read_all(reader: &mut SnapshotReader, peer: &mut dyn Peer) -> Result<Vec<u8>,
             let (memory, range) = slot.bytes();
             let mut content = vec![0; slot.length as usize];
             memory.read(range.start, &mut content)?;
-            assert_eq!(crc32c::crc32c(&content), slot.crc);
+            assert_eq!(crc::crc32c(&content), slot.crc);
             bytes.extend(content);
             reader.release(slot)?;
         }
@@ -156,7 +156,7 @@ fn a_damaged_slot_is_named_after_a_second_look() {
         region.write(GEOMETRY.slot_offset(1) + 100, &[2]).unwrap();
         let (mut reader, mut peer) = reader(&region, in_place, expect(GEOMETRY));
         let error = read_all(&mut reader, &mut peer).unwrap_err();
-        let want = crc32c::crc32c(&[1; 4096]);
+        let want = crc::crc32c(&[1; 4096]);
         assert!(matches!(error, Error::Corrupt { slot: 1, want: w, got } if w == want && got != want), "{error}");
     }
 }
@@ -315,7 +315,7 @@ fn a_damaged_record_is_named_after_a_second_look() {
         let view = in_place.then(|| Arc::new(region.open_view().unwrap()));
         let mut reader = JournalReader::new(view, sink, layout, expect(GEOMETRY), FIRST_OFFSET + 1).unwrap();
         let error = (0..50).find_map(|_| reader.pump(&mut peer).err()).unwrap();
-        let got = crc32c::crc32c(b"jello");
+        let got = crc::crc32c(b"jello");
         assert!(matches!(error, Error::Corrupt { slot: 0, got: g, .. } if g == got), "{error}");
     }
 }

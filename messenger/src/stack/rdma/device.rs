@@ -18,8 +18,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use remora_fabric::verbs::duplex::{Done, Region, Station, Stations, Wire};
-use remora_fabric::{Memory, Pages};
+use remora_memory::{Memory, Pages};
+use remora_rdma::duplex::{Done, Region, Station, Stations, Wire};
 
 use super::RdmaOptions;
 use super::message::MAX_RENDEZVOUS_BYTES;

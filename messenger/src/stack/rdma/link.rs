@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-use remora_fabric::verbs::duplex::{Done, Request, Step, Wire};
+use remora_rdma::duplex::{Done, Request, Step, Wire};
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::credits::{CONTROL_RECEIVES, Credits, MAX_RENDEZVOUS};

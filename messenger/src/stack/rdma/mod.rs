@@ -44,7 +44,7 @@ use std::io;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use remora_fabric::verbs::duplex::{DuplexOptions, Stations};
+use remora_rdma::duplex::{DuplexOptions, Stations};
 
 pub(super) use device::RdmaContext;
 pub use link::RdmaLink;

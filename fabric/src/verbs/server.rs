@@ -1,0 +1,559 @@
+//! The source's house: regions, grants, and the guests that read; and the thread that lets them in and out. No byte of a region passes
+//! through here.
+//!
+//! ```text
+//!   request ─▶ Proving ── proof is right, region is there ─▶ In ── gone, revoked, withdrawn ─▶ (dropped)
+//!                 │                                                                               ▲
+//!                 └── wrong, or too late ─▶ Leaving (the denial is on its way) ── sent ───────────┘
+//! ```
+//!
+//! What is true at every moment:
+//!
+//! - A guest's queue pair has rights over the source's memory only while it is `In`: with a grant, and a region that is exported.
+//! - A guest has one receive posted (its proof) and sends at most one message (its welcome): two completions, for which its queue has
+//!   room.
+//! - A guest that is not `In` has a deadline.
+//! - A device that has failed has no station, no guests and no registrations here, and its addresses are listened at again once they can be.
+
+use std::{
+    collections::HashMap,
+    net::SocketAddr,
+    os::fd::OwnedFd,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use remora_rdma::{
+    bindings as ffi,
+    cm::{Event, Events, Id, Terms},
+    device::{Alarm, Device, NO_QUEUE_PAIR},
+    objects::{Access, Capacity, Channel, Completed, Completions, Domain, NO_RIGHTS, QueuePair, Registration},
+};
+
+use super::{
+    VerbsOptions,
+    handshake::{End, INCOMING, OUTGOING, Transcript, letter},
+    wire::{Challenge, Garbled, Hello, Refusal, Welcome},
+};
+use crate::{
+    Denial, Error, Memory, RegionId, Secret,
+    auth::{self, PROOF_BYTES},
+};
+
+/// What the exporter and its thread both hold.
+pub(super) struct Shared {
+    /// Behind a lock, and not owned by the thread alone, so that `revoke` has cut the connections when it returns. What is called
+    /// under it are system calls that make and destroy; nothing that waits for another end.
+    pub(super) house: Mutex<House>,
+    /// Written once, at the end.
+    pub(super) stop: OwnedFd,
+}
+
+impl Shared {
+    /// What a panicking thread leaves behind is whole: each method of the house changes one thing.
+    pub(super) fn house(&self) -> MutexGuard<'_, House> {
+        self.house.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Memory that one device may read.
+pub(super) type Registered = Arc<Registration>;
+
+/// Tells a device of memory that readers may read.
+pub(super) fn register(domain: &Arc<Domain>, memory: &Arc<Memory>) -> Result<Registered, Error> {
+    Ok(Registration::new(domain, memory, Access::RemoteRead)?)
+}
+
+/// Memory that is lent, and what devices know of it: one registration for each that is alive.
+#[derive(Clone)]
+pub(super) struct Lent {
+    memory: Arc<Memory>,
+    registrations: Vec<Registered>,
+}
+
+impl Lent {
+    /// Tells devices of `memory`. One that dies over it is passed over.
+    pub(super) fn to(domains: &[Arc<Domain>], memory: &Arc<Memory>) -> Result<Lent, Error> {
+        let mut registrations = Vec::new();
+        for domain in domains {
+            match register(domain, memory) {
+                Ok(registration) => registrations.push(registration),
+                Err(error) => {
+                    domain.device().attend();
+                    if !domain.device().is_dead() {
+                        return Err(error);
+                    }
+                }
+            }
+        }
+        Ok(Lent { memory: memory.clone(), registrations })
+    }
+
+    fn at(&self, device: &Arc<Device>) -> Option<&Registered> {
+        self.registrations.iter().find(|registration| Arc::ptr_eq(registration.domain().device(), device))
+    }
+}
+
+/// An address that readers connect to.
+pub(super) struct Listener {
+    /// With the port that it has been given, which the keys name.
+    address: SocketAddr,
+    /// None while its device is gone.
+    id: Option<Id>,
+    /// When to try again, if it is gone.
+    again: Instant,
+}
+
+impl Listener {
+    pub(super) fn new(address: SocketAddr, id: Id) -> Listener {
+        Listener { address, id: Some(id), again: Instant::now() }
+    }
+
+    fn lose(&mut self) {
+        if self.id.take().is_some() {
+            tracing::warn!(address = %self.address, "RDMA is not offered at this address any more, until its device is back");
+            self.again = Instant::now() + LISTEN_PACE;
+        }
+    }
+}
+
+/// A device that guests come by.
+pub(super) struct Station {
+    domain: Arc<Domain>,
+    channel: Arc<Channel>,
+    /// Rings when the device dies, whoever has heard of it.
+    alarm: Arc<Alarm>,
+}
+
+impl Station {
+    pub(super) fn new(device: &Arc<Device>) -> Result<Station, Error> {
+        let station = Station { domain: Domain::new(device)?, channel: Channel::new(device)?, alarm: Alarm::new()? };
+        device.watch(NO_QUEUE_PAIR, &station.alarm);
+        Ok(station)
+    }
+
+    pub(super) fn device(&self) -> &Arc<Device> {
+        self.domain.device()
+    }
+}
+
+/// See the head of the file.
+pub(super) struct House {
+    options: VerbsOptions,
+    /// By the name of the id that its connection has.
+    guests: HashMap<usize, Guest>,
+    regions: HashMap<RegionId, Lent>,
+    /// Registered for longer than one region.
+    kept: Vec<Lent>,
+    grants: HashMap<u64, Secret>,
+    stations: Vec<Station>,
+    listeners: Vec<Listener>,
+    pub(super) events: Arc<Events>,
+}
+
+/// A reader's connection. Fields go in this order: the queue pair before what it stands on.
+struct Guest {
+    pair: QueuePair,
+    id: Id,
+    letter: Arc<Registration>,
+    alarm: Arc<Alarm>,
+    hello: Hello,
+    transcript: Transcript,
+    stage: Stage,
+}
+
+enum Stage {
+    Proving { until: Instant },
+    Leaving { until: Instant },
+    In,
+}
+
+impl House {
+    pub(super) fn new(
+        options: VerbsOptions,
+        events: Arc<Events>,
+        listeners: Vec<Listener>,
+        stations: Vec<Station>,
+    ) -> House {
+        House {
+            options,
+            guests: HashMap::new(),
+            regions: HashMap::new(),
+            kept: Vec::new(),
+            grants: HashMap::new(),
+            stations,
+            listeners,
+            events,
+        }
+    }
+
+    // ---- what the exporter is told ----
+
+    pub(super) fn guests(&self) -> usize {
+        self.guests.len()
+    }
+
+    pub(super) fn domains(&self) -> Vec<Arc<Domain>> {
+        self.stations.iter().map(|station| station.domain.clone()).collect()
+    }
+
+    pub(super) fn keep(&mut self, lent: Lent) {
+        self.kept.push(lent);
+    }
+
+    pub(super) fn kept(&self, memory: &Arc<Memory>) -> Option<Lent> {
+        self.kept.iter().find(|lent| Arc::ptr_eq(&lent.memory, memory)).cloned()
+    }
+
+    pub(super) fn export(&mut self, id: RegionId, lent: Lent) -> Result<(), Error> {
+        if self.regions.contains_key(&id) {
+            return Err(Error::AlreadyExported(id));
+        }
+        self.regions.insert(id, lent);
+        Ok(())
+    }
+
+    pub(super) fn revoke(&mut self, id: RegionId) -> Option<Lent> {
+        self.cut(|guest| guest.hello.id == id);
+        self.regions.remove(&id)
+    }
+
+    pub(super) fn grant(&mut self, session: u64, secret: Secret) {
+        self.grants.insert(session, secret);
+    }
+
+    pub(super) fn withdraw(&mut self, session: u64) {
+        self.grants.remove(&session);
+        self.cut(|guest| guest.hello.session == session);
+    }
+
+    /// Bytes of a region that can be connected to.
+    pub(super) fn region_length(&self, id: RegionId) -> Option<u64> {
+        let is_open = self.listeners.iter().any(|listener| listener.id.is_some());
+        self.regions.get(&id).filter(|_| is_open).map(|lent| lent.memory.length())
+    }
+
+    /// What becomes readable when there is news, of each device that is alive.
+    pub(super) fn doors(&self) -> Vec<(Arc<Channel>, Arc<Device>, Arc<Alarm>)> {
+        let of = |station: &Station| (station.channel.clone(), station.device().clone(), station.alarm.clone());
+        self.stations.iter().map(of).collect()
+    }
+
+    /// The end of everything; nothing is let in any more.
+    pub(super) fn close(&mut self) {
+        self.listeners.clear();
+        self.grants.clear();
+        self.cut(|_| true);
+        self.regions.clear();
+        self.kept.clear();
+    }
+
+    // ---- guests come ----
+
+    /// Deals with everything the connection manager has to say.
+    pub(super) fn hear(&mut self) {
+        while let Some(event) = self.events.next() {
+            match event.kind {
+                ffi::RDMA_CM_EVENT_CONNECT_REQUEST => {
+                    if let Some((id, request)) = event.into_request() {
+                        self.receive(id, &request);
+                    }
+                }
+                ffi::RDMA_CM_EVENT_ESTABLISHED => tracing::trace!("a reader's connection is established"),
+                ffi::RDMA_CM_EVENT_DISCONNECTED
+                | ffi::RDMA_CM_EVENT_CONNECT_ERROR
+                | ffi::RDMA_CM_EVENT_UNREACHABLE
+                | ffi::RDMA_CM_EVENT_REJECTED
+                | ffi::RDMA_CM_EVENT_ADDR_CHANGE
+                | ffi::RDMA_CM_EVENT_TIMEWAIT_EXIT => self.forget(event.of, self.events.name_of(event.kind)),
+                // Comes for each connection and each listener of the device.
+                ffi::RDMA_CM_EVENT_DEVICE_REMOVAL => {
+                    self.forget(event.of, "its device is being removed");
+                    let is_it = |listener: &&mut Listener| listener.id.as_ref().is_some_and(|id| id.name() == event.of);
+                    if let Some(listener) = self.listeners.iter_mut().find(is_it) {
+                        if let Some(Ok(device)) = listener.id.as_ref().map(Id::device) {
+                            device.bury();
+                        }
+                        listener.lose();
+                    }
+                }
+                other => tracing::debug!(event = self.events.name_of(other), "an event without use"),
+            }
+        }
+    }
+
+    fn receive(&mut self, id: Id, request: &Event) {
+        let hello = match self.judge(request) {
+            Ok(hello) => hello,
+            Err(refusal) => return turn_away(&id, refusal),
+        };
+        match self.open(id, request, hello) {
+            Ok(guest) => drop(self.guests.insert(guest.id.name(), guest)),
+            Err(error) => tracing::warn!(%error, "a reader's RDMA connection can't be made"),
+        }
+    }
+
+    /// Whether this request makes sense and there is room for it.
+    fn judge(&self, request: &Event) -> Result<Hello, Refusal> {
+        let hello = Hello::decode(&request.message).map_err(|garbled: Garbled| {
+            tracing::debug!(?garbled, "a stranger's request to connect");
+            Refusal::Malformed
+        })?;
+        let unproved = self.guests.values().filter(|guest| !matches!(guest.stage, Stage::In)).count();
+        match self.guests.len() < self.options.connections && unproved < MAX_UNPROVED {
+            true => Ok(hello),
+            false => Err(Refusal::Denied(Denial::Busy)),
+        }
+    }
+
+    /// Makes the source's end of the connection, without any rights, and accepts. What fails is dropped, which refuses.
+    fn open(&mut self, id: Id, request: &Event, hello: Hello) -> Result<Guest, Error> {
+        let device = id.device()?;
+        if let Err(error) = self.adopt(&device) {
+            turn_away(&id, Refusal::Denied(Denial::Busy));
+            return Err(error);
+        }
+        let station = self.stations.iter().find(|station| Arc::ptr_eq(station.device(), &device));
+        let station = station.ok_or(Error::Misuse("a request came by a device that is not used"))?;
+        let letter = letter(&station.domain)?;
+        let completions = Completions::new(&station.channel, GUEST_COMPLETIONS)?;
+        let pair = QueuePair::new(&station.domain, &completions, Capacity { send: 1, receive: 1 })?;
+        let alarm = Alarm::new()?;
+        device.watch(pair.name(), &alarm);
+        let limit = u8::try_from(device.attributes().max_qp_rd_atom).unwrap_or(u8::MAX);
+        let depth = request.responder_resources.min(self.options.reads_in_flight).min(limit).max(1);
+        let terms = Terms { initiator_depth: 0, responder_resources: depth };
+        // An iWARP card connects by itself and takes no other rights later. There the region's key alone keeps strangers out.
+        let rights = if device.is_iwarp() { ffi::IBV_ACCESS_REMOTE_READ } else { NO_RIGHTS };
+        id.initialise(&pair, rights)?;
+        pair.post_receive(PROOF, &letter, INCOMING, PROOF_BYTES as u32)?;
+        completions.arm()?;
+        if !device.is_iwarp() {
+            id.ready(&pair, terms, &self.options.connecting())?;
+            // Some managers' attributes come with rights.
+            pair.allow(NO_RIGHTS)?;
+        }
+        let challenge = Challenge { nonce: auth::nonce()? };
+        id.accept(&pair, terms, &challenge.encode(), &self.options.connecting())
+            .map_err(Error::system("accepting a reader's RDMA connection"))?;
+        let transcript = Transcript::new(&hello, &challenge);
+        let stage = Stage::Proving { until: Instant::now() + self.options.handshake_timeout };
+        Ok(Guest { pair, id, letter, alarm, hello, transcript, stage })
+    }
+
+    /// Deals with whatever has completed on a queue.
+    pub(super) fn completed(&mut self, queue: usize) {
+        let mut found = self.guests.iter().filter(|(_, guest)| guest.pair.completions().name() == queue);
+        let Some((&name, guest)) = found.next() else { return };
+        let mut done = Vec::new();
+        // Armed first and polled then: what comes between is announced.
+        let alive = guest.pair.completions().arm().and_then(|()| guest.pair.completions().poll(&mut done));
+        if let Err(error) = alive {
+            return self.forget(name, &error.to_string());
+        }
+        for completed in done {
+            self.settle(name, completed);
+        }
+    }
+
+    fn settle(&mut self, name: usize, completed: Completed) {
+        if completed.status != ffi::IBV_WC_SUCCESS {
+            return self.forget(name, "a message did not get through");
+        }
+        match (completed.name, self.guests.get(&name).map(|guest| &guest.stage)) {
+            (PROOF, Some(Stage::Proving { .. })) => self.proved(name, completed.length),
+            (WELCOME, Some(Stage::Leaving { .. })) => self.forget(name, "it was refused"),
+            _ => {}
+        }
+    }
+
+    /// A proof has come: lets the guest in, or says why not.
+    fn proved(&mut self, name: usize, length: u32) {
+        let Some(guest) = self.guests.get(&name) else { return };
+        let admitted = self.admit(guest, length);
+        let welcome = match &admitted {
+            Ok(welcome) => *welcome,
+            Err(denial) => Welcome::denial(*denial),
+        };
+        let until = Instant::now() + self.options.handshake_timeout;
+        let Some(guest) = self.guests.get_mut(&name) else { return };
+        guest.stage = if admitted.is_ok() { Stage::In } else { Stage::Leaving { until } };
+        if let Err(error) = guest.answer(&welcome) {
+            tracing::warn!(%error, "a reader can't be answered");
+            self.forget(name, "it can't be answered");
+        }
+    }
+
+    fn admit(&self, guest: &Guest, length: u32) -> Result<Welcome, Denial> {
+        let secret = self.grants.get(&guest.hello.session);
+        let mut proof = [0; PROOF_BYTES];
+        let read = guest.letter.memory().read(INCOMING, &mut proof);
+        let proved = guest.transcript.is_proved(End::Reader, secret, &proof);
+        let Some(secret) = secret.filter(|_| proved && read.is_ok() && length as usize == PROOF_BYTES) else {
+            return Err(Denial::NotGranted);
+        };
+        let id = guest.hello.id;
+        let Some(lent) = self.regions.get(&id) else {
+            let is_stale = self.regions.keys().any(|known| known.region == id.region);
+            return Err(if is_stale { Denial::Stale } else { Denial::Unknown });
+        };
+        let of_session =
+            |other: &&Guest| other.hello.session == guest.hello.session && matches!(other.stage, Stage::In);
+        if self.guests.values().filter(of_session).count() >= MAX_CONNECTIONS_PER_SESSION {
+            return Err(Denial::Busy);
+        }
+        let device = guest.pair.domain().device();
+        let registration = lent.at(device).ok_or(Denial::Unknown)?;
+        if !device.is_iwarp() && guest.pair.allow(ffi::IBV_ACCESS_REMOTE_READ).is_err() {
+            return Err(Denial::Busy);
+        }
+        tracing::debug!(session = guest.hello.session, region = %id, lane = guest.hello.lane, "a queue pair is open");
+        Ok(Welcome {
+            denied: None,
+            key: registration.remote_key(),
+            base: registration.remote_base(),
+            length: registration.memory().length(),
+            proof: guest.transcript.prove(End::Source, secret),
+        })
+    }
+
+    // ---- guests go ----
+
+    fn forget(&mut self, name: usize, why: &str) {
+        if let Some(guest) = self.guests.remove(&name) {
+            tracing::debug!(session = guest.hello.session, region = %guest.hello.id, why, "a queue pair has ended");
+            guest.id.disconnect();
+        }
+    }
+
+    fn cut(&mut self, which: impl Fn(&Guest) -> bool) {
+        for (_, guest) in self.guests.extract_if(|_, guest| which(guest)) {
+            // First the news, then the end: a reader that is told does not have to find out by its retries.
+            guest.id.disconnect();
+        }
+    }
+
+    /// Cuts those that are too late or whose queue pair has failed, and sees to the devices; says when to do so again.
+    pub(super) fn sweep(&mut self) -> Option<Instant> {
+        let now = Instant::now();
+        self.cut(|guest| guest.alarm.has_rung() || guest.stage.until().is_some_and(|until| until <= now));
+        self.leave_the_dead();
+        self.listen_again(now);
+        let tries = self.listeners.iter().filter(|listener| listener.id.is_none()).map(|listener| listener.again);
+        self.guests.values().filter_map(|guest| guest.stage.until()).chain(tries).min()
+    }
+
+    // ---- devices go and come ----
+
+    /// Gives back what was made on devices that are dead. Regions stay lent, by the devices that are left.
+    fn leave_the_dead(&mut self) {
+        if !self.stations.iter().any(|station| station.device().is_dead()) {
+            return;
+        }
+        let is_alive = |registration: &Registered| !registration.domain().device().is_dead();
+        self.regions.values_mut().chain(&mut self.kept).for_each(|lent| lent.registrations.retain(is_alive));
+        self.stations.retain(|station| !station.device().is_dead());
+        for listener in &mut self.listeners {
+            let device = listener.id.as_ref().filter(|id| id.has_device()).map(Id::device);
+            if device.is_some_and(|device| device.is_ok_and(|device| device.is_dead())) {
+                listener.lose();
+            }
+        }
+    }
+
+    /// A device that was reset, or plugged in again, is another one, with the same address as a rule: readers' keys name that.
+    fn listen_again(&mut self, now: Instant) {
+        for number in 0..self.listeners.len() {
+            let Some(lost) =
+                self.listeners.get(number).filter(|listener| listener.id.is_none() && listener.again <= now)
+            else {
+                continue;
+            };
+            let address = lost.address;
+            let opened = self.open_again(address);
+            let Some(listener) = self.listeners.get_mut(number) else { continue };
+            match opened {
+                Ok(id) => {
+                    tracing::info!(%address, "RDMA is offered at this address again");
+                    listener.id = Some(id);
+                }
+                Err(error) => {
+                    tracing::debug!(%address, %error, "RDMA can't be offered at this address yet");
+                    listener.again = now + LISTEN_PACE;
+                }
+            }
+        }
+    }
+
+    fn open_again(&mut self, address: SocketAddr) -> Result<Id, Error> {
+        let id = Id::new(&self.events)?;
+        id.listen(address).map_err(Error::system("listening again"))?;
+        if id.has_device() {
+            self.adopt(&id.device()?)?;
+        }
+        Ok(id)
+    }
+
+    /// Makes a device one that guests come by, if it isn't yet: it is told of all memory that is lent.
+    fn adopt(&mut self, device: &Arc<Device>) -> Result<(), Error> {
+        if self.stations.iter().any(|station| Arc::ptr_eq(station.device(), device)) {
+            return Ok(());
+        }
+        if device.is_dead() {
+            return Err(Error::Misuse("a request came by a device that has failed"));
+        }
+        let station = Station::new(device)?;
+        let mut told: Vec<Registered> = Vec::new();
+        for lent in self.regions.values_mut().chain(&mut self.kept) {
+            let known = told.iter().find(|registration| Arc::ptr_eq(registration.memory(), &lent.memory));
+            let registration = match known {
+                Some(registration) => registration.clone(),
+                None => register(&station.domain, &lent.memory)?,
+            };
+            told.push(registration.clone());
+            lent.registrations.push(registration);
+        }
+        tracing::info!(device = device.name(), "RDMA is offered by this device");
+        self.stations.push(station);
+        Ok(())
+    }
+}
+
+impl Guest {
+    fn answer(&self, welcome: &Welcome) -> Result<(), Error> {
+        self.letter.memory().write(OUTGOING, &welcome.encode())?;
+        Ok(self.pair.post_send(WELCOME, &self.letter, OUTGOING, Welcome::BYTES as u32)?)
+    }
+}
+
+impl Stage {
+    fn until(&self) -> Option<Instant> {
+        match self {
+            Stage::Proving { until } | Stage::Leaving { until } => Some(*until),
+            Stage::In => None,
+        }
+    }
+}
+
+fn turn_away(id: &Id, refusal: Refusal) {
+    if let Err(error) = id.reject(&refusal.encode()) {
+        tracing::debug!(%error, "a request to connect can't be refused");
+    }
+}
+
+/// Names of a guest's two work requests.
+const PROOF: u64 = 1;
+const WELCOME: u64 = 2;
+
+/// One receive and one send, and as many again.
+const GUEST_COMPLETIONS: u32 = 4;
+
+/// Connections that have not proved anything yet, so that a stranger can't keep out those who have a grant: each lives no longer than
+/// the handshake time-out.
+const MAX_UNPROVED: usize = 64;
+
+/// Connections per session: 2 regions × 8 queue pairs, twice, because a reader may come back before its old ones are found dead.
+const MAX_CONNECTIONS_PER_SESSION: usize = 32;
+
+/// How often an address whose device is gone is tried again: a reset takes a second or some.
+const LISTEN_PACE: Duration = Duration::from_secs(1);

@@ -1,0 +1,31 @@
+//! Waiting for one descriptor, with a bound.
+
+use std::{
+    os::fd::BorrowedFd,
+    time::{Duration, Instant},
+};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+
+use crate::Error;
+
+/// Sleeps until `fd` is readable (`true`) or `timeout` has passed (`false`). A signal does not end the wait.
+///
+/// # Errors
+/// [`Error::System`] if `poll(2)` fails.
+pub fn wait_readable(fd: BorrowedFd<'_>, timeout: Duration) -> Result<bool, Error> {
+    // A longer time-out would not fit a timespec or an Instant.
+    let deadline = Instant::now() + timeout.min(LONGEST_WAIT);
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let timespec = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+        match rustix::event::poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(&timespec)) {
+            Ok(ready) => return Ok(ready > 0),
+            Err(rustix::io::Errno::INTR) => continue,
+            Err(errno) => return Err(Error::system("waiting for a descriptor")(errno)),
+        }
+    }
+}
+
+/// Longest single wait: one day, so that no arithmetic on time can overflow. The caller wakes and waits again.
+const LONGEST_WAIT: Duration = Duration::from_secs(24 * 60 * 60);

@@ -1,0 +1,469 @@
+//! One connection, from the call to its end.
+//!
+//! ```text
+//!   call ─▶ Looking ─▶ Routing ─▶ Routed ── connect ─▶ Connecting ─▶ Up ─▶ (an error)
+//!           address     route     (receives are posted here)           ▲
+//!                                            accept ─▶ Accepting ──────┘
+//! ```
+
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::{Timespec, epoll};
+
+use super::{DuplexOptions, Region, Request, Station, Stations, watched};
+use crate::{Error, status_name};
+use crate::{
+    bindings as ffi,
+    cm::{Event, Events, Id, Terms, is_end},
+    device::Alarm,
+    objects::{Capacity, Channel, Completed, Completions, NO_RIGHTS, QueuePair, RemoteRead, Sharing},
+};
+
+/// See the head of the file. Dropping it ends the connection; when that returns the card has let go of all memory that was given to it
+/// for this wire, shared receives excepted.
+pub struct Wire {
+    /// The queue pair before what it stands on.
+    linked: Option<Linked>,
+    id: Id,
+    events: Arc<Events>,
+    stations: Arc<Stations>,
+    readiness: OwnedFd,
+    stage: Stage,
+    remote: SocketAddr,
+    local: Option<IpAddr>,
+    begun: Instant,
+    answer: Vec<u8>,
+    armed: bool,
+    taken: Vec<Completed>,
+}
+
+struct Linked {
+    pair: QueuePair,
+    completions: Arc<Completions>,
+    channel: Arc<Channel>,
+    alarm: Arc<Alarm>,
+    station: Arc<Station>,
+    queue_depth: u32,
+    /// Bytes that a request may carry in itself.
+    inline: u32,
+    terms: Terms,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    Looking { slice: Duration },
+    Routing,
+    Routed,
+    Connecting,
+    Accepting,
+    Up,
+}
+
+/// How far a wire has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// Nothing to be done but to wait for the descriptor.
+    Pending,
+    /// The device is known: post receives there, then [`Wire::connect`].
+    Routed,
+    /// Both ends can send.
+    Up,
+}
+
+/// Something that a card has done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Done {
+    /// The name that the request was given.
+    pub name: u64,
+    /// Bytes, where it was a receive.
+    pub length: u32,
+    /// The request was carried out; otherwise the wire is at its end.
+    pub well: bool,
+}
+
+impl Wire {
+    /// Begins to call, from `local` where it is given.
+    ///
+    /// # Errors
+    /// [`Error::NoRdma`]; [`Error::Unreachable`].
+    pub fn call(stations: &Arc<Stations>, local: Option<IpAddr>, remote: SocketAddr) -> Result<Wire, Error> {
+        let events = Events::new()?;
+        let id = Id::new(&events)?;
+        let wire = Wire::new(id, events, stations.clone(), Stage::Looking { slice: FIRST_SLICE }, remote, local)?;
+        wire.id.resolve_address(local, remote, FIRST_SLICE).map_err(|source| wire.unreachable(source))?;
+        Ok(wire)
+    }
+
+    pub(super) fn accept(request: Request, answer: &[u8]) -> Result<Wire, Error> {
+        let Request { id, events, event, station, stations } = request;
+        let remote = id.peer().unwrap_or_else(|| SocketAddr::new(IpAddr::V4(std::net::Ipv4Addr::UNSPECIFIED), 0));
+        let mut wire = Wire::new(id, events, stations, Stage::Accepting, remote, None)?;
+        let mut terms = terms(&station, wire.stations.options());
+        terms.initiator_depth = terms.initiator_depth.min(event.initiator_depth);
+        terms.responder_resources = terms.responder_resources.min(event.responder_resources);
+        let linked = wire.link(station, terms)?;
+        let options = wire.stations.options();
+        wire.id.ready_to_retry(&linked.pair, terms, &options.connecting(), options.rnr_retries)?;
+        linked.pair.allow(NO_RIGHTS)?; // some managers' attributes come with rights
+        let accepted = wire.id.accept(&linked.pair, terms, answer, &options.connecting());
+        accepted.map_err(Error::system("accepting an RDMA connection"))?;
+        wire.linked = Some(linked);
+        Ok(wire)
+    }
+
+    fn new(
+        id: Id,
+        events: Arc<Events>,
+        stations: Arc<Stations>,
+        stage: Stage,
+        remote: SocketAddr,
+        local: Option<IpAddr>,
+    ) -> Result<Wire, Error> {
+        let readiness = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Error::system("making an epoll"))?;
+        let wire = Wire {
+            linked: None,
+            id,
+            events,
+            stations,
+            readiness,
+            stage,
+            remote,
+            local,
+            begun: Instant::now(),
+            answer: Vec::new(),
+            armed: false,
+            taken: Vec::new(),
+        };
+        wire.watch(wire.events.as_fd(), EVENTS)?;
+        Ok(wire)
+    }
+
+    /// Has the wire's descriptor become readable when this one is, and [`Wire::look`] say so.
+    ///
+    /// # Errors
+    /// [`Error::System`].
+    pub fn watch_also(&self, fd: BorrowedFd<'_>) -> Result<(), Error> {
+        self.watch(fd, ALSO)
+    }
+
+    fn watch(&self, fd: BorrowedFd<'_>, which: u64) -> Result<(), Error> {
+        let data = epoll::EventData::new_u64(which);
+        epoll::add(&self.readiness, fd, data, epoll::EventFlags::IN)
+            .map_err(Error::system("watching an RDMA connection"))
+    }
+
+    /// Makes the queue pair, in its first state.
+    fn link(&self, station: Arc<Station>, terms: Terms) -> Result<Linked, Error> {
+        let (options, device) = (self.stations.options(), station.domain.device());
+        let most = u32::try_from(device.attributes().max_qp_wr).unwrap_or(u32::MAX);
+        let queue_depth = options.queue_depth.min(most);
+        let channel = Channel::new(device)?;
+        // Each request that is posted has its place; and so has each receive, as all of them may be for this wire.
+        let most = u32::try_from(device.attributes().max_cqe).unwrap_or(u32::MAX);
+        let completions =
+            Completions::new(&channel, (queue_depth + station.receives.room().min(MOST_RECEIVED)).min(most))?;
+        let receives = Some(station.receives.clone());
+        let sharing = Sharing { receives, quiet: true, ..Sharing::default() };
+        let capacity = Capacity { send: queue_depth, receive: 0 };
+        let (pair, inline) = station.inline.settle(device.name(), |inline| {
+            let sharing = Sharing { inline, ..sharing.clone() };
+            let pair = QueuePair::sharing(&station.domain, &completions, capacity, sharing)?;
+            let answered = pair.inline();
+            Ok((pair, answered))
+        })?;
+        let alarm = Alarm::new()?;
+        device.watch(pair.name(), &alarm);
+        self.id.initialise(&pair, NO_RIGHTS)?;
+        self.watch(channel.as_fd(), COMPLETIONS)?;
+        self.watch(alarm.as_fd(), ALARM)?;
+        self.watch(watched(device), DEVICE)?;
+        Ok(Linked { pair, completions, channel, alarm, station, queue_depth, inline, terms })
+    }
+
+    /// Where the other end is.
+    pub fn peer(&self) -> SocketAddr {
+        self.remote
+    }
+
+    /// The device that it is on, once that is known.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] before the wire is [routed](Step::Routed).
+    pub fn station(&self) -> Result<Arc<Station>, Error> {
+        match &self.linked {
+            Some(linked) => Ok(linked.station.clone()),
+            None => self.stations.on(&self.id.device()?),
+        }
+    }
+
+    /// Requests that may be posted and not completed.
+    pub fn queue_depth(&self) -> u32 {
+        self.linked.as_ref().map_or(0, |linked| linked.queue_depth)
+    }
+
+    /// Bytes that a request may carry in itself: what the options say, or fewer where the card allows no more.
+    pub fn inline_bytes(&self) -> u32 {
+        self.linked.as_ref().map_or(0, |linked| linked.inline)
+    }
+
+    /// What the other end said when it took our call; filled up with zeros.
+    pub fn answer(&self) -> &[u8] {
+        &self.answer
+    }
+
+    /// Whether both ends can send.
+    pub fn is_up(&self) -> bool {
+        self.stage == Stage::Up
+    }
+
+    /// Goes on with connecting as far as news allow. Call it when the descriptor is readable, until it says [`Step::Up`].
+    ///
+    /// # Errors
+    /// The connection can't be made.
+    pub fn advance(&mut self) -> Result<Step, Error> {
+        while self.stage != Stage::Up && self.stage != Stage::Routed {
+            let Some(event) = self.events.next() else { return Ok(Step::Pending) };
+            self.hear(&event)?;
+        }
+        Ok(if self.stage == Stage::Up { Step::Up } else { Step::Routed })
+    }
+
+    fn hear(&mut self, event: &Event) -> Result<(), Error> {
+        self.stage = match (self.stage, event.kind) {
+            (Stage::Looking { .. }, ffi::RDMA_CM_EVENT_ADDR_RESOLVED) => {
+                self.id.resolve_route(LOOKING_LIMIT).map_err(|source| self.unreachable(source))?;
+                Stage::Routing
+            }
+            // As `connector::resolve`: some kernels look again only when the time given to them is over, so it is given in slices.
+            (Stage::Looking { slice }, ffi::RDMA_CM_EVENT_ADDR_ERROR)
+                if event.status == -libc::ETIMEDOUT && self.begun.elapsed() < LOOKING_LIMIT =>
+            {
+                let slice = (slice * 2).min(LAST_SLICE);
+                let again = self.id.resolve_address(self.local, self.remote, slice);
+                again.map_err(|source| self.unreachable(source))?;
+                Stage::Looking { slice }
+            }
+            (Stage::Routing, ffi::RDMA_CM_EVENT_ROUTE_RESOLVED) => Stage::Routed,
+            (Stage::Connecting, ffi::RDMA_CM_EVENT_CONNECT_RESPONSE) => self.establish(event)?,
+            (Stage::Accepting | Stage::Connecting, ffi::RDMA_CM_EVENT_ESTABLISHED) => Stage::Up,
+            (_, ffi::RDMA_CM_EVENT_REJECTED) => {
+                return Err(self.unreachable(io::ErrorKind::ConnectionRefused.into()));
+            }
+            (stage, ffi::RDMA_CM_EVENT_TIMEWAIT_EXIT) => stage,
+            _ => {
+                let name = self.events.name_of(event.kind);
+                return Err(self.unreachable(io::Error::other(format!("{name}, status {}", event.status))));
+            }
+        };
+        Ok(())
+    }
+
+    /// Calls on, with at most 56 bytes for the other end. Receives must be posted by now.
+    ///
+    /// # Errors
+    /// [`Error::System`]; [`Error::Unreachable`].
+    pub fn connect(&mut self, hello: &[u8]) -> Result<(), Error> {
+        let station = self.station()?;
+        let terms = terms(&station, self.stations.options());
+        let linked = self.link(station, terms)?;
+        let connected = self.id.connect(&linked.pair, terms, hello, &self.stations.options().connecting());
+        connected.map_err(|source| self.unreachable(source))?;
+        self.linked = Some(linked);
+        self.stage = Stage::Connecting;
+        Ok(())
+    }
+
+    fn establish(&mut self, event: &Event) -> Result<Stage, Error> {
+        let Some(linked) = &mut self.linked else { return Err(Error::Misuse("an answer to no call")) };
+        linked.terms.initiator_depth = linked.terms.initiator_depth.min(event.initiator_depth).max(1);
+        let options = self.stations.options();
+        self.id.ready_to_retry(&linked.pair, linked.terms, &options.connecting(), options.rnr_retries)?;
+        linked.pair.allow(NO_RIGHTS)?;
+        self.id.establish().map_err(Error::system("establishing an RDMA connection"))?;
+        self.answer.clone_from(&event.message);
+        Ok(Stage::Up)
+    }
+
+    /// The other end may read what is registered as lent, from now on.
+    ///
+    /// # Errors
+    /// [`Error::System`].
+    pub fn allow_reads(&self) -> Result<(), Error> {
+        self.linked()?.pair.allow(ffi::IBV_ACCESS_REMOTE_READ)
+    }
+
+    /// Posts a message that lies in registered memory, where it stays as it is until this or a later request has completed. The caller
+    /// counts what is posted. Completes visibly only if `shown`, or if it fails.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`]; [`Error::System`].
+    pub fn send(&self, name: u64, region: &Region, offset: u64, length: u32, shown: bool) -> Result<(), Error> {
+        region.check(offset, length)?;
+        self.linked()?.pair.post_quiet_send(name, &region.0, offset, length, shown)
+    }
+
+    /// Posts a short message, which the request carries itself.
+    ///
+    /// # Errors
+    /// As [`Wire::send`].
+    pub fn send_inline(&self, name: u64, bytes: &[u8], shown: bool) -> Result<(), Error> {
+        let linked = self.linked()?;
+        if bytes.len() > linked.inline as usize {
+            return Err(Error::Misuse("longer than a request may carry"));
+        }
+        linked.pair.post_inline_send(name, bytes, shown)
+    }
+
+    /// Posts a READ of the other end's memory into `region`. Completes visibly.
+    ///
+    /// # Errors
+    /// As [`Wire::send`].
+    pub fn read(
+        &self,
+        name: u64,
+        (key, address): (u32, u64),
+        region: &Region,
+        offset: u64,
+        length: u32,
+    ) -> Result<(), Error> {
+        region.check(offset, length)?;
+        self.linked()?.pair.post_shown_read(&RemoteRead { name, address, key, length, offset }, &region.0)
+    }
+
+    /// Takes out what is done. No system call.
+    ///
+    /// # Errors
+    /// [`Error::System`]: the queue is dead.
+    pub fn poll(&mut self, into: &mut Vec<Done>) -> Result<usize, Error> {
+        let Some(linked) = &self.linked else { return Ok(0) };
+        self.taken.clear();
+        linked.completions.poll(&mut self.taken)?;
+        // The other end's first message may be faster than the news that it is connected.
+        let heard = self.taken.iter().any(|completed| completed.status == ffi::IBV_WC_SUCCESS);
+        if heard && self.stage == Stage::Accepting {
+            self.stage = Stage::Up;
+        }
+        for completed in &self.taken {
+            let well = completed.status == ffi::IBV_WC_SUCCESS;
+            if !well && completed.status != ffi::IBV_WC_WR_FLUSH_ERR {
+                let why = status_name(completed.status);
+                tracing::debug!(peer = %self.remote, why, "an RDMA request has failed");
+            }
+            into.push(Done { name: completed.name, length: completed.length, well });
+        }
+        Ok(self.taken.len())
+    }
+
+    /// From now on the next completion makes the descriptor readable. What has come before does not: poll once more.
+    ///
+    /// # Errors
+    /// [`Error::System`].
+    pub fn arm(&mut self) -> Result<(), Error> {
+        if let Some(linked) = &self.linked
+            && !self.armed
+        {
+            linked.completions.arm()?;
+            self.armed = true;
+        }
+        Ok(())
+    }
+
+    /// Takes what made the descriptor readable, completions excepted, which [`Wire::poll`] takes. Whether what is
+    /// [watched as well](Wire::watch_also) is readable.
+    ///
+    /// # Errors
+    /// The connection is over.
+    pub fn look(&mut self) -> Result<bool, Error> {
+        let (mut ready, mut also) = (Vec::with_capacity(WATCHED), false);
+        let _ = epoll::wait(&self.readiness, rustix::buffer::spare_capacity(&mut ready), Some(&Timespec::default()));
+        for event in ready {
+            match (event.data.u64(), &self.linked) {
+                (COMPLETIONS, Some(linked)) => {
+                    while linked.channel.next().is_some() {}
+                    self.armed = false;
+                }
+                (DEVICE, Some(linked)) => linked.station.domain.device().attend(),
+                (EVENTS, _) if self.stage != Stage::Up => drop(self.advance()?),
+                (EVENTS, _) => self.hear_the_end()?,
+                (ALSO, _) => also = true,
+                _ => {}
+            }
+        }
+        if self.linked.as_ref().is_some_and(|linked| linked.alarm.has_rung()) {
+            return Err(over());
+        }
+        Ok(also)
+    }
+
+    fn hear_the_end(&self) -> Result<(), Error> {
+        while let Some(event) = self.events.next() {
+            if is_end(&event) {
+                return Err(over());
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends it: the other end is told, and whatever is posted here is flushed. What has come can still be polled.
+    pub fn end(&mut self) {
+        if let Some(linked) = &self.linked {
+            self.id.disconnect();
+            linked.pair.fail();
+        }
+    }
+
+    fn linked(&self) -> Result<&Linked, Error> {
+        self.linked.as_ref().ok_or(Error::Misuse("the RDMA connection is not made yet"))
+    }
+
+    fn unreachable(&self, source: io::Error) -> Error {
+        Error::Unreachable { what: format!("{} by RDMA", self.remote), source }
+    }
+}
+
+/// Readable when there is news: of connecting, of its end, of completions once [armed](Wire::arm).
+impl AsFd for Wire {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.readiness.as_fd()
+    }
+}
+
+impl Drop for Wire {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+fn over() -> Error {
+    Error::Unreachable { what: "the other end".into(), source: io::ErrorKind::ConnectionReset.into() }
+}
+
+/// READs in flight that this device and the options allow, in both directions.
+fn terms(station: &Station, options: &DuplexOptions) -> Terms {
+    let attributes = station.domain.device().attributes();
+    let lower = |most: i32| options.reads_in_flight.min(u8::try_from(most).unwrap_or(u8::MAX)).max(1);
+    Terms {
+        initiator_depth: lower(attributes.max_qp_init_rd_atom),
+        responder_resources: lower(attributes.max_qp_rd_atom),
+    }
+}
+
+/// Completions of receives that a wire can have waiting: more than any other end has credits for.
+const MOST_RECEIVED: u32 = 4096;
+
+/// What the epoll calls its descriptors.
+const EVENTS: u64 = 0;
+const COMPLETIONS: u64 = 1;
+const ALARM: u64 = 2;
+const DEVICE: u64 = 3;
+const ALSO: u64 = 4;
+const WATCHED: usize = 5;
+
+/// Slices in which an address is looked for, and all of them together: as in `connector`.
+const FIRST_SLICE: Duration = Duration::from_millis(50);
+const LAST_SLICE: Duration = Duration::from_secs(1);
+const LOOKING_LIMIT: Duration = Duration::from_secs(10);

@@ -1,0 +1,41 @@
+//! RDMA by libibverbs and librdmacm: devices, queue pairs, connections, and messages in both directions.
+//!
+//! This crate wraps the two libraries' objects, each with one owner that frees it. It contains no protocol: the one-sided transport
+//! is `remora-fabric`'s `verbs`, and what messages mean is the messenger's.
+//!
+//! ```text
+//!   report, ports, walkthrough      duplex: connections on which both ends send
+//!                 │                     │
+//!                 └──────▶ cm ◀─────────┘      addresses, connecting, accepting
+//!                           ▼
+//!                        objects               domains, registrations, completion queues, queue pairs
+//!                           ▼
+//!                        device                an open device and its asynchronous events
+//!                           ▼
+//!                  library, bindings           functions found at run time; the headers' types
+//! ```
+//!
+//! - [`objects`]: queue pairs and what they need. **Start here**, or with [`walkthrough`].
+//! - [`cm`]: the connection manager.
+//! - [`device`]: devices, and alarms that report their failure.
+//! - `library`: the two libraries, opened at run time; [`bindings`]: their types.
+//! - [`duplex`]: connections on which both ends send, for the messenger.
+//! - [`ports`]: which address of this host belongs to which port of which device.
+//! - [`report`]: what this machine has, and what it lacks.
+//! - [`walkthrough`]: one connection and one message, step by step.
+
+pub mod bindings;
+pub mod cm;
+pub mod device;
+pub mod duplex;
+mod error;
+mod library;
+mod missing;
+pub mod objects;
+pub mod ports;
+pub mod report;
+pub mod walkthrough;
+
+pub use error::Error;
+pub use library::{DISABLE, status_name};
+pub use missing::no_device;

@@ -1,0 +1,232 @@
+//! libibverbs and librdmacm, opened at run time: the table of their functions, or a sentence about what is missing.
+//!
+//! Linking them would keep the whole program from starting where they are not installed. They are opened once, never closed (they
+//! start no threads, but device drivers that they load do not like to be unloaded), and only when somebody asks for RDMA.
+//!
+//! Only functions of the versions `IBVERBS_1.1` and `RDMACM_1.0` are required, which every rdma-core since 2010 has, and
+//! `rdma_establish` and `rdma_init_qp_attr` (`RDMACM_1.2`, rdma-core 22 of 2018). Newer ones are optional.
+
+use std::{
+    ffi::{CStr, c_char, c_int, c_void},
+    io,
+    os::fd::BorrowedFd,
+    sync::OnceLock,
+};
+
+use libloading::Library as Handle;
+
+use crate::Error;
+use crate::bindings as ffi;
+
+/// Declares a struct of function pointers and how it is filled from an open library.
+macro_rules! functions {
+    ($(#[$about:meta])* $name:ident { required { $($function:ident: fn($($argument:ty),*) $(-> $result:ty)?;)* } optional { $($maybe:ident: fn($($margument:ty),*) $(-> $mresult:ty)?;)* } }) => {
+        $(#[$about])*
+        pub(crate) struct $name {
+            $(pub(crate) $function: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*
+            $(#[allow(dead_code)] pub(crate) $maybe: Option<unsafe extern "C" fn($($margument),*) $(-> $mresult)?>,)*
+        }
+
+        impl $name {
+            fn fill(handle: &Handle) -> Result<$name, libloading::Error> {
+                Ok($name {
+                    $(
+                        // SAFETY: The symbol, if there is one, is the function of that name of rdma-core's stable interface, and
+                        // the type given here is that of its declaration in the headers that the bindings were made of.
+                        $function: unsafe { *handle.get(concat!(stringify!($function), "\0").as_bytes())? },
+                    )*
+                    $(
+                        // SAFETY: As above; absence is no error.
+                        $maybe: unsafe { handle.get(concat!(stringify!($maybe), "\0").as_bytes()) }.ok().map(|symbol| *symbol),
+                    )*
+                })
+            }
+        }
+    };
+}
+
+functions! {
+    /// Devices, memory, queues.
+    Verbs {
+        required {
+            ibv_get_device_name: fn(*mut ffi::ibv_device) -> *const c_char;
+        ibv_query_device: fn(*mut ffi::ibv_context, *mut ffi::ibv_device_attr) -> c_int;
+        ibv_alloc_pd: fn(*mut ffi::ibv_context) -> *mut ffi::ibv_pd;
+        ibv_dealloc_pd: fn(*mut ffi::ibv_pd) -> c_int;
+        ibv_reg_mr: fn(*mut ffi::ibv_pd, *mut c_void, usize, c_int) -> *mut ffi::ibv_mr;
+        ibv_dereg_mr: fn(*mut ffi::ibv_mr) -> c_int;
+        ibv_create_comp_channel: fn(*mut ffi::ibv_context) -> *mut ffi::ibv_comp_channel;
+        ibv_destroy_comp_channel: fn(*mut ffi::ibv_comp_channel) -> c_int;
+        ibv_create_cq: fn(*mut ffi::ibv_context, c_int, *mut c_void, *mut ffi::ibv_comp_channel, c_int) -> *mut ffi::ibv_cq;
+        ibv_destroy_cq: fn(*mut ffi::ibv_cq) -> c_int;
+        ibv_get_cq_event: fn(*mut ffi::ibv_comp_channel, *mut *mut ffi::ibv_cq, *mut *mut c_void) -> c_int;
+        ibv_ack_cq_events: fn(*mut ffi::ibv_cq, u32);
+        ibv_create_qp: fn(*mut ffi::ibv_pd, *mut ffi::ibv_qp_init_attr) -> *mut ffi::ibv_qp;
+        ibv_modify_qp: fn(*mut ffi::ibv_qp, *mut ffi::ibv_qp_attr, c_int) -> c_int;
+        ibv_destroy_qp: fn(*mut ffi::ibv_qp) -> c_int;
+        ibv_create_srq: fn(*mut ffi::ibv_pd, *mut ffi::ibv_srq_init_attr) -> *mut ffi::ibv_srq;
+        ibv_destroy_srq: fn(*mut ffi::ibv_srq) -> c_int;
+        ibv_get_async_event: fn(*mut ffi::ibv_context, *mut ffi::ibv_async_event) -> c_int;
+        ibv_ack_async_event: fn(*mut ffi::ibv_async_event);
+        ibv_wc_status_str: fn(ffi::ibv_wc_status) -> *const c_char;
+        ibv_event_type_str: fn(ffi::ibv_event_type) -> *const c_char;
+        }
+        optional {
+            ibv_reg_mr_iova2: fn(*mut ffi::ibv_pd, *mut c_void, usize, u64, u32) -> *mut ffi::ibv_mr;
+            ibv_is_fork_initialized: fn() -> ffi::ibv_fork_status;
+            ibv_query_qp: fn(*mut ffi::ibv_qp, *mut ffi::ibv_qp_attr, c_int, *mut ffi::ibv_qp_init_attr) -> c_int;
+        }
+    }
+}
+
+functions! {
+    /// Addresses and connections.
+    Manager {
+        required {
+            rdma_create_event_channel: fn() -> *mut ffi::rdma_event_channel;
+        rdma_destroy_event_channel: fn(*mut ffi::rdma_event_channel);
+        rdma_get_devices: fn(*mut c_int) -> *mut *mut ffi::ibv_context;
+        rdma_free_devices: fn(*mut *mut ffi::ibv_context);
+        rdma_create_id: fn(*mut ffi::rdma_event_channel, *mut *mut ffi::rdma_cm_id, *mut c_void, ffi::rdma_port_space) -> c_int;
+        rdma_destroy_id: fn(*mut ffi::rdma_cm_id) -> c_int;
+        rdma_migrate_id: fn(*mut ffi::rdma_cm_id, *mut ffi::rdma_event_channel) -> c_int;
+        rdma_bind_addr: fn(*mut ffi::rdma_cm_id, *mut libc::sockaddr) -> c_int;
+        rdma_listen: fn(*mut ffi::rdma_cm_id, c_int) -> c_int;
+        rdma_get_src_port: fn(*mut ffi::rdma_cm_id) -> u16;
+        rdma_resolve_addr: fn(*mut ffi::rdma_cm_id, *mut libc::sockaddr, *mut libc::sockaddr, c_int) -> c_int;
+        rdma_resolve_route: fn(*mut ffi::rdma_cm_id, c_int) -> c_int;
+        rdma_set_option: fn(*mut ffi::rdma_cm_id, c_int, c_int, *mut c_void, usize) -> c_int;
+        rdma_init_qp_attr: fn(*mut ffi::rdma_cm_id, *mut ffi::ibv_qp_attr, *mut c_int) -> c_int;
+        rdma_connect: fn(*mut ffi::rdma_cm_id, *mut ffi::rdma_conn_param) -> c_int;
+        rdma_establish: fn(*mut ffi::rdma_cm_id) -> c_int;
+        rdma_accept: fn(*mut ffi::rdma_cm_id, *mut ffi::rdma_conn_param) -> c_int;
+        rdma_reject: fn(*mut ffi::rdma_cm_id, *const c_void, u8) -> c_int;
+        rdma_disconnect: fn(*mut ffi::rdma_cm_id) -> c_int;
+        rdma_get_cm_event: fn(*mut ffi::rdma_event_channel, *mut *mut ffi::rdma_cm_event) -> c_int;
+        rdma_ack_cm_event: fn(*mut ffi::rdma_cm_event) -> c_int;
+        rdma_event_str: fn(ffi::rdma_cm_event_type) -> *const c_char;
+        }
+        optional {}
+    }
+}
+
+/// Both libraries.
+pub(crate) struct Library {
+    pub(crate) verbs: Verbs,
+    pub(crate) manager: Manager,
+}
+
+/// The libraries, opened by the first call.
+///
+/// # Errors
+/// [`Error::NoRdma`] if they are not installed, too old, or turned off by [`DISABLE`].
+pub(crate) fn library() -> Result<&'static Library, Error> {
+    static LIBRARY: OnceLock<Result<Library, String>> = OnceLock::new();
+    if std::env::var_os(DISABLE).is_some_and(|value| !value.is_empty() && value != "0") {
+        return Err(Error::NoRdma {
+            what: format!("it is turned off by {DISABLE}"),
+            cure: "unset that variable".into(),
+        });
+    }
+    LIBRARY.get_or_init(|| open().map_err(|error| error.to_string())).as_ref().map_err(|what| Error::NoRdma {
+        what: what.clone(),
+        cure: "install rdma-core's libraries (Debian: libibverbs1 librdmacm1 ibverbs-providers; \
+               Red Hat: libibverbs librdmacm)"
+            .into(),
+    })
+}
+
+fn open() -> Result<Library, libloading::Error> {
+    // Left open for ever: the pointers taken out of them must stay valid. A leaked handle is exactly that.
+    // SAFETY: Opening runs the library's initialisers. Those of rdma-core register fork handlers and read environment variables.
+    let verbs = Box::leak(Box::new(unsafe { Handle::new("libibverbs.so.1") }?));
+    // SAFETY: As above; librdmacm has no initialiser beyond its dependency's.
+    let manager = Box::leak(Box::new(unsafe { Handle::new("librdmacm.so.1") }?));
+    Ok(Library { verbs: Verbs::fill(verbs)?, manager: Manager::fill(manager)? })
+}
+
+/// Set to anything but `0`: RDMA is not looked for.
+pub const DISABLE: &str = "REMORA_RDMA_DISABLE";
+
+impl Library {
+    /// The name of a work completion's status.
+    fn status_name(&'static self, status: ffi::ibv_wc_status) -> &'static str {
+        // SAFETY: The function takes any number, and returns a string constant or null.
+        let name = unsafe { (self.verbs.ibv_wc_status_str)(status) };
+        // SAFETY: A constant of the library, or null.
+        unsafe { constant(name) }
+    }
+
+    /// The name of an asynchronous event of a device.
+    pub(crate) fn async_event_name(&'static self, event: ffi::ibv_event_type) -> &'static str {
+        // SAFETY: The function takes any number, and returns a string constant or null.
+        let name = unsafe { (self.verbs.ibv_event_type_str)(event) };
+        // SAFETY: A constant of the library, or null.
+        unsafe { constant(name) }
+    }
+
+    /// The name of an event of the connection manager.
+    pub(crate) fn event_name(&'static self, event: ffi::rdma_cm_event_type) -> &'static str {
+        // SAFETY: The function takes any number, and returns a string constant or null.
+        let name = unsafe { (self.manager.rdma_event_str)(event) };
+        // SAFETY: A constant of the library, or null.
+        unsafe { constant(name) }
+    }
+}
+
+/// The name of a work completion's status; "unknown" without the library.
+pub fn status_name(status: ffi::ibv_wc_status) -> &'static str {
+    library().map_or("unknown", |library| library.status_name(status))
+}
+
+/// A string constant of a library.
+///
+/// # Safety
+/// `pointer` is null, or a string that ends with a zero and is a constant of a library that [`library`] has opened. Those are never
+/// closed, so that the constant lives as long as the process.
+unsafe fn constant(pointer: *const c_char) -> &'static str {
+    if pointer.is_null() {
+        return "unknown";
+    }
+    // SAFETY: Not null, as just checked; the rest is the caller's promise.
+    unsafe { CStr::from_ptr(pointer) }.to_str().unwrap_or("unknown")
+}
+
+/// The answer of a call that says -1 or an error number and leaves the reason in `errno`, or is the reason.
+pub(crate) fn done(code: c_int) -> io::Result<()> {
+    match code {
+        0 => Ok(()),
+        // librdmacm answers -1 and sets errno; most of libibverbs answers the number itself.
+        -1 => Err(io::Error::last_os_error()),
+        number => Err(io::Error::from_raw_os_error(number.abs())),
+    }
+}
+
+/// The answer of a call that says null and leaves the reason in `errno`.
+pub(crate) fn made<T>(pointer: *mut T) -> io::Result<std::ptr::NonNull<T>> {
+    std::ptr::NonNull::new(pointer).ok_or_else(io::Error::last_os_error)
+}
+
+/// A copy of a name that a library gave.
+///
+/// # Safety
+/// `pointer` is null, or a string that ends with a zero and lives during the call.
+pub(crate) unsafe fn text(pointer: *const c_char) -> String {
+    if pointer.is_null() {
+        return String::from("unknown");
+    }
+    // SAFETY: Not null, as just checked; the rest is the caller's promise.
+    unsafe { CStr::from_ptr(pointer) }.to_string_lossy().into_owned()
+}
+
+/// The library's descriptors block unless told otherwise.
+pub(crate) fn never_block(fd: BorrowedFd<'_>) -> Result<(), Error> {
+    rustix::io::ioctl_fionbio(fd, true).map_err(Error::system("making a descriptor of the RDMA device non-blocking"))
+}
+
+/// Giving something back can fail only if the device is gone, or by a mistake of ours about the order.
+pub(crate) fn complain(code: i32, what: &str) {
+    if let Err(error) = done(code) {
+        tracing::warn!(%error, "giving back {what}");
+    }
+}

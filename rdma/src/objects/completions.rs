@@ -1,0 +1,176 @@
+//! Completion queues, and the channels that announce them.
+
+use std::{
+    io,
+    mem::MaybeUninit,
+    os::fd::{AsFd, BorrowedFd},
+    ptr::{NonNull, null_mut},
+    sync::Arc,
+};
+
+use crate::{
+    Error, bindings as ffi,
+    device::Device,
+    library::{complain, done, made, never_block},
+};
+
+/// A descriptor that becomes readable when an armed completion queue has something.
+pub struct Channel {
+    raw: NonNull<ffi::ibv_comp_channel>,
+    device: Arc<Device>,
+}
+
+impl Channel {
+    /// A new channel, whose descriptor does not block.
+    ///
+    /// # Errors
+    /// [`Error::System`].
+    pub fn new(device: &Arc<Device>) -> Result<Arc<Channel>, Error> {
+        // SAFETY: The context is open for as long as the process lives.
+        let raw = made(unsafe { (device.library().verbs.ibv_create_comp_channel)(device.context()) });
+        let raw = raw.map_err(Error::system("making a completion channel"))?;
+        let channel = Channel { raw, device: device.clone() };
+        never_block(channel.as_fd())?;
+        Ok(Arc::new(channel))
+    }
+
+    pub(crate) fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+
+    /// Takes one event out, if there is one, and says which queue has something: its [`Completions::name`].
+    pub fn next(&self) -> Option<usize> {
+        let verbs = &self.device.library().verbs;
+        let (mut queue, mut context) = (null_mut(), null_mut());
+        // SAFETY: Both pointers are to places of ours. The channel's descriptor does not block.
+        if unsafe { (verbs.ibv_get_cq_event)(self.raw.as_ptr(), &mut queue, &mut context) } != 0 {
+            return None;
+        }
+        // SAFETY: The queue exists: destroying one waits for its events to be acknowledged, which this is.
+        unsafe { (verbs.ibv_ack_cq_events)(queue, 1) };
+        Some(queue as usize)
+    }
+}
+
+impl AsFd for Channel {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: The struct behind the pointer lives until `drop`.
+        let fd = unsafe { self.raw.as_ref() }.fd;
+        // SAFETY: The descriptor is open until the channel is destroyed.
+        unsafe { BorrowedFd::borrow_raw(fd) }
+    }
+}
+
+impl Drop for Channel {
+    fn drop(&mut self) {
+        // SAFETY: See the head of the file.
+        let code = unsafe { (self.device.library().verbs.ibv_destroy_comp_channel)(self.raw.as_ptr()) };
+        complain(code, "a completion channel");
+    }
+}
+
+/// A completion queue.
+pub struct Completions {
+    raw: NonNull<ffi::ibv_cq>,
+    channel: Arc<Channel>,
+}
+
+/// How one work request ended.
+#[derive(Clone, Copy, Debug)]
+pub struct Completed {
+    /// The name that the request was given.
+    pub name: u64,
+    /// `IBV_WC_SUCCESS` or why not.
+    pub status: ffi::ibv_wc_status,
+    /// Bytes received, where it was a receive.
+    pub length: u32,
+}
+
+impl Completed {
+    /// Reads an entry that a driver has written.
+    fn read(entry: &MaybeUninit<ffi::ibv_wc>) -> Completed {
+        let entry = entry.as_ptr();
+        // SAFETY: The place is aligned and ours. Drivers set `wr_id` in each entry that they report. No reference is made to the other
+        // fields, which they may leave as they were.
+        let name = unsafe { (*entry).wr_id };
+        // SAFETY: As above, for `status`.
+        let status = unsafe { (*entry).status };
+        let length = if status == ffi::IBV_WC_SUCCESS {
+            // SAFETY: As above; `byte_len` is set in each entry that reports a success.
+            unsafe { (*entry).byte_len }
+        } else {
+            0
+        };
+        Completed { name, status, length }
+    }
+}
+
+impl Completions {
+    /// A queue with room for `entries`. Beyond it completions are lost and the queue is dead, so the owners count their requests.
+    pub fn new(channel: &Arc<Channel>, entries: u32) -> Result<Arc<Completions>, Error> {
+        let (device, entries) = (channel.device(), i32::try_from(entries).unwrap_or(i32::MAX));
+        // SAFETY: The context and the channel exist as long as this object, which holds them. 0 is the completion vector that every
+        // device has.
+        let raw = unsafe {
+            (device.library().verbs.ibv_create_cq)(device.context(), entries, null_mut(), channel.raw.as_ptr(), 0)
+        };
+        let raw = made(raw).map_err(Error::system("making a completion queue"))?;
+        Ok(Arc::new(Completions { raw, channel: channel.clone() }))
+    }
+
+    /// The library's pointer, valid as long as this object.
+    pub(crate) fn raw(&self) -> *mut ffi::ibv_cq {
+        self.raw.as_ptr()
+    }
+
+    /// What [`Channel::next`] calls it.
+    pub fn name(&self) -> usize {
+        self.raw.as_ptr() as usize
+    }
+
+    /// The next completion that comes makes the channel's descriptor readable. What is in the queue already does not: poll once more.
+    pub fn arm(&self) -> Result<(), Error> {
+        let ops = &self.channel.device().operations();
+        let Some(arm) = ops.req_notify_cq else { return Err(Error::Misuse("the device can't announce completions")) };
+        // SAFETY: The queue exists. 0: any completion, not only solicited ones.
+        done(unsafe { arm(self.raw.as_ptr(), 0) }).map_err(Error::system("arming a completion queue"))
+    }
+
+    /// Takes up to [`BATCH`] completions out.
+    pub fn poll(&self, into: &mut Vec<Completed>) -> Result<usize, Error> {
+        let ops = &self.channel.device().operations();
+        let Some(poll) = ops.poll_cq else { return Err(Error::Misuse("the device can't be polled")) };
+        let mut entries = [const { MaybeUninit::<ffi::ibv_wc>::zeroed() }; BATCH];
+        // SAFETY: The queue exists; there is room for BATCH entries, of which the driver writes as many as it says.
+        let count = unsafe { poll(self.raw.as_ptr(), BATCH as i32, entries.as_mut_ptr().cast()) };
+        let count = usize::try_from(count).map_err(|_| {
+            Error::system("polling a completion queue")(io::Error::other(
+                "the queue has overflowed or the device is gone",
+            ))
+        })?;
+        for entry in entries.iter().take(count) {
+            into.push(Completed::read(entry));
+        }
+        Ok(count)
+    }
+}
+
+impl Drop for Completions {
+    fn drop(&mut self) {
+        // SAFETY: See the head of the file; no queue pair uses it, and each event was acknowledged where it was taken.
+        let code = unsafe { (self.channel.device().library().verbs.ibv_destroy_cq)(self.raw.as_ptr()) };
+        complain(code, "a completion queue");
+    }
+}
+
+/// Requests posted, and completions taken out, by one call: enough that the call is cheap for each, little enough for the stack.
+pub const BATCH: usize = 16;
+
+// SAFETY: The object behind the pointer is not tied to a thread.
+unsafe impl Send for Channel {}
+// SAFETY: The library takes its own locks where two threads use one object.
+unsafe impl Sync for Channel {}
+// SAFETY: The object behind the pointer is not tied to a thread.
+unsafe impl Send for Completions {}
+// SAFETY: The library takes its own locks where two threads use one object.
+unsafe impl Sync for Completions {}

@@ -1,0 +1,51 @@
+//! Protection domains.
+
+use std::{ptr::NonNull, sync::Arc};
+
+use crate::{
+    Error, bindings as ffi,
+    device::Device,
+    library::{complain, made},
+};
+
+/// A protection domain: queue pairs in it can use the registrations in it, and no others.
+pub struct Domain {
+    raw: NonNull<ffi::ibv_pd>,
+    device: Arc<Device>,
+}
+
+impl Domain {
+    /// Allocates a protection domain.
+    ///
+    /// # Errors
+    /// [`Error::System`].
+    pub fn new(device: &Arc<Device>) -> Result<Arc<Domain>, Error> {
+        // SAFETY: The context is open for as long as the process lives.
+        let raw = made(unsafe { (device.library().verbs.ibv_alloc_pd)(device.context()) });
+        let raw = raw.map_err(Error::system("making a protection domain"))?;
+        Ok(Arc::new(Domain { raw, device: device.clone() }))
+    }
+
+    /// The device that it belongs to.
+    pub fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+
+    /// The library's pointer, valid as long as this object.
+    pub(crate) fn raw(&self) -> *mut ffi::ibv_pd {
+        self.raw.as_ptr()
+    }
+}
+
+impl Drop for Domain {
+    fn drop(&mut self) {
+        // SAFETY: See the head of the file; whatever was made from it holds an Arc and is gone.
+        let code = unsafe { (self.device.library().verbs.ibv_dealloc_pd)(self.raw.as_ptr()) };
+        complain(code, "a protection domain");
+    }
+}
+
+// SAFETY: The object behind the pointer is not tied to a thread.
+unsafe impl Send for Domain {}
+// SAFETY: The library takes its own locks where two threads use one object.
+unsafe impl Sync for Domain {}

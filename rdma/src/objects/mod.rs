@@ -1,0 +1,27 @@
+//! What libibverbs hands out, each with one owner that gives it back: domains, registrations, completion queues, queue pairs.
+//!
+//! ```text
+//!   Device ◀── Domain ◀── Registration ──▶ Memory        an arrow is an Arc: nothing goes before what stands on it
+//!     ▲           ▲
+//!     └ Channel ◀─┴─ Completions ◀── QueuePair
+//! ```
+//!
+//! All unsafe calls on these objects stand here and in `cm`. What the comments lean on: *a pointer in one of these structs came from
+//! the library, is not null, and is given back exactly once, in `drop`, after everything made from it*. The library's functions may be
+//! called from several threads at once on the same object (ibv_get_device_list(3) and "Thread safety" of rdma-core), which is why all
+//! are `Send` and `Sync`.
+
+mod batch;
+mod completions;
+mod domain;
+mod queue_pair;
+mod receives;
+mod registration;
+
+pub use batch::{Batch, RemoteRead};
+pub use completions::{BATCH, Channel, Completed, Completions};
+pub use domain::Domain;
+pub use queue_pair::{Capacity, NO_RIGHTS, QueuePair};
+pub(crate) use queue_pair::{Sharing, no_attributes};
+pub(crate) use receives::SharedReceives;
+pub use registration::{Access, Registration};

@@ -1,0 +1,123 @@
+//! Memory that a card knows.
+
+use std::{io, ptr::NonNull, sync::Arc};
+
+use remora_memory::Memory;
+
+use super::Domain;
+use crate::{
+    Error, bindings as ffi,
+    library::{complain, made},
+};
+
+/// What others may do with registered memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// The other end may read it; nobody may write it by way of the card.
+    RemoteRead,
+    /// What we read from others lands in it; the other end may do nothing with it.
+    Landing,
+}
+
+/// Memory that the card has been told of: its pages stay where they are until this is dropped.
+pub struct Registration {
+    raw: NonNull<ffi::ibv_mr>,
+    /// The address that the card knows the memory's first byte by.
+    base: u64,
+    domain: Arc<Domain>,
+    memory: Arc<Memory>,
+}
+
+impl Registration {
+    /// Registers all of `memory`, which backs it with pages wherever it had none.
+    ///
+    /// # Errors
+    /// [`Error::NoRdma`] for a locked-memory limit that is too low; [`Error::System`].
+    pub fn new(domain: &Arc<Domain>, memory: &Arc<Memory>, access: Access) -> Result<Arc<Registration>, Error> {
+        // The library checks access flags against each other: remote rights but reading would need local writing.
+        let flags = match access {
+            Access::RemoteRead => ffi::IBV_ACCESS_REMOTE_READ,
+            Access::Landing => ffi::IBV_ACCESS_LOCAL_WRITE,
+        };
+        let (address, length) = (memory.base_address(), memory.length() as usize);
+        let verbs = &domain.device().library().verbs;
+        let (raw, base) = match verbs.ibv_reg_mr_iova2 {
+            Some(register) if access == Access::RemoteRead => {
+                // SAFETY: Address and length are those of a mapping that the struct keeps alive until after deregistration. It is
+                // shared memory, so that a fork of this process copies nothing of it. The card only reads it.
+                (unsafe { register(domain.raw(), address.as_ptr().cast(), length, ZERO_BASED, flags) }, ZERO_BASED)
+            }
+            _ => {
+                // SAFETY: As above. What the card writes lands in shared memory, of which no references exist.
+                let raw = unsafe { (verbs.ibv_reg_mr)(domain.raw(), address.as_ptr().cast(), length, flags as i32) };
+                (raw, address.as_ptr() as u64)
+            }
+        };
+        let raw = made(raw).map_err(|error| registration_failed(error, length))?;
+        Ok(Arc::new(Registration { raw, base, domain: domain.clone(), memory: memory.clone() }))
+    }
+
+    /// The registered memory.
+    pub fn memory(&self) -> &Arc<Memory> {
+        &self.memory
+    }
+
+    /// The domain that it is registered in.
+    pub fn domain(&self) -> &Arc<Domain> {
+        &self.domain
+    }
+
+    /// What a remote end has to name to read it.
+    pub fn remote_key(&self) -> u32 {
+        // SAFETY: The struct behind the pointer lives until `drop`, and the library does not change it.
+        unsafe { self.raw.as_ref() }.rkey
+    }
+
+    /// The address that a remote end has to name for the first byte.
+    pub fn remote_base(&self) -> u64 {
+        self.base
+    }
+
+    /// A range of it for a work request of ours. The card may write there, so that the range is checked here.
+    ///
+    /// # Errors
+    /// [`remora_memory::Error::OutOfBounds`].
+    pub(crate) fn piece(&self, offset: u64, length: u32) -> Result<ffi::ibv_sge, Error> {
+        remora_memory::check(offset, length.into(), self.memory.length())?;
+        // SAFETY: As in `remote_key`.
+        let lkey = unsafe { self.raw.as_ref() }.lkey;
+        // Keys know the memory by the address that it was registered at, our own work requests' as well as others'.
+        Ok(ffi::ibv_sge { addr: self.base + offset, length, lkey })
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        // SAFETY: See the head of the file. Queue pairs that used it may still exist: the card then refuses their requests.
+        let code = unsafe { (self.domain.device().library().verbs.ibv_dereg_mr)(self.raw.as_ptr()) };
+        complain(code, "a memory registration");
+    }
+}
+
+/// The remote address of a region's first byte, where the library can set one: offsets then are addresses, and nobody is told where
+/// in our address space anything lies.
+const ZERO_BASED: u64 = 0;
+
+fn registration_failed(error: io::Error, length: usize) -> Error {
+    if error.raw_os_error() != Some(libc::ENOMEM) {
+        return Error::system("registering memory with the RDMA device")(error);
+    }
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Memlock).current;
+    let limit = limit.map_or("unlimited".to_owned(), |bytes| format!("{bytes} bytes"));
+    Error::NoRdma {
+        what: format!("{length} bytes of memory can't be locked (the locked-memory limit is {limit})"),
+        cure: "raise it: `ulimit -l unlimited`, LimitMEMLOCK=infinity in the systemd unit of the service or of the \
+               container runtime, or give the capability CAP_IPC_LOCK"
+            .into(),
+    }
+}
+
+// SAFETY: The object behind the pointer is not tied to a thread.
+unsafe impl Send for Registration {}
+// SAFETY: The library takes its own locks where two threads use one object.
+unsafe impl Sync for Registration {}

@@ -1,0 +1,186 @@
+//! What this machine has of RDMA and what it lacks, in sentences that one can act on. Nothing is connected here.
+//!
+//! Devices are listed by opening them: the file system under `/sys/class/infiniband` shows a container all cards of its host, also
+//! those that it may not use. What is read there afterwards are facts about devices that could be opened.
+
+use std::{fs, net::IpAddr, path::Path};
+
+use crate::{device::Device, library::library, missing::no_device, ports::rdma_addresses};
+
+/// The whole machine.
+#[derive(Clone, Debug, Default)]
+pub struct Report {
+    /// The devices that can be used.
+    pub devices: Vec<DeviceReport>,
+    /// Bytes that this process may lock; `None`: no limit, or the right to ignore it.
+    pub locked_memory_limit: Option<u64>,
+    /// Whether a process that has registered memory may fork: `unneeded` (the kernel copes), `enabled`, `disabled`, `unknown`.
+    pub fork_support: String,
+    /// What is missing, and how to get it; `None`: RDMA can be used.
+    pub trouble: Option<String>,
+}
+
+/// One device.
+#[derive(Clone, Debug)]
+pub struct DeviceReport {
+    /// Its name, as `rdma link` shows it.
+    pub name: String,
+    /// `InfiniBand` (which RoCE is, to the library) or `iWARP`.
+    pub transport: String,
+    /// NUMA node; `None` where it belongs to none.
+    pub numa_node: Option<u32>,
+    /// Queue pairs, work requests per queue, entries per completion queue.
+    pub queue_pairs: u32,
+    /// Work requests per queue.
+    pub queue_depth: u32,
+    /// Entries per completion queue.
+    pub completions: u32,
+    /// READs that it starts at once per queue pair.
+    pub reads_started: u32,
+    /// READs that it serves at once per queue pair.
+    pub reads_served: u32,
+    /// READs that it serves at once in all.
+    pub reads_served_in_all: u32,
+    /// Pieces that one READ may be scattered into.
+    pub read_pieces: u32,
+    /// Bytes of one registration, at most.
+    pub registration_bytes: u64,
+    /// Its ports.
+    pub ports: Vec<PortReport>,
+}
+
+/// One port.
+#[derive(Clone, Debug)]
+pub struct PortReport {
+    /// Its number, from 1.
+    pub number: u32,
+    /// `ACTIVE`, `DOWN`, …
+    pub state: String,
+    /// `Ethernet` or `InfiniBand`.
+    pub link_layer: String,
+    /// As the kernel words it: `100 Gb/sec (4X EDR)`.
+    pub speed: String,
+    /// Bytes of one packet.
+    pub mtu: u32,
+    /// The network device below it, for Ethernet.
+    pub network_device: String,
+    /// The IP addresses of this host by which it is reached.
+    pub addresses: Vec<IpAddr>,
+    /// Its GIDs, each with its kind (`RoCE v2`, `IB/RoCE v1`), without the empty ones.
+    pub gids: Vec<(u32, String, String)>,
+}
+
+/// Looks at everything. Where there is nothing it says why.
+pub fn devices() -> Report {
+    let mut report =
+        Report { locked_memory_limit: locked_memory_limit(), fork_support: "unknown".into(), ..Report::default() };
+    match Device::all() {
+        Ok(found) if found.is_empty() => report.trouble = Some(no_device().to_string()),
+        Ok(found) => report.devices = found.iter().map(|device| describe(device)).collect(),
+        Err(error) => report.trouble = Some(error.to_string()),
+    }
+    if !report.devices.is_empty()
+        && let Ok(library) = library()
+    {
+        report.fork_support = fork_support(library.verbs.ibv_is_fork_initialized).into();
+    }
+    for at in rdma_addresses().unwrap_or_default() {
+        let device = report.devices.iter_mut().find(|device| device.name == at.device);
+        let port = device.and_then(|device| device.ports.iter_mut().find(|port| port.number == u32::from(at.port)));
+        if let Some(port) = port {
+            port.addresses.push(at.address);
+        }
+    }
+    let ports = report.devices.iter().flat_map(|device| &device.ports);
+    if !report.devices.is_empty() && !ports.clone().any(|port| port.state == "ACTIVE") {
+        report.trouble =
+            Some("no port of an RDMA device is active: plug in a cable, or `ip link set DEVICE up`".into());
+    }
+    report
+}
+
+fn fork_support(ask: Option<unsafe extern "C" fn() -> crate::bindings::ibv_fork_status>) -> &'static str {
+    let Some(ask) = ask else { return "unknown" };
+    // SAFETY: No conditions: it only tells.
+    match unsafe { ask() } {
+        crate::bindings::IBV_FORK_UNNEEDED => "unneeded",
+        crate::bindings::IBV_FORK_ENABLED => "enabled",
+        _ => "disabled",
+    }
+}
+
+fn describe(device: &Device) -> DeviceReport {
+    let attributes = device.attributes();
+    let number = |value: i32| u32::try_from(value).unwrap_or(0);
+    let folder = Path::new("/sys/class/infiniband").join(device.name());
+    DeviceReport {
+        name: device.name().to_owned(),
+        transport: if device.is_iwarp() { "iWARP" } else { "InfiniBand" }.into(),
+        numa_node: word(&folder.join("device/numa_node")).parse().ok(),
+        queue_pairs: number(attributes.max_qp),
+        queue_depth: number(attributes.max_qp_wr),
+        completions: number(attributes.max_cqe),
+        reads_started: number(attributes.max_qp_init_rd_atom),
+        reads_served: number(attributes.max_qp_rd_atom),
+        reads_served_in_all: number(attributes.max_res_rd_atom),
+        read_pieces: number(attributes.max_sge_rd),
+        registration_bytes: attributes.max_mr_size,
+        ports: (1..=u32::from(attributes.phys_port_cnt)).map(|number| port(&folder, number)).collect(),
+    }
+}
+
+fn port(device: &Path, number: u32) -> PortReport {
+    let folder = device.join("ports").join(number.to_string());
+    // "4: ACTIVE"
+    let state = word(&folder.join("state"));
+    let state = state.split_once(": ").map_or(state.clone(), |(_, name)| name.to_owned());
+    let network_device = word(&folder.join("gid_attrs/ndevs/0"));
+    let mtu = Path::new("/sys/class/net").join(&network_device).join("mtu");
+    PortReport {
+        number,
+        state,
+        link_layer: word(&folder.join("link_layer")),
+        speed: word(&folder.join("rate")),
+        mtu: rdma_mtu(word(&mtu).parse().ok()),
+        addresses: Vec::new(),
+        gids: gids(&folder),
+        network_device,
+    }
+}
+
+/// The largest packet that fits into the network's, behind RoCE's 58 bytes of heads and checksums; InfiniBand's usual one where there
+/// is no network device.
+fn rdma_mtu(network: Option<u32>) -> u32 {
+    let Some(network) = network else { return 4096 };
+    [4096, 2048, 1024, 512].into_iter().find(|mtu| mtu + 58 <= network).unwrap_or(256)
+}
+
+fn gids(port: &Path) -> Vec<(u32, String, String)> {
+    let mut gids = Vec::new();
+    for entry in fs::read_dir(port.join("gids")).into_iter().flatten().flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let gid = word(&entry.path());
+        if gid.is_empty() || gid.bytes().all(|byte| byte == b'0' || byte == b':') {
+            continue;
+        }
+        let kind = word(&port.join("gid_attrs/types").join(&name));
+        gids.push((name.parse().unwrap_or(0), gid, kind));
+    }
+    gids.sort();
+    gids
+}
+
+/// What a file of the kernel says; nothing where it says nothing.
+fn word(path: &Path) -> String {
+    fs::read_to_string(path).unwrap_or_default().trim().to_owned()
+}
+
+/// The limit that registering memory counts against, unless we may ignore it.
+fn locked_memory_limit() -> Option<u64> {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Memlock).current?;
+    // Bit 14 of the capabilities is CAP_IPC_LOCK.
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
+    let effective = effective.and_then(|set| u64::from_str_radix(set.trim(), 16).ok()).unwrap_or(0);
+    (effective & (1 << 14) == 0).then_some(limit)
+}

@@ -1,0 +1,168 @@
+//! Send and receive, step by step: what an RDMA connection is made of, told by one message and one that is too long.
+//!
+//! The transport itself uses READs, for which one end posts nothing; sending is what its handshake uses, and what most other programs
+//! use. `fabric/examples/send_recv.rs` runs this. Nothing of the transport stands on it.
+//!
+//! ```text
+//!   listener                                              caller
+//!   protection domain, completion queue, queue pair       the same, of its own
+//!   memory region; post_receive: room for 64 bytes        memory region with a message in it
+//!        ◀──────────────── connect, accept ──────────────────
+//!        ◀──────────────── SEND, 23 bytes ───────────────────  post_send
+//!   completion: 23 bytes received                         completion: sent (that is: acknowledged by the other card)
+//!        ◀──────────────── SEND, 100 bytes ──────────────────  post_send
+//!   completion: a local error (each device has its own)   completion: a remote error
+//! ```
+
+use std::{
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use crate::{
+    bindings as ffi,
+    cm::{ConnectOptions, Event, Events, Id, Terms, resolve},
+    library::status_name,
+    objects::{Access, Capacity, Channel, Completed, Completions, Domain, NO_RIGHTS, QueuePair, Registration},
+};
+use remora_memory::{Memory, Pages, wait_readable};
+
+use crate::Error;
+
+/// Goes through it, with the listener at `listener` and the caller at `caller`, two addresses of RDMA devices of this machine (or one and
+/// the same). Tells each step to `tell`.
+///
+/// # Errors
+/// [`Error::NoRdma`]; whatever goes wrong on the way, the two errors at the end excepted: those are the point.
+pub fn send_and_receive(listener: IpAddr, caller: IpAddr, mut tell: impl FnMut(String)) -> Result<(), Error> {
+    let options = ConnectOptions::default();
+
+    // 1. The listener. Events of the connection manager arrive on a channel; an id is one end of a connection, or a listener.
+    let listening = Events::new()?;
+    let door = Id::new(&listening)?;
+    let port = door.listen(SocketAddr::new(listener, 0)).map_err(Error::system("listening"))?;
+    tell(format!("listening at {listener}, port {port} of the RDMA port space"));
+
+    // 2. The caller finds the device and the route that lead there, and makes what it needs on that device.
+    let calling = Events::new()?;
+    let call = Id::new(&calling)?;
+    let deadline = Instant::now() + PATIENCE;
+    resolve(&calling, &call, Some(caller), SocketAddr::new(listener, port), deadline, PATIENCE)?;
+    call.resolve_route(PATIENCE).map_err(Error::system("resolving"))?;
+    expect(&calling, ffi::RDMA_CM_EVENT_ROUTE_RESOLVED)?;
+    let near = Side::new(&call)?;
+    tell(format!("the caller's way is by {}", near.pair.domain().device().name()));
+
+    // 3. It connects. Its queue pair must be initialised by then, so that the other end can be told its number.
+    call.initialise(&near.pair, NO_RIGHTS)?;
+    call.connect(&near.pair, Terms::default(), b"hello", &options).map_err(Error::system("connecting"))?;
+
+    // 4. The listener hears of it: a new id, with the caller's private data (filled up with zeros) and the device that it came by.
+    let request = expect(&listening, ffi::RDMA_CM_EVENT_CONNECT_REQUEST)?;
+    let (answer, request) = request.into_request().ok_or(Error::Protocol("no request to connect"))?;
+    tell(format!("a request came, with {} bytes of private data", request.message.len()));
+    let far = Side::new(&answer)?;
+    answer.initialise(&far.pair, NO_RIGHTS)?;
+    // Room for messages is posted before any can come: a SEND that finds none is refused by the card and has to be repeated.
+    far.pair.post_receive(RECEIVE, &far.region, 0, ROOM)?;
+    far.pair.post_receive(RECEIVE, &far.region, u64::from(ROOM), ROOM)?;
+    // Ready to receive, ready to send; then yes.
+    answer.ready(&far.pair, Terms::default(), &options)?;
+    answer.accept(&far.pair, Terms::default(), b"", &options).map_err(Error::system("accepting"))?;
+
+    // 5. The caller hears the yes and makes its queue pair ready in turn; the last word of the three is `establish`.
+    expect(&calling, ffi::RDMA_CM_EVENT_CONNECT_RESPONSE)?;
+    call.ready(&near.pair, Terms::default(), &options)?;
+    call.establish().map_err(Error::system("establishing"))?;
+    expect(&listening, ffi::RDMA_CM_EVENT_ESTABLISHED)?;
+    tell("connected".into());
+
+    // 6. A message: bytes in a registered region, a work request that names them, and a completion on each side.
+    near.region.memory().write(0, MESSAGE)?;
+    near.pair.post_send(SEND, &near.region, 0, MESSAGE.len() as u32)?;
+    let sent = near.completion()?;
+    let received = far.completion()?;
+    tell(format!("the caller's request {} completed: {}", sent.name, status_name(sent.status)));
+    let mut bytes = vec![0; received.length as usize];
+    far.region.memory().read(0, &mut bytes)?;
+    tell(format!("the listener's request {} completed: {:?}", received.name, String::from_utf8_lossy(&bytes)));
+    if bytes != MESSAGE {
+        return Err(Error::Protocol("another message arrived than was sent"));
+    }
+
+    // 7. One that is longer than the room for it. Both sides are told, and both queue pairs are over: errors on a reliable connection end
+    //    it, and whatever is posted after that is flushed.
+    near.pair.post_send(SEND, &near.region, 0, 100)?;
+    let (short, long) = (far.completion()?, near.completion()?);
+    tell(format!("a message of 100 bytes into room for {ROOM}: the listener has {:?},", status_name(short.status)));
+    tell(format!("the caller {:?}", status_name(long.status)));
+    if short.status == ffi::IBV_WC_SUCCESS || long.status == ffi::IBV_WC_SUCCESS {
+        return Err(Error::Protocol("a message that was too long got through"));
+    }
+    call.disconnect();
+    answer.disconnect();
+    Ok(())
+}
+
+/// What each side has on its device. Fields go in this order: the queue pair before what it stands on.
+struct Side {
+    pair: QueuePair,
+    region: Arc<Registration>,
+    completions: Arc<Completions>,
+    channel: Arc<Channel>,
+}
+
+impl Side {
+    fn new(id: &Id) -> Result<Side, Error> {
+        let device = id.device()?;
+        let domain = Domain::new(&device)?;
+        let memory = Arc::new(Memory::create("walkthrough", 4096, Pages::Small)?);
+        // The other end is given no right to it: a message is placed by our own card, where our own receive request says.
+        let region = Registration::new(&domain, &memory, Access::Landing)?;
+        let channel = Channel::new(&device)?;
+        let completions = Completions::new(&channel, 8)?;
+        let pair = QueuePair::new(&domain, &completions, Capacity { send: 2, receive: 2 })?;
+        Ok(Side { pair, region, completions, channel })
+    }
+
+    /// The next completion: armed first, looked at then, slept for last, so that none is missed.
+    fn completion(&self) -> Result<Completed, Error> {
+        let deadline = Instant::now() + PATIENCE;
+        let mut done = Vec::new();
+        loop {
+            self.completions.arm()?;
+            self.completions.poll(&mut done)?;
+            if let Some(first) = done.first() {
+                return Ok(*first);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(Error::TimedOut { what: "a work request", after: PATIENCE });
+            }
+            wait_readable(std::os::fd::AsFd::as_fd(&*self.channel), left)?;
+            while self.channel.next().is_some() {}
+        }
+    }
+}
+
+fn expect(events: &Arc<Events>, wanted: ffi::rdma_cm_event_type) -> Result<Event, Error> {
+    let event = events.wait(Instant::now() + PATIENCE)?;
+    let event = event.ok_or(Error::TimedOut { what: "the connection manager", after: PATIENCE })?;
+    match event.kind == wanted {
+        true => Ok(event),
+        false => Err(Error::system("connecting")(std::io::Error::other(events.name_of(event.kind)))),
+    }
+}
+
+const MESSAGE: &[u8] = b"one message, both sides";
+
+/// Names of the work requests, which come back in their completions.
+const SEND: u64 = 1;
+const RECEIVE: u64 = 2;
+
+/// Bytes of room for one message.
+const ROOM: u32 = 64;
+
+/// For every step. On a machine that is emulated and busy they take a while.
+const PATIENCE: Duration = Duration::from_secs(20);
