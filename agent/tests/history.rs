@@ -1,5 +1,6 @@
-//! A server whose replication history changes while a source captures it: it is shut down and started again, or promoted. Replicas must
-//! get nothing of the new history under the name of the old one, and none may need a full copy.
+//! A server whose replication history changes while a source captures it: it is shut down and started again, or
+//! promoted. Replicas must get nothing of the new history under the replid of the old one, and must not need a full
+//! copy.
 #![allow(clippy::unwrap_used)]
 
 mod kit;
@@ -36,8 +37,8 @@ fn native_replica(primary: &Server, name: &str, value: &str) -> Server {
     server
 }
 
-/// Waits until the agent has handed its server over by itself. An agent that goes on feeding it, so that `fed` comes true, is stopped as an
-/// operator would.
+/// Waits until the agent has handed its server over by itself. If the agent feeds its server instead, so that `fed` is
+/// true, the agent is stopped as by an operator.
 fn handed_over(agent: &mut Agent, fed: impl Fn() -> bool) {
     let look = || {
         let done = agent.ended()?.is_some() || fed();
@@ -102,7 +103,7 @@ fn a_server_that_joins_after_the_change_gets_a_snapshot_of_the_new_history() {
 }
 
 #[test]
-fn a_captured_replica_that_is_promoted_gives_its_new_writes_to_nobody_who_follows_its_primary() {
+fn a_captured_replica_that_is_promoted_does_not_give_its_new_writes_to_replicas_of_its_former_primary() {
     for kind in require::kinds() {
         let top = filled(kind);
         let captured = native_replica(&top, "repl-diskless-sync", "yes");
@@ -113,7 +114,7 @@ fn a_captured_replica_that_is_promoted_gives_its_new_writes_to_nobody_who_follow
         assert_same_data(&top, &captured);
         let before = syncs(&top);
 
-        // From here on each of the two has a history of its own, of which each byte has the offset that one of the other has.
+        // From here on the two servers have histories of their own, with other bytes at the same offsets.
         captured.client().unwrap().ok(&["REPLICAOF", "NO", "ONE"]).unwrap();
         set(&captured, "0", "b-only-key");
         set(&top, "1", "a-only-key");
