@@ -71,7 +71,8 @@ pub(super) unsafe extern "C" fn event_entry<H: EventHandler>(
     _data: *mut c_void,
 ) {
     let Some(context) = NonNull::new(context) else { return };
-    // SAFETY: Alive during the call, and the server fires events on its main thread, or on the only one of a fork child.
+    // SAFETY: Alive during the call, and the server fires events on its main thread, or on the only thread of a fork
+    // child.
     let context = unsafe { Context::new(context) };
     guard((), || H::handle(&context, what));
 }

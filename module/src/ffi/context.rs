@@ -33,7 +33,8 @@ impl<'s> Context<'s> {
     /// Writes a line to the server's log.
     pub(crate) fn log(&self, level: LogLevel, text: &str) {
         let text = without_zeros(text);
-        // SAFETY: A living context; a level that the server knows; a format that takes exactly one zero-terminated text.
+        // SAFETY: A living context; a level that the server knows; a format that takes exactly one zero-terminated
+        // text.
         unsafe { (server().log)(self.raw(), level.name().as_ptr(), c"%s".as_ptr(), text.as_ptr()) };
     }
 
@@ -116,8 +117,8 @@ impl<'s> Context<'s> {
     /// Calls a command; its errors are replies. `None`: the server gave no reply at all.
     pub(crate) fn call(&self, name: &CStr, arguments: &[StrRef<'_>]) -> Option<Reply<'_>> {
         let list: *const StrRef<'_> = arguments.as_ptr();
-        // SAFETY: A living context. The format "v" takes a list of strings and its length (a `size_t`), and `StrRef` is such a pointer
-        // and nothing else; "E" takes none. Nothing is kept after the call.
+        // SAFETY: A living context. The format "v" takes a list of strings and its length (a `size_t`), and `StrRef` is
+        // such a pointer and nothing else; "E" takes no argument. The server keeps nothing after the call.
         let raw = unsafe {
             (server().call)(self.raw(), name.as_ptr(), c"vE".as_ptr(), list.cast::<*mut RawString>(), arguments.len())
         };

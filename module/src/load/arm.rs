@@ -45,11 +45,13 @@ enum LoadError {
     #[error("expected 2 descriptors, got {0}")]
     Count(usize),
     #[error(
-        "repl-diskless-load is {0}: only on-empty-db and flush-before-load load from the link into the server's own data"
+        "repl-diskless-load is {0}: only on-empty-db and flush-before-load load from the link into the server's own \
+         data"
     )]
     Setting(String),
     #[error(
-        "there are {0} keys, and with repl-diskless-load on-empty-db only an empty server loads from its link: FLUSH was not given"
+        "there are {0} keys, and with repl-diskless-load on-empty-db only an empty server loads from its link: FLUSH \
+         was not given"
     )]
     NotEmpty(u64),
     #[error("emptying the server failed: {0}")]

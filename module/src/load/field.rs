@@ -66,7 +66,8 @@ enum FieldError {
     #[error("the field of references lacks its first word")]
     NoHello,
     #[error(
-        "the server loads into a data set that it does not serve yet (repl-diskless-load is {0}), where a module can't create keys"
+        "the server loads into a data set that it does not serve yet (repl-diskless-load is {0}), where a module \
+         can't create keys"
     )]
     Aside(String),
     #[error(transparent)]

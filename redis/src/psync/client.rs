@@ -14,8 +14,8 @@
 //!                                                         $… → Payload └───▶ ( Ended )
 //! ```
 //!
-//! Valkey 8 and later, where `dual-channel-replication-enabled` is on, offer the snapshot over a connection of its own, written
-//! by the forked child itself; snapshot and stream then come side by side. That takes three handshakes:
+//! Valkey 8 and later, if `dual-channel-replication-enabled` is on, offer the snapshot over a connection of its own,
+//! written by the forked child itself; snapshot and stream then arrive side by side. That takes three handshakes:
 //!
 //! ```text
 //!   first connection    … Capabilities (dual-channel) ── Psync ──▶ +DUALCHANNELSYNC → TwoChannels ▶ ( Ended )

@@ -76,7 +76,7 @@ impl LoadPage {
         STATUS_TEXT.write(&self.memory, text);
     }
 
-    // --- The agent's side ---------------------------------------------------------------------------------------------
+    // --- The agent's side --------------------------------------------------------------------------------
 
     /// The count. Everything that the reader read for it was read before.
     pub fn done(&self) -> u64 {
