@@ -249,7 +249,7 @@ fn two_replicas_of_one_child_get_everything_whatever_was_permitted() {
 }
 
 #[test]
-fn a_walk_that_breaks_off_ends_its_child_and_nobody_gets_the_rest() {
+fn a_walk_that_breaks_off_ends_its_child_and_no_replica_gets_the_rest() {
     for kind in require::kinds() {
         let agent = Agent::new(Work::Walk, 21);
         let server = armed_primary(kind, &agent);

@@ -515,7 +515,7 @@ mod tests {
         }
 
         #[test]
-        fn a_line_mixed_of_two_is_none_or_one_of_them(
+        fn a_line_mixed_from_two_is_invalid_or_one_of_them(
             a in (any::<u64>(), any::<u64>()), b in (any::<u64>(), any::<u64>()), cut in 0usize..=40,
         ) {
             let line = |(published, retired)| Line { published, retired, end: None, state: State::Open };

@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_is_not_up_to_date_is_busy() {
+    fn a_replica_that_is_not_up_to_date_is_busy() {
         assert_eq!(busy([line("online"), line("wait_bgsave"), line("online")].into_iter()), 1);
         assert_eq!(busy([line("wait_bgsave"), line("send_bulk")].into_iter()), 2);
         assert_eq!(busy([line("wait_bgsave"), None].into_iter()), 2, "the server counts one that it does not describe");

@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_tally_is_refused() {
+    fn memory_that_is_not_a_load_page_is_refused() {
         let other = Memory::create("other", LOAD_PAGE_BYTES, Pages::Small).unwrap();
         assert!(matches!(LoadPage::adopt(other), Err(Error::Layout(_))));
         let newer = LoadPage::create().unwrap();
