@@ -1,11 +1,14 @@
-//! A server whose replication history changes while a source captures it: it is shut down and started again, or promoted. Replicas must
-//! get nothing of the new history under the name of the old one, and none may need a full copy.
+//! A server whose replication history changes while a source captures it: it is shut down and started again, or
+//! promoted. Replicas must get nothing of the new history under the replid of the old one, and must not need a full
+//! copy.
 #![allow(clippy::unwrap_used)]
 
 mod kit;
 
-use kit::{LONG, Source, number, primary, syncs};
+use kit::{LONG, Source, number, primary, steady_writer, syncs};
+use remora_lab::server::wait_until;
 use remora_lab::{Agent, Kind, Server, assert_same_data, fill_every_type, require};
+use rustix::process::Signal;
 
 /// What the source's log says when the stream of the old history has ended.
 const CHANGED: &str = "the server's replication history has changed";
@@ -34,6 +37,18 @@ fn native_replica(primary: &Server, name: &str, value: &str) -> Server {
     server
 }
 
+/// Waits until the agent has handed its server over by itself. If the agent feeds its server instead, so that `fed` is
+/// true, the agent is stopped as by an operator.
+fn handed_over(agent: &mut Agent, fed: impl Fn() -> bool) {
+    let look = || {
+        let done = agent.ended()?.is_some() || fed();
+        Ok(if done { Ok(()) } else { Err("neither handed over nor fed".to_owned()) })
+    };
+    wait_until("the server to be handed over", LONG, look).unwrap();
+    agent.signal(Signal::TERM).unwrap();
+    agent.wait_for_success(LONG).unwrap();
+}
+
 fn set(server: &Server, database: &str, key: &str) {
     let mut client = server.client().unwrap();
     client.ok(&["SELECT", database]).unwrap();
@@ -59,10 +74,10 @@ fn a_primary_that_is_shut_down_and_started_again_continues_its_replicas() {
         for number in 0..100 {
             set(&primary, "3", &format!("after {number}"));
         }
-        source.agent.wait_for_line(CHANGED, LONG).unwrap();
-        agent.wait_for_success(LONG).unwrap();
+        handed_over(&mut agent, || exists(&server, "3", "after 99"));
         assert_same_data(&primary, &server);
         assert_eq!(number(&primary, "sync_full"), 0, "{kind}: a full copy since the restart");
+        source.agent.wait_for_line(CHANGED, LONG).unwrap();
         assert_eq!(server.fact("master_port").unwrap(), primary.port().to_string());
     }
 }
@@ -88,7 +103,7 @@ fn a_server_that_joins_after_the_change_gets_a_snapshot_of_the_new_history() {
 }
 
 #[test]
-fn a_captured_replica_that_is_promoted_gives_its_new_writes_to_nobody_who_follows_its_primary() {
+fn a_captured_replica_that_is_promoted_does_not_give_its_new_writes_to_replicas_of_its_former_primary() {
     for kind in require::kinds() {
         let top = filled(kind);
         let captured = native_replica(&top, "repl-diskless-sync", "yes");
@@ -99,18 +114,18 @@ fn a_captured_replica_that_is_promoted_gives_its_new_writes_to_nobody_who_follow
         assert_same_data(&top, &captured);
         let before = syncs(&top);
 
-        // From here on each of the two has a history of its own, of which each byte has the offset that one of the other has.
+        // From here on the two servers have histories of their own, with other bytes at the same offsets.
         captured.client().unwrap().ok(&["REPLICAOF", "NO", "ONE"]).unwrap();
         set(&captured, "0", "b-only-key");
         set(&top, "1", "a-only-key");
         set(&top, "1", "one more");
-        source.agent.wait_for_line(CHANGED, LONG).unwrap();
-        agent.wait_for_success(LONG).unwrap();
+        handed_over(&mut agent, || exists(&server, "0", "b-only-key"));
 
         assert_same_data(&top, &server);
         assert!(exists(&server, "1", "a-only-key") && !exists(&server, "0", "b-only-key"), "{kind}");
         assert_eq!(server.fact("master_port").unwrap(), top.port().to_string());
         assert_eq!(syncs(&top), (before.0, before.1 + 1), "{kind}: no full copy");
+        source.agent.wait_for_line(CHANGED, LONG).unwrap();
     }
 }
 
@@ -129,12 +144,34 @@ fn a_captured_replica_that_is_promoted_takes_the_servers_over_that_were_fed_from
 
         captured.client().unwrap().ok(&["REPLICAOF", "NO", "ONE"]).unwrap();
         set(&captured, "2", "after");
-        source.agent.wait_for_line(CHANGED, LONG).unwrap();
-        agent.wait_for_success(LONG).unwrap();
+        handed_over(&mut agent, || exists(&server, "2", "after"));
 
         assert_same_data(&captured, &server);
         assert!(exists(&server, "2", "after"), "{kind}");
         assert_eq!(number(&captured, "sync_full"), before.0, "{kind}: no full copy");
+        source.agent.wait_for_line(CHANGED, LONG).unwrap();
         assert_eq!(server.fact("master_port").unwrap(), captured.port().to_string());
+    }
+}
+
+#[test]
+fn a_promotion_in_the_middle_of_writes_loses_none_of_them() {
+    for kind in require::kinds() {
+        let top = filled(kind);
+        let captured = native_replica(&top, "repl-diskless-sync", "yes");
+        let mut source = Source::start(&captured, &["--memory", "128MiB"]);
+        let (server, mut agent) = staying(&source, kind);
+        let before = syncs(&captured);
+        let writer = steady_writer(&top);
+        writer.wait_for(2_000);
+        // The stream may be cut in the middle of a command or of a transaction.
+        captured.client().unwrap().ok(&["REPLICAOF", "NO", "ONE"]).unwrap();
+        set(&captured, "2", "after");
+        handed_over(&mut agent, || exists(&server, "2", "after"));
+        writer.stop().unwrap();
+
+        assert_same_data(&captured, &server);
+        assert_eq!(number(&captured, "sync_full"), before.0, "{kind}: no full copy");
+        source.agent.wait_for_line(CHANGED, LONG).unwrap();
     }
 }

@@ -248,11 +248,13 @@ impl Server {
         self.wait_until_ready(deadline)
     }
 
-    /// Shuts it down with its data saved (`SHUTDOWN SAVE`), and starts it again on them, in the same folder on the same ports.
+    /// Shuts the server down with its data saved (`SHUTDOWN SAVE`), and starts it again on these data, in the same
+    /// folder on the same ports.
     ///
-    /// With `NOW`, as it would otherwise wait for replicas that acknowledge less than everything, up to `shutdown-timeout`.
+    /// Uses `NOW`, as the server would otherwise wait up to `shutdown-timeout` for replicas that have not acknowledged
+    /// everything.
     pub fn restart_saved(&mut self, within: Duration) -> Result<()> {
-        // The server closes the connection instead of answering; an error that it does answer leaves it running.
+        // The server closes the connection instead of answering; if it answers with an error, it keeps running.
         let refused = self.client()?.call(&["SHUTDOWN", "SAVE", "NOW"]).ok();
         if self.process.wait(within)?.is_none() {
             return Err(self.too_late(&format!("its end after SHUTDOWN SAVE (answer: {refused:?})"), within));

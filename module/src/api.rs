@@ -1,4 +1,4 @@
-//! What the rest of this crate sees of the server: the safe handles of [`crate::ffi`], and the numbers that the API calls things by.
+//! The server as seen by the rest of this crate: the safe handles of [`crate::ffi`], and the numbers of the API.
 //! Nothing here is unsafe.
 
 pub(crate) use crate::ffi::{
@@ -21,9 +21,10 @@ pub(crate) const EVENT_FORK_CHILD: u64 = 13;
 /// `REDISMODULE_SUBEVENT_FORK_CHILD_DIED`: in the parent.
 pub(crate) const FORK_CHILD_DIED: u64 = 1;
 
-/// `REDISMODULE_OPTIONS_HANDLE_IO_ERRORS`: we bear a snapshot that breaks off, so the server may load from a socket.
+/// `REDISMODULE_OPTIONS_HANDLE_IO_ERRORS`: we tolerate a snapshot that breaks off, so the server may load from a
+/// socket.
 pub(crate) const OPTION_HANDLE_IO_ERRORS: i32 = 1;
-/// `REDISMODULE_OPTION_NO_IMPLICIT_SIGNAL_MODIFIED`: nobody who watches a key is told that we have changed it.
+/// `REDISMODULE_OPTION_NO_IMPLICIT_SIGNAL_MODIFIED`: clients that watch a key are not notified when we change it.
 pub(crate) const OPTION_NO_IMPLICIT_SIGNAL_MODIFIED: i32 = 1 << 1;
-/// `REDISMODULE_OPTIONS_HANDLE_REPL_ASYNC_LOAD`: we don't mind that the old data is served while new data is loaded.
+/// `REDISMODULE_OPTIONS_HANDLE_REPL_ASYNC_LOAD`: we tolerate that old data is served while new data is loaded.
 pub(crate) const OPTION_HANDLE_REPL_ASYNC_LOAD: i32 = 1 << 2;

@@ -1,8 +1,8 @@
-//! The half of Remora that may live inside the server: `libremora_module.so`.
+//! The part of Remora that runs inside a server: `libremora_module.so`.
 //!
-//! A server that has loaded it can write the long strings of a snapshot straight into a table that an agent has handed it, out of its fork
-//! child, and load them out of memory that an agent has shown it, without a socket in between. Nothing here opens a port, starts a fork or changes a
-//! setting of the server; without an agent it does nothing at all.
+//! A server with this module can write the long strings of a snapshot straight into a table that an agent has handed to
+//! it, from its fork child, and load them from memory that an agent has handed to it, without a socket in between. The
+//! module opens no port, forks no process and changes no setting of the server; without an agent it does nothing.
 //!
 //! ```text
 //!   remora source ──REMORA.ARM, memfd──▶ server ──fork──▶ child: capture ──RDB records──▶ slots of the table ══▶ replicas read
@@ -10,14 +10,14 @@
 //!   remora replica ──REMORA.LOAD, memfd──▶ server, loading what the agent sends ──our auxiliary fields──▶ load ◀── long strings
 //! ```
 //!
-//! In the order in which to read it:
+//! In reading order:
 //!
-//! * `api`: what can be asked of a server: contexts, keys, strings, replies.
-//! * `capture`: the fork child writes long strings into a table, and leaves the rest to its server.
-//! * `load`: long strings of a snapshot, out of memory that an agent has shown.
-//! * `ffi`: how things are asked of a server. The only unsafe code.
+//! * `api`: the functions of a server: contexts, keys, strings, replies.
+//! * `capture`: the fork child writes long strings into a table and leaves the rest to its server.
+//! * `load`: loads long strings of a snapshot from an agent's memory.
+//! * `ffi`: the calls into a server. The only unsafe code.
 //!
-//! `docs/module.md` tells how to use it.
+//! `docs/module.md` describes how to use it.
 
 #![deny(unsafe_code)]
 
@@ -33,7 +33,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use api::{Command, Context, InfoSection, Informer, LogLevel, Module, StrRef};
 use capture::{armed, child, commands};
 
-/// This crate, to the server.
+/// This crate, as a module of the server.
 struct Remora;
 
 impl Module for Remora {
@@ -42,7 +42,7 @@ impl Module for Remora {
 
     fn load(context: &Context<'_>, arguments: &[StrRef<'_>]) -> bool {
         if !armed::ALLOWED.register(context) || !armed::AGENT_TIMEOUT.register(context) || !context.load_settings() {
-            return refuse(context, "its settings are not what the server allows; they stand in docs/module.md");
+            return refuse(context, "the server rejects its settings; docs/module.md lists them");
         }
         context.add_acl_category(CATEGORY);
         let commands = command::<commands::Arm>(context)
@@ -51,19 +51,20 @@ impl Module for Remora {
             && command::<commands::Help>(context)
             && command::<commands::Walk>(context);
         if !commands {
-            return refuse(context, "the server has commands of its names already");
+            return refuse(context, "the server already has commands with its names");
         }
         if !context.subscribe::<child::SnapshotBegins>() || !context.subscribe::<armed::ChildEnded>() {
-            return refuse(context, "the server does not tell of its fork children");
+            return refuse(context, "the server has no events for its fork children");
         }
         context.register_info::<Remora>();
-        // We bear a snapshot that breaks off, and mind no old data beside new: otherwise the server would never again load from its link.
+        // We tolerate a snapshot that breaks off, and old data being served beside new data: otherwise the server would
+        // no longer load from its link.
         context.set_module_options(api::OPTION_HANDLE_IO_ERRORS | api::OPTION_HANDLE_REPL_ASYNC_LOAD);
-        // A server does not let go of a module that has a type, and the loading half needs one.
+        // A server does not unload a module that has a type, and the loading half needs a type.
         let capture_only = arguments.iter().any(|argument| argument.as_bytes() == CAPTURE_ONLY);
         let loads = capture_only || (command::<load::arm::Load>(context) && load::register(context));
         if !loads {
-            return refuse(context, "the server has a type of the name RemoraRef already");
+            return refuse(context, "the server already has a type named RemoraRef");
         }
         context.log(LogLevel::Notice, concat!("remora ", env!("CARGO_PKG_VERSION"), " is ready"));
         true
@@ -72,21 +73,23 @@ impl Module for Remora {
     fn unload(context: &Context<'_>) -> bool {
         let (state, generation) = armed::state();
         if let Some(generation) = generation {
-            context.log(LogLevel::Warning, &format!("remora stays: it is {state} for generation {generation}"));
+            context
+                .log(LogLevel::Warning, &format!("remora is not unloaded: it is {state} for generation {generation}"));
         }
         generation.is_none()
     }
 }
 
-/// An argument of `MODULE LOAD`: without the loading half the module can be unloaded again.
+/// An argument of `MODULE LOAD`: without the loading half, the module can be unloaded again.
 const CAPTURE_ONLY: &[u8] = b"capture-only";
 
-/// What an operator grants by one word, `+@remora`, where servers know categories of modules (Redis 7.4, Valkey 8).
+/// The ACL category: an operator grants all commands with `+@remora`, on servers with categories of modules (Redis 7.4,
+/// Valkey 8).
 const CATEGORY: &CStr = c"remora";
 
 fn command<C: Command>(context: &Context<'_>) -> bool {
     let made = context.register_command::<C>();
-    // A server without categories of modules still has the ordinary ones, by the command's flags.
+    // A server without module categories still assigns the ordinary ones, by the command's flags.
     context.set_acl_categories(C::NAME, CATEGORY);
     made
 }

@@ -1,4 +1,5 @@
-//! Arming, by hand: what the commands answer, what the server keeps and for how long, and that nothing said to them harms it.
+//! Arming by hand: the replies of the commands, what the server keeps and for how long, and that no input harms the
+//! server.
 #![allow(clippy::unwrap_used)]
 
 use std::os::fd::BorrowedFd;
@@ -22,7 +23,7 @@ fn with_module(kind: Kind, words: &str) -> Server {
     Server::builder(kind).module(words).unwrap().config("enable-module-command", "local").start().unwrap()
 }
 
-/// An agent's half: a page, and the table it is about.
+/// An agent's part: a page, and the table it describes.
 struct Agent {
     page: CapturePage,
     table: Arc<Memory>,
@@ -149,7 +150,7 @@ fn what_makes_no_sense_is_refused_with_a_reason() {
         }
         let began = std::time::Instant::now();
         client.ok(&["REMORA.ARM", "@nobody-listens-here", &"00".repeat(16)]).unwrap_err();
-        assert!(began.elapsed() < Duration::from_secs(2), "nobody waits long for nobody");
+        assert!(began.elapsed() < Duration::from_secs(2), "the command does not wait long for a missing agent");
         assert_eq!(state(&server), "idle");
     }
 }
@@ -181,7 +182,7 @@ fn a_table_that_is_smaller_than_its_order_says_costs_the_snapshot_and_not_the_se
     }
 }
 
-/// A primary with some strings, armed; and whoever follows it gets a snapshot at once.
+/// A primary with some strings, armed; a replica that follows it gets a snapshot at once.
 fn armed_primary(kind: Kind, agent: &Agent) -> Server {
     let server = with_module(kind, "");
     server.configure("repl-diskless-sync-delay", "0").unwrap();
@@ -248,11 +249,11 @@ fn two_replicas_of_one_child_get_everything_whatever_was_permitted() {
 }
 
 #[test]
-fn a_walk_that_breaks_off_ends_its_child_and_nobody_gets_the_rest() {
+fn a_walk_that_breaks_off_ends_its_child_and_no_replica_gets_the_rest() {
     for kind in require::kinds() {
         let agent = Agent::new(Work::Walk, 21);
         let server = armed_primary(kind, &agent);
-        // More than the table holds, and nobody makes room.
+        // More than the table holds, and no slot is released.
         server.client().unwrap().ok(&["SET", "long", &"y".repeat(4 << 20)]).unwrap();
         agent.page.permit();
         let replica = Server::start(kind).unwrap();
@@ -310,5 +311,5 @@ fn whatever_is_said_to_the_commands_the_server_lives() {
     });
     outcome.unwrap();
     assert_eq!((server.pid(), state(&server).as_str()), (pid, "idle"));
-    assert!(!server.log().contains("a mistake of ours") && !server.log().contains("panicked"));
+    assert!(!server.log().contains("a bug of remora") && !server.log().contains("panicked"));
 }

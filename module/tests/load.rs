@@ -1,4 +1,4 @@
-//! Loading out of shown memory, into real servers, from a primary that is the test itself.
+//! Loads from an agent's memory into real servers, from a primary that is the test itself.
 #![allow(clippy::unwrap_used)]
 
 mod primary;
@@ -67,7 +67,7 @@ fn strings_come_out_of_memory_between_keys_that_come_by_the_link() {
     }
 }
 
-/// Waits until the server has given the loading up, and is as after any failed sync: alive, empty, its link down.
+/// Waits until the server has ended the load, and is in the state after any failed sync: alive, empty, its link down.
 fn is_empty_and_well(server: &Server) {
     wait_until("the server to give up", LONG, || {
         let (loading, state) = (server.fact("loading")?, server.fact("remora_load_state")?);
@@ -78,7 +78,7 @@ fn is_empty_and_well(server: &Server) {
     assert_eq!(server.client().unwrap().int(&["DBSIZE"]).unwrap(), 0);
 }
 
-/// Sends this field to the server, which must refuse it with these words.
+/// Sends this field to the server, which must refuse it with this text.
 fn is_refused(kind: Kind, replica: &Server, words: &[u8], why: &str) {
     let shown = Shown::of(&noise(3, 100_000));
     let mut primary = Primary::of(replica);
@@ -99,12 +99,12 @@ fn a_field_that_makes_no_sense_fails_the_loading_and_the_server_is_well() {
         let piece = |offset, length| Word::Piece { offset, length };
         for (words, why) in [
             (fields(&[Word::Hello { ticket: [8; 16] }]), "other memory"),
-            (fields(&[text(b"k", 5)]), "without its first word"),
-            (fields(&[hello(), piece(0, 5)]), "before a string was begun"),
-            (fields(&[hello(), text(b"k", 5), piece(0, 6)]), "6 bytes came where 5 were missing"),
-            (fields(&[hello(), text(b"k", 5), piece(0, 4), text(b"l", 5)]), "1 bytes before"),
-            (fields(&[hello(), text(b"k", 5), piece(99_996, 5)]), "memory that is not there"),
-            (fields(&[hello(), text(b"k", 5), piece(u64::MAX, 5)]), "memory that is not there"),
+            (fields(&[text(b"k", 5)]), "lacks its first word"),
+            (fields(&[hello(), piece(0, 5)]), "a piece comes before its string"),
+            (fields(&[hello(), text(b"k", 5), piece(0, 6)]), "a piece has 6 bytes, the string lacks only 5"),
+            (fields(&[hello(), text(b"k", 5), piece(0, 4), text(b"l", 5)]), "while 1 bytes of the one before it"),
+            (fields(&[hello(), text(b"k", 5), piece(99_996, 5)]), "memory outside what was handed over"),
+            (fields(&[hello(), text(b"k", 5), piece(u64::MAX, 5)]), "memory outside what was handed over"),
             (fields(&[hello(), long, piece(0, 10)]), "no database 99"),
             (remora_redis::rdb::reference::field(b"\x09nonsense"), "unknown kind"),
             (remora_redis::rdb::reference::field(b"\x01\x09\x00"), "version 9"),
@@ -166,17 +166,18 @@ fn memory_is_shown_only_to_a_server_that_would_load_from_its_link_into_its_own_d
     }
 }
 
-/// Random damage, besides what is done to each byte: so many fields for each server.
+/// Random damage, besides what is done to each byte: this many fields for each server.
 const ROUNDS: usize = 1500;
 
-/// So many at least, on the slowest machine: otherwise the test says nothing.
+/// At least this many, on the slowest machine: otherwise the test proves nothing.
 const LEAST_ROUNDS: usize = 300;
 
-/// How long a server is given damaged fields, at most, so that a slow machine does not hold up a test run. `REMORA_DAMAGE_SECONDS` makes it
-/// longer, and then as many rounds as fit.
+/// Maximum time for which a server is given damaged fields, so that a slow machine does not hold up a test run.
+/// `REMORA_DAMAGE_SECONDS` makes it longer, and then as many rounds as fit.
 const DAMAGE_TIME: Duration = Duration::from_secs(15);
 
-/// Every length that a field can be cut to, every bit of it flipped, every byte the greatest; then some of everything at random, without end.
+/// Every length to which a field can be cut, every bit of it flipped, every byte set to the maximum; then random
+/// combinations, without end.
 fn damages(sound: Vec<u8>) -> impl Iterator<Item = Vec<u8>> {
     let changed = |sound: &[u8], place: usize, change: &dyn Fn(u8) -> u8| {
         let mut damaged = sound.to_vec();
@@ -230,13 +231,14 @@ fn no_damage_of_a_field_ends_the_server() {
         let (began, time) = (Instant::now(), asked.map_or(DAMAGE_TIME, Duration::from_secs));
         let rounds = if asked.is_some() { usize::MAX } else { 10 * bytes.len() + ROUNDS };
         let mut done = 0;
-        // One primary for all: the server comes back by itself as soon as a loading is over. Each round another address would
-        // do too, but then a REPLICAOF that meets the server's own attempt costs a second or five of its waiting, by chance.
+        // One primary for all rounds: the server reconnects by itself as soon as a load is over. A new address in each
+        // round would work too, but a REPLICAOF that meets the server's own attempt sometimes costs a second or five of
+        // waiting.
         let mut primary = Primary::asked_by(&replica);
         for damaged in damages(bytes.clone()).take(rounds).take_while(|_| began.elapsed() < time) {
             done += 1;
             let shown = Shown::of(&noise(3, 100_000));
-            // As agents do it: shown before the server may load, since it does nothing else then.
+            // As agents do it: handed over before the server may load, since the server does nothing else then.
             shown.to(&replica, &["FLUSH"]).unwrap();
             primary.answer();
             primary.send(&beginning(kind));
@@ -249,7 +251,7 @@ fn no_damage_of_a_field_ends_the_server() {
         assert!(done >= LEAST_ROUNDS, "only {done} in {time:?}");
         let server = replica.client().unwrap().info("server").unwrap();
         assert_eq!(server.number::<u32>("process_id"), Some(pid));
-        // And it loads what is sound.
+        // And it loads a valid field.
         let shown = Shown::of(&noise(3, 100_000));
         shown.to(&replica, &["FLUSH"]).unwrap();
         primary.answer();

@@ -6,8 +6,8 @@
 //! redis-cli -p 6380 REPLICAOF <the snapshot's true primary>     # +CONTINUE, if its backlog still reaches back that far
 //! ```
 //!
-//! Not a tool: one replica, no TLS, no stream after the snapshot. It shows what a driver of [`Server`] has to do, and its
-//! counterpart is `snapshot.rs`, which makes such a file.
+//! Not a tool: one replica, no TLS, no stream after the snapshot. It shows what a driver of [`Server`] has to do. Its
+//! counterpart is `snapshot.rs`, which creates such a file.
 
 use std::error::Error;
 use std::io::{Read, Write};

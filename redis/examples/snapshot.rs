@@ -4,8 +4,8 @@
 //! cargo run -p remora-redis --example snapshot -- 127.0.0.1:6379 /tmp/copy.rdb
 //! ```
 //!
-//! Not a tool: no TLS, no time-outs, and the whole snapshot in memory. It shows what a driver of [`Client`] has to do, and
-//! its counterpart is `feed.rs`, which makes a replica of such a file.
+//! Not a tool: no TLS, no time-outs, and the whole snapshot in memory. It shows what a driver of [`Client`] has to do.
+//! Its counterpart is `feed.rs`, which makes a replica of such a file.
 
 use std::error::Error;
 use std::io::{Read, Write};

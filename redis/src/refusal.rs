@@ -31,7 +31,8 @@ pub enum Refusal {
     },
     /// The administrator must allow this host (`-DENIED`: protected mode).
     #[error(
-        "the server accepts connections from its own host only (protected mode): set a password or bind it to the network"
+        "the server accepts connections from its own host only (protected mode): set a password or bind it to the \
+         network"
     )]
     ProtectedMode,
     /// Nothing to do but wait: the server is reading its data set (`-LOADING`).

@@ -125,7 +125,8 @@ impl Geometry {
         let slots = u32::try_from(slots).unwrap_or(MAX_SLOTS).min(MAX_SLOTS);
         if slots < MIN_SLOTS {
             return Err(Error::Layout(format!(
-                "{budget_bytes} bytes do not hold {MIN_SLOTS} slots of {slot_size} bytes: give more memory or smaller slots"
+                "{budget_bytes} bytes do not hold {MIN_SLOTS} slots of {slot_size} bytes: give more memory or \
+                 smaller slots"
             )));
         }
         Geometry { slot_size, slots }.checked()
@@ -198,8 +199,8 @@ pub struct Identity {
     pub kind: Kind,
     /// The replication id under which the offsets are valid.
     pub replid: [u8; 40],
-    /// The replication offset of the snapshot: the last byte of the stream that the snapshot contains. The first byte of
-    /// the journal has the offset after it.
+    /// The replication offset of the snapshot: that of the last byte of the stream that the snapshot contains. The
+    /// first byte of the journal has the next offset.
     pub first_offset: u64,
 }
 
@@ -234,7 +235,8 @@ impl Head {
         let version = get_u32(bytes, AT_VERSION);
         if version != LAYOUT_VERSION {
             return Err(Error::Layout(format!(
-                "the table has layout version {version}, this program reads {LAYOUT_VERSION}: use the same release on both ends"
+                "the table has layout version {version}, this program reads {LAYOUT_VERSION}: use the same release \
+                 on both ends"
             )));
         }
         if get_u32(bytes, AT_HEAD_CHECK) != crc::crc32c(&bytes[..AT_HEAD_CHECK]) {
@@ -515,7 +517,7 @@ mod tests {
         }
 
         #[test]
-        fn a_line_mixed_of_two_is_none_or_one_of_them(
+        fn a_line_mixed_from_two_is_invalid_or_one_of_them(
             a in (any::<u64>(), any::<u64>()), b in (any::<u64>(), any::<u64>()), cut in 0usize..=40,
         ) {
             let line = |(published, retired)| Line { published, retired, end: None, state: State::Open };

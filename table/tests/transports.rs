@@ -1,5 +1,5 @@
-//! Snapshot and journal over the real transports: a writer thread on one end, a reader on the other, a ring far smaller than
-//! the stream. Not here: faults, which the models inside the crate draw from a seed.
+//! Snapshot and journal over the real transports: a writer thread on one end, a reader on the other, a ring far smaller
+//! than the stream. Not here: faults, which the models inside the crate draw from a seed.
 
 #![allow(clippy::unwrap_used)]
 

@@ -22,9 +22,9 @@
 //! There is one stream for any number of snapshots: replication offsets are absolute, so a snapshot taken later joins
 //! the same journal at its own offset.
 //!
-//! A journal holds one history. When the server continues a broken stream under another replid (`+CONTINUE <new replid>`: it was
-//! promoted, follows another primary, or was shut down and started again), the stream ends before a byte of the new history is
-//! appended.
+//! A journal holds one history. The server continues a broken stream under another replid (`+CONTINUE <new replid>`)
+//! after it was promoted, when it follows another primary, or after it was shut down and started again. Then the stream
+//! ends before a byte of the new history is appended.
 //!
 //! It decides nothing: which capture runs when is the business of [`super::owner`]. It ends when its `stop` is set, within
 //! one [`TICK`], or when the primary ends it.
@@ -85,8 +85,8 @@ pub(crate) enum CaptureEvent {
     Failed { generation: u64, fault: Fault },
     /// The stream broke and was taken up again at the next byte: nothing was lost.
     StreamResumed,
-    /// The server offers to continue the stream under another replid. The journal ends at `at`, the last byte it holds of the
-    /// old history; nothing of the new one was appended.
+    /// The server offers to continue the stream under another replid. The journal ends at `at`, the offset of the last
+    /// byte of the old history that it holds; nothing of the new history was appended.
     HistoryChanged { generation: u64, from: ReplId, to: ReplId, at: u64 },
     /// The stream can't be taken up at the next byte: the journal ends here.
     StreamLost { text: String },
@@ -110,8 +110,8 @@ pub(crate) enum Fault {
     /// The server no longer has the byte that we need next.
     #[error("the server's backlog no longer reaches back to where the stream broke, or its history is another one")]
     HistoryGone,
-    /// The server has the byte that we need next, but calls its history by another replid from there on: it was promoted,
-    /// follows another primary, or was shut down and started again.
+    /// The server has the byte that we need next, but continues under another replid: it was promoted, follows another
+    /// primary, or was shut down and started again.
     #[error("the server's history changed from {from} to {to} after offset {at}")]
     HistoryChanged { from: ReplId, to: ReplId, at: u64 },
     /// The snapshot is larger than was expected, and its readers rely on memory that is never used again.
@@ -286,8 +286,8 @@ fn open_second(plan: &Plan, mut stream: Wire) -> Result<Opened, Fault> {
     }
 }
 
-/// Fails unless the server continues the history that was asked for. From one that continues under another replid, bytes of its new history
-/// would follow: they must not get into a journal of the old one.
+/// Fails unless the server continues the history that was requested. A server that continues under another replid would
+/// send bytes of its new history, which must not get into a journal of the old one.
 fn is_same_history(asked: ReplId, answered: ReplId, at: u64) -> Result<(), Fault> {
     if asked == answered { Ok(()) } else { Err(Fault::HistoryChanged { from: asked, to: answered, at }) }
 }
@@ -572,8 +572,8 @@ fn mark_seen(mark: &mut EofMark, memory: &Memory, start: u64, landed: usize) -> 
     Ok(mark.observe(&tail[..n], landed))
 }
 
-/// Writes the stream into the journal until it is stopped, lost for good, or continued under another replid. A broken link is taken up
-/// at the next byte.
+/// Writes the stream into the journal until it is stopped, lost, or continued under another replid. A broken link is
+/// resumed at the next byte.
 fn follow(plan: &Plan, wire: Wire, journal: &mut JournalWriter, stop: Stops<'_>) {
     let mut wire = wire;
     let mut backoff = Backoff::default();
@@ -590,7 +590,8 @@ fn follow(plan: &Plan, wire: Wire, journal: &mut JournalWriter, stop: Stops<'_>)
                 let _ = plan.events.send(CaptureEvent::StreamResumed);
             }
             Err(Fault::HistoryChanged { from, to, at }) => {
-                // The journal is not aborted: it holds all of the old history that we got, and replicas may still read it.
+                // The journal is not aborted: it holds all bytes of the old history that we received, and replicas may
+                // still read it.
                 let generation = plan.generation;
                 let _ = plan.events.send(CaptureEvent::HistoryChanged { generation, from, to, at });
                 return;

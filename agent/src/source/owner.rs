@@ -8,8 +8,9 @@
 //!       └──────────── waiting replicas try again, with back-off ◀──────────────┘ ◀────┘ too old, overrun, windowed away
 //! ```
 //!
-//! When the primary's history changes, the stream of the old one ends. Replicas that are still reading slots begin again. Those that have
-//! them all keep the journal until they have applied it, and go to the primary ([`Ending`]); then the next snapshot may begin.
+//! When the primary's history changes, the stream of the old history ends. Replicas that are still reading slots begin
+//! again. Replicas that have all slots keep the journal until they have applied it, and then go to the primary
+//! ([`Ending`]). After that the next snapshot may begin.
 //!
 //! Invariant, restored by [`Owner::settle`] after every event: *no replica waits while a snapshot could serve it or could
 //! be begun for it*, and *a slot is given up for reuse only when every replica that was promised it has it*.
@@ -160,24 +161,25 @@ pub(crate) struct Stream {
     pub(crate) replid: ReplId,
 }
 
-/// A stream whose history the primary has left. Its journal holds every byte of the old history that the source received, and stays
-/// readable until the replicas that have the whole snapshot have applied it.
+/// A stream whose history the primary has left. Its journal holds every byte of the old history that the source
+/// received, and stays readable until the replicas that have the whole snapshot have applied it.
 struct Ending {
     /// The generation that began the stream.
     generation: u64,
     /// Offset of the last byte.
     at: u64,
+    /// When the source learnt of the change.
     since: Instant,
     /// Why it ended, for the replicas.
     text: String,
 }
 
-/// How long the replicas of an ended history may take to apply the rest of it while others wait for a snapshot of the new one. A server
-/// that was in step acknowledges all of it within a second.
+/// How long the replicas of an ended history may take to apply the rest of it while others wait for a snapshot of the
+/// new one. A server that was in step acknowledges all of it within a second.
 const ENDING_LIMIT: Duration = Duration::from_secs(10);
 
-/// How long one of them may acknowledge nothing new before it is sent away. Servers acknowledge once a second; the end of a broken stream
-/// may be part of a command or transaction, which a server does not acknowledge at all.
+/// How long such a replica may acknowledge nothing new before it is sent to the primary. Servers acknowledge once a
+/// second. The end of a broken stream may be a part of a command or transaction, which a server never acknowledges.
 const UNMOVED_LIMIT: Duration = Duration::from_secs(3);
 
 /// A joined replica.
@@ -194,11 +196,11 @@ pub(crate) struct Replica {
     reads: Format,
     moved: Instant,
     told: Option<(WaitCause, String)>,
-    /// The history of the stream that it was offered last.
+    /// The history of the stream in its last offer.
     history: Option<ReplId>,
     /// When it last reported a higher applied offset, or joined.
     advanced: Instant,
-    /// Its stream has ended and its server holds the whole snapshot: it goes to the primary and needs no other snapshot.
+    /// Its stream has ended and its server has loaded the snapshot: it goes to the primary and needs no other snapshot.
     sent_away: bool,
 }
 
@@ -452,10 +454,10 @@ impl Owner {
         self.end_generations(text, |_| true, actions);
     }
 
-    /// The primary goes on under another replid after offset `at`. Nothing of the new history is in the journal.
+    /// The primary continues under another replid after offset `at`. The journal holds nothing of the new history.
     ///
-    /// A replica that has the whole snapshot keeps the journal until it has applied all of it: a primary that was shut down and started
-    /// again has kept none of its backlog, and continues the old history from its very last byte only.
+    /// A replica that has the whole snapshot keeps the journal until it has applied all of it: a primary that was shut
+    /// down and started again has no backlog of the time before, and continues the old history from its last byte only.
     fn history_changed(
         &mut self,
         now: Instant,
@@ -474,7 +476,7 @@ impl Owner {
         self.ending = Some(Ending { generation, at, since: now, text });
     }
 
-    /// Nobody may read the snapshot any more, whose stream is over.
+    /// Revokes the snapshot of a stream that has ended.
     fn end_snapshot(&mut self, actions: &mut Vec<Action>) {
         let Some(snapshot) = self.snapshot.take() else { return };
         actions.push(Action::RevokeSnapshot { generation: snapshot.generation });
@@ -483,7 +485,8 @@ impl Owner {
         }
     }
 
-    /// Ends the generation of those replicas. One that has loaded goes to the primary; the others wait for a new snapshot.
+    /// Ends the generation of these replicas. A replica that has loaded goes to the primary; the others wait for a new
+    /// snapshot.
     fn end_generations(&mut self, text: &str, which: impl Fn(&Replica) -> bool, actions: &mut Vec<Action>) {
         for (&session, replica) in self.replicas.iter_mut().filter(|(_, replica)| which(replica)) {
             self.unfinished |= replica.is_reading();
@@ -495,8 +498,8 @@ impl Owner {
         }
     }
 
-    /// Sends the replicas of an ended stream away once they have applied all of it, or don't get any further, and revokes its journal when
-    /// none is left.
+    /// Sends the replicas of an ended stream to the primary once they have applied all of it or make no progress, and
+    /// revokes its journal when none is left.
     fn finish_the_ending(&mut self, now: Instant, actions: &mut Vec<Action>) {
         let Some(ending) = self.ending.take() else { return };
         let is_late = now.duration_since(ending.since) > ENDING_LIMIT && !self.waiting().is_empty();

@@ -1,14 +1,16 @@
-//! Armed: what the server keeps from `REMORA.ARM` until a fork child has used it. Not here: what the child does with it.
+//! The armed state: what the server keeps from `REMORA.ARM` until a fork child has used it. Not here: what the child
+//! does.
 //!
 //! ```text
 //!            REMORA.ARM                 a child begins           that child is gone
 //!   idle ───────────────────▶ armed ──────────────────▶ begun ────────────────────▶ idle
 //!     ▲                         │                         │
-//!     └─── REMORA.DISARM, or the agent's beat stands still┘
+//!     └─── REMORA.DISARM, or the agent's beat stops ──────┘
 //! ```
 //!
-//! One arming at a time: two agents that share a primary take turns. It does not survive its agent: the agent beats on the page, and a
-//! timer looks once a second. While that timer runs the server does not unload the module.
+//! Only one agent can be armed at a time: two agents that share a primary take turns. The armed state does not outlive
+//! its agent: the agent beats on the capture page, and a timer checks the beat once a second. While that timer runs,
+//! the server does not unload the module.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64};
@@ -21,41 +23,41 @@ use remora_table::server_pages::capture_page::{CAPTURE_PAGE_BYTES, Stage, Work, 
 
 use crate::api::{Context, EVENT_FORK_CHILD, EventHandler, FORK_CHILD_DIED, Flag, LogLevel, Number, Timer, TimerId};
 
-/// Whether captures are allowed at all.
+/// Whether captures are allowed.
 pub(crate) static ALLOWED: Flag = Flag { name: c"capture", default: true, value: AtomicBool::new(true) };
 
-/// Seconds without a beat after which an agent counts as gone: many of its beats, and short beside the time that a primary may
-/// hold memory for nobody.
+/// Seconds without a beat after which an agent counts as gone. Many of its beats fit into this time, and it is short
+/// compared to the time for which a primary may keep memory without a user.
 pub(crate) static AGENT_TIMEOUT: Number =
     Number { name: c"agent-timeout", default: 10, least: 1, most: 3600, value: AtomicU64::new(10) };
 
-/// How long the server waits for an agent to hand over what it has just offered: it is on the same host and was ready before it
-/// sent the command. The server does nothing else meanwhile, hence so short.
+/// How long the server waits for an agent to hand over what it has just offered. The agent is on the same host and was
+/// ready before it sent the command. The limit is short because the server does nothing else meanwhile.
 const HANDOVER_LIMIT: Duration = Duration::from_millis(250);
 
-/// How often the server looks whether the agent lives.
+/// How often the server checks whether the agent is alive.
 const LOOK_EVERY_MILLIS: u64 = 1000;
 
-/// The page and the table that were handed over.
+/// The page and the table that an agent has handed over.
 pub(crate) struct Armed {
     pub(super) page: CapturePage,
-    /// Open for writing; mapped by the child alone.
+    /// Open for writing; only the child maps it.
     pub(super) table: Option<OwnedFd>,
     timer: TimerId,
     beat: u64,
     beat_seen: Instant,
 }
 
-/// What has been, for INFO and `REMORA.STATUS`.
+/// Counters and the last results, for INFO and `REMORA.STATUS`.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct History {
     /// Captures that were finished.
     pub(crate) done: u64,
     /// Captures that a child began and did not finish.
     pub(crate) failed: u64,
-    /// What the last child told.
+    /// The final status of the last child.
     pub(crate) last: WriterStatus,
-    /// Why the last failure was one.
+    /// The reason of the last failure.
     pub(crate) last_error: String,
 }
 
@@ -64,7 +66,7 @@ struct ServerState {
     history: History,
 }
 
-/// Only the server's thread uses it, and its copy in a fork child; the lock is there because Rust can't know.
+/// Only the server's thread uses it, and its copy in a fork child; the lock exists because Rust can't know that.
 static SERVER_STATE: Mutex<ServerState> = Mutex::new(ServerState {
     armed: None,
     history: History {
@@ -83,27 +85,27 @@ static SERVER_STATE: Mutex<ServerState> = Mutex::new(ServerState {
     },
 });
 
-/// A panic while it was held leaves it whole: each change is one assignment.
+/// A panic while the lock was held leaves the state intact: each change is one assignment.
 fn server_state() -> MutexGuard<'static, ServerState> {
     SERVER_STATE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Why an arming was refused.
+/// Why arming was refused.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ArmError {
-    #[error("captures are forbidden here (remora.capture no)")]
+    #[error("captures are disabled on this server (remora.capture no)")]
     Forbidden,
-    #[error("armed already, for generation {0}: it is done soon, or its agent is gone within remora.agent-timeout")]
+    #[error("already armed for generation {0}; retry after it completes or after remora.agent-timeout")]
     Busy(u64),
-    #[error("what was offered could not be taken: {0}")]
+    #[error("the offered descriptors could not be taken: {0}")]
     NotTaken(#[from] remora_fabric::memory::Error),
-    #[error("what was offered makes no sense: {0}")]
+    #[error("the offered page is not valid: {0}")]
     Senseless(#[from] remora_table::Error),
     #[error("the offer has {has} descriptors, this work needs {needs}")]
     Incomplete { has: usize, needs: usize },
 }
 
-/// Takes what is offered at `address` and keeps it for the next snapshot. Gives back its generation.
+/// Takes what is offered at `address` and keeps it for the next snapshot. Returns its generation.
 pub(crate) fn arm(context: &Context<'_>, address: &str, secret: &str) -> Result<u64, ArmError> {
     if !ALLOWED.get() {
         return Err(ArmError::Forbidden);
@@ -127,7 +129,7 @@ pub(crate) fn arm(context: &Context<'_>, address: &str, secret: &str) -> Result<
     Ok(generation)
 }
 
-/// Forgets the arming of that generation, or whichever there is. False if there was none.
+/// Ends the armed state of that generation, or of any generation. False if there was none.
 pub(crate) fn disarm(context: &Context<'_>, generation: Option<u64>) -> bool {
     let mut state = server_state();
     let wanted = |armed: &Armed| generation.is_none_or(|generation| generation == armed.page.order().generation);
@@ -137,12 +139,12 @@ pub(crate) fn disarm(context: &Context<'_>, generation: Option<u64>) -> bool {
     true
 }
 
-/// In a fork child: what its server had kept. The child is the only one who still has a use for it there.
+/// In a fork child: takes what the server had kept. Only the child uses it from there on.
 pub(super) fn take_in_child() -> Option<Armed> {
     server_state().armed.take()
 }
 
-/// What is to be said of it: a word, and the generation if there is one.
+/// The state for users: a word, and the generation if there is one.
 pub(crate) fn state() -> (&'static str, Option<u64>) {
     match &server_state().armed {
         None => ("idle", None),
@@ -157,20 +159,20 @@ pub(crate) fn state() -> (&'static str, Option<u64>) {
     }
 }
 
-/// What has been.
+/// The counters and the last results.
 pub(crate) fn history() -> History {
     server_state().history.clone()
 }
 
 impl History {
-    /// Counts what a child has made of an arming.
+    /// Counts the outcome of a child.
     fn add(&mut self, page: &CapturePage) {
         match page.stage() {
             Stage::Armed | Stage::Asking | Stage::Declined => return,
             Stage::Done => self.done += 1,
             Stage::Begun => {
                 self.failed += 1;
-                self.last_error = "the child ended before it was done".into();
+                self.last_error = "the child ended before it had finished".into();
             }
             Stage::Failed => {
                 self.failed += 1;
@@ -181,7 +183,7 @@ impl History {
     }
 }
 
-/// The alarm that looks whether the agent still lives.
+/// The timer that checks whether the agent is alive.
 struct AgentCheck;
 
 impl Timer for AgentCheck {
@@ -195,7 +197,7 @@ impl Timer for AgentCheck {
         if beat != armed.beat {
             (armed.beat, armed.beat_seen) = (beat, Instant::now());
         } else if armed.beat_seen.elapsed() >= Duration::from_secs(AGENT_TIMEOUT.get()) {
-            let text = format!("remora: the agent of generation {generation} is gone; its table is given back");
+            let text = format!("remora: the agent of generation {generation} is gone; its table is released");
             context.log(LogLevel::Warning, &text);
             if let Some(armed) = state.armed.take() {
                 armed.page.cancel();
@@ -207,7 +209,7 @@ impl Timer for AgentCheck {
     }
 }
 
-/// A fork child has ended: if it has used the arming, there is nothing left to keep.
+/// A fork child has ended: if it has used the armed state, nothing is left to keep.
 pub(crate) struct ChildEnded;
 
 impl EventHandler for ChildEnded {

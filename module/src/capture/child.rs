@@ -1,8 +1,8 @@
-//! What happens in a fork child before its first byte, if its server was armed.
+//! The work of a fork child before it writes its first byte, if its server was armed.
 //!
-//! The child was forked to save something, and does that afterwards. Whatever goes wrong here before anything was taken out of its
-//! memory is told on the page, and the server saves all as if nothing had been; whatever goes wrong after it ends the child, so that nobody takes
-//! the rest for the whole.
+//! The child was forked to save something, and does that afterwards. If something fails here before anything was
+//! deleted from the child's memory, the page gets the reason, and the server saves everything as usual. If something
+//! fails later, the child ends, so that the incomplete rest is not taken for a complete snapshot.
 
 use std::cell::RefCell;
 use std::thread;
@@ -21,13 +21,13 @@ use crate::api::{
     OPTION_HANDLE_REPL_ASYNC_LOAD, OPTION_NO_IMPLICIT_SIGNAL_MODIFIED, OwnContext, OwnedStr, PERSISTENCE_RDB_START,
 };
 
-/// A snapshot begins.
+/// Handles the beginning of a snapshot.
 pub(crate) struct SnapshotBegins;
 
 impl EventHandler for SnapshotBegins {
     const EVENT: u64 = EVENT_PERSISTENCE;
 
-    /// Of all beginnings only those in a fork child are ours; a save in the server itself is left alone.
+    /// Only a snapshot in a fork child concerns us; a save in the server's own process is left alone.
     fn handle(context: &Context<'_>, what: u64) {
         if what != PERSISTENCE_RDB_START || !context.flags().is_child() || exclusive::saves_to_disk() {
             return;
@@ -38,8 +38,9 @@ impl EventHandler for SnapshotBegins {
         }
         WORK.set(Some(armed));
         let own = OwnContext::new(context);
-        let error =
-            own.call(Walk::NAME, &[]).map_or(Some("the server made no answer of it".into()), |reply| reply.error());
+        let error = own
+            .call(Walk::NAME, &[])
+            .map_or(Some("the server gave no reply to REMORA.WALK".into()), |reply| reply.error());
         WORK.with_borrow(|work| {
             if let Some(armed) = work {
                 conclude(&own, &armed.page, error);
@@ -48,12 +49,12 @@ impl EventHandler for SnapshotBegins {
     }
 }
 
-/// The work is over, however that came: not a panic either lets the server save what is not whole.
+/// Concludes the work, however it ended: even after a panic, the server must not save an incomplete data set.
 fn conclude(context: &Context<'_>, page: &CapturePage, error: Option<String>) {
-    let why = || error.unwrap_or_else(|| "a mistake of ours in the walk; the server's log has its place".into());
+    let why = || error.unwrap_or_else(|| "a bug of remora in the walk; the server's log has the location".into());
     match page.stage() {
         Stage::Done | Stage::Declined => return,
-        Stage::Armed | Stage::Asking => return page.decline(&format!("the walk could not be done: {}", why())),
+        Stage::Armed | Stage::Asking => return page.decline(&format!("the walk failed: {}", why())),
         Stage::Begun => page.fail(&why()),
         Stage::Failed => {}
     }
@@ -62,11 +63,11 @@ fn conclude(context: &Context<'_>, page: &CapturePage, error: Option<String>) {
 }
 
 thread_local! {
-    /// On its way from the event to the command that the event calls.
+    /// Passes the armed state from the event to the command that the event calls.
     static WORK: RefCell<Option<Armed>> = const { RefCell::new(None) };
 }
 
-/// The work itself; the body of `REMORA.WALK`.
+/// The body of `REMORA.WALK`.
 pub(super) fn work(context: &Context<'_>) {
     WORK.with_borrow(|work| {
         let Some(armed) = work else { return };
@@ -96,9 +97,10 @@ fn capture(context: &Context<'_>, armed: &Armed) -> Result<(), CaptureError> {
             let memory = Memory::adopt(descriptor, page.order().geometry.memory_len())?;
             page.ask(&origin)?;
             wait_for_permission(page)?;
-            // Held as long as we write there, and whatever ends us gives it back: then the agent knows that nobody writes there any more.
+            // Held for as long as this process writes to the table. The claim ends with the process, however it ends;
+            // then the agent knows that no process writes there any more.
             let _claim = memory.claim()?.ok_or(CaptureError::Claimed)?;
-            // Whoever watches a key, or has it cached, watches the primary's, which stays.
+            // Clients that watch a key or have it cached watch the primary's key, which stays.
             context.set_module_options(
                 OPTION_HANDLE_IO_ERRORS | OPTION_HANDLE_REPL_ASYNC_LOAD | OPTION_NO_IMPLICIT_SIGNAL_MODIFIED,
             );
@@ -110,7 +112,7 @@ fn capture(context: &Context<'_>, armed: &Armed) -> Result<(), CaptureError> {
     Ok(())
 }
 
-/// The agent says so when it was told that the server has forked for it.
+/// Waits until the agent confirms that the server has forked for it.
 fn wait_for_permission(page: &CapturePage) -> Result<(), CaptureError> {
     let asked = Instant::now();
     while !page.is_permitted() {
@@ -125,14 +127,14 @@ fn wait_for_permission(page: &CapturePage) -> Result<(), CaptureError> {
     Ok(())
 }
 
-/// How long a child waits for its permission: the agent has a line to read that was sent before the fork. A child for somebody else
-/// loses as much time.
+/// How long a child waits for its permission: the agent has a line to read that was sent before the fork. A child that
+/// works for another replica loses this time.
 const PERMISSION_LIMIT: Duration = Duration::from_secs(3);
 
-/// How often it looks.
+/// How often the child checks for its permission.
 const PERMISSION_POLL: Duration = Duration::from_micros(100);
 
-/// The server saves without compressing: a setting of this process alone, as it is a copy.
+/// Makes the server save without compression: a setting of this process only, since the process is a copy.
 fn without_compression(context: &Context<'_>) -> Result<(), CaptureError> {
     let words = ["SET", "rdbcompression", "no"].map(|word| OwnedStr::new(context, word.as_bytes()));
     let arguments: Vec<_> = words.iter().map(OwnedStr::borrow).collect();
@@ -140,7 +142,8 @@ fn without_compression(context: &Context<'_>) -> Result<(), CaptureError> {
     reply.error().map_or(Ok(()), |text| Err(CaptureError::Refused { command: "CONFIG SET", text }))
 }
 
-/// The server's own clock: milliseconds since 1970. It reads the system's at certain moments only, and judges keys by what it has read.
+/// The server's own clock: milliseconds since 1970. The server reads the system's clock at certain moments only, and
+/// judges keys by the value it has read.
 pub(super) fn server_clock(context: &Context<'_>) -> Result<u64, CaptureError> {
     let info = context.server_info(c"server").ok_or(CaptureError::NoAnswer("INFO server"))?;
     info.number(c"server_time_usec").map(|micros| micros / 1000).ok_or(CaptureError::NotReported("clock"))

@@ -1,4 +1,4 @@
-//! The commands: what agents and people ask of the module.
+//! The commands of the module, for agents and people.
 
 use std::ffi::CStr;
 
@@ -13,13 +13,13 @@ pub(crate) struct Arm;
 
 impl Command for Arm {
     const NAME: &'static CStr = c"remora.arm";
-    // Its secret has no business in MONITOR or in the slow log; a loading server has nothing to capture.
+    // The secret must not appear in MONITOR or in the slow log; a server that is loading has nothing to capture.
     const FLAGS: &'static CStr = c"admin deny-script no-monitor no-slowlog";
 
     fn run(context: &Context<'_>, arguments: &[StrRef<'_>]) {
         let [address, secret] = arguments else { return wrong_arity(context, "REMORA.ARM address secret") };
         let (Some(address), Some(secret)) = (address.as_str(), secret.as_str()) else {
-            return context.reply_error("ERR remora: address and secret are texts");
+            return context.reply_error("ERR remora: address and secret must be UTF-8 text");
         };
         match armed::arm(context, address, secret) {
             Ok(_) => context.reply_simple(c"OK"),
@@ -29,7 +29,7 @@ impl Command for Arm {
     }
 }
 
-/// `REMORA.DISARM [generation]`: the agent has no more use for it.
+/// `REMORA.DISARM [generation]`: the agent does not need the armed state any more.
 pub(crate) struct Disarm;
 
 impl Command for Disarm {
@@ -41,7 +41,7 @@ impl Command for Disarm {
             [] => None,
             [generation] => match generation.as_str().and_then(|text| text.parse().ok()) {
                 Some(generation) => Some(generation),
-                None => return context.reply_error("ERR remora: a generation is a number"),
+                None => return context.reply_error("ERR remora: a generation must be a number"),
             },
             _ => return wrong_arity(context, "REMORA.DISARM [generation]"),
         };
@@ -49,7 +49,7 @@ impl Command for Disarm {
     }
 }
 
-/// `REMORA.STATUS`: names and values, one after the other.
+/// `REMORA.STATUS`: names and values in turn.
 pub(crate) struct Status;
 
 impl Command for Status {
@@ -98,18 +98,20 @@ impl Command for Help {
 }
 
 const HELP: &[&str] = &[
-    "REMORA.ARM address secret -- take a page, and a table, offered at a local socket; the next sync's child writes into it",
-    "REMORA.DISARM [generation] -- forget what was armed; answers 1 if there was something",
-    "REMORA.LOAD address secret ticket length [FLUSH] -- take memory that fields of the next snapshot will refer to",
-    "REMORA.STATUS -- names and values: version, protocol, state, what has been done",
-    "REMORA.HELP -- this",
-    "Settings: remora.capture (yes or no), remora.agent-timeout (seconds). INFO remora says the same as REMORA.STATUS.",
+    "REMORA.ARM address secret -- take a capture page, and a table, offered at a local socket; the next sync's fork \
+     child writes into it",
+    "REMORA.DISARM [generation] -- forget what was armed; the reply is 1 if something was armed, else 0",
+    "REMORA.LOAD address secret ticket length [FLUSH] -- take memory that fields of the next snapshot refer to",
+    "REMORA.STATUS -- names and values: version, protocol, state, counters",
+    "REMORA.HELP -- this text",
+    "Settings: remora.capture (yes or no), remora.agent-timeout (seconds). INFO remora has the same fields as \
+     REMORA.STATUS.",
 ];
 
 /// `REMORA.WALK`: called by the module itself, in a fork child.
 ///
-/// A command, because the server reads its clock once for each command and no more often inside of it: during one there is one time
-/// by which keys are expired or not.
+/// It is a command because the server reads its clock once per command and not inside of one: so there is one time by
+/// which keys are expired or not.
 pub(crate) struct Walk;
 
 impl Command for Walk {
@@ -118,7 +120,7 @@ impl Command for Walk {
 
     fn run(context: &Context<'_>, _arguments: &[StrRef<'_>]) {
         if !context.flags().is_child() {
-            return context.reply_error("ERR remora: REMORA.WALK is for the module itself, in a fork child");
+            return context.reply_error("ERR remora: only the module itself calls REMORA.WALK, in a fork child");
         }
         child::work(context);
         context.reply_simple(c"OK");
@@ -126,5 +128,5 @@ impl Command for Walk {
 }
 
 fn wrong_arity(context: &Context<'_>, usage: &str) {
-    context.reply_error(&format!("ERR remora: wrong number of arguments, it is {usage}"));
+    context.reply_error(&format!("ERR remora: wrong number of arguments; usage: {usage}"));
 }

@@ -1,18 +1,20 @@
-//! Whether this fork child works for one replica, and nobody else relies on what it saves. Only then may anything be taken out of it.
+//! Checks that this fork child works for one replica, and that nothing else relies on what it saves. Only then may
+//! anything be deleted from its memory.
 //!
-//! What speaks for it is spread over two processes, and each says only what it knows for certain:
+//! The evidence is spread over two processes, and each of them checks only what it knows for certain:
 //!
 //! ```text
 //!   the child, of the moment of the fork                     the agent, of its own connection
 //!   ─ it does not write a file                               ─ +FULLRESYNC has come, with this very replid and offset
-//!   ─ syncs go to sockets (repl-diskless-sync yes)         ─ it still stands when the child asks
+//!   ─ syncs go to sockets (repl-diskless-sync yes)         ─ it is still open when the child asks
 //!   ─ one replica, and no more, is waiting for a snapshot
 //! ```
 //!
-//! A server has one child at a time, and says `+FULLRESYNC` to a replica just before it forks for it; if the fork fails it closes the
-//! connection. So if the agent was told, and its connection stands while this child lives, it is the child of that sync; as syncs go to sockets nobody
-//! can join it later, and as one replica waits that is the agent's. A child for a file (`BGSAVE`), or for somebody else, waits in vain for its
-//! permission, up to three seconds, and saves everything, uncompressed.
+//! A server has one child at a time, and sends `+FULLRESYNC` to a replica just before it forks for it; if the fork
+//! fails, it closes the connection. So if the agent got the line, and its connection is open while this child lives,
+//! the child belongs to that sync. Since syncs go to sockets, no replica can join it later; since one replica is
+//! waiting, that replica is the agent. A child for a file (`BGSAVE`), or for another replica, waits in vain for its
+//! permission, up to three seconds, and then saves everything, uncompressed.
 
 use std::ffi::CString;
 use std::fmt;
@@ -25,23 +27,25 @@ use crate::api::{Context, OwnedStr};
 pub(super) enum SharedWith {
     /// The server writes a sync's snapshot to a file first.
     File,
-    /// So many replicas are waiting for a snapshot, or being sent one, or the server does not say what they do.
+    /// This many replicas are waiting for a snapshot, or are being sent one, or the server does not tell their state.
     Replicas(usize),
 }
 
 impl fmt::Display for SharedWith {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            SharedWith::File => f.write_str("the server writes snapshots to a file first (repl-diskless-sync no)"),
+            SharedWith::File => {
+                f.write_str("the server writes snapshots of syncs to a file first (repl-diskless-sync no)")
+            }
             SharedWith::Replicas(0) => f.write_str("no replica is waiting for this child"),
             SharedWith::Replicas(count) => {
-                write!(f, "{count} replicas are waiting, and each gets what this child saves")
+                write!(f, "{count} replicas are waiting, and each of them gets what this child saves")
             }
         }
     }
 }
 
-/// Makes sure that one replica is waiting, and that what it gets does not go through a file.
+/// Checks that one replica is waiting, and that its snapshot does not go through a file.
 pub(super) fn check(context: &Context<'_>) -> Result<(), CaptureError> {
     if !syncs_go_to_sockets(context)? {
         return Err(CaptureError::NotExclusive(SharedWith::File));
@@ -58,7 +62,7 @@ pub(super) fn check(context: &Context<'_>) -> Result<(), CaptureError> {
     }
 }
 
-/// How many of the replicas are anything else than up to date. One that the server counts and does not describe is not known to be.
+/// Counts the replicas that are not up to date. A replica that the server counts but does not describe is counted too.
 fn busy(lines: impl Iterator<Item = Option<String>>) -> usize {
     lines.filter(|line| !line.as_ref().is_some_and(|line| line.split(',').any(|pair| pair == "state=online"))).count()
 }
@@ -70,8 +74,8 @@ fn syncs_go_to_sockets(context: &Context<'_>) -> Result<bool, CaptureError> {
     Ok(reply.element(1).is_some_and(|value| value.as_bytes() == Some(b"yes".as_slice())))
 }
 
-/// Whether this child was forked for a file (`BGSAVE`, a save point): servers name their children for what they do, and give the file the number
-/// of the process that writes it.
+/// Whether this child was forked to write a file (`BGSAVE`, a save point). Servers set the process title of their
+/// children by their task, and name the file after the process that writes it.
 pub(super) fn saves_to_disk() -> bool {
     let title = std::fs::read("/proc/self/cmdline").unwrap_or_default();
     title.windows(BGSAVE.len()).any(|part| part == BGSAVE) || holds_a_dump()
@@ -98,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_is_not_up_to_date_is_busy() {
+    fn a_replica_that_is_not_up_to_date_is_busy() {
         assert_eq!(busy([line("online"), line("wait_bgsave"), line("online")].into_iter()), 1);
         assert_eq!(busy([line("wait_bgsave"), line("send_bulk")].into_iter()), 2);
         assert_eq!(busy([line("wait_bgsave"), None].into_iter()), 2, "the server counts one that it does not describe");

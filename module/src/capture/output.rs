@@ -1,5 +1,5 @@
-//! Where the walk's bytes go: into the table, by way of a small buffer for small things. What is done while there is no room is
-//! decided here: wait as long as the agent lives, give up when it is gone or wants no more.
+//! Writes the walk's bytes into the table, through a small buffer for short items. It also decides what to do while
+//! there is no space: wait as long as the agent is alive, and stop when the agent is gone or cancels.
 
 use std::sync::Arc;
 use std::thread;
@@ -16,14 +16,14 @@ use super::walk::CaptureError;
 pub(super) struct Output<'b> {
     writer: SnapshotWriter,
     page: &'b CapturePage,
-    /// What is not yet in the table; short things are put here and leave together.
+    /// Bytes that are not in the table yet; short items are collected here and written together.
     pub(super) small: Vec<u8>,
     status: WriterStatus,
     began: Instant,
 }
 
 impl<'b> Output<'b> {
-    /// Lays the table out: it holds the snapshot of that moment from now on.
+    /// Lays the table out: from now on it holds the snapshot of that moment.
     pub(super) fn new(page: &'b CapturePage, memory: Arc<Memory>, origin: &Origin) -> Result<Output<'b>, CaptureError> {
         let order = page.order();
         let identity = Identity {
@@ -48,7 +48,7 @@ impl<'b> Output<'b> {
         if self.small.len() < SMALL_BYTES { Ok(()) } else { self.flush() }
     }
 
-    /// Bytes that follow what is in the buffer: one copy, from where they lie to the table, unless they are few.
+    /// Appends bytes after those in the buffer: copied once, straight into the table, unless there are only a few.
     pub(super) fn put(&mut self, bytes: &[u8]) -> Result<(), CaptureError> {
         if bytes.len() < SMALL_BYTES {
             self.small.extend_from_slice(bytes);
@@ -58,7 +58,7 @@ impl<'b> Output<'b> {
         self.append(bytes)
     }
 
-    /// All of it is written. The table stays open: whoever ordered it writes what the server saves.
+    /// Everything is written. The table stays open: the source writes what the server saves.
     pub(super) fn finish(&mut self) -> Result<(), CaptureError> {
         self.flush()?;
         self.status.took_micros = self.began.elapsed().as_micros() as u64;
@@ -90,7 +90,7 @@ impl<'b> Output<'b> {
         }
     }
 
-    /// The ring is full: its readers are slower than we are.
+    /// The ring is full: its readers are slower than this writer.
     fn wait_for_room(&mut self) -> Result<(), CaptureError> {
         let limit = Duration::from_secs(AGENT_TIMEOUT.get());
         let mut beat = self.page.orderer_beat();
@@ -126,9 +126,9 @@ impl<'b> Output<'b> {
     }
 }
 
-/// Bytes that are gathered before they go to the table together, and from which on a value goes there by itself: large beside the cost of
-/// one hand-over (some hundred nanoseconds), small beside a first-level cache.
+/// Bytes that are collected before they go to the table together, and from which on a value goes there by itself. Large
+/// compared to the cost of one append (some hundred nanoseconds), small compared to a first-level cache.
 const SMALL_BYTES: usize = 8 << 10;
 
-/// How often a writer without room looks whether there is some: readers free a slot of 4 MiB in a millisecond or two.
+/// How often a writer without space checks for it: readers release a slot of 4 MiB in a millisecond or two.
 const ROOM_POLL: Duration = Duration::from_micros(200);

@@ -1,7 +1,7 @@
-//! Records of a snapshot as the servers write them: header, databases, strings. Pure: bytes go into a buffer.
+//! Records of a snapshot as the servers write them: header, databases, strings. Pure: appends bytes to a buffer.
 //!
-//! A value that is long is not put into the buffer: only what stands before it is, and who writes the snapshot lets the value follow
-//! from where it lies.
+//! A long value is not put into the buffer: only the bytes before it are, and the caller writes the value from its own
+//! place.
 //!
 //! ```text
 //!   REDIS0011  FA name value …   FE db  FB keys expires   [FC expiry]  [F8 idle | F9 freq]  0 key length   value   …
@@ -12,14 +12,14 @@ use remora_redis::rdb::{
     OPCODE_AUX, OPCODE_EXPIRETIME_MS, OPCODE_FREQ, OPCODE_IDLE, OPCODE_RESIZEDB, OPCODE_SELECTDB, magic, put_length,
 };
 
-/// How old a key is, as far as the server keeps that.
+/// The age of a key, if the server keeps it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Age {
-    /// It keeps nothing.
+    /// The server keeps none.
     Unknown,
     /// Milliseconds since the last use.
     Idle(u64),
-    /// How often it is used, on the server's scale.
+    /// Frequency of use, on the server's scale.
     Frequency(u8),
 }
 
@@ -35,7 +35,7 @@ pub(super) fn put_field(out: &mut Vec<u8>, name: &str, value: &[u8]) {
     put_string(out, value);
 }
 
-/// The keys from here on belong to this database; so many there are, and so many of them expire.
+/// The keys that follow belong to this database; it has `keys` keys, of which `expires` expire.
 pub(super) fn put_database(out: &mut Vec<u8>, number: u32, keys: u64, expires: u64) {
     out.push(OPCODE_SELECTDB);
     put_length(out, u64::from(number));
@@ -44,7 +44,7 @@ pub(super) fn put_database(out: &mut Vec<u8>, number: u32, keys: u64, expires: u
     put_length(out, expires);
 }
 
-/// What stands before the bytes of a string: expiry (milliseconds since 1970), age, name, and how many bytes follow.
+/// The bytes before a string's value: expiry (milliseconds since 1970), age, name, and the length of the value.
 pub(super) fn put_head(out: &mut Vec<u8>, expires_at: Option<u64>, age: Age, name: &[u8], length: usize) {
     if let Some(milliseconds) = expires_at {
         out.push(OPCODE_EXPIRETIME_MS);
@@ -72,7 +72,8 @@ fn put_string(out: &mut Vec<u8>, string: &[u8]) {
     out.extend_from_slice(string);
 }
 
-/// The version of the format that the server writes, out of what `FUNCTION DUMP` answers. `None` if that is too short to be one.
+/// The version of the format that the server writes, from the reply to `FUNCTION DUMP`. `None` if the reply is too
+/// short.
 pub(super) fn dump_version(answer: &[u8]) -> Option<u16> {
     let (_, footer) = answer.split_at_checked(answer.len().checked_sub(DUMP_FOOTER_BYTES)?)?;
     let [low, high, ..] = *footer else { return None };

@@ -1,6 +1,6 @@
-//! The walk: every long string of a frozen data set, as records of a snapshot in the table.
+//! The walk: writes every long string of a frozen data set into the table, as records of a snapshot.
 //!
-//! It runs in a fork child, before the server's own saver does, and takes out of the child's memory what it has written:
+//! It runs in a fork child, before the server's own saver, and deletes what it has written from the child's memory:
 //!
 //! ```text
 //!                 the walk                                          the server's saver, afterwards, in the same child
@@ -9,14 +9,16 @@
 //!             ② the key is deleted, in this process alone
 //! ```
 //!
-//! So each key is in exactly one of the two, whatever it is: **it is written here and deleted, or it is the server's.** Nothing has to be known
-//! of types, of fields that expire, or of what the server means by a key that has ended; a step of the scan that shows a key twice, or
-//! never, changes nothing. The memory is this child's own copy, so that the primary has every key still.
+//! So each key is in exactly one of the two parts: **it is written here and deleted, or the server writes it.** The
+//! walk needs no knowledge of types, of expiring fields, or of what the server considers an expired key; a scan step
+//! that shows a key twice, or never, changes nothing. The memory is this child's own copy, so the primary keeps every
+//! key.
 //!
-//! All of it is one command, for which the server reads its clock once. A string whose time is over by that clock is left to the server, since
-//! opening it to delete it would be a question to which a server that is a replica says "there is none" and keeps it.
+//! The whole walk is one command, for which the server reads its clock once. A string that is expired by that clock is
+//! left to the server: opening it for deletion would be a lookup to which a server that is a replica answers "no such
+//! key" while keeping the key.
 //!
-//! A walk that fails after its first deletion ends the child: what its server would save then is not whole.
+//! A walk that fails after its first deletion ends the child: what its server would save then is incomplete.
 
 use std::ffi::CString;
 use std::sync::Arc;
@@ -30,33 +32,33 @@ use super::output::Output;
 use super::record::{self, Age};
 use crate::api::{Context, Cursor, Key, KeyKind, OwnedStr, StrRef};
 
-/// Why a capture in the child was declined, or failed; each becomes the sentence on the page.
+/// Why a capture in the child was declined or failed; the message becomes the status text on the page.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum CaptureError {
     #[error("it was cancelled")]
     Cancelled,
-    #[error("the table was full and its agent said nothing for {0} s")]
+    #[error("the table was full and its agent did not beat for {0} s")]
     Abandoned(u64),
     #[error("no table was handed over")]
     NoTable,
-    #[error("another process writes that table")]
+    #[error("another process is writing to that table")]
     Claimed,
     #[error("{0}")]
     NotExclusive(super::exclusive::SharedWith),
-    #[error("its agent did not say within {0} s that this child works for it alone")]
+    #[error("its agent did not say within {0} s that this child works for it only")]
     NotPermitted(u64),
     #[error("{0}")]
     System(String),
-    #[error("the server made no answer to {0}")]
+    #[error("the server gave no reply to {0}")]
     NoAnswer(&'static str),
     #[error("the server refused {command}: {text}")]
     Refused { command: &'static str, text: String },
-    #[error("the server does not say its {0}")]
+    #[error("the server does not report its {0}")]
     NotReported(&'static str),
     #[error("the string {key:?} of database {database} could not be read")]
     Unreadable { database: u32, key: String },
     #[error(
-        "the string {key:?} of database {database} was written, and could not be taken out of what the server saves"
+        "the string {key:?} of database {database} was written, but could not be deleted from what the server saves"
     )]
     Undeletable { database: u32, key: String },
     #[error(transparent)]
@@ -65,7 +67,7 @@ pub(super) enum CaptureError {
     Table(#[from] remora_table::Error),
 }
 
-/// Writes the long strings into `memory`, and takes them out of what the server will save.
+/// Writes the long strings into `memory`, and deletes them from what the server will save.
 pub(super) fn run(
     context: &Context<'_>,
     page: &CapturePage,
@@ -79,7 +81,7 @@ pub(super) fn run(
     walk.out.finish()
 }
 
-/// Which moment this process's data is of.
+/// The history and offset of this process's data.
 pub(super) fn origin(context: &Context<'_>) -> Result<Origin, CaptureError> {
     let info = context.server_info(c"replication").ok_or(CaptureError::NoAnswer("INFO replication"))?;
     let replid = info.get(c"master_replid").and_then(|text| text.as_bytes().try_into().ok());
@@ -91,8 +93,8 @@ pub(super) fn origin(context: &Context<'_>) -> Result<Origin, CaptureError> {
     })
 }
 
-/// The database that the stream writes to before it selects one. A primary selects one first of all; a replica passes on its primary's
-/// stream from wherever that is.
+/// The database that the stream writes to before it selects one. A primary's stream begins with a SELECT; a replica
+/// forwards its primary's stream from any position.
 fn stream_database(context: &Context<'_>) -> Result<u32, CaptureError> {
     if !context.flags().is_replica() {
         return Ok(0);
@@ -109,9 +111,9 @@ struct Walk<'w> {
     context: &'w Context<'w>,
     out: Output<'w>,
     ages: Ages,
-    /// The server's clock, which stands still for this command: milliseconds since 1970.
+    /// The server's clock, which does not advance during this command: milliseconds since 1970.
     now: u64,
-    /// Strings of at least so many bytes are long.
+    /// Strings of at least this many bytes are long.
     least: usize,
 }
 
@@ -128,7 +130,7 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// The version is that of the server's own DUMP, which also answers where there is no key at all: for functions.
+    /// The version is that of the server's own DUMP. `FUNCTION DUMP` gives it even if there is no key at all.
     fn header(&mut self, origin: &Origin) -> Result<(), CaptureError> {
         let dump = OwnedStr::new(self.context, b"DUMP");
         let reply = self.context.call(c"FUNCTION", &[dump.borrow()]).ok_or(CaptureError::NoAnswer("FUNCTION DUMP"))?;
@@ -151,7 +153,7 @@ impl Walk<'_> {
     fn database(&mut self, number: u32) -> Result<(), CaptureError> {
         let expires = self.expiring(number);
         record::put_database(&mut self.out.small, number, self.context.key_count(), expires.unwrap_or(0));
-        // Not asking each key of a database in which none expires spares a look-up for each.
+        // In a database without expiring keys, not asking each key for its expiry saves a lookup per key.
         let may_expire = expires != Some(0);
         let mut cursor = Cursor::new(self.context);
         let mut written = Vec::new();
@@ -165,7 +167,7 @@ impl Walk<'_> {
             if let Some(error) = error {
                 return Err(error);
             }
-            // Not while the server shows them: it still holds what it shows.
+            // Do not delete during a scan step: the server still holds the key that it shows.
             for name in written.drain(..) {
                 self.take_out(number, &name)?;
             }
@@ -175,14 +177,14 @@ impl Walk<'_> {
         }
     }
 
-    /// How many keys of that database expire, as INFO has it.
+    /// The number of expiring keys in that database, from INFO.
     fn expiring(&self, number: u32) -> Option<u64> {
         let info = self.context.server_info(c"keyspace")?;
         let line = info.get(&CString::new(format!("db{number}")).ok()?)?.to_owned();
         line.split(',').find_map(|pair| pair.strip_prefix("expires=")?.parse().ok())
     }
 
-    /// Writes it if it is ours to write, and notes its name.
+    /// Writes the key if it is a long string, and remembers its name.
     fn key(
         &mut self,
         database: u32,
@@ -207,7 +209,7 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// The server shall not write it once more.
+    /// Deletes the key, so that the server does not write it again.
     fn take_out(&self, database: u32, name: &OwnedStr) -> Result<(), CaptureError> {
         let key = self.context.open_to_write(name.borrow()).filter(|key| key.kind() == KeyKind::String);
         if key.is_some_and(|mut key| key.delete()) {
@@ -217,15 +219,15 @@ impl Walk<'_> {
     }
 }
 
-/// A name as it may stand in a sentence.
+/// A key's name for a message.
 fn shown(name: &[u8]) -> String {
     String::from_utf8_lossy(name.get(..SHOWN_BYTES).unwrap_or(name)).into_owned()
 }
 
-/// Bytes of a key's name that a sentence shows: enough to find it.
+/// Bytes of a key's name in a message: enough to find the key.
 const SHOWN_BYTES: usize = 80;
 
-/// Which age the server keeps of its keys: servers write it only where their policy uses it.
+/// Which age the server keeps for its keys: servers write it only where their eviction policy uses it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Ages {
     None,

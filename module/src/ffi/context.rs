@@ -1,4 +1,4 @@
-//! One call of the server into us, and what may be asked of the server during it.
+//! One call of the server into the module, and the functions that are available during it.
 
 use std::any::Any;
 use std::ffi::{CStr, CString, c_char, c_int, c_longlong, c_void};
@@ -13,7 +13,7 @@ use super::key::{Key, READ, WRITE};
 use super::reply::Reply;
 use super::string::StrRef;
 
-/// A call of the server into us; also the proof that we are on its thread.
+/// A call of the server into the module; also the proof of being on the server's thread.
 pub(crate) struct Context<'s> {
     raw: NonNull<RawContext>,
     call: PhantomData<&'s RawContext>,
@@ -21,7 +21,7 @@ pub(crate) struct Context<'s> {
 
 impl<'s> Context<'s> {
     /// # Safety
-    /// `raw` is a context of the server's that lives for `'s`, and this is the server's main thread.
+    /// `raw` is a context of the server that lives for `'s`, and this is the server's main thread.
     pub(super) unsafe fn new(raw: NonNull<RawContext>) -> Context<'s> {
         Context { raw, call: PhantomData }
     }
@@ -30,22 +30,23 @@ impl<'s> Context<'s> {
         self.raw.as_ptr()
     }
 
-    /// A line in the server's log.
+    /// Writes a line to the server's log.
     pub(crate) fn log(&self, level: LogLevel, text: &str) {
         let text = without_zeros(text);
-        // SAFETY: A living context; a level that the server knows; a format that takes exactly one zero-terminated text.
+        // SAFETY: A living context; a level that the server knows; a format that takes exactly one zero-terminated
+        // text.
         unsafe { (server().log)(self.raw(), level.name().as_ptr(), c"%s".as_ptr(), text.as_ptr()) };
     }
 
-    // --- Answers to a command -----------------------------------------------------------------------------------
+    // --- Replies to a command -------------------------------------------------------------------------------------
 
-    /// Answers with a word of ours, `OK` above all.
+    /// Replies with a status, such as `OK`.
     pub(crate) fn reply_simple(&self, text: &CStr) {
-        // SAFETY: A living context and a zero-terminated text, which is copied. What it returns only means "answered".
+        // SAFETY: A living context and a zero-terminated text, which is copied. The return value only means "replied".
         unsafe { (server().reply_simple)(self.raw(), text.as_ptr()) };
     }
 
-    /// Answers with an error: a word in capitals, then a sentence.
+    /// Replies with an error: a word in capitals, then a sentence.
     pub(crate) fn reply_error(&self, text: &str) {
         // An error is one line of the protocol.
         let text = without_zeros(&text.replace(['\r', '\n'], " "));
@@ -53,19 +54,19 @@ impl<'s> Context<'s> {
         unsafe { (server().reply_error)(self.raw(), text.as_ptr()) };
     }
 
-    /// Answers with a number.
+    /// Replies with a number.
     pub(crate) fn reply_integer(&self, number: i64) {
         // SAFETY: A living context.
         unsafe { (server().reply_integer)(self.raw(), number) };
     }
 
-    /// Answers with bytes.
+    /// Replies with bytes.
     pub(crate) fn reply_bytes(&self, bytes: &[u8]) {
         // SAFETY: A living context; the bytes are copied.
         unsafe { (server().reply_bytes)(self.raw(), bytes.as_ptr().cast(), bytes.len()) };
     }
 
-    /// Begins an answer of so many parts, each of which must follow.
+    /// Begins a reply of `parts` parts, each of which must follow.
     pub(crate) fn reply_array(&self, parts: usize) {
         // SAFETY: A living context.
         unsafe { (server().reply_array)(self.raw(), parts as _) };
@@ -73,7 +74,7 @@ impl<'s> Context<'s> {
 
     // --- Keys -----------------------------------------------------------------------------------------------------
 
-    /// Makes `database` the one that later calls work on. False if there is none of that number.
+    /// Selects the database that later calls work on. False if it does not exist.
     pub(crate) fn select(&self, database: u32) -> bool {
         let Ok(database) = c_int::try_from(database) else { return false };
         // SAFETY: A living context; the server checks the number.
@@ -86,23 +87,24 @@ impl<'s> Context<'s> {
         unsafe { (server().db_size)(self.raw()) }
     }
 
-    /// Opens a key for writing; it needn't exist.
+    /// Opens a key for writing; it need not exist.
     pub(crate) fn open_to_write(&self, name: StrRef<'_>) -> Option<Key<'_>> {
         // SAFETY: A living context and string; the key takes a reference of its own to the string.
         let raw = unsafe { (server().open_key)(self.raw(), name.raw(), READ | WRITE) };
-        // SAFETY: Just opened, by us, and it can't outlive the context, which is borrowed.
+        // SAFETY: Just opened, owned by us, and it can't outlive the context, which is borrowed.
         NonNull::new(raw).map(|raw| unsafe { Key::new(raw, true) })
     }
 
-    /// Shows the keys of one step of a walk over the selected database. False when the walk is over.
+    /// Shows the keys of one scan step over the selected database. False when the scan is complete.
     ///
-    /// What `SCAN` promises holds: a key that is there all the time is shown at least once; more than once is possible only if the table
-    /// changes its size meanwhile. A panic of `show` goes on from here, once the server has been left.
+    /// The guarantees of `SCAN` hold: a key that exists all the time is shown at least once; more than once is possible
+    /// only if the table is resized meanwhile. A panic of `show` continues from here, after the server's function has
+    /// returned.
     pub(crate) fn scan<F: FnMut(StrRef<'_>, Key<'_>)>(&self, cursor: &mut Cursor, show: F) -> bool {
         let mut showing = Showing { show, panicked: None };
         let data: *mut Showing<F> = &mut showing;
-        // SAFETY: A living context and cursor. `data` stays valid through the call, and `scan_entry::<F>` is the only one who uses it,
-        // as what it is.
+        // SAFETY: A living context and cursor. `data` stays valid through the call, and only `scan_entry::<F>` uses it,
+        // with its true type.
         let more = unsafe { (server().scan)(self.raw(), cursor.raw.as_ptr(), scan_entry::<F>, data.cast()) != 0 };
         if let Some(panic) = showing.panicked {
             std::panic::resume_unwind(panic);
@@ -112,15 +114,15 @@ impl<'s> Context<'s> {
 
     // --- Commands ------------------------------------------------------------------------------------------------
 
-    /// Calls a command; its errors are replies. `None`: the server didn't even make an answer of it.
+    /// Calls a command; its errors are replies. `None`: the server gave no reply at all.
     pub(crate) fn call(&self, name: &CStr, arguments: &[StrRef<'_>]) -> Option<Reply<'_>> {
         let list: *const StrRef<'_> = arguments.as_ptr();
-        // SAFETY: A living context. The format "v" takes a list of strings and its length (a `size_t`), and `StrRef` is such a pointer
-        // and nothing else; "E" takes none. Nothing is kept after the call.
+        // SAFETY: A living context. The format "v" takes a list of strings and its length (a `size_t`), and `StrRef` is
+        // such a pointer and nothing else; "E" takes no argument. The server keeps nothing after the call.
         let raw = unsafe {
             (server().call)(self.raw(), name.as_ptr(), c"vE".as_ptr(), list.cast::<*mut RawString>(), arguments.len())
         };
-        // SAFETY: A new reply, ours to free, that can't outlive the context, which is borrowed.
+        // SAFETY: A new reply, owned by us, that can't outlive the context, which is borrowed.
         NonNull::new(raw).map(|raw| unsafe { Reply::new(raw, true) })
     }
 
@@ -131,104 +133,108 @@ impl<'s> Context<'s> {
         NonNull::new(raw).map(|raw| ServerInfo { raw, context: self })
     }
 
-    /// Lets the server do what can't wait: answer `-LOADING`, beat its heart. Our own context stays valid.
+    /// Lets the server do urgent work: answer `-LOADING`, run its cron. Our own context stays valid.
     pub(crate) fn yield_now(&self, also_clients: bool, busy: &CStr) {
         let flags = if also_clients { YIELD_CLIENTS } else { YIELD_NONE };
         // SAFETY: A living context; the text is copied or used during the call only.
         unsafe { (server().yield_now)(self.raw(), flags, busy.as_ptr()) };
     }
 
-    /// What kind of call this is, as bits (`REDISMODULE_CTX_FLAGS_*`).
+    /// The kind of this call, as bits (`REDISMODULE_CTX_FLAGS_*`).
     pub(crate) fn flags(&self) -> ContextFlags {
         // SAFETY: A living context.
         ContextFlags(unsafe { (server().context_flags)(self.raw()) })
     }
 
-    /// How this module behaves, as bits (`REDISMODULE_OPTIONS_*`).
+    /// Sets this module's options, as bits (`REDISMODULE_OPTIONS_*`).
     pub(crate) fn set_module_options(&self, options: c_int) {
         // SAFETY: A living context of this module.
         unsafe { (server().set_module_options)(self.raw(), options) };
     }
 
-    /// Ends this process, which must be a fork child, as one that has failed: its server throws away what it has saved so far. Does
-    /// nothing in the server itself.
+    /// Ends this process, which must be a fork child, with a failure: its server discards what it has saved so far.
+    /// Does nothing in the server's own process.
     pub(crate) fn fail_child(&self) {
         if self.flags().is_child() {
-            // SAFETY: No conditions but to be in a fork child, which was just looked at. It does not return.
+            // SAFETY: The only condition is to be in a fork child, which was just checked. The function does not
+            // return.
             unsafe { (server().exit_from_child)(CHILD_FAILED) };
         }
     }
 
-    // --- What is told beforehand ----------------------------------------------------------------------------------
+    // --- Registration ---------------------------------------------------------------------------------------------
 
-    /// Makes a command known. Only while the module is being loaded.
+    /// Registers a command. Only while the module is being loaded.
     pub(crate) fn register_command<C: Command>(&self) -> bool {
         let (name, flags) = (C::NAME.as_ptr(), C::FLAGS.as_ptr());
-        // SAFETY: A living context, zero-terminated texts, an entry of the right signature that outlives the module's being loaded.
+        // SAFETY: A living context, zero-terminated texts, and an entry of the right signature that exists as long as
+        // the module is loaded.
         let made = unsafe { (server().create_command)(self.raw(), name, command_entry::<C>, flags, 0, 0, 0) };
         made == OK
     }
 
-    /// Makes an ACL category known, where the server can.
+    /// Registers an ACL category, if the server supports it.
     pub(crate) fn add_acl_category(&self, name: &CStr) -> bool {
         // SAFETY: A living context and a zero-terminated name.
         server().add_acl_category.is_some_and(|add| unsafe { add(self.raw(), name.as_ptr()) } == OK)
     }
 
-    /// Puts a command into ACL categories (names with blanks between), where the server can.
+    /// Adds a command to ACL categories (names separated by spaces), if the server supports it.
     pub(crate) fn set_acl_categories(&self, command: &CStr, categories: &CStr) -> bool {
         let Some(set) = server().set_acl_categories else { return false };
         // SAFETY: A living context and a zero-terminated name.
         let raw = unsafe { (server().get_command)(self.raw(), command.as_ptr()) };
-        // SAFETY: A command of ours that was just found, and a zero-terminated text.
+        // SAFETY: A command of this module that was just found, and a zero-terminated text.
         !raw.is_null() && unsafe { set(raw, categories.as_ptr()) } == OK
     }
 
-    /// Asks to be told of one kind of events (`REDISMODULE_EVENT_*`). False if this server doesn't know it.
+    /// Subscribes to one kind of events (`REDISMODULE_EVENT_*`). False if this server doesn't know it.
     pub(crate) fn subscribe<H: EventHandler>(&self) -> bool {
         let event = RawEvent { id: H::EVENT, version: 1 };
-        // SAFETY: A living context; an entry of the right signature. The server forgets it when it unloads us.
+        // SAFETY: A living context; an entry of the right signature. The server drops the subscription when it unloads
+        // the module.
         unsafe { (server().subscribe)(self.raw(), event, Some(event_entry::<H>)) == OK }
     }
 
-    /// Asks to be asked when somebody asks INFO.
+    /// Registers the callback for INFO.
     pub(crate) fn register_info<I: Informer>(&self) -> bool {
         // SAFETY: A living context; an entry of the right signature.
         unsafe { (server().register_info)(self.raw(), info_entry::<I>) == OK }
     }
 
-    /// Sets an alarm in so many milliseconds; `number` is handed to it. The server does not unload a module that has one.
+    /// Sets a timer that fires after this many milliseconds; it gets `number`. The server does not unload a module that
+    /// has a timer.
     pub(crate) fn set_timer<T: Timer>(&self, milliseconds: u64, number: u64) -> TimerId {
         let period = c_longlong::try_from(milliseconds).unwrap_or(c_longlong::MAX);
         let data = ptr::without_provenance_mut::<c_void>(number as usize);
-        // SAFETY: A living context; an entry of the right signature; the data is a number and is never followed.
+        // SAFETY: A living context; an entry of the right signature; the data is a number and is never dereferenced.
         TimerId(unsafe { (server().create_timer)(self.raw(), period, timer_entry::<T>, data) })
     }
 
-    /// Takes an alarm back. One that has rung is not there any more, which is as well.
+    /// Stops a timer. A timer that has fired no longer exists, and stopping it has no effect.
     pub(crate) fn stop_timer(&self, timer: TimerId) {
-        // SAFETY: A living context; a null place means that the data isn't wanted.
+        // SAFETY: A living context; a null pointer means that the data isn't wanted.
         unsafe { (server().stop_timer)(self.raw(), timer.0, ptr::null_mut()) };
     }
 
-    /// Takes over what the configuration file or `MODULE LOADEX` says. Once, after all settings are registered.
+    /// Applies the settings of the configuration file or of `MODULE LOADEX`. Once, after all settings are registered.
     pub(crate) fn load_settings(&self) -> bool {
         // SAFETY: A living context of a module that is being loaded.
         unsafe { (server().load_configs)(self.raw()) == OK }
     }
 }
 
-/// An alarm that was set.
+/// A timer that was set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct TimerId(u64);
 
-/// How a [`Context::scan`] remembers its place.
+/// The position of a [`Context::scan`].
 pub(crate) struct Cursor {
     raw: NonNull<RawCursor>,
 }
 
 impl Cursor {
-    /// At the beginning. The context is the proof that we are on the server's thread.
+    /// At the beginning. The context proves that this is the server's thread.
     pub(crate) fn new(_context: &Context<'_>) -> Cursor {
         // SAFETY: No conditions.
         let raw = unsafe { (server().cursor_create)() };
@@ -238,21 +244,21 @@ impl Cursor {
 
 impl Drop for Cursor {
     fn drop(&mut self) {
-        // SAFETY: Ours, freed once.
+        // SAFETY: Owned by us, freed once.
         unsafe { (server().cursor_destroy)(self.raw.as_ptr()) };
     }
 }
 
-/// What a scan carries through the server: a closure, and the panic that ended it.
+/// What a scan passes through the server: a closure, and the panic that ended it.
 struct Showing<F> {
     show: F,
     panicked: Option<Box<dyn Any + Send>>,
 }
 
-/// The server shows one key.
+/// Callback of the server for one key.
 ///
 /// # Safety
-/// `data` points to a `Showing<F>` that nobody else uses meanwhile.
+/// `data` points to a `Showing<F>` that nothing else uses meanwhile.
 unsafe extern "C" fn scan_entry<F: FnMut(StrRef<'_>, Key<'_>)>(
     _context: *mut RawContext,
     name: *mut RawString,
@@ -260,20 +266,20 @@ unsafe extern "C" fn scan_entry<F: FnMut(StrRef<'_>, Key<'_>)>(
     data: *mut c_void,
 ) {
     let (Some(name), Some(key)) = (NonNull::new(name), NonNull::new(key)) else { return };
-    // SAFETY: By the caller's promise.
+    // SAFETY: Guaranteed by the caller.
     let Showing { show, panicked } = unsafe { &mut *data.cast::<Showing<F>>() };
     if panicked.is_some() {
         return;
     }
-    // SAFETY: The server's, alive during this call, which is all that the closure may assume of it.
+    // SAFETY: Owned by the server and alive during this call; the closure can't keep it longer.
     let name = unsafe { StrRef::new(name) };
-    // SAFETY: As above; the server closes it itself.
+    // SAFETY: As above; the server closes the key itself.
     let key = unsafe { Key::new(key, false) };
     // Unwind safety: after a panic the closure is not called again.
     *panicked = catch_unwind(AssertUnwindSafe(|| show(name, key))).err();
 }
 
-/// INFO, looked into line by line.
+/// INFO, queried line by line.
 pub(crate) struct ServerInfo<'c> {
     raw: NonNull<RawServerInfo>,
     context: &'c Context<'c>,
@@ -282,7 +288,7 @@ pub(crate) struct ServerInfo<'c> {
 impl ServerInfo<'_> {
     /// The value of a line.
     pub(crate) fn get(&self, field: &CStr) -> Option<&str> {
-        // SAFETY: A living answer and a zero-terminated name.
+        // SAFETY: A living INFO answer and a zero-terminated name.
         let text = unsafe { (server().server_info_field)(self.raw.as_ptr(), field.as_ptr()) };
         if text.is_null() {
             return None;
@@ -299,23 +305,23 @@ impl ServerInfo<'_> {
 
 impl Drop for ServerInfo<'_> {
     fn drop(&mut self) {
-        // SAFETY: Ours, freed once, with the context it was made with.
+        // SAFETY: Owned by us, freed once, with the context it was created with.
         unsafe { (server().free_server_info)(self.context.raw(), self.raw.as_ptr()) };
     }
 }
 
-/// A context of our own, for callbacks to which the server gives none with a client behind it (loading, persistence events).
+/// A context of our own, for callbacks whose context has no client (loading, persistence events).
 pub(crate) struct OwnContext {
     context: Context<'static>,
 }
 
 impl OwnContext {
-    /// Made on the server's thread, as `_proof` proves, and to be used there only (it is not `Send`).
+    /// Created on the server's thread, as `_proof` proves, and to be used only there (it is not `Send`).
     pub(crate) fn new(_proof: &Context<'_>) -> OwnContext {
-        // SAFETY: Null is allowed: a context for no blocked client.
+        // SAFETY: Null is allowed: a context without a blocked client.
         let raw = unsafe { (server().get_thread_safe_context)(ptr::null_mut()) };
         let raw = NonNull::new(raw).expect("the server ends itself rather than return no context");
-        // SAFETY: It lives until `drop` frees it, and is only lent out.
+        // SAFETY: It lives until `drop` frees it, and is only borrowed.
         OwnContext { context: unsafe { Context::new(raw) } }
     }
 }
@@ -330,19 +336,19 @@ impl std::ops::Deref for OwnContext {
 
 impl Drop for OwnContext {
     fn drop(&mut self) {
-        // SAFETY: Ours, freed once.
+        // SAFETY: Owned by us, freed once.
         unsafe { (server().free_thread_safe_context)(self.context.raw()) };
     }
 }
 
-/// How loud a line in the log is.
+/// The level of a line in the log.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum LogLevel {
-    /// For those who look for a fault.
+    /// For debugging.
     Debug,
-    /// What an operator wants to know.
+    /// Useful for an operator.
     Notice,
-    /// What an operator must know.
+    /// Important for an operator.
     Warning,
 }
 
@@ -356,7 +362,7 @@ impl LogLevel {
     }
 }
 
-/// `REDISMODULE_CTX_FLAGS_*`, as far as we ask.
+/// `REDISMODULE_CTX_FLAGS_*`, as far as this module uses them.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ContextFlags(c_int);
 
@@ -377,16 +383,16 @@ impl ContextFlags {
     }
 }
 
-/// A text as C wants it. A zero inside would end it early, so it is left out.
+/// A text as a C string. A zero byte inside would end it early, so it is removed.
 pub(super) fn without_zeros(text: &str) -> CString {
     CString::new(text.replace('\0', "")).unwrap_or_default()
 }
 
-/// What a fork child returns to its server that has failed.
+/// The exit status of a fork child that has failed.
 const CHILD_FAILED: c_int = 1;
 /// `REDISMODULE_YIELD_FLAG_NONE`.
 const YIELD_NONE: c_int = 1;
-/// `REDISMODULE_YIELD_FLAG_CLIENTS`, and the former.
+/// `REDISMODULE_YIELD_FLAG_CLIENTS` together with the former.
 const YIELD_CLIENTS: c_int = 3;
 
 const _: () = assert!(OK == 0 && ERR == 1 && size_of::<c_char>() == 1);

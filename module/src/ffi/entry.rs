@@ -1,4 +1,4 @@
-//! The two names that a server looks for in a module.
+//! The two symbols that a server looks up in a module.
 
 use std::ffi::{CStr, c_int, c_void};
 use std::ptr::NonNull;
@@ -8,40 +8,40 @@ use super::context::Context;
 use super::functions::{API_VERSION, ERR, Functions, GetApi, OK, RawContext, RawString, keep, server};
 use super::string::StrRef;
 
-/// What the crate is to the server.
+/// This crate as a module of a server.
 pub(crate) trait Module {
-    /// Its name in `MODULE LIST`, and what its commands begin with.
+    /// Its name in `MODULE LIST`, and the prefix of its commands.
     const NAME: &'static CStr;
     /// Its version, as one number.
     const VERSION: u16;
 
-    /// Registers everything. False refuses to be loaded; the log says why.
+    /// Registers everything. False refuses the load; the log says why.
     fn load(context: &Context<'_>, arguments: &[StrRef<'_>]) -> bool;
 
-    /// Whether it may go now.
+    /// Whether the module may be unloaded now.
     fn unload(context: &Context<'_>) -> bool;
 }
 
-/// The server loads us.
+/// Called by the server to load the module.
 ///
 /// # Safety
-/// Called by the server, as its API says: a context, and so many strings, all alive during the call.
+/// Called by the server as its API says: a context, and `count` strings, all alive during the call.
 #[unsafe(no_mangle)]
-#[allow(unreachable_pub)] // reached by its name, not through Rust
+#[allow(unreachable_pub)] // called by its symbol, not through Rust
 pub unsafe extern "C" fn RedisModule_OnLoad(context: *mut c_void, arguments: *mut *mut c_void, count: c_int) -> c_int {
     guard(ERR, || {
-        // SAFETY: By the caller's promise.
+        // SAFETY: Guaranteed by the caller.
         let loaded = unsafe { load::<crate::Remora>(context.cast(), arguments.cast(), count) };
         if loaded { OK } else { ERR }
     })
 }
 
-/// The server wants to unload us.
+/// Called by the server to unload the module.
 ///
 /// # Safety
 /// Called by the server, with a context that lives during the call.
 #[unsafe(no_mangle)]
-#[allow(unreachable_pub)] // reached by its name, not through Rust
+#[allow(unreachable_pub)] // called by its symbol, not through Rust
 pub unsafe extern "C" fn RedisModule_OnUnload(context: *mut c_void) -> c_int {
     let Some(context) = NonNull::new(context.cast::<RawContext>()) else { return ERR };
     // SAFETY: Alive during the call, which comes on the server's main thread.
@@ -53,14 +53,14 @@ pub unsafe extern "C" fn RedisModule_OnUnload(context: *mut c_void) -> c_int {
 /// As for [`RedisModule_OnLoad`].
 unsafe fn load<M: Module>(context: *mut RawContext, arguments: *mut *mut RawString, count: c_int) -> bool {
     let Some(raw) = NonNull::new(context) else { return false };
-    // SAFETY: Where a context begins lies the address of the server's `GetApi`; that is how a module gets it.
+    // SAFETY: A context begins with the address of the server's `GetApi`; that is how a module obtains it.
     let get_api = unsafe { raw.cast::<Option<GetApi>>().read() };
     let Some(get_api) = get_api else { return false };
     // SAFETY: It is the server's `GetApi`.
     match unsafe { Functions::look_up(get_api) } {
         Ok(functions) => keep(functions),
         Err(missing) => {
-            // There is no way yet to write to the log; the server's standard error is where it goes when it has no log file.
+            // The server's log can't be written to yet; without a log file, standard error is where it goes.
             eprintln!("remora: this server lacks {missing}: Redis 7.0 or Valkey 7.2 and later have it");
             return false;
         }
@@ -74,7 +74,7 @@ unsafe fn load<M: Module>(context: *mut RawContext, arguments: *mut *mut RawStri
     // SAFETY: Alive during the call, which comes on the server's main thread.
     let context = unsafe { Context::new(raw) };
     let arguments: &[StrRef<'_>] = match (NonNull::new(arguments), usize::try_from(count)) {
-        // SAFETY: So many pointers lie there, none of them null, to strings that live during the call.
+        // SAFETY: `count` pointers are there, none of them null, to strings that live during the call.
         (Some(first), Ok(count)) => unsafe { std::slice::from_raw_parts(first.as_ptr().cast(), count) },
         _ => &[],
     };

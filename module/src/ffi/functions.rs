@@ -1,7 +1,9 @@
-//! The servers' module API, as they name it: opaque types, numbers and the functions that are looked up by name at loading.
+//! The servers' module API with its own names: opaque types, numbers, and the functions that are looked up by name at
+//! loading.
 //!
-//! Written by hand from the API's published reference; no header is compiled in. A function that some supported server lacks is
-//! `Option`: whoever calls it says what is done without. Not here: anything that makes these safe to call.
+//! Written by hand from the API's published reference; no header is compiled in. A function that some supported server
+//! lacks is an `Option`, and its caller documents what happens without it. Not here: anything that makes the functions
+//! safe to call.
 
 use std::ffi::{c_char, c_int, c_long, c_longlong, c_uint, c_ulonglong, c_void};
 use std::sync::OnceLock;
@@ -65,7 +67,7 @@ pub(crate) type GetBoolFn = unsafe extern "C" fn(*const c_char, *mut c_void) -> 
 pub(crate) type SetBoolFn = unsafe extern "C" fn(*const c_char, c_int, *mut c_void, *mut *mut RawString) -> c_int;
 pub(crate) type ApplyFn = unsafe extern "C" fn(*mut RawContext, *mut c_void, *mut *mut RawString) -> c_int;
 
-/// `RedisModuleTypeMethods`, version 3: what every supported server knows.
+/// `RedisModuleTypeMethods`, version 3, which every supported server knows.
 #[repr(C)]
 pub(crate) struct RawTypeMethods {
     pub(crate) version: u64,
@@ -87,7 +89,7 @@ pub(crate) struct RawTypeMethods {
 /// Version of [`RawTypeMethods`].
 pub(crate) const TYPE_METHODS_VERSION: u64 = 3;
 
-/// `GetApi` itself: its address lies where a context begins.
+/// `GetApi` itself: a context begins with its address.
 pub(crate) type GetApi = unsafe extern "C" fn(*const c_char, *mut *mut c_void) -> c_int;
 
 macro_rules! functions {
@@ -99,7 +101,7 @@ macro_rules! functions {
         }
 
         impl Functions {
-            /// Looks all of them up.
+            /// Looks up all of them.
             ///
             /// # Errors
             /// The name of the first required one that this server lacks.
@@ -109,7 +111,8 @@ macro_rules! functions {
             pub(crate) unsafe fn look_up(get_api: GetApi) -> Result<Functions, &'static str> {
                 Ok(Functions {
                     $(
-                        // SAFETY: The server promises by the name that the function has the published signature, which `$type` is.
+                        // SAFETY: The server promises that the function of this name has the published signature, which
+                        // `$type` is.
                         $name: unsafe { find::<$type>(get_api, concat!($symbol, "\0")) }.ok_or($symbol)?,
                     )*
                     $(
@@ -196,19 +199,19 @@ functions! {
     }
 }
 
-/// One function by its name, which ends with a zero byte; `None` if the server lacks it.
+/// Looks up one function by its zero-terminated name; `None` if the server lacks it.
 ///
 /// # Safety
-/// `get_api` is the server's `GetApi`, and `F` the type of a pointer to the function of that name.
+/// `get_api` is the server's `GetApi`, and `F` is the type of a pointer to the function of that name.
 unsafe fn find<F: Copy>(get_api: GetApi, name: &'static str) -> Option<F> {
     const { assert!(size_of::<F>() == size_of::<*mut c_void>(), "a function pointer") };
     let mut found = std::ptr::null_mut();
-    // SAFETY: A name that ends with zero (by `look_up`), and room for one pointer.
+    // SAFETY: A zero-terminated name (by `look_up`), and space for one pointer.
     let known = unsafe { get_api(name.as_ptr().cast(), &mut found) } == OK;
     if !known || found.is_null() {
         return None;
     }
-    // SAFETY: The same size (asserted above), not null, and of this type by the caller's promise.
+    // SAFETY: The same size (asserted above), not null, and of this type as guaranteed by the caller.
     Some(unsafe { std::mem::transmute_copy::<*mut c_void, F>(&found) })
 }
 
@@ -216,17 +219,17 @@ unsafe fn find<F: Copy>(get_api: GetApi, name: &'static str) -> Option<F> {
 pub(crate) const OK: c_int = 0;
 /// `REDISMODULE_ERR`.
 pub(crate) const ERR: c_int = 1;
-/// `REDISMODULE_APIVER_1`, the only one there is.
+/// `REDISMODULE_APIVER_1`, the only version.
 pub(crate) const API_VERSION: c_int = 1;
 
 static FUNCTIONS: OnceLock<Functions> = OnceLock::new();
 
-/// Keeps them for all later calls; a second loading into the same process finds them again.
+/// Keeps the functions for all later calls; a second load into the same process finds them again.
 pub(crate) fn keep(functions: Functions) {
     let _ = FUNCTIONS.set(functions);
 }
 
-/// The functions. Only reached through a handle, and the server hands those out only after loading.
+/// The functions. Reachable only through a handle, and the server gives out handles only after loading the module.
 pub(crate) fn server() -> &'static Functions {
     FUNCTIONS.get().expect("the server's functions are looked up before it hands out anything to call them with")
 }

@@ -1,4 +1,4 @@
-//! A key that is open: its value, its expiry and its age.
+//! An open key: its value, its expiry and its age.
 
 use std::ffi::{c_int, c_longlong};
 use std::marker::PhantomData;
@@ -7,18 +7,18 @@ use std::ptr::NonNull;
 use super::functions::{OK, RawContext, RawKey, server};
 use super::string::StrRef;
 
-/// What kind of value a key has, as far as we treat kinds differently.
+/// The kind of a key's value, as far as this module distinguishes kinds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum KeyKind {
-    /// There is no such key.
+    /// The key does not exist.
     Empty,
     /// A plain string.
     String,
-    /// Anything else.
+    /// Any other kind.
     Other,
 }
 
-/// An open key. One that we opened is closed when dropped.
+/// An open key. A key that we opened is closed when dropped.
 pub(crate) struct Key<'c> {
     raw: NonNull<RawKey>,
     ours: bool,
@@ -27,12 +27,12 @@ pub(crate) struct Key<'c> {
 
 impl<'c> Key<'c> {
     /// # Safety
-    /// `raw` is an open key that lives for `'c`; with `ours`, nobody else closes it.
+    /// `raw` is an open key that lives for `'c`; with `ours`, nothing else closes it.
     pub(super) unsafe fn new(raw: NonNull<RawKey>, ours: bool) -> Key<'c> {
         Key { raw, ours, context: PhantomData }
     }
 
-    /// What kind of value it has.
+    /// The kind of its value.
     pub(crate) fn kind(&self) -> KeyKind {
         // SAFETY: An open key (handle rule).
         match unsafe { (server().key_type)(self.raw.as_ptr()) } {
@@ -42,14 +42,14 @@ impl<'c> Key<'c> {
         }
     }
 
-    /// How long its value is: the bytes of a string, the elements of anything else.
+    /// The length of its value: the bytes of a string, the elements of anything else.
     pub(crate) fn length(&self) -> usize {
         // SAFETY: An open key.
         unsafe { (server().value_length)(self.raw.as_ptr()) }
     }
 
-    /// The bytes of a string value, where they lie. An encoded one (an integer, an embedded string) is turned into a plain one first,
-    /// which changes this process's memory: do it in a fork child.
+    /// The bytes of a string value, in place. An encoded value (an integer, an embedded string) is converted to a plain
+    /// one first, which changes this process's memory: do it in a fork child.
     pub(crate) fn string(&mut self) -> Option<&[u8]> {
         let mut length = 0;
         // SAFETY: An open key, and room for a length.
@@ -57,13 +57,13 @@ impl<'c> Key<'c> {
         if start.is_null() {
             return None;
         }
-        // SAFETY: The server says that so many bytes lie there; they stay until the key is changed or closed, for which `self` would
-        // have to be borrowed again.
+        // SAFETY: The server guarantees that `length` bytes are there; they stay until the key is changed or closed,
+        // for which `self` would have to be borrowed again.
         Some(unsafe { std::slice::from_raw_parts(start.cast(), length) })
     }
 
-    /// Makes the value a string of this length and gives its bytes to be filled. `None` if the key is not open for writing, is of
-    /// another type, or the length is more than the server allows (512 MiB).
+    /// Makes the value a string of this length and returns its bytes to be filled. `None` if the key is not open for
+    /// writing, has another type, or the length exceeds the server's limit (512 MiB).
     pub(crate) fn string_to_fill(&mut self, length: usize) -> Option<&mut [u8]> {
         // SAFETY: An open key.
         if unsafe { (server().string_truncate)(self.raw.as_ptr(), length) } != OK {
@@ -75,43 +75,44 @@ impl<'c> Key<'c> {
         if start.is_null() || has != length || length == 0 {
             return None;
         }
-        // SAFETY: As for `string`; the server made the value this key's alone (it unshares for writing), so nobody else refers to it.
+        // SAFETY: As for `string`; the value belongs to this key only (the server unshares it for writing), so nothing
+        // else refers to it.
         Some(unsafe { std::slice::from_raw_parts_mut(start.cast(), has) })
     }
 
-    /// Makes the value that string; the server keeps a reference to it. False if the key is not open for writing.
+    /// Sets the value to that string; the server keeps a reference to it. False if the key is not open for writing.
     pub(crate) fn set_string(&mut self, value: StrRef<'_>) -> bool {
-        // SAFETY: An open key and a living string, of which the server takes a reference of its own.
+        // SAFETY: An open key and a living string; the server takes a reference of its own to the string.
         unsafe { (server().string_set)(self.raw.as_ptr(), value.raw()) == OK }
     }
 
-    /// When it expires: milliseconds since 1970.
+    /// The time of its expiry: milliseconds since 1970.
     pub(crate) fn expires_at(&self) -> Option<u64> {
         // SAFETY: An open key.
         u64::try_from(unsafe { (server().get_expire)(self.raw.as_ptr()) }).ok()
     }
 
-    /// Sets when it expires: milliseconds since 1970. False if the key is empty or not open for writing.
+    /// Sets the time of its expiry: milliseconds since 1970. False if the key is empty or not open for writing.
     pub(crate) fn expire_at(&mut self, milliseconds: u64) -> bool {
         let milliseconds = c_longlong::try_from(milliseconds).unwrap_or(c_longlong::MAX);
         // SAFETY: An open key.
         unsafe { (server().set_expire)(self.raw.as_ptr(), milliseconds) == OK }
     }
 
-    /// Milliseconds since it was last used, where the server keeps that.
+    /// Milliseconds since its last use, if the server keeps that.
     pub(crate) fn idle_time(&self) -> Option<u64> {
         let mut idle = -1;
         // SAFETY: An open key, and room for a number.
-        let told = unsafe { (server().get_lru)(self.raw.as_ptr(), &mut idle) } == OK;
-        u64::try_from(idle).ok().filter(|_| told)
+        let known = unsafe { (server().get_lru)(self.raw.as_ptr(), &mut idle) } == OK;
+        u64::try_from(idle).ok().filter(|_| known)
     }
 
-    /// How often it is used, on the server's logarithmic scale, where the server keeps that.
+    /// Its frequency of use on the server's logarithmic scale, if the server keeps that.
     pub(crate) fn frequency(&self) -> Option<u8> {
         let mut frequency = -1;
         // SAFETY: An open key, and room for a number.
-        let told = unsafe { (server().get_lfu)(self.raw.as_ptr(), &mut frequency) } == OK;
-        u8::try_from(frequency).ok().filter(|_| told)
+        let known = unsafe { (server().get_lfu)(self.raw.as_ptr(), &mut frequency) } == OK;
+        u8::try_from(frequency).ok().filter(|_| known)
     }
 
     /// Sets the milliseconds since its last use; a server that keeps frequencies ignores it.

@@ -1,4 +1,4 @@
-//! The border to the server: the only unsafe code of this crate. Not here: any decision.
+//! The interface to the server: the only unsafe code of this crate. It makes no decisions.
 //!
 //! ```text
 //!   server ──RedisModule_OnLoad──▶ entry.rs ──look_up──▶ functions.rs      names → pointers, once
@@ -6,16 +6,18 @@
 //!   rest of the crate ──▶ handles: Context, Key, Str, Reply … ──▶ functions.rs ──▶ server
 //! ```
 //!
-//! What every SAFETY comment here leans on:
+//! The rules that every SAFETY comment here relies on:
 //!
-//! - **The handle rule.** A handle (`Context`, `Key`, `StrRef`, `Io`, `InfoSection`) exists only while the server's object does: callbacks
-//!   make handles from what the server passes and give them out by reference, with a lifetime that ends with the callback; owned
-//!   ones (`OwnedStr`, `Key` from `open`, `Reply`, `Cursor`, `ServerInfo`, `OwnContext`) free their object when dropped.
-//! - **The thread rule.** The server's functions belong to its main thread. A [`Context`] is the proof of being on it (callbacks come only
-//!   there; it is neither `Send` nor `Sync`), and every other handle is made from one, and is neither `Send` nor `Sync` either, as it
-//!   holds a raw pointer. A fork child has one thread, which is a copy of that main thread: the rule holds there too.
-//! - **The names rule.** `functions::server()` holds pointers that the server itself gave out for those names; their signatures are the
-//!   published ones.
+//! - **The handle rule.** A handle (`Context`, `Key`, `StrRef`, `Io`, `InfoSection`) exists only while the server's
+//!   object does: callbacks create handles from what the server passes and give them out by reference, with a lifetime
+//!   that ends with the callback; owned ones (`OwnedStr`, `Key` from `open_to_write`, `Reply`, `Cursor`, `ServerInfo`,
+//!   `OwnContext`) free their object when dropped.
+//! - **The thread rule.** The server's functions may be called only on its main thread. A [`Context`] is the proof of
+//!   being on it (callbacks come only there; it is neither `Send` nor `Sync`), and every other handle is created from
+//!   one, and is neither `Send` nor `Sync` either, as it holds a raw pointer. A fork child has one thread, which is a
+//!   copy of that main thread: the rule holds there too.
+//! - **The names rule.** `functions::server()` holds pointers that the server itself returned for those names; their
+//!   signatures are the published ones.
 
 mod callback;
 mod context;

@@ -1,4 +1,4 @@
-//! What a command that we called has answered.
+//! The reply to a command that this module called.
 
 use std::ffi::c_int;
 use std::marker::PhantomData;
@@ -19,11 +19,11 @@ pub(crate) enum ReplyKind {
     Array,
     /// Nothing.
     Null,
-    /// What only RESP3 has; we don't ask for it.
+    /// Kinds that only RESP3 has; this module does not request RESP3.
     Other,
 }
 
-/// An answer, freed when dropped; an element of a list lives in its list.
+/// A reply, freed when dropped; an element of a list is part of its list.
 pub(crate) struct Reply<'c> {
     raw: NonNull<RawReply>,
     ours: bool,
@@ -32,12 +32,12 @@ pub(crate) struct Reply<'c> {
 
 impl<'c> Reply<'c> {
     /// # Safety
-    /// `raw` is a reply that lives for `'c`; with `ours`, nobody else frees it.
+    /// `raw` is a reply that lives for `'c`; with `ours`, nothing else frees it.
     pub(super) unsafe fn new(raw: NonNull<RawReply>, ours: bool) -> Reply<'c> {
         Reply { raw, ours, context: PhantomData }
     }
 
-    /// What it is.
+    /// Its kind.
     pub(crate) fn kind(&self) -> ReplyKind {
         // SAFETY: A living reply (handle rule).
         match unsafe { (server().reply_type)(self.raw.as_ptr()) } {
@@ -61,13 +61,13 @@ impl<'c> Reply<'c> {
         if start.is_null() {
             return None;
         }
-        // SAFETY: The server says that so many bytes lie there; they live as long as the reply.
+        // SAFETY: The server guarantees that `length` bytes are there; they live as long as the reply.
         Some(unsafe { std::slice::from_raw_parts(start.cast(), length) })
     }
 
-    /// How many elements a list has; 0 for what is none.
+    /// Number of elements; 0 if the reply is not an array.
     pub(crate) fn len(&self) -> usize {
-        // SAFETY: A living reply, of the kind that was asked for.
+        // SAFETY: A living reply of the right kind.
         if self.kind() == ReplyKind::Array { unsafe { (server().reply_length)(self.raw.as_ptr()) } } else { 0 }
     }
 
@@ -76,13 +76,13 @@ impl<'c> Reply<'c> {
         if index >= self.len() {
             return None;
         }
-        // SAFETY: A living list and a place in it.
+        // SAFETY: A living list and an index in it.
         let raw = unsafe { (server().reply_element)(self.raw.as_ptr(), index) };
         // SAFETY: It lives as long as its list, which is borrowed, and is freed with it.
         NonNull::new(raw).map(|raw| unsafe { Reply::new(raw, false) })
     }
 
-    /// The text of an error; `None` if it is none.
+    /// The text of an error; `None` if the reply is not an error.
     pub(crate) fn error(&self) -> Option<String> {
         let text = self.as_bytes().filter(|_| self.kind() == ReplyKind::Error)?;
         Some(String::from_utf8_lossy(text).into_owned())
@@ -92,11 +92,11 @@ impl<'c> Reply<'c> {
 impl Drop for Reply<'_> {
     fn drop(&mut self) {
         if self.ours {
-            // SAFETY: Ours, freed once.
+            // SAFETY: Owned by us, freed once.
             unsafe { (server().free_reply)(self.raw.as_ptr()) };
         }
     }
 }
 
-/// Number type of the API's kinds, so that a change there shows here.
+/// The size of the API's numbers, so that a change there fails here.
 const _: () = assert!(size_of::<c_int>() == 4, "the API's numbers have 32 bits");

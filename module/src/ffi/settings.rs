@@ -1,4 +1,4 @@
-//! Our settings, as the server's CONFIG has them: `remora.<name>`. Each lies in an atomic of ours.
+//! The settings of this module in the server's CONFIG: `remora.<name>`. Each value is in an atomic of this module.
 
 use std::ffi::{CStr, c_char, c_int, c_longlong, c_void};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -6,31 +6,31 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use super::context::Context;
 use super::functions::{OK, RawString, server};
 
-/// A setting that is a number.
+/// A setting with a number.
 pub(crate) struct Number {
-    /// Its name, without the module's.
+    /// Its name, without the module's prefix.
     pub(crate) name: &'static CStr,
-    /// Unless told otherwise.
+    /// The default.
     pub(crate) default: u64,
-    /// The least allowed.
+    /// The minimum.
     pub(crate) least: u64,
-    /// The most allowed.
+    /// The maximum.
     pub(crate) most: u64,
-    /// Where it lies.
+    /// The value.
     pub(crate) value: AtomicU64,
 }
 
 impl Number {
-    /// The value now.
+    /// The present value.
     pub(crate) fn get(&self) -> u64 {
         self.value.load(Ordering::Relaxed)
     }
 
-    /// Makes it known. Only while the module is being loaded.
+    /// Registers the setting. Only while the module is being loaded.
     pub(crate) fn register(&'static self, context: &Context<'_>) -> bool {
         let clamp = |number: u64| c_longlong::try_from(number).unwrap_or(c_longlong::MAX);
         let place = std::ptr::from_ref(&self.value).cast_mut().cast::<c_void>();
-        // SAFETY: A living context; a zero-terminated name; entries of the right signature; a place that lives for ever and is only ever
+        // SAFETY: A living context; a zero-terminated name; entries of the right signature; a static that is only ever
         // used as the shared `AtomicU64` that it is.
         let made = unsafe {
             (server().register_number)(
@@ -50,23 +50,23 @@ impl Number {
     }
 }
 
-/// A setting that is yes or no.
+/// A setting with yes or no.
 pub(crate) struct Flag {
-    /// Its name, without the module's.
+    /// Its name, without the module's prefix.
     pub(crate) name: &'static CStr,
-    /// Unless told otherwise.
+    /// The default.
     pub(crate) default: bool,
-    /// Where it lies.
+    /// The value.
     pub(crate) value: AtomicBool,
 }
 
 impl Flag {
-    /// The value now.
+    /// The present value.
     pub(crate) fn get(&self) -> bool {
         self.value.load(Ordering::Relaxed)
     }
 
-    /// Makes it known. Only while the module is being loaded.
+    /// Registers the setting. Only while the module is being loaded.
     pub(crate) fn register(&'static self, context: &Context<'_>) -> bool {
         let place = std::ptr::from_ref(&self.value).cast_mut().cast::<c_void>();
         // SAFETY: As for `Number::register`, with an `AtomicBool`.
@@ -87,9 +87,9 @@ impl Flag {
 }
 
 /// # Safety
-/// `place` is that of a `Number`.
+/// `place` points to a `Number`.
 unsafe extern "C" fn get_number(_name: *const c_char, place: *mut c_void) -> c_longlong {
-    // SAFETY: By the caller's promise; atomics may be shared.
+    // SAFETY: Guaranteed by the caller; atomics may be shared.
     let value = unsafe { &*place.cast::<AtomicU64>() };
     c_longlong::try_from(value.load(Ordering::Relaxed)).unwrap_or(c_longlong::MAX)
 }
@@ -102,17 +102,17 @@ unsafe extern "C" fn set_number(
     place: *mut c_void,
     _error: *mut *mut RawString,
 ) -> c_int {
-    // SAFETY: As there.
+    // SAFETY: As in `get_number`.
     let value = unsafe { &*place.cast::<AtomicU64>() };
-    // The server has checked the limits, of which the least is not negative.
+    // The server has checked the limits, and the minimum is not negative.
     value.store(u64::try_from(number).unwrap_or(0), Ordering::Relaxed);
     OK
 }
 
 /// # Safety
-/// `place` is that of a `Flag`.
+/// `place` points to a `Flag`.
 unsafe extern "C" fn get_flag(_name: *const c_char, place: *mut c_void) -> c_int {
-    // SAFETY: By the caller's promise; atomics may be shared.
+    // SAFETY: Guaranteed by the caller; atomics may be shared.
     let value = unsafe { &*place.cast::<AtomicBool>() };
     c_int::from(value.load(Ordering::Relaxed))
 }
@@ -125,11 +125,11 @@ unsafe extern "C" fn set_flag(
     place: *mut c_void,
     _error: *mut *mut RawString,
 ) -> c_int {
-    // SAFETY: As there.
+    // SAFETY: As in `get_flag`.
     let value = unsafe { &*place.cast::<AtomicBool>() };
     value.store(flag != 0, Ordering::Relaxed);
     OK
 }
 
-/// `REDISMODULE_CONFIG_DEFAULT`: may be changed at run time.
+/// `REDISMODULE_CONFIG_DEFAULT`: can be changed at run time.
 const MUTABLE: u32 = 0;

@@ -1,4 +1,4 @@
-//! `REMORA.LOAD`: takes the memory that the next loading will refer to.
+//! `REMORA.LOAD`: takes the memory to which the next snapshot will refer.
 
 use std::ffi::CStr;
 use std::time::Duration;
@@ -13,14 +13,16 @@ use crate::api::{Command, Context, LogLevel, OwnContext, OwnedStr, StrRef};
 
 /// `REMORA.LOAD address secret ticket length [FLUSH]`
 ///
-/// Address and secret of the handover, the ticket that the first field will show (hexadecimal), bytes of the memory. `FLUSH`: empty
-/// the server, whose data are about to be replaced in any case. Answers names and values: `idle_times` is `yes` if the module can set
-/// the idle times of keys, and `no` if keys with idle times must come over the link.
+/// Address and secret of the handover, the ticket in the first field (hexadecimal), length of the memory in bytes.
+/// `FLUSH`: empty the server, whose data are about to be replaced in any case. The reply has names and values:
+/// `idle_times` is `yes` if the module can set the idle times of keys, and `no` if keys with idle times must come over
+/// the link.
 pub(crate) struct Load;
 
 impl Command for Load {
     const NAME: &'static CStr = c"remora.load";
-    // A replica that waits for its snapshot is stale. Not while something is loaded: that would be the wrong loading.
+    // A replica that waits for its snapshot is stale. Not allowed while something is being loaded: that would be the
+    // wrong load.
     const FLAGS: &'static CStr = c"admin deny-script allow-stale no-monitor no-slowlog";
 
     fn run(context: &Context<'_>, arguments: &[StrRef<'_>]) {
@@ -36,35 +38,39 @@ impl Command for Load {
     }
 }
 
-/// Why it can't be.
+/// Why `REMORA.LOAD` failed.
 #[derive(Debug, thiserror::Error)]
 enum LoadError {
-    #[error("give address, secret, ticket and length, and FLUSH if the data may go")]
+    #[error("usage: REMORA.LOAD address secret ticket length [FLUSH]")]
     Arguments,
     #[error("the memory was not handed over: {0}; is the agent on this host, in the same network namespace?")]
     Handover(#[from] remora_fabric::memory::Error),
     #[error("{0}")]
     LoadPage(#[from] remora_table::Error),
-    #[error("two descriptors belong to it, not {0}")]
+    #[error("expected 2 descriptors, got {0}")]
     Count(usize),
     #[error(
-        "repl-diskless-load is {0}: only on-empty-db and flush-before-load load from the link into the server's own data"
+        "repl-diskless-load is {0}: only on-empty-db and flush-before-load load from the link into the server's own \
+         data"
     )]
     Setting(String),
     #[error(
-        "there are {0} keys, and with repl-diskless-load on-empty-db only an empty server loads from its link: FLUSH was not given"
+        "there are {0} keys, and with repl-diskless-load on-empty-db only an empty server loads from its link: FLUSH \
+         was not given"
     )]
     NotEmpty(u64),
     #[error("emptying the server failed: {0}")]
     Flush(String),
-    #[error("in cluster mode it isn't done")]
+    #[error("not supported in cluster mode")]
     Cluster,
 }
 
-/// How long the agent may take to hand the memory over: it is waiting for us, on this host. The server stands still meanwhile.
+/// How long the agent may take to hand the memory over: it is waiting for us, on this host. The server does nothing
+/// else meanwhile.
 const TAKE_LIMIT: Duration = Duration::from_secs(1);
 
-/// How long the loading may take to begin: the agent sends at once, but the server may empty itself first, which may take minutes.
+/// How long the load may take to begin: the agent sends at once, but the server may empty itself first, which may take
+/// minutes.
 const BEGIN_LIMIT_MILLIS: u64 = 10 * 60 * 1000;
 
 fn arm(context: &Context<'_>, arguments: &[StrRef<'_>]) -> Result<(), LoadError> {
@@ -74,7 +80,7 @@ fn arm(context: &Context<'_>, arguments: &[StrRef<'_>]) -> Result<(), LoadError>
     }
     if let Some(former) = Armed::take() {
         context.stop_timer(former.timer);
-        former.page.refuse("another memory was shown");
+        former.page.refuse("other memory was handed over");
     }
     let mut descriptors = handover::take(wanted.address, wanted.secret, TAKE_LIMIT)?.into_iter();
     let (Some(memory), Some(page), None) = (descriptors.next(), descriptors.next(), descriptors.next()) else {
@@ -86,11 +92,11 @@ fn arm(context: &Context<'_>, arguments: &[StrRef<'_>]) -> Result<(), LoadError>
     make_ready(&own, wanted.flush)?;
     let timer = context.set_timer::<Expired>(BEGIN_LIMIT_MILLIS, 0);
     Armed { ticket: wanted.ticket, strings: Strings::new(view), page, context: own, begun: false, timer }.put();
-    context.log(LogLevel::Debug, "memory was shown for the next loading");
+    context.log(LogLevel::Debug, "memory was handed over for the next load");
     Ok(())
 }
 
-/// The arguments.
+/// The parsed arguments.
 struct Wanted<'a> {
     address: &'a str,
     secret: &'a str,
@@ -119,7 +125,7 @@ impl<'a> Wanted<'a> {
     }
 }
 
-/// Sixteen bytes out of 32 hexadecimal digits.
+/// Parses 32 hexadecimal digits as 16 bytes.
 fn hexadecimal(text: &str) -> Option<[u8; TICKET_BYTES]> {
     let mut bytes = [0; TICKET_BYTES];
     if text.len() != 2 * TICKET_BYTES || !text.is_ascii() {
@@ -134,7 +140,7 @@ fn hexadecimal(text: &str) -> Option<[u8; TICKET_BYTES]> {
 /// Makes sure that the server will load from its link, into its own data.
 fn make_ready(context: &Context<'_>, flush: bool) -> Result<(), LoadError> {
     match setting(context, "repl-diskless-load").as_deref() {
-        // It would empty itself, with its agent waiting: better now.
+        // The server would empty itself while its agent waits for the load: do it now.
         Some("flush-before-load") if flush => empty(context, true),
         Some("flush-before-load") => Ok(()),
         Some("on-empty-db") => empty(context, flush),
@@ -142,7 +148,7 @@ fn make_ready(context: &Context<'_>, flush: bool) -> Result<(), LoadError> {
     }
 }
 
-/// Whether a key's idle time can be set. Valkey 9.1 takes the milliseconds that its API asks for as seconds, a thousand times over.
+/// Whether the idle time of a key can be set. Valkey 9.1 takes the milliseconds of its API for thousands of seconds.
 fn sets_idle_times(context: &Context<'_>) -> bool {
     let info = context.server_info(c"server");
     info.is_some_and(|info| info.get(c"server_name").is_none_or(|name| name != "valkey"))
@@ -156,7 +162,8 @@ pub(super) fn setting(context: &Context<'_>, name: &str) -> Option<String> {
     Some(String::from_utf8_lossy(value.as_bytes()?).into_owned())
 }
 
-/// The databases, one after the other, by FLUSHDB: FLUSHALL would also write an empty file over the server's last one.
+/// Empties the databases one by one with FLUSHDB: FLUSHALL would also replace the server's last RDB file by an empty
+/// one.
 fn empty(context: &Context<'_>, allowed: bool) -> Result<(), LoadError> {
     let lazy = setting(context, "replica-lazy-flush").as_deref() == Some("yes");
     let how = OwnedStr::new(context, if lazy { b"ASYNC" } else { b"SYNC" });
@@ -166,7 +173,7 @@ fn empty(context: &Context<'_>, allowed: bool) -> Result<(), LoadError> {
             keys if !allowed => return Err(LoadError::NotEmpty(keys)),
             _ => match context.call(c"FLUSHDB", &[how.borrow()]) {
                 Some(reply) => reply.error().map_or(Ok(()), |error| Err(LoadError::Flush(error)))?,
-                None => return Err(LoadError::Flush(format!("FLUSHDB of database {database} gave no answer"))),
+                None => return Err(LoadError::Flush(format!("FLUSHDB of database {database} gave no reply"))),
             },
         }
     }

@@ -1,4 +1,4 @@
-//! The field: what the server calls when its loader meets one of ours in a snapshot.
+//! The callback of the server's loader for one of our fields in a snapshot.
 
 use std::ffi::CStr;
 use std::sync::atomic::Ordering::Relaxed;
@@ -9,7 +9,7 @@ use super::strings::StringError;
 use super::{Armed, Busy, COUNTS, arm};
 use crate::api::{AuxLoad, Io, LogLevel};
 
-/// The type that exists for these fields.
+/// The module type that exists for these fields.
 pub(super) struct References;
 
 impl AuxLoad for References {
@@ -17,9 +17,9 @@ impl AuxLoad for References {
     const ENCODING: u16 = remora_redis::rdb::reference::VERSION;
 
     fn load(io: &Io<'_>, _encoding: u16) -> bool {
-        // Taken out while it is used: the server may call us again when we yield.
+        // Taken out of the cell while it is used: the server may call us again when we yield.
         let Some(mut armed) = Armed::take() else {
-            warn(io, "a snapshot refers to memory, and nobody has shown us any");
+            warn(io, "the snapshot contains memory references, but no memory was handed over (REMORA.LOAD)");
             return false;
         };
         let busy = Busy::begin();
@@ -54,19 +54,20 @@ const fn const_equal(one: &[u8], other: &[u8]) -> bool {
     at == one.len() && at == other.len()
 }
 
-/// Why the loading fails.
+/// Why a load fails.
 #[derive(Debug, thiserror::Error)]
 enum FieldError {
-    #[error("the snapshot broke off in a field of references")]
+    #[error("the snapshot breaks off inside a field of references")]
     CutOff,
     #[error(transparent)]
     Word(#[from] WordError),
-    #[error("the snapshot refers to other memory than was shown: an agent that was replaced sent it")]
+    #[error("the snapshot refers to other memory than was handed over: an agent that was replaced sent it")]
     Ticket,
-    #[error("a field of references came without its first word")]
+    #[error("the field of references lacks its first word")]
     NoHello,
     #[error(
-        "the server loads into data that it does not serve yet (repl-diskless-load is {0}), where a module can't put keys"
+        "the server loads into a data set that it does not serve yet (repl-diskless-load is {0}), where a module \
+         can't create keys"
     )]
     Aside(String),
     #[error(transparent)]
@@ -93,7 +94,8 @@ impl Armed {
         if ticket != self.ticket {
             return Err(FieldError::Ticket);
         }
-        // Looked at again: it may have been changed since we were armed. While something is loaded it can't be.
+        // Checked again: the setting may have changed since the memory was handed over. It can't change while the
+        // server is loading.
         let way = arm::setting(&self.context, "repl-diskless-load").unwrap_or_default();
         if way == "swapdb" {
             return Err(FieldError::Aside(way));

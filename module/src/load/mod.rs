@@ -1,25 +1,27 @@
-//! Load: long strings of a snapshot, out of memory that an agent has shown us, while the server loads the rest itself.
+//! Load: creates the long strings of a snapshot from an agent's memory, while the server loads the rest itself.
 //!
-//! The replica's agent plays the primary, and passes a snapshot on to its server. Strings that are long enough it leaves out: in
-//! their place it puts fields of ours, which say where in memory their bytes lie ([`remora_redis::rdb::reference`]). The server's own
-//! loader meets such a field and calls us; we make the key and copy its bytes, once.
+//! The replica's agent acts as the primary, and forwards a snapshot to its server. It leaves out strings that are long
+//! enough, and puts fields of ours in their place, which say where in memory their bytes are
+//! ([`remora_redis::rdb::reference`]). When the server's own loader meets such a field, it calls us; we create the key
+//! and copy its bytes, once.
 //!
 //! ```text
 //!   agent ──REMORA.LOAD──▶ arm          takes the memory, checks that the server will load from the link, empties it
 //!         ──snapshot─────▶ the server   … keys … │ our field │ … keys … │ our field │ … end mark
 //!                                                    └──▶ field ──▶ strings ──▶ OpenKey, the bytes, expiry
-//!         ◀──tally────────────────────────────────────────┘ one more is done
+//!         ◀──load page────────────────────────────────────┘ one more is done
 //! ```
 //!
-//! - [`arm`]: the command. [`field`]: what the server calls when it meets a field. [`strings`]: the keys.
+//! - [`arm`]: the command. [`field`]: the loader's callback for a field. [`strings`]: the keys.
 //!
-//! What is relied on:
+//! Conditions that this relies on:
 //!
-//! - A field's words name only memory that is whole: nothing here waits for anybody. Whether it *still* was whole when it had been
-//!   copied is looked at by the agent, which sends the end of the snapshot only if so.
-//! - An error ends the loading as a broken link does: the server empties itself and asks again. That is true only of a server that
-//!   loads from its link: one that loads from a file ends itself on any error. Hence the checks when armed; and the agent sends
-//!   nothing that such a server could begin to load before we have counted the first field.
+//! - A field's words refer only to memory that is complete: nothing here waits. The agent checks that it *still* was
+//!   complete when it had been copied, and sends the end of the snapshot only if so.
+//! - An error ends the load as a broken link does: the server empties itself and asks again. That is true only of a
+//!   server that loads from its link; a server that loads from a file exits on any error. Hence the checks in
+//!   `REMORA.LOAD`. Besides, the agent sends nothing that such a server could begin to load before we have counted the
+//!   first field.
 
 pub(crate) mod arm;
 mod field;
@@ -34,14 +36,14 @@ use remora_table::LoadPage;
 use self::strings::Strings;
 use crate::api::{Context, EventHandler, OwnContext, Timer, TimerId};
 
-/// Makes type and events known. Only while the module is being loaded.
+/// Registers type and events. Only while the module is being loaded.
 pub(crate) fn register(context: &Context<'_>) -> bool {
     let made = crate::api::register_aux::<field::References>(context) && context.subscribe::<Loading>();
     REGISTERED.store(made, Relaxed);
     made
 }
 
-/// Whether this half is there: not in a module that was loaded for capture only.
+/// Whether this half is registered: not in a module that was loaded with `capture-only`.
 pub(crate) fn is_registered() -> bool {
     REGISTERED.load(Relaxed)
 }
@@ -49,20 +51,20 @@ pub(crate) fn is_registered() -> bool {
 static REGISTERED: AtomicBool = AtomicBool::new(false);
 
 thread_local! {
-    /// What is armed or under way. The server's main thread alone gets here.
+    /// What is armed or in progress. Only the server's main thread accesses it.
     static ARMED: RefCell<Option<Armed>> = const { RefCell::new(None) };
 }
 
-/// Memory that we have been shown, and who will refer to it.
+/// Memory that an agent has handed over, and the ticket of the fields that will refer to it.
 struct Armed {
     ticket: [u8; TICKET_BYTES],
     strings: Strings,
     page: LoadPage,
-    /// For keys: what the server passes to a field has no database.
+    /// For keys: the context that the server passes to a field has no database.
     context: OwnContext,
-    /// The first field has come.
+    /// The first field has arrived.
     begun: bool,
-    /// Rings when nobody came.
+    /// Fires if no load begins.
     timer: TimerId,
 }
 
@@ -76,21 +78,21 @@ impl Armed {
     }
 }
 
-/// What has been loaded so since the module was, for INFO.
+/// Load counters since the module was loaded, for INFO.
 pub(crate) static COUNTS: Counts =
     Counts { loads: AtomicU64::new(0), keys: AtomicU64::new(0), bytes: AtomicU64::new(0) };
 
-/// See [`COUNTS`].
+/// The counters in [`COUNTS`].
 pub(crate) struct Counts {
-    /// Loadings that came to their end.
+    /// Loads that were completed.
     pub(crate) loads: AtomicU64,
-    /// Keys made out of shown memory.
+    /// Keys created from an agent's memory.
     pub(crate) keys: AtomicU64,
     /// Bytes of their values.
     pub(crate) bytes: AtomicU64,
 }
 
-/// What we are doing, in a word.
+/// The state of this half, as a word.
 pub(crate) fn state() -> &'static str {
     ARMED.with(|armed| match armed.borrow().as_ref() {
         _ if BUSY.load(Relaxed) => "loading",
@@ -100,7 +102,7 @@ pub(crate) fn state() -> &'static str {
     })
 }
 
-/// A field is being read: what is armed has been taken out for that, and others may ask meanwhile.
+/// A field is being read: meanwhile the armed state is taken out of its cell, and other callbacks may ask for it.
 struct Busy;
 
 impl Busy {
@@ -118,7 +120,7 @@ impl Drop for Busy {
 
 static BUSY: AtomicBool = AtomicBool::new(false);
 
-/// The server begins or ends to load something.
+/// Handles the beginning and the end of a load.
 struct Loading;
 
 impl EventHandler for Loading {
@@ -133,18 +135,18 @@ impl EventHandler for Loading {
         if armed.begun && what == crate::api::LOADING_ENDED {
             COUNTS.loads.fetch_add(1, Relaxed);
         }
-        armed.page.refuse("the loading has ended");
+        armed.page.refuse("the load has ended");
     }
 }
 
-/// Nobody came.
+/// Handles a load that did not begin.
 struct Expired;
 
 impl Timer for Expired {
     fn fire(context: &Context<'_>, _number: u64) {
         if let Some(armed) = Armed::take() {
-            armed.page.refuse("no loading began in time");
-            context.log(crate::api::LogLevel::Warning, "the memory that was shown is let go: no loading began in time");
+            armed.page.refuse("no load began in time");
+            context.log(crate::api::LogLevel::Warning, "the memory of an agent is released: no load began in time");
         }
     }
 }

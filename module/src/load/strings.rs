@@ -1,4 +1,4 @@
-//! Strings: keys made of the words of a field. The only place where data of the server is written.
+//! Creates keys from the words of a field. The only place that writes to the server's data.
 
 use std::ops::Range;
 
@@ -7,42 +7,43 @@ use remora_redis::rdb::{Usage, reference::Word};
 
 use crate::api::{Context, Key, OwnedStr, warm};
 
-/// Why a word can't be obeyed.
+/// Why a word can't be executed.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum StringError {
-    #[error("the server has no database {0}, which the snapshot has keys in: set databases to more than that")]
+    #[error("the server has no database {0}, but the snapshot has keys in it: set databases to more than that")]
     Database(u32),
-    #[error("a string was begun {missing} bytes before the former one was whole")]
+    #[error("a string begins while {missing} bytes of the one before it are missing")]
     Unfinished { missing: u64 },
-    #[error("{given} bytes came where {wanted} were missing")]
+    #[error("a piece has {given} bytes, the string lacks only {wanted}")]
     TooMany { given: u64, wanted: u64 },
-    #[error("bytes came before a string was begun")]
+    #[error("a piece comes before its string")]
     NoString,
-    #[error("the server let us make no string of {0} bytes")]
+    #[error("the server refused to create a string of {0} bytes")]
     Refused(u64),
-    #[error("a second greeting")]
+    #[error("the field has a second greeting")]
     Greeting,
-    #[error("the snapshot refers to memory that is not there: {0}")]
+    #[error("the snapshot refers to memory outside what was handed over: {0}")]
     Memory(#[from] remora_fabric::memory::Error),
 }
 
-/// Makes strings of memory.
+/// Creates strings from memory.
 pub(super) struct Strings {
     memory: View,
     open: Option<Open>,
     used: Used,
     heap: Heap,
-    /// The server takes a string as it is, without copying it once more.
+    /// Whether the server takes a string as it is, without copying it again.
     takes_strings: bool,
     keys: u64,
     bytes: u64,
 }
 
-/// Bytes of the memory that were read more or less in a row, and count as this process's until they are let go.
+/// Bytes of the memory that were read approximately in sequence. They count as resident memory of this process until
+/// they are released.
 #[derive(Default)]
 struct Used(Range<u64>);
 
-/// A string that is not whole yet.
+/// A string that is not complete yet.
 struct Open {
     name: OwnedStr,
     database: u32,
@@ -58,7 +59,7 @@ impl Strings {
         Strings { memory, open: None, used: Used::default(), heap, takes_strings: true, keys: 0, bytes: 0 }
     }
 
-    /// Keys and bytes since this was last asked.
+    /// Keys and bytes since the last call.
     pub(super) fn take_counts(&mut self) -> (u64, u64) {
         (std::mem::take(&mut self.keys), std::mem::take(&mut self.bytes))
     }
@@ -108,10 +109,11 @@ impl Strings {
 }
 
 impl Used {
-    /// These will be read next. Long pieces are mapped at once, and what was read is let go once it is worth a system call.
+    /// These bytes will be read next. Long pieces are mapped at once; bytes that were read are released once that is
+    /// worth a system call.
     fn next(&mut self, memory: &View, offset: u64, length: u64) {
         let end = offset.saturating_add(length);
-        // Between two strings lies the beginning of a record.
+        // Between two strings is the beginning of a record.
         let follows = self.0.end <= offset && offset - self.0.end <= GAP_BYTES;
         if !follows || self.0.end - self.0.start >= LET_GO_BYTES {
             memory.forget(self.0.clone());
@@ -124,29 +126,30 @@ impl Used {
     }
 }
 
-/// A piece of so many bytes is mapped by one call rather than by a fault for every few pages.
+/// A piece of at least this many bytes is mapped by one call instead of a fault for every few pages.
 const POPULATE_BYTES: u64 = 128 << 10;
 
-/// Strings that lie no further apart are in a row. To let go of each by itself would cost a system call and a fault for every page.
+/// Strings at most this far apart count as one sequence. Releasing each by itself would cost a system call and a fault
+/// for every page.
 const GAP_BYTES: u64 = 64 << 10;
 
-/// So many bytes in a row are let go together: what we have mapped stays about as small.
+/// This many bytes in a sequence are released together: our mapping stays about as small.
 const LET_GO_BYTES: u64 = 1 << 20;
 
-/// Memory of the server's that is had from the system before it is needed.
+/// Memory for the server's allocator that is requested from the system before it is needed.
 #[derive(Default)]
 struct Heap {
-    /// The addresses that were made ready.
+    /// The addresses that were populated.
     ready: Range<usize>,
-    /// Bytes of strings made since then, and how many of them lie there.
+    /// Bytes of strings created since then, and how many of them are at these addresses.
     made: u64,
     hit: u64,
-    /// How often in a row the server's allocator took other memory.
+    /// How many times in a row the server's allocator used other memory.
     misses: u32,
 }
 
 impl Heap {
-    /// A string of so many bytes will be made now. `warm` makes that many ready and says where, if the system can.
+    /// Announces a string of this many bytes. `warm` populates that many bytes and returns where, if the system can.
     fn prepare(&mut self, string: u64, warm: impl FnOnce(usize) -> Option<Range<usize>>) {
         if string > STRING_BYTES_MAX || self.misses >= MISSES_MAX || self.made + string <= self.ready.len() as u64 {
             return;
@@ -161,7 +164,8 @@ impl Heap {
         }
     }
 
-    /// So many bytes of such a string lie there. Nothing was made ready for longer ones, so that they say nothing.
+    /// That many bytes of such a string are at `address`. Nothing was populated for longer strings, so they prove
+    /// nothing.
     fn note(&mut self, string: u64, address: usize, bytes: u64) {
         if string > STRING_BYTES_MAX {
             return;
@@ -173,21 +177,25 @@ impl Heap {
     }
 }
 
-/// Bytes made ready at a time: many pages for one call, and nothing that matters if it was in vain. No more, since jemalloc takes small
-/// things out of free memory only where that is at most 64 times as large as the 16 KiB and more in which it keeps them.
+/// Bytes populated at a time: many pages for one call, and little is lost if it was in vain. Not more, since jemalloc
+/// places small objects into free memory only if that is at most 64 times as large as the extents of 16 KiB and more in
+/// which it keeps them.
 const HEAP_BYTES: u64 = 1 << 20;
 
-/// Longest string for which memory is made ready: what is longer jemalloc gives back to the system at once (8 MiB, rounded up from 7).
+/// Longest string for which memory is populated: jemalloc returns longer ones to the system at once (8 MiB, rounded up
+/// from 7).
 const STRING_BYTES_MAX: u64 = (7 << 20) - HEAD_BYTES;
 
-/// What servers put before and behind the bytes of a string, at most.
+/// Maximum size of what servers put before and after the bytes of a string.
 const HEAD_BYTES: u64 = 64;
 
-/// When so often in a row less than half of what was made lay in what was made ready, the allocator is taken to work otherwise.
+/// If less than half of the created bytes were in populated memory this many times in a row, the allocator is assumed
+/// to work differently.
 const MISSES_MAX: u32 = 4;
 
 impl Open {
-    /// Makes a string whose bytes are all there, and says where they lie, and whether the server took the string as it was.
+    /// Creates a string whose bytes are all present. Returns their address, and whether the server took the string as
+    /// it was.
     fn make(&mut self, context: &Context<'_>, memory: &View, place: &Range<u64>) -> Result<(usize, bool), StringError> {
         let refused = || StringError::Refused(self.length);
         let value = OwnedStr::of_memory(context, memory, place)?;
@@ -202,12 +210,12 @@ impl Open {
         Ok((made.addr(), taken))
     }
 
-    /// Puts the next bytes into the key, and says where.
+    /// Copies the next bytes into the key, and returns their address.
     fn append(&mut self, context: &Context<'_>, memory: &View, place: &Range<u64>) -> Result<usize, StringError> {
         let refused = || StringError::Refused(self.length);
         let mut key = self.key(context)?;
         let whole = usize::try_from(self.length).map_err(|_| refused())?;
-        // Found again for every piece: while the server was busy with other things it may have moved the bytes.
+        // Looked up again for every piece: the server may have moved the bytes while it did other work.
         let bytes = key.string_to_fill(whole).ok_or_else(refused)?;
         let length = place.end - place.start;
         let range = self.filled as usize..(self.filled + length) as usize;
@@ -221,7 +229,7 @@ impl Open {
         Ok(address)
     }
 
-    /// Its key, in its database.
+    /// Opens the key in its database.
     fn key<'c>(&self, context: &'c Context<'_>) -> Result<Key<'c>, StringError> {
         if !context.select(self.database) {
             return Err(StringError::Database(self.database));
@@ -229,7 +237,7 @@ impl Open {
         context.open_to_write(self.name.borrow()).ok_or(StringError::Refused(self.length))
     }
 
-    /// Its expiry and its age.
+    /// Sets expiry and age.
     fn qualify(&self, key: &mut Key<'_>) {
         if let Some(at) = self.expires_ms {
             key.expire_at(at);
@@ -246,7 +254,8 @@ impl Open {
 mod tests {
     use super::*;
 
-    /// Makes so many strings, which lie where `place` says of the block that is ready; how often a block was asked for.
+    /// Creates strings at the addresses that `place` chooses in the populated block; returns how often a block was
+    /// requested.
     fn make(heap: &mut Heap, strings: usize, bytes: u64, place: impl Fn(&Range<usize>) -> usize) -> usize {
         let mut asked = 0;
         for _ in 0..strings {

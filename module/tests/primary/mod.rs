@@ -1,8 +1,8 @@
-//! A primary that is none: answers one replica's handshake and sends it whatever a test wants it to load.
+//! A fake primary: answers one replica's handshake and sends it what a test wants it to load.
 //!
-//! And the agent's other half: memory, shown to a server that has the module loaded.
+//! And the agent's other part: memory, handed to a server with the module.
 #![allow(clippy::unwrap_used, unreachable_pub)]
-// Each test program uses another part of this.
+// Each test program uses a different part of this.
 #![allow(dead_code)]
 
 use std::io::{ErrorKind, Read, Write};
@@ -32,7 +32,7 @@ pub fn library() -> PathBuf {
     path
 }
 
-/// A server that has the module, and loads from its link.
+/// A server that has the module and loads from its link.
 pub fn with_module(kind: Kind) -> Builder {
     let way = if kind == Kind::Redis7 { "on-empty-db" } else { "flush-before-load" };
     Server::builder(kind).config("loadmodule", library().display()).config("repl-diskless-load", way)
@@ -40,7 +40,7 @@ pub fn with_module(kind: Kind) -> Builder {
 
 pub const REPLID: &str = "8c1c6b2f0d6a4e7b9a0f1e2d3c4b5a6978695a4b";
 pub const OFFSET: u64 = 307_366;
-/// The end mark of a snapshot whose checksum is not reckoned.
+/// The end mark of a snapshot without a checksum.
 pub const END: &[u8] = b"\xFF\0\0\0\0\0\0\0\0";
 const MARK: [u8; 40] = [b'm'; 40];
 
@@ -52,14 +52,15 @@ pub struct Primary {
 }
 
 impl Primary {
-    /// Has the server follow us, and answers it up to the point where it waits for a snapshot.
+    /// Makes the server follow us, and answers it up to the point where it waits for a snapshot.
     pub fn of(replica: &Server) -> Primary {
         let mut primary = Primary::asked_by(replica);
         primary.answer();
         primary
     }
 
-    /// Has the server follow us, up to the point where it waits for our answer: it does not load yet, and does what clients ask.
+    /// Makes the server follow us, up to the point where it waits for our answer: it does not load yet, and executes
+    /// commands of clients.
     pub fn asked_by(replica: &Server) -> Primary {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port().to_string();
@@ -85,14 +86,15 @@ impl Primary {
 
     /// Waits for the server's next attempt, up to the point where it waits for our answer.
     pub fn wait_to_be_asked(&mut self) {
-        // A server that has just lost its last primary may hang up once more before it means it; one that has ended doesn't come again.
+        // A server that has just lost its last primary may close the connection once more before it stays; one that has
+        // ended does not come again.
         let began = Instant::now();
         while !self.try_to_shake_hands() {
             assert!(began.elapsed() < LONG, "the server hangs up in every handshake");
         }
     }
 
-    /// The server's next attempt. `false`: it hung up.
+    /// The server's next attempt. `false`: it closed the connection.
     fn try_to_shake_hands(&mut self) -> bool {
         let mut link = self.accept();
         link.set_read_timeout(Some(LONG)).unwrap();
@@ -124,19 +126,19 @@ impl Primary {
                 Err(error) if error.kind() != ErrorKind::WouldBlock => panic!("{error}"),
                 Err(_) => assert!(began.elapsed() < LONG, "the server does not come"),
             }
-            // Looked for far more often than `wait_until` looks: some tests have the server come a thousand times.
+            // Checked far more often than `wait_until` does: some tests make the server reconnect a thousand times.
             thread::sleep(Duration::from_micros(200));
         };
         link.set_nonblocking(false).unwrap();
         link
     }
 
-    /// Sends a part of the snapshot. False if the server hung up.
+    /// Sends a part of the snapshot. False if the server closed the connection.
     pub fn send(&mut self, bytes: &[u8]) -> bool {
         self.link.as_mut().unwrap().write_all(bytes).is_ok()
     }
 
-    /// Sends the end: the snapshot is whole.
+    /// Sends the end: the snapshot is complete.
     pub fn end(&mut self) -> bool {
         self.send(END) && self.send(&MARK)
     }
@@ -146,7 +148,7 @@ impl Primary {
         self.link = None;
     }
 
-    /// Waits until the server hangs up.
+    /// Waits until the server closes the connection.
     pub fn wait_for_the_end(&mut self) {
         let mut buffer = [0; 4096];
         let link = self.link.as_mut().unwrap();
@@ -159,7 +161,7 @@ impl Primary {
     }
 }
 
-/// Memory that a server was shown.
+/// Memory that was handed to a server.
 pub struct Shown {
     pub memory: Memory,
     pub page: LoadPage,
@@ -167,14 +169,14 @@ pub struct Shown {
 }
 
 impl Shown {
-    /// Makes memory of these bytes; nobody has been shown it yet.
+    /// Creates memory with these bytes; it is not handed over yet.
     pub fn of(bytes: &[u8]) -> Shown {
         let memory = Memory::create("test", bytes.len() as u64, Pages::Small).unwrap();
         memory.write(0, bytes).unwrap();
         Shown { memory, page: LoadPage::create().unwrap(), ticket: [7; TICKET_BYTES] }
     }
 
-    /// Shows it to the server; gives back its answer.
+    /// Hands it to the server; returns the reply.
     pub fn to(&self, server: &Server, more: &[&str]) -> Result<(), String> {
         let handover = Handover::bind(&Place::Abstract).unwrap();
         let ticket: String = self.ticket.iter().map(|byte| format!("{byte:02x}")).collect();
@@ -184,7 +186,7 @@ impl Shown {
         command.extend(more);
         client.send(&command).unwrap();
         let read_only = self.memory.reopen_read_only().unwrap();
-        // A server that refuses before it takes anything leaves us waiting in vain.
+        // If the server refuses before it takes the descriptors, the giver waits in vain.
         let given = handover.give(&[read_only.as_fd(), self.page.memory().as_fd()], Duration::from_secs(2));
         match client.receive().unwrap() {
             remora_redis::resp::Frame::Error(text) => Err(format!("{}; {given:?}", String::from_utf8_lossy(&text))),
@@ -200,7 +202,7 @@ impl Shown {
         fields(&[Word::Hello { ticket: self.ticket }])
     }
 
-    /// Waits until so many fields are done.
+    /// Waits until `done` fields are counted.
     pub fn wait_for(&self, done: u64) {
         let began = Instant::now();
         while self.page.done() < done {
@@ -223,7 +225,7 @@ pub fn noise(seed: u64, bytes: usize) -> Vec<u8> {
     Random::new(seed).bytes(bytes)
 }
 
-/// Waits until the server's link is as said.
+/// Waits until the server's link has that status.
 pub fn wait_for_link(server: &Server, status: &str) {
     wait_until("the link to change", LONG, || {
         let found = server.fact("master_link_status")?;

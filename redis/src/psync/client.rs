@@ -14,8 +14,8 @@
 //!                                                         $… → Payload └───▶ ( Ended )
 //! ```
 //!
-//! Valkey 8 and later, where `dual-channel-replication-enabled` is on, offer the snapshot over a connection of its own, written
-//! by the forked child itself; snapshot and stream then come side by side. That takes three handshakes:
+//! Valkey 8 and later, if `dual-channel-replication-enabled` is on, offer the snapshot over a connection of its own,
+//! written by the forked child itself; snapshot and stream then arrive side by side. That takes three handshakes:
 //!
 //! ```text
 //!   first connection    … Capabilities (dual-channel) ── Psync ──▶ +DUALCHANNELSYNC → TwoChannels ▶ ( Ended )
@@ -569,7 +569,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_is_no_redis_server_is_told_so_at_once() {
+    fn a_peer_that_is_not_a_redis_server_is_detected_at_once() {
         let answered = |bytes: &[u8]| Client::new(Options::default()).handle_input(bytes).unwrap_err().to_string();
         assert!(answered(b"HTTP/1.1 400 Bad Request\r\n").contains("it is a web server"));
         assert!(answered(b"\x15\x03\x03\x00\x02").contains("it speaks TLS"));

@@ -477,7 +477,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_board_is_refused() {
+    fn memory_that_is_not_a_capture_page_is_refused() {
         let blank = Memory::create("blank", CAPTURE_PAGE_BYTES, Pages::Small).unwrap();
         assert!(matches!(CapturePage::adopt(blank), Err(Error::Layout(_))));
         for (at, word) in [(WORK_AT, VERSION + 1), (WORK_AT, VERSION | 9 << 32), (GEOMETRY_AT, 0), (GEOMETRY_AT, 3)] {

@@ -76,7 +76,7 @@ impl LoadPage {
         STATUS_TEXT.write(&self.memory, text);
     }
 
-    // --- The agent's side ---------------------------------------------------------------------------------------------
+    // --- The agent's side --------------------------------------------------------------------------------
 
     /// The count. Everything that the reader read for it was read before.
     pub fn done(&self) -> u64 {
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_tally_is_refused() {
+    fn memory_that_is_not_a_load_page_is_refused() {
         let other = Memory::create("other", LOAD_PAGE_BYTES, Pages::Small).unwrap();
         assert!(matches!(LoadPage::adopt(other), Err(Error::Layout(_))));
         let newer = LoadPage::create().unwrap();

@@ -139,7 +139,7 @@ fn a_chain_of_copies_carries_every_byte_while_the_source_still_writes() {
 }
 
 #[test]
-fn a_peer_that_dies_costs_only_the_slots_that_were_on_their_way() {
+fn a_peer_that_is_lost_costs_only_the_slots_that_were_on_their_way() {
     for_seeds(60, |seed| {
         let origin = Origin::whole(30, seed);
         let mut first = Reader::new(&origin, 64, Faults::NONE, seed);

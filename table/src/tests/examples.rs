@@ -209,7 +209,7 @@ fn a_table_of_another_generation_replid_offset_or_kind_is_refused() {
 }
 
 #[test]
-fn memory_that_is_no_table_is_refused() {
+fn memory_that_is_not_a_table_is_refused() {
     let region = memory(GEOMETRY.memory_len());
     let (mut reader, mut peer) = reader(&region, false, expect(GEOMETRY));
     let error = read_all(&mut reader, &mut peer).unwrap_err();

@@ -360,7 +360,7 @@ fn when_the_history_changes_a_loaded_replica_keeps_the_journal_until_it_has_appl
     assert_eq!(bench.applied(2, Phase::Stay, 99), []);
     let actions = bench.applied(2, Phase::Stay, 100);
     assert_eq!((sent_away(&actions), ends_stream(&actions)), (vec![2], true), "{actions:?}");
-    // It goes to the primary: no snapshot is taken for it, and what it asks about its hand-off is asked of its own history.
+    // It goes to the primary: no snapshot is taken for it, and its hand-off is judged by its own history.
     assert_eq!(begins(&bench.after(Duration::from_secs(60))), None);
     assert_eq!(bench.owner.history_of(2), Some(replid(1)));
 }
@@ -387,7 +387,7 @@ fn when_the_history_changes_replicas_that_have_not_loaded_begin_again_after_the_
 }
 
 #[test]
-fn after_the_history_has_changed_nobody_is_offered_the_old_one() {
+fn after_the_history_has_changed_the_old_one_is_not_offered() {
     let mut bench = Bench::with_snapshot();
     bench.history_changed(100);
     assert_eq!(begins(&bench.join(2)), Some((FIRST + 1, true)));
