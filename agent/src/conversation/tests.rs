@@ -1,5 +1,6 @@
-//! The conversation over real sockets, with time limits of tenths of a second; and with somebody in between who passes bytes on, or
-//! does not.
+//! Conversations over real sockets, with time limits of tenths of a second. Some have a proxy in between that forwards
+//! bytes or does
+//! not.
 #![allow(clippy::unwrap_used)]
 
 use super::*;
@@ -16,7 +17,7 @@ fn other_token() -> Token {
     Token::new(b"a token of nobody here").unwrap()
 }
 
-/// Limits for tests that wait for them.
+/// Short limits, for tests that wait for them.
 fn impatient() -> Options {
     Options {
         connect_timeout: 4 * TENTH,
@@ -35,7 +36,7 @@ async fn listener() -> (TcpListener, SocketAddr) {
     (listener, address)
 }
 
-/// Both ends of a conversation over loopback, with a token each.
+/// Both ends of a conversation over loopback, each with its token.
 async fn pair(client: Token, server: Token) -> (Result<Connection>, Result<Connection>) {
     let (listener, address) = listener().await;
     let endpoint = Endpoint::new(&server, &Options::default()).unwrap();
@@ -49,7 +50,7 @@ async fn talking() -> (Connection, Connection) {
     (client.unwrap(), server.unwrap())
 }
 
-/// Both ends with somebody in between, on whose two sockets the test stands once the session is open.
+/// Both ends of a conversation through a proxy. The test gets the proxy's two sockets once the session is open.
 async fn talking_through(client: &Options, server: &Options) -> (Connection, Connection, TcpStream, TcpStream) {
     let ((near, near_address), (far, far_address)) = (listener().await, listener().await);
     let token = token();
@@ -65,7 +66,7 @@ async fn talking_through(client: &Options, server: &Options) -> (Connection, Con
     (client.unwrap(), server.unwrap(), near, far)
 }
 
-/// What a server makes of a peer that says those bytes and then waits, and what it answers.
+/// Sends these bytes to a server and waits. Returns the server's fault and its answer.
 async fn server_hears(bytes: &[u8]) -> (Fault, Vec<u8>) {
     let (listener, address) = listener().await;
     let endpoint = Endpoint::new(&token(), &Options::default()).unwrap();
@@ -74,16 +75,16 @@ async fn server_hears(bytes: &[u8]) -> (Fault, Vec<u8>) {
     let mut answer = Vec::new();
     let accepting = async { endpoint.accept(listener.accept().await.unwrap().0).await };
     let (outcome, read) = tokio::join!(accepting, stranger.read_to_end(&mut answer));
-    drop(read); // bytes that it did not read make its end a reset
+    drop(read); // unread bytes make the close a reset
     (outcome.unwrap_err().fault, answer)
 }
 
-/// What a client makes of a listener that answers those bytes and closes.
+/// Connects a client to a listener that answers with these bytes and closes. Returns the client's error.
 async fn client_hears(bytes: &'static [u8]) -> Error {
     client_hears_after(HELLO_BYTES, bytes).await
 }
 
-/// The same of a listener that reads so many bytes of the greeting first.
+/// As `client_hears`, but the listener reads `read` bytes of the handshake first.
 async fn client_hears_after(read: usize, bytes: &'static [u8]) -> Error {
     let (listener, address) = listener().await;
     let answering = async {
@@ -97,7 +98,7 @@ async fn client_hears_after(read: usize, bytes: &'static [u8]) -> Error {
     outcome.unwrap_err()
 }
 
-/// Magic, preamble, the fields of a hello, and the checksum of the payload.
+/// Magic, preamble, fields of a Hello, and the payload's checksum.
 const HELLO_BYTES: usize = 8 + 12 + 44 + 4;
 
 fn leave(text: &str) -> Message {
@@ -258,7 +259,7 @@ async fn a_last_word_arrives_although_the_peer_was_still_talking() {
     for _ in 0..50 {
         client.send(leave("unread")).await.unwrap();
     }
-    server.receive().await.unwrap(); // the others lie unread when we go
+    server.receive().await.unwrap(); // the others are unread when this end closes
     server.send(waiting(7)).await.unwrap();
     let finishing = tokio::spawn(server.finish());
     assert_eq!(client.receive().await.unwrap(), waiting(7));
@@ -313,7 +314,7 @@ async fn a_silent_peer_is_given_up_after_the_limit() {
 #[tokio::test]
 async fn an_end_that_was_kept_from_receiving_does_not_blame_the_peer() {
     let (client, mut server) = talking().await;
-    std::thread::sleep(3 * TENTH); // no task of this thread gets to do anything
+    std::thread::sleep(3 * TENTH); // blocks the only thread of the runtime
     let (sender, _receiver) = client.split();
     sender.send(leave("you there?")).await.unwrap();
     assert_eq!(server.receive().await.unwrap(), leave("you there?"));
@@ -338,7 +339,7 @@ async fn an_owner_that_receives_nothing_costs_a_bounded_mailbox_and_its_peer_fin
     };
     assert!(matches!(full.fault, Fault::QueueFull { queued: 4 }), "{full}");
     for _ in 0..sent {
-        assert_eq!(receiver.receive().await.unwrap(), long); // who reads again has lost nothing
+        assert_eq!(receiver.receive().await.unwrap(), long); // nothing is lost
     }
     passing.abort();
 }
@@ -354,7 +355,7 @@ async fn a_peer_that_takes_no_bytes_is_given_up() {
         }
     };
     drop(far);
-    // Whichever it notices first: nothing is heard, and nothing is taken.
+    // Whichever limit passes first: nothing is received, or nothing is read.
     let expected = |fault: &Fault| matches!(fault, Fault::PeerNotReading { .. } | Fault::PeerSilent { .. });
     assert!(expected(&error.fault), "{error}");
     let error = receiver.receive().await.unwrap_err();
@@ -378,7 +379,7 @@ async fn a_greeting_that_dribbles_is_cut_at_its_limit() {
     let accepting = async { endpoint.accept(listener.accept().await.unwrap().0).await };
     let (outcome, ()) = tokio::join!(accepting, dribble);
     let fault = outcome.unwrap_err().fault;
-    assert!(matches!(fault, Fault::TimedOut { doing: "the greeting", .. }), "{fault}");
+    assert!(matches!(fault, Fault::TimedOut { doing: "the handshake", .. }), "{fault}");
     assert!(begun.elapsed() < 20 * TENTH);
 }
 
