@@ -112,7 +112,7 @@ impl Post {
             LinkError::TooSlow(_) if early => Fault::TimedOut { doing: "the handshake", limit: self.opening_limit },
             LinkError::TooSlow(_) => Fault::PeerNotReading { limit: self.silence_limit },
             LinkError::Silent => Fault::PeerSilent { limit: self.silence_limit },
-            LinkError::Greeting(error) => Fault::greeting(error, self.side.peer()),
+            LinkError::Handshake(error) => Fault::greeting(error, self.side.peer()),
             LinkError::Malformed(Malformed::Forged { sequence }) => Fault::Forged { sequence: *sequence },
             LinkError::Malformed(malformed) => Fault::Frame(*malformed),
             LinkError::Violation(violation) => {
