@@ -1,5 +1,6 @@
-//! One frame on the wire: a fixed preamble, a head, up to three bodies, their checksums. Pure: bytes in, frames out; no socket,
-//! no clock. What it does not know: what tags and heads mean ([`crate::signal`]).
+//! A frame of the message layer: a fixed preamble, a head, up to three bodies, their checksums. Pure: bytes in, frames
+//! out; no socket, no
+//! clock. The meaning of tags and heads is in [`crate::signal`].
 //!
 //! ```text
 //!    0    1      2       4        8         12      16       17         24         28           32
@@ -15,13 +16,15 @@
 //!   └──────────────────────────────────────────────────────────────────────────────────────────┘
 //! ```
 //!
-//! All integers are little-endian, all checksums CRC-32C. The preamble and the head are always summed, so that a length is
-//! believed only when it arrived whole; the sum over the bodies is the sender's choice (flags bit 0) and stands behind them,
-//! so that a receiver sums each piece while it is in its cache.
+//! All integers are little-endian, all checksums CRC-32C. The preamble and the head always have checksums, so that a
+//! damaged length is not
+//! believed. Checksums of the bodies are the sender's choice (flags bit 0). They follow the bodies, so that a receiver
+//! computes each
+//! one while the bytes are in its cache.
 //!
-//! The reader stops after the head ([`Step::Head`]) and goes on only when it has been given memory for the bodies. So a
-//! receiver looks at the transaction's number and says where its data is to land before a byte of it is read; and a receiver
-//! that has no room simply does not go on.
+//! The reader stops after the head ([`Step::Head`]) and goes on when it has been given memory for the bodies. So a
+//! receiver chooses where
+//! the data lands before a byte of it is read, and a receiver without room does not go on.
 
 use bytes::Bytes;
 use crc_fast::{CrcAlgorithm, Digest};
@@ -31,27 +34,27 @@ use std::io::IoSlice;
 use crate::buffer::Buffer;
 use crate::seal::{SEAL_BYTES, Seal, Seals};
 
-/// What the first 32 bytes of a frame say.
+/// The content of the first 32 bytes of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Preamble {
-    /// What the frame is.
+    /// The kind of frame.
     pub tag: u8,
-    /// The bodies bear checksums.
+    /// The bodies have checksums.
     pub summed: bool,
-    /// A seal ends the frame.
+    /// The frame has a seal at its end.
     pub sealed: bool,
-    /// Bytes of the head.
+    /// Length of the head, in bytes.
     pub head: u16,
-    /// Bytes of front, middle and data.
+    /// Lengths of front, middle and data, in bytes.
     pub bodies: [u32; BODIES],
-    /// The data wants to lie at a multiple of two to this power.
+    /// Alignment of the data, as a power of two.
     pub alignment: u8,
     /// Checksum of the head.
     pub head_sum: u32,
 }
 
 impl Preamble {
-    /// The bytes on the wire.
+    /// Encodes the preamble.
     pub fn encode(&self) -> [u8; PREAMBLE_BYTES] {
         let mut bytes = [0; PREAMBLE_BYTES];
         bytes[0] = self.tag;
@@ -67,10 +70,10 @@ impl Preamble {
         bytes
     }
 
-    /// Reads a preamble, and holds its lengths against the limits.
+    /// Decodes a preamble and checks its lengths against the limits.
     ///
     /// # Errors
-    /// [`Malformed`]: there is no finding the next frame behind this one.
+    /// [`Malformed`]: the next frame cannot be found after this.
     pub fn decode(bytes: &[u8; PREAMBLE_BYTES], limits: &Limits) -> Result<Preamble, Malformed> {
         let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         if word(28) != checksum(&bytes[..28]) {
@@ -93,28 +96,28 @@ impl Preamble {
         Ok(preamble)
     }
 
-    /// Bytes of all bodies together.
+    /// Length of all bodies, in bytes.
     pub fn body_bytes(&self) -> u64 {
         self.bodies.iter().map(|&length| u64::from(length)).sum()
     }
 
-    /// The data's alignment in bytes.
+    /// Alignment of the data, in bytes.
     pub fn data_alignment(&self) -> usize {
         1 << self.alignment
     }
 }
 
-/// The longest bodies that a receiver takes, in bytes. Whoever announces more is cut off on the preamble alone.
+/// The longest bodies that a receiver accepts, in bytes. A preamble with more ends the link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Of front and of middle, each.
+    /// For front and for middle, each.
     pub front: u32,
-    /// Of data.
+    /// For data.
     pub data: u32,
 }
 
 impl Limits {
-    /// Before a peer has a session: heads only, and the few words of a refusal.
+    /// Before a peer has a session: heads, and the short text of a refusal.
     pub const UNAUTHENTICATED: Limits = Limits { front: 256, data: 0 };
 
     fn check(&self, preamble: &Preamble) -> Result<(), Malformed> {
@@ -127,64 +130,63 @@ impl Limits {
     }
 }
 
-/// Bytes that are no frame of ours.
+/// Bytes that are not a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Malformed {
-    /// A checksum that is not that of its bytes.
+    /// A checksum is wrong.
     #[error("the checksum of a frame's {part} does not match")]
     Checksum {
         /// "preamble", "head", "front", "middle" or "data".
         part: &'static str,
     },
-    /// Bits or bytes set that this version does not define.
-    #[error("a frame sets what this version of the protocol does not define")]
+    /// Bits or bytes are set that this version does not define.
+    #[error("frame uses flags or bytes that this protocol version does not define")]
     Reserved,
-    /// A part longer than may be.
-    #[error("a frame announces a part of {length} bytes, of which {limit} may be")]
+    /// A part exceeds its limit.
+    #[error("frame part of {length} bytes exceeds the limit of {limit}")]
     TooLong {
-        /// What it announces, in bytes.
+        /// The length in the preamble, in bytes.
         length: u32,
         /// The bound, in bytes.
         limit: u32,
     },
-    /// A seal is missing, or is not that of these bytes at this place of the conversation.
-    #[error("frame {sequence} does not bear a valid seal: it was altered, repeated, left out or put in on its way")]
+    /// The seal is missing or invalid for these bytes at this position.
+    #[error("frame {sequence} has no valid seal: frames were altered, repeated, dropped or inserted on their way")]
     Forged {
-        /// Its number in its direction, from 0.
+        /// Number of the frame in its direction, from 0.
         sequence: u64,
     },
-    /// A head or a body that does not hold what its tag says.
-    #[error("a frame with the tag {tag:#04x} does not hold what it must")]
+    /// The head or a body does not match the tag.
+    #[error("frame with tag {tag:#04x} has invalid content")]
     Content {
         /// The tag.
         tag: u8,
     },
 }
 
-/// Memory that does not fit the bodies of the frame that is being read.
+/// The memory does not fit the bodies of the frame that is being read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("the memory given for a frame's bodies does not have their lengths")]
+#[error("the buffers do not have the lengths of the frame's bodies")]
 pub struct Unfit;
 
-/// What the reader came upon.
+/// What the reader has found.
 #[derive(Debug)]
 pub enum Step {
-    /// A head whose checksum holds, to be looked at with [`Reader::head`]. Answer with [`Reader::land`] before feeding more;
-    /// bodies may be empty.
+    /// A head with a valid checksum; see [`Reader::head`]. Call [`Reader::land`] before feeding more, also if all
+    /// bodies are empty.
     Head(Preamble),
-    /// The frame is whole and its checksums hold: front, middle and data are to be had by [`Reader::bodies`], in the memory that was
-    /// given.
+    /// The frame is complete and its checksums are valid. [`Reader::bodies`] returns its bodies.
     Whole,
     /// More bytes are needed.
     Incomplete,
 }
 
-/// Finds frames in bytes that arrive in pieces. See the [module](self) for when it stops.
+/// Finds frames in bytes that arrive in pieces. The [module](self) says when it stops.
 pub struct Reader {
     limits: Limits,
     seals: Option<Seals>,
     stage: Stage,
-    /// Bytes of a fixed-size part that has not arrived whole; used only where a part is cut.
+    /// Bytes of a fixed-size part that has not arrived completely.
     cut: [u8; HEAD_BYTES],
     have: usize,
     preamble: [u8; PREAMBLE_BYTES],
@@ -193,35 +195,35 @@ pub struct Reader {
     arriving: Arriving,
 }
 
-/// What comes next. Bodies on their way in lie beside it and not in it: they are too large to be moved from stage to stage.
+/// The next part. Arriving bodies are kept outside of it: they are too large to be moved from stage to stage.
 #[derive(Clone, Copy)]
 enum Stage {
     Preamble,
     Head(Preamble),
-    /// The head was given out; memory is yet to come.
+    /// The head was returned, and the caller has yet to give memory.
     Asked(Preamble),
     Bodies,
     Trailer,
-    /// Garbled: nothing can be found any more.
+    /// Malformed: no further frame can be found.
     Over(Malformed),
 }
 
-/// Bodies on their way in.
+/// Bodies that are being received.
 struct Arriving {
-    /// What stands behind the bodies.
+    /// Which trailers follow the bodies.
     summed: bool,
     sealed: bool,
     bodies: [Buffer; BODIES],
-    /// Which body is being filled, and how far.
+    /// The body that is being filled, and how far.
     at: usize,
     filled: usize,
     sums: [u32; BODIES],
-    /// The running checksum of the body being filled, once it has come in more than one piece.
+    /// The running checksum of the body that is being filled, if it came in more than one piece.
     running: Option<Digest>,
 }
 
 impl Reader {
-    /// A reader that takes nothing longer than the limits, and with `seals` nothing that is not sealed by them.
+    /// A reader that accepts nothing beyond the limits, and with `seals` only frames with a valid seal.
     pub fn new(limits: Limits, seals: Option<Seals>) -> Reader {
         Reader {
             limits,
@@ -236,7 +238,7 @@ impl Reader {
         }
     }
 
-    /// From the next preamble on, these are the limits.
+    /// Sets the limits from the next preamble on.
     pub fn set_limits(&mut self, limits: Limits) {
         self.limits = limits;
     }
@@ -251,15 +253,15 @@ impl Reader {
         &self.head[..self.head_length]
     }
 
-    /// The bodies of the frame that is whole, once.
+    /// Takes the bodies of the complete frame.
     pub fn bodies(&mut self) -> [Buffer; BODIES] {
         std::mem::replace(&mut self.arriving.bodies, NO_BODIES)
     }
 
-    /// Takes bytes off the front of `input` up to the next thing worth knowing.
+    /// Reads from the front of `input` up to the next step.
     ///
     /// # Errors
-    /// [`Malformed`], and the same at every later call: close the connection.
+    /// [`Malformed`], and the same error for every later call: close the connection.
     pub fn next(&mut self, input: &mut &[u8]) -> Result<Step, Malformed> {
         let outcome = self.advance(input);
         if let Err(malformed) = outcome {
@@ -268,10 +270,11 @@ impl Reader {
         outcome
     }
 
-    /// Memory for the bodies of the frame whose head was just given out, each as long as the preamble says.
+    /// Gives memory for the bodies of the frame whose head was returned. Each buffer has the length that the preamble
+    /// says.
     ///
     /// # Errors
-    /// [`Unfit`]: its lengths are not those, or nobody asked. It may be tried again with other memory.
+    /// [`Unfit`]: the lengths are others, or no head was returned. Other memory may be tried.
     pub fn land(&mut self, bodies: [Buffer; BODIES]) -> Result<(), Unfit> {
         let Stage::Asked(preamble) = self.stage else { return Err(Unfit) };
         if !bodies.iter().zip(preamble.bodies).all(|(buffer, length)| buffer.len() == length as usize) {
@@ -282,7 +285,7 @@ impl Reader {
         Ok(())
     }
 
-    /// The memory that the next bytes belong into, if it is worth receiving straight into it: no copy then.
+    /// The memory that the next bytes belong to, if it pays to receive straight into it, without a copy.
     pub fn landing(&mut self) -> Option<&mut [u8]> {
         let Stage::Bodies = self.stage else { return None };
         let arriving = &mut self.arriving;
@@ -291,7 +294,7 @@ impl Reader {
         Some(rest).filter(|rest| rest.len() >= DIRECT_FROM_BYTES)
     }
 
-    /// So many bytes were received into [`Reader::landing`].
+    /// Notes that `count` bytes were received into [`Reader::landing`].
     pub fn landed(&mut self, count: usize) {
         if let Stage::Bodies = self.stage {
             self.arriving.fill(count);
@@ -376,14 +379,14 @@ impl Arriving {
         running: None,
     };
 
-    /// Begins with the bodies of another frame. In its place, as a running checksum is half a kilobyte to move.
+    /// Begins with the bodies of another frame. In place: a running checksum has half a kilobyte.
     fn begin(&mut self, preamble: &Preamble, bodies: [Buffer; BODIES]) {
         (self.summed, self.sealed, self.bodies) = (preamble.has_sums(), preamble.sealed, bodies);
         (self.at, self.filled, self.sums) = (0, 0, [0; BODIES]);
         self.running = None;
     }
 
-    /// Moves bytes from the input into the bodies; whether all are full.
+    /// Moves bytes from the input into the bodies. Returns whether all are full.
     fn take(&mut self, input: &mut &[u8]) -> bool {
         loop {
             self.skip_full();
@@ -401,7 +404,8 @@ impl Arriving {
         }
     }
 
-    /// So many more bytes of the present body are there: sums them, and goes on to the next body when this one is full.
+    /// Notes `count` more bytes of the current body: updates the checksum, and goes on to the next body when this one
+    /// is full.
     fn fill(&mut self, count: usize) {
         let Some(body) = self.bodies.get(self.at) else { return };
         let end = (self.filled + count).min(body.len());
@@ -436,7 +440,7 @@ impl Arriving {
     }
 }
 
-/// `N` bytes, from the input at once or pieced together; `None` while they are not all here.
+/// Returns `N` bytes of the input, pieced together if necessary; `None` while some are missing.
 fn gather<const N: usize>(cut: &mut [u8; HEAD_BYTES], have: &mut usize, input: &mut &[u8]) -> Option<[u8; N]> {
     if *have == 0
         && let Some((bytes, rest)) = input.split_first_chunk::<N>()
@@ -447,7 +451,8 @@ fn gather<const N: usize>(cut: &mut [u8; HEAD_BYTES], have: &mut usize, input: &
     gather_some(&mut cut[..N], have, input).then(|| std::array::from_fn(|at| cut[at]))
 }
 
-/// Fills `into` from the input, going on behind the `have` bytes of last time; whether it is full, which begins anew.
+/// Fills `into` from the input, after the `have` bytes of the last call. Returns whether it is full, which resets
+/// `have`.
 fn gather_some(into: &mut [u8], have: &mut usize, input: &mut &[u8]) -> bool {
     let count = (into.len() - *have).min(input.len());
     let (piece, rest) = input.split_at(count);
@@ -461,15 +466,15 @@ fn gather_some(into: &mut [u8], have: &mut usize, input: &mut &[u8]) -> bool {
     full
 }
 
-/// Frames on their way out: small parts copied one behind the other, large ones referred to, so that many frames go in one
-/// vectored send.
+/// Frames to be sent: small parts are copied one after the other, large ones are referred to, so that many frames go
+/// in one vectored send.
 pub struct Writer {
     summed: bool,
     seals: Option<Seals>,
     pieces: VecDeque<Piece>,
-    /// Small parts. Pieces refer to it by place; it is emptied when all have gone.
+    /// Small parts, which pieces refer to by position. Emptied when everything is sent.
     scratch: Vec<u8>,
-    /// Bytes of the first piece that have gone already.
+    /// Bytes of the first piece that are sent.
     gone: usize,
     bytes: usize,
 }
@@ -480,15 +485,17 @@ enum Piece {
 }
 
 impl Writer {
-    /// A writer that sums bodies or leaves it, and with `seals` ends each frame with one.
+    /// A writer that adds checksums of bodies if `summed`, and ends each frame with a seal if there are `seals`.
     pub fn new(summed: bool, seals: Option<Seals>) -> Writer {
         Writer { summed, seals, pieces: VecDeque::new(), scratch: Vec::new(), gone: 0, bytes: 0 }
     }
 
-    /// Appends a frame, whose bodies are held until they have been sent. `alignment` is where the data wants to lie, in bytes, a power of two.
+    /// Appends a frame. Its bodies are held until they are sent. `alignment` is the wanted alignment of the data in
+    /// bytes, a power of two.
     ///
     /// # Panics
-    /// If the head is longer than [`HEAD_BYTES`] or a body than [`MAX_SEGMENT_BYTES`]: those who make messages check that.
+    /// If the head is longer than [`HEAD_BYTES`] or a body longer than [`MAX_SEGMENT_BYTES`]: the makers of messages
+    /// check that.
     pub fn frame(&mut self, tag: u8, head: &[u8], bodies: [Bytes; BODIES], alignment: usize) {
         assert!(head.len() <= HEAD_BYTES, "heads are fixed records of at most HEAD_BYTES");
         let length = |body: &Bytes| u32::try_from(body.len()).expect("messages are checked against MAX_SEGMENT_BYTES");
@@ -520,12 +527,12 @@ impl Writer {
         self.bytes == 0
     }
 
-    /// Bytes yet to be sent.
+    /// Number of bytes to be sent.
     pub fn len(&self) -> usize {
         self.bytes
     }
 
-    /// Fills `slices` with what is to be sent next, in order; how many it used.
+    /// Fills `slices` with the next bytes to send. Returns the number of slices used.
     pub fn slices<'a>(&'a self, slices: &mut [IoSlice<'a>]) -> usize {
         let mut count = 0;
         for (piece, slice) in self.pieces.iter().zip(slices) {
@@ -537,7 +544,7 @@ impl Writer {
         count
     }
 
-    /// What is to be sent, if it lies in one piece: small messages do, and need no vector.
+    /// The bytes to send, if they are in one piece: small messages are, and need no vector.
     pub fn only_piece(&self) -> Option<&[u8]> {
         match self.pieces.len() {
             1 => self.piece(&self.pieces[0]).get(self.gone..),
@@ -545,7 +552,7 @@ impl Writer {
         }
     }
 
-    /// So many bytes have been sent.
+    /// Notes that `count` bytes are sent.
     pub fn sent(&mut self, mut count: usize) {
         self.bytes -= count.min(self.bytes);
         while let Some(piece) = self.pieces.front() {
@@ -590,7 +597,7 @@ impl Writer {
     }
 }
 
-/// The checksum of some bytes.
+/// Computes a checksum.
 pub fn checksum(bytes: &[u8]) -> u32 {
     if bytes.is_empty() {
         return 0;
@@ -598,34 +605,37 @@ pub fn checksum(bytes: &[u8]) -> u32 {
     crc_fast::checksum(CRC, bytes) as u32
 }
 
-/// CRC-32C, as iSCSI calls it.
+/// CRC-32C, by its name in iSCSI.
 const CRC: CrcAlgorithm = CrcAlgorithm::Crc32Iscsi;
 
-/// Bytes before a head.
+/// Length of a preamble, in bytes.
 pub const PREAMBLE_BYTES: usize = 32;
 
-/// The longest head, in bytes. The longest in use has 67 (`OPEN`); the rest is for later versions.
+/// Length of the longest head, in bytes. The longest in use has 67 (`OPEN`); the rest is for later versions.
 pub const HEAD_BYTES: usize = 96;
 
 /// Front, middle and data.
 pub const BODIES: usize = 3;
 
-/// What a frame without bodies lands in.
+/// The memory for a frame without bodies.
 pub const NO_BODIES: [Buffer; BODIES] = [Buffer::EMPTY, Buffer::EMPTY, Buffer::EMPTY];
 
-/// The longest body whatever a receiver allows, in bytes: beyond it one message would hold a connection for so long that its
-/// others wait visibly. Larger things are several messages, or memory that is read one-sidedly.
+/// The longest body, in bytes, whatever a receiver allows: a longer one would visibly delay the other messages of its
+/// connection. Send larger
+/// data in several messages, or let the peer read it one-sidedly.
 pub const MAX_SEGMENT_BYTES: u32 = 16 << 20;
 
-/// A body's rest from this size on is received straight into its memory. Below it a copy out of the shared receive buffer
-/// costs less than the system call that it would take to end exactly there.
+/// The rest of a body is received straight into its memory from this size on. For less, a copy out of the shared
+/// receive buffer costs less
+/// than the system call that ends exactly there.
 pub const DIRECT_FROM_BYTES: usize = 16 * 1024;
 
-/// Bodies up to this size are copied beside the heads: an entry of a vectored send costs about as much as such a copy.
+/// Bodies up to this size are copied beside the heads: an entry of a vectored send costs about as much as the copy.
 pub const COPIED_UP_TO_BYTES: usize = 1024;
 
-/// A connection keeps at most this much of its sending scratch: the heads of a hundred messages. One that has only opened its
-/// session has taken a few hundred bytes.
+/// A connection keeps at most this much scratch memory: the heads of a hundred messages. Opening a session needs a few
+/// hundred
+/// bytes.
 const SCRATCH_KEPT_BYTES: usize = 16 * 1024;
 
 const MAX_ALIGNMENT_LOG2: u8 = crate::buffer::MAX_ALIGNMENT.trailing_zeros() as u8;
@@ -634,7 +644,7 @@ const PARTS: [&str; BODIES] = ["front", "middle", "data"];
 const FLAG_SUMMED: u8 = 1;
 const FLAG_SEALED: u8 = 2;
 
-// A trailer is pieced together in the same place as a cut preamble.
+// A trailer is pieced together in the same memory as an incomplete preamble.
 const _: () = assert!(SUMS_BYTES + SEAL_BYTES <= HEAD_BYTES && PREAMBLE_BYTES <= HEAD_BYTES);
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! The machines of both ends against each other, and against everything that may stand between them.
+//! The two ends against each other, and against a peer in between that changes, repeats or invents bytes.
 #![allow(clippy::unwrap_used)]
 
 use super::*;
@@ -28,7 +28,7 @@ fn server(token: &Token) -> Handshake<&Token> {
     Handshake::called(token, opening(2), 77, Instant::now(), LIMIT)
 }
 
-/// What became of both ends once neither had anything more to say, and all that each of them sent.
+/// The outcome at both ends, and everything that each of them sent.
 struct Met {
     client: Result<Option<Established>, HandshakeError>,
     server: Result<Option<Established>, HandshakeError>,
@@ -36,7 +36,7 @@ struct Met {
     from_server: Vec<u8>,
 }
 
-/// A place in the conversation and what is done to the byte there.
+/// A change of one byte in a direction.
 #[derive(Debug, Clone, Copy)]
 struct Tamper {
     sender: Role,
@@ -44,7 +44,7 @@ struct Tamper {
     change: u8,
 }
 
-/// Lets the two ends talk until they are done; on the way, one byte may be changed.
+/// Runs both ends until neither has anything to send. One byte may be changed on its way.
 fn meet(mut client: Handshake<&Token>, mut server: Handshake<&Token>, tamper: Option<Tamper>) -> Met {
     let (mut from_client, mut from_server) = (Vec::new(), Vec::new());
     let (mut client_ok, mut server_ok) = (Ok(()), Ok(()));
@@ -179,7 +179,9 @@ fn every_changed_byte_of_the_handshake_is_refused() {
     }
 }
 
-/// The end that was lied to is never through; and the other is only where the lie came after all that it was to hear.
+/// The end that received the changed byte never completes. The other end completes only if the change came after
+/// everything that it had
+/// to receive.
 fn refused(met: &Met, tamper: Tamper) {
     let (lied_to, other) = match tamper.sender {
         Role::Caller => (&met.server, &met.client),
@@ -334,8 +336,9 @@ fn a_handshake_has_a_deadline_that_input_does_not_move() {
     assert!(matches!(fault, HandshakeError::TimedOut { limit: LIMIT, .. }), "{fault}");
 }
 
-/// The handshake as a fixed vector, so that no change of ours goes unnoticed by a peer that was built yesterday. The numbers
-/// are those of an implementation apart from this one (Python's hmac and hashlib, from the description alone).
+/// A fixed vector of the handshake, so that no change can go unnoticed by older peers. The numbers come from an
+/// independent
+/// implementation (Python's hmac and hashlib, from the description alone).
 #[test]
 fn the_session_key_of_fixed_nonces_is_the_one_written_down() {
     let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
