@@ -5,7 +5,7 @@
 //! session outlives its links.
 //!
 //! ```text
-//!        connect()                                          an OPEN arrives for no session yet   
+//!        connect()                                          an OPEN arrives for no session yet
 //!            │                                                          │
 //!      ┌─────▼───┐   link up: OPEN    ┌─────────┐      OPENED     ┌─────▼───┐ ◀─┐ an OPEN for this session, newer
 //!   ┌─▶│ Calling ├───────────────────▶│ Opening ├────────────────▶│  Ready  │ ──┘ than its link, from any state but
