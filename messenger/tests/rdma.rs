@@ -1,5 +1,7 @@
-//! The layer over RDMA, in the virtual machine that has devices: every size, cuts, receivers that hold on, very little memory, links that
-//! come and go. What runs in there is ignored on the host; the last test boots the machine once and has this program run them.
+//! The layer over RDMA, in the virtual machine that has devices: every size, cuts, receivers that hold messages, very
+//! little memory, links
+//! that come and go. These tests are ignored on the host; the last test boots the machine once and has this program
+//! run them.
 #![allow(clippy::unwrap_used, unreachable_pub)]
 
 #[path = "layer/alike.rs"]
@@ -16,7 +18,7 @@ use remora_lab::{RdmaVm, require};
 use remora_messenger::stack::rdma::RdmaOptions;
 use remora_messenger::{Address, Options, Policy, Polling, SendError};
 
-/// The server is one node and the client another, so that what they say crosses a wire.
+/// Server and client are different nodes, so that traffic crosses a wire.
 const SERVER: u8 = 1;
 const CLIENT: u8 = 0;
 
@@ -72,7 +74,7 @@ mod in_the_machine {
         alike::a_receiver_that_holds_on_is_never_overrun(&server_address(), &options, 40, while_held);
     }
 
-    /// Twice as many links, one generation after another, as there is memory for at once: so what the dead had must come back.
+    /// Twice as many links, in generations, as there is memory for at once: memory of ended links must come back.
     #[test]
     #[ignore = "runs in the RDMA machine"]
     fn the_memory_of_links_that_have_ended_serves_those_that_come() {
@@ -99,7 +101,8 @@ mod in_the_machine {
         }
     }
 
-    /// A queue pair that has ended goes, with its epoll, by which it can be counted, though nothing happens any more.
+    /// A queue pair that has ended is destroyed, together with the epoll instance by which it is counted, although
+    /// nothing else happens.
     #[test]
     #[ignore = "runs in the RDMA machine"]
     fn what_links_that_have_ended_leave_behind_goes_though_nobody_calls() {

@@ -207,7 +207,7 @@ impl<C: Codec, const MAX: usize> Codec for List<C, MAX> {
     }
 }
 
-/// Implements [`Codec`](crate::codec::Codec) for a struct: its fields, one after the other, in the order given.
+/// Implements [`Codec`] for a struct: its fields, one after the other, in the order given.
 #[macro_export]
 macro_rules! record {
     ($record:ident { $($field:ident: $codec:ty),* $(,)? }) => {
@@ -227,7 +227,7 @@ macro_rules! record {
     };
 }
 
-/// Implements [`Codec`](crate::codec::Codec) for an enum without content: one byte.
+/// Implements [`Codec`] for an enum without content: one byte.
 #[macro_export]
 macro_rules! codes {
     ($name:ident is $what:literal { $($code:literal => $variant:ident),* $(,)? }) => {

@@ -1,4 +1,4 @@
-//! What becomes of sessions: made, cut, forgotten, refused, raced for, closed.
+//! What happens to sessions: made, cut, forgotten, refused, opened from both ends, closed.
 
 use std::time::Duration;
 
@@ -65,7 +65,7 @@ fn a_lossy_client_is_told_when_its_server_goes() {
     until("the message", || server.scribe.taken() == [1]);
     server.messenger.stop();
     until("the end", || client.scribe.told().len() == 2);
-    // Stopping says CLOSE where it still can; a client that does not hear it sees the link break.
+    // Stopping sends CLOSE where it still can. A client that does not receive it sees the link break.
     assert!(matches!(client.scribe.told()[1], Told::Closed | Told::Reset { goes_on: false, .. }));
     until("no more letters", || matches!(connection.send(numbered(2)), Err(SendError::Over(_))));
 }
@@ -168,7 +168,7 @@ fn sessions_find_their_way_between_workers() {
         for connection in &connections {
             connection.send(numbered(round)).unwrap();
         }
-        connections[round as usize % 7].cut(); // the next link is accepted by whichever worker has its turn
+        connections[round as usize % 7].cut(); // the next link is accepted by the worker whose turn it is
         std::thread::sleep(Duration::from_micros(300));
     }
     until("all messages", || server.scribe.taken().len() == 1400);

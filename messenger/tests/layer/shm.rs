@@ -1,4 +1,4 @@
-//! The same over shared memory: every size, cuts, a receiver that holds on, spinning and sleeping.
+//! The shared cases over shared memory: every size, cuts, a receiver that holds messages, spinning and sleeping.
 
 use std::time::Duration;
 

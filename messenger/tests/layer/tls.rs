@@ -1,4 +1,4 @@
-//! The same over TLS: every size, cuts, a receiver that holds on; and who is not let in.
+//! The shared cases over TLS: every size, cuts, a receiver that holds messages; and peers that are rejected.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -28,7 +28,7 @@ fn authority(tls: &Tls) -> Arc<RootCertStore> {
     Arc::new(roots)
 }
 
-/// Both ends vouched for by one authority.
+/// Options for both ends, with certificates of one authority.
 fn secure() -> (tempfile::TempDir, Options) {
     let folder = tempfile::tempdir().unwrap();
     let (server, client) = certificates(folder.path(), &[]).unwrap();
@@ -86,13 +86,13 @@ fn nothing_crosses_in_clear_and_who_has_no_certificate_gets_nowhere() {
     let server = end_with(Policy::stateless_server(), &options, Scribe::default());
     let address = server.messenger.listen(&anywhere()).unwrap();
     let port = address.to_string().rsplit(':').next().unwrap().parse::<u16>().unwrap();
-    // In clear: an alert, no greeting.
+    // Unencrypted bytes: an alert, no handshake.
     let mut stranger = TcpStream::connect(("127.0.0.1", port)).unwrap();
     stranger.write_all(b"REMORA\r\nand something that is no TLS record at all").unwrap();
     let mut answer = Vec::new();
     let _ = stranger.read_to_end(&mut answer);
     assert!(!answer.windows(6).any(|seen| seen == b"REMORA"), "{answer:?}");
-    // With another authority's certificate: refused.
+    // A certificate of another authority: refused.
     let (_other_folder, other) = secure();
     let client = end_with(Policy::lossy_client(), &other, Scribe::default());
     let connection = client.messenger.connect(&address);

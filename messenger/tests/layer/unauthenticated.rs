@@ -1,4 +1,4 @@
-//! Who does not keep to the protocol, and who does not hold the token.
+//! Peers that violate the protocol, and peers without the token.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
