@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_dropped_is_used_again_and_never_more_than_allowed_is_kept() {
+    fn dropped_buffers_are_reused_and_the_pool_keeps_its_bound() {
         let pool = Pool::new(100_000);
         let first = pool.take(60_000, 1);
         let place = first.as_ptr();
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn a_silly_alignment_counts_as_none() {
+    fn an_invalid_alignment_counts_as_one() {
         assert_eq!(Buffer::zeroed(10, 3).len(), 10);
         assert_eq!(Buffer::zeroed(10, 1 << 30).len(), 10);
     }

@@ -122,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_given_back_can_be_taken_again() {
+    fn a_share_given_back_can_be_taken_again() {
         let throttle = Throttle::new(2, 100);
         let first = throttle.take(60);
         assert!(first.is_some());
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_is_woken_by_the_next_that_gives_back() {
+    fn a_waiter_is_woken_when_a_share_is_given_back() {
         let throttle = Throttle::new(1, 100);
         let held = throttle.take(1);
         let woken = Arc::new(AtomicUsize::new(0));

@@ -61,23 +61,23 @@ mod in_the_machine {
 
     #[test]
     #[ignore = "runs in the RDMA machine"]
-    fn a_lossless_client_says_everything_once_though_its_links_are_cut() {
+    fn a_lossless_client_sends_everything_once_although_its_links_are_cut() {
         let options = options(RdmaOptions::default());
         let patience = Duration::from_secs(20);
-        alike::everything_is_said_once_though_links_are_cut(&server_address(), &options, 20_000, 500, 10, patience);
+        alike::everything_arrives_once_although_links_are_cut(&server_address(), &options, 20_000, 500, 10, patience);
     }
 
     #[test]
     #[ignore = "runs in the RDMA machine"]
-    fn a_receiver_that_holds_on_is_never_overrun() {
+    fn a_receiver_that_holds_messages_is_never_overrun() {
         let (options, while_held) = (options(RdmaOptions::default()), Duration::from_millis(100));
-        alike::a_receiver_that_holds_on_is_never_overrun(&server_address(), &options, 40, while_held);
+        alike::a_receiver_that_holds_messages_is_never_overrun(&server_address(), &options, 40, while_held);
     }
 
     /// Twice as many links, in generations, as there is memory for at once: memory of ended links must come back.
     #[test]
     #[ignore = "runs in the RDMA machine"]
-    fn the_memory_of_links_that_have_ended_serves_those_that_come() {
+    fn the_memory_of_ended_links_serves_new_ones() {
         // 512 receives, of which a link takes 13.
         let little = RdmaOptions { receive_bytes: 4 << 20, max_credits: 32, ..RdmaOptions::default() };
         let options = options(little);
@@ -105,7 +105,7 @@ mod in_the_machine {
     /// nothing else happens.
     #[test]
     #[ignore = "runs in the RDMA machine"]
-    fn what_links_that_have_ended_leave_behind_goes_though_nobody_calls() {
+    fn retired_queue_pairs_are_destroyed_without_any_traffic() {
         let options = options(RdmaOptions::default());
         let server = end_with(Policy::stateless_server(), &options, Scribe::default());
         let address = server.messenger.listen(&server_address()).unwrap();
@@ -129,7 +129,7 @@ mod in_the_machine {
 
     #[test]
     #[ignore = "runs in the RDMA machine"]
-    fn a_lossy_client_is_told_when_its_server_goes_and_when_there_is_none() {
+    fn a_lossy_client_is_notified_when_its_server_ends_and_when_there_is_none() {
         let options = options(RdmaOptions::default());
         let server = end_with(Policy::stateless_server(), &options, Scribe::default());
         let address = server.messenger.listen(&server_address()).unwrap();
@@ -139,7 +139,7 @@ mod in_the_machine {
         until("the message", || server.scribe.taken() == [1]);
         server.messenger.stop();
         until("the end", || client.scribe.told().len() == 2);
-        until("no more letters", || matches!(connection.send(numbered(2)), Err(SendError::Over(_))));
+        until("no more messages", || matches!(connection.send(numbered(2)), Err(SendError::Over(_))));
         let nobody = client.messenger.connect(&address);
         until("no answer", || matches!(nobody.send(numbered(3)), Err(SendError::Over(_))));
     }

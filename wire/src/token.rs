@@ -1,6 +1,6 @@
 //! The secret that both ends share, and the file that holds it. It keys HMACs and has no other use: it never crosses a
 //! wire, and
-//! nobody has to remember it.
+//! people need not remember it.
 
 use std::fmt;
 use std::fs::File;

@@ -14,7 +14,7 @@ fn token() -> Token {
 }
 
 fn other_token() -> Token {
-    Token::new(b"a token of nobody here").unwrap()
+    Token::new(b"the token of another end").unwrap()
 }
 
 /// Short limits, for tests that wait for them.
@@ -67,7 +67,7 @@ async fn talking_through(client: &Options, server: &Options) -> (Connection, Con
 }
 
 /// Sends these bytes to a server and waits. Returns the server's fault and its answer.
-async fn server_hears(bytes: &[u8]) -> (Fault, Vec<u8>) {
+async fn server_receives(bytes: &[u8]) -> (Fault, Vec<u8>) {
     let (listener, address) = listener().await;
     let endpoint = Endpoint::new(&token(), &Options::default()).unwrap();
     let mut stranger = TcpStream::connect(address).await.unwrap();
@@ -80,12 +80,12 @@ async fn server_hears(bytes: &[u8]) -> (Fault, Vec<u8>) {
 }
 
 /// Connects a client to a listener that answers with these bytes and closes. Returns the client's error.
-async fn client_hears(bytes: &'static [u8]) -> Error {
-    client_hears_after(HELLO_BYTES, bytes).await
+async fn client_receives(bytes: &'static [u8]) -> Error {
+    client_receives_after(HELLO_BYTES, bytes).await
 }
 
-/// As `client_hears`, but the listener reads `read` bytes of the handshake first.
-async fn client_hears_after(read: usize, bytes: &'static [u8]) -> Error {
+/// As `client_receives`, but the listener reads `read` bytes of the handshake first.
+async fn client_receives_after(read: usize, bytes: &'static [u8]) -> Error {
     let (listener, address) = listener().await;
     let answering = async {
         let (mut stream, _) = listener.accept().await.unwrap();
@@ -110,7 +110,7 @@ fn waiting(number: u64) -> Message {
 }
 
 #[tokio::test]
-async fn two_ends_with_one_token_agree_and_talk() {
+async fn two_ends_with_one_token_exchange_messages() {
     let (mut client, mut server) = talking().await;
     assert_eq!(client.session(), server.session());
     assert_eq!(client.session_key(), server.session_key());
@@ -165,7 +165,7 @@ async fn one_endpoint_has_many_conversations_each_with_a_number_and_a_key_of_its
 }
 
 #[tokio::test]
-async fn both_ends_say_that_the_tokens_differ() {
+async fn both_ends_report_that_the_tokens_differ() {
     let (client, server) = pair(other_token(), token()).await;
     let (client, server) = (client.unwrap_err(), server.unwrap_err());
     assert!(client.to_string().contains("the source does not hold the same token"), "{client}");
@@ -174,14 +174,14 @@ async fn both_ends_say_that_the_tokens_differ() {
 }
 
 #[tokio::test]
-async fn a_stranger_is_named_and_gets_no_answer() {
+async fn a_peer_of_another_protocol_is_named_and_gets_no_answer() {
     for (bytes, what) in [
         (&b"GET / HTTP/1.1\r\n\r\n"[..], "HTTP"),
         (b"*1\r\n$4\r\nPING\r\n", "RESP"),
         (b"\x16\x03\x01\x02\x00", "TLS"),
         (b"REMOTE", "REMOTE"),
     ] {
-        let (fault, answer) = server_hears(bytes).await;
+        let (fault, answer) = server_receives(bytes).await;
         assert!(matches!(&fault, Fault::NotRemora { looks_like } if looks_like.contains(what)), "{fault}");
         assert_eq!(answer, b"", "{what}");
     }
@@ -189,18 +189,18 @@ async fn a_stranger_is_named_and_gets_no_answer() {
 
 #[tokio::test]
 async fn a_client_names_what_it_was_pointed_at() {
-    let error = client_hears(b"-ERR unknown command 'REMORA'\r\n").await;
+    let error = client_receives(b"-ERR unknown command 'REMORA'\r\n").await;
     assert!(error.to_string().contains("Redis or Valkey server"), "{error}");
-    let error = client_hears(b"HTTP/1.1 400 Bad Request\r\n\r\n").await;
+    let error = client_receives(b"HTTP/1.1 400 Bad Request\r\n\r\n").await;
     assert!(error.to_string().contains("HTTP"), "{error}");
-    let error = client_hears(b"").await;
+    let error = client_receives(b"").await;
     assert!(matches!(error.fault, Fault::ClosedEarly), "{error}");
-    let error = client_hears_after(1, b"").await;
+    let error = client_receives_after(1, b"").await;
     assert!(matches!(error.fault, Fault::ClosedEarly), "{error}");
 }
 
 #[tokio::test]
-async fn a_source_that_is_full_says_so() {
+async fn a_source_that_is_full_refuses_as_busy() {
     let (listener, address) = listener().await;
     let turning_away = async { turn_away(listener.accept().await.unwrap().0).await };
     let (token, options) = (token(), Options::default());
@@ -211,7 +211,7 @@ async fn a_source_that_is_full_says_so() {
 }
 
 #[tokio::test]
-async fn nobody_listening_is_unreachable_and_names_the_address() {
+async fn an_address_without_a_listener_is_unreachable_and_named() {
     let (listener, address) = listener().await;
     drop(listener);
     let error = connect(address, &token(), &Options::default()).await.unwrap_err();
@@ -231,7 +231,7 @@ async fn a_refusal_ends_the_conversation_as_an_error() {
 }
 
 #[tokio::test]
-async fn an_end_that_says_what_only_the_other_may_say_is_out_of_turn() {
+async fn a_message_that_only_the_other_side_may_send_is_out_of_turn() {
     let (mut client, mut server) = talking().await;
     client.send(waiting(0)).await.unwrap();
     let error = server.receive().await.unwrap_err();
@@ -254,7 +254,7 @@ async fn a_dropped_connection_is_closed_after_its_last_message() {
 }
 
 #[tokio::test]
-async fn a_last_word_arrives_although_the_peer_was_still_talking() {
+async fn the_last_message_arrives_although_the_peer_was_still_sending() {
     let (mut client, mut server) = talking().await;
     for _ in 0..50 {
         client.send(leave("unread")).await.unwrap();
@@ -335,7 +335,7 @@ async fn an_owner_that_receives_nothing_costs_a_bounded_mailbox_and_its_peer_fin
             Ok(Err(error)) => panic!("{error}"),
             Err(_) => break sender.try_send(long.clone()).unwrap_err(),
         }
-        assert!(sent < 100_000, "nobody is held back");
+        assert!(sent < 100_000, "the sender is never blocked");
     };
     assert!(matches!(full.fault, Fault::QueueFull { queued: 4 }), "{full}");
     for _ in 0..sent {

@@ -87,7 +87,7 @@ fn established() -> (Established, Established) {
 }
 
 #[test]
-fn both_ends_come_to_the_same_session() {
+fn both_ends_agree_on_the_same_session() {
     let (client, server) = established();
     assert_eq!((client.role(), server.role()), (Role::Caller, Role::Called));
     assert_eq!((client.session(), server.session()), (77, 77));
@@ -118,7 +118,7 @@ fn nothing_of_the_token_or_the_key_crosses_the_wire() {
 }
 
 #[test]
-fn a_wrong_token_is_found_by_the_source_first_which_proves_nothing_itself() {
+fn a_wrong_token_is_detected_by_the_called_end_first_which_proves_nothing_itself() {
     let (mine, yours) = (token("the token of one end"), token("the token of the other"));
     let met = meet(client(&mine), server(&yours), None);
     assert!(matches!(met.server, Err(HandshakeError::WrongToken { said_by_peer: false })));
@@ -128,7 +128,7 @@ fn a_wrong_token_is_found_by_the_source_first_which_proves_nothing_itself() {
 }
 
 #[test]
-fn a_source_that_takes_anybody_is_found_out_by_the_replica() {
+fn a_called_end_without_the_token_is_detected_by_the_caller() {
     let mine = good();
     let mut end = client(&mine);
     end.take_output();
@@ -239,7 +239,7 @@ fn a_handshake_in_single_bytes_stands() {
 }
 
 #[test]
-fn what_comes_right_behind_the_last_proof_is_not_lost() {
+fn bytes_right_after_the_last_proof_are_not_lost() {
     let token = good();
     let (mut near, mut far) = (client(&token), server(&token));
     far.handle_input(&near.take_output()).unwrap();
@@ -252,7 +252,7 @@ fn what_comes_right_behind_the_last_proof_is_not_lost() {
 }
 
 #[test]
-fn the_newest_common_version_is_spoken_and_none_is_an_error_at_both_ends() {
+fn the_newest_common_version_is_chosen_and_no_common_one_is_an_error_at_both_ends() {
     let versions = |oldest, newest| Versions { oldest, newest };
     assert_eq!(versions(1, 3).common(versions(2, 5)), Some(3));
     assert_eq!(versions(1, 1).common(versions(2, 5)), None);
@@ -265,7 +265,7 @@ fn the_newest_common_version_is_spoken_and_none_is_an_error_at_both_ends() {
 }
 
 #[test]
-fn a_source_that_chooses_an_older_version_than_it_must_is_not_believed() {
+fn a_called_end_that_chooses_an_older_version_than_it_must_is_rejected() {
     let mine = good();
     let newer = Opening { versions: Versions { oldest: 1, newest: 2 }, ..opening(1) };
     let mut end = Handshake::caller(&mine, newer, Instant::now(), LIMIT);
@@ -277,7 +277,7 @@ fn a_source_that_chooses_an_older_version_than_it_must_is_not_believed() {
 }
 
 #[test]
-fn a_hello_of_a_later_version_may_say_more() {
+fn a_hello_of_a_later_version_may_have_more_fields() {
     let token = good();
     let mut end = server(&token);
     let hello = Hello { oldest: 1, newest: 9, features: 0, nonce: [9; 32] };
@@ -290,7 +290,7 @@ fn a_hello_of_a_later_version_may_say_more() {
 }
 
 #[test]
-fn garbage_behind_the_magic_is_met_with_silence() {
+fn garbage_after_the_magic_gets_no_answer() {
     let token = good();
     let frame_of = |tag, length| {
         let mut bytes = MAGIC.to_vec();

@@ -375,7 +375,7 @@ fn between_lossless_peers_nothing_is_lost_doubled_or_out_of_order_however_links_
 }
 
 #[test]
-fn of_two_peers_of_which_only_one_can_be_called_the_other_calls_again_though_it_has_nothing_to_say() {
+fn a_peer_that_cannot_be_connected_to_reconnects_without_messages() {
     for_every_seed(|seed| {
         let mut world = World::new(seed, [Policy::lossless_peer(), Policy::lossless_peer()]);
         if world.nodes[1].session.is_some() {
@@ -529,7 +529,7 @@ fn a_gap_and_an_acknowledgement_of_nothing_are_violations() {
 }
 
 #[test]
-fn letters_given_together_go_behind_those_that_wait_and_none_is_kept_when_it_is_over() {
+fn messages_queued_together_follow_those_that_wait_and_are_dropped_when_the_session_is_over() {
     let local_end = LocalEnd { entity: Entity(1), address: None, can_call: true };
     let now = Instant::now();
     let mut session = Session::calling(Policy::lossless_client(), local_end, 7, now);
@@ -545,7 +545,7 @@ fn letters_given_together_go_behind_those_that_wait_and_none_is_kept_when_it_is_
 }
 
 #[test]
-fn closing_says_everything_first() {
+fn closing_sends_everything_first() {
     let mut world = World::new(3, [Policy::lossless_client(), Policy::stateful_server()]);
     world.run(300, Chaos { talk: false, cuts: false, forgets: false });
     (0..10).for_each(|_| world.say(0));

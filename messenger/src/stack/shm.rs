@@ -375,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_cross_in_order_round_the_ring_and_a_full_ring_says_so() {
+    fn bytes_cross_the_ring_in_order_and_a_full_ring_would_block() {
         let (mut one, mut other) = pair();
         let content: Vec<u8> = (0..3_000_000u32).map(|at| (at % 251) as u8).collect();
         let (mut sent, mut received) = (0, Vec::new());
@@ -402,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn who_sleeps_is_rung_for_once_and_who_is_awake_is_not() {
+    fn a_sleeping_end_is_woken_once_and_an_awake_end_is_not() {
         let (mut one, mut other) = pair();
         one.send(&[IoSlice::new(b"x")]).unwrap();
         other.receive(&mut [IoSliceMut::new(&mut [0; 8])]).unwrap();
@@ -418,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_is_gone_is_the_end_after_its_last_bytes() {
+    fn the_end_of_a_peer_follows_its_last_bytes() {
         let (mut one, mut other) = pair();
         one.send(&[IoSlice::new(b"last")]).unwrap();
         drop(one);

@@ -218,7 +218,7 @@ impl Tables {
         }
     }
 
-    /// Offers a link to the session that its peer means. A peer that means a session that is over is told to begin anew.
+    /// Offers a link to the session that its peer means. The answer to a peer that means a session that is over is RESET.
     fn adopt(&mut self, link: LinkKey, open: Open, session: SessionKey) {
         let Some(entry) = self.sessions.find(session) else {
             if let Some(link) = self.links.get_mut(link) {

@@ -33,7 +33,7 @@ pub fn a_question_is_answered(at: &Address, options: &Options, sizes: &[usize], 
 /// Every message arrives once and in order, although the link is cut regularly. The server has noticed more than
 /// `noticed` of the
 /// links. No message waits longer than `patience` for room.
-pub fn everything_is_said_once_though_links_are_cut(
+pub fn everything_arrives_once_although_links_are_cut(
     at: &Address,
     options: &Options,
     messages: u64,
@@ -60,7 +60,12 @@ pub fn everything_is_said_once_though_links_are_cut(
 
 /// A receiver that may hold three messages and releases none is sent no fourth one in `while_held`; all others arrive
 /// once it releases them.
-pub fn a_receiver_that_holds_on_is_never_overrun(at: &Address, options: &Options, messages: u64, while_held: Duration) {
+pub fn a_receiver_that_holds_messages_is_never_overrun(
+    at: &Address,
+    options: &Options,
+    messages: u64,
+    while_held: Duration,
+) {
     let policy = Policy::stateful_server().with_receive(Throttle::new(1000, 1 << 20));
     let server = end_with(policy, options, Scribe { holds: true, ..Scribe::default() });
     let address = server.messenger.listen(at).unwrap();

@@ -7,7 +7,7 @@ use remora_messenger::{Buffer, Message, Policy, SendError, Throttle};
 use crate::kit::*;
 
 #[test]
-fn a_receiver_that_holds_on_stops_reading_and_the_sender_is_told() {
+fn a_receiver_that_holds_messages_stops_reading_and_the_sender_gets_an_error() {
     let throttle = Throttle::new(10, 1 << 30);
     let server =
         end(Policy::stateful_server().with_receive(throttle.clone()), Scribe { holds: true, ..Scribe::default() });

@@ -62,9 +62,9 @@ fn a_question_is_answered_whatever_its_size() {
 }
 
 #[test]
-fn a_lossless_client_says_everything_once_though_its_links_are_cut() {
+fn a_lossless_client_sends_everything_once_although_its_links_are_cut() {
     let (_folder, options) = secure();
-    alike::everything_is_said_once_though_links_are_cut(
+    alike::everything_arrives_once_although_links_are_cut(
         &anywhere(),
         &options,
         20_000,
@@ -77,11 +77,11 @@ fn a_lossless_client_says_everything_once_though_its_links_are_cut() {
 #[test]
 fn a_receiver_that_holds_on_is_never_overrun_and_loses_nothing() {
     let (_folder, options) = secure();
-    alike::a_receiver_that_holds_on_is_never_overrun(&anywhere(), &options, 60, Duration::from_millis(20));
+    alike::a_receiver_that_holds_messages_is_never_overrun(&anywhere(), &options, 60, Duration::from_millis(20));
 }
 
 #[test]
-fn nothing_crosses_in_clear_and_who_has_no_certificate_gets_nowhere() {
+fn nothing_crosses_unencrypted_and_a_peer_without_a_certificate_is_rejected() {
     let (_folder, options) = secure();
     let server = end_with(Policy::stateless_server(), &options, Scribe::default());
     let address = server.messenger.listen(&anywhere()).unwrap();

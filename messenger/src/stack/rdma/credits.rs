@@ -391,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_gives_back_more_than_he_was_given() {
+    fn a_peer_that_returns_more_credits_than_it_has_is_a_violation() {
         for (kind, back) in [(Kind::Bytes, u32::MAX), (Kind::Bytes, 8), (Kind::Control, 9), (Kind::Control, u32::MAX)] {
             let head = |back| Head { kind, back, given: 8, ..Head::default() };
             assert!(Credits::new(8, 8).receive_message(&head(back)).is_err(), "{kind:?} that gives back {back} of 8");
@@ -400,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn an_end_that_is_asked_gives_back_all_but_a_few() {
+    fn an_end_returns_all_but_a_few_credits_on_request() {
         let (mut sender, mut receiver) = (Credits::new(20, 4), Credits::new(4, 20));
         receiver.request_credits(true);
         let asks = receiver.control().unwrap();
@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn an_offer_counts_as_read_when_the_peer_says_so_and_not_before() {
+    fn a_rendezvous_counts_as_read_once_the_peer_reports_it() {
         let (mut sender, mut receiver) = (Credits::new(4, 4), Credits::new(4, 4));
         let rendezvous = sender.spend(Kind::Rendezvous);
         receiver.receive_message(&rendezvous).unwrap();
@@ -426,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn a_letter_that_no_peer_of_ours_would_write_is_named_and_changes_nothing() {
+    fn a_violation_is_named_and_changes_nothing() {
         let mut credits = Credits::new(8, 2);
         let head = |kind, given| Head { kind, given, ..Head::default() };
         let violation = |credits: &mut Credits, head: Head| {
@@ -450,7 +450,7 @@ mod tests {
     /// Control messages cost no credit, and the credit of a rendezvous returns at once: without bounds of their own
     /// both would be unlimited.
     #[test]
-    fn words_and_offers_beyond_their_bounds_are_refused() {
+    fn control_messages_and_rendezvous_beyond_their_bounds_are_violations() {
         let mut credits = Credits::new(8, 8);
         let head = |kind| Head { kind, given: 8, ..Head::default() };
         (0..CONTROL_RECEIVES).for_each(|_| assert!(credits.receive_message(&head(Kind::Control)).is_ok()));

@@ -177,7 +177,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_heard_or_refused_by_name(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
+        fn any_bytes_are_handled_or_a_named_violation(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
             messages(&bytes);
             let mut after_a_hello = Hello { message_bytes: 8192, credits: 8 }.encode().to_vec();
             after_a_hello.extend(bytes);
@@ -185,7 +185,7 @@ mod tests {
         }
 
         #[test]
-        fn plausible_letters_are_heard_or_refused_by_name(
+        fn plausible_messages_are_handled_or_a_named_violation(
             credits in 0u32..10,
             steps in proptest::collection::vec(step(), 0..60),
         ) {

@@ -727,7 +727,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_left_is_cut_without_losing_a_byte(
+        fn the_rest_is_cut_without_losing_a_byte(
             slices in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..40), 0..8),
             most in 1usize..50,
             large_from in 1usize..50,

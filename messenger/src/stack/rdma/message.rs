@@ -255,7 +255,7 @@ mod tests {
         }
 
         #[test]
-        fn any_head_is_one_or_wrong_and_says_itself_again(bytes: [u8; HEAD_BYTES]) {
+        fn any_bytes_are_a_head_that_encodes_to_them_or_a_violation(bytes: [u8; HEAD_BYTES]) {
             if let Ok(head) = Head::decode(&bytes) {
                 prop_assert_eq!(head.encode(), bytes);
             }

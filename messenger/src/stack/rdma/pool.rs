@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn who_found_nothing_is_rung_for() {
+    fn a_link_that_found_no_chunk_is_woken_when_one_returns() {
         let pool = pool(1 << 20, 4 << 20);
         let chunks: Vec<_> = (0..4).map(|_| pool.take().unwrap().unwrap()).collect();
         let waker = Arc::new(eventfd(0, EventfdFlags::NONBLOCK).unwrap());
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_that_never_could_register_says_why() {
+    fn a_pool_that_could_never_register_reports_the_error() {
         let pool: Arc<Pool<()>> = Pool::new(4096, 1 << 20, Box::new(|_| Err(io::ErrorKind::OutOfMemory.into())));
         assert_eq!(pool.take().err().unwrap().kind(), io::ErrorKind::OutOfMemory);
     }
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn while_a_slab_is_made_others_take_what_comes_back_and_nobody_makes_one_too_many() {
+    fn while_a_slab_is_registered_others_take_returned_chunks_and_the_bound_holds() {
         let (pool, begins, word) = slow_pool();
         let mut chunks: Vec<_> = (0..4).map(|_| pool.take().unwrap().unwrap()).collect();
         let waker = Arc::new(eventfd(0, EventfdFlags::NONBLOCK).unwrap());
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn who_hoped_for_a_slab_that_could_not_be_made_tries_once_himself() {
+    fn a_link_that_waited_for_a_slab_that_failed_tries_once_itself() {
         let (pool, begins, word) = slow_pool();
         let chunks: Vec<_> = (0..4).map(|_| pool.take().unwrap().unwrap()).collect();
         let [waits_for_slab, fails] = [(); 2].map(|()| Arc::new(eventfd(0, EventfdFlags::NONBLOCK).unwrap()));
@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn those_who_grow_at_once_get_all_that_the_bound_allows_and_no_more() {
+    fn concurrent_growth_reaches_the_bound_and_no_more() {
         let made = Arc::new(AtomicUsize::new(0));
         let counted = made.clone();
         let make = move |_| {
@@ -369,7 +369,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_chunk_is_in_two_hands(steps in proptest::collection::vec((0u8..4, any::<prop::sample::Index>()), 0..300)) {
+        fn no_chunk_is_taken_twice(steps in proptest::collection::vec((0u8..4, any::<prop::sample::Index>()), 0..300)) {
             let pool = pool(300 << 10, 3 << 20);
             let (mut held, mut away): (HashMap<u64, Chunk<()>>, Vec<u64>) = Default::default();
             for (step, which) in steps {

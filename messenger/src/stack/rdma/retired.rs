@@ -42,7 +42,7 @@ mod tests {
     proptest! {
         /// A caller that looks only when told takes all entries eventually.
         #[test]
-        fn who_looks_when_told_takes_each_out_once_in_time_and_not_before(pauses in proptest::collection::vec(0u64..500, 1..40)) {
+        fn a_caller_that_looks_when_told_takes_each_entry_once_and_in_time(pauses in proptest::collection::vec(0u64..500, 1..40)) {
             let mut retired = RetiredQueue::default();
             let mut now = Instant::now();
             let mut pushed = Vec::new();
