@@ -21,7 +21,7 @@
 //!
 //! - Each proof is an HMAC over a role's label and *every* byte of both directions so far. So a changed version,
 //!   feature, nonce or
-//! session number makes the proofs fail; a proof is valid for one connection only (both nonces are in it); and a proof
+//!   session number makes the proofs fail; a proof is valid for one connection only (both nonces are in it); and a proof
 //!   sent back to
 //!   its maker is invalid (the labels differ).
 //! - The caller proves itself first. Until then the called end sends nothing that depends on the token.

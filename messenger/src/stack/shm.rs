@@ -11,12 +11,12 @@
 //!
 //! - Each end writes only its own memory, so neither can damage what the other relies on. What an end reads in the
 //!   other's memory is
-//! checked: a counter more than a ring ahead is a violation. The ring's size is the credit, so a receiver is never
+//!   checked: a counter more than a ring ahead is a violation. The ring's size is the credit, so a receiver is never
 //!   overrun.
 //! - Both memories are handed over once, as descriptors on the socket, before the first byte.
 //! - Before an end sleeps it announces that (`asleep`, a number that grows with each sleep) and checks once more. An
 //!   end that produces, or
-//! consumes for an end that is `short` of room, reads `asleep` afterwards and wakes the peer once per sleep. Each of
+//!   consumes for an end that is `short` of room, reads `asleep` afterwards and wakes the peer once per sleep. Each of
 //!   the two stores is
 //!   sequentially consistent with the load after it, so that at least one end sees the other's.
 //! - The socket also reports the death of the peer's process.

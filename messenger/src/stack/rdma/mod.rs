@@ -24,7 +24,7 @@
 //!   not ready" remains as a safety net, with a bound, and does not occur.
 //! - **Credits follow the need.** A sender that spends its last credit says so, and the receiver posts more receives
 //!   for it while the
-//! pool lasts. A receiver that runs out asks sleeping links to return unused credits. Returned receives leave the
+//!   pool lasts. A receiver that runs out asks sleeping links to return unused credits. Returned receives leave the
 //!   queue by use, as
 //!   a posted receive cannot be withdrawn.
 //! - **The depth of a queue does not depend on the number of buffers**: the first is per link, the second per device.
