@@ -1,8 +1,7 @@
 //! Memory for received bytes: aligned buffers, and the pool that they come from and return to.
 //!
 //! A buffer has a size class of its own and returns whole when it is dropped. So a receiver that keeps one message
-//! keeps only that
-//! message's memory, and not a block that many messages share.
+//! keeps only that message's memory, and not a block that many messages share.
 //!
 //! Small bodies (below [`POOLED_FROM_BYTES`]) come from the allocator, whose caches serve those sizes best.
 
@@ -60,8 +59,8 @@ impl AsRef<[u8]> for Buffer {
 }
 
 impl From<Buffer> for Bytes {
-    /// Converts without a copy, to send on what was received. The memory returns to its pool when the last holder
-    /// drops it.
+    /// Converts without a copy, to send on what was received. The memory returns to its pool when the last holder drops
+    /// it.
     fn from(buffer: Buffer) -> Bytes {
         if buffer.is_empty() { Bytes::new() } else { Bytes::from_owner(buffer) }
     }
@@ -102,8 +101,7 @@ impl Pool {
     }
 
     /// A buffer of `length` bytes, aligned to `alignment`. Its content is arbitrary (earlier messages of this process)
-    /// and must be
-    /// overwritten.
+    /// and must be overwritten.
     pub fn take(self: &Arc<Pool>, length: usize, alignment: usize) -> Buffer {
         let alignment = sensible(alignment);
         let needed = length + alignment - 1;

@@ -1,8 +1,7 @@
 //! The owner's handle of a session: its send queue. Cheap to clone; every method may be called from any thread.
 //!
 //! The session itself lives on one worker's thread. A message enters the queue under a lock that is held only for as
-//! long as it takes to
-//! move the queue's content. The worker is woken only if the queue was empty and it sleeps.
+//! long as it takes to move the queue's content. The worker is woken only if the queue was empty and it sleeps.
 
 use std::collections::VecDeque;
 use std::fmt;

@@ -1,8 +1,7 @@
 //! The callbacks of a messenger. They run on the thread of the worker that the connection lives on.
 //!
 //! A dispatcher must not block: every connection of that worker would wait with it. It may send on any connection;
-//! sending never blocks. It
-//! must not panic: a panic ends the worker's thread and everything on it.
+//! sending never blocks. It must not panic: a panic ends the worker's thread and everything on it.
 
 use crate::buffer::Buffer;
 use crate::connection::Connection;
@@ -16,9 +15,8 @@ pub trait Dispatcher: Send + Sync + 'static {
     /// A message has arrived: in order, and with lossless policies exactly once.
     fn message(&self, connection: &Connection, delivery: Delivery);
 
-    /// Chooses the memory for a message's data, before any of it is read: a buffer of exactly its length, or `None`
-    /// for one of the messenger's
-    /// own.
+    /// Chooses the memory for a message's data, before any of it is read: a buffer of exactly its length, or `None` for
+    /// one of the messenger's own.
     fn memory(&self, connection: &Connection, arrival: &Arrival) -> Option<Buffer> {
         let _ = (connection, arrival);
         None
@@ -30,10 +28,8 @@ pub trait Dispatcher: Send + Sync + 'static {
     }
 
     /// The peer has forgotten the session, or the link of a lossy session broke. `unacknowledged` messages of this end
-    /// were not acknowledged
-    /// (lossy: not written). They are dropped, and the peer may or may not have received them. If the session
-    /// `goes_on`, it is empty and
-    /// numbers start again; otherwise the connection is over.
+    /// were not acknowledged (lossy: not written). They are dropped, and the peer may or may not have received them. If
+    /// the session `goes_on`, it is empty and numbers start again; otherwise the connection is over.
     fn reset(&self, connection: &Connection, unacknowledged: usize, goes_on: bool) {
         let _ = (connection, unacknowledged, goes_on);
     }

@@ -1,6 +1,5 @@
 //! A frame of the message layer: a fixed preamble, a head, up to three bodies, their checksums. Pure: bytes in, frames
-//! out; no socket, no
-//! clock. The meaning of tags and heads is in [`crate::signal`].
+//! out; no socket, no clock. The meaning of tags and heads is in [`crate::signal`].
 //!
 //! ```text
 //!    0    1      2       4        8         12      16       17         24         28           32
@@ -17,14 +16,11 @@
 //! ```
 //!
 //! All integers are little-endian, all checksums CRC-32C. The preamble and the head always have checksums, so that a
-//! damaged length is not
-//! believed. Checksums of the bodies are the sender's choice (flags bit 0). They follow the bodies, so that a receiver
-//! computes each
-//! one while the bytes are in its cache.
+//! damaged length is not believed. Checksums of the bodies are the sender's choice (flags bit 0). They follow the
+//! bodies, so that a receiver computes each one while the bytes are in its cache.
 //!
 //! The reader stops after the head ([`Step::Head`]) and goes on when it has been given memory for the bodies. So a
-//! receiver chooses where
-//! the data lands before a byte of it is read, and a receiver without room does not go on.
+//! receiver chooses where the data lands before a byte of it is read, and a receiver without room does not go on.
 
 use bytes::Bytes;
 use crc_fast::{CrcAlgorithm, Digest};
@@ -466,8 +462,8 @@ fn gather_some(into: &mut [u8], have: &mut usize, input: &mut &[u8]) -> bool {
     full
 }
 
-/// Frames to be sent: small parts are copied one after the other, large ones are referred to, so that many frames go
-/// in one vectored send.
+/// Frames to be sent: small parts are copied one after the other, large ones are referred to, so that many frames go in
+/// one vectored send.
 pub struct Writer {
     summed: bool,
     seals: Option<Seals>,
@@ -621,21 +617,18 @@ pub const BODIES: usize = 3;
 pub const NO_BODIES: [Buffer; BODIES] = [Buffer::EMPTY, Buffer::EMPTY, Buffer::EMPTY];
 
 /// The longest body, in bytes, whatever a receiver allows: a longer one would visibly delay the other messages of its
-/// connection. Send larger
-/// data in several messages, or let the peer read it one-sidedly.
+/// connection. Send larger data in several messages, or let the peer read it one-sidedly.
 pub const MAX_SEGMENT_BYTES: u32 = 16 << 20;
 
 /// The rest of a body is received straight into its memory from this size on. For less, a copy out of the shared
-/// receive buffer costs less
-/// than the system call that ends exactly there.
+/// receive buffer costs less than the system call that ends exactly there.
 pub const DIRECT_FROM_BYTES: usize = 16 * 1024;
 
 /// Bodies up to this size are copied beside the heads: an entry of a vectored send costs about as much as the copy.
 pub const COPIED_UP_TO_BYTES: usize = 1024;
 
 /// A connection keeps at most this much scratch memory: the heads of a hundred messages. Opening a session needs a few
-/// hundred
-/// bytes.
+/// hundred bytes.
 const SCRATCH_KEPT_BYTES: usize = 16 * 1024;
 
 const MAX_ALIGNMENT_LOG2: u8 = crate::buffer::MAX_ALIGNMENT.trailing_zeros() as u8;

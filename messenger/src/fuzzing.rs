@@ -1,6 +1,5 @@
 //! The bodies of the fuzz targets, which `cargo test` runs on every seed. Any bytes must end in a value or an error,
-//! never in a panic, an
-//! endless loop, or more memory than the bytes themselves.
+//! never in a panic, an endless loop, or more memory than the bytes themselves.
 
 use std::io::IoSlice;
 use std::time::{Duration, Instant};
@@ -84,8 +83,7 @@ pub fn layer_frames(bytes: &[u8]) {
 }
 
 /// A hostile peer against a session in any state. Each step is one byte that chooses (link, tag or time), one for the
-/// head's length, and the
-/// head. Nothing panics, and the session holds only what its own owner queued.
+/// head's length, and the head. Nothing panics, and the session holds only what its own owner queued.
 pub fn layer_session(bytes: &[u8]) {
     let policies = [Policy::lossless_peer(), Policy::stateful_server(), Policy::lossy_client()];
     let Some((&choice, mut rest)) = bytes.split_first() else { return };
@@ -132,8 +130,7 @@ fn note_received(session: &mut Session<u8>, link: LinkId, tag: u8, head: &[u8], 
 }
 
 /// A hostile peer on an RDMA link: a Hello, then messages, between which this end acts as a link does. Nothing panics,
-/// this end holds only what
-/// it gave credit for, and every violation is named.
+/// this end holds only what it gave credit for, and every violation is named.
 pub fn rdma_messages(bytes: &[u8]) {
     crate::stack::rdma::fuzzing::messages(bytes);
 }

@@ -1,9 +1,8 @@
 //! An asynchronous message layer: sessions with guarantees over links that may break, on TCP, TLS, shared memory and
 //! RDMA.
 //!
-//! It does not carry tables, which are read over the fabric, and it decides nothing about them. It needs no runtime:
-//! it has its own
-//! threads, each with one reactor, and calls its owner from them.
+//! It does not carry tables, which are read over the fabric, and it decides nothing about them. It needs no runtime: it
+//! has its own threads, each with one reactor, and calls its owner from them.
 //!
 //! ```text
 //!                        owner: Connection::send, close, …                 owner: Dispatcher::message, connected, reset, …
@@ -59,8 +58,7 @@
 //!
 //! - [`policy`]: what happens to a session when its link breaks, chosen by name. **Start here.**
 //! - [`message`], [`dispatcher`], [`connection`], [`messenger`]: the owner's side of the layer.
-//! - [`session`]: the state machine of a session, pure. It numbers, acknowledges, replays, resumes, and detects
-//!   resets.
+//! - [`session`]: the state machine of a session, pure. It numbers, acknowledges, replays, resumes, and detects resets.
 //! - [`handshake`]: how the two ends of a link prove to each other that they hold the same token; pure.
 //! - [`signal`], [`frame`], [`seal`]: the bytes that the ends exchange; pure.
 //! - [`buffer`], [`throttle`]: memory for received data, and bounds on what is under way.
@@ -68,8 +66,7 @@
 //! - [`error`]: why a link ended.
 //!
 //! A worker waits only in epoll. Every state of a session but two ends by a time limit. Whichever end connects,
-//! accepts, starts or stops
-//! first, there is no circular wait.
+//! accepts, starts or stops first, there is no circular wait.
 
 #![forbid(unsafe_code)]
 

@@ -9,8 +9,7 @@ use crate::throttle::Permit;
 /// A message to be sent: up to three bodies, shared and not copied.
 ///
 /// `front` is for what the receiver parses, `data` for bulk data that should land in memory of the receiver's choice;
-/// `middle` is for
-/// anything in between.
+/// `middle` is for anything in between.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Message {
     /// The request that this answers, or any other number that the owner chooses.
@@ -52,8 +51,7 @@ impl Message {
 }
 
 /// A received message. It counts against the receive throttle of its policy while it is held: drop it, or take its
-/// bodies out, to let
-/// the next one in.
+/// bodies out, to let the next one in.
 #[derive(Debug)]
 pub struct Delivery {
     /// The request that this answers.

@@ -30,8 +30,7 @@ pub struct Options {
     /// Whether bodies have checksums. They are left out only where both ends ask for that.
     pub summed: bool,
     /// The secret that both ends share. With a token frames are sealed, unless `sealed` is false at both ends. Without
-    /// one every peer
-    /// is accepted.
+    /// one every peer is accepted.
     pub token: Option<Arc<Token>>,
     /// The versions of the owner's protocol that this end speaks. The ends agree on the newest common one.
     pub versions: Versions,
@@ -155,8 +154,8 @@ impl Messenger {
     }
 
     /// Serves a connection that the owner has accepted. No byte of it may have been read, but it may have been peeked
-    /// at. For owners with one
-    /// port for several protocols. [`crate::Dispatcher::connected`] or [`crate::Dispatcher::rejected`] follows.
+    /// at. For owners with one port for several protocols. [`crate::Dispatcher::connected`] or
+    /// [`crate::Dispatcher::rejected`] follows.
     ///
     /// # Errors
     /// The error of the system.
@@ -192,8 +191,7 @@ impl Messenger {
     }
 
     /// Ends all sessions at once and waits for the threads. Close connections first if queued messages must arrive:
-    /// then this takes up to a
-    /// second, until their peers have everything.
+    /// then this takes up to a second, until their peers have everything.
     pub fn stop(mut self) {
         self.end();
     }

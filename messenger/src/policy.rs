@@ -88,8 +88,7 @@ impl Policy {
     }
 
     /// One of two equal peers. Either one connects when it has messages, and the two have one session whichever
-    /// connected first. A
-    /// peer that does not listen cannot be connected to, and so reconnects at once.
+    /// connected first. A peer that does not listen cannot be connected to, and so reconnects at once.
     pub fn lossless_peer() -> Policy {
         Policy { standby: true, ..Policy::lossless_client() }
     }
@@ -120,8 +119,7 @@ const RECEIVE_BYTES: usize = 128 << 20;
 /// Two resent SYNs and an overloaded host.
 const OPENING_LIMIT: Duration = Duration::from_secs(10);
 /// Short enough to find a dead host in half a minute. Long enough that ten thousand idle sessions cost only a thousand
-/// small packets a
-/// second.
+/// small packets a second.
 const PING_AFTER: Duration = Duration::from_secs(10);
 /// Three lost pings.
 const SILENCE_LIMIT: Duration = Duration::from_secs(30);

@@ -1,6 +1,5 @@
 //! Seals: a keyed hash at the end of each frame, over its direction, its number and all its bytes. A checksum finds
-//! accidental changes;
-//! a seal also finds deliberate ones. The key comes from the handshake ([`crate::handshake`]).
+//! accidental changes; a seal also finds deliberate ones. The key comes from the handshake ([`crate::handshake`]).
 
 use hmac::{Hmac, Mac};
 use sha2::Sha256;

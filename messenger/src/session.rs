@@ -1,8 +1,8 @@
-//! One session with a peer, as a pure machine: frames, broken links and the time go in; frames, connects and events come out. The
-//! worker (`worker/`) feeds it from sockets, the tests from a simulated network driven by a seed.
+//! One session with a peer, as a pure machine: frames, broken links and the time go in; frames, connects and events
+//! come out. The worker (`worker/`) feeds it from sockets, the tests from a simulated network driven by a seed.
 //!
-//! A *session* is what the owner sees: messages in order, each once. A *link* is one connection of the transport; a lossless
-//! session outlives its links.
+//! A *session* is what the owner sees: messages in order, each once. A *link* is one connection of the transport; a
+//! lossless session outlives its links.
 //!
 //! ```text
 //!        connect()                                          an OPEN arrives for no session yet
@@ -34,15 +34,15 @@
 //!
 //! Invariants:
 //!
-//! - **Each message once, in order, or the owner is told.** Messages are numbered from 1. A sender keeps them until they are
-//!   acknowledged, and after every new link writes again from the first unacknowledged one. A receiver takes only the next
-//!   number. It drops a number that it has taken before; a gap is a violation.
-//! - **A peer that has forgotten the session is detected.** Both ends name both cookies. An end that does not know the session answers
-//!   RESET, and the other end tells its owner what was lost before it starts again with the next epoch.
-//! - **Of two links only the newer one serves.** Attempts are counted by the session, not by an end. An OPEN that is not newer than
-//!   the current link is answered with RETRY.
-//! - **No circular wait.** Every state but Ready and Closed ends after a time limit, except Standby of a peer, which waits for
-//!   nothing.
+//! - **Each message once, in order, or the owner is told.** Messages are numbered from 1. A sender keeps them until
+//!   they are acknowledged, and after every new link writes again from the first unacknowledged one. A receiver takes
+//!   only the next number. It drops a number that it has taken before; a gap is a violation.
+//! - **A peer that has forgotten the session is detected.** Both ends name both cookies. An end that does not know the
+//!   session answers RESET, and the other end tells its owner what was lost before it starts again with the next epoch.
+//! - **Of two links only the newer one serves.** Attempts are counted by the session, not by an end. An OPEN that is
+//!   not newer than the current link is answered with RETRY.
+//! - **No circular wait.** Every state but Ready and Closed ends after a time limit, except Standby of a peer, which
+//!   waits for nothing.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -295,8 +295,7 @@ impl<T> Session<T> {
         Ok(())
     }
 
-    /// The next frame to write on the session's link, if any. The caller writes it, or reports that the link is
-    /// broken.
+    /// The next frame to write on the session's link, if any. The caller writes it, or reports that the link is broken.
     #[allow(clippy::should_implement_trait)]
     pub fn poll_transmit(&mut self) -> Option<Outgoing<'_, T>> {
         self.link?;
@@ -779,8 +778,7 @@ impl<T> Session<T> {
 const ACK_AFTER_MESSAGES: u64 = 64;
 
 /// The longest delay of an acknowledgement. Short compared with what a sender can queue, and long enough that a reply
-/// usually carries
-/// it.
+/// usually carries it.
 const ACK_AFTER: Duration = Duration::from_millis(20);
 
 #[cfg(test)]

@@ -180,8 +180,8 @@ impl Signal {
 }
 
 impl Open {
-    /// Fixed positions: entity, from, to, attempt, heard, address (IPv4 mapped into IPv6), port (0 for none), lossy:
-    /// 67 bytes.
+    /// Fixed positions: entity, from, to, attempt, heard, address (IPv4 mapped into IPv6), port (0 for none), lossy: 67
+    /// bytes.
     fn put(&self, head: &mut [u8; HEAD_BYTES]) -> usize {
         let to = self.to.unwrap_or(Cookie { id: 0, epoch: 0 });
         let (ip, port) = match self.address {

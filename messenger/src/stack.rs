@@ -25,8 +25,7 @@ use std::time::Instant;
 /// A connection of a transport. No call blocks: what is not possible now is [`io::ErrorKind::WouldBlock`].
 pub trait Link: Send {
     /// Becomes readable when there may be something to receive, or room to send again. While connecting: readable or
-    /// writable when the connect
-    /// may have completed.
+    /// writable when the connect may have completed.
     fn descriptor(&self) -> BorrowedFd<'_>;
 
     /// Returns whether the connect has completed. Called when the descriptor says that it may have.
@@ -97,8 +96,7 @@ pub enum Address {
     Tcp(SocketAddr),
     /// TLS on TCP; see [`tls::TlsOptions`].
     Tls(SocketAddr),
-    /// Shared memory of this host: the path of the unix socket that hands it over. Empty for a peer that has
-    /// connected.
+    /// Shared memory of this host: the path of the unix socket that hands it over. Empty for a peer that has connected.
     Shm(PathBuf),
     /// RDMA: the address of a device's port, and a port number of the connection manager.
     Rdma(SocketAddr),

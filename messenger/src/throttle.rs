@@ -1,6 +1,5 @@
 //! A bound on messages and bytes under way. Taking a share returns a [`Permit`], which gives the share back when
-//! dropped. A caller that
-//! finds no room can leave a waker.
+//! dropped. A caller that finds no room can leave a waker.
 //!
 //! One message is always let in when nothing is under way, however long it is: a bound below one message would block
 //! for ever.
@@ -46,8 +45,7 @@ impl Throttle {
         taken.is_ok().then(|| Permit { throttle: Arc::clone(self), share })
     }
 
-    /// Like [`Throttle::take`]. If there is no room, `waker` is called once there may be; another caller may be
-    /// faster.
+    /// Like [`Throttle::take`]. If there is no room, `waker` is called once there may be; another caller may be faster.
     pub fn take_or_wait(self: &Arc<Throttle>, bytes: usize, waker: impl FnOnce() + Send + 'static) -> Option<Permit> {
         if let Some(permit) = self.take(bytes) {
             return Some(permit);
@@ -112,8 +110,7 @@ impl fmt::Debug for Permit {
 
 const BYTE_BITS: u32 = 40;
 const ONE_MESSAGE: u64 = 1 << BYTE_BITS;
-/// Larger bounds count as these: 8 million messages, 512 GiB. Half of what the bits hold, so that one more always
-/// fits.
+/// Larger bounds count as these: 8 million messages, 512 GiB. Half of what the bits hold, so that one more always fits.
 const MAX_MESSAGES: usize = (1 << (u64::BITS - BYTE_BITS)) / 2;
 const MAX_BYTES: usize = 1 << (BYTE_BITS - 1);
 

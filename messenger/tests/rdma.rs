@@ -1,7 +1,6 @@
 //! The layer over RDMA, in the virtual machine that has devices: every size, cuts, receivers that hold messages, very
-//! little memory, links
-//! that come and go. These tests are ignored on the host; the last test boots the machine once and has this program
-//! run them.
+//! little memory, links that come and go. These tests are ignored on the host; the last test boots the machine once and
+//! has this program run them.
 #![allow(clippy::unwrap_used, unreachable_pub)]
 
 #[path = "layer/alike.rs"]

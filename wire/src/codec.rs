@@ -1,8 +1,8 @@
 //! Encodings of fields: little-endian numbers, and bounded names, texts, bytes and lists.
 //!
 //! Every encoding knows its greatest length ([`Codec::MAX_BYTES`]), so the compiler adds up the longest message. A
-//! reader never
-//! trusts a count: it compares the count with its bound first, and allocates memory only for items that are present.
+//! reader never trusts a count: it compares the count with its bound first, and allocates memory only for items that
+//! are present.
 
 use std::marker::PhantomData;
 

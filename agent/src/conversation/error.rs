@@ -1,6 +1,5 @@
 //! Why a conversation failed, sorted by who can act on it. Errors of the token file are [`remora_wire::TokenError`]:
-//! they are found
-//! before any peer is involved.
+//! they are found before any peer is involved.
 
 use std::io;
 use std::sync::Arc;
@@ -104,8 +103,7 @@ pub enum Fault {
     )]
     ClosedEarly,
     /// The connection ended. This never means success: a peer that is done sends [`remora_protocol::Message::Leave`],
-    /// which cannot be
-    /// forged.
+    /// which cannot be forged.
     #[error("closed the connection")]
     Closed,
     /// A read or a write failed.

@@ -1,12 +1,10 @@
 //! The one port that a source opens, or a replica that serves its slots to others.
 //!
-//! Control connections and data lanes are separate connections that share the port, so a firewall needs one rule.
-//! Their first eight
-//! bytes tell them apart; the listener peeks at these bytes and leaves them in the socket.
+//! Control connections and data lanes are separate connections that share the port, so a firewall needs one rule. Their
+//! first eight bytes tell them apart; the listener peeks at these bytes and leaves them in the socket.
 //!
-//! At most [`GREETINGS_LIMIT`] connections may be in their handshake at once. A connection that sends nothing is
-//! closed after
-//! [`FIRST_WORD_LIMIT`].
+//! At most [`GREETINGS_LIMIT`] connections may be in their handshake at once. A connection that sends nothing is closed
+//! after [`FIRST_WORD_LIMIT`].
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -21,8 +19,8 @@ use tokio::task::JoinHandle;
 use super::{Connection, Endpoint, Error, Receiver};
 use crate::exit::Failure;
 
-/// Connections that may be in their handshake at once: enough for a burst of replicas, and a bound for a flood of
-/// other connections.
+/// Connections that may be in their handshake at once: enough for a burst of replicas, and a bound for a flood of other
+/// connections.
 const GREETINGS_LIMIT: usize = 64;
 
 /// Time limit for the first eight bytes of a connection.
@@ -50,8 +48,7 @@ impl Drop for Listener {
 }
 
 /// Binds the port. The address returned has the actual port if any free one was requested. `who` listens, as `option`
-/// says: both are
-/// for the error's text.
+/// says: both are for the error's text.
 pub(crate) async fn bind(listen: SocketAddr, who: &str, option: &str) -> Result<(TcpListener, SocketAddr), Failure> {
     let closed = |error: std::io::Error| {
         Failure::local(format!("{who} cannot listen on {listen}: {error}; set another address with {option}"))
@@ -115,8 +112,7 @@ async fn greet<T: From<Connection>>(
 }
 
 /// Forwards everything a conversation receives, as the owner's events, until it ends or `incoming` is closed. The last
-/// event is the
-/// error that ended it.
+/// event is the error that ended it.
 pub(crate) fn listen_to<T: Send + 'static>(
     mut receiver: Receiver,
     incoming: mpsc::Sender<T>,

@@ -1,6 +1,6 @@
 //! Conversations between agents: tokio on one side, a [`Messenger`] on the other. The layer does framing, seals, time
-//! limits and
-//! back-pressure. This module turns messages into bodies of the layer's messages and back, and callbacks into futures.
+//! limits and back-pressure. This module turns messages into bodies of the layer's messages and back, and callbacks
+//! into futures.
 //!
 //! ```text
 //!   Sender ──▶ Connection::send (bounded) ──▶ ┌───────────┐
@@ -10,10 +10,9 @@
 //! ```
 //!
 //! Sessions are lossy ([`Policy::lossy_client`], [`Policy::stateless_server`]): an agent whose link breaks connects
-//! again and reports
-//! its state anew, which says more than a replay. The layer's pings come from the worker's thread. They prove that the
-//! peer's process
-//! and the network work, but not that the peer makes progress: [`remora_protocol::Progress`] proves that.
+//! again and reports its state anew, which says more than a replay. The layer's pings come from the worker's thread.
+//! They prove that the peer's process and the network work, but not that the peer makes progress:
+//! [`remora_protocol::Progress`] proves that.
 
 pub mod error;
 pub(crate) mod listener;
@@ -112,8 +111,7 @@ pub async fn connect(addr: impl ToSocketAddrs, token: &Token, options: &Options)
 }
 
 /// Refuses a connection because there is no room for it, reads nothing from it, and closes it. The peer gets
-/// [`Fault::Busy`]. Takes at
-/// most a second.
+/// [`Fault::Busy`]. Takes at most a second.
 pub async fn turn_away(mut stream: TcpStream) {
     let said = async {
         stream.write_all(&handshake::refuse(REFUSED_AS_BUSY, "", VERSIONS)).await?;
@@ -142,8 +140,7 @@ impl Endpoint {
     /// been peeked at.
     ///
     /// A peer that has not authenticated holds at most one small frame of memory, for at most
-    /// [`Options::handshake_timeout`]. The caller
-    /// limits how many such peers there are; see [`turn_away`].
+    /// [`Options::handshake_timeout`]. The caller limits how many such peers there are; see [`turn_away`].
     ///
     /// # Errors
     /// As [`connect`]. A peer whose operator can fix the failure is told the reason; any other connection is closed
@@ -255,8 +252,8 @@ impl Connection {
         self.sender.facts.session.0
     }
 
-    /// The key of the session, the same at both ends. Data lanes get keys derived from it ([`derive()`]), never the
-    /// key itself.
+    /// The key of the session, the same at both ends. Data lanes get keys derived from it ([`derive()`]), never the key
+    /// itself.
     pub fn session_key(&self) -> [u8; 32] {
         self.sender.facts.session.1
     }
@@ -304,8 +301,7 @@ impl Connection {
 }
 
 /// The sending half. Clones share the connection. When the last clone is dropped, queued messages are sent and the
-/// conversation is
-/// closed.
+/// conversation is closed.
 #[derive(Debug, Clone)]
 pub struct Sender {
     facts: Arc<Facts>,
@@ -396,8 +392,7 @@ impl Receiver {
     ///
     /// # Errors
     /// [`Fault::Refused`] if the peer refuses; [`Fault::PeerSilent`], [`Fault::PeerNotReading`] or [`Fault::Closed`];
-    /// or what the peer
-    /// did wrong. After an error every call returns the same error.
+    /// or what the peer did wrong. After an error every call returns the same error.
     pub async fn receive(&mut self) -> Result<Message> {
         let outcome = match self.over.clone() {
             Some(fault) => Err(fault),
@@ -473,17 +468,15 @@ const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 const PING_AFTER: Duration = Duration::from_secs(1);
 
 /// Nine unanswered pings. Several times longer than TCP takes to repair a lost packet, and short enough that a source
-/// soon frees what it
-/// keeps for a dead replica.
+/// soon frees what it keeps for a dead replica.
 const SILENCE_LIMIT: Duration = Duration::from_secs(10);
 
 /// Length of the send queue, in messages: many seconds' worth. Most have less than a hundred bytes; the longest
 /// ([`MAX_PAYLOAD_BYTES`]) is sent only on request.
 const SEND_QUEUE: usize = 64;
 
-/// Messages, and their bytes, that may be received and not yet taken by the owner; beyond this the peer is not read.
-/// As many messages as
-/// the peer's send queue holds, and two of the longest.
+/// Messages, and their bytes, that may be received and not yet taken by the owner; beyond this the peer is not read. As
+/// many messages as the peer's send queue holds, and two of the longest.
 const MAILBOX_MESSAGES: usize = 64;
 const MAILBOX_BYTES: usize = 1 << 20;
 

@@ -1,6 +1,5 @@
 //! Conversations over real sockets, with time limits of tenths of a second. Some have a proxy in between that forwards
-//! bytes or does
-//! not.
+//! bytes or does not.
 #![allow(clippy::unwrap_used)]
 
 use super::*;

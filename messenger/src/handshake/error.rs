@@ -27,7 +27,8 @@ pub enum HandshakeError {
     /// One end could not prove that it holds the other end's token.
     #[error("the peer does not hold the same token as this end{}", if *.said_by_peer { " (reported by the peer)" } else { "" })]
     WrongToken {
-        /// The peer rejected our proof and said so. Otherwise its proof failed here, which an altered handshake also causes.
+        /// The peer rejected our proof and said so. Otherwise its proof failed here, which an altered handshake also
+        /// causes.
         said_by_peer: bool,
     },
 

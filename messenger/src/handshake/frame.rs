@@ -1,8 +1,7 @@
 //! A frame of the handshake: a fixed preamble, the payload, their checksums. Pure: bytes in, frames out.
 //!
 //! The meaning of the tags is in [`crate::handshake`]. After the handshake come the frames of the message layer
-//! ([`crate::frame`]), which
-//! have another layout. A checksum finds accidental changes.
+//! ([`crate::frame`]), which have another layout. A checksum finds accidental changes.
 //!
 //! ```text
 //!   0      2    3      4            8                 12              12+n            16+n
@@ -13,8 +12,7 @@
 //! ```
 //!
 //! The preamble has a checksum of its own, so that a damaged length is not believed. The length is compared with its
-//! bound before any
-//! byte of the payload is awaited.
+//! bound before any byte of the payload is awaited.
 
 use super::error::FrameError;
 
@@ -150,8 +148,7 @@ fn check_start(bytes: &[u8]) -> Result<(), FrameError> {
 }
 
 /// The longest payload of a frame, in bytes. The challenge has 54, and may grow in later versions. This bounds the
-/// memory that an
-/// unauthenticated peer can take.
+/// memory that an unauthenticated peer can take.
 pub const MAX_HANDSHAKE_PAYLOAD_BYTES: u32 = 256;
 
 /// Length of a preamble, in bytes.

@@ -1,6 +1,6 @@
 //! Mutual authentication, as a pure machine: bytes, random numbers and the time go in; bytes and decisions come out.
-//! The worker feeds it
-//! from links, the tests from vectors. After it come the frames of the message layer ([`crate::frame`]).
+//! The worker feeds it from links, the tests from vectors. After it come the frames of the message layer
+//! ([`crate::frame`]).
 //!
 //! ```text
 //!     caller                                 called
@@ -20,10 +20,8 @@
 //! Invariants:
 //!
 //! - Each proof is an HMAC over a role's label and *every* byte of both directions so far. So a changed version,
-//!   feature, nonce or
-//!   session number makes the proofs fail; a proof is valid for one connection only (both nonces are in it); and a proof
-//!   sent back to
-//!   its maker is invalid (the labels differ).
+//!   feature, nonce or session number makes the proofs fail; a proof is valid for one connection only (both nonces are
+//!   in it); and a proof sent back to its maker is invalid (the labels differ).
 //! - The caller proves itself first. Until then the called end sends nothing that depends on the token.
 //! - The session's key depends on the token and the whole handshake, both proofs included. No part of it crosses the
 //!   wire.
@@ -52,8 +50,7 @@ pub use error::{FrameError, HandshakeError};
 /// The first bytes of every connection, in both directions. They tell it from a data lane on the same port.
 ///
 /// The line end is for servers of other protocols: a Redis or an HTTP server takes these bytes for a line and answers
-/// at once that it
-/// does not know it. So the error can name the server, where it would otherwise be a timeout.
+/// at once that it does not know it. So the error can name the server, where it would otherwise be a timeout.
 pub const MAGIC: [u8; 8] = *b"REMORA\r\n";
 
 /// One of the two ends of a connection.
@@ -120,9 +117,8 @@ pub struct Opening {
 /// The handshake of one end. `T` is how it holds the token: by reference, or shared.
 ///
 /// Pass received bytes to [`Handshake::handle_input`]. Send what [`Handshake::take_output`] returns, also after an
-/// error: it may be a
-/// refusal. [`Handshake::poll_established`] says when the handshake is complete. Call [`Handshake::handle_timeout`] at
-/// the deadline.
+/// error: it may be a refusal. [`Handshake::poll_established`] says when the handshake is complete. Call
+/// [`Handshake::handle_timeout`] at the deadline.
 pub struct Handshake<T> {
     token: T,
     role: Role,
@@ -383,8 +379,7 @@ impl<T: Deref<Target = Token>> Handshake<T> {
     }
 
     /// Refuses the caller if its operator can fix the failure; any other failure gets no answer. A caller that fails
-    /// closes without a refusal:
-    /// the called end has either refused already, or is not to be trusted.
+    /// closes without a refusal: the called end has either refused already, or is not to be trusted.
     fn refuse_after(&mut self, error: &HandshakeError) {
         let code = match (self.role, error) {
             (Role::Called, HandshakeError::NoCommonVersion { .. }) => REFUSE_VERSION,
@@ -450,8 +445,8 @@ impl Established {
         std::mem::take(&mut self.rest)
     }
 
-    /// The session's key, known only to the two ends. Pass on what [`remora_wire::derive()`] makes of it, never the
-    /// key itself.
+    /// The session's key, known only to the two ends. Pass on what [`remora_wire::derive()`] makes of it, never the key
+    /// itself.
     pub fn key(&self) -> [u8; PROOF_BYTES] {
         self.key
     }
@@ -469,8 +464,8 @@ impl fmt::Debug for Established {
 
 /// Builds what the called end sends to a connection that its owner refuses without reading anything from it.
 ///
-/// The code must be at least [`FIRST_OWNER_REFUSAL`]: the ones below belong to the handshake. The text is cut at what one frame
-/// holds.
+/// The code must be at least [`FIRST_OWNER_REFUSAL`]: the ones below belong to the handshake. The text is cut at what
+/// one frame holds.
 pub fn refuse(code: u8, text: &str, versions: Versions) -> Vec<u8> {
     let mut out = MAGIC.to_vec();
     Frame::plain(REFUSE, refusal(code, text, versions)).encode(&mut out);
@@ -561,8 +556,7 @@ const REFUSE_TOKEN: u8 = 2;
 pub const FIRST_OWNER_REFUSAL: u8 = 3;
 
 // Labels: what an HMAC is for. Each ends with its only zero byte, so none is a prefix of another one, and no two
-// purposes can be given
-// the same input.
+// purposes can be given the same input.
 const LABEL_CLIENT_PROOF: &[u8] = b"remora control: client proof\0";
 const LABEL_SERVER_PROOF: &[u8] = b"remora control: server proof\0";
 const LABEL_SESSION_KEY: &[u8] = b"remora control: session key\0";

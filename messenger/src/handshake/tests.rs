@@ -180,8 +180,7 @@ fn every_changed_byte_of_the_handshake_is_refused() {
 }
 
 /// The end that received the changed byte never completes. The other end completes only if the change came after
-/// everything that it had
-/// to receive.
+/// everything that it had to receive.
 fn refused(met: &Met, tamper: Tamper) {
     let (lied_to, other) = match tamper.sender {
         Role::Caller => (&met.server, &met.client),
@@ -337,8 +336,7 @@ fn a_handshake_has_a_deadline_that_input_does_not_move() {
 }
 
 /// A fixed vector of the handshake, so that no change can go unnoticed by older peers. The numbers come from an
-/// independent
-/// implementation (Python's hmac and hashlib, from the description alone).
+/// independent implementation (Python's hmac and hashlib, from the description alone).
 #[test]
 fn the_session_key_of_fixed_nonces_is_the_one_written_down() {
     let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();

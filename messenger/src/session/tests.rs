@@ -1,6 +1,5 @@
 //! Two sessions and a network driven by a seed. It delays, cuts links in the middle of traffic, tells the ends at
-//! different times, and
-//! lets an end forget. A failure is a seed.
+//! different times, and lets an end forget. A failure is a seed.
 #![allow(clippy::unwrap_used)]
 
 use super::*;

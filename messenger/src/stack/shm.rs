@@ -10,15 +10,13 @@
 //! ```
 //!
 //! - Each end writes only its own memory, so neither can damage what the other relies on. What an end reads in the
-//!   other's memory is
-//!   checked: a counter more than a ring ahead is a violation. The ring's size is the credit, so a receiver is never
-//!   overrun.
+//!   other's memory is checked: a counter more than a ring ahead is a violation. The ring's size is the credit, so a
+//!   receiver is never overrun.
 //! - Both memories are handed over once, as descriptors on the socket, before the first byte.
 //! - Before an end sleeps it announces that (`asleep`, a number that grows with each sleep) and checks once more. An
-//!   end that produces, or
-//!   consumes for an end that is `short` of room, reads `asleep` afterwards and wakes the peer once per sleep. Each of
-//!   the two stores is
-//!   sequentially consistent with the load after it, so that at least one end sees the other's.
+//!   end that produces, or consumes for an end that is `short` of room, reads `asleep` afterwards and wakes the peer
+//!   once per sleep. Each of the two stores is sequentially consistent with the load after it, so that at least one end
+//!   sees the other's.
 //! - The socket also reports the death of the peer's process.
 
 use std::io::{self, IoSlice, IoSliceMut};
@@ -46,8 +44,7 @@ pub struct ShmLink {
     produced: u64,
     consumed: u64,
     /// How far the peer had consumed when we last read its counter. Reading it costs both ends: the counter's cache
-    /// line travels here, and back
-    /// for the next count.
+    /// line travels here, and back for the next count.
     seen_consumed: u64,
     /// How often this end has slept: its last announcement.
     sleeps: u64,
@@ -138,8 +135,8 @@ impl ShmLink {
         }
     }
 
-    /// Reads one byte off the socket: one per sleep. With another one the descriptor stays readable, and this is
-    /// called again.
+    /// Reads one byte off the socket: one per sleep. With another one the descriptor stays readable, and this is called
+    /// again.
     fn hush(&mut self) -> io::Result<()> {
         self.slept = false;
         loop {
@@ -250,8 +247,7 @@ impl Link for ShmLink {
 }
 
 /// Where `length` bytes of a stream are in a ring, from `position` on: one piece, or two where the ring wraps. The
-/// range is the
-/// bytes'.
+/// range is the bytes'.
 fn places(position: u64, length: usize) -> impl Iterator<Item = (u64, std::ops::Range<usize>)> {
     let at = position % RING_BYTES;
     let first = length.min((RING_BYTES - at) as usize);
@@ -349,8 +345,7 @@ const SHORT_AT: u64 = 192;
 const RING_AT: u64 = 4096;
 
 /// Size of a ring: how far a sender may be ahead of its receiver. Half of a second-level cache, so that bytes are
-/// consumed before they
-/// leave it.
+/// consumed before they leave it.
 const RING_BYTES: u64 = 1 << 20;
 
 /// Connections that wait to be accepted.

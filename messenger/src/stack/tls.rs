@@ -1,13 +1,12 @@
 //! TLS over TCP: the secure mode. It encrypts, which seals do not, and peers may authenticate by certificates. The
-//! layer's handshake
-//! runs inside; where TLS authenticates both ends, seals may be left out ([`crate::Options::sealed`]).
+//! layer's handshake runs inside; where TLS authenticates both ends, seals may be left out
+//! ([`crate::Options::sealed`]).
 //!
 //! A worker must know two things that a socket does not have:
 //!
 //! - The link may hold back encrypted bytes, because the socket took no more: [`Link::has_unsent`].
 //! - Decrypted bytes could stay in the link, where epoll does not see them. So no more is decrypted than the receiver
-//!   has room for at once
-//!   (`ONE_READ_BYTES`), and nothing stays.
+//!   has room for at once (`ONE_READ_BYTES`), and nothing stays.
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::SocketAddr;

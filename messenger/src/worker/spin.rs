@@ -1,6 +1,5 @@
 //! How long to poll before sleeping. Polling avoids the delay of the scheduler, and costs processor time that other
-//! processes may need. So it
-//! is off by default, and the adaptive kind stops where it rarely finds something.
+//! processes may need. So it is off by default, and the adaptive kind stops where it rarely finds something.
 
 use std::time::{Duration, Instant};
 

@@ -31,8 +31,7 @@ pub fn a_question_is_answered(at: &Address, options: &Options, sizes: &[usize], 
 }
 
 /// Every message arrives once and in order, although the link is cut regularly. The server has noticed more than
-/// `noticed` of the
-/// links. No message waits longer than `patience` for room.
+/// `noticed` of the links. No message waits longer than `patience` for room.
 pub fn everything_arrives_once_although_links_are_cut(
     at: &Address,
     options: &Options,

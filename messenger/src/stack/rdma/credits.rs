@@ -2,8 +2,8 @@
 //! arrives.
 //!
 //! A *credit* is a receive that the peer has posted for us. Messages with bytes and rendezvous spend one. A *control
-//! message*, which is a
-//! head alone, spends none: each end keeps [`CONTROL_RECEIVES`] receives for the control messages of the other.
+//! message*, which is a head alone, spends none: each end keeps [`CONTROL_RECEIVES`] receives for the control messages
+//! of the other.
 //!
 //! ```text
 //!   sender                                          receiver
@@ -17,8 +17,8 @@
 //!
 //! - Messages under way never exceed the receives posted for them: "receiver not ready" does not occur.
 //! - At most [`MAX_UNACKNOWLEDGED`] control messages of one end are unacknowledged, and one more that only
-//!   acknowledges. So control
-//!   messages are bounded, and two ends that wait for each other's acknowledgement both get it.
+//!   acknowledges. So control messages are bounded, and two ends that wait for each other's acknowledgement both get
+//!   it.
 //! - At most [`MAX_RENDEZVOUS`] rendezvous are unread. The credit of a rendezvous returns at once, so this bounds what
 //!   a peer makes us keep.
 //! - A count that decreases or is too far ahead, and a message without a credit or beyond a bound, is a [`Violation`].

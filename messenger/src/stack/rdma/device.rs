@@ -7,15 +7,11 @@
 //!   posted = credits of all peers + receives for their control messages + surplus
 //! ```
 //!
-//! A posted receive cannot be withdrawn. What a link no longer needs stays as *surplus* until another link needs it,
-//! or until a used
-//! receive is not posted again. The receives of a link that ends become surplus too, but not at once: its queue pair
-//! may have taken one
-//! from the queue and not reported it yet. So the queue pair is *retired* for some time (`retired`), in the error
-//! state, while its
-//! completions are counted; then it is destroyed, and only then is the memory reused that its requests named. Workers
-//! do this by their
-//! timers, so it happens without any traffic.
+//! A posted receive cannot be withdrawn. What a link no longer needs stays as *surplus* until another link needs it, or
+//! until a used receive is not posted again. The receives of a link that ends become surplus too, but not at once: its
+//! queue pair may have taken one from the queue and not reported it yet. So the queue pair is *retired* for some time
+//! (`retired`), in the error state, while its completions are counted; then it is destroyed, and only then is the
+//! memory reused that its requests named. Workers do this by their timers, so it happens without any traffic.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -152,8 +148,7 @@ impl Device {
     }
 
     /// Posts one more receive, if there is memory and the device has room. The count is not locked meanwhile: memory
-    /// may have to be
-    /// registered, and every message that arrives needs the count.
+    /// may have to be registered, and every message that arrives needs the count.
     fn post_one_more(&self) -> io::Result<bool> {
         if self.count().posted >= self.station.most_receives() {
             return Ok(false);

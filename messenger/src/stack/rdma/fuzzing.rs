@@ -4,9 +4,8 @@
 use super::credits::{CONTROL_RECEIVES, Credits, MAX_RENDEZVOUS};
 use super::message::{self, Body, HEAD_BYTES, HELLO_BYTES, Head, Hello, Kind, MAX_CREDITS, START_BYTES, Violation};
 
-/// A Hello, then steps of two bytes: one that chooses what this end does ([`End::act`]) or announces a message, and
-/// one for the message's
-/// length. Nothing panics, this end holds only what it gave credit for, and every violation is named.
+/// A Hello, then steps of two bytes: one that chooses what this end does ([`End::act`]) or announces a message, and one
+/// for the message's length. Nothing panics, this end holds only what it gave credit for, and every violation is named.
 pub(crate) fn messages(bytes: &[u8]) {
     if let Err(violation) = run(bytes) {
         assert!(violation.to_string().starts_with(char::is_lowercase)); // it continues an error's sentence

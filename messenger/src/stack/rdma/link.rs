@@ -590,8 +590,7 @@ impl Drop for RdmaLink {
     }
 }
 
-/// Reserves receives for a new link: the first credits, or fewer where memory is short, and those for control
-/// messages.
+/// Reserves receives for a new link: the first credits, or fewer where memory is short, and those for control messages.
 fn reserve(device: &Device, context: &RdmaContext) -> io::Result<u32> {
     let wanted = context.options.initial_credits + CONTROL_RECEIVES;
     let got = device.reserve(wanted)?;
@@ -709,8 +708,7 @@ fn unknown() -> io::Error {
 const MAX_READS: u32 = 4;
 
 /// Pieces per link that are read or being read, and not yet received by the owner: 2 MiB. An owner that receives
-/// nothing must not take the
-/// memory that other links read into.
+/// nothing must not take the memory that other links read into.
 const MAX_READ_PIECES: usize = 8;
 
 /// Signaled requests per turn of a queue, among messages that need no signal.

@@ -12,8 +12,7 @@
 //! | 12 | 4 | rendezvous that its sender has read |
 //!
 //! All counts are totals of the link, modulo their width: the newest message replaces all earlier ones. A rendezvous
-//! continues with the
-//! key (4), the length (4) and the address (8) of bytes of the stream, which the receiver reads.
+//! continues with the key (4), the length (4) and the address (8) of bytes of the stream, which the receiver reads.
 //!
 //! The *Hello* is part of the connect and of its answer: `RMsgRdm` and the version, 1; the size of a message, 4; the
 //! first credits, 4.
@@ -229,8 +228,7 @@ pub(super) const MIN_MESSAGE_BYTES: u32 = 256;
 pub(super) const MAX_CREDITS: u32 = 4096;
 
 /// The longest rendezvous, in bytes; part of the protocol. Large enough that the round trip of a READ is small beside
-/// it, and small enough that
-/// several are under way for one message.
+/// it, and small enough that several are under way for one message.
 pub(super) const MAX_RENDEZVOUS_BYTES: u32 = 256 << 10;
 
 const MAGIC: [u8; 8] = *b"RMsgRdm\x01";

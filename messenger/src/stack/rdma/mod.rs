@@ -13,28 +13,23 @@
 //!
 //! - `message`: the bytes; `credits`: flow control. Pure. **Start here.**
 //! - `pool`: registered memory, bounded, growing and shrinking; `device`: one device with its pools and its shared
-//!   receives;
-//!   `retired`: deferred destruction of queue pairs.
+//!   receives; `retired`: deferred destruction of queue pairs.
 //! - `link`: a connection, as a worker sees it; `listener`: accepts connections.
 //!
 //! Invariants:
 //!
 //! - **No receiver is overrun.** A message is sent only for a credit, and a credit is given only for a posted receive.
-//!   The card's "receiver
-//!   not ready" remains as a safety net, with a bound, and does not occur.
+//!   The card's "receiver not ready" remains as a safety net, with a bound, and does not occur.
 //! - **Credits follow the need.** A sender that spends its last credit says so, and the receiver posts more receives
-//!   for it while the
-//!   pool lasts. A receiver that runs out asks sleeping links to return unused credits. Returned receives leave the
-//!   queue by use, as
-//!   a posted receive cannot be withdrawn.
+//!   for it while the pool lasts. A receiver that runs out asks sleeping links to return unused credits. Returned
+//!   receives leave the queue by use, as a posted receive cannot be withdrawn.
 //! - **The depth of a queue does not depend on the number of buffers**: the first is per link, the second per device.
 //! - **Any worker can serve a link**: its completion queue, its channel and its descriptor are its own.
-//! - **A retired queue pair is destroyed before its memory is reused**: it is set to the error state, the receives
-//!   that it took from the shared
-//!   queue are counted back, and then it is destroyed (`device`), at the latest by a worker's timer.
+//! - **A retired queue pair is destroyed before its memory is reused**: it is set to the error state, the receives that
+//!   it took from the shared queue are counted back, and then it is destroyed (`device`), at the latest by a worker's
+//!   timer.
 //! - Bytes are copied once into registered memory and once out of it. Owners send from and receive into ordinary
-//!   memory; registering
-//!   it for each message would cost more than the copy, up to about 100 KiB.
+//!   memory; registering it for each message would cost more than the copy, up to about 100 KiB.
 
 mod credits;
 mod device;
@@ -91,8 +86,7 @@ impl Default for RdmaOptions {
             receive_bytes: 128 << 20,
             send_bytes: 32 << 20,
             rendezvous_bytes: 32 << 20,
-            // Eight messages: from there on the round trip of a rendezvous costs less than their heads and
-            // completions.
+            // Eight messages: from there on the round trip of a rendezvous costs less than their heads and completions.
             rendezvous_from_bytes: 64 << 10,
             wires: DuplexOptions::default(),
         }

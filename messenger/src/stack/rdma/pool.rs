@@ -1,16 +1,13 @@
 //! Registered memory in chunks of one size: a pool that grows by slabs up to a bound, and gives unused slabs back.
 //!
-//! Registering costs a system call and locks pages, so it is done for many chunks at once; and only a whole slab can
-//! be given back. Chunks are
-//! taken from the lowest slab that has any, so that the highest ones become unused.
+//! Registering costs a system call and locks pages, so it is done for many chunks at once; and only a whole slab can be
+//! given back. Chunks are taken from the lowest slab that has any, so that the highest ones become unused.
 //!
 //! Memory is registered without the lock, so that a thread that finds a chunk does not wait for one that finds none. A
-//! slab that is being
-//! registered counts as present, so that concurrent threads do not exceed the bound.
+//! slab that is being registered counts as present, so that concurrent threads do not exceed the bound.
 //!
-//! A dropped chunk returns to the pool. A chunk that a card still uses is [given away](Chunk::give_away) by its
-//! number, and taken back
-//! by it.
+//! A dropped chunk returns to the pool. A chunk that a card still uses is [given away](Chunk::give_away) by its number,
+//! and taken back by it.
 
 use std::io;
 use std::os::fd::OwnedFd;
