@@ -3,8 +3,11 @@
 
 use super::*;
 use crate::handshake::Role;
+use crate::seal::Seals;
+use bytes::Bytes;
 use proptest::collection::vec;
 use proptest::prelude::*;
+use std::io::IoSlice;
 
 const LIMITS: Limits = Limits { front: 1 << 20, data: 1 << 20 };
 

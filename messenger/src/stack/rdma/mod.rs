@@ -39,6 +39,7 @@ mod link;
 mod listener;
 mod message;
 mod pool;
+mod rest;
 mod retired;
 
 use std::io;
