@@ -381,7 +381,7 @@ fn strangers_at_the_door_do_not_harm_a_sync() {
     succeeds(&mut agent, &replica);
     assert!(!agent.output().contains("trying again"), "{}", agent.output());
     assert_same_data(&primary, &replica);
-    source.agent.wait_for_line("turned away", LONG).unwrap();
+    source.agent.wait_for_line("connection rejected", LONG).unwrap();
     assert!(source.agent.peak_memory() < 400 << 20, "{}", source.agent.peak_memory());
 
     // One that came while they crowded the door got in between them, or tries again until it does.

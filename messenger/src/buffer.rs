@@ -1,9 +1,9 @@
-//! Memory for received bytes: buffers at an alignment, and the pool that they come from and go back to.
+//! Memory for received bytes: aligned buffers, and the pool that they come from and return to.
 //!
-//! What it is not: a slice allocator. A buffer has a size class of its own, and goes back whole when it is dropped. So a
-//! receiver that keeps one message keeps just that message's memory, and never a block that many others shared.
+//! A buffer has a size class of its own and returns whole when it is dropped. So a receiver that keeps one message
+//! keeps only that message's memory, and not a block that many messages share.
 //!
-//! Small bodies (below [`POOLED_FROM_BYTES`]) are left to the allocator, whose caches serve those sizes best.
+//! Small bodies (below [`POOLED_FROM_BYTES`]) come from the allocator, whose caches serve those sizes best.
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};
@@ -11,17 +11,17 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
 
-/// Bytes of one segment, in memory that is given back when this is dropped.
+/// The bytes of one body, in memory that returns to its pool when this is dropped.
 pub struct Buffer {
     memory: Vec<u8>,
-    /// Where the content begins: as far in as the alignment demands.
+    /// Where the content begins: the first aligned byte.
     start: usize,
     length: usize,
     home: Option<Arc<Pool>>,
 }
 
 impl Buffer {
-    /// No bytes, and no memory.
+    /// No bytes and no memory.
     pub const EMPTY: Buffer = Buffer { memory: Vec::new(), start: 0, length: 0, home: None };
 
     /// A buffer of `length` zero bytes that begins at a multiple of `alignment` (a power of two, at most
@@ -59,7 +59,8 @@ impl AsRef<[u8]> for Buffer {
 }
 
 impl From<Buffer> for Bytes {
-    /// To send on what was received: no copy; the memory goes back to its pool when the last holder lets go.
+    /// Converts without a copy, to send on what was received. The memory returns to its pool when the last holder drops
+    /// it.
     fn from(buffer: Buffer) -> Bytes {
         if buffer.is_empty() { Bytes::new() } else { Bytes::from_owner(buffer) }
     }
@@ -79,9 +80,9 @@ impl fmt::Debug for Buffer {
     }
 }
 
-/// Buffers that wait to be used again, in size classes that double.
+/// Buffers that wait to be reused, in size classes that double.
 ///
-/// It grows by use and never beyond the bytes that it was given; what comes back above them goes to the allocator.
+/// The pool grows by use up to its bound. A buffer that returns beyond the bound goes to the allocator.
 pub struct Pool {
     idle: Mutex<Idle>,
     most_idle_bytes: usize,
@@ -99,8 +100,8 @@ impl Pool {
         Arc::new(Pool { idle: Mutex::default(), most_idle_bytes })
     }
 
-    /// A buffer of `length` bytes at a multiple of `alignment`. Its content is whatever was there before, of this process's
-    /// own received messages, and is to be overwritten.
+    /// A buffer of `length` bytes, aligned to `alignment`. Its content is arbitrary (earlier messages of this process)
+    /// and must be overwritten.
     pub fn take(self: &Arc<Pool>, length: usize, alignment: usize) -> Buffer {
         let alignment = sensible(alignment);
         let needed = length + alignment - 1;
@@ -117,7 +118,7 @@ impl Pool {
         Buffer::carve(memory, length, alignment, Some(Arc::clone(self)))
     }
 
-    /// Bytes that wait to be used again.
+    /// Bytes that wait to be reused.
     pub fn idle_bytes(&self) -> usize {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner).bytes
     }
@@ -156,10 +157,10 @@ fn sensible(alignment: usize) -> usize {
     if alignment.is_power_of_two() && alignment <= MAX_ALIGNMENT { alignment } else { 1 }
 }
 
-/// Bodies from this size on come from a pool. Below it the allocator's own caches are as fast.
+/// Bodies of at least this size come from a pool. For smaller ones the allocator's caches are as fast.
 pub const POOLED_FROM_BYTES: usize = 1024;
 
-/// The greatest alignment, in bytes: a page, which is what direct I/O asks for.
+/// The greatest alignment, in bytes: a page, as direct I/O needs it.
 pub const MAX_ALIGNMENT: usize = 4096;
 
 /// Bytes of the smallest class.
@@ -188,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_dropped_is_used_again_and_never_more_than_allowed_is_kept() {
+    fn dropped_buffers_are_reused_and_the_pool_keeps_its_bound() {
         let pool = Pool::new(100_000);
         let first = pool.take(60_000, 1);
         let place = first.as_ptr();
@@ -212,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn a_silly_alignment_counts_as_none() {
+    fn an_invalid_alignment_counts_as_one() {
         assert_eq!(Buffer::zeroed(10, 3).len(), 10);
         assert_eq!(Buffer::zeroed(10, 1 << 30).len(), 10);
     }

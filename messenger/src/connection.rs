@@ -1,8 +1,7 @@
-//! A session as its owner holds it: something to send on. Cheap to clone; every method may be called from any thread.
+//! The owner's handle of a session: its send queue. Cheap to clone; every method may be called from any thread.
 //!
-//! What it is not: the session. That lives on one worker's thread; here is only its letter box. A message goes into the box
-//! under a lock that nobody holds for longer than it takes to move the box's content; the worker is woken only if the box was
-//! empty and it sleeps.
+//! The session itself lives on one worker's thread. A message enters the queue under a lock that is held only for as
+//! long as it takes to move the queue's content. The worker is woken only if the queue was empty and it sleeps.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -17,7 +16,7 @@ use crate::stack::Address;
 use crate::throttle::{Permit, Throttle};
 use crate::worker::{Command, Inbox};
 
-/// A session with a peer, to send on. See [`crate::Messenger::connect`].
+/// The handle of a session with a peer. See [`crate::Messenger::connect`].
 #[derive(Clone)]
 pub struct Connection(Arc<Shared>);
 
@@ -25,34 +24,36 @@ struct Shared {
     id: u64,
     peer: Address,
     inbox: Arc<Inbox>,
-    /// Where the worker has it; known to the worker only.
+    /// The key of the session on its worker. Only the worker uses it.
     session_key: AtomicU64,
     budget: Arc<Throttle>,
     outbox: Mutex<Outbox>,
-    /// The worker knows that there is something in the box, or is about to look. Set by anybody, unset with the box locked.
+    /// Whether the worker knows of queued messages, or is about to look. Set by any thread; unset with the queue
+    /// locked.
     posted: AtomicBool,
     ready: AtomicBool,
-    /// Of the last link: how it began and how it ended.
+    /// How the last link began, and how it ended.
     negotiated: Mutex<Option<Negotiated>>,
     broken: Mutex<Option<Arc<LinkError>>>,
 }
 
-/// What both ends of a link have settled in its greeting.
+/// What both ends of a link have agreed on in their handshake.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Negotiated {
     /// The link's number, the same at both ends.
     pub number: u64,
-    /// A key that only the two ends know, if they hold a token: give away what [`remora_wire::derive()`] makes of it.
+    /// A key that only the two ends know, if they hold a token. Pass on what [`remora_wire::derive()`] makes of it,
+    /// never the key itself.
     pub key: [u8; 32],
-    /// The protocol version.
+    /// The version of the owner's protocol.
     pub version: u16,
-    /// Our address, by which the peer sees us; `None` where the transport has none.
+    /// The address of this end, as the peer sees it; `None` where the transport has no addresses.
     pub local: Option<SocketAddr>,
 }
 
 impl fmt::Debug for Negotiated {
     fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(to, "Negotiated({}, version {})", self.number, self.version) // a key is shown to nobody
+        write!(to, "Negotiated({}, version {})", self.number, self.version) // never shows the key
     }
 }
 
@@ -62,22 +63,22 @@ struct Outbox {
     over: bool,
 }
 
-/// A message and its share of what may wait to be sent.
+/// A message and its share of the send queue's bound.
 pub(crate) struct Queued {
     pub(crate) message: Message,
     _permit: Permit,
 }
 
-/// Why a message was not taken. It is given back.
+/// Why a message was not queued. It is given back.
 #[derive(Debug, thiserror::Error)]
 pub enum SendError {
-    /// As much waits as may: try again when some has gone, or let the peer go.
-    #[error("the send queue is full: the peer takes less than is sent")]
+    /// The send queue is full: try again later, or end the connection.
+    #[error("the send queue is full: the peer reads more slowly than this end sends")]
     Full(Message),
     /// The connection is over.
     #[error("the connection is over")]
     Over(Message),
-    /// A body is longer than a frame may carry: send it as several messages.
+    /// A body is longer than a frame carries: send it in several messages.
     #[error("a body is longer than {} bytes: send it in several messages", crate::frame::MAX_SEGMENT_BYTES)]
     TooLong(Message),
 }
@@ -99,32 +100,32 @@ impl Connection {
         }))
     }
 
-    /// A number of its own in this process.
+    /// A number that is unique in this process.
     pub fn id(&self) -> u64 {
         self.0.id
     }
 
-    /// Where the peer was called, or where it called from.
+    /// The address that was connected to, or that the peer connected from.
     pub fn peer(&self) -> &Address {
         &self.0.peer
     }
 
-    /// Whether messages flow at present. They are taken in any case.
+    /// Whether messages flow at present. Messages are queued in any case.
     pub fn is_ready(&self) -> bool {
         self.0.ready.load(Ordering::Relaxed)
     }
 
-    /// What the greeting of the last link came to; `None` before the first.
+    /// What the handshake of the last link agreed on; `None` before the first.
     pub fn negotiated(&self) -> Option<Negotiated> {
         self.0.negotiated.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Why the last link, or the last attempt at one, was given up, if it was.
+    /// Why the last link, or the last attempt at one, ended; `None` if it did not.
     pub fn link_error(&self) -> Option<Arc<LinkError>> {
         self.0.broken.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Takes a message to be sent, and does not wait.
+    /// Queues a message. Does not block.
     ///
     /// # Errors
     /// [`SendError`], with the message.
@@ -138,7 +139,7 @@ impl Connection {
         }
     }
 
-    /// As [`Connection::send`]; if there is no room, `wake` is called when there may be. It may then be too late again.
+    /// Queues a message. If there is no room, `wake` is called once there may be; another sender may be faster.
     ///
     /// # Errors
     /// [`SendError`], with the message.
@@ -153,7 +154,8 @@ impl Connection {
         }
     }
 
-    /// As [`Connection::send`], but waits for room, no longer than `limit`. Not for a dispatcher: it would wait for itself.
+    /// Queues a message, and blocks for up to `limit` until there is room. Not for a dispatcher, which would block the
+    /// worker that makes room.
     ///
     /// # Errors
     /// [`SendError`], with the message.
@@ -178,17 +180,18 @@ impl Connection {
         }
     }
 
-    /// Takes no more messages, and ends when what was taken is written (lossless: acknowledged). The dispatcher is told.
+    /// Stops taking messages, and ends the session once everything queued is written (lossless: acknowledged). The
+    /// dispatcher is told.
     pub fn close(&self) {
         self.0.inbox.post(Command::Close(self.clone()));
     }
 
-    /// Ends now, whatever waits. The dispatcher is told.
+    /// Ends the session now and drops what is queued. The dispatcher is told.
     pub fn abort(&self) {
         self.0.inbox.post(Command::Abort(self.clone()));
     }
 
-    /// Cuts the transport under the session, as a broken cable would: for tests of what becomes of it.
+    /// Breaks the session's link, as a cut cable would. For tests.
     pub fn cut(&self) {
         self.0.inbox.post(Command::Cut(self.clone()));
     }
@@ -199,7 +202,7 @@ impl Connection {
             return Err(SendError::Over(message));
         }
         outbox.queue.push_back(Queued { message, _permit: permit });
-        // Whoever has taken letters out before us has unset it before it let go of the lock.
+        // The worker unsets it with the lock held when it takes messages out.
         let is_first = !self.0.posted.load(Ordering::Relaxed);
         if is_first {
             self.0.posted.store(true, Ordering::Relaxed);
@@ -211,12 +214,12 @@ impl Connection {
         Ok(())
     }
 
-    /// The worker is about to dispatch to the owner, and will look into the box afterwards: nobody need tell it to.
+    /// Notes that the worker will look into the queue after it has called the owner: no thread needs to wake it.
     pub(crate) fn expect_messages(&self) {
         self.0.posted.store(true, Ordering::Relaxed);
     }
 
-    /// What lies in the box.
+    /// Moves the queued messages to `into`.
     pub(crate) fn take_queued(&self, into: &mut VecDeque<Queued>) {
         let mut outbox = self.lock();
         self.0.posted.store(false, Ordering::Relaxed);
@@ -239,7 +242,7 @@ impl Connection {
         self.0.ready.store(ready, Ordering::Relaxed);
     }
 
-    /// The session is over: no more letters.
+    /// Notes that the session is over: no more messages are taken.
     pub(crate) fn set_over(&self) {
         self.set_ready(false);
         let mut outbox = self.lock();
@@ -278,8 +281,8 @@ impl fmt::Debug for Connection {
     }
 }
 
-/// A connection that its worker has not seen yet.
+/// The session key of a connection that its worker has not seen yet.
 pub(crate) const UNASSIGNED: u64 = u64::MAX;
 
-/// Who waits for room looks again this often whether the connection still is.
+/// How often a thread that waits for room checks whether the connection is over.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);

@@ -1,5 +1,5 @@
-//! Why a link was given up. It is logged where it is handled, in the worker; the owner of a connection is told what follows
-//! from it ([`crate::Dispatcher`]), and may ask what it was ([`crate::Connection::broken`]).
+//! Why a link ended. The worker logs it where it handles it. The owner of a connection is told the consequence
+//! ([`crate::Dispatcher`]), and can ask for the reason ([`crate::Connection::link_error`]).
 
 use std::io;
 
@@ -7,41 +7,41 @@ use crate::frame::Malformed;
 use crate::handshake::HandshakeError;
 use crate::session::Violation;
 
-/// A link is of no use any more.
+/// Why a link ended.
 #[derive(Debug, thiserror::Error)]
 pub enum LinkError {
-    // The network, or the peer's host.
+    // The network or the peer's host can recover.
     /// The peer closed it.
     #[error("the peer closed the connection")]
     Ended,
-    /// Nobody answers there.
-    #[error("cannot be called: {0}")]
+    /// The connect failed.
+    #[error("connect failed: {0}")]
     Unreachable(io::Error),
-    /// Not a word for too long.
+    /// The peer has been silent for too long.
     #[error("the peer has been silent for too long")]
     Silent,
-    /// The system failed a call on it.
+    /// A system call failed.
     #[error("{0}")]
     Io(io::Error),
-    /// Nothing was answered, or taken, in time.
+    /// The peer did not answer, or did not read, in time.
     #[error("the peer did not {0} in time")]
     TooSlow(&'static str),
 
-    // Whoever set up the two ends can act.
-    /// The two could not agree.
-    #[error("the greeting failed: {0}")]
-    Greeting(#[from] HandshakeError),
+    // The operator of the two ends can act.
+    /// The handshake failed.
+    #[error("the handshake failed: {0}")]
+    Handshake(#[from] HandshakeError),
 
-    // The peer is broken, or somebody stands between.
-    /// Bytes that are no frame.
-    #[error("the peer sent something garbled: {0}")]
+    // The peer is broken, or the bytes were altered on their way.
+    /// The peer sent bytes that are not a frame.
+    #[error("the peer sent a malformed frame: {0}")]
     Malformed(#[from] Malformed),
-    /// Frames that the state of the session has no place for.
+    /// The peer sent frames that the state of the session does not allow.
     #[error("the peer {0}")]
     Violation(#[from] Violation),
 
-    // Ourselves.
-    /// The owner cut it.
+    // This end.
+    /// The owner cut the link.
     #[error("cut by the owner")]
     Cut,
 }

@@ -1,5 +1,5 @@
-//! What the fuzz targets run and `cargo test` replays: any bytes must end in a value or an error, never in a panic, an
-//! endless loop, or more memory than they themselves take.
+//! The bodies of the fuzz targets, which `cargo test` runs on every seed. Any bytes must end in a value or an error,
+//! never in a panic, an endless loop, or more memory than the bytes themselves.
 
 use std::io::IoSlice;
 use std::time::{Duration, Instant};
@@ -15,7 +15,7 @@ use crate::policy::Policy;
 use crate::session::{LinkId, LocalEnd, Session};
 use crate::signal::{Entity, Label, MESSAGE, Signal};
 
-/// The targets by the name of their file and of their seeds' folder.
+/// The targets, by the name of their file and of their seeds' folder.
 pub const TARGETS: [(&str, Body); 5] = [
     ("messenger_frames", frames),
     ("messenger_handshake", handshake),
@@ -24,10 +24,10 @@ pub const TARGETS: [(&str, Body); 5] = [
     ("messenger_rdma_messages", rdma_messages),
 ];
 
-/// Takes any bytes, and panics when something is wrong with us.
+/// Takes any bytes, and panics if this crate mishandles them.
 pub type Body = fn(&[u8]);
 
-/// Frames in any pieces. What decodes must encode to the same bytes.
+/// Frames of the handshake, in pieces. What decodes must encode to the same bytes.
 pub fn frames(bytes: &[u8]) {
     let mut decoder = Decoder::new(LONGEST_PAYLOAD_BYTES);
     let mut again = Vec::new();
@@ -45,8 +45,8 @@ pub fn frames(bytes: &[u8]) {
     }
 }
 
-/// Frames of the message layer in any pieces. What is taken must be written as the same bytes, and no memory is asked for
-/// that the limits do not allow.
+/// Frames of the message layer, in pieces. What decodes must encode to the same bytes, and no memory is requested
+/// beyond the limits.
 pub fn layer_frames(bytes: &[u8]) {
     let limits = frame::Limits { front: 1024, data: 4096 };
     let mut reader = frame::Reader::new(limits, None);
@@ -82,8 +82,8 @@ pub fn layer_frames(bytes: &[u8]) {
     }
 }
 
-/// A hostile peer against a session in whatever state it brings it to. Each step: one byte that chooses (link, tag or time),
-/// one for the head's length, the head. Nothing panics, and what the session holds is only what its own owner queued.
+/// A hostile peer against a session in any state. Each step is one byte that chooses (link, tag or time), one for the
+/// head's length, and the head. Nothing panics, and the session holds only what its own owner queued.
 pub fn layer_session(bytes: &[u8]) {
     let policies = [Policy::lossless_peer(), Policy::stateful_server(), Policy::lossy_client()];
     let Some((&choice, mut rest)) = bytes.split_first() else { return };
@@ -118,7 +118,7 @@ pub fn layer_session(bytes: &[u8]) {
 fn note_received(session: &mut Session<u8>, link: LinkId, tag: u8, head: &[u8], now: Instant) {
     if tag == MESSAGE {
         if let Ok(label) = Label::decode(head) {
-            let _ = session.handle_message(link, &label, now); // a violation is an answer
+            let _ = session.handle_message(link, &label, now); // a violation is a valid outcome
         }
         return;
     }
@@ -129,13 +129,14 @@ fn note_received(session: &mut Session<u8>, link: LinkId, tag: u8, head: &[u8], 
     }
 }
 
-/// What a hostile peer says on an RDMA link: a hello, and then letters, between which we do what a link does. Nothing panics, what
-/// we hold is only what credit was given for, and who breaks the rules is told which.
+/// A hostile peer on an RDMA link: a Hello, then messages, between which this end acts as a link does. Nothing panics,
+/// this end holds only what it gave credit for, and every violation is named.
 pub fn rdma_messages(bytes: &[u8]) {
     crate::stack::rdma::fuzzing::messages(bytes);
 }
 
-/// A peer without the token, against either end: it never gets in, and never makes us hold more than one small frame.
+/// A peer without the token, against either end: it is never authenticated, and makes the end hold at most one small
+/// frame.
 pub fn handshake(bytes: &[u8]) {
     for role in [Role::Caller, Role::Called] {
         let token = Token::new(b"a token for fuzzing").expect("it is long enough");
@@ -158,7 +159,7 @@ pub fn handshake(bytes: &[u8]) {
 /// Far more than a handshake's frame may have, so that long frames are decoded too.
 const LONGEST_PAYLOAD_BYTES: u32 = 512 * 1024;
 
-/// One piece and the longest frame of a handshake with what is around its payload.
+/// One piece, and the longest frame of the handshake with its preamble and checksum.
 const PIECE_AND_FRAME_BYTES: usize = 7 + MAX_HANDSHAKE_PAYLOAD_BYTES as usize + 32;
 
 #[cfg(test)]
@@ -184,7 +185,7 @@ mod tests {
             layer_session(&bytes);
         }
 
-        /// Steps that hold what they must more often than chance would.
+        /// Steps that are valid more often than random bytes would be.
         #[test]
         fn any_plausible_steps_leave_a_session_whole(
             choice: u8,

@@ -1,17 +1,17 @@
-//! An asynchronous message layer: sessions that keep their word over links that do not, over TCP, TLS,
-//! shared memory and RDMA.
+//! An asynchronous message layer: sessions with guarantees over links that may break, on TCP, TLS, shared memory and
+//! RDMA.
 //!
-//! What it is not: a data path for the tables, which cross by the fabric; a place where anything is decided about them; or a
-//! runtime: it brings its own threads, one reactor each, and calls its owner from them.
+//! It does not carry tables, which are read over the fabric, and it decides nothing about them. It needs no runtime: it
+//! has its own threads, each with one reactor, and calls its owner from them.
 //!
 //! ```text
 //!                        owner: Connection::send, close, …                 owner: Dispatcher::message, connected, reset, …
 //!                                     │                                                    ▲
-//!   ┌──────────┐        ┌─────────────▼─────────────┐  letters    ┌──────────┐  in order,  │
-//!   │ Messenger├─owns──▶│ Connection: a letter box  ├────────────▶│ Session  │  each once  │
+//!   ┌──────────┐        ┌─────────────▼─────────────┐  messages   ┌──────────┐  in order,  │
+//!   │ Messenger├─owns──▶│ Connection: a send queue  ├────────────▶│ Session  │  each once  │
 //!   └────┬─────┘        └───────────────────────────┘             │ (pure)   ├─────────────┘
 //!        │ owns                                                   └──▲────┬──┘
-//!   ┌────▼─────┐  one thread, one epoll            signals, messages │    │ what to write, whom to call
+//!   ┌────▼─────┐  one thread, one epoll            signals, messages │    │ what to write, when to connect
 //!   │ Worker   │                                                  ┌──┴────▼──┐
 //!   └──────────┘                                                  │ Reader,  │   one receive, many frames;
 //!                                                                 │ Writer   │   many frames, one send
@@ -30,7 +30,7 @@
 //! impl Dispatcher for Echo {
 //!     fn message(&self, connection: &Connection, delivery: Delivery) {
 //!         let reply = Message::new(delivery.transaction, delivery.kind, delivery.front);
-//!         let _ = connection.send(reply); // a full queue or a client that is gone: it will ask again
+//!         let _ = connection.send(reply); // the queue is full or the client has gone: it will ask again
 //!     }
 //! }
 //!
@@ -54,19 +54,19 @@
 //! # }
 //! ```
 //!
-//! # The modules, in the order in which one should meet them
+//! # Modules, in reading order
 //!
-//! - [`policy`]: what becomes of a session when its link breaks, chosen by name. **Start here.**
-//! - [`message`], [`dispatcher`], [`connection`], [`messenger`]: what an owner says, is told, and holds;
-//! - [`session`]: the heart: a pure machine that numbers, acknowledges, replays, resumes, and finds out who has forgotten;
-//! - [`signal`], [`frame`], [`seal`]: what the ends say to each other, as bytes; pure;
-//! - [`buffer`], [`throttle`]: memory for what is received, and bounds on what is under way;
-//! - `worker`, `registry`, [`stack`]: the thread that moves bytes between links and sessions, and the links;
-//! - [`error`]: why a link was given up;
-//! - [`handshake`]: how the two ends of a link prove to each other that they hold the same token.
+//! - [`policy`]: what happens to a session when its link breaks, chosen by name. **Start here.**
+//! - [`message`], [`dispatcher`], [`connection`], [`messenger`]: the owner's side of the layer.
+//! - [`session`]: the state machine of a session, pure. It numbers, acknowledges, replays, resumes, and detects resets.
+//! - [`handshake`]: how the two ends of a link prove to each other that they hold the same token; pure.
+//! - [`signal`], [`frame`], [`seal`]: the bytes that the ends exchange; pure.
+//! - [`buffer`], [`throttle`]: memory for received data, and bounds on what is under way.
+//! - `worker`, `registry`, [`stack`]: the thread that moves bytes between links and sessions, and the links.
+//! - [`error`]: why a link ended.
 //!
-//! Nothing waits but a worker for its descriptor. Every state of a session but two ends by itself; whoever calls, is called,
-//! starts or stops in whichever order, nobody waits for somebody who waits for him.
+//! A worker waits only in epoll. Every state of a session but two ends by a time limit. Whichever end connects,
+//! accepts, starts or stops first, there is no circular wait.
 
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! What an owner sends and is given.
+//! What an owner sends and receives.
 
 use bytes::Bytes;
 
@@ -6,22 +6,23 @@ use crate::buffer::Buffer;
 use crate::frame::MAX_SEGMENT_BYTES;
 use crate::throttle::Permit;
 
-/// A message to be sent: up to three bodies, shared rather than copied.
+/// A message to be sent: up to three bodies, shared and not copied.
 ///
-/// `front` is for the words, `data` for the bulk that should land in memory of the receiver's choice; `middle` is between.
+/// `front` is for what the receiver parses, `data` for bulk data that should land in memory of the receiver's choice;
+/// `middle` is for anything in between.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Message {
-    /// Which question this answers, or any other name that the owner gives it.
+    /// The request that this answers, or any other number that the owner chooses.
     pub transaction: u64,
-    /// What the owner says it is.
+    /// The kind of message, chosen by the owner.
     pub kind: u16,
     /// The first body.
     pub front: Bytes,
-    /// The second.
+    /// The second body.
     pub middle: Bytes,
-    /// The third.
+    /// The third body.
     pub data: Bytes,
-    /// Where the data wants to begin at the receiver: a multiple of this, a power of two up to 4096; 0 counts as 1.
+    /// Alignment of the data at the receiver: a power of two up to 4096; 0 counts as 1.
     pub alignment: u16,
 }
 
@@ -31,60 +32,60 @@ impl Message {
         Message { transaction, kind, front: front.into(), ..Message::default() }
     }
 
-    /// With data.
+    /// Adds data.
     pub fn with_data(mut self, data: impl Into<Bytes>) -> Message {
         self.data = data.into();
         self
     }
 
-    /// Bytes of all bodies.
+    /// Length of all bodies, in bytes.
     pub fn bytes(&self) -> usize {
         self.front.len() + self.middle.len() + self.data.len()
     }
 
-    /// Whether a frame can carry it.
+    /// Whether one frame can carry it.
     pub(crate) fn fits(&self) -> bool {
         let most = MAX_SEGMENT_BYTES as usize;
         self.front.len() <= most && self.middle.len() <= most && self.data.len() <= most
     }
 }
 
-/// A message that came. While it is held, it counts against the receive throttle of its policy; drop it, or take its bodies
-/// out of it, to let the next one in.
+/// A received message. It counts against the receive throttle of its policy while it is held: drop it, or take its
+/// bodies out, to let the next one in.
 #[derive(Debug)]
 pub struct Delivery {
-    /// Which question this answers.
+    /// The request that this answers.
     pub transaction: u64,
-    /// What its sender says it is.
+    /// The kind of message, chosen by its sender.
     pub kind: u16,
-    /// Its number in its session, from 1.
+    /// Its number in the session, from 1.
     pub number: u64,
     /// The first body.
     pub front: Buffer,
-    /// The second.
+    /// The second body.
     pub middle: Buffer,
-    /// The third.
+    /// The third body.
     pub data: Buffer,
     /// Its share of the throttle.
     pub permit: Option<Permit>,
 }
 
 impl Delivery {
-    /// An answer to it: the same transaction and kind.
+    /// A message that answers this one: same transaction, same kind.
     pub fn reply(&self, front: impl Into<Bytes>) -> Message {
         Message::new(self.transaction, self.kind, front)
     }
 }
 
-/// A message whose head has come and whose bodies have not: what decides where they go.
+/// A message whose head has arrived and whose bodies have not. It decides where the bodies are received.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Arrival {
-    /// Which question it answers.
+    /// The request that it answers.
     pub transaction: u64,
-    /// What its sender says it is.
+    /// The kind of message, chosen by its sender.
     pub kind: u16,
-    /// Bytes of front, middle and data.
+    /// Lengths of front, middle and data, in bytes.
     pub bodies: [u32; 3],
-    /// Where the sender wants its data to begin: a multiple of this many bytes.
+    /// Alignment that the sender wants for its data, in bytes.
     pub alignment: usize,
 }

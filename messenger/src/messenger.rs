@@ -1,4 +1,4 @@
-//! An endpoint: listens, calls, owns its workers and through them its sessions.
+//! An endpoint of the layer: listens, connects, and owns its workers and through them its sessions.
 
 use std::fmt;
 use std::io;
@@ -22,42 +22,43 @@ use crate::stack::{Address, Stacks};
 use crate::throttle::Throttle;
 use crate::worker::{Command, Handle, HandshakeConfig, LinkState, Spin};
 
-/// How a messenger works, apart from what becomes of its sessions ([`Policy`]).
+/// Settings of a messenger, other than the behaviour of its sessions ([`Policy`]).
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Threads. A connection lives on one of them.
+    /// Number of threads. A connection lives on one of them.
     pub workers: usize,
-    /// Checksums over bodies. They are left out only where both ends say so.
+    /// Whether bodies have checksums. They are left out only where both ends ask for that.
     pub summed: bool,
-    /// The secret by which both ends know each other; frames are sealed then, unless `sealed` is false at both ends. Without
-    /// one anybody may join.
+    /// The secret that both ends share. With a token frames are sealed, unless `sealed` is false at both ends. Without
+    /// one every peer is accepted.
     pub token: Option<Arc<Token>>,
-    /// The versions of the owner's protocol that this end speaks: both ends settle on the newest that both have.
+    /// The versions of the owner's protocol that this end speaks. The ends agree on the newest common one.
     pub versions: Versions,
-    /// Whether frames bear seals where there is a token.
+    /// Whether frames have seals if there is a token.
     pub sealed: bool,
-    /// How long a worker looks around before it sleeps.
+    /// Whether a worker polls before it sleeps.
     pub polling: Polling,
-    /// Bytes that the pool of received data may keep for the next.
+    /// Bytes of received data that the pool may keep for reuse.
     pub pool_bytes: usize,
-    /// Sessions at once.
+    /// Greatest number of sessions.
     pub max_sessions: usize,
     /// What `tls:` addresses need.
     pub tls: TlsOptions,
-    /// How RDMA links work, if any are made.
+    /// Settings of RDMA links.
     pub rdma: RdmaOptions,
-    /// Links per worker that have not yet opened a session: what strangers can make us hold.
+    /// Greatest number of links per worker without a session. This bounds the memory that unauthenticated peers can
+    /// take.
     pub max_unauthenticated: usize,
 }
 
-/// What a worker does when there is nothing to do.
+/// What a worker does when it has no work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Polling {
-    /// Sleeps at once: least processor time.
+    /// It sleeps at once: least processor time.
     Event,
-    /// Never sleeps: least latency, a processor of its own.
+    /// It never sleeps: least latency, at the price of one processor.
     Spin,
-    /// Looks around for up to so long, and for less where looking has not paid lately.
+    /// It polls for up to this long, and for less where polling has rarely found something.
     Adaptive(Duration),
 }
 
@@ -79,7 +80,7 @@ impl Default for Options {
     }
 }
 
-/// An endpoint. Dropping it ends its sessions and its threads.
+/// An endpoint of the layer. Dropping it ends its sessions and its threads.
 pub struct Messenger {
     common: Arc<Common>,
     workers: Vec<Handle>,
@@ -97,17 +98,17 @@ pub(crate) struct Common {
     pub(crate) max_sessions: usize,
     pub(crate) max_unauthenticated: usize,
     pub(crate) serving: AtomicBool,
-    /// Where peers can call us, once we listen.
+    /// Where peers can connect to, once the messenger listens.
     pub(crate) address: Mutex<Option<Address>>,
     pub(crate) next_worker: AtomicUsize,
     registry: Mutex<Registry>,
 }
 
 impl Messenger {
-    /// Starts the workers. Nobody is listened to or called yet.
+    /// Starts the workers. The messenger does not listen or connect yet.
     ///
     /// # Errors
-    /// The system gives no thread, no descriptor or no random bytes.
+    /// The system provides no thread, no descriptor or no random bytes.
     pub fn new(policy: Policy, options: &Options, dispatcher: Arc<dyn Dispatcher>) -> io::Result<Messenger> {
         let mut entity = [0; 8];
         getrandom::fill(&mut entity).map_err(|error| io::Error::other(error.to_string()))?;
@@ -139,10 +140,10 @@ impl Messenger {
         Ok(Messenger { common, workers })
     }
 
-    /// Listens there, and gives the address with the port that the system chose.
+    /// Listens at an address. Returns it with the port that the system chose.
     ///
     /// # Errors
-    /// What the system says.
+    /// The error of the system.
     pub fn listen(&self, address: &Address) -> io::Result<Address> {
         let listener = self.common.stacks.listen(address)?;
         let address = listener.address();
@@ -152,11 +153,12 @@ impl Messenger {
         Ok(address)
     }
 
-    /// Serves a caller that somebody else has accepted, of whom nothing has been read yet (but peeked at): for owners with one
-    /// port for several protocols. [`crate::Dispatcher::connected`] or [`crate::Dispatcher::rejected`] follows.
+    /// Serves a connection that the owner has accepted. No byte of it may have been read, but it may have been peeked
+    /// at. For owners with one port for several protocols. [`crate::Dispatcher::connected`] or
+    /// [`crate::Dispatcher::rejected`] follows.
     ///
     /// # Errors
-    /// What the system says of the socket.
+    /// The error of the system.
     pub fn adopt(&self, stream: std::net::TcpStream) -> io::Result<()> {
         let link = Box::new(TcpLink::adopt(stream)?);
         self.common.serving.store(true, Ordering::Release);
@@ -166,9 +168,10 @@ impl Messenger {
         Ok(())
     }
 
-    /// A session with whoever listens there. It is usable at once: what is sent before the peer answers is queued.
+    /// Begins a session with the messenger at an address. It is usable at once: messages are queued until the peer
+    /// answers.
     ///
-    /// Between lossless peers there is one session, whoever called first: calling again gives the same one.
+    /// Lossless peers have one session, whichever end connected first: connecting again returns the same one.
     pub fn connect(&self, address: &Address) -> Connection {
         let policy = &self.common.policy;
         let is_peer = policy.standby && !policy.server;
@@ -187,8 +190,8 @@ impl Messenger {
         connection
     }
 
-    /// Ends all sessions at once and waits for the threads. Close connections first where words must arrive: for those that were
-    /// closed it takes up to a second until the peer has everything.
+    /// Ends all sessions at once and waits for the threads. Close connections first if queued messages must arrive:
+    /// then this takes up to a second, until their peers have everything.
     pub fn stop(mut self) {
         self.end();
     }
@@ -234,17 +237,17 @@ impl Common {
     }
 }
 
-/// The token of those who have none: it proves nothing and is meant to.
+/// The token of messengers without one. It is public, and proves nothing.
 const OPEN_TOKEN: &[u8] = b"remora: open to anybody";
 
-/// Two generations of what a fast link brings in a hundredth of a second.
+/// Twice what a fast link brings in a hundredth of a second.
 const POOL_BYTES: usize = 64 << 20;
 
-/// Each costs a descriptor and a few kilobytes.
+/// Each session costs a descriptor and a few kilobytes.
 const MAX_SESSIONS: usize = 65_536;
 
-/// As many as are called at once when a server with very many clients comes back.
+/// As many connections as arrive at once when a server with very many clients comes back.
 const MAX_UNAUTHENTICATED: usize = 16_384;
 
-/// More workers than this serve nobody: connections do not move, and processors are fewer.
+/// More workers are of no use: there are fewer processors, and connections do not move between workers.
 const MAX_WORKERS: usize = 256;

@@ -1,12 +1,12 @@
-//! What becomes of a conversation when its link breaks, and how much of it may be under way: chosen by name.
+//! What happens to a session when its link breaks, and how much it may have under way: chosen by name.
 //!
-//! | constructor | who calls again | what is replayed | link gone | the other end is |
+//! | constructor | reconnects | replays | after the link is gone | the other end is |
 //! |---|---|---|---|---|
-//! | [`Policy::lossy_client`] | nobody | nothing | the owner is told, and asks again what it still wants to know | `stateless_server` |
-//! | [`Policy::stateless_server`] | nobody | nothing | forgotten | `lossy_client` |
-//! | [`Policy::lossless_client`] | this end | everything unacknowledged | called again until it answers | `stateful_server` |
-//! | [`Policy::stateful_server`] | the other end | everything unacknowledged | kept for a while for the client to come back | `lossless_client` |
-//! | [`Policy::lossless_peer`] | whoever has something to say | everything unacknowledged | called again when there is something to say | `lossless_peer` |
+//! | [`Policy::lossy_client`] | no | nothing | the owner is told, and repeats its requests | `stateless_server` |
+//! | [`Policy::stateless_server`] | no | nothing | the session is forgotten | `lossy_client` |
+//! | [`Policy::lossless_client`] | this end | everything unacknowledged | reconnects until the server answers | `stateful_server` |
+//! | [`Policy::stateful_server`] | the other end | everything unacknowledged | keeps the session for a while | `lossless_client` |
+//! | [`Policy::lossless_peer`] | either end that has messages | everything unacknowledged | reconnects when there are messages | `lossless_peer` |
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,53 +14,54 @@ use std::time::Duration;
 use crate::frame::Limits;
 use crate::throttle::Throttle;
 
-/// How the sessions of a messenger behave. Made by a named constructor; fields may then be changed.
+/// The behaviour of a messenger's sessions. Made by a named constructor, after which fields may be changed.
 #[derive(Debug, Clone)]
 pub struct Policy {
     /// Nothing is replayed: a message is written once, and a broken link ends the session.
     pub lossy: bool,
-    /// This end does not call; it waits to be called.
+    /// This end does not connect; it is connected to.
     pub server: bool,
-    /// A broken link with nothing left to say is not made again until there is.
+    /// A broken link is replaced only when there are messages to send.
     pub standby: bool,
-    /// Messages that may wait to be sent or acknowledged; beyond it `send` says so.
+    /// Messages that may wait to be sent or acknowledged. Beyond this `send` reports a full queue.
     pub send_messages: usize,
-    /// Bytes of the same.
+    /// Bytes that may wait to be sent or acknowledged.
     pub send_bytes: usize,
-    /// What may be received and not yet let go by the owner, over all sessions that share it.
+    /// Bounds what is received and not released by the owner, over all sessions that share it.
     pub receive: Arc<Throttle>,
-    /// Instead of `receive`: so many messages and bytes for each session, so that none waits for another one's owner.
+    /// Messages and bytes for each session, in place of `receive`: no session waits for the owner of another one.
     pub receive_each: Option<(usize, usize)>,
-    /// The longest bodies taken.
+    /// The longest bodies that are accepted.
     pub limits: Limits,
-    /// How long one attempt may take, from the call to `OPENED`.
+    /// Time limit for one attempt, from the connect to `OPENED`.
     pub opening_limit: Duration,
-    /// After this long without a word of the peer we ask whether it lives.
+    /// Silence of the peer after which it is sent a ping.
     pub ping_after: Duration,
-    /// After this long without a word the link counts as broken. Several times `ping_after`.
+    /// Silence of the peer after which the link counts as broken. Several times `ping_after`.
     pub silence_limit: Duration,
-    /// After this long without a message in either direction the session is closed, though the peer lives; `None`: it never is.
+    /// Time without a message in either direction after which the session is closed, although the peer is alive;
+    /// `None`: never.
     pub idle_limit: Option<Duration>,
-    /// The pause before the second attempt; each later one is twice as long, less a random part of up to a half.
+    /// Pause before the second attempt. Each later pause is twice as long, less a random part of up to a half.
     pub first_pause: Duration,
-    /// The longest pause.
+    /// The longest pause between attempts.
     pub longest_pause: Duration,
     /// How long a server keeps a session without a link.
     pub keep: Duration,
 }
 
 impl Policy {
-    /// Calls; forgets when the link breaks. Whoever asks idempotent questions wants this.
+    /// Connects; the session ends with its link. For idempotent requests.
     pub fn lossy_client() -> Policy {
         Policy { lossy: true, ..Policy::lossless_client() }
     }
 
-    /// Is called by lossy clients, and keeps nothing of those that are gone.
+    /// Is connected to by lossy clients, and keeps nothing of clients that have gone.
     pub fn stateless_server() -> Policy {
         Policy { lossy: true, server: true, ..Policy::lossless_client() }
     }
 
-    /// Calls, and calls again until everything it said has been heard.
+    /// Connects, and reconnects until everything sent is acknowledged.
     pub fn lossless_client() -> Policy {
         Policy {
             lossy: false,
@@ -81,18 +82,18 @@ impl Policy {
         }
     }
 
-    /// Is called by lossless clients, and keeps their sessions for [`Policy::keep`] when they are cut off.
+    /// Is connected to by lossless clients, and keeps their sessions for [`Policy::keep`] without a link.
     pub fn stateful_server() -> Policy {
         Policy { server: true, standby: true, ..Policy::lossless_client() }
     }
 
-    /// One of equals: either calls when it has something to say, and between two there is one session whoever called first. One
-    /// that does not listen cannot be called back, and so calls again at once.
+    /// One of two equal peers. Either one connects when it has messages, and the two have one session whichever
+    /// connected first. A peer that does not listen cannot be connected to, and so reconnects at once.
     pub fn lossless_peer() -> Policy {
         Policy { standby: true, ..Policy::lossless_client() }
     }
 
-    /// What a new session may have received and not let go.
+    /// The receive throttle of a new session.
     pub(crate) fn throttle(&self) -> Arc<Throttle> {
         match self.receive_each {
             Some((messages, bytes)) => Throttle::new(messages, bytes),
@@ -100,31 +101,31 @@ impl Policy {
         }
     }
 
-    /// With another bound on what is received and not yet let go.
+    /// Returns the policy with another bound on what is received and not released.
     pub fn with_receive(mut self, throttle: Arc<Throttle>) -> Policy {
         self.receive = throttle;
         self
     }
 }
 
-/// At a hundred thousand messages a second, some hundred milliseconds' worth.
+/// At a hundred thousand messages a second: about 150 milliseconds' worth.
 const SEND_MESSAGES: usize = 16 * 1024;
-/// As much as the kernel's own buffers hold on a fast link, several times over.
+/// Several times what the kernel's buffers hold on a fast link.
 const SEND_BYTES: usize = 64 << 20;
-/// As for sending.
+/// The same as for sending.
 const RECEIVE_MESSAGES: usize = 16 * 1024;
-/// Four of the longest messages at least.
+/// At least four of the longest messages.
 const RECEIVE_BYTES: usize = 128 << 20;
 /// Two resent SYNs and an overloaded host.
 const OPENING_LIMIT: Duration = Duration::from_secs(10);
-/// Short enough to find a dead host in half a minute, long enough that ten thousand idle sessions cost a thousand small
-/// packets a second.
+/// Short enough to find a dead host in half a minute. Long enough that ten thousand idle sessions cost only a thousand
+/// small packets a second.
 const PING_AFTER: Duration = Duration::from_secs(10);
-/// Three pings lost.
+/// Three lost pings.
 const SILENCE_LIMIT: Duration = Duration::from_secs(30);
-/// A restarted process is back within a few of these.
+/// A restarted process is back after a few of these.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
-/// A host that boots is found again within this.
+/// A host that boots is found again within this time.
 const LONGEST_PAUSE: Duration = Duration::from_secs(15);
-/// Longer than a host takes to boot, short enough that what clients left behind does not pile up.
+/// Longer than a host takes to boot. Short enough that the sessions of clients that have gone do not pile up.
 const KEEP: Duration = Duration::from_secs(300);

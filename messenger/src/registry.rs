@@ -1,4 +1,5 @@
-//! Which session an OPEN means. Shared by the workers of a messenger, and asked once per link, never per message.
+//! Finds the session that an OPEN names. Shared by the workers of a messenger, and asked once per link, never per
+//! message.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -13,19 +14,19 @@ pub(crate) struct Registry {
     names: HashMap<Name, Connection>,
 }
 
-/// How somebody can mean a session.
+/// A name of a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Name {
-    /// By our own cookie: whoever has been told it.
+    /// This end's cookie: the peer has been told it.
     Ours(u64),
-    /// By the peer's: who calls again because it never heard our answer.
+    /// The peer's cookie: a peer that connects again because it never received the answer.
     Theirs(Entity, u64),
-    /// By where the peer listens: two peers that call each other.
+    /// The address that the peer listens at: two peers that connect to each other.
     Address(SocketAddr),
 }
 
 impl Registry {
-    /// The session that an OPEN means.
+    /// The session that an OPEN names.
     pub(crate) fn find(&self, open: &Open) -> Option<&Connection> {
         if let Some(to) = open.to {
             return self.names.get(&Name::Ours(to.id));
@@ -34,18 +35,18 @@ impl Registry {
         by_cookie.or_else(|| self.names.get(&Name::Address(open.address?)))
     }
 
-    /// The session with whoever listens there.
+    /// The session with the peer that listens at an address.
     pub(crate) fn with_peer_at(&self, address: SocketAddr) -> Option<&Connection> {
         self.names.get(&Name::Address(address))
     }
 
-    /// Gives a session a name; the later one keeps it.
+    /// Gives a session a name. A name that is in use moves to this session.
     pub(crate) fn enter(&mut self, name: Name, connection: &Connection) {
         let before = self.names.insert(name, connection.clone());
         self.sessions += usize::from(before.is_none() && matches!(name, Name::Ours(_)));
     }
 
-    /// Forgets names, where they still mean that session.
+    /// Removes names that still belong to that session.
     pub(crate) fn leave(&mut self, names: &[Name], connection: &Connection) {
         for name in names {
             if self.names.get(name) == Some(connection) {
@@ -55,7 +56,7 @@ impl Registry {
         }
     }
 
-    /// How many sessions there are.
+    /// The number of sessions.
     pub(crate) fn sessions(&self) -> usize {
         self.sessions
     }

@@ -1,5 +1,5 @@
-//! Seals: a keyed hash at the end of each frame, over its direction, its number and all its bytes. A checksum finds accidents;
-//! only a seal finds intent. How both ends come by the key is the greeting's business ([`crate::handshake`]).
+//! Seals: a keyed hash at the end of each frame, over its direction, its number and all its bytes. A checksum finds
+//! accidental changes; a seal also finds deliberate ones. The key comes from the handshake ([`crate::handshake`]).
 
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
@@ -9,19 +9,20 @@ use remora_wire::derive;
 use crate::frame::{BODIES, Malformed};
 use crate::handshake::Role;
 
-/// A truncated HMAC-SHA256. Sixteen bytes: 2^-128 for one guess, and a wrong guess ends the connection.
+/// A truncated HMAC-SHA256. With sixteen bytes a guess succeeds with probability 2^-128, and a wrong guess ends the
+/// connection.
 pub type Seal = [u8; SEAL_BYTES];
 
-/// The seals of one direction of one connection, in order.
+/// The seals of one direction of a connection, in order.
 pub struct Seals {
-    /// Keyed once; each frame's seal starts from a copy.
+    /// Keyed once: each frame's seal starts from a copy.
     key: Hmac<Sha256>,
     direction: u8,
     sequence: u64,
 }
 
 impl Seals {
-    /// The seals of what `sender` sends, for a key that only the two ends know.
+    /// The seals of the frames that `sender` sends, for a key that only the two ends know.
     pub fn new(session_key: &[u8; 32], sender: Role) -> Seals {
         let (direction, label) = match sender {
             Role::Caller => (0, LABEL_CLIENT),
@@ -32,7 +33,7 @@ impl Seals {
         Seals { key, direction, sequence: 0 }
     }
 
-    /// The next frame's seal.
+    /// Computes the next frame's seal.
     pub fn next(&mut self, preamble: &[u8], head: &[u8], bodies: [&[u8]; BODIES]) -> Seal {
         let whole = self.hash(preamble, head, bodies).finalize().into_bytes();
         let mut seal = [0; SEAL_BYTES];
@@ -41,7 +42,7 @@ impl Seals {
         seal
     }
 
-    /// Whether `seal` is the one that the next frame must bear; in a time that does not depend on the bytes.
+    /// Checks the next frame's seal. The time it takes does not depend on the bytes compared.
     ///
     /// # Errors
     /// [`Malformed::Forged`].
@@ -65,14 +66,14 @@ impl Seals {
         let mut hash = self.key.clone();
         hash.update(&[self.direction]);
         hash.update(&self.sequence.to_le_bytes());
-        hash.update(preamble); // tells all lengths: what follows cannot be cut in another way
+        hash.update(preamble); // holds all lengths: the bytes that follow can be split in one way only
         hash.update(head);
         bodies.iter().for_each(|body| hash.update(body));
         hash
     }
 }
 
-/// Bytes of a seal.
+/// Length of a seal, in bytes.
 pub const SEAL_BYTES: usize = 16;
 
 const LABEL_CLIENT: &[u8] = b"message seals of the client";

@@ -1,120 +1,120 @@
-//! What frames mean: the heads of all tags, as fixed records. Pure.
+//! The meaning of frames: the heads of all tags, as fixed records. Pure.
 //!
-//! | tag | head | who says it, and when |
+//! | tag | head | sent by, and when |
 //! |---|---|---|
-//! | 1 `OPEN` | who we are, both cookies, attempt, how far we have heard | the connecting end, first |
-//! | 2 `OPENED` | the same of the other end | the answer that makes both ready |
-//! | 3 `RETRY` | attempt | your attempt is older than one that I know: count on from this one |
-//! | 4 `RESET` | – | I know nothing of the session that you want to go on with |
-//! | 5 `WAIT` | – | we have both called, and my call counts: wait for it |
-//! | 6 `REFUSED` | reason | no, and do not come back with the same |
-//! | 16 `MESSAGE` | number, acknowledgement, transaction, kind | any time when ready; front, middle and data are the owner's |
+//! | 1 `OPEN` | who this end is, both cookies, attempt, last message received | the connecting end, first |
+//! | 2 `OPENED` | the same for the other end | the answer that makes both ends ready |
+//! | 3 `RETRY` | attempt | your attempt is older than one that this end knows: continue from this one |
+//! | 4 `RESET` | – | this end does not know the session that you want to resume |
+//! | 5 `WAIT` | – | both ends have connected, and the sender's connection wins: wait for it |
+//! | 6 `REFUSED` | reason | no; do not repeat the same request |
+//! | 16 `MESSAGE` | number, acknowledgement, transaction, kind | at any time when ready; front, middle and data are the owner's |
 //! | 17 `ACK` | acknowledgement | when no message has carried it for a while |
 //! | 18 `PING`, 19 `PONG` | – | after a silence; the answer |
-//! | 20 `CLOSE` | – | I have said all that I will |
+//! | 20 `CLOSE` | – | the sender has sent everything |
 
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
 use crate::frame::{HEAD_BYTES, Malformed};
 
-/// Who an end is: one messenger, for as long as it lives.
+/// The identity of an end: one messenger, for as long as it exists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Entity(pub u64);
 
-/// Which session of an end: where it is found, and how often it has been begun anew since.
+/// Identifies a session at one end, and counts how often it was reset.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Cookie {
-    /// Random, unique at its end, and the same as long as the session's owner keeps the connection. Never 0.
+    /// Random, unique at its end, and the same for as long as the owner keeps the connection. Never 0.
     pub id: u64,
-    /// Counts the resets: a session that has forgotten is another one.
+    /// Counts the resets: a session that was forgotten is a different session.
     pub epoch: u32,
 }
 
-/// What both ends say of themselves when a link begins to serve a session.
+/// What each end says about itself when a link begins to serve a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Open {
-    /// Who speaks.
+    /// The sender.
     pub entity: Entity,
-    /// Where the speaker can be called back, if it listens.
+    /// Where the sender can be connected to, if it listens.
     pub address: Option<SocketAddr>,
-    /// The speaker's session.
+    /// The sender's session.
     pub from: Cookie,
-    /// The listener's session that the speaker means; `None` if it knows of none.
+    /// The receiver's session that the sender means; `None` if it knows of none.
     pub to: Option<Cookie>,
-    /// Counts the links that were made for this session, whoever made them.
+    /// Counts the links that either end has made for this session.
     pub attempt: u64,
-    /// The number of the last message that the speaker has taken.
+    /// Number of the last message that the sender has received.
     pub heard: u64,
-    /// The speaker's end is lossy: it replays nothing and wants nothing replayed.
+    /// The sender's end is lossy: it replays nothing and expects no replay.
     pub lossy: bool,
 }
 
-/// A frame of the session's own, without bodies.
+/// A frame of the session itself, without bodies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Signal {
-    /// See the table of the [module](self).
+    /// Names the session that a link is for.
     Open(Open),
-    /// As there.
+    /// Accepts the session.
     Opened(Open),
-    /// As there.
+    /// The attempt is older than one that the sender knows.
     Retry {
         /// The highest attempt known.
         attempt: u64,
     },
-    /// As there.
+    /// The sender does not know the session.
     Reset,
-    /// As there.
+    /// The sender's own connect wins.
     Wait,
-    /// As there.
+    /// The sender refuses the session.
     Refused(Refusal),
-    /// As there.
+    /// Acknowledges messages.
     Ack {
-        /// The number of the last message taken.
+        /// Number of the last message received.
         heard: u64,
     },
-    /// As there.
+    /// Asks for a PONG.
     Ping,
-    /// As there.
+    /// Answers a PING.
     Pong,
-    /// As there.
+    /// The sender has sent everything.
     Close,
 }
 
-/// Why an end will not talk.
+/// Why an end refuses a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// It serves nobody: it only connects, or it is stopping.
+    /// It accepts no sessions: it only connects, or it is stopping.
     #[error("it accepts no connections")]
     NotServing,
-    /// It holds as many sessions as it may.
+    /// It holds as many sessions as its limit allows.
     #[error("it has as many sessions as it allows: try again later, or raise its limit")]
     Full,
-    /// One end replays and the other forgets.
-    #[error("its policy is lossy where this end's is not, or the other way round: give both ends policies that fit")]
+    /// One end replays messages and the other does not.
+    #[error("one end is lossy and the other is not: give both ends policies that fit together")]
     Policy,
-    /// It has called itself.
-    #[error("it is this very messenger: connect to another address")]
+    /// It has connected to itself.
+    #[error("it is this messenger itself: connect to another address")]
     Oneself,
 }
 
 /// The head of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Label {
-    /// Counted from 1 in its direction of its session.
+    /// Counted from 1, per direction of a session.
     pub number: u64,
-    /// The number of the last message taken of the other direction.
+    /// Number of the last message received in the other direction.
     pub heard: u64,
-    /// Which question this answers, or any other name that the owner gives it.
+    /// The request that this answers, or any other number that the owner chooses.
     pub transaction: u64,
-    /// What the owner says it is.
+    /// The kind of message, chosen by the owner.
     pub kind: u16,
 }
 
-/// The tag of messages; all else is a [`Signal`].
+/// The tag of messages. Every other tag is a [`Signal`].
 pub const MESSAGE: u8 = 16;
 
 impl Label {
-    /// The head on the wire.
+    /// Encodes the head.
     pub fn encode(&self) -> [u8; LABEL_BYTES] {
         let mut head = [0; LABEL_BYTES];
         head[..8].copy_from_slice(&self.number.to_le_bytes());
@@ -124,6 +124,8 @@ impl Label {
         head
     }
 
+    /// Decodes a head.
+    ///
     /// # Errors
     /// [`Malformed::Content`].
     pub fn decode(head: &[u8]) -> Result<Label, Malformed> {
@@ -136,7 +138,7 @@ impl Label {
 }
 
 impl Signal {
-    /// The tag, and the head in the first so many bytes.
+    /// Encodes the tag, and the head with its length.
     pub fn encode(&self) -> (u8, [u8; HEAD_BYTES], usize) {
         let mut head = [0; HEAD_BYTES];
         let (tag, length) = match self {
@@ -154,10 +156,10 @@ impl Signal {
         (tag, head, length)
     }
 
-    /// Reads a head.
+    /// Decodes a head.
     ///
     /// # Errors
-    /// [`Malformed::Content`]: no such tag, or not its head.
+    /// [`Malformed::Content`]: there is no such tag, or the head is not one of that tag.
     pub fn decode(tag: u8, head: &[u8]) -> Result<Signal, Malformed> {
         let mut fields = Fields { rest: head, tag };
         let signal = match tag {
@@ -178,7 +180,8 @@ impl Signal {
 }
 
 impl Open {
-    /// Fixed places: entity, from, to, attempt, heard, address (IPv4 mapped into IPv6), port (0 for none), lossy: 67 bytes.
+    /// Fixed positions: entity, from, to, attempt, heard, address (IPv4 mapped into IPv6), port (0 for none), lossy: 67
+    /// bytes.
     fn put(&self, head: &mut [u8; HEAD_BYTES]) -> usize {
         let to = self.to.unwrap_or(Cookie { id: 0, epoch: 0 });
         let (ip, port) = match self.address {
@@ -240,7 +243,7 @@ fn to_v6(ip: IpAddr) -> Ipv6Addr {
     }
 }
 
-/// Lays a field down, and gives where the next one goes.
+/// Writes a field, and returns where the next one begins.
 fn put(head: &mut [u8], at: usize, field: &[u8]) -> usize {
     head[at..at + field.len()].copy_from_slice(field);
     at + field.len()
@@ -275,7 +278,7 @@ impl Fields<'_> {
         self.array().map(u64::from_le_bytes)
     }
 
-    /// Bytes that must be zero until a later version uses them.
+    /// Checks bytes that must be zero until a later version uses them.
     fn reserved<const N: usize>(&mut self) -> Result<(), Malformed> {
         let zero = self.array::<N>()? == [0; N];
         zero.then_some(()).ok_or(Malformed::Content { tag: self.tag })
@@ -297,7 +300,7 @@ const PING: u8 = 18;
 const PONG: u8 = 19;
 const CLOSE: u8 = 20;
 
-/// Bytes of a message's head.
+/// Length of a message's head, in bytes.
 pub const LABEL_BYTES: usize = 28;
 
 #[cfg(test)]

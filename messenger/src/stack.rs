@@ -1,11 +1,12 @@
-//! The transports, as a worker sees them: something that can be polled, sent to and received from in vectors, without waiting.
+//! The transports, as a worker sees them: connections that can be polled, and sent to and received from in vectors,
+//! without blocking.
 //!
 //! | address | stack | what it is |
 //! |---|---|---|
 //! | `tcp:HOST:PORT` | [`posix`] | a TCP socket |
-//! | `shm:PATH` | [`shm`] | two rings in shared memory, and a unix socket as their bell |
+//! | `shm:PATH` | [`shm`] | two rings in shared memory, and a unix socket as their waker |
 //! | `tls:HOST:PORT` | [`tls`] | TLS on a TCP socket |
-//! | `rdma:HOST:PORT` | [`rdma`] | a queue pair: SEND for what is small, READ for what is large |
+//! | `rdma:HOST:PORT` | [`rdma`] | a queue pair: SEND for small messages, READ for large ones |
 
 pub mod posix;
 pub mod rdma;
@@ -21,39 +22,39 @@ use std::str::FromStr;
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-/// One connection of a transport. No call waits: what cannot be done now is [`io::ErrorKind::WouldBlock`].
+/// A connection of a transport. No call blocks: what is not possible now is [`io::ErrorKind::WouldBlock`].
 pub trait Link: Send {
-    /// Becomes readable when there may be something to receive, or room to send again; while it calls, readable or writable when
-    /// there may be an answer.
+    /// Becomes readable when there may be something to receive, or room to send again. While connecting: readable or
+    /// writable when the connect may have completed.
     fn descriptor(&self) -> BorrowedFd<'_>;
 
-    /// Whether a call that was begun has been answered; asked when the descriptor says that it may have been.
+    /// Returns whether the connect has completed. Called when the descriptor says that it may have.
     ///
     /// # Errors
-    /// Why it was not, or would block: not yet.
+    /// Why the connect failed, or would block: it has not completed.
     fn finish_call(&mut self) -> io::Result<()>;
 
-    /// Sends the beginning of these bytes; how many it took. Of no bytes: sends on what it owes.
+    /// Sends bytes from the front, and returns how many. With no bytes: sends what the link holds back.
     ///
     /// # Errors
     /// The link is broken, or would block.
     fn send(&mut self, bytes: &[IoSlice<'_>]) -> io::Result<usize>;
 
-    /// Receives into this memory, filling one piece after the other; 0 is the end.
+    /// Receives into these buffers, one after the other; 0 is the end of the stream.
     ///
     /// # Errors
     /// The link is broken, or would block.
     fn receive(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize>;
 
-    /// Whether bytes that it took are not with the system yet: to be sent on when the descriptor is writable.
+    /// Whether the link holds back bytes that it took: call `send` when the descriptor is writable.
     fn has_unsent(&self) -> bool {
         false
     }
 
-    /// Where the peer is.
+    /// The peer's address.
     fn peer(&self) -> Address;
 
-    /// Where we are, as the peer sees it, if the transport has addresses.
+    /// The address of this end, as the peer sees it, if the transport has addresses.
     fn local(&self) -> Option<SocketAddr> {
         None
     }
@@ -63,45 +64,46 @@ pub trait Link: Send {
         None
     }
 
-    /// The worker is about to sleep on the descriptor: asks the peer to ring. Whether something came in the meantime.
+    /// Prepares for a sleep on the descriptor: the peer must wake this end from now on. Returns whether something came
+    /// in the meantime.
     fn arm(&mut self) -> bool {
         false
     }
 
-    /// The worker is awake: the peer need not ring.
+    /// Ends the sleep: the peer need not wake this end.
     fn disarm(&mut self) {}
 }
 
-/// Where links are accepted.
+/// Accepts links.
 pub trait Listener: Send {
-    /// Becomes readable when somebody calls.
+    /// Becomes readable when a peer connects.
     fn descriptor(&self) -> BorrowedFd<'_>;
 
-    /// The next one who calls.
+    /// Accepts the next link.
     ///
     /// # Errors
-    /// Nobody (would block), or what the system says.
+    /// There is none (would block), or the error of the system.
     fn accept(&mut self) -> io::Result<Box<dyn Link>>;
 
-    /// Where it listens, with the port that the system chose.
+    /// The address, with the port that the system chose.
     fn address(&self) -> Address;
 }
 
-/// Where a messenger listens or calls, and by which transport.
+/// An address of a transport.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Address {
     /// TCP.
     Tcp(SocketAddr),
     /// TLS on TCP; see [`tls::TlsOptions`].
     Tls(SocketAddr),
-    /// Shared memory of this host; the path of the unix socket where it is handed over. Empty for a peer that has called.
+    /// Shared memory of this host: the path of the unix socket that hands it over. Empty for a peer that has connected.
     Shm(PathBuf),
-    /// RDMA: the address of a device's port, and a port of the connection manager's own numbering.
+    /// RDMA: the address of a device's port, and a port number of the connection manager.
     Rdma(SocketAddr),
 }
 
-/// The transports of one messenger, with what each needs besides an address. What a transport shares between its links is made
-/// when the first is wanted.
+/// The transports of one messenger, with their settings. What a transport shares between its links is created with the
+/// first one.
 pub(crate) struct Stacks {
     tls: tls::TlsOptions,
     rdma: rdma::RdmaOptions,
@@ -113,10 +115,10 @@ impl Stacks {
         Stacks { tls, rdma, rdma_context: OnceLock::new() }
     }
 
-    /// Listens there.
+    /// Listens at an address.
     ///
     /// # Errors
-    /// What the system says.
+    /// The error of the system.
     pub(crate) fn listen(&self, address: &Address) -> io::Result<Box<dyn Listener>> {
         match address {
             Address::Tcp(address) => Ok(Box::new(posix::TcpListener::bind(*address)?)),
@@ -126,10 +128,10 @@ impl Stacks {
         }
     }
 
-    /// Begins to call there.
+    /// Begins to connect to an address.
     ///
     /// # Errors
-    /// What the system says at once; more may come by [`Link::finish_call`].
+    /// Immediate errors of the system. Later ones come from [`Link::finish_call`].
     pub(crate) fn call(&self, address: &Address) -> io::Result<Box<dyn Link>> {
         match address {
             Address::Tcp(address) => Ok(Box::new(posix::TcpLink::call(*address)?)),
@@ -139,8 +141,8 @@ impl Stacks {
         }
     }
 
-    /// Does what transports have put off and is due; when to do so again, if anything is left. A call costs next to nothing where
-    /// nothing was put off.
+    /// Performs deferred work of transports that is due. Returns when to call again, if any is left. Cheap if there is
+    /// none.
     pub(crate) fn tend(&self) -> Option<Instant> {
         self.rdma_context.get()?.tend()
     }
@@ -155,7 +157,7 @@ impl Stacks {
 }
 
 impl Address {
-    /// The address that peers on other hosts know it by, if there is one.
+    /// The address that peers on other hosts can use, if there is one.
     pub(crate) fn socket_address(&self) -> Option<SocketAddr> {
         match self {
             Address::Tcp(address) | Address::Tls(address) | Address::Rdma(address)
@@ -167,7 +169,7 @@ impl Address {
         }
     }
 
-    /// Another place by the same transport.
+    /// Another address of the same transport.
     pub(crate) fn elsewhere(&self, address: SocketAddr) -> Address {
         match self {
             Address::Rdma(_) => Address::Rdma(address),

@@ -1,28 +1,29 @@
-//! A bound on what is under way: so many messages, so many bytes. Whoever takes gets a [`Permit`] that gives back when it is
-//! dropped; whoever finds nothing left leaves word whom to wake.
+//! A bound on messages and bytes under way. Taking a share returns a [`Permit`], which gives the share back when
+//! dropped. A caller that finds no room can leave a waker.
 //!
-//! One message is always let in when nothing is under way, however long it is: a bound below one message would stop for ever.
+//! One message is always let in when nothing is under way, however long it is: a bound below one message would block
+//! for ever.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The bound, shared by all that it counts.
+/// The bound, shared by everything that it counts.
 pub struct Throttle {
     max_messages: u64,
     max_bytes: u64,
     /// Messages in the upper bits, bytes in the lower [`BYTE_BITS`]: both are taken and given back in one step.
     under_way: AtomicU64,
-    /// How many wait: looked at without the lock by everybody who gives back.
+    /// The number of wakers, which is read without the lock whenever a share is given back.
     waiting: AtomicUsize,
     waiters: Mutex<Vec<Waker>>,
 }
 
-/// Called once when something was given back.
+/// Called once when a share was given back.
 pub type Waker = Box<dyn FnOnce() + Send>;
 
 impl Throttle {
-    /// At most that many messages and bytes at once.
+    /// A throttle that admits at most that many messages and bytes at once.
     pub fn new(max_messages: usize, max_bytes: usize) -> Arc<Throttle> {
         Arc::new(Throttle {
             max_messages: max_messages.min(MAX_MESSAGES) as u64,
@@ -33,7 +34,7 @@ impl Throttle {
         })
     }
 
-    /// Takes one message of `bytes`, if there is room.
+    /// Takes a share for one message of `bytes`, if there is room.
     pub fn take(self: &Arc<Throttle>, bytes: usize) -> Option<Permit> {
         let share = ONE_MESSAGE + bytes.min(MAX_BYTES) as u64;
         let taken = self.under_way.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |held| {
@@ -44,15 +45,15 @@ impl Throttle {
         taken.is_ok().then(|| Permit { throttle: Arc::clone(self), share })
     }
 
-    /// As [`Throttle::take`]; if there is no room, `waker` is called when there may be. It may then be too late again.
+    /// Like [`Throttle::take`]. If there is no room, `waker` is called once there may be; another caller may be faster.
     pub fn take_or_wait(self: &Arc<Throttle>, bytes: usize, waker: impl FnOnce() + Send + 'static) -> Option<Permit> {
         if let Some(permit) = self.take(bytes) {
             return Some(permit);
         }
         self.lock().push(Box::new(waker));
         self.waiting.fetch_add(1, Ordering::SeqCst);
-        // What was given back between the two looks has woken nobody: look again.
-        self.take(bytes) // if that succeeds the waker stays and wakes for nothing: harmless, and rare
+        // A share that was given back between the two attempts has called no waker: try again.
+        self.take(bytes) // if this succeeds, the waker is called for nothing: harmless and rare
     }
 
     /// Messages and bytes under way.
@@ -89,7 +90,7 @@ impl fmt::Debug for Throttle {
     }
 }
 
-/// Room for one message, until it is dropped.
+/// The share of one message, until dropped.
 pub struct Permit {
     throttle: Arc<Throttle>,
     share: u64,
@@ -109,7 +110,7 @@ impl fmt::Debug for Permit {
 
 const BYTE_BITS: u32 = 40;
 const ONE_MESSAGE: u64 = 1 << BYTE_BITS;
-/// Bounds above these count as these: 8 million messages, 512 GiB. Half of what the bits hold, so that one more always fits.
+/// Larger bounds count as these: 8 million messages, 512 GiB. Half of what the bits hold, so that one more always fits.
 const MAX_MESSAGES: usize = (1 << (u64::BITS - BYTE_BITS)) / 2;
 const MAX_BYTES: usize = 1 << (BYTE_BITS - 1);
 
@@ -118,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_given_back_can_be_taken_again() {
+    fn a_share_given_back_can_be_taken_again() {
         let throttle = Throttle::new(2, 100);
         let first = throttle.take(60);
         assert!(first.is_some());
@@ -139,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_is_woken_by_the_next_that_gives_back() {
+    fn a_waiter_is_woken_when_a_share_is_given_back() {
         let throttle = Throttle::new(1, 100);
         let held = throttle.take(1);
         let woken = Arc::new(AtomicUsize::new(0));

@@ -1,4 +1,4 @@
-//! What is left behind: alone in its process, since it counts the process's descriptors.
+//! Nothing is left behind. The only test of its process, since it counts the process's descriptors.
 #![allow(clippy::unwrap_used, unreachable_pub)]
 
 #[path = "layer/kit.rs"]

@@ -1,5 +1,6 @@
-//! The layer over RDMA, in the virtual machine that has devices: every size, cuts, receivers that hold on, very little memory, links that
-//! come and go. What runs in there is ignored on the host; the last test boots the machine once and has this program run them.
+//! The layer over RDMA, in the virtual machine that has devices: every size, cuts, receivers that hold messages, very
+//! little memory, links that come and go. These tests are ignored on the host; the last test boots the machine once and
+//! has this program run them.
 #![allow(clippy::unwrap_used, unreachable_pub)]
 
 #[path = "layer/alike.rs"]
@@ -16,7 +17,7 @@ use remora_lab::{RdmaVm, require};
 use remora_messenger::stack::rdma::RdmaOptions;
 use remora_messenger::{Address, Options, Policy, Polling, SendError};
 
-/// The server is one node and the client another, so that what they say crosses a wire.
+/// Server and client are different nodes, so that traffic crosses a wire.
 const SERVER: u8 = 1;
 const CLIENT: u8 = 0;
 
@@ -59,23 +60,23 @@ mod in_the_machine {
 
     #[test]
     #[ignore = "runs in the RDMA machine"]
-    fn a_lossless_client_says_everything_once_though_its_links_are_cut() {
+    fn a_lossless_client_sends_everything_once_although_its_links_are_cut() {
         let options = options(RdmaOptions::default());
         let patience = Duration::from_secs(20);
-        alike::everything_is_said_once_though_links_are_cut(&server_address(), &options, 20_000, 500, 10, patience);
+        alike::everything_arrives_once_although_links_are_cut(&server_address(), &options, 20_000, 500, 10, patience);
     }
 
     #[test]
     #[ignore = "runs in the RDMA machine"]
-    fn a_receiver_that_holds_on_is_never_overrun() {
+    fn a_receiver_that_holds_messages_is_never_overrun() {
         let (options, while_held) = (options(RdmaOptions::default()), Duration::from_millis(100));
-        alike::a_receiver_that_holds_on_is_never_overrun(&server_address(), &options, 40, while_held);
+        alike::a_receiver_that_holds_messages_is_never_overrun(&server_address(), &options, 40, while_held);
     }
 
-    /// Twice as many links, one generation after another, as there is memory for at once: so what the dead had must come back.
+    /// Twice as many links, in generations, as there is memory for at once: memory of ended links must come back.
     #[test]
     #[ignore = "runs in the RDMA machine"]
-    fn the_memory_of_links_that_have_ended_serves_those_that_come() {
+    fn the_memory_of_ended_links_serves_new_ones() {
         // 512 receives, of which a link takes 13.
         let little = RdmaOptions { receive_bytes: 4 << 20, max_credits: 32, ..RdmaOptions::default() };
         let options = options(little);
@@ -99,10 +100,11 @@ mod in_the_machine {
         }
     }
 
-    /// A queue pair that has ended goes, with its epoll, by which it can be counted, though nothing happens any more.
+    /// A queue pair that has ended is destroyed, together with the epoll instance by which it is counted, although
+    /// nothing else happens.
     #[test]
     #[ignore = "runs in the RDMA machine"]
-    fn what_links_that_have_ended_leave_behind_goes_though_nobody_calls() {
+    fn retired_queue_pairs_are_destroyed_without_any_traffic() {
         let options = options(RdmaOptions::default());
         let server = end_with(Policy::stateless_server(), &options, Scribe::default());
         let address = server.messenger.listen(&server_address()).unwrap();
@@ -126,7 +128,7 @@ mod in_the_machine {
 
     #[test]
     #[ignore = "runs in the RDMA machine"]
-    fn a_lossy_client_is_told_when_its_server_goes_and_when_there_is_none() {
+    fn a_lossy_client_is_notified_when_its_server_ends_and_when_there_is_none() {
         let options = options(RdmaOptions::default());
         let server = end_with(Policy::stateless_server(), &options, Scribe::default());
         let address = server.messenger.listen(&server_address()).unwrap();
@@ -136,7 +138,7 @@ mod in_the_machine {
         until("the message", || server.scribe.taken() == [1]);
         server.messenger.stop();
         until("the end", || client.scribe.told().len() == 2);
-        until("no more letters", || matches!(connection.send(numbered(2)), Err(SendError::Over(_))));
+        until("no more messages", || matches!(connection.send(numbered(2)), Err(SendError::Over(_))));
         let nobody = client.messenger.connect(&address);
         until("no answer", || matches!(nobody.send(numbered(3)), Err(SendError::Over(_))));
     }

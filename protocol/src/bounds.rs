@@ -9,8 +9,8 @@ pub const NEWEST_VERSION: u16 = 3;
 /// Code of a refusal in the handshake: the server has no room for another conversation.
 pub const REFUSED_AS_BUSY: u8 = 3;
 
-/// The longest body of a message, in bytes. The longest message is a status that lists [`MAX_REPLICAS`] replicas; `message.rs`
-/// asserts at compile time that it fits.
+/// The longest body of a message, in bytes. The longest message is a status that lists [`MAX_REPLICAS`] replicas;
+/// `message.rs` asserts at compile time that it fits.
 pub const MAX_PAYLOAD_BYTES: u32 = 512 * 1024;
 
 /// Longest name of a replica, of a server or of a version, in bytes.

@@ -1,9 +1,10 @@
-//! The body of the fuzz target, which `cargo test` runs on every seed: any bytes must end in a value or an error, never in a
-//! panic or an endless loop.
+//! The body of the fuzz target, which `cargo test` runs on every seed: any bytes must end in a value or an error, never
+//! in a panic or an endless loop.
 
 use crate::Message;
 
-/// Decodes a message: the first byte is its tag, the others are its payload. What decodes must encode to the same bytes.
+/// Decodes a message: the first byte is its tag, the others are its payload. What decodes must encode to the same
+/// bytes.
 pub fn message(bytes: &[u8]) {
     let Some((&tag, payload)) = bytes.split_first() else {
         return;
@@ -41,7 +42,8 @@ mod tests {
         }
     }
 
-    /// Seeds that are refused at their first field would exercise little: each kind of message is there, under its name.
+    /// Seeds that are refused at their first field would exercise little: each kind of message is there, under its
+    /// name.
     #[test]
     fn the_seeds_hold_every_kind_of_message() {
         let decoded = |(name, bytes): &(String, Vec<u8>)| {

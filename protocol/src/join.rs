@@ -31,9 +31,8 @@ record!(Join {
 /// How a replica takes part in relaying slots to other replicas.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Relays {
-    /// Address and port at which others may read its slots, as "10.0.0.7:41234". An unspecified host stands for the
-    /// one that the
-    /// source sees it by. Empty: it does not serve.
+    /// Address and port at which others may read its slots, as "10.0.0.7:41234". An unspecified host stands for the one
+    /// that the source sees it by. Empty: it does not serve.
     pub serves_at: String,
     /// The operator's name for its location; at most [`MAX_ZONE_BYTES`]. Replicas prefer upstreams in the same zone.
     pub zone: String,

@@ -1,7 +1,7 @@
 //! The agents' control protocol: every message that a replica's agent and a source's agent exchange, and its layout.
 //!
-//! Pure: values in, bytes out, and back. Connections, time limits and queues are in the agent (`conversation`); frames, seals
-//! and the handshake are the message layer's (`remora-messenger`).
+//! Pure: values in, bytes out, and back. Connections, time limits and queues are in the agent (`conversation`); frames,
+//! seals and the handshake are the message layer's (`remora-messenger`).
 //!
 //! ```text
 //!   replica (client)                                              source (server)
@@ -20,16 +20,16 @@
 //!        │◀═════════════════════════════════════════════════════════════┤   content; pings when all is quiet
 //! ```
 //!
-//! A replica that lends its slots ([`Relays`]) is a server in the same way, to the replicas that the source sends to it: they
-//! send [`Message::ReadPeer`], and it answers with [`Message::PeerOffer`].
+//! A replica that lends its slots ([`Relays`]) is a server in the same way, to the replicas that the source sends to
+//! it: they send [`Message::ReadPeer`], and it answers with [`Message::PeerOffer`].
 //!
-//! A message is one message of the layer: its tag is the kind, its fields are the front, one after the other in the order in
-//! which their `record!` lists them. Every list, name and text has a bound ([`bounds`]). A receiver treats an unknown kind as
-//! the mark of a newer peer; a payload that ends early or late is malformed. `docs/protocol.md` describes every byte, and what
-//! the protocol protects against and what not.
+//! A message is one message of the layer: its tag is the kind, its fields are the front, one after the other in the
+//! order in which their `record!` lists them. Every list, name and text has a bound ([`bounds`]). A receiver treats an
+//! unknown kind as the mark of a newer peer; a payload that ends early or late is malformed. `docs/protocol.md`
+//! describes every byte, and what the protocol protects against and what not.
 //!
-//! Messages never carry slots, journal bytes or secrets. A region key says where memory is; reading it takes a secret that
-//! both ends derive from the session's key ([`remora_wire::derive()`]).
+//! Messages never carry slots, journal bytes or secrets. A region key says where memory is; reading it takes a secret
+//! that both ends derive from the session's key ([`remora_wire::derive()`]).
 //!
 //! # Versions, newest first
 //!
@@ -40,8 +40,10 @@
 //! # Modules
 //!
 //! - [`message`]: the messages. **Start here.**
-//! - [`join`], [`progress`]: what a replica's agent says of itself; [`offer`]: what a source answers; [`status`]: its report.
-//! - [`bounds`]: versions, and the limit of every field; [`module`]: the version of the commands between agents and module.
+//! - [`join`], [`progress`]: what a replica's agent says of itself; [`offer`]: what a source answers; [`status`]: its
+//!   report.
+//! - [`bounds`]: versions, and the limit of every field; [`module`]: the version of the commands between agents and
+//!   module.
 
 #![forbid(unsafe_code)]
 

@@ -28,8 +28,7 @@ pub enum Message {
         offset: u64,
     },
     /// Replica → source: the replica leaves, with this result. The source forgets it at once. A replica whose
-    /// connection merely closes
-    /// may come back.
+    /// connection merely closes may come back.
     Leave {
         /// The result, for programs.
         outcome: Outcome,
@@ -77,8 +76,8 @@ pub enum Message {
         /// If it does not: what to change, for people.
         text: String,
     },
-    /// Source → replica: the generation has ended. The replica drops what it has read of it; another
-    /// [`Message::Offer`] follows.
+    /// Source → replica: the generation has ended. The replica drops what it has read of it; another [`Message::Offer`]
+    /// follows.
     GenerationGone {
         /// The generation that has ended.
         generation: u64,
@@ -86,8 +85,7 @@ pub enum Message {
         text: String,
     },
     /// Source → replica: a refusal, after which the source closes the connection. The agents' conversation reports it
-    /// as an error,
-    /// never as a message.
+    /// as an error, never as a message.
     Refused {
         /// The reason, for programs.
         code: RefusalCode,
@@ -97,8 +95,7 @@ pub enum Message {
     /// Source → the peer that asked: the answer to [`Message::StatusQuery`].
     Status(StatusReport),
     /// Source → the peer that asked: the answer to [`Message::ProbeQuery`]. The memory holds no data, and is exported
-    /// until the
-    /// session ends.
+    /// until the session ends.
     ProbeOffer {
         /// One key per transport that the source offers, as in a [`TableOffer`].
         keys: Vec<Vec<u8>>,
@@ -186,8 +183,7 @@ impl Message {
     ///
     /// # Errors
     /// [`DecodeError::UnknownMessage`]: the tag belongs to a later version. [`DecodeError::Malformed`]: the payload
-    /// does not match
-    /// the tag.
+    /// does not match the tag.
     pub fn decode(tag: u8, payload: &[u8]) -> Result<Message, DecodeError> {
         let mut from = Reader::new(payload);
         let message = Message::take(tag, &mut from)?;

@@ -1,7 +1,7 @@
 //! What the agents and the server's module agree on. `docs/module.md` describes the commands.
 
-/// The version of the commands between the agents and the server's module (`REMORA.STATUS` reports it as `protocol`). Both
-/// sides work together only if they have the same one.
+/// The version of the commands between the agents and the server's module (`REMORA.STATUS` reports it as `protocol`).
+/// Both sides work together only if they have the same one.
 ///
 /// Versions, newest first:
 ///

@@ -62,8 +62,7 @@ pub struct TableOffer {
     /// Number of slots in the ring.
     pub slots: u32,
     /// The memory of a published slot never changes, not even after this generation ends: readers may use slots in
-    /// place, for as long
-    /// as they like.
+    /// place, for as long as they like.
     pub retained: bool,
     /// One key per transport that both ends support; opaque to this protocol. At most [`MAX_KEYS`] of at most
     /// [`MAX_KEY_BYTES`].

@@ -303,7 +303,7 @@ fn a_kind_that_we_do_not_know_means_that_the_peer_is_newer() {
 }
 
 #[test]
-fn an_announced_list_takes_memory_only_as_its_items_come() {
+fn an_announced_list_takes_memory_only_as_its_items_arrive() {
     let (tag, mut payload) = encoded(&status(Vec::new()));
     let count_at = payload.len() - 3 * 8 - 2;
     payload[count_at..count_at + 2].copy_from_slice(&(MAX_REPLICAS as u16).to_le_bytes());
@@ -324,7 +324,7 @@ fn a_long_explanation_is_cut_rather_than_refused() {
 }
 
 #[test]
-fn each_end_may_say_its_own_messages_only() {
+fn each_side_may_send_only_its_own_messages() {
     for (message, client, server) in [
         (Message::StatusQuery, true, false),
         (Message::ProbeQuery, true, false),

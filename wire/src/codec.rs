@@ -1,8 +1,8 @@
 //! Encodings of fields: little-endian numbers, and bounded names, texts, bytes and lists.
 //!
 //! Every encoding knows its greatest length ([`Codec::MAX_BYTES`]), so the compiler adds up the longest message. A
-//! reader never
-//! trusts a count: it compares the count with its bound first, and allocates memory only for items that are present.
+//! reader never trusts a count: it compares the count with its bound first, and allocates memory only for items that
+//! are present.
 
 use std::marker::PhantomData;
 
@@ -207,7 +207,7 @@ impl<C: Codec, const MAX: usize> Codec for List<C, MAX> {
     }
 }
 
-/// Implements [`Codec`](crate::codec::Codec) for a struct: its fields, one after the other, in the order given.
+/// Implements [`Codec`] for a struct: its fields, one after the other, in the order given.
 #[macro_export]
 macro_rules! record {
     ($record:ident { $($field:ident: $codec:ty),* $(,)? }) => {
@@ -227,7 +227,7 @@ macro_rules! record {
     };
 }
 
-/// Implements [`Codec`](crate::codec::Codec) for an enum without content: one byte.
+/// Implements [`Codec`] for an enum without content: one byte.
 #[macro_export]
 macro_rules! codes {
     ($name:ident is $what:literal { $($code:literal => $variant:ident),* $(,)? }) => {

@@ -1,7 +1,8 @@
-//! Proofs of possession: HMAC-SHA256, keyed by a secret, over a label and a transcript; and keys derived from a session's key.
+//! Proofs of possession: HMAC-SHA256, keyed by a secret, over a label and a transcript; and keys derived from a
+//! session's key.
 //!
-//! A label says what an HMAC is for. Each label ends with its only zero byte, so no label is a prefix of another one and no
-//! two purposes can be given the same input.
+//! A label says what an HMAC is for. Each label ends with its only zero byte, so no label is a prefix of another one
+//! and no two purposes can be given the same input.
 
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
@@ -21,7 +22,8 @@ pub fn verify(secret: &[u8], parts: &[&[u8]], candidate: &[u8]) -> bool {
     keyed(secret, parts).verify_slice(candidate).is_ok()
 }
 
-/// Derives another key from a session's key. Neither the session's key nor the key of another label can be computed from it.
+/// Derives another key from a session's key. Neither the session's key nor the key of another label can be computed
+/// from it.
 pub fn derive(session_key: &[u8; PROOF_BYTES], label: &[u8]) -> [u8; PROOF_BYTES] {
     proof(session_key, &[LABEL_DERIVE, label])
 }

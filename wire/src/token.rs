@@ -1,6 +1,5 @@
 //! The secret that both ends share, and the file that holds it. It keys HMACs and has no other use: it never crosses a
-//! wire, and
-//! nobody has to remember it.
+//! wire, and people need not remember it.
 
 use std::fmt;
 use std::fs::File;
@@ -11,8 +10,7 @@ use std::path::{Path, PathBuf};
 /// A token. Debug output hides it, and it is overwritten when dropped.
 ///
 /// Overwriting is best effort: without `unsafe` the compiler may drop the write, and copies made by the allocator or
-/// the kernel
-/// are out of reach.
+/// the kernel are out of reach.
 pub struct Token(Vec<u8>);
 
 impl Token {
@@ -111,8 +109,7 @@ fn check_mode(path: &Path, facts: &std::fs::Metadata) -> Result<(), TokenError> 
     Ok(()) // a pipe (`--token-file <(…)`) or a device: its mode does not say which users read it
 }
 
-/// Shortest token, in bytes. An attacker who records one handshake can try tokens offline; 16 random bytes resist
-/// that.
+/// Shortest token, in bytes. An attacker who records one handshake can try tokens offline; 16 random bytes resist that.
 pub const MIN_BYTES: usize = 16;
 
 /// Longest token, in bytes. Far more than a secret needs: a longer file is probably some other file.

@@ -1,5 +1,5 @@
-//! What can go wrong in a conversation, sorted by who can act on it. Not here: what is wrong with a token's file
-//! ([`remora_wire::TokenError`]); that is found before there is anybody to talk to.
+//! Why a conversation failed, sorted by who can act on it. Errors of the token file are [`remora_wire::TokenError`]:
+//! they are found before any peer is involved.
 
 use std::io;
 use std::sync::Arc;
@@ -9,27 +9,27 @@ use remora_messenger::handshake::{HandshakeError, Versions};
 use remora_protocol::{DecodeError, REFUSED_AS_BUSY, RefusalCode, Side};
 use remora_wire::{Malformed, TooLarge};
 
-/// A [`Fault`] and the peer with whom it happened.
+/// A [`Fault`] and the peer that it happened with.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{peer}: {fault}")]
 pub struct Error {
-    /// The peer's address, or what was typed for it where it could not be resolved.
+    /// The peer's address, or the name that was given for it if it could not be resolved.
     pub peer: String,
-    /// What happened.
+    /// The failure.
     pub fault: Fault,
 }
 
-/// The outcome of a conversation's step.
+/// The result of an operation on a conversation.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What happened, without saying with whom.
+/// A failure, without the peer.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum Fault {
-    // Whoever set up the two ends can act: trying again changes nothing.
-    /// Something else listens, or calls, there.
+    // The operator can act: another attempt without a change fails in the same way.
+    /// The peer is another program.
     #[error("this is not a Remora agent: it {looks_like}; check the address and the port")]
     NotRemora {
-        /// What it seems to be, as the end of "it …".
+        /// What the peer seems to be, as the end of a sentence that begins with "it".
         looks_like: String,
     },
     /// The two ends have no version of the protocol in common.
@@ -37,122 +37,125 @@ pub enum Fault {
     NoCommonVersion {
         /// What the peer speaks.
         theirs: Versions,
-        /// What we speak.
+        /// What this end speaks.
         ours: Versions,
     },
-    /// One end could not prove that it holds the token of the other.
+    /// One end could not prove that it holds the other end's token.
     #[error(
         "the {peer} does not hold the same token as this end{}: give both ends the same token file",
         if *.said_by_peer { " (so the peer says)" } else { "" }
     )]
     WrongToken {
-        /// Which end the peer is.
+        /// The side of the peer.
         peer: Side,
-        /// The peer found it out and told us; otherwise its proof failed here, which is also what an altered handshake looks like.
+        /// The peer rejected our proof and said so. Otherwise its proof failed here, which an altered handshake also
+        /// causes.
         said_by_peer: bool,
     },
-    /// The peer understood and will not.
+    /// The peer refuses the request.
     #[error("refused: {text} ({code})")]
     Refused {
-        /// Why, for programs.
+        /// The reason, for programs.
         code: RefusalCode,
-        /// Why, for people: the peer's own words.
+        /// The reason, for people, in the peer's words.
         text: String,
     },
-    /// The peer sent a message of a later version.
+    /// The peer sent a message of a later version of the protocol.
     #[error("sent a message of the unknown kind {tag:#04x}: the peer is newer; upgrade this end")]
     UnknownMessage {
-        /// The frame's tag.
+        /// The message's tag.
         tag: u8,
     },
 
-    // The network, or the peer's host: worth another attempt after a while.
-    /// The name has no address.
-    #[error("the address cannot be resolved: {0}; check its spelling, and that it is HOST:PORT")]
+    // The network or the peer's host can recover: another attempt may succeed after a while.
+    /// The host name cannot be resolved.
+    #[error("the address cannot be resolved: {0}; check its spelling, and that it has the form HOST:PORT")]
     Unresolved(Arc<io::Error>),
-    /// Nobody listens there, or the way is blocked.
+    /// No process listens at the address, or a firewall blocks it.
     #[error("cannot be reached: {0}; is the source running, and does it listen there?")]
     Unreachable(Arc<io::Error>),
-    /// No answer in time while connecting or greeting.
+    /// Connecting or the handshake took too long.
     #[error("{doing} took longer than {limit:?}: the host does not answer, or it is not a Remora agent")]
     TimedOut {
-        /// What was being done.
+        /// The operation.
         doing: &'static str,
-        /// The limit that was passed.
+        /// The limit that was exceeded.
         limit: Duration,
     },
-    /// The source holds as many conversations as it allows.
+    /// The source holds as many conversations as its limit allows.
     #[error("has as many conversations as it allows: try again later, or raise its limit")]
     Busy,
-    /// Not a single frame, not even the answer to a ping, for too long.
+    /// No frame arrived for too long, not even the answer to a ping.
     #[error("has been silent for {limit:?}: it hangs, its host is down, or the network is cut")]
     PeerSilent {
-        /// The limit that was passed.
+        /// The limit that was exceeded.
         limit: Duration,
     },
-    /// The peer takes no bytes off the connection.
+    /// The peer does not read from the connection.
     #[error("has not read what we sent for {limit:?}: it hangs, or the network is cut")]
     PeerNotReading {
-        /// The limit that was passed.
+        /// The limit that was exceeded.
         limit: Duration,
     },
-    /// The connection ended before both ends had proved themselves.
+    /// The connection ended before the handshake was complete.
     #[error(
-        "closed the connection during the greeting: it is stopping, or it is not a Remora agent; its log may say more"
+        "closed the connection during the handshake: it is stopping, or it is not a Remora agent; its log may say more"
     )]
     ClosedEarly,
-    /// The connection ended. It is never a way of saying "done": that is [`remora_protocol::Message::Leave`], which nobody can forge.
+    /// The connection ended. This never means success: a peer that is done sends [`remora_protocol::Message::Leave`],
+    /// which cannot be forged.
     #[error("closed the connection")]
     Closed,
-    /// The system failed a read or a write.
+    /// A read or a write failed.
     #[error("{doing} failed: {error}")]
     Io {
-        /// What was being done.
+        /// The operation.
         doing: &'static str,
-        /// The system's answer.
+        /// The error of the system.
         error: Arc<io::Error>,
     },
-    /// The system has no random bytes, without which no proof is worth anything.
+    /// The system provides no random bytes, which every handshake needs.
     #[error("no random bytes from the system: {0}")]
     NoRandomness(String),
 
-    // The peer is broken, or somebody stands between.
-    /// Bytes that are no frame, or a frame that holds no message.
-    #[error("sent something garbled: {0}")]
+    // The peer is broken, or the bytes were altered on their way.
+    /// Bytes that are not a message.
+    #[error("sent a malformed message: {0}")]
     Garbled(#[from] Malformed),
-    /// What else may fail in the greeting.
-    #[error("the greeting failed: {0}")]
+    /// Another failure of the handshake.
+    #[error("the handshake failed: {0}")]
     Greeting(HandshakeError),
-    /// Bytes that are no frame of the message layer.
-    #[error("sent something garbled: {0}")]
+    /// Bytes that are not a frame of the message layer.
+    #[error("sent a malformed frame: {0}")]
     Frame(remora_messenger::frame::Malformed),
-    /// A good frame at a moment, or from an end, that has no use for it.
+    /// A valid message that the peer may not send, or not now.
     #[error("sent {what} out of turn")]
     OutOfTurn {
-        /// What it sent.
+        /// What the peer sent.
         what: String,
     },
-    /// A frame whose seal does not hold.
-    #[error("frame {sequence} does not bear a valid seal: it was altered, repeated, left out or put in on its way")]
+    /// A frame whose seal is not valid.
+    #[error("frame {sequence} has no valid seal: frames were altered, repeated, dropped or inserted on their way")]
     Forged {
-        /// The sequence number that the frame should have borne, counted from 0 in its direction.
+        /// The sequence number that the frame should have had, counted from 0 in its direction.
         sequence: u64,
     },
 
-    // We were misused: a mistake of the caller.
-    /// A message that does not fit the protocol's bounds.
-    #[error("cannot be told this: {0}")]
+    // A mistake of the caller.
+    /// The message exceeds the protocol's bounds.
+    #[error("message cannot be encoded: {0}")]
     TooLarge(#[from] TooLarge),
-    /// The send queue is full ([`crate::conversation::Sender::try_send`] only; [`crate::conversation::Sender::send`] waits instead).
-    #[error("has yet to take the last {queued} messages")]
+    /// The send queue is full. Only [`crate::conversation::Sender::try_send`] reports this;
+    /// [`crate::conversation::Sender::send`] waits.
+    #[error("has not read the last {queued} messages")]
     QueueFull {
-        /// The queue's length in messages.
+        /// The length of the queue, in messages.
         queued: usize,
     },
 }
 
 impl Fault {
-    /// Whether the same attempt may succeed after a while without anybody changing anything.
+    /// Whether the same attempt may succeed later without any change by an operator.
     pub fn may_pass(&self) -> bool {
         match self {
             Fault::NotRemora { .. }
@@ -180,20 +183,20 @@ impl Fault {
         }
     }
 
-    /// The failure of a handshake with a peer of that side.
+    /// The fault that a failed handshake with a peer of that side is.
     pub(crate) fn greeting(error: &HandshakeError, peer: Side) -> Fault {
         match error.clone() {
             HandshakeError::NotRemora { looks_like } => Fault::NotRemora { looks_like },
             HandshakeError::NoCommonVersion { theirs, ours } => Fault::NoCommonVersion { theirs, ours },
             HandshakeError::WrongToken { said_by_peer } => Fault::WrongToken { peer, said_by_peer },
             HandshakeError::Refused { code: REFUSED_AS_BUSY, .. } => Fault::Busy,
-            HandshakeError::TimedOut { limit } => Fault::TimedOut { doing: "the greeting", limit },
+            HandshakeError::TimedOut { limit } => Fault::TimedOut { doing: "the handshake", limit },
             HandshakeError::OutOfTurn { tag } => Fault::OutOfTurn { what: format!("a frame of the kind {tag:#04x}") },
             other @ (HandshakeError::Refused { .. } | HandshakeError::Frame(_)) => Fault::Greeting(other),
         }
     }
 
-    /// The same, said of a peer.
+    /// Adds the peer.
     pub fn of(self, peer: impl ToString) -> Error {
         Error { peer: peer.to_string(), fault: self }
     }

@@ -1,10 +1,10 @@
-//! Door: the one port that a source opens, or a replica that lends its slots to others, and who comes in by it.
+//! The one port that a source opens, or a replica that serves its slots to others.
 //!
-//! Control connections and data lanes never share a connection, but they share the port, so that a firewall needs one hole.
-//! They say in their first eight bytes which they are; those are looked at, not taken, before either is given to its own.
+//! Control connections and data lanes are separate connections that share the port, so a firewall needs one rule. Their
+//! first eight bytes tell them apart; the listener peeks at these bytes and leaves them in the socket.
 //!
-//! At most [`GREETINGS_LIMIT`] connections may be in their greeting at once; whoever says nothing is shut out after
-//! [`FIRST_WORD_LIMIT`].
+//! At most [`GREETINGS_LIMIT`] connections may be in their handshake at once. A connection that sends nothing is closed
+//! after [`FIRST_WORD_LIMIT`].
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -19,16 +19,17 @@ use tokio::task::JoinHandle;
 use super::{Connection, Endpoint, Error, Receiver};
 use crate::exit::Failure;
 
-/// Connections that may be in their greeting at once: a burst of replicas, but not a flood of strangers.
+/// Connections that may be in their handshake at once: enough for a burst of replicas, and a bound for a flood of other
+/// connections.
 const GREETINGS_LIMIT: usize = 64;
 
-/// How long a connection may take for its first eight bytes.
+/// Time limit for the first eight bytes of a connection.
 const FIRST_WORD_LIMIT: Duration = Duration::from_secs(5);
 
-/// How long to wait after the system refused to accept (too many open files, as a rule).
+/// Pause after the system failed to accept a connection, usually because too many files are open.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 
-/// The listening port. Dropping it closes it.
+/// A listening port. Dropping it closes the port.
 pub(crate) struct Listener {
     address: SocketAddr,
     task: JoinHandle<()>,
@@ -46,18 +47,18 @@ impl Drop for Listener {
     }
 }
 
-/// Takes the port. The address that it gives back has the true port where any free one was asked for. `who` listens, as told by
-/// `option`.
+/// Binds the port. The address returned has the actual port if any free one was requested. `who` listens, as `option`
+/// says: both are for the error's text.
 pub(crate) async fn bind(listen: SocketAddr, who: &str, option: &str) -> Result<(TcpListener, SocketAddr), Failure> {
     let closed = |error: std::io::Error| {
-        Failure::local(format!("{who} can't listen on {listen}: {error}; name another address with {option}"))
+        Failure::local(format!("{who} cannot listen on {listen}: {error}; set another address with {option}"))
     };
     let listener = TcpListener::bind(listen).await.map_err(closed)?;
     let address = listener.local_addr().map_err(closed)?;
     Ok((listener, address))
 }
 
-/// Opens it. Whoever has proved to hold the token is given to `incoming`.
+/// Starts listening. Authenticated connections are sent to `incoming`.
 pub(crate) fn start<T>(
     (listener, address): (TcpListener, SocketAddr),
     conversations: Endpoint,
@@ -74,7 +75,7 @@ where
             let (stream, peer) = match listener.accept().await {
                 Ok(accepted) => accepted,
                 Err(error) => {
-                    tracing::warn!(%error, "a connection could not be accepted");
+                    tracing::warn!(%error, "cannot accept a connection");
                     tokio::time::sleep(ACCEPT_PAUSE).await;
                     continue;
                 }
@@ -86,7 +87,7 @@ where
             let (conversations, lanes, incoming) = (conversations.clone(), lanes.clone(), incoming.clone());
             tokio::spawn(async move {
                 if let Err(text) = greet(stream, &conversations, &lanes, &incoming).await {
-                    tracing::warn!(%peer, "a connection was turned away: {text}");
+                    tracing::warn!(%peer, "connection rejected: {text}");
                 }
                 drop(permit);
             });
@@ -110,8 +111,8 @@ async fn greet<T: From<Connection>>(
     incoming.send(connection.into()).await.map_err(|_| "this agent is stopping".to_string())
 }
 
-/// Passes on what is heard in a conversation, in the owner's words, until it is over or nobody listens any more. Its end, as an error, is
-/// the last.
+/// Forwards everything a conversation receives, as the owner's events, until it ends or `incoming` is closed. The last
+/// event is the error that ended it.
 pub(crate) fn listen_to<T: Send + 'static>(
     mut receiver: Receiver,
     incoming: mpsc::Sender<T>,
@@ -128,23 +129,23 @@ pub(crate) fn listen_to<T: Send + 'static>(
     });
 }
 
-/// Whether a connection begins as data lanes do.
+/// Whether a connection is a data lane.
 async fn is_lane(stream: &TcpStream) -> Result<bool, String> {
     let mut magic = [0; LANE_MAGIC.len()];
     let peek = async {
         loop {
             let n = stream.peek(&mut magic).await?;
-            // A word that has already gone another way need not be whole to be told apart.
+            // A magic that differs already need not be complete.
             if n == magic.len() || n == 0 || magic[..n] != LANE_MAGIC[..n] {
                 return std::io::Result::Ok(n);
             }
-            // The rest of the word is on its way; peeking again at once would only spin.
+            // The rest of the magic is under way. Peeking again at once would only spin.
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
     };
     match tokio::time::timeout(FIRST_WORD_LIMIT, peek).await {
         Ok(Ok(n)) => Ok(n == magic.len() && magic == LANE_MAGIC),
         Ok(Err(error)) => Err(error.to_string()),
-        Err(_) => Err(format!("it said nothing for {} s", FIRST_WORD_LIMIT.as_secs())),
+        Err(_) => Err(format!("it sent nothing for {} s", FIRST_WORD_LIMIT.as_secs())),
     }
 }

@@ -1,16 +1,18 @@
-//! The agents' conversation on the message layer: tokio on one side, a [`Messenger`] on the other. Framing, seals, time-outs and
-//! back-pressure are the layer's; here messages become frames' bodies and back, and callbacks become something to await.
+//! Conversations between agents: tokio on one side, a [`Messenger`] on the other. The layer does framing, seals, time
+//! limits and back-pressure. This module turns messages into bodies of the layer's messages and back, and callbacks
+//! into futures.
 //!
 //! ```text
 //!   Sender ──▶ Connection::send (bounded) ──▶ ┌───────────┐
 //!   (cloneable)                               │ Messenger │ one worker for all conversations of an Endpoint
 //!   Receiver ◀── mailbox ◀── Post ◀── callbacks └─────────┘
-//!   (who does not call `receive` lets go of nothing: its peer is not read any more, and waits)
+//!   (an owner that does not call `receive` holds the mailbox full: its peer is not read, and waits)
 //! ```
 //!
-//! Sessions are lossy ([`Policy::lossy_client`], [`Policy::stateless_server`]): an agent whose link breaks says anew who it is and
-//! how far it has come, which is more than a replay could tell. The layer's pings come from the worker's thread, so they prove that
-//! the peer's process and the way to it live, not that its work goes on: that is what [`remora_protocol::Progress`] proves.
+//! Sessions are lossy ([`Policy::lossy_client`], [`Policy::stateless_server`]): an agent whose link breaks connects
+//! again and reports its state anew, which says more than a replay. The layer's pings come from the worker's thread.
+//! They prove that the peer's process and the network work, but not that the peer makes progress:
+//! [`remora_protocol::Progress`] proves that.
 
 pub mod error;
 pub(crate) mod listener;
@@ -38,18 +40,18 @@ pub use self::error::{Error, Fault, Result};
 use self::post::{Introduced, Post};
 pub use remora_wire::{Token, derive};
 
-/// Time limits and sizes of a conversation. The defaults are for agents; tests take shorter ones.
+/// Time limits and sizes of a conversation. The defaults are for agents; tests use shorter limits.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// How long a connection may take to come about, greeting included, for each of a name's addresses.
+    /// Time limit for connecting, handshake included, for each address of a name.
     pub connect_timeout: Duration,
-    /// How long the greeting of somebody who has connected to us may take, from its first byte to the opened session.
+    /// Time limit for the handshake of an accepted connection, from its first byte to the open session.
     pub handshake_timeout: Duration,
-    /// How long the peer may say nothing before we ask whether it lives.
+    /// Silence after which the peer is sent a ping.
     pub ping_after: Duration,
-    /// How long the peer may say nothing, or take nothing, before we give it up. Several times `ping_after`.
+    /// How long the peer may send nothing, or read nothing, before the conversation ends. Several times `ping_after`.
     pub silence_limit: Duration,
-    /// Messages that may wait to be sent.
+    /// Length of the send queue, in messages.
     pub send_queue: usize,
 }
 
@@ -83,10 +85,10 @@ impl Options {
     }
 }
 
-/// Connects to a source, and proves to each other that both ends hold the token.
+/// Connects to a source. Both ends prove to each other that they hold the token.
 ///
 /// # Errors
-/// [`Fault`] of every kind up to [`Fault::ClosedEarly`]; [`Fault::may_pass`] tells which are worth another attempt.
+/// Every [`Fault`] up to [`Fault::ClosedEarly`]. [`Fault::may_pass`] says which are worth another attempt.
 pub async fn connect(addr: impl ToSocketAddrs, token: &Token, options: &Options) -> Result<Connection> {
     let looked_up = timeout(options.connect_timeout, tokio::net::lookup_host(addr)).await;
     let addresses = match looked_up {
@@ -100,7 +102,7 @@ pub async fn connect(addr: impl ToSocketAddrs, token: &Token, options: &Options)
     for address in addresses {
         match engine.call(address).await {
             Ok(connection) => return Ok(connection),
-            // Whoever answers is the source that was meant: another address of the name is not tried behind its back.
+            // A host that answers is the source: another address of its name is not tried after it has refused.
             Err(fault @ (Fault::Unreachable(_) | Fault::TimedOut { .. })) => last = fault.of(address),
             Err(fault) => return Err(fault.of(address)),
         }
@@ -108,39 +110,41 @@ pub async fn connect(addr: impl ToSocketAddrs, token: &Token, options: &Options)
     Err(last)
 }
 
-/// Tells a connection that there is no room for it ([`Fault::Busy`] at its end), reads nothing, and closes it. Takes no
-/// longer than a second.
+/// Refuses a connection because there is no room for it, reads nothing from it, and closes it. The peer gets
+/// [`Fault::Busy`]. Takes at most a second.
 pub async fn turn_away(mut stream: TcpStream) {
     let said = async {
         stream.write_all(&handshake::refuse(REFUSED_AS_BUSY, "", VERSIONS)).await?;
         stream.shutdown().await?;
         let mut piece = [0; TURNED_AWAY_PIECE_BYTES];
-        while stream.read(&mut piece).await? > 0 {} // closed with unread bytes in it, it would lose what it was told
+        while stream.read(&mut piece).await? > 0 {} // closing with unread bytes would discard the refusal
         std::io::Result::Ok(())
     };
-    let _ = timeout(LINGER, said).await; // it was a courtesy: what became of it changes nothing
+    let _ = timeout(LINGER, said).await; // best effort: the outcome does not matter
 }
 
-/// A source's end of all its conversations. Those that it has made may outlive it.
+/// The accepting end of conversations. The conversations may outlive it.
 #[derive(Debug)]
 pub struct Endpoint(Arc<Engine>);
 
 impl Endpoint {
-    /// Starts it.
+    /// Starts the messenger.
     ///
     /// # Errors
-    /// The system gives no thread or no random bytes.
+    /// The system provides no thread or no random bytes.
     pub fn new(token: &Token, options: &Options) -> Result<Endpoint> {
         Engine::start(Side::Server, token, options).map(Endpoint)
     }
 
-    /// Greets whoever has connected to us. Nothing of the stream may have been read yet (but peeked at).
+    /// Performs the handshake on an accepted connection. No byte may have been read from the stream, but it may have
+    /// been peeked at.
     ///
-    /// A peer that has not proved itself holds at most one small frame of our memory, and for no longer than
-    /// [`Options::handshake_timeout`]. How many of them there may be at once is the caller's to bound; see [`turn_away`].
+    /// A peer that has not authenticated holds at most one small frame of memory, for at most
+    /// [`Options::handshake_timeout`]. The caller limits how many such peers there are; see [`turn_away`].
     ///
     /// # Errors
-    /// As [`connect`]. What the peer could mend has been told it; everything else it met silence.
+    /// As [`connect`]. A peer whose operator can fix the failure is told the reason; any other connection is closed
+    /// without an answer.
     pub async fn accept(&self, stream: TcpStream) -> Result<Connection> {
         let peer =
             stream.peer_addr().map_err(|error| Fault::io("asking for the peer's address", error).of("a peer"))?;
@@ -148,7 +152,7 @@ impl Endpoint {
     }
 }
 
-/// A messenger and who takes its callbacks; ended by the last conversation that it carries.
+/// A messenger and the receiver of its callbacks. Kept alive by the conversations that it carries.
 #[derive(Debug)]
 struct Engine {
     messenger: Option<Messenger>,
@@ -180,10 +184,10 @@ impl Engine {
     async fn greet(self: &Arc<Engine>, stream: TcpStream, peer: SocketAddr) -> Result<Connection, Fault> {
         let stream = stream.into_std().map_err(|error| Fault::io("setting up the socket", error))?;
         let limit = self.options.handshake_timeout;
-        self.meet(peer, "the greeting", limit, |messenger| messenger.adopt(stream)).await
+        self.meet(peer, "the handshake", limit, |messenger| messenger.adopt(stream)).await
     }
 
-    /// Begins something by which the peer at that address becomes known, and waits for that.
+    /// Begins a handshake with the peer at that address, and waits for its outcome.
     async fn meet(
         self: &Arc<Engine>,
         peer: SocketAddr,
@@ -195,7 +199,8 @@ impl Engine {
         let expected = self.post.expect(peer);
         let messenger = self.messenger.as_ref().ok_or(Fault::Closed)?;
         begin(messenger).map_err(|error| Fault::io("setting up the socket", error))?;
-        // The layer has the same limit, and knows better why; this one is for the case that it never came to it.
+        // The layer has the same limit, and its error is more precise. This limit is for the case that the layer never
+        // began.
         let introduced = match timeout(limit + LINGER, expected).await {
             Ok(Ok(introduced)) => introduced?,
             Ok(Err(_)) => return Err(Fault::ClosedEarly),
@@ -206,7 +211,7 @@ impl Engine {
 
     fn start_conversation(self: &Arc<Engine>, peer: SocketAddr, introduced: Introduced) -> Connection {
         let Introduced { channel, negotiated, mailbox, failure } = introduced;
-        tracing::debug!(%peer, session = negotiated.number, "both ends have proved themselves");
+        tracing::debug!(%peer, session = negotiated.number, "handshake complete");
         let facts = Arc::new(Facts {
             side: self.side,
             peer,
@@ -224,7 +229,7 @@ impl Engine {
 }
 
 impl Drop for Engine {
-    /// Ending a messenger waits for its thread, and that for last words: not on a thread that serves tasks.
+    /// Stops the messenger on a thread that may block: stopping waits for the worker's thread.
     fn drop(&mut self) {
         let messenger = self.messenger.take();
         match tokio::runtime::Handle::try_current() {
@@ -234,7 +239,7 @@ impl Drop for Engine {
     }
 }
 
-/// A conversation with a peer that has proved itself. Dropping it closes it.
+/// A conversation with an authenticated peer. Dropping it closes it.
 #[derive(Debug)]
 pub struct Connection {
     sender: Sender,
@@ -242,12 +247,13 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// The session's number, the same at both ends and unique for the source.
+    /// The number of the session. It is the same at both ends, and unique for the source.
     pub fn session(&self) -> u64 {
         self.sender.facts.session.0
     }
 
-    /// The session's key, the same at both ends. Give data lanes what [`derive()`] makes of it.
+    /// The key of the session, the same at both ends. Data lanes get keys derived from it ([`derive()`]), never the key
+    /// itself.
     pub fn session_key(&self) -> [u8; 32] {
         self.sender.facts.session.1
     }
@@ -262,39 +268,40 @@ impl Connection {
         self.sender.facts.peer
     }
 
-    /// The address of this end: for a replica, the one by which its source sees it.
+    /// The address of this end, as the peer sees it.
     pub fn local_addr(&self) -> SocketAddr {
         self.sender.facts.local
     }
 
-    /// As [`Sender::send`].
+    /// Sends a message; see [`Sender::send`].
     ///
     /// # Errors
-    /// As there.
+    /// As [`Sender::send`].
     pub async fn send(&mut self, message: Message) -> Result<()> {
         self.sender.send(message).await
     }
 
-    /// As [`Receiver::receive`].
+    /// Receives a message; see [`Receiver::receive`].
     ///
     /// # Errors
-    /// As there.
+    /// As [`Receiver::receive`].
     pub async fn receive(&mut self) -> Result<Message> {
         self.receiver.receive().await
     }
 
-    /// Both directions, for tasks of their own.
+    /// Splits the conversation into its two directions, for separate tasks.
     pub fn split(self) -> (Sender, Receiver) {
         (self.sender, self.receiver)
     }
 
-    /// As [`Sender::finish`]: for a last word that must arrive.
+    /// Closes the conversation after its last message has arrived; see [`Sender::finish`].
     pub async fn finish(self) {
         self.sender.finish(self.receiver).await;
     }
 }
 
-/// The sending half. Clones share the connection; when all are gone, what is queued is sent and the conversation closed.
+/// The sending half. Clones share the connection. When the last clone is dropped, queued messages are sent and the
+/// conversation is closed.
 #[derive(Debug, Clone)]
 pub struct Sender {
     facts: Arc<Facts>,
@@ -304,10 +311,10 @@ pub struct Sender {
 }
 
 impl Sender {
-    /// Queues a message, and waits while the queue is full. That the message was queued does not say that it arrived.
+    /// Queues a message; waits while the queue is full. A queued message may still be lost if the connection breaks.
     ///
     /// # Errors
-    /// [`Fault::TooLarge`], or why the connection is no more.
+    /// [`Fault::TooLarge`], or why the connection has ended.
     pub async fn send(&self, message: Message) -> Result<()> {
         let mut outgoing = self.encode(&message)?;
         loop {
@@ -329,7 +336,7 @@ impl Sender {
     /// Queues a message if there is room.
     ///
     /// # Errors
-    /// [`Fault::QueueFull`]: the peer is slow, try later or leave it; [`Fault::TooLarge`]; or why the connection is no more.
+    /// [`Fault::QueueFull`]: the peer is slow. [`Fault::TooLarge`]. Or why the connection has ended.
     pub fn try_send(&self, message: Message) -> Result<()> {
         match self.channel.0.send(self.encode(&message)?) {
             Ok(()) => Ok(()),
@@ -338,13 +345,12 @@ impl Sender {
         }
     }
 
-    /// Sends what is queued, closes the conversation and waits a moment for the peer to have heard it, so that the last message
-    /// arrives.
+    /// Sends what is queued, closes the conversation, and waits up to a second for the peer to read the last message.
     pub async fn finish(self, receiver: Receiver) {
         let mut failure = self.failure.clone();
         self.channel.0.close();
         let over = failure.wait_for(Option::is_some);
-        let _ = timeout(LINGER, over).await; // too late is as good as closed
+        let _ = timeout(LINGER, over).await; // best effort: the conversation is closed either way
         drop(receiver);
     }
 
@@ -358,13 +364,13 @@ impl Sender {
 
     fn gone(&self) -> Error {
         let reported = self.failure.borrow().clone();
-        // The layer takes no more messages a moment before it tells why; what broke the link it knows by then.
+        // The layer refuses messages a moment before it reports why; the error of the link is known by then.
         let broken = || self.channel.0.link_error().map(|broken| self.facts.engine.post.fault(&broken, false));
         reported.or_else(broken).unwrap_or(Fault::Closed).of(self.facts.peer)
     }
 }
 
-/// The layer's connection, closed by the last who can send on it.
+/// The layer's connection, closed when the last sender is dropped.
 #[derive(Debug)]
 struct ClosesOnDrop(Channel);
 
@@ -382,11 +388,11 @@ pub struct Receiver {
 }
 
 impl Receiver {
-    /// The peer's next message. Cancel-safe: it may stand in a `select!`.
+    /// Receives the peer's next message. Cancel-safe: it may be used in `select!`.
     ///
     /// # Errors
-    /// [`Fault::Refused`], when that is the message; [`Fault::PeerSilent`], [`Fault::PeerNotReading`], [`Fault::Closed`],
-    /// or what the peer did wrong. After an error there is nothing more to receive.
+    /// [`Fault::Refused`] if the peer refuses; [`Fault::PeerSilent`], [`Fault::PeerNotReading`] or [`Fault::Closed`];
+    /// or what the peer did wrong. After an error every call returns the same error.
     pub async fn receive(&mut self) -> Result<Message> {
         let outcome = match self.over.clone() {
             Some(fault) => Err(fault),
@@ -427,15 +433,15 @@ impl std::fmt::Debug for Receiver {
     }
 }
 
-/// What both halves know of the connection.
+/// What both halves know about the connection.
 struct Facts {
     side: Side,
     peer: SocketAddr,
     local: SocketAddr,
-    /// Its number and its key.
+    /// The session's number and key.
     session: (u64, [u8; 32]),
     version: u16,
-    /// Kept going for as long as somebody talks.
+    /// Kept alive while the conversation is open.
     engine: Arc<Engine>,
 }
 
@@ -449,35 +455,35 @@ fn too_slow(doing: &'static str, limit: Duration) -> Fault {
     Fault::TimedOut { doing, limit }
 }
 
-/// What this end speaks.
+/// The versions of the protocol that this end speaks.
 const VERSIONS: Versions = Versions { oldest: OLDEST_VERSION, newest: NEWEST_VERSION };
 
-/// A SYN is sent again after 1, 3 and 7 seconds; a host that has not answered by then is not there.
+/// A SYN is repeated after 1, 3 and 7 seconds. A host that has not answered by then is down.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Two round trips and four hashes: milliseconds. The rest is for an agent that is starved of processor time.
+/// Two round trips and four hashes take milliseconds. The rest is for an agent that gets no processor time.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Some hundred bytes a second on an idle connection.
+/// A ping costs about a hundred bytes a second on an idle connection.
 const PING_AFTER: Duration = Duration::from_secs(1);
 
-/// Nine pings unanswered. Longer than a lost packet takes TCP to mend several times over; short enough that a source soon
-/// frees what it keeps for a dead replica.
+/// Nine unanswered pings. Several times longer than TCP takes to repair a lost packet, and short enough that a source
+/// soon frees what it keeps for a dead replica.
 const SILENCE_LIMIT: Duration = Duration::from_secs(10);
 
-/// Messages that wait to be sent: at a few a second, many seconds' worth. Most are under a hundred bytes; the longest
-/// ([`MAX_PAYLOAD_BYTES`]) is sent only when asked for.
+/// Length of the send queue, in messages: many seconds' worth. Most have less than a hundred bytes; the longest
+/// ([`MAX_PAYLOAD_BYTES`]) is sent only on request.
 const SEND_QUEUE: usize = 64;
 
-/// Messages, and bytes of them, that may have come and not been received: then the peer is not read any more. As many as wait to be
-/// sent at its end, and two of the longest.
+/// Messages, and their bytes, that may be received and not yet taken by the owner; beyond this the peer is not read. As
+/// many messages as the peer's send queue holds, and two of the longest.
 const MAILBOX_MESSAGES: usize = 64;
 const MAILBOX_BYTES: usize = 1 << 20;
 
-/// How long a last word may take to be read.
+/// How long the last message may take to be read.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// One read of what somebody says who is turned away.
+/// Size of a read from a peer that was refused.
 const TURNED_AWAY_PIECE_BYTES: usize = 512;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Takes the messenger's callbacks, on its thread, and lays what they say where somebody awaits it. Never waits.
+//! Receives the messenger's callbacks, on its thread, and forwards them to the tasks that await them. Never blocks.
 
 use std::collections::HashMap;
 use std::io;
@@ -17,18 +17,19 @@ use remora_protocol::Side;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::{Fault, Options};
-/// See the head of the file.
+/// The receiver of the messenger's callbacks.
 pub(super) struct Post {
-    /// Who waits for the peer at that address to become known. A listener has one connection from an address at a time.
+    /// Tasks that wait for a handshake with the peer at that address. A listener has one connection from an address at
+    /// a time.
     expected: Mutex<HashMap<SocketAddr, oneshot::Sender<Result<Introduced, Fault>>>>,
-    /// By the number of the layer's connection.
+    /// Mailboxes of open conversations, by the id of the layer's connection.
     mailboxes: Mutex<HashMap<u64, Mailbox>>,
     side: Side,
     silence_limit: Duration,
     opening_limit: Duration,
 }
 
-/// A peer that has become known.
+/// A peer whose handshake is complete.
 pub(super) struct Introduced {
     pub(super) channel: Channel,
     pub(super) negotiated: Negotiated,
@@ -50,7 +51,7 @@ impl Drop for Expectation<'_> {
     }
 }
 
-/// Where what it says is laid. As much as the layer's throttle lets in.
+/// The queue of a conversation's received messages. The layer's throttle bounds it.
 struct Mailbox {
     deliveries: mpsc::UnboundedSender<Result<Delivery, Fault>>,
     failure: watch::Sender<Option<Fault>>,
@@ -67,14 +68,15 @@ impl Post {
         }
     }
 
-    /// Announces that somebody waits for the peer at that address.
+    /// Registers a task that waits for a handshake with the peer at that address.
     pub(super) fn expect(&self, peer: SocketAddr) -> oneshot::Receiver<Result<Introduced, Fault>> {
         let (tell, told) = oneshot::channel();
         lock(&self.expected).insert(peer, tell);
         told
     }
 
-    /// Takes the announcement back when it is dropped, behind what [`Post::expect`] gave. One that somebody else has made since stays.
+    /// Withdraws the registration when dropped, after the receiver of [`Post::expect`]. A later registration for the
+    /// address stays.
     pub(super) fn expectation(&self, peer: SocketAddr) -> impl Drop + Send {
         Expectation { post: self, peer }
     }
@@ -86,34 +88,36 @@ impl Post {
             None => Err(outcome),
         };
         if let Err(Ok(met)) = untold {
-            met.channel.close(); // who waited for it has given up
+            met.channel.close(); // the task that waited has given up
         }
     }
 
-    /// A conversation is over, or never began.
+    /// Ends a conversation, or an attempt at one.
     fn end(&self, channel: &Channel, fault: Fault) {
         let Some(Mailbox { deliveries, failure }) = lock(&self.mailboxes).remove(&channel.id()) else {
             return self.tell(channel.peer(), Err(fault));
         };
         failure.send_replace(Some(fault.clone()));
-        let _ = deliveries.send(Err(fault)); // nobody may listen any more
+        let _ = deliveries.send(Err(fault)); // the receiver may have been dropped
     }
 
-    /// What people are told of it; `early`: before the peer had become known.
+    /// The fault to report for a link's error. `early`: the handshake was not complete.
     pub(super) fn fault(&self, broken: &LinkError, early: bool) -> Fault {
         let closed = if early { Fault::ClosedEarly } else { Fault::Closed };
         match broken {
             LinkError::Ended | LinkError::Cut => closed,
             LinkError::Io(error) if is_gone(error) => closed,
-            LinkError::Io(error) => Fault::io("talking", copy(error)),
+            LinkError::Io(error) => Fault::io("reading or writing", copy(error)),
             LinkError::Unreachable(error) => Fault::Unreachable(Arc::new(copy(error))),
-            LinkError::TooSlow(_) if early => Fault::TimedOut { doing: "the greeting", limit: self.opening_limit },
+            LinkError::TooSlow(_) if early => Fault::TimedOut { doing: "the handshake", limit: self.opening_limit },
             LinkError::TooSlow(_) => Fault::PeerNotReading { limit: self.silence_limit },
             LinkError::Silent => Fault::PeerSilent { limit: self.silence_limit },
-            LinkError::Greeting(error) => Fault::greeting(error, self.side.peer()),
+            LinkError::Handshake(error) => Fault::greeting(error, self.side.peer()),
             LinkError::Malformed(Malformed::Forged { sequence }) => Fault::Forged { sequence: *sequence },
             LinkError::Malformed(malformed) => Fault::Frame(*malformed),
-            LinkError::Violation(violation) => Fault::OutOfTurn { what: format!("what it may not ({violation})") },
+            LinkError::Violation(violation) => {
+                Fault::OutOfTurn { what: format!("a frame that is not allowed ({violation})") }
+            }
         }
     }
 }
@@ -121,7 +125,7 @@ impl Post {
 impl Dispatcher for Post {
     fn message(&self, channel: &Channel, delivery: Delivery) {
         if let Some(Mailbox { deliveries, .. }) = lock(&self.mailboxes).get(&channel.id()) {
-            let _ = deliveries.send(Ok(delivery)); // nobody may listen any more
+            let _ = deliveries.send(Ok(delivery)); // the receiver may have been dropped
         }
     }
 
@@ -162,12 +166,12 @@ impl std::fmt::Debug for Post {
     }
 }
 
-/// A peer that goes with bytes of ours unread resets the connection: for people, that is closing it.
+/// Whether the peer has closed the connection. A peer that closes with unread bytes in its socket resets it.
 fn is_gone(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe)
 }
 
-/// The same once more, as errors of the system cannot be cloned.
+/// Copies an error of the system, which cannot be cloned.
 fn copy(error: &io::Error) -> io::Error {
     match error.raw_os_error() {
         Some(code) => io::Error::from_raw_os_error(code),

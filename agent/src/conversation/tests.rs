@@ -1,5 +1,5 @@
-//! The conversation over real sockets, with time limits of tenths of a second; and with somebody in between who passes bytes on, or
-//! does not.
+//! Conversations over real sockets, with time limits of tenths of a second. Some have a proxy in between that forwards
+//! bytes or does not.
 #![allow(clippy::unwrap_used)]
 
 use super::*;
@@ -13,10 +13,10 @@ fn token() -> Token {
 }
 
 fn other_token() -> Token {
-    Token::new(b"a token of nobody here").unwrap()
+    Token::new(b"the token of another end").unwrap()
 }
 
-/// Limits for tests that wait for them.
+/// Short limits, for tests that wait for them.
 fn impatient() -> Options {
     Options {
         connect_timeout: 4 * TENTH,
@@ -35,7 +35,7 @@ async fn listener() -> (TcpListener, SocketAddr) {
     (listener, address)
 }
 
-/// Both ends of a conversation over loopback, with a token each.
+/// Both ends of a conversation over loopback, each with its token.
 async fn pair(client: Token, server: Token) -> (Result<Connection>, Result<Connection>) {
     let (listener, address) = listener().await;
     let endpoint = Endpoint::new(&server, &Options::default()).unwrap();
@@ -49,7 +49,7 @@ async fn talking() -> (Connection, Connection) {
     (client.unwrap(), server.unwrap())
 }
 
-/// Both ends with somebody in between, on whose two sockets the test stands once the session is open.
+/// Both ends of a conversation through a proxy. The test gets the proxy's two sockets once the session is open.
 async fn talking_through(client: &Options, server: &Options) -> (Connection, Connection, TcpStream, TcpStream) {
     let ((near, near_address), (far, far_address)) = (listener().await, listener().await);
     let token = token();
@@ -65,8 +65,8 @@ async fn talking_through(client: &Options, server: &Options) -> (Connection, Con
     (client.unwrap(), server.unwrap(), near, far)
 }
 
-/// What a server makes of a peer that says those bytes and then waits, and what it answers.
-async fn server_hears(bytes: &[u8]) -> (Fault, Vec<u8>) {
+/// Sends these bytes to a server and waits. Returns the server's fault and its answer.
+async fn server_receives(bytes: &[u8]) -> (Fault, Vec<u8>) {
     let (listener, address) = listener().await;
     let endpoint = Endpoint::new(&token(), &Options::default()).unwrap();
     let mut stranger = TcpStream::connect(address).await.unwrap();
@@ -74,17 +74,17 @@ async fn server_hears(bytes: &[u8]) -> (Fault, Vec<u8>) {
     let mut answer = Vec::new();
     let accepting = async { endpoint.accept(listener.accept().await.unwrap().0).await };
     let (outcome, read) = tokio::join!(accepting, stranger.read_to_end(&mut answer));
-    drop(read); // bytes that it did not read make its end a reset
+    drop(read); // unread bytes make the close a reset
     (outcome.unwrap_err().fault, answer)
 }
 
-/// What a client makes of a listener that answers those bytes and closes.
-async fn client_hears(bytes: &'static [u8]) -> Error {
-    client_hears_after(HELLO_BYTES, bytes).await
+/// Connects a client to a listener that answers with these bytes and closes. Returns the client's error.
+async fn client_receives(bytes: &'static [u8]) -> Error {
+    client_receives_after(HELLO_BYTES, bytes).await
 }
 
-/// The same of a listener that reads so many bytes of the greeting first.
-async fn client_hears_after(read: usize, bytes: &'static [u8]) -> Error {
+/// As `client_receives`, but the listener reads `read` bytes of the handshake first.
+async fn client_receives_after(read: usize, bytes: &'static [u8]) -> Error {
     let (listener, address) = listener().await;
     let answering = async {
         let (mut stream, _) = listener.accept().await.unwrap();
@@ -97,7 +97,7 @@ async fn client_hears_after(read: usize, bytes: &'static [u8]) -> Error {
     outcome.unwrap_err()
 }
 
-/// Magic, preamble, the fields of a hello, and the checksum of the payload.
+/// Magic, preamble, fields of a Hello, and the payload's checksum.
 const HELLO_BYTES: usize = 8 + 12 + 44 + 4;
 
 fn leave(text: &str) -> Message {
@@ -109,7 +109,7 @@ fn waiting(number: u64) -> Message {
 }
 
 #[tokio::test]
-async fn two_ends_with_one_token_agree_and_talk() {
+async fn two_ends_with_one_token_exchange_messages() {
     let (mut client, mut server) = talking().await;
     assert_eq!(client.session(), server.session());
     assert_eq!(client.session_key(), server.session_key());
@@ -164,7 +164,7 @@ async fn one_endpoint_has_many_conversations_each_with_a_number_and_a_key_of_its
 }
 
 #[tokio::test]
-async fn both_ends_say_that_the_tokens_differ() {
+async fn both_ends_report_that_the_tokens_differ() {
     let (client, server) = pair(other_token(), token()).await;
     let (client, server) = (client.unwrap_err(), server.unwrap_err());
     assert!(client.to_string().contains("the source does not hold the same token"), "{client}");
@@ -173,14 +173,14 @@ async fn both_ends_say_that_the_tokens_differ() {
 }
 
 #[tokio::test]
-async fn a_stranger_is_named_and_gets_no_answer() {
+async fn a_peer_of_another_protocol_is_named_and_gets_no_answer() {
     for (bytes, what) in [
         (&b"GET / HTTP/1.1\r\n\r\n"[..], "HTTP"),
         (b"*1\r\n$4\r\nPING\r\n", "RESP"),
         (b"\x16\x03\x01\x02\x00", "TLS"),
         (b"REMOTE", "REMOTE"),
     ] {
-        let (fault, answer) = server_hears(bytes).await;
+        let (fault, answer) = server_receives(bytes).await;
         assert!(matches!(&fault, Fault::NotRemora { looks_like } if looks_like.contains(what)), "{fault}");
         assert_eq!(answer, b"", "{what}");
     }
@@ -188,18 +188,18 @@ async fn a_stranger_is_named_and_gets_no_answer() {
 
 #[tokio::test]
 async fn a_client_names_what_it_was_pointed_at() {
-    let error = client_hears(b"-ERR unknown command 'REMORA'\r\n").await;
+    let error = client_receives(b"-ERR unknown command 'REMORA'\r\n").await;
     assert!(error.to_string().contains("Redis or Valkey server"), "{error}");
-    let error = client_hears(b"HTTP/1.1 400 Bad Request\r\n\r\n").await;
+    let error = client_receives(b"HTTP/1.1 400 Bad Request\r\n\r\n").await;
     assert!(error.to_string().contains("HTTP"), "{error}");
-    let error = client_hears(b"").await;
+    let error = client_receives(b"").await;
     assert!(matches!(error.fault, Fault::ClosedEarly), "{error}");
-    let error = client_hears_after(1, b"").await;
+    let error = client_receives_after(1, b"").await;
     assert!(matches!(error.fault, Fault::ClosedEarly), "{error}");
 }
 
 #[tokio::test]
-async fn a_source_that_is_full_says_so() {
+async fn a_source_that_is_full_refuses_as_busy() {
     let (listener, address) = listener().await;
     let turning_away = async { turn_away(listener.accept().await.unwrap().0).await };
     let (token, options) = (token(), Options::default());
@@ -210,7 +210,7 @@ async fn a_source_that_is_full_says_so() {
 }
 
 #[tokio::test]
-async fn nobody_listening_is_unreachable_and_names_the_address() {
+async fn an_address_without_a_listener_is_unreachable_and_named() {
     let (listener, address) = listener().await;
     drop(listener);
     let error = connect(address, &token(), &Options::default()).await.unwrap_err();
@@ -230,7 +230,7 @@ async fn a_refusal_ends_the_conversation_as_an_error() {
 }
 
 #[tokio::test]
-async fn an_end_that_says_what_only_the_other_may_say_is_out_of_turn() {
+async fn a_message_that_only_the_other_side_may_send_is_out_of_turn() {
     let (mut client, mut server) = talking().await;
     client.send(waiting(0)).await.unwrap();
     let error = server.receive().await.unwrap_err();
@@ -253,12 +253,12 @@ async fn a_dropped_connection_is_closed_after_its_last_message() {
 }
 
 #[tokio::test]
-async fn a_last_word_arrives_although_the_peer_was_still_talking() {
+async fn the_last_message_arrives_although_the_peer_was_still_sending() {
     let (mut client, mut server) = talking().await;
     for _ in 0..50 {
         client.send(leave("unread")).await.unwrap();
     }
-    server.receive().await.unwrap(); // the others lie unread when we go
+    server.receive().await.unwrap(); // the others are unread when this end closes
     server.send(waiting(7)).await.unwrap();
     let finishing = tokio::spawn(server.finish());
     assert_eq!(client.receive().await.unwrap(), waiting(7));
@@ -313,7 +313,7 @@ async fn a_silent_peer_is_given_up_after_the_limit() {
 #[tokio::test]
 async fn an_end_that_was_kept_from_receiving_does_not_blame_the_peer() {
     let (client, mut server) = talking().await;
-    std::thread::sleep(3 * TENTH); // no task of this thread gets to do anything
+    std::thread::sleep(3 * TENTH); // blocks the only thread of the runtime
     let (sender, _receiver) = client.split();
     sender.send(leave("you there?")).await.unwrap();
     assert_eq!(server.receive().await.unwrap(), leave("you there?"));
@@ -334,11 +334,11 @@ async fn an_owner_that_receives_nothing_costs_a_bounded_mailbox_and_its_peer_fin
             Ok(Err(error)) => panic!("{error}"),
             Err(_) => break sender.try_send(long.clone()).unwrap_err(),
         }
-        assert!(sent < 100_000, "nobody is held back");
+        assert!(sent < 100_000, "the sender is never blocked");
     };
     assert!(matches!(full.fault, Fault::QueueFull { queued: 4 }), "{full}");
     for _ in 0..sent {
-        assert_eq!(receiver.receive().await.unwrap(), long); // who reads again has lost nothing
+        assert_eq!(receiver.receive().await.unwrap(), long); // nothing is lost
     }
     passing.abort();
 }
@@ -354,7 +354,7 @@ async fn a_peer_that_takes_no_bytes_is_given_up() {
         }
     };
     drop(far);
-    // Whichever it notices first: nothing is heard, and nothing is taken.
+    // Whichever limit passes first: nothing is received, or nothing is read.
     let expected = |fault: &Fault| matches!(fault, Fault::PeerNotReading { .. } | Fault::PeerSilent { .. });
     assert!(expected(&error.fault), "{error}");
     let error = receiver.receive().await.unwrap_err();
@@ -378,7 +378,7 @@ async fn a_greeting_that_dribbles_is_cut_at_its_limit() {
     let accepting = async { endpoint.accept(listener.accept().await.unwrap().0).await };
     let (outcome, ()) = tokio::join!(accepting, dribble);
     let fault = outcome.unwrap_err().fault;
-    assert!(matches!(fault, Fault::TimedOut { doing: "the greeting", .. }), "{fault}");
+    assert!(matches!(fault, Fault::TimedOut { doing: "the handshake", .. }), "{fault}");
     assert!(begun.elapsed() < 20 * TENTH);
 }
 

@@ -1,10 +1,13 @@
-//! Frames there and back in any pieces, and bytes that are none.
+//! Frames survive any splitting of their bytes, and bytes that are not frames are refused.
 #![allow(clippy::unwrap_used)]
 
 use super::*;
 use crate::handshake::Role;
+use crate::seal::Seals;
+use bytes::Bytes;
 use proptest::collection::vec;
 use proptest::prelude::*;
+use std::io::IoSlice;
 
 const LIMITS: Limits = Limits { front: 1 << 20, data: 1 << 20 };
 
@@ -39,7 +42,7 @@ fn encoded(frames: &[Parts], summed: bool, sealed: bool) -> Vec<u8> {
     out
 }
 
-/// Reads everything, giving pieces of `piece` bytes, and large rests straight into their memory if `direct`.
+/// Reads everything in pieces of `piece` bytes; large rests go straight into their memory if `direct`.
 fn decoded(bytes: &[u8], piece: usize, direct: bool, sealed: bool) -> Result<Vec<Parts>, Malformed> {
     let mut reader = Reader::new(LIMITS, sealed.then(seals));
     let (mut frames, mut heads) = (Vec::new(), Vec::new());

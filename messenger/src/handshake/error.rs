@@ -27,7 +27,8 @@ pub enum HandshakeError {
     /// One end could not prove that it holds the other end's token.
     #[error("the peer does not hold the same token as this end{}", if *.said_by_peer { " (reported by the peer)" } else { "" })]
     WrongToken {
-        /// The peer rejected our proof and said so. Otherwise its proof failed here, which an altered handshake also causes.
+        /// The peer rejected our proof and said so. Otherwise its proof failed here, which an altered handshake also
+        /// causes.
         said_by_peer: bool,
     },
 
@@ -67,20 +68,20 @@ impl From<Malformed> for HandshakeError {
     }
 }
 
-/// Bytes that are not a frame of the greeting, or a field of it with a value that is not allowed.
+/// Bytes that are not a frame of the handshake, or a field of one with a value that is not allowed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum FrameError {
     /// The bytes do not begin with a frame's magic.
     #[error("bad frame magic")]
     Magic,
-    /// A preamble or a payload whose checksum is not that of its bytes.
+    /// The checksum of a preamble or a payload is wrong.
     #[error("the checksum of a frame's {part} does not match")]
     Checksum {
         /// "preamble" or "payload".
         part: &'static str,
     },
     /// Flags that this version does not define.
-    #[error("a frame has the flags {flags:#04x}, which are not allowed here")]
+    #[error("frame uses flags {flags:#04x}, which are not defined")]
     Flags {
         /// The preamble's flag byte.
         flags: u8,

@@ -1,7 +1,7 @@
-//! One frame of the greeting on the wire: a fixed preamble, the payload, their checksums. Pure: bytes in, frames out.
+//! A frame of the handshake: a fixed preamble, the payload, their checksums. Pure: bytes in, frames out.
 //!
-//! What it does not know: what the tags mean ([`crate::handshake`]). What follows the greeting are the message layer's frames
-//! ([`crate::frame`]), of another layout. A checksum finds what a broken network or program does by accident.
+//! The meaning of the tags is in [`crate::handshake`]. After the handshake come the frames of the message layer
+//! ([`crate::frame`]), which have another layout. A checksum finds accidental changes.
 //!
 //! ```text
 //!   0      2    3      4            8                 12              12+n            16+n
@@ -11,27 +11,27 @@
 //!   └──────┴────┴──────┴────────────┴─────────────────┴───────────────┴───────────────┘
 //! ```
 //!
-//! The preamble has a checksum of its own so that a length is believed only when it arrived whole; and it is compared with
-//! the bound before a single byte of the payload is waited for.
+//! The preamble has a checksum of its own, so that a damaged length is not believed. The length is compared with its
+//! bound before any byte of the payload is awaited.
 
 use super::error::FrameError;
 
-/// A whole frame whose checksums hold.
+/// A complete frame with valid checksums.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Frame {
-    /// What the payload is.
+    /// The meaning of the payload.
     pub tag: u8,
     /// The content.
     pub payload: Vec<u8>,
 }
 
 impl Frame {
-    /// A frame.
+    /// Makes a frame.
     pub fn plain(tag: u8, payload: Vec<u8>) -> Frame {
         Frame { tag, payload }
     }
 
-    /// Appends the frame's bytes. They depend on nothing but the fields: a received frame encodes to what was received.
+    /// Appends the frame's bytes. They depend only on the fields: a received frame encodes to the bytes received.
     pub fn encode(&self, out: &mut Vec<u8>) {
         out.extend_from_slice(&preamble(self.tag, &self.payload));
         out.extend_from_slice(&self.payload);
@@ -54,12 +54,12 @@ fn preamble(tag: u8, payload: &[u8]) -> [u8; PREAMBLE_BYTES] {
 
 /// Finds frames in bytes that arrive in pieces.
 ///
-/// Its memory grows with the bytes received, never with a length announced: take all frames after each [`Decoder::feed`],
-/// and it holds less than one frame of the longest kind allowed plus the last piece.
+/// Its memory grows with the bytes received, never with the length in a preamble. If every frame is taken after each
+/// [`Decoder::feed`], it holds less than one frame of the greatest length plus the last piece.
 #[derive(Debug)]
 pub struct Decoder {
     buffer: Vec<u8>,
-    /// Bytes of `buffer` that belong to frames already taken; they go at the next `feed`.
+    /// Bytes of `buffer` that belong to frames already taken. The next `feed` removes them.
     taken: usize,
     limit: u32,
 }
@@ -70,17 +70,17 @@ impl Decoder {
         Decoder { buffer: Vec::new(), taken: 0, limit }
     }
 
-    /// Takes received bytes.
+    /// Adds received bytes.
     pub fn feed(&mut self, bytes: &[u8]) {
         self.buffer.drain(..self.taken);
         self.taken = 0;
         self.buffer.extend_from_slice(bytes);
     }
 
-    /// The next whole frame, or `None` while it is not all here.
+    /// Returns the next complete frame, or `None` if it has not arrived completely.
     ///
     /// # Errors
-    /// [`FrameError`]: there is no finding the next frame after that; close the connection.
+    /// [`FrameError`]: the next frame cannot be found after this; close the connection.
     pub fn next_frame(&mut self) -> Result<Option<Frame>, FrameError> {
         let rest = self.buffer.get(self.taken..).unwrap_or_default();
         let Some((preamble, rest)) = rest.split_first_chunk::<PREAMBLE_BYTES>() else {
@@ -101,20 +101,20 @@ impl Decoder {
         Ok(Some(frame))
     }
 
-    /// Gives up finding frames, and gives back what belongs to none yet.
+    /// Stops finding frames, and returns the bytes that belong to none yet.
     pub fn take_rest(&mut self) -> Vec<u8> {
         let rest = self.buffer.split_off(self.taken.min(self.buffer.len()));
         (self.buffer, self.taken) = (Vec::new(), 0);
         rest
     }
 
-    /// Bytes held that belong to no frame taken yet.
+    /// Number of bytes held that belong to no frame taken yet.
     pub fn buffered(&self) -> usize {
         self.buffer.len() - self.taken
     }
 }
 
-/// What a preamble says.
+/// The content of a preamble.
 struct Head {
     tag: u8,
     length: usize,
@@ -138,7 +138,7 @@ impl Head {
     }
 }
 
-/// Nonsense is told from a frame by its first byte, not only by its twelfth.
+/// Checks the magic as far as it has arrived: other protocols are recognised by their first byte.
 fn check_start(bytes: &[u8]) -> Result<(), FrameError> {
     let length = bytes.len().min(FRAME_MAGIC.len());
     if bytes[..length] == FRAME_MAGIC[..length] {
@@ -147,17 +147,17 @@ fn check_start(bytes: &[u8]) -> Result<(), FrameError> {
     Err(FrameError::Magic)
 }
 
-/// The longest payload of the handshake, in bytes: the challenge has 54, and may grow in later versions. This bounds what
-/// somebody who has proved nothing can make us hold.
+/// The longest payload of a frame, in bytes. The challenge has 54, and may grow in later versions. This bounds the
+/// memory that an unauthenticated peer can take.
 pub const MAX_HANDSHAKE_PAYLOAD_BYTES: u32 = 256;
 
-/// Bytes before a payload.
+/// Length of a preamble, in bytes.
 pub const PREAMBLE_BYTES: usize = 12;
 
-/// Bytes of the payload's checksum.
+/// Length of the payload's checksum, in bytes.
 const CHECKSUM_BYTES: usize = 4;
 
-/// Where a frame begins.
+/// The first bytes of a frame.
 const FRAME_MAGIC: [u8; 2] = *b"Rm";
 
 #[cfg(test)]

@@ -1,14 +1,15 @@
-//! How two ends prove themselves to each other, as a pure machine: bytes, random numbers and the time go in; bytes and decisions
-//! come out. The worker feeds it from links, the tests from vectors. What follows is the message layer's ([`crate::frame`]).
+//! Mutual authentication, as a pure machine: bytes, random numbers and the time go in; bytes and decisions come out.
+//! The worker feeds it from links, the tests from vectors. After it come the frames of the message layer
+//! ([`crate::frame`]).
 //!
 //! ```text
-//!     client                                 server
+//!     caller                                 called
 //!   ┌───────────────┐  MAGIC + Hello      ┌────────────┐
-//!   │ WantChallenge ├────────────────────▶│ WantHello  │    a stranger gets no further than this, and no answer
+//!   │ WantChallenge ├────────────────────▶│ WantHello  │    a peer of another protocol gets no further, and no answer
 //!   └──────┬────────┘  MAGIC + Challenge  └─────┬──────┘
 //!          │◀───────────────────────────────────┤
 //!   ┌──────▼────────┐  Proof              ┌─────▼──────┐
-//!   │ WantAnswer    ├────────────────────▶│ WantProof  │    who does not hold the token gets no further than this
+//!   │ WantAnswer    ├────────────────────▶│ WantProof  │    a peer without the token gets no further
 //!   └──────┬────────┘  Proof              └─────┬──────┘
 //!          │◀───────────────────────────────────┤
 //!   ┌──────▼────────┐                     ┌─────▼──────┐
@@ -16,17 +17,19 @@
 //!   └───────────────┘                     └────────────┘
 //! ```
 //!
-//! What holds:
+//! Invariants:
 //!
-//! - Each proof is an HMAC over a role's label and *every* byte of both directions so far. So a changed version, feature,
-//!   nonce or session number makes the proofs fail, a proof is good for one conversation only (both nonces are in it), and a
-//!   proof sent back to its maker is worthless (the labels differ).
-//! - The client proves itself first: a source says nothing that depends on the token to somebody who has not.
-//! - The session's key depends on the token and the whole handshake, both proofs included. No part of it crosses the wire.
-//! - What follows is sealed with keys made of the session's ([`crate::seal`]).
-//! - A server that gives up says at most one word (`Refuse` and a code), and that word is not believed beyond an error's text.
+//! - Each proof is an HMAC over a role's label and *every* byte of both directions so far. So a changed version,
+//!   feature, nonce or session number makes the proofs fail; a proof is valid for one connection only (both nonces are
+//!   in it); and a proof sent back to its maker is invalid (the labels differ).
+//! - The caller proves itself first. Until then the called end sends nothing that depends on the token.
+//! - The session's key depends on the token and the whole handshake, both proofs included. No part of it crosses the
+//!   wire.
+//! - Everything after the handshake is sealed with keys derived from the session's key ([`crate::seal`]).
+//! - A called end that fails sends at most one `Refuse`. It is not authenticated: the caller only shows it in the
+//!   error's text.
 //!
-//! What this is not: encryption. See `docs/protocol.md`.
+//! Nothing is encrypted. See `docs/protocol.md`.
 
 pub mod error;
 pub mod frame;
@@ -44,13 +47,13 @@ use frame::{Decoder, Frame, MAX_HANDSHAKE_PAYLOAD_BYTES};
 
 pub use error::{FrameError, HandshakeError};
 
-/// The first bytes of every control connection, in both directions. One port can so serve control and data lanes.
+/// The first bytes of every connection, in both directions. They tell it from a data lane on the same port.
 ///
-/// The line end is there for strangers: a Redis or an HTTP server that we were pointed at by mistake takes this for a line,
-/// answers at once that it does not know it, and can be named in the error instead of a time-out.
+/// The line end is for servers of other protocols: a Redis or an HTTP server takes these bytes for a line and answers
+/// at once that it does not know it. So the error can name the server, where it would otherwise be a timeout.
 pub const MAGIC: [u8; 8] = *b"REMORA\r\n";
 
-/// Which end of the conversation.
+/// One of the two ends of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Role {
     /// The end that connected.
@@ -72,9 +75,9 @@ impl Role {
 /// A range of versions of the owner's protocol, both ends included.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Versions {
-    /// The oldest one spoken.
+    /// The oldest version.
     pub oldest: u16,
-    /// The newest one spoken.
+    /// The newest version.
     pub newest: u16,
 }
 
@@ -103,27 +106,28 @@ impl fmt::Display for Versions {
 /// What an end brings into a handshake.
 #[derive(Debug, Clone)]
 pub struct Opening {
-    /// The versions it speaks.
+    /// The versions that it speaks.
     pub versions: Versions,
-    /// Optional abilities, one bit each. Version 1 defines none; both ends may use those that both have.
+    /// What the end can do without, one bit each. Features that both ends have may be used.
     pub features: u64,
-    /// Fresh random bytes: they make each handshake one of a kind.
+    /// Fresh random bytes, which make each handshake unique.
     pub nonce: [u8; 32],
 }
 
-/// The handshake of either end. `T` is how it holds the token: by reference, or shared.
+/// The handshake of one end. `T` is how it holds the token: by reference, or shared.
 ///
-/// Feed it ([`Handshake::handle_input`]), send what it has to say ([`Handshake::take_output`], also after an error: it may
-/// hold a last word), ask whether it is through ([`Handshake::poll_established`]), and tell it when its deadline has passed.
+/// Pass received bytes to [`Handshake::handle_input`]. Send what [`Handshake::take_output`] returns, also after an
+/// error: it may be a refusal. [`Handshake::poll_established`] says when the handshake is complete. Call
+/// [`Handshake::handle_timeout`] at the deadline.
 pub struct Handshake<T> {
     token: T,
     role: Role,
     opening: Opening,
     state: State,
-    /// How many bytes of the peer's [`MAGIC`] have been seen, all of them right.
-    negotiated: usize,
+    /// Number of bytes of the peer's [`MAGIC`] received so far.
+    magic_received: usize,
     decoder: Decoder,
-    /// Every byte of both directions so far, in the order in which they were said.
+    /// Every byte of both directions so far, in order.
     transcript: Vec<u8>,
     output: Vec<u8>,
     deadline: Instant,
@@ -131,20 +135,20 @@ pub struct Handshake<T> {
 }
 
 enum State {
-    /// Client: has said hello.
+    /// Caller: has sent Hello.
     WantChallenge,
-    /// Client: has proved itself.
+    /// Caller: has sent its proof.
     WantAnswer(Agreed),
-    /// Server: knows nothing yet. The number is what the session will be called.
+    /// Called: has received nothing. The number is the session's.
     WantHello(u64),
-    /// Server: has challenged.
+    /// Called: has sent Challenge.
     WantProof(Agreed),
     Done(Box<Established>),
-    /// Given out, or failed.
+    /// Failed, or the session was taken.
     Over,
 }
 
-/// What the two ends have settled.
+/// What the two ends have agreed on.
 #[derive(Clone, Copy)]
 struct Agreed {
     version: u16,
@@ -153,7 +157,7 @@ struct Agreed {
 }
 
 impl<T: Deref<Target = Token>> Handshake<T> {
-    /// The end that connects and speaks first.
+    /// The end that connects and sends first.
     pub fn caller(token: T, opening: Opening, now: Instant, limit: Duration) -> Self {
         let mut this = Handshake::new(token, Role::Caller, opening, now, limit);
         let hello = Hello {
@@ -167,7 +171,7 @@ impl<T: Deref<Target = Token>> Handshake<T> {
         this
     }
 
-    /// The end that was connected to. It will call the session by that number.
+    /// The end that was connected to. It chooses the session's number.
     pub fn called(token: T, opening: Opening, session: u64, now: Instant, limit: Duration) -> Self {
         let mut this = Handshake::new(token, Role::Called, opening, now, limit);
         this.state = State::WantHello(session);
@@ -180,7 +184,7 @@ impl<T: Deref<Target = Token>> Handshake<T> {
             role,
             opening,
             state: State::WantChallenge,
-            negotiated: 0,
+            magic_received: 0,
             decoder: Decoder::new(MAX_HANDSHAKE_PAYLOAD_BYTES),
             transcript: Vec::new(),
             output: Vec::new(),
@@ -189,23 +193,23 @@ impl<T: Deref<Target = Token>> Handshake<T> {
         }
     }
 
-    /// Takes received bytes.
+    /// Handles received bytes.
     ///
     /// # Errors
-    /// The handshake has failed: send what [`Handshake::take_output`] still gives, and close.
+    /// The handshake has failed: send what [`Handshake::take_output`] returns, and close.
     pub fn handle_input(&mut self, bytes: &[u8]) -> Result<(), HandshakeError> {
         let outcome = self.read(bytes);
-        if let Err(fault) = &outcome {
+        if let Err(error) = &outcome {
             self.state = State::Over;
-            self.say_last_word(fault);
+            self.refuse_after(error);
         }
         outcome
     }
 
-    /// Tells the time once [`Handshake::deadline`] may have passed.
+    /// Handles the time; call it once [`Handshake::deadline`] may have passed.
     ///
     /// # Errors
-    /// [`HandshakeError::TimedOut`]: it has, and the handshake is not through.
+    /// [`HandshakeError::TimedOut`]: the deadline has passed, and the handshake is not complete.
     pub fn handle_timeout(&mut self, now: Instant) -> Result<(), HandshakeError> {
         if now < self.deadline || matches!(self.state, State::Done(_)) {
             return Ok(());
@@ -214,17 +218,18 @@ impl<T: Deref<Target = Token>> Handshake<T> {
         Err(HandshakeError::TimedOut { limit: self.limit })
     }
 
-    /// When the handshake must be through, however often the peer sends something.
+    /// When the handshake must be complete, whatever the peer sends.
     pub fn deadline(&self) -> Instant {
         self.deadline
     }
 
-    /// What is to be sent now; empty if nothing.
+    /// Returns what is to be sent now; empty if there is nothing.
     pub fn take_output(&mut self) -> Vec<u8> {
         std::mem::take(&mut self.output)
     }
 
-    /// The session, once, as soon as both proofs hold. Send the output first: it may be the proof that the peer waits for.
+    /// Returns the session, once, as soon as both proofs are valid. Send the output first: it may hold the proof that
+    /// the peer waits for.
     pub fn poll_established(&mut self) -> Option<Established> {
         match std::mem::replace(&mut self.state, State::Over) {
             State::Done(established) => Some(*established),
@@ -235,7 +240,7 @@ impl<T: Deref<Target = Token>> Handshake<T> {
         }
     }
 
-    /// Received bytes held that belong to no frame yet.
+    /// Bytes held that belong to no frame yet.
     #[cfg(any(test, feature = "fuzzing"))]
     pub(crate) fn held(&self) -> usize {
         self.decoder.buffered()
@@ -244,7 +249,7 @@ impl<T: Deref<Target = Token>> Handshake<T> {
     fn read(&mut self, bytes: &[u8]) -> Result<(), HandshakeError> {
         let rest = self.read_magic(bytes)?;
         self.decoder.feed(rest);
-        // Once the session stands, what follows is sealed and is not ours to take.
+        // After the handshake, the bytes belong to the message layer.
         while !matches!(self.state, State::Done(_) | State::Over) {
             let Some(frame) = self.decoder.next_frame()? else {
                 break;
@@ -254,16 +259,16 @@ impl<T: Deref<Target = Token>> Handshake<T> {
         Ok(())
     }
 
-    /// Compares what has come with the magic, and gives what is behind it.
+    /// Compares received bytes with the magic, and returns the ones after it.
     fn read_magic<'b>(&mut self, bytes: &'b [u8]) -> Result<&'b [u8], HandshakeError> {
-        let wanted = &MAGIC[self.negotiated..];
+        let wanted = &MAGIC[self.magic_received..];
         let length = wanted.len().min(bytes.len());
         if bytes[..length] != wanted[..length] {
-            let begun = [&MAGIC[..self.negotiated], bytes].concat();
+            let begun = [&MAGIC[..self.magic_received], bytes].concat();
             return Err(HandshakeError::NotRemora { looks_like: unauthenticated::looks_like(&begun) });
         }
-        self.negotiated += length;
-        if length > 0 && self.negotiated == MAGIC.len() {
+        self.magic_received += length;
+        if length > 0 && self.magic_received == MAGIC.len() {
             self.transcript.extend_from_slice(&MAGIC);
         }
         Ok(&bytes[length..])
@@ -281,7 +286,7 @@ impl<T: Deref<Target = Token>> Handshake<T> {
     }
 
     fn read_hello(&mut self, frame: &Frame, session: u64) -> Result<(), HandshakeError> {
-        let hello = Hello::take(&mut Reader::new(&frame.payload))?; // later versions may say more behind it
+        let hello = Hello::take(&mut Reader::new(&frame.payload))?; // later versions may add fields
         let ours = self.opening.versions;
         let version = agree(ours, versions(hello.oldest, hello.newest)?)?;
         self.heard(frame);
@@ -356,7 +361,7 @@ impl<T: Deref<Target = Token>> Handshake<T> {
         }));
     }
 
-    /// The peer will not. Anybody could have sent this: it makes the error's text and decides nothing else.
+    /// Reads a refusal. It is not authenticated: it only makes the error's text.
     fn read_refusal(&self, frame: &Frame) -> HandshakeError {
         let refusal = match Refusal::take(&mut Reader::new(&frame.payload)) {
             Ok(refusal) => refusal,
@@ -373,16 +378,16 @@ impl<T: Deref<Target = Token>> Handshake<T> {
         }
     }
 
-    /// A server tells the client what its operator can mend, and meets anything else with silence. A client that fails just
-    /// goes: by then the server has either refused it already or is not to be trusted.
-    fn say_last_word(&mut self, fault: &HandshakeError) {
-        let code = match (self.role, fault) {
+    /// Refuses the caller if its operator can fix the failure; any other failure gets no answer. A caller that fails
+    /// closes without a refusal: the called end has either refused already, or is not to be trusted.
+    fn refuse_after(&mut self, error: &HandshakeError) {
+        let code = match (self.role, error) {
             (Role::Called, HandshakeError::NoCommonVersion { .. }) => REFUSE_VERSION,
             (Role::Called, HandshakeError::WrongToken { .. }) => REFUSE_TOKEN,
             _ => return,
         };
         if code == REFUSE_VERSION {
-            self.say_magic(); // the client has not been greeted yet
+            self.say_magic(); // the caller has not received it yet
         }
         self.say(REFUSE, refusal(code, "", self.opening.versions));
     }
@@ -403,19 +408,19 @@ impl<T: Deref<Target = Token>> Handshake<T> {
     }
 }
 
-/// A session between two ends that have proved themselves.
+/// A session between two authenticated ends.
 pub struct Established {
     role: Role,
     session: u64,
     version: u16,
     features: u64,
     key: [u8; PROOF_BYTES],
-    /// What came behind the handshake already.
+    /// Bytes received after the handshake.
     rest: Vec<u8>,
 }
 
 impl Established {
-    /// Which end we are.
+    /// This end.
     pub fn role(&self) -> Role {
         self.role
     }
@@ -425,7 +430,7 @@ impl Established {
         self.session
     }
 
-    /// The version that both ends speak from now on.
+    /// The version that both ends speak.
     pub fn version(&self) -> u16 {
         self.version
     }
@@ -435,12 +440,13 @@ impl Established {
         self.features
     }
 
-    /// Bytes that came behind the handshake already.
+    /// Takes the bytes that arrived after the handshake.
     pub fn take_rest(&mut self) -> Vec<u8> {
         std::mem::take(&mut self.rest)
     }
 
-    /// The session's key, the same at both ends and known to nobody else. Hand on what [`remora_wire::derive()`] makes of it, never itself.
+    /// The session's key, known only to the two ends. Pass on what [`remora_wire::derive()`] makes of it, never the key
+    /// itself.
     pub fn key(&self) -> [u8; PROOF_BYTES] {
         self.key
     }
@@ -458,15 +464,15 @@ impl fmt::Debug for Established {
 
 /// Builds what the called end sends to a connection that its owner refuses without reading anything from it.
 ///
-/// The code must be at least [`FIRST_OWNER_REFUSAL`]: the ones below belong to the handshake. The text is cut at what one frame
-/// holds.
+/// The code must be at least [`FIRST_OWNER_REFUSAL`]: the ones below belong to the handshake. The text is cut at what
+/// one frame holds.
 pub fn refuse(code: u8, text: &str, versions: Versions) -> Vec<u8> {
     let mut out = MAGIC.to_vec();
     Frame::plain(REFUSE, refusal(code, text, versions)).encode(&mut out);
     out
 }
 
-/// The client's first frame. Its layout is the same in all versions, but may grow at its end.
+/// The caller's first frame. The layout is the same in all versions, but may grow at its end.
 struct Hello {
     oldest: u16,
     newest: u16,
@@ -476,7 +482,7 @@ struct Hello {
 
 record!(Hello { oldest: u16, newest: u16, features: u64, nonce: [u8; 32] });
 
-/// The server's first frame. Its layout is the same in all versions, but may grow at its end.
+/// The called end's first frame. The layout is the same in all versions, but may grow at its end.
 struct Challenge {
     version: u16,
     oldest: u16,
@@ -488,7 +494,7 @@ struct Challenge {
 
 record!(Challenge { version: u16, oldest: u16, newest: u16, features: u64, nonce: [u8; 32], session: u64 });
 
-/// The last frame of an end that gives up, with the versions it speaks. A text may follow: the owner's explanation.
+/// The last frame of a called end that refuses, with the versions it speaks. The owner's explanation may follow.
 struct Refusal {
     code: u8,
     oldest: u16,
@@ -497,7 +503,7 @@ struct Refusal {
 
 record!(Refusal { code: u8, oldest: u16, newest: u16 });
 
-// What a handshake's frames hold, they can carry.
+// The handshake's payloads fit into its frames.
 const _: () = {
     let most = MAX_HANDSHAKE_PAYLOAD_BYTES as usize;
     assert!(Hello::MAX_BYTES <= most);
@@ -530,7 +536,7 @@ fn agree(ours: Versions, theirs: Versions) -> Result<u16, HandshakeError> {
     ours.common(theirs).ok_or(HandshakeError::NoCommonVersion { theirs, ours })
 }
 
-/// What the proof of that end begins with.
+/// The label of that end's proof.
 fn proof_label(of: Role) -> &'static [u8] {
     match of {
         Role::Caller => LABEL_CLIENT_PROOF,
@@ -549,8 +555,8 @@ const REFUSE_TOKEN: u8 = 2;
 /// The lowest code of a refusal that belongs to the owner. The layer attaches no meaning to it.
 pub const FIRST_OWNER_REFUSAL: u8 = 3;
 
-// What an HMAC is for, as its first bytes. Each ends with the only zero byte in it, so that none begins another, and no two
-// purposes can ever be given the same input.
+// Labels: what an HMAC is for. Each ends with its only zero byte, so none is a prefix of another one, and no two
+// purposes can be given the same input.
 const LABEL_CLIENT_PROOF: &[u8] = b"remora control: client proof\0";
 const LABEL_SERVER_PROOF: &[u8] = b"remora control: server proof\0";
 const LABEL_SESSION_KEY: &[u8] = b"remora control: session key\0";

@@ -1,4 +1,4 @@
-//! The machines of both ends against each other, and against everything that may stand between them.
+//! The two ends against each other, and against a peer in between that changes, repeats or invents bytes.
 #![allow(clippy::unwrap_used)]
 
 use super::*;
@@ -28,7 +28,7 @@ fn server(token: &Token) -> Handshake<&Token> {
     Handshake::called(token, opening(2), 77, Instant::now(), LIMIT)
 }
 
-/// What became of both ends once neither had anything more to say, and all that each of them sent.
+/// The outcome at both ends, and everything that each of them sent.
 struct Met {
     client: Result<Option<Established>, HandshakeError>,
     server: Result<Option<Established>, HandshakeError>,
@@ -36,7 +36,7 @@ struct Met {
     from_server: Vec<u8>,
 }
 
-/// A place in the conversation and what is done to the byte there.
+/// A change of one byte in a direction.
 #[derive(Debug, Clone, Copy)]
 struct Tamper {
     sender: Role,
@@ -44,7 +44,7 @@ struct Tamper {
     change: u8,
 }
 
-/// Lets the two ends talk until they are done; on the way, one byte may be changed.
+/// Runs both ends until neither has anything to send. One byte may be changed on its way.
 fn meet(mut client: Handshake<&Token>, mut server: Handshake<&Token>, tamper: Option<Tamper>) -> Met {
     let (mut from_client, mut from_server) = (Vec::new(), Vec::new());
     let (mut client_ok, mut server_ok) = (Ok(()), Ok(()));
@@ -87,7 +87,7 @@ fn established() -> (Established, Established) {
 }
 
 #[test]
-fn both_ends_come_to_the_same_session() {
+fn both_ends_agree_on_the_same_session() {
     let (client, server) = established();
     assert_eq!((client.role(), server.role()), (Role::Caller, Role::Called));
     assert_eq!((client.session(), server.session()), (77, 77));
@@ -118,7 +118,7 @@ fn nothing_of_the_token_or_the_key_crosses_the_wire() {
 }
 
 #[test]
-fn a_wrong_token_is_found_by_the_source_first_which_proves_nothing_itself() {
+fn a_wrong_token_is_detected_by_the_called_end_first_which_proves_nothing_itself() {
     let (mine, yours) = (token("the token of one end"), token("the token of the other"));
     let met = meet(client(&mine), server(&yours), None);
     assert!(matches!(met.server, Err(HandshakeError::WrongToken { said_by_peer: false })));
@@ -128,7 +128,7 @@ fn a_wrong_token_is_found_by_the_source_first_which_proves_nothing_itself() {
 }
 
 #[test]
-fn a_source_that_takes_anybody_is_found_out_by_the_replica() {
+fn a_called_end_without_the_token_is_detected_by_the_caller() {
     let mine = good();
     let mut end = client(&mine);
     end.take_output();
@@ -179,7 +179,8 @@ fn every_changed_byte_of_the_handshake_is_refused() {
     }
 }
 
-/// The end that was lied to is never through; and the other is only where the lie came after all that it was to hear.
+/// The end that received the changed byte never completes. The other end completes only if the change came after
+/// everything that it had to receive.
 fn refused(met: &Met, tamper: Tamper) {
     let (lied_to, other) = match tamper.sender {
         Role::Caller => (&met.server, &met.client),
@@ -237,7 +238,7 @@ fn a_handshake_in_single_bytes_stands() {
 }
 
 #[test]
-fn what_comes_right_behind_the_last_proof_is_not_lost() {
+fn bytes_right_after_the_last_proof_are_not_lost() {
     let token = good();
     let (mut near, mut far) = (client(&token), server(&token));
     far.handle_input(&near.take_output()).unwrap();
@@ -250,7 +251,7 @@ fn what_comes_right_behind_the_last_proof_is_not_lost() {
 }
 
 #[test]
-fn the_newest_common_version_is_spoken_and_none_is_an_error_at_both_ends() {
+fn the_newest_common_version_is_chosen_and_no_common_one_is_an_error_at_both_ends() {
     let versions = |oldest, newest| Versions { oldest, newest };
     assert_eq!(versions(1, 3).common(versions(2, 5)), Some(3));
     assert_eq!(versions(1, 1).common(versions(2, 5)), None);
@@ -263,7 +264,7 @@ fn the_newest_common_version_is_spoken_and_none_is_an_error_at_both_ends() {
 }
 
 #[test]
-fn a_source_that_chooses_an_older_version_than_it_must_is_not_believed() {
+fn a_called_end_that_chooses_an_older_version_than_it_must_is_rejected() {
     let mine = good();
     let newer = Opening { versions: Versions { oldest: 1, newest: 2 }, ..opening(1) };
     let mut end = Handshake::caller(&mine, newer, Instant::now(), LIMIT);
@@ -275,7 +276,7 @@ fn a_source_that_chooses_an_older_version_than_it_must_is_not_believed() {
 }
 
 #[test]
-fn a_hello_of_a_later_version_may_say_more() {
+fn a_hello_of_a_later_version_may_have_more_fields() {
     let token = good();
     let mut end = server(&token);
     let hello = Hello { oldest: 1, newest: 9, features: 0, nonce: [9; 32] };
@@ -288,7 +289,7 @@ fn a_hello_of_a_later_version_may_say_more() {
 }
 
 #[test]
-fn garbage_behind_the_magic_is_met_with_silence() {
+fn garbage_after_the_magic_gets_no_answer() {
     let token = good();
     let frame_of = |tag, length| {
         let mut bytes = MAGIC.to_vec();
@@ -334,8 +335,8 @@ fn a_handshake_has_a_deadline_that_input_does_not_move() {
     assert!(matches!(fault, HandshakeError::TimedOut { limit: LIMIT, .. }), "{fault}");
 }
 
-/// The handshake as a fixed vector, so that no change of ours goes unnoticed by a peer that was built yesterday. The numbers
-/// are those of an implementation apart from this one (Python's hmac and hashlib, from the description alone).
+/// A fixed vector of the handshake, so that no change can go unnoticed by older peers. The numbers come from an
+/// independent implementation (Python's hmac and hashlib, from the description alone).
 #[test]
 fn the_session_key_of_fixed_nonces_is_the_one_written_down() {
     let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();

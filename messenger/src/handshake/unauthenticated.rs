@@ -1,4 +1,5 @@
-//! Guesses what talks to us when it is not a Remora agent, so that the error names the mistake: a wrong port, most often.
+//! Guesses what a peer is that does not speak this protocol, so that the error can name the mistake: usually a wrong
+//! port.
 
 /// What the first bytes look like, as the end of a sentence that begins with "it".
 pub(crate) fn looks_like(bytes: &[u8]) -> String {
@@ -9,7 +10,7 @@ pub(crate) fn looks_like(bytes: &[u8]) -> String {
     format!("began with \"{}\"", bytes[..bytes.len().min(SHOWN_BYTES)].escape_ascii())
 }
 
-/// Beginnings by which a protocol shows itself, the longer before the shorter.
+/// First bytes of known protocols, longer ones before their prefixes.
 const KNOWN: &[(&[u8], &str)] = &[
     (b"HTTP/", "answered as an HTTP server"),
     (b"GET ", "spoke HTTP"),
@@ -31,7 +32,7 @@ const KNOWN: &[(&[u8], &str)] = &[
     (b"PING", "spoke RESP, as a client or replica of Redis or Valkey does"),
 ];
 
-/// How much of an unknown beginning is shown.
+/// Number of unknown bytes that are shown.
 const SHOWN_BYTES: usize = 16;
 
 #[cfg(test)]

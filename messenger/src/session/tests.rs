@@ -1,26 +1,28 @@
-//! Two sessions and a network driven by a seed: it delays, cuts links in the middle of what they carry, tells the ends of it
-//! at different times, and lets an end forget. A failure is a seed.
+//! Two sessions and a network driven by a seed. It delays, cuts links in the middle of traffic, tells the ends at
+//! different times, and lets an end forget. A failure is a seed.
 #![allow(clippy::unwrap_used)]
 
 use super::*;
+use crate::signal::Entity;
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 use std::time::Duration;
 
 /// What crosses a link.
 #[derive(Debug, Clone, Copy)]
 enum Packet {
     Signal(Signal),
-    /// The label and the content: which life of the sender said it, and its how manieth message it is.
+    /// A label and its content: the incarnation of the sender, and the sequence number.
     Message(Label, (u32, u64)),
 }
 
 struct Link {
-    /// Which end still holds it.
+    /// Which ends still hold the link.
     held: [bool; 2],
-    /// What is on its way to each end.
+    /// Packets on their way to each end.
     to: [VecDeque<Packet>; 2],
     cut: bool,
-    /// The ends that have yet to notice that the call was answered: only the caller.
+    /// The end that has yet to notice that the connect has completed: only the caller.
     ringing: Option<usize>,
 }
 
@@ -30,7 +32,7 @@ struct Node {
     can_call: bool,
     life: u32,
     said: u64,
-    /// Everything the owner was given, in order.
+    /// Everything delivered to the owner, in order.
     taken: Vec<(u32, u64)>,
     news: Vec<News>,
     calls: u32,
@@ -42,7 +44,7 @@ struct World {
     nodes: [Node; 2],
     links: BTreeMap<LinkId, Link>,
     next_link: u64,
-    /// The canary's fault.
+    /// The deliberate fault.
     never_replays: bool,
 }
 
@@ -87,7 +89,7 @@ impl World {
 
     fn local_end(&self, end: usize) -> LocalEnd {
         let node = &self.nodes[end];
-        // An end has an address exactly if the other one can call it.
+        // An end has an address exactly if the other one can connect to it.
         let address = self.nodes[1 - end].can_call.then_some(SocketAddr::from(([127, 0, 0, 1], 1 + end as u16)));
         LocalEnd { entity: Entity(u64::from(node.life) * 2 + end as u64), address, can_call: node.can_call }
     }
@@ -101,7 +103,7 @@ impl World {
         self.act(end);
     }
 
-    /// Performs what a session asks for, and puts on its link what it says.
+    /// Performs what a session asks for, and sends what it writes.
     fn act(&mut self, end: usize) {
         let Some(mut session) = self.nodes[end].session.take() else { return };
         loop {
@@ -150,11 +152,11 @@ impl World {
     fn let_go(&mut self, end: usize, id: LinkId) {
         if let Some(link) = self.links.get_mut(&id) {
             link.held[end] = false;
-            link.to[end].clear(); // what is on its way to the other end still arrives
+            link.to[end].clear(); // packets to the other end still arrive
         }
     }
 
-    /// One thing happens on one link, at one end.
+    /// Delivers one event on one link, at one end.
     fn happen(&mut self, id: LinkId, end: usize) {
         let Some(link) = self.links.get_mut(&id) else { return };
         if !link.held[end] {
@@ -203,7 +205,7 @@ impl World {
         }
     }
 
-    /// What a messenger does with an OPEN: finds the session that it means, makes one, or knows of none.
+    /// What a messenger does with an OPEN: finds the session that it names, makes one, or knows none.
     fn route(&mut self, id: LinkId, end: usize, open: Open) {
         if self.nodes[end].session.is_none() {
             if open.to.is_some() {
@@ -296,7 +298,7 @@ impl World {
         }
     }
 
-    /// Without further faults, until nothing is left to be said. Bounded: who waits for each other is found here.
+    /// Runs without further faults until there is no traffic. Bounded: a circular wait is found here.
     fn settle(&mut self) {
         let calm = Chaos { talk: false, cuts: false, forgets: false };
         for _ in 0..60_000 {
@@ -310,7 +312,7 @@ impl World {
         panic!("never settles: {states:?}");
     }
 
-    /// Never doubled, never out of order, whatever happened.
+    /// No message is delivered twice or out of order.
     fn check_order(&self) {
         for node in &self.nodes {
             let mut last: BTreeMap<u32, u64> = BTreeMap::new();
@@ -321,7 +323,7 @@ impl World {
         }
     }
 
-    /// All of it, to the last message.
+    /// Every message is delivered.
     fn check_whole(&self) {
         for (end, node) in self.nodes.iter().enumerate() {
             let said = (0..self.nodes[1 - end].said).map(|number| (0, number));
@@ -343,7 +345,7 @@ struct Chaos {
     forgets: bool,
 }
 
-/// Seeds per test: some seconds unoptimised.
+/// Seeds per test: some seconds without optimisation.
 const SEEDS: u64 = 1000;
 
 fn seeds() -> std::ops::Range<u64> {
@@ -353,7 +355,7 @@ fn seeds() -> std::ops::Range<u64> {
     }
 }
 
-/// Runs the body for every seed; a seed that fails is named.
+/// Runs the body for every seed, and names a seed that fails.
 fn for_every_seed(body: impl Fn(u64) + std::panic::RefUnwindSafe) {
     for seed in seeds() {
         if let Err(panic) = std::panic::catch_unwind(|| body(seed)) {
@@ -374,11 +376,11 @@ fn between_lossless_peers_nothing_is_lost_doubled_or_out_of_order_however_links_
 }
 
 #[test]
-fn of_two_peers_of_which_only_one_can_be_called_the_other_calls_again_though_it_has_nothing_to_say() {
+fn a_peer_that_cannot_be_connected_to_reconnects_without_messages() {
     for_every_seed(|seed| {
         let mut world = World::new(seed, [Policy::lossless_peer(), Policy::lossless_peer()]);
         if world.nodes[1].session.is_some() {
-            return; // it has called
+            return; // it has connected
         }
         world.nodes[1].can_call = false;
         world.begin(0);
@@ -528,7 +530,7 @@ fn a_gap_and_an_acknowledgement_of_nothing_are_violations() {
 }
 
 #[test]
-fn letters_given_together_go_behind_those_that_wait_and_none_is_kept_when_it_is_over() {
+fn messages_queued_together_follow_those_that_wait_and_are_dropped_when_the_session_is_over() {
     let local_end = LocalEnd { entity: Entity(1), address: None, can_call: true };
     let now = Instant::now();
     let mut session = Session::calling(Policy::lossless_client(), local_end, 7, now);
@@ -544,7 +546,7 @@ fn letters_given_together_go_behind_those_that_wait_and_none_is_kept_when_it_is_
 }
 
 #[test]
-fn closing_says_everything_first() {
+fn closing_sends_everything_first() {
     let mut world = World::new(3, [Policy::lossless_client(), Policy::stateful_server()]);
     world.run(300, Chaos { talk: false, cuts: false, forgets: false });
     (0..10).for_each(|_| world.say(0));

@@ -1,4 +1,4 @@
-//! TCP sockets: what [`super::Link`] asks for is what the system offers, one call each.
+//! TCP sockets. Every method of [`super::Link`] is one system call.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::net::SocketAddr;
@@ -9,7 +9,7 @@ use socket2::{Domain, Protocol, Socket, Type};
 
 use super::{Address, Link, Listener};
 
-/// One TCP connection.
+/// A TCP connection.
 pub struct TcpLink {
     socket: Socket,
     peer: SocketAddr,
@@ -25,7 +25,7 @@ impl TcpLink {
         }
     }
 
-    /// A socket that somebody else has accepted.
+    /// Wraps a socket that the owner has accepted.
     pub(crate) fn adopt(stream: std::net::TcpStream) -> io::Result<TcpLink> {
         stream.set_nonblocking(true)?;
         let peer = stream.peer_addr()?;
@@ -33,7 +33,7 @@ impl TcpLink {
     }
 
     fn of(socket: Socket, peer: SocketAddr) -> io::Result<TcpLink> {
-        socket.set_tcp_nodelay(true)?; // what is to go together is given to the kernel together
+        socket.set_tcp_nodelay(true)?; // bytes that belong together are given to the kernel together
         Ok(TcpLink { socket, peer })
     }
 }
@@ -99,7 +99,7 @@ impl TcpListener {
         Ok(TcpListener { socket, address })
     }
 
-    /// The next who has called.
+    /// Accepts the next connection.
     pub(super) fn take(&mut self) -> io::Result<TcpLink> {
         let (socket, peer) = self.socket.accept()?;
         socket.set_nonblocking(true)?;
@@ -128,5 +128,6 @@ fn socket_for(address: SocketAddr) -> io::Result<Socket> {
     Ok(socket)
 }
 
-/// Calls that wait to be accepted: as many as the system allows by default, since a restarted server is called by all at once.
+/// Connections that wait to be accepted: as many as the system allows by default, since all clients of a restarted
+/// server connect at once.
 const BACKLOG: i32 = 4096;

@@ -1,4 +1,4 @@
-//! Shared memory of one host: two rings, and a unix socket as the bell.
+//! Shared memory of one host: two rings, and a unix socket as the waker.
 //!
 //! ```text
 //!     our memory (we write, the peer maps it read-only)         the peer's (it writes, we map it read-only)
@@ -9,13 +9,15 @@
 //!                     └──────── a byte on the socket, only when the other end sleeps ────────┘
 //! ```
 //!
-//! - Each end writes its own memory only, so neither can spoil what the other relies on; what it *says* there is checked: a
-//!   counter that is more than a ring ahead is a broken peer. The ring's size is the credit: a receiver is never overrun.
+//! - Each end writes only its own memory, so neither can damage what the other relies on. What an end reads in the
+//!   other's memory is checked: a counter more than a ring ahead is a violation. The ring's size is the credit, so a
+//!   receiver is never overrun.
 //! - Both memories are handed over once, as descriptors on the socket, before the first byte.
-//! - Before an end sleeps it says so (`asleep`, a number that grows with each sleep) and looks once more; who produces, or
-//!   consumes for an end that is `short` of room, looks at `asleep` afterwards and rings once per sleep. Each of the two
-//!   stores is sequentially consistent with the load behind it, so that not both can miss the other.
-//! - The socket also tells of the peer's death.
+//! - Before an end sleeps it announces that (`asleep`, a number that grows with each sleep) and checks once more. An
+//!   end that produces, or consumes for an end that is `short` of room, reads `asleep` afterwards and wakes the peer
+//!   once per sleep. Each of the two stores is sequentially consistent with the load after it, so that at least one end
+//!   sees the other's.
+//! - The socket also reports the death of the peer's process.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -32,31 +34,31 @@ use rustix::net::{
 
 use super::{Address, Link, Listener};
 
-/// One connection by shared memory.
+/// A connection by shared memory.
 pub struct ShmLink {
     socket: OwnedFd,
     path: PathBuf,
     ours: Memory,
-    /// The peer's memory, once it has been handed over.
+    /// The peer's memory, once it was handed over.
     theirs: Option<View>,
     produced: u64,
     consumed: u64,
-    /// How far the peer had consumed when we last looked. Looking costs both ends: the line where it is counted travels to us,
-    /// and has to travel back for the next count.
+    /// How far the peer had consumed when we last read its counter. Reading it costs both ends: the counter's cache
+    /// line travels here, and back for the next count.
     seen_consumed: u64,
-    /// How often we have slept; what we said last.
+    /// How often this end has slept: its last announcement.
     sleeps: u64,
-    /// We have slept since the bell was last looked at.
+    /// This end has slept since the socket was last read.
     slept: bool,
-    /// We could not send all: the peer rings when there is room.
+    /// Not everything could be sent: the peer wakes this end when there is room.
     short: bool,
-    /// The sleep of the peer's for which we have rung.
+    /// The peer's sleep that it was last woken from.
     rung: u64,
     ended: bool,
 }
 
 impl ShmLink {
-    /// Connects to the socket at that path, and hands over our memory.
+    /// Connects to the socket at that path, and hands over this end's memory.
     pub(super) fn call(path: &Path) -> io::Result<ShmLink> {
         let socket = socket()?;
         rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
@@ -82,7 +84,7 @@ impl ShmLink {
         })
     }
 
-    /// The peer's memory; it comes as the first packet on the socket.
+    /// Receives the peer's memory: the first packet on the socket.
     fn meet(&mut self) -> io::Result<()> {
         if self.theirs.is_none() {
             let memory = be_handed(&self.socket)?;
@@ -96,13 +98,14 @@ impl ShmLink {
         Ok(theirs.load_u64(at, order)?)
     }
 
-    /// Bytes that may be produced, as it is now.
+    /// Bytes that may be produced now.
     fn room(&self) -> io::Result<u64> {
         let under_way = self.produced.wrapping_sub(self.said(CONSUMED_AT, Ordering::SeqCst)?);
         RING_BYTES.checked_sub(under_way).ok_or_else(broken)
     }
 
-    /// Bytes that may be produced: as many as are wanted, if that is known without looking; else what a look says.
+    /// Bytes that may be produced: `wanted`, if that is known without reading the peer's counter; otherwise what the
+    /// counter says.
     fn room_for(&mut self, wanted: u64) -> io::Result<u64> {
         let known = RING_BYTES - self.produced.wrapping_sub(self.seen_consumed);
         if known >= wanted {
@@ -119,7 +122,7 @@ impl ShmLink {
         if available > RING_BYTES { Err(broken()) } else { Ok(available) }
     }
 
-    /// Rings, if the peer sleeps and has not been rung for in this sleep.
+    /// Wakes the peer if it sleeps and was not woken from this sleep yet.
     fn ring(&mut self) -> io::Result<()> {
         let sleep = self.said(ASLEEP_AT, Ordering::SeqCst)?;
         if sleep == 0 || sleep == self.rung {
@@ -127,12 +130,13 @@ impl ShmLink {
         }
         self.rung = sleep;
         match rustix::net::send(&self.socket, &[1], SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
-            Ok(_) | Err(Errno::AGAIN) => Ok(()), // a full socket rings as well
+            Ok(_) | Err(Errno::AGAIN) => Ok(()), // a full socket wakes it as well
             Err(error) => Err(error.into()),
         }
     }
 
-    /// Takes what rang. That is one ring for each sleep; should there be another, the descriptor stays readable, and we come again.
+    /// Reads one byte off the socket: one per sleep. With another one the descriptor stays readable, and this is called
+    /// again.
     fn hush(&mut self) -> io::Result<()> {
         self.slept = false;
         loop {
@@ -165,7 +169,7 @@ impl Link for ShmLink {
     }
 
     fn finish_call(&mut self) -> io::Result<()> {
-        Ok(()) // a unix socket is connected at once or not at all
+        Ok(()) // a unix socket connects at once or not at all
     }
 
     fn send(&mut self, bytes: &[IoSlice<'_>]) -> io::Result<usize> {
@@ -174,7 +178,7 @@ impl Link for ShmLink {
         let mut room = self.room_for(wanted)?;
         if room == 0 && wanted > 0 {
             self.set_short(true)?;
-            room = self.room_for(wanted)?; // it may have become room before we said so
+            room = self.room_for(wanted)?; // there may have been room before the announcement
             if room == 0 {
                 return Err(io::ErrorKind::WouldBlock.into());
             }
@@ -226,7 +230,7 @@ impl Link for ShmLink {
     }
 
     fn poll_ready(&mut self) -> Option<bool> {
-        Some(self.theirs.is_some() && self.has_something().unwrap_or(true)) // what is broken is found by serving it
+        Some(self.theirs.is_some() && self.has_something().unwrap_or(true)) // serving the link finds the error
     }
 
     fn arm(&mut self) -> bool {
@@ -237,20 +241,20 @@ impl Link for ShmLink {
     }
 
     fn disarm(&mut self) {
-        // It fails only beyond the memory, where arming would have failed as well.
+        // Fails only outside of the memory, where arming would have failed too.
         let _ = self.ours.store_u64(ASLEEP_AT, 0, Ordering::Release);
     }
 }
 
-/// Where `length` bytes of a stream lie in a ring, from that position on: one piece, or two where it begins again. The range is
-/// of the bytes.
+/// Where `length` bytes of a stream are in a ring, from `position` on: one piece, or two where the ring wraps. The
+/// range is the bytes'.
 fn places(position: u64, length: usize) -> impl Iterator<Item = (u64, std::ops::Range<usize>)> {
     let at = position % RING_BYTES;
     let first = length.min((RING_BYTES - at) as usize);
     [(RING_AT + at, 0..first), (RING_AT, first..length)].into_iter().filter(|(_, range)| !range.is_empty())
 }
 
-/// A listening unix socket; its file goes with it.
+/// A listening unix socket. Its file is removed with it.
 pub struct ShmListener {
     socket: OwnedFd,
     path: PathBuf,
@@ -261,7 +265,7 @@ impl ShmListener {
         let socket = socket()?;
         let address = SocketAddrUnix::new(path)?;
         match rustix::net::bind(&socket, &address) {
-            // A file that nobody listens behind was left by somebody who could not remove it.
+            // No process listens at this file: its owner could not remove it.
             Err(Errno::ADDRINUSE) if rustix::net::connect(&self::socket()?, &address) == Err(Errno::CONNREFUSED) => {
                 std::fs::remove_file(path)?;
                 rustix::net::bind(&socket, &address)?;
@@ -290,7 +294,7 @@ impl Listener for ShmListener {
 
 impl Drop for ShmListener {
     fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.path); // somebody may have removed it before
+        let _ = std::fs::remove_file(&self.path); // the file may be gone already
     }
 }
 
@@ -327,24 +331,24 @@ fn be_handed(socket: &OwnedFd) -> io::Result<OwnedFd> {
 }
 
 fn broken() -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, "the peer does not keep to the rings' rules, or is of another version")
+    io::Error::new(io::ErrorKind::InvalidData, "the peer violates the protocol of the rings, or has another version")
 }
 
-/// The first packet: who speaks, and in which layout (the last byte).
+/// The first packet: the protocol, and its layout (the last byte).
 const HELLO: [u8; 8] = *b"RMsgShm\x01";
 
-/// Where each end writes what; a cache line for each, as different processors look at them.
+/// Positions of what each end writes; a cache line each, as different processors read them.
 const PRODUCED_AT: u64 = 0;
 const CONSUMED_AT: u64 = 64;
 const ASLEEP_AT: u64 = 128;
 const SHORT_AT: u64 = 192;
 const RING_AT: u64 = 4096;
 
-/// A ring: as much as a sender is ahead of its receiver. Half of a second-level cache, so that what was produced is consumed
-/// before it leaves it.
+/// Size of a ring: how far a sender may be ahead of its receiver. Half of a second-level cache, so that bytes are
+/// consumed before they leave it.
 const RING_BYTES: u64 = 1 << 20;
 
-/// Calls that wait to be accepted.
+/// Connections that wait to be accepted.
 const BACKLOG: i32 = 1024;
 
 #[cfg(test)]
@@ -366,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_cross_in_order_round_the_ring_and_a_full_ring_says_so() {
+    fn bytes_cross_the_ring_in_order_and_a_full_ring_would_block() {
         let (mut one, mut other) = pair();
         let content: Vec<u8> = (0..3_000_000u32).map(|at| (at % 251) as u8).collect();
         let (mut sent, mut received) = (0, Vec::new());
@@ -393,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn who_sleeps_is_rung_for_once_and_who_is_awake_is_not() {
+    fn a_sleeping_end_is_woken_once_and_an_awake_end_is_not() {
         let (mut one, mut other) = pair();
         one.send(&[IoSlice::new(b"x")]).unwrap();
         other.receive(&mut [IoSliceMut::new(&mut [0; 8])]).unwrap();
@@ -409,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_is_gone_is_the_end_after_its_last_bytes() {
+    fn the_end_of_a_peer_follows_its_last_bytes() {
         let (mut one, mut other) = pair();
         one.send(&[IoSlice::new(b"last")]).unwrap();
         drop(one);

@@ -1,12 +1,12 @@
-//! TLS over TCP: the secure mode. What the greeting's seals are not, this is: nobody reads along, and the peers may know each other by
-//! certificates. It stands below the greeting, which goes on inside; where TLS vouches for both ends, seals may be left out
+//! TLS over TCP: the secure mode. It encrypts, which seals do not, and peers may authenticate by certificates. The
+//! layer's handshake runs inside; where TLS authenticates both ends, seals may be left out
 //! ([`crate::Options::sealed`]).
 //!
-//! Two things that a socket does not have, and a worker has to know of:
+//! A worker must know two things that a socket does not have:
 //!
-//! - Bytes that were taken may be with us still, encrypted, because the socket took no more: [`Link::owes`].
-//! - Bytes that came may be with us, decrypted, where epoll does not see them. So no more is decrypted than the receiver has room for
-//!   at once (`ONE_READ_BYTES`), and nothing stays.
+//! - The link may hold back encrypted bytes, because the socket took no more: [`Link::has_unsent`].
+//! - Decrypted bytes could stay in the link, where epoll does not see them. So no more is decrypted than the receiver
+//!   has room for at once (`ONE_READ_BYTES`), and nothing stays.
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::SocketAddr;
@@ -19,30 +19,31 @@ use rustls::{ClientConfig, ClientConnection, Connection, ServerConfig, ServerCon
 use super::posix::{TcpLink, TcpListener};
 use super::{Address, Link, Listener};
 
-/// What `tls:` addresses need. Certificates, authorities and versions are the owner's to choose, in rustls's own configurations.
+/// Settings of `tls:` addresses. The owner chooses certificates, authorities and versions in rustls's own
+/// configurations.
 #[derive(Debug, Clone, Default)]
 pub struct TlsOptions {
-    /// For calling.
+    /// For connecting.
     pub client: Option<Arc<ClientConfig>>,
-    /// The name that the server's certificate must be for; `None`: the address that is called.
+    /// The name that the server's certificate must be for; `None`: the address that is connected to.
     pub server_name: Option<String>,
     /// For listening.
     pub server: Option<Arc<ServerConfig>>,
 }
 
-/// One TCP connection with TLS on it.
+/// A TCP connection with TLS.
 pub struct TlsLink {
     tcp: TcpLink,
     tls: Connection,
-    /// The peer has closed, with or without a word.
+    /// The peer has closed the connection, with or without a close_notify.
     ended: bool,
-    /// What went wrong behind bytes that had come; for the next call.
+    /// An error that came after received bytes; returned by the next call.
     broke: Option<io::Error>,
 }
 
 impl TlsLink {
     pub(super) fn call(options: &TlsOptions, peer: SocketAddr) -> io::Result<TlsLink> {
-        let config = options.client.clone().ok_or_else(|| missing("call", "client"))?;
+        let config = options.client.clone().ok_or_else(|| missing("connect", "client"))?;
         let name = match &options.server_name {
             Some(name) => ServerName::try_from(name.clone()).map_err(io::Error::other)?,
             None => ServerName::IpAddress(peer.ip().into()),
@@ -56,7 +57,7 @@ impl TlsLink {
         Ok(TlsLink { tcp, tls: tls.into(), ended: false, broke: None })
     }
 
-    /// Gives the socket what is encrypted, as far as it takes it.
+    /// Sends encrypted bytes, as far as the socket takes them.
     fn push(&mut self) -> io::Result<()> {
         while self.tls.wants_write() {
             match self.tls.write_tls(&mut Socket(&mut self.tcp)) {
@@ -68,7 +69,7 @@ impl TlsLink {
         Ok(())
     }
 
-    /// Takes the beginning of a piece, for as long as the socket takes what comes of it; how much.
+    /// Encrypts and sends bytes from the front of `piece`, for as long as the socket takes them. Returns how many.
     fn encrypt(&mut self, piece: &[u8]) -> io::Result<usize> {
         let mut taken = 0;
         while taken < piece.len() && !self.has_unsent() {
@@ -76,13 +77,13 @@ impl TlsLink {
             taken += count;
             self.push()?;
             if count == 0 {
-                break; // as much waits as may
+                break; // the buffer of encrypted bytes is full
             }
         }
         Ok(taken)
     }
 
-    /// Takes one read's worth from the socket and decrypts it. Whether there was anything.
+    /// Receives and decrypts one read's worth. Returns whether there was anything.
     fn pull(&mut self) -> io::Result<bool> {
         if self.ended || !self.tls.wants_read() {
             return Ok(false);
@@ -91,7 +92,7 @@ impl TlsLink {
             Ok(0) => self.ended = true,
             Ok(_) => {
                 if let Err(error) = self.tls.process_new_packets() {
-                    let _ = self.push(); // the alert, if it can be said at once
+                    let _ = self.push(); // the alert, if it can be sent at once
                     return Err(io::Error::new(io::ErrorKind::InvalidData, error));
                 }
             }
@@ -101,7 +102,7 @@ impl TlsLink {
         Ok(true)
     }
 
-    /// Decrypted bytes, if there are any.
+    /// Takes decrypted bytes, if there are any.
     fn take(&mut self, into: &mut [u8]) -> io::Result<usize> {
         match self.tls.reader().read(into) {
             Ok(0) => {
@@ -109,13 +110,13 @@ impl TlsLink {
                 Ok(0)
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(0),
-            // Cut off without a word: the frames inside know whether anything is missing.
+            // Cut off without a close_notify: the frames inside show whether bytes are missing.
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(0),
             taken => taken,
         }
     }
 
-    /// Fills those places as far as something is there, and counts it.
+    /// Fills the buffers as far as there are bytes, and counts them.
     fn fill(&mut self, into: &mut [IoSliceMut<'_>], received: &mut usize) -> io::Result<()> {
         let mut left: usize = into.iter().map(|piece| piece.len()).sum();
         let mut pieces = into.iter_mut();
@@ -164,9 +165,9 @@ impl Link for TlsLink {
             return Err(error);
         }
         let mut received = 0;
-        // What TLS itself has to say to what came goes at once.
+        // Answers of TLS itself go out at once.
         match self.fill(into, &mut received).and_then(|()| self.push()) {
-            // What has come before is the caller's.
+            // The bytes before the error belong to the caller.
             Err(error) if received > 0 => self.broke = Some(error),
             filled => filled?,
         }
@@ -190,14 +191,14 @@ impl Link for TlsLink {
 }
 
 impl Drop for TlsLink {
-    /// Says that this is the end, and no cut, if it can be said at once.
+    /// Sends a close_notify, if it can be sent at once.
     fn drop(&mut self) {
         self.tls.send_close_notify();
         let _ = self.push();
     }
 }
 
-/// A listening TCP socket whose callers speak TLS.
+/// A listening TCP socket for TLS.
 pub struct TlsListener {
     tcp: TcpListener,
     config: Arc<ServerConfig>,
@@ -227,7 +228,7 @@ impl Listener for TlsListener {
     }
 }
 
-/// The socket below, as rustls wants it.
+/// The socket, as rustls wants it.
 struct Socket<'a>(&'a mut TcpLink);
 
 impl Read for Socket<'_> {
@@ -251,10 +252,10 @@ impl Write for Socket<'_> {
 }
 
 fn missing(what: &str, which: &str) -> io::Error {
-    let text = format!("a tls: address to {what}, and no configuration for it: set Options::tls.{which}");
+    let text = format!("no TLS configuration to {what} with: set Options::tls.{which}");
     io::Error::new(io::ErrorKind::InvalidInput, text)
 }
 
-/// More than one read of the socket can decrypt to: what was held of a record, and what rustls reads at once; two of the longest
-/// records.
+/// More than one read of the socket can decrypt to: the rest of a record, and what rustls reads at once; two of the
+/// longest records.
 const ONE_READ_BYTES: usize = 2 * 16_384;

@@ -1,5 +1,5 @@
-//! The state of one link: the handshake, then frames in and frames out. What the frames mean is the session's business; a link
-//! only knows which session it serves.
+//! The state of one link: the handshake, then frames in and frames out. What the frames mean is the session's business;
+//! a link only knows which session it serves.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::sync::Arc;
@@ -40,8 +40,8 @@ pub(crate) struct LinkState {
     pub(super) timer: Option<Instant>,
     /// What epoll has been asked to report.
     pub(super) interest: Interest,
-    /// The transport can be asked for something to do without a system call. It reports room to send by becoming readable: its
-    /// descriptor is always writable.
+    /// The transport can be asked for something to do without a system call. It reports room to send by becoming
+    /// readable: its descriptor is always writable.
     pub(super) is_polled: bool,
 }
 
@@ -256,8 +256,8 @@ impl LinkState {
         self.writer.frame(tag, &head[..length], Default::default(), 1);
     }
 
-    /// Whether there is something to do, asked without a system call. Bytes to receive are nothing to do while the link is not
-    /// read.
+    /// Whether there is something to do, asked without a system call. Bytes to receive are nothing to do while the link
+    /// is not read.
     pub(super) fn has_something(&mut self) -> bool {
         self.link.poll_ready() == Some(true) && !self.is_idle()
     }
@@ -308,6 +308,6 @@ const MAY_LEAVE_SEALS: u64 = 2;
 /// More than a frame of the handshake.
 const HANDSHAKE_PIECE_BYTES: usize = 512;
 
-/// Pieces per vectored send. Two per message with data, and one behind the last: all that is written ahead in messages of 4 KiB goes in
-/// one call. A call for the rest would cost a segment of its own, and at the peer another waking.
+/// Pieces per vectored send. Two per message with data, and one behind the last: all that is written ahead in messages
+/// of 4 KiB goes in one call. A call for the rest would cost a segment of its own, and at the peer another waking.
 const SLICES_PER_SEND: usize = 128;

@@ -100,7 +100,8 @@ impl LinkTable {
         self.links.get_mut(key)
     }
 
-    /// The link of a key that a session or another table holds. Such a key is valid; a missing link is a mistake of ours.
+    /// The link of a key that a session or another table holds. Such a key is valid; a missing link is a mistake of
+    /// ours.
     pub(super) fn get_mut(&mut self, key: LinkKey) -> Option<&mut LinkState> {
         let link = self.links.get_mut(key);
         debug_assert!(link.is_some(), "{key:?} is held, but its link is gone");

@@ -1,5 +1,5 @@
-//! One thread with one reactor, and everything that lives on it: links, sessions and their timers. The thread waits only in epoll,
-//! and holds no lock while it calls the owner.
+//! One thread with one reactor, and everything that lives on it: links, sessions and their timers. The thread waits
+//! only in epoll, and holds no lock while it calls the owner.
 //!
 //! ```text
 //!            ┌──────────────────────────── a turn ────────────────────────────────┐
@@ -10,13 +10,15 @@
 //!            └────────────────────────────────────────────────────────────────────┘
 //! ```
 //!
-//! What the owner sends while a message is dispatched stays in the connection's queue until all messages that came together are
-//! dispatched, and then goes in one system call. A single message goes at once.
+//! What the owner sends while a message is dispatched stays in the connection's queue until all messages that came
+//! together are dispatched, and then goes in one system call. A single message goes at once.
 //!
 //! - this file: the thread, one turn after the other. **Start here.**
-//! - `tables`: what happens between links and sessions; `links`, `sessions`: the two tables; `link`: the state of a link.
+//! - `tables`: what happens between links and sessions; `links`, `sessions`: the two tables; `link`: the state of a
+//!   link.
 //! - `receive`, `transmit`: from bytes to messages, and back; `accept`: listeners; `shutdown`: how links end.
-//! - `reactor`: epoll and what it watches besides; `inbox`: commands of other threads; `timers`, `spin`: when to look, and how long.
+//! - `reactor`: epoll and what it watches besides; `inbox`: commands of other threads; `timers`, `spin`: when to look,
+//!   and how long.
 
 mod accept;
 mod inbox;
@@ -160,8 +162,8 @@ impl Worker {
 
     /// Serves polled links that have something, and returns whether there was something to do, commands included.
     ///
-    /// Links are served at the time of the last turn or system call: a few dozen microseconds old at most, where the clock itself would cost a
-    /// twentieth of a round trip.
+    /// Links are served at the time of the last turn or system call: a few dozen microseconds old at most, where the
+    /// clock itself would cost a twentieth of a round trip.
     fn poll_ready(&mut self) -> bool {
         if self.tables.cx.inbox.is_waiting() {
             return true;
@@ -246,7 +248,8 @@ impl Worker {
         }
     }
 
-    /// Ends every session, and tells its owner. Then waits, not for long, until the peers of closed sessions have everything.
+    /// Ends every session, and tells its owner. Then waits, not for long, until the peers of closed sessions have
+    /// everything.
     fn stop(&mut self) {
         let tables = &mut self.tables;
         for key in tables.sessions.keys() {

@@ -71,8 +71,8 @@ impl Reactor {
         let _ = epoll::wait(&self.epoll, rustix::buffer::spare_capacity(events), limit.as_ref());
     }
 
-    /// Makes sure that the timerfd fires no later than `next`. A timeout of epoll would serve too, but the system would set and
-    /// unset a clock for each sleep; the first timer changes some times a second at most.
+    /// Makes sure that the timerfd fires no later than `next`. A timeout of epoll would serve too, but the system would
+    /// set and unset a clock for each sleep; the first timer changes some times a second at most.
     pub(super) fn set_timer(&mut self, next: Instant) {
         if self.timer_at.is_some_and(|at| at <= next) {
             return;

@@ -33,8 +33,8 @@ pub(super) struct Received {
 }
 
 impl Served<'_> {
-    /// Receives once: into the memory of the message that is coming, then into the buffer. `None` if there is nothing to receive,
-    /// or the link is not to be read.
+    /// Receives once: into the memory of the message that is coming, then into the buffer. `None` if there is nothing
+    /// to receive, or the link is not to be read.
     pub(super) fn receive(&mut self, buffer: &mut [u8]) -> Result<Option<Received>, LinkError> {
         if !self.link.wanted().readable {
             return Ok(None);
@@ -66,9 +66,9 @@ impl Served<'_> {
         }
     }
 
-    /// Finds frames in bytes that have come, and dispatches the messages among them. Returns at the first signal, which may
-    /// change what the link serves: the caller handles it and goes on with the rest of `input`. `None`: everything is read, or kept because
-    /// there is no room.
+    /// Finds frames in bytes that have come, and dispatches the messages among them. Returns at the first signal, which
+    /// may change what the link serves: the caller handles it and goes on with the rest of `input`. `None`: everything
+    /// is read, or kept because there is no room.
     pub(super) fn read(&mut self, input: &mut &[u8]) -> Result<Option<Signal>, LinkError> {
         loop {
             match self.link.reader.next(input)? {
@@ -97,8 +97,8 @@ impl Served<'_> {
         self.link.reader.land(NO_BODIES).map_err(|_| LinkError::Malformed(malformed)) // signals have no bodies
     }
 
-    /// Gives the message that blocks the link memory to land in, if there is room for it. Otherwise the link stays blocked, and
-    /// the peer waits.
+    /// Gives the message that blocks the link memory to land in, if there is room for it. Otherwise the link stays
+    /// blocked, and the peer waits.
     pub(super) fn admit(&mut self) -> Result<(), LinkError> {
         let Some(Incoming::Blocked(preamble, label)) = &self.link.incoming else { return Ok(()) };
         let (preamble, label) = (*preamble, *label);

@@ -1,8 +1,9 @@
 //! The links and sessions of a worker, and everything that happens between the two.
 //!
-//! [`Tables::served`] and [`Tables::owner`] resolve a link's key; handlers get what they resolved. A handler that may end a link
-//! or a session is the last to use it, and what follows resolves the key again: a key that finds nothing then means that this
-//! step ended it, and is no mistake. A key that one table holds of the other must be valid, which is asserted where it is looked up.
+//! [`Tables::served`] and [`Tables::owner`] resolve a link's key; handlers get what they resolved. A handler that may
+//! end a link or a session is the last to use it, and what follows resolves the key again: a key that finds nothing
+//! then means that this step ended it, and is no mistake. A key that one table holds of the other must be valid, which
+//! is asserted where it is looked up.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -46,7 +47,8 @@ impl Tables {
         Tables { cx, links, sessions, transmitter, buffer: vec![0; RECEIVE_BYTES] }
     }
 
-    /// Resolves a link and the session that it serves. `None`: an earlier step has ended the link, or given it to another worker.
+    /// Resolves a link and the session that it serves. `None`: an earlier step has ended the link, or given it to
+    /// another worker.
     fn served(&mut self, key: LinkKey) -> Option<Served<'_>> {
         let link = self.links.find(key)?;
         let session = link.session().and_then(|session| self.sessions.find(session));
@@ -84,8 +86,8 @@ impl Tables {
         self.refresh(key);
     }
 
-    /// Sends what is written on a link without a session, and has the reactor wait for what the link now waits for. The link may
-    /// have ended.
+    /// Sends what is written on a link without a session, and has the reactor wait for what the link now waits for. The
+    /// link may have ended.
     fn refresh(&mut self, key: LinkKey) {
         let Some(link) = self.links.find(key) else { return };
         let flushed = match link.session() {
@@ -97,7 +99,8 @@ impl Tables {
         }
     }
 
-    /// Continues a connect or a handshake. Once it is complete, the session that called gets the link, and reading begins.
+    /// Continues a connect or a handshake. Once it is complete, the session that called gets the link, and reading
+    /// begins.
     fn handshake(&mut self, key: LinkKey) -> Result<(), LinkError> {
         let Some(link) = self.links.get_mut(key) else { return Ok(()) };
         if let Phase::Calling(session) = link.phase {
@@ -210,15 +213,16 @@ impl Tables {
         if Arc::ptr_eq(connection.inbox(), &self.cx.inbox) && connection.session_key() != UNASSIGNED {
             return self.adopt(key, open, SessionKey::of(&connection));
         }
-        // To another worker, or to this one behind the command that begins the session. Between OPEN and its answer nothing is
-        // under way, so the link moves without losing a byte.
+        // To another worker, or to this one behind the command that begins the session. Between OPEN and its answer
+        // nothing is under way, so the link moves without losing a byte.
         if let Some(link) = self.links.remove(key) {
             let inbox = Arc::clone(connection.inbox());
             inbox.post(Command::Adopt(Box::new(link), open, connection));
         }
     }
 
-    /// Offers a link to the session that its peer means. A peer that means a session that is over is told to begin anew.
+    /// Offers a link to the session that its peer means. The answer to a peer that means a session that is over is
+    /// RESET.
     fn adopt(&mut self, link: LinkKey, open: Open, session: SessionKey) {
         let Some(entry) = self.sessions.find(session) else {
             if let Some(link) = self.links.get_mut(link) {
@@ -275,7 +279,8 @@ impl Tables {
         self.settle(key);
     }
 
-    /// Changes a session and performs what follows. What was queued before is sent before. A session that is over is left alone.
+    /// Changes a session and performs what follows. What was queued before is sent before. A session that is over is
+    /// left alone.
     pub(super) fn with_session(&mut self, key: SessionKey, change: impl FnOnce(&mut Session<Queued>)) {
         if let Some(entry) = self.sessions.find(key) {
             self.transmitter.take_queued(entry, &self.cx);

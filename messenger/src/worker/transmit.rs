@@ -1,4 +1,5 @@
-//! From messages to bytes: moves queued messages to their session, performs what the session wants, writes frames and sends them.
+//! From messages to bytes: moves queued messages to their session, performs what the session wants, writes frames and
+//! sends them.
 
 use std::collections::VecDeque;
 
@@ -26,7 +27,8 @@ impl Transmitter {
         let _ = entry.session.send_all(&mut self.queued, cx.now);
     }
 
-    /// Sends everything that a session has to send, as far as its peer takes it, and performs what it asks for meanwhile.
+    /// Sends everything that a session has to send, as far as its peer takes it, and performs what it asks for
+    /// meanwhile.
     pub(super) fn settle(&mut self, key: SessionKey, entry: &mut SessionEntry, links: &mut LinkTable, cx: &Context) {
         loop {
             self.take_queued(entry, cx);

@@ -1,4 +1,4 @@
-//! What must hold over every transport alike: each case is told where the server listens and with which options, and asserts.
+//! The cases that must hold over every transport. Each one is given the server's address and options.
 
 use std::time::Duration;
 
@@ -6,7 +6,8 @@ use remora_messenger::{Address, Message, Options, Policy, Throttle};
 
 use crate::kit::*;
 
-/// Questions with so many bytes of data each, all at once, come back as they were; then so many, one after the other.
+/// Requests with `sizes` bytes of data each, all at once, come back unchanged; then `one_by_one` requests, one after
+/// the other.
 pub fn a_question_is_answered(at: &Address, options: &Options, sizes: &[usize], one_by_one: u64) {
     let server = end_with(Policy::stateless_server(), options, Scribe { echoes: true, ..Scribe::default() });
     let address = server.messenger.listen(at).unwrap();
@@ -24,14 +25,14 @@ pub fn a_question_is_answered(at: &Address, options: &Options, sizes: &[usize], 
         assert!(delivery.data.iter().enumerate().all(|(at, byte)| *byte == (at * 7 + number) as u8), "{size} bytes");
     }
     for number in 0..one_by_one {
-        connection.send(numbered(number)).unwrap(); // both sleep in between
+        connection.send(numbered(number)).unwrap(); // both ends sleep in between
         until("an answer", || client.scribe.taken().len() == sizes.len() + 1 + number as usize);
     }
 }
 
-/// Of so many messages each is said once and in order, though the link is cut at every so many; the server has noticed more than
-/// `noticed` of the links. No letter waits longer than `patience` for room.
-pub fn everything_is_said_once_though_links_are_cut(
+/// Every message arrives once and in order, although the link is cut regularly. The server has noticed more than
+/// `noticed` of the links. No message waits longer than `patience` for room.
+pub fn everything_arrives_once_although_links_are_cut(
     at: &Address,
     options: &Options,
     messages: u64,
@@ -56,8 +57,14 @@ pub fn everything_is_said_once_though_links_are_cut(
     assert!(server.scribe.told().len() > noticed, "cut only {} times", server.scribe.told().len());
 }
 
-/// A receiver that may hold three messages and lets none go is sent no fourth in `while_held`; all others come when it lets go.
-pub fn a_receiver_that_holds_on_is_never_overrun(at: &Address, options: &Options, messages: u64, while_held: Duration) {
+/// A receiver that may hold three messages and releases none is sent no fourth one in `while_held`; all others arrive
+/// once it releases them.
+pub fn a_receiver_that_holds_messages_is_never_overrun(
+    at: &Address,
+    options: &Options,
+    messages: u64,
+    while_held: Duration,
+) {
     let policy = Policy::stateful_server().with_receive(Throttle::new(1000, 1 << 20));
     let server = end_with(policy, options, Scribe { holds: true, ..Scribe::default() });
     let address = server.messenger.listen(at).unwrap();

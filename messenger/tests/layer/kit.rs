@@ -1,4 +1,4 @@
-//! Two messengers and somebody who writes down what they are told.
+//! Two messengers, and a dispatcher that records its callbacks.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -7,7 +7,7 @@ use remora_messenger::{
     Address, Arrival, Buffer, Connection, Delivery, Dispatcher, Message, Messenger, Options, Policy, Refusal,
 };
 
-/// What was told, in order.
+/// A callback.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Told {
     Connected,
@@ -16,7 +16,7 @@ pub enum Told {
     Refused(Refusal),
 }
 
-/// Writes everything down, and echoes if asked to.
+/// Records every callback, and echoes messages if asked to.
 #[derive(Default)]
 pub struct Scribe {
     pub echoes: bool,
@@ -24,7 +24,7 @@ pub struct Scribe {
     pub told: Mutex<Vec<Told>>,
     pub held: Mutex<Vec<Delivery>>,
     pub holds: bool,
-    /// Connections that somebody else made.
+    /// Connections that peers have made.
     pub met: Mutex<Vec<Connection>>,
     pub memory: Mutex<Option<Buffer>>,
     pub landed: Mutex<Vec<(usize, usize)>>,
@@ -78,7 +78,7 @@ impl Dispatcher for Scribe {
     }
 }
 
-/// A messenger and who listens to it.
+/// A messenger and its dispatcher.
 pub struct End {
     pub messenger: Messenger,
     pub scribe: Arc<Scribe>,
@@ -98,7 +98,7 @@ pub fn anywhere() -> Address {
     "tcp:127.0.0.1:0".parse().unwrap()
 }
 
-/// Waits for something to become so.
+/// Waits for a condition.
 pub fn until(what: &str, holds: impl Fn() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(30);
     while !holds() {
@@ -107,7 +107,7 @@ pub fn until(what: &str, holds: impl Fn() -> bool) {
     }
 }
 
-/// Policies with pauses for tests.
+/// A policy with short pauses, for tests.
 pub fn quick(mut policy: Policy) -> Policy {
     policy.first_pause = Duration::from_millis(2);
     policy.longest_pause = Duration::from_millis(20);

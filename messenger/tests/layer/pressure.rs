@@ -7,7 +7,7 @@ use remora_messenger::{Buffer, Message, Policy, SendError, Throttle};
 use crate::kit::*;
 
 #[test]
-fn a_receiver_that_holds_on_stops_reading_and_the_sender_is_told() {
+fn a_receiver_that_holds_messages_stops_reading_and_the_sender_gets_an_error() {
     let throttle = Throttle::new(10, 1 << 30);
     let server =
         end(Policy::stateful_server().with_receive(throttle.clone()), Scribe { holds: true, ..Scribe::default() });
@@ -29,7 +29,7 @@ fn a_receiver_that_holds_on_stops_reading_and_the_sender_is_told() {
     assert_eq!(server.scribe.taken().len(), 10);
     assert_eq!(throttle.under_way().0, 10);
 
-    // Letting go lets the rest in.
+    // Releasing messages lets the rest in.
     let mut seen = 10;
     while seen < sent as usize {
         server.scribe.held.lock().unwrap().clear();

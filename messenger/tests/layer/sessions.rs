@@ -1,4 +1,4 @@
-//! What becomes of sessions: made, cut, forgotten, refused, raced for, closed.
+//! What happens to sessions: made, cut, forgotten, refused, opened from both ends, closed.
 
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ fn too_long_a_body_is_given_back() {
 }
 
 #[test]
-fn a_lossless_client_says_everything_once_though_its_links_are_cut() {
+fn a_lossless_client_sends_everything_once_although_its_links_are_cut() {
     let server = end(quick(Policy::stateful_server()), Scribe::default());
     let address = server.messenger.listen(&anywhere()).unwrap();
     let client = end(quick(Policy::lossless_client()), Scribe::default());
@@ -56,7 +56,7 @@ fn messages_sent_before_the_peer_listens_arrive_when_it_does() {
 }
 
 #[test]
-fn a_lossy_client_is_told_when_its_server_goes() {
+fn a_lossy_client_is_notified_when_its_server_ends() {
     let server = end(Policy::stateless_server(), Scribe::default());
     let address = server.messenger.listen(&anywhere()).unwrap();
     let client = end(Policy::lossy_client(), Scribe::default());
@@ -65,13 +65,13 @@ fn a_lossy_client_is_told_when_its_server_goes() {
     until("the message", || server.scribe.taken() == [1]);
     server.messenger.stop();
     until("the end", || client.scribe.told().len() == 2);
-    // Stopping says CLOSE where it still can; a client that does not hear it sees the link break.
+    // Stopping sends CLOSE where it still can. A client that does not receive it sees the link break.
     assert!(matches!(client.scribe.told()[1], Told::Closed | Told::Reset { goes_on: false, .. }));
-    until("no more letters", || matches!(connection.send(numbered(2)), Err(SendError::Over(_))));
+    until("no more messages", || matches!(connection.send(numbered(2)), Err(SendError::Over(_))));
 }
 
 #[test]
-fn a_restarted_peer_is_found_out_and_the_session_goes_on_empty() {
+fn a_restarted_peer_is_detected_and_the_session_goes_on_empty() {
     let first = end(quick(Policy::lossless_peer()), Scribe::default());
     let address = first.messenger.listen(&anywhere()).unwrap();
     let other = end(quick(Policy::lossless_peer()), Scribe::default());
@@ -121,7 +121,7 @@ fn connecting_twice_to_a_peer_gives_the_same_session() {
 }
 
 #[test]
-fn refusals_are_told_with_their_reason() {
+fn refusals_are_reported_with_their_reason() {
     let server = end(Policy::stateless_server(), Scribe::default());
     let address = server.messenger.listen(&anywhere()).unwrap();
     let client = end(Policy::lossless_client(), Scribe::default());
@@ -144,7 +144,7 @@ fn refusals_are_told_with_their_reason() {
 }
 
 #[test]
-fn closing_says_everything_first_and_both_ends_are_told() {
+fn closing_sends_everything_first_and_both_ends_are_notified() {
     let server = end(Policy::stateful_server(), Scribe::default());
     let address = server.messenger.listen(&anywhere()).unwrap();
     let client = end(Policy::lossless_client(), Scribe::default());
@@ -168,7 +168,7 @@ fn sessions_find_their_way_between_workers() {
         for connection in &connections {
             connection.send(numbered(round)).unwrap();
         }
-        connections[round as usize % 7].cut(); // the next link is accepted by whichever worker has its turn
+        connections[round as usize % 7].cut(); // the next link is accepted by the worker whose turn it is
         std::thread::sleep(Duration::from_micros(300));
     }
     until("all messages", || server.scribe.taken().len() == 1400);

@@ -1,4 +1,4 @@
-//! The same over shared memory: every size, cuts, a receiver that holds on, spinning and sleeping.
+//! The shared cases over shared memory: every size, cuts, a receiver that holds messages, spinning and sleeping.
 
 use std::time::Duration;
 
@@ -21,15 +21,15 @@ fn a_question_is_answered_whatever_its_size_and_however_both_wait() {
 }
 
 #[test]
-fn a_lossless_client_says_everything_once_though_its_links_are_cut() {
+fn a_lossless_client_sends_everything_once_although_its_links_are_cut() {
     let folder = tempfile::tempdir().unwrap();
     let (at, patience) = (somewhere(&folder), Duration::from_secs(10));
-    alike::everything_is_said_once_though_links_are_cut(&at, &Options::default(), 100_000, 1000, 10, patience);
+    alike::everything_arrives_once_although_links_are_cut(&at, &Options::default(), 100_000, 1000, 10, patience);
 }
 
 #[test]
-fn a_receiver_that_holds_on_is_never_overrun() {
+fn a_receiver_that_holds_messages_is_never_overrun() {
     let folder = tempfile::tempdir().unwrap();
     let (at, while_held) = (somewhere(&folder), Duration::from_millis(20));
-    alike::a_receiver_that_holds_on_is_never_overrun(&at, &Options::default(), 40, while_held);
+    alike::a_receiver_that_holds_messages_is_never_overrun(&at, &Options::default(), 40, while_held);
 }

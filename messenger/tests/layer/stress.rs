@@ -6,14 +6,14 @@ use remora_messenger::{Options, Policy};
 
 use crate::kit::*;
 
-/// A million in all; both directions, four sessions, so that each has an eighth.
+/// A million in all: four sessions, two directions.
 const MESSAGES_PER_DIRECTION: u64 = 125_000;
 
 #[test]
 fn a_million_messages_under_random_cuts_are_neither_lost_nor_doubled_nor_out_of_order() {
     let options = Options { workers: 2, ..Options::default() };
     let mut policy = quick(Policy::lossless_peer());
-    policy.send_messages = 256; // so that senders wait for the link, and cuts meet one
+    policy.send_messages = 256; // so that senders wait for the link, and cuts happen meanwhile
     let pairs: Vec<_> = (0..4)
         .map(|_| {
             let server = end_with(policy.clone(), &options, Scribe::default());

@@ -1,4 +1,4 @@
-//! The same over TLS: every size, cuts, a receiver that holds on; and who is not let in.
+//! The shared cases over TLS: every size, cuts, a receiver that holds messages; and peers that are rejected.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -28,7 +28,7 @@ fn authority(tls: &Tls) -> Arc<RootCertStore> {
     Arc::new(roots)
 }
 
-/// Both ends vouched for by one authority.
+/// Options for both ends, with certificates of one authority.
 fn secure() -> (tempfile::TempDir, Options) {
     let folder = tempfile::tempdir().unwrap();
     let (server, client) = certificates(folder.path(), &[]).unwrap();
@@ -62,9 +62,9 @@ fn a_question_is_answered_whatever_its_size() {
 }
 
 #[test]
-fn a_lossless_client_says_everything_once_though_its_links_are_cut() {
+fn a_lossless_client_sends_everything_once_although_its_links_are_cut() {
     let (_folder, options) = secure();
-    alike::everything_is_said_once_though_links_are_cut(
+    alike::everything_arrives_once_although_links_are_cut(
         &anywhere(),
         &options,
         20_000,
@@ -77,22 +77,22 @@ fn a_lossless_client_says_everything_once_though_its_links_are_cut() {
 #[test]
 fn a_receiver_that_holds_on_is_never_overrun_and_loses_nothing() {
     let (_folder, options) = secure();
-    alike::a_receiver_that_holds_on_is_never_overrun(&anywhere(), &options, 60, Duration::from_millis(20));
+    alike::a_receiver_that_holds_messages_is_never_overrun(&anywhere(), &options, 60, Duration::from_millis(20));
 }
 
 #[test]
-fn nothing_crosses_in_clear_and_who_has_no_certificate_gets_nowhere() {
+fn nothing_crosses_unencrypted_and_a_peer_without_a_certificate_is_rejected() {
     let (_folder, options) = secure();
     let server = end_with(Policy::stateless_server(), &options, Scribe::default());
     let address = server.messenger.listen(&anywhere()).unwrap();
     let port = address.to_string().rsplit(':').next().unwrap().parse::<u16>().unwrap();
-    // In clear: an alert, no greeting.
+    // Unencrypted bytes: an alert, no handshake.
     let mut stranger = TcpStream::connect(("127.0.0.1", port)).unwrap();
     stranger.write_all(b"REMORA\r\nand something that is no TLS record at all").unwrap();
     let mut answer = Vec::new();
     let _ = stranger.read_to_end(&mut answer);
     assert!(!answer.windows(6).any(|seen| seen == b"REMORA"), "{answer:?}");
-    // With another authority's certificate: refused.
+    // A certificate of another authority: refused.
     let (_other_folder, other) = secure();
     let client = end_with(Policy::lossy_client(), &other, Scribe::default());
     let connection = client.messenger.connect(&address);

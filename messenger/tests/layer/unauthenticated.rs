@@ -1,4 +1,4 @@
-//! Who does not keep to the protocol, and who does not hold the token.
+//! Peers that violate the protocol, and peers without the token.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -33,7 +33,7 @@ fn nonsense_is_cut_off_and_others_are_served_meanwhile() {
 }
 
 #[test]
-fn who_says_nothing_is_let_go_after_the_limit() {
+fn a_silent_connection_is_closed_after_the_limit() {
     let mut policy = Policy::stateless_server();
     policy.opening_limit = Duration::from_millis(50);
     let server = end(policy, Scribe::default());
@@ -43,7 +43,7 @@ fn who_says_nothing_is_let_go_after_the_limit() {
 }
 
 #[test]
-fn more_strangers_than_allowed_are_not_listened_to() {
+fn unauthenticated_connections_beyond_the_limit_are_dropped() {
     let options = Options { max_unauthenticated: 3, ..Options::default() };
     let server = end_with(Policy::stateless_server(), &options, Scribe::default());
     let address = server.messenger.listen(&anywhere()).unwrap();
@@ -53,7 +53,7 @@ fn more_strangers_than_allowed_are_not_listened_to() {
 }
 
 #[test]
-fn only_who_holds_the_token_gets_in_and_frames_are_sealed_then() {
+fn only_a_peer_with_the_token_is_accepted_and_its_frames_are_sealed() {
     let with = |token: &[u8]| Options { token: Some(Arc::new(Token::new(token).unwrap())), ..Options::default() };
     let server =
         end_with(Policy::stateless_server(), &with(b"0123456789abcdef"), Scribe { echoes: true, ..Scribe::default() });

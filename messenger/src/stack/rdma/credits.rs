@@ -1,30 +1,34 @@
-//! Who may send how much: the credits of both directions of one link. Pure; the link asks before it posts and tells what came.
+//! Flow control: the credits of both directions of a link. Pure; the link asks before it posts, and reports what
+//! arrives.
 //!
-//! A *credit* is a receive that the other end has posted for us. A letter of bytes and an offer spend one; a *word*, which is a head
-//! alone, spends none, as each end keeps [`CONTROL_RECEIVES`] receives for the words of the other.
+//! A *credit* is a receive that the peer has posted for us. Messages with bytes and rendezvous spend one. A *control
+//! message*, which is a head alone, spends none: each end keeps [`CONTROL_RECEIVES`] receives for the control messages
+//! of the other.
 //!
 //! ```text
 //!   sender                                          receiver
 //!   available = given − spent − back                out = given − taken − back: receives posted for the sender
 //!      │ spends the last: "short" ───────────────▶  window grows, if there is memory: given += more
-//!      │ ◀─────────────────── "ease" ───────────────  somebody else is short of memory
-//!      └ gives back what it does not need: back += n ▶ out falls: n receives are anybody's
+//!      │ ◀──────────────── credit request ─────────  another link is short of memory
+//!      └ returns what it does not need: back += n ──▶ out falls: n receives are free for other links
 //! ```
 //!
-//! What holds, whatever is said and in whichever order letters are written:
+//! Invariants, whatever arrives and in whichever order messages are written:
 //!
-//! - Letters under way never exceed the receives that were posted for them: nobody is told "receiver not ready".
-//! - At most [`MAX_UNACKNOWLEDGED`] words of one end are unheard by the other, and one more that only says what was heard. So words are
-//!   bounded, and yet two ends that wait for each other's hearing both get to know.
-//! - At most [`MAX_RENDEZVOUS`] offers are unread: an offer's credit comes back at once, so that this bounds what a peer makes us keep.
-//! - A count that runs backwards or too far ahead, and a letter, offer or word that is one too many, is a broken peer ([`Violation`]).
+//! - Messages under way never exceed the receives posted for them: "receiver not ready" does not occur.
+//! - At most [`MAX_UNACKNOWLEDGED`] control messages of one end are unacknowledged, and one more that only
+//!   acknowledges. So control messages are bounded, and two ends that wait for each other's acknowledgement both get
+//!   it.
+//! - At most [`MAX_RENDEZVOUS`] rendezvous are unread. The credit of a rendezvous returns at once, so this bounds what
+//!   a peer makes us keep.
+//! - A count that decreases or is too far ahead, and a message without a credit or beyond a bound, is a [`Violation`].
 
 use super::message::{Head, Kind, MAX_CREDITS, Violation};
 
-/// See the head of the file.
+/// The credits of both directions.
 #[derive(Debug)]
 pub(super) struct Credits {
-    // As a sender: what we have of the peer.
+    // As a sender: what the peer has given us.
     received_credits: u32,
     spent: u32,
     returned: u32,
@@ -32,7 +36,7 @@ pub(super) struct Credits {
     controls_acknowledged: u16,
     rendezvous_sent: u32,
     rendezvous_done: u32,
-    // As a receiver: what the peer has of us.
+    // As a receiver: what we have given the peer.
     given: u32,
     taken: u32,
     peer_gave_back: u32,
@@ -46,23 +50,23 @@ pub(super) struct Credits {
     reported_read: u32,
     reported_controls: u16,
     reported_request: bool,
-    /// The peer had no credit left when it wrote.
+    /// The peer had no credit left when it sent its last message.
     peer_is_short: bool,
 }
 
-/// What a letter of the peer's means for the link.
+/// What a message of the peer means for the link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Update {
-    /// The peer would send more than it may: give it more, if there is memory.
+    /// The peer has more to send than it has credits: give it more, if there is memory.
     pub(super) short: bool,
-    /// So many receives that were posted for the peer are free.
+    /// Receives that were posted for the peer and are free now.
     pub(super) freed: u32,
-    /// So many of our offers, the oldest first, have been read.
+    /// Rendezvous of ours, the oldest first, that the peer has read.
     pub(super) read: u32,
 }
 
 impl Credits {
-    /// At the beginning: the credits that each end has told the other in its hello.
+    /// The state at the beginning, with the credits of both Hellos.
     pub(super) fn new(received_credits: u32, given: u32) -> Credits {
         Credits {
             received_credits,
@@ -88,22 +92,22 @@ impl Credits {
         }
     }
 
-    /// Letters that we may send.
+    /// Messages that we may send.
     pub(super) fn available(&self) -> u32 {
         self.received_credits.wrapping_sub(self.spent).wrapping_sub(self.returned)
     }
 
-    /// Receives that are posted for the peer's letters and not used.
+    /// Receives that are posted for the peer and not used.
     pub(super) fn out(&self) -> u32 {
         self.given.wrapping_sub(self.taken).wrapping_sub(self.peer_gave_back)
     }
 
-    /// Offers of ours that are not read yet.
+    /// Rendezvous of ours that the peer has not read.
     pub(super) fn pending_rendezvous(&self) -> u32 {
         self.rendezvous_sent.wrapping_sub(self.rendezvous_done)
     }
 
-    /// Spends a credit for a letter of that kind; there must be one.
+    /// Spends a credit for a message of that kind. There must be one.
     pub(super) fn spend(&mut self, kind: Kind) -> Head {
         debug_assert!(self.available() > 0 && kind != Kind::Control, "asked before");
         self.spent = self.spent.wrapping_add(1);
@@ -111,7 +115,8 @@ impl Credits {
         self.head(kind)
     }
 
-    /// A word, if something has to be said that no letter has said, and a word may be.
+    /// A control message, if there is something to report that no message has carried, and a control message is
+    /// allowed.
     pub(super) fn control(&mut self) -> Option<Head> {
         let unacknowledged = self.controls_sent.wrapping_sub(self.controls_acknowledged);
         let must_acknowledge = self.controls_received.wrapping_sub(self.reported_controls) >= ACKNOWLEDGE_AFTER;
@@ -124,7 +129,7 @@ impl Credits {
         Some(self.head(Kind::Control))
     }
 
-    /// Whether the peer may wait for what it has not been told.
+    /// Whether the peer may wait for something that it has not been told.
     fn must_report(&self) -> bool {
         let unreported = self.given.wrapping_sub(self.reported_given);
         let has = self.out().wrapping_sub(unreported);
@@ -155,7 +160,7 @@ impl Credits {
         }
     }
 
-    /// A letter has come. One that is wrong changes nothing.
+    /// Handles the head of a received message. A violation changes nothing.
     pub(super) fn receive_message(&mut self, head: &Head) -> Result<Update, Violation> {
         let more = head.given.wrapping_sub(self.received_credits);
         let back = head.back.wrapping_sub(self.peer_gave_back);
@@ -165,7 +170,7 @@ impl Credits {
         let is_offer = head.kind == Kind::Rendezvous;
         let (available, pending_rendezvous) = (self.available(), self.pending_rendezvous());
         let unacknowledged = self.controls_sent.wrapping_sub(self.controls_acknowledged);
-        // What the peer knows of our hearing and reading is at most what we have told.
+        // The peer knows at most what it has been told.
         let unreported_controls = self.controls_received.wrapping_sub(self.reported_controls);
         let unreported_rendezvous = self.rendezvous_received.wrapping_sub(self.reported_read);
         let out = self.out().checked_sub(u32::from(!is_word)).ok_or(Violation::NoCredit)?;
@@ -196,17 +201,17 @@ impl Credits {
         Ok(Update { short: head.short, freed: back, read })
     }
 
-    /// So many receives more are posted for the peer's letters.
+    /// Notes that `more` receives are posted for the peer.
     pub(super) fn give(&mut self, more: u32) {
         self.given = self.given.wrapping_add(more);
     }
 
-    /// An offer of the peer's has been read.
+    /// Notes that a rendezvous of the peer is read.
     pub(super) fn finish_read(&mut self) {
         self.rendezvous_read = self.rendezvous_read.wrapping_add(1);
     }
 
-    /// Whether we would rather have credits back.
+    /// Sets whether to ask the peer for unused credits.
     pub(super) fn request_credits(&mut self, wanted: bool) {
         self.wants_credits = wanted;
     }
@@ -217,19 +222,20 @@ impl Credits {
     }
 }
 
-/// Words of one end that the other may not have heard.
+/// Control messages of one end that the other may not have acknowledged.
 const MAX_UNACKNOWLEDGED: u16 = 4;
 
-/// So many words heard are told by a word, if no letter has told them.
+/// After this many control messages one is sent to acknowledge them, if no other message has.
 const ACKNOWLEDGE_AFTER: u16 = 2;
 
-/// Receives that each end keeps posted for the other's words: those unheard, and one that tells of hearing.
+/// Receives that each end keeps posted for the other's control messages: the unacknowledged ones, and one that
+/// acknowledges.
 pub(super) const CONTROL_RECEIVES: u32 = MAX_UNACKNOWLEDGED as u32 + 1;
 
-/// Offers of one end that the other may not have read, part of the protocol: a megabyte under way.
+/// Rendezvous of one end that the other may not have read; part of the protocol: a megabyte under way.
 pub(super) const MAX_RENDEZVOUS: u32 = 4;
 
-/// Credits that an end keeps when it is asked to give back: enough to say something at once.
+/// Credits that an end keeps when it is asked to return them: enough to send something at once.
 const KEPT_CREDITS: u32 = 2;
 
 #[cfg(test)]
@@ -242,11 +248,11 @@ mod tests {
 
     use super::*;
 
-    /// One end of a simulated link: its flow, what is on its way to it, and what it holds.
+    /// One end of a simulated link: its credits, the messages on their way to it, and what it holds.
     struct End {
         credits: Credits,
         coming: VecDeque<Head>,
-        /// Receives posted for letters and for words; a letter under way uses one of them when it arrives.
+        /// Receives posted for messages and for control messages. A message uses one of them when it arrives.
         message_room: u32,
         control_room: u32,
         held: u32,
@@ -281,7 +287,7 @@ mod tests {
 
         fn receive(&mut self) {
             let Some(head) = self.coming.pop_front() else { return };
-            // A receive is used when the letter arrives; there must be one, whichever it was meant for.
+            // A message uses a receive when it arrives. There must be one, whichever kind it was posted for.
             assert!(self.message_room + self.control_room > 0, "receiver not ready");
             if head.kind == Kind::Control {
                 self.control_room = self.control_room.checked_sub(1).expect("more controls than room");
@@ -357,7 +363,7 @@ mod tests {
                 }
                 speak(&mut ends);
             }
-            // Everybody reads on: it comes to an end, and everything has arrived.
+            // Both ends read on: traffic ends, and everything has arrived.
             for _ in 0..10_000 {
                 for end in &mut ends {
                     (0..8).for_each(|_| end.receive());
@@ -385,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_gives_back_more_than_he_was_given() {
+    fn a_peer_that_returns_more_credits_than_it_has_is_a_violation() {
         for (kind, back) in [(Kind::Bytes, u32::MAX), (Kind::Bytes, 8), (Kind::Control, 9), (Kind::Control, u32::MAX)] {
             let head = |back| Head { kind, back, given: 8, ..Head::default() };
             assert!(Credits::new(8, 8).receive_message(&head(back)).is_err(), "{kind:?} that gives back {back} of 8");
@@ -394,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn an_end_that_is_asked_gives_back_all_but_a_few() {
+    fn an_end_returns_all_but_a_few_credits_on_request() {
         let (mut sender, mut receiver) = (Credits::new(20, 4), Credits::new(4, 20));
         receiver.request_credits(true);
         let asks = receiver.control().unwrap();
@@ -407,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn an_offer_counts_as_read_when_the_peer_says_so_and_not_before() {
+    fn a_rendezvous_counts_as_read_once_the_peer_reports_it() {
         let (mut sender, mut receiver) = (Credits::new(4, 4), Credits::new(4, 4));
         let rendezvous = sender.spend(Kind::Rendezvous);
         receiver.receive_message(&rendezvous).unwrap();
@@ -420,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn a_letter_that_no_peer_of_ours_would_write_is_named_and_changes_nothing() {
+    fn a_violation_is_named_and_changes_nothing() {
         let mut credits = Credits::new(8, 2);
         let head = |kind, given| Head { kind, given, ..Head::default() };
         let violation = |credits: &mut Credits, head: Head| {
@@ -441,9 +447,10 @@ mod tests {
         assert_eq!(violation(&mut credits, head(Kind::Bytes, 8)), Violation::NoCredit);
     }
 
-    /// Words cost no credit, and the credit of an offer comes back at once: without a bound of their own both would be endless.
+    /// Control messages cost no credit, and the credit of a rendezvous returns at once: without bounds of their own
+    /// both would be unlimited.
     #[test]
-    fn words_and_offers_beyond_their_bounds_are_refused() {
+    fn control_messages_and_rendezvous_beyond_their_bounds_are_violations() {
         let mut credits = Credits::new(8, 8);
         let head = |kind| Head { kind, given: 8, ..Head::default() };
         (0..CONTROL_RECEIVES).for_each(|_| assert!(credits.receive_message(&head(Kind::Control)).is_ok()));

@@ -1,16 +1,17 @@
-//! One device and what all links on it share: pools of registered memory, the shared receives, and the graves.
+//! One device and what all links on it share: pools of registered memory, the shared receive queue, and the retired
+//! queue pairs.
 //!
-//! The sum that is kept, of receives that are posted with the device:
+//! Invariant of the receives that are posted with the device:
 //!
 //! ```text
-//!   posted = credits of all peers + room for their words + surplus
+//!   posted = credits of all peers + receives for their control messages + surplus
 //! ```
 //!
-//! A receive cannot be called back from a card, so what a link no longer needs stays as *surplus*, until another link needs it, or
-//! until one that was used is not posted again. A link that ends leaves all of its own so, but not at once: its queue pair may have
-//! taken one out of the queue without having told yet. So it lies in its *grave* for some time (`graves`), failed, where whatever it
-//! still has to tell is counted; then it is destroyed, and only then is memory that it may have named used again. Workers look after
-//! graves by their timers, so that this happens though nobody calls or is called any more.
+//! A posted receive cannot be withdrawn. What a link no longer needs stays as *surplus* until another link needs it, or
+//! until a used receive is not posted again. The receives of a link that ends become surplus too, but not at once: its
+//! queue pair may have taken one from the queue and not reported it yet. So the queue pair is *retired* for some time
+//! (`retired`), in the error state, while its completions are counted; then it is destroyed, and only then is the
+//! memory reused that its requests named. Workers do this by their timers, so it happens without any traffic.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -26,7 +27,7 @@ use super::message::MAX_RENDEZVOUS_BYTES;
 use super::pool::{self, Pool};
 use super::retired::RetiredQueue;
 
-/// A piece of registered memory.
+/// A chunk of registered memory.
 pub(super) type Chunk = pool::Chunk<Region>;
 
 /// The devices of a messenger.
@@ -34,39 +35,40 @@ pub(in crate::stack) struct RdmaContext {
     pub(super) options: RdmaOptions,
     pub(super) stations: Arc<Stations>,
     known: Mutex<Vec<Arc<Device>>>,
-    /// Graves of all sites, to be looked at without a lock.
+    /// Retired queue pairs of all devices. Read without a lock.
     retired_count: Arc<AtomicUsize>,
 }
 
-/// See the head of the file.
+/// A device, as the links on it share it.
 pub(super) struct Device {
     station: Arc<Station>,
     receives: Arc<Pool<Region>>,
-    /// Letters on their way out.
+    /// Messages to be sent.
     pub(super) sends: Arc<Pool<Region>>,
-    /// What peers read.
+    /// Memory that peers read.
     pub(super) exported: Arc<Pool<Region>>,
-    /// Where we read to.
+    /// Memory that this end reads into.
     pub(super) landing: Arc<Pool<Region>>,
     count: Mutex<Count>,
-    /// Somebody wanted more receives than there is memory for.
+    /// A link wanted more receives than there is memory for.
     starved: AtomicBool,
     retired: Mutex<RetiredQueue<Retired>>,
     retired_count: Arc<AtomicUsize>,
 }
 
-/// Receives, as the head of the file counts them.
+/// Counts of receives; see the module's documentation.
 #[derive(Default)]
 struct Count {
     posted: u32,
     surplus: u32,
 }
 
-/// A link that has ended. Fields go in this order, should they go together: the queue pair before the memory that it may name.
+/// A link that has ended. Field order matters when dropped: the queue pair before the memory that its requests may
+/// name.
 pub(super) struct Retired {
     pub(super) wire: Wire,
     pub(super) memory: Vec<Chunk>,
-    /// Receives that were posted on its behalf and not seen again.
+    /// Receives that were posted for it and have not completed.
     pub(super) receives: u32,
 }
 
@@ -75,7 +77,7 @@ impl RdmaContext {
         Arc::new(RdmaContext { options, stations, known: Mutex::default(), retired_count: Arc::default() })
     }
 
-    /// Ends graves that have lain long enough, of all devices; when to do so again, if any are left.
+    /// Destroys retired queue pairs that are due, of all devices. Returns when to call again, if any are left.
     pub(in crate::stack) fn tend(&self) -> Option<Instant> {
         if self.retired_count.load(Ordering::Acquire) == 0 {
             return None;
@@ -84,7 +86,7 @@ impl RdmaContext {
         known.iter().filter_map(|device| device.tend()).min()
     }
 
-    /// The site of a device.
+    /// The device of a station.
     pub(super) fn of(&self, station: &Arc<Station>) -> Arc<Device> {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(device) = known.iter().find(|device| Arc::ptr_eq(&device.station, station)) {
@@ -122,7 +124,7 @@ impl Device {
         }
     }
 
-    /// Sees to it that so many receives more are there for a link, or as many as can be had.
+    /// Reserves up to `wanted` receives for a link. Returns how many.
     pub(super) fn reserve(&self, wanted: u32) -> io::Result<u32> {
         self.tend();
         let mut got = {
@@ -145,8 +147,8 @@ impl Device {
         Ok(got)
     }
 
-    /// Posts one receive more, if there is memory and the device has room. Memory may have to be registered, so the count is not
-    /// locked meanwhile: each letter that comes needs it.
+    /// Posts one more receive, if there is memory and the device has room. The count is not locked meanwhile: memory
+    /// may have to be registered, and every message that arrives needs the count.
     fn post_one_more(&self) -> io::Result<bool> {
         if self.count().posted >= self.station.most_receives() {
             return Ok(false);
@@ -154,18 +156,18 @@ impl Device {
         let Some(chunk) = self.receives.take()? else { return Ok(false) };
         let mut count = self.count();
         if count.posted >= self.station.most_receives() {
-            return Ok(false); // somebody else was faster
+            return Ok(false); // another thread was faster
         }
         self.post(chunk, &mut count)?;
         Ok(true)
     }
 
-    /// So many receives that a link had are anybody's.
+    /// Makes receives of a link surplus.
     pub(super) fn release(&self, receives: u32) {
         self.count().surplus += receives;
     }
 
-    /// A letter was read: its memory is posted again, or let go where another receive can stand for it.
+    /// Posts a message's memory again once it was read, or releases it where a surplus receive replaces it.
     pub(super) fn post_again(&self, chunk: Chunk) -> io::Result<()> {
         let mut count = self.count();
         if count.surplus > 0 {
@@ -186,19 +188,19 @@ impl Device {
         Ok(())
     }
 
-    /// The memory of a receive that has completed.
+    /// Takes the memory of a completed receive.
     pub(super) fn received(&self, done: &Done) -> Option<Chunk> {
         let chunk = self.receives.take_back(done.name & !RECEIVE)?;
         self.count().posted -= 1;
         Some(chunk)
     }
 
-    /// Whether somebody needs receives that others do not use.
+    /// Whether a link needs receives that other links do not use.
     pub(super) fn is_starved(&self) -> bool {
         self.starved.load(Ordering::Relaxed)
     }
 
-    /// Lays a link to rest. Called by workers only, whose timers then look after it.
+    /// Retires a link. Its worker's timer destroys it once the card no longer uses it.
     pub(super) fn retire(&self, mut link: Retired) {
         link.wire.end();
         self.retired_count.fetch_add(1, Ordering::Release);
@@ -206,10 +208,10 @@ impl Device {
         self.tend();
     }
 
-    /// Ends those that have lain long enough; when to look again, if any are left.
+    /// Destroys retired queue pairs that are due. Returns when to call again, if any are left.
     fn tend(&self) -> Option<Instant> {
         let (expired, next) = {
-            let mut retired = self.retired(); // let go before anything is destroyed, which is a system call
+            let mut retired = self.retired(); // unlocked before anything is destroyed, which is a system call
             (retired.take_expired(Instant::now()), retired.next())
         };
         self.retired_count.fetch_sub(expired.len(), Ordering::Release);
@@ -220,7 +222,7 @@ impl Device {
                 done.iter().filter(|done| done.name & RECEIVE != 0).filter_map(|done| self.received(done)).count();
             let Retired { wire, memory, receives, .. } = link;
             drop(wire);
-            drop(memory); // not before: now no card knows it
+            drop(memory); // only now: the card no longer knows it
             self.release(receives.saturating_sub(seen as u32));
         }
         next
@@ -235,8 +237,8 @@ impl Device {
     }
 }
 
-/// An eventfd that pools ring.
+/// An eventfd that pools write to.
 pub(super) type Waker = Arc<OwnedFd>;
 
-/// Set in the names of receives, and in no other's.
+/// Set in the ids of receives only.
 pub(super) const RECEIVE: u64 = 1 << 63;

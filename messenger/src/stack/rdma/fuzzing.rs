@@ -1,13 +1,14 @@
-//! What a hostile peer may say by letters: the body of a fuzz target, which `cargo test` replays; see `crate::fuzzing`.
+//! A hostile peer on an RDMA link: the body of a fuzz target, which `cargo test` runs on every seed; see
+//! `crate::fuzzing`.
 
 use super::credits::{CONTROL_RECEIVES, Credits, MAX_RENDEZVOUS};
 use super::message::{self, Body, HEAD_BYTES, HELLO_BYTES, Head, Hello, Kind, MAX_CREDITS, START_BYTES, Violation};
 
-/// A hello, and then steps of two bytes: one that chooses what we do ([`End::act`]) or says that a letter comes, one for its length,
-/// which the letter follows. Nothing panics, what we hold is only what we gave credit for, and who breaks the rules is told which.
+/// A Hello, then steps of two bytes: one that chooses what this end does ([`End::act`]) or announces a message, and one
+/// for the message's length. Nothing panics, this end holds only what it gave credit for, and every violation is named.
 pub(crate) fn messages(bytes: &[u8]) {
     if let Err(violation) = run(bytes) {
-        assert!(violation.to_string().starts_with(char::is_lowercase)); // the sentence that an owner is told goes on with it
+        assert!(violation.to_string().starts_with(char::is_lowercase)); // it continues an error's sentence
     }
 }
 
@@ -32,26 +33,26 @@ fn run(bytes: &[u8]) -> Result<(), Violation> {
     Ok(())
 }
 
-/// A step from this on is a letter of the peer's.
+/// Steps from this one on are messages of the peer.
 pub(super) const MESSAGE: u8 = 7;
 
-/// Letters that the peer has credit for at the beginning, and at most, as `RdmaOptions` would have it.
+/// Messages that the peer has credit for at the beginning, and at most, as `RdmaOptions` sets them.
 const INITIAL_CREDITS: u32 = 8;
 const MAX_GIVEN: u32 = 32;
 
-/// The half of a link that keeps count, without a card.
+/// The part of a link that counts, without a card.
 struct End {
     credits: Credits,
-    /// Receives that stand for the peer's letters, and letters in them that nobody has received.
+    /// Receives for the peer's messages, and messages in them that the owner has not received.
     window: u32,
     held: u32,
-    /// Offers of the peer's that are not read, and of ours.
+    /// Rendezvous that are not read: the peer's, and this end's.
     unread: u32,
     exported: u32,
-    /// Words that we have said, and how many of them the peer has heard.
+    /// Control messages that this end has sent, and how many of them the peer has acknowledged.
     said: u16,
     they_heard: u16,
-    /// Words of the peer's since we have last said anything.
+    /// Control messages of the peer since this end has last sent anything.
     unreported: u32,
 }
 
@@ -61,7 +62,7 @@ impl End {
         End { credits, window: INITIAL_CREDITS, held: 0, unread: 0, exported: 0, said: 0, they_heard: 0, unreported: 0 }
     }
 
-    /// One thing that a link does by itself or for its owner, as far as it may.
+    /// An action of a link or its owner, if it is allowed.
     fn act(&mut self, what: u8, how: u8) {
         match what {
             0 if self.credits.available() > 0 => self.say(Kind::Bytes),
@@ -129,7 +130,7 @@ impl End {
         self.they_heard = head.controls_received;
     }
 
-    /// What holds after every step.
+    /// Invariants after every step.
     fn check(&self) {
         assert!(self.credits.available() <= MAX_CREDITS);
         assert_eq!(self.credits.out() + self.held, self.window);
@@ -155,7 +156,7 @@ mod tests {
     use super::*;
 
     fn step() -> impl Strategy<Value = Vec<u8>> {
-        // Counts that go on by a little, or backwards, where chance would never hit what is allowed.
+        // Counts that increase or decrease by a little: random counts would hardly ever be allowed.
         let message = (0u8..4, 0u8..5, 0u16..3, 0u32..12, 0u32..3, 0u32..3, 0u8..4);
         let message = message.prop_map(|(kind, flags, controls_received, given, back, read, tail)| {
             let mut said = vec![kind, flags];
@@ -175,7 +176,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_heard_or_refused_by_name(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
+        fn any_bytes_are_handled_or_a_named_violation(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
             messages(&bytes);
             let mut after_a_hello = Hello { message_bytes: 8192, credits: 8 }.encode().to_vec();
             after_a_hello.extend(bytes);
@@ -183,7 +184,7 @@ mod tests {
         }
 
         #[test]
-        fn plausible_letters_are_heard_or_refused_by_name(
+        fn plausible_messages_are_handled_or_a_named_violation(
             credits in 0u32..10,
             steps in proptest::collection::vec(step(), 0..60),
         ) {
@@ -193,7 +194,7 @@ mod tests {
         }
     }
 
-    /// Each way to be wrong is there, and some that are not.
+    /// Every violation occurs in the seeds, and some seeds have none.
     #[test]
     fn the_seeds_are_refused_for_every_reason() {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus/messenger_rdma_messages");

@@ -1,4 +1,4 @@
-//! One RDMA connection, as a worker sees it: a stream of bytes, cut into letters and offers.
+//! An RDMA connection, as a worker sees it: a stream of bytes, cut into messages and rendezvous.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -14,45 +14,46 @@ use super::device::{Chunk, Device, RECEIVE, RdmaContext, Retired, Waker};
 use super::message::{
     self, Body, HEAD_BYTES, Hello, Kind, MAX_RENDEZVOUS_BYTES, RENDEZVOUS_BYTES, Rendezvous, START_BYTES, Violation,
 };
+use super::rest::Rest;
 use crate::stack::{Address, Link};
 
-/// One connection by RDMA.
+/// A connection by RDMA.
 pub struct RdmaLink {
-    /// Gone only while the link is dropped.
+    /// `None` only while the link is dropped.
     wire: Option<Wire>,
     context: Arc<RdmaContext>,
-    /// The device, once the call is routed.
+    /// The device, once the route is known.
     device: Option<Arc<Device>>,
     credits: Credits,
-    /// What a letter to the peer may hold, head included.
+    /// Size of a message to the peer, head included.
     message_bytes: usize,
-    /// Rung when a pool has something again.
+    /// Written to when a pool has a chunk again.
     waker: Waker,
     /// Requests on the queue, the oldest first: a card completes them in this order.
     posted: VecDeque<Posted>,
     next_name: u64,
-    /// Requests posted since the last one that completes visibly.
+    /// Requests posted since the last signaled one.
     unsignaled: u32,
-    /// What has come and was not yet received, in the stream's order.
+    /// What has arrived and was not received by the owner, in the order of the stream.
     arrived: VecDeque<Item>,
     reads: u32,
     /// What the peer has not read yet, the oldest first.
     exported: VecDeque<Chunk>,
     may_be_read: bool,
-    /// Receives that stand for this link's letters: posted, or holding what has arrived.
+    /// Receives for this link's messages: posted, or holding what has arrived.
     window: u32,
-    /// Of these and of the room for words, what was taken out of the queue and let go, as the link failed on it.
+    /// Receives of the window and for control messages that the failing link has used up.
     missing: u32,
-    /// We have slept since the descriptor was last looked at.
+    /// This end has slept since the descriptor was last checked.
     slept: bool,
     /// Not everything could be sent.
     blocked: bool,
-    /// ... a large one, which goes when the peer has read one of those before it.
+    /// Not everything could be sent: a large piece waits until the peer has read an earlier one.
     awaits_reads: bool,
-    /// ... because a pool had nothing: the bell will ring.
+    /// Not everything could be sent: a pool was empty, and will write to the waker.
     without_memory: bool,
     ended: bool,
-    /// ... by the peer's fault.
+    /// The link ended because of a violation by the peer.
     violation: Option<Violation>,
     done: Vec<Done>,
 }
@@ -60,25 +61,25 @@ pub struct RdmaLink {
 /// A request on the queue.
 struct Posted {
     name: u64,
-    /// The memory that it names.
+    /// The memory that it uses.
     memory: Option<Chunk>,
     is_read: bool,
 }
 
 /// A piece of the stream.
 enum Item {
-    /// From `at` to `end` of a letter.
+    /// Bytes `at..end` of a message.
     Message { chunk: Chunk, at: u32, end: u32 },
-    /// Offered, and not yet asked for.
+    /// The peer has announced the bytes; the READ is not posted.
     Rendezvous(Rendezvous),
-    /// A READ is on its way.
+    /// The READ is under way.
     Reading { length: u32 },
-    /// From `at` to `end` of what was read.
+    /// Bytes `at..end` of what was read.
     Read { chunk: Chunk, at: u32, end: u32 },
 }
 
 impl RdmaLink {
-    /// Begins to call.
+    /// Begins to connect.
     pub(in crate::stack) fn call(context: &Arc<RdmaContext>, peer: SocketAddr) -> io::Result<RdmaLink> {
         let waker = waker()?;
         let wire = Wire::call(&context.stations, context.options.local, peer)?;
@@ -86,7 +87,7 @@ impl RdmaLink {
         Ok(RdmaLink::new(context, wire, waker))
     }
 
-    /// Takes a call, with receives posted before the caller can send.
+    /// Accepts a connection, with receives posted before the peer can send.
     pub(super) fn accept(context: &Arc<RdmaContext>, request: Request, hello: Hello) -> io::Result<RdmaLink> {
         let waker = waker()?;
         let device = context.of(request.station());
@@ -94,7 +95,7 @@ impl RdmaLink {
         let ours = Hello { message_bytes: context.options.message_bytes, credits: window };
         let wire = request.accept(&ours.encode()).inspect_err(|_| device.release(window + CONTROL_RECEIVES))?;
         let mut link = RdmaLink::new(context, wire, waker);
-        // From here on the caller may send: should the link be of no use, it goes as every other does.
+        // From here on the peer may send: should an error follow, the link is retired like any other.
         (link.device, link.window) = (Some(device), window);
         link.set_peer(hello);
         check_inline(link.wire()?.inline_bytes())?;
@@ -129,13 +130,13 @@ impl RdmaLink {
         }
     }
 
-    /// What the peer has said of itself.
+    /// Notes the peer's Hello.
     fn set_peer(&mut self, peer: Hello) {
         self.message_bytes = peer.message_bytes.min(self.context.options.message_bytes) as usize;
         self.credits = Credits::new(peer.credits, self.window);
     }
 
-    /// Calls on, now that the device is known.
+    /// Continues the connect once the device is known.
     fn connect(&mut self) -> io::Result<()> {
         let wire = self.wire.as_mut().ok_or_else(gone)?;
         let device = self.context.of(&wire.station()?);
@@ -154,9 +155,9 @@ impl RdmaLink {
         self.device.as_ref().ok_or_else(|| io::ErrorKind::WouldBlock.into())
     }
 
-    // ---- what has come ----
+    // ---- receiving ----
 
-    /// Takes what the card has done, and does what follows from it.
+    /// Handles completions and what follows from them.
     fn progress(&mut self) -> io::Result<()> {
         if self.ended || self.device.is_none() {
             return Ok(());
@@ -178,7 +179,7 @@ impl RdmaLink {
             }
             let mut outcome = Ok(());
             for done in done.iter() {
-                // Behind the first failure there is nothing to hear, but memory to be counted back.
+                // After the first failure nothing is handled, but memory is counted back.
                 outcome = match outcome {
                     Ok(()) => self.settle(done),
                     failed => failed.inspect_err(|_| self.count_back(done)),
@@ -214,7 +215,7 @@ impl RdmaLink {
         Ok(())
     }
 
-    /// A letter.
+    /// Handles a received message.
     fn receive_message(&mut self, chunk: Chunk, length: u32) -> io::Result<()> {
         let mut start = [0; START_BYTES];
         chunk.region().memory().read(chunk.offset(), &mut start)?;
@@ -240,22 +241,22 @@ impl RdmaLink {
         if update.short { self.grow_window() } else { Ok(()) }
     }
 
-    /// The link ends by this, which is said to whoever receives or sends next.
+    /// Ends the link because of a violation, which the next receive or send reports.
     fn violated(&mut self, violation: Violation) -> io::Error {
         self.violation = Some(violation);
         broken(violation)
     }
 
-    /// Why nothing goes any more.
+    /// Why the link has ended.
     fn end_error(&self) -> io::Error {
         self.violation.map_or_else(gone, broken)
     }
 
-    /// The peer could use more: it gets twice as much, as far as there is memory.
+    /// Doubles the peer's credits, as far as there is memory.
     fn grow_window(&mut self) -> io::Result<()> {
         let wanted = self.window.max(1).min(self.context.options.max_credits.saturating_sub(self.window));
         if wanted == 0 {
-            return Ok(()); // to ask for nothing would say that nobody here lacks anything
+            return Ok(()); // a reservation of 0 would reset the mark of starvation
         }
         let more = self.device()?.reserve(wanted)?;
         self.window += more;
@@ -263,14 +264,14 @@ impl RdmaLink {
         Ok(())
     }
 
-    /// A letter's memory is free again, and its credit with it.
+    /// Posts a message's memory again, and returns its credit.
     fn recycle(&mut self, chunk: Chunk) -> io::Result<()> {
         self.device()?.post_again(chunk)?;
         self.credits.give(1);
         Ok(())
     }
 
-    /// Asks for what was offered, in order, as far as there is memory for it.
+    /// Posts READs for announced rendezvous, in order, as far as there is memory.
     fn begin_reads(&mut self) -> io::Result<()> {
         if self.reads >= MAX_READS || !self.arrived.iter().any(|item| matches!(item, Item::Rendezvous(_))) {
             return Ok(());
@@ -297,7 +298,7 @@ impl RdmaLink {
         Ok(())
     }
 
-    /// The oldest READ is done.
+    /// Handles the completion of the oldest READ.
     fn finish_read(&mut self, memory: Option<Chunk>) -> io::Result<()> {
         self.reads -= 1;
         self.credits.finish_read();
@@ -309,7 +310,7 @@ impl RdmaLink {
         Ok(())
     }
 
-    /// Copies out of the first piece; how much, and whether the piece is used up.
+    /// Copies bytes out of the first item. Returns how many.
     fn copy(&mut self, into: &mut [u8]) -> io::Result<usize> {
         let (chunk, at, end) = match self.arrived.front_mut() {
             Some(Item::Message { chunk, at, end } | Item::Read { chunk, at, end }) => (chunk, at, end),
@@ -333,7 +334,7 @@ impl RdmaLink {
         is_here || has_room || self.ended
     }
 
-    // ---- what goes ----
+    // ---- sending ----
 
     fn has_queue_room(&self) -> bool {
         self.wire.as_ref().is_some_and(|wire| self.posted.len() < wire.queue_depth() as usize)
@@ -344,7 +345,7 @@ impl RdmaLink {
         self.next_name
     }
 
-    /// Says by words what no letter has said.
+    /// Sends control messages for what no other message has reported.
     fn send_controls(&mut self) -> io::Result<()> {
         while self.message_bytes > 0
             && self.has_queue_room()
@@ -355,7 +356,7 @@ impl RdmaLink {
         Ok(())
     }
 
-    /// Posts a letter that the request carries itself.
+    /// Posts a message that the request itself carries.
     fn post_inline(&mut self, message: &[u8]) -> io::Result<()> {
         let (name, signaled) = (self.name(), self.is_signaled(false));
         self.wire()?.send_inline(name, message, signaled)?;
@@ -363,7 +364,8 @@ impl RdmaLink {
         Ok(())
     }
 
-    /// Whether the next request completes visibly: if memory waits for it, and now and then, so that the queue empties.
+    /// Whether the next request is signaled: if memory waits for its completion, and regularly, so that the queue
+    /// empties.
     fn is_signaled(&mut self, has_memory: bool) -> bool {
         let depth = self.wire.as_ref().map_or(0, Wire::queue_depth);
         let signaled = has_memory || self.unsignaled + 1 >= depth / SIGNALED_PER_QUEUE;
@@ -371,7 +373,7 @@ impl RdmaLink {
         signaled
     }
 
-    /// Sends one letter with the beginning of what is left; how much of it went.
+    /// Sends one message from the front of the rest. Returns how many of its bytes.
     fn send_message(&mut self, rest: &Rest<'_, '_>) -> io::Result<usize> {
         if self.credits.available() == 0 || !self.has_queue_room() {
             return Ok(0);
@@ -403,7 +405,8 @@ impl RdmaLink {
         Ok(count)
     }
 
-    /// Offers the beginning of a large piece; how much of it. None, if it had better go in letters, or wait.
+    /// Announces the front of a large piece as a rendezvous. Returns how many bytes; 0 if it must go in messages, or
+    /// wait.
     fn send_rendezvous(&mut self, piece: &[u8]) -> io::Result<usize> {
         if self.credits.available() == 0
             || !self.has_queue_room()
@@ -428,7 +431,7 @@ impl RdmaLink {
         Ok(count)
     }
 
-    /// Whether the rest waits for offers that are being read: then letters would only be slower.
+    /// Whether the rest waits for the peer to read earlier rendezvous. Messages would be slower.
     fn awaits_peer_reads(&self) -> bool {
         self.credits.pending_rendezvous() >= MAX_RENDEZVOUS
     }
@@ -443,17 +446,17 @@ impl RdmaLink {
             }
             Ok(false) => {}
             Err(error) => {
-                tracing::debug!(peer = %wire.peer(), %error, "an RDMA link is end_error");
-                let _ = self.progress(); // what came before the end is still to be received
+                tracing::debug!(peer = %wire.peer(), %error, "an RDMA link has ended");
+                let _ = self.progress(); // what arrived before the end is still to be received
                 self.ended = true;
             }
         }
     }
 
-    /// As [`RdmaLink::progress`]; a failure is the end, behind what has come.
+    /// Like [`RdmaLink::progress`]; a failure ends the link after what has arrived.
     fn progress_or_end(&mut self) {
         if let Err(error) = self.progress() {
-            tracing::debug!(%error, "an RDMA link fails");
+            tracing::debug!(%error, "an RDMA link has failed");
             self.ended = true;
         }
     }
@@ -535,7 +538,7 @@ impl Link for RdmaLink {
             }
         }
         if received > 0 {
-            self.progress_or_end(); // credits, and what may be read now that there is memory
+            self.progress_or_end(); // sends credits, and begins READs for which there is memory now
             return Ok(received);
         }
         match self.violation {
@@ -564,9 +567,9 @@ impl Link for RdmaLink {
         }
         match self.wire.as_mut().map(|wire| wire.arm()) {
             Some(Ok(())) => {}
-            // Not to be slept on: the worker would ask for ever.
+            // The descriptor cannot be slept on: the worker would poll for ever.
             Some(Err(error)) => {
-                tracing::debug!(%error, "an RDMA link can't be slept on");
+                tracing::debug!(%error, "an RDMA link cannot be armed for a sleep");
                 self.ended = true;
             }
             None => self.ended = true,
@@ -577,7 +580,7 @@ impl Link for RdmaLink {
 }
 
 impl Drop for RdmaLink {
-    /// Whatever the card may still touch goes to the grave; see `site`.
+    /// Retires whatever the card may still use; see `device`.
     fn drop(&mut self) {
         let (Some(wire), Some(device)) = (self.wire.take(), self.device.take()) else { return };
         let held = self.arrived.iter().filter(|item| matches!(item, Item::Message { .. })).count() as u32;
@@ -588,7 +591,7 @@ impl Drop for RdmaLink {
     }
 }
 
-/// Receives for a new link: the first credits, or fewer where memory is short, and room for words.
+/// Reserves receives for a new link: the first credits, or fewer where memory is short, and those for control messages.
 fn reserve(device: &Device, context: &RdmaContext) -> io::Result<u32> {
     let wanted = context.options.initial_credits + CONTROL_RECEIVES;
     let got = device.reserve(wanted)?;
@@ -596,11 +599,11 @@ fn reserve(device: &Device, context: &RdmaContext) -> io::Result<u32> {
         return Ok(got - CONTROL_RECEIVES);
     }
     device.release(got);
-    let text = "no memory is left to receive into: raise RdmaOptions::receive_bytes, or hold fewer links";
+    let text = "no memory left for receives: raise RdmaOptions::receive_bytes, or use fewer links";
     Err(io::Error::new(io::ErrorKind::OutOfMemory, text))
 }
 
-/// Words and offers go in the request itself.
+/// The eventfd of a link.
 fn waker() -> io::Result<Waker> {
     Ok(Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))
 }
@@ -610,136 +613,34 @@ fn check_inline(bytes: u32) -> io::Result<()> {
         return Ok(());
     }
     let text = format!(
-        "the RDMA device carries {bytes} bytes in a request itself, where controls and pending_rendezvous take {START_BYTES}: use another device"
+        "the RDMA device supports {bytes} inline bytes; control messages and rendezvous need {START_BYTES}: use another device"
     );
     Err(io::Error::new(io::ErrorKind::Unsupported, text))
 }
 
-/// What is left of slices to be sent.
-struct Rest<'a, 'b> {
-    slices: &'a [IoSlice<'b>],
-    /// Of the first of them, what is gone.
-    gone: usize,
-}
-
-impl<'a, 'b> Rest<'a, 'b> {
-    fn new(slices: &'a [IoSlice<'b>]) -> Rest<'a, 'b> {
-        let mut rest = Rest { slices, gone: 0 };
-        rest.advance(0);
-        rest
-    }
-
-    /// The first piece, if anything is left.
-    fn front(&self) -> Option<&'a [u8]> {
-        self.slices.first().map(|slice| &slice[self.gone..])
-    }
-
-    fn advance(&mut self, mut count: usize) {
-        while let Some(slice) = self.slices.first() {
-            let left = slice.len() - self.gone;
-            if count < left {
-                self.gone += count;
-                return;
-            }
-            count -= left;
-            self.gone = 0;
-            self.slices = &self.slices[1..];
-        }
-    }
-
-    /// How many bytes, at most `most`, come before the next large piece; at least one, and so of a large one if it is the first.
-    fn small(&self, most: usize, large_from: usize) -> usize {
-        let mut count = 0;
-        for (at, piece) in self.all().enumerate() {
-            if at > 0 && piece.len() >= large_from {
-                break;
-            }
-            count += piece.len();
-            if count >= most {
-                return most;
-            }
-        }
-        count
-    }
-
-    fn all(&self) -> impl Iterator<Item = &'a [u8]> {
-        let gone = self.gone;
-        self.slices.iter().enumerate().map(move |(at, slice)| &slice[if at == 0 { gone } else { 0 }..])
-    }
-
-    /// The first `count` bytes, in pieces.
-    fn pieces(&self, count: usize) -> impl Iterator<Item = &'a [u8]> {
-        let mut left = count;
-        self.all().map_while(move |piece| {
-            let piece = &piece[..piece.len().min(left)];
-            left -= piece.len();
-            (!piece.is_empty() || left > 0).then_some(piece)
-        })
-    }
-
-    /// The first bytes, as many as `into` has.
-    fn copy(&self, into: &mut [u8]) {
-        let mut at = 0;
-        for piece in self.pieces(into.len()) {
-            into[at..at + piece.len()].copy_from_slice(piece);
-            at += piece.len();
-        }
-    }
-}
-
 fn gone() -> io::Error {
-    io::Error::new(io::ErrorKind::ConnectionReset, "the RDMA connection is end_error")
+    io::Error::new(io::ErrorKind::ConnectionReset, "the RDMA connection has ended")
 }
 
 fn broken(violation: Violation) -> io::Error {
-    let rules = "the peer does not keep to the rules of RDMA links, or is of another version";
+    let rules = "the peer violates the protocol of RDMA links, or has another version";
     io::Error::new(io::ErrorKind::InvalidData, format!("{rules}: {violation}"))
 }
 
-/// The device's fault, or ours.
+/// A completion without a request: a fault of the device, or of this code.
 fn unknown() -> io::Error {
-    io::Error::other("the RDMA device tells of a request that nobody has made")
+    io::Error::other("the RDMA device completed a request that was not posted")
 }
 
-/// READs of one link at once: enough that one is under way while another is copied out.
+/// READs under way per link: enough that one is under way while another is copied out.
 const MAX_READS: u32 = 4;
 
-/// Pieces that one link may hold, read or being read, and not yet received by its owner: 2 MiB. An owner that receives nothing must not take
-/// the memory that other links read into.
+/// Pieces per link that are read or being read, and not yet received by the owner: 2 MiB. An owner that receives
+/// nothing must not take the memory that other links read into.
 const MAX_READ_PIECES: usize = 8;
 
-/// Visible completions per turn of a queue of letters that need none.
+/// Signaled requests per turn of a queue, among messages that need no signal.
 const SIGNALED_PER_QUEUE: u32 = 4;
 
-/// No card carries more in a request that is worth it.
+/// Larger messages in the request itself are not worth it on any card.
 const MAX_INLINE_BYTES: usize = 1024;
-
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    proptest! {
-        #[test]
-        fn what_is_left_is_cut_without_losing_a_byte(
-            slices in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..40), 0..8),
-            most in 1usize..50,
-            large_from in 1usize..50,
-        ) {
-            let whole: Vec<u8> = slices.concat();
-            let slices: Vec<IoSlice<'_>> = slices.iter().map(|slice| IoSlice::new(slice)).collect();
-            let (mut rest, mut cut) = (Rest::new(&slices), Vec::new());
-            while let Some(front) = rest.front() {
-                prop_assert!(!front.is_empty());
-                let count = rest.small(most, large_from);
-                prop_assert!((1..=most).contains(&count));
-                let mut message = vec![0; count];
-                rest.copy(&mut message);
-                cut.extend(message);
-                rest.advance(count);
-            }
-            prop_assert_eq!(cut, whole);
-        }
-    }
-}

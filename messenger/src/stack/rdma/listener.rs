@@ -1,4 +1,4 @@
-//! Where RDMA links are called.
+//! Accepts RDMA links.
 
 use std::io;
 use std::net::SocketAddr;
@@ -34,7 +34,7 @@ impl Listener for RdmaListener {
             match Hello::decode(request.hello()) {
                 Ok(hello) => return take(&self.context, request, hello),
                 Err(violation) => {
-                    tracing::debug!(%violation, "an RDMA call that is none of ours");
+                    tracing::debug!(%violation, "an RDMA connection of another protocol");
                     request.refuse(b"");
                 }
             }

@@ -1,30 +1,31 @@
-//! What two ends of an RDMA link say to each other, as bytes. Pure.
+//! The bytes that two ends of an RDMA link exchange. Pure.
 //!
-//! A *letter* is one SEND: a head of 16 bytes, then what its kind says.
+//! A *message* is one SEND: a head of 16 bytes, then what its kind says.
 //!
 //! | at | bytes | what |
 //! |---|---|---|
-//! | 0 | 1 | kind: 0 bytes of the stream, 1 an offer, 2 a word (the head alone) |
-//! | 1 | 1 | flags: bit 0, the sender has no credit left; bit 1, it asks for unused credits back |
-//! | 2 | 2 | words heard, modulo 65536 |
-//! | 4 | 4 | credits given to the receiver of this letter |
-//! | 8 | 4 | credits that its sender gives back unused |
-//! | 12 | 4 | offers that its sender has read |
+//! | 0 | 1 | kind: 0 bytes of the stream, 1 a rendezvous, 2 a control message (the head alone) |
+//! | 1 | 1 | flags: bit 0, the sender has no credit left; bit 1, it asks for unused credits (a credit request) |
+//! | 2 | 2 | control messages received, modulo 65536 |
+//! | 4 | 4 | credits given to the receiver of this message |
+//! | 8 | 4 | credits that its sender returns unused |
+//! | 12 | 4 | rendezvous that its sender has read |
 //!
-//! All counts are since the link began, modulo their width, so that the newest letter makes all before it superfluous.
-//! An offer goes on with the key (4), the length (4) and the address (8) of bytes of the stream that are to be read.
+//! All counts are totals of the link, modulo their width: the newest message replaces all earlier ones. A rendezvous
+//! continues with the key (4), the length (4) and the address (8) of bytes of the stream, which the receiver reads.
 //!
-//! The *hello* goes with the call and its answer: `RMsgRdm` and the version, 1; the bytes of a letter, 4; the first credits, 4.
+//! The *Hello* is part of the connect and of its answer: `RMsgRdm` and the version, 1; the size of a message, 4; the
+//! first credits, 4.
 //!
-//! Whatever a peer says that no peer of ours would is [`Violation`], which says what it was.
+//! Any protocol violation by the peer is a [`Violation`].
 
-/// The head of a letter.
+/// The head of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Head {
     pub(super) kind: Kind,
-    /// The sender has no credit left, and may have more to say.
+    /// The sender has no credit left, and may have more to send.
     pub(super) short: bool,
-    /// The sender asks for credits back.
+    /// The sender asks for unused credits.
     pub(super) request_credits: bool,
     pub(super) controls_received: u16,
     pub(super) given: u32,
@@ -32,7 +33,7 @@ pub(super) struct Head {
     pub(super) read: u32,
 }
 
-/// What a letter is.
+/// The kind of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) enum Kind {
     Bytes,
@@ -41,16 +42,16 @@ pub(super) enum Kind {
     Control,
 }
 
-/// What stands behind the head.
+/// What follows the head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Body {
-    /// From [`HEAD_BYTES`] to the letter's end.
+    /// Bytes of the stream, from [`HEAD_BYTES`] to the message's end.
     Bytes,
     Rendezvous(Rendezvous),
     Control,
 }
 
-/// Where bytes of the stream lie, to be read.
+/// Where bytes of the stream are, for the peer to read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Rendezvous {
     pub(super) key: u32,
@@ -58,58 +59,58 @@ pub(super) struct Rendezvous {
     pub(super) address: u64,
 }
 
-/// The words of the call and of its answer.
+/// The private data of the connect and of its answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Hello {
-    /// The longest letter that the speaker has room for, head included.
+    /// Size of the sender's receive buffers, in bytes: the longest message that it accepts, head included.
     pub(super) message_bytes: u32,
-    /// The credits that the listener has from the beginning.
+    /// The credits that the receiver has at the beginning.
     pub(super) credits: u32,
 }
 
-/// What a peer says that no peer of ours would.
+/// A violation of the protocol by the peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Violation {
-    // -- Hellos. --
-    #[error("it does not greet as we do, or in another version")]
+    // In a Hello.
+    #[error("its Hello is of another protocol or version")]
     Hello,
-    #[error("it has room for messages of {0} bytes, which is less than {MIN_MESSAGE_BYTES}")]
+    #[error("it accepts messages of {0} bytes; the minimum is {MIN_MESSAGE_BYTES}")]
     MessageBytes(u32),
-    #[error("it gives {0} credits at the beginning, which is more than {MAX_CREDITS}")]
+    #[error("it gives {0} credits at the beginning; the limit is {MAX_CREDITS}")]
     FirstCredits(u32),
 
-    // -- Letters by themselves. --
-    #[error("a message of {0} bytes, less than a head")]
+    // In a message by itself.
+    #[error("a message of {0} bytes is shorter than a head")]
     NoHead(u32),
-    #[error("a message of kind {0}")]
+    #[error("a message of unknown kind {0}")]
     Kind(u8),
-    #[error("a message with the flags {0:#04x}")]
+    #[error("a message with unknown flags {0:#04x}")]
     Flags(u8),
-    #[error("a u32_at of {0} bytes, where it is a head alone")]
+    #[error("a control message of {0} bytes; it must be a head alone")]
     ControlBytes(u32),
-    #[error("an rendezvous in a message of {0} bytes")]
+    #[error("a rendezvous in a message of {0} bytes; it must have {START_BYTES}")]
     RendezvousBytes(u32),
-    #[error("an rendezvous of {0} bytes, where 1 to {MAX_RENDEZVOUS_BYTES} may be")]
+    #[error("a rendezvous of {0} bytes; the limit is {MAX_RENDEZVOUS_BYTES}, and the minimum 1")]
     RendezvousLength(u32),
 
-    // -- Letters after those before them; the numbers are what is more than the last time. --
-    #[error("it gives {0} credits where we have {1}, and more than {MAX_CREDITS} nobody gives")]
+    // In the sequence of messages. Counts are the increase since the last message.
+    #[error("it gives {0} credits more to our {1}; the limit is {MAX_CREDITS}")]
     Given(u32, u32),
-    #[error("it gives back {0} credits where it has {1}")]
+    #[error("it returns {0} credits, but has only {1}")]
     Back(u32, u32),
-    #[error("it has read {0} pending_rendezvous where {1} are unread")]
+    #[error("it has read {0} rendezvous, but only {1} are unread")]
     Read(u32, u32),
-    #[error("it has heard {0} controls where {1} are unacknowledged")]
+    #[error("it acknowledges {0} control messages, but only {1} are outstanding")]
     Acknowledged(u16, u16),
-    #[error("a message that it had no credit for")]
+    #[error("a message without a credit")]
     NoCredit,
-    #[error("an rendezvous while {0} are unread")]
+    #[error("a rendezvous while {0} are unread")]
     TooManyRendezvous(u32),
-    #[error("a u32_at while {0} are unacknowledged")]
+    #[error("a control message while {0} are unacknowledged")]
     TooManyControls(u16),
 }
 
-/// Opens a letter of so many bytes, of which these are the first; what is behind its end is not looked at.
+/// Decodes a message of `length` bytes, of which `start` are the first. Bytes after its end are ignored.
 pub(super) fn open(start: &[u8; START_BYTES], length: u32) -> Result<(Head, Body), Violation> {
     if (length as usize) < HEAD_BYTES {
         return Err(Violation::NoHead(length));
@@ -195,7 +196,7 @@ impl Hello {
         bytes
     }
 
-    /// The connection manager fills up with zeros, so that more may follow.
+    /// The connection manager pads the private data with zeros, so bytes may follow.
     pub(super) fn decode(bytes: &[u8]) -> Result<Hello, Violation> {
         let bytes = bytes.first_chunk::<HELLO_BYTES>().filter(|bytes| bytes[..8] == MAGIC).ok_or(Violation::Hello)?;
         let hello = Hello { message_bytes: u32_at(bytes, 8), credits: u32_at(bytes, 12) };
@@ -217,17 +218,17 @@ pub(super) const HEAD_BYTES: usize = 16;
 pub(super) const RENDEZVOUS_BYTES: usize = 16;
 pub(super) const HELLO_BYTES: usize = 16;
 
-/// As much of a letter as has to be looked at before one knows what it is.
+/// The part of a message that says what it is.
 pub(super) const START_BYTES: usize = HEAD_BYTES + RENDEZVOUS_BYTES;
 
-/// The shortest letters that anybody may have room for: an offer and some greeting fit.
+/// The smallest messages that an end may accept: a rendezvous and a handshake's frame fit.
 pub(super) const MIN_MESSAGE_BYTES: u32 = 256;
 
-/// More credits than this nobody gives: a peer that says so does not count as we do.
+/// No end gives more credits than this.
 pub(super) const MAX_CREDITS: u32 = 4096;
 
-/// The longest piece of the stream that is offered and read at once, part of the protocol: large enough that a READ's round trip
-/// is little beside it, small enough that several are under way in one message.
+/// The longest rendezvous, in bytes; part of the protocol. Large enough that the round trip of a READ is small beside
+/// it, and small enough that several are under way for one message.
 pub(super) const MAX_RENDEZVOUS_BYTES: u32 = 256 << 10;
 
 const MAGIC: [u8; 8] = *b"RMsgRdm\x01";
@@ -252,7 +253,7 @@ mod tests {
         }
 
         #[test]
-        fn any_head_is_one_or_wrong_and_says_itself_again(bytes: [u8; HEAD_BYTES]) {
+        fn any_bytes_are_a_head_that_encodes_to_them_or_a_violation(bytes: [u8; HEAD_BYTES]) {
             if let Ok(head) = Head::decode(&bytes) {
                 prop_assert_eq!(head.encode(), bytes);
             }
@@ -275,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_with_a_letter_is_named() {
+    fn a_violation_in_a_message_is_named() {
         let start = |kind: u8, flags: u8, length: u32| {
             let mut start = [0; START_BYTES];
             (start[0], start[1]) = (kind, flags);
@@ -284,15 +285,15 @@ mod tests {
         };
         let violation =
             |kind, flags, announced, length| open(&start(kind, flags, announced), length).unwrap_err().to_string();
-        assert_eq!(violation(0, 0, 1, 15), "a message of 15 bytes, less than a head");
-        assert_eq!(violation(3, 0, 1, 16), "a message of kind 3");
-        assert_eq!(violation(0, 4, 1, 16), "a message with the flags 0x04");
-        assert_eq!(violation(2, 0, 1, 17), "a u32_at of 17 bytes, where it is a head alone");
-        assert_eq!(violation(1, 0, 1, 33), "an rendezvous in a message of 33 bytes");
-        assert_eq!(violation(1, 0, 0, 32), "an rendezvous of 0 bytes, where 1 to 262144 may be");
+        assert_eq!(violation(0, 0, 1, 15), "a message of 15 bytes is shorter than a head");
+        assert_eq!(violation(3, 0, 1, 16), "a message of unknown kind 3");
+        assert_eq!(violation(0, 4, 1, 16), "a message with unknown flags 0x04");
+        assert_eq!(violation(2, 0, 1, 17), "a control message of 17 bytes; it must be a head alone");
+        assert_eq!(violation(1, 0, 1, 33), "a rendezvous in a message of 33 bytes; it must have 32");
+        assert_eq!(violation(1, 0, 0, 32), "a rendezvous of 0 bytes; the limit is 262144, and the minimum 1");
         assert_eq!(
             violation(1, 0, MAX_RENDEZVOUS_BYTES + 1, 32),
-            "an rendezvous of 262145 bytes, where 1 to 262144 may be"
+            "a rendezvous of 262145 bytes; the limit is 262144, and the minimum 1"
         );
         assert!(open(&start(1, 3, MAX_RENDEZVOUS_BYTES), 32).is_ok() && open(&start(0, 0, 0), 8192).is_ok());
     }

@@ -3,32 +3,33 @@
 //! ```text
 //!   sender's memory                                                   receiver's memory
 //!   ┌────────┐ small: in the request itself                           ┌──────────┐ shared receive queue:
-//!   │ sends  │──── SEND: a letter of up to 8 KiB ────────────────────▶│ receives │ whatever comes for any link
-//!   └────────┘     head: credits, words heard, offers read            └────┬─────┘
-//!   ┌────────┐◀─── SEND: "bytes of the stream lie here" (an offer) ───▶    │ copied out, then posted again,
-//!   │ lent   │═══════════════ READ, 256 KiB at a time ═══════════════▶┌────▼─────┐ and a credit given for it
-//!   └────────┘     a right that the peer has from the first offer on  │ landing  │
+//!   │ sends  │──── SEND: a message of up to 8 KiB ───────────────────▶│ receives │ messages of any link
+//!   └────────┘     head: credits, acknowledgements, finished READs    └────┬─────┘
+//!   ┌────────┐──── SEND: "bytes of the stream are here" (rendezvous) ─▶    │ copied out, then posted again,
+//!   │exported│═══════════════ READ, 256 KiB at a time ═══════════════▶┌────▼─────┐ and a credit given for it
+//!   └────────┘     allowed from the first rendezvous on               │ landing  │
 //!                                                                     └──────────┘
 //! ```
 //!
-//! - `letter`: the bytes; `flow`: the credits. Pure. **Start here.**
-//! - `pool`: registered memory, bounded, growing and shrinking; `site`: one device with its pools and its shared receives;
-//!   `graves`: how long what has ended lies before it is destroyed.
-//! - `link`: one connection, as a worker sees it; `listener`: how one is called.
+//! - `message`: the bytes; `credits`: flow control. Pure. **Start here.**
+//! - `pool`: registered memory, bounded, growing and shrinking; `device`: one device with its pools and its shared
+//!   receives; `retired`: deferred destruction of queue pairs.
+//! - `link`: a connection, as a worker sees it; `listener`: accepts connections.
 //!
-//! What is true of it:
+//! Invariants:
 //!
-//! - **Nobody is overrun.** A letter is sent only for a credit, a credit is given only for a receive that is posted. The card's own
-//!   "receiver not ready" is left as a net below, with a bound, and never used.
-//! - **Both ends say how much memory there is.** A sender that has spent its last credit says so, and the receiver posts more for it
-//!   while the pool lasts; one that runs out asks links that sleep for the credits that they don't use. What comes back leaves the
-//!   queue by itself, as receives cannot be called back from a card.
-//! - **How deep a queue is has nothing to do with how many buffers there are**: the first is per link, the second per device.
-//! - **A link can be served by any worker**: its completion queue, its channel and its descriptor are its own.
-//! - **A dead queue pair is buried before its memory is used again**: it is told to fail, what it had taken out of the shared queue
-//!   is counted back, and only then is it destroyed (`site`), by a worker's timer if nobody else comes by.
-//! - Bytes are copied once into registered memory and once out of it: what an owner sends and where a message lands is ordinary
-//!   memory, and registering it for each message would cost more than the copy of anything up to some 100 KiB.
+//! - **No receiver is overrun.** A message is sent only for a credit, and a credit is given only for a posted receive.
+//!   The card's "receiver not ready" remains as a safety net, with a bound, and does not occur.
+//! - **Credits follow the need.** A sender that spends its last credit says so, and the receiver posts more receives
+//!   for it while the pool lasts. A receiver that runs out asks sleeping links to return unused credits. Returned
+//!   receives leave the queue by use, as a posted receive cannot be withdrawn.
+//! - **The depth of a queue does not depend on the number of buffers**: the first is per link, the second per device.
+//! - **Any worker can serve a link**: its completion queue, its channel and its descriptor are its own.
+//! - **A retired queue pair is destroyed before its memory is reused**: it is set to the error state, the receives that
+//!   it took from the shared queue are counted back, and then it is destroyed (`device`), at the latest by a worker's
+//!   timer.
+//! - Bytes are copied once into registered memory and once out of it. Owners send from and receive into ordinary
+//!   memory; registering it for each message would cost more than the copy, up to about 100 KiB.
 
 mod credits;
 mod device;
@@ -38,6 +39,7 @@ mod link;
 mod listener;
 mod message;
 mod pool;
+mod rest;
 mod retired;
 
 use std::io;
@@ -50,24 +52,24 @@ pub(super) use device::RdmaContext;
 pub use link::RdmaLink;
 pub use listener::RdmaListener;
 
-/// How RDMA links of a messenger work. Bytes of memory are locked, per device.
+/// Settings of a messenger's RDMA links. Memory is locked, and counted per device.
 #[derive(Debug, Clone)]
 pub struct RdmaOptions {
-    /// The address that is called from: which device's port, where there are several. `None` leaves it to the system.
+    /// The local address, which selects the device's port where there are several. `None`: the system chooses.
     pub local: Option<IpAddr>,
-    /// Room for one letter, in bytes, 256 to 65536: what is received into, and the most that goes with one SEND.
+    /// Size of a message, in bytes, 256 to 65536: the receive buffers, and the most that one SEND carries.
     pub message_bytes: u32,
-    /// Letters that a peer may send on a new link before it hears from us, 1 to 4096.
+    /// Messages that a peer may send on a new link before the first credits arrive, 1 to 4096.
     pub initial_credits: u32,
-    /// ... and on one that has asked for more.
+    /// Greatest number of credits of a link that asks for more.
     pub max_credits: u32,
-    /// Memory for what is received, in bytes, at most.
+    /// Memory for received messages, in bytes, at most.
     pub receive_bytes: u64,
-    /// Memory for letters to be sent, in bytes, at most.
+    /// Memory for messages to be sent, in bytes, at most.
     pub send_bytes: u64,
-    /// Memory for what peers read, and as much again for what we read, in bytes, at most.
+    /// Memory that peers read, in bytes, at most; and as much again for what this end reads.
     pub rendezvous_bytes: u64,
-    /// Pieces from this size on are offered, and read by the peer; below it they go in letters.
+    /// Pieces of at least this size are read by the peer (rendezvous); smaller ones go in messages.
     pub rendezvous_from_bytes: usize,
     /// Queue depth, inline bytes, retries.
     pub wires: DuplexOptions,
@@ -77,7 +79,7 @@ impl Default for RdmaOptions {
     fn default() -> RdmaOptions {
         RdmaOptions {
             local: None,
-            // Two pages: a message of 4 KiB and its head in one letter.
+            // Two pages: a message of 4 KiB and its head in one SEND.
             message_bytes: 8 << 10,
             initial_credits: 8,
             // 2 MiB under way: 160 µs of a 100 Gb/s link.
@@ -85,7 +87,7 @@ impl Default for RdmaOptions {
             receive_bytes: 128 << 20,
             send_bytes: 32 << 20,
             rendezvous_bytes: 32 << 20,
-            // Eight letters: from there on the round trip of an offer costs less than their heads and completions.
+            // Eight messages: from there on the round trip of a rendezvous costs less than their heads and completions.
             rendezvous_from_bytes: 64 << 10,
             wires: DuplexOptions::default(),
         }
@@ -99,14 +101,20 @@ impl RdmaOptions {
         };
         fits((256..=65_536).contains(&self.message_bytes), "RDMA messages: choose 256 to 65536 bytes")?;
         let shortest = message::START_BYTES as u32;
-        fits(self.wires.inline_bytes >= shortest, "inline bytes: choose at least 32, which words and offers take")?;
+        fits(
+            self.wires.inline_bytes >= shortest,
+            "RDMA inline bytes: choose at least 32, which control messages and rendezvous need",
+        )?;
         let most = message::MAX_CREDITS;
-        fits((1..=most).contains(&self.initial_credits), "first RDMA credits: choose 1 to 4096")?;
-        fits((self.initial_credits..=most).contains(&self.max_credits), "most RDMA credits: from the first to 4096")
+        fits((1..=most).contains(&self.initial_credits), "initial RDMA credits: choose 1 to 4096")?;
+        fits(
+            (self.initial_credits..=most).contains(&self.max_credits),
+            "greatest RDMA credits: choose the initial ones to 4096",
+        )
     }
 }
 
-/// The RDMA half of a messenger.
+/// The RDMA part of a messenger.
 pub(super) fn context(options: &RdmaOptions) -> io::Result<Arc<RdmaContext>> {
     options.check()?;
     let stations = Stations::new(options.wires.clone())?;

@@ -1,39 +1,40 @@
-//! Registered memory in chunks of one size: a pool that grows by slabs up to a bound, and gives slabs back that nobody uses.
+//! Registered memory in chunks of one size: a pool that grows by slabs up to a bound, and gives unused slabs back.
 //!
-//! Registering costs a system call and locks pages, so it is done for many chunks at once; and giving back is worth it only for a
-//! whole slab. Chunks are taken from the lowest slab that has any, so that the highest become empty.
+//! Registering costs a system call and locks pages, so it is done for many chunks at once; and only a whole slab can be
+//! given back. Chunks are taken from the lowest slab that has any, so that the highest ones become unused.
 //!
-//! Registering is not done under the lock, so that nobody who finds a chunk waits for somebody who finds none. A slab that is being
-//! made counts as one that is there, so that two who find none do not grow beyond the bound.
+//! Memory is registered without the lock, so that a thread that finds a chunk does not wait for one that finds none. A
+//! slab that is being registered counts as present, so that concurrent threads do not exceed the bound.
 //!
-//! A chunk that is dropped goes back. One whose bytes a card still fills is [given away](Chunk::give_away) by its number, and taken
-//! back by it.
+//! A dropped chunk returns to the pool. A chunk that a card still uses is [given away](Chunk::give_away) by its number,
+//! and taken back by it.
 
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 
-/// What makes a slab of so many bytes.
+/// Registers a slab of that many bytes.
 type Make<R> = Box<dyn Fn(u64) -> io::Result<R> + Send + Sync>;
 
-/// See the head of the file. `R` is a registered memory.
+/// A pool of registered memory. `R` is a registered region.
 pub(super) struct Pool<R> {
     chunk_bytes: u32,
     chunks_per_slab: u32,
     max_slabs: usize,
     make: Make<R>,
     slabs: Mutex<Slabs<R>>,
-    /// Told when a slab was made, or could not be.
+    /// Notified when a slab was registered, or could not be.
     grown: Condvar,
 }
 
 struct Slabs<R> {
     slabs: Vec<Option<Slab<R>>>,
-    /// Slabs that are being made.
+    /// Slabs that are being registered.
     growing: usize,
-    /// Who found nothing, and is rung for when something comes back or is made.
+    /// Wakers of links that found no chunk. Called when a chunk returns or a slab was registered.
     waiting: Vec<Weak<OwnedFd>>,
-    /// ... and also when what is being made could not be: they have not tried it themselves.
+    /// Wakers of links that wait for a slab. Called also when it could not be registered: these links have not tried
+    /// themselves.
     waiting_for_slab: Vec<Weak<OwnedFd>>,
 }
 
@@ -42,7 +43,7 @@ struct Slab<R> {
     free: Vec<u32>,
 }
 
-/// A piece of a slab.
+/// A chunk of a slab.
 pub(super) struct Chunk<R> {
     pool: Option<Arc<Pool<R>>>,
     region: Arc<R>,
@@ -64,15 +65,16 @@ impl<R> Pool<R> {
         self.chunk_bytes
     }
 
-    /// A chunk, if there is one or a slab may be made. Where somebody else makes the last, it waits for that.
+    /// Takes a chunk, registering a slab if necessary. Blocks where another thread registers the last slab.
     ///
     /// # Errors
-    /// A slab can't be made, and there is none of which a chunk could be waited for.
+    /// A slab cannot be registered, and there is no other whose chunks could return.
     pub(super) fn take(self: &Arc<Self>) -> io::Result<Option<Chunk<R>>> {
         self.take_or(None)
     }
 
-    /// As [`Pool::take`], but never waits for somebody else; if there is none, that eventfd is rung when one comes back.
+    /// Like [`Pool::take`], but never blocks for another thread. If there is no chunk, `waker` is written to when one
+    /// may be there.
     pub(super) fn take_or_wake(self: &Arc<Self>, waker: &Arc<OwnedFd>) -> io::Result<Option<Chunk<R>>> {
         self.take_or(Some(waker))
     }
@@ -89,12 +91,12 @@ impl<R> Pool<R> {
                 drop(slabs);
                 let made = self.grow();
                 slabs = self.lock();
-                has_failed = made.is_err(); // what was made may be gone again, to others: then one more
+                has_failed = made.is_err(); // other threads may have taken all of it: then one more
                 match made {
                     Ok(()) => {}
                     Err(error) if slabs.len() + slabs.growing == 0 => return Err(error),
                     Err(error) => {
-                        tracing::warn!(%error, "no more memory can be registered: going on with what there is")
+                        tracing::warn!(%error, "cannot register more memory; continuing with what is registered")
                     }
                 }
                 continue;
@@ -103,7 +105,7 @@ impl<R> Pool<R> {
                 None if slabs.growing > 0 => slabs = self.grown.wait(slabs).unwrap_or_else(PoisonError::into_inner),
                 None => return Ok(None),
                 Some(waker) => {
-                    // Whoever asks again while he waits is rung for once.
+                    // A waker is registered once, however often its link asks.
                     let waker = Arc::downgrade(waker);
                     let waits_for_slab = !has_failed && slabs.growing > 0;
                     let list = if waits_for_slab { &mut slabs.waiting_for_slab } else { &mut slabs.waiting };
@@ -116,7 +118,7 @@ impl<R> Pool<R> {
         }
     }
 
-    /// Makes a slab that has been counted as growing, without the lock, and tells who may wait for it.
+    /// Registers a slab that is counted as growing, without the lock, and notifies waiters.
     fn grow(&self) -> io::Result<()> {
         let mut growing = Growing { pool: self, slab: None };
         let region = (self.make)(u64::from(self.chunks_per_slab) * u64::from(self.chunk_bytes))?;
@@ -131,7 +133,7 @@ impl<R> Pool<R> {
         Some(Chunk { pool: Some(self.clone()), region: slab.region.clone(), slab: at as u32, index })
     }
 
-    /// The chunk that was given away under this number. Once for each giving away.
+    /// Takes back the chunk that was given away under this number. Once for each time it was given away.
     pub(super) fn take_back(self: &Arc<Self>, number: u64) -> Option<Chunk<R>> {
         let (slab, index) = ((number >> 32) as u32, number as u32);
         let region = self.lock().slabs.get(slab as usize)?.as_ref()?.region.clone();
@@ -149,18 +151,18 @@ impl<R> Pool<R> {
         {
             home.free.push(index);
             let is_unused = home.free.len() == self.chunks_per_slab as usize;
-            // Half a slab stays in hand, so that a pool at the edge does not register and forget all the time.
+            // Half a slab stays free, so that a pool at the edge does not register and deregister all the time.
             let spare = elsewhere + 1 - home.free.len();
             if is_unused && spare >= self.chunks_per_slab as usize / 2 {
                 empty = place.take();
             }
         }
         drop(slabs);
-        drop(empty); // forgetting memory is a system call: not under the lock
+        drop(empty); // deregistering is a system call: not under the lock
         wake(waiting);
     }
 
-    /// Slabs that there are, for tests.
+    /// Number of slabs.
     #[cfg(test)]
     fn slabs(&self) -> usize {
         self.lock().len()
@@ -177,7 +179,7 @@ impl<R> Slabs<R> {
     }
 }
 
-/// A slab that is being made. When this is dropped it is there, or never will be.
+/// A slab that is being registered. Dropping this ends the attempt, whatever its outcome.
 struct Growing<'a, R> {
     pool: &'a Pool<R>,
     slab: Option<Slab<R>>,
@@ -203,7 +205,7 @@ impl<R> Drop for Growing<'_, R> {
 
 fn wake(waiting: Vec<Weak<OwnedFd>>) {
     for waker in waiting.into_iter().filter_map(|waker| waker.upgrade()) {
-        let _ = rustix::io::write(&*waker, &1u64.to_ne_bytes()); // it fails only when it has rung for very long
+        let _ = rustix::io::write(&*waker, &1u64.to_ne_bytes()); // fails only if the counter is full
     }
 }
 
@@ -213,13 +215,14 @@ impl<R> Chunk<R> {
         &self.region
     }
 
-    /// Where in it the chunk begins.
+    /// Where the chunk begins in the slab.
     pub(super) fn offset(&self) -> u64 {
         let bytes = self.pool.as_ref().map_or(0, |pool| pool.chunk_bytes);
         u64::from(self.index) * u64::from(bytes)
     }
 
-    /// Its number, by which [`Pool::take_back`] finds it; until then it belongs to whoever knows the number. Bit 63 is never set.
+    /// The chunk's number, by which [`Pool::take_back`] finds it. Until then the holder of the number owns it. Bit 63
+    /// is never set.
     pub(super) fn give_away(mut self) -> u64 {
         self.pool = None;
         u64::from(self.slab) << 32 | u64::from(self.index)
@@ -234,7 +237,7 @@ impl<R> Drop for Chunk<R> {
     }
 }
 
-/// Bytes of a slab: registering is a system call and a page table, which a megabyte makes small.
+/// Size of a slab, in bytes. Registering is a system call and a page table, which are small for a megabyte.
 const SLAB_BYTES: u32 = 1 << 20;
 
 #[cfg(test)]
@@ -269,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn who_found_nothing_is_rung_for() {
+    fn a_link_that_found_no_chunk_is_woken_when_one_returns() {
         let pool = pool(1 << 20, 4 << 20);
         let chunks: Vec<_> = (0..4).map(|_| pool.take().unwrap().unwrap()).collect();
         let waker = Arc::new(eventfd(0, EventfdFlags::NONBLOCK).unwrap());
@@ -281,12 +284,12 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_that_never_could_register_says_why() {
+    fn a_pool_that_could_never_register_reports_the_error() {
         let pool: Arc<Pool<()>> = Pool::new(4096, 1 << 20, Box::new(|_| Err(io::ErrorKind::OutOfMemory.into())));
         assert_eq!(pool.take().err().unwrap().kind(), io::ErrorKind::OutOfMemory);
     }
 
-    /// A pool of two slabs of four chunks. The making of a slab but the first says that it has begun and waits for a word.
+    /// A pool of two slabs of four chunks. Registering any slab but the first announces itself and waits.
     fn slow_pool() -> (Arc<Pool<()>>, mpsc::Receiver<()>, mpsc::Sender<io::Result<()>>) {
         let (begun, begins) = mpsc::channel();
         let (word, words) = mpsc::channel();
@@ -303,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn while_a_slab_is_made_others_take_what_comes_back_and_nobody_makes_one_too_many() {
+    fn while_a_slab_is_registered_others_take_returned_chunks_and_the_bound_holds() {
         let (pool, begins, word) = slow_pool();
         let mut chunks: Vec<_> = (0..4).map(|_| pool.take().unwrap().unwrap()).collect();
         let waker = Arc::new(eventfd(0, EventfdFlags::NONBLOCK).unwrap());
@@ -323,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn who_hoped_for_a_slab_that_could_not_be_made_tries_once_himself() {
+    fn a_link_that_waited_for_a_slab_that_failed_tries_once_itself() {
         let (pool, begins, word) = slow_pool();
         let chunks: Vec<_> = (0..4).map(|_| pool.take().unwrap().unwrap()).collect();
         let [waits_for_slab, fails] = [(); 2].map(|()| Arc::new(eventfd(0, EventfdFlags::NONBLOCK).unwrap()));
@@ -344,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn those_who_grow_at_once_get_all_that_the_bound_allows_and_no_more() {
+    fn concurrent_growth_reaches_the_bound_and_no_more() {
         let made = Arc::new(AtomicUsize::new(0));
         let counted = made.clone();
         let make = move |_| {
@@ -363,7 +366,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_chunk_is_in_two_hands(steps in proptest::collection::vec((0u8..4, any::<prop::sample::Index>()), 0..300)) {
+        fn no_chunk_is_taken_twice(steps in proptest::collection::vec((0u8..4, any::<prop::sample::Index>()), 0..300)) {
             let pool = pool(300 << 10, 3 << 20);
             let (mut held, mut away): (HashMap<u64, Chunk<()>>, Vec<u64>) = Default::default();
             for (step, which) in steps {

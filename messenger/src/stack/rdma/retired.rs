@@ -1,9 +1,9 @@
-//! Who lies for how long before it is destroyed. Pure: `site` says what lies here, and a worker's timer when to look.
+//! Deferred destruction of queue pairs. Pure: `device` adds entries, and a worker's timer says when to look.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// Each lies for [`RETIRE_TIME`]. The first to come is the first to go.
+/// Entries, each kept for [`RETIRE_TIME`], oldest first.
 #[derive(Debug)]
 pub(super) struct RetiredQueue<G>(VecDeque<(Instant, G)>);
 
@@ -18,19 +18,19 @@ impl<G> RetiredQueue<G> {
         self.0.push_back((now + RETIRE_TIME, link));
     }
 
-    /// When to look again; never, if nobody lies here.
+    /// When to look again; `None` if there are no entries.
     pub(super) fn next(&self) -> Option<Instant> {
         self.0.front().map(|(expired, _)| *expired)
     }
 
-    /// Takes out those that have lain long enough.
+    /// Takes the entries whose time is over.
     pub(super) fn take_expired(&mut self, now: Instant) -> Vec<G> {
         let count = self.0.iter().take_while(|(expired, _)| *expired <= now).count();
         self.0.drain(..count).map(|(_, link)| link).collect()
     }
 }
 
-/// A card that was told to fail a queue pair has flushed it long before this.
+/// Long after this time a card has flushed a queue pair in the error state.
 const RETIRE_TIME: Duration = Duration::from_millis(200);
 
 #[cfg(test)]
@@ -40,9 +40,9 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// Somebody who looks only when he was told to, and at nothing else, leaves nobody lying.
+        /// A caller that looks only when told takes all entries eventually.
         #[test]
-        fn who_looks_when_told_takes_each_out_once_in_time_and_not_before(pauses in proptest::collection::vec(0u64..500, 1..40)) {
+        fn a_caller_that_looks_when_told_takes_each_entry_once_and_in_time(pauses in proptest::collection::vec(0u64..500, 1..40)) {
             let mut retired = RetiredQueue::default();
             let mut now = Instant::now();
             let mut pushed = Vec::new();

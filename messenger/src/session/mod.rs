@@ -1,11 +1,11 @@
-//! One session with a peer, as a pure machine: frames, broken links and the time go in; frames, calls and news come out. The
-//! worker (`worker.rs`) feeds it from sockets, the tests from a simulated network driven by a seed.
+//! One session with a peer, as a pure machine: frames, broken links and the time go in; frames, connects and events
+//! come out. The worker (`worker/`) feeds it from sockets, the tests from a simulated network driven by a seed.
 //!
-//! A *session* is what the owner sees: messages in order, each once. A *link* is one connection of the transport; a lossless
-//! session outlives its links.
+//! A *session* is what the owner sees: messages in order, each once. A *link* is one connection of the transport; a
+//! lossless session outlives its links.
 //!
 //! ```text
-//!        connect()                                          an OPEN arrives that means nobody yet
+//!        connect()                                          an OPEN arrives for no session yet
 //!            │                                                          │
 //!      ┌─────▼───┐   link up: OPEN    ┌─────────┐      OPENED     ┌─────▼───┐ ◀─┐ an OPEN for this session, newer
 //!   ┌─▶│ Calling ├───────────────────▶│ Opening ├────────────────▶│  Ready  │ ──┘ than its link, from any state but
@@ -29,146 +29,30 @@
 //! | Standby | drop it | – | – | – | – | → Ready | → Calling ³ | keep over: Closed |
 //! | Closed | drop it | – | – | – | – | RESET | error | – |
 //!
-//! ¹ Lossy: Closed, and the owner is told. ² The greater entity's own call counts: it answers WAIT, the other one takes the call.
-//! ³ A server cannot call: it queues.
+//! ¹ Lossy: Closed, and the owner is told. ² The connect of the greater entity wins: it answers WAIT, and the other end takes its link.
+//! ³ A server cannot connect: it queues.
 //!
-//! What holds:
+//! Invariants:
 //!
-//! - **Each message once, in order, or the owner is told.** Messages are numbered from 1. A sender keeps them until they are
-//!   acknowledged, and after every new link writes again from the first unacknowledged one. A receiver takes only the next
-//!   number; what it has taken before it drops; a gap is a broken peer.
-//! - **A forgetful peer is found out.** Both ends name both cookies; an end that does not know the session says RESET, and the
-//!   other tells its owner what was lost with it before it begins anew with the next epoch.
-//! - **Of two links only the newer serves.** Attempts are counted by the session, not by an end; an OPEN that is not newer than
-//!   the link in use is told RETRY.
-//! - **No waiting for each other.** Every state but Ready and Closed has a time at which it ends by itself, Standby of a peer
-//!   excepted, which waits for nothing.
+//! - **Each message once, in order, or the owner is told.** Messages are numbered from 1. A sender keeps them until
+//!   they are acknowledged, and after every new link writes again from the first unacknowledged one. A receiver takes
+//!   only the next number. It drops a number that it has taken before; a gap is a violation.
+//! - **A peer that has forgotten the session is detected.** Both ends name both cookies. An end that does not know the
+//!   session answers RESET, and the other end tells its owner what was lost before it starts again with the next epoch.
+//! - **Of two links only the newer one serves.** Attempts are counted by the session, not by an end. An OPEN that is
+//!   not newer than the current link is answered with RETRY.
+//! - **No circular wait.** Every state but Ready and Closed ends after a time limit, except Standby of a peer, which
+//!   waits for nothing.
+
+mod events;
 
 use std::collections::VecDeque;
-use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
+pub use self::events::{Action, LinkId, LocalEnd, News, Outgoing, Over, Payload, Verdict, Violation};
+
 use crate::policy::Policy;
-use crate::signal::{Cookie, Entity, Label, Open, Refusal, Signal};
-
-/// A link, by a number that its owner gives it; no number is used twice.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct LinkId(pub u64);
-
-/// Which end a session is of, and how it finds the other.
-#[derive(Debug, Clone, Copy)]
-pub struct LocalEnd {
-    /// Who we are.
-    pub entity: Entity,
-    /// Where we listen, if we do: the peer may call back, and so we may stand by.
-    pub address: Option<SocketAddr>,
-    /// Whether we know where to call.
-    pub can_call: bool,
-}
-
-/// What the owner of a session has to do, in this order.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Action {
-    /// Make a link to the peer, and say `link_up` or `call_failed`.
-    Call,
-    /// This link serves the session from now on: what was half written or half read of another one is void.
-    Adopt(LinkId),
-    /// Say that on that link, which does not serve the session. It may say OPEN again, or hang up.
-    Answer(LinkId, Signal),
-    /// Close that link.
-    Hang(LinkId),
-    /// Tell the owner of the connection.
-    Tell(News),
-}
-
-/// What the owner of a connection is told.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum News {
-    /// The session is ready: the first time, or again after a broken link.
-    Connected,
-    /// The peer has forgotten the session, or a lossy one's link broke: so many messages were not acknowledged (or, if lossy,
-    /// not written). A lossless session begins anew by itself.
-    Reset {
-        /// How many are lost or may be.
-        unacknowledged: usize,
-        /// Whether this end goes on, with an empty queue.
-        goes_on: bool,
-    },
-    /// The session is over, and everything this end queued was written.
-    Closed,
-    /// The peer will not talk to us, and we do not ask again.
-    Refused(Refusal),
-}
-
-impl News {
-    /// Whether the session is over by it.
-    pub fn is_last(self) -> bool {
-        !matches!(self, News::Connected | News::Reset { goes_on: true, .. })
-    }
-}
-
-/// What to write next on the session's link.
-#[derive(Debug, PartialEq, Eq)]
-pub enum Outgoing<'a, T> {
-    /// A frame of the session's own.
-    Signal(Signal),
-    /// A message, its number and what it acknowledges.
-    Message {
-        /// Its number.
-        number: u64,
-        /// The number of the last message that we have taken.
-        heard: u64,
-        /// The message.
-        message: Payload<'a, T>,
-    },
-}
-
-/// A message on its way out.
-#[derive(Debug, PartialEq, Eq)]
-pub enum Payload<'a, T> {
-    /// Written once, and not kept here.
-    Owned(T),
-    /// Kept to be written again, until it is acknowledged.
-    Kept(&'a T),
-}
-
-/// What to do with a message that came.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verdict {
-    /// Give it to the owner.
-    Deliver,
-    /// It was taken before: drop it.
-    Known,
-}
-
-/// The peer does not keep to the table: its link is to be closed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum Violation {
-    /// A frame that the present state has no use for.
-    #[error("said something out of turn")]
-    OutOfTurn,
-    /// A message was left out.
-    #[error("sent message {found} where {wanted} is the next")]
-    Gap {
-        /// What came.
-        found: u64,
-        /// What should have come.
-        wanted: u64,
-    },
-    /// An acknowledgement of what was never sent.
-    #[error("acknowledges message {found}, of which {sent} have been sent")]
-    Unsent {
-        /// What it acknowledges.
-        found: u64,
-        /// The last number written.
-        sent: u64,
-    },
-}
-
-/// The session is over: nothing can be sent.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("the session is over")]
-pub struct Over;
+use crate::signal::{Cookie, Label, Open, Refusal, Signal};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
@@ -186,47 +70,47 @@ pub struct Session<T> {
     policy: Policy,
     local_end: LocalEnd,
     state: State,
-    /// The link that serves; only in Opening and Ready.
+    /// The link that serves the session; only in Opening and Ready.
     link: Option<LinkId>,
     ours: Cookie,
     theirs: Option<Cookie>,
-    /// The highest attempt that either end has made known.
+    /// The highest attempt that either end has announced.
     attempt: u64,
-    /// Messages that were queued and not yet acknowledged (lossy: not yet written).
+    /// Messages that are queued and not acknowledged (lossy: not written).
     queue: VecDeque<T>,
     /// The number of the queue's first message.
     first: u64,
-    /// How many of the queue have been written on the present link.
+    /// How many messages of the queue are written on the current link.
     written: usize,
-    /// The number of the last message taken.
+    /// Number of the last message received.
     heard: u64,
-    /// The last that we have acknowledged, and when the rest must be.
+    /// The last number that was acknowledged, and when the rest must be.
     told: u64,
     ack_due: Option<Instant>,
     /// Signals to be written before any message.
     signals: VecDeque<Signal>,
     actions: VecDeque<Action>,
     last_word: Instant,
-    /// When the last message was sent or taken.
+    /// When the last message was sent or received.
     last_message: Instant,
     asked: bool,
     failures: u32,
     closing: bool,
     jitter: u64,
-    /// A fault to be found by the tests: that they can fail.
+    /// A deliberate fault, which the tests must find.
     #[cfg(test)]
     never_replays: bool,
 }
 
 impl<T> Session<T> {
-    /// A session that calls: its first action is [`Action::Call`].
+    /// A session that connects. Its first action is [`Action::Call`].
     pub fn calling(policy: Policy, local_end: LocalEnd, cookie_id: u64, now: Instant) -> Session<T> {
         let mut session = Session::new(policy, local_end, cookie_id, now);
         session.call(now);
         session
     }
 
-    /// A session that was called: give it the OPEN next ([`Session::handle_open`]).
+    /// A session that was connected to. Pass it the OPEN next ([`Session::handle_open`]).
     pub fn called(policy: Policy, local_end: LocalEnd, cookie_id: u64, now: Instant) -> Session<T> {
         Session::new(policy, local_end, cookie_id, now)
     }
@@ -259,7 +143,7 @@ impl<T> Session<T> {
         }
     }
 
-    /// What is to be done next.
+    /// The next action for the owner.
     pub fn poll_action(&mut self) -> Option<Action> {
         self.actions.pop_front()
     }
@@ -272,7 +156,7 @@ impl<T> Session<T> {
         self.send_all(&mut VecDeque::from([message]), now)
     }
 
-    /// Queues messages, in order; none are left in `messages`, also where the session is over.
+    /// Queues messages, in order. Empties `messages`, also if the session is over.
     ///
     /// # Errors
     /// [`Over`].
@@ -285,7 +169,7 @@ impl<T> Session<T> {
             return Ok(());
         }
         match self.queue.is_empty() {
-            true => std::mem::swap(&mut self.queue, messages), // as a rule: nothing is moved then
+            true => std::mem::swap(&mut self.queue, messages), // the usual case, in which nothing is moved
             false => self.queue.append(messages),
         }
         self.last_message = now;
@@ -295,7 +179,7 @@ impl<T> Session<T> {
         Ok(())
     }
 
-    /// What to write next on the session's link, if anything. Whoever takes it writes it, or says that the link is broken.
+    /// The next frame to write on the session's link, if any. The caller writes it, or reports that the link is broken.
     #[allow(clippy::should_implement_trait)]
     pub fn poll_transmit(&mut self) -> Option<Outgoing<'_, T>> {
         self.link?;
@@ -335,7 +219,7 @@ impl<T> Session<T> {
         Some(Outgoing::Message { number, heard, message: Payload::Kept(message) })
     }
 
-    /// The call was answered: a link stands, and the peer behind it is who it should be.
+    /// The connect has succeeded, and the peer is authenticated.
     pub fn link_up(&mut self, link: LinkId, now: Instant) {
         if !matches!(self.state, State::Calling { .. }) {
             self.actions.push_back(Action::Hang(link));
@@ -346,14 +230,14 @@ impl<T> Session<T> {
         self.say_open();
     }
 
-    /// The call was not answered.
+    /// The connect has failed.
     pub fn call_failed(&mut self, now: Instant) {
         if matches!(self.state, State::Calling { .. }) {
             self.pause(now);
         }
     }
 
-    /// A link broke, or its peer was caught in a violation.
+    /// A link broke, or was closed after a violation.
     pub fn link_down(&mut self, link: LinkId, now: Instant) {
         if self.link != Some(link) {
             return;
@@ -367,10 +251,10 @@ impl<T> Session<T> {
         }
     }
 
-    /// Takes a signal that came on a link.
+    /// Handles a signal that arrived on a link.
     ///
     /// # Errors
-    /// [`Violation`]: close the link and say `link_down`.
+    /// [`Violation`]: close the link and call `link_down`.
     pub fn handle_signal(&mut self, link: LinkId, signal: Signal, now: Instant) -> Result<(), Violation> {
         if self.link != Some(link) {
             return Err(Violation::OutOfTurn);
@@ -411,7 +295,7 @@ impl<T> Session<T> {
         }
     }
 
-    /// Takes an OPEN that came on a link of its own and means this session.
+    /// Handles an OPEN that arrived on another link and names this session.
     pub fn handle_open(&mut self, link: LinkId, open: Open, now: Instant) {
         let answer = self.answer(&open);
         if let Some(signal) = answer {
@@ -431,12 +315,12 @@ impl<T> Session<T> {
         self.ready(now);
     }
 
-    /// Why an OPEN cannot have this session, if it cannot.
+    /// Why an OPEN is not accepted, if it is not.
     fn answer(&self, open: &Open) -> Option<Signal> {
         if self.state == State::Closed || open.to.is_some_and(|to| to != self.ours) {
             return Some(Signal::Reset);
         }
-        // Whoever names our present epoch has met it, though we may not have heard its OPENED.
+        // A peer that names the current epoch has received it, although its OPENED may be lost.
         if open.to.is_some() && self.theirs.is_some_and(|theirs| theirs != open.from) {
             return Some(Signal::Reset);
         }
@@ -447,7 +331,7 @@ impl<T> Session<T> {
         if !self.policy.lossy && !self.could_have_heard(open.heard, is_same) {
             return Some(Signal::Reset);
         }
-        // An attempt of our own that is under way is not yet the session's: the peer may have taken the same number.
+        // This end's own attempt that is under way does not count yet: the peer may have chosen the same number.
         let known = self.attempt - u64::from(matches!(self.state, State::Opening { .. }));
         if open.attempt <= known {
             return Some(Signal::Retry { attempt: self.attempt });
@@ -456,16 +340,17 @@ impl<T> Session<T> {
         (under_way && self.local_end.entity > open.entity).then_some(Signal::Wait)
     }
 
-    /// Whether somebody may honestly say to have heard that much of us. Who knows another session has heard nothing.
+    /// Whether an honest peer can have received that many messages. A peer that means another session has received
+    /// none.
     fn could_have_heard(&self, heard: u64, is_same: bool) -> bool {
         let last_queued = self.first - 1 + self.queue.len() as u64;
         if is_same { (self.first - 1..=last_queued).contains(&heard) } else { heard == 0 }
     }
 
-    /// Takes a message that came on a link.
+    /// Handles a message that arrived on a link.
     ///
     /// # Errors
-    /// [`Violation`]: close the link and say `link_down`.
+    /// [`Violation`]: close the link and call `link_down`.
     pub fn handle_message(&mut self, link: LinkId, label: &Label, now: Instant) -> Result<Verdict, Violation> {
         if self.link != Some(link) || self.state != State::Ready {
             return Err(Violation::OutOfTurn);
@@ -489,18 +374,18 @@ impl<T> Session<T> {
         Ok(Verdict::Deliver)
     }
 
-    /// Bytes came, of a frame that is not yet whole: the peer lives.
+    /// Notes that bytes arrived: the peer is alive, although the frame is not complete.
     pub fn note_received(&mut self, now: Instant) {
         self.last_word = now;
         self.asked = false;
     }
 
-    /// Whether a link serves it.
+    /// Whether a link serves the session.
     pub fn has_link(&self) -> bool {
         self.link.is_some()
     }
 
-    /// When [`Session::handle_timeout`] wants to be called.
+    /// When [`Session::handle_timeout`] must be called.
     pub fn deadline(&self) -> Option<Instant> {
         match self.state {
             State::Calling { until } | State::Opening { until } => Some(until),
@@ -515,7 +400,7 @@ impl<T> Session<T> {
         }
     }
 
-    /// The time has come, or may have.
+    /// Handles the time. May be called early.
     pub fn handle_timeout(&mut self, now: Instant) {
         if self.deadline().is_none_or(|deadline| now < deadline) {
             return;
@@ -552,13 +437,13 @@ impl<T> Session<T> {
         }
     }
 
-    /// When the session is closed for want of messages: not while some of ours wait.
+    /// When the session is closed because it is idle. Not while messages wait to be sent.
     fn idle_until(&self) -> Option<Instant> {
         let limit = self.policy.idle_limit.filter(|_| self.queue.is_empty() && !self.closing)?;
         Some(self.last_message + limit)
     }
 
-    /// Takes no more messages, and ends when everything queued was written (lossless: heard).
+    /// Takes no more messages, and ends when everything queued is written (lossless: acknowledged).
     pub fn close(&mut self) {
         self.closing = true;
         if self.state != State::Ready && self.queue.is_empty() {
@@ -583,22 +468,22 @@ impl<T> Session<T> {
         self.state == State::Ready
     }
 
-    /// The link that serves.
+    /// The link that serves the session.
     pub fn link(&self) -> Option<LinkId> {
         self.link
     }
 
-    /// Where this end is found.
+    /// The cookie of this end.
     pub fn cookie(&self) -> Cookie {
         self.ours
     }
 
-    /// How the peer calls its own end, once it has said so.
+    /// The peer's cookie, once it is known.
     pub fn peer_cookie(&self) -> Option<Cookie> {
         self.theirs
     }
 
-    /// Messages queued and not yet acknowledged (lossy: not yet written).
+    /// Number of messages queued and not acknowledged (lossy: not written).
     pub fn unacknowledged(&self) -> usize {
         self.queue.len()
     }
@@ -617,7 +502,7 @@ impl<T> Session<T> {
         Ok(())
     }
 
-    /// The other end has heard that much, which it could have: the rest is to be written again.
+    /// The peer has received messages up to `heard`, which is plausible: the later ones are written again.
     fn resume(&mut self, heard: u64) {
         #[cfg(test)]
         if self.never_replays {
@@ -641,7 +526,7 @@ impl<T> Session<T> {
         Ok(())
     }
 
-    /// Messages up to that number need not be kept.
+    /// Drops messages up to that number.
     fn let_go(&mut self, heard: u64) {
         while self.first <= heard && self.queue.pop_front().is_some() {
             self.first += 1;
@@ -649,7 +534,7 @@ impl<T> Session<T> {
         }
     }
 
-    /// The number of the last message written on the present link.
+    /// Number of the last message written on the current link.
     fn sent(&self) -> u64 {
         self.first - 1 + self.written as u64
     }
@@ -657,7 +542,7 @@ impl<T> Session<T> {
     fn ready(&mut self, now: Instant) {
         self.state = State::Ready;
         self.failures = 0;
-        self.told = self.heard; // OPEN and OPENED have said it
+        self.told = self.heard; // OPEN and OPENED carry it
         self.ack_due = None;
         self.note_received(now);
         self.actions.push_back(Action::Tell(News::Connected));
@@ -718,10 +603,10 @@ impl<T> Session<T> {
         if self.closing && idle {
             return self.end(News::Closed);
         }
-        // Whoever cannot be called back does not stand by: the peer may have something to say.
+        // An end that cannot be connected to does not stand by: the peer may have messages.
         let may_stand_by = self.policy.standby && idle && self.local_end.address.is_some();
         match self.may_call() && !may_stand_by {
-            true => self.call(now), // the first time at once: most broken links are a peer's restart or a switch's
+            true => self.call(now), // at once the first time: most broken links are a peer's restart or a switch's
             false => self.stand_by(now),
         }
     }
@@ -731,7 +616,7 @@ impl<T> Session<T> {
         self.state = State::Standby { until };
     }
 
-    /// An attempt came to nothing.
+    /// An attempt has failed.
     fn pause(&mut self, now: Instant) {
         if self.policy.lossy {
             return self.end(self.lost(false));
@@ -742,7 +627,7 @@ impl<T> Session<T> {
         self.state = State::Pausing { until: now + pause / 2 + pause.mul_f64(self.random() / 2.0) };
     }
 
-    /// Everything said and heard so far is void; the next words are the first of another session.
+    /// Starts another session: everything sent and received so far is void.
     fn forget(&mut self) {
         let unacknowledged = self.queue.len();
         self.ours.epoch = self.ours.epoch.wrapping_add(1);
@@ -764,7 +649,7 @@ impl<T> Session<T> {
         self.actions.push_back(Action::Tell(news));
     }
 
-    /// From 0 to 1: xorshift, enough to keep sessions that were cut together from calling together.
+    /// A number from 0 to 1 (xorshift): enough to keep sessions that broke together from connecting together.
     fn random(&mut self) -> f64 {
         self.jitter ^= self.jitter << 13;
         self.jitter ^= self.jitter >> 7;
@@ -773,10 +658,10 @@ impl<T> Session<T> {
     }
 }
 
-/// So many messages may be taken before they are acknowledged on their own: one small frame per that many.
+/// Messages that may be received before they are acknowledged in a frame of their own: one small frame for this many.
 const ACK_AFTER_MESSAGES: u64 = 64;
 
-/// A message is acknowledged after this at the latest: short beside what a sender can queue, long enough that a reply
+/// The longest delay of an acknowledgement. Short compared with what a sender can queue, and long enough that a reply
 /// usually carries it.
 const ACK_AFTER: Duration = Duration::from_millis(20);
 
