@@ -14,7 +14,7 @@
 //! - [`gauge`] is what the threads show of themselves.
 //! - [`trial`] lends memory to who measures the way.
 //! - [`directory`] decides which replica reads the snapshot from which other one.
-//! - [`door`] tells control connections from data lanes on the one port that is opened.
+//! - `conversation::listener` tells control connections from data lanes on the one port that is opened.
 //! - this file wires them up and does what the owner says.
 
 mod capture;

@@ -26,7 +26,7 @@ pub enum Step {
     Incomplete,
 }
 
-/// Finds frames in bytes that arrive in pieces. The [module](self) says when it stops.
+/// Finds frames in bytes that arrive in pieces. The [module](super) says when it stops.
 pub struct Reader {
     limits: Limits,
     seals: Option<Seals>,
