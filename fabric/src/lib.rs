@@ -31,6 +31,7 @@
 mod address;
 pub mod auth;
 pub mod error;
+mod lane_handshake;
 mod outstanding;
 pub mod region;
 pub mod shm;

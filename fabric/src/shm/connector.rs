@@ -9,11 +9,12 @@ use std::{
 use super::{
     key::{self, BootId},
     peer::ShmPeer,
-    wire::{self, Challenge, Hello, VERSION, Welcome},
+    wire::Shm,
 };
 use crate::{
     auth,
     error::Error,
+    lane_handshake::{Hello, Reader},
     memory::{
         Memory, View,
         local::{self, Packet},
@@ -68,7 +69,7 @@ impl Connector for ShmConnector {
     }
 }
 
-/// One handshake, as the reader has it.
+/// One handshake, at the reader's end.
 struct Handshake<'a> {
     socket: &'a OwnedFd,
     secret: &'a Secret,
@@ -77,32 +78,15 @@ struct Handshake<'a> {
 }
 
 impl Handshake<'_> {
-    /// Ends with the packet of the welcome, proved to come from the source, in which the memory is.
+    /// Returns the packet of the welcome, proved to come from the source, to which the memory is attached.
     fn run(&self, key: &RegionKey, session: u64) -> Result<Packet, Error> {
-        let hello = Hello { version: VERSION, session, id: key.id(), nonce: auth::nonce()? }.encode();
-        // A source that is too busy may have hung up already. Its answer is there all the same.
+        let (reader, hello) = Reader::<Shm>::hello(&Hello { lane: 0, session, id: key.id(), nonce: auth::nonce()? });
+        // A source that is too busy may have hung up already. Its answer can still be received.
         let _ = local::send(self.socket, &hello, None);
-        let packet = self.receive()?;
-        let challenge = Challenge::decode(packet.bytes())?;
-        if let Some(denial) = challenge.refusal {
-            return Err(Error::Refused(denial));
-        }
-        let transcript = [&hello, packet.bytes()].concat();
-        let proof = auth::prove(self.secret, wire::READER, &transcript);
+        let (reader, proof) = reader.prove(self.receive()?.bytes(), self.secret)?;
         local::send(self.socket, &proof, None).map_err(Error::system("answering the source's challenge"))?;
-        self.welcome(&transcript, key.length())
-    }
-
-    fn welcome(&self, transcript: &[u8], length: u64) -> Result<Packet, Error> {
         let packet = self.receive()?;
-        let welcome = Welcome::decode(packet.bytes())?;
-        if let Some(denial) = welcome.refusal {
-            return Err(Error::Refused(denial));
-        }
-        if !auth::verify(self.secret, wire::SOURCE, transcript, &welcome.proof) {
-            return Err(Error::Impostor);
-        }
-        if welcome.length != length {
+        if reader.finish(packet.bytes())? != key.length() {
             return Err(Error::Protocol("the region has another length than its key says"));
         }
         Ok(packet)

@@ -9,10 +9,11 @@ use std::{
 
 use rustix::{event::Timespec, io::Errno};
 
-use super::wire::{self, Challenge, Hello, VERSION, Welcome};
+use super::wire::{self, Shm};
 use crate::{
     auth::{self, PROOF_BYTES},
     error::{Denial, Error},
+    lane_handshake::{Format, Hello, Refusal, Source},
     memory::local,
     region::{RegionId, Secret},
 };
@@ -56,7 +57,7 @@ pub(super) struct Guest {
 
 pub(super) enum Stage {
     Greeting { deadline: Instant },
-    Proving { deadline: Instant, hello: Hello, transcript: Vec<u8> },
+    Proving { deadline: Instant, handshake: Source<Shm> },
     Reading { session: u64, id: RegionId },
 }
 
@@ -138,49 +139,49 @@ impl House {
     fn next_stage(&self, guest: &Guest, packet: &[u8]) -> Option<Stage> {
         match &guest.stage {
             Stage::Greeting { deadline } => self.greet(guest, packet, *deadline),
-            Stage::Proving { hello, transcript, .. } => self.examine(guest, packet, hello, transcript),
+            Stage::Proving { handshake, .. } => self.examine(guest, packet, handshake),
             // A reader has nothing to say: this is the end of the connection, or nonsense.
             Stage::Reading { .. } => None,
         }
     }
 
     fn greet(&self, guest: &Guest, packet: &[u8], deadline: Instant) -> Option<Stage> {
-        let hello = Hello::decode(packet).ok()?;
-        let challenge = Challenge { refusal: None, version: VERSION, nonce: auth::nonce().ok()? }.encode();
-        local::send(&guest.socket, &challenge, None).ok()?;
-        if hello.version != VERSION {
-            // Our version is in the challenge; the reader will say what is wrong.
-            return None;
-        }
-        Some(Stage::Proving { deadline, hello, transcript: [packet, &challenge].concat() })
-    }
-
-    fn examine(&self, guest: &Guest, packet: &[u8], hello: &Hello, transcript: &[u8]) -> Option<Stage> {
-        let proof: &[u8; PROOF_BYTES] = packet.try_into().ok()?;
-        match self.judge(proof, hello, transcript) {
-            Ok((region, secret)) => {
-                let proof = auth::prove(secret, wire::SOURCE, transcript);
-                let welcome = Welcome { refusal: None, length: region.length, proof }.encode();
-                local::send(&guest.socket, &welcome, Some(region.read_only.as_fd())).ok()?;
-                Some(Stage::Reading { session: hello.session, id: hello.id })
+        match Source::challenge(packet, &auth::nonce().ok()?) {
+            Ok((handshake, challenge)) => {
+                local::send(&guest.socket, &challenge, None).ok()?;
+                Some(Stage::Proving { deadline, handshake })
             }
-            Err(denial) => {
-                tracing::info!(session = hello.session, region = %hello.id, %denial, "shm: a reader was refused");
-                let welcome = Welcome { refusal: Some(denial), length: 0, proof: [0; PROOF_BYTES] };
-                let _ = local::send(&guest.socket, &welcome.encode(), None);
+            Err(rejected) => {
+                tracing::debug!(error = %rejected.error, "shm: a connection was rejected");
+                local::send(&guest.socket, &rejected.answer?, None).ok()?;
                 None
             }
         }
     }
 
-    /// The proof first: only who has proved himself is told what there is.
-    fn judge(&self, proof: &[u8; PROOF_BYTES], hello: &Hello, transcript: &[u8]) -> Result<(&Region, &Secret), Denial> {
-        let secret = self.grants.get(&hello.session);
-        let proved = auth::verify_known(secret, wire::READER, transcript, proof);
-        let secret = secret.filter(|_| proved).ok_or(Denial::NotGranted)?;
+    fn examine(&self, guest: &Guest, packet: &[u8], handshake: &Source<Shm>) -> Option<Stage> {
+        let proof: &[u8; PROOF_BYTES] = packet.try_into().ok()?;
+        let &Hello { session, id, .. } = handshake.hello();
+        match self.judge(proof, handshake) {
+            Ok((region, welcome)) => {
+                local::send(&guest.socket, &welcome, Some(region.read_only.as_fd())).ok()?;
+                Some(Stage::Reading { session, id })
+            }
+            Err(denial) => {
+                tracing::info!(session, region = %id, %denial, "shm: a reader was refused");
+                let _ = local::send(&guest.socket, &Shm::denial(denial), None);
+                None
+            }
+        }
+    }
+
+    /// Checks the proof first: a reader is told what there is only after it has proved its session.
+    fn judge(&self, proof: &[u8; PROOF_BYTES], handshake: &Source<Shm>) -> Result<(&Region, Vec<u8>), Denial> {
+        let hello = handshake.hello();
+        let proved = handshake.examine(proof, self.grants.get(&hello.session))?;
         match self.regions.get(&hello.id) {
             Some(_) if self.readers_of(hello.session) >= READERS_PER_SESSION => Err(Denial::Busy),
-            Some(region) => Ok((region, secret)),
+            Some(region) => Ok((region, proved.welcome(&region.length))),
             None if self.regions.keys().any(|id| id.region == hello.id.region) => Err(Denial::Stale),
             None => Err(Denial::Unknown),
         }
@@ -205,9 +206,9 @@ impl Guest {
 /// Answers a hello that will not be read. What has arrived is thrown away first: closing a connection with unread packets makes
 /// the system throw away ours.
 pub(super) fn turn_away(guest: &OwnedFd, denial: Denial) {
-    let challenge = Challenge { refusal: Some(denial), version: VERSION, nonce: [0; 32] };
+    let Some(refusal) = Shm::refusal(Refusal::Denied(denial)) else { return };
     let _ = local::receive(guest);
-    let _ = local::send(guest, &challenge.encode(), None);
+    let _ = local::send(guest, &refusal, None);
 }
 
 /// Number of the first guest: above those of the descriptors that are no guests.

@@ -11,11 +11,12 @@ use std::{
 
 use super::{
     key::BootId,
-    wire::{Challenge, Hello, VERSION, Welcome},
+    wire::{Shm, VERSION},
     *,
 };
 use crate::{
     Denial,
+    lane_handshake::{Format, Hello},
     memory::{
         Memory, Pages,
         local::{self, Address},
@@ -91,8 +92,8 @@ fn a_view_outlives_its_peer_and_can_not_be_written() {
 #[test]
 fn strangers_are_cut_and_readers_are_served_all_the_same() {
     let (exporter, _memory) = exporter(ShmOptions::default());
-    let hello = Hello { version: VERSION, session: 1, id: ID, nonce: [0; 32] }.encode();
-    let mut wrong_magic = hello;
+    let hello = Shm::hello(&Hello { lane: 0, session: 1, id: ID, nonce: [0; 32] });
+    let mut wrong_magic = hello.clone();
     wrong_magic[0] = b'X';
     for packet in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0], &wrong_magic, &hello[..71], &[&hello[..], &[0]].concat()] {
         let stranger = knock(&exporter);
@@ -153,11 +154,9 @@ fn impostor(listener: OwnedFd, memory: Arc<Memory>, proof: [u8; 32]) -> thread::
             }
         };
         hear(&guest).unwrap();
-        let challenge = Challenge { refusal: None, version: VERSION, nonce: [0; 32] };
-        local::send(&guest, &challenge.encode(), None).unwrap();
+        local::send(&guest, &Shm::challenge(&[0; 32]), None).unwrap();
         hear(&guest).unwrap();
-        let welcome = Welcome { refusal: None, length: SIZE, proof };
-        local::send(&guest, &welcome.encode(), Some(memory.as_fd())).unwrap();
+        local::send(&guest, &Shm::welcome(&SIZE, &proof), Some(memory.as_fd())).unwrap();
     })
 }
 
@@ -183,8 +182,9 @@ fn another_version_is_named() {
             }
         };
         hear(&guest).unwrap();
-        let challenge = Challenge { refusal: None, version: 2, nonce: [0; 32] };
-        local::send(&guest, &challenge.encode(), None).unwrap();
+        let mut challenge = Shm::challenge(&[0; 32]);
+        challenge[2..4].copy_from_slice(&(VERSION + 1).to_le_bytes());
+        local::send(&guest, &challenge, None).unwrap();
     });
     let refused = connect(&key).err().unwrap();
     assert!(matches!(refused, Error::Version { theirs: 2, ours: 1, .. }), "{refused}");

@@ -6,8 +6,8 @@ use std::{
     sync::Arc,
 };
 
-use super::{TcpOptions, TcpPeer, handshake::Reaching, key, lane::Lane, socket, socket::Deadline};
-use crate::{Connector, Error, Memory, Peer, RegionKey, Secret, TransportKind};
+use super::{TcpOptions, TcpPeer, handshake::Greeted, key, lane::Lane, socket, socket::Deadline};
+use crate::{Connector, Error, Memory, Peer, RegionKey, Secret, TransportKind, auth, lane_handshake::Hello};
 
 /// Connects to sources over TCP.
 pub struct TcpConnector {
@@ -59,10 +59,12 @@ impl TcpConnector {
     /// Step by step on all lanes side by side: the round trips are paid for once, not once per lane.
     fn shake_hands(&self, streams: &[TcpStream], key: &RegionKey, session: u64, secret: &Secret) -> Result<(), Error> {
         let deadline = Deadline::after(self.options.handshake_timeout);
-        let hello = |(lane, stream)| Reaching::hello(stream, secret, deadline, (lane, session, key.id()));
-        let greeted: Vec<_> = (0u8..).zip(streams).map(hello).collect::<Result<_, _>>()?;
-        let proved: Vec<_> = greeted.into_iter().map(Reaching::prove).collect::<Result<_, _>>()?;
-        for lane in proved {
+        let hello = |(lane, stream)| {
+            Greeted::hello(stream, deadline, &Hello { lane, session, id: key.id(), nonce: auth::nonce()? })
+        };
+        let greeted: Vec<_> = (0u8..).zip(streams).map(hello).collect::<Result<_, Error>>()?;
+        let answered: Vec<_> = greeted.into_iter().map(|lane| lane.prove(secret)).collect::<Result<_, _>>()?;
+        for lane in answered {
             if lane.finish()? != key.length() {
                 return Err(Error::Protocol("the region is not as long as its key says"));
             }

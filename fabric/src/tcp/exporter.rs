@@ -34,9 +34,8 @@ use super::{
     serve::{Region, Server},
     socket,
     socket::Deadline,
-    wire::Status,
 };
-use crate::{Denial, Error, Exporter, Memory, RegionId, RegionKey, Secret, TransportKind};
+use crate::{Denial, Error, Exporter, Memory, RegionId, RegionKey, Secret, TransportKind, lane_handshake::Hello};
 
 /// Serves regions over TCP. Connections come by [`TcpExporter::adopt`], from whoever owns the listening port, or by
 /// [`TcpExporter::listen`].
@@ -178,7 +177,7 @@ impl Shared {
             drop(book);
             // 48 bytes into a connection that nothing was sent on before: there is room, so that this does not wait.
             let soon = Deadline::after(Duration::from_millis(100));
-            handshake::refuse_hello(&stream, Status::Denied(Denial::Busy), soon);
+            handshake::refuse_connection(&stream, Denial::Busy, soon);
             return Ok(());
         }
         let number = book.next_lane;
@@ -206,23 +205,21 @@ impl Shared {
 
     fn serve_lane(&self, number: u64, stream: &TcpStream) -> Result<(), Error> {
         let asked = Asked::challenge(stream, Deadline::after(self.options.handshake_timeout))?;
-        let session = asked.hello.session;
+        let &Hello { session, id, .. } = asked.hello();
         let secret = self.book().grants.get(&session).copied();
-        if !asked.is_proved(secret.as_ref())? {
-            asked.refuse(Denial::NotGranted)?;
-            return Err(Error::Refused(Denial::NotGranted));
-        }
-        // Proved implies that there is one.
-        let secret = secret.ok_or(Error::Refused(Denial::NotGranted))?;
-        let admitted = self.book().admit(number, session, &secret, asked.hello.id);
-        let region = match admitted {
-            Ok(region) => region,
+        let examined = asked.examine(secret.as_ref())?;
+        let admitted = examined.and_then(|proved| {
+            let region = self.book().admit(number, session, secret.as_ref(), id)?;
+            Ok((proved, region))
+        });
+        let (proved, region) = match admitted {
+            Ok(admitted) => admitted,
             Err(denial) => {
                 asked.refuse(denial)?;
                 return Err(Error::Refused(denial));
             }
         };
-        asked.welcome(&secret, region.memory.length())?;
+        asked.welcome(&proved, region.memory.length())?;
         tracing::debug!(lane = number, session, region = %region.id, "a data lane is open");
         let TcpOptions { send, drain_timeout, .. } = self.options;
         let ended = Server::new(stream, &region, send, drain_timeout, self.pace.as_ref(), &self.served).run();
@@ -273,9 +270,15 @@ impl Book {
     }
 
     /// Lets a lane that has proved `secret` read region `id`, or says why not.
-    fn admit(&mut self, number: u64, session: u64, secret: &Secret, id: RegionId) -> Result<Arc<Region>, Denial> {
+    fn admit(
+        &mut self,
+        number: u64,
+        session: u64,
+        secret: Option<&Secret>,
+        id: RegionId,
+    ) -> Result<Arc<Region>, Denial> {
         // The grant may have gone while the proof was on its way.
-        if self.closed || self.grants.get(&session) != Some(secret) {
+        if self.closed || secret.is_none() || self.grants.get(&session) != secret {
             return Err(Denial::NotGranted);
         }
         let Some(region) = self.regions.get(&id) else {

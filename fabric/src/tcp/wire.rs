@@ -19,8 +19,9 @@
 //! All integers are little-endian: both ends are, nearly always, and then nothing is turned around.
 
 use crate::{
-    Denial, RegionId,
+    Denial, Error, RegionId, TransportKind,
     auth::{NONCE_BYTES, PROOF_BYTES},
+    lane_handshake::{Format, Hello, Refusal},
 };
 
 /// The first bytes of every data lane, so that one listening port can serve control and data: peek, and compare.
@@ -92,117 +93,148 @@ impl Status {
 /// Outside the numbers of [`Denial`], which fit into a byte and will grow upwards.
 const MALFORMED: u32 = 0x100;
 
-/// The reader's first message.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Hello {
-    /// Which of the reader's lanes this is, from 0; for the source's log only.
-    pub(super) lane: u8,
-    /// The session that the reader says it belongs to, and will have to prove.
-    pub(super) session: u64,
-    /// The one region this lane reads.
-    pub(super) id: RegionId,
-    /// Makes the proofs of this lane unlike those of any other.
-    pub(super) nonce: [u8; NONCE_BYTES],
-}
+/// The handshake of this transport. A grant is the region's length.
+pub(super) struct Tcp;
 
-impl Hello {
-    pub(super) const BYTES: usize = 64;
+/// Bytes of a welcome.
+pub(super) const WELCOME_BYTES: usize = 48;
 
-    pub(super) fn encode(&self) -> [u8; Self::BYTES] {
-        let mut out = Out::<{ Self::BYTES }>::new();
+impl Format for Tcp {
+    const READER: &'static [u8] = b"remora tcp lane 1 reader";
+    const SOURCE: &'static [u8] = b"remora tcp lane 1 source";
+    const HELLO_BYTES: usize = 64;
+    const CHALLENGE_BYTES: usize = 48;
+    type Grant = u64;
+
+    fn hello(hello: &Hello) -> Vec<u8> {
+        let mut out = Out::<{ Tcp::HELLO_BYTES }>::new();
         out.put(&LANE_MAGIC);
         out.put(&VERSION.to_le_bytes());
-        out.put(&[self.lane, 0]);
-        out.put(&self.id.region.to_le_bytes());
-        out.put(&self.session.to_le_bytes());
-        out.put(&self.id.generation.to_le_bytes());
-        out.put(&self.nonce);
-        out.finish()
+        out.put(&[hello.lane, 0]);
+        out.put(&hello.id.region.to_le_bytes());
+        out.put(&hello.session.to_le_bytes());
+        out.put(&hello.id.generation.to_le_bytes());
+        out.put(&hello.nonce);
+        out.finish().to_vec()
     }
 
-    pub(super) fn decode(bytes: &[u8; Self::BYTES]) -> Result<Hello, Garbled> {
-        let mut rest = In(bytes);
-        check_opening(&mut rest)?;
-        let [lane, reserved] = rest.take();
-        let region = u32::from_le_bytes(rest.take());
-        let session = u64::from_le_bytes(rest.take());
-        let generation = u64::from_le_bytes(rest.take());
-        let nonce = rest.take();
-        if reserved != 0 {
-            return Err(Garbled::Reserved);
-        }
-        Ok(Hello { lane, session, id: RegionId { generation, region }, nonce })
-    }
-}
-
-/// The source's first message: go on, or why not.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Challenge {
-    /// `Good`: prove yourself. Anything else is the last word on this lane.
-    pub(super) status: Status,
-    /// The source's half of what makes the proofs unique.
-    pub(super) nonce: [u8; NONCE_BYTES],
-}
-
-impl Challenge {
-    pub(super) const BYTES: usize = 48;
-
-    pub(super) fn encode(&self) -> [u8; Self::BYTES] {
-        let mut out = Out::<{ Self::BYTES }>::new();
-        out.put(&LANE_MAGIC);
-        out.put(&VERSION.to_le_bytes());
-        out.put(&[0; 2]);
-        out.put(&self.status.code().to_le_bytes());
-        out.put(&self.nonce);
-        out.finish()
+    fn parse_hello(bytes: &[u8]) -> Result<Hello, Error> {
+        let bytes = bytes.try_into().map_err(|_| Error::Protocol("a hello of the wrong length"))?;
+        Ok(decode_hello(bytes)?)
     }
 
-    pub(super) fn decode(bytes: &[u8; Self::BYTES]) -> Result<Challenge, Garbled> {
-        let mut rest = In(bytes);
-        check_opening(&mut rest)?;
-        let reserved: [u8; 2] = rest.take();
-        let status = Status::from_code(u32::from_le_bytes(rest.take()))?;
-        let nonce = rest.take();
-        if reserved != [0; 2] {
-            return Err(Garbled::Reserved);
-        }
-        Ok(Challenge { status, nonce })
+    fn challenge(nonce: &[u8; NONCE_BYTES]) -> Vec<u8> {
+        encode_challenge(Status::Good, nonce)
+    }
+
+    fn parse_challenge(bytes: &[u8]) -> Result<(), Error> {
+        let bytes = bytes.try_into().map_err(|_| Error::Protocol("a challenge of the wrong length"))?;
+        let (status, _) = decode_challenge(bytes)?;
+        accept(status)
+    }
+
+    fn refusal(why: Refusal) -> Option<Vec<u8>> {
+        let status = match why {
+            Refusal::Denied(denial) => Status::Denied(denial),
+            Refusal::Version | Refusal::Malformed => Status::Malformed,
+        };
+        Some(encode_challenge(status, &[0; NONCE_BYTES]))
+    }
+
+    fn welcome(region_length: &u64, proof: &[u8; PROOF_BYTES]) -> Vec<u8> {
+        encode_welcome(Status::Good, *region_length, proof)
+    }
+
+    fn denial(denial: Denial) -> Vec<u8> {
+        encode_welcome(Status::Denied(denial), 0, &[0; PROOF_BYTES])
+    }
+
+    fn parse_welcome(bytes: &[u8]) -> Result<(u64, [u8; PROOF_BYTES]), Error> {
+        let bytes = bytes.try_into().map_err(|_| Error::Protocol("a welcome of the wrong length"))?;
+        let (status, region_length, proof) = decode_welcome(bytes)?;
+        accept(status)?;
+        Ok((region_length, proof))
     }
 }
 
-/// The source's verdict on the proof, and its own proof in return.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Welcome {
-    /// `Good`: requests may come. Anything else is the last word on this lane.
-    pub(super) status: Status,
-    /// Length of the region in bytes; 0 unless `Good`.
-    pub(super) region_length: u64,
-    /// The source's HMAC; zeros where the reader did not prove itself.
-    pub(super) proof: [u8; PROOF_BYTES],
+fn decode_hello(bytes: &[u8; Tcp::HELLO_BYTES]) -> Result<Hello, Garbled> {
+    let mut rest = In(bytes);
+    check_opening(&mut rest)?;
+    let [lane, reserved] = rest.take();
+    let region = u32::from_le_bytes(rest.take());
+    let session = u64::from_le_bytes(rest.take());
+    let generation = u64::from_le_bytes(rest.take());
+    let nonce = rest.take();
+    if reserved != 0 {
+        return Err(Garbled::Reserved);
+    }
+    Ok(Hello { lane, session, id: RegionId { generation, region }, nonce })
 }
 
-impl Welcome {
-    pub(super) const BYTES: usize = 48;
+fn encode_challenge(status: Status, nonce: &[u8; NONCE_BYTES]) -> Vec<u8> {
+    let mut out = Out::<{ Tcp::CHALLENGE_BYTES }>::new();
+    out.put(&LANE_MAGIC);
+    out.put(&VERSION.to_le_bytes());
+    out.put(&[0; 2]);
+    out.put(&status.code().to_le_bytes());
+    out.put(nonce);
+    out.finish().to_vec()
+}
 
-    pub(super) fn encode(&self) -> [u8; Self::BYTES] {
-        let mut out = Out::<{ Self::BYTES }>::new();
-        out.put(&self.status.code().to_le_bytes());
-        out.put(&[0; 4]);
-        out.put(&self.region_length.to_le_bytes());
-        out.put(&self.proof);
-        out.finish()
+/// Status and nonce of a challenge.
+pub(super) fn decode_challenge(bytes: &[u8; Tcp::CHALLENGE_BYTES]) -> Result<(Status, [u8; NONCE_BYTES]), Garbled> {
+    let mut rest = In(bytes);
+    check_opening(&mut rest)?;
+    let reserved: [u8; 2] = rest.take();
+    let status = Status::from_code(u32::from_le_bytes(rest.take()))?;
+    let nonce = rest.take();
+    if reserved != [0; 2] {
+        return Err(Garbled::Reserved);
     }
+    Ok((status, nonce))
+}
 
-    pub(super) fn decode(bytes: &[u8; Self::BYTES]) -> Result<Welcome, Garbled> {
-        let mut rest = In(bytes);
-        let status = Status::from_code(u32::from_le_bytes(rest.take()))?;
-        let reserved: [u8; 4] = rest.take();
-        let region_length = u64::from_le_bytes(rest.take());
-        let proof = rest.take();
-        if reserved != [0; 4] {
-            return Err(Garbled::Reserved);
-        }
-        Ok(Welcome { status, region_length, proof })
+fn encode_welcome(status: Status, region_length: u64, proof: &[u8; PROOF_BYTES]) -> Vec<u8> {
+    let mut out = Out::<WELCOME_BYTES>::new();
+    out.put(&status.code().to_le_bytes());
+    out.put(&[0; 4]);
+    out.put(&region_length.to_le_bytes());
+    out.put(proof);
+    out.finish().to_vec()
+}
+
+/// Status, length of the region, and the source's proof.
+fn decode_welcome(bytes: &[u8; WELCOME_BYTES]) -> Result<(Status, u64, [u8; PROOF_BYTES]), Garbled> {
+    let mut rest = In(bytes);
+    let status = Status::from_code(u32::from_le_bytes(rest.take()))?;
+    let reserved: [u8; 4] = rest.take();
+    let region_length = u64::from_le_bytes(rest.take());
+    let proof = rest.take();
+    if reserved != [0; 4] {
+        return Err(Garbled::Reserved);
+    }
+    Ok((status, region_length, proof))
+}
+
+/// What a status means to a reader that shakes hands.
+fn accept(status: Status) -> Result<(), Error> {
+    match status {
+        Status::Good => Ok(()),
+        Status::Denied(denial) => Err(Error::Refused(denial)),
+        Status::Malformed => Err(Error::Protocol("the source could not parse our hello")),
+    }
+}
+
+impl From<Garbled> for Error {
+    fn from(garbled: Garbled) -> Error {
+        Error::Protocol(match garbled {
+            Garbled::Version(theirs) => {
+                return Error::Version { kind: TransportKind::Tcp, theirs, ours: VERSION };
+            }
+            Garbled::Magic => "its first bytes are not those of a Remora data lane",
+            Garbled::Status(_) => "an unknown status",
+            Garbled::Reserved => "bytes that must be zero are not",
+        })
     }
 }
 
@@ -355,6 +387,10 @@ mod tests {
 
     const HERE: RegionId = RegionId { generation: 0x1122_3344_5566_7788, region: 0x99AA_BBCC };
 
+    fn hello_bytes() -> [u8; Tcp::HELLO_BYTES] {
+        Tcp::hello(&Hello { lane: 0, session: 0, id: HERE, nonce: [0; NONCE_BYTES] }).try_into().unwrap()
+    }
+
     #[test]
     fn a_request_is_these_bytes() {
         let request = Request { tag: 1, id: HERE, offset: 0x0102_0304_0506_0708, length: 0x1000 };
@@ -375,45 +411,45 @@ mod tests {
 
     #[test]
     fn a_hello_is_these_bytes() {
-        let hello = Hello { lane: 3, session: 5, id: HERE, nonce: [7; NONCE_BYTES] };
+        let hello = Tcp::hello(&Hello { lane: 3, session: 5, id: HERE, nonce: [7; NONCE_BYTES] });
         let mut want = b"RMRALANE\x01\x00\x03\x00\xCC\xBB\xAA\x99\x05\0\0\0\0\0\0\0".to_vec();
         want.extend([0x88, 0x77, 0x66, 0x55, 0x44, 0x33, 0x22, 0x11]);
         want.extend([7; 32]);
-        assert_eq!(hello.encode().as_slice(), want);
+        assert_eq!(hello, want);
     }
 
     #[test]
     fn a_challenge_and_a_welcome_are_these_bytes() {
-        let challenge = Challenge { status: Status::Denied(Denial::Busy), nonce: [9; NONCE_BYTES] };
+        let challenge = encode_challenge(Status::Denied(Denial::Busy), &[9; NONCE_BYTES]);
         let mut want = b"RMRALANE\x01\x00\x00\x00\x06\0\0\0".to_vec();
         want.extend([9; 32]);
-        assert_eq!(challenge.encode().as_slice(), want);
+        assert_eq!(challenge, want);
 
-        let welcome = Welcome { status: Status::Good, region_length: 0x1_0000_0000, proof: [8; PROOF_BYTES] };
+        let welcome = Tcp::welcome(&0x1_0000_0000, &[8; PROOF_BYTES]);
         let mut want = vec![0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0];
         want.extend([8; 32]);
-        assert_eq!(welcome.encode().as_slice(), want);
+        assert_eq!(welcome, want);
     }
 
     #[test]
     fn another_version_is_named_before_anything_else_is_judged() {
-        let mut bytes = Hello { lane: 0, session: 0, id: HERE, nonce: [0; NONCE_BYTES] }.encode();
+        let mut bytes = hello_bytes();
         bytes[8] = 2;
         bytes[11] = 0xFF;
-        assert_eq!(Hello::decode(&bytes), Err(Garbled::Version(2)));
+        assert_eq!(decode_hello(&bytes), Err(Garbled::Version(2)));
     }
 
     #[test]
     fn bytes_that_must_be_zero_are_checked() {
-        let mut hello = Hello { lane: 0, session: 0, id: HERE, nonce: [0; NONCE_BYTES] }.encode();
+        let mut hello = hello_bytes();
         hello[11] = 1;
-        assert_eq!(Hello::decode(&hello), Err(Garbled::Reserved));
-        let mut welcome = Welcome { status: Status::Good, region_length: 1, proof: [0; PROOF_BYTES] }.encode();
+        assert_eq!(decode_hello(&hello), Err(Garbled::Reserved));
+        let mut welcome: [u8; WELCOME_BYTES] = Tcp::welcome(&1, &[0; PROOF_BYTES]).try_into().unwrap();
         welcome[7] = 1;
-        assert_eq!(Welcome::decode(&welcome), Err(Garbled::Reserved));
-        let mut challenge = Challenge { status: Status::Good, nonce: [0; NONCE_BYTES] }.encode();
+        assert_eq!(decode_welcome(&welcome), Err(Garbled::Reserved));
+        let mut challenge: [u8; Tcp::CHALLENGE_BYTES] = Tcp::challenge(&[0; NONCE_BYTES]).try_into().unwrap();
         challenge[10] = 1;
-        assert_eq!(Challenge::decode(&challenge), Err(Garbled::Reserved));
+        assert_eq!(decode_challenge(&challenge), Err(Garbled::Reserved));
     }
 
     #[test]
@@ -461,11 +497,11 @@ mod tests {
             let answer = Answer { tag, status, length };
             prop_assert_eq!(Answer::decode(&answer.encode()), Ok(answer));
             let hello = Hello { lane, session, id, nonce };
-            prop_assert_eq!(Hello::decode(&hello.encode()), Ok(hello));
-            let challenge = Challenge { status, nonce };
-            prop_assert_eq!(Challenge::decode(&challenge.encode()), Ok(challenge));
-            let welcome = Welcome { status, region_length: offset, proof: nonce };
-            prop_assert_eq!(Welcome::decode(&welcome.encode()), Ok(welcome));
+            prop_assert_eq!(Tcp::parse_hello(&Tcp::hello(&hello)).unwrap(), hello);
+            let challenge = encode_challenge(status, &nonce).try_into().unwrap();
+            prop_assert_eq!(decode_challenge(&challenge), Ok((status, nonce)));
+            let welcome = encode_welcome(status, offset, &nonce).try_into().unwrap();
+            prop_assert_eq!(decode_welcome(&welcome), Ok((status, offset, nonce)));
         }
 
         #[test]
@@ -475,15 +511,15 @@ mod tests {
                 bytes[..8].copy_from_slice(&LANE_MAGIC);
                 bytes[8..10].copy_from_slice(&VERSION.to_le_bytes());
             }
-            if let Ok(hello) = Hello::decode(&bytes) {
-                prop_assert_eq!(hello.encode(), bytes);
+            if let Ok(hello) = decode_hello(&bytes) {
+                prop_assert_eq!(Tcp::hello(&hello), bytes);
             }
             let short: [u8; 48] = bytes[..48].try_into().unwrap();
-            if let Ok(challenge) = Challenge::decode(&short) {
-                prop_assert_eq!(challenge.encode(), short);
+            if let Ok((status, nonce)) = decode_challenge(&short) {
+                prop_assert_eq!(encode_challenge(status, &nonce), short);
             }
-            if let Ok(welcome) = Welcome::decode(&short) {
-                prop_assert_eq!(welcome.encode(), short);
+            if let Ok((status, length, proof)) = decode_welcome(&short) {
+                prop_assert_eq!(encode_welcome(status, length, &proof), short);
             }
             let request: [u8; 32] = bytes[..32].try_into().unwrap();
             prop_assert_eq!(Request::decode(&request).encode(), request);

@@ -17,13 +17,15 @@ use remora_rdma::{
 
 use super::{
     MAX_SCATTER, VerbsOptions, VerbsPeer,
-    handshake::{End, INCOMING, OUTGOING, TRIAL, TRIAL_BYTES, Transcript, letter},
+    handshake::{INCOMING, OUTGOING, TRIAL, TRIAL_BYTES, letter},
     key,
     lane::{Lane, Parts, Remote},
-    wire::{Challenge, Hello, READER_NONCE_BYTES, Refusal, Welcome},
+    wire::{self, Verbs, WELCOME_BYTES},
 };
 use crate::{
-    Connector, Denial, Error, Memory, Peer, RegionKey, Secret, TransportKind, auth::PROOF_BYTES, memory,
+    Connector, Denial, Error, Memory, Peer, RegionKey, Secret, TransportKind,
+    auth::{self, PROOF_BYTES},
+    lane_handshake::{Format, Hello, Reader, Refusal},
     transport::wait_readable,
 };
 
@@ -96,7 +98,7 @@ impl VerbsConnector {
     ) -> Result<Lane, Error> {
         let way = Way::find(&self.options, local, remote)?;
         let sink = sink_at(sinks, &way.device, sink)?;
-        let hello = Hello { session, id: key.id(), lane: number, nonce: reader_nonce()? };
+        let hello = Hello { session, id: key.id(), lane: number, nonce: auth::nonce()? };
         way.connect(&hello, sink)?.shake_hands(secret, key.length())
     }
 }
@@ -144,12 +146,6 @@ fn sink_at(
     Ok(registered)
 }
 
-fn reader_nonce() -> Result<[u8; READER_NONCE_BYTES], Error> {
-    let mut nonce = [0; READER_NONCE_BYTES];
-    memory::local::random(&mut nonce)?;
-    Ok(nonce)
-}
-
 /// A device and a route that lead to the source.
 struct Way<'a> {
     options: &'a VerbsOptions,
@@ -190,22 +186,22 @@ impl<'a> Way<'a> {
         let alarm = Alarm::new()?;
         self.device.watch(pair.name(), &alarm);
         self.id.initialise(&pair, 0)?;
-        pair.post_receive(WELCOME, &letter, INCOMING, Welcome::BYTES as u32)?;
+        pair.post_receive(WELCOME, &letter, INCOMING, WELCOME_BYTES as u32)?;
         let own = u8::try_from(self.device.attributes().max_qp_init_rd_atom).unwrap_or(u8::MAX).max(1);
         let mut terms = Terms { initiator_depth: own.min(self.options.reads_in_flight), responder_resources: 0 };
-        let connect = self.id.connect(&pair, terms, &hello.encode(), &self.options.connecting());
+        let (reader, hello) = Reader::hello(hello);
+        let connect = self.id.connect(&pair, terms, &hello, &self.options.connecting());
         connect.map_err(|source| no_way(self.remote, source))?;
         let event = self.answer()?;
-        let challenge = Challenge::decode(&event.message)?;
+        Verbs::parse_challenge(&event.message)?;
         if event.kind == ffi::RDMA_CM_EVENT_CONNECT_RESPONSE {
             // What the source grants may be less than was asked for; more is not ours to use.
             terms.initiator_depth = terms.initiator_depth.min(event.initiator_depth).max(1);
             self.id.ready(&pair, terms, &self.options.connecting())?;
             self.id.establish().map_err(Error::system("establishing an RDMA connection"))?;
         }
-        let transcript = Transcript::new(hello, &challenge);
         let parts = Parts { pair, channel, completions, letter, alarm, sink, queue_depth, scatter };
-        Ok(Met { way: self, parts, transcript, reads_in_flight: terms.initiator_depth })
+        Ok(Met { way: self, parts, reader, challenge: event.message, reads_in_flight: terms.initiator_depth })
     }
 
     /// The source's answer to our request.
@@ -229,32 +225,29 @@ impl<'a> Way<'a> {
 struct Met<'a> {
     way: Way<'a>,
     parts: Parts,
-    transcript: Transcript,
+    reader: Reader<Verbs>,
+    /// What the source answered, as the connection manager delivered it.
+    challenge: Vec<u8>,
     reads_in_flight: u8,
 }
 
 impl Met<'_> {
     /// Proves our session, makes sure of the source, and tries one READ.
     fn shake_hands(self, secret: &Secret, length: u64) -> Result<Lane, Error> {
-        let Met { way, parts, transcript, reads_in_flight } = self;
+        let Met { way, parts, reader, challenge, reads_in_flight } = self;
         let deadline = Instant::now() + way.options.handshake_timeout;
         let letters = parts.letter.memory();
-        letters.write(OUTGOING, &transcript.prove(End::Reader, secret))?;
+        let (reader, proof) = reader.prove(&challenge, secret)?;
+        letters.write(OUTGOING, &proof)?;
         parts.pair.post_send(HELLO, &parts.letter, OUTGOING, PROOF_BYTES as u32)?;
         let received = await_completion(&parts, &way.events, WELCOME, deadline, way.options.handshake_timeout)?;
-        let mut bytes = [0; Welcome::BYTES];
+        let mut bytes = [0; WELCOME_BYTES];
         letters.read(INCOMING, &mut bytes)?;
-        let welcome = Welcome::decode(bytes.get(..received.length as usize).unwrap_or_default())?;
-        if let Some(denial) = welcome.denied {
-            return Err(Error::Refused(denial));
-        }
-        if !transcript.is_proved(End::Source, Some(secret), &welcome.proof) {
-            return Err(Error::Impostor);
-        }
-        if welcome.length != length {
+        let grant = reader.finish(bytes.get(..received.length as usize).unwrap_or_default())?;
+        if grant.length != length {
             return Err(Error::Protocol("the region is not as long as its key says"));
         }
-        let remote = Remote { key: welcome.key, base: welcome.base };
+        let remote = Remote { key: grant.key, base: grant.base };
         let trial = RemoteRead {
             name: TRIAL_READ,
             address: remote.base,
@@ -281,7 +274,7 @@ pub(super) fn read_without_proof(
     let way = Way::find(options, Some(local), source)?;
     let sink = Arc::new(Memory::create("unproved", 4096, crate::Pages::Small)?);
     let sink = Registration::new(&Domain::new(&way.device)?, &sink, Access::Landing)?;
-    let hello = Hello { session: 0, id, lane: 0, nonce: reader_nonce()? };
+    let hello = Hello { session: 0, id, lane: 0, nonce: auth::nonce()? };
     let met = way.connect(&hello, sink)?;
     let guess = RemoteRead { name: TRIAL_READ, address: remote.base, key: remote.key, length: 64, offset: TRIAL };
     met.parts.pair.post_read(&guess, &met.parts.letter)?;
@@ -350,10 +343,10 @@ fn too_late(options: &VerbsOptions, what: &'static str) -> Error {
 
 /// A refusal of the source itself says why; any other means that nobody of ours listens there.
 fn rejected(event: &Event, remote: SocketAddr) -> Error {
-    match Refusal::decode(&event.message) {
+    match wire::decode_refusal(&event.message) {
         Ok(Refusal::Denied(denial)) => Error::Refused(denial),
-        Ok(Refusal::Malformed) => Error::Protocol("the source could not make sense of our hello"),
-        Err(super::wire::Garbled::Magic) => no_way(remote, io::ErrorKind::ConnectionRefused.into()).into(),
+        Ok(Refusal::Malformed | Refusal::Version) => Error::Protocol("the source could not parse our hello"),
+        Err(wire::Garbled::Magic) => no_way(remote, io::ErrorKind::ConnectionRefused.into()).into(),
         Err(garbled) => garbled.into(),
     }
 }

@@ -32,12 +32,13 @@ use remora_rdma::{
 
 use super::{
     VerbsOptions,
-    handshake::{End, INCOMING, OUTGOING, Transcript, letter},
-    wire::{Challenge, Garbled, Hello, Refusal, Welcome},
+    handshake::{INCOMING, OUTGOING, letter},
+    wire::{Grant, Verbs},
 };
 use crate::{
     Denial, Error, Memory, RegionId, Secret,
     auth::{self, PROOF_BYTES},
+    lane_handshake::{Format, Hello, Refusal, Source},
 };
 
 /// What the exporter and its thread both hold.
@@ -157,8 +158,7 @@ struct Guest {
     id: Id,
     letter: Arc<Registration>,
     alarm: Arc<Alarm>,
-    hello: Hello,
-    transcript: Transcript,
+    handshake: Source<Verbs>,
     stage: Stage,
 }
 
@@ -214,7 +214,7 @@ impl House {
     }
 
     pub(super) fn revoke(&mut self, id: RegionId) -> Option<Lent> {
-        self.cut(|guest| guest.hello.id == id);
+        self.cut(|guest| guest.handshake.hello().id == id);
         self.regions.remove(&id)
     }
 
@@ -224,7 +224,7 @@ impl House {
 
     pub(super) fn withdraw(&mut self, session: u64) {
         self.grants.remove(&session);
-        self.cut(|guest| guest.hello.session == session);
+        self.cut(|guest| guest.handshake.hello().session == session);
     }
 
     /// Bytes of a region that can be connected to.
@@ -283,34 +283,37 @@ impl House {
     }
 
     fn receive(&mut self, id: Id, request: &Event) {
-        let hello = match self.judge(request) {
-            Ok(hello) => hello,
-            Err(refusal) => return turn_away(&id, refusal),
+        let nonce = match auth::nonce() {
+            Ok(nonce) => nonce,
+            Err(error) => return tracing::error!(%error, "a reader's RDMA connection can't be made"),
         };
-        match self.open(id, request, hello) {
+        let (handshake, challenge) = match Source::challenge(&request.message, &nonce) {
+            Ok(begun) => begun,
+            Err(rejected) => {
+                tracing::debug!(error = %rejected.error, "a request to connect was rejected");
+                return reject(&id, rejected.answer);
+            }
+        };
+        if !self.has_room() {
+            return reject(&id, Verbs::refusal(Refusal::Denied(Denial::Busy)));
+        }
+        match self.open(id, request, handshake, &challenge) {
             Ok(guest) => drop(self.guests.insert(guest.id.name(), guest)),
             Err(error) => tracing::warn!(%error, "a reader's RDMA connection can't be made"),
         }
     }
 
-    /// Whether this request makes sense and there is room for it.
-    fn judge(&self, request: &Event) -> Result<Hello, Refusal> {
-        let hello = Hello::decode(&request.message).map_err(|garbled: Garbled| {
-            tracing::debug!(?garbled, "a stranger's request to connect");
-            Refusal::Malformed
-        })?;
+    /// Whether one more connection may be made.
+    fn has_room(&self) -> bool {
         let unproved = self.guests.values().filter(|guest| !matches!(guest.stage, Stage::In)).count();
-        match self.guests.len() < self.options.connections && unproved < MAX_UNPROVED {
-            true => Ok(hello),
-            false => Err(Refusal::Denied(Denial::Busy)),
-        }
+        self.guests.len() < self.options.connections && unproved < MAX_UNPROVED
     }
 
     /// Makes the source's end of the connection, without any rights, and accepts. What fails is dropped, which refuses.
-    fn open(&mut self, id: Id, request: &Event, hello: Hello) -> Result<Guest, Error> {
+    fn open(&mut self, id: Id, request: &Event, handshake: Source<Verbs>, challenge: &[u8]) -> Result<Guest, Error> {
         let device = id.device()?;
         if let Err(error) = self.adopt(&device) {
-            turn_away(&id, Refusal::Denied(Denial::Busy));
+            reject(&id, Verbs::refusal(Refusal::Denied(Denial::Busy)));
             return Err(error);
         }
         let station = self.stations.iter().find(|station| Arc::ptr_eq(station.device(), &device));
@@ -333,12 +336,10 @@ impl House {
             // Some managers' attributes come with rights.
             pair.allow(NO_RIGHTS)?;
         }
-        let challenge = Challenge { nonce: auth::nonce()? };
-        id.accept(&pair, terms, &challenge.encode(), &self.options.connecting())
+        id.accept(&pair, terms, challenge, &self.options.connecting())
             .map_err(Error::system("accepting a reader's RDMA connection"))?;
-        let transcript = Transcript::new(&hello, &challenge);
         let stage = Stage::Proving { until: Instant::now() + self.options.handshake_timeout };
-        Ok(Guest { pair, id, letter, alarm, hello, transcript, stage })
+        Ok(Guest { pair, id, letter, alarm, handshake, stage })
     }
 
     /// Deals with whatever has completed on a queue.
@@ -371,34 +372,32 @@ impl House {
     fn proved(&mut self, name: usize, length: u32) {
         let Some(guest) = self.guests.get(&name) else { return };
         let admitted = self.admit(guest, length);
-        let welcome = match &admitted {
-            Ok(welcome) => *welcome,
-            Err(denial) => Welcome::denial(*denial),
-        };
+        let is_in = admitted.is_ok();
+        let answer = admitted.unwrap_or_else(Verbs::denial);
         let until = Instant::now() + self.options.handshake_timeout;
         let Some(guest) = self.guests.get_mut(&name) else { return };
-        guest.stage = if admitted.is_ok() { Stage::In } else { Stage::Leaving { until } };
-        if let Err(error) = guest.answer(&welcome) {
+        guest.stage = if is_in { Stage::In } else { Stage::Leaving { until } };
+        if let Err(error) = guest.answer(&answer) {
             tracing::warn!(%error, "a reader can't be answered");
             self.forget(name, "it can't be answered");
         }
     }
 
-    fn admit(&self, guest: &Guest, length: u32) -> Result<Welcome, Denial> {
-        let secret = self.grants.get(&guest.hello.session);
+    /// Checks the proof, and gives the queue pair the right to read; the welcome for the reader.
+    fn admit(&self, guest: &Guest, length: u32) -> Result<Vec<u8>, Denial> {
+        let &Hello { session, id, lane, .. } = guest.handshake.hello();
         let mut proof = [0; PROOF_BYTES];
         let read = guest.letter.memory().read(INCOMING, &mut proof);
-        let proved = guest.transcript.is_proved(End::Reader, secret, &proof);
-        let Some(secret) = secret.filter(|_| proved && read.is_ok() && length as usize == PROOF_BYTES) else {
+        let proved = guest.handshake.examine(&proof, self.grants.get(&session))?;
+        if read.is_err() || length as usize != PROOF_BYTES {
             return Err(Denial::NotGranted);
-        };
-        let id = guest.hello.id;
+        }
         let Some(lent) = self.regions.get(&id) else {
             let is_stale = self.regions.keys().any(|known| known.region == id.region);
             return Err(if is_stale { Denial::Stale } else { Denial::Unknown });
         };
         let of_session =
-            |other: &&Guest| other.hello.session == guest.hello.session && matches!(other.stage, Stage::In);
+            |other: &&Guest| other.handshake.hello().session == session && matches!(other.stage, Stage::In);
         if self.guests.values().filter(of_session).count() >= MAX_CONNECTIONS_PER_SESSION {
             return Err(Denial::Busy);
         }
@@ -407,21 +406,19 @@ impl House {
         if !device.is_iwarp() && guest.pair.allow(ffi::IBV_ACCESS_REMOTE_READ).is_err() {
             return Err(Denial::Busy);
         }
-        tracing::debug!(session = guest.hello.session, region = %id, lane = guest.hello.lane, "a queue pair is open");
-        Ok(Welcome {
-            denied: None,
+        tracing::debug!(session, region = %id, lane, "a queue pair is open");
+        Ok(proved.welcome(&Grant {
             key: registration.remote_key(),
             base: registration.remote_base(),
             length: registration.memory().length(),
-            proof: guest.transcript.prove(End::Source, secret),
-        })
+        }))
     }
 
     // ---- guests go ----
 
     fn forget(&mut self, name: usize, why: &str) {
         if let Some(guest) = self.guests.remove(&name) {
-            tracing::debug!(session = guest.hello.session, region = %guest.hello.id, why, "a queue pair has ended");
+            tracing::debug!(session = guest.handshake.hello().session, region = %guest.handshake.hello().id, why, "a queue pair has ended");
             guest.id.disconnect();
         }
     }
@@ -520,9 +517,9 @@ impl House {
 }
 
 impl Guest {
-    fn answer(&self, welcome: &Welcome) -> Result<(), Error> {
-        self.letter.memory().write(OUTGOING, &welcome.encode())?;
-        Ok(self.pair.post_send(WELCOME, &self.letter, OUTGOING, Welcome::BYTES as u32)?)
+    fn answer(&self, welcome: &[u8]) -> Result<(), Error> {
+        self.letter.memory().write(OUTGOING, welcome)?;
+        Ok(self.pair.post_send(WELCOME, &self.letter, OUTGOING, welcome.len() as u32)?)
     }
 }
 
@@ -535,8 +532,9 @@ impl Stage {
     }
 }
 
-fn turn_away(id: &Id, refusal: Refusal) {
-    if let Err(error) = id.reject(&refusal.encode()) {
+/// Refuses a request to connect.
+fn reject(id: &Id, answer: Option<Vec<u8>>) {
+    if let Err(error) = id.reject(&answer.unwrap_or_default()) {
         tracing::debug!(%error, "a request to connect can't be refused");
     }
 }
