@@ -103,7 +103,7 @@ pub fn take(address: &str, secret: &str, within: Duration) -> Result<Vec<OwnedFd
     loop {
         let packet = local::receive_by(&socket, deadline, within)?;
         let count = packet.bytes().first().copied().filter(|count| *count <= DESCRIPTORS_MAX).unwrap_or(0);
-        let Some(descriptor) = packet.passenger else {
+        let Some(descriptor) = packet.descriptor else {
             return Err(Error::Protocol("a packet of a handover without its descriptor"));
         };
         taken.push(descriptor);

@@ -96,7 +96,7 @@ impl std::fmt::Display for Address {
 
 /// Binds and listens under a fresh random name.
 pub fn listen(place: &Place) -> Result<(OwnedFd, Address), Error> {
-    let address = fresh_address(place)?;
+    let address = random_address(place)?;
     let socket = packet_socket(SocketFlags::NONBLOCK)?;
     rustix::net::bind(&socket, &address.to_socket()?).map_err(Error::system("binding a local socket"))?;
     rustix::net::listen(&socket, LISTEN_BACKLOG).map_err(Error::system("listening on a local socket"))?;
@@ -127,11 +127,11 @@ pub fn accept(listener: &OwnedFd) -> Result<Option<OwnedFd>, Errno> {
 }
 
 /// Sends one packet, with a descriptor if there is one. Never blocks: an empty connection has room for all our packets.
-pub fn send(socket: impl AsFd, packet: &[u8], passenger: Option<BorrowedFd<'_>>) -> Result<(), Errno> {
+pub fn send(socket: impl AsFd, packet: &[u8], descriptor: Option<BorrowedFd<'_>>) -> Result<(), Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    let passengers: Vec<BorrowedFd<'_>> = passenger.into_iter().collect();
-    if !passengers.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(&passengers)) {
+    let descriptors: Vec<BorrowedFd<'_>> = descriptor.into_iter().collect();
+    if !descriptors.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(&descriptors)) {
         return Err(Errno::NOBUFS);
     }
     let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
@@ -144,7 +144,7 @@ pub struct Packet {
     bytes: [u8; PACKET_MAX_BYTES],
     length: usize,
     /// The descriptor that rode along, closed on exec.
-    pub passenger: Option<OwnedFd>,
+    pub descriptor: Option<OwnedFd>,
 }
 
 impl Packet {
@@ -156,13 +156,13 @@ impl Packet {
 
 /// Takes one packet if there is one; `Errno::AGAIN` if not. Never blocks. Descriptors beyond the first are closed at once.
 pub fn receive(socket: impl AsFd) -> Result<Packet, Errno> {
-    let packet = look(&socket)?;
+    let packet = receive_once(&socket)?;
     // Linux looks for a packet and then for the end, not for both at one moment: a last packet and the end that come in between look like the
     // end alone. The end stays, so that a second look finds what there is.
-    if packet.bytes().is_empty() { look(&socket) } else { Ok(packet) }
+    if packet.bytes().is_empty() { receive_once(&socket) } else { Ok(packet) }
 }
 
-fn look(socket: impl AsFd) -> Result<Packet, Errno> {
+fn receive_once(socket: impl AsFd) -> Result<Packet, Errno> {
     let mut bytes = [0; PACKET_MAX_BYTES];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
@@ -170,11 +170,11 @@ fn look(socket: impl AsFd) -> Result<Packet, Errno> {
     let received = rustix::io::retry_on_intr(|| {
         rustix::net::recvmsg(&socket, &mut [IoSliceMut::new(&mut bytes)], &mut ancillary, flags)
     })?;
-    let passenger = ancillary.drain().find_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(mut passengers) => passengers.next(),
+    let descriptor = ancillary.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
         _ => None,
     });
-    Ok(Packet { bytes, length: received.bytes.min(PACKET_MAX_BYTES), passenger })
+    Ok(Packet { bytes, length: received.bytes.min(PACKET_MAX_BYTES), descriptor })
 }
 
 /// Takes one packet, by the deadline.
@@ -204,7 +204,7 @@ pub fn random(bytes: &mut [u8]) -> Result<(), Error> {
 }
 
 /// A random name, so that two sources never meet and nobody can sit on the name beforehand.
-fn fresh_address(place: &Place) -> Result<Address, Error> {
+fn random_address(place: &Place) -> Result<Address, Error> {
     let mut number = [0; 16];
     random(&mut number)?;
     let name = format!("remora-{:032x}", u128::from_le_bytes(number));

@@ -63,7 +63,7 @@ impl Connector for ShmConnector {
         let deadline = Instant::now() + self.timeout;
         let socket = local::connect(&address, deadline)?;
         let packet = Handshake { socket: &socket, secret, deadline, timeout: self.timeout }.run(key, session)?;
-        let memory = packet.passenger.ok_or(Error::Protocol("the source sent no memory along"))?;
+        let memory = packet.descriptor.ok_or(Error::Protocol("the source sent no memory along"))?;
         let view = View::open(memory, key.length())?;
         Ok(Box::new(ShmPeer::new(socket, Arc::new(view), sink)?))
     }

@@ -52,7 +52,7 @@ impl ShmPeer {
     fn listen(&mut self) {
         // A byte more than a farewell has, so that a longer packet is not taken for one.
         let mut packet = [0; wire::FAREWELL_BYTES + 1];
-        // Without room for passengers: this is asked at every poll, and costs half without.
+        // Without room for descriptors: this is asked at every poll, and costs half without.
         let end = match rustix::net::recv(&self.socket, &mut packet, RecvFlags::DONTWAIT) {
             Err(Errno::AGAIN | Errno::INTR) => return,
             Ok((length, _)) => wire::farewell_reason(packet.get(..length).unwrap_or_default())
