@@ -26,7 +26,7 @@ use std::{
 use crate::{
     bindings as ffi,
     device::Device,
-    library::{Library, done, library, made, never_block},
+    library::{Library, check_code, check_pointer, library, set_nonblocking},
     objects::{QueuePair, no_attributes},
 };
 use remora_memory::wait_readable;
@@ -70,10 +70,10 @@ impl Events {
     pub fn new() -> Result<Arc<Events>, Error> {
         let library = library()?;
         // SAFETY: No conditions.
-        let raw = made(unsafe { (library.manager.rdma_create_event_channel)() });
-        let raw = raw.map_err(|error| crate::missing::why_none(&error))?;
+        let raw = check_pointer(unsafe { (library.manager.rdma_create_event_channel)() });
+        let raw = raw.map_err(|error| crate::missing::diagnose(&error))?;
         let events = Events { raw, library };
-        never_block(events.as_fd())?;
+        set_nonblocking(events.as_fd())?;
         Ok(Arc::new(events))
     }
 
@@ -168,7 +168,7 @@ impl Drop for Events {
     }
 }
 
-/// How a connection is made, beside its [`Terms`].
+/// How a connection is made, beside its [`ReadDepths`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ConnectOptions {
     /// The card repeats what is not acknowledged after 4.096 µs × 2^this.
@@ -200,7 +200,7 @@ unsafe impl Sync for Id {}
 
 /// What a connecting or accepting end says, besides its message.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Terms {
+pub struct ReadDepths {
     /// Reads that we will have outstanding at the other end.
     pub initiator_depth: u8,
     /// Reads of the other end that we will serve at once.
@@ -218,7 +218,7 @@ impl Id {
         let code = unsafe {
             (events.library.manager.rdma_create_id)(events.raw.as_ptr(), &mut raw, null_mut(), ffi::RDMA_PS_TCP)
         };
-        done(code).map_err(Error::system("making an RDMA endpoint"))?;
+        check_code(code).map_err(Error::system("making an RDMA endpoint"))?;
         let raw = NonNull::new(raw).ok_or(Error::Misuse("the connection manager made an endpoint of nothing"))?;
         Ok(Id { raw, events: events.clone() })
     }
@@ -227,7 +227,7 @@ impl Id {
     pub fn migrate(&mut self, events: &Arc<Events>) -> Result<(), Error> {
         // SAFETY: Id and channel exist; the id holds the new channel from here on, and the old one until now.
         let code = unsafe { (events.library.manager.rdma_migrate_id)(self.raw.as_ptr(), events.raw.as_ptr()) };
-        done(code).map_err(Error::system("giving an RDMA endpoint a channel of its own"))?;
+        check_code(code).map_err(Error::system("giving an RDMA endpoint a channel of its own"))?;
         self.events = events.clone();
         Ok(())
     }
@@ -278,9 +278,9 @@ impl Id {
         let mut place = Address::from(address);
         let manager = &self.events.library.manager;
         // SAFETY: The id exists; the address is a place of ours, as long as its family says.
-        done(unsafe { (manager.rdma_bind_addr)(self.raw.as_ptr(), place.raw()) })?;
+        check_code(unsafe { (manager.rdma_bind_addr)(self.raw.as_ptr(), place.raw()) })?;
         // SAFETY: The id exists.
-        done(unsafe { (manager.rdma_listen)(self.raw.as_ptr(), BACKLOG) })?;
+        check_code(unsafe { (manager.rdma_listen)(self.raw.as_ptr(), BACKLOG) })?;
         // SAFETY: The id exists and is bound.
         Ok(u16::from_be(unsafe { (manager.rdma_get_src_port)(self.raw.as_ptr()) }))
     }
@@ -289,7 +289,7 @@ impl Id {
     pub fn bind(&self, address: SocketAddr) -> Result<(Arc<Device>, u8), Error> {
         let mut place = Address::from(address);
         // SAFETY: The id exists; the address is a place of ours, as long as its family says.
-        let bound = done(unsafe { (self.events.library.manager.rdma_bind_addr)(self.raw.as_ptr(), place.raw()) });
+        let bound = check_code(unsafe { (self.events.library.manager.rdma_bind_addr)(self.raw.as_ptr(), place.raw()) });
         bound.map_err(Error::system("binding an RDMA endpoint to an address"))?;
         // SAFETY: The struct lives until `drop`; the library has written this field in the call just made.
         let port = unsafe { (*self.raw.as_ptr()).port_num };
@@ -309,7 +309,7 @@ impl Id {
                 size_of::<u8>(),
             )
         };
-        done(code).map_err(Error::system("setting the traffic class"))
+        check_code(code).map_err(Error::system("setting the traffic class"))
     }
 
     /// Begins to look for the way to `remote`, from `local` where it is given.
@@ -318,7 +318,7 @@ impl Id {
         let mut remote = Address::from(remote);
         let local = local.as_mut().map_or(null_mut(), Address::raw);
         // SAFETY: The id exists; the addresses are places of ours (or null for any), as long as their families say.
-        done(unsafe {
+        check_code(unsafe {
             (self.events.library.manager.rdma_resolve_addr)(self.raw.as_ptr(), local, remote.raw(), millis(within))
         })
     }
@@ -326,34 +326,48 @@ impl Id {
     /// Begins to look for the route, once the address is resolved.
     pub fn resolve_route(&self, within: Duration) -> io::Result<()> {
         // SAFETY: The id exists.
-        done(unsafe { (self.events.library.manager.rdma_resolve_route)(self.raw.as_ptr(), millis(within)) })
+        check_code(unsafe { (self.events.library.manager.rdma_resolve_route)(self.raw.as_ptr(), millis(within)) })
     }
 
     /// Begins to connect.
-    pub fn connect(&self, pair: &QueuePair, terms: Terms, message: &[u8], options: &ConnectOptions) -> io::Result<()> {
-        let mut param = parameters(pair, terms, message, options);
+    pub fn connect(
+        &self,
+        pair: &QueuePair,
+        depths: ReadDepths,
+        message: &[u8],
+        options: &ConnectOptions,
+    ) -> io::Result<()> {
+        let mut param = parameters(pair, depths, message, options);
         // SAFETY: The id exists and has a route; parameters and message are read during the call.
-        done(unsafe { (self.events.library.manager.rdma_connect)(self.raw.as_ptr(), &mut param) })
+        check_code(unsafe { (self.events.library.manager.rdma_connect)(self.raw.as_ptr(), &mut param) })
     }
 
     /// Says that the queue pair is ready, once the other end has accepted.
     pub fn establish(&self) -> io::Result<()> {
         // SAFETY: The id exists, has no queue pair of the manager's own, and was told that the other end accepts.
-        done(unsafe { (self.events.library.manager.rdma_establish)(self.raw.as_ptr()) })
+        check_code(unsafe { (self.events.library.manager.rdma_establish)(self.raw.as_ptr()) })
     }
 
     /// Accepts a request to connect.
-    pub fn accept(&self, pair: &QueuePair, terms: Terms, message: &[u8], options: &ConnectOptions) -> io::Result<()> {
-        let mut param = parameters(pair, terms, message, options);
+    pub fn accept(
+        &self,
+        pair: &QueuePair,
+        depths: ReadDepths,
+        message: &[u8],
+        options: &ConnectOptions,
+    ) -> io::Result<()> {
+        let mut param = parameters(pair, depths, message, options);
         // SAFETY: The id exists and came with a request; parameters and message are read during the call.
-        done(unsafe { (self.events.library.manager.rdma_accept)(self.raw.as_ptr(), &mut param) })
+        check_code(unsafe { (self.events.library.manager.rdma_accept)(self.raw.as_ptr(), &mut param) })
     }
 
     /// Refuses a request to connect.
     pub fn reject(&self, message: &[u8]) -> io::Result<()> {
         let length = u8::try_from(message.len()).unwrap_or(u8::MAX);
         // SAFETY: The id exists and came with a request; `length` is at most the message's.
-        done(unsafe { (self.events.library.manager.rdma_reject)(self.raw.as_ptr(), message.as_ptr().cast(), length) })
+        check_code(unsafe {
+            (self.events.library.manager.rdma_reject)(self.raw.as_ptr(), message.as_ptr().cast(), length)
+        })
     }
 
     /// Tells the other end that the connection is over, as well as it goes.
@@ -368,25 +382,25 @@ impl Id {
     }
 
     /// The second and the third: able to receive, able to send.
-    pub fn ready(&self, pair: &QueuePair, terms: Terms, options: &ConnectOptions) -> Result<(), Error> {
-        self.ready_to_retry(pair, terms, options, RNR_RETRIES)
+    pub fn ready(&self, pair: &QueuePair, depths: ReadDepths, options: &ConnectOptions) -> Result<(), Error> {
+        self.ready_to_retry(pair, depths, options, RNR_RETRIES)
     }
 
     /// ... which sends again so often where the other end has no receive posted.
     pub fn ready_to_retry(
         &self,
         pair: &QueuePair,
-        terms: Terms,
+        depths: ReadDepths,
         options: &ConnectOptions,
         rnr_retries: u8,
     ) -> Result<(), Error> {
         self.step(pair, ffi::IBV_QPS_RTR, |attributes| {
-            attributes.max_dest_rd_atomic = terms.responder_resources;
+            attributes.max_dest_rd_atomic = depths.responder_resources;
             // What the manager has put there came from the subnet manager, or from the traffic class.
             attributes.ah_attr.sl = options.service_level.unwrap_or(attributes.ah_attr.sl);
         })?;
         self.step(pair, ffi::IBV_QPS_RTS, |attributes| {
-            attributes.max_rd_atomic = terms.initiator_depth;
+            attributes.max_rd_atomic = depths.initiator_depth;
             attributes.timeout = options.ack_timeout;
             attributes.retry_cnt = options.retries;
             attributes.rnr_retry = rnr_retries;
@@ -406,7 +420,7 @@ impl Id {
         // SAFETY: The id exists; attributes and mask are places of ours.
         let code =
             unsafe { (self.events.library.manager.rdma_init_qp_attr)(self.raw.as_ptr(), &mut attributes, &mut mask) };
-        done(code).map_err(Error::system("asking how to connect a queue pair"))?;
+        check_code(code).map_err(Error::system("asking how to connect a queue pair"))?;
         change(&mut attributes);
         // Some kernels set bits that no attribute has (rdma-core clears the same ones in its own rdma_accept).
         pair.modify(&mut attributes, mask & !UNKNOWN_ATTRIBUTES)
@@ -422,12 +436,12 @@ impl Drop for Id {
     }
 }
 
-fn parameters(pair: &QueuePair, terms: Terms, message: &[u8], options: &ConnectOptions) -> ffi::rdma_conn_param {
+fn parameters(pair: &QueuePair, depths: ReadDepths, message: &[u8], options: &ConnectOptions) -> ffi::rdma_conn_param {
     ffi::rdma_conn_param {
         private_data: message.as_ptr().cast(),
         private_data_len: u8::try_from(message.len()).unwrap_or(u8::MAX),
-        responder_resources: terms.responder_resources,
-        initiator_depth: terms.initiator_depth,
+        responder_resources: depths.responder_resources,
+        initiator_depth: depths.initiator_depth,
         flow_control: 1,
         retry_count: options.retries,
         rnr_retry_count: RNR_RETRIES,
@@ -455,16 +469,16 @@ pub fn resolve(
     deadline: Instant,
     limit: Duration,
 ) -> Result<(), Error> {
-    let too_late = || Error::TimedOut { what: NEIGHBOUR, after: limit };
+    let timed_out = || Error::TimedOut { what: NEIGHBOUR, after: limit };
     let mut slice = FIRST_RESOLVE;
     loop {
-        id.resolve_address(local, remote, slice).map_err(|source| no_way(remote, source))?;
-        let event = events.wait(deadline)?.ok_or_else(too_late)?;
+        id.resolve_address(local, remote, slice).map_err(|source| unreachable(remote, source))?;
+        let event = events.wait(deadline)?.ok_or_else(timed_out)?;
         match event.kind {
             ffi::RDMA_CM_EVENT_ADDR_RESOLVED => return Ok(()),
             ffi::RDMA_CM_EVENT_ADDR_ERROR if event.status == -libc::ETIMEDOUT => {
                 if Instant::now() >= deadline {
-                    return Err(too_late());
+                    return Err(timed_out());
                 }
             }
             _ => return Err(failed(events, &event, remote)),
@@ -478,11 +492,11 @@ pub fn failed(events: &Arc<Events>, event: &Event, remote: SocketAddr) -> Error 
     let code = event.status.unsigned_abs() as i32;
     // The status is an error number for some events and a reason of the protocol for others.
     let why = if event.status < 0 { io::Error::from_raw_os_error(code).to_string() } else { format!("status {code}") };
-    no_way(remote, io::Error::other(format!("{}: {why}", events.name_of(event.kind))))
+    unreachable(remote, io::Error::other(format!("{}: {why}", events.name_of(event.kind))))
 }
 
 /// The error for an address that can't be reached.
-pub fn no_way(remote: SocketAddr, source: io::Error) -> Error {
+pub fn unreachable(remote: SocketAddr, source: io::Error) -> Error {
     Error::Unreachable { what: format!("the source by RDMA at {remote}"), source }
 }
 

@@ -20,7 +20,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use crate::Error;
 use crate::{
     bindings as ffi,
-    library::{Library, done, library, never_block, text},
+    library::{Library, check_code, library, set_nonblocking, text},
 };
 
 /// See the module's text.
@@ -31,7 +31,7 @@ pub struct Device {
     attributes: ffi::ibv_device_attr,
     dead: AtomicBool,
     #[cfg(feature = "testing")]
-    events: Mutex<Heard>,
+    events: Mutex<EventCounts>,
     /// By the name of the queue pair that it is for.
     alarms: Mutex<Vec<(usize, Weak<Alarm>)>>,
 }
@@ -67,7 +67,7 @@ impl Device {
         // SAFETY: A struct of plain numbers, for which all zero bytes are valid.
         let mut attributes: ffi::ibv_device_attr = unsafe { std::mem::zeroed() };
         // SAFETY: The context is open, and the attributes are a place of ours.
-        let asked = done(unsafe { (library.verbs.ibv_query_device)(context.as_ptr(), &mut attributes) });
+        let asked = check_code(unsafe { (library.verbs.ibv_query_device)(context.as_ptr(), &mut attributes) });
         asked.map_err(Error::system("asking an RDMA device for its limits"))?;
         // SAFETY: The context is open, and its device does not change.
         let raw = unsafe { context.as_ref() }.device;
@@ -85,7 +85,7 @@ impl Device {
             events: Mutex::default(),
             alarms: Mutex::default(),
         };
-        never_block(device.as_fd())?;
+        set_nonblocking(device.as_fd())?;
         Ok(device)
     }
 
@@ -99,7 +99,7 @@ impl Device {
         // SAFETY: The count is a place of ours.
         let list = unsafe { (library.manager.rdma_get_devices)(&mut count) };
         let Some(list) = NonNull::new(list) else {
-            return Err(crate::missing::why_none(&std::io::Error::last_os_error()));
+            return Err(crate::missing::diagnose(&std::io::Error::last_os_error()));
         };
         let devices = (0..usize::try_from(count).unwrap_or(0))
             .map(|number| {
@@ -114,7 +114,7 @@ impl Device {
         // SAFETY: The list came from rdma_get_devices. The contexts in it stay open.
         unsafe { (library.manager.rdma_free_devices)(list.as_ptr()) };
         let mut devices = devices?;
-        devices.retain(|device| !device.is_dead());
+        devices.retain(|device| !device.has_failed());
         Ok(devices)
     }
 
@@ -138,27 +138,27 @@ impl Device {
     }
 
     /// Whether it has failed for good, or is gone.
-    pub fn is_dead(&self) -> bool {
+    pub fn has_failed(&self) -> bool {
         self.dead.load(Ordering::Acquire)
     }
 
     /// It is: rings all alarms.
-    pub fn bury(&self) {
+    pub fn mark_failed(&self) {
         if !self.dead.swap(true, Ordering::AcqRel) {
             tracing::error!(device = self.name, "the RDMA device has failed or is gone: its connections are over");
         }
-        self.ring(|_| true);
+        self.trigger_alarms(|_| true);
     }
 
     /// As if it had been reset: Soft-RoCE has no devices that fail and come back.
     #[cfg(feature = "testing")]
-    pub fn revive(&self) {
+    pub fn mark_working(&self) {
         self.dead.store(false, Ordering::Release);
     }
 
     /// What it has reported so far.
     #[cfg(feature = "testing")]
-    pub fn events(&self) -> Heard {
+    pub fn events(&self) -> EventCounts {
         *self.events.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -186,24 +186,24 @@ impl Device {
     ///
     /// A port that goes down ends nothing by itself: a cable may be back before the retries are over, and if it isn't they fail. The
     /// same holds for an address that changes.
-    pub fn attend(&self) {
+    pub fn handle_events(&self) {
         // SAFETY: A number and a union of pointers and numbers: all zero bytes are valid.
         let mut event: ffi::ibv_async_event = unsafe { std::mem::zeroed() };
         // SAFETY: The context is open, its descriptor does not block, the event is a place of ours.
         while unsafe { (self.library.verbs.ibv_get_async_event)(self.context.as_ptr(), &mut event) } == 0 {
             let name = self.library.async_event_name(event.event_type);
             #[cfg(feature = "testing")]
-            self.events.lock().unwrap_or_else(PoisonError::into_inner).hear(event.event_type);
+            self.events.lock().unwrap_or_else(PoisonError::into_inner).count(event.event_type);
             match event.event_type {
                 ffi::IBV_EVENT_QP_FATAL | ffi::IBV_EVENT_QP_REQ_ERR | ffi::IBV_EVENT_QP_ACCESS_ERR => {
                     // SAFETY: For these events the element is a queue pair. Only its address is used.
                     let queue_pair = unsafe { event.element.qp } as usize;
                     tracing::info!(device = self.name, "an RDMA queue pair has failed: {name}");
-                    self.ring(|of| of == queue_pair);
+                    self.trigger_alarms(|of| of == queue_pair);
                 }
                 ffi::IBV_EVENT_DEVICE_FATAL => {
                     tracing::error!(device = self.name, "the RDMA device says: {name}");
-                    self.bury();
+                    self.mark_failed();
                 }
                 ffi::IBV_EVENT_PORT_ERR => tracing::warn!(device = self.name, "an RDMA port went down: {name}"),
                 ffi::IBV_EVENT_GID_CHANGE => {
@@ -217,10 +217,10 @@ impl Device {
         }
     }
 
-    fn ring(&self, which: impl Fn(usize) -> bool) {
+    fn trigger_alarms(&self, which: impl Fn(usize) -> bool) {
         let alarms = self.alarms.lock().unwrap_or_else(PoisonError::into_inner);
         let concerned = alarms.iter().filter(|(queue_pair, _)| which(*queue_pair));
-        concerned.filter_map(|(_, alarm)| alarm.upgrade()).for_each(|alarm| alarm.ring());
+        concerned.filter_map(|(_, alarm)| alarm.upgrade()).for_each(|alarm| alarm.trigger());
     }
 }
 
@@ -249,7 +249,7 @@ pub const NO_QUEUE_PAIR: usize = 0;
 /// How often which event came.
 #[cfg(feature = "testing")]
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Heard {
+pub struct EventCounts {
     /// Times that a port went down.
     pub ports_down: u32,
     /// Times that an address of a port changed.
@@ -257,8 +257,8 @@ pub struct Heard {
 }
 
 #[cfg(feature = "testing")]
-impl Heard {
-    fn hear(&mut self, event: ffi::ibv_event_type) {
+impl EventCounts {
+    fn count(&mut self, event: ffi::ibv_event_type) {
         match event {
             ffi::IBV_EVENT_PORT_ERR => self.ports_down += 1,
             ffi::IBV_EVENT_GID_CHANGE => self.addresses_changed += 1,
@@ -270,7 +270,7 @@ impl Heard {
 /// Says that a queue pair is at its end, also to a thread that sleeps on its descriptor.
 pub struct Alarm {
     fd: OwnedFd,
-    rung: AtomicBool,
+    triggered: AtomicBool,
 }
 
 impl Alarm {
@@ -281,19 +281,19 @@ impl Alarm {
     pub fn new() -> Result<Arc<Alarm>, Error> {
         let fd =
             eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Error::system("making an eventfd"))?;
-        Ok(Arc::new(Alarm { fd, rung: AtomicBool::new(false) }))
+        Ok(Arc::new(Alarm { fd, triggered: AtomicBool::new(false) }))
     }
 
     /// Triggers it, for good.
-    pub fn ring(&self) {
-        self.rung.store(true, Ordering::Release);
+    pub fn trigger(&self) {
+        self.triggered.store(true, Ordering::Release);
         // Can't fail but for a counter that is full, and then it is readable.
         let _ = rustix::io::write(&self.fd, &1u64.to_ne_bytes());
     }
 
     /// Whether it was triggered.
-    pub fn has_rung(&self) -> bool {
-        self.rung.load(Ordering::Acquire)
+    pub fn is_triggered(&self) -> bool {
+        self.triggered.load(Ordering::Acquire)
     }
 }
 

@@ -193,7 +193,7 @@ unsafe fn constant(pointer: *const c_char) -> &'static str {
 }
 
 /// The answer of a call that says -1 or an error number and leaves the reason in `errno`, or is the reason.
-pub(crate) fn done(code: c_int) -> io::Result<()> {
+pub(crate) fn check_code(code: c_int) -> io::Result<()> {
     match code {
         0 => Ok(()),
         // librdmacm answers -1 and sets errno; most of libibverbs answers the number itself.
@@ -203,7 +203,7 @@ pub(crate) fn done(code: c_int) -> io::Result<()> {
 }
 
 /// The answer of a call that says null and leaves the reason in `errno`.
-pub(crate) fn made<T>(pointer: *mut T) -> io::Result<std::ptr::NonNull<T>> {
+pub(crate) fn check_pointer<T>(pointer: *mut T) -> io::Result<std::ptr::NonNull<T>> {
     std::ptr::NonNull::new(pointer).ok_or_else(io::Error::last_os_error)
 }
 
@@ -220,13 +220,13 @@ pub(crate) unsafe fn text(pointer: *const c_char) -> String {
 }
 
 /// The library's descriptors block unless told otherwise.
-pub(crate) fn never_block(fd: BorrowedFd<'_>) -> Result<(), Error> {
+pub(crate) fn set_nonblocking(fd: BorrowedFd<'_>) -> Result<(), Error> {
     rustix::io::ioctl_fionbio(fd, true).map_err(Error::system("making a descriptor of the RDMA device non-blocking"))
 }
 
 /// Giving something back can fail only if the device is gone, or by a mistake of ours about the order.
-pub(crate) fn complain(code: i32, what: &str) {
-    if let Err(error) = done(code) {
+pub(crate) fn warn_on_failure(code: i32, what: &str) {
+    if let Err(error) = check_code(code) {
         tracing::warn!(%error, "giving back {what}");
     }
 }

@@ -15,7 +15,7 @@ pub fn no_device() -> Error {
 }
 
 /// What keeps the connection manager from working, in the order in which one would find out.
-pub(crate) fn why_none(error: &io::Error) -> Error {
+pub(crate) fn diagnose(error: &io::Error) -> Error {
     let folder = Path::new("/dev/infiniband");
     let (what, cure) = match error.raw_os_error() {
         Some(libc::EACCES | libc::EPERM) => (

@@ -12,7 +12,7 @@ use std::{
 use crate::Error;
 use crate::{
     cm::{Events, Id},
-    library::done,
+    library::check_code,
 };
 
 /// An address of this host by which there is RDMA.
@@ -90,7 +90,7 @@ fn may_have_rdma(address: &IpAddr) -> bool {
 fn host_addresses() -> Result<Vec<IpAddr>, Error> {
     let mut first = null_mut();
     // SAFETY: The place for the pointer is ours.
-    done(unsafe { libc::getifaddrs(&mut first) }).map_err(Error::system("listing this host's addresses"))?;
+    check_code(unsafe { libc::getifaddrs(&mut first) }).map_err(Error::system("listing this host's addresses"))?;
     let (mut addresses, mut next) = (Vec::new(), NonNull::new(first));
     while let Some(entry) = next {
         // SAFETY: An entry of the list, which is freed below.

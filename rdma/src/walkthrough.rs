@@ -22,7 +22,7 @@ use std::{
 
 use crate::{
     bindings as ffi,
-    cm::{ConnectOptions, Event, Events, Id, Terms, resolve},
+    cm::{ConnectOptions, Event, Events, Id, ReadDepths, resolve},
     library::status_name,
     objects::{Access, Capacity, Channel, Completed, Completions, Domain, NO_RIGHTS, QueuePair, Registration},
 };
@@ -56,7 +56,7 @@ pub fn send_and_receive(listener: IpAddr, caller: IpAddr, mut tell: impl FnMut(S
 
     // 3. It connects. Its queue pair must be initialised by then, so that the other end can be told its number.
     call.initialise(&near.pair, NO_RIGHTS)?;
-    call.connect(&near.pair, Terms::default(), b"hello", &options).map_err(Error::system("connecting"))?;
+    call.connect(&near.pair, ReadDepths::default(), b"hello", &options).map_err(Error::system("connecting"))?;
 
     // 4. The listener hears of it: a new id, with the caller's private data (filled up with zeros) and the device that it came by.
     let request = expect(&listening, ffi::RDMA_CM_EVENT_CONNECT_REQUEST)?;
@@ -68,12 +68,12 @@ pub fn send_and_receive(listener: IpAddr, caller: IpAddr, mut tell: impl FnMut(S
     far.pair.post_receive(RECEIVE, &far.region, 0, ROOM)?;
     far.pair.post_receive(RECEIVE, &far.region, u64::from(ROOM), ROOM)?;
     // Ready to receive, ready to send; then yes.
-    answer.ready(&far.pair, Terms::default(), &options)?;
-    answer.accept(&far.pair, Terms::default(), b"", &options).map_err(Error::system("accepting"))?;
+    answer.ready(&far.pair, ReadDepths::default(), &options)?;
+    answer.accept(&far.pair, ReadDepths::default(), b"", &options).map_err(Error::system("accepting"))?;
 
     // 5. The caller hears the yes and makes its queue pair ready in turn; the last word of the three is `establish`.
     expect(&calling, ffi::RDMA_CM_EVENT_CONNECT_RESPONSE)?;
-    call.ready(&near.pair, Terms::default(), &options)?;
+    call.ready(&near.pair, ReadDepths::default(), &options)?;
     call.establish().map_err(Error::system("establishing"))?;
     expect(&listening, ffi::RDMA_CM_EVENT_ESTABLISHED)?;
     tell("connected".into());

@@ -10,14 +10,14 @@ use std::{
 
 use remora_rdma::{
     bindings as ffi,
-    cm::{Event, Events, Id, Terms, failed, is_end, no_way, resolve},
+    cm::{Event, Events, Id, ReadDepths, failed, is_end, resolve, unreachable},
     device::{Alarm, Device},
     objects::{Access, Capacity, Channel, Completed, Completions, Domain, QueuePair, Registration, RemoteRead},
 };
 
 use super::{
     MAX_SCATTER, VerbsOptions, VerbsPeer,
-    handshake::{INCOMING, OUTGOING, TRIAL, TRIAL_BYTES, letter},
+    handshake::{INCOMING, OUTGOING, TRIAL, TRIAL_BYTES, buffer},
     key,
     lane::{Lane, Parts, Remote},
     wire::{self, Verbs, WELCOME_BYTES},
@@ -165,7 +165,7 @@ impl<'a> Way<'a> {
             id.set_traffic_class(class)?;
         }
         resolve(&events, &id, local, remote, deadline, options.connect_timeout)?;
-        id.resolve_route(options.connect_timeout).map_err(|source| no_way(remote, source))?;
+        id.resolve_route(options.connect_timeout).map_err(|source| unreachable(remote, source))?;
         expect(&events, ffi::RDMA_CM_EVENT_ROUTE_RESOLVED, deadline, remote, options)?;
         let device = id.device()?;
         Ok(Way { options, deadline, remote, device, id, events })
@@ -182,26 +182,26 @@ impl<'a> Way<'a> {
         let scatter = u32::try_from(self.device.attributes().max_sge_rd).unwrap_or(1).clamp(1, MAX_SCATTER);
         let capacity = Capacity { send: queue_depth + 1, receive: 1 };
         let pair = QueuePair::scattering(domain, &completions, capacity, scatter)?;
-        let letter = letter(domain)?;
+        let buffer = buffer(domain)?;
         let alarm = Alarm::new()?;
         self.device.watch(pair.name(), &alarm);
         self.id.initialise(&pair, 0)?;
-        pair.post_receive(WELCOME, &letter, INCOMING, WELCOME_BYTES as u32)?;
+        pair.post_receive(WELCOME, &buffer, INCOMING, WELCOME_BYTES as u32)?;
         let own = u8::try_from(self.device.attributes().max_qp_init_rd_atom).unwrap_or(u8::MAX).max(1);
-        let mut terms = Terms { initiator_depth: own.min(self.options.reads_in_flight), responder_resources: 0 };
+        let mut depths = ReadDepths { initiator_depth: own.min(self.options.reads_in_flight), responder_resources: 0 };
         let (reader, hello) = Reader::hello(hello);
-        let connect = self.id.connect(&pair, terms, &hello, &self.options.connecting());
-        connect.map_err(|source| no_way(self.remote, source))?;
+        let connect = self.id.connect(&pair, depths, &hello, &self.options.connecting());
+        connect.map_err(|source| unreachable(self.remote, source))?;
         let event = self.answer()?;
         Verbs::parse_challenge(&event.message)?;
         if event.kind == ffi::RDMA_CM_EVENT_CONNECT_RESPONSE {
             // What the source grants may be less than was asked for; more is not ours to use.
-            terms.initiator_depth = terms.initiator_depth.min(event.initiator_depth).max(1);
-            self.id.ready(&pair, terms, &self.options.connecting())?;
+            depths.initiator_depth = depths.initiator_depth.min(event.initiator_depth).max(1);
+            self.id.ready(&pair, depths, &self.options.connecting())?;
             self.id.establish().map_err(Error::system("establishing an RDMA connection"))?;
         }
-        let parts = Parts { pair, channel, completions, letter, alarm, sink, queue_depth, scatter };
-        Ok(Met { way: self, parts, reader, challenge: event.message, reads_in_flight: terms.initiator_depth })
+        let parts = Parts { pair, channel, completions, buffer, alarm, sink, queue_depth, scatter };
+        Ok(Met { way: self, parts, reader, challenge: event.message, reads_in_flight: depths.initiator_depth })
     }
 
     /// The source's answer to our request.
@@ -210,7 +210,7 @@ impl<'a> Way<'a> {
             let event = self
                 .events
                 .wait(self.deadline)?
-                .ok_or_else(|| too_late(self.options, "the source, asked for an RDMA connection,"))?;
+                .ok_or_else(|| timed_out(self.options, "the source, asked for an RDMA connection,"))?;
             match event.kind {
                 ffi::RDMA_CM_EVENT_CONNECT_RESPONSE | ffi::RDMA_CM_EVENT_ESTABLISHED => return Ok(event),
                 ffi::RDMA_CM_EVENT_REJECTED => return Err(rejected(&event, self.remote)),
@@ -236,13 +236,13 @@ impl Met<'_> {
     fn shake_hands(self, secret: &Secret, length: u64) -> Result<Lane, Error> {
         let Met { way, parts, reader, challenge, reads_in_flight } = self;
         let deadline = Instant::now() + way.options.handshake_timeout;
-        let letters = parts.letter.memory();
+        let buffer_memory = parts.buffer.memory();
         let (reader, proof) = reader.prove(&challenge, secret)?;
-        letters.write(OUTGOING, &proof)?;
-        parts.pair.post_send(HELLO, &parts.letter, OUTGOING, PROOF_BYTES as u32)?;
+        buffer_memory.write(OUTGOING, &proof)?;
+        parts.pair.post_send(HELLO, &parts.buffer, OUTGOING, PROOF_BYTES as u32)?;
         let received = await_completion(&parts, &way.events, WELCOME, deadline, way.options.handshake_timeout)?;
         let mut bytes = [0; WELCOME_BYTES];
-        letters.read(INCOMING, &mut bytes)?;
+        buffer_memory.read(INCOMING, &mut bytes)?;
         let grant = reader.finish(bytes.get(..received.length as usize).unwrap_or_default())?;
         if grant.length != length {
             return Err(Error::Protocol("the region is not as long as its key says"));
@@ -255,7 +255,7 @@ impl Met<'_> {
             length: TRIAL_BYTES.min(length) as u32,
             offset: TRIAL,
         };
-        parts.pair.post_read(&trial, &parts.letter)?;
+        parts.pair.post_read(&trial, &parts.buffer)?;
         await_completion(&parts, &way.events, TRIAL_READ, deadline, way.options.handshake_timeout)?;
         tracing::debug!(device = way.device.name(), source = %way.remote, reads_in_flight, "a queue pair reads");
         Ok(Lane::new(parts, way.id, way.events, remote, way.options.piece_bytes))
@@ -277,7 +277,7 @@ pub(super) fn read_without_proof(
     let hello = Hello { session: 0, id, lane: 0, nonce: auth::nonce()? };
     let met = way.connect(&hello, sink)?;
     let guess = RemoteRead { name: TRIAL_READ, address: remote.base, key: remote.key, length: 64, offset: TRIAL };
-    met.parts.pair.post_read(&guess, &met.parts.letter)?;
+    met.parts.pair.post_read(&guess, &met.parts.buffer)?;
     let (deadline, mut done) = (Instant::now() + options.handshake_timeout, Vec::new());
     while Instant::now() < deadline {
         met.parts.completions.poll(&mut done)?;
@@ -313,7 +313,7 @@ fn await_completion(
             }
         }
         // Asked after the queue: a denial is sent before the connection is ended.
-        if parts.alarm.has_rung() || matches!(events.next(), Some(event) if is_end(&event)) {
+        if parts.alarm.is_triggered() || matches!(events.next(), Some(event) if is_end(&event)) {
             return Err(Error::Refused(Denial::NotGranted));
         }
         let left = deadline.saturating_duration_since(Instant::now());
@@ -333,11 +333,11 @@ fn expect(
     remote: SocketAddr,
     options: &VerbsOptions,
 ) -> Result<(), Error> {
-    let event = events.wait(deadline)?.ok_or_else(|| too_late(options, "the search for a route to the source"))?;
+    let event = events.wait(deadline)?.ok_or_else(|| timed_out(options, "the search for a route to the source"))?;
     if event.kind == wanted { Ok(()) } else { Err(failed(events, &event, remote).into()) }
 }
 
-fn too_late(options: &VerbsOptions, what: &'static str) -> Error {
+fn timed_out(options: &VerbsOptions, what: &'static str) -> Error {
     Error::TimedOut { what, after: options.connect_timeout }
 }
 
@@ -346,7 +346,7 @@ fn rejected(event: &Event, remote: SocketAddr) -> Error {
     match wire::decode_refusal(&event.message) {
         Ok(Refusal::Denied(denial)) => Error::Refused(denial),
         Ok(Refusal::Malformed | Refusal::Version) => Error::Protocol("the source could not parse our hello"),
-        Err(wire::Garbled::Magic) => no_way(remote, io::ErrorKind::ConnectionRefused.into()).into(),
+        Err(wire::Garbled::Magic) => unreachable(remote, io::ErrorKind::ConnectionRefused.into()).into(),
         Err(garbled) => garbled.into(),
     }
 }

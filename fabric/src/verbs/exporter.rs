@@ -16,7 +16,7 @@ use remora_rdma::{
 
 use super::{
     VerbsOptions, key, serve,
-    server::{House, Lent, Listener, Shared, Station},
+    server::{DeviceContext, House, Lent, Listener, Shared},
 };
 use crate::{Error, Exporter, Memory, RegionId, RegionKey, Secret, TransportKind};
 
@@ -154,7 +154,7 @@ impl Drop for VerbsExporter {
 }
 
 /// The devices that the listeners stand for: their own, or all.
-fn stations(listeners: &[Id], all: Vec<Arc<Device>>) -> Result<Vec<Station>, Error> {
+fn stations(listeners: &[Id], all: Vec<Arc<Device>>) -> Result<Vec<DeviceContext>, Error> {
     let mut devices: Vec<Arc<Device>> = Vec::new();
     let wanted = if listeners.iter().all(Id::has_device) {
         listeners.iter().map(Id::device).collect::<Result<_, _>>()?
@@ -172,7 +172,7 @@ fn stations(listeners: &[Id], all: Vec<Arc<Device>>) -> Result<Vec<Station>, Err
             cure: "see what `remora devices` says".into(),
         });
     }
-    devices.iter().map(Station::new).collect()
+    devices.iter().map(DeviceContext::new).collect()
 }
 
 fn unreachable(address: SocketAddr, source: std::io::Error) -> Error {

@@ -8,14 +8,14 @@ use crate::{Error, Memory, Pages};
 
 /// One page for the two messages that are sent over the connection, and for the reader's first READ. Shared memory like everything
 /// that a card is told of here, so that a fork copies nothing; no remote end has any right to it.
-pub(super) fn letter(domain: &Arc<Domain>) -> Result<Arc<Registration>, Error> {
-    let memory = Memory::create("remora-verbs-letter", LETTER_BYTES, Pages::Small)?;
+pub(super) fn buffer(domain: &Arc<Domain>) -> Result<Arc<Registration>, Error> {
+    let memory = Memory::create("remora-verbs-buffer", BUFFER_BYTES, Pages::Small)?;
     Ok(Registration::new(domain, &Arc::new(memory), Access::Landing)?)
 }
 
-const LETTER_BYTES: u64 = 4096;
+const BUFFER_BYTES: u64 = 4096;
 
-/// Where a message lies that goes out, and one that comes in, in the letter; and where the trial READ lands.
+/// Where a message lies that goes out, and one that comes in, in the buffer; and where the trial READ lands.
 pub(super) const OUTGOING: u64 = 0;
 pub(super) const INCOMING: u64 = 128;
 pub(super) const TRIAL: u64 = 2048;

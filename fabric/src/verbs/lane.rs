@@ -60,7 +60,7 @@ pub(super) struct Parts {
     pub(super) pair: QueuePair,
     pub(super) channel: Arc<Channel>,
     pub(super) completions: Arc<Completions>,
-    pub(super) letter: Arc<Registration>,
+    pub(super) buffer: Arc<Registration>,
     pub(super) alarm: Arc<Alarm>,
     pub(super) sink: Arc<Registration>,
     pub(super) queue_depth: u32,
@@ -260,14 +260,14 @@ impl Lane {
     /// Takes what else there is to hear: that completions wait, that the connection has ended, that the device has something to say.
     pub(super) fn look(&self) -> Result<(), ReadError> {
         while self.channel.next().is_some() {}
-        self.device.attend();
+        self.device.handle_events();
         while let Some(event) = self.events.next() {
             if is_end(&event) {
                 tracing::debug!(event = self.events.name_of(event.kind), "a queue pair's connection is over");
                 return Err(ReadError::PeerGone);
             }
         }
-        if self.alarm.has_rung() { Err(ReadError::PeerGone) } else { Ok(()) }
+        if self.alarm.is_triggered() { Err(ReadError::PeerGone) } else { Ok(()) }
     }
 
     /// The end: the source is told, and when this returns the card has let go of the sink.

@@ -36,7 +36,7 @@ fn serve(shared: &Shared) {
         let mut house = shared.house();
         house.hear();
         for (channel, device, _) in &stations {
-            device.attend();
+            device.handle_events();
             while let Some(queue) = channel.next() {
                 house.completed(queue);
             }

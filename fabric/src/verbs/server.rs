@@ -25,14 +25,14 @@ use std::{
 
 use remora_rdma::{
     bindings as ffi,
-    cm::{Event, Events, Id, Terms},
+    cm::{Event, Events, Id, ReadDepths},
     device::{Alarm, Device, NO_QUEUE_PAIR},
     objects::{Access, Capacity, Channel, Completed, Completions, Domain, NO_RIGHTS, QueuePair, Registration},
 };
 
 use super::{
     VerbsOptions,
-    handshake::{INCOMING, OUTGOING, letter},
+    handshake::{INCOMING, OUTGOING, buffer},
     wire::{Grant, Verbs},
 };
 use crate::{
@@ -80,8 +80,8 @@ impl Lent {
             match register(domain, memory) {
                 Ok(registration) => registrations.push(registration),
                 Err(error) => {
-                    domain.device().attend();
-                    if !domain.device().is_dead() {
+                    domain.device().handle_events();
+                    if !domain.device().has_failed() {
                         return Err(error);
                     }
                 }
@@ -119,16 +119,17 @@ impl Listener {
 }
 
 /// A device that guests come by.
-pub(super) struct Station {
+pub(super) struct DeviceContext {
     domain: Arc<Domain>,
     channel: Arc<Channel>,
     /// Rings when the device dies, whoever has heard of it.
     alarm: Arc<Alarm>,
 }
 
-impl Station {
-    pub(super) fn new(device: &Arc<Device>) -> Result<Station, Error> {
-        let station = Station { domain: Domain::new(device)?, channel: Channel::new(device)?, alarm: Alarm::new()? };
+impl DeviceContext {
+    pub(super) fn new(device: &Arc<Device>) -> Result<DeviceContext, Error> {
+        let station =
+            DeviceContext { domain: Domain::new(device)?, channel: Channel::new(device)?, alarm: Alarm::new()? };
         device.watch(NO_QUEUE_PAIR, &station.alarm);
         Ok(station)
     }
@@ -147,7 +148,7 @@ pub(super) struct House {
     /// Registered for longer than one region.
     kept: Vec<Lent>,
     grants: HashMap<u64, Secret>,
-    stations: Vec<Station>,
+    stations: Vec<DeviceContext>,
     listeners: Vec<Listener>,
     pub(super) events: Arc<Events>,
 }
@@ -156,7 +157,7 @@ pub(super) struct House {
 struct Guest {
     pair: QueuePair,
     id: Id,
-    letter: Arc<Registration>,
+    buffer: Arc<Registration>,
     alarm: Arc<Alarm>,
     handshake: Source<Verbs>,
     stage: Stage,
@@ -173,7 +174,7 @@ impl House {
         options: VerbsOptions,
         events: Arc<Events>,
         listeners: Vec<Listener>,
-        stations: Vec<Station>,
+        stations: Vec<DeviceContext>,
     ) -> House {
         House {
             options,
@@ -235,7 +236,7 @@ impl House {
 
     /// What becomes readable when there is news, of each device that is alive.
     pub(super) fn doors(&self) -> Vec<(Arc<Channel>, Arc<Device>, Arc<Alarm>)> {
-        let of = |station: &Station| (station.channel.clone(), station.device().clone(), station.alarm.clone());
+        let of = |station: &DeviceContext| (station.channel.clone(), station.device().clone(), station.alarm.clone());
         self.stations.iter().map(of).collect()
     }
 
@@ -272,7 +273,7 @@ impl House {
                     let is_it = |listener: &&mut Listener| listener.id.as_ref().is_some_and(|id| id.name() == event.of);
                     if let Some(listener) = self.listeners.iter_mut().find(is_it) {
                         if let Some(Ok(device)) = listener.id.as_ref().map(Id::device) {
-                            device.bury();
+                            device.mark_failed();
                         }
                         listener.lose();
                     }
@@ -318,28 +319,28 @@ impl House {
         }
         let station = self.stations.iter().find(|station| Arc::ptr_eq(station.device(), &device));
         let station = station.ok_or(Error::Misuse("a request came by a device that is not used"))?;
-        let letter = letter(&station.domain)?;
+        let buffer = buffer(&station.domain)?;
         let completions = Completions::new(&station.channel, GUEST_COMPLETIONS)?;
         let pair = QueuePair::new(&station.domain, &completions, Capacity { send: 1, receive: 1 })?;
         let alarm = Alarm::new()?;
         device.watch(pair.name(), &alarm);
         let limit = u8::try_from(device.attributes().max_qp_rd_atom).unwrap_or(u8::MAX);
         let depth = request.responder_resources.min(self.options.reads_in_flight).min(limit).max(1);
-        let terms = Terms { initiator_depth: 0, responder_resources: depth };
+        let depths = ReadDepths { initiator_depth: 0, responder_resources: depth };
         // An iWARP card connects by itself and takes no other rights later. There the region's key alone keeps strangers out.
         let rights = if device.is_iwarp() { ffi::IBV_ACCESS_REMOTE_READ } else { NO_RIGHTS };
         id.initialise(&pair, rights)?;
-        pair.post_receive(PROOF, &letter, INCOMING, PROOF_BYTES as u32)?;
+        pair.post_receive(PROOF, &buffer, INCOMING, PROOF_BYTES as u32)?;
         completions.arm()?;
         if !device.is_iwarp() {
-            id.ready(&pair, terms, &self.options.connecting())?;
+            id.ready(&pair, depths, &self.options.connecting())?;
             // Some managers' attributes come with rights.
             pair.allow(NO_RIGHTS)?;
         }
-        id.accept(&pair, terms, challenge, &self.options.connecting())
+        id.accept(&pair, depths, challenge, &self.options.connecting())
             .map_err(Error::system("accepting a reader's RDMA connection"))?;
         let stage = Stage::Proving { until: Instant::now() + self.options.handshake_timeout };
-        Ok(Guest { pair, id, letter, alarm, handshake, stage })
+        Ok(Guest { pair, id, buffer, alarm, handshake, stage })
     }
 
     /// Deals with whatever has completed on a queue.
@@ -387,7 +388,7 @@ impl House {
     fn admit(&self, guest: &Guest, length: u32) -> Result<Vec<u8>, Denial> {
         let &Hello { session, id, lane, .. } = guest.handshake.hello();
         let mut proof = [0; PROOF_BYTES];
-        let read = guest.letter.memory().read(INCOMING, &mut proof);
+        let read = guest.buffer.memory().read(INCOMING, &mut proof);
         let proved = guest.handshake.examine(&proof, self.grants.get(&session))?;
         if read.is_err() || length as usize != PROOF_BYTES {
             return Err(Denial::NotGranted);
@@ -433,7 +434,7 @@ impl House {
     /// Cuts those that are too late or whose queue pair has failed, and sees to the devices; says when to do so again.
     pub(super) fn sweep(&mut self) -> Option<Instant> {
         let now = Instant::now();
-        self.cut(|guest| guest.alarm.has_rung() || guest.stage.until().is_some_and(|until| until <= now));
+        self.cut(|guest| guest.alarm.is_triggered() || guest.stage.until().is_some_and(|until| until <= now));
         self.leave_the_dead();
         self.listen_again(now);
         let tries = self.listeners.iter().filter(|listener| listener.id.is_none()).map(|listener| listener.again);
@@ -444,15 +445,15 @@ impl House {
 
     /// Gives back what was made on devices that are dead. Regions stay lent, by the devices that are left.
     fn leave_the_dead(&mut self) {
-        if !self.stations.iter().any(|station| station.device().is_dead()) {
+        if !self.stations.iter().any(|station| station.device().has_failed()) {
             return;
         }
-        let is_alive = |registration: &Registered| !registration.domain().device().is_dead();
+        let is_alive = |registration: &Registered| !registration.domain().device().has_failed();
         self.regions.values_mut().chain(&mut self.kept).for_each(|lent| lent.registrations.retain(is_alive));
-        self.stations.retain(|station| !station.device().is_dead());
+        self.stations.retain(|station| !station.device().has_failed());
         for listener in &mut self.listeners {
             let device = listener.id.as_ref().filter(|id| id.has_device()).map(Id::device);
-            if device.is_some_and(|device| device.is_ok_and(|device| device.is_dead())) {
+            if device.is_some_and(|device| device.is_ok_and(|device| device.has_failed())) {
                 listener.lose();
             }
         }
@@ -496,10 +497,10 @@ impl House {
         if self.stations.iter().any(|station| Arc::ptr_eq(station.device(), device)) {
             return Ok(());
         }
-        if device.is_dead() {
+        if device.has_failed() {
             return Err(Error::Misuse("a request came by a device that has failed"));
         }
-        let station = Station::new(device)?;
+        let station = DeviceContext::new(device)?;
         let mut told: Vec<Registered> = Vec::new();
         for lent in self.regions.values_mut().chain(&mut self.kept) {
             let known = told.iter().find(|registration| Arc::ptr_eq(registration.memory(), &lent.memory));
@@ -518,8 +519,8 @@ impl House {
 
 impl Guest {
     fn answer(&self, welcome: &[u8]) -> Result<(), Error> {
-        self.letter.memory().write(OUTGOING, welcome)?;
-        Ok(self.pair.post_send(WELCOME, &self.letter, OUTGOING, welcome.len() as u32)?)
+        self.buffer.memory().write(OUTGOING, welcome)?;
+        Ok(self.pair.post_send(WELCOME, &self.buffer, OUTGOING, welcome.len() as u32)?)
     }
 }
 

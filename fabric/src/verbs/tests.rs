@@ -430,7 +430,7 @@ mod in_the_machine {
         let dead = world.exporter.raw_devices().remove(0);
         assert_eq!(peer.post_read(&[read(1, 0, 5000)]).unwrap(), 1);
         settle(&mut peer, 1);
-        dead.bury();
+        dead.mark_failed();
         assert_eq!(until_retired(&mut peer), ReadError::PeerGone);
         until("the source to offer nothing by RDMA", || world.exporter.key(ID).is_err());
         world.wait_for_connections(0);
@@ -438,7 +438,7 @@ mod in_the_machine {
         let another = RegionId { region: 2, ..ID };
         world.exporter.export(another, filled(8192)).unwrap();
         assert!(world.exporter.key(another).is_err());
-        dead.revive();
+        dead.mark_working();
         until("the source to offer RDMA again", || world.exporter.key(ID).is_ok());
         // By the old key, whose address and port are the same.
         let mut next = connect_to(&key, &world.options, &world.sink).unwrap();

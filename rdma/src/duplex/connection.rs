@@ -14,23 +14,23 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{Timespec, epoll};
 
-use super::{DuplexOptions, Region, Request, Station, Stations, watched};
+use super::{DeviceContext, Devices, DuplexOptions, Region, Request, watched};
 use crate::{Error, status_name};
 use crate::{
     bindings as ffi,
-    cm::{Event, Events, Id, Terms, is_end},
+    cm::{Event, Events, Id, ReadDepths, is_end},
     device::Alarm,
-    objects::{Capacity, Channel, Completed, Completions, NO_RIGHTS, QueuePair, RemoteRead, Sharing},
+    objects::{Capacity, Channel, Completed, Completions, NO_RIGHTS, PairOptions, QueuePair, RemoteRead},
 };
 
 /// See the head of the file. Dropping it ends the connection; when that returns the card has let go of all memory that was given to it
-/// for this wire, shared receives excepted.
-pub struct Wire {
+/// for this connection, shared receives excepted.
+pub struct Connection {
     /// The queue pair before what it stands on.
     linked: Option<Linked>,
     id: Id,
     events: Arc<Events>,
-    stations: Arc<Stations>,
+    stations: Arc<Devices>,
     readiness: OwnedFd,
     stage: Stage,
     remote: SocketAddr,
@@ -46,11 +46,11 @@ struct Linked {
     completions: Arc<Completions>,
     channel: Arc<Channel>,
     alarm: Arc<Alarm>,
-    station: Arc<Station>,
+    station: Arc<DeviceContext>,
     queue_depth: u32,
     /// Bytes that a request may carry in itself.
     inline: u32,
-    terms: Terms,
+    depths: ReadDepths,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,12 +63,12 @@ enum Stage {
     Up,
 }
 
-/// How far a wire has come.
+/// How far a connection has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
     /// Nothing to be done but to wait for the descriptor.
     Pending,
-    /// The device is known: post receives there, then [`Wire::connect`].
+    /// The device is known: post receives there, then [`Connection::connect`].
     Routed,
     /// Both ends can send.
     Up,
@@ -76,55 +76,56 @@ pub enum Step {
 
 /// Something that a card has done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Done {
+pub struct Completion {
     /// The name that the request was given.
     pub name: u64,
     /// Bytes, where it was a receive.
     pub length: u32,
-    /// The request was carried out; otherwise the wire is at its end.
+    /// The request was carried out; otherwise the connection is at its end.
     pub well: bool,
 }
 
-impl Wire {
+impl Connection {
     /// Begins to call, from `local` where it is given.
     ///
     /// # Errors
     /// [`Error::NoRdma`]; [`Error::Unreachable`].
-    pub fn call(stations: &Arc<Stations>, local: Option<IpAddr>, remote: SocketAddr) -> Result<Wire, Error> {
+    pub fn call(stations: &Arc<Devices>, local: Option<IpAddr>, remote: SocketAddr) -> Result<Connection, Error> {
         let events = Events::new()?;
         let id = Id::new(&events)?;
-        let wire = Wire::new(id, events, stations.clone(), Stage::Looking { slice: FIRST_SLICE }, remote, local)?;
-        wire.id.resolve_address(local, remote, FIRST_SLICE).map_err(|source| wire.unreachable(source))?;
-        Ok(wire)
+        let connection =
+            Connection::new(id, events, stations.clone(), Stage::Looking { slice: FIRST_SLICE }, remote, local)?;
+        connection.id.resolve_address(local, remote, FIRST_SLICE).map_err(|source| connection.unreachable(source))?;
+        Ok(connection)
     }
 
-    pub(super) fn accept(request: Request, answer: &[u8]) -> Result<Wire, Error> {
+    pub(super) fn accept(request: Request, answer: &[u8]) -> Result<Connection, Error> {
         let Request { id, events, event, station, stations } = request;
         let remote = id.peer().unwrap_or_else(|| SocketAddr::new(IpAddr::V4(std::net::Ipv4Addr::UNSPECIFIED), 0));
-        let mut wire = Wire::new(id, events, stations, Stage::Accepting, remote, None)?;
-        let mut terms = terms(&station, wire.stations.options());
-        terms.initiator_depth = terms.initiator_depth.min(event.initiator_depth);
-        terms.responder_resources = terms.responder_resources.min(event.responder_resources);
-        let linked = wire.link(station, terms)?;
-        let options = wire.stations.options();
-        wire.id.ready_to_retry(&linked.pair, terms, &options.connecting(), options.rnr_retries)?;
+        let mut connection = Connection::new(id, events, stations, Stage::Accepting, remote, None)?;
+        let mut depths = depths(&station, connection.stations.options());
+        depths.initiator_depth = depths.initiator_depth.min(event.initiator_depth);
+        depths.responder_resources = depths.responder_resources.min(event.responder_resources);
+        let linked = connection.link(station, depths)?;
+        let options = connection.stations.options();
+        connection.id.ready_to_retry(&linked.pair, depths, &options.connecting(), options.rnr_retries)?;
         linked.pair.allow(NO_RIGHTS)?; // some managers' attributes come with rights
-        let accepted = wire.id.accept(&linked.pair, terms, answer, &options.connecting());
+        let accepted = connection.id.accept(&linked.pair, depths, answer, &options.connecting());
         accepted.map_err(Error::system("accepting an RDMA connection"))?;
-        wire.linked = Some(linked);
-        Ok(wire)
+        connection.linked = Some(linked);
+        Ok(connection)
     }
 
     fn new(
         id: Id,
         events: Arc<Events>,
-        stations: Arc<Stations>,
+        stations: Arc<Devices>,
         stage: Stage,
         remote: SocketAddr,
         local: Option<IpAddr>,
-    ) -> Result<Wire, Error> {
+    ) -> Result<Connection, Error> {
         let readiness = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Error::system("making an epoll"))?;
-        let wire = Wire {
+        let connection = Connection {
             linked: None,
             id,
             events,
@@ -138,11 +139,11 @@ impl Wire {
             armed: false,
             taken: Vec::new(),
         };
-        wire.watch(wire.events.as_fd(), EVENTS)?;
-        Ok(wire)
+        connection.watch(connection.events.as_fd(), EVENTS)?;
+        Ok(connection)
     }
 
-    /// Has the wire's descriptor become readable when this one is, and [`Wire::look`] say so.
+    /// Has the connection's descriptor become readable when this one is, and [`Connection::look`] say so.
     ///
     /// # Errors
     /// [`Error::System`].
@@ -157,21 +158,21 @@ impl Wire {
     }
 
     /// Makes the queue pair, in its first state.
-    fn link(&self, station: Arc<Station>, terms: Terms) -> Result<Linked, Error> {
+    fn link(&self, station: Arc<DeviceContext>, depths: ReadDepths) -> Result<Linked, Error> {
         let (options, device) = (self.stations.options(), station.domain.device());
         let most = u32::try_from(device.attributes().max_qp_wr).unwrap_or(u32::MAX);
         let queue_depth = options.queue_depth.min(most);
         let channel = Channel::new(device)?;
-        // Each request that is posted has its place; and so has each receive, as all of them may be for this wire.
+        // Each request that is posted has its place; and so has each receive, as all of them may be for this connection.
         let most = u32::try_from(device.attributes().max_cqe).unwrap_or(u32::MAX);
         let completions =
             Completions::new(&channel, (queue_depth + station.receives.room().min(MOST_RECEIVED)).min(most))?;
         let receives = Some(station.receives.clone());
-        let sharing = Sharing { receives, quiet: true, ..Sharing::default() };
+        let with_options = PairOptions { receives, quiet: true, ..PairOptions::default() };
         let capacity = Capacity { send: queue_depth, receive: 0 };
         let (pair, inline) = station.inline.settle(device.name(), |inline| {
-            let sharing = Sharing { inline, ..sharing.clone() };
-            let pair = QueuePair::sharing(&station.domain, &completions, capacity, sharing)?;
+            let with_options = PairOptions { inline, ..with_options.clone() };
+            let pair = QueuePair::with_options(&station.domain, &completions, capacity, with_options)?;
             let answered = pair.inline();
             Ok((pair, answered))
         })?;
@@ -181,7 +182,7 @@ impl Wire {
         self.watch(channel.as_fd(), COMPLETIONS)?;
         self.watch(alarm.as_fd(), ALARM)?;
         self.watch(watched(device), DEVICE)?;
-        Ok(Linked { pair, completions, channel, alarm, station, queue_depth, inline, terms })
+        Ok(Linked { pair, completions, channel, alarm, station, queue_depth, inline, depths })
     }
 
     /// Where the other end is.
@@ -192,8 +193,8 @@ impl Wire {
     /// The device that it is on, once that is known.
     ///
     /// # Errors
-    /// [`Error::Misuse`] before the wire is [routed](Step::Routed).
-    pub fn station(&self) -> Result<Arc<Station>, Error> {
+    /// [`Error::Misuse`] before the connection is [routed](Step::Routed).
+    pub fn station(&self) -> Result<Arc<DeviceContext>, Error> {
         match &self.linked {
             Some(linked) => Ok(linked.station.clone()),
             None => self.stations.on(&self.id.device()?),
@@ -268,9 +269,9 @@ impl Wire {
     /// [`Error::System`]; [`Error::Unreachable`].
     pub fn connect(&mut self, hello: &[u8]) -> Result<(), Error> {
         let station = self.station()?;
-        let terms = terms(&station, self.stations.options());
-        let linked = self.link(station, terms)?;
-        let connected = self.id.connect(&linked.pair, terms, hello, &self.stations.options().connecting());
+        let depths = depths(&station, self.stations.options());
+        let linked = self.link(station, depths)?;
+        let connected = self.id.connect(&linked.pair, depths, hello, &self.stations.options().connecting());
         connected.map_err(|source| self.unreachable(source))?;
         self.linked = Some(linked);
         self.stage = Stage::Connecting;
@@ -279,9 +280,9 @@ impl Wire {
 
     fn establish(&mut self, event: &Event) -> Result<Stage, Error> {
         let Some(linked) = &mut self.linked else { return Err(Error::Misuse("an answer to no call")) };
-        linked.terms.initiator_depth = linked.terms.initiator_depth.min(event.initiator_depth).max(1);
+        linked.depths.initiator_depth = linked.depths.initiator_depth.min(event.initiator_depth).max(1);
         let options = self.stations.options();
-        self.id.ready_to_retry(&linked.pair, linked.terms, &options.connecting(), options.rnr_retries)?;
+        self.id.ready_to_retry(&linked.pair, linked.depths, &options.connecting(), options.rnr_retries)?;
         linked.pair.allow(NO_RIGHTS)?;
         self.id.establish().map_err(Error::system("establishing an RDMA connection"))?;
         self.answer.clone_from(&event.message);
@@ -303,13 +304,13 @@ impl Wire {
     /// [`Error::OutOfBounds`]; [`Error::System`].
     pub fn send(&self, name: u64, region: &Region, offset: u64, length: u32, shown: bool) -> Result<(), Error> {
         region.check(offset, length)?;
-        self.linked()?.pair.post_quiet_send(name, &region.0, offset, length, shown)
+        self.linked()?.pair.post_unsignaled_send(name, &region.0, offset, length, shown)
     }
 
     /// Posts a short message, which the request carries itself.
     ///
     /// # Errors
-    /// As [`Wire::send`].
+    /// As [`Connection::send`].
     pub fn send_inline(&self, name: u64, bytes: &[u8], shown: bool) -> Result<(), Error> {
         let linked = self.linked()?;
         if bytes.len() > linked.inline as usize {
@@ -321,7 +322,7 @@ impl Wire {
     /// Posts a READ of the other end's memory into `region`. Completes visibly.
     ///
     /// # Errors
-    /// As [`Wire::send`].
+    /// As [`Connection::send`].
     pub fn read(
         &self,
         name: u64,
@@ -331,14 +332,14 @@ impl Wire {
         length: u32,
     ) -> Result<(), Error> {
         region.check(offset, length)?;
-        self.linked()?.pair.post_shown_read(&RemoteRead { name, address, key, length, offset }, &region.0)
+        self.linked()?.pair.post_signaled_read(&RemoteRead { name, address, key, length, offset }, &region.0)
     }
 
     /// Takes out what is done. No system call.
     ///
     /// # Errors
     /// [`Error::System`]: the queue is dead.
-    pub fn poll(&mut self, into: &mut Vec<Done>) -> Result<usize, Error> {
+    pub fn poll(&mut self, into: &mut Vec<Completion>) -> Result<usize, Error> {
         let Some(linked) = &self.linked else { return Ok(0) };
         self.taken.clear();
         linked.completions.poll(&mut self.taken)?;
@@ -353,7 +354,7 @@ impl Wire {
                 let why = status_name(completed.status);
                 tracing::debug!(peer = %self.remote, why, "an RDMA request has failed");
             }
-            into.push(Done { name: completed.name, length: completed.length, well });
+            into.push(Completion { name: completed.name, length: completed.length, well });
         }
         Ok(self.taken.len())
     }
@@ -372,8 +373,8 @@ impl Wire {
         Ok(())
     }
 
-    /// Takes what made the descriptor readable, completions excepted, which [`Wire::poll`] takes. Whether what is
-    /// [watched as well](Wire::watch_also) is readable.
+    /// Takes what made the descriptor readable, completions excepted, which [`Connection::poll`] takes. Whether what is
+    /// [watched as well](Connection::watch_also) is readable.
     ///
     /// # Errors
     /// The connection is over.
@@ -386,14 +387,14 @@ impl Wire {
                     while linked.channel.next().is_some() {}
                     self.armed = false;
                 }
-                (DEVICE, Some(linked)) => linked.station.domain.device().attend(),
+                (DEVICE, Some(linked)) => linked.station.domain.device().handle_events(),
                 (EVENTS, _) if self.stage != Stage::Up => drop(self.advance()?),
                 (EVENTS, _) => self.hear_the_end()?,
                 (ALSO, _) => also = true,
                 _ => {}
             }
         }
-        if self.linked.as_ref().is_some_and(|linked| linked.alarm.has_rung()) {
+        if self.linked.as_ref().is_some_and(|linked| linked.alarm.is_triggered()) {
             return Err(over());
         }
         Ok(also)
@@ -425,14 +426,14 @@ impl Wire {
     }
 }
 
-/// Readable when there is news: of connecting, of its end, of completions once [armed](Wire::arm).
-impl AsFd for Wire {
+/// Readable when there is news: of connecting, of its end, of completions once [armed](Connection::arm).
+impl AsFd for Connection {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.readiness.as_fd()
     }
 }
 
-impl Drop for Wire {
+impl Drop for Connection {
     fn drop(&mut self) {
         self.end();
     }
@@ -443,16 +444,16 @@ fn over() -> Error {
 }
 
 /// READs in flight that this device and the options allow, in both directions.
-fn terms(station: &Station, options: &DuplexOptions) -> Terms {
+fn depths(station: &DeviceContext, options: &DuplexOptions) -> ReadDepths {
     let attributes = station.domain.device().attributes();
     let lower = |most: i32| options.reads_in_flight.min(u8::try_from(most).unwrap_or(u8::MAX)).max(1);
-    Terms {
+    ReadDepths {
         initiator_depth: lower(attributes.max_qp_init_rd_atom),
         responder_resources: lower(attributes.max_qp_rd_atom),
     }
 }
 
-/// Completions of receives that a wire can have waiting: more than any other end has credits for.
+/// Completions of receives that a connection can have waiting: more than any other end has credits for.
 const MOST_RECEIVED: u32 = 4096;
 
 /// What the epoll calls its descriptors.

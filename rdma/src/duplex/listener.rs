@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-use super::{Station, Stations, Wire};
+use super::{Connection, DeviceContext, Devices};
 use crate::Error;
 use crate::{
     bindings as ffi,
@@ -12,24 +12,24 @@ use crate::{
 };
 
 /// A listener. Its descriptor is readable when somebody may have called.
-pub struct Door {
+pub struct Listener {
     id: Id,
     events: Arc<Events>,
-    stations: Arc<Stations>,
+    stations: Arc<Devices>,
     address: SocketAddr,
 }
 
-impl Door {
+impl Listener {
     /// Listens at an address of an RDMA device (or, unspecified, of all). Port 0 is a free one.
     ///
     /// # Errors
     /// [`Error::NoRdma`]; [`Error::System`], with an address that is taken or no device's.
-    pub fn listen(stations: &Arc<Stations>, address: SocketAddr) -> Result<Door, Error> {
+    pub fn listen(stations: &Arc<Devices>, address: SocketAddr) -> Result<Listener, Error> {
         let events = Events::new()?;
         let id = Id::new(&events)?;
         let port = id.listen(address).map_err(Error::system("listening for RDMA connections"))?;
         let address = SocketAddr::new(address.ip(), port);
-        Ok(Door { id, events, stations: stations.clone(), address })
+        Ok(Listener { id, events, stations: stations.clone(), address })
     }
 
     /// Where, with the port that was free.
@@ -60,7 +60,7 @@ impl Door {
     }
 }
 
-impl AsFd for Door {
+impl AsFd for Listener {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.events.as_fd()
     }
@@ -71,8 +71,8 @@ pub struct Request {
     pub(super) id: Id,
     pub(super) events: Arc<Events>,
     pub(super) event: Event,
-    pub(super) station: Arc<Station>,
-    pub(super) stations: Arc<Stations>,
+    pub(super) station: Arc<DeviceContext>,
+    pub(super) stations: Arc<Devices>,
 }
 
 impl Request {
@@ -82,7 +82,7 @@ impl Request {
     }
 
     /// The device that it came by. Receives must be posted there before the call is accepted.
-    pub fn station(&self) -> &Arc<Station> {
+    pub fn station(&self) -> &Arc<DeviceContext> {
         &self.station
     }
 
@@ -90,8 +90,8 @@ impl Request {
     ///
     /// # Errors
     /// [`Error::System`]: the connection can't be made.
-    pub fn accept(self, answer: &[u8]) -> Result<Wire, Error> {
-        Wire::accept(self, answer)
+    pub fn accept(self, answer: &[u8]) -> Result<Connection, Error> {
+        Connection::accept(self, answer)
     }
 
     /// Refuses it, with a word.

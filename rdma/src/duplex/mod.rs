@@ -2,29 +2,29 @@
 //! memory it lands in; that is the messenger's. Nor is anything of this on the path of the tables, which are read one-sidedly.
 //!
 //! ```text
-//!   Door ─ next_call ▶ Request ── accept ──▶ Wire ◀── call ── Stations
+//!   Listener ─ next_call ▶ Request ── accept ──▶ Connection ◀── call ── Devices
 //!                                            │ one queue pair, one completion queue, one descriptor
-//!                             SharedReceives │ one per Station, that is: per device and owner
+//!                             SharedReceives │ one per DeviceContext, that is: per device and owner
 //!                                  ▲         ▼
 //!                                  └──── Region: registered memory
 //! ```
 //!
-//! - A [`Wire`] has a completion queue and an event channel of its own, so that it can be served by any one thread, and move to
+//! - A [`Connection`] has a completion queue and an event channel of its own, so that it can be served by any one thread, and move to
 //!   another, without a word to anybody. (Ceph's RDMA messenger has one queue for all connections and a thread that sorts what comes;
 //!   each message then changes threads.)
-//! - Receives are shared ([`Station::post_receive`]): what is posted serves whichever wire a message comes by. So a wire's completion
+//! - Receives are shared ([`DeviceContext::post_receive`]): what is posted serves whichever connection a message comes by. So a connection's completion
 //!   may name a buffer that was posted on behalf of another.
-//! - Every wait is the caller's: no call here waits, but [`Drop`] of a wire, for as long as the card needs to let go of it.
+//! - Every wait is the caller's: no call here waits, but [`Drop`] of a connection, for as long as the card needs to let go of it.
 
-mod door;
+mod connection;
 mod inline;
-mod wire;
+mod listener;
 
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError};
 
-pub use door::{Door, Request};
-pub use wire::{Done, Step, Wire};
+pub use connection::{Completion, Connection, Step};
+pub use listener::{Listener, Request};
 
 use inline::Inline;
 
@@ -40,15 +40,15 @@ use crate::Error;
 /// How wires are made. Limits of a card lower the numbers.
 #[derive(Clone, Debug)]
 pub struct DuplexOptions {
-    /// Requests that may be posted on a wire and not completed. Not tied to how many buffers there are: a queue that is as deep as a
+    /// Requests that may be posted on a connection and not completed. Not tied to how many buffers there are: a queue that is as deep as a
     /// pool of buffers costs each connection the pool's size in queue entries.
     pub queue_depth: u32,
     /// Receives that may be posted per device.
     pub receives: u32,
     /// Bytes that a request may carry in itself: no buffer, and no fetch by the card. A card that allows fewer gets fewer; see
-    /// [`Wire::inline_bytes`].
+    /// [`Connection::inline_bytes`].
     pub inline_bytes: u32,
-    /// READs in flight per wire, in each direction.
+    /// READs in flight per connection, in each direction.
     pub reads_in_flight: u8,
     /// How often a message is sent again that found no receive posted, 0 to 6. With credits it never is, so that this only mends what a
     /// broken peer does; 7 would be for ever.
@@ -93,17 +93,17 @@ impl DuplexOptions {
 }
 
 /// The devices that an owner's wires are on, found as they are needed.
-pub struct Stations {
+pub struct Devices {
     options: DuplexOptions,
-    known: Mutex<Vec<Arc<Station>>>,
+    known: Mutex<Vec<Arc<DeviceContext>>>,
 }
 
-impl Stations {
+impl Devices {
     /// # Errors
     /// [`Error::Misuse`] for a number out of its range.
-    pub fn new(options: DuplexOptions) -> Result<Stations, Error> {
+    pub fn new(options: DuplexOptions) -> Result<Devices, Error> {
         options.check()?;
-        Ok(Stations { options, known: Mutex::default() })
+        Ok(Devices { options, known: Mutex::default() })
     }
 
     /// How wires are made.
@@ -111,29 +111,29 @@ impl Stations {
         &self.options
     }
 
-    fn on(&self, device: &Arc<Device>) -> Result<Arc<Station>, Error> {
+    fn on(&self, device: &Arc<Device>) -> Result<Arc<DeviceContext>, Error> {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(station) = known.iter().find(|station| Arc::ptr_eq(station.domain.device(), device)) {
             return Ok(station.clone());
         }
-        let station = Arc::new(Station::new(device, &self.options)?);
+        let station = Arc::new(DeviceContext::new(device, &self.options)?);
         known.push(station.clone());
         Ok(station)
     }
 }
 
 /// One device, for one owner: a protection domain, and the receives that all its wires share.
-pub struct Station {
+pub struct DeviceContext {
     receives: Arc<SharedReceives>,
     domain: Arc<Domain>,
     inline: Inline,
 }
 
-impl Station {
-    fn new(device: &Arc<Device>, options: &DuplexOptions) -> Result<Station, Error> {
+impl DeviceContext {
+    fn new(device: &Arc<Device>, options: &DuplexOptions) -> Result<DeviceContext, Error> {
         let domain = Domain::new(device)?;
         let receives = SharedReceives::new(&domain, options.receives)?;
-        Ok(Station { receives, domain, inline: Inline::new(options.inline_bytes) })
+        Ok(DeviceContext { receives, domain, inline: Inline::new(options.inline_bytes) })
     }
 
     /// The device's name.
@@ -146,18 +146,18 @@ impl Station {
         self.receives.room()
     }
 
-    /// Tells the device of memory, all of it. `lent`: the other ends of wires that [allow it](Wire::allow_reads) may read it, and
+    /// Tells the device of memory, all of it. `lent`: the other ends of wires that [allow it](Connection::allow_reads) may read it, and
     /// nothing may be received into it; otherwise only we receive into it and send from it.
     ///
     /// # Errors
     /// [`Error::NoRdma`] for a locked-memory limit that is too low; [`Error::System`].
-    pub fn register(&self, memory: &Arc<Memory>, lent: bool) -> Result<Region, Error> {
-        let access = if lent { Access::RemoteRead } else { Access::Landing };
+    pub fn register(&self, memory: &Arc<Memory>, exported: bool) -> Result<Region, Error> {
+        let access = if exported { Access::RemoteRead } else { Access::Landing };
         Registration::new(&self.domain, memory, access).map(Region)
     }
 
-    /// Posts room for one message, for whichever wire it comes by. The caller has seen to it that no more are posted than
-    /// [`Station::most_receives`], and lets the bytes be until the completion of that name.
+    /// Posts room for one message, for whichever connection it comes by. The caller has seen to it that no more are posted than
+    /// [`DeviceContext::most_receives`], and lets the bytes be until the completion of that name.
     ///
     /// # Errors
     /// [`Error::OutOfBounds`]; [`Error::System`].
@@ -187,7 +187,7 @@ impl Region {
     }
 }
 
-/// Readable when a device has something to say; see [`Wire::look`].
+/// Readable when a device has something to say; see [`Connection::look`].
 fn watched(device: &Device) -> std::os::fd::BorrowedFd<'_> {
     device.as_fd()
 }

@@ -49,7 +49,7 @@ impl Batch {
     /// [`remora_memory::Error::OutOfBounds`] if its place is not inside the sink; the batch is as before.
     pub fn add(&mut self, read: &RemoteRead, sink: &Registration) -> Result<(), Error> {
         let place = sink.piece(read.offset, read.length)?;
-        let mut request = unplaced(read.name, ffi::IBV_WR_RDMA_READ);
+        let mut request = empty_request(read.name, ffi::IBV_WR_RDMA_READ);
         request.wr.rdma = ffi::ibv_send_wr__bindgen_ty_2__bindgen_ty_1 { remote_addr: read.address, rkey: read.key };
         request.num_sge = 1;
         self.requests.push(request);
@@ -90,7 +90,7 @@ impl Batch {
 }
 
 /// A request that names no memory yet.
-pub(super) fn unplaced(name: u64, operation: ffi::ibv_wr_opcode) -> ffi::ibv_send_wr {
+pub(super) fn empty_request(name: u64, operation: ffi::ibv_wr_opcode) -> ffi::ibv_send_wr {
     // SAFETY: Numbers, pointers and unions of them: all zero bytes are a valid, empty request.
     let mut request: ffi::ibv_send_wr = unsafe { std::mem::zeroed() };
     request.wr_id = name;

@@ -11,7 +11,7 @@ use std::{
 use crate::{
     Error, bindings as ffi,
     device::Device,
-    library::{complain, done, made, never_block},
+    library::{check_code, check_pointer, set_nonblocking, warn_on_failure},
 };
 
 /// A descriptor that becomes readable when an armed completion queue has something.
@@ -27,10 +27,10 @@ impl Channel {
     /// [`Error::System`].
     pub fn new(device: &Arc<Device>) -> Result<Arc<Channel>, Error> {
         // SAFETY: The context is open for as long as the process lives.
-        let raw = made(unsafe { (device.library().verbs.ibv_create_comp_channel)(device.context()) });
+        let raw = check_pointer(unsafe { (device.library().verbs.ibv_create_comp_channel)(device.context()) });
         let raw = raw.map_err(Error::system("making a completion channel"))?;
         let channel = Channel { raw, device: device.clone() };
-        never_block(channel.as_fd())?;
+        set_nonblocking(channel.as_fd())?;
         Ok(Arc::new(channel))
     }
 
@@ -65,7 +65,7 @@ impl Drop for Channel {
     fn drop(&mut self) {
         // SAFETY: See the head of the file.
         let code = unsafe { (self.device.library().verbs.ibv_destroy_comp_channel)(self.raw.as_ptr()) };
-        complain(code, "a completion channel");
+        warn_on_failure(code, "a completion channel");
     }
 }
 
@@ -114,7 +114,7 @@ impl Completions {
         let raw = unsafe {
             (device.library().verbs.ibv_create_cq)(device.context(), entries, null_mut(), channel.raw.as_ptr(), 0)
         };
-        let raw = made(raw).map_err(Error::system("making a completion queue"))?;
+        let raw = check_pointer(raw).map_err(Error::system("making a completion queue"))?;
         Ok(Arc::new(Completions { raw, channel: channel.clone() }))
     }
 
@@ -133,7 +133,7 @@ impl Completions {
         let ops = &self.channel.device().operations();
         let Some(arm) = ops.req_notify_cq else { return Err(Error::Misuse("the device can't announce completions")) };
         // SAFETY: The queue exists. 0: any completion, not only solicited ones.
-        done(unsafe { arm(self.raw.as_ptr(), 0) }).map_err(Error::system("arming a completion queue"))
+        check_code(unsafe { arm(self.raw.as_ptr(), 0) }).map_err(Error::system("arming a completion queue"))
     }
 
     /// Takes up to [`BATCH`] completions out.
@@ -159,7 +159,7 @@ impl Drop for Completions {
     fn drop(&mut self) {
         // SAFETY: See the head of the file; no queue pair uses it, and each event was acknowledged where it was taken.
         let code = unsafe { (self.channel.device().library().verbs.ibv_destroy_cq)(self.raw.as_ptr()) };
-        complain(code, "a completion queue");
+        warn_on_failure(code, "a completion queue");
     }
 }
 

@@ -5,7 +5,7 @@ use std::{ptr::NonNull, sync::Arc};
 use crate::{
     Error, bindings as ffi,
     device::Device,
-    library::{complain, made},
+    library::{check_pointer, warn_on_failure},
 };
 
 /// A protection domain: queue pairs in it can use the registrations in it, and no others.
@@ -21,7 +21,7 @@ impl Domain {
     /// [`Error::System`].
     pub fn new(device: &Arc<Device>) -> Result<Arc<Domain>, Error> {
         // SAFETY: The context is open for as long as the process lives.
-        let raw = made(unsafe { (device.library().verbs.ibv_alloc_pd)(device.context()) });
+        let raw = check_pointer(unsafe { (device.library().verbs.ibv_alloc_pd)(device.context()) });
         let raw = raw.map_err(Error::system("making a protection domain"))?;
         Ok(Arc::new(Domain { raw, device: device.clone() }))
     }
@@ -41,7 +41,7 @@ impl Drop for Domain {
     fn drop(&mut self) {
         // SAFETY: See the head of the file; whatever was made from it holds an Arc and is gone.
         let code = unsafe { (self.device.library().verbs.ibv_dealloc_pd)(self.raw.as_ptr()) };
-        complain(code, "a protection domain");
+        warn_on_failure(code, "a protection domain");
     }
 }
 

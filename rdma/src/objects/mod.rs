@@ -22,6 +22,6 @@ pub use batch::{Batch, RemoteRead};
 pub use completions::{BATCH, Channel, Completed, Completions};
 pub use domain::Domain;
 pub use queue_pair::{Capacity, NO_RIGHTS, QueuePair};
-pub(crate) use queue_pair::{Sharing, no_attributes};
+pub(crate) use queue_pair::{PairOptions, no_attributes};
 pub(crate) use receives::SharedReceives;
 pub use registration::{Access, Registration};

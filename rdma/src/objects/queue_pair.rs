@@ -5,10 +5,10 @@ use std::{
     sync::Arc,
 };
 
-use super::{Batch, Completions, Domain, Registration, RemoteRead, SharedReceives, batch::unplaced};
+use super::{Batch, Completions, Domain, Registration, RemoteRead, SharedReceives, batch::empty_request};
 use crate::{
     Error, bindings as ffi,
-    library::{complain, done, made},
+    library::{check_code, check_pointer, warn_on_failure},
 };
 
 /// What the other end of a queue pair may do by it: nothing.
@@ -36,7 +36,7 @@ pub struct QueuePair {
 
 /// What a pair may have besides: scattered reads one of the transport, the rest one for messages.
 #[derive(Clone)]
-pub(crate) struct Sharing {
+pub(crate) struct PairOptions {
     /// Receives come from here.
     pub(crate) receives: Option<Arc<SharedReceives>>,
     /// Bytes that a request may carry in itself.
@@ -47,16 +47,16 @@ pub(crate) struct Sharing {
     pub(crate) scatter: u32,
 }
 
-impl Default for Sharing {
-    fn default() -> Sharing {
-        Sharing { receives: None, inline: 0, quiet: false, scatter: 1 }
+impl Default for PairOptions {
+    fn default() -> PairOptions {
+        PairOptions { receives: None, inline: 0, quiet: false, scatter: 1 }
     }
 }
 
 impl QueuePair {
     /// Every request on it completes visibly, into `completions`.
     pub fn new(domain: &Arc<Domain>, completions: &Arc<Completions>, capacity: Capacity) -> Result<QueuePair, Error> {
-        QueuePair::sharing(domain, completions, capacity, Sharing::default())
+        QueuePair::with_options(domain, completions, capacity, PairOptions::default())
     }
 
     /// ... one read on which may be scattered over so many places.
@@ -66,37 +66,37 @@ impl QueuePair {
         capacity: Capacity,
         scatter: u32,
     ) -> Result<QueuePair, Error> {
-        QueuePair::sharing(domain, completions, capacity, Sharing { scatter, ..Sharing::default() })
+        QueuePair::with_options(domain, completions, capacity, PairOptions { scatter, ..PairOptions::default() })
     }
 
-    /// As [`QueuePair::new`], with what `sharing` says.
-    pub(crate) fn sharing(
+    /// As [`QueuePair::new`], with what `with_options` says.
+    pub(crate) fn with_options(
         domain: &Arc<Domain>,
         completions: &Arc<Completions>,
         capacity: Capacity,
-        sharing: Sharing,
+        with_options: PairOptions,
     ) -> Result<QueuePair, Error> {
         let mut wanted = ffi::ibv_qp_init_attr {
             qp_context: null_mut(),
             send_cq: completions.raw(),
             recv_cq: completions.raw(),
-            srq: sharing.receives.as_ref().map_or(null_mut(), |receives| receives.raw()),
+            srq: with_options.receives.as_ref().map_or(null_mut(), |receives| receives.raw()),
             cap: ffi::ibv_qp_cap {
                 max_send_wr: capacity.send,
                 max_recv_wr: capacity.receive,
-                max_send_sge: sharing.scatter,
+                max_send_sge: with_options.scatter,
                 max_recv_sge: 1,
-                max_inline_data: sharing.inline,
+                max_inline_data: with_options.inline,
             },
             qp_type: ffi::IBV_QPT_RC,
-            sq_sig_all: i32::from(!sharing.quiet),
+            sq_sig_all: i32::from(!with_options.quiet),
         };
         // SAFETY: Domain, queue and shared receives exist as long as this object, which holds them; the attributes are written in full.
         let raw = unsafe { (domain.device().library().verbs.ibv_create_qp)(domain.raw(), &mut wanted) };
-        let raw = made(raw).map_err(Error::system("making a queue pair"))?;
+        let raw = check_pointer(raw).map_err(Error::system("making a queue pair"))?;
         let inline = wanted.cap.max_inline_data;
         let (domain, completions) = (domain.clone(), completions.clone());
-        Ok(QueuePair { raw, domain, completions, _receives: sharing.receives, inline })
+        Ok(QueuePair { raw, domain, completions, _receives: with_options.receives, inline })
     }
 
     /// Bytes that a request may carry in itself: what was asked for, or what the device makes of it.
@@ -129,7 +129,7 @@ impl QueuePair {
     pub(crate) fn modify(&self, attributes: &mut ffi::ibv_qp_attr, mask: i32) -> Result<(), Error> {
         // SAFETY: The pair exists; the library reads the attributes that the mask names, all of which are plain numbers.
         let code = unsafe { (self.domain.device().library().verbs.ibv_modify_qp)(self.raw.as_ptr(), attributes, mask) };
-        done(code).map_err(Error::system("changing a queue pair's state"))
+        check_code(code).map_err(Error::system("changing a queue pair's state"))
     }
 
     /// What the card says of it, for tests.
@@ -168,21 +168,21 @@ impl QueuePair {
     }
 
     /// Posts a message out of registered memory. The caller keeps those bytes as they are until it completes.
-    pub fn post_send(&self, name: u64, letter: &Registration, offset: u64, length: u32) -> Result<(), Error> {
-        let mut piece = letter.piece(offset, length)?;
+    pub fn post_send(&self, name: u64, buffer: &Registration, offset: u64, length: u32) -> Result<(), Error> {
+        let mut piece = buffer.piece(offset, length)?;
         self.post(&mut work(name, &mut piece, ffi::IBV_WR_SEND))
     }
 
     /// As [`QueuePair::post_send`], on a quiet pair: completes visibly only if `shown`.
-    pub(crate) fn post_quiet_send(
+    pub(crate) fn post_unsignaled_send(
         &self,
         name: u64,
-        letter: &Registration,
+        buffer: &Registration,
         offset: u64,
         length: u32,
         shown: bool,
     ) -> Result<(), Error> {
-        let mut piece = letter.piece(offset, length)?;
+        let mut piece = buffer.piece(offset, length)?;
         let mut request = work(name, &mut piece, ffi::IBV_WR_SEND);
         request.send_flags = signal(shown);
         self.post(&mut request)
@@ -199,7 +199,7 @@ impl QueuePair {
     }
 
     /// As [`QueuePair::post_read`], on a quiet pair: completes visibly.
-    pub(crate) fn post_shown_read(&self, read: &RemoteRead, sink: &Registration) -> Result<(), Error> {
+    pub(crate) fn post_signaled_read(&self, read: &RemoteRead, sink: &Registration) -> Result<(), Error> {
         let mut piece = sink.piece(read.offset, read.length)?;
         let mut request = work(read.name, &mut piece, ffi::IBV_WR_RDMA_READ);
         request.wr.rdma = ffi::ibv_send_wr__bindgen_ty_2__bindgen_ty_1 { remote_addr: read.address, rkey: read.key };
@@ -228,19 +228,20 @@ impl QueuePair {
         // SAFETY: The pair exists. Requests and the lists of their places are whole, and read during the call only, in which they stay
         // where they are. The memory that a place names is registered in this pair's domain, and its owner keeps it until the request
         // has completed or the pair is gone; or the request carries the bytes, and then they are read during the call only.
-        done(unsafe { post(self.raw.as_ptr(), first, &mut failed) }).map_err(Error::system("posting a work request"))
+        check_code(unsafe { post(self.raw.as_ptr(), first, &mut failed) })
+            .map_err(Error::system("posting a work request"))
     }
 
     /// Posts room for one message of the other end.
-    pub fn post_receive(&self, name: u64, letter: &Registration, offset: u64, length: u32) -> Result<(), Error> {
+    pub fn post_receive(&self, name: u64, buffer: &Registration, offset: u64, length: u32) -> Result<(), Error> {
         let Some(post) = self.domain.device().operations().post_recv else {
             return Err(Error::Misuse("the device takes no receive requests"));
         };
-        let mut piece = letter.piece(offset, length)?;
+        let mut piece = buffer.piece(offset, length)?;
         let mut request = ffi::ibv_recv_wr { wr_id: name, next: null_mut(), sg_list: &mut piece, num_sge: 1 };
         let mut failed = null_mut();
         // SAFETY: As for `post`; the card writes at most `length` bytes there, into shared memory of which no references exist.
-        done(unsafe { post(self.raw.as_ptr(), &mut request, &mut failed) })
+        check_code(unsafe { post(self.raw.as_ptr(), &mut request, &mut failed) })
             .map_err(Error::system("posting a receive request"))
     }
 }
@@ -249,12 +250,12 @@ impl Drop for QueuePair {
     fn drop(&mut self) {
         // SAFETY: See the head of the file. Returns only when the card has finished with it.
         let code = unsafe { (self.domain.device().library().verbs.ibv_destroy_qp)(self.raw.as_ptr()) };
-        complain(code, "a queue pair");
+        warn_on_failure(code, "a queue pair");
     }
 }
 
 fn work(name: u64, piece: &mut ffi::ibv_sge, operation: ffi::ibv_wr_opcode) -> ffi::ibv_send_wr {
-    let mut request = unplaced(name, operation);
+    let mut request = empty_request(name, operation);
     request.sg_list = piece;
     request.num_sge = 1;
     request

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::{Domain, Registration};
 use crate::{
     Error, bindings as ffi,
-    library::{complain, done, made},
+    library::{check_code, check_pointer, warn_on_failure},
 };
 
 /// Receives of all queue pairs that were made with it.
@@ -36,7 +36,7 @@ impl SharedReceives {
         let attributes = ffi::ibv_srq_attr { max_wr: room, max_sge: 1, srq_limit: 0 };
         let mut wanted = ffi::ibv_srq_init_attr { srq_context: null_mut(), attr: attributes };
         // SAFETY: The domain exists as long as this object, which holds it; the attributes are written in full.
-        let raw = made(unsafe { (device.library().verbs.ibv_create_srq)(domain.raw(), &mut wanted) });
+        let raw = check_pointer(unsafe { (device.library().verbs.ibv_create_srq)(domain.raw(), &mut wanted) });
         let raw = raw.map_err(Error::system("making a shared receive queue"))?;
         Ok(Arc::new(SharedReceives { raw, domain: domain.clone(), room }))
     }
@@ -60,7 +60,7 @@ impl SharedReceives {
         let mut failed = null_mut();
         // SAFETY: The queue exists. Request and piece are read during the call only. The card writes at most `length` bytes into
         // shared memory of which no references exist, and which is registered in this queue's domain.
-        done(unsafe { post(self.raw.as_ptr(), &mut request, &mut failed) })
+        check_code(unsafe { post(self.raw.as_ptr(), &mut request, &mut failed) })
             .map_err(Error::system("posting a shared receive request"))
     }
 }
@@ -69,6 +69,6 @@ impl Drop for SharedReceives {
     fn drop(&mut self) {
         // SAFETY: Made by the library, given back once; queue pairs that used it held an Arc and are gone.
         let code = unsafe { (self.domain.device().library().verbs.ibv_destroy_srq)(self.raw.as_ptr()) };
-        complain(code, "a shared receive queue");
+        warn_on_failure(code, "a shared receive queue");
     }
 }

@@ -7,7 +7,7 @@ use remora_memory::Memory;
 use super::Domain;
 use crate::{
     Error, bindings as ffi,
-    library::{complain, made},
+    library::{check_pointer, warn_on_failure},
 };
 
 /// What others may do with registered memory.
@@ -53,7 +53,7 @@ impl Registration {
                 (raw, address.as_ptr() as u64)
             }
         };
-        let raw = made(raw).map_err(|error| registration_failed(error, length))?;
+        let raw = check_pointer(raw).map_err(|error| registration_failed(error, length))?;
         Ok(Arc::new(Registration { raw, base, domain: domain.clone(), memory: memory.clone() }))
     }
 
@@ -95,7 +95,7 @@ impl Drop for Registration {
     fn drop(&mut self) {
         // SAFETY: See the head of the file. Queue pairs that used it may still exist: the card then refuses their requests.
         let code = unsafe { (self.domain.device().library().verbs.ibv_dereg_mr)(self.raw.as_ptr()) };
-        complain(code, "a memory registration");
+        warn_on_failure(code, "a memory registration");
     }
 }
 

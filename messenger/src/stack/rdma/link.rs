@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-use remora_rdma::duplex::{Done, Request, Step, Wire};
+use remora_rdma::duplex::{Completion as Done, Connection as Wire, Request, Step};
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::flow::{Flow, OFFERS_AT_ONCE, WORD_ROOM};

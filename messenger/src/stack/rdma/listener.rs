@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-use remora_rdma::duplex::{Door, Request};
+use remora_rdma::duplex::{Listener as Door, Request};
 
 use super::letter::Hello;
 use super::link::RdmaLink;

@@ -44,7 +44,7 @@ use std::io;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use remora_rdma::duplex::{DuplexOptions, Stations};
+use remora_rdma::duplex::{Devices as Stations, DuplexOptions};
 
 pub use link::RdmaLink;
 pub use listener::RdmaListener;

@@ -19,7 +19,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use remora_memory::{Memory, Pages};
-use remora_rdma::duplex::{Done, Region, Station, Stations, Wire};
+use remora_rdma::duplex::{
+    Completion as Done, Connection as Wire, DeviceContext as Station, Devices as Stations, Region,
+};
 
 use super::RdmaOptions;
 use super::graves::Graves;
