@@ -109,7 +109,7 @@ pub(crate) struct StallTimer {
     /// Something has come since `last_progress` was set.
     progressed: bool,
     last_progress: Instant,
-    goes_off: Option<Instant>,
+    expires: Option<Instant>,
 }
 
 impl StallTimer {
@@ -117,13 +117,13 @@ impl StallTimer {
         let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
         let fd = rustix::time::timerfd_create(TimerfdClockId::Monotonic, flags)
             .map_err(Error::system("creating a timer"))?;
-        Ok(StallTimer { fd, after, progressed: false, last_progress: Instant::now(), goes_off: None })
+        Ok(StallTimer { fd, after, progressed: false, last_progress: Instant::now(), expires: None })
     }
 
     /// Reads are outstanding from now on.
     pub(crate) fn begin(&mut self) {
         self.progress();
-        if self.goes_off.is_none() {
+        if self.expires.is_none() {
             self.settle();
             self.set(Some(self.last_progress + self.after));
         }
@@ -150,8 +150,8 @@ impl StallTimer {
         if std::mem::take(&mut self.progressed) {
             self.last_progress = now;
         }
-        let Some(goes_off) = self.goes_off else { return Ok(()) };
-        if now < goes_off {
+        let Some(expires) = self.expires else { return Ok(()) };
+        if now < expires {
             return Ok(());
         }
         let due = self.last_progress + self.after;
@@ -164,7 +164,7 @@ impl StallTimer {
 
     /// Setting it, or unsetting it, also takes back that it has gone off.
     fn set(&mut self, at: Option<Instant>) {
-        self.goes_off = at;
+        self.expires = at;
         let left =
             at.map_or(Duration::ZERO, |at| at.saturating_duration_since(Instant::now()).max(Duration::from_nanos(1)));
         let value = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };

@@ -12,7 +12,7 @@ use super::{
     ShmOptions,
     key::{self, BootId},
     serve,
-    server::{House, Shared},
+    server::{Server, Shared},
 };
 use crate::{
     error::{Denial, Error},
@@ -45,8 +45,8 @@ impl ShmExporter {
             eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Error::system("making an eventfd"))?;
         let (listener, address) = local::listen(&options.place)?;
         // From here on the exporter's drop removes the socket's file, should one of the next steps fail.
-        let house = House::new(options.connections, options.handshake_timeout);
-        let shared = Arc::new(Shared { house: Mutex::new(house), stop });
+        let server = Server::new(options.connections, options.handshake_timeout);
+        let shared = Arc::new(Shared { server: Mutex::new(server), stop });
         let mut exporter = ShmExporter { shared, address, boot_id, owner: None };
         exporter.owner = Some(serve::start(exporter.shared.clone(), listener)?);
         Ok(exporter)
@@ -60,27 +60,27 @@ impl Exporter for ShmExporter {
 
     fn export(&self, id: RegionId, memory: Arc<Memory>) -> Result<(), Error> {
         let read_only = memory.reopen_read_only()?;
-        self.shared.house().export(id, memory.length(), read_only)
+        self.shared.server().export(id, memory.length(), read_only)
     }
 
     fn revoke(&self, id: RegionId) {
-        let mut house = self.shared.house();
-        house.forget_region(id);
-        house.cut_readers(Denial::Revoked, |_, region| region == id);
+        let mut server = self.shared.server();
+        server.forget_region(id);
+        server.cut_readers(Denial::Revoked, |_, region| region == id);
     }
 
     fn grant(&self, session: u64, secret: Secret) {
-        self.shared.house().grant(session, secret);
+        self.shared.server().grant(session, secret);
     }
 
     fn withdraw(&self, session: u64) {
-        let mut house = self.shared.house();
-        house.forget_session(session);
-        house.cut_readers(Denial::NotGranted, |guest, _| guest == session);
+        let mut server = self.shared.server();
+        server.forget_session(session);
+        server.cut_readers(Denial::NotGranted, |reader, _| reader == session);
     }
 
     fn key(&self, id: RegionId) -> Result<RegionKey, Error> {
-        let length = self.shared.house().region_length(id).ok_or(Error::NotExported(id))?;
+        let length = self.shared.server().region_length(id).ok_or(Error::NotExported(id))?;
         key::make(id, length, &self.boot_id, &self.address)
     }
 

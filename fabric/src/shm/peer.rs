@@ -49,7 +49,7 @@ impl ShmPeer {
     }
 
     /// Asks the connection whether it still stands.
-    fn listen(&mut self) {
+    fn check_connection(&mut self) {
         // A byte more than a farewell has, so that a longer packet is not taken for one.
         let mut packet = [0; wire::FAREWELL_BYTES + 1];
         // Without room for descriptors: this is asked at every poll, and costs half without.
@@ -115,21 +115,21 @@ impl Peer for ShmPeer {
         }
         let accepted = reads.len().min(DEPTH - self.queue.len());
         self.queue.extend(reads.iter().take(accepted));
-        self.signal.follow(self.has_work());
+        self.signal.set(self.has_work());
         Ok(accepted)
     }
 
     fn poll(&mut self, completions: &mut Vec<Completion>) -> Result<usize, Error> {
         let before = completions.len();
         // First, so that nothing is handed out of a region after the news that it is revoked.
-        self.listen();
+        self.check_connection();
         match self.retired {
             None => self.copy(completions),
             Some(end) => {
                 completions.extend(self.queue.drain(..).map(|read| Completion { tag: read.tag, result: Err(end) }));
             }
         }
-        self.signal.follow(self.has_work());
+        self.signal.set(self.has_work());
         match (completions.len() - before, self.retired) {
             (0, Some(end)) => Err(Error::Retired(end)),
             (count, _) => Ok(count),
@@ -147,7 +147,7 @@ impl Peer for ShmPeer {
 
     fn arm(&mut self) -> BorrowedFd<'_> {
         self.signal.watched = true;
-        self.signal.follow(!self.queue.is_empty() || self.retired.is_some());
+        self.signal.set(!self.queue.is_empty() || self.retired.is_some());
         self.signal.both.as_fd()
     }
 
@@ -160,7 +160,7 @@ impl Peer for ShmPeer {
             self.retired = Some(ReadError::Cancelled);
             // The source forgets us at once, not only when this value is dropped.
             let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
-            self.signal.follow(true);
+            self.signal.set(true);
         }
     }
 }
@@ -194,7 +194,7 @@ impl Signal {
     }
 
     /// Makes `work` show what there is.
-    fn follow(&mut self, has_work: bool) {
+    fn set(&mut self, has_work: bool) {
         if !self.watched || self.shows == has_work {
             return;
         }

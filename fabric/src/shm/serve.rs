@@ -19,7 +19,7 @@ use std::{
 
 use rustix::{event::epoll, io::Errno};
 
-use super::server::{Guest, Shared, Stage, turn_away};
+use super::server::{ReaderConnection, Shared, Stage, refuse};
 use crate::{
     error::{Denial, Error},
     memory::local,
@@ -34,7 +34,7 @@ pub(super) fn start(shared: Arc<Shared>, listener: OwnedFd) -> Result<JoinHandle
         .name("remora-shm".into())
         .spawn(move || {
             Owner { shared: &shared, epoll, listener }.run();
-            shared.house().guests.clear();
+            shared.server().readers.clear();
         })
         .map_err(Error::system("starting a thread"))
 }
@@ -51,7 +51,7 @@ impl Owner<'_> {
         let mut events = Vec::with_capacity(EVENTS_PER_TURN);
         loop {
             events.clear();
-            let patience = self.shared.house().patience(Instant::now());
+            let patience = self.shared.server().next_timeout(Instant::now());
             match epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), patience.as_ref()) {
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(error) => return tracing::error!(%error, "shm: no connection can be answered any more"),
@@ -60,10 +60,10 @@ impl Owner<'_> {
                 match event.data.u64() {
                     STOP => return,
                     LISTENER => self.accept(),
-                    number => self.shared.house().hear(number),
+                    number => self.shared.server().on_packet(number),
                 }
             }
-            self.shared.house().cut_late(Instant::now());
+            self.shared.server().cut_late(Instant::now());
         }
     }
 
@@ -71,7 +71,7 @@ impl Owner<'_> {
     fn accept(&self) {
         for _ in 0..EVENTS_PER_TURN {
             match local::accept(&self.listener) {
-                Ok(Some(guest)) => self.admit(guest),
+                Ok(Some(reader)) => self.admit(reader),
                 Ok(None) => return,
                 Err(error) => {
                     // Out of descriptors, most likely. They stay in the backlog; without a pause we would spin on them.
@@ -82,18 +82,18 @@ impl Owner<'_> {
         }
     }
 
-    fn admit(&self, guest: OwnedFd) {
-        let mut house = self.shared.house();
-        let number = house.next_number;
-        if house.guests.len() >= house.connections {
-            return turn_away(&guest, Denial::Busy);
+    fn admit(&self, reader: OwnedFd) {
+        let mut server = self.shared.server();
+        let number = server.next_number;
+        if server.readers.len() >= server.max_connections {
+            return refuse(&reader, Denial::Busy);
         }
-        if let Err(error) = watch(&self.epoll, &guest, number) {
+        if let Err(error) = watch(&self.epoll, &reader, number) {
             return tracing::warn!(%error, "shm: cannot watch a connection");
         }
-        house.next_number += 1;
-        let deadline = Instant::now() + house.handshake_timeout;
-        house.guests.insert(number, Guest { socket: guest, stage: Stage::Greeting { deadline } });
+        server.next_number += 1;
+        let deadline = Instant::now() + server.handshake_timeout;
+        server.readers.insert(number, ReaderConnection { socket: reader, stage: Stage::AwaitingHello { deadline } });
     }
 }
 
@@ -101,7 +101,7 @@ fn watch(epoll: &OwnedFd, fd: &OwnedFd, number: u64) -> Result<(), Errno> {
     epoll::add(epoll, fd, epoll::EventData::new_u64(number), epoll::EventFlags::IN | epoll::EventFlags::RDHUP)
 }
 
-/// Numbers of the two descriptors that are no guests.
+/// Numbers of the two descriptors that are no readers.
 const STOP: u64 = 0;
 const LISTENER: u64 = 1;
 /// Events taken, and connections accepted, per turn: enough to be rare, few enough that a crowd can't starve those inside.

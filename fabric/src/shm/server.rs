@@ -22,26 +22,26 @@ use crate::{
 pub(super) struct Shared {
     /// Behind a lock, and not owned by the thread alone, so that `revoke` has cut the connections when it returns. It is never held
     /// while anything blocks.
-    pub(super) house: Mutex<House>,
+    pub(super) server: Mutex<Server>,
     /// Written once, at the end.
     pub(super) stop: OwnedFd,
 }
 
 impl Shared {
-    /// What a panicking thread leaves behind is whole: each method of the house changes one thing.
-    pub(super) fn house(&self) -> MutexGuard<'_, House> {
-        self.house.lock().unwrap_or_else(PoisonError::into_inner)
+    /// What a panicking thread leaves behind is whole: each method of the server changes one thing.
+    pub(super) fn server(&self) -> MutexGuard<'_, Server> {
+        self.server.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// What is lent, to whom it may be, and who is there.
-pub(super) struct House {
+pub(super) struct Server {
     regions: HashMap<RegionId, Region>,
     grants: HashMap<u64, Secret>,
-    pub(super) guests: HashMap<u64, Guest>,
+    pub(super) readers: HashMap<u64, ReaderConnection>,
     /// Guests are numbered in the order of their coming, never twice: an event for one who has left finds nobody.
     pub(super) next_number: u64,
-    pub(super) connections: usize,
+    pub(super) max_connections: usize,
     pub(super) handshake_timeout: Duration,
 }
 
@@ -50,25 +50,25 @@ struct Region {
     read_only: Arc<OwnedFd>,
 }
 
-pub(super) struct Guest {
+pub(super) struct ReaderConnection {
     pub(super) socket: OwnedFd,
     pub(super) stage: Stage,
 }
 
 pub(super) enum Stage {
-    Greeting { deadline: Instant },
-    Proving { deadline: Instant, handshake: Source<Shm> },
+    AwaitingHello { deadline: Instant },
+    AwaitingProof { deadline: Instant, handshake: Source<Shm> },
     Reading { session: u64, id: RegionId },
 }
 
-impl House {
-    pub(super) fn new(connections: usize, handshake_timeout: Duration) -> House {
-        House {
+impl Server {
+    pub(super) fn new(max_connections: usize, handshake_timeout: Duration) -> Server {
+        Server {
             regions: HashMap::new(),
             grants: HashMap::new(),
-            guests: HashMap::new(),
-            next_number: FIRST_GUEST,
-            connections,
+            readers: HashMap::new(),
+            next_number: FIRST_READER,
+            max_connections,
             handshake_timeout,
         }
     }
@@ -99,10 +99,10 @@ impl House {
 
     /// Says farewell to readers, chosen by session and region, and hangs up.
     pub(super) fn cut_readers(&mut self, reason: Denial, chosen: impl Fn(u64, RegionId) -> bool) {
-        self.guests.retain(|_, guest| match guest.stage {
+        self.readers.retain(|_, reader| match reader.stage {
             Stage::Reading { session, id } if chosen(session, id) => {
                 // If it can't be said, the end of the connection says enough.
-                let _ = local::send(&guest.socket, &wire::farewell(reason), None);
+                let _ = local::send(&reader.socket, &wire::farewell(reason), None);
                 false
             }
             _ => true,
@@ -110,66 +110,66 @@ impl House {
     }
 
     /// Time until somebody is late; `None` if nobody can be.
-    pub(super) fn patience(&self, now: Instant) -> Option<Timespec> {
-        let first = self.guests.values().filter_map(Guest::deadline).min()?;
+    pub(super) fn next_timeout(&self, now: Instant) -> Option<Timespec> {
+        let first = self.readers.values().filter_map(ReaderConnection::deadline).min()?;
         // A millisecond more, so that the turn that follows finds him late and not nearly so.
         let left = first.saturating_duration_since(now) + Duration::from_millis(1);
         Some(Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() })
     }
 
     pub(super) fn cut_late(&mut self, now: Instant) {
-        self.guests.retain(|_, guest| guest.deadline().is_none_or(|deadline| deadline > now));
+        self.readers.retain(|_, reader| reader.deadline().is_none_or(|deadline| deadline > now));
     }
 
-    /// Takes what a guest has to say.
-    pub(super) fn hear(&mut self, number: u64) {
-        let Some(mut guest) = self.guests.remove(&number) else { return };
-        let packet = match local::receive(&guest.socket) {
+    /// Takes what a reader has to say.
+    pub(super) fn on_packet(&mut self, number: u64) {
+        let Some(mut reader) = self.readers.remove(&number) else { return };
+        let packet = match local::receive(&reader.socket) {
             Ok(packet) => packet,
-            Err(Errno::AGAIN) => return drop(self.guests.insert(number, guest)),
+            Err(Errno::AGAIN) => return drop(self.readers.insert(number, reader)),
             Err(_) => return,
         };
-        if let Some(stage) = self.next_stage(&guest, packet.bytes()) {
-            guest.stage = stage;
-            self.guests.insert(number, guest);
+        if let Some(stage) = self.next_stage(&reader, packet.bytes()) {
+            reader.stage = stage;
+            self.readers.insert(number, reader);
         }
     }
 
-    /// Where a packet brings a guest; `None`: out.
-    fn next_stage(&self, guest: &Guest, packet: &[u8]) -> Option<Stage> {
-        match &guest.stage {
-            Stage::Greeting { deadline } => self.greet(guest, packet, *deadline),
-            Stage::Proving { handshake, .. } => self.examine(guest, packet, handshake),
+    /// Where a packet brings a reader; `None`: out.
+    fn next_stage(&self, reader: &ReaderConnection, packet: &[u8]) -> Option<Stage> {
+        match &reader.stage {
+            Stage::AwaitingHello { deadline } => self.greet(reader, packet, *deadline),
+            Stage::AwaitingProof { handshake, .. } => self.examine(reader, packet, handshake),
             // A reader has nothing to say: this is the end of the connection, or nonsense.
             Stage::Reading { .. } => None,
         }
     }
 
-    fn greet(&self, guest: &Guest, packet: &[u8], deadline: Instant) -> Option<Stage> {
+    fn greet(&self, reader: &ReaderConnection, packet: &[u8], deadline: Instant) -> Option<Stage> {
         match Source::challenge(packet, &auth::nonce().ok()?) {
             Ok((handshake, challenge)) => {
-                local::send(&guest.socket, &challenge, None).ok()?;
-                Some(Stage::Proving { deadline, handshake })
+                local::send(&reader.socket, &challenge, None).ok()?;
+                Some(Stage::AwaitingProof { deadline, handshake })
             }
             Err(rejected) => {
                 tracing::debug!(error = %rejected.error, "shm: a connection was rejected");
-                local::send(&guest.socket, &rejected.answer?, None).ok()?;
+                local::send(&reader.socket, &rejected.answer?, None).ok()?;
                 None
             }
         }
     }
 
-    fn examine(&self, guest: &Guest, packet: &[u8], handshake: &Source<Shm>) -> Option<Stage> {
+    fn examine(&self, reader: &ReaderConnection, packet: &[u8], handshake: &Source<Shm>) -> Option<Stage> {
         let proof: &[u8; PROOF_BYTES] = packet.try_into().ok()?;
         let &Hello { session, id, .. } = handshake.hello();
         match self.judge(proof, handshake) {
             Ok((region, welcome)) => {
-                local::send(&guest.socket, &welcome, Some(region.read_only.as_fd())).ok()?;
+                local::send(&reader.socket, &welcome, Some(region.read_only.as_fd())).ok()?;
                 Some(Stage::Reading { session, id })
             }
             Err(denial) => {
                 tracing::info!(session, region = %id, %denial, "shm: a reader was refused");
-                let _ = local::send(&guest.socket, &Shm::denial(denial), None);
+                let _ = local::send(&reader.socket, &Shm::denial(denial), None);
                 None
             }
         }
@@ -188,16 +188,17 @@ impl House {
     }
 
     fn readers_of(&self, session: u64) -> usize {
-        let theirs = |guest: &&Guest| matches!(guest.stage, Stage::Reading { session: of, .. } if of == session);
-        self.guests.values().filter(theirs).count()
+        let theirs =
+            |reader: &&ReaderConnection| matches!(reader.stage, Stage::Reading { session: of, .. } if of == session);
+        self.readers.values().filter(theirs).count()
     }
 }
 
-impl Guest {
+impl ReaderConnection {
     /// When the handshake has to be over; `None` if it is.
     fn deadline(&self) -> Option<Instant> {
         match self.stage {
-            Stage::Greeting { deadline } | Stage::Proving { deadline, .. } => Some(deadline),
+            Stage::AwaitingHello { deadline } | Stage::AwaitingProof { deadline, .. } => Some(deadline),
             Stage::Reading { .. } => None,
         }
     }
@@ -205,14 +206,14 @@ impl Guest {
 
 /// Answers a hello that will not be read. What has arrived is thrown away first: closing a connection with unread packets makes
 /// the system throw away ours.
-pub(super) fn turn_away(guest: &OwnedFd, denial: Denial) {
+pub(super) fn refuse(reader: &OwnedFd, denial: Denial) {
     let Some(refusal) = Shm::refusal(Refusal::Denied(denial)) else { return };
-    let _ = local::receive(guest);
-    let _ = local::send(guest, &refusal, None);
+    let _ = local::receive(reader);
+    let _ = local::send(reader, &refusal, None);
 }
 
-/// Number of the first guest: above those of the descriptors that are no guests.
-pub(super) const FIRST_GUEST: u64 = 2;
+/// Number of the first reader: above those of the descriptors that are no readers.
+pub(super) const FIRST_READER: u64 = 2;
 /// Connections per session, so that one can't take all: 2 regions, and room for a reader that comes back before its old connections
 /// are found dead.
 const READERS_PER_SESSION: usize = 16;

@@ -32,11 +32,11 @@ pub struct SimExporter {
 pub(super) struct Source {
     regions: HashMap<RegionId, Arc<Memory>>,
     grants: HashMap<u64, Secret>,
-    guests: Vec<Guest>,
+    readers: Vec<ReaderConnection>,
     served: Arc<AtomicU64>,
 }
 
-struct Guest {
+struct ReaderConnection {
     session: u64,
     id: RegionId,
     lane: Weak<Mutex<Lane>>,
@@ -46,7 +46,7 @@ impl SimExporter {
     pub(super) fn new(shared: Arc<Shared>) -> SimExporter {
         let served = Arc::new(AtomicU64::new(0));
         let source =
-            Source { regions: HashMap::new(), grants: HashMap::new(), guests: Vec::new(), served: served.clone() };
+            Source { regions: HashMap::new(), grants: HashMap::new(), readers: Vec::new(), served: served.clone() };
         let mut state = shared.state();
         let number = state.sources.len();
         state.sources.push(Some(source));
@@ -78,7 +78,7 @@ impl Exporter for SimExporter {
     fn revoke(&self, id: RegionId) {
         self.with(|source| {
             source.regions.remove(&id);
-            source.cut(Denial::Revoked, |guest| guest.id == id);
+            source.cut(Denial::Revoked, |reader| reader.id == id);
         });
     }
 
@@ -89,7 +89,7 @@ impl Exporter for SimExporter {
     fn withdraw(&self, session: u64) {
         self.with(|source| {
             source.grants.remove(&session);
-            source.cut(Denial::NotGranted, |guest| guest.session == session);
+            source.cut(Denial::NotGranted, |reader| reader.session == session);
         });
     }
 
@@ -107,8 +107,8 @@ impl Exporter for SimExporter {
 impl Drop for SimExporter {
     fn drop(&mut self) {
         let source = self.shared.state().sources.get_mut(self.number).and_then(Option::take);
-        for guest in source.into_iter().flat_map(|source| source.guests) {
-            guest.end(ReadError::PeerGone);
+        for reader in source.into_iter().flat_map(|source| source.readers) {
+            reader.end(ReadError::PeerGone);
         }
     }
 }
@@ -129,18 +129,18 @@ impl Source {
 
     /// Notes a peer, to be told when it is over; forgets those that are gone.
     pub(super) fn note(&mut self, session: u64, id: RegionId, lane: &Arc<Mutex<Lane>>) {
-        self.guests.retain(|guest| guest.lane.strong_count() > 0);
-        self.guests.push(Guest { session, id, lane: Arc::downgrade(lane) });
+        self.readers.retain(|reader| reader.lane.strong_count() > 0);
+        self.readers.push(ReaderConnection { session, id, lane: Arc::downgrade(lane) });
     }
 
-    fn cut(&mut self, denial: Denial, chosen: impl Fn(&Guest) -> bool) {
-        for guest in self.guests.extract_if(.., |guest| chosen(guest)) {
-            guest.end(ReadError::Denied(denial));
+    fn cut(&mut self, denial: Denial, chosen: impl Fn(&ReaderConnection) -> bool) {
+        for reader in self.readers.extract_if(.., |reader| chosen(reader)) {
+            reader.end(ReadError::Denied(denial));
         }
     }
 }
 
-impl Guest {
+impl ReaderConnection {
     fn end(&self, why: ReadError) {
         if let Some(lane) = self.lane.upgrade() {
             lane.lock().unwrap_or_else(PoisonError::into_inner).retire(why);

@@ -90,9 +90,9 @@ impl Peer for SimPeer {
         }
         let accepted = reads.len().min(DEPTH - lane.outstanding.len());
         for read in reads.iter().take(accepted) {
-            lane.send_off(*read);
+            lane.schedule(*read);
         }
-        lane.show();
+        lane.update_signal();
         Ok(accepted)
     }
 
@@ -100,7 +100,7 @@ impl Peer for SimPeer {
         let before = completions.len();
         let mut lane = self.lane();
         lane.advance(completions);
-        lane.show();
+        lane.update_signal();
         match (completions.len() - before, lane.retired) {
             (0, Some(end)) => Err(Error::Retired(end)),
             (count, _) => Ok(count),
@@ -134,11 +134,11 @@ impl Lane {
     /// Ends the connection, unless it has ended before.
     pub(super) fn retire(&mut self, why: ReadError) {
         self.retired.get_or_insert(why);
-        self.show();
+        self.update_signal();
     }
 
     /// Draws a read's fate.
-    fn send_off(&mut self, read: ReadRequest) {
+    fn schedule(&mut self, read: ReadRequest) {
         let lost = self.random.happens(self.faults.lost_answer);
         let delay = self.random.within(&self.faults.delay_steps);
         let wait = if lost { Faults::TIMEOUT_STEPS } else { u64::from(delay) };
@@ -162,7 +162,7 @@ impl Lane {
     /// One step of virtual time.
     fn advance(&mut self, completions: &mut Vec<Completion>) {
         self.step += 1;
-        self.suffer();
+        self.inject_faults();
         if self.retired.is_none() {
             let step = self.step;
             let mut due: Vec<Outstanding> = self.outstanding.extract_if(.., |read| read.due <= step).collect();
@@ -170,7 +170,7 @@ impl Lane {
                 self.random.shuffle(&mut due);
             }
             for read in due {
-                completions.push(self.fulfil(read));
+                completions.push(self.complete(read));
             }
         }
         if let Some(end) = self.retired {
@@ -181,7 +181,7 @@ impl Lane {
     }
 
     /// Accidents of the connection.
-    fn suffer(&mut self) {
+    fn inject_faults(&mut self) {
         if self.outstanding.is_empty() {
             return;
         }
@@ -193,7 +193,7 @@ impl Lane {
         }
     }
 
-    fn fulfil(&mut self, outstanding: Outstanding) -> Completion {
+    fn complete(&mut self, outstanding: Outstanding) -> Completion {
         // One read of this step has ended the connection for those that come after it.
         if let Some(end) = self.retired {
             return self.fail(outstanding, end);
@@ -233,7 +233,7 @@ impl Lane {
     }
 
     /// Makes the signal show whether there is something to poll for.
-    fn show(&mut self) {
+    fn update_signal(&mut self) {
         let has_work = !self.outstanding.is_empty() || self.retired.is_some();
         if has_work == self.signalled {
             return;

@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use super::{TcpOptions, TcpPeer, handshake::Greeted, key, lane::Lane, socket, socket::Deadline};
+use super::{TcpOptions, TcpPeer, handshake::HelloSent, key, lane::Lane, socket, socket::Deadline};
 use crate::{Connector, Error, Memory, Peer, RegionKey, Secret, TransportKind, auth, lane_handshake::Hello};
 
 /// Connects to sources over TCP.
@@ -60,7 +60,7 @@ impl TcpConnector {
     fn shake_hands(&self, streams: &[TcpStream], key: &RegionKey, session: u64, secret: &Secret) -> Result<(), Error> {
         let deadline = Deadline::after(self.options.handshake_timeout);
         let hello = |(lane, stream)| {
-            Greeted::hello(stream, deadline, &Hello { lane, session, id: key.id(), nonce: auth::nonce()? })
+            HelloSent::hello(stream, deadline, &Hello { lane, session, id: key.id(), nonce: auth::nonce()? })
         };
         let greeted: Vec<_> = (0u8..).zip(streams).map(hello).collect::<Result<_, Error>>()?;
         let answered: Vec<_> = greeted.into_iter().map(|lane| lane.prove(secret)).collect::<Result<_, _>>()?;

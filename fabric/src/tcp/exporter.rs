@@ -1,12 +1,12 @@
 //! The source's end: which regions there are, who may read them, and the threads that serve lanes. The bytes go out in `serve`.
 //!
 //! ```text
-//!   adopt(stream) ─▶ thread: handshake ─▶ Book::admit ─▶ serve ─▶ Book::leave
+//!   adopt(stream) ─▶ thread: handshake ─▶ Server::admit ─▶ serve ─▶ Server::leave
 //!                                            ▲   under one lock: grant still the same? region exported? room?
 //!   export, revoke, grant, withdraw, drop ───┘
 //! ```
 //!
-//! What is true at every moment, by the lock around [`Book`]:
+//! What is true at every moment, by the lock around [`Server`]:
 //!
 //! - Each lane's thread is either in `lanes`, with its socket, or in `ended`, to be joined. Nobody else owns it.
 //! - A lane that is being served has a grant and an exported region: taking either away cuts it before the lock is given back.
@@ -28,10 +28,10 @@ use std::{
 
 use super::{
     TcpOptions, handshake,
-    handshake::Asked,
+    handshake::Responder,
     key,
-    pace::Pace,
-    serve::{Region, Server},
+    pacer::Pacer,
+    serve::{LaneServer, Region},
     socket,
     socket::Deadline,
 };
@@ -56,9 +56,9 @@ impl TcpExporter {
     /// [`Error::Misuse`] for options outside their range.
     pub fn new(options: TcpOptions, advertised: Option<SocketAddr>) -> Result<TcpExporter, Error> {
         options.check()?;
-        let book = Book { advertised, ..Book::default() };
-        let pace = options.upload_rate.map(Pace::new);
-        let shared = Shared { options, pace, book: Mutex::new(book), served: AtomicU64::new(0) };
+        let server = Server { advertised, ..Server::default() };
+        let pacer = options.upload_rate.map(Pacer::new);
+        let shared = Shared { options, pacer, server: Mutex::new(server), served: AtomicU64::new(0) };
         Ok(TcpExporter { shared: Arc::new(shared), listeners: Mutex::default() })
     }
 
@@ -78,20 +78,20 @@ impl TcpExporter {
     pub fn listen(&self, address: impl ToSocketAddrs) -> io::Result<SocketAddr> {
         let listener = Listener::start(TcpListener::bind(address)?, self.shared.clone())?;
         let address = listener.address;
-        self.shared.book().advertised.get_or_insert(address);
+        self.shared.server().advertised.get_or_insert(address);
         lock(&self.listeners).push(listener);
         Ok(address)
     }
 
     /// Lanes there are now, those that still shake hands included.
     pub fn lanes(&self) -> usize {
-        self.shared.book().lanes.len()
+        self.shared.server().lanes.len()
     }
 
     /// The congestion control in use, as the system names it, on some lane of this exporter; `None` while there is none.
     pub fn effective_congestion(&self) -> Option<String> {
-        let book = self.shared.book();
-        book.lanes.values().find_map(|lane| socket::congestion(&lane.stream).ok())
+        let server = self.shared.server();
+        server.lanes.values().find_map(|lane| socket::congestion(&lane.stream).ok())
     }
 }
 
@@ -101,19 +101,19 @@ impl Exporter for TcpExporter {
     }
 
     fn export(&self, id: RegionId, memory: Arc<Memory>) -> Result<(), Error> {
-        let mut book = self.shared.book();
-        if book.regions.contains_key(&id) {
+        let mut server = self.shared.server();
+        if server.regions.contains_key(&id) {
             return Err(Error::AlreadyExported(id));
         }
-        book.regions.insert(id, Arc::new(Region { id, memory, revoked: AtomicBool::new(false) }));
+        server.regions.insert(id, Arc::new(Region { id, memory, revoked: AtomicBool::new(false) }));
         Ok(())
     }
 
     fn revoke(&self, id: RegionId) {
-        let mut book = self.shared.book();
-        let Some(region) = book.regions.remove(&id) else { return };
+        let mut server = self.shared.server();
+        let Some(region) = server.regions.remove(&id) else { return };
         region.revoked.store(true, Ordering::Release);
-        for lane in book.lanes.values().filter(|lane| lane.reads(id)) {
+        for lane in server.lanes.values().filter(|lane| lane.reads(id)) {
             // Wakes a thread that waits for requests, so that it tells its reader. One that is sending sees the flag
             // behind the present piece.
             let _ = lane.stream.shutdown(Shutdown::Read);
@@ -121,22 +121,22 @@ impl Exporter for TcpExporter {
     }
 
     fn grant(&self, session: u64, secret: Secret) {
-        let mut book = self.shared.book();
-        if book.grants.insert(session, secret).is_some_and(|before| before != secret) {
-            book.cut(|lane| lane.belongs_to(session));
+        let mut server = self.shared.server();
+        if server.grants.insert(session, secret).is_some_and(|before| before != secret) {
+            server.cut(|lane| lane.belongs_to(session));
         }
     }
 
     fn withdraw(&self, session: u64) {
-        let mut book = self.shared.book();
-        book.grants.remove(&session);
-        book.cut(|lane| lane.belongs_to(session));
+        let mut server = self.shared.server();
+        server.grants.remove(&session);
+        server.cut(|lane| lane.belongs_to(session));
     }
 
     fn key(&self, id: RegionId) -> Result<RegionKey, Error> {
-        let book = self.shared.book();
-        let region = book.regions.get(&id).ok_or(Error::NotExported(id))?;
-        let address = book
+        let server = self.shared.server();
+        let region = server.regions.get(&id).ok_or(Error::NotExported(id))?;
+        let address = server
             .advertised
             .ok_or(Error::Misuse("a tcp key needs an address: give one to TcpExporter::new, or listen first"))?;
         key::encode(id, region.memory.length(), address)
@@ -149,12 +149,12 @@ impl Exporter for TcpExporter {
 
 impl Drop for TcpExporter {
     fn drop(&mut self) {
-        if let Some(pace) = &self.shared.pace {
-            pace.end();
+        if let Some(pacer) = &self.shared.pacer {
+            pacer.end();
         }
         // Listeners first, so that nothing new comes; each joins its thread.
         lock(&self.listeners).clear();
-        let threads = self.shared.book().close();
+        let threads = self.shared.server().close();
         threads.into_iter().for_each(join);
     }
 }
@@ -162,34 +162,34 @@ impl Drop for TcpExporter {
 /// What the exporter and its threads hold in common.
 struct Shared {
     options: TcpOptions,
-    pace: Option<Pace>,
-    book: Mutex<Book>,
+    pacer: Option<Pacer>,
+    server: Mutex<Server>,
     served: AtomicU64,
 }
 
 impl Shared {
     fn adopt(self: &Arc<Self>, stream: TcpStream) -> Result<(), Error> {
         socket::prepare(&stream, &self.options)?;
-        let ended = self.book().take_ended();
+        let ended = self.server().take_ended();
         ended.into_iter().for_each(join);
-        let mut book = self.book();
-        if !book.has_room() {
-            drop(book);
+        let mut server = self.server();
+        if !server.has_room() {
+            drop(server);
             // 48 bytes into a connection that nothing was sent on before: there is room, so that this does not wait.
             let soon = Deadline::after(Duration::from_millis(100));
             handshake::refuse_connection(&stream, Denial::Busy, soon);
             return Ok(());
         }
-        let number = book.next_lane;
-        book.next_lane += 1;
+        let number = server.next_lane;
+        server.next_lane += 1;
         let stream = Arc::new(stream);
         let (shared, lane_stream) = (self.clone(), stream.clone());
-        // Under the lock: the thread cannot leave the book before it has been entered.
+        // Under the lock: the thread cannot leave the server before it has been entered.
         let thread = std::thread::Builder::new()
             .name(format!("tcp-lane-{number}"))
             .spawn(move || shared.run_lane(number, lane_stream))
             .map_err(Error::system("starting a thread for a data lane"))?;
-        book.lanes.insert(number, Lane { stream, thread, reader: None });
+        server.lanes.insert(number, Lane { stream, thread, reader: None });
         Ok(())
     }
 
@@ -198,43 +198,43 @@ impl Shared {
         if let Err(error) = self.serve_lane(number, &stream) {
             tracing::debug!(lane = number, %error, "a data lane was turned away");
         }
-        // Explicitly, and not by dropping: the book holds the socket too, until just below.
+        // Explicitly, and not by dropping: the server holds the socket too, until just below.
         socket::cut(&stream);
-        self.book().leave(number);
+        self.server().leave(number);
     }
 
     fn serve_lane(&self, number: u64, stream: &TcpStream) -> Result<(), Error> {
-        let asked = Asked::challenge(stream, Deadline::after(self.options.handshake_timeout))?;
-        let &Hello { session, id, .. } = asked.hello();
-        let secret = self.book().grants.get(&session).copied();
-        let examined = asked.examine(secret.as_ref())?;
+        let responder = Responder::challenge(stream, Deadline::after(self.options.handshake_timeout))?;
+        let &Hello { session, id, .. } = responder.hello();
+        let secret = self.server().grants.get(&session).copied();
+        let examined = responder.examine(secret.as_ref())?;
         let admitted = examined.and_then(|proved| {
-            let region = self.book().admit(number, session, secret.as_ref(), id)?;
+            let region = self.server().admit(number, session, secret.as_ref(), id)?;
             Ok((proved, region))
         });
         let (proved, region) = match admitted {
             Ok(admitted) => admitted,
             Err(denial) => {
-                asked.refuse(denial)?;
+                responder.refuse(denial)?;
                 return Err(Error::Refused(denial));
             }
         };
-        asked.welcome(&proved, region.memory.length())?;
+        responder.welcome(&proved, region.memory.length())?;
         tracing::debug!(lane = number, session, region = %region.id, "a data lane is open");
         let TcpOptions { send, drain_timeout, .. } = self.options;
-        let ended = Server::new(stream, &region, send, drain_timeout, self.pace.as_ref(), &self.served).run();
+        let ended = LaneServer::new(stream, &region, send, drain_timeout, self.pacer.as_ref(), &self.served).run();
         tracing::debug!(lane = number, session, region = %region.id, "a data lane has ended: {ended}");
         Ok(())
     }
 
-    fn book(&self) -> MutexGuard<'_, Book> {
-        lock(&self.book)
+    fn server(&self) -> MutexGuard<'_, Server> {
+        lock(&self.server)
     }
 }
 
 /// Who may read what, and who does.
 #[derive(Default)]
-struct Book {
+struct Server {
     advertised: Option<SocketAddr>,
     regions: HashMap<RegionId, Arc<Region>>,
     grants: HashMap<u64, Secret>,
@@ -262,7 +262,7 @@ impl Lane {
     }
 }
 
-impl Book {
+impl Server {
     /// Whether one more connection may shake hands.
     fn has_room(&self) -> bool {
         let unproved = self.lanes.values().filter(|lane| lane.reader.is_none()).count();
@@ -364,7 +364,7 @@ fn accept_all(listener: &TcpListener, shared: &Arc<Shared>) {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // What the book says is true after every statement, so that a panic elsewhere does not make it worthless.
+    // What the server says is true after every statement, so that a panic elsewhere does not make it worthless.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

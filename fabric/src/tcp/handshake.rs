@@ -13,39 +13,39 @@ use crate::{
 };
 
 /// The reader's end, which has said hello. The steps are separate, so that the round trips of several lanes overlap.
-pub(super) struct Greeted<'a> {
+pub(super) struct HelloSent<'a> {
     stream: &'a TcpStream,
     deadline: Deadline,
     reader: Reader<Tcp>,
 }
 
-impl<'a> Greeted<'a> {
+impl<'a> HelloSent<'a> {
     /// Says hello.
-    pub(super) fn hello(stream: &'a TcpStream, deadline: Deadline, hello: &Hello) -> Result<Greeted<'a>, Error> {
+    pub(super) fn hello(stream: &'a TcpStream, deadline: Deadline, hello: &Hello) -> Result<HelloSent<'a>, Error> {
         let (reader, bytes) = Reader::hello(hello);
         deadline.write(stream, &bytes)?;
-        Ok(Greeted { stream, deadline, reader })
+        Ok(HelloSent { stream, deadline, reader })
     }
 
     /// Receives the challenge and sends the proof.
-    pub(super) fn prove(self, secret: &'a Secret) -> Result<Answered<'a>, Error> {
-        let Greeted { stream, deadline, reader } = self;
+    pub(super) fn prove(self, secret: &'a Secret) -> Result<ProofSent<'a>, Error> {
+        let HelloSent { stream, deadline, reader } = self;
         let mut bytes = [0; Tcp::CHALLENGE_BYTES];
         deadline.read(stream, &mut bytes)?;
         let (reader, proof) = reader.prove(&bytes, secret)?;
         deadline.write(stream, &proof)?;
-        Ok(Answered { stream, deadline, reader })
+        Ok(ProofSent { stream, deadline, reader })
     }
 }
 
 /// The reader's end, which has proved its session.
-pub(super) struct Answered<'a> {
+pub(super) struct ProofSent<'a> {
     stream: &'a TcpStream,
     deadline: Deadline,
     reader: Proving<'a, Tcp>,
 }
 
-impl Answered<'_> {
+impl ProofSent<'_> {
     /// Receives the welcome, checks the source's proof, and returns the length of the region in bytes.
     pub(super) fn finish(self) -> Result<u64, Error> {
         let mut bytes = [0; WELCOME_BYTES];
@@ -55,21 +55,21 @@ impl Answered<'_> {
 }
 
 /// The source's end, which has received the hello and sent the challenge.
-pub(super) struct Asked<'a> {
+pub(super) struct Responder<'a> {
     stream: &'a TcpStream,
     deadline: Deadline,
     source: Source<Tcp>,
 }
 
-impl<'a> Asked<'a> {
+impl<'a> Responder<'a> {
     /// Receives the hello and sends the challenge, or says why not.
-    pub(super) fn challenge(stream: &'a TcpStream, deadline: Deadline) -> Result<Asked<'a>, Error> {
+    pub(super) fn challenge(stream: &'a TcpStream, deadline: Deadline) -> Result<Responder<'a>, Error> {
         let mut bytes = [0; Tcp::HELLO_BYTES];
         deadline.read(stream, &mut bytes)?;
         match Source::challenge(&bytes, &auth::nonce()?) {
             Ok((source, challenge)) => {
                 deadline.write(stream, &challenge)?;
-                Ok(Asked { stream, deadline, source })
+                Ok(Responder { stream, deadline, source })
             }
             Err(rejected) => {
                 if let Some(answer) = rejected.answer {

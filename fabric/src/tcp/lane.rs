@@ -49,7 +49,7 @@ pub(super) struct Expected {
     pub(super) tag: u64,
     /// Which read of the peer it belongs to.
     pub(super) slot: usize,
-    /// Bytes asked for.
+    /// Bytes requested.
     pub(super) length: u32,
     /// Where the next byte lands; moves as bytes arrive.
     pub(super) sink_offset: u64,
@@ -81,7 +81,7 @@ impl Lane {
         &self.stream
     }
 
-    /// Bytes that have been asked for and are not here.
+    /// Bytes that have been requested and are not here.
     pub(super) fn outstanding(&self) -> u64 {
         self.outstanding
     }
@@ -166,11 +166,11 @@ impl Lane {
             Some(front) if self.piece_left as usize > SMALL_BYTES => {
                 let wanted = self.piece_left as usize;
                 let count = sink.receive(&self.stream, front.sink_offset, wanted)?;
-                self.landed(count as u32, done);
+                self.received_bytes(count as u32, done);
                 (wanted, count)
             }
             _ => {
-                let room = self.inbox.room(self.worth_gathering());
+                let room = self.inbox.room(self.inbox_demand());
                 (room.len(), self.stream.read(room).inspect(|count| self.inbox.end += count)?)
             }
         };
@@ -182,7 +182,7 @@ impl Lane {
     }
 
     /// How many bytes to have in the inbox: the next header, and all small answers up to the next large one's header.
-    fn worth_gathering(&self) -> usize {
+    fn inbox_demand(&self) -> usize {
         let mut bytes = self.piece_left as usize;
         let mut is_next = bytes == 0;
         for answer in &self.expected {
@@ -211,11 +211,11 @@ impl Lane {
         loop {
             if self.piece_left == 0 {
                 let Some(header) = self.inbox.take_header() else { return Ok(()) };
-                let answer = Answer::decode(&header).map_err(|garbled| breach(&garbled.to_string()))?;
+                let answer = Answer::decode(&header).map_err(|malformed| violation(&malformed.to_string()))?;
                 self.begin_piece(answer, done)?;
                 continue;
             }
-            let Some(front) = self.expected.front() else { return Err(breach("bytes that belong to no read")) };
+            let Some(front) = self.expected.front() else { return Err(violation("bytes that belong to no read")) };
             let bytes = self.inbox.take(self.piece_left as usize);
             if bytes.is_empty() {
                 return Ok(());
@@ -223,7 +223,7 @@ impl Lane {
             // The place was checked when the read was posted, so that this cannot fail.
             sink.write(front.sink_offset, bytes).map_err(|_| ReadError::PeerGone)?;
             let count = bytes.len() as u32;
-            self.landed(count, done);
+            self.received_bytes(count, done);
         }
     }
 
@@ -243,22 +243,22 @@ impl Lane {
                 self.piece_left = answer.length;
                 Ok(())
             }
-            (Status::Good, Some(_)) => Err(breach("an answer of a length that was not asked for")),
-            (Status::Good, None) => Err(breach("an answer to something that was not asked")),
+            (Status::Good, Some(_)) => Err(violation("an answer of a length that was not requested for")),
+            (Status::Good, None) => Err(violation("an answer to something that was not requested")),
             (Status::Denied(Denial::OutOfBounds), Some(front)) if front.left == front.length => {
                 self.finish(Err(Denial::OutOfBounds), done);
                 Ok(())
             }
-            (Status::Denied(Denial::OutOfBounds), _) => Err(breach("a denial of something that was not asked")),
+            (Status::Denied(Denial::OutOfBounds), _) => Err(violation("a denial of something that was not requested")),
             (Status::Denied(denial), Some(_)) => Err(ReadError::Denied(denial)),
             (Status::Denied(denial), None) if answer.tag == TAG_LANE => Err(ReadError::Denied(denial)),
-            (Status::Denied(_), None) => Err(breach("a denial of something that was not asked")),
-            (Status::Malformed, _) => Err(breach("it finds our requests malformed")),
+            (Status::Denied(_), None) => Err(violation("a denial of something that was not requested")),
+            (Status::Malformed, _) => Err(violation("it finds our requests malformed")),
         }
     }
 
     /// `count` bytes of the present piece are in the sink.
-    fn landed(&mut self, count: u32, done: &mut impl FnMut(usize, Result<(), Denial>)) {
+    fn received_bytes(&mut self, count: u32, done: &mut impl FnMut(usize, Result<(), Denial>)) {
         self.piece_left -= count;
         self.outstanding -= u64::from(count);
         self.in_flight -= u64::from(count);
@@ -329,7 +329,7 @@ impl Inbox {
 }
 
 /// The source does not keep to the protocol: nothing that it sends from now on can be trusted to be what it seems.
-fn breach(what: &str) -> ReadError {
+fn violation(what: &str) -> ReadError {
     tracing::warn!(what, "the source of a data lane broke the protocol: hanging up");
     ReadError::PeerGone
 }

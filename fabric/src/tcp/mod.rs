@@ -32,7 +32,7 @@ mod exporter;
 mod handshake;
 mod key;
 mod lane;
-mod pace;
+mod pacer;
 mod peer;
 mod serve;
 mod socket;

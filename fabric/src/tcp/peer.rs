@@ -76,7 +76,7 @@ impl TcpPeer {
         parts
     }
 
-    /// Sends what was asked. A lane whose socket is full, which takes a source that does not read, is watched for room as well.
+    /// Sends what was requested. A lane whose socket is full, which takes a source that does not read, is watched for room as well.
     fn flush(&mut self) {
         for lane in &mut self.lanes {
             lane.flush();

@@ -23,7 +23,7 @@ use rustix::net::SendFlags;
 
 use super::{
     SLOWEST_DRAIN_BYTES, SendMode,
-    pace::Pace,
+    pacer::Pacer,
     socket,
     wire::{Answer, PIECE_BYTES, Request, Status, TAG_LANE},
 };
@@ -56,26 +56,26 @@ pub(super) enum Ended {
 }
 
 /// Answers the requests of one lane until it ends.
-pub(super) struct Server<'a> {
+pub(super) struct LaneServer<'a> {
     stream: &'a TcpStream,
     region: &'a Region,
     mode: SendMode,
     drain_timeout: Duration,
-    pace: Option<&'a Pace>,
+    pacer: Option<&'a Pacer>,
     served: &'a AtomicU64,
     outbox: Vec<u8>,
 }
 
-impl<'a> Server<'a> {
+impl<'a> LaneServer<'a> {
     pub(super) fn new(
         stream: &'a TcpStream,
         region: &'a Region,
         mode: SendMode,
         drain_timeout: Duration,
-        pace: Option<&'a Pace>,
+        pacer: Option<&'a Pacer>,
         served: &'a AtomicU64,
-    ) -> Server<'a> {
-        Server { stream, region, mode, drain_timeout, pace, served, outbox: Vec::with_capacity(OUTBOX_BYTES) }
+    ) -> LaneServer<'a> {
+        LaneServer { stream, region, mode, drain_timeout, pacer, served, outbox: Vec::with_capacity(OUTBOX_BYTES) }
     }
 
     /// Serves, and says why it ended.
@@ -198,10 +198,10 @@ impl<'a> Server<'a> {
         let mut sent = 0;
         while sent < length {
             let (at, mut left) = (offset + sent as u64, length - sent);
-            if let Some(pace) = self.pace {
-                left = left.min(pace.piece());
+            if let Some(pacer) = self.pacer {
+                left = left.min(pacer.piece());
                 // The reader is owed the rest of the piece whatever becomes of the region; and who hung up is found by sending.
-                pace.wait(left, || self.is_revoked());
+                pacer.wait(left, || self.is_revoked());
             }
             let began = Instant::now();
             let result = match self.mode {

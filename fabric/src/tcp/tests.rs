@@ -16,7 +16,7 @@ use proptest::prelude::*;
 
 use super::{
     exporter::{MAX_LANES_PER_SESSION, MAX_UNPROVED},
-    handshake::Asked,
+    handshake::Responder,
     key,
     socket::Deadline,
     wire::{Answer, Request, Status, TAG_LANE, Tcp, WELCOME_BYTES, decode_challenge},
@@ -122,8 +122,8 @@ fn a_wrong_secret_and_an_unknown_session_get_the_same_answer() {
 #[test]
 fn a_source_that_cannot_prove_itself_is_an_impostor() {
     let source = FakeSource::new(|stream| {
-        let asked = Asked::challenge(stream, soon()).unwrap();
-        asked.examine(Some(&SECRET)).unwrap().unwrap();
+        let responder = Responder::challenge(stream, soon()).unwrap();
+        responder.examine(Some(&SECRET)).unwrap().unwrap();
         let welcome = Tcp::welcome(&REGION_BYTES, &[9; 32]);
         soon().write(stream, &welcome).unwrap();
     });
@@ -487,7 +487,7 @@ impl World {
     fn raw_lane(&self) -> TcpStream {
         let stream = TcpStream::connect(self.address).unwrap();
         let hello = Hello { lane: 0, session: SESSION, id: ID, nonce: [1; 32] };
-        let lane = handshake::Greeted::hello(&stream, soon(), &hello).unwrap();
+        let lane = handshake::HelloSent::hello(&stream, soon(), &hello).unwrap();
         assert_eq!(lane.prove(&SECRET).unwrap().finish().unwrap(), REGION_BYTES);
         stream.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
         stream
@@ -531,9 +531,9 @@ impl FakeSource {
     /// One that shakes hands as it should, and then plays.
     fn welcoming(play: impl FnOnce(&TcpStream) + Send + 'static) -> FakeSource {
         FakeSource::new(|stream| {
-            let asked = Asked::challenge(stream, soon()).unwrap();
-            let proved = asked.examine(Some(&SECRET)).unwrap().unwrap();
-            asked.welcome(&proved, REGION_BYTES).unwrap();
+            let responder = Responder::challenge(stream, soon()).unwrap();
+            let proved = responder.examine(Some(&SECRET)).unwrap().unwrap();
+            responder.welcome(&proved, REGION_BYTES).unwrap();
             stream.set_read_timeout(None).unwrap();
             play(stream);
         })

@@ -41,7 +41,7 @@ pub(super) const TAG_LANE: u64 = u64::MAX;
 
 /// What was read off the wire is not this protocol. The other end is at fault, or is something else altogether.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub(super) enum Garbled {
+pub(super) enum Malformed {
     /// The first eight bytes are not [`LANE_MAGIC`].
     #[error("its first bytes are not those of a Remora data lane")]
     Magic,
@@ -78,13 +78,13 @@ impl Status {
     }
 
     /// The status that a number on the wire stands for.
-    pub(super) fn from_code(code: u32) -> Result<Status, Garbled> {
+    pub(super) fn from_code(code: u32) -> Result<Status, Malformed> {
         match code {
             0 => Ok(Status::Good),
             MALFORMED => Ok(Status::Malformed),
             other => {
                 let denial = u8::try_from(other).ok().and_then(Denial::from_code);
-                denial.map(Status::Denied).ok_or(Garbled::Status(other))
+                denial.map(Status::Denied).ok_or(Malformed::Status(other))
             }
         }
     }
@@ -157,7 +157,7 @@ impl Format for Tcp {
     }
 }
 
-fn decode_hello(bytes: &[u8; Tcp::HELLO_BYTES]) -> Result<Hello, Garbled> {
+fn decode_hello(bytes: &[u8; Tcp::HELLO_BYTES]) -> Result<Hello, Malformed> {
     let mut rest = In(bytes);
     check_opening(&mut rest)?;
     let [lane, reserved] = rest.take();
@@ -166,7 +166,7 @@ fn decode_hello(bytes: &[u8; Tcp::HELLO_BYTES]) -> Result<Hello, Garbled> {
     let generation = u64::from_le_bytes(rest.take());
     let nonce = rest.take();
     if reserved != 0 {
-        return Err(Garbled::Reserved);
+        return Err(Malformed::Reserved);
     }
     Ok(Hello { lane, session, id: RegionId { generation, region }, nonce })
 }
@@ -182,14 +182,14 @@ fn encode_challenge(status: Status, nonce: &[u8; NONCE_BYTES]) -> Vec<u8> {
 }
 
 /// Status and nonce of a challenge.
-pub(super) fn decode_challenge(bytes: &[u8; Tcp::CHALLENGE_BYTES]) -> Result<(Status, [u8; NONCE_BYTES]), Garbled> {
+pub(super) fn decode_challenge(bytes: &[u8; Tcp::CHALLENGE_BYTES]) -> Result<(Status, [u8; NONCE_BYTES]), Malformed> {
     let mut rest = In(bytes);
     check_opening(&mut rest)?;
     let reserved: [u8; 2] = rest.take();
     let status = Status::from_code(u32::from_le_bytes(rest.take()))?;
     let nonce = rest.take();
     if reserved != [0; 2] {
-        return Err(Garbled::Reserved);
+        return Err(Malformed::Reserved);
     }
     Ok((status, nonce))
 }
@@ -204,14 +204,14 @@ fn encode_welcome(status: Status, region_length: u64, proof: &[u8; PROOF_BYTES])
 }
 
 /// Status, length of the region, and the source's proof.
-fn decode_welcome(bytes: &[u8; WELCOME_BYTES]) -> Result<(Status, u64, [u8; PROOF_BYTES]), Garbled> {
+fn decode_welcome(bytes: &[u8; WELCOME_BYTES]) -> Result<(Status, u64, [u8; PROOF_BYTES]), Malformed> {
     let mut rest = In(bytes);
     let status = Status::from_code(u32::from_le_bytes(rest.take()))?;
     let reserved: [u8; 4] = rest.take();
     let region_length = u64::from_le_bytes(rest.take());
     let proof = rest.take();
     if reserved != [0; 4] {
-        return Err(Garbled::Reserved);
+        return Err(Malformed::Reserved);
     }
     Ok((status, region_length, proof))
 }
@@ -225,15 +225,15 @@ fn accept(status: Status) -> Result<(), Error> {
     }
 }
 
-impl From<Garbled> for Error {
-    fn from(garbled: Garbled) -> Error {
-        Error::Protocol(match garbled {
-            Garbled::Version(theirs) => {
+impl From<Malformed> for Error {
+    fn from(malformed: Malformed) -> Error {
+        Error::Protocol(match malformed {
+            Malformed::Version(theirs) => {
                 return Error::Version { kind: TransportKind::Tcp, theirs, ours: VERSION };
             }
-            Garbled::Magic => "its first bytes are not those of a Remora data lane",
-            Garbled::Status(_) => "an unknown status",
-            Garbled::Reserved => "bytes that must be zero are not",
+            Malformed::Magic => "its first bytes are not those of a Remora data lane",
+            Malformed::Status(_) => "an unknown status",
+            Malformed::Reserved => "bytes that must be zero are not",
         })
     }
 }
@@ -317,7 +317,7 @@ impl Answer {
         out.finish()
     }
 
-    pub(super) fn decode(bytes: &[u8; Self::BYTES]) -> Result<Answer, Garbled> {
+    pub(super) fn decode(bytes: &[u8; Self::BYTES]) -> Result<Answer, Malformed> {
         let mut rest = In(bytes);
         let tag = u64::from_le_bytes(rest.take());
         let status = Status::from_code(u32::from_le_bytes(rest.take()))?;
@@ -327,13 +327,13 @@ impl Answer {
 }
 
 /// Magic and version, with which both ends begin. The version is looked at before anything whose place could depend on it.
-fn check_opening(rest: &mut In<'_>) -> Result<(), Garbled> {
+fn check_opening(rest: &mut In<'_>) -> Result<(), Malformed> {
     if rest.take::<8>() != LANE_MAGIC {
-        return Err(Garbled::Magic);
+        return Err(Malformed::Magic);
     }
     match u16::from_le_bytes(rest.take()) {
         VERSION => Ok(()),
-        other => Err(Garbled::Version(other)),
+        other => Err(Malformed::Version(other)),
     }
 }
 
@@ -436,20 +436,20 @@ mod tests {
         let mut bytes = hello_bytes();
         bytes[8] = 2;
         bytes[11] = 0xFF;
-        assert_eq!(decode_hello(&bytes), Err(Garbled::Version(2)));
+        assert_eq!(decode_hello(&bytes), Err(Malformed::Version(2)));
     }
 
     #[test]
     fn bytes_that_must_be_zero_are_checked() {
         let mut hello = hello_bytes();
         hello[11] = 1;
-        assert_eq!(decode_hello(&hello), Err(Garbled::Reserved));
+        assert_eq!(decode_hello(&hello), Err(Malformed::Reserved));
         let mut welcome: [u8; WELCOME_BYTES] = Tcp::welcome(&1, &[0; PROOF_BYTES]).try_into().unwrap();
         welcome[7] = 1;
-        assert_eq!(decode_welcome(&welcome), Err(Garbled::Reserved));
+        assert_eq!(decode_welcome(&welcome), Err(Malformed::Reserved));
         let mut challenge: [u8; Tcp::CHALLENGE_BYTES] = Tcp::challenge(&[0; NONCE_BYTES]).try_into().unwrap();
         challenge[10] = 1;
-        assert_eq!(decode_challenge(&challenge), Err(Garbled::Reserved));
+        assert_eq!(decode_challenge(&challenge), Err(Malformed::Reserved));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! How a peer comes to be: find the way, connect a queue pair, shake hands, and do one READ to see that it works. Each step has its
+//! How a peer comes to be: find the route, connect a queue pair, shake hands, and do one READ to see that it works. Each step has its
 //! time; what the peer does afterwards is `peer`'s and `lane`'s.
 
 use std::{
@@ -61,21 +61,21 @@ impl VerbsConnector {
     /// Those of [`Connector::connect`]; [`Error::NoRdma`].
     pub fn open(&self, key: &RegionKey, session: u64, secret: &Secret, sink: Arc<Memory>) -> Result<VerbsPeer, Error> {
         let addresses = key::addresses(key, self.fallback_host)?;
-        let ways = ways(usize::from(self.options.queue_pairs), &self.local, &addresses);
+        let routes = routes(usize::from(self.options.queue_pairs), &self.local, &addresses);
         let mut sinks: Vec<Arc<Registration>> = Vec::new();
         let (mut lanes, mut last) = (Vec::new(), None);
         let mut closed: Vec<(Option<IpAddr>, SocketAddr)> = Vec::new();
-        for (number, way) in (0..).zip(ways) {
-            if closed.contains(&way) {
+        for (number, route) in (0..).zip(routes) {
+            if closed.contains(&route) {
                 continue;
             }
-            match self.lane(number, way, key, session, secret, (&mut sinks, &sink)) {
+            match self.lane(number, route, key, session, secret, (&mut sinks, &sink)) {
                 Ok(lane) => lanes.push(lane),
-                // No other way would be answered otherwise.
+                // No other route would be answered otherwise.
                 Err(error) if is_final(&error) => return Err(error),
                 Err(error) => {
-                    tracing::warn!(local = ?way.0, source = %way.1, %error, "no queue pair by this way");
-                    closed.push(way);
+                    tracing::warn!(local = ?route.0, source = %route.1, %error, "no queue pair by this route");
+                    closed.push(route);
                     last = Some(error);
                 }
             }
@@ -96,10 +96,10 @@ impl VerbsConnector {
         secret: &Secret,
         (sinks, sink): (&mut Vec<Arc<Registration>>, &Arc<Memory>),
     ) -> Result<Lane, Error> {
-        let way = Way::find(&self.options, local, remote)?;
-        let sink = sink_at(sinks, &way.device, sink)?;
+        let route = Route::find(&self.options, local, remote)?;
+        let sink = sink_at(sinks, &route.device, sink)?;
         let hello = Hello { session, id: key.id(), lane: number, nonce: auth::nonce()? };
-        way.connect(&hello, sink)?.shake_hands(secret, key.length())
+        route.connect(&hello, sink)?.shake_hands(secret, key.length())
     }
 }
 
@@ -120,8 +120,8 @@ impl Connector for VerbsConnector {
     }
 }
 
-/// The ways of so many queue pairs: they take turns over the source's addresses, and over ours.
-fn ways(count: usize, local: &[IpAddr], remote: &[SocketAddr]) -> Vec<(Option<IpAddr>, SocketAddr)> {
+/// The routes of so many queue pairs: they take turns over the source's addresses, and over ours.
+fn routes(count: usize, local: &[IpAddr], remote: &[SocketAddr]) -> Vec<(Option<IpAddr>, SocketAddr)> {
     let mut locals = local.iter().copied().map(Some).cycle();
     let remotes = remote.iter().copied().cycle();
     remotes.take(count).map(|remote| (locals.next().flatten(), remote)).collect()
@@ -147,7 +147,7 @@ fn sink_at(
 }
 
 /// A device and a route that lead to the source.
-struct Way<'a> {
+struct Route<'a> {
     options: &'a VerbsOptions,
     deadline: Instant,
     remote: SocketAddr,
@@ -156,8 +156,8 @@ struct Way<'a> {
     events: Arc<Events>,
 }
 
-impl<'a> Way<'a> {
-    fn find(options: &'a VerbsOptions, local: Option<IpAddr>, remote: SocketAddr) -> Result<Way<'a>, Error> {
+impl<'a> Route<'a> {
+    fn find(options: &'a VerbsOptions, local: Option<IpAddr>, remote: SocketAddr) -> Result<Route<'a>, Error> {
         let deadline = Instant::now() + options.connect_timeout;
         let events = Events::new()?;
         let id = Id::new(&events)?;
@@ -168,11 +168,11 @@ impl<'a> Way<'a> {
         id.resolve_route(options.connect_timeout).map_err(|source| unreachable(remote, source))?;
         expect(&events, ffi::RDMA_CM_EVENT_ROUTE_RESOLVED, deadline, remote, options)?;
         let device = id.device()?;
-        Ok(Way { options, deadline, remote, device, id, events })
+        Ok(Route { options, deadline, remote, device, id, events })
     }
 
     /// Connects a queue pair to the source's.
-    fn connect(self, hello: &Hello, sink: Arc<Registration>) -> Result<Met<'a>, Error> {
+    fn connect(self, hello: &Hello, sink: Arc<Registration>) -> Result<Connected<'a>, Error> {
         let domain = sink.domain();
         let channel = Channel::new(&self.device)?;
         let limit = u32::try_from(self.device.attributes().max_qp_wr).unwrap_or(1).max(2);
@@ -201,7 +201,7 @@ impl<'a> Way<'a> {
             self.id.establish().map_err(Error::system("establishing an RDMA connection"))?;
         }
         let parts = Parts { pair, channel, completions, buffer, alarm, sink, queue_depth, scatter };
-        Ok(Met { way: self, parts, reader, challenge: event.message, reads_in_flight: depths.initiator_depth })
+        Ok(Connected { route: self, parts, reader, challenge: event.message, reads_in_flight: depths.initiator_depth })
     }
 
     /// The source's answer to our request.
@@ -222,8 +222,8 @@ impl<'a> Way<'a> {
 }
 
 /// Connected to somebody who has challenged us.
-struct Met<'a> {
-    way: Way<'a>,
+struct Connected<'a> {
+    route: Route<'a>,
     parts: Parts,
     reader: Reader<Verbs>,
     /// What the source answered, as the connection manager delivered it.
@@ -231,16 +231,16 @@ struct Met<'a> {
     reads_in_flight: u8,
 }
 
-impl Met<'_> {
+impl Connected<'_> {
     /// Proves our session, makes sure of the source, and tries one READ.
     fn shake_hands(self, secret: &Secret, length: u64) -> Result<Lane, Error> {
-        let Met { way, parts, reader, challenge, reads_in_flight } = self;
-        let deadline = Instant::now() + way.options.handshake_timeout;
+        let Connected { route, parts, reader, challenge, reads_in_flight } = self;
+        let deadline = Instant::now() + route.options.handshake_timeout;
         let buffer_memory = parts.buffer.memory();
         let (reader, proof) = reader.prove(&challenge, secret)?;
         buffer_memory.write(OUTGOING, &proof)?;
         parts.pair.post_send(HELLO, &parts.buffer, OUTGOING, PROOF_BYTES as u32)?;
-        let received = await_completion(&parts, &way.events, WELCOME, deadline, way.options.handshake_timeout)?;
+        let received = await_completion(&parts, &route.events, WELCOME, deadline, route.options.handshake_timeout)?;
         let mut bytes = [0; WELCOME_BYTES];
         buffer_memory.read(INCOMING, &mut bytes)?;
         let grant = reader.finish(bytes.get(..received.length as usize).unwrap_or_default())?;
@@ -256,9 +256,9 @@ impl Met<'_> {
             offset: TRIAL,
         };
         parts.pair.post_read(&trial, &parts.buffer)?;
-        await_completion(&parts, &way.events, TRIAL_READ, deadline, way.options.handshake_timeout)?;
-        tracing::debug!(device = way.device.name(), source = %way.remote, reads_in_flight, "a queue pair reads");
-        Ok(Lane::new(parts, way.id, way.events, remote, way.options.piece_bytes))
+        await_completion(&parts, &route.events, TRIAL_READ, deadline, route.options.handshake_timeout)?;
+        tracing::debug!(device = route.device.name(), source = %route.remote, reads_in_flight, "a queue pair reads");
+        Ok(Lane::new(parts, route.id, route.events, remote, route.options.piece_bytes))
     }
 }
 
@@ -271,16 +271,16 @@ pub(super) fn read_without_proof(
     id: crate::RegionId,
     remote: Remote,
 ) -> Result<ffi::ibv_wc_status, Error> {
-    let way = Way::find(options, Some(local), source)?;
+    let route = Route::find(options, Some(local), source)?;
     let sink = Arc::new(Memory::create("unproved", 4096, crate::Pages::Small)?);
-    let sink = Registration::new(&Domain::new(&way.device)?, &sink, Access::Landing)?;
+    let sink = Registration::new(&Domain::new(&route.device)?, &sink, Access::Landing)?;
     let hello = Hello { session: 0, id, lane: 0, nonce: auth::nonce()? };
-    let met = way.connect(&hello, sink)?;
+    let connected = route.connect(&hello, sink)?;
     let guess = RemoteRead { name: TRIAL_READ, address: remote.base, key: remote.key, length: 64, offset: TRIAL };
-    met.parts.pair.post_read(&guess, &met.parts.buffer)?;
+    connected.parts.pair.post_read(&guess, &connected.parts.buffer)?;
     let (deadline, mut done) = (Instant::now() + options.handshake_timeout, Vec::new());
     while Instant::now() < deadline {
-        met.parts.completions.poll(&mut done)?;
+        connected.parts.completions.poll(&mut done)?;
         if let Some(completed) = done.iter().find(|completed| completed.name == TRIAL_READ) {
             return Ok(completed.status);
         }
@@ -346,8 +346,8 @@ fn rejected(event: &Event, remote: SocketAddr) -> Error {
     match wire::decode_refusal(&event.message) {
         Ok(Refusal::Denied(denial)) => Error::Refused(denial),
         Ok(Refusal::Malformed | Refusal::Version) => Error::Protocol("the source could not parse our hello"),
-        Err(wire::Garbled::Magic) => unreachable(remote, io::ErrorKind::ConnectionRefused.into()).into(),
-        Err(garbled) => garbled.into(),
+        Err(wire::Malformed::Magic) => unreachable(remote, io::ErrorKind::ConnectionRefused.into()).into(),
+        Err(malformed) => malformed.into(),
     }
 }
 

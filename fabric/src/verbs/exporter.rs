@@ -16,7 +16,7 @@ use remora_rdma::{
 
 use super::{
     VerbsOptions, key, serve,
-    server::{DeviceContext, House, Lent, Listener, Shared},
+    server::{DeviceContext, Exported, Listener, Server, Shared},
 };
 use crate::{Error, Exporter, Memory, RegionId, RegionKey, Secret, TransportKind};
 
@@ -51,11 +51,11 @@ impl VerbsExporter {
             bound.push(SocketAddr::new(address.ip(), port));
             listeners.push(id);
         }
-        let stations = stations(&listeners, devices)?;
+        let contexts = contexts(&listeners, devices)?;
         let listeners = bound.iter().zip(listeners).map(|(address, id)| Listener::new(*address, id)).collect();
-        let names = stations.iter().map(|station| station.device().name().to_owned()).collect();
-        let house = House::new(options, events, listeners, stations);
-        let shared = Arc::new(Shared { house: Mutex::new(house), stop });
+        let names = contexts.iter().map(|context| context.device().name().to_owned()).collect();
+        let server = Server::new(options, events, listeners, contexts);
+        let shared = Arc::new(Shared { server: Mutex::new(server), stop });
         let mut exporter = VerbsExporter { shared, addresses: bound, devices: names, owner: None };
         exporter.owner = Some(serve::start(exporter.shared.clone())?);
         Ok(exporter)
@@ -77,26 +77,26 @@ impl VerbsExporter {
     /// # Errors
     /// [`Error::NoRdma`] for a locked-memory limit that is too low; [`Error::System`].
     pub fn prepare(&self, memory: &Arc<Memory>) -> Result<(), Error> {
-        let lent = self.register(memory)?;
-        self.shared.house().keep(lent);
+        let exported = self.register(memory)?;
+        self.shared.server().cache(exported);
         Ok(())
     }
 
     /// The devices, for tests of what happens when one fails.
     #[cfg(test)]
     pub(super) fn raw_devices(&self) -> Vec<Arc<Device>> {
-        self.shared.house().domains().iter().map(|domain| domain.device().clone()).collect()
+        self.shared.server().domains().iter().map(|domain| domain.device().clone()).collect()
     }
 
     /// Connections there are now, those that still shake hands included.
     pub fn connections(&self) -> usize {
-        self.shared.house().guests()
+        self.shared.server().readers()
     }
 
     /// Registers with every device, outside of the lock: it may take a while.
-    fn register(&self, memory: &Arc<Memory>) -> Result<Lent, Error> {
-        let domains = self.shared.house().domains();
-        Lent::to(&domains, memory)
+    fn register(&self, memory: &Arc<Memory>) -> Result<Exported, Error> {
+        let domains = self.shared.server().domains();
+        Exported::to(&domains, memory)
     }
 }
 
@@ -106,32 +106,32 @@ impl Exporter for VerbsExporter {
     }
 
     fn export(&self, id: RegionId, memory: Arc<Memory>) -> Result<(), Error> {
-        let kept = self.shared.house().kept(&memory);
-        let lent = match kept {
-            Some(lent) => lent,
+        let cached = self.shared.server().cached(&memory);
+        let exported = match cached {
+            Some(exported) => exported,
             None => self.register(&memory)?,
         };
-        self.shared.house().export(id, lent)
+        self.shared.server().export(id, exported)
     }
 
     /// The connections are gone when this returns, and with them the right to read; the registration follows, unless it is
-    /// [kept](VerbsExporter::prepare) for the next region of the same memory.
+    /// [cached](VerbsExporter::prepare) for the next region of the same memory.
     fn revoke(&self, id: RegionId) {
-        let region = self.shared.house().revoke(id);
+        let region = self.shared.server().revoke(id);
         // Outside of the lock: giving up a registration unpins all its pages.
         drop(region);
     }
 
     fn grant(&self, session: u64, secret: Secret) {
-        self.shared.house().grant(session, secret);
+        self.shared.server().grant(session, secret);
     }
 
     fn withdraw(&self, session: u64) {
-        self.shared.house().withdraw(session);
+        self.shared.server().withdraw(session);
     }
 
     fn key(&self, id: RegionId) -> Result<RegionKey, Error> {
-        let length = self.shared.house().region_length(id).ok_or(Error::NotExported(id))?;
+        let length = self.shared.server().region_length(id).ok_or(Error::NotExported(id))?;
         key::encode(id, length, &self.addresses)
     }
 
@@ -149,12 +149,12 @@ impl Drop for VerbsExporter {
         if self.owner.take().is_some_and(|owner| owner.join().is_err()) {
             tracing::error!("the thread of a verbs exporter had panicked");
         }
-        self.shared.house().close();
+        self.shared.server().close();
     }
 }
 
 /// The devices that the listeners stand for: their own, or all.
-fn stations(listeners: &[Id], all: Vec<Arc<Device>>) -> Result<Vec<DeviceContext>, Error> {
+fn contexts(listeners: &[Id], all: Vec<Arc<Device>>) -> Result<Vec<DeviceContext>, Error> {
     let mut devices: Vec<Arc<Device>> = Vec::new();
     let wanted = if listeners.iter().all(Id::has_device) {
         listeners.iter().map(Id::device).collect::<Result<_, _>>()?

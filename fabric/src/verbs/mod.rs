@@ -28,7 +28,7 @@
 //! - One protection domain per exporter and device: everybody who proves a session holds the same token and is trusted alike.
 //! - Queue pairs have their own credits: as many requests are posted as the send queue and the completion queue hold, and no more.
 //! - Any error retires the peer, and retiring destroys its queue pairs: after that no card writes into the sink.
-//! - Memory that is lent out must not be [released](crate::Memory::release): the card would keep to the old pages.
+//! - Memory that is exported must not be [released](crate::Memory::release): the card would keep to the old pages.
 
 mod connector;
 mod exporter;

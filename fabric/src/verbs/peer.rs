@@ -331,7 +331,7 @@ impl Peer for VerbsPeer {
     }
 
     fn arm(&mut self) -> BorrowedFd<'_> {
-        // A caller that sleeps on other descriptors too can't be kept from it: the mode that never sleeps has it wake at once.
+        // A caller that sleeps on other descriptors too cannot be kept from it: the mode that never sleeps has it wake at once.
         let known = self.mode == CompletionMode::Polling || self.knows_something();
         self.show(known);
         self.readiness.as_fd()

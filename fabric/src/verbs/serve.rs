@@ -1,4 +1,4 @@
-//! The source's thread: it waits for news of connections and devices, and has the house deal with them.
+//! The source's thread: it waits for news of connections and devices, and has the server deal with them.
 
 use std::{
     os::fd::{AsFd, BorrowedFd},
@@ -21,27 +21,27 @@ pub(super) fn start(shared: Arc<Shared>) -> Result<JoinHandle<()>, Error> {
 }
 
 fn serve(shared: &Shared) {
-    let events = shared.house().events.clone();
+    let events = shared.server().events.clone();
     let mut next_deadline = None;
     loop {
         // Anew each time: the descriptors of a device that is gone would be readable for ever.
-        let stations = shared.house().doors();
+        let contexts = shared.server().watched();
         let mut fds: Vec<BorrowedFd<'_>> = vec![shared.stop.as_fd(), events.as_fd()];
         fds.extend(
-            stations.iter().flat_map(|(channel, device, alarm)| [channel.as_fd(), device.as_fd(), alarm.as_fd()]),
+            contexts.iter().flat_map(|(channel, device, alarm)| [channel.as_fd(), device.as_fd(), alarm.as_fd()]),
         );
         if wait(&fds, next_deadline) {
             return;
         }
-        let mut house = shared.house();
-        house.hear();
-        for (channel, device, _) in &stations {
+        let mut server = shared.server();
+        server.on_events();
+        for (channel, device, _) in &contexts {
             device.handle_events();
             while let Some(queue) = channel.next() {
-                house.completed(queue);
+                server.completed(queue);
             }
         }
-        next_deadline = house.sweep();
+        next_deadline = server.sweep();
     }
 }
 

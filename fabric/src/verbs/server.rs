@@ -1,19 +1,19 @@
-//! The source's house: regions, grants, and the guests that read; and the thread that lets them in and out. No byte of a region passes
+//! The source's server: regions, grants, and the readers that read; and the thread that lets them in and out. No byte of a region passes
 //! through here.
 //!
 //! ```text
 //!   request ─▶ Proving ── proof is right, region is there ─▶ In ── gone, revoked, withdrawn ─▶ (dropped)
 //!                 │                                                                               ▲
-//!                 └── wrong, or too late ─▶ Leaving (the denial is on its way) ── sent ───────────┘
+//!                 └── wrong, or too late ─▶ Refused (the denial is on its route) ── sent ───────────┘
 //! ```
 //!
 //! What is true at every moment:
 //!
-//! - A guest's queue pair has rights over the source's memory only while it is `In`: with a grant, and a region that is exported.
-//! - A guest has one receive posted (its proof) and sends at most one message (its welcome): two completions, for which its queue has
+//! - A reader's queue pair has rights over the source's memory only while it is `In`: with a grant, and a region that is exported.
+//! - A reader has one receive posted (its proof) and sends at most one message (its welcome): two completions, for which its queue has
 //!   room.
-//! - A guest that is not `In` has a deadline.
-//! - A device that has failed has no station, no guests and no registrations here, and its addresses are listened at again once they can be.
+//! - A reader that is not `In` has a deadline.
+//! - A device that has failed has no context, no readers and no registrations here, and its addresses are listened at again once they can be.
 
 use std::{
     collections::HashMap,
@@ -45,15 +45,15 @@ use crate::{
 pub(super) struct Shared {
     /// Behind a lock, and not owned by the thread alone, so that `revoke` has cut the connections when it returns. What is called
     /// under it are system calls that make and destroy; nothing that waits for another end.
-    pub(super) house: Mutex<House>,
+    pub(super) server: Mutex<Server>,
     /// Written once, at the end.
     pub(super) stop: OwnedFd,
 }
 
 impl Shared {
-    /// What a panicking thread leaves behind is whole: each method of the house changes one thing.
-    pub(super) fn house(&self) -> MutexGuard<'_, House> {
-        self.house.lock().unwrap_or_else(PoisonError::into_inner)
+    /// What a panicking thread leaves behind is whole: each method of the server changes one thing.
+    pub(super) fn server(&self) -> MutexGuard<'_, Server> {
+        self.server.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -65,16 +65,16 @@ pub(super) fn register(domain: &Arc<Domain>, memory: &Arc<Memory>) -> Result<Reg
     Ok(Registration::new(domain, memory, Access::RemoteRead)?)
 }
 
-/// Memory that is lent, and what devices know of it: one registration for each that is alive.
+/// Memory that is exported, and what devices know of it: one registration for each that is alive.
 #[derive(Clone)]
-pub(super) struct Lent {
+pub(super) struct Exported {
     memory: Arc<Memory>,
     registrations: Vec<Registered>,
 }
 
-impl Lent {
+impl Exported {
     /// Tells devices of `memory`. One that dies over it is passed over.
-    pub(super) fn to(domains: &[Arc<Domain>], memory: &Arc<Memory>) -> Result<Lent, Error> {
+    pub(super) fn to(domains: &[Arc<Domain>], memory: &Arc<Memory>) -> Result<Exported, Error> {
         let mut registrations = Vec::new();
         for domain in domains {
             match register(domain, memory) {
@@ -87,7 +87,7 @@ impl Lent {
                 }
             }
         }
-        Ok(Lent { memory: memory.clone(), registrations })
+        Ok(Exported { memory: memory.clone(), registrations })
     }
 
     fn at(&self, device: &Arc<Device>) -> Option<&Registered> {
@@ -118,7 +118,7 @@ impl Listener {
     }
 }
 
-/// A device that guests come by.
+/// A device that readers come by.
 pub(super) struct DeviceContext {
     domain: Arc<Domain>,
     channel: Arc<Channel>,
@@ -128,10 +128,10 @@ pub(super) struct DeviceContext {
 
 impl DeviceContext {
     pub(super) fn new(device: &Arc<Device>) -> Result<DeviceContext, Error> {
-        let station =
+        let context =
             DeviceContext { domain: Domain::new(device)?, channel: Channel::new(device)?, alarm: Alarm::new()? };
-        device.watch(NO_QUEUE_PAIR, &station.alarm);
-        Ok(station)
+        device.watch(NO_QUEUE_PAIR, &context.alarm);
+        Ok(context)
     }
 
     pub(super) fn device(&self) -> &Arc<Device> {
@@ -140,21 +140,21 @@ impl DeviceContext {
 }
 
 /// See the head of the file.
-pub(super) struct House {
+pub(super) struct Server {
     options: VerbsOptions,
     /// By the name of the id that its connection has.
-    guests: HashMap<usize, Guest>,
-    regions: HashMap<RegionId, Lent>,
+    readers: HashMap<usize, ReaderConnection>,
+    regions: HashMap<RegionId, Exported>,
     /// Registered for longer than one region.
-    kept: Vec<Lent>,
+    cached: Vec<Exported>,
     grants: HashMap<u64, Secret>,
-    stations: Vec<DeviceContext>,
+    contexts: Vec<DeviceContext>,
     listeners: Vec<Listener>,
     pub(super) events: Arc<Events>,
 }
 
 /// A reader's connection. Fields go in this order: the queue pair before what it stands on.
-struct Guest {
+struct ReaderConnection {
     pair: QueuePair,
     id: Id,
     buffer: Arc<Registration>,
@@ -164,25 +164,25 @@ struct Guest {
 }
 
 enum Stage {
-    Proving { until: Instant },
-    Leaving { until: Instant },
-    In,
+    AwaitingProof { until: Instant },
+    Refused { until: Instant },
+    Reading,
 }
 
-impl House {
+impl Server {
     pub(super) fn new(
         options: VerbsOptions,
         events: Arc<Events>,
         listeners: Vec<Listener>,
-        stations: Vec<DeviceContext>,
-    ) -> House {
-        House {
+        contexts: Vec<DeviceContext>,
+    ) -> Server {
+        Server {
             options,
-            guests: HashMap::new(),
+            readers: HashMap::new(),
             regions: HashMap::new(),
-            kept: Vec::new(),
+            cached: Vec::new(),
             grants: HashMap::new(),
-            stations,
+            contexts,
             listeners,
             events,
         }
@@ -190,32 +190,32 @@ impl House {
 
     // ---- what the exporter is told ----
 
-    pub(super) fn guests(&self) -> usize {
-        self.guests.len()
+    pub(super) fn readers(&self) -> usize {
+        self.readers.len()
     }
 
     pub(super) fn domains(&self) -> Vec<Arc<Domain>> {
-        self.stations.iter().map(|station| station.domain.clone()).collect()
+        self.contexts.iter().map(|context| context.domain.clone()).collect()
     }
 
-    pub(super) fn keep(&mut self, lent: Lent) {
-        self.kept.push(lent);
+    pub(super) fn cache(&mut self, exported: Exported) {
+        self.cached.push(exported);
     }
 
-    pub(super) fn kept(&self, memory: &Arc<Memory>) -> Option<Lent> {
-        self.kept.iter().find(|lent| Arc::ptr_eq(&lent.memory, memory)).cloned()
+    pub(super) fn cached(&self, memory: &Arc<Memory>) -> Option<Exported> {
+        self.cached.iter().find(|exported| Arc::ptr_eq(&exported.memory, memory)).cloned()
     }
 
-    pub(super) fn export(&mut self, id: RegionId, lent: Lent) -> Result<(), Error> {
+    pub(super) fn export(&mut self, id: RegionId, exported: Exported) -> Result<(), Error> {
         if self.regions.contains_key(&id) {
             return Err(Error::AlreadyExported(id));
         }
-        self.regions.insert(id, lent);
+        self.regions.insert(id, exported);
         Ok(())
     }
 
-    pub(super) fn revoke(&mut self, id: RegionId) -> Option<Lent> {
-        self.cut(|guest| guest.handshake.hello().id == id);
+    pub(super) fn revoke(&mut self, id: RegionId) -> Option<Exported> {
+        self.cut(|reader| reader.handshake.hello().id == id);
         self.regions.remove(&id)
     }
 
@@ -225,19 +225,19 @@ impl House {
 
     pub(super) fn withdraw(&mut self, session: u64) {
         self.grants.remove(&session);
-        self.cut(|guest| guest.handshake.hello().session == session);
+        self.cut(|reader| reader.handshake.hello().session == session);
     }
 
     /// Bytes of a region that can be connected to.
     pub(super) fn region_length(&self, id: RegionId) -> Option<u64> {
         let is_open = self.listeners.iter().any(|listener| listener.id.is_some());
-        self.regions.get(&id).filter(|_| is_open).map(|lent| lent.memory.length())
+        self.regions.get(&id).filter(|_| is_open).map(|exported| exported.memory.length())
     }
 
     /// What becomes readable when there is news, of each device that is alive.
-    pub(super) fn doors(&self) -> Vec<(Arc<Channel>, Arc<Device>, Arc<Alarm>)> {
-        let of = |station: &DeviceContext| (station.channel.clone(), station.device().clone(), station.alarm.clone());
-        self.stations.iter().map(of).collect()
+    pub(super) fn watched(&self) -> Vec<(Arc<Channel>, Arc<Device>, Arc<Alarm>)> {
+        let of = |context: &DeviceContext| (context.channel.clone(), context.device().clone(), context.alarm.clone());
+        self.contexts.iter().map(of).collect()
     }
 
     /// The end of everything; nothing is let in any more.
@@ -246,13 +246,13 @@ impl House {
         self.grants.clear();
         self.cut(|_| true);
         self.regions.clear();
-        self.kept.clear();
+        self.cached.clear();
     }
 
-    // ---- guests come ----
+    // ---- readers come ----
 
     /// Deals with everything the connection manager has to say.
-    pub(super) fn hear(&mut self) {
+    pub(super) fn on_events(&mut self) {
         while let Some(event) = self.events.next() {
             match event.kind {
                 ffi::RDMA_CM_EVENT_CONNECT_REQUEST => {
@@ -292,36 +292,42 @@ impl House {
             Ok(begun) => begun,
             Err(rejected) => {
                 tracing::debug!(error = %rejected.error, "a request to connect was rejected");
-                return reject(&id, rejected.answer);
+                return refuse(&id, rejected.answer);
             }
         };
         if !self.has_room() {
-            return reject(&id, Verbs::refusal(Refusal::Denied(Denial::Busy)));
+            return refuse(&id, Verbs::refusal(Refusal::Denied(Denial::Busy)));
         }
         match self.open(id, request, handshake, &challenge) {
-            Ok(guest) => drop(self.guests.insert(guest.id.name(), guest)),
+            Ok(reader) => drop(self.readers.insert(reader.id.name(), reader)),
             Err(error) => tracing::warn!(%error, "a reader's RDMA connection can't be made"),
         }
     }
 
     /// Whether one more connection may be made.
     fn has_room(&self) -> bool {
-        let unproved = self.guests.values().filter(|guest| !matches!(guest.stage, Stage::In)).count();
-        self.guests.len() < self.options.connections && unproved < MAX_UNPROVED
+        let unproved = self.readers.values().filter(|reader| !matches!(reader.stage, Stage::Reading)).count();
+        self.readers.len() < self.options.connections && unproved < MAX_UNPROVED
     }
 
     /// Makes the source's end of the connection, without any rights, and accepts. What fails is dropped, which refuses.
-    fn open(&mut self, id: Id, request: &Event, handshake: Source<Verbs>, challenge: &[u8]) -> Result<Guest, Error> {
+    fn open(
+        &mut self,
+        id: Id,
+        request: &Event,
+        handshake: Source<Verbs>,
+        challenge: &[u8],
+    ) -> Result<ReaderConnection, Error> {
         let device = id.device()?;
         if let Err(error) = self.adopt(&device) {
-            reject(&id, Verbs::refusal(Refusal::Denied(Denial::Busy)));
+            refuse(&id, Verbs::refusal(Refusal::Denied(Denial::Busy)));
             return Err(error);
         }
-        let station = self.stations.iter().find(|station| Arc::ptr_eq(station.device(), &device));
-        let station = station.ok_or(Error::Misuse("a request came by a device that is not used"))?;
-        let buffer = buffer(&station.domain)?;
-        let completions = Completions::new(&station.channel, GUEST_COMPLETIONS)?;
-        let pair = QueuePair::new(&station.domain, &completions, Capacity { send: 1, receive: 1 })?;
+        let context = self.contexts.iter().find(|context| Arc::ptr_eq(context.device(), &device));
+        let context = context.ok_or(Error::Misuse("a request came by a device that is not used"))?;
+        let buffer = buffer(&context.domain)?;
+        let completions = Completions::new(&context.channel, READER_COMPLETIONS)?;
+        let pair = QueuePair::new(&context.domain, &completions, Capacity { send: 1, receive: 1 })?;
         let alarm = Alarm::new()?;
         device.watch(pair.name(), &alarm);
         let limit = u8::try_from(device.attributes().max_qp_rd_atom).unwrap_or(u8::MAX);
@@ -339,17 +345,17 @@ impl House {
         }
         id.accept(&pair, depths, challenge, &self.options.connecting())
             .map_err(Error::system("accepting a reader's RDMA connection"))?;
-        let stage = Stage::Proving { until: Instant::now() + self.options.handshake_timeout };
-        Ok(Guest { pair, id, buffer, alarm, handshake, stage })
+        let stage = Stage::AwaitingProof { until: Instant::now() + self.options.handshake_timeout };
+        Ok(ReaderConnection { pair, id, buffer, alarm, handshake, stage })
     }
 
     /// Deals with whatever has completed on a queue.
     pub(super) fn completed(&mut self, queue: usize) {
-        let mut found = self.guests.iter().filter(|(_, guest)| guest.pair.completions().name() == queue);
-        let Some((&name, guest)) = found.next() else { return };
+        let mut found = self.readers.iter().filter(|(_, reader)| reader.pair.completions().name() == queue);
+        let Some((&name, reader)) = found.next() else { return };
         let mut done = Vec::new();
         // Armed first and polled then: what comes between is announced.
-        let alive = guest.pair.completions().arm().and_then(|()| guest.pair.completions().poll(&mut done));
+        let alive = reader.pair.completions().arm().and_then(|()| reader.pair.completions().poll(&mut done));
         if let Err(error) = alive {
             return self.forget(name, &error.to_string());
         }
@@ -362,49 +368,50 @@ impl House {
         if completed.status != ffi::IBV_WC_SUCCESS {
             return self.forget(name, "a message did not get through");
         }
-        match (completed.name, self.guests.get(&name).map(|guest| &guest.stage)) {
-            (PROOF, Some(Stage::Proving { .. })) => self.proved(name, completed.length),
-            (WELCOME, Some(Stage::Leaving { .. })) => self.forget(name, "it was refused"),
+        match (completed.name, self.readers.get(&name).map(|reader| &reader.stage)) {
+            (PROOF, Some(Stage::AwaitingProof { .. })) => self.proved(name, completed.length),
+            (WELCOME, Some(Stage::Refused { .. })) => self.forget(name, "it was refused"),
             _ => {}
         }
     }
 
-    /// A proof has come: lets the guest in, or says why not.
+    /// A proof has come: lets the reader in, or says why not.
     fn proved(&mut self, name: usize, length: u32) {
-        let Some(guest) = self.guests.get(&name) else { return };
-        let admitted = self.admit(guest, length);
+        let Some(reader) = self.readers.get(&name) else { return };
+        let admitted = self.admit(reader, length);
         let is_in = admitted.is_ok();
         let answer = admitted.unwrap_or_else(Verbs::denial);
         let until = Instant::now() + self.options.handshake_timeout;
-        let Some(guest) = self.guests.get_mut(&name) else { return };
-        guest.stage = if is_in { Stage::In } else { Stage::Leaving { until } };
-        if let Err(error) = guest.answer(&answer) {
+        let Some(reader) = self.readers.get_mut(&name) else { return };
+        reader.stage = if is_in { Stage::Reading } else { Stage::Refused { until } };
+        if let Err(error) = reader.answer(&answer) {
             tracing::warn!(%error, "a reader can't be answered");
             self.forget(name, "it can't be answered");
         }
     }
 
     /// Checks the proof, and gives the queue pair the right to read; the welcome for the reader.
-    fn admit(&self, guest: &Guest, length: u32) -> Result<Vec<u8>, Denial> {
-        let &Hello { session, id, lane, .. } = guest.handshake.hello();
+    fn admit(&self, reader: &ReaderConnection, length: u32) -> Result<Vec<u8>, Denial> {
+        let &Hello { session, id, lane, .. } = reader.handshake.hello();
         let mut proof = [0; PROOF_BYTES];
-        let read = guest.buffer.memory().read(INCOMING, &mut proof);
-        let proved = guest.handshake.examine(&proof, self.grants.get(&session))?;
+        let read = reader.buffer.memory().read(INCOMING, &mut proof);
+        let proved = reader.handshake.examine(&proof, self.grants.get(&session))?;
         if read.is_err() || length as usize != PROOF_BYTES {
             return Err(Denial::NotGranted);
         }
-        let Some(lent) = self.regions.get(&id) else {
+        let Some(exported) = self.regions.get(&id) else {
             let is_stale = self.regions.keys().any(|known| known.region == id.region);
             return Err(if is_stale { Denial::Stale } else { Denial::Unknown });
         };
-        let of_session =
-            |other: &&Guest| other.handshake.hello().session == session && matches!(other.stage, Stage::In);
-        if self.guests.values().filter(of_session).count() >= MAX_CONNECTIONS_PER_SESSION {
+        let of_session = |other: &&ReaderConnection| {
+            other.handshake.hello().session == session && matches!(other.stage, Stage::Reading)
+        };
+        if self.readers.values().filter(of_session).count() >= MAX_CONNECTIONS_PER_SESSION {
             return Err(Denial::Busy);
         }
-        let device = guest.pair.domain().device();
-        let registration = lent.at(device).ok_or(Denial::Unknown)?;
-        if !device.is_iwarp() && guest.pair.allow(ffi::IBV_ACCESS_REMOTE_READ).is_err() {
+        let device = reader.pair.domain().device();
+        let registration = exported.at(device).ok_or(Denial::Unknown)?;
+        if !device.is_iwarp() && reader.pair.allow(ffi::IBV_ACCESS_REMOTE_READ).is_err() {
             return Err(Denial::Busy);
         }
         tracing::debug!(session, region = %id, lane, "a queue pair is open");
@@ -415,42 +422,42 @@ impl House {
         }))
     }
 
-    // ---- guests go ----
+    // ---- readers go ----
 
     fn forget(&mut self, name: usize, why: &str) {
-        if let Some(guest) = self.guests.remove(&name) {
-            tracing::debug!(session = guest.handshake.hello().session, region = %guest.handshake.hello().id, why, "a queue pair has ended");
-            guest.id.disconnect();
+        if let Some(reader) = self.readers.remove(&name) {
+            tracing::debug!(session = reader.handshake.hello().session, region = %reader.handshake.hello().id, why, "a queue pair has ended");
+            reader.id.disconnect();
         }
     }
 
-    fn cut(&mut self, which: impl Fn(&Guest) -> bool) {
-        for (_, guest) in self.guests.extract_if(|_, guest| which(guest)) {
+    fn cut(&mut self, which: impl Fn(&ReaderConnection) -> bool) {
+        for (_, reader) in self.readers.extract_if(|_, reader| which(reader)) {
             // First the news, then the end: a reader that is told does not have to find out by its retries.
-            guest.id.disconnect();
+            reader.id.disconnect();
         }
     }
 
     /// Cuts those that are too late or whose queue pair has failed, and sees to the devices; says when to do so again.
     pub(super) fn sweep(&mut self) -> Option<Instant> {
         let now = Instant::now();
-        self.cut(|guest| guest.alarm.is_triggered() || guest.stage.until().is_some_and(|until| until <= now));
-        self.leave_the_dead();
+        self.cut(|reader| reader.alarm.is_triggered() || reader.stage.until().is_some_and(|until| until <= now));
+        self.drop_failed_devices();
         self.listen_again(now);
         let tries = self.listeners.iter().filter(|listener| listener.id.is_none()).map(|listener| listener.again);
-        self.guests.values().filter_map(|guest| guest.stage.until()).chain(tries).min()
+        self.readers.values().filter_map(|reader| reader.stage.until()).chain(tries).min()
     }
 
     // ---- devices go and come ----
 
-    /// Gives back what was made on devices that are dead. Regions stay lent, by the devices that are left.
-    fn leave_the_dead(&mut self) {
-        if !self.stations.iter().any(|station| station.device().has_failed()) {
+    /// Gives back what was made on devices that are dead. Regions stay exported, by the devices that are left.
+    fn drop_failed_devices(&mut self) {
+        if !self.contexts.iter().any(|context| context.device().has_failed()) {
             return;
         }
         let is_alive = |registration: &Registered| !registration.domain().device().has_failed();
-        self.regions.values_mut().chain(&mut self.kept).for_each(|lent| lent.registrations.retain(is_alive));
-        self.stations.retain(|station| !station.device().has_failed());
+        self.regions.values_mut().chain(&mut self.cached).for_each(|exported| exported.registrations.retain(is_alive));
+        self.contexts.retain(|context| !context.device().has_failed());
         for listener in &mut self.listeners {
             let device = listener.id.as_ref().filter(|id| id.has_device()).map(Id::device);
             if device.is_some_and(|device| device.is_ok_and(|device| device.has_failed())) {
@@ -492,32 +499,32 @@ impl House {
         Ok(id)
     }
 
-    /// Makes a device one that guests come by, if it isn't yet: it is told of all memory that is lent.
+    /// Makes a device one that readers come by, if it isn't yet: it is told of all memory that is exported.
     fn adopt(&mut self, device: &Arc<Device>) -> Result<(), Error> {
-        if self.stations.iter().any(|station| Arc::ptr_eq(station.device(), device)) {
+        if self.contexts.iter().any(|context| Arc::ptr_eq(context.device(), device)) {
             return Ok(());
         }
         if device.has_failed() {
             return Err(Error::Misuse("a request came by a device that has failed"));
         }
-        let station = DeviceContext::new(device)?;
+        let context = DeviceContext::new(device)?;
         let mut told: Vec<Registered> = Vec::new();
-        for lent in self.regions.values_mut().chain(&mut self.kept) {
-            let known = told.iter().find(|registration| Arc::ptr_eq(registration.memory(), &lent.memory));
+        for exported in self.regions.values_mut().chain(&mut self.cached) {
+            let known = told.iter().find(|registration| Arc::ptr_eq(registration.memory(), &exported.memory));
             let registration = match known {
                 Some(registration) => registration.clone(),
-                None => register(&station.domain, &lent.memory)?,
+                None => register(&context.domain, &exported.memory)?,
             };
             told.push(registration.clone());
-            lent.registrations.push(registration);
+            exported.registrations.push(registration);
         }
         tracing::info!(device = device.name(), "RDMA is offered by this device");
-        self.stations.push(station);
+        self.contexts.push(context);
         Ok(())
     }
 }
 
-impl Guest {
+impl ReaderConnection {
     fn answer(&self, welcome: &[u8]) -> Result<(), Error> {
         self.buffer.memory().write(OUTGOING, welcome)?;
         Ok(self.pair.post_send(WELCOME, &self.buffer, OUTGOING, welcome.len() as u32)?)
@@ -527,25 +534,25 @@ impl Guest {
 impl Stage {
     fn until(&self) -> Option<Instant> {
         match self {
-            Stage::Proving { until } | Stage::Leaving { until } => Some(*until),
-            Stage::In => None,
+            Stage::AwaitingProof { until } | Stage::Refused { until } => Some(*until),
+            Stage::Reading => None,
         }
     }
 }
 
 /// Refuses a request to connect.
-fn reject(id: &Id, answer: Option<Vec<u8>>) {
+fn refuse(id: &Id, answer: Option<Vec<u8>>) {
     if let Err(error) = id.reject(&answer.unwrap_or_default()) {
         tracing::debug!(%error, "a request to connect can't be refused");
     }
 }
 
-/// Names of a guest's two work requests.
+/// Names of a reader's two work requests.
 const PROOF: u64 = 1;
 const WELCOME: u64 = 2;
 
 /// One receive and one send, and as many again.
-const GUEST_COMPLETIONS: u32 = 4;
+const READER_COMPLETIONS: u32 = 4;
 
 /// Connections that have not proved anything yet, so that a stranger can't keep out those who have a grant: each lives no longer than
 /// the handshake time-out.

@@ -434,7 +434,7 @@ mod in_the_machine {
         assert_eq!(until_retired(&mut peer), ReadError::PeerGone);
         until("the source to offer nothing by RDMA", || world.exporter.key(ID).is_err());
         world.wait_for_connections(0);
-        // Memory may be lent meanwhile: it waits for a device.
+        // Memory may be exported meanwhile: it waits for a device.
         let another = RegionId { region: 2, ..ID };
         world.exporter.export(another, filled(8192)).unwrap();
         assert!(world.exporter.key(another).is_err());

@@ -97,7 +97,7 @@ impl Format for Verbs {
     }
 }
 
-fn decode_hello(bytes: &[u8]) -> Result<Hello, Garbled> {
+fn decode_hello(bytes: &[u8]) -> Result<Hello, Malformed> {
     let mut rest = opened(bytes, Verbs::HELLO_BYTES)?;
     let session = u64::from_le_bytes(take(&mut rest)?);
     let generation = u64::from_le_bytes(take(&mut rest)?);
@@ -108,13 +108,13 @@ fn decode_hello(bytes: &[u8]) -> Result<Hello, Garbled> {
     Ok(Hello { session, id: RegionId { generation, region }, lane, nonce })
 }
 
-fn decode_challenge(bytes: &[u8]) -> Result<[u8; NONCE_BYTES], Garbled> {
+fn decode_challenge(bytes: &[u8]) -> Result<[u8; NONCE_BYTES], Malformed> {
     let mut rest = opened(bytes, Verbs::CHALLENGE_BYTES)?;
     take(&mut rest)
 }
 
 /// The reason in a refusal.
-pub(super) fn decode_refusal(bytes: &[u8]) -> Result<Refusal, Garbled> {
+pub(super) fn decode_refusal(bytes: &[u8]) -> Result<Refusal, Malformed> {
     let mut rest = opened(bytes, REFUSAL_BYTES)?;
     match u32::from_le_bytes(take(&mut rest)?) {
         MALFORMED => Ok(Refusal::Malformed),
@@ -133,7 +133,7 @@ fn welcome(code: u32, grant: &Grant, proof: &[u8; PROOF_BYTES]) -> Vec<u8> {
 }
 
 /// The denial if there is one, the grant, and the source's proof.
-fn decode_welcome(bytes: &[u8]) -> Result<(Option<Denial>, Grant, [u8; PROOF_BYTES]), Garbled> {
+fn decode_welcome(bytes: &[u8]) -> Result<(Option<Denial>, Grant, [u8; PROOF_BYTES]), Malformed> {
     let mut rest = opened(bytes, WELCOME_BYTES)?;
     let denied = match u32::from_le_bytes(take(&mut rest)?) {
         0 => None,
@@ -150,7 +150,7 @@ const REFUSAL_BYTES: usize = 12;
 
 /// What was received is not this protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Garbled {
+pub(super) enum Malformed {
     /// It does not begin as ours.
     Magic,
     /// It is ours, of another version.
@@ -161,15 +161,15 @@ pub(super) enum Garbled {
     Denial,
 }
 
-impl From<Garbled> for Error {
-    fn from(garbled: Garbled) -> Error {
-        Error::Protocol(match garbled {
-            Garbled::Version(theirs) => {
+impl From<Malformed> for Error {
+    fn from(malformed: Malformed) -> Error {
+        Error::Protocol(match malformed {
+            Malformed::Version(theirs) => {
                 return Error::Version { kind: TransportKind::Verbs, theirs, ours: VERSION };
             }
-            Garbled::Magic => "its message is not that of a Remora connection",
-            Garbled::Length => "its message is too short",
-            Garbled::Denial => "it refuses for a reason without meaning",
+            Malformed::Magic => "its message is not that of a Remora connection",
+            Malformed::Length => "its message is too short",
+            Malformed::Denial => "it refuses for a reason without meaning",
         })
     }
 }
@@ -198,30 +198,30 @@ fn message(fields: &[&[u8]]) -> Vec<u8> {
 const HEAD_BYTES: usize = 4 + 2 + 2;
 
 /// Checks magic, version and length; gives what follows, without what the manager has filled up.
-fn opened(bytes: &[u8], wanted: usize) -> Result<&[u8], Garbled> {
+fn opened(bytes: &[u8], wanted: usize) -> Result<&[u8], Malformed> {
     let mut rest = bytes;
-    if take::<4>(&mut rest).map_err(|_| Garbled::Magic)? != MAGIC {
-        return Err(Garbled::Magic);
+    if take::<4>(&mut rest).map_err(|_| Malformed::Magic)? != MAGIC {
+        return Err(Malformed::Magic);
     }
     let version = u16::from_le_bytes(take(&mut rest)?);
     if version != VERSION {
-        return Err(Garbled::Version(version));
+        return Err(Malformed::Version(version));
     }
     let length = usize::from(u16::from_le_bytes(take(&mut rest)?));
     if length != wanted {
-        return Err(Garbled::Length);
+        return Err(Malformed::Length);
     }
-    bytes.get(bytes.len() - rest.len()..wanted).ok_or(Garbled::Length)
+    bytes.get(bytes.len() - rest.len()..wanted).ok_or(Malformed::Length)
 }
 
-fn take<const N: usize>(rest: &mut &[u8]) -> Result<[u8; N], Garbled> {
-    let (taken, after) = rest.split_first_chunk().ok_or(Garbled::Length)?;
+fn take<const N: usize>(rest: &mut &[u8]) -> Result<[u8; N], Malformed> {
+    let (taken, after) = rest.split_first_chunk().ok_or(Malformed::Length)?;
     *rest = after;
     Ok(*taken)
 }
 
-fn denial(code: u32) -> Result<Denial, Garbled> {
-    u8::try_from(code).ok().and_then(Denial::from_code).ok_or(Garbled::Denial)
+fn denial(code: u32) -> Result<Denial, Malformed> {
+    u8::try_from(code).ok().and_then(Denial::from_code).ok_or(Malformed::Denial)
 }
 
 #[cfg(test)]
@@ -266,12 +266,12 @@ mod tests {
     fn what_is_cut_short_or_of_another_version_is_told_apart() {
         let id = RegionId { generation: 2, region: 3 };
         let hello = Verbs::hello(&Hello { session: 1, id, lane: 0, nonce: [4; NONCE_BYTES] });
-        assert_eq!(decode_hello(&hello[..55]), Err(Garbled::Length));
-        assert_eq!(decode_hello(b"RMR"), Err(Garbled::Magic));
+        assert_eq!(decode_hello(&hello[..55]), Err(Malformed::Length));
+        assert_eq!(decode_hello(b"RMR"), Err(Malformed::Magic));
         let mut other = hello.clone();
         other[4] = 9;
-        assert_eq!(decode_hello(&other), Err(Garbled::Version(9)));
-        assert_eq!(decode_challenge(&hello), Err(Garbled::Length), "one kind is not taken for another");
+        assert_eq!(decode_hello(&other), Err(Malformed::Version(9)));
+        assert_eq!(decode_challenge(&hello), Err(Malformed::Length), "one kind is not taken for another");
     }
 
     #[test]
