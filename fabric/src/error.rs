@@ -100,7 +100,7 @@ pub enum Error {
 
     // -- The system refused: its administrator can act. --
     /// RDMA is not to be had on this machine, or not as much of it as is needed.
-    #[error("RDMA can't be used here: {what}; to have it, {cure}")]
+    #[error("RDMA is not available: {what}; to use it, {cure}")]
     NoRdma {
         /// What is missing.
         what: String,

@@ -55,7 +55,7 @@ fn a_machine_is_ready_or_says_what_is_missing_and_what_to_do() {
     let report = devices();
     match report.trouble {
         None => assert!(!report.devices.is_empty()),
-        Some(sentence) => assert!(sentence.contains("; to have it, ") || sentence.contains("plug in"), "{sentence}"),
+        Some(sentence) => assert!(sentence.contains("; to use it, ") || sentence.contains("plug in"), "{sentence}"),
     }
     if report.devices.is_empty() {
         let error = VerbsConnector::new(VerbsOptions::default(), None, Vec::new()).err();
