@@ -1,4 +1,4 @@
-//! The reader's end: how a peer comes to be. Reading is `peer`'s part.
+//! The reader's end: makes connections. Reads are in `peer`.
 
 use std::{
     os::fd::OwnedFd,
@@ -30,12 +30,12 @@ pub struct ShmConnector {
 }
 
 impl ShmConnector {
-    /// A connector that gives an exporter five seconds for the whole handshake.
+    /// A connector with a time limit of five seconds for the whole handshake.
     pub fn new() -> ShmConnector {
         ShmConnector { timeout: DEFAULT_TIMEOUT }
     }
 
-    /// The same, with another time.
+    /// A connector with another time limit for the whole handshake.
     pub fn with_timeout(timeout: Duration) -> ShmConnector {
         ShmConnector { timeout: timeout.min(super::LONGEST_TIMEOUT) }
     }
@@ -97,5 +97,5 @@ impl Handshake<'_> {
     }
 }
 
-/// For a whole handshake: microseconds if all is well, more where a machine is starved of processor time.
+/// Time limit of the whole handshake, which takes microseconds; more on a machine that lacks processor time.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(5);

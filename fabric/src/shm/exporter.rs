@@ -1,4 +1,4 @@
-//! The source's end: who may read what. The thread that talks to readers is in `serve`.
+//! The source's end: which regions there are and who may read them. The thread that talks to readers is in `serve`.
 
 use std::{
     os::fd::AsFd,
@@ -24,7 +24,7 @@ use crate::{
     transport::Exporter,
 };
 
-/// Lends memory to other processes of this host. Dropping it cuts all connections and ends its thread.
+/// Exports memory to other processes of this host. Dropping it closes all connections and ends its thread.
 pub struct ShmExporter {
     shared: Arc<Shared>,
     address: Address,
@@ -36,15 +36,15 @@ impl ShmExporter {
     /// Binds the socket and starts the thread.
     ///
     /// # Errors
-    /// [`Error::Misuse`] for options out of range; [`Error::System`] if there can be no socket (for a folder: it has to exist, be
-    /// ours to write to, and have a short path).
+    /// [`Error::Misuse`] for options out of range; [`Error::System`] if the socket cannot be created. A folder must
+    /// exist, be writable, and have a short path.
     pub fn bind(options: ShmOptions) -> Result<ShmExporter, Error> {
         options.check()?;
         let boot_id = BootId::of_this_host()?;
         let stop =
             eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Error::system("making an eventfd"))?;
         let (listener, address) = local::listen(&options.place)?;
-        // From here on the exporter's drop removes the socket's file, should one of the next steps fail.
+        // From here on the exporter's drop removes the socket's file if a later step fails.
         let server = Server::new(options.connections, options.handshake_timeout);
         let shared = Arc::new(Shared { server: Mutex::new(server), stop });
         let mut exporter = ShmExporter { shared, address, boot_id, owner: None };
@@ -84,7 +84,7 @@ impl Exporter for ShmExporter {
         key::make(id, length, &self.boot_id, &self.address)
     }
 
-    /// Always 0: the readers help themselves, which is the point.
+    /// Always 0: readers copy the bytes themselves, without a trace here.
     fn bytes_served(&self) -> u64 {
         0
     }

@@ -1,4 +1,5 @@
-//! What a [`RegionKey`] of shared memory contains: which host, and which socket of it. No I/O but reading the host's boot id.
+//! The body of a [`RegionKey`] of this transport: which host, and which socket. No I/O except reading the host's boot
+//! id.
 //!
 //! ```text
 //!   boot id 36 (text) │ place 1 (0 abstract, 1 file) │ name, to the end
@@ -12,12 +13,12 @@ use crate::{
     region::{KeyError, RegionId, RegionKey, TransportKind},
 };
 
-/// The name of one running system: drawn by the kernel at each boot, the same in all containers of a host.
+/// Identifies a running system: the kernel draws it at each boot, and all containers of a host see the same.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct BootId(String);
 
 impl BootId {
-    /// That of this host.
+    /// The boot id of this host.
     pub(super) fn of_this_host() -> Result<BootId, Error> {
         let text = fs::read_to_string(BOOT_ID_FILE).map_err(Error::system("reading the host's boot id under /proc"))?;
         BootId::parse(text.trim().as_bytes())
@@ -30,7 +31,7 @@ impl BootId {
     }
 }
 
-/// Writes a key.
+/// Encodes a key.
 pub(super) fn make(id: RegionId, length: u64, boot_id: &BootId, address: &Address) -> Result<RegionKey, Error> {
     let (place, name) = match address {
         Address::Abstract(name) => (PLACE_ABSTRACT, name),
@@ -40,7 +41,7 @@ pub(super) fn make(id: RegionId, length: u64, boot_id: &BootId, address: &Addres
     Ok(RegionKey::new(TransportKind::Shm, id, length, &body)?)
 }
 
-/// Reads a key and makes sure that it is one of this host: the address means nothing elsewhere.
+/// Decodes a key. A key of another host is an error, as its address is meaningless here.
 pub(super) fn address(key: &RegionKey, ours: &BootId) -> Result<Address, Error> {
     key.expect(TransportKind::Shm)?;
     let (theirs, rest) = key.body().split_at_checked(BOOT_ID_BYTES).ok_or(KeyError::Body("it ends in its boot id"))?;
@@ -56,7 +57,7 @@ pub(super) fn address(key: &RegionKey, ours: &BootId) -> Result<Address, Error> 
 }
 
 const BOOT_ID_FILE: &str = "/proc/sys/kernel/random/boot_id";
-/// A UUID as text.
+/// Length of a UUID as text.
 const BOOT_ID_BYTES: usize = 36;
 const PLACE_ABSTRACT: u8 = 0;
 const PLACE_FILE: u8 = 1;

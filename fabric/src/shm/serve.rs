@@ -1,14 +1,15 @@
-//! The thread that answers the door: accepts, examines, hands the memory over, and notices who has left. It copies nothing.
+//! The thread that accepts connections, checks proofs, passes the memory, and notices closed connections. It copies no
+//! bytes of a region.
 //!
 //! ```text
-//!   accepted ─▶ Greeting ──hello──▶ Proving ──proof──▶ Reading ──any word, or the end──▶ gone
-//!                  │ late, garbled     │ late, wrong       └─ revoked, withdrawn ─ farewell ─▶ gone
-//!                  ▼                   ▼
-//!                 gone               told why, gone
+//!   accepted ─▶ AwaitingHello ──hello──▶ AwaitingProof ──proof──▶ Reading ──any packet, or the end──▶ closed
+//!                  │ late, malformed        │ late, wrong            └─ revoked, withdrawn ─ farewell ─▶ closed
+//!                  ▼                        ▼
+//!                closed                  denied with a reason, closed
 //! ```
 //!
-//! Nothing here blocks on a reader: sockets don't wait, every packet is smaller than an empty connection's buffer, and who is
-//! late with the handshake is cut.
+//! No call blocks on a reader: the sockets are non-blocking, every packet is smaller than an empty connection's buffer,
+//! and a connection whose handshake takes too long is closed.
 
 use std::{
     os::fd::OwnedFd,
@@ -39,7 +40,7 @@ pub(super) fn start(shared: Arc<Shared>, listener: OwnedFd) -> Result<JoinHandle
         .map_err(Error::system("starting a thread"))
 }
 
-/// The thread's own things.
+/// What only the thread uses.
 struct Owner<'a> {
     shared: &'a Shared,
     epoll: OwnedFd,
@@ -67,14 +68,15 @@ impl Owner<'_> {
         }
     }
 
-    /// Lets in who waits at the door; those beyond this turn's share are there at the next.
+    /// Accepts waiting connections, up to the limit of one turn.
     fn accept(&self) {
         for _ in 0..EVENTS_PER_TURN {
             match local::accept(&self.listener) {
                 Ok(Some(reader)) => self.admit(reader),
                 Ok(None) => return,
                 Err(error) => {
-                    // Out of descriptors, most likely. They stay in the backlog; without a pause we would spin on them.
+                    // Probably out of descriptors. The connections stay in the backlog; without a pause this loop would
+                    // spin.
                     tracing::warn!(%error, "shm: cannot accept a connection, trying again");
                     return thread::sleep(ACCEPT_PAUSE);
                 }
@@ -101,10 +103,11 @@ fn watch(epoll: &OwnedFd, fd: &OwnedFd, number: u64) -> Result<(), Errno> {
     epoll::add(epoll, fd, epoll::EventData::new_u64(number), epoll::EventFlags::IN | epoll::EventFlags::RDHUP)
 }
 
-/// Numbers of the two descriptors that are no readers.
+/// Numbers of the two descriptors that are not reader connections.
 const STOP: u64 = 0;
 const LISTENER: u64 = 1;
-/// Events taken, and connections accepted, per turn: enough to be rare, few enough that a crowd can't starve those inside.
+/// Events handled, and connections accepted, per turn: enough to be efficient, few enough that new connections do not
+/// starve existing ones.
 const EVENTS_PER_TURN: usize = 64;
-/// Rest after a failed accept.
+/// Pause after a failed accept.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);

@@ -1,4 +1,4 @@
-//! What is lent, who may read it, and who is there: what the exporter and its thread share.
+//! The regions, grants and reader connections of one exporter: what the exporter and its thread share.
 
 use std::{
     collections::HashMap,
@@ -18,28 +18,29 @@ use crate::{
     region::{RegionId, Secret},
 };
 
-/// What the exporter and its thread both hold.
+/// What the exporter and its thread share.
 pub(super) struct Shared {
-    /// Behind a lock, and not owned by the thread alone, so that `revoke` has cut the connections when it returns. It is never held
-    /// while anything blocks.
+    /// Behind a lock, and not owned by the thread, so that `revoke` has closed the connections when it returns. The
+    /// lock is never held while a call blocks.
     pub(super) server: Mutex<Server>,
-    /// Written once, at the end.
+    /// Written once, to end the thread.
     pub(super) stop: OwnedFd,
 }
 
 impl Shared {
-    /// What a panicking thread leaves behind is whole: each method of the server changes one thing.
+    /// Locks the server. A panic leaves it valid, because each method changes one thing.
     pub(super) fn server(&self) -> MutexGuard<'_, Server> {
         self.server.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// What is lent, to whom it may be, and who is there.
+/// Regions, grants, and reader connections.
 pub(super) struct Server {
     regions: HashMap<RegionId, Region>,
     grants: HashMap<u64, Secret>,
     pub(super) readers: HashMap<u64, ReaderConnection>,
-    /// Guests are numbered in the order of their coming, never twice: an event for one who has left finds nobody.
+    /// Readers are numbered in the order of their connections. No number is used twice, so that an event for a closed
+    /// connection finds none.
     pub(super) next_number: u64,
     pub(super) max_connections: usize,
     pub(super) handshake_timeout: Duration,
@@ -97,11 +98,11 @@ impl Server {
         self.grants.remove(&session);
     }
 
-    /// Says farewell to readers, chosen by session and region, and hangs up.
+    /// Sends a farewell to the readers that `chosen` selects by session and region, and closes their connections.
     pub(super) fn cut_readers(&mut self, reason: Denial, chosen: impl Fn(u64, RegionId) -> bool) {
         self.readers.retain(|_, reader| match reader.stage {
             Stage::Reading { session, id } if chosen(session, id) => {
-                // If it can't be said, the end of the connection says enough.
+                // If it cannot be sent, the end of the connection tells the reader enough.
                 let _ = local::send(&reader.socket, &wire::farewell(reason), None);
                 false
             }
@@ -109,10 +110,10 @@ impl Server {
         });
     }
 
-    /// Time until somebody is late; `None` if nobody can be.
+    /// Time until the next handshake is late; `None` if no handshake is in progress.
     pub(super) fn next_timeout(&self, now: Instant) -> Option<Timespec> {
         let first = self.readers.values().filter_map(ReaderConnection::deadline).min()?;
-        // A millisecond more, so that the turn that follows finds him late and not nearly so.
+        // A millisecond more, so that the handshake is late at the next turn, and not only almost.
         let left = first.saturating_duration_since(now) + Duration::from_millis(1);
         Some(Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() })
     }
@@ -121,7 +122,7 @@ impl Server {
         self.readers.retain(|_, reader| reader.deadline().is_none_or(|deadline| deadline > now));
     }
 
-    /// Takes what a reader has to say.
+    /// Handles a packet of a reader, or the end of its connection.
     pub(super) fn on_packet(&mut self, number: u64) {
         let Some(mut reader) = self.readers.remove(&number) else { return };
         let packet = match local::receive(&reader.socket) {
@@ -135,12 +136,12 @@ impl Server {
         }
     }
 
-    /// Where a packet brings a reader; `None`: out.
+    /// The stage after a packet; `None` closes the connection.
     fn next_stage(&self, reader: &ReaderConnection, packet: &[u8]) -> Option<Stage> {
         match &reader.stage {
             Stage::AwaitingHello { deadline } => self.greet(reader, packet, *deadline),
             Stage::AwaitingProof { handshake, .. } => self.examine(reader, packet, handshake),
-            // A reader has nothing to say: this is the end of the connection, or nonsense.
+            // A reader sends nothing: this is the end of the connection, or a violation of the protocol.
             Stage::Reading { .. } => None,
         }
     }
@@ -195,7 +196,7 @@ impl Server {
 }
 
 impl ReaderConnection {
-    /// When the handshake has to be over; `None` if it is.
+    /// When the handshake must be finished; `None` if it is.
     fn deadline(&self) -> Option<Instant> {
         match self.stage {
             Stage::AwaitingHello { deadline } | Stage::AwaitingProof { deadline, .. } => Some(deadline),
@@ -204,16 +205,16 @@ impl ReaderConnection {
     }
 }
 
-/// Answers a hello that will not be read. What has arrived is thrown away first: closing a connection with unread packets makes
-/// the system throw away ours.
+/// Refuses a connection before its hello. A received hello is discarded first: closing a connection with unread packets
+/// would make the system discard the refusal.
 pub(super) fn refuse(reader: &OwnedFd, denial: Denial) {
     let Some(refusal) = Shm::refusal(Refusal::Denied(denial)) else { return };
     let _ = local::receive(reader);
     let _ = local::send(reader, &refusal, None);
 }
 
-/// Number of the first reader: above those of the descriptors that are no readers.
+/// Number of the first reader connection.
 pub(super) const FIRST_READER: u64 = 2;
-/// Connections per session, so that one can't take all: 2 regions, and room for a reader that comes back before its old connections
-/// are found dead.
+/// Connections per session, so that one session cannot take all: 2 regions, and room for a reader that reconnects
+/// before its old connections are found closed.
 const READERS_PER_SESSION: usize = 16;

@@ -1,4 +1,4 @@
-//! The reader's end: how a peer comes to be.
+//! The reader's end: makes connections.
 
 use std::{io, sync::Arc};
 
@@ -24,7 +24,7 @@ impl SimConnector {
         SimConnector { shared }
     }
 
-    /// Which source the key leads to, if it is one of this network.
+    /// The number of the source that the key leads to.
     fn source_number(&self, key: &RegionKey) -> Result<usize, Error> {
         key.expect(TransportKind::Sim)?;
         let body: [u8; 16] = key.body().try_into().map_err(|_| KeyError::Body("of the wrong length"))?;

@@ -1,4 +1,4 @@
-//! The source's end: who may read what, and who does.
+//! The source's end: which regions there are, and who reads them.
 
 use std::{
     collections::HashMap,
@@ -20,10 +20,10 @@ use crate::{
     transport::Exporter,
 };
 
-/// A source on a simulated network. Dropping it cuts all its peers.
+/// A source on a simulated network. Dropping it ends all its peers.
 pub struct SimExporter {
     shared: Arc<Shared>,
-    /// Its place among the network's sources.
+    /// Its index among the network's sources.
     number: usize,
     served: Arc<AtomicU64>,
 }
@@ -54,7 +54,7 @@ impl SimExporter {
         SimExporter { shared, number, served }
     }
 
-    /// Does something with this source. It is there as long as the exporter is.
+    /// Calls `action` with this source, which exists as long as the exporter.
     fn with<T: Default>(&self, action: impl FnOnce(&mut Source) -> T) -> T {
         let mut state = self.shared.state();
         state.sources.get_mut(self.number).and_then(Option::as_mut).map(action).unwrap_or_default()
@@ -114,7 +114,7 @@ impl Drop for SimExporter {
 }
 
 impl Source {
-    /// Says whether a reader may come in. The proof goes the same way as on a wire, if only from one hand to the other.
+    /// Admits or refuses a reader. The proof is made and checked as on a real transport.
     pub(super) fn admit(&self, session: u64, secret: &Secret, id: RegionId) -> Result<Admission, Denial> {
         let proof = auth::prove(secret, b"sim", &session.to_le_bytes());
         if !auth::verify_known(self.grants.get(&session), b"sim", &session.to_le_bytes(), &proof) {
@@ -127,7 +127,7 @@ impl Source {
         }
     }
 
-    /// Notes a peer, to be told when it is over; forgets those that are gone.
+    /// Records a peer, so that it can be ended; removes those that are dropped.
     pub(super) fn note(&mut self, session: u64, id: RegionId, lane: &Arc<Mutex<Lane>>) {
         self.readers.retain(|reader| reader.lane.strong_count() > 0);
         self.readers.push(ReaderConnection { session, id, lane: Arc::downgrade(lane) });

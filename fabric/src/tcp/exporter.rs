@@ -1,4 +1,5 @@
-//! The source's end: which regions there are, who may read them, and the threads that serve lanes. The bytes go out in `serve`.
+//! The source's end: which regions there are, who may read them, and the threads that serve lanes. The data path is in
+//! `serve`.
 //!
 //! ```text
 //!   adopt(stream) ─▶ thread: handshake ─▶ Server::admit ─▶ serve ─▶ Server::leave
@@ -8,11 +9,12 @@
 //!
 //! What is true at every moment, by the lock around [`Server`]:
 //!
-//! - Each lane's thread is either in `lanes`, with its socket, or in `ended`, to be joined. Nobody else owns it.
-//! - A lane that is being served has a grant and an exported region: taking either away cuts it before the lock is given back.
-//! - There are at most [`MAX_LANES`] lanes, at most [`MAX_UNPROVED`] of them without proof of a session.
+//! - The thread of each lane is either in `lanes`, with its socket, or in `ended`, to be joined.
+//! - A lane that is served has a grant and an exported region: removing either closes the lane before the lock is
+//!   released.
+//! - There are at most [`MAX_LANES`] lanes, at most [`MAX_UNPROVED`] of them without a proof.
 //!
-//! The lock is never held across a system call that could block; a lane's thread takes it three times in its life.
+//! The lock is never held during a system call that could block. A lane's thread takes it three times.
 
 use std::{
     collections::HashMap,
@@ -37,23 +39,23 @@ use super::{
 };
 use crate::{Denial, Error, Exporter, Memory, RegionId, RegionKey, Secret, TransportKind, lane_handshake::Hello};
 
-/// Serves regions over TCP. Connections come by [`TcpExporter::adopt`], from whoever owns the listening port, or by
-/// [`TcpExporter::listen`].
+/// Exports regions over TCP. The owner of a listening port passes connections to [`TcpExporter::adopt`], or
+/// [`TcpExporter::listen`] accepts them.
 ///
-/// Dropping it cuts every lane and joins every thread; no reader can make that wait.
+/// Dropping it closes every lane and joins every thread; no reader can delay that.
 pub struct TcpExporter {
     shared: Arc<Shared>,
     listeners: Mutex<Vec<Listener>>,
 }
 
 impl TcpExporter {
-    /// An exporter that no connection has come to yet.
+    /// An exporter without connections.
     ///
-    /// `advertised` is the address that keys tell readers to connect to; with an unspecified host (`0.0.0.0`, `::`) a
-    /// reader takes the host by which it reached the source. `None`: the address of [`TcpExporter::listen`].
+    /// Keys tell readers to connect to `advertised`. If its host is unspecified (`0.0.0.0`, `::`), a reader uses the
+    /// host by which it reached the source. `None` stands for the address of [`TcpExporter::listen`].
     ///
     /// # Errors
-    /// [`Error::Misuse`] for options outside their range.
+    /// [`Error::Misuse`] for options out of range.
     pub fn new(options: TcpOptions, advertised: Option<SocketAddr>) -> Result<TcpExporter, Error> {
         options.check()?;
         let server = Server { advertised, ..Server::default() };
@@ -62,19 +64,20 @@ impl TcpExporter {
         Ok(TcpExporter { shared: Arc::new(shared), listeners: Mutex::default() })
     }
 
-    /// Takes over a connection whose first bytes, [`LANE_MAGIC`](super::LANE_MAGIC) presumably, have been peeked at but not
-    /// read. Never blocks: a thread of its own shakes hands with it. Where there are too many lanes it is told so and closed.
+    /// Takes over a connection whose first bytes, presumably [`LANE_MAGIC`](super::LANE_MAGIC), have been peeked at but
+    /// not read. It never blocks: a new thread does the handshake. If there are too many lanes, the connection is
+    /// refused and closed.
     ///
     /// # Errors
-    /// [`Error::System`] if the system gives no thread or refuses a socket option.
+    /// [`Error::System`] if a thread cannot be started or a socket option cannot be set.
     pub fn adopt(&self, stream: TcpStream) -> Result<(), Error> {
         self.shared.adopt(stream)
     }
 
-    /// Listens on `address` and adopts whatever connects, until dropped. Says where: port 0 is a free one.
+    /// Listens on `address` and adopts all connections, until dropped. Returns the address; port 0 selects a free port.
     ///
     /// # Errors
-    /// What the system says of the address.
+    /// What the system reports for the address.
     pub fn listen(&self, address: impl ToSocketAddrs) -> io::Result<SocketAddr> {
         let listener = Listener::start(TcpListener::bind(address)?, self.shared.clone())?;
         let address = listener.address;
@@ -83,12 +86,12 @@ impl TcpExporter {
         Ok(address)
     }
 
-    /// Lanes there are now, those that still shake hands included.
+    /// Number of lanes, including those in the handshake.
     pub fn lanes(&self) -> usize {
         self.shared.server().lanes.len()
     }
 
-    /// The congestion control in use, as the system names it, on some lane of this exporter; `None` while there is none.
+    /// The congestion control of a lane of this exporter, by its kernel name; `None` without lanes.
     pub fn effective_congestion(&self) -> Option<String> {
         let server = self.shared.server();
         server.lanes.values().find_map(|lane| socket::congestion(&lane.stream).ok())
@@ -114,8 +117,8 @@ impl Exporter for TcpExporter {
         let Some(region) = server.regions.remove(&id) else { return };
         region.revoked.store(true, Ordering::Release);
         for lane in server.lanes.values().filter(|lane| lane.reads(id)) {
-            // Wakes a thread that waits for requests, so that it tells its reader. One that is sending sees the flag
-            // behind the present piece.
+            // Wakes a thread that waits for requests, so that it notifies its reader. A thread that is sending sees the
+            // flag after the present piece.
             let _ = lane.stream.shutdown(Shutdown::Read);
         }
     }
@@ -152,14 +155,14 @@ impl Drop for TcpExporter {
         if let Some(pacer) = &self.shared.pacer {
             pacer.end();
         }
-        // Listeners first, so that nothing new comes; each joins its thread.
+        // Listeners first, so that no new connection is accepted; each joins its thread.
         lock(&self.listeners).clear();
         let threads = self.shared.server().close();
         threads.into_iter().for_each(join);
     }
 }
 
-/// What the exporter and its threads hold in common.
+/// What the exporter and its threads share.
 struct Shared {
     options: TcpOptions,
     pacer: Option<Pacer>,
@@ -175,7 +178,7 @@ impl Shared {
         let mut server = self.server();
         if !server.has_room() {
             drop(server);
-            // 48 bytes into a connection that nothing was sent on before: there is room, so that this does not wait.
+            // 48 bytes fit a connection on which nothing was sent before, so this does not wait.
             let soon = Deadline::after(Duration::from_millis(100));
             handshake::refuse_connection(&stream, Denial::Busy, soon);
             return Ok(());
@@ -184,7 +187,7 @@ impl Shared {
         server.next_lane += 1;
         let stream = Arc::new(stream);
         let (shared, lane_stream) = (self.clone(), stream.clone());
-        // Under the lock: the thread cannot leave the server before it has been entered.
+        // Under the lock: the thread cannot remove the lane before it is inserted.
         let thread = std::thread::Builder::new()
             .name(format!("tcp-lane-{number}"))
             .spawn(move || shared.run_lane(number, lane_stream))
@@ -193,12 +196,12 @@ impl Shared {
         Ok(())
     }
 
-    /// The whole life of a lane's thread.
+    /// The main function of a lane's thread.
     fn run_lane(&self, number: u64, stream: Arc<TcpStream>) {
         if let Err(error) = self.serve_lane(number, &stream) {
             tracing::debug!(lane = number, %error, "a data lane was turned away");
         }
-        // Explicitly, and not by dropping: the server holds the socket too, until just below.
+        // Not by dropping the socket: the server holds it too, until the next line.
         socket::cut(&stream);
         self.server().leave(number);
     }
@@ -232,7 +235,7 @@ impl Shared {
     }
 }
 
-/// Who may read what, and who does.
+/// Regions, grants, and lanes.
 #[derive(Default)]
 struct Server {
     advertised: Option<SocketAddr>,
@@ -244,11 +247,11 @@ struct Server {
     closed: bool,
 }
 
-/// A lane as its owner sees it.
+/// A lane, at the exporter.
 struct Lane {
     stream: Arc<TcpStream>,
     thread: JoinHandle<()>,
-    /// Session and region, once proved.
+    /// Session and region, after the proof.
     reader: Option<(u64, RegionId)>,
 }
 
@@ -263,13 +266,13 @@ impl Lane {
 }
 
 impl Server {
-    /// Whether one more connection may shake hands.
+    /// Whether one more connection may start a handshake.
     fn has_room(&self) -> bool {
         let unproved = self.lanes.values().filter(|lane| lane.reader.is_none()).count();
         !self.closed && self.lanes.len() < MAX_LANES && unproved < MAX_UNPROVED
     }
 
-    /// Lets a lane that has proved `secret` read region `id`, or says why not.
+    /// Admits a lane that has proved `secret` to region `id`, or returns the reason for a denial.
     fn admit(
         &mut self,
         number: u64,
@@ -277,7 +280,7 @@ impl Server {
         secret: Option<&Secret>,
         id: RegionId,
     ) -> Result<Arc<Region>, Denial> {
-        // The grant may have gone while the proof was on its way.
+        // The grant may have been withdrawn since the proof was checked.
         if self.closed || secret.is_none() || self.grants.get(&session) != secret {
             return Err(Denial::NotGranted);
         }
@@ -293,7 +296,7 @@ impl Server {
         Ok(region.clone())
     }
 
-    /// A lane's thread is about to end: from `lanes` to `ended`.
+    /// Moves a lane whose thread is about to end from `lanes` to `ended`.
     fn leave(&mut self, number: u64) {
         if let Some(lane) = self.lanes.remove(&number) {
             self.ended.push(lane.thread);
@@ -306,7 +309,7 @@ impl Server {
         }
     }
 
-    /// Cuts everything, lets nothing in any more, and hands out the threads.
+    /// Closes all lanes, refuses new ones, and returns the threads.
     fn close(&mut self) -> Vec<JoinHandle<()>> {
         self.closed = true;
         self.cut(|_| true);
@@ -319,7 +322,7 @@ impl Server {
     }
 }
 
-/// A listening socket of our own, and the thread that accepts from it.
+/// A listening socket, and the thread that accepts from it.
 struct Listener {
     address: SocketAddr,
     socket: TcpListener,
@@ -352,9 +355,9 @@ fn accept_all(listener: &TcpListener, shared: &Arc<Shared>) {
                     tracing::warn!(%peer, %error, "a data connection could not be taken");
                 }
             }
-            // The listener was shut down by its owner.
+            // Its owner has shut the listener down.
             Err(error) if error.kind() == io::ErrorKind::InvalidInput => return,
-            // One connection that failed before it was taken, or a lack of descriptors that may pass.
+            // A connection that failed before it was accepted, or a temporary lack of descriptors.
             Err(error) => {
                 tracing::warn!(%error, "accepting a data connection failed");
                 std::thread::sleep(ACCEPT_PAUSE);
@@ -364,7 +367,7 @@ fn accept_all(listener: &TcpListener, shared: &Arc<Shared>) {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // What the server says is true after every statement, so that a panic elsewhere does not make it worthless.
+    // The data is valid after every statement, so that it can be used after a panic of another thread.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -374,16 +377,16 @@ fn join(thread: JoinHandle<()>) {
     }
 }
 
-/// Lanes in all; each is a thread of 96 KiB of buffer and some kernel memory. Beyond, readers are told to come back later.
-/// 256 = 32 replicas × 2 regions × 4 lanes, or 128 replicas with a lane per region.
+/// Maximum number of lanes. Each takes a thread, 96 KiB of buffer and some kernel memory. Further readers are told to
+/// retry later. 256 = 32 replicas × 2 regions × 4 lanes, or 128 replicas with one lane per region.
 pub(super) const MAX_LANES: usize = 256;
 
-/// ... of them those that have not proved anything yet, so that a stranger who only connects cannot keep out those who
-/// have a grant: each such connection lives no longer than the handshake time-out.
+/// Maximum number of lanes that have not proved a session. Connections without a grant can thus not exclude readers
+/// with one: each of them ends at the handshake time-out.
 pub(super) const MAX_UNPROVED: usize = 64;
 
-/// Lanes per session: 2 regions × 4 lanes, twice, because a reader may come back before its old lanes are found dead.
+/// Lanes per session: 2 regions × 4 lanes, twice, because a reader may reconnect before its old lanes are found closed.
 pub(super) const MAX_LANES_PER_SESSION: usize = 16;
 
-/// After a failed accept(2): long enough not to spin when descriptors have run out.
+/// Pause after a failed accept(2), so that the loop does not spin when descriptors have run out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);

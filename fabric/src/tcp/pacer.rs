@@ -1,6 +1,6 @@
-//! Pacer: when the next bytes may leave, so that all lanes of an exporter send no more than so many a second, in small pieces one
-//! after the other. What a cable can carry and is given in time waits nowhere: a rate a little below the cable's keeps its queue short for
-//! everybody else on it. Pure but for [`Pacer::wait`]: it is told the time.
+//! A rate limit for all lanes of an exporter together: it decides when the next bytes may be sent, in small pieces. A
+//! rate slightly below that of the link keeps its queue short for all other traffic. Pure except [`Pacer::wait`]: the
+//! time is an argument.
 
 use std::{
     num::NonZeroU64,
@@ -11,14 +11,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// See the module's text.
+/// Spaces pieces in time, so that their rate stays below a limit.
 #[derive(Debug)]
 pub(super) struct Pacer {
     /// Bytes per second.
     rate: NonZeroU64,
-    /// When all that was let go so far has left at that rate. `None`: nothing was.
+    /// When everything admitted so far has been sent at that rate; `None` if nothing was.
     free_at: Mutex<Option<Instant>>,
-    /// Nobody need wait any more.
+    /// Set when the exporter ends: no lane waits after that.
     over: AtomicBool,
 }
 
@@ -27,15 +27,15 @@ impl Pacer {
         Pacer { rate, free_at: Mutex::new(None), over: AtomicBool::new(false) }
     }
 
-    /// Bytes that go together.
+    /// Bytes per piece.
     pub(super) fn piece(&self) -> usize {
         let bytes = u128::from(self.rate.get()) * PIECE_TIME.as_micros() / 1_000_000;
         (bytes as usize).clamp(LEAST_PIECE_BYTES, MOST_PIECE_BYTES)
     }
 
-    /// Takes a turn for so many bytes; how long to wait before they may leave. Turns are served in the order in which they are taken.
+    /// Reserves the time to send `bytes`, and returns how long to wait before. Reservations are served in order.
     fn reserve(&self, now: Instant, bytes: usize) -> Duration {
-        // Every statement leaves it true.
+        // The value is valid after every statement.
         let mut free_at = self.free_at.lock().unwrap_or_else(PoisonError::into_inner);
         let earliest = now.checked_sub(SAVED).unwrap_or(now);
         let begins = free_at.map_or(now, |free_at| free_at.max(earliest));
@@ -43,12 +43,12 @@ impl Pacer {
         begins.saturating_duration_since(now)
     }
 
-    /// Whoever waits stops waiting, soon, and nobody waits any more.
+    /// Ends all waits soon, and makes further ones return immediately.
     pub(super) fn end(&self) {
         self.over.store(true, Ordering::Relaxed);
     }
 
-    /// Waits until so many bytes may leave, or `cancelled` says meanwhile that it makes no difference any more; whether the time has come.
+    /// Waits until `bytes` may be sent, or `cancelled` returns true. Returns whether they may be sent.
     pub(super) fn wait(&self, bytes: usize, cancelled: impl Fn() -> bool) -> bool {
         let now = Instant::now();
         let until = now + self.reserve(now, bytes);
@@ -65,19 +65,19 @@ impl Pacer {
     }
 }
 
-/// What goes together takes so long at the rate: nobody behind it waits for longer.
+/// Time that one piece takes at the rate: no other sender waits longer behind it.
 const PIECE_TIME: Duration = Duration::from_micros(500);
 
-/// ... but no less than two packets, which a card would rather have together,
+/// Minimum size of a piece: two packets, which network cards send more efficiently together.
 const LEAST_PIECE_BYTES: usize = 4 << 10;
 
-/// ... nor more than is cut off for a region that may be revoked.
+/// Maximum size of a piece: that of an answer, after which a revoked region is noticed.
 const MOST_PIECE_BYTES: usize = 1 << 20;
 
-/// Time that was missed and is made up for: a thread wakes a little later than it wanted to. More would be a burst.
+/// Time that may be caught up on, because threads wake slightly late. More would be a burst.
 const SAVED: Duration = Duration::from_millis(1);
 
-/// How often one who waits looks whether there is still something to wait for.
+/// Interval at which a waiting lane checks whether to give up.
 const LOOK_TIME: Duration = Duration::from_millis(50);
 
 #[cfg(test)]

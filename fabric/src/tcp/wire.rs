@@ -1,22 +1,21 @@
-//! The bytes of a data lane: encoders and decoders, and the check that a read stays inside its region.
+//! The bytes of a data lane: encoders and decoders, and the check that a read is inside its region.
 //!
-//! Pure: no socket, no clock, no allocation. `docs/fabric-tcp.md` is the same thing in tables; the tests at the end hold
-//! the two together by writing one of each message out byte by byte. What follows what, and when, is not decided here:
-//! `handshake` walks the first four messages, `serve` and `lane` the other two.
+//! Pure: no socket, no clock. `docs/fabric-tcp.md` has the same in tables; the tests write one of each message out byte
+//! by byte. `lane_handshake` decides the order of the first four messages, `serve` and `lane` that of the other two.
 //!
 //! ```text
 //!   reader                                   source
-//!     │ ── Hello      64 bytes ──────────────▶ │   who, which session, which region, a nonce
-//!     │ ◀───────────── Challenge  48 bytes ─── │   or why not; the other nonce
+//!     │ ── hello      64 bytes ──────────────▶ │   session, region, a nonce
+//!     │ ◀───────────── challenge  48 bytes ─── │   the other nonce; or a refusal
 //!     │ ── proof      32 bytes ──────────────▶ │   HMAC of both messages above
-//!     │ ◀───────────── Welcome    48 bytes ─── │   the region's length, the source's own HMAC; or why not
+//!     │ ◀───────────── welcome    48 bytes ─── │   the region's length, the source's own HMAC; or a denial
 //!     │                                        │
 //!     │ ── Request    32 bytes ──────────────▶ │   as many as the depth allows
 //!     │ ◀───────────── Answer     16 bytes ─── │   in the order of the requests, each followed by its bytes,
 //!     │ ◀───────────── bytes ───────────────── │   in pieces of at most `PIECE_BYTES`
 //! ```
 //!
-//! All integers are little-endian: both ends are, nearly always, and then nothing is turned around.
+//! All integers are little-endian, as on nearly all hosts.
 
 use crate::{
     Denial, Error, RegionId, TransportKind,
@@ -24,31 +23,30 @@ use crate::{
     lane_handshake::{Format, Hello, Refusal},
 };
 
-/// The first bytes of every data lane, so that one listening port can serve control and data: peek, and compare.
+/// First bytes of every data lane. A listening port can thus serve control and data: peek, and compare.
 pub const LANE_MAGIC: [u8; 8] = *b"RMRALANE";
 
-/// The version this file describes. A source that is asked for another says so and hangs up.
+/// The version of this file. A source that receives another version refuses it and hangs up.
 pub(super) const VERSION: u16 = 1;
 
-/// The most bytes that follow one answer header. A longer read is answered in several pieces, so that a source whose
-/// region is revoked in the middle can still say so: between pieces, never later than this many bytes.
-/// At 1 MiB the extra header and system call cost under 1 % of the copy they interrupt.
+/// Maximum bytes after one answer header. A longer read is answered in several pieces, so that a source whose region is
+/// revoked can report it between two pieces. At 1 MiB the extra header and system call cost less than 1 % of the copy.
 pub(super) const PIECE_BYTES: u32 = 1 << 20;
 
-/// The tag of an answer that is about the lane and not about one request: everything outstanding has failed with its
-/// status. No request may carry it.
+/// The tag of an answer about the lane, not about one request: all outstanding reads have failed with its status. No
+/// request may carry it.
 pub(super) const TAG_LANE: u64 = u64::MAX;
 
-/// What was read off the wire is not this protocol. The other end is at fault, or is something else altogether.
+/// Received bytes that are not of this protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Malformed {
     /// The first eight bytes are not [`LANE_MAGIC`].
     #[error("its first bytes are not those of a Remora data lane")]
     Magic,
-    /// It is a data lane, of a version that this build does not speak.
+    /// A data lane of a version that this build does not support.
     #[error("it speaks version {0} of the data lane, this build only version {VERSION}")]
     Version(u16),
-    /// A status outside the table of [`Status`].
+    /// A status that is not defined.
     #[error("it sent the unknown status {0}")]
     Status(u32),
     /// Bytes that must be zero are not.
@@ -56,19 +54,19 @@ pub(super) enum Malformed {
     Reserved,
 }
 
-/// How the source judged a lane or a request.
+/// The source's answer to a lane or a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Status {
-    /// Granted; the bytes follow.
+    /// Success; the bytes follow.
     Good,
-    /// The source will not serve this, and says why.
+    /// The source refuses, for a reason.
     Denied(Denial),
-    /// The source could not make sense of what it was sent, and hangs up.
+    /// The source could not parse what it received, and hangs up.
     Malformed,
 }
 
 impl Status {
-    /// The number on the wire: a [`Denial`]'s own number, around which the other two lie.
+    /// The number on the wire: that of the [`Denial`], or one of the other two.
     pub(super) fn code(self) -> u32 {
         match self {
             Status::Good => 0,
@@ -77,7 +75,7 @@ impl Status {
         }
     }
 
-    /// The status that a number on the wire stands for.
+    /// The status of a number.
     pub(super) fn from_code(code: u32) -> Result<Status, Malformed> {
         match code {
             0 => Ok(Status::Good),
@@ -90,7 +88,7 @@ impl Status {
     }
 }
 
-/// Outside the numbers of [`Denial`], which fit into a byte and will grow upwards.
+/// Not a number of a [`Denial`], which fit a byte.
 const MALFORMED: u32 = 0x100;
 
 /// The handshake of this transport. A grant is the region's length.
@@ -238,17 +236,17 @@ impl From<Malformed> for Error {
     }
 }
 
-/// One read.
+/// A read request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Request {
-    /// Comes back in the answer; the reader's own business, except that it is not [`TAG_LANE`].
+    /// Returned in the answer; anything but [`TAG_LANE`].
     pub(super) tag: u64,
-    /// The region meant. Named again in each request although the lane is for one region only: a reader that mixes up
-    /// two generations is told so, and never served the wrong one's bytes.
+    /// The region. Each request names it, although a lane is for one region only: a reader that confuses two
+    /// generations is told so, and never gets bytes of the wrong one.
     pub(super) id: RegionId,
-    /// Bytes from the beginning of the region.
+    /// Offset of the first byte in the region.
     pub(super) offset: u64,
-    /// Bytes wanted.
+    /// Number of bytes.
     pub(super) length: u32,
 }
 
@@ -265,7 +263,7 @@ impl Request {
         out.finish()
     }
 
-    /// Every 32 bytes are some request; whether it is a permissible one is for [`Request::judge`].
+    /// Decodes a request. Any 32 bytes are a request; [`Request::judge`] checks it.
     pub(super) fn decode(bytes: &[u8; Self::BYTES]) -> Request {
         let mut rest = In(bytes);
         let tag = u64::from_le_bytes(rest.take());
@@ -276,8 +274,8 @@ impl Request {
         Request { tag, id: RegionId { generation, region }, offset, length }
     }
 
-    /// May this read be served out of region `id`, which is `region_length` bytes long?
-    /// The end is compared by subtraction: `offset + length` may not fit in 64 bits.
+    /// Checks a read against region `id` of `region_length` bytes. The end is compared by subtraction, because `offset
+    /// + length` may overflow.
     pub(super) fn judge(&self, id: RegionId, region_length: u64) -> Status {
         if self.tag == TAG_LANE {
             return Status::Malformed;
@@ -295,14 +293,14 @@ impl Request {
     }
 }
 
-/// What precedes the bytes of a read, or of a piece of one.
+/// The header before the bytes of a read, or of a piece of one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Answer {
     /// The request's tag, or [`TAG_LANE`].
     pub(super) tag: u64,
-    /// `Good`, or why there are no bytes.
+    /// `Good`, or the reason why no bytes follow.
     pub(super) status: Status,
-    /// Bytes that follow at once: a piece of what is still missing of this read. 0 unless `Good`.
+    /// Bytes that follow: a piece of what is missing of this read. 0 unless `Good`.
     pub(super) length: u32,
 }
 
@@ -326,7 +324,8 @@ impl Answer {
     }
 }
 
-/// Magic and version, with which both ends begin. The version is looked at before anything whose place could depend on it.
+/// Checks magic and version, which start the messages of both ends. The version comes first, as the rest of the layout
+/// may depend on it.
 fn check_opening(rest: &mut In<'_>) -> Result<(), Malformed> {
     if rest.take::<8>() != LANE_MAGIC {
         return Err(Malformed::Magic);
@@ -364,7 +363,7 @@ impl<const N: usize> Out<N> {
 struct In<'a>(&'a [u8]);
 
 impl In<'_> {
-    /// The next field. The callers hold whole messages, so that no field can lie beyond the end; zeros if one ever did.
+    /// The next field. Callers pass whole messages, so that no field is beyond the end.
     fn take<const N: usize>(&mut self) -> [u8; N] {
         match self.0.split_first_chunk::<N>() {
             Some((field, rest)) => {
