@@ -63,7 +63,7 @@ impl Connector for ShmConnector {
         let deadline = Instant::now() + self.timeout;
         let socket = local::connect(&address, deadline)?;
         let packet = Handshake { socket: &socket, secret, deadline, timeout: self.timeout }.run(key, session)?;
-        let memory = packet.descriptor.ok_or(Error::Protocol("the source sent no memory along"))?;
+        let memory = packet.descriptor.ok_or(Error::Protocol("the welcome has no memory attached"))?;
         let view = View::open(memory, key.length())?;
         Ok(Box::new(ShmPeer::new(socket, Arc::new(view), sink)?))
     }
@@ -87,7 +87,7 @@ impl Handshake<'_> {
         local::send(self.socket, &proof, None).map_err(Error::system("answering the source's challenge"))?;
         let packet = self.receive()?;
         if reader.finish(packet.bytes())? != key.length() {
-            return Err(Error::Protocol("the region has another length than its key says"));
+            return Err(Error::Protocol("the length of the region differs from its key"));
         }
         Ok(packet)
     }

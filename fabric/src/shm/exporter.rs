@@ -42,7 +42,7 @@ impl ShmExporter {
         options.check()?;
         let boot_id = BootId::of_this_host()?;
         let stop =
-            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Error::system("making an eventfd"))?;
+            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Error::system("creating an eventfd"))?;
         let (listener, address) = local::listen(&options.place)?;
         // From here on the exporter's drop removes the socket's file if a later step fails.
         let server = Server::new(options.connections, options.handshake_timeout);
@@ -93,10 +93,10 @@ impl Exporter for ShmExporter {
 impl Drop for ShmExporter {
     fn drop(&mut self) {
         if rustix::io::write(self.shared.stop.as_fd(), &1u64.to_ne_bytes()).is_err() {
-            tracing::error!("the thread of a shm exporter can't be told to stop");
+            tracing::error!("the thread of a shm exporter cannot be stopped");
         }
         if self.owner.take().is_some_and(|owner| owner.join().is_err()) {
-            tracing::error!("the thread of a shm exporter had panicked");
+            tracing::error!("the thread of a shm exporter has panicked");
         }
         self.address.remove();
     }

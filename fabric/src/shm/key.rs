@@ -25,7 +25,7 @@ impl BootId {
     }
 
     fn parse(text: &[u8]) -> Result<BootId, Error> {
-        let text = std::str::from_utf8(text).map_err(|_| KeyError::Body("its boot id is no text"))?;
+        let text = std::str::from_utf8(text).map_err(|_| KeyError::Body("its boot id is not UTF-8"))?;
         let fits = text.len() == BOOT_ID_BYTES && text.bytes().all(|byte| byte.is_ascii_hexdigit() || byte == b'-');
         if fits { Ok(BootId(text.to_owned())) } else { Err(KeyError::Body("its boot id has the wrong form").into()) }
     }
@@ -44,7 +44,8 @@ pub(super) fn make(id: RegionId, length: u64, boot_id: &BootId, address: &Addres
 /// Decodes a key. A key of another host is an error, as its address is meaningless here.
 pub(super) fn address(key: &RegionKey, ours: &BootId) -> Result<Address, Error> {
     key.expect(TransportKind::Shm)?;
-    let (theirs, rest) = key.body().split_at_checked(BOOT_ID_BYTES).ok_or(KeyError::Body("it ends in its boot id"))?;
+    let (theirs, rest) =
+        key.body().split_at_checked(BOOT_ID_BYTES).ok_or(KeyError::Body("it is shorter than a boot id"))?;
     let theirs = BootId::parse(theirs)?;
     if theirs != *ours {
         return Err(Error::NotThisHost { theirs: theirs.0, ours: ours.0.clone() });
@@ -52,7 +53,7 @@ pub(super) fn address(key: &RegionKey, ours: &BootId) -> Result<Address, Error> 
     match rest.split_first() {
         Some((&PLACE_ABSTRACT, name)) => Ok(Address::Abstract(name.to_vec())),
         Some((&PLACE_FILE, path)) => Ok(Address::File(path.to_vec())),
-        _ => Err(KeyError::Body("its socket is of an unknown kind").into()),
+        _ => Err(KeyError::Body("the kind of its socket is unknown").into()),
     }
 }
 

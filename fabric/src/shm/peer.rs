@@ -185,8 +185,8 @@ struct Signal {
 impl Signal {
     fn new(socket: &OwnedFd) -> Result<Signal, Error> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let work = eventfd(0, flags).map_err(Error::system("making an eventfd"))?;
-        let both = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Error::system("making an epoll descriptor"))?;
+        let work = eventfd(0, flags).map_err(Error::system("creating an eventfd"))?;
+        let both = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Error::system("creating an epoll instance"))?;
         for fd in [&work, socket] {
             let data = epoll::EventData::new_u64(0);
             epoll::add(&both, fd, data, epoll::EventFlags::IN).map_err(Error::system("watching a descriptor"))?;

@@ -28,7 +28,7 @@ use crate::{
 
 /// Starts the thread.
 pub(super) fn start(shared: Arc<Shared>, listener: OwnedFd) -> Result<JoinHandle<()>, Error> {
-    let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Error::system("making an epoll descriptor"))?;
+    let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Error::system("creating an epoll instance"))?;
     watch(&epoll, &shared.stop, STOP).map_err(Error::system("watching an eventfd"))?;
     watch(&epoll, &listener, LISTENER).map_err(Error::system("watching a local socket"))?;
     thread::Builder::new()
@@ -55,7 +55,7 @@ impl Owner<'_> {
             let patience = self.shared.server().next_timeout(Instant::now());
             match epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), patience.as_ref()) {
                 Ok(_) | Err(Errno::INTR) => {}
-                Err(error) => return tracing::error!(%error, "shm: no connection can be answered any more"),
+                Err(error) => return tracing::error!(%error, "shm: epoll_wait failed; no connection can be served"),
             }
             for event in &events {
                 match event.data.u64() {
@@ -77,7 +77,7 @@ impl Owner<'_> {
                 Err(error) => {
                     // Probably out of descriptors. The connections stay in the backlog; without a pause this loop would
                     // spin.
-                    tracing::warn!(%error, "shm: cannot accept a connection, trying again");
+                    tracing::warn!(%error, "shm: cannot accept a connection, retrying");
                     return thread::sleep(ACCEPT_PAUSE);
                 }
             }

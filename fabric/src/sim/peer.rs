@@ -126,7 +126,7 @@ impl Peer for SimPeer {
 impl Lane {
     pub(super) fn new(admission: Admission, sink: Arc<Memory>, faults: Faults, random: Random) -> Result<Lane, Error> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let signal = Arc::new(eventfd(0, flags).map_err(Error::system("making an eventfd"))?);
+        let signal = Arc::new(eventfd(0, flags).map_err(Error::system("creating an eventfd"))?);
         let Admission { memory: region, served } = admission;
         let outstanding = Vec::with_capacity(DEPTH);
         Ok(Lane { region, sink, served, faults, random, step: 0, outstanding, retired: None, signal, signalled: false })

@@ -66,7 +66,7 @@ impl TcpConnector {
         let answered: Vec<_> = greeted.into_iter().map(|lane| lane.prove(secret)).collect::<Result<_, _>>()?;
         for lane in answered {
             if lane.finish()? != key.length() {
-                return Err(Error::Protocol("the region is not as long as its key says"));
+                return Err(Error::Protocol("the length of the region differs from its key"));
             }
         }
         Ok(())

@@ -199,7 +199,7 @@ impl Shared {
     /// The main function of a lane's thread.
     fn run_lane(&self, number: u64, stream: Arc<TcpStream>) {
         if let Err(error) = self.serve_lane(number, &stream) {
-            tracing::debug!(lane = number, %error, "a data lane was turned away");
+            tracing::debug!(lane = number, %error, "a data lane was refused");
         }
         // Not by dropping the socket: the server holds it too, until the next line.
         socket::cut(&stream);
@@ -352,14 +352,14 @@ fn accept_all(listener: &TcpListener, shared: &Arc<Shared>) {
         match listener.accept() {
             Ok((stream, peer)) => {
                 if let Err(error) = shared.adopt(stream) {
-                    tracing::warn!(%peer, %error, "a data connection could not be taken");
+                    tracing::warn!(%peer, %error, "cannot serve a data connection");
                 }
             }
             // Its owner has shut the listener down.
             Err(error) if error.kind() == io::ErrorKind::InvalidInput => return,
             // A connection that failed before it was accepted, or a temporary lack of descriptors.
             Err(error) => {
-                tracing::warn!(%error, "accepting a data connection failed");
+                tracing::warn!(%error, "cannot accept a data connection, retrying");
                 std::thread::sleep(ACCEPT_PAUSE);
             }
         }
@@ -373,7 +373,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 fn join(thread: JoinHandle<()>) {
     if thread.join().is_err() {
-        tracing::error!("a data lane's thread has panicked");
+        tracing::error!("the thread of a data lane has panicked");
     }
 }
 

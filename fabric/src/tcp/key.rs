@@ -13,7 +13,7 @@ pub(super) fn encode(id: RegionId, length: u64, at: SocketAddr) -> Result<Region
 /// The address in `key`. `fallback_host` replaces an unspecified host; its port is not used.
 pub(super) fn address(key: &RegionKey, fallback_host: Option<SocketAddr>) -> Result<SocketAddr, Error> {
     key.expect(TransportKind::Tcp)?;
-    let body = key.body().try_into().map_err(|_| KeyError::Body("its tcp part is not of 20 bytes"))?;
+    let body = key.body().try_into().map_err(|_| KeyError::Body("its tcp part is not 20 bytes long"))?;
     address::decode(body, fallback_host)
 }
 

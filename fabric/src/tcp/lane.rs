@@ -253,7 +253,7 @@ impl Lane {
             (Status::Denied(denial), Some(_)) => Err(ReadError::Denied(denial)),
             (Status::Denied(denial), None) if answer.tag == TAG_LANE => Err(ReadError::Denied(denial)),
             (Status::Denied(_), None) => Err(violation("a denial of something that was not requested")),
-            (Status::Malformed, _) => Err(violation("it finds our requests malformed")),
+            (Status::Malformed, _) => Err(violation("it rejects a request as malformed")),
         }
     }
 
@@ -330,7 +330,7 @@ impl Inbox {
 
 /// Logs that the source violates the protocol. Nothing that it sends after that can be trusted.
 fn violation(what: &str) -> ReadError {
-    tracing::warn!(what, "the source of a data lane broke the protocol: hanging up");
+    tracing::warn!(what, "the source violated the protocol of a data lane: closing it");
     ReadError::PeerGone
 }
 

@@ -41,15 +41,15 @@ pub(super) struct Region {
 /// Why a lane ended. For the log only: it is not an error of the source.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Ended {
-    #[error("the reader hung up")]
+    #[error("the reader closed the connection")]
     HungUp,
     #[error("the region was revoked")]
     Revoked,
     #[error("the reader took less than {SLOWEST_DRAIN_BYTES} bytes within {0:?}")]
     Slow(Duration),
-    #[error("the reader began a request and did not finish it within {0:?}")]
+    #[error("the reader did not complete a request within {0:?}")]
     HalfRequest(Duration),
-    #[error("the reader sent a request that cannot be")]
+    #[error("the reader sent an invalid request")]
     Malformed,
     #[error("{0}")]
     Broken(#[from] io::Error),

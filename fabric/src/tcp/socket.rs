@@ -28,7 +28,7 @@ pub(super) fn prepare(stream: &TcpStream, options: &TcpOptions) -> Result<(), Er
         && let Err(error) = smooth(stream, rate)
     {
         // The rate is still limited, but with bursts.
-        tracing::debug!(%error, "the system does not space a lane's packets");
+        tracing::debug!(%error, "cannot set SO_MAX_PACING_RATE on a lane");
     }
     Ok(())
 }
@@ -79,7 +79,7 @@ impl Deadline {
         while !into.is_empty() {
             stream.set_read_timeout(Some(self.left()?)).map_err(Error::system("setting a time-out"))?;
             match stream.read(into) {
-                Ok(0) => return Err(Error::Protocol("it hung up in the middle of the handshake")),
+                Ok(0) => return Err(Error::Protocol("it closed the connection during the handshake")),
                 Ok(count) => into = into.get_mut(count..).unwrap_or_default(),
                 Err(error) if is_try_again(&error) => continue,
                 Err(error) => return Err(Error::system("reading the handshake of a data lane")(error)),
@@ -136,7 +136,7 @@ fn choose_congestion(socket: &SockRef<'_>, name: &str) {
     {
         tracing::warn!(
             congestion = name, %error,
-            "the system refused this congestion control for data lanes and keeps its own: load it, or add it to \
+            "the system refused this congestion control for data lanes and uses its own: load it, or add it to \
              net.ipv4.tcp_allowed_congestion_control"
         );
     }

@@ -44,7 +44,7 @@ pub(super) enum Malformed {
     #[error("its first bytes are not those of a Remora data lane")]
     Magic,
     /// A data lane of a version that this build does not support.
-    #[error("it speaks version {0} of the data lane, this build only version {VERSION}")]
+    #[error("it uses version {0} of the data lane, this build version {VERSION}")]
     Version(u16),
     /// A status that is not defined.
     #[error("it sent the unknown status {0}")]

@@ -1,5 +1,5 @@
-//! How a peer comes to be: find the route, connect a queue pair, shake hands, and do one READ to see that it works. Each step has its
-//! time; what the peer does afterwards is `peer`'s and `lane`'s.
+//! Makes connections: resolves a route, connects a queue pair, shakes hands, and does one READ to see that it works.
+//! Each step has a time limit. Reads are in `peer` and `lane`.
 
 use std::{
     io,
@@ -37,12 +37,12 @@ pub struct VerbsConnector {
 }
 
 impl VerbsConnector {
-    /// `fallback_host` is the address by which the source was reached before, over the messenger: it stands in for the host where a
-    /// key names none. `local` are addresses of ours, whose devices are to be used; with none the system's routes choose. Queue pairs
-    /// take turns over them, and over the addresses of the source.
+    /// A connector. `fallback_host` is the address by which the messenger reached the source; it replaces the host in
+    /// keys that name none. `local` are addresses of this host whose devices are to be used; without any, the system's
+    /// routes decide. Queue pairs alternate over them, and over the addresses of the source.
     ///
     /// # Errors
-    /// [`Error::Misuse`] for options outside their range; [`Error::NoRdma`], with what is missing.
+    /// [`Error::Misuse`] for options out of range; [`Error::NoRdma`], with what is missing.
     pub fn new(
         options: VerbsOptions,
         fallback_host: Option<SocketAddr>,
@@ -55,7 +55,7 @@ impl VerbsConnector {
         Ok(VerbsConnector { options, fallback_host, local })
     }
 
-    /// As [`Connector::connect`], for those who want to know that it is a [`VerbsPeer`].
+    /// As [`Connector::connect`], but returns the [`VerbsPeer`] itself.
     ///
     /// # Errors
     /// Those of [`Connector::connect`]; [`Error::NoRdma`].
@@ -71,10 +71,10 @@ impl VerbsConnector {
             }
             match self.lane(number, route, key, session, secret, (&mut sinks, &sink)) {
                 Ok(lane) => lanes.push(lane),
-                // No other route would be answered otherwise.
+                // The answer would be the same by any other route.
                 Err(error) if is_final(&error) => return Err(error),
                 Err(error) => {
-                    tracing::warn!(local = ?route.0, source = %route.1, %error, "no queue pair by this route");
+                    tracing::warn!(local = ?route.0, source = %route.1, %error, "cannot connect a queue pair by this route");
                     closed.push(route);
                     last = Some(error);
                 }
@@ -86,7 +86,7 @@ impl VerbsConnector {
         }
     }
 
-    /// One queue pair, ready to read.
+    /// Makes one queue pair that is ready to read.
     fn lane(
         &self,
         number: u8,
@@ -108,7 +108,7 @@ impl Connector for VerbsConnector {
         TransportKind::Verbs
     }
 
-    /// Besides what every transport checks, one READ has been seen to work when this returns.
+    /// In addition to what every transport checks, one READ has succeeded when this returns.
     fn connect(
         &self,
         key: &RegionKey,
@@ -120,19 +120,19 @@ impl Connector for VerbsConnector {
     }
 }
 
-/// The routes of so many queue pairs: they take turns over the source's addresses, and over ours.
+/// The routes of `count` queue pairs: they alternate over the source's addresses, and over the local ones.
 fn routes(count: usize, local: &[IpAddr], remote: &[SocketAddr]) -> Vec<(Option<IpAddr>, SocketAddr)> {
     let mut locals = local.iter().copied().map(Some).cycle();
     let remotes = remote.iter().copied().cycle();
     remotes.take(count).map(|remote| (locals.next().flatten(), remote)).collect()
 }
 
-/// Whether it is the source that has spoken, or this machine that lacks something: by another port it would be the same.
+/// Whether the source has answered, or this machine lacks something: another port would not help.
 fn is_final(error: &Error) -> bool {
     !matches!(error, Error::Unreachable { .. } | Error::TimedOut { .. })
 }
 
-/// The sink as this device knows it: registered once per device and peer.
+/// The sink's registration with a device: one per device and peer.
 fn sink_at(
     known: &mut Vec<Arc<Registration>>,
     device: &Arc<Device>,
@@ -146,7 +146,7 @@ fn sink_at(
     Ok(registered)
 }
 
-/// A device and a route that lead to the source.
+/// A device and a route to the source.
 struct Route<'a> {
     options: &'a VerbsOptions,
     deadline: Instant,
@@ -171,13 +171,13 @@ impl<'a> Route<'a> {
         Ok(Route { options, deadline, remote, device, id, events })
     }
 
-    /// Connects a queue pair to the source's.
+    /// Connects a queue pair to the source.
     fn connect(self, hello: &Hello, sink: Arc<Registration>) -> Result<Connected<'a>, Error> {
         let domain = sink.domain();
         let channel = Channel::new(&self.device)?;
         let limit = u32::try_from(self.device.attributes().max_qp_wr).unwrap_or(1).max(2);
         let queue_depth = self.options.queue_depth.min(limit - 1);
-        // Every request that is posted has its place in the completion queue: the pieces, the proof, the welcome.
+        // Room in the completion queue for every request that may be posted: the pieces, the proof, the welcome.
         let completions = Completions::new(&channel, queue_depth + HANDSHAKE_COMPLETIONS)?;
         let scatter = u32::try_from(self.device.attributes().max_sge_rd).unwrap_or(1).clamp(1, MAX_SCATTER);
         let capacity = Capacity { send: queue_depth + 1, receive: 1 };
@@ -195,7 +195,7 @@ impl<'a> Route<'a> {
         let event = self.answer()?;
         Verbs::parse_challenge(&event.message)?;
         if event.kind == ffi::RDMA_CM_EVENT_CONNECT_RESPONSE {
-            // What the source grants may be less than was asked for; more is not ours to use.
+            // The source may grant fewer READs than were asked for, but never more.
             depths.initiator_depth = depths.initiator_depth.min(event.initiator_depth).max(1);
             self.id.ready(&pair, depths, &self.options.connecting())?;
             self.id.establish().map_err(Error::system("establishing an RDMA connection"))?;
@@ -204,7 +204,7 @@ impl<'a> Route<'a> {
         Ok(Connected { route: self, parts, reader, challenge: event.message, reads_in_flight: depths.initiator_depth })
     }
 
-    /// The source's answer to our request.
+    /// Waits for the source's answer to the connection request.
     fn answer(&self) -> Result<Event, Error> {
         loop {
             let event = self
@@ -221,18 +221,18 @@ impl<'a> Route<'a> {
     }
 }
 
-/// Connected to somebody who has challenged us.
+/// A connection to a source that has sent a challenge.
 struct Connected<'a> {
     route: Route<'a>,
     parts: Parts,
     reader: Reader<Verbs>,
-    /// What the source answered, as the connection manager delivered it.
+    /// The source's answer, as the connection manager delivered it.
     challenge: Vec<u8>,
     reads_in_flight: u8,
 }
 
 impl Connected<'_> {
-    /// Proves our session, makes sure of the source, and tries one READ.
+    /// Proves the session, checks the source's proof, and tries one READ.
     fn shake_hands(self, secret: &Secret, length: u64) -> Result<Lane, Error> {
         let Connected { route, parts, reader, challenge, reads_in_flight } = self;
         let deadline = Instant::now() + route.options.handshake_timeout;
@@ -245,7 +245,7 @@ impl Connected<'_> {
         buffer_memory.read(INCOMING, &mut bytes)?;
         let grant = reader.finish(bytes.get(..received.length as usize).unwrap_or_default())?;
         if grant.length != length {
-            return Err(Error::Protocol("the region is not as long as its key says"));
+            return Err(Error::Protocol("the length of the region differs from its key"));
         }
         let remote = Remote { key: grant.key, base: grant.base };
         let trial = RemoteRead {
@@ -257,12 +257,12 @@ impl Connected<'_> {
         };
         parts.pair.post_read(&trial, &parts.buffer)?;
         await_completion(&parts, &route.events, TRIAL_READ, deadline, route.options.handshake_timeout)?;
-        tracing::debug!(device = route.device.name(), source = %route.remote, reads_in_flight, "a queue pair reads");
+        tracing::debug!(device = route.device.name(), source = %route.remote, reads_in_flight, "a queue pair is connected");
         Ok(Lane::new(parts, route.id, route.events, remote, route.options.piece_bytes))
     }
 }
 
-/// What becomes of a READ with the right key on a connection that has proved nothing: its status.
+/// The status of a READ with the right key on a connection that has proved nothing.
 #[cfg(test)]
 pub(super) fn read_without_proof(
     options: &VerbsOptions,
@@ -289,7 +289,7 @@ pub(super) fn read_without_proof(
     Err(Error::TimedOut { what: "the guessed READ", after: options.handshake_timeout })
 }
 
-/// Waits until the request of that name has completed. Those before it are let pass.
+/// Waits until the request named `name` has completed, and ignores earlier ones.
 fn await_completion(
     parts: &Parts,
     events: &Arc<Events>,
@@ -312,7 +312,7 @@ fn await_completion(
                 return Ok(completed);
             }
         }
-        // Asked after the queue: a denial is sent before the connection is ended.
+        // Checked after the queue: a denial is sent before the connection is closed.
         if parts.alarm.is_triggered() || matches!(events.next(), Some(event) if is_end(&event)) {
             return Err(Error::Refused(Denial::NotGranted));
         }
@@ -320,7 +320,7 @@ fn await_completion(
         if left.is_zero() {
             return Err(Error::TimedOut { what: "the source's answer by RDMA", after: limit });
         }
-        // In slices, as the end of the connection comes by another descriptor.
+        // In slices, because the end of the connection is reported on another descriptor.
         wait_readable(std::os::fd::AsFd::as_fd(&*parts.channel), left.min(SLICE))?;
         while parts.channel.next().is_some() {}
     }
@@ -341,7 +341,8 @@ fn timed_out(options: &VerbsOptions, what: &'static str) -> Error {
     Error::TimedOut { what, after: options.connect_timeout }
 }
 
-/// A refusal of the source itself says why; any other means that nobody of ours listens there.
+/// The error for a rejected request. A refusal of the source says why; any other rejection means that no source listens
+/// there.
 fn rejected(event: &Event, remote: SocketAddr) -> Error {
     match wire::decode_refusal(&event.message) {
         Ok(Refusal::Denied(denial)) => Error::Refused(denial),
@@ -351,13 +352,13 @@ fn rejected(event: &Event, remote: SocketAddr) -> Error {
     }
 }
 
-/// Names of the handshake's work requests; reads have their slots' numbers, which are smaller.
+/// Names of the handshake's work requests. Reads are named by their slots' numbers, which are smaller.
 const HELLO: u64 = u64::MAX;
 const WELCOME: u64 = u64::MAX - 1;
 const TRIAL_READ: u64 = u64::MAX - 2;
 
-/// The proof, the welcome, the trial READ, and one to spare.
+/// The proof, the welcome, the trial READ, and one spare.
 const HANDSHAKE_COMPLETIONS: u32 = 4;
 
-/// How long one descriptor is waited for before the other is looked at.
+/// How long one descriptor is waited for before the other is checked.
 const SLICE: Duration = Duration::from_millis(20);

@@ -1,4 +1,4 @@
-//! The memory that the handshake's messages pass through, and its layout. What is said is `lane_handshake`'s machine.
+//! The memory for the handshake's messages, and its layout. `lane_handshake` decides what is sent.
 
 use std::sync::Arc;
 
@@ -6,8 +6,8 @@ use remora_rdma::objects::{Access, Domain, Registration};
 
 use crate::{Error, Memory, Pages};
 
-/// One page for the two messages that are sent over the connection, and for the reader's first READ. Shared memory like everything
-/// that a card is told of here, so that a fork copies nothing; no remote end has any right to it.
+/// One page for the two messages that are sent over the connection, and for the reader's first READ. It is shared
+/// memory, like all memory that is registered, so that a fork copies nothing. No remote end has rights to it.
 pub(super) fn buffer(domain: &Arc<Domain>) -> Result<Arc<Registration>, Error> {
     let memory = Memory::create("remora-verbs-buffer", BUFFER_BYTES, Pages::Small)?;
     Ok(Registration::new(domain, &Arc::new(memory), Access::Landing)?)
@@ -15,10 +15,10 @@ pub(super) fn buffer(domain: &Arc<Domain>) -> Result<Arc<Registration>, Error> {
 
 const BUFFER_BYTES: u64 = 4096;
 
-/// Where a message lies that goes out, and one that comes in, in the buffer; and where the trial READ lands.
+/// Offsets of the outgoing message, of the incoming one, and of the trial READ.
 pub(super) const OUTGOING: u64 = 0;
 pub(super) const INCOMING: u64 = 128;
 pub(super) const TRIAL: u64 = 2048;
 
-/// Bytes of the trial READ, at most.
+/// Maximum size of the trial READ.
 pub(super) const TRIAL_BYTES: u64 = 1024;

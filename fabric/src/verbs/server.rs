@@ -1,19 +1,21 @@
-//! The source's server: regions, grants, and the readers that read; and the thread that lets them in and out. No byte of a region passes
-//! through here.
+//! The regions, grants, readers and devices of one exporter: what the exporter and its thread share. No byte of a
+//! region passes through here.
 //!
 //! ```text
-//!   request ─▶ Proving ── proof is right, region is there ─▶ In ── gone, revoked, withdrawn ─▶ (dropped)
-//!                 │                                                                               ▲
-//!                 └── wrong, or too late ─▶ Refused (the denial is on its route) ── sent ───────────┘
+//!   request ─▶ AwaitingProof ── proof is right, region exists ─▶ Reading ── closed, revoked, withdrawn ─▶ (dropped)
+//!                 │                                                                                          ▲
+//!                 └── wrong, or too late ─▶ Refused (the denial is being sent) ── sent ──────────────────────┘
 //! ```
 //!
 //! What is true at every moment:
 //!
-//! - A reader's queue pair has rights over the source's memory only while it is `In`: with a grant, and a region that is exported.
-//! - A reader has one receive posted (its proof) and sends at most one message (its welcome): two completions, for which its queue has
-//!   room.
-//! - A reader that is not `In` has a deadline.
-//! - A device that has failed has no context, no readers and no registrations here, and its addresses are listened at again once they can be.
+//! - A reader's queue pair has rights to the source's memory only in the stage `Reading`: with a grant, and an exported
+//!   region.
+//! - A reader's connection has one receive posted (the proof) and sends at most one message (the welcome): two
+//!   completions, for which its queue has room.
+//! - A reader's connection in another stage has a deadline.
+//! - A failed device has no context, no readers and no registrations here. Its addresses are listened at again as soon
+//!   as possible.
 
 use std::{
     collections::HashMap,
@@ -41,31 +43,31 @@ use crate::{
     lane_handshake::{Format, Hello, Refusal, Source},
 };
 
-/// What the exporter and its thread both hold.
+/// What the exporter and its thread share.
 pub(super) struct Shared {
-    /// Behind a lock, and not owned by the thread alone, so that `revoke` has cut the connections when it returns. What is called
-    /// under it are system calls that make and destroy; nothing that waits for another end.
+    /// Behind a lock, and not owned by the thread, so that `revoke` has closed the connections when it returns. The
+    /// calls under the lock create and destroy objects; none waits for another end.
     pub(super) server: Mutex<Server>,
-    /// Written once, at the end.
+    /// Written once, to end the thread.
     pub(super) stop: OwnedFd,
 }
 
 impl Shared {
-    /// What a panicking thread leaves behind is whole: each method of the server changes one thing.
+    /// Locks the server. A panic leaves it valid, because each method changes one thing.
     pub(super) fn server(&self) -> MutexGuard<'_, Server> {
         self.server.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Memory that one device may read.
+/// Memory that one device's readers may read.
 pub(super) type Registered = Arc<Registration>;
 
-/// Tells a device of memory that readers may read.
+/// Registers memory with a device, for readers.
 pub(super) fn register(domain: &Arc<Domain>, memory: &Arc<Memory>) -> Result<Registered, Error> {
     Ok(Registration::new(domain, memory, Access::RemoteRead)?)
 }
 
-/// Memory that is exported, and what devices know of it: one registration for each that is alive.
+/// Exported memory, and its registration with each working device.
 #[derive(Clone)]
 pub(super) struct Exported {
     memory: Arc<Memory>,
@@ -73,7 +75,7 @@ pub(super) struct Exported {
 }
 
 impl Exported {
-    /// Tells devices of `memory`. One that dies over it is passed over.
+    /// Registers `memory` with devices. A device that fails meanwhile is skipped.
     pub(super) fn to(domains: &[Arc<Domain>], memory: &Arc<Memory>) -> Result<Exported, Error> {
         let mut registrations = Vec::new();
         for domain in domains {
@@ -97,11 +99,11 @@ impl Exported {
 
 /// An address that readers connect to.
 pub(super) struct Listener {
-    /// With the port that it has been given, which the keys name.
+    /// With the assigned port, which the keys name.
     address: SocketAddr,
-    /// None while its device is gone.
+    /// `None` while its device is removed.
     id: Option<Id>,
-    /// When to try again, if it is gone.
+    /// When to listen again, while its device is removed.
     again: Instant,
 }
 
@@ -112,17 +114,17 @@ impl Listener {
 
     fn lose(&mut self) {
         if self.id.take().is_some() {
-            tracing::warn!(address = %self.address, "RDMA is not offered at this address any more, until its device is back");
+            tracing::warn!(address = %self.address, "not listening at this RDMA address until its device is back");
             self.again = Instant::now() + LISTEN_PACE;
         }
     }
 }
 
-/// A device that readers come by.
+/// A device that serves readers.
 pub(super) struct DeviceContext {
     domain: Arc<Domain>,
     channel: Arc<Channel>,
-    /// Rings when the device dies, whoever has heard of it.
+    /// Triggered when the device fails.
     alarm: Arc<Alarm>,
 }
 
@@ -139,13 +141,13 @@ impl DeviceContext {
     }
 }
 
-/// See the head of the file.
+/// Regions, grants, and reader connections.
 pub(super) struct Server {
     options: VerbsOptions,
-    /// By the name of the id that its connection has.
+    /// By the name of each connection's id.
     readers: HashMap<usize, ReaderConnection>,
     regions: HashMap<RegionId, Exported>,
-    /// Registered for longer than one region.
+    /// Memory that stays registered between regions.
     cached: Vec<Exported>,
     grants: HashMap<u64, Secret>,
     contexts: Vec<DeviceContext>,
@@ -153,7 +155,7 @@ pub(super) struct Server {
     pub(super) events: Arc<Events>,
 }
 
-/// A reader's connection. Fields go in this order: the queue pair before what it stands on.
+/// A reader's connection. Fields are dropped in this order: the queue pair first.
 struct ReaderConnection {
     pair: QueuePair,
     id: Id,
@@ -188,7 +190,7 @@ impl Server {
         }
     }
 
-    // ---- what the exporter is told ----
+    // ---- calls of the exporter ----
 
     pub(super) fn readers(&self) -> usize {
         self.readers.len()
@@ -228,19 +230,19 @@ impl Server {
         self.cut(|reader| reader.handshake.hello().session == session);
     }
 
-    /// Bytes of a region that can be connected to.
+    /// Length of a region, if readers can connect.
     pub(super) fn region_length(&self, id: RegionId) -> Option<u64> {
         let is_open = self.listeners.iter().any(|listener| listener.id.is_some());
         self.regions.get(&id).filter(|_| is_open).map(|exported| exported.memory.length())
     }
 
-    /// What becomes readable when there is news, of each device that is alive.
+    /// What becomes readable on events, for each working device.
     pub(super) fn watched(&self) -> Vec<(Arc<Channel>, Arc<Device>, Arc<Alarm>)> {
         let of = |context: &DeviceContext| (context.channel.clone(), context.device().clone(), context.alarm.clone());
         self.contexts.iter().map(of).collect()
     }
 
-    /// The end of everything; nothing is let in any more.
+    /// Closes everything; no reader is admitted after that.
     pub(super) fn close(&mut self) {
         self.listeners.clear();
         self.grants.clear();
@@ -249,9 +251,9 @@ impl Server {
         self.cached.clear();
     }
 
-    // ---- readers come ----
+    // ---- new readers ----
 
-    /// Deals with everything the connection manager has to say.
+    /// Handles all events of the connection manager.
     pub(super) fn on_events(&mut self) {
         while let Some(event) = self.events.next() {
             match event.kind {
@@ -267,7 +269,7 @@ impl Server {
                 | ffi::RDMA_CM_EVENT_REJECTED
                 | ffi::RDMA_CM_EVENT_ADDR_CHANGE
                 | ffi::RDMA_CM_EVENT_TIMEWAIT_EXIT => self.forget(event.of, self.events.name_of(event.kind)),
-                // Comes for each connection and each listener of the device.
+                // Reported for each connection and each listener of the device.
                 ffi::RDMA_CM_EVENT_DEVICE_REMOVAL => {
                     self.forget(event.of, "its device is being removed");
                     let is_it = |listener: &&mut Listener| listener.id.as_ref().is_some_and(|id| id.name() == event.of);
@@ -278,7 +280,9 @@ impl Server {
                         listener.lose();
                     }
                 }
-                other => tracing::debug!(event = self.events.name_of(other), "an event without use"),
+                other => {
+                    tracing::debug!(event = self.events.name_of(other), "ignoring an event of the connection manager")
+                }
             }
         }
     }
@@ -286,12 +290,12 @@ impl Server {
     fn receive(&mut self, id: Id, request: &Event) {
         let nonce = match auth::nonce() {
             Ok(nonce) => nonce,
-            Err(error) => return tracing::error!(%error, "a reader's RDMA connection can't be made"),
+            Err(error) => return tracing::error!(%error, "cannot accept a reader's RDMA connection"),
         };
         let (handshake, challenge) = match Source::challenge(&request.message, &nonce) {
             Ok(begun) => begun,
             Err(rejected) => {
-                tracing::debug!(error = %rejected.error, "a request to connect was rejected");
+                tracing::debug!(error = %rejected.error, "a connection request was rejected");
                 return refuse(&id, rejected.answer);
             }
         };
@@ -300,7 +304,7 @@ impl Server {
         }
         match self.open(id, request, handshake, &challenge) {
             Ok(reader) => drop(self.readers.insert(reader.id.name(), reader)),
-            Err(error) => tracing::warn!(%error, "a reader's RDMA connection can't be made"),
+            Err(error) => tracing::warn!(%error, "cannot accept a reader's RDMA connection"),
         }
     }
 
@@ -310,7 +314,8 @@ impl Server {
         self.readers.len() < self.options.connections && unproved < MAX_UNPROVED
     }
 
-    /// Makes the source's end of the connection, without any rights, and accepts. What fails is dropped, which refuses.
+    /// Makes the source's end of the connection, without rights, and accepts. On failure the connection is dropped,
+    /// which refuses it.
     fn open(
         &mut self,
         id: Id,
@@ -324,7 +329,7 @@ impl Server {
             return Err(error);
         }
         let context = self.contexts.iter().find(|context| Arc::ptr_eq(context.device(), &device));
-        let context = context.ok_or(Error::Misuse("a request came by a device that is not used"))?;
+        let context = context.ok_or(Error::Misuse("a request arrived on a device that is not used"))?;
         let buffer = buffer(&context.domain)?;
         let completions = Completions::new(&context.channel, READER_COMPLETIONS)?;
         let pair = QueuePair::new(&context.domain, &completions, Capacity { send: 1, receive: 1 })?;
@@ -333,14 +338,14 @@ impl Server {
         let limit = u8::try_from(device.attributes().max_qp_rd_atom).unwrap_or(u8::MAX);
         let depth = request.responder_resources.min(self.options.reads_in_flight).min(limit).max(1);
         let depths = ReadDepths { initiator_depth: 0, responder_resources: depth };
-        // An iWARP card connects by itself and takes no other rights later. There the region's key alone keeps strangers out.
+        // An iWARP card connects by itself and takes no other rights later. There the region's key alone protects it.
         let rights = if device.is_iwarp() { ffi::IBV_ACCESS_REMOTE_READ } else { NO_RIGHTS };
         id.initialise(&pair, rights)?;
         pair.post_receive(PROOF, &buffer, INCOMING, PROOF_BYTES as u32)?;
         completions.arm()?;
         if !device.is_iwarp() {
             id.ready(&pair, depths, &self.options.connecting())?;
-            // Some managers' attributes come with rights.
+            // Some connection managers' attributes include rights.
             pair.allow(NO_RIGHTS)?;
         }
         id.accept(&pair, depths, challenge, &self.options.connecting())
@@ -349,12 +354,12 @@ impl Server {
         Ok(ReaderConnection { pair, id, buffer, alarm, handshake, stage })
     }
 
-    /// Deals with whatever has completed on a queue.
+    /// Handles the completions of a queue.
     pub(super) fn completed(&mut self, queue: usize) {
         let mut found = self.readers.iter().filter(|(_, reader)| reader.pair.completions().name() == queue);
         let Some((&name, reader)) = found.next() else { return };
         let mut done = Vec::new();
-        // Armed first and polled then: what comes between is announced.
+        // Armed first and polled second, so that a completion in between is announced.
         let alive = reader.pair.completions().arm().and_then(|()| reader.pair.completions().poll(&mut done));
         if let Err(error) = alive {
             return self.forget(name, &error.to_string());
@@ -366,7 +371,7 @@ impl Server {
 
     fn settle(&mut self, name: usize, completed: Completed) {
         if completed.status != ffi::IBV_WC_SUCCESS {
-            return self.forget(name, "a message did not get through");
+            return self.forget(name, "a message could not be sent");
         }
         match (completed.name, self.readers.get(&name).map(|reader| &reader.stage)) {
             (PROOF, Some(Stage::AwaitingProof { .. })) => self.proved(name, completed.length),
@@ -375,7 +380,7 @@ impl Server {
         }
     }
 
-    /// A proof has come: lets the reader in, or says why not.
+    /// Handles a proof: admits the reader, or refuses it with a reason.
     fn proved(&mut self, name: usize, length: u32) {
         let Some(reader) = self.readers.get(&name) else { return };
         let admitted = self.admit(reader, length);
@@ -385,12 +390,12 @@ impl Server {
         let Some(reader) = self.readers.get_mut(&name) else { return };
         reader.stage = if is_in { Stage::Reading } else { Stage::Refused { until } };
         if let Err(error) = reader.answer(&answer) {
-            tracing::warn!(%error, "a reader can't be answered");
-            self.forget(name, "it can't be answered");
+            tracing::warn!(%error, "cannot answer a reader");
+            self.forget(name, "it could not be answered");
         }
     }
 
-    /// Checks the proof, and gives the queue pair the right to read; the welcome for the reader.
+    /// Checks the proof, and gives the queue pair the right to read. Returns the welcome for the reader.
     fn admit(&self, reader: &ReaderConnection, length: u32) -> Result<Vec<u8>, Denial> {
         let &Hello { session, id, lane, .. } = reader.handshake.hello();
         let mut proof = [0; PROOF_BYTES];
@@ -422,7 +427,7 @@ impl Server {
         }))
     }
 
-    // ---- readers go ----
+    // ---- closing connections ----
 
     fn forget(&mut self, name: usize, why: &str) {
         if let Some(reader) = self.readers.remove(&name) {
@@ -433,12 +438,13 @@ impl Server {
 
     fn cut(&mut self, which: impl Fn(&ReaderConnection) -> bool) {
         for (_, reader) in self.readers.extract_if(|_, reader| which(reader)) {
-            // First the news, then the end: a reader that is told does not have to find out by its retries.
+            // Notifies the reader first, so that it need not find out by its retries.
             reader.id.disconnect();
         }
     }
 
-    /// Cuts those that are too late or whose queue pair has failed, and sees to the devices; says when to do so again.
+    /// Closes connections that are late or whose queue pair has failed, and handles failed devices. Returns when to
+    /// call it again.
     pub(super) fn sweep(&mut self) -> Option<Instant> {
         let now = Instant::now();
         self.cut(|reader| reader.alarm.is_triggered() || reader.stage.until().is_some_and(|until| until <= now));
@@ -448,9 +454,9 @@ impl Server {
         self.readers.values().filter_map(|reader| reader.stage.until()).chain(tries).min()
     }
 
-    // ---- devices go and come ----
+    // ---- failed and new devices ----
 
-    /// Gives back what was made on devices that are dead. Regions stay exported, by the devices that are left.
+    /// Drops what was made on failed devices. Regions stay exported by the other devices.
     fn drop_failed_devices(&mut self) {
         if !self.contexts.iter().any(|context| context.device().has_failed()) {
             return;
@@ -466,7 +472,8 @@ impl Server {
         }
     }
 
-    /// A device that was reset, or plugged in again, is another one, with the same address as a rule: readers' keys name that.
+    /// Listens again at addresses of removed devices. A device that was reset or reinserted is a new one, normally with
+    /// the same address, which readers' keys name.
     fn listen_again(&mut self, now: Instant) {
         for number in 0..self.listeners.len() {
             let Some(lost) =
@@ -479,11 +486,11 @@ impl Server {
             let Some(listener) = self.listeners.get_mut(number) else { continue };
             match opened {
                 Ok(id) => {
-                    tracing::info!(%address, "RDMA is offered at this address again");
+                    tracing::info!(%address, "listening at this RDMA address again");
                     listener.id = Some(id);
                 }
                 Err(error) => {
-                    tracing::debug!(%address, %error, "RDMA can't be offered at this address yet");
+                    tracing::debug!(%address, %error, "cannot listen at this RDMA address yet");
                     listener.again = now + LISTEN_PACE;
                 }
             }
@@ -492,20 +499,20 @@ impl Server {
 
     fn open_again(&mut self, address: SocketAddr) -> Result<Id, Error> {
         let id = Id::new(&self.events)?;
-        id.listen(address).map_err(Error::system("listening again"))?;
+        id.listen(address).map_err(Error::system("listening at an RDMA address again"))?;
         if id.has_device() {
             self.adopt(&id.device()?)?;
         }
         Ok(id)
     }
 
-    /// Makes a device one that readers come by, if it isn't yet: it is told of all memory that is exported.
+    /// Starts to serve by a device, and registers all exported memory with it.
     fn adopt(&mut self, device: &Arc<Device>) -> Result<(), Error> {
         if self.contexts.iter().any(|context| Arc::ptr_eq(context.device(), device)) {
             return Ok(());
         }
         if device.has_failed() {
-            return Err(Error::Misuse("a request came by a device that has failed"));
+            return Err(Error::Misuse("a request arrived on a device that has failed"));
         }
         let context = DeviceContext::new(device)?;
         let mut told: Vec<Registered> = Vec::new();
@@ -518,7 +525,7 @@ impl Server {
             told.push(registration.clone());
             exported.registrations.push(registration);
         }
-        tracing::info!(device = device.name(), "RDMA is offered by this device");
+        tracing::info!(device = device.name(), "serving by this RDMA device");
         self.contexts.push(context);
         Ok(())
     }
@@ -540,10 +547,10 @@ impl Stage {
     }
 }
 
-/// Refuses a request to connect.
+/// Rejects a connection request.
 fn refuse(id: &Id, answer: Option<Vec<u8>>) {
     if let Err(error) = id.reject(&answer.unwrap_or_default()) {
-        tracing::debug!(%error, "a request to connect can't be refused");
+        tracing::debug!(%error, "cannot refuse a connection request");
     }
 }
 
@@ -551,15 +558,16 @@ fn refuse(id: &Id, answer: Option<Vec<u8>>) {
 const PROOF: u64 = 1;
 const WELCOME: u64 = 2;
 
-/// One receive and one send, and as many again.
+/// Completions per reader: one receive and one send, doubled.
 const READER_COMPLETIONS: u32 = 4;
 
-/// Connections that have not proved anything yet, so that a stranger can't keep out those who have a grant: each lives no longer than
-/// the handshake time-out.
+/// Connections without a proof. They can thus not exclude readers with a grant: each of them ends at the handshake
+/// time-out.
 const MAX_UNPROVED: usize = 64;
 
-/// Connections per session: 2 regions × 8 queue pairs, twice, because a reader may come back before its old ones are found dead.
+/// Connections per session: 2 regions × 8 queue pairs, twice, because a reader may reconnect before its old ones are
+/// found closed.
 const MAX_CONNECTIONS_PER_SESSION: usize = 32;
 
-/// How often an address whose device is gone is tried again: a reset takes a second or some.
+/// Interval of listening again at an address whose device was removed: a reset takes a second or more.
 const LISTEN_PACE: Duration = Duration::from_secs(1);

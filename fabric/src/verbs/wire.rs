@@ -1,18 +1,18 @@
-//! The messages of a connection's handshake, pure. Who sends them when is `handshake`'s.
+//! The messages of the handshake, pure.
 //!
-//! The first two travel as the connection manager's private data, of which the reader's end has room for 56 bytes and which arrives
-//! filled up with zeros: hence magic, version and length at the front. The other two are sent over the connection itself.
+//! The first two are the connection manager's private data, of which the reader's end has 56 bytes, and which arrives
+//! padded with zeros. They therefore start with magic, version and length. The other two are sent over the connection.
 //!
 //! ```text
 //!   reader                                    source
-//!     │ ── Hello      56, in REQ ─────────────▶ │   who, which region, a nonce
-//!     │ ◀── Challenge 40, in REP ────────────── │   the other nonce      (or Refusal, 12, in REJ)
+//!     │ ── hello      56, in REQ ─────────────▶ │   session, region, a nonce
+//!     │ ◀── challenge 40, in REP ────────────── │   the other nonce      (or a refusal, 12, in REJ)
 //!     │ ── proof      32, SEND ───────────────▶ │   HMAC of both
-//!     │ ◀── Welcome   64, SEND ──────────────── │   key, base and length of the region, the source's own HMAC; or why not
-//!     │ ══ READ ══════════════════════════════▶ │   (no processor of the source takes part any more)
+//!     │ ◀── welcome   64, SEND ──────────────── │   key, base and length of the region, the source's own HMAC; or a denial
+//!     │ ══ READ ══════════════════════════════▶ │   (no processor of the source takes part)
 //! ```
 //!
-//! All integers are little-endian. What travels later is RDMA's own.
+//! All integers are little-endian.
 
 use crate::{
     Denial, Error, RegionId, TransportKind,
@@ -20,10 +20,10 @@ use crate::{
     lane_handshake::{Format, Hello, Refusal},
 };
 
-/// Bytes of the reader's nonce: what is left of the private data. 192 bits never meet again either.
+/// Bytes of the reader's nonce: what is left of the private data. 192 random bits do not repeat either.
 pub(super) const READER_NONCE_BYTES: usize = 24;
 
-/// What a reader is told of a region: what a READ has to name.
+/// What a reader learns of a region: what a READ names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Grant {
     /// The key to name in a READ.
@@ -72,7 +72,7 @@ impl Format for Verbs {
         Ok(())
     }
 
-    /// A message of its own, in the connection manager's rejection.
+    /// Sent in the connection manager's rejection.
     fn refusal(why: Refusal) -> Option<Vec<u8>> {
         let code = match why {
             Refusal::Denied(denial) => denial.code().into(),
@@ -148,16 +148,16 @@ fn decode_welcome(bytes: &[u8]) -> Result<(Option<Denial>, Grant, [u8; PROOF_BYT
 /// Bytes of a refusal.
 const REFUSAL_BYTES: usize = 12;
 
-/// What was received is not this protocol.
+/// Received bytes that are not of this protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Malformed {
-    /// It does not begin as ours.
+    /// The magic is wrong.
     Magic,
-    /// It is ours, of another version.
+    /// The version differs.
     Version(u16),
-    /// It is shorter than it says, or than it must be.
+    /// The length is wrong, or the message is truncated.
     Length,
-    /// A reason that we don't know.
+    /// The reason of a denial is unknown.
     Denial,
 }
 
@@ -167,9 +167,9 @@ impl From<Malformed> for Error {
             Malformed::Version(theirs) => {
                 return Error::Version { kind: TransportKind::Verbs, theirs, ours: VERSION };
             }
-            Malformed::Magic => "its message is not that of a Remora connection",
+            Malformed::Magic => "its message is not of a Remora connection",
             Malformed::Length => "its message is too short",
-            Malformed::Denial => "it refuses for a reason without meaning",
+            Malformed::Denial => "it refuses for an unknown reason",
         })
     }
 }
@@ -177,10 +177,10 @@ impl From<Malformed> for Error {
 /// First bytes of every message.
 const MAGIC: [u8; 4] = *b"RMRV";
 
-/// The version this file describes.
+/// The version of this file.
 const VERSION: u16 = 1;
 
-/// Outside the numbers of [`Denial`], which fit into a byte.
+/// Not a number of a [`Denial`], which fit a byte.
 const MALFORMED: u32 = 0x100;
 
 /// A message of these fields, behind magic, version and its length.
@@ -197,7 +197,7 @@ fn message(fields: &[&[u8]]) -> Vec<u8> {
 /// Magic, version, length.
 const HEAD_BYTES: usize = 4 + 2 + 2;
 
-/// Checks magic, version and length; gives what follows, without what the manager has filled up.
+/// Checks magic, version and length; returns the fields, without padding.
 fn opened(bytes: &[u8], wanted: usize) -> Result<&[u8], Malformed> {
     let mut rest = bytes;
     if take::<4>(&mut rest).map_err(|_| Malformed::Magic)? != MAGIC {
