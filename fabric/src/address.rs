@@ -1,4 +1,4 @@
-//! An address as region keys carry it. Which keys, and what for, is the transports' business.
+//! An address in a region key.
 //!
 //! ```text
 //! 0         1        2      4          20
@@ -12,7 +12,7 @@ use crate::{Error, KeyError};
 /// Bytes of one address: version, family, port, host.
 pub(crate) const ADDRESS_BYTES: usize = 1 + 1 + 2 + 16;
 
-/// An address as bytes. An unspecified host means: where you reached the source.
+/// Encodes an address. An unspecified host stands for the host by which the reader reached the source.
 pub(crate) fn encode(address: SocketAddr) -> [u8; ADDRESS_BYTES] {
     let (family, host) = match address.ip() {
         IpAddr::V4(host) => {
@@ -29,14 +29,14 @@ pub(crate) fn encode(address: SocketAddr) -> [u8; ADDRESS_BYTES] {
     bytes
 }
 
-/// The address again. `fallback_host` takes the place of an unspecified host; its port is not used.
+/// Decodes an address. `fallback_host` replaces an unspecified host; its port is not used.
 ///
 /// # Errors
-/// [`Error::Key`] for bytes that no source of ours has made, or that name no host where there is no other.
+/// [`Error::Key`] for malformed bytes, or an unspecified host without a fallback.
 pub(crate) fn decode(bytes: &[u8; ADDRESS_BYTES], fallback_host: Option<SocketAddr>) -> Result<SocketAddr, Error> {
     let [version, family, port_low, port_high, host @ ..] = *bytes;
     if version != VERSION {
-        return Err(KeyError::Body("its address is of an unknown version: upgrade the older end").into());
+        return Err(KeyError::Body("its address has an unknown version: upgrade the older end").into());
     }
     let port = u16::from_le_bytes([port_low, port_high]);
     let host = match (family, host) {
@@ -51,17 +51,17 @@ pub(crate) fn decode(bytes: &[u8; ADDRESS_BYTES], fallback_host: Option<SocketAd
         return Ok(SocketAddr::new(host, port));
     }
     match fallback_host {
-        // Set on the whole address, not on the IP alone: a link-local IPv6 address is nothing without its scope.
+        // Changes the port of the whole address: a link-local IPv6 address needs its scope.
         Some(mut address) => {
             address.set_port(port);
             Ok(address)
         }
-        None => Err(KeyError::Body("it names no host, and by which host the source was reached was not told").into()),
+        None => Err(KeyError::Body("it names no host, and the host by which the source was reached is unknown").into()),
     }
 }
 
-/// First byte of an address.
+/// First byte of an encoded address.
 const VERSION: u8 = 1;
-/// Families as people call them; not the system's numbers, which differ between systems.
+/// Families; not the system's numbers, which differ between systems.
 const FAMILY_V4: u8 = 4;
 const FAMILY_V6: u8 = 6;

@@ -1,21 +1,7 @@
-//! How a data connection proves its session: a challenge and a keyed hash. No I/O here, and no protocol of its own: each
-//! transport has its own messages, and signs what both ends have said with these functions.
+//! Proofs and nonces of data connections: a keyed hash over a transcript. No I/O; `lane_handshake` says which messages
+//! are exchanged.
 //!
-//! ```text
-//!   reader                                                   source
-//!     │ hello {magic, version, session, region, nonce}         │
-//!     │ ─────────────────────────────────────────────────────▶ │
-//!     │                                     challenge {nonce}  │
-//!     │ ◀───────────────────────────────────────────────────── │
-//!     │ HMAC(secret, "reader" ‖ hello ‖ challenge)             │
-//!     │ ─────────────────────────────────────────────────────▶ │  verify: only now is anything told
-//!     │            HMAC(secret, "source" ‖ hello ‖ challenge)  │
-//!     │ ◀───────────────────────────────────────────────────── │
-//! ```
-//!
-//! The secret never travels. Both ends contribute a nonce, so that nothing recorded opens anything later; each signs under its
-//! own label, so that neither can be made to answer its own question. The answer of the source is there because a reader
-//! must not take memory, or a dataset, from whatever happens to sit at an address.
+//! The secret is never sent. Each proof is made under a label that says which end signs.
 
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
@@ -25,41 +11,44 @@ use crate::{error::Error, memory, region::Secret};
 /// Bytes of a proof: a whole HMAC-SHA256.
 pub const PROOF_BYTES: usize = 32;
 
-/// Bytes of a nonce: as many as the hash has, so that two never meet.
+/// Bytes of a nonce: as many as the hash has, so that nonces do not repeat.
 pub const NONCE_BYTES: usize = 32;
 
-/// What proves to somebody who knows `secret` that its maker knows it too and has heard `transcript`. `label` says who signs.
+/// HMAC over `label` and `transcript`, keyed by `secret`: proves knowledge of the secret and of the transcript. `label`
+/// says which end signs.
 pub fn prove(secret: &Secret, label: &[u8], transcript: &[u8]) -> [u8; PROOF_BYTES] {
     keyed(secret, label, transcript).finalize().into_bytes().into()
 }
 
-/// Whether `proof` was made by [`prove`] with the same three. Takes the same time whichever byte differs.
+/// Whether [`prove`] makes `proof` of the same secret, label and transcript. Takes constant time.
 #[must_use]
 pub fn verify(secret: &Secret, label: &[u8], transcript: &[u8], proof: &[u8; PROOF_BYTES]) -> bool {
     keyed(secret, label, transcript).verify_slice(proof).is_ok()
 }
 
-/// As [`verify`], where there may be no secret to verify with. The absence takes the same time as a wrong proof, so that an
-/// outsider can't find out which sessions exist.
+/// As [`verify`], for a secret that may not exist. Then the result is `false`, after the same time as for a wrong
+/// proof, so that an outsider cannot find out which sessions exist.
 #[must_use]
 pub fn verify_known(secret: Option<&Secret>, label: &[u8], transcript: &[u8], proof: &[u8; PROOF_BYTES]) -> bool {
     let fits = verify(secret.unwrap_or(&[0; 32]), label, transcript, proof);
     fits && secret.is_some()
 }
 
-/// Fresh random bytes from the system.
+/// A nonce: random bytes from the system.
 ///
 /// # Errors
-/// [`Error::System`] if the system has none.
+/// [`Error::System`] if the system provides none.
 pub fn nonce() -> Result<[u8; NONCE_BYTES], Error> {
     let mut nonce = [0; NONCE_BYTES];
     memory::local::random(&mut nonce)?;
     Ok(nonce)
 }
 
-/// The label's length stands before it, so that no label and transcript can be mistaken for another such pair.
+/// The hash of a label and a transcript. The label's length comes first, so that no other label and transcript have the
+/// same input.
 fn keyed(secret: &Secret, label: &[u8], transcript: &[u8]) -> Hmac<Sha256> {
-    // HMAC itself fills a short key up with zeros to the hash's block; done here, no length is left that could be wrong.
+    // HMAC itself pads a short key with zeros to the hash's block. Doing it here leaves no key length that could be
+    // invalid.
     let mut key = [0; SHA256_BLOCK_BYTES];
     key[..secret.len()].copy_from_slice(secret);
     let mut mac = <Hmac<Sha256> as Mac>::new(&key.into());

@@ -1,4 +1,5 @@
-//! What can go wrong outside a single read, sorted by who can act on it. (The fate of a read is [`ReadError`].)
+//! Errors, sorted by who can act on them: those outside a single read ([`Error`]), and the result of a read
+//! ([`ReadError`]).
 
 use std::{fmt, io, time::Duration};
 
@@ -7,32 +8,32 @@ use crate::{
     region::{KeyError, RegionId, TransportKind, WrongTransport},
 };
 
-/// An error of the fabric. A bug of ours is a panic, not one of these.
+/// An error of the fabric. Bugs are panics instead.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    // -- The caller used us wrongly: change the call. --
-    /// A range that does not lie inside the memory.
-    #[error("{length} bytes at offset {offset} do not lie inside a memory of {size} bytes")]
+    // -- The caller: change the call. --
+    /// A range that is not inside the memory.
+    #[error("{length} bytes at offset {offset} are outside a memory of {size} bytes")]
     OutOfBounds {
-        /// First byte asked for.
+        /// First byte of the range.
         offset: u64,
-        /// Bytes asked for.
+        /// Bytes in the range.
         length: u64,
-        /// Bytes there are.
+        /// Bytes in the memory.
         size: u64,
     },
-    /// An argument that makes no sense here.
+    /// An invalid argument.
     #[error("{0}")]
     Misuse(&'static str),
-    /// The region is already lent out under this name.
-    #[error("region {0} is exported already: revoke it first, or use a new generation")]
+    /// A region of this name is exported already.
+    #[error("region {0} is already exported: revoke it first, or use a new generation")]
     AlreadyExported(RegionId),
-    /// The region isn't lent out (any more).
+    /// No region of this name is exported.
     #[error("region {0} is not exported here")]
     NotExported(RegionId),
 
-    // -- The other end is different from what we need: choose another transport, or another source. --
+    // -- The other end differs from what is needed: choose another transport, or another source. --
     /// A key of one transport was given to another.
     #[error("a {given} key was given to the {wanted} transport")]
     WrongTransport {
@@ -42,15 +43,17 @@ pub enum Error {
         given: TransportKind,
     },
     /// The key names memory of another host, which only a network transport can read.
-    #[error("the memory is not on the same host (boot id {theirs}, ours is {ours}): use tcp")]
+    #[error("the memory is not on the same host (its boot id is {theirs}, this host's is {ours}): use tcp")]
     NotThisHost {
         /// Boot id in the key.
         theirs: String,
         /// Boot id of this host.
         ours: String,
     },
-    /// The other end speaks a version that we don't.
-    #[error("the source speaks version {theirs} of the {kind} lane, we speak {ours}: upgrade the older one")]
+    /// The other end uses another version of the protocol.
+    #[error(
+        "the source uses version {theirs} of the {kind} protocol, this build version {ours}: upgrade the older one"
+    )]
     Version {
         /// Which transport.
         kind: TransportKind,
@@ -60,59 +63,59 @@ pub enum Error {
         ours: u16,
     },
 
-    // -- The other end refused us, or is gone: ask the messenger for a new key, or for a grant. --
-    /// The exporter knows us, or doesn't, and said no.
+    // -- The other end refused, or is gone: ask the messenger for a new key, or for a grant. --
+    /// The source refused the connection.
     #[error("the source refused the connection: {0}")]
     Refused(Denial),
-    /// Nobody there.
+    /// No source listens at the address.
     #[error("cannot reach {what}: {source}")]
     Unreachable {
-        /// The address, in words.
+        /// The address.
         what: String,
-        /// Why.
+        /// The reason.
         source: io::Error,
     },
-    /// The other end was silent for too long.
+    /// The other end did not answer in time.
     #[error("{what} did not answer within {after:?}")]
     TimedOut {
-        /// Who, in words.
+        /// Which end did not answer.
         what: &'static str,
-        /// How long we waited.
+        /// The time limit.
         after: Duration,
     },
-    /// The connection has ended; the peer gives no more completions and takes no more reads.
+    /// The connection has ended; the peer accepts no reads and returns no completions.
     #[error("the peer is retired: {0}")]
     Retired(ReadError),
 
     // -- The other end misbehaved: distrust it. --
-    /// It sent what the protocol does not know.
+    /// The other end violated the protocol.
     #[error("the other end broke the protocol: {0}")]
     Protocol(&'static str),
-    /// It could not prove that it holds the session's secret.
-    #[error("the source could not prove that it knows this session: something else answers at its address")]
+    /// The source could not prove that it knows the session's secret.
+    #[error("the source could not prove that it knows this session: another process answers at its address")]
     Impostor,
-    /// A key whose bytes no exporter of ours made.
+    /// The bytes are not a valid region key.
     #[error("malformed region key: {0}")]
     Key(#[from] KeyError),
-    /// Memory that was handed over and can't be used, above all because it could shrink.
+    /// Memory that was received cannot be used, for example because it could shrink.
     #[error(transparent)]
     Memory(memory::Error),
 
-    // -- The system refused: its administrator can act. --
-    /// RDMA is not to be had on this machine, or not as much of it as is needed.
-    #[error("RDMA can't be used here: {what}; to have it, {cure}")]
+    // -- The system: its administrator can act. --
+    /// RDMA is not available on this machine, or a limit of it is too low.
+    #[error("RDMA is not available: {what}; to use it, {cure}")]
     NoRdma {
         /// What is missing.
         what: String,
-        /// What to do about it.
+        /// How to provide it.
         cure: String,
     },
     /// A system call failed.
     #[error("{what}: {source}")]
     System {
-        /// What we wanted, in words.
+        /// What the call was for.
         what: &'static str,
-        /// What it said.
+        /// What the system reports.
         source: io::Error,
     },
 }
@@ -155,13 +158,13 @@ impl From<remora_rdma::Error> for Error {
 }
 
 impl Error {
-    /// For `map_err`: wraps what the system said with what we wanted of it.
+    /// For `map_err`: adds what the call was for to what the system reports.
     pub(crate) fn system<E: Into<io::Error>>(what: &'static str) -> impl FnOnce(E) -> Error {
         move |source| Error::System { what, source: source.into() }
     }
 }
 
-/// For the calls that answer with `io::Result`: misuse becomes `InvalidInput`, with the same sentence.
+/// For calls that return `io::Result`: keeps the error as the source of the new one.
 impl From<Error> for io::Error {
     fn from(error: Error) -> io::Error {
         let kind = match &error {
@@ -176,50 +179,50 @@ impl From<Error> for io::Error {
     }
 }
 
-/// Why a read gave nothing.
+/// Why a read failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
 pub enum ReadError {
-    /// The source said no.
+    /// The source refused it.
     #[error("denied: {0}")]
     Denied(Denial),
-    /// The source, or the way to it, is gone.
-    #[error("the source is gone")]
+    /// The source has gone, or the connection to it.
+    #[error("the source has gone")]
     PeerGone,
-    /// No answer in time.
+    /// The source did not answer in time.
     #[error("the source did not answer in time")]
     TimedOut,
-    /// We closed the connection ourselves.
+    /// This end closed the connection.
     #[error("cancelled by this end")]
     Cancelled,
 }
 
 impl ReadError {
-    /// Whether the peer goes on after this; everything else retires it.
+    /// Whether the peer can be used after this error. Any other error retires it.
     pub fn is_survivable(self) -> bool {
         self == ReadError::Denied(Denial::OutOfBounds)
     }
 }
 
-/// Why a source says no. The numbers travel.
+/// Why a source refuses. The numbers are on the wire.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Denial {
-    /// The range does not lie inside the region.
+    /// The range is not inside the region.
     OutOfBounds = 1,
-    /// The region exists, but of another generation.
+    /// The region exists, but in another generation.
     Stale = 2,
-    /// The region was taken back while we were connected to it.
+    /// The region was revoked while the reader was connected.
     Revoked = 3,
-    /// No such region.
+    /// The region does not exist.
     Unknown = 4,
-    /// No grant for this session, or a wrong proof of it.
+    /// The session has no grant, or its proof is wrong.
     NotGranted = 5,
-    /// The source has as many connections as it will hold.
+    /// The source has its maximum number of connections.
     Busy = 6,
 }
 
 impl Denial {
-    /// The reason behind a number from outside; `None` for one that we don't know.
+    /// The reason of a number; `None` if it is unknown.
     pub fn from_code(code: u8) -> Option<Denial> {
         match code {
             1 => Some(Denial::OutOfBounds),
@@ -232,7 +235,7 @@ impl Denial {
         }
     }
 
-    /// The number that travels.
+    /// The number on the wire.
     pub fn code(self) -> u8 {
         self as u8
     }
@@ -241,12 +244,12 @@ impl Denial {
 impl fmt::Display for Denial {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Denial::OutOfBounds => "the range does not lie inside the region",
-            Denial::Stale => "the region is of another generation: ask for a new key",
-            Denial::Revoked => "the region was taken back: ask for a new key",
-            Denial::Unknown => "no such region: ask for a new key",
-            Denial::NotGranted => "this session has no grant, or could not prove it",
-            Denial::Busy => "the source has too many connections: try again later",
+            Denial::OutOfBounds => "the range is outside the region",
+            Denial::Stale => "the region belongs to another generation: ask for a new key",
+            Denial::Revoked => "the region was revoked: ask for a new key",
+            Denial::Unknown => "the region does not exist: ask for a new key",
+            Denial::NotGranted => "the session has no grant, or could not prove it",
+            Denial::Busy => "the source has too many connections: retry later",
         })
     }
 }

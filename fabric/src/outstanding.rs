@@ -1,5 +1,5 @@
-//! What a reader has outstanding over a network: which reads, in how many parts, and since when nothing has come. Shared by the
-//! transports that cut reads and send requests; nothing here knows how the bytes travel.
+//! Outstanding reads of a network transport: which reads, in how many parts, and when a byte last arrived. Shared by
+//! the transports that split reads and send requests.
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -10,7 +10,8 @@ use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, 
 
 use crate::{Completion, Denial, Error, Memory, ReadError, ReadRequest, memory};
 
-/// What every `post_read` begins with: the peer lives, each place exists in the sink, and with the first read the timer runs.
+/// Checks that every `post_read` starts with: the peer is not retired, and each place exists in the sink. Starts the
+/// timer with the first read.
 pub(crate) fn admit(
     reads: &[ReadRequest],
     sink: &Memory,
@@ -30,7 +31,7 @@ pub(crate) fn admit(
     Ok(())
 }
 
-/// The reads that are outstanding.
+/// The outstanding reads.
 pub(crate) struct Slots {
     slots: Vec<Slot>,
     free: Vec<usize>,
@@ -40,7 +41,7 @@ pub(crate) struct Slots {
 struct Slot {
     tag: u64,
     length: u32,
-    /// Parts still to come; 0: free.
+    /// Parts still to come; 0 means that the slot is free.
     parts: u32,
     denied: Option<Denial>,
 }
@@ -71,7 +72,7 @@ impl Slots {
         }
     }
 
-    /// One part has come, or was denied; the completion if it was the last.
+    /// Records that one part has arrived or was denied. Returns the completion if it was the last part.
     pub(crate) fn part_done(&mut self, number: usize, result: Result<(), Denial>) -> Option<Completion> {
         let slot = self.slots.get_mut(number)?;
         slot.denied = slot.denied.or(result.err());
@@ -87,7 +88,7 @@ impl Slots {
         Some(Completion { tag: slot.tag, result })
     }
 
-    /// Empties all slots.
+    /// Empties all slots; each read fails.
     pub(crate) fn fail_all(&mut self, error: ReadError) -> Vec<Completion> {
         let mut failed = Vec::new();
         for (number, slot) in self.slots.iter_mut().enumerate().filter(|(_, slot)| slot.parts > 0) {
@@ -99,17 +100,20 @@ impl Slots {
     }
 }
 
-/// Finds out when nothing has come for too long, and makes the descriptor of [`Peer::arm`] readable then.
+/// Detects that no byte has arrived for too long, and then makes the descriptor of [`Peer::arm`] readable.
 ///
-/// It is set rarely: once when reads become outstanding, and again only when it has gone off, not at each byte. Nor is the clock asked
-/// at each byte: progress is noted, and takes the time of the next [`settle`](StallTimer::settle), which comes before each sleep.
+/// [`Peer::arm`]: crate::Peer::arm
+///
+/// The timer is set rarely: when reads become outstanding, and again after it has expired. Nor is the clock read for
+/// each byte: progress is noted, and gets the time of the next [`settle`](StallTimer::settle), which is called before
+/// each sleep.
 pub(crate) struct StallTimer {
     fd: OwnedFd,
     after: Duration,
-    /// Something has come since `last_progress` was set.
+    /// Bytes have arrived since `last_progress` was set.
     progressed: bool,
     last_progress: Instant,
-    goes_off: Option<Instant>,
+    expires: Option<Instant>,
 }
 
 impl StallTimer {
@@ -117,13 +121,13 @@ impl StallTimer {
         let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
         let fd = rustix::time::timerfd_create(TimerfdClockId::Monotonic, flags)
             .map_err(Error::system("creating a timer"))?;
-        Ok(StallTimer { fd, after, progressed: false, last_progress: Instant::now(), goes_off: None })
+        Ok(StallTimer { fd, after, progressed: false, last_progress: Instant::now(), expires: None })
     }
 
     /// Reads are outstanding from now on.
     pub(crate) fn begin(&mut self) {
         self.progress();
-        if self.goes_off.is_none() {
+        if self.expires.is_none() {
             self.settle();
             self.set(Some(self.last_progress + self.after));
         }
@@ -133,7 +137,7 @@ impl StallTimer {
         self.progressed = true;
     }
 
-    /// Gives the progress that was noted the present time.
+    /// Gives noted progress the present time.
     pub(crate) fn settle(&mut self) {
         if std::mem::take(&mut self.progressed) {
             self.last_progress = Instant::now();
@@ -145,13 +149,13 @@ impl StallTimer {
         self.check_at(Instant::now(), is_waiting)
     }
 
-    /// ... for who has looked at the clock just now.
+    /// As [`check`](StallTimer::check), for a caller that has just read the clock.
     pub(crate) fn check_at(&mut self, now: Instant, is_waiting: bool) -> Result<(), ReadError> {
         if std::mem::take(&mut self.progressed) {
             self.last_progress = now;
         }
-        let Some(goes_off) = self.goes_off else { return Ok(()) };
-        if now < goes_off {
+        let Some(expires) = self.expires else { return Ok(()) };
+        if now < expires {
             return Ok(());
         }
         let due = self.last_progress + self.after;
@@ -162,16 +166,16 @@ impl StallTimer {
         Ok(())
     }
 
-    /// Setting it, or unsetting it, also takes back that it has gone off.
+    /// Sets or clears the timer, which also makes its descriptor unreadable.
     fn set(&mut self, at: Option<Instant>) {
-        self.goes_off = at;
+        self.expires = at;
         let left =
             at.map_or(Duration::ZERO, |at| at.saturating_duration_since(Instant::now()).max(Duration::from_nanos(1)));
         let value = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
         let once = Itimerspec { it_interval: Timespec { tv_sec: 0, tv_nsec: 0 }, it_value: value };
-        // Fails only for a time that is none, or a descriptor that is no timer.
+        // Fails only with EINVAL (invalid timespec) or EBADF.
         let set = rustix::time::timerfd_settime(&self.fd, TimerfdTimerFlags::empty(), &once);
-        debug_assert!(set.is_ok(), "a timer of our own can be set");
+        debug_assert!(set.is_ok(), "timerfd_settime with a valid time");
     }
 }
 

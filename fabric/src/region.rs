@@ -2,15 +2,16 @@
 
 use std::{fmt, str::FromStr};
 
-/// A secret that both ends of one session derive from the authenticated conversation. Never on a wire, never in a log.
+/// A secret that both ends of a session derive from their authenticated conversation. It is never sent and never
+/// logged.
 pub type Secret = [u8; 32];
 
-/// Which region of which generation: a name that is never used twice for different memory by one source.
+/// Names a region of a generation. One source never uses a name twice for different memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RegionId {
     /// The generation that the memory belongs to.
     pub generation: u64,
-    /// Which memory of that generation (its snapshot, its journal, ...).
+    /// Which memory of that generation: its snapshot, its journal, …
     pub region: u32,
 }
 
@@ -20,22 +21,22 @@ impl fmt::Display for RegionId {
     }
 }
 
-/// The transports there are. The numbers travel in keys and in the messenger's frames.
+/// The transports. Region keys and messages carry the numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum TransportKind {
-    /// A simulated network inside one process.
+    /// A simulated network in one process, for tests.
     Sim = 1,
-    /// Shared memory of one host.
+    /// Shared memory on one host.
     Shm = 2,
-    /// TCP, everywhere.
+    /// TCP, on all networks.
     Tcp = 3,
-    /// InfiniBand, RoCE, iWARP.
+    /// RDMA: InfiniBand, RoCE, iWARP.
     Verbs = 4,
 }
 
 impl TransportKind {
-    /// The kind behind a number from outside; `None` for one that we don't know.
+    /// The transport of a number; `None` if it is unknown.
     pub fn from_code(code: u8) -> Option<TransportKind> {
         match code {
             1 => Some(TransportKind::Sim),
@@ -46,12 +47,12 @@ impl TransportKind {
         }
     }
 
-    /// The number that travels.
+    /// The number on the wire.
     pub fn code(self) -> u8 {
         self as u8
     }
 
-    /// The name as a user writes it.
+    /// The name in options and logs.
     pub fn name(self) -> &'static str {
         match self {
             TransportKind::Sim => "sim",
@@ -68,7 +69,7 @@ impl fmt::Display for TransportKind {
     }
 }
 
-/// A name that no transport has.
+/// The error for a name that is not a transport.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("unknown transport: use shm, verbs or tcp")]
 pub struct UnknownTransport;
@@ -89,7 +90,7 @@ impl FromStr for TransportKind {
 
 /// Where a region is and what it is, as bytes for the messenger to carry after authentication.
 ///
-/// Opaque to everyone but the transport that made it. It says where to knock; alone it opens nothing.
+/// Only the transport that made it can interpret the body. A key gives no access by itself.
 ///
 /// ```text
 /// 0        1       2            10       14       22
@@ -100,18 +101,18 @@ pub struct RegionKey {
     transport: TransportKind,
     id: RegionId,
     length: u64,
-    /// All of it: the head, and the body behind it.
+    /// The whole key: the head, and the body after it.
     bytes: Vec<u8>,
 }
 
-/// Bytes that are not a region key of ours.
+/// Why bytes are not a valid region key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum KeyError {
     /// The key is longer than any key.
     #[error("{0} bytes, the limit is {KEY_MAX_BYTES}")]
     TooLong(usize),
-    /// The key ends inside its head.
+    /// The key is shorter than its head.
     #[error("{0} bytes, shorter than its head of {HEAD_BYTES}")]
     TooShort(usize),
     /// The key has another version.
@@ -217,7 +218,7 @@ impl Head<'_> {
     }
 }
 
-/// Names the region and keeps the body, which says where it is, to itself.
+/// Shows the region but not the body, which says where the region is.
 impl fmt::Display for RegionKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} key of region {} ({} bytes)", self.transport(), self.id(), self.length())
@@ -234,7 +235,8 @@ impl fmt::Debug for RegionKey {
 const KEY_VERSION: u8 = 1;
 /// Version, kind, generation, region, length.
 const HEAD_BYTES: usize = 1 + 1 + 8 + 4 + 8;
-/// Bound of a whole key: far above a socket path (108 bytes) or a verbs address, far below a frame of the messenger.
+/// Maximum size of a key, in bytes: far above a socket path (108 bytes) or a verbs address, far below a frame of the
+/// messenger.
 const KEY_MAX_BYTES: usize = 512;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! The three traits of every transport, and the words they share. No transport is written here.
+//! The three traits of every transport, and their vocabulary. No transport is implemented here.
 //!
 //! ```text
 //!   source                               reader
@@ -14,11 +14,12 @@
 //! What is true of every [`Peer`]:
 //!
 //! - Each accepted read gets exactly one [`Completion`], in any order, also when the connection fails or is closed.
-//! - A completion means "the bytes have arrived", never "the bytes are consistent": they may have been taken at different
-//!   moments of a memory that is being written to. That is for the layer above to find out.
+//! - A completion means that the bytes have arrived, not that they are consistent: they may have been taken at
+//!   different moments of a memory that is being written. The layer above detects that.
 //! - A failed read may have written any part of its place in the sink.
-//! - Any [`ReadError`] but `Denied(OutOfBounds)` retires the peer: what is outstanding fails, [`Peer::poll`] hands those failures
-//!   out, and from then on `poll` and `post_read` answer [`Error::Retired`]. Recovery is a new peer, by way of the messenger.
+//! - Any [`ReadError`] but `Denied(OutOfBounds)` retires the peer: outstanding reads fail, [`Peer::poll`] returns those
+//!   failures, and after that `poll` and `post_read` return [`Error::Retired`]. To recover, get a new peer through the
+//!   messenger.
 
 use std::{os::fd::BorrowedFd, sync::Arc, time::Duration};
 
@@ -30,48 +31,50 @@ use crate::{
     region::{RegionId, RegionKey, Secret, TransportKind},
 };
 
-/// The source's end of a transport: lends regions out, to granted sessions only. Dropping it cuts all its connections.
+/// The source's end of a transport: exports regions to sessions that have a grant. Dropping it closes all its
+/// connections.
 pub trait Exporter: Send + Sync {
-    /// Which transport this is.
+    /// The transport.
     fn kind(&self) -> TransportKind;
 
-    /// Makes `memory` readable, under the name `id`, for every session that has a grant.
+    /// Makes `memory` readable under the name `id`, for every session that has a grant.
     ///
     /// # Errors
     /// [`Error::AlreadyExported`] if the name is in use.
     fn export(&self, id: RegionId, memory: Arc<Memory>) -> Result<(), Error>;
 
-    /// Takes the region back. Reads in flight fail with `Denied(Revoked)` or, where the news can't be told, `PeerGone`; the
-    /// connections that read it are cut. Nothing happens if it isn't exported.
+    /// Revokes a region. Reads in flight fail with `Denied(Revoked)`, or with `PeerGone` if the reason cannot be sent;
+    /// the connections that read the region are closed. Does nothing if the region is not exported.
     fn revoke(&self, id: RegionId);
 
-    /// This session may read every exported region, if it proves that it knows `secret`. A second grant replaces the secret.
+    /// Lets a session that proves knowledge of `secret` read every exported region. A second grant replaces the secret.
     fn grant(&self, session: u64, secret: Secret);
 
-    /// ... no longer; its connections are closed.
+    /// Revokes the grant and closes the session's connections.
     fn withdraw(&self, session: u64);
 
-    /// Where and what: bytes for the messenger to carry to a session.
+    /// The key of a region, for the messenger to send to a session.
     ///
     /// # Errors
     /// [`Error::NotExported`].
     fn key(&self, id: RegionId) -> Result<RegionKey, Error>;
 
-    /// Bytes given out so far, as far as this end can know (a shared memory is read without its owner noticing).
+    /// Bytes sent so far, as far as this end can know: shared memory is read without its owner noticing.
     fn bytes_served(&self) -> u64;
 }
 
 /// The reader's end of a transport.
 pub trait Connector: Send + Sync {
-    /// Which transport this is.
+    /// The transport.
     fn kind(&self) -> TransportKind;
 
-    /// Connects to the region behind `key` as `session`; what is read lands in `sink`. Blocks, no longer than its time-out.
+    /// Connects to the region of `key` as `session`; reads are written to `sink`. Blocks until its time-out at most.
     ///
     /// # Errors
-    /// [`Error::WrongTransport`], [`Error::Key`], [`Error::NotThisHost`]: not a key for this connector.
-    /// [`Error::Unreachable`], [`Error::TimedOut`]: nobody there. [`Error::Refused`]: without grant (`NotGranted`, also for a wrong
-    /// secret: which of the two is not told), of another generation (`Stale`), no such region (`Unknown`).
+    /// [`Error::WrongTransport`], [`Error::Key`], [`Error::NotThisHost`]: the key is not for this connector.
+    /// [`Error::Unreachable`], [`Error::TimedOut`]: no source answers. [`Error::Refused`]: there is no grant
+    /// (`NotGranted`, also for a wrong secret; the two are not told apart), the key is of another generation (`Stale`),
+    /// or the region does not exist (`Unknown`).
     fn connect(
         &self,
         key: &RegionKey,
@@ -81,64 +84,66 @@ pub trait Connector: Send + Sync {
     ) -> Result<Box<dyn Peer>, Error>;
 }
 
-/// A connection to one region. One owner, no lock: it may move between threads but not be shared.
+/// A connection to one region. It has one owner and no lock: it may move between threads but not be shared.
 pub trait Peer: Send {
-    /// Reads that may be outstanding at once.
+    /// Maximum number of outstanding reads.
     fn depth(&self) -> usize;
 
-    /// Posts the first reads of `reads` that find room and says how many those were; 0 means full: poll first.
+    /// Posts as many of `reads` as there is room for, from the front, and returns their number. 0 means that the queue
+    /// is full: poll first.
     ///
-    /// A range outside the region is the business of the far end: it is accepted and completes with `Denied(OutOfBounds)`.
-    /// A read of no bytes completes with 0.
+    /// A range outside the region is accepted and completes with `Denied(OutOfBounds)`, because the source checks it. A
+    /// read of 0 bytes completes with 0.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`] if a place in the sink does not exist (nothing is accepted then), [`Error::Retired`].
+    /// [`Error::OutOfBounds`] if a place in the sink does not exist (nothing is accepted), [`Error::Retired`].
     fn post_read(&mut self, reads: &[ReadRequest]) -> Result<usize, Error>;
 
-    /// Appends what has completed and says how many that were. Never blocks, and does a bounded amount of work per call.
+    /// Appends the completions that have arrived and returns their number. It never blocks, and does a bounded amount
+    /// of work per call.
     ///
     /// # Errors
-    /// [`Error::Retired`], once the connection has ended and its last completion has been handed out.
+    /// [`Error::Retired`], once the connection has ended and its last completion was returned.
     fn poll(&mut self, completions: &mut Vec<Completion>) -> Result<usize, Error>;
 
-    /// Sleeps until [`poll`](Peer::poll) should be called, or until `timeout` is over. May wake too early.
+    /// Sleeps until [`poll`](Peer::poll) should be called, or `timeout` has passed. May wake early.
     ///
     /// # Errors
-    /// [`Error::System`] if the system can't wait.
+    /// [`Error::System`] if the system call fails.
     fn wait(&mut self, timeout: Duration) -> Result<(), Error> {
         wait_readable(self.arm(), timeout)?;
         Ok(())
     }
 
-    /// A descriptor that is readable while [`poll`](Peer::poll) has something to do or to say. It may be so without need;
-    /// it is never silent when something waits. Stays the same for the life of the peer.
+    /// A descriptor that is readable while [`poll`](Peer::poll) has something to do or to report. It may be readable
+    /// without need, but is always readable when something is pending. It is the same for the life of the peer.
     fn arm(&mut self) -> BorrowedFd<'_>;
 
-    /// The region itself, where it can be read in place. The connection still says when it is over: keep polling.
+    /// The region itself, if it can be read in place. Keep polling: the connection reports when the region is revoked.
     fn view(&self) -> Option<Arc<View>>;
 
-    /// Ends the connection: what is outstanding completes with `Cancelled`. A second call does nothing. Dropping closes.
+    /// Ends the connection: outstanding reads complete with `Cancelled`. A second call does nothing. Dropping closes.
     fn close(&mut self);
 }
 
-/// One read to be done.
+/// A read to be posted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReadRequest {
-    /// The caller's own name for it, given back in the completion. Need not be unique.
+    /// The caller's name for it, returned in the completion. Need not be unique.
     pub tag: u64,
-    /// First byte wanted, in the region.
+    /// Offset of the first byte, in the region.
     pub offset: u64,
-    /// Bytes wanted.
+    /// Number of bytes.
     pub length: u32,
-    /// Where the first byte lands, in the sink.
+    /// Offset in the sink for the first byte.
     pub sink_offset: u64,
 }
 
-/// The end of one read.
+/// The result of a read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Completion {
-    /// The name the caller gave it.
+    /// The caller's name for the read.
     pub tag: u64,
-    /// Bytes that have arrived: all that were asked for.
+    /// Bytes that have arrived: all that were requested.
     pub result: Result<u32, ReadError>,
 }

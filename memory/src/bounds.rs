@@ -1,10 +1,10 @@
-//! Does a range lie inside a memory? The one place where that is decided, without overflow. Nothing is touched here.
+//! Checks that a range is inside a memory, without overflow. No other module decides this.
 
 use std::ops::Range;
 
 use crate::Error;
 
-/// Fails unless `length` bytes from `offset` on lie inside `size` bytes. No bytes at the very end are inside.
+/// Fails unless `length` bytes at `offset` are inside `size` bytes. An empty range at the very end is inside.
 ///
 /// # Errors
 /// [`Error::OutOfBounds`] with these three numbers.
@@ -16,7 +16,7 @@ pub fn check(offset: u64, length: u64, size: u64) -> Result<(), Error> {
     }
 }
 
-/// Length of a range that runs forward; one that runs backward lies nowhere.
+/// Length of a range; an error for a range whose end is before its start.
 pub(crate) fn length(range: &Range<u64>, size: u64) -> Result<u64, Error> {
     match range.end.checked_sub(range.start) {
         Some(length) => Ok(length),
@@ -24,7 +24,7 @@ pub(crate) fn length(range: &Range<u64>, size: u64) -> Result<u64, Error> {
     }
 }
 
-/// The part of a range that exists, for hints, which may ask for anything.
+/// The part of a range that is inside `size` bytes. For hints, which accept any range.
 pub(crate) fn clamp(range: &Range<u64>, size: u64) -> Range<u64> {
     let end = range.end.min(size);
     range.start.min(end)..end

@@ -8,7 +8,7 @@ use std::{io, time::Duration};
 pub enum Error {
     // -- The caller: change the call. --
     /// A range that is not inside the memory.
-    #[error("{length} bytes at offset {offset} do not lie inside a memory of {size} bytes")]
+    #[error("{length} bytes at offset {offset} are outside a memory of {size} bytes")]
     OutOfBounds {
         /// First byte of the range.
         offset: u64,
@@ -18,7 +18,7 @@ pub enum Error {
         size: u64,
     },
     /// An atomic access at an offset that is not a multiple of its size.
-    #[error("offset {offset} is not a multiple of {align}, as an atomic access needs")]
+    #[error("offset {offset} is not a multiple of {align}, as atomic access requires")]
     Unaligned {
         /// The offset.
         offset: u64,
@@ -50,7 +50,7 @@ pub enum Error {
     #[error("the other end broke the protocol: {0}")]
     Protocol(&'static str),
     /// The memory received could shrink: an access beyond its new end would kill this process.
-    #[error("the memory handed over can't be mapped safely: {0}")]
+    #[error("the memory received cannot be mapped safely: {0}")]
     Unsealed(&'static str),
 
     // -- The system: its administrator can act. --

@@ -1,8 +1,8 @@
-//! Memory handed to another process of this host that shall *write* it: descriptors, over a local socket, once.
+//! Hands memory to another process of this host for *writing*: passes descriptors over a local socket, once.
 //!
-//! Not a transport: nothing is read here, and who takes part is told beforehand by other means (a command to a server). The giver
-//! listens under a fresh random name; the taker is told the name and a secret, connects and shows the secret; the descriptors
-//! ride back, and the socket is gone.
+//! This is not a transport: no bytes are read here. The giver listens under a random name. The taker learns the name
+//! and a secret by other means (a command to a server), connects and sends the secret. The giver sends the descriptors,
+//! and the socket is removed.
 //!
 //! ```text
 //!   giver                                      taker
@@ -19,7 +19,7 @@ use std::{
 
 use crate::{Error, Place, local, wait_readable};
 
-/// One offer to hand descriptors over, to whoever knows its address and its secret.
+/// An offer of descriptors to the process that knows its address and its secret.
 pub struct Handover {
     listener: OwnedFd,
     address: local::Address,
@@ -27,7 +27,8 @@ pub struct Handover {
 }
 
 impl Handover {
-    /// Listens. In a folder the socket is a file, for processes of another network namespace; otherwise it has a name only.
+    /// Starts listening. In a folder the socket is a file, which processes of another network namespace can reach;
+    /// otherwise the socket has an abstract name.
     ///
     /// # Errors
     /// [`Error::System`].
@@ -38,23 +39,23 @@ impl Handover {
         Ok(Handover { listener, address, secret })
     }
 
-    /// Where: `@name`, or the path of a file.
+    /// The address: `@name`, or the path of a file.
     pub fn address(&self) -> String {
         self.address.name()
     }
 
-    /// What the taker must show, in hexadecimal digits.
+    /// The secret that the taker must send, in hexadecimal digits.
     pub fn secret(&self) -> String {
         self.secret.iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
-    /// Waits for the taker and hands the descriptors over. Others who come are sent away.
+    /// Waits for the taker and sends the descriptors. Connections without the secret are closed.
     ///
     /// # Errors
-    /// [`Error::TimedOut`] if the taker does not come; [`Error::System`].
+    /// [`Error::TimedOut`] if the taker does not connect in time; [`Error::System`].
     pub fn give(&self, descriptors: &[BorrowedFd<'_>], within: Duration) -> Result<(), Error> {
         let deadline = Instant::now() + within;
-        let late = || Error::TimedOut { what: "the process that memory was to be handed to", after: within };
+        let late = || Error::TimedOut { what: "the process that takes over the memory", after: within };
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() || !wait_readable(self.listener.as_fd(), left)? {
@@ -66,7 +67,7 @@ impl Handover {
             };
             match local::receive_by(&taker, deadline, within) {
                 Ok(packet) if equal(packet.bytes(), &self.secret) => return hand(&taker, descriptors),
-                Ok(_) | Err(Error::Protocol(_)) => tracing::warn!("somebody without the secret asked for a handover"),
+                Ok(_) | Err(Error::Protocol(_)) => tracing::warn!("a process without the secret asked for a handover"),
                 Err(error) => return Err(error),
             }
         }
@@ -82,29 +83,30 @@ impl Drop for Handover {
 fn hand(taker: &OwnedFd, descriptors: &[BorrowedFd<'_>]) -> Result<(), Error> {
     let count = descriptors.len() as u8;
     for descriptor in descriptors {
-        // The packet says how many there are, so that the taker notices if one is missing.
+        // Each packet carries the number of descriptors, so that the taker notices a missing one.
         local::send(taker, &[count], Some(*descriptor)).map_err(Error::system("handing over a descriptor"))?;
     }
     Ok(())
 }
 
-/// Takes what is offered at `address` to those who know `secret`.
+/// Receives the descriptors that are offered at `address`.
 ///
 /// # Errors
-/// [`Error::Misuse`] if one of them is malformed, [`Error::Unreachable`] if nobody offers there, [`Error::TimedOut`], and
-/// [`Error::Protocol`] if the giver hangs up: then the secret is wrong.
+/// [`Error::Misuse`] if the address or the secret is malformed, [`Error::Unreachable`] if no process listens at the
+/// address, [`Error::TimedOut`], and [`Error::Protocol`] if the giver closes the connection, which it does for a wrong
+/// secret.
 pub fn take(address: &str, secret: &str, within: Duration) -> Result<Vec<OwnedFd>, Error> {
     let address = local::Address::parse(address).ok_or(Error::Misuse("an address is @name or an absolute path"))?;
-    let secret = parse_secret(secret).ok_or(Error::Misuse("the secret is not one of a handover"))?;
+    let secret = parse_secret(secret).ok_or(Error::Misuse("the secret is not 32 hexadecimal digits"))?;
     let deadline = Instant::now() + within;
     let socket = local::connect(&address, deadline)?;
-    local::send(&socket, &secret, None).map_err(Error::system("showing a secret"))?;
+    local::send(&socket, &secret, None).map_err(Error::system("sending the secret of a handover"))?;
     let mut taken = Vec::new();
     loop {
         let packet = local::receive_by(&socket, deadline, within)?;
         let count = packet.bytes().first().copied().filter(|count| *count <= DESCRIPTORS_MAX).unwrap_or(0);
-        let Some(descriptor) = packet.passenger else {
-            return Err(Error::Protocol("a packet of a handover without its descriptor"));
+        let Some(descriptor) = packet.descriptor else {
+            return Err(Error::Protocol("a handover packet has no descriptor"));
         };
         taken.push(descriptor);
         if taken.len() >= usize::from(count) {
@@ -124,15 +126,15 @@ fn parse_secret(text: &str) -> Option<[u8; SECRET_BYTES]> {
     Some(secret)
 }
 
-/// Takes the same time whichever byte differs.
+/// Compares in constant time.
 fn equal(shown: &[u8], secret: &[u8; SECRET_BYTES]) -> bool {
     shown.len() == secret.len() && shown.iter().zip(secret).fold(0, |differs, (a, b)| differs | (a ^ b)) == 0
 }
 
-/// Bytes of a secret: not to be guessed in the seconds for which an offer stands.
+/// Bytes of a secret: too many to guess in the seconds that an offer lasts.
 const SECRET_BYTES: usize = 16;
 
-/// The most descriptors of one handover; a table and what belongs to it are few.
+/// The maximum number of descriptors in one handover. A table needs two or three.
 const DESCRIPTORS_MAX: u8 = 8;
 
 #[cfg(test)]
@@ -192,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_waits_for_ever() {
+    fn neither_end_waits_longer_than_its_limit() {
         let handover = Handover::bind(&Place::Abstract).unwrap();
         let none = handover.give(&[], Duration::from_millis(20));
         assert!(matches!(none, Err(Error::TimedOut { .. })));
@@ -201,12 +203,12 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_address_or_no_secret_is_refused_before_anything_is_done() {
+    fn a_malformed_address_or_secret_is_refused_before_connecting() {
         for address in ["", "relative/path", "@"] {
             assert!(matches!(take(address, &"00".repeat(SECRET_BYTES), SOON), Err(Error::Misuse(_))), "{address}");
         }
         for secret in ["", "00", "zz", &"é".repeat(SECRET_BYTES), &"0".repeat(2 * SECRET_BYTES - 1)] {
-            assert!(matches!(take("@nobody", secret, SOON), Err(Error::Misuse(_))), "{secret}");
+            assert!(matches!(take("@unused", secret, SOON), Err(Error::Misuse(_))), "{secret}");
         }
     }
 }

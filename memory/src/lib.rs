@@ -1,31 +1,37 @@
-//! Memory that other processes may read, and windows on it. What the bytes mean is not known here.
+//! Shared memory: memfds that this process or another writes, and read-only views of them. What the bytes mean is
+//! decided in other crates.
 //!
-//! Who the others are: threads of ours, readers in other processes that have mapped the same memfd, and the kernel on behalf of
-//! a socket, all at the same moment as the writer. Therefore shared bytes are **never a reference**: [`Memory`] and [`View`] are
-//! offsets, copies, and loads and stores with an ordering. A copy taken while somebody writes holds an arbitrary mixture of old
-//! and new bytes; it is a `[u8]`, for which every mixture is a valid value, and whether it makes sense is found out by those
-//! above (sequence numbers and checksums).
+//! Several parties access the same bytes at the same time: threads of this process, other processes that have mapped
+//! the memfd, and the kernel on behalf of a socket. Therefore shared bytes are **never behind a reference**: [`Memory`]
+//! and [`View`] offer offsets, copies, and atomic loads and stores with an ordering. A copy that races with a writer
+//! holds a mixture of old and new bytes. It is a `[u8]`, for which every mixture is a valid value; the layers above
+//! detect the mixture by sequence numbers and checksums.
 //!
 //! What is true of every [`Memory`] and [`View`]:
 //!
-//! - It is one memfd, mapped `MAP_SHARED` as a whole, for as long as the value lives.
-//! - It is sealed against shrinking. A mapped file that gets shorter kills its reader by SIGBUS; this one cannot.
-//! - It is sealed against further seals and against growing, so that its size is a fact for everyone who was handed it.
-//! - Each access is checked against its length, without overflow, before anything is touched.
+//! - It is one memfd, mapped `MAP_SHARED` as a whole, for as long as the value exists.
+//! - It is sealed against shrinking. Reading beyond the end of a mapped file kills the process by SIGBUS.
+//! - It is sealed against growing and against further seals, so that every process sees the same size.
+//! - Each access is checked against the length, without overflow, before any byte is accessed.
 //!
 //! ```text
-//!   Memory  (we write)  ──Deref──▶  View  (anyone reads)
+//!   Memory  (we write)  ──Deref──▶  View  (read-only)
 //!      └────────────┬────────────────┘
-//!                Mapping            pointer and length; hands out…
-//!                   └─▶ Span        …a checked range of it. All unsafe stands in mapping.rs
+//!                Mapping            pointer and length; returns…
+//!                   └─▶ Span        …a checked range of it. All unsafe code is in mapping.rs
 //! ```
 //!
-//! A first touch of each 4 KiB page of each mapping costs microseconds, even where the page exists already: hence
-//! [`Memory::prefault`] and [`View::populate`], before the time that counts.
+//! - [`Memory`] and [`View`]. **Start here.**
+//! - [`crc`]: CRC-32C, of slices and of shared bytes.
+//! - [`handover`]: passing memory to another process of this host for writing; [`local`]: the sockets for that.
 //!
-//! The seal `F_SEAL_FUTURE_WRITE` would forbid any other process to map the memory writable. It isn't used: it also forbids
-//! `FALLOC_FL_PUNCH_HOLE` to ourselves (EPERM, tried on 6.18), and with it [`Memory::release`]. Instead the file's mode is made
-//! `0400`, and readers are handed a descriptor opened for reading only ([`View::reopen_read_only`]).
+//! The first access to each 4 KiB page of each mapping costs microseconds, even if the page already exists.
+//! [`Memory::prefault`] and [`View::populate`] pay this in advance.
+//!
+//! The seal `F_SEAL_FUTURE_WRITE` would keep every other process from mapping the memory writable. It is not used: it
+//! also forbids `FALLOC_FL_PUNCH_HOLE` to the owner (EPERM, tried on Linux 6.18), which [`Memory::release`] needs.
+//! Instead the file has mode `0400`, and readers get a descriptor that is open for reading only
+//! ([`View::reopen_read_only`]).
 
 #![deny(unsafe_code)]
 
@@ -49,14 +55,14 @@ pub use owned::Memory;
 pub use view::{Claim, View};
 pub use wait::wait_readable;
 
-/// Which pages a [`Memory`] is made of.
+/// The page size of a [`Memory`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Pages {
-    /// The system's ordinary pages.
+    /// The system's base pages.
     #[default]
     Small,
-    /// Huge pages of 2 MiB; where the system has none to spare, ordinary ones, and a message in the log.
-    /// They spare a network card table entries. For copies by the processor they were measured to bring nothing.
+    /// Huge pages of 2 MiB. If the system has too few, base pages are used and a message is logged. Huge pages need
+    /// fewer table entries in a network card. Copies by the processor did not become faster in measurements.
     Huge,
 }
 

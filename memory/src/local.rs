@@ -1,4 +1,4 @@
-//! The local socket: packets, descriptors that ride along, and nothing that blocks without a deadline. The messages are `wire`'s.
+//! Local sockets: packets, descriptors attached to packets, and no call that blocks without a deadline.
 
 use std::{
     ffi::OsStr,
@@ -24,28 +24,28 @@ use rustix::{
 
 use crate::{Error, wait_readable};
 
-/// Where the source's socket is.
+/// Where a socket is bound.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub enum Place {
-    /// An abstract name with a random part: no file, nothing left behind, seen in one network namespace.
+    /// An abstract name with a random part: no file, nothing to clean up, visible in one network namespace.
     #[default]
     Abstract,
-    /// A file with a random name in this folder, which containers can share. Removed on drop. Its mode is what the umask makes of it:
-    /// a reader needs the right to write to it, and to enter the folder.
+    /// A file with a random name in this folder, which containers can share. It is removed on drop. Its mode follows
+    /// the umask: a reader needs the right to write to the file and to enter the folder.
     Folder(PathBuf),
 }
 
-/// A socket's name.
+/// The name of a socket.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Address {
-    /// A name that is no file, seen in one network namespace.
+    /// An abstract name, visible in one network namespace.
     Abstract(Vec<u8>),
     /// The path of a file.
     File(Vec<u8>),
 }
 
 impl Address {
-    /// The one of this name, as [`Address::name`] gave it. `None` if it is neither `@name` nor an absolute path.
+    /// Parses what [`Address::name`] returns. `None` if `name` is neither `@name` nor an absolute path.
     pub fn parse(name: &str) -> Option<Address> {
         match name.strip_prefix('@') {
             Some(name) if !name.is_empty() => Some(Address::Abstract(name.as_bytes().to_vec())),
@@ -54,7 +54,7 @@ impl Address {
         }
     }
 
-    /// `@name` or the path.
+    /// The address as text: `@name`, or the path.
     pub fn name(&self) -> String {
         match self {
             Address::Abstract(name) => format!("@{}", name.escape_ascii()),
@@ -62,16 +62,16 @@ impl Address {
         }
     }
 
-    /// Removes the file, where it is one: nobody listens there any more.
+    /// Removes the socket's file, if it has one.
     pub fn remove(&self) {
         let Address::File(path) = self else { return };
         let path: &OsStr = OsStrExt::from_bytes(path);
         if let Err(error) = fs::remove_file(path) {
-            tracing::warn!(?path, %error, "the socket's file could not be removed");
+            tracing::warn!(?path, %error, "cannot remove the socket's file");
         }
     }
 
-    /// As the system wants it.
+    /// The address as the system takes it.
     ///
     /// # Errors
     /// [`Error::System`] for a name that is too long.
@@ -80,11 +80,11 @@ impl Address {
             Address::Abstract(name) => SocketAddrUnix::new_abstract_name(name),
             Address::File(path) => SocketAddrUnix::new(path.as_slice()),
         };
-        address.map_err(Error::system("naming a local socket (a path may have 107 bytes)"))
+        address.map_err(Error::system("naming a local socket (a path has at most 107 bytes)"))
     }
 }
 
-/// In words, for errors.
+/// For error messages.
 impl std::fmt::Display for Address {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
@@ -94,44 +94,57 @@ impl std::fmt::Display for Address {
     }
 }
 
-/// Binds and listens under a fresh random name.
+/// Binds a socket to a random name and listens.
+///
+/// # Errors
+/// [`Error::System`].
 pub fn listen(place: &Place) -> Result<(OwnedFd, Address), Error> {
-    let address = fresh_address(place)?;
+    let address = random_address(place)?;
     let socket = packet_socket(SocketFlags::NONBLOCK)?;
     rustix::net::bind(&socket, &address.to_socket()?).map_err(Error::system("binding a local socket"))?;
     rustix::net::listen(&socket, LISTEN_BACKLOG).map_err(Error::system("listening on a local socket"))?;
     Ok((socket, address))
 }
 
-/// Connects, by the deadline.
+/// Connects before the deadline.
+///
+/// # Errors
+/// [`Error::Unreachable`] if no process listens there; [`Error::TimedOut`], [`Error::System`].
 pub fn connect(address: &Address, deadline: Instant) -> Result<OwnedFd, Error> {
     let socket = packet_socket(SocketFlags::empty())?;
-    // Connecting waits only while the listener's backlog is full; the time-out for sending bounds that.
+    // Connecting blocks only while the listener's backlog is full. The send time-out bounds that.
     let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
     set_socket_timeout(&socket, Timeout::Send, Some(left)).map_err(Error::system("setting a socket's time-out"))?;
     match rustix::net::connect(&socket, &address.to_socket()?) {
         Ok(()) => Ok(socket),
-        Err(Errno::AGAIN) => Err(Error::TimedOut { what: "the source's local socket", after: left }),
+        Err(Errno::AGAIN) => Err(Error::TimedOut { what: "the other end of a local socket", after: left }),
         Err(errno) => Err(Error::Unreachable { what: address.to_string(), source: errno.into() }),
     }
 }
 
-/// Takes the next connection from a listener; `None` if there is none.
+/// Accepts the next connection; `None` if none is waiting.
+///
+/// # Errors
+/// What `accept(2)` reports.
 pub fn accept(listener: &OwnedFd) -> Result<Option<OwnedFd>, Errno> {
     match rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
         Ok(socket) => Ok(Some(socket)),
-        // The latter two: the reader has gone again meanwhile.
+        // The last two: the connecting process has closed the connection in the meantime.
         Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => Ok(None),
         Err(errno) => Err(errno),
     }
 }
 
-/// Sends one packet, with a descriptor if there is one. Never blocks: an empty connection has room for all our packets.
-pub fn send(socket: impl AsFd, packet: &[u8], passenger: Option<BorrowedFd<'_>>) -> Result<(), Errno> {
+/// Sends one packet, with a descriptor if there is one. It never blocks: an empty connection has room for all packets
+/// of a handshake.
+///
+/// # Errors
+/// What `sendmsg(2)` reports.
+pub fn send(socket: impl AsFd, packet: &[u8], descriptor: Option<BorrowedFd<'_>>) -> Result<(), Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    let passengers: Vec<BorrowedFd<'_>> = passenger.into_iter().collect();
-    if !passengers.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(&passengers)) {
+    let descriptors: Vec<BorrowedFd<'_>> = descriptor.into_iter().collect();
+    if !descriptors.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(&descriptors)) {
         return Err(Errno::NOBUFS);
     }
     let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
@@ -139,30 +152,33 @@ pub fn send(socket: impl AsFd, packet: &[u8], passenger: Option<BorrowedFd<'_>>)
     Ok(())
 }
 
-/// One packet, as it came.
+/// A received packet.
 pub struct Packet {
     bytes: [u8; PACKET_MAX_BYTES],
     length: usize,
-    /// The descriptor that rode along, closed on exec.
-    pub passenger: Option<OwnedFd>,
+    /// The attached descriptor, closed on exec.
+    pub descriptor: Option<OwnedFd>,
 }
 
 impl Packet {
-    /// The bytes; none at the end of the connection.
+    /// The bytes; empty at the end of the connection.
     pub fn bytes(&self) -> &[u8] {
         self.bytes.get(..self.length).unwrap_or_default()
     }
 }
 
-/// Takes one packet if there is one; `Errno::AGAIN` if not. Never blocks. Descriptors beyond the first are closed at once.
+/// Receives one packet. It never blocks. All descriptors but the first are closed.
+///
+/// # Errors
+/// `Errno::AGAIN` if there is no packet; otherwise what `recvmsg(2)` reports.
 pub fn receive(socket: impl AsFd) -> Result<Packet, Errno> {
-    let packet = look(&socket)?;
-    // Linux looks for a packet and then for the end, not for both at one moment: a last packet and the end that come in between look like the
-    // end alone. The end stays, so that a second look finds what there is.
-    if packet.bytes().is_empty() { look(&socket) } else { Ok(packet) }
+    let packet = receive_once(&socket)?;
+    // Linux looks for a packet first and for the end of the connection second. A last packet and the end that arrive in
+    // between look like the end alone. The end persists, so a second call finds the packet.
+    if packet.bytes().is_empty() { receive_once(&socket) } else { Ok(packet) }
 }
 
-fn look(socket: impl AsFd) -> Result<Packet, Errno> {
+fn receive_once(socket: impl AsFd) -> Result<Packet, Errno> {
     let mut bytes = [0; PACKET_MAX_BYTES];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
@@ -170,41 +186,44 @@ fn look(socket: impl AsFd) -> Result<Packet, Errno> {
     let received = rustix::io::retry_on_intr(|| {
         rustix::net::recvmsg(&socket, &mut [IoSliceMut::new(&mut bytes)], &mut ancillary, flags)
     })?;
-    let passenger = ancillary.drain().find_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(mut passengers) => passengers.next(),
+    let descriptor = ancillary.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
         _ => None,
     });
-    Ok(Packet { bytes, length: received.bytes.min(PACKET_MAX_BYTES), passenger })
+    Ok(Packet { bytes, length: received.bytes.min(PACKET_MAX_BYTES), descriptor })
 }
 
-/// Takes one packet, by the deadline.
+/// Receives one packet before the deadline.
+///
+/// # Errors
+/// [`Error::TimedOut`]; [`Error::Protocol`] if the connection ends; [`Error::System`].
 pub fn receive_by(socket: &OwnedFd, deadline: Instant, after: Duration) -> Result<Packet, Error> {
     loop {
         match receive(socket) {
             Err(Errno::AGAIN) => {}
             Ok(packet) if packet.bytes().is_empty() => {
-                return Err(Error::Protocol("the source hung up in the middle of the handshake"));
+                return Err(Error::Protocol("the other end closed the connection during the handshake"));
             }
-            result => return result.map_err(Error::system("receiving from the source's local socket")),
+            result => return result.map_err(Error::system("receiving from a local socket")),
         }
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() || !wait_readable(socket.as_fd(), left)? {
-            return Err(Error::TimedOut { what: "the source's local socket", after });
+            return Err(Error::TimedOut { what: "the other end of a local socket", after });
         }
     }
 }
 
-/// Fills `bytes` with fresh random ones.
+/// Fills `bytes` with random bytes from the system.
 ///
 /// # Errors
-/// [`Error::System`] if the system has none.
+/// [`Error::System`] if the system provides none.
 pub fn random(bytes: &mut [u8]) -> Result<(), Error> {
     getrandom::fill(bytes)
         .map_err(|error| Error::system("asking for random bytes")(std::io::Error::other(error.to_string())))
 }
 
-/// A random name, so that two sources never meet and nobody can sit on the name beforehand.
-fn fresh_address(place: &Place) -> Result<Address, Error> {
+/// A random name: two sources never collide, and no process can bind it in advance.
+fn random_address(place: &Place) -> Result<Address, Error> {
     let mut number = [0; 16];
     random(&mut number)?;
     let name = format!("remora-{:032x}", u128::from_le_bytes(number));
@@ -224,8 +243,8 @@ fn packet_socket(flags: SocketFlags) -> Result<OwnedFd, Error> {
         .map_err(Error::system("making a local socket"))
 }
 
-/// The longest packet that either end takes, in bytes. The system cuts off a longer one, which then has the wrong length.
+/// Maximum size of a packet, in bytes. The system truncates a longer packet, whose length is then wrong.
 pub const PACKET_MAX_BYTES: usize = 128;
 
-/// Readers that may wait for the door to be opened; the next ones wait inside `connect`, up to their time-out.
+/// Connections that can wait to be accepted. Further ones wait in `connect`, up to their time-out.
 const LISTEN_BACKLOG: i32 = 64;

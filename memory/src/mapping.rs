@@ -1,11 +1,11 @@
-//! One shared mapping, and checked ranges of it. All unsafe of the memory stands here; nothing here knows why it is asked.
+//! A shared mapping, and checked ranges of it. All unsafe code of this crate is here.
 //!
-//! [`Span`] and [`SpanMut`] carry the proof that the comments lean on: *a span's bytes lie inside a mapping that outlives it, and
-//! no reference to them exists anywhere*. The only references ever made to shared bytes are to atomics.
+//! [`Span`] and [`SpanMut`] carry the proof that the SAFETY comments rely on: *the bytes of a span are inside a mapping
+//! that outlives it, and no reference to them exists*. The only references made to shared bytes are to atomics.
 //!
-//! The language has no word yet for a copy that races with another process. What is used here, `copy` and system calls on raw
-//! pointers, compiles to the processor's plain moves: the copy may be torn, and nothing is concluded from its bytes before they
-//! have been copied. (vm-memory and every shared-memory queue stand on the same ground.)
+//! Rust's memory model has no copy that may race with another process. The copies and system calls on raw pointers that
+//! are used here compile to ordinary moves of the processor: a copy may be torn, and no decision depends on its bytes
+//! before they are copied. vm-memory and other shared-memory queues make the same assumption.
 
 use std::{
     io,
@@ -19,61 +19,68 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use crate::{Error, bounds, sealed::Sealed};
 
-/// A whole file mapped `MAP_SHARED`, unmapped on drop.
+/// A mapping of a file with `MAP_SHARED`, removed on drop.
 pub(crate) struct Mapping {
-    /// First byte of `size` mapped bytes, page-aligned.
+    /// Address of the first of `size` mapped bytes, page-aligned.
     base: NonNull<u8>,
-    /// Bytes mapped; never 0, never above `isize::MAX`.
+    /// Mapped bytes; never 0, never above `isize::MAX`.
     size: usize,
-    /// Whether the pages may be written through this mapping.
+    /// Whether the mapping is writable.
     writable: bool,
 }
 
-// SAFETY: A mapping belongs to the process and not to a thread; unmapping it from another thread than the one that made it is
-// allowed. Nothing in the struct is tied to a thread.
+// SAFETY: A mapping belongs to the process, and any thread may remove it. No field is bound to a thread.
 unsafe impl Send for Mapping {}
 
-// SAFETY: Shared access means: raw copies and atomics at checked places (see the head of this file). No reference to plain
-// bytes is ever made, so no aliasing rule is broken by two threads, any more than by two processes.
+// SAFETY: Threads that share a mapping make raw copies and atomic accesses at checked offsets (see the module docs). No
+// reference to plain bytes is ever made, so that no aliasing rule applies, between threads as between processes.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps as many bytes of a file as it is known to have.
+    /// Maps the bytes that `file` is known to have.
     ///
     /// # Errors
-    /// [`Error::Misuse`] for no bytes, or more than the address space has; [`Error::System`].
+    /// [`Error::Misuse`] for a length of 0 or above the address space; [`Error::System`].
     pub(crate) fn new(file: &Sealed<'_>, writable: bool) -> Result<Mapping, Error> {
         let size = usize::try_from(file.length()).ok().filter(|size| (1..=isize::MAX as usize).contains(size));
-        let size = size.ok_or(Error::Misuse("a memory has at least one byte and fits the address space"))?;
+        let size = size.ok_or(Error::Misuse("the length of a memory must be at least 1 and fit the address space"))?;
         let protection = if writable { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
-        // SAFETY: The address is null, so that the system chooses a free place and no existing mapping is replaced. The length
-        // isn't 0. The descriptor is open (it is borrowed). The file has these bytes for good, by its seals: no access faults.
+        // SAFETY: The address is null, so the system chooses a free place and replaces no existing mapping. The length
+        // is not 0. The descriptor is open, as it is borrowed. The seals keep the file at least this long, so that no
+        // access faults.
         let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), size, protection, MapFlags::SHARED, file.fd(), 0) };
         let base = base.map_err(Error::system("mapping a memory"))?;
         let base = NonNull::new(base.cast()).ok_or(Error::Misuse("the system mapped a memory at address 0"))?;
         Ok(Mapping { base, size, writable })
     }
 
-    /// Bytes mapped.
+    /// Length in bytes.
     pub(crate) fn size(&self) -> u64 {
         self.size as u64
     }
 
-    /// The first byte, for devices that are told of the memory and reach it by themselves.
+    /// Address of the first byte, for devices that access the memory themselves.
     pub(crate) fn base(&self) -> NonNull<u8> {
         self.base
     }
 
-    /// A checked range, to be read.
+    /// A checked range for reading.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`].
     #[inline]
     pub(crate) fn span(&self, offset: u64, length: u64) -> Result<Span<'_>, Error> {
         bounds::check(offset, length, self.size())?;
-        // SAFETY: `offset <= size <= isize::MAX`, as just checked, so that it fits and stays inside the mapping or at its end.
+        // SAFETY: `offset <= size <= isize::MAX`, as just checked: the sum does not overflow and is inside the mapping
+        // or at its end.
         let start = unsafe { self.base.add(offset as usize) };
         Ok(Span { start, length: length as usize, mapping: PhantomData })
     }
 
-    /// A checked range, to be written.
+    /// A checked range for writing.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`]; [`Error::Misuse`] if the mapping is read-only.
     #[inline]
     pub(crate) fn span_mut(&self, offset: u64, length: u64) -> Result<SpanMut<'_>, Error> {
         if !self.writable {
@@ -85,14 +92,14 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: Exactly these bytes were mapped by `new`, and nobody else unmaps them. Every span borrows the mapping, so none is
-        // left, and no reference into it exists.
+        // SAFETY: `new` mapped exactly these bytes, and no other code unmaps them. Every span borrows the mapping, so
+        // that no span is left and no reference into it exists.
         let unmapped = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.size) };
         debug_assert!(unmapped.is_ok(), "unmapping what we mapped");
     }
 }
 
-/// Bytes of a mapping, checked to exist, that may be read.
+/// A checked range of a mapping, for reading.
 #[derive(Clone, Copy)]
 pub(crate) struct Span<'m> {
     start: NonNull<u8>,
@@ -101,76 +108,79 @@ pub(crate) struct Span<'m> {
 }
 
 impl Span<'_> {
-    /// Copies the bytes out; as many as both have.
+    /// Copies bytes out, up to the shorter of the two lengths.
     pub(crate) fn copy_out(self, into: &mut [u8]) {
         let length = self.length.min(into.len());
-        // SAFETY: Source: `length` bytes of a span lie in a live mapping. Destination: `into` is ours alone and that long. They
-        // can't overlap, as a slice of ours never lies in a mapping of shared memory. Bytes need no alignment. Others may write
-        // the source meanwhile: see the head of this file.
+        // SAFETY: Source: `length` bytes of a span are inside a live mapping. Destination: `into` is exclusively
+        // borrowed and that long. They do not overlap, as no slice points into a mapping of shared memory. Bytes need
+        // no alignment. Another party may write the source during the copy: see the module docs.
         unsafe { std::ptr::copy_nonoverlapping(self.start.as_ptr(), into.as_mut_ptr(), length) };
     }
 
-    /// Copies the bytes to another span; as many as both have. They may overlap.
+    /// Copies the bytes to another span, up to the shorter of the two lengths. The spans may overlap.
     pub(crate) fn copy_to(self, sink: SpanMut<'_>) {
         let length = self.length.min(sink.0.length);
-        // SAFETY: Both spans lie in live mappings and have that many bytes; the sink's mapping is writable. `copy` allows overlap.
-        // Bytes need no alignment. Others may access both meanwhile: see the head of this file.
+        // SAFETY: Both spans are inside live mappings and have `length` bytes; the sink's mapping is writable. `copy`
+        // allows overlap. Bytes need no alignment. Other parties may access both spans during the copy: see the module
+        // docs.
         unsafe { std::ptr::copy(self.start.as_ptr(), sink.0.start.as_ptr(), length) };
     }
 
-    /// Its first byte.
+    /// Address of the first byte.
     pub(crate) fn address(self) -> *const u8 {
         self.start.as_ptr()
     }
 
-    /// Bytes in it.
+    /// Length in bytes.
     pub(crate) fn length(self) -> usize {
         self.length
     }
 
-    /// The first `length` bytes, and the others; all of them where there are fewer.
+    /// Splits the span behind `length` bytes, or at its end if it is shorter.
     pub(crate) fn split(self, length: usize) -> (Self, Self) {
         let length = length.min(self.length);
-        // SAFETY: Not beyond the end of the span, which lies inside a mapping of no more than `isize::MAX` bytes.
+        // SAFETY: Not beyond the end of the span, which is inside a mapping of at most `isize::MAX` bytes.
         let rest = unsafe { self.start.add(length) };
         (Span { length, ..self }, Span { start: rest, length: self.length - length, ..self })
     }
 
-    /// Loads eight bytes at once. The span begins at a multiple of 8 and has 8 bytes, else `None`.
+    /// Loads eight bytes atomically. `None` unless the span starts at a multiple of 8 and has 8 bytes.
     pub(crate) fn load_u64(self, order: Ordering) -> Option<u64> {
         Some(self.atomic_u64()?.load(order))
     }
 
-    /// Loads four bytes at once. The span begins at a multiple of 4 and has 4 bytes, else `None`.
+    /// Loads four bytes atomically. `None` unless the span starts at a multiple of 4 and has 4 bytes.
     pub(crate) fn load_u32(self, order: Ordering) -> Option<u32> {
         Some(self.atomic_u32()?.load(order))
     }
 
-    /// `send(2)` out of the span, once; no SIGPIPE.
+    /// One `send(2)` from the span, without SIGPIPE.
     pub(crate) fn send(self, to: BorrowedFd<'_>) -> io::Result<usize> {
         retry(|| {
-            // SAFETY: The span's bytes are mapped for the length of the call; the kernel only reads them. The descriptor is open.
+            // SAFETY: The bytes of the span are mapped during the call; the kernel only reads them. The descriptor is
+            // open.
             unsafe { libc::send(to.as_raw_fd(), self.start.as_ptr().cast(), self.length, libc::MSG_NOSIGNAL) }
         })
     }
 
-    /// `pwrite(2)` out of the span, once.
+    /// One `pwrite(2)` from the span.
     pub(crate) fn write_at(self, file: BorrowedFd<'_>, file_offset: u64) -> io::Result<usize> {
         let file_offset = file_position(file_offset)?;
         retry(|| {
-            // SAFETY: The span's bytes are mapped for the length of the call; the kernel only reads them. The descriptor is open.
+            // SAFETY: The bytes of the span are mapped during the call; the kernel only reads them. The descriptor is
+            // open.
             unsafe { libc::pwrite(file.as_raw_fd(), self.start.as_ptr().cast(), self.length, file_offset) }
         })
     }
 
-    /// `madvise(2)` on the pages that the span touches.
+    /// `madvise(2)` on the pages of the span.
     pub(crate) fn advise(self, advice: Advice) -> io::Result<()> {
         let page = rustix::param::page_size();
         let ahead = self.start.as_ptr() as usize % page;
         let first = self.start.as_ptr().wrapping_sub(ahead);
-        // SAFETY: From the start of the span's first page to the span's end: inside the mapping, which begins at a page. The advice
-        // is one of POPULATE_READ, POPULATE_WRITE and DONTNEED (see the callers); none of them changes the content of a shared
-        // mapping of a file.
+        // SAFETY: The range is from the start of the span's first page to the end of the span, inside the mapping,
+        // which starts at a page. The callers pass POPULATE_READ, POPULATE_WRITE, HUGEPAGE or DONTNEED; none of them
+        // changes the content of a shared mapping of a file.
         unsafe { rustix::mm::madvise(first.cast(), self.length + ahead, advice) }?;
         Ok(())
     }
@@ -180,9 +190,9 @@ impl Span<'_> {
         if self.length < size_of::<u64>() || !place.is_aligned() {
             return None;
         }
-        // SAFETY: Aligned and long enough, as just checked; alive as long as the span. All concurrent accesses that mean anything are
-        // atomic too; a racing plain copy may be torn, which its taker reckons with (see the head of this file). In a read-only
-        // mapping only loads are made, which at this size never write.
+        // SAFETY: Aligned and long enough, as just checked, and valid as long as the span. All concurrent accesses to
+        // such a word are atomic; a racing plain copy may be torn, which its caller expects (see the module docs). A
+        // read-only mapping is only loaded from, and a load of this size does not write.
         Some(unsafe { AtomicU64::from_ptr(place.as_ptr()) })
     }
 
@@ -196,49 +206,49 @@ impl Span<'_> {
     }
 }
 
-/// Bytes of a mapping, checked to exist, that may be read and written.
+/// A checked range of a mapping, for reading and writing.
 #[derive(Clone, Copy)]
 pub(crate) struct SpanMut<'m>(Span<'m>);
 
 impl SpanMut<'_> {
-    /// Copies bytes in; as many as both have.
+    /// Copies bytes in, up to the shorter of the two lengths.
     pub(crate) fn copy_in(self, bytes: &[u8]) {
         let length = self.0.length.min(bytes.len());
-        // SAFETY: Source: a slice of ours, that long. Destination: `length` bytes of a span in a live, writable mapping. They can't
-        // overlap, as a slice of ours never lies in a mapping of shared memory. Bytes need no alignment. Others may access the
-        // destination meanwhile: see the head of this file.
+        // SAFETY: Source: a slice, that long. Destination: `length` bytes of a span in a live, writable mapping. They
+        // do not overlap, as no slice points into a mapping of shared memory. Bytes need no alignment. Other parties
+        // may access the destination during the copy: see the module docs.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.0.start.as_ptr(), length) };
     }
 
-    /// Sets every byte.
+    /// Sets every byte to `byte`.
     pub(crate) fn fill(self, byte: u8) {
-        // SAFETY: The span lies in a live, writable mapping. Bytes need no alignment. Others may access it meanwhile: see the head of
-        // this file.
+        // SAFETY: The span is inside a live, writable mapping. Bytes need no alignment. Other parties may access it
+        // meanwhile: see the module docs.
         unsafe { std::ptr::write_bytes(self.0.start.as_ptr(), byte, self.0.length) };
     }
 
-    /// Stores eight bytes at once. The span begins at a multiple of 8 and has 8 bytes, else `None`.
+    /// Stores eight bytes atomically. `None` unless the span starts at a multiple of 8 and has 8 bytes.
     pub(crate) fn store_u64(self, value: u64, order: Ordering) -> Option<()> {
         self.0.atomic_u64()?.store(value, order);
         Some(())
     }
 
-    /// Stores four bytes at once. The span begins at a multiple of 4 and has 4 bytes, else `None`.
+    /// Stores four bytes atomically. `None` unless the span starts at a multiple of 4 and has 4 bytes.
     pub(crate) fn store_u32(self, value: u32, order: Ordering) -> Option<()> {
         self.0.atomic_u32()?.store(value, order);
         Some(())
     }
 
-    /// `read(2)` into the span, once.
+    /// One `read(2)` into the span.
     pub(crate) fn receive(self, from: BorrowedFd<'_>) -> io::Result<usize> {
         retry(|| {
-            // SAFETY: The span's bytes are mapped writable for the length of the call, and no reference to them exists that the
-            // kernel's writing could break. The descriptor is open.
+            // SAFETY: The bytes of the span are mapped writable during the call, and no reference to them exists that
+            // the kernel's write could invalidate. The descriptor is open.
             unsafe { libc::read(from.as_raw_fd(), self.0.start.as_ptr().cast(), self.0.length) }
         })
     }
 
-    /// `pread(2)` into the span, once.
+    /// One `pread(2)` into the span.
     pub(crate) fn read_at(self, file: BorrowedFd<'_>, file_offset: u64) -> io::Result<usize> {
         let file_offset = file_position(file_offset)?;
         retry(|| {
@@ -252,16 +262,16 @@ impl SpanMut<'_> {
         for offset in (0..self.0.length).step_by(rustix::param::page_size()) {
             // SAFETY: `offset < length`: inside the span.
             let byte = unsafe { self.0.start.add(offset) };
-            // SAFETY: One byte of a live, writable mapping; a byte is always aligned. Races as in `atomic_u64`.
+            // SAFETY: One byte of a live, writable mapping; a byte is always aligned. For races see `atomic_u64`.
             let byte = unsafe { AtomicU8::from_ptr(byte.as_ptr()) };
-            // An exchange of the value for itself: a `fetch_or` of nothing is optimised into a mere load, which touches no page
-            // for writing. Whether it succeeds is of no interest: who came between has written.
+            // Exchanges the value for itself. A `fetch_or` of 0 would be optimised to a load, which does not back the
+            // page for writing. A failed exchange means that another party has written the page.
             let value = byte.load(Ordering::Relaxed);
             let _ = byte.compare_exchange(value, value, Ordering::Relaxed, Ordering::Relaxed);
         }
     }
 
-    /// `madvise(2)`, as for [`Span::advise`].
+    /// `madvise(2)` on the pages of the span.
     pub(crate) fn advise(self, advice: Advice) -> io::Result<()> {
         self.0.advise(advice)
     }
@@ -280,7 +290,7 @@ fn retry(mut call: impl FnMut() -> isize) -> io::Result<usize> {
     }
 }
 
-/// A position in a file as the system wants it.
+/// Converts a file offset to the system's type.
 fn file_position(offset: u64) -> io::Result<libc::off_t> {
-    libc::off_t::try_from(offset).map_err(|_| io::Error::new(io::ErrorKind::InvalidInput, "a file position above 2^63"))
+    libc::off_t::try_from(offset).map_err(|_| io::Error::new(io::ErrorKind::InvalidInput, "a file offset above 2^63"))
 }

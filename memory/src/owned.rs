@@ -1,4 +1,4 @@
-//! Memory of our own: made, written and given back here. Reading it is [`View`]'s part.
+//! Memory that this process writes. Reading is in [`View`].
 
 use std::{
     io,
@@ -15,27 +15,27 @@ use rustix::{
 use super::{Pages, View, bounds, mapping::Mapping, sealed::Sealed, view::atomic_place};
 use crate::Error;
 
-/// One memfd that we own and write, and that others may read while we do. See the [module](super) for who they are.
+/// A memfd that this process writes while others read it. The [crate docs](super) say who they are.
 ///
-/// All methods take `&self`: it is as shared inside this process as it is between processes. Two threads that write the same
-/// bytes leave a mixture; give each range one writer.
+/// All methods take `&self`, because the memory is shared within this process as it is between processes. Two threads
+/// that write the same bytes leave a mixture: give each range one writer.
 pub struct Memory {
     view: View,
-    /// Below this, all pages have been backed and none given back. A hint: it saves walking them once more.
+    /// All pages below this offset are backed. A hint that saves backing them again.
     backed: AtomicU64,
 }
 
 impl Memory {
-    /// Makes a memory of `length` bytes, all zero and not yet backed by pages. `name` shows in `/proc/*/maps`.
+    /// Creates a memory of `length` zero bytes that no pages back yet. `name` appears in `/proc/*/maps`.
     ///
     /// # Errors
-    /// [`Error::System`] if the system refuses; [`Error::Misuse`] for no bytes at all or more than can be addressed.
+    /// [`Error::System`]; [`Error::Misuse`] for a length of 0 or above the address space.
     pub fn create(name: &str, length: u64, pages: Pages) -> Result<Memory, Error> {
         if pages == Pages::Huge {
             match Memory::create_of(name, length, Pages::Huge) {
                 Ok(memory) => return Ok(memory),
                 Err(error) => {
-                    tracing::info!(name, length, %error, "no huge pages for this memory: taking ordinary ones")
+                    tracing::info!(name, length, %error, "no huge pages for this memory: using base pages")
                 }
             }
         }
@@ -50,35 +50,36 @@ impl Memory {
             file_length = length.checked_next_multiple_of(HUGE_PAGE_BYTES).unwrap_or(length);
         }
         let fd = rustix::fs::memfd_create(name, flags).map_err(Error::system("creating a memory"))?;
-        rustix::fs::ftruncate(&fd, file_length).map_err(Error::system("giving a memory its length"))?;
-        // A reader that was handed a read-only descriptor must not open it again for writing by way of /proc.
+        rustix::fs::ftruncate(&fd, file_length).map_err(Error::system("setting the length of a memory"))?;
+        // A reader with a read-only descriptor must not reopen it for writing through /proc.
         rustix::fs::fchmod(&fd, Mode::RUSR).map_err(Error::system("making a memory read-only for others"))?;
         let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
         rustix::fs::fcntl_add_seals(&fd, seals).map_err(Error::system("sealing a memory"))?;
         let mapping = Mapping::new(&Sealed::check(fd.as_fd(), length)?, true)?;
         if pages == Pages::Small {
-            // Only a wish: most systems give shared memory none of these (`shmem_enabled` is `never`).
+            // A hint: most systems give shared memory no huge pages this way (`shmem_enabled` is `never`).
             let _ = mapping.span_mut(0, length)?.advise(Advice::LinuxHugepage);
         }
         Ok(Memory { view: View::of(mapping, fd, pages), backed: AtomicU64::new(0) })
     }
 
-    /// Maps memory that another process made and handed over so that we write it.
+    /// Maps memory that another process created and handed over for writing.
     ///
-    /// Its size is what its maker sealed; who writes which range is agreed on beside it.
+    /// Its creator has sealed its size. The processes agree separately on who writes which range.
     ///
     /// # Errors
-    /// [`Error::Unsealed`] if it is shorter than `length` or might become so, as for [`View::open`]; [`Error::System`] if the system
-    /// refuses, above all where the descriptor is for reading only.
+    /// [`Error::Unsealed`] if it could be or become shorter than `length`, as for [`View::open`]; [`Error::System`],
+    /// for example if the descriptor is read-only.
     pub fn adopt(fd: OwnedFd, length: u64) -> Result<Memory, Error> {
         let mapping = Mapping::new(&Sealed::check(fd.as_fd(), length)?, true)?;
         Ok(Memory { view: View::of(mapping, fd, Pages::Small), backed: AtomicU64::new(0) })
     }
 
-    /// Backs the range with pages now, so that the first write to each needn't wait for one. Content stays.
+    /// Backs the range with pages now, so that the first write to each page does not wait for one. The content does not
+    /// change.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`]; [`Error::System`] if there is not memory enough.
+    /// [`Error::OutOfBounds`]; [`Error::System`] if the system is out of memory.
     pub fn prefault(&self, range: Range<u64>) -> Result<(), Error> {
         let length = bounds::length(&range, self.length())?;
         let span = self.view.mapping().span_mut(range.start, length)?;
@@ -87,7 +88,7 @@ impl Memory {
             return Ok(());
         }
         match span.advise(Advice::LinuxPopulateWrite) {
-            // A kernel before 5.14 does not know this advice.
+            // Kernels before 5.14 do not have this advice.
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => span.touch(),
             other => other.map_err(Error::system("backing a memory with pages"))?,
         }
@@ -97,11 +98,12 @@ impl Memory {
         Ok(())
     }
 
-    /// Zeroes the range and gives its whole pages back to the system, for every mapping of it.
+    /// Zeroes the range and returns its whole pages to the system, for every mapping of it.
     ///
-    /// Not for memory that is registered with an RDMA device: the device would keep to the old pages.
+    /// Do not use it for memory that is registered with an RDMA device, which would keep the old pages.
     ///
-    /// Huge pages are zeroed but kept: a reader's access to a hole would kill it, should the system have none left to fill it.
+    /// Huge pages are zeroed but kept: if the system had none left to fill the hole, a reader's access would kill the
+    /// reader.
     ///
     /// # Errors
     /// [`Error::OutOfBounds`]; [`Error::System`].
@@ -117,13 +119,14 @@ impl Memory {
             return Ok(());
         }
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        rustix::fs::fallocate(self.as_fd(), flags, range.start, length).map_err(Error::system("giving memory back"))
+        rustix::fs::fallocate(self.as_fd(), flags, range.start, length)
+            .map_err(Error::system("returning pages of a memory"))
     }
 
     /// Copies `bytes` to `offset`.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`]; nothing is written then.
+    /// [`Error::OutOfBounds`]; nothing is written.
     #[inline]
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Error> {
         self.view.mapping().span_mut(offset, bytes.len() as u64)?.copy_in(bytes);
@@ -133,17 +136,17 @@ impl Memory {
     /// Sets every byte of the range to `byte`.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`]; nothing is written then.
+    /// [`Error::OutOfBounds`]; nothing is written.
     pub fn fill(&self, range: Range<u64>, byte: u8) -> Result<(), Error> {
         let length = bounds::length(&range, self.length())?;
         self.view.mapping().span_mut(range.start, length)?.fill(byte);
         Ok(())
     }
 
-    /// Stores eight bytes at once, in this machine's byte order, at a multiple of 8.
+    /// Stores eight bytes atomically, in native byte order, at a multiple of 8.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`], [`Error::Unaligned`]; [`Error::Misuse`] for an order that a store can't have.
+    /// [`Error::OutOfBounds`], [`Error::Unaligned`]; [`Error::Misuse`] for an ordering that a store cannot have.
     #[inline]
     pub fn store_u64(&self, offset: u64, value: u64, order: Ordering) -> Result<(), Error> {
         store_order(order)?;
@@ -151,7 +154,7 @@ impl Memory {
         atomic_place(span.store_u64(value, order), offset, align_of::<u64>())
     }
 
-    /// Stores four bytes at once, in this machine's byte order, at a multiple of 4.
+    /// Stores four bytes atomically, in native byte order, at a multiple of 4.
     ///
     /// # Errors
     /// As for [`Memory::store_u64`].
@@ -161,32 +164,34 @@ impl Memory {
         atomic_place(span.store_u32(value, order), offset, align_of::<u32>())
     }
 
-    /// Takes up to `length` bytes from a socket, pipe or file straight to `offset`: one `read(2)`. 0 is the end of the stream.
+    /// Reads up to `length` bytes from a socket, pipe or file directly to `offset`: one `read(2)`. 0 means the end of
+    /// the stream.
     ///
     /// # Errors
-    /// `InvalidInput` if the range does not lie inside, or is empty (its answer would look like the end); otherwise what the
-    /// system says, `WouldBlock` included. A signal does not end it.
+    /// `InvalidInput` if the range is out of bounds, or empty (the result would look like the end); otherwise what the
+    /// system reports, including `WouldBlock`. Signals do not interrupt it.
     pub fn receive(&self, from: impl AsFd, offset: u64, length: usize) -> io::Result<usize> {
         let span = self.view.mapping().span_mut(offset, length as u64)?;
         if length == 0 {
-            return Err(Error::Misuse("room for no bytes to receive").into());
+            return Err(Error::Misuse("cannot receive into an empty range").into());
         }
         span.receive(from.as_fd())
     }
 
-    /// Takes up to `length` bytes from a place in a file to `offset`: one `pread(2)`. 0 is the end of the file.
+    /// Reads up to `length` bytes at an offset of a file directly to `offset`: one `pread(2)`. 0 means the end of the
+    /// file.
     ///
     /// # Errors
     /// As for [`Memory::receive`].
     pub fn read_at(&self, file: impl AsFd, file_offset: u64, offset: u64, length: usize) -> io::Result<usize> {
         let span = self.view.mapping().span_mut(offset, length as u64)?;
         if length == 0 {
-            return Err(Error::Misuse("room for no bytes to read").into());
+            return Err(Error::Misuse("cannot read into an empty range").into());
         }
         span.read_at(file.as_fd(), file_offset)
     }
 
-    /// The same memory in a mapping of its own, for reading only: what a reader on this host would hold.
+    /// Maps the same memory a second time, read-only, as a reader on this host does.
     ///
     /// # Errors
     /// [`Error::System`].
@@ -194,12 +199,13 @@ impl Memory {
         View::open(self.reopen_read_only()?, self.length())
     }
 
-    /// Where the first byte lies in our address space, for a device that is to be told of it. Stays there while the memory lives.
+    /// Address of the first byte, for a device that registers the memory. It does not change during the life of the
+    /// memory.
     pub fn base_address(&self) -> std::ptr::NonNull<u8> {
         self.view.mapping().base()
     }
 
-    /// For those who copy into this memory from another one.
+    /// The mapping, as the target of a copy.
     pub(crate) fn mapping(&self) -> &Mapping {
         self.view.mapping()
     }
@@ -219,14 +225,14 @@ impl std::fmt::Debug for Memory {
     }
 }
 
-/// The orders that a store may have; any other makes the standard library panic.
+/// Checks the ordering of a store. The standard library panics on any other.
 #[inline]
 fn store_order(order: Ordering) -> Result<(), Error> {
     match order {
         Ordering::Relaxed | Ordering::Release | Ordering::SeqCst => Ok(()),
-        _ => Err(Error::Misuse("a store is relaxed, releasing or sequentially consistent")),
+        _ => Err(Error::Misuse("the ordering of a store is Relaxed, Release or SeqCst")),
     }
 }
 
-/// Size of the huge pages we ask for: the one that x86-64 and most arm64 systems have. Without it, ordinary pages serve.
+/// Size of huge pages: the one that x86-64 and most arm64 systems have. Where it is not available, base pages are used.
 const HUGE_PAGE_BYTES: u64 = 2 << 20;

@@ -147,7 +147,7 @@ proptest! {
 #[test]
 fn an_error_of_bounds_names_all_three_numbers() {
     let error = memory().write(SIZE - 1, b"ab").unwrap_err();
-    assert_eq!(error.to_string(), "2 bytes at offset 65535 do not lie inside a memory of 65536 bytes");
+    assert_eq!(error.to_string(), "2 bytes at offset 65535 are outside a memory of 65536 bytes");
 }
 
 #[test]
@@ -236,7 +236,7 @@ fn a_socket_fills_a_memory_and_a_memory_fills_a_socket() {
 }
 
 #[test]
-fn a_send_to_nobody_is_an_error_and_no_signal() {
+fn a_send_to_a_closed_socket_is_an_error_and_raises_no_signal() {
     let (near, far) = UnixStream::pair().unwrap();
     drop(far);
     assert_eq!(memory().send(&near, 0, 1).unwrap_err().kind(), std::io::ErrorKind::BrokenPipe);
@@ -294,7 +294,7 @@ fn memory_handed_over_for_writing_is_written_by_both() {
 }
 
 #[test]
-fn a_memory_is_claimed_by_one_at_a_time() {
+fn a_memory_has_one_claim_at_a_time() {
     let memory = memory();
     let theirs = Memory::adopt(memory.as_fd().try_clone_to_owned().unwrap(), SIZE).unwrap();
     let claim = memory.claim().unwrap();
@@ -322,5 +322,5 @@ fn a_descriptor_for_reading_gives_no_way_to_write() {
     let window = View::open(read_only, SIZE).unwrap();
     assert!(window.mapping().span_mut(0, 1).is_err());
     let mode = rustix::fs::fstat(window.as_fd()).unwrap().st_mode & 0o777;
-    assert_eq!(mode, 0o400, "nobody else can open it again for writing");
+    assert_eq!(mode, 0o400, "no other process can reopen it for writing");
 }

@@ -1,4 +1,4 @@
-//! A read-only window on shared memory, of our own or of another process. Nothing is written through it.
+//! Read-only access to shared memory of this or another process.
 
 use std::{
     io,
@@ -15,7 +15,8 @@ use rustix::{
 use super::{Memory, Pages, bounds, crc, mapping::Mapping, sealed::Sealed};
 use crate::Error;
 
-/// A window on a whole memory. See the [module](super) for who writes it meanwhile, and what that means for what one reads.
+/// A whole memory, for reading. The [crate docs](super) say who may write it meanwhile, and what that means for a
+/// reader.
 pub struct View {
     mapping: Mapping,
     fd: OwnedFd,
@@ -26,14 +27,14 @@ impl View {
     /// Maps memory that another process handed over, for reading.
     ///
     /// # Errors
-    /// [`Error::Unsealed`] if it is shorter than `length` or might become so: an access beyond the end of a mapped file kills the
-    /// process. [`Error::System`] if the system refuses.
+    /// [`Error::Unsealed`] if it could be or become shorter than `length`: an access beyond the end of a mapped file
+    /// kills the process. [`Error::System`].
     pub fn open(fd: OwnedFd, length: u64) -> Result<View, Error> {
         let mapping = Mapping::new(&Sealed::check(fd.as_fd(), length)?, false)?;
         Ok(View { mapping, fd, pages: Pages::Small })
     }
 
-    /// A window through a mapping that exists already.
+    /// Wraps an existing mapping.
     pub(crate) fn of(mapping: Mapping, fd: OwnedFd, pages: Pages) -> View {
         View { mapping, fd, pages }
     }
@@ -43,29 +44,30 @@ impl View {
         self.mapping.size()
     }
 
-    /// The memfd. For a [`Memory`] it is open for writing: to hand it over, use [`View::reopen_read_only`].
+    /// The memfd. That of a [`Memory`] is open for writing: pass [`View::reopen_read_only`] to other processes.
     pub fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
 
-    /// Another descriptor of the same memory, by which it can be neither written nor mapped writable.
+    /// Opens another descriptor of the same memory, which can be neither written nor mapped writable.
     ///
     /// # Errors
-    /// [`Error::System`], for example where `/proc` is not mounted.
+    /// [`Error::System`], for example if `/proc` is not mounted.
     pub fn reopen_read_only(&self) -> Result<OwnedFd, Error> {
         let path = format!("/proc/self/fd/{}", self.fd.as_raw_fd());
         rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
-            .map_err(Error::system("opening a memory read-only by way of /proc/self/fd (is /proc mounted?)"))
+            .map_err(Error::system("opening a memory read-only through /proc/self/fd (is /proc mounted?)"))
     }
 
-    /// Claims the memory for one writer among processes that agree to ask first. `None`: another one holds it.
+    /// Claims the memory for one writer, among processes that agree to ask first. `None` if another process holds the
+    /// claim.
     ///
-    /// It ends with the claim, or with its holder's life, however that ends.
+    /// The claim ends when it is dropped, or when its process ends.
     ///
     /// # Errors
     /// [`Error::System`].
     pub fn claim(&self) -> Result<Option<Claim>, Error> {
-        // A descriptor of its own: the lock belongs to the opening, and handed-over or inherited descriptors share one.
+        // A new open file description: the lock belongs to it, and passed or inherited descriptors share theirs.
         let fd = self.reopen_read_only()?;
         match rustix::fs::flock(&fd, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => Ok(Some(Claim { _fd: fd })),
@@ -74,16 +76,16 @@ impl View {
         }
     }
 
-    /// Bytes of memory that the system spends on it at present, whoever touched them.
+    /// Bytes of memory that back it at present.
     ///
     /// # Errors
-    /// What `fstat(2)` says.
+    /// What `fstat(2)` reports.
     pub fn resident(&self) -> io::Result<u64> {
         let blocks = rustix::fs::fstat(&self.fd)?.st_blocks;
         Ok(u64::try_from(blocks).unwrap_or(0) * STAT_BLOCK_BYTES)
     }
 
-    /// Copies bytes from `offset` on into `into`.
+    /// Copies bytes at `offset` to `into`.
     ///
     /// # Errors
     /// [`Error::OutOfBounds`].
@@ -93,8 +95,8 @@ impl View {
         Ok(())
     }
 
-    /// Where a range lies in this process, for a function in another language that copies it. Valid as long as this view is; the bytes
-    /// may change at any time, so that nobody may make a reference of it.
+    /// Address of a range in this process, for a foreign function that copies from it. It is valid as long as this
+    /// view. The bytes may change at any time: do not make a reference to them.
     ///
     /// # Errors
     /// [`Error::OutOfBounds`].
@@ -103,10 +105,10 @@ impl View {
         Ok(self.mapping.span(range.start, length)?.address())
     }
 
-    /// Loads eight bytes at once, in this machine's byte order, from a multiple of 8.
+    /// Loads eight bytes atomically, in native byte order, at a multiple of 8.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`], [`Error::Unaligned`]; [`Error::Misuse`] for an order that a load can't have.
+    /// [`Error::OutOfBounds`], [`Error::Unaligned`]; [`Error::Misuse`] for an ordering that a load cannot have.
     #[inline]
     pub fn load_u64(&self, offset: u64, order: Ordering) -> Result<u64, Error> {
         load_order(order)?;
@@ -114,7 +116,7 @@ impl View {
         atomic_place(span.load_u64(order), offset, align_of::<u64>())
     }
 
-    /// Loads four bytes at once, in this machine's byte order, from a multiple of 4.
+    /// Loads four bytes atomically, in native byte order, at a multiple of 4.
     ///
     /// # Errors
     /// As for [`View::load_u64`].
@@ -133,7 +135,7 @@ impl View {
         self.crc32c_append(0, range)
     }
 
-    /// CRC-32C of what `crc` stands for followed by a range.
+    /// CRC-32C of the bytes whose checksum is `crc`, followed by a range.
     ///
     /// # Errors
     /// [`Error::OutOfBounds`].
@@ -142,19 +144,20 @@ impl View {
         Ok(crc::crc32c_span(crc, self.mapping.span(range.start, length)?))
     }
 
-    /// Sends up to `length` bytes from `offset` on: one `send(2)`, without SIGPIPE. `to` is a socket.
+    /// Sends up to `length` bytes at `offset` to a socket: one `send(2)`, without SIGPIPE.
     ///
     /// # Errors
-    /// `InvalidInput` if the range does not lie inside; otherwise what the system says, `WouldBlock` included. A signal does not end
-    /// it.
+    /// `InvalidInput` if the range is out of bounds; otherwise what the system reports, including `WouldBlock`. Signals
+    /// do not interrupt it.
     pub fn send(&self, to: impl AsFd, offset: u64, length: usize) -> io::Result<usize> {
         self.mapping.span(offset, length as u64)?.send(to.as_fd())
     }
 
-    /// Sends up to `length` bytes from `offset` on by reference: one `sendfile(2)`.
+    /// Sends up to `length` bytes at `offset` by reference: one `sendfile(2)`.
     ///
-    /// The pages are read when the receiver, or the network card, gets to them, and again at each retransmission: what arrives
-    /// may be newer than the call. There is no flag against SIGPIPE; Rust programs ignore it from their start, and so do servers.
+    /// The pages are read when the receiver or the network card gets to them, and again at each retransmission, so that
+    /// the bytes that arrive may be newer than the call. No flag suppresses SIGPIPE; Rust programs and servers ignore
+    /// that signal.
     ///
     /// # Errors
     /// As for [`View::send`].
@@ -169,7 +172,7 @@ impl View {
         }
     }
 
-    /// Writes up to `length` bytes from `offset` on to a place in a file: one `pwrite(2)`.
+    /// Writes up to `length` bytes at `offset` to an offset of a file: one `pwrite(2)`.
     ///
     /// # Errors
     /// As for [`View::send`].
@@ -177,10 +180,10 @@ impl View {
         self.mapping.span(offset, length as u64)?.write_at(file.as_fd(), file_offset)
     }
 
-    /// Copies a range into another memory, or to another place of the same.
+    /// Copies a range to another memory, or to another offset of the same.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`], of either; nothing is written then.
+    /// [`Error::OutOfBounds`] for either; nothing is written.
     pub fn copy_to(&self, range: Range<u64>, sink: &Memory, sink_offset: u64) -> Result<(), Error> {
         let length = bounds::length(&range, self.length())?;
         let from = self.mapping.span(range.start, length)?;
@@ -188,17 +191,18 @@ impl View {
         Ok(())
     }
 
-    /// Hint: maps the range's pages now, before a long read of a fresh mapping. What lies outside is ignored.
+    /// Hint: maps the pages of the range now, before a long read through a fresh mapping. The part out of bounds is
+    /// ignored.
     pub fn populate(&self, range: Range<u64>) {
         self.hint(range, Advice::LinuxPopulateRead);
     }
 
-    /// Hint: drops this mapping's hold on the range's pages, so that they no longer count as ours. Content stays.
+    /// Hint: unmaps the pages of the range, so that they no longer count for this process. The content does not change.
     pub fn forget(&self, range: Range<u64>) {
         self.hint(range, Advice::LinuxDontNeed);
     }
 
-    /// A hint may fail without harm: the pages are then mapped, or dropped, when they must be.
+    /// A failed hint does no harm: the pages are mapped, or dropped, later.
     fn hint(&self, range: Range<u64>, advice: Advice) {
         let range = bounds::clamp(&range, self.length());
         if range.is_empty() {
@@ -206,7 +210,7 @@ impl View {
         }
         let hinted = self.mapping.span(range.start, range.end - range.start).map(|span| span.advise(advice));
         if let Ok(Err(error)) = hinted {
-            tracing::debug!(%error, ?advice, "the system does not take this hint");
+            tracing::debug!(%error, ?advice, "the system rejects this hint");
         }
     }
 
@@ -219,7 +223,7 @@ impl View {
     }
 }
 
-/// The right to write a memory, for as long as it lives. See [`View::claim`].
+/// The right to write a memory, until it is dropped. See [`View::claim`].
 #[derive(Debug)]
 pub struct Claim {
     _fd: OwnedFd,
@@ -231,20 +235,21 @@ impl std::fmt::Debug for View {
     }
 }
 
-/// The mapping begins at a page, so an offset is aligned exactly if its address is.
+/// Converts a missing result to [`Error::Unaligned`]. The mapping starts at a page, so an offset is aligned exactly if
+/// its address is.
 #[inline]
 pub(crate) fn atomic_place<T>(done: Option<T>, offset: u64, align: usize) -> Result<T, Error> {
     done.ok_or(Error::Unaligned { offset, align: align as u64 })
 }
 
-/// The orders that a load may have; any other makes the standard library panic.
+/// Checks the ordering of a load. The standard library panics on any other.
 #[inline]
 fn load_order(order: Ordering) -> Result<(), Error> {
     match order {
         Ordering::Relaxed | Ordering::Acquire | Ordering::SeqCst => Ok(()),
-        _ => Err(Error::Misuse("a load is relaxed, acquiring or sequentially consistent")),
+        _ => Err(Error::Misuse("the ordering of a load is Relaxed, Acquire or SeqCst")),
     }
 }
 
-/// Unit of `st_blocks`, whatever the file system's block size.
+/// Unit of `st_blocks`, for every file system.
 const STAT_BLOCK_BYTES: u64 = 512;

@@ -1,9 +1,9 @@
-//! The connection manager: addresses, connecting, accepting, and how a queue pair comes to be connected. What is said in the process
-//! is `handshake`'s.
+//! The connection manager: addresses, connecting, accepting, and how a queue pair gets connected. The messages that are
+//! exchanged meanwhile are the callers'.
 //!
-//! Queue pairs are made by us and not by `rdma_create_qp`, and led through their states by us, with the attributes that the manager
-//! gives: rdma_create_qp(3) allows that. It lets us say what the other end may do *before* it is connected (nothing), and set the
-//! time-out and the retries of each connection.
+//! This crate creates queue pairs itself, not by `rdma_create_qp`, and changes their states itself with the attributes
+//! that the manager provides; rdma_create_qp(3) allows that. So the rights of the other end are set *before* the pair
+//! is connected (none), and each connection has its own time-out and retries.
 //!
 //! ```text
 //!   reader                                                              source
@@ -12,7 +12,7 @@
 //!   Response: pair: RTR, RTS; establish ◀─ REP, Challenge ─────────────
 //!                        ───────────────── RTU ───────────────────────▶ Established
 //! ```
-//! (On iWARP the card itself does what follows INIT, and the reader's first news is `Established`.)
+//! On iWARP the card itself performs the steps after INIT, and the reader's first event is `Established`.
 
 use std::{
     io,
@@ -26,37 +26,37 @@ use std::{
 use crate::{
     bindings as ffi,
     device::Device,
-    library::{Library, done, library, made, never_block},
+    library::{Library, check_code, check_pointer, library, set_nonblocking},
     objects::{QueuePair, no_attributes},
 };
 use remora_memory::wait_readable;
 
 use crate::Error;
 
-/// Where events of several ids arrive.
+/// An event channel, on which events of several ids arrive.
 pub struct Events {
     raw: NonNull<ffi::rdma_event_channel>,
     library: &'static Library,
 }
 
-// SAFETY: The channel is a descriptor and is not tied to a thread.
+// SAFETY: The channel is a descriptor and is not bound to a thread.
 unsafe impl Send for Events {}
-// SAFETY: Two threads that take events at once get different ones: the kernel hands each out once.
+// SAFETY: Two threads that take events at the same time get different events: the kernel returns each event once.
 unsafe impl Sync for Events {}
 
-/// Something that happened to an id, copied out, so that nothing of it has to be acknowledged later.
+/// An event of an id. Everything is copied out of the library's event, which is acknowledged.
 pub struct Event {
-    /// Whose it is: [`Id::name`].
+    /// The id that the event belongs to, as [`Id::name`] returns it.
     pub of: usize,
-    /// What happened.
+    /// The kind of event.
     pub kind: ffi::rdma_cm_event_type,
-    /// Why, for those that are failures.
+    /// The reason, for failures.
     pub status: i32,
-    /// What the other end sent along; longer than it was, filled up with zeros.
+    /// The private data that the other end sent, padded with zeros.
     pub message: Vec<u8>,
-    /// Reads that we may have outstanding at the other end.
+    /// READs that this end may have outstanding at the other end.
     pub initiator_depth: u8,
-    /// Reads that the other end wants to have outstanding here.
+    /// READs that the other end wants to have outstanding at this end.
     pub responder_resources: u8,
     /// The new id of a request to connect. Dropping it refuses the request.
     request: Option<Id>,
@@ -69,31 +69,34 @@ impl Events {
     /// [`Error::NoRdma`], with what is missing; [`Error::System`].
     pub fn new() -> Result<Arc<Events>, Error> {
         let library = library()?;
-        // SAFETY: No conditions.
-        let raw = made(unsafe { (library.manager.rdma_create_event_channel)() });
-        let raw = raw.map_err(|error| crate::missing::why_none(&error))?;
+        // SAFETY: The call has no preconditions.
+        let raw = check_pointer(unsafe { (library.manager.rdma_create_event_channel)() });
+        let raw = raw.map_err(|error| crate::missing::diagnose(&error))?;
         let events = Events { raw, library };
-        never_block(events.as_fd())?;
+        set_nonblocking(events.as_fd())?;
         Ok(Arc::new(events))
     }
 
     /// The next event, if there is one. Never blocks.
     pub fn next(self: &Arc<Self>) -> Option<Event> {
         let mut raw = null_mut();
-        // SAFETY: The channel exists and does not block; the place for the pointer is ours.
+        // SAFETY: The channel exists and does not block. The pointer is written to a local variable.
         if unsafe { (self.library.manager.rdma_get_cm_event)(self.raw.as_ptr(), &mut raw) } != 0 {
             return None;
         }
         let raw = NonNull::new(raw)?;
-        // SAFETY: The event lives until it is acknowledged, below. It was taken just now, and is copied once.
+        // SAFETY: The event lives until it is acknowledged, below. It was just taken, and is copied once.
         let event = unsafe { Event::copy(raw, self) };
-        // SAFETY: Taken just now, and acknowledged once. Nothing of it is kept: `copy` has copied.
+        // SAFETY: The event was just taken and is acknowledged once. `copy` keeps no pointer into it.
         let code = unsafe { (self.library.manager.rdma_ack_cm_event)(raw.as_ptr()) };
         debug_assert_eq!(code, 0, "an event that was taken can be acknowledged");
         Some(event)
     }
 
-    /// The next event, waited for until `deadline`.
+    /// The next event, waited for until `deadline`; `None` if there is none until then.
+    ///
+    /// # Errors
+    /// [`Error::Memory`] if the wait fails.
     pub fn wait(self: &Arc<Self>, deadline: Instant) -> Result<Option<Event>, Error> {
         loop {
             if let Some(event) = self.next() {
@@ -107,7 +110,7 @@ impl Events {
         }
     }
 
-    /// The event's name, for messages.
+    /// The name of an event, for messages.
     pub fn name_of(&self, kind: ffi::rdma_cm_event_type) -> &'static str {
         self.library.event_name(kind)
     }
@@ -121,11 +124,11 @@ impl Event {
     unsafe fn copy(raw: NonNull<ffi::rdma_cm_event>, events: &Arc<Events>) -> Event {
         // SAFETY: The event lives until it is acknowledged, and the library does not change it.
         let event = unsafe { raw.as_ref() };
-        // SAFETY: All ids here are of connected kind (RDMA_PS_TCP), for which `conn` is the valid part of the union; for events that
-        // have no parameters the library leaves it zero.
+        // SAFETY: All ids here are connected ones (RDMA_PS_TCP), for which `conn` is the valid part of the union. For
+        // events without parameters the library leaves it zero.
         let param = unsafe { &event.param.conn };
         let message = match NonNull::new(param.private_data.cast_mut().cast::<u8>()) {
-            // SAFETY: Where there is a pointer there are that many bytes behind it, until the event is acknowledged.
+            // SAFETY: If the pointer is not null, it points to that many bytes, until the event is acknowledged.
             Some(data) => unsafe { std::slice::from_raw_parts(data.as_ptr(), param.private_data_len.into()) }.to_vec(),
             None => Vec::new(),
         };
@@ -145,7 +148,7 @@ impl Event {
         }
     }
 
-    /// Splits a request to connect into its id and what was said with it. `None` for any other event.
+    /// Splits a connection request into its id and what the other end sent. `None` for any other event.
     pub fn into_request(mut self) -> Option<(Id, Event)> {
         let id = self.request.take()?;
         Some((id, self))
@@ -154,7 +157,7 @@ impl Event {
 
 impl AsFd for Events {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: The struct behind the pointer lives until `drop`.
+        // SAFETY: The struct behind the pointer exists until `drop`.
         let fd = unsafe { self.raw.as_ref() }.fd;
         // SAFETY: The descriptor is open until the channel is destroyed.
         unsafe { BorrowedFd::borrow_raw(fd) }
@@ -163,17 +166,17 @@ impl AsFd for Events {
 
 impl Drop for Events {
     fn drop(&mut self) {
-        // SAFETY: Every id on it held an Arc and is gone; every event was acknowledged where it was taken.
+        // SAFETY: Every id on the channel held an Arc and is dropped; every event was acknowledged when it was taken.
         unsafe { (self.library.manager.rdma_destroy_event_channel)(self.raw.as_ptr()) };
     }
 }
 
-/// How a connection is made, beside its [`Terms`].
+/// How a connection is made, besides its [`ReadDepths`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ConnectOptions {
-    /// The card repeats what is not acknowledged after 4.096 µs × 2^this.
+    /// The card retransmits what is not acknowledged after 4.096 µs × 2^this.
     pub ack_timeout: u8,
-    /// How often it does so, before the connection is over.
+    /// Number of retransmissions before the connection ends.
     pub retries: u8,
     /// The InfiniBand service level; `None` leaves what the subnet manager or the traffic class has assigned.
     pub service_level: Option<u8>,
@@ -181,29 +184,29 @@ pub struct ConnectOptions {
 
 impl Default for ConnectOptions {
     fn default() -> ConnectOptions {
-        // Half a second, seven times: a dead end is found after 4 s (15 on cards that take four times as long), and neither a network
-        // that finds another way nor a machine that is busy for a moment is taken for one.
+        // Half a second, seven times: a dead connection is found after 4 s (15 s on cards that wait four times as
+        // long). A network that reroutes, or a machine that is busy for a moment, is not mistaken for a dead one.
         ConnectOptions { ack_timeout: 17, retries: 6, service_level: None }
     }
 }
 
-/// One end of a connection, or a listener. Dropping it frees its address; the queue pair has to be gone by then.
+/// One end of a connection, or a listener. Dropping it frees its address; its queue pair must be dropped before.
 pub struct Id {
     raw: NonNull<ffi::rdma_cm_id>,
     events: Arc<Events>,
 }
 
-// SAFETY: An id is not tied to a thread.
+// SAFETY: An id is not bound to a thread.
 unsafe impl Send for Id {}
-// SAFETY: The library takes its own locks where two threads use one id.
+// SAFETY: The library locks where two threads use one id.
 unsafe impl Sync for Id {}
 
-/// What a connecting or accepting end says, besides its message.
+/// Outstanding READs that one end offers and asks for when it connects or accepts.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Terms {
-    /// Reads that we will have outstanding at the other end.
+pub struct ReadDepths {
+    /// READs that this end will have outstanding at the other end.
     pub initiator_depth: u8,
-    /// Reads of the other end that we will serve at once.
+    /// READs of the other end that this end serves at the same time.
     pub responder_resources: u8,
 }
 
@@ -214,28 +217,32 @@ impl Id {
     /// [`Error::System`].
     pub fn new(events: &Arc<Events>) -> Result<Id, Error> {
         let mut raw = null_mut();
-        // SAFETY: The channel exists as long as the id, which holds it; the place for the pointer is ours.
+        // SAFETY: The channel exists as long as the id, which holds it. The pointer is written to a local variable.
         let code = unsafe {
             (events.library.manager.rdma_create_id)(events.raw.as_ptr(), &mut raw, null_mut(), ffi::RDMA_PS_TCP)
         };
-        done(code).map_err(Error::system("making an RDMA endpoint"))?;
-        let raw = NonNull::new(raw).ok_or(Error::Misuse("the connection manager made an endpoint of nothing"))?;
+        check_code(code).map_err(Error::system("creating an RDMA endpoint"))?;
+        let raw = NonNull::new(raw).ok_or(Error::Misuse("the connection manager returned no endpoint"))?;
         Ok(Id { raw, events: events.clone() })
     }
 
-    /// Has its events come by another channel from now on. Those that have come were acknowledged where they were taken, or are lost.
+    /// Moves the id to another event channel. Events that have arrived were acknowledged when they were taken, or are
+    /// lost.
+    ///
+    /// # Errors
+    /// [`Error::System`].
     pub fn migrate(&mut self, events: &Arc<Events>) -> Result<(), Error> {
-        // SAFETY: Id and channel exist; the id holds the new channel from here on, and the old one until now.
+        // SAFETY: Id and channel exist. The id held the old channel until now and holds the new one from here on.
         let code = unsafe { (events.library.manager.rdma_migrate_id)(self.raw.as_ptr(), events.raw.as_ptr()) };
-        done(code).map_err(Error::system("giving an RDMA endpoint a channel of its own"))?;
+        check_code(code).map_err(Error::system("moving an RDMA endpoint to its own channel"))?;
         self.events = events.clone();
         Ok(())
     }
 
-    /// Where the other end is, once there is one.
+    /// The address of the other end; `None` before it is known.
     pub fn peer(&self) -> Option<SocketAddr> {
-        // SAFETY: The struct lives until `drop`, and no reference to it is made. The address is set before the id is handed out or
-        // routed, and does not change after that.
+        // SAFETY: The struct exists until `drop`, and no reference to it is made. The address is set before the id is
+        // returned or routed, and does not change after that.
         let address = unsafe { (*self.raw.as_ptr()).route.addr.__bindgen_anon_2 };
         // SAFETY: A union of socket addresses as large as its largest, all of it initialised by the library, which zeroes ids.
         let words = unsafe { address.dst_storage }._bindgen_opaque_blob;
@@ -248,58 +255,68 @@ impl Id {
         }
     }
 
-    /// What [`Event::of`] calls it.
+    /// The identity of this id in [`Event::of`].
     pub fn name(&self) -> usize {
         self.raw.as_ptr() as usize
     }
 
-    /// The device that the address has led to.
+    /// The device that the address resolved to.
     ///
     /// # Errors
-    /// [`Error::Misuse`] while it is bound to none.
+    /// [`Error::Misuse`] if the id is not bound to a device.
     pub fn device(&self) -> Result<Arc<Device>, Error> {
         // SAFETY: The context of an id is null, or a device that the connection manager has opened and keeps open.
         unsafe { Device::of(self.context()) }
     }
 
-    /// Whether it is bound to one device, and not to all.
+    /// Whether the id is bound to one device. A listener at an unspecified address is bound to none.
     pub fn has_device(&self) -> bool {
         !self.context().is_null()
     }
 
     fn context(&self) -> *mut ffi::ibv_context {
-        // SAFETY: The struct lives until `drop`. Only this field is read and no reference is made, as the library may write others. It
-        // writes this one while it handles a call of ours on this id or an event of its channel, which its owner does not do meanwhile.
+        // SAFETY: The struct exists until `drop`. Only this field is read, without a reference, as the library may
+        // write other fields. It writes this field while it handles a call on this id or an event of its channel, which
+        // the id's owner does not do at the same time.
         unsafe { (*self.raw.as_ptr()).verbs }
     }
 
-    /// Listens at `address`; says at which port, as 0 is a free one.
+    /// Listens at `address`, and returns the port. Port 0 selects a free one.
+    ///
+    /// # Errors
+    /// What the system reports.
     pub fn listen(&self, address: SocketAddr) -> io::Result<u16> {
         let mut place = Address::from(address);
         let manager = &self.events.library.manager;
-        // SAFETY: The id exists; the address is a place of ours, as long as its family says.
-        done(unsafe { (manager.rdma_bind_addr)(self.raw.as_ptr(), place.raw()) })?;
+        // SAFETY: The id exists. The address is a local variable, as long as its family requires.
+        check_code(unsafe { (manager.rdma_bind_addr)(self.raw.as_ptr(), place.raw()) })?;
         // SAFETY: The id exists.
-        done(unsafe { (manager.rdma_listen)(self.raw.as_ptr(), BACKLOG) })?;
+        check_code(unsafe { (manager.rdma_listen)(self.raw.as_ptr(), BACKLOG) })?;
         // SAFETY: The id exists and is bound.
         Ok(u16::from_be(unsafe { (manager.rdma_get_src_port)(self.raw.as_ptr()) }))
     }
 
-    /// Binds it to an address of this host; says which port of which device has it.
+    /// Binds the id to an address of this host, and returns the device and port that have the address.
+    ///
+    /// # Errors
+    /// [`Error::System`] if no RDMA device has the address.
     pub fn bind(&self, address: SocketAddr) -> Result<(Arc<Device>, u8), Error> {
         let mut place = Address::from(address);
-        // SAFETY: The id exists; the address is a place of ours, as long as its family says.
-        let bound = done(unsafe { (self.events.library.manager.rdma_bind_addr)(self.raw.as_ptr(), place.raw()) });
+        // SAFETY: The id exists. The address is a local variable, as long as its family requires.
+        let bound = check_code(unsafe { (self.events.library.manager.rdma_bind_addr)(self.raw.as_ptr(), place.raw()) });
         bound.map_err(Error::system("binding an RDMA endpoint to an address"))?;
-        // SAFETY: The struct lives until `drop`; the library has written this field in the call just made.
+        // SAFETY: The struct exists until `drop`; the library wrote this field in the call above.
         let port = unsafe { (*self.raw.as_ptr()).port_num };
         Ok((self.device()?, port))
     }
 
     /// Sets the traffic class of the connection to be made.
+    ///
+    /// # Errors
+    /// [`Error::System`].
     pub fn set_traffic_class(&self, class: u8) -> Result<(), Error> {
         let mut value = class;
-        // SAFETY: The option is one byte, which is ours and read during the call.
+        // SAFETY: The option is one byte, a local variable that is read during the call.
         let code = unsafe {
             (self.events.library.manager.rdma_set_option)(
                 self.raw.as_ptr(),
@@ -309,91 +326,133 @@ impl Id {
                 size_of::<u8>(),
             )
         };
-        done(code).map_err(Error::system("setting the traffic class"))
+        check_code(code).map_err(Error::system("setting the traffic class"))
     }
 
-    /// Begins to look for the way to `remote`, from `local` where it is given.
+    /// Starts to resolve `remote`, from the address `local` if it is given. An event reports the result.
+    ///
+    /// # Errors
+    /// What the system reports.
     pub fn resolve_address(&self, local: Option<IpAddr>, remote: SocketAddr, within: Duration) -> io::Result<()> {
         let mut local = local.map(|host| Address::from(SocketAddr::new(host, 0)));
         let mut remote = Address::from(remote);
         let local = local.as_mut().map_or(null_mut(), Address::raw);
-        // SAFETY: The id exists; the addresses are places of ours (or null for any), as long as their families say.
-        done(unsafe {
+        // SAFETY: The id exists. The addresses are local variables (or null for any), as long as their families
+        // require.
+        check_code(unsafe {
             (self.events.library.manager.rdma_resolve_addr)(self.raw.as_ptr(), local, remote.raw(), millis(within))
         })
     }
 
-    /// Begins to look for the route, once the address is resolved.
+    /// Starts to resolve the route, after the address. An event reports the result.
+    ///
+    /// # Errors
+    /// What the system reports.
     pub fn resolve_route(&self, within: Duration) -> io::Result<()> {
         // SAFETY: The id exists.
-        done(unsafe { (self.events.library.manager.rdma_resolve_route)(self.raw.as_ptr(), millis(within)) })
+        check_code(unsafe { (self.events.library.manager.rdma_resolve_route)(self.raw.as_ptr(), millis(within)) })
     }
 
-    /// Begins to connect.
-    pub fn connect(&self, pair: &QueuePair, terms: Terms, message: &[u8], options: &ConnectOptions) -> io::Result<()> {
-        let mut param = parameters(pair, terms, message, options);
+    /// Starts to connect. An event reports the result.
+    ///
+    /// # Errors
+    /// What the system reports.
+    pub fn connect(
+        &self,
+        pair: &QueuePair,
+        depths: ReadDepths,
+        message: &[u8],
+        options: &ConnectOptions,
+    ) -> io::Result<()> {
+        let mut param = parameters(pair, depths, message, options);
         // SAFETY: The id exists and has a route; parameters and message are read during the call.
-        done(unsafe { (self.events.library.manager.rdma_connect)(self.raw.as_ptr(), &mut param) })
+        check_code(unsafe { (self.events.library.manager.rdma_connect)(self.raw.as_ptr(), &mut param) })
     }
 
-    /// Says that the queue pair is ready, once the other end has accepted.
+    /// Confirms the connection, after the other end has accepted and the queue pair is ready.
+    ///
+    /// # Errors
+    /// What the system reports.
     pub fn establish(&self) -> io::Result<()> {
-        // SAFETY: The id exists, has no queue pair of the manager's own, and was told that the other end accepts.
-        done(unsafe { (self.events.library.manager.rdma_establish)(self.raw.as_ptr()) })
+        // SAFETY: The id exists, has no queue pair of the manager's own, and the other end has accepted.
+        check_code(unsafe { (self.events.library.manager.rdma_establish)(self.raw.as_ptr()) })
     }
 
-    /// Accepts a request to connect.
-    pub fn accept(&self, pair: &QueuePair, terms: Terms, message: &[u8], options: &ConnectOptions) -> io::Result<()> {
-        let mut param = parameters(pair, terms, message, options);
+    /// Accepts a connection request.
+    ///
+    /// # Errors
+    /// What the system reports.
+    pub fn accept(
+        &self,
+        pair: &QueuePair,
+        depths: ReadDepths,
+        message: &[u8],
+        options: &ConnectOptions,
+    ) -> io::Result<()> {
+        let mut param = parameters(pair, depths, message, options);
         // SAFETY: The id exists and came with a request; parameters and message are read during the call.
-        done(unsafe { (self.events.library.manager.rdma_accept)(self.raw.as_ptr(), &mut param) })
+        check_code(unsafe { (self.events.library.manager.rdma_accept)(self.raw.as_ptr(), &mut param) })
     }
 
-    /// Refuses a request to connect.
+    /// Rejects a connection request.
+    ///
+    /// # Errors
+    /// What the system reports.
     pub fn reject(&self, message: &[u8]) -> io::Result<()> {
         let length = u8::try_from(message.len()).unwrap_or(u8::MAX);
-        // SAFETY: The id exists and came with a request; `length` is at most the message's.
-        done(unsafe { (self.events.library.manager.rdma_reject)(self.raw.as_ptr(), message.as_ptr().cast(), length) })
+        // SAFETY: The id exists and came with a request; `length` is at most the length of the message.
+        check_code(unsafe {
+            (self.events.library.manager.rdma_reject)(self.raw.as_ptr(), message.as_ptr().cast(), length)
+        })
     }
 
-    /// Tells the other end that the connection is over, as well as it goes.
+    /// Notifies the other end that the connection is closed, if it is connected.
     pub fn disconnect(&self) {
-        // SAFETY: The id exists. One that isn't connected answers an error, which says nothing new.
+        // SAFETY: The id exists. If it is not connected, the call fails, and nothing needs to be done.
         let _ = unsafe { (self.events.library.manager.rdma_disconnect)(self.raw.as_ptr()) };
     }
 
-    /// The first step of a queue pair: bound to this id's port, with these rights for the other end.
+    /// First step of a queue pair (INIT): binds it to this id's port and sets the rights of the other end.
+    ///
+    /// # Errors
+    /// [`Error::System`].
     pub fn initialise(&self, pair: &QueuePair, access: u32) -> Result<(), Error> {
         self.step(pair, ffi::IBV_QPS_INIT, |attributes| attributes.qp_access_flags = access)
     }
 
-    /// The second and the third: able to receive, able to send.
-    pub fn ready(&self, pair: &QueuePair, terms: Terms, options: &ConnectOptions) -> Result<(), Error> {
-        self.ready_to_retry(pair, terms, options, RNR_RETRIES)
+    /// Second and third step of a queue pair (RTR, RTS): it can receive and send.
+    ///
+    /// # Errors
+    /// [`Error::System`].
+    pub fn ready(&self, pair: &QueuePair, depths: ReadDepths, options: &ConnectOptions) -> Result<(), Error> {
+        self.ready_to_retry(pair, depths, options, RNR_RETRIES)
     }
 
-    /// ... which sends again so often where the other end has no receive posted.
+    /// As [`Id::ready`], with a number of retries for a message that finds no receive posted.
+    ///
+    /// # Errors
+    /// [`Error::System`].
     pub fn ready_to_retry(
         &self,
         pair: &QueuePair,
-        terms: Terms,
+        depths: ReadDepths,
         options: &ConnectOptions,
         rnr_retries: u8,
     ) -> Result<(), Error> {
         self.step(pair, ffi::IBV_QPS_RTR, |attributes| {
-            attributes.max_dest_rd_atomic = terms.responder_resources;
-            // What the manager has put there came from the subnet manager, or from the traffic class.
+            attributes.max_dest_rd_atomic = depths.responder_resources;
+            // The manager's value came from the subnet manager, or from the traffic class.
             attributes.ah_attr.sl = options.service_level.unwrap_or(attributes.ah_attr.sl);
         })?;
         self.step(pair, ffi::IBV_QPS_RTS, |attributes| {
-            attributes.max_rd_atomic = terms.initiator_depth;
+            attributes.max_rd_atomic = depths.initiator_depth;
             attributes.timeout = options.ack_timeout;
             attributes.retry_cnt = options.retries;
             attributes.rnr_retry = rnr_retries;
         })
     }
 
-    /// One step, with the manager's attributes as far as `change` leaves them.
+    /// One change of state, with the manager's attributes after `change`.
     fn step(
         &self,
         pair: &QueuePair,
@@ -403,31 +462,32 @@ impl Id {
         let mut attributes = no_attributes();
         attributes.qp_state = state;
         let mut mask = 0;
-        // SAFETY: The id exists; attributes and mask are places of ours.
+        // SAFETY: The id exists. Attributes and mask are local variables.
         let code =
             unsafe { (self.events.library.manager.rdma_init_qp_attr)(self.raw.as_ptr(), &mut attributes, &mut mask) };
-        done(code).map_err(Error::system("asking how to connect a queue pair"))?;
+        check_code(code).map_err(Error::system("querying the attributes to connect a queue pair"))?;
         change(&mut attributes);
-        // Some kernels set bits that no attribute has (rdma-core clears the same ones in its own rdma_accept).
+        // Some kernels set bits that belong to no attribute; rdma-core clears the same ones in rdma_accept.
         pair.modify(&mut attributes, mask & !UNKNOWN_ATTRIBUTES)
     }
 }
 
 impl Drop for Id {
     fn drop(&mut self) {
-        // SAFETY: See the head of `objects`: made by the library, given back once. Its events were acknowledged where they were taken.
+        // SAFETY: See the docs of `objects`: made by the library, freed once. Its events were acknowledged when they
+        // were taken.
         if unsafe { (self.events.library.manager.rdma_destroy_id)(self.raw.as_ptr()) } != 0 {
-            tracing::warn!(error = %io::Error::last_os_error(), "giving back an RDMA endpoint");
+            tracing::warn!(error = %io::Error::last_os_error(), "cannot free an RDMA endpoint");
         }
     }
 }
 
-fn parameters(pair: &QueuePair, terms: Terms, message: &[u8], options: &ConnectOptions) -> ffi::rdma_conn_param {
+fn parameters(pair: &QueuePair, depths: ReadDepths, message: &[u8], options: &ConnectOptions) -> ffi::rdma_conn_param {
     ffi::rdma_conn_param {
         private_data: message.as_ptr().cast(),
         private_data_len: u8::try_from(message.len()).unwrap_or(u8::MAX),
-        responder_resources: terms.responder_resources,
-        initiator_depth: terms.initiator_depth,
+        responder_resources: depths.responder_resources,
+        initiator_depth: depths.initiator_depth,
         flow_control: 1,
         retry_count: options.retries,
         rnr_retry_count: RNR_RETRIES,
@@ -436,14 +496,15 @@ fn parameters(pair: &QueuePair, terms: Terms, message: &[u8], options: &ConnectO
     }
 }
 
-/// Whether this event is the end of a connection that was made.
+/// Whether an event ends an established connection.
 pub fn is_end(event: &Event) -> bool {
     !matches!(event.kind, ffi::RDMA_CM_EVENT_ESTABLISHED | ffi::RDMA_CM_EVENT_CONNECT_RESPONSE)
 }
 
-/// Finds the device and the neighbour for an address, until `deadline`, which is `limit` after the beginning. In slices, of which the
-/// first are short: kernels were seen (6.1) to look again for a neighbour that they had to ask the network for only when the time given
-/// to this call was over, though its answer had long come.
+/// Finds the device and the neighbour for an address before `deadline`; `limit` is the whole time, for the error.
+///
+/// It asks in slices, of which the first are short. Linux 6.1 was seen to look again for a neighbour only when the time
+/// given to the call had passed, even if the network's answer had arrived long before.
 ///
 /// # Errors
 /// [`Error::Unreachable`], [`Error::TimedOut`].
@@ -455,16 +516,16 @@ pub fn resolve(
     deadline: Instant,
     limit: Duration,
 ) -> Result<(), Error> {
-    let too_late = || Error::TimedOut { what: NEIGHBOUR, after: limit };
+    let timed_out = || Error::TimedOut { what: NEIGHBOUR, after: limit };
     let mut slice = FIRST_RESOLVE;
     loop {
-        id.resolve_address(local, remote, slice).map_err(|source| no_way(remote, source))?;
-        let event = events.wait(deadline)?.ok_or_else(too_late)?;
+        id.resolve_address(local, remote, slice).map_err(|source| unreachable(remote, source))?;
+        let event = events.wait(deadline)?.ok_or_else(timed_out)?;
         match event.kind {
             ffi::RDMA_CM_EVENT_ADDR_RESOLVED => return Ok(()),
             ffi::RDMA_CM_EVENT_ADDR_ERROR if event.status == -libc::ETIMEDOUT => {
                 if Instant::now() >= deadline {
-                    return Err(too_late());
+                    return Err(timed_out());
                 }
             }
             _ => return Err(failed(events, &event, remote)),
@@ -476,28 +537,28 @@ pub fn resolve(
 /// The error for an event that ends the attempt to reach `remote`.
 pub fn failed(events: &Arc<Events>, event: &Event, remote: SocketAddr) -> Error {
     let code = event.status.unsigned_abs() as i32;
-    // The status is an error number for some events and a reason of the protocol for others.
+    // The status is an error number for some events, and a protocol reason for others.
     let why = if event.status < 0 { io::Error::from_raw_os_error(code).to_string() } else { format!("status {code}") };
-    no_way(remote, io::Error::other(format!("{}: {why}", events.name_of(event.kind))))
+    unreachable(remote, io::Error::other(format!("{}: {why}", events.name_of(event.kind))))
 }
 
-/// The error for an address that can't be reached.
-pub fn no_way(remote: SocketAddr, source: io::Error) -> Error {
+/// The error for an address that cannot be reached.
+pub fn unreachable(remote: SocketAddr, source: io::Error) -> Error {
     Error::Unreachable { what: format!("the source by RDMA at {remote}"), source }
 }
 
-/// What is silent when an address can't be found.
-const NEIGHBOUR: &str = "the network, asked for the source's RDMA address,";
+/// What did not answer when an address cannot be resolved.
+const NEIGHBOUR: &str = "the network, resolving the source's RDMA address,";
 
-/// Slices of finding a neighbour: far above what an answer takes, and about as long as the system waits before it asks again.
+/// Shortest and longest slice: far above the time of an answer, and about the interval at which the system asks again.
 const FIRST_RESOLVE: Duration = Duration::from_millis(50);
 const LAST_RESOLVE: Duration = Duration::from_secs(1);
 
-/// Requests to connect that may wait for us, as for a TCP listener.
+/// Connection requests that can wait, as for a TCP listener.
 const BACKLOG: i32 = 128;
 
-/// Retries towards an end that has posted no receive: without end (7 means that). Both ends post theirs before they connect, so that
-/// it does not happen; who is gone is found by the other retries.
+/// Retries towards an end that has posted no receive: unlimited, which is what 7 means. Both ends post receives before
+/// they connect, so that none is needed; an end that is gone is found by the other retries.
 const RNR_RETRIES: u8 = 7;
 
 /// Bits 21 to 23 of an attribute mask.
@@ -507,7 +568,7 @@ fn millis(time: Duration) -> i32 {
     i32::try_from(time.as_millis()).unwrap_or(i32::MAX)
 }
 
-/// An address as the system has it.
+/// An address in the system's representation.
 struct Address(socket2::SockAddr);
 
 impl From<SocketAddr> for Address {
@@ -517,7 +578,7 @@ impl From<SocketAddr> for Address {
 }
 
 impl Address {
-    /// For calls that only read it, though their declarations have it mutable.
+    /// For calls that only read the address, although their declarations take a mutable pointer.
     fn raw(&mut self) -> *mut libc::sockaddr {
         self.0.as_ptr().cast::<libc::sockaddr>().cast_mut()
     }

@@ -1,10 +1,10 @@
-//! RDMA devices as the connection manager has opened them, and what they report of themselves. Who connects to whom is `cm`'s.
+//! RDMA devices that the connection manager has opened, and their asynchronous events.
 //!
-//! A device is opened once per process, by librdmacm, and stays open, also when it has failed or was pulled out: what was made on it must
-//! still be given back. It is *dead* then, and nothing is made on it any more; the one that comes in its place is another device. Its
-//! asynchronous events (a port goes down, an address changes,
-//! a queue pair dies) come by one descriptor for everybody: whoever sees it readable calls [`Device::attend`], which tells those whom
-//! an event concerns by their [`Alarm`].
+//! librdmacm opens a device once per process. It stays open even after it has failed or was removed, because the
+//! objects on it must still be freed. A failed device gets no new objects; the one that replaces it is another device.
+//! The asynchronous events of a device (a port goes down, an address changes, a queue pair fails) arrive on one
+//! descriptor for all users. Any user that finds it readable calls [`Device::handle_events`], which triggers the
+//! [`Alarm`]s of the users that an event concerns.
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -20,10 +20,10 @@ use rustix::event::{EventfdFlags, eventfd};
 use crate::Error;
 use crate::{
     bindings as ffi,
-    library::{Library, done, library, never_block, text},
+    library::{Library, check_code, library, set_nonblocking, text},
 };
 
-/// See the module's text.
+/// An open RDMA device.
 pub struct Device {
     context: NonNull<ffi::ibv_context>,
     library: &'static Library,
@@ -31,27 +31,28 @@ pub struct Device {
     attributes: ffi::ibv_device_attr,
     dead: AtomicBool,
     #[cfg(feature = "testing")]
-    events: Mutex<Heard>,
-    /// By the name of the queue pair that it is for.
+    events: Mutex<EventCounts>,
+    /// By the name of the queue pair that each is for.
     alarms: Mutex<Vec<(usize, Weak<Alarm>)>>,
 }
 
-// SAFETY: An open device is not tied to a thread.
+// SAFETY: An open device is not bound to a thread.
 unsafe impl Send for Device {}
-// SAFETY: The library takes its own locks where two threads use one device; what is ours is behind a mutex or never changes.
+// SAFETY: The library locks where two threads use one device; our own fields never change, or are behind a mutex or
+// atomic.
 unsafe impl Sync for Device {}
 
 impl Device {
     /// The device that the connection manager has opened as `context`.
     ///
     /// # Safety
-    /// `context` is null, or was given by librdmacm and is open.
+    /// `context` is null, or was returned by librdmacm and is open.
     ///
     /// # Errors
     /// [`Error::Misuse`] for null; [`Error::System`].
     pub(crate) unsafe fn of(context: *mut ffi::ibv_context) -> Result<Arc<Device>, Error> {
         static KNOWN: Mutex<Vec<Arc<Device>>> = Mutex::new(Vec::new());
-        let context = NonNull::new(context).ok_or(Error::Misuse("the connection manager has chosen no device"))?;
+        let context = NonNull::new(context).ok_or(Error::Misuse("the connection manager has selected no device"))?;
         let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(device) = known.iter().find(|device| device.context == context) {
             return Ok(device.clone());
@@ -66,9 +67,9 @@ impl Device {
         let library = library()?;
         // SAFETY: A struct of plain numbers, for which all zero bytes are valid.
         let mut attributes: ffi::ibv_device_attr = unsafe { std::mem::zeroed() };
-        // SAFETY: The context is open, and the attributes are a place of ours.
-        let asked = done(unsafe { (library.verbs.ibv_query_device)(context.as_ptr(), &mut attributes) });
-        asked.map_err(Error::system("asking an RDMA device for its limits"))?;
+        // SAFETY: The context is open. The attributes are a local variable.
+        let asked = check_code(unsafe { (library.verbs.ibv_query_device)(context.as_ptr(), &mut attributes) });
+        asked.map_err(Error::system("querying the limits of an RDMA device"))?;
         // SAFETY: The context is open, and its device does not change.
         let raw = unsafe { context.as_ref() }.device;
         // SAFETY: A device of an open context exists.
@@ -85,27 +86,27 @@ impl Device {
             events: Mutex::default(),
             alarms: Mutex::default(),
         };
-        never_block(device.as_fd())?;
+        set_nonblocking(device.as_fd())?;
         Ok(device)
     }
 
-    /// All devices that the connection manager can use, without those that are known to have failed.
+    /// All devices that the connection manager can use and that have not failed.
     ///
     /// # Errors
     /// [`Error::NoRdma`], with what is missing.
     pub fn all() -> Result<Vec<Arc<Device>>, Error> {
         let library = library()?;
         let mut count = 0;
-        // SAFETY: The count is a place of ours.
+        // SAFETY: The count is a local variable.
         let list = unsafe { (library.manager.rdma_get_devices)(&mut count) };
         let Some(list) = NonNull::new(list) else {
-            return Err(crate::missing::why_none(&std::io::Error::last_os_error()));
+            return Err(crate::missing::diagnose(&std::io::Error::last_os_error()));
         };
         let devices = (0..usize::try_from(count).unwrap_or(0))
             .map(|number| {
                 // SAFETY: The list has `count` entries.
                 let context = unsafe { list.add(number) };
-                // SAFETY: An entry of the list, just now written by the library.
+                // SAFETY: An entry of the list, which the library has just written.
                 let context = unsafe { context.read() };
                 // SAFETY: A device that the connection manager has opened.
                 unsafe { Device::of(context) }
@@ -114,7 +115,7 @@ impl Device {
         // SAFETY: The list came from rdma_get_devices. The contexts in it stay open.
         unsafe { (library.manager.rdma_free_devices)(list.as_ptr()) };
         let mut devices = devices?;
-        devices.retain(|device| !device.is_dead());
+        devices.retain(|device| !device.has_failed());
         Ok(devices)
     }
 
@@ -126,9 +127,10 @@ impl Device {
         self.context.as_ptr()
     }
 
-    /// The calls of the data path, which the driver provides.
+    /// The driver's functions for the data path.
     pub(crate) fn operations(&self) -> &ffi::ibv_context_ops {
-        // SAFETY: The context is open for as long as the process lives, and the driver does not change its table once it is.
+        // SAFETY: The context is open as long as the process lives, and the driver does not change its table after
+        // opening.
         &unsafe { self.context.as_ref() }.ops
     }
 
@@ -137,37 +139,40 @@ impl Device {
         &self.name
     }
 
-    /// Whether it has failed for good, or is gone.
-    pub fn is_dead(&self) -> bool {
+    /// Whether it has failed permanently or was removed.
+    pub fn has_failed(&self) -> bool {
         self.dead.load(Ordering::Acquire)
     }
 
-    /// It is: rings all alarms.
-    pub fn bury(&self) {
+    /// Records that it has failed, and triggers all alarms.
+    pub fn mark_failed(&self) {
         if !self.dead.swap(true, Ordering::AcqRel) {
-            tracing::error!(device = self.name, "the RDMA device has failed or is gone: its connections are over");
+            tracing::error!(
+                device = self.name,
+                "the RDMA device has failed or was removed: its connections have ended"
+            );
         }
-        self.ring(|_| true);
+        self.trigger_alarms(|_| true);
     }
 
-    /// As if it had been reset: Soft-RoCE has no devices that fail and come back.
+    /// As if it had been reset. Soft-RoCE has no devices that fail and come back.
     #[cfg(feature = "testing")]
-    pub fn revive(&self) {
+    pub fn mark_working(&self) {
         self.dead.store(false, Ordering::Release);
     }
 
-    /// What it has reported so far.
+    /// Events reported so far.
     #[cfg(feature = "testing")]
-    pub fn events(&self) -> Heard {
+    pub fn events(&self) -> EventCounts {
         *self.events.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What it can do, in numbers.
+    /// Its limits.
     pub fn attributes(&self) -> &ffi::ibv_device_attr {
         &self.attributes
     }
 
-    /// Whether it speaks iWARP, whose connections are made by the card itself.
+    /// Whether it is an iWARP card, which makes connections itself.
     pub fn is_iwarp(&self) -> bool {
         // SAFETY: The context is open.
         let raw = unsafe { self.context.as_ref() }.device;
@@ -175,90 +180,92 @@ impl Device {
         unsafe { (*raw).transport_type == ffi::IBV_TRANSPORT_IWARP }
     }
 
-    /// `alarm` rings when something ends the queue pair of that name, and when the device dies. [`NO_QUEUE_PAIR`]: only then.
+    /// Triggers `alarm` when an event ends the queue pair of this name, and when the device fails. With
+    /// [`NO_QUEUE_PAIR`], only when the device fails.
     pub fn watch(&self, queue_pair: usize, alarm: &Arc<Alarm>) {
         let mut alarms = self.alarms.lock().unwrap_or_else(PoisonError::into_inner);
         alarms.retain(|(_, alarm)| alarm.strong_count() > 0);
         alarms.push((queue_pair, Arc::downgrade(alarm)));
     }
 
-    /// Takes what events there are, logs them, and rings the alarms of those that they concern. Never blocks.
+    /// Takes all pending events, logs them, and triggers the alarms that they concern. It never blocks.
     ///
-    /// A port that goes down ends nothing by itself: a cable may be back before the retries are over, and if it isn't they fail. The
-    /// same holds for an address that changes.
-    pub fn attend(&self) {
+    /// A port that goes down ends nothing by itself: the link may be back before the retries are used up, and otherwise
+    /// they fail. The same holds for an address that changes.
+    pub fn handle_events(&self) {
         // SAFETY: A number and a union of pointers and numbers: all zero bytes are valid.
         let mut event: ffi::ibv_async_event = unsafe { std::mem::zeroed() };
-        // SAFETY: The context is open, its descriptor does not block, the event is a place of ours.
+        // SAFETY: The context is open, its descriptor does not block, and the event is a local variable.
         while unsafe { (self.library.verbs.ibv_get_async_event)(self.context.as_ptr(), &mut event) } == 0 {
             let name = self.library.async_event_name(event.event_type);
             #[cfg(feature = "testing")]
-            self.events.lock().unwrap_or_else(PoisonError::into_inner).hear(event.event_type);
+            self.events.lock().unwrap_or_else(PoisonError::into_inner).count(event.event_type);
             match event.event_type {
                 ffi::IBV_EVENT_QP_FATAL | ffi::IBV_EVENT_QP_REQ_ERR | ffi::IBV_EVENT_QP_ACCESS_ERR => {
                     // SAFETY: For these events the element is a queue pair. Only its address is used.
                     let queue_pair = unsafe { event.element.qp } as usize;
                     tracing::info!(device = self.name, "an RDMA queue pair has failed: {name}");
-                    self.ring(|of| of == queue_pair);
+                    self.trigger_alarms(|of| of == queue_pair);
                 }
                 ffi::IBV_EVENT_DEVICE_FATAL => {
-                    tracing::error!(device = self.name, "the RDMA device says: {name}");
-                    self.bury();
+                    tracing::error!(device = self.name, "RDMA device event: {name}");
+                    self.mark_failed();
                 }
                 ffi::IBV_EVENT_PORT_ERR => tracing::warn!(device = self.name, "an RDMA port went down: {name}"),
                 ffi::IBV_EVENT_GID_CHANGE => {
                     tracing::warn!(device = self.name, "an address of an RDMA port has changed: {name}");
                 }
                 ffi::IBV_EVENT_COMM_EST | ffi::IBV_EVENT_QP_LAST_WQE_REACHED => {}
-                _ => tracing::info!(device = self.name, "the RDMA device says: {name}"),
+                _ => tracing::info!(device = self.name, "RDMA device event: {name}"),
             }
             // SAFETY: Each event that was taken is acknowledged once.
             unsafe { (self.library.verbs.ibv_ack_async_event)(&mut event) };
         }
     }
 
-    fn ring(&self, which: impl Fn(usize) -> bool) {
+    fn trigger_alarms(&self, which: impl Fn(usize) -> bool) {
         let alarms = self.alarms.lock().unwrap_or_else(PoisonError::into_inner);
         let concerned = alarms.iter().filter(|(queue_pair, _)| which(*queue_pair));
-        concerned.filter_map(|(_, alarm)| alarm.upgrade()).for_each(|alarm| alarm.ring());
+        concerned.filter_map(|(_, alarm)| alarm.upgrade()).for_each(|alarm| alarm.trigger());
     }
 }
 
-/// Takes one reference more to each device that there is, for ever. The library closes a device that was pulled out when the last
-/// reference is given back (`remove_cma_dev` of librdmacm/cma.c), and pointers to it are held here. Once per device that is met.
+/// Takes one more reference to each device, permanently. The library closes a removed device when the last reference is
+/// returned (`remove_cma_dev` in librdmacm/cma.c), but this module keeps pointers to it. Called once per device that is
+/// found.
 fn keep_open(library: &Library) {
     let mut count = 0;
-    // SAFETY: The count is a place of ours. The list is leaked on purpose: freeing it would give the references back.
+    // SAFETY: The count is a local variable. The list is leaked on purpose: freeing it would return the references.
     let list = unsafe { (library.manager.rdma_get_devices)(&mut count) };
-    debug_assert!(!list.is_null(), "devices that were met can be listed");
+    debug_assert!(!list.is_null(), "devices that were found can be listed");
 }
 
 /// Readable when there are asynchronous events.
 impl AsFd for Device {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: The context is open for as long as the process lives.
+        // SAFETY: The context is open as long as the process lives.
         let fd = unsafe { self.context.as_ref() }.async_fd;
-        // SAFETY: ... and so is its descriptor.
+        // SAFETY: The descriptor is open as long as the context.
         unsafe { BorrowedFd::borrow_raw(fd) }
     }
 }
 
-/// Where no queue pair lies.
+/// The name of no queue pair.
 pub const NO_QUEUE_PAIR: usize = 0;
 
-/// How often which event came.
+/// Number of events of each kind.
 #[cfg(feature = "testing")]
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Heard {
-    /// Times that a port went down.
+pub struct EventCounts {
+    /// Times a port went down.
     pub ports_down: u32,
-    /// Times that an address of a port changed.
+    /// Times an address of a port changed.
     pub addresses_changed: u32,
 }
 
 #[cfg(feature = "testing")]
-impl Heard {
-    fn hear(&mut self, event: ffi::ibv_event_type) {
+impl EventCounts {
+    fn count(&mut self, event: ffi::ibv_event_type) {
         match event {
             ffi::IBV_EVENT_PORT_ERR => self.ports_down += 1,
             ffi::IBV_EVENT_GID_CHANGE => self.addresses_changed += 1,
@@ -267,10 +274,10 @@ impl Heard {
     }
 }
 
-/// Says that a queue pair is at its end, also to a thread that sleeps on its descriptor.
+/// Reports that a queue pair has ended, also to a thread that sleeps on its descriptor.
 pub struct Alarm {
     fd: OwnedFd,
-    rung: AtomicBool,
+    triggered: AtomicBool,
 }
 
 impl Alarm {
@@ -280,20 +287,20 @@ impl Alarm {
     /// [`Error::System`].
     pub fn new() -> Result<Arc<Alarm>, Error> {
         let fd =
-            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Error::system("making an eventfd"))?;
-        Ok(Arc::new(Alarm { fd, rung: AtomicBool::new(false) }))
+            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Error::system("creating an eventfd"))?;
+        Ok(Arc::new(Alarm { fd, triggered: AtomicBool::new(false) }))
     }
 
-    /// Triggers it, for good.
-    pub fn ring(&self) {
-        self.rung.store(true, Ordering::Release);
-        // Can't fail but for a counter that is full, and then it is readable.
+    /// Triggers it, permanently.
+    pub fn trigger(&self) {
+        self.triggered.store(true, Ordering::Release);
+        // Fails only if the counter is full, and then the descriptor is readable.
         let _ = rustix::io::write(&self.fd, &1u64.to_ne_bytes());
     }
 
     /// Whether it was triggered.
-    pub fn has_rung(&self) -> bool {
-        self.rung.load(Ordering::Acquire)
+    pub fn is_triggered(&self) -> bool {
+        self.triggered.load(Ordering::Acquire)
     }
 }
 

@@ -32,7 +32,7 @@ pub enum Error {
     #[error("the other end broke the protocol: {0}")]
     Protocol(&'static str),
     /// RDMA is not available on this machine, or a limit of it is too low.
-    #[error("RDMA can't be used here: {what}; to have it, {cure}")]
+    #[error("RDMA is not available: {what}; to use it, {cure}")]
     NoRdma {
         /// What is missing.
         what: String,

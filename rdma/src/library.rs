@@ -1,10 +1,10 @@
-//! libibverbs and librdmacm, opened at run time: the table of their functions, or a sentence about what is missing.
+//! libibverbs and librdmacm, opened at run time: a table of their functions, or an error that says what is missing.
 //!
-//! Linking them would keep the whole program from starting where they are not installed. They are opened once, never closed (they
-//! start no threads, but device drivers that they load do not like to be unloaded), and only when somebody asks for RDMA.
+//! If the program were linked to them, it would not start where they are not installed. They are opened on first use
+//! and never closed: they start no threads, but the device drivers that they load do not support unloading.
 //!
-//! Only functions of the versions `IBVERBS_1.1` and `RDMACM_1.0` are required, which every rdma-core since 2010 has, and
-//! `rdma_establish` and `rdma_init_qp_attr` (`RDMACM_1.2`, rdma-core 22 of 2018). Newer ones are optional.
+//! Required are functions of the versions `IBVERBS_1.1` and `RDMACM_1.0`, which every rdma-core since 2010 has, and
+//! `rdma_establish` and `rdma_init_qp_attr` (`RDMACM_1.2`, rdma-core 22 of 2018). Newer functions are optional.
 
 use std::{
     ffi::{CStr, c_char, c_int, c_void},
@@ -18,7 +18,7 @@ use libloading::Library as Handle;
 use crate::Error;
 use crate::bindings as ffi;
 
-/// Declares a struct of function pointers and how it is filled from an open library.
+/// Declares a struct of function pointers, and how to fill it from an open library.
 macro_rules! functions {
     ($(#[$about:meta])* $name:ident { required { $($function:ident: fn($($argument:ty),*) $(-> $result:ty)?;)* } optional { $($maybe:ident: fn($($margument:ty),*) $(-> $mresult:ty)?;)* } }) => {
         $(#[$about])*
@@ -31,12 +31,13 @@ macro_rules! functions {
             fn fill(handle: &Handle) -> Result<$name, libloading::Error> {
                 Ok($name {
                     $(
-                        // SAFETY: The symbol, if there is one, is the function of that name of rdma-core's stable interface, and
-                        // the type given here is that of its declaration in the headers that the bindings were made of.
+                        // SAFETY: The symbol, if it exists, is the function of that name in rdma-core's stable
+                        // interface. The type is that of its declaration in the headers from which the bindings were
+                        // generated.
                         $function: unsafe { *handle.get(concat!(stringify!($function), "\0").as_bytes())? },
                     )*
                     $(
-                        // SAFETY: As above; absence is no error.
+                        // SAFETY: As above; a missing function is not an error.
                         $maybe: unsafe { handle.get(concat!(stringify!($maybe), "\0").as_bytes()) }.ok().map(|symbol| *symbol),
                     )*
                 })
@@ -46,7 +47,7 @@ macro_rules! functions {
 }
 
 functions! {
-    /// Devices, memory, queues.
+    /// Functions of libibverbs: devices, memory, queues.
     Verbs {
         required {
             ibv_get_device_name: fn(*mut ffi::ibv_device) -> *const c_char;
@@ -80,7 +81,7 @@ functions! {
 }
 
 functions! {
-    /// Addresses and connections.
+    /// Functions of librdmacm: addresses and connections.
     Manager {
         required {
             rdma_create_event_channel: fn() -> *mut ffi::rdma_event_channel;
@@ -110,7 +111,7 @@ functions! {
     }
 }
 
-/// Both libraries.
+/// The functions of both libraries.
 pub(crate) struct Library {
     pub(crate) verbs: Verbs,
     pub(crate) manager: Manager,
@@ -119,14 +120,11 @@ pub(crate) struct Library {
 /// The libraries, opened by the first call.
 ///
 /// # Errors
-/// [`Error::NoRdma`] if they are not installed, too old, or turned off by [`DISABLE`].
+/// [`Error::NoRdma`] if they are not installed, too old, or disabled by [`DISABLE`].
 pub(crate) fn library() -> Result<&'static Library, Error> {
     static LIBRARY: OnceLock<Result<Library, String>> = OnceLock::new();
     if std::env::var_os(DISABLE).is_some_and(|value| !value.is_empty() && value != "0") {
-        return Err(Error::NoRdma {
-            what: format!("it is turned off by {DISABLE}"),
-            cure: "unset that variable".into(),
-        });
+        return Err(Error::NoRdma { what: format!("{DISABLE} is set"), cure: "unset it".into() });
     }
     LIBRARY.get_or_init(|| open().map_err(|error| error.to_string())).as_ref().map_err(|what| Error::NoRdma {
         what: what.clone(),
@@ -137,15 +135,15 @@ pub(crate) fn library() -> Result<&'static Library, Error> {
 }
 
 fn open() -> Result<Library, libloading::Error> {
-    // Left open for ever: the pointers taken out of them must stay valid. A leaked handle is exactly that.
-    // SAFETY: Opening runs the library's initialisers. Those of rdma-core register fork handlers and read environment variables.
+    // The handle is leaked, so that the function pointers stay valid for the life of the process. SAFETY: Opening runs
+    // the library's initialisers. Those of rdma-core register fork handlers and read environment variables.
     let verbs = Box::leak(Box::new(unsafe { Handle::new("libibverbs.so.1") }?));
-    // SAFETY: As above; librdmacm has no initialiser beyond its dependency's.
+    // SAFETY: As above; librdmacm has no initialisers beyond those of libibverbs.
     let manager = Box::leak(Box::new(unsafe { Handle::new("librdmacm.so.1") }?));
     Ok(Library { verbs: Verbs::fill(verbs)?, manager: Manager::fill(manager)? })
 }
 
-/// Set to anything but `0`: RDMA is not looked for.
+/// Environment variable that disables RDMA, if it is set to anything but `0`.
 pub const DISABLE: &str = "REMORA_RDMA_DISABLE";
 
 impl Library {
@@ -182,51 +180,52 @@ pub fn status_name(status: ffi::ibv_wc_status) -> &'static str {
 /// A string constant of a library.
 ///
 /// # Safety
-/// `pointer` is null, or a string that ends with a zero and is a constant of a library that [`library`] has opened. Those are never
-/// closed, so that the constant lives as long as the process.
+/// `pointer` is null, or points to a zero-terminated constant of a library that [`library`] has opened. The libraries
+/// are never closed, so that the constant lives as long as the process.
 unsafe fn constant(pointer: *const c_char) -> &'static str {
     if pointer.is_null() {
         return "unknown";
     }
-    // SAFETY: Not null, as just checked; the rest is the caller's promise.
+    // SAFETY: Not null, as just checked; the caller guarantees the rest.
     unsafe { CStr::from_ptr(pointer) }.to_str().unwrap_or("unknown")
 }
 
-/// The answer of a call that says -1 or an error number and leaves the reason in `errno`, or is the reason.
-pub(crate) fn done(code: c_int) -> io::Result<()> {
+/// Converts the result of a call that returns an error number, or -1 with the error number in `errno`.
+pub(crate) fn check_code(code: c_int) -> io::Result<()> {
     match code {
         0 => Ok(()),
-        // librdmacm answers -1 and sets errno; most of libibverbs answers the number itself.
+        // librdmacm returns -1 and sets errno; most functions of libibverbs return the error number.
         -1 => Err(io::Error::last_os_error()),
         number => Err(io::Error::from_raw_os_error(number.abs())),
     }
 }
 
-/// The answer of a call that says null and leaves the reason in `errno`.
-pub(crate) fn made<T>(pointer: *mut T) -> io::Result<std::ptr::NonNull<T>> {
+/// Converts the result of a call that returns null with the error number in `errno`.
+pub(crate) fn check_pointer<T>(pointer: *mut T) -> io::Result<std::ptr::NonNull<T>> {
     std::ptr::NonNull::new(pointer).ok_or_else(io::Error::last_os_error)
 }
 
-/// A copy of a name that a library gave.
+/// A copy of a library's string.
 ///
 /// # Safety
-/// `pointer` is null, or a string that ends with a zero and lives during the call.
+/// `pointer` is null, or points to a zero-terminated string that lives during the call.
 pub(crate) unsafe fn text(pointer: *const c_char) -> String {
     if pointer.is_null() {
         return String::from("unknown");
     }
-    // SAFETY: Not null, as just checked; the rest is the caller's promise.
+    // SAFETY: Not null, as just checked; the caller guarantees the rest.
     unsafe { CStr::from_ptr(pointer) }.to_string_lossy().into_owned()
 }
 
-/// The library's descriptors block unless told otherwise.
-pub(crate) fn never_block(fd: BorrowedFd<'_>) -> Result<(), Error> {
-    rustix::io::ioctl_fionbio(fd, true).map_err(Error::system("making a descriptor of the RDMA device non-blocking"))
+/// Makes a descriptor of the library non-blocking.
+pub(crate) fn set_nonblocking(fd: BorrowedFd<'_>) -> Result<(), Error> {
+    rustix::io::ioctl_fionbio(fd, true).map_err(Error::system("making a descriptor of an RDMA device non-blocking"))
 }
 
-/// Giving something back can fail only if the device is gone, or by a mistake of ours about the order.
-pub(crate) fn complain(code: i32, what: &str) {
-    if let Err(error) = done(code) {
-        tracing::warn!(%error, "giving back {what}");
+/// Logs a failure to free an object. It fails only if the device is gone, or if objects are freed in the wrong order,
+/// which is a bug.
+pub(crate) fn warn_on_failure(code: i32, what: &str) {
+    if let Err(error) = check_code(code) {
+        tracing::warn!(%error, "cannot free {what}");
     }
 }

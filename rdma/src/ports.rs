@@ -1,8 +1,9 @@
-//! Which address of this host belongs to which port of which RDMA device. Connections are made by address; people know their devices
-//! by name.
+//! Which address of this host belongs to which port of which RDMA device. Connections are made by address; users know
+//! devices by name.
 //!
-//! Asked of the connection manager, which will be the one to choose: an address is bound, and where that leads is looked at. So it holds
-//! for InfiniBand, whose addresses are those of another device (IPoIB), as well as for RoCE and iWARP, and on all ports of a bond.
+//! The connection manager answers this, as it also selects the device of a connection: an address is bound, and the
+//! device that it is bound to is read. So the answer is right for InfiniBand, whose addresses belong to another device
+//! (IPoIB), for RoCE and iWARP, and for all ports of a bond.
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -12,21 +13,21 @@ use std::{
 use crate::Error;
 use crate::{
     cm::{Events, Id},
-    library::done,
+    library::check_code,
 };
 
-/// An address of this host by which there is RDMA.
+/// An address of this host that belongs to an RDMA device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RdmaAddress {
     /// The address.
     pub address: IpAddr,
-    /// The device that it belongs to, by name.
+    /// The name of the device.
     pub device: String,
-    /// ... and its port, from 1.
+    /// The device's port, from 1.
     pub port: u8,
 }
 
-/// All addresses of this host by which there is RDMA, IPv4 first.
+/// All addresses of this host that belong to RDMA devices, IPv4 first.
 ///
 /// # Errors
 /// [`Error::NoRdma`], with what is missing; [`Error::System`].
@@ -35,7 +36,7 @@ pub fn rdma_addresses() -> Result<Vec<RdmaAddress>, Error> {
     let mut found = Vec::new();
     for address in host_addresses()?.into_iter().filter(may_have_rdma) {
         let id = Id::new(&events)?;
-        // Most addresses belong to no RDMA device, which is what the failure says.
+        // Binding fails for an address that belongs to no RDMA device, as most do.
         if let Ok((device, port)) = id.bind(SocketAddr::new(address, 0)) {
             found.push(RdmaAddress { address, device: device.name().to_owned(), port });
         }
@@ -44,10 +45,10 @@ pub fn rdma_addresses() -> Result<Vec<RdmaAddress>, Error> {
     Ok(found)
 }
 
-/// One address for each port of this device, or for that port alone.
+/// One address for each port of a device, or for one port only.
 ///
 /// # Errors
-/// [`Error::NoRdma`] if there is no such device or port, or none of its ports has an address; or those of [`rdma_addresses`].
+/// [`Error::NoRdma`] if the device or port does not exist or has no address; the errors of [`rdma_addresses`].
 pub fn addresses_of(device: &str, port: Option<u8>) -> Result<Vec<IpAddr>, Error> {
     let known = rdma_addresses()?;
     let chosen = choose(&known, device, port);
@@ -57,11 +58,14 @@ pub fn addresses_of(device: &str, port: Option<u8>) -> Result<Vec<IpAddr>, Error
     let of_port = port.map_or(String::new(), |port| format!(", port {port},"));
     let names: Vec<String> =
         known.iter().map(|at| format!("{} port {} ({})", at.device, at.port, at.address)).collect();
-    let there_is =
-        if names.is_empty() { "no device has one".to_owned() } else { format!("there is {}", names.join(", ")) };
+    let there_is = if names.is_empty() {
+        "no device has an address".to_owned()
+    } else {
+        format!("available: {}", names.join(", "))
+    };
     Err(Error::NoRdma {
         what: format!(
-            "the RDMA device {device}{of_port} has no IP address of this host, or there is none of that name; {there_is}"
+            "the RDMA device {device}{of_port} has no IP address on this host, or does not exist; {there_is}"
         ),
         cure: "name another one, or give its network device an address (ip addr add)".into(),
     })
@@ -78,7 +82,8 @@ fn choose(known: &[RdmaAddress], device: &str, port: Option<u8>) -> Vec<IpAddr> 
     chosen.into_iter().map(|at| at.address).collect()
 }
 
-/// By loopback there is no RDMA, and an address that holds on one link alone means nothing to another host.
+/// Whether an address can be used for RDMA between hosts. Loopback addresses have no RDMA, and link-local addresses are
+/// unknown to other hosts.
 fn may_have_rdma(address: &IpAddr) -> bool {
     match address {
         IpAddr::V4(address) => !address.is_loopback() && !address.is_link_local(),
@@ -89,8 +94,8 @@ fn may_have_rdma(address: &IpAddr) -> bool {
 /// The addresses of all network devices of this host, in its network namespace.
 fn host_addresses() -> Result<Vec<IpAddr>, Error> {
     let mut first = null_mut();
-    // SAFETY: The place for the pointer is ours.
-    done(unsafe { libc::getifaddrs(&mut first) }).map_err(Error::system("listing this host's addresses"))?;
+    // SAFETY: The pointer is written to a local variable.
+    check_code(unsafe { libc::getifaddrs(&mut first) }).map_err(Error::system("listing this host's addresses"))?;
     let (mut addresses, mut next) = (Vec::new(), NonNull::new(first));
     while let Some(entry) = next {
         // SAFETY: An entry of the list, which is freed below.
@@ -98,23 +103,23 @@ fn host_addresses() -> Result<Vec<IpAddr>, Error> {
         addresses.extend(address_of(entry.ifa_addr));
         next = NonNull::new(entry.ifa_next);
     }
-    // SAFETY: The list came from getifaddrs, and nothing of it is kept.
+    // SAFETY: The list came from getifaddrs, and no pointer into it is kept.
     unsafe { libc::freeifaddrs(first) };
     Ok(addresses)
 }
 
-/// An address out of that list, if it is one of IP.
+/// Converts an address of that list; `None` if it is not an IP address.
 fn address_of(address: *const libc::sockaddr) -> Option<IpAddr> {
     let address = NonNull::new(address.cast_mut())?;
-    // SAFETY: The list's addresses are sockets' addresses, of which each has a family.
+    // SAFETY: The list contains socket addresses, and each has a family.
     match i32::from(unsafe { address.as_ref() }.sa_family) {
         libc::AF_INET => {
-            // SAFETY: Of this family it is a `sockaddr_in`, which the system has aligned as such.
+            // SAFETY: The family says that it is a `sockaddr_in`, aligned by the system.
             let address = unsafe { address.cast::<libc::sockaddr_in>().as_ref() };
             Some(IpAddr::V4(u32::from_be(address.sin_addr.s_addr).into()))
         }
         libc::AF_INET6 => {
-            // SAFETY: Of this family it is a `sockaddr_in6`, which the system has aligned as such.
+            // SAFETY: The family says that it is a `sockaddr_in6`, aligned by the system.
             let address = unsafe { address.cast::<libc::sockaddr_in6>().as_ref() };
             Some(IpAddr::V6(address.sin6_addr.s6_addr.into()))
         }

@@ -1,49 +1,50 @@
-//! What this machine has of RDMA and what it lacks, in sentences that one can act on. Nothing is connected here.
+//! What RDMA hardware and permissions this machine has, and what it lacks. No connection is made here.
 //!
-//! Devices are listed by opening them: the file system under `/sys/class/infiniband` shows a container all cards of its host, also
-//! those that it may not use. What is read there afterwards are facts about devices that could be opened.
+//! Devices are listed by opening them. `/sys/class/infiniband` shows a container all cards of its host, including those
+//! that the container may not use; it is read only for details of devices that could be opened.
 
 use std::{fs, net::IpAddr, path::Path};
 
 use crate::{device::Device, library::library, missing::no_device, ports::rdma_addresses};
 
-/// The whole machine.
+/// RDMA on this machine.
 #[derive(Clone, Debug, Default)]
 pub struct Report {
-    /// The devices that can be used.
+    /// The usable devices.
     pub devices: Vec<DeviceReport>,
-    /// Bytes that this process may lock; `None`: no limit, or the right to ignore it.
+    /// Bytes that this process may lock; `None` if there is no limit, or the process may exceed it.
     pub locked_memory_limit: Option<u64>,
-    /// Whether a process that has registered memory may fork: `unneeded` (the kernel copes), `enabled`, `disabled`, `unknown`.
+    /// Whether a process with registered memory may fork: `unneeded` (the kernel handles it), `enabled`, `disabled`,
+    /// `unknown`.
     pub fork_support: String,
-    /// What is missing, and how to get it; `None`: RDMA can be used.
+    /// What is missing, and how to provide it; `None` if RDMA can be used.
     pub trouble: Option<String>,
 }
 
 /// One device.
 #[derive(Clone, Debug)]
 pub struct DeviceReport {
-    /// Its name, as `rdma link` shows it.
+    /// The name, as `rdma link` shows it.
     pub name: String,
-    /// `InfiniBand` (which RoCE is, to the library) or `iWARP`.
+    /// `InfiniBand` (the library reports RoCE as this) or `iWARP`.
     pub transport: String,
-    /// NUMA node; `None` where it belongs to none.
+    /// NUMA node; `None` if the device belongs to none.
     pub numa_node: Option<u32>,
-    /// Queue pairs, work requests per queue, entries per completion queue.
+    /// Maximum number of queue pairs.
     pub queue_pairs: u32,
-    /// Work requests per queue.
+    /// Maximum number of work requests per queue.
     pub queue_depth: u32,
-    /// Entries per completion queue.
+    /// Maximum number of entries per completion queue.
     pub completions: u32,
-    /// READs that it starts at once per queue pair.
+    /// READs that the device starts at the same time, per queue pair.
     pub reads_started: u32,
-    /// READs that it serves at once per queue pair.
+    /// READs that the device serves at the same time, per queue pair.
     pub reads_served: u32,
-    /// READs that it serves at once in all.
+    /// READs that the device serves at the same time in total.
     pub reads_served_in_all: u32,
-    /// Pieces that one READ may be scattered into.
+    /// Segments that one READ may be scattered into.
     pub read_pieces: u32,
-    /// Bytes of one registration, at most.
+    /// Maximum size of one registration, in bytes.
     pub registration_bytes: u64,
     /// Its ports.
     pub ports: Vec<PortReport>,
@@ -58,19 +59,19 @@ pub struct PortReport {
     pub state: String,
     /// `Ethernet` or `InfiniBand`.
     pub link_layer: String,
-    /// As the kernel words it: `100 Gb/sec (4X EDR)`.
+    /// The speed in the kernel's words: `100 Gb/sec (4X EDR)`.
     pub speed: String,
-    /// Bytes of one packet.
+    /// Maximum size of a packet, in bytes.
     pub mtu: u32,
-    /// The network device below it, for Ethernet.
+    /// The Ethernet network device of the port.
     pub network_device: String,
-    /// The IP addresses of this host by which it is reached.
+    /// The IP addresses of this host that belong to the port.
     pub addresses: Vec<IpAddr>,
-    /// Its GIDs, each with its kind (`RoCE v2`, `IB/RoCE v1`), without the empty ones.
+    /// The GIDs that are set: index, GID, and kind (`RoCE v2`, `IB/RoCE v1`).
     pub gids: Vec<(u32, String, String)>,
 }
 
-/// Looks at everything. Where there is nothing it says why.
+/// Examines the machine. The report says why if RDMA is not available.
 pub fn devices() -> Report {
     let mut report =
         Report { locked_memory_limit: locked_memory_limit(), fork_support: "unknown".into(), ..Report::default() };
@@ -101,7 +102,7 @@ pub fn devices() -> Report {
 
 fn fork_support(ask: Option<unsafe extern "C" fn() -> crate::bindings::ibv_fork_status>) -> &'static str {
     let Some(ask) = ask else { return "unknown" };
-    // SAFETY: No conditions: it only tells.
+    // SAFETY: The call has no preconditions and only reports.
     match unsafe { ask() } {
         crate::bindings::IBV_FORK_UNNEEDED => "unneeded",
         crate::bindings::IBV_FORK_ENABLED => "enabled",
@@ -148,8 +149,8 @@ fn port(device: &Path, number: u32) -> PortReport {
     }
 }
 
-/// The largest packet that fits into the network's, behind RoCE's 58 bytes of heads and checksums; InfiniBand's usual one where there
-/// is no network device.
+/// The largest RDMA MTU that fits the network's MTU, with 58 bytes for RoCE's headers and checksums. InfiniBand's usual
+/// MTU if there is no network device.
 fn rdma_mtu(network: Option<u32>) -> u32 {
     let Some(network) = network else { return 4096 };
     [4096, 2048, 1024, 512].into_iter().find(|mtu| mtu + 58 <= network).unwrap_or(256)
@@ -170,12 +171,12 @@ fn gids(port: &Path) -> Vec<(u32, String, String)> {
     gids
 }
 
-/// What a file of the kernel says; nothing where it says nothing.
+/// The content of a kernel file; empty if it cannot be read.
 fn word(path: &Path) -> String {
     fs::read_to_string(path).unwrap_or_default().trim().to_owned()
 }
 
-/// The limit that registering memory counts against, unless we may ignore it.
+/// The locked-memory limit, which registrations count against; `None` if the process may exceed it.
 fn locked_memory_limit() -> Option<u64> {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Memlock).current?;
     // Bit 14 of the capabilities is CAP_IPC_LOCK.

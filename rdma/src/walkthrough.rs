@@ -1,7 +1,8 @@
-//! Send and receive, step by step: what an RDMA connection is made of, told by one message and one that is too long.
+//! Send and receive, step by step: what an RDMA connection consists of, shown with one message that fits and one that
+//! is too long.
 //!
-//! The transport itself uses READs, for which one end posts nothing; sending is what its handshake uses, and what most other programs
-//! use. `fabric/examples/send_recv.rs` runs this. Nothing of the transport stands on it.
+//! The one-sided transport uses READs, for which the other end posts nothing. Messages are used by its handshake, and
+//! by most other programs. `rdma/examples/send_recv.rs` runs this code. Nothing else depends on it.
 //!
 //! ```text
 //!   listener                                              caller
@@ -22,7 +23,7 @@ use std::{
 
 use crate::{
     bindings as ffi,
-    cm::{ConnectOptions, Event, Events, Id, Terms, resolve},
+    cm::{ConnectOptions, Event, Events, Id, ReadDepths, resolve},
     library::status_name,
     objects::{Access, Capacity, Channel, Completed, Completions, Domain, NO_RIGHTS, QueuePair, Registration},
 };
@@ -30,21 +31,23 @@ use remora_memory::{Memory, Pages, wait_readable};
 
 use crate::Error;
 
-/// Goes through it, with the listener at `listener` and the caller at `caller`, two addresses of RDMA devices of this machine (or one and
-/// the same). Tells each step to `tell`.
+/// Runs the walk-through between two addresses of RDMA devices of this machine, which may be the same. Passes a
+/// description of each step to `tell`.
 ///
 /// # Errors
-/// [`Error::NoRdma`]; whatever goes wrong on the way, the two errors at the end excepted: those are the point.
+/// [`Error::NoRdma`], or any step that fails. The two failed completions at the end are expected and not reported as
+/// errors.
 pub fn send_and_receive(listener: IpAddr, caller: IpAddr, mut tell: impl FnMut(String)) -> Result<(), Error> {
     let options = ConnectOptions::default();
 
-    // 1. The listener. Events of the connection manager arrive on a channel; an id is one end of a connection, or a listener.
+    // 1. The listener. Events of the connection manager arrive on a channel; an id is one end of a connection, or a
+    //    listener.
     let listening = Events::new()?;
     let door = Id::new(&listening)?;
     let port = door.listen(SocketAddr::new(listener, 0)).map_err(Error::system("listening"))?;
     tell(format!("listening at {listener}, port {port} of the RDMA port space"));
 
-    // 2. The caller finds the device and the route that lead there, and makes what it needs on that device.
+    // 2. The caller resolves the device and the route, and creates its objects on that device.
     let calling = Events::new()?;
     let call = Id::new(&calling)?;
     let deadline = Instant::now() + PATIENCE;
@@ -54,26 +57,29 @@ pub fn send_and_receive(listener: IpAddr, caller: IpAddr, mut tell: impl FnMut(S
     let near = Side::new(&call)?;
     tell(format!("the caller's way is by {}", near.pair.domain().device().name()));
 
-    // 3. It connects. Its queue pair must be initialised by then, so that the other end can be told its number.
+    // 3. It connects. Its queue pair must be initialised first, because the request carries the pair's number.
     call.initialise(&near.pair, NO_RIGHTS)?;
-    call.connect(&near.pair, Terms::default(), b"hello", &options).map_err(Error::system("connecting"))?;
+    call.connect(&near.pair, ReadDepths::default(), b"hello", &options).map_err(Error::system("connecting"))?;
 
-    // 4. The listener hears of it: a new id, with the caller's private data (filled up with zeros) and the device that it came by.
+    // 4. The listener receives the request: a new id, the caller's private data (padded with zeros), and the device
+    //    that it arrived on.
     let request = expect(&listening, ffi::RDMA_CM_EVENT_CONNECT_REQUEST)?;
     let (answer, request) = request.into_request().ok_or(Error::Protocol("no request to connect"))?;
     tell(format!("a request came, with {} bytes of private data", request.message.len()));
     let far = Side::new(&answer)?;
     answer.initialise(&far.pair, NO_RIGHTS)?;
-    // Room for messages is posted before any can come: a SEND that finds none is refused by the card and has to be repeated.
+    // Receives are posted before any message can arrive: the card rejects a SEND that finds none, and the sender must
+    // repeat it.
     far.pair.post_receive(RECEIVE, &far.region, 0, ROOM)?;
     far.pair.post_receive(RECEIVE, &far.region, u64::from(ROOM), ROOM)?;
-    // Ready to receive, ready to send; then yes.
-    answer.ready(&far.pair, Terms::default(), &options)?;
-    answer.accept(&far.pair, Terms::default(), b"", &options).map_err(Error::system("accepting"))?;
+    // Ready to receive, ready to send; then accept.
+    answer.ready(&far.pair, ReadDepths::default(), &options)?;
+    answer.accept(&far.pair, ReadDepths::default(), b"", &options).map_err(Error::system("accepting"))?;
 
-    // 5. The caller hears the yes and makes its queue pair ready in turn; the last word of the three is `establish`.
+    // 5. The caller receives the acceptance and makes its queue pair ready in turn. `establish` completes the three-way
+    //    exchange.
     expect(&calling, ffi::RDMA_CM_EVENT_CONNECT_RESPONSE)?;
-    call.ready(&near.pair, Terms::default(), &options)?;
+    call.ready(&near.pair, ReadDepths::default(), &options)?;
     call.establish().map_err(Error::system("establishing"))?;
     expect(&listening, ffi::RDMA_CM_EVENT_ESTABLISHED)?;
     tell("connected".into());
@@ -91,8 +97,8 @@ pub fn send_and_receive(listener: IpAddr, caller: IpAddr, mut tell: impl FnMut(S
         return Err(Error::Protocol("another message arrived than was sent"));
     }
 
-    // 7. One that is longer than the room for it. Both sides are told, and both queue pairs are over: errors on a reliable connection end
-    //    it, and whatever is posted after that is flushed.
+    // 7. A message that is longer than its receive buffer. Both sides get an error, and both queue pairs fail: an error
+    //    on a reliable connection ends it, and requests posted after that are flushed.
     near.pair.post_send(SEND, &near.region, 0, 100)?;
     let (short, long) = (far.completion()?, near.completion()?);
     tell(format!("a message of 100 bytes into room for {ROOM}: the listener has {:?},", status_name(short.status)));
@@ -105,7 +111,7 @@ pub fn send_and_receive(listener: IpAddr, caller: IpAddr, mut tell: impl FnMut(S
     Ok(())
 }
 
-/// What each side has on its device. Fields go in this order: the queue pair before what it stands on.
+/// The objects of one side on its device. Fields are dropped in this order: the queue pair first.
 struct Side {
     pair: QueuePair,
     region: Arc<Registration>,
@@ -118,7 +124,7 @@ impl Side {
         let device = id.device()?;
         let domain = Domain::new(&device)?;
         let memory = Arc::new(Memory::create("walkthrough", 4096, Pages::Small)?);
-        // The other end is given no right to it: a message is placed by our own card, where our own receive request says.
+        // The other end gets no rights to it: this card places messages where this end's receive requests say.
         let region = Registration::new(&domain, &memory, Access::Landing)?;
         let channel = Channel::new(&device)?;
         let completions = Completions::new(&channel, 8)?;
@@ -126,7 +132,7 @@ impl Side {
         Ok(Side { pair, region, completions, channel })
     }
 
-    /// The next completion: armed first, looked at then, slept for last, so that none is missed.
+    /// The next completion. It arms first, polls second and sleeps last, so that no completion is missed.
     fn completion(&self) -> Result<Completed, Error> {
         let deadline = Instant::now() + PATIENCE;
         let mut done = Vec::new();
@@ -157,12 +163,12 @@ fn expect(events: &Arc<Events>, wanted: ffi::rdma_cm_event_type) -> Result<Event
 
 const MESSAGE: &[u8] = b"one message, both sides";
 
-/// Names of the work requests, which come back in their completions.
+/// Names of the work requests, which their completions return.
 const SEND: u64 = 1;
 const RECEIVE: u64 = 2;
 
-/// Bytes of room for one message.
+/// Bytes of one receive buffer.
 const ROOM: u32 = 64;
 
-/// For every step. On a machine that is emulated and busy they take a while.
+/// Time limit of each step, for an emulated machine that is busy.
 const PATIENCE: Duration = Duration::from_secs(20);

@@ -1,4 +1,4 @@
-//! The reader's end: how a peer comes to be. Reading is `peer`'s part.
+//! The reader's end: makes connections. Reads are in `peer`.
 
 use std::{
     os::fd::OwnedFd,
@@ -9,11 +9,12 @@ use std::{
 use super::{
     key::{self, BootId},
     peer::ShmPeer,
-    wire::{self, Challenge, Hello, VERSION, Welcome},
+    wire::Shm,
 };
 use crate::{
     auth,
     error::Error,
+    lane_handshake::{Hello, Reader},
     memory::{
         Memory, View,
         local::{self, Packet},
@@ -29,12 +30,12 @@ pub struct ShmConnector {
 }
 
 impl ShmConnector {
-    /// A connector that gives an exporter five seconds for the whole handshake.
+    /// A connector with a time limit of five seconds for the whole handshake.
     pub fn new() -> ShmConnector {
         ShmConnector { timeout: DEFAULT_TIMEOUT }
     }
 
-    /// The same, with another time.
+    /// A connector with another time limit for the whole handshake.
     pub fn with_timeout(timeout: Duration) -> ShmConnector {
         ShmConnector { timeout: timeout.min(super::LONGEST_TIMEOUT) }
     }
@@ -62,13 +63,13 @@ impl Connector for ShmConnector {
         let deadline = Instant::now() + self.timeout;
         let socket = local::connect(&address, deadline)?;
         let packet = Handshake { socket: &socket, secret, deadline, timeout: self.timeout }.run(key, session)?;
-        let memory = packet.passenger.ok_or(Error::Protocol("the source sent no memory along"))?;
+        let memory = packet.descriptor.ok_or(Error::Protocol("the welcome has no memory attached"))?;
         let view = View::open(memory, key.length())?;
         Ok(Box::new(ShmPeer::new(socket, Arc::new(view), sink)?))
     }
 }
 
-/// One handshake, as the reader has it.
+/// One handshake, at the reader's end.
 struct Handshake<'a> {
     socket: &'a OwnedFd,
     secret: &'a Secret,
@@ -77,33 +78,16 @@ struct Handshake<'a> {
 }
 
 impl Handshake<'_> {
-    /// Ends with the packet of the welcome, proved to come from the source, in which the memory is.
+    /// Returns the packet of the welcome, proved to come from the source, to which the memory is attached.
     fn run(&self, key: &RegionKey, session: u64) -> Result<Packet, Error> {
-        let hello = Hello { version: VERSION, session, id: key.id(), nonce: auth::nonce()? }.encode();
-        // A source that is too busy may have hung up already. Its answer is there all the same.
+        let (reader, hello) = Reader::<Shm>::hello(&Hello { lane: 0, session, id: key.id(), nonce: auth::nonce()? });
+        // A source that is too busy may have hung up already. Its answer can still be received.
         let _ = local::send(self.socket, &hello, None);
-        let packet = self.receive()?;
-        let challenge = Challenge::decode(packet.bytes())?;
-        if let Some(denial) = challenge.refusal {
-            return Err(Error::Refused(denial));
-        }
-        let transcript = [&hello, packet.bytes()].concat();
-        let proof = auth::prove(self.secret, wire::READER, &transcript);
+        let (reader, proof) = reader.prove(self.receive()?.bytes(), self.secret)?;
         local::send(self.socket, &proof, None).map_err(Error::system("answering the source's challenge"))?;
-        self.welcome(&transcript, key.length())
-    }
-
-    fn welcome(&self, transcript: &[u8], length: u64) -> Result<Packet, Error> {
         let packet = self.receive()?;
-        let welcome = Welcome::decode(packet.bytes())?;
-        if let Some(denial) = welcome.refusal {
-            return Err(Error::Refused(denial));
-        }
-        if !auth::verify(self.secret, wire::SOURCE, transcript, &welcome.proof) {
-            return Err(Error::Impostor);
-        }
-        if welcome.length != length {
-            return Err(Error::Protocol("the region has another length than its key says"));
+        if reader.finish(packet.bytes())? != key.length() {
+            return Err(Error::Protocol("the length of the region differs from its key"));
         }
         Ok(packet)
     }
@@ -113,5 +97,5 @@ impl Handshake<'_> {
     }
 }
 
-/// For a whole handshake: microseconds if all is well, more where a machine is starved of processor time.
+/// Time limit of the whole handshake, which takes microseconds; more on a machine that lacks processor time.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(5);

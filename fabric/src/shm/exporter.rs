@@ -1,4 +1,4 @@
-//! The source's end: who may read what. The thread that talks to readers is in `serve`.
+//! The source's end: which regions there are and who may read them. The thread that talks to readers is in `serve`.
 
 use std::{
     os::fd::AsFd,
@@ -12,7 +12,7 @@ use super::{
     ShmOptions,
     key::{self, BootId},
     serve,
-    server::{House, Shared},
+    server::{Server, Shared},
 };
 use crate::{
     error::{Denial, Error},
@@ -24,7 +24,7 @@ use crate::{
     transport::Exporter,
 };
 
-/// Lends memory to other processes of this host. Dropping it cuts all connections and ends its thread.
+/// Exports memory to other processes of this host. Dropping it closes all connections and ends its thread.
 pub struct ShmExporter {
     shared: Arc<Shared>,
     address: Address,
@@ -36,17 +36,17 @@ impl ShmExporter {
     /// Binds the socket and starts the thread.
     ///
     /// # Errors
-    /// [`Error::Misuse`] for options out of range; [`Error::System`] if there can be no socket (for a folder: it has to exist, be
-    /// ours to write to, and have a short path).
+    /// [`Error::Misuse`] for options out of range; [`Error::System`] if the socket cannot be created. A folder must
+    /// exist, be writable, and have a short path.
     pub fn bind(options: ShmOptions) -> Result<ShmExporter, Error> {
         options.check()?;
         let boot_id = BootId::of_this_host()?;
         let stop =
-            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Error::system("making an eventfd"))?;
+            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Error::system("creating an eventfd"))?;
         let (listener, address) = local::listen(&options.place)?;
-        // From here on the exporter's drop removes the socket's file, should one of the next steps fail.
-        let house = House::new(options.connections, options.handshake_timeout);
-        let shared = Arc::new(Shared { house: Mutex::new(house), stop });
+        // From here on the exporter's drop removes the socket's file if a later step fails.
+        let server = Server::new(options.connections, options.handshake_timeout);
+        let shared = Arc::new(Shared { server: Mutex::new(server), stop });
         let mut exporter = ShmExporter { shared, address, boot_id, owner: None };
         exporter.owner = Some(serve::start(exporter.shared.clone(), listener)?);
         Ok(exporter)
@@ -60,31 +60,31 @@ impl Exporter for ShmExporter {
 
     fn export(&self, id: RegionId, memory: Arc<Memory>) -> Result<(), Error> {
         let read_only = memory.reopen_read_only()?;
-        self.shared.house().export(id, memory.length(), read_only)
+        self.shared.server().export(id, memory.length(), read_only)
     }
 
     fn revoke(&self, id: RegionId) {
-        let mut house = self.shared.house();
-        house.forget_region(id);
-        house.cut_readers(Denial::Revoked, |_, region| region == id);
+        let mut server = self.shared.server();
+        server.forget_region(id);
+        server.cut_readers(Denial::Revoked, |_, region| region == id);
     }
 
     fn grant(&self, session: u64, secret: Secret) {
-        self.shared.house().grant(session, secret);
+        self.shared.server().grant(session, secret);
     }
 
     fn withdraw(&self, session: u64) {
-        let mut house = self.shared.house();
-        house.forget_session(session);
-        house.cut_readers(Denial::NotGranted, |guest, _| guest == session);
+        let mut server = self.shared.server();
+        server.forget_session(session);
+        server.cut_readers(Denial::NotGranted, |reader, _| reader == session);
     }
 
     fn key(&self, id: RegionId) -> Result<RegionKey, Error> {
-        let length = self.shared.house().region_length(id).ok_or(Error::NotExported(id))?;
+        let length = self.shared.server().region_length(id).ok_or(Error::NotExported(id))?;
         key::make(id, length, &self.boot_id, &self.address)
     }
 
-    /// Always 0: the readers help themselves, which is the point.
+    /// Always 0: readers copy the bytes themselves, without a trace here.
     fn bytes_served(&self) -> u64 {
         0
     }
@@ -93,10 +93,10 @@ impl Exporter for ShmExporter {
 impl Drop for ShmExporter {
     fn drop(&mut self) {
         if rustix::io::write(self.shared.stop.as_fd(), &1u64.to_ne_bytes()).is_err() {
-            tracing::error!("the thread of a shm exporter can't be told to stop");
+            tracing::error!("the thread of a shm exporter cannot be stopped");
         }
         if self.owner.take().is_some_and(|owner| owner.join().is_err()) {
-            tracing::error!("the thread of a shm exporter had panicked");
+            tracing::error!("the thread of a shm exporter has panicked");
         }
         self.address.remove();
     }

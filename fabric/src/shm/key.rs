@@ -1,4 +1,5 @@
-//! What a [`RegionKey`] of shared memory contains: which host, and which socket of it. No I/O but reading the host's boot id.
+//! The body of a [`RegionKey`] of this transport: which host, and which socket. No I/O except reading the host's boot
+//! id.
 //!
 //! ```text
 //!   boot id 36 (text) │ place 1 (0 abstract, 1 file) │ name, to the end
@@ -12,25 +13,25 @@ use crate::{
     region::{KeyError, RegionId, RegionKey, TransportKind},
 };
 
-/// The name of one running system: drawn by the kernel at each boot, the same in all containers of a host.
+/// Identifies a running system: the kernel draws it at each boot, and all containers of a host see the same.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct BootId(String);
 
 impl BootId {
-    /// That of this host.
+    /// The boot id of this host.
     pub(super) fn of_this_host() -> Result<BootId, Error> {
         let text = fs::read_to_string(BOOT_ID_FILE).map_err(Error::system("reading the host's boot id under /proc"))?;
         BootId::parse(text.trim().as_bytes())
     }
 
     fn parse(text: &[u8]) -> Result<BootId, Error> {
-        let text = std::str::from_utf8(text).map_err(|_| KeyError::Body("its boot id is no text"))?;
+        let text = std::str::from_utf8(text).map_err(|_| KeyError::Body("its boot id is not UTF-8"))?;
         let fits = text.len() == BOOT_ID_BYTES && text.bytes().all(|byte| byte.is_ascii_hexdigit() || byte == b'-');
         if fits { Ok(BootId(text.to_owned())) } else { Err(KeyError::Body("its boot id has the wrong form").into()) }
     }
 }
 
-/// Writes a key.
+/// Encodes a key.
 pub(super) fn make(id: RegionId, length: u64, boot_id: &BootId, address: &Address) -> Result<RegionKey, Error> {
     let (place, name) = match address {
         Address::Abstract(name) => (PLACE_ABSTRACT, name),
@@ -40,10 +41,11 @@ pub(super) fn make(id: RegionId, length: u64, boot_id: &BootId, address: &Addres
     Ok(RegionKey::new(TransportKind::Shm, id, length, &body)?)
 }
 
-/// Reads a key and makes sure that it is one of this host: the address means nothing elsewhere.
+/// Decodes a key. A key of another host is an error, as its address is meaningless here.
 pub(super) fn address(key: &RegionKey, ours: &BootId) -> Result<Address, Error> {
     key.expect(TransportKind::Shm)?;
-    let (theirs, rest) = key.body().split_at_checked(BOOT_ID_BYTES).ok_or(KeyError::Body("it ends in its boot id"))?;
+    let (theirs, rest) =
+        key.body().split_at_checked(BOOT_ID_BYTES).ok_or(KeyError::Body("it is shorter than a boot id"))?;
     let theirs = BootId::parse(theirs)?;
     if theirs != *ours {
         return Err(Error::NotThisHost { theirs: theirs.0, ours: ours.0.clone() });
@@ -51,12 +53,12 @@ pub(super) fn address(key: &RegionKey, ours: &BootId) -> Result<Address, Error> 
     match rest.split_first() {
         Some((&PLACE_ABSTRACT, name)) => Ok(Address::Abstract(name.to_vec())),
         Some((&PLACE_FILE, path)) => Ok(Address::File(path.to_vec())),
-        _ => Err(KeyError::Body("its socket is of an unknown kind").into()),
+        _ => Err(KeyError::Body("the kind of its socket is unknown").into()),
     }
 }
 
 const BOOT_ID_FILE: &str = "/proc/sys/kernel/random/boot_id";
-/// A UUID as text.
+/// Length of a UUID as text.
 const BOOT_ID_BYTES: usize = 36;
 const PLACE_ABSTRACT: u8 = 0;
 const PLACE_FILE: u8 = 1;

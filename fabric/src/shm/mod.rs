@@ -1,4 +1,5 @@
-//! The transport of one host: the memory itself is handed over, and a read is a copy by the reader. No byte crosses a socket.
+//! The transport within one host: the source passes the memory itself to the reader, and a read is a copy by the
+//! reader. No bytes of a region are sent over a socket.
 //!
 //! ```text
 //!   ShmExporter                                            ShmConnector
@@ -7,21 +8,22 @@
 //!   serve   ◀═══ hello, challenge, proof ═══════════════▶  connector
 //!     │      ═══ welcome + memfd (SCM_RIGHTS) ══════════▶    │ maps it, read-only
 //!     │                                                      ▼
-//!     │      (silence while all is well)                   peer    post: queue.  poll: copy region → sink
+//!     │      (no traffic while the grant holds)            peer    post: queue.  poll: copy region → sink
 //!     └───── farewell, or the end of the connection ════▶          view: or read in place, no copy at all
 //! ```
 //!
 //! - `wire`: the five messages, pure. **Start here.**
-//! - `exporter`: who may read what. `serve`: the thread that answers the door, and its limits.
-//! - `connector`: how a peer comes to be. `peer`: the reader's data path.
-//! - `socket`: the local socket and descriptors in messages; `key`: what a [`RegionKey`](crate::RegionKey) contains here.
+//! - `exporter`: the source's interface. `server`: regions, grants and connections. `serve`: the thread, and its
+//!   limits.
+//! - `connector`: makes connections. `peer`: the reader's data path.
+//! - `key`: the body of a [`RegionKey`](crate::RegionKey) of this transport.
 //!
-//! After the welcome the connection carries nothing; it is there to end. The source ends it when the region is revoked, the grant
-//! withdrawn, or the source gone, and the reader sees that in its next [`Peer::poll`](crate::Peer::poll).
+//! After the welcome the connection carries nothing until it ends. The source ends it when the region is revoked, the
+//! grant is withdrawn or the source exits; the reader notices at its next [`Peer::poll`](crate::Peer::poll).
 //!
-//! **What revoking can't do here:** a mapping can't be taken out of another process. A reader that does not ask [`Peer`](crate::Peer)
-//! goes on seeing the memory, and what [`Memory::release`](crate::Memory::release) made of it: zeros. It can see nothing else, as
-//! each generation is a memory of its own.
+//! **What revoking cannot do here:** a mapping cannot be removed from another process. A reader that does not poll its
+//! [`Peer`](crate::Peer) still sees the memory, and zeros after [`Memory::release`](crate::Memory::release). It can see
+//! nothing else, as each generation has its own memory.
 
 mod connector;
 mod exporter;
@@ -44,14 +46,14 @@ pub use crate::memory::Place;
 
 use crate::error::Error;
 
-/// What the source may choose.
+/// Options of the source.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ShmOptions {
-    /// Where readers find us.
+    /// Where the socket is bound.
     pub place: Place,
-    /// Connections held at once, 1 to [`MAX_CONNECTIONS`]; one more is told `Busy`.
+    /// Maximum number of connections, 1 to [`MAX_CONNECTIONS`]; further ones are refused as `Busy`.
     pub connections: usize,
-    /// Time for a reader's whole handshake, after which it is cut.
+    /// Time limit of a reader's whole handshake; the connection is then closed.
     pub handshake_timeout: Duration,
 }
 
@@ -62,7 +64,7 @@ impl Default for ShmOptions {
 }
 
 impl ShmOptions {
-    /// Fails where a number is outside its range.
+    /// Fails if a number is out of range.
     fn check(&self) -> Result<(), Error> {
         if !(1..=MAX_CONNECTIONS).contains(&self.connections) {
             return Err(Error::Misuse("shm connections: choose 1 to 4096"));
@@ -74,11 +76,12 @@ impl ShmOptions {
     }
 }
 
-/// The most connections an exporter can be told to hold: each costs a descriptor, of which a process often has 1024 or 4096.
+/// Maximum of [`ShmOptions::connections`]: each connection takes a descriptor, of which a process often has 1024 or
+/// 4096.
 pub const MAX_CONNECTIONS: usize = 4096;
 
-/// Below this a time-out would strike on a busy machine without need.
+/// A shorter time-out would expire without need on a busy machine.
 const SHORTEST_TIMEOUT: Duration = Duration::from_millis(10);
 
-/// Above this a time-out is none.
+/// Longest time-out.
 const LONGEST_TIMEOUT: Duration = Duration::from_secs(60 * 60);

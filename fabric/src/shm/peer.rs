@@ -1,7 +1,7 @@
-//! The reader's data path: a queue of copies, done when they are polled for. The connection is only asked whether it still stands.
+//! The reader's data path: a queue of copies, made in `poll`. The connection only reports when the region is revoked.
 //!
-//! Copies are done in [`Peer::poll`] and not at posting, so that both calls take a bounded time, and so that a reader that posts and
-//! does not poll holds up nobody: the work is its own.
+//! Copies are made in [`Peer::poll`] and not when they are posted, so that both calls take a bounded time. A reader
+//! that posts and does not poll delays no other reader.
 
 use std::{
     collections::VecDeque,
@@ -30,9 +30,9 @@ pub struct ShmPeer {
     sink: Arc<Memory>,
     /// Posted and not completed, oldest first.
     queue: VecDeque<ReadRequest>,
-    /// Bytes of the oldest that have been copied.
+    /// Bytes of the oldest read that have been copied.
     copied: u32,
-    /// Why it is over, once it is.
+    /// Why the peer is retired, if it is.
     retired: Option<ReadError>,
     signal: Signal,
 }
@@ -43,16 +43,16 @@ impl ShmPeer {
         Ok(ShmPeer { socket, view, sink, queue: VecDeque::with_capacity(DEPTH), copied: 0, retired: None, signal })
     }
 
-    /// Whether `poll` has something to do or to say that the socket doesn't show.
+    /// Whether `poll` has something to do or to report that the socket does not show.
     fn has_work(&self) -> bool {
         !self.queue.is_empty() || self.retired.is_some()
     }
 
-    /// Asks the connection whether it still stands.
-    fn listen(&mut self) {
-        // A byte more than a farewell has, so that a longer packet is not taken for one.
+    /// Checks whether the source has ended the connection.
+    fn check_connection(&mut self) {
+        // One byte more than a farewell, so that a longer packet is not mistaken for one.
         let mut packet = [0; wire::FAREWELL_BYTES + 1];
-        // Without room for passengers: this is asked at every poll, and costs half without.
+        // Without room for descriptors: this is asked at every poll, and costs half without.
         let end = match rustix::net::recv(&self.socket, &mut packet, RecvFlags::DONTWAIT) {
             Err(Errno::AGAIN | Errno::INTR) => return,
             Ok((length, _)) => wire::farewell_reason(packet.get(..length).unwrap_or_default())
@@ -62,14 +62,14 @@ impl ShmPeer {
         self.retired.get_or_insert(end);
     }
 
-    /// Copies for one call's worth of bytes, oldest first.
+    /// Copies up to the limit of one call, oldest read first.
     fn copy(&mut self, completions: &mut Vec<Completion>) {
         let mut budget = COPY_PER_POLL_BYTES;
         while budget > 0 {
             let Some(&read) = self.queue.front() else { return };
             match self.copy_some(&read, budget) {
                 Ok(bytes) => {
-                    // A read of nothing still costs a turn, else `budget` would bound nothing.
+                    // An empty read counts as one byte, so that the budget bounds the number of reads.
                     budget = budget.saturating_sub(bytes.max(1));
                     self.copied += bytes;
                     if self.copied == read.length {
@@ -84,12 +84,12 @@ impl ShmPeer {
         }
     }
 
-    /// Copies up to `budget` bytes of one read and says how many.
+    /// Copies up to `budget` bytes of one read and returns their number.
     fn copy_some(&self, read: &ReadRequest, budget: u32) -> Result<u32, Denial> {
         memory::check(read.offset, u64::from(read.length), self.view.length()).map_err(|_| Denial::OutOfBounds)?;
         let length = budget.min(read.length - self.copied);
         let (from, to) = (read.offset + u64::from(self.copied), read.sink_offset + u64::from(self.copied));
-        // The place in the sink was checked at posting, so that this can't fail.
+        // The place in the sink was checked when the read was posted, so this does not fail.
         self.view.copy_to(from..from + u64::from(length), &self.sink, to).map_err(|_| Denial::OutOfBounds)?;
         Ok(length)
     }
@@ -115,28 +115,28 @@ impl Peer for ShmPeer {
         }
         let accepted = reads.len().min(DEPTH - self.queue.len());
         self.queue.extend(reads.iter().take(accepted));
-        self.signal.follow(self.has_work());
+        self.signal.set(self.has_work());
         Ok(accepted)
     }
 
     fn poll(&mut self, completions: &mut Vec<Completion>) -> Result<usize, Error> {
         let before = completions.len();
-        // First, so that nothing is handed out of a region after the news that it is revoked.
-        self.listen();
+        // First, so that no bytes are returned after the region was seen to be revoked.
+        self.check_connection();
         match self.retired {
             None => self.copy(completions),
             Some(end) => {
                 completions.extend(self.queue.drain(..).map(|read| Completion { tag: read.tag, result: Err(end) }));
             }
         }
-        self.signal.follow(self.has_work());
+        self.signal.set(self.has_work());
         match (completions.len() - before, self.retired) {
             (0, Some(end)) => Err(Error::Retired(end)),
             (count, _) => Ok(count),
         }
     }
 
-    /// Spares those who wait, rather than watch [`Peer::arm`] in a loop of their own, the upkeep of its signal.
+    /// Avoids the upkeep of the [`Peer::arm`] signal for callers that only wait.
     fn wait(&mut self, timeout: Duration) -> Result<(), Error> {
         if self.has_work() {
             return Ok(());
@@ -147,7 +147,7 @@ impl Peer for ShmPeer {
 
     fn arm(&mut self) -> BorrowedFd<'_> {
         self.signal.watched = true;
-        self.signal.follow(!self.queue.is_empty() || self.retired.is_some());
+        self.signal.set(!self.queue.is_empty() || self.retired.is_some());
         self.signal.both.as_fd()
     }
 
@@ -158,14 +158,14 @@ impl Peer for ShmPeer {
     fn close(&mut self) {
         if self.retired.is_none() {
             self.retired = Some(ReadError::Cancelled);
-            // The source forgets us at once, not only when this value is dropped.
+            // The source drops the connection now, and not only when this value is dropped.
             let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
-            self.signal.follow(true);
+            self.signal.set(true);
         }
     }
 }
 
-/// What [`Peer::arm`] lends: a descriptor that is readable while there is work, or news on the socket.
+/// The descriptor of [`Peer::arm`]: readable while there is work, or news on the socket.
 ///
 /// ```text
 ///   work: an eventfd, 1 or 0 ─┐
@@ -175,17 +175,18 @@ impl Peer for ShmPeer {
 struct Signal {
     work: OwnedFd,
     both: OwnedFd,
-    /// What `work` shows at present.
+    /// Whether `work` is readable at present.
     shows: bool,
-    /// Whether anybody looks. Until then it isn't kept up, which spares who only polls two system calls per batch.
+    /// Whether the caller has asked for the descriptor. Before that it is not kept up to date, which saves two system
+    /// calls per batch.
     watched: bool,
 }
 
 impl Signal {
     fn new(socket: &OwnedFd) -> Result<Signal, Error> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let work = eventfd(0, flags).map_err(Error::system("making an eventfd"))?;
-        let both = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Error::system("making an epoll descriptor"))?;
+        let work = eventfd(0, flags).map_err(Error::system("creating an eventfd"))?;
+        let both = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Error::system("creating an epoll instance"))?;
         for fd in [&work, socket] {
             let data = epoll::EventData::new_u64(0);
             epoll::add(&both, fd, data, epoll::EventFlags::IN).map_err(Error::system("watching a descriptor"))?;
@@ -193,8 +194,8 @@ impl Signal {
         Ok(Signal { work, both, shows: false, watched: false })
     }
 
-    /// Makes `work` show what there is.
-    fn follow(&mut self, has_work: bool) {
+    /// Makes `work` readable or not.
+    fn set(&mut self, has_work: bool) {
         if !self.watched || self.shows == has_work {
             return;
         }
@@ -203,14 +204,15 @@ impl Signal {
         } else {
             rustix::io::read(&self.work, &mut [0u8; 8])
         };
-        // An eventfd that holds 0 can be written and one that holds 1 can be read, always.
+        // An eventfd that holds 0 can always be written, and one that holds 1 can always be read.
         debug_assert_eq!(done, Ok(8));
         self.shows = has_work;
     }
 }
 
-/// Reads that may be outstanding. They cost nothing but their place here; more than a network's depth helps nobody.
+/// Maximum number of outstanding reads. They only take space in the queue; more would bring nothing.
 const DEPTH: usize = 64;
 
-/// Bytes copied per call of `poll`: half a millisecond, or some milliseconds where each page is touched for the first time.
+/// Bytes copied per call of `poll`: half a millisecond, or a few milliseconds if each page is accessed for the first
+/// time.
 const COPY_PER_POLL_BYTES: u32 = 4 << 20;

@@ -1,14 +1,15 @@
-//! The thread that answers the door: accepts, examines, hands the memory over, and notices who has left. It copies nothing.
+//! The thread that accepts connections, checks proofs, passes the memory, and notices closed connections. It copies no
+//! bytes of a region.
 //!
 //! ```text
-//!   accepted ─▶ Greeting ──hello──▶ Proving ──proof──▶ Reading ──any word, or the end──▶ gone
-//!                  │ late, garbled     │ late, wrong       └─ revoked, withdrawn ─ farewell ─▶ gone
-//!                  ▼                   ▼
-//!                 gone               told why, gone
+//!   accepted ─▶ AwaitingHello ──hello──▶ AwaitingProof ──proof──▶ Reading ──any packet, or the end──▶ closed
+//!                  │ late, malformed        │ late, wrong            └─ revoked, withdrawn ─ farewell ─▶ closed
+//!                  ▼                        ▼
+//!                closed                  denied with a reason, closed
 //! ```
 //!
-//! Nothing here blocks on a reader: sockets don't wait, every packet is smaller than an empty connection's buffer, and who is
-//! late with the handshake is cut.
+//! No call blocks on a reader: the sockets are non-blocking, every packet is smaller than an empty connection's buffer,
+//! and a connection whose handshake takes too long is closed.
 
 use std::{
     os::fd::OwnedFd,
@@ -19,7 +20,7 @@ use std::{
 
 use rustix::{event::epoll, io::Errno};
 
-use super::server::{Guest, Shared, Stage, turn_away};
+use super::server::{ReaderConnection, Shared, Stage, refuse};
 use crate::{
     error::{Denial, Error},
     memory::local,
@@ -27,19 +28,19 @@ use crate::{
 
 /// Starts the thread.
 pub(super) fn start(shared: Arc<Shared>, listener: OwnedFd) -> Result<JoinHandle<()>, Error> {
-    let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Error::system("making an epoll descriptor"))?;
+    let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Error::system("creating an epoll instance"))?;
     watch(&epoll, &shared.stop, STOP).map_err(Error::system("watching an eventfd"))?;
     watch(&epoll, &listener, LISTENER).map_err(Error::system("watching a local socket"))?;
     thread::Builder::new()
         .name("remora-shm".into())
         .spawn(move || {
             Owner { shared: &shared, epoll, listener }.run();
-            shared.house().guests.clear();
+            shared.server().readers.clear();
         })
         .map_err(Error::system("starting a thread"))
 }
 
-/// The thread's own things.
+/// What only the thread uses.
 struct Owner<'a> {
     shared: &'a Shared,
     epoll: OwnedFd,
@@ -51,49 +52,50 @@ impl Owner<'_> {
         let mut events = Vec::with_capacity(EVENTS_PER_TURN);
         loop {
             events.clear();
-            let patience = self.shared.house().patience(Instant::now());
+            let patience = self.shared.server().next_timeout(Instant::now());
             match epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), patience.as_ref()) {
                 Ok(_) | Err(Errno::INTR) => {}
-                Err(error) => return tracing::error!(%error, "shm: no connection can be answered any more"),
+                Err(error) => return tracing::error!(%error, "shm: epoll_wait failed; no connection can be served"),
             }
             for event in &events {
                 match event.data.u64() {
                     STOP => return,
                     LISTENER => self.accept(),
-                    number => self.shared.house().hear(number),
+                    number => self.shared.server().on_packet(number),
                 }
             }
-            self.shared.house().cut_late(Instant::now());
+            self.shared.server().cut_late(Instant::now());
         }
     }
 
-    /// Lets in who waits at the door; those beyond this turn's share are there at the next.
+    /// Accepts waiting connections, up to the limit of one turn.
     fn accept(&self) {
         for _ in 0..EVENTS_PER_TURN {
             match local::accept(&self.listener) {
-                Ok(Some(guest)) => self.admit(guest),
+                Ok(Some(reader)) => self.admit(reader),
                 Ok(None) => return,
                 Err(error) => {
-                    // Out of descriptors, most likely. They stay in the backlog; without a pause we would spin on them.
-                    tracing::warn!(%error, "shm: cannot accept a connection, trying again");
+                    // Probably out of descriptors. The connections stay in the backlog; without a pause this loop would
+                    // spin.
+                    tracing::warn!(%error, "shm: cannot accept a connection, retrying");
                     return thread::sleep(ACCEPT_PAUSE);
                 }
             }
         }
     }
 
-    fn admit(&self, guest: OwnedFd) {
-        let mut house = self.shared.house();
-        let number = house.next_number;
-        if house.guests.len() >= house.connections {
-            return turn_away(&guest, Denial::Busy);
+    fn admit(&self, reader: OwnedFd) {
+        let mut server = self.shared.server();
+        let number = server.next_number;
+        if server.readers.len() >= server.max_connections {
+            return refuse(&reader, Denial::Busy);
         }
-        if let Err(error) = watch(&self.epoll, &guest, number) {
+        if let Err(error) = watch(&self.epoll, &reader, number) {
             return tracing::warn!(%error, "shm: cannot watch a connection");
         }
-        house.next_number += 1;
-        let deadline = Instant::now() + house.handshake_timeout;
-        house.guests.insert(number, Guest { socket: guest, stage: Stage::Greeting { deadline } });
+        server.next_number += 1;
+        let deadline = Instant::now() + server.handshake_timeout;
+        server.readers.insert(number, ReaderConnection { socket: reader, stage: Stage::AwaitingHello { deadline } });
     }
 }
 
@@ -101,10 +103,11 @@ fn watch(epoll: &OwnedFd, fd: &OwnedFd, number: u64) -> Result<(), Errno> {
     epoll::add(epoll, fd, epoll::EventData::new_u64(number), epoll::EventFlags::IN | epoll::EventFlags::RDHUP)
 }
 
-/// Numbers of the two descriptors that are no guests.
+/// Numbers of the two descriptors that are not reader connections.
 const STOP: u64 = 0;
 const LISTENER: u64 = 1;
-/// Events taken, and connections accepted, per turn: enough to be rare, few enough that a crowd can't starve those inside.
+/// Events handled, and connections accepted, per turn: enough to be efficient, few enough that new connections do not
+/// starve existing ones.
 const EVENTS_PER_TURN: usize = 64;
-/// Rest after a failed accept.
+/// Pause after a failed accept.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);

@@ -1,4 +1,4 @@
-//! What is lent, who may read it, and who is there: what the exporter and its thread share.
+//! The regions, grants and reader connections of one exporter: what the exporter and its thread share.
 
 use std::{
     collections::HashMap,
@@ -9,38 +9,40 @@ use std::{
 
 use rustix::{event::Timespec, io::Errno};
 
-use super::wire::{self, Challenge, Hello, VERSION, Welcome};
+use super::wire::{self, Shm};
 use crate::{
     auth::{self, PROOF_BYTES},
     error::{Denial, Error},
+    lane_handshake::{Format, Hello, Refusal, Source},
     memory::local,
     region::{RegionId, Secret},
 };
 
-/// What the exporter and its thread both hold.
+/// What the exporter and its thread share.
 pub(super) struct Shared {
-    /// Behind a lock, and not owned by the thread alone, so that `revoke` has cut the connections when it returns. It is never held
-    /// while anything blocks.
-    pub(super) house: Mutex<House>,
-    /// Written once, at the end.
+    /// Behind a lock, and not owned by the thread, so that `revoke` has closed the connections when it returns. The
+    /// lock is never held while a call blocks.
+    pub(super) server: Mutex<Server>,
+    /// Written once, to end the thread.
     pub(super) stop: OwnedFd,
 }
 
 impl Shared {
-    /// What a panicking thread leaves behind is whole: each method of the house changes one thing.
-    pub(super) fn house(&self) -> MutexGuard<'_, House> {
-        self.house.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Locks the server. A panic leaves it valid, because each method changes one thing.
+    pub(super) fn server(&self) -> MutexGuard<'_, Server> {
+        self.server.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// What is lent, to whom it may be, and who is there.
-pub(super) struct House {
+/// Regions, grants, and reader connections.
+pub(super) struct Server {
     regions: HashMap<RegionId, Region>,
     grants: HashMap<u64, Secret>,
-    pub(super) guests: HashMap<u64, Guest>,
-    /// Guests are numbered in the order of their coming, never twice: an event for one who has left finds nobody.
+    pub(super) readers: HashMap<u64, ReaderConnection>,
+    /// Readers are numbered in the order of their connections. No number is used twice, so that an event for a closed
+    /// connection finds none.
     pub(super) next_number: u64,
-    pub(super) connections: usize,
+    pub(super) max_connections: usize,
     pub(super) handshake_timeout: Duration,
 }
 
@@ -49,25 +51,25 @@ struct Region {
     read_only: Arc<OwnedFd>,
 }
 
-pub(super) struct Guest {
+pub(super) struct ReaderConnection {
     pub(super) socket: OwnedFd,
     pub(super) stage: Stage,
 }
 
 pub(super) enum Stage {
-    Greeting { deadline: Instant },
-    Proving { deadline: Instant, hello: Hello, transcript: Vec<u8> },
+    AwaitingHello { deadline: Instant },
+    AwaitingProof { deadline: Instant, handshake: Source<Shm> },
     Reading { session: u64, id: RegionId },
 }
 
-impl House {
-    pub(super) fn new(connections: usize, handshake_timeout: Duration) -> House {
-        House {
+impl Server {
+    pub(super) fn new(max_connections: usize, handshake_timeout: Duration) -> Server {
+        Server {
             regions: HashMap::new(),
             grants: HashMap::new(),
-            guests: HashMap::new(),
-            next_number: FIRST_GUEST,
-            connections,
+            readers: HashMap::new(),
+            next_number: FIRST_READER,
+            max_connections,
             handshake_timeout,
         }
     }
@@ -96,122 +98,123 @@ impl House {
         self.grants.remove(&session);
     }
 
-    /// Says farewell to readers, chosen by session and region, and hangs up.
+    /// Sends a farewell to the readers that `chosen` selects by session and region, and closes their connections.
     pub(super) fn cut_readers(&mut self, reason: Denial, chosen: impl Fn(u64, RegionId) -> bool) {
-        self.guests.retain(|_, guest| match guest.stage {
+        self.readers.retain(|_, reader| match reader.stage {
             Stage::Reading { session, id } if chosen(session, id) => {
-                // If it can't be said, the end of the connection says enough.
-                let _ = local::send(&guest.socket, &wire::farewell(reason), None);
+                // If it cannot be sent, the end of the connection tells the reader enough.
+                let _ = local::send(&reader.socket, &wire::farewell(reason), None);
                 false
             }
             _ => true,
         });
     }
 
-    /// Time until somebody is late; `None` if nobody can be.
-    pub(super) fn patience(&self, now: Instant) -> Option<Timespec> {
-        let first = self.guests.values().filter_map(Guest::deadline).min()?;
-        // A millisecond more, so that the turn that follows finds him late and not nearly so.
+    /// Time until the next handshake is late; `None` if no handshake is in progress.
+    pub(super) fn next_timeout(&self, now: Instant) -> Option<Timespec> {
+        let first = self.readers.values().filter_map(ReaderConnection::deadline).min()?;
+        // A millisecond more, so that the handshake is late at the next turn, and not only almost.
         let left = first.saturating_duration_since(now) + Duration::from_millis(1);
         Some(Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() })
     }
 
     pub(super) fn cut_late(&mut self, now: Instant) {
-        self.guests.retain(|_, guest| guest.deadline().is_none_or(|deadline| deadline > now));
+        self.readers.retain(|_, reader| reader.deadline().is_none_or(|deadline| deadline > now));
     }
 
-    /// Takes what a guest has to say.
-    pub(super) fn hear(&mut self, number: u64) {
-        let Some(mut guest) = self.guests.remove(&number) else { return };
-        let packet = match local::receive(&guest.socket) {
+    /// Handles a packet of a reader, or the end of its connection.
+    pub(super) fn on_packet(&mut self, number: u64) {
+        let Some(mut reader) = self.readers.remove(&number) else { return };
+        let packet = match local::receive(&reader.socket) {
             Ok(packet) => packet,
-            Err(Errno::AGAIN) => return drop(self.guests.insert(number, guest)),
+            Err(Errno::AGAIN) => return drop(self.readers.insert(number, reader)),
             Err(_) => return,
         };
-        if let Some(stage) = self.next_stage(&guest, packet.bytes()) {
-            guest.stage = stage;
-            self.guests.insert(number, guest);
+        if let Some(stage) = self.next_stage(&reader, packet.bytes()) {
+            reader.stage = stage;
+            self.readers.insert(number, reader);
         }
     }
 
-    /// Where a packet brings a guest; `None`: out.
-    fn next_stage(&self, guest: &Guest, packet: &[u8]) -> Option<Stage> {
-        match &guest.stage {
-            Stage::Greeting { deadline } => self.greet(guest, packet, *deadline),
-            Stage::Proving { hello, transcript, .. } => self.examine(guest, packet, hello, transcript),
-            // A reader has nothing to say: this is the end of the connection, or nonsense.
+    /// The stage after a packet; `None` closes the connection.
+    fn next_stage(&self, reader: &ReaderConnection, packet: &[u8]) -> Option<Stage> {
+        match &reader.stage {
+            Stage::AwaitingHello { deadline } => self.greet(reader, packet, *deadline),
+            Stage::AwaitingProof { handshake, .. } => self.examine(reader, packet, handshake),
+            // A reader sends nothing: this is the end of the connection, or a violation of the protocol.
             Stage::Reading { .. } => None,
         }
     }
 
-    fn greet(&self, guest: &Guest, packet: &[u8], deadline: Instant) -> Option<Stage> {
-        let hello = Hello::decode(packet).ok()?;
-        let challenge = Challenge { refusal: None, version: VERSION, nonce: auth::nonce().ok()? }.encode();
-        local::send(&guest.socket, &challenge, None).ok()?;
-        if hello.version != VERSION {
-            // Our version is in the challenge; the reader will say what is wrong.
-            return None;
-        }
-        Some(Stage::Proving { deadline, hello, transcript: [packet, &challenge].concat() })
-    }
-
-    fn examine(&self, guest: &Guest, packet: &[u8], hello: &Hello, transcript: &[u8]) -> Option<Stage> {
-        let proof: &[u8; PROOF_BYTES] = packet.try_into().ok()?;
-        match self.judge(proof, hello, transcript) {
-            Ok((region, secret)) => {
-                let proof = auth::prove(secret, wire::SOURCE, transcript);
-                let welcome = Welcome { refusal: None, length: region.length, proof }.encode();
-                local::send(&guest.socket, &welcome, Some(region.read_only.as_fd())).ok()?;
-                Some(Stage::Reading { session: hello.session, id: hello.id })
+    fn greet(&self, reader: &ReaderConnection, packet: &[u8], deadline: Instant) -> Option<Stage> {
+        match Source::challenge(packet, &auth::nonce().ok()?) {
+            Ok((handshake, challenge)) => {
+                local::send(&reader.socket, &challenge, None).ok()?;
+                Some(Stage::AwaitingProof { deadline, handshake })
             }
-            Err(denial) => {
-                tracing::info!(session = hello.session, region = %hello.id, %denial, "shm: a reader was refused");
-                let welcome = Welcome { refusal: Some(denial), length: 0, proof: [0; PROOF_BYTES] };
-                let _ = local::send(&guest.socket, &welcome.encode(), None);
+            Err(rejected) => {
+                tracing::debug!(error = %rejected.error, "shm: a connection was rejected");
+                local::send(&reader.socket, &rejected.answer?, None).ok()?;
                 None
             }
         }
     }
 
-    /// The proof first: only who has proved himself is told what there is.
-    fn judge(&self, proof: &[u8; PROOF_BYTES], hello: &Hello, transcript: &[u8]) -> Result<(&Region, &Secret), Denial> {
-        let secret = self.grants.get(&hello.session);
-        let proved = auth::verify_known(secret, wire::READER, transcript, proof);
-        let secret = secret.filter(|_| proved).ok_or(Denial::NotGranted)?;
+    fn examine(&self, reader: &ReaderConnection, packet: &[u8], handshake: &Source<Shm>) -> Option<Stage> {
+        let proof: &[u8; PROOF_BYTES] = packet.try_into().ok()?;
+        let &Hello { session, id, .. } = handshake.hello();
+        match self.judge(proof, handshake) {
+            Ok((region, welcome)) => {
+                local::send(&reader.socket, &welcome, Some(region.read_only.as_fd())).ok()?;
+                Some(Stage::Reading { session, id })
+            }
+            Err(denial) => {
+                tracing::info!(session, region = %id, %denial, "shm: a reader was refused");
+                let _ = local::send(&reader.socket, &Shm::denial(denial), None);
+                None
+            }
+        }
+    }
+
+    /// Checks the proof first: a reader is told what there is only after it has proved its session.
+    fn judge(&self, proof: &[u8; PROOF_BYTES], handshake: &Source<Shm>) -> Result<(&Region, Vec<u8>), Denial> {
+        let hello = handshake.hello();
+        let proved = handshake.examine(proof, self.grants.get(&hello.session))?;
         match self.regions.get(&hello.id) {
             Some(_) if self.readers_of(hello.session) >= READERS_PER_SESSION => Err(Denial::Busy),
-            Some(region) => Ok((region, secret)),
+            Some(region) => Ok((region, proved.welcome(&region.length))),
             None if self.regions.keys().any(|id| id.region == hello.id.region) => Err(Denial::Stale),
             None => Err(Denial::Unknown),
         }
     }
 
     fn readers_of(&self, session: u64) -> usize {
-        let theirs = |guest: &&Guest| matches!(guest.stage, Stage::Reading { session: of, .. } if of == session);
-        self.guests.values().filter(theirs).count()
+        let theirs =
+            |reader: &&ReaderConnection| matches!(reader.stage, Stage::Reading { session: of, .. } if of == session);
+        self.readers.values().filter(theirs).count()
     }
 }
 
-impl Guest {
-    /// When the handshake has to be over; `None` if it is.
+impl ReaderConnection {
+    /// When the handshake must be finished; `None` if it is.
     fn deadline(&self) -> Option<Instant> {
         match self.stage {
-            Stage::Greeting { deadline } | Stage::Proving { deadline, .. } => Some(deadline),
+            Stage::AwaitingHello { deadline } | Stage::AwaitingProof { deadline, .. } => Some(deadline),
             Stage::Reading { .. } => None,
         }
     }
 }
 
-/// Answers a hello that will not be read. What has arrived is thrown away first: closing a connection with unread packets makes
-/// the system throw away ours.
-pub(super) fn turn_away(guest: &OwnedFd, denial: Denial) {
-    let challenge = Challenge { refusal: Some(denial), version: VERSION, nonce: [0; 32] };
-    let _ = local::receive(guest);
-    let _ = local::send(guest, &challenge.encode(), None);
+/// Refuses a connection before its hello. A received hello is discarded first: closing a connection with unread packets
+/// would make the system discard the refusal.
+pub(super) fn refuse(reader: &OwnedFd, denial: Denial) {
+    let Some(refusal) = Shm::refusal(Refusal::Denied(denial)) else { return };
+    let _ = local::receive(reader);
+    let _ = local::send(reader, &refusal, None);
 }
 
-/// Number of the first guest: above those of the descriptors that are no guests.
-pub(super) const FIRST_GUEST: u64 = 2;
-/// Connections per session, so that one can't take all: 2 regions, and room for a reader that comes back before its old connections
-/// are found dead.
+/// Number of the first reader connection.
+pub(super) const FIRST_READER: u64 = 2;
+/// Connections per session, so that one session cannot take all: 2 regions, and room for a reader that reconnects
+/// before its old connections are found closed.
 const READERS_PER_SESSION: usize = 16;

@@ -1,4 +1,4 @@
-//! What only this transport has: strangers at the door, late ones, a full house, impostors, and the socket's file.
+//! What only this transport has: strangers at the door, late ones, a full server, impostors, and the socket's file.
 
 #![allow(clippy::unwrap_used)]
 
@@ -11,11 +11,12 @@ use std::{
 
 use super::{
     key::BootId,
-    wire::{Challenge, Hello, VERSION, Welcome},
+    wire::{Shm, VERSION},
     *,
 };
 use crate::{
     Denial,
+    lane_handshake::{Format, Hello},
     memory::{
         Memory, Pages,
         local::{self, Address},
@@ -45,12 +46,12 @@ fn connect(key: &RegionKey) -> Result<Box<dyn Peer>, Error> {
 }
 
 /// A connection to the exporter's door that has said nothing yet.
-fn knock(exporter: &ShmExporter) -> OwnedFd {
+fn connect_raw(exporter: &ShmExporter) -> OwnedFd {
     let address = key::address(&exporter.key(ID).unwrap(), &BootId::of_this_host().unwrap()).unwrap();
     local::connect(&address, Instant::now() + Duration::from_secs(5)).unwrap()
 }
 
-fn hear(socket: &OwnedFd) -> Result<Vec<u8>, Error> {
+fn receive(socket: &OwnedFd) -> Result<Vec<u8>, Error> {
     let patience = Duration::from_secs(10);
     let packet = local::receive_by(socket, Instant::now() + patience, patience)?;
     Ok(packet.bytes().to_vec())
@@ -91,19 +92,19 @@ fn a_view_outlives_its_peer_and_can_not_be_written() {
 #[test]
 fn strangers_are_cut_and_readers_are_served_all_the_same() {
     let (exporter, _memory) = exporter(ShmOptions::default());
-    let hello = Hello { version: VERSION, session: 1, id: ID, nonce: [0; 32] }.encode();
-    let mut wrong_magic = hello;
+    let hello = Shm::hello(&Hello { lane: 0, session: 1, id: ID, nonce: [0; 32] });
+    let mut wrong_magic = hello.clone();
     wrong_magic[0] = b'X';
     for packet in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0], &wrong_magic, &hello[..71], &[&hello[..], &[0]].concat()] {
-        let stranger = knock(&exporter);
+        let stranger = connect_raw(&exporter);
         local::send(&stranger, packet, None).unwrap();
-        assert!(matches!(hear(&stranger), Err(Error::Protocol(_) | Error::System { .. })), "{packet:?}");
+        assert!(matches!(receive(&stranger), Err(Error::Protocol(_) | Error::System { .. })), "{packet:?}");
     }
-    let stranger = knock(&exporter);
+    let stranger = connect_raw(&exporter);
     local::send(&stranger, &hello, None).unwrap();
-    hear(&stranger).unwrap();
+    receive(&stranger).unwrap();
     local::send(&stranger, b"a proof of the wrong length", None).unwrap();
-    assert!(hear(&stranger).is_err());
+    assert!(receive(&stranger).is_err());
     assert!(connect(&exporter.key(ID).unwrap()).is_ok());
 }
 
@@ -111,9 +112,9 @@ fn strangers_are_cut_and_readers_are_served_all_the_same() {
 fn who_says_nothing_is_cut_after_a_while() {
     let options = ShmOptions { handshake_timeout: Duration::from_millis(50), ..ShmOptions::default() };
     let (exporter, _memory) = exporter(options);
-    let silent = knock(&exporter);
+    let silent = connect_raw(&exporter);
     let begun = Instant::now();
-    assert!(matches!(hear(&silent), Err(Error::Protocol(_))));
+    assert!(matches!(receive(&silent), Err(Error::Protocol(_))));
     assert!(begun.elapsed() >= Duration::from_millis(40), "{:?}", begun.elapsed());
 }
 
@@ -146,18 +147,16 @@ fn one_session_can_not_take_the_whole_house() {
 /// Answers one reader as an exporter would that does not know the secret, and hands `memory` over.
 fn impostor(listener: OwnedFd, memory: Arc<Memory>, proof: [u8; 32]) -> thread::JoinHandle<()> {
     thread::spawn(move || {
-        let guest = loop {
+        let reader = loop {
             match local::accept(&listener).unwrap() {
-                Some(guest) => break guest,
+                Some(reader) => break reader,
                 None => thread::sleep(Duration::from_millis(1)),
             }
         };
-        hear(&guest).unwrap();
-        let challenge = Challenge { refusal: None, version: VERSION, nonce: [0; 32] };
-        local::send(&guest, &challenge.encode(), None).unwrap();
-        hear(&guest).unwrap();
-        let welcome = Welcome { refusal: None, length: SIZE, proof };
-        local::send(&guest, &welcome.encode(), Some(memory.as_fd())).unwrap();
+        receive(&reader).unwrap();
+        local::send(&reader, &Shm::challenge(&[0; 32]), None).unwrap();
+        receive(&reader).unwrap();
+        local::send(&reader, &Shm::welcome(&SIZE, &proof), Some(memory.as_fd())).unwrap();
     })
 }
 
@@ -176,15 +175,16 @@ fn another_version_is_named() {
     let (listener, address) = local::listen(&Place::Abstract).unwrap();
     let key = key::make(ID, SIZE, &BootId::of_this_host().unwrap(), &address).unwrap();
     let newer = thread::spawn(move || {
-        let guest = loop {
+        let reader = loop {
             match local::accept(&listener).unwrap() {
-                Some(guest) => break guest,
+                Some(reader) => break reader,
                 None => thread::sleep(Duration::from_millis(1)),
             }
         };
-        hear(&guest).unwrap();
-        let challenge = Challenge { refusal: None, version: 2, nonce: [0; 32] };
-        local::send(&guest, &challenge.encode(), None).unwrap();
+        receive(&reader).unwrap();
+        let mut challenge = Shm::challenge(&[0; 32]);
+        challenge[2..4].copy_from_slice(&(VERSION + 1).to_le_bytes());
+        local::send(&reader, &challenge, None).unwrap();
     });
     let refused = connect(&key).err().unwrap();
     assert!(matches!(refused, Error::Version { theirs: 2, ours: 1, .. }), "{refused}");

@@ -1,4 +1,4 @@
-//! The reader's end: how a peer comes to be.
+//! The reader's end: makes connections.
 
 use std::{io, sync::Arc};
 
@@ -24,16 +24,16 @@ impl SimConnector {
         SimConnector { shared }
     }
 
-    /// Which source the key leads to, if it is one of this network.
+    /// The number of the source that the key leads to.
     fn source_number(&self, key: &RegionKey) -> Result<usize, Error> {
         key.expect(TransportKind::Sim)?;
-        let body: [u8; 16] = key.body().try_into().map_err(|_| KeyError::Body("of the wrong length"))?;
+        let body: [u8; 16] = key.body().try_into().map_err(|_| KeyError::Body("its length is wrong"))?;
         let (network, source) = body.split_at(8);
         if network != self.shared.number.to_le_bytes() {
-            return Err(KeyError::Body("of another simulated network").into());
+            return Err(KeyError::Body("it belongs to another simulated network").into());
         }
         let source = source.iter().rev().fold(0u64, |number, byte| number << 8 | u64::from(*byte));
-        usize::try_from(source).map_err(|_| KeyError::Body("of no source").into())
+        usize::try_from(source).map_err(|_| KeyError::Body("its source does not exist").into())
     }
 }
 

@@ -1,4 +1,4 @@
-//! The source's end: who may read what, and who does.
+//! The source's end: which regions there are, and who reads them.
 
 use std::{
     collections::HashMap,
@@ -20,10 +20,10 @@ use crate::{
     transport::Exporter,
 };
 
-/// A source on a simulated network. Dropping it cuts all its peers.
+/// A source on a simulated network. Dropping it ends all its peers.
 pub struct SimExporter {
     shared: Arc<Shared>,
-    /// Its place among the network's sources.
+    /// Its index among the network's sources.
     number: usize,
     served: Arc<AtomicU64>,
 }
@@ -32,11 +32,11 @@ pub struct SimExporter {
 pub(super) struct Source {
     regions: HashMap<RegionId, Arc<Memory>>,
     grants: HashMap<u64, Secret>,
-    guests: Vec<Guest>,
+    readers: Vec<ReaderConnection>,
     served: Arc<AtomicU64>,
 }
 
-struct Guest {
+struct ReaderConnection {
     session: u64,
     id: RegionId,
     lane: Weak<Mutex<Lane>>,
@@ -46,7 +46,7 @@ impl SimExporter {
     pub(super) fn new(shared: Arc<Shared>) -> SimExporter {
         let served = Arc::new(AtomicU64::new(0));
         let source =
-            Source { regions: HashMap::new(), grants: HashMap::new(), guests: Vec::new(), served: served.clone() };
+            Source { regions: HashMap::new(), grants: HashMap::new(), readers: Vec::new(), served: served.clone() };
         let mut state = shared.state();
         let number = state.sources.len();
         state.sources.push(Some(source));
@@ -54,7 +54,7 @@ impl SimExporter {
         SimExporter { shared, number, served }
     }
 
-    /// Does something with this source. It is there as long as the exporter is.
+    /// Calls `action` with this source, which exists as long as the exporter.
     fn with<T: Default>(&self, action: impl FnOnce(&mut Source) -> T) -> T {
         let mut state = self.shared.state();
         state.sources.get_mut(self.number).and_then(Option::as_mut).map(action).unwrap_or_default()
@@ -78,7 +78,7 @@ impl Exporter for SimExporter {
     fn revoke(&self, id: RegionId) {
         self.with(|source| {
             source.regions.remove(&id);
-            source.cut(Denial::Revoked, |guest| guest.id == id);
+            source.cut(Denial::Revoked, |reader| reader.id == id);
         });
     }
 
@@ -89,7 +89,7 @@ impl Exporter for SimExporter {
     fn withdraw(&self, session: u64) {
         self.with(|source| {
             source.grants.remove(&session);
-            source.cut(Denial::NotGranted, |guest| guest.session == session);
+            source.cut(Denial::NotGranted, |reader| reader.session == session);
         });
     }
 
@@ -107,14 +107,14 @@ impl Exporter for SimExporter {
 impl Drop for SimExporter {
     fn drop(&mut self) {
         let source = self.shared.state().sources.get_mut(self.number).and_then(Option::take);
-        for guest in source.into_iter().flat_map(|source| source.guests) {
-            guest.end(ReadError::PeerGone);
+        for reader in source.into_iter().flat_map(|source| source.readers) {
+            reader.end(ReadError::PeerGone);
         }
     }
 }
 
 impl Source {
-    /// Says whether a reader may come in. The proof goes the same way as on a wire, if only from one hand to the other.
+    /// Admits or refuses a reader. The proof is made and checked as on a real transport.
     pub(super) fn admit(&self, session: u64, secret: &Secret, id: RegionId) -> Result<Admission, Denial> {
         let proof = auth::prove(secret, b"sim", &session.to_le_bytes());
         if !auth::verify_known(self.grants.get(&session), b"sim", &session.to_le_bytes(), &proof) {
@@ -127,20 +127,20 @@ impl Source {
         }
     }
 
-    /// Notes a peer, to be told when it is over; forgets those that are gone.
+    /// Records a peer, so that it can be ended; removes those that are dropped.
     pub(super) fn note(&mut self, session: u64, id: RegionId, lane: &Arc<Mutex<Lane>>) {
-        self.guests.retain(|guest| guest.lane.strong_count() > 0);
-        self.guests.push(Guest { session, id, lane: Arc::downgrade(lane) });
+        self.readers.retain(|reader| reader.lane.strong_count() > 0);
+        self.readers.push(ReaderConnection { session, id, lane: Arc::downgrade(lane) });
     }
 
-    fn cut(&mut self, denial: Denial, chosen: impl Fn(&Guest) -> bool) {
-        for guest in self.guests.extract_if(.., |guest| chosen(guest)) {
-            guest.end(ReadError::Denied(denial));
+    fn cut(&mut self, denial: Denial, chosen: impl Fn(&ReaderConnection) -> bool) {
+        for reader in self.readers.extract_if(.., |reader| chosen(reader)) {
+            reader.end(ReadError::Denied(denial));
         }
     }
 }
 
-impl Guest {
+impl ReaderConnection {
     fn end(&self, why: ReadError) {
         if let Some(lane) = self.lane.upgrade() {
             lane.lock().unwrap_or_else(PoisonError::into_inner).retire(why);

@@ -1,4 +1,4 @@
-//! What may go wrong, as data: how often, and how far. Nothing happens here.
+//! The faults of a simulated network, as data.
 
 use std::ops::RangeInclusive;
 
@@ -12,36 +12,37 @@ impl Chance {
     /// It always happens.
     pub const ALWAYS: Chance = Chance(1_000_000);
 
-    /// So many in a hundred.
+    /// `percent` in a hundred.
     pub const fn percent(percent: u32) -> Chance {
         Chance(percent * 10_000)
     }
 }
 
-/// All that a simulated network may do to a reader.
+/// The faults that a simulated network injects.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Faults {
     /// Steps (polls) until a read completes.
     pub delay_steps: RangeInclusive<u32>,
-    /// Whether reads that are due at the same step complete in any order.
+    /// Whether reads that are due at the same step complete in random order.
     pub shuffle: bool,
     /// Per read: one part of the bytes is taken when it is posted, the other when it completes.
     pub torn_read: Chance,
-    /// Per read: no answer comes; after [`Faults::TIMEOUT_STEPS`] it fails with `TimedOut` and retires the peer.
+    /// Per read: the answer is lost. After [`Faults::TIMEOUT_STEPS`] the read fails with `TimedOut` and retires the
+    /// peer.
     pub lost_answer: Chance,
-    /// Per step with reads outstanding: the source is gone for this peer.
+    /// Per step with reads outstanding: the source disconnects this peer.
     pub lost_peer: Chance,
     /// Per step with reads outstanding: the region is revoked for this peer.
     pub revoked_region: Chance,
-    /// Per connect: nobody there.
+    /// Per connect: the source is unreachable.
     pub failed_connect: Chance,
 }
 
 impl Faults {
-    /// Steps after which a read without answer fails. Above any sensible delay, and few enough to be polled through.
+    /// Steps after which a read without an answer fails: above any delay in use, and few enough to poll through.
     pub const TIMEOUT_STEPS: u64 = 1000;
 
-    /// A network on which nothing goes wrong and everything is at once.
+    /// A network without faults, on which every read completes at the next step.
     pub fn none() -> Faults {
         Faults {
             delay_steps: 1..=1,
@@ -54,12 +55,12 @@ impl Faults {
         }
     }
 
-    /// An honest network: it delays, shuffles and tears, as each real one does, but loses nothing.
+    /// A network that delays, reorders and tears reads, as real ones do, but loses nothing.
     pub fn honest() -> Faults {
         Faults { delay_steps: 1..=20, shuffle: true, torn_read: Chance::percent(50), ..Faults::none() }
     }
 
-    /// A network on which a peer rarely lives through a few hundred reads.
+    /// A network on which a peer rarely survives a few hundred reads.
     pub fn hostile() -> Faults {
         Faults {
             lost_answer: Chance(1_000),
@@ -71,7 +72,7 @@ impl Faults {
     }
 }
 
-/// Nothing goes wrong.
+/// No faults.
 impl Default for Faults {
     fn default() -> Self {
         Faults::none()

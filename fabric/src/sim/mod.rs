@@ -1,27 +1,27 @@
-//! A network inside one process, driven by a seed: the transport that misbehaves on demand. No socket, no thread, no clock.
+//! A simulated network in one process, driven by a seed. No socket, no thread, no clock.
 //!
-//! Everything that a real transport may do to its reader, this one does, as often as its [`Faults`] say: it delays, completes in any
-//! order, takes the two halves of one read at different moments, never answers, loses the source, revokes the region, and leaves
-//! rubbish where a failed read should have landed. What the layers above survive here they survive on a wire.
+//! It does to its reader what real transports do, as often as its [`Faults`] say: it delays reads, completes them in
+//! any order, takes the two halves of a read at different moments, loses answers, loses the source, revokes the region,
+//! and leaves garbage where a failed read should have arrived.
 //!
 //! ```text
 //!   Network (seed, faults)
 //!     ├─ exporter() ─▶ SimExporter ── regions, grants
 //!     └─ connector() ─▶ SimConnector ─ connect ─▶ SimPeer
-//!                                                   post: draws its fate from the peer's own random numbers
+//!                                                   post: draws the read's result from the peer's own random numbers
 //!                                                   poll: one step of the peer's virtual time
 //! ```
 //!
-//! - `faults`: what may go wrong, as data. **Start here.**
-//! - `exporter`, `connector`, `peer`: as in the sister transports.
+//! - `faults`: the faults, as data. **Start here.**
+//! - `exporter`, `connector`, `peer`: as in the other transports.
 //! - `random`: the random numbers, which are part of what a seed means.
 //!
-//! **Time** is counted in steps; each poll of a peer is one step of that peer. So nothing depends on the machine's speed: the same
-//! seed, the same order of connecting, and the same calls on a peer give the same completions, in however many threads the peers
-//! live. (What bytes a read finds in a memory that is being written at the same time is up to the writer.)
+//! **Time** is counted in steps; each poll of a peer is one step of that peer. Nothing depends on the machine's speed:
+//! the same seed, the same order of connecting, and the same calls on a peer give the same completions, in any number
+//! of threads. (Which bytes a read finds in a memory that is being written depends on the writer.)
 //!
-//! **A failure is a seed.** A [`Network`] that is dropped by a panicking test prints its seed and faults; with
-//! [`Network::new`] they bring the same run back.
+//! **A failure is a seed.** A [`Network`] that is dropped by a panicking test prints its seed and faults.
+//! [`Network::new`] with these repeats the run.
 
 mod connector;
 mod exporter;
@@ -51,7 +51,7 @@ pub struct Network {
 }
 
 impl Network {
-    /// A network whose every accident follows from `seed`.
+    /// A network whose faults all follow from `seed`.
     pub fn new(seed: u64, faults: Faults) -> Network {
         let number = NETWORKS.fetch_add(1, Ordering::Relaxed);
         Network { shared: Arc::new(Shared { number, seed, faults, state: Mutex::new(State::default()) }) }
@@ -67,7 +67,7 @@ impl Network {
         SimExporter::new(self.shared.clone())
     }
 
-    /// A reader's way into this network.
+    /// A reader's connector to this network.
     pub fn connector(&self) -> SimConnector {
         SimConnector::new(self.shared.clone())
     }
@@ -83,28 +83,28 @@ impl Drop for Network {
 
 /// What exporters, connectors and peers of one network share.
 struct Shared {
-    /// Which network of this process: a key of another one is refused.
+    /// Number of this network in the process: keys of other networks are refused.
     number: u64,
     seed: u64,
     faults: Faults,
     state: Mutex<State>,
 }
 
-/// Who is on the network.
+/// The participants.
 #[derive(Default)]
 struct State {
-    /// By number, which the keys carry; `None` is a source that is gone.
+    /// By number, which the keys carry; `None` for a source that was dropped.
     sources: Vec<Option<Source>>,
-    /// Peers so far: each gets its own stream of random numbers.
+    /// Peers so far: each gets its own random numbers.
     peers: u64,
 }
 
 impl Shared {
-    /// Each method changes one thing, so that what a panic leaves behind is whole.
+    /// Locks the state. A panic leaves it valid, because each method changes one thing.
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Networks made by this process so far.
+/// Networks created in this process.
 static NETWORKS: AtomicU64 = AtomicU64::new(1);

@@ -1,4 +1,4 @@
-//! The reader's data path: reads whose fate is drawn when they are posted and fulfilled as virtual time goes by.
+//! The reader's data path: the result of a read is drawn when it is posted, and delivered as virtual time passes.
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -21,11 +21,11 @@ use crate::{
 pub struct SimPeer {
     lane: Arc<Mutex<Lane>>,
     sink: Arc<Memory>,
-    /// The lane's own signal, held here too so that it can be lent without the lock.
+    /// The lane's signal, also held here so that it can be borrowed without the lock.
     signal: Arc<OwnedFd>,
 }
 
-/// What peer and exporter share: the exporter has to be able to end it.
+/// What peer and exporter share: the exporter must be able to end it.
 pub(super) struct Lane {
     region: Arc<Memory>,
     sink: Arc<Memory>,
@@ -41,23 +41,24 @@ pub(super) struct Lane {
     signalled: bool,
 }
 
-/// What a new peer is given.
+/// What a new peer gets from its source.
 pub(super) struct Admission {
     pub(super) memory: Arc<Memory>,
     pub(super) served: Arc<AtomicU64>,
 }
 
-/// A read on its way, with its fate.
+/// An outstanding read, with its result.
 struct Outstanding {
     read: ReadRequest,
     /// The step at which it completes.
     due: u64,
-    /// No answer comes: at its step it fails.
+    /// The answer is lost: the read fails at its step.
     lost: bool,
     early: Option<Early>,
 }
 
-/// The part of a torn read that was taken at posting: bytes of the region from `at` on, counted from the read's start.
+/// The part of a torn read that was taken when it was posted: bytes of the region from `at`, counted from the start of
+/// the read.
 struct Early {
     at: u64,
     bytes: Vec<u8>,
@@ -90,9 +91,9 @@ impl Peer for SimPeer {
         }
         let accepted = reads.len().min(DEPTH - lane.outstanding.len());
         for read in reads.iter().take(accepted) {
-            lane.send_off(*read);
+            lane.schedule(*read);
         }
-        lane.show();
+        lane.update_signal();
         Ok(accepted)
     }
 
@@ -100,7 +101,7 @@ impl Peer for SimPeer {
         let before = completions.len();
         let mut lane = self.lane();
         lane.advance(completions);
-        lane.show();
+        lane.update_signal();
         match (completions.len() - before, lane.retired) {
             (0, Some(end)) => Err(Error::Retired(end)),
             (count, _) => Ok(count),
@@ -125,20 +126,20 @@ impl Peer for SimPeer {
 impl Lane {
     pub(super) fn new(admission: Admission, sink: Arc<Memory>, faults: Faults, random: Random) -> Result<Lane, Error> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let signal = Arc::new(eventfd(0, flags).map_err(Error::system("making an eventfd"))?);
+        let signal = Arc::new(eventfd(0, flags).map_err(Error::system("creating an eventfd"))?);
         let Admission { memory: region, served } = admission;
         let outstanding = Vec::with_capacity(DEPTH);
         Ok(Lane { region, sink, served, faults, random, step: 0, outstanding, retired: None, signal, signalled: false })
     }
 
-    /// Ends the connection, unless it has ended before.
+    /// Ends the connection, unless it has already ended.
     pub(super) fn retire(&mut self, why: ReadError) {
         self.retired.get_or_insert(why);
-        self.show();
+        self.update_signal();
     }
 
-    /// Draws a read's fate.
-    fn send_off(&mut self, read: ReadRequest) {
+    /// Draws the result of a read.
+    fn schedule(&mut self, read: ReadRequest) {
         let lost = self.random.happens(self.faults.lost_answer);
         let delay = self.random.within(&self.faults.delay_steps);
         let wait = if lost { Faults::TIMEOUT_STEPS } else { u64::from(delay) };
@@ -162,7 +163,7 @@ impl Lane {
     /// One step of virtual time.
     fn advance(&mut self, completions: &mut Vec<Completion>) {
         self.step += 1;
-        self.suffer();
+        self.inject_faults();
         if self.retired.is_none() {
             let step = self.step;
             let mut due: Vec<Outstanding> = self.outstanding.extract_if(.., |read| read.due <= step).collect();
@@ -170,7 +171,7 @@ impl Lane {
                 self.random.shuffle(&mut due);
             }
             for read in due {
-                completions.push(self.fulfil(read));
+                completions.push(self.complete(read));
             }
         }
         if let Some(end) = self.retired {
@@ -180,8 +181,8 @@ impl Lane {
         }
     }
 
-    /// Accidents of the connection.
-    fn suffer(&mut self) {
+    /// Draws faults of the connection.
+    fn inject_faults(&mut self) {
         if self.outstanding.is_empty() {
             return;
         }
@@ -193,8 +194,8 @@ impl Lane {
         }
     }
 
-    fn fulfil(&mut self, outstanding: Outstanding) -> Completion {
-        // One read of this step has ended the connection for those that come after it.
+    fn complete(&mut self, outstanding: Outstanding) -> Completion {
+        // An earlier read of this step has ended the connection.
         if let Some(end) = self.retired {
             return self.fail(outstanding, end);
         }
@@ -207,7 +208,7 @@ impl Lane {
         Completion { tag: read.tag, result: arrived.map(|()| read.length).map_err(|_| OUT_OF_BOUNDS) }
     }
 
-    /// Brings the bytes to the sink: now, but for what was taken early.
+    /// Copies the bytes to the sink: the present ones, except those taken early.
     fn deliver(&self, Outstanding { read, early, .. }: &Outstanding) -> Result<(), Error> {
         let length = u64::from(read.length);
         memory::check(read.offset, length, self.region.length())?;
@@ -219,21 +220,21 @@ impl Lane {
         Ok(())
     }
 
-    /// A read that fails may have written anything to its place: here it writes rubbish to some of it, half of the time.
+    /// A failed read may have written anything to its place: half of the time garbage is written to part of it.
     fn fail(&mut self, outstanding: Outstanding, why: ReadError) -> Completion {
         let read = outstanding.read;
         let rubbish = self.random.below(u64::from(read.length) + 1);
         if self.random.below(2) == 0 {
             let byte = self.random.next() as u8;
-            // The place was checked at posting.
+            // The place was checked when the read was posted.
             let filled = self.sink.fill(read.sink_offset..read.sink_offset + rubbish, byte);
             debug_assert!(filled.is_ok());
         }
         Completion { tag: read.tag, result: Err(why) }
     }
 
-    /// Makes the signal show whether there is something to poll for.
-    fn show(&mut self) {
+    /// Makes the signal readable while there is something to poll for.
+    fn update_signal(&mut self) {
         let has_work = !self.outstanding.is_empty() || self.retired.is_some();
         if has_work == self.signalled {
             return;
@@ -243,7 +244,7 @@ impl Lane {
         } else {
             rustix::io::read(&self.signal, &mut [0u8; 8])
         };
-        // An eventfd that holds 0 can be written and one that holds 1 can be read, always.
+        // An eventfd that holds 0 can always be written, and one that holds 1 can always be read.
         debug_assert_eq!(done, Ok(8));
         self.signalled = has_work;
     }
@@ -251,5 +252,5 @@ impl Lane {
 
 const OUT_OF_BOUNDS: ReadError = ReadError::Denied(Denial::OutOfBounds);
 
-/// Reads that may be outstanding: as many as a network card's queue pair usually has.
+/// Maximum number of outstanding reads, as for a usual queue pair.
 const DEPTH: usize = 16;

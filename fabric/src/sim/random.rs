@@ -1,5 +1,5 @@
-//! The random numbers of the simulation: SplitMix64. Small and fixed for ever, because a seed that is written down in a test must mean
-//! the same run after every upgrade of anything. Not for secrets.
+//! The random numbers of the simulation: SplitMix64. They never change, because a seed that is written down in a test
+//! must mean the same run after every upgrade. Not for secrets.
 
 use std::ops::RangeInclusive;
 
@@ -12,12 +12,12 @@ pub struct Random {
 }
 
 impl Random {
-    /// The stream that belongs to `seed`.
+    /// The stream of `seed`.
     pub fn new(seed: u64) -> Random {
         Random { state: seed }
     }
 
-    /// Another stream, for the `number`th of those who share a seed.
+    /// The stream of `number` among those that share a seed.
     pub fn split(seed: u64, number: u64) -> Random {
         Random::new(Random::new(seed ^ number.wrapping_mul(GOLDEN_GAMMA)).next())
     }
@@ -32,31 +32,31 @@ impl Random {
         mixed ^ (mixed >> 31)
     }
 
-    /// A number below `bound`; 0 if there is none.
+    /// A number below `bound`; 0 if `bound` is 0.
     pub fn below(&mut self, bound: u64) -> u64 {
         // The high half of a 128-bit product: even enough for tests, and without a division.
         ((u128::from(self.next()) * u128::from(bound)) >> 64) as u64
     }
 
-    /// A number of a range; its start if it is empty.
+    /// A number in a range; its start if the range is empty.
     pub fn within(&mut self, range: &RangeInclusive<u32>) -> u32 {
         let span = u64::from(range.end().saturating_sub(*range.start()));
         range.start().saturating_add(self.below(span + 1) as u32)
     }
 
-    /// Whether it happens this time.
+    /// Draws whether an event of this probability happens.
     pub fn happens(&mut self, chance: Chance) -> bool {
         self.below(u64::from(Chance::ALWAYS.0)) < u64::from(chance.0)
     }
 
-    /// Puts things in any order.
+    /// Shuffles a slice.
     pub fn shuffle<T>(&mut self, things: &mut [T]) {
         for end in (1..things.len()).rev() {
             things.swap(end, self.below(end as u64 + 1) as usize);
         }
     }
 
-    /// Fills bytes.
+    /// Fills `bytes` with random ones.
     pub fn fill(&mut self, bytes: &mut [u8]) {
         for chunk in bytes.chunks_mut(8) {
             let random = self.next().to_le_bytes();

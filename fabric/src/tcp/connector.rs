@@ -1,4 +1,4 @@
-//! How a peer comes to be: connect its lanes, shake hands on each. No read is done here.
+//! Makes connections: connects the lanes and shakes hands on each. Reads are in `peer`.
 
 use std::{
     io,
@@ -6,8 +6,8 @@ use std::{
     sync::Arc,
 };
 
-use super::{TcpOptions, TcpPeer, handshake::Reaching, key, lane::Lane, socket, socket::Deadline};
-use crate::{Connector, Error, Memory, Peer, RegionKey, Secret, TransportKind};
+use super::{TcpOptions, TcpPeer, handshake::HelloSent, key, lane::Lane, socket, socket::Deadline};
+use crate::{Connector, Error, Memory, Peer, RegionKey, Secret, TransportKind, auth, lane_handshake::Hello};
 
 /// Connects to sources over TCP.
 pub struct TcpConnector {
@@ -16,17 +16,17 @@ pub struct TcpConnector {
 }
 
 impl TcpConnector {
-    /// `fallback_host` is the address by which the source was reached before, over the messenger: it stands in for the host
-    /// where a key names none. Its port is not used.
+    /// A connector. `fallback_host` is the address by which the messenger reached the source; it replaces the host in
+    /// keys that name none. Its port is not used.
     ///
     /// # Errors
-    /// [`Error::Misuse`] for options outside their range.
+    /// [`Error::Misuse`] for options out of range.
     pub fn new(options: TcpOptions, fallback_host: Option<SocketAddr>) -> Result<TcpConnector, Error> {
         options.check()?;
         Ok(TcpConnector { options, fallback_host })
     }
 
-    /// As [`Connector::connect`], for those who want to know that it is a [`TcpPeer`].
+    /// As [`Connector::connect`], but returns the [`TcpPeer`] itself.
     ///
     /// # Errors
     /// Those of [`Connector::connect`].
@@ -56,15 +56,17 @@ impl TcpConnector {
         Ok(streams)
     }
 
-    /// Step by step on all lanes side by side: the round trips are paid for once, not once per lane.
+    /// Each step is done on all lanes before the next step, so that the round trips overlap.
     fn shake_hands(&self, streams: &[TcpStream], key: &RegionKey, session: u64, secret: &Secret) -> Result<(), Error> {
         let deadline = Deadline::after(self.options.handshake_timeout);
-        let hello = |(lane, stream)| Reaching::hello(stream, secret, deadline, (lane, session, key.id()));
-        let greeted: Vec<_> = (0u8..).zip(streams).map(hello).collect::<Result<_, _>>()?;
-        let proved: Vec<_> = greeted.into_iter().map(Reaching::prove).collect::<Result<_, _>>()?;
-        for lane in proved {
+        let hello = |(lane, stream)| {
+            HelloSent::hello(stream, deadline, &Hello { lane, session, id: key.id(), nonce: auth::nonce()? })
+        };
+        let greeted: Vec<_> = (0u8..).zip(streams).map(hello).collect::<Result<_, Error>>()?;
+        let answered: Vec<_> = greeted.into_iter().map(|lane| lane.prove(secret)).collect::<Result<_, _>>()?;
+        for lane in answered {
             if lane.finish()? != key.length() {
-                return Err(Error::Protocol("the region is not as long as its key says"));
+                return Err(Error::Protocol("the length of the region differs from its key"));
             }
         }
         Ok(())

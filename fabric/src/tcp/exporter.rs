@@ -1,18 +1,20 @@
-//! The source's end: which regions there are, who may read them, and the threads that serve lanes. The bytes go out in `serve`.
+//! The source's end: which regions there are, who may read them, and the threads that serve lanes. The data path is in
+//! `serve`.
 //!
 //! ```text
-//!   adopt(stream) ─▶ thread: handshake ─▶ Book::admit ─▶ serve ─▶ Book::leave
+//!   adopt(stream) ─▶ thread: handshake ─▶ Server::admit ─▶ serve ─▶ Server::leave
 //!                                            ▲   under one lock: grant still the same? region exported? room?
 //!   export, revoke, grant, withdraw, drop ───┘
 //! ```
 //!
-//! What is true at every moment, by the lock around [`Book`]:
+//! What is true at every moment, by the lock around [`Server`]:
 //!
-//! - Each lane's thread is either in `lanes`, with its socket, or in `ended`, to be joined. Nobody else owns it.
-//! - A lane that is being served has a grant and an exported region: taking either away cuts it before the lock is given back.
-//! - There are at most [`MAX_LANES`] lanes, at most [`MAX_UNPROVED`] of them without proof of a session.
+//! - The thread of each lane is either in `lanes`, with its socket, or in `ended`, to be joined.
+//! - A lane that is served has a grant and an exported region: removing either closes the lane before the lock is
+//!   released.
+//! - There are at most [`MAX_LANES`] lanes, at most [`MAX_UNPROVED`] of them without a proof.
 //!
-//! The lock is never held across a system call that could block; a lane's thread takes it three times in its life.
+//! The lock is never held during a system call that could block. A lane's thread takes it three times.
 
 use std::{
     collections::HashMap,
@@ -28,71 +30,71 @@ use std::{
 
 use super::{
     TcpOptions, handshake,
-    handshake::Asked,
+    handshake::Responder,
     key,
-    pace::Pace,
-    serve::{Region, Server},
+    pacer::Pacer,
+    serve::{LaneServer, Region},
     socket,
     socket::Deadline,
-    wire::Status,
 };
-use crate::{Denial, Error, Exporter, Memory, RegionId, RegionKey, Secret, TransportKind};
+use crate::{Denial, Error, Exporter, Memory, RegionId, RegionKey, Secret, TransportKind, lane_handshake::Hello};
 
-/// Serves regions over TCP. Connections come by [`TcpExporter::adopt`], from whoever owns the listening port, or by
-/// [`TcpExporter::listen`].
+/// Exports regions over TCP. The owner of a listening port passes connections to [`TcpExporter::adopt`], or
+/// [`TcpExporter::listen`] accepts them.
 ///
-/// Dropping it cuts every lane and joins every thread; no reader can make that wait.
+/// Dropping it closes every lane and joins every thread; no reader can delay that.
 pub struct TcpExporter {
     shared: Arc<Shared>,
     listeners: Mutex<Vec<Listener>>,
 }
 
 impl TcpExporter {
-    /// An exporter that no connection has come to yet.
+    /// An exporter without connections.
     ///
-    /// `advertised` is the address that keys tell readers to connect to; with an unspecified host (`0.0.0.0`, `::`) a
-    /// reader takes the host by which it reached the source. `None`: the address of [`TcpExporter::listen`].
+    /// Keys tell readers to connect to `advertised`. If its host is unspecified (`0.0.0.0`, `::`), a reader uses the
+    /// host by which it reached the source. `None` stands for the address of [`TcpExporter::listen`].
     ///
     /// # Errors
-    /// [`Error::Misuse`] for options outside their range.
+    /// [`Error::Misuse`] for options out of range.
     pub fn new(options: TcpOptions, advertised: Option<SocketAddr>) -> Result<TcpExporter, Error> {
         options.check()?;
-        let book = Book { advertised, ..Book::default() };
-        let pace = options.upload_rate.map(Pace::new);
-        let shared = Shared { options, pace, book: Mutex::new(book), served: AtomicU64::new(0) };
+        let server = Server { advertised, ..Server::default() };
+        let pacer = options.upload_rate.map(Pacer::new);
+        let shared = Shared { options, pacer, server: Mutex::new(server), served: AtomicU64::new(0) };
         Ok(TcpExporter { shared: Arc::new(shared), listeners: Mutex::default() })
     }
 
-    /// Takes over a connection whose first bytes, [`LANE_MAGIC`](super::LANE_MAGIC) presumably, have been peeked at but not
-    /// read. Never blocks: a thread of its own shakes hands with it. Where there are too many lanes it is told so and closed.
+    /// Takes over a connection whose first bytes, presumably [`LANE_MAGIC`](super::LANE_MAGIC), have been peeked at but
+    /// not read. It never blocks: a new thread does the handshake. If there are too many lanes, the connection is
+    /// refused and closed.
     ///
     /// # Errors
-    /// [`Error::System`] if the system gives no thread or refuses a socket option.
+    /// [`Error::System`] if a thread cannot be started or a socket option cannot be set.
     pub fn adopt(&self, stream: TcpStream) -> Result<(), Error> {
         self.shared.adopt(stream)
     }
 
-    /// Listens on `address` and adopts whatever connects, until dropped. Says where: port 0 is a free one.
+    /// Listens on `address` and adopts all connections, until dropped. Returns the address; port 0 selects a free port.
     ///
     /// # Errors
-    /// What the system says of the address.
+    /// What the system reports for the address.
     pub fn listen(&self, address: impl ToSocketAddrs) -> io::Result<SocketAddr> {
         let listener = Listener::start(TcpListener::bind(address)?, self.shared.clone())?;
         let address = listener.address;
-        self.shared.book().advertised.get_or_insert(address);
+        self.shared.server().advertised.get_or_insert(address);
         lock(&self.listeners).push(listener);
         Ok(address)
     }
 
-    /// Lanes there are now, those that still shake hands included.
+    /// Number of lanes, including those in the handshake.
     pub fn lanes(&self) -> usize {
-        self.shared.book().lanes.len()
+        self.shared.server().lanes.len()
     }
 
-    /// The congestion control in use, as the system names it, on some lane of this exporter; `None` while there is none.
+    /// The congestion control of a lane of this exporter, by its kernel name; `None` without lanes.
     pub fn effective_congestion(&self) -> Option<String> {
-        let book = self.shared.book();
-        book.lanes.values().find_map(|lane| socket::congestion(&lane.stream).ok())
+        let server = self.shared.server();
+        server.lanes.values().find_map(|lane| socket::congestion(&lane.stream).ok())
     }
 }
 
@@ -102,42 +104,42 @@ impl Exporter for TcpExporter {
     }
 
     fn export(&self, id: RegionId, memory: Arc<Memory>) -> Result<(), Error> {
-        let mut book = self.shared.book();
-        if book.regions.contains_key(&id) {
+        let mut server = self.shared.server();
+        if server.regions.contains_key(&id) {
             return Err(Error::AlreadyExported(id));
         }
-        book.regions.insert(id, Arc::new(Region { id, memory, revoked: AtomicBool::new(false) }));
+        server.regions.insert(id, Arc::new(Region { id, memory, revoked: AtomicBool::new(false) }));
         Ok(())
     }
 
     fn revoke(&self, id: RegionId) {
-        let mut book = self.shared.book();
-        let Some(region) = book.regions.remove(&id) else { return };
+        let mut server = self.shared.server();
+        let Some(region) = server.regions.remove(&id) else { return };
         region.revoked.store(true, Ordering::Release);
-        for lane in book.lanes.values().filter(|lane| lane.reads(id)) {
-            // Wakes a thread that waits for requests, so that it tells its reader. One that is sending sees the flag
-            // behind the present piece.
+        for lane in server.lanes.values().filter(|lane| lane.reads(id)) {
+            // Wakes a thread that waits for requests, so that it notifies its reader. A thread that is sending sees the
+            // flag after the present piece.
             let _ = lane.stream.shutdown(Shutdown::Read);
         }
     }
 
     fn grant(&self, session: u64, secret: Secret) {
-        let mut book = self.shared.book();
-        if book.grants.insert(session, secret).is_some_and(|before| before != secret) {
-            book.cut(|lane| lane.belongs_to(session));
+        let mut server = self.shared.server();
+        if server.grants.insert(session, secret).is_some_and(|before| before != secret) {
+            server.cut(|lane| lane.belongs_to(session));
         }
     }
 
     fn withdraw(&self, session: u64) {
-        let mut book = self.shared.book();
-        book.grants.remove(&session);
-        book.cut(|lane| lane.belongs_to(session));
+        let mut server = self.shared.server();
+        server.grants.remove(&session);
+        server.cut(|lane| lane.belongs_to(session));
     }
 
     fn key(&self, id: RegionId) -> Result<RegionKey, Error> {
-        let book = self.shared.book();
-        let region = book.regions.get(&id).ok_or(Error::NotExported(id))?;
-        let address = book
+        let server = self.shared.server();
+        let region = server.regions.get(&id).ok_or(Error::NotExported(id))?;
+        let address = server
             .advertised
             .ok_or(Error::Misuse("a tcp key needs an address: give one to TcpExporter::new, or listen first"))?;
         key::encode(id, region.memory.length(), address)
@@ -150,94 +152,92 @@ impl Exporter for TcpExporter {
 
 impl Drop for TcpExporter {
     fn drop(&mut self) {
-        if let Some(pace) = &self.shared.pace {
-            pace.end();
+        if let Some(pacer) = &self.shared.pacer {
+            pacer.end();
         }
-        // Listeners first, so that nothing new comes; each joins its thread.
+        // Listeners first, so that no new connection is accepted; each joins its thread.
         lock(&self.listeners).clear();
-        let threads = self.shared.book().close();
+        let threads = self.shared.server().close();
         threads.into_iter().for_each(join);
     }
 }
 
-/// What the exporter and its threads hold in common.
+/// What the exporter and its threads share.
 struct Shared {
     options: TcpOptions,
-    pace: Option<Pace>,
-    book: Mutex<Book>,
+    pacer: Option<Pacer>,
+    server: Mutex<Server>,
     served: AtomicU64,
 }
 
 impl Shared {
     fn adopt(self: &Arc<Self>, stream: TcpStream) -> Result<(), Error> {
         socket::prepare(&stream, &self.options)?;
-        let ended = self.book().take_ended();
+        let ended = self.server().take_ended();
         ended.into_iter().for_each(join);
-        let mut book = self.book();
-        if !book.has_room() {
-            drop(book);
-            // 48 bytes into a connection that nothing was sent on before: there is room, so that this does not wait.
+        let mut server = self.server();
+        if !server.has_room() {
+            drop(server);
+            // 48 bytes fit a connection on which nothing was sent before, so this does not wait.
             let soon = Deadline::after(Duration::from_millis(100));
-            handshake::refuse_hello(&stream, Status::Denied(Denial::Busy), soon);
+            handshake::refuse_connection(&stream, Denial::Busy, soon);
             return Ok(());
         }
-        let number = book.next_lane;
-        book.next_lane += 1;
+        let number = server.next_lane;
+        server.next_lane += 1;
         let stream = Arc::new(stream);
         let (shared, lane_stream) = (self.clone(), stream.clone());
-        // Under the lock: the thread cannot leave the book before it has been entered.
+        // Under the lock: the thread cannot remove the lane before it is inserted.
         let thread = std::thread::Builder::new()
             .name(format!("tcp-lane-{number}"))
             .spawn(move || shared.run_lane(number, lane_stream))
             .map_err(Error::system("starting a thread for a data lane"))?;
-        book.lanes.insert(number, Lane { stream, thread, reader: None });
+        server.lanes.insert(number, Lane { stream, thread, reader: None });
         Ok(())
     }
 
-    /// The whole life of a lane's thread.
+    /// The main function of a lane's thread.
     fn run_lane(&self, number: u64, stream: Arc<TcpStream>) {
         if let Err(error) = self.serve_lane(number, &stream) {
-            tracing::debug!(lane = number, %error, "a data lane was turned away");
+            tracing::debug!(lane = number, %error, "a data lane was refused");
         }
-        // Explicitly, and not by dropping: the book holds the socket too, until just below.
+        // Not by dropping the socket: the server holds it too, until the next line.
         socket::cut(&stream);
-        self.book().leave(number);
+        self.server().leave(number);
     }
 
     fn serve_lane(&self, number: u64, stream: &TcpStream) -> Result<(), Error> {
-        let asked = Asked::challenge(stream, Deadline::after(self.options.handshake_timeout))?;
-        let session = asked.hello.session;
-        let secret = self.book().grants.get(&session).copied();
-        if !asked.is_proved(secret.as_ref())? {
-            asked.refuse(Denial::NotGranted)?;
-            return Err(Error::Refused(Denial::NotGranted));
-        }
-        // Proved implies that there is one.
-        let secret = secret.ok_or(Error::Refused(Denial::NotGranted))?;
-        let admitted = self.book().admit(number, session, &secret, asked.hello.id);
-        let region = match admitted {
-            Ok(region) => region,
+        let responder = Responder::challenge(stream, Deadline::after(self.options.handshake_timeout))?;
+        let &Hello { session, id, .. } = responder.hello();
+        let secret = self.server().grants.get(&session).copied();
+        let examined = responder.examine(secret.as_ref())?;
+        let admitted = examined.and_then(|proved| {
+            let region = self.server().admit(number, session, secret.as_ref(), id)?;
+            Ok((proved, region))
+        });
+        let (proved, region) = match admitted {
+            Ok(admitted) => admitted,
             Err(denial) => {
-                asked.refuse(denial)?;
+                responder.refuse(denial)?;
                 return Err(Error::Refused(denial));
             }
         };
-        asked.welcome(&secret, region.memory.length())?;
+        responder.welcome(&proved, region.memory.length())?;
         tracing::debug!(lane = number, session, region = %region.id, "a data lane is open");
         let TcpOptions { send, drain_timeout, .. } = self.options;
-        let ended = Server::new(stream, &region, send, drain_timeout, self.pace.as_ref(), &self.served).run();
+        let ended = LaneServer::new(stream, &region, send, drain_timeout, self.pacer.as_ref(), &self.served).run();
         tracing::debug!(lane = number, session, region = %region.id, "a data lane has ended: {ended}");
         Ok(())
     }
 
-    fn book(&self) -> MutexGuard<'_, Book> {
-        lock(&self.book)
+    fn server(&self) -> MutexGuard<'_, Server> {
+        lock(&self.server)
     }
 }
 
-/// Who may read what, and who does.
+/// Regions, grants, and lanes.
 #[derive(Default)]
-struct Book {
+struct Server {
     advertised: Option<SocketAddr>,
     regions: HashMap<RegionId, Arc<Region>>,
     grants: HashMap<u64, Secret>,
@@ -247,11 +247,11 @@ struct Book {
     closed: bool,
 }
 
-/// A lane as its owner sees it.
+/// A lane, at the exporter.
 struct Lane {
     stream: Arc<TcpStream>,
     thread: JoinHandle<()>,
-    /// Session and region, once proved.
+    /// Session and region, after the proof.
     reader: Option<(u64, RegionId)>,
 }
 
@@ -265,17 +265,23 @@ impl Lane {
     }
 }
 
-impl Book {
-    /// Whether one more connection may shake hands.
+impl Server {
+    /// Whether one more connection may start a handshake.
     fn has_room(&self) -> bool {
         let unproved = self.lanes.values().filter(|lane| lane.reader.is_none()).count();
         !self.closed && self.lanes.len() < MAX_LANES && unproved < MAX_UNPROVED
     }
 
-    /// Lets a lane that has proved `secret` read region `id`, or says why not.
-    fn admit(&mut self, number: u64, session: u64, secret: &Secret, id: RegionId) -> Result<Arc<Region>, Denial> {
-        // The grant may have gone while the proof was on its way.
-        if self.closed || self.grants.get(&session) != Some(secret) {
+    /// Admits a lane that has proved `secret` to region `id`, or returns the reason for a denial.
+    fn admit(
+        &mut self,
+        number: u64,
+        session: u64,
+        secret: Option<&Secret>,
+        id: RegionId,
+    ) -> Result<Arc<Region>, Denial> {
+        // The grant may have been withdrawn since the proof was checked.
+        if self.closed || secret.is_none() || self.grants.get(&session) != secret {
             return Err(Denial::NotGranted);
         }
         let Some(region) = self.regions.get(&id) else {
@@ -290,7 +296,7 @@ impl Book {
         Ok(region.clone())
     }
 
-    /// A lane's thread is about to end: from `lanes` to `ended`.
+    /// Moves a lane whose thread is about to end from `lanes` to `ended`.
     fn leave(&mut self, number: u64) {
         if let Some(lane) = self.lanes.remove(&number) {
             self.ended.push(lane.thread);
@@ -303,7 +309,7 @@ impl Book {
         }
     }
 
-    /// Cuts everything, lets nothing in any more, and hands out the threads.
+    /// Closes all lanes, refuses new ones, and returns the threads.
     fn close(&mut self) -> Vec<JoinHandle<()>> {
         self.closed = true;
         self.cut(|_| true);
@@ -316,7 +322,7 @@ impl Book {
     }
 }
 
-/// A listening socket of our own, and the thread that accepts from it.
+/// A listening socket, and the thread that accepts from it.
 struct Listener {
     address: SocketAddr,
     socket: TcpListener,
@@ -346,14 +352,14 @@ fn accept_all(listener: &TcpListener, shared: &Arc<Shared>) {
         match listener.accept() {
             Ok((stream, peer)) => {
                 if let Err(error) = shared.adopt(stream) {
-                    tracing::warn!(%peer, %error, "a data connection could not be taken");
+                    tracing::warn!(%peer, %error, "cannot serve a data connection");
                 }
             }
-            // The listener was shut down by its owner.
+            // Its owner has shut the listener down.
             Err(error) if error.kind() == io::ErrorKind::InvalidInput => return,
-            // One connection that failed before it was taken, or a lack of descriptors that may pass.
+            // A connection that failed before it was accepted, or a temporary lack of descriptors.
             Err(error) => {
-                tracing::warn!(%error, "accepting a data connection failed");
+                tracing::warn!(%error, "cannot accept a data connection, retrying");
                 std::thread::sleep(ACCEPT_PAUSE);
             }
         }
@@ -361,26 +367,26 @@ fn accept_all(listener: &TcpListener, shared: &Arc<Shared>) {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // What the book says is true after every statement, so that a panic elsewhere does not make it worthless.
+    // The data is valid after every statement, so that it can be used after a panic of another thread.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn join(thread: JoinHandle<()>) {
     if thread.join().is_err() {
-        tracing::error!("a data lane's thread has panicked");
+        tracing::error!("the thread of a data lane has panicked");
     }
 }
 
-/// Lanes in all; each is a thread of 96 KiB of buffer and some kernel memory. Beyond, readers are told to come back later.
-/// 256 = 32 replicas × 2 regions × 4 lanes, or 128 replicas with a lane per region.
+/// Maximum number of lanes. Each takes a thread, 96 KiB of buffer and some kernel memory. Further readers are told to
+/// retry later. 256 = 32 replicas × 2 regions × 4 lanes, or 128 replicas with one lane per region.
 pub(super) const MAX_LANES: usize = 256;
 
-/// ... of them those that have not proved anything yet, so that a stranger who only connects cannot keep out those who
-/// have a grant: each such connection lives no longer than the handshake time-out.
+/// Maximum number of lanes that have not proved a session. Connections without a grant can thus not exclude readers
+/// with one: each of them ends at the handshake time-out.
 pub(super) const MAX_UNPROVED: usize = 64;
 
-/// Lanes per session: 2 regions × 4 lanes, twice, because a reader may come back before its old lanes are found dead.
+/// Lanes per session: 2 regions × 4 lanes, twice, because a reader may reconnect before its old lanes are found closed.
 pub(super) const MAX_LANES_PER_SESSION: usize = 16;
 
-/// After a failed accept(2): long enough not to spin when descriptors have run out.
+/// Pause after a failed accept(2), so that the loop does not spin when descriptors have run out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);

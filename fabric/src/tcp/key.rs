@@ -1,18 +1,19 @@
-//! What a [`RegionKey`] of this transport says beyond region and length: where to connect. Nothing in it is secret.
+//! The body of a [`RegionKey`] of this transport: the address to connect to. It is not secret.
 
 use std::net::SocketAddr;
 
 use crate::{Error, KeyError, RegionId, RegionKey, TransportKind, address};
 
-/// The key of `id`, to be read at `at`. An unspecified host means: where you reached the source.
+/// The key of `id`, to be read at address `at`. An unspecified host stands for the host by which the reader reached the
+/// source.
 pub(super) fn encode(id: RegionId, length: u64, at: SocketAddr) -> Result<RegionKey, Error> {
     Ok(RegionKey::new(TransportKind::Tcp, id, length, &address::encode(at))?)
 }
 
-/// Where `key` leads to. `fallback_host` takes the place of an unspecified host; its port is not used.
+/// The address in `key`. `fallback_host` replaces an unspecified host; its port is not used.
 pub(super) fn address(key: &RegionKey, fallback_host: Option<SocketAddr>) -> Result<SocketAddr, Error> {
     key.expect(TransportKind::Tcp)?;
-    let body = key.body().try_into().map_err(|_| KeyError::Body("its tcp part is not of 20 bytes"))?;
+    let body = key.body().try_into().map_err(|_| KeyError::Body("its tcp part is not 20 bytes long"))?;
     address::decode(body, fallback_host)
 }
 

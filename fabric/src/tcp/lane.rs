@@ -1,15 +1,15 @@
-//! The reader's data path: one connection, on which answers come in the order of the requests. Which read goes to which lane,
-//! and what a failure means for the others, is `peer`'s business.
+//! The reader's data path: one connection, on which answers arrive in the order of the requests. `peer` distributes
+//! reads over lanes and handles failures.
 //!
 //! ```text
-//!   expected:  │ 1 MiB, half of it here │ 4 KiB │ 4 KiB │ 1 MiB │        the order in which answers come
-//!                └ large: recv(2) straight into the sink
-//!                                         └───────┴───────┴ small: one recv(2) into `inbox` for all of them and the next
-//!                                                           header, then a copy each
+//!   expected:  │ 1 MiB, half received │ 4 KiB │ 4 KiB │ 1 MiB │        the order in which answers arrive
+//!                └ large: recv(2) directly into the sink
+//!                                       └───────┴───────┴ small: one recv(2) into `inbox` for all of them and the next
+//!                                                         header, then a copy each
 //! ```
 //!
-//! Never is more asked of the socket than belongs to small reads and headers when the bytes go through the inbox, so that no
-//! byte of a large read is copied twice.
+//! While bytes go through the inbox, no more is received than headers and small reads, so that no byte of a large read
+//! is copied twice.
 
 use std::{
     collections::VecDeque,
@@ -23,37 +23,37 @@ use super::{
 };
 use crate::{Denial, Memory, ReadError};
 
-/// One connection of a peer. Its socket does not block.
+/// A connection of a peer. Its socket is non-blocking.
 pub(super) struct Lane {
     stream: TcpStream,
-    /// Requests that the socket has not taken yet; nearly always empty.
+    /// Requests that the socket has not accepted yet; almost always empty.
     outbox: Vec<u8>,
-    /// Requests that wait for the window, in their order.
+    /// Requests that wait for the window, in order.
     held: VecDeque<Request>,
-    /// Bytes that requests of the window have still to bring, and how many of them let no further request through.
+    /// Bytes still to arrive for requests in the window, and the limit above which no further request is sent.
     in_flight: u64,
     window: u64,
     was_clogged: bool,
     expected: VecDeque<Expected>,
-    /// Bytes that are still to come for what is expected.
+    /// Bytes still to arrive for all expected answers.
     outstanding: u64,
-    /// Bytes still to come of the present piece; 0: a header comes next.
+    /// Bytes still to arrive of the present piece; 0: a header is next.
     piece_left: u32,
     inbox: Inbox,
 }
 
-/// An answer that will come.
+/// An expected answer.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Expected {
     /// The tag on the wire.
     pub(super) tag: u64,
-    /// Which read of the peer it belongs to.
+    /// The read of the peer that it belongs to.
     pub(super) slot: usize,
-    /// Bytes asked for.
+    /// Bytes requested.
     pub(super) length: u32,
-    /// Where the next byte lands; moves as bytes arrive.
+    /// Offset in the sink of the next byte; advances as bytes arrive.
     pub(super) sink_offset: u64,
-    /// Bytes still to come.
+    /// Bytes still to arrive.
     pub(super) left: u32,
 }
 
@@ -81,18 +81,18 @@ impl Lane {
         &self.stream
     }
 
-    /// Bytes that have been asked for and are not here.
+    /// Bytes requested that have not arrived.
     pub(super) fn outstanding(&self) -> u64 {
         self.outstanding
     }
 
-    /// Whether requests wait for room in the socket, where that is news since the last call.
+    /// Whether requests wait for room in the socket, if that has changed since the last call.
     pub(super) fn became_clogged(&mut self) -> Option<bool> {
         let before = std::mem::replace(&mut self.was_clogged, !self.outbox.is_empty());
         (before != self.was_clogged).then_some(self.was_clogged)
     }
 
-    /// Enters a request. [`Lane::flush`] sends it.
+    /// Queues a request. [`Lane::flush`] sends it.
     pub(super) fn ask(&mut self, request: Request, slot: usize, sink_offset: u64) {
         let Request { tag, length, .. } = request;
         self.held.push_back(request);
@@ -100,7 +100,7 @@ impl Lane {
         self.expected.push_back(Expected { tag, slot, length, sink_offset, left: length });
     }
 
-    /// Sends requests as far as the window lets them through and the socket takes them.
+    /// Sends requests, as far as the window and the socket allow.
     pub(super) fn flush(&mut self) {
         while self.in_flight < self.window
             && let Some(request) = self.held.pop_front()
@@ -114,15 +114,15 @@ impl Lane {
                 Ok(count) => sent += count,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-                // What the source said last may still be in our buffer: let receive() find the end.
+                // The source's last answers may still be in our buffer: receive() finds the end.
                 Err(_) => sent = self.outbox.len(),
             }
         }
         self.outbox.drain(..sent);
     }
 
-    /// Receives what is there, about `budget` bytes at most, and tells `done` of each answer that is complete. Says whether
-    /// anything came.
+    /// Receives what has arrived, up to about `budget` bytes, and calls `done` for each complete answer. Returns
+    /// whether bytes arrived.
     pub(super) fn receive(
         &mut self,
         sink: &Memory,
@@ -156,7 +156,7 @@ impl Lane {
         }
     }
 
-    /// One system call: into the sink in the middle of a large piece, else into the inbox.
+    /// One system call: into the sink in the middle of a large piece, otherwise into the inbox.
     fn receive_once(
         &mut self,
         sink: &Memory,
@@ -166,27 +166,27 @@ impl Lane {
             Some(front) if self.piece_left as usize > SMALL_BYTES => {
                 let wanted = self.piece_left as usize;
                 let count = sink.receive(&self.stream, front.sink_offset, wanted)?;
-                self.landed(count as u32, done);
+                self.received_bytes(count as u32, done);
                 (wanted, count)
             }
             _ => {
-                let room = self.inbox.room(self.worth_gathering());
+                let room = self.inbox.room(self.inbox_demand());
                 (room.len(), self.stream.read(room).inspect(|count| self.inbox.end += count)?)
             }
         };
         if count == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        // Less than there was room for: the socket is empty, and asking it again would only cost a system call.
+        // Less than there was room for: the socket is empty, and another system call would return nothing.
         Ok(Received { count, was_all: count < wanted })
     }
 
-    /// How many bytes to have in the inbox: the next header, and all small answers up to the next large one's header.
-    fn worth_gathering(&self) -> usize {
+    /// Bytes to receive into the inbox: the next header, and all small answers up to the next large one's header.
+    fn inbox_demand(&self) -> usize {
         let mut bytes = self.piece_left as usize;
         let mut is_next = bytes == 0;
         for answer in &self.expected {
-            // Of a read that is under way what follows the present piece: nothing, or one more header.
+            // For a read in progress, what follows the present piece: nothing, or one more header.
             let left = (answer.left as usize).saturating_sub(if is_next { 0 } else { self.piece_left as usize });
             if is_next || left > 0 {
                 bytes += Answer::BYTES;
@@ -202,7 +202,7 @@ impl Lane {
         bytes.clamp(Answer::BYTES, INBOX_BYTES)
     }
 
-    /// Takes headers and bytes out of the inbox, until no whole header is left in it.
+    /// Processes headers and bytes in the inbox, until no whole header is left.
     fn empty_inbox(
         &mut self,
         sink: &Memory,
@@ -211,23 +211,23 @@ impl Lane {
         loop {
             if self.piece_left == 0 {
                 let Some(header) = self.inbox.take_header() else { return Ok(()) };
-                let answer = Answer::decode(&header).map_err(|garbled| breach(&garbled.to_string()))?;
+                let answer = Answer::decode(&header).map_err(|malformed| violation(&malformed.to_string()))?;
                 self.begin_piece(answer, done)?;
                 continue;
             }
-            let Some(front) = self.expected.front() else { return Err(breach("bytes that belong to no read")) };
+            let Some(front) = self.expected.front() else { return Err(violation("bytes that belong to no read")) };
             let bytes = self.inbox.take(self.piece_left as usize);
             if bytes.is_empty() {
                 return Ok(());
             }
-            // The place was checked when the read was posted, so that this cannot fail.
+            // The place was checked when the read was posted, so this does not fail.
             sink.write(front.sink_offset, bytes).map_err(|_| ReadError::PeerGone)?;
             let count = bytes.len() as u32;
-            self.landed(count, done);
+            self.received_bytes(count, done);
         }
     }
 
-    /// Judges a header: it must be about the read whose turn it is, and announce no more than is missing.
+    /// Checks a header: it must belong to the next expected read, and announce no more bytes than are missing.
     fn begin_piece(
         &mut self,
         answer: Answer,
@@ -243,22 +243,22 @@ impl Lane {
                 self.piece_left = answer.length;
                 Ok(())
             }
-            (Status::Good, Some(_)) => Err(breach("an answer of a length that was not asked for")),
-            (Status::Good, None) => Err(breach("an answer to something that was not asked")),
+            (Status::Good, Some(_)) => Err(violation("an answer of a length that was not requested for")),
+            (Status::Good, None) => Err(violation("an answer to something that was not requested")),
             (Status::Denied(Denial::OutOfBounds), Some(front)) if front.left == front.length => {
                 self.finish(Err(Denial::OutOfBounds), done);
                 Ok(())
             }
-            (Status::Denied(Denial::OutOfBounds), _) => Err(breach("a denial of something that was not asked")),
+            (Status::Denied(Denial::OutOfBounds), _) => Err(violation("a denial of something that was not requested")),
             (Status::Denied(denial), Some(_)) => Err(ReadError::Denied(denial)),
             (Status::Denied(denial), None) if answer.tag == TAG_LANE => Err(ReadError::Denied(denial)),
-            (Status::Denied(_), None) => Err(breach("a denial of something that was not asked")),
-            (Status::Malformed, _) => Err(breach("it finds our requests malformed")),
+            (Status::Denied(_), None) => Err(violation("a denial of something that was not requested")),
+            (Status::Malformed, _) => Err(violation("it rejects a request as malformed")),
         }
     }
 
-    /// `count` bytes of the present piece are in the sink.
-    fn landed(&mut self, count: u32, done: &mut impl FnMut(usize, Result<(), Denial>)) {
+    /// Records that `count` bytes of the present piece are in the sink.
+    fn received_bytes(&mut self, count: u32, done: &mut impl FnMut(usize, Result<(), Denial>)) {
         self.piece_left -= count;
         self.outstanding -= u64::from(count);
         self.in_flight -= u64::from(count);
@@ -271,7 +271,7 @@ impl Lane {
         }
     }
 
-    /// The answer whose turn it was is over.
+    /// Completes the next expected answer.
     fn finish(&mut self, result: Result<(), Denial>, done: &mut impl FnMut(usize, Result<(), Denial>)) {
         if let Some(front) = self.expected.pop_front() {
             self.outstanding -= u64::from(front.left);
@@ -280,20 +280,20 @@ impl Lane {
         }
     }
 
-    /// Ends the connection, so that whoever waits on it wakes.
+    /// Ends the connection, which wakes its users.
     pub(super) fn cut(&self) {
         socket::cut(&self.stream);
     }
 }
 
-/// What one system call brought.
+/// The result of one system call.
 struct Received {
     count: usize,
-    /// The socket is empty now.
+    /// Whether the socket is empty.
     was_all: bool,
 }
 
-/// Bytes that came together and belong to several answers.
+/// Bytes that were received together and belong to several answers.
 struct Inbox {
     bytes: Box<[u8]>,
     begin: usize,
@@ -305,8 +305,8 @@ impl Inbox {
         Inbox { bytes: vec![0; INBOX_BYTES].into(), begin: 0, end: 0 }
     }
 
-    /// Room for so many bytes that there will be `wanted`, those that are here included. They are moved to the front: less than
-    /// a header.
+    /// Room for receiving, so that the inbox then holds `wanted` bytes. Bytes that it already holds, less than a
+    /// header, move to the front.
     fn room(&mut self, wanted: usize) -> &mut [u8] {
         self.bytes.copy_within(self.begin..self.end, 0);
         self.end -= self.begin;
@@ -320,7 +320,7 @@ impl Inbox {
         Some(header)
     }
 
-    /// At most `most` bytes; fewer if there are fewer.
+    /// At most `most` bytes, fewer if there are fewer.
     fn take(&mut self, most: usize) -> &[u8] {
         let begin = self.begin;
         self.begin = self.end.min(begin + most);
@@ -328,20 +328,20 @@ impl Inbox {
     }
 }
 
-/// The source does not keep to the protocol: nothing that it sends from now on can be trusted to be what it seems.
-fn breach(what: &str) -> ReadError {
-    tracing::warn!(what, "the source of a data lane broke the protocol: hanging up");
+/// Logs that the source violates the protocol. Nothing that it sends after that can be trusted.
+fn violation(what: &str) -> ReadError {
+    tracing::warn!(what, "the source violated the protocol of a data lane: closing it");
     ReadError::PeerGone
 }
 
-/// Between hosts the depth alone bounds what is under way. On one host there is no distance to fill: what is asked for further
-/// ahead only lies in the kernel's buffers until the caches have forgotten it. With 16 MiB ahead a loopback was measured to cost
-/// 0.16 processor seconds per GB at either end, with 0.3 to 1 MB ahead 0.14 to 0.15 at the reader and 0.12 to 0.13 at the source;
-/// this lies between, and is a tenth of a millisecond's lead.
+/// Bytes in flight on one host; between hosts only the depth is a limit. On one host there is no distance to fill, and
+/// bytes that are requested too early leave the caches before they are read. A loopback with 16 MiB in flight took 0.16
+/// processor seconds per GB at either end; with 0.3 to 1 MB it took 0.14 to 0.15 at the reader and 0.12 to 0.13 at the
+/// source. This is between, a tenth of a millisecond's worth.
 const SAME_HOST_WINDOW_BYTES: u64 = 512 << 10;
 
-/// Answers of up to this many bytes go through the inbox; see the source's limit of the same name. The two need not agree.
+/// Answers up to this size go through the inbox. The source has a limit of the same name; the two need not agree.
 const SMALL_BYTES: usize = 16 << 10;
 
-/// Room for sixteen answers of 4 KiB with their headers, and one small one more. Per lane.
+/// Room for sixteen answers of 4 KiB with their headers, and one more small one. Per lane.
 const INBOX_BYTES: usize = 96 << 10;

@@ -1,8 +1,8 @@
-//! The transport that works everywhere: reads over plain TCP connections.
+//! The transport for all networks: reads over plain TCP connections.
 //!
-//! Not a stream of anybody's choosing: the reader asks for ranges of one region and the source answers each in turn, so that
-//! it is the reader who sets the pace, as with RDMA. Control and data never share a connection; a data connection is called
-//! a *lane*. The bytes are authenticated at the beginning of a lane and neither encrypted nor signed after it.
+//! The reader requests ranges of one region, and the source answers each in order, so that the reader controls the
+//! flow, as with RDMA. Control and data never share a connection; a data connection is called a *lane*. The start of a
+//! lane is authenticated; the bytes after that are neither encrypted nor signed.
 //!
 //! ```text
 //!   TcpExporter ── adopt / listen                         TcpConnector ── connect
@@ -11,28 +11,27 @@
 //!   handshake  ◀═══ hello, challenge, proof, welcome ═══▶  handshake
 //!     ▼                                                     ▼
 //!   serve      ◀═══ requests ═════════════════════════════ lane ┐ 1 to 4 of them
-//!   (judge each, send straight out of the region)          lane ┤ receive straight into the sink
+//!   (check each, send directly from the region)            lane ┤ receive directly into the sink
 //!              ════ answers, bytes ═══════════════════════▶ lane ┘
 //!                                                          peer   depth, order, time-outs
 //! ```
 //!
 //! - `wire`: the bytes, pure. **Start here**, or with `docs/fabric-tcp.md`.
-//! - `handshake`: both ends' first four messages, with deadlines.
-//! - `exporter`: who may read what; the threads and their limits. `serve`: the source's data path.
-//! - `connector`: how a peer comes to be. `peer` and `lane`: the reader's data path.
-//! - `socket`: options of a connection; `key`: what a [`RegionKey`](crate::RegionKey) of this transport contains.
+//! - `handshake`: the first four messages over a stream, with deadlines.
+//! - `exporter`: regions, grants, threads and their limits. `serve`: the source's data path. `pacer`: its rate limit.
+//! - `connector`: makes connections. `peer` and `lane`: the reader's data path.
+//! - `socket`: options of a connection; `key`: the body of a [`RegionKey`](crate::RegionKey) of this transport.
 //!
-//! Why the reader has no receiving thread: the bytes would be in the sink when the thread that wants them has not yet been
-//! woken, and on two cores shared with the other end each such hand-over is a switch. [`Peer::poll`](crate::Peer::poll)
-//! receives on the caller's thread instead, and what is not polled for waits in the kernel's buffer, which is the
-//! back-pressure one wants.
+//! The reader has no receiving thread: it would have to wake the thread that wants the bytes, which on two cores shared
+//! with the source is a context switch per read. [`Peer::poll`](crate::Peer::poll) receives on the caller's thread
+//! instead. What is not polled for waits in the kernel's buffer, which is the desired back-pressure.
 
 mod connector;
 mod exporter;
 mod handshake;
 mod key;
 mod lane;
-mod pace;
+mod pacer;
 mod peer;
 mod serve;
 mod socket;
@@ -50,32 +49,32 @@ pub use wire::LANE_MAGIC;
 
 use crate::Error;
 
-/// What both ends may choose. The ends need not agree: each uses what concerns it.
+/// Options of both ends. The ends need not agree: each uses the options that concern it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TcpOptions {
     /// Reader: connections per peer, 1 to [`MAX_LANES_PER_PEER`]. One saturates a loopback and most networks; more help
-    /// where a single flow is limited (per-flow hashing, long fat pipes).
+    /// where a single flow is limited (per-flow hashing, long paths with much bandwidth).
     pub lanes: u8,
-    /// Reader: reads that may be outstanding per peer, 1 to [`MAX_DEPTH`].
+    /// Reader: maximum number of outstanding reads per peer, 1 to [`MAX_DEPTH`].
     pub depth: usize,
-    /// Both: congestion control by its kernel name, e.g. `cubic`; it matters at the source, which sends. `None` leaves the
-    /// system's. Where the system refuses (not loaded, not in `tcp_allowed_congestion_control`) the lane goes on with the
-    /// system's own and a warning is logged once; `effective_congestion` of the peer and the exporter tells which it is.
+    /// Both: congestion control by its kernel name, e.g. `cubic`; it matters at the source, which sends. `None` leaves
+    /// the system's. If the system refuses it (not loaded, not in `tcp_allowed_congestion_control`), the lane uses the
+    /// system's and a warning is logged once; `effective_congestion` of the peer and the exporter return the one in
+    /// use.
     pub congestion: Option<String>,
-    /// Source: how bytes leave.
+    /// Source: how bytes are sent.
     pub send: SendMode,
-    /// Source: bytes per second that large reads take, all lanes together; `None`: as much as they can. A little below what the cable
-    /// carries, and others on it do not wait behind them.
+    /// Source: bytes per second of large reads, all lanes together; `None` for no limit. A rate slightly below that of
+    /// the link keeps other traffic on it from queueing behind them.
     pub upload_rate: Option<NonZeroU64>,
-    /// Reader: time to connect, all addresses and lanes together.
+    /// Reader: time limit to connect all lanes.
     pub connect_timeout: Duration,
-    /// Both: time for the whole handshake of a lane, so that a connection that says nothing, or says it byte by byte,
-    /// is cut.
+    /// Both: time limit of the whole handshake of a lane, also for a connection that sends nothing, or byte by byte.
     pub handshake_timeout: Duration,
-    /// Reader: with reads outstanding, time without a single byte received after which they fail with `TimedOut`.
+    /// Reader: with reads outstanding, time without a received byte after which they fail with `TimedOut`.
     pub stall_timeout: Duration,
-    /// Source: time for a reader to take [`SLOWEST_DRAIN_BYTES`] of what it asked for, after which its lane is cut: a
-    /// reader that doesn't read may not hold a thread and a region for ever.
+    /// Source: time in which a reader must take [`SLOWEST_DRAIN_BYTES`] of what it requested; otherwise its lane is
+    /// closed. A reader that does not read must not hold a thread and a region forever.
     pub drain_timeout: Duration,
 }
 
@@ -96,7 +95,7 @@ impl Default for TcpOptions {
 }
 
 impl TcpOptions {
-    /// Fails where a number is outside its range.
+    /// Fails if a number is out of range.
     fn check(&self) -> Result<(), Error> {
         if !(1..=MAX_LANES_PER_PEER).contains(&self.lanes) {
             return Err(Error::Misuse("tcp lanes: choose 1 to 4"));
@@ -115,27 +114,27 @@ impl TcpOptions {
 /// How the source sends the bytes of a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum SendMode {
-    /// `send(2)` straight out of the mapping: the kernel copies once, and the bytes are those of the moment of sending.
+    /// `send(2)` from the mapping: the kernel copies once, and the bytes are those of the moment of sending.
     #[default]
     Copy,
-    /// `sendfile(2)`: the kernel takes the pages by reference, at a third of the processor time at the source, and reads them
-    /// when they leave the host, or on a loopback when the reader gets to them. As with RDMA, bytes may thus be newer than
-    /// the answer that carries them; the table above copes with either.
+    /// `sendfile(2)`: the kernel takes the pages by reference, at a third of the processor time at the source. It reads
+    /// them when they leave the host, or on a loopback when the reader receives them. As with RDMA, bytes may be newer
+    /// than the answer that announces them, which the table above can handle.
     File,
 }
 
-/// The most lanes of one peer: beyond four, the processor is the limit and not the flow.
+/// Maximum number of lanes per peer: beyond four, the processor is the limit and not the flow.
 pub const MAX_LANES_PER_PEER: u8 = 4;
 
-/// The most reads outstanding per peer. 256 requests, each cut over four lanes, are 32 KiB: they fit a send buffer even when
-/// the source has not begun to read them.
+/// Maximum number of outstanding reads per peer. 256 requests, each split over four lanes, are 32 KiB, which fit a send
+/// buffer even if the source does not read.
 pub const MAX_DEPTH: usize = 256;
 
-/// What a reader has to take within the drain time-out to be called slow and not dead. At the default of 10 s: 6.5 kB/s.
+/// Bytes that a reader must take within the drain time-out. With the default of 10 s: 6.5 kB/s.
 pub const SLOWEST_DRAIN_BYTES: usize = 64 << 10;
 
-/// Below this a time-out would strike on a busy machine without need.
+/// A shorter time-out would expire without need on a busy machine.
 const SHORTEST_TIMEOUT: Duration = Duration::from_millis(10);
 
-/// Above this a time-out is none, and arithmetic on it might overflow.
+/// Longest time-out, so that arithmetic on it does not overflow.
 const LONGEST_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);

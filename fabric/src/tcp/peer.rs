@@ -1,5 +1,5 @@
-//! The reader's connection to one region: spreads reads over its lanes, keeps their number within the depth and their time
-//! within the time-out. Works on the thread of its caller; the bytes are moved in `lane`.
+//! The reader's connection to one region: distributes reads over its lanes, and limits their number and their time. It
+//! works on the caller's thread; `lane` moves the bytes.
 //!
 //! ```text
 //!            post_read                                                   poll
@@ -7,9 +7,9 @@
 //!             └─ as many as the depth                                      └─ free again
 //! ```
 //!
-//! The descriptor of [`Peer::arm`] is an epoll instance over the lanes' sockets and one timer, so that a caller that only sleeps
-//! on it also learns of a source that has gone silent. A retired peer keeps its sockets, shut down: they stay readable, and
-//! with them the descriptor, until the peer is dropped.
+//! The descriptor of [`Peer::arm`] is an epoll instance over the lanes' sockets and one timer, so that a caller that
+//! only sleeps on it also notices a source that has stopped answering. A retired peer keeps its sockets, shut down:
+//! they stay readable, and with them the descriptor, until the peer is dropped.
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -25,7 +25,7 @@ use crate::{
     transport::Completion,
 };
 
-/// See [`Peer`]. Made by [`TcpConnector`](super::TcpConnector).
+/// A [`Peer`] over TCP, made by [`TcpConnector`](super::TcpConnector).
 pub struct TcpPeer {
     id: RegionId,
     sink: Arc<Memory>,
@@ -38,7 +38,7 @@ pub struct TcpPeer {
 }
 
 impl TcpPeer {
-    /// A peer over lanes that have shaken hands.
+    /// A peer over lanes whose handshake is complete.
     pub(super) fn new(
         id: RegionId,
         sink: Arc<Memory>,
@@ -57,13 +57,13 @@ impl TcpPeer {
         Ok(TcpPeer { id, sink, lanes, slots: Slots::new(options.depth), next_tag: 0, readiness, stall, retired: None })
     }
 
-    /// The congestion control in use on this end of the lanes, as the system names it. The source's, which sends the bytes,
-    /// may be another: [`TcpExporter::effective_congestion`](super::TcpExporter::effective_congestion).
+    /// The congestion control at this end of the lanes, by its kernel name. That of the source, which sends the bytes,
+    /// may differ: [`TcpExporter::effective_congestion`](super::TcpExporter::effective_congestion).
     pub fn effective_congestion(&self) -> Option<String> {
         self.lanes.first().and_then(|lane| socket::congestion(lane.stream()).ok())
     }
 
-    /// Cuts a read into parts and gives them to lanes.
+    /// Splits a read into parts and queues them on lanes.
     fn ask(&mut self, slot: usize, read: &ReadRequest) -> u32 {
         let mut parts = 0;
         for (offset, length) in cut(read, self.lanes.len()) {
@@ -76,20 +76,20 @@ impl TcpPeer {
         parts
     }
 
-    /// Sends what was asked. A lane whose socket is full, which takes a source that does not read, is watched for room as well.
+    /// Sends queued requests. A lane whose socket is full, because the source does not read, is also watched for room.
     fn flush(&mut self) {
         for lane in &mut self.lanes {
             lane.flush();
             let Some(is_clogged) = lane.became_clogged() else { continue };
             let room = if is_clogged { epoll::EventFlags::OUT } else { epoll::EventFlags::empty() };
-            // Fails only for a descriptor that is not watched; the stall timer would still find out.
+            // Fails only for a descriptor that is not watched; the stall timer would still expire.
             let flags = epoll::EventFlags::IN | room;
             let changed = epoll::modify(&self.readiness, lane.stream(), epoll::EventData::new_u64(0), flags);
             debug_assert!(changed.is_ok(), "each lane is watched from the beginning");
         }
     }
 
-    /// Receives on each lane in turn. Ends at the first that fails.
+    /// Receives on each lane in turn, until one fails.
     fn receive(&mut self, completions: &mut Vec<Completion>) -> Result<(), ReadError> {
         let TcpPeer { sink, lanes, slots, stall, .. } = self;
         let budget = POLL_BYTES / lanes.len().max(1);
@@ -102,7 +102,7 @@ impl TcpPeer {
         stall.check(!slots.is_empty())
     }
 
-    /// The end: everything outstanding has failed with `error`, and the lanes are cut.
+    /// Retires the peer with `error` and closes the lanes.
     fn retire(&mut self, error: ReadError) {
         if self.retired.is_none() {
             self.retired = Some(error);
@@ -134,7 +134,7 @@ impl Peer for TcpPeer {
         if self.retired.is_none() {
             self.flush();
             match self.receive(completions) {
-                // What has come has made room for requests that were held back.
+                // Received bytes have made room for held requests.
                 Ok(()) => self.flush(),
                 Err(error) => self.retire(error),
             }
@@ -168,8 +168,8 @@ impl Drop for TcpPeer {
     }
 }
 
-/// The parts of a read over `lanes` lanes, as offset in the read and length. A range that overflows is left whole: the source
-/// will say what it thinks of it.
+/// The parts of a read over `lanes` lanes, as offset in the read and length. A range that overflows is not split: the
+/// source denies it.
 fn cut(read: &ReadRequest, lanes: usize) -> impl Iterator<Item = (u64, u32)> + use<> {
     let whole = read.length;
     let overflows = read.offset.checked_add(whole.into()).is_none();
@@ -179,14 +179,14 @@ fn cut(read: &ReadRequest, lanes: usize) -> impl Iterator<Item = (u64, u32)> + u
     begins.map(move |begin| (begin.into(), (whole - begin).min(length)))
 }
 
-/// The most bytes that one poll receives: about a millisecond's worth, after which the caller may have better to do.
+/// Maximum bytes received per poll: about a millisecond's worth.
 const POLL_BYTES: usize = 8 << 20;
 
-/// A read is cut into parts of no less than this, one per lane at most: below, the second lane's system calls and wake-up cost
-/// more than the copy they take over.
+/// Minimum size of a part. Below it, the system calls and the wake-up of a second lane cost more than the copy that it
+/// takes over.
 const CUT_BYTES: u32 = 256 << 10;
 
-/// Parts begin at whole pages of the read.
+/// Parts start at whole pages of the read.
 const PAGE_BYTES: u32 = 4096;
 
 #[cfg(test)]

@@ -1,12 +1,12 @@
-//! The source's data path: one lane, from its welcome to its end. Who may have a lane is decided in `exporter`.
+//! The source's data path: one lane, from its welcome to its end. `exporter` decides who may have a lane.
 //!
 //! ```text
-//!   recv: a batch of requests ─▶ judge each ─┬─ small: header and bytes into `outbox`, sent with the rest of the batch
-//!                                            └─ large: header, then send(2) or sendfile(2) out of the region, piece by piece
+//!   recv: a batch of requests ─▶ check each ─┬─ small: header and bytes into `outbox`, sent with the rest of the batch
+//!                                            └─ large: header, then send(2) or sendfile(2) from the region, piece by piece
 //! ```
 //!
-//! No byte of a large read is copied in user space. Small reads are: sixteen of 4 KiB then leave by one system call instead of
-//! by thirty-two, which is worth far more than the copy.
+//! Bytes of a large read are not copied in user space. Those of small reads are: sixteen reads of 4 KiB are then sent
+//! by one system call instead of thirty-two, which saves far more than the copy costs.
 
 use std::{
     io::{self, Read},
@@ -23,70 +23,70 @@ use rustix::net::SendFlags;
 
 use super::{
     SLOWEST_DRAIN_BYTES, SendMode,
-    pace::Pace,
+    pacer::Pacer,
     socket,
     wire::{Answer, PIECE_BYTES, Request, Status, TAG_LANE},
 };
 use crate::{Denial, Memory, RegionId};
 
-/// A region as its lanes see it.
+/// A region, as its lanes use it.
 #[derive(Debug)]
 pub(super) struct Region {
     pub(super) id: RegionId,
     pub(super) memory: Arc<Memory>,
-    /// Set once, by `revoke`; looked at before every piece.
+    /// Set once, by `revoke`; checked before every piece.
     pub(super) revoked: AtomicBool,
 }
 
-/// Why a lane ended. Only for the log: a lane that ends is not an error of the source.
+/// Why a lane ended. For the log only: it is not an error of the source.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Ended {
-    #[error("the reader hung up")]
+    #[error("the reader closed the connection")]
     HungUp,
     #[error("the region was revoked")]
     Revoked,
     #[error("the reader took less than {SLOWEST_DRAIN_BYTES} bytes within {0:?}")]
     Slow(Duration),
-    #[error("the reader began a request and did not finish it within {0:?}")]
+    #[error("the reader did not complete a request within {0:?}")]
     HalfRequest(Duration),
-    #[error("the reader sent a request that cannot be")]
+    #[error("the reader sent an invalid request")]
     Malformed,
     #[error("{0}")]
     Broken(#[from] io::Error),
 }
 
 /// Answers the requests of one lane until it ends.
-pub(super) struct Server<'a> {
+pub(super) struct LaneServer<'a> {
     stream: &'a TcpStream,
     region: &'a Region,
     mode: SendMode,
     drain_timeout: Duration,
-    pace: Option<&'a Pace>,
+    pacer: Option<&'a Pacer>,
     served: &'a AtomicU64,
     outbox: Vec<u8>,
 }
 
-impl<'a> Server<'a> {
+impl<'a> LaneServer<'a> {
     pub(super) fn new(
         stream: &'a TcpStream,
         region: &'a Region,
         mode: SendMode,
         drain_timeout: Duration,
-        pace: Option<&'a Pace>,
+        pacer: Option<&'a Pacer>,
         served: &'a AtomicU64,
-    ) -> Server<'a> {
-        Server { stream, region, mode, drain_timeout, pace, served, outbox: Vec::with_capacity(OUTBOX_BYTES) }
+    ) -> LaneServer<'a> {
+        LaneServer { stream, region, mode, drain_timeout, pacer, served, outbox: Vec::with_capacity(OUTBOX_BYTES) }
     }
 
-    /// Serves, and says why it ended.
+    /// Serves the lane, and returns why it ended.
     pub(super) fn run(mut self) -> Ended {
         let ended = match self.serve() {
             Ok(never) => match never {},
             Err(ended) => ended,
         };
-        // Whoever revoked the region has woken us by closing our receiving side; what is left is to tell the reader.
+        // `revoke` has woken this thread by closing the receiving side; the reader must still be notified.
         let last_word = match &ended {
-            // In the middle of a piece the reader would take a word for content.
+            // In the middle of a piece the reader would take an answer for content.
             Ended::Slow(_) | Ended::Broken(_) => None,
             Ended::Malformed => Some(Status::Malformed),
             _ if self.is_revoked() => Some(Status::Denied(Denial::Revoked)),
@@ -100,8 +100,8 @@ impl<'a> Server<'a> {
         if self.is_revoked() { Ended::Revoked } else { ended }
     }
 
-    /// Ends the lane so that what was sent still arrives: a socket closed over unread requests would be reset, and what
-    /// it had yet to send thrown away.
+    /// Ends the lane so that sent bytes still arrive: closing a socket with unread requests resets the connection,
+    /// which discards unsent bytes.
     fn hang_up(&self) {
         socket::cut(self.stream);
         let mut unread = [0; INBOX_BYTES];
@@ -128,7 +128,7 @@ impl<'a> Server<'a> {
         }
     }
 
-    /// At least one more byte of requests. A lane may be idle between two requests, but not in the middle of one.
+    /// Receives at least one byte of requests. A lane may be idle between two requests, but not in the middle of one.
     fn receive(&self, into: &mut [u8], inside_request: bool) -> Result<usize, Ended> {
         if inside_request {
             self.stream.set_read_timeout(Some(self.drain_timeout))?;
@@ -163,7 +163,7 @@ impl<'a> Server<'a> {
         }
     }
 
-    /// Header and bytes into the outbox.
+    /// Writes header and bytes to the outbox.
     fn answer_small(&mut self, request: Request) -> Result<(), Ended> {
         if self.outbox.len() + Answer::BYTES + SMALL_BYTES > OUTBOX_BYTES {
             self.flush(SendFlags::MORE)?;
@@ -177,7 +177,7 @@ impl<'a> Server<'a> {
         Ok(())
     }
 
-    /// Bytes straight out of the region, each piece behind its header.
+    /// Sends bytes from the region, each piece after its header.
     fn answer_large(&mut self, request: Request) -> Result<(), Ended> {
         let mut sent = 0;
         while sent < request.length {
@@ -193,15 +193,16 @@ impl<'a> Server<'a> {
         Ok(())
     }
 
-    /// One piece. `offset + length` was judged to lie inside the region.
+    /// Sends one piece. `offset + length` was checked to be inside the region.
     fn send_region(&self, offset: u64, length: usize) -> Result<(), Ended> {
         let mut sent = 0;
         while sent < length {
             let (at, mut left) = (offset + sent as u64, length - sent);
-            if let Some(pace) = self.pace {
-                left = left.min(pace.piece());
-                // The reader is owed the rest of the piece whatever becomes of the region; and who hung up is found by sending.
-                pace.wait(left, || self.is_revoked());
+            if let Some(pacer) = self.pacer {
+                left = left.min(pacer.piece());
+                // The rest of the piece must be sent even if the region is revoked; a closed connection is found by
+                // sending.
+                pacer.wait(left, || self.is_revoked());
             }
             let began = Instant::now();
             let result = match self.mode {
@@ -223,7 +224,7 @@ impl<'a> Server<'a> {
         Ok(())
     }
 
-    /// Sends the outbox. With `MORE` the kernel may wait for what follows at once.
+    /// Sends the outbox. With `MORE` the kernel may wait for the bytes that follow immediately.
     fn flush(&mut self, flags: SendFlags) -> Result<(), Ended> {
         let mut sent = 0;
         while let Some(rest) = self.outbox.get(sent..).filter(|rest| !rest.is_empty()) {
@@ -235,8 +236,9 @@ impl<'a> Server<'a> {
         Ok(())
     }
 
-    /// Judges one blocking send, begun at `began`. It gives less than was wanted only after a signal or when the time-out is
-    /// over; then the count is a measure of the reader: a slow one is let be, one that all but stands still is cut.
+    /// Checks the result of a blocking send that started at `began`. It is short only after a signal or at the
+    /// time-out. Then the count shows the reader's speed: a slow reader is kept, one that has almost stopped is
+    /// disconnected.
     fn drained(&self, result: io::Result<usize>, wanted: usize, began: Instant) -> Result<usize, Ended> {
         let count = match result {
             Ok(count) => count,
@@ -256,12 +258,12 @@ impl<'a> Server<'a> {
     }
 }
 
-/// Reads of up to this many bytes are gathered in the outbox. At 16 KiB the copy costs what the system call does that it spares
-/// (about 1.5 µs); above, it costs more.
+/// Reads up to this size are gathered in the outbox. At 16 KiB the copy costs as much as the system call that it saves
+/// (about 1.5 µs).
 const SMALL_BYTES: usize = 16 << 10;
 
-/// Room for sixteen reads of 4 KiB with their headers, and a small one more. Per lane.
+/// Room for sixteen reads of 4 KiB with their headers, and one more small one. Per lane.
 const OUTBOX_BYTES: usize = 96 << 10;
 
-/// Room for 64 requests, four times the usual depth; the rest waits in the kernel's buffer.
+/// Room for 64 requests, four times the usual depth; further ones wait in the kernel's buffer.
 const INBOX_BYTES: usize = 64 * Request::BYTES;

@@ -1,4 +1,4 @@
-//! Options of a lane's connection, and its reads and writes with a deadline. No protocol here.
+//! Options of a lane's connection, and reads and writes with a deadline.
 
 use std::{
     io::{self, Read, Write},
@@ -14,8 +14,8 @@ use socket2::{SockRef, TcpKeepalive};
 use super::TcpOptions;
 use crate::Error;
 
-/// Sets what both ends set. Never SO_RCVBUF or SO_SNDBUF: either switches the system's own tuning off, and with 4 MiB buffers
-/// a lane has been seen to stall at 60 reads a second.
+/// Sets the options of both ends. SO_RCVBUF and SO_SNDBUF are not set: either disables the system's own tuning, and
+/// with buffers of 4 MiB a lane was seen to stall at 60 reads per second.
 pub(super) fn prepare(stream: &TcpStream, options: &TcpOptions) -> Result<(), Error> {
     stream.set_nonblocking(false).map_err(Error::system("making a lane blocking"))?;
     stream.set_nodelay(true).map_err(Error::system("setting TCP_NODELAY"))?;
@@ -27,21 +27,22 @@ pub(super) fn prepare(stream: &TcpStream, options: &TcpOptions) -> Result<(), Er
     if let Some(rate) = options.upload_rate
         && let Err(error) = smooth(stream, rate)
     {
-        // The limit is kept all the same, with bursts in between.
-        tracing::debug!(%error, "the system does not space a lane's packets");
+        // The rate is still limited, but with bursts.
+        tracing::debug!(%error, "cannot set SO_MAX_PACING_RATE on a lane");
     }
     Ok(())
 }
 
-/// Has the system space the packets of a connection by this rate (`SO_MAX_PACING_RATE`). What was written in time leaves in a burst
-/// otherwise, whenever the reader has held it up, and comes to stand in a queue before everybody else's on the cable: for the clients of a
-/// primary beside it, on 1 Gb/s, the 99th percentile of what they waited was 5 to 28 ms without and 0.2 to 0.5 with it.
+/// Makes the system space the packets of a connection by this rate (`SO_MAX_PACING_RATE`). Without it, bytes that were
+/// written in time leave in a burst when the reader has delayed them, and queue before all other traffic of the link.
+/// For clients of a primary on the same 1 Gb/s link, the 99th percentile of the delay was 5 to 28 ms without and 0.2 to
+/// 0.5 ms with it.
 #[allow(unsafe_code)] // no crate wraps this option
 fn smooth(stream: &TcpStream, rate: NonZeroU64) -> io::Result<()> {
     let rate = rate.get();
     let length = size_of_val(&rate) as libc::socklen_t;
-    // SAFETY: an open socket, borrowed for the call; the value is a local that outlives it, of just that length. (A system before Linux 4.20
-    // reads its lower half only, which is all of it below 34 Gb/s.)
+    // SAFETY: The socket is open, as it is borrowed. The value is a local variable of exactly that length, which
+    // outlives the call. (Linux before 4.20 reads only its lower half, which is all of it below 34 Gb/s.)
     let set = unsafe {
         libc::setsockopt(
             stream.as_raw_fd(),
@@ -54,14 +55,14 @@ fn smooth(stream: &TcpStream, rate: NonZeroU64) -> io::Result<()> {
     if set == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// The congestion control in use on this connection.
+/// The congestion control of this connection.
 pub(super) fn congestion(stream: &TcpStream) -> io::Result<String> {
     let name = SockRef::from(stream).tcp_congestion()?;
-    // The kernel gives a buffer of fixed size, padded with zeros.
+    // The kernel returns a buffer of fixed size, padded with zeros.
     Ok(String::from_utf8_lossy(&name).trim_end_matches('\0').to_owned())
 }
 
-/// The moment at which a handshake has taken too long, and how long that is.
+/// The deadline of a handshake, and the time limit that it came from.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Deadline {
     at: Instant,
@@ -73,12 +74,12 @@ impl Deadline {
         Deadline { at: Instant::now() + after, after }
     }
 
-    /// Reads exactly `into`, however slowly the bytes trickle.
+    /// Fills `into`, however slowly bytes arrive.
     pub(super) fn read(self, mut stream: &TcpStream, mut into: &mut [u8]) -> Result<(), Error> {
         while !into.is_empty() {
             stream.set_read_timeout(Some(self.left()?)).map_err(Error::system("setting a time-out"))?;
             match stream.read(into) {
-                Ok(0) => return Err(Error::Protocol("it hung up in the middle of the handshake")),
+                Ok(0) => return Err(Error::Protocol("it closed the connection during the handshake")),
                 Ok(count) => into = into.get_mut(count..).unwrap_or_default(),
                 Err(error) if is_try_again(&error) => continue,
                 Err(error) => return Err(Error::system("reading the handshake of a data lane")(error)),
@@ -100,7 +101,7 @@ impl Deadline {
         Ok(())
     }
 
-    /// Time that is left; never zero, which to a socket would mean for ever.
+    /// The remaining time; never zero, which would mean no limit to a socket.
     pub(super) fn left(self) -> Result<Duration, Error> {
         let left = self.at.saturating_duration_since(Instant::now());
         match left.is_zero() {
@@ -110,23 +111,24 @@ impl Deadline {
     }
 }
 
-/// Ends both directions at once and wakes whoever sleeps on the connection. That it has ended already is no error.
+/// Shuts both directions down, which wakes threads that wait on the connection. It is not an error if the connection
+/// has already ended.
 pub(super) fn cut(stream: &TcpStream) {
     let _ = stream.shutdown(Shutdown::Both);
 }
 
-/// Interrupted, or the socket's own time-out: the caller's clock decides whether there is another try.
+/// Interrupted, or the socket's own time-out: the deadline decides whether to retry.
 fn is_try_again(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut)
 }
 
-/// A lane may be idle for hours, a host that vanished in that time must still be found out: after half a minute of silence,
-/// four questions at intervals of ten seconds.
+/// A lane may be idle for hours, and a vanished host must still be detected: after 30 s without traffic, four probes at
+/// intervals of 10 s.
 fn keepalive() -> TcpKeepalive {
     TcpKeepalive::new().with_time(Duration::from_secs(30)).with_interval(Duration::from_secs(10)).with_retries(4)
 }
 
-/// A wish, not a condition: a lane under the system's own congestion control is slower at worst.
+/// Failure is not an error: a lane with the system's own congestion control may be slower.
 fn choose_congestion(socket: &SockRef<'_>, name: &str) {
     static WARNED: AtomicBool = AtomicBool::new(false);
     if let Err(error) = socket.set_tcp_congestion(name.as_bytes())
@@ -134,7 +136,7 @@ fn choose_congestion(socket: &SockRef<'_>, name: &str) {
     {
         tracing::warn!(
             congestion = name, %error,
-            "the system refused this congestion control for data lanes and keeps its own: load it, or add it to \
+            "the system refused this congestion control for data lanes and uses its own: load it, or add it to \
              net.ipv4.tcp_allowed_congestion_control"
         );
     }

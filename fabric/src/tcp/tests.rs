@@ -16,14 +16,15 @@ use proptest::prelude::*;
 
 use super::{
     exporter::{MAX_LANES_PER_SESSION, MAX_UNPROVED},
-    handshake::Asked,
+    handshake::Responder,
     key,
     socket::Deadline,
-    wire::{Answer, Challenge, Hello, Request, Status, TAG_LANE, Welcome},
+    wire::{Answer, Request, Status, TAG_LANE, Tcp, WELCOME_BYTES, decode_challenge},
     *,
 };
 use crate::{
     Completion, Connector, Denial, Exporter, Memory, Pages, Peer, ReadError, ReadRequest, RegionId, RegionKey, Secret,
+    lane_handshake::{Format, Hello},
     transport::wait_readable,
 };
 
@@ -121,9 +122,10 @@ fn a_wrong_secret_and_an_unknown_session_get_the_same_answer() {
 #[test]
 fn a_source_that_cannot_prove_itself_is_an_impostor() {
     let source = FakeSource::new(|stream| {
-        let asked = Asked::challenge(stream, soon()).unwrap();
-        asked.is_proved(Some(&SECRET)).unwrap();
-        asked.welcome(&[9; 32], REGION_BYTES).unwrap();
+        let responder = Responder::challenge(stream, soon()).unwrap();
+        responder.examine(Some(&SECRET)).unwrap().unwrap();
+        let welcome = Tcp::welcome(&REGION_BYTES, &[9; 32]);
+        soon().write(stream, &welcome).unwrap();
     });
     assert!(matches!(source.connect().err(), Some(Error::Impostor)));
 }
@@ -149,11 +151,11 @@ fn a_source_that_never_answers_is_given_up() {
 fn garbage_instead_of_a_hello_is_answered_once_and_cut() {
     let world = World::new(quick());
     let mut stream = TcpStream::connect(world.address).unwrap();
-    stream.write_all(&[0xA5; Hello::BYTES]).unwrap();
+    stream.write_all(&[0xA5; Tcp::HELLO_BYTES]).unwrap();
     let mut answer = Vec::new();
     stream.read_to_end(&mut answer).unwrap();
-    let challenge = Challenge::decode(&answer[..].try_into().unwrap()).unwrap();
-    assert_eq!(challenge.status, Status::Malformed);
+    let (status, _) = decode_challenge(&answer[..].try_into().unwrap()).unwrap();
+    assert_eq!(status, Status::Malformed);
     world.wait_for_lanes(0);
 }
 
@@ -167,7 +169,7 @@ fn a_hello_that_trickles_in_is_cut_at_the_time_out() {
         thread::sleep(Duration::from_millis(50));
         stream.write_all(&[**byte]).is_ok()
     });
-    assert!(sent.count() < Hello::BYTES);
+    assert!(sent.count() < Tcp::HELLO_BYTES);
     assert!(began.elapsed() < Duration::from_secs(4));
     world.wait_for_lanes(0);
 }
@@ -484,8 +486,9 @@ impl World {
     /// A lane in the hands of a reader who then does as he pleases.
     fn raw_lane(&self) -> TcpStream {
         let stream = TcpStream::connect(self.address).unwrap();
-        let lane = handshake::Reaching::hello(&stream, &SECRET, soon(), (0, SESSION, ID)).unwrap();
-        assert_eq!(lane.prove().unwrap().finish().unwrap(), REGION_BYTES);
+        let hello = Hello { lane: 0, session: SESSION, id: ID, nonce: [1; 32] };
+        let lane = handshake::HelloSent::hello(&stream, soon(), &hello).unwrap();
+        assert_eq!(lane.prove(&SECRET).unwrap().finish().unwrap(), REGION_BYTES);
         stream.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
         stream
     }
@@ -528,9 +531,9 @@ impl FakeSource {
     /// One that shakes hands as it should, and then plays.
     fn welcoming(play: impl FnOnce(&TcpStream) + Send + 'static) -> FakeSource {
         FakeSource::new(|stream| {
-            let asked = Asked::challenge(stream, soon()).unwrap();
-            assert!(asked.is_proved(Some(&SECRET)).unwrap());
-            asked.welcome(&SECRET, REGION_BYTES).unwrap();
+            let responder = Responder::challenge(stream, soon()).unwrap();
+            let proved = responder.examine(Some(&SECRET)).unwrap().unwrap();
+            responder.welcome(&proved, REGION_BYTES).unwrap();
             stream.set_read_timeout(None).unwrap();
             play(stream);
         })
@@ -553,5 +556,9 @@ impl Drop for FakeSource {
 
 /// Of each message the size that the document says.
 const _: () = assert!(
-    Hello::BYTES == 64 && Challenge::BYTES == 48 && Welcome::BYTES == 48 && Request::BYTES == 32 && Answer::BYTES == 16
+    Tcp::HELLO_BYTES == 64
+        && Tcp::CHALLENGE_BYTES == 48
+        && WELCOME_BYTES == 48
+        && Request::BYTES == 32
+        && Answer::BYTES == 16
 );

@@ -1,53 +1,52 @@
-//! The bytes of a data lane: encoders and decoders, and the check that a read stays inside its region.
+//! The bytes of a data lane: encoders and decoders, and the check that a read is inside its region.
 //!
-//! Pure: no socket, no clock, no allocation. `docs/fabric-tcp.md` is the same thing in tables; the tests at the end hold
-//! the two together by writing one of each message out byte by byte. What follows what, and when, is not decided here:
-//! `handshake` walks the first four messages, `serve` and `lane` the other two.
+//! Pure: no socket, no clock. `docs/fabric-tcp.md` has the same in tables; the tests write one of each message out byte
+//! by byte. `lane_handshake` decides the order of the first four messages, `serve` and `lane` that of the other two.
 //!
 //! ```text
 //!   reader                                   source
-//!     │ ── Hello      64 bytes ──────────────▶ │   who, which session, which region, a nonce
-//!     │ ◀───────────── Challenge  48 bytes ─── │   or why not; the other nonce
+//!     │ ── hello      64 bytes ──────────────▶ │   session, region, a nonce
+//!     │ ◀───────────── challenge  48 bytes ─── │   the other nonce; or a refusal
 //!     │ ── proof      32 bytes ──────────────▶ │   HMAC of both messages above
-//!     │ ◀───────────── Welcome    48 bytes ─── │   the region's length, the source's own HMAC; or why not
+//!     │ ◀───────────── welcome    48 bytes ─── │   the region's length, the source's own HMAC; or a denial
 //!     │                                        │
 //!     │ ── Request    32 bytes ──────────────▶ │   as many as the depth allows
 //!     │ ◀───────────── Answer     16 bytes ─── │   in the order of the requests, each followed by its bytes,
 //!     │ ◀───────────── bytes ───────────────── │   in pieces of at most `PIECE_BYTES`
 //! ```
 //!
-//! All integers are little-endian: both ends are, nearly always, and then nothing is turned around.
+//! All integers are little-endian, as on nearly all hosts.
 
 use crate::{
-    Denial, RegionId,
+    Denial, Error, RegionId, TransportKind,
     auth::{NONCE_BYTES, PROOF_BYTES},
+    lane_handshake::{Format, Hello, Refusal},
 };
 
-/// The first bytes of every data lane, so that one listening port can serve control and data: peek, and compare.
+/// First bytes of every data lane. A listening port can thus serve control and data: peek, and compare.
 pub const LANE_MAGIC: [u8; 8] = *b"RMRALANE";
 
-/// The version this file describes. A source that is asked for another says so and hangs up.
+/// The version of this file. A source that receives another version refuses it and hangs up.
 pub(super) const VERSION: u16 = 1;
 
-/// The most bytes that follow one answer header. A longer read is answered in several pieces, so that a source whose
-/// region is revoked in the middle can still say so: between pieces, never later than this many bytes.
-/// At 1 MiB the extra header and system call cost under 1 % of the copy they interrupt.
+/// Maximum bytes after one answer header. A longer read is answered in several pieces, so that a source whose region is
+/// revoked can report it between two pieces. At 1 MiB the extra header and system call cost less than 1 % of the copy.
 pub(super) const PIECE_BYTES: u32 = 1 << 20;
 
-/// The tag of an answer that is about the lane and not about one request: everything outstanding has failed with its
-/// status. No request may carry it.
+/// The tag of an answer about the lane, not about one request: all outstanding reads have failed with its status. No
+/// request may carry it.
 pub(super) const TAG_LANE: u64 = u64::MAX;
 
-/// What was read off the wire is not this protocol. The other end is at fault, or is something else altogether.
+/// Received bytes that are not of this protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub(super) enum Garbled {
+pub(super) enum Malformed {
     /// The first eight bytes are not [`LANE_MAGIC`].
     #[error("its first bytes are not those of a Remora data lane")]
     Magic,
-    /// It is a data lane, of a version that this build does not speak.
-    #[error("it speaks version {0} of the data lane, this build only version {VERSION}")]
+    /// A data lane of a version that this build does not support.
+    #[error("it uses version {0} of the data lane, this build version {VERSION}")]
     Version(u16),
-    /// A status outside the table of [`Status`].
+    /// A status that is not defined.
     #[error("it sent the unknown status {0}")]
     Status(u32),
     /// Bytes that must be zero are not.
@@ -55,19 +54,19 @@ pub(super) enum Garbled {
     Reserved,
 }
 
-/// How the source judged a lane or a request.
+/// The source's answer to a lane or a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Status {
-    /// Granted; the bytes follow.
+    /// Success; the bytes follow.
     Good,
-    /// The source will not serve this, and says why.
+    /// The source refuses, for a reason.
     Denied(Denial),
-    /// The source could not make sense of what it was sent, and hangs up.
+    /// The source could not parse what it received, and hangs up.
     Malformed,
 }
 
 impl Status {
-    /// The number on the wire: a [`Denial`]'s own number, around which the other two lie.
+    /// The number on the wire: that of the [`Denial`], or one of the other two.
     pub(super) fn code(self) -> u32 {
         match self {
             Status::Good => 0,
@@ -76,147 +75,178 @@ impl Status {
         }
     }
 
-    /// The status that a number on the wire stands for.
-    pub(super) fn from_code(code: u32) -> Result<Status, Garbled> {
+    /// The status of a number.
+    pub(super) fn from_code(code: u32) -> Result<Status, Malformed> {
         match code {
             0 => Ok(Status::Good),
             MALFORMED => Ok(Status::Malformed),
             other => {
                 let denial = u8::try_from(other).ok().and_then(Denial::from_code);
-                denial.map(Status::Denied).ok_or(Garbled::Status(other))
+                denial.map(Status::Denied).ok_or(Malformed::Status(other))
             }
         }
     }
 }
 
-/// Outside the numbers of [`Denial`], which fit into a byte and will grow upwards.
+/// Not a number of a [`Denial`], which fit a byte.
 const MALFORMED: u32 = 0x100;
 
-/// The reader's first message.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Hello {
-    /// Which of the reader's lanes this is, from 0; for the source's log only.
-    pub(super) lane: u8,
-    /// The session that the reader says it belongs to, and will have to prove.
-    pub(super) session: u64,
-    /// The one region this lane reads.
-    pub(super) id: RegionId,
-    /// Makes the proofs of this lane unlike those of any other.
-    pub(super) nonce: [u8; NONCE_BYTES],
-}
+/// The handshake of this transport. A grant is the region's length.
+pub(super) struct Tcp;
 
-impl Hello {
-    pub(super) const BYTES: usize = 64;
+/// Bytes of a welcome.
+pub(super) const WELCOME_BYTES: usize = 48;
 
-    pub(super) fn encode(&self) -> [u8; Self::BYTES] {
-        let mut out = Out::<{ Self::BYTES }>::new();
+impl Format for Tcp {
+    const READER: &'static [u8] = b"remora tcp lane 1 reader";
+    const SOURCE: &'static [u8] = b"remora tcp lane 1 source";
+    const HELLO_BYTES: usize = 64;
+    const CHALLENGE_BYTES: usize = 48;
+    type Grant = u64;
+
+    fn hello(hello: &Hello) -> Vec<u8> {
+        let mut out = Out::<{ Tcp::HELLO_BYTES }>::new();
         out.put(&LANE_MAGIC);
         out.put(&VERSION.to_le_bytes());
-        out.put(&[self.lane, 0]);
-        out.put(&self.id.region.to_le_bytes());
-        out.put(&self.session.to_le_bytes());
-        out.put(&self.id.generation.to_le_bytes());
-        out.put(&self.nonce);
-        out.finish()
+        out.put(&[hello.lane, 0]);
+        out.put(&hello.id.region.to_le_bytes());
+        out.put(&hello.session.to_le_bytes());
+        out.put(&hello.id.generation.to_le_bytes());
+        out.put(&hello.nonce);
+        out.finish().to_vec()
     }
 
-    pub(super) fn decode(bytes: &[u8; Self::BYTES]) -> Result<Hello, Garbled> {
-        let mut rest = In(bytes);
-        check_opening(&mut rest)?;
-        let [lane, reserved] = rest.take();
-        let region = u32::from_le_bytes(rest.take());
-        let session = u64::from_le_bytes(rest.take());
-        let generation = u64::from_le_bytes(rest.take());
-        let nonce = rest.take();
-        if reserved != 0 {
-            return Err(Garbled::Reserved);
-        }
-        Ok(Hello { lane, session, id: RegionId { generation, region }, nonce })
-    }
-}
-
-/// The source's first message: go on, or why not.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Challenge {
-    /// `Good`: prove yourself. Anything else is the last word on this lane.
-    pub(super) status: Status,
-    /// The source's half of what makes the proofs unique.
-    pub(super) nonce: [u8; NONCE_BYTES],
-}
-
-impl Challenge {
-    pub(super) const BYTES: usize = 48;
-
-    pub(super) fn encode(&self) -> [u8; Self::BYTES] {
-        let mut out = Out::<{ Self::BYTES }>::new();
-        out.put(&LANE_MAGIC);
-        out.put(&VERSION.to_le_bytes());
-        out.put(&[0; 2]);
-        out.put(&self.status.code().to_le_bytes());
-        out.put(&self.nonce);
-        out.finish()
+    fn parse_hello(bytes: &[u8]) -> Result<Hello, Error> {
+        let bytes = bytes.try_into().map_err(|_| Error::Protocol("a hello of the wrong length"))?;
+        Ok(decode_hello(bytes)?)
     }
 
-    pub(super) fn decode(bytes: &[u8; Self::BYTES]) -> Result<Challenge, Garbled> {
-        let mut rest = In(bytes);
-        check_opening(&mut rest)?;
-        let reserved: [u8; 2] = rest.take();
-        let status = Status::from_code(u32::from_le_bytes(rest.take()))?;
-        let nonce = rest.take();
-        if reserved != [0; 2] {
-            return Err(Garbled::Reserved);
-        }
-        Ok(Challenge { status, nonce })
+    fn challenge(nonce: &[u8; NONCE_BYTES]) -> Vec<u8> {
+        encode_challenge(Status::Good, nonce)
+    }
+
+    fn parse_challenge(bytes: &[u8]) -> Result<(), Error> {
+        let bytes = bytes.try_into().map_err(|_| Error::Protocol("a challenge of the wrong length"))?;
+        let (status, _) = decode_challenge(bytes)?;
+        accept(status)
+    }
+
+    fn refusal(why: Refusal) -> Option<Vec<u8>> {
+        let status = match why {
+            Refusal::Denied(denial) => Status::Denied(denial),
+            Refusal::Version | Refusal::Malformed => Status::Malformed,
+        };
+        Some(encode_challenge(status, &[0; NONCE_BYTES]))
+    }
+
+    fn welcome(region_length: &u64, proof: &[u8; PROOF_BYTES]) -> Vec<u8> {
+        encode_welcome(Status::Good, *region_length, proof)
+    }
+
+    fn denial(denial: Denial) -> Vec<u8> {
+        encode_welcome(Status::Denied(denial), 0, &[0; PROOF_BYTES])
+    }
+
+    fn parse_welcome(bytes: &[u8]) -> Result<(u64, [u8; PROOF_BYTES]), Error> {
+        let bytes = bytes.try_into().map_err(|_| Error::Protocol("a welcome of the wrong length"))?;
+        let (status, region_length, proof) = decode_welcome(bytes)?;
+        accept(status)?;
+        Ok((region_length, proof))
     }
 }
 
-/// The source's verdict on the proof, and its own proof in return.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Welcome {
-    /// `Good`: requests may come. Anything else is the last word on this lane.
-    pub(super) status: Status,
-    /// Length of the region in bytes; 0 unless `Good`.
-    pub(super) region_length: u64,
-    /// The source's HMAC; zeros where the reader did not prove itself.
-    pub(super) proof: [u8; PROOF_BYTES],
+fn decode_hello(bytes: &[u8; Tcp::HELLO_BYTES]) -> Result<Hello, Malformed> {
+    let mut rest = In(bytes);
+    check_opening(&mut rest)?;
+    let [lane, reserved] = rest.take();
+    let region = u32::from_le_bytes(rest.take());
+    let session = u64::from_le_bytes(rest.take());
+    let generation = u64::from_le_bytes(rest.take());
+    let nonce = rest.take();
+    if reserved != 0 {
+        return Err(Malformed::Reserved);
+    }
+    Ok(Hello { lane, session, id: RegionId { generation, region }, nonce })
 }
 
-impl Welcome {
-    pub(super) const BYTES: usize = 48;
+fn encode_challenge(status: Status, nonce: &[u8; NONCE_BYTES]) -> Vec<u8> {
+    let mut out = Out::<{ Tcp::CHALLENGE_BYTES }>::new();
+    out.put(&LANE_MAGIC);
+    out.put(&VERSION.to_le_bytes());
+    out.put(&[0; 2]);
+    out.put(&status.code().to_le_bytes());
+    out.put(nonce);
+    out.finish().to_vec()
+}
 
-    pub(super) fn encode(&self) -> [u8; Self::BYTES] {
-        let mut out = Out::<{ Self::BYTES }>::new();
-        out.put(&self.status.code().to_le_bytes());
-        out.put(&[0; 4]);
-        out.put(&self.region_length.to_le_bytes());
-        out.put(&self.proof);
-        out.finish()
+/// Status and nonce of a challenge.
+pub(super) fn decode_challenge(bytes: &[u8; Tcp::CHALLENGE_BYTES]) -> Result<(Status, [u8; NONCE_BYTES]), Malformed> {
+    let mut rest = In(bytes);
+    check_opening(&mut rest)?;
+    let reserved: [u8; 2] = rest.take();
+    let status = Status::from_code(u32::from_le_bytes(rest.take()))?;
+    let nonce = rest.take();
+    if reserved != [0; 2] {
+        return Err(Malformed::Reserved);
     }
+    Ok((status, nonce))
+}
 
-    pub(super) fn decode(bytes: &[u8; Self::BYTES]) -> Result<Welcome, Garbled> {
-        let mut rest = In(bytes);
-        let status = Status::from_code(u32::from_le_bytes(rest.take()))?;
-        let reserved: [u8; 4] = rest.take();
-        let region_length = u64::from_le_bytes(rest.take());
-        let proof = rest.take();
-        if reserved != [0; 4] {
-            return Err(Garbled::Reserved);
-        }
-        Ok(Welcome { status, region_length, proof })
+fn encode_welcome(status: Status, region_length: u64, proof: &[u8; PROOF_BYTES]) -> Vec<u8> {
+    let mut out = Out::<WELCOME_BYTES>::new();
+    out.put(&status.code().to_le_bytes());
+    out.put(&[0; 4]);
+    out.put(&region_length.to_le_bytes());
+    out.put(proof);
+    out.finish().to_vec()
+}
+
+/// Status, length of the region, and the source's proof.
+fn decode_welcome(bytes: &[u8; WELCOME_BYTES]) -> Result<(Status, u64, [u8; PROOF_BYTES]), Malformed> {
+    let mut rest = In(bytes);
+    let status = Status::from_code(u32::from_le_bytes(rest.take()))?;
+    let reserved: [u8; 4] = rest.take();
+    let region_length = u64::from_le_bytes(rest.take());
+    let proof = rest.take();
+    if reserved != [0; 4] {
+        return Err(Malformed::Reserved);
+    }
+    Ok((status, region_length, proof))
+}
+
+/// What a status means to a reader that shakes hands.
+fn accept(status: Status) -> Result<(), Error> {
+    match status {
+        Status::Good => Ok(()),
+        Status::Denied(denial) => Err(Error::Refused(denial)),
+        Status::Malformed => Err(Error::Protocol("the source could not parse our hello")),
     }
 }
 
-/// One read.
+impl From<Malformed> for Error {
+    fn from(malformed: Malformed) -> Error {
+        Error::Protocol(match malformed {
+            Malformed::Version(theirs) => {
+                return Error::Version { kind: TransportKind::Tcp, theirs, ours: VERSION };
+            }
+            Malformed::Magic => "its first bytes are not those of a Remora data lane",
+            Malformed::Status(_) => "an unknown status",
+            Malformed::Reserved => "bytes that must be zero are not",
+        })
+    }
+}
+
+/// A read request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Request {
-    /// Comes back in the answer; the reader's own business, except that it is not [`TAG_LANE`].
+    /// Returned in the answer; anything but [`TAG_LANE`].
     pub(super) tag: u64,
-    /// The region meant. Named again in each request although the lane is for one region only: a reader that mixes up
-    /// two generations is told so, and never served the wrong one's bytes.
+    /// The region. Each request names it, although a lane is for one region only: a reader that confuses two
+    /// generations is told so, and never gets bytes of the wrong one.
     pub(super) id: RegionId,
-    /// Bytes from the beginning of the region.
+    /// Offset of the first byte in the region.
     pub(super) offset: u64,
-    /// Bytes wanted.
+    /// Number of bytes.
     pub(super) length: u32,
 }
 
@@ -233,7 +263,7 @@ impl Request {
         out.finish()
     }
 
-    /// Every 32 bytes are some request; whether it is a permissible one is for [`Request::judge`].
+    /// Decodes a request. Any 32 bytes are a request; [`Request::judge`] checks it.
     pub(super) fn decode(bytes: &[u8; Self::BYTES]) -> Request {
         let mut rest = In(bytes);
         let tag = u64::from_le_bytes(rest.take());
@@ -244,8 +274,8 @@ impl Request {
         Request { tag, id: RegionId { generation, region }, offset, length }
     }
 
-    /// May this read be served out of region `id`, which is `region_length` bytes long?
-    /// The end is compared by subtraction: `offset + length` may not fit in 64 bits.
+    /// Checks a read against region `id` of `region_length` bytes. The end is compared by subtraction, because `offset
+    /// + length` may overflow.
     pub(super) fn judge(&self, id: RegionId, region_length: u64) -> Status {
         if self.tag == TAG_LANE {
             return Status::Malformed;
@@ -263,14 +293,14 @@ impl Request {
     }
 }
 
-/// What precedes the bytes of a read, or of a piece of one.
+/// The header before the bytes of a read, or of a piece of one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Answer {
     /// The request's tag, or [`TAG_LANE`].
     pub(super) tag: u64,
-    /// `Good`, or why there are no bytes.
+    /// `Good`, or the reason why no bytes follow.
     pub(super) status: Status,
-    /// Bytes that follow at once: a piece of what is still missing of this read. 0 unless `Good`.
+    /// Bytes that follow: a piece of what is missing of this read. 0 unless `Good`.
     pub(super) length: u32,
 }
 
@@ -285,7 +315,7 @@ impl Answer {
         out.finish()
     }
 
-    pub(super) fn decode(bytes: &[u8; Self::BYTES]) -> Result<Answer, Garbled> {
+    pub(super) fn decode(bytes: &[u8; Self::BYTES]) -> Result<Answer, Malformed> {
         let mut rest = In(bytes);
         let tag = u64::from_le_bytes(rest.take());
         let status = Status::from_code(u32::from_le_bytes(rest.take()))?;
@@ -294,14 +324,15 @@ impl Answer {
     }
 }
 
-/// Magic and version, with which both ends begin. The version is looked at before anything whose place could depend on it.
-fn check_opening(rest: &mut In<'_>) -> Result<(), Garbled> {
+/// Checks magic and version, which start the messages of both ends. The version comes first, as the rest of the layout
+/// may depend on it.
+fn check_opening(rest: &mut In<'_>) -> Result<(), Malformed> {
     if rest.take::<8>() != LANE_MAGIC {
-        return Err(Garbled::Magic);
+        return Err(Malformed::Magic);
     }
     match u16::from_le_bytes(rest.take()) {
         VERSION => Ok(()),
-        other => Err(Garbled::Version(other)),
+        other => Err(Malformed::Version(other)),
     }
 }
 
@@ -332,7 +363,7 @@ impl<const N: usize> Out<N> {
 struct In<'a>(&'a [u8]);
 
 impl In<'_> {
-    /// The next field. The callers hold whole messages, so that no field can lie beyond the end; zeros if one ever did.
+    /// The next field. Callers pass whole messages, so that no field is beyond the end.
     fn take<const N: usize>(&mut self) -> [u8; N] {
         match self.0.split_first_chunk::<N>() {
             Some((field, rest)) => {
@@ -355,6 +386,10 @@ mod tests {
 
     const HERE: RegionId = RegionId { generation: 0x1122_3344_5566_7788, region: 0x99AA_BBCC };
 
+    fn hello_bytes() -> [u8; Tcp::HELLO_BYTES] {
+        Tcp::hello(&Hello { lane: 0, session: 0, id: HERE, nonce: [0; NONCE_BYTES] }).try_into().unwrap()
+    }
+
     #[test]
     fn a_request_is_these_bytes() {
         let request = Request { tag: 1, id: HERE, offset: 0x0102_0304_0506_0708, length: 0x1000 };
@@ -375,45 +410,45 @@ mod tests {
 
     #[test]
     fn a_hello_is_these_bytes() {
-        let hello = Hello { lane: 3, session: 5, id: HERE, nonce: [7; NONCE_BYTES] };
+        let hello = Tcp::hello(&Hello { lane: 3, session: 5, id: HERE, nonce: [7; NONCE_BYTES] });
         let mut want = b"RMRALANE\x01\x00\x03\x00\xCC\xBB\xAA\x99\x05\0\0\0\0\0\0\0".to_vec();
         want.extend([0x88, 0x77, 0x66, 0x55, 0x44, 0x33, 0x22, 0x11]);
         want.extend([7; 32]);
-        assert_eq!(hello.encode().as_slice(), want);
+        assert_eq!(hello, want);
     }
 
     #[test]
     fn a_challenge_and_a_welcome_are_these_bytes() {
-        let challenge = Challenge { status: Status::Denied(Denial::Busy), nonce: [9; NONCE_BYTES] };
+        let challenge = encode_challenge(Status::Denied(Denial::Busy), &[9; NONCE_BYTES]);
         let mut want = b"RMRALANE\x01\x00\x00\x00\x06\0\0\0".to_vec();
         want.extend([9; 32]);
-        assert_eq!(challenge.encode().as_slice(), want);
+        assert_eq!(challenge, want);
 
-        let welcome = Welcome { status: Status::Good, region_length: 0x1_0000_0000, proof: [8; PROOF_BYTES] };
+        let welcome = Tcp::welcome(&0x1_0000_0000, &[8; PROOF_BYTES]);
         let mut want = vec![0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0];
         want.extend([8; 32]);
-        assert_eq!(welcome.encode().as_slice(), want);
+        assert_eq!(welcome, want);
     }
 
     #[test]
     fn another_version_is_named_before_anything_else_is_judged() {
-        let mut bytes = Hello { lane: 0, session: 0, id: HERE, nonce: [0; NONCE_BYTES] }.encode();
+        let mut bytes = hello_bytes();
         bytes[8] = 2;
         bytes[11] = 0xFF;
-        assert_eq!(Hello::decode(&bytes), Err(Garbled::Version(2)));
+        assert_eq!(decode_hello(&bytes), Err(Malformed::Version(2)));
     }
 
     #[test]
     fn bytes_that_must_be_zero_are_checked() {
-        let mut hello = Hello { lane: 0, session: 0, id: HERE, nonce: [0; NONCE_BYTES] }.encode();
+        let mut hello = hello_bytes();
         hello[11] = 1;
-        assert_eq!(Hello::decode(&hello), Err(Garbled::Reserved));
-        let mut welcome = Welcome { status: Status::Good, region_length: 1, proof: [0; PROOF_BYTES] }.encode();
+        assert_eq!(decode_hello(&hello), Err(Malformed::Reserved));
+        let mut welcome: [u8; WELCOME_BYTES] = Tcp::welcome(&1, &[0; PROOF_BYTES]).try_into().unwrap();
         welcome[7] = 1;
-        assert_eq!(Welcome::decode(&welcome), Err(Garbled::Reserved));
-        let mut challenge = Challenge { status: Status::Good, nonce: [0; NONCE_BYTES] }.encode();
+        assert_eq!(decode_welcome(&welcome), Err(Malformed::Reserved));
+        let mut challenge: [u8; Tcp::CHALLENGE_BYTES] = Tcp::challenge(&[0; NONCE_BYTES]).try_into().unwrap();
         challenge[10] = 1;
-        assert_eq!(Challenge::decode(&challenge), Err(Garbled::Reserved));
+        assert_eq!(decode_challenge(&challenge), Err(Malformed::Reserved));
     }
 
     #[test]
@@ -461,11 +496,11 @@ mod tests {
             let answer = Answer { tag, status, length };
             prop_assert_eq!(Answer::decode(&answer.encode()), Ok(answer));
             let hello = Hello { lane, session, id, nonce };
-            prop_assert_eq!(Hello::decode(&hello.encode()), Ok(hello));
-            let challenge = Challenge { status, nonce };
-            prop_assert_eq!(Challenge::decode(&challenge.encode()), Ok(challenge));
-            let welcome = Welcome { status, region_length: offset, proof: nonce };
-            prop_assert_eq!(Welcome::decode(&welcome.encode()), Ok(welcome));
+            prop_assert_eq!(Tcp::parse_hello(&Tcp::hello(&hello)).unwrap(), hello);
+            let challenge = encode_challenge(status, &nonce).try_into().unwrap();
+            prop_assert_eq!(decode_challenge(&challenge), Ok((status, nonce)));
+            let welcome = encode_welcome(status, offset, &nonce).try_into().unwrap();
+            prop_assert_eq!(decode_welcome(&welcome), Ok((status, offset, nonce)));
         }
 
         #[test]
@@ -475,15 +510,15 @@ mod tests {
                 bytes[..8].copy_from_slice(&LANE_MAGIC);
                 bytes[8..10].copy_from_slice(&VERSION.to_le_bytes());
             }
-            if let Ok(hello) = Hello::decode(&bytes) {
-                prop_assert_eq!(hello.encode(), bytes);
+            if let Ok(hello) = decode_hello(&bytes) {
+                prop_assert_eq!(Tcp::hello(&hello), bytes);
             }
             let short: [u8; 48] = bytes[..48].try_into().unwrap();
-            if let Ok(challenge) = Challenge::decode(&short) {
-                prop_assert_eq!(challenge.encode(), short);
+            if let Ok((status, nonce)) = decode_challenge(&short) {
+                prop_assert_eq!(encode_challenge(status, &nonce), short);
             }
-            if let Ok(welcome) = Welcome::decode(&short) {
-                prop_assert_eq!(welcome.encode(), short);
+            if let Ok((status, length, proof)) = decode_welcome(&short) {
+                prop_assert_eq!(encode_welcome(status, length, &proof), short);
             }
             let request: [u8; 32] = bytes[..32].try_into().unwrap();
             prop_assert_eq!(Request::decode(&request).encode(), request);

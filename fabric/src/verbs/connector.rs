@@ -1,5 +1,5 @@
-//! How a peer comes to be: find the way, connect a queue pair, shake hands, and do one READ to see that it works. Each step has its
-//! time; what the peer does afterwards is `peer`'s and `lane`'s.
+//! Makes connections: resolves a route, connects a queue pair, shakes hands, and does one READ to see that it works.
+//! Each step has a time limit. Reads are in `peer` and `lane`.
 
 use std::{
     io,
@@ -10,20 +10,22 @@ use std::{
 
 use remora_rdma::{
     bindings as ffi,
-    cm::{Event, Events, Id, Terms, failed, is_end, no_way, resolve},
+    cm::{Event, Events, Id, ReadDepths, failed, is_end, resolve, unreachable},
     device::{Alarm, Device},
     objects::{Access, Capacity, Channel, Completed, Completions, Domain, QueuePair, Registration, RemoteRead},
 };
 
 use super::{
     MAX_SCATTER, VerbsOptions, VerbsPeer,
-    handshake::{End, INCOMING, OUTGOING, TRIAL, TRIAL_BYTES, Transcript, letter},
+    handshake::{INCOMING, OUTGOING, TRIAL, TRIAL_BYTES, buffer},
     key,
     lane::{Lane, Parts, Remote},
-    wire::{Challenge, Hello, READER_NONCE_BYTES, Refusal, Welcome},
+    wire::{self, Verbs, WELCOME_BYTES},
 };
 use crate::{
-    Connector, Denial, Error, Memory, Peer, RegionKey, Secret, TransportKind, auth::PROOF_BYTES, memory,
+    Connector, Denial, Error, Memory, Peer, RegionKey, Secret, TransportKind,
+    auth::{self, PROOF_BYTES},
+    lane_handshake::{Format, Hello, Reader, Refusal},
     transport::wait_readable,
 };
 
@@ -35,12 +37,12 @@ pub struct VerbsConnector {
 }
 
 impl VerbsConnector {
-    /// `fallback_host` is the address by which the source was reached before, over the messenger: it stands in for the host where a
-    /// key names none. `local` are addresses of ours, whose devices are to be used; with none the system's routes choose. Queue pairs
-    /// take turns over them, and over the addresses of the source.
+    /// A connector. `fallback_host` is the address by which the messenger reached the source; it replaces the host in
+    /// keys that name none. `local` are addresses of this host whose devices are to be used; without any, the system's
+    /// routes decide. Queue pairs alternate over them, and over the addresses of the source.
     ///
     /// # Errors
-    /// [`Error::Misuse`] for options outside their range; [`Error::NoRdma`], with what is missing.
+    /// [`Error::Misuse`] for options out of range; [`Error::NoRdma`], with what is missing.
     pub fn new(
         options: VerbsOptions,
         fallback_host: Option<SocketAddr>,
@@ -53,27 +55,27 @@ impl VerbsConnector {
         Ok(VerbsConnector { options, fallback_host, local })
     }
 
-    /// As [`Connector::connect`], for those who want to know that it is a [`VerbsPeer`].
+    /// As [`Connector::connect`], but returns the [`VerbsPeer`] itself.
     ///
     /// # Errors
     /// Those of [`Connector::connect`]; [`Error::NoRdma`].
     pub fn open(&self, key: &RegionKey, session: u64, secret: &Secret, sink: Arc<Memory>) -> Result<VerbsPeer, Error> {
         let addresses = key::addresses(key, self.fallback_host)?;
-        let ways = ways(usize::from(self.options.queue_pairs), &self.local, &addresses);
+        let routes = routes(usize::from(self.options.queue_pairs), &self.local, &addresses);
         let mut sinks: Vec<Arc<Registration>> = Vec::new();
         let (mut lanes, mut last) = (Vec::new(), None);
         let mut closed: Vec<(Option<IpAddr>, SocketAddr)> = Vec::new();
-        for (number, way) in (0..).zip(ways) {
-            if closed.contains(&way) {
+        for (number, route) in (0..).zip(routes) {
+            if closed.contains(&route) {
                 continue;
             }
-            match self.lane(number, way, key, session, secret, (&mut sinks, &sink)) {
+            match self.lane(number, route, key, session, secret, (&mut sinks, &sink)) {
                 Ok(lane) => lanes.push(lane),
-                // No other way would be answered otherwise.
+                // The answer would be the same by any other route.
                 Err(error) if is_final(&error) => return Err(error),
                 Err(error) => {
-                    tracing::warn!(local = ?way.0, source = %way.1, %error, "no queue pair by this way");
-                    closed.push(way);
+                    tracing::warn!(local = ?route.0, source = %route.1, %error, "cannot connect a queue pair by this route");
+                    closed.push(route);
                     last = Some(error);
                 }
             }
@@ -84,7 +86,7 @@ impl VerbsConnector {
         }
     }
 
-    /// One queue pair, ready to read.
+    /// Makes one queue pair that is ready to read.
     fn lane(
         &self,
         number: u8,
@@ -94,10 +96,10 @@ impl VerbsConnector {
         secret: &Secret,
         (sinks, sink): (&mut Vec<Arc<Registration>>, &Arc<Memory>),
     ) -> Result<Lane, Error> {
-        let way = Way::find(&self.options, local, remote)?;
-        let sink = sink_at(sinks, &way.device, sink)?;
-        let hello = Hello { session, id: key.id(), lane: number, nonce: reader_nonce()? };
-        way.connect(&hello, sink)?.shake_hands(secret, key.length())
+        let route = Route::find(&self.options, local, remote)?;
+        let sink = sink_at(sinks, &route.device, sink)?;
+        let hello = Hello { session, id: key.id(), lane: number, nonce: auth::nonce()? };
+        route.connect(&hello, sink)?.shake_hands(secret, key.length())
     }
 }
 
@@ -106,7 +108,7 @@ impl Connector for VerbsConnector {
         TransportKind::Verbs
     }
 
-    /// Besides what every transport checks, one READ has been seen to work when this returns.
+    /// In addition to what every transport checks, one READ has succeeded when this returns.
     fn connect(
         &self,
         key: &RegionKey,
@@ -118,19 +120,19 @@ impl Connector for VerbsConnector {
     }
 }
 
-/// The ways of so many queue pairs: they take turns over the source's addresses, and over ours.
-fn ways(count: usize, local: &[IpAddr], remote: &[SocketAddr]) -> Vec<(Option<IpAddr>, SocketAddr)> {
+/// The routes of `count` queue pairs: they alternate over the source's addresses, and over the local ones.
+fn routes(count: usize, local: &[IpAddr], remote: &[SocketAddr]) -> Vec<(Option<IpAddr>, SocketAddr)> {
     let mut locals = local.iter().copied().map(Some).cycle();
     let remotes = remote.iter().copied().cycle();
     remotes.take(count).map(|remote| (locals.next().flatten(), remote)).collect()
 }
 
-/// Whether it is the source that has spoken, or this machine that lacks something: by another port it would be the same.
+/// Whether the source has answered, or this machine lacks something: another port would not help.
 fn is_final(error: &Error) -> bool {
     !matches!(error, Error::Unreachable { .. } | Error::TimedOut { .. })
 }
 
-/// The sink as this device knows it: registered once per device and peer.
+/// The sink's registration with a device: one per device and peer.
 fn sink_at(
     known: &mut Vec<Arc<Registration>>,
     device: &Arc<Device>,
@@ -144,14 +146,8 @@ fn sink_at(
     Ok(registered)
 }
 
-fn reader_nonce() -> Result<[u8; READER_NONCE_BYTES], Error> {
-    let mut nonce = [0; READER_NONCE_BYTES];
-    memory::local::random(&mut nonce)?;
-    Ok(nonce)
-}
-
-/// A device and a route that lead to the source.
-struct Way<'a> {
+/// A device and a route to the source.
+struct Route<'a> {
     options: &'a VerbsOptions,
     deadline: Instant,
     remote: SocketAddr,
@@ -160,8 +156,8 @@ struct Way<'a> {
     events: Arc<Events>,
 }
 
-impl<'a> Way<'a> {
-    fn find(options: &'a VerbsOptions, local: Option<IpAddr>, remote: SocketAddr) -> Result<Way<'a>, Error> {
+impl<'a> Route<'a> {
+    fn find(options: &'a VerbsOptions, local: Option<IpAddr>, remote: SocketAddr) -> Result<Route<'a>, Error> {
         let deadline = Instant::now() + options.connect_timeout;
         let events = Events::new()?;
         let id = Id::new(&events)?;
@@ -169,52 +165,52 @@ impl<'a> Way<'a> {
             id.set_traffic_class(class)?;
         }
         resolve(&events, &id, local, remote, deadline, options.connect_timeout)?;
-        id.resolve_route(options.connect_timeout).map_err(|source| no_way(remote, source))?;
+        id.resolve_route(options.connect_timeout).map_err(|source| unreachable(remote, source))?;
         expect(&events, ffi::RDMA_CM_EVENT_ROUTE_RESOLVED, deadline, remote, options)?;
         let device = id.device()?;
-        Ok(Way { options, deadline, remote, device, id, events })
+        Ok(Route { options, deadline, remote, device, id, events })
     }
 
-    /// Connects a queue pair to the source's.
-    fn connect(self, hello: &Hello, sink: Arc<Registration>) -> Result<Met<'a>, Error> {
+    /// Connects a queue pair to the source.
+    fn connect(self, hello: &Hello, sink: Arc<Registration>) -> Result<Connected<'a>, Error> {
         let domain = sink.domain();
         let channel = Channel::new(&self.device)?;
         let limit = u32::try_from(self.device.attributes().max_qp_wr).unwrap_or(1).max(2);
         let queue_depth = self.options.queue_depth.min(limit - 1);
-        // Every request that is posted has its place in the completion queue: the pieces, the proof, the welcome.
+        // Room in the completion queue for every request that may be posted: the pieces, the proof, the welcome.
         let completions = Completions::new(&channel, queue_depth + HANDSHAKE_COMPLETIONS)?;
         let scatter = u32::try_from(self.device.attributes().max_sge_rd).unwrap_or(1).clamp(1, MAX_SCATTER);
         let capacity = Capacity { send: queue_depth + 1, receive: 1 };
         let pair = QueuePair::scattering(domain, &completions, capacity, scatter)?;
-        let letter = letter(domain)?;
+        let buffer = buffer(domain)?;
         let alarm = Alarm::new()?;
         self.device.watch(pair.name(), &alarm);
         self.id.initialise(&pair, 0)?;
-        pair.post_receive(WELCOME, &letter, INCOMING, Welcome::BYTES as u32)?;
+        pair.post_receive(WELCOME, &buffer, INCOMING, WELCOME_BYTES as u32)?;
         let own = u8::try_from(self.device.attributes().max_qp_init_rd_atom).unwrap_or(u8::MAX).max(1);
-        let mut terms = Terms { initiator_depth: own.min(self.options.reads_in_flight), responder_resources: 0 };
-        let connect = self.id.connect(&pair, terms, &hello.encode(), &self.options.connecting());
-        connect.map_err(|source| no_way(self.remote, source))?;
+        let mut depths = ReadDepths { initiator_depth: own.min(self.options.reads_in_flight), responder_resources: 0 };
+        let (reader, hello) = Reader::hello(hello);
+        let connect = self.id.connect(&pair, depths, &hello, &self.options.connecting());
+        connect.map_err(|source| unreachable(self.remote, source))?;
         let event = self.answer()?;
-        let challenge = Challenge::decode(&event.message)?;
+        Verbs::parse_challenge(&event.message)?;
         if event.kind == ffi::RDMA_CM_EVENT_CONNECT_RESPONSE {
-            // What the source grants may be less than was asked for; more is not ours to use.
-            terms.initiator_depth = terms.initiator_depth.min(event.initiator_depth).max(1);
-            self.id.ready(&pair, terms, &self.options.connecting())?;
+            // The source may grant fewer READs than were asked for, but never more.
+            depths.initiator_depth = depths.initiator_depth.min(event.initiator_depth).max(1);
+            self.id.ready(&pair, depths, &self.options.connecting())?;
             self.id.establish().map_err(Error::system("establishing an RDMA connection"))?;
         }
-        let transcript = Transcript::new(hello, &challenge);
-        let parts = Parts { pair, channel, completions, letter, alarm, sink, queue_depth, scatter };
-        Ok(Met { way: self, parts, transcript, reads_in_flight: terms.initiator_depth })
+        let parts = Parts { pair, channel, completions, buffer, alarm, sink, queue_depth, scatter };
+        Ok(Connected { route: self, parts, reader, challenge: event.message, reads_in_flight: depths.initiator_depth })
     }
 
-    /// The source's answer to our request.
+    /// Waits for the source's answer to the connection request.
     fn answer(&self) -> Result<Event, Error> {
         loop {
             let event = self
                 .events
                 .wait(self.deadline)?
-                .ok_or_else(|| too_late(self.options, "the source, asked for an RDMA connection,"))?;
+                .ok_or_else(|| timed_out(self.options, "the source, asked for an RDMA connection,"))?;
             match event.kind {
                 ffi::RDMA_CM_EVENT_CONNECT_RESPONSE | ffi::RDMA_CM_EVENT_ESTABLISHED => return Ok(event),
                 ffi::RDMA_CM_EVENT_REJECTED => return Err(rejected(&event, self.remote)),
@@ -225,36 +221,33 @@ impl<'a> Way<'a> {
     }
 }
 
-/// Connected to somebody who has challenged us.
-struct Met<'a> {
-    way: Way<'a>,
+/// A connection to a source that has sent a challenge.
+struct Connected<'a> {
+    route: Route<'a>,
     parts: Parts,
-    transcript: Transcript,
+    reader: Reader<Verbs>,
+    /// The source's answer, as the connection manager delivered it.
+    challenge: Vec<u8>,
     reads_in_flight: u8,
 }
 
-impl Met<'_> {
-    /// Proves our session, makes sure of the source, and tries one READ.
+impl Connected<'_> {
+    /// Proves the session, checks the source's proof, and tries one READ.
     fn shake_hands(self, secret: &Secret, length: u64) -> Result<Lane, Error> {
-        let Met { way, parts, transcript, reads_in_flight } = self;
-        let deadline = Instant::now() + way.options.handshake_timeout;
-        let letters = parts.letter.memory();
-        letters.write(OUTGOING, &transcript.prove(End::Reader, secret))?;
-        parts.pair.post_send(HELLO, &parts.letter, OUTGOING, PROOF_BYTES as u32)?;
-        let received = await_completion(&parts, &way.events, WELCOME, deadline, way.options.handshake_timeout)?;
-        let mut bytes = [0; Welcome::BYTES];
-        letters.read(INCOMING, &mut bytes)?;
-        let welcome = Welcome::decode(bytes.get(..received.length as usize).unwrap_or_default())?;
-        if let Some(denial) = welcome.denied {
-            return Err(Error::Refused(denial));
+        let Connected { route, parts, reader, challenge, reads_in_flight } = self;
+        let deadline = Instant::now() + route.options.handshake_timeout;
+        let buffer_memory = parts.buffer.memory();
+        let (reader, proof) = reader.prove(&challenge, secret)?;
+        buffer_memory.write(OUTGOING, &proof)?;
+        parts.pair.post_send(HELLO, &parts.buffer, OUTGOING, PROOF_BYTES as u32)?;
+        let received = await_completion(&parts, &route.events, WELCOME, deadline, route.options.handshake_timeout)?;
+        let mut bytes = [0; WELCOME_BYTES];
+        buffer_memory.read(INCOMING, &mut bytes)?;
+        let grant = reader.finish(bytes.get(..received.length as usize).unwrap_or_default())?;
+        if grant.length != length {
+            return Err(Error::Protocol("the length of the region differs from its key"));
         }
-        if !transcript.is_proved(End::Source, Some(secret), &welcome.proof) {
-            return Err(Error::Impostor);
-        }
-        if welcome.length != length {
-            return Err(Error::Protocol("the region is not as long as its key says"));
-        }
-        let remote = Remote { key: welcome.key, base: welcome.base };
+        let remote = Remote { key: grant.key, base: grant.base };
         let trial = RemoteRead {
             name: TRIAL_READ,
             address: remote.base,
@@ -262,14 +255,14 @@ impl Met<'_> {
             length: TRIAL_BYTES.min(length) as u32,
             offset: TRIAL,
         };
-        parts.pair.post_read(&trial, &parts.letter)?;
-        await_completion(&parts, &way.events, TRIAL_READ, deadline, way.options.handshake_timeout)?;
-        tracing::debug!(device = way.device.name(), source = %way.remote, reads_in_flight, "a queue pair reads");
-        Ok(Lane::new(parts, way.id, way.events, remote, way.options.piece_bytes))
+        parts.pair.post_read(&trial, &parts.buffer)?;
+        await_completion(&parts, &route.events, TRIAL_READ, deadline, route.options.handshake_timeout)?;
+        tracing::debug!(device = route.device.name(), source = %route.remote, reads_in_flight, "a queue pair is connected");
+        Ok(Lane::new(parts, route.id, route.events, remote, route.options.piece_bytes))
     }
 }
 
-/// What becomes of a READ with the right key on a connection that has proved nothing: its status.
+/// The status of a READ with the right key on a connection that has proved nothing.
 #[cfg(test)]
 pub(super) fn read_without_proof(
     options: &VerbsOptions,
@@ -278,16 +271,16 @@ pub(super) fn read_without_proof(
     id: crate::RegionId,
     remote: Remote,
 ) -> Result<ffi::ibv_wc_status, Error> {
-    let way = Way::find(options, Some(local), source)?;
+    let route = Route::find(options, Some(local), source)?;
     let sink = Arc::new(Memory::create("unproved", 4096, crate::Pages::Small)?);
-    let sink = Registration::new(&Domain::new(&way.device)?, &sink, Access::Landing)?;
-    let hello = Hello { session: 0, id, lane: 0, nonce: reader_nonce()? };
-    let met = way.connect(&hello, sink)?;
+    let sink = Registration::new(&Domain::new(&route.device)?, &sink, Access::Landing)?;
+    let hello = Hello { session: 0, id, lane: 0, nonce: auth::nonce()? };
+    let connected = route.connect(&hello, sink)?;
     let guess = RemoteRead { name: TRIAL_READ, address: remote.base, key: remote.key, length: 64, offset: TRIAL };
-    met.parts.pair.post_read(&guess, &met.parts.letter)?;
+    connected.parts.pair.post_read(&guess, &connected.parts.buffer)?;
     let (deadline, mut done) = (Instant::now() + options.handshake_timeout, Vec::new());
     while Instant::now() < deadline {
-        met.parts.completions.poll(&mut done)?;
+        connected.parts.completions.poll(&mut done)?;
         if let Some(completed) = done.iter().find(|completed| completed.name == TRIAL_READ) {
             return Ok(completed.status);
         }
@@ -296,7 +289,7 @@ pub(super) fn read_without_proof(
     Err(Error::TimedOut { what: "the guessed READ", after: options.handshake_timeout })
 }
 
-/// Waits until the request of that name has completed. Those before it are let pass.
+/// Waits until the request named `name` has completed, and ignores earlier ones.
 fn await_completion(
     parts: &Parts,
     events: &Arc<Events>,
@@ -319,15 +312,15 @@ fn await_completion(
                 return Ok(completed);
             }
         }
-        // Asked after the queue: a denial is sent before the connection is ended.
-        if parts.alarm.has_rung() || matches!(events.next(), Some(event) if is_end(&event)) {
+        // Checked after the queue: a denial is sent before the connection is closed.
+        if parts.alarm.is_triggered() || matches!(events.next(), Some(event) if is_end(&event)) {
             return Err(Error::Refused(Denial::NotGranted));
         }
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
             return Err(Error::TimedOut { what: "the source's answer by RDMA", after: limit });
         }
-        // In slices, as the end of the connection comes by another descriptor.
+        // In slices, because the end of the connection is reported on another descriptor.
         wait_readable(std::os::fd::AsFd::as_fd(&*parts.channel), left.min(SLICE))?;
         while parts.channel.next().is_some() {}
     }
@@ -340,31 +333,32 @@ fn expect(
     remote: SocketAddr,
     options: &VerbsOptions,
 ) -> Result<(), Error> {
-    let event = events.wait(deadline)?.ok_or_else(|| too_late(options, "the search for a route to the source"))?;
+    let event = events.wait(deadline)?.ok_or_else(|| timed_out(options, "the search for a route to the source"))?;
     if event.kind == wanted { Ok(()) } else { Err(failed(events, &event, remote).into()) }
 }
 
-fn too_late(options: &VerbsOptions, what: &'static str) -> Error {
+fn timed_out(options: &VerbsOptions, what: &'static str) -> Error {
     Error::TimedOut { what, after: options.connect_timeout }
 }
 
-/// A refusal of the source itself says why; any other means that nobody of ours listens there.
+/// The error for a rejected request. A refusal of the source says why; any other rejection means that no source listens
+/// there.
 fn rejected(event: &Event, remote: SocketAddr) -> Error {
-    match Refusal::decode(&event.message) {
+    match wire::decode_refusal(&event.message) {
         Ok(Refusal::Denied(denial)) => Error::Refused(denial),
-        Ok(Refusal::Malformed) => Error::Protocol("the source could not make sense of our hello"),
-        Err(super::wire::Garbled::Magic) => no_way(remote, io::ErrorKind::ConnectionRefused.into()).into(),
-        Err(garbled) => garbled.into(),
+        Ok(Refusal::Malformed | Refusal::Version) => Error::Protocol("the source could not parse our hello"),
+        Err(wire::Malformed::Magic) => unreachable(remote, io::ErrorKind::ConnectionRefused.into()).into(),
+        Err(malformed) => malformed.into(),
     }
 }
 
-/// Names of the handshake's work requests; reads have their slots' numbers, which are smaller.
+/// Names of the handshake's work requests. Reads are named by their slots' numbers, which are smaller.
 const HELLO: u64 = u64::MAX;
 const WELCOME: u64 = u64::MAX - 1;
 const TRIAL_READ: u64 = u64::MAX - 2;
 
-/// The proof, the welcome, the trial READ, and one to spare.
+/// The proof, the welcome, the trial READ, and one spare.
 const HANDSHAKE_COMPLETIONS: u32 = 4;
 
-/// How long one descriptor is waited for before the other is looked at.
+/// How long one descriptor is waited for before the other is checked.
 const SLICE: Duration = Duration::from_millis(20);

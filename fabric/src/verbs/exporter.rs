@@ -1,4 +1,5 @@
-//! The source's end: who may read what. The thread that talks to readers is in `serve`, and nobody sends bytes: the card does.
+//! The source's end: which regions there are and who may read them. The thread that talks to readers is in `serve`. No
+//! thread sends bytes: the card does.
 
 use std::{
     net::SocketAddr,
@@ -16,11 +17,11 @@ use remora_rdma::{
 
 use super::{
     VerbsOptions, key, serve,
-    server::{House, Lent, Listener, Shared, Station},
+    server::{DeviceContext, Exported, Listener, Server, Shared},
 };
 use crate::{Error, Exporter, Memory, RegionId, RegionKey, Secret, TransportKind};
 
-/// Lends memory to readers with RDMA. Dropping it cuts all connections and ends its thread.
+/// Exports memory by RDMA. Dropping it closes all connections and ends its thread.
 pub struct VerbsExporter {
     shared: Arc<Shared>,
     addresses: Vec<SocketAddr>,
@@ -29,11 +30,11 @@ pub struct VerbsExporter {
 }
 
 impl VerbsExporter {
-    /// Listens at each of `addresses` (port 0 is a free one) by the device that the address belongs to; an unspecified address stands
-    /// for all devices. Several addresses are several ports that a reader may use side by side.
+    /// Listens at each of `addresses`, by the device that the address belongs to; an unspecified address stands for all
+    /// devices. Port 0 selects a free port. Several addresses are several ports that a reader may use in parallel.
     ///
     /// # Errors
-    /// [`Error::NoRdma`], with what is missing; [`Error::Unreachable`] if an address can't be listened at, being that of no device;
+    /// [`Error::NoRdma`], with what is missing; [`Error::Unreachable`] for an address that belongs to no RDMA device;
     /// [`Error::Misuse`] for options out of range.
     pub fn listen(options: VerbsOptions, addresses: &[SocketAddr]) -> Result<VerbsExporter, Error> {
         options.check()?;
@@ -42,7 +43,7 @@ impl VerbsExporter {
         }
         let devices = Device::all()?;
         let stop =
-            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Error::system("making an eventfd"))?;
+            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Error::system("creating an eventfd"))?;
         let events = Events::new()?;
         let (mut listeners, mut bound) = (Vec::new(), Vec::new());
         for address in addresses {
@@ -51,52 +52,52 @@ impl VerbsExporter {
             bound.push(SocketAddr::new(address.ip(), port));
             listeners.push(id);
         }
-        let stations = stations(&listeners, devices)?;
+        let contexts = contexts(&listeners, devices)?;
         let listeners = bound.iter().zip(listeners).map(|(address, id)| Listener::new(*address, id)).collect();
-        let names = stations.iter().map(|station| station.device().name().to_owned()).collect();
-        let house = House::new(options, events, listeners, stations);
-        let shared = Arc::new(Shared { house: Mutex::new(house), stop });
+        let names = contexts.iter().map(|context| context.device().name().to_owned()).collect();
+        let server = Server::new(options, events, listeners, contexts);
+        let shared = Arc::new(Shared { server: Mutex::new(server), stop });
         let mut exporter = VerbsExporter { shared, addresses: bound, devices: names, owner: None };
         exporter.owner = Some(serve::start(exporter.shared.clone())?);
         Ok(exporter)
     }
 
-    /// Where it listens.
+    /// The addresses that it listens at.
     pub fn addresses(&self) -> &[SocketAddr] {
         &self.addresses
     }
 
-    /// The devices that it serves by, by name.
+    /// The names of the devices that it serves by.
     pub fn devices(&self) -> &[String] {
         &self.devices
     }
 
-    /// Registers `memory` now and keeps it registered for as long as this lives, so that no export of it has to. Backs all of it with
-    /// pages, which stay where they are.
+    /// Registers `memory` now and keeps it registered as long as this exporter exists, so that exporting it is fast.
+    /// Backs all of it with pages, which stay in place.
     ///
     /// # Errors
-    /// [`Error::NoRdma`] for a locked-memory limit that is too low; [`Error::System`].
+    /// [`Error::NoRdma`] if the locked-memory limit is too low; [`Error::System`].
     pub fn prepare(&self, memory: &Arc<Memory>) -> Result<(), Error> {
-        let lent = self.register(memory)?;
-        self.shared.house().keep(lent);
+        let exported = self.register(memory)?;
+        self.shared.server().cache(exported);
         Ok(())
     }
 
-    /// The devices, for tests of what happens when one fails.
+    /// The devices, for tests of failures.
     #[cfg(test)]
     pub(super) fn raw_devices(&self) -> Vec<Arc<Device>> {
-        self.shared.house().domains().iter().map(|domain| domain.device().clone()).collect()
+        self.shared.server().domains().iter().map(|domain| domain.device().clone()).collect()
     }
 
-    /// Connections there are now, those that still shake hands included.
+    /// Number of connections, including those in the handshake.
     pub fn connections(&self) -> usize {
-        self.shared.house().guests()
+        self.shared.server().readers()
     }
 
-    /// Registers with every device, outside of the lock: it may take a while.
-    fn register(&self, memory: &Arc<Memory>) -> Result<Lent, Error> {
-        let domains = self.shared.house().domains();
-        Lent::to(&domains, memory)
+    /// Registers with every device, without holding the lock, as it may take long.
+    fn register(&self, memory: &Arc<Memory>) -> Result<Exported, Error> {
+        let domains = self.shared.server().domains();
+        Exported::to(&domains, memory)
     }
 }
 
@@ -106,36 +107,36 @@ impl Exporter for VerbsExporter {
     }
 
     fn export(&self, id: RegionId, memory: Arc<Memory>) -> Result<(), Error> {
-        let kept = self.shared.house().kept(&memory);
-        let lent = match kept {
-            Some(lent) => lent,
+        let cached = self.shared.server().cached(&memory);
+        let exported = match cached {
+            Some(exported) => exported,
             None => self.register(&memory)?,
         };
-        self.shared.house().export(id, lent)
+        self.shared.server().export(id, exported)
     }
 
-    /// The connections are gone when this returns, and with them the right to read; the registration follows, unless it is
-    /// [kept](VerbsExporter::prepare) for the next region of the same memory.
+    /// When this returns, the connections are closed and with them the right to read. The registration is removed,
+    /// unless it is [cached](VerbsExporter::prepare) for the next region of the same memory.
     fn revoke(&self, id: RegionId) {
-        let region = self.shared.house().revoke(id);
-        // Outside of the lock: giving up a registration unpins all its pages.
+        let region = self.shared.server().revoke(id);
+        // Without holding the lock: removing a registration unpins all its pages.
         drop(region);
     }
 
     fn grant(&self, session: u64, secret: Secret) {
-        self.shared.house().grant(session, secret);
+        self.shared.server().grant(session, secret);
     }
 
     fn withdraw(&self, session: u64) {
-        self.shared.house().withdraw(session);
+        self.shared.server().withdraw(session);
     }
 
     fn key(&self, id: RegionId) -> Result<RegionKey, Error> {
-        let length = self.shared.house().region_length(id).ok_or(Error::NotExported(id))?;
+        let length = self.shared.server().region_length(id).ok_or(Error::NotExported(id))?;
         key::encode(id, length, &self.addresses)
     }
 
-    /// Always 0: the readers' cards help themselves, which is the point.
+    /// Always 0: the readers' cards read the memory, without a trace here.
     fn bytes_served(&self) -> u64 {
         0
     }
@@ -144,17 +145,17 @@ impl Exporter for VerbsExporter {
 impl Drop for VerbsExporter {
     fn drop(&mut self) {
         if rustix::io::write(self.shared.stop.as_fd(), &1u64.to_ne_bytes()).is_err() {
-            tracing::error!("the thread of a verbs exporter can't be told to stop");
+            tracing::error!("the thread of a verbs exporter cannot be stopped");
         }
         if self.owner.take().is_some_and(|owner| owner.join().is_err()) {
-            tracing::error!("the thread of a verbs exporter had panicked");
+            tracing::error!("the thread of a verbs exporter has panicked");
         }
-        self.shared.house().close();
+        self.shared.server().close();
     }
 }
 
-/// The devices that the listeners stand for: their own, or all.
-fn stations(listeners: &[Id], all: Vec<Arc<Device>>) -> Result<Vec<Station>, Error> {
+/// The devices that the listeners use: those of their addresses, or all.
+fn contexts(listeners: &[Id], all: Vec<Arc<Device>>) -> Result<Vec<DeviceContext>, Error> {
     let mut devices: Vec<Arc<Device>> = Vec::new();
     let wanted = if listeners.iter().all(Id::has_device) {
         listeners.iter().map(Id::device).collect::<Result<_, _>>()?
@@ -169,10 +170,10 @@ fn stations(listeners: &[Id], all: Vec<Arc<Device>>) -> Result<Vec<Station>, Err
     if devices.is_empty() {
         return Err(Error::NoRdma {
             what: "this machine has no RDMA device".into(),
-            cure: "see what `remora devices` says".into(),
+            cure: "run `remora devices`".into(),
         });
     }
-    devices.iter().map(Station::new).collect()
+    devices.iter().map(DeviceContext::new).collect()
 }
 
 fn unreachable(address: SocketAddr, source: std::io::Error) -> Error {

@@ -1,5 +1,5 @@
-//! What a [`RegionKey`] of this transport says beyond region and length: the addresses to connect to, one per port of the source that
-//! may be used. The card's own key is not in it: that is told to those alone who have proved their session.
+//! The body of a [`RegionKey`] of this transport: the addresses to connect to, one per port of the source. The card's
+//! key is not included: only readers that have proved their session get it.
 
 use std::net::SocketAddr;
 
@@ -8,23 +8,24 @@ use crate::{
     address::{self, ADDRESS_BYTES},
 };
 
-/// The key of `id`, to be read at any of `addresses`. An unspecified host means: where you reached the source.
+/// The key of `id`, to be read at any of `addresses`. An unspecified host stands for the host by which the reader
+/// reached the source.
 pub(super) fn encode(id: RegionId, length: u64, addresses: &[SocketAddr]) -> Result<RegionKey, Error> {
     let body: Vec<u8> = addresses.iter().take(MAX_ADDRESSES).flat_map(|at| address::encode(*at)).collect();
     Ok(RegionKey::new(TransportKind::Verbs, id, length, &body)?)
 }
 
-/// Where `key` leads to: at least one address.
+/// The addresses in `key`; at least one.
 pub(super) fn addresses(key: &RegionKey, fallback_host: Option<SocketAddr>) -> Result<Vec<SocketAddr>, Error> {
     key.expect(TransportKind::Verbs)?;
     let (entries, rest) = key.body().as_chunks::<ADDRESS_BYTES>();
     if entries.is_empty() || !rest.is_empty() || entries.len() > MAX_ADDRESSES {
-        return Err(KeyError::Body("its verbs part is not of 1 to 8 addresses").into());
+        return Err(KeyError::Body("its verbs part does not contain 1 to 8 addresses").into());
     }
     entries.iter().map(|entry| address::decode(entry, fallback_host)).collect()
 }
 
-/// Ports of one source; no host has more cards than that, and a key stays far below its bound.
+/// Maximum number of ports of one source. A key of that many addresses is far below its size limit.
 pub(super) const MAX_ADDRESSES: usize = 8;
 
 #[cfg(test)]

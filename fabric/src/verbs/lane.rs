@@ -1,14 +1,15 @@
-//! The reader's data path: one queue pair, its credits, and what waits for them. Which read goes to which lane, and what a failure means
-//! for the others, is `peer`'s business.
+//! The reader's data path: one queue pair, its credits, and the pieces that wait for credits. `peer` distributes reads
+//! over lanes and handles failures.
 //!
 //! ```text
-//!   ask ─▶ held ── as far as the credits reach ─▶ posted ═ READ ═▶ completion queue ─▶ receive ─▶ (a credit is free again)
+//!   ask ─▶ held ── as far as the credits allow ─▶ posted ═ READ ═▶ completion queue ─▶ receive ─▶ (a credit is free again)
 //!            └─ neighbours in the region become one READ, scattered over the sink
 //! ```
 //!
-//! A queue pair completes its requests in the order in which they were posted, so that `posted` is a queue. Small requests go to
-//! the card by one call for several, which costs one ring of its doorbell; large ones by a call each, as then the ring is nothing beside them,
-//! and a card in software (Soft-RoCE) that is told of 16 large READs at once has the answers overflow a queue of its own.
+//! A queue pair completes its requests in the order of posting, so `posted` is a queue. Several small requests are
+//! posted by one call, which writes to the card's doorbell once. Large ones are posted by a call each, because then the
+//! doorbell costs nothing in comparison, and because Soft-RoCE overflows a queue of its own when it gets 16 large READs
+//! at once.
 
 use std::{
     collections::VecDeque,
@@ -26,7 +27,7 @@ use remora_rdma::{
 
 use crate::{Denial, ReadError};
 
-/// What a READ has to name.
+/// What a READ names.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Remote {
     /// The key of the region.
@@ -38,38 +39,38 @@ pub(super) struct Remote {
 /// A piece of a read.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Piece {
-    /// Which read of the peer it belongs to.
+    /// The read of the peer that it belongs to.
     pub(super) slot: usize,
-    /// First byte, in the region.
+    /// Offset of the first byte, in the region.
     pub(super) offset: u64,
-    /// Bytes.
+    /// Number of bytes.
     pub(super) length: u32,
-    /// Where it lands, in the sink.
+    /// Offset in the sink for the first byte.
     pub(super) sink_offset: u64,
 }
 
 impl Piece {
-    /// The byte of the region that follows it. A range is checked before it is cut into pieces, so that nothing overflows.
+    /// Offset of the byte after the piece. A range is checked before it is split, so that this does not overflow.
     fn end(&self) -> u64 {
         self.offset + u64::from(self.length)
     }
 }
 
-/// What a lane is made of.
+/// The parts of a lane.
 pub(super) struct Parts {
     pub(super) pair: QueuePair,
     pub(super) channel: Arc<Channel>,
     pub(super) completions: Arc<Completions>,
-    pub(super) letter: Arc<Registration>,
+    pub(super) buffer: Arc<Registration>,
     pub(super) alarm: Arc<Alarm>,
     pub(super) sink: Arc<Registration>,
     pub(super) queue_depth: u32,
     pub(super) scatter: u32,
 }
 
-/// One connection of a peer. Fields go in this order: the queue pair before what it stands on.
+/// A connection of a peer. Fields are dropped in this order: the queue pair first.
 pub(super) struct Lane {
-    /// Gone when the lane has ended; then no card writes into the sink any more.
+    /// `None` after the lane has ended; then no card writes to the sink.
     pair: Option<QueuePair>,
     id: Id,
     events: Arc<Events>,
@@ -79,26 +80,26 @@ pub(super) struct Lane {
     device: Arc<Device>,
     sink: Arc<Registration>,
     remote: Remote,
-    /// Places that one READ may be scattered over.
+    /// Maximum number of segments of one READ.
     scatter: u32,
-    /// Bytes of one READ, at most.
+    /// Maximum size of one READ.
     longest: u32,
     credits: u32,
     batch: Batch,
     held: VecDeque<Piece>,
-    /// Pieces that are on their way, and of how many of them each request is made up.
+    /// Posted pieces, and the number of pieces of each posted request.
     posted: VecDeque<Piece>,
     requests: VecDeque<u32>,
-    /// Requests ever posted.
+    /// Requests posted since the lane was made.
     #[cfg(test)]
     pub(super) requests_posted: u64,
-    /// Bytes asked for that are not here.
+    /// Bytes requested that have not arrived.
     outstanding: u64,
     taken: Vec<Completed>,
 }
 
 impl Lane {
-    /// A lane after its handshake, of which no request is left over.
+    /// A lane after its handshake, whose requests have all completed.
     pub(super) fn new(parts: Parts, id: Id, events: Arc<Events>, remote: Remote, longest: u32) -> Lane {
         let device = parts.sink.domain().device().clone();
         Lane {
@@ -125,7 +126,7 @@ impl Lane {
         }
     }
 
-    /// What becomes readable when there is something to do here.
+    /// Descriptors that become readable when the lane has something to do.
     pub(super) fn descriptors(&self) -> [BorrowedFd<'_>; 3] {
         [self.channel.as_fd(), self.events.as_fd(), self.alarm.as_fd()]
     }
@@ -138,7 +139,7 @@ impl Lane {
         self.outstanding
     }
 
-    /// See [`VerbsPeer`](super::VerbsPeer)'s own, for tests.
+    /// Makes the remote key invalid, for tests.
     #[cfg(test)]
     pub(super) fn spoil_key(&mut self) {
         self.remote.key ^= 0x5555_5500;
@@ -154,13 +155,13 @@ impl Lane {
         self.remote
     }
 
-    /// Enters a piece. [`Lane::flush`] posts it.
+    /// Queues a piece. [`Lane::flush`] posts it.
     pub(super) fn ask(&mut self, piece: Piece) {
         self.outstanding += u64::from(piece.length);
         self.held.push_back(piece);
     }
 
-    /// Posts what the credits allow: small requests together, large ones each by itself.
+    /// Posts as many requests as the credits allow: small ones together, large ones one by one.
     pub(super) fn flush(&mut self) -> Result<(), ReadError> {
         while self.credits > 0 && !self.held.is_empty() {
             let mut bytes = 0;
@@ -173,14 +174,15 @@ impl Lane {
             }
             let Some(pair) = &self.pair else { return Err(ReadError::PeerGone) };
             if let Err(error) = pair.post_reads(&mut self.batch) {
-                tracing::warn!(device = self.device.name(), %error, "a READ can't be posted");
+                tracing::warn!(device = self.device.name(), %error, "cannot post a READ");
                 return Err(ReadError::PeerGone);
             }
         }
         Ok(())
     }
 
-    /// Makes one request of the first piece that is held and of those after it that are its neighbours in the region; gives its bytes.
+    /// Makes one request of the first held piece and of those after it that are its neighbours in the region. Returns
+    /// its number of bytes.
     fn gather(&mut self) -> Result<u32, ReadError> {
         let Some(first) = self.held.pop_front() else { return Ok(0) };
         let read = RemoteRead {
@@ -212,18 +214,19 @@ impl Lane {
         Ok(bytes)
     }
 
-    /// Takes completions, `budget` at most, and tells `done` the slot of each piece that has come. Says how many came.
+    /// Takes up to `budget` completions, and calls `done` with the slot of each piece that has arrived. Returns the
+    /// number of completions.
     pub(super) fn receive(&mut self, budget: usize, mut done: impl FnMut(usize)) -> Result<usize, ReadError> {
         let mut came = 0;
         loop {
             self.taken.clear();
             let polled = self.completions.poll(&mut self.taken);
             let count = polled.map_err(|error| {
-                tracing::warn!(device = self.device.name(), %error, "a queue pair is over");
+                tracing::warn!(device = self.device.name(), %error, "a queue pair has failed");
                 ReadError::PeerGone
             })?;
             for completed in &self.taken {
-                // Only requests of the handshake are not counted here, and those are over.
+                // Only requests of the handshake are not counted here, and they have completed.
                 let Some(pieces) = self.requests.pop_front() else { continue };
                 if completed.status != ffi::IBV_WC_SUCCESS {
                     return Err(self.failed(completed.status));
@@ -235,42 +238,42 @@ impl Lane {
                 }
             }
             came += count;
-            // Less than there was room for: the queue was empty.
+            // Fewer than there was room for: the queue is empty.
             if count < BATCH || came >= budget {
                 return Ok(came);
             }
         }
     }
 
-    /// What the status of the first request that failed means. (The others are flushed.)
+    /// The error for the first request that failed. The others are flushed.
     fn failed(&self, status: ffi::ibv_wc_status) -> ReadError {
         tracing::info!(device = self.device.name(), status = status_name(status), "a READ has failed");
         match status {
-            // Ranges are checked before they are posted: it is the key that is none any more.
+            // Ranges are checked before they are posted: the key is no longer valid.
             ffi::IBV_WC_REM_ACCESS_ERR => ReadError::Denied(Denial::Revoked),
             _ => ReadError::PeerGone,
         }
     }
 
-    /// From now on the next completion makes a descriptor readable. What has come before does not.
+    /// Makes a descriptor readable at the next completion. Completions that have arrived before do not count.
     pub(super) fn arm(&self) -> Result<(), ReadError> {
         self.completions.arm().map_err(|_| ReadError::PeerGone)
     }
 
-    /// Takes what else there is to hear: that completions wait, that the connection has ended, that the device has something to say.
+    /// Handles events other than completions: of the channel, of the device, and of the connection.
     pub(super) fn look(&self) -> Result<(), ReadError> {
         while self.channel.next().is_some() {}
-        self.device.attend();
+        self.device.handle_events();
         while let Some(event) = self.events.next() {
             if is_end(&event) {
-                tracing::debug!(event = self.events.name_of(event.kind), "a queue pair's connection is over");
+                tracing::debug!(event = self.events.name_of(event.kind), "the connection of a queue pair has ended");
                 return Err(ReadError::PeerGone);
             }
         }
-        if self.alarm.has_rung() { Err(ReadError::PeerGone) } else { Ok(()) }
+        if self.alarm.is_triggered() { Err(ReadError::PeerGone) } else { Ok(()) }
     }
 
-    /// The end: the source is told, and when this returns the card has let go of the sink.
+    /// Ends the lane and notifies the source. When this returns, the card no longer accesses the sink.
     pub(super) fn end(&mut self) {
         if let Some(pair) = self.pair.take() {
             self.id.disconnect();
@@ -282,12 +285,13 @@ impl Lane {
     }
 }
 
-/// A place outside the sink: a bug, since places are checked when reads are posted. The peer ends, and nothing is written there.
+/// A place outside the sink is a bug, because places are checked when reads are posted. The peer ends, and nothing is
+/// written there.
 fn outside(error: remora_rdma::Error) -> ReadError {
     tracing::error!(%error, "a READ would land outside its sink");
     ReadError::PeerGone
 }
 
-/// Up to so many bytes are asked for by one request that is gathered from neighbours, and by one call. Sending so much takes a 100 Gb/s link
-/// 5 µs, beside which neither a request nor a ring of the doorbell, each a tenth of one, can be seen.
+/// Maximum size of a request that is gathered from neighbours, and of all requests posted by one call. A 100 Gb/s link
+/// takes 5 µs for it; a request and a write to the doorbell take a tenth of that each.
 const SMALL_BYTES: u32 = 64 << 10;

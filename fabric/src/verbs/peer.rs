@@ -1,15 +1,15 @@
-//! The reader's connection to one region: spreads reads over its queue pairs, keeps their number within the depth and their time within
-//! the time-out, and sleeps or doesn't. Works on the thread of its caller.
+//! The reader's connection to one region: distributes reads over its queue pairs, limits their number and their time,
+//! and waits. It works on the caller's thread.
 //!
 //! ```text
 //!            post_read                                                   poll
 //!   reads ──▶ slot ──▶ pieces ──▶ lanes ═══ READ ═══▶ the card ──▶ lanes ──▶ slot ──▶ completion
 //!     │       └─ as many as the depth                                         └─ free again
-//!     └─ outside the region, or of no bytes: judged here, since the card would end the connection for it
+//!     └─ outside the region, or empty: answered here, since the card would end the connection for it
 //! ```
 //!
-//! The descriptor of [`Peer::arm`] is an epoll instance over all that may bring news: completion channels, connections, devices, one
-//! timer, and an eventfd for what is known already. Completions that are found while it is being armed wait in `found`.
+//! The descriptor of [`Peer::arm`] is an epoll instance over completion channels, connections, devices, one timer, and
+//! an eventfd for what is known already. Completions that are found while it is armed are kept in `found`.
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -29,9 +29,9 @@ use crate::{
     transport::wait_readable,
 };
 
-/// See [`Peer`]. Made by [`VerbsConnector`](super::VerbsConnector).
+/// A [`Peer`] over RDMA, made by [`VerbsConnector`](super::VerbsConnector).
 pub struct VerbsPeer {
-    /// Bytes of the region.
+    /// Length of the region in bytes.
     length: u64,
     sink: Arc<Memory>,
     lanes: Vec<Lane>,
@@ -43,7 +43,7 @@ pub struct VerbsPeer {
     known: OwnedFd,
     is_known: bool,
     found: Vec<Completion>,
-    /// Polls since the clock was asked, and when everything was looked at.
+    /// Polls since the clock was read, and the time when events were last checked.
     polls: u32,
     looked: Instant,
     armed: bool,
@@ -52,7 +52,7 @@ pub struct VerbsPeer {
 }
 
 impl VerbsPeer {
-    /// A peer over lanes that have shaken hands.
+    /// A peer over lanes whose handshake is complete.
     pub(super) fn new(
         length: u64,
         sink: Arc<Memory>,
@@ -62,11 +62,11 @@ impl VerbsPeer {
         let readiness =
             epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Error::system("creating an epoll instance"))?;
         let known =
-            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Error::system("making an eventfd"))?;
+            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Error::system("creating an eventfd"))?;
         let stall = StallTimer::new(options.stall_timeout)?;
         let watch = |fd: BorrowedFd<'_>| {
             match epoll::add(&readiness, fd, epoll::EventData::new_u64(0), epoll::EventFlags::IN) {
-                // Two lanes by one device.
+                // Two lanes use one device.
                 Err(rustix::io::Errno::EXIST) => Ok(()),
                 other => other.map_err(Error::system("watching an RDMA connection")),
             }
@@ -97,42 +97,42 @@ impl VerbsPeer {
         })
     }
 
-    /// The devices that it reads by, by name; one entry per queue pair.
+    /// The names of the devices that it reads by, one per queue pair.
     pub fn devices(&self) -> Vec<String> {
         self.lanes.iter().map(|lane| lane.device().name().to_owned()).collect()
     }
 
-    /// For tests of what the source's card does with reads that this end should not have posted.
+    /// Changes the length that reads are checked against, for tests of the source's card.
     #[cfg(test)]
     pub(super) fn set_length(&mut self, length: u64) {
         self.length = length;
     }
 
-    /// ... and with keys that are none any more.
+    /// Makes the remote keys invalid, for tests.
     #[cfg(test)]
     pub(super) fn spoil_keys(&mut self) {
         self.lanes.iter_mut().for_each(Lane::spoil_key);
     }
 
-    /// Requests that its queue pairs have posted so far.
+    /// Requests that its queue pairs have posted.
     #[cfg(test)]
     pub(super) fn requests_posted(&self) -> u64 {
         self.lanes.iter().map(|lane| lane.requests_posted).sum()
     }
 
-    /// What the card says of its first queue pair.
+    /// The card's attributes of its first queue pair.
     #[cfg(test)]
     pub(super) fn attributes(&self, mask: u32) -> remora_rdma::bindings::ibv_qp_attr {
         self.lanes[0].pair().attributes(mask)
     }
 
-    /// What its first queue pair names in its READs.
+    /// What the READs of its first queue pair name.
     #[cfg(test)]
     pub(super) fn remote(&self) -> super::lane::Remote {
         self.lanes[0].remote()
     }
 
-    /// Cuts a read into pieces and gives each to the lane that has the least to do.
+    /// Splits a read into pieces, and gives each to the lane with the fewest outstanding bytes.
     fn ask(&mut self, slot: usize, read: &ReadRequest) -> u32 {
         let mut pieces = 0;
         for (begin, length) in cut(read.length, self.piece_bytes) {
@@ -148,7 +148,7 @@ impl VerbsPeer {
         self.lanes.iter_mut().try_for_each(Lane::flush)
     }
 
-    /// Takes what has come on each lane in turn into `found`, and posts what there is room for now.
+    /// Takes completions of each lane into `found`, and posts the pieces for which there is room now.
     fn receive(&mut self) -> Result<usize, ReadError> {
         let VerbsPeer { lanes, slots, found, stall, .. } = self;
         let mut came = 0;
@@ -163,15 +163,15 @@ impl VerbsPeer {
         Ok(came)
     }
 
-    /// Completions first; everything else when it was slept for, and now and then. System calls for each poll, and even a look at the
-    /// clock, would cost more than the poll.
+    /// Takes completions, and now and then checks everything else. System calls in each poll, and even reading the
+    /// clock, would cost more than the poll itself.
     fn work(&mut self) -> Result<(), ReadError> {
         let came = self.receive()?;
         self.polls += 1;
         if self.armed || self.polls >= POLLS_PER_CLOCK { self.look(came) } else { Ok(()) }
     }
 
-    /// Takes the news that come by descriptors, if it was slept for them or if it is time, and finds out what takes too long.
+    /// Handles events, if the caller has slept for them or enough time has passed, and detects stalls.
     fn look(&mut self, came: usize) -> Result<(), ReadError> {
         self.polls = 0;
         let now = Instant::now();
@@ -183,7 +183,7 @@ impl VerbsPeer {
         self.stall.check_at(now, !self.slots.is_empty())
     }
 
-    /// ... and ends the peer where that fails.
+    /// Works, and retires the peer on failure.
     fn work_or_retire(&mut self) {
         if self.retired.is_none()
             && let Err(error) = self.work()
@@ -192,7 +192,7 @@ impl VerbsPeer {
         }
     }
 
-    /// Polls for a while, if the mode says so and something is to come; then has the next completion announced.
+    /// Polls for a while, if the mode says so and reads are outstanding; then arms the completion queues.
     fn prepare_to_sleep(&mut self) -> Result<(), ReadError> {
         self.stall.settle();
         if self.mode == CompletionMode::PollThenArm && !self.slots.is_empty() {
@@ -207,13 +207,13 @@ impl VerbsPeer {
         if self.found.is_empty() {
             self.lanes.iter().try_for_each(Lane::arm)?;
             self.armed = true;
-            // What came before it was armed is not announced.
+            // Completions that arrived before the queue was armed are not announced.
             self.receive()?;
         }
         Ok(())
     }
 
-    /// Whether the caller has something to take already. If not it may sleep: everything that comes is announced.
+    /// Whether the caller already has something to take. If not, it may sleep: everything that arrives is announced.
     fn knows_something(&mut self) -> bool {
         if self.retired.is_none()
             && self.found.is_empty()
@@ -224,7 +224,7 @@ impl VerbsPeer {
         self.retired.is_some() || !self.found.is_empty()
     }
 
-    /// Asks again and again, for the mode that never sleeps.
+    /// Polls until there is a completion or the time is over, for the mode that never sleeps.
     fn spin(&mut self, timeout: Duration) {
         let (mut begun, mut polls) = (None, 0_u32);
         loop {
@@ -235,7 +235,7 @@ impl VerbsPeer {
             if over || timeout.is_zero() || !self.found.is_empty() || self.retired.is_some() {
                 return;
             }
-            // For a machine with fewer processors than pollers; seldom, as each time costs more than the poll.
+            // For machines with fewer processors than pollers; rarely, because a yield costs more than a poll.
             if polls.is_multiple_of(POLLS_PER_YIELD) {
                 std::thread::yield_now();
             }
@@ -243,7 +243,7 @@ impl VerbsPeer {
         }
     }
 
-    /// Makes the eventfd say whether something is known already.
+    /// Makes the eventfd readable if something is known already.
     fn show(&mut self, is_known: bool) {
         if self.is_known == is_known {
             return;
@@ -257,7 +257,7 @@ impl VerbsPeer {
         }
     }
 
-    /// The end: everything outstanding has failed with `error`, and the queue pairs are gone.
+    /// Retires the peer with `error` and destroys the queue pairs.
     fn retire(&mut self, error: ReadError) {
         if self.retired.is_none() {
             self.retired = Some(error);
@@ -266,7 +266,7 @@ impl VerbsPeer {
         }
     }
 
-    /// The business of no card: a range that does not exist, or has no bytes.
+    /// Answers reads that no card can do: a range outside the region, or an empty one.
     fn judge(&self, read: &ReadRequest) -> Option<Completion> {
         let result = match memory::check(read.offset, read.length.into(), self.length) {
             Err(_) => Err(ReadError::Denied(Denial::OutOfBounds)),
@@ -305,7 +305,7 @@ impl Peer for VerbsPeer {
     }
 
     fn poll(&mut self, completions: &mut Vec<Completion>) -> Result<usize, Error> {
-        // What a wait has found is handed out first: it has looked just now.
+        // Completions that a wait has found are returned first: it has just checked everything.
         if self.found.is_empty() {
             self.work_or_retire();
         }
@@ -313,14 +313,14 @@ impl Peer for VerbsPeer {
         completions.append(&mut self.found);
         match self.retired {
             Some(error) if count == 0 => return Err(Error::Retired(error)),
-            // It stays readable: the end is still to be told.
+            // It stays readable, because the end is still to be reported.
             Some(_) => self.show(true),
             None => self.show(false),
         }
         Ok(count)
     }
 
-    /// Costs no system call where the completion is here already, or comes while polling.
+    /// Needs no system call if the completion has arrived, or arrives while polling.
     fn wait(&mut self, timeout: Duration) -> Result<(), Error> {
         if self.mode == CompletionMode::Polling {
             self.spin(timeout);
@@ -331,7 +331,8 @@ impl Peer for VerbsPeer {
     }
 
     fn arm(&mut self) -> BorrowedFd<'_> {
-        // A caller that sleeps on other descriptors too can't be kept from it: the mode that never sleeps has it wake at once.
+        // A caller that also sleeps on other descriptors cannot be kept from sleeping: in the mode that never sleeps,
+        // it is woken immediately.
         let known = self.mode == CompletionMode::Polling || self.knows_something();
         self.show(known);
         self.readiness.as_fd()
@@ -352,24 +353,24 @@ impl Drop for VerbsPeer {
     }
 }
 
-/// Pieces of a read of `length` bytes, as offset in the read and length.
+/// The pieces of a read of `length` bytes, as offset in the read and length.
 fn cut(length: u32, piece_bytes: u32) -> impl Iterator<Item = (u64, u32)> {
     let begins = (0..length).step_by(piece_bytes.max(1) as usize);
     begins.map(move |begin| (begin.into(), (length - begin).min(piece_bytes)))
 }
 
-/// Completions that one poll takes from one lane: 16 MiB of whole pieces, after which the caller may have better to do.
+/// Completions that one poll takes from one lane: 16 MiB of whole pieces.
 const POLL_BUDGET: usize = 64;
 
-/// Polls of an idle queue between two looks at the clock: a microsecond or two, and about what one look costs where the clock is no
-/// register of the processor's but a device.
+/// Polls of an idle queue between two reads of the clock: a microsecond or two, which is what reading the clock costs
+/// if it is a device.
 const POLLS_PER_CLOCK: u32 = 64;
 
-/// ... between two offers of the processor to somebody else: some 100 µs, so that on a busy machine a system call is not part of every read.
+/// Polls between two yields: some 100 µs, so that on a busy machine a system call is not part of every read.
 const POLLS_PER_YIELD: u32 = 4096;
 
-/// How often connections and devices are looked at by a poll that finds no completions, and by one that does.
-/// Three system calls each time, which are not to be part of every read; whoever sleeps is woken for what they tell.
+/// Intervals at which a poll without completions, and one with completions, checks connections and devices. It takes
+/// three system calls, which must not be part of every read; a sleeping caller is woken for these events.
 const LOOK_PACE: Duration = Duration::from_millis(1);
 const LOOK_AT_LEAST: Duration = Duration::from_millis(5);
 

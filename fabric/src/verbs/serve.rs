@@ -1,4 +1,4 @@
-//! The source's thread: it waits for news of connections and devices, and has the house deal with them.
+//! The source's thread: waits for events of connections and devices, and passes them to the server.
 
 use std::{
     os::fd::{AsFd, BorrowedFd},
@@ -12,7 +12,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use super::server::Shared;
 use crate::Error;
 
-/// Starts the thread; it ends when `stop` is written.
+/// Starts the thread. It ends when `stop` is written.
 pub(super) fn start(shared: Arc<Shared>) -> Result<JoinHandle<()>, Error> {
     std::thread::Builder::new()
         .name("verbs-exporter".into())
@@ -21,39 +21,39 @@ pub(super) fn start(shared: Arc<Shared>) -> Result<JoinHandle<()>, Error> {
 }
 
 fn serve(shared: &Shared) {
-    let events = shared.house().events.clone();
+    let events = shared.server().events.clone();
     let mut next_deadline = None;
     loop {
-        // Anew each time: the descriptors of a device that is gone would be readable for ever.
-        let stations = shared.house().doors();
+        // Collected each time: the descriptors of a removed device would be readable forever.
+        let contexts = shared.server().watched();
         let mut fds: Vec<BorrowedFd<'_>> = vec![shared.stop.as_fd(), events.as_fd()];
         fds.extend(
-            stations.iter().flat_map(|(channel, device, alarm)| [channel.as_fd(), device.as_fd(), alarm.as_fd()]),
+            contexts.iter().flat_map(|(channel, device, alarm)| [channel.as_fd(), device.as_fd(), alarm.as_fd()]),
         );
         if wait(&fds, next_deadline) {
             return;
         }
-        let mut house = shared.house();
-        house.hear();
-        for (channel, device, _) in &stations {
-            device.attend();
+        let mut server = shared.server();
+        server.on_events();
+        for (channel, device, _) in &contexts {
+            device.handle_events();
             while let Some(queue) = channel.next() {
-                house.completed(queue);
+                server.completed(queue);
             }
         }
-        next_deadline = house.sweep();
+        next_deadline = server.sweep();
     }
 }
 
-/// Sleeps until something may have happened. Says whether that is the end.
+/// Sleeps until something may have happened. Returns whether the thread must end.
 fn wait(fds: &[BorrowedFd<'_>], until: Option<Instant>) -> bool {
     let mut polled: Vec<PollFd<'_>> = fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
     let left = until.map_or(LONGEST_SLEEP, |until| until.saturating_duration_since(Instant::now()).min(LONGEST_SLEEP));
     let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
-    // Interrupted or not: everything is looked at again.
+    // Interrupted or not, everything is checked again.
     let _ = rustix::event::poll(&mut polled, Some(&left));
     polled.first().is_some_and(|stop| stop.revents().contains(PollFlags::IN))
 }
 
-/// Bound of one sleep, should every descriptor be silent.
+/// Longest sleep, if no descriptor becomes readable.
 const LONGEST_SLEEP: Duration = Duration::from_secs(60);

@@ -1,19 +1,21 @@
-//! The source's house: regions, grants, and the guests that read; and the thread that lets them in and out. No byte of a region passes
-//! through here.
+//! The regions, grants, readers and devices of one exporter: what the exporter and its thread share. No byte of a
+//! region passes through here.
 //!
 //! ```text
-//!   request ─▶ Proving ── proof is right, region is there ─▶ In ── gone, revoked, withdrawn ─▶ (dropped)
-//!                 │                                                                               ▲
-//!                 └── wrong, or too late ─▶ Leaving (the denial is on its way) ── sent ───────────┘
+//!   request ─▶ AwaitingProof ── proof is right, region exists ─▶ Reading ── closed, revoked, withdrawn ─▶ (dropped)
+//!                 │                                                                                          ▲
+//!                 └── wrong, or too late ─▶ Refused (the denial is being sent) ── sent ──────────────────────┘
 //! ```
 //!
 //! What is true at every moment:
 //!
-//! - A guest's queue pair has rights over the source's memory only while it is `In`: with a grant, and a region that is exported.
-//! - A guest has one receive posted (its proof) and sends at most one message (its welcome): two completions, for which its queue has
-//!   room.
-//! - A guest that is not `In` has a deadline.
-//! - A device that has failed has no station, no guests and no registrations here, and its addresses are listened at again once they can be.
+//! - A reader's queue pair has rights to the source's memory only in the stage `Reading`: with a grant, and an exported
+//!   region.
+//! - A reader's connection has one receive posted (the proof) and sends at most one message (the welcome): two
+//!   completions, for which its queue has room.
+//! - A reader's connection in another stage has a deadline.
+//! - A failed device has no context, no readers and no registrations here. Its addresses are listened at again as soon
+//!   as possible.
 
 use std::{
     collections::HashMap,
@@ -25,68 +27,69 @@ use std::{
 
 use remora_rdma::{
     bindings as ffi,
-    cm::{Event, Events, Id, Terms},
+    cm::{Event, Events, Id, ReadDepths},
     device::{Alarm, Device, NO_QUEUE_PAIR},
     objects::{Access, Capacity, Channel, Completed, Completions, Domain, NO_RIGHTS, QueuePair, Registration},
 };
 
 use super::{
     VerbsOptions,
-    handshake::{End, INCOMING, OUTGOING, Transcript, letter},
-    wire::{Challenge, Garbled, Hello, Refusal, Welcome},
+    handshake::{INCOMING, OUTGOING, buffer},
+    wire::{Grant, Verbs},
 };
 use crate::{
     Denial, Error, Memory, RegionId, Secret,
     auth::{self, PROOF_BYTES},
+    lane_handshake::{Format, Hello, Refusal, Source},
 };
 
-/// What the exporter and its thread both hold.
+/// What the exporter and its thread share.
 pub(super) struct Shared {
-    /// Behind a lock, and not owned by the thread alone, so that `revoke` has cut the connections when it returns. What is called
-    /// under it are system calls that make and destroy; nothing that waits for another end.
-    pub(super) house: Mutex<House>,
-    /// Written once, at the end.
+    /// Behind a lock, and not owned by the thread, so that `revoke` has closed the connections when it returns. The
+    /// calls under the lock create and destroy objects; none waits for another end.
+    pub(super) server: Mutex<Server>,
+    /// Written once, to end the thread.
     pub(super) stop: OwnedFd,
 }
 
 impl Shared {
-    /// What a panicking thread leaves behind is whole: each method of the house changes one thing.
-    pub(super) fn house(&self) -> MutexGuard<'_, House> {
-        self.house.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Locks the server. A panic leaves it valid, because each method changes one thing.
+    pub(super) fn server(&self) -> MutexGuard<'_, Server> {
+        self.server.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Memory that one device may read.
+/// Memory that one device's readers may read.
 pub(super) type Registered = Arc<Registration>;
 
-/// Tells a device of memory that readers may read.
+/// Registers memory with a device, for readers.
 pub(super) fn register(domain: &Arc<Domain>, memory: &Arc<Memory>) -> Result<Registered, Error> {
     Ok(Registration::new(domain, memory, Access::RemoteRead)?)
 }
 
-/// Memory that is lent, and what devices know of it: one registration for each that is alive.
+/// Exported memory, and its registration with each working device.
 #[derive(Clone)]
-pub(super) struct Lent {
+pub(super) struct Exported {
     memory: Arc<Memory>,
     registrations: Vec<Registered>,
 }
 
-impl Lent {
-    /// Tells devices of `memory`. One that dies over it is passed over.
-    pub(super) fn to(domains: &[Arc<Domain>], memory: &Arc<Memory>) -> Result<Lent, Error> {
+impl Exported {
+    /// Registers `memory` with devices. A device that fails meanwhile is skipped.
+    pub(super) fn to(domains: &[Arc<Domain>], memory: &Arc<Memory>) -> Result<Exported, Error> {
         let mut registrations = Vec::new();
         for domain in domains {
             match register(domain, memory) {
                 Ok(registration) => registrations.push(registration),
                 Err(error) => {
-                    domain.device().attend();
-                    if !domain.device().is_dead() {
+                    domain.device().handle_events();
+                    if !domain.device().has_failed() {
                         return Err(error);
                     }
                 }
             }
         }
-        Ok(Lent { memory: memory.clone(), registrations })
+        Ok(Exported { memory: memory.clone(), registrations })
     }
 
     fn at(&self, device: &Arc<Device>) -> Option<&Registered> {
@@ -96,11 +99,11 @@ impl Lent {
 
 /// An address that readers connect to.
 pub(super) struct Listener {
-    /// With the port that it has been given, which the keys name.
+    /// With the assigned port, which the keys name.
     address: SocketAddr,
-    /// None while its device is gone.
+    /// `None` while its device is removed.
     id: Option<Id>,
-    /// When to try again, if it is gone.
+    /// When to listen again, while its device is removed.
     again: Instant,
 }
 
@@ -111,25 +114,26 @@ impl Listener {
 
     fn lose(&mut self) {
         if self.id.take().is_some() {
-            tracing::warn!(address = %self.address, "RDMA is not offered at this address any more, until its device is back");
+            tracing::warn!(address = %self.address, "not listening at this RDMA address until its device is back");
             self.again = Instant::now() + LISTEN_PACE;
         }
     }
 }
 
-/// A device that guests come by.
-pub(super) struct Station {
+/// A device that serves readers.
+pub(super) struct DeviceContext {
     domain: Arc<Domain>,
     channel: Arc<Channel>,
-    /// Rings when the device dies, whoever has heard of it.
+    /// Triggered when the device fails.
     alarm: Arc<Alarm>,
 }
 
-impl Station {
-    pub(super) fn new(device: &Arc<Device>) -> Result<Station, Error> {
-        let station = Station { domain: Domain::new(device)?, channel: Channel::new(device)?, alarm: Alarm::new()? };
-        device.watch(NO_QUEUE_PAIR, &station.alarm);
-        Ok(station)
+impl DeviceContext {
+    pub(super) fn new(device: &Arc<Device>) -> Result<DeviceContext, Error> {
+        let context =
+            DeviceContext { domain: Domain::new(device)?, channel: Channel::new(device)?, alarm: Alarm::new()? };
+        device.watch(NO_QUEUE_PAIR, &context.alarm);
+        Ok(context)
     }
 
     pub(super) fn device(&self) -> &Arc<Device> {
@@ -137,84 +141,83 @@ impl Station {
     }
 }
 
-/// See the head of the file.
-pub(super) struct House {
+/// Regions, grants, and reader connections.
+pub(super) struct Server {
     options: VerbsOptions,
-    /// By the name of the id that its connection has.
-    guests: HashMap<usize, Guest>,
-    regions: HashMap<RegionId, Lent>,
-    /// Registered for longer than one region.
-    kept: Vec<Lent>,
+    /// By the name of each connection's id.
+    readers: HashMap<usize, ReaderConnection>,
+    regions: HashMap<RegionId, Exported>,
+    /// Memory that stays registered between regions.
+    cached: Vec<Exported>,
     grants: HashMap<u64, Secret>,
-    stations: Vec<Station>,
+    contexts: Vec<DeviceContext>,
     listeners: Vec<Listener>,
     pub(super) events: Arc<Events>,
 }
 
-/// A reader's connection. Fields go in this order: the queue pair before what it stands on.
-struct Guest {
+/// A reader's connection. Fields are dropped in this order: the queue pair first.
+struct ReaderConnection {
     pair: QueuePair,
     id: Id,
-    letter: Arc<Registration>,
+    buffer: Arc<Registration>,
     alarm: Arc<Alarm>,
-    hello: Hello,
-    transcript: Transcript,
+    handshake: Source<Verbs>,
     stage: Stage,
 }
 
 enum Stage {
-    Proving { until: Instant },
-    Leaving { until: Instant },
-    In,
+    AwaitingProof { until: Instant },
+    Refused { until: Instant },
+    Reading,
 }
 
-impl House {
+impl Server {
     pub(super) fn new(
         options: VerbsOptions,
         events: Arc<Events>,
         listeners: Vec<Listener>,
-        stations: Vec<Station>,
-    ) -> House {
-        House {
+        contexts: Vec<DeviceContext>,
+    ) -> Server {
+        Server {
             options,
-            guests: HashMap::new(),
+            readers: HashMap::new(),
             regions: HashMap::new(),
-            kept: Vec::new(),
+            cached: Vec::new(),
             grants: HashMap::new(),
-            stations,
+            contexts,
             listeners,
             events,
         }
     }
 
-    // ---- what the exporter is told ----
+    // ---- calls of the exporter ----
 
-    pub(super) fn guests(&self) -> usize {
-        self.guests.len()
+    pub(super) fn readers(&self) -> usize {
+        self.readers.len()
     }
 
     pub(super) fn domains(&self) -> Vec<Arc<Domain>> {
-        self.stations.iter().map(|station| station.domain.clone()).collect()
+        self.contexts.iter().map(|context| context.domain.clone()).collect()
     }
 
-    pub(super) fn keep(&mut self, lent: Lent) {
-        self.kept.push(lent);
+    pub(super) fn cache(&mut self, exported: Exported) {
+        self.cached.push(exported);
     }
 
-    pub(super) fn kept(&self, memory: &Arc<Memory>) -> Option<Lent> {
-        self.kept.iter().find(|lent| Arc::ptr_eq(&lent.memory, memory)).cloned()
+    pub(super) fn cached(&self, memory: &Arc<Memory>) -> Option<Exported> {
+        self.cached.iter().find(|exported| Arc::ptr_eq(&exported.memory, memory)).cloned()
     }
 
-    pub(super) fn export(&mut self, id: RegionId, lent: Lent) -> Result<(), Error> {
+    pub(super) fn export(&mut self, id: RegionId, exported: Exported) -> Result<(), Error> {
         if self.regions.contains_key(&id) {
             return Err(Error::AlreadyExported(id));
         }
-        self.regions.insert(id, lent);
+        self.regions.insert(id, exported);
         Ok(())
     }
 
-    pub(super) fn revoke(&mut self, id: RegionId) -> Option<Lent> {
-        self.cut(|guest| guest.hello.id == id);
+    pub(super) fn revoke(&mut self, id: RegionId) -> Option<Exported> {
+        self.cut(|reader| reader.handshake.hello().id == id);
         self.regions.remove(&id)
     }
 
@@ -224,34 +227,34 @@ impl House {
 
     pub(super) fn withdraw(&mut self, session: u64) {
         self.grants.remove(&session);
-        self.cut(|guest| guest.hello.session == session);
+        self.cut(|reader| reader.handshake.hello().session == session);
     }
 
-    /// Bytes of a region that can be connected to.
+    /// Length of a region, if readers can connect.
     pub(super) fn region_length(&self, id: RegionId) -> Option<u64> {
         let is_open = self.listeners.iter().any(|listener| listener.id.is_some());
-        self.regions.get(&id).filter(|_| is_open).map(|lent| lent.memory.length())
+        self.regions.get(&id).filter(|_| is_open).map(|exported| exported.memory.length())
     }
 
-    /// What becomes readable when there is news, of each device that is alive.
-    pub(super) fn doors(&self) -> Vec<(Arc<Channel>, Arc<Device>, Arc<Alarm>)> {
-        let of = |station: &Station| (station.channel.clone(), station.device().clone(), station.alarm.clone());
-        self.stations.iter().map(of).collect()
+    /// What becomes readable on events, for each working device.
+    pub(super) fn watched(&self) -> Vec<(Arc<Channel>, Arc<Device>, Arc<Alarm>)> {
+        let of = |context: &DeviceContext| (context.channel.clone(), context.device().clone(), context.alarm.clone());
+        self.contexts.iter().map(of).collect()
     }
 
-    /// The end of everything; nothing is let in any more.
+    /// Closes everything; no reader is admitted after that.
     pub(super) fn close(&mut self) {
         self.listeners.clear();
         self.grants.clear();
         self.cut(|_| true);
         self.regions.clear();
-        self.kept.clear();
+        self.cached.clear();
     }
 
-    // ---- guests come ----
+    // ---- new readers ----
 
-    /// Deals with everything the connection manager has to say.
-    pub(super) fn hear(&mut self) {
+    /// Handles all events of the connection manager.
+    pub(super) fn on_events(&mut self) {
         while let Some(event) = self.events.next() {
             match event.kind {
                 ffi::RDMA_CM_EVENT_CONNECT_REQUEST => {
@@ -266,88 +269,98 @@ impl House {
                 | ffi::RDMA_CM_EVENT_REJECTED
                 | ffi::RDMA_CM_EVENT_ADDR_CHANGE
                 | ffi::RDMA_CM_EVENT_TIMEWAIT_EXIT => self.forget(event.of, self.events.name_of(event.kind)),
-                // Comes for each connection and each listener of the device.
+                // Reported for each connection and each listener of the device.
                 ffi::RDMA_CM_EVENT_DEVICE_REMOVAL => {
                     self.forget(event.of, "its device is being removed");
                     let is_it = |listener: &&mut Listener| listener.id.as_ref().is_some_and(|id| id.name() == event.of);
                     if let Some(listener) = self.listeners.iter_mut().find(is_it) {
                         if let Some(Ok(device)) = listener.id.as_ref().map(Id::device) {
-                            device.bury();
+                            device.mark_failed();
                         }
                         listener.lose();
                     }
                 }
-                other => tracing::debug!(event = self.events.name_of(other), "an event without use"),
+                other => {
+                    tracing::debug!(event = self.events.name_of(other), "ignoring an event of the connection manager")
+                }
             }
         }
     }
 
     fn receive(&mut self, id: Id, request: &Event) {
-        let hello = match self.judge(request) {
-            Ok(hello) => hello,
-            Err(refusal) => return turn_away(&id, refusal),
+        let nonce = match auth::nonce() {
+            Ok(nonce) => nonce,
+            Err(error) => return tracing::error!(%error, "cannot accept a reader's RDMA connection"),
         };
-        match self.open(id, request, hello) {
-            Ok(guest) => drop(self.guests.insert(guest.id.name(), guest)),
-            Err(error) => tracing::warn!(%error, "a reader's RDMA connection can't be made"),
+        let (handshake, challenge) = match Source::challenge(&request.message, &nonce) {
+            Ok(begun) => begun,
+            Err(rejected) => {
+                tracing::debug!(error = %rejected.error, "a connection request was rejected");
+                return refuse(&id, rejected.answer);
+            }
+        };
+        if !self.has_room() {
+            return refuse(&id, Verbs::refusal(Refusal::Denied(Denial::Busy)));
+        }
+        match self.open(id, request, handshake, &challenge) {
+            Ok(reader) => drop(self.readers.insert(reader.id.name(), reader)),
+            Err(error) => tracing::warn!(%error, "cannot accept a reader's RDMA connection"),
         }
     }
 
-    /// Whether this request makes sense and there is room for it.
-    fn judge(&self, request: &Event) -> Result<Hello, Refusal> {
-        let hello = Hello::decode(&request.message).map_err(|garbled: Garbled| {
-            tracing::debug!(?garbled, "a stranger's request to connect");
-            Refusal::Malformed
-        })?;
-        let unproved = self.guests.values().filter(|guest| !matches!(guest.stage, Stage::In)).count();
-        match self.guests.len() < self.options.connections && unproved < MAX_UNPROVED {
-            true => Ok(hello),
-            false => Err(Refusal::Denied(Denial::Busy)),
-        }
+    /// Whether one more connection may be made.
+    fn has_room(&self) -> bool {
+        let unproved = self.readers.values().filter(|reader| !matches!(reader.stage, Stage::Reading)).count();
+        self.readers.len() < self.options.connections && unproved < MAX_UNPROVED
     }
 
-    /// Makes the source's end of the connection, without any rights, and accepts. What fails is dropped, which refuses.
-    fn open(&mut self, id: Id, request: &Event, hello: Hello) -> Result<Guest, Error> {
+    /// Makes the source's end of the connection, without rights, and accepts. On failure the connection is dropped,
+    /// which refuses it.
+    fn open(
+        &mut self,
+        id: Id,
+        request: &Event,
+        handshake: Source<Verbs>,
+        challenge: &[u8],
+    ) -> Result<ReaderConnection, Error> {
         let device = id.device()?;
         if let Err(error) = self.adopt(&device) {
-            turn_away(&id, Refusal::Denied(Denial::Busy));
+            refuse(&id, Verbs::refusal(Refusal::Denied(Denial::Busy)));
             return Err(error);
         }
-        let station = self.stations.iter().find(|station| Arc::ptr_eq(station.device(), &device));
-        let station = station.ok_or(Error::Misuse("a request came by a device that is not used"))?;
-        let letter = letter(&station.domain)?;
-        let completions = Completions::new(&station.channel, GUEST_COMPLETIONS)?;
-        let pair = QueuePair::new(&station.domain, &completions, Capacity { send: 1, receive: 1 })?;
+        let context = self.contexts.iter().find(|context| Arc::ptr_eq(context.device(), &device));
+        let context = context.ok_or(Error::Misuse("a request arrived on a device that is not used"))?;
+        let buffer = buffer(&context.domain)?;
+        let completions = Completions::new(&context.channel, READER_COMPLETIONS)?;
+        let pair = QueuePair::new(&context.domain, &completions, Capacity { send: 1, receive: 1 })?;
         let alarm = Alarm::new()?;
         device.watch(pair.name(), &alarm);
         let limit = u8::try_from(device.attributes().max_qp_rd_atom).unwrap_or(u8::MAX);
         let depth = request.responder_resources.min(self.options.reads_in_flight).min(limit).max(1);
-        let terms = Terms { initiator_depth: 0, responder_resources: depth };
-        // An iWARP card connects by itself and takes no other rights later. There the region's key alone keeps strangers out.
+        let depths = ReadDepths { initiator_depth: 0, responder_resources: depth };
+        // An iWARP card connects by itself and takes no other rights later. There the region's key alone protects it.
         let rights = if device.is_iwarp() { ffi::IBV_ACCESS_REMOTE_READ } else { NO_RIGHTS };
         id.initialise(&pair, rights)?;
-        pair.post_receive(PROOF, &letter, INCOMING, PROOF_BYTES as u32)?;
+        pair.post_receive(PROOF, &buffer, INCOMING, PROOF_BYTES as u32)?;
         completions.arm()?;
         if !device.is_iwarp() {
-            id.ready(&pair, terms, &self.options.connecting())?;
-            // Some managers' attributes come with rights.
+            id.ready(&pair, depths, &self.options.connecting())?;
+            // Some connection managers' attributes include rights.
             pair.allow(NO_RIGHTS)?;
         }
-        let challenge = Challenge { nonce: auth::nonce()? };
-        id.accept(&pair, terms, &challenge.encode(), &self.options.connecting())
+        id.accept(&pair, depths, challenge, &self.options.connecting())
             .map_err(Error::system("accepting a reader's RDMA connection"))?;
-        let transcript = Transcript::new(&hello, &challenge);
-        let stage = Stage::Proving { until: Instant::now() + self.options.handshake_timeout };
-        Ok(Guest { pair, id, letter, alarm, hello, transcript, stage })
+        let stage = Stage::AwaitingProof { until: Instant::now() + self.options.handshake_timeout };
+        Ok(ReaderConnection { pair, id, buffer, alarm, handshake, stage })
     }
 
-    /// Deals with whatever has completed on a queue.
+    /// Handles the completions of a queue.
     pub(super) fn completed(&mut self, queue: usize) {
-        let mut found = self.guests.iter().filter(|(_, guest)| guest.pair.completions().name() == queue);
-        let Some((&name, guest)) = found.next() else { return };
+        let mut found = self.readers.iter().filter(|(_, reader)| reader.pair.completions().name() == queue);
+        let Some((&name, reader)) = found.next() else { return };
         let mut done = Vec::new();
-        // Armed first and polled then: what comes between is announced.
-        let alive = guest.pair.completions().arm().and_then(|()| guest.pair.completions().poll(&mut done));
+        // Armed first and polled second, so that a completion in between is announced.
+        let alive = reader.pair.completions().arm().and_then(|()| reader.pair.completions().poll(&mut done));
         if let Err(error) = alive {
             return self.forget(name, &error.to_string());
         }
@@ -358,110 +371,109 @@ impl House {
 
     fn settle(&mut self, name: usize, completed: Completed) {
         if completed.status != ffi::IBV_WC_SUCCESS {
-            return self.forget(name, "a message did not get through");
+            return self.forget(name, "a message could not be sent");
         }
-        match (completed.name, self.guests.get(&name).map(|guest| &guest.stage)) {
-            (PROOF, Some(Stage::Proving { .. })) => self.proved(name, completed.length),
-            (WELCOME, Some(Stage::Leaving { .. })) => self.forget(name, "it was refused"),
+        match (completed.name, self.readers.get(&name).map(|reader| &reader.stage)) {
+            (PROOF, Some(Stage::AwaitingProof { .. })) => self.proved(name, completed.length),
+            (WELCOME, Some(Stage::Refused { .. })) => self.forget(name, "it was refused"),
             _ => {}
         }
     }
 
-    /// A proof has come: lets the guest in, or says why not.
+    /// Handles a proof: admits the reader, or refuses it with a reason.
     fn proved(&mut self, name: usize, length: u32) {
-        let Some(guest) = self.guests.get(&name) else { return };
-        let admitted = self.admit(guest, length);
-        let welcome = match &admitted {
-            Ok(welcome) => *welcome,
-            Err(denial) => Welcome::denial(*denial),
-        };
+        let Some(reader) = self.readers.get(&name) else { return };
+        let admitted = self.admit(reader, length);
+        let is_in = admitted.is_ok();
+        let answer = admitted.unwrap_or_else(Verbs::denial);
         let until = Instant::now() + self.options.handshake_timeout;
-        let Some(guest) = self.guests.get_mut(&name) else { return };
-        guest.stage = if admitted.is_ok() { Stage::In } else { Stage::Leaving { until } };
-        if let Err(error) = guest.answer(&welcome) {
-            tracing::warn!(%error, "a reader can't be answered");
-            self.forget(name, "it can't be answered");
+        let Some(reader) = self.readers.get_mut(&name) else { return };
+        reader.stage = if is_in { Stage::Reading } else { Stage::Refused { until } };
+        if let Err(error) = reader.answer(&answer) {
+            tracing::warn!(%error, "cannot answer a reader");
+            self.forget(name, "it could not be answered");
         }
     }
 
-    fn admit(&self, guest: &Guest, length: u32) -> Result<Welcome, Denial> {
-        let secret = self.grants.get(&guest.hello.session);
+    /// Checks the proof, and gives the queue pair the right to read. Returns the welcome for the reader.
+    fn admit(&self, reader: &ReaderConnection, length: u32) -> Result<Vec<u8>, Denial> {
+        let &Hello { session, id, lane, .. } = reader.handshake.hello();
         let mut proof = [0; PROOF_BYTES];
-        let read = guest.letter.memory().read(INCOMING, &mut proof);
-        let proved = guest.transcript.is_proved(End::Reader, secret, &proof);
-        let Some(secret) = secret.filter(|_| proved && read.is_ok() && length as usize == PROOF_BYTES) else {
+        let read = reader.buffer.memory().read(INCOMING, &mut proof);
+        let proved = reader.handshake.examine(&proof, self.grants.get(&session))?;
+        if read.is_err() || length as usize != PROOF_BYTES {
             return Err(Denial::NotGranted);
-        };
-        let id = guest.hello.id;
-        let Some(lent) = self.regions.get(&id) else {
+        }
+        let Some(exported) = self.regions.get(&id) else {
             let is_stale = self.regions.keys().any(|known| known.region == id.region);
             return Err(if is_stale { Denial::Stale } else { Denial::Unknown });
         };
-        let of_session =
-            |other: &&Guest| other.hello.session == guest.hello.session && matches!(other.stage, Stage::In);
-        if self.guests.values().filter(of_session).count() >= MAX_CONNECTIONS_PER_SESSION {
+        let of_session = |other: &&ReaderConnection| {
+            other.handshake.hello().session == session && matches!(other.stage, Stage::Reading)
+        };
+        if self.readers.values().filter(of_session).count() >= MAX_CONNECTIONS_PER_SESSION {
             return Err(Denial::Busy);
         }
-        let device = guest.pair.domain().device();
-        let registration = lent.at(device).ok_or(Denial::Unknown)?;
-        if !device.is_iwarp() && guest.pair.allow(ffi::IBV_ACCESS_REMOTE_READ).is_err() {
+        let device = reader.pair.domain().device();
+        let registration = exported.at(device).ok_or(Denial::Unknown)?;
+        if !device.is_iwarp() && reader.pair.allow(ffi::IBV_ACCESS_REMOTE_READ).is_err() {
             return Err(Denial::Busy);
         }
-        tracing::debug!(session = guest.hello.session, region = %id, lane = guest.hello.lane, "a queue pair is open");
-        Ok(Welcome {
-            denied: None,
+        tracing::debug!(session, region = %id, lane, "a queue pair is open");
+        Ok(proved.welcome(&Grant {
             key: registration.remote_key(),
             base: registration.remote_base(),
             length: registration.memory().length(),
-            proof: guest.transcript.prove(End::Source, secret),
-        })
+        }))
     }
 
-    // ---- guests go ----
+    // ---- closing connections ----
 
     fn forget(&mut self, name: usize, why: &str) {
-        if let Some(guest) = self.guests.remove(&name) {
-            tracing::debug!(session = guest.hello.session, region = %guest.hello.id, why, "a queue pair has ended");
-            guest.id.disconnect();
+        if let Some(reader) = self.readers.remove(&name) {
+            tracing::debug!(session = reader.handshake.hello().session, region = %reader.handshake.hello().id, why, "a queue pair has ended");
+            reader.id.disconnect();
         }
     }
 
-    fn cut(&mut self, which: impl Fn(&Guest) -> bool) {
-        for (_, guest) in self.guests.extract_if(|_, guest| which(guest)) {
-            // First the news, then the end: a reader that is told does not have to find out by its retries.
-            guest.id.disconnect();
+    fn cut(&mut self, which: impl Fn(&ReaderConnection) -> bool) {
+        for (_, reader) in self.readers.extract_if(|_, reader| which(reader)) {
+            // Notifies the reader first, so that it need not find out by its retries.
+            reader.id.disconnect();
         }
     }
 
-    /// Cuts those that are too late or whose queue pair has failed, and sees to the devices; says when to do so again.
+    /// Closes connections that are late or whose queue pair has failed, and handles failed devices. Returns when to
+    /// call it again.
     pub(super) fn sweep(&mut self) -> Option<Instant> {
         let now = Instant::now();
-        self.cut(|guest| guest.alarm.has_rung() || guest.stage.until().is_some_and(|until| until <= now));
-        self.leave_the_dead();
+        self.cut(|reader| reader.alarm.is_triggered() || reader.stage.until().is_some_and(|until| until <= now));
+        self.drop_failed_devices();
         self.listen_again(now);
         let tries = self.listeners.iter().filter(|listener| listener.id.is_none()).map(|listener| listener.again);
-        self.guests.values().filter_map(|guest| guest.stage.until()).chain(tries).min()
+        self.readers.values().filter_map(|reader| reader.stage.until()).chain(tries).min()
     }
 
-    // ---- devices go and come ----
+    // ---- failed and new devices ----
 
-    /// Gives back what was made on devices that are dead. Regions stay lent, by the devices that are left.
-    fn leave_the_dead(&mut self) {
-        if !self.stations.iter().any(|station| station.device().is_dead()) {
+    /// Drops what was made on failed devices. Regions stay exported by the other devices.
+    fn drop_failed_devices(&mut self) {
+        if !self.contexts.iter().any(|context| context.device().has_failed()) {
             return;
         }
-        let is_alive = |registration: &Registered| !registration.domain().device().is_dead();
-        self.regions.values_mut().chain(&mut self.kept).for_each(|lent| lent.registrations.retain(is_alive));
-        self.stations.retain(|station| !station.device().is_dead());
+        let is_alive = |registration: &Registered| !registration.domain().device().has_failed();
+        self.regions.values_mut().chain(&mut self.cached).for_each(|exported| exported.registrations.retain(is_alive));
+        self.contexts.retain(|context| !context.device().has_failed());
         for listener in &mut self.listeners {
             let device = listener.id.as_ref().filter(|id| id.has_device()).map(Id::device);
-            if device.is_some_and(|device| device.is_ok_and(|device| device.is_dead())) {
+            if device.is_some_and(|device| device.is_ok_and(|device| device.has_failed())) {
                 listener.lose();
             }
         }
     }
 
-    /// A device that was reset, or plugged in again, is another one, with the same address as a rule: readers' keys name that.
+    /// Listens again at addresses of removed devices. A device that was reset or reinserted is a new one, normally with
+    /// the same address, which readers' keys name.
     fn listen_again(&mut self, now: Instant) {
         for number in 0..self.listeners.len() {
             let Some(lost) =
@@ -474,11 +486,11 @@ impl House {
             let Some(listener) = self.listeners.get_mut(number) else { continue };
             match opened {
                 Ok(id) => {
-                    tracing::info!(%address, "RDMA is offered at this address again");
+                    tracing::info!(%address, "listening at this RDMA address again");
                     listener.id = Some(id);
                 }
                 Err(error) => {
-                    tracing::debug!(%address, %error, "RDMA can't be offered at this address yet");
+                    tracing::debug!(%address, %error, "cannot listen at this RDMA address yet");
                     listener.again = now + LISTEN_PACE;
                 }
             }
@@ -487,73 +499,75 @@ impl House {
 
     fn open_again(&mut self, address: SocketAddr) -> Result<Id, Error> {
         let id = Id::new(&self.events)?;
-        id.listen(address).map_err(Error::system("listening again"))?;
+        id.listen(address).map_err(Error::system("listening at an RDMA address again"))?;
         if id.has_device() {
             self.adopt(&id.device()?)?;
         }
         Ok(id)
     }
 
-    /// Makes a device one that guests come by, if it isn't yet: it is told of all memory that is lent.
+    /// Starts to serve by a device, and registers all exported memory with it.
     fn adopt(&mut self, device: &Arc<Device>) -> Result<(), Error> {
-        if self.stations.iter().any(|station| Arc::ptr_eq(station.device(), device)) {
+        if self.contexts.iter().any(|context| Arc::ptr_eq(context.device(), device)) {
             return Ok(());
         }
-        if device.is_dead() {
-            return Err(Error::Misuse("a request came by a device that has failed"));
+        if device.has_failed() {
+            return Err(Error::Misuse("a request arrived on a device that has failed"));
         }
-        let station = Station::new(device)?;
+        let context = DeviceContext::new(device)?;
         let mut told: Vec<Registered> = Vec::new();
-        for lent in self.regions.values_mut().chain(&mut self.kept) {
-            let known = told.iter().find(|registration| Arc::ptr_eq(registration.memory(), &lent.memory));
+        for exported in self.regions.values_mut().chain(&mut self.cached) {
+            let known = told.iter().find(|registration| Arc::ptr_eq(registration.memory(), &exported.memory));
             let registration = match known {
                 Some(registration) => registration.clone(),
-                None => register(&station.domain, &lent.memory)?,
+                None => register(&context.domain, &exported.memory)?,
             };
             told.push(registration.clone());
-            lent.registrations.push(registration);
+            exported.registrations.push(registration);
         }
-        tracing::info!(device = device.name(), "RDMA is offered by this device");
-        self.stations.push(station);
+        tracing::info!(device = device.name(), "serving by this RDMA device");
+        self.contexts.push(context);
         Ok(())
     }
 }
 
-impl Guest {
-    fn answer(&self, welcome: &Welcome) -> Result<(), Error> {
-        self.letter.memory().write(OUTGOING, &welcome.encode())?;
-        Ok(self.pair.post_send(WELCOME, &self.letter, OUTGOING, Welcome::BYTES as u32)?)
+impl ReaderConnection {
+    fn answer(&self, welcome: &[u8]) -> Result<(), Error> {
+        self.buffer.memory().write(OUTGOING, welcome)?;
+        Ok(self.pair.post_send(WELCOME, &self.buffer, OUTGOING, welcome.len() as u32)?)
     }
 }
 
 impl Stage {
     fn until(&self) -> Option<Instant> {
         match self {
-            Stage::Proving { until } | Stage::Leaving { until } => Some(*until),
-            Stage::In => None,
+            Stage::AwaitingProof { until } | Stage::Refused { until } => Some(*until),
+            Stage::Reading => None,
         }
     }
 }
 
-fn turn_away(id: &Id, refusal: Refusal) {
-    if let Err(error) = id.reject(&refusal.encode()) {
-        tracing::debug!(%error, "a request to connect can't be refused");
+/// Rejects a connection request.
+fn refuse(id: &Id, answer: Option<Vec<u8>>) {
+    if let Err(error) = id.reject(&answer.unwrap_or_default()) {
+        tracing::debug!(%error, "cannot refuse a connection request");
     }
 }
 
-/// Names of a guest's two work requests.
+/// Names of a reader's two work requests.
 const PROOF: u64 = 1;
 const WELCOME: u64 = 2;
 
-/// One receive and one send, and as many again.
-const GUEST_COMPLETIONS: u32 = 4;
+/// Completions per reader: one receive and one send, doubled.
+const READER_COMPLETIONS: u32 = 4;
 
-/// Connections that have not proved anything yet, so that a stranger can't keep out those who have a grant: each lives no longer than
-/// the handshake time-out.
+/// Connections without a proof. They can thus not exclude readers with a grant: each of them ends at the handshake
+/// time-out.
 const MAX_UNPROVED: usize = 64;
 
-/// Connections per session: 2 regions × 8 queue pairs, twice, because a reader may come back before its old ones are found dead.
+/// Connections per session: 2 regions × 8 queue pairs, twice, because a reader may reconnect before its old ones are
+/// found closed.
 const MAX_CONNECTIONS_PER_SESSION: usize = 32;
 
-/// How often an address whose device is gone is tried again: a reset takes a second or some.
+/// Interval of listening again at an address whose device was removed: a reset takes a second or more.
 const LISTEN_PACE: Duration = Duration::from_secs(1);

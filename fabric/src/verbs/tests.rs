@@ -55,7 +55,7 @@ fn a_machine_is_ready_or_says_what_is_missing_and_what_to_do() {
     let report = devices();
     match report.trouble {
         None => assert!(!report.devices.is_empty()),
-        Some(sentence) => assert!(sentence.contains("; to have it, ") || sentence.contains("plug in"), "{sentence}"),
+        Some(sentence) => assert!(sentence.contains("; to use it, ") || sentence.contains("plug in"), "{sentence}"),
     }
     if report.devices.is_empty() {
         let error = VerbsConnector::new(VerbsOptions::default(), None, Vec::new()).err();
@@ -430,15 +430,15 @@ mod in_the_machine {
         let dead = world.exporter.raw_devices().remove(0);
         assert_eq!(peer.post_read(&[read(1, 0, 5000)]).unwrap(), 1);
         settle(&mut peer, 1);
-        dead.bury();
+        dead.mark_failed();
         assert_eq!(until_retired(&mut peer), ReadError::PeerGone);
         until("the source to offer nothing by RDMA", || world.exporter.key(ID).is_err());
         world.wait_for_connections(0);
-        // Memory may be lent meanwhile: it waits for a device.
+        // Memory may be exported meanwhile: it waits for a device.
         let another = RegionId { region: 2, ..ID };
         world.exporter.export(another, filled(8192)).unwrap();
         assert!(world.exporter.key(another).is_err());
-        dead.revive();
+        dead.mark_working();
         until("the source to offer RDMA again", || world.exporter.key(ID).is_ok());
         // By the old key, whose address and port are the same.
         let mut next = connect_to(&key, &world.options, &world.sink).unwrap();

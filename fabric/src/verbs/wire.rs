@@ -1,184 +1,175 @@
-//! The messages of a connection's handshake, pure. Who sends them when is `handshake`'s.
+//! The messages of the handshake, pure.
 //!
-//! The first two travel as the connection manager's private data, of which the reader's end has room for 56 bytes and which arrives
-//! filled up with zeros: hence magic, version and length at the front. The other two are sent over the connection itself.
+//! The first two are the connection manager's private data, of which the reader's end has 56 bytes, and which arrives
+//! padded with zeros. They therefore start with magic, version and length. The other two are sent over the connection.
 //!
 //! ```text
 //!   reader                                    source
-//!     │ ── Hello      56, in REQ ─────────────▶ │   who, which region, a nonce
-//!     │ ◀── Challenge 40, in REP ────────────── │   the other nonce      (or Refusal, 12, in REJ)
+//!     │ ── hello      56, in REQ ─────────────▶ │   session, region, a nonce
+//!     │ ◀── challenge 40, in REP ────────────── │   the other nonce      (or a refusal, 12, in REJ)
 //!     │ ── proof      32, SEND ───────────────▶ │   HMAC of both
-//!     │ ◀── Welcome   64, SEND ──────────────── │   key, base and length of the region, the source's own HMAC; or why not
-//!     │ ══ READ ══════════════════════════════▶ │   (no processor of the source takes part any more)
+//!     │ ◀── welcome   64, SEND ──────────────── │   key, base and length of the region, the source's own HMAC; or a denial
+//!     │ ══ READ ══════════════════════════════▶ │   (no processor of the source takes part)
 //! ```
 //!
-//! All integers are little-endian. What travels later is RDMA's own.
+//! All integers are little-endian.
 
 use crate::{
     Denial, Error, RegionId, TransportKind,
     auth::{NONCE_BYTES, PROOF_BYTES},
+    lane_handshake::{Format, Hello, Refusal},
 };
 
-/// Bytes of the reader's nonce: what is left of the private data. 192 bits never meet again either.
+/// Bytes of the reader's nonce: what is left of the private data. 192 random bits do not repeat either.
 pub(super) const READER_NONCE_BYTES: usize = 24;
 
-/// The reader's first message.
+/// What a reader learns of a region: what a READ names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Hello {
-    pub(super) session: u64,
-    pub(super) id: RegionId,
-    /// Which of the reader's queue pairs this is, from 0; for the source's log only.
-    pub(super) lane: u8,
-    pub(super) nonce: [u8; READER_NONCE_BYTES],
-}
-
-impl Hello {
-    pub(super) const BYTES: usize = 56;
-
-    pub(super) fn encode(&self) -> [u8; Self::BYTES] {
-        let mut out = [0; Self::BYTES];
-        let mut at = opening(&mut out);
-        put(&mut out, &mut at, &self.session.to_le_bytes());
-        put(&mut out, &mut at, &self.id.generation.to_le_bytes());
-        put(&mut out, &mut at, &self.id.region.to_le_bytes());
-        put(&mut out, &mut at, &[self.lane, 0, 0, 0]);
-        put(&mut out, &mut at, &self.nonce);
-        out
-    }
-
-    pub(super) fn decode(bytes: &[u8]) -> Result<Hello, Garbled> {
-        let mut rest = opened(bytes, Self::BYTES)?;
-        let session = u64::from_le_bytes(take(&mut rest)?);
-        let generation = u64::from_le_bytes(take(&mut rest)?);
-        let region = u32::from_le_bytes(take(&mut rest)?);
-        let [lane, ..] = take::<4>(&mut rest)?;
-        let nonce = take(&mut rest)?;
-        Ok(Hello { session, id: RegionId { generation, region }, lane, nonce })
-    }
-}
-
-/// The source's answer: prove yourself.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Challenge {
-    pub(super) nonce: [u8; NONCE_BYTES],
-}
-
-impl Challenge {
-    pub(super) const BYTES: usize = 40;
-
-    pub(super) fn encode(&self) -> [u8; Self::BYTES] {
-        let mut out = [0; Self::BYTES];
-        let mut at = opening(&mut out);
-        put(&mut out, &mut at, &self.nonce);
-        out
-    }
-
-    pub(super) fn decode(bytes: &[u8]) -> Result<Challenge, Garbled> {
-        let mut rest = opened(bytes, Self::BYTES)?;
-        Ok(Challenge { nonce: take(&mut rest)? })
-    }
-}
-
-/// ... or: go away, and why.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Refusal {
-    /// For this reason.
-    Denied(Denial),
-    /// It could not make sense of the hello.
-    Malformed,
-}
-
-impl Refusal {
-    pub(super) const BYTES: usize = 12;
-
-    pub(super) fn encode(self) -> [u8; Self::BYTES] {
-        let mut out = [0; Self::BYTES];
-        let mut at = opening(&mut out);
-        let code = match self {
-            Refusal::Denied(denial) => denial.code().into(),
-            Refusal::Malformed => MALFORMED,
-        };
-        put(&mut out, &mut at, &u32::to_le_bytes(code));
-        out
-    }
-
-    pub(super) fn decode(bytes: &[u8]) -> Result<Refusal, Garbled> {
-        let mut rest = opened(bytes, Self::BYTES)?;
-        match u32::from_le_bytes(take(&mut rest)?) {
-            MALFORMED => Ok(Refusal::Malformed),
-            code => denial(code).map(Refusal::Denied),
-        }
-    }
-}
-
-/// The source's verdict on the proof.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Welcome {
-    /// Why not, where it is none; the other fields are zero then.
-    pub(super) denied: Option<Denial>,
+pub(super) struct Grant {
     /// The key to name in a READ.
     pub(super) key: u32,
     /// The address of the region's first byte, as a READ names it.
     pub(super) base: u64,
     /// Bytes of the region.
     pub(super) length: u64,
-    /// The source's own proof.
-    pub(super) proof: [u8; PROOF_BYTES],
 }
 
-impl Welcome {
-    pub(super) const BYTES: usize = 64;
+/// The handshake of this transport.
+pub(super) struct Verbs;
 
-    pub(super) fn denial(denial: Denial) -> Welcome {
-        Welcome { denied: Some(denial), key: 0, base: 0, length: 0, proof: [0; PROOF_BYTES] }
+/// Bytes of a welcome.
+pub(super) const WELCOME_BYTES: usize = 64;
+
+impl Format for Verbs {
+    const READER: &'static [u8] = b"remora verbs 1 reader";
+    const SOURCE: &'static [u8] = b"remora verbs 1 source";
+    const HELLO_BYTES: usize = 56;
+    const CHALLENGE_BYTES: usize = 40;
+    type Grant = Grant;
+
+    fn hello(hello: &Hello) -> Vec<u8> {
+        let [nonce @ .., _, _, _, _, _, _, _, _] = hello.nonce;
+        let nonce: [u8; READER_NONCE_BYTES] = nonce;
+        message(&[
+            &hello.session.to_le_bytes(),
+            &hello.id.generation.to_le_bytes(),
+            &hello.id.region.to_le_bytes(),
+            &[hello.lane, 0, 0, 0],
+            &nonce,
+        ])
     }
 
-    pub(super) fn encode(&self) -> [u8; Self::BYTES] {
-        let mut out = [0; Self::BYTES];
-        let mut at = opening(&mut out);
-        put(&mut out, &mut at, &u32::to_le_bytes(self.denied.map_or(0, |denial| denial.code().into())));
-        put(&mut out, &mut at, &self.key.to_le_bytes());
-        put(&mut out, &mut at, &self.base.to_le_bytes());
-        put(&mut out, &mut at, &self.length.to_le_bytes());
-        put(&mut out, &mut at, &self.proof);
-        out
+    fn parse_hello(bytes: &[u8]) -> Result<Hello, Error> {
+        Ok(decode_hello(bytes)?)
     }
 
-    pub(super) fn decode(bytes: &[u8]) -> Result<Welcome, Garbled> {
-        let mut rest = opened(bytes, Self::BYTES)?;
-        let denied = match u32::from_le_bytes(take(&mut rest)?) {
-            0 => None,
-            code => Some(denial(code)?),
+    fn challenge(nonce: &[u8; NONCE_BYTES]) -> Vec<u8> {
+        message(&[nonce])
+    }
+
+    fn parse_challenge(bytes: &[u8]) -> Result<(), Error> {
+        decode_challenge(bytes)?;
+        Ok(())
+    }
+
+    /// Sent in the connection manager's rejection.
+    fn refusal(why: Refusal) -> Option<Vec<u8>> {
+        let code = match why {
+            Refusal::Denied(denial) => denial.code().into(),
+            Refusal::Version | Refusal::Malformed => MALFORMED,
         };
-        let key = u32::from_le_bytes(take(&mut rest)?);
-        let base = u64::from_le_bytes(take(&mut rest)?);
-        let length = u64::from_le_bytes(take(&mut rest)?);
-        Ok(Welcome { denied, key, base, length, proof: take(&mut rest)? })
+        Some(message(&[&u32::to_le_bytes(code)]))
+    }
+
+    fn welcome(grant: &Grant, proof: &[u8; PROOF_BYTES]) -> Vec<u8> {
+        welcome(0, grant, proof)
+    }
+
+    fn denial(denial: Denial) -> Vec<u8> {
+        welcome(denial.code().into(), &Grant { key: 0, base: 0, length: 0 }, &[0; PROOF_BYTES])
+    }
+
+    fn parse_welcome(bytes: &[u8]) -> Result<(Grant, [u8; PROOF_BYTES]), Error> {
+        match decode_welcome(bytes)? {
+            (None, grant, proof) => Ok((grant, proof)),
+            (Some(denial), _, _) => Err(Error::Refused(denial)),
+        }
     }
 }
 
-/// What was received is not this protocol.
+fn decode_hello(bytes: &[u8]) -> Result<Hello, Malformed> {
+    let mut rest = opened(bytes, Verbs::HELLO_BYTES)?;
+    let session = u64::from_le_bytes(take(&mut rest)?);
+    let generation = u64::from_le_bytes(take(&mut rest)?);
+    let region = u32::from_le_bytes(take(&mut rest)?);
+    let [lane, ..] = take::<4>(&mut rest)?;
+    let mut nonce = [0; NONCE_BYTES];
+    nonce[..READER_NONCE_BYTES].copy_from_slice(&take::<READER_NONCE_BYTES>(&mut rest)?);
+    Ok(Hello { session, id: RegionId { generation, region }, lane, nonce })
+}
+
+fn decode_challenge(bytes: &[u8]) -> Result<[u8; NONCE_BYTES], Malformed> {
+    let mut rest = opened(bytes, Verbs::CHALLENGE_BYTES)?;
+    take(&mut rest)
+}
+
+/// The reason in a refusal.
+pub(super) fn decode_refusal(bytes: &[u8]) -> Result<Refusal, Malformed> {
+    let mut rest = opened(bytes, REFUSAL_BYTES)?;
+    match u32::from_le_bytes(take(&mut rest)?) {
+        MALFORMED => Ok(Refusal::Malformed),
+        code => denial(code).map(Refusal::Denied),
+    }
+}
+
+fn welcome(code: u32, grant: &Grant, proof: &[u8; PROOF_BYTES]) -> Vec<u8> {
+    message(&[
+        &code.to_le_bytes(),
+        &grant.key.to_le_bytes(),
+        &grant.base.to_le_bytes(),
+        &grant.length.to_le_bytes(),
+        proof,
+    ])
+}
+
+/// The denial if there is one, the grant, and the source's proof.
+fn decode_welcome(bytes: &[u8]) -> Result<(Option<Denial>, Grant, [u8; PROOF_BYTES]), Malformed> {
+    let mut rest = opened(bytes, WELCOME_BYTES)?;
+    let denied = match u32::from_le_bytes(take(&mut rest)?) {
+        0 => None,
+        code => Some(denial(code)?),
+    };
+    let key = u32::from_le_bytes(take(&mut rest)?);
+    let base = u64::from_le_bytes(take(&mut rest)?);
+    let length = u64::from_le_bytes(take(&mut rest)?);
+    Ok((denied, Grant { key, base, length }, take(&mut rest)?))
+}
+
+/// Bytes of a refusal.
+const REFUSAL_BYTES: usize = 12;
+
+/// Received bytes that are not of this protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Garbled {
-    /// It does not begin as ours.
+pub(super) enum Malformed {
+    /// The magic is wrong.
     Magic,
-    /// It is ours, of another version.
+    /// The version differs.
     Version(u16),
-    /// It is shorter than it says, or than it must be.
+    /// The length is wrong, or the message is truncated.
     Length,
-    /// A reason that we don't know.
+    /// The reason of a denial is unknown.
     Denial,
 }
 
-impl From<Garbled> for Error {
-    fn from(garbled: Garbled) -> Error {
-        Error::Protocol(match garbled {
-            Garbled::Version(theirs) => {
+impl From<Malformed> for Error {
+    fn from(malformed: Malformed) -> Error {
+        Error::Protocol(match malformed {
+            Malformed::Version(theirs) => {
                 return Error::Version { kind: TransportKind::Verbs, theirs, ours: VERSION };
             }
-            Garbled::Magic => "its message is not that of a Remora connection",
-            Garbled::Length => "its message is too short",
-            Garbled::Denial => "it refuses for a reason without meaning",
+            Malformed::Magic => "its message is not of a Remora connection",
+            Malformed::Length => "its message is too short",
+            Malformed::Denial => "it refuses for an unknown reason",
         })
     }
 }
@@ -186,53 +177,51 @@ impl From<Garbled> for Error {
 /// First bytes of every message.
 const MAGIC: [u8; 4] = *b"RMRV";
 
-/// The version this file describes.
+/// The version of this file.
 const VERSION: u16 = 1;
 
-/// Outside the numbers of [`Denial`], which fit into a byte.
+/// Not a number of a [`Denial`], which fit a byte.
 const MALFORMED: u32 = 0x100;
 
-/// Writes magic, version and the message's length; says where to go on.
-fn opening<const N: usize>(out: &mut [u8; N]) -> usize {
-    let mut at = 0;
-    put(out, &mut at, &MAGIC);
-    put(out, &mut at, &VERSION.to_le_bytes());
-    put(out, &mut at, &(N as u16).to_le_bytes());
-    at
+/// A message of these fields, behind magic, version and its length.
+fn message(fields: &[&[u8]]) -> Vec<u8> {
+    let length = HEAD_BYTES + fields.iter().map(|field| field.len()).sum::<usize>();
+    let mut bytes = Vec::with_capacity(length);
+    bytes.extend_from_slice(&MAGIC);
+    bytes.extend_from_slice(&VERSION.to_le_bytes());
+    bytes.extend_from_slice(&(length as u16).to_le_bytes());
+    fields.iter().for_each(|field| bytes.extend_from_slice(field));
+    bytes
 }
 
-fn put(out: &mut [u8], at: &mut usize, bytes: &[u8]) {
-    if let Some(place) = out.get_mut(*at..*at + bytes.len()) {
-        place.copy_from_slice(bytes);
-    }
-    *at += bytes.len();
-}
+/// Magic, version, length.
+const HEAD_BYTES: usize = 4 + 2 + 2;
 
-/// Checks magic, version and length; gives what follows, without what the manager has filled up.
-fn opened(bytes: &[u8], wanted: usize) -> Result<&[u8], Garbled> {
+/// Checks magic, version and length; returns the fields, without padding.
+fn opened(bytes: &[u8], wanted: usize) -> Result<&[u8], Malformed> {
     let mut rest = bytes;
-    if take::<4>(&mut rest).map_err(|_| Garbled::Magic)? != MAGIC {
-        return Err(Garbled::Magic);
+    if take::<4>(&mut rest).map_err(|_| Malformed::Magic)? != MAGIC {
+        return Err(Malformed::Magic);
     }
     let version = u16::from_le_bytes(take(&mut rest)?);
     if version != VERSION {
-        return Err(Garbled::Version(version));
+        return Err(Malformed::Version(version));
     }
     let length = usize::from(u16::from_le_bytes(take(&mut rest)?));
     if length != wanted {
-        return Err(Garbled::Length);
+        return Err(Malformed::Length);
     }
-    bytes.get(bytes.len() - rest.len()..wanted).ok_or(Garbled::Length)
+    bytes.get(bytes.len() - rest.len()..wanted).ok_or(Malformed::Length)
 }
 
-fn take<const N: usize>(rest: &mut &[u8]) -> Result<[u8; N], Garbled> {
-    let (taken, after) = rest.split_first_chunk().ok_or(Garbled::Length)?;
+fn take<const N: usize>(rest: &mut &[u8]) -> Result<[u8; N], Malformed> {
+    let (taken, after) = rest.split_first_chunk().ok_or(Malformed::Length)?;
     *rest = after;
     Ok(*taken)
 }
 
-fn denial(code: u32) -> Result<Denial, Garbled> {
-    u8::try_from(code).ok().and_then(Denial::from_code).ok_or(Garbled::Denial)
+fn denial(code: u32) -> Result<Denial, Malformed> {
+    u8::try_from(code).ok().and_then(Denial::from_code).ok_or(Malformed::Denial)
 }
 
 #[cfg(test)]
@@ -256,37 +245,55 @@ mod tests {
             session: u64, generation: u64, region: u32, lane: u8, key: u32, base: u64, length: u64,
             reader: [u8; READER_NONCE_BYTES], nonce: [u8; 32],
         ) {
-            let hello = Hello { session, id: RegionId { generation, region }, lane, nonce: reader };
-            prop_assert_eq!(Hello::decode(&padded(&hello.encode())), Ok(hello));
-            let challenge = Challenge { nonce };
-            prop_assert_eq!(Challenge::decode(&padded(&challenge.encode())), Ok(challenge));
-            for denied in [None, Some(Denial::Stale)] {
-                let welcome = Welcome { denied, key, base, length, proof: nonce };
-                prop_assert_eq!(Welcome::decode(&welcome.encode()), Ok(welcome));
-            }
+            let mut long = [0; NONCE_BYTES];
+            long[..READER_NONCE_BYTES].copy_from_slice(&reader);
+            let hello = Hello { session, id: RegionId { generation, region }, lane, nonce: long };
+            prop_assert_eq!(decode_hello(&padded(&Verbs::hello(&hello))), Ok(hello));
+            prop_assert_eq!(decode_challenge(&padded(&Verbs::challenge(&nonce))), Ok(nonce));
+            let grant = Grant { key, base, length };
+            prop_assert_eq!(decode_welcome(&Verbs::welcome(&grant, &nonce)), Ok((None, grant, nonce)));
+            let denied = Verbs::parse_welcome(&Verbs::denial(Denial::Stale));
+            prop_assert!(matches!(denied, Err(Error::Refused(Denial::Stale))));
         }
 
         #[test]
         fn any_bytes_are_a_message_or_an_error_but_never_a_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-            let _ = (Hello::decode(&bytes), Challenge::decode(&bytes), Refusal::decode(&bytes), Welcome::decode(&bytes));
+            let _ = (decode_hello(&bytes), decode_challenge(&bytes), decode_refusal(&bytes), decode_welcome(&bytes));
         }
     }
 
     #[test]
     fn what_is_cut_short_or_of_another_version_is_told_apart() {
-        let hello = Hello { session: 1, id: RegionId { generation: 2, region: 3 }, lane: 0, nonce: [4; 24] }.encode();
-        assert_eq!(Hello::decode(&hello[..55]), Err(Garbled::Length));
-        assert_eq!(Hello::decode(b"RMR"), Err(Garbled::Magic));
-        let mut other = hello;
+        let id = RegionId { generation: 2, region: 3 };
+        let hello = Verbs::hello(&Hello { session: 1, id, lane: 0, nonce: [4; NONCE_BYTES] });
+        assert_eq!(decode_hello(&hello[..55]), Err(Malformed::Length));
+        assert_eq!(decode_hello(b"RMR"), Err(Malformed::Magic));
+        let mut other = hello.clone();
         other[4] = 9;
-        assert_eq!(Hello::decode(&other), Err(Garbled::Version(9)));
-        assert_eq!(Challenge::decode(&hello), Err(Garbled::Length), "one kind is not taken for another");
+        assert_eq!(decode_hello(&other), Err(Malformed::Version(9)));
+        assert_eq!(decode_challenge(&hello), Err(Malformed::Length), "one kind is not taken for another");
+    }
+
+    #[test]
+    fn the_messages_are_these_bytes() {
+        let id = RegionId { generation: 0x0102, region: 3 };
+        let hello = Verbs::hello(&Hello { session: 5, id, lane: 2, nonce: [7; NONCE_BYTES] });
+        let mut want = b"RMRV\x01\0\x38\0\x05\0\0\0\0\0\0\0\x02\x01\0\0\0\0\0\0\x03\0\0\0\x02\0\0\0".to_vec();
+        want.extend([7; READER_NONCE_BYTES]);
+        assert_eq!((hello.len(), hello), (Verbs::HELLO_BYTES, want));
+        let challenge = Verbs::challenge(&[9; NONCE_BYTES]);
+        assert_eq!(challenge, [&b"RMRV\x01\0\x28\0"[..], &[9; 32]].concat());
+        assert_eq!(Verbs::refusal(Refusal::Denied(Denial::Busy)).unwrap(), b"RMRV\x01\0\x0c\0\x06\0\0\0");
+        let welcome = Verbs::welcome(&Grant { key: 1, base: 2, length: 3 }, &[8; PROOF_BYTES]);
+        let mut want = b"RMRV\x01\0\x40\0\0\0\0\0\x01\0\0\0\x02\0\0\0\0\0\0\0\x03\0\0\0\0\0\0\0".to_vec();
+        want.extend([8; 32]);
+        assert_eq!((welcome.len(), welcome), (WELCOME_BYTES, want));
     }
 
     #[test]
     fn every_refusal_keeps_its_reason() {
         for refusal in [Refusal::Malformed, Refusal::Denied(Denial::Busy), Refusal::Denied(Denial::NotGranted)] {
-            assert_eq!(Refusal::decode(&padded(&refusal.encode())), Ok(refusal));
+            assert_eq!(decode_refusal(&padded(&Verbs::refusal(refusal).unwrap())), Ok(refusal));
         }
     }
 }

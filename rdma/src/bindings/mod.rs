@@ -1,11 +1,11 @@
-//! The types of libibverbs and librdmacm, as their headers have them. Nothing is called here.
+//! The types of libibverbs and librdmacm, as in their headers. No function is called here.
 //!
-//! `types.rs` is made by `cargo run -p xtask -- bindings` out of `wrapper.h`, and checked in, so that building
-//! needs neither headers nor a C compiler. `… bindings --check` makes it again and compares. The assertions in it hold sizes and
-//! offsets at compile time; they are the same for rdma-core 44 (2022) to 64 (2026), of which both ends were compared.
+//! `cargo run -p xtask -- bindings` generates `types.rs` from `wrapper.h`. The result is checked in, so that building
+//! needs neither headers nor a C compiler. `… bindings --check` generates it again and compares. Assertions in it check
+//! sizes and offsets at compile time; they are the same for rdma-core 44 (2022) and 64 (2026).
 //!
-//! Functions are not among them: `library` looks those up at run time. The calls on the data path are no functions of the library at
-//! all but pointers in [`ibv_context_ops`], as the headers' inline functions have it.
+//! Functions are not included: `library` finds them at run time. The calls on the data path are not functions of the
+//! library but pointers in [`ibv_context_ops`], which the inline functions of the headers call.
 
 #[allow(
     clippy::all,

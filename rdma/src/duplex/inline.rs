@@ -1,25 +1,26 @@
-//! How many bytes a request may carry in itself. No card says so beforehand: it answers when a queue pair is made, or refuses to make
-//! one. So it is tried, with less if need be, and remembered for those that come after. Pure.
+//! How many bytes of inline data a device allows. No device reports this in advance: it answers when a queue pair is
+//! made, or refuses to make one. So smaller sizes are tried until one succeeds, and the result is kept for later pairs.
+//! Pure.
 
 use std::io;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::Error;
 
-/// What a device is known to allow.
+/// The size that a device is known to allow.
 pub(super) struct Inline(AtomicU32);
 
 impl Inline {
-    /// Nothing but what is wanted is known at first.
+    /// Starts with the wanted size.
     pub(super) fn new(wanted: u32) -> Inline {
         Inline(AtomicU32::new(wanted))
     }
 
-    /// Makes something with as many bytes as the device allows; how many these are. `make` is told how many to ask for, and says what
-    /// the device has answered.
+    /// Calls `make` with a size until it succeeds, and returns its result and the allowed size. `make` returns the size
+    /// that the device reports.
     ///
     /// # Errors
-    /// Why it can't be made with none either; or what has nothing to do with it.
+    /// The first refusal, if `make` fails without inline data too; any error that does not concern the size.
     pub(super) fn settle<T>(
         &self,
         device: &str,
@@ -29,11 +30,11 @@ impl Inline {
         let (mut asked, mut first) = (known, None);
         loop {
             match make(asked) {
-                // Some round up; more than was wanted is of no use.
+                // Some devices round up. More than the wanted size is not used.
                 Ok((made, answered)) => {
                     let allowed = answered.min(known);
                     if self.0.fetch_min(allowed, Ordering::Relaxed) > allowed {
-                        let text = "an RDMA device carries fewer bytes in a request itself than was asked for";
+                        let text = "an RDMA device allows less inline data than was asked for";
                         tracing::info!(device, asked = known, allowed, "{text}");
                     }
                     return Ok((made, allowed));
@@ -42,14 +43,14 @@ impl Inline {
                     asked = lower(asked);
                     first.get_or_insert(error);
                 }
-                // It was not the bytes: then the first refusal is as good a reason as the last.
+                // The size was not the reason: report the first refusal.
                 Err(error) => return Err(first.filter(|_| is_too_much(&error)).unwrap_or(error)),
             }
         }
     }
 }
 
-/// What cards say to more than they can; and to some other things, so that it may not be this.
+/// The error that devices return for too much inline data, and for some other reasons.
 fn is_too_much(error: &Error) -> bool {
     matches!(error, Error::System { source, .. } if source.kind() == io::ErrorKind::InvalidInput)
 }
@@ -58,7 +59,7 @@ fn lower(asked: u32) -> u32 {
     if asked > LEAST_BYTES { (asked / 2).max(LEAST_BYTES) } else { 0 }
 }
 
-/// Below so many bytes only none is tried: hardly a message is shorter.
+/// Below this size, 0 is tried next: few messages are shorter.
 const LEAST_BYTES: u32 = 32;
 
 #[cfg(test)]
@@ -70,7 +71,7 @@ mod tests {
     use super::*;
 
     fn refused(code: i32) -> Error {
-        Error::System { what: "making a queue pair", source: io::Error::from_raw_os_error(code) }
+        Error::System { what: "creating a queue pair", source: io::Error::from_raw_os_error(code) }
     }
 
     proptest! {
@@ -110,7 +111,7 @@ mod tests {
             asked.push(bytes);
             Err(refused(libc::EINVAL))
         });
-        assert!(always.unwrap_err().to_string().contains("making a queue pair"));
+        assert!(always.unwrap_err().to_string().contains("creating a queue pair"));
         assert_eq!(asked, [220, 110, 55, 32, 0]);
         assert!(inline.settle::<()>("card", |_| Err(refused(libc::ENOMEM))).is_err());
         assert_eq!(inline.settle("card", |bytes| Ok(((), bytes))).unwrap().1, 220);

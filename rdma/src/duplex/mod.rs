@@ -1,30 +1,30 @@
-//! Two-sided RDMA: connections whose ends both send. Nothing is decided here about what is sent, how much may be under way, or whose
-//! memory it lands in; that is the messenger's. Nor is anything of this on the path of the tables, which are read one-sidedly.
+//! Two-sided RDMA: connections on which both ends send. What is sent, how much may be in flight, and which memory
+//! receives it is decided by the caller, the messenger. Tables are not read this way, but one-sidedly.
 //!
 //! ```text
-//!   Door ─ next_call ▶ Request ── accept ──▶ Wire ◀── call ── Stations
+//!   Listener ─ next_call ▶ Request ── accept ──▶ Connection ◀── call ── Devices
 //!                                            │ one queue pair, one completion queue, one descriptor
-//!                             SharedReceives │ one per Station, that is: per device and owner
+//!                             SharedReceives │ one per DeviceContext, that is: per device and owner
 //!                                  ▲         ▼
 //!                                  └──── Region: registered memory
 //! ```
 //!
-//! - A [`Wire`] has a completion queue and an event channel of its own, so that it can be served by any one thread, and move to
-//!   another, without a word to anybody. (Ceph's RDMA messenger has one queue for all connections and a thread that sorts what comes;
-//!   each message then changes threads.)
-//! - Receives are shared ([`Station::post_receive`]): what is posted serves whichever wire a message comes by. So a wire's completion
-//!   may name a buffer that was posted on behalf of another.
-//! - Every wait is the caller's: no call here waits, but [`Drop`] of a wire, for as long as the card needs to let go of it.
+//! - A [`Connection`] has its own completion queue and event channel. Any one thread can serve it, and it can move to
+//!   another thread. (Ceph's RDMA messenger has one queue for all connections and a thread that sorts completions, so
+//!   that each message changes threads.)
+//! - Receives are shared ([`DeviceContext::post_receive`]): a posted receive serves a message of any connection. A
+//!   completion on one connection may therefore name a buffer that was posted for another.
+//! - No call waits, except dropping a [`Connection`], which waits until the card has released its memory.
 
-mod door;
+mod connection;
 mod inline;
-mod wire;
+mod listener;
 
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError};
 
-pub use door::{Door, Request};
-pub use wire::{Done, Step, Wire};
+pub use connection::{Completion, Connection, Step};
+pub use listener::{Listener, Request};
 
 use inline::Inline;
 
@@ -37,25 +37,25 @@ use remora_memory::Memory;
 
 use crate::Error;
 
-/// How wires are made. Limits of a card lower the numbers.
+/// Options of connections. The limits of a card lower the numbers.
 #[derive(Clone, Debug)]
 pub struct DuplexOptions {
-    /// Requests that may be posted on a wire and not completed. Not tied to how many buffers there are: a queue that is as deep as a
-    /// pool of buffers costs each connection the pool's size in queue entries.
+    /// Requests that may be posted on a connection and not completed. It need not match the number of buffers: a queue
+    /// as deep as a pool of buffers would cost each connection the pool's size in queue entries.
     pub queue_depth: u32,
     /// Receives that may be posted per device.
     pub receives: u32,
-    /// Bytes that a request may carry in itself: no buffer, and no fetch by the card. A card that allows fewer gets fewer; see
-    /// [`Wire::inline_bytes`].
+    /// Maximum size of inline data, which needs no buffer and no fetch by the card. A card that allows less gets less;
+    /// see [`Connection::inline_bytes`].
     pub inline_bytes: u32,
-    /// READs in flight per wire, in each direction.
+    /// READs in flight per connection, in each direction.
     pub reads_in_flight: u8,
-    /// How often a message is sent again that found no receive posted, 0 to 6. With credits it never is, so that this only mends what a
-    /// broken peer does; 7 would be for ever.
+    /// Retries of a message that finds no receive posted, 0 to 6. With credits there is always one, so that this only
+    /// covers a faulty peer. 7 would mean unlimited.
     pub rnr_retries: u8,
-    /// 4.096 µs × 2^this until what is not acknowledged is sent again, 8 to 24.
+    /// The card retransmits what is not acknowledged after 4.096 µs × 2^this, 8 to 24.
     pub ack_timeout: u8,
-    /// ... so many times, 1 to 6.
+    /// Number of retransmissions, 1 to 6.
     pub retries: u8,
 }
 
@@ -86,54 +86,54 @@ impl DuplexOptions {
         fits((1..=6).contains(&self.retries), "retries: choose 1 to 6")
     }
 
-    /// As the connection manager's half wants them.
+    /// The part that the connection manager takes.
     fn connecting(&self) -> ConnectOptions {
         ConnectOptions { ack_timeout: self.ack_timeout, retries: self.retries, ..ConnectOptions::default() }
     }
 }
 
-/// The devices that an owner's wires are on, found as they are needed.
-pub struct Stations {
+/// The devices of one owner's connections, opened as needed.
+pub struct Devices {
     options: DuplexOptions,
-    known: Mutex<Vec<Arc<Station>>>,
+    known: Mutex<Vec<Arc<DeviceContext>>>,
 }
 
-impl Stations {
+impl Devices {
     /// # Errors
     /// [`Error::Misuse`] for a number out of its range.
-    pub fn new(options: DuplexOptions) -> Result<Stations, Error> {
+    pub fn new(options: DuplexOptions) -> Result<Devices, Error> {
         options.check()?;
-        Ok(Stations { options, known: Mutex::default() })
+        Ok(Devices { options, known: Mutex::default() })
     }
 
-    /// How wires are made.
+    /// The options of connections.
     pub fn options(&self) -> &DuplexOptions {
         &self.options
     }
 
-    fn on(&self, device: &Arc<Device>) -> Result<Arc<Station>, Error> {
+    fn on(&self, device: &Arc<Device>) -> Result<Arc<DeviceContext>, Error> {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(station) = known.iter().find(|station| Arc::ptr_eq(station.domain.device(), device)) {
             return Ok(station.clone());
         }
-        let station = Arc::new(Station::new(device, &self.options)?);
+        let station = Arc::new(DeviceContext::new(device, &self.options)?);
         known.push(station.clone());
         Ok(station)
     }
 }
 
-/// One device, for one owner: a protection domain, and the receives that all its wires share.
-pub struct Station {
+/// One device of one owner: a protection domain, and the receives that its connections share.
+pub struct DeviceContext {
     receives: Arc<SharedReceives>,
     domain: Arc<Domain>,
     inline: Inline,
 }
 
-impl Station {
-    fn new(device: &Arc<Device>, options: &DuplexOptions) -> Result<Station, Error> {
+impl DeviceContext {
+    fn new(device: &Arc<Device>, options: &DuplexOptions) -> Result<DeviceContext, Error> {
         let domain = Domain::new(device)?;
         let receives = SharedReceives::new(&domain, options.receives)?;
-        Ok(Station { receives, domain, inline: Inline::new(options.inline_bytes) })
+        Ok(DeviceContext { receives, domain, inline: Inline::new(options.inline_bytes) })
     }
 
     /// The device's name.
@@ -141,33 +141,34 @@ impl Station {
         self.domain.device().name()
     }
 
-    /// Receives that may be posted at once.
+    /// Receives that may be posted at the same time.
     pub fn most_receives(&self) -> u32 {
         self.receives.room()
     }
 
-    /// Tells the device of memory, all of it. `lent`: the other ends of wires that [allow it](Wire::allow_reads) may read it, and
-    /// nothing may be received into it; otherwise only we receive into it and send from it.
+    /// Registers all of `memory` with the device. If `exported`, the other ends of connections that [allow
+    /// it](Connection::allow_reads) may read it, and it cannot be received into; otherwise this end receives into it
+    /// and sends from it.
     ///
     /// # Errors
-    /// [`Error::NoRdma`] for a locked-memory limit that is too low; [`Error::System`].
-    pub fn register(&self, memory: &Arc<Memory>, lent: bool) -> Result<Region, Error> {
-        let access = if lent { Access::RemoteRead } else { Access::Landing };
+    /// [`Error::NoRdma`] if the locked-memory limit is too low; [`Error::System`].
+    pub fn register(&self, memory: &Arc<Memory>, exported: bool) -> Result<Region, Error> {
+        let access = if exported { Access::RemoteRead } else { Access::Landing };
         Registration::new(&self.domain, memory, access).map(Region)
     }
 
-    /// Posts room for one message, for whichever wire it comes by. The caller has seen to it that no more are posted than
-    /// [`Station::most_receives`], and lets the bytes be until the completion of that name.
+    /// Posts a receive for one message of any connection. The caller posts no more than
+    /// [`DeviceContext::most_receives`], and does not use the bytes until the completion of that name.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`]; [`Error::System`].
+    /// [`Error::Memory`] if the range is out of bounds; [`Error::System`].
     pub fn post_receive(&self, name: u64, region: &Region, offset: u64, length: u32) -> Result<(), Error> {
         region.check(offset, length)?;
         self.receives.post(name, &region.0, offset, length)
     }
 }
 
-/// Memory that a device knows. Dropping it makes the device forget it; requests that still name it fail.
+/// Registered memory. Dropping it removes the registration; requests that still name it fail.
 #[derive(Clone)]
 pub struct Region(Arc<Registration>);
 
@@ -177,7 +178,7 @@ impl Region {
         self.0.memory()
     }
 
-    /// What another end has to name to read it: the key, and the address of its first byte.
+    /// What the other end names to read it: the key, and the address of its first byte.
     pub fn remote(&self) -> (u32, u64) {
         (self.0.remote_key(), self.0.remote_base())
     }
@@ -187,7 +188,7 @@ impl Region {
     }
 }
 
-/// Readable when a device has something to say; see [`Wire::look`].
+/// A device's descriptor, readable when it has asynchronous events; see [`Connection::look`].
 fn watched(device: &Device) -> std::os::fd::BorrowedFd<'_> {
     device.as_fd()
 }

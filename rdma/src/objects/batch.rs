@@ -1,55 +1,55 @@
-//! READs of the other end's memory, several to a call.
+//! READs of the other end's memory, several per call.
 
 use std::ptr::null_mut;
 
 use super::Registration;
 use crate::{Error, bindings as ffi};
 
-/// One read, to be posted.
+/// A READ to be posted.
 #[derive(Clone, Copy, Debug)]
 pub struct RemoteRead {
-    /// Comes back in the completion.
+    /// The name that the completion returns.
     pub name: u64,
-    /// Where it begins, as the other end's card knows it.
+    /// Address of the first byte, as the other end's card knows it.
     pub address: u64,
     /// The other end's key.
     pub key: u32,
-    /// Bytes.
+    /// Number of bytes.
     pub length: u32,
-    /// Where they land.
+    /// Offset in the sink where the first byte is written.
     pub offset: u64,
 }
 
-/// Reads that are handed to the card by one call, and so by one ring of its doorbell. Kept by its owner from call to call, as the card's
-/// own format wants some 200 bytes for each.
+/// READs that are passed to the card by one call, and so by one write to its doorbell. The owner reuses it, because a
+/// request takes some 200 bytes in the card's format.
 #[derive(Default)]
 pub struct Batch {
     requests: Vec<ffi::ibv_send_wr>,
-    /// Of all requests, one after the other.
+    /// The segments of all requests, in their order.
     places: Vec<ffi::ibv_sge>,
 }
 
-// SAFETY: The pointers in it are set and followed within one call of `post_reads`, and lead into its own lists.
+// SAFETY: Pointers in it are set and used within one call of `post_reads`, and point into its own vectors.
 unsafe impl Send for Batch {}
 
 impl Batch {
-    /// Whether there is no read in it.
+    /// Whether it contains no READ.
     pub fn is_empty(&self) -> bool {
         self.requests.is_empty()
     }
 
-    /// Reads in it.
+    /// Number of READs.
     pub fn len(&self) -> usize {
         self.requests.len()
     }
 
-    /// Adds a read.
+    /// Adds a READ.
     ///
     /// # Errors
-    /// [`remora_memory::Error::OutOfBounds`] if its place is not inside the sink; the batch is as before.
+    /// [`remora_memory::Error::OutOfBounds`] if its place is outside the sink; the batch does not change.
     pub fn add(&mut self, read: &RemoteRead, sink: &Registration) -> Result<(), Error> {
         let place = sink.piece(read.offset, read.length)?;
-        let mut request = unplaced(read.name, ffi::IBV_WR_RDMA_READ);
+        let mut request = empty_request(read.name, ffi::IBV_WR_RDMA_READ);
         request.wr.rdma = ffi::ibv_send_wr__bindgen_ty_2__bindgen_ty_1 { remote_addr: read.address, rkey: read.key };
         request.num_sge = 1;
         self.requests.push(request);
@@ -57,11 +57,11 @@ impl Batch {
         Ok(())
     }
 
-    /// Extends the last read by `length` bytes, which land at `offset`.
+    /// Extends the last READ by `length` bytes, which are written at `offset` in the sink.
     ///
     /// # Errors
-    /// [`remora_memory::Error::OutOfBounds`] if the place is not inside the sink, [`Error::Misuse`] if there is no read; the batch is
-    /// as before.
+    /// [`remora_memory::Error::OutOfBounds`] if the place is outside the sink, [`Error::Misuse`] if the batch is empty;
+    /// the batch does not change.
     pub fn extend(&mut self, sink: &Registration, offset: u64, length: u32) -> Result<(), Error> {
         let place = sink.piece(offset, length)?;
         let Some(request) = self.requests.last_mut() else { return Err(Error::Misuse("no read to extend")) };
@@ -70,7 +70,7 @@ impl Batch {
         Ok(())
     }
 
-    /// Links the requests to one another and to their places; gives the first.
+    /// Links the requests to each other and to their segments, and returns the first.
     pub(super) fn link(&mut self) -> *mut ffi::ibv_send_wr {
         let (mut next, mut places) = (null_mut(), self.places.as_mut_slice());
         for request in self.requests.iter_mut().rev() {
@@ -89,8 +89,8 @@ impl Batch {
     }
 }
 
-/// A request that names no memory yet.
-pub(super) fn unplaced(name: u64, operation: ffi::ibv_wr_opcode) -> ffi::ibv_send_wr {
+/// A request without segments.
+pub(super) fn empty_request(name: u64, operation: ffi::ibv_wr_opcode) -> ffi::ibv_send_wr {
     // SAFETY: Numbers, pointers and unions of them: all zero bytes are a valid, empty request.
     let mut request: ffi::ibv_send_wr = unsafe { std::mem::zeroed() };
     request.wr_id = name;

@@ -1,4 +1,4 @@
-//! Completion queues, and the channels that announce them.
+//! Completion queues, and the channels that announce completions.
 
 use std::{
     io,
@@ -11,10 +11,10 @@ use std::{
 use crate::{
     Error, bindings as ffi,
     device::Device,
-    library::{complain, done, made, never_block},
+    library::{check_code, check_pointer, set_nonblocking, warn_on_failure},
 };
 
-/// A descriptor that becomes readable when an armed completion queue has something.
+/// A completion channel: its descriptor becomes readable when an armed completion queue gets a completion.
 pub struct Channel {
     raw: NonNull<ffi::ibv_comp_channel>,
     device: Arc<Device>,
@@ -26,11 +26,11 @@ impl Channel {
     /// # Errors
     /// [`Error::System`].
     pub fn new(device: &Arc<Device>) -> Result<Arc<Channel>, Error> {
-        // SAFETY: The context is open for as long as the process lives.
-        let raw = made(unsafe { (device.library().verbs.ibv_create_comp_channel)(device.context()) });
-        let raw = raw.map_err(Error::system("making a completion channel"))?;
+        // SAFETY: The context is open as long as the process lives.
+        let raw = check_pointer(unsafe { (device.library().verbs.ibv_create_comp_channel)(device.context()) });
+        let raw = raw.map_err(Error::system("creating a completion channel"))?;
         let channel = Channel { raw, device: device.clone() };
-        never_block(channel.as_fd())?;
+        set_nonblocking(channel.as_fd())?;
         Ok(Arc::new(channel))
     }
 
@@ -38,15 +38,16 @@ impl Channel {
         &self.device
     }
 
-    /// Takes one event out, if there is one, and says which queue has something: its [`Completions::name`].
+    /// Takes one event, if there is one, and returns the name of the queue it is for ([`Completions::name`]).
     pub fn next(&self) -> Option<usize> {
         let verbs = &self.device.library().verbs;
         let (mut queue, mut context) = (null_mut(), null_mut());
-        // SAFETY: Both pointers are to places of ours. The channel's descriptor does not block.
+        // SAFETY: Both pointers are to local variables. The channel's descriptor does not block.
         if unsafe { (verbs.ibv_get_cq_event)(self.raw.as_ptr(), &mut queue, &mut context) } != 0 {
             return None;
         }
-        // SAFETY: The queue exists: destroying one waits for its events to be acknowledged, which this is.
+        // SAFETY: The queue exists: destroying a queue waits until its events are acknowledged, and this acknowledges
+        // one.
         unsafe { (verbs.ibv_ack_cq_events)(queue, 1) };
         Some(queue as usize)
     }
@@ -54,7 +55,7 @@ impl Channel {
 
 impl AsFd for Channel {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: The struct behind the pointer lives until `drop`.
+        // SAFETY: The struct behind the pointer exists until `drop`.
         let fd = unsafe { self.raw.as_ref() }.fd;
         // SAFETY: The descriptor is open until the channel is destroyed.
         unsafe { BorrowedFd::borrow_raw(fd) }
@@ -63,9 +64,9 @@ impl AsFd for Channel {
 
 impl Drop for Channel {
     fn drop(&mut self) {
-        // SAFETY: See the head of the file.
+        // SAFETY: See the docs of the parent module.
         let code = unsafe { (self.device.library().verbs.ibv_destroy_comp_channel)(self.raw.as_ptr()) };
-        complain(code, "a completion channel");
+        warn_on_failure(code, "a completion channel");
     }
 }
 
@@ -75,14 +76,14 @@ pub struct Completions {
     channel: Arc<Channel>,
 }
 
-/// How one work request ended.
+/// The result of a work request.
 #[derive(Clone, Copy, Debug)]
 pub struct Completed {
-    /// The name that the request was given.
+    /// The name of the request.
     pub name: u64,
-    /// `IBV_WC_SUCCESS` or why not.
+    /// `IBV_WC_SUCCESS`, or the reason of the failure.
     pub status: ffi::ibv_wc_status,
-    /// Bytes received, where it was a receive.
+    /// Bytes received, for a receive that succeeded.
     pub length: u32,
 }
 
@@ -90,8 +91,8 @@ impl Completed {
     /// Reads an entry that a driver has written.
     fn read(entry: &MaybeUninit<ffi::ibv_wc>) -> Completed {
         let entry = entry.as_ptr();
-        // SAFETY: The place is aligned and ours. Drivers set `wr_id` in each entry that they report. No reference is made to the other
-        // fields, which they may leave as they were.
+        // SAFETY: The entry is aligned and borrowed. Drivers set `wr_id` in each entry that they report. No reference
+        // is made to the other fields, which drivers may leave unchanged.
         let name = unsafe { (*entry).wr_id };
         // SAFETY: As above, for `status`.
         let status = unsafe { (*entry).status };
@@ -106,15 +107,19 @@ impl Completed {
 }
 
 impl Completions {
-    /// A queue with room for `entries`. Beyond it completions are lost and the queue is dead, so the owners count their requests.
+    /// A queue with room for `entries`. If it overflows, completions are lost and the queue fails. Owners therefore
+    /// count their requests.
+    ///
+    /// # Errors
+    /// [`Error::System`].
     pub fn new(channel: &Arc<Channel>, entries: u32) -> Result<Arc<Completions>, Error> {
         let (device, entries) = (channel.device(), i32::try_from(entries).unwrap_or(i32::MAX));
-        // SAFETY: The context and the channel exist as long as this object, which holds them. 0 is the completion vector that every
-        // device has.
+        // SAFETY: The context and the channel exist as long as this object, which holds them. 0 is the completion
+        // vector that every device has.
         let raw = unsafe {
             (device.library().verbs.ibv_create_cq)(device.context(), entries, null_mut(), channel.raw.as_ptr(), 0)
         };
-        let raw = made(raw).map_err(Error::system("making a completion queue"))?;
+        let raw = check_pointer(raw).map_err(Error::system("creating a completion queue"))?;
         Ok(Arc::new(Completions { raw, channel: channel.clone() }))
     }
 
@@ -123,25 +128,34 @@ impl Completions {
         self.raw.as_ptr()
     }
 
-    /// What [`Channel::next`] calls it.
+    /// The identity of this queue in [`Channel::next`].
     pub fn name(&self) -> usize {
         self.raw.as_ptr() as usize
     }
 
-    /// The next completion that comes makes the channel's descriptor readable. What is in the queue already does not: poll once more.
+    /// Makes the channel's descriptor readable at the next completion. Completions that are already in the queue do not
+    /// count: poll once more after arming.
+    ///
+    /// # Errors
+    /// [`Error::System`].
     pub fn arm(&self) -> Result<(), Error> {
         let ops = &self.channel.device().operations();
-        let Some(arm) = ops.req_notify_cq else { return Err(Error::Misuse("the device can't announce completions")) };
-        // SAFETY: The queue exists. 0: any completion, not only solicited ones.
-        done(unsafe { arm(self.raw.as_ptr(), 0) }).map_err(Error::system("arming a completion queue"))
+        let Some(arm) = ops.req_notify_cq else {
+            return Err(Error::Misuse("the device does not announce completions"));
+        };
+        // SAFETY: The queue exists. 0 means any completion, not only solicited ones.
+        check_code(unsafe { arm(self.raw.as_ptr(), 0) }).map_err(Error::system("arming a completion queue"))
     }
 
-    /// Takes up to [`BATCH`] completions out.
+    /// Takes up to [`BATCH`] completions.
+    ///
+    /// # Errors
+    /// [`Error::System`] if the queue has overflowed or the device is gone.
     pub fn poll(&self, into: &mut Vec<Completed>) -> Result<usize, Error> {
         let ops = &self.channel.device().operations();
-        let Some(poll) = ops.poll_cq else { return Err(Error::Misuse("the device can't be polled")) };
+        let Some(poll) = ops.poll_cq else { return Err(Error::Misuse("the device does not support polling")) };
         let mut entries = [const { MaybeUninit::<ffi::ibv_wc>::zeroed() }; BATCH];
-        // SAFETY: The queue exists; there is room for BATCH entries, of which the driver writes as many as it says.
+        // SAFETY: The queue exists. There is room for BATCH entries, and the driver writes as many as it returns.
         let count = unsafe { poll(self.raw.as_ptr(), BATCH as i32, entries.as_mut_ptr().cast()) };
         let count = usize::try_from(count).map_err(|_| {
             Error::system("polling a completion queue")(io::Error::other(
@@ -157,20 +171,22 @@ impl Completions {
 
 impl Drop for Completions {
     fn drop(&mut self) {
-        // SAFETY: See the head of the file; no queue pair uses it, and each event was acknowledged where it was taken.
+        // SAFETY: See the docs of the parent module. No queue pair uses the queue, and each event was acknowledged when
+        // it was taken.
         let code = unsafe { (self.channel.device().library().verbs.ibv_destroy_cq)(self.raw.as_ptr()) };
-        complain(code, "a completion queue");
+        warn_on_failure(code, "a completion queue");
     }
 }
 
-/// Requests posted, and completions taken out, by one call: enough that the call is cheap for each, little enough for the stack.
+/// Requests posted, and completions taken, by one call: enough to make the call cheap per request, few enough for the
+/// stack.
 pub const BATCH: usize = 16;
 
-// SAFETY: The object behind the pointer is not tied to a thread.
+// SAFETY: The object behind the pointer is not bound to a thread.
 unsafe impl Send for Channel {}
-// SAFETY: The library takes its own locks where two threads use one object.
+// SAFETY: The library locks where two threads use one object.
 unsafe impl Sync for Channel {}
-// SAFETY: The object behind the pointer is not tied to a thread.
+// SAFETY: The object behind the pointer is not bound to a thread.
 unsafe impl Send for Completions {}
-// SAFETY: The library takes its own locks where two threads use one object.
+// SAFETY: The library locks where two threads use one object.
 unsafe impl Sync for Completions {}

@@ -5,10 +5,10 @@ use std::{ptr::NonNull, sync::Arc};
 use crate::{
     Error, bindings as ffi,
     device::Device,
-    library::{complain, made},
+    library::{check_pointer, warn_on_failure},
 };
 
-/// A protection domain: queue pairs in it can use the registrations in it, and no others.
+/// A protection domain. Queue pairs in a domain can use the registrations of the same domain only.
 pub struct Domain {
     raw: NonNull<ffi::ibv_pd>,
     device: Arc<Device>,
@@ -20,9 +20,9 @@ impl Domain {
     /// # Errors
     /// [`Error::System`].
     pub fn new(device: &Arc<Device>) -> Result<Arc<Domain>, Error> {
-        // SAFETY: The context is open for as long as the process lives.
-        let raw = made(unsafe { (device.library().verbs.ibv_alloc_pd)(device.context()) });
-        let raw = raw.map_err(Error::system("making a protection domain"))?;
+        // SAFETY: The context is open as long as the process lives.
+        let raw = check_pointer(unsafe { (device.library().verbs.ibv_alloc_pd)(device.context()) });
+        let raw = raw.map_err(Error::system("creating a protection domain"))?;
         Ok(Arc::new(Domain { raw, device: device.clone() }))
     }
 
@@ -39,13 +39,13 @@ impl Domain {
 
 impl Drop for Domain {
     fn drop(&mut self) {
-        // SAFETY: See the head of the file; whatever was made from it holds an Arc and is gone.
+        // SAFETY: See the docs of the parent module. Everything made from the domain held an Arc and is dropped.
         let code = unsafe { (self.device.library().verbs.ibv_dealloc_pd)(self.raw.as_ptr()) };
-        complain(code, "a protection domain");
+        warn_on_failure(code, "a protection domain");
     }
 }
 
-// SAFETY: The object behind the pointer is not tied to a thread.
+// SAFETY: The object behind the pointer is not bound to a thread.
 unsafe impl Send for Domain {}
-// SAFETY: The library takes its own locks where two threads use one object.
+// SAFETY: The library locks where two threads use one object.
 unsafe impl Sync for Domain {}

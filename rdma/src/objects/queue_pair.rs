@@ -5,112 +5,120 @@ use std::{
     sync::Arc,
 };
 
-use super::{Batch, Completions, Domain, Registration, RemoteRead, SharedReceives, batch::unplaced};
+use super::{Batch, Completions, Domain, Registration, RemoteRead, SharedReceives, batch::empty_request};
 use crate::{
     Error, bindings as ffi,
-    library::{complain, done, made},
+    library::{check_code, check_pointer, warn_on_failure},
 };
 
-/// What the other end of a queue pair may do by it: nothing.
+/// No rights for the other end of a queue pair.
 pub const NO_RIGHTS: u32 = 0;
 
-/// How large the two queues of a pair are.
+/// Sizes of the two queues of a pair.
 #[derive(Clone, Copy, Debug)]
 pub struct Capacity {
-    /// Sends and reads that may be posted and not completed.
+    /// Sends and READs that may be posted and not completed.
     pub send: u32,
-    /// Receives.
+    /// Receives that may be posted and not completed.
     pub receive: u32,
 }
 
-/// A reliable-connected queue pair. Dropping it ends the connection at once: after that the card touches no memory on its behalf.
+/// A reliable-connected queue pair. Dropping it ends the connection immediately: after that the card accesses no memory
+/// on its behalf.
 pub struct QueuePair {
     raw: NonNull<ffi::ibv_qp>,
     domain: Arc<Domain>,
     completions: Arc<Completions>,
-    /// Where its receives are posted, if not on itself.
+    /// The shared receive queue, if receives are not posted on the pair itself.
     _receives: Option<Arc<SharedReceives>>,
-    /// Bytes that a request may carry in itself, as the device has answered.
+    /// Maximum size of inline data, as the device has reported.
     inline: u32,
 }
 
-/// What a pair may have besides: scattered reads one of the transport, the rest one for messages.
+/// Options of a pair: the one-sided transport uses `scatter`, connections for messages use the others.
 #[derive(Clone)]
-pub(crate) struct Sharing {
-    /// Receives come from here.
+pub(crate) struct PairOptions {
+    /// The shared receive queue.
     pub(crate) receives: Option<Arc<SharedReceives>>,
-    /// Bytes that a request may carry in itself.
+    /// Maximum size of inline data to ask for.
     pub(crate) inline: u32,
-    /// Only requests that ask for it complete visibly (those that fail always do).
+    /// Only requests that ask for it are signaled; failures always are.
     pub(crate) quiet: bool,
-    /// Places that one request may name.
+    /// Segments that one request may name.
     pub(crate) scatter: u32,
 }
 
-impl Default for Sharing {
-    fn default() -> Sharing {
-        Sharing { receives: None, inline: 0, quiet: false, scatter: 1 }
+impl Default for PairOptions {
+    fn default() -> PairOptions {
+        PairOptions { receives: None, inline: 0, quiet: false, scatter: 1 }
     }
 }
 
 impl QueuePair {
-    /// Every request on it completes visibly, into `completions`.
+    /// A pair whose requests are all signaled, into `completions`.
+    ///
+    /// # Errors
+    /// [`Error::System`].
     pub fn new(domain: &Arc<Domain>, completions: &Arc<Completions>, capacity: Capacity) -> Result<QueuePair, Error> {
-        QueuePair::sharing(domain, completions, capacity, Sharing::default())
+        QueuePair::with_options(domain, completions, capacity, PairOptions::default())
     }
 
-    /// ... one read on which may be scattered over so many places.
+    /// As [`QueuePair::new`], with READs that may be scattered over `scatter` segments.
+    ///
+    /// # Errors
+    /// [`Error::System`].
     pub fn scattering(
         domain: &Arc<Domain>,
         completions: &Arc<Completions>,
         capacity: Capacity,
         scatter: u32,
     ) -> Result<QueuePair, Error> {
-        QueuePair::sharing(domain, completions, capacity, Sharing { scatter, ..Sharing::default() })
+        QueuePair::with_options(domain, completions, capacity, PairOptions { scatter, ..PairOptions::default() })
     }
 
-    /// As [`QueuePair::new`], with what `sharing` says.
-    pub(crate) fn sharing(
+    /// As [`QueuePair::new`], with options.
+    pub(crate) fn with_options(
         domain: &Arc<Domain>,
         completions: &Arc<Completions>,
         capacity: Capacity,
-        sharing: Sharing,
+        with_options: PairOptions,
     ) -> Result<QueuePair, Error> {
         let mut wanted = ffi::ibv_qp_init_attr {
             qp_context: null_mut(),
             send_cq: completions.raw(),
             recv_cq: completions.raw(),
-            srq: sharing.receives.as_ref().map_or(null_mut(), |receives| receives.raw()),
+            srq: with_options.receives.as_ref().map_or(null_mut(), |receives| receives.raw()),
             cap: ffi::ibv_qp_cap {
                 max_send_wr: capacity.send,
                 max_recv_wr: capacity.receive,
-                max_send_sge: sharing.scatter,
+                max_send_sge: with_options.scatter,
                 max_recv_sge: 1,
-                max_inline_data: sharing.inline,
+                max_inline_data: with_options.inline,
             },
             qp_type: ffi::IBV_QPT_RC,
-            sq_sig_all: i32::from(!sharing.quiet),
+            sq_sig_all: i32::from(!with_options.quiet),
         };
-        // SAFETY: Domain, queue and shared receives exist as long as this object, which holds them; the attributes are written in full.
+        // SAFETY: Domain, queue and shared receives exist as long as this object, which holds them; all attributes are
+        // set.
         let raw = unsafe { (domain.device().library().verbs.ibv_create_qp)(domain.raw(), &mut wanted) };
-        let raw = made(raw).map_err(Error::system("making a queue pair"))?;
+        let raw = check_pointer(raw).map_err(Error::system("creating a queue pair"))?;
         let inline = wanted.cap.max_inline_data;
         let (domain, completions) = (domain.clone(), completions.clone());
-        Ok(QueuePair { raw, domain, completions, _receives: sharing.receives, inline })
+        Ok(QueuePair { raw, domain, completions, _receives: with_options.receives, inline })
     }
 
-    /// Bytes that a request may carry in itself: what was asked for, or what the device makes of it.
+    /// Maximum size of inline data: what was asked for, or what the device made of it.
     pub(crate) fn inline(&self) -> u32 {
         self.inline
     }
 
     /// The pair's number, which the other end addresses.
     pub fn number(&self) -> u32 {
-        // SAFETY: The struct behind the pointer lives until `drop`, and its number never changes.
+        // SAFETY: The struct behind the pointer exists until `drop`, and its number never changes.
         unsafe { self.raw.as_ref() }.qp_num
     }
 
-    /// What asynchronous events call it.
+    /// The identity of this pair in asynchronous events.
     pub fn name(&self) -> usize {
         self.raw.as_ptr() as usize
     }
@@ -127,12 +135,12 @@ impl QueuePair {
 
     /// Changes the attributes that `mask` names.
     pub(crate) fn modify(&self, attributes: &mut ffi::ibv_qp_attr, mask: i32) -> Result<(), Error> {
-        // SAFETY: The pair exists; the library reads the attributes that the mask names, all of which are plain numbers.
+        // SAFETY: The pair exists. The library reads the attributes that the mask names, which are plain numbers.
         let code = unsafe { (self.domain.device().library().verbs.ibv_modify_qp)(self.raw.as_ptr(), attributes, mask) };
-        done(code).map_err(Error::system("changing a queue pair's state"))
+        check_code(code).map_err(Error::system("changing a queue pair's state"))
     }
 
-    /// What the card says of it, for tests.
+    /// The card's attributes of the pair.
     #[cfg(feature = "testing")]
     pub fn attributes(&self, mask: u32) -> ffi::ibv_qp_attr {
         let mut attributes = no_attributes();
@@ -145,21 +153,31 @@ impl QueuePair {
         attributes
     }
 
-    /// What the other end may do by way of this pair, whatever keys it knows.
+    /// Sets the rights of the other end, for all keys.
+    ///
+    /// # Errors
+    /// [`Error::System`].
     pub fn allow(&self, access: u32) -> Result<(), Error> {
         let mut attributes = no_attributes();
         attributes.qp_access_flags = access;
         self.modify(&mut attributes, ffi::IBV_QP_ACCESS_FLAGS as i32)
     }
 
-    /// Posts a read into `sink`. The caller has checked that its place lies inside, and that the queue has room.
+    /// Posts a READ into `sink`. The caller keeps count of the room in the queue.
+    ///
+    /// # Errors
+    /// [`remora_memory::Error::OutOfBounds`]; [`Error::System`].
     pub fn post_read(&self, read: &RemoteRead, sink: &Registration) -> Result<(), Error> {
         let mut batch = Batch::default();
         batch.add(read, sink)?;
         self.post_reads(&mut batch)
     }
 
-    /// Posts a batch of reads, for which the queue has room, and empties it. After an error it is not known which of them were posted.
+    /// Posts a batch of READs and empties it. The caller keeps count of the room in the queue. After an error it is
+    /// unknown which READs were posted.
+    ///
+    /// # Errors
+    /// [`Error::System`].
     pub fn post_reads(&self, batch: &mut Batch) -> Result<(), Error> {
         let first = batch.link();
         let posted = if first.is_null() { Ok(()) } else { self.post_list(first) };
@@ -167,39 +185,42 @@ impl QueuePair {
         posted
     }
 
-    /// Posts a message out of registered memory. The caller keeps those bytes as they are until it completes.
-    pub fn post_send(&self, name: u64, letter: &Registration, offset: u64, length: u32) -> Result<(), Error> {
-        let mut piece = letter.piece(offset, length)?;
+    /// Posts a message from registered memory. The caller does not change the bytes until the request has completed.
+    ///
+    /// # Errors
+    /// [`remora_memory::Error::OutOfBounds`]; [`Error::System`].
+    pub fn post_send(&self, name: u64, buffer: &Registration, offset: u64, length: u32) -> Result<(), Error> {
+        let mut piece = buffer.piece(offset, length)?;
         self.post(&mut work(name, &mut piece, ffi::IBV_WR_SEND))
     }
 
-    /// As [`QueuePair::post_send`], on a quiet pair: completes visibly only if `shown`.
-    pub(crate) fn post_quiet_send(
+    /// As [`QueuePair::post_send`], on a pair without automatic signals: signaled only if `shown`.
+    pub(crate) fn post_unsignaled_send(
         &self,
         name: u64,
-        letter: &Registration,
+        buffer: &Registration,
         offset: u64,
         length: u32,
         shown: bool,
     ) -> Result<(), Error> {
-        let mut piece = letter.piece(offset, length)?;
+        let mut piece = buffer.piece(offset, length)?;
         let mut request = work(name, &mut piece, ffi::IBV_WR_SEND);
         request.send_flags = signal(shown);
         self.post(&mut request)
     }
 
-    /// Posts a message that the request itself carries: the bytes are the caller's again at once. No more of them than were asked
-    /// for when the pair was made.
+    /// Posts a message as inline data, at most as long as was asked for when the pair was made. The caller may reuse
+    /// the bytes immediately.
     pub(crate) fn post_inline_send(&self, name: u64, bytes: &[u8], shown: bool) -> Result<(), Error> {
-        let length = u32::try_from(bytes.len()).map_err(|_| Error::Misuse("too long for a request to carry"))?;
+        let length = u32::try_from(bytes.len()).map_err(|_| Error::Misuse("too long for inline data"))?;
         let mut piece = ffi::ibv_sge { addr: bytes.as_ptr() as u64, length, lkey: 0 };
         let mut request = work(name, &mut piece, ffi::IBV_WR_SEND);
         request.send_flags = signal(shown) | ffi::IBV_SEND_INLINE;
         self.post(&mut request)
     }
 
-    /// As [`QueuePair::post_read`], on a quiet pair: completes visibly.
-    pub(crate) fn post_shown_read(&self, read: &RemoteRead, sink: &Registration) -> Result<(), Error> {
+    /// As [`QueuePair::post_read`], on a pair without automatic signals: signaled.
+    pub(crate) fn post_signaled_read(&self, read: &RemoteRead, sink: &Registration) -> Result<(), Error> {
         let mut piece = sink.piece(read.offset, read.length)?;
         let mut request = work(read.name, &mut piece, ffi::IBV_WR_RDMA_READ);
         request.wr.rdma = ffi::ibv_send_wr__bindgen_ty_2__bindgen_ty_1 { remote_addr: read.address, rkey: read.key };
@@ -207,11 +228,11 @@ impl QueuePair {
         self.post(&mut request)
     }
 
-    /// Ends all work: what is posted is flushed, and completes so.
+    /// Moves the pair to the error state: posted requests are flushed, and complete with an error.
     pub(crate) fn fail(&self) {
         let mut attributes = no_attributes();
         attributes.qp_state = ffi::IBV_QPS_ERR;
-        // A pair that the card has failed already need not be told.
+        // Fails if the card has already moved the pair to the error state.
         let _ = self.modify(&mut attributes, ffi::IBV_QP_STATE as i32);
     }
 
@@ -219,59 +240,64 @@ impl QueuePair {
         self.post_list(request)
     }
 
-    /// Posts the list of requests that begins with `first`.
+    /// Posts a linked list of requests.
     fn post_list(&self, first: *mut ffi::ibv_send_wr) -> Result<(), Error> {
         let Some(post) = self.domain.device().operations().post_send else {
-            return Err(Error::Misuse("the device takes no work requests"));
+            return Err(Error::Misuse("the device accepts no work requests"));
         };
         let mut failed = null_mut();
-        // SAFETY: The pair exists. Requests and the lists of their places are whole, and read during the call only, in which they stay
-        // where they are. The memory that a place names is registered in this pair's domain, and its owner keeps it until the request
-        // has completed or the pair is gone; or the request carries the bytes, and then they are read during the call only.
-        done(unsafe { post(self.raw.as_ptr(), first, &mut failed) }).map_err(Error::system("posting a work request"))
+        // SAFETY: The pair exists. Requests and their segments are complete, and are read during the call only, during
+        // which they do not move. The memory of a segment is registered in this pair's domain, and its owner keeps it
+        // until the request has completed or the pair is dropped; inline data is read during the call only.
+        check_code(unsafe { post(self.raw.as_ptr(), first, &mut failed) })
+            .map_err(Error::system("posting a work request"))
     }
 
-    /// Posts room for one message of the other end.
-    pub fn post_receive(&self, name: u64, letter: &Registration, offset: u64, length: u32) -> Result<(), Error> {
+    /// Posts a receive for one message.
+    ///
+    /// # Errors
+    /// [`remora_memory::Error::OutOfBounds`]; [`Error::System`].
+    pub fn post_receive(&self, name: u64, buffer: &Registration, offset: u64, length: u32) -> Result<(), Error> {
         let Some(post) = self.domain.device().operations().post_recv else {
-            return Err(Error::Misuse("the device takes no receive requests"));
+            return Err(Error::Misuse("the device accepts no receive requests"));
         };
-        let mut piece = letter.piece(offset, length)?;
+        let mut piece = buffer.piece(offset, length)?;
         let mut request = ffi::ibv_recv_wr { wr_id: name, next: null_mut(), sg_list: &mut piece, num_sge: 1 };
         let mut failed = null_mut();
-        // SAFETY: As for `post`; the card writes at most `length` bytes there, into shared memory of which no references exist.
-        done(unsafe { post(self.raw.as_ptr(), &mut request, &mut failed) })
+        // SAFETY: As for `post_list`. The card writes at most `length` bytes into shared memory, to which no references
+        // exist.
+        check_code(unsafe { post(self.raw.as_ptr(), &mut request, &mut failed) })
             .map_err(Error::system("posting a receive request"))
     }
 }
 
 impl Drop for QueuePair {
     fn drop(&mut self) {
-        // SAFETY: See the head of the file. Returns only when the card has finished with it.
+        // SAFETY: See the docs of the parent module. The call returns only when the card has finished with the pair.
         let code = unsafe { (self.domain.device().library().verbs.ibv_destroy_qp)(self.raw.as_ptr()) };
-        complain(code, "a queue pair");
+        warn_on_failure(code, "a queue pair");
     }
 }
 
 fn work(name: u64, piece: &mut ffi::ibv_sge, operation: ffi::ibv_wr_opcode) -> ffi::ibv_send_wr {
-    let mut request = unplaced(name, operation);
+    let mut request = empty_request(name, operation);
     request.sg_list = piece;
     request.num_sge = 1;
     request
 }
 
-/// The flag by which a request on a quiet pair completes visibly.
+/// The flag that makes the card signal a request.
 fn signal(shown: bool) -> u32 {
     if shown { ffi::IBV_SEND_SIGNALED } else { 0 }
 }
 
-/// Attributes of a queue pair, all zero: only those count that a mask names.
+/// Attributes of a queue pair, all zero. Only those that a mask names are used.
 pub(crate) fn no_attributes() -> ffi::ibv_qp_attr {
     // SAFETY: A struct of plain numbers, for which all zero bytes are valid.
     unsafe { std::mem::zeroed() }
 }
 
-// SAFETY: The object behind the pointer is not tied to a thread.
+// SAFETY: The object behind the pointer is not bound to a thread.
 unsafe impl Send for QueuePair {}
-// SAFETY: The library takes its own locks where two threads use one object.
+// SAFETY: The library locks where two threads use one object.
 unsafe impl Sync for QueuePair {}

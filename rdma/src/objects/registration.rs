@@ -1,4 +1,4 @@
-//! Memory that a card knows.
+//! Memory registered with a card.
 
 use std::{io, ptr::NonNull, sync::Arc};
 
@@ -7,34 +7,34 @@ use remora_memory::Memory;
 use super::Domain;
 use crate::{
     Error, bindings as ffi,
-    library::{complain, made},
+    library::{check_pointer, warn_on_failure},
 };
 
-/// What others may do with registered memory.
+/// Rights to registered memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// The other end may read it; nobody may write it by way of the card.
+    /// The other end may read it. No card may write it.
     RemoteRead,
-    /// What we read from others lands in it; the other end may do nothing with it.
+    /// This card may write received bytes to it. The other end has no rights.
     Landing,
 }
 
-/// Memory that the card has been told of: its pages stay where they are until this is dropped.
+/// Memory registered with a card. Its pages stay in place until this is dropped.
 pub struct Registration {
     raw: NonNull<ffi::ibv_mr>,
-    /// The address that the card knows the memory's first byte by.
+    /// The address by which the card knows the first byte.
     base: u64,
     domain: Arc<Domain>,
     memory: Arc<Memory>,
 }
 
 impl Registration {
-    /// Registers all of `memory`, which backs it with pages wherever it had none.
+    /// Registers all of `memory`, which backs it with pages.
     ///
     /// # Errors
-    /// [`Error::NoRdma`] for a locked-memory limit that is too low; [`Error::System`].
+    /// [`Error::NoRdma`] if the locked-memory limit is too low; [`Error::System`].
     pub fn new(domain: &Arc<Domain>, memory: &Arc<Memory>, access: Access) -> Result<Arc<Registration>, Error> {
-        // The library checks access flags against each other: remote rights but reading would need local writing.
+        // The library checks the combination: remote rights other than reading would require local writing.
         let flags = match access {
             Access::RemoteRead => ffi::IBV_ACCESS_REMOTE_READ,
             Access::Landing => ffi::IBV_ACCESS_LOCAL_WRITE,
@@ -43,17 +43,18 @@ impl Registration {
         let verbs = &domain.device().library().verbs;
         let (raw, base) = match verbs.ibv_reg_mr_iova2 {
             Some(register) if access == Access::RemoteRead => {
-                // SAFETY: Address and length are those of a mapping that the struct keeps alive until after deregistration. It is
-                // shared memory, so that a fork of this process copies nothing of it. The card only reads it.
+                // SAFETY: Address and length are those of a mapping that the struct keeps until after deregistration.
+                // The mapping is shared memory, so that a fork of this process copies nothing of it. The card only
+                // reads it.
                 (unsafe { register(domain.raw(), address.as_ptr().cast(), length, ZERO_BASED, flags) }, ZERO_BASED)
             }
             _ => {
-                // SAFETY: As above. What the card writes lands in shared memory, of which no references exist.
+                // SAFETY: As above. The card writes to shared memory, to which no references exist.
                 let raw = unsafe { (verbs.ibv_reg_mr)(domain.raw(), address.as_ptr().cast(), length, flags as i32) };
                 (raw, address.as_ptr() as u64)
             }
         };
-        let raw = made(raw).map_err(|error| registration_failed(error, length))?;
+        let raw = check_pointer(raw).map_err(|error| registration_failed(error, length))?;
         Ok(Arc::new(Registration { raw, base, domain: domain.clone(), memory: memory.clone() }))
     }
 
@@ -67,18 +68,18 @@ impl Registration {
         &self.domain
     }
 
-    /// What a remote end has to name to read it.
+    /// The key that the other end names to read the memory.
     pub fn remote_key(&self) -> u32 {
-        // SAFETY: The struct behind the pointer lives until `drop`, and the library does not change it.
+        // SAFETY: The struct behind the pointer exists until `drop`, and the library does not change it.
         unsafe { self.raw.as_ref() }.rkey
     }
 
-    /// The address that a remote end has to name for the first byte.
+    /// The address that the other end names for the first byte.
     pub fn remote_base(&self) -> u64 {
         self.base
     }
 
-    /// A range of it for a work request of ours. The card may write there, so that the range is checked here.
+    /// A segment for a work request. The card may write there, so the range is checked.
     ///
     /// # Errors
     /// [`remora_memory::Error::OutOfBounds`].
@@ -86,21 +87,22 @@ impl Registration {
         remora_memory::check(offset, length.into(), self.memory.length())?;
         // SAFETY: As in `remote_key`.
         let lkey = unsafe { self.raw.as_ref() }.lkey;
-        // Keys know the memory by the address that it was registered at, our own work requests' as well as others'.
+        // Keys refer to the address at which the memory was registered, for local and remote requests.
         Ok(ffi::ibv_sge { addr: self.base + offset, length, lkey })
     }
 }
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        // SAFETY: See the head of the file. Queue pairs that used it may still exist: the card then refuses their requests.
+        // SAFETY: See the docs of the parent module. Queue pairs that used it may still exist: the card then rejects
+        // their requests.
         let code = unsafe { (self.domain.device().library().verbs.ibv_dereg_mr)(self.raw.as_ptr()) };
-        complain(code, "a memory registration");
+        warn_on_failure(code, "a memory registration");
     }
 }
 
-/// The remote address of a region's first byte, where the library can set one: offsets then are addresses, and nobody is told where
-/// in our address space anything lies.
+/// The remote address of a region's first byte, if the library can set one. Offsets then are addresses, and the other
+/// end does not learn where the memory is in this process.
 const ZERO_BASED: u64 = 0;
 
 fn registration_failed(error: io::Error, length: usize) -> Error {
@@ -110,14 +112,14 @@ fn registration_failed(error: io::Error, length: usize) -> Error {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Memlock).current;
     let limit = limit.map_or("unlimited".to_owned(), |bytes| format!("{bytes} bytes"));
     Error::NoRdma {
-        what: format!("{length} bytes of memory can't be locked (the locked-memory limit is {limit})"),
+        what: format!("{length} bytes of memory cannot be locked (the locked-memory limit is {limit})"),
         cure: "raise it: `ulimit -l unlimited`, LimitMEMLOCK=infinity in the systemd unit of the service or of the \
                container runtime, or give the capability CAP_IPC_LOCK"
             .into(),
     }
 }
 
-// SAFETY: The object behind the pointer is not tied to a thread.
+// SAFETY: The object behind the pointer is not bound to a thread.
 unsafe impl Send for Registration {}
-// SAFETY: The library takes its own locks where two threads use one object.
+// SAFETY: The library locks where two threads use one object.
 unsafe impl Sync for Registration {}

@@ -20,7 +20,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use remora_memory::{Memory, Pages};
-use remora_rdma::duplex::{Done, Region, Station, Stations, Wire};
+use remora_rdma::duplex::{Completion, Connection as RdmaConnection, DeviceContext, Devices, Region};
 
 use super::RdmaOptions;
 use super::message::MAX_RENDEZVOUS_BYTES;
@@ -33,7 +33,7 @@ pub(super) type Chunk = pool::Chunk<Region>;
 /// The devices of a messenger.
 pub(in crate::stack) struct RdmaContext {
     pub(super) options: RdmaOptions,
-    pub(super) stations: Arc<Stations>,
+    pub(super) stations: Arc<Devices>,
     known: Mutex<Vec<Arc<Device>>>,
     /// Retired queue pairs of all devices. Read without a lock.
     retired_count: Arc<AtomicUsize>,
@@ -41,7 +41,7 @@ pub(in crate::stack) struct RdmaContext {
 
 /// A device, as the links on it share it.
 pub(super) struct Device {
-    station: Arc<Station>,
+    station: Arc<DeviceContext>,
     receives: Arc<Pool<Region>>,
     /// Messages to be sent.
     pub(super) sends: Arc<Pool<Region>>,
@@ -66,14 +66,14 @@ struct Count {
 /// A link that has ended. Field order matters when dropped: the queue pair before the memory that its requests may
 /// name.
 pub(super) struct Retired {
-    pub(super) wire: Wire,
+    pub(super) wire: RdmaConnection,
     pub(super) memory: Vec<Chunk>,
     /// Receives that were posted for it and have not completed.
     pub(super) receives: u32,
 }
 
 impl RdmaContext {
-    pub(super) fn new(options: RdmaOptions, stations: Arc<Stations>) -> Arc<RdmaContext> {
+    pub(super) fn new(options: RdmaOptions, stations: Arc<Devices>) -> Arc<RdmaContext> {
         Arc::new(RdmaContext { options, stations, known: Mutex::default(), retired_count: Arc::default() })
     }
 
@@ -87,7 +87,7 @@ impl RdmaContext {
     }
 
     /// The device of a station.
-    pub(super) fn of(&self, station: &Arc<Station>) -> Arc<Device> {
+    pub(super) fn of(&self, station: &Arc<DeviceContext>) -> Arc<Device> {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(device) = known.iter().find(|device| Arc::ptr_eq(&device.station, station)) {
             return device.clone();
@@ -99,7 +99,7 @@ impl RdmaContext {
 }
 
 impl Device {
-    fn new(station: &Arc<Station>, options: &RdmaOptions, retired_count: &Arc<AtomicUsize>) -> Device {
+    fn new(station: &Arc<DeviceContext>, options: &RdmaOptions, retired_count: &Arc<AtomicUsize>) -> Device {
         let pool = |chunk_bytes: u32, max_bytes: u64, name: &'static str, exported: bool| {
             let station = station.clone();
             Pool::new(
@@ -189,7 +189,7 @@ impl Device {
     }
 
     /// Takes the memory of a completed receive.
-    pub(super) fn received(&self, done: &Done) -> Option<Chunk> {
+    pub(super) fn received(&self, done: &Completion) -> Option<Chunk> {
         let chunk = self.receives.take_back(done.name & !RECEIVE)?;
         self.count().posted -= 1;
         Some(chunk)

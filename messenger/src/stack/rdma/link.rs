@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-use remora_rdma::duplex::{Done, Request, Step, Wire};
+use remora_rdma::duplex::{Completion, Connection as RdmaConnection, Request, Step};
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::credits::{CONTROL_RECEIVES, Credits, MAX_RENDEZVOUS};
@@ -20,7 +20,7 @@ use crate::stack::{Address, Link};
 /// A connection by RDMA.
 pub struct RdmaLink {
     /// `None` only while the link is dropped.
-    wire: Option<Wire>,
+    wire: Option<RdmaConnection>,
     context: Arc<RdmaContext>,
     /// The device, once the route is known.
     device: Option<Arc<Device>>,
@@ -55,7 +55,7 @@ pub struct RdmaLink {
     ended: bool,
     /// The link ended because of a violation by the peer.
     violation: Option<Violation>,
-    done: Vec<Done>,
+    done: Vec<Completion>,
 }
 
 /// A request on the queue.
@@ -82,7 +82,7 @@ impl RdmaLink {
     /// Begins to connect.
     pub(in crate::stack) fn call(context: &Arc<RdmaContext>, peer: SocketAddr) -> io::Result<RdmaLink> {
         let waker = waker()?;
-        let wire = Wire::call(&context.stations, context.options.local, peer)?;
+        let wire = RdmaConnection::call(&context.stations, context.options.local, peer)?;
         wire.watch_also(waker.as_fd())?;
         Ok(RdmaLink::new(context, wire, waker))
     }
@@ -103,7 +103,7 @@ impl RdmaLink {
         Ok(link)
     }
 
-    fn new(context: &Arc<RdmaContext>, wire: Wire, waker: Waker) -> RdmaLink {
+    fn new(context: &Arc<RdmaContext>, wire: RdmaConnection, waker: Waker) -> RdmaLink {
         RdmaLink {
             wire: Some(wire),
             context: context.clone(),
@@ -147,7 +147,7 @@ impl RdmaLink {
         check_inline(wire.inline_bytes())
     }
 
-    fn wire(&self) -> io::Result<&Wire> {
+    fn wire(&self) -> io::Result<&RdmaConnection> {
         self.wire.as_ref().ok_or_else(gone)
     }
 
@@ -170,7 +170,7 @@ impl RdmaLink {
         self.send_controls()
     }
 
-    fn settle_all(&mut self, done: &mut Vec<Done>) -> io::Result<()> {
+    fn settle_all(&mut self, done: &mut Vec<Completion>) -> io::Result<()> {
         loop {
             done.clear();
             let wire = self.wire.as_mut().ok_or_else(gone)?;
@@ -189,12 +189,12 @@ impl RdmaLink {
         }
     }
 
-    fn count_back(&mut self, done: &Done) {
+    fn count_back(&mut self, done: &Completion) {
         let chunk = self.device.as_ref().filter(|_| done.name & RECEIVE != 0).and_then(|device| device.received(done));
         self.missing += u32::from(chunk.is_some());
     }
 
-    fn settle(&mut self, done: &Done) -> io::Result<()> {
+    fn settle(&mut self, done: &Completion) -> io::Result<()> {
         if done.name & RECEIVE != 0 {
             let chunk = self.device()?.received(done).ok_or_else(unknown)?;
             let heard = if done.well { self.receive_message(chunk, done.length) } else { Err(gone()) };
@@ -367,7 +367,7 @@ impl RdmaLink {
     /// Whether the next request is signaled: if memory waits for its completion, and regularly, so that the queue
     /// empties.
     fn is_signaled(&mut self, has_memory: bool) -> bool {
-        let depth = self.wire.as_ref().map_or(0, Wire::queue_depth);
+        let depth = self.wire.as_ref().map_or(0, RdmaConnection::queue_depth);
         let signaled = has_memory || self.unsignaled + 1 >= depth / SIGNALED_PER_QUEUE;
         self.unsignaled = if signaled { 0 } else { self.unsignaled + 1 };
         signaled
@@ -550,7 +550,7 @@ impl Link for RdmaLink {
 
     fn peer(&self) -> Address {
         let nowhere = SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::UNSPECIFIED), 0);
-        Address::Rdma(self.wire.as_ref().map_or(nowhere, Wire::peer))
+        Address::Rdma(self.wire.as_ref().map_or(nowhere, RdmaConnection::peer))
     }
 
     fn poll_ready(&mut self) -> Option<bool> {

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-use remora_rdma::duplex::{Door, Request};
+use remora_rdma::duplex::{Listener as ConnectionListener, Request};
 
 use super::device::RdmaContext;
 use super::link::RdmaLink;
@@ -14,13 +14,13 @@ use crate::stack::{Address, Link, Listener};
 
 /// A listener of the connection manager.
 pub struct RdmaListener {
-    door: Door,
+    door: ConnectionListener,
     context: Arc<RdmaContext>,
 }
 
 impl RdmaListener {
     pub(in crate::stack) fn bind(context: &Arc<RdmaContext>, address: SocketAddr) -> io::Result<RdmaListener> {
-        Ok(RdmaListener { door: Door::listen(&context.stations, address)?, context: context.clone() })
+        Ok(RdmaListener { door: ConnectionListener::listen(&context.stations, address)?, context: context.clone() })
     }
 }
 

@@ -46,7 +46,7 @@ use std::io;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use remora_rdma::duplex::{DuplexOptions, Stations};
+use remora_rdma::duplex::{Devices, DuplexOptions};
 
 pub(super) use device::RdmaContext;
 pub use link::RdmaLink;
@@ -117,6 +117,6 @@ impl RdmaOptions {
 /// The RDMA part of a messenger.
 pub(super) fn context(options: &RdmaOptions) -> io::Result<Arc<RdmaContext>> {
     options.check()?;
-    let stations = Stations::new(options.wires.clone())?;
+    let stations = Devices::new(options.wires.clone())?;
     Ok(RdmaContext::new(options.clone(), Arc::new(stations)))
 }

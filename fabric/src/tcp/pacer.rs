@@ -1,6 +1,6 @@
-//! Pace: when the next bytes may leave, so that all lanes of an exporter send no more than so many a second, in small pieces one
-//! after the other. What a cable can carry and is given in time waits nowhere: a rate a little below the cable's keeps its queue short for
-//! everybody else on it. Pure but for [`Pace::wait`]: it is told the time.
+//! A rate limit for all lanes of an exporter together: it decides when the next bytes may be sent, in small pieces. A
+//! rate slightly below that of the link keeps its queue short for all other traffic. Pure except [`Pacer::wait`]: the
+//! time is an argument.
 
 use std::{
     num::NonZeroU64,
@@ -11,31 +11,31 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// See the module's text.
+/// Spaces pieces in time, so that their rate stays below a limit.
 #[derive(Debug)]
-pub(super) struct Pace {
+pub(super) struct Pacer {
     /// Bytes per second.
     rate: NonZeroU64,
-    /// When all that was let go so far has left at that rate. `None`: nothing was.
+    /// When everything admitted so far has been sent at that rate; `None` if nothing was.
     free_at: Mutex<Option<Instant>>,
-    /// Nobody need wait any more.
+    /// Set when the exporter ends: no lane waits after that.
     over: AtomicBool,
 }
 
-impl Pace {
-    pub(super) fn new(rate: NonZeroU64) -> Pace {
-        Pace { rate, free_at: Mutex::new(None), over: AtomicBool::new(false) }
+impl Pacer {
+    pub(super) fn new(rate: NonZeroU64) -> Pacer {
+        Pacer { rate, free_at: Mutex::new(None), over: AtomicBool::new(false) }
     }
 
-    /// Bytes that go together.
+    /// Bytes per piece.
     pub(super) fn piece(&self) -> usize {
         let bytes = u128::from(self.rate.get()) * PIECE_TIME.as_micros() / 1_000_000;
         (bytes as usize).clamp(LEAST_PIECE_BYTES, MOST_PIECE_BYTES)
     }
 
-    /// Takes a turn for so many bytes; how long to wait before they may leave. Turns are served in the order in which they are taken.
-    fn turn(&self, now: Instant, bytes: usize) -> Duration {
-        // Every statement leaves it true.
+    /// Reserves the time to send `bytes`, and returns how long to wait before. Reservations are served in order.
+    fn reserve(&self, now: Instant, bytes: usize) -> Duration {
+        // The value is valid after every statement.
         let mut free_at = self.free_at.lock().unwrap_or_else(PoisonError::into_inner);
         let earliest = now.checked_sub(SAVED).unwrap_or(now);
         let begins = free_at.map_or(now, |free_at| free_at.max(earliest));
@@ -43,17 +43,17 @@ impl Pace {
         begins.saturating_duration_since(now)
     }
 
-    /// Whoever waits stops waiting, soon, and nobody waits any more.
+    /// Ends all waits soon, and makes further ones return immediately.
     pub(super) fn end(&self) {
         self.over.store(true, Ordering::Relaxed);
     }
 
-    /// Waits until so many bytes may leave, or `given_up` says meanwhile that it makes no difference any more; whether the time has come.
-    pub(super) fn wait(&self, bytes: usize, given_up: impl Fn() -> bool) -> bool {
+    /// Waits until `bytes` may be sent, or `cancelled` returns true. Returns whether they may be sent.
+    pub(super) fn wait(&self, bytes: usize, cancelled: impl Fn() -> bool) -> bool {
         let now = Instant::now();
-        let until = now + self.turn(now, bytes);
+        let until = now + self.reserve(now, bytes);
         loop {
-            if given_up() || self.over.load(Ordering::Relaxed) {
+            if cancelled() || self.over.load(Ordering::Relaxed) {
                 return false;
             }
             let left = until.saturating_duration_since(Instant::now());
@@ -65,19 +65,19 @@ impl Pace {
     }
 }
 
-/// What goes together takes so long at the rate: nobody behind it waits for longer.
+/// Time that one piece takes at the rate: no other sender waits longer behind it.
 const PIECE_TIME: Duration = Duration::from_micros(500);
 
-/// ... but no less than two packets, which a card would rather have together,
+/// Minimum size of a piece: two packets, which network cards send more efficiently together.
 const LEAST_PIECE_BYTES: usize = 4 << 10;
 
-/// ... nor more than is cut off for a region that may be revoked.
+/// Maximum size of a piece: that of an answer, after which a revoked region is noticed.
 const MOST_PIECE_BYTES: usize = 1 << 20;
 
-/// Time that was missed and is made up for: a thread wakes a little later than it wanted to. More would be a burst.
+/// Time that may be caught up on, because threads wake slightly late. More would be a burst.
 const SAVED: Duration = Duration::from_millis(1);
 
-/// How often one who waits looks whether there is still something to wait for.
+/// Interval at which a waiting lane checks whether to give up.
 const LOOK_TIME: Duration = Duration::from_millis(50);
 
 #[cfg(test)]
@@ -88,8 +88,8 @@ mod tests {
 
     use super::*;
 
-    fn pace(rate: u64) -> Pace {
-        Pace::new(NonZeroU64::new(rate).unwrap())
+    fn pacer(rate: u64) -> Pacer {
+        Pacer::new(NonZeroU64::new(rate).unwrap())
     }
 
     proptest! {
@@ -99,12 +99,12 @@ mod tests {
             rate in 100_000u64..1_000_000_000,
             late in proptest::collection::vec(0u64..5_000, 2..200),
         ) {
-            let pace = pace(rate);
-            let piece = pace.piece();
+            let pacer = pacer(rate);
+            let piece = pacer.piece();
             let mut now = Instant::now();
             let mut left: Vec<Instant> = Vec::new();
             for late in late {
-                now += pace.turn(now, piece) + Duration::from_micros(late);
+                now += pacer.reserve(now, piece) + Duration::from_micros(late);
                 left.push(now);
             }
             for first in 0..left.len() {
@@ -119,11 +119,11 @@ mod tests {
 
     #[test]
     fn one_who_is_always_a_little_late_still_gets_the_rate() {
-        let pace = pace(100_000_000);
-        let (start, piece) = (Instant::now(), pace.piece());
+        let pacer = pacer(100_000_000);
+        let (start, piece) = (Instant::now(), pacer.piece());
         let mut now = start;
         for _ in 0..1000 {
-            let wait = pace.turn(now, piece);
+            let wait = pacer.reserve(now, piece);
             now += if wait.is_zero() { Duration::ZERO } else { wait + Duration::from_micros(80) };
         }
         let rate = (1000 * piece) as f64 / (now - start).as_secs_f64();
@@ -132,17 +132,17 @@ mod tests {
 
     #[test]
     fn pieces_are_short_in_time() {
-        assert_eq!(pace(64 << 10).piece(), LEAST_PIECE_BYTES);
-        assert_eq!(pace(100_000_000).piece(), 50_000);
-        assert_eq!(pace(u64::MAX).piece(), MOST_PIECE_BYTES);
+        assert_eq!(pacer(64 << 10).piece(), LEAST_PIECE_BYTES);
+        assert_eq!(pacer(100_000_000).piece(), 50_000);
+        assert_eq!(pacer(u64::MAX).piece(), MOST_PIECE_BYTES);
     }
 
     #[test]
     fn one_who_gives_up_does_not_wait_for_his_turn() {
-        let pace = pace(1);
-        assert!(pace.wait(1 << 20, || false), "the first may go at once");
-        assert!(!pace.wait(1, || true));
-        pace.end();
-        assert!(!pace.wait(1, || false));
+        let pacer = pacer(1);
+        assert!(pacer.wait(1 << 20, || false), "the first may go at once");
+        assert!(!pacer.wait(1, || true));
+        pacer.end();
+        assert!(!pacer.wait(1, || false));
     }
 }

@@ -1,4 +1,4 @@
-//! One connection, from the call to its end.
+//! A two-sided connection, from the call to its end.
 //!
 //! ```text
 //!   call ─▶ Looking ─▶ Routing ─▶ Routed ── connect ─▶ Connecting ─▶ Up ─▶ (an error)
@@ -14,23 +14,23 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{Timespec, epoll};
 
-use super::{DuplexOptions, Region, Request, Station, Stations, watched};
+use super::{DeviceContext, Devices, DuplexOptions, Region, Request, watched};
 use crate::{Error, status_name};
 use crate::{
     bindings as ffi,
-    cm::{Event, Events, Id, Terms, is_end},
+    cm::{Event, Events, Id, ReadDepths, is_end},
     device::Alarm,
-    objects::{Capacity, Channel, Completed, Completions, NO_RIGHTS, QueuePair, RemoteRead, Sharing},
+    objects::{Capacity, Channel, Completed, Completions, NO_RIGHTS, PairOptions, QueuePair, RemoteRead},
 };
 
-/// See the head of the file. Dropping it ends the connection; when that returns the card has let go of all memory that was given to it
-/// for this wire, shared receives excepted.
-pub struct Wire {
-    /// The queue pair before what it stands on.
+/// A connection on which both ends send. Dropping it ends the connection. When the drop returns, the card no longer
+/// accesses memory that was given to it for this connection, except shared receives.
+pub struct Connection {
+    /// Declared first, so that the queue pair is dropped before the objects that it uses.
     linked: Option<Linked>,
     id: Id,
     events: Arc<Events>,
-    stations: Arc<Stations>,
+    stations: Arc<Devices>,
     readiness: OwnedFd,
     stage: Stage,
     remote: SocketAddr,
@@ -46,11 +46,11 @@ struct Linked {
     completions: Arc<Completions>,
     channel: Arc<Channel>,
     alarm: Arc<Alarm>,
-    station: Arc<Station>,
+    station: Arc<DeviceContext>,
     queue_depth: u32,
-    /// Bytes that a request may carry in itself.
+    /// Maximum size of inline data.
     inline: u32,
-    terms: Terms,
+    depths: ReadDepths,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,68 +63,69 @@ enum Stage {
     Up,
 }
 
-/// How far a wire has come.
+/// Progress of connecting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// Nothing to be done but to wait for the descriptor.
+    /// Wait until the descriptor is readable.
     Pending,
-    /// The device is known: post receives there, then [`Wire::connect`].
+    /// The device is known: post receives there, then call [`Connection::connect`].
     Routed,
     /// Both ends can send.
     Up,
 }
 
-/// Something that a card has done.
+/// A completed request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Done {
+pub struct Completion {
     /// The name that the request was given.
     pub name: u64,
-    /// Bytes, where it was a receive.
+    /// Bytes received, for a receive.
     pub length: u32,
-    /// The request was carried out; otherwise the wire is at its end.
+    /// Whether the request succeeded. If not, the connection has ended.
     pub well: bool,
 }
 
-impl Wire {
-    /// Begins to call, from `local` where it is given.
+impl Connection {
+    /// Starts to connect, from the address `local` if it is given.
     ///
     /// # Errors
     /// [`Error::NoRdma`]; [`Error::Unreachable`].
-    pub fn call(stations: &Arc<Stations>, local: Option<IpAddr>, remote: SocketAddr) -> Result<Wire, Error> {
+    pub fn call(stations: &Arc<Devices>, local: Option<IpAddr>, remote: SocketAddr) -> Result<Connection, Error> {
         let events = Events::new()?;
         let id = Id::new(&events)?;
-        let wire = Wire::new(id, events, stations.clone(), Stage::Looking { slice: FIRST_SLICE }, remote, local)?;
-        wire.id.resolve_address(local, remote, FIRST_SLICE).map_err(|source| wire.unreachable(source))?;
-        Ok(wire)
+        let connection =
+            Connection::new(id, events, stations.clone(), Stage::Looking { slice: FIRST_SLICE }, remote, local)?;
+        connection.id.resolve_address(local, remote, FIRST_SLICE).map_err(|source| connection.unreachable(source))?;
+        Ok(connection)
     }
 
-    pub(super) fn accept(request: Request, answer: &[u8]) -> Result<Wire, Error> {
+    pub(super) fn accept(request: Request, answer: &[u8]) -> Result<Connection, Error> {
         let Request { id, events, event, station, stations } = request;
         let remote = id.peer().unwrap_or_else(|| SocketAddr::new(IpAddr::V4(std::net::Ipv4Addr::UNSPECIFIED), 0));
-        let mut wire = Wire::new(id, events, stations, Stage::Accepting, remote, None)?;
-        let mut terms = terms(&station, wire.stations.options());
-        terms.initiator_depth = terms.initiator_depth.min(event.initiator_depth);
-        terms.responder_resources = terms.responder_resources.min(event.responder_resources);
-        let linked = wire.link(station, terms)?;
-        let options = wire.stations.options();
-        wire.id.ready_to_retry(&linked.pair, terms, &options.connecting(), options.rnr_retries)?;
+        let mut connection = Connection::new(id, events, stations, Stage::Accepting, remote, None)?;
+        let mut depths = depths(&station, connection.stations.options());
+        depths.initiator_depth = depths.initiator_depth.min(event.initiator_depth);
+        depths.responder_resources = depths.responder_resources.min(event.responder_resources);
+        let linked = connection.link(station, depths)?;
+        let options = connection.stations.options();
+        connection.id.ready_to_retry(&linked.pair, depths, &options.connecting(), options.rnr_retries)?;
         linked.pair.allow(NO_RIGHTS)?; // some managers' attributes come with rights
-        let accepted = wire.id.accept(&linked.pair, terms, answer, &options.connecting());
+        let accepted = connection.id.accept(&linked.pair, depths, answer, &options.connecting());
         accepted.map_err(Error::system("accepting an RDMA connection"))?;
-        wire.linked = Some(linked);
-        Ok(wire)
+        connection.linked = Some(linked);
+        Ok(connection)
     }
 
     fn new(
         id: Id,
         events: Arc<Events>,
-        stations: Arc<Stations>,
+        stations: Arc<Devices>,
         stage: Stage,
         remote: SocketAddr,
         local: Option<IpAddr>,
-    ) -> Result<Wire, Error> {
-        let readiness = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Error::system("making an epoll"))?;
-        let wire = Wire {
+    ) -> Result<Connection, Error> {
+        let readiness = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Error::system("creating an epoll"))?;
+        let connection = Connection {
             linked: None,
             id,
             events,
@@ -138,11 +139,11 @@ impl Wire {
             armed: false,
             taken: Vec::new(),
         };
-        wire.watch(wire.events.as_fd(), EVENTS)?;
-        Ok(wire)
+        connection.watch(connection.events.as_fd(), EVENTS)?;
+        Ok(connection)
     }
 
-    /// Has the wire's descriptor become readable when this one is, and [`Wire::look`] say so.
+    /// Adds a descriptor to those that make this connection's descriptor readable. [`Connection::look`] reports it.
     ///
     /// # Errors
     /// [`Error::System`].
@@ -156,22 +157,22 @@ impl Wire {
             .map_err(Error::system("watching an RDMA connection"))
     }
 
-    /// Makes the queue pair, in its first state.
-    fn link(&self, station: Arc<Station>, terms: Terms) -> Result<Linked, Error> {
+    /// Creates the queue pair, in its first state.
+    fn link(&self, station: Arc<DeviceContext>, depths: ReadDepths) -> Result<Linked, Error> {
         let (options, device) = (self.stations.options(), station.domain.device());
         let most = u32::try_from(device.attributes().max_qp_wr).unwrap_or(u32::MAX);
         let queue_depth = options.queue_depth.min(most);
         let channel = Channel::new(device)?;
-        // Each request that is posted has its place; and so has each receive, as all of them may be for this wire.
+        // Room for each request that may be posted, and for each shared receive, as all of them may complete here.
         let most = u32::try_from(device.attributes().max_cqe).unwrap_or(u32::MAX);
         let completions =
             Completions::new(&channel, (queue_depth + station.receives.room().min(MOST_RECEIVED)).min(most))?;
         let receives = Some(station.receives.clone());
-        let sharing = Sharing { receives, quiet: true, ..Sharing::default() };
+        let with_options = PairOptions { receives, quiet: true, ..PairOptions::default() };
         let capacity = Capacity { send: queue_depth, receive: 0 };
         let (pair, inline) = station.inline.settle(device.name(), |inline| {
-            let sharing = Sharing { inline, ..sharing.clone() };
-            let pair = QueuePair::sharing(&station.domain, &completions, capacity, sharing)?;
+            let with_options = PairOptions { inline, ..with_options.clone() };
+            let pair = QueuePair::with_options(&station.domain, &completions, capacity, with_options)?;
             let answered = pair.inline();
             Ok((pair, answered))
         })?;
@@ -181,19 +182,19 @@ impl Wire {
         self.watch(channel.as_fd(), COMPLETIONS)?;
         self.watch(alarm.as_fd(), ALARM)?;
         self.watch(watched(device), DEVICE)?;
-        Ok(Linked { pair, completions, channel, alarm, station, queue_depth, inline, terms })
+        Ok(Linked { pair, completions, channel, alarm, station, queue_depth, inline, depths })
     }
 
-    /// Where the other end is.
+    /// Address of the other end.
     pub fn peer(&self) -> SocketAddr {
         self.remote
     }
 
-    /// The device that it is on, once that is known.
+    /// The device of this connection.
     ///
     /// # Errors
-    /// [`Error::Misuse`] before the wire is [routed](Step::Routed).
-    pub fn station(&self) -> Result<Arc<Station>, Error> {
+    /// [`Error::Misuse`] before the connection is [routed](Step::Routed).
+    pub fn station(&self) -> Result<Arc<DeviceContext>, Error> {
         match &self.linked {
             Some(linked) => Ok(linked.station.clone()),
             None => self.stations.on(&self.id.device()?),
@@ -205,12 +206,12 @@ impl Wire {
         self.linked.as_ref().map_or(0, |linked| linked.queue_depth)
     }
 
-    /// Bytes that a request may carry in itself: what the options say, or fewer where the card allows no more.
+    /// Maximum size of inline data: that of the options, or less if the card allows less.
     pub fn inline_bytes(&self) -> u32 {
         self.linked.as_ref().map_or(0, |linked| linked.inline)
     }
 
-    /// What the other end said when it took our call; filled up with zeros.
+    /// The other end's answer to the connection request, padded with zeros.
     pub fn answer(&self) -> &[u8] {
         &self.answer
     }
@@ -220,10 +221,10 @@ impl Wire {
         self.stage == Stage::Up
     }
 
-    /// Goes on with connecting as far as news allow. Call it when the descriptor is readable, until it says [`Step::Up`].
+    /// Continues to connect. Call it when the descriptor is readable, until it returns [`Step::Up`].
     ///
     /// # Errors
-    /// The connection can't be made.
+    /// The connection cannot be made.
     pub fn advance(&mut self) -> Result<Step, Error> {
         while self.stage != Stage::Up && self.stage != Stage::Routed {
             let Some(event) = self.events.next() else { return Ok(Step::Pending) };
@@ -238,7 +239,7 @@ impl Wire {
                 self.id.resolve_route(LOOKING_LIMIT).map_err(|source| self.unreachable(source))?;
                 Stage::Routing
             }
-            // As `connector::resolve`: some kernels look again only when the time given to them is over, so it is given in slices.
+            // In slices, as in `cm::resolve`: some kernels look again only when the time given to the call has passed.
             (Stage::Looking { slice }, ffi::RDMA_CM_EVENT_ADDR_ERROR)
                 if event.status == -libc::ETIMEDOUT && self.begun.elapsed() < LOOKING_LIMIT =>
             {
@@ -262,15 +263,15 @@ impl Wire {
         Ok(())
     }
 
-    /// Calls on, with at most 56 bytes for the other end. Receives must be posted by now.
+    /// Sends the connection request, with at most 56 bytes for the other end. Receives must be posted before.
     ///
     /// # Errors
     /// [`Error::System`]; [`Error::Unreachable`].
     pub fn connect(&mut self, hello: &[u8]) -> Result<(), Error> {
         let station = self.station()?;
-        let terms = terms(&station, self.stations.options());
-        let linked = self.link(station, terms)?;
-        let connected = self.id.connect(&linked.pair, terms, hello, &self.stations.options().connecting());
+        let depths = depths(&station, self.stations.options());
+        let linked = self.link(station, depths)?;
+        let connected = self.id.connect(&linked.pair, depths, hello, &self.stations.options().connecting());
         connected.map_err(|source| self.unreachable(source))?;
         self.linked = Some(linked);
         self.stage = Stage::Connecting;
@@ -278,17 +279,19 @@ impl Wire {
     }
 
     fn establish(&mut self, event: &Event) -> Result<Stage, Error> {
-        let Some(linked) = &mut self.linked else { return Err(Error::Misuse("an answer to no call")) };
-        linked.terms.initiator_depth = linked.terms.initiator_depth.min(event.initiator_depth).max(1);
+        let Some(linked) = &mut self.linked else {
+            return Err(Error::Misuse("an answer without a connection request"));
+        };
+        linked.depths.initiator_depth = linked.depths.initiator_depth.min(event.initiator_depth).max(1);
         let options = self.stations.options();
-        self.id.ready_to_retry(&linked.pair, linked.terms, &options.connecting(), options.rnr_retries)?;
+        self.id.ready_to_retry(&linked.pair, linked.depths, &options.connecting(), options.rnr_retries)?;
         linked.pair.allow(NO_RIGHTS)?;
         self.id.establish().map_err(Error::system("establishing an RDMA connection"))?;
         self.answer.clone_from(&event.message);
         Ok(Stage::Up)
     }
 
-    /// The other end may read what is registered as lent, from now on.
+    /// Gives the other end the right to read regions that are registered as exported.
     ///
     /// # Errors
     /// [`Error::System`].
@@ -296,32 +299,32 @@ impl Wire {
         self.linked()?.pair.allow(ffi::IBV_ACCESS_REMOTE_READ)
     }
 
-    /// Posts a message that lies in registered memory, where it stays as it is until this or a later request has completed. The caller
-    /// counts what is posted. Completes visibly only if `shown`, or if it fails.
+    /// Posts a message from registered memory, which must not change until this or a later request has completed. The
+    /// caller counts posted requests. Signaled only if `shown`; failures always are.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`]; [`Error::System`].
+    /// [`Error::Memory`] if the range is out of bounds; [`Error::System`].
     pub fn send(&self, name: u64, region: &Region, offset: u64, length: u32, shown: bool) -> Result<(), Error> {
         region.check(offset, length)?;
-        self.linked()?.pair.post_quiet_send(name, &region.0, offset, length, shown)
+        self.linked()?.pair.post_unsignaled_send(name, &region.0, offset, length, shown)
     }
 
-    /// Posts a short message, which the request carries itself.
+    /// Posts a short message as inline data.
     ///
     /// # Errors
-    /// As [`Wire::send`].
+    /// As [`Connection::send`]; [`Error::Misuse`] if it is longer than [`Connection::inline_bytes`].
     pub fn send_inline(&self, name: u64, bytes: &[u8], shown: bool) -> Result<(), Error> {
         let linked = self.linked()?;
         if bytes.len() > linked.inline as usize {
-            return Err(Error::Misuse("longer than a request may carry"));
+            return Err(Error::Misuse("the message is longer than the maximum inline size"));
         }
         linked.pair.post_inline_send(name, bytes, shown)
     }
 
-    /// Posts a READ of the other end's memory into `region`. Completes visibly.
+    /// Posts a READ of the other end's memory into `region`. It is signaled.
     ///
     /// # Errors
-    /// As [`Wire::send`].
+    /// As [`Connection::send`].
     pub fn read(
         &self,
         name: u64,
@@ -331,18 +334,18 @@ impl Wire {
         length: u32,
     ) -> Result<(), Error> {
         region.check(offset, length)?;
-        self.linked()?.pair.post_shown_read(&RemoteRead { name, address, key, length, offset }, &region.0)
+        self.linked()?.pair.post_signaled_read(&RemoteRead { name, address, key, length, offset }, &region.0)
     }
 
-    /// Takes out what is done. No system call.
+    /// Takes completions, without a system call.
     ///
     /// # Errors
-    /// [`Error::System`]: the queue is dead.
-    pub fn poll(&mut self, into: &mut Vec<Done>) -> Result<usize, Error> {
+    /// [`Error::System`] if the completion queue has failed.
+    pub fn poll(&mut self, into: &mut Vec<Completion>) -> Result<usize, Error> {
         let Some(linked) = &self.linked else { return Ok(0) };
         self.taken.clear();
         linked.completions.poll(&mut self.taken)?;
-        // The other end's first message may be faster than the news that it is connected.
+        // The other end's first message may arrive before the event that reports the connection.
         let heard = self.taken.iter().any(|completed| completed.status == ffi::IBV_WC_SUCCESS);
         if heard && self.stage == Stage::Accepting {
             self.stage = Stage::Up;
@@ -353,12 +356,13 @@ impl Wire {
                 let why = status_name(completed.status);
                 tracing::debug!(peer = %self.remote, why, "an RDMA request has failed");
             }
-            into.push(Done { name: completed.name, length: completed.length, well });
+            into.push(Completion { name: completed.name, length: completed.length, well });
         }
         Ok(self.taken.len())
     }
 
-    /// From now on the next completion makes the descriptor readable. What has come before does not: poll once more.
+    /// Makes the descriptor readable at the next completion. Completions that have arrived before do not count: poll
+    /// once more after arming.
     ///
     /// # Errors
     /// [`Error::System`].
@@ -372,11 +376,11 @@ impl Wire {
         Ok(())
     }
 
-    /// Takes what made the descriptor readable, completions excepted, which [`Wire::poll`] takes. Whether what is
-    /// [watched as well](Wire::watch_also) is readable.
+    /// Handles what made the descriptor readable, except completions, which [`Connection::poll`] takes. Returns whether
+    /// the descriptor of [`Connection::watch_also`] is readable.
     ///
     /// # Errors
-    /// The connection is over.
+    /// The connection has ended.
     pub fn look(&mut self) -> Result<bool, Error> {
         let (mut ready, mut also) = (Vec::with_capacity(WATCHED), false);
         let _ = epoll::wait(&self.readiness, rustix::buffer::spare_capacity(&mut ready), Some(&Timespec::default()));
@@ -386,14 +390,14 @@ impl Wire {
                     while linked.channel.next().is_some() {}
                     self.armed = false;
                 }
-                (DEVICE, Some(linked)) => linked.station.domain.device().attend(),
+                (DEVICE, Some(linked)) => linked.station.domain.device().handle_events(),
                 (EVENTS, _) if self.stage != Stage::Up => drop(self.advance()?),
                 (EVENTS, _) => self.hear_the_end()?,
                 (ALSO, _) => also = true,
                 _ => {}
             }
         }
-        if self.linked.as_ref().is_some_and(|linked| linked.alarm.has_rung()) {
+        if self.linked.as_ref().is_some_and(|linked| linked.alarm.is_triggered()) {
             return Err(over());
         }
         Ok(also)
@@ -408,7 +412,7 @@ impl Wire {
         Ok(())
     }
 
-    /// Ends it: the other end is told, and whatever is posted here is flushed. What has come can still be polled.
+    /// Ends the connection: notifies the other end, and flushes posted requests. Completions can still be polled.
     pub fn end(&mut self) {
         if let Some(linked) = &self.linked {
             self.id.disconnect();
@@ -417,7 +421,7 @@ impl Wire {
     }
 
     fn linked(&self) -> Result<&Linked, Error> {
-        self.linked.as_ref().ok_or(Error::Misuse("the RDMA connection is not made yet"))
+        self.linked.as_ref().ok_or(Error::Misuse("the RDMA connection is not established yet"))
     }
 
     fn unreachable(&self, source: io::Error) -> Error {
@@ -425,14 +429,14 @@ impl Wire {
     }
 }
 
-/// Readable when there is news: of connecting, of its end, of completions once [armed](Wire::arm).
-impl AsFd for Wire {
+/// Readable on progress of connecting, at the end of the connection, and on completions once [armed](Connection::arm).
+impl AsFd for Connection {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.readiness.as_fd()
     }
 }
 
-impl Drop for Wire {
+impl Drop for Connection {
     fn drop(&mut self) {
         self.end();
     }
@@ -442,20 +446,20 @@ fn over() -> Error {
     Error::Unreachable { what: "the other end".into(), source: io::ErrorKind::ConnectionReset.into() }
 }
 
-/// READs in flight that this device and the options allow, in both directions.
-fn terms(station: &Station, options: &DuplexOptions) -> Terms {
+/// READs in flight that the device and the options allow, in each direction.
+fn depths(station: &DeviceContext, options: &DuplexOptions) -> ReadDepths {
     let attributes = station.domain.device().attributes();
     let lower = |most: i32| options.reads_in_flight.min(u8::try_from(most).unwrap_or(u8::MAX)).max(1);
-    Terms {
+    ReadDepths {
         initiator_depth: lower(attributes.max_qp_init_rd_atom),
         responder_resources: lower(attributes.max_qp_rd_atom),
     }
 }
 
-/// Completions of receives that a wire can have waiting: more than any other end has credits for.
+/// Receive completions that may wait on one connection: more than the credits of any other end.
 const MOST_RECEIVED: u32 = 4096;
 
-/// What the epoll calls its descriptors.
+/// Identities of the descriptors in the epoll instance.
 const EVENTS: u64 = 0;
 const COMPLETIONS: u64 = 1;
 const ALARM: u64 = 2;
@@ -463,7 +467,7 @@ const DEVICE: u64 = 3;
 const ALSO: u64 = 4;
 const WATCHED: usize = 5;
 
-/// Slices in which an address is looked for, and all of them together: as in `connector`.
+/// Shortest and longest slice of resolving an address, and the limit of all: as in `cm`.
 const FIRST_SLICE: Duration = Duration::from_millis(50);
 const LAST_SLICE: Duration = Duration::from_secs(1);
 const LOOKING_LIMIT: Duration = Duration::from_secs(10);

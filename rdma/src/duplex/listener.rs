@@ -1,46 +1,48 @@
-//! Where wires are asked for.
+//! Accepts two-sided connections.
 
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-use super::{Station, Stations, Wire};
+use super::{Connection, DeviceContext, Devices};
 use crate::Error;
 use crate::{
     bindings as ffi,
     cm::{Event, Events, Id},
 };
 
-/// A listener. Its descriptor is readable when somebody may have called.
-pub struct Door {
+/// A listener. Its descriptor is readable when a connection request may be waiting.
+pub struct Listener {
     id: Id,
     events: Arc<Events>,
-    stations: Arc<Stations>,
+    stations: Arc<Devices>,
     address: SocketAddr,
 }
 
-impl Door {
-    /// Listens at an address of an RDMA device (or, unspecified, of all). Port 0 is a free one.
+impl Listener {
+    /// Listens at an address of an RDMA device, or of all devices if the address is unspecified. Port 0 selects a free
+    /// one.
     ///
     /// # Errors
-    /// [`Error::NoRdma`]; [`Error::System`], with an address that is taken or no device's.
-    pub fn listen(stations: &Arc<Stations>, address: SocketAddr) -> Result<Door, Error> {
+    /// [`Error::NoRdma`]; [`Error::System`] if the address is in use, or belongs to no device.
+    pub fn listen(stations: &Arc<Devices>, address: SocketAddr) -> Result<Listener, Error> {
         let events = Events::new()?;
         let id = Id::new(&events)?;
         let port = id.listen(address).map_err(Error::system("listening for RDMA connections"))?;
         let address = SocketAddr::new(address.ip(), port);
-        Ok(Door { id, events, stations: stations.clone(), address })
+        Ok(Listener { id, events, stations: stations.clone(), address })
     }
 
-    /// Where, with the port that was free.
+    /// The address, with the port that was selected.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// The next who calls, if anybody has.
+    /// The next connection request; `None` if there is none.
     ///
     /// # Errors
-    /// What becomes of one call; the door stays open.
+    /// The failure of one request, after which the listener can be used; [`Error::Unreachable`] if its device was
+    /// removed.
     pub fn next_call(&mut self) -> Result<Option<Request>, Error> {
         while let Some(event) = self.events.next() {
             if event.kind == ffi::RDMA_CM_EVENT_DEVICE_REMOVAL && event.of == self.id.name() {
@@ -60,41 +62,41 @@ impl Door {
     }
 }
 
-impl AsFd for Door {
+impl AsFd for Listener {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.events.as_fd()
     }
 }
 
-/// Somebody who calls. Dropping it refuses.
+/// A connection request. Dropping it refuses the request.
 pub struct Request {
     pub(super) id: Id,
     pub(super) events: Arc<Events>,
     pub(super) event: Event,
-    pub(super) station: Arc<Station>,
-    pub(super) stations: Arc<Stations>,
+    pub(super) station: Arc<DeviceContext>,
+    pub(super) stations: Arc<Devices>,
 }
 
 impl Request {
-    /// What the caller said with its call; filled up with zeros by the connection manager.
+    /// What the caller sent with the request, padded with zeros by the connection manager.
     pub fn hello(&self) -> &[u8] {
         &self.event.message
     }
 
-    /// The device that it came by. Receives must be posted there before the call is accepted.
-    pub fn station(&self) -> &Arc<Station> {
+    /// The device that the request arrived on. Post receives there before accepting.
+    pub fn station(&self) -> &Arc<DeviceContext> {
         &self.station
     }
 
-    /// Takes the call. `answer`: at most 196 bytes for the caller.
+    /// Accepts the request. `answer` is at most 196 bytes for the caller.
     ///
     /// # Errors
-    /// [`Error::System`]: the connection can't be made.
-    pub fn accept(self, answer: &[u8]) -> Result<Wire, Error> {
-        Wire::accept(self, answer)
+    /// [`Error::System`] if the connection cannot be made.
+    pub fn accept(self, answer: &[u8]) -> Result<Connection, Error> {
+        Connection::accept(self, answer)
     }
 
-    /// Refuses it, with a word.
+    /// Refuses the request, with a reason for the caller.
     pub fn refuse(self, why: &[u8]) {
         let _ = self.id.reject(why); // it is refused by being dropped as well
     }
