@@ -45,6 +45,7 @@ use tokio::sync::mpsc::UnboundedSender;
 use super::gauge::Gauge;
 use super::module;
 use super::wire::{Received, Wire};
+use crate::backoff::Backoff;
 use crate::server::{Server, ServerError, Task};
 
 /// What one capture thread is given.
@@ -576,7 +577,7 @@ fn mark_seen(mark: &mut EofMark, memory: &Memory, start: u64, landed: usize) -> 
 /// at the next byte.
 fn follow(plan: &Plan, wire: Wire, journal: &mut JournalWriter, stop: Stops<'_>) {
     let mut wire = wire;
-    let mut backoff = Backoff::default();
+    let mut backoff = Backoff::from_system();
     loop {
         let broke = match pour(plan, &mut wire, journal, stop) {
             Ok(()) | Err(Fault::Stopped) => return journal.abort(),
@@ -586,7 +587,7 @@ fn follow(plan: &Plan, wire: Wire, journal: &mut JournalWriter, stop: Stops<'_>)
         match reconnect(plan, journal, &mut backoff, stop) {
             Ok(again) => {
                 wire = again;
-                backoff = Backoff::default();
+                backoff.reset();
                 let _ = plan.events.send(CaptureEvent::StreamResumed);
             }
             Err(Fault::HistoryChanged { from, to, at }) => {
@@ -710,35 +711,6 @@ impl AckClock {
     }
 }
 
-/// Pauses between attempts: doubling from 100 ms to 5 s, each drawn between half and the whole of it, so that many agents
-/// that lost the same server do not come back in step.
-pub(crate) struct Backoff {
-    next: Duration,
-}
-
-impl Default for Backoff {
-    fn default() -> Self {
-        Backoff { next: Self::FIRST }
-    }
-}
-
-impl Backoff {
-    const FIRST: Duration = Duration::from_millis(100);
-    const LAST: Duration = Duration::from_secs(5);
-
-    pub(crate) fn next(&mut self) -> Duration {
-        let whole = self.next;
-        self.next = (whole * 2).min(Self::LAST);
-        let mut random = [0; 2];
-        // Without the system's random numbers the whole pause will do.
-        let part = match getrandom::fill(&mut random) {
-            Ok(()) => f64::from(u16::from_le_bytes(random)) / f64::from(u16::MAX),
-            Err(_) => 1.0,
-        };
-        whole.mul_f64(0.5 + part / 2.0)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -754,17 +726,5 @@ mod tests {
         clock.stream_came();
         assert!(clock.due(now + TICK * 2).is_none());
         assert_eq!(clock.due(now + TICK + AckClock::EVERY), Some(first));
-    }
-
-    #[test]
-    fn pauses_double_to_a_bound_and_are_never_shorter_than_half() {
-        let mut backoff = Backoff::default();
-        let mut whole = Backoff::FIRST;
-        for _ in 0..12 {
-            let pause = backoff.next();
-            assert!(pause >= whole / 2 && pause <= whole, "{pause:?} of {whole:?}");
-            whole = (whole * 2).min(Backoff::LAST);
-        }
-        assert_eq!(whole, Backoff::LAST);
     }
 }

@@ -20,7 +20,7 @@
 mod capture;
 mod directory;
 mod gauge;
-pub(crate) mod module;
+mod module;
 mod owner;
 mod rest;
 mod trial;
@@ -52,11 +52,10 @@ use crate::args::{SendChoice, SourceArgs};
 use crate::conversation::listener as door;
 use crate::conversation::{Connection, Endpoint, Fault, Options, Sender, Token, derive};
 use crate::exit::Failure;
+use crate::lanes::LANES_LABEL;
 use crate::server::{Client, Facts, Link, Place, Role, Server, Task};
 use crate::transports;
 use crate::units::Size;
-
-pub(crate) use self::capture::Backoff;
 
 /// Runs a source until it is stopped.
 ///
@@ -166,9 +165,6 @@ const FAREWELL: Duration = Duration::from_secs(3);
 /// What of the region's numbering is the snapshot, and what the journal.
 const SNAPSHOT_REGION: u32 = 0;
 const JOURNAL_REGION: u32 = 1;
-
-/// The label under which data lanes derive their secret from the session's key.
-pub(crate) const LANES_LABEL: &[u8] = b"remora data lanes";
 
 struct Source {
     args: SourceArgs,

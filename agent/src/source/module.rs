@@ -26,11 +26,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use remora_fabric::{Claim, Handover, Memory, shm::Place};
-use remora_protocol::MODULE_PROTOCOL;
 use remora_redis::ReplId;
 use remora_redis::psync::Payload;
 use remora_redis::psync::client::{self, Client as Handshake, Event as PsyncEvent};
-use remora_redis::resp::Frame;
 use remora_table::board::{Order, Stage, Told, Work};
 use remora_table::{Board, Identity, JournalWriter, Kind};
 
@@ -38,8 +36,7 @@ use super::capture::{self, Announced, CaptureEvent, Fault, Plan, SILENCE_LIMIT, 
 use super::rest;
 use super::wire::{Received, Wire};
 use crate::args::{ModuleCapture, SourceArgs};
-use crate::library;
-use crate::server::{Client, Facts, RefusalKind, Role, ServerError};
+use crate::server::{Client, Facts, Role, ServerError, module};
 use crate::units::Size;
 
 /// In which way a snapshot comes from the server.
@@ -196,7 +193,7 @@ fn choose(plan: &Plan) -> Option<Chosen> {
     }
     let asked = plan.runtime.block_on(async {
         let mut client = plan.server.connect().await?;
-        let known = find_module(&mut client, rules).await?;
+        let known = module::find(&mut client, rules.load.as_deref()).await?;
         let facts = Facts::read(&mut client).await?;
         Ok::<_, ServerError>((client, known, facts))
     });
@@ -215,64 +212,6 @@ fn choose(plan: &Plan) -> Option<Chosen> {
     let (average, long) = (Size::bytes(average(&facts)), Size::bytes(least_bytes));
     tracing::info!(?work, keys = facts.keys(), %average, %long, "the server has the module");
     Some(Chosen { client, work, least_bytes, role: facts.role })
-}
-
-/// Whether the server has a module that we understand; it is loaded first if that is wished.
-async fn find_module(client: &mut Client, rules: &Rules) -> Result<bool, ServerError> {
-    let mut answer = client.command(&["REMORA.STATUS"]).await;
-    if let (Err(error), Some(path)) = (&answer, &rules.load)
-        && error.refusal() == Some(RefusalKind::Unknown)
-    {
-        load(client, path).await;
-        answer = client.command(&["REMORA.STATUS"]).await;
-    }
-    match answer {
-        Ok(frame) => {
-            let protocol = field(&frame, b"protocol");
-            let understood = speaks_our_protocol(&frame);
-            if !understood {
-                tracing::warn!(theirs = ?protocol, ours = MODULE_PROTOCOL, "the server's module is of another version: upgrade the older of the two");
-            }
-            Ok(understood)
-        }
-        Err(error) if error.refusal() == Some(RefusalKind::Unknown) => Ok(false),
-        Err(error) if error.refusal() == Some(RefusalKind::NoPerm) => {
-            tracing::warn!(
-                "the server may have the module, but our user may not ask it: +remora.status +remora.arm +remora.disarm"
-            );
-            Ok(false)
-        }
-        Err(error) => Err(error),
-    }
-}
-
-async fn load(client: &mut Client, path: &std::path::Path) {
-    let path = match path.as_os_str().is_empty() {
-        false => path.to_owned(),
-        true => match library::find() {
-            Ok(path) => path,
-            Err(failure) => return tracing::warn!(%failure, "the module is not loaded"),
-        },
-    };
-    match client.command(&["MODULE", "LOAD", &path.display().to_string()]).await {
-        Ok(_) => tracing::info!(path = %path.display(), "the server has loaded the module"),
-        Err(error) => tracing::warn!(%error, path = %path.display(), "the server does not load the module"),
-    }
-}
-
-/// A value out of a list of names and values, as `REMORA.STATUS` answers.
-pub(crate) fn field(frame: &Frame, name: &[u8]) -> Option<String> {
-    let Frame::Array(items) = frame else { return None };
-    let pair = items.chunks(2).find(|pair| matches!(pair, [Frame::Bulk(found), _] if found == name))?;
-    match pair {
-        [_, Frame::Bulk(value)] => Some(String::from_utf8_lossy(value).into_owned()),
-        _ => None,
-    }
-}
-
-/// Whether a module with that answer to `REMORA.STATUS` speaks our version of the module protocol.
-pub(crate) fn speaks_our_protocol(status: &Frame) -> bool {
-    field(status, b"protocol").and_then(|version| version.parse().ok()) == Some(MODULE_PROTOCOL)
 }
 
 /// What costs the server less. A walk writes the newest format that the server knows: where older readers wait, the server must write.
@@ -694,14 +633,5 @@ mod tests {
         let valkey = "server_name:valkey\r\nvalkey_version:9.1.2";
         assert_eq!(best(ModuleCapture::Walk, &facts(10, 10 << 20, valkey), false, 1), Work::Ease);
         assert_eq!(best(ModuleCapture::Walk, &facts(10, 10 << 20, valkey), true, 1), Work::Walk);
-    }
-
-    #[test]
-    fn a_field_of_a_status_is_found_by_its_name() {
-        let bulk = |text: &str| Frame::Bulk(text.as_bytes().to_vec());
-        let status = Frame::Array(vec![bulk("version"), bulk("0.1.0"), bulk("protocol"), bulk("1")]);
-        assert_eq!(field(&status, b"protocol").as_deref(), Some("1"));
-        assert_eq!(field(&status, b"1"), None);
-        assert_eq!(field(&Frame::Null, b"protocol"), None);
     }
 }

@@ -24,8 +24,9 @@ use remora_fabric::TransportKind;
 use remora_protocol::{Phase, RefusalCode, WaitCause};
 use remora_redis::ReplId;
 
-use super::capture::{Backoff, CaptureEvent, Fault};
+use super::capture::{CaptureEvent, Fault};
 use super::gauge::Gauge;
+use crate::backoff::Backoff;
 
 /// A replica's session, as numbered by the messenger.
 pub(crate) type Session = u64;
@@ -271,7 +272,7 @@ impl Owner {
             eager,
             left_alone: now,
             retry: None,
-            backoff: Backoff::default(),
+            backoff: Backoff::from_system(),
             snapshots_taken: 0,
             replicas_done: 0,
             unfinished: false,
@@ -377,7 +378,7 @@ impl Owner {
                 {
                     snapshot.stage = Stage::Sealed { replid, offset, bytes };
                 }
-                self.backoff = Backoff::default();
+                self.backoff.reset();
             }
             CaptureEvent::Failed { generation, fault } => {
                 self.capture_failed(now, generation, &fault, actions);
