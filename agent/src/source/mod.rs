@@ -49,6 +49,7 @@ use self::gauge::Gauge;
 use self::owner::{Action, Event, Format, Owner, Replica, Report, Resume, Rules, Session, Stage};
 use self::trial::Trial;
 use crate::args::{SendChoice, SourceArgs};
+use crate::backoff::Backoff;
 use crate::conversation::listener as door;
 use crate::conversation::{Connection, Endpoint, Fault, Options, Sender, Token, derive};
 use crate::exit::Failure;
@@ -103,7 +104,7 @@ pub async fn run(args: SourceArgs) -> Result<(), Failure> {
     let gauge = Arc::new(Gauge::default());
     let rules =
         Rules { max_age: args.max_age, max_replicas: args.max_replicas as usize, stall_limit: args.stall_timeout };
-    let owner = Owner::new(Instant::now(), rules, gauge.clone(), first_generation(), args.eager);
+    let owner = Owner::new(Instant::now(), rules, Backoff::from_system(), first_generation(), args.eager);
     let module = Arc::new(module::Rules::new(&args));
     let source = Source {
         args,
@@ -284,7 +285,7 @@ impl Source {
                 Event::Joined { session, name, address, resume, reads }
             }
             // Said of a snapshot that was taken from it meanwhile: its slots are not those of the present one.
-            Message::Progress(progress) if !self.owner.has_given(session, progress.generation) => return,
+            Message::Progress(progress) if self.owner.status().offered(session) != Some(progress.generation) => return,
             Message::Progress(progress) => {
                 if let Some(peer) = self.sessions.get_mut(&session) {
                     peer.transport_why = progress.transport_why;
@@ -339,7 +340,7 @@ impl Source {
         }
         self.trial_left(session);
         if !peer.done {
-            if self.owner.replicas.contains_key(&session) {
+            if self.owner.status().replica(session).is_some() {
                 tracing::warn!(address = %peer.address, %fault, "a replica is gone");
             }
             let _ = self.apply(Event::Gone { session, done: false });
@@ -356,7 +357,7 @@ impl Source {
     // ---- the owner's word ----
 
     fn apply(&mut self, event: Event) -> Result<(), Failure> {
-        for action in self.owner.apply(Instant::now(), event) {
+        for action in self.owner.apply(Instant::now(), self.gauge.reading(), event) {
             self.perform(action)?;
         }
         Ok(())
@@ -365,9 +366,12 @@ impl Source {
     fn perform(&mut self, action: Action) -> Result<(), Failure> {
         match action {
             Action::Capture { generation, with_stream, fresh } => {
+                // The thread of an earlier capture that still runs may reuse no further slot, and ends.
+                self.gauge.allow_retiring(0);
                 self.tables.prepare(&self.args, &self.facts, fresh)?;
                 self.start_capture(generation, with_stream)?;
             }
+            Action::AllowRetiring { below } => self.gauge.allow_retiring(below),
             Action::Offer { session } => self.offer(session),
             Action::Wait { session, cause, text } => self.send(session, Message::Waiting { cause, text }),
             Action::Drop { session, code, text } => {
@@ -418,7 +422,7 @@ impl Source {
             .partition(|thread| thread.stop.load(Ordering::Relaxed) || thread.thread.is_finished());
         self.threads = running;
         let stop = Arc::new(AtomicBool::new(false));
-        let own_format = self.owner.snapshot.as_ref().is_some_and(|snapshot| snapshot.format == Format::Own);
+        let own_format = self.owner.status().snapshot.is_some_and(|snapshot| snapshot.format == Format::Own);
         let plan = Plan {
             generation,
             server: self.server.clone(),
@@ -525,7 +529,7 @@ impl Source {
     ///
     /// Out of a window too: a slot stays in it until everybody has it, from whomever, so that the source is the last resort there as well.
     fn place_for(&mut self, generation: u64, session: Session) -> Option<Upstream> {
-        let replica = self.owner.replicas.get(&session)?;
+        let replica = self.owner.status().replica(session)?;
         let relays = self.sessions.get(&session)?.relays.clone()?;
         if replica.is_loaded() {
             return None;
@@ -538,12 +542,12 @@ impl Source {
 
     fn upstream(&self, session: Session) -> Option<Upstream> {
         let address = self.sessions.get(&session)?.relays.as_ref()?.serves_at.clone();
-        Some(Upstream { session, name: self.owner.replicas.get(&session)?.name.clone(), address })
+        Some(Upstream { session, name: self.owner.status().replica(session)?.name.clone(), address })
     }
 
     /// Sends replicas elsewhere, as the directory wants it.
     fn assign(&mut self, assignments: &[Assignment]) {
-        let Some(generation) = self.owner.snapshot.as_ref().map(|snapshot| snapshot.generation) else { return };
+        let Some(generation) = self.owner.status().generation() else { return };
         for &Assignment { reader, from } in assignments {
             let upstream = from.and_then(|from| self.upstream(from));
             let name = upstream.as_ref().map_or("the source", |upstream| upstream.name.as_str());
@@ -553,10 +557,10 @@ impl Source {
     }
 
     fn peer_lost(&mut self, reader: Session, generation: u64, peer: Session, cause: LossCause, text: &str) {
-        if !self.owner.has_given(reader, generation) {
+        if self.owner.status().offered(reader) != Some(generation) {
             return;
         }
-        let name = |session| self.owner.replicas.get(&session).map_or("gone", |replica| replica.name.as_str());
+        let name = |session| self.owner.status().replica(session).map_or("gone", |replica| replica.name.as_str());
         match cause {
             LossCause::Lied => {
                 tracing::warn!(peer = name(peer), reader = name(reader), %text, "a replica passed on bytes that are not ours");
@@ -568,9 +572,9 @@ impl Source {
     }
 
     fn offer(&mut self, session: Session) {
-        let Some(generation) = self.owner.snapshot.as_ref().map(|snapshot| snapshot.generation) else { return };
+        let Some(generation) = self.owner.status().generation() else { return };
         let upstream = self.place_for(generation, session);
-        let (Some(snapshot), Some(stream)) = (&self.owner.snapshot, &self.owner.stream) else { return };
+        let (Some(snapshot), Some(stream)) = (self.owner.status().snapshot, self.owner.status().stream) else { return };
         let Some((replid, offset)) = snapshot.origin() else { return };
         let (journal_generation, journal_offset) = self.tables.journal_origin;
         debug_assert_eq!(journal_generation, stream.generation);
@@ -649,7 +653,7 @@ impl Source {
     fn answer_hand_off(&mut self, session: Session, offset: u64) {
         let Some(peer) = self.sessions.get(&session) else { return };
         let (client, server, sender) = (self.client.clone(), self.server.clone(), peer.sender.clone());
-        let (rate, history) = (self.rate.bytes_per_second(), self.owner.history_of(session));
+        let (rate, history) = (self.rate.bytes_per_second(), self.owner.status().history_of(session));
         tokio::spawn(async move {
             let answer = match ask(&client, &server).await {
                 Ok(facts) => hand_off_answer(&facts, history, offset, rate),
@@ -660,28 +664,27 @@ impl Source {
     }
 
     fn report(&self) -> StatusReport {
-        let now = Instant::now();
+        let (now, status) = (Instant::now(), self.owner.status());
         StatusReport {
             source: env!("CARGO_PKG_VERSION").into(),
             server: self.server.url().to_string(),
             role: role(&self.facts),
             generation: self.generation_status(),
-            replicas: self
-                .owner
+            replicas: status
                 .replicas
                 .iter()
                 .map(|(session, replica)| self.replica_status(*session, replica, now))
                 .collect(),
             totals: Totals {
-                snapshots_taken: self.owner.snapshots_taken,
-                replicas_done: self.owner.replicas_done,
+                snapshots_taken: status.snapshots_taken,
+                replicas_done: status.replicas_done,
                 bytes_served: self.exporters.iter().map(|exporter| exporter.bytes_served()).sum(),
             },
         }
     }
 
     fn generation_status(&self) -> Option<GenerationStatus> {
-        let snapshot = self.owner.snapshot.as_ref()?;
+        let snapshot = self.owner.status().snapshot?;
         let (replid, offset) = snapshot.origin()?;
         let (first, end) = self.gauge.journal();
         let memory = [&self.tables.snapshot.0, &self.tables.journal.0];
