@@ -56,7 +56,7 @@ struct Play {
 
 impl Play {
     fn new(start: Instant, seed: u64) -> Play {
-        let owner = Owner::new(start, RULES, Backoff::seeded(seed), 100, seed % 2 == 0);
+        let owner = Owner::new(start, RULES, Backoff::seeded(seed), 100, seed.is_multiple_of(2));
         let draw = Draw(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
         let (reading, told) = (Reading::default(), String::new());
         Play { owner, draw, now: start, reading, running: None, stream: None, history: 1, next_session: 1, told }
