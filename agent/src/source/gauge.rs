@@ -12,7 +12,7 @@ use remora_redis::ReplId;
 use remora_table::board::Told;
 use remora_table::{SnapshotWriter, State};
 
-use super::module::Way;
+use super::capture::Way;
 use super::owner::Reading;
 
 /// See the module's text. All counts are in bytes, but for slots.

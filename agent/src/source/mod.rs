@@ -8,9 +8,7 @@
 //! ```
 //!
 //! - [`owner`] decides, without I/O; start there.
-//! - [`capture`] speaks with the server and fills the tables; [`wire`] is its connection.
-//! - [`module`] has the server's own child write long strings into the snapshot's table, where the server has our module; [`rest`]
-//!   joins to them what the server saves.
+//! - [`capture`] speaks with the server and fills the tables.
 //! - [`gauge`] is what the threads show of themselves.
 //! - [`tables`] is the memory, [`exports`] the transports that lend it, [`probe_region`] a region to measure by.
 //! - [`answers`] says what the primary is and continues; [`rate`] how fast it writes; [`status`] is for `remora status`.
@@ -23,16 +21,12 @@ mod capture;
 mod directory;
 mod exports;
 mod gauge;
-mod module;
 mod owner;
 mod probe_region;
 mod rate;
-mod rest;
 mod status;
 mod tables;
 mod threads;
-
-mod wire;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -98,7 +92,7 @@ pub async fn run(args: SourceArgs) -> Result<(), Failure> {
     let rules =
         Rules { max_age: args.max_age, max_replicas: args.max_replicas as usize, stall_limit: args.stall_timeout };
     let owner = Owner::new(Instant::now(), rules, Backoff::from_system(), first_generation(), args.eager);
-    let module = Arc::new(module::Rules::new(&args));
+    let module = Arc::new(capture::ModuleRules::new(&args));
     let source = Source {
         args,
         module,
@@ -167,7 +161,7 @@ struct Source {
     sessions: HashMap<Session, Peer>,
     threads: Threads,
     /// What may be asked of a module in the server.
-    module: Arc<module::Rules>,
+    module: Arc<capture::ModuleRules>,
     /// One connection for questions, made when first needed and again after a failure.
     client: Arc<Mutex<Option<Client>>>,
     rate: Rate,

@@ -29,6 +29,10 @@
 //! It decides nothing: which capture runs when is the business of [`super::owner`]. It ends when its `stop` is set, within
 //! one [`TICK`], or when the primary ends it.
 
+mod join;
+mod socket;
+mod with_module;
+
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -42,11 +46,12 @@ use remora_redis::{Refusal, ReplId};
 use remora_table::{Geometry, Identity, JournalWriter, Kind, SnapshotWriter, State};
 use tokio::sync::mpsc::UnboundedSender;
 
+use self::socket::{Received, Wire};
 use super::gauge::Gauge;
-use super::module;
-use super::wire::{Received, Wire};
 use crate::backoff::Backoff;
 use crate::server::{Server, ServerError, Task};
+
+pub(crate) use self::with_module::{Rules as ModuleRules, Way};
 
 /// What one capture thread is given.
 #[derive(Clone)]
@@ -64,7 +69,7 @@ pub(crate) struct Plan {
     /// Where the stream goes; `None` when another thread already follows it.
     pub(crate) journal: Option<(Arc<Memory>, Geometry)>,
     /// What may be asked of a module in the server.
-    pub(crate) module: Arc<module::Rules>,
+    pub(crate) module: Arc<ModuleRules>,
     /// What the others may see of it while it runs.
     pub(crate) gauge: Arc<Gauge>,
     /// What it tells the owner: a handful of events in its life.
@@ -163,7 +168,7 @@ pub(super) enum Stream {
 /// Runs one capture to its end; meant to be the body of a thread.
 pub(crate) fn run(plan: Plan) {
     let generation = plan.generation;
-    match module::take_snapshot(&plan) {
+    match with_module::take_snapshot(&plan) {
         Ok(Stream::Elsewhere) => {}
         Ok(Stream::Next(wire, mut journal)) => follow(&plan, wire, &mut journal, Stops::of(&plan)),
         Ok(Stream::Flows(thread)) => {

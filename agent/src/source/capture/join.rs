@@ -11,7 +11,7 @@
 //! ```
 //!
 //! The checksum is of the server's bytes alone; zeros say that there is none. The table has one for each slot. Not here: how the server
-//! came to leave the strings out ([`super::module`]).
+//! came to leave the strings out ([`super::with_module`]).
 
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -22,8 +22,8 @@ use remora_redis::rdb::{Head, OPCODE_EOF, magic};
 use remora_table::board::Told;
 use remora_table::{SnapshotWriter, State};
 
-use super::capture::{self, CaptureEvent, Fault, MARK_LENGTH, Plan};
-use super::wire::Wire;
+use super::socket::Wire;
+use super::{self as capture, CaptureEvent, Fault, MARK_LENGTH, Plan};
 
 /// What the server's part must be like.
 pub(super) struct Expected {

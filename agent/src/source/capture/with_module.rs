@@ -32,9 +32,9 @@ use remora_redis::psync::client::{self, Client as Handshake, Event as PsyncEvent
 use remora_table::board::{Order, Stage, Told, Work};
 use remora_table::{Board, Identity, JournalWriter, Kind};
 
-use super::capture::{self, Announced, CaptureEvent, Fault, Plan, SILENCE_LIMIT, Stream};
-use super::rest;
-use super::wire::{Received, Wire};
+use super::join;
+use super::socket::{Received, Wire};
+use super::{self as capture, Announced, CaptureEvent, Fault, Plan, SILENCE_LIMIT, Stream};
 use crate::args::{ModuleCapture, SourceArgs};
 use crate::server::{Client, Facts, Role, ServerError, module};
 use crate::units::Size;
@@ -52,7 +52,7 @@ pub(crate) enum Way {
 }
 
 impl Way {
-    pub(super) const ALL: [Way; 3] = [Way::Psync, Way::Eased, Way::Walked];
+    pub(crate) const ALL: [Way; 3] = [Way::Psync, Way::Eased, Way::Walked];
 }
 
 impl fmt::Display for Way {
@@ -78,7 +78,7 @@ pub(crate) struct Rules {
 }
 
 impl Rules {
-    pub(super) fn new(args: &SourceArgs) -> Rules {
+    pub(crate) fn new(args: &SourceArgs) -> Rules {
         Rules {
             choice: args.module_capture,
             walk_from: args.module_walk_from.map(Size::get),
@@ -367,8 +367,8 @@ fn walk(plan: &Plan, chosen: &mut Chosen) -> Result<Stream, Setback> {
         let Sync { mut wire, early, .. } = sync;
         let _claim = claim(plan)?;
         let database = armed.board.origin().filter(|_| counts).map(|origin| origin.database);
-        let expected = rest::Expected { payload: payload?, told, database };
-        rest::receive(plan, &mut wire, &expected, &early)?;
+        let expected = join::Expected { payload: payload?, told, database };
+        join::receive(plan, &mut wire, &expected, &early)?;
         Ok(journal.map_or(Stream::Elsewhere, |journal| Stream::Next(wire, Box::new(journal))))
     })
 }
