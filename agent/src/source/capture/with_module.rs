@@ -19,94 +19,31 @@
 //! ends. So whoever writes next waits for the claim ([`claim`]) first.
 
 use std::fmt;
-use std::path::PathBuf;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use remora_fabric::{Claim, Handover, Memory, shm::Place};
+use remora_fabric::{Claim, Handover, Memory};
 use remora_redis::ReplId;
 use remora_redis::psync::Payload;
-use remora_redis::psync::client::{self, Client as Handshake, Event as PsyncEvent};
+use remora_redis::psync::client::{self, Event as PsyncEvent};
 use remora_table::board::{Order, Stage, Told, Work};
 use remora_table::{Board, Identity, JournalWriter, Kind};
 
 use super::join;
-use super::socket::{Received, Wire};
-use super::{self as capture, Announced, CaptureEvent, Fault, Plan, SILENCE_LIMIT, Stream};
-use crate::args::{ModuleCapture, SourceArgs};
+use super::method::{Way, average, best, long_from};
+use super::plan::{CaptureEvent, Fault, Plan, SILENCE_LIMIT, Stops};
+use super::psync_link::{PsyncLink, broken, is_patient};
+use super::without_module::{self, Stream};
+use crate::args::ModuleCapture;
 use crate::server::{Client, Facts, Role, ServerError, module};
 use crate::units::Size;
 
-/// In which way a snapshot comes from the server.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Way {
-    /// As replicas get it.
-    #[default]
-    Psync,
-    /// As replicas get it, but not compressed.
-    Eased,
-    /// The long strings written into our table by the server's child, the rest as replicas get it.
-    Walked,
-}
-
-impl Way {
-    pub(crate) const ALL: [Way; 3] = [Way::Psync, Way::Eased, Way::Walked];
-}
-
-impl fmt::Display for Way {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Way::Psync => "psync",
-            Way::Eased => "psync, not compressed by the module",
-            Way::Walked => "the module",
-        })
-    }
-}
-
-/// What may be asked of a module, and what was learnt of it.
-pub(crate) struct Rules {
-    choice: ModuleCapture,
-    /// Strings of at least so many bytes are the child's to write; `None`: by the server's allocator.
-    walk_from: Option<u64>,
-    /// An empty path: the library beside this program.
-    load: Option<PathBuf>,
-    place: Place,
-    /// Until when it isn't asked again, as it has failed.
-    distrusted: Mutex<Option<Instant>>,
-}
-
-impl Rules {
-    pub(crate) fn new(args: &SourceArgs) -> Rules {
-        Rules {
-            choice: args.module_capture,
-            walk_from: args.module_walk_from.map(Size::get),
-            load: args.load_module.clone(),
-            place: args.module_socket_folder.clone().map_or(Place::Abstract, Place::Folder),
-            distrusted: Mutex::new(None),
-        }
-    }
-
-    fn distrust(&self) {
-        *self.distrusted() = Some(Instant::now() + DISTRUST);
-    }
-
-    fn is_distrusted(&self) -> bool {
-        self.distrusted().is_some_and(|until| Instant::now() < until)
-    }
-
-    /// A lock whose holders only assign.
-    fn distrusted(&self) -> std::sync::MutexGuard<'_, Option<Instant>> {
-        self.distrusted.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
-    }
-}
-
-/// Takes the snapshot in the best way there is. As for [`capture::take_snapshot`], which it ends in where there is no better one.
+/// Takes the snapshot in the best way there is. As for [`without_module::take_snapshot`], which it ends in where there is no better one.
 pub(super) fn take_snapshot(plan: &Plan) -> Result<Stream, Fault> {
     let claim = claim(plan)?;
     plan.gauge.comes_by(Way::Psync);
-    let Some(mut chosen) = choose(plan) else { return capture::take_snapshot(plan) };
+    let Some(mut chosen) = choose(plan) else { return without_module::take_snapshot(plan) };
     let outcome = match chosen.work {
         Work::Ease => ease(plan, &mut chosen),
         Work::Walk => {
@@ -121,7 +58,7 @@ pub(super) fn take_snapshot(plan: &Plan) -> Result<Stream, Fault> {
             tracing::warn!(%why, "the module could not take the snapshot; it comes by psync");
             let _claim = self::claim(plan)?;
             plan.gauge.comes_by(Way::Psync);
-            capture::take_snapshot(plan)
+            without_module::take_snapshot(plan)
         }
         Err(Setback::Final(fault)) => {
             // A link that breaks now may be the work of the module too: a child that needs too much memory takes it with it.
@@ -212,31 +149,6 @@ fn choose(plan: &Plan) -> Option<Chosen> {
     let (average, long) = (Size::bytes(average(&facts)), Size::bytes(least_bytes));
     tracing::info!(?work, keys = facts.keys(), %average, %long, "the server has the module");
     Some(Chosen { client, work, least_bytes, role: facts.role })
-}
-
-/// What costs the server less. A walk writes the newest format that the server knows: where older readers wait, the server must write.
-fn best(choice: ModuleCapture, facts: &Facts, own_format: bool, long: u64) -> Work {
-    if facts.own_format().is_some() && !own_format {
-        return Work::Ease;
-    }
-    match choice {
-        ModuleCapture::Walk => Work::Walk,
-        ModuleCapture::Server | ModuleCapture::Off => Work::Ease,
-        // Looking at each key of many short ones costs more than the few long ones among them save.
-        ModuleCapture::Auto if average(facts) >= long => Work::Walk,
-        ModuleCapture::Auto => Work::Ease,
-    }
-}
-
-/// From how many bytes on a string is long there.
-fn long_from(facts: &Facts) -> u64 {
-    let has_jemalloc = facts.allocator.as_deref().is_some_and(|name| name.starts_with("jemalloc"));
-    if has_jemalloc { LONG_WITH_JEMALLOC_BYTES } else { LONG_BYTES }
-}
-
-/// Bytes of data for each key; 0 where there is none.
-fn average(facts: &Facts) -> u64 {
-    facts.used_memory_dataset.unwrap_or(0).checked_div(facts.keys()).unwrap_or(0)
 }
 
 // ---- Arming ----
@@ -333,7 +245,7 @@ fn has_outgrown(plan: &Plan, board: &Board) -> bool {
 fn ease(plan: &Plan, chosen: &mut Chosen) -> Result<Stream, Setback> {
     let armed = Armed::new(plan, chosen)?;
     // The gauge is the capture's own: nothing of the board goes there.
-    let done = armed.attended(&AtomicBool::new(false), || capture::take_snapshot(plan))?;
+    let done = armed.attended(&AtomicBool::new(false), || without_module::take_snapshot(plan))?;
     match armed.board.stage() {
         Stage::Done => {}
         Stage::Armed => {
@@ -354,17 +266,18 @@ fn walk(plan: &Plan, chosen: &mut Chosen) -> Result<Stream, Setback> {
     let armed = Armed::new(plan, chosen)?;
     let live = AtomicBool::new(false);
     armed.attended(&live, || {
-        let mut sync = Sync::ask(plan)?;
-        let (replid, offset) = sync.resync(plan)?;
+        let options = client::Options { rdb_version: plan.reader_version.clone(), ..Default::default() };
+        let mut sync = PsyncLink::for_snapshot(plan, options)?;
+        let (replid, offset) = resync(plan, &mut sync)?;
         if !may_begin(plan, &armed.board, &mut sync, replid, offset)? {
             return Ok(untouched(plan, &armed.board, sync, replid, offset)?);
         }
         let journal = begun(plan, replid, offset)?;
         live.store(true, Ordering::Release);
-        let payload = sync.payload(plan, &armed.board);
+        let payload = first_byte(plan, &mut sync, &armed.board);
         live.store(false, Ordering::Release);
         let told = walked(plan, &armed.board)?;
-        let Sync { mut wire, early, .. } = sync;
+        let (mut wire, early) = sync.into_parts();
         let _claim = claim(plan)?;
         let database = armed.board.origin().filter(|_| counts).map(|origin| origin.database);
         let expected = join::Expected { payload: payload?, told, database };
@@ -374,7 +287,7 @@ fn walk(plan: &Plan, chosen: &mut Chosen) -> Result<Stream, Setback> {
 }
 
 /// Lets the child begin if it is the one that was forked for us, and waits until it has, or has declined.
-fn may_begin(plan: &Plan, board: &Board, sync: &mut Sync, replid: ReplId, offset: u64) -> Result<bool, Setback> {
+fn may_begin(plan: &Plan, board: &Board, sync: &mut PsyncLink, replid: ReplId, offset: u64) -> Result<bool, Setback> {
     let asked = Instant::now();
     loop {
         match board.stage() {
@@ -405,15 +318,14 @@ fn may_begin(plan: &Plan, board: &Board, sync: &mut Sync, replid: ReplId, offset
 }
 
 /// The child has declined, so that the server saves everything.
-fn untouched(plan: &Plan, board: &Board, mut sync: Sync, replid: ReplId, offset: u64) -> Result<Stream, Fault> {
-    let payload = sync.payload(plan, board)?;
+fn untouched(plan: &Plan, board: &Board, mut sync: PsyncLink, replid: ReplId, offset: u64) -> Result<Stream, Fault> {
+    let payload = first_byte(plan, &mut sync, board)?;
     // What the child has said stood there before its first byte came. One that has begun after all does not send the whole.
     if matches!(board.stage(), Stage::Begun | Stage::Done | Stage::Failed) {
         return Err(Fault::Module("its child began long after the server had forked".into()));
     }
     let _claim = claim(plan)?;
-    let Sync { wire, early, .. } = sync;
-    capture::take_first(plan, Announced { wire, replid, offset, payload, early })
+    without_module::take_first(plan, sync.announced(replid, offset, payload))
 }
 
 /// The child has begun: tells the owner, so that replicas may read.
@@ -447,109 +359,22 @@ fn walked(plan: &Plan, board: &Board) -> Result<Told, Fault> {
     Err(Fault::Module(board.sentence()))
 }
 
-/// A sync of which we look at each step.
-struct Sync {
-    wire: Wire,
-    machine: Handshake,
-    /// Read, and not yet used.
-    early: Vec<u8>,
-}
-
-impl Sync {
-    fn ask(plan: &Plan) -> Result<Sync, Fault> {
-        let mut wire = capture::connect(plan)?;
-        if plan.journal.is_none() {
-            capture::ask_for_snapshot_alone(&mut wire)?;
-        }
-        let options = client::Options { rdb_version: plan.reader_version.clone(), ..Default::default() };
-        Ok(Sync { wire, machine: Handshake::new(options), early: Vec::new() })
-    }
-
-    /// Drives the handshake to `+FULLRESYNC`, at which the server forks.
-    fn resync(&mut self, plan: &Plan) -> Result<(ReplId, u64), Fault> {
-        match self.next_event(plan, |heard| heard.elapsed() < SILENCE_LIMIT)? {
-            PsyncEvent::FullResync { replid, offset } => Ok((replid, offset)),
-            other => Err(link(format!("the server answered with {other:?} where a snapshot was asked for"))),
-        }
-    }
-
-    /// Fails unless the server still has us wait. It says `+FULLRESYNC` just before it forks, and if that fails it closes our connection; a
-    /// child that asks later, of the same offset, is then somebody else's.
-    fn still_waits(&mut self) -> Result<(), Fault> {
-        let mut buffer = [0; 1024];
-        match self.wire.read_at_once(&mut buffer).map_err(|cause| link(cause.to_string()))? {
-            Received::Bytes(n) => self.early.extend_from_slice(&buffer[..n]),
-            Received::Idle => {}
-            Received::End => return Err(link("the server gave the sync up before its child began".into())),
-        }
-        // Newlines say that it lives.
-        match self.early.iter().all(|byte| *byte == b'\n') {
-            true => Ok(()),
-            false => Err(link("the server said something before its child began".into())),
-        }
-    }
-
-    /// Waits for the snapshot's first byte, which comes after the child's walk. The server may be silent for as long as that takes.
-    fn payload(&mut self, plan: &Plan, board: &Board) -> Result<Payload, Fault> {
-        let mut pulse = Pulse::of(board);
-        match self.next_event(plan, |_| pulse.is_felt(board))? {
-            PsyncEvent::Payload(payload) => Ok(payload),
-            other => Err(link(format!("the server sent {other:?} where a snapshot was due"))),
-        }
-    }
-
-    /// The next event but those that only say that the server lives.
-    fn next_event(&mut self, plan: &Plan, mut patient: impl FnMut(Instant) -> bool) -> Result<PsyncEvent, Fault> {
-        let mut heard = Instant::now();
-        loop {
-            while let Some(event) = self.machine.poll_event() {
-                if !matches!(event, PsyncEvent::KeepAlive | PsyncEvent::Handshaken) {
-                    return Ok(event);
-                }
-            }
-            let output = self.machine.take_output();
-            if !output.is_empty() {
-                self.wire.write_all(&output).map_err(|cause| link(cause.to_string()))?;
-            }
-            let mut bytes = std::mem::take(&mut self.early);
-            if bytes.is_empty() {
-                self.read(plan, &mut bytes, &mut heard, &mut patient)?;
-            }
-            let used = self.machine.handle_input(&bytes)?;
-            self.early = bytes.split_off(used);
-        }
-    }
-
-    /// Adds what comes; at most one wait of a tick.
-    fn read(
-        &mut self,
-        plan: &Plan,
-        bytes: &mut Vec<u8>,
-        heard: &mut Instant,
-        mut patient: impl FnMut(Instant) -> bool,
-    ) -> Result<(), Fault> {
-        if plan.stop.load(Ordering::Relaxed) {
-            return Err(Fault::Stopped);
-        }
-        let mut buffer = [0; 16 * 1024];
-        let received = self.wire.read(&mut buffer);
-        if matches!(received, Ok(Received::Idle)) && patient(*heard) {
-            return Ok(());
-        }
-        if let Some(n) = capture::came(received, *heard, DURING)? {
-            bytes.extend_from_slice(&buffer[..n]);
-            *heard = Instant::now();
-        }
-        Ok(())
+/// Drives the handshake to `+FULLRESYNC`, at which the server forks.
+fn resync(plan: &Plan, sync: &mut PsyncLink) -> Result<(ReplId, u64), Fault> {
+    match sync.next_event(Stops::of(plan), is_patient)? {
+        PsyncEvent::FullResync { replid, offset } => Ok((replid, offset)),
+        other => Err(broken(format!("the server answered with {other:?} where a snapshot was asked for"))),
     }
 }
 
-fn link(cause: String) -> Fault {
-    Fault::Link { during: DURING, cause }
+/// Waits for the snapshot's first byte, which comes after the child's walk. The server may be silent for as long as that takes.
+fn first_byte(plan: &Plan, sync: &mut PsyncLink, board: &Board) -> Result<Payload, Fault> {
+    let mut pulse = Pulse::of(board);
+    match sync.next_event(Stops::of(plan), |_| pulse.is_felt(board))? {
+        PsyncEvent::Payload(payload) => Ok(payload),
+        other => Err(broken(format!("the server sent {other:?} where a snapshot was due"))),
+    }
 }
-
-/// What this module's links are about, for their errors.
-const DURING: &str = "sync";
 
 /// Whether the child still moves.
 struct Pulse {
@@ -572,17 +397,6 @@ impl Pulse {
     }
 }
 
-/// From this size on a string costs the server less if its child writes it. docs/decisions/0007-walk-or-ease.md has the measurements.
-///
-/// The child frees what it has written. jemalloc keeps its books elsewhere; others keep them around each piece of memory, so that two pages of
-/// a string are copied for it.
-const LONG_WITH_JEMALLOC_BYTES: u64 = 1 << 10;
-const LONG_BYTES: u64 = 64 << 10;
-
-/// How long a module that has failed isn't asked again: long enough that replicas get their snapshots, short enough that a passing cause
-/// doesn't cost a day.
-const DISTRUST: Duration = Duration::from_secs(300);
-
 /// How long the module may take to fetch what is offered; it gives up itself after a quarter of a second.
 const HANDOVER_LIMIT: Duration = Duration::from_secs(2);
 
@@ -597,41 +411,3 @@ const POLL: Duration = Duration::from_millis(2);
 
 /// How often it is looked whether the child has begun: replicas wait for that.
 const POLL_QUICKLY: Duration = Duration::from_micros(100);
-
-#[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-
-    use remora_redis::info::Info;
-
-    use super::*;
-
-    fn facts(keys: u64, dataset: u64, version: &str) -> Facts {
-        let text = format!("{version}\r\nused_memory_dataset:{dataset}\r\ndb0:keys={keys},expires=0\r\n");
-        Facts::from_info(&Info::parse(text.as_bytes()))
-    }
-
-    #[test]
-    fn large_values_are_walked_and_small_ones_left_to_the_server() {
-        let redis = "redis_version:7.0.15";
-        let best = |choice, facts: &Facts| super::best(choice, facts, false, 4096);
-        assert_eq!(best(ModuleCapture::Auto, &facts(10, 10 << 20, redis)), Work::Walk);
-        assert_eq!(best(ModuleCapture::Auto, &facts(1 << 20, 100 << 20, redis)), Work::Ease);
-        assert_eq!(best(ModuleCapture::Auto, &facts(0, 1000, redis)), Work::Ease);
-        assert_eq!(best(ModuleCapture::Walk, &facts(1 << 20, 100 << 20, redis)), Work::Walk);
-        assert_eq!(best(ModuleCapture::Server, &facts(10, 10 << 20, redis)), Work::Ease);
-    }
-
-    #[test]
-    fn what_is_long_depends_on_where_the_servers_memory_comes_from() {
-        let long = |allocator: &str| long_from(&facts(1, 1, &format!("mem_allocator:{allocator}")));
-        assert_eq!((long("jemalloc-5.3.0"), long("libc"), long_from(&Facts::default())), (1024, 65536, 65536));
-    }
-
-    #[test]
-    fn a_format_that_the_readers_do_not_know_is_not_walked() {
-        let valkey = "server_name:valkey\r\nvalkey_version:9.1.2";
-        assert_eq!(best(ModuleCapture::Walk, &facts(10, 10 << 20, valkey), false, 1), Work::Ease);
-        assert_eq!(best(ModuleCapture::Walk, &facts(10, 10 << 20, valkey), true, 1), Work::Walk);
-    }
-}
