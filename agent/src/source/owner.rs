@@ -34,9 +34,10 @@ use remora_protocol::{Phase, RefusalCode, WaitCause};
 use remora_redis::ReplId;
 
 use super::capture::{CaptureEvent, Fault};
+use super::gauge::Reading;
 use crate::backoff::Backoff;
 
-pub(crate) use self::event::{Action, Event, Format, Reading, Report, Resume, Rules, Session};
+pub(crate) use self::event::{Action, Event, Format, Report, Resume, Rules, Session};
 pub(crate) use self::record::{Replica, Snapshot, Stage, Stream};
 
 /// A stream whose history the primary has left. Its journal holds every byte of the old history that the source received, and stays

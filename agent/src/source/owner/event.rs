@@ -73,20 +73,6 @@ impl Report {
         Report { phase: Phase::Waiting, transport: None, slots_below: 0, slots_held: 0, bytes: 0, applied_offset: 0 };
 }
 
-/// What the capture threads had shown of the tables when an event came in. One event is decided by one reading.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Reading {
-    /// Slots of the snapshot that were published.
-    pub(crate) published: u64,
-    /// Slots from the first that the writer has reused.
-    pub(crate) retired: u64,
-    /// How many times the writer found its ring full.
-    pub(crate) writer_waits: u64,
-    /// Offsets of the journal's oldest and newest byte.
-    pub(crate) journal_first: u64,
-    pub(crate) journal_end: u64,
-}
-
 /// What is to be done.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Action {
