@@ -27,10 +27,12 @@
 #![allow(rustdoc::private_intra_doc_links)]
 
 pub mod args;
+mod backoff;
 pub mod commands;
 pub mod conversation;
 pub mod exit;
 pub mod generate;
+mod lanes;
 pub mod library;
 pub mod load;
 pub mod probe;

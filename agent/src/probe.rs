@@ -24,7 +24,7 @@ use remora_protocol::Message;
 use crate::args::ProbeArgs;
 use crate::conversation::{Connection, Options, Token, derive};
 use crate::exit::{Code, Failure};
-use crate::source::LANES_LABEL;
+use crate::lanes::LANES_LABEL;
 use crate::transports::taken::Wish;
 
 use self::measure::{Cell, Plan};

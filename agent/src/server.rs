@@ -18,6 +18,7 @@ mod client;
 mod credentials;
 mod error;
 mod facts;
+pub(crate) mod module;
 mod stream;
 mod tls;
 mod url;

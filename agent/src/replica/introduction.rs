@@ -12,7 +12,7 @@ use remora_redis::rdb::reference::TICKET_BYTES;
 use remora_table::LoadPage;
 
 use crate::server::Client;
-use crate::source::module::field;
+use crate::server::module::field;
 
 /// What the delivery keeps.
 pub(super) struct Shown {

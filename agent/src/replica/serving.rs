@@ -26,7 +26,7 @@ use crate::args::RdmaOffer;
 use crate::conversation::listener::{self, Listener};
 use crate::conversation::{Connection, Endpoint, Options, Sender, Token, derive};
 use crate::exit::Failure;
-use crate::source::LANES_LABEL;
+use crate::lanes::LANES_LABEL;
 use crate::transports;
 
 /// A copy to be lent.

@@ -14,9 +14,10 @@ use super::parts::{CopyPlan, Part, Parts};
 use super::preflight::Target;
 use super::spool;
 use crate::args::ReplicaArgs;
+use crate::backoff::Backoff;
 use crate::conversation::{Connection, Fault, Options, Token, derive};
 use crate::exit::{Code, Failure};
-use crate::source::{Backoff, LANES_LABEL};
+use crate::lanes::LANES_LABEL;
 use crate::transports::taken::{Connectors, Wish};
 
 /// A session with the source.
@@ -36,7 +37,7 @@ impl Source {
 
     /// The first connection. A door that is crowded for the moment is worth waiting at; anything else is told at once.
     pub(super) async fn connect_first(args: &ReplicaArgs, token: &Token) -> Result<Source, crate::conversation::Error> {
-        let (began, mut backoff) = (Instant::now(), Backoff::default());
+        let (began, mut backoff) = (Instant::now(), Backoff::from_system());
         loop {
             match Source::connect(args, token).await {
                 Err(error) if matches!(error.fault, Fault::Busy) && began.elapsed() < args.retry_for => {

@@ -21,7 +21,7 @@ use tokio::task::AbortHandle;
 use super::relayed::{Lost, ReadFrom, Reading};
 use super::source::Way;
 use crate::conversation::{Connection, Options, Token, derive};
-use crate::source::LANES_LABEL;
+use crate::lanes::LANES_LABEL;
 use crate::transports::taken::Wish;
 
 /// Who is to be read, and into what.

@@ -1,7 +1,7 @@
 //! Gauge: what the capture threads let the others see while they run, and the one number that goes the other way.
 //!
 //! Plain atomics, each with one writer: the snapshot's and the journal's figures are written by the capture threads,
-//! `retire_below` by the owner. They are for display and for decisions that stay right when they see an older value; the
+//! `retire_below` by the source's loop, as the owner decides. They are for display and for decisions that stay right when they see an older value; the
 //! tables themselves carry the truth.
 
 use std::sync::Mutex;
@@ -12,7 +12,21 @@ use remora_redis::ReplId;
 use remora_table::server_pages::capture_page::WriterStatus;
 use remora_table::{SnapshotWriter, State};
 
-use super::module::Way;
+use super::capture::Way;
+
+/// What the capture threads had shown of the tables when an event came in. One event is decided by one reading.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Reading {
+    /// Slots of the snapshot that were published.
+    pub(crate) published: u64,
+    /// Slots from the first that the writer has reused.
+    pub(crate) retired: u64,
+    /// How many times the writer found its ring full.
+    pub(crate) writer_waits: u64,
+    /// Offsets of the journal's oldest and newest byte.
+    pub(crate) journal_first: u64,
+    pub(crate) journal_end: u64,
+}
 
 /// See the module's text. All counts are in bytes, but for slots.
 #[derive(Default)]
@@ -40,7 +54,6 @@ impl Gauge {
         self.received.store(0, Relaxed);
         self.published_slots.store(0, Relaxed);
         self.retired_slots.store(0, Relaxed);
-        self.retire_below.store(0, Relaxed);
         self.waits.store(0, Relaxed);
         self.state.store(State::Open as u8, Relaxed);
         if with_journal {
@@ -73,11 +86,6 @@ impl Gauge {
         Way::ALL.into_iter().find(|way| *way as u8 == self.way.load(Relaxed)).unwrap_or_default()
     }
 
-    #[cfg(test)]
-    pub(super) fn publish_for_tests(&self, slots: u64) {
-        self.published_slots.store(slots, Relaxed);
-    }
-
     pub(super) fn snapshot_ended(&self, state: State) {
         let took = self.began().map_or(0, |began| began.elapsed().as_millis() as u64);
         self.took_millis.store(took, Relaxed);
@@ -93,9 +101,21 @@ impl Gauge {
         self.journal_end.store(end, Relaxed);
     }
 
-    /// The owner's word that every slot below `slot` has been taken by all who were promised it.
+    /// Every slot below `slot` may be reused: the owner has decided it.
     pub(super) fn allow_retiring(&self, slot: u64) {
-        self.retire_below.fetch_max(slot, Relaxed);
+        self.retire_below.store(slot, Relaxed);
+    }
+
+    /// What the owner needs to know of the tables for its next decision.
+    pub(super) fn reading(&self) -> Reading {
+        let (journal_first, journal_end) = self.journal();
+        Reading {
+            published: self.published_slots(),
+            retired: self.retired_slots(),
+            writer_waits: self.waits.load(Relaxed),
+            journal_first,
+            journal_end,
+        }
     }
 
     /// The history that the stream belongs to.
@@ -129,11 +149,6 @@ impl Gauge {
 
     pub(super) fn retired_slots(&self) -> u64 {
         self.retired_slots.load(Relaxed)
-    }
-
-    /// How many times the writer found its ring full: it grows while it waits for readers.
-    pub(super) fn waits(&self) -> u64 {
-        self.waits.load(Relaxed)
     }
 
     pub(super) fn retire_below(&self) -> u64 {

@@ -1,4 +1,7 @@
-//! Owner: the source's decisions, and nothing else. Events and the time go in, actions come out; no I/O, no clock.
+//! Owner: the source's decisions, and nothing else. Events, readings of the tables and the time go in, actions come out.
+//!
+//! It does no I/O, reads no clock and no shared memory, and draws no randomness of its own: its pauses follow from the [`Backoff`] that it is
+//! given. The same calls therefore give the same actions, and a run can be replayed from its events.
 //!
 //! ```text
 //!                    join                    Started              Completed
@@ -13,153 +16,30 @@
 //! ([`Ending`]). After that the next snapshot may begin.
 //!
 //! Invariant, restored by [`Owner::settle`] after every event: *no replica waits while a snapshot could serve it or could
-//! be begun for it*, and *a slot is given up for reuse only when every replica that was promised it has it*.
+//! be begun for it*, and *a slot is given up for reuse only when every replica that was promised it has it*. The tests in
+//! `replay.rs` check both after every event of random runs.
 //!
 //! What this costs: one thread decides for all replicas. It handles a few small events a second for each.
 
+mod event;
+mod record;
+#[cfg(test)]
+mod replay;
+#[cfg(test)]
+mod tests;
+
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use remora_fabric::TransportKind;
 use remora_protocol::{Phase, RefusalCode, WaitCause};
 use remora_redis::ReplId;
 
-use super::capture::{Backoff, CaptureEvent, Fault};
-use super::gauge::Gauge;
+use super::capture::{CaptureEvent, Fault};
+use super::gauge::Reading;
+use crate::backoff::Backoff;
 
-/// A replica's session, as numbered by the messenger.
-pub(crate) type Session = u64;
-
-/// What the owner must be told once.
-#[derive(Clone, Debug)]
-pub(crate) struct Rules {
-    /// How old a snapshot may be when it is offered once more.
-    pub(crate) max_age: Duration,
-    /// How many replicas may be joined at once.
-    pub(crate) max_replicas: usize,
-    /// How long a replica may hold up the writer of a windowed table.
-    pub(crate) stall_limit: Duration,
-}
-
-/// What happened.
-#[derive(Debug)]
-pub(crate) enum Event {
-    /// An authenticated replica asks for a snapshot.
-    Joined { session: Session, name: String, address: String, resume: Option<Resume>, reads: Format },
-    /// A replica says how far it is.
-    Progress { session: Session, at: Report },
-    /// A replica is gone: it left, fell silent or lost its connection.
-    Gone { session: Session, done: bool },
-    /// A capture thread has something to say.
-    Capture(CaptureEvent),
-    /// Time has passed.
-    Tick,
-}
-
-/// In which format a snapshot is written, and which a replica's server reads.
-///
-/// Valkey from 9 on has one of its own, which alone holds the times at which fields of hashes expire; where such fields are,
-/// a snapshot in the format that it shares with Redis breaks off. Whoever reads the server's own reads the shared one too.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Format {
-    /// The newest that the primary knows.
-    Own,
-    /// One that servers of the other family, and older ones, know.
-    Shared,
-}
-
-/// What a replica holds from an earlier session.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Resume {
-    pub(crate) generation: u64,
-    /// Slots that it holds without a gap from the first.
-    pub(crate) held_slots: u64,
-    /// Its server holds the whole snapshot: it needs only the stream of that history, from that byte on.
-    pub(crate) loaded: Option<([u8; 40], u64)>,
-}
-
-/// How far a replica is.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Report {
-    pub(crate) phase: Phase,
-    pub(crate) transport: Option<u8>,
-    pub(crate) slots_below: u64,
-    pub(crate) slots_held: u64,
-    pub(crate) bytes: u64,
-    pub(crate) applied_offset: u64,
-}
-
-impl Report {
-    const NOTHING: Report =
-        Report { phase: Phase::Waiting, transport: None, slots_below: 0, slots_held: 0, bytes: 0, applied_offset: 0 };
-}
-
-/// What is to be done.
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Action {
-    /// Take a snapshot; with the stream too unless one lives. Into fresh memory if somebody may still read the last one's.
-    Capture { generation: u64, with_stream: bool, fresh: bool },
-    /// Give that replica the present snapshot and the journal.
-    Offer { session: Session },
-    /// That replica must wait; say why.
-    Wait { session: Session, cause: WaitCause, text: String },
-    /// That replica can't be served any more; say why, and cut its lanes.
-    Drop { session: Session, code: RefusalCode, text: String },
-    /// The generation is over for those who read it; say why.
-    GenerationGone { session: Session, generation: u64, text: String },
-    /// Nobody shall read the snapshot of that generation any more.
-    RevokeSnapshot { generation: u64 },
-    /// The stream is over: nobody shall read that journal any more, its thread shall end.
-    EndStream { generation: u64 },
-    /// End the capture of that snapshot; nobody wants it.
-    StopCapture { generation: u64 },
-}
-
-/// One snapshot, from asking for it to its end.
-pub(crate) struct Snapshot {
-    pub(crate) generation: u64,
-    pub(crate) stage: Stage,
-    pub(crate) format: Format,
-    asked: Instant,
-}
-
-/// How far a snapshot is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Stage {
-    /// The primary was asked and has not answered.
-    Asked,
-    /// Slots are being filled.
-    Open { replid: ReplId, offset: u64 },
-    /// Whole.
-    Sealed { replid: ReplId, offset: u64, bytes: u64 },
-}
-
-impl Snapshot {
-    pub(crate) fn origin(&self) -> Option<(ReplId, u64)> {
-        match self.stage {
-            Stage::Asked => None,
-            Stage::Open { replid, offset } | Stage::Sealed { replid, offset, .. } => Some((replid, offset)),
-        }
-    }
-
-    /// When the server was asked for it.
-    pub(crate) fn asked(&self) -> Instant {
-        self.asked
-    }
-
-    fn is_sealed(&self) -> bool {
-        matches!(self.stage, Stage::Sealed { .. })
-    }
-}
-
-/// The stream in the journal.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Stream {
-    /// The generation that began it.
-    pub(crate) generation: u64,
-    pub(crate) replid: ReplId,
-}
+pub(crate) use self::event::{Action, Event, Format, Report, Resume, Rules, Session};
+pub(crate) use self::record::{Replica, Snapshot, Stage, Stream};
 
 /// A stream whose history the primary has left. Its journal holds every byte of the old history that the source
 /// received, and stays readable until the replicas that have the whole snapshot have applied it.
@@ -168,7 +48,6 @@ struct Ending {
     generation: u64,
     /// Offset of the last byte.
     at: u64,
-    /// When the source learnt of the change.
     since: Instant,
     /// Why it ended, for the replicas.
     text: String,
@@ -182,89 +61,69 @@ const ENDING_LIMIT: Duration = Duration::from_secs(10);
 /// second. The end of a broken stream may be a part of a command or transaction, which a server never acknowledges.
 const UNMOVED_LIMIT: Duration = Duration::from_secs(3);
 
-/// A joined replica.
-pub(crate) struct Replica {
-    pub(crate) name: String,
-    pub(crate) address: String,
-    pub(crate) joined: Instant,
-    pub(crate) heard: Instant,
-    /// The generation it was given; `None` while it waits.
-    pub(crate) generation: Option<u64>,
-    pub(crate) at: Report,
-    pub(crate) rate: u64,
-    resume: Option<Resume>,
-    reads: Format,
-    moved: Instant,
-    told: Option<(WaitCause, String)>,
-    /// The history of the stream in its last offer.
-    history: Option<ReplId>,
-    /// When it last reported a higher applied offset, or joined.
-    advanced: Instant,
-    /// Its stream has ended and its server has loaded the snapshot: it goes to the primary and needs no other snapshot.
-    sent_away: bool,
-}
-
-impl Replica {
-    /// By what it reads, once it does.
-    pub(crate) fn transport_name(&self) -> String {
-        let kind = self.at.transport.and_then(TransportKind::from_code);
-        kind.map(|kind| kind.name().to_string()).unwrap_or_default()
-    }
-
-    /// Slots of that generation that it brings along, from the first without a gap.
-    pub(crate) fn held_slots(&self, generation: u64) -> u64 {
-        self.resume.filter(|resume| resume.generation == generation).map_or(0, |resume| resume.held_slots)
-    }
-
-    /// Its server holds a whole snapshot: it needs the stream only.
-    pub(crate) fn is_loaded(&self) -> bool {
-        self.resume.is_some_and(|resume| resume.loaded.is_some())
-    }
-
-    /// Its server is loading the snapshot, or has loaded it.
-    fn has_all_slots(&self) -> bool {
-        self.at.phase > Phase::Transfer
-    }
-
-    /// Its server has loaded the snapshot and needs the stream only.
-    fn has_loaded(&self) -> bool {
-        self.at.phase > Phase::Load
-    }
-
-    /// It still needs slots of the snapshot.
-    fn is_reading(&self) -> bool {
-        self.generation.is_some() && matches!(self.at.phase, Phase::Waiting | Phase::Transfer)
-    }
-}
-
 /// See the module's text.
 pub(crate) struct Owner {
     rules: Rules,
-    gauge: Arc<Gauge>,
-    pub(crate) snapshot: Option<Snapshot>,
-    pub(crate) stream: Option<Stream>,
+    /// The reading that came with the present event.
+    reading: Reading,
+    snapshot: Option<Snapshot>,
+    stream: Option<Stream>,
     /// A stream that is over and still read. No other one begins meanwhile: both would use the same memory.
     ending: Option<Ending>,
-    pub(crate) replicas: BTreeMap<Session, Replica>,
+    replicas: BTreeMap<Session, Replica>,
     next_generation: u64,
     eager: bool,
     /// When the last replica went, or the source began.
     left_alone: Instant,
     retry: Option<(Instant, String)>,
     backoff: Backoff,
-    pub(crate) snapshots_taken: u64,
-    pub(crate) replicas_done: u64,
+    /// The writer may reuse the slots of the present snapshot below this one.
+    retire_below: u64,
+    snapshots_taken: u64,
+    replicas_done: u64,
     /// Somebody who was reading the present memory went before it had said that its server holds everything. What it lent to its
     /// server's socket may still be read, even after its death.
     unfinished: bool,
 }
 
+/// What others may see of the owner.
+#[derive(Clone, Copy)]
+pub(crate) struct Status<'a> {
+    pub(crate) snapshot: Option<&'a Snapshot>,
+    pub(crate) stream: Option<Stream>,
+    pub(crate) replicas: &'a BTreeMap<Session, Replica>,
+    pub(crate) snapshots_taken: u64,
+    pub(crate) replicas_done: u64,
+}
+
+impl<'a> Status<'a> {
+    /// The generation that this replica was offered last; `None` while it waits.
+    pub(crate) fn offered(&self, session: Session) -> Option<u64> {
+        self.replicas.get(&session)?.generation
+    }
+
+    /// The history of the stream that this replica was offered last.
+    pub(crate) fn history_of(&self, session: Session) -> Option<ReplId> {
+        self.replicas.get(&session)?.history
+    }
+
+    /// The generation of the present snapshot.
+    pub(crate) fn generation(&self) -> Option<u64> {
+        self.snapshot.map(|snapshot| snapshot.generation)
+    }
+
+    /// A joined replica.
+    pub(crate) fn replica(&self, session: Session) -> Option<&'a Replica> {
+        self.replicas.get(&session)
+    }
+}
+
 impl Owner {
     /// `first_generation` must differ from that of every earlier run of this source.
-    pub(crate) fn new(now: Instant, rules: Rules, gauge: Arc<Gauge>, first_generation: u64, eager: bool) -> Owner {
+    pub(crate) fn new(now: Instant, rules: Rules, backoff: Backoff, first_generation: u64, eager: bool) -> Owner {
         Owner {
             rules,
-            gauge,
+            reading: Reading::default(),
             snapshot: None,
             stream: None,
             ending: None,
@@ -273,15 +132,28 @@ impl Owner {
             eager,
             left_alone: now,
             retry: None,
-            backoff: Backoff::default(),
+            backoff,
+            retire_below: 0,
             snapshots_taken: 0,
             replicas_done: 0,
             unfinished: false,
         }
     }
 
+    /// What others may see.
+    pub(crate) fn status(&self) -> Status<'_> {
+        Status {
+            snapshot: self.snapshot.as_ref(),
+            stream: self.stream,
+            replicas: &self.replicas,
+            snapshots_taken: self.snapshots_taken,
+            replicas_done: self.replicas_done,
+        }
+    }
+
     /// Takes one event in, restores the invariant, and says what is to be done.
-    pub(crate) fn apply(&mut self, now: Instant, event: Event) -> Vec<Action> {
+    pub(crate) fn apply(&mut self, now: Instant, reading: Reading, event: Event) -> Vec<Action> {
+        self.reading = reading;
         let mut actions = Vec::new();
         match event {
             Event::Joined { session, name, address, resume, reads } => {
@@ -358,16 +230,6 @@ impl Owner {
         replica.heard = now;
     }
 
-    /// Whether that is the generation which this replica was offered last.
-    pub(crate) fn has_given(&self, session: Session, generation: u64) -> bool {
-        self.replicas.get(&session).is_some_and(|replica| replica.generation == Some(generation))
-    }
-
-    /// The history of the stream that this replica was offered last.
-    pub(crate) fn history_of(&self, session: Session) -> Option<ReplId> {
-        self.replicas.get(&session).and_then(|replica| replica.history)
-    }
-
     fn captured(&mut self, now: Instant, event: CaptureEvent, actions: &mut Vec<Action>) {
         match event {
             CaptureEvent::Started { generation, replid, offset } => {
@@ -379,7 +241,7 @@ impl Owner {
                 {
                     snapshot.stage = Stage::Sealed { replid, offset, bytes };
                 }
-                self.backoff = Backoff::default();
+                self.backoff.reset();
             }
             CaptureEvent::Failed { generation, fault } => {
                 self.capture_failed(now, generation, &fault, actions);
@@ -518,27 +380,31 @@ impl Owner {
     fn settle(&mut self, now: Instant, actions: &mut Vec<Action>) {
         self.finish_the_ending(now, actions);
         self.drop_the_stalled(now, actions);
-        self.allow_retiring();
+        self.allow_retiring(actions);
         self.serve_the_waiting(now, actions);
         self.let_go_of_the_unwanted(now, actions);
     }
 
     /// Gives up slots that every reader has passed, but none before the ring is full: until then the next replica may
     /// want them all, and with no reader left nothing is given up either.
-    fn allow_retiring(&self) {
-        if self.gauge.waits() == 0 {
+    fn allow_retiring(&mut self, actions: &mut Vec<Action>) {
+        if self.reading.writer_waits == 0 {
             return;
         }
         let reading = self.replicas.values().filter(|replica| replica.is_reading());
         let passed = reading.map(|replica| replica.at.slots_below).min();
-        self.gauge.allow_retiring(passed.unwrap_or(0));
+        let below = passed.unwrap_or(0);
+        if below > self.retire_below {
+            self.retire_below = below;
+            actions.push(Action::AllowRetiring { below });
+        }
     }
 
     /// Neither the writer of a window nor those who wait for the next snapshot wait for one replica longer than the limit.
     fn drop_the_stalled(&mut self, now: Instant, actions: &mut Vec<Action>) {
-        let (published, retired) = (self.gauge.published_slots(), self.gauge.retired_slots());
+        let Reading { published, retired, .. } = self.reading;
         let Some(snapshot) = &self.snapshot else { return };
-        let writer_waits = self.gauge.waits() > 0 && !snapshot.is_sealed();
+        let writer_waits = self.reading.writer_waits > 0 && !snapshot.is_sealed();
         let others_wait = snapshot.is_sealed() && self.waiting().iter().any(|&session| !self.can_serve(now, session));
         let limit = self.rules.stall_limit;
         let in_the_way = |replica: &Replica| {
@@ -627,14 +493,14 @@ impl Owner {
         let (Some(snapshot), Some(stream)) = (&self.snapshot, &self.stream) else { return false };
         let Some((replid, offset)) = snapshot.origin() else { return false };
         let resume = self.replicas.get(&session).and_then(|replica| replica.resume);
-        let (journal_first, journal_end) = self.gauge.journal();
+        let Reading { journal_first, journal_end, .. } = self.reading;
         if let Some((history, next_byte)) = resume.and_then(|resume| resume.loaded) {
             return &history == stream.replid.as_bytes() && journal_first <= next_byte && next_byte <= journal_end + 1;
         }
         let held = resume.filter(|resume| resume.generation == snapshot.generation);
         let first_needed = held.map_or(0, |resume| resume.held_slots);
         // What the writer was allowed to retire is as good as gone.
-        let first_held = self.gauge.retired_slots().max(self.gauge.retire_below());
+        let first_held = self.reading.retired.max(self.retire_below);
         let reads_it = snapshot.format == Format::Shared
             || self.replicas.get(&session).is_some_and(|replica| replica.reads == Format::Own);
         replid == stream.replid
@@ -675,6 +541,7 @@ impl Owner {
         let generation = self.next_generation;
         self.next_generation += 1;
         self.retry = None;
+        self.retire_below = 0;
         let waits_for_shared =
             |replica: &Replica| replica.generation.is_none() && !replica.sent_away && replica.reads == Format::Shared;
         let format = if self.replicas.values().any(waits_for_shared) { Format::Shared } else { Format::Own };
@@ -692,11 +559,12 @@ impl Owner {
         }
         let Some(snapshot) = &self.snapshot else { return };
         let alone = now.duration_since(self.left_alone);
-        let stuck =
-            matches!(snapshot.stage, Stage::Open { .. }) && self.gauge.waits() > 0 && alone > self.rules.stall_limit;
+        let stuck = matches!(snapshot.stage, Stage::Open { .. })
+            && self.reading.writer_waits > 0
+            && alone > self.rules.stall_limit;
         let old = now.duration_since(snapshot.asked) > self.rules.max_age;
-        let overrun =
-            snapshot.is_sealed() && snapshot.origin().is_some_and(|(_, offset)| self.gauge.journal().0 > offset + 1);
+        let overrun = snapshot.is_sealed()
+            && snapshot.origin().is_some_and(|(_, offset)| self.reading.journal_first > offset + 1);
         if !(stuck || old || overrun) {
             return;
         }
@@ -709,6 +577,3 @@ impl Owner {
         }
     }
 }
-
-#[cfg(test)]
-mod tests;

@@ -30,6 +30,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc::{self, UnboundedReceiver};
 
 use crate::args::ReplicaArgs;
+use crate::backoff::Backoff;
 use crate::conversation::{Fault, Token};
 use crate::exit::{Code, Failure};
 use crate::progress;
@@ -47,7 +48,6 @@ use crate::replica::spool::Spool;
 use crate::replica::sync::relay::Relay;
 use crate::replica::upstream::Said;
 use crate::server::{Facts, ServerError};
-use crate::source::Backoff;
 
 /// See the module's text.
 pub(super) struct Sync {
@@ -216,7 +216,7 @@ impl Sync {
             retry: None,
             away_since: None,
             waiting: None,
-            backoff: Backoff::default(),
+            backoff: Backoff::from_system(),
             missed: None,
             silent_since: None,
             taken_away: false,
@@ -464,7 +464,7 @@ impl Sync {
         match Source::connect(&self.args, &self.token).await {
             Ok(source) => {
                 self.source = Some(source);
-                self.backoff = Backoff::default();
+                self.backoff = Backoff::from_system();
                 self.join().await;
                 GO_ON
             }

@@ -8,8 +8,8 @@ use crate::exit::Failure;
 use crate::replica::delivery::Order;
 use crate::replica::introduction::Introduction;
 use crate::replica::{SETTLE_LIMIT, SETTLE_POLL};
+use crate::server::module::{field, speaks_our_protocol};
 use crate::server::{RefusalKind, ServerError};
-use crate::source::module::{field, speaks_our_protocol};
 
 impl Sync {
     /// Looks whether the server has our module, and makes it load from its link if so. Why not is said; the link does without.

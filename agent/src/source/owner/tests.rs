@@ -1,7 +1,6 @@
 //! The source's decisions, tried without any I/O: events and times in, actions out.
 #![allow(clippy::unwrap_used)]
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use remora_protocol::{Phase, RefusalCode, WaitCause};
@@ -15,9 +14,11 @@ const RULES: Rules =
 
 const FIRST: u64 = 100;
 
+/// An owner and the tables that it decides about. Slots that it lets the writer reuse are kept apart from the other actions.
 struct Bench {
     owner: Owner,
-    gauge: Arc<Gauge>,
+    reading: Reading,
+    retire_below: u64,
     now: Instant,
 }
 
@@ -27,12 +28,21 @@ impl Bench {
     }
 
     fn with(rules: Rules, eager: bool) -> Bench {
-        let (gauge, now) = (Arc::new(Gauge::default()), Instant::now());
-        Bench { owner: Owner::new(now, rules, gauge.clone(), FIRST, eager), gauge, now }
+        let now = Instant::now();
+        let owner = Owner::new(now, rules, Backoff::seeded(1), FIRST, eager);
+        Bench { owner, reading: Reading::default(), retire_below: 0, now }
     }
 
     fn event(&mut self, event: Event) -> Vec<Action> {
-        self.owner.apply(self.now, event)
+        let mut actions = self.owner.apply(self.now, self.reading, event);
+        actions.retain(|action| match action {
+            Action::AllowRetiring { below } => {
+                self.retire_below = *below;
+                false
+            }
+            _ => true,
+        });
+        actions
     }
 
     fn join(&mut self, session: Session) -> Vec<Action> {
@@ -54,9 +64,17 @@ impl Bench {
         self.event(Event::Progress { session, at })
     }
 
-    /// The capture thread began: the table's gauge says so too.
+    fn journal_at(&mut self, first: u64, end: u64) {
+        (self.reading.journal_first, self.reading.journal_end) = (first, end);
+    }
+
+    /// The capture thread began: the reading of the table says so too.
     fn started(&mut self, generation: u64, replid: ReplId, offset: u64) -> Vec<Action> {
-        self.gauge.snapshot_began(replid, offset, self.owner.stream.is_none());
+        self.reading = Reading { published: 0, retired: 0, writer_waits: 0, ..self.reading };
+        self.retire_below = 0;
+        if self.owner.stream.is_none() {
+            self.journal_at(offset + 1, offset);
+        }
         self.event(Event::Capture(CaptureEvent::Started { generation, replid, offset }))
     }
 
@@ -125,12 +143,12 @@ fn an_eager_source_does_not_wait_for_the_first_replica() {
 fn a_late_joiner_gets_the_old_snapshot_as_long_as_the_journal_reaches_back() {
     let mut bench = Bench::with_snapshot();
     bench.after(Duration::from_secs(600));
-    bench.gauge.journal_at(11, 5000);
+    bench.journal_at(11, 5000);
     let actions = bench.join(2);
     assert_eq!((offers(&actions), begins(&actions)), (vec![2], None));
 
     bench.event(Event::Gone { session: 2, done: true });
-    bench.gauge.journal_at(12, 9000);
+    bench.journal_at(12, 9000);
     let actions = bench.join(3);
     assert_eq!(offers(&actions), Vec::<Session>::new());
     assert!(begins(&actions).is_some());
@@ -146,7 +164,7 @@ fn a_snapshot_that_is_too_old_makes_way_for_another_in_the_same_stream() {
     let actions = bench.join(3);
     assert_eq!(begins(&actions), Some((FIRST + 1, false)));
     assert!(actions.contains(&Action::RevokeSnapshot { generation: FIRST }));
-    bench.gauge.journal_at(11, 70);
+    bench.journal_at(11, 70);
     assert_eq!(offers(&bench.started(FIRST + 1, replid(1), 60)), [3]);
     assert_eq!(bench.owner.replicas[&2].generation, Some(FIRST));
 }
@@ -203,12 +221,12 @@ fn slots_are_given_up_only_when_the_ring_is_full_and_every_reader_has_passed_the
     bench.started(FIRST, replid(1), 10);
     bench.progress(1, Phase::Transfer, 7);
     bench.progress(2, Phase::Transfer, 3);
-    assert_eq!(bench.gauge.retire_below(), 0, "the ring has room: the next replica may want them all");
-    bench.gauge.writer_waits();
+    assert_eq!(bench.retire_below, 0, "the ring has room: the next replica may want them all");
+    bench.reading.writer_waits += 1;
     bench.after(Duration::ZERO);
-    assert_eq!(bench.gauge.retire_below(), 3);
+    assert_eq!(bench.retire_below, 3);
     bench.progress(2, Phase::Transfer, 5);
-    assert_eq!(bench.gauge.retire_below(), 5);
+    assert_eq!(bench.retire_below, 5);
     // A replica can't take back what it has passed.
     bench.progress(2, Phase::Transfer, 1);
     assert_eq!(bench.owner.replicas[&2].at.slots_below, 5);
@@ -224,14 +242,14 @@ fn a_replica_that_holds_up_a_full_ring_is_dropped_alone_and_after_its_time() {
     bench.join(1);
     bench.join(2);
     bench.started(FIRST, replid(1), 10);
-    bench.gauge.writer_waits();
-    bench.gauge.publish_for_tests(8);
+    bench.reading.writer_waits += 1;
+    bench.reading.published = 8;
     bench.progress(1, Phase::Transfer, 8);
     bench.now += RULES.stall_limit;
     bench.progress(1, Phase::Transfer, 9);
     let actions = bench.after(Duration::from_secs(1));
     assert!(matches!(&actions[..], [Action::Drop { session: 2, code: RefusalCode::Stalled, .. }]), "{actions:?}");
-    assert_eq!(bench.gauge.retire_below(), 9);
+    assert_eq!(bench.retire_below, 9);
 }
 
 #[test]
@@ -265,7 +283,7 @@ fn a_replica_that_comes_back_goes_on_with_the_generation_it_knows() {
     let mut bench = Bench::new();
     bench.join(1);
     bench.started(FIRST, replid(1), 10);
-    bench.gauge.writer_waits();
+    bench.reading.writer_waits += 1;
     bench.progress(1, Phase::Transfer, 6);
     bench.event(Event::Gone { session: 1, done: false });
     let held = |held_slots| Some(Resume { generation: FIRST, held_slots, loaded: None });
@@ -277,7 +295,7 @@ fn a_replica_that_comes_back_goes_on_with_the_generation_it_knows() {
 #[test]
 fn a_loaded_replica_needs_the_stream_only_and_is_sent_away_where_it_is_gone() {
     let mut bench = Bench::with_snapshot();
-    bench.gauge.journal_at(40, 90);
+    bench.journal_at(40, 90);
     let loaded = |byte, next_byte| {
         let history = *replid(byte).as_bytes();
         Some(Resume { generation: FIRST, held_slots: 0, loaded: Some((history, next_byte)) })
@@ -362,7 +380,7 @@ fn when_the_history_changes_a_loaded_replica_keeps_the_journal_until_it_has_appl
     assert_eq!((sent_away(&actions), ends_stream(&actions)), (vec![2], true), "{actions:?}");
     // It goes to the primary: no snapshot is taken for it, and its hand-off is judged by its own history.
     assert_eq!(begins(&bench.after(Duration::from_secs(60))), None);
-    assert_eq!(bench.owner.history_of(2), Some(replid(1)));
+    assert_eq!(bench.owner.status().history_of(2), Some(replid(1)));
 }
 
 #[test]
@@ -383,7 +401,7 @@ fn when_the_history_changes_replicas_that_have_not_loaded_begin_again_after_the_
         "{actions:?}"
     );
     assert_eq!(offers(&bench.started(FIRST + 1, replid(2), 120)), [3]);
-    assert_eq!(bench.owner.history_of(3), Some(replid(2)));
+    assert_eq!(bench.owner.status().history_of(3), Some(replid(2)));
 }
 
 #[test]

@@ -19,97 +19,31 @@
 //! ends. So whoever writes next waits for the claim ([`claim`]) first.
 
 use std::fmt;
-use std::path::PathBuf;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use remora_fabric::{Claim, Handover, Memory, shm::Place};
-use remora_protocol::MODULE_PROTOCOL;
+use remora_fabric::{Claim, Handover, Memory};
 use remora_redis::ReplId;
 use remora_redis::psync::Payload;
-use remora_redis::psync::client::{self, Client as Handshake, Event as PsyncEvent};
-use remora_redis::resp::Frame;
+use remora_redis::psync::client::{self, Event as PsyncEvent};
 use remora_table::server_pages::capture_page::{Order, Stage, Work, WriterStatus};
 use remora_table::{CapturePage, Identity, JournalWriter, Kind};
 
-use super::capture::{self, Announced, CaptureEvent, Fault, Plan, SILENCE_LIMIT, Stream};
-use super::rest;
-use super::wire::{Received, Wire};
-use crate::args::{ModuleCapture, SourceArgs};
-use crate::library;
-use crate::server::{Client, Facts, RefusalKind, Role, ServerError};
+use super::join;
+use super::method::{Way, average, best, long_from};
+use super::plan::{CaptureEvent, Fault, Plan, SILENCE_LIMIT, Stops};
+use super::psync_link::{PsyncLink, broken, is_patient};
+use super::without_module::{self, Stream};
+use crate::args::ModuleCapture;
+use crate::server::{Client, Facts, Role, ServerError, module};
 use crate::units::Size;
 
-/// In which way a snapshot comes from the server.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Way {
-    /// As replicas get it.
-    #[default]
-    Psync,
-    /// As replicas get it, but not compressed.
-    Eased,
-    /// The long strings written into our table by the server's child, the rest as replicas get it.
-    Walked,
-}
-
-impl Way {
-    pub(super) const ALL: [Way; 3] = [Way::Psync, Way::Eased, Way::Walked];
-}
-
-impl fmt::Display for Way {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Way::Psync => "psync",
-            Way::Eased => "psync, not compressed by the module",
-            Way::Walked => "the module",
-        })
-    }
-}
-
-/// What may be asked of a module, and what was learnt of it.
-pub(crate) struct Rules {
-    choice: ModuleCapture,
-    /// Strings of at least so many bytes are the child's to write; `None`: by the server's allocator.
-    walk_from: Option<u64>,
-    /// An empty path: the library beside this program.
-    load: Option<PathBuf>,
-    place: Place,
-    /// Until when it isn't asked again, as it has failed.
-    distrusted: Mutex<Option<Instant>>,
-}
-
-impl Rules {
-    pub(super) fn new(args: &SourceArgs) -> Rules {
-        Rules {
-            choice: args.module_capture,
-            walk_from: args.module_walk_from.map(Size::get),
-            load: args.load_module.clone(),
-            place: args.module_socket_folder.clone().map_or(Place::Abstract, Place::Folder),
-            distrusted: Mutex::new(None),
-        }
-    }
-
-    fn distrust(&self) {
-        *self.distrusted() = Some(Instant::now() + DISTRUST);
-    }
-
-    fn is_distrusted(&self) -> bool {
-        self.distrusted().is_some_and(|until| Instant::now() < until)
-    }
-
-    /// A lock whose holders only assign.
-    fn distrusted(&self) -> std::sync::MutexGuard<'_, Option<Instant>> {
-        self.distrusted.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
-    }
-}
-
-/// Takes the snapshot in the best way there is. As for [`capture::take_snapshot`], which it ends in where there is no better one.
+/// Takes the snapshot in the best way there is. As for [`without_module::take_snapshot`], which it ends in where there is no better one.
 pub(super) fn take_snapshot(plan: &Plan) -> Result<Stream, Fault> {
     let claim = claim(plan)?;
     plan.gauge.comes_by(Way::Psync);
-    let Some(mut chosen) = choose(plan) else { return capture::take_snapshot(plan) };
+    let Some(mut chosen) = choose(plan) else { return without_module::take_snapshot(plan) };
     let outcome = match chosen.work {
         Work::Ease => ease(plan, &mut chosen),
         Work::Walk => {
@@ -124,7 +58,7 @@ pub(super) fn take_snapshot(plan: &Plan) -> Result<Stream, Fault> {
             tracing::warn!(%why, "the module could not take the snapshot; it comes by psync");
             let _claim = self::claim(plan)?;
             plan.gauge.comes_by(Way::Psync);
-            capture::take_snapshot(plan)
+            without_module::take_snapshot(plan)
         }
         Err(Setback::Final(fault)) => {
             // A link that breaks now may be the work of the module too: a child that needs too much memory takes it with it.
@@ -196,7 +130,7 @@ fn choose(plan: &Plan) -> Option<Chosen> {
     }
     let asked = plan.runtime.block_on(async {
         let mut client = plan.server.connect().await?;
-        let known = find_module(&mut client, rules).await?;
+        let known = module::find(&mut client, rules.load.as_deref()).await?;
         let facts = Facts::read(&mut client).await?;
         Ok::<_, ServerError>((client, known, facts))
     });
@@ -215,89 +149,6 @@ fn choose(plan: &Plan) -> Option<Chosen> {
     let (average, long) = (Size::bytes(average(&facts)), Size::bytes(least_bytes));
     tracing::info!(?work, keys = facts.keys(), %average, %long, "the server has the module");
     Some(Chosen { client, work, least_bytes, role: facts.role })
-}
-
-/// Whether the server has a module that we understand; it is loaded first if that is wished.
-async fn find_module(client: &mut Client, rules: &Rules) -> Result<bool, ServerError> {
-    let mut answer = client.command(&["REMORA.STATUS"]).await;
-    if let (Err(error), Some(path)) = (&answer, &rules.load)
-        && error.refusal() == Some(RefusalKind::Unknown)
-    {
-        load(client, path).await;
-        answer = client.command(&["REMORA.STATUS"]).await;
-    }
-    match answer {
-        Ok(frame) => {
-            let protocol = field(&frame, b"protocol");
-            let understood = speaks_our_protocol(&frame);
-            if !understood {
-                tracing::warn!(theirs = ?protocol, ours = MODULE_PROTOCOL, "the server's module is of another version: upgrade the older of the two");
-            }
-            Ok(understood)
-        }
-        Err(error) if error.refusal() == Some(RefusalKind::Unknown) => Ok(false),
-        Err(error) if error.refusal() == Some(RefusalKind::NoPerm) => {
-            tracing::warn!(
-                "the server may have the module, but our user may not ask it: +remora.status +remora.arm +remora.disarm"
-            );
-            Ok(false)
-        }
-        Err(error) => Err(error),
-    }
-}
-
-async fn load(client: &mut Client, path: &std::path::Path) {
-    let path = match path.as_os_str().is_empty() {
-        false => path.to_owned(),
-        true => match library::find() {
-            Ok(path) => path,
-            Err(failure) => return tracing::warn!(%failure, "the module is not loaded"),
-        },
-    };
-    match client.command(&["MODULE", "LOAD", &path.display().to_string()]).await {
-        Ok(_) => tracing::info!(path = %path.display(), "the server has loaded the module"),
-        Err(error) => tracing::warn!(%error, path = %path.display(), "the server does not load the module"),
-    }
-}
-
-/// A value out of a list of names and values, as `REMORA.STATUS` answers.
-pub(crate) fn field(frame: &Frame, name: &[u8]) -> Option<String> {
-    let Frame::Array(items) = frame else { return None };
-    let pair = items.chunks(2).find(|pair| matches!(pair, [Frame::Bulk(found), _] if found == name))?;
-    match pair {
-        [_, Frame::Bulk(value)] => Some(String::from_utf8_lossy(value).into_owned()),
-        _ => None,
-    }
-}
-
-/// Whether a module with that answer to `REMORA.STATUS` speaks our version of the module protocol.
-pub(crate) fn speaks_our_protocol(status: &Frame) -> bool {
-    field(status, b"protocol").and_then(|version| version.parse().ok()) == Some(MODULE_PROTOCOL)
-}
-
-/// What costs the server less. A walk writes the newest format that the server knows: where older readers wait, the server must write.
-fn best(choice: ModuleCapture, facts: &Facts, own_format: bool, long: u64) -> Work {
-    if facts.own_format().is_some() && !own_format {
-        return Work::Ease;
-    }
-    match choice {
-        ModuleCapture::Walk => Work::Walk,
-        ModuleCapture::Server | ModuleCapture::Off => Work::Ease,
-        // Looking at each key of many short ones costs more than the few long ones among them save.
-        ModuleCapture::Auto if average(facts) >= long => Work::Walk,
-        ModuleCapture::Auto => Work::Ease,
-    }
-}
-
-/// From how many bytes on a string is long there.
-fn long_from(facts: &Facts) -> u64 {
-    let has_jemalloc = facts.allocator.as_deref().is_some_and(|name| name.starts_with("jemalloc"));
-    if has_jemalloc { LONG_WITH_JEMALLOC_BYTES } else { LONG_BYTES }
-}
-
-/// Bytes of data for each key; 0 where there is none.
-fn average(facts: &Facts) -> u64 {
-    facts.used_memory_dataset.unwrap_or(0).checked_div(facts.keys()).unwrap_or(0)
 }
 
 // ---- Arming ----
@@ -394,7 +245,7 @@ fn has_outgrown(plan: &Plan, page: &CapturePage) -> bool {
 fn ease(plan: &Plan, chosen: &mut Chosen) -> Result<Stream, Setback> {
     let armed = Armed::new(plan, chosen)?;
     // The gauge is the capture's own: nothing of the page goes there.
-    let done = armed.attended(&AtomicBool::new(false), || capture::take_snapshot(plan))?;
+    let done = armed.attended(&AtomicBool::new(false), || without_module::take_snapshot(plan))?;
     match armed.page.stage() {
         Stage::Done => {}
         Stage::Armed => {
@@ -415,27 +266,34 @@ fn walk(plan: &Plan, chosen: &mut Chosen) -> Result<Stream, Setback> {
     let armed = Armed::new(plan, chosen)?;
     let live = AtomicBool::new(false);
     armed.attended(&live, || {
-        let mut sync = Sync::ask(plan)?;
-        let (replid, offset) = sync.resync(plan)?;
+        let options = client::Options { rdb_version: plan.reader_version.clone(), ..Default::default() };
+        let mut sync = PsyncLink::for_snapshot(plan, options)?;
+        let (replid, offset) = resync(plan, &mut sync)?;
         if !may_begin(plan, &armed.page, &mut sync, replid, offset)? {
             return Ok(untouched(plan, &armed.page, sync, replid, offset)?);
         }
         let journal = begun(plan, replid, offset)?;
         live.store(true, Ordering::Release);
-        let payload = sync.payload(plan, &armed.page);
+        let payload = first_byte(plan, &mut sync, &armed.page);
         live.store(false, Ordering::Release);
         let told = walked(plan, &armed.page)?;
-        let Sync { mut wire, early, .. } = sync;
+        let (mut wire, early) = sync.into_parts();
         let _claim = claim(plan)?;
         let database = armed.page.origin().filter(|_| counts).map(|origin| origin.database);
-        let expected = rest::Expected { payload: payload?, told, database };
-        rest::receive(plan, &mut wire, &expected, &early)?;
+        let expected = join::Expected { payload: payload?, told, database };
+        join::receive(plan, &mut wire, &expected, &early)?;
         Ok(journal.map_or(Stream::Elsewhere, |journal| Stream::Next(wire, Box::new(journal))))
     })
 }
 
 /// Lets the child begin if it is the one that was forked for us, and waits until it has, or has declined.
-fn may_begin(plan: &Plan, page: &CapturePage, sync: &mut Sync, replid: ReplId, offset: u64) -> Result<bool, Setback> {
+fn may_begin(
+    plan: &Plan,
+    page: &CapturePage,
+    sync: &mut PsyncLink,
+    replid: ReplId,
+    offset: u64,
+) -> Result<bool, Setback> {
     let asked = Instant::now();
     loop {
         match page.stage() {
@@ -466,15 +324,20 @@ fn may_begin(plan: &Plan, page: &CapturePage, sync: &mut Sync, replid: ReplId, o
 }
 
 /// The child has declined, so that the server saves everything.
-fn untouched(plan: &Plan, page: &CapturePage, mut sync: Sync, replid: ReplId, offset: u64) -> Result<Stream, Fault> {
-    let payload = sync.payload(plan, page)?;
+fn untouched(
+    plan: &Plan,
+    page: &CapturePage,
+    mut sync: PsyncLink,
+    replid: ReplId,
+    offset: u64,
+) -> Result<Stream, Fault> {
+    let payload = first_byte(plan, &mut sync, page)?;
     // What the child has said stood there before its first byte came. One that has begun after all does not send the whole.
     if matches!(page.stage(), Stage::Begun | Stage::Done | Stage::Failed) {
         return Err(Fault::Module("its child began long after the server had forked".into()));
     }
     let _claim = claim(plan)?;
-    let Sync { wire, early, .. } = sync;
-    capture::take_first(plan, Announced { wire, replid, offset, payload, early })
+    without_module::take_first(plan, sync.announced(replid, offset, payload))
 }
 
 /// The child has begun: tells the owner, so that replicas may read.
@@ -508,109 +371,22 @@ fn walked(plan: &Plan, page: &CapturePage) -> Result<WriterStatus, Fault> {
     Err(Fault::Module(page.status_text()))
 }
 
-/// A sync of which we look at each step.
-struct Sync {
-    wire: Wire,
-    machine: Handshake,
-    /// Read, and not yet used.
-    early: Vec<u8>,
-}
-
-impl Sync {
-    fn ask(plan: &Plan) -> Result<Sync, Fault> {
-        let mut wire = capture::connect(plan)?;
-        if plan.journal.is_none() {
-            capture::ask_for_snapshot_alone(&mut wire)?;
-        }
-        let options = client::Options { rdb_version: plan.reader_version.clone(), ..Default::default() };
-        Ok(Sync { wire, machine: Handshake::new(options), early: Vec::new() })
-    }
-
-    /// Drives the handshake to `+FULLRESYNC`, at which the server forks.
-    fn resync(&mut self, plan: &Plan) -> Result<(ReplId, u64), Fault> {
-        match self.next_event(plan, |heard| heard.elapsed() < SILENCE_LIMIT)? {
-            PsyncEvent::FullResync { replid, offset } => Ok((replid, offset)),
-            other => Err(link(format!("the server answered with {other:?} where a snapshot was asked for"))),
-        }
-    }
-
-    /// Fails unless the server still has us wait. It says `+FULLRESYNC` just before it forks, and if that fails it closes our connection; a
-    /// child that asks later, of the same offset, is then somebody else's.
-    fn still_waits(&mut self) -> Result<(), Fault> {
-        let mut buffer = [0; 1024];
-        match self.wire.read_at_once(&mut buffer).map_err(|cause| link(cause.to_string()))? {
-            Received::Bytes(n) => self.early.extend_from_slice(&buffer[..n]),
-            Received::Idle => {}
-            Received::End => return Err(link("the server gave the sync up before its child began".into())),
-        }
-        // Newlines say that it lives.
-        match self.early.iter().all(|byte| *byte == b'\n') {
-            true => Ok(()),
-            false => Err(link("the server said something before its child began".into())),
-        }
-    }
-
-    /// Waits for the snapshot's first byte, which comes after the child's walk. The server may be silent for as long as that takes.
-    fn payload(&mut self, plan: &Plan, page: &CapturePage) -> Result<Payload, Fault> {
-        let mut pulse = Pulse::of(page);
-        match self.next_event(plan, |_| pulse.is_felt(page))? {
-            PsyncEvent::Payload(payload) => Ok(payload),
-            other => Err(link(format!("the server sent {other:?} where a snapshot was due"))),
-        }
-    }
-
-    /// The next event but those that only say that the server lives.
-    fn next_event(&mut self, plan: &Plan, mut patient: impl FnMut(Instant) -> bool) -> Result<PsyncEvent, Fault> {
-        let mut heard = Instant::now();
-        loop {
-            while let Some(event) = self.machine.poll_event() {
-                if !matches!(event, PsyncEvent::KeepAlive | PsyncEvent::Handshaken) {
-                    return Ok(event);
-                }
-            }
-            let output = self.machine.take_output();
-            if !output.is_empty() {
-                self.wire.write_all(&output).map_err(|cause| link(cause.to_string()))?;
-            }
-            let mut bytes = std::mem::take(&mut self.early);
-            if bytes.is_empty() {
-                self.read(plan, &mut bytes, &mut heard, &mut patient)?;
-            }
-            let used = self.machine.handle_input(&bytes)?;
-            self.early = bytes.split_off(used);
-        }
-    }
-
-    /// Adds what comes; at most one wait of a tick.
-    fn read(
-        &mut self,
-        plan: &Plan,
-        bytes: &mut Vec<u8>,
-        heard: &mut Instant,
-        mut patient: impl FnMut(Instant) -> bool,
-    ) -> Result<(), Fault> {
-        if plan.stop.load(Ordering::Relaxed) {
-            return Err(Fault::Stopped);
-        }
-        let mut buffer = [0; 16 * 1024];
-        let received = self.wire.read(&mut buffer);
-        if matches!(received, Ok(Received::Idle)) && patient(*heard) {
-            return Ok(());
-        }
-        if let Some(n) = capture::came(received, *heard, DURING)? {
-            bytes.extend_from_slice(&buffer[..n]);
-            *heard = Instant::now();
-        }
-        Ok(())
+/// Drives the handshake to `+FULLRESYNC`, at which the server forks.
+fn resync(plan: &Plan, sync: &mut PsyncLink) -> Result<(ReplId, u64), Fault> {
+    match sync.next_event(Stops::of(plan), is_patient)? {
+        PsyncEvent::FullResync { replid, offset } => Ok((replid, offset)),
+        other => Err(broken(format!("the server answered with {other:?} where a snapshot was asked for"))),
     }
 }
 
-fn link(cause: String) -> Fault {
-    Fault::Link { during: DURING, cause }
+/// Waits for the snapshot's first byte, which comes after the child's walk. The server may be silent for as long as that takes.
+fn first_byte(plan: &Plan, sync: &mut PsyncLink, page: &CapturePage) -> Result<Payload, Fault> {
+    let mut pulse = Pulse::of(page);
+    match sync.next_event(Stops::of(plan), |_| pulse.is_felt(page))? {
+        PsyncEvent::Payload(payload) => Ok(payload),
+        other => Err(broken(format!("the server sent {other:?} where a snapshot was due"))),
+    }
 }
-
-/// What this module's links are about, for their errors.
-const DURING: &str = "sync";
 
 /// Whether the child still moves.
 struct Pulse {
@@ -633,17 +409,6 @@ impl Pulse {
     }
 }
 
-/// From this size on a string costs the server less if its child writes it. docs/decisions/0007-walk-or-ease.md has the measurements.
-///
-/// The child frees what it has written. jemalloc keeps its books elsewhere; others keep them around each piece of memory, so that two pages of
-/// a string are copied for it.
-const LONG_WITH_JEMALLOC_BYTES: u64 = 1 << 10;
-const LONG_BYTES: u64 = 64 << 10;
-
-/// How long a module that has failed isn't asked again: long enough that replicas get their snapshots, short enough that a passing cause
-/// doesn't cost a day.
-const DISTRUST: Duration = Duration::from_secs(300);
-
 /// How long the module may take to fetch what is offered; it gives up itself after a quarter of a second.
 const HANDOVER_LIMIT: Duration = Duration::from_secs(2);
 
@@ -658,50 +423,3 @@ const POLL: Duration = Duration::from_millis(2);
 
 /// How often it is looked whether the child has begun: replicas wait for that.
 const POLL_QUICKLY: Duration = Duration::from_micros(100);
-
-#[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-
-    use remora_redis::info::Info;
-
-    use super::*;
-
-    fn facts(keys: u64, dataset: u64, version: &str) -> Facts {
-        let text = format!("{version}\r\nused_memory_dataset:{dataset}\r\ndb0:keys={keys},expires=0\r\n");
-        Facts::from_info(&Info::parse(text.as_bytes()))
-    }
-
-    #[test]
-    fn large_values_are_walked_and_small_ones_left_to_the_server() {
-        let redis = "redis_version:7.0.15";
-        let best = |choice, facts: &Facts| super::best(choice, facts, false, 4096);
-        assert_eq!(best(ModuleCapture::Auto, &facts(10, 10 << 20, redis)), Work::Walk);
-        assert_eq!(best(ModuleCapture::Auto, &facts(1 << 20, 100 << 20, redis)), Work::Ease);
-        assert_eq!(best(ModuleCapture::Auto, &facts(0, 1000, redis)), Work::Ease);
-        assert_eq!(best(ModuleCapture::Walk, &facts(1 << 20, 100 << 20, redis)), Work::Walk);
-        assert_eq!(best(ModuleCapture::Server, &facts(10, 10 << 20, redis)), Work::Ease);
-    }
-
-    #[test]
-    fn what_is_long_depends_on_where_the_servers_memory_comes_from() {
-        let long = |allocator: &str| long_from(&facts(1, 1, &format!("mem_allocator:{allocator}")));
-        assert_eq!((long("jemalloc-5.3.0"), long("libc"), long_from(&Facts::default())), (1024, 65536, 65536));
-    }
-
-    #[test]
-    fn a_format_that_the_readers_do_not_know_is_not_walked() {
-        let valkey = "server_name:valkey\r\nvalkey_version:9.1.2";
-        assert_eq!(best(ModuleCapture::Walk, &facts(10, 10 << 20, valkey), false, 1), Work::Ease);
-        assert_eq!(best(ModuleCapture::Walk, &facts(10, 10 << 20, valkey), true, 1), Work::Walk);
-    }
-
-    #[test]
-    fn a_field_of_a_status_is_found_by_its_name() {
-        let bulk = |text: &str| Frame::Bulk(text.as_bytes().to_vec());
-        let status = Frame::Array(vec![bulk("version"), bulk("0.1.0"), bulk("protocol"), bulk("1")]);
-        assert_eq!(field(&status, b"protocol").as_deref(), Some("1"));
-        assert_eq!(field(&status, b"1"), None);
-        assert_eq!(field(&Frame::Null, b"protocol"), None);
-    }
-}

@@ -11,7 +11,7 @@
 //! ```
 //!
 //! The checksum is of the server's bytes alone; zeros say that there is none. The table has one for each slot. Not here: how the server
-//! came to leave the strings out ([`super::module`]).
+//! came to leave the strings out ([`super::with_module`]).
 
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -19,11 +19,13 @@ use std::time::Instant;
 use remora_redis::psync::Payload;
 use remora_redis::psync::client::EofMark;
 use remora_redis::rdb::{Head, OPCODE_EOF, magic};
+use remora_table::SnapshotWriter;
 use remora_table::server_pages::capture_page::WriterStatus;
-use remora_table::{SnapshotWriter, State};
 
-use super::capture::{self, CaptureEvent, Fault, MARK_LENGTH, Plan};
-use super::wire::Wire;
+use super::plan::{Fault, Plan};
+use super::psync_link::came;
+use super::snapshot::{MARK_LENGTH, Taking, pause_after};
+use super::socket::Wire;
 
 /// What the server's part must be like.
 pub(super) struct Expected {
@@ -39,29 +41,13 @@ pub(super) struct Expected {
 /// Takes the payload, and completes the snapshot with it.
 pub(super) fn receive(plan: &Plan, wire: &mut Wire, expected: &Expected, early: &[u8]) -> Result<(), Fault> {
     let (memory, geometry) = &plan.snapshot;
-    let mut snapshot = SnapshotWriter::resume(memory.clone(), *geometry, expected.told.received)?;
-    let received = pour(plan, wire, expected, early, &mut snapshot).and_then(|()| Ok(snapshot.finish(0)?));
-    match received {
-        Ok(bytes) => {
-            plan.gauge.snapshot_at(&snapshot);
-            plan.gauge.snapshot_ended(State::Sealed);
-            let _ = plan.events.send(CaptureEvent::Completed { generation: plan.generation, bytes });
-            Ok(())
-        }
-        Err(fault) => {
-            snapshot.abort();
-            Err(fault)
-        }
-    }
+    let writer = SnapshotWriter::resume(memory.clone(), *geometry, expected.told.received)?;
+    let mut taking = Taking::new(plan, writer);
+    pour(plan, wire, expected, early, &mut taking)?;
+    taking.complete(0)
 }
 
-fn pour(
-    plan: &Plan,
-    wire: &mut Wire,
-    expected: &Expected,
-    early: &[u8],
-    snapshot: &mut SnapshotWriter,
-) -> Result<(), Fault> {
+fn pour(plan: &Plan, wire: &mut Wire, expected: &Expected, early: &[u8], taking: &mut Taking<'_>) -> Result<(), Fault> {
     let Payload::Mark(mark) = expected.payload else {
         return Err(Fault::Module("the server sent its part from a file, which others may have as well".into()));
     };
@@ -69,42 +55,22 @@ fn pour(
     let mut buffer = vec![0; READ_BYTES];
     let mut heard = Instant::now();
     let mut whole = joint.take(early)?;
-    put(plan, snapshot, joint.ready())?;
+    taking.append(joint.ready())?;
     joint.taken();
     while !whole {
         if plan.stop.load(Ordering::Relaxed) {
             return Err(Fault::Stopped);
         }
-        let Some(n) = capture::came(wire.read(&mut buffer), heard, "snapshot")? else { continue };
+        let Some(n) = came(wire.read(&mut buffer), heard, "snapshot")? else { continue };
         whole = joint.take(&buffer[..n])?;
-        put(plan, snapshot, joint.ready())?;
+        taking.append(joint.ready())?;
         joint.taken();
         heard = Instant::now();
         if !whole {
-            capture::pause_after(n);
+            pause_after(n);
         }
     }
-    put(plan, snapshot, &joint.end()?)
-}
-
-/// Appends all of it, at the readers' pace where the ring is full.
-fn put(plan: &Plan, snapshot: &mut SnapshotWriter, bytes: &[u8]) -> Result<(), Fault> {
-    let mut rest = bytes;
-    loop {
-        let taken = snapshot.append(rest)?;
-        rest = &rest[taken..];
-        plan.gauge.snapshot_at(snapshot);
-        if rest.is_empty() {
-            return Ok(());
-        }
-        if plan.retained {
-            return Err(Fault::Outgrown);
-        }
-        if plan.stop.load(Ordering::Relaxed) {
-            return Err(Fault::Stopped);
-        }
-        capture::wait_for_room(plan, snapshot);
-    }
+    taking.append(&joint.end()?)
 }
 
 /// Bytes of one read: they are copied once more from there, hence no more than a second-level cache holds.

@@ -10,11 +10,10 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use remora_fabric::{Error, Exporter, Memory, Pages, RegionId};
-use remora_protocol::{Message, RefusalCode};
+use remora_fabric::{Error, Memory, Pages, RegionId};
 
+use super::exports::Exports;
 use super::owner::Session;
-use super::{Incoming, Source};
 
 /// What is lent, and to whom.
 #[derive(Default)]
@@ -34,7 +33,7 @@ enum State {
 }
 
 /// What there is to do after somebody has asked.
-enum Wanted {
+pub(super) enum Wanted {
     /// Make the region of this name.
     Make(RegionId),
     /// It is being made.
@@ -45,7 +44,7 @@ enum Wanted {
 
 impl Trial {
     /// A session wants to measure.
-    fn wanted(&mut self, session: Session) -> Wanted {
+    pub(super) fn wanted(&mut self, session: Session) -> Wanted {
         self.sessions.insert(session);
         match self.state {
             State::Making => Wanted::Wait,
@@ -59,7 +58,7 @@ impl Trial {
     }
 
     /// The region is there, or can't be had; who waits for it. With nobody left it is to be taken back at once: `None`.
-    fn made(&mut self, id: Option<RegionId>) -> Option<Vec<Session>> {
+    pub(super) fn made(&mut self, id: Option<RegionId>) -> Option<Vec<Session>> {
         self.state = id.map_or(State::Absent, State::Lent);
         if self.sessions.is_empty() {
             self.state = State::Absent;
@@ -85,79 +84,18 @@ impl Trial {
     }
 }
 
-impl Source {
-    /// Somebody asks for memory to measure by.
-    pub(super) fn trial_wanted(&mut self, session: Session) {
-        self.grant(session);
-        match self.trial.wanted(session) {
-            Wanted::Make(id) => {
-                let (exporters, incoming) = (self.exporters.clone(), self.incoming.clone());
-                tokio::task::spawn_blocking(move || {
-                    let lent = lend(id, &exporters);
-                    // Only a source that is stopping hears it no more.
-                    let _ = incoming.blocking_send(Incoming::TrialReady { id, lent });
-                });
-            }
-            Wanted::Wait => {}
-            Wanted::Offer(id) => self.offer_trial(session, id),
-        }
-    }
-
-    /// The region is lent, or why not.
-    pub(super) fn trial_ready(&mut self, id: RegionId, lent: Result<(), Error>) {
-        let waiting = self.trial.made(lent.is_ok().then_some(id));
-        match (waiting, lent) {
-            (None, _) => self.take_trial_back(id),
-            (Some(waiting), Ok(())) => waiting.into_iter().for_each(|session| self.offer_trial(session, id)),
-            (Some(waiting), Err(error)) => {
-                let text = format!("it has no memory to measure by: {error}");
-                let refusal = Message::Refused { code: RefusalCode::Busy, text };
-                waiting.into_iter().for_each(|session| self.send(session, refusal.clone()));
-            }
-        }
-    }
-
-    /// A session has ended, which may have measured.
-    pub(super) fn trial_left(&mut self, session: Session) {
-        if let Some(id) = self.trial.left(session) {
-            self.take_trial_back(id);
-        }
-    }
-
-    fn offer_trial(&mut self, session: Session, id: RegionId) {
-        self.send(session, Message::ProbeOffer { keys: self.keys(id) });
-    }
-
-    fn take_trial_back(&self, id: RegionId) {
-        let exporters = self.exporters.clone();
-        tokio::task::spawn_blocking(move || take_back(id, &exporters));
-    }
-}
-
 /// Makes the region and lends it by every transport that takes it. Blocks: its pages are touched, and an RDMA device is told of them.
 ///
 /// # Errors
 /// No memory, or no transport that takes it.
-fn lend(id: RegionId, exporters: &[Arc<dyn Exporter>]) -> Result<(), Error> {
+pub(super) fn lend(id: RegionId, exports: &Exports) -> Result<(), Error> {
     let memory = Arc::new(Memory::create("remora-trial", TRIAL_BYTES, Pages::Small)?);
     memory.prefault(0..TRIAL_BYTES)?;
     // Pages that differ, should anything on the way be clever about those that don't.
     for (page, offset) in (0..TRIAL_BYTES).step_by(PAGE_BYTES).enumerate() {
         memory.fill(offset..offset + PAGE_BYTES as u64, (page % 251) as u8)?;
     }
-    let mut lent = Err(Error::NotExported(id));
-    for exporter in exporters {
-        match exporter.export(id, memory.clone()) {
-            Ok(()) => lent = Ok(()),
-            Err(error) => tracing::warn!(transport = %exporter.kind(), %error, "a trial region can't be lent"),
-        }
-    }
-    lent
-}
-
-/// Takes the region back. Blocks for as long as the pages need to be let go.
-fn take_back(id: RegionId, exporters: &[Arc<dyn Exporter>]) {
-    exporters.iter().for_each(|exporter| exporter.revoke(id));
+    exports.export_by_any(id, &memory)
 }
 
 /// Beside the tables' two regions.

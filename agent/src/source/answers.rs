@@ -1,0 +1,188 @@
+//! What the source answers about the primary: its address, its formats, and whether it continues a replica's history.
+
+use std::time::Duration;
+
+use remora_protocol::{Announce, Message, Offer, Relays, TableOffer};
+use remora_redis::ReplId;
+use tokio::sync::Mutex;
+
+use super::owner::Format;
+use crate::args::HostPort;
+use crate::server::{Client, Facts, Place, Server, ServerUrl};
+use crate::units::Size;
+
+/// An offer without tables: what a dry run needs to know.
+pub(super) fn plan_of(facts: &Facts, primary: Announce, write_rate: u64) -> Offer {
+    let nothing =
+        || TableOffer { generation: 0, first_offset: 0, slot_size: 0, slots: 0, retained: false, keys: Vec::new() };
+    Offer {
+        generation: 0,
+        replid: facts.replid.map_or([b'0'; 40], |replid| *replid.as_bytes()),
+        offset: facts.offset.unwrap_or(0),
+        snapshot: nothing(),
+        journal: nothing(),
+        primary,
+        server: facts.name(),
+        run_id: facts.run_id.clone().unwrap_or_default(),
+        backlog_bytes: facts.backlog.map_or(0, |backlog| backlog.size),
+        write_rate,
+        upstream: None,
+    }
+}
+
+/// Where a replica's server finds the primary: as told, else the server's own address; an empty host where that address
+/// means something only on this machine.
+pub(super) fn announce(told: Option<&HostPort>, url: &ServerUrl, facts: &Facts) -> Announce {
+    let source_sees_as = url.to_string();
+    if let Some(told) = told {
+        let tls = url.is_tls();
+        return Announce { host: told.host.clone(), port: told.port, tls, source_sees_as };
+    }
+    match url.place() {
+        Place::Tcp { host, port, tls } => {
+            let host = if url.is_local_only() { String::new() } else { host.clone() };
+            Announce { host, port: *port, tls: *tls, source_sees_as }
+        }
+        Place::Unix(_) => {
+            let port = facts.tcp_port.or(facts.tls_port).unwrap_or(0);
+            let tls = facts.tcp_port.is_none();
+            Announce { host: String::new(), port, tls, source_sees_as }
+        }
+    }
+}
+
+/// Which format of the primary a server reads that calls itself so (`Valkey 9.1.2`).
+pub(super) fn format_for(facts: &Facts, server: &str) -> Format {
+    let major = server.strip_prefix("Valkey ").and_then(|version| version.split('.').next()?.parse::<u32>().ok());
+    match facts.own_format() {
+        Some(own) if major.is_none_or(|major| major < own.major) => Format::Shared,
+        _ => Format::Own,
+    }
+}
+
+/// A replica that serves at an unspecified host is reached by others at the one that we see it by.
+pub(super) fn as_others_reach_it(relays: Relays, seen: std::net::SocketAddr) -> Relays {
+    let serves_at = match relays.serves_at.parse::<std::net::SocketAddr>() {
+        Ok(address) if address.ip().is_unspecified() => {
+            std::net::SocketAddr::new(seen.ip(), address.port()).to_string()
+        }
+        Ok(address) => address.to_string(),
+        // What is no address is nowhere.
+        Err(_) => String::new(),
+    };
+    Relays { serves_at, ..relays }
+}
+
+/// Whether the primary would continue `history` from `offset`, with room for the time that a hand-off takes.
+pub(super) fn hand_off_answer(facts: &Facts, history: Option<ReplId>, offset: u64, rate: u64) -> Message {
+    let Some(history) = history else {
+        return not_covered("this source has given the replica no snapshot and no stream".into());
+    };
+    if !facts.continues(history, offset + 1) {
+        return not_covered(other_history(facts, history, offset));
+    }
+    let Some(backlog) = facts.backlog else {
+        return not_covered("the primary does not tell of its backlog (INFO replication)".into());
+    };
+    let end = backlog.first.saturating_add(backlog.held).saturating_sub(1);
+    // What may still be written before the byte that the replica needs next falls out of the backlog.
+    let room = (offset + 1).saturating_sub(backlog.first) + backlog.size.saturating_sub(backlog.held);
+    let needed = (rate as f64 * HAND_OFF_TIME.as_secs_f64()) as u64;
+    let covered = backlog.covers(offset + 1) && room >= needed;
+    let text = if covered {
+        String::new()
+    } else {
+        format!(
+            "its backlog of {} reaches from {} to {}, the replica is at {offset} and {} a second are written: raise \
+             repl-backlog-size to {} or more",
+            Size::bytes(backlog.size),
+            backlog.first,
+            end,
+            Size::bytes(rate),
+            Size::bytes(needed.max(end.saturating_sub(offset)).saturating_mul(2).next_power_of_two())
+        )
+    };
+    Message::HandOffAnswer { covered, text }
+}
+
+pub(super) fn not_covered(text: String) -> Message {
+    Message::HandOffAnswer { covered: false, text }
+}
+
+/// Why a server does not continue `history` after `offset`.
+fn other_history(facts: &Facts, history: ReplId, offset: u64) -> String {
+    let Some(now) = facts.replid else {
+        return "the primary does not name its replication history (INFO replication)".into();
+    };
+    match facts.former {
+        Some((former, end)) if former == history => format!(
+            "the primary's history is {now} since offset {end}, and the replica is at offset {offset} of the former one, {history}"
+        ),
+        _ => format!("the primary's history is {now}, and the replica has another one, {history}"),
+    }
+}
+
+/// The time between asking and the primary's `+CONTINUE`: some round trips, and a server that is busy with other things.
+const HAND_OFF_TIME: Duration = Duration::from_millis(250);
+
+/// Asks the server about itself, over a connection that is made when first needed and again after a failure.
+pub(super) async fn ask(client: &Mutex<Option<Client>>, server: &Server) -> Result<Facts, crate::server::ServerError> {
+    let mut client = client.lock().await;
+    if let Some(open) = client.as_mut() {
+        if let Ok(facts) = Facts::read(open).await {
+            return Ok(facts);
+        }
+        *client = None;
+    }
+    let mut fresh = server.connect().await?;
+    let facts = Facts::read(&mut fresh).await?;
+    *client = Some(fresh);
+    Ok(facts)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+    use crate::server::Backlog;
+
+    fn replid(digit: &str) -> ReplId {
+        digit.repeat(40).parse().unwrap()
+    }
+
+    /// A primary with the history `a`, which was `b` up to offset 100, and a backlog from 50 to 149.
+    fn primary() -> Facts {
+        let backlog = Backlog { active: true, size: 1 << 20, first: 50, held: 100 };
+        let former = Some((replid("b"), 101));
+        Facts { replid: Some(replid("a")), former, backlog: Some(backlog), ..Facts::default() }
+    }
+
+    fn answer(facts: &Facts, history: Option<ReplId>, offset: u64) -> (bool, String) {
+        match hand_off_answer(facts, history, offset, 0) {
+            Message::HandOffAnswer { covered, text, .. } => (covered, text),
+            other => panic!("{}", other.name()),
+        }
+    }
+
+    #[test]
+    fn a_hand_off_is_covered_only_in_a_history_that_the_primary_continues() {
+        let covered = |digit, offset| answer(&primary(), Some(replid(digit)), offset).0;
+        assert!(covered("a", 149) && covered("b", 100) && covered("b", 60));
+        assert!(!covered("a", 20), "the backlog does not reach back");
+        assert!(!covered("b", 101), "beyond the end of the former history");
+        assert!(!covered("c", 100));
+    }
+
+    #[test]
+    fn a_hand_off_that_is_not_covered_for_its_history_says_so() {
+        let (_, text) = answer(&primary(), Some(replid("b")), 120);
+        assert!(text.contains(&replid("a").to_string()) && text.contains("offset 120 of the former one"), "{text}");
+        let (_, text) = answer(&primary(), Some(replid("c")), 120);
+        assert!(text.contains("the replica has another one") && text.contains(&replid("c").to_string()), "{text}");
+        let (covered, text) = answer(&primary(), None, 120);
+        assert!(!covered && text.contains("no snapshot"), "{text}");
+        let (covered, text) = answer(&Facts { replid: None, former: None, ..primary() }, Some(replid("a")), 120);
+        assert!(!covered && text.contains("does not name"), "{text}");
+    }
+}

@@ -1,0 +1,50 @@
+//! How fast the primary writes.
+
+use std::time::{Duration, Instant};
+
+/// How fast the stream grows, over the last few seconds.
+#[derive(Default)]
+pub(super) struct Rate {
+    last: Option<(Instant, u64)>,
+    bytes_per_second: f64,
+}
+
+impl Rate {
+    /// The span over which a rate is taken.
+    const SPAN: Duration = Duration::from_millis(500);
+
+    pub(super) fn sample(&mut self, now: Instant, position: u64) {
+        match self.last {
+            Some((then, _)) if now.duration_since(then) < Self::SPAN => {}
+            Some((then, before)) => {
+                let fresh = position.saturating_sub(before) as f64 / now.duration_since(then).as_secs_f64();
+                // The first sample after a new journal is no rate: its offsets are absolute.
+                let fresh = if before == 0 { 0.0 } else { fresh };
+                self.bytes_per_second = (self.bytes_per_second + fresh) / 2.0;
+                self.last = Some((now, position));
+            }
+            None => self.last = Some((now, position)),
+        }
+    }
+
+    pub(super) fn bytes_per_second(&self) -> u64 {
+        self.bytes_per_second as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_sample_of_a_journal_is_not_a_rate_and_later_ones_are_averaged() {
+        let (mut rate, start) = (Rate::default(), Instant::now());
+        rate.sample(start, 0);
+        rate.sample(start + Rate::SPAN, 1_000_000);
+        assert_eq!(rate.bytes_per_second(), 0, "offsets are absolute");
+        rate.sample(start + Rate::SPAN * 2, 1_000_500);
+        assert_eq!(rate.bytes_per_second(), 500);
+        rate.sample(start + Rate::SPAN * 2 + Rate::SPAN / 2, 9_000_000);
+        assert_eq!(rate.bytes_per_second(), 500, "less than a span has passed");
+    }
+}

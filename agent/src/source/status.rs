@@ -1,0 +1,93 @@
+//! The source's answer to `remora status`.
+
+use std::time::Instant;
+
+use remora_protocol::{GenerationState, GenerationStatus, ReplicaStatus, StatusReport, Totals};
+
+use super::Source;
+use super::owner::{Replica, Session, Stage};
+use crate::server::{Facts, Link, Role};
+
+/// What `remora status` shows.
+pub(super) fn report(source: &Source) -> StatusReport {
+    let (now, status) = (Instant::now(), source.owner.status());
+    StatusReport {
+        source: env!("CARGO_PKG_VERSION").into(),
+        server: source.server.url().to_string(),
+        role: role(&source.facts),
+        generation: generation_status(source),
+        replicas: status
+            .replicas
+            .iter()
+            .map(|(session, replica)| replica_status(source, *session, replica, now))
+            .collect(),
+        totals: Totals {
+            snapshots_taken: status.snapshots_taken,
+            replicas_done: status.replicas_done,
+            bytes_served: source.exports.bytes_served(),
+        },
+    }
+}
+
+fn generation_status(source: &Source) -> Option<GenerationStatus> {
+    let snapshot = source.owner.status().snapshot?;
+    let (replid, offset) = snapshot.origin()?;
+    let (first, end) = source.gauge.journal();
+    let memory = [&source.tables.snapshot.0, &source.tables.journal.0];
+    Some(GenerationStatus {
+        generation: snapshot.generation,
+        replid: replid.to_string(),
+        offset_start: offset,
+        offset_now: end,
+        state: match snapshot.stage {
+            Stage::Sealed { .. } => GenerationState::Complete,
+            _ => GenerationState::Capturing,
+        },
+        snapshot_bytes: source.gauge.received(),
+        slots: u64::from(source.tables.snapshot.1.slots),
+        published_slots: source.gauge.published_slots(),
+        retired_slots: source.gauge.retired_slots(),
+        windowed: source.gauge.retired_slots() > 0,
+        memory_bytes: memory.iter().filter_map(|memory| memory.resident().ok()).sum(),
+        memory_limit: source.args.memory.get(),
+        age_seconds: snapshot.asked().elapsed().as_secs(),
+        journal_first: first,
+        journal_end: end + 1,
+        capture_millis: source.gauge.capture_time().as_millis() as u64,
+        capture: source.gauge.way().to_string(),
+    })
+}
+
+fn replica_status(source: &Source, session: Session, replica: &Replica, now: Instant) -> ReplicaStatus {
+    let slots = source.gauge.published_slots().max(1);
+    let held = replica.at.slots_held;
+    let (oldest_slot, serves) = source.directory.lends(session);
+    let relays = source.sessions.get(&session).and_then(|peer| peer.relays.as_ref());
+    ReplicaStatus {
+        name: replica.name.clone(),
+        address: replica.address.clone(),
+        transport: replica.transport_name(),
+        transport_why: source.sessions.get(&session).map(|peer| peer.transport_why.clone()).unwrap_or_default(),
+        phase: replica.at.phase,
+        slots_held: held,
+        percent_permille: (held.min(slots) * 1000 / slots) as u16,
+        rate_bytes_per_s: replica.rate,
+        journal_lag_bytes: source.gauge.journal().1.saturating_sub(replica.at.applied_offset),
+        applied_offset: replica.at.applied_offset,
+        joined_seconds: now.duration_since(replica.joined).as_secs(),
+        silent_seconds: now.duration_since(replica.heard).as_secs(),
+        session,
+        reads_from: source.directory.reads_from(session),
+        serves,
+        oldest_slot,
+        zone: relays.map(|relays| relays.zone.clone()).unwrap_or_default(),
+    }
+}
+
+fn role(facts: &Facts) -> String {
+    match (facts.role, &facts.link) {
+        (Some(Role::Replica), Some(Link { host, port, .. })) => format!("replica of {host}:{port}"),
+        (Some(Role::Replica), None) => "replica".into(),
+        _ => "primary".into(),
+    }
+}

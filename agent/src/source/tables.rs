@@ -1,0 +1,121 @@
+//! The two tables' memory, and their shapes.
+
+use std::sync::Arc;
+
+use remora_fabric::{Memory, Pages, RegionId};
+use remora_protocol::TableOffer;
+use remora_table::Geometry;
+
+use crate::args::SourceArgs;
+use crate::exit::Failure;
+use crate::server::Facts;
+use crate::units::Size;
+
+/// What of the region's numbering is the snapshot, and what the journal.
+pub(super) const SNAPSHOT_REGION: u32 = 0;
+pub(super) const JOURNAL_REGION: u32 = 1;
+
+/// The two tables' memory: used by one generation after the other.
+pub(super) struct Tables {
+    pub(super) snapshot: (Arc<Memory>, Geometry),
+    pub(super) journal: (Arc<Memory>, Geometry),
+    /// Whether the present snapshot keeps to the promise of [`TableOffer::retained`].
+    pub(super) retained: bool,
+    /// A snapshot was larger than the server's INFO let expect: there will be no such promise again.
+    pub(super) outgrown: bool,
+    /// Generation and offset with which the journal now in it began.
+    pub(super) journal_origin: (u64, u64),
+}
+
+impl Tables {
+    pub(super) async fn create(args: &SourceArgs, facts: &Facts) -> Result<Tables, Failure> {
+        let total = args.memory.get();
+        let journal = args.journal_memory.map_or(total / JOURNAL_SHARE, Size::get);
+        if journal >= total {
+            let text = format!(
+                "--journal-memory {} leaves nothing of --memory {} for the snapshot",
+                Size::bytes(journal),
+                args.memory
+            );
+            return Err(Failure::refused(text));
+        }
+        let slot = |size: u64| u32::try_from(size).unwrap_or(u32::MAX);
+        let snapshot = table("remora-snapshot", total - journal, slot(args.slot_size().get()))?;
+        let journal = table("remora-journal", journal, JOURNAL_SLOT.min(slot(journal / 8).next_power_of_two() / 2))?;
+        let touch = snapshot.1.data_offset() + expected(facts, snapshot.1);
+        let memory = snapshot.0.clone();
+        let touch = touch.min(memory.length());
+        tracing::debug!(bytes = touch, "touching the snapshot's memory beforehand");
+        let touched = tokio::task::spawn_blocking(move || memory.prefault(0..touch)).await;
+        match touched {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => return Err(no_memory(error)),
+            Err(error) => return Err(no_memory(error)),
+        }
+        Ok(Tables { snapshot, journal, retained: false, outgrown: false, journal_origin: (0, 0) })
+    }
+
+    /// Gets the snapshot's memory ready for another generation. `fresh`: the present one may still be read by those who were lent
+    /// it, so they keep it, and it goes when they do.
+    pub(super) fn prepare(&mut self, args: &SourceArgs, facts: &Facts, fresh: bool) -> Result<(), Failure> {
+        if fresh && self.retained {
+            let slot_size = self.snapshot.1.slot_size;
+            let budget = self.snapshot.0.length();
+            tracing::debug!(memory = %args.memory, "a replica was lost in the middle: the snapshot gets fresh memory");
+            self.snapshot = table("remora-snapshot", budget, slot_size)?;
+        }
+        let ring = u64::from(self.snapshot.1.slot_size) * u64::from(self.snapshot.1.slots);
+        self.retained = !self.outgrown && expected(facts, self.snapshot.1) <= ring;
+        Ok(())
+    }
+
+    /// The memory of a region.
+    pub(super) fn memory(&self, region: u32) -> &Arc<Memory> {
+        if region == SNAPSHOT_REGION { &self.snapshot.0 } else { &self.journal.0 }
+    }
+
+    /// A table as its readers are told of it. `keys`: where it is, by each transport.
+    pub(super) fn offer(&self, id: RegionId, first_offset: u64, keys: Vec<Vec<u8>>) -> TableOffer {
+        let is_snapshot = id.region == SNAPSHOT_REGION;
+        let geometry = if is_snapshot { self.snapshot.1 } else { self.journal.1 };
+        TableOffer {
+            generation: id.generation,
+            first_offset,
+            slot_size: geometry.slot_size,
+            slots: geometry.slots,
+            retained: is_snapshot && self.retained,
+            keys,
+        }
+    }
+}
+
+/// Bytes that a snapshot of this server will have at most, as far as its INFO tells: what its data take in memory is more than
+/// what they take in a snapshot, except for large values, where it is as much.
+fn expected(facts: &Facts, geometry: Geometry) -> u64 {
+    let dataset = facts.used_memory_dataset.or(facts.used_memory).unwrap_or(0);
+    dataset + dataset / 16 + 2 * u64::from(geometry.slot_size)
+}
+
+/// The journal's share of the memory, unless told otherwise: a quarter.
+const JOURNAL_SHARE: u64 = 4;
+
+/// Bytes of a slot of the journal, at most: small enough that overwriting the oldest costs late readers little, large
+/// enough that its entry is looked up seldom.
+const JOURNAL_SLOT: u32 = 1 << 20;
+
+fn table(name: &str, budget: u64, slot_size: u32) -> Result<(Arc<Memory>, Geometry), Failure> {
+    let geometry = Geometry::within(budget, slot_size)
+        .map_err(|error| Failure::refused(format!("--memory is too small for its slots: {error}")))?;
+    let memory = Memory::create(name, geometry.memory_len(), Pages::Small).map_err(no_memory)?;
+    Ok((Arc::new(memory), geometry))
+}
+
+fn no_memory(error: impl std::fmt::Display) -> Failure {
+    Failure::local(format!("the memory for the tables can't be had: {error}; give a smaller --memory"))
+}
+
+/// Numbers that no earlier run of a source on this machine has used.
+pub(super) fn first_generation() -> u64 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    (now.as_millis() as u64) << 8
+}

@@ -1,0 +1,81 @@
+//! The capture threads that run: at most one snapshot's and one stream's that have not been told to stop.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use super::capture::{self, Plan};
+use crate::exit::Failure;
+
+/// How long the threads have to end when the source does.
+const FAREWELL: Duration = Duration::from_secs(3);
+
+/// See the module's text.
+#[derive(Default)]
+pub(super) struct Threads {
+    threads: Vec<CaptureThread>,
+}
+
+struct CaptureThread {
+    generation: u64,
+    follows_stream: bool,
+    stop: Arc<AtomicBool>,
+    thread: JoinHandle<()>,
+}
+
+impl Threads {
+    /// Starts a capture, which begins once the threads that were told to stop have ended: such a thread may still write for one tick, and two
+    /// writers of one table must never be.
+    pub(super) fn start(&mut self, plan: Plan) -> Result<(), Failure> {
+        let has_ended = |thread: &CaptureThread| thread.stop.load(Ordering::Relaxed) || thread.thread.is_finished();
+        let (ended, running): (Vec<_>, Vec<_>) = self.threads.drain(..).partition(has_ended);
+        self.threads = running;
+        let (generation, follows_stream, stop) = (plan.generation, plan.journal.is_some(), plan.stop.clone());
+        let thread = std::thread::Builder::new()
+            .name("capture".into())
+            .spawn(move || {
+                for thread in ended {
+                    let _ = thread.thread.join();
+                }
+                capture::run(plan);
+            })
+            .map_err(|error| Failure::local(format!("no thread for the capture: {error}")))?;
+        self.threads.push(CaptureThread { generation, follows_stream, stop, thread });
+        Ok(())
+    }
+
+    /// Whether the capture of that generation follows the stream.
+    pub(super) fn follows_stream(&self, generation: u64) -> bool {
+        self.threads.iter().any(|thread| thread.generation == generation && thread.follows_stream)
+    }
+
+    /// Tells the capture of that generation to stop.
+    pub(super) fn stop(&self, generation: u64) {
+        self.stop_those(|thread| thread.generation == generation);
+    }
+
+    /// Tells the thread that follows the stream to stop.
+    pub(super) fn stop_the_stream(&self) {
+        self.stop_those(|thread| thread.follows_stream);
+    }
+
+    /// Stops all threads and waits for them, within [`FAREWELL`].
+    pub(super) async fn end(self) {
+        self.stop_those(|_| true);
+        let joined = tokio::task::spawn_blocking(move || {
+            for thread in self.threads {
+                let _ = thread.thread.join();
+            }
+        });
+        if tokio::time::timeout(FAREWELL, joined).await.is_err() {
+            tracing::warn!("a capture thread did not end in time");
+        }
+    }
+
+    fn stop_those(&self, which: impl Fn(&CaptureThread) -> bool) {
+        for thread in self.threads.iter().filter(|thread| which(thread)) {
+            thread.stop.store(true, Ordering::Relaxed);
+        }
+    }
+}
