@@ -22,7 +22,8 @@ pub struct LoadArgs {
     #[arg(long, value_name = "N", help_heading = "Data")]
     pub keys: u64,
 
-    /// Bytes of content of each key: of the string, or of all members, elements, field values or entries together. At most 512MiB.
+    /// Bytes of content of each key: of the string, or of all members, elements, field values or entries together. At
+    /// most 512MiB.
     #[arg(long, value_name = "SIZE", value_parser = parse_value_size, help_heading = "Data")]
     pub value_size: Size,
 
@@ -92,8 +93,8 @@ fn parse_expire(text: &str) -> Result<Duration, String> {
 }
 
 const ABOUT: &str = "\
-Fills a server with test data, pipelined: exactly so many keys with exactly so many bytes each, the same for the same seed. \
-Keys of the same names are replaced; nothing else is touched.";
+Fills a server with test data, pipelined: exactly N keys with exactly SIZE bytes each. The same seed gives the same data. Keys of \
+the same names are replaced; no other key is changed.";
 
 fn more() -> String {
     format!(

@@ -16,15 +16,15 @@ pub struct ModuleArgs {
 /// What may be asked.
 #[derive(Clone, Copy, Debug, Subcommand)]
 pub enum ModuleQuestion {
-    /// Print where the library lies, for `loadmodule` in a server's configuration, or `MODULE LOAD`.
+    /// Print the path of the library, for `loadmodule` in a server's configuration, or `MODULE LOAD`.
     Path,
 }
 
 const ABOUT: &str = "\
-Say where the module for servers lies.
+Print the path of the module for servers.
 
-A server that has loaded libremora_module.so gives its snapshot at a fraction of the cost, and takes one in without a socket in \
-between. Without it everything works as well, slower. The library is looked for beside this program, and then in ../lib/remora.";
+A server with libremora_module.so writes its snapshot at a fraction of the cost, and loads one without a socket in between. Without \
+the module everything works too, but slower. Remora looks for the library beside this program, and then in ../lib/remora.";
 
 fn more() -> String {
     format!(

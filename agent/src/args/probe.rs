@@ -77,10 +77,9 @@ fn within(text: &str, least: Duration, most: Duration, sentence: &str) -> Result
 const LARGEST_READ: u64 = 4 << 20;
 
 const ABOUT: &str = "\
-Measures the way to a source: how long a read of its memory takes, and how many bytes a second come, by shared memory, RDMA and TCP, for \
-reads of 8 bytes to 4 MiB and 1 to 16 of them at once. The source needs no data and takes no snapshot for it: it lends a trial region of \
-64 MiB, and takes it back when the probe ends. A transport that can't be used is named with the reason. The network is kept busy for as long \
-as this takes.";
+Measures the latency and the bandwidth of reads of a source's memory, over shared memory, RDMA and TCP, for reads of 8 bytes to 4 MiB \
+and 1 to 16 reads at once. The source needs no data and takes no snapshot: it exports a scratch region of 64 MiB, and revokes it when \
+the probe ends. For a transport that cannot be used, the probe prints the reason. The probe keeps the network busy while it runs.";
 
 fn more() -> String {
     format!(

@@ -10,16 +10,17 @@ use crate::units::{Size, UnitError};
 /// Which RDMA devices an end uses, and how its packets are marked.
 #[derive(Clone, Debug, Default, Args)]
 pub struct RdmaEnd {
-    /// Use the RDMA device that has this address of ours; may be repeated, one for each port that is to be used. Default: a source uses
-    /// the one with the address of --listen, a reader the one to which the system's routes lead.
+    /// Use the RDMA device that has this address of ours; may be repeated, one for each port that is to be used.
+    /// Default: a source uses the one with the address of --listen, a reader the one to which the system's routes lead.
     #[arg(long, value_name = "ADDR", help_heading = "RDMA")]
     pub rdma_address: Vec<IpAddr>,
 
-    /// Use the RDMA device of this name, as `remora devices` lists it, by an address of each of its active ports; may be repeated.
+    /// Use the RDMA device of this name, as `remora devices` lists it, by an address of each of its active ports; may
+    /// be repeated.
     #[arg(long, value_name = "NAME", conflicts_with = "rdma_address", help_heading = "RDMA")]
     pub rdma_device: Vec<String>,
 
-    /// ... and of its ports this one alone.
+    /// Use only this port of the device that `--rdma-device` names.
     #[arg(long, value_name = "N", requires = "rdma_device", value_parser = clap::value_parser!(u8).range(1..), help_heading = "RDMA")]
     pub rdma_port: Option<u8>,
 
@@ -27,14 +28,14 @@ pub struct RdmaEnd {
     #[arg(long, value_name = "N", help_heading = "RDMA")]
     pub rdma_traffic_class: Option<u8>,
 
-    /// Service level of what is sent, 0 to 15: on InfiniBand it chooses the virtual lane, on RoCE the Ethernet priority. Default: the one
-    /// that the subnet manager, or the traffic class, assigns.
+    /// Service level of what is sent, 0 to 15: on InfiniBand it chooses the virtual lane, on RoCE the Ethernet
+    /// priority. Default: the one that the subnet manager, or the traffic class, assigns.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(..=15), help_heading = "RDMA")]
     pub rdma_service_level: Option<u8>,
 }
 
 impl RdmaEnd {
-    /// Whether somebody has said which device is to be used.
+    /// Whether an option names the device to use.
     pub fn is_named(&self) -> bool {
         !self.rdma_address.is_empty() || !self.rdma_device.is_empty()
     }
@@ -71,7 +72,8 @@ pub struct RdmaRead {
     #[allow(missing_docs)]
     pub end: RdmaEnd,
 
-    /// Queue pairs per table, 1 to 8: more where a network spreads its load by flow, or where several ports are to be used.
+    /// Queue pairs per table, 1 to 8: more where a network spreads its load by flow, or where several ports are to be
+    /// used.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=8), help_heading = "RDMA")]
     pub rdma_queue_pairs: u8,
 
@@ -87,11 +89,12 @@ pub struct RdmaRead {
     #[arg(long, value_name = "SIZE", default_value = "256KiB", value_parser = parse_piece, help_heading = "RDMA")]
     pub rdma_piece: Size,
 
-    /// How to wait for the device: `polling` keeps a processor busy, `event` sleeps at once, `poll-then-arm` polls for a moment first.
+    /// How to wait for the device: `polling` keeps a processor busy, `event` sleeps at once, `poll-then-arm` polls for
+    /// a moment first.
     #[arg(long, value_name = "HOW", default_value = "poll-then-arm", help_heading = "RDMA")]
     pub rdma_completion: CompletionChoice,
 
-    /// How long that moment is, in microseconds.
+    /// How long `poll-then-arm` polls before it sleeps, in microseconds.
     #[arg(long, value_name = "US", default_value_t = 20, value_parser = clap::value_parser!(u64).range(0..=1_000_000), help_heading = "RDMA")]
     pub rdma_poll_us: u64,
 }

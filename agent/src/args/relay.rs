@@ -9,12 +9,13 @@ use crate::units::{Size, parse_duration};
 /// How a replica takes part in passing slots on.
 #[derive(Clone, Debug, Args)]
 pub struct RelayArgs {
-    /// Lend received slots to other replicas, so that the source sends each of them about once. This opens a port, which is printed. The
-    /// default, unless the source is on this host (`--transport auto`), or read by shared memory, or `--state-dir` is given.
+    /// Lend received slots to other replicas, so that the source sends each of them about once. This opens a port,
+    /// which is printed. The default, unless the source is on this host (`--transport auto`), or read by shared memory,
+    /// or `--state-dir` is given.
     #[arg(long, overrides_with = "no_serve_peers", help_heading = "Other replicas")]
     pub serve_peers: bool,
 
-    /// Lend nothing. Slots may come from other replicas all the same.
+    /// Serve no slots to other replicas. The agent can still read slots from them.
     #[arg(long, overrides_with = "serve_peers", help_heading = "Other replicas")]
     pub no_serve_peers: bool,
 
@@ -22,24 +23,25 @@ pub struct RelayArgs {
     #[arg(long, value_name = "ADDR:PORT", help_heading = "Other replicas")]
     pub peer_listen: Option<SocketAddr>,
 
-    /// Bytes per second that other replicas may take from us, all together.
+    /// Bytes per second that other replicas read from this one, all together.
     #[arg(long, value_name = "SIZE", value_parser = parse_rate, help_heading = "Other replicas")]
     pub upload_limit: Option<Size>,
 
-    /// Bytes per second that each of them may take.
+    /// Bytes per second that each other replica reads from this one.
     #[arg(long, value_name = "SIZE", value_parser = parse_rate, help_heading = "Other replicas")]
     pub upload_limit_per_peer: Option<Size>,
 
-    /// Bytes per second that we take, from the source and from others together, when slots can be taken from others. The stream of writes goes
-    /// first, whatever its rate: the snapshot gets what is left.
+    /// Bytes per second received from the source and from other replicas together, if slots can be read from other
+    /// replicas. The stream of writes is never delayed; the snapshot gets the rest.
     #[arg(long, value_name = "SIZE", value_parser = parse_rate, help_heading = "Other replicas")]
     pub download_limit: Option<Size>,
 
-    /// Where this replica stands: a rack, a room, a region. Replicas of one zone rather read from each other.
+    /// Location of this replica: a rack, a room, a region. Replicas prefer upstreams in the same zone.
     #[arg(long, value_name = "LABEL", default_value = "", value_parser = parse_zone, help_heading = "Other replicas")]
     pub zone: String,
 
-    /// How long to go on lending slots when our own server has been handed over and others still read from us. We end when nobody does.
+    /// How long to keep serving slots to other replicas after this replica's own server was handed over. The agent
+    /// exits earlier if no replica reads from it.
     #[arg(long, value_name = "TIME", default_value = "5m", value_parser = parse_duration, help_heading = "Other replicas")]
     pub linger: Duration,
 }

@@ -23,7 +23,7 @@ pub struct ReplicaArgs {
     #[arg(long, value_name = "HOST:PORT", help_heading = "Source")]
     pub source: HostPort,
 
-    /// File with the secret that the source has too.
+    /// File with the secret that the agent shares with the source.
     #[arg(long, value_name = "FILE", help_heading = "Source")]
     pub token_file: PathBuf,
 
@@ -31,13 +31,13 @@ pub struct ReplicaArgs {
     #[arg(long, value_name = "NAME", help_heading = "Source")]
     pub name: Option<String>,
 
-    /// How to read the source's memory: `shm` where both agents share a host, `verbs` (RDMA) or `tcp` between hosts; `auto` takes the
-    /// first of these by which a read has worked, and says which and why.
+    /// How to read the source's memory: `shm` where both agents share a host, `verbs` (RDMA) or `tcp` between hosts;
+    /// `auto` takes the first of these by which a read has worked, and says which and why.
     #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Source")]
     pub transport: TransportChoice,
 
-    /// TCP connections to read by. More than one helps where a single one does not fill the link, and takes a larger share of it from
-    /// everybody else: clients of the primary on other hosts wait longer.
+    /// TCP connections for reading. More than one helps if a single connection does not fill the link. Several take a
+    /// larger share of the link from other traffic: clients of the primary on other hosts wait longer.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=4), help_heading = "Source")]
     pub lanes: u8,
 
@@ -45,35 +45,37 @@ pub struct ReplicaArgs {
     #[allow(missing_docs)]
     pub rdma: RdmaRead,
 
-    /// How long to go on trying when the source or the server is away for the moment, with growing pauses. `0` tries once.
+    /// How long to retry while the source or the server is unreachable, with growing pauses. `0` tries once.
     #[arg(long, value_name = "TIME", default_value = "5m", value_parser = parse_duration, help_heading = "Source")]
     pub retry_for: Duration,
 
-    /// Stay between: go on feeding the stream to the server instead of handing it over to the primary, until stopped. The primary then
+    /// Keep sending the stream to the server until stopped, instead of handing it over to the primary. The primary then
     /// serves one stream for all replicas of this source.
     #[arg(long, help_heading = "What to do")]
     pub stay: bool,
 
-    /// Check everything that can be checked (both servers, the source, the way to the primary), say it, and change nothing.
+    /// Check both servers, the source and the connection to the primary, print the result, and change nothing.
     #[arg(long, conflicts_with = "stay", help_heading = "What to do")]
     pub dry_run: bool,
 
-    /// The server holds data: let it be replaced. Without this a server with keys is refused.
+    /// Replace the data that the server holds. Without this option a server with keys is refused.
     #[arg(long, help_heading = "What to do")]
     pub replace: bool,
 
-    /// What to leave when the sync fails or is stopped after the server has begun to load: `detached` makes it a primary of nothing again
-    /// with whatever it then holds, and says so; `empty` also flushes it, so that nobody can mistake half a data set for a whole one.
+    /// State of the server if the sync fails or is stopped after the server has begun to load. `detached`: it
+    /// follows no primary (`REPLICAOF NO ONE`) and keeps the data that it holds then; the agent reports how much. `empty`:
+    /// also flushed, so that no client takes half a data set for a whole one.
     #[arg(long, value_name = "STATE", default_value = "empty", help_heading = "What to do")]
     pub on_failure: OnFailure,
 
-    /// Memory for slots under way, and for those that other replicas read from us; at least 16MiB. Three quarters of it hold slots: where all of a
-    /// snapshot's fit, others may read them from the first on; else the newest ones.
+    /// Memory for slots under way, and for those that other replicas read from us; at least 16MiB. Three quarters of it
+    /// hold slots: where all of a snapshot's fit, others may read them from the first on; else the newest ones.
     #[arg(long, value_name = "SIZE", default_value = "256MiB", value_parser = parse_memory, help_heading = "Resources")]
     pub memory: Size,
 
-    /// Folder to keep received slots in. A replica agent that is started again with the same folder goes on with the slots it lacks.
-    /// Needs as much disk space as the snapshot has bytes. Made for its owner only; one that other users can write to is refused.
+    /// Folder for received slots. A replica agent that is restarted with the same folder reads only the slots it lacks.
+    /// The folder needs as much disk space as the snapshot has bytes. Only its owner has access; one that other users
+    /// can write to is refused.
     #[arg(long, value_name = "DIR", help_heading = "Resources")]
     pub state_dir: Option<PathBuf>,
 
@@ -81,13 +83,13 @@ pub struct ReplicaArgs {
     #[allow(missing_docs)]
     pub relay: RelayArgs,
 
-    /// Whether a server that has our module (docs/module.md) loads long strings out of shared memory: `auto`: where it can be done; `off`:
-    /// everything goes by the link. What can't be done so goes by the link in any case.
+    /// Whether a server that has our module (docs/module.md) loads long strings from shared memory. `auto`: if
+    /// possible. `off`: never. Anything that cannot be shared is sent over the replication link.
     #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Link to the server")]
     pub module_load: ModuleLoad,
 
-    /// Address of ours that the server connects to while it loads; the port is any free one and is printed. Default: loopback where the
-    /// server is on this host, else the address by which we reach the server.
+    /// Address of ours that the server connects to while it loads; the port is any free one and is printed. Default:
+    /// loopback where the server is on this host, else the address by which we reach the server.
     #[arg(long, value_name = "ADDR", help_heading = "Link to the server")]
     pub listen: Option<IpAddr>,
 
@@ -99,7 +101,8 @@ pub struct ReplicaArgs {
     #[arg(long, value_name = "FILE", requires = "link_cert", help_heading = "Link to the server")]
     pub link_key: Option<PathBuf>,
 
-    /// Certificates (PEM) of the authorities the server's own certificate must come from. Without it the server is not asked for one.
+    /// Certificates (PEM) of the authorities the server's own certificate must come from. Without it the server is not
+    /// asked for one.
     #[arg(long, value_name = "FILE", requires = "link_cert", help_heading = "Link to the server")]
     pub link_client_ca: Option<PathBuf>,
 
@@ -153,11 +156,11 @@ fn parse_memory(text: &str) -> Result<Size, String> {
 const ABOUT: &str = "\
 Makes a server an exact replica of the one a source serves.
 
-The agent reads the source's snapshot and the writes that follow it, speaks to its own server as a primary would, and so has \
-it load them; when the server has caught up, it is told the address of the true primary and goes on there by a partial \
-resynchronisation, at the exact offset. The agent then ends with exit code 0 and a summary line per phase. Before anything is \
-touched it is checked that the server may be used (no data, no cluster mode, not the primary itself), that it can reach the \
-primary, and that settings and permissions suffice. Settings changed for the sync are put back, also after a crash.";
+The agent reads the source's snapshot and the writes that follow it, and sends them to its own server as a primary would. When \
+the server has caught up, the agent makes it follow the true primary, where it continues by a partial resynchronisation at the \
+exact offset. The agent then prints a summary line per phase and exits with code 0. Before it changes anything, the agent checks \
+that the server is suitable (no data, no cluster mode, not the primary itself), that it can reach the primary, and that settings \
+and permissions suffice. The agent restores the settings that it changed for the sync, also after a crash.";
 
 fn more() -> String {
     format!(

@@ -19,37 +19,38 @@ pub struct SourceArgs {
     #[allow(missing_docs)]
     pub server: ServerArgs,
 
-    /// Address and port to serve replica agents on. Exactly this one port is opened. The default serves this host only; give the
-    /// address of an interface (or 0.0.0.0 for all) to serve others.
+    /// Address and port to serve replica agents on. Exactly this one port is opened. The default serves this host only;
+    /// give the address of an interface (or 0.0.0.0 for all) to serve others.
     #[arg(long, value_name = "ADDR:PORT", default_value = "127.0.0.1:7379", help_heading = "Serving")]
     pub listen: SocketAddr,
 
-    /// File with the secret that source and replicas share: at least 16 bytes, for its owner and group only. It never crosses
-    /// the network. Make one by: head -c 32 /dev/urandom | base64
+    /// File with the secret that source and replicas share: at least 16 bytes, for its owner and group only. It never
+    /// crosses the network. Make one by: head -c 32 /dev/urandom | base64
     #[arg(long, value_name = "FILE", help_heading = "Serving")]
     pub token_file: PathBuf,
 
-    /// Address of the primary as the replicas' servers reach it, for the hand-off. Default: the server's own address; where that is
-    /// loopback or a socket, the host by which a replica reached this source.
+    /// Address of the primary as the replicas' servers reach it, for the hand-off. Default: the server's own address;
+    /// where that is loopback or a socket, the host by which a replica reached this source.
     #[arg(long, value_name = "HOST:PORT", help_heading = "Serving")]
     pub announce: Option<HostPort>,
 
-    /// Replica agents that may be joined at once; more are told to wait.
+    /// Maximum number of replica agents joined at the same time; the source makes further ones wait.
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=512), help_heading = "Serving")]
     pub max_replicas: u32,
 
-    /// Memory for the snapshot and the journal together; at least 16MiB. A snapshot that fits is kept whole and serves late joiners
-    /// too; a larger one passes through in a window, at the pace of the slowest replica that is joined.
+    /// Memory for the snapshot and the journal together; at least 16MiB. A snapshot that fits is kept whole and serves
+    /// late joiners too; a larger one passes through in a window, at the pace of the slowest replica that is joined.
     #[arg(long, value_name = "SIZE", default_value = "1GiB", value_parser = parse_memory, help_heading = "Memory")]
     pub memory: Size,
 
-    /// How much of that is the journal: the stream of writes since the snapshot. The longer it reaches back, the later a replica
-    /// may join without a new snapshot. Default: a quarter of --memory.
+    /// How much of that is the journal: the stream of writes since the snapshot. The longer it reaches back, the later
+    /// a replica may join without a new snapshot. Default: a quarter of --memory.
     #[arg(long, value_name = "SIZE", help_heading = "Memory")]
     pub journal_memory: Option<Size>,
 
-    /// Size of the pieces a snapshot is cut into: a power of two from 64KiB to 64MiB. A replica resumes at a piece's beginning, and passes
-    /// a piece on to others when it has all of it. Default: 1MiB, or more where the memory would hold more than 262144 of them.
+    /// Size of the pieces a snapshot is cut into: a power of two from 64KiB to 64MiB. A replica resumes at a piece's
+    /// beginning, and passes a piece on to others when it has all of it. Default: 1MiB, or more where the memory would
+    /// hold more than 262144 of them.
     #[arg(long, value_name = "SIZE", value_parser = parse_slot_size, help_heading = "Memory")]
     pub slot_size: Option<Size>,
 
@@ -61,30 +62,33 @@ pub struct SourceArgs {
     #[arg(long, value_name = "TIME", default_value = "1h", value_parser = parse_duration, help_heading = "Snapshot")]
     pub max_age: Duration,
 
-    /// A replica that takes nothing for this long, while others or the primary wait for it, is put out; it alone starts again. Keep
-    /// it well below the primary's repl-timeout (60 s by default), after which the primary gives the snapshot up for all.
+    /// A replica that reads nothing for this long, while others or the primary wait for it, is disconnected; only that
+    /// replica starts over. Keep it well below the primary's repl-timeout (60 s by default), after which the primary
+    /// aborts the snapshot for all.
     #[arg(long, value_name = "TIME", default_value = "15s", value_parser = parse_duration, help_heading = "Snapshot")]
     pub stall_timeout: Duration,
 
-    /// What of the snapshot our module does, where the server has it (docs/module.md): `walk`: the server's fork child writes long strings
-    /// straight into our memory, and the server everything else, without compressing; `server`: the server writes all, without compressing;
-    /// `auto`: the one that costs the server less, by the average size of its values; `off`: nothing. Where it can't be done the
-    /// snapshot comes as without a module.
+    /// How the module takes part in a snapshot, if the server has it (docs/module.md). `walk`: the server's fork child
+    /// writes long strings directly into the source's memory, and the server writes the rest, without compressing.
+    /// `server`: the server writes everything, without compressing. `auto`: the one that costs the server less, by the
+    /// average size of its values. `off`: not at all. If the module cannot take part, the snapshot is taken as without
+    /// a module.
     #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Snapshot")]
     pub module_capture: ModuleCapture,
 
-    /// Strings from this size on are long, for `walk`. For shorter ones the module costs the server more than its own saver does. Default:
-    /// 1KiB where the server's memory comes from jemalloc, else 64KiB.
+    /// Strings from this size on are long, for `walk`. For shorter ones the module costs the server more than its own
+    /// saver does. Default: 1KiB where the server's memory comes from jemalloc, else 64KiB.
     #[arg(long, value_name = "SIZE", help_heading = "Snapshot")]
     pub module_walk_from: Option<Size>,
 
-    /// Load the module into a server that does not have it (MODULE LOAD). PATH is where the library lies on the server's host; without it
-    /// the one that `remora module path` names. The server must allow that (enable-module-command), and our user `+module|load`.
+    /// Load the module into a server that does not have it (MODULE LOAD). PATH is the path of the library on the
+    /// server's host; the default is the one that `remora module path` prints. The server must allow it
+    /// (enable-module-command), and the ACL user needs `+module|load`.
     #[arg(long, value_name = "PATH", num_args = 0..=1, default_missing_value = "", help_heading = "Snapshot")]
     pub load_module: Option<PathBuf>,
 
-    /// Folder for the socket by which the module is handed our memory. Default: a socket without a file, which servers in another network
-    /// namespace (a container) can't reach; they and this agent can share a folder.
+    /// Folder for the socket by which the module is handed our memory. Default: a socket without a file, which servers
+    /// in another network namespace (a container) can't reach; they and this agent can share a folder.
     #[arg(long, value_name = "FOLDER", help_heading = "Snapshot")]
     pub module_socket_folder: Option<PathBuf>,
 
@@ -93,17 +97,19 @@ pub struct SourceArgs {
     #[arg(long, value_name = "HOW", default_value = "file", help_heading = "Transports")]
     pub tcp_send: SendChoice,
 
-    /// Congestion control of the TCP lanes, as in /proc/sys/net/ipv4/tcp_allowed_congestion_control. Default: the system's.
+    /// Congestion control of the TCP lanes, as in /proc/sys/net/ipv4/tcp_allowed_congestion_control. Default: the
+    /// system's.
     #[arg(long, value_name = "NAME", help_heading = "Transports")]
     pub tcp_congestion: Option<String>,
 
-    /// Bytes per second that replicas may read from us by TCP, all together. A little below what the cable carries (105MiB for 1 Gb/s), and the
-    /// primary's clients on other hosts do not wait behind the snapshot; the transfer then takes that much longer. By RDMA and shared
-    /// memory reads pass us unnoticed: replicas can limit themselves by their `--download-limit`.
+    /// Bytes per second that the source sends over TCP, to all replicas together. With a limit a little below the rate
+    /// of the network link (105MiB for 1 Gb/s), the primary's clients on other hosts do not wait behind the snapshot;
+    /// the transfer takes longer accordingly. The source cannot observe reads over RDMA and shared memory; replicas
+    /// limit these with `--download-limit`.
     #[arg(long, value_name = "SIZE", value_parser = parse_rate, help_heading = "Transports")]
     pub upload_limit: Option<Size>,
 
-    /// Do not offer shared memory to replicas on this host: everything goes by TCP.
+    /// Do not offer shared memory to replicas on this host: they read over TCP.
     #[arg(long, help_heading = "Transports")]
     pub no_shm: bool,
 
@@ -182,8 +188,8 @@ fn default_slot_size(memory: Size) -> Size {
     Size::bytes(few_enough.clamp(DEFAULT_SLOT, LARGEST_SLOT))
 }
 
-/// A slot is passed on when it is whole, so that each replica of a chain is a slot's time behind the one it reads from: 9 ms at 1 Gb/s. It
-/// is also the most that is read at once; smaller ones cost more reads for the same bytes.
+/// A slot is passed on when it is whole, so that each replica of a chain is a slot's time behind the one it reads from:
+/// 9 ms at 1 Gb/s. It is also the most that is read at once; smaller ones cost more reads for the same bytes.
 const DEFAULT_SLOT: u64 = 1 << 20;
 
 /// Slots that a table has by default, at most: a directory of 16 MiB.
@@ -211,9 +217,9 @@ const LARGEST_SLOT: u64 = 64 << 20;
 const ABOUT: &str = "\
 Takes one snapshot of a server and serves it, with the writes that follow, to any number of replica agents.
 
-The source speaks to the server as one more replica: nothing is installed there, and it forks once per snapshot however many \
-replicas read it. The server may itself be a replica of the primary (same history, same offsets); the primary is then not \
-touched at all. The source runs until it is stopped by SIGINT or SIGTERM, which is its ordinary end (exit code 0).";
+The source connects to the server as one more replica. Nothing is installed there, and the server forks once per snapshot, no \
+matter how many replicas read it. The server can itself be a replica of the primary (same history, same offsets); the source then \
+does not contact the primary at all. The source runs until SIGINT or SIGTERM stops it, which is a normal end (exit code 0).";
 
 fn more() -> String {
     format!(
@@ -222,7 +228,7 @@ Examples:
   Serve this host only (shared memory):
     remora source --server redis://127.0.0.1:6379 --token-file token
   Serve others on port 7379 of one interface, as a user, with 8 GiB, and the snapshot
-  ready before anybody asks:
+  ready before the first replica joins:
     remora source --server redis://127.0.0.1:6379 --user remora --password-file pw \\
       --listen 10.0.0.5:7379 --token-file token --memory 8GiB --eager
   From a server with TLS, to be known to the replicas as db1:6390:

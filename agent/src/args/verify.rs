@@ -41,13 +41,13 @@ pub struct VerifyArgs {
     #[command(flatten)]
     pub tls: TlsArgs,
 
-    /// Whether to ask both servers for `DEBUG DIGEST` first, where they allow it. It is fast, but a server answers nobody else while it
-    /// computes it: seconds per gigabyte, or per million elements.
+    /// Whether to ask both servers for `DEBUG DIGEST` first, where they allow it. It is fast, but a server answers
+    /// nobody else while it computes it: seconds per gigabyte, or per million elements.
     #[arg(long, value_name = "WHEN", default_value = "auto", help_heading = "Comparison")]
     pub digest: DigestUse,
 
-    /// How often to look again at keys and function libraries that differ, each time after the replica has caught up with the primary.
-    /// Those that changed every time are reported as undecided.
+    /// How often to look again at keys and function libraries that differ, each time after the replica has caught up
+    /// with the primary. Those that changed every time are reported as undecided.
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000), help_heading = "Comparison")]
     pub recheck: u32,
 
