@@ -1,4 +1,4 @@
-//! Memory against a plain vector as the truth, its bounds, its seals, and the system calls that go straight into it.
+//! Tests of memory: against a vector as the oracle, its bounds, its seals, and the system calls that use it directly.
 
 #![allow(clippy::unwrap_used)]
 
@@ -29,7 +29,7 @@ fn contents(view: &View) -> Vec<u8> {
     bytes
 }
 
-/// One thing done to a memory. The same is done to a vector.
+/// An operation on a memory, and on a vector.
 #[derive(Clone, Debug)]
 enum Operation {
     Write { offset: u64, bytes: Vec<u8> },
@@ -82,7 +82,7 @@ impl Operation {
         }
     }
 
-    /// The oracle. `None`: this has to fail and change nothing.
+    /// The oracle. `None` means that the operation must fail and change nothing.
     fn on_vector(&self, bytes: &mut [u8]) -> Option<()> {
         let range = |offset: u64, length: u64| {
             let end = usize::try_from(offset.checked_add(length)?).ok()?;
@@ -186,7 +186,7 @@ fn what_is_touched_counts_and_what_is_released_does_not() {
     assert_eq!(memory.resident().unwrap(), SIZE);
     memory.release(0..SIZE / 2).unwrap();
     assert_eq!(memory.resident().unwrap(), SIZE / 2);
-    // What was given back is touched again when that is asked for.
+    // Released pages are backed again on demand.
     memory.prefault(0..SIZE / 4).unwrap();
     assert_eq!(memory.resident().unwrap(), SIZE / 4 * 3);
     memory.prefault(0..SIZE).unwrap();

@@ -124,7 +124,7 @@ pub(crate) struct Library {
 pub(crate) fn library() -> Result<&'static Library, Error> {
     static LIBRARY: OnceLock<Result<Library, String>> = OnceLock::new();
     if std::env::var_os(DISABLE).is_some_and(|value| !value.is_empty() && value != "0") {
-        return Err(Error::NoRdma { what: format!("{DISABLE} is set"), cure: "unset it".into() });
+        return Err(Error::NoRdma { what: format!("it is disabled by {DISABLE}"), cure: "unset that variable".into() });
     }
     LIBRARY.get_or_init(|| open().map_err(|error| error.to_string())).as_ref().map_err(|what| Error::NoRdma {
         what: what.clone(),

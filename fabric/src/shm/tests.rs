@@ -1,4 +1,5 @@
-//! What only this transport has: strangers at the door, late ones, a full server, impostors, and the socket's file.
+//! Tests of this transport alone: connections that are not readers, slow ones, limits, impostors, and the socket's
+//! file.
 
 #![allow(clippy::unwrap_used)]
 
@@ -45,7 +46,7 @@ fn connect(key: &RegionKey) -> Result<Box<dyn Peer>, Error> {
     ShmConnector::new().connect(key, 1, &SECRET, memory())
 }
 
-/// A connection to the exporter's door that has said nothing yet.
+/// A connection to the exporter that has not sent anything.
 fn connect_raw(exporter: &ShmExporter) -> OwnedFd {
     let address = key::address(&exporter.key(ID).unwrap(), &BootId::of_this_host().unwrap()).unwrap();
     local::connect(&address, Instant::now() + Duration::from_secs(5)).unwrap()
@@ -90,26 +91,26 @@ fn a_view_outlives_its_peer_and_can_not_be_written() {
 }
 
 #[test]
-fn strangers_are_cut_and_readers_are_served_all_the_same() {
+fn malformed_hellos_are_rejected_and_readers_are_still_served() {
     let (exporter, _memory) = exporter(ShmOptions::default());
     let hello = Shm::hello(&Hello { lane: 0, session: 1, id: ID, nonce: [0; 32] });
     let mut wrong_magic = hello.clone();
     wrong_magic[0] = b'X';
     for packet in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0], &wrong_magic, &hello[..71], &[&hello[..], &[0]].concat()] {
-        let stranger = connect_raw(&exporter);
-        local::send(&stranger, packet, None).unwrap();
-        assert!(matches!(receive(&stranger), Err(Error::Protocol(_) | Error::System { .. })), "{packet:?}");
+        let connection = connect_raw(&exporter);
+        local::send(&connection, packet, None).unwrap();
+        assert!(matches!(receive(&connection), Err(Error::Protocol(_) | Error::System { .. })), "{packet:?}");
     }
-    let stranger = connect_raw(&exporter);
-    local::send(&stranger, &hello, None).unwrap();
-    receive(&stranger).unwrap();
-    local::send(&stranger, b"a proof of the wrong length", None).unwrap();
-    assert!(receive(&stranger).is_err());
+    let connection = connect_raw(&exporter);
+    local::send(&connection, &hello, None).unwrap();
+    receive(&connection).unwrap();
+    local::send(&connection, b"a proof of the wrong length", None).unwrap();
+    assert!(receive(&connection).is_err());
     assert!(connect(&exporter.key(ID).unwrap()).is_ok());
 }
 
 #[test]
-fn who_says_nothing_is_cut_after_a_while() {
+fn a_connection_without_a_hello_is_closed_at_the_time_out() {
     let options = ShmOptions { handshake_timeout: Duration::from_millis(50), ..ShmOptions::default() };
     let (exporter, _memory) = exporter(options);
     let silent = connect_raw(&exporter);
@@ -119,7 +120,7 @@ fn who_says_nothing_is_cut_after_a_while() {
 }
 
 #[test]
-fn one_reader_too_many_is_told_that_the_house_is_full() {
+fn one_reader_above_the_limit_is_refused_as_busy() {
     let (exporter, _memory) = exporter(ShmOptions { connections: 2, ..ShmOptions::default() });
     let key = exporter.key(ID).unwrap();
     let (first, _second) = (connect(&key).unwrap(), connect(&key).unwrap());
@@ -134,7 +135,7 @@ fn one_reader_too_many_is_told_that_the_house_is_full() {
 }
 
 #[test]
-fn one_session_can_not_take_the_whole_house() {
+fn one_session_can_not_take_all_connections() {
     let (exporter, _memory) = exporter(ShmOptions::default());
     let key = exporter.key(ID).unwrap();
     let peers: Vec<_> = (0..16).map(|_| connect(&key).unwrap()).collect();
@@ -144,7 +145,7 @@ fn one_session_can_not_take_the_whole_house() {
     drop(peers);
 }
 
-/// Answers one reader as an exporter would that does not know the secret, and hands `memory` over.
+/// Answers one reader as an exporter without the secret would, and passes `memory`.
 fn impostor(listener: OwnedFd, memory: Arc<Memory>, proof: [u8; 32]) -> thread::JoinHandle<()> {
     thread::spawn(move || {
         let reader = loop {
@@ -244,7 +245,7 @@ fn a_last_packet_comes_before_the_end_however_close_the_two_are() {
     giver.join().unwrap();
 }
 
-/// So many ends that, where the end were taken for all there is, one in a few thousand would show it.
+/// Enough rounds that mistaking the end for the whole, which happens once in a few thousand, would be noticed.
 const ROUNDS_OF_ENDS: u32 = 20_000;
 
 fn local_pair() -> (OwnedFd, OwnedFd) {

@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stranger_is_told_from_a_reader_by_the_first_bytes() {
+    fn a_hello_without_the_magic_is_rejected() {
         let mut hello = hello();
         hello[0] ^= 1;
         assert!(matches!(Shm::parse_hello(&hello), Err(Error::Protocol(_))));

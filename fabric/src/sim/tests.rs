@@ -1,4 +1,4 @@
-//! What only this transport has: its faults, and that a seed means one run.
+//! Tests of this transport alone: its faults, and that a seed determines a run.
 
 #![allow(clippy::unwrap_used)]
 
@@ -16,7 +16,7 @@ const SIZE: u64 = 64 << 10;
 const ID: RegionId = RegionId { generation: 1, region: 0 };
 const SECRET: [u8; 32] = [9; 32];
 
-/// A source with one region and a reader, on a network of the given faults.
+/// A source with one region and a reader, on a network with the given faults.
 struct World {
     network: Network,
     exporter: SimExporter,
@@ -45,7 +45,7 @@ fn read(tag: u64, length: u32) -> ReadRequest {
     ReadRequest { tag, offset: 0, length, sink_offset: 0 }
 }
 
-/// Reads until the peer is retired, for a bounded time; gives all completions.
+/// Reads until the peer is retired, at most `polls` times; returns all completions.
 fn run(peer: &mut dyn Peer, polls: usize) -> Vec<Completion> {
     let mut completions = Vec::new();
     for tag in 0..polls {

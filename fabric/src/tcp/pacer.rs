@@ -93,7 +93,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whoever takes turns, however late he wakes: in no stretch of time more leaves than the rate, one piece and what is saved allow.
+        /// However late a sender wakes: in no stretch of time is more sent than the rate, one piece and the saved time allow.
         #[test]
         fn no_more_leaves_than_the_rate(
             rate in 100_000u64..1_000_000_000,
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn one_who_is_always_a_little_late_still_gets_the_rate() {
+    fn a_sender_that_is_always_slightly_late_still_gets_the_rate() {
         let pacer = pacer(100_000_000);
         let (start, piece) = (Instant::now(), pacer.piece());
         let mut now = start;
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn one_who_gives_up_does_not_wait_for_his_turn() {
+    fn a_cancelled_wait_returns_immediately() {
         let pacer = pacer(1);
         assert!(pacer.wait(1 << 20, || false), "the first may go at once");
         assert!(!pacer.wait(1, || true));

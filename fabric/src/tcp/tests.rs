@@ -1,5 +1,5 @@
-//! What is particular to this transport: its threads and limits, and other ends that do not behave. What is true of every
-//! transport is in the conformance suite.
+//! Tests of this transport alone: its threads and limits, and other ends that misbehave. The conformance suite tests
+//! what is true of every transport.
 
 #![allow(clippy::unwrap_used)]
 
@@ -35,7 +35,7 @@ const REGION_BYTES: u64 = 8 << 20;
 
 #[test]
 fn bytes_arrive_unchanged_over_any_number_of_lanes_and_in_both_ways_of_sending() {
-    // The second address is not the one that a reader gets for itself: to the lanes it is another host.
+    // The second address differs from the reader's own: for the lanes it is another host.
     for (lanes, send, host) in [
         (1, SendMode::Copy, "127.0.0.1:0"),
         (1, SendMode::Copy, "127.0.0.2:0"),
@@ -67,7 +67,7 @@ fn bytes_arrive_unchanged_over_any_number_of_lanes_and_in_both_ways_of_sending()
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// Sizes around every limit there is, in any order and number, against the region itself as the oracle.
+    /// Sizes around every limit, in any order and number, against the region itself as the oracle.
     #[test]
     fn whatever_is_read_is_what_lies_there(
         lanes in 1u8..=4,
@@ -148,7 +148,7 @@ fn a_source_that_never_answers_is_given_up() {
 }
 
 #[test]
-fn garbage_instead_of_a_hello_is_answered_once_and_cut() {
+fn garbage_instead_of_a_hello_is_answered_once_and_closed() {
     let world = World::new(quick());
     let mut stream = TcpStream::connect(world.address).unwrap();
     stream.write_all(&[0xA5; Tcp::HELLO_BYTES]).unwrap();
@@ -160,11 +160,11 @@ fn garbage_instead_of_a_hello_is_answered_once_and_cut() {
 }
 
 #[test]
-fn a_hello_that_trickles_in_is_cut_at_the_time_out() {
+fn a_slow_hello_is_closed_at_the_time_out() {
     let world = World::new(quick());
     let mut stream = TcpStream::connect(world.address).unwrap();
     let began = Instant::now();
-    // Each byte comes well within the time-out; all of them together do not.
+    // Each byte arrives well within the time-out; all of them together do not.
     let sent = LANE_MAGIC.iter().cycle().take_while(|byte| {
         thread::sleep(Duration::from_millis(50));
         stream.write_all(&[**byte]).is_ok()
@@ -175,14 +175,14 @@ fn a_hello_that_trickles_in_is_cut_at_the_time_out() {
 }
 
 #[test]
-fn strangers_fill_only_their_own_places_and_only_for_a_while() {
+fn connections_without_a_proof_have_their_own_limit_until_the_time_out() {
     let world = World::new(quick());
-    let strangers: Vec<_> = (0..MAX_UNPROVED).map(|_| TcpStream::connect(world.address).unwrap()).collect();
+    let unproved: Vec<_> = (0..MAX_UNPROVED).map(|_| TcpStream::connect(world.address).unwrap()).collect();
     world.wait_for_lanes(MAX_UNPROVED);
     assert!(matches!(world.connect().err(), Some(Error::Refused(Denial::Busy))));
     world.wait_for_lanes(0);
     assert!(world.connect().is_ok());
-    drop(strangers);
+    drop(unproved);
 }
 
 #[test]
@@ -218,7 +218,7 @@ fn half_a_request_does_not_hold_a_lane_for_ever() {
 }
 
 #[test]
-fn a_request_with_the_tag_of_the_lane_ends_the_lane_with_a_word() {
+fn a_request_with_the_tag_of_the_lane_ends_the_lane_with_an_answer() {
     let world = World::new(quick());
     let mut stream = world.raw_lane();
     let request = Request { tag: TAG_LANE, id: ID, offset: 0, length: 1 };
@@ -261,7 +261,7 @@ fn a_revoked_region_is_told_to_an_idle_reader_and_to_a_busy_one() {
 }
 
 #[test]
-fn a_silent_source_is_found_out_by_those_who_only_sleep_on_the_descriptor() {
+fn a_silent_source_is_detected_by_a_caller_that_only_sleeps_on_the_descriptor() {
     let source = FakeSource::welcoming(|mut stream| while stream.read(&mut [0; 64]).unwrap_or(0) > 0 {});
     let mut peer = source.connect().unwrap();
     peer.post_read(&[read(1, 0, 1, 0)]).unwrap();
@@ -307,7 +307,7 @@ fn a_source_that_sends_more_than_was_asked_for_writes_nothing_outside_its_place(
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
 
-    /// Answers of a source gone mad: whatever comes, each read completes once and only its own place is written.
+    /// Random answers of a source: each read completes once, and only its own place is written.
     #[test]
     fn any_bytes_from_a_source_end_every_read_once(noise in prop::collection::vec(any::<u8>(), 0..3000), good in 0usize..3) {
         let source = FakeSource::welcoming(move |mut stream| {
@@ -330,7 +330,7 @@ proptest! {
 }
 
 #[test]
-fn dropping_the_exporter_does_not_wait_for_anybody() {
+fn dropping_the_exporter_does_not_wait_for_readers() {
     let world = World::new(TcpOptions { drain_timeout: Duration::from_secs(60), ..quick() });
     let mut stalled = world.connect().unwrap();
     stalled.post_read(&[read(1, 0, 8 << 20, 0); 8]).unwrap();
@@ -379,8 +379,8 @@ fn all_lanes_together_get_no_more_than_the_rate() {
 }
 
 #[test]
-fn small_reads_do_not_wait_for_their_turn_nor_does_an_exporter_that_ends_for_those_who_do() {
-    // A turn takes four seconds.
+fn the_pacer_delays_neither_small_reads_nor_the_end_of_the_exporter() {
+    // Each reservation takes four seconds.
     let world = World::new(TcpOptions { upload_rate: NonZeroU64::new(1 << 10), ..quick() });
     let (mut peer, mut other) = (world.connect().unwrap(), world.connect().unwrap());
     peer.post_read(&[read(1, 0, 1 << 20, 0)]).unwrap();
@@ -416,7 +416,7 @@ fn options_outside_their_range_are_refused() {
     }
 }
 
-/// Time-outs short enough to be waited for.
+/// Time-outs that are short enough for tests.
 fn quick() -> TcpOptions {
     TcpOptions {
         connect_timeout: Duration::from_secs(2),
@@ -483,7 +483,7 @@ impl World {
         self.connector.open(&self.key(), SESSION, &SECRET, self.sink.clone())
     }
 
-    /// A lane in the hands of a reader who then does as he pleases.
+    /// A lane after the handshake, on which a test sends what it likes.
     fn raw_lane(&self) -> TcpStream {
         let stream = TcpStream::connect(self.address).unwrap();
         let hello = Hello { lane: 0, session: SESSION, id: ID, nonce: [1; 32] };
@@ -509,7 +509,7 @@ impl World {
     }
 }
 
-/// A source of our own making, on one connection.
+/// A source made by the test, on one connection.
 struct FakeSource {
     key: RegionKey,
     sink: Arc<Memory>,
@@ -528,7 +528,7 @@ impl FakeSource {
         FakeSource { key, sink, thread: Some(thread) }
     }
 
-    /// One that shakes hands as it should, and then plays.
+    /// A source that completes the handshake and then calls `play`.
     fn welcoming(play: impl FnOnce(&TcpStream) + Send + 'static) -> FakeSource {
         FakeSource::new(|stream| {
             let responder = Responder::challenge(stream, soon()).unwrap();
@@ -554,7 +554,7 @@ impl Drop for FakeSource {
     }
 }
 
-/// Of each message the size that the document says.
+/// The sizes are those in the document.
 const _: () = assert!(
     Tcp::HELLO_BYTES == 64
         && Tcp::CHALLENGE_BYTES == 48

@@ -1,5 +1,5 @@
-//! What is particular to this transport: rights, keys, forks, and the faults that only cards and cables have. What is true of every
-//! transport is in the conformance suite. All but two run in the virtual machine that has devices, which the last test boots.
+//! Tests of this transport alone: rights, keys, forks, and faults of cards and cables. The conformance suite tests what
+//! is true of every transport. All but two run in the virtual machine that has devices, which the last test boots.
 
 #![allow(clippy::unwrap_used)]
 
@@ -63,7 +63,7 @@ fn a_machine_is_ready_or_says_what_is_missing_and_what_to_do() {
     }
 }
 
-/// Source on node 1, reader on node 0.
+/// A source on node 1, and a reader on node 0.
 struct World {
     exporter: VerbsExporter,
     memory: Arc<Memory>,
@@ -71,7 +71,7 @@ struct World {
     options: VerbsOptions,
 }
 
-/// Finds the dead within a second.
+/// Options that detect a dead connection within a second.
 fn quick() -> VerbsOptions {
     VerbsOptions { ack_timeout: 14, retries: 5, ..VerbsOptions::default() }
 }
@@ -139,7 +139,7 @@ fn ip(arguments: &[&str]) {
     assert!(Command::new("ip").args(arguments).status().unwrap().success(), "ip {arguments:?}");
 }
 
-/// What the kernel says of a device's only port.
+/// The kernel's state of a device's only port.
 fn port_state(device: &str) -> String {
     let report = devices();
     let port = report.devices.iter().find(|known| known.name == device).map(|known| known.ports[0].state.clone());
@@ -171,7 +171,7 @@ mod in_the_machine {
     fn a_read_outside_the_region_is_stopped_by_the_sources_card_too() {
         let world = World::new(quick());
         let mut peer = world.connect().unwrap();
-        // As a reader would that does not check its ranges.
+        // As a reader that does not check its ranges.
         peer.set_length(u64::MAX);
         assert_eq!(
             peer.post_read(&[ReadRequest { tag: 1, offset: REGION_BYTES - 10, length: 20, sink_offset: 0 }]).unwrap(),
@@ -194,7 +194,8 @@ mod in_the_machine {
         assert_eq!(until_retired(&mut peer), ReadError::Denied(Denial::Revoked));
     }
 
-    /// A stranger who has guessed the key reads nothing: the queue pair has no rights before the proof.
+    /// A reader without a session that has guessed the key reads nothing: its queue pair has no rights before the
+    /// proof.
     #[test]
     #[ignore = "runs in the RDMA machine"]
     fn before_the_proof_even_the_right_key_opens_nothing() {
@@ -223,7 +224,7 @@ mod in_the_machine {
         assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
     }
 
-    /// One-sided: while its memory is read the source's process does nothing.
+    /// One-sided: the source's process does nothing while its memory is read.
     #[test]
     #[ignore = "runs in the RDMA machine"]
     fn reading_a_quarter_gibibyte_costs_the_sources_process_next_to_nothing() {
@@ -266,7 +267,7 @@ mod in_the_machine {
         const CONNECTIONS: usize = 1000;
         let world = World::new(VerbsOptions { connect_timeout: PATIENCE, ..VerbsOptions::default() });
         drop(world.connect().unwrap());
-        // What the source still holds of that one is not to be counted.
+        // Objects of that connection which the source still holds must not be counted.
         world.wait_for_connections(0);
         let held = || {
             let entries = |folder: &str| std::fs::read_dir(folder).unwrap().count();
@@ -282,7 +283,7 @@ mod in_the_machine {
         }
         world.wait_for_connections(0);
         let begun = Instant::now();
-        // A thread that has ended, of another test that ran here before, is listed a moment longer.
+        // A thread of an earlier test that has just ended may still be listed.
         let is_back = || held().iter().zip(&before).all(|(now, then)| now <= then);
         while !is_back() && begun.elapsed() < PATIENCE {
             std::thread::sleep(Duration::from_millis(20));
@@ -296,7 +297,7 @@ mod in_the_machine {
         const COUNT: u64 = 16;
         let world = World::new(quick());
         let mut peer = world.connect().unwrap();
-        // Neighbours in the region, back to front in the sink.
+        // Neighbours in the region, in reverse order in the sink.
         let place = |number: u64| (COUNT - 1 - number) * 1000;
         let reads: Vec<ReadRequest> = (0..COUNT)
             .map(|number| ReadRequest {
@@ -317,7 +318,7 @@ mod in_the_machine {
             world.memory.read(read.offset, &mut wanted).unwrap();
             assert_eq!(got, wanted, "{read:?}");
         }
-        // Those that are no neighbours are requests of their own, and so are large ones.
+        // Reads that are not neighbours, and large ones, are requests of their own.
         let apart: Vec<ReadRequest> = (0..4).map(|number| read(number, number * 2000, 600)).collect();
         let large: Vec<ReadRequest> = (0..4).map(|number| read(number, number * 64_000, 64_000)).collect();
         for reads in [apart, large] {
@@ -335,7 +336,7 @@ mod in_the_machine {
         let world = World::new(options);
         let peer = world.connect().unwrap();
         let attributes = peer.attributes(ffi::IBV_QP_AV | ffi::IBV_QP_TIMEOUT | ffi::IBV_QP_RETRY_CNT);
-        // The service level is taken, but Soft-RoCE does not keep it.
+        // Soft-RoCE accepts the service level but does not keep it.
         assert_eq!(attributes.ah_attr.grh.traffic_class, 104);
         assert_eq!((attributes.timeout, attributes.retry_cnt), (14, 5));
         assert_eq!(attributes.max_rd_atomic, 8, "the device counts in powers of two");
@@ -356,7 +357,7 @@ mod in_the_machine {
         }
     }
 
-    /// By one port alone where the other is dead.
+    /// The transfer uses one port if the other is unreachable.
     #[test]
     #[ignore = "runs in the RDMA machine"]
     fn a_port_that_is_out_of_reach_is_left_out_and_the_others_carry_the_transfer() {
@@ -419,7 +420,7 @@ mod in_the_machine {
         assert!(!rdma_addresses().unwrap().iter().any(|at| at.address.to_string() == "10.77.0.77"));
     }
 
-    /// As a card that fails, and comes back after a reset.
+    /// As with a card that fails, and works again after a reset.
     #[test]
     #[ignore = "runs in the RDMA machine"]
     fn a_device_that_dies_takes_its_readers_along_and_the_next_one_is_offered_at_the_same_address() {
@@ -434,13 +435,13 @@ mod in_the_machine {
         assert_eq!(until_retired(&mut peer), ReadError::PeerGone);
         until("the source to offer nothing by RDMA", || world.exporter.key(ID).is_err());
         world.wait_for_connections(0);
-        // Memory may be exported meanwhile: it waits for a device.
+        // Memory can be exported meanwhile: it waits for a device.
         let another = RegionId { region: 2, ..ID };
         world.exporter.export(another, filled(8192)).unwrap();
         assert!(world.exporter.key(another).is_err());
         dead.mark_working();
         until("the source to offer RDMA again", || world.exporter.key(ID).is_ok());
-        // By the old key, whose address and port are the same.
+        // With the old key, whose address and port have not changed.
         let mut next = connect_to(&key, &world.options, &world.sink).unwrap();
         assert_eq!(next.post_read(&[read(1, 0, REGION_BYTES as u32)]).unwrap(), 1);
         assert_eq!(settle(&mut next, 1)[0].result, Ok(REGION_BYTES as u32));
@@ -450,7 +451,7 @@ mod in_the_machine {
         assert_eq!(settle(&mut of_another, 1)[0].result, Ok(8192));
     }
 
-    /// A server that forks must not pay for registered memory, nor its child lose it.
+    /// A process that forks must not pay for registered memory, and its child must not lose it.
     #[test]
     #[ignore = "runs in the RDMA machine"]
     #[allow(unsafe_code)] // fork(2)
@@ -465,18 +466,18 @@ mod in_the_machine {
         if child == 0 {
             let mut bytes = [0; 8];
             let seen = large.read(200 << 20, &mut bytes).is_ok() && bytes == [(((200u64 << 20) / 4096) % 251) as u8; 8];
-            // SAFETY: Ends the child without anything of the parent's being torn down.
+            // SAFETY: Ends the child without running destructors of the parent's objects.
             unsafe { libc::_exit(i32::from(!seen)) };
         }
         let took = begun.elapsed();
         assert!(child > 0);
         let mut status = 0;
-        // SAFETY: The child is ours and not waited for yet; the status is a place of ours.
+        // SAFETY: The child is our own and was not waited for; the status is a local variable.
         assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
         assert_eq!(status, 0, "the child saw the bytes");
         println!("forking with 256 MiB registered took {took:?}");
         assert!(took < Duration::from_millis(400), "copied eagerly, it takes a second here: {took:?}");
-        // ... and what is written afterwards is what the card reads.
+        // The card reads what is written afterwards.
         world.memory.fill(0..4096, 0xAB).unwrap();
         assert_eq!(peer.post_read(&[read(1, 0, REGION_BYTES as u32)]).unwrap(), 1);
         assert_eq!(settle(&mut peer, 1)[0].result, Ok(REGION_BYTES as u32));
@@ -525,7 +526,7 @@ mod in_the_machine {
         let world = World::new(quick());
         let key: String = world.exporter.key(ID).unwrap().as_bytes().iter().map(|byte| format!("{byte:02x}")).collect();
         println!("\nkey={key}");
-        // Until it is killed, or whoever started it is gone.
+        // Until this process is killed, or the process that started it has ended.
         let _ = std::io::stdin().lines().next();
     }
 }
@@ -533,7 +534,7 @@ mod in_the_machine {
 /// Set for a process that is to be a source.
 const SOURCE: &str = "REMORA_TEST_VERBS_SOURCE";
 
-/// A source in a process of its own, and the key to its region.
+/// A source in its own process, and the key to its region.
 fn source_process() -> (Child, RegionKey) {
     let mut command = Command::new(std::env::current_exe().unwrap());
     let test = "verbs::tests::in_the_machine::source_of_its_own";
@@ -545,7 +546,7 @@ fn source_process() -> (Child, RegionKey) {
     (child, RegionKey::from_bytes(bytes).unwrap())
 }
 
-/// Processor time of a process, all threads, in nanoseconds: the first number of each thread's `schedstat`.
+/// Processor time of all threads of a process in nanoseconds: the first number of each thread's `schedstat`.
 fn cpu_nanos(pid: u32) -> u64 {
     let threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
     let of = |thread: std::fs::DirEntry| {
@@ -555,7 +556,7 @@ fn cpu_nanos(pid: u32) -> u64 {
     threads.map(|thread| of(thread.unwrap())).sum()
 }
 
-/// Pulls a node's cable out of the bridge, or plugs it in.
+/// Unplugs a node's cable from the bridge, or plugs it in.
 fn cable(node: u8, plugged: bool) {
     let to: &[&str] = if plugged { &["master", "br0"] } else { &["nomaster"] };
     ip(&[&["link", "set", &format!("port{node}")], to].concat());

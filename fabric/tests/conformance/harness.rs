@@ -1,4 +1,4 @@
-//! What a transport brings along, and what the sentences of the suite need: a small world with one region in it.
+//! What a transport provides, and what the tests of the suite need: a small world with one region in it.
 
 use std::{
     process::Command,
@@ -10,15 +10,15 @@ use remora_fabric::{
     Completion, Connector, Error, Exporter, Memory, Pages, Peer, ReadError, ReadRequest, RegionId, Secret, sim::Random,
 };
 
-/// One transport, ready to be examined.
+/// One transport under test.
 pub(crate) trait Harness {
     /// A new source.
     fn exporter(&self) -> Box<dyn Exporter>;
-    /// A reader's way to such sources.
+    /// A reader's connector to such sources.
     fn connector(&self) -> Box<dyn Connector>;
 }
 
-/// Makes each sentence of the suite a test of the transport that the expression stands for.
+/// Makes a test of each function of the suite, for the transport of the expression.
 macro_rules! conformance {
     ($harness:expr $(, #[$attribute:meta])?) => {
         conformance!($harness, [$(#[$attribute])?];
@@ -44,7 +44,7 @@ macro_rules! conformance {
             an_exporter_dropped_mid_read_ends_the_peer
             a_source_that_is_gone_can_not_be_reached
             a_closed_peer_cancels_what_is_outstanding
-            a_reader_that_does_not_poll_holds_up_nobody
+            a_reader_that_does_not_poll_delays_no_other_reader
             many_readers_at_once_each_get_their_bytes
             the_armed_descriptor_becomes_readable_when_bytes_arrive
             the_armed_descriptor_becomes_readable_when_the_region_is_revoked
@@ -72,7 +72,7 @@ macro_rules! conformance {
     };
 }
 
-/// Runs a test alone in a process of its own, where it can count what the process holds.
+/// Runs a test alone in its own process, so that it can count what the process holds.
 pub(crate) fn in_own_process(test: &str, body: impl FnOnce()) {
     const ALONE: &str = "REMORA_CONFORMANCE_ALONE";
     if std::env::var_os(ALONE).is_some() {
@@ -90,14 +90,14 @@ pub(crate) fn in_own_process(test: &str, body: impl FnOnce()) {
     assert!(said.contains("1 passed"), "the test was not found under its name {test}: {said}");
 }
 
-/// A source that lends one region of random bytes to one session, and a reader with a sink.
+/// A source that exports one region of random bytes to one session, and a reader with a sink.
 pub(crate) struct World {
-    /// The source's end, until it is dropped on purpose.
+    /// The source's end, until a test drops it.
     pub(crate) exporter: Option<Box<dyn Exporter>>,
     pub(crate) connector: Box<dyn Connector>,
     pub(crate) memory: Arc<Memory>,
     pub(crate) sink: Arc<Memory>,
-    /// What the region holds.
+    /// The content of the region.
     pub(crate) truth: Vec<u8>,
 }
 
@@ -106,7 +106,7 @@ pub(crate) const ID: RegionId = RegionId { generation: 7, region: 1 };
 pub(crate) const SESSION: u64 = 42;
 pub(crate) const SECRET: Secret = [0x5e; 32];
 
-/// After this something hangs. Far above what a loaded machine needs.
+/// Time limit of each wait: far above what a loaded machine needs.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 
 impl World {
@@ -130,7 +130,7 @@ impl World {
         self.peer_of(SESSION, ID, self.sink.clone())
     }
 
-    /// A reader of a session of its own, as each replica is: a transport may bound what one session holds.
+    /// A reader of its own session, as each replica is: a transport may limit what one session holds.
     pub(crate) fn peer_of_new_session(&self, number: u64, sink: Arc<Memory>) -> Box<dyn Peer> {
         let session = SESSION + 1000 + number;
         self.exporter().grant(session, SECRET);
@@ -142,7 +142,7 @@ impl World {
         self.connector.connect(&key, session, &SECRET, sink).unwrap()
     }
 
-    /// Whether a read of `length` bytes at `offset` by this peer brings the right ones.
+    /// Checks that a read of `length` bytes at `offset` by this peer returns the right bytes.
     pub(crate) fn assert_reads(&self, peer: &mut dyn Peer, offset: u64, length: u32) {
         self.sink.fill(0..u64::from(length), 0).unwrap();
         assert_eq!(peer.post_read(&[read(99, offset, length, 0)]).unwrap(), 1);
@@ -178,7 +178,7 @@ pub(crate) fn settle(peer: &mut dyn Peer, count: usize) -> Vec<Completion> {
     completions
 }
 
-/// Polls until the peer says that it is retired: what completed before, and why it ended.
+/// Polls until the peer is retired; returns the completions before, and the reason.
 pub(crate) fn until_retired(peer: &mut dyn Peer) -> (Vec<Completion>, ReadError) {
     let begun = Instant::now();
     let mut completions = Vec::new();

@@ -1,7 +1,7 @@
-//! What no transport may fail: one suite of sentences, held against each of them.
+//! The conformance suite: one set of tests for all transports.
 //!
-//! `suite` says what must be true, knowing nothing but the traits; `harness` is what a transport brings along and the help that the
-//! sentences need; the other modules are the transports. A new one is a new file with a [`Harness`](harness::Harness) and one line.
+//! `suite` says what must be true, by means of the traits only; `harness` is what a transport provides, and helpers;
+//! the other modules are the transports. A new one is a new file with a [`Harness`](harness::Harness) and one line.
 
 #![allow(clippy::unwrap_used)]
 

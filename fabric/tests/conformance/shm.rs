@@ -1,4 +1,4 @@
-//! Shared memory: under an abstract name, and by a file in a folder.
+//! Shared memory: with an abstract name, and with a file in a folder.
 
 use remora_fabric::{
     Connector, Exporter,
@@ -23,7 +23,7 @@ fn abstract_name() -> Shm {
     Shm(ShmOptions::default())
 }
 
-/// The system's own folder for such things; each exporter takes a fresh name in it and removes it.
+/// The system's temporary folder; each exporter uses a random name in it and removes its file.
 fn folder() -> Shm {
     Shm(ShmOptions { place: Place::Folder(std::env::temp_dir()), ..ShmOptions::default() })
 }

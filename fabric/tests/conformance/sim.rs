@@ -1,4 +1,4 @@
-//! The simulated network: one on which nothing goes wrong, and one that delays, shuffles and tears as every real one may.
+//! The simulated network: one without faults, and one that delays, reorders and tears reads as real ones may.
 
 use remora_fabric::{
     Connector, Exporter,
@@ -27,7 +27,7 @@ mod honest {
     conformance!(super::Sim(super::Network::new(2, super::Faults::honest())));
 }
 
-/// The canaries: a suite that no transport could fail would say nothing. Each of these networks breaks one promise.
+/// The canaries: each of these networks breaks one promise, and must fail the suite.
 mod broken {
     use remora_fabric::sim::Chance;
 
@@ -47,7 +47,7 @@ mod broken {
 
     #[test]
     #[should_panic(expected = "Unreachable")]
-    fn a_network_that_nobody_can_reach_fails_the_suite() {
+    fn a_network_that_is_unreachable_fails_the_suite() {
         let network = broken(Faults { failed_connect: Chance::ALWAYS, ..Faults::none() });
         suite::one_read_can_fetch_the_whole_region(&network);
     }

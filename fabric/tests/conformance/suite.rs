@@ -1,4 +1,4 @@
-//! What must be true of every transport, one sentence each. Nothing here knows which one it is.
+//! What must be true of every transport, one function each. The transport is unknown here.
 
 use std::{
     sync::Arc,
@@ -19,7 +19,7 @@ const OUT_OF_BOUNDS: Result<u32, ReadError> = Err(ReadError::Denied(Denial::OutO
 
 // -- Bytes --
 
-/// Against a model of the whole sink: what should arrive has, and nothing else has changed.
+/// Compares the whole sink with a model: the requested bytes have arrived, and nothing else has changed.
 pub(crate) fn bytes_arrive_exactly_at_any_offset_and_length(harness: &impl Harness) {
     let world = World::new(harness);
     let mut peer = world.peer();
@@ -42,7 +42,7 @@ pub(crate) fn bytes_arrive_exactly_at_any_offset_and_length(harness: &impl Harne
     }
 }
 
-/// Reads of 0 bytes to a whole place, each in a place of its own in the sink.
+/// Reads of 0 bytes up to a whole place, each into its own place in the sink.
 fn scattered_reads(random: &mut Random, count: usize) -> Vec<ReadRequest> {
     let place = SIZE / count as u64;
     let one = |tag: u64| {
@@ -75,7 +75,7 @@ pub(crate) fn reads_see_bytes_written_after_connecting(harness: &impl Harness) {
 pub(crate) fn a_view_shows_the_region_itself(harness: &impl Harness) {
     let world = World::new(harness);
     let peer = world.peer();
-    // Over a network there is none, and that is an answer too.
+    // A network transport has no view.
     let Some(view) = peer.view() else { return };
     assert_eq!(view.length(), SIZE);
     assert_eq!(view.crc32c(0..SIZE).unwrap(), world.memory.crc32c(0..SIZE).unwrap());
@@ -103,7 +103,7 @@ pub(crate) fn a_full_queue_accepts_fewer_and_recovers(harness: &impl Harness) {
     assert_eq!(peer.poll(&mut Vec::new()).unwrap(), 0);
 }
 
-/// Random posts, polls and one accident at a random moment; then each tag that was accepted has come back once.
+/// Random posts and polls, and one fault at a random moment; then each accepted tag has been returned once.
 pub(crate) fn every_accepted_read_completes_exactly_once_whatever_happens(harness: &impl Harness) {
     for seed in 0..8 {
         let mut world = World::new(harness);
@@ -131,7 +131,7 @@ pub(crate) fn every_accepted_read_completes_exactly_once_whatever_happens(harnes
     }
 }
 
-/// Posts up to three reads with consecutive tags, some of them outside the region; says how many were accepted.
+/// Posts up to three reads with consecutive tags, some of them outside the region; returns how many were accepted.
 fn post_some(peer: &mut dyn Peer, random: &mut Random, first_tag: u64) -> u64 {
     let count = random.below(4);
     let reads: Vec<ReadRequest> = (first_tag..first_tag + count)
@@ -207,7 +207,7 @@ pub(crate) fn a_region_has_one_name_once(harness: &impl Harness) {
     assert_eq!(world.connector.kind(), world.exporter().kind());
 }
 
-/// Why connecting with this key fails.
+/// The error of connecting with this key.
 fn refusal(world: &World, key: &RegionKey, session: u64, secret: [u8; 32]) -> Error {
     match world.connector.connect(key, session, &secret, world.sink.clone()) {
         Ok(_) => panic!("connected, and should not have"),
@@ -243,7 +243,7 @@ pub(crate) fn a_key_of_another_transport_is_refused(harness: &impl Harness) {
     }
 }
 
-/// An outsider can't find out which sessions exist, nor, by asking for one that doesn't, which regions.
+/// An outsider can find out neither which sessions exist nor, by asking for one that does not, which regions exist.
 pub(crate) fn a_wrong_secret_is_refused_just_as_no_grant_is(harness: &impl Harness) {
     let world = World::new(harness);
     let key = world.exporter().key(ID).unwrap();
@@ -285,14 +285,14 @@ pub(crate) fn a_withdrawn_grant_cuts_this_session_alone(harness: &impl Harness) 
 
 // -- Ends --
 
-/// Posts a full queue of reads of a whole region's length.
+/// Fills the queue with reads of the whole region.
 fn fill_queue(peer: &mut dyn Peer) -> usize {
     let reads: Vec<ReadRequest> = (0..peer.depth() as u64).map(|tag| read(tag, 0, SIZE as u32, 0)).collect();
     peer.post_read(&reads).unwrap()
 }
 
-/// What a peer that has ended must look like: each outstanding read came or failed for the reason of the end, and from now on it
-/// says that reason to every call.
+/// Checks a peer that has ended: each outstanding read has completed or failed for the reason of the end, and every
+/// further call returns that reason.
 fn assert_ended(peer: &mut dyn Peer, outstanding: usize) -> ReadError {
     let (completions, why) = until_retired(peer);
     assert_eq!(completions.len(), outstanding);
@@ -353,7 +353,7 @@ pub(crate) fn a_closed_peer_cancels_what_is_outstanding(harness: &impl Harness) 
 
 // -- Several readers --
 
-pub(crate) fn a_reader_that_does_not_poll_holds_up_nobody(harness: &impl Harness) {
+pub(crate) fn a_reader_that_does_not_poll_delays_no_other_reader(harness: &impl Harness) {
     let world = World::new(harness);
     let mut slow = world.peer_of(SESSION, ID, memory());
     let outstanding = fill_queue(&mut *slow);
@@ -415,7 +415,7 @@ pub(crate) fn the_armed_descriptor_becomes_readable_when_the_region_is_revoked(h
     world.assert_reads(&mut *peer, 0, 100);
     world.exporter().revoke(ID);
     let begun = Instant::now();
-    // It may be readable without need, so it is asked until the peer says something.
+    // The descriptor may be readable without need, so the loop ends only when the peer reports the end.
     while peer.poll(&mut Vec::new()).is_ok() {
         let left = PATIENCE.saturating_sub(begun.elapsed());
         assert!(wait_readable(peer.arm(), left).unwrap(), "silent though the region is gone");
@@ -434,7 +434,7 @@ pub(crate) fn waiting_ends_by_its_time_out(harness: &impl Harness) {
 
 // -- What is left behind --
 
-/// Alone in its process; see `in_own_process`.
+/// Runs alone in its process; see `in_own_process`.
 pub(crate) fn many_peers_come_and_go_and_leave_no_descriptor_or_thread(harness: &impl Harness) {
     const PEERS: u64 = 4;
     let before = held();
@@ -458,20 +458,20 @@ pub(crate) fn many_peers_come_and_go_and_leave_no_descriptor_or_thread(harness: 
     let begun = Instant::now();
     let is_back = || held().iter().zip(&before).all(|(now, then)| now <= then);
     while !is_back() && begun.elapsed() < PATIENCE {
-        // A thread that has ended is listed a moment longer.
+        // A thread that has just ended may still be listed.
         thread::sleep(Duration::from_millis(10));
     }
     assert!(is_back(), "before: {before:?}, after: {:?} (descriptors, threads, mappings)", held());
 }
 
-/// Descriptors, threads, and mappings of conformance memories that this process holds.
+/// Descriptors, threads, and mappings of the suite's memories that this process holds.
 fn held() -> [usize; 3] {
     let entries = |folder: &str| std::fs::read_dir(folder).unwrap().count();
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     [entries("/proc/self/fd"), entries("/proc/self/task"), maps.matches("memfd:conformance").count()]
 }
 
-// Both ends of the suite's world are shared between threads, as the traits promise they may be.
+// The traits promise that both ends can be shared between threads.
 const _: fn(Arc<dyn remora_fabric::Exporter>, Arc<dyn remora_fabric::Connector>) = |exporter, connector| {
     fn shared<T: Send + Sync>(_: T) {}
     shared(exporter);

@@ -1,5 +1,5 @@
-//! RDMA: polling, sleeping, and several queue pairs. Where there is no device of its own the suite runs in the virtual machine that has
-//! some; the one test that is not ignored boots it.
+//! RDMA: polling, sleeping, and several queue pairs. Without devices the suite runs in a virtual machine that has some,
+//! which the one test that is not ignored boots.
 
 use std::{net::SocketAddr, time::Duration};
 
@@ -16,13 +16,13 @@ struct Verbs(VerbsOptions);
 impl Verbs {
     fn new(options: VerbsOptions) -> Verbs {
         let verbs = Verbs(options);
-        // What the libraries open once and for ever is no leak of a test's.
+        // What the libraries keep open is opened first, so that it is not counted as a leak.
         drop((verbs.exporter(), verbs.connector()));
         verbs
     }
 }
 
-/// Source and reader are two nodes, so that what they say crosses a wire.
+/// Source and reader are two nodes, so that messages cross a network.
 impl Harness for Verbs {
     fn exporter(&self) -> Box<dyn Exporter> {
         let address = SocketAddr::new(RdmaVm::address(1).into(), 0);
@@ -62,7 +62,7 @@ mod in_the_machine {
         );
     }
 
-    mod as_it_comes {
+    mod default_options {
         use super::*;
 
         conformance!(Verbs::new(VerbsOptions::default()), #[ignore = "runs in the RDMA machine"]);
