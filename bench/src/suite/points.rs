@@ -25,7 +25,7 @@ pub struct SyncPoint {
     pub seconds: f64,
     /// ... the first.
     pub first_seconds: f64,
-    /// Of the last replica, in seconds, as [`Phases`] has them.
+    /// Of the last replica, in seconds, as [`crate::sync::Phases`] has them.
     pub snapshot: f64,
     /// ...
     pub transfer: f64,

@@ -575,7 +575,13 @@ impl Sync {
         self.moments.loaded = Some(Instant::now());
         self.moments.fetched.get_or_insert_with(Instant::now);
         self.phase = Phase::CatchUp;
-        if let Err(error) = self.try_to_put_settings_back_but_the_login().await {
+        let (host, port) = (self.link.ip().to_string(), self.link.port());
+        let put_back = match self.control.still_ours(Expected::OneOf(&[(&host, port)])).await {
+            Ok(_) => self.try_to_put_settings_back_but_the_login().await,
+            Err(NotOurs::Unknown(error)) => Err(error),
+            Err(NotOurs::TakenOver(how)) => return Err(self.lost_to(&how)),
+        };
+        if let Err(error) = put_back {
             tracing::warn!(%error, "a setting could not be put back yet");
         }
         self.tell_progress().await;
