@@ -58,7 +58,7 @@ fn is_exact_by(transport: &str, kind: Kind) {
     let after = syncs(&primary);
     assert_eq!((after.0 - before.0, after.1 - before.1), (1, 1), "one copy, and one continuation");
     let loaded: u64 = replica.fact("remora_loaded_bytes").unwrap().parse().unwrap();
-    assert!(loaded > 60 * 300_000, "{loaded}");
+    assert!(loaded > 60 * 300_000, "{loaded} bytes: {}", agent.output());
     assert_eq!(replica.fact("remora_load_state").unwrap(), "idle");
 }
 

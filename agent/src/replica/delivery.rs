@@ -68,8 +68,9 @@ pub(super) enum Order {
     GiveUp,
     /// Give the server nothing more of the stream, until it makes another link.
     Hold,
-    /// The server has our module: show it memory, and refer to that.
-    UseModule,
+    /// Whether the server has our module: then show it memory, and refer to that. Must be ordered before the server is told to follow
+    /// the link, since the server may ask for its payload at once.
+    UseModule(bool),
     /// The server has been shown memory, or why not.
     Introduced {
         /// Which introduction is meant.
@@ -444,7 +445,7 @@ impl Delivery {
                         served.held = true;
                     }
                 }
-                Ok(Order::UseModule) => self.by_module = true,
+                Ok(Order::UseModule(used)) => self.by_module = used,
                 Ok(Order::Introduced { number, answer }) => self.introduced(number, answer),
                 Ok(Order::Stop { done }) => {
                     if let Some(spool) = self.spool.take().filter(|_| done) {

@@ -30,19 +30,22 @@ impl Sync {
     pub(super) async fn give_up_the_position(&mut self) -> Result<bool, Failure> {
         let (host, port) = (self.link.ip().to_string(), self.link.port());
         let began = Instant::now();
+        // First of all: the server may ask for its payload before the answer to the last command is here.
+        self.delivery.order(Order::UseModule(true));
         loop {
             match self.control.follow_from_nothing((&host, port)).await {
                 Ok(replid) => {
                     self.worthless = Some(replid);
                     tracing::info!("the server has the module: long strings are loaded out of shared memory");
-                    self.delivery.order(Order::UseModule);
                     return Ok(true);
                 }
                 // It still loads from the link of an agent before us, which is gone.
                 Err(error) if error.refusal() == Some(RefusalKind::Loading) && began.elapsed() < SETTLE_LIMIT => {}
                 Err(ServerError::Refused { text, .. }) => {
+                    self.delivery.order(Order::UseModule(false));
                     tracing::info!(
-                        "the server has the module, but it is not used: REPLICAOF in a transaction was refused: {text}; its user                          needs +multi +exec +discard"
+                        "the server has the module, but it is not used: REPLICAOF in a transaction was refused: {text}; its user \
+                         needs +multi +exec +discard"
                     );
                     return Ok(false);
                 }
