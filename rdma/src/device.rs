@@ -29,7 +29,7 @@ pub struct Device {
     library: &'static Library,
     name: String,
     attributes: ffi::ibv_device_attr,
-    dead: AtomicBool,
+    failed: AtomicBool,
     #[cfg(feature = "testing")]
     events: Mutex<EventCounts>,
     /// By the name of the queue pair that each is for.
@@ -81,7 +81,7 @@ impl Device {
             library,
             name,
             attributes,
-            dead: AtomicBool::new(false),
+            failed: AtomicBool::new(false),
             #[cfg(feature = "testing")]
             events: Mutex::default(),
             alarms: Mutex::default(),
@@ -141,12 +141,12 @@ impl Device {
 
     /// Whether it has failed permanently or was removed.
     pub fn has_failed(&self) -> bool {
-        self.dead.load(Ordering::Acquire)
+        self.failed.load(Ordering::Acquire)
     }
 
     /// Records that it has failed, and triggers all alarms.
     pub fn mark_failed(&self) {
-        if !self.dead.swap(true, Ordering::AcqRel) {
+        if !self.failed.swap(true, Ordering::AcqRel) {
             tracing::error!(
                 device = self.name,
                 "the RDMA device has failed or was removed: its connections have ended"
@@ -158,7 +158,7 @@ impl Device {
     /// As if it had been reset. Soft-RoCE has no devices that fail and come back.
     #[cfg(feature = "testing")]
     pub fn mark_working(&self) {
-        self.dead.store(false, Ordering::Release);
+        self.failed.store(false, Ordering::Release);
     }
 
     /// Events reported so far.

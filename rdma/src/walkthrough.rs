@@ -43,8 +43,8 @@ pub fn send_and_receive(listener: IpAddr, caller: IpAddr, mut tell: impl FnMut(S
     // 1. The listener. Events of the connection manager arrive on a channel; an id is one end of a connection, or a
     //    listener.
     let listening = Events::new()?;
-    let door = Id::new(&listening)?;
-    let port = door.listen(SocketAddr::new(listener, 0)).map_err(Error::system("listening"))?;
+    let listener_id = Id::new(&listening)?;
+    let port = listener_id.listen(SocketAddr::new(listener, 0)).map_err(Error::system("listening"))?;
     tell(format!("listening at {listener}, port {port} of the RDMA port space"));
 
     // 2. The caller resolves the device and the route, and creates its objects on that device.
@@ -55,7 +55,7 @@ pub fn send_and_receive(listener: IpAddr, caller: IpAddr, mut tell: impl FnMut(S
     call.resolve_route(PATIENCE).map_err(Error::system("resolving"))?;
     expect(&calling, ffi::RDMA_CM_EVENT_ROUTE_RESOLVED)?;
     let near = Side::new(&call)?;
-    tell(format!("the caller's way is by {}", near.pair.domain().device().name()));
+    tell(format!("the caller's route is by {}", near.pair.domain().device().name()));
 
     // 3. It connects. Its queue pair must be initialised first, because the request carries the pair's number.
     call.initialise(&near.pair, NO_RIGHTS)?;

@@ -360,8 +360,8 @@ impl Server {
         let Some((&name, reader)) = found.next() else { return };
         let mut done = Vec::new();
         // Armed first and polled second, so that a completion in between is announced.
-        let alive = reader.pair.completions().arm().and_then(|()| reader.pair.completions().poll(&mut done));
-        if let Err(error) = alive {
+        let polled = reader.pair.completions().arm().and_then(|()| reader.pair.completions().poll(&mut done));
+        if let Err(error) = polled {
             return self.forget(name, &error.to_string());
         }
         for completed in done {
@@ -515,14 +515,14 @@ impl Server {
             return Err(Error::Misuse("a request arrived on a device that has failed"));
         }
         let context = DeviceContext::new(device)?;
-        let mut told: Vec<Registered> = Vec::new();
+        let mut registered: Vec<Registered> = Vec::new();
         for exported in self.regions.values_mut().chain(&mut self.cached) {
-            let known = told.iter().find(|registration| Arc::ptr_eq(registration.memory(), &exported.memory));
+            let known = registered.iter().find(|registration| Arc::ptr_eq(registration.memory(), &exported.memory));
             let registration = match known {
                 Some(registration) => registration.clone(),
                 None => register(&context.domain, &exported.memory)?,
             };
-            told.push(registration.clone());
+            registered.push(registration.clone());
             exported.registrations.push(registration);
         }
         tracing::info!(device = device.name(), "serving by this RDMA device");

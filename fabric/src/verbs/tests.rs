@@ -428,10 +428,10 @@ mod in_the_machine {
         world.exporter.prepare(&world.memory).unwrap();
         let key = world.exporter.key(ID).unwrap();
         let mut peer = connect_to(&key, &world.options, &world.sink).unwrap();
-        let dead = world.exporter.raw_devices().remove(0);
+        let failed = world.exporter.raw_devices().remove(0);
         assert_eq!(peer.post_read(&[read(1, 0, 5000)]).unwrap(), 1);
         settle(&mut peer, 1);
-        dead.mark_failed();
+        failed.mark_failed();
         assert_eq!(until_retired(&mut peer), ReadError::PeerGone);
         until("the source to offer nothing by RDMA", || world.exporter.key(ID).is_err());
         world.wait_for_connections(0);
@@ -439,7 +439,7 @@ mod in_the_machine {
         let another = RegionId { region: 2, ..ID };
         world.exporter.export(another, filled(8192)).unwrap();
         assert!(world.exporter.key(another).is_err());
-        dead.mark_working();
+        failed.mark_working();
         until("the source to offer RDMA again", || world.exporter.key(ID).is_ok());
         // With the old key, whose address and port have not changed.
         let mut next = connect_to(&key, &world.options, &world.sink).unwrap();
@@ -487,12 +487,12 @@ mod in_the_machine {
     #[test]
     #[ignore = "runs in the RDMA machine"]
     fn a_message_is_sent_and_received_and_one_that_is_too_long_is_an_error_on_both_sides() {
-        let mut told = Vec::new();
-        let walked = send_and_receive(RdmaVm::address(1).into(), RdmaVm::address(0).into(), |step| told.push(step));
-        walked.unwrap_or_else(|error| panic!("{error} after {told:#?}"));
-        let told = told.join("\n");
+        let mut steps = Vec::new();
+        let walked = send_and_receive(RdmaVm::address(1).into(), RdmaVm::address(0).into(), |step| steps.push(step));
+        walked.unwrap_or_else(|error| panic!("{error} after {steps:#?}"));
+        let steps = steps.join("\n");
         for words in ["by rxe0", "one message, both sides", "the listener has \"local", "the caller \"remote"] {
-            assert!(told.contains(words), "{words:?} is not in:\n{told}");
+            assert!(steps.contains(words), "{words:?} is not in:\n{steps}");
         }
     }
 

@@ -90,11 +90,11 @@ impl Connection {
     ///
     /// # Errors
     /// [`Error::NoRdma`]; [`Error::Unreachable`].
-    pub fn call(stations: &Arc<Devices>, local: Option<IpAddr>, remote: SocketAddr) -> Result<Connection, Error> {
+    pub fn call(devices: &Arc<Devices>, local: Option<IpAddr>, remote: SocketAddr) -> Result<Connection, Error> {
         let events = Events::new()?;
         let id = Id::new(&events)?;
         let connection =
-            Connection::new(id, events, stations.clone(), Stage::Looking { slice: FIRST_SLICE }, remote, local)?;
+            Connection::new(id, events, devices.clone(), Stage::Looking { slice: FIRST_SLICE }, remote, local)?;
         connection.id.resolve_address(local, remote, FIRST_SLICE).map_err(|source| connection.unreachable(source))?;
         Ok(connection)
     }
@@ -228,12 +228,12 @@ impl Connection {
     pub fn advance(&mut self) -> Result<Step, Error> {
         while self.stage != Stage::Up && self.stage != Stage::Routed {
             let Some(event) = self.events.next() else { return Ok(Step::Pending) };
-            self.hear(&event)?;
+            self.on_event(&event)?;
         }
         Ok(if self.stage == Stage::Up { Step::Up } else { Step::Routed })
     }
 
-    fn hear(&mut self, event: &Event) -> Result<(), Error> {
+    fn on_event(&mut self, event: &Event) -> Result<(), Error> {
         self.stage = match (self.stage, event.kind) {
             (Stage::Looking { .. }, ffi::RDMA_CM_EVENT_ADDR_RESOLVED) => {
                 self.id.resolve_route(LOOKING_LIMIT).map_err(|source| self.unreachable(source))?;
@@ -346,8 +346,8 @@ impl Connection {
         self.taken.clear();
         linked.completions.poll(&mut self.taken)?;
         // The other end's first message may arrive before the event that reports the connection.
-        let heard = self.taken.iter().any(|completed| completed.status == ffi::IBV_WC_SUCCESS);
-        if heard && self.stage == Stage::Accepting {
+        let succeeded = self.taken.iter().any(|completed| completed.status == ffi::IBV_WC_SUCCESS);
+        if succeeded && self.stage == Stage::Accepting {
             self.stage = Stage::Up;
         }
         for completed in &self.taken {
@@ -392,7 +392,7 @@ impl Connection {
                 }
                 (DEVICE, Some(linked)) => linked.station.domain.device().handle_events(),
                 (EVENTS, _) if self.stage != Stage::Up => drop(self.advance()?),
-                (EVENTS, _) => self.hear_the_end()?,
+                (EVENTS, _) => self.check_end()?,
                 (ALSO, _) => also = true,
                 _ => {}
             }
@@ -403,7 +403,7 @@ impl Connection {
         Ok(also)
     }
 
-    fn hear_the_end(&self) -> Result<(), Error> {
+    fn check_end(&self) -> Result<(), Error> {
         while let Some(event) = self.events.next() {
             if is_end(&event) {
                 return Err(over());
