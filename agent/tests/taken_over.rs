@@ -211,7 +211,7 @@ fn a_server_that_the_module_emptied_is_not_continued_on_nothing_when_the_agent_i
             Ok(path) => path,
             Err(error) => return require::skip(&error.to_string()).unwrap_or_default(),
         };
-        // The digests of so many keys take seconds: the offset must stand still meanwhile.
+        // The digests of this many keys take seconds: the offset must stand still meanwhile.
         let quiet = primary(kind).config("repl-ping-replica-period", 3600);
         let primary = quiet.config("rdbcompression", "no").start().unwrap();
         fill(&primary, MANY_KEYS);

@@ -1,9 +1,10 @@
 //! Control: the connection by which the agent changes its own server, and the check that the server is still the agent's to change.
 //!
-//! An operator, Sentinel or a script may promote the server, or point it at another primary, at any moment of a sync. So before each
-//! word that changes it (`REPLICAOF`, `FLUSHALL`, `CONFIG SET`) the agent asks the server whom it follows *now* and compares that with
-//! what the agent expects. [`taken_over`] decides, without I/O; [`Control::still_ours`] asks. Between the answer and the word that
-//! follows it lies one round trip; the servers offer no command that checks and changes in one step.
+//! An operator, Sentinel or a script may promote the server, or point it at another primary, at any moment of a sync. So
+//! before each command that changes the server (`REPLICAOF`, `FLUSHALL`, `CONFIG SET`) the agent asks it which primary it
+//! follows *now*, and compares the answer with what the agent expects. [`taken_over`] decides, without I/O;
+//! [`Control::still_ours`] asks. One round trip lies between the answer and the command: the servers offer no command that
+//! checks and changes in one step.
 //!
 //! Not here: what is changed and when ([`super::sync`]), and how it is put back ([`super::record`]).
 
@@ -18,7 +19,7 @@ pub(super) struct Control {
     client: Client,
 }
 
-/// Whom the server must follow for the agent to be allowed to change it.
+/// Which primary the server must follow for the agent to be allowed to change it.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Expected<'a> {
     /// The same as when the agent looked before, in the same run of the server.
@@ -89,7 +90,7 @@ impl Control {
         Ok(Facts::from_info(&self.client().await?.info("replication").await?))
     }
 
-    /// Asks the server whom it follows, and fails unless that is as expected.
+    /// Asks the server which primary it follows, and fails unless the answer is as expected.
     pub(super) async fn still_ours(&mut self, expected: Expected<'_>) -> Result<Facts, NotOurs> {
         let facts = self.facts().await?;
         match taken_over(&facts, expected) {
@@ -146,7 +147,7 @@ impl From<ServerError> for NotOurs {
     }
 }
 
-/// What another client did to the server, if it no longer follows whom it should.
+/// What another client did to the server, if it no longer follows the expected primary.
 pub(super) fn taken_over(facts: &Facts, expected: Expected<'_>) -> Option<String> {
     let follows = facts.link.as_ref().map(|link| (link.host.as_str(), link.port));
     let (as_expected, before) = match expected {

@@ -300,7 +300,7 @@ const SNAPSHOT_PACE: Duration = Duration::from_micros(500);
 /// How often it is asked how much the server has read of what it was lent: two questions to the system.
 const LENT_PACE: Duration = Duration::from_micros(500);
 
-/// How often the waker, the candidates and the link are tried while there is so much to do that nobody waits on them.
+/// How often the waker, the candidates and the link are tried while the loop has so much to do that it never waits on them.
 const LOOK_PACE: Duration = Duration::from_millis(1);
 
 /// How long a server may read nothing of what it was lent: as long as it would wait for us, `repl-timeout`.

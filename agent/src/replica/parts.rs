@@ -49,7 +49,7 @@ pub(super) struct Mapped {
     copied: u64,
 }
 
-/// Bytes of somebody else's memory that may be mapped here at a time: they count as memory of this process, which has a limit. Large,
+/// Bytes of another process's memory that may be mapped here at a time: they count as memory of this process, which has a limit. Large,
 /// since a page that is read again in the next round of a window has to be mapped again.
 const MAPPED_LIMIT: u64 = 16 << 20;
 

@@ -68,7 +68,7 @@ impl Exports {
         lent
     }
 
-    /// Nobody may read that region any more.
+    /// Revokes read access to this region.
     pub(super) fn revoke(&self, id: RegionId) {
         self.exporters.iter().for_each(|exporter| exporter.revoke(id));
     }

@@ -539,7 +539,7 @@ impl Source {
 
     // ---- the probe region ----
 
-    /// Somebody asks for memory to measure by.
+    /// A peer asks for memory to measure with (`remora probe`).
     fn trial_wanted(&mut self, session: Session) {
         self.grant(session);
         match self.trial.wanted(session) {

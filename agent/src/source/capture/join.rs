@@ -34,7 +34,7 @@ pub(super) struct Expected {
     /// What the child has written.
     pub(super) told: WriterStatus,
     /// The database in which the child said that the stream begins, where that counts. A primary's stream begins by selecting one; a replica
-    /// passes its primary's on as it comes.
+    /// forwards its primary's stream unchanged.
     pub(super) database: Option<u32>,
 }
 

@@ -19,7 +19,7 @@ use crate::source::gauge::Gauge;
 pub(crate) struct Plan {
     /// The number of the snapshot that it makes.
     pub(crate) generation: u64,
-    /// Whom it asks.
+    /// The server that it asks.
     pub(crate) server: Server,
     /// The version of server that the snapshot is for, where that makes a difference; one that all read without it.
     pub(crate) reader_version: Option<String>,

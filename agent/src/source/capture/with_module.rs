@@ -16,7 +16,7 @@
 //! child has answered, arrives whole.
 //!
 //! Two processes must never write one table: a writer claims its memory, and the claim ends with the writer's life, however that
-//! ends. So whoever writes next waits for the claim ([`claim`]) first.
+//! ends. So the next writer waits for the claim ([`claim`]) first.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -261,7 +261,7 @@ fn ease(plan: &Plan, chosen: &mut Chosen) -> Result<Stream, Setback> {
 // ---- The server's child writes the long strings ----
 
 fn walk(plan: &Plan, chosen: &mut Chosen) -> Result<Stream, Setback> {
-    // The stream of a primary begins by selecting a database. A replica passes its primary's on as it comes, so that this one counts.
+    // The stream of a primary begins by selecting a database. A replica forwards its primary's stream unchanged, so this database counts.
     let counts = chosen.role == Some(Role::Replica);
     let armed = Armed::new(plan, chosen)?;
     let live = AtomicBool::new(false);

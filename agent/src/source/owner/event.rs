@@ -38,7 +38,7 @@ pub(crate) enum Event {
 /// In which format a snapshot is written, and which a replica's server reads.
 ///
 /// Valkey from 9 on has one of its own, which alone holds the times at which fields of hashes expire; where such fields are,
-/// a snapshot in the format that it shares with Redis breaks off. Whoever reads the server's own reads the shared one too.
+/// a snapshot in the format that it shares with Redis breaks off. A server that reads its own format reads the shared one too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Format {
     /// The newest that the primary knows.
@@ -76,7 +76,7 @@ impl Report {
 /// What is to be done.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Action {
-    /// Take a snapshot; with the stream too unless one lives. Into fresh memory if somebody may still read the last one's.
+    /// Take a snapshot, with the stream too unless one is running. `fresh`: into new memory, since a reader may still use the old.
     Capture { generation: u64, with_stream: bool, fresh: bool },
     /// Give that replica the present snapshot and the journal.
     Offer { session: Session },
@@ -86,11 +86,11 @@ pub(crate) enum Action {
     Drop { session: Session, code: RefusalCode, text: String },
     /// The generation is over for those who read it; say why.
     GenerationGone { session: Session, generation: u64, text: String },
-    /// Nobody shall read the snapshot of that generation any more.
+    /// Revoke read access to this generation's snapshot.
     RevokeSnapshot { generation: u64 },
-    /// The stream is over: nobody shall read that journal any more, its thread shall end.
+    /// The stream has ended: revoke read access to its journal and end its thread.
     EndStream { generation: u64 },
-    /// End the capture of that snapshot; nobody wants it.
+    /// End the capture of this snapshot, which no replica waits for.
     StopCapture { generation: u64 },
     /// Let the snapshot's writer reuse every slot below this one. It grows within a generation; each capture begins at 0.
     AllowRetiring { below: u64 },
