@@ -3,8 +3,8 @@
 //! An operator, Sentinel or a script may promote the server, or point it at another primary, at any moment of a sync. So
 //! before each command that changes the server (`REPLICAOF`, `FLUSHALL`, `CONFIG SET`) the agent asks it which primary it
 //! follows *now*, and compares the answer with what the agent expects. [`taken_over`] decides, without I/O;
-//! [`Control::still_ours`] asks. One round trip lies between the answer and the command: the servers offer no command that
-//! checks and changes in one step.
+//! [`Control::still_ours`] asks. One round trip lies between the answer and the command ([`Control::follow`]), or the five of a
+//! transaction: the servers offer no command that checks and changes in one step.
 //!
 //! Not here: what is changed and when ([`super::sync`]), and how it is put back ([`super::record`]).
 
@@ -97,6 +97,13 @@ impl Control {
             None => Ok(facts),
             Some(how) => Err(NotOurs::TakenOver(how)),
         }
+    }
+
+    /// Points the server at a primary, if the server is still as expected at this moment.
+    pub(super) async fn follow(&mut self, primary: (&str, u16), expected: Expected<'_>) -> Result<(), NotOurs> {
+        self.still_ours(expected).await?;
+        self.command(&["REPLICAOF", primary.0, &primary.1.to_string()]).await?;
+        Ok(())
     }
 
     /// Points the server at `link` and makes its replication position worthless on the way. Gives back the replication id that the

@@ -58,7 +58,7 @@ impl Mapped {
         Mapped { view, copied: 0 }
     }
 
-    /// So many bytes more were copied out of it.
+    /// Notes that `bytes` more bytes were copied out of it.
     pub(super) fn copied(&mut self, bytes: u64) {
         self.copied += bytes;
         if let Some(view) = self.view.as_ref().filter(|_| self.copied >= MAPPED_LIMIT) {

@@ -135,7 +135,7 @@ impl Sync {
         let either = [(link.0.as_str(), link.1), (host.as_str(), port)];
         self.control.still_ours(Expected::OneOf(&either)).await?;
         self.record.put_the_login_back(self.control.client().await?).await?;
-        self.control.command(&["REPLICAOF", &host, &port.to_string()]).await.map(drop).map_err(NotOurs::Unknown)
+        self.control.follow((&host, port), Expected::OneOf(&either)).await
     }
 
     /// The data set is incomplete: the server must not be taken for a replica, nor for a primary with all the keys.

@@ -55,7 +55,7 @@ impl Sync {
         let link = (self.link.ip().to_string(), self.link.port());
         self.still_follows(&[(&link.0, link.1)]).await?;
         self.record.put_the_login_back(self.control.client().await?).await?;
-        self.control.command(&["REPLICAOF", &host, &port.to_string()]).await?;
+        self.point_at((&host, port), (&link.0, link.1)).await?;
         let mut told_full = false;
         while now.elapsed() < HAND_OFF_LIMIT || told_full {
             tokio::time::sleep(QUICK_TICK).await;
@@ -107,7 +107,7 @@ impl Sync {
         self.still_follows(&[(&primary.host, primary.port)]).await?;
         self.target.link_login.give(&mut self.record, self.control.client().await?).await?;
         let (host, port) = (self.link.ip().to_string(), self.link.port());
-        self.control.command(&["REPLICAOF", &host, &port.to_string()]).await?;
+        self.point_at((&host, port), (&primary.host, primary.port)).await?;
         self.phase = Phase::CatchUp;
         self.missed = Some(Instant::now());
         self.asked_at = None;

@@ -607,6 +607,8 @@ impl Sync {
         let (host, port) = (self.link.ip().to_string(), self.link.port());
         self.target.link_login.give(&mut self.record, self.control.client().await?).await?;
         self.record.note_link(&host, port)?;
+        // The settings took round trips of their own, and as long as a server loads they wait for it.
+        self.look_again().await?;
         if !(by_module && self.give_up_the_position().await?) {
             once_settled(self.control.client().await?, &["REPLICAOF", &host, &port.to_string()]).await?;
         }
@@ -717,6 +719,15 @@ impl Sync {
         // Between the two looks it may have come back to us.
         self.still_follows(&[(&host, port)]).await?;
         GO_ON
+    }
+
+    /// Points the server at one address if it follows the other one at this moment.
+    async fn point_at(&mut self, to: (&str, u16), from: (&str, u16)) -> Result<(), Failure> {
+        match self.control.follow(to, Expected::OneOf(&[from])).await {
+            Ok(()) => Ok(()),
+            Err(NotOurs::Unknown(error)) => Err(error.into()),
+            Err(NotOurs::TakenOver(how)) => Err(self.lost_to(&how)),
+        }
     }
 
     /// Fails unless the server follows one of these addresses now. Asked before each word that changes it.

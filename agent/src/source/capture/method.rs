@@ -41,7 +41,7 @@ impl fmt::Display for Way {
 /// What may be asked of a module, and what was learnt of it.
 pub(crate) struct Rules {
     pub(super) choice: ModuleCapture,
-    /// Strings of at least so many bytes are the child's to write; `None`: by the server's allocator.
+    /// The child writes strings of at least this many bytes; `None`: chosen by the server's allocator.
     pub(super) walk_from: Option<u64>,
     /// An empty path: the library beside this program.
     pub(super) load: Option<PathBuf>,

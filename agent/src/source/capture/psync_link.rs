@@ -148,7 +148,7 @@ impl PsyncLink {
     }
 
     /// Fails unless the server still has us wait. It says `+FULLRESYNC` just before it forks, and if that fails it closes our connection; a
-    /// child that asks later, of the same offset, is then somebody else's.
+    /// child that asks later, of the same offset, then belongs to another client.
     pub(super) fn still_waits(&mut self) -> Result<(), Fault> {
         let mut buffer = [0; 1024];
         match self.wire.read_at_once(&mut buffer).map_err(|cause| broken(cause.to_string()))? {

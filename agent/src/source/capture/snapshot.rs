@@ -168,7 +168,7 @@ fn receive_payload(
     Ok(trim)
 }
 
-/// A read of so many bytes is done; the next shall be worth it.
+/// Pause after a read of this many bytes, so that the next read returns more.
 pub(super) fn pause_after(read: usize) {
     if read < WORTHWHILE {
         std::thread::sleep(if read < WORTHWHILE / 8 { PAUSE_LONG } else { PAUSE });

@@ -10,7 +10,7 @@
 //!                            walk failed half-way: the next attempt, for a while, ┘
 //! ```
 //!
-//! What the child writes into our table it takes out of what its server saves, so it may begin only if nobody else gets that. **The
+//! What the child writes into our table it takes out of what its server saves, so it may begin only if no other client gets that. **The
 //! permission is ours to give**: when `+FULLRESYNC` has come over our connection and says what the child says of itself, replid and
 //! offset, and our connection still stands when the child asks, it is the one that was forked for us (`module/src/capture/exclusive.rs` has the rest of the argument). Whatever arrives before the
 //! child has answered, arrives whole.
@@ -171,7 +171,7 @@ impl<'p> Armed<'p> {
         Ok(Armed { page, plan, client })
     }
 
-    /// Runs `work` while somebody beats on the page, and passes on in both directions what stands there and in the gauge. `live`:
+    /// Runs `work` while a thread beats on the page, and passes on in both directions what stands there and in the gauge. `live`:
     /// from when on the gauge is this snapshot's.
     fn attended<T>(&self, live: &AtomicBool, work: impl FnOnce() -> T) -> T {
         let over = AtomicBool::new(false);
