@@ -299,6 +299,9 @@ fn await_completion(
 ) -> Result<Completed, Error> {
     let mut done = Vec::new();
     loop {
+        // Looked at before the queue: a source sends its denial before it closes the connection. If the connection has
+        // ended by now, the denial is already in the queue.
+        let has_ended = parts.alarm.is_triggered() || matches!(events.next(), Some(event) if is_end(&event));
         parts.completions.arm()?;
         parts.completions.poll(&mut done)?;
         for completed in done.drain(..) {
@@ -312,8 +315,7 @@ fn await_completion(
                 return Ok(completed);
             }
         }
-        // Checked after the queue: a denial is sent before the connection is closed.
-        if parts.alarm.is_triggered() || matches!(events.next(), Some(event) if is_end(&event)) {
+        if has_ended {
             return Err(Error::Refused(Denial::NotGranted));
         }
         let left = deadline.saturating_duration_since(Instant::now());
