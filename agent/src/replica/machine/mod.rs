@@ -28,6 +28,7 @@
 //! - The delivery is ordered to use the module before the server is told to follow the link from nothing: the server
 //!   may ask for its payload at once.
 //! - Every state waits for a report, a deadline or the source, so that no run stands still.
+// Larger than the bound: the reactions to all events stand in one place, in the order of a sync.
 
 mod desk;
 mod ending;
@@ -67,6 +68,7 @@ const BROKEN_LOADS_LIMIT: u32 = 3;
 const HAND_OVERS_LIMIT: u32 = 3;
 
 /// See the module's text.
+// Larger than the bound: a method for each thing that an event can bring. What a concern can decide alone is its type's.
 pub(super) struct Replica {
     rules: Rules,
     reading: Reading,
