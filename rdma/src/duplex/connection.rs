@@ -85,6 +85,16 @@ pub struct Completion {
     pub well: bool,
 }
 
+impl Request {
+    /// Accepts the request. `answer` is at most 196 bytes for the caller.
+    ///
+    /// # Errors
+    /// [`Error::System`] if the connection cannot be made.
+    pub fn accept(self, answer: &[u8]) -> Result<Connection, Error> {
+        Connection::accept(self, answer)
+    }
+}
+
 impl Connection {
     /// Starts to connect, from the address `local` if it is given.
     ///
@@ -99,7 +109,7 @@ impl Connection {
         Ok(connection)
     }
 
-    pub(super) fn accept(request: Request, answer: &[u8]) -> Result<Connection, Error> {
+    fn accept(request: Request, answer: &[u8]) -> Result<Connection, Error> {
         let Request { id, events, event, station, stations } = request;
         let remote = id.peer().unwrap_or_else(|| SocketAddr::new(IpAddr::V4(std::net::Ipv4Addr::UNSPECIFIED), 0));
         let mut connection = Connection::new(id, events, stations, Stage::Accepting, remote, None)?;
