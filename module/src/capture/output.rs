@@ -10,7 +10,7 @@ use remora_table::server_pages::capture_page::{Origin, WriterStatus};
 use remora_table::{CapturePage, Identity, Kind, SnapshotWriter};
 
 use super::armed::AGENT_TIMEOUT;
-use super::walk::CaptureError;
+use super::error::CaptureError;
 
 /// The snapshot being written.
 pub(super) struct Output<'b> {

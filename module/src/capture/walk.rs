@@ -27,45 +27,10 @@ use remora_fabric::Memory;
 use remora_table::CapturePage;
 use remora_table::server_pages::capture_page::Origin;
 
-use super::child::server_clock;
+use super::error::CaptureError;
 use super::output::Output;
 use super::record::{self, Age};
 use crate::api::{Context, Cursor, Key, KeyKind, OwnedStr, StrRef};
-
-/// Why a capture in the child was declined or failed; the message becomes the status text on the page.
-#[derive(Debug, thiserror::Error)]
-pub(super) enum CaptureError {
-    #[error("it was cancelled")]
-    Cancelled,
-    #[error("the table was full and its agent did not beat for {0} s")]
-    Abandoned(u64),
-    #[error("no table was handed over")]
-    NoTable,
-    #[error("another process is writing to that table")]
-    Claimed,
-    #[error("{0}")]
-    NotExclusive(super::exclusive::SharedWith),
-    #[error("its agent did not say within {0} s that this child works for it only")]
-    NotPermitted(u64),
-    #[error("{0}")]
-    System(String),
-    #[error("the server gave no reply to {0}")]
-    NoAnswer(&'static str),
-    #[error("the server refused {command}: {text}")]
-    Refused { command: &'static str, text: String },
-    #[error("the server does not report its {0}")]
-    NotReported(&'static str),
-    #[error("the string {key:?} of database {database} could not be read")]
-    Unreadable { database: u32, key: String },
-    #[error(
-        "the string {key:?} of database {database} was written, but could not be deleted from what the server saves"
-    )]
-    Undeletable { database: u32, key: String },
-    #[error(transparent)]
-    Memory(#[from] remora_fabric::memory::Error),
-    #[error(transparent)]
-    Table(#[from] remora_table::Error),
-}
 
 /// Writes the long strings into `memory`, and deletes them from what the server will save.
 pub(super) fn run(
@@ -105,6 +70,13 @@ fn stream_database(context: &Context<'_>) -> Result<u32, CaptureError> {
     let line = reply.as_bytes().and_then(|bytes| std::str::from_utf8(bytes).ok()).unwrap_or_default();
     let database = line.split(' ').find_map(|pair| pair.strip_prefix("db=")?.parse().ok());
     database.ok_or(CaptureError::NotReported("link to its primary"))
+}
+
+/// The server's own clock: milliseconds since 1970. The server reads the system's clock at certain moments only, and
+/// judges keys by the value it has read.
+fn server_clock(context: &Context<'_>) -> Result<u64, CaptureError> {
+    let info = context.server_info(c"server").ok_or(CaptureError::NoAnswer("INFO server"))?;
+    info.number(c"server_time_usec").map(|micros| micros / 1000).ok_or(CaptureError::NotReported("clock"))
 }
 
 struct Walk<'w> {

@@ -21,22 +21,26 @@
 
 mod callback;
 mod context;
+mod dataset;
 mod entry;
 mod functions;
 mod heap;
 mod info;
 mod io;
 mod key;
+mod register;
 mod reply;
 mod settings;
 mod string;
 
 pub(crate) use callback::{Command, EventHandler, Timer};
-pub(crate) use context::{Context, Cursor, LogLevel, OwnContext, TimerId};
+pub(crate) use context::{Context, LogLevel, OwnContext};
+pub(crate) use dataset::Cursor;
 pub(crate) use entry::Module;
 pub(crate) use heap::warm;
 pub(crate) use info::{InfoSection, Informer};
 pub(crate) use io::{AuxLoad, Io, register_aux};
 pub(crate) use key::{Key, KeyKind};
+pub(crate) use register::TimerId;
 pub(crate) use settings::{Flag, Number};
 pub(crate) use string::{OwnedStr, StrRef};
