@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use rustix::event::{EventfdFlags, eventfd};
 
+use super::keys::LinkKey;
 use super::link::LinkState;
-use super::links::LinkKey;
 use crate::connection::Connection;
 use crate::signal::Open;
 use crate::stack::Listener;

@@ -14,14 +14,15 @@
 //! together are dispatched, and then goes in one system call. A single message goes at once.
 //!
 //! - this file: the thread, one turn after the other. **Start here.**
-//! - `tables`: what happens between links and sessions; `links`, `sessions`: the two tables; `link`: the state of a
-//!   link.
+//! - `tables`: what happens between links and sessions; `links`, `sessions`: the two tables, and `keys` their keys;
+//!   `link`: the state of a link.
 //! - `receive`, `transmit`: from bytes to messages, and back; `accept`: listeners; `shutdown`: how links end.
 //! - `reactor`: epoll and what it watches besides; `inbox`: commands of other threads; `timers`, `spin`: when to look,
 //!   and how long.
 
 mod accept;
 mod inbox;
+mod keys;
 mod link;
 mod links;
 mod reactor;
@@ -41,16 +42,16 @@ use std::time::{Duration, Instant};
 use rustix::event::epoll;
 
 pub(crate) use self::inbox::{Command, Inbox};
-pub(crate) use self::link::{HandshakeConfig, LinkState};
-pub(crate) use self::spin::Spin;
+pub(crate) use self::link::LinkState;
 
 use self::accept::{ACCEPTS_PER_TURN, Accepted, Acceptor};
+use self::keys::SessionKey;
 use self::links::LinkTable;
 use self::reactor::{EVENTS_PER_TURN, Reactor, Ready};
-use self::sessions::SessionKey;
 use self::shutdown::{LEAVING_LIMIT, LEAVING_PACE};
+use self::spin::Spin;
 use self::tables::Tables;
-use crate::messenger::Common;
+use crate::common::Common;
 use crate::session::{LocalEnd, Session};
 use crate::stack::Address;
 
@@ -121,7 +122,7 @@ impl Worker {
 
     fn run(&mut self) {
         let mut events = Vec::with_capacity(EVENTS_PER_TURN);
-        let mut spin = self.tables.cx.common.spin();
+        let mut spin = Spin::new(self.tables.cx.common.polling);
         while !self.is_stopping {
             self.wait(&mut events, &mut spin);
             self.tables.cx.now = Instant::now();

@@ -10,10 +10,11 @@ use std::sync::atomic::Ordering;
 
 use super::Context;
 use super::inbox::Command;
+use super::keys::{LinkKey, SessionKey};
 use super::link::{LinkState, Phase};
-use super::links::{LinkKey, LinkTable};
+use super::links::LinkTable;
 use super::receive::{RECEIVE_BYTES, RECEIVES_PER_TURN, Received, Served};
-use super::sessions::{SessionEntry, SessionKey, SessionTable};
+use super::sessions::{SessionEntry, SessionTable};
 use super::shutdown::LEAVING_LIMIT;
 use super::transmit::Transmitter;
 use crate::connection::{Connection, Queued, UNASSIGNED};
