@@ -11,7 +11,7 @@ use remora_wire::Token;
 use crate::buffer::Pool;
 use crate::common::Common;
 use crate::config::{HandshakeConfig, Options};
-use crate::connection::Connection;
+use crate::connection::{Connection, Mailbox};
 use crate::dispatcher::Dispatcher;
 use crate::policy::Policy;
 use crate::registry::Name;
@@ -105,7 +105,7 @@ impl Messenger {
         }
         let worker = self.pick();
         let budget = Throttle::new(policy.send_messages, policy.send_bytes);
-        let connection = Connection::new(address.clone(), Arc::clone(worker.inbox()), budget);
+        let connection = Connection::new(address.clone(), Arc::clone(worker.inbox()) as Arc<dyn Mailbox>, budget);
         if let Some(name) = name {
             registry.enter(Name::Address(name), &connection);
         }
