@@ -1,22 +1,22 @@
-//! Which file names items of which: the paths of [`super::modules`], followed to the files that define them.
+//! Which file names items of which: the paths of [`crate::modules`], followed to the files that define them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
-use super::modules::{Modules, Names};
+use crate::modules::{Modules, Names};
 
 /// Names that may hand a path on, one to the next. More would be a circle of re-exports, which the compiler refuses.
 const HANDED_ON_LIMIT: usize = 16;
 
 /// The ties between the files of one crate.
 #[derive(Debug, Default)]
-pub(super) struct Imports {
+pub(crate) struct Imports {
     by_files: BTreeMap<(String, String), BTreeSet<String>>,
 }
 
 impl Imports {
     /// Follows every path of every module.
-    pub(super) fn of(modules: &Modules) -> Imports {
+    pub(crate) fn of(modules: &Modules) -> Imports {
         let mut imports = Imports::default();
         for (path, module) in modules.iter() {
             for written in &module.written {
@@ -32,7 +32,7 @@ impl Imports {
     }
 
     /// From, to, and the names taken.
-    pub(super) fn ties(&self) -> impl Iterator<Item = (&str, &str, &BTreeSet<String>)> {
+    pub(crate) fn ties(&self) -> impl Iterator<Item = (&str, &str, &BTreeSet<String>)> {
         self.by_files.iter().map(|((from, to), names)| (from.as_str(), to.as_str(), names))
     }
 }
