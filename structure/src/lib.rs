@@ -3,15 +3,17 @@
 //! ```text
 //!   cargo metadata ──▶ workspace: crates, drawn from the top floor down
 //!   sources ──syn──▶ modules ──▶ imports: file ──▶ file, by the items it names ──▶ rooms: no circles
+//!                       └──────▶ bounds: lines of a file, fields and methods of a type
 //! ```
 //!
-//! - `rooms`: import circles.
-//! - `workspace`, `modules`, `imports`: what it reads.
+//! - `rooms`: import circles. `bounds`: long files and large types.
+//! - `workspace`, `modules`, `imports`: what both read.
 //!
 //! A crate of its own, so that the check is built in seconds: it depends on none of the crates that it reads.
 
 #![forbid(unsafe_code)]
 
+mod bounds;
 mod imports;
 mod modules;
 mod rooms;
@@ -26,21 +28,39 @@ pub type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + S
 /// Draws the crates, and checks the files of each. `print_ties`: also prints every tie between two files.
 ///
 /// # Errors
-/// The import circles; a source that cannot be read.
+/// The import circles and everything that exceeds a bound; a source that cannot be read.
 pub fn check(print_ties: bool) -> Result<()> {
     let workspace = workspace::read()?;
     println!("{}", workspace::drawing(&workspace.members));
-    let mut circles = Vec::new();
+    let (mut circles, mut large) = (Vec::new(), Vec::new());
     for target in workspace.members.iter().flat_map(|member| &member.targets) {
-        let imports = Imports::of(&Modules::read(target, &workspace.root)?);
+        let modules = Modules::read(target, &workspace.root)?;
+        let imports = Imports::of(&modules);
         if print_ties {
             print!("{imports}");
         }
         circles.extend(rooms::circles(&imports));
+        large.extend(bounds::exceeded(&modules));
     }
-    if circles.is_empty() {
-        return Ok(());
+    let mut failures = Vec::new();
+    if !circles.is_empty() {
+        failures.push(format!(
+            "{} among the files of a crate:\n{}",
+            count(&circles, "import circle"),
+            circles.join("\n\n")
+        ));
     }
-    let many = if circles.len() == 1 { "" } else { "s" };
-    Err(format!("{} import circle{many} among the files of a crate:\n{}", circles.len(), circles.join("\n\n")).into())
+    if !large.is_empty() {
+        failures.push(format!(
+            "{}; split it, or put `{} <reason>` at the head of the file or above the type:\n{}",
+            count(&large, "exceeded bound"),
+            bounds::MARKER,
+            large.join("\n")
+        ));
+    }
+    if failures.is_empty() { Ok(()) } else { Err(failures.join("\n\n").into()) }
+}
+
+fn count(things: &[String], name: &str) -> String {
+    format!("{} {name}{}", things.len(), if things.len() == 1 { "" } else { "s" })
 }

@@ -30,10 +30,19 @@ pub(crate) struct Module {
     pub(crate) written: BTreeSet<Names>,
 }
 
-/// The modules of a crate, by their path below its root.
+/// One file of a crate.
+pub(crate) struct Source {
+    /// The module that the file is.
+    pub(crate) path: Names,
+    pub(crate) text: String,
+    pub(crate) parsed: syn::File,
+}
+
+/// The modules of a crate, by their path below its root, and the files that they are read from.
 #[derive(Default)]
 pub(crate) struct Modules {
     by_path: BTreeMap<Names, Module>,
+    files: BTreeMap<String, Source>,
 }
 
 impl Modules {
@@ -53,6 +62,11 @@ impl Modules {
     pub(crate) fn iter(&self) -> impl Iterator<Item = (&Names, &Module)> {
         self.by_path.iter()
     }
+
+    /// The files, by name.
+    pub(crate) fn files(&self) -> impl Iterator<Item = (&str, &Source)> {
+        self.files.iter().map(|(name, source)| (name.as_str(), source))
+    }
 }
 
 /// Reads the files of a crate.
@@ -67,7 +81,9 @@ impl Files<'_> {
         let text = fs::read_to_string(file).map_err(|error| format!("{}: {error}", file.display()))?;
         let parsed = syn::parse_file(&text).map_err(|error| format!("{}: {error}", file.display()))?;
         let name = file.strip_prefix(self.base).unwrap_or(file).display().to_string();
-        self.add(path, &name, &parsed.items, folder)
+        self.add(path.clone(), &name, &parsed.items, folder)?;
+        self.modules.files.insert(name, Source { path, text, parsed });
+        Ok(())
     }
 
     fn add(&mut self, path: Names, file: &str, items: &[Item], folder: &Path) -> Result<()> {

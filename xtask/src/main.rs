@@ -5,7 +5,7 @@
 //!   bench           the programs of bench/, their runs kept in bench/runs
 //!   net             hosts with cables of a known rate, to cut, slow down and make lossy; servers and agents in them
 //!   bindings        the types of the RDMA libraries, out of their headers: rarely, and by hand
-//!   rooms           the crates, and a failure for an import circle
+//!   rooms           the crates, and a failure for an import circle, a long file or a large type
 //!   man, completions   what `remora generate` writes, without installing it first
 //! ```
 //!
@@ -49,7 +49,7 @@ enum Command {
     Net(net::Command),
     /// Make the types of the RDMA libraries again out of their headers.
     Bindings(bindings::Options),
-    /// Draw what stands on what; fail for an import circle, as `make check` does.
+    /// Draw what stands on what; fail for an import circle, a long file or a large type, as `make check` does.
     Rooms {
         /// Print every tie between two files too.
         #[arg(long)]

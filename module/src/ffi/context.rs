@@ -8,6 +8,7 @@ use std::ptr::{self, NonNull};
 use super::functions::{ERR, OK, RawContext, server};
 
 /// A call of the server into the module; also the proof of being on the server's thread.
+// Larger than the bound: a method for each function of the server's API that needs a context.
 pub(crate) struct Context<'s> {
     raw: NonNull<RawContext>,
     call: PhantomData<&'s RawContext>,
