@@ -42,6 +42,7 @@ pub mod server;
 mod signals;
 pub mod source;
 pub mod status;
+mod tasks;
 pub mod transports;
 pub mod units;
 pub mod verify;

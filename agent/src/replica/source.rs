@@ -15,7 +15,7 @@ use super::preflight::Target;
 use super::spool;
 use crate::args::ReplicaArgs;
 use crate::backoff::Backoff;
-use crate::conversation::{Connection, Fault, Options, Token, derive};
+use crate::conversation::{Connection, Fault, Options, Receiver, Sender, Token, derive};
 use crate::exit::{Code, Failure};
 use crate::lanes::LANES_LABEL;
 use crate::transports::taken::{Connectors, Wish};
@@ -62,7 +62,7 @@ impl Source {
 
     /// Asks what an offer would say, without having a snapshot taken for it.
     pub(super) async fn plan(&mut self, args: &ReplicaArgs, target: &Target) -> Result<Offer, Failure> {
-        let join = Join { plan_only: true, ..join(args, target, None) };
+        let join = Join { plan_only: true, ..join(args, &target.facts.name(), None) };
         self.connection.send(Message::Join(join)).await.map_err(failure)?;
         let answer = async {
             loop {
@@ -77,38 +77,9 @@ impl Source {
         })
     }
 
-    /// Asks for a snapshot, or for the rest of one.
-    pub(super) async fn join(
-        &mut self,
-        args: &ReplicaArgs,
-        target: &Target,
-        progress: &Progress,
-        held_slots: u64,
-        relays: Option<Relays>,
-    ) -> Result<(), crate::conversation::Error> {
-        let resume = progress.origin.as_ref().map(|origin| Resume {
-            generation: origin.generation,
-            held_slots,
-            loaded: progress.loaded,
-            replid: replid_bytes(&origin.replid),
-            next_byte: progress.next_byte,
-        });
-        self.connection.send(Message::Join(Join { relays, ..join(args, target, resume) })).await
-    }
-
-    pub(super) async fn send(&mut self, message: Message) -> Result<(), crate::conversation::Error> {
-        self.connection.send(message).await
-    }
-
-    pub(super) async fn receive(&mut self) -> Result<Message, crate::conversation::Error> {
-        self.connection.receive().await
-    }
-
-    /// The last word, which must arrive.
-    pub(super) async fn leave(mut self, message: Message) {
-        if self.connection.send(message).await.is_ok() {
-            self.connection.finish().await;
-        }
+    /// The two directions of the session, for its task.
+    pub(super) fn split(self) -> (Sender, Receiver) {
+        self.connection.split()
     }
 
     /// What connecting to the offered tables needs, for a thread that may block.
@@ -126,10 +97,28 @@ pub(super) fn wish(args: &ReplicaArgs) -> Wish {
     Wish { choice: args.transport, lanes: args.lanes, rdma: args.rdma.clone() }
 }
 
-fn join(args: &ReplicaArgs, target: &Target, resume: Option<Resume>) -> Join {
+/// The request for a snapshot, or for the rest of one.
+pub(super) fn join_again(
+    args: &ReplicaArgs,
+    server: &str,
+    progress: &Progress,
+    held_slots: u64,
+    relays: Option<Relays>,
+) -> Message {
+    let resume = progress.origin.as_ref().map(|origin| Resume {
+        generation: origin.generation,
+        held_slots,
+        loaded: progress.loaded,
+        replid: replid_bytes(&origin.replid),
+        next_byte: progress.next_byte,
+    });
+    Message::Join(Join { relays, ..join(args, server, resume) })
+}
+
+fn join(args: &ReplicaArgs, server: &str, resume: Option<Resume>) -> Join {
     Join {
         name: args.name.clone().unwrap_or_default(),
-        server: target.facts.name(),
+        server: server.to_string(),
         resume,
         plan_only: false,
         relays: None,
@@ -209,6 +198,7 @@ pub(super) struct RelayWish {
 }
 
 /// How to reach what a session was offered.
+#[derive(Clone)]
 pub(super) struct Way {
     session: u64,
     secret: Secret,
