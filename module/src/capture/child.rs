@@ -102,12 +102,12 @@ fn work(context: &Context<'_>) {
 
 fn capture(context: &Context<'_>, armed: &Armed) -> Result<(), CaptureError> {
     let page = &armed.page;
-    let origin = walk::origin(context)?;
+    let point = walk::fork_point(context)?;
     let eased = without_compression(context);
     match page.order().work {
         Work::Ease => {
             eased?;
-            page.ask(&origin)?;
+            page.ask(&point)?;
             page.begin()?;
         }
         Work::Walk => {
@@ -115,7 +115,7 @@ fn capture(context: &Context<'_>, armed: &Armed) -> Result<(), CaptureError> {
             let table = armed.table.as_ref().ok_or(CaptureError::NoTable)?;
             let descriptor = table.try_clone().map_err(|error| CaptureError::System(error.to_string()))?;
             let memory = Memory::adopt(descriptor, page.order().geometry.memory_len())?;
-            page.ask(&origin)?;
+            page.ask(&point)?;
             wait_for_permission(page)?;
             // Held for as long as this process writes to the table. The claim ends with the process, however it ends;
             // then the agent knows that no process writes there any more.
@@ -125,7 +125,7 @@ fn capture(context: &Context<'_>, armed: &Armed) -> Result<(), CaptureError> {
                 OPTION_HANDLE_IO_ERRORS | OPTION_HANDLE_REPL_ASYNC_LOAD | OPTION_NO_IMPLICIT_SIGNAL_MODIFIED,
             );
             page.begin()?;
-            walk::run(context, page, memory.into(), &origin)?;
+            walk::run(context, page, memory.into(), &point)?;
         }
     }
     page.finish();

@@ -25,7 +25,7 @@ use std::sync::Arc;
 
 use remora_fabric::Memory;
 use remora_table::CapturePage;
-use remora_table::server_pages::capture_page::Origin;
+use remora_table::server_pages::capture_page::ForkPoint;
 
 use super::error::CaptureError;
 use super::output::Output;
@@ -37,22 +37,22 @@ pub(super) fn run(
     context: &Context<'_>,
     page: &CapturePage,
     memory: Arc<Memory>,
-    origin: &Origin,
+    point: &ForkPoint,
 ) -> Result<(), CaptureError> {
     let least = usize::try_from(page.order().least_bytes).unwrap_or(usize::MAX);
-    let out = Output::new(page, memory, origin)?;
+    let out = Output::new(page, memory, point)?;
     let mut walk = Walk { context, out, ages: Ages::of(context), now: server_clock(context)?, least };
-    walk.everything(origin)?;
+    walk.everything(point)?;
     walk.out.finish()
 }
 
-/// The history and offset of this process's data.
-pub(super) fn origin(context: &Context<'_>) -> Result<Origin, CaptureError> {
+/// The moment that this process's data is of.
+pub(super) fn fork_point(context: &Context<'_>) -> Result<ForkPoint, CaptureError> {
     let info = context.server_info(c"replication").ok_or(CaptureError::NoAnswer("INFO replication"))?;
-    let replid = info.get(c"master_replid").and_then(|text| text.as_bytes().try_into().ok());
+    let history = info.get(c"master_replid").and_then(|text| text.parse().ok());
     let offset = info.number(c"master_repl_offset");
-    Ok(Origin {
-        replid: replid.ok_or(CaptureError::NotReported("replid"))?,
+    Ok(ForkPoint {
+        history: history.ok_or(CaptureError::NotReported("replid"))?,
         offset: offset.ok_or(CaptureError::NotReported("offset"))?,
         database: stream_database(context)?,
     })
@@ -90,8 +90,8 @@ struct Walk<'w> {
 }
 
 impl Walk<'_> {
-    fn everything(&mut self, origin: &Origin) -> Result<(), CaptureError> {
-        self.header(origin)?;
+    fn everything(&mut self, point: &ForkPoint) -> Result<(), CaptureError> {
+        self.header(point)?;
         let mut number = 0;
         while self.context.select(number) {
             if self.context.key_count() > 0 {
@@ -103,7 +103,7 @@ impl Walk<'_> {
     }
 
     /// The version is that of the server's own DUMP. `FUNCTION DUMP` gives it even if there is no key at all.
-    fn header(&mut self, origin: &Origin) -> Result<(), CaptureError> {
+    fn header(&mut self, point: &ForkPoint) -> Result<(), CaptureError> {
         let dump = OwnedStr::new(self.context, b"DUMP");
         let reply = self.context.call(c"FUNCTION", &[dump.borrow()]).ok_or(CaptureError::NoAnswer("FUNCTION DUMP"))?;
         if let Some(text) = reply.error() {
@@ -112,10 +112,13 @@ impl Walk<'_> {
         let version = reply.as_bytes().and_then(record::dump_version).ok_or(CaptureError::NoAnswer("FUNCTION DUMP"))?;
         self.out.format(version);
         record::put_magic(&mut self.out.small, version);
-        let database = origin.database.to_string();
-        let offset = origin.offset.to_string();
-        let fields: [(&str, &[u8]); 3] =
-            [("repl-stream-db", database.as_bytes()), ("repl-id", &origin.replid), ("repl-offset", offset.as_bytes())];
+        let database = point.database.to_string();
+        let offset = point.offset.to_string();
+        let fields: [(&str, &[u8]); 3] = [
+            ("repl-stream-db", database.as_bytes()),
+            ("repl-id", point.history.as_bytes()),
+            ("repl-offset", offset.as_bytes()),
+        ];
         for (name, value) in fields {
             record::put_field(&mut self.out.small, name, value);
         }

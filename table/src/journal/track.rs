@@ -156,7 +156,7 @@ impl Track {
     /// Fails once an aborted journal has been delivered to its end.
     pub(super) fn check_alive(&self) -> Result<(), Error> {
         if self.is_aborted() && self.is_at_end() {
-            return Err(Error::Aborted { generation: self.expect.generation });
+            return Err(Error::Aborted { generation: self.expect.origin.generation });
         }
         Ok(())
     }

@@ -156,8 +156,7 @@ impl SnapshotCopy {
         if magic != [0; MAGIC.len()] {
             return Err(Error::Misuse("the memory for a copy holds a table already"));
         }
-        let Expectation { generation, replid, first_offset, .. } = expect;
-        let identity = Identity { generation, kind: Kind::Snapshot, replid, first_offset };
+        let identity = Identity { kind: Kind::Snapshot, origin: expect.origin };
         let mut publisher = lay_out(&memory, own, identity)?;
         publisher.publish(own.start_of(first))?;
         publisher.retire(first)?;

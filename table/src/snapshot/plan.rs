@@ -52,7 +52,7 @@ impl Plan {
     /// A newer progress line has been read.
     pub(super) fn learn(&mut self, line: Line) -> Result<(), Error> {
         if line.state == State::Aborted {
-            return Err(Error::Aborted { generation: self.expect.generation });
+            return Err(Error::Aborted { generation: self.expect.origin.generation });
         }
         self.line = Some(line);
         Ok(())
