@@ -6,6 +6,9 @@
 //!   rest of the crate ──▶ handles: Context, Key, Str, Reply … ──▶ functions.rs ──▶ server
 //! ```
 //!
+//! `context` has the functions that need no other handle; `dataset` adds those for keys, commands and INFO, and
+//! `register` those for commands, events, timers and settings.
+//!
 //! The rules that every SAFETY comment here relies on:
 //!
 //! - **The handle rule.** A handle (`Context`, `Key`, `StrRef`, `Io`, `InfoSection`) exists only while the server's
