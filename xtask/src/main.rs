@@ -5,7 +5,7 @@
 //!   bench           the programs of bench/, their runs kept in bench/runs
 //!   net             hosts with cables of a known rate, to cut, slow down and make lossy; servers and agents in them
 //!   bindings        the types of the RDMA libraries, out of their headers: rarely, and by hand
-//!   rooms           the crates, and a failure where files import each other in a circle
+//!   rooms           the crates, and a failure for an import circle, a long file or a large type
 //!   man, completions   what `remora generate` writes, without installing it first
 //! ```
 //!
@@ -13,7 +13,6 @@
 //!
 //! - [`demo`]: the demonstration. **Start here.** [`show`]: what is seen while it runs; [`table`]: what is left of it.
 //! - [`mod@bench`]: builds and runs the benchmarks. [`bindings`]: makes or compares the RDMA libraries' types.
-//! - [`rooms`]: the structure, drawn and checked.
 //! - [`net`]: hosts, servers and agents, as a person wants them. [`stop`]: Ctrl-C leaves nothing behind.
 #![forbid(unsafe_code)]
 
@@ -21,7 +20,6 @@ mod bench;
 mod bindings;
 mod demo;
 mod net;
-mod rooms;
 mod show;
 mod stop;
 mod table;
@@ -51,8 +49,12 @@ enum Command {
     Net(net::Command),
     /// Make the types of the RDMA libraries again out of their headers.
     Bindings(bindings::Options),
-    /// Draw what stands on what, and fail if files of a crate import each other in a circle.
-    Rooms(rooms::Options),
+    /// Draw what stands on what; fail for an import circle, a long file or a large type, as `make check` does.
+    Rooms {
+        /// Print every tie between two files too.
+        #[arg(long)]
+        ties: bool,
+    },
     /// Write the man pages of `remora` into a folder.
     Man {
         /// The folder; made if it isn't there.
@@ -71,7 +73,7 @@ fn main() -> ExitCode {
         Command::Bench(options) => stop::or_run(move || bench::run(&options)),
         Command::Net(command) => net::run(command),
         Command::Bindings(options) => bindings::run(&options),
-        Command::Rooms(options) => rooms::run(&options),
+        Command::Rooms { ties } => remora_structure::check(ties),
         Command::Man { directory } => generate(Generated::Man { directory }),
         Command::Completions { shell } => completions(&shell),
     };

@@ -12,6 +12,7 @@ use crate::{
 };
 
 /// The arguments of `remora replica`.
+// Larger than the bound: a field for each option of the command line.
 #[derive(Clone, Debug, Args)]
 #[command(long_about = ABOUT, after_long_help = more())]
 pub struct ReplicaArgs {

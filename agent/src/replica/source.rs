@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use remora_fabric::{Memory, Pages, Peer, RegionKey, Secret, TransportKind};
 use remora_protocol::{Join, Message, Offer, Relays, Resume, TableOffer};
-use remora_table::{Expectation, Geometry, MIN_SLOTS, SinkLayout, SnapshotCopy};
+use remora_redis::ReplId;
+use remora_table::{Expectation, Geometry, MIN_SLOTS, Origin, SinkLayout, SnapshotCopy};
 
 use super::delivery::Progress;
 use super::feed::Feed;
@@ -105,12 +106,19 @@ pub(super) fn join_again(
     held_slots: u64,
     relays: Option<Relays>,
 ) -> Message {
-    let resume = progress.origin.as_ref().map(|origin| Resume {
-        generation: origin.generation,
-        held_slots,
-        loaded: progress.loaded,
-        replid: replid_bytes(&origin.replid),
-        next_byte: progress.next_byte,
+    let resume = progress.origin.as_ref().and_then(|origin| match origin.replid.parse() {
+        Ok(replid) => Some(Resume {
+            generation: origin.generation,
+            held_slots,
+            loaded: progress.loaded,
+            replid,
+            next_byte: progress.next_byte,
+        }),
+        Err(error) => {
+            let (generation, replid) = (origin.generation, &origin.replid);
+            tracing::error!(generation, replid, %error, "cannot resume: asking for a whole snapshot");
+            None
+        }
     });
     Message::Join(Join { relays, ..join(args, server, resume) })
 }
@@ -123,10 +131,6 @@ fn join(args: &ReplicaArgs, server: &str, resume: Option<Resume>) -> Join {
         plan_only: false,
         relays: None,
     }
-}
-
-fn replid_bytes(replid: &str) -> [u8; 40] {
-    replid.as_bytes().try_into().unwrap_or([b'0'; 40])
 }
 
 /// The source can't be reached, or said no.
@@ -243,9 +247,13 @@ impl Way {
                 Failure::new(Code::Source, format!("the source {} offers no sound table: {error}", self.source))
             })?;
         }
+        let history = offer.replid.ok_or_else(|| {
+            let text = format!("the source {} offers generation {} without a replid", self.source, offer.generation);
+            Failure::new(Code::Source, text)
+        })?;
         let origin = spool::Origin {
             generation: offer.generation,
-            replid: String::from_utf8_lossy(&offer.replid).into_owned(),
+            replid: history.to_string(),
             offset: offer.offset,
             slot_size: offer.snapshot.slot_size,
         };
@@ -263,7 +271,7 @@ impl Way {
             let peer;
             (peer, kind) = self.connect(&mut connectors, &offer.snapshot, &memory)?;
             let plan = CopyPlan { own, download_rate: relay.download_rate, retained: offer.snapshot.retained };
-            let part = self.part(peer, memory.clone(), 1, snapshot, &offer.snapshot, offer);
+            let part = self.part(peer, memory.clone(), 1, snapshot, &offer.snapshot, history);
             snapshot_part = Some(Part { copy: Some(plan), ..part });
             chosen_copy = Some((memory, own, is_new));
         } else if !without_snapshot {
@@ -271,9 +279,9 @@ impl Way {
             let sink = sinks.of(buffers, &snapshot, "remora-sink")?;
             let peer;
             (peer, kind) = self.connect(&mut connectors, &offer.snapshot, &sink)?;
-            snapshot_part = Some(self.part(peer, sink, buffers, snapshot, &offer.snapshot, offer));
+            snapshot_part = Some(self.part(peer, sink, buffers, snapshot, &offer.snapshot, history));
         }
-        let journal_part = self.part(journal_peer, journal_sink, JOURNAL_BUFFERS, journal, &offer.journal, offer);
+        let journal_part = self.part(journal_peer, journal_sink, JOURNAL_BUFFERS, journal, &offer.journal, history);
         let chosen = Chosen { kind, why: connectors.why(), copy: chosen_copy };
         Ok((Feed::new(origin, Parts { snapshot: snapshot_part, journal: journal_part }), chosen))
     }
@@ -285,14 +293,10 @@ impl Way {
         buffers: u32,
         geometry: Geometry,
         table: &TableOffer,
-        offer: &Offer,
+        history: ReplId,
     ) -> Part {
-        let expect = Expectation {
-            generation: table.generation,
-            geometry,
-            replid: offer.replid,
-            first_offset: table.first_offset,
-        };
+        let origin = Origin { generation: table.generation, history, offset: table.first_offset };
+        let expect = Expectation { origin, geometry };
         Part { peer, sink, layout: SinkLayout { offset: 0, buffers }, expect, in_place: table.retained, copy: None }
     }
 

@@ -20,6 +20,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use remora_fabric::{View, memory::crc};
+use remora_redis::ReplId;
 use serde::{Deserialize, Serialize};
 
 use super::private::Folder;
@@ -183,7 +184,9 @@ impl Spool {
 }
 
 fn read_origin(folder: &Folder) -> Option<Origin> {
-    serde_json::from_slice(&folder.read("origin.json", ORIGIN_LIMIT).ok()??).ok()
+    let origin: Origin = serde_json::from_slice(&folder.read("origin.json", ORIGIN_LIMIT).ok()??).ok()?;
+    let is_valid = origin.replid.parse::<ReplId>().is_ok_and(|replid| replid.to_string() == origin.replid);
+    is_valid.then_some(origin)
 }
 
 fn remove_files(folder: &Folder) -> io::Result<()> {
@@ -261,6 +264,15 @@ mod tests {
 
         let other = Spool::open(folder.path(), &origin(2)).unwrap();
         assert_eq!(other.held_below(), 0);
+    }
+
+    #[test]
+    fn a_folder_that_names_no_valid_replid_holds_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        for replid in ["a".repeat(39), "g".repeat(40), "A".repeat(40)] {
+            Spool::open(folder.path(), &Origin { replid: replid.clone(), ..origin(1) }).unwrap();
+            assert_eq!(Spool::look(folder.path()).map(|(origin, _)| origin), None, "{replid}");
+        }
     }
 
     #[test]

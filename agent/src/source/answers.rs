@@ -17,7 +17,7 @@ pub(super) fn plan_of(facts: &Facts, primary: Announce, write_rate: u64) -> Offe
         || TableOffer { generation: 0, first_offset: 0, slot_size: 0, slots: 0, retained: false, keys: Vec::new() };
     Offer {
         generation: 0,
-        replid: facts.replid.map_or([b'0'; 40], |replid| *replid.as_bytes()),
+        replid: facts.replid,
         offset: facts.offset.unwrap_or(0),
         snapshot: nothing(),
         journal: nothing(),

@@ -35,6 +35,7 @@ use std::time::{Duration, Instant};
 
 use remora_fabric::RegionId;
 use remora_protocol::{LossCause, Message, Offer, Phase, RefusalCode, Relays, Upstream};
+use remora_table::Origin;
 use tokio::sync::{Mutex, mpsc};
 
 use self::answers::{announce, as_others_reach_it, ask, format_for, hand_off_answer, not_covered, plan_of};
@@ -390,7 +391,6 @@ impl Source {
                 self.export(*generation, SNAPSHOT_REGION)?;
                 if follows {
                     self.export(*generation, JOURNAL_REGION)?;
-                    self.tables.journal_origin = (*generation, *offset);
                 }
                 self.learn();
             }
@@ -479,19 +479,17 @@ impl Source {
         let Some(generation) = self.owner.status().generation() else { return };
         let upstream = self.place_for(generation, session);
         let (Some(snapshot), Some(stream)) = (self.owner.status().snapshot, self.owner.status().stream) else { return };
-        let Some((replid, offset)) = snapshot.origin() else { return };
-        let (journal_generation, journal_offset) = self.tables.journal_origin;
-        debug_assert_eq!(journal_generation, stream.generation);
-        let table = |generation, region, first_offset| {
-            let id = RegionId { generation, region };
-            self.tables.offer(id, first_offset, self.exports.keys(id))
+        let Some(origin) = snapshot.origin() else { return };
+        let table = |origin: Origin, region| {
+            let id = RegionId { generation: origin.generation, region };
+            self.tables.offer(id, origin.offset, self.exports.keys(id))
         };
         let offer = Offer {
-            generation: snapshot.generation,
-            replid: *replid.as_bytes(),
-            offset,
-            snapshot: table(snapshot.generation, SNAPSHOT_REGION, offset),
-            journal: table(journal_generation, JOURNAL_REGION, journal_offset),
+            generation: origin.generation,
+            replid: Some(origin.history),
+            offset: origin.offset,
+            snapshot: table(origin, SNAPSHOT_REGION),
+            journal: table(stream, JOURNAL_REGION),
             upstream,
             ..self.plan()
         };

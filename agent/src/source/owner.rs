@@ -33,13 +33,14 @@ use std::time::{Duration, Instant};
 
 use remora_protocol::{Phase, RefusalCode, WaitCause};
 use remora_redis::ReplId;
+use remora_table::Origin;
 
 use super::capture::{CaptureEvent, Fault};
 use super::gauge::Reading;
 use crate::backoff::Backoff;
 
 pub(crate) use self::event::{Action, Event, Format, Report, Resume, Rules, Session};
-pub(crate) use self::record::{Replica, Snapshot, Stage, Stream};
+pub(crate) use self::record::{Replica, Snapshot, Stage};
 
 /// A stream whose history the primary has left. Its journal holds every byte of the old history that the source
 /// received, and stays readable until the replicas that have the whole snapshot have applied it.
@@ -67,7 +68,8 @@ pub(crate) struct Owner {
     /// The reading that came with the present event.
     reading: Reading,
     snapshot: Option<Snapshot>,
-    stream: Option<Stream>,
+    /// Where the stream in the journal began.
+    stream: Option<Origin>,
     /// A stream that is over and still read. No other one begins meanwhile: both would use the same memory.
     ending: Option<Ending>,
     replicas: BTreeMap<Session, Replica>,
@@ -90,7 +92,7 @@ pub(crate) struct Owner {
 #[derive(Clone, Copy)]
 pub(crate) struct Status<'a> {
     pub(crate) snapshot: Option<&'a Snapshot>,
-    pub(crate) stream: Option<Stream>,
+    pub(crate) stream: Option<Origin>,
     pub(crate) replicas: &'a BTreeMap<Session, Replica>,
     pub(crate) snapshots_taken: u64,
     pub(crate) replicas_done: u64,
@@ -233,13 +235,13 @@ impl Owner {
     fn captured(&mut self, now: Instant, event: CaptureEvent, actions: &mut Vec<Action>) {
         match event {
             CaptureEvent::Started { generation, replid, offset } => {
-                self.started(generation, replid, offset, actions);
+                self.started(Origin { generation, history: replid, offset }, actions);
             }
             CaptureEvent::Completed { generation, bytes } => {
                 if let Some(snapshot) = self.current(generation)
-                    && let Some((replid, offset)) = snapshot.origin()
+                    && let Some(origin) = snapshot.origin()
                 {
-                    snapshot.stage = Stage::Sealed { replid, offset, bytes };
+                    snapshot.stage = Stage::Sealed { origin, bytes };
                 }
                 self.backoff.reset();
             }
@@ -258,13 +260,13 @@ impl Owner {
         self.snapshot.as_mut().filter(|snapshot| snapshot.generation == generation)
     }
 
-    fn started(&mut self, generation: u64, replid: ReplId, offset: u64, actions: &mut Vec<Action>) {
-        let Some(snapshot) = self.current(generation) else { return };
-        snapshot.stage = Stage::Open { replid, offset };
+    fn started(&mut self, origin: Origin, actions: &mut Vec<Action>) {
+        let Some(snapshot) = self.current(origin.generation) else { return };
+        snapshot.stage = Stage::Open(origin);
         self.snapshots_taken += 1;
         match self.stream {
-            None => self.stream = Some(Stream { generation, replid }),
-            Some(stream) if stream.replid == replid => {}
+            None => self.stream = Some(origin),
+            Some(stream) if stream.history == origin.history => {}
             Some(_) => {
                 // The primary has changed its history under us: what we follow is not what it now writes.
                 self.end_stream("the primary's replid changed (a fail-over or a restart)", actions);
@@ -474,7 +476,7 @@ impl Owner {
 
     fn offer(&mut self, now: Instant, session: Session, actions: &mut Vec<Action>) {
         let generation = self.snapshot.as_ref().map(|snapshot| snapshot.generation);
-        let history = self.stream.map(|stream| stream.replid);
+        let history = self.stream.map(|stream| stream.history);
         if let Some(replica) = self.replicas.get_mut(&session) {
             replica.generation = generation;
             replica.history = history;
@@ -491,11 +493,11 @@ impl Owner {
     /// Whether the present snapshot has all that this replica needs, and the journal all that follows.
     fn can_serve(&self, now: Instant, session: Session) -> bool {
         let (Some(snapshot), Some(stream)) = (&self.snapshot, &self.stream) else { return false };
-        let Some((replid, offset)) = snapshot.origin() else { return false };
+        let Some(origin) = snapshot.origin() else { return false };
         let resume = self.replicas.get(&session).and_then(|replica| replica.resume);
         let Reading { journal_first, journal_end, .. } = self.reading;
         if let Some((history, next_byte)) = resume.and_then(|resume| resume.loaded) {
-            return &history == stream.replid.as_bytes() && journal_first <= next_byte && next_byte <= journal_end + 1;
+            return history == stream.history && journal_first <= next_byte && next_byte <= journal_end + 1;
         }
         let held = resume.filter(|resume| resume.generation == snapshot.generation);
         let first_needed = held.map_or(0, |resume| resume.held_slots);
@@ -503,10 +505,10 @@ impl Owner {
         let first_held = self.reading.retired.max(self.retire_below);
         let reads_it = snapshot.format == Format::Shared
             || self.replicas.get(&session).is_some_and(|replica| replica.reads == Format::Own);
-        replid == stream.replid
+        origin.history == stream.history
             && reads_it
             && first_needed >= first_held
-            && journal_first <= offset + 1
+            && journal_first <= origin.offset + 1
             && (held.is_some() || now.duration_since(snapshot.asked) <= self.rules.max_age)
     }
 
@@ -564,7 +566,7 @@ impl Owner {
             && alone > self.rules.stall_limit;
         let old = now.duration_since(snapshot.asked) > self.rules.max_age;
         let overrun = snapshot.is_sealed()
-            && snapshot.origin().is_some_and(|(_, offset)| self.reading.journal_first > offset + 1);
+            && snapshot.origin().is_some_and(|origin| self.reading.journal_first > origin.offset + 1);
         if !(stuck || old || overrun) {
             return;
         }

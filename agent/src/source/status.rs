@@ -31,13 +31,13 @@ pub(super) fn report(source: &Source) -> StatusReport {
 
 fn generation_status(source: &Source) -> Option<GenerationStatus> {
     let snapshot = source.owner.status().snapshot?;
-    let (replid, offset) = snapshot.origin()?;
+    let origin = snapshot.origin()?;
     let (first, end) = source.gauge.journal();
     let memory = [&source.tables.snapshot.0, &source.tables.journal.0];
     Some(GenerationStatus {
-        generation: snapshot.generation,
-        replid: replid.to_string(),
-        offset_start: offset,
+        generation: origin.generation,
+        replid: origin.history,
+        offset_start: origin.offset,
         offset_now: end,
         state: match snapshot.stage {
             Stage::Sealed { .. } => GenerationState::Complete,

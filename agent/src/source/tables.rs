@@ -23,8 +23,6 @@ pub(super) struct Tables {
     pub(super) retained: bool,
     /// A snapshot was larger than the server's INFO let expect: there will be no such promise again.
     pub(super) outgrown: bool,
-    /// Generation and offset with which the journal now in it began.
-    pub(super) journal_origin: (u64, u64),
 }
 
 impl Tables {
@@ -52,7 +50,7 @@ impl Tables {
             Ok(Err(error)) => return Err(no_memory(error)),
             Err(error) => return Err(no_memory(error)),
         }
-        Ok(Tables { snapshot, journal, retained: false, outgrown: false, journal_origin: (0, 0) })
+        Ok(Tables { snapshot, journal, retained: false, outgrown: false })
     }
 
     /// Gets the snapshot's memory ready for another generation. `fresh`: the present one may still be read by those who were lent

@@ -27,7 +27,7 @@ pub(super) fn offer(generation: u64) -> Box<Offer> {
         || TableOffer { generation, first_offset: 1, slot_size: 4096, slots: 8, retained: true, keys: Vec::new() };
     Box::new(Offer {
         generation,
-        replid: [b'a'; 40],
+        replid: "a".repeat(40).parse().ok(),
         offset: 1000,
         snapshot: table(),
         journal: table(),

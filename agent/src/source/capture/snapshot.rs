@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use remora_fabric::Memory;
 use remora_redis::psync::Payload;
 use remora_redis::psync::client::EofMark;
-use remora_table::{Identity, JournalWriter, Kind, SnapshotWriter, State};
+use remora_table::{Identity, JournalWriter, Kind, Origin, SnapshotWriter, State};
 
 use super::plan::{CaptureEvent, Fault, Plan};
 use super::psync_link::{Announced, came};
@@ -30,8 +30,8 @@ pub(super) const MARK_LENGTH: u32 = 40;
 /// Makes the tables and tells that they are there to be read.
 pub(super) fn begin<'p>(plan: &'p Plan, asked: &Announced) -> Result<(Taking<'p>, Option<JournalWriter>), Fault> {
     let Announced { replid, offset, payload, .. } = asked;
-    let identity =
-        |kind| Identity { generation: plan.generation, kind, replid: *replid.as_bytes(), first_offset: *offset };
+    let origin = Origin { generation: plan.generation, history: *replid, offset: *offset };
+    let identity = |kind| Identity { kind, origin };
     let (memory, geometry) = &plan.snapshot;
     let hold_back = if matches!(payload, Payload::Mark(_)) { MARK_LENGTH } else { 0 };
     let snapshot = SnapshotWriter::create(memory.clone(), *geometry, identity(Kind::Snapshot), hold_back)?;

@@ -28,7 +28,7 @@ use remora_redis::ReplId;
 use remora_redis::psync::Payload;
 use remora_redis::psync::client::{self, Event as PsyncEvent};
 use remora_table::server_pages::capture_page::{Order, Stage, Work, WriterStatus};
-use remora_table::{CapturePage, Identity, JournalWriter, Kind};
+use remora_table::{CapturePage, Identity, JournalWriter, Kind, Origin};
 
 use super::join;
 use super::method::{Way, average, best, long_from};
@@ -279,7 +279,7 @@ fn walk(plan: &Plan, chosen: &mut Chosen) -> Result<Stream, Setback> {
         let told = walked(plan, &armed.page)?;
         let (mut wire, early) = sync.into_parts();
         let _claim = claim(plan)?;
-        let database = armed.page.origin().filter(|_| counts).map(|origin| origin.database);
+        let database = armed.page.fork_point().map_err(Fault::from)?.filter(|_| counts).map(|point| point.database);
         let expected = join::Expected { payload: payload?, told, database };
         join::receive(plan, &mut wire, &expected, &early)?;
         Ok(journal.map_or(Stream::Elsewhere, |journal| Stream::Next(wire, Box::new(journal))))
@@ -298,12 +298,16 @@ fn may_begin(
     loop {
         match page.stage() {
             Stage::Armed => {}
-            Stage::Asking => match page.origin() {
-                Some(origin) if (&origin.replid, origin.offset) == (replid.as_bytes(), offset) => {
+            Stage::Asking => match page.fork_point() {
+                Ok(Some(point)) if (point.history, point.offset) == (replid, offset) => {
                     sync.still_waits()?;
                     page.permit();
                 }
-                _ => page.cancel(),
+                Ok(_) => page.cancel(),
+                Err(error) => {
+                    tracing::warn!(%error, "the module asks for an invalid snapshot; the server takes it");
+                    page.cancel();
+                }
             },
             Stage::Begun | Stage::Done | Stage::Failed => return Ok(true),
             Stage::Declined => {
@@ -342,8 +346,8 @@ fn untouched(
 
 /// The child has begun: tells the owner, so that replicas may read.
 fn begun(plan: &Plan, replid: ReplId, offset: u64) -> Result<Option<JournalWriter>, Fault> {
-    let identity =
-        Identity { generation: plan.generation, kind: Kind::Journal, replid: *replid.as_bytes(), first_offset: offset };
+    let origin = Origin { generation: plan.generation, history: replid, offset };
+    let identity = Identity { kind: Kind::Journal, origin };
     let journal = match &plan.journal {
         Some((memory, geometry)) => Some(JournalWriter::create(memory.clone(), *geometry, identity)?),
         None => None,

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use remora_protocol::{Phase, RefusalCode, WaitCause};
+use remora_redis::ReplId;
 
 use crate::source::capture::CaptureEvent;
 
@@ -54,7 +55,7 @@ pub(crate) struct Resume {
     /// Slots that it holds without a gap from the first.
     pub(crate) held_slots: u64,
     /// Its server holds the whole snapshot: it needs only the stream of that history, from that byte on.
-    pub(crate) loaded: Option<([u8; 40], u64)>,
+    pub(crate) loaded: Option<(ReplId, u64)>,
 }
 
 /// How far a replica is.

@@ -5,6 +5,7 @@ use std::time::Instant;
 use remora_fabric::TransportKind;
 use remora_protocol::{Phase, WaitCause};
 use remora_redis::ReplId;
+use remora_table::Origin;
 
 use super::event::{Format, Report, Resume};
 
@@ -22,16 +23,17 @@ pub(crate) enum Stage {
     /// The primary was asked and has not answered.
     Asked,
     /// Slots are being filled.
-    Open { replid: ReplId, offset: u64 },
+    Open(Origin),
     /// Whole.
-    Sealed { replid: ReplId, offset: u64, bytes: u64 },
+    Sealed { origin: Origin, bytes: u64 },
 }
 
 impl Snapshot {
-    pub(crate) fn origin(&self) -> Option<(ReplId, u64)> {
+    /// The point of the history that it is of, once the primary has named it.
+    pub(crate) fn origin(&self) -> Option<Origin> {
         match self.stage {
             Stage::Asked => None,
-            Stage::Open { replid, offset } | Stage::Sealed { replid, offset, .. } => Some((replid, offset)),
+            Stage::Open(origin) | Stage::Sealed { origin, .. } => Some(origin),
         }
     }
 
@@ -43,14 +45,6 @@ impl Snapshot {
     pub(super) fn is_sealed(&self) -> bool {
         matches!(self.stage, Stage::Sealed { .. })
     }
-}
-
-/// The stream in the journal.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Stream {
-    /// The generation that began it.
-    pub(crate) generation: u64,
-    pub(crate) replid: ReplId,
 }
 
 /// A joined replica.

@@ -96,7 +96,7 @@ impl Play {
         let resume = match self.draw.below(4) {
             0 => Some(Resume { generation, held_slots: self.draw.below(SLOTS), loaded: None }),
             1 => {
-                let loaded = Some((*replid(self.history).as_bytes(), self.reading.journal_end + 1));
+                let loaded = Some((replid(self.history), self.reading.journal_end + 1));
                 Some(Resume { generation, held_slots: 0, loaded })
             }
             _ => None,

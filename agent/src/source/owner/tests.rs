@@ -296,10 +296,8 @@ fn a_replica_that_comes_back_goes_on_with_the_generation_it_knows() {
 fn a_loaded_replica_needs_the_stream_only_and_is_sent_away_where_it_is_gone() {
     let mut bench = Bench::with_snapshot();
     bench.journal_at(40, 90);
-    let loaded = |byte, next_byte| {
-        let history = *replid(byte).as_bytes();
-        Some(Resume { generation: FIRST, held_slots: 0, loaded: Some((history, next_byte)) })
-    };
+    let loaded =
+        |byte, next_byte| Some(Resume { generation: FIRST, held_slots: 0, loaded: Some((replid(byte), next_byte)) });
     assert_eq!(offers(&bench.join_with(2, loaded(1, 91))), [2]);
     assert_eq!(bench.owner.replicas[&2].at.phase, Phase::CatchUp);
     for (session, resume) in [(3, loaded(1, 39)), (4, loaded(2, 80)), (5, loaded(1, 92))] {
@@ -409,8 +407,7 @@ fn after_the_history_has_changed_the_old_one_is_not_offered() {
     let mut bench = Bench::with_snapshot();
     bench.history_changed(100);
     assert_eq!(begins(&bench.join(2)), Some((FIRST + 1, true)));
-    let history = *replid(1).as_bytes();
-    let loaded = Some(Resume { generation: FIRST, held_slots: 0, loaded: Some((history, 90)) });
+    let loaded = Some(Resume { generation: FIRST, held_slots: 0, loaded: Some((replid(1), 90)) });
     let actions = bench.join_with(3, loaded);
     let refused = |action: &Action| matches!(action, Action::Drop { session: 3, code: RefusalCode::HistoryGone, .. });
     assert!(actions.iter().any(refused) && offers(&actions).is_empty(), "{actions:?}");
@@ -463,7 +460,7 @@ fn a_snapshot_under_way_ends_with_the_history_and_a_late_word_of_the_old_stream_
     }
     bench.started(FIRST + 1, replid(2), 20);
     assert_eq!(bench.history_changed(10), []);
-    assert_eq!(bench.owner.stream, Some(Stream { generation: FIRST + 1, replid: replid(2) }));
+    assert_eq!(bench.owner.stream, Some(Origin { generation: FIRST + 1, history: replid(2), offset: 20 }));
 }
 
 #[test]

@@ -1,61 +1,89 @@
-//! The modules of one crate, as its sources declare them: where each lies, what it names, what it hands on under another name.
+//! The modules of one crate, as its sources declare them: the file of each, the items that it names, and the names that
+//! it re-exports.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use remora_bench::sync::Result;
 use syn::visit::{self, Visit};
 use syn::{Attribute, Item, ItemMod, UseTree};
 
+use crate::Result;
+
 /// A path of names, as it is written: `["super", "a", "A"]`.
-pub(super) type Names = Vec<String>;
+pub(crate) type Names = Vec<String>;
 
 /// One module.
 #[derive(Debug, Default)]
-pub(super) struct Module {
+pub(crate) struct Module {
     /// The file that it stands in.
-    pub(super) file: String,
+    pub(crate) file: String,
     /// Names of the modules below it.
-    pub(super) children: BTreeSet<String>,
+    pub(crate) children: BTreeSet<String>,
     /// Names of the items that it defines.
-    pub(super) defined: BTreeSet<String>,
+    pub(crate) defined: BTreeSet<String>,
     /// What a `use` makes known in it: the name here, and the path it stands for.
-    pub(super) imported: BTreeMap<String, Names>,
+    pub(crate) imported: BTreeMap<String, Names>,
     /// Paths whose names are all known in it (`use a::*`).
-    pub(super) globs: Vec<Names>,
+    pub(crate) globs: Vec<Names>,
     /// Every path that it writes, those of its `use` lines among them.
-    pub(super) written: BTreeSet<Names>,
+    pub(crate) written: BTreeSet<Names>,
 }
 
-/// The modules of a crate, by their path below its root.
-#[derive(Debug, Default)]
-pub(super) struct Modules {
+/// One file of a crate.
+pub(crate) struct Source {
+    /// The module that the file is.
+    pub(crate) path: Names,
+    pub(crate) text: String,
+    pub(crate) parsed: syn::File,
+}
+
+/// The modules of a crate, by their path below its root, and the files that they are read from.
+#[derive(Default)]
+pub(crate) struct Modules {
     by_path: BTreeMap<Names, Module>,
+    files: BTreeMap<String, Source>,
 }
 
 impl Modules {
-    /// Reads the crate whose first file is `root`. Test modules are left out.
-    pub(super) fn read(root: &Path) -> Result<Modules> {
+    /// Reads the crate whose first file is `root`. Test modules are left out. Files are named by their path below
+    /// `base`.
+    pub(crate) fn read(root: &Path, base: &Path) -> Result<Modules> {
         let mut modules = Modules::default();
         let folder = root.parent().unwrap_or(root);
-        modules.add_file(Vec::new(), root, folder)?;
+        Files { modules: &mut modules, base }.add_file(Vec::new(), root, folder)?;
         Ok(modules)
     }
 
-    pub(super) fn get(&self, path: &[String]) -> Option<&Module> {
+    pub(crate) fn get(&self, path: &[String]) -> Option<&Module> {
         self.by_path.get(path)
     }
 
-    pub(super) fn iter(&self) -> impl Iterator<Item = (&Names, &Module)> {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (&Names, &Module)> {
         self.by_path.iter()
     }
 
+    /// The files, by name.
+    pub(crate) fn files(&self) -> impl Iterator<Item = (&str, &Source)> {
+        self.files.iter().map(|(name, source)| (name.as_str(), source))
+    }
+}
+
+/// Reads the files of a crate.
+struct Files<'a> {
+    modules: &'a mut Modules,
+    base: &'a Path,
+}
+
+impl Files<'_> {
     /// Reads a file as the module `path`; the files of its children lie in `folder`.
     fn add_file(&mut self, path: Names, file: &Path, folder: &Path) -> Result<()> {
         let text = fs::read_to_string(file).map_err(|error| format!("{}: {error}", file.display()))?;
         let parsed = syn::parse_file(&text).map_err(|error| format!("{}: {error}", file.display()))?;
-        self.add(path, &shown(file), &parsed.items, folder)
+        let name = file.strip_prefix(self.base).unwrap_or(file).display().to_string();
+        self.add(path.clone(), &name, &parsed.items, folder)?;
+        self.modules.files.insert(name, Source { path, text, parsed });
+        Ok(())
     }
 
     fn add(&mut self, path: Names, file: &str, items: &[Item], folder: &Path) -> Result<()> {
@@ -74,7 +102,7 @@ impl Modules {
                 }
             }
         }
-        self.by_path.insert(path.clone(), module);
+        self.modules.by_path.insert(path.clone(), module);
         for inner in below {
             let name = inner.ident.to_string();
             let child: Names = path.iter().cloned().chain([name.clone()]).collect();
@@ -129,14 +157,8 @@ fn place(declared: &ItemMod, folder: &Path, name: &str) -> Result<(PathBuf, Path
     Err(format!("the module {name} declared in {} has no file", folder.display()).into())
 }
 
-/// A path as it is shown: from the folder in which the command was called, where it lies below that.
-fn shown(file: &Path) -> String {
-    let here = std::env::current_dir().unwrap_or_default();
-    file.strip_prefix(here).unwrap_or(file).display().to_string()
-}
-
-/// `#[cfg(test)]`, `#[cfg(all(test, …))]`, `#[test]`.
-fn is_for_tests(attributes: &[Attribute]) -> bool {
+/// Whether an item exists in tests only: `#[cfg(test)]`, `#[cfg(all(test, …))]`, `#[test]`.
+pub(crate) fn is_for_tests(attributes: &[Attribute]) -> bool {
     attributes.iter().any(|attribute| match &attribute.meta {
         syn::Meta::List(list) if list.path.is_ident("cfg") => {
             let words = list.tokens.to_string();

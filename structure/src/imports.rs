@@ -1,30 +1,29 @@
-//! Which file names items of which: the paths of [`super::modules`], followed to the files that define them.
+//! Which file names items of which: the paths of [`crate::modules`], followed to the files that define them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
-use super::modules::{Modules, Names};
+use crate::modules::{Modules, Names};
 
 /// Names that may hand a path on, one to the next. More would be a circle of re-exports, which the compiler refuses.
 const HANDED_ON_LIMIT: usize = 16;
 
 /// The ties between the files of one crate.
 #[derive(Debug, Default)]
-pub(super) struct Imports {
+pub(crate) struct Imports {
     by_files: BTreeMap<(String, String), BTreeSet<String>>,
 }
 
 impl Imports {
     /// Follows every path of every module.
-    pub(super) fn of(modules: &Modules) -> Imports {
+    pub(crate) fn of(modules: &Modules) -> Imports {
         let mut imports = Imports::default();
         for (path, module) in modules.iter() {
             for written in &module.written {
-                let Some(absolute) = absolute(modules, path, written) else { continue };
-                let Some(file) = defined_in(modules, &absolute, HANDED_ON_LIMIT) else { continue };
-                if file != module.file {
-                    let names = imports.by_files.entry((module.file.clone(), file)).or_default();
-                    names.extend(written.last().cloned());
+                let Some(definition) = definition(modules, path, written) else { continue };
+                if *definition.file != module.file {
+                    let files = (module.file.clone(), definition.file.to_string());
+                    imports.by_files.entry(files).or_default().extend(written.last().cloned());
                 }
             }
         }
@@ -32,7 +31,7 @@ impl Imports {
     }
 
     /// From, to, and the names taken.
-    pub(super) fn ties(&self) -> impl Iterator<Item = (&str, &str, &BTreeSet<String>)> {
+    pub(crate) fn ties(&self) -> impl Iterator<Item = (&str, &str, &BTreeSet<String>)> {
         self.by_files.iter().map(|((from, to), names)| (from.as_str(), to.as_str(), names))
     }
 }
@@ -45,6 +44,20 @@ impl fmt::Display for Imports {
         }
         Ok(())
     }
+}
+
+/// Where an item is defined.
+pub(crate) struct Definition<'a> {
+    /// The file that has it.
+    pub(crate) file: &'a str,
+    /// Its path from the crate's root.
+    pub(crate) path: Names,
+}
+
+/// The item that a path written in the module `at` names. `None` for an item of another crate, and for a module itself,
+/// which is only a place.
+pub(crate) fn definition<'a>(modules: &'a Modules, at: &Names, written: &Names) -> Option<Definition<'a>> {
+    defined_at(modules, &absolute(modules, at, written)?, HANDED_ON_LIMIT)
 }
 
 /// A path written in the module `at`, from the crate's root. `None`: it leads out of the crate.
@@ -74,8 +87,8 @@ fn absolute(modules: &Modules, at: &Names, written: &Names) -> Option<Names> {
     Some(base)
 }
 
-/// The file that defines what this path names; `None` for a module itself, which is only a place, or for a name of another crate.
-fn defined_in(modules: &Modules, path: &Names, left: usize) -> Option<String> {
+/// Follows an absolute path through at most `left` names that hand it on.
+fn defined_at<'a>(modules: &'a Modules, path: &Names, left: usize) -> Option<Definition<'a>> {
     let left = left.checked_sub(1)?;
     let mut at = Names::new();
     for (depth, name) in path.iter().enumerate() {
@@ -84,15 +97,16 @@ fn defined_in(modules: &Modules, path: &Names, left: usize) -> Option<String> {
             at.push(name.clone());
             continue;
         }
+        let here = || Definition { file: &module.file, path: at.iter().cloned().chain([name.clone()]).collect() };
         let rest = &path[depth + 1..];
         // A function and a module may have one name: at the end of a path the item is meant, before that the module.
         if rest.is_empty() && module.defined.contains(name) {
-            return Some(module.file.clone());
+            return Some(here());
         }
         if let Some(stands_for) = module.imported.get(name) {
             let onward = absolute(modules, &at, stands_for)?;
             let onward = onward.into_iter().chain(rest.iter().cloned()).collect();
-            return defined_in(modules, &onward, left);
+            return defined_at(modules, &onward, left);
         }
         for glob in &module.globs {
             let Some(inside) = absolute(modules, &at, glob) else { continue };
@@ -101,10 +115,10 @@ fn defined_in(modules: &Modules, path: &Names, left: usize) -> Option<String> {
                 .is_some_and(|module| module.children.contains(name) || module.imported.contains_key(name));
             if holds {
                 let onward = inside.into_iter().chain(path[depth..].iter().cloned()).collect();
-                return defined_in(modules, &onward, left);
+                return defined_at(modules, &onward, left);
             }
         }
-        return Some(module.file.clone());
+        return Some(here());
     }
     None
 }
