@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!                    ┌────────────────────────── one loop ───────────────────────────┐
-//!   replicas ──▶ door ──▶ Incoming ──▶ Owner::apply ──▶ actions ──▶ perform ──▶ messages, captures, grants
+//!   replicas ──▶ listener ──▶ Incoming ──▶ Owner::apply ──▶ actions ──▶ perform ──▶ messages, captures, grants
 //!                data lanes ──▶ the fabric's exporters: they read the tables without this loop or the server
 //!   server ══▶ capture threads ══▶ snapshot table, journal          (gauge: what the loop sees of them)
 //! ```
@@ -54,13 +54,36 @@ use crate::conversation::{Connection, Endpoint, Fault, Options, Sender, Token, d
 use crate::exit::Failure;
 use crate::lanes::LANES_LABEL;
 use crate::server::{Client, Facts, Server, Task};
+use crate::signals::Signals;
 use crate::units::Size;
 
-/// Runs a source until it is stopped.
+/// Runs a source until SIGINT or SIGTERM stops it.
 ///
 /// # Errors
-/// What keeps it from starting: the token, the server, the memory, the address to listen on.
+/// The source cannot start (the token file, the server, the memory or the address to listen on), or it can no longer take snapshots.
 pub async fn run(args: SourceArgs) -> Result<(), Failure> {
+    // The handlers come first: without them a signal would kill the process before it can clean up.
+    let mut signals = Signals::catch()?;
+    let (source, mailboxes, listener) = tokio::select! {
+        started = start(args) => started?,
+        name = signals.next() => {
+            tracing::info!("stopped by {name} before the source was ready");
+            return Ok(());
+        }
+    };
+    source.run(mailboxes, signals).await?;
+    drop(listener);
+    Ok(())
+}
+
+/// What the source's loop receives.
+struct Mailboxes {
+    incoming: mpsc::Receiver<Incoming>,
+    captured: mpsc::UnboundedReceiver<CaptureEvent>,
+}
+
+/// Opens everything that a source needs, and reports that it is ready.
+async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listener), Failure> {
     let token = Token::read_file(&args.token_file).map_err(|error| Failure::refused(error.to_string()))?;
     let server = args.server.open(Task::Source)?;
     let facts = Facts::read(&mut server.connect().await?).await?;
@@ -78,10 +101,10 @@ pub async fn run(args: SourceArgs) -> Result<(), Failure> {
     let tcp = Arc::new(tcp_exporter(&args, port.1)?);
     let conversations = Endpoint::new(&token, &Options::default());
     let conversations = conversations.map_err(|error| Failure::local(format!("no conversations: {error}")))?;
-    let door = listener::start(port, conversations, tcp.clone(), incoming.clone());
-    let exports = Exports::open(&args, door.address(), &tables, tcp).await?;
+    let listener = listener::start(port, conversations, tcp.clone(), incoming.clone());
+    let exports = Exports::open(&args, listener.address(), &tables, tcp).await?;
     tracing::info!(
-        listening = %door.address(),
+        listening = %listener.address(),
         server = %server.url(),
         facts = %facts.name(),
         memory = %args.memory,
@@ -111,9 +134,7 @@ pub async fn run(args: SourceArgs) -> Result<(), Failure> {
         rate: Rate::default(),
         trial: Trial::default(),
     };
-    source.run(inbox, captures).await?;
-    drop(door);
-    Ok(())
+    Ok((source, Mailboxes { incoming: inbox, captured: captures }, listener))
 }
 
 /// What reaches the loop from outside of it.
@@ -181,21 +202,13 @@ struct Peer {
 }
 
 impl Source {
-    async fn run(
-        mut self,
-        mut inbox: mpsc::Receiver<Incoming>,
-        mut captures: mpsc::UnboundedReceiver<CaptureEvent>,
-    ) -> Result<(), Failure> {
-        use tokio::signal::unix::{SignalKind, signal};
-        let no_handler = |error| Failure::local(format!("signals can't be caught: {error}"));
-        let mut interrupt = signal(SignalKind::interrupt()).map_err(no_handler)?;
-        let mut terminate = signal(SignalKind::terminate()).map_err(no_handler)?;
+    async fn run(mut self, mut mailboxes: Mailboxes, mut signals: Signals) -> Result<(), Failure> {
         let mut tick = tokio::time::interval(TICK);
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             tokio::select! {
-                Some(incoming) = inbox.recv() => self.receive(incoming),
-                Some(event) = captures.recv() => {
+                Some(incoming) = mailboxes.incoming.recv() => self.receive(incoming),
+                Some(event) = mailboxes.captured.recv() => {
                     self.capture_says(&event)?;
                     self.apply(Event::Capture(event))?;
                 }
@@ -205,8 +218,7 @@ impl Source {
                     let moved = self.directory.tick(Instant::now(), self.gauge.published_slots());
                     self.assign(&moved);
                 }
-                _ = interrupt.recv() => break,
-                _ = terminate.recv() => break,
+                _ = signals.next() => break,
             }
         }
         self.stop().await;
