@@ -38,7 +38,7 @@ use remora_protocol::{LossCause, Message, Offer, Phase, RefusalCode, Relays, Ups
 use tokio::sync::{Mutex, mpsc};
 
 use self::answers::{announce, as_others_reach_it, ask, format_for, hand_off_answer, not_covered, plan_of};
-use self::capture::{CaptureEvent, Plan};
+use self::capture::{CaptureEvent, MethodHistory, ModuleRules, Plan};
 use self::directory::{Assignment, Directory, Joining};
 use self::exports::{Exports, tcp_exporter};
 use self::gauge::Gauge;
@@ -115,10 +115,11 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
     let rules =
         Rules { max_age: args.max_age, max_replicas: args.max_replicas as usize, stall_limit: args.stall_timeout };
     let owner = Owner::new(Instant::now(), rules, Backoff::from_system(), first_generation(), args.eager);
-    let module = Arc::new(capture::ModuleRules::new(&args));
+    let module_rules = Arc::new(ModuleRules::new(&args));
     let source = Source {
         args,
-        module,
+        module_rules,
+        method_history: MethodHistory::default(),
         server,
         facts,
         tables,
@@ -181,8 +182,9 @@ struct Source {
     captured: mpsc::UnboundedSender<CaptureEvent>,
     sessions: HashMap<Session, Peer>,
     threads: Threads,
-    /// What may be asked of a module in the server.
-    module: Arc<capture::ModuleRules>,
+    /// What a module in the server may be asked to do.
+    module_rules: Arc<ModuleRules>,
+    method_history: MethodHistory,
     /// One connection for questions, made when first needed and again after a failure.
     client: Arc<Mutex<Option<Client>>>,
     rate: Rate,
@@ -383,7 +385,8 @@ impl Source {
             snapshot: self.tables.snapshot.clone(),
             retained: self.tables.retained,
             journal: with_stream.then(|| self.tables.journal.clone()),
-            module: self.module.clone(),
+            module: self.module_rules.clone(),
+            module_failed_lately: self.method_history.module_failed_lately(Instant::now()),
             gauge: self.gauge.clone(),
             events: self.captured.clone(),
             stop: Arc::new(AtomicBool::new(false)),
@@ -411,6 +414,7 @@ impl Source {
                 let rate = Size::bytes((*bytes as f64 / seconds.max(1e-9)) as u64);
                 tracing::info!(generation, size = %Size::bytes(*bytes), way = %self.gauge.way(), "the snapshot is whole after {seconds:.3} s ({rate}/s)");
             }
+            CaptureEvent::ModuleFailed => self.method_history.module_failed(Instant::now()),
             CaptureEvent::Failed { generation, fault } => {
                 self.tables.outgrown |= matches!(fault, capture::Fault::Outgrown);
                 tracing::warn!(generation, %fault, "the snapshot failed");

@@ -246,7 +246,7 @@ impl Owner {
             CaptureEvent::Failed { generation, fault } => {
                 self.capture_failed(now, generation, &fault, actions);
             }
-            CaptureEvent::StreamResumed => {}
+            CaptureEvent::ModuleFailed | CaptureEvent::StreamResumed => {}
             CaptureEvent::HistoryChanged { generation, from, to, at } => {
                 self.history_changed(now, generation, (from, to), at, actions);
             }

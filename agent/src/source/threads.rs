@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use super::capture::{self, Plan};
+use super::capture::{Capture, Plan};
 use crate::exit::Failure;
 
 /// How long the threads have to end when the source does.
@@ -38,7 +38,7 @@ impl Threads {
                 for thread in ended {
                     let _ = thread.thread.join();
                 }
-                capture::run(plan);
+                Capture::new(plan).run();
             })
             .map_err(|error| Failure::local(format!("no thread for the capture: {error}")))?;
         self.threads.push(CaptureThread { generation, follows_stream, stop, thread });

@@ -1,14 +1,14 @@
 //! The one driver of the replication handshake, for all ways to take a snapshot and for the stream.
 
-use std::io;
 use std::time::Instant;
 
-use remora_redis::ReplId;
 use remora_redis::psync::Payload;
 use remora_redis::psync::client::{Client, Event, Options};
+use remora_redis::{ReplId, resp};
 
-use super::plan::{Fault, Plan, SILENCE_LIMIT, Stops, TICK};
-use super::socket::{Received, Wire};
+use super::Capture;
+use super::plan::{Fault, Stop, TICK};
+use super::socket::{Received, Silence, Wire};
 use crate::server::ServerError;
 
 /// A snapshot that the server has announced.
@@ -17,15 +17,20 @@ pub(super) struct Announced {
     pub(super) replid: ReplId,
     pub(super) offset: u64,
     pub(super) payload: Payload,
-    /// What was read beyond the handshake.
+    /// Bytes that were read beyond the handshake.
     pub(super) early: Vec<u8>,
 }
 
-/// How the server answered `PSYNC`. The replid of `Continue` is that of the history from there on.
+/// How the server answered `PSYNC`.
+#[derive(Debug, PartialEq, Eq)]
 pub(super) enum Opening {
+    /// A snapshot follows, and behind it the stream.
     Full { replid: ReplId, offset: u64, payload: Payload },
+    /// A snapshot follows. The stream is requested over another connection, which names this one by the `client` number.
     Channel { replid: ReplId, offset: u64, payload: Payload, client: u64 },
+    /// The server offers snapshot and stream over two connections.
     TwoChannels,
+    /// The stream continues. The replid is that of the history from there on.
     Continue { replid: ReplId },
 }
 
@@ -33,34 +38,49 @@ pub(super) enum Opening {
 pub(super) struct PsyncLink {
     wire: Wire,
     machine: Client,
-    /// Read, and not yet used.
+    /// Bytes that were read and are not used yet.
     early: Vec<u8>,
+    stop: Stop,
+    silence: Silence,
 }
 
-impl PsyncLink {
-    pub(super) fn connect(plan: &Plan, options: Options) -> Result<PsyncLink, Fault> {
-        Ok(PsyncLink::over(connect(plan)?, options))
+impl Capture {
+    /// Connects to the server and begins a handshake.
+    pub(super) fn handshake(&self, options: Options) -> Result<PsyncLink, Fault> {
+        Ok(self.handshake_over(self.connect()?, options))
     }
 
-    /// A handshake for a snapshot without a stream where another thread already follows that.
-    pub(super) fn for_snapshot(plan: &Plan, options: Options) -> Result<PsyncLink, Fault> {
-        let mut link = PsyncLink::connect(plan, options)?;
-        if plan.journal.is_none() {
-            ask_for_snapshot_alone(&mut link.wire)?;
+    /// Connects and begins a handshake for a snapshot. If another capture follows the stream, it asks for the snapshot alone.
+    pub(super) fn handshake_for_snapshot(&self, options: Options) -> Result<PsyncLink, Fault> {
+        let mut link = self.handshake(options)?;
+        if self.plan.journal.is_none() {
+            link.ask_for_snapshot_alone()?;
         }
         Ok(link)
     }
 
-    fn over(wire: Wire, options: Options) -> PsyncLink {
-        PsyncLink { wire, machine: Client::new(options), early: Vec::new() }
+    /// Begins a handshake on a connection.
+    pub(super) fn handshake_over(&self, wire: Wire, options: Options) -> PsyncLink {
+        let (machine, stop) = (Client::new(options), self.stop.clone());
+        PsyncLink { wire, machine, early: Vec::new(), stop, silence: self.silence(DURING) }
     }
 
-    /// Another handshake over the same connection.
+    fn connect(&self) -> Result<Wire, Fault> {
+        let stream = self.plan.runtime.block_on(async {
+            let client = self.plan.server.connect().await?;
+            Ok::<_, ServerError>(client.into_stream().0)
+        })?;
+        Wire::new(stream, self.plan.runtime.clone(), TICK).map_err(broken)
+    }
+}
+
+impl PsyncLink {
+    /// Begins another handshake on the same connection.
     pub(super) fn again(self, options: Options) -> PsyncLink {
-        PsyncLink::over(self.wire, options)
+        PsyncLink { machine: Client::new(options), early: Vec::new(), ..self }
     }
 
-    /// The connection, and what was read beyond the handshake.
+    /// The connection, and the bytes that were read beyond the handshake.
     pub(super) fn into_parts(self) -> (Wire, Vec<u8>) {
         (self.wire, self.early)
     }
@@ -77,13 +97,13 @@ impl PsyncLink {
     }
 
     /// Drives the handshake to its end.
-    pub(super) fn opening(&mut self, stop: Stops<'_>) -> Result<Opening, Fault> {
-        let mut identity = None;
+    pub(super) fn opening(&mut self) -> Result<Opening, Fault> {
+        let mut origin = None;
         loop {
-            match self.next_event(stop, is_patient)? {
-                Event::FullResync { replid, offset } => identity = Some((replid, offset, None)),
-                Event::Channel { replid, offset, client } => identity = Some((replid, offset, Some(client))),
-                Event::Payload(payload) => match identity {
+            match self.next_event()? {
+                Event::FullResync { replid, offset } => origin = Some((replid, offset, None)),
+                Event::Channel { replid, offset, client } => origin = Some((replid, offset, Some(client))),
+                Event::Payload(payload) => match origin {
                     None => {}
                     Some((replid, offset, None)) => return Ok(Opening::Full { replid, offset, payload }),
                     Some((replid, offset, Some(client))) => {
@@ -97,14 +117,14 @@ impl PsyncLink {
         }
     }
 
-    /// The next event, except those that only show that the server is alive. `patient` says, given when something was last received, whether
-    /// to wait on.
-    pub(super) fn next_event(
-        &mut self,
-        stop: Stops<'_>,
-        mut patient: impl FnMut(Instant) -> bool,
-    ) -> Result<Event, Fault> {
-        let mut heard = Instant::now();
+    /// The next event. Events that only show that the server is alive are left out.
+    pub(super) fn next_event(&mut self) -> Result<Event, Fault> {
+        self.next_event_while(|| false)
+    }
+
+    /// The next event. The server's silence has no limit while `is_alive` returns true.
+    pub(super) fn next_event_while(&mut self, mut is_alive: impl FnMut() -> bool) -> Result<Event, Fault> {
+        self.silence.restart();
         loop {
             while let Some(event) = self.machine.poll_event() {
                 if !matches!(event, Event::KeepAlive | Event::Handshaken) {
@@ -113,68 +133,80 @@ impl PsyncLink {
             }
             let output = self.machine.take_output();
             if !output.is_empty() {
-                self.wire.write_all(&output).map_err(|cause| broken(cause.to_string()))?;
+                self.wire.write_all(&output).map_err(broken)?;
             }
-            let mut bytes = std::mem::take(&mut self.early);
-            if bytes.is_empty() {
-                self.read(stop, &mut bytes, &mut heard, &mut patient)?;
+            if self.early.is_empty() {
+                self.read(&mut is_alive)?;
             }
-            let used = self.machine.handle_input(&bytes)?;
-            self.early = bytes.split_off(used);
+            let used = self.machine.handle_input(&self.early)?;
+            self.early.drain(..used);
         }
     }
 
-    /// Adds what comes; at most one wait of a tick.
-    fn read(
-        &mut self,
-        stop: Stops<'_>,
-        bytes: &mut Vec<u8>,
-        heard: &mut Instant,
-        mut patient: impl FnMut(Instant) -> bool,
-    ) -> Result<(), Fault> {
-        if stop.set() {
-            return Err(Fault::Stopped);
-        }
+    /// Reads what has arrived, or waits for one [`TICK`] at most.
+    fn read(&mut self, is_alive: &mut impl FnMut() -> bool) -> Result<(), Fault> {
+        self.stop.check()?;
         let mut buffer = [0; 16 * 1024];
         let received = self.wire.read(&mut buffer);
-        if matches!(received, Ok(Received::Idle)) && patient(*heard) {
+        if matches!(received, Ok(Received::Idle)) && is_alive() {
             return Ok(());
         }
-        if let Some(n) = came(received, *heard, DURING)? {
-            bytes.extend_from_slice(&buffer[..n]);
-            *heard = Instant::now();
+        if let Some(n) = self.silence.check(received)? {
+            self.early.extend_from_slice(&buffer[..n]);
         }
         Ok(())
     }
 
-    /// Fails unless the server still has us wait. It says `+FULLRESYNC` just before it forks, and if that fails it closes our connection; a
-    /// child that asks later, of the same offset, then belongs to another client.
+    /// Fails unless the server still keeps this connection waiting. It sends `+FULLRESYNC` just before it forks, and closes the
+    /// connection if the fork fails. A child that asks later, for the same offset, then belongs to another client.
     pub(super) fn still_waits(&mut self) -> Result<(), Fault> {
         let mut buffer = [0; 1024];
-        match self.wire.read_at_once(&mut buffer).map_err(|cause| broken(cause.to_string()))? {
+        match self.wire.read_at_once(&mut buffer).map_err(broken)? {
             Received::Bytes(n) => self.early.extend_from_slice(&buffer[..n]),
             Received::Idle => {}
-            Received::End => return Err(broken("the server gave the sync up before its child began".into())),
+            Received::End => return Err(broken("the server gave up the sync before its child began")),
         }
-        // Newlines say that it lives.
+        // Newlines are keep-alives.
         match self.early.iter().all(|byte| *byte == b'\n') {
             true => Ok(()),
-            false => Err(broken("the server said something before its child began".into())),
+            false => Err(broken("the server sent something before its child began")),
         }
+    }
+
+    /// Sends `REPLCONF rdb-only 1`. The server then ends the connection after the snapshot and counts no further replica of its
+    /// stream. Servers before 7.0 answer with an error, which changes nothing: the capture closes the connection itself.
+    fn ask_for_snapshot_alone(&mut self) -> Result<(), Fault> {
+        let mut command = Vec::new();
+        resp::command(&mut command, &["REPLCONF", "rdb-only", "1"]);
+        self.wire.write_all(&command).map_err(broken)?;
+        let (mut answer, mut buffer) = (Vec::new(), [0; ANSWER_BYTES_MAX]);
+        self.silence.restart();
+        let began = Instant::now();
+        while !answer.ends_with(b"\r\n") {
+            self.stop.check()?;
+            match self.wire.read(&mut buffer).map_err(broken)? {
+                Received::Bytes(n) => answer.extend_from_slice(&buffer[..n]),
+                Received::Idle if began.elapsed() < self.silence.limit => {}
+                Received::Idle | Received::End => return Err(broken("no answer to REPLCONF rdb-only")),
+            }
+            if answer.len() > ANSWER_BYTES_MAX {
+                return Err(broken("the answer to REPLCONF rdb-only is too long"));
+            }
+        }
+        Ok(())
     }
 }
 
-/// Whether the server, last heard at that time, may still be silent.
-pub(super) fn is_patient(heard: Instant) -> bool {
-    heard.elapsed() < SILENCE_LIMIT
-}
+/// The longest answer to `REPLCONF` in bytes: a line of the servers' own has a few dozen.
+const ANSWER_BYTES_MAX: usize = 512;
 
-pub(super) fn broken(cause: String) -> Fault {
-    Fault::Link { during: DURING, cause }
-}
-
-/// What this module's connections are about, for their errors.
+/// The phase of a capture that this module is about, for its errors.
 const DURING: &str = "handshake";
+
+/// The link broke during the handshake.
+pub(super) fn broken(cause: impl ToString) -> Fault {
+    Fault::Link { during: DURING, cause: cause.to_string() }
+}
 
 /// Fails unless the server continues the history that was requested. A server that continues under another replid would
 /// send bytes of its new history, which must not get into a journal of the old one.
@@ -182,55 +214,7 @@ pub(super) fn is_same_history(asked: ReplId, answered: ReplId, at: u64) -> Resul
     if asked == answered { Ok(()) } else { Err(Fault::HistoryChanged { from: asked, to: answered, at }) }
 }
 
+/// The server answered with `what` to a request for a snapshot.
 pub(super) fn out_of_place(what: &str) -> Fault {
-    let cause = format!("the server offered {what} where a snapshot was asked for");
-    Fault::Link { during: "handshake", cause }
-}
-
-fn connect(plan: &Plan) -> Result<Wire, Fault> {
-    let stream = plan.runtime.block_on(async {
-        let client = plan.server.connect().await?;
-        Ok::<_, ServerError>(client.into_stream().0)
-    })?;
-    Wire::new(stream, plan.runtime.clone(), TICK)
-        .map_err(|cause| Fault::Link { during: "handshake", cause: cause.to_string() })
-}
-
-/// `REPLCONF rdb-only 1`: the server then ends the connection after the snapshot and counts no further replica of its
-/// stream. Servers before 7.0 don't know it and answer an error, which changes nothing: we close the connection ourselves.
-fn ask_for_snapshot_alone(wire: &mut Wire) -> Result<(), Fault> {
-    let mut command = Vec::new();
-    remora_redis::resp::command(&mut command, &["REPLCONF", "rdb-only", "1"]);
-    let link = |cause: io::Error| Fault::Link { during: "handshake", cause: cause.to_string() };
-    wire.write_all(&command).map_err(link)?;
-    let mut answer = Vec::new();
-    let began = Instant::now();
-    let mut buffer = [0; 512];
-    while !answer.ends_with(b"\r\n") {
-        match wire.read(&mut buffer).map_err(link)? {
-            Received::Bytes(n) => answer.extend_from_slice(&buffer[..n]),
-            Received::Idle if began.elapsed() < SILENCE_LIMIT && answer.len() < buffer.len() => {}
-            Received::Idle | Received::End => {
-                let cause = "no answer to REPLCONF rdb-only".into();
-                return Err(Fault::Link { during: "handshake", cause });
-            }
-        }
-    }
-    Ok(())
-}
-
-/// How many bytes have come; `None` while the server, last heard at `heard`, may still be silent.
-pub(super) fn came(
-    received: io::Result<Received>,
-    heard: Instant,
-    during: &'static str,
-) -> Result<Option<usize>, Fault> {
-    let cause = match received {
-        Ok(Received::Bytes(n)) => return Ok(Some(n)),
-        Ok(Received::Idle) if heard.elapsed() < SILENCE_LIMIT => return Ok(None),
-        Ok(Received::Idle) => format!("nothing came for {} s", SILENCE_LIMIT.as_secs()),
-        Ok(Received::End) => "the server closed it; its log says why".to_owned(),
-        Err(error) => error.to_string(),
-    };
-    Err(Fault::Link { during, cause })
+    broken(format!("the server offered {what} where a snapshot was requested"))
 }
