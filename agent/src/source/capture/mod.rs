@@ -37,9 +37,13 @@ mod join;
 mod method;
 mod plan;
 mod psync_link;
+#[cfg(test)]
+mod scripted;
 mod snapshot;
 mod socket;
 mod stream;
+#[cfg(test)]
+mod tests;
 mod with_module;
 mod without_module;
 

@@ -218,3 +218,207 @@ pub(super) fn is_same_history(asked: ReplId, answered: ReplId, at: u64) -> Resul
 pub(super) fn out_of_place(what: &str) -> Fault {
     broken(format!("the server offered {what} where a snapshot was requested"))
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::thread::sleep;
+    use std::time::Duration;
+
+    use remora_redis::psync::client::Channel;
+
+    use super::super::scripted::{FULL, HISTORY, MARK, Primary, Rig, history, link_cause};
+    use super::*;
+
+    /// What the server answers to a handshake with these options, and the bytes behind the handshake.
+    fn answer(options: Options, exchange: &[(&str, &str)], behind: &str) -> (Result<Opening, Fault>, Vec<u8>) {
+        let rig = Rig::new();
+        let script = |mut primary: Primary| {
+            primary.converse(exchange);
+            primary.send(behind.as_bytes());
+            primary.wait_for_end();
+        };
+        rig.play(script, |capture, wire| {
+            let mut link = capture.handshake_over(wire, options);
+            let opening = link.opening();
+            let (mut rest, mut wire) = (Vec::new(), link.into_stream());
+            let mut buffer = [0; 4096];
+            while let Ok(Received::Bytes(n)) = wire.read(&mut buffer) {
+                rest.extend_from_slice(&buffer[..n]);
+            }
+            (opening, rest)
+        })
+    }
+
+    /// The fault that ends a handshake whose `PSYNC` is answered so.
+    fn refused(text: &str) -> Fault {
+        let answer = answer(Options::default(), &[FULL[0], FULL[1], ("PSYNC ? -1", text)], "");
+        answer.0.unwrap_err()
+    }
+
+    #[test]
+    fn a_handshake_ends_at_the_payload_and_takes_none_of_it() {
+        let payload = remora_redis::psync::Payload::Mark(MARK.as_bytes().try_into().unwrap());
+        let (opening, rest) = answer(Options::default(), &FULL, &format!("$EOF:{MARK}\r\nREDIS0011"));
+        assert_eq!(opening.unwrap(), Opening::Full { replid: history(), offset: 77, payload });
+        assert_eq!(rest, b"REDIS0011");
+
+        let (opening, rest) = answer(Options::default(), &FULL, "$9\r\nREDIS0011");
+        let payload = remora_redis::psync::Payload::Length(9);
+        assert_eq!(opening.unwrap(), Opening::Full { replid: history(), offset: 77, payload });
+        assert_eq!(rest, b"REDIS0011");
+    }
+
+    #[test]
+    fn a_version_is_claimed_and_its_refusal_ignored() {
+        let options = Options { rdb_version: Some("9.0.0".into()), ..Options::default() };
+        let version = ("REPLCONF version 9.0.0", "-ERR Unrecognized REPLCONF option: version\r\n");
+        let (opening, _) = answer(options, &[FULL[0], FULL[1], version, FULL[2]], "$0\r\n");
+        assert!(matches!(opening.unwrap(), Opening::Full { offset: 77, .. }));
+    }
+
+    #[test]
+    fn a_partial_resync_is_accepted_in_the_same_history_or_another() {
+        let options = || Options { resume: Some((history(), 100)), ..Options::default() };
+        let psync = format!("PSYNC {HISTORY} 100");
+        let (opening, rest) = answer(options(), &[FULL[0], FULL[1], (&psync, "+CONTINUE\r\n")], "*1\r\n");
+        assert_eq!(opening.unwrap(), Opening::Continue { replid: history() });
+        assert_eq!(rest, b"*1\r\n");
+        assert!(is_same_history(history(), history(), 99).is_ok());
+
+        let other = "f".repeat(40);
+        let changed = format!("+CONTINUE {other}\r\n");
+        let (opening, _) = answer(options(), &[FULL[0], FULL[1], (&psync, &changed)], "");
+        let Opening::Continue { replid } = opening.unwrap() else { panic!("another answer") };
+        assert_eq!(replid.to_string(), other);
+        let fault = is_same_history(history(), replid, 99).unwrap_err();
+        assert!(matches!(fault, Fault::HistoryChanged { from, to, at: 99 } if from == history() && to == replid));
+    }
+
+    #[test]
+    fn a_snapshot_over_a_second_channel_names_its_client() {
+        let options = |channel| Options { channel, ..Options::default() };
+        let offered = [
+            FULL[0],
+            ("REPLCONF capa eof capa psync2 capa dual-channel", "+OK\r\n"),
+            ("PSYNC ? -1", "+DUALCHANNELSYNC\r\n"),
+        ];
+        assert_eq!(answer(options(Channel::WholeOrStream), &offered, "").0.unwrap(), Opening::TwoChannels);
+        let end_offset = format!("$ENDOFF:77 {HISTORY} 0 12\r\n");
+        let second = [FULL[0], ("REPLCONF capa eof rdb-only 1 rdb-channel 1", "+OK\r\n"), ("SYNC", &end_offset)];
+        let (opening, _) = answer(options(Channel::Snapshot), &second, "$0\r\n");
+        assert!(matches!(opening.unwrap(), Opening::Channel { offset: 77, client: 12, .. }));
+        let stream = options(Channel::Stream { snapshot_client: 12 });
+        let stream = Options { resume: Some((history(), 78)), ..stream };
+        let psync = format!("PSYNC {HISTORY} 78");
+        let attach = [("REPLCONF set-rdb-client-id 12", "+OK\r\n"), (psync.as_str(), "+CONTINUE\r\n")];
+        assert_eq!(answer(stream, &attach, "").0.unwrap(), Opening::Continue { replid: history() });
+    }
+
+    #[test]
+    fn refusals_say_whether_another_attempt_may_succeed_and_what_to_grant() {
+        let fault = refused("-NOPERM User source has no permissions to run the 'psync' command\r\n");
+        assert!(matches!(fault, Fault::Psync(_)) && !fault.is_transient());
+        assert!(fault.to_string().contains("needs these rules: ") && fault.to_string().contains("+psync"), "{fault}");
+        for text in
+            ["-LOADING Redis is loading the dataset in memory\r\n", "-NOMASTERLINK Can't SYNC while not connected\r\n"]
+        {
+            let fault = refused(text);
+            assert!(matches!(fault, Fault::Psync(_)) && fault.is_transient(), "{fault}");
+        }
+        assert!(matches!(refused("+WHAT\r\n"), Fault::Psync(_)));
+    }
+
+    #[test]
+    fn a_primary_that_closes_in_the_middle_ends_the_handshake() {
+        let (opening, _) = answer(Options::default(), &FULL[..2], "");
+        let fault = opening.unwrap_err();
+        assert!(link_cause(&fault).contains("closed the connection") && fault.is_transient(), "{fault}");
+    }
+
+    #[test]
+    fn newlines_keep_a_handshake_alive_and_silence_ends_it() {
+        let mut rig = Rig::new();
+        rig.capture.silence_limit = Duration::from_millis(800);
+        let script = |mut primary: Primary| {
+            primary.converse(&FULL[..2]);
+            assert_eq!(primary.command(), "PSYNC ? -1");
+            for _ in 0..8 {
+                sleep(Duration::from_millis(200));
+                primary.send(b"\n");
+            }
+            primary.send(FULL[2].1.as_bytes());
+            primary.drain();
+        };
+        let began = Instant::now();
+        let fault = rig.play(script, |capture, wire| {
+            let mut link = capture.handshake_over(wire, Options::default());
+            assert!(matches!(link.next_event(), Ok(Event::FullResync { offset: 77, .. })));
+            link.next_event().unwrap_err()
+        });
+        assert!(began.elapsed() >= Duration::from_millis(2_400), "{:?}", began.elapsed());
+        assert!(link_cause(&fault).contains("no byte arrived within") && fault.is_transient(), "{fault}");
+    }
+
+    #[test]
+    fn a_live_child_excuses_the_servers_silence() {
+        let mut rig = Rig::new();
+        rig.capture.silence_limit = Duration::from_millis(1);
+        let script = |mut primary: Primary| {
+            primary.converse(&FULL);
+            sleep(Duration::from_millis(500));
+            primary.send(b"$0\r\n");
+            primary.drain();
+        };
+        rig.play(script, |capture, wire| {
+            let mut link = capture.handshake_over(wire, Options::default());
+            assert!(matches!(link.next_event_while(|| true), Ok(Event::FullResync { .. })));
+            assert!(matches!(link.next_event_while(|| true), Ok(Event::Payload(_))));
+        });
+    }
+
+    #[test]
+    fn a_handshake_ends_soon_after_it_is_stopped() {
+        let rig = Rig::new();
+        rig.stop();
+        let fault = rig.play(
+            |mut primary| primary.drain(),
+            |capture, wire| capture.handshake_over(wire, Options::default()).opening().unwrap_err(),
+        );
+        assert!(matches!(fault, Fault::Stopped));
+    }
+
+    #[test]
+    fn only_newlines_may_arrive_before_the_child_begins() {
+        let rig = Rig::new();
+        for (sent, expected) in [("\n\n", None), ("\n$", Some("sent something")), ("", Some("gave up the sync"))] {
+            let (wire, mut primary) = rig.connect();
+            let mut link = rig.capture.handshake_over(wire, Options::default());
+            primary.send(sent.as_bytes());
+            if sent.is_empty() {
+                drop(primary);
+            }
+            match (link.still_waits(), expected) {
+                (Ok(()), None) => {}
+                (Err(fault), Some(cause)) => assert!(link_cause(&fault).contains(cause), "{fault}"),
+                (outcome, expected) => panic!("{outcome:?} where {expected:?} was expected"),
+            }
+        }
+    }
+
+    #[test]
+    fn the_snapshot_alone_is_requested_whatever_an_old_server_answers() {
+        let rig = Rig::new();
+        for (answer, is_accepted) in [("+OK\r\n", true), ("-ERR Unrecognized REPLCONF option\r\n", true), ("", false)] {
+            let script = |mut primary: Primary| {
+                primary.converse(&[("REPLCONF rdb-only 1", answer)]);
+                primary.wait_for_end();
+            };
+            let asked = rig.play(script, |capture, wire| {
+                capture.handshake_over(wire, Options::default()).ask_for_snapshot_alone()
+            });
+            assert_eq!(asked.is_ok(), is_accepted, "{asked:?}");
+        }
+    }
+}

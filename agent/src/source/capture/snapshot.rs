@@ -209,3 +209,191 @@ fn mark_seen(mark: &mut EofMark, memory: &Memory, start: u64, received: usize) -
     memory.read(at, &mut tail[..n]).map_err(remora_table::Error::from)?;
     Ok(mark.observe(&tail[..n], received))
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::thread::sleep;
+
+    use remora_redis::psync::client::Options;
+
+    use super::super::psync_link::Opening;
+    use super::super::scripted::{FULL, MARK, Primary, Rig, SLOT_BYTES, SLOTS, content, link_cause};
+    use super::*;
+
+    /// Bytes of three and a half slots.
+    const SOME_BYTES: usize = SLOT_BYTES as usize * 7 / 2;
+
+    /// Bytes of all slots.
+    const RING_BYTES: usize = (SLOT_BYTES * SLOTS) as usize;
+
+    /// Takes a snapshot whose `PSYNC` is answered, and then the bytes of `behind` sent in these pieces.
+    fn take(rig: &Rig, behind: &[&[u8]], end: impl FnOnce(Primary) + Send) -> Result<(), Fault> {
+        let script = |mut primary: Primary| {
+            primary.converse(&FULL);
+            for (number, piece) in (0..).zip(behind) {
+                // The pause has the capture read the pieces one by one.
+                sleep(Duration::from_millis(if number == 0 { 0 } else { 20 }));
+                primary.try_send(piece);
+            }
+            end(primary);
+        };
+        rig.play(script, |capture, wire| {
+            let mut link = capture.handshake_over(wire, Options::default());
+            let Opening::Full { replid, offset, payload } = link.opening()? else { panic!("another opening") };
+            let announced = link.announced(replid, offset, payload);
+            let (taking, journal) = capture.begin(&announced)?;
+            assert_eq!(journal.map(|journal| journal.end_offset()), Some(78));
+            taking.fill(announced).map(drop)
+        })
+    }
+
+    /// Checks that the snapshot was not published as complete.
+    #[track_caller]
+    fn is_aborted(rig: &mut Rig) {
+        assert_eq!(rig.snapshot_state(), (State::Aborted, None));
+        assert_eq!(rig.reported(), ["started at 77"]);
+    }
+
+    #[track_caller]
+    fn is_sealed(rig: &mut Rig, bytes: &[u8]) {
+        let length = bytes.len();
+        assert_eq!(rig.snapshot_state(), (State::Sealed, Some(length as u64)));
+        assert!(rig.snapshot_bytes(length) == bytes, "the table holds other bytes");
+        assert_eq!(rig.reported(), ["started at 77".to_owned(), format!("completed with {length} bytes")]);
+    }
+
+    #[test]
+    fn a_payload_of_known_length_fills_the_table_to_its_last_byte() {
+        let bytes = content(SOME_BYTES);
+        let header = format!("${SOME_BYTES}\r\n");
+        let mut rig = Rig::new();
+        take(&rig, &[header.as_bytes(), &bytes[..5000], &bytes[5000..]], drop).unwrap();
+        is_sealed(&mut rig, &bytes);
+
+        // In one piece with its header, and the stream behind it.
+        let mut rig = Rig::new();
+        take(&rig, &[&[header.as_bytes(), &bytes].concat()], drop).unwrap();
+        is_sealed(&mut rig, &bytes);
+
+        let mut rig = Rig::new();
+        take(&rig, &[b"$0\r\n"], drop).unwrap();
+        is_sealed(&mut rig, &[]);
+    }
+
+    #[test]
+    fn a_payload_with_a_mark_ends_before_the_mark() {
+        let bytes = content(SOME_BYTES);
+        let header = format!("$EOF:{MARK}\r\n");
+        let (first, second) = MARK.as_bytes().split_at(13);
+        let whole = [header.as_bytes(), &bytes, MARK.as_bytes()].concat();
+        let cut = [header.as_bytes(), &bytes[..1], &bytes[1..9000], &bytes[9000..], first, second];
+        for pieces in [&[whole.as_slice()][..], &cut] {
+            let mut rig = Rig::new();
+            take(&rig, pieces, drop).unwrap();
+            is_sealed(&mut rig, &bytes);
+        }
+        let mut rig = Rig::new();
+        take(&rig, &[header.as_bytes(), MARK.as_bytes()], drop).unwrap();
+        is_sealed(&mut rig, &[]);
+    }
+
+    #[test]
+    fn a_primary_that_closes_in_the_middle_leaves_an_aborted_table() {
+        let bytes = content(SOME_BYTES);
+        let length = format!("${}\r\n", SOME_BYTES + 1);
+        let mark = format!("$EOF:{MARK}\r\n");
+        let part_of_mark = &MARK.as_bytes()[..39];
+        for pieces in [[length.as_bytes(), &bytes, b""], [mark.as_bytes(), &bytes, part_of_mark]] {
+            let mut rig = Rig::new();
+            let fault = take(&rig, &pieces, drop).unwrap_err();
+            assert!(link_cause(&fault).contains("closed the connection"), "{fault}");
+            is_aborted(&mut rig);
+        }
+    }
+
+    #[test]
+    fn a_silent_primary_leaves_an_aborted_table() {
+        let mut rig = Rig::new();
+        rig.capture.silence_limit = Duration::from_millis(400);
+        let fault = take(&rig, &[b"$100\r\n", b"REDIS"], |mut primary| primary.drain()).unwrap_err();
+        assert!(fault.to_string().starts_with("the link to the server broke during the snapshot"), "{fault}");
+        assert!(link_cause(&fault).contains("no byte arrived within"), "{fault}");
+        is_aborted(&mut rig);
+    }
+
+    #[test]
+    fn a_stopped_snapshot_leaves_an_aborted_table() {
+        let mut rig = Rig::new();
+        let stop = rig.capture.plan.stop.clone();
+        let stopping = |mut primary: Primary| {
+            stop.store(true, std::sync::atomic::Ordering::Relaxed);
+            primary.drain();
+        };
+        let fault = take(&rig, &[b"$100\r\n", b"REDIS"], stopping).unwrap_err();
+        assert!(matches!(fault, Fault::Stopped));
+        is_aborted(&mut rig);
+    }
+
+    #[test]
+    fn a_retained_snapshot_that_outgrows_its_table_is_aborted() {
+        let bytes = content(RING_BYTES + 1);
+        let header = format!("${}\r\n", bytes.len());
+        let mut rig = Rig::new();
+        let fault = take(&rig, &[header.as_bytes(), &bytes], |mut primary| primary.drain()).unwrap_err();
+        assert!(matches!(fault, Fault::Outgrown) && fault.is_transient());
+        is_aborted(&mut rig);
+
+        // One byte less fits.
+        let mut rig = Rig::new();
+        let bytes = &bytes[..RING_BYTES];
+        take(&rig, &[format!("${RING_BYTES}\r\n").as_bytes(), bytes], drop).unwrap();
+        is_sealed(&mut rig, bytes);
+    }
+
+    #[test]
+    fn a_windowed_snapshot_waits_for_its_readers_and_reuses_their_slots() {
+        let bytes = content(RING_BYTES + SOME_BYTES);
+        let header = format!("${}\r\n", bytes.len());
+        let mut rig = Rig::new();
+        rig.capture.plan.retained = false;
+        rig.capture.silence_limit = Duration::from_millis(500);
+        let gauge = rig.capture.plan.gauge.clone();
+        let reading = |mut primary: Primary| {
+            while gauge.reading().writer_waits == 0 {
+                sleep(Duration::from_millis(1));
+            }
+            // To wait for readers is no silence of the server.
+            sleep(Duration::from_millis(600));
+            assert_eq!(gauge.retired_slots(), 0);
+            gauge.allow_retiring(4);
+            primary.drain();
+        };
+        take(&rig, &[header.as_bytes(), &bytes], reading).unwrap();
+        assert_eq!(rig.snapshot_state(), (State::Sealed, Some(bytes.len() as u64)));
+        assert_eq!(gauge.retired_slots(), 4);
+        assert_eq!(rig.reported()[1], format!("completed with {} bytes", bytes.len()));
+    }
+
+    #[test]
+    fn what_is_appended_is_all_there_and_an_incomplete_snapshot_is_aborted() {
+        let bytes = content(SOME_BYTES);
+        let rig = Rig::new();
+        let (memory, geometry) = rig.capture.plan.snapshot.clone();
+        let create = || {
+            let replid = super::super::scripted::history();
+            let identity = rig.capture.identity(Kind::Snapshot, replid, 77);
+            SnapshotWriter::create(memory.clone(), geometry, identity, 0).unwrap()
+        };
+        let mut taking = Taking::new(&rig.capture, create());
+        taking.append(&bytes).unwrap();
+        drop(taking);
+        assert_eq!(rig.snapshot_state(), (State::Aborted, None));
+        let mut taking = Taking::new(&rig.capture, create());
+        taking.append(&bytes).unwrap();
+        taking.complete(0).unwrap();
+        assert_eq!(rig.snapshot_state(), (State::Sealed, Some(bytes.len() as u64)));
+        assert!(rig.snapshot_bytes(bytes.len()) == bytes);
+    }
+}

@@ -73,6 +73,7 @@ impl Follower {
                     self.capture.report(CaptureEvent::HistoryChanged { generation, from, to, at });
                     return;
                 }
+                Err(Fault::Stopped) => return self.journal.abort(),
                 Err(fault) => {
                     self.journal.abort();
                     self.capture.report(CaptureEvent::StreamLost { text: format!("{broke}; then: {fault}") });
