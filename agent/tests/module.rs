@@ -32,7 +32,7 @@ fn told(server: &Server, name: &str) -> String {
 /// How the source says that its snapshot came.
 fn way(source: &mut Source) -> String {
     let line = source.agent.wait_for_line("the snapshot is whole", LONG).unwrap();
-    line.split("way=").nth(1).unwrap_or_default().to_owned()
+    line.split("method=").nth(1).unwrap_or_default().to_owned()
 }
 
 /// Waits until it has no child and its module nothing to do.

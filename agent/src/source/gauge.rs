@@ -12,7 +12,7 @@ use remora_redis::ReplId;
 use remora_table::server_pages::capture_page::WriterStatus;
 use remora_table::{SnapshotWriter, State};
 
-use super::capture::Way;
+use super::capture::Method;
 
 /// What the capture threads had shown of the tables when an event came in. One event is decided by one reading.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -38,7 +38,7 @@ pub(crate) struct Gauge {
     state: AtomicU8,
     took_millis: AtomicU64,
     waits: AtomicU64,
-    way: AtomicU8,
+    method: AtomicU8,
     retire_below: AtomicU64,
     journal_first: AtomicU64,
     journal_end: AtomicU64,
@@ -77,13 +77,13 @@ impl Gauge {
         self.waits.store(told.waits, Relaxed);
     }
 
-    /// In which way the snapshot comes from the server.
-    pub(super) fn comes_by(&self, way: Way) {
-        self.way.store(way as u8, Relaxed);
+    /// How the snapshot is taken from the server.
+    pub(super) fn set_method(&self, method: Method) {
+        self.method.store(method as u8, Relaxed);
     }
 
-    pub(super) fn way(&self) -> Way {
-        Way::ALL.into_iter().find(|way| *way as u8 == self.way.load(Relaxed)).unwrap_or_default()
+    pub(super) fn method(&self) -> Method {
+        Method::ALL.into_iter().find(|method| *method as u8 == self.method.load(Relaxed)).unwrap_or_default()
     }
 
     pub(super) fn snapshot_ended(&self, state: State) {

@@ -54,7 +54,7 @@ fn generation_status(source: &Source) -> Option<GenerationStatus> {
         journal_first: first,
         journal_end: end + 1,
         capture_millis: source.gauge.capture_time().as_millis() as u64,
-        capture: source.gauge.way().to_string(),
+        capture: source.gauge.method().to_string(),
     })
 }
 

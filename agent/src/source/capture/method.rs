@@ -14,7 +14,7 @@ use crate::units::Size;
 
 /// How a snapshot is taken from the server.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Way {
+pub(crate) enum Method {
     /// By `PSYNC`, as the server sends it to replicas.
     #[default]
     Psync,
@@ -24,16 +24,16 @@ pub(crate) enum Way {
     Walked,
 }
 
-impl Way {
-    pub(crate) const ALL: [Way; 3] = [Way::Psync, Way::Eased, Way::Walked];
+impl Method {
+    pub(crate) const ALL: [Method; 3] = [Method::Psync, Method::Eased, Method::Walked];
 }
 
-impl fmt::Display for Way {
+impl fmt::Display for Method {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Way::Psync => "psync",
-            Way::Eased => "psync, not compressed by the module",
-            Way::Walked => "the module",
+            Method::Psync => "psync",
+            Method::Eased => "psync, not compressed by the module",
+            Method::Walked => "the module",
         })
     }
 }

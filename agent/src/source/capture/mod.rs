@@ -51,7 +51,7 @@ use std::time::{Duration, Instant};
 
 use remora_table::State;
 
-pub(crate) use self::method::{MethodHistory, ModuleRules, Way};
+pub(crate) use self::method::{Method, MethodHistory, ModuleRules};
 pub(crate) use self::plan::{CaptureEvent, Fault, Plan};
 use self::plan::{SILENCE_LIMIT, Stop};
 use self::socket::Silence;

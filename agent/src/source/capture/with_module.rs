@@ -33,7 +33,7 @@ use remora_table::server_pages::capture_page::{Order, Stage, Work, WriterStatus}
 
 use super::Capture;
 use super::join;
-use super::method::{Way, average, best, long_from};
+use super::method::{Method, average, best, long_from};
 use super::plan::{CaptureEvent, Fault, SILENCE_LIMIT};
 use super::psync_link::{PsyncLink, broken};
 use super::stream::{Follower, Following};
@@ -75,7 +75,7 @@ impl Capture {
     pub(super) fn take_snapshot(&self) -> Result<Following, Fault> {
         let claim = self.claim()?;
         let gauge = &self.plan.gauge;
-        gauge.comes_by(Way::Psync);
+        gauge.set_method(Method::Psync);
         let Some(mut chosen) = self.choose() else { return self.take_plain_snapshot() };
         let outcome = match chosen.work {
             Work::Ease => self.ease(&mut chosen),
@@ -90,7 +90,7 @@ impl Capture {
             Err(Setback::Before(why)) => {
                 tracing::warn!(%why, "the module could not take the snapshot; taking it by PSYNC");
                 let _claim = self.claim()?;
-                gauge.comes_by(Way::Psync);
+                gauge.set_method(Method::Psync);
                 self.take_plain_snapshot()
             }
             Err(Setback::Final(fault)) => {
@@ -181,7 +181,7 @@ impl Capture {
             if !armed.may_begin(&mut link, replid, offset)? {
                 return Ok(armed.untouched(link, replid, offset)?);
             }
-            self.plan.gauge.comes_by(Way::Walked);
+            self.plan.gauge.set_method(Method::Walked);
             let journal = self.begun(replid, offset)?;
             live.store(true, Ordering::Release);
             let payload = armed.first_byte(&mut link);
@@ -353,7 +353,7 @@ impl Capture {
                 page.cancel();
             }
             if page.order().work == Work::Ease && page.stage() == Stage::Done {
-                plan.gauge.comes_by(Way::Eased);
+                plan.gauge.set_method(Method::Eased);
             }
             if live.load(Ordering::Acquire) {
                 if self.has_outgrown(page) {
