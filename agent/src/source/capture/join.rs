@@ -22,7 +22,7 @@ use remora_table::server_pages::capture_page::WriterStatus;
 use super::Capture;
 use super::plan::Fault;
 use super::snapshot::{DURING, MARK_BYTES, Taking, pause_after};
-use super::socket::Wire;
+use super::socket::Socket;
 
 /// What the server's part must be like.
 pub(super) struct Expected {
@@ -37,18 +37,18 @@ pub(super) struct Expected {
 
 impl Capture {
     /// Receives the server's part, appends it to what the child has written, and completes the snapshot.
-    pub(super) fn receive_rest(&self, wire: &mut Wire, expected: &Expected, early: &[u8]) -> Result<(), Fault> {
+    pub(super) fn receive_rest(&self, socket: &mut Socket, expected: &Expected, early: &[u8]) -> Result<(), Fault> {
         let (memory, geometry) = &self.plan.snapshot;
         let writer = SnapshotWriter::resume(memory.clone(), *geometry, expected.told.received)?;
         let mut taking = Taking::new(self, writer);
-        self.append_rest(&mut taking, wire, expected, early)?;
+        self.append_rest(&mut taking, socket, expected, early)?;
         taking.complete(0)
     }
 
     fn append_rest(
         &self,
         taking: &mut Taking<'_>,
-        wire: &mut Wire,
+        socket: &mut Socket,
         expected: &Expected,
         early: &[u8],
     ) -> Result<(), Fault> {
@@ -64,7 +64,7 @@ impl Capture {
         joint.taken();
         while !whole {
             self.stop.check()?;
-            let Some(n) = silence.check(wire.read(&mut buffer))? else { continue };
+            let Some(n) = silence.check(socket.read(&mut buffer))? else { continue };
             whole = joint.take(&buffer[..n])?;
             taking.append(joint.ready())?;
             joint.taken();

@@ -8,12 +8,12 @@ use remora_redis::{ReplId, resp};
 
 use super::Capture;
 use super::plan::{Fault, Stop, TICK};
-use super::socket::{Received, Silence, Wire};
+use super::socket::{Received, Silence, Socket};
 use crate::server::ServerError;
 
 /// A snapshot that the server has announced.
 pub(super) struct Announced {
-    pub(super) wire: Wire,
+    pub(super) socket: Socket,
     pub(super) replid: ReplId,
     pub(super) offset: u64,
     pub(super) payload: Payload,
@@ -36,7 +36,7 @@ pub(super) enum Opening {
 
 /// A connection on which a handshake is under way.
 pub(super) struct PsyncLink {
-    wire: Wire,
+    socket: Socket,
     machine: Client,
     /// Bytes that were read and are not used yet.
     early: Vec<u8>,
@@ -60,17 +60,17 @@ impl Capture {
     }
 
     /// Begins a handshake on a connection.
-    pub(super) fn handshake_over(&self, wire: Wire, options: Options) -> PsyncLink {
+    pub(super) fn handshake_over(&self, socket: Socket, options: Options) -> PsyncLink {
         let (machine, stop) = (Client::new(options), self.stop.clone());
-        PsyncLink { wire, machine, early: Vec::new(), stop, silence: self.silence(DURING) }
+        PsyncLink { socket, machine, early: Vec::new(), stop, silence: self.silence(DURING) }
     }
 
-    fn connect(&self) -> Result<Wire, Fault> {
+    fn connect(&self) -> Result<Socket, Fault> {
         let stream = self.plan.runtime.block_on(async {
             let client = self.plan.server.connect().await?;
             Ok::<_, ServerError>(client.into_stream().0)
         })?;
-        Wire::new(stream, self.plan.runtime.clone(), TICK).map_err(broken)
+        Socket::new(stream, self.plan.runtime.clone(), TICK).map_err(broken)
     }
 }
 
@@ -81,19 +81,19 @@ impl PsyncLink {
     }
 
     /// The connection, and the bytes that were read beyond the handshake.
-    pub(super) fn into_parts(self) -> (Wire, Vec<u8>) {
-        (self.wire, self.early)
+    pub(super) fn into_parts(self) -> (Socket, Vec<u8>) {
+        (self.socket, self.early)
     }
 
     /// The connection, whose next bytes are the stream's.
-    pub(super) fn into_stream(mut self) -> Wire {
-        self.wire.push_back(self.early);
-        self.wire
+    pub(super) fn into_stream(mut self) -> Socket {
+        self.socket.push_back(self.early);
+        self.socket
     }
 
     /// The snapshot that was announced on this connection.
     pub(super) fn announced(self, replid: ReplId, offset: u64, payload: Payload) -> Announced {
-        Announced { wire: self.wire, replid, offset, payload, early: self.early }
+        Announced { socket: self.socket, replid, offset, payload, early: self.early }
     }
 
     /// Drives the handshake to its end.
@@ -133,7 +133,7 @@ impl PsyncLink {
             }
             let output = self.machine.take_output();
             if !output.is_empty() {
-                self.wire.write_all(&output).map_err(broken)?;
+                self.socket.write_all(&output).map_err(broken)?;
             }
             if self.early.is_empty() {
                 self.read(&mut is_alive)?;
@@ -147,7 +147,7 @@ impl PsyncLink {
     fn read(&mut self, is_alive: &mut impl FnMut() -> bool) -> Result<(), Fault> {
         self.stop.check()?;
         let mut buffer = [0; 16 * 1024];
-        let received = self.wire.read(&mut buffer);
+        let received = self.socket.read(&mut buffer);
         if matches!(received, Ok(Received::Idle)) && is_alive() {
             return Ok(());
         }
@@ -161,7 +161,7 @@ impl PsyncLink {
     /// connection if the fork fails. A child that asks later, for the same offset, then belongs to another client.
     pub(super) fn still_waits(&mut self) -> Result<(), Fault> {
         let mut buffer = [0; 1024];
-        match self.wire.read_at_once(&mut buffer).map_err(broken)? {
+        match self.socket.read_at_once(&mut buffer).map_err(broken)? {
             Received::Bytes(n) => self.early.extend_from_slice(&buffer[..n]),
             Received::Idle => {}
             Received::End => return Err(broken("the server gave up the sync before its child began")),
@@ -178,13 +178,13 @@ impl PsyncLink {
     fn ask_for_snapshot_alone(&mut self) -> Result<(), Fault> {
         let mut command = Vec::new();
         resp::command(&mut command, &["REPLCONF", "rdb-only", "1"]);
-        self.wire.write_all(&command).map_err(broken)?;
+        self.socket.write_all(&command).map_err(broken)?;
         let (mut answer, mut buffer) = (Vec::new(), [0; ANSWER_BYTES_MAX]);
         self.silence.restart();
         let began = Instant::now();
         while !answer.ends_with(b"\r\n") {
             self.stop.check()?;
-            match self.wire.read(&mut buffer).map_err(broken)? {
+            match self.socket.read(&mut buffer).map_err(broken)? {
                 Received::Bytes(n) => answer.extend_from_slice(&buffer[..n]),
                 Received::Idle if began.elapsed() < self.silence.limit => {}
                 Received::Idle | Received::End => return Err(broken("no answer to REPLCONF rdb-only")),
@@ -239,12 +239,12 @@ mod tests {
             primary.send(behind.as_bytes());
             primary.wait_for_end();
         };
-        rig.play(script, |capture, wire| {
-            let mut link = capture.handshake_over(wire, options);
+        rig.play(script, |capture, socket| {
+            let mut link = capture.handshake_over(socket, options);
             let opening = link.opening();
-            let (mut rest, mut wire) = (Vec::new(), link.into_stream());
+            let (mut rest, mut socket) = (Vec::new(), link.into_stream());
             let mut buffer = [0; 4096];
-            while let Ok(Received::Bytes(n)) = wire.read(&mut buffer) {
+            while let Ok(Received::Bytes(n)) = socket.read(&mut buffer) {
                 rest.extend_from_slice(&buffer[..n]);
             }
             (opening, rest)
@@ -352,8 +352,8 @@ mod tests {
             primary.drain();
         };
         let began = Instant::now();
-        let fault = rig.play(script, |capture, wire| {
-            let mut link = capture.handshake_over(wire, Options::default());
+        let fault = rig.play(script, |capture, socket| {
+            let mut link = capture.handshake_over(socket, Options::default());
             assert!(matches!(link.next_event(), Ok(Event::FullResync { offset: 77, .. })));
             link.next_event().unwrap_err()
         });
@@ -371,8 +371,8 @@ mod tests {
             primary.send(b"$0\r\n");
             primary.drain();
         };
-        rig.play(script, |capture, wire| {
-            let mut link = capture.handshake_over(wire, Options::default());
+        rig.play(script, |capture, socket| {
+            let mut link = capture.handshake_over(socket, Options::default());
             assert!(matches!(link.next_event_while(|| true), Ok(Event::FullResync { .. })));
             assert!(matches!(link.next_event_while(|| true), Ok(Event::Payload(_))));
         });
@@ -384,7 +384,7 @@ mod tests {
         rig.stop();
         let fault = rig.play(
             |mut primary| primary.drain(),
-            |capture, wire| capture.handshake_over(wire, Options::default()).opening().unwrap_err(),
+            |capture, socket| capture.handshake_over(socket, Options::default()).opening().unwrap_err(),
         );
         assert!(matches!(fault, Fault::Stopped));
     }
@@ -393,8 +393,8 @@ mod tests {
     fn only_newlines_may_arrive_before_the_child_begins() {
         let rig = Rig::new();
         for (sent, expected) in [("\n\n", None), ("\n$", Some("sent something")), ("", Some("gave up the sync"))] {
-            let (wire, mut primary) = rig.connect();
-            let mut link = rig.capture.handshake_over(wire, Options::default());
+            let (socket, mut primary) = rig.connect();
+            let mut link = rig.capture.handshake_over(socket, Options::default());
             primary.send(sent.as_bytes());
             if sent.is_empty() {
                 drop(primary);
@@ -415,8 +415,8 @@ mod tests {
                 primary.converse(&[("REPLCONF rdb-only 1", answer)]);
                 primary.wait_for_end();
             };
-            let asked = rig.play(script, |capture, wire| {
-                capture.handshake_over(wire, Options::default()).ask_for_snapshot_alone()
+            let asked = rig.play(script, |capture, socket| {
+                capture.handshake_over(socket, Options::default()).ask_for_snapshot_alone()
             });
             assert_eq!(asked.is_ok(), is_accepted, "{asked:?}");
         }

@@ -20,7 +20,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use super::Capture;
 use super::method::ModuleRules;
 use super::plan::{CaptureEvent, Fault, Plan, TICK};
-use super::socket::Wire;
+use super::socket::Socket;
 use crate::args::ModuleCapture;
 use crate::server::{Credentials, Server, Stream, Task, TlsOptions};
 use crate::source::gauge::Gauge;
@@ -99,20 +99,24 @@ impl Rig {
     }
 
     /// A connection of the capture, and the primary's end of it.
-    pub(super) fn connect(&self) -> (Wire, Primary) {
+    pub(super) fn connect(&self) -> (Socket, Primary) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let _entered = self.runtime.enter();
         ours.set_nonblocking(true).unwrap();
         let stream = Stream::Unix(tokio::net::UnixStream::from_std(ours).unwrap());
-        (Wire::new(stream, self.runtime.handle().clone(), TICK).unwrap(), Primary::over(theirs))
+        (Socket::new(stream, self.runtime.handle().clone(), TICK).unwrap(), Primary::over(theirs))
     }
 
     /// Runs `capture` on a connection while `primary` plays the other end of it, and returns what `capture` returned.
-    pub(super) fn play<T>(&self, primary: impl FnOnce(Primary) + Send, capture: impl FnOnce(&Capture, Wire) -> T) -> T {
-        let (wire, end) = self.connect();
+    pub(super) fn play<T>(
+        &self,
+        primary: impl FnOnce(Primary) + Send,
+        capture: impl FnOnce(&Capture, Socket) -> T,
+    ) -> T {
+        let (socket, end) = self.connect();
         thread::scope(|scope| {
             let playing = scope.spawn(|| primary(end));
-            let outcome = capture(&self.capture, wire);
+            let outcome = capture(&self.capture, socket);
             playing.join().unwrap();
             outcome
         })

@@ -11,7 +11,7 @@ use remora_table::{Identity, JournalWriter, Kind, SnapshotWriter, State};
 use super::Capture;
 use super::plan::{CaptureEvent, Fault};
 use super::psync_link::Announced;
-use super::socket::{Received, Wire};
+use super::socket::{Received, Socket};
 
 /// Pause of a writer whose ring is full, before it checks again whether a slot was retired.
 const RETIRE_POLL: Duration = Duration::from_micros(500);
@@ -100,15 +100,15 @@ impl<'c> Taking<'c> {
     }
 
     /// Receives the payload, completes the snapshot, and returns the connection.
-    pub(super) fn fill(mut self, announced: Announced) -> Result<Wire, Fault> {
-        let Announced { mut wire, payload, early, .. } = announced;
-        let trim = self.receive(&mut wire, &payload, &early)?;
+    pub(super) fn fill(mut self, announced: Announced) -> Result<Socket, Fault> {
+        let Announced { mut socket, payload, early, .. } = announced;
+        let trim = self.receive(&mut socket, &payload, &early)?;
         self.complete(trim)?;
-        Ok(wire)
+        Ok(socket)
     }
 
     /// Receives the payload straight into slots. Returns how many bytes at its end do not belong to the snapshot.
-    fn receive(&mut self, wire: &mut Wire, payload: &Payload, early: &[u8]) -> Result<u64, Fault> {
+    fn receive(&mut self, socket: &mut Socket, payload: &Payload, early: &[u8]) -> Result<u64, Fault> {
         let capture = self.capture;
         let memory = &capture.plan.snapshot.0;
         let (mut end, trim) = match payload {
@@ -130,7 +130,7 @@ impl<'c> Taking<'c> {
                 End::Mark(_) => space.end - space.start,
             };
             let received = if early.is_empty() {
-                wire.receive_into(memory, space.start, room as usize)
+                socket.receive_into(memory, space.start, room as usize)
             } else {
                 let n = early.len().min(room as usize);
                 memory.write(space.start, &early[..n]).map_err(remora_table::Error::from)?;
@@ -239,8 +239,8 @@ mod tests {
             }
             end(primary);
         };
-        rig.play(script, |capture, wire| {
-            let mut link = capture.handshake_over(wire, Options::default());
+        rig.play(script, |capture, socket| {
+            let mut link = capture.handshake_over(socket, Options::default());
             let Opening::Full { replid, offset, payload } = link.opening()? else { panic!("another opening") };
             let announced = link.announced(replid, offset, payload);
             let (taking, journal) = capture.begin(&announced)?;

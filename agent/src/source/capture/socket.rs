@@ -59,7 +59,7 @@ impl Silence {
 }
 
 /// A connection to the primary. Every wait has a bound.
-pub(crate) struct Wire {
+pub(crate) struct Socket {
     link: Link,
     tick: Duration,
     /// Bytes that were read but not used. The next read returns them first.
@@ -75,9 +75,9 @@ enum Link {
 /// full.
 const WRITE_LIMIT: Duration = Duration::from_secs(10);
 
-impl Wire {
+impl Socket {
     /// Takes a connected stream. Each read waits for at most `tick`.
-    pub(crate) fn new(stream: Stream, runtime: tokio::runtime::Handle, tick: Duration) -> io::Result<Wire> {
+    pub(crate) fn new(stream: Stream, runtime: tokio::runtime::Handle, tick: Duration) -> io::Result<Socket> {
         let link = match stream.raw()? {
             Raw::Socket(socket) => {
                 use rustix::net::sockopt::{Timeout, set_socket_timeout};
@@ -88,7 +88,7 @@ impl Wire {
             }
             Raw::Tls(stream) => Link::Tls(stream, runtime),
         };
-        Ok(Wire { link, tick, pushed_back: Vec::new() })
+        Ok(Socket { link, tick, pushed_back: Vec::new() })
     }
 
     /// Reads once into `memory` at `offset`: straight from a plain socket, by a copy under TLS.

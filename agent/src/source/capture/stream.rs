@@ -14,7 +14,7 @@ use remora_table::JournalWriter;
 use super::Capture;
 use super::plan::{CaptureEvent, Fault, TICK};
 use super::psync_link::{Opening, PsyncLink, is_same_history};
-use super::socket::Wire;
+use super::socket::Socket;
 use crate::backoff::Backoff;
 
 /// The most bytes that one read of the stream takes: a few of the server's writes, which have 16 KiB each.
@@ -36,13 +36,13 @@ pub(super) enum Following {
 /// Writes the stream of one connection after the other into the journal.
 pub(super) struct Follower {
     capture: Capture,
-    wire: Wire,
+    socket: Socket,
     journal: JournalWriter,
 }
 
 impl Follower {
-    pub(super) fn new(capture: &Capture, wire: Wire, journal: JournalWriter) -> Follower {
-        Follower { capture: capture.clone(), wire, journal }
+    pub(super) fn new(capture: &Capture, socket: Socket, journal: JournalWriter) -> Follower {
+        Follower { capture: capture.clone(), socket, journal }
     }
 
     /// Makes `abandoned` stop the follower too.
@@ -85,7 +85,7 @@ impl Follower {
 
     /// Writes the stream into the journal until it is stopped or the connection breaks.
     fn pour(&mut self) -> Result<Infallible, Fault> {
-        let Follower { capture, wire, journal } = self;
+        let Follower { capture, socket, journal } = self;
         let link = |cause: io::Error| Fault::Link { during: DURING, cause: cause.to_string() };
         let mut buffer = vec![0; STREAM_READ_BYTES];
         let mut acks = AckClock::new(capture.plan.gauge.snapshot_offset());
@@ -94,9 +94,9 @@ impl Follower {
         loop {
             capture.stop.check()?;
             if let Some(ack) = acks.due(Instant::now()) {
-                wire.write_all(&ack).map_err(link)?;
+                socket.write_all(&ack).map_err(link)?;
             }
-            if let Some(n) = silence.check(wire.read(&mut buffer))? {
+            if let Some(n) = silence.check(socket.read(&mut buffer))? {
                 journal.append(&buffer[..n])?;
                 capture.plan.gauge.journal_at(journal.first_offset(), journal.end_offset() - 1);
                 acks.stream_began();
@@ -145,7 +145,7 @@ impl Follower {
         match link.opening()? {
             Opening::Continue { replid } => {
                 is_same_history(history, replid, self.journal.end_offset() - 1)?;
-                self.wire = link.into_stream();
+                self.socket = link.into_stream();
                 Ok(())
             }
             _ => Err(Fault::HistoryGone),

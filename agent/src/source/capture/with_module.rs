@@ -187,13 +187,13 @@ impl Capture {
             let payload = armed.first_byte(&mut link);
             live.store(false, Ordering::Release);
             let told = armed.walked()?;
-            let (mut wire, early) = link.into_parts();
+            let (mut socket, early) = link.into_parts();
             let _claim = self.claim()?;
             let database = armed.page.origin().filter(|_| counts).map(|origin| origin.database);
             let expected = join::Expected { payload: payload?, told, database };
-            self.receive_rest(&mut wire, &expected, &early)?;
+            self.receive_rest(&mut socket, &expected, &early)?;
             Ok(match journal {
-                Some(journal) => Following::ThisThread(Box::new(Follower::new(self, wire, journal))),
+                Some(journal) => Following::ThisThread(Box::new(Follower::new(self, socket, journal))),
                 None => Following::AnotherCapture,
             })
         })

@@ -9,7 +9,7 @@ use remora_redis::psync::client::{Channel, Options};
 use super::Capture;
 use super::plan::Fault;
 use super::psync_link::{Announced, Opening, PsyncLink, is_same_history, out_of_place};
-use super::socket::Wire;
+use super::socket::Socket;
 use super::stream::{self, Follower, Following};
 
 /// How the server sends a snapshot and the stream.
@@ -17,7 +17,7 @@ enum Opened {
     /// One after the other, over one connection.
     One(Announced),
     /// Both at once, over two connections.
-    Two { snapshot: Announced, stream: Wire },
+    Two { snapshot: Announced, stream: Socket },
 }
 
 impl Capture {
@@ -32,16 +32,16 @@ impl Capture {
     /// Takes the snapshot. The stream follows over the same connection.
     pub(super) fn take_announced(&self, announced: Announced) -> Result<Following, Fault> {
         let (taking, journal) = self.begin(&announced)?;
-        let wire = taking.fill(announced)?;
+        let socket = taking.fill(announced)?;
         Ok(match journal {
-            Some(journal) => Following::ThisThread(Box::new(Follower::new(self, wire, journal))),
+            Some(journal) => Following::ThisThread(Box::new(Follower::new(self, socket, journal))),
             None => Following::AnotherCapture,
         })
     }
 
     /// Takes the snapshot, while another thread follows the stream. A stream without its snapshot is of no use, so that thread
     /// has ended when this fails.
-    fn take_both(&self, announced: Announced, stream: Wire) -> Result<Following, Fault> {
+    fn take_both(&self, announced: Announced, stream: Socket) -> Result<Following, Fault> {
         let (taking, journal) = self.begin(&announced)?;
         let Some(journal) = journal else { return Ok(Following::AnotherCapture) };
         let abandoned = Arc::new(AtomicBool::new(false));
