@@ -42,21 +42,21 @@ use crate::server::{Client, Facts, Role, ServerError, module};
 use crate::units::Size;
 
 /// How an attempt with the module fails.
-enum Setback {
+enum ModuleError {
     /// Before the capture reported a snapshot: it can take the snapshot in another way.
-    Before(String),
+    BeforeSnapshot(String),
     /// The capture fails.
     Final(Fault),
 }
 
-impl From<Fault> for Setback {
-    fn from(fault: Fault) -> Setback {
-        Setback::Final(fault)
+impl From<Fault> for ModuleError {
+    fn from(fault: Fault) -> ModuleError {
+        ModuleError::Final(fault)
     }
 }
 
-fn before(why: impl fmt::Display) -> Setback {
-    Setback::Before(why.to_string())
+fn before(why: impl fmt::Display) -> ModuleError {
+    ModuleError::BeforeSnapshot(why.to_string())
 }
 
 /// What the module of a server is to do.
@@ -87,13 +87,13 @@ impl Capture {
         };
         match outcome {
             Ok(done) => Ok(done),
-            Err(Setback::Before(why)) => {
+            Err(ModuleError::BeforeSnapshot(why)) => {
                 tracing::warn!(%why, "the module could not take the snapshot; taking it by PSYNC");
                 let _claim = self.claim()?;
                 gauge.set_method(Method::Psync);
                 self.take_plain_snapshot()
             }
-            Err(Setback::Final(fault)) => {
+            Err(ModuleError::Final(fault)) => {
                 // The module may also be why the link broke: if the child needs too much memory, the system kills the server.
                 if matches!(fault, Fault::Module(_) | Fault::Link { .. }) {
                     self.report(CaptureEvent::ModuleFailed);
@@ -153,7 +153,7 @@ impl Capture {
     }
 
     /// The server writes the snapshot, and the module keeps it from compressing.
-    fn ease(&self, chosen: &mut Chosen) -> Result<Following, Setback> {
+    fn ease(&self, chosen: &mut Chosen) -> Result<Following, ModuleError> {
         let armed = Armed::new(self, chosen)?;
         // The capture itself fills the gauge, so nothing of the page goes there.
         let done = armed.attended(&AtomicBool::new(false), || self.take_plain_snapshot())?;
@@ -170,7 +170,7 @@ impl Capture {
     }
 
     /// The server's child writes the long strings, and the server the rest.
-    fn walk(&self, chosen: &mut Chosen) -> Result<Following, Setback> {
+    fn walk(&self, chosen: &mut Chosen) -> Result<Following, ModuleError> {
         // A primary's stream begins with a SELECT. A replica forwards its primary's stream unchanged, so there the database counts.
         let counts = chosen.role == Some(Role::Replica);
         let armed = Armed::new(self, chosen)?;
@@ -216,7 +216,7 @@ struct Armed<'c> {
 }
 
 impl<'c> Armed<'c> {
-    fn new(capture: &'c Capture, chosen: &'c mut Chosen) -> Result<Armed<'c>, Setback> {
+    fn new(capture: &'c Capture, chosen: &'c mut Chosen) -> Result<Armed<'c>, ModuleError> {
         let (table, geometry) = &capture.plan.snapshot;
         let Chosen { client, work, least_bytes, .. } = chosen;
         let (work, least_bytes) = (*work, *least_bytes);
@@ -228,7 +228,7 @@ impl<'c> Armed<'c> {
     }
 
     /// Offers page and table at a local socket, and tells the module its address.
-    fn hand_over(&mut self, table: &Memory) -> Result<(), Setback> {
+    fn hand_over(&mut self, table: &Memory) -> Result<(), ModuleError> {
         let plan = &self.capture.plan;
         let handover = Handover::bind(&plan.module.place).map_err(before)?;
         let (address, secret) = (handover.address(), handover.secret());
@@ -259,7 +259,7 @@ impl<'c> Armed<'c> {
     }
 
     /// Permits the child to begin if it was forked for this capture, and waits until it has begun or declined.
-    fn may_begin(&self, link: &mut PsyncLink, replid: ReplId, offset: u64) -> Result<bool, Setback> {
+    fn may_begin(&self, link: &mut PsyncLink, replid: ReplId, offset: u64) -> Result<bool, ModuleError> {
         let page = &self.page;
         let asked = Instant::now();
         loop {
