@@ -415,9 +415,9 @@ impl Source {
                 tracing::info!(generation, size = %Size::bytes(*bytes), method = %self.gauge.method(), "the snapshot is whole after {seconds:.3} s ({rate}/s)");
             }
             CaptureEvent::ModuleFailed => self.method_history.module_failed(Instant::now()),
-            CaptureEvent::Failed { generation, fault } => {
-                self.tables.outgrown |= matches!(fault, capture::Fault::Outgrown);
-                tracing::warn!(generation, %fault, "the snapshot failed");
+            CaptureEvent::Failed { generation, error } => {
+                self.tables.outgrown |= matches!(error, capture::CaptureError::Outgrown);
+                tracing::warn!(generation, %error, "the snapshot failed");
             }
             CaptureEvent::StreamResumed => tracing::info!("the stream goes on where it broke"),
             CaptureEvent::HistoryChanged { generation, from, to, at } => {

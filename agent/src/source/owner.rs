@@ -34,7 +34,7 @@ use std::time::{Duration, Instant};
 use remora_protocol::{Phase, RefusalCode, WaitCause};
 use remora_redis::ReplId;
 
-use super::capture::{CaptureEvent, Fault};
+use super::capture::{CaptureError, CaptureEvent};
 use super::gauge::Reading;
 use crate::backoff::Backoff;
 
@@ -243,8 +243,8 @@ impl Owner {
                 }
                 self.backoff.reset();
             }
-            CaptureEvent::Failed { generation, fault } => {
-                self.capture_failed(now, generation, &fault, actions);
+            CaptureEvent::Failed { generation, error } => {
+                self.capture_failed(now, generation, &error, actions);
             }
             CaptureEvent::ModuleFailed | CaptureEvent::StreamResumed => {}
             CaptureEvent::HistoryChanged { generation, from, to, at } => {
@@ -272,19 +272,19 @@ impl Owner {
         }
     }
 
-    fn capture_failed(&mut self, now: Instant, generation: u64, fault: &Fault, actions: &mut Vec<Action>) {
+    fn capture_failed(&mut self, now: Instant, generation: u64, error: &CaptureError, actions: &mut Vec<Action>) {
         if self.current(generation).is_none() {
             return;
         }
-        let text = fault.to_string();
+        let text = error.to_string();
         if self.stream.is_some_and(|stream| stream.generation == generation) {
             self.stream = None;
         }
         self.forget_snapshot(&text, actions);
-        if fault.is_transient() {
+        if error.is_transient() {
             let pause = self.backoff.next();
             self.retry = Some((now + pause, text));
-        } else if !matches!(fault, Fault::Stopped) {
+        } else if !matches!(error, CaptureError::Stopped) {
             for session in self.waiting() {
                 self.replicas.remove(&session);
                 let code = RefusalCode::PrimaryRefuses;

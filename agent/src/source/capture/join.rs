@@ -20,7 +20,7 @@ use remora_table::SnapshotWriter;
 use remora_table::server_pages::capture_page::WriterStatus;
 
 use super::Capture;
-use super::plan::Fault;
+use super::plan::CaptureError;
 use super::snapshot::{DURING, MARK_BYTES, Taking, pause_after};
 use super::socket::Socket;
 
@@ -37,7 +37,12 @@ pub(super) struct Expected {
 
 impl Capture {
     /// Receives the server's part, appends it to what the child has written, and completes the snapshot.
-    pub(super) fn receive_rest(&self, socket: &mut Socket, expected: &Expected, early: &[u8]) -> Result<(), Fault> {
+    pub(super) fn receive_rest(
+        &self,
+        socket: &mut Socket,
+        expected: &Expected,
+        early: &[u8],
+    ) -> Result<(), CaptureError> {
         let (memory, geometry) = &self.plan.snapshot;
         let writer = SnapshotWriter::resume(memory.clone(), *geometry, expected.told.received)?;
         let mut taking = Taking::new(self, writer);
@@ -51,10 +56,10 @@ impl Capture {
         socket: &mut Socket,
         expected: &Expected,
         early: &[u8],
-    ) -> Result<(), Fault> {
+    ) -> Result<(), CaptureError> {
         let Payload::Mark(mark) = expected.payload else {
             let text = "the server sent its part from a file, which other clients may have received as well";
-            return Err(Fault::Module(text.into()));
+            return Err(CaptureError::Module(text.into()));
         };
         let mut joint = Joint::new(mark, expected);
         let mut buffer = vec![0; READ_BYTES];
@@ -103,7 +108,7 @@ impl Joint {
     }
 
     /// Takes bytes that were received. True if they end the server's part.
-    fn take(&mut self, bytes: &[u8]) -> Result<bool, Fault> {
+    fn take(&mut self, bytes: &[u8]) -> Result<bool, CaptureError> {
         let tail = bytes.get(bytes.len().saturating_sub(MARK_BYTES as usize)..).unwrap_or_default();
         let whole = !bytes.is_empty() && self.mark.observe(tail, bytes.len());
         match &mut self.head {
@@ -114,30 +119,30 @@ impl Joint {
             }
         }
         if whole && self.head.is_some() {
-            return Err(Fault::Module("the server's part of the snapshot has no head".into()));
+            return Err(CaptureError::Module("the server's part of the snapshot has no head".into()));
         }
         Ok(whole)
     }
 
     /// Parses the head once it has arrived, and checks that it matches what the child has written.
-    fn read_head(&mut self) -> Result<(), Fault> {
+    fn read_head(&mut self) -> Result<(), CaptureError> {
         let Some(bytes) = &self.head else { return Ok(()) };
-        let parsed = Head::parse(bytes).map_err(|error| Fault::Module(error.to_string()))?;
+        let parsed = Head::parse(bytes).map_err(|error| CaptureError::Module(error.to_string()))?;
         let Some((head, _)) = parsed else {
             if bytes.len() > Head::BYTES_MAX {
-                return Err(Fault::Module("the head of the server's part has no end".into()));
+                return Err(CaptureError::Module("the head of the server's part has no end".into()));
             }
             return Ok(());
         };
         if !bytes.starts_with(self.magic.as_bytes()) {
             let server = String::from_utf8_lossy(bytes.get(..self.magic.len()).unwrap_or_default()).into_owned();
             let text = format!("its child wrote the format {}, the server {server}", self.magic);
-            return Err(Fault::Module(text));
+            return Err(CaptureError::Module(text));
         }
         if self.database.is_some() && head.stream_db() != self.database {
             let (child, server) = (self.database, head.stream_db());
             let text = format!("its child wrote that the stream begins in database {child:?}, the server {server:?}");
-            return Err(Fault::Module(text));
+            return Err(CaptureError::Module(text));
         }
         self.held.extend_from_slice(bytes.get(self.magic.len()..).unwrap_or_default());
         self.head = None;
@@ -156,9 +161,9 @@ impl Joint {
     }
 
     /// The end of the snapshot, with zeros for the checksum.
-    fn end(&self) -> Result<[u8; 1 + CHECKSUM_BYTES], Fault> {
+    fn end(&self) -> Result<[u8; 1 + CHECKSUM_BYTES], CaptureError> {
         if self.held.len() != END_BYTES || self.held.first() != Some(&OPCODE_EOF) {
-            return Err(Fault::Module("the server's part of the snapshot does not end as one".into()));
+            return Err(CaptureError::Module("the server's part of the snapshot does not end as one".into()));
         }
         let mut end = [0; 1 + CHECKSUM_BYTES];
         end[0] = OPCODE_EOF;
@@ -185,7 +190,7 @@ mod tests {
         [b"REDIS0010\xFA\x0erepl-stream-db\x013", body, b"\xFFchecksum", &MARK].concat()
     }
 
-    fn joined(bytes: &[u8], cuts: &[usize], expected: &Expected) -> Result<Vec<u8>, Fault> {
+    fn joined(bytes: &[u8], cuts: &[usize], expected: &Expected) -> Result<Vec<u8>, CaptureError> {
         let mut joint = Joint::new(MARK, expected);
         let (mut out, mut rest, mut whole) = (Vec::new(), bytes, false);
         for cut in cuts.iter().copied().chain([usize::MAX]) {

@@ -52,7 +52,7 @@ use std::time::{Duration, Instant};
 use remora_table::State;
 
 pub(crate) use self::method::{Method, MethodHistory, ModuleRules};
-pub(crate) use self::plan::{CaptureEvent, Fault, Plan};
+pub(crate) use self::plan::{CaptureError, CaptureEvent, Plan};
 use self::plan::{SILENCE_LIMIT, Stop};
 use self::socket::Silence;
 use self::stream::Following;
@@ -80,9 +80,9 @@ impl Capture {
             Ok(Following::OwnThread(thread)) => {
                 let _ = thread.join();
             }
-            Err(fault) => {
+            Err(error) => {
                 self.plan.gauge.snapshot_ended(State::Aborted);
-                self.report(CaptureEvent::Failed { generation: self.plan.generation, fault });
+                self.report(CaptureEvent::Failed { generation: self.plan.generation, error });
             }
         }
     }

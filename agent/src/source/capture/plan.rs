@@ -54,7 +54,7 @@ pub(crate) enum CaptureEvent {
     /// The module in the server may be the cause of the failure that follows.
     ModuleFailed,
     /// The snapshot failed and will never be complete.
-    Failed { generation: u64, fault: Fault },
+    Failed { generation: u64, error: CaptureError },
     /// The stream broke and was resumed at the next byte: nothing was lost.
     StreamResumed,
     /// The server offers to continue the stream under another replid. The journal ends at `at`, the offset of the last
@@ -66,7 +66,7 @@ pub(crate) enum CaptureEvent {
 
 /// Why a capture ended early.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum Fault {
+pub(crate) enum CaptureError {
     /// The server refused the login or a command.
     #[error(transparent)]
     Server(#[from] ServerError),
@@ -97,14 +97,17 @@ pub(crate) enum Fault {
     Stopped,
 }
 
-impl Fault {
+impl CaptureError {
     /// Whether another attempt with the same server may succeed.
     pub(crate) fn is_transient(&self) -> bool {
         match self {
-            Fault::Server(error) => error.is_passing(),
-            Fault::Psync(error) => error.is_temporary(),
-            Fault::Link { .. } | Fault::Outgrown | Fault::Module(_) | Fault::HistoryChanged { .. } => true,
-            Fault::HistoryGone | Fault::Table(_) | Fault::Stopped => false,
+            CaptureError::Server(error) => error.is_passing(),
+            CaptureError::Psync(error) => error.is_temporary(),
+            CaptureError::Link { .. }
+            | CaptureError::Outgrown
+            | CaptureError::Module(_)
+            | CaptureError::HistoryChanged { .. } => true,
+            CaptureError::HistoryGone | CaptureError::Table(_) | CaptureError::Stopped => false,
         }
     }
 }
@@ -140,9 +143,9 @@ impl Stop {
         self.owner.load(Ordering::Relaxed) || self.abandoned.as_ref().is_some_and(|flag| flag.load(Ordering::Relaxed))
     }
 
-    /// Fails with [`Fault::Stopped`] if the stop is set.
-    pub(super) fn check(&self) -> Result<(), Fault> {
-        if self.is_set() { Err(Fault::Stopped) } else { Ok(()) }
+    /// Fails with [`CaptureError::Stopped`] if the stop is set.
+    pub(super) fn check(&self) -> Result<(), CaptureError> {
+        if self.is_set() { Err(CaptureError::Stopped) } else { Ok(()) }
     }
 }
 

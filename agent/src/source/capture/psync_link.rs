@@ -7,7 +7,7 @@ use remora_redis::psync::client::{Client, Event, Options};
 use remora_redis::{ReplId, resp};
 
 use super::Capture;
-use super::plan::{Fault, Stop, TICK};
+use super::plan::{CaptureError, Stop, TICK};
 use super::socket::{Received, Silence, Socket};
 use crate::server::ServerError;
 
@@ -46,12 +46,12 @@ pub(super) struct PsyncLink {
 
 impl Capture {
     /// Connects to the server and begins a handshake.
-    pub(super) fn handshake(&self, options: Options) -> Result<PsyncLink, Fault> {
+    pub(super) fn handshake(&self, options: Options) -> Result<PsyncLink, CaptureError> {
         Ok(self.handshake_over(self.connect()?, options))
     }
 
     /// Connects and begins a handshake for a snapshot. If another capture follows the stream, it asks for the snapshot alone.
-    pub(super) fn handshake_for_snapshot(&self, options: Options) -> Result<PsyncLink, Fault> {
+    pub(super) fn handshake_for_snapshot(&self, options: Options) -> Result<PsyncLink, CaptureError> {
         let mut link = self.handshake(options)?;
         if self.plan.journal.is_none() {
             link.ask_for_snapshot_alone()?;
@@ -65,7 +65,7 @@ impl Capture {
         PsyncLink { socket, machine, early: Vec::new(), stop, silence: self.silence(DURING) }
     }
 
-    fn connect(&self) -> Result<Socket, Fault> {
+    fn connect(&self) -> Result<Socket, CaptureError> {
         let stream = self.plan.runtime.block_on(async {
             let client = self.plan.server.connect().await?;
             Ok::<_, ServerError>(client.into_stream().0)
@@ -97,7 +97,7 @@ impl PsyncLink {
     }
 
     /// Drives the handshake to its end.
-    pub(super) fn opening(&mut self) -> Result<Opening, Fault> {
+    pub(super) fn opening(&mut self) -> Result<Opening, CaptureError> {
         let mut origin = None;
         loop {
             match self.next_event()? {
@@ -118,12 +118,12 @@ impl PsyncLink {
     }
 
     /// The next event. Events that only show that the server is alive are left out.
-    pub(super) fn next_event(&mut self) -> Result<Event, Fault> {
+    pub(super) fn next_event(&mut self) -> Result<Event, CaptureError> {
         self.next_event_while(|| false)
     }
 
     /// The next event. The server's silence has no limit while `is_alive` returns true.
-    pub(super) fn next_event_while(&mut self, mut is_alive: impl FnMut() -> bool) -> Result<Event, Fault> {
+    pub(super) fn next_event_while(&mut self, mut is_alive: impl FnMut() -> bool) -> Result<Event, CaptureError> {
         self.silence.restart();
         loop {
             while let Some(event) = self.machine.poll_event() {
@@ -144,7 +144,7 @@ impl PsyncLink {
     }
 
     /// Reads what has arrived, or waits for one [`TICK`] at most.
-    fn read(&mut self, is_alive: &mut impl FnMut() -> bool) -> Result<(), Fault> {
+    fn read(&mut self, is_alive: &mut impl FnMut() -> bool) -> Result<(), CaptureError> {
         self.stop.check()?;
         let mut buffer = [0; 16 * 1024];
         let received = self.socket.read(&mut buffer);
@@ -159,7 +159,7 @@ impl PsyncLink {
 
     /// Fails unless the server still keeps this connection waiting. It sends `+FULLRESYNC` just before it forks, and closes the
     /// connection if the fork fails. A child that asks later, for the same offset, then belongs to another client.
-    pub(super) fn still_waits(&mut self) -> Result<(), Fault> {
+    pub(super) fn still_waits(&mut self) -> Result<(), CaptureError> {
         let mut buffer = [0; 1024];
         match self.socket.read_at_once(&mut buffer).map_err(broken)? {
             Received::Bytes(n) => self.early.extend_from_slice(&buffer[..n]),
@@ -175,7 +175,7 @@ impl PsyncLink {
 
     /// Sends `REPLCONF rdb-only 1`. The server then ends the connection after the snapshot and counts no further replica of its
     /// stream. Servers before 7.0 answer with an error, which changes nothing: the capture closes the connection itself.
-    fn ask_for_snapshot_alone(&mut self) -> Result<(), Fault> {
+    fn ask_for_snapshot_alone(&mut self) -> Result<(), CaptureError> {
         let mut command = Vec::new();
         resp::command(&mut command, &["REPLCONF", "rdb-only", "1"]);
         self.socket.write_all(&command).map_err(broken)?;
@@ -204,18 +204,18 @@ const ANSWER_BYTES_MAX: usize = 512;
 const DURING: &str = "handshake";
 
 /// The link broke during the handshake.
-pub(super) fn broken(cause: impl ToString) -> Fault {
-    Fault::Link { during: DURING, cause: cause.to_string() }
+pub(super) fn broken(cause: impl ToString) -> CaptureError {
+    CaptureError::Link { during: DURING, cause: cause.to_string() }
 }
 
 /// Fails unless the server continues the history that was requested. A server that continues under another replid would
 /// send bytes of its new history, which must not get into a journal of the old one.
-pub(super) fn is_same_history(asked: ReplId, answered: ReplId, at: u64) -> Result<(), Fault> {
-    if asked == answered { Ok(()) } else { Err(Fault::HistoryChanged { from: asked, to: answered, at }) }
+pub(super) fn is_same_history(asked: ReplId, answered: ReplId, at: u64) -> Result<(), CaptureError> {
+    if asked == answered { Ok(()) } else { Err(CaptureError::HistoryChanged { from: asked, to: answered, at }) }
 }
 
 /// The server answered with `what` to a request for a snapshot.
-pub(super) fn out_of_place(what: &str) -> Fault {
+pub(super) fn out_of_place(what: &str) -> CaptureError {
     broken(format!("the server offered {what} where a snapshot was requested"))
 }
 
@@ -232,7 +232,7 @@ mod tests {
     use super::*;
 
     /// What the server answers to a handshake with these options, and the bytes behind the handshake.
-    fn answer(options: Options, exchange: &[(&str, &str)], behind: &str) -> (Result<Opening, Fault>, Vec<u8>) {
+    fn answer(options: Options, exchange: &[(&str, &str)], behind: &str) -> (Result<Opening, CaptureError>, Vec<u8>) {
         let rig = Rig::new();
         let script = |mut primary: Primary| {
             primary.converse(exchange);
@@ -251,8 +251,8 @@ mod tests {
         })
     }
 
-    /// The fault that ends a handshake whose `PSYNC` is answered so.
-    fn refused(text: &str) -> Fault {
+    /// The error that ends a handshake whose `PSYNC` is answered so.
+    fn refused(text: &str) -> CaptureError {
         let answer = answer(Options::default(), &[FULL[0], FULL[1], ("PSYNC ? -1", text)], "");
         answer.0.unwrap_err()
     }
@@ -292,8 +292,10 @@ mod tests {
         let (opening, _) = answer(options(), &[FULL[0], FULL[1], (&psync, &changed)], "");
         let Opening::Continue { replid } = opening.unwrap() else { panic!("another answer") };
         assert_eq!(replid.to_string(), other);
-        let fault = is_same_history(history(), replid, 99).unwrap_err();
-        assert!(matches!(fault, Fault::HistoryChanged { from, to, at: 99 } if from == history() && to == replid));
+        let error = is_same_history(history(), replid, 99).unwrap_err();
+        assert!(
+            matches!(error, CaptureError::HistoryChanged { from, to, at: 99 } if from == history() && to == replid)
+        );
     }
 
     #[test]
@@ -318,23 +320,23 @@ mod tests {
 
     #[test]
     fn refusals_say_whether_another_attempt_may_succeed_and_what_to_grant() {
-        let fault = refused("-NOPERM User source has no permissions to run the 'psync' command\r\n");
-        assert!(matches!(fault, Fault::Psync(_)) && !fault.is_transient());
-        assert!(fault.to_string().contains("needs these rules: ") && fault.to_string().contains("+psync"), "{fault}");
+        let error = refused("-NOPERM User source has no permissions to run the 'psync' command\r\n");
+        assert!(matches!(error, CaptureError::Psync(_)) && !error.is_transient());
+        assert!(error.to_string().contains("needs these rules: ") && error.to_string().contains("+psync"), "{error}");
         for text in
             ["-LOADING Redis is loading the dataset in memory\r\n", "-NOMASTERLINK Can't SYNC while not connected\r\n"]
         {
-            let fault = refused(text);
-            assert!(matches!(fault, Fault::Psync(_)) && fault.is_transient(), "{fault}");
+            let error = refused(text);
+            assert!(matches!(error, CaptureError::Psync(_)) && error.is_transient(), "{error}");
         }
-        assert!(matches!(refused("+WHAT\r\n"), Fault::Psync(_)));
+        assert!(matches!(refused("+WHAT\r\n"), CaptureError::Psync(_)));
     }
 
     #[test]
     fn a_primary_that_closes_in_the_middle_ends_the_handshake() {
         let (opening, _) = answer(Options::default(), &FULL[..2], "");
-        let fault = opening.unwrap_err();
-        assert!(link_cause(&fault).contains("closed the connection") && fault.is_transient(), "{fault}");
+        let error = opening.unwrap_err();
+        assert!(link_cause(&error).contains("closed the connection") && error.is_transient(), "{error}");
     }
 
     #[test]
@@ -352,13 +354,13 @@ mod tests {
             primary.drain();
         };
         let began = Instant::now();
-        let fault = rig.play(script, |capture, socket| {
+        let error = rig.play(script, |capture, socket| {
             let mut link = capture.handshake_over(socket, Options::default());
             assert!(matches!(link.next_event(), Ok(Event::FullResync { offset: 77, .. })));
             link.next_event().unwrap_err()
         });
         assert!(began.elapsed() >= Duration::from_millis(2_400), "{:?}", began.elapsed());
-        assert!(link_cause(&fault).contains("no byte arrived within") && fault.is_transient(), "{fault}");
+        assert!(link_cause(&error).contains("no byte arrived within") && error.is_transient(), "{error}");
     }
 
     #[test]
@@ -382,11 +384,11 @@ mod tests {
     fn a_handshake_ends_soon_after_it_is_stopped() {
         let rig = Rig::new();
         rig.stop();
-        let fault = rig.play(
+        let error = rig.play(
             |mut primary| primary.drain(),
             |capture, socket| capture.handshake_over(socket, Options::default()).opening().unwrap_err(),
         );
-        assert!(matches!(fault, Fault::Stopped));
+        assert!(matches!(error, CaptureError::Stopped));
     }
 
     #[test]
@@ -401,7 +403,7 @@ mod tests {
             }
             match (link.still_waits(), expected) {
                 (Ok(()), None) => {}
-                (Err(fault), Some(cause)) => assert!(link_cause(&fault).contains(cause), "{fault}"),
+                (Err(error), Some(cause)) => assert!(link_cause(&error).contains(cause), "{error}"),
                 (outcome, expected) => panic!("{outcome:?} where {expected:?} was expected"),
             }
         }

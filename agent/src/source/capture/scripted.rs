@@ -19,7 +19,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use super::Capture;
 use super::method::ModuleRules;
-use super::plan::{CaptureEvent, Fault, Plan, TICK};
+use super::plan::{CaptureError, CaptureEvent, Plan, TICK};
 use super::socket::Socket;
 use crate::args::ModuleCapture;
 use crate::server::{Credentials, Server, Stream, Task, TlsOptions};
@@ -157,7 +157,7 @@ impl Rig {
             reported.push(match event {
                 CaptureEvent::Started { generation: 5, offset, .. } => format!("started at {offset}"),
                 CaptureEvent::Completed { generation: 5, bytes } => format!("completed with {bytes} bytes"),
-                CaptureEvent::Failed { generation: 5, fault } => format!("failed: {fault}"),
+                CaptureEvent::Failed { generation: 5, error } => format!("failed: {error}"),
                 other => format!("{other:?}"),
             });
         }
@@ -166,9 +166,9 @@ impl Rig {
 }
 
 /// The cause of a broken link.
-pub(super) fn link_cause(fault: &Fault) -> &str {
-    match fault {
-        Fault::Link { cause, .. } => cause,
+pub(super) fn link_cause(error: &CaptureError) -> &str {
+    match error {
+        CaptureError::Link { cause, .. } => cause,
         other => panic!("{other:?}"),
     }
 }

@@ -9,7 +9,7 @@ use remora_redis::psync::client::EofMark;
 use remora_table::{Identity, JournalWriter, Kind, SnapshotWriter, State};
 
 use super::Capture;
-use super::plan::{CaptureEvent, Fault};
+use super::plan::{CaptureError, CaptureEvent};
 use super::psync_link::Announced;
 use super::socket::{Received, Socket};
 
@@ -33,7 +33,7 @@ pub(super) const MARK_BYTES: u32 = 40;
 
 impl Capture {
     /// Creates the tables, and reports that replicas may read them.
-    pub(super) fn begin(&self, announced: &Announced) -> Result<(Taking<'_>, Option<JournalWriter>), Fault> {
+    pub(super) fn begin(&self, announced: &Announced) -> Result<(Taking<'_>, Option<JournalWriter>), CaptureError> {
         let Announced { replid, offset, payload, .. } = announced;
         let (memory, geometry) = &self.plan.snapshot;
         let hold_back = if matches!(payload, Payload::Mark(_)) { MARK_BYTES } else { 0 };
@@ -43,7 +43,7 @@ impl Capture {
     }
 
     /// The snapshot's table exists: creates the journal, unless another capture writes one, and reports that replicas may read.
-    pub(super) fn begun(&self, replid: ReplId, offset: u64) -> Result<Option<JournalWriter>, Fault> {
+    pub(super) fn begun(&self, replid: ReplId, offset: u64) -> Result<Option<JournalWriter>, CaptureError> {
         let journal = match &self.plan.journal {
             Some((memory, geometry)) => {
                 let identity = self.identity(Kind::Journal, replid, offset);
@@ -74,7 +74,7 @@ impl<'c> Taking<'c> {
     }
 
     /// Seals the snapshot without its last `trim` bytes, and reports it to the owner.
-    pub(super) fn complete(mut self, trim: u64) -> Result<(), Fault> {
+    pub(super) fn complete(mut self, trim: u64) -> Result<(), CaptureError> {
         let bytes = self.writer.finish(trim)?;
         self.is_complete = true;
         let plan = &self.capture.plan;
@@ -85,7 +85,7 @@ impl<'c> Taking<'c> {
     }
 
     /// Appends all of `bytes`. If the ring is full it waits for the readers.
-    pub(super) fn append(&mut self, bytes: &[u8]) -> Result<(), Fault> {
+    pub(super) fn append(&mut self, bytes: &[u8]) -> Result<(), CaptureError> {
         let mut rest = bytes;
         loop {
             let taken = self.writer.append(rest)?;
@@ -100,7 +100,7 @@ impl<'c> Taking<'c> {
     }
 
     /// Receives the payload, completes the snapshot, and returns the connection.
-    pub(super) fn fill(mut self, announced: Announced) -> Result<Socket, Fault> {
+    pub(super) fn fill(mut self, announced: Announced) -> Result<Socket, CaptureError> {
         let Announced { mut socket, payload, early, .. } = announced;
         let trim = self.receive(&mut socket, &payload, &early)?;
         self.complete(trim)?;
@@ -108,7 +108,7 @@ impl<'c> Taking<'c> {
     }
 
     /// Receives the payload straight into slots. Returns how many bytes at its end do not belong to the snapshot.
-    fn receive(&mut self, socket: &mut Socket, payload: &Payload, early: &[u8]) -> Result<u64, Fault> {
+    fn receive(&mut self, socket: &mut Socket, payload: &Payload, early: &[u8]) -> Result<u64, CaptureError> {
         let capture = self.capture;
         let memory = &capture.plan.snapshot.0;
         let (mut end, trim) = match payload {
@@ -156,10 +156,10 @@ impl<'c> Taking<'c> {
 
     /// The ring is full: retires the slots that the owner has released, or waits a moment for the readers. Fails if no slot may
     /// be reused.
-    fn wait_for_room(&mut self) -> Result<(), Fault> {
+    fn wait_for_room(&mut self) -> Result<(), CaptureError> {
         let plan = &self.capture.plan;
         if plan.retained {
-            return Err(Fault::Outgrown);
+            return Err(CaptureError::Outgrown);
         }
         let below = plan.gauge.retire_below();
         if below > self.writer.retired() {
@@ -202,7 +202,7 @@ pub(super) fn pause_after(read: usize) {
 }
 
 /// Whether the last bytes that were received are the payload's mark.
-fn mark_seen(mark: &mut EofMark, memory: &Memory, start: u64, received: usize) -> Result<bool, Fault> {
+fn mark_seen(mark: &mut EofMark, memory: &Memory, start: u64, received: usize) -> Result<bool, CaptureError> {
     let mut tail = [0; MARK_BYTES as usize];
     let n = received.min(tail.len());
     let at = start + (received - n) as u64;
@@ -229,7 +229,7 @@ mod tests {
     const RING_BYTES: usize = (SLOT_BYTES * SLOTS) as usize;
 
     /// Takes a snapshot whose `PSYNC` is answered, and then the bytes of `behind` sent in these pieces.
-    fn take(rig: &Rig, behind: &[&[u8]], end: impl FnOnce(Primary) + Send) -> Result<(), Fault> {
+    fn take(rig: &Rig, behind: &[&[u8]], end: impl FnOnce(Primary) + Send) -> Result<(), CaptureError> {
         let script = |mut primary: Primary| {
             primary.converse(&FULL);
             for (number, piece) in (0..).zip(behind) {
@@ -307,8 +307,8 @@ mod tests {
         let part_of_mark = &MARK.as_bytes()[..39];
         for pieces in [[length.as_bytes(), &bytes, b""], [mark.as_bytes(), &bytes, part_of_mark]] {
             let mut rig = Rig::new();
-            let fault = take(&rig, &pieces, drop).unwrap_err();
-            assert!(link_cause(&fault).contains("closed the connection"), "{fault}");
+            let error = take(&rig, &pieces, drop).unwrap_err();
+            assert!(link_cause(&error).contains("closed the connection"), "{error}");
             is_aborted(&mut rig);
         }
     }
@@ -317,9 +317,9 @@ mod tests {
     fn a_silent_primary_leaves_an_aborted_table() {
         let mut rig = Rig::new();
         rig.capture.silence_limit = Duration::from_millis(400);
-        let fault = take(&rig, &[b"$100\r\n", b"REDIS"], |mut primary| primary.drain()).unwrap_err();
-        assert!(fault.to_string().starts_with("the link to the server broke during the snapshot"), "{fault}");
-        assert!(link_cause(&fault).contains("no byte arrived within"), "{fault}");
+        let error = take(&rig, &[b"$100\r\n", b"REDIS"], |mut primary| primary.drain()).unwrap_err();
+        assert!(error.to_string().starts_with("the link to the server broke during the snapshot"), "{error}");
+        assert!(link_cause(&error).contains("no byte arrived within"), "{error}");
         is_aborted(&mut rig);
     }
 
@@ -331,8 +331,8 @@ mod tests {
             stop.store(true, std::sync::atomic::Ordering::Relaxed);
             primary.drain();
         };
-        let fault = take(&rig, &[b"$100\r\n", b"REDIS"], stopping).unwrap_err();
-        assert!(matches!(fault, Fault::Stopped));
+        let error = take(&rig, &[b"$100\r\n", b"REDIS"], stopping).unwrap_err();
+        assert!(matches!(error, CaptureError::Stopped));
         is_aborted(&mut rig);
     }
 
@@ -341,8 +341,8 @@ mod tests {
         let bytes = content(RING_BYTES + 1);
         let header = format!("${}\r\n", bytes.len());
         let mut rig = Rig::new();
-        let fault = take(&rig, &[header.as_bytes(), &bytes], |mut primary| primary.drain()).unwrap_err();
-        assert!(matches!(fault, Fault::Outgrown) && fault.is_transient());
+        let error = take(&rig, &[header.as_bytes(), &bytes], |mut primary| primary.drain()).unwrap_err();
+        assert!(matches!(error, CaptureError::Outgrown) && error.is_transient());
         is_aborted(&mut rig);
 
         // One byte less fits.

@@ -11,7 +11,7 @@ use remora_fabric::Memory;
 use rustix::net::{RecvFlags, recv};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-use super::plan::Fault;
+use super::plan::CaptureError;
 use crate::server::{Raw, Stream, TlsConnection};
 
 /// The result of one read.
@@ -43,7 +43,7 @@ impl Silence {
     ///
     /// # Errors
     /// The server has been silent for too long or has closed the connection, or the read failed.
-    pub(super) fn check(&mut self, received: io::Result<Received>) -> Result<Option<usize>, Fault> {
+    pub(super) fn check(&mut self, received: io::Result<Received>) -> Result<Option<usize>, CaptureError> {
         let cause = match received {
             Ok(Received::Bytes(n)) => {
                 self.restart();
@@ -54,7 +54,7 @@ impl Silence {
             Ok(Received::End) => "the server closed the connection; its log says why".to_owned(),
             Err(error) => error.to_string(),
         };
-        Err(Fault::Link { during: self.during, cause })
+        Err(CaptureError::Link { during: self.during, cause })
     }
 }
 

@@ -12,7 +12,7 @@ use remora_redis::psync::client;
 use remora_table::JournalWriter;
 
 use super::Capture;
-use super::plan::{CaptureEvent, Fault, TICK};
+use super::plan::{CaptureError, CaptureEvent, TICK};
 use super::psync_link::{Opening, PsyncLink, is_same_history};
 use super::socket::Socket;
 use crate::backoff::Backoff;
@@ -57,7 +57,7 @@ impl Follower {
         let mut backoff = Backoff::from_system();
         loop {
             let Err(broke) = self.pour();
-            if matches!(broke, Fault::Stopped) {
+            if matches!(broke, CaptureError::Stopped) {
                 return self.journal.abort();
             }
             tracing::warn!(%broke, offset = self.journal.end_offset(), "the stream broke; resuming it at the next byte");
@@ -66,17 +66,17 @@ impl Follower {
                     backoff.reset();
                     self.capture.report(CaptureEvent::StreamResumed);
                 }
-                Err(Fault::HistoryChanged { from, to, at }) => {
+                Err(CaptureError::HistoryChanged { from, to, at }) => {
                     // The journal is not aborted: it holds all bytes of the old history that we received, and replicas may
                     // still read it.
                     let generation = self.capture.plan.generation;
                     self.capture.report(CaptureEvent::HistoryChanged { generation, from, to, at });
                     return;
                 }
-                Err(Fault::Stopped) => return self.journal.abort(),
-                Err(fault) => {
+                Err(CaptureError::Stopped) => return self.journal.abort(),
+                Err(error) => {
                     self.journal.abort();
-                    self.capture.report(CaptureEvent::StreamLost { text: format!("{broke}; then: {fault}") });
+                    self.capture.report(CaptureEvent::StreamLost { text: format!("{broke}; then: {error}") });
                     return;
                 }
             }
@@ -84,9 +84,9 @@ impl Follower {
     }
 
     /// Writes the stream into the journal until it is stopped or the connection breaks.
-    fn pour(&mut self) -> Result<Infallible, Fault> {
+    fn pour(&mut self) -> Result<Infallible, CaptureError> {
         let Follower { capture, socket, journal } = self;
-        let link = |cause: io::Error| Fault::Link { during: DURING, cause: cause.to_string() };
+        let link = |cause: io::Error| CaptureError::Link { during: DURING, cause: cause.to_string() };
         let mut buffer = vec![0; STREAM_READ_BYTES];
         let mut acks = AckClock::new(capture.plan.gauge.snapshot_offset());
         // The primary sends a PING every `repl-ping-replica-period`, 10 s by default.
@@ -105,14 +105,14 @@ impl Follower {
     }
 
     /// Resumes the stream over another connection. Tries again with back-off, within [`RESUME_LIMIT`].
-    fn reconnect(&mut self, backoff: &mut Backoff) -> Result<(), Fault> {
+    fn reconnect(&mut self, backoff: &mut Backoff) -> Result<(), CaptureError> {
         let began = Instant::now();
         loop {
             match self.try_reconnect() {
                 // The server would answer the next attempt alike.
-                Err(fault @ Fault::HistoryChanged { .. }) => return Err(fault),
-                Err(fault) if fault.is_transient() && began.elapsed() < RESUME_LIMIT => {
-                    tracing::debug!(%fault, "the stream cannot be resumed yet");
+                Err(error @ CaptureError::HistoryChanged { .. }) => return Err(error),
+                Err(error) if error.is_transient() && began.elapsed() < RESUME_LIMIT => {
+                    tracing::debug!(%error, "the stream cannot be resumed yet");
                     self.pause(backoff.next())?;
                 }
                 other => return other,
@@ -120,7 +120,7 @@ impl Follower {
         }
     }
 
-    fn pause(&self, length: Duration) -> Result<(), Fault> {
+    fn pause(&self, length: Duration) -> Result<(), CaptureError> {
         let until = Instant::now() + length;
         while Instant::now() < until {
             self.capture.stop.check()?;
@@ -129,8 +129,8 @@ impl Follower {
         Ok(())
     }
 
-    fn try_reconnect(&mut self) -> Result<(), Fault> {
-        let history = self.capture.plan.gauge.replid().ok_or(Fault::Stopped)?;
+    fn try_reconnect(&mut self) -> Result<(), CaptureError> {
+        let history = self.capture.plan.gauge.replid().ok_or(CaptureError::Stopped)?;
         let link = self.capture.handshake(self.options(history))?;
         self.resume_over(link, history)
     }
@@ -141,14 +141,14 @@ impl Follower {
     }
 
     /// Replaces the connection by one whose handshake requests the journal's next byte of `history`.
-    fn resume_over(&mut self, mut link: PsyncLink, history: ReplId) -> Result<(), Fault> {
+    fn resume_over(&mut self, mut link: PsyncLink, history: ReplId) -> Result<(), CaptureError> {
         match link.opening()? {
             Opening::Continue { replid } => {
                 is_same_history(history, replid, self.journal.end_offset() - 1)?;
                 self.socket = link.into_stream();
                 Ok(())
             }
-            _ => Err(Fault::HistoryGone),
+            _ => Err(CaptureError::HistoryGone),
         }
     }
 }

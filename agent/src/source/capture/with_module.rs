@@ -34,7 +34,7 @@ use remora_table::server_pages::capture_page::{Order, Stage, Work, WriterStatus}
 use super::Capture;
 use super::join;
 use super::method::{Method, average, best, long_from};
-use super::plan::{CaptureEvent, Fault, SILENCE_LIMIT};
+use super::plan::{CaptureError, CaptureEvent, SILENCE_LIMIT};
 use super::psync_link::{PsyncLink, broken};
 use super::stream::{Follower, Following};
 use crate::args::ModuleCapture;
@@ -46,12 +46,12 @@ enum ModuleError {
     /// Before the capture reported a snapshot: it can take the snapshot in another way.
     BeforeSnapshot(String),
     /// The capture fails.
-    Final(Fault),
+    Final(CaptureError),
 }
 
-impl From<Fault> for ModuleError {
-    fn from(fault: Fault) -> ModuleError {
-        ModuleError::Final(fault)
+impl From<CaptureError> for ModuleError {
+    fn from(error: CaptureError) -> ModuleError {
+        ModuleError::Final(error)
     }
 }
 
@@ -72,7 +72,7 @@ struct Chosen {
 impl Capture {
     /// Takes the snapshot in the best way that the server offers: with the module if it has one that may be used, otherwise as the
     /// server sends it to replicas.
-    pub(super) fn take_snapshot(&self) -> Result<Following, Fault> {
+    pub(super) fn take_snapshot(&self) -> Result<Following, CaptureError> {
         let claim = self.claim()?;
         let gauge = &self.plan.gauge;
         gauge.set_method(Method::Psync);
@@ -93,18 +93,18 @@ impl Capture {
                 gauge.set_method(Method::Psync);
                 self.take_plain_snapshot()
             }
-            Err(ModuleError::Final(fault)) => {
+            Err(ModuleError::Final(error)) => {
                 // The module may also be why the link broke: if the child needs too much memory, the system kills the server.
-                if matches!(fault, Fault::Module(_) | Fault::Link { .. }) {
+                if matches!(error, CaptureError::Module(_) | CaptureError::Link { .. }) {
                     self.report(CaptureEvent::ModuleFailed);
                 }
-                Err(fault)
+                Err(error)
             }
         }
     }
 
     /// Waits until no child of the server writes the snapshot's memory any more, and claims it.
-    fn claim(&self) -> Result<Claim, Fault> {
+    fn claim(&self) -> Result<Claim, CaptureError> {
         let began = Instant::now();
         loop {
             if let Some(claim) = self.plan.snapshot.0.claim().map_err(remora_table::Error::from)? {
@@ -113,7 +113,7 @@ impl Capture {
             self.stop.check()?;
             if began.elapsed() > CLAIM_LIMIT {
                 let text = format!("a child of the server still writes our table after {} s", CLAIM_LIMIT.as_secs());
-                return Err(Fault::Module(text));
+                return Err(CaptureError::Module(text));
             }
             thread::sleep(POLL);
         }
@@ -201,7 +201,7 @@ impl Capture {
 }
 
 /// Drives the handshake to `+FULLRESYNC`, just after which the server forks.
-fn resync(link: &mut PsyncLink) -> Result<(ReplId, u64), Fault> {
+fn resync(link: &mut PsyncLink) -> Result<(ReplId, u64), CaptureError> {
     match link.next_event()? {
         PsyncEvent::FullResync { replid, offset } => Ok((replid, offset)),
         other => Err(broken(format!("the server answered with {other:?} where a snapshot was requested"))),
@@ -289,11 +289,11 @@ impl<'c> Armed<'c> {
     }
 
     /// The child has declined, so that the server saves everything.
-    fn untouched(&self, mut link: PsyncLink, replid: ReplId, offset: u64) -> Result<Following, Fault> {
+    fn untouched(&self, mut link: PsyncLink, replid: ReplId, offset: u64) -> Result<Following, CaptureError> {
         let payload = self.first_byte(&mut link)?;
         // The child writes its stage before its server sends the first byte. If the child has begun, that snapshot is incomplete.
         if matches!(self.page.stage(), Stage::Begun | Stage::Done | Stage::Failed) {
-            return Err(Fault::Module("its child began long after the server had forked".into()));
+            return Err(CaptureError::Module("its child began long after the server had forked".into()));
         }
         let _claim = self.capture.claim()?;
         self.capture.take_announced(link.announced(replid, offset, payload))
@@ -301,7 +301,7 @@ impl<'c> Armed<'c> {
 
     /// Waits for the snapshot's first byte, which follows the child's walk. The server may be silent as long as the child makes
     /// progress.
-    fn first_byte(&self, link: &mut PsyncLink) -> Result<Payload, Fault> {
+    fn first_byte(&self, link: &mut PsyncLink) -> Result<Payload, CaptureError> {
         let mut pulse = Pulse::of(&self.page);
         match link.next_event_while(|| pulse.beats(&self.page))? {
             PsyncEvent::Payload(payload) => Ok(payload),
@@ -310,7 +310,7 @@ impl<'c> Armed<'c> {
     }
 
     /// What the child has written. The server has sent its first byte or has given up, so the child must have ended its walk.
-    fn walked(&self) -> Result<WriterStatus, Fault> {
+    fn walked(&self) -> Result<WriterStatus, CaptureError> {
         let Armed { page, capture, .. } = self;
         if page.stage() == Stage::Done {
             let told = page.writer_status();
@@ -324,10 +324,10 @@ impl<'c> Armed<'c> {
             return Ok(told);
         }
         if capture.has_outgrown(page) {
-            return Err(Fault::Outgrown);
+            return Err(CaptureError::Outgrown);
         }
         capture.stop.check()?;
-        Err(Fault::Module(page.status_text()))
+        Err(CaptureError::Module(page.status_text()))
     }
 }
 

@@ -7,7 +7,7 @@ use std::thread;
 use remora_redis::psync::client::{Channel, Options};
 
 use super::Capture;
-use super::plan::Fault;
+use super::plan::CaptureError;
 use super::psync_link::{Announced, Opening, PsyncLink, is_same_history, out_of_place};
 use super::socket::Socket;
 use super::stream::{self, Follower, Following};
@@ -22,7 +22,7 @@ enum Opened {
 
 impl Capture {
     /// Takes the snapshot as the server sends it to its replicas.
-    pub(super) fn take_plain_snapshot(&self) -> Result<Following, Fault> {
+    pub(super) fn take_plain_snapshot(&self) -> Result<Following, CaptureError> {
         match self.open()? {
             Opened::One(announced) => self.take_announced(announced),
             Opened::Two { snapshot, stream } => self.take_both(snapshot, stream),
@@ -30,7 +30,7 @@ impl Capture {
     }
 
     /// Takes the snapshot. The stream follows over the same connection.
-    pub(super) fn take_announced(&self, announced: Announced) -> Result<Following, Fault> {
+    pub(super) fn take_announced(&self, announced: Announced) -> Result<Following, CaptureError> {
         let (taking, journal) = self.begin(&announced)?;
         let socket = taking.fill(announced)?;
         Ok(match journal {
@@ -41,24 +41,26 @@ impl Capture {
 
     /// Takes the snapshot, while another thread follows the stream. A stream without its snapshot is of no use, so that thread
     /// has ended when this fails.
-    fn take_both(&self, announced: Announced, stream: Socket) -> Result<Following, Fault> {
+    fn take_both(&self, announced: Announced, stream: Socket) -> Result<Following, CaptureError> {
         let (taking, journal) = self.begin(&announced)?;
         let Some(journal) = journal else { return Ok(Following::AnotherCapture) };
         let abandoned = Arc::new(AtomicBool::new(false));
         let follower = Follower::new(self, stream, journal).until(abandoned.clone());
         let following = thread::Builder::new().name("stream".into()).spawn(move || follower.run());
-        let following = following
-            .map_err(|cause| Fault::Link { during: stream::DURING, cause: format!("no thread for it: {cause}") })?;
-        if let Err(fault) = taking.fill(announced) {
+        let following = following.map_err(|cause| CaptureError::Link {
+            during: stream::DURING,
+            cause: format!("no thread for it: {cause}"),
+        })?;
+        if let Err(error) = taking.fill(announced) {
             abandoned.store(true, Ordering::Relaxed);
             let _ = following.join();
-            return Err(fault);
+            return Err(error);
         }
         Ok(Following::OwnThread(following))
     }
 
     /// Requests a snapshot, and the stream if no other capture follows it.
-    fn open(&self) -> Result<Opened, Fault> {
+    fn open(&self) -> Result<Opened, CaptureError> {
         if self.plan.journal.is_none() {
             return Ok(Opened::One(self.open_one()?));
         }
@@ -67,7 +69,7 @@ impl Capture {
             Opening::Full { replid, offset, payload } => Ok(Opened::One(link.announced(replid, offset, payload))),
             Opening::TwoChannels => match self.open_second(link) {
                 // The user may lack the ACL rule for SYNC, which only the second channel needs.
-                Err(Fault::Psync(error)) if !error.is_temporary() => {
+                Err(CaptureError::Psync(error)) if !error.is_temporary() => {
                     tracing::info!(%error, "the server refused a second channel; using one connection for snapshot and stream");
                     Ok(Opened::One(self.open_one()?))
                 }
@@ -78,7 +80,7 @@ impl Capture {
     }
 
     /// Requests snapshot and stream over one connection.
-    fn open_one(&self) -> Result<Announced, Fault> {
+    fn open_one(&self) -> Result<Announced, CaptureError> {
         let mut link = self.handshake_for_snapshot(self.options(Channel::Whole))?;
         match link.opening()? {
             Opening::Full { replid, offset, payload } => Ok(link.announced(replid, offset, payload)),
@@ -87,7 +89,7 @@ impl Capture {
     }
 
     /// Requests the snapshot over a second connection, and the stream from the byte after it over the first one.
-    fn open_second(&self, stream: PsyncLink) -> Result<Opened, Fault> {
+    fn open_second(&self, stream: PsyncLink) -> Result<Opened, CaptureError> {
         let mut link = self.handshake(self.options(Channel::Snapshot))?;
         let (snapshot, client) = match link.opening()? {
             Opening::Channel { replid, offset, payload, client } => (link.announced(replid, offset, payload), client),

@@ -149,8 +149,12 @@ impl Play {
                 self.running = None;
                 self.stream = self.stream.filter(|&generation| generation != running.generation);
                 let cause = String::new();
-                let fault = if choice == 0 { Fault::HistoryGone } else { Fault::Link { during: "snapshot", cause } };
-                Event::Capture(CaptureEvent::Failed { generation: running.generation, fault })
+                let error = if choice == 0 {
+                    CaptureError::HistoryGone
+                } else {
+                    CaptureError::Link { during: "snapshot", cause }
+                };
+                Event::Capture(CaptureEvent::Failed { generation: running.generation, error })
             }
             None => match (self.stream, choice) {
                 (Some(generation), 0) => {

@@ -7,7 +7,7 @@ use remora_protocol::{Phase, RefusalCode, WaitCause};
 use remora_redis::ReplId;
 
 use super::*;
-use crate::source::capture::{CaptureEvent, Fault};
+use crate::source::capture::{CaptureError, CaptureEvent};
 
 const RULES: Rules =
     Rules { max_age: Duration::from_secs(3600), max_replicas: 3, stall_limit: Duration::from_secs(60) };
@@ -82,8 +82,8 @@ impl Bench {
         self.event(Event::Capture(CaptureEvent::Completed { generation, bytes: 1 }))
     }
 
-    fn failed(&mut self, generation: u64, fault: Fault) -> Vec<Action> {
-        self.event(Event::Capture(CaptureEvent::Failed { generation, fault }))
+    fn failed(&mut self, generation: u64, error: CaptureError) -> Vec<Action> {
+        self.event(Event::Capture(CaptureEvent::Failed { generation, error }))
     }
 
     /// A source with a whole snapshot at offset 10, given to session 1, which is done with it.
@@ -101,8 +101,8 @@ fn replid(byte: u8) -> ReplId {
     String::from_utf8(vec![b'0' + byte; 40]).unwrap().parse().unwrap()
 }
 
-fn link_fault() -> Fault {
-    Fault::Link { during: "snapshot", cause: "gone".into() }
+fn link_error() -> CaptureError {
+    CaptureError::Link { during: "snapshot", cause: "gone".into() }
 }
 
 fn offers(actions: &[Action]) -> Vec<Session> {
@@ -192,7 +192,7 @@ fn memory_is_used_again_only_when_nobody_may_still_read_it() {
     let mut bench = Bench::new();
     bench.join(1);
     bench.started(FIRST, replid(1), 10);
-    bench.failed(FIRST, link_fault());
+    bench.failed(FIRST, link_error());
     let retried = bench.after(Duration::from_secs(10));
     assert!(retried.iter().any(|action| matches!(action, Action::Capture { fresh: true, .. })), "{retried:?}");
 }
@@ -257,7 +257,7 @@ fn a_capture_that_breaks_is_tried_again_after_a_pause_and_its_readers_are_told()
     let mut bench = Bench::new();
     bench.join(1);
     bench.started(FIRST, replid(1), 10);
-    let actions = bench.failed(FIRST, link_fault());
+    let actions = bench.failed(FIRST, link_error());
     assert!(actions.contains(&Action::RevokeSnapshot { generation: FIRST }));
     assert!(actions.iter().any(|action| matches!(action, Action::GenerationGone { session: 1, .. })), "{actions:?}");
     assert_eq!(begins(&actions), None);
@@ -272,8 +272,9 @@ fn a_capture_that_breaks_is_tried_again_after_a_pause_and_its_readers_are_told()
 fn a_server_that_refuses_is_not_asked_again_and_those_who_wait_hear_why() {
     let mut bench = Bench::new();
     bench.join(1);
-    let actions = bench.failed(FIRST, Fault::HistoryGone);
-    let refused = Action::Drop { session: 1, code: RefusalCode::PrimaryRefuses, text: Fault::HistoryGone.to_string() };
+    let actions = bench.failed(FIRST, CaptureError::HistoryGone);
+    let refused =
+        Action::Drop { session: 1, code: RefusalCode::PrimaryRefuses, text: CaptureError::HistoryGone.to_string() };
     assert!(actions.contains(&refused), "{actions:?}");
     assert_eq!(begins(&bench.after(Duration::from_secs(60))), None);
 }
