@@ -6,7 +6,7 @@ use remora_protocol::{Announce, Message, Offer, Relays, TableOffer};
 use remora_redis::ReplId;
 use tokio::sync::Mutex;
 
-use super::owner::Format;
+use super::machine::Format;
 use crate::args::HostPort;
 use crate::server::{Client, Facts, Place, Server, ServerUrl};
 use crate::units::Size;

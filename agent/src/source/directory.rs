@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 use remora_protocol::{LossCause, Relaying};
 
-use super::owner::Session;
+use super::machine::Session;
 
 /// Readers of one peer, at most. One is a chain; another makes room for a zone's own, and for those whose peer was lost.
 const MOST_READERS: usize = 2;

@@ -7,7 +7,7 @@ use remora_fabric::shm::{ShmExporter, ShmOptions};
 use remora_fabric::tcp::{SendMode, TcpExporter, TcpOptions};
 use remora_fabric::{Exporter, Memory, RegionId};
 
-use super::owner::Session;
+use super::machine::Session;
 use super::tables::Tables;
 use crate::args::{SendChoice, SourceArgs};
 use crate::exit::Failure;

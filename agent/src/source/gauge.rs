@@ -1,7 +1,7 @@
 //! Gauge: what the capture threads let the others see while they run, and the one number that goes the other way.
 //!
 //! Plain atomics, each with one writer: the snapshot's and the journal's figures are written by the capture threads,
-//! `retire_below` by the source's loop, as the owner decides. They are for display and for decisions that stay right when they see an older value; the
+//! `retire_below` by the source's loop, as the machine decides. They are for display and for decisions that stay right when they see an older value; the
 //! tables themselves carry the truth.
 
 use std::sync::Mutex;
@@ -101,12 +101,12 @@ impl Gauge {
         self.journal_end.store(end, Relaxed);
     }
 
-    /// Every slot below `slot` may be reused: the owner has decided it.
+    /// Every slot below `slot` may be reused: the machine has decided it.
     pub(super) fn allow_retiring(&self, slot: u64) {
         self.retire_below.store(slot, Relaxed);
     }
 
-    /// What the owner needs to know of the tables for its next decision.
+    /// What the machine needs to know of the tables for its next decision.
     pub(super) fn reading(&self) -> Reading {
         let (journal_first, journal_end) = self.journal();
         Reading {

@@ -2,26 +2,26 @@
 //!
 //! ```text
 //!                    ┌────────────────────────── one loop ───────────────────────────┐
-//!   replicas ──▶ listener ──▶ Incoming ──▶ Owner::apply ──▶ actions ──▶ perform ──▶ messages, captures, grants
+//!   replicas ──▶ listener ──▶ Incoming ──▶ Machine::apply ──▶ actions ──▶ perform ──▶ messages, captures, grants
 //!                data lanes ──▶ the fabric's exporters: they read the tables without this loop or the server
 //!   server ══▶ capture threads ══▶ snapshot table, journal          (gauge: what the loop sees of them)
 //! ```
 //!
-//! - [`owner`] decides, without I/O; start there.
+//! - [`machine`] decides, without I/O; start there.
 //! - [`capture`] speaks with the server and fills the tables.
 //! - [`gauge`] is what the threads show of themselves.
 //! - [`tables`] is the memory, [`exports`] the transports that lend it, [`probe_region`] a region to measure by.
 //! - [`answers`] says what the primary is and continues; [`rate`] how fast it writes; [`status`] is for `remora status`.
 //! - [`directory`] decides which replica reads the snapshot from which other one.
 //! - `conversation::listener` tells control connections from data lanes on the one port that is opened.
-//! - this file wires them up and does what the owner says.
+//! - this file wires them up and does what the machine says.
 
 mod answers;
 mod capture;
 mod directory;
 mod exports;
 mod gauge;
-mod owner;
+mod machine;
 mod probe_region;
 mod rate;
 mod status;
@@ -42,7 +42,7 @@ use self::capture::{CaptureEvent, MethodHistory, ModuleRules, Plan};
 use self::directory::{Assignment, Directory, Joining};
 use self::exports::{Exports, tcp_exporter};
 use self::gauge::Gauge;
-use self::owner::{Action, Event, Format, Owner, Report, Resume, Rules, Session};
+use self::machine::{Action, Event, Format, Machine, Report, Resume, Rules, Session};
 use self::probe_region::{Trial, Wanted};
 use self::rate::Rate;
 use self::tables::{JOURNAL_REGION, SNAPSHOT_REGION, Tables, first_generation};
@@ -114,7 +114,7 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
     let gauge = Arc::new(Gauge::default());
     let rules =
         Rules { max_age: args.max_age, max_replicas: args.max_replicas as usize, stall_limit: args.stall_timeout };
-    let owner = Owner::new(Instant::now(), rules, Backoff::from_system(), first_generation(), args.eager);
+    let machine = Machine::new(Instant::now(), rules, Backoff::from_system(), first_generation(), args.eager);
     let module_rules = Arc::new(ModuleRules::new(&args));
     let source = Source {
         args,
@@ -124,7 +124,7 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
         facts,
         tables,
         gauge,
-        owner,
+        machine,
         directory: Directory::default(),
         exports,
         incoming,
@@ -163,7 +163,7 @@ impl From<Connection> for Incoming {
 /// Messages that may wait for the loop: some for each of many replicas. Beyond it their connections wait.
 const INCOMING_LIMIT: usize = 1024;
 
-/// How often the owner looks at the clock and at the gauge.
+/// How often the machine looks at the clock and at the gauge.
 const TICK: Duration = Duration::from_millis(50);
 
 /// How long a replica's plan waits for the server to say how it is: well below the time that replicas wait for a plan.
@@ -175,7 +175,7 @@ struct Source {
     facts: Facts,
     tables: Tables,
     gauge: Arc<Gauge>,
-    owner: Owner,
+    machine: Machine,
     directory: Directory,
     exports: Exports,
     incoming: mpsc::Sender<Incoming>,
@@ -272,7 +272,9 @@ impl Source {
                 Event::Joined { session, name, address, resume, reads }
             }
             // Said of a snapshot that was taken from it meanwhile: its slots are not those of the present one.
-            Message::Progress(progress) if self.owner.status().offered(session) != Some(progress.generation) => return,
+            Message::Progress(progress) if self.machine.status().offered(session) != Some(progress.generation) => {
+                return;
+            }
             Message::Progress(progress) => {
                 if let Some(peer) = self.sessions.get_mut(&session) {
                     peer.transport_why = progress.transport_why;
@@ -316,7 +318,7 @@ impl Source {
         self.exports.withdraw(session);
         self.trial_left(session);
         if !peer.done {
-            if self.owner.status().replica(session).is_some() {
+            if self.machine.status().replica(session).is_some() {
                 tracing::warn!(address = %peer.address, %fault, "a replica is gone");
             }
             let _ = self.apply(Event::Gone { session, done: false });
@@ -330,10 +332,10 @@ impl Source {
         }
     }
 
-    // ---- the owner's word ----
+    // ---- the machine's word ----
 
     fn apply(&mut self, event: Event) -> Result<(), Failure> {
-        for action in self.owner.apply(Instant::now(), self.gauge.reading(), event) {
+        for action in self.machine.apply(Instant::now(), self.gauge.reading(), event) {
             self.perform(action)?;
         }
         Ok(())
@@ -377,7 +379,7 @@ impl Source {
     }
 
     fn start_capture(&mut self, generation: u64, with_stream: bool) -> Result<(), Failure> {
-        let own_format = self.owner.status().snapshot.is_some_and(|snapshot| snapshot.format == Format::Own);
+        let own_format = self.machine.status().snapshot.is_some_and(|snapshot| snapshot.format == Format::Own);
         let plan = Plan {
             generation,
             server: self.server.clone(),
@@ -396,7 +398,7 @@ impl Source {
         self.threads.start(plan)
     }
 
-    /// What a capture's news means for the exporters, before the owner hears it.
+    /// What a capture's news means for the exporters, before the machine hears it.
     fn capture_says(&mut self, event: &CaptureEvent) -> Result<(), Failure> {
         match event {
             CaptureEvent::Started { generation, replid, offset } => {
@@ -449,7 +451,7 @@ impl Source {
     ///
     /// Out of a window too: a slot stays in it until everybody has it, from whomever, so that the source is the last resort there as well.
     fn place_for(&mut self, generation: u64, session: Session) -> Option<Upstream> {
-        let replica = self.owner.status().replica(session)?;
+        let replica = self.machine.status().replica(session)?;
         let relays = self.sessions.get(&session)?.relays.clone()?;
         if replica.is_loaded() {
             return None;
@@ -462,12 +464,12 @@ impl Source {
 
     fn upstream(&self, session: Session) -> Option<Upstream> {
         let address = self.sessions.get(&session)?.relays.as_ref()?.serves_at.clone();
-        Some(Upstream { session, name: self.owner.status().replica(session)?.name.clone(), address })
+        Some(Upstream { session, name: self.machine.status().replica(session)?.name.clone(), address })
     }
 
     /// Sends replicas elsewhere, as the directory wants it.
     fn assign(&mut self, assignments: &[Assignment]) {
-        let Some(generation) = self.owner.status().generation() else { return };
+        let Some(generation) = self.machine.status().generation() else { return };
         for &Assignment { reader, from } in assignments {
             let upstream = from.and_then(|from| self.upstream(from));
             let name = upstream.as_ref().map_or("the source", |upstream| upstream.name.as_str());
@@ -477,10 +479,10 @@ impl Source {
     }
 
     fn peer_lost(&mut self, reader: Session, generation: u64, peer: Session, cause: LossCause, text: &str) {
-        if self.owner.status().offered(reader) != Some(generation) {
+        if self.machine.status().offered(reader) != Some(generation) {
             return;
         }
-        let name = |session| self.owner.status().replica(session).map_or("gone", |replica| replica.name.as_str());
+        let name = |session| self.machine.status().replica(session).map_or("gone", |replica| replica.name.as_str());
         match cause {
             LossCause::Lied => {
                 tracing::warn!(peer = name(peer), reader = name(reader), %text, "a replica passed on bytes that are not ours");
@@ -492,9 +494,11 @@ impl Source {
     }
 
     fn offer(&mut self, session: Session) {
-        let Some(generation) = self.owner.status().generation() else { return };
+        let Some(generation) = self.machine.status().generation() else { return };
         let upstream = self.place_for(generation, session);
-        let (Some(snapshot), Some(stream)) = (self.owner.status().snapshot, self.owner.status().stream) else { return };
+        let (Some(snapshot), Some(stream)) = (self.machine.status().snapshot, self.machine.status().stream) else {
+            return;
+        };
         let Some((replid, offset)) = snapshot.origin() else { return };
         let (journal_generation, journal_offset) = self.tables.journal_origin;
         debug_assert_eq!(journal_generation, stream.generation);
@@ -543,7 +547,7 @@ impl Source {
     fn answer_hand_off(&mut self, session: Session, offset: u64) {
         let Some(peer) = self.sessions.get(&session) else { return };
         let (client, server, sender) = (self.client.clone(), self.server.clone(), peer.sender.clone());
-        let (rate, history) = (self.rate.bytes_per_second(), self.owner.status().history_of(session));
+        let (rate, history) = (self.rate.bytes_per_second(), self.machine.status().history_of(session));
         tokio::spawn(async move {
             let answer = match ask(&client, &server).await {
                 Ok(facts) => hand_off_answer(&facts, history, offset, rate),

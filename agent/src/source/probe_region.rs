@@ -13,7 +13,7 @@ use std::sync::Arc;
 use remora_fabric::{Error, Memory, Pages, RegionId};
 
 use super::exports::Exports;
-use super::owner::Session;
+use super::machine::Session;
 
 /// What is lent, and to whom.
 #[derive(Default)]

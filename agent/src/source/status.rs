@@ -5,12 +5,12 @@ use std::time::Instant;
 use remora_protocol::{GenerationState, GenerationStatus, ReplicaStatus, StatusReport, Totals};
 
 use super::Source;
-use super::owner::{Replica, Session, Stage};
+use super::machine::{Replica, Session, Stage};
 use crate::server::{Facts, Link, Role};
 
 /// What `remora status` shows.
 pub(super) fn report(source: &Source) -> StatusReport {
-    let (now, status) = (Instant::now(), source.owner.status());
+    let (now, status) = (Instant::now(), source.machine.status());
     StatusReport {
         source: env!("CARGO_PKG_VERSION").into(),
         server: source.server.url().to_string(),
@@ -30,7 +30,7 @@ pub(super) fn report(source: &Source) -> StatusReport {
 }
 
 fn generation_status(source: &Source) -> Option<GenerationStatus> {
-    let snapshot = source.owner.status().snapshot?;
+    let snapshot = source.machine.status().snapshot?;
     let (replid, offset) = snapshot.origin()?;
     let (first, end) = source.gauge.journal();
     let memory = [&source.tables.snapshot.0, &source.tables.journal.0];

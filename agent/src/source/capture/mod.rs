@@ -26,7 +26,7 @@
 //! after it was promoted, when it follows another primary, or after it was shut down and started again. Then the stream
 //! ends before a byte of the new history is appended.
 //!
-//! A capture decides nothing: [`super::owner`] decides which one runs when. It ends within one [`TICK`](plan::TICK) after its
+//! A capture decides nothing: [`super::machine`] decides which one runs when. It ends within one [`TICK`](plan::TICK) after its
 //! `stop` is set, or when the primary ends it.
 //!
 //! - `plan`: what a capture is given, reports and fails with. `method`: how it takes the snapshot.
@@ -87,7 +87,7 @@ impl Capture {
         }
     }
 
-    /// Sends an event to the owner. An owner that has ended needs none.
+    /// Sends an event to the machine. An machine that has ended needs none.
     fn report(&self, event: CaptureEvent) {
         let _ = self.plan.events.send(event);
     }

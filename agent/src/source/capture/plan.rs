@@ -38,13 +38,13 @@ pub(crate) struct Plan {
     pub(crate) gauge: Arc<Gauge>,
     /// Where the capture sends its events: a handful in its life.
     pub(crate) events: UnboundedSender<CaptureEvent>,
-    /// Set by the owner to end the capture.
+    /// Set by the machine to end the capture.
     pub(crate) stop: Arc<AtomicBool>,
     /// For the asynchronous parts of connecting (name look-up, TLS).
     pub(crate) runtime: tokio::runtime::Handle,
 }
 
-/// What a capture reports to the owner.
+/// What a capture reports to the machine.
 #[derive(Debug)]
 pub(crate) enum CaptureEvent {
     /// The primary has forked: the snapshot will hold everything up to `offset`.
@@ -92,7 +92,7 @@ pub(crate) enum CaptureError {
     /// The table refused a call: a bug of the source.
     #[error(transparent)]
     Table(#[from] remora_table::Error),
-    /// The owner stopped the capture.
+    /// The machine stopped the capture.
     #[error("stopped")]
     Stopped,
 }
@@ -122,25 +122,25 @@ fn rules_for(error: &client::Error) -> String {
     }
 }
 
-/// What ends a capture early: the owner, and for a stream beside a snapshot also the snapshot's failure.
+/// What ends a capture early: the machine, and for a stream beside a snapshot also the snapshot's failure.
 #[derive(Clone)]
 pub(super) struct Stop {
-    owner: Arc<AtomicBool>,
+    stopped: Arc<AtomicBool>,
     abandoned: Option<Arc<AtomicBool>>,
 }
 
 impl Stop {
-    pub(super) fn new(owner: Arc<AtomicBool>) -> Stop {
-        Stop { owner, abandoned: None }
+    pub(super) fn new(stopped: Arc<AtomicBool>) -> Stop {
+        Stop { stopped, abandoned: None }
     }
 
     /// A stop that `abandoned` sets too.
     pub(super) fn or(&self, abandoned: Arc<AtomicBool>) -> Stop {
-        Stop { owner: self.owner.clone(), abandoned: Some(abandoned) }
+        Stop { stopped: self.stopped.clone(), abandoned: Some(abandoned) }
     }
 
     pub(super) fn is_set(&self) -> bool {
-        self.owner.load(Ordering::Relaxed) || self.abandoned.as_ref().is_some_and(|flag| flag.load(Ordering::Relaxed))
+        self.stopped.load(Ordering::Relaxed) || self.abandoned.as_ref().is_some_and(|flag| flag.load(Ordering::Relaxed))
     }
 
     /// Fails with [`CaptureError::Stopped`] if the stop is set.

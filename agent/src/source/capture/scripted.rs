@@ -93,7 +93,7 @@ impl Rig {
         self.capture.plan.server = Server::new(url, credentials, &TlsOptions::default(), Task::Source).unwrap();
     }
 
-    /// Stops the capture, as its owner does.
+    /// Stops the capture, as its machine does.
     pub(super) fn stop(&self) {
         self.capture.plan.stop.store(true, Ordering::Relaxed);
     }

@@ -344,7 +344,7 @@ impl Drop for Armed<'_> {
 }
 
 impl Capture {
-    /// Beats on the page, passes the owner's decisions to it and the child's figures to the gauge, until `over` is set.
+    /// Beats on the page, passes the machine's decisions to it and the child's figures to the gauge, until `over` is set.
     fn attend(&self, page: &CapturePage, live: &AtomicBool, over: &AtomicBool) {
         let plan = &self.plan;
         while !over.load(Ordering::Relaxed) {

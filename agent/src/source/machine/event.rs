@@ -1,4 +1,4 @@
-//! What goes into the owner and what comes out of it: events, readings, actions.
+//! What goes into the machine and what comes out of it: events, readings, actions.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use crate::source::capture::CaptureEvent;
 /// A replica's session, as numbered by the messenger.
 pub(crate) type Session = u64;
 
-/// What the owner must be told once.
+/// What the machine must be told once.
 #[derive(Clone, Debug)]
 pub(crate) struct Rules {
     /// How old a snapshot may be when it is offered once more.

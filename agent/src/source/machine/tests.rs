@@ -14,9 +14,9 @@ const RULES: Rules =
 
 const FIRST: u64 = 100;
 
-/// An owner and the tables that it decides about. Slots that it lets the writer reuse are kept apart from the other actions.
+/// An machine and the tables that it decides about. Slots that it lets the writer reuse are kept apart from the other actions.
 struct Bench {
-    owner: Owner,
+    machine: Machine,
     reading: Reading,
     retire_below: u64,
     now: Instant,
@@ -29,12 +29,12 @@ impl Bench {
 
     fn with(rules: Rules, eager: bool) -> Bench {
         let now = Instant::now();
-        let owner = Owner::new(now, rules, Backoff::seeded(1), FIRST, eager);
-        Bench { owner, reading: Reading::default(), retire_below: 0, now }
+        let machine = Machine::new(now, rules, Backoff::seeded(1), FIRST, eager);
+        Bench { machine, reading: Reading::default(), retire_below: 0, now }
     }
 
     fn event(&mut self, event: Event) -> Vec<Action> {
-        let mut actions = self.owner.apply(self.now, self.reading, event);
+        let mut actions = self.machine.apply(self.now, self.reading, event);
         actions.retain(|action| match action {
             Action::AllowRetiring { below } => {
                 self.retire_below = *below;
@@ -72,7 +72,7 @@ impl Bench {
     fn started(&mut self, generation: u64, replid: ReplId, offset: u64) -> Vec<Action> {
         self.reading = Reading { published: 0, retired: 0, writer_waits: 0, ..self.reading };
         self.retire_below = 0;
-        if self.owner.stream.is_none() {
+        if self.machine.stream.is_none() {
             self.journal_at(offset + 1, offset);
         }
         self.event(Event::Capture(CaptureEvent::Started { generation, replid, offset }))
@@ -129,7 +129,7 @@ fn the_first_replica_has_one_snapshot_taken_and_the_others_share_it() {
     assert_eq!(offers(&bench.started(FIRST, replid(1), 10)), [1, 2]);
     assert_eq!(offers(&bench.join(3)), [3]);
     bench.completed(FIRST);
-    assert_eq!(bench.owner.snapshots_taken, 1);
+    assert_eq!(bench.machine.snapshots_taken, 1);
 }
 
 #[test]
@@ -166,7 +166,7 @@ fn a_snapshot_that_is_too_old_makes_way_for_another_in_the_same_stream() {
     assert!(actions.contains(&Action::RevokeSnapshot { generation: FIRST }));
     bench.journal_at(11, 70);
     assert_eq!(offers(&bench.started(FIRST + 1, replid(1), 60)), [3]);
-    assert_eq!(bench.owner.replicas[&2].generation, Some(FIRST));
+    assert_eq!(bench.machine.replicas[&2].generation, Some(FIRST));
 }
 
 #[test]
@@ -229,7 +229,7 @@ fn slots_are_given_up_only_when_the_ring_is_full_and_every_reader_has_passed_the
     assert_eq!(bench.retire_below, 5);
     // A replica can't take back what it has passed.
     bench.progress(2, Phase::Transfer, 1);
-    assert_eq!(bench.owner.replicas[&2].at.slots_below, 5);
+    assert_eq!(bench.machine.replicas[&2].at.slots_below, 5);
     // From now on nobody can begin at the first slot.
     let actions = bench.join(3);
     assert_eq!(offers(&actions), Vec::<Session>::new());
@@ -289,7 +289,7 @@ fn a_replica_that_comes_back_goes_on_with_the_generation_it_knows() {
     bench.event(Event::Gone { session: 1, done: false });
     let held = |held_slots| Some(Resume { generation: FIRST, held_slots, loaded: None });
     assert_eq!(offers(&bench.join_with(2, held(6))), [2]);
-    assert_eq!(bench.owner.replicas[&2].at.slots_below, 6);
+    assert_eq!(bench.machine.replicas[&2].at.slots_below, 6);
     assert_eq!(offers(&bench.join_with(3, held(5))), Vec::<Session>::new(), "slot 5 is given up");
 }
 
@@ -302,7 +302,7 @@ fn a_loaded_replica_needs_the_stream_only_and_is_sent_away_where_it_is_gone() {
         Some(Resume { generation: FIRST, held_slots: 0, loaded: Some((history, next_byte)) })
     };
     assert_eq!(offers(&bench.join_with(2, loaded(1, 91))), [2]);
-    assert_eq!(bench.owner.replicas[&2].at.phase, Phase::CatchUp);
+    assert_eq!(bench.machine.replicas[&2].at.phase, Phase::CatchUp);
     for (session, resume) in [(3, loaded(1, 39)), (4, loaded(2, 80)), (5, loaded(1, 92))] {
         let actions = bench.join_with(session, resume);
         assert!(
@@ -381,7 +381,7 @@ fn when_the_history_changes_a_loaded_replica_keeps_the_journal_until_it_has_appl
     assert_eq!((sent_away(&actions), ends_stream(&actions)), (vec![2], true), "{actions:?}");
     // It goes to the primary: no snapshot is taken for it, and its hand-off is judged by its own history.
     assert_eq!(begins(&bench.after(Duration::from_secs(60))), None);
-    assert_eq!(bench.owner.status().history_of(2), Some(replid(1)));
+    assert_eq!(bench.machine.status().history_of(2), Some(replid(1)));
 }
 
 #[test]
@@ -402,7 +402,7 @@ fn when_the_history_changes_replicas_that_have_not_loaded_begin_again_after_the_
         "{actions:?}"
     );
     assert_eq!(offers(&bench.started(FIRST + 1, replid(2), 120)), [3]);
-    assert_eq!(bench.owner.status().history_of(3), Some(replid(2)));
+    assert_eq!(bench.machine.status().history_of(3), Some(replid(2)));
 }
 
 #[test]
@@ -464,7 +464,7 @@ fn a_snapshot_under_way_ends_with_the_history_and_a_late_word_of_the_old_stream_
     }
     bench.started(FIRST + 1, replid(2), 20);
     assert_eq!(bench.history_changed(10), []);
-    assert_eq!(bench.owner.stream, Some(Stream { generation: FIRST + 1, replid: replid(2) }));
+    assert_eq!(bench.machine.stream, Some(Stream { generation: FIRST + 1, replid: replid(2) }));
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! What the owner knows of the snapshot, the stream and each replica. Others see it through a shared reference only.
+//! What the machine knows of the snapshot, the stream and each replica. Others see it through a shared reference only.
 
 use std::time::Instant;
 

@@ -1,4 +1,4 @@
-//! Owner: the source's decisions, and nothing else. Events, readings of the tables and the time go in, actions come out.
+//! Machine: the source's decisions, and nothing else. Events, readings of the tables and the time go in, actions come out.
 //!
 //! It does no I/O, reads no clock and no shared memory, and draws no randomness of its own: its pauses follow from the [`Backoff`] that it is
 //! given. The same calls therefore give the same actions, and a run can be replayed from its events.
@@ -15,7 +15,7 @@
 //! again. Replicas that have all slots keep the journal until they have applied it, and then go to the primary
 //! ([`Ending`]). After that the next snapshot may begin.
 //!
-//! Invariant, restored by [`Owner::settle`] after every event: *no replica waits while a snapshot could serve it or could
+//! Invariant, restored by [`Machine::settle`] after every event: *no replica waits while a snapshot could serve it or could
 //! be begun for it*, and *a slot is given up for reuse only when every replica that was promised it has it*. The tests in
 //! `replay.rs` check both after every event of random runs.
 //!
@@ -62,7 +62,7 @@ const ENDING_LIMIT: Duration = Duration::from_secs(10);
 const UNMOVED_LIMIT: Duration = Duration::from_secs(3);
 
 /// See the module's text.
-pub(crate) struct Owner {
+pub(crate) struct Machine {
     rules: Rules,
     /// The reading that came with the present event.
     reading: Reading,
@@ -86,7 +86,7 @@ pub(crate) struct Owner {
     unfinished: bool,
 }
 
-/// What others may see of the owner.
+/// What others may see of the machine.
 #[derive(Clone, Copy)]
 pub(crate) struct Status<'a> {
     pub(crate) snapshot: Option<&'a Snapshot>,
@@ -118,10 +118,10 @@ impl<'a> Status<'a> {
     }
 }
 
-impl Owner {
+impl Machine {
     /// `first_generation` must differ from that of every earlier run of this source.
-    pub(crate) fn new(now: Instant, rules: Rules, backoff: Backoff, first_generation: u64, eager: bool) -> Owner {
-        Owner {
+    pub(crate) fn new(now: Instant, rules: Rules, backoff: Backoff, first_generation: u64, eager: bool) -> Machine {
+        Machine {
             rules,
             reading: Reading::default(),
             snapshot: None,
