@@ -12,13 +12,12 @@
 //! - [`gauge`] is what the threads show of themselves.
 //! - [`tables`] is the memory, [`exports`] the transports that lend it, [`probe_region`] a region to measure by.
 //! - [`answers`] says what the primary is and continues; [`rate`] how fast it writes; [`status`] is for `remora status`.
-//! - [`directory`] decides which replica reads the snapshot from which other one.
+//! - [`topology`] decides which replica reads the snapshot from which other one.
 //! - `conversation::listener` tells control connections from data lanes on the one port that is opened.
 //! - this file wires them up and does what the machine says.
 
 mod answers;
 mod capture;
-mod directory;
 mod exports;
 mod gauge;
 mod machine;
@@ -27,6 +26,7 @@ mod rate;
 mod status;
 mod tables;
 mod threads;
+mod topology;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -39,7 +39,6 @@ use tokio::sync::{Mutex, mpsc};
 
 use self::answers::{announce, as_others_reach_it, ask, format_for, hand_off_answer, not_covered, plan_of};
 use self::capture::{CaptureEvent, MethodHistory, ModuleRules, Plan};
-use self::directory::{Assignment, Directory, Joining};
 use self::exports::{Exports, tcp_exporter};
 use self::gauge::Gauge;
 use self::machine::{Action, Event, Format, Machine, Report, Resume, Rules, Session};
@@ -47,6 +46,7 @@ use self::probe_region::{Trial, Wanted};
 use self::rate::Rate;
 use self::tables::{JOURNAL_REGION, SNAPSHOT_REGION, Tables, first_generation};
 use self::threads::Threads;
+use self::topology::{Assignment, Joining, Topology};
 use crate::args::SourceArgs;
 use crate::backoff::Backoff;
 use crate::conversation::listener;
@@ -125,7 +125,7 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
         tables,
         gauge,
         machine,
-        directory: Directory::default(),
+        topology: Topology::default(),
         exports,
         incoming,
         captured,
@@ -176,7 +176,7 @@ struct Source {
     tables: Tables,
     gauge: Arc<Gauge>,
     machine: Machine,
-    directory: Directory,
+    topology: Topology,
     exports: Exports,
     incoming: mpsc::Sender<Incoming>,
     captured: mpsc::UnboundedSender<CaptureEvent>,
@@ -217,7 +217,7 @@ impl Source {
                 _ = tick.tick() => {
                     self.rate.sample(Instant::now(), self.gauge.journal().1);
                     self.apply(Event::Tick)?;
-                    let moved = self.directory.tick(Instant::now(), self.gauge.published_slots());
+                    let moved = self.topology.tick(Instant::now(), self.gauge.published_slots());
                     self.assign(&moved);
                 }
                 _ = signals.next() => break,
@@ -281,7 +281,7 @@ impl Source {
                 }
                 if let Some(at) = progress.relaying {
                     let is_done = progress.phase > Phase::Transfer;
-                    self.directory.progress(Instant::now(), session, at, progress.bytes, is_done);
+                    self.topology.progress(Instant::now(), session, at, progress.bytes, is_done);
                 }
                 let at = Report {
                     phase: progress.phase,
@@ -313,7 +313,7 @@ impl Source {
 
     fn left(&mut self, session: Session, fault: &Fault) {
         let Some(peer) = self.sessions.remove(&session) else { return };
-        let moved = self.directory.gone(session);
+        let moved = self.topology.gone(session);
         self.assign(&moved);
         self.exports.withdraw(session);
         self.trial_left(session);
@@ -359,14 +359,14 @@ impl Source {
                 if let Some(peer) = self.sessions.get_mut(&session) {
                     peer.done = true;
                 }
-                let moved = self.directory.gone(session);
+                let moved = self.topology.gone(session);
                 self.assign(&moved);
             }
             Action::GenerationGone { session, generation, text } => {
                 self.send(session, Message::GenerationGone { generation, text });
             }
             Action::RevokeSnapshot { generation } => {
-                self.directory.clear();
+                self.topology.clear();
                 self.exports.revoke(RegionId { generation, region: SNAPSHOT_REGION });
             }
             Action::EndStream { generation } => {
@@ -458,7 +458,7 @@ impl Source {
         }
         let first = replica.held_slots(generation);
         let joining = Joining { serves: !relays.serves_at.is_empty(), zone: relays.zone, first };
-        let from = self.directory.join(Instant::now(), generation, session, joining)?;
+        let from = self.topology.join(Instant::now(), generation, session, joining)?;
         self.upstream(from)
     }
 
@@ -467,7 +467,7 @@ impl Source {
         Some(Upstream { session, name: self.machine.status().replica(session)?.name.clone(), address })
     }
 
-    /// Sends replicas elsewhere, as the directory wants it.
+    /// Sends replicas elsewhere, as the topology wants it.
     fn assign(&mut self, assignments: &[Assignment]) {
         let Some(generation) = self.machine.status().generation() else { return };
         for &Assignment { reader, from } in assignments {
@@ -489,7 +489,7 @@ impl Source {
             }
             _ => tracing::info!(peer = name(peer), reader = name(reader), %text, "a replica lost the one it read from"),
         }
-        let moved = self.directory.lost(reader, peer, cause);
+        let moved = self.topology.lost(reader, peer, cause);
         self.assign(&moved);
     }
 

@@ -61,7 +61,7 @@ fn generation_status(source: &Source) -> Option<GenerationStatus> {
 fn replica_status(source: &Source, session: Session, replica: &Replica, now: Instant) -> ReplicaStatus {
     let slots = source.gauge.published_slots().max(1);
     let held = replica.at.slots_held;
-    let (oldest_slot, serves) = source.directory.lends(session);
+    let (oldest_slot, serves) = source.topology.lends(session);
     let relays = source.sessions.get(&session).and_then(|peer| peer.relays.as_ref());
     ReplicaStatus {
         name: replica.name.clone(),
@@ -77,7 +77,7 @@ fn replica_status(source: &Source, session: Session, replica: &Replica, now: Ins
         joined_seconds: now.duration_since(replica.joined).as_secs(),
         silent_seconds: now.duration_since(replica.heard).as_secs(),
         session,
-        reads_from: source.directory.reads_from(session),
+        reads_from: source.topology.reads_from(session),
         serves,
         oldest_slot,
         zone: relays.map(|relays| relays.zone.clone()).unwrap_or_default(),

@@ -1,4 +1,4 @@
-//! The directory's decisions, tried without any I/O.
+//! The topology's decisions, tried without any I/O.
 #![allow(clippy::unwrap_used)]
 
 use proptest::collection::vec;
@@ -9,13 +9,13 @@ use super::*;
 const GENERATION: u64 = 5;
 
 struct Bench {
-    directory: Directory,
+    topology: Topology,
     now: Instant,
 }
 
 impl Bench {
     fn new() -> Bench {
-        Bench { directory: Directory::default(), now: Instant::now() }
+        Bench { topology: Topology::default(), now: Instant::now() }
     }
 
     /// So many that join at once, and serve.
@@ -29,7 +29,7 @@ impl Bench {
 
     fn join(&mut self, session: Session, zone: &str) -> Option<Session> {
         let joining = Joining { serves: true, zone: zone.into(), first: 0 };
-        self.directory.join(self.now, GENERATION, session, joining)
+        self.topology.join(self.now, GENERATION, session, joining)
     }
 
     fn holds(&mut self, session: Session, held: u64) {
@@ -37,12 +37,12 @@ impl Bench {
     }
 
     fn says(&mut self, session: Session, at: Relaying, bytes: u64, is_done: bool) {
-        self.directory.progress(self.now, session, at, bytes, is_done);
+        self.topology.progress(self.now, session, at, bytes, is_done);
     }
 
     fn after(&mut self, time: Duration, published: u64) -> Vec<Assignment> {
         self.now += time;
-        self.directory.tick(self.now, published)
+        self.topology.tick(self.now, published)
     }
 }
 
@@ -74,9 +74,9 @@ fn who_does_not_serve_is_not_read() {
     let mut bench = Bench::new();
     let now = bench.now;
     let silent = Joining { serves: false, zone: String::new(), first: 0 };
-    assert_eq!(bench.directory.join(now, GENERATION, 1, silent.clone()), None);
+    assert_eq!(bench.topology.join(now, GENERATION, 1, silent.clone()), None);
     assert_eq!(bench.join(2, ""), None);
-    assert_eq!(bench.directory.join(now, GENERATION, 3, silent), Some(2));
+    assert_eq!(bench.topology.join(now, GENERATION, 3, silent), Some(2));
 }
 
 #[test]
@@ -85,7 +85,7 @@ fn a_peer_whose_window_has_moved_on_is_no_help_to_who_begins() {
     bench.says(1, Relaying { oldest: 3, held: 9, ..Relaying::default() }, 0, false);
     assert_eq!(bench.join(2, ""), None);
     let resuming = Joining { serves: true, zone: String::new(), first: 4 };
-    assert_eq!(bench.directory.join(bench.now, GENERATION, 3, resuming), Some(1));
+    assert_eq!(bench.topology.join(bench.now, GENERATION, 3, resuming), Some(1));
 }
 
 #[test]
@@ -104,39 +104,39 @@ fn when_a_link_of_the_chain_dies_the_next_goes_on_where_it_read() {
     for session in 1..=4 {
         bench.holds(session, 50 - session);
     }
-    assert_eq!(bench.directory.gone(2), [assigned(3, Some(1))]);
+    assert_eq!(bench.topology.gone(2), [assigned(3, Some(1))]);
     // The head's own reader is the head now.
-    assert_eq!(bench.directory.gone(1), [assigned(3, None)]);
-    assert_eq!(bench.directory.reads_from(4), Some(3));
+    assert_eq!(bench.topology.gone(1), [assigned(3, None)]);
+    assert_eq!(bench.topology.reads_from(4), Some(3));
 }
 
 #[test]
 fn a_peer_that_one_reader_lost_may_still_serve_others_but_not_that_one() {
     let mut bench = Bench::chain(3);
-    assert_eq!(bench.directory.lost(2, 1, LossCause::Gone), [assigned(2, None)]);
+    assert_eq!(bench.topology.lost(2, 1, LossCause::Gone), [assigned(2, None)]);
     // The chain's head is read by nobody now; 2 is not sent there again.
-    assert_eq!(bench.directory.lost(3, 2, LossCause::Gone), [assigned(3, Some(1))]);
+    assert_eq!(bench.topology.lost(3, 2, LossCause::Gone), [assigned(3, Some(1))]);
     assert_eq!(bench.join(4, ""), Some(2));
 }
 
 #[test]
 fn who_lied_to_one_is_read_by_nobody_any_more() {
     let mut bench = Bench::chain(3);
-    assert_eq!(bench.directory.lost(3, 2, LossCause::Refused), [assigned(3, Some(1))]);
+    assert_eq!(bench.topology.lost(3, 2, LossCause::Refused), [assigned(3, Some(1))]);
     bench.holds(1, 10);
     bench.holds(2, 2);
     bench.holds(3, 3);
     // The one that holds more becomes the head, and feeds the other.
-    assert_eq!(bench.directory.lost(2, 1, LossCause::Lied), [assigned(3, None), assigned(2, Some(3))]);
+    assert_eq!(bench.topology.lost(2, 1, LossCause::Lied), [assigned(3, None), assigned(2, Some(3))]);
     assert_eq!(bench.join(4, ""), Some(2));
 }
 
 #[test]
 fn a_loss_that_is_no_news_changes_nothing() {
     let mut bench = Bench::chain(3);
-    assert_eq!(bench.directory.lost(3, 1, LossCause::Gone), []);
-    assert_eq!(bench.directory.lost(9, 1, LossCause::Gone), []);
-    assert_eq!(bench.directory.reads_from(3), Some(2));
+    assert_eq!(bench.topology.lost(3, 1, LossCause::Gone), []);
+    assert_eq!(bench.topology.lost(9, 1, LossCause::Gone), []);
+    assert_eq!(bench.topology.reads_from(3), Some(2));
 }
 
 #[test]
@@ -155,8 +155,8 @@ fn a_slow_link_comes_to_stand_at_the_end_and_each_pair_changes_places_once() {
             break;
         }
     }
-    assert_eq!((bench.directory.reads_from(2), bench.directory.reads_from(1)), (None, Some(2)));
-    assert_eq!(bench.directory.reads_from(3), Some(2));
+    assert_eq!((bench.topology.reads_from(2), bench.topology.reads_from(1)), (None, Some(2)));
+    assert_eq!(bench.topology.reads_from(3), Some(2));
     // It was not the head's link: as slow as before. There is no going back.
     for step in 0..40 {
         bench.holds(2, 120 + step);
@@ -177,7 +177,7 @@ fn who_says_nothing_any_more_is_left_until_it_speaks_again() {
         assert_eq!(moved, if step == 5 { vec![assigned(2, None)] } else { vec![] }, "step {step}");
     }
     bench.holds(1, 9);
-    assert_eq!(bench.directory.lost(3, 2, LossCause::Gone), [assigned(3, Some(1))]);
+    assert_eq!(bench.topology.lost(3, 2, LossCause::Gone), [assigned(3, Some(1))]);
 }
 
 #[test]
@@ -195,11 +195,11 @@ fn who_waits_for_its_own_server_is_no_evidence_against_its_peer() {
 fn another_snapshot_begins_another_directory() {
     let mut bench = Bench::chain(3);
     let joining = || Joining { serves: true, zone: String::new(), first: 0 };
-    assert_eq!(bench.directory.join(bench.now, GENERATION + 1, 3, joining()), None);
-    assert_eq!(bench.directory.join(bench.now, GENERATION + 1, 1, joining()), Some(3));
+    assert_eq!(bench.topology.join(bench.now, GENERATION + 1, 3, joining()), None);
+    assert_eq!(bench.topology.join(bench.now, GENERATION + 1, 1, joining()), Some(3));
 }
 
-/// What may happen to a directory.
+/// What may happen to a topology.
 #[derive(Clone, Debug)]
 enum Operation {
     Join { session: Session, zone: u8, first: u64 },
@@ -228,21 +228,21 @@ fn apply(bench: &mut Bench, operation: &Operation) -> Vec<Assignment> {
         Operation::Join { session, zone, first } => {
             let serves = session % 4 != 0;
             let joining = Joining { serves, zone: zone.to_string(), first };
-            vec![assigned(session, bench.directory.join(bench.now, GENERATION, session, joining))]
+            vec![assigned(session, bench.topology.join(bench.now, GENERATION, session, joining))]
         }
         Operation::Progress { session, oldest, more, is_done } => {
-            let Some(node) = bench.directory.nodes.get(&session) else { return Vec::new() };
+            let Some(node) = bench.topology.nodes.get(&session) else { return Vec::new() };
             let held = node.held + more;
             let at = Relaying { oldest: (node.oldest + oldest).min(held), held, ..Relaying::default() };
             bench.says(session, at, held * 1000, is_done);
             Vec::new()
         }
         Operation::Lost { reader, cause } => {
-            let Some(peer) = bench.directory.reads_from(reader) else { return Vec::new() };
+            let Some(peer) = bench.topology.reads_from(reader) else { return Vec::new() };
             let causes = [LossCause::Gone, LossCause::Lied, LossCause::Passed, LossCause::Refused];
-            bench.directory.lost(reader, peer, causes[usize::from(cause)])
+            bench.topology.lost(reader, peer, causes[usize::from(cause)])
         }
-        Operation::Gone { session } => bench.directory.gone(session),
+        Operation::Gone { session } => bench.topology.gone(session),
         Operation::Tick => bench.after(Duration::from_millis(700), 1000),
     }
 }
@@ -256,23 +256,23 @@ proptest! {
             for Assignment { reader, from } in apply(&mut bench, &operation) {
                 told.insert(reader, from);
             }
-            let directory = &bench.directory;
-            told.retain(|session, _| directory.nodes.contains_key(session));
-            for (&session, node) in &directory.nodes {
+            let topology = &bench.topology;
+            told.retain(|session, _| topology.nodes.contains_key(session));
+            for (&session, node) in &topology.nodes {
                 let mut at = node.from;
-                for _ in 0..=directory.nodes.len() {
-                    at = at.and_then(|above| directory.nodes[&above].from);
+                for _ in 0..=topology.nodes.len() {
+                    at = at.and_then(|above| topology.nodes[&above].from);
                 }
                 prop_assert!(at.is_none(), "a ring at {session} after {operation:?}");
-                prop_assert!(directory.readers_of(session).count() <= MOST_READERS);
+                prop_assert!(topology.readers_of(session).count() <= MOST_READERS);
                 if node.is_done {
                     continue;
                 }
-                // What the directory believes is what the reader was told.
+                // What the topology believes is what the reader was told.
                 prop_assert_eq!(told.get(&session).copied().flatten(), node.from, "{} after {:?}", session, operation);
                 if let Some(peer) = node.from {
-                    prop_assert!(directory.nodes[&peer].serves);
-                    prop_assert!(!directory.liars.contains(&peer));
+                    prop_assert!(topology.nodes[&peer].serves);
+                    prop_assert!(!topology.liars.contains(&peer));
                     prop_assert!(!node.lost.contains(&peer));
                 }
             }
@@ -287,8 +287,8 @@ proptest! {
             prop_assert_eq!(from.is_none(), session == 1, "{}", session);
         }
         // Each zone but the first is entered from outside once.
-        let entries = bench.directory.nodes.values().filter(|node| {
-            node.from.is_some_and(|peer| bench.directory.nodes[&peer].zone != node.zone)
+        let entries = bench.topology.nodes.values().filter(|node| {
+            node.from.is_some_and(|peer| bench.topology.nodes[&peer].zone != node.zone)
         }).count();
         let kinds: BTreeSet<_> = zones.iter().collect();
         prop_assert_eq!(entries, kinds.len() - 1);

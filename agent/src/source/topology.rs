@@ -1,4 +1,4 @@
-//! Directory: who holds what of the present snapshot, and who reads from whom. Decisions only; no I/O, no clock.
+//! Topology: who holds what of the present snapshot, and who reads from whom. Decisions only; no I/O, no clock.
 //!
 //! ```text
 //!   source ──▶ a ──▶ b ──▶ c          a chain as long as nobody speaks against it: the bytes leave the source once, and each link
@@ -45,7 +45,7 @@ const AHEAD_SLOTS: u64 = 8;
 
 /// See the module's text.
 #[derive(Default)]
-pub(super) struct Directory {
+pub(super) struct Topology {
     generation: u64,
     nodes: BTreeMap<Session, Node>,
     liars: BTreeSet<Session>,
@@ -115,7 +115,7 @@ pub(super) struct Joining {
     pub(super) first: u64,
 }
 
-impl Directory {
+impl Topology {
     /// A replica was offered the snapshot of `generation`. From whom it is to read; `None`: from the source.
     pub(super) fn join(
         &mut self,
@@ -125,7 +125,7 @@ impl Directory {
         joining: Joining,
     ) -> Option<Session> {
         if generation != self.generation {
-            *self = Directory { generation, ..Directory::default() };
+            *self = Topology { generation, ..Topology::default() };
         }
         // One that asks once more keeps its readers: they find out by themselves whether it still has what they read.
         let lost = self.nodes.remove(&session).map(|node| node.lost).unwrap_or_default();
@@ -183,7 +183,7 @@ impl Directory {
 
     /// Nobody reads that snapshot any more.
     pub(super) fn clear(&mut self) {
-        *self = Directory::default();
+        *self = Topology::default();
     }
 
     /// Time has passed; the source has published so many slots.
