@@ -42,7 +42,7 @@ use self::capture::{CaptureEvent, MethodHistory, ModuleRules, Plan};
 use self::exports::{Exports, tcp_exporter};
 use self::gauge::Gauge;
 use self::machine::{Action, Event, Format, Machine, Report, Resume, Rules, Session};
-use self::probe_region::{Trial, Wanted};
+use self::probe_region::ProbeRegion;
 use self::rate::Rate;
 use self::tables::{JOURNAL_REGION, SNAPSHOT_REGION, Tables, first_generation};
 use self::threads::Threads;
@@ -133,7 +133,7 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
         threads: Threads::default(),
         client: Arc::new(Mutex::new(None)),
         rate: Rate::default(),
-        trial: Trial::default(),
+        probe_region: ProbeRegion::default(),
     };
     Ok((source, Mailboxes { incoming: inbox, captured: captures }, listener))
 }
@@ -151,7 +151,7 @@ pub(crate) enum Incoming {
     /// ... as well as it could be, for this replica's plan.
     PlanReady(Session),
     /// The region to measure by is lent, or why not.
-    TrialReady { id: RegionId, lent: Result<(), remora_fabric::Error> },
+    ProbeRegionReady { id: RegionId, exported: Result<(), remora_fabric::Error> },
 }
 
 impl From<Connection> for Incoming {
@@ -188,7 +188,7 @@ struct Source {
     /// One connection for questions, made when first needed and again after a failure.
     client: Arc<Mutex<Option<Client>>>,
     rate: Rate,
-    trial: Trial,
+    probe_region: ProbeRegion,
 }
 
 /// One authenticated connection.
@@ -237,7 +237,7 @@ impl Source {
                 let plan = self.plan();
                 self.send(session, Message::Offer(plan));
             }
-            Incoming::TrialReady { id, lent } => self.trial_ready(id, lent),
+            Incoming::ProbeRegionReady { id, exported } => self.probe_region_ready(id, exported),
         }
     }
 
@@ -255,7 +255,7 @@ impl Source {
     fn said(&mut self, session: Session, message: Message) {
         let event = match message {
             Message::Join(join) if join.plan_only => return self.send_plan(session),
-            Message::ProbeQuery => return self.trial_wanted(session),
+            Message::ProbeQuery => return self.probe_requested(session),
             Message::Join(join) => {
                 self.grant(session);
                 let Some(peer) = self.sessions.get_mut(&session) else { return };
@@ -316,7 +316,7 @@ impl Source {
         let moved = self.topology.gone(session);
         self.assign(&moved);
         self.exports.withdraw(session);
-        self.trial_left(session);
+        self.probe_left(session);
         if !peer.done {
             if self.machine.status().replica(session).is_some() {
                 tracing::warn!(address = %peer.address, %fault, "a replica is gone");
@@ -555,48 +555,6 @@ impl Source {
             };
             let _ = sender.send(answer).await;
         });
-    }
-
-    // ---- the probe region ----
-
-    /// A peer asks for memory to measure with (`remora probe`).
-    fn trial_wanted(&mut self, session: Session) {
-        self.grant(session);
-        match self.trial.wanted(session) {
-            Wanted::Make(id) => {
-                let (exports, incoming) = (self.exports.clone(), self.incoming.clone());
-                tokio::task::spawn_blocking(move || {
-                    let lent = probe_region::lend(id, &exports);
-                    // Only a source that is stopping hears it no more.
-                    let _ = incoming.blocking_send(Incoming::TrialReady { id, lent });
-                });
-            }
-            Wanted::Wait => {}
-            Wanted::Offer(id) => self.send(session, Message::ProbeOffer { keys: self.exports.keys(id) }),
-        }
-    }
-
-    /// The region is lent, or why not.
-    fn trial_ready(&mut self, id: RegionId, lent: Result<(), remora_fabric::Error>) {
-        let waiting = self.trial.made(lent.is_ok().then_some(id));
-        match (waiting, lent) {
-            (None, _) => self.exports.revoke_in_background(id),
-            (Some(waiting), Ok(())) => waiting
-                .into_iter()
-                .for_each(|session| self.send(session, Message::ProbeOffer { keys: self.exports.keys(id) })),
-            (Some(waiting), Err(error)) => {
-                let text = format!("it has no memory to measure by: {error}");
-                let refusal = Message::Refused { code: RefusalCode::Busy, text };
-                waiting.into_iter().for_each(|session| self.send(session, refusal.clone()));
-            }
-        }
-    }
-
-    /// A session has ended, which may have measured.
-    fn trial_left(&mut self, session: Session) {
-        if let Some(id) = self.trial.left(session) {
-            self.exports.revoke_in_background(id);
-        }
     }
 
     /// Tells the replicas, ends the threads, leaves the server as it was.
