@@ -1,20 +1,22 @@
-//! The source: one snapshot of a server, and the stream that follows it, for any number of replicas.
+//! The source: provides one snapshot of a server, and the replication stream behind it, to any number of replicas.
 //!
 //! ```text
 //!                    ┌────────────────────────── one loop ───────────────────────────┐
 //!   replicas ──▶ listener ──▶ Incoming ──▶ Machine::apply ──▶ actions ──▶ perform ──▶ messages, captures, grants
 //!                data lanes ──▶ the fabric's exporters: they read the tables without this loop or the server
-//!   server ══▶ capture threads ══▶ snapshot table, journal          (gauge: what the loop sees of them)
+//!   server ══▶ capture threads ══▶ snapshot table, journal          (gauge: their figures, for the loop)
 //! ```
 //!
-//! - [`machine`] decides, without I/O; start there.
-//! - [`capture`] speaks with the server and fills the tables.
-//! - [`gauge`] is what the threads show of themselves.
-//! - [`tables`] is the memory, [`exports`] the transports that lend it, [`probe_region`] a region to measure by.
-//! - [`answers`] says what the primary is and continues; [`rate`] how fast it writes; [`status`] is for `remora status`.
+//! - [`machine`] decides, without I/O. Start there.
+//! - [`capture`] speaks PSYNC with the server and fills the tables.
+//! - [`gauge`] holds the figures that the capture threads show while they run.
+//! - [`tables`] is the memory, and [`exports`] the transports that export it. [`probe_region`] exports scratch memory for
+//!   `remora probe`.
+//! - [`answers`] describes the primary and whether it continues a history; [`rate`] measures how fast it writes; [`status`] is for
+//!   `remora status`.
 //! - [`topology`] decides which replica reads the snapshot from which other one.
-//! - `conversation::listener` tells control connections from data lanes on the one port that is opened.
-//! - this file wires them up and does what the machine says.
+//! - `conversation::listener` tells control connections from data lanes on the source's one port.
+//! - This file connects them and performs the machine's actions.
 
 mod answers;
 mod capture;
@@ -89,8 +91,8 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
     let facts = Facts::read(&mut server.connect().await?).await?;
     if facts.cluster_enabled == Some(true) {
         return Err(Failure::refused(format!(
-            "the server {} runs in cluster mode, where replicas can't be redirected (REPLICAOF is refused); \
-             delivery by a dump file for clusters is to come",
+            "the server {} runs in cluster mode, where a server refuses REPLICAOF; Remora does not support clusters: name a \
+             server without cluster-enabled with --server",
             server.url()
         )));
     }
@@ -100,7 +102,8 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
     let port = listener::bind(args.listen, "the source", "--listen").await?;
     let tcp = Arc::new(tcp_exporter(&args, port.1)?);
     let conversations = Endpoint::new(&token, &Options::default());
-    let conversations = conversations.map_err(|error| Failure::local(format!("no conversations: {error}")))?;
+    let conversations =
+        conversations.map_err(|error| Failure::local(format!("cannot set up control connections: {error}")))?;
     let listener = listener::start(port, conversations, tcp.clone(), incoming.clone());
     let exports = Exports::open(&args, listener.address(), &tables, tcp).await?;
     tracing::info!(
@@ -108,8 +111,8 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
         server = %server.url(),
         facts = %facts.name(),
         memory = %args.memory,
-        "source ready; one snapshot at the first replica{}",
-        if args.eager { "'s wish or at once, as asked by --eager" } else { "'s wish" }
+        "source ready; it takes a snapshot {}",
+        if args.eager { "now (--eager)" } else { "when the first replica joins" }
     );
     let gauge = Arc::new(Gauge::default());
     let rules =
@@ -138,19 +141,19 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
     Ok((source, Mailboxes { incoming: inbox, captured: captures }, listener))
 }
 
-/// What reaches the loop from outside of it.
+/// An event for the source's loop, from another task.
 pub(crate) enum Incoming {
-    /// Somebody has proved to hold the token.
+    /// A peer authenticated.
     Arrived(Connection),
-    /// ... and says this.
+    /// A message from that peer.
     Said { session: Session, message: Box<Message> },
-    /// ... and is gone.
+    /// The connection of that peer has ended.
     Left { session: Session, fault: Fault },
-    /// The server was asked about itself.
+    /// Fresh facts of the server.
     Learned(Box<Facts>),
-    /// ... as well as it could be, for this replica's plan.
+    /// The facts for this replica's plan are there: fresh ones, or the last known if the server did not answer in time.
     PlanReady(Session),
-    /// The region to measure by is lent, or why not.
+    /// The probe region was exported, or why it was not.
     ProbeRegionReady { id: RegionId, exported: Result<(), remora_fabric::Error> },
 }
 
@@ -160,15 +163,16 @@ impl From<Connection> for Incoming {
     }
 }
 
-/// Messages that may wait for the loop: some for each of many replicas. Beyond it their connections wait.
+/// Messages that may wait for the loop: a few for each of many replicas. Connections wait while the queue is full.
 const INCOMING_LIMIT: usize = 1024;
 
-/// How often the machine looks at the clock and at the gauge.
+/// How often the machine is given the time and a reading of the gauge without another event.
 const TICK: Duration = Duration::from_millis(50);
 
-/// How long a replica's plan waits for the server to say how it is: well below the time that replicas wait for a plan.
+/// How long a replica's plan waits for fresh facts of the server: well below the time that replicas wait for a plan.
 const LEARN_LIMIT: Duration = Duration::from_secs(3);
 
+/// The driver: it owns what the source has, and performs the machine's actions.
 struct Source {
     args: SourceArgs,
     server: Server,
@@ -185,7 +189,7 @@ struct Source {
     /// What a module in the server may be asked to do.
     module_rules: Arc<ModuleRules>,
     method_history: MethodHistory,
-    /// One connection for questions, made when first needed and again after a failure.
+    /// One connection for questions to the server, opened when first needed and again after a failure.
     client: Arc<Mutex<Option<Client>>>,
     rate: Rate,
     probe_region: ProbeRegion,
@@ -197,9 +201,9 @@ struct Peer {
     address: std::net::SocketAddr,
     key: [u8; 32],
     done: bool,
-    /// Why it reads by no better transport, in its own words.
+    /// Why the peer uses no better transport, as it reported.
     transport_why: String,
-    /// How it takes part in passing slots on; its address as others reach it.
+    /// How the peer lends its slots to other replicas, with its address as they reach it.
     relays: Option<Relays>,
 }
 
@@ -262,7 +266,7 @@ impl Source {
                 peer.relays = join.relays.map(|relays| as_others_reach_it(relays, peer.address));
                 let address = peer.address.to_string();
                 let name = if join.name.is_empty() { address.clone() } else { join.name };
-                tracing::info!(replica = %name, %address, server = %join.server, resumes = join.resume.is_some(), "a replica joins");
+                tracing::info!(replica = %name, %address, server = %join.server, resumes = join.resume.is_some(), "replica joined");
                 let resume = join.resume.map(|resume| Resume {
                     generation: resume.generation,
                     held_slots: resume.held_slots,
@@ -271,7 +275,7 @@ impl Source {
                 let reads = format_for(&self.facts, &join.server);
                 Event::Joined { session, name, address, resume, reads }
             }
-            // Said of a snapshot that was taken from it meanwhile: its slots are not those of the present one.
+            // The report is about a snapshot that was revoked meanwhile: its slots are not those of the current one.
             Message::Progress(progress) if self.machine.status().offered(session) != Some(progress.generation) => {
                 return;
             }
@@ -299,7 +303,7 @@ impl Source {
             Message::HandOffQuery { offset, .. } => return self.answer_hand_off(session, offset),
             Message::StatusQuery => return self.send(session, Message::Status(status::report(self))),
             Message::Leave { outcome, text } => {
-                tracing::info!(session, ?outcome, %text, "a replica leaves");
+                tracing::info!(session, ?outcome, %text, "replica left");
                 let done = outcome == remora_protocol::Outcome::HandedOver;
                 if let Some(peer) = self.sessions.get_mut(&session) {
                     peer.done = true;
@@ -319,7 +323,7 @@ impl Source {
         self.probe_left(session);
         if !peer.done {
             if self.machine.status().replica(session).is_some() {
-                tracing::warn!(address = %peer.address, %fault, "a replica is gone");
+                tracing::warn!(address = %peer.address, %fault, "replica disconnected");
             }
             let _ = self.apply(Event::Gone { session, done: false });
         }
@@ -328,11 +332,11 @@ impl Source {
     fn send(&mut self, session: Session, message: Message) {
         let Some(peer) = self.sessions.get(&session) else { return };
         if let Err(error) = peer.sender.try_send(message) {
-            tracing::debug!(%error, "a message could not be queued");
+            tracing::debug!(%error, "cannot queue a message");
         }
     }
 
-    // ---- the machine's word ----
+    // ---- the machine's actions ----
 
     fn apply(&mut self, event: Event) -> Result<(), Failure> {
         for action in self.machine.apply(Instant::now(), self.gauge.reading(), event) {
@@ -344,7 +348,7 @@ impl Source {
     fn perform(&mut self, action: Action) -> Result<(), Failure> {
         match action {
             Action::Capture { generation, with_stream, fresh } => {
-                // The thread of an earlier capture that still runs may reuse no further slot, and ends.
+                // The thread of an earlier capture may still run until it ends. It must not reuse further slots.
                 self.gauge.allow_retiring(0);
                 self.tables.prepare(&self.args, &self.facts, fresh)?;
                 self.start_capture(generation, with_stream)?;
@@ -353,7 +357,7 @@ impl Source {
             Action::Offer { session } => self.offer(session),
             Action::Wait { session, cause, text } => self.send(session, Message::Waiting { cause, text }),
             Action::Drop { session, code, text } => {
-                tracing::warn!(session, %text, "a replica is refused");
+                tracing::warn!(session, %text, "replica refused");
                 self.send(session, Message::Refused { code, text });
                 self.exports.withdraw(session);
                 if let Some(peer) = self.sessions.get_mut(&session) {
@@ -394,15 +398,15 @@ impl Source {
             stop: Arc::new(AtomicBool::new(false)),
             runtime: tokio::runtime::Handle::current(),
         };
-        tracing::info!(generation, with_stream, "asking the server for a snapshot");
+        tracing::info!(generation, with_stream, "requesting a snapshot from the server");
         self.threads.start(plan)
     }
 
-    /// What a capture's news means for the exporters, before the machine hears it.
+    /// Logs a capture's event, and exports the tables when a snapshot begins. Called before the machine gets the event.
     fn capture_says(&mut self, event: &CaptureEvent) -> Result<(), Failure> {
         match event {
             CaptureEvent::Started { generation, replid, offset } => {
-                tracing::info!(generation, %replid, offset, "the snapshot begins");
+                tracing::info!(generation, %replid, offset, "snapshot started");
                 let follows = self.threads.follows_stream(*generation);
                 self.export(*generation, SNAPSHOT_REGION)?;
                 if follows {
@@ -414,23 +418,23 @@ impl Source {
             CaptureEvent::Completed { generation, bytes } => {
                 let seconds = self.gauge.began().map_or(0.0, |began| began.elapsed().as_secs_f64());
                 let rate = Size::bytes((*bytes as f64 / seconds.max(1e-9)) as u64);
-                tracing::info!(generation, size = %Size::bytes(*bytes), method = %self.gauge.method(), "the snapshot is whole after {seconds:.3} s ({rate}/s)");
+                tracing::info!(generation, size = %Size::bytes(*bytes), method = %self.gauge.method(), "snapshot completed in {seconds:.3} s ({rate}/s)");
             }
             CaptureEvent::ModuleFailed => self.method_history.module_failed(Instant::now()),
             CaptureEvent::Failed { generation, error } => {
                 self.tables.outgrown |= matches!(error, capture::CaptureError::Outgrown);
-                tracing::warn!(generation, %error, "the snapshot failed");
+                tracing::warn!(generation, %error, "snapshot failed");
             }
-            CaptureEvent::StreamResumed => tracing::info!("the stream goes on where it broke"),
+            CaptureEvent::StreamResumed => tracing::info!("replication stream resumed"),
             CaptureEvent::HistoryChanged { generation, from, to, at } => {
                 tracing::warn!(
                     generation, old = %from, new = %to, offset = at,
-                    "the server's replication history has changed (a promotion, a fail-over or a restart): the stream of the old history \
-                     ends at this offset; replicas that have loaded go to the primary, the others get a new snapshot"
+                    "the server's replication history changed (a promotion, a failover or a restart): the stream of the old history \
+                     ends at this offset; replicas that have loaded are handed over to the primary, the others get a new snapshot"
                 );
                 self.learn();
             }
-            CaptureEvent::StreamLost { text } => tracing::warn!(%text, "the stream is lost"),
+            CaptureEvent::StreamLost { text } => tracing::warn!(%text, "replication stream lost"),
         }
         Ok(())
     }
@@ -439,7 +443,7 @@ impl Source {
         self.exports.export(RegionId { generation, region }, self.tables.memory(region))
     }
 
-    /// Lets a session read whatever is lent.
+    /// Grants a session read access to all exported regions.
     fn grant(&self, session: Session) {
         let Some(peer) = self.sessions.get(&session) else { return };
         self.exports.grant(session, derive(&peer.key, LANES_LABEL));
@@ -447,9 +451,10 @@ impl Source {
 
     // ---- answers ----
 
-    /// From whom a replica is to take the snapshot's slots; `None`: from the source.
+    /// The peer from which a replica is to read the snapshot's slots; `None`: the source.
     ///
-    /// Out of a window too: a slot stays in it until everybody has it, from whomever, so that the source is the last resort there as well.
+    /// This is so for windowed snapshots too. A slot stays in the window until every replica has it, so the source remains a
+    /// fallback.
     fn place_for(&mut self, generation: u64, session: Session) -> Option<Upstream> {
         let replica = self.machine.status().replica(session)?;
         let relays = self.sessions.get(&session)?.relays.clone()?;
@@ -467,13 +472,13 @@ impl Source {
         Some(Upstream { session, name: self.machine.status().replica(session)?.name.clone(), address })
     }
 
-    /// Sends replicas elsewhere, as the topology wants it.
+    /// Tells replicas the upstreams that the topology has assigned to them.
     fn assign(&mut self, assignments: &[Assignment]) {
         let Some(generation) = self.machine.status().generation() else { return };
         for &Assignment { reader, from } in assignments {
             let upstream = from.and_then(|from| self.upstream(from));
             let name = upstream.as_ref().map_or("the source", |upstream| upstream.name.as_str());
-            tracing::info!(reader, from = name, "a replica is sent elsewhere for its slots");
+            tracing::info!(reader, from = name, "replica assigned a different upstream");
             self.send(reader, Message::ReadFrom { generation, upstream });
         }
     }
@@ -485,9 +490,9 @@ impl Source {
         let name = |session| self.machine.status().replica(session).map_or("gone", |replica| replica.name.as_str());
         match cause {
             LossCause::Lied => {
-                tracing::warn!(peer = name(peer), reader = name(reader), %text, "a replica passed on bytes that are not ours");
+                tracing::warn!(peer = name(peer), reader = name(reader), %text, "a replica lent slots that differ from the source's; no other replica will read from it");
             }
-            _ => tracing::info!(peer = name(peer), reader = name(reader), %text, "a replica lost the one it read from"),
+            _ => tracing::info!(peer = name(peer), reader = name(reader), %text, "replica lost its upstream"),
         }
         let moved = self.topology.lost(reader, peer, cause);
         self.assign(&moved);
@@ -518,14 +523,14 @@ impl Source {
         self.send(session, Message::Offer(offer));
     }
 
-    /// An offer without tables: what a dry run needs to know.
+    /// An offer without tables, for a dry run.
     fn plan(&self) -> Offer {
         let primary = announce(self.args.announce.as_ref(), self.server.url(), &self.facts);
         plan_of(&self.facts, primary, self.rate.bytes_per_second())
     }
 
-    /// Answers with what the server says now: it may have restarted, or been failed over, since the last snapshot. One that does
-    /// not answer soon is described as it was.
+    /// Answers with fresh facts of the server, which may have restarted or failed over since the last snapshot. If the server does
+    /// not answer within [`LEARN_LIMIT`], the last known facts are sent.
     fn send_plan(&self, session: Session) {
         let (learning, incoming) = (self.learn(), self.incoming.clone());
         tokio::spawn(async move {
@@ -534,7 +539,7 @@ impl Source {
         });
     }
 
-    /// Asks the server about itself, in the background.
+    /// Reads the server's facts in the background.
     fn learn(&self) -> tokio::task::JoinHandle<()> {
         let (client, server, incoming) = (self.client.clone(), self.server.clone(), self.incoming.clone());
         tokio::spawn(async move {
@@ -557,7 +562,7 @@ impl Source {
         });
     }
 
-    /// Tells the replicas, ends the threads, leaves the server as it was.
+    /// Tells the replicas that the source stops, and ends the capture threads.
     async fn stop(mut self) {
         tracing::info!("stopping");
         let sessions: Vec<Session> = self.sessions.keys().copied().collect();

@@ -8,7 +8,7 @@ use super::Source;
 use super::machine::{Replica, Session, Stage};
 use crate::server::{Facts, Link, Role};
 
-/// What `remora status` shows.
+/// The report that `remora status` shows.
 pub(super) fn report(source: &Source) -> StatusReport {
     let (now, status) = (Instant::now(), source.machine.status());
     StatusReport {
