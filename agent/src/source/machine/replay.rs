@@ -1,7 +1,7 @@
 //! Random runs of the machine: the invariants hold after every event, and a seed replays.
 //!
-//! Replicas and capture threads are played by [`Play`], which draws every choice from one seed and answers the machine's actions as the
-//! source's loop would.
+//! [`Play`] plays the replicas and the capture threads. It draws every choice from one seed, and performs the machine's actions as the
+//! source's loop does.
 #![allow(clippy::unwrap_used)]
 
 use std::fmt::Write;
@@ -14,13 +14,13 @@ use super::*;
 
 const RULES: Rules = Rules { max_age: Duration::from_secs(300), max_replicas: 4, stall_limit: Duration::from_secs(20) };
 
-/// Events of one run.
+/// The number of events in one run.
 const EVENTS: usize = 400;
 
-/// Slots of a whole snapshot.
+/// The number of slots in a complete snapshot.
 const SLOTS: u64 = 40;
 
-/// Xorshift: a stream of numbers that follows from its seed.
+/// Xorshift: random numbers that follow from the seed.
 struct Draw(u64);
 
 impl Draw {
@@ -107,7 +107,7 @@ impl Play {
 
     fn progress(&mut self, session: Session) -> Event {
         let phase = [Phase::Transfer, Phase::Load, Phase::CatchUp, Phase::Stay][self.draw.below(4) as usize];
-        // A replica that loads has all its slots: it reads none again. The loop drops reports of replicas that were offered nothing.
+        // A replica that loads has all its slots and reads no slot again. The loop drops reports of replicas that were offered nothing.
         let Some(replica) = self.machine.status().replica(session).filter(|replica| replica.generation.is_some())
         else {
             return Event::Tick;
@@ -119,7 +119,7 @@ impl Play {
         Event::Progress { session, at }
     }
 
-    /// What a capture thread or the stream's thread says next.
+    /// The next event of a capture thread or the stream's thread.
     fn capture(&mut self) -> Event {
         let choice = self.draw.below(12);
         match self.running {
@@ -135,7 +135,7 @@ impl Play {
                 Event::Capture(CaptureEvent::Started { generation, replid, offset })
             }
             Some(running) if running.is_open && choice > 4 => {
-                // The writer gets on, within what it may reuse, or waits.
+                // The writer fills slots that it may reuse, or waits.
                 self.reading.published = (self.reading.published + 1 + self.draw.below(8)).min(SLOTS);
                 self.reading.writer_waits += u64::from(choice > 8);
                 self.reading.retired = self.machine.retire_below.min(self.reading.published);
@@ -178,7 +178,7 @@ impl Play {
         }
     }
 
-    /// More of the stream comes, and the journal may lose some of its oldest.
+    /// The stream grows, and the journal may lose its oldest bytes.
     fn stream_grows(&mut self) {
         if self.stream.is_some() {
             self.reading.journal_end += self.draw.below(100);
@@ -197,7 +197,7 @@ impl Play {
         for action in actions {
             match action {
                 Action::Capture { generation, with_stream, .. } => {
-                    assert!(!with_stream || self.stream.is_none(), "a second stream while one lives");
+                    assert!(!with_stream || self.stream.is_none(), "a second stream beside a running one");
                     self.running = Some(Running { generation: *generation, with_stream: *with_stream, is_open: false });
                 }
                 Action::StopCapture { generation } => {
@@ -209,7 +209,7 @@ impl Play {
         }
     }
 
-    /// The invariants of the module's text.
+    /// Checks the invariants that the machine's docs state.
     fn check(&self) {
         let machine = &self.machine;
         let waiting = machine.waiting();
@@ -220,7 +220,7 @@ impl Play {
         assert!(waiting.is_empty() || !begins, "{waiting:?} wait and a snapshot could begin\n{}", self.told);
         for (session, replica) in machine.status().replicas {
             let has_passed = !replica.is_reading() || replica.at.slots_below >= machine.retire_below;
-            assert!(has_passed, "{session} still needs a slot that was given up\n{}", self.told);
+            assert!(has_passed, "{session} still needs a slot that may be reused\n{}", self.told);
         }
         assert!(machine.status().replicas.len() <= RULES.max_replicas, "{}", self.told);
     }

@@ -1,4 +1,4 @@
-//! The source's decisions, tried without any I/O: events and times in, actions out.
+//! Tests of the source's decisions without any I/O: events and times go in, actions come out.
 #![allow(clippy::unwrap_used)]
 
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ const RULES: Rules =
 
 const FIRST: u64 = 100;
 
-/// An machine and the tables that it decides about. Slots that it lets the writer reuse are kept apart from the other actions.
+/// A machine, and the reading of the tables that it is given. Slots that it lets the writer reuse are kept apart from the other actions.
 struct Bench {
     machine: Machine,
     reading: Reading,
@@ -68,7 +68,7 @@ impl Bench {
         (self.reading.journal_first, self.reading.journal_end) = (first, end);
     }
 
-    /// The capture thread began: the reading of the table says so too.
+    /// A snapshot has started. The reading of the table is that of a new one.
     fn started(&mut self, generation: u64, replid: ReplId, offset: u64) -> Vec<Action> {
         self.reading = Reading { published: 0, retired: 0, writer_waits: 0, ..self.reading };
         self.retire_below = 0;
@@ -86,7 +86,7 @@ impl Bench {
         self.event(Event::Capture(CaptureEvent::Failed { generation, error }))
     }
 
-    /// A source with a whole snapshot at offset 10, given to session 1, which is done with it.
+    /// A source with a complete snapshot at offset 10. Session 1 was given it and has been handed over.
     fn with_snapshot() -> Bench {
         let mut bench = Bench::new();
         bench.join(1);
@@ -208,13 +208,13 @@ fn a_snapshot_of_another_history_ends_all_that_was_given_of_the_old_one() {
     assert!(actions.contains(&Action::EndStream { generation: FIRST }), "{actions:?}");
     let gone = |action: &&Action| matches!(action, Action::GenerationGone { session: 2, generation: FIRST, .. });
     assert_eq!(actions.iter().filter(gone).count(), 1, "{actions:?}");
-    // What was begun was not the stream's beginning: it is stopped, and a new one begins with a stream of its own.
+    // The new snapshot does not belong to the stream: its capture is stopped, and the next one begins with a stream of its own.
     assert!(actions.contains(&Action::StopCapture { generation: FIRST + 1 }), "{actions:?}");
     assert_eq!(begins(&actions), Some((FIRST + 2, true)), "{actions:?}");
 }
 
 #[test]
-fn slots_are_given_up_only_when_the_ring_is_full_and_every_reader_has_passed_them() {
+fn slots_are_reused_only_when_the_ring_is_full_and_every_reader_has_passed_them() {
     let mut bench = Bench::new();
     bench.join(1);
     bench.join(2);
@@ -227,10 +227,10 @@ fn slots_are_given_up_only_when_the_ring_is_full_and_every_reader_has_passed_the
     assert_eq!(bench.retire_below, 3);
     bench.progress(2, Phase::Transfer, 5);
     assert_eq!(bench.retire_below, 5);
-    // A replica can't take back what it has passed.
+    // A replica cannot go back before a slot that it has passed.
     bench.progress(2, Phase::Transfer, 1);
     assert_eq!(bench.machine.replicas[&2].at.slots_below, 5);
-    // From now on nobody can begin at the first slot.
+    // From now on no replica can begin at the first slot.
     let actions = bench.join(3);
     assert_eq!(offers(&actions), Vec::<Session>::new());
     assert!(matches!(&actions[..], [Action::Wait { session: 3, cause: WaitCause::Busy, .. }]), "{actions:?}");
@@ -269,7 +269,7 @@ fn a_capture_that_breaks_is_tried_again_after_a_pause_and_its_readers_are_told()
 }
 
 #[test]
-fn a_server_that_refuses_is_not_asked_again_and_those_who_wait_hear_why() {
+fn a_server_that_refuses_is_not_asked_again_and_waiting_replicas_are_told_why() {
     let mut bench = Bench::new();
     bench.join(1);
     let actions = bench.failed(FIRST, CaptureError::HistoryGone);
@@ -294,7 +294,7 @@ fn a_replica_that_comes_back_goes_on_with_the_generation_it_knows() {
 }
 
 #[test]
-fn a_loaded_replica_needs_the_stream_only_and_is_sent_away_where_it_is_gone() {
+fn a_loaded_replica_needs_the_stream_only_and_is_sent_away_if_the_stream_is_gone() {
     let mut bench = Bench::with_snapshot();
     bench.journal_at(40, 90);
     let loaded = |byte, next_byte| {
@@ -320,13 +320,13 @@ fn one_replica_too_many_is_refused_and_touches_nothing() {
     }
     let actions = bench.join(4);
     assert!(matches!(&actions[..], [Action::Drop { session: 4, code: RefusalCode::Busy, .. }]), "{actions:?}");
-    // One that has its place may ask again.
+    // A replica that has joined may ask again.
     let actions = bench.join(2);
     assert!(!actions.iter().any(|action| matches!(action, Action::Drop { .. })), "{actions:?}");
 }
 
 #[test]
-fn a_source_that_nobody_wants_leaves_the_server_alone_after_a_while() {
+fn a_source_without_replicas_releases_the_server_after_a_while() {
     let mut bench = Bench::with_snapshot();
     assert_eq!(bench.after(RULES.max_age - Duration::from_secs(1)), []);
     let actions = bench.after(Duration::from_secs(2));
@@ -449,7 +449,7 @@ fn replicas_of_an_ended_history_hold_up_the_others_for_a_while_only() {
 }
 
 #[test]
-fn a_snapshot_under_way_ends_with_the_history_and_a_late_word_of_the_old_stream_changes_nothing() {
+fn a_running_snapshot_ends_with_the_history_and_a_late_event_of_the_old_stream_changes_nothing() {
     let mut bench = Bench::new();
     bench.join(1);
     bench.started(FIRST, replid(1), 10);
