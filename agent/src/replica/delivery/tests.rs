@@ -49,8 +49,7 @@ impl Source {
         let table = |kind: Kind, region: u32| {
             let memory = memory(GEOMETRY.memory_len());
             exporter.export(RegionId { generation, region }, memory.clone()).unwrap();
-            let replid = HISTORY.as_bytes().try_into().unwrap();
-            (memory, Identity { generation, kind, replid, first_offset: OFFSET })
+            (memory, Identity { kind, origin: origin(generation) })
         };
         exporter.grant(1, SECRET);
         let (memory, identity) = table(Kind::Snapshot, 0);
@@ -83,8 +82,7 @@ impl Source {
             let layout = SinkLayout { offset: 0, buffers: 4 };
             let sink = memory(layout.length(&GEOMETRY));
             let peer = network.connector().connect(&key, 1, &SECRET, sink.clone()).unwrap();
-            let replid = HISTORY.as_bytes().try_into().unwrap();
-            let expect = Expectation { generation: self.generation, geometry: GEOMETRY, replid, first_offset: OFFSET };
+            let expect = Expectation { origin: origin(self.generation), geometry: GEOMETRY };
             Part { peer, sink, layout, expect, in_place: false, copy: None }
         };
         let origin = Origin {
@@ -108,6 +106,10 @@ impl Source {
         part.copy = Some(CopyPlan { own: GEOMETRY, download_rate: 0, retained: true });
         (feed, sink)
     }
+}
+
+fn origin(generation: u64) -> remora_table::Origin {
+    remora_table::Origin { generation, history: HISTORY.parse().unwrap(), offset: OFFSET }
 }
 
 fn memory(length: u64) -> Arc<Memory> {
