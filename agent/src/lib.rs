@@ -22,7 +22,7 @@
 //! - [`source`], [`replica`], [`status`]: the job.
 //! - [`transports`]: which transports to the memory there are, and the command that reports them; [`probe`] measures
 //!   them.
-//! - [`verify`], [`load`], [`library`], [`generate`]: further commands.
+//! - [`verify`], [`load`], [`module_file`], [`generate`]: further commands.
 #![forbid(unsafe_code)]
 // The docs of the two ends name private items: read them in the source, or with `--document-private-items`.
 #![allow(rustdoc::private_intra_doc_links)]
@@ -34,8 +34,9 @@ pub mod conversation;
 pub mod exit;
 pub mod generate;
 mod lanes;
-pub mod library;
+
 pub mod load;
+pub mod module_file;
 pub mod probe;
 pub mod progress;
 pub mod replica;

@@ -257,10 +257,10 @@ mod tests {
         );
         assert_eq!(
             line("load", keys, 400, 400, Duration::from_secs(8)),
-            "load: 400 of 400 keys, 100 %, 50 keys/s, 8.0 s in all"
+            "load: 400 of 400 keys, 100 %, 50 keys/s, 8.0 s in total"
         );
         let bytes = line("fetch", Unit::Bytes, 3 << 20, 0, Duration::from_secs(3));
-        assert_eq!(bytes, "fetch: 3 MiB, 1 MiB/s, 3.0 s in all");
+        assert_eq!(bytes, "fetch: 3 MiB, 1 MiB/s, 3.0 s in total");
     }
 
     #[test]

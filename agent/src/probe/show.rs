@@ -139,7 +139,7 @@ mod tests {
             ["8", "B", "3.0", "µs", "6.0", "µs", "0.08", "0.08"]
         );
         assert_eq!(row("1 MiB").split_whitespace().last(), Some("10486"));
-        assert!(text.contains("shm: can't be used: another host"), "{text}");
+        assert!(text.contains("shm: cannot be used: another host"), "{text}");
         assert!(text.contains("1 of 4 figures are missing: too late"), "{text}");
     }
 
