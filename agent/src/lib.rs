@@ -34,7 +34,6 @@ pub mod conversation;
 pub mod exit;
 pub mod generate;
 mod lanes;
-
 pub mod load;
 pub mod module_file;
 pub mod probe;

@@ -155,7 +155,7 @@ impl Way {
             .and_then(|memory| memory.prefault(0..length).map(|()| memory));
         memory.map(Arc::new).map_err(|error| {
             let text = format!(
-                "cannot allocate {length} bytes of memory to read into: {error}; set smaller --sizes or --depths"
+                "cannot allocate {length} bytes of memory to read into: {error}; give smaller --sizes or --depths"
             );
             Failure::local(text)
         })

@@ -71,11 +71,11 @@ impl Gauge {
     }
 
     /// Shows how far a writer in another process is.
-    pub(super) fn snapshot_told(&self, told: &WriterStatus) {
-        self.received.store(told.received, Relaxed);
-        self.published_slots.store(told.published_slots, Relaxed);
-        self.retired_slots.store(told.retired_slots, Relaxed);
-        self.waits.store(told.waits, Relaxed);
+    pub(super) fn snapshot_written(&self, status: &WriterStatus) {
+        self.received.store(status.received, Relaxed);
+        self.published_slots.store(status.published_slots, Relaxed);
+        self.retired_slots.store(status.retired_slots, Relaxed);
+        self.waits.store(status.waits, Relaxed);
     }
 
     /// How the snapshot is taken from the server.

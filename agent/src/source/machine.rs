@@ -196,7 +196,7 @@ impl Machine {
             name,
             address,
             joined: now,
-            heard: now,
+            last_seen: now,
             generation: None,
             at: Report::NOTHING,
             rate: 0,
@@ -213,7 +213,7 @@ impl Machine {
 
     fn progress(&mut self, now: Instant, session: Session, at: Report) {
         let Some(replica) = self.replicas.get_mut(&session) else { return };
-        let span = now.duration_since(replica.heard).as_secs_f64();
+        let span = now.duration_since(replica.last_seen).as_secs_f64();
         if span > 0.0 {
             let rate = at.bytes.saturating_sub(replica.at.bytes) as f64 / span;
             // The mean of the old and the new rate: steady enough to read, quick enough to follow.
@@ -228,7 +228,7 @@ impl Machine {
         // A replica cannot go back before a slot that it has passed.
         let slots_below = at.slots_below.max(replica.at.slots_below);
         replica.at = Report { slots_below, ..at };
-        replica.heard = now;
+        replica.last_seen = now;
     }
 
     fn captured(&mut self, now: Instant, event: CaptureEvent, actions: &mut Vec<Action>) {

@@ -91,8 +91,8 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
     let facts = Facts::read(&mut server.connect().await?).await?;
     if facts.cluster_enabled == Some(true) {
         return Err(Failure::refused(format!(
-            "the server {} runs in cluster mode, where a server refuses REPLICAOF; Remora does not support clusters: name a \
-             server without cluster-enabled with --server",
+            "the server {} runs in cluster mode, where servers refuse REPLICAOF; delivery by a dump file, for clusters, is not \
+             available yet: name a server with cluster-enabled no",
             server.url()
         )));
     }

@@ -112,7 +112,7 @@ fn table(name: &str, budget: u64, slot_size: u32) -> Result<(Arc<Memory>, Geomet
 }
 
 fn no_memory(error: impl std::fmt::Display) -> Failure {
-    Failure::local(format!("cannot allocate the memory for the tables: {error}; set a smaller --memory"))
+    Failure::local(format!("cannot allocate the memory for the tables: {error}; give a smaller --memory"))
 }
 
 /// A generation number above those of all earlier runs of a source on this host.

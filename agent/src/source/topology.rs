@@ -72,7 +72,7 @@ struct Node {
     rate: Rate,
     is_full: bool,
     /// When it last reported its progress.
-    heard: Instant,
+    last_seen: Instant,
     is_silent: bool,
     /// Whether it needs no more slots.
     is_done: bool,
@@ -143,7 +143,7 @@ impl Topology {
             held: first,
             rate: Rate::default(),
             is_full: false,
-            heard: now,
+            last_seen: now,
             is_silent: false,
             is_done: false,
             lost,
@@ -159,7 +159,7 @@ impl Topology {
     pub(super) fn progress(&mut self, now: Instant, session: Session, at: Relaying, bytes: u64, is_done: bool) {
         let Some(node) = self.nodes.get_mut(&session) else { return };
         (node.oldest, node.held, node.is_full) = (at.oldest, at.held, at.is_full);
-        (node.heard, node.is_silent) = (now, false);
+        (node.last_seen, node.is_silent) = (now, false);
         node.is_done |= is_done;
         node.rate.sample(now, bytes);
         self.best_rate = self.best_rate.max(node.rate.bytes_per_second.unwrap_or(0));
@@ -213,7 +213,7 @@ impl Topology {
 
     /// Assigns other upstreams to the readers of replicas that have fallen silent.
     fn leave_silent(&mut self, now: Instant) -> Vec<Assignment> {
-        let falls_silent = |node: &Node| !node.is_silent && now.duration_since(node.heard) > SILENT_AFTER;
+        let falls_silent = |node: &Node| !node.is_silent && now.duration_since(node.last_seen) > SILENT_AFTER;
         let silent = self.nodes.iter().filter_map(|(&session, node)| falls_silent(node).then_some(session));
         let silent: Vec<Session> = silent.collect();
         let mut orphans = BTreeSet::new();

@@ -87,7 +87,7 @@ impl Capture {
         }
     }
 
-    /// Sends an event to the machine. An machine that has ended needs none.
+    /// Sends an event to the source's loop. A loop that has ended needs none.
     fn report(&self, event: CaptureEvent) {
         let _ = self.plan.events.send(event);
     }

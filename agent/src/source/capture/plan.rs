@@ -38,13 +38,13 @@ pub(crate) struct Plan {
     pub(crate) gauge: Arc<Gauge>,
     /// Where the capture sends its events: a handful in its life.
     pub(crate) events: UnboundedSender<CaptureEvent>,
-    /// Set by the machine to end the capture.
+    /// Set by the source's loop to end the capture.
     pub(crate) stop: Arc<AtomicBool>,
     /// For the asynchronous parts of connecting (name look-up, TLS).
     pub(crate) runtime: tokio::runtime::Handle,
 }
 
-/// What a capture reports to the machine.
+/// What a capture reports to the source's loop.
 #[derive(Debug)]
 pub(crate) enum CaptureEvent {
     /// The primary has forked: the snapshot will hold everything up to `offset`.
@@ -92,7 +92,7 @@ pub(crate) enum CaptureError {
     /// The table refused a call: a bug of the source.
     #[error(transparent)]
     Table(#[from] remora_table::Error),
-    /// The machine stopped the capture.
+    /// The source stopped the capture.
     #[error("stopped")]
     Stopped,
 }
@@ -112,7 +112,7 @@ impl CaptureError {
     }
 }
 
-/// The ACL rules to grant, if the server refused a command for want of one.
+/// The ACL rules to grant, if the server refused a command because one is missing.
 fn rules_for(error: &client::Error) -> String {
     match error {
         client::Error::Refused(Refusal::NoPerm { .. }) => {
@@ -122,7 +122,7 @@ fn rules_for(error: &client::Error) -> String {
     }
 }
 
-/// What ends a capture early: the machine, and for a stream beside a snapshot also the snapshot's failure.
+/// What ends a capture early: the source's loop, and for a stream beside a snapshot also the snapshot's failure.
 #[derive(Clone)]
 pub(super) struct Stop {
     stopped: Arc<AtomicBool>,
@@ -130,6 +130,7 @@ pub(super) struct Stop {
 }
 
 impl Stop {
+    /// A stop that `stopped` sets.
     pub(super) fn new(stopped: Arc<AtomicBool>) -> Stop {
         Stop { stopped, abandoned: None }
     }
@@ -139,6 +140,7 @@ impl Stop {
         Stop { stopped: self.stopped.clone(), abandoned: Some(abandoned) }
     }
 
+    /// Whether the capture has to end.
     pub(super) fn is_set(&self) -> bool {
         self.stopped.load(Ordering::Relaxed) || self.abandoned.as_ref().is_some_and(|flag| flag.load(Ordering::Relaxed))
     }

@@ -73,7 +73,7 @@ impl<'c> Taking<'c> {
         Taking { capture, writer, is_complete: false }
     }
 
-    /// Seals the snapshot without its last `trim` bytes, and reports it to the machine.
+    /// Seals the snapshot without its last `trim` bytes, and reports it to the source's loop.
     pub(super) fn complete(mut self, trim: u64) -> Result<(), CaptureError> {
         let bytes = self.writer.finish(trim)?;
         self.is_complete = true;
@@ -154,7 +154,7 @@ impl<'c> Taking<'c> {
         Ok(trim)
     }
 
-    /// The ring is full: retires the slots that the machine has released, or waits a moment for the readers. Fails if no slot may
+    /// The ring is full: retires the slots that the machine allows to be reused, or waits a moment for the readers. Fails if no slot may
     /// be reused.
     fn wait_for_room(&mut self) -> Result<(), CaptureError> {
         let plan = &self.capture.plan;

@@ -1,4 +1,4 @@
-//! A capture with the module in the server: arms the module, and follows what the server's fork child writes into our table.
+//! A capture with the module in the server: arms the module, and follows what the server's fork child writes into the table.
 //!
 //! ```text
 //!   no module, or not to be used ────────────────────────────────────────────┐
@@ -6,11 +6,11 @@
 //!                                                                            ▼
 //!   ask ──▶ arm: walk ──▶ PSYNC ──▶ the child asks ──▶ it may ──▶ long strings from it, behind them the rest by PSYNC
 //!      │                               └─ it declines ────────▶ capture by PSYNC alone
-//!      └──▶ arm: ease ──▶ capture by PSYNC, the child doesn't compress          ▲
+//!      └──▶ arm: ease ──▶ capture by PSYNC, the child does not compress         ▲
 //!                          the walk failed: the next attempts, for some minutes, ┘
 //! ```
 //!
-//! The strings that the child writes into our table are missing from what its server saves. So the child may begin only if no
+//! The strings that the child writes into the source's table are missing from what its server saves. So the child may begin only if no
 //! other client receives that snapshot. **The capture gives the permission.** It does so when `+FULLRESYNC` has arrived over its own
 //! connection with the replid and the offset that the child reports, and if that connection still waits when the child asks. Then
 //! the child was forked for this capture (`module/src/capture/exclusive.rs` has the rest of the argument). Bytes that arrive before
@@ -103,7 +103,7 @@ impl Capture {
         }
     }
 
-    /// Waits until no child of the server writes the snapshot's memory any more, and claims it.
+    /// Waits until no child of the server writes the snapshot's memory, and claims it.
     fn claim(&self) -> Result<Claim, CaptureError> {
         let began = Instant::now();
         loop {
@@ -112,7 +112,8 @@ impl Capture {
             }
             self.stop.check()?;
             if began.elapsed() > CLAIM_LIMIT {
-                let text = format!("a child of the server still writes our table after {} s", CLAIM_LIMIT.as_secs());
+                let text =
+                    format!("a child of the server still writes the source's table after {} s", CLAIM_LIMIT.as_secs());
                 return Err(CaptureError::Module(text));
             }
             thread::sleep(POLL);
@@ -186,11 +187,11 @@ impl Capture {
             live.store(true, Ordering::Release);
             let payload = armed.first_byte(&mut link);
             live.store(false, Ordering::Release);
-            let told = armed.walked()?;
+            let written = armed.walked()?;
             let (mut socket, early) = link.into_parts();
             let _claim = self.claim()?;
             let database = armed.page.origin().filter(|_| counts).map(|origin| origin.database);
-            let expected = join::Expected { payload: payload?, told, database };
+            let expected = join::Expected { payload: payload?, written, database };
             self.receive_rest(&mut socket, &expected, &early)?;
             Ok(match journal {
                 Some(journal) => Following::ThisThread(Box::new(Follower::new(self, socket, journal))),
@@ -313,15 +314,15 @@ impl<'c> Armed<'c> {
     fn walked(&self) -> Result<WriterStatus, CaptureError> {
         let Armed { page, capture, .. } = self;
         if page.stage() == Stage::Done {
-            let told = page.writer_status();
-            capture.plan.gauge.snapshot_told(&told);
+            let written = page.writer_status();
+            capture.plan.gauge.snapshot_written(&written);
             tracing::debug!(
-                strings = told.keys,
-                micros = told.took_micros,
-                waits = told.waits,
+                strings = written.keys,
+                micros = written.took_micros,
+                waits = written.waits,
                 "the child has ended its walk"
             );
-            return Ok(told);
+            return Ok(written);
         }
         if capture.has_outgrown(page) {
             return Err(CaptureError::Outgrown);
@@ -362,7 +363,7 @@ impl Capture {
                 if !plan.retained {
                     page.allow_retiring(plan.gauge.retire_below());
                 }
-                plan.gauge.snapshot_told(&page.writer_status());
+                plan.gauge.snapshot_written(&page.writer_status());
             }
             thread::sleep(POLL);
         }
