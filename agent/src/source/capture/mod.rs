@@ -56,6 +56,7 @@ pub(crate) use self::plan::{CaptureError, CaptureEvent, Plan};
 use self::plan::{SILENCE_LIMIT, Stop};
 use self::socket::Silence;
 use self::stream::Following;
+use crate::server::ServerError;
 
 /// One capture: a snapshot of the server and, unless another capture follows it, the replication stream behind it.
 #[derive(Clone)]
@@ -90,6 +91,16 @@ impl Capture {
     /// Sends an event to the source's loop. A loop that has ended needs none.
     fn report(&self, event: CaptureEvent) {
         let _ = self.plan.events.send(event);
+    }
+
+    /// Waits for `work`, which uses the network, unless the capture is stopped meanwhile.
+    fn wait_for<T>(&self, work: impl Future<Output = Result<T, ServerError>>) -> Result<T, CaptureError> {
+        self.plan.runtime.block_on(async {
+            tokio::select! {
+                done = work => Ok(done?),
+                () = self.stop.wait() => Err(CaptureError::Stopped),
+            }
+        })
     }
 
     /// Starts to measure how long the server is silent. `during` names the phase in the error.

@@ -145,6 +145,13 @@ impl Stop {
         self.stopped.load(Ordering::Relaxed) || self.abandoned.as_ref().is_some_and(|flag| flag.load(Ordering::Relaxed))
     }
 
+    /// Waits until the stop is set.
+    pub(super) async fn wait(&self) {
+        while !self.is_set() {
+            tokio::time::sleep(TICK).await;
+        }
+    }
+
     /// Fails with [`CaptureError::Stopped`] if the stop is set.
     pub(super) fn check(&self) -> Result<(), CaptureError> {
         if self.is_set() { Err(CaptureError::Stopped) } else { Ok(()) }

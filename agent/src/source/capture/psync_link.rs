@@ -9,7 +9,6 @@ use remora_redis::{ReplId, resp};
 use super::Capture;
 use super::plan::{CaptureError, Stop, TICK};
 use super::socket::{Received, Silence, Socket};
-use crate::server::ServerError;
 
 /// A snapshot that the server has announced.
 pub(super) struct Announced {
@@ -66,10 +65,7 @@ impl Capture {
     }
 
     fn connect(&self) -> Result<Socket, CaptureError> {
-        let stream = self.plan.runtime.block_on(async {
-            let client = self.plan.server.connect().await?;
-            Ok::<_, ServerError>(client.into_stream().0)
-        })?;
+        let stream = self.wait_for(async { Ok(self.plan.server.connect().await?.into_stream().0) })?;
         Socket::new(stream, self.plan.runtime.clone(), TICK).map_err(broken)
     }
 }

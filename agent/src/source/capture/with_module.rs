@@ -38,7 +38,7 @@ use super::plan::{CaptureError, CaptureEvent, SILENCE_LIMIT};
 use super::psync_link::{PsyncLink, broken};
 use super::stream::{Follower, Following};
 use crate::args::ModuleCapture;
-use crate::server::{Client, Facts, Role, ServerError, module};
+use crate::server::{Client, Facts, Role, module};
 use crate::units::Size;
 
 /// How an attempt with the module fails.
@@ -130,14 +130,15 @@ impl Capture {
             tracing::info!("the module failed a short time ago; taking the snapshot without it");
             return None;
         }
-        let asked = self.plan.runtime.block_on(async {
+        let asked = self.wait_for(async {
             let mut client = self.plan.server.connect().await?;
             let known = module::find(&mut client, rules.load.as_deref()).await?;
             let facts = Facts::read(&mut client).await?;
-            Ok::<_, ServerError>((client, known, facts))
+            Ok((client, known, facts))
         });
         let (client, known, facts) = match asked {
             Ok(asked) => asked,
+            Err(CaptureError::Stopped) => return None,
             Err(error) => {
                 tracing::warn!(%error, "cannot determine whether the server has loaded the module");
                 return None;
