@@ -21,7 +21,8 @@ impl Backoff {
         Backoff { next: Self::FIRST, state: seed }
     }
 
-    /// Draws the seed from the system's random numbers. Without them it uses the time, which differs between agents as well.
+    /// Draws the seed from the system's random numbers. Without them it uses the time, which differs between agents as
+    /// well.
     pub(crate) fn from_system() -> Backoff {
         let mut seed = [0; 8];
         if getrandom::fill(&mut seed).is_err() {

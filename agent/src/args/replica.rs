@@ -62,9 +62,9 @@ pub struct ReplicaArgs {
     #[arg(long, help_heading = "What to do")]
     pub replace: bool,
 
-    /// State of the server if the sync fails or is stopped after the server has begun to load. `detached`: it
-    /// follows no primary (`REPLICAOF NO ONE`) and keeps the data that it holds then; the agent reports how much. `empty`:
-    /// also flushed, so that no client takes half a data set for a whole one.
+    /// State of the server if the sync fails or is stopped after the server has begun to load. `detached`: it follows
+    /// no primary (`REPLICAOF NO ONE`) and keeps the data that it holds then; the agent reports how much. `empty`: also
+    /// flushed, so that no client takes half a data set for a whole one.
     #[arg(long, value_name = "STATE", default_value = "empty", help_heading = "What to do")]
     pub on_failure: OnFailure,
 

@@ -1,7 +1,7 @@
 //! Joins what the server saves to the strings that its child has written into the source's table.
 //!
-//! Each part is a snapshot of its own. A snapshot may repeat its fields, its databases and their sizes. So one snapshot is made of
-//! both parts by leaving out the bytes that may occur only once:
+//! Each part is a snapshot of its own. A snapshot may repeat its fields, its databases and their sizes. So one snapshot
+//! is made of both parts by leaving out the bytes that may occur only once:
 //!
 //! ```text
 //!   the child's   REDIS0011 fields │ database, long strings … │
@@ -10,8 +10,8 @@
 //!                                                                                      → zeros     left out
 //! ```
 //!
-//! The server's checksum covers its own bytes alone. Zeros mean that the snapshot has no checksum; the table has one for each
-//! slot. Why the server leaves out the long strings is described in [`super::with_module`].
+//! The server's checksum covers its own bytes alone. Zeros mean that the snapshot has no checksum; the table has one
+//! for each slot. Why the server leaves out the long strings is described in [`super::with_module`].
 
 use remora_redis::psync::Payload;
 use remora_redis::psync::client::EofMark;
@@ -30,8 +30,8 @@ pub(super) struct Expected {
     pub(super) payload: Payload,
     /// What the child has written.
     pub(super) written: WriterStatus,
-    /// The database in which the stream begins, as the child reported it; `None` if it makes no difference. A primary's stream begins
-    /// with a `SELECT`. A replica forwards its primary's stream unchanged, so there the database counts.
+    /// The database in which the stream begins, as the child reported it; `None` if it makes no difference. A primary's
+    /// stream begins with a `SELECT`. A replica forwards its primary's stream unchanged, so there the database counts.
     pub(super) database: Option<u32>,
 }
 
@@ -82,7 +82,8 @@ impl Capture {
     }
 }
 
-/// The most bytes that one read takes. They are copied once more from the buffer, so it should fit in a second-level cache.
+/// The most bytes that one read takes. They are copied once more from the buffer, so it should fit in a second-level
+/// cache.
 const READ_BYTES: usize = 256 << 10;
 
 /// Decides which bytes of the server's part go into the table. Pure.

@@ -10,9 +10,9 @@
 //!      stream    ──▶ journal (until stopped)          close: the journal already holds what follows
 //! ```
 //!
-//! If the server offers it (Valkey's dual channel), the first capture uses two connections. The forked child itself writes
-//! the snapshot to one of them, which spares the server's main thread a copy. The stream flows over the other one from the
-//! beginning.
+//! If the server offers it (Valkey's dual channel), the first capture uses two connections. The forked child itself
+//! writes the snapshot to one of them, which spares the server's main thread a copy. The stream flows over the other
+//! one from the beginning.
 //!
 //! ```text
 //!   connect ── PSYNC ? -1 ──▶ +DUALCHANNELSYNC ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ▶ PSYNC <replid> <offset + 1> ──▶ +CONTINUE
@@ -26,11 +26,12 @@
 //! after it was promoted, when it follows another primary, or after it was shut down and started again. Then the stream
 //! ends before a byte of the new history is appended.
 //!
-//! A capture decides nothing: [`super::machine`] decides which one runs when. It ends within one [`TICK`](plan::TICK) after its
-//! `stop` is set, or when the primary ends it.
+//! A capture decides nothing: [`super::machine`] decides which one runs when. It ends within one [`TICK`](plan::TICK)
+//! after its `stop` is set, or when the primary ends it.
 //!
 //! - `plan`: what a capture is given, reports and fails with. `method`: how it takes the snapshot.
-//! - `with_module` and `without_module`: the two ways; `join` appends the server's part to the part that its child wrote.
+//! - `with_module` and `without_module`: the two ways; `join` appends the server's part to the part that its child
+//!   wrote.
 //! - `psync_link` drives every handshake; `snapshot` and `stream` fill the tables; `socket` is the connection.
 
 mod join;

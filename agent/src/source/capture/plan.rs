@@ -21,12 +21,13 @@ pub(crate) struct Plan {
     pub(crate) generation: u64,
     /// The server to take the snapshot from.
     pub(crate) server: Server,
-    /// The server version that the capture claims, so that the server writes its own format. `None`: the server writes the
-    /// format that all readers know.
+    /// The server version that the capture claims, so that the server writes its own format. `None`: the server writes
+    /// the format that all readers know.
     pub(crate) reader_version: Option<String>,
     /// The memory for the snapshot's table.
     pub(crate) snapshot: (Arc<Memory>, Geometry),
-    /// Whether readers were promised that no slot of the snapshot is reused. The capture fails if it would have to reuse one.
+    /// Whether readers were promised that no slot of the snapshot is reused. The capture fails if it would have to
+    /// reuse one.
     pub(crate) retained: bool,
     /// The memory for the journal. `None` if another capture already follows the stream.
     pub(crate) journal: Option<(Arc<Memory>, Geometry)>,
@@ -82,8 +83,8 @@ pub(crate) enum CaptureError {
     /// The server no longer has the byte that the journal needs next.
     #[error("the server's backlog no longer reaches back to where the stream broke, or its history is another one")]
     HistoryGone,
-    /// The server has the byte that the journal needs next, but continues under another replid: it was promoted, follows
-    /// another primary, or was shut down and started again.
+    /// The server has the byte that the journal needs next, but continues under another replid: it was promoted,
+    /// follows another primary, or was shut down and started again.
     #[error("the server's history changed from {from} to {to} after offset {at}")]
     HistoryChanged { from: ReplId, to: ReplId, at: u64 },
     /// The snapshot is larger than expected, and its readers were promised that no slot is reused.
@@ -161,6 +162,6 @@ impl Stop {
 /// How often a waiting thread checks its stop: the bound on how long stopping takes.
 pub(super) const TICK: Duration = Duration::from_millis(100);
 
-/// The longest silence of the server in a handshake, a snapshot or the stream. Servers send a newline each second while they
-/// prepare a snapshot, and drop silent replicas themselves after `repl-timeout`, 60 s by default.
+/// The longest silence of the server in a handshake, a snapshot or the stream. Servers send a newline each second while
+/// they prepare a snapshot, and drop silent replicas themselves after `repl-timeout`, 60 s by default.
 pub(super) const SILENCE_LIMIT: Duration = Duration::from_secs(60);

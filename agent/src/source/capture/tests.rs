@@ -124,7 +124,8 @@ fn over_two_connections_the_stream_flows_beside_the_snapshot() {
         }
         stream.write_all(b"*1\r\n$4\r\nPING\r\n").unwrap();
         wait_for_journal(rig, 105);
-        // A stream that is stopped while it is being resumed is not reported as lost, and does not wait for the server to answer.
+        // A stream that is stopped while it is being resumed is not reported as lost, and does not wait for the server
+        // to answer.
         drop(stream);
         let _silent = listener.accept().unwrap();
         rig.stop();

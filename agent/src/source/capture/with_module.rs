@@ -1,4 +1,5 @@
-//! A capture with the module in the server: arms the module, and follows what the server's fork child writes into the table.
+//! A capture with the module in the server: arms the module, and follows what the server's fork child writes into the
+//! table.
 //!
 //! ```text
 //!   no module, or not to be used ────────────────────────────────────────────┐
@@ -10,14 +11,15 @@
 //!                          the walk failed: the next attempts, for some minutes, ┘
 //! ```
 //!
-//! The strings that the child writes into the source's table are missing from what its server saves. So the child may begin only if no
-//! other client receives that snapshot. **The capture gives the permission.** It does so when `+FULLRESYNC` has arrived over its own
-//! connection with the replid and the offset that the child reports, and if that connection still waits when the child asks. Then
-//! the child was forked for this capture (`module/src/capture/exclusive.rs` has the rest of the argument). Bytes that arrive before
-//! the child has answered belong to a complete snapshot.
+//! The strings that the child writes into the source's table are missing from what its server saves. So the child may
+//! begin only if no other client receives that snapshot. **The capture gives the permission.** It does so when
+//! `+FULLRESYNC` has arrived over its own connection with the replid and the offset that the child reports, and if that
+//! connection still waits when the child asks. Then the child was forked for this capture
+//! (`module/src/capture/exclusive.rs` has the rest of the argument). Bytes that arrive before the child has answered
+//! belong to a complete snapshot.
 //!
-//! Two processes must never write one table. A writer claims its memory, and the claim ends with the writing process, however that
-//! ends. So the next writer first waits for the claim ([`Capture::claim`]).
+//! Two processes must never write one table. A writer claims its memory, and the claim ends with the writing process,
+//! however that ends. So the next writer first waits for the claim ([`Capture::claim`]).
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -70,8 +72,8 @@ struct Chosen {
 }
 
 impl Capture {
-    /// Takes the snapshot in the best way that the server offers: with the module if it has one that may be used, otherwise as the
-    /// server sends it to replicas.
+    /// Takes the snapshot in the best way that the server offers: with the module if it has one that may be used,
+    /// otherwise as the server sends it to replicas.
     pub(super) fn take_snapshot(&self) -> Result<Following, CaptureError> {
         let claim = self.claim()?;
         let gauge = &self.plan.gauge;
@@ -94,7 +96,8 @@ impl Capture {
                 self.take_plain_snapshot()
             }
             Err(ModuleError::Final(error)) => {
-                // The module may also be why the link broke: if the child needs too much memory, the system kills the server.
+                // The module may also be why the link broke: if the child needs too much memory, the system kills the
+                // server.
                 if matches!(error, CaptureError::Module(_) | CaptureError::Link { .. }) {
                     self.report(CaptureEvent::ModuleFailed);
                 }
@@ -173,7 +176,8 @@ impl Capture {
 
     /// The server's child writes the long strings, and the server the rest.
     fn walk(&self, chosen: &mut Chosen) -> Result<Following, ModuleError> {
-        // A primary's stream begins with a SELECT. A replica forwards its primary's stream unchanged, so there the database counts.
+        // A primary's stream begins with a SELECT. A replica forwards its primary's stream unchanged, so there the
+        // database counts.
         let counts = chosen.role == Some(Role::Replica);
         let armed = Armed::new(self, chosen)?;
         let live = AtomicBool::new(false);
@@ -248,7 +252,8 @@ impl<'c> Armed<'c> {
         }
     }
 
-    /// Runs `work` while a thread attends to the page. `live` says from when on the figures on the page belong to this snapshot.
+    /// Runs `work` while a thread attends to the page. `live` says from when on the figures on the page belong to this
+    /// snapshot.
     fn attended<T>(&self, live: &AtomicBool, work: impl FnOnce() -> T) -> T {
         let over = AtomicBool::new(false);
         let (capture, page) = (self.capture, &self.page);
@@ -293,7 +298,8 @@ impl<'c> Armed<'c> {
     /// The child has declined, so that the server saves everything.
     fn untouched(&self, mut link: PsyncLink, replid: ReplId, offset: u64) -> Result<Following, CaptureError> {
         let payload = self.first_byte(&mut link)?;
-        // The child writes its stage before its server sends the first byte. If the child has begun, that snapshot is incomplete.
+        // The child writes its stage before its server sends the first byte. If the child has begun, that snapshot is
+        // incomplete.
         if matches!(self.page.stage(), Stage::Begun | Stage::Done | Stage::Failed) {
             return Err(CaptureError::Module("its child began long after the server had forked".into()));
         }
@@ -301,8 +307,8 @@ impl<'c> Armed<'c> {
         self.capture.take_announced(link.announced(replid, offset, payload))
     }
 
-    /// Waits for the snapshot's first byte, which follows the child's walk. The server may be silent as long as the child makes
-    /// progress.
+    /// Waits for the snapshot's first byte, which follows the child's walk. The server may be silent as long as the
+    /// child makes progress.
     fn first_byte(&self, link: &mut PsyncLink) -> Result<Payload, CaptureError> {
         let mut pulse = Pulse::of(&self.page);
         match link.next_event_while(|| pulse.beats(&self.page))? {
@@ -311,7 +317,8 @@ impl<'c> Armed<'c> {
         }
     }
 
-    /// What the child has written. The server has sent its first byte or has given up, so the child must have ended its walk.
+    /// What the child has written. The server has sent its first byte or has given up, so the child must have ended its
+    /// walk.
     fn walked(&self) -> Result<WriterStatus, CaptureError> {
         let Armed { page, capture, .. } = self;
         if page.stage() == Stage::Done {
@@ -346,7 +353,8 @@ impl Drop for Armed<'_> {
 }
 
 impl Capture {
-    /// Beats on the page, passes the machine's decisions to it and the child's figures to the gauge, until `over` is set.
+    /// Beats on the page, passes the machine's decisions to it and the child's figures to the gauge, until `over` is
+    /// set.
     fn attend(&self, page: &CapturePage, live: &AtomicBool, over: &AtomicBool) {
         let plan = &self.plan;
         while !over.load(Ordering::Relaxed) {
@@ -400,7 +408,8 @@ impl Pulse {
 /// How long the module may take to fetch what is offered. The module itself gives up after a quarter of a second.
 const HANDOVER_LIMIT: Duration = Duration::from_secs(2);
 
-/// How long the server's child may take from `+FULLRESYNC` to its first report: a fork, and what other modules do there.
+/// How long the server's child may take from `+FULLRESYNC` to its first report: a fork, and what other modules do
+/// there.
 const BEGIN_LIMIT: Duration = Duration::from_secs(10);
 
 /// How long a cancelled child may take to end. It checks at each value, and at each 8 KiB of small ones.
