@@ -31,7 +31,8 @@ impl Signals {
     }
 }
 
-/// Runs `work` until it ends or a signal stops it. `left` describes the state in which a signal leaves things; it ends the error's text.
+/// Runs `work` until it ends or a signal stops it. `left` describes the state in which a signal leaves things; it ends
+/// the error's text.
 ///
 /// Only for commands that have nothing to clean up.
 pub(crate) async fn until_signal<T>(work: impl Future<Output = Result<T, Failure>>, left: &str) -> Result<T, Failure> {

@@ -65,7 +65,7 @@ fn the_tables_say_what_can_not_be_used_and_why_and_the_time_is_kept() {
     let printed = probe(&stage, &source, &["--time", "3ms", "--sizes", "64,4KiB", "--depths", "1,16"], 0);
     says(
         &printed,
-        &["shm: can't be used: the source does not offer it", "verbs: can't be used: RDMA", "64 B", "4 KiB"],
+        &["shm: cannot be used: the source does not offer it", "verbs: cannot be used: RDMA", "64 B", "4 KiB"],
     );
     let begun = Instant::now();
     let late = ["--transport", "tcp", "--time", "10s", "--limit", "300ms"];

@@ -6,7 +6,7 @@ use remora_protocol::MODULE_PROTOCOL;
 use remora_redis::resp::Frame;
 
 use super::{Client, RefusalKind, ServerError};
-use crate::library;
+use crate::module_file;
 
 /// Whether the server has a module of this version. If it has none and `wished` names a library, the server is told to
 /// load it first. An empty path stands for the library beside this program.
@@ -44,7 +44,7 @@ pub(crate) async fn find(client: &mut Client, wished: Option<&Path>) -> Result<b
 async fn load(client: &mut Client, path: &Path) {
     let path = match path.as_os_str().is_empty() {
         false => path.to_owned(),
-        true => match library::find() {
+        true => match module_file::find() {
             Ok(path) => path,
             Err(failure) => return tracing::warn!(%failure, "the module was not loaded"),
         },

@@ -30,8 +30,8 @@ pub(super) fn plan_of(facts: &Facts, primary: Announce, write_rate: u64) -> Offe
     }
 }
 
-/// The address at which a replica's server reaches the primary: `told`, or else the server's own address. The host is empty if that
-/// address is valid on this host only.
+/// The address at which a replica's server reaches the primary: `told`, or else the server's own address. The host is
+/// empty if that address is valid on this host only.
 pub(super) fn announce(told: Option<&HostPort>, url: &ServerUrl, facts: &Facts) -> Announce {
     let source_sees_as = url.to_string();
     if let Some(told) = told {
@@ -60,7 +60,8 @@ pub(super) fn format_for(facts: &Facts, server: &str) -> Format {
     }
 }
 
-/// Replaces an unspecified host (0.0.0.0 or ::), at which a replica lends its slots, by the host from which it connected.
+/// Replaces an unspecified host (0.0.0.0 or ::), at which a replica lends its slots, by the host from which it
+/// connected.
 pub(super) fn as_others_reach_it(relays: Relays, seen: std::net::SocketAddr) -> Relays {
     let serves_at = match relays.serves_at.parse::<std::net::SocketAddr>() {
         Ok(address) if address.ip().is_unspecified() => {
@@ -73,7 +74,8 @@ pub(super) fn as_others_reach_it(relays: Relays, seen: std::net::SocketAddr) -> 
     Relays { serves_at, ..relays }
 }
 
-/// Whether the primary would continue `history` after `offset`, with room for the stream that it writes during the hand-off.
+/// Whether the primary would continue `history` after `offset`, with room for the stream that it writes during the
+/// hand-off.
 pub(super) fn hand_off_answer(facts: &Facts, history: Option<ReplId>, offset: u64, rate: u64) -> Message {
     let Some(history) = history else {
         return not_covered("this source has given the replica no snapshot and no stream".into());

@@ -1,8 +1,8 @@
 //! Gauge: figures that the capture threads show while they run, and one number that the source's loop shows them.
 //!
-//! Each is an atomic with one writer. The capture threads write the figures of the snapshot and of the journal; the source's loop
-//! writes `retire_below`, as the machine decides. They are for display, and for decisions that stay right if a value is old. Only
-//! the tables themselves are exact.
+//! Each is an atomic with one writer. The capture threads write the figures of the snapshot and of the journal; the
+//! source's loop writes `retire_below`, as the machine decides. They are for display, and for decisions that stay right
+//! if a value is old. Only the tables themselves are exact.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
@@ -48,7 +48,8 @@ pub(crate) struct Gauge {
 }
 
 impl Gauge {
-    /// A snapshot has begun. It holds everything up to `offset`. With `with_journal`, the same capture follows the stream.
+    /// A snapshot has begun. It holds everything up to `offset`. With `with_journal`, the same capture follows the
+    /// stream.
     pub(super) fn snapshot_began(&self, replid: ReplId, offset: u64, with_journal: bool) {
         self.offset.store(offset, Relaxed);
         self.received.store(0, Relaxed);
@@ -71,11 +72,11 @@ impl Gauge {
     }
 
     /// Shows how far a writer in another process is.
-    pub(super) fn snapshot_told(&self, told: &WriterStatus) {
-        self.received.store(told.received, Relaxed);
-        self.published_slots.store(told.published_slots, Relaxed);
-        self.retired_slots.store(told.retired_slots, Relaxed);
-        self.waits.store(told.waits, Relaxed);
+    pub(super) fn snapshot_written(&self, status: &WriterStatus) {
+        self.received.store(status.received, Relaxed);
+        self.published_slots.store(status.published_slots, Relaxed);
+        self.retired_slots.store(status.retired_slots, Relaxed);
+        self.waits.store(status.waits, Relaxed);
     }
 
     /// How the snapshot is taken from the server.

@@ -1,7 +1,9 @@
-//! The source's state machine: it decides, and nothing else. Events, readings of the tables and the time go in; actions come out.
+//! The source's state machine: it decides, and nothing else. Events, readings of the tables and the time go in; actions
+//! come out.
 //!
-//! It does no I/O, reads no clock and no shared memory, and draws no random numbers: its pauses follow from the [`Backoff`] that it
-//! is given. The same calls therefore give the same actions, and a run can be replayed from its events.
+//! It does no I/O, reads no clock and no shared memory, and draws no random numbers: its pauses follow from the
+//! [`Backoff`] that it is given. The same calls therefore give the same actions, and a run can be replayed from its
+//! events.
 //!
 //! ```text
 //!                    join                    Started              Completed
@@ -15,9 +17,9 @@
 //! again. Replicas that have all slots keep the journal until they have applied it, and then go to the primary
 //! ([`Ending`]). After that the next snapshot may begin.
 //!
-//! Invariant, restored by [`Machine::settle`] after every event: *no replica waits while a snapshot could serve it or could
-//! be begun for it*, and *a slot is reused only after every replica it was promised to has received it*. The tests in
-//! `replay.rs` check both after every event of random runs.
+//! Invariant, restored by [`Machine::settle`] after every event: *no replica waits while a snapshot could serve it or
+//! could be begun for it*, and *a slot is reused only after every replica it was promised to has received it*. The
+//! tests in `replay.rs` check both after every event of random runs.
 //!
 //! One thread decides for all replicas. It handles a few small events per second for each of them.
 
@@ -84,8 +86,8 @@ pub(crate) struct Machine {
     retire_below: u64,
     snapshots_taken: u64,
     replicas_done: u64,
-    /// A replica that read the current memory disconnected before it confirmed that its server had loaded everything. Pages that it
-    /// passed to its server's socket may still be read after it has exited.
+    /// A replica that read the current memory disconnected before it confirmed that its server had loaded everything.
+    /// Pages that it passed to its server's socket may still be read after it has exited.
     unfinished: bool,
 }
 
@@ -198,7 +200,7 @@ impl Machine {
             name,
             address,
             joined: now,
-            heard: now,
+            last_seen: now,
             generation: None,
             at: Report::NOTHING,
             rate: 0,
@@ -215,7 +217,7 @@ impl Machine {
 
     fn progress(&mut self, now: Instant, session: Session, at: Report) {
         let Some(replica) = self.replicas.get_mut(&session) else { return };
-        let span = now.duration_since(replica.heard).as_secs_f64();
+        let span = now.duration_since(replica.last_seen).as_secs_f64();
         if span > 0.0 {
             let rate = at.bytes.saturating_sub(replica.at.bytes) as f64 / span;
             // The mean of the old and the new rate: steady enough to read, quick enough to follow.
@@ -230,7 +232,7 @@ impl Machine {
         // A replica cannot go back before a slot that it has passed.
         let slots_below = at.slots_below.max(replica.at.slots_below);
         replica.at = Report { slots_below, ..at };
-        replica.heard = now;
+        replica.last_seen = now;
     }
 
     fn captured(&mut self, now: Instant, event: CaptureEvent, actions: &mut Vec<Action>) {
@@ -388,8 +390,8 @@ impl Machine {
         self.release_unused(now, actions);
     }
 
-    /// Lets the writer reuse slots that every reader has passed, but only once the ring is full: until then the next replica can
-    /// still read all of them. Without a reader no slot is reused either.
+    /// Lets the writer reuse slots that every reader has passed, but only once the ring is full: until then the next
+    /// replica can still read all of them. Without a reader no slot is reused either.
     fn allow_retiring(&mut self, actions: &mut Vec<Action>) {
         if self.reading.writer_waits == 0 {
             return;
@@ -403,8 +405,8 @@ impl Machine {
         }
     }
 
-    /// Drops replicas that take no slot for longer than the limit while the writer of a windowed snapshot, or replicas that need the
-    /// next snapshot, wait for them.
+    /// Drops replicas that take no slot for longer than the limit while the writer of a windowed snapshot, or replicas
+    /// that need the next snapshot, wait for them.
     fn drop_stalled(&mut self, now: Instant, actions: &mut Vec<Action>) {
         let Reading { published, retired, .. } = self.reading;
         let Some(snapshot) = &self.snapshot else { return };
@@ -556,8 +558,8 @@ impl Machine {
         actions.push(Action::Capture { generation, with_stream, fresh });
     }
 
-    /// Releases what no replica uses: a capture whose ring is full holds up the primary, and a snapshot that is too old to be
-    /// offered, or a stream, costs the primary a connection.
+    /// Releases what no replica uses: a capture whose ring is full holds up the primary, and a snapshot that is too old
+    /// to be offered, or a stream, costs the primary a connection.
     fn release_unused(&mut self, now: Instant, actions: &mut Vec<Action>) {
         if !self.replicas.is_empty() {
             return;

@@ -10,10 +10,10 @@
 //! - [`machine`] decides, without I/O. Start there.
 //! - [`capture`] speaks PSYNC with the server and fills the tables.
 //! - [`gauge`] holds the figures that the capture threads show while they run.
-//! - [`tables`] is the memory, and [`exports`] the transports that export it. [`probe_region`] exports scratch memory for
-//!   `remora probe`.
-//! - [`answers`] describes the primary and whether it continues a history; [`rate`] measures how fast it writes; [`status`] is for
-//!   `remora status`.
+//! - [`tables`] is the memory, and [`exports`] the transports that export it. [`probe_region`] exports scratch memory
+//!   for `remora probe`.
+//! - [`answers`] describes the primary and whether it continues a history; [`rate`] measures how fast it writes;
+//!   [`status`] is for `remora status`.
 //! - [`topology`] decides which replica reads the snapshot from which other one.
 //! - `conversation::listener` tells control connections from data lanes on the source's one port.
 //! - This file connects them and performs the machine's actions.
@@ -63,7 +63,8 @@ use crate::units::Size;
 /// Runs a source until SIGINT or SIGTERM stops it.
 ///
 /// # Errors
-/// The source cannot start (the token file, the server, the memory or the address to listen on), or it can no longer take snapshots.
+/// The source cannot start (the token file, the server, the memory or the address to listen on), or it can no longer
+/// take snapshots.
 pub async fn run(args: SourceArgs) -> Result<(), Failure> {
     // The handlers come first: without them a signal would kill the process before it can clean up.
     let mut signals = Signals::catch()?;
@@ -92,8 +93,8 @@ async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listene
     let facts = Facts::read(&mut server.connect().await?).await?;
     if facts.cluster_enabled == Some(true) {
         return Err(Failure::refused(format!(
-            "the server {} runs in cluster mode, where a server refuses REPLICAOF; Remora does not support clusters: name a \
-             server without cluster-enabled with --server",
+            "the server {} runs in cluster mode, where servers refuse REPLICAOF; delivery by a dump file, for clusters, is not \
+             available yet: name a server with cluster-enabled no",
             server.url()
         )));
     }
@@ -453,8 +454,8 @@ impl Source {
 
     /// The peer from which a replica is to read the snapshot's slots; `None`: the source.
     ///
-    /// This is so for windowed snapshots too. A slot stays in the window until every replica has it, so the source remains a
-    /// fallback.
+    /// This is so for windowed snapshots too. A slot stays in the window until every replica has it, so the source
+    /// remains a fallback.
     fn place_for(&mut self, generation: u64, session: Session) -> Option<Upstream> {
         let replica = self.machine.status().replica(session)?;
         let relays = self.sessions.get(&session)?.relays.clone()?;
@@ -527,8 +528,8 @@ impl Source {
         plan_of(&self.facts, primary, self.rate.bytes_per_second())
     }
 
-    /// Answers with fresh facts of the server, which may have restarted or failed over since the last snapshot. If the server does
-    /// not answer within [`LEARN_LIMIT`], the last known facts are sent.
+    /// Answers with fresh facts of the server, which may have restarted or failed over since the last snapshot. If the
+    /// server does not answer within [`LEARN_LIMIT`], the last known facts are sent.
     fn send_plan(&self, session: Session) {
         let (learning, incoming) = (self.learn(), self.incoming.clone());
         tokio::spawn(async move {

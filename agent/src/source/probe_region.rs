@@ -1,12 +1,12 @@
-//! The probe region: scratch memory that the source exports to peers that measure the transports (`remora probe`), with or without a
-//! snapshot.
+//! The probe region: scratch memory that the source exports to peers that measure the transports (`remora probe`), with
+//! or without a snapshot.
 //!
 //! ```text
 //!   Absent ── a request ──▶ Creating (a thread of its own) ──▶ Exported ── the last session has ended ──▶ Absent
 //! ```
 //!
-//! The region is memory beyond `--memory`: [`REGION_BYTES`], shared by all sessions that measure at a time, and none while no session
-//! does. Read access to it is granted per session, as for tables.
+//! The region is memory beyond `--memory`: [`REGION_BYTES`], shared by all sessions that measure at a time, and none
+//! while no session does. Read access to it is granted per session, as for tables.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -23,7 +23,8 @@ use super::{Incoming, Source};
 pub(super) struct ProbeRegion {
     state: State,
     sessions: HashSet<Session>,
-    /// The generation of the last region. Each region has its own, so that one that is being revoked is never taken for the next.
+    /// The generation of the last region. Each region has its own, so that one that is being revoked is never taken for
+    /// the next.
     generation: u64,
 }
 
@@ -60,8 +61,8 @@ impl ProbeRegion {
         }
     }
 
-    /// The region was created, or could not be (`id` is `None`). Returns the sessions that wait for it. `None` if all of them have
-    /// ended: the caller revokes the region at once.
+    /// The region was created, or could not be (`id` is `None`). Returns the sessions that wait for it. `None` if all
+    /// of them have ended: the caller revokes the region at once.
     pub(super) fn created(&mut self, id: Option<RegionId>) -> Option<Vec<Session>> {
         self.state = id.map_or(State::Absent, State::Exported);
         if self.sessions.is_empty() {
@@ -130,8 +131,8 @@ impl Source {
     }
 }
 
-/// Creates the region and exports it over every transport that accepts it. Blocks: it touches the pages, and an RDMA device
-/// registers them.
+/// Creates the region and exports it over every transport that accepts it. Blocks: it touches the pages, and an RDMA
+/// device registers them.
 ///
 /// # Errors
 /// There is not enough memory, or no transport accepts the region.
@@ -148,8 +149,8 @@ fn create(id: RegionId, exports: &Exports) -> Result<(), Error> {
 /// The region's number, beside the two of the tables.
 const PROBE_REGION: u32 = 2;
 
-/// Bytes of the region: sixteen of the largest reads that are measured. That is more than a processor's caches hold, so that reads
-/// are not served from there.
+/// Bytes of the region: sixteen of the largest reads that are measured. That is more than a processor's caches hold, so
+/// that reads are not served from there.
 const REGION_BYTES: u64 = 64 << 20;
 
 /// Bytes of a page.

@@ -75,7 +75,7 @@ fn replica_status(source: &Source, session: Session, replica: &Replica, now: Ins
         journal_lag_bytes: source.gauge.journal().1.saturating_sub(replica.at.applied_offset),
         applied_offset: replica.at.applied_offset,
         joined_seconds: now.duration_since(replica.joined).as_secs(),
-        silent_seconds: now.duration_since(replica.heard).as_secs(),
+        silent_seconds: now.duration_since(replica.last_seen).as_secs(),
         session,
         reads_from: source.topology.reads_from(session),
         serves,

@@ -54,8 +54,8 @@ impl Tables {
         Ok(Tables { snapshot, journal, retained: false, outgrown: false })
     }
 
-    /// Prepares the snapshot's memory for another generation. With `fresh`, a reader may still use the current memory. The reader
-    /// keeps it, and it is freed when the last reader closes it.
+    /// Prepares the snapshot's memory for another generation. With `fresh`, a reader may still use the current memory.
+    /// The reader keeps it, and it is freed when the last reader closes it.
     pub(super) fn prepare(&mut self, args: &SourceArgs, facts: &Facts, fresh: bool) -> Result<(), Failure> {
         if fresh && self.retained {
             let slot_size = self.snapshot.1.slot_size;
@@ -88,8 +88,8 @@ impl Tables {
     }
 }
 
-/// An upper estimate of the snapshot's size in bytes, from the server's INFO. Data take more bytes in memory than in a snapshot,
-/// except for large values, which take about as many.
+/// An upper estimate of the snapshot's size in bytes, from the server's INFO. Data take more bytes in memory than in a
+/// snapshot, except for large values, which take about as many.
 fn expected(facts: &Facts, geometry: Geometry) -> u64 {
     let dataset = facts.used_memory_dataset.or(facts.used_memory).unwrap_or(0);
     dataset + dataset / 16 + 2 * u64::from(geometry.slot_size)
@@ -98,8 +98,8 @@ fn expected(facts: &Facts, geometry: Geometry) -> u64 {
 /// The journal's default share of the memory: one in this many bytes.
 const JOURNAL_SHARE: u64 = 4;
 
-/// The largest slot of the journal, in bytes: small enough that late readers lose little when the oldest slot is overwritten, large
-/// enough that readers load entries seldom.
+/// The largest slot of the journal, in bytes: small enough that late readers lose little when the oldest slot is
+/// overwritten, large enough that readers load entries seldom.
 const JOURNAL_SLOT: u32 = 1 << 20;
 
 fn table(name: &str, budget: u64, slot_size: u32) -> Result<(Arc<Memory>, Geometry), Failure> {
@@ -110,7 +110,7 @@ fn table(name: &str, budget: u64, slot_size: u32) -> Result<(Arc<Memory>, Geomet
 }
 
 fn no_memory(error: impl std::fmt::Display) -> Failure {
-    Failure::local(format!("cannot allocate the memory for the tables: {error}; set a smaller --memory"))
+    Failure::local(format!("cannot allocate the memory for the tables: {error}; give a smaller --memory"))
 }
 
 /// A generation number above those of all earlier runs of a source on this host.

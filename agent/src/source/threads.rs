@@ -1,4 +1,5 @@
-//! The running capture threads. At most one takes a snapshot and one follows the stream, beside threads that were told to stop.
+//! The running capture threads. At most one takes a snapshot and one follows the stream, beside threads that were told
+//! to stop.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -25,8 +26,8 @@ struct CaptureThread {
 }
 
 impl Threads {
-    /// Starts a capture. It begins once the threads that were told to stop have ended. Such a thread may still write for one tick,
-    /// and a table must never have two writers.
+    /// Starts a capture. It begins once the threads that were told to stop have ended. Such a thread may still write
+    /// for one tick, and a table must never have two writers.
     pub(super) fn start(&mut self, plan: Plan) -> Result<(), Failure> {
         let has_ended = |thread: &CaptureThread| thread.stop.load(Ordering::Relaxed) || thread.thread.is_finished();
         let (ended, running): (Vec<_>, Vec<_>) = self.threads.drain(..).partition(has_ended);

@@ -1,5 +1,5 @@
-//! Topology: which slots of the current snapshot each replica holds, and which replica reads from which other one. It decides only;
-//! it does no I/O and reads no clock.
+//! Topology: which slots of the current snapshot each replica holds, and which replica reads from which other one. It
+//! decides only; it does no I/O and reads no clock.
 //!
 //! ```text
 //!   source ──▶ a ──▶ b ──▶ c          by default, a chain: the bytes leave the source once, and each replica's network carries them
@@ -11,15 +11,15 @@
 //! Invariants, after every event:
 //!
 //! - Following `from` from any replica ends at the source: there are no rings.
-//! - No replica reads from a peer that does not serve, is silent, has lent wrong bytes to any reader, was lost to this reader, no
-//!   longer holds the slot that the reader needs next, or holds less than the reader.
+//! - No replica reads from a peer that does not serve, is silent, has lent wrong bytes to any reader, was lost to this
+//!   reader, no longer holds the slot that the reader needs next, or holds less than the reader.
 //! - No replica has more than [`MAX_READERS`] readers.
 //! - A replica that could read from a peer does not read from the source, unless it began there.
 //!
-//! A *swap* repairs a chain that is slow somewhere. A reader changes places with its peer if it has all slots that the peer has, while
-//! the source has more, and the peer is slower than another reader of this snapshot has been. So a replica behind a bad link, or
-//! with a slow server, moves to the end of the chain. Each pair is swapped at most once, so two replicas that are slow for other
-//! reasons are not swapped endlessly.
+//! A *swap* repairs a chain that is slow somewhere. A reader changes places with its peer if it has all slots that the
+//! peer has, while the source has more, and the peer is slower than another reader of this snapshot has been. So a
+//! replica behind a bad link, or with a slow server, moves to the end of the chain. Each pair is swapped at most once,
+//! so two replicas that are slow for other reasons are not swapped endlessly.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -28,15 +28,17 @@ use remora_protocol::{LossCause, Relaying};
 
 use super::machine::Session;
 
-/// The most readers of one peer. One makes a chain; the second is for another zone's first reader, and for replicas that lost their peer.
+/// The most readers of one peer. One makes a chain; the second is for another zone's first reader, and for replicas
+/// that lost their peer.
 const MAX_READERS: usize = 2;
 
-/// How long a reader must have had all slots of its peer, while others have more, before the two are swapped. This is longer than a
-/// slot takes on a slow link, and short compared with a sync.
+/// How long a reader must have had all slots of its peer, while others have more, before the two are swapped. This is
+/// longer than a slot takes on a slow link, and short compared with a sync.
 const SLOW_AFTER: Duration = Duration::from_secs(2);
 
-/// How long a replica may send nothing before its readers are assigned other upstreams. It is stopped or cut off, although its
-/// connection has not failed yet. Replicas report their progress many times a second, except for a moment when they connect.
+/// How long a replica may send nothing before its readers are assigned other upstreams. It is stopped or cut off,
+/// although its connection has not failed yet. Replicas report their progress many times a second, except for a moment
+/// when they connect.
 const SILENT_AFTER: Duration = Duration::from_secs(2);
 
 /// A peer is slow if it receives less than 1/SLOW_PART of the best rate that any reader of this snapshot has reached.
@@ -72,7 +74,7 @@ struct Node {
     rate: Rate,
     is_full: bool,
     /// When it last reported its progress.
-    heard: Instant,
+    last_seen: Instant,
     is_silent: bool,
     /// Whether it needs no more slots.
     is_done: bool,
@@ -132,7 +134,8 @@ impl Topology {
         if generation != self.generation {
             *self = Topology { generation, ..Topology::default() };
         }
-        // A replica that joins again keeps its readers. They notice themselves whether it still has the slots that they need.
+        // A replica that joins again keeps its readers. They notice themselves whether it still has the slots that they
+        // need.
         let lost = self.nodes.remove(&session).map(|node| node.lost).unwrap_or_default();
         let Joining { serves, zone, first } = joining;
         let node = Node {
@@ -143,7 +146,7 @@ impl Topology {
             held: first,
             rate: Rate::default(),
             is_full: false,
-            heard: now,
+            last_seen: now,
             is_silent: false,
             is_done: false,
             lost,
@@ -159,7 +162,7 @@ impl Topology {
     pub(super) fn progress(&mut self, now: Instant, session: Session, at: Relaying, bytes: u64, is_done: bool) {
         let Some(node) = self.nodes.get_mut(&session) else { return };
         (node.oldest, node.held, node.is_full) = (at.oldest, at.held, at.is_full);
-        (node.heard, node.is_silent) = (now, false);
+        (node.last_seen, node.is_silent) = (now, false);
         node.is_done |= is_done;
         node.rate.sample(now, bytes);
         self.best_rate = self.best_rate.max(node.rate.bytes_per_second.unwrap_or(0));
@@ -213,7 +216,7 @@ impl Topology {
 
     /// Assigns other upstreams to the readers of replicas that have fallen silent.
     fn leave_silent(&mut self, now: Instant) -> Vec<Assignment> {
-        let falls_silent = |node: &Node| !node.is_silent && now.duration_since(node.heard) > SILENT_AFTER;
+        let falls_silent = |node: &Node| !node.is_silent && now.duration_since(node.last_seen) > SILENT_AFTER;
         let silent = self.nodes.iter().filter_map(|(&session, node)| falls_silent(node).then_some(session));
         let silent: Vec<Session> = silent.collect();
         let mut orphans = BTreeSet::new();
@@ -267,7 +270,8 @@ impl Topology {
         vec![Assignment { reader, from: up }, Assignment { reader: peer, from: Some(reader) }]
     }
 
-    /// Assigns an upstream to each of `orphans`, first to the one that holds the most slots: the others may then read from it.
+    /// Assigns an upstream to each of `orphans`, first to the one that holds the most slots: the others may then read
+    /// from it.
     fn place(&mut self, orphans: BTreeSet<Session>) -> Vec<Assignment> {
         let mut orphans: Vec<Session> = orphans.into_iter().filter(|reader| self.nodes.contains_key(reader)).collect();
         orphans.sort_by_key(|reader| std::cmp::Reverse(self.nodes.get(reader).map_or(0, |node| node.held)));
@@ -283,8 +287,8 @@ impl Topology {
         placed
     }
 
-    /// The best peer for a reader: in its zone, with the fewest readers, with the most slots, in this order of importance. `None`: the
-    /// source.
+    /// The best peer for a reader: in its zone, with the fewest readers, with the most slots, in this order of
+    /// importance. `None`: the source.
     fn best_for(&self, reader: Session) -> Option<Session> {
         let node = self.nodes.get(&reader)?;
         let candidates = self.nodes.keys().filter(|&&peer| self.may_read(reader, peer));

@@ -1,7 +1,7 @@
-//! Joins what the server saves to the strings that its child has written into our table.
+//! Joins what the server saves to the strings that its child has written into the source's table.
 //!
-//! Each part is a snapshot of its own. A snapshot may repeat its fields, its databases and their sizes. So one snapshot is made of
-//! both parts by leaving out the bytes that may occur only once:
+//! Each part is a snapshot of its own. A snapshot may repeat its fields, its databases and their sizes. So one snapshot
+//! is made of both parts by leaving out the bytes that may occur only once:
 //!
 //! ```text
 //!   the child's   REDIS0011 fields │ database, long strings … │
@@ -10,8 +10,8 @@
 //!                                                                                      → zeros     left out
 //! ```
 //!
-//! The server's checksum covers its own bytes alone. Zeros mean that the snapshot has no checksum; the table has one for each
-//! slot. Why the server leaves out the long strings is described in [`super::with_module`].
+//! The server's checksum covers its own bytes alone. Zeros mean that the snapshot has no checksum; the table has one
+//! for each slot. Why the server leaves out the long strings is described in [`super::with_module`].
 
 use remora_redis::psync::Payload;
 use remora_redis::psync::client::EofMark;
@@ -29,9 +29,9 @@ pub(super) struct Expected {
     /// How the server marks the end of its part.
     pub(super) payload: Payload,
     /// What the child has written.
-    pub(super) told: WriterStatus,
-    /// The database in which the stream begins, as the child reported it; `None` if it makes no difference. A primary's stream begins
-    /// with a `SELECT`. A replica forwards its primary's stream unchanged, so there the database counts.
+    pub(super) written: WriterStatus,
+    /// The database in which the stream begins, as the child reported it; `None` if it makes no difference. A primary's
+    /// stream begins with a `SELECT`. A replica forwards its primary's stream unchanged, so there the database counts.
     pub(super) database: Option<u32>,
 }
 
@@ -44,7 +44,7 @@ impl Capture {
         early: &[u8],
     ) -> Result<(), CaptureError> {
         let (memory, geometry) = &self.plan.snapshot;
-        let writer = SnapshotWriter::resume(memory.clone(), *geometry, expected.told.received)?;
+        let writer = SnapshotWriter::resume(memory.clone(), *geometry, expected.written.received)?;
         let mut taking = Taking::new(self, writer);
         self.append_rest(&mut taking, socket, expected, early)?;
         taking.complete(0)
@@ -82,7 +82,8 @@ impl Capture {
     }
 }
 
-/// The most bytes that one read takes. They are copied once more from the buffer, so it should fit in a second-level cache.
+/// The most bytes that one read takes. They are copied once more from the buffer, so it should fit in a second-level
+/// cache.
 const READ_BYTES: usize = 256 << 10;
 
 /// Decides which bytes of the server's part go into the table. Pure.
@@ -103,7 +104,7 @@ const CHECKSUM_BYTES: usize = 8;
 
 impl Joint {
     fn new(mark: [u8; MARK_BYTES as usize], expected: &Expected) -> Joint {
-        let magic = magic(u32::try_from(expected.told.format).unwrap_or(0));
+        let magic = magic(u32::try_from(expected.written.format).unwrap_or(0));
         Joint { mark: EofMark::new(mark), magic, database: expected.database, head: Some(Vec::new()), held: Vec::new() }
     }
 
@@ -182,7 +183,7 @@ mod tests {
     const MARK: [u8; 40] = *b"0123456789abcdef0123456789abcdef01234567";
 
     fn expected(format: u64, database: Option<u32>) -> Expected {
-        Expected { payload: Payload::Mark(MARK), told: WriterStatus { format, ..WriterStatus::default() }, database }
+        Expected { payload: Payload::Mark(MARK), written: WriterStatus { format, ..WriterStatus::default() }, database }
     }
 
     /// What a server sends: magic, one field, `body`, the end.

@@ -1,5 +1,5 @@
-//! How a snapshot is taken: with the module in the server or without it, and what the server's child writes. Pure: no I/O, no
-//! lock, and times are arguments.
+//! How a snapshot is taken: with the module in the server or without it, and what the server's child writes. Pure: no
+//! I/O, no lock, and times are arguments.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -80,7 +80,8 @@ impl MethodHistory {
 
 /// The work that costs the server less.
 ///
-/// A walk writes the newest format that the server knows. If some readers know only an older one, the server must write.
+/// A walk writes the newest format that the server knows. If some readers know only an older one, the server must
+/// write.
 pub(super) fn best(choice: ModuleCapture, facts: &Facts, own_format: bool, long: u64) -> Work {
     if facts.own_format().is_some() && !own_format {
         return Work::Ease;
@@ -108,14 +109,14 @@ pub(super) fn average(facts: &Facts) -> u64 {
 /// The size from which a string costs the server less if its child writes it, with jemalloc.
 /// docs/decisions/0007-walk-or-ease.md has the measurements.
 ///
-/// The child frees the strings that it has written. jemalloc keeps its metadata apart from the strings. Other allocators keep
-/// it beside each allocation, so that freeing a string makes the kernel copy two of its pages.
+/// The child frees the strings that it has written. jemalloc keeps its metadata apart from the strings. Other
+/// allocators keep it beside each allocation, so that freeing a string makes the kernel copy two of its pages.
 const LONG_WITH_JEMALLOC_BYTES: u64 = 1 << 10;
 /// The same with another allocator.
 const LONG_BYTES: u64 = 64 << 10;
 
-/// How long captures do without a module that has failed: long enough that the waiting replicas get their snapshots, short enough
-/// that the module is used again the same day once the cause is gone.
+/// How long captures do without a module that has failed: long enough that the waiting replicas get their snapshots,
+/// short enough that the module is used again the same day once the cause is gone.
 const DISTRUST: Duration = Duration::from_secs(300);
 
 #[cfg(test)]

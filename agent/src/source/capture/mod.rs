@@ -10,9 +10,9 @@
 //!      stream    ──▶ journal (until stopped)          close: the journal already holds what follows
 //! ```
 //!
-//! If the server offers it (Valkey's dual channel), the first capture uses two connections. The forked child itself writes
-//! the snapshot to one of them, which spares the server's main thread a copy. The stream flows over the other one from the
-//! beginning.
+//! If the server offers it (Valkey's dual channel), the first capture uses two connections. The forked child itself
+//! writes the snapshot to one of them, which spares the server's main thread a copy. The stream flows over the other
+//! one from the beginning.
 //!
 //! ```text
 //!   connect ── PSYNC ? -1 ──▶ +DUALCHANNELSYNC ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ▶ PSYNC <replid> <offset + 1> ──▶ +CONTINUE
@@ -26,11 +26,12 @@
 //! after it was promoted, when it follows another primary, or after it was shut down and started again. Then the stream
 //! ends before a byte of the new history is appended.
 //!
-//! A capture decides nothing: [`super::machine`] decides which one runs when. It ends within one [`TICK`](plan::TICK) after its
-//! `stop` is set, or when the primary ends it.
+//! A capture decides nothing: [`super::machine`] decides which one runs when. It ends within one [`TICK`](plan::TICK)
+//! after its `stop` is set, or when the primary ends it.
 //!
 //! - `plan`: what a capture is given, reports and fails with. `method`: how it takes the snapshot.
-//! - `with_module` and `without_module`: the two ways; `join` appends the server's part to the part that its child wrote.
+//! - `with_module` and `without_module`: the two ways; `join` appends the server's part to the part that its child
+//!   wrote.
 //! - `psync_link` drives every handshake; `snapshot` and `stream` fill the tables; `socket` is the connection.
 
 mod join;
@@ -56,6 +57,7 @@ pub(crate) use self::plan::{CaptureError, CaptureEvent, Plan};
 use self::plan::{SILENCE_LIMIT, Stop};
 use self::socket::Silence;
 use self::stream::Following;
+use crate::server::ServerError;
 
 /// One capture: a snapshot of the server and, unless another capture follows it, the replication stream behind it.
 // Larger than the bound: a method for each step of the two ways to take a snapshot, in the files named after them.
@@ -88,9 +90,19 @@ impl Capture {
         }
     }
 
-    /// Sends an event to the machine. An machine that has ended needs none.
+    /// Sends an event to the source's loop. A loop that has ended needs none.
     fn report(&self, event: CaptureEvent) {
         let _ = self.plan.events.send(event);
+    }
+
+    /// Waits for `work`, which uses the network, unless the capture is stopped meanwhile.
+    fn wait_for<T>(&self, work: impl Future<Output = Result<T, ServerError>>) -> Result<T, CaptureError> {
+        self.plan.runtime.block_on(async {
+            tokio::select! {
+                done = work => Ok(done?),
+                () = self.stop.wait() => Err(CaptureError::Stopped),
+            }
+        })
     }
 
     /// Starts to measure how long the server is silent. `during` names the phase in the error.

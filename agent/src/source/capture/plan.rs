@@ -21,12 +21,13 @@ pub(crate) struct Plan {
     pub(crate) generation: u64,
     /// The server to take the snapshot from.
     pub(crate) server: Server,
-    /// The server version that the capture claims, so that the server writes its own format. `None`: the server writes the
-    /// format that all readers know.
+    /// The server version that the capture claims, so that the server writes its own format. `None`: the server writes
+    /// the format that all readers know.
     pub(crate) reader_version: Option<String>,
     /// The memory for the snapshot's table.
     pub(crate) snapshot: (Arc<Memory>, Geometry),
-    /// Whether readers were promised that no slot of the snapshot is reused. The capture fails if it would have to reuse one.
+    /// Whether readers were promised that no slot of the snapshot is reused. The capture fails if it would have to
+    /// reuse one.
     pub(crate) retained: bool,
     /// The memory for the journal. `None` if another capture already follows the stream.
     pub(crate) journal: Option<(Arc<Memory>, Geometry)>,
@@ -38,13 +39,13 @@ pub(crate) struct Plan {
     pub(crate) gauge: Arc<Gauge>,
     /// Where the capture sends its events: a handful in its life.
     pub(crate) events: UnboundedSender<CaptureEvent>,
-    /// Set by the machine to end the capture.
+    /// Set by the source's loop to end the capture.
     pub(crate) stop: Arc<AtomicBool>,
     /// For the asynchronous parts of connecting (name look-up, TLS).
     pub(crate) runtime: tokio::runtime::Handle,
 }
 
-/// What a capture reports to the machine.
+/// What a capture reports to the source's loop.
 #[derive(Debug)]
 pub(crate) enum CaptureEvent {
     /// The primary has forked: the snapshot will hold everything up to `offset`.
@@ -82,8 +83,8 @@ pub(crate) enum CaptureError {
     /// The server no longer has the byte that the journal needs next.
     #[error("the server's backlog no longer reaches back to where the stream broke, or its history is another one")]
     HistoryGone,
-    /// The server has the byte that the journal needs next, but continues under another replid: it was promoted, follows
-    /// another primary, or was shut down and started again.
+    /// The server has the byte that the journal needs next, but continues under another replid: it was promoted,
+    /// follows another primary, or was shut down and started again.
     #[error("the server's history changed from {from} to {to} after offset {at}")]
     HistoryChanged { from: ReplId, to: ReplId, at: u64 },
     /// The snapshot is larger than expected, and its readers were promised that no slot is reused.
@@ -92,7 +93,7 @@ pub(crate) enum CaptureError {
     /// The table refused a call: a bug of the source.
     #[error(transparent)]
     Table(#[from] remora_table::Error),
-    /// The machine stopped the capture.
+    /// The source stopped the capture.
     #[error("stopped")]
     Stopped,
 }
@@ -112,7 +113,7 @@ impl CaptureError {
     }
 }
 
-/// The ACL rules to grant, if the server refused a command for want of one.
+/// The ACL rules to grant, if the server refused a command because one is missing.
 fn rules_for(error: &client::Error) -> String {
     match error {
         client::Error::Refused(Refusal::NoPerm { .. }) => {
@@ -122,7 +123,7 @@ fn rules_for(error: &client::Error) -> String {
     }
 }
 
-/// What ends a capture early: the machine, and for a stream beside a snapshot also the snapshot's failure.
+/// What ends a capture early: the source's loop, and for a stream beside a snapshot also the snapshot's failure.
 #[derive(Clone)]
 pub(super) struct Stop {
     stopped: Arc<AtomicBool>,
@@ -130,6 +131,7 @@ pub(super) struct Stop {
 }
 
 impl Stop {
+    /// A stop that `stopped` sets.
     pub(super) fn new(stopped: Arc<AtomicBool>) -> Stop {
         Stop { stopped, abandoned: None }
     }
@@ -139,8 +141,16 @@ impl Stop {
         Stop { stopped: self.stopped.clone(), abandoned: Some(abandoned) }
     }
 
+    /// Whether the capture has to end.
     pub(super) fn is_set(&self) -> bool {
         self.stopped.load(Ordering::Relaxed) || self.abandoned.as_ref().is_some_and(|flag| flag.load(Ordering::Relaxed))
+    }
+
+    /// Waits until the stop is set.
+    pub(super) async fn wait(&self) {
+        while !self.is_set() {
+            tokio::time::sleep(TICK).await;
+        }
     }
 
     /// Fails with [`CaptureError::Stopped`] if the stop is set.
@@ -152,6 +162,6 @@ impl Stop {
 /// How often a waiting thread checks its stop: the bound on how long stopping takes.
 pub(super) const TICK: Duration = Duration::from_millis(100);
 
-/// The longest silence of the server in a handshake, a snapshot or the stream. Servers send a newline each second while they
-/// prepare a snapshot, and drop silent replicas themselves after `repl-timeout`, 60 s by default.
+/// The longest silence of the server in a handshake, a snapshot or the stream. Servers send a newline each second while
+/// they prepare a snapshot, and drop silent replicas themselves after `repl-timeout`, 60 s by default.
 pub(super) const SILENCE_LIMIT: Duration = Duration::from_secs(60);

@@ -9,7 +9,6 @@ use remora_redis::{ReplId, resp};
 use super::Capture;
 use super::plan::{CaptureError, Stop, TICK};
 use super::socket::{Received, Silence, Socket};
-use crate::server::ServerError;
 
 /// A snapshot that the server has announced.
 pub(super) struct Announced {
@@ -26,7 +25,8 @@ pub(super) struct Announced {
 pub(super) enum Opening {
     /// A snapshot follows, and behind it the stream.
     Full { replid: ReplId, offset: u64, payload: Payload },
-    /// A snapshot follows. The stream is requested over another connection, which names this one by the `client` number.
+    /// A snapshot follows. The stream is requested over another connection, which names this one by the `client`
+    /// number.
     Channel { replid: ReplId, offset: u64, payload: Payload, client: u64 },
     /// The server offers snapshot and stream over two connections.
     TwoChannels,
@@ -50,7 +50,8 @@ impl Capture {
         Ok(self.handshake_over(self.connect()?, options))
     }
 
-    /// Connects and begins a handshake for a snapshot. If another capture follows the stream, it asks for the snapshot alone.
+    /// Connects and begins a handshake for a snapshot. If another capture follows the stream, it asks for the snapshot
+    /// alone.
     pub(super) fn handshake_for_snapshot(&self, options: Options) -> Result<PsyncLink, CaptureError> {
         let mut link = self.handshake(options)?;
         if self.plan.journal.is_none() {
@@ -66,10 +67,7 @@ impl Capture {
     }
 
     fn connect(&self) -> Result<Socket, CaptureError> {
-        let stream = self.plan.runtime.block_on(async {
-            let client = self.plan.server.connect().await?;
-            Ok::<_, ServerError>(client.into_stream().0)
-        })?;
+        let stream = self.wait_for(async { Ok(self.plan.server.connect().await?.into_stream().0) })?;
         Socket::new(stream, self.plan.runtime.clone(), TICK).map_err(broken)
     }
 }
@@ -157,8 +155,9 @@ impl PsyncLink {
         Ok(())
     }
 
-    /// Fails unless the server still keeps this connection waiting. It sends `+FULLRESYNC` just before it forks, and closes the
-    /// connection if the fork fails. A child that asks later, for the same offset, then belongs to another client.
+    /// Fails unless the server still keeps this connection waiting. It sends `+FULLRESYNC` just before it forks, and
+    /// closes the connection if the fork fails. A child that asks later, for the same offset, then belongs to another
+    /// client.
     pub(super) fn still_waits(&mut self) -> Result<(), CaptureError> {
         let mut buffer = [0; 1024];
         match self.socket.read_at_once(&mut buffer).map_err(broken)? {
@@ -173,8 +172,9 @@ impl PsyncLink {
         }
     }
 
-    /// Sends `REPLCONF rdb-only 1`. The server then ends the connection after the snapshot and counts no further replica of its
-    /// stream. Servers before 7.0 answer with an error, which changes nothing: the capture closes the connection itself.
+    /// Sends `REPLCONF rdb-only 1`. The server then ends the connection after the snapshot and counts no further
+    /// replica of its stream. Servers before 7.0 answer with an error, which changes nothing: the capture closes the
+    /// connection itself.
     fn ask_for_snapshot_alone(&mut self) -> Result<(), CaptureError> {
         let mut command = Vec::new();
         resp::command(&mut command, &["REPLCONF", "rdb-only", "1"]);

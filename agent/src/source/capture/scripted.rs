@@ -1,4 +1,4 @@
-//! For tests: a capture, and a scripted primary at the other end of its connection.
+//! A capture for tests, and a scripted primary at the other end of its connection.
 #![allow(clippy::unwrap_used)]
 
 use std::io::{ErrorKind, Read, Write};
@@ -93,7 +93,7 @@ impl Rig {
         self.capture.plan.server = Server::new(url, credentials, &TlsOptions::default(), Task::Source).unwrap();
     }
 
-    /// Stops the capture, as its machine does.
+    /// Stops the capture, as the source's loop does.
     pub(super) fn stop(&self) {
         self.capture.plan.stop.store(true, Ordering::Relaxed);
     }

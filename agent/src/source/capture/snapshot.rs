@@ -16,12 +16,12 @@ use super::socket::{Received, Socket};
 /// Pause of a writer whose ring is full, before it checks again whether a slot was retired.
 const RETIRE_POLL: Duration = Duration::from_micros(500);
 
-/// A read of fewer bytes is followed by a pause. A reader that is woken for every few kilobytes takes the processor from the
-/// server's child, which writes them: measured, 20,000 times in one gigabyte, for a tenth of the whole time.
+/// A read of fewer bytes is followed by a pause. A reader that is woken for every few kilobytes takes the processor
+/// from the server's child, which writes them: measured, 20,000 times in one gigabyte, for a tenth of the whole time.
 const WORTHWHILE_BYTES: usize = 512 * 1024;
 
-/// The pause: the time in which a fast server sends [`WORTHWHILE_BYTES`], and longer for a slow one. The socket buffer holds more
-/// than arrives in this time.
+/// The pause: the time in which a fast server sends [`WORTHWHILE_BYTES`], and longer for a slow one. The socket buffer
+/// holds more than arrives in this time.
 const PAUSE: Duration = Duration::from_micros(300);
 const PAUSE_LONG: Duration = Duration::from_millis(1);
 
@@ -42,7 +42,8 @@ impl Capture {
         Ok((Taking::new(self, writer), self.begun(*replid, *offset)?))
     }
 
-    /// The snapshot's table exists: creates the journal, unless another capture writes one, and reports that replicas may read.
+    /// The snapshot's table exists: creates the journal, unless another capture writes one, and reports that replicas
+    /// may read.
     pub(super) fn begun(&self, replid: ReplId, offset: u64) -> Result<Option<JournalWriter>, CaptureError> {
         let journal = match &self.plan.journal {
             Some((memory, geometry)) => {
@@ -73,7 +74,7 @@ impl<'c> Taking<'c> {
         Taking { capture, writer, is_complete: false }
     }
 
-    /// Seals the snapshot without its last `trim` bytes, and reports it to the machine.
+    /// Seals the snapshot without its last `trim` bytes, and reports it to the source's loop.
     pub(super) fn complete(mut self, trim: u64) -> Result<(), CaptureError> {
         let bytes = self.writer.finish(trim)?;
         self.is_complete = true;
@@ -154,8 +155,8 @@ impl<'c> Taking<'c> {
         Ok(trim)
     }
 
-    /// The ring is full: retires the slots that the machine has released, or waits a moment for the readers. Fails if no slot may
-    /// be reused.
+    /// The ring is full: retires the slots that the machine allows to be reused, or waits a moment for the readers.
+    /// Fails if no slot may be reused.
     fn wait_for_room(&mut self) -> Result<(), CaptureError> {
         let plan = &self.capture.plan;
         if plan.retained {

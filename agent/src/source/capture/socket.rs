@@ -1,7 +1,7 @@
 //! A connection to the primary as a capture thread uses it: blocking, with a bound on every wait.
 //!
-//! From a plain socket (TCP or Unix) the kernel copies the bytes straight into the table's memory. Under TLS the bytes must be
-//! decrypted first, which takes one copy more.
+//! From a plain socket (TCP or Unix) the kernel copies the bytes straight into the table's memory. Under TLS the bytes
+//! must be decrypted first, which takes one copy more.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -71,8 +71,8 @@ enum Link {
     Tls(Box<TlsConnection>, tokio::runtime::Handle),
 }
 
-/// The longest time that a write of a few bytes may take. It waits only while the server reads nothing and its socket buffer is
-/// full.
+/// The longest time that a write of a few bytes may take. It waits only while the server reads nothing and its socket
+/// buffer is full.
 const WRITE_LIMIT: Duration = Duration::from_secs(10);
 
 impl Socket {
@@ -116,8 +116,8 @@ impl Socket {
         self.read_within(Duration::ZERO, RecvFlags::DONTWAIT, buffer)
     }
 
-    /// Reads once and waits for at most `limit`. A plain socket ignores `limit`: its time-out is the tick, unless `flags` say that it
-    /// must not wait.
+    /// Reads once and waits for at most `limit`. A plain socket ignores `limit`: its time-out is the tick, unless
+    /// `flags` say that it must not wait.
     fn read_within(&mut self, limit: Duration, flags: RecvFlags, buffer: &mut [u8]) -> io::Result<Received> {
         if !self.pushed_back.is_empty() {
             let n = self.pushed_back.len().min(buffer.len());

@@ -51,8 +51,8 @@ impl Follower {
         self
     }
 
-    /// Follows the stream until it is stopped, lost, or continued under another replid. A broken connection is replaced, and the
-    /// stream resumed at the next byte.
+    /// Follows the stream until it is stopped, lost, or continued under another replid. A broken connection is
+    /// replaced, and the stream resumed at the next byte.
     pub(super) fn run(mut self) {
         let mut backoff = Backoff::from_system();
         loop {
@@ -67,8 +67,8 @@ impl Follower {
                     self.capture.report(CaptureEvent::StreamResumed);
                 }
                 Err(CaptureError::HistoryChanged { from, to, at }) => {
-                    // The journal is not aborted: it holds all bytes of the old history that we received, and replicas may
-                    // still read it.
+                    // The journal is not aborted: it holds all bytes of the old history that we received, and replicas
+                    // may still read it.
                     let generation = self.capture.plan.generation;
                     self.capture.report(CaptureEvent::HistoryChanged { generation, from, to, at });
                     return;
@@ -153,17 +153,18 @@ impl Follower {
     }
 }
 
-/// How long the source tries to resume a broken stream. Servers keep their backlog far longer, but replicas should not wait
-/// long before they begin again.
+/// How long the source tries to resume a broken stream. Servers keep their backlog far longer, but replicas should not
+/// wait long before they begin again.
 const RESUME_LIMIT: Duration = Duration::from_secs(60);
 
 /// When to send the primary an acknowledgement.
 ///
-/// The primary starts to send the stream only at an ACK that arrives *after* it has reaped its child, and one sent too early
-/// has no effect. So ACKs are sent quickly until the stream's first byte arrives, then once a second, as replicas do.
+/// The primary starts to send the stream only at an ACK that arrives *after* it has reaped its child, and one sent too
+/// early has no effect. So ACKs are sent quickly until the stream's first byte arrives, then once a second, as replicas
+/// do.
 ///
-/// The offset acknowledged is always that of the snapshot. A source is no durable copy of anything: an ACK that followed
-/// the stream would let `WAIT` count it as one.
+/// The offset acknowledged is always that of the snapshot. A source is no durable copy of anything: an ACK that
+/// followed the stream would let `WAIT` count it as one.
 struct AckClock {
     offset: u64,
     last: Option<Instant>,

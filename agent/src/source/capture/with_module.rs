@@ -1,4 +1,5 @@
-//! A capture with the module in the server: arms the module, and follows what the server's fork child writes into our table.
+//! A capture with the module in the server: arms the module, and follows what the server's fork child writes into the
+//! table.
 //!
 //! ```text
 //!   no module, or not to be used ────────────────────────────────────────────┐
@@ -6,18 +7,19 @@
 //!                                                                            ▼
 //!   ask ──▶ arm: walk ──▶ PSYNC ──▶ the child asks ──▶ it may ──▶ long strings from it, behind them the rest by PSYNC
 //!      │                               └─ it declines ────────▶ capture by PSYNC alone
-//!      └──▶ arm: ease ──▶ capture by PSYNC, the child doesn't compress          ▲
+//!      └──▶ arm: ease ──▶ capture by PSYNC, the child does not compress         ▲
 //!                          the walk failed: the next attempts, for some minutes, ┘
 //! ```
 //!
-//! The strings that the child writes into our table are missing from what its server saves. So the child may begin only if no
-//! other client receives that snapshot. **The capture gives the permission.** It does so when `+FULLRESYNC` has arrived over its own
-//! connection with the replid and the offset that the child reports, and if that connection still waits when the child asks. Then
-//! the child was forked for this capture (`module/src/capture/exclusive.rs` has the rest of the argument). Bytes that arrive before
-//! the child has answered belong to a complete snapshot.
+//! The strings that the child writes into the source's table are missing from what its server saves. So the child may
+//! begin only if no other client receives that snapshot. **The capture gives the permission.** It does so when
+//! `+FULLRESYNC` has arrived over its own connection with the replid and the offset that the child reports, and if that
+//! connection still waits when the child asks. Then the child was forked for this capture
+//! (`module/src/capture/exclusive.rs` has the rest of the argument). Bytes that arrive before the child has answered
+//! belong to a complete snapshot.
 //!
-//! Two processes must never write one table. A writer claims its memory, and the claim ends with the writing process, however that
-//! ends. So the next writer first waits for the claim ([`Capture::claim`]).
+//! Two processes must never write one table. A writer claims its memory, and the claim ends with the writing process,
+//! however that ends. So the next writer first waits for the claim ([`Capture::claim`]).
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -38,7 +40,7 @@ use super::plan::{CaptureError, CaptureEvent, SILENCE_LIMIT};
 use super::psync_link::{PsyncLink, broken};
 use super::stream::{Follower, Following};
 use crate::args::ModuleCapture;
-use crate::server::{Client, Facts, Role, ServerError, module};
+use crate::server::{Client, Facts, Role, module};
 use crate::units::Size;
 
 /// How an attempt with the module fails.
@@ -70,8 +72,8 @@ struct Chosen {
 }
 
 impl Capture {
-    /// Takes the snapshot in the best way that the server offers: with the module if it has one that may be used, otherwise as the
-    /// server sends it to replicas.
+    /// Takes the snapshot in the best way that the server offers: with the module if it has one that may be used,
+    /// otherwise as the server sends it to replicas.
     pub(super) fn take_snapshot(&self) -> Result<Following, CaptureError> {
         let claim = self.claim()?;
         let gauge = &self.plan.gauge;
@@ -94,7 +96,8 @@ impl Capture {
                 self.take_plain_snapshot()
             }
             Err(ModuleError::Final(error)) => {
-                // The module may also be why the link broke: if the child needs too much memory, the system kills the server.
+                // The module may also be why the link broke: if the child needs too much memory, the system kills the
+                // server.
                 if matches!(error, CaptureError::Module(_) | CaptureError::Link { .. }) {
                     self.report(CaptureEvent::ModuleFailed);
                 }
@@ -103,7 +106,7 @@ impl Capture {
         }
     }
 
-    /// Waits until no child of the server writes the snapshot's memory any more, and claims it.
+    /// Waits until no child of the server writes the snapshot's memory, and claims it.
     fn claim(&self) -> Result<Claim, CaptureError> {
         let began = Instant::now();
         loop {
@@ -112,7 +115,8 @@ impl Capture {
             }
             self.stop.check()?;
             if began.elapsed() > CLAIM_LIMIT {
-                let text = format!("a child of the server still writes our table after {} s", CLAIM_LIMIT.as_secs());
+                let text =
+                    format!("a child of the server still writes the source's table after {} s", CLAIM_LIMIT.as_secs());
                 return Err(CaptureError::Module(text));
             }
             thread::sleep(POLL);
@@ -129,14 +133,15 @@ impl Capture {
             tracing::info!("the module failed a short time ago; taking the snapshot without it");
             return None;
         }
-        let asked = self.plan.runtime.block_on(async {
+        let asked = self.wait_for(async {
             let mut client = self.plan.server.connect().await?;
             let known = module::find(&mut client, rules.load.as_deref()).await?;
             let facts = Facts::read(&mut client).await?;
-            Ok::<_, ServerError>((client, known, facts))
+            Ok((client, known, facts))
         });
         let (client, known, facts) = match asked {
             Ok(asked) => asked,
+            Err(CaptureError::Stopped) => return None,
             Err(error) => {
                 tracing::warn!(%error, "cannot determine whether the server has loaded the module");
                 return None;
@@ -171,7 +176,8 @@ impl Capture {
 
     /// The server's child writes the long strings, and the server the rest.
     fn walk(&self, chosen: &mut Chosen) -> Result<Following, ModuleError> {
-        // A primary's stream begins with a SELECT. A replica forwards its primary's stream unchanged, so there the database counts.
+        // A primary's stream begins with a SELECT. A replica forwards its primary's stream unchanged, so there the
+        // database counts.
         let counts = chosen.role == Some(Role::Replica);
         let armed = Armed::new(self, chosen)?;
         let live = AtomicBool::new(false);
@@ -186,12 +192,12 @@ impl Capture {
             live.store(true, Ordering::Release);
             let payload = armed.first_byte(&mut link);
             live.store(false, Ordering::Release);
-            let told = armed.walked()?;
+            let written = armed.walked()?;
             let (mut socket, early) = link.into_parts();
             let _claim = self.claim()?;
             let point = armed.page.fork_point().map_err(CaptureError::from)?;
             let database = point.filter(|_| counts).map(|point| point.database);
-            let expected = join::Expected { payload: payload?, told, database };
+            let expected = join::Expected { payload: payload?, written, database };
             self.receive_rest(&mut socket, &expected, &early)?;
             Ok(match journal {
                 Some(journal) => Following::ThisThread(Box::new(Follower::new(self, socket, journal))),
@@ -247,7 +253,8 @@ impl<'c> Armed<'c> {
         }
     }
 
-    /// Runs `work` while a thread attends to the page. `live` says from when on the figures on the page belong to this snapshot.
+    /// Runs `work` while a thread attends to the page. `live` says from when on the figures on the page belong to this
+    /// snapshot.
     fn attended<T>(&self, live: &AtomicBool, work: impl FnOnce() -> T) -> T {
         let over = AtomicBool::new(false);
         let (capture, page) = (self.capture, &self.page);
@@ -296,7 +303,8 @@ impl<'c> Armed<'c> {
     /// The child has declined, so that the server saves everything.
     fn untouched(&self, mut link: PsyncLink, replid: ReplId, offset: u64) -> Result<Following, CaptureError> {
         let payload = self.first_byte(&mut link)?;
-        // The child writes its stage before its server sends the first byte. If the child has begun, that snapshot is incomplete.
+        // The child writes its stage before its server sends the first byte. If the child has begun, that snapshot is
+        // incomplete.
         if matches!(self.page.stage(), Stage::Begun | Stage::Done | Stage::Failed) {
             return Err(CaptureError::Module("its child began long after the server had forked".into()));
         }
@@ -304,8 +312,8 @@ impl<'c> Armed<'c> {
         self.capture.take_announced(link.announced(replid, offset, payload))
     }
 
-    /// Waits for the snapshot's first byte, which follows the child's walk. The server may be silent as long as the child makes
-    /// progress.
+    /// Waits for the snapshot's first byte, which follows the child's walk. The server may be silent as long as the
+    /// child makes progress.
     fn first_byte(&self, link: &mut PsyncLink) -> Result<Payload, CaptureError> {
         let mut pulse = Pulse::of(&self.page);
         match link.next_event_while(|| pulse.beats(&self.page))? {
@@ -314,19 +322,20 @@ impl<'c> Armed<'c> {
         }
     }
 
-    /// What the child has written. The server has sent its first byte or has given up, so the child must have ended its walk.
+    /// What the child has written. The server has sent its first byte or has given up, so the child must have ended its
+    /// walk.
     fn walked(&self) -> Result<WriterStatus, CaptureError> {
         let Armed { page, capture, .. } = self;
         if page.stage() == Stage::Done {
-            let told = page.writer_status();
-            capture.plan.gauge.snapshot_told(&told);
+            let written = page.writer_status();
+            capture.plan.gauge.snapshot_written(&written);
             tracing::debug!(
-                strings = told.keys,
-                micros = told.took_micros,
-                waits = told.waits,
+                strings = written.keys,
+                micros = written.took_micros,
+                waits = written.waits,
                 "the child has ended its walk"
             );
-            return Ok(told);
+            return Ok(written);
         }
         if capture.has_outgrown(page) {
             return Err(CaptureError::Outgrown);
@@ -349,7 +358,8 @@ impl Drop for Armed<'_> {
 }
 
 impl Capture {
-    /// Beats on the page, passes the machine's decisions to it and the child's figures to the gauge, until `over` is set.
+    /// Beats on the page, passes the machine's decisions to it and the child's figures to the gauge, until `over` is
+    /// set.
     fn attend(&self, page: &CapturePage, live: &AtomicBool, over: &AtomicBool) {
         let plan = &self.plan;
         while !over.load(Ordering::Relaxed) {
@@ -367,7 +377,7 @@ impl Capture {
                 if !plan.retained {
                     page.allow_retiring(plan.gauge.retire_below());
                 }
-                plan.gauge.snapshot_told(&page.writer_status());
+                plan.gauge.snapshot_written(&page.writer_status());
             }
             thread::sleep(POLL);
         }
@@ -403,7 +413,8 @@ impl Pulse {
 /// How long the module may take to fetch what is offered. The module itself gives up after a quarter of a second.
 const HANDOVER_LIMIT: Duration = Duration::from_secs(2);
 
-/// How long the server's child may take from `+FULLRESYNC` to its first report: a fork, and what other modules do there.
+/// How long the server's child may take from `+FULLRESYNC` to its first report: a fork, and what other modules do
+/// there.
 const BEGIN_LIMIT: Duration = Duration::from_secs(10);
 
 /// How long a cancelled child may take to end. It checks at each value, and at each 8 KiB of small ones.

@@ -39,8 +39,8 @@ impl Capture {
         })
     }
 
-    /// Takes the snapshot, while another thread follows the stream. A stream without its snapshot is of no use, so that thread
-    /// has ended when this fails.
+    /// Takes the snapshot, while another thread follows the stream. A stream without its snapshot is of no use, so that
+    /// thread has ended when this fails.
     fn take_both(&self, announced: Announced, stream: Socket) -> Result<Following, CaptureError> {
         let (taking, journal) = self.begin(&announced)?;
         let Some(journal) = journal else { return Ok(Following::AnotherCapture) };

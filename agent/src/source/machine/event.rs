@@ -38,8 +38,9 @@ pub(crate) enum Event {
 
 /// The format of a snapshot, and the newest format that a replica's server reads.
 ///
-/// Valkey has a format of its own from version 9 on. Only this format has the expiry times of hash fields: if the data set has any,
-/// Valkey breaks off a snapshot in the format that it shares with Redis. A server that reads its own format reads the shared one too.
+/// Valkey has a format of its own from version 9 on. Only this format has the expiry times of hash fields: if the data
+/// set has any, Valkey breaks off a snapshot in the format that it shares with Redis. A server that reads its own
+/// format reads the shared one too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Format {
     /// The newest format that the primary knows.
@@ -54,7 +55,8 @@ pub(crate) struct Resume {
     pub(crate) generation: u64,
     /// Slots that the replica holds from the first one without a gap.
     pub(crate) held_slots: u64,
-    /// Set if the replica's server has loaded the whole snapshot: it needs only the stream of this history, from this byte on.
+    /// Set if the replica's server has loaded the whole snapshot: it needs only the stream of this history, from this
+    /// byte on.
     pub(crate) loaded: Option<(ReplId, u64)>,
 }
 
@@ -77,8 +79,8 @@ impl Report {
 /// What the source's loop has to do.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Action {
-    /// Take a snapshot. `with_stream`: follow the stream too, as no capture follows it yet. `fresh`: into new memory, as a reader may
-    /// still use the old one.
+    /// Take a snapshot. `with_stream`: follow the stream too, as no capture follows it yet. `fresh`: into new memory,
+    /// as a reader may still use the old one.
     Capture { generation: u64, with_stream: bool, fresh: bool },
     /// Offer this replica the current snapshot and the journal.
     Offer { session: Session },
@@ -94,6 +96,7 @@ pub(crate) enum Action {
     EndStream { generation: u64 },
     /// End the capture of this snapshot, which no replica waits for.
     StopCapture { generation: u64 },
-    /// Let the snapshot's writer reuse every slot below this one. It grows within a generation; each capture begins at 0.
+    /// Let the snapshot's writer reuse every slot below this one. It grows within a generation; each capture begins at
+    /// 0.
     AllowRetiring { below: u64 },
 }

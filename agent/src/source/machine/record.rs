@@ -53,7 +53,7 @@ pub(crate) struct Replica {
     pub(crate) address: String,
     pub(crate) joined: Instant,
     /// When its last message arrived.
-    pub(crate) heard: Instant,
+    pub(crate) last_seen: Instant,
     /// The generation that it was offered; `None` while it waits.
     pub(crate) generation: Option<u64>,
     pub(crate) at: Report,

@@ -1,7 +1,7 @@
 //! Random runs of the machine: the invariants hold after every event, and a seed replays.
 //!
-//! [`Play`] plays the replicas and the capture threads. It draws every choice from one seed, and performs the machine's actions as the
-//! source's loop does.
+//! [`Play`] plays the replicas and the capture threads. It draws every choice from one seed, and performs the machine's
+//! actions as the source's loop does.
 #![allow(clippy::unwrap_used)]
 
 use std::fmt::Write;
@@ -107,7 +107,8 @@ impl Play {
 
     fn progress(&mut self, session: Session) -> Event {
         let phase = [Phase::Transfer, Phase::Load, Phase::CatchUp, Phase::Stay][self.draw.below(4) as usize];
-        // A replica that loads has all its slots and reads no slot again. The loop drops reports of replicas that were offered nothing.
+        // A replica that loads has all its slots and reads no slot again. The loop drops reports of replicas that were
+        // offered nothing.
         let Some(replica) = self.machine.status().replica(session).filter(|replica| replica.generation.is_some())
         else {
             return Event::Tick;

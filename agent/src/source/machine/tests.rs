@@ -14,7 +14,8 @@ const RULES: Rules =
 
 const FIRST: u64 = 100;
 
-/// A machine, and the reading of the tables that it is given. Slots that it lets the writer reuse are kept apart from the other actions.
+/// A machine, and the reading of the tables that it is given. Slots that it lets the writer reuse are kept apart from
+/// the other actions.
 struct Bench {
     machine: Machine,
     reading: Reading,
@@ -208,7 +209,8 @@ fn a_snapshot_of_another_history_ends_all_that_was_given_of_the_old_one() {
     assert!(actions.contains(&Action::EndStream { generation: FIRST }), "{actions:?}");
     let gone = |action: &&Action| matches!(action, Action::GenerationGone { session: 2, generation: FIRST, .. });
     assert_eq!(actions.iter().filter(gone).count(), 1, "{actions:?}");
-    // The new snapshot does not belong to the stream: its capture is stopped, and the next one begins with a stream of its own.
+    // The new snapshot does not belong to the stream: its capture is stopped, and the next one begins with a stream of
+    // its own.
     assert!(actions.contains(&Action::StopCapture { generation: FIRST + 1 }), "{actions:?}");
     assert_eq!(begins(&actions), Some((FIRST + 2, true)), "{actions:?}");
 }

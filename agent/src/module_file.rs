@@ -1,4 +1,4 @@
-//! Where the module for servers lies: `remora module path`, and `remora source --load-module`.
+//! Where the server module's library is: `remora module path`, and `remora source --load-module`.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -9,24 +9,24 @@ use crate::exit::Failure;
 /// Runs `remora module`.
 ///
 /// # Errors
-/// The library is not where it is looked for, or stdout can't be written.
+/// The library is not found, or stdout cannot be written.
 pub fn run(args: &ModuleArgs) -> Result<(), Failure> {
     match args.question {
         ModuleQuestion::Path => {
             let path = find()?;
             writeln!(std::io::stdout(), "{}", path.display())
-                .map_err(|error| Failure::local(format!("stdout cannot be written: {error}")))
+                .map_err(|error| Failure::local(format!("cannot write to stdout: {error}")))
         }
     }
 }
 
-/// The library that belongs to this program.
+/// The path of the library that belongs to this program.
 ///
 /// # Errors
-/// It is in none of the places where it is looked for; the message names them.
+/// The library is in none of the places where it is searched; the message names them.
 pub fn find() -> Result<PathBuf, Failure> {
     let program = std::env::current_exe()
-        .map_err(|error| Failure::local(format!("this program does not know where it lies: {error}")))?;
+        .map_err(|error| Failure::local(format!("cannot find out the path of this program: {error}")))?;
     let places = places(&program);
     places.iter().find(|path| path.is_file()).cloned().ok_or_else(|| {
         let looked: Vec<String> = places.iter().map(|path| path.display().to_string()).collect();
@@ -38,7 +38,8 @@ pub fn find() -> Result<PathBuf, Failure> {
     })
 }
 
-/// Where it is looked for: beside the program, as cargo builds it; as packages install it; and, for a test's program, one folder up.
+/// Where the library is searched: beside the program, as cargo builds it; as packages install it; and, for a test's
+/// program, one folder up.
 fn places(program: &Path) -> Vec<PathBuf> {
     let folder = program.parent().unwrap_or(Path::new("."));
     let above = folder.parent().unwrap_or(folder);
