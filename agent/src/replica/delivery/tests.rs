@@ -35,6 +35,11 @@ const QUIET_TURNS: u32 = 60;
 /// Bytes of the mark that ends a payload.
 const MARK: usize = 40;
 
+/// Where the tables of a generation begin.
+fn table_origin(generation: u64) -> remora_table::Origin {
+    remora_table::Origin { generation, history: HISTORY.parse().unwrap(), offset: OFFSET }
+}
+
 /// A source: one generation's tables, exported.
 struct Source {
     generation: u64,
@@ -49,8 +54,7 @@ impl Source {
         let table = |kind: Kind, region: u32| {
             let memory = memory(GEOMETRY.memory_len());
             exporter.export(RegionId { generation, region }, memory.clone()).unwrap();
-            let replid = HISTORY.as_bytes().try_into().unwrap();
-            (memory, Identity { generation, kind, replid, first_offset: OFFSET })
+            (memory, Identity { kind, origin: table_origin(generation) })
         };
         exporter.grant(1, SECRET);
         let (memory, identity) = table(Kind::Snapshot, 0);
@@ -83,13 +87,12 @@ impl Source {
             let layout = SinkLayout { offset: 0, buffers: 4 };
             let sink = memory(layout.length(&GEOMETRY));
             let peer = network.connector().connect(&key, 1, &SECRET, sink.clone()).unwrap();
-            let replid = HISTORY.as_bytes().try_into().unwrap();
-            let expect = Expectation { generation: self.generation, geometry: GEOMETRY, replid, first_offset: OFFSET };
+            let expect = Expectation { origin: table_origin(self.generation), geometry: GEOMETRY };
             Part { peer, sink, layout, expect, in_place: false, copy: None }
         };
         let origin = Origin {
             generation: self.generation,
-            replid: HISTORY.into(),
+            replid: HISTORY.parse().unwrap(),
             offset: OFFSET,
             slot_size: GEOMETRY.slot_size,
         };
