@@ -119,7 +119,7 @@ fn what_is_no_server_is_recognised_by_both_ends() {
     let wrong: [(SocketAddr, &str); 3] = [
         (something_that_says(A_WEB_SERVER), "is not a Redis or Valkey server"),
         (source.address, "redis://"),
-        (nobody(), "is it running, and on this port?"),
+        (nobody(), "check that it is running, and on this port"),
     ];
     let token = stage.token.display().to_string();
     for (address, words) in wrong {

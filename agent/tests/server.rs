@@ -142,7 +142,7 @@ async fn nobody_there_and_somebody_else_there_are_told_apart() {
 
     let error = turned_away(&server(&url)).await;
     assert!(matches!(error, ServerError::Unreachable { .. }) && error.is_passing(), "{error}");
-    assert!(error.to_string().contains(&url) && error.to_string().contains("is it running"), "{error}");
+    assert!(error.to_string().contains(&url) && error.to_string().contains("check that it is running"), "{error}");
 
     let error = turned_away(&server("unix:///nowhere/redis.sock")).await;
     assert!(error.to_string().contains("/nowhere/redis.sock"), "{error}");

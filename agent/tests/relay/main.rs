@@ -273,7 +273,7 @@ fn a_peer_that_lies_is_dropped_and_named_and_not_one_byte_of_it_arrives() {
     honest.wait_for_success(LONG).unwrap();
     assert_same_data(&primary, &server);
     let named = source.agent.output();
-    assert!(named.contains("passed on bytes that are not ours") && named.contains("liar"), "{named}");
+    assert!(named.contains("lent slots that differ from the source's") && named.contains("liar"), "{named}");
 
     // Nobody is sent there any more.
     let another = Server::start(kind).unwrap();

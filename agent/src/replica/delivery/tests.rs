@@ -35,11 +35,6 @@ const QUIET_TURNS: u32 = 60;
 /// Bytes of the mark that ends a payload.
 const MARK: usize = 40;
 
-/// Where the tables of a generation begin.
-fn table_origin(generation: u64) -> remora_table::Origin {
-    remora_table::Origin { generation, history: HISTORY.parse().unwrap(), offset: OFFSET }
-}
-
 /// A source: one generation's tables, exported.
 struct Source {
     generation: u64,
@@ -54,7 +49,7 @@ impl Source {
         let table = |kind: Kind, region: u32| {
             let memory = memory(GEOMETRY.memory_len());
             exporter.export(RegionId { generation, region }, memory.clone()).unwrap();
-            (memory, Identity { kind, origin: table_origin(generation) })
+            (memory, Identity { kind, origin: origin(generation) })
         };
         exporter.grant(1, SECRET);
         let (memory, identity) = table(Kind::Snapshot, 0);
@@ -87,7 +82,7 @@ impl Source {
             let layout = SinkLayout { offset: 0, buffers: 4 };
             let sink = memory(layout.length(&GEOMETRY));
             let peer = network.connector().connect(&key, 1, &SECRET, sink.clone()).unwrap();
-            let expect = Expectation { origin: table_origin(self.generation), geometry: GEOMETRY };
+            let expect = Expectation { origin: origin(self.generation), geometry: GEOMETRY };
             Part { peer, sink, layout, expect, in_place: false, copy: None }
         };
         let origin = Origin {
@@ -111,6 +106,10 @@ impl Source {
         part.copy = Some(CopyPlan { own: GEOMETRY, download_rate: 0, retained: true });
         (feed, sink)
     }
+}
+
+fn origin(generation: u64) -> remora_table::Origin {
+    remora_table::Origin { generation, history: HISTORY.parse().unwrap(), offset: OFFSET }
 }
 
 fn memory(length: u64) -> Arc<Memory> {

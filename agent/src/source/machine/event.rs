@@ -1,4 +1,4 @@
-//! What goes into the owner and what comes out of it: events, readings, actions.
+//! The machine's input and output: rules and events go in, actions come out.
 
 use std::time::Duration;
 
@@ -10,14 +10,14 @@ use crate::source::capture::CaptureEvent;
 /// A replica's session, as numbered by the messenger.
 pub(crate) type Session = u64;
 
-/// What the owner must be told once.
+/// Limits that the machine is given once, at its creation.
 #[derive(Clone, Debug)]
 pub(crate) struct Rules {
-    /// How old a snapshot may be when it is offered once more.
+    /// The highest age of a snapshot that is still offered to another replica.
     pub(crate) max_age: Duration,
-    /// How many replicas may be joined at once.
+    /// The highest number of joined replicas.
     pub(crate) max_replicas: usize,
-    /// How long a replica may hold up the writer of a windowed table.
+    /// How long a replica may hold up the writer of a windowed snapshot.
     pub(crate) stall_limit: Duration,
 }
 
@@ -26,39 +26,39 @@ pub(crate) struct Rules {
 pub(crate) enum Event {
     /// An authenticated replica asks for a snapshot.
     Joined { session: Session, name: String, address: String, resume: Option<Resume>, reads: Format },
-    /// A replica says how far it is.
+    /// A replica reports its progress.
     Progress { session: Session, at: Report },
-    /// A replica is gone: it left, fell silent or lost its connection.
+    /// A replica has left, timed out or lost its connection. `done`: it was handed over.
     Gone { session: Session, done: bool },
-    /// A capture thread has something to say.
+    /// An event of a capture.
     Capture(CaptureEvent),
     /// Time has passed.
     Tick,
 }
 
-/// In which format a snapshot is written, and which a replica's server reads.
+/// The format of a snapshot, and the newest format that a replica's server reads.
 ///
-/// Valkey from 9 on has one of its own, which alone holds the times at which fields of hashes expire; where such fields are,
-/// a snapshot in the format that it shares with Redis breaks off. A server that reads its own format reads the shared one too.
+/// Valkey has a format of its own from version 9 on. Only this format has the expiry times of hash fields: if the data set has any,
+/// Valkey breaks off a snapshot in the format that it shares with Redis. A server that reads its own format reads the shared one too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Format {
-    /// The newest that the primary knows.
+    /// The newest format that the primary knows.
     Own,
-    /// One that servers of the other family, and older ones, know.
+    /// A format that older servers and those of the other family know.
     Shared,
 }
 
-/// What a replica holds from an earlier session.
+/// The slots or the data set that a replica holds from an earlier session.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Resume {
     pub(crate) generation: u64,
-    /// Slots that it holds without a gap from the first.
+    /// Slots that the replica holds from the first one without a gap.
     pub(crate) held_slots: u64,
-    /// Its server holds the whole snapshot: it needs only the stream of that history, from that byte on.
+    /// Set if the replica's server has loaded the whole snapshot: it needs only the stream of this history, from this byte on.
     pub(crate) loaded: Option<(ReplId, u64)>,
 }
 
-/// How far a replica is.
+/// The progress that a replica reports.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Report {
     pub(crate) phase: Phase,
@@ -74,18 +74,19 @@ impl Report {
         Report { phase: Phase::Waiting, transport: None, slots_below: 0, slots_held: 0, bytes: 0, applied_offset: 0 };
 }
 
-/// What is to be done.
+/// What the source's loop has to do.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Action {
-    /// Take a snapshot, with the stream too unless one is running. `fresh`: into new memory, since a reader may still use the old.
+    /// Take a snapshot. `with_stream`: follow the stream too, as no capture follows it yet. `fresh`: into new memory, as a reader may
+    /// still use the old one.
     Capture { generation: u64, with_stream: bool, fresh: bool },
-    /// Give that replica the present snapshot and the journal.
+    /// Offer this replica the current snapshot and the journal.
     Offer { session: Session },
-    /// That replica must wait; say why.
+    /// Tell this replica that it must wait, and why.
     Wait { session: Session, cause: WaitCause, text: String },
-    /// That replica can't be served any more; say why, and cut its lanes.
+    /// Refuse this replica further service, tell it why, and close its lanes.
     Drop { session: Session, code: RefusalCode, text: String },
-    /// The generation is over for those who read it; say why.
+    /// Tell this replica that the generation it was given has ended, and why.
     GenerationGone { session: Session, generation: u64, text: String },
     /// Revoke read access to this generation's snapshot.
     RevokeSnapshot { generation: u64 },

@@ -1,7 +1,7 @@
-//! Owner: the source's decisions, and nothing else. Events, readings of the tables and the time go in, actions come out.
+//! The source's state machine: it decides, and nothing else. Events, readings of the tables and the time go in; actions come out.
 //!
-//! It does no I/O, reads no clock and no shared memory, and draws no randomness of its own: its pauses follow from the [`Backoff`] that it is
-//! given. The same calls therefore give the same actions, and a run can be replayed from its events.
+//! It does no I/O, reads no clock and no shared memory, and draws no random numbers: its pauses follow from the [`Backoff`] that it
+//! is given. The same calls therefore give the same actions, and a run can be replayed from its events.
 //!
 //! ```text
 //!                    join                    Started              Completed
@@ -15,11 +15,11 @@
 //! again. Replicas that have all slots keep the journal until they have applied it, and then go to the primary
 //! ([`Ending`]). After that the next snapshot may begin.
 //!
-//! Invariant, restored by [`Owner::settle`] after every event: *no replica waits while a snapshot could serve it or could
-//! be begun for it*, and *a slot is given up for reuse only when every replica that was promised it has it*. The tests in
+//! Invariant, restored by [`Machine::settle`] after every event: *no replica waits while a snapshot could serve it or could
+//! be begun for it*, and *a slot is reused only after every replica it was promised to has received it*. The tests in
 //! `replay.rs` check both after every event of random runs.
 //!
-//! What this costs: one thread decides for all replicas. It handles a few small events a second for each.
+//! One thread decides for all replicas. It handles a few small events per second for each of them.
 
 mod event;
 mod record;
@@ -35,7 +35,7 @@ use remora_protocol::{Phase, RefusalCode, WaitCause};
 use remora_redis::ReplId;
 use remora_table::Origin;
 
-use super::capture::{CaptureEvent, Fault};
+use super::capture::{CaptureError, CaptureEvent};
 use super::gauge::Reading;
 use crate::backoff::Backoff;
 
@@ -50,7 +50,7 @@ struct Ending {
     /// Offset of the last byte.
     at: u64,
     since: Instant,
-    /// Why it ended, for the replicas.
+    /// Why it ended, to be sent to the replicas.
     text: String,
 }
 
@@ -62,33 +62,34 @@ const ENDING_LIMIT: Duration = Duration::from_secs(10);
 /// second. The end of a broken stream may be a part of a command or transaction, which a server never acknowledges.
 const UNMOVED_LIMIT: Duration = Duration::from_secs(3);
 
-/// See the module's text.
-pub(crate) struct Owner {
+/// The source's decision state. The module docs describe its states and invariants.
+pub(crate) struct Machine {
     rules: Rules,
-    /// The reading that came with the present event.
+    /// The reading that came with the current event.
     reading: Reading,
     snapshot: Option<Snapshot>,
     /// Where the stream in the journal began.
     stream: Option<Origin>,
-    /// A stream that is over and still read. No other one begins meanwhile: both would use the same memory.
+    /// A stream that has ended and is still read. No other stream begins meanwhile: both would use the same memory.
     ending: Option<Ending>,
     replicas: BTreeMap<Session, Replica>,
     next_generation: u64,
     eager: bool,
-    /// When the last replica went, or the source began.
-    left_alone: Instant,
+    /// When the last replica left, or the source began.
+    idle_since: Instant,
+    /// When the next capture may begin after one that failed, and why it failed.
     retry: Option<(Instant, String)>,
     backoff: Backoff,
-    /// The writer may reuse the slots of the present snapshot below this one.
+    /// The writer may reuse the slots of the current snapshot below this one.
     retire_below: u64,
     snapshots_taken: u64,
     replicas_done: u64,
-    /// Somebody who was reading the present memory went before it had said that its server holds everything. What it lent to its
-    /// server's socket may still be read, even after its death.
+    /// A replica that read the current memory disconnected before it confirmed that its server had loaded everything. Pages that it
+    /// passed to its server's socket may still be read after it has exited.
     unfinished: bool,
 }
 
-/// What others may see of the owner.
+/// The part of the machine's state that others may see.
 #[derive(Clone, Copy)]
 pub(crate) struct Status<'a> {
     pub(crate) snapshot: Option<&'a Snapshot>,
@@ -109,7 +110,7 @@ impl<'a> Status<'a> {
         self.replicas.get(&session)?.history
     }
 
-    /// The generation of the present snapshot.
+    /// The generation of the current snapshot.
     pub(crate) fn generation(&self) -> Option<u64> {
         self.snapshot.map(|snapshot| snapshot.generation)
     }
@@ -120,10 +121,10 @@ impl<'a> Status<'a> {
     }
 }
 
-impl Owner {
-    /// `first_generation` must differ from that of every earlier run of this source.
-    pub(crate) fn new(now: Instant, rules: Rules, backoff: Backoff, first_generation: u64, eager: bool) -> Owner {
-        Owner {
+impl Machine {
+    /// Creates the machine of a source. `first_generation` must be higher than all generations of its earlier runs.
+    pub(crate) fn new(now: Instant, rules: Rules, backoff: Backoff, first_generation: u64, eager: bool) -> Machine {
+        Machine {
             rules,
             reading: Reading::default(),
             snapshot: None,
@@ -132,7 +133,7 @@ impl Owner {
             replicas: BTreeMap::new(),
             next_generation: first_generation,
             eager,
-            left_alone: now,
+            idle_since: now,
             retry: None,
             backoff,
             retire_below: 0,
@@ -142,7 +143,7 @@ impl Owner {
         }
     }
 
-    /// What others may see.
+    /// The state that others may see.
     pub(crate) fn status(&self) -> Status<'_> {
         Status {
             snapshot: self.snapshot.as_ref(),
@@ -153,7 +154,7 @@ impl Owner {
         }
     }
 
-    /// Takes one event in, restores the invariant, and says what is to be done.
+    /// Handles one event, restores the invariant, and returns the actions to perform, in order.
     pub(crate) fn apply(&mut self, now: Instant, reading: Reading, event: Event) -> Vec<Action> {
         self.reading = reading;
         let mut actions = Vec::new();
@@ -166,7 +167,7 @@ impl Owner {
                 self.replicas_done += u64::from(done);
                 let gone = self.replicas.remove(&session);
                 self.unfinished |= !done && gone.is_some_and(|replica| replica.is_reading());
-                self.left_alone = now;
+                self.idle_since = now;
             }
             Event::Capture(event) => self.captured(now, event, &mut actions),
             Event::Tick => {}
@@ -184,10 +185,10 @@ impl Owner {
         reads: Format,
         actions: &mut Vec<Action>,
     ) {
-        // One that asks once more over the same connection has its place already.
+        // A replica that joins again over the same connection is counted already.
         if self.replicas.len() >= self.rules.max_replicas && !self.replicas.contains_key(&session) {
             let text = format!(
-                "{} replicas are joined already, the limit of this source; join later, or raise --max-replicas",
+                "{} replicas have joined, which is the limit of this source; join later, or raise --max-replicas on the source",
                 self.replicas.len()
             );
             actions.push(Action::Drop { session, code: RefusalCode::Busy, text });
@@ -217,7 +218,7 @@ impl Owner {
         let span = now.duration_since(replica.heard).as_secs_f64();
         if span > 0.0 {
             let rate = at.bytes.saturating_sub(replica.at.bytes) as f64 / span;
-            // Half old, half new: steady enough to read, quick enough to follow.
+            // The mean of the old and the new rate: steady enough to read, quick enough to follow.
             replica.rate = ((replica.rate as f64 + rate) / 2.0) as u64;
         }
         if at.slots_below > replica.at.slots_below || at.phase != replica.at.phase {
@@ -226,7 +227,7 @@ impl Owner {
         if at.applied_offset > replica.at.applied_offset {
             replica.advanced = now;
         }
-        // A replica may not take back what it has passed.
+        // A replica cannot go back before a slot that it has passed.
         let slots_below = at.slots_below.max(replica.at.slots_below);
         replica.at = Report { slots_below, ..at };
         replica.heard = now;
@@ -245,10 +246,10 @@ impl Owner {
                 }
                 self.backoff.reset();
             }
-            CaptureEvent::Failed { generation, fault } => {
-                self.capture_failed(now, generation, &fault, actions);
+            CaptureEvent::Failed { generation, error } => {
+                self.capture_failed(now, generation, &error, actions);
             }
-            CaptureEvent::StreamResumed => {}
+            CaptureEvent::ModuleFailed | CaptureEvent::StreamResumed => {}
             CaptureEvent::HistoryChanged { generation, from, to, at } => {
                 self.history_changed(now, generation, (from, to), at, actions);
             }
@@ -268,25 +269,25 @@ impl Owner {
             None => self.stream = Some(origin),
             Some(stream) if stream.history == origin.history => {}
             Some(_) => {
-                // The primary has changed its history under us: what we follow is not what it now writes.
-                self.end_stream("the primary's replid changed (a fail-over or a restart)", actions);
+                // The stream that the source follows belongs to a history that the primary has left.
+                self.end_stream("the primary's replid changed (a failover or a restart)", actions);
             }
         }
     }
 
-    fn capture_failed(&mut self, now: Instant, generation: u64, fault: &Fault, actions: &mut Vec<Action>) {
+    fn capture_failed(&mut self, now: Instant, generation: u64, error: &CaptureError, actions: &mut Vec<Action>) {
         if self.current(generation).is_none() {
             return;
         }
-        let text = fault.to_string();
+        let text = error.to_string();
         if self.stream.is_some_and(|stream| stream.generation == generation) {
             self.stream = None;
         }
         self.forget_snapshot(&text, actions);
-        if fault.is_transient() {
+        if error.is_transient() {
             let pause = self.backoff.next();
             self.retry = Some((now + pause, text));
-        } else if !matches!(fault, Fault::Stopped) {
+        } else if !matches!(error, CaptureError::Stopped) {
             for session in self.waiting() {
                 self.replicas.remove(&session);
                 let code = RefusalCode::PrimaryRefuses;
@@ -295,7 +296,7 @@ impl Owner {
         }
     }
 
-    /// The snapshot is no more: whoever still read it must start again.
+    /// Revokes the snapshot. Replicas that still read it begin again.
     fn forget_snapshot(&mut self, text: &str, actions: &mut Vec<Action>) {
         let Some(snapshot) = self.snapshot.take() else { return };
         let generation = snapshot.generation;
@@ -310,7 +311,7 @@ impl Owner {
         }
     }
 
-    /// The stream is no more: every replica that was given this history must start again, or go to the primary itself.
+    /// Ends the stream. Every replica that was given this history begins again or goes to the primary.
     fn end_stream(&mut self, text: &str, actions: &mut Vec<Action>) {
         let Some(stream) = self.stream.take() else { return };
         actions.push(Action::EndStream { generation: stream.generation });
@@ -364,7 +365,7 @@ impl Owner {
 
     /// Sends the replicas of an ended stream to the primary once they have applied all of it or make no progress, and
     /// revokes its journal when none is left.
-    fn finish_the_ending(&mut self, now: Instant, actions: &mut Vec<Action>) {
+    fn finish_ending(&mut self, now: Instant, actions: &mut Vec<Action>) {
         let Some(ending) = self.ending.take() else { return };
         let is_late = now.duration_since(ending.since) > ENDING_LIMIT && !self.waiting().is_empty();
         let is_unmoved = |replica: &Replica| now.duration_since(replica.advanced.max(ending.since)) > UNMOVED_LIMIT;
@@ -378,17 +379,17 @@ impl Owner {
         }
     }
 
-    /// Restores the invariant. See the module's text.
+    /// Restores the invariant that the module docs state.
     fn settle(&mut self, now: Instant, actions: &mut Vec<Action>) {
-        self.finish_the_ending(now, actions);
-        self.drop_the_stalled(now, actions);
+        self.finish_ending(now, actions);
+        self.drop_stalled(now, actions);
         self.allow_retiring(actions);
-        self.serve_the_waiting(now, actions);
-        self.let_go_of_the_unwanted(now, actions);
+        self.serve_waiting(now, actions);
+        self.release_unused(now, actions);
     }
 
-    /// Gives up slots that every reader has passed, but none before the ring is full: until then the next replica may
-    /// want them all, and with no reader left nothing is given up either.
+    /// Lets the writer reuse slots that every reader has passed, but only once the ring is full: until then the next replica can
+    /// still read all of them. Without a reader no slot is reused either.
     fn allow_retiring(&mut self, actions: &mut Vec<Action>) {
         if self.reading.writer_waits == 0 {
             return;
@@ -402,8 +403,9 @@ impl Owner {
         }
     }
 
-    /// Neither the writer of a window nor those who wait for the next snapshot wait for one replica longer than the limit.
-    fn drop_the_stalled(&mut self, now: Instant, actions: &mut Vec<Action>) {
+    /// Drops replicas that take no slot for longer than the limit while the writer of a windowed snapshot, or replicas that need the
+    /// next snapshot, wait for them.
+    fn drop_stalled(&mut self, now: Instant, actions: &mut Vec<Action>) {
         let Reading { published, retired, .. } = self.reading;
         let Some(snapshot) = &self.snapshot else { return };
         let writer_waits = self.reading.writer_waits > 0 && !snapshot.is_sealed();
@@ -422,8 +424,8 @@ impl Owner {
             self.replicas.remove(&session);
             self.unfinished = true;
             let text = format!(
-                "it took no slot for {} s while the table was full or others waited for another; give the source more \
-                 --memory, or the replica a faster server",
+                "the replica took no slot for {} s while the source's table was full or others waited for the next snapshot; give \
+                 the source more --memory or the replica a faster server, or raise --stall-timeout on the source",
                 limit.as_secs()
             );
             actions.push(Action::Drop { session, code: RefusalCode::Stalled, text });
@@ -437,14 +439,14 @@ impl Owner {
         self.replicas.iter().filter_map(waits).collect()
     }
 
-    fn serve_the_waiting(&mut self, now: Instant, actions: &mut Vec<Action>) {
+    fn serve_waiting(&mut self, now: Instant, actions: &mut Vec<Action>) {
         let waiting = self.waiting();
         let mut unserved = Vec::new();
         for session in waiting {
             if self.can_serve(now, session) {
                 self.offer(now, session, actions);
             } else if self.replicas.get(&session).is_some_and(Replica::is_loaded) {
-                // A snapshot would be the wrong help: its server holds one, and can go to the primary as it is.
+                // Its server has loaded a snapshot already and can go to the primary as it is.
                 self.replicas.remove(&session);
                 let code = RefusalCode::HistoryGone;
                 let text = "the journal does not hold what this replica's server needs next".to_string();
@@ -460,7 +462,7 @@ impl Owner {
         let reason = match self.why_not_begin(now) {
             None => {
                 self.begin(now, actions);
-                (WaitCause::NotYet, "the primary is being asked for a snapshot".to_string())
+                (WaitCause::NotYet, "the source is requesting a snapshot from the primary".to_string())
             }
             Some(reason) => reason,
         };
@@ -490,7 +492,7 @@ impl Owner {
         }
     }
 
-    /// Whether the present snapshot has all that this replica needs, and the journal all that follows.
+    /// Whether the current snapshot has all slots that this replica needs, and the journal all bytes behind it.
     fn can_serve(&self, now: Instant, session: Session) -> bool {
         let (Some(snapshot), Some(stream)) = (&self.snapshot, &self.stream) else { return false };
         let Some(origin) = snapshot.origin() else { return false };
@@ -501,7 +503,7 @@ impl Owner {
         }
         let held = resume.filter(|resume| resume.generation == snapshot.generation);
         let first_needed = held.map_or(0, |resume| resume.held_slots);
-        // What the writer was allowed to retire is as good as gone.
+        // Slots that the writer may reuse count as reused.
         let first_held = self.reading.retired.max(self.retire_below);
         let reads_it = snapshot.format == Format::Shared
             || self.replicas.get(&session).is_some_and(|replica| replica.reads == Format::Own);
@@ -512,17 +514,17 @@ impl Owner {
             && (held.is_some() || now.duration_since(snapshot.asked) <= self.rules.max_age)
     }
 
-    /// What stands in the way of a new snapshot now.
+    /// Why no new snapshot can begin now; `None` if one can.
     fn why_not_begin(&self, now: Instant) -> Option<(WaitCause, String)> {
         if let Some((at, text)) = &self.retry
             && now < *at
         {
-            let text = format!("the last attempt to take a snapshot failed ({text}); trying again soon");
+            let text = format!("the last attempt to take a snapshot failed ({text}); the source tries again soon");
             return Some((WaitCause::LastAttemptFailed, text));
         }
         if self.ending.is_some() {
-            let text = "the primary's history has changed; a snapshot of the new one follows as soon as the last replicas of the old one \
-                        have gone to the primary";
+            let text = "the primary's history has changed; a snapshot of the new one follows as soon as the last replicas of the \
+                        old one have gone to the primary";
             return Some((WaitCause::Busy, text.to_string()));
         }
         let snapshot = self.snapshot.as_ref()?;
@@ -530,7 +532,8 @@ impl Owner {
             Stage::Asked => Some((WaitCause::NotYet, "the primary is preparing a snapshot".to_string())),
             _ if !self.replicas.values().any(Replica::is_reading) && snapshot.is_sealed() => None,
             _ => {
-                let text = "the present snapshot has moved on and others still read it; the next follows at once";
+                let text = "the current snapshot no longer has its first slots, and other replicas still read it; the next one follows \
+                            when they are done";
                 Some((WaitCause::Busy, text.to_string()))
             }
         }
@@ -553,14 +556,14 @@ impl Owner {
         actions.push(Action::Capture { generation, with_stream, fresh });
     }
 
-    /// A capture whose ring is full and that nobody reads holds up the primary for nothing; a snapshot that is too old and
-    /// a stream that nobody needs cost the primary a connection.
-    fn let_go_of_the_unwanted(&mut self, now: Instant, actions: &mut Vec<Action>) {
+    /// Releases what no replica uses: a capture whose ring is full holds up the primary, and a snapshot that is too old to be
+    /// offered, or a stream, costs the primary a connection.
+    fn release_unused(&mut self, now: Instant, actions: &mut Vec<Action>) {
         if !self.replicas.is_empty() {
             return;
         }
         let Some(snapshot) = &self.snapshot else { return };
-        let alone = now.duration_since(self.left_alone);
+        let alone = now.duration_since(self.idle_since);
         let stuck = matches!(snapshot.stage, Stage::Open { .. })
             && self.reading.writer_waits > 0
             && alone > self.rules.stall_limit;
@@ -573,7 +576,7 @@ impl Owner {
         if !snapshot.is_sealed() {
             actions.push(Action::StopCapture { generation: snapshot.generation });
         }
-        self.forget_snapshot("nobody wants it any more", actions);
+        self.forget_snapshot("no replica uses the snapshot any more", actions);
         if let Some(stream) = self.stream.take() {
             actions.push(Action::EndStream { generation: stream.generation });
         }

@@ -1,7 +1,7 @@
-//! Random runs of the owner: the invariants hold after every event, and a seed replays.
+//! Random runs of the machine: the invariants hold after every event, and a seed replays.
 //!
-//! Replicas and capture threads are played by [`Play`], which draws every choice from one seed and answers the owner's actions as the
-//! source's loop would.
+//! [`Play`] plays the replicas and the capture threads. It draws every choice from one seed, and performs the machine's actions as the
+//! source's loop does.
 #![allow(clippy::unwrap_used)]
 
 use std::fmt::Write;
@@ -14,13 +14,13 @@ use super::*;
 
 const RULES: Rules = Rules { max_age: Duration::from_secs(300), max_replicas: 4, stall_limit: Duration::from_secs(20) };
 
-/// Events of one run.
+/// The number of events in one run.
 const EVENTS: usize = 400;
 
-/// Slots of a whole snapshot.
+/// The number of slots in a complete snapshot.
 const SLOTS: u64 = 40;
 
-/// Xorshift: a stream of numbers that follows from its seed.
+/// Xorshift: random numbers that follow from the seed.
 struct Draw(u64);
 
 impl Draw {
@@ -32,7 +32,7 @@ impl Draw {
     }
 }
 
-/// The capture that the owner has asked for.
+/// The capture that the machine has asked for.
 #[derive(Clone, Copy)]
 struct Running {
     generation: u64,
@@ -41,7 +41,7 @@ struct Running {
 }
 
 struct Play {
-    owner: Owner,
+    machine: Machine,
     draw: Draw,
     now: Instant,
     reading: Reading,
@@ -56,10 +56,10 @@ struct Play {
 
 impl Play {
     fn new(start: Instant, seed: u64) -> Play {
-        let owner = Owner::new(start, RULES, Backoff::seeded(seed), 100, seed.is_multiple_of(2));
+        let machine = Machine::new(start, RULES, Backoff::seeded(seed), 100, seed.is_multiple_of(2));
         let draw = Draw(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
         let (reading, told) = (Reading::default(), String::new());
-        Play { owner, draw, now: start, reading, running: None, stream: None, history: 1, next_session: 1, told }
+        Play { machine, draw, now: start, reading, running: None, stream: None, history: 1, next_session: 1, told }
     }
 
     fn step(&mut self) {
@@ -67,7 +67,7 @@ impl Play {
         self.now += Duration::from_millis(pause[self.draw.below(6) as usize]);
         let event = self.event();
         let _ = write!(self.told, "{event:?} ");
-        let actions = self.owner.apply(self.now, self.reading, event);
+        let actions = self.machine.apply(self.now, self.reading, event);
         let _ = writeln!(self.told, "{actions:?}");
         self.perform(&actions);
         self.check();
@@ -92,7 +92,7 @@ impl Play {
     fn join(&mut self) -> Event {
         let session = self.next_session;
         self.next_session += 1;
-        let generation = self.owner.status().generation().unwrap_or(100);
+        let generation = self.machine.status().generation().unwrap_or(100);
         let resume = match self.draw.below(4) {
             0 => Some(Resume { generation, held_slots: self.draw.below(SLOTS), loaded: None }),
             1 => {
@@ -107,8 +107,9 @@ impl Play {
 
     fn progress(&mut self, session: Session) -> Event {
         let phase = [Phase::Transfer, Phase::Load, Phase::CatchUp, Phase::Stay][self.draw.below(4) as usize];
-        // A replica that loads has all its slots: it reads none again. The loop drops reports of replicas that were offered nothing.
-        let Some(replica) = self.owner.status().replica(session).filter(|replica| replica.generation.is_some()) else {
+        // A replica that loads has all its slots and reads no slot again. The loop drops reports of replicas that were offered nothing.
+        let Some(replica) = self.machine.status().replica(session).filter(|replica| replica.generation.is_some())
+        else {
             return Event::Tick;
         };
         let phase = phase.max(replica.at.phase);
@@ -118,7 +119,7 @@ impl Play {
         Event::Progress { session, at }
     }
 
-    /// What a capture thread or the stream's thread says next.
+    /// The next event of a capture thread or the stream's thread.
     fn capture(&mut self) -> Event {
         let choice = self.draw.below(12);
         match self.running {
@@ -134,10 +135,10 @@ impl Play {
                 Event::Capture(CaptureEvent::Started { generation, replid, offset })
             }
             Some(running) if running.is_open && choice > 4 => {
-                // The writer gets on, within what it may reuse, or waits.
+                // The writer fills slots that it may reuse, or waits.
                 self.reading.published = (self.reading.published + 1 + self.draw.below(8)).min(SLOTS);
                 self.reading.writer_waits += u64::from(choice > 8);
-                self.reading.retired = self.owner.retire_below.min(self.reading.published);
+                self.reading.retired = self.machine.retire_below.min(self.reading.published);
                 self.stream_grows();
                 Event::Tick
             }
@@ -149,8 +150,12 @@ impl Play {
                 self.running = None;
                 self.stream = self.stream.filter(|&generation| generation != running.generation);
                 let cause = String::new();
-                let fault = if choice == 0 { Fault::HistoryGone } else { Fault::Link { during: "snapshot", cause } };
-                Event::Capture(CaptureEvent::Failed { generation: running.generation, fault })
+                let error = if choice == 0 {
+                    CaptureError::HistoryGone
+                } else {
+                    CaptureError::Link { during: "snapshot", cause }
+                };
+                Event::Capture(CaptureEvent::Failed { generation: running.generation, error })
             }
             None => match (self.stream, choice) {
                 (Some(generation), 0) => {
@@ -173,7 +178,7 @@ impl Play {
         }
     }
 
-    /// More of the stream comes, and the journal may lose some of its oldest.
+    /// The stream grows, and the journal may lose its oldest bytes.
     fn stream_grows(&mut self) {
         if self.stream.is_some() {
             self.reading.journal_end += self.draw.below(100);
@@ -183,7 +188,7 @@ impl Play {
     }
 
     fn some_session(&mut self) -> Option<Session> {
-        let replicas = self.owner.status().replicas;
+        let replicas = self.machine.status().replicas;
         let index = self.draw.below(replicas.len() as u64) as usize;
         replicas.keys().nth(index).copied()
     }
@@ -192,7 +197,7 @@ impl Play {
         for action in actions {
             match action {
                 Action::Capture { generation, with_stream, .. } => {
-                    assert!(!with_stream || self.stream.is_none(), "a second stream while one lives");
+                    assert!(!with_stream || self.stream.is_none(), "a second stream beside a running one");
                     self.running = Some(Running { generation: *generation, with_stream: *with_stream, is_open: false });
                 }
                 Action::StopCapture { generation } => {
@@ -204,20 +209,20 @@ impl Play {
         }
     }
 
-    /// The invariants of the module's text.
+    /// Checks the invariants that the machine's docs state.
     fn check(&self) {
-        let owner = &self.owner;
-        let waiting = owner.waiting();
+        let machine = &self.machine;
+        let waiting = machine.waiting();
         for &session in &waiting {
-            assert!(!owner.can_serve(self.now, session), "{session} waits and could be served\n{}", self.told);
+            assert!(!machine.can_serve(self.now, session), "{session} waits and could be served\n{}", self.told);
         }
-        let begins = owner.why_not_begin(self.now).is_none();
+        let begins = machine.why_not_begin(self.now).is_none();
         assert!(waiting.is_empty() || !begins, "{waiting:?} wait and a snapshot could begin\n{}", self.told);
-        for (session, replica) in owner.status().replicas {
-            let has_passed = !replica.is_reading() || replica.at.slots_below >= owner.retire_below;
-            assert!(has_passed, "{session} still needs a slot that was given up\n{}", self.told);
+        for (session, replica) in machine.status().replicas {
+            let has_passed = !replica.is_reading() || replica.at.slots_below >= machine.retire_below;
+            assert!(has_passed, "{session} still needs a slot that may be reused\n{}", self.told);
         }
-        assert!(owner.status().replicas.len() <= RULES.max_replicas, "{}", self.told);
+        assert!(machine.status().replicas.len() <= RULES.max_replicas, "{}", self.told);
     }
 }
 

@@ -1,4 +1,4 @@
-//! The source's decisions, tried without any I/O: events and times in, actions out.
+//! Tests of the source's decisions without any I/O: events and times go in, actions come out.
 #![allow(clippy::unwrap_used)]
 
 use std::time::{Duration, Instant};
@@ -7,16 +7,16 @@ use remora_protocol::{Phase, RefusalCode, WaitCause};
 use remora_redis::ReplId;
 
 use super::*;
-use crate::source::capture::{CaptureEvent, Fault};
+use crate::source::capture::{CaptureError, CaptureEvent};
 
 const RULES: Rules =
     Rules { max_age: Duration::from_secs(3600), max_replicas: 3, stall_limit: Duration::from_secs(60) };
 
 const FIRST: u64 = 100;
 
-/// An owner and the tables that it decides about. Slots that it lets the writer reuse are kept apart from the other actions.
+/// A machine, and the reading of the tables that it is given. Slots that it lets the writer reuse are kept apart from the other actions.
 struct Bench {
-    owner: Owner,
+    machine: Machine,
     reading: Reading,
     retire_below: u64,
     now: Instant,
@@ -29,12 +29,12 @@ impl Bench {
 
     fn with(rules: Rules, eager: bool) -> Bench {
         let now = Instant::now();
-        let owner = Owner::new(now, rules, Backoff::seeded(1), FIRST, eager);
-        Bench { owner, reading: Reading::default(), retire_below: 0, now }
+        let machine = Machine::new(now, rules, Backoff::seeded(1), FIRST, eager);
+        Bench { machine, reading: Reading::default(), retire_below: 0, now }
     }
 
     fn event(&mut self, event: Event) -> Vec<Action> {
-        let mut actions = self.owner.apply(self.now, self.reading, event);
+        let mut actions = self.machine.apply(self.now, self.reading, event);
         actions.retain(|action| match action {
             Action::AllowRetiring { below } => {
                 self.retire_below = *below;
@@ -68,11 +68,11 @@ impl Bench {
         (self.reading.journal_first, self.reading.journal_end) = (first, end);
     }
 
-    /// The capture thread began: the reading of the table says so too.
+    /// A snapshot has started. The reading of the table is that of a new one.
     fn started(&mut self, generation: u64, replid: ReplId, offset: u64) -> Vec<Action> {
         self.reading = Reading { published: 0, retired: 0, writer_waits: 0, ..self.reading };
         self.retire_below = 0;
-        if self.owner.stream.is_none() {
+        if self.machine.stream.is_none() {
             self.journal_at(offset + 1, offset);
         }
         self.event(Event::Capture(CaptureEvent::Started { generation, replid, offset }))
@@ -82,11 +82,11 @@ impl Bench {
         self.event(Event::Capture(CaptureEvent::Completed { generation, bytes: 1 }))
     }
 
-    fn failed(&mut self, generation: u64, fault: Fault) -> Vec<Action> {
-        self.event(Event::Capture(CaptureEvent::Failed { generation, fault }))
+    fn failed(&mut self, generation: u64, error: CaptureError) -> Vec<Action> {
+        self.event(Event::Capture(CaptureEvent::Failed { generation, error }))
     }
 
-    /// A source with a whole snapshot at offset 10, given to session 1, which is done with it.
+    /// A source with a complete snapshot at offset 10. Session 1 was given it and has been handed over.
     fn with_snapshot() -> Bench {
         let mut bench = Bench::new();
         bench.join(1);
@@ -101,8 +101,8 @@ fn replid(byte: u8) -> ReplId {
     String::from_utf8(vec![b'0' + byte; 40]).unwrap().parse().unwrap()
 }
 
-fn link_fault() -> Fault {
-    Fault::Link { during: "snapshot", cause: "gone".into() }
+fn link_error() -> CaptureError {
+    CaptureError::Link { during: "snapshot", cause: "gone".into() }
 }
 
 fn offers(actions: &[Action]) -> Vec<Session> {
@@ -129,7 +129,7 @@ fn the_first_replica_has_one_snapshot_taken_and_the_others_share_it() {
     assert_eq!(offers(&bench.started(FIRST, replid(1), 10)), [1, 2]);
     assert_eq!(offers(&bench.join(3)), [3]);
     bench.completed(FIRST);
-    assert_eq!(bench.owner.snapshots_taken, 1);
+    assert_eq!(bench.machine.snapshots_taken, 1);
 }
 
 #[test]
@@ -166,7 +166,7 @@ fn a_snapshot_that_is_too_old_makes_way_for_another_in_the_same_stream() {
     assert!(actions.contains(&Action::RevokeSnapshot { generation: FIRST }));
     bench.journal_at(11, 70);
     assert_eq!(offers(&bench.started(FIRST + 1, replid(1), 60)), [3]);
-    assert_eq!(bench.owner.replicas[&2].generation, Some(FIRST));
+    assert_eq!(bench.machine.replicas[&2].generation, Some(FIRST));
 }
 
 #[test]
@@ -192,7 +192,7 @@ fn memory_is_used_again_only_when_nobody_may_still_read_it() {
     let mut bench = Bench::new();
     bench.join(1);
     bench.started(FIRST, replid(1), 10);
-    bench.failed(FIRST, link_fault());
+    bench.failed(FIRST, link_error());
     let retried = bench.after(Duration::from_secs(10));
     assert!(retried.iter().any(|action| matches!(action, Action::Capture { fresh: true, .. })), "{retried:?}");
 }
@@ -208,13 +208,13 @@ fn a_snapshot_of_another_history_ends_all_that_was_given_of_the_old_one() {
     assert!(actions.contains(&Action::EndStream { generation: FIRST }), "{actions:?}");
     let gone = |action: &&Action| matches!(action, Action::GenerationGone { session: 2, generation: FIRST, .. });
     assert_eq!(actions.iter().filter(gone).count(), 1, "{actions:?}");
-    // What was begun was not the stream's beginning: it is stopped, and a new one begins with a stream of its own.
+    // The new snapshot does not belong to the stream: its capture is stopped, and the next one begins with a stream of its own.
     assert!(actions.contains(&Action::StopCapture { generation: FIRST + 1 }), "{actions:?}");
     assert_eq!(begins(&actions), Some((FIRST + 2, true)), "{actions:?}");
 }
 
 #[test]
-fn slots_are_given_up_only_when_the_ring_is_full_and_every_reader_has_passed_them() {
+fn slots_are_reused_only_when_the_ring_is_full_and_every_reader_has_passed_them() {
     let mut bench = Bench::new();
     bench.join(1);
     bench.join(2);
@@ -227,10 +227,10 @@ fn slots_are_given_up_only_when_the_ring_is_full_and_every_reader_has_passed_the
     assert_eq!(bench.retire_below, 3);
     bench.progress(2, Phase::Transfer, 5);
     assert_eq!(bench.retire_below, 5);
-    // A replica can't take back what it has passed.
+    // A replica cannot go back before a slot that it has passed.
     bench.progress(2, Phase::Transfer, 1);
-    assert_eq!(bench.owner.replicas[&2].at.slots_below, 5);
-    // From now on nobody can begin at the first slot.
+    assert_eq!(bench.machine.replicas[&2].at.slots_below, 5);
+    // From now on no replica can begin at the first slot.
     let actions = bench.join(3);
     assert_eq!(offers(&actions), Vec::<Session>::new());
     assert!(matches!(&actions[..], [Action::Wait { session: 3, cause: WaitCause::Busy, .. }]), "{actions:?}");
@@ -257,7 +257,7 @@ fn a_capture_that_breaks_is_tried_again_after_a_pause_and_its_readers_are_told()
     let mut bench = Bench::new();
     bench.join(1);
     bench.started(FIRST, replid(1), 10);
-    let actions = bench.failed(FIRST, link_fault());
+    let actions = bench.failed(FIRST, link_error());
     assert!(actions.contains(&Action::RevokeSnapshot { generation: FIRST }));
     assert!(actions.iter().any(|action| matches!(action, Action::GenerationGone { session: 1, .. })), "{actions:?}");
     assert_eq!(begins(&actions), None);
@@ -269,11 +269,12 @@ fn a_capture_that_breaks_is_tried_again_after_a_pause_and_its_readers_are_told()
 }
 
 #[test]
-fn a_server_that_refuses_is_not_asked_again_and_those_who_wait_hear_why() {
+fn a_server_that_refuses_is_not_asked_again_and_waiting_replicas_are_told_why() {
     let mut bench = Bench::new();
     bench.join(1);
-    let actions = bench.failed(FIRST, Fault::HistoryGone);
-    let refused = Action::Drop { session: 1, code: RefusalCode::PrimaryRefuses, text: Fault::HistoryGone.to_string() };
+    let actions = bench.failed(FIRST, CaptureError::HistoryGone);
+    let refused =
+        Action::Drop { session: 1, code: RefusalCode::PrimaryRefuses, text: CaptureError::HistoryGone.to_string() };
     assert!(actions.contains(&refused), "{actions:?}");
     assert_eq!(begins(&bench.after(Duration::from_secs(60))), None);
 }
@@ -288,18 +289,18 @@ fn a_replica_that_comes_back_goes_on_with_the_generation_it_knows() {
     bench.event(Event::Gone { session: 1, done: false });
     let held = |held_slots| Some(Resume { generation: FIRST, held_slots, loaded: None });
     assert_eq!(offers(&bench.join_with(2, held(6))), [2]);
-    assert_eq!(bench.owner.replicas[&2].at.slots_below, 6);
+    assert_eq!(bench.machine.replicas[&2].at.slots_below, 6);
     assert_eq!(offers(&bench.join_with(3, held(5))), Vec::<Session>::new(), "slot 5 is given up");
 }
 
 #[test]
-fn a_loaded_replica_needs_the_stream_only_and_is_sent_away_where_it_is_gone() {
+fn a_loaded_replica_needs_the_stream_only_and_is_sent_away_if_the_stream_is_gone() {
     let mut bench = Bench::with_snapshot();
     bench.journal_at(40, 90);
     let loaded =
         |byte, next_byte| Some(Resume { generation: FIRST, held_slots: 0, loaded: Some((replid(byte), next_byte)) });
     assert_eq!(offers(&bench.join_with(2, loaded(1, 91))), [2]);
-    assert_eq!(bench.owner.replicas[&2].at.phase, Phase::CatchUp);
+    assert_eq!(bench.machine.replicas[&2].at.phase, Phase::CatchUp);
     for (session, resume) in [(3, loaded(1, 39)), (4, loaded(2, 80)), (5, loaded(1, 92))] {
         let actions = bench.join_with(session, resume);
         assert!(
@@ -317,13 +318,13 @@ fn one_replica_too_many_is_refused_and_touches_nothing() {
     }
     let actions = bench.join(4);
     assert!(matches!(&actions[..], [Action::Drop { session: 4, code: RefusalCode::Busy, .. }]), "{actions:?}");
-    // One that has its place may ask again.
+    // A replica that has joined may ask again.
     let actions = bench.join(2);
     assert!(!actions.iter().any(|action| matches!(action, Action::Drop { .. })), "{actions:?}");
 }
 
 #[test]
-fn a_source_that_nobody_wants_leaves_the_server_alone_after_a_while() {
+fn a_source_without_replicas_releases_the_server_after_a_while() {
     let mut bench = Bench::with_snapshot();
     assert_eq!(bench.after(RULES.max_age - Duration::from_secs(1)), []);
     let actions = bench.after(Duration::from_secs(2));
@@ -378,7 +379,7 @@ fn when_the_history_changes_a_loaded_replica_keeps_the_journal_until_it_has_appl
     assert_eq!((sent_away(&actions), ends_stream(&actions)), (vec![2], true), "{actions:?}");
     // It goes to the primary: no snapshot is taken for it, and its hand-off is judged by its own history.
     assert_eq!(begins(&bench.after(Duration::from_secs(60))), None);
-    assert_eq!(bench.owner.status().history_of(2), Some(replid(1)));
+    assert_eq!(bench.machine.status().history_of(2), Some(replid(1)));
 }
 
 #[test]
@@ -399,7 +400,7 @@ fn when_the_history_changes_replicas_that_have_not_loaded_begin_again_after_the_
         "{actions:?}"
     );
     assert_eq!(offers(&bench.started(FIRST + 1, replid(2), 120)), [3]);
-    assert_eq!(bench.owner.status().history_of(3), Some(replid(2)));
+    assert_eq!(bench.machine.status().history_of(3), Some(replid(2)));
 }
 
 #[test]
@@ -445,7 +446,7 @@ fn replicas_of_an_ended_history_hold_up_the_others_for_a_while_only() {
 }
 
 #[test]
-fn a_snapshot_under_way_ends_with_the_history_and_a_late_word_of_the_old_stream_changes_nothing() {
+fn a_running_snapshot_ends_with_the_history_and_a_late_event_of_the_old_stream_changes_nothing() {
     let mut bench = Bench::new();
     bench.join(1);
     bench.started(FIRST, replid(1), 10);
@@ -460,7 +461,7 @@ fn a_snapshot_under_way_ends_with_the_history_and_a_late_word_of_the_old_stream_
     }
     bench.started(FIRST + 1, replid(2), 20);
     assert_eq!(bench.history_changed(10), []);
-    assert_eq!(bench.owner.stream, Some(Origin { generation: FIRST + 1, history: replid(2), offset: 20 }));
+    assert_eq!(bench.machine.stream, Some(Origin { generation: FIRST + 1, history: replid(2), offset: 20 }));
 }
 
 #[test]

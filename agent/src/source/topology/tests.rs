@@ -1,4 +1,4 @@
-//! The directory's decisions, tried without any I/O.
+//! Tests of the topology's decisions, without any I/O.
 #![allow(clippy::unwrap_used)]
 
 use proptest::collection::vec;
@@ -9,16 +9,16 @@ use super::*;
 const GENERATION: u64 = 5;
 
 struct Bench {
-    directory: Directory,
+    topology: Topology,
     now: Instant,
 }
 
 impl Bench {
     fn new() -> Bench {
-        Bench { directory: Directory::default(), now: Instant::now() }
+        Bench { topology: Topology::default(), now: Instant::now() }
     }
 
-    /// So many that join at once, and serve.
+    /// `count` replicas that join at the same time and serve.
     fn chain(count: u64) -> Bench {
         let mut bench = Bench::new();
         for session in 1..=count {
@@ -29,7 +29,7 @@ impl Bench {
 
     fn join(&mut self, session: Session, zone: &str) -> Option<Session> {
         let joining = Joining { serves: true, zone: zone.into(), first: 0 };
-        self.directory.join(self.now, GENERATION, session, joining)
+        self.topology.join(self.now, GENERATION, session, joining)
     }
 
     fn holds(&mut self, session: Session, held: u64) {
@@ -37,12 +37,12 @@ impl Bench {
     }
 
     fn says(&mut self, session: Session, at: Relaying, bytes: u64, is_done: bool) {
-        self.directory.progress(self.now, session, at, bytes, is_done);
+        self.topology.progress(self.now, session, at, bytes, is_done);
     }
 
     fn after(&mut self, time: Duration, published: u64) -> Vec<Assignment> {
         self.now += time;
-        self.directory.tick(self.now, published)
+        self.topology.tick(self.now, published)
     }
 }
 
@@ -51,41 +51,41 @@ fn assigned(reader: Session, from: Option<Session>) -> Assignment {
 }
 
 #[test]
-fn those_who_join_together_stand_in_one_chain_and_the_source_feeds_its_head() {
+fn replicas_that_join_together_form_one_chain_and_the_source_feeds_its_head() {
     let mut bench = Bench::new();
     let from: Vec<Option<Session>> = (1..=5).map(|session| bench.join(session, "")).collect();
     assert_eq!(from, [None, Some(1), Some(2), Some(3), Some(4)]);
 }
 
 #[test]
-fn a_late_joiner_reads_from_a_peer_that_nobody_reads() {
+fn a_late_joiner_reads_from_a_peer_without_readers() {
     let mut bench = Bench::chain(2);
     let whole = Relaying { held: 100, ..Relaying::default() };
     bench.says(1, whole, 0, true);
     bench.says(2, whole, 0, true);
     assert_eq!(bench.join(3, ""), Some(1));
     assert_eq!(bench.join(4, ""), Some(2));
-    // Everybody that is whole has a reader: the next stands behind the others, in the chain.
+    // Every replica that is complete has a reader: the next one joins the end of the chain.
     assert_eq!(bench.join(5, ""), Some(3));
 }
 
 #[test]
-fn who_does_not_serve_is_not_read() {
+fn no_replica_reads_from_one_that_does_not_serve() {
     let mut bench = Bench::new();
     let now = bench.now;
     let silent = Joining { serves: false, zone: String::new(), first: 0 };
-    assert_eq!(bench.directory.join(now, GENERATION, 1, silent.clone()), None);
+    assert_eq!(bench.topology.join(now, GENERATION, 1, silent.clone()), None);
     assert_eq!(bench.join(2, ""), None);
-    assert_eq!(bench.directory.join(now, GENERATION, 3, silent), Some(2));
+    assert_eq!(bench.topology.join(now, GENERATION, 3, silent), Some(2));
 }
 
 #[test]
-fn a_peer_whose_window_has_moved_on_is_no_help_to_who_begins() {
+fn a_replica_that_begins_does_not_read_from_a_peer_without_the_first_slots() {
     let mut bench = Bench::chain(1);
     bench.says(1, Relaying { oldest: 3, held: 9, ..Relaying::default() }, 0, false);
     assert_eq!(bench.join(2, ""), None);
     let resuming = Joining { serves: true, zone: String::new(), first: 4 };
-    assert_eq!(bench.directory.join(bench.now, GENERATION, 3, resuming), Some(1));
+    assert_eq!(bench.topology.join(bench.now, GENERATION, 3, resuming), Some(1));
 }
 
 #[test]
@@ -99,48 +99,48 @@ fn a_zone_is_entered_once_and_fed_from_within() {
 }
 
 #[test]
-fn when_a_link_of_the_chain_dies_the_next_goes_on_where_it_read() {
+fn when_a_replica_of_the_chain_leaves_its_reader_takes_over_its_upstream() {
     let mut bench = Bench::chain(4);
     for session in 1..=4 {
         bench.holds(session, 50 - session);
     }
-    assert_eq!(bench.directory.gone(2), [assigned(3, Some(1))]);
-    // The head's own reader is the head now.
-    assert_eq!(bench.directory.gone(1), [assigned(3, None)]);
-    assert_eq!(bench.directory.reads_from(4), Some(3));
+    assert_eq!(bench.topology.gone(2), [assigned(3, Some(1))]);
+    // The reader of the former head is the head now.
+    assert_eq!(bench.topology.gone(1), [assigned(3, None)]);
+    assert_eq!(bench.topology.reads_from(4), Some(3));
 }
 
 #[test]
 fn a_peer_that_one_reader_lost_may_still_serve_others_but_not_that_one() {
     let mut bench = Bench::chain(3);
-    assert_eq!(bench.directory.lost(2, 1, LossCause::Gone), [assigned(2, None)]);
-    // The chain's head is read by nobody now; 2 is not sent there again.
-    assert_eq!(bench.directory.lost(3, 2, LossCause::Gone), [assigned(3, Some(1))]);
+    assert_eq!(bench.topology.lost(2, 1, LossCause::Gone), [assigned(2, None)]);
+    // No replica reads from the chain's head now, and 2 is not assigned to it again.
+    assert_eq!(bench.topology.lost(3, 2, LossCause::Gone), [assigned(3, Some(1))]);
     assert_eq!(bench.join(4, ""), Some(2));
 }
 
 #[test]
-fn who_lied_to_one_is_read_by_nobody_any_more() {
+fn no_replica_reads_from_one_that_has_lent_wrong_bytes() {
     let mut bench = Bench::chain(3);
-    assert_eq!(bench.directory.lost(3, 2, LossCause::Refused), [assigned(3, Some(1))]);
+    assert_eq!(bench.topology.lost(3, 2, LossCause::Refused), [assigned(3, Some(1))]);
     bench.holds(1, 10);
     bench.holds(2, 2);
     bench.holds(3, 3);
-    // The one that holds more becomes the head, and feeds the other.
-    assert_eq!(bench.directory.lost(2, 1, LossCause::Lied), [assigned(3, None), assigned(2, Some(3))]);
+    // The replica that holds more slots becomes the head, and the other one reads from it.
+    assert_eq!(bench.topology.lost(2, 1, LossCause::Lied), [assigned(3, None), assigned(2, Some(3))]);
     assert_eq!(bench.join(4, ""), Some(2));
 }
 
 #[test]
-fn a_loss_that_is_no_news_changes_nothing() {
+fn the_loss_of_a_peer_that_was_not_read_changes_nothing() {
     let mut bench = Bench::chain(3);
-    assert_eq!(bench.directory.lost(3, 1, LossCause::Gone), []);
-    assert_eq!(bench.directory.lost(9, 1, LossCause::Gone), []);
-    assert_eq!(bench.directory.reads_from(3), Some(2));
+    assert_eq!(bench.topology.lost(3, 1, LossCause::Gone), []);
+    assert_eq!(bench.topology.lost(9, 1, LossCause::Gone), []);
+    assert_eq!(bench.topology.reads_from(3), Some(2));
 }
 
 #[test]
-fn a_slow_link_comes_to_stand_at_the_end_and_each_pair_changes_places_once() {
+fn a_replica_behind_a_slow_link_moves_to_the_end_and_each_pair_is_swapped_once() {
     let mut bench = Bench::chain(3);
     // Both at full speed, then the head at a tenth of it.
     for step in 0..40_u64 {
@@ -155,9 +155,9 @@ fn a_slow_link_comes_to_stand_at_the_end_and_each_pair_changes_places_once() {
             break;
         }
     }
-    assert_eq!((bench.directory.reads_from(2), bench.directory.reads_from(1)), (None, Some(2)));
-    assert_eq!(bench.directory.reads_from(3), Some(2));
-    // It was not the head's link: as slow as before. There is no going back.
+    assert_eq!((bench.topology.reads_from(2), bench.topology.reads_from(1)), (None, Some(2)));
+    assert_eq!(bench.topology.reads_from(3), Some(2));
+    // The head's link was not the cause: all are as slow as before, and the pair is not swapped back.
     for step in 0..40 {
         bench.holds(2, 120 + step);
         bench.holds(1, 120 + step);
@@ -168,7 +168,7 @@ fn a_slow_link_comes_to_stand_at_the_end_and_each_pair_changes_places_once() {
 }
 
 #[test]
-fn who_says_nothing_any_more_is_left_until_it_speaks_again() {
+fn a_silent_replica_loses_its_readers_until_it_reports_again() {
     let mut bench = Bench::chain(3);
     for step in 1..8 {
         bench.holds(2, 5);
@@ -177,11 +177,11 @@ fn who_says_nothing_any_more_is_left_until_it_speaks_again() {
         assert_eq!(moved, if step == 5 { vec![assigned(2, None)] } else { vec![] }, "step {step}");
     }
     bench.holds(1, 9);
-    assert_eq!(bench.directory.lost(3, 2, LossCause::Gone), [assigned(3, Some(1))]);
+    assert_eq!(bench.topology.lost(3, 2, LossCause::Gone), [assigned(3, Some(1))]);
 }
 
 #[test]
-fn who_waits_for_its_own_server_is_no_evidence_against_its_peer() {
+fn a_reader_that_waits_for_its_own_server_says_nothing_about_its_peer() {
     let mut bench = Bench::chain(2);
     for step in 0..40_u64 {
         let held = if step < 10 { step * 10 } else { 90 };
@@ -192,14 +192,14 @@ fn who_waits_for_its_own_server_is_no_evidence_against_its_peer() {
 }
 
 #[test]
-fn another_snapshot_begins_another_directory() {
+fn another_snapshot_begins_with_an_empty_topology() {
     let mut bench = Bench::chain(3);
     let joining = || Joining { serves: true, zone: String::new(), first: 0 };
-    assert_eq!(bench.directory.join(bench.now, GENERATION + 1, 3, joining()), None);
-    assert_eq!(bench.directory.join(bench.now, GENERATION + 1, 1, joining()), Some(3));
+    assert_eq!(bench.topology.join(bench.now, GENERATION + 1, 3, joining()), None);
+    assert_eq!(bench.topology.join(bench.now, GENERATION + 1, 1, joining()), Some(3));
 }
 
-/// What may happen to a directory.
+/// An event for a topology.
 #[derive(Clone, Debug)]
 enum Operation {
     Join { session: Session, zone: u8, first: u64 },
@@ -222,57 +222,57 @@ fn operations() -> impl Strategy<Value = Operation> {
     ]
 }
 
-/// Applies one operation; what the readers are told.
+/// Applies one operation, and returns the new upstreams.
 fn apply(bench: &mut Bench, operation: &Operation) -> Vec<Assignment> {
     match *operation {
         Operation::Join { session, zone, first } => {
             let serves = session % 4 != 0;
             let joining = Joining { serves, zone: zone.to_string(), first };
-            vec![assigned(session, bench.directory.join(bench.now, GENERATION, session, joining))]
+            vec![assigned(session, bench.topology.join(bench.now, GENERATION, session, joining))]
         }
         Operation::Progress { session, oldest, more, is_done } => {
-            let Some(node) = bench.directory.nodes.get(&session) else { return Vec::new() };
+            let Some(node) = bench.topology.nodes.get(&session) else { return Vec::new() };
             let held = node.held + more;
             let at = Relaying { oldest: (node.oldest + oldest).min(held), held, ..Relaying::default() };
             bench.says(session, at, held * 1000, is_done);
             Vec::new()
         }
         Operation::Lost { reader, cause } => {
-            let Some(peer) = bench.directory.reads_from(reader) else { return Vec::new() };
+            let Some(peer) = bench.topology.reads_from(reader) else { return Vec::new() };
             let causes = [LossCause::Gone, LossCause::Lied, LossCause::Passed, LossCause::Refused];
-            bench.directory.lost(reader, peer, causes[usize::from(cause)])
+            bench.topology.lost(reader, peer, causes[usize::from(cause)])
         }
-        Operation::Gone { session } => bench.directory.gone(session),
+        Operation::Gone { session } => bench.topology.gone(session),
         Operation::Tick => bench.after(Duration::from_millis(700), 1000),
     }
 }
 
 proptest! {
     #[test]
-    fn whatever_happens_there_are_no_rings_and_nobody_reads_where_it_must_not(operations in vec(operations(), 1..120)) {
+    fn after_every_event_there_are_no_rings_and_each_replica_reads_from_a_valid_peer(operations in vec(operations(), 1..120)) {
         let mut bench = Bench::new();
         let mut told: BTreeMap<Session, Option<Session>> = BTreeMap::new();
         for operation in operations {
             for Assignment { reader, from } in apply(&mut bench, &operation) {
                 told.insert(reader, from);
             }
-            let directory = &bench.directory;
-            told.retain(|session, _| directory.nodes.contains_key(session));
-            for (&session, node) in &directory.nodes {
+            let topology = &bench.topology;
+            told.retain(|session, _| topology.nodes.contains_key(session));
+            for (&session, node) in &topology.nodes {
                 let mut at = node.from;
-                for _ in 0..=directory.nodes.len() {
-                    at = at.and_then(|above| directory.nodes[&above].from);
+                for _ in 0..=topology.nodes.len() {
+                    at = at.and_then(|above| topology.nodes[&above].from);
                 }
                 prop_assert!(at.is_none(), "a ring at {session} after {operation:?}");
-                prop_assert!(directory.readers_of(session).count() <= MOST_READERS);
+                prop_assert!(topology.readers_of(session).count() <= MAX_READERS);
                 if node.is_done {
                     continue;
                 }
-                // What the directory believes is what the reader was told.
+                // The topology has the upstream that the reader was told.
                 prop_assert_eq!(told.get(&session).copied().flatten(), node.from, "{} after {:?}", session, operation);
                 if let Some(peer) = node.from {
-                    prop_assert!(directory.nodes[&peer].serves);
-                    prop_assert!(!directory.liars.contains(&peer));
+                    prop_assert!(topology.nodes[&peer].serves);
+                    prop_assert!(!topology.liars.contains(&peer));
                     prop_assert!(!node.lost.contains(&peer));
                 }
             }
@@ -280,15 +280,15 @@ proptest! {
     }
 
     #[test]
-    fn of_those_who_join_one_after_the_other_only_the_first_reads_from_the_source(zones in vec(0_u8..3, 1..20)) {
+    fn of_replicas_that_join_one_after_the_other_only_the_first_reads_from_the_source(zones in vec(0_u8..3, 1..20)) {
         let mut bench = Bench::new();
         for (session, zone) in (1..).zip(&zones) {
             let from = bench.join(session, &zone.to_string());
             prop_assert_eq!(from.is_none(), session == 1, "{}", session);
         }
-        // Each zone but the first is entered from outside once.
-        let entries = bench.directory.nodes.values().filter(|node| {
-            node.from.is_some_and(|peer| bench.directory.nodes[&peer].zone != node.zone)
+        // Each zone except the first has one replica that reads from outside of it.
+        let entries = bench.topology.nodes.values().filter(|node| {
+            node.from.is_some_and(|peer| bench.topology.nodes[&peer].zone != node.zone)
         }).count();
         let kinds: BTreeSet<_> = zones.iter().collect();
         prop_assert_eq!(entries, kinds.len() - 1);
