@@ -8,11 +8,11 @@
 //!
 //! - [`preflight`] finds what can be known to go wrong before anything is touched; [`control`] is the connection by which the server is
 //!   changed, and knows whether it is still ours to change; [`record`] remembers what is changed.
-//! - [`delivery`] plays the primary towards the server, on a thread of its own; [`feed`] with its [`parts`], [`payload`], [`link`], [`unread`], [`pacer`],
-//!   [`spool`] and [`meter`] are its parts. [`candidates`] keeps others than the server from its link, [`link_login`] is how the
+//! - [`delivery`] plays the primary towards the server, on a thread of its own. It uses [`feed`] with its [`parts`], [`link`], [`unread`],
+//!   [`pacer`], [`spool`] and [`meter`]. [`candidates`] keeps other processes from the server's link, [`link_login`] is how the
 //!   server proves itself there, and [`locality`] finds out where the server is.
 //! - [`private`] keeps other users from what is written to disk.
-//! - [`introduction`] shows memory to a server that has our module; [`mixture`] and [`mixed`] are what such a server is sent.
+//! - [`introduction`] gives memory to a server that has our module.
 //! - [`source`] is the conversation with the source agent.
 //! - [`relayed`] takes slots from other replicas and [`serving`] lends them; [`upstream`] is the way to another one, [`limit`] how much a second.
 //! - [`machine`] decides, without I/O, what follows from each event on the way from joining to the hand-off; [`driver`] carries it
@@ -30,11 +30,8 @@ mod link_login;
 mod locality;
 mod machine;
 mod meter;
-mod mixed;
-mod mixture;
 mod pacer;
 mod parts;
-mod payload;
 mod preflight;
 mod private;
 mod record;

@@ -98,7 +98,7 @@ impl Input {
     }
 
     /// The snapshot of the present feed.
-    pub(super) fn snapshot(&mut self) -> Option<&mut SnapshotFeed> {
+    fn snapshot(&mut self) -> Option<&mut SnapshotFeed> {
         self.feed.as_mut()?.snapshot.as_mut()
     }
 
@@ -211,11 +211,17 @@ impl Input {
         if let Some(spool) = &self.spool {
             return spool.get(number).map(Piece::Spooled);
         }
+        let slot = self.next_slot()?;
+        assert_eq!(slot.number, number, "the reader gives slots in order, from the first that was asked for");
+        Some(Piece::Fresh(slot))
+    }
+
+    /// The next slot that has arrived.
+    pub(super) fn next_slot(&mut self) -> Option<Slot> {
         let snapshot = self.feed.as_mut()?.snapshot.as_mut()?;
         let slot = snapshot.next_slot()?;
-        assert_eq!(slot.number, number, "the reader gives slots in order, from the first that was asked for");
         snapshot.count(&slot, &self.meter);
-        Some(Piece::Fresh(slot))
+        Some(slot)
     }
 
     /// Takes back a slot that the server has read. The error says that it was overwritten while it was being used.

@@ -26,17 +26,20 @@
 
 mod input;
 mod orders;
+mod payload;
 mod plain;
 mod poller;
+mod reference_plan;
+mod referenced;
 mod server_link;
 mod stream;
 #[cfg(test)]
 mod tests;
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, TryRecvError, channel};
+use std::sync::mpsc::TryRecvError;
 use std::time::Instant;
 
 use remora_redis::ReplId;
@@ -45,40 +48,32 @@ use rustix::event::PollFlags;
 use tokio::sync::mpsc::UnboundedSender;
 
 use self::input::{Fetched, Input, InputError};
-use self::orders::Shared;
+use self::orders::Control;
 pub(super) use self::orders::{Handle, News, Order, Progress, Setup};
+use self::payload::WriteError;
 use self::plain::{Piece, PlainPayload, Used, Wrote, random_mark};
 use self::poller::{Demand, Readiness, Wait};
+use self::referenced::{ReferencedPayload, Turn};
 use self::server_link::{LinkEvent, Reached, Read, ServerLink, Stage};
 use self::stream::Stream;
 use super::candidates::Candidates;
 use super::feed::Feed;
 use super::introduction::{self, Answer};
 use super::meter::Meter;
-use super::mixed::{Mixed, Turn};
 use super::parts::FeedError;
-use super::payload::WriteTrouble;
 
 /// Bytes written to the link in one turn, so that a fast server does not keep the loop from its other work.
 const TURN_BYTES: usize = 8 << 20;
 
 /// Starts the thread.
 pub(super) fn spawn(setup: Setup) -> io::Result<Handle> {
-    use rustix::event::{EventfdFlags, eventfd};
-    let waker = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
-    let (orders, inbox) = channel();
-    let shared = Shared::default();
-    let delivery = Delivery::new(Instant::now(), setup, inbox, waker.clone(), shared.clone());
-    let thread = std::thread::Builder::new().name("delivery".into()).spawn(move || delivery.run())?;
-    Ok(Handle { orders, waker, thread: Some(thread), shared })
+    Handle::spawn(move |control| Delivery::new(Instant::now(), setup, control).run())
 }
 
 /// See the module's text.
 // Larger than the bound: a method for each thing that the input, the server or the driver can bring.
 struct Delivery {
-    orders: Receiver<Order>,
-    waker: Arc<OwnedFd>,
-    shared: Shared,
+    control: Control,
     news: UnboundedSender<News>,
     meter: Arc<Meter>,
     candidates: Candidates,
@@ -104,11 +99,9 @@ enum Turned {
 }
 
 impl Delivery {
-    fn new(now: Instant, setup: Setup, orders: Receiver<Order>, waker: Arc<OwnedFd>, shared: Shared) -> Delivery {
+    fn new(now: Instant, setup: Setup, control: Control) -> Delivery {
         Delivery {
-            orders,
-            waker,
-            shared,
+            control,
             news: setup.news,
             meter: setup.meter.clone(),
             candidates: setup.candidates,
@@ -160,7 +153,7 @@ impl Delivery {
     }
 
     fn publish(&self) {
-        self.shared.publish(Progress { copy: self.input.copy(), ..self.at.clone() });
+        self.control.shared.publish(Progress { copy: self.input.copy(), ..self.at.clone() });
     }
 
     // ---- orders ----
@@ -168,11 +161,10 @@ impl Delivery {
     /// Carries out what was ordered. `false`: to end.
     fn obey(&mut self, now: Instant) -> Result<bool, String> {
         if std::mem::take(&mut self.ready.waker) {
-            let mut woken = [0; 8];
-            let _ = rustix::io::read(&*self.waker, &mut woken);
+            self.control.rest();
         }
         loop {
-            match self.orders.try_recv() {
+            match self.control.orders.try_recv() {
                 Ok(Order::Attach(feed)) => self.attach(now, feed)?,
                 Ok(Order::ReadFrom(from)) => self.input.read_from(now, from),
                 Ok(Order::GiveUp) if !self.at.loaded => self.drop_link("the source has put us out", false),
@@ -202,7 +194,7 @@ impl Delivery {
             }
             self.begin_origin(&feed)?;
         }
-        self.lay_down(now);
+        self.link.iter_mut().for_each(|link| link.lay_down(now));
         if let Err(error) = self.input.attach(now, feed, &self.at) {
             self.tell(News::FeedLost { error });
         }
@@ -372,12 +364,8 @@ impl Delivery {
     fn lose_feed(&mut self, now: Instant, error: FeedError) {
         self.abandon_memory();
         self.input.lose_feed();
-        self.lay_down(now);
-        self.tell(News::FeedLost { error });
-    }
-
-    fn lay_down(&mut self, now: Instant) {
         self.link.iter_mut().for_each(|link| link.lay_down(now));
+        self.tell(News::FeedLost { error });
     }
 
     /// The memory that the server was given is not what the next feed reads into. The snapshot then goes by the link, which
@@ -396,17 +384,17 @@ impl Delivery {
     fn write(&mut self) -> bool {
         match self.try_write() {
             Ok(moved) => moved,
-            Err(WriteTrouble::Link(error)) => {
+            Err(WriteError::Link(error)) => {
                 self.drop_link(&error.to_string(), true);
                 true
             }
-            Err(WriteTrouble::Feed(error)) => {
+            Err(WriteError::Feed(error)) => {
                 // What the server was given cannot be trusted: without the mark it discards it.
                 self.drop_link("a slot was overwritten while it was being used", true);
                 self.lose_feed(Instant::now(), error);
                 true
             }
-            Err(WriteTrouble::Module(text)) => {
+            Err(WriteError::Module(text)) => {
                 self.by_module = false;
                 self.meter.by_module.set(0);
                 tracing::warn!("loading out of shared memory failed: {text}; the snapshot goes by the link");
@@ -416,7 +404,7 @@ impl Delivery {
         }
     }
 
-    fn try_write(&mut self) -> Result<bool, WriteTrouble> {
+    fn try_write(&mut self) -> Result<bool, WriteError> {
         let (mut moved, mut left) = (false, TURN_BYTES);
         loop {
             let Some(link) = &mut self.link else { return Ok(moved) };
@@ -428,7 +416,7 @@ impl Delivery {
                 Stage::Asked => self.begin_payload(now),
                 Stage::Introducing { .. } => link.keep_alive(now),
                 Stage::Plain(_) => self.write_plain(now)?,
-                Stage::Referenced(_) => self.write_referenced()?,
+                Stage::Referenced(_) => self.write_referenced(now)?,
                 Stage::Streaming => self.write_stream()?,
             };
             let Some(wrote) = wrote else { return Ok(moved) };
@@ -466,7 +454,7 @@ impl Delivery {
     }
 
     /// One write of a plain payload. `None`: nothing to write, or no room.
-    fn write_plain(&mut self, now: Instant) -> Result<Option<usize>, WriteTrouble> {
+    fn write_plain(&mut self, now: Instant) -> Result<Option<usize>, WriteError> {
         let Some(link) = &mut self.link else { return Ok(None) };
         if link.is_paused(now) {
             return Ok(None);
@@ -474,7 +462,7 @@ impl Delivery {
         let Stage::Plain(payload) = &link.stage else { return Ok(None) };
         if !payload.has_piece() {
             for used in link.settle(now)? {
-                self.input.used(used).map_err(WriteTrouble::Feed)?;
+                self.input.used(used).map_err(WriteError::Feed)?;
             }
             let Stage::Plain(payload) = &mut link.stage else { return Ok(None) };
             let number = payload.next_slot();
@@ -493,7 +481,7 @@ impl Delivery {
             self.at.next_slot = next_slot;
         }
         if let Some(slot) = used {
-            self.input.used(Used { slot, alone: false }).map_err(WriteTrouble::Feed)?;
+            self.input.used(Used { slot, alone: false }).map_err(WriteError::Feed)?;
         }
         Ok(Some(bytes))
     }
@@ -507,7 +495,7 @@ impl Delivery {
         end.len()
     }
 
-    fn write_stream(&mut self) -> Result<Option<usize>, WriteTrouble> {
+    fn write_stream(&mut self) -> Result<Option<usize>, WriteError> {
         let Some(link) = self.link.as_mut().filter(|link| link.takes_the_stream()) else { return Ok(None) };
         let Some(wrote) = self.stream.write(|bytes| link.socket.write(bytes))? else { return Ok(None) };
         self.meter.stream_delivered.set(wrote.last);
@@ -543,7 +531,7 @@ impl Delivery {
         tracing::info!("the server's module loads long strings out of shared memory");
         self.meter.by_module.set(1);
         let mark = random_mark();
-        if let Ok(payload) = Mixed::new(mark, shown, answer, slot) {
+        if let Ok(payload) = ReferencedPayload::new(now, mark, shown, answer, slot) {
             self.promise(mark, Stage::Referenced(Box::new(payload)));
         } else {
             self.by_module = false;
@@ -559,16 +547,27 @@ impl Delivery {
     }
 
     /// One turn of a payload that refers to memory.
-    fn write_referenced(&mut self) -> Result<Option<usize>, WriteTrouble> {
+    fn write_referenced(&mut self, now: Instant) -> Result<Option<usize>, WriteError> {
         let Some(ServerLink { stage: Stage::Referenced(payload), socket, .. }) = &mut self.link else {
             return Ok(None);
         };
-        let is_fetched = self.input.is_fetched();
-        let turn = payload.turn(socket, self.input.snapshot(), &self.meter, is_fetched)?;
+        let mut moved = false;
+        for used in payload.settle()? {
+            let length = u64::from(used.slot.length);
+            self.input.used(used).map_err(WriteError::Feed)?;
+            self.meter.bytes_delivered.add(length);
+            moved = true;
+        }
+        if payload.wants_slot()
+            && let Some(slot) = self.input.next_slot()
+        {
+            payload.take(slot)?;
+            moved = true;
+        }
         self.at.next_slot = self.meter.slots_below.get();
-        match turn {
-            Turn::Nothing => Ok(None),
-            Turn::Moved(bytes) => Ok(Some(bytes)),
+        match payload.write(now, socket, self.input.is_fetched())? {
+            Turn::Nothing => Ok(moved.then_some(0)),
+            Turn::Wrote(bytes) => Ok(Some(bytes)),
             Turn::Whole(end) => {
                 self.meter.referred.set(payload.referred());
                 Ok(Some(self.end_payload(&end)))
@@ -582,7 +581,7 @@ impl Delivery {
     fn wait(&mut self) {
         let now = Instant::now();
         let mut wait = Wait::new(now);
-        let waker = wait.add(self.waker.as_fd(), PollFlags::IN);
+        let waker = wait.add(self.control.waker.as_fd(), PollFlags::IN);
         let candidates: Vec<_> = self.candidates.fds().map(|(fd, events)| wait.add(fd, events)).collect();
         let due = self.candidates.due();
         due.into_iter().for_each(|at| wait.until(at));

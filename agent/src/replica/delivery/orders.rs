@@ -1,12 +1,14 @@
 //! Orders: what the delivery is told and what it reports, and the driver's handle on its thread.
 
+use std::io;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::sync::mpsc::Sender;
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 use remora_fabric::Memory;
+use rustix::event::{EventfdFlags, eventfd};
 use tokio::sync::mpsc::UnboundedSender;
 
 use crate::replica::candidates::Candidates;
@@ -90,20 +92,52 @@ impl Shared {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = progress;
     }
 
-    pub(super) fn read(&self) -> Progress {
+    fn read(&self) -> Progress {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
-/// The driver's handle on the thread. Dropping it ends the thread.
-pub(in crate::replica) struct Handle {
-    pub(super) orders: Sender<Order>,
+/// The thread's end of a [`Handle`].
+pub(super) struct Control {
+    pub(super) orders: Receiver<Order>,
+    /// Readable when an order has come.
     pub(super) waker: Arc<OwnedFd>,
-    pub(super) thread: Option<JoinHandle<()>>,
     pub(super) shared: Shared,
 }
 
+impl Control {
+    /// The orders that have come so far are about to be taken.
+    pub(super) fn rest(&self) {
+        let mut woken = [0; 8];
+        let _ = rustix::io::read(&*self.waker, &mut woken);
+    }
+}
+
+/// Both ends, without a thread.
+pub(super) fn ends() -> io::Result<(Handle, Control)> {
+    let waker = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+    let (orders, inbox) = channel();
+    let shared = Shared::default();
+    let control = Control { orders: inbox, waker: waker.clone(), shared: shared.clone() };
+    Ok((Handle { orders, waker, thread: None, shared }, control))
+}
+
+/// The driver's handle on the thread. Dropping it ends the thread.
+pub(in crate::replica) struct Handle {
+    orders: Sender<Order>,
+    waker: Arc<OwnedFd>,
+    thread: Option<JoinHandle<()>>,
+    shared: Shared,
+}
+
 impl Handle {
+    /// Starts the thread, which is to end at [`Order::Stop`] or when the orders have no sender any more.
+    pub(super) fn spawn(run: impl FnOnce(Control) + Send + 'static) -> io::Result<Handle> {
+        let (mut handle, control) = ends()?;
+        handle.thread = Some(std::thread::Builder::new().name("delivery".into()).spawn(move || run(control))?);
+        Ok(handle)
+    }
+
     pub(in crate::replica) fn order(&self, order: Order) {
         if self.orders.send(order).is_ok() {
             // An eventfd that cannot be written to has been woken already.

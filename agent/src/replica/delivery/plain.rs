@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use remora_table::{Place, Slot};
 
+use super::payload::WRITE_PIECE;
 use crate::replica::link::Link;
 use crate::replica::pacer::Pacer;
-use crate::replica::payload::WRITE_PIECE;
 use crate::replica::spool::{Held, Spool};
 
 /// How often it is asked how much the server has read of what it was lent: two questions to the system.

@@ -20,10 +20,10 @@ use rustix::event::PollFlags;
 
 use super::plain::{PlainPayload, Used, Wrote};
 use super::poller::Demand;
+use super::referenced::ReferencedPayload;
 use crate::replica::candidates::Newcomer;
 use crate::replica::introduction::Shown;
 use crate::replica::link::Link;
-use crate::replica::mixed::Mixed;
 use crate::replica::pacer::Pacer;
 use crate::replica::spool::Spool;
 
@@ -64,7 +64,7 @@ pub(super) enum Stage {
     /// A payload whose bytes all go over the link.
     Plain(PlainPayload),
     /// A payload that refers to shared memory.
-    Referenced(Box<Mixed>),
+    Referenced(Box<ReferencedPayload>),
     Streaming,
 }
 

@@ -6,7 +6,6 @@ use std::io::{Read as _, Write as _};
 use std::net::{IpAddr, Ipv4Addr, Shutdown, TcpListener, TcpStream};
 use std::path::Path;
 use std::sync::Mutex;
-use std::sync::mpsc::Sender;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -14,7 +13,6 @@ use remora_fabric::sim::{Faults, Network, SimExporter};
 use remora_fabric::{Connector, Exporter, Memory, Pages, RegionId};
 use remora_redis::psync::server::Access;
 use remora_table::{Expectation, Geometry, Identity, JournalWriter, Kind, SinkLayout, SnapshotCopy, SnapshotWriter};
-use rustix::event::{EventfdFlags, eventfd};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use super::*;
@@ -123,9 +121,8 @@ fn content(length: usize) -> Vec<u8> {
 /// A delivery, its handle's ends, and the port of its link.
 struct World {
     delivery: Delivery,
-    orders: Sender<Order>,
+    handle: Handle,
     news: UnboundedReceiver<News>,
-    shared: Shared,
     port: u16,
     network: Network,
 }
@@ -145,15 +142,13 @@ impl World {
             meter: Arc::default(),
             news: tell,
         };
-        let (orders, inbox) = channel();
-        let waker = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap());
-        let shared = Shared::default();
-        let delivery = Delivery::new(Instant::now(), setup, inbox, waker, shared.clone());
-        World { delivery, orders, news, shared, port, network: Network::new(1, Faults::honest()) }
+        let (handle, control) = orders::ends().unwrap();
+        let delivery = Delivery::new(Instant::now(), setup, control);
+        World { delivery, handle, news, port, network: Network::new(1, Faults::honest()) }
     }
 
     fn order(&mut self, order: Order) {
-        self.orders.send(order).unwrap();
+        self.handle.order(order);
         self.delivery.ready = Readiness::all(Instant::now());
     }
 
@@ -266,13 +261,13 @@ fn a_server_gets_the_snapshot_its_mark_and_the_stream_only_after_its_ack() {
     world.settle();
     assert_eq!(payload(&server.read()), bytes);
     assert_eq!(world.reported(), ["Fetched", "PayloadSent"]);
-    assert!(!world.shared.read().loaded);
+    assert!(!world.handle.progress().loaded);
     world.settle();
     assert_eq!(server.read(), b"", "the stream waits for the first ACK");
     server.ack(OFFSET);
     world.settle();
     assert_eq!(world.reported(), ["Loaded"]);
-    assert!(world.shared.read().loaded);
+    assert!(world.handle.progress().loaded);
     assert_eq!(server.read(), b"*1\r\n$4\r\nPING\r\n");
     source.journal.append(b"more").unwrap();
     world.settle();
@@ -299,7 +294,7 @@ fn progress_is_published_before_the_news_that_it_explains() {
         world.delivery.ready = Readiness::all(Instant::now());
         world.delivery.hear(Instant::now());
     }
-    assert!(world.shared.read().loaded);
+    assert!(world.handle.progress().loaded);
 }
 
 #[test]
@@ -342,7 +337,7 @@ fn a_server_that_goes_on_elsewhere_in_the_stream_needs_another_feed() {
     let again = world.server(&format!("{HISTORY} {}", OFFSET + 7));
     world.settle();
     assert_eq!(world.reported(), ["LinkLost", "Asked", "FeedWanted"]);
-    assert_eq!(world.shared.read().next_byte, OFFSET + 7);
+    assert_eq!(world.handle.progress().next_byte, OFFSET + 7);
     let feed = source.feed(&world.network);
     world.order(Order::Attach(feed));
     world.settle();
@@ -364,7 +359,7 @@ fn a_server_that_asks_for_everything_again_is_no_longer_loaded() {
     let again = world.server("? -1");
     world.settle();
     assert_eq!(world.reported(), ["LinkLost", "Asked", "FeedWanted"]);
-    let progress = world.shared.read();
+    let progress = world.handle.progress();
     assert!(!progress.loaded && progress.origin.is_none() && progress.next_slot == 0);
     let feed = source.feed(&world.network);
     world.order(Order::Attach(feed));
@@ -425,7 +420,7 @@ fn a_link_that_breaks_while_it_loads_makes_the_snapshot_begin_again() {
     server.leave();
     world.settle();
     assert_eq!(world.reported(), ["LinkLost"]);
-    assert_eq!((world.shared.read().next_slot, world.delivery.input.has_feed()), (0, false));
+    assert_eq!((world.handle.progress().next_slot, world.delivery.input.has_feed()), (0, false));
     world.server("? -1");
     world.settle();
     assert_eq!(world.reported().first().map(String::as_str), Some("Asked"));
@@ -474,9 +469,9 @@ fn the_copy_outlives_its_feed_and_the_next_feed_goes_on_with_it() {
     world.order(Order::Attach(feed));
     world.order(Order::ReadFrom(super::super::relayed::ReadFrom::Source));
     world.settle();
-    assert!(Arc::ptr_eq(world.shared.read().copy.as_ref().unwrap(), &copy));
+    assert!(Arc::ptr_eq(world.handle.progress().copy.as_ref().unwrap(), &copy));
     world.delivery.lose_feed(Instant::now(), FeedError::Table(remora_table::Error::Misuse("lost")));
-    assert!(Arc::ptr_eq(world.shared.read().copy.as_ref().unwrap(), &copy));
+    assert!(Arc::ptr_eq(world.handle.progress().copy.as_ref().unwrap(), &copy));
     let server = world.server("? -1");
     let (mut feed, _) = source.feed_with_a_copy(&world.network);
     let key = source.exporter.key(RegionId { generation: 5, region: 0 }).unwrap();

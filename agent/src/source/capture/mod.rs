@@ -58,6 +58,7 @@ use self::socket::Silence;
 use self::stream::Following;
 
 /// One capture: a snapshot of the server and, unless another capture follows it, the replication stream behind it.
+// Larger than the bound: a method for each step of the two ways to take a snapshot, in the files named after them.
 #[derive(Clone)]
 pub(crate) struct Capture {
     plan: Plan,

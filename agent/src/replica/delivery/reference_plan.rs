@@ -1,10 +1,11 @@
-//! Mixture: a snapshot on its way to a server that has the module. Long strings are told by their place in shown memory, all the rest is
-//! passed on as it is. Decides only; the delivery reads, writes and gives slots back.
+//! Reference plan: what is written of a snapshot to a server that has the module. Long strings are described by their
+//! place in shared memory; all other bytes are passed on unchanged. Decides only; the delivery reads, writes and releases
+//! slots.
 //!
 //! ```text
 //!   snapshot    REDIS0011 │ fields │ key │ key ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓ │ key │ key ▓▓▓▓▓▓▓▓ │ key │ FF checksum
 //!                  │           │      │             │             │          │         │
-//!   to the link    ▼    greeting ─▶ passed on    words: key,    passed    words      passed   FF, no checksum
+//!   to the link    ▼    greeting ─▶ passed on    field: key,    passed    field      passed   FF, no checksum
 //!                                                length, place
 //!   the server                  loads            ┄┄ copies ┄┄▶  loads     ┄┄┄┄┄┄┄▶   loads        whole
 //! ```
@@ -13,7 +14,7 @@
 //! - Nothing but the greeting goes out before the server has counted it: only then is it loading from the link, with the module.
 //! - A slot is given back only when all of it that is passed on has been written, and every field that refers to it was counted.
 //! - The end goes out only when every slot was given back and found unchanged.
-//! - What is not understood is passed on: at worst everything.
+//! - What the scanner does not understand is passed on: at worst everything.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -22,7 +23,7 @@ use remora_fabric::View;
 use remora_redis::rdb::reference::{TICKET_BYTES, Word, field};
 use remora_redis::rdb::{Found, OPCODE_EOF, Scanner, TAIL_BYTES, Text, Usage};
 
-/// Shorter strings are passed on: from here on the server gains by it (docs/module.md has the measurement).
+/// Shorter strings are passed on: the server gains nothing by a reference to them (docs/module.md has the measurement).
 pub(super) const REFER_FROM_BYTES: u64 = 512;
 
 /// What is still to be written.
@@ -35,8 +36,8 @@ pub(super) enum Part {
 }
 
 /// See the module's text. All positions are bytes from the start of the snapshot.
-pub(super) struct Mixture {
-    /// `None`: the rest is passed on unseen.
+pub(super) struct ReferencePlan {
+    /// `None`: the rest is passed on without being parsed.
     scanner: Option<Scanner>,
     /// Strings with idle times may be referred to.
     idle_times: bool,
@@ -46,7 +47,7 @@ pub(super) struct Mixture {
     value: Range<u64>,
     /// The words of that value so far, where they are held back until it is whole.
     open: Option<Open>,
-    /// Values of at most so many bytes are held back: the server can make them in one go.
+    /// Values up to this size are held back until they are whole: the server creates them in one step.
     whole: u64,
     /// Where the end mark is, once it was found.
     end: Option<u64>,
@@ -95,14 +96,14 @@ const WORTH_PERCENT: u64 = 10;
 /// The magic and the version; the greeting comes behind them.
 const MAGIC_BYTES: u64 = 9;
 
-impl Mixture {
+impl ReferencePlan {
     /// At the beginning. `idle_times`: whether the server's module can set them; `least`: bytes of the shortest string that is referred to;
     /// `whole`: bytes of the longest that is told only when all of it is there. (So much must be able to lie in slots that aren't given
     /// back.)
-    pub(super) fn new(ticket: [u8; TICKET_BYTES], idle_times: bool, least: u64, whole: u64) -> Mixture {
+    pub(super) fn new(ticket: [u8; TICKET_BYTES], idle_times: bool, least: u64, whole: u64) -> ReferencePlan {
         let mut words = Vec::new();
         Word::Hello { ticket }.encode(&mut words);
-        Mixture {
+        ReferencePlan {
             scanner: Some(Scanner::new(least)),
             idle_times,
             greeting: field(&words),
@@ -427,24 +428,29 @@ mod tests {
     type Told = (u32, Vec<u8>, Vec<u8>);
 
     /// What goes over the link without fields, and what the fields tell.
-    fn mix(snapshot: &[u8], slot_bytes: usize, idle_times: bool) -> (Vec<u8>, Vec<Told>, Mixture) {
+    fn mix(snapshot: &[u8], slot_bytes: usize, idle_times: bool) -> (Vec<u8>, Vec<Told>, ReferencePlan) {
         mix_whole(snapshot, slot_bytes, idle_times, 0)
     }
 
     /// With values of at most `whole` bytes held back until they are whole.
-    fn mix_whole(snapshot: &[u8], slot_bytes: usize, idle_times: bool, whole: u64) -> (Vec<u8>, Vec<Told>, Mixture) {
+    fn mix_whole(
+        snapshot: &[u8],
+        slot_bytes: usize,
+        idle_times: bool,
+        whole: u64,
+    ) -> (Vec<u8>, Vec<Told>, ReferencePlan) {
         let memory = Memory::create("test", snapshot.len() as u64, Pages::Small).unwrap();
         memory.write(0, snapshot).unwrap();
-        let mut mixture = Mixture::new([1; TICKET_BYTES], idle_times, LEAST, whole);
+        let mut plan = ReferencePlan::new([1; TICKET_BYTES], idle_times, LEAST, whole);
         let (mut link, mut told) = (Vec::new(), Vec::new());
         let mut open: Option<(u32, Vec<u8>, u64, Vec<u8>)> = None;
         // For each slot, up to which field it is there; and fields so far.
         let (mut stays, mut fields) = (Vec::new(), 0);
         for slot in (0..snapshot.len()).step_by(slot_bytes) {
             let end = snapshot.len().min(slot + slot_bytes);
-            mixture.take(&memory, slot as u64..end as u64).unwrap();
-            stays.push(mixture.fields());
-            while let Some(part) = mixture.part() {
+            plan.take(&memory, slot as u64..end as u64).unwrap();
+            stays.push(plan.fields());
+            while let Some(part) = plan.part() {
                 let written = match part {
                     Part::Pass(range) => {
                         assert!(range.start >= slot as u64, "a slot that was given back is not passed on");
@@ -482,12 +488,12 @@ mod tests {
                         bytes.len() as u64
                     }
                 };
-                mixture.wrote(written as usize);
+                plan.wrote(written as usize);
             }
-            assert_eq!(mixture.passes_from(), end as u64);
+            assert_eq!(plan.passes_from(), end as u64);
         }
         assert!(open.is_none());
-        (link, told, mixture)
+        (link, told, plan)
     }
 
     /// Every string in a snapshot.
@@ -525,9 +531,9 @@ mod tests {
             held_back in 0_u64..4000,
         ) {
             let whole = snapshot(&drawn);
-            let (mut link, told, mixture) = mix_whole(&whole, slot_bytes, true, held_back);
-            prop_assert_eq!(mixture.referred(), told.iter().map(|(_, _, value)| value.len() as u64).sum::<u64>());
-            link.extend(mixture.finish().unwrap());
+            let (mut link, told, plan) = mix_whole(&whole, slot_bytes, true, held_back);
+            prop_assert_eq!(plan.referred(), told.iter().map(|(_, _, value)| value.len() as u64).sum::<u64>());
+            link.extend(plan.finish().unwrap());
             let long = |length: usize| length as u64 >= LEAST;
             prop_assert_eq!(told.len(), drawn.iter().filter(|(_, length, _)| long(*length)).count());
             let mut loaded = strings(&link);
@@ -544,11 +550,11 @@ mod tests {
             let whole = [b"REDIS0011", &bytes[..]].concat();
             let memory = Memory::create("test", whole.len() as u64, Pages::Small).unwrap();
             memory.write(0, &whole).unwrap();
-            let mut mixture = Mixture::new([1; TICKET_BYTES], true, LEAST, 2000);
+            let mut plan = ReferencePlan::new([1; TICKET_BYTES], true, LEAST, 2000);
             for slot in (0..whole.len()).step_by(slot_bytes) {
-                mixture.take(&memory, slot as u64..whole.len().min(slot + slot_bytes) as u64).unwrap();
+                plan.take(&memory, slot as u64..whole.len().min(slot + slot_bytes) as u64).unwrap();
             }
-            let _ = mixture.finish();
+            let _ = plan.finish();
         }
     }
 
@@ -559,10 +565,10 @@ mod tests {
         whole.extend([0x06; 5000]); // a type that was never released
         whole.extend([0xFF, 1, 2, 3, 4, 5, 6, 7, 8]);
         for slot_bytes in [40, 1000, 100_000] {
-            let (link, told, mixture) = mix(&whole, slot_bytes, true);
+            let (link, told, plan) = mix(&whole, slot_bytes, true);
             assert_eq!(told.len(), 1);
             assert!(link.ends_with(&[0x06; 5000]), "{}", link.len());
-            assert_eq!(mixture.finish().unwrap(), [0xFF, 0, 0, 0, 0, 0, 0, 0, 0]);
+            assert_eq!(plan.finish().unwrap(), [0xFF, 0, 0, 0, 0, 0, 0, 0, 0]);
         }
     }
 
@@ -574,12 +580,12 @@ mod tests {
         }
     }
 
-    fn mix_without_the_end(bytes: &[u8]) -> Mixture {
+    fn mix_without_the_end(bytes: &[u8]) -> ReferencePlan {
         let memory = Memory::create("test", bytes.len() as u64, Pages::Small).unwrap();
         memory.write(0, bytes).unwrap();
-        let mut mixture = Mixture::new([1; TICKET_BYTES], true, LEAST, 2000);
-        mixture.take(&memory, 0..bytes.len() as u64).unwrap();
-        mixture
+        let mut plan = ReferencePlan::new([1; TICKET_BYTES], true, LEAST, 2000);
+        plan.take(&memory, 0..bytes.len() as u64).unwrap();
+        plan
     }
 
     #[test]
