@@ -27,13 +27,7 @@ const GENERATED: &str = "/* automatically generated";
 
 /// What may exceed a bound for now: a file, or a file and a type (`a.rs::Type`). The replica is being cut by type; until
 /// that is done, a comment there would give no reason.
-const KNOWN: &[&str] = &[
-    "agent/src/replica/delivery.rs",
-    "agent/src/replica/delivery.rs::Delivery",
-    "agent/src/replica/driver/server/mod.rs::Keeper",
-    "agent/src/replica/machine/mod.rs",
-    "agent/src/replica/machine/mod.rs::Replica",
-];
+const KNOWN: &[&str] = &["agent/src/replica/driver/server/mod.rs::Keeper"];
 
 /// What exceeds a bound in some crates.
 #[derive(Default)]

@@ -106,19 +106,12 @@ pub(super) fn join_again(
     held_slots: u64,
     relays: Option<Relays>,
 ) -> Message {
-    let resume = progress.origin.as_ref().and_then(|origin| match origin.replid.parse() {
-        Ok(replid) => Some(Resume {
-            generation: origin.generation,
-            held_slots,
-            loaded: progress.loaded,
-            replid,
-            next_byte: progress.next_byte,
-        }),
-        Err(error) => {
-            let (generation, replid) = (origin.generation, &origin.replid);
-            tracing::error!(generation, replid, %error, "cannot resume: asking for a whole snapshot");
-            None
-        }
+    let resume = progress.origin.as_ref().map(|origin| Resume {
+        generation: origin.generation,
+        held_slots,
+        loaded: progress.loaded,
+        replid: origin.replid,
+        next_byte: progress.next_byte,
     });
     Message::Join(Join { relays, ..join(args, server, resume) })
 }
@@ -253,7 +246,7 @@ impl Way {
         })?;
         let origin = spool::Origin {
             generation: offer.generation,
-            replid: history.to_string(),
+            replid: history,
             offset: offer.offset,
             slot_size: offer.snapshot.slot_size,
         };

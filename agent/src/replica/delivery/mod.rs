@@ -303,7 +303,7 @@ impl Delivery {
 
     /// The history of the present snapshot.
     fn history(&self) -> Option<ReplId> {
-        self.at.origin.as_ref()?.replid.parse().ok()
+        Some(self.at.origin.as_ref()?.replid)
     }
 
     /// The server goes on at `offset`. That may lie before what we gave it, since bytes on their way are lost with a link,

@@ -85,7 +85,7 @@ impl Source {
         };
         let origin = Origin {
             generation: self.generation,
-            replid: HISTORY.into(),
+            replid: HISTORY.parse().unwrap(),
             offset: OFFSET,
             slot_size: GEOMETRY.slot_size,
         };

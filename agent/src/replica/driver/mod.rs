@@ -530,7 +530,7 @@ impl Driver {
         let mut summary = Summary {
             server: self.facts.server.clone(),
             primary: self.facts.primary.clone(),
-            replid: origin.map(|origin| origin.replid).unwrap_or_default(),
+            replid: origin.map(|origin| origin.replid.to_string()).unwrap_or_default(),
             snapshot_offset,
             hand_off_offset: self.machine.hand_over_offset(),
             transport: self.machine.tables().map_or("none", |tables| tables.transport.name()).to_string(),
