@@ -1,14 +1,14 @@
-//! The structure of the workspace: which crate stands on which, and which files of a crate import each other in a circle.
+//! The structure of the workspace: the dependencies between crates, and the files of a crate that import each other in a circle.
 //!
 //! ```text
 //!   cargo metadata ──▶ crates, drawn from the top floor down
 //!   sources ──syn──▶ [`modules`] ──▶ [`imports`]: file ──▶ file, by the items it names ──▶ circles: the check fails
 //! ```
 //!
-//! A file and the files of its own folder below it are parent and child, and may name each other. Every other pair of files may be tied in
-//! one direction only: a file can then be read after those that it imports, and be moved with them.
+//! A file and the files in the folder below it are parent and child, and may import each other. Every other pair of files may be
+//! connected in one direction only: then a file can be read after those that it imports, and be moved with them.
 //!
-//! Not seen: names inside of macro calls (`tracing::info!`), and methods called on a value whose type is not named.
+//! Not seen: names inside macro calls (`tracing::info!`), and methods called on a value whose type is not named.
 
 mod imports;
 mod modules;
@@ -25,10 +25,10 @@ use serde::Deserialize;
 use self::imports::Imports;
 use self::modules::Modules;
 
-/// What `cargo xtask rooms` takes.
+/// Arguments of `cargo xtask rooms`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Options {
-    /// Print every tie between files too.
+    /// Also print every import between files.
     #[arg(long)]
     ties: bool,
 }
@@ -61,13 +61,13 @@ pub(crate) struct Member {
     pub(crate) folder: String,
     /// Its package name.
     pub(crate) name: String,
-    /// The folders of the workspace's crates that it depends on; not those of its tests.
+    /// The folders of the workspace's crates that it depends on, without those of its tests.
     pub(crate) stands_on: BTreeSet<String>,
     /// The first file of its library and of each of its programs.
     pub(crate) targets: Vec<PathBuf>,
 }
 
-/// What cargo says of the workspace, as far as it is read here.
+/// The parts of `cargo metadata` that are read here.
 #[derive(Deserialize)]
 struct Metadata {
     packages: Vec<Package>,
@@ -128,10 +128,10 @@ pub(crate) fn workspace() -> Result<Vec<Member>> {
     Ok(members)
 }
 
-/// The crates from the top floor down: each stands on crates of lower floors only, which cargo itself makes sure of.
+/// The crates, top floor first. Each depends on crates of lower floors only, since cargo forbids cycles.
 fn drawing(crates: &[Member]) -> String {
     let mut floors: BTreeMap<&str, usize> = BTreeMap::new();
-    // As many rounds as there can be floors.
+    // There are at most as many floors as crates.
     for _ in crates {
         for member in crates {
             let below = member.stands_on.iter().filter_map(|folder| floors.get(folder.as_str()));
@@ -152,7 +152,7 @@ fn drawing(crates: &[Member]) -> String {
     rows.iter().map(line).collect::<Vec<_>>().join("\n")
 }
 
-/// The circles among the files of one crate, each as a few lines.
+/// The circles among the files of one crate, a few lines for each.
 fn found(imports: &Imports) -> Vec<String> {
     let graph: DiGraphMap<&str, ()> =
         imports.ties().filter(|(from, to, _)| !are_kin(from, to)).map(|(from, to, _)| (from, to, ())).collect();
@@ -173,7 +173,7 @@ fn found(imports: &Imports) -> Vec<String> {
     told
 }
 
-/// Whether one file is the parent of the other: `a.rs` or `a/mod.rs` of what lies in `a/`.
+/// Whether one file is the parent of the other: `a.rs` or `a/mod.rs` of the files in `a/`.
 fn are_kin(one: &str, other: &str) -> bool {
     let is_above = |parent: &str, child: &str| {
         let stem = parent.strip_suffix("/mod.rs").or_else(|| parent.strip_suffix("/lib.rs"));
@@ -191,7 +191,7 @@ mod tests {
 
     use super::*;
 
-    /// A crate of these files, read.
+    /// Reads a crate of these files.
     fn circles(files: &[(&str, &str)]) -> Vec<String> {
         let folder = tempfile::tempdir().unwrap();
         for (name, text) in files {
@@ -262,7 +262,7 @@ mod tests {
                 "nothing of ours" => BTreeSet::new(),
                 list => list.split(',').map(|folder| folder.trim().to_string()).collect(),
             };
-            assert_eq!(told, member.stands_on, "what ARCHITECTURE.md says {}/ stands on", member.folder);
+            assert_eq!(told, member.stands_on, "the row of {}/ in ARCHITECTURE.md", member.folder);
         }
     }
 }

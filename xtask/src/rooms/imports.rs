@@ -1,14 +1,14 @@
-//! Which file names items of which: the paths of [`super::modules`], followed to the files that define them.
+//! Which file names items of which: follows the paths of [`super::modules`] to the files that define them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use super::modules::{Modules, Names};
 
-/// Names that may hand a path on, one to the next. More would be a circle of re-exports, which the compiler refuses.
+/// Limit on re-exports that lead from one to the next. More would be a circle, which the compiler refuses.
 const HANDED_ON_LIMIT: usize = 16;
 
-/// The ties between the files of one crate.
+/// The imports between the files of one crate.
 #[derive(Debug, Default)]
 pub(super) struct Imports {
     by_files: BTreeMap<(String, String), BTreeSet<String>>,
@@ -31,7 +31,7 @@ impl Imports {
         imports
     }
 
-    /// From, to, and the names taken.
+    /// From, to, and the imported names.
     pub(super) fn ties(&self) -> impl Iterator<Item = (&str, &str, &BTreeSet<String>)> {
         self.by_files.iter().map(|((from, to), names)| (from.as_str(), to.as_str(), names))
     }
@@ -47,7 +47,7 @@ impl fmt::Display for Imports {
     }
 }
 
-/// A path written in the module `at`, from the crate's root. `None`: it leads out of the crate.
+/// A path written in the module `at`, from the crate's root. `None` if it leads out of the crate.
 fn absolute(modules: &Modules, at: &Names, written: &Names) -> Option<Names> {
     let (first, rest) = written.split_first()?;
     let mut base = match first.as_str() {
@@ -59,7 +59,7 @@ fn absolute(modules: &Modules, at: &Names, written: &Names) -> Option<Names> {
             if module.children.contains(name) {
                 at.iter().cloned().chain([name.to_string()]).collect()
             } else {
-                // Another crate's name, unless a `use` here says what it stands for.
+                // Another crate's name, unless a `use` of this module defines it.
                 let stands_for = module.imported.get(name).filter(|path| path.first() != Some(first))?;
                 absolute(modules, at, stands_for)?
             }
@@ -74,7 +74,7 @@ fn absolute(modules: &Modules, at: &Names, written: &Names) -> Option<Names> {
     Some(base)
 }
 
-/// The file that defines what this path names; `None` for a module itself, which is only a place, or for a name of another crate.
+/// The file that defines this path; `None` for a module itself, or for a name of another crate.
 fn defined_in(modules: &Modules, path: &Names, left: usize) -> Option<String> {
     let left = left.checked_sub(1)?;
     let mut at = Names::new();
@@ -85,7 +85,7 @@ fn defined_in(modules: &Modules, path: &Names, left: usize) -> Option<String> {
             continue;
         }
         let rest = &path[depth + 1..];
-        // A function and a module may have one name: at the end of a path the item is meant, before that the module.
+        // A function and a module can have the same name: the last name of a path is the item, earlier names are modules.
         if rest.is_empty() && module.defined.contains(name) {
             return Some(module.file.clone());
         }

@@ -1,4 +1,4 @@
-//! The modules of one crate, as its sources declare them: where each lies, what it names, what it hands on under another name.
+//! The modules of one crate, as its sources declare them: their files, the names they use, and the names they re-export.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -8,23 +8,23 @@ use remora_bench::sync::Result;
 use syn::visit::{self, Visit};
 use syn::{Attribute, Item, ItemMod, UseTree};
 
-/// A path of names, as it is written: `["super", "a", "A"]`.
+/// A path of names, as written: `["super", "a", "A"]`.
 pub(super) type Names = Vec<String>;
 
 /// One module.
 #[derive(Debug, Default)]
 pub(super) struct Module {
-    /// The file that it stands in.
+    /// The file that contains it.
     pub(super) file: String,
-    /// Names of the modules below it.
+    /// Names of its child modules.
     pub(super) children: BTreeSet<String>,
     /// Names of the items that it defines.
     pub(super) defined: BTreeSet<String>,
-    /// What a `use` makes known in it: the name here, and the path it stands for.
+    /// Names that a `use` brings in: the name here, and its path.
     pub(super) imported: BTreeMap<String, Names>,
-    /// Paths whose names are all known in it (`use a::*`).
+    /// Paths of glob imports (`use a::*`).
     pub(super) globs: Vec<Names>,
-    /// Every path that it writes, those of its `use` lines among them.
+    /// Every path written in it, including its `use` lines.
     pub(super) written: BTreeSet<Names>,
 }
 
@@ -51,7 +51,7 @@ impl Modules {
         self.by_path.iter()
     }
 
-    /// Reads a file as the module `path`; the files of its children lie in `folder`.
+    /// Reads a file as the module `path`; the files of its children are in `folder`.
     fn add_file(&mut self, path: Names, file: &Path, folder: &Path) -> Result<()> {
         let text = fs::read_to_string(file).map_err(|error| format!("{}: {error}", file.display()))?;
         let parsed = syn::parse_file(&text).map_err(|error| format!("{}: {error}", file.display()))?;
@@ -90,7 +90,7 @@ impl Modules {
     }
 }
 
-/// The name under which an item can be named from elsewhere, if it has one.
+/// The name under which other code can name an item, if it has one.
 fn name_of(item: &Item) -> Option<String> {
     let name = match item {
         Item::Const(item) => &item.ident,
@@ -106,7 +106,7 @@ fn name_of(item: &Item) -> Option<String> {
     Some(name.to_string())
 }
 
-/// The file of a module that is declared in `folder`, and the folder of its own children.
+/// The file of a module that is declared in `folder`, and the folder of its children.
 fn place(declared: &ItemMod, folder: &Path, name: &str) -> Result<(PathBuf, PathBuf)> {
     let given = declared.attrs.iter().find_map(|attribute| match &attribute.meta {
         syn::Meta::NameValue(pair) if pair.path.is_ident("path") => match &pair.value {
@@ -129,7 +129,7 @@ fn place(declared: &ItemMod, folder: &Path, name: &str) -> Result<(PathBuf, Path
     Err(format!("the module {name} declared in {} has no file", folder.display()).into())
 }
 
-/// A path as it is shown: from the folder in which the command was called, where it lies below that.
+/// A path for display: relative to the current folder, if it is below it.
 fn shown(file: &Path) -> String {
     let here = std::env::current_dir().unwrap_or_default();
     file.strip_prefix(here).unwrap_or(file).display().to_string()
@@ -146,7 +146,7 @@ fn is_for_tests(attributes: &[Attribute]) -> bool {
     })
 }
 
-/// Collects the paths that items write.
+/// Collects the paths written in items.
 struct Reader<'a> {
     module: &'a mut Module,
 }
@@ -187,7 +187,7 @@ impl<'ast> Visit<'ast> for Reader<'_> {
     }
 
     fn visit_item_use(&mut self, item: &'ast syn::ItemUse) {
-        // A face hands its children's names on: that ties it to nothing. Others are tied to where the name comes from.
+        // A re-export of a child's names is not an import. Other re-exports are.
         let handed_on = !matches!(item.vis, syn::Visibility::Inherited);
         let before = self.module.written.clone();
         self.take(&item.tree, &Vec::new());
@@ -205,6 +205,6 @@ impl<'ast> Visit<'ast> for Reader<'_> {
     }
 
     fn visit_item_mod(&mut self, _: &'ast ItemMod) {
-        // A module inside of a function: too rare to be followed.
+        // A module inside a function is too rare to follow.
     }
 }
