@@ -1,6 +1,6 @@
-//! Real servers, one process each: started in a folder of their own on a free loopback port, gone when dropped.
+//! Real servers, one process each: started in a folder of their own on a free loopback port, and ended when dropped.
 //!
-//! Not a mock: whatever the lab's tests find holds for Redis 7 and Valkey 9.1 as they are shipped.
+//! Nothing is mocked: what the lab's tests find is true for Redis 7 and Valkey 9.1 as shipped.
 
 use std::fmt::{self, Write as _};
 use std::fs::{self, OpenOptions};
@@ -32,10 +32,10 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [Kind; 2] = [Kind::Redis7, Kind::Valkey9];
 
-    /// Its program. `REMORA_REDIS_SERVER` and `REMORA_VALKEY_SERVER` name another one.
+    /// The server program. `REMORA_REDIS_SERVER` and `REMORA_VALKEY_SERVER` name another one.
     pub fn binary(self) -> Result<PathBuf> {
         let (variable, found) = match self {
             Kind::Redis7 => ("REMORA_REDIS_SERVER", in_path("redis-server")),
@@ -48,7 +48,7 @@ impl Kind {
         })
     }
 
-    /// Whether its program can speak TLS (the Valkey binary of the set-up was built without).
+    /// Whether the program supports TLS (the Valkey binary of the set-up was built without).
     pub fn speaks_tls(self) -> bool {
         self == Kind::Redis7
     }
@@ -78,37 +78,37 @@ pub struct Server {
 }
 
 impl Server {
-    /// A server of this kind, to be configured and started.
+    /// A builder for a server of this kind.
     pub fn builder(kind: Kind) -> Builder {
         Builder::new(kind)
     }
 
-    /// A server of this kind as it comes: no persistence, DEBUG allowed, everything else its default.
+    /// Starts a server of this kind with default settings, except: no persistence, DEBUG allowed.
     pub fn start(kind: Kind) -> Result<Server> {
         Builder::new(kind).start()
     }
 
-    /// What it is.
+    /// The kind of server.
     pub fn kind(&self) -> Kind {
         self.plan.kind
     }
 
-    /// The host of a test network that it runs on, if any.
+    /// The host of a test network on which the server runs, if any.
     pub fn host(&self) -> Option<&Host> {
         self.plan.host.as_ref()
     }
 
-    /// Its plain TCP port.
+    /// The plain TCP port.
     pub fn port(&self) -> u16 {
         self.ports.plain
     }
 
-    /// Its TLS port, where it was built with [`Builder::tls`].
+    /// The TLS port, if the server was built with [`Builder::tls`].
     pub fn tls_port(&self) -> Option<u16> {
         self.ports.tls
     }
 
-    /// Its address: loopback, or that of the host it was started on.
+    /// The address: loopback, or that of its host.
     pub fn address(&self) -> SocketAddr {
         SocketAddr::new(self.plan.bind_address(), self.ports.plain)
     }
@@ -118,32 +118,32 @@ impl Server {
         format!("redis://{}", self.address())
     }
 
-    /// `rediss://address:port`, where it was built with [`Builder::tls`].
+    /// `rediss://address:port`, if the server was built with [`Builder::tls`].
     pub fn tls_url(&self) -> Option<String> {
         self.ports.tls.map(|port| format!("rediss://{}", SocketAddr::new(self.plan.bind_address(), port)))
     }
 
-    /// Its unix socket, where it was built with [`Builder::unix_socket`].
+    /// The unix socket, if the server was built with [`Builder::unix_socket`].
     pub fn socket(&self) -> Option<PathBuf> {
         self.plan.unix_socket.then(|| self.folder.path().join(SOCKET_FILE))
     }
 
-    /// `unix:///path`, where it was built with [`Builder::unix_socket`].
+    /// `unix:///path`, if the server was built with [`Builder::unix_socket`].
     pub fn unix_url(&self) -> Option<String> {
         self.socket().map(|path| format!("unix://{}", path.display()))
     }
 
-    /// Its folder: configuration, log, whatever it writes.
+    /// The folder of the configuration, the log, and everything that the server writes.
     pub fn folder(&self) -> &Path {
         self.folder.path()
     }
 
-    /// Its process id.
+    /// The process id.
     pub fn pid(&self) -> u32 {
         self.process.pid()
     }
 
-    /// A new connection, authenticated as the lab's own user where the server wants that.
+    /// A new connection, authenticated as the lab's own user if the server requires that.
     pub fn client(&self) -> Result<Client> {
         let address = Address::Tcp(self.address());
         let mut client = match &self.plan.host {
@@ -171,12 +171,12 @@ impl Server {
         })
     }
 
-    /// Its version, as `redis_version` or `valkey_version` has it.
+    /// The version, as `redis_version` or `valkey_version` reports it.
     pub fn version(&self) -> Result<String> {
         self.fact("valkey_version").or_else(|_| self.fact("redis_version"))
     }
 
-    /// DEBUG DIGEST: 40 hexadecimal digits over everything it holds, except functions and the times of expiry.
+    /// DEBUG DIGEST: 40 hexadecimal digits over all data, except functions and the times of expiry.
     pub fn digest(&self) -> Result<String> {
         self.client()?.text(&["DEBUG", "DIGEST"])
     }
@@ -192,14 +192,14 @@ impl Server {
         Ok(pair.get(1).and_then(|value| value.as_str()).unwrap_or_default().to_owned())
     }
 
-    /// Makes it a replica of `primary` by the servers' own replication; does not wait. On another host the primary is
-    /// reached by its host's address.
+    /// Makes the server a replica of `primary` by the servers' own replication, and does not wait. A primary on another host is
+    /// addressed by its host's address.
     pub fn replicate(&self, primary: &Server) -> Result<()> {
         let address = primary.address();
         self.client()?.ok(&["REPLICAOF", &address.ip().to_string(), &address.port().to_string()])
     }
 
-    /// Waits until its link to a primary is up.
+    /// Waits until the server's link to a primary is up.
     pub fn wait_for_link(&self, within: Duration) -> Result<()> {
         let mut client = self.client()?;
         wait_until(&format!("the link of {self} to its primary"), within, || {
@@ -209,38 +209,38 @@ impl Server {
         })
     }
 
-    /// CPU seconds it has spent, its ended fork children included.
+    /// CPU seconds used, including ended fork children.
     pub fn cpu_seconds(&self) -> Result<f64> {
         self.process.cpu_seconds()
     }
 
-    /// The most memory it has had resident, in bytes.
+    /// Peak resident memory, in bytes.
     pub fn peak_memory(&self) -> Result<u64> {
         process::peak_memory(self.pid()).doing(|| format!("read the memory of {self}"))
     }
 
-    /// Stops it in its tracks (SIGSTOP): it keeps its connections and answers nothing.
+    /// Stops the process with SIGSTOP: it keeps its connections and answers nothing.
     pub fn pause(&mut self) -> Result<()> {
         self.process.signal(Signal::STOP)
     }
 
-    /// Lets it go on after [`Server::pause`].
+    /// Continues the process after [`Server::pause`].
     pub fn resume(&mut self) -> Result<()> {
         self.process.signal(Signal::CONT)
     }
 
-    /// `kill -9`. Its folder stays until it is dropped.
+    /// Kills the process with SIGKILL. Its folder stays until the server is dropped.
     pub fn kill(&mut self) -> Result<()> {
         self.process.kill().map(drop)
     }
 
-    /// Ends it as an operator would (SIGTERM) and waits; it may first wait for its replicas.
+    /// Ends the server as an operator would (SIGTERM) and waits. The server may first wait for its replicas.
     pub fn stop(&mut self, within: Duration) -> Result<()> {
         self.process.signal(Signal::TERM)?;
         self.process.wait(within)?.map(drop).ok_or_else(|| self.too_late("its end after SIGTERM", within))
     }
 
-    /// Kills it and starts it again in the same folder on the same ports, with the configuration file as it then is.
+    /// Kills the server and starts it again in the same folder, on the same ports, with the configuration file as it is then.
     pub fn restart(&mut self) -> Result<()> {
         self.process.kill()?;
         self.process = self.plan.launch(self.folder.path())?;
@@ -264,14 +264,14 @@ impl Server {
         self.wait_until_ready(deadline)
     }
 
-    /// All it has logged.
+    /// Everything in the server's log.
     pub fn log(&self) -> String {
         fs::read(self.folder.path().join(LOG_FILE))
             .map(|log| String::from_utf8_lossy(&log).into_owned())
             .unwrap_or_default()
     }
 
-    /// Waits until it answers PING as the process that we started (another may sit on the port since we picked it).
+    /// Waits until this process answers PING (another process may have taken the port meanwhile).
     fn wait_until_ready(&mut self, deadline: Instant) -> Result<()> {
         loop {
             if let Some(status) = self.process.ended()? {
@@ -312,8 +312,8 @@ impl fmt::Display for Server {
     }
 }
 
-/// Our module for servers, as cargo built it for this very program: where a test's crate has `remora-module` among its dependencies, cargo
-/// builds the library beside the test's program; for other programs it lies beside them.
+/// The path of our server module, as cargo built it for this program: if the test's crate has `remora-module` among its
+/// dependencies, cargo builds the library beside the test's program.
 ///
 /// # Errors
 /// [`Error::Missing`] if it was not built.
@@ -328,7 +328,7 @@ pub fn module_library() -> Result<PathBuf> {
 
 const MODULE_FILE: &str = "libremora_module.so";
 
-/// What a server shall be like.
+/// The settings of a server to start.
 #[derive(Clone, Debug)]
 pub struct Builder {
     kind: Kind,
@@ -357,34 +357,34 @@ impl Builder {
         }
     }
 
-    /// One line of the configuration file; `value` stands in it as it is (`""` for the empty value).
+    /// Adds a line to the configuration file; `value` is written as it is (`""` for the empty value).
     pub fn config(mut self, name: &str, value: impl fmt::Display) -> Builder {
         self.lines.push(format!("{name} {value}"));
         self
     }
 
-    /// How many databases.
+    /// Sets the number of databases.
     pub fn databases(self, count: u32) -> Builder {
         self.config("databases", count)
     }
 
-    /// How many bytes of data, at most.
+    /// Limits the bytes of data.
     pub fn max_memory(self, bytes: u64) -> Builder {
         self.config("maxmemory", bytes)
     }
 
-    /// `debug`, `verbose`, `notice` or `warning`.
+    /// Sets the log level: `debug`, `verbose`, `notice` or `warning`.
     pub fn log_level(self, level: &str) -> Builder {
         self.config("loglevel", level)
     }
 
-    /// The default user's password. The lab's own connections use a user of their own from then on.
+    /// Sets the default user's password. The lab's own connections then use a separate user.
     pub fn require_pass(mut self, password: &str) -> Builder {
         self.guarded = true;
         self.config("requirepass", password)
     }
 
-    /// What it shall say to its primary.
+    /// Sets the credentials that the server sends to its primary.
     pub fn master_auth(self, user: Option<&str>, password: &str) -> Builder {
         let named = match user {
             Some(user) => self.config("masteruser", user),
@@ -393,48 +393,48 @@ impl Builder {
         named.config("masterauth", password)
     }
 
-    /// An ACL user with exactly these rules (`~* &* +@all`, `+ping +psync +replconf`, …).
+    /// Adds an ACL user with exactly these rules (`~* &* +@all`, `+ping +psync +replconf`, …).
     pub fn user(self, name: &str, password: &str, rules: &str) -> Builder {
         self.config("user", format!("{name} on >{password} {rules}"))
     }
 
-    /// Nobody gets in without a name: the default user is off.
+    /// Turns the default user off: every client must log in with a name.
     pub fn without_default_user(mut self) -> Builder {
         self.guarded = true;
         self.config("user", "default off")
     }
 
-    /// A unix socket besides the port.
+    /// Adds a unix socket.
     pub fn unix_socket(mut self) -> Builder {
         self.unix_socket = true;
         self
     }
 
-    /// A TLS port besides the plain one. Clients need no certificate unless `tls-auth-clients` says so.
+    /// Adds a TLS port. Clients need no certificate unless `tls-auth-clients` requires one.
     pub fn tls(mut self, files: Tls) -> Builder {
         self.tls = Some(files);
         self
     }
 
-    /// Cluster mode: one node, no slots.
+    /// Turns cluster mode on: one node, no slots.
     pub fn cluster(mut self) -> Builder {
         self.cluster = true;
         self
     }
 
-    /// On that host of a test network instead of this machine's loopback.
+    /// Runs the server on that host of a test network instead of this machine's loopback.
     pub fn on(mut self, host: &Host) -> Builder {
         self.host = Some(host.clone());
         self
     }
 
-    /// How long it may take until it answers; more than the default where it first loads a file.
+    /// Sets how long the server may take until it answers; needed if it first loads a large file.
     pub fn start_time(mut self, time: Duration) -> Builder {
         self.start_time = time;
         self
     }
 
-    /// With our module loaded, with these words after its path (`""` for none).
+    /// Loads our module, with these arguments (`""` for none).
     ///
     /// # Errors
     /// [`Error::Missing`] if the library was not built.
@@ -443,13 +443,13 @@ impl Builder {
         Ok(self.config("loadmodule", line.trim_end()))
     }
 
-    /// Starts it and waits until it answers.
+    /// Starts the server and waits until it answers.
     pub fn start(mut self) -> Result<Server> {
         self.lab_password = format!("{:016x}", Random::new(getrandom::u64().unwrap_or_default()).word());
         let mut tries = 1;
         loop {
             match self.try_start() {
-                // Between finding a free port and binding it somebody else took it.
+                // Another process took the port between the search and the bind.
                 Err(Error::Ended { tail, .. }) if tries < START_TRIES && tail.contains("in use") => tries += 1,
                 done => return done,
             }
@@ -481,7 +481,7 @@ impl Builder {
         Process::start(self.kind.to_string(), command).map(|(process, _)| process)
     }
 
-    /// The configuration file: ours first, so that a test's own lines win.
+    /// The configuration file. Default lines come first, so that a test's own lines override them.
     fn configuration(&self, folder: &Path, ports: &Ports) -> String {
         let mut text = String::new();
         let mut line = |name: &str, value: &dyn fmt::Display| {
@@ -495,7 +495,7 @@ impl Builder {
         line("save", &"\"\"");
         line("appendonly", &"no");
         line("enable-debug-command", &"yes");
-        // Outside loopback protected mode would refuse everybody; a test network is closed by itself.
+        // Outside loopback, protected mode would refuse every client; a test network is isolated anyway.
         line("protected-mode", &if self.host.is_some() { "no" } else { "yes" });
         if self.unix_socket {
             line("unixsocket", &folder.join(SOCKET_FILE).display());
@@ -538,13 +538,13 @@ struct Ports {
 
 impl Ports {
     fn find(plan: &Builder) -> Result<Ports> {
-        // In a namespace of its own every port is free; one free on loopback serves there as well.
+        // In a separate namespace every port is free; a port that is free on loopback serves there as well.
         let find_if = |wanted: bool| wanted.then(scratch::free_port).transpose();
         Ok(Ports { plain: scratch::free_port()?, tls: find_if(plan.tls.is_some())?, cluster: find_if(plan.cluster)? })
     }
 }
 
-/// Looks again and again until `look` says Ok, or fails with the last state seen. `look` itself may fail for good.
+/// Calls `look` again and again until it returns Ok, or fails with the last state seen. `look` itself can fail for good.
 pub fn wait_until<T>(what: &str, within: Duration, mut look: impl FnMut() -> Result<Result<T, String>>) -> Result<T> {
     let start = Instant::now();
     loop {
@@ -565,7 +565,7 @@ pub(crate) fn tail_of(text: &str, lines: usize) -> String {
     all[all.len().saturating_sub(lines)..].join("\n")
 }
 
-/// The project's folder: the workspace that this crate was built in.
+/// The project's folder: the workspace in which this crate was built.
 pub fn project_root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().map(Path::to_owned).unwrap_or_default()
 }
@@ -582,20 +582,20 @@ const CONFIG_FILE: &str = "server.conf";
 const LOG_FILE: &str = "server.log";
 const SOCKET_FILE: &str = "server.sock";
 
-/// The user of the lab's own connections, where the default one is guarded or off.
+/// The user of the lab's own connections, if the default user has a password or is off.
 const LAB_USER: &str = "lab";
 
-/// How long a server may take to answer. An empty one takes 50 ms; a machine with two cores and twenty tests, longer.
+/// How long a server may take to answer. An empty one takes 50 ms; on two cores with twenty tests it takes longer.
 const START_TIME: Duration = Duration::from_secs(30);
 
-/// How often another port is tried when ours was taken in between: each time is rare already.
+/// How many other ports are tried if a port was taken meanwhile: once is rare already.
 const START_TRIES: u32 = 5;
 
-/// How often a starting server is asked.
+/// Interval between two PINGs to a starting server.
 const READY_POLL: Duration = Duration::from_millis(10);
 
-/// How often a state is looked at while waited for.
+/// Interval between two looks at a state.
 const LOOK_POLL: Duration = Duration::from_millis(20);
 
-/// How many lines of a log a message shows.
+/// Number of log lines in a message.
 const TAIL_LINES: usize = 20;
