@@ -197,7 +197,7 @@ impl Traffic {
         Some(Traffic { received: *figures.first()?, sent: *figures.get(8)? })
     }
 
-    /// What has been added since `before`.
+    /// The bytes since `before`.
     pub fn since(self, before: Traffic) -> Traffic {
         Traffic { received: self.received.saturating_sub(before.received), sent: self.sent.saturating_sub(before.sent) }
     }

@@ -1,4 +1,4 @@
-//! The tables, as Markdown, out of kept figures.
+//! The tables, as Markdown, from kept figures.
 
 use std::fmt::Write as _;
 
@@ -11,12 +11,12 @@ use crate::sync::Method;
 
 /// Figures that are compared with one another: of one server, one network, one size, one run.
 pub(super) struct Group<'a> {
-    /// The run's.
+    /// The run's label.
     pub(super) label: &'a str,
     pub(super) server: &'a str,
     pub(super) network: &'a str,
     pub(super) bytes: u64,
-    /// iperf3's word, in bytes per second.
+    /// The rate measured by iperf3, in bytes per second.
     pub(super) link: Option<f64>,
     pub(super) points: Vec<&'a syncs::Point>,
 }
@@ -53,7 +53,7 @@ impl Group<'_> {
         numbers
     }
 
-    /// Methods, in the order in which all tables have them.
+    /// Methods, in the order of all tables.
     pub(super) fn methods(&self) -> Vec<Method> {
         order().filter(|method| self.points.iter().any(|point| point.method == *method)).collect()
     }
@@ -72,7 +72,7 @@ impl Group<'_> {
         self.spread(method, replicas, |point| point.seconds)
     }
 
-    /// The own replication that takes the least time.
+    /// The server's own replication with the shortest time.
     pub(super) fn best_own(&self, replicas: usize) -> Option<Method> {
         let own = self.methods().into_iter().filter(|method| method.is_own());
         let medians = own.filter_map(|method| Some((method, self.seconds(method, replicas)?.median)));
@@ -128,14 +128,14 @@ impl Group<'_> {
     }
 }
 
-/// `sync`.
+/// The tables of `sync`.
 pub fn sync(runs: &[&Kept<syncs::Point>]) -> String {
     let mut out = String::from(SYNC_EXPLAINED);
     groups(runs).iter().for_each(|group| group.table(&mut out));
     out
 }
 
-/// `devices`.
+/// The table of `devices`.
 pub fn devices(runs: &[&Kept<devices::Point>]) -> String {
     let mut out = String::from("| device | tool | MB/s: median | least | most |\n|---|---|---:|---:|---:|\n");
     let Some(newest) = runs.last() else { return out };
@@ -156,9 +156,9 @@ pub fn devices(runs: &[&Kept<devices::Point>]) -> String {
     out
 }
 
-/// What was felt under the same circumstances, round by round.
+/// What clients noticed under the same circumstances, round by round.
 pub(super) struct Cell<'a> {
-    /// The run's.
+    /// The run's label.
     pub(super) label: &'a str,
     pub(super) first: &'a feel::Point,
     pub(super) points: Vec<&'a feel::Point>,
@@ -198,7 +198,7 @@ fn cell_key(point: &feel::Point) -> CellKey<'_> {
     (server, network, clients, *bytes, *asked, *replicas, *method)
 }
 
-/// `feel`.
+/// The tables of `feel`.
 pub fn feel(runs: &[&Kept<feel::Point>]) -> String {
     let mut out = String::from(FEEL_EXPLAINED);
     let mut title = String::new();
@@ -226,7 +226,7 @@ pub fn feel(runs: &[&Kept<feel::Point>]) -> String {
     out
 }
 
-/// `scaling`.
+/// The tables of `scaling`.
 pub fn scaling(runs: &[&Kept<scaling::Point>]) -> String {
     let mut out = String::from(SCALING_EXPLAINED);
     let Some(newest) = runs.last() else { return out };
@@ -277,7 +277,7 @@ fn slopes(out: &mut String, points: &[&scaling::Point]) {
     }
 }
 
-/// Slope and height at 0 of the line nearest to the points; `None` for fewer than two different places.
+/// Slope and intercept of the least-squares line; `None` for fewer than two different x values.
 fn line_through(points: &[(f64, f64)]) -> Option<(f64, f64)> {
     let count = points.len() as f64;
     let (x, y) = (points.iter().map(|p| p.0).sum::<f64>() / count, points.iter().map(|p| p.1).sum::<f64>() / count);
@@ -301,7 +301,7 @@ fn with_range(spread: Spread) -> String {
     format!("{:.2} ({:.2}–{:.2})", spread.median, spread.low, spread.high)
 }
 
-/// The order of methods in every table, which is that of their definition: theirs, the copiers, ours.
+/// The order of methods in every table: the servers' own, the copiers, ours, as in their definition.
 pub(super) fn order() -> impl Iterator<Item = Method> {
     Method::value_variants().iter().copied()
 }
@@ -387,7 +387,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn replicas_that_differ_are_shouted_about() {
+    fn replicas_that_differ_are_marked_clearly() {
         let mut wrong = point(Method::OwnBest, 1, 0, 8.0, 1);
         wrong.equal = Some(false);
         assert!(sync(&[&kept(vec![wrong])]).contains("**NO**"));
