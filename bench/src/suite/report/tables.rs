@@ -206,7 +206,7 @@ pub fn feel(runs: &[&Kept<feel::Point>]) -> String {
         let feel::Point { server, network, clients, bytes, asked, method, replicas, .. } = cell.first;
         let mib = *bytes as f64 / f64::from(1 << 20);
         let label = if cell.label.is_empty() { String::new() } else { format!(", run {}", cell.label) };
-        let this = format!("{server}, {network}, {mib:.0} MiB, {clients} clients asking {asked} a second{label}");
+        let this = format!("{server}, {network}, {mib:.0} MiB, {clients} clients sending {asked} commands a second{label}");
         if title != this {
             let _ = writeln!(out, "\n### {this}\n\n{FEEL_HEAD}");
             title = this;
@@ -307,11 +307,11 @@ pub(super) fn order() -> impl Iterator<Item = Method> {
 }
 
 const SYNC_EXPLAINED: &str = "\
-Medians over the rounds, in brackets the least and the most. *ratio*: against the best of the server's own replication at the same N. The four
-phases (snapshot / transfer / load / catch-up) are those of the last replica and add up to its time; who loads while the bytes arrive has its
-loading in *transfer*. *out*: bytes out of the primary's host by its cable, all programs together (on loopback: out of the primary's process),
-and as a multiple of the data set. *CPU*: of the primary and its fork child. *memory*: the most that the primary had of its own, and that the
-source agent had beside it, its table included.
+Medians over the rounds, in brackets the least and the greatest value. *ratio*: against the best of the server's own replication at the
+same N. The four phases (snapshot / transfer / load / catch-up) are those of the last replica and add up to its time. If the server loads
+while the bytes arrive, its loading is in *transfer*. *out*: bytes out of the primary's host over its cable, of all programs (on loopback:
+out of the primary's process), and as a multiple of the data set. *CPU*: of the primary and its fork child. *memory*: the peak of the
+primary's private memory, and of the source agent beside it, including its table.
 ";
 
 const SYNC_HEAD: &str = "\
@@ -319,8 +319,8 @@ const SYNC_HEAD: &str = "\
 |---:|---|---:|---:|---:|---|---:|---:|---:|---:|---:|---|";
 
 const FEEL_EXPLAINED: &str = "\
-GETs and, one in ten, SETs of 1 KiB at a steady rate, from before the first replica was told until the last was in step; medians over the
-rounds. A command that was due while the one before was still out counts from when it was due.
+GETs, and one SET in ten commands, of 1 KiB at a steady rate, from before the first replica began until the last had caught up; medians
+over the rounds. A command that was due while the previous one was unanswered counts from when it was due.
 ";
 
 const FEEL_HEAD: &str = "\
@@ -328,7 +328,7 @@ const FEEL_HEAD: &str = "\
 |---:|---|---:|---:|---:|---:|---:|---:|";
 
 const SCALING_EXPLAINED: &str =
-    "Medians over the rounds, in brackets the least and the most. *others*: the replica's server and all agents.\n";
+    "Medians over the rounds, in brackets the least and the greatest value. *others*: the replica's server and all agents.\n";
 
 const SCALING_HEAD: &str = "\
 | method | GiB | values of | wall s | s/GiB | primary CPU s/GiB | others CPU s/GiB | primary MiB | source MiB |

@@ -106,7 +106,7 @@ fn of_feeling(cells: &[Cell<'_>]) -> Vec<Target> {
         let feel::Point { server, network, clients, .. } = ours.first;
         let method = ours.first.method.map_or("", Method::name);
         Some(Target {
-            what: format!("p99 while 3 replicas sync, {method}, against the own method that hurts least"),
+            what: format!("p99 while 3 replicas sync, {method}, against the best of the server's own methods"),
             where_: format!("{server}, {network}, {clients} clients"),
             ratio: Spread::of(ratios)?,
             bound: Bound::Most(FELT_MOST),
