@@ -1,4 +1,4 @@
-//! The command line as a process: what goes to which stream, and how it ends.
+//! The command line as a process: output streams and exit codes.
 #![allow(clippy::unwrap_used)]
 
 use std::process::{Command, Output};
@@ -45,7 +45,7 @@ fn help_goes_to_stdout_and_ends_well_and_mistakes_go_to_stderr() {
 
 #[test]
 fn a_server_that_is_not_there_is_named_with_its_own_exit_code() {
-    // Bound and closed again: nobody listens there.
+    // Bound and closed again: no process listens there.
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let url = format!("redis://127.0.0.1:{port}");
     let output = remora(&["load", "--keys", "1", "--value-size", "1", "--server", &url]);

@@ -1,4 +1,4 @@
-//! The module at the source, at the replica, at both, at neither: the replica is as exact, whatever is written meanwhile.
+//! The module at the source, at the replica, at both, at neither: the replica is exact in each case, whatever is written meanwhile.
 #![allow(clippy::unwrap_used)]
 
 mod kit;
@@ -7,10 +7,10 @@ use kit::{LONG, Source, load, primary, steady_writer, syncs};
 use remora_lab::server::Builder;
 use remora_lab::{Kind, Server, assert_same_data, fill_every_type, require};
 
-/// Commands that the writer must have done before the replica is made, and once more until it is compared.
+/// Commands that the writer must send before the replica is made, and again before it is compared.
 const WRITES_MEANWHILE: u64 = 3_000;
 
-/// Where the module is.
+/// The servers that have the module.
 #[derive(Clone, Copy, Debug)]
 struct Combination {
     source: bool,

@@ -1,5 +1,5 @@
-//! The agents' conversation is the message layer's and nothing else: a plain messenger that knows nothing of agents but the words of
-//! their vocabulary talks with each of them, and who greets in the older way is told so.
+//! The agents' conversation uses only the message layer: a plain messenger that knows only the protocol's messages can talk to both
+//! agents, and a peer with the older framing gets a refusal.
 #![allow(clippy::unwrap_used)]
 
 mod stage;
@@ -44,7 +44,7 @@ impl Dispatcher for Asker {
     }
 }
 
-/// Answers a status query as a source would that holds nothing.
+/// Answers a status query as a source without a snapshot would.
 #[derive(Default)]
 struct Pretender(Mutex<Vec<Words>>);
 
@@ -53,7 +53,7 @@ impl Dispatcher for Pretender {
         self.0.lock().unwrap().push(heard(&delivery));
         let report = StatusReport {
             source: "a plain messenger".into(),
-            server: "redis://nobody".into(),
+            server: "redis://unknown".into(),
             role: "no role".into(),
             generation: None,
             replicas: Vec::new(),
@@ -91,13 +91,13 @@ fn remora_status_asks_a_plain_messenger_and_takes_its_answer() {
     let token = stage.token.display().to_string();
     let source = address.trim_start_matches("tcp:");
     let said = stage.end(&["status", "--json", "--source", source, "--token-file", &token], 0);
-    says(&said, &["a plain messenger", "redis://nobody", "\"snapshots_taken\":7"]);
+    says(&said, &["a plain messenger", "redis://unknown", "\"snapshots_taken\":7"]);
     assert_eq!(*pretender.0.lock().unwrap(), [Words::StatusQuery]);
 }
 
-/// A hello of version 1, as agents said it before they were on the layer: answered with what the source speaks.
+/// Sends a hello of version 1, as agents sent it before they used the message layer. The answer names the supported versions.
 #[test]
-fn who_speaks_the_older_framing_only_is_told_so() {
+fn a_peer_with_only_the_older_framing_is_refused_with_the_versions() {
     let Some(_) = require::redis() else { return };
     let (stage, primary) = (Stage::new(), Server::start(Kind::Redis7).unwrap());
     let mut source = stage.source(&primary.url(), &["--no-shm"]);

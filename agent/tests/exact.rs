@@ -1,5 +1,5 @@
-//! Exactness: whatever is written while a replica is made, afterwards it and the primary are the same, byte for byte and at
-//! the same offset, and the primary was asked for one copy in all.
+//! Exactness: whatever is written while a replica is made, afterwards the replica and the primary are equal byte for byte, at the
+//! same offset, and the primary has made one copy in all.
 #![allow(clippy::unwrap_used)]
 
 mod kit;
@@ -8,15 +8,15 @@ use kit::{LONG, Source, benchmark, primary, syncs};
 use remora_lab::server::wait_until;
 use remora_lab::{Kind, Server, Workload, assert_same_data, fill_every_type, require};
 
-/// Commands that the writers must have done while the replicas were made: so that it was under load at all.
+/// Commands that the writers must send while the replicas are made, so that there is load at all.
 const WRITES_MEANWHILE: u64 = 5_000;
 
-/// One replica by shared memory and one by TCP, out of one snapshot, while everything is written that can be.
+/// Makes one replica over shared memory and one over TCP from one snapshot, under every kind of write.
 fn two_replicas_are_exact(primary_kind: Kind, replica_kind: Kind) {
     two_replicas_of(primary(primary_kind).start().unwrap(), replica_kind, 0);
 }
 
-/// `own`: continuations that the source asks for by itself.
+/// `own`: partial resynchronisations that the source itself causes.
 fn two_replicas_of(primary: Server, replica_kind: Kind, own: u64) {
     let primary_kind = primary.kind();
     fill_every_type(&mut primary.client().unwrap(), 7).unwrap();
@@ -52,11 +52,11 @@ fn two_replicas_of(primary: Server, replica_kind: Kind, own: u64) {
     );
 }
 
-/// Across the families digests differ by the digits in which scores are printed (`0.1` and `0.10000000000000001`): the
-/// place in the history is compared, and then every key by its content.
+/// Between the families, digests differ by the digits in which scores are printed (`0.1` and `0.10000000000000001`). So this
+/// compares the replication offsets, and then the content of every key.
 fn assert_same_content(primary: &Server, replica: &Server) {
     let place = |server: &Server| (server.fact("master_replid").unwrap(), server.fact("master_repl_offset").unwrap());
-    wait_until("the replica to be where its primary is", LONG, || {
+    wait_until("the replica to reach the offset of its primary", LONG, || {
         let (here, there) = (place(primary), place(replica));
         Ok(if here == there { Ok(()) } else { Err(format!("{here:?} and {there:?}")) })
     })
@@ -80,7 +80,7 @@ fn replicas_of_valkey_made_under_every_kind_of_write_are_exact() {
 fn replicas_of_a_valkey_that_offers_two_channels_are_exact_under_every_kind_of_write() {
     let Some(kind) = require::valkey() else { return };
     let primary = primary(kind).config("dual-channel-replication-enabled", "yes").start().unwrap();
-    // Its stream over the second channel counts as one.
+    // The stream on the second channel counts as one.
     two_replicas_of(primary, kind, 1);
 }
 
@@ -140,7 +140,7 @@ fn an_empty_primary_makes_an_empty_replica_that_follows_it() {
 #[test]
 fn a_value_as_long_as_servers_allow_passes_through_a_small_window() {
     let Some(kind) = require::redis() else { return };
-    // Without compression, or its zeros would become nothing on the way.
+    // Without compression: compressed zeros would take no space.
     let primary = primary(kind).config("rdbcompression", "no").start().unwrap();
     let replica = Server::start(kind).unwrap();
     let mut client = primary.client().unwrap();

@@ -1,4 +1,4 @@
-//! The hand-off finds the right primary by the right way in, waits where it must, and leaves no setting changed.
+//! The hand-off finds the right primary and address, waits where it must, and restores every setting.
 #![allow(clippy::unwrap_used)]
 
 mod stage;
@@ -29,7 +29,7 @@ fn follows(server: &Server) -> String {
     format!("{}:{}", server.fact("master_host").unwrap(), server.fact("master_port").unwrap())
 }
 
-/// The server is as it was before anybody came: a primary of nothing, never asked to follow anybody.
+/// Asserts that the server is unchanged: a primary without replicas, which was never told to follow another server.
 fn assert_untouched(server: &Server, primary: &Server) {
     assert_eq!(server.fact("role").unwrap(), "master");
     assert_eq!(server.configured("repl-diskless-load").unwrap(), "disabled");
@@ -68,7 +68,7 @@ fn a_wrong_announcement_is_found_out_before_anything_is_touched() {
     }
 }
 
-/// A primary on a host of its own, which its source knows by `url`, and a replica on another.
+/// A primary on a separate host, which its source knows by `url`, and a replica on another host.
 fn across_hosts(kind: Kind, url: impl Fn(&Server) -> String, primary: impl Fn(Builder, &Host) -> Builder) {
     let (net, stage) = (Net::new().unwrap(), Stage::new());
     let (here, there) = (net.host("primary").unwrap(), net.host("replica").unwrap());
@@ -101,7 +101,7 @@ fn a_primary_known_by_its_socket_is_followed_at_the_host_by_which_the_source_was
 fn a_server_with_the_right_masterauth_is_handed_over() {
     for kind in require::kinds() {
         let stage = Stage::new();
-        // As the default user on one, as a named one on the other, with the rules that replication needs.
+        // As the default user on one server and as a named user on the other, with the rules that replication needs.
         let (primary, user) = match kind {
             Kind::Redis7 => (quick(kind).require_pass(PASSWORD), None),
             Kind::Valkey9 => {
@@ -176,7 +176,7 @@ fn users_with_only_the_rules_that_the_help_names_suffice() {
     }
 }
 
-/// Certificates, and a server that replicates by TLS only.
+/// Certificates, and a server that replicates over TLS only.
 fn with_tls(stage: &Stage) -> (Tls, impl Fn(Builder) -> Server) {
     let (server, _) = tls::certificates(stage.folder(), &[]).unwrap();
     let files = server.clone();
@@ -193,7 +193,7 @@ fn a_server_that_replicates_by_tls_is_served_and_handed_over_by_tls() {
     let (ca, cert, key) = (path(&files.ca), path(&files.certificate), path(&files.key));
     let source = stage.source(&primary.tls_url().unwrap(), &["--tls-ca", &ca]);
     let link = ["--link-cert", &cert, "--link-key", &key];
-    // By TLS to the replica's server, and then by its plain port: what it trusts it says itself.
+    // Over TLS to the replica's server, and then over its plain port: the server itself says what it trusts.
     let by_tls = [&link[..], &["--tls-ca", &ca]].concat();
     succeeds(&mut stage.replica(&replica.tls_url().unwrap(), source.address, &by_tls), &replica);
     assert_eq!(follows(&replica), format!("127.0.0.1:{}", primary.tls_port().unwrap()));
@@ -218,7 +218,7 @@ fn tls_that_does_not_fit_is_refused_before_anything_is_touched() {
     says(&said, &["tls-replication yes", "--link-cert", &replica.address().to_string()]);
     assert_untouched(&replica, &primary);
 
-    // The primary is known by its TLS port, and this server would speak plainly to it.
+    // The primary is known by its TLS port, and this server would connect to it without TLS.
     let plain = Server::start(kind).unwrap();
     let said = ends(&mut stage.replica(&plain.url(), source.address, &[]), 3);
     says(&said, &["tls-replication", "--announce", &format!("127.0.0.1:{}", primary.tls_port().unwrap())]);
@@ -242,13 +242,13 @@ fn path(path: &std::path::Path) -> String {
     path.display().to_string()
 }
 
-/// Writes steadily, some hundred KiB a second, until told to stop.
+/// Writes some hundred KiB a second until stopped.
 fn steady_writer(server: &Server) -> (Arc<AtomicBool>, thread::JoinHandle<()>) {
     let stop = Arc::new(AtomicBool::new(false));
     let (told, mut client) = (stop.clone(), server.client().unwrap());
     let value = "v".repeat(4096);
     let writer = thread::spawn(move || {
-        // Its server may go away under it.
+        // Its server may end while it writes.
         while !told.load(Ordering::Relaxed) && client.ok(&["SET", "written", &value]).is_ok() {
             thread::sleep(Duration::from_millis(5));
         }
@@ -266,7 +266,7 @@ fn a_backlog_too_small_for_the_writes_is_warned_of_and_the_hand_off_waits_for_ca
         let source = stage.source(&primary.url(), &["--eager"]);
         let (stop, writer) = steady_writer(&primary);
         let mut agent = held_up(&stage, &source, &replica);
-        // Still following, through us: a write arrives.
+        // Still following, through the agent: a write arrives.
         primary.client().unwrap().ok(&["SET", "meanwhile", "1"]).unwrap();
         wait_until("a write to arrive", LONG, || {
             let value = replica.client()?.text(&["GET", "meanwhile"])?;
@@ -282,9 +282,9 @@ fn a_backlog_too_small_for_the_writes_is_warned_of_and_the_hand_off_waits_for_ca
     }
 }
 
-/// An agent that follows because the primary's backlog is too small for what is written.
+/// An agent that keeps following because the primary's backlog is too small for the write rate.
 fn held_up(stage: &Stage, source: &Source, replica: &Server) -> Agent {
-    // Long enough that the source knows how fast the stream grows.
+    // Long enough for the source to know how fast the stream grows.
     wait_until("the stream to grow", LONG, || {
         let generation = &source.status()["generation"];
         let at = |name: &str| generation[name].as_u64().unwrap_or(0);
@@ -313,13 +313,13 @@ fn a_server_that_has_loaded_when_the_primary_restarts_is_left_to_its_own_replica
         fill_keys(&primary, 50, "new");
         agent.wait_for_line("handing the server over", LONG).unwrap();
         succeeds(&mut agent, &replica);
-        // The other history has nothing of the first: its own 50 keys, and no others.
+        // The other history has nothing of the first: only its own 50 keys.
         assert_same_data(&primary, &replica);
         assert_eq!(replica.client().unwrap().int(&["DBSIZE"]).unwrap(), 50);
     }
 }
 
-/// A primary and a replica of it by the servers' own means.
+/// A primary and a replica of it, made by the servers' own replication.
 fn pair(kind: Kind) -> (Server, Server) {
     let (primary, middle) = (quick(kind).start().unwrap(), quick(kind).start().unwrap());
     fill_keys(&primary, 500, "x");
@@ -344,7 +344,7 @@ fn a_source_beside_a_replica_makes_replicas_of_the_same_history() {
         succeeds(&mut stage.replica(&direct.url(), source.address, &[]), &direct);
         assert_eq!(follows(&direct), primary.address().to_string());
         assert_same_data(&primary, &direct);
-        // One of the middle's own; the direct one was taken over without another.
+        // One is the middle server's own; the direct server was handed over without another.
         assert_eq!(number(&primary, "sync_full"), 1);
     }
 }

@@ -10,7 +10,7 @@ use remora_lab::server::wait_until;
 use remora_lab::{Agent, Kind, Server, assert_same_data, fill_every_type, require};
 use rustix::process::Signal;
 
-/// What the source's log says when the stream of the old history has ended.
+/// What the source logs when the stream of the old history has ended.
 const CHANGED: &str = "the server's replication history changed";
 
 /// A server that follows `source`'s stream through an agent that stays.
@@ -37,8 +37,8 @@ fn native_replica(primary: &Server, name: &str, value: &str) -> Server {
     server
 }
 
-/// Waits until the agent has handed its server over by itself. If the agent feeds its server instead, so that `fed` is
-/// true, the agent is stopped as by an operator.
+/// Waits until the agent has handed its server over. If the agent feeds its server instead, so that `fed` is true, stops the
+/// agent as an operator would.
 fn handed_over(agent: &mut Agent, fed: impl Fn() -> bool) {
     let look = || {
         let done = agent.ended()?.is_some() || fed();
@@ -68,7 +68,7 @@ fn a_primary_that_is_shut_down_and_started_again_continues_its_replicas() {
         let mut source = Source::start(&primary, &["--memory", "128MiB"]);
         let (server, mut agent) = staying(&source, kind);
         set(&primary, "0", "before");
-        // A primary that starts again has no backlog: it continues those only that had received everything.
+        // A primary that starts again has no backlog: it continues only replicas that had received everything.
         assert_same_data(&primary, &server);
         primary.restart_saved(LONG).unwrap();
         for number in 0..100 {
@@ -114,7 +114,7 @@ fn a_captured_replica_that_is_promoted_does_not_give_its_new_writes_to_replicas_
         assert_same_data(&top, &captured);
         let before = syncs(&top);
 
-        // From here on the two servers have histories of their own, with other bytes at the same offsets.
+        // From here on the two servers have separate histories, with different bytes at the same offsets.
         captured.client().unwrap().ok(&["REPLICAOF", "NO", "ONE"]).unwrap();
         set(&captured, "0", "b-only-key");
         set(&top, "1", "a-only-key");
@@ -130,7 +130,7 @@ fn a_captured_replica_that_is_promoted_does_not_give_its_new_writes_to_replicas_
 }
 
 #[test]
-fn a_captured_replica_that_is_promoted_takes_the_servers_over_that_were_fed_from_it() {
+fn a_captured_replica_that_is_promoted_takes_over_the_servers_that_were_fed_from_it() {
     for (kind, two_channels) in [(require::redis(), "no"), (require::valkey(), "no"), (require::valkey(), "yes")] {
         let Some(kind) = kind else { continue };
         let top = filled(kind);

@@ -1,4 +1,4 @@
-//! Bad input, each with a sentence that names the thing, its exit code, and nothing lost.
+//! Bad input: each error message names the thing, the exit code is right, and no data is lost.
 #![allow(clippy::unwrap_used)]
 
 mod stage;
@@ -36,7 +36,7 @@ fn wait_until_loading(server: &Server) {
     .unwrap();
 }
 
-/// A server on its way to be a replica of `primary` by its own means, loading for some three seconds.
+/// A server that becomes a replica of `primary` by the servers' own replication, and loads for about three seconds.
 fn busy_loading(kind: Kind, primary: &Server) -> Server {
     let server = quick(kind).start().unwrap();
     load_slowly(&server, 2000);
@@ -46,7 +46,7 @@ fn busy_loading(kind: Kind, primary: &Server) -> Server {
 }
 
 #[test]
-fn a_wrong_token_is_told_to_both_ends() {
+fn a_wrong_token_is_reported_at_both_ends() {
     let Some(kind) = require::redis() else { return };
     let (stage, other) = (Stage::new(), Stage::new());
     let (primary, replica) = (quick(kind).start().unwrap(), Server::start(kind).unwrap());
@@ -71,7 +71,7 @@ fn a_token_file_that_others_may_read_is_refused_by_both_ends() {
     }
 }
 
-/// Something that answers each connection with these words.
+/// A listener that answers each connection with these bytes.
 fn something_that_says(words: &'static str) -> SocketAddr {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let address = listener.local_addr().unwrap();
@@ -88,19 +88,19 @@ fn something_that_says(words: &'static str) -> SocketAddr {
 
 const A_WEB_SERVER: &str = "HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n";
 
-fn nobody() -> SocketAddr {
+fn closed_port() -> SocketAddr {
     (Ipv4Addr::LOCALHOST, scratch::free_port().unwrap()).into()
 }
 
 #[test]
-fn what_is_no_source_is_recognised() {
+fn a_peer_that_is_not_a_source_is_recognised() {
     let Some(kind) = require::redis() else { return };
     let stage = Stage::new();
     let (replica, other) = (Server::start(kind).unwrap(), Server::start(kind).unwrap());
     let wrong: [(SocketAddr, &[&str]); 3] = [
         (something_that_says(A_WEB_SERVER), &["not a Remora agent", "an HTTP server"]),
         (other.address(), &["not a Remora agent", "Redis"]),
-        (nobody(), &["cannot be reached", "is the source running"]),
+        (closed_port(), &["cannot be reached", "is the source running"]),
     ];
     for (address, words) in wrong {
         let said = ends(&mut stage.replica(&replica.url(), address, &["--retry-for", "0"]), 5);
@@ -111,7 +111,7 @@ fn what_is_no_source_is_recognised() {
 }
 
 #[test]
-fn what_is_no_server_is_recognised_by_both_ends() {
+fn a_peer_that_is_not_a_server_is_recognised_by_both_ends() {
     let Some(kind) = require::redis() else { return };
     let stage = Stage::new();
     let primary = quick(kind).start().unwrap();
@@ -119,7 +119,7 @@ fn what_is_no_server_is_recognised_by_both_ends() {
     let wrong: [(SocketAddr, &str); 3] = [
         (something_that_says(A_WEB_SERVER), "is not a Redis or Valkey server"),
         (source.address, "redis://"),
-        (nobody(), "check that it is running, and on this port"),
+        (closed_port(), "check that it is running, and on this port"),
     ];
     let token = stage.token.display().to_string();
     for (address, words) in wrong {
@@ -171,7 +171,7 @@ fn permissions_that_are_missing_are_named_as_rules() {
         let args = ["source", "--server", &primary.url(), "--token-file", &token, "--listen", "127.0.0.1:0"];
         says(&stage.end(&[&args[..], &as_user("blind")].concat(), 4), &["NOPERM", source_rules]);
 
-        // This one finds out when the first replica comes, and lives on for the next.
+        // This agent finds out when the first replica joins, and continues to run for the next.
         let source = stage.source(&primary.url(), &as_user("mute"));
         for _ in 0..2 {
             let said = ends(&mut stage.replica(&replica.url(), source.address, &[]), 5);
@@ -212,14 +212,14 @@ fn a_replica_whose_own_link_is_down_is_waited_for_as_a_primary() {
         let (first, middle) = (quick(kind).start().unwrap(), quick(kind).start().unwrap());
         let (replica, other) = (Server::start(kind).unwrap(), Server::start(kind).unwrap());
         fill_keys(&first, 100, "x");
-        let nobody = nobody();
-        middle.client().unwrap().ok(&["REPLICAOF", &nobody.ip().to_string(), &nobody.port().to_string()]).unwrap();
+        let absent = closed_port();
+        middle.client().unwrap().ok(&["REPLICAOF", &absent.ip().to_string(), &absent.port().to_string()]).unwrap();
         let mut source = stage.source(&middle.url(), &[]);
         let mut agent = stage.replica(&replica.url(), source.address, &[]);
         for end in [&mut source.agent, &mut agent] {
             end.wait_for_line("is a replica whose link to its own primary is down", LONG).unwrap();
         }
-        // Who has less patience is told what was waited for, and has lost nothing.
+        // An agent with a shorter limit reports what it waited for, and has changed nothing.
         let said = ends(&mut stage.replica(&other.url(), source.address, &["--retry-for", "1s"]), 5);
         says(said.lines().last().unwrap(), &["link to its own primary is down", "not touched"]);
         assert_untouched(&other);
@@ -231,7 +231,7 @@ fn a_replica_whose_own_link_is_down_is_waited_for_as_a_primary() {
 }
 
 #[test]
-fn the_primary_itself_is_no_replica_whatever_it_holds() {
+fn the_primary_itself_is_refused_as_a_replica_with_or_without_data() {
     let Some(kind) = require::valkey() else { return };
     let stage = Stage::new();
     let primary = quick(kind).unix_socket().start().unwrap();
@@ -246,7 +246,7 @@ fn the_primary_itself_is_no_replica_whatever_it_holds() {
 }
 
 #[test]
-fn a_server_with_data_is_replaced_only_when_that_is_said() {
+fn a_server_with_data_is_replaced_only_with_the_option_for_it() {
     for kind in require::kinds() {
         let stage = Stage::new();
         let (primary, replica) = (quick(kind).start().unwrap(), Server::start(kind).unwrap());
@@ -281,7 +281,7 @@ fn a_server_that_cannot_read_the_primarys_snapshots_keeps_what_it_has() {
 }
 
 #[test]
-fn a_server_in_cluster_mode_is_refused_with_the_way_that_will_come() {
+fn a_server_in_cluster_mode_is_refused_with_the_reason() {
     for kind in require::kinds() {
         let stage = Stage::new();
         let (cluster, primary) = (quick(kind).cluster().start().unwrap(), quick(kind).start().unwrap());
@@ -294,7 +294,7 @@ fn a_server_in_cluster_mode_is_refused_with_the_way_that_will_come() {
     }
 }
 
-/// Connections that are kept open, and have said nothing or half a word.
+/// Open connections that have sent nothing, or an incomplete message.
 fn strangers(at: SocketAddr) -> Vec<TcpStream> {
     let connect = || TcpStream::connect(at).unwrap();
     let mut held: Vec<TcpStream> = (0..100).map(|_| connect()).collect();
@@ -307,7 +307,7 @@ fn strangers(at: SocketAddr) -> Vec<TcpStream> {
     held
 }
 
-/// Strangers who come again as fast as the door shuts them out, so that it stays crowded however slow the machine is.
+/// Unauthenticated clients that reconnect as soon as they are disconnected, so that the listener stays full on a slow machine too.
 struct Crowd {
     over: Arc<AtomicBool>,
     thread: JoinHandle<()>,
@@ -323,7 +323,7 @@ impl Crowd {
             while !ended.load(Ordering::Relaxed) {
                 thread::sleep(Duration::from_millis(250));
                 held.push_back(strangers(at));
-                // Those of a second ago have been shut out by now, or soon will be.
+                // Connections that are a second old have been closed by now, or soon will be.
                 if held.len() == 5 {
                     held.pop_front();
                 }
@@ -338,7 +338,7 @@ impl Crowd {
     }
 }
 
-/// Garbage of every kind, each on a connection of its own.
+/// Sends garbage of every kind, each on a separate connection.
 fn garbage(at: SocketAddr, random: &mut Random) {
     let noise = random.bytes(1 << 16);
     let huge = [0xff; 64];
@@ -353,7 +353,7 @@ fn garbage(at: SocketAddr, random: &mut Random) {
         begun(&remora_fabric::tcp::LANE_MAGIC, &huge),
     ];
     for word in words {
-        // Turned away when all places are taken, or cut off in the middle of it: both are right.
+        // The listener refuses a connection when it is full, or closes it early: both are right.
         if let Ok(mut stream) = TcpStream::connect(at) {
             let _ = stream.set_write_timeout(Some(Duration::from_secs(1)));
             let _ = stream.write_all(&word);
@@ -362,7 +362,7 @@ fn garbage(at: SocketAddr, random: &mut Random) {
 }
 
 #[test]
-fn strangers_at_the_door_do_not_harm_a_sync() {
+fn unauthenticated_connections_do_not_harm_a_sync() {
     let Some(kind) = require::redis() else { return };
     let stage = Stage::new();
     let (primary, replica, next) =
@@ -377,21 +377,21 @@ fn strangers_at_the_door_do_not_harm_a_sync() {
     let crowd = Crowd::gather(source.address);
     let mut late = stage.replica(&next.url(), source.address, &["--transport", "tcp"]);
     garbage(source.address, &mut random);
-    assert!(agent.ended().unwrap().is_none(), "the sync was over before the strangers had said all");
+    assert!(agent.ended().unwrap().is_none(), "the sync ended before all garbage was sent");
     succeeds(&mut agent, &replica);
     assert!(!agent.output().contains("trying again"), "{}", agent.output());
     assert_same_data(&primary, &replica);
     source.agent.wait_for_line("connection rejected", LONG).unwrap();
     assert!(source.agent.peak_memory() < 400 << 20, "{}", source.agent.peak_memory());
 
-    // One that came while they crowded the door got in between them, or tries again until it does.
+    // A replica that joins while the listener is crowded is accepted between the others, or retries until it is.
     crowd.disperse();
     succeeds(&mut late, &next);
     assert_same_data(&primary, &next);
     assert_eq!(number(&primary, "sync_full"), 1);
 }
 
-/// Runs `remora` where its state directory is a file system of that many bytes, gone with the process.
+/// Runs `remora` with a state directory on a file system of `bytes` bytes, which disappears with the process.
 fn on_a_small_disk(stage: &Stage, folder: &str, bytes: u32, args: &[String]) -> Agent {
     let script = format!("mount -t tmpfs -o size={bytes},mode=0700 none {folder:?} && exec \"$0\" \"$@\"");
     let mut command = std::process::Command::new("unshare");
@@ -423,7 +423,7 @@ fn a_full_state_directory_ends_the_sync_and_nothing_else() {
     assert_eq!(number(&primary, "sync_full"), 1);
 }
 
-/// Runs `remora` with so many KiB of addresses.
+/// Runs `remora` with an address space of `kibibytes` KiB.
 fn with_little_memory(stage: &Stage, kibibytes: u32, args: &[&str]) -> Agent {
     let mut command = std::process::Command::new("sh");
     command.args(["-c", &format!("ulimit -v {kibibytes} && exec \"$0\" \"$@\"")]);
@@ -432,7 +432,7 @@ fn with_little_memory(stage: &Stage, kibibytes: u32, args: &[&str]) -> Agent {
 }
 
 #[test]
-fn memory_that_is_not_to_be_had_is_asked_for_before_anything_is_touched() {
+fn missing_memory_is_reported_before_anything_is_touched() {
     let Some(kind) = require::redis() else { return };
     let stage = Stage::new();
     let server = Server::start(kind).unwrap();

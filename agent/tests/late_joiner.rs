@@ -1,5 +1,5 @@
-//! Late joiners: a snapshot serves whoever comes as long as the journal reaches back to it, at no cost to the primary; when it
-//! no longer does, the source takes another by itself.
+//! Late joiners: a snapshot serves every replica that joins while the journal reaches back to it, at no cost to the primary. When it
+//! no longer does, the source takes another snapshot by itself.
 #![allow(clippy::unwrap_used)]
 
 mod kit;
@@ -17,7 +17,7 @@ fn traces_of_a_snapshot(primary: &Server) -> Vec<(&'static str, String)> {
     names.into_iter().map(|name| (name, primary.fact(name).unwrap())).collect()
 }
 
-/// Writes that many bytes to the primary, in values of 64 KiB.
+/// Writes `bytes` bytes to the primary, in values of 64 KiB.
 fn write(client: &mut Client, bytes: usize) {
     const VALUE: usize = 64 << 10;
     let value = vec![b'v'; VALUE];
@@ -26,7 +26,7 @@ fn write(client: &mut Client, bytes: usize) {
     }
 }
 
-/// The journal no longer reaches back to the snapshot, or the source has given that up already.
+/// Whether the journal no longer reaches back to the snapshot, or the source has already dropped the snapshot.
 fn is_overrun(status: &Value) -> bool {
     let generation = &status["generation"];
     generation.is_null()
@@ -86,7 +86,7 @@ fn after_the_journal_was_overrun_the_next_joiner_has_a_new_snapshot_taken() {
 }
 
 #[test]
-fn a_snapshot_older_than_the_limit_is_not_given_to_anybody() {
+fn a_snapshot_older_than_the_limit_is_not_offered() {
     let Some(kind) = require::redis() else { return };
     let primary = primary(kind).start().unwrap();
     primary.client().unwrap().ok(&["SET", "a", "1"]).unwrap();
@@ -120,7 +120,7 @@ fn a_new_snapshot_joins_the_stream_that_a_staying_replica_reads() {
         staying.wait_for_line("in step; staying", LONG).unwrap();
         let generation = source.generation();
         for _ in 0..16 {
-            // Never more than the journal holds ahead of the one that reads it.
+            // The writer never writes more than the journal holds beyond what its reader has read.
             write(&mut client, 512 << 10);
             same_data(&primary, &servers[0], LONG).unwrap();
         }
@@ -128,7 +128,7 @@ fn a_new_snapshot_joins_the_stream_that_a_staying_replica_reads() {
         source.replicate(&servers[1], &[]);
         assert!(source.generation() > generation);
 
-        // The one that stays has lost nothing by it, and has needed the primary for nothing.
+        // The staying replica has lost nothing, and has not needed the primary.
         assert_same_data(&primary, &servers[0]);
         assert_eq!(syncs(&primary), (2, 1));
         assert_eq!(
@@ -161,7 +161,7 @@ fn after_the_primary_restarted_the_next_joiner_follows_its_new_history() {
         source.replicate(&servers[1], &[]);
         assert!(source.generation() > generation);
         for server in &servers {
-            // The first was handed over to the primary, and has followed it by itself.
+            // The first was handed over to the primary, and has followed it since.
             assert_same_data(&primary, server);
         }
     }

@@ -1,4 +1,4 @@
-//! The link's port gives nothing to others than the server, and what the agent leaves on the server and on the disk is of no use to them.
+//! The link's port gives data only to the agent's server, and what the agent leaves on the server and on disk is useless to others.
 #![allow(clippy::unwrap_used)]
 
 mod stage;
@@ -54,7 +54,7 @@ impl Guarded {
         self.replica.configured("masterauth").unwrap()
     }
 
-    /// The sync was one copy and one continuation, and the server is as it was, as a replica of the primary.
+    /// Asserts that the sync was one copy and one continuation, and that the server's settings are as before, as a replica of the primary.
     fn assert_handed_over(&self) {
         assert_eq!((number(&self.primary, "sync_full"), number(&self.primary, "sync_partial_ok")), (1, 1));
         assert_same_data(&self.primary, &self.replica);
@@ -77,11 +77,11 @@ fn link_of(agent: &mut Agent) -> SocketAddr {
     line.split("link=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap().parse().unwrap()
 }
 
-/// How long a stranger waits for more after the last answer.
+/// How long an unauthenticated client waits for more after the last answer.
 const A_WHILE: Duration = Duration::from_millis(500);
 
-/// All that a stranger reads who says this to the link and waits for a while.
-fn told_to_a_stranger(link: SocketAddr, words: &str) -> String {
+/// Everything that the link answers to a client that sends `words` and then waits.
+fn answers_to_a_stranger(link: SocketAddr, words: &str) -> String {
     let mut stream = TcpStream::connect(link).unwrap();
     stream.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
     let _ = stream.write_all(words.as_bytes());
@@ -99,12 +99,13 @@ fn told_to_a_stranger(link: SocketAddr, words: &str) -> String {
     String::from_utf8_lossy(&told).into_owned()
 }
 
-/// Asks for the data set in every way that a stranger can.
+/// Asks for the data set in every way that an unauthenticated client can.
 #[track_caller]
 fn assert_closed_to_strangers(link: SocketAddr) {
     for login in ["", "AUTH wrong\r\n", "AUTH default \r\n", "AUTH s3cret-primary\r\n", "AUTH repl s3cret-primary\r\n"]
     {
-        let told = told_to_a_stranger(link, &format!("{login}PING\r\nREPLCONF capa eof capa psync2\r\nPSYNC ? -1\r\n"));
+        let told =
+            answers_to_a_stranger(link, &format!("{login}PING\r\nREPLCONF capa eof capa psync2\r\nPSYNC ? -1\r\n"));
         assert!(told.contains("-NOAUTH"), "{login:?}: {told:?}");
         for part in ["FULLRESYNC", "CONTINUE", "$EOF", "REDIS0", "VALKEY", "confidential"] {
             assert!(!told.contains(part), "{login:?}: {told:?}");
@@ -112,7 +113,7 @@ fn assert_closed_to_strangers(link: SocketAddr) {
     }
 }
 
-/// A secret of a sync, as `masterauth` shows it.
+/// Whether `text` is a sync's secret, as `masterauth` shows it.
 fn is_a_secret(text: &str) -> bool {
     text.len() == 64 && text.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
@@ -132,7 +133,7 @@ fn strangers_at_the_link_get_nothing_of_a_load_and_do_not_break_it() {
         }
         drop(held);
         assert_closed_to_strangers(link);
-        assert!(agent.ended().unwrap().is_none(), "the load was over before the strangers had said all");
+        assert!(agent.ended().unwrap().is_none(), "the load ended before all unauthenticated requests were sent");
         succeeds(&mut agent, &guarded.replica);
         assert!(!agent.output().contains("while it was loading"), "{}", agent.output());
         guarded.assert_handed_over();
@@ -167,11 +168,11 @@ fn strangers_at_the_link_of_a_server_that_is_fed_change_nothing() {
     }
 }
 
-/// A user that is not the one that servers and agents of tests run as.
+/// A user other than the one that runs the tests' servers and agents.
 const ANOTHER_USER: u32 = 65534;
 
 #[test]
-fn a_process_of_another_user_is_closed_before_it_says_anything() {
+fn a_process_of_another_user_is_disconnected_before_it_sends_anything() {
     let Some(()) = require::root() else { return };
     for kind in require::kinds() {
         let guarded = Guarded::new(kind, 100);
@@ -206,7 +207,7 @@ fn the_servers_login_is_a_secret_during_the_sync_and_its_own_at_the_primary() {
 }
 
 #[test]
-fn a_server_without_a_login_has_none_afterwards() {
+fn a_server_without_a_login_still_has_no_login_afterwards() {
     for kind in require::kinds() {
         let stage = Stage::new();
         let (primary, replica) = (quick(kind).start().unwrap(), Server::start(kind).unwrap());
@@ -227,7 +228,7 @@ fn a_server_without_a_login_has_none_afterwards() {
 }
 
 #[test]
-fn what_takes_the_port_of_a_killed_agent_reads_only_a_secret_that_opens_nothing() {
+fn a_process_on_the_port_of_a_killed_agent_reads_only_an_expired_secret() {
     for kind in require::kinds() {
         let guarded = Guarded::new(kind, 500);
         let mut agent = guarded.agent(&["--stay"]);
@@ -250,7 +251,7 @@ fn what_takes_the_port_of_a_killed_agent_reads_only_a_secret_that_opens_nothing(
         assert!(!heard.contains(PASSWORD), "{heard}");
         drop((stream, thief));
 
-        // A server that follows a dead link is taken up again as it is.
+        // A server that follows a closed link is used again as it is.
         succeeds(&mut guarded.agent(&[]), &guarded.replica);
         assert_eq!(guarded.login(), PASSWORD);
         assert_same_data(&guarded.primary, &guarded.replica);
@@ -259,14 +260,14 @@ fn what_takes_the_port_of_a_killed_agent_reads_only_a_secret_that_opens_nothing(
 }
 
 #[test]
-fn a_login_that_an_operator_sets_meanwhile_is_given_back() {
+fn a_login_that_an_operator_sets_meanwhile_is_restored() {
     for kind in require::kinds() {
         let guarded = Guarded::new(kind, 500);
         let mut agent = guarded.agent(&["--stay"]);
         agent.wait_for_line("in step; staying", LONG).unwrap();
         guarded.primary.configure("requirepass", "rotated").unwrap();
         guarded.replica.configure("masterauth", "rotated").unwrap();
-        // The server comes again with it, and is given the secret once more.
+        // The server logs in again with it, and gets the secret once more.
         guarded.replica.client().unwrap().call(&["CLIENT", "KILL", "TYPE", "master"]).unwrap();
         wait_until("the server to be back at the link", LONG, || {
             let status = guarded.replica.fact("master_link_status")?;
@@ -282,7 +283,7 @@ fn a_login_that_an_operator_sets_meanwhile_is_given_back() {
 }
 
 #[test]
-fn a_server_whose_settings_may_not_be_set_needs_a_login_of_its_own() {
+fn a_server_without_permission_for_config_set_needs_a_login_of_its_own() {
     for kind in require::kinds() {
         let rules = "-@all +ping +info +replicaof +config|get +flushall";
         let replica = || Server::builder(kind).user("tied", "pw", rules);
@@ -295,7 +296,7 @@ fn a_server_whose_settings_may_not_be_set_needs_a_login_of_its_own() {
         let link = link_of(&mut agent);
         wait_until_loading(&guarded.replica);
         assert_eq!(guarded.login(), PASSWORD);
-        let told = told_to_a_stranger(link, "AUTH wrong\r\nPSYNC ? -1\r\n");
+        let told = answers_to_a_stranger(link, "AUTH wrong\r\nPSYNC ? -1\r\n");
         assert!(told.contains("-WRONGPASS") && told.contains("-NOAUTH"), "{told}");
         succeeds(&mut agent, &guarded.replica);
         guarded.assert_handed_over();
@@ -327,14 +328,14 @@ fn a_server_on_this_host_is_served_on_loopback_whatever_its_address() {
     beside.signal(Signal::TERM).unwrap();
     beside.wait_for_success(LONG).unwrap();
 
-    // From another host it is reached as before.
+    // From another host it is reached by its address.
     let mut afar = stage.replica_on(&here, &replica.url(), source.address, &["--replace"]);
     assert_eq!(link_of(&mut afar).ip(), primary.address().ip());
     succeeds(&mut afar, &replica);
     assert_same_data(&primary, &replica);
 }
 
-/// A record as older agents wrote it, for that server.
+/// Writes a record for that server in the format of older agents.
 fn old_record(folder: &Path, server: &Server, settings: &str) {
     let name: String = server.url().chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
     std::fs::write(
@@ -345,7 +346,7 @@ fn old_record(folder: &Path, server: &Server, settings: &str) {
 }
 
 #[test]
-fn a_record_puts_back_only_what_agents_change_and_nobody_changed_since() {
+fn a_record_restores_only_settings_that_agents_change_and_that_are_unchanged_since() {
     for kind in require::kinds() {
         let stage = Stage::new();
         let (primary, replica) = (quick(kind).start().unwrap(), Server::start(kind).unwrap());
@@ -364,7 +365,7 @@ fn a_record_puts_back_only_what_agents_change_and_nobody_changed_since() {
         assert_eq!(replica.configured("maxmemory-policy").unwrap(), before);
         assert_eq!(replica.configured("repl-diskless-load").unwrap(), "swapdb");
         assert_eq!(replica.configured("masterauth").unwrap(), "");
-        assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0, "a sync that is done leaves nothing");
+        assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0, "a finished sync leaves no file");
     }
 }
 
@@ -373,7 +374,7 @@ fn mode(path: &Path) -> u32 {
 }
 
 #[test]
-fn what_a_killed_agent_leaves_on_the_disk_is_for_its_owner_only() {
+fn files_of_a_killed_agent_are_readable_by_their_owner_only() {
     for kind in require::kinds() {
         let guarded = Guarded::new(kind, 3000);
         load_slowly(&guarded.replica, 1000);
@@ -391,7 +392,7 @@ fn what_a_killed_agent_leaves_on_the_disk_is_for_its_owner_only() {
 }
 
 #[test]
-fn a_link_in_the_place_of_a_file_is_not_followed_and_an_open_folder_is_refused() {
+fn a_symlink_in_the_place_of_a_file_is_not_followed_and_a_shared_folder_is_refused() {
     for kind in require::kinds() {
         let stage = Stage::new();
         let (primary, replica) = (quick(kind).start().unwrap(), Server::start(kind).unwrap());

@@ -1,4 +1,4 @@
-//! `remora load` on real servers: exactly so many keys with exactly so many bytes, the same for the same seed.
+//! `remora load` on real servers: exactly the given number of keys and bytes, and the same data for the same seed.
 #![allow(clippy::unwrap_used)]
 
 use std::process::{Command, Output};
@@ -16,7 +16,7 @@ fn loaded(server: &Server, more: &[&str]) {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// Bytes of all that a list-like answer holds, every `step`-th item from `first` on.
+/// Total length of every `step`-th item, from `first` on, of an answer that is a list.
 fn bytes_in(client: &mut Client, command: &[&str], first: usize, step: usize) -> usize {
     let items = client.list(command).unwrap();
     items.iter().skip(first).step_by(step).map(|item| item.as_bytes().unwrap().len()).sum()
@@ -48,7 +48,7 @@ fn the_same_seed_gives_the_same_data_whatever_the_pipeline_and_another_seed_othe
     let common = ["--keys", "60", "--value-size", "5000", "--type", "mixed"];
     let mut digests = Vec::new();
     for (seed, pipeline) in [("1", "1"), ("1", "500"), ("2", "500")] {
-        // Over what is there: keys of the same names are replaced.
+        // Over the existing data: keys of the same names are replaced.
         loaded(&server, &[&common[..], &["--seed", seed, "--pipeline", pipeline]].concat());
         digests.push(server.digest().unwrap());
     }
@@ -66,12 +66,12 @@ fn a_value_far_larger_than_the_buffer_arrives_whole() {
     let values = ["key:0", "key:1"].map(|key| client.bytes(&["GET", key]).unwrap().unwrap());
     assert_eq!(values.each_ref().map(Vec::len), [40 << 20; 2]);
     assert_ne!(values[0], values[1]);
-    // Random to its end: no piece of the buffer was sent twice.
+    // Random to its end: no part of the buffer was sent twice.
     assert_ne!(values[0][..4096], values[0][512 * 1024..][..4096]);
 }
 
 #[test]
-fn database_and_expiry_are_as_asked_for() {
+fn database_and_expiry_are_as_given() {
     let Some(kind) = require::redis() else { return };
     let server = Server::start(kind).unwrap();
     loaded(&server, &["--keys", "7", "--value-size", "10", "--type", "mixed", "--db", "9", "--expire", "1h"]);
@@ -98,7 +98,7 @@ fn compressible_values_compress_to_about_a_quarter() {
 }
 
 #[test]
-fn a_full_server_ends_it_with_the_servers_reason() {
+fn a_full_server_ends_the_load_with_the_servers_reason() {
     let Some(kind) = require::redis() else { return };
     let server = Server::builder(kind).max_memory(8 << 20).start().unwrap();
     let output = load(&server, &["--keys", "1000", "--value-size", "100KiB"]);

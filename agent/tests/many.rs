@@ -1,4 +1,4 @@
-//! Many: eight replicas out of one snapshot, and one of them that stops or dies holds up nobody and costs bounded memory.
+//! Eight replicas from one snapshot. One that stops or ends delays no other and costs bounded memory.
 #![allow(clippy::unwrap_used)]
 
 mod kit;
@@ -9,10 +9,10 @@ use kit::{LONG, Source, load, primary, syncs};
 use remora_lab::{Agent, Kind, Server, Workload, assert_same_data, fill_every_type, require};
 use rustix::process::Signal;
 
-/// How many join at once.
+/// Number of replicas that join at once.
 const REPLICAS: usize = 8;
 
-/// What a stopped neighbour may add to the time that the others take: a scheduler's whims, and no time-out of ours.
+/// What a stopped neighbour may add to the time of the others: scheduling noise, but none of our time limits.
 const GRACE: Duration = Duration::from_secs(5);
 
 const MIB: u64 = 1 << 20;
@@ -21,7 +21,7 @@ fn servers(kind: Kind, count: usize) -> Vec<Server> {
     (0..count).map(|_| Server::start(kind).unwrap()).collect()
 }
 
-/// Starts an agent for every server, and waits for them; returns how long that took.
+/// Starts an agent for every server, waits for all of them, and returns how long that took.
 fn replicate_all(source: &Source, servers: &[Server], more: &[&str]) -> Duration {
     let begun = Instant::now();
     let mut agents: Vec<Agent> = servers.iter().map(|server| source.replica(server, more)).collect();
@@ -60,7 +60,7 @@ fn eight_replicas_at_once_are_exact_and_cost_the_primary_one_copy() {
 }
 
 #[test]
-fn a_replica_agent_that_stops_and_one_that_dies_delay_nobody() {
+fn a_stopped_agent_and_a_killed_agent_delay_no_other_replica() {
     let Some(kind) = require::valkey() else { return };
     let primary = primary(kind).start().unwrap();
     load(&primary, 48, MIB);
@@ -81,7 +81,7 @@ fn a_replica_agent_that_stops_and_one_that_dies_delay_nobody() {
         assert_same_data(&primary, server);
     }
 
-    // Both come to a good end by themselves, or by being started again, and out of the same snapshot.
+    // Both succeed in the end, either by themselves or after a restart, and with the same snapshot.
     lame.signal(Signal::CONT).unwrap();
     lame.wait_for_success(LONG).unwrap();
     source.replicate(&killed, &["--transport", "tcp", "--replace"]);
@@ -93,19 +93,19 @@ fn a_replica_agent_that_stops_and_one_that_dies_delay_nobody() {
 }
 
 #[test]
-fn a_redis_that_stops_reading_a_window_is_put_out_of_it_and_comes_again() {
+fn a_redis_that_stops_reading_a_window_is_disconnected_and_joins_again() {
     let Some(kind) = require::redis() else { return };
     one_of_three_stops_reading(kind);
 }
 
 #[test]
-fn a_valkey_that_stops_reading_a_window_is_put_out_of_it_and_comes_again() {
+fn a_valkey_that_stops_reading_a_window_is_disconnected_and_joins_again() {
     let Some(kind) = require::valkey() else { return };
     one_of_three_stops_reading(kind);
 }
 
 fn one_of_three_stops_reading(kind: Kind) {
-    // Time for all to join the same snapshot: in a window nobody can join late.
+    // Time for all to join the same snapshot: no replica can join a window late.
     let primary = primary(kind).config("repl-diskless-sync-delay", 1).start().unwrap();
     load(&primary, 64, MIB);
     let source = Source::start(&primary, &["--memory", "32MiB", "--stall-timeout", "2s"]);
@@ -123,7 +123,7 @@ fn one_of_three_stops_reading(kind: Kind) {
     let beside_it = begun.elapsed();
     assert!(beside_it < alone * 3 + Duration::from_secs(2) + GRACE, "{beside_it:?}, without it {alone:?}");
 
-    // A server that does not answer is no reason to bother the primary again.
+    // The source does not ask the primary again because of a server that does not answer.
     let taken = source.snapshots_taken();
     lame.wait_for_line("the replica took no slot", LONG).unwrap();
     lame.wait_for_line("does not answer", LONG).unwrap();

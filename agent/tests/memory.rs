@@ -1,4 +1,4 @@
-//! Memory: both ends stay within what they were given and 64 MiB for themselves, also where the data set has no room in it.
+//! Memory: both ends stay within `--memory` plus 64 MiB, even if the data set is larger.
 #![allow(clippy::unwrap_used)]
 
 mod kit;
@@ -12,10 +12,10 @@ const MIB: u64 = 1 << 20;
 /// What an agent may take beyond its `--memory`.
 const OWN: u64 = 64 * MIB;
 
-/// Neither what the process has resident nor its shared memory is beyond its limit.
+/// Asserts that neither the resident memory of the process nor its shared memory exceeds the limit.
 fn assert_within(who: &str, agent: &Agent, memory: u64) {
     let (resident, shared) = (agent.peak_memory() / MIB, agent.peak_memfd() / MIB);
-    assert!(resident > 0, "nothing was measured of {who}");
+    assert!(resident > 0, "no resident memory measured for {who}");
     assert!(resident * MIB <= memory + OWN, "{who}: {resident} MiB resident with --memory {} MiB", memory / MIB);
     assert!(shared * MIB <= memory + OWN, "{who}: {shared} MiB of shared memory with --memory {} MiB", memory / MIB);
     println!("{who}: {resident} MiB resident, {shared} MiB of shared memory at most");
@@ -34,7 +34,7 @@ fn a_valkey_four_times_as_large_as_the_memory_passes_through_it() {
 }
 
 fn four_times_the_memory(kind: Kind) {
-    // Time for both to join the same snapshot: in a window nobody can join late.
+    // Time for both to join the same snapshot: no replica can join a window late.
     let primary = primary(kind).config("repl-diskless-sync-delay", 1).start().unwrap();
     load(&primary, 32, 4 * MIB);
     let servers = [Server::start(kind).unwrap(), Server::start(kind).unwrap()];
@@ -49,7 +49,7 @@ fn four_times_the_memory(kind: Kind) {
     assert_within("the source", &source.agent, 32 * MIB);
     assert_within("the replica by shm", &agents[0], 32 * MIB);
     assert_within("the replica by tcp", &agents[1], 32 * MIB);
-    assert!(source.status()["generation"]["windowed"].as_bool().unwrap(), "there was no need for a window");
+    assert!(source.status()["generation"]["windowed"].as_bool().unwrap(), "the snapshot is not windowed");
     for server in &servers {
         assert_same_data(&primary, server);
     }
@@ -81,12 +81,12 @@ fn a_small_replica_agent_reads(values: u64, memory: u64, windowed: bool) {
     assert_within("the source", &source.agent, memory);
 }
 
-/// A retained table promises its readers that no slot is used again. A data set that grows between INFO and the fork breaks the
-/// reckoning, not the promise: the snapshot is given up and another goes through a window.
+/// A retained table promises its readers that no slot is reused. If the data set grows between INFO and the fork, the estimate is
+/// too small and the promise still holds: the source drops the snapshot and takes another one through a window.
 #[test]
 fn a_data_set_that_outgrows_its_table_before_the_fork_is_taken_again_through_a_window() {
     let Some(kind) = require::redis() else { return };
-    // Time to write between the source's question and the fork.
+    // Time to write between the source's INFO and the fork.
     let primary = primary(kind).config("repl-diskless-sync-delay", 3).start().unwrap();
     load(&primary, 4, 4 * MIB);
     let source = Source::start(&primary, &["--memory", "64MiB"]);
@@ -100,7 +100,7 @@ fn a_data_set_that_outgrows_its_table_before_the_fork_is_taken_again_through_a_w
     load(&primary, 24, 4 * MIB);
     agent.wait_for_success(LONG).unwrap();
     let said = source.agent.output();
-    assert!(said.contains("larger than the server's INFO"), "it did not outgrow its table:\n{said}");
+    assert!(said.contains("larger than the server's INFO"), "the data set did not outgrow its table:\n{said}");
     assert!(source.status()["generation"]["windowed"].as_bool().unwrap(), "no window was taken");
     assert_within("the source", &source.agent, 64 * MIB);
     assert_same_data(&primary, &server);

@@ -1,5 +1,5 @@
-//! Snapshots by the module: whatever the server's child writes into the table, the replica is exact; and whatever goes wrong, the
-//! snapshot comes without it and the primary is well.
+//! Snapshots with the module: whatever the server's child writes into the table, the replica is exact. If anything fails, the
+//! snapshot is taken without the module, and the primary is not harmed.
 #![allow(clippy::unwrap_used)]
 
 mod kit;
@@ -17,25 +17,25 @@ fn with_module(kind: Kind) -> Builder {
     primary(kind).module("").unwrap()
 }
 
-/// Has every string be written by the child, whatever its length.
+/// Starts a source whose module writes every string in the child, whatever its length.
 const EVERY_STRING: [&str; 4] = ["--module-capture", "walk", "--module-walk-from", "0"];
 
 fn walking(primary: &Server, more: &[&str]) -> Source {
     Source::start(primary, &[&EVERY_STRING[..], more].concat())
 }
 
-/// A line of INFO's section of the module.
+/// A field of the module's section of INFO.
 fn told(server: &Server, name: &str) -> String {
     server.fact(&format!("remora_{name}")).unwrap()
 }
 
-/// How the source says that its snapshot came.
+/// The method by which the source says that it took its snapshot.
 fn way(source: &mut Source) -> String {
     let line = source.agent.wait_for_line("snapshot completed", LONG).unwrap();
     line.split("method=").nth(1).unwrap_or_default().to_owned()
 }
 
-/// Waits until it has no child and its module nothing to do.
+/// Waits until the primary has no child and its module is idle.
 fn comes_to_rest(primary: &Server) {
     wait_until("the module to be idle", LONG, || {
         let state = told(primary, "state");
@@ -45,7 +45,7 @@ fn comes_to_rest(primary: &Server) {
     .unwrap();
 }
 
-/// The primary answers, has no child, and takes another snapshot by the module: nothing of what was done to it has stayed.
+/// Asserts that the primary answers, has no child, and takes another snapshot with the module: no earlier failure has an effect.
 #[track_caller]
 fn is_well(primary: &Server) {
     comes_to_rest(primary);
@@ -78,7 +78,7 @@ fn every_type_with_any_bytes_in_sixteen_databases_arrives_by_a_walk() {
     }
 }
 
-/// All function libraries with their code, in the order of their words.
+/// All function libraries with their code, in the order of their text.
 fn functions(server: &Server) -> Vec<String> {
     let list = server.client().unwrap().list(&["FUNCTION", "LIST", "WITHCODE"]).unwrap();
     let mut libraries: Vec<String> = list.iter().map(|library| format!("{library:?}")).collect();
@@ -100,21 +100,21 @@ fn a_server_that_writes_itself_does_not_compress_and_its_own_setting_stays() {
         assert!(way(&mut source).starts_with("psync, not compressed"));
         assert_eq!(primary.configured("rdbcompression").unwrap(), "yes");
         let bytes = source.status()["generation"]["snapshot_bytes"].as_u64().unwrap();
-        assert!(bytes > 2 << 20, "{bytes} bytes: compressed after all");
+        assert!(bytes > 2 << 20, "{bytes} bytes: the snapshot is compressed");
     }
 }
 
-/// Commands that the writers must have done while a replica was made.
+/// Commands that the writers must send while a replica is made.
 const WRITES_MEANWHILE: u64 = 2_000;
 
-/// Under writes of every kind: keys and fields of hashes end all the time, and are given a longer life, moved, and written anew.
+/// Under writes of every kind: keys and hash fields expire all the time, and are extended, moved and written again.
 fn is_exact_under_every_kind_of_write(kind: Kind) {
     let primary = with_module(kind).start().unwrap();
     fill_every_type(&mut primary.client().unwrap(), 23).unwrap();
     load(&primary, 200, 100_000);
     for round in 0..rounds() {
         let replica = Server::start(kind).unwrap();
-        // Now and then only the long ones, so that strings are on both sides of the seam.
+        // Sometimes only long strings, so that both the child and the server write strings.
         let least = if round % 3 == 2 { "1KiB" } else { "0" };
         let args = ["--memory", "1GiB", "--module-capture", "walk", "--module-walk-from", least];
         let mut source = Source::start(&primary, &args);
@@ -131,7 +131,7 @@ fn is_exact_under_every_kind_of_write(kind: Kind) {
     }
 }
 
-/// How many replicas are made one after the other: `REMORA_ROUNDS` makes them more.
+/// How many replicas are made one after the other: `REMORA_ROUNDS` sets another number.
 fn rounds() -> u32 {
     std::env::var("REMORA_ROUNDS").ok().and_then(|text| text.parse().ok()).unwrap_or(3)
 }
@@ -194,7 +194,7 @@ fn keeps_times_and_ages(kind: Kind, policy: &str, command: &str) {
 }
 
 #[test]
-fn keys_whose_time_is_over_and_that_the_server_still_has_are_the_servers() {
+fn expired_keys_that_the_server_has_not_removed_are_left_to_the_server() {
     for kind in require::kinds() {
         let primary = with_module(kind).start().unwrap();
         let replica = Server::start(kind).unwrap();
@@ -209,8 +209,8 @@ fn keys_whose_time_is_over_and_that_the_server_still_has_are_the_servers() {
         source.replicate(&replica, &[]);
         assert_eq!((way(&mut source).as_str(), told(&primary, "last_keys").as_str()), ("the module", "1"));
         let keys = |server: &Server| server.client().unwrap().int(&["DBSIZE"]).unwrap();
-        assert_eq!((keys(&primary), keys(&replica)), (3, 3), "neither has removed them");
-        // Whoever touches them has them deleted, and the replica is told.
+        assert_eq!((keys(&primary), keys(&replica)), (3, 3), "both servers still have the expired keys");
+        // An access deletes them, and the deletion is replicated.
         assert_eq!(client.int(&["EXISTS", "string", "list", "stays"]).unwrap(), 1);
         assert_same_data(&primary, &replica);
         assert_eq!((keys(&primary), keys(&replica)), (1, 1));
@@ -218,7 +218,7 @@ fn keys_whose_time_is_over_and_that_the_server_still_has_are_the_servers() {
 }
 
 #[test]
-fn the_primary_still_has_what_its_child_took_out() {
+fn the_primary_keeps_the_strings_that_its_child_freed() {
     for kind in require::kinds() {
         let primary = with_module(kind).start().unwrap();
         let mut client = primary.client().unwrap();
@@ -228,11 +228,11 @@ fn the_primary_still_has_what_its_child_took_out() {
         assert_eq!(way(&mut source), "the module");
         assert_eq!((primary.digest().unwrap(), number(&primary, "expired_keys")), before);
         client.ok(&["CONFIG", "RESETSTAT"]).unwrap();
-        // The snapshot is whole here before the server has noticed that its child is gone.
+        // The snapshot is complete here before the server has noticed the end of its child.
         comes_to_rest(&primary);
         client.ok(&["SAVE"]).unwrap();
         client.ok(&["DEBUG", "RELOAD", "NOSAVE"]).unwrap();
-        assert_eq!(primary.digest().unwrap(), before.0, "the file is whole");
+        assert_eq!(primary.digest().unwrap(), before.0, "the file is complete");
     }
 }
 
@@ -260,7 +260,7 @@ fn a_late_joiner_gets_the_walked_snapshot_and_a_second_one_joins_the_stream() {
     let source = Source::start(&primary, &["--memory", "64MiB", "--module-capture", "walk", "--max-age", "3s"]);
     source.replicate(&replicas[0], &[]);
     source.replicate(&replicas[1], &[]);
-    assert_eq!(source.snapshots_taken(), 1, "the late one got the same");
+    assert_eq!(source.snapshots_taken(), 1, "the late joiner got the same snapshot");
     primary.client().unwrap().ok(&["SET", "after", "the first"]).unwrap();
     thread::sleep(Duration::from_millis(3100));
     source.replicate(&replicas[2], &[]);
@@ -279,7 +279,7 @@ fn a_source_beside_a_replica_walks_that_one_and_the_primary_notices_nothing() {
         fill_every_type(&mut primary.client().unwrap(), 25).unwrap();
         middle.replicate(&primary).unwrap();
         middle.wait_for_link(LONG).unwrap();
-        // The stream now writes to another database than the first.
+        // The stream now selects another database than at the beginning.
         let mut client = primary.client().unwrap();
         client.ok(&["SELECT", "5"]).unwrap();
         client.ok(&["SET", "before", "the snapshot"]).unwrap();
@@ -289,7 +289,7 @@ fn a_source_beside_a_replica_walks_that_one_and_the_primary_notices_nothing() {
         client.ok(&["SET", "after", "the snapshot"]).unwrap();
         source.replicate(&replica, &[]);
         assert_same_data(&middle, &replica);
-        assert_eq!(syncs(&primary).0, before.0, "the primary was asked for nothing");
+        assert_eq!(syncs(&primary).0, before.0, "no request reached the primary");
         let mut there = replica.client().unwrap();
         there.ok(&["SELECT", "5"]).unwrap();
         assert_eq!(there.text(&["GET", "after"]).unwrap(), "the snapshot");
@@ -297,12 +297,12 @@ fn a_source_beside_a_replica_walks_that_one_and_the_primary_notices_nothing() {
 }
 
 #[test]
-fn a_save_to_disk_that_runs_already_is_not_taken_for_the_snapshot() {
+fn a_save_to_disk_that_is_already_running_is_not_mistaken_for_the_snapshot() {
     for kind in require::kinds() {
         let primary = with_module(kind).start().unwrap();
         let replica = Server::start(kind).unwrap();
         fill_every_type(&mut primary.client().unwrap(), 26).unwrap();
-        // Slow enough that the source arms and asks while it is under way, and another one begins when it is over.
+        // Slow enough that the source arms and asks while the save runs, and the next save begins when it ends.
         primary.configure("rdb-key-save-delay", "2000").unwrap();
         primary.client().unwrap().text(&["BGSAVE"]).unwrap();
         let mut source = Source::start(&primary, &["--memory", "64MiB", "--module-capture", "walk"]);
@@ -313,9 +313,9 @@ fn a_save_to_disk_that_runs_already_is_not_taken_for_the_snapshot() {
 }
 
 #[test]
-fn a_save_to_disk_that_is_asked_for_while_the_source_waits_is_whole() {
+fn a_save_to_disk_requested_while_the_source_waits_is_complete() {
     for kind in require::kinds() {
-        // The source's sync waits for company; the save comes first.
+        // The source's sync waits for further replicas; the save runs first.
         let primary = with_module(kind).config("repl-diskless-sync-delay", 2).start().unwrap();
         let replica = Server::start(kind).unwrap();
         fill_every_type(&mut primary.client().unwrap(), 33).unwrap();
@@ -327,7 +327,7 @@ fn a_save_to_disk_that_is_asked_for_while_the_source_waits_is_whole() {
         source.replicate(&replica, &[]);
         assert_same_data(&primary, &replica);
         primary.client().unwrap().ok(&["DEBUG", "RELOAD", "NOSAVE"]).unwrap();
-        assert_eq!(primary.digest().unwrap(), before, "the file is whole");
+        assert_eq!(primary.digest().unwrap(), before, "the file is complete");
     }
 }
 
@@ -340,7 +340,7 @@ fn a_child_that_serves_another_replica_too_leaves_everything_to_the_server() {
         other.replicate(&primary).unwrap();
         wait_until("the other replica to wait", LONG, || Ok(waits(&primary, 1))).unwrap();
         let mut source = walking(&primary, &["--memory", "64MiB", "--eager"]);
-        // Company with another wish for the format is not served by the same fork, and then that child is ours alone.
+        // A replica that wants another format is not served by the same fork; then the child is for the source alone.
         let way = way(&mut source);
         assert!(way == "psync" || kind == Kind::Valkey9, "{}", source.agent.output());
         source.replicate(&replica, &[]);
@@ -351,7 +351,7 @@ fn a_child_that_serves_another_replica_too_leaves_everything_to_the_server() {
 }
 
 #[test]
-fn a_server_that_syncs_by_way_of_files_is_not_walked() {
+fn a_server_that_syncs_through_files_is_not_walked() {
     for kind in require::kinds() {
         let primary = with_module(kind).config("repl-diskless-sync", "no").start().unwrap();
         let replica = Server::start(kind).unwrap();
@@ -362,11 +362,11 @@ fn a_server_that_syncs_by_way_of_files_is_not_walked() {
         assert_eq!(way(&mut source), "psync");
         assert_same_data(&primary, &replica);
         primary.client().unwrap().ok(&["DEBUG", "RELOAD", "NOSAVE"]).unwrap();
-        assert_eq!(primary.digest().unwrap(), before, "the file is whole");
+        assert_eq!(primary.digest().unwrap(), before, "the file is complete");
     }
 }
 
-/// For [`wait_until`]: whether so many replicas wait for a snapshot.
+/// For [`wait_until`]: whether `count` replicas wait for a snapshot.
 fn waits(primary: &Server, count: usize) -> Result<(), String> {
     let info = primary.info("replication").unwrap();
     let waiting = info.iter().filter(|(_, line)| line.contains("state=wait_bgsave")).count();
@@ -374,7 +374,7 @@ fn waits(primary: &Server, count: usize) -> Result<(), String> {
 }
 
 #[test]
-fn an_agent_that_dies_between_arming_and_the_fork_leaves_the_primary_well() {
+fn an_agent_killed_between_arming_and_the_fork_does_not_harm_the_primary() {
     for kind in require::kinds() {
         let primary = with_module(kind).config("repl-diskless-sync-delay", 3).start().unwrap();
         fill_every_type(&mut primary.client().unwrap(), 28).unwrap();
@@ -388,7 +388,7 @@ fn an_agent_that_dies_between_arming_and_the_fork_leaves_the_primary_well() {
 }
 
 #[test]
-fn an_agent_that_dies_while_its_table_is_full_leaves_the_primary_well() {
+fn an_agent_killed_while_its_table_is_full_does_not_harm_the_primary() {
     for kind in require::kinds() {
         let primary = with_module(kind).start().unwrap();
         load(&primary, 300, 300_000);
@@ -413,7 +413,7 @@ fn an_agent_that_dies_while_its_table_is_full_leaves_the_primary_well() {
 }
 
 #[test]
-fn a_child_that_is_killed_costs_the_snapshot_and_the_next_comes_without_the_module() {
+fn a_killed_child_fails_the_snapshot_and_the_next_one_is_taken_without_the_module() {
     let Some(kind) = require::redis() else { return };
     let primary = with_module(kind).start().unwrap();
     load(&primary, 300, 300_000);
@@ -432,7 +432,7 @@ fn a_child_that_is_killed_costs_the_snapshot_and_the_next_comes_without_the_modu
 }
 
 #[test]
-fn a_module_that_may_not_is_done_without() {
+fn a_module_that_is_disabled_is_not_used() {
     for kind in require::kinds() {
         let primary = with_module(kind).config("remora.capture", "no").start().unwrap();
         let replica = Server::start(kind).unwrap();
@@ -446,7 +446,7 @@ fn a_module_that_may_not_is_done_without() {
 }
 
 #[test]
-fn readers_of_another_family_that_could_not_read_it_cost_the_primary_no_walk() {
+fn readers_of_another_family_that_cannot_read_it_cost_the_primary_no_walk() {
     let (Some(redis), Some(valkey)) = (require::redis(), require::valkey()) else { return };
     let primary = with_module(valkey).start().unwrap();
     let replica = Server::start(redis).unwrap();
@@ -459,7 +459,7 @@ fn readers_of_another_family_that_could_not_read_it_cost_the_primary_no_walk() {
 }
 
 #[test]
-fn a_source_loads_the_module_where_the_server_lets_it_and_does_without_where_not() {
+fn a_source_loads_the_module_if_the_server_allows_it_and_else_works_without() {
     for kind in require::kinds() {
         for allowed in ["local", "no"] {
             let primary = primary(kind).config("enable-module-command", allowed).start().unwrap();
@@ -475,14 +475,14 @@ fn a_source_loads_the_module_where_the_server_lets_it_and_does_without_where_not
     }
 }
 
-/// For [`wait_until`]: whether the module is in that state, else in which it is.
+/// For [`wait_until`]: whether the module is in that state; the error names the present state.
 fn is_in_state(primary: &Server, wanted: &str) -> Result<(), String> {
     let found = told(primary, "state");
     if found == wanted { Ok(()) } else { Err(found) }
 }
 
 #[test]
-fn a_primary_without_the_module_is_asked_once_and_left_in_peace() {
+fn a_primary_without_the_module_is_asked_for_it_once_only() {
     let Some(kind) = require::redis() else { return };
     let (primary, replica) = (primary(kind).start().unwrap(), Server::start(kind).unwrap());
     let mut source = Source::start(&primary, &["--memory", "64MiB"]);

@@ -1,4 +1,4 @@
-//! A replica whose server has the module: long strings come out of shared memory, and the result is as exact as without.
+//! A replica whose server has the module: long strings are copied from shared memory, and the result is as exact as without the module.
 #![allow(clippy::unwrap_used)]
 
 mod kit;
@@ -35,7 +35,7 @@ fn full_primary(kind: Kind) -> Server {
     primary
 }
 
-/// Which way the agent took, by its last words.
+/// Whether the agent's last lines say that the module loaded the snapshot.
 fn loaded_by_module(agent: &Agent) -> bool {
     agent.output().contains("out of shared memory")
 }
@@ -44,7 +44,7 @@ fn is_exact_by(transport: &str, kind: Kind) {
     let Some(builder) = with_module(kind) else { return };
     let primary = full_primary(kind);
     let replica = builder.start().unwrap();
-    // What it held is replaced.
+    // The data that the server held is replaced.
     replica.client().unwrap().ok(&["SET", "old", "data"]).unwrap();
     let before = syncs(&primary);
     let source = Source::start(&primary, &["--memory", "64MiB", "--module-capture", "off"]);
@@ -86,7 +86,7 @@ fn a_valkey_that_loads_out_of_its_agents_memory_is_exact() {
     is_exact_by("tcp", kind);
 }
 
-/// So many keys that the server loads itself that a test can step in: at a fifth of a millisecond each.
+/// Adds enough keys that the server loads itself, at a fifth of a millisecond each, for a test to interfere meanwhile.
 fn load_slowly(primary: &Server, replica: &Server) {
     kit::load_small(primary, 10_000, 100);
     replica.configure("loading-process-events-interval-bytes", "1024").unwrap();
@@ -117,7 +117,7 @@ fn an_agent_that_is_killed_while_the_server_loads_leaves_it_empty_and_the_next_o
             Ok(if loading == "0" && state == "idle" { Ok(()) } else { Err(format!("{loading} {state}")) })
         })
         .unwrap();
-        assert_eq!(replica.client().unwrap().int(&["DBSIZE"]).unwrap(), 0, "nothing half loaded is served");
+        assert_eq!(replica.client().unwrap().int(&["DBSIZE"]).unwrap(), 0, "the server serves no partial data");
         assert_eq!(replica.fact("master_link_status").unwrap(), "down");
         replica.configure("key-load-delay", "0").unwrap();
         let agent = source.replicate(&replica, &[]);
@@ -127,7 +127,7 @@ fn an_agent_that_is_killed_while_the_server_loads_leaves_it_empty_and_the_next_o
 }
 
 #[test]
-fn a_source_that_goes_while_the_server_loads_costs_a_new_snapshot_and_nothing_else() {
+fn a_source_that_ends_while_the_server_loads_costs_only_a_new_snapshot() {
     for kind in require::kinds() {
         let Some(builder) = with_module(kind) else { return };
         let (primary, replica) = (full_primary(kind), builder.start().unwrap());
@@ -152,7 +152,7 @@ fn a_server_keeps_its_way_of_loading_and_syncs_by_itself_afterwards() {
             let agent = source.replicate(&replica, &[]);
             assert!(loaded_by_module(&agent), "{}", agent.output());
             assert_eq!(replica.configured("repl-diskless-load").unwrap(), way);
-            // Another history: the next sync is the server's own, from the start.
+            // Another history: the next sync is a full copy by the server's own replication.
             primary.client().unwrap().ok(&["DEBUG", "CHANGE-REPL-ID"]).unwrap();
             let full = syncs(&primary).0;
             primary.client().unwrap().int(&["CLIENT", "KILL", "TYPE", "replica"]).unwrap();
@@ -168,7 +168,7 @@ fn a_server_keeps_its_way_of_loading_and_syncs_by_itself_afterwards() {
 }
 
 #[test]
-fn a_server_that_serves_its_old_data_while_it_loads_goes_on_doing_so() {
+fn a_server_that_serves_its_old_data_while_it_loads_still_does() {
     for kind in require::kinds() {
         let Some(builder) = with_module(kind) else { return };
         let (primary, replica) = (full_primary(kind), builder.config("repl-diskless-load", "swapdb").start().unwrap());
@@ -181,7 +181,7 @@ fn a_server_that_serves_its_old_data_while_it_loads_goes_on_doing_so() {
 }
 
 #[test]
-fn a_module_that_is_not_to_be_used_is_not_used() {
+fn a_module_that_is_switched_off_is_not_used() {
     for kind in require::kinds() {
         let Some(builder) = with_module(kind) else { return };
         let (primary, replica) = (full_primary(kind), builder.start().unwrap());

@@ -1,5 +1,5 @@
-//! `remora probe` against a source of a server without data: figures for what there is, reasons for what there is not, and nothing left
-//! behind. By RDMA it is tried in `rdma/`.
+//! `remora probe` against a source of a server without data: figures for the transports that work, reasons for those that do not,
+//! and nothing left behind. `rdma/` tests it over RDMA.
 #![allow(clippy::unwrap_used)]
 
 mod stage;
@@ -11,7 +11,7 @@ use remora_lab::{Server, require};
 use serde_json::Value;
 use stage::{LONG, Source, Stage, ends, says};
 
-/// Runs a probe to its end, which must come with that exit code; what it printed.
+/// Runs a probe to its end, which must have this exit code, and returns what it printed.
 fn probe(stage: &Stage, source: &Source, more: &[&str], code: i32) -> String {
     let (address, token) = (source.address.to_string(), stage.token.display().to_string());
     let mut command = stage.remora(&["probe", "--source", &address, "--token-file", &token]);
@@ -58,7 +58,7 @@ fn a_source_without_data_is_measured_by_each_transport_and_takes_no_snapshot() {
 }
 
 #[test]
-fn the_tables_say_what_can_not_be_used_and_why_and_the_time_is_kept() {
+fn the_tables_say_which_transports_are_unusable_and_why_and_the_time_limit_holds() {
     let Some(kind) = require::redis() else { return };
     let (stage, primary) = (Stage::new(), Server::start(kind).unwrap());
     let source = stage.source(&primary.url(), &["--no-shm"]);

@@ -1,5 +1,5 @@
-//! What dies or is cut in the middle of a transfer, and how it goes on: never a second snapshot where the first still
-//! lives, never a mix of two where it does not, and never a setting left changed.
+//! Processes that are killed and connections that are cut in the middle of a transfer, and how it resumes: never with a second
+//! snapshot while the first is available, never with a mix of two, and never with a changed setting left behind.
 #![allow(clippy::unwrap_used)]
 
 mod stage;
@@ -13,20 +13,20 @@ use remora_lab::{Host, Kind, Net, Server, Shape, Workload, assert_same_data, req
 use rustix::process::Signal;
 use stage::{LONG, Source, Stage, ends, fill, fill_keys, load_slowly, number, says, succeeds};
 
-/// Noise in the primary, in MiB.
+/// Random data in the primary, in MiB.
 const MEBIBYTES: usize = 16;
 
-/// The replica's cable: slow enough to step in while the snapshot crosses it, which takes some three seconds.
+/// Rate of the replica's cable: slow enough to interfere while the snapshot is in transit, which takes about three seconds.
 const CABLE: u64 = 6 << 20;
 
-/// Slots after which a test steps in: a quarter of the snapshot.
+/// Slots after which a test interferes: a quarter of the snapshot.
 const A_QUARTER: u64 = 64;
 
-/// How much more than the snapshot may cross the cable where nothing of it crosses twice: slots on their way when the cut
-/// came, directory entries, the stream.
+/// How much more than the snapshot may cross the cable if no slot crosses twice: slots in transit when the cut came, directory
+/// entries, the stream.
 const SLACK: f64 = 1.4;
 
-/// Two hosts, a primary with noise on one, an empty server on the other, and a slow cable between them.
+/// Two hosts, a primary with random data on one, an empty server on the other, and a slow cable between them.
 struct Hosts {
     here: Host,
     there: Host,
@@ -62,7 +62,7 @@ impl Hosts {
         self.stage.replica_on(&self.there, &self.replica.url(), source.address, &args)
     }
 
-    /// One snapshot was taken, its bytes crossed the cable once, and all is as it should be.
+    /// Asserts that one snapshot was taken, that its bytes crossed the cable once, and that the replica is exact.
     fn assert_one_snapshot_once(&self, source: &Source) {
         assert_eq!(number(&self.primary, "sync_full"), 1, "the primary says:\n{}", self.primary.log());
         let (served, snapshot) = (source.bytes_served() as f64, (MEBIBYTES << 20) as f64);
@@ -88,7 +88,7 @@ fn gentle_writer(server: &Server) -> Workload {
 }
 
 #[test]
-fn a_replica_agent_that_was_killed_goes_on_with_the_slots_it_lacks() {
+fn a_replica_agent_that_was_killed_resumes_with_the_slots_it_lacks() {
     let Some(()) = require::shaping() else { return };
     for kind in require::kinds() {
         let hosts = Hosts::new(kind);
@@ -97,7 +97,7 @@ fn a_replica_agent_that_was_killed_goes_on_with_the_slots_it_lacks() {
         let mut first = hosts.replica(&source, &[]);
         source.wait_for_slots(&mut first, A_QUARTER);
         first.kill().unwrap();
-        // What the second agent has to put back: without it the test would prove little.
+        // The setting that the second agent has to restore. Without it the test would prove little.
         assert_ne!(hosts.replica.configured("repl-diskless-load").unwrap(), "disabled");
 
         let mut second = hosts.replica(&source, &[]);
@@ -108,7 +108,7 @@ fn a_replica_agent_that_was_killed_goes_on_with_the_slots_it_lacks() {
 }
 
 #[test]
-fn a_replica_agent_that_was_stopped_leaves_an_empty_server_and_goes_on_when_started_again() {
+fn a_replica_agent_that_was_stopped_leaves_an_empty_server_and_resumes_when_started_again() {
     let Some(()) = require::shaping() else { return };
     let Some(kind) = require::redis() else { return };
     let hosts = Hosts::new(kind);
@@ -126,7 +126,7 @@ fn a_replica_agent_that_was_stopped_leaves_an_empty_server_and_goes_on_when_star
     hosts.assert_one_snapshot_once(&source);
 }
 
-/// Longer than either end bears to hear nothing (10 s), so that both really lose each other.
+/// Longer than the silence that either end tolerates (10 s), so that both lose their connection.
 const CUT: Duration = Duration::from_secs(11);
 
 #[test]
@@ -149,7 +149,7 @@ fn a_network_that_was_cut_between_the_agents_loses_no_slot() {
 }
 
 #[test]
-fn a_source_that_was_killed_is_warned_of_and_its_successor_is_read_from_the_beginning() {
+fn a_killed_source_is_reported_and_its_successor_is_read_from_the_beginning() {
     let Some(()) = require::shaping() else { return };
     for (kind, keeps) in [(Kind::Redis7, true), (Kind::Valkey9, false)] {
         let Some(kind) = require::kind(kind) else { continue };
@@ -176,11 +176,11 @@ fn a_source_that_was_killed_is_warned_of_and_its_successor_is_read_from_the_begi
 }
 
 #[test]
-fn a_primary_that_dies_while_it_makes_the_snapshot_is_asked_again_when_it_is_back() {
+fn a_primary_killed_while_it_makes_the_snapshot_is_asked_again_when_it_is_back() {
     for kind in require::kinds() {
         let mut primary = Server::builder(kind).config("repl-diskless-sync-delay", 0).start().unwrap();
         let replica = Server::start(kind).unwrap();
-        // 2000 keys at 2 ms each: the child works on it for four seconds.
+        // 2000 keys at 2 ms each: the child takes four seconds.
         fill_keys(&primary, 2000, "old");
         primary.configure("rdb-key-save-delay", "2000").unwrap();
         let stage = Stage::new();
@@ -200,7 +200,7 @@ fn a_primary_that_dies_while_it_makes_the_snapshot_is_asked_again_when_it_is_bac
 }
 
 #[test]
-fn a_primary_that_restarts_while_its_snapshot_is_being_loaded_brings_a_new_generation() {
+fn a_primary_that_restarts_while_its_snapshot_is_being_loaded_causes_a_new_generation() {
     for kind in require::kinds() {
         let mut primary = Server::builder(kind).config("repl-diskless-sync-delay", 0).start().unwrap();
         let replica = Server::start(kind).unwrap();
@@ -248,7 +248,7 @@ fn a_server_that_restarts_while_it_loads_is_redirected_again() {
 }
 
 #[test]
-fn a_server_that_somebody_else_takes_over_meanwhile_is_left_to_them() {
+fn a_server_that_another_client_takes_over_meanwhile_is_left_to_it() {
     let Some(kind) = require::redis() else { return };
     let primary = Server::builder(kind).config("repl-diskless-sync-delay", 0).start().unwrap();
     let (replica, other) = (Server::start(kind).unwrap(), Server::start(kind).unwrap());

@@ -1,4 +1,4 @@
-//! The client to servers on real ones: every way in, and every way to be turned away.
+//! The server client on real servers: every way to connect and log in, and every reason for a refusal.
 #![allow(clippy::unwrap_used)]
 
 use std::{
@@ -30,7 +30,7 @@ fn user(name: &str, password: &str) -> Credentials {
     Credentials { user, password: Some(Password::new(password)) }
 }
 
-async fn turned_away(server: &Server) -> ServerError {
+async fn refused(server: &Server) -> ServerError {
     server.connect().await.expect_err("the server let us in")
 }
 
@@ -87,7 +87,7 @@ async fn a_setting_is_read_written_and_missing() {
 }
 
 #[tokio::test]
-async fn the_stream_given_away_is_a_blocking_socket_of_the_same_connection() {
+async fn the_stream_handed_over_is_a_blocking_socket_of_the_same_connection() {
     let Some(kind) = require::redis() else { return };
     let real = RealServer::start(kind).unwrap();
     let client = server(&real.url()).connect().await.unwrap();
@@ -103,22 +103,22 @@ async fn the_stream_given_away_is_a_blocking_socket_of_the_same_connection() {
 }
 
 #[tokio::test]
-async fn a_server_with_passwords_lets_in_whom_it_knows_and_says_what_others_lack() {
+async fn a_server_with_passwords_accepts_known_users_and_errors_name_the_missing_rules() {
     let Some(kind) = require::redis() else { return };
     let real = RealServer::builder(kind).require_pass("sesame").user("few", "pw", "+ping +info").start().unwrap();
     let none = TlsOptions::default();
     server_as(&real.url(), user("", "sesame"), &none).connect().await.unwrap();
 
-    let error = turned_away(&server(&real.url())).await;
+    let error = refused(&server(&real.url())).await;
     assert_eq!(error.refusal(), Some(RefusalKind::NoAuth));
     assert!(error.to_string().contains("--password-file"), "{error}");
 
-    let error = turned_away(&server_as(&real.url(), user("few", "wrong"), &none)).await;
+    let error = refused(&server_as(&real.url(), user("few", "wrong"), &none)).await;
     assert_eq!(error.refusal(), Some(RefusalKind::WrongPass));
     assert!(!error.to_string().contains("wrong:") && !error.is_passing(), "{error}");
 
     let mut client = server_as(&real.url(), user("few", "pw"), &none).connect().await.unwrap();
-    // Facts need INFO only.
+    // The facts need INFO only.
     assert!(Facts::read(&mut client).await.unwrap().replid.is_some());
     let error = client.command(&["PSYNC", "?", "-1"]).await.unwrap_err();
     assert_eq!(error.refusal(), Some(RefusalKind::NoPerm));
@@ -126,30 +126,30 @@ async fn a_server_with_passwords_lets_in_whom_it_knows_and_says_what_others_lack
 }
 
 #[tokio::test]
-async fn nobody_there_and_somebody_else_there_are_told_apart() {
+async fn a_closed_port_and_a_listener_that_is_not_a_server_give_different_errors() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     let web_server = std::thread::spawn(move || {
         let (mut stream, _) = listener.accept().unwrap();
         stream.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n").unwrap();
-        // Until the other side has read it and gone.
+        // Until the other side has read it and closed the connection.
         let _ = stream.read_to_end(&mut Vec::new());
     });
     let url = format!("redis://127.0.0.1:{port}");
-    let error = turned_away(&server(&url)).await;
+    let error = refused(&server(&url)).await;
     assert!(matches!(error, ServerError::NotRedis { .. }), "{error}");
     web_server.join().unwrap();
 
-    let error = turned_away(&server(&url)).await;
+    let error = refused(&server(&url)).await;
     assert!(matches!(error, ServerError::Unreachable { .. }) && error.is_passing(), "{error}");
     assert!(error.to_string().contains(&url) && error.to_string().contains("check that it is running"), "{error}");
 
-    let error = turned_away(&server("unix:///nowhere/redis.sock")).await;
+    let error = refused(&server("unix:///nowhere/redis.sock")).await;
     assert!(error.to_string().contains("/nowhere/redis.sock"), "{error}");
 }
 
 #[tokio::test]
-async fn a_server_that_stops_answering_is_given_up() {
+async fn a_server_that_stops_answering_times_out() {
     let Some(kind) = require::redis() else { return };
     let mut real = RealServer::start(kind).unwrap();
     let mut client = server(&real.url()).connect().await.unwrap();
@@ -182,17 +182,17 @@ async fn tls_with_the_right_authority_works_and_with_another_does_not() {
     let mut client = server_as(&url, Credentials::default(), &believing(&files.ca)).connect().await.unwrap();
     let facts = Facts::read(&mut client).await.unwrap();
     assert_eq!(facts.tls_port, real.tls_port());
-    // A value of many TLS records comes whole.
+    // A value of many TLS records arrives complete.
     client.command(&["SET", "a", &"x".repeat(1 << 20)]).await.unwrap();
     assert_eq!(client.command(&["GET", "a"]).await.unwrap().as_bytes().unwrap().len(), 1 << 20);
     assert!(matches!(client.into_stream().0.raw().unwrap(), Raw::Tls(_)));
 
     let stranger = certificates(folder.path(), "two");
-    let error = turned_away(&server_as(&url, Credentials::default(), &believing(&stranger.ca))).await;
+    let error = refused(&server_as(&url, Credentials::default(), &believing(&stranger.ca))).await;
     assert!(matches!(error, ServerError::Tls { .. }), "{error}");
 
     let misnamed = TlsOptions { server_name: Some("elsewhere.example".into()), ..believing(&files.ca) };
-    let error = turned_away(&server_as(&url, Credentials::default(), &misnamed)).await;
+    let error = refused(&server_as(&url, Credentials::default(), &misnamed)).await;
     assert!(error.to_string().contains("--tls-server-name"), "{error}");
 }
 
@@ -206,25 +206,25 @@ async fn a_server_that_asks_for_a_certificate_gets_ours() {
     let anonymous = TlsOptions { ca: Some(files.ca.clone()), ..TlsOptions::default() };
     let named = TlsOptions { certificate: Some(files.certificate), key: Some(files.key), ..anonymous.clone() };
     server_as(&url, Credentials::default(), &named).connect().await.unwrap();
-    let error = turned_away(&server_as(&url, Credentials::default(), &anonymous)).await;
+    let error = refused(&server_as(&url, Credentials::default(), &anonymous)).await;
     assert!(matches!(error, ServerError::Tls { .. }), "{error}");
 }
 
 #[tokio::test]
-async fn a_socket_that_hangs_up_is_a_lost_connection() {
+async fn a_closed_socket_is_a_lost_connection() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("redis://{}", listener.local_addr().unwrap());
     let hangs_up = std::thread::spawn(move || drop(listener.accept().unwrap()));
-    let error = turned_away(&server(&url)).await;
+    let error = refused(&server(&url)).await;
     hangs_up.join().unwrap();
     assert!(matches!(&error, ServerError::Lost { command, .. } if command == "PING"), "{error}");
 }
 
-/// An authority and a certificate by it for 127.0.0.1, that serves as a server's and as a client's.
+/// An authority, and a certificate signed by it for 127.0.0.1, which serves as a server's and as a client's.
 fn certificates(folder: &Path, name: &str) -> Tls {
     let authority_key = KeyPair::generate().unwrap();
     let mut authority = CertificateParams::new(Vec::new()).unwrap();
-    // Of another name than what it signs, or OpenSSL takes that for signed by itself.
+    // With another name than the authority's, or OpenSSL takes the certificate for self-signed.
     authority.distinguished_name.push(DnType::CommonName, format!("authority {name}"));
     authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     let authority_certificate = authority.self_signed(&authority_key).unwrap();

@@ -1,4 +1,4 @@
-//! Staying: an agent that goes on feeding its server, until it is stopped, or until the source is gone; nothing is lost either way.
+//! Staying: an agent feeds its server until the agent is stopped or the source has ended; no data is lost in either case.
 #![allow(clippy::unwrap_used)]
 
 mod kit;
@@ -33,11 +33,11 @@ impl Staying {
     }
 }
 
-/// What a machine with two cores bears in a debug build, together with everything else.
+/// The write rate that a machine with two cores sustains in a debug build, together with everything else.
 const WRITES_PER_SECOND: u64 = 3_000;
 
-/// Bytes that the server may be behind while it is fed: less than the writer makes in a moment; what counts is that it does
-/// not grow. One of the workload's big values is a MiB and more.
+/// Limit on the bytes that the server is behind while it is fed: less than the writer makes in a moment. What matters is that the
+/// distance does not grow. One of the workload's big values is a MiB and more.
 const SMALL_LAG_BYTES: u64 = 8 << 20;
 
 #[test]
@@ -56,7 +56,7 @@ fn a_server_that_is_fed_stays_close_and_is_handed_over_when_its_agent_is_stopped
         }
         assert_eq!(syncs(&fed.primary), before, "the primary serves one stream, the source's");
 
-        // Stopped in the middle of it.
+        // Stopped in the middle of the stream.
         fed.agent.signal(Signal::TERM).unwrap();
         fed.agent.wait_for_success(LONG).unwrap();
         assert_eq!(syncs(&fed.primary), (before.0, before.1 + 1));
@@ -67,7 +67,7 @@ fn a_server_that_is_fed_stays_close_and_is_handed_over_when_its_agent_is_stopped
 }
 
 #[test]
-fn a_server_that_is_fed_is_the_same_at_rest_without_any_hand_off() {
+fn a_server_that_is_fed_equals_an_idle_primary_without_a_hand_off() {
     for kind in require::kinds() {
         let fed = Staying::start(kind, "auto");
         let writer = fed.writer();
@@ -108,18 +108,18 @@ fn when_the_source_is_stopped_and_started_again_the_server_goes_to_the_primary_w
     assert_eq!(
         syncs(&fed.primary),
         (before.0, before.1 + 1),
-        "a new source can't know the old stream, the primary does"
+        "a new source does not know the old stream; the primary does"
     );
 }
 
 #[test]
-fn a_server_that_loses_its_link_is_taken_up_where_it_was() {
+fn a_server_that_loses_its_link_continues_at_its_offset() {
     for kind in require::kinds() {
         let fed = Staying::start(kind, "auto");
         let before = syncs(&fed.primary);
         let writer = fed.writer();
         writer.wait_for(WRITES_PER_SECOND / 2);
-        // The server drops us and comes again with its offset.
+        // The server drops the link and connects again with its offset.
         fed.server.client().unwrap().call(&["CLIENT", "KILL", "TYPE", "master"]).unwrap();
         writer.wait_for(WRITES_PER_SECOND / 2);
         writer.stop().unwrap();
@@ -135,13 +135,13 @@ fn a_server_that_restarts_without_its_data_is_filled_again() {
         let mut fed = Staying::start(kind, "auto");
         let port = fed.server.fact("master_port").unwrap();
         fed.server.restart().unwrap();
-        // It has forgotten whom it followed: its operator, or its configuration file, says so.
+        // The server has lost the address of its primary: its operator, or its configuration file, sets it again.
         fed.server.client().unwrap().ok(&["REPLICAOF", "127.0.0.1", &port]).unwrap();
         let writer = fed.writer();
         writer.wait_for(WRITES_PER_SECOND / 2);
         writer.stop().unwrap();
         assert_same_data(&fed.primary, &fed.server);
-        assert_eq!(fed.source.snapshots_taken(), 1, "the source still held what it needed");
+        assert_eq!(fed.source.snapshots_taken(), 1, "the source still held the snapshot");
     }
 }
 

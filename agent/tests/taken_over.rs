@@ -23,7 +23,7 @@ fn fill(server: &Server, keys: u64) {
     client.ok(&["DEBUG", "POPULATE", &keys.to_string(), "key", "32"]).unwrap();
 }
 
-/// A primary, a source beside it, and a server that an agent feeds (`--stay`) and has brought in step.
+/// A primary, a source beside it, and a server that an agent feeds (`--stay`) and that has caught up.
 fn staying(kind: Kind, server: Server) -> (Server, Source, Server, Agent) {
     let primary = primary(kind).start().unwrap();
     fill_every_type(&mut primary.client().unwrap(), 5).unwrap();
@@ -91,9 +91,9 @@ fn a_server_that_was_pointed_at_another_primary_stays_with_it_when_the_agent_is_
 /// How a server takes its snapshot.
 #[derive(Debug, PartialEq)]
 enum Way {
-    /// Into a file first: it takes REPLICAOF meanwhile.
+    /// Into a file first: it accepts REPLICAOF meanwhile.
     File,
-    /// Straight from the link: it refuses every command meanwhile.
+    /// Directly from the link: it refuses every command meanwhile.
     Link,
 }
 
@@ -112,7 +112,7 @@ fn a_server_that_was_pointed_elsewhere_during_its_load_by_file_is_not_emptied() 
         let (primary, other) = (primary(kind).start().unwrap(), primary(kind).start().unwrap());
         kit::load(&primary, 60, 1_000_000);
         fill(&other, 10);
-        // A server with keys loads by file, unless it knows `flush-before-load`, which the agent then sets.
+        // A server with keys loads from a file, unless it knows `flush-before-load`, which the agent then sets.
         let server = Server::builder(kind).config("repl-diskless-load", "disabled").start().unwrap();
         fill(&server, 3);
         let source = Source::start(&primary, &["--memory", "128MiB"]);
@@ -140,7 +140,7 @@ fn a_server_that_was_written_to_while_the_agent_waited_is_not_overwritten() {
         fill(&primary, 200);
         let server = Server::start(kind).unwrap();
         let source = Source::start(&primary, &["--memory", "64MiB"]);
-        // A child of the primary's own: the source has no snapshot to offer before it ends.
+        // The primary runs a child for another purpose: the source has no snapshot to offer before it ends.
         primary.client().unwrap().ok(&["BGSAVE"]).unwrap();
         let mut agent = source.replica(&server, &[]);
         agent.wait_for_line("waiting:", LONG).unwrap();
@@ -198,10 +198,10 @@ fn a_control_connection_that_the_server_closed_while_the_agent_waited_for_an_off
     }
 }
 
-/// Emptying a server of this many keys takes long enough for a test to step in.
+/// Emptying a server of this many keys takes long enough for a test to interfere.
 const MANY_KEYS: u64 = 1_200_000;
 
-/// A server that is idle answers within this time.
+/// An idle server answers within this time.
 const BLINK: Duration = Duration::from_millis(60);
 
 #[test]
@@ -211,7 +211,7 @@ fn a_server_that_the_module_emptied_is_not_continued_on_nothing_when_the_agent_i
             Ok(path) => path,
             Err(error) => return require::skip(&error.to_string()).unwrap_or_default(),
         };
-        // The digests of this many keys take seconds: the offset must stand still meanwhile.
+        // The digests of this many keys take seconds: the offset must not move meanwhile.
         let quiet = primary(kind).config("repl-ping-replica-period", 3600);
         let primary = quiet.config("rdbcompression", "no").start().unwrap();
         fill(&primary, MANY_KEYS);
@@ -226,8 +226,8 @@ fn a_server_that_the_module_emptied_is_not_continued_on_nothing_when_the_agent_i
         let source = Source::start(&primary, &["--memory", "1GiB", "--module-capture", "off"]);
         let mut agent = source.replica(&server, &["--replace"]);
         agent.wait_for_line("follows our link", LONG).unwrap();
-        // Redis is emptied by the module, and answers no client meanwhile: the agent is killed just then. Valkey empties itself, after it
-        // has given up its position (flush-before-load).
+        // The module empties Redis, which answers no client meanwhile: the agent is killed just then. Valkey empties itself after it has
+        // dropped its replication position (flush-before-load).
         let mut client = server.client().unwrap();
         client.timeout(BLINK).unwrap();
         wait_until("the server to be emptied", LONG, || Ok(is_emptied(&mut client))).unwrap();
@@ -242,13 +242,13 @@ fn a_server_that_the_module_emptied_is_not_continued_on_nothing_when_the_agent_i
         let before = syncs(&primary).0;
         server.replicate(&primary).unwrap();
         server.wait_for_link(LONG).unwrap();
-        assert_eq!(syncs(&primary).0, before + 1, "the server's old position must be worth nothing");
+        assert_eq!(syncs(&primary).0, before + 1, "the server's old position must no longer be valid");
         assert_same_data(&primary, &server);
         assert_eq!(number(&server, "loading"), 0);
     }
 }
 
-/// Whether keys have gone, or no answer comes: a server that removes its keys or loads others answers nothing else.
+/// Whether keys have been removed, or no answer comes: a server that removes its keys or loads others answers nothing else.
 fn is_emptied(client: &mut Client) -> Result<(), String> {
     match client.int(&["DBSIZE"]) {
         Ok(keys) if keys > MANY_KEYS as i64 => Err(format!("{keys} keys")),

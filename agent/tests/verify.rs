@@ -1,4 +1,4 @@
-//! `remora verify` on real servers: what is the same is found to be, whatever it looks like, and every difference is found.
+//! `remora verify` on real servers: equal data is found to be equal, whatever its encoding, and every difference is found.
 #![allow(clippy::unwrap_used)]
 
 use std::{
@@ -8,7 +8,7 @@ use std::{
 
 use remora_lab::{Client, Kind, Server, Workload, fill_every_type, require};
 
-/// Far above what replication on one host needs.
+/// Far above the time that replication on one host needs.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 fn verify(primary: &Server, replica: &Server, more: &[&str]) -> Output {
@@ -65,7 +65,7 @@ fn an_exact_replica_with_every_type_is_the_same_by_digest_and_by_value() {
 fn servers_of_both_families_with_the_same_data_are_the_same_however_they_encode_it() {
     let (Some(redis), Some(valkey)) = (require::redis(), require::valkey()) else { return };
     let (one, other) = (Server::start(redis).unwrap(), Server::start(valkey).unwrap());
-    // Large enough for tables instead of compact lists, and with another limit where one becomes the other.
+    // Large enough for tables instead of compact lists, and with different limits between the two encodings.
     other.configure("hash-max-listpack-entries", "16").unwrap();
     for (server, pipeline) in [(&one, "7"), (&other, "100")] {
         for (size, prefix) in [("200", "small"), ("60000", "large")] {
@@ -163,7 +163,7 @@ fn under_a_writer_at_full_speed_nothing_is_called_different_but_what_is() {
         writer.wait_for(2000);
         let (code, report) = found(&verify(&primary, &replica, &["--json"]));
         assert!(code == 0 || code == 9, "{kind}: {code} {report}");
-        // Where nobody else writes, so that it stays.
+        // In a database without other writers, so that the difference stays.
         run(&mut replica.client().unwrap(), &["SELECT 0", "SET strange:key 1"]);
         let (code, report) = found(&verify(&primary, &replica, &["--json"]));
         assert_eq!(
@@ -176,7 +176,7 @@ fn under_a_writer_at_full_speed_nothing_is_called_different_but_what_is() {
 }
 
 #[test]
-fn a_user_who_may_neither_debug_nor_ask_for_sizes_gets_the_same_answer() {
+fn a_user_without_debug_and_memory_rules_gets_the_same_answer() {
     let Some(kind) = require::redis() else { return };
     let guarded = || {
         Server::builder(kind).user("check", "secret", "~* +@read +ping +info +select +scan -memory").start().unwrap()
@@ -231,7 +231,7 @@ fn the_acl_rules_of_the_help_page_suffice() {
             let (code, report) = found(&output);
             let functions = &report["functions"]["compared"]["same"];
             assert_eq!((code, functions), (0, &true.into()), "{kind}: {report}");
-            // Hashes with expiring fields are more than a digest tells.
+            // Hashes with expiring fields: a digest does not cover them.
             let method = if digest == "auto" && !kind.expires_hash_fields() { "digest" } else { "values" };
             assert_eq!(report["method"], method, "{kind}");
         }

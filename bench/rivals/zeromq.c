@@ -156,7 +156,7 @@ static void ask(const char *address, int connections, int depth, int request_byt
     printf("%lu %f %f %f %f %f %f\n", count, took, count ? sum / count * 1e6 : 0, quantile(.5, count), quantile(.99, count),
            quantile(.999, count), processor() - before);
     fflush(stdout);
-    _exit(0); /* what is under way is nobody's any more */
+    _exit(0); /* requests in flight are not needed any more */
 }
 
 int main(int count, char **words)

@@ -1,12 +1,12 @@
-//! What the programs under `bin/` share: how figures are taken, summed up and kept. No figure is taken here.
+//! Shared by the programs under `bin/`: how figures are measured, summarised and kept. No figure is measured here.
 //!
-//! Rules that hold for all of them:
+//! These rules hold for all programs:
 //!
-//! - **Ratios within one run.** The machine's speed changes by the hour; a figure is worth something beside its rival's, taken
-//!   in turn with it, round by round. What is claimed is the median of the rounds' ratios.
-//! - **Wall time and processor time.** Where both ends share two cores the wall clock says who waited for whom, the processor
-//!   seconds of each side say what it cost.
-//! - **Runs are kept** ([`Run`]): what was typed, on which machine, every single figure, and the summary.
+//! - **Ratios within one run.** The machine's speed changes by the hour. A figure is meaningful only beside its rival's, measured in
+//!   turn with it, round by round. Claims are medians of the rounds' ratios.
+//! - **Wall time and processor time.** If both ends share two cores, the wall clock says how long they waited for each other. The
+//!   processor seconds of each side say what it cost.
+//! - **Runs are kept** ([`Run`]): the command line, the machine, every single figure, and the summary.
 
 #![deny(unsafe_code)] // but for one call in `cpu`
 
@@ -29,26 +29,26 @@ use serde::{Deserialize, Serialize};
 /// One measurement of one thing in one round.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Sample {
-    /// What was measured, e.g. `tcp` or its rival `iperf3`.
+    /// The subject, e.g. `tcp` or its rival `iperf3`.
     pub subject: String,
-    /// Under which circumstances, e.g. `1 MiB × 16`.
+    /// The circumstances, e.g. `1 MiB × 16`.
     pub case: String,
-    /// From 0.
+    /// The round, from 0.
     pub round: usize,
     /// The figure, in the unit of the run.
     pub value: f64,
     /// Processor seconds of the reading (or only) side.
     pub reader_cpu_seconds: f64,
-    /// Processor seconds of the serving side, where there is one.
+    /// Processor seconds of the serving side, if there is one.
     pub source_cpu_seconds: f64,
-    /// What the processor seconds were spent on, in GB (10⁹ bytes).
+    /// The data on which the processor seconds were spent, in GB (10⁹ bytes).
     pub gigabytes: f64,
 }
 
-/// What several rounds of one measurement come to.
+/// The summary of several rounds of one measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Spread {
-    /// The middle one.
+    /// The median.
     pub median: f64,
     /// The smallest.
     pub low: f64,
@@ -57,7 +57,7 @@ pub struct Spread {
 }
 
 impl Spread {
-    /// `None` for no values at all.
+    /// The spread of `values`; `None` if there are none.
     pub fn of(values: impl IntoIterator<Item = f64>) -> Option<Spread> {
         let mut values: Vec<f64> = values.into_iter().filter(|value| value.is_finite()).collect();
         values.sort_by(f64::total_cmp);
@@ -66,7 +66,7 @@ impl Spread {
     }
 }
 
-/// The value below which the share `q` of the `sorted` values lies, between two of them if need be.
+/// The value below which the share `q` of the `sorted` values is, interpolated between two values.
 pub fn quantile(sorted: &[f64], q: f64) -> Option<f64> {
     let place = q.clamp(0.0, 1.0) * sorted.len().checked_sub(1)? as f64;
     let below = sorted.get(place.floor() as usize)?;
@@ -78,18 +78,18 @@ pub fn quantile(sorted: &[f64], q: f64) -> Option<f64> {
 pub mod cpu {
     use std::{io, time::Duration};
 
-    /// Of this process so far, all threads together.
+    /// Processor time of this process so far, all threads together.
     ///
     /// # Errors
-    /// What `getrusage(2)` says.
+    /// The error of `getrusage(2)`.
     pub fn of_self() -> io::Result<Duration> {
         usage(libc::RUSAGE_SELF)
     }
 
-    /// Of all children that have ended and were waited for, and theirs.
+    /// Processor time of all children that have ended and were waited for, and of their children.
     ///
     /// # Errors
-    /// What `getrusage(2)` says.
+    /// The error of `getrusage(2)`.
     pub fn of_ended_children() -> io::Result<Duration> {
         usage(libc::RUSAGE_CHILDREN)
     }
@@ -111,10 +111,10 @@ pub mod cpu {
     }
 }
 
-/// The machine, in the words that a reader of a kept run needs.
+/// The machine, as a reader of a kept run needs it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Machine {
-    /// What kept runs call it: its size. Its own name for itself is nobody's business.
+    /// The machine's name in kept runs: its size. Its host name is private.
     pub host: String,
     /// Model of the processor and number of processors.
     pub processor: String,
@@ -122,14 +122,14 @@ pub struct Machine {
     pub memory: String,
     /// Kernel and distribution.
     pub system: String,
-    /// Congestion control that TCP uses unless told otherwise.
+    /// TCP's default congestion control.
     pub congestion: String,
-    /// Load average at the beginning: what else was going on.
+    /// Load average at the beginning.
     pub load: String,
 }
 
 impl Machine {
-    /// This one. What can't be found out is given as `?`.
+    /// This machine. Unknown facts are `?`.
     pub fn here() -> Machine {
         let file = |path: &str| fs::read_to_string(path).map_or_else(|_| "?".to_owned(), |text| text.trim().to_owned());
         let field = |text: &str, name: &str, by: char| {
@@ -139,7 +139,7 @@ impl Machine {
         let processors = std::thread::available_parallelism().map_or(0, usize::from);
         let kilobytes: f64 =
             field(&file("/proc/meminfo"), "MemTotal", ':').trim_end_matches(" kB").parse().unwrap_or(0.0);
-        // Figures of the emulated machine are not to be taken for those of the one that it runs on.
+        // Figures of the emulated machine must not be mistaken for those of its host.
         let emulated = if std::env::var_os("RDMA_VM").is_some() { "-rdma-vm" } else { "" };
         Machine {
             host: format!("{processors}vcpu{emulated}"),
@@ -156,39 +156,39 @@ impl Machine {
     }
 }
 
-/// One run of a program: everything it found out, ready to be shown and kept.
+/// One run of a program: all of its figures, with the methods that print and keep them.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Run {
     /// The program.
     pub program: String,
-    /// What the values are, e.g. `GB/s`.
+    /// The unit of the values, e.g. `GB/s`.
     pub unit: String,
-    /// What was typed.
+    /// The command line.
     pub command: String,
     /// The source's commit, `?` outside a repository.
     pub commit: String,
     /// Day of the run, UTC.
     pub date: String,
-    /// Where.
+    /// The machine.
     pub machine: Machine,
-    /// What a reader must know, e.g. which rival was missing.
+    /// Notes for the reader, e.g. which rival was missing.
     pub notes: Vec<String>,
     /// Every figure.
     pub samples: Vec<Sample>,
-    /// Subject and rival with their case, and what is promised of the ratio, if anything.
+    /// Subject and rival with their case, and the target of the ratio, if any.
     pub comparisons: Vec<Comparison>,
 }
 
-/// Two things measured in turn.
+/// The comparison of two subjects that were measured in turn.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Comparison {
     /// Ours: subject and case.
     pub ours: (String, String),
     /// The rival: subject and case.
     pub rival: (String, String),
-    /// The least ratio of ours to the rival's that is promised.
+    /// Target: the least ratio of ours to the rival's.
     pub at_least: Option<f64>,
-    /// ... or the greatest, where less is better.
+    /// Target: the greatest ratio, where less is better.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub at_most: Option<f64>,
     /// The ratios of the rounds.
@@ -196,7 +196,7 @@ pub struct Comparison {
 }
 
 impl Comparison {
-    /// Whether what was promised was kept; without figures nothing is.
+    /// Whether the target is met. Without figures it is not.
     fn is_kept(&self) -> bool {
         let Some(ratio) = self.ratio else { return self.at_least.is_none() && self.at_most.is_none() };
         self.at_least.is_none_or(|least| ratio.median >= least) && self.at_most.is_none_or(|most| ratio.median <= most)
@@ -225,7 +225,7 @@ impl Run {
         self.compare_within(ours, rival, (at_least, None));
     }
 
-    /// ... where less is better.
+    /// Compares two subjects where less is better.
     pub fn compare_less(&mut self, ours: (&str, &str), rival: (&str, &str), at_most: Option<f64>) {
         self.compare_within(ours, rival, (None, at_most));
     }
@@ -248,7 +248,7 @@ impl Run {
         self.samples.iter().find(is_it).map(|sample| sample.value)
     }
 
-    /// Whether every promise was kept; a comparison without figures keeps none.
+    /// Whether every target is met. A comparison without figures meets none.
     pub fn keeps_promises(&self) -> bool {
         self.comparisons.iter().all(Comparison::is_kept)
     }
@@ -282,7 +282,7 @@ impl Run {
         out
     }
 
-    /// The comparisons as Markdown, behind what `out` holds.
+    /// Appends the comparisons to `out`, as Markdown.
     pub fn summarise_comparisons(&self, out: &mut String) {
         if self.comparisons.is_empty() {
             return;
@@ -315,7 +315,7 @@ impl Run {
         cells
     }
 
-    /// Shows the summary, and keeps the run where the options say.
+    /// Prints the summary, and keeps the run if the options say so.
     ///
     /// # Errors
     /// A folder or file could not be written.
@@ -336,7 +336,7 @@ impl Run {
         self.keep_files(folder, &[("raw.csv", self.raw()), ("summary.md", self.summary()), ("run.json", json)])
     }
 
-    /// Writes `<folder>/<date>-<host>-<program>/` with a README.md that says where and how, and these files: for programs whose
+    /// Writes `<folder>/<date>-<host>-<program>/` with these files and a README.md that describes machine and command: for programs whose
     /// figures do not fit into a [`Sample`].
     ///
     /// # Errors
@@ -375,7 +375,7 @@ impl Run {
     }
 }
 
-/// Bytes as people write them, where they are a whole number of the unit.
+/// A number of bytes with its unit, if it is a whole number of the unit.
 pub fn bytes(count: u64) -> String {
     match count {
         count if count >= 1 << 20 && count % (1 << 20) == 0 => format!("{} MiB", count >> 20),
@@ -384,7 +384,7 @@ pub fn bytes(count: u64) -> String {
     }
 }
 
-/// First line that a command says, or `?`.
+/// The first line that a command prints, or `?`.
 fn said_by(command: &str, arguments: &[&str]) -> String {
     let output = Command::new(command).args(arguments).output();
     let text = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
@@ -404,7 +404,7 @@ mod tests {
     }
 
     #[test]
-    fn a_median_lies_in_the_middle_and_quantiles_between_their_neighbours() {
+    fn a_median_is_the_middle_and_quantiles_are_between_their_neighbours() {
         assert_eq!(Spread::of([3.0, 1.0, 2.0]), Some(Spread { median: 2.0, low: 1.0, high: 3.0 }));
         assert_eq!(Spread::of([4.0, 1.0, 2.0, 3.0]).unwrap().median, 2.5);
         assert_eq!(Spread::of([]), None);
@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn ratios_are_taken_round_by_round_and_promises_judged_by_their_median() {
+    fn ratios_are_computed_round_by_round_and_targets_checked_by_their_median() {
         let mut run = Run::new("test", "GB/s");
         for (round, (ours, rival)) in [(9.0, 10.0), (1.0, 1.0), (5.0, 10.0)].into_iter().enumerate() {
             run.samples.extend([sample("ours", round, ours), sample("rival", round, rival)]);
@@ -432,7 +432,7 @@ mod tests {
     }
 
     #[test]
-    fn a_promise_without_figures_is_not_kept() {
+    fn a_target_without_figures_is_not_met() {
         let mut run = Run::new("test", "GB/s");
         run.compare(("ours", "case"), ("missing", "case"), Some(0.5));
         assert!(!run.keeps_promises());
@@ -449,7 +449,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_are_written_as_people_do() {
+    fn sizes_are_written_with_their_unit() {
         assert_eq!([bytes(512), bytes(4096), bytes(1 << 20), bytes(1 << 30)], ["512 B", "4 KiB", "1 MiB", "1024 MiB"]);
     }
 }

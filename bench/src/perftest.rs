@@ -1,7 +1,7 @@
-//! The rivals of RDMA: `ib_read_bw`, `ib_read_lat`, `ib_send_bw` and `ib_send_lat` of perftest, between the same two devices, in the same run.
+//! The rivals of RDMA: `ib_read_bw`, `ib_read_lat`, `ib_send_bw` and `ib_send_lat` of perftest, between the same devices, in the same run.
 //!
-//! They measure the cards and libraries with as little as can be around them; what a transport reaches beside them is what its own code
-//! costs. Each run starts a server and a client of its own, as perftest wants it.
+//! They measure the cards and libraries with as little other code as possible; the difference to a transport is the cost of its own
+//! code. Each run starts a separate server and client, as perftest requires.
 
 use std::io;
 use std::net::{IpAddr, TcpListener};
@@ -14,16 +14,16 @@ use serde::{Deserialize, Serialize};
 /// The two ends of a measurement over RDMA.
 #[derive(Args, Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Ends {
-    /// Address of the device that the source serves by.
+    /// Address of the source's device.
     #[arg(long)]
     pub rdma_source: Option<IpAddr>,
-    /// Address of the device that the reader reads by.
+    /// Address of the reader's device.
     #[arg(long)]
     pub rdma_reader: Option<IpAddr>,
-    /// The source's device, for perftest.
+    /// Name of the source's device, for perftest.
     #[arg(long, default_value = "rxe1")]
     pub rdma_source_device: String,
-    /// The reader's device, for perftest.
+    /// Name of the reader's device, for perftest.
     #[arg(long, default_value = "rxe0")]
     pub rdma_reader_device: String,
 }
@@ -32,7 +32,7 @@ impl Ends {
     /// Bytes per second of READs of `size` bytes, `depth` of them in flight, `count` in all.
     ///
     /// # Errors
-    /// perftest is not installed, or did not do it.
+    /// perftest is not installed, or failed.
     pub fn bandwidth(&self, size: u32, depth: usize, count: u64) -> io::Result<f64> {
         let (depth, count) = (depth.to_string(), count.max(5).to_string());
         // Columns: bytes, iterations, peak, average in MiB/s, messages.
@@ -67,7 +67,7 @@ impl Ends {
         self.figure(4, "ib_read_lat", size, &["-n", &count.max(5).to_string()])
     }
 
-    /// One column of what it prints. Its clock's calibration fails now and then on a busy machine, and then it prints `inf`: once more.
+    /// One column of the output. The clock's calibration sometimes fails on a busy machine, and then perftest prints `inf`: try again.
     fn figure(&self, number: usize, program: &str, size: u32, more: &[&str]) -> io::Result<f64> {
         let mut tried = Err(io::Error::other("never tried"));
         for _ in 0..TRIES {
@@ -79,7 +79,7 @@ impl Ends {
         tried
     }
 
-    /// Server, client, and the line of the client's table.
+    /// Runs server and client, and returns the line of the client's table.
     fn run(&self, program: &str, size: u32, more: &[&str]) -> io::Result<String> {
         let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port().to_string();
         let command = |device: &str| {
@@ -98,7 +98,7 @@ impl Ends {
             let found = text.lines().find(|line| line.split_whitespace().next() == Some(&wanted));
             match found {
                 Some(line) if said.status.success() => return Ok(line.to_owned()),
-                // Until its server listens.
+                // Until the server listens.
                 _ if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(100)),
                 _ => {
                     let text = format!("{program} failed: {text}{}", String::from_utf8_lossy(&said.stderr));
@@ -109,7 +109,7 @@ impl Ends {
     }
 }
 
-/// Runs of one measurement, if the first give no figure.
+/// Number of attempts if the first give no figure.
 const TRIES: usize = 4;
 
 /// How long perftest's server may take to listen.

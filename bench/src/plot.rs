@@ -1,5 +1,4 @@
-//! One plot: lines with dots over two axes, drawn as SVG. What is drawn, in which colours and how far the axes reach is decided by who
-//! calls.
+//! One plot: lines with dots over two axes, drawn as SVG. The caller chooses the content, the colours and the range of the axes.
 
 use std::fmt::Display;
 use std::ops::Range;
@@ -16,11 +15,11 @@ pub(crate) struct Line<'a> {
     pub(crate) points: Vec<(f64, f64)>,
 }
 
-/// What stands along an edge.
+/// The labels of an axis.
 pub(crate) struct Axis<'a> {
     pub(crate) name: &'a str,
     pub(crate) range: Range<f64>,
-    /// Powers of this at even distances; `None`: the numbers themselves.
+    /// Powers of this base at even distances; `None` for a linear axis.
     pub(crate) powers_of: Option<f64>,
 }
 
@@ -36,7 +35,7 @@ pub(crate) struct Picture<'a> {
 const SIZE: (u32, u32) = (760, 420);
 
 impl Picture<'_> {
-    /// Draws it into that file.
+    /// Draws the plot into that file.
     ///
     /// # Errors
     /// A sentence: the file could not be written.

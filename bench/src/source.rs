@@ -1,8 +1,8 @@
-//! The source's end of a read benchmark, in a process of its own: only so can the processor seconds of the two ends be told apart.
+//! The source's end of a read benchmark, as a separate process, so that the processor seconds of the two ends can be separated.
 //!
-//! The program starts itself again with [`ARGUMENT`]; the two then talk over the child's standard input and output, a line at a
-//! time: the child says where its region is, and, whenever asked, how much processor time it has used. It ends when its
-//! standard input does, so that it cannot outlive the program.
+//! The program starts itself again with [`ARGUMENT`]. The two then use the child's standard input and output, a line at a time: the
+//! child prints the place of its region, and on request its processor time. It ends when its standard input ends, so it cannot outlive
+//! the program.
 
 use std::{
     io::{self, BufRead, BufReader, Read, Write},
@@ -25,20 +25,20 @@ use crate::{cpu, perftest::Ends};
 /// First argument of the child; the second is a [`Wish`] as JSON.
 pub const ARGUMENT: &str = "--be-the-source";
 
-/// What the child is to lend out, and how.
+/// What the child exports, and how.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Wish {
     /// Length of the region.
     pub region_bytes: u64,
-    /// Congestion control of the lanes; the system's if `None`.
+    /// Congestion control of the lanes; `None` for the system's.
     pub congestion: Option<String>,
     /// `sendfile` instead of `send`.
     pub send_file: bool,
     /// Lanes per peer.
     pub lanes: u8,
-    /// Reads outstanding per peer.
+    /// Outstanding reads per peer.
     pub depth: usize,
-    /// Where the devices are, if it is to be read by RDMA too.
+    /// The RDMA devices, if the region is read over RDMA too.
     pub rdma: Ends,
 }
 
@@ -54,7 +54,7 @@ impl Wish {
     }
 }
 
-/// Where the child's region is.
+/// The place of the child's region.
 #[derive(Debug, Serialize, Deserialize)]
 struct Place {
     shm: Vec<u8>,
@@ -63,7 +63,7 @@ struct Place {
     plain: SocketAddr,
 }
 
-/// The child, from the program's side.
+/// The child, seen from the program.
 pub struct Source {
     child: Child,
     commands: Option<ChildStdin>,
@@ -73,10 +73,10 @@ pub struct Source {
 }
 
 impl Source {
-    /// Starts it, and waits until its region is warm.
+    /// Starts the child, and waits until its region is warm.
     ///
     /// # Errors
-    /// It did not start, or did not say where its region is.
+    /// It did not start, or did not print the place of its region.
     pub fn start(wish: &Wish) -> io::Result<Source> {
         let mut child = Command::new(std::env::current_exe()?)
             .args([ARGUMENT, &serde_json::to_string(wish)?])
@@ -90,17 +90,17 @@ impl Source {
         Ok(Source { child, commands, answers, place, wish: wish.clone() })
     }
 
-    /// Processor time it has used so far.
+    /// Processor time used so far.
     ///
     /// # Errors
-    /// It is gone.
+    /// The process has ended.
     pub fn cpu(&mut self) -> io::Result<Duration> {
         self.commands.as_mut().ok_or(io::ErrorKind::BrokenPipe)?.write_all(b"cpu\n")?;
         let micros = line(&mut self.answers)?.trim().parse().map_err(io::Error::other)?;
         Ok(Duration::from_micros(micros))
     }
 
-    /// A peer on its region over TCP.
+    /// A peer of its region over TCP.
     ///
     /// # Errors
     /// Those of [`Connector::connect`].
@@ -109,10 +109,10 @@ impl Source {
         TcpConnector::new(self.wish.options(), None)?.connect(&key, SESSION, &SECRET, sink.clone())
     }
 
-    /// A peer on its region by RDMA.
+    /// A peer of its region over RDMA.
     ///
     /// # Errors
-    /// Those of [`Connector::connect`]; [`Error::Misuse`] if it was not asked to serve by RDMA.
+    /// Those of [`Connector::connect`]; [`Error::Misuse`] if it was started without RDMA devices.
     pub fn connect_verbs(&self, sink: &Arc<Memory>) -> Result<Box<dyn Peer>, Error> {
         let key = self.place.verbs.clone().ok_or(Error::Misuse("for RDMA give --rdma-source and --rdma-reader"))?;
         // Its rivals poll, too.
@@ -123,7 +123,7 @@ impl Source {
         VerbsConnector::new(options, None, local)?.connect(&key, SESSION, &SECRET, sink.clone())
     }
 
-    /// A peer on its region in shared memory.
+    /// A peer of its region over shared memory.
     ///
     /// # Errors
     /// Those of [`Connector::connect`].
@@ -132,10 +132,10 @@ impl Source {
         ShmConnector::new().connect(&key, SESSION, &SECRET, sink.clone())
     }
 
-    /// The plainest thing that could answer a read over TCP: 4 bytes in, that many bytes of private memory out.
+    /// The simplest server over TCP: 4 bytes in, that number of bytes of private memory out.
     ///
     /// # Errors
-    /// What the system says.
+    /// A system call failed.
     pub fn connect_plain(&self) -> io::Result<TcpStream> {
         let stream = TcpStream::connect(self.place.plain)?;
         stream.set_nodelay(true)?;
@@ -145,13 +145,13 @@ impl Source {
 
 impl Drop for Source {
     fn drop(&mut self) {
-        // The end of its input is the end of the child.
+        // The end of its input ends the child.
         self.commands = None;
         let _ = self.child.wait();
     }
 }
 
-/// To be called first in `main`: if this process was started as the child, does its work and never returns.
+/// Call this first in `main`: if this process was started as the child, it does the child's work and does not return.
 pub fn be_the_source_if_asked() {
     let mut arguments = std::env::args().skip(1);
     if arguments.next().as_deref() != Some(ARGUMENT) {
@@ -217,7 +217,7 @@ fn serve_plainly(mut stream: TcpStream, bytes: &[u8]) -> io::Result<()> {
             return Err(io::ErrorKind::InvalidInput.into());
         };
         stream.write_all(answer)?;
-        // Walks through its memory as the readers of a region do, so that no answer is still in a cache.
+        // Walks through its memory as the readers of a region do, so that no answer is in a cache.
         offset += length.max(PLAIN_STEP_BYTES);
         if offset + length > bytes.len() {
             offset = 0;
@@ -225,10 +225,10 @@ fn serve_plainly(mut stream: TcpStream, bytes: &[u8]) -> io::Result<()> {
     }
 }
 
-/// A memory each page of which exists and has been touched through this mapping, full of bytes that differ.
+/// Memory whose pages all exist and have been touched through this mapping, filled with different bytes.
 ///
 /// # Errors
-/// What the system says.
+/// A system call failed.
 pub fn warm_memory(name: &str, length: u64) -> Result<Arc<Memory>, Error> {
     let memory = Memory::create(name, length, Pages::Small)?;
     memory.prefault(0..length)?;
@@ -238,7 +238,7 @@ pub fn warm_memory(name: &str, length: u64) -> Result<Arc<Memory>, Error> {
         let end = (length - offset).min(page.len() as u64) as usize;
         memory.write(offset, page.get(..end).unwrap_or_default())?;
     }
-    // Written is not read: a first read through a mapping has its price, too.
+    // Writing is not enough: a first read through a mapping has a cost, too.
     memory.crc32c(0..length)?;
     Ok(Arc::new(memory))
 }
@@ -253,7 +253,7 @@ fn line(from: &mut impl BufRead) -> io::Result<String> {
 
 const ID: RegionId = RegionId { generation: 1, region: 0 };
 const SESSION: u64 = 1;
-/// Of a benchmark on a loopback: nobody to be kept out.
+/// The secret of a benchmark on loopback, which needs no protection.
 const SECRET: Secret = [7; 32];
-/// How far apart the answers of the plain server lie at least.
+/// Least distance between two answers of the simple server.
 const PLAIN_STEP_BYTES: usize = 1 << 20;

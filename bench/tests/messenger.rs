@@ -1,5 +1,5 @@
-//! `remora-bench messenger`: both ends by one command, either end alone, and plots out of what is kept. What is asserted is that figures
-//! are there and whole, not what they are: this machine has others on it.
+//! `remora-bench messenger`: both ends in one command, either end alone, and plots from a kept run. The tests check that figures exist and
+//! are complete, not their values: other processes run on this machine.
 #![allow(clippy::unwrap_used)]
 
 use std::io::{BufRead, BufReader};
@@ -18,7 +18,7 @@ fn ran(arguments: &[&str]) -> Output {
     bench(arguments).output().unwrap()
 }
 
-/// A server alone, until this is dropped, and where it listens.
+/// A server alone, until this is dropped, and its address.
 struct Serving(Child, String);
 
 impl Serving {
@@ -46,7 +46,7 @@ fn figures(json: &Path) -> Vec<Value> {
 fn both_ends_are_measured_by_one_command_and_a_kept_run_is_drawn_again() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().display().to_string();
-    // A size of which nothing is promised: this is a build with debug assertions.
+    // A size without a target: this is a build with debug assertions.
     let short = [
         "--rounds",
         "1",

@@ -1,8 +1,8 @@
-//! Reads by RDMA beside perftest's, in the virtual machine that has devices: what the transport's own code costs.
+//! Reads over RDMA beside perftest's, in the virtual machine that has devices: the cost of the transport's own code.
 //!
-//! What is promised of a release build on a quiet machine (0.9 of `ib_read_bw`, 1.15 times `ib_read_lat`; `bench/runs` has a run of the latter) is
-//! held here with a margin: this is a build with debug assertions, on a machine that is emulated and shared with other tests. The margins
-//! still fail for what the promise is meant to catch: a round trip per read too many, requests one after the other, or a system call per poll.
+//! The targets of a release build on a quiet machine (0.9 of `ib_read_bw`, 1.15 times `ib_read_lat`; `bench/runs` has a run of the latter)
+//! are checked here with a margin: this is a build with debug assertions, on an emulated machine that other tests use too. The margins
+//! still detect an additional round trip per read, requests one after the other, or a system call per poll.
 #![allow(clippy::unwrap_used)]
 
 use std::time::Duration;
@@ -21,7 +21,7 @@ fn reads_keep_up_with_perftest_in_the_virtual_machine() {
     let file = |name: &str| folder.path().join(name).display().to_string();
     let (bandwidth, latency) = (file("bandwidth.json"), file("latency.json"));
     let ends = format!("--transports verbs --rdma-source {} --rdma-reader {}", RdmaVm::address(1), RdmaVm::address(0));
-    // Both end with 1 where a release build's promise is not kept, which is not the question here.
+    // Both exit with 1 if a target of a release build is missed, which is not checked here.
     let script = format!(
         "{} {ends} --rounds 5 --millis 300 --region-mib 32 --sizes-kib 64,1024 --depths 16 --json {bandwidth}; \
          {} {ends} --rounds 5 --millis 300 --region-mib 32 --sizes 8,4096 --json {latency}; true",
@@ -41,7 +41,7 @@ fn reads_keep_up_with_perftest_in_the_virtual_machine() {
     }
 }
 
-/// The median ratio of each case, of which there are two.
+/// The median ratio of each of the two cases.
 fn ratios(file: &str, said: &str) -> Vec<(String, f64)> {
     let text = std::fs::read(file).unwrap_or_else(|error| panic!("{file}: {error}\n{said}"));
     let run: Value = serde_json::from_slice(&text).unwrap();

@@ -1,4 +1,4 @@
-//! Bytes that a client might ask. The body, and what it asserts, is in `redis/src/fuzzing.rs`.
+//! Input: bytes that a client could send. The body with its assertions is in `redis/src/fuzzing.rs`.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| remora_redis::fuzzing::command_decode(data));

@@ -1,4 +1,4 @@
-//! What somebody without the token may say to either end. The body, and what it asserts, is in `messenger/src/fuzzing.rs`.
+//! Input: what a peer without the token could send to either end. The body with its assertions is in `messenger/src/fuzzing.rs`.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| remora_messenger::fuzzing::handshake(data));

@@ -1,4 +1,4 @@
-//! A message's tag and payload. The body, and what it asserts, is in `protocol/src/fuzzing.rs`.
+//! Input: a message's tag and payload. The body with its assertions is in `protocol/src/fuzzing.rs`.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| remora_protocol::fuzzing::message(data));

@@ -1,4 +1,4 @@
-//! Bytes that might be a snapshot. The body, and what it asserts, is in `redis/src/fuzzing.rs`.
+//! Input: bytes that could be a snapshot. The body with its assertions is in `redis/src/fuzzing.rs`.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| remora_redis::fuzzing::rdb_scan(data));

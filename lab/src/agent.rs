@@ -1,6 +1,6 @@
-//! The program under test as a process: start it, read along, wait, signal, measure.
+//! The program under test as a process: start it, read its output, wait, send signals, measure.
 //!
-//! Knows nothing of what the program does: its lines and its exit status are the interface.
+//! This module does not know what the program does: its output and its exit status are the interface.
 
 use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read};
@@ -33,7 +33,7 @@ impl Agent {
         Agent::run(command)
     }
 
-    /// ... on a host of a test network.
+    /// Starts the program on a host of a test network.
     pub fn start_on<A: AsRef<OsStr>>(host: &Host, program: impl AsRef<Path>, args: &[A]) -> Result<Agent> {
         let mut command = Command::new(program.as_ref());
         command.args(args);
@@ -41,7 +41,7 @@ impl Agent {
         Agent::run(command)
     }
 
-    /// ... as prepared by the caller (environment, folder). Its input is empty, its output goes to us.
+    /// Starts a command that the caller has prepared (environment, folder). Its input is empty; its output is collected.
     pub fn run(mut command: Command) -> Result<Agent> {
         let name = Path::new(command.get_program()).file_name().unwrap_or_default().to_string_lossy().into_owned();
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -63,27 +63,27 @@ impl Agent {
         self.process.pid()
     }
 
-    /// Everything it has written so far, both streams, in the order in which we read them.
+    /// Everything that the program has written so far, both streams, in the order in which they were read.
     pub fn output(&self) -> String {
         self.heard.text(|_| true)
     }
 
-    /// Its standard output so far.
+    /// The program's standard output so far.
     pub fn stdout(&self) -> String {
         self.heard.text(|stream| stream == Stream::Stdout)
     }
 
-    /// Its standard error so far.
+    /// The program's standard error so far.
     pub fn stderr(&self) -> String {
         self.heard.text(|stream| stream == Stream::Stderr)
     }
 
-    /// Waits for a line, on either stream, that contains `part`, and returns it. Lines written before count. Fails at
-    /// once where the program ends without it.
+    /// Waits for a line that contains `part`, on either stream, and returns it. Lines that were written before count. Fails at
+    /// once if the program ends without such a line.
     pub fn wait_for_line(&mut self, part: &str, within: Duration) -> Result<String> {
         let deadline = Instant::now() + within;
         loop {
-            // Asked before we look, so that the last words of a program that ends in between are not missed.
+            // Checked before the search, so that the last lines of a program that ends in between are not missed.
             let silent = self.heard.is_over();
             if let Some(line) = self.heard.find(part) {
                 return Ok(line);
@@ -98,7 +98,7 @@ impl Agent {
         }
     }
 
-    /// Waits until it ends by itself. All that it wrote has been read by then.
+    /// Waits until the program ends by itself. All of its output has been read by then.
     pub fn wait(&mut self, within: Duration) -> Result<ExitStatus> {
         let deadline = Instant::now() + within;
         loop {
@@ -113,15 +113,15 @@ impl Agent {
         }
     }
 
-    /// Waits until it ends, and fails with its last lines unless it ended with status 0.
+    /// Waits until the program ends, and fails with its last lines unless the exit status is 0.
     pub fn wait_for_success(&mut self, within: Duration) -> Result<()> {
         let status = self.wait(within)?;
         if status.success() { Ok(()) } else { Err(self.ended_error(status)) }
     }
 
-    /// Its exit status, if it has ended.
+    /// The exit status, if the program has ended.
     pub fn ended(&mut self) -> Result<Option<ExitStatus>> {
-        // The watcher must not look at this process id any more once it is reaped.
+        // The sampler must not use this process id any more once the process is reaped.
         let mut watch = lock(&self.watch);
         let ended = self.process.ended()?;
         watch.over |= ended.is_some();
@@ -141,23 +141,23 @@ impl Agent {
         self.process.kill().map(drop)
     }
 
-    /// CPU seconds it has spent; known after its end too.
+    /// CPU seconds that the program has used; also available after its end.
     pub fn cpu_seconds(&self) -> Result<f64> {
         self.process.cpu_seconds()
     }
 
-    /// The most memory it has had resident, in bytes, shared mappings included (VmHWM); after its end what was seen last,
-    /// which is at most [`Agent::SAMPLE_TIME`] old.
+    /// Peak resident memory in bytes, including shared mappings (VmHWM). After the end it is the last sample, which is at most
+    /// [`Agent::SAMPLE_TIME`] old.
     pub fn peak_memory(&self) -> u64 {
         lock(&self.watch).now(self.pid()).memory
     }
 
-    /// The most bytes that its memfds have had pages for, as sampled.
+    /// Peak of the bytes that have pages in the program's memfds, as sampled.
     pub fn peak_memfd(&self) -> u64 {
         lock(&self.watch).now(self.pid()).memfd
     }
 
-    /// How often the peaks are sampled.
+    /// Interval between two samples of the peaks.
     pub const SAMPLE_TIME: Duration = Duration::from_millis(20);
 
     fn ended_error(&self, status: ExitStatus) -> Error {
@@ -215,11 +215,11 @@ impl Heard {
     }
 
     fn wait(&self, time: Duration) {
-        // A spurious wake-up only makes the caller look once more.
+        // A spurious wake-up only makes the caller check once more.
         drop(self.news.wait_timeout(lock(&self.state), time));
     }
 
-    /// Bounded: a grandchild that inherited the streams may hold them open for ever.
+    /// Waits for the end of both streams. Bounded: a grandchild that inherited the streams may hold them open.
     fn wait_until_over(&self, time: Duration) {
         drop(self.news.wait_timeout_while(lock(&self.state), time, |state| state.streams_ended < 2));
     }
@@ -230,7 +230,7 @@ impl Heard {
     }
 }
 
-/// Reads one stream to its end, line by line, on a thread of its own.
+/// Reads one stream to its end, line by line, on a separate thread.
 fn listen(from: impl Read + Send + 'static, stream: Stream, heard: &Arc<Heard>) {
     let heard = Arc::clone(heard);
     thread::spawn(move || {
@@ -245,7 +245,7 @@ fn listen(from: impl Read + Send + 'static, stream: Stream, heard: &Arc<Heard>) 
     });
 }
 
-/// The peaks, sampled until the process is over.
+/// The peaks, sampled until the process has ended.
 #[derive(Debug, Default)]
 struct Watch {
     over: bool,
@@ -254,10 +254,10 @@ struct Watch {
 }
 
 impl Watch {
-    /// Looks now, unless it is over.
+    /// Takes a sample, unless the process has ended.
     fn now(&mut self, pid: u32) -> &Watch {
         if !self.over {
-            // A process that has just become a zombie has no memory left to read: what was seen stays.
+            // A zombie has no memory to read: the last sample stays.
             self.memory = process::peak_memory(pid).unwrap_or_default().max(self.memory);
             let resident = process::memfds(pid).unwrap_or_default().iter().map(|memfd| memfd.resident).sum::<u64>();
             self.memfd = self.memfd.max(resident);
@@ -279,18 +279,18 @@ fn watch_over(pid: u32, watch: &Arc<Mutex<Watch>>) {
     });
 }
 
-/// A thread that panicked while it held one of these locks left nothing half done: they guard plain counts and lines.
+/// A thread that panicked while it held one of these locks left consistent data: they guard plain counts and lines.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// How long to sleep between looks at a process.
+/// Interval between two checks of a process.
 const LOOK_TIME: Duration = Duration::from_millis(10);
 
 /// How long the pipes of an ended process may stay open.
 const LAST_WORDS_TIME: Duration = Duration::from_secs(2);
 
-/// How many lines of output a message shows.
+/// Number of output lines in a message.
 const TAIL_LINES: usize = 30;
 
 #[cfg(test)]
@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_of_both_streams_are_heard_and_the_exit_status_is_known() {
+    fn lines_of_both_streams_are_read_and_the_exit_status_is_known() {
         let mut agent = shell("echo one; echo two >&2; sleep 0.1; echo three; exit 4");
         assert_eq!(agent.wait_for_line("thr", SOON).unwrap(), "three");
         assert_eq!(agent.wait(SOON).unwrap().code(), Some(4));
@@ -322,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn waiting_too_long_says_what_was_seen() {
+    fn a_wait_that_times_out_reports_the_output() {
         let mut agent = shell("echo stuck; exec sleep 60");
         let error = agent.wait_for_line("never", Duration::from_millis(200)).unwrap_err().to_string();
         assert!(error.contains("stuck"), "{error}");

@@ -1,6 +1,6 @@
 //! A small blocking client: one connection, commands and their answers in order.
 //!
-//! Not a library for applications: no reconnecting, no pool, no TLS (a server of the lab always has a plain port too).
+//! It is not a library for applications: it has no reconnecting, pool or TLS (a server of the lab always has a plain port too).
 
 use std::fmt::Debug;
 use std::io::{self, Read, Write};
@@ -28,9 +28,9 @@ pub struct Client {
     stream: Box<dyn Stream>,
     decoder: Decoder,
     chunk: Vec<u8>,
-    /// Commands encoded and not yet sent.
+    /// Commands that are encoded and not yet sent.
     unsent: Vec<u8>,
-    /// The last command, shortened: for messages.
+    /// The last command, shortened, for messages.
     last: String,
 }
 
@@ -54,15 +54,15 @@ impl Client {
         Ok(client)
     }
 
-    /// How long one read or write may take: a `DEBUG DIGEST` over a gigabyte on a busy machine has to fit.
+    /// Default time limit of one read or write: a `DEBUG DIGEST` over a gigabyte on a busy machine must fit.
     pub const TIMEOUT: Duration = Duration::from_secs(120);
 
-    /// Sets how long one read or write may take from now on.
+    /// Sets the time limit of one read or write from now on.
     pub fn timeout(&mut self, timeout: Duration) -> Result<()> {
         self.stream.timeouts(timeout).doing(|| "set a time-out")
     }
 
-    /// AUTH, as `user` or with the password alone.
+    /// Sends AUTH, as `user` or with the password alone.
     pub fn auth(&mut self, user: Option<&str>, password: &str) -> Result<()> {
         match user {
             Some(user) => self.ok(&["AUTH", user, password]),
@@ -70,7 +70,7 @@ impl Client {
         }
     }
 
-    /// One command, its answer. An error of the server is an `Err`.
+    /// Sends one command and returns its answer. An error of the server is an `Err`.
     pub fn call<A: AsRef<[u8]>>(&mut self, args: &[A]) -> Result<Frame> {
         self.send(args)?;
         match self.receive()? {
@@ -81,7 +81,7 @@ impl Client {
         }
     }
 
-    /// One command whose answer is a status; what it says doesn't matter.
+    /// Sends one command whose answer is a status, and ignores the text of the status.
     pub fn ok<A: AsRef<[u8]>>(&mut self, args: &[A]) -> Result<()> {
         match self.call(args)? {
             Frame::Simple(_) => Ok(()),
@@ -89,7 +89,7 @@ impl Client {
         }
     }
 
-    /// One command whose answer is text; none is the empty text.
+    /// Sends one command whose answer is text. A null answer is the empty text.
     pub fn text<A: AsRef<[u8]>>(&mut self, args: &[A]) -> Result<String> {
         match self.call(args)? {
             Frame::Simple(text) | Frame::Bulk(text) => Ok(String::from_utf8_lossy(&text).into_owned()),
@@ -98,7 +98,7 @@ impl Client {
         }
     }
 
-    /// One command whose answer is bytes, or none.
+    /// Sends one command whose answer is bytes or null.
     pub fn bytes<A: AsRef<[u8]>>(&mut self, args: &[A]) -> Result<Option<Vec<u8>>> {
         match self.call(args)? {
             Frame::Simple(bytes) | Frame::Bulk(bytes) => Ok(Some(bytes)),
@@ -107,7 +107,7 @@ impl Client {
         }
     }
 
-    /// One command whose answer is a number.
+    /// Sends one command whose answer is a number.
     pub fn int<A: AsRef<[u8]>>(&mut self, args: &[A]) -> Result<i64> {
         match self.call(args)? {
             Frame::Integer(number) => Ok(number),
@@ -115,7 +115,7 @@ impl Client {
         }
     }
 
-    /// One command whose answer is a list.
+    /// Sends one command whose answer is a list.
     pub fn list<A: AsRef<[u8]>>(&mut self, args: &[A]) -> Result<Vec<Frame>> {
         match self.call(args)? {
             Frame::Array(items) => Ok(items),
@@ -129,22 +129,22 @@ impl Client {
         Ok(Info::parse(&text))
     }
 
-    /// Queues a command without waiting for its answer; sent by the next [`Client::flush`] or [`Client::receive`].
+    /// Queues a command without waiting for its answer. The next [`Client::flush`] or [`Client::receive`] sends it.
     pub fn queue<A: AsRef<[u8]>>(&mut self, args: &[A]) {
         resp::command(&mut self.unsent, args);
         self.last = shortened(args);
     }
 
-    /// Bytes queued and not yet sent.
+    /// Number of bytes queued and not yet sent.
     pub fn queued(&self) -> usize {
         self.unsent.len()
     }
 
-    /// Sends what is queued.
+    /// Sends the queued commands.
     pub fn flush(&mut self) -> Result<()> {
         let sent = self.stream.write_all(&self.unsent);
         self.unsent.clear();
-        // One pipeline of big values shouldn't keep its memory for ever.
+        // A pipeline of big values should not keep its memory.
         self.unsent.shrink_to(CHUNK_BYTES);
         sent.doing(|| format!("send {:?}", self.last))
     }
@@ -155,7 +155,7 @@ impl Client {
         self.flush()
     }
 
-    /// The next answer, errors of the server as a frame.
+    /// Reads the next answer. Errors of the server are frames.
     pub fn receive(&mut self) -> Result<Frame> {
         if !self.unsent.is_empty() {
             self.flush()?;
@@ -173,7 +173,7 @@ impl Client {
         }
     }
 
-    /// Sends many commands at once; one answer for each, errors as frames.
+    /// Sends many commands at once and returns one answer for each. Errors of the server are frames.
     pub fn pipeline<A: AsRef<[u8]>>(&mut self, commands: &[Vec<A>]) -> Result<Vec<Frame>> {
         for command in commands {
             self.queue(command);
@@ -216,7 +216,7 @@ fn connect_tcp(address: SocketAddr) -> io::Result<TcpStream> {
     Ok(stream)
 }
 
-/// A command as messages show it: a few words, none of them long, no password.
+/// A command as messages show it: a few short arguments, no password.
 fn shortened<A: AsRef<[u8]>>(args: &[A]) -> String {
     let secret = args.first().is_some_and(|name| name.as_ref().eq_ignore_ascii_case(b"AUTH"));
     let shown = if secret { 1 } else { SHOWN_ARGS };
@@ -227,23 +227,23 @@ fn shortened<A: AsRef<[u8]>>(args: &[A]) -> String {
     words.join(" ")
 }
 
-/// Any bytes, readable and short.
+/// Any bytes, readable and shortened.
 pub(crate) fn shown_bytes(bytes: &[u8]) -> String {
     let cut = bytes.len().min(SHOWN_BYTES);
     let dots = if cut < bytes.len() { "…" } else { "" };
     format!("{}{dots}", bytes[..cut].escape_ascii())
 }
 
-/// One read: as much as a socket commonly has waiting.
+/// Size of one read: as much as a socket usually has available.
 const CHUNK_BYTES: usize = 64 << 10;
 
-/// A connection within one machine takes microseconds; this is for a machine with too much to do.
+/// Time limit for connecting. Within one machine it takes microseconds; the limit is for an overloaded machine.
 const CONNECT_TIME: Duration = Duration::from_secs(5);
 
-/// How many words of a command a message shows.
+/// Number of a command's arguments in a message.
 const SHOWN_ARGS: usize = 4;
 
-/// How many bytes of a word or of an answer a message shows.
+/// Number of bytes of an argument or of an answer in a message.
 const SHOWN_BYTES: usize = 60;
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
-//! Whether a replica is exact: the same data, the same history, the same place in it.
+//! Whether a replica is exact: the same data, the same history, the same offset.
 //!
-//! `DEBUG DIGEST` covers keys, values and whether a key expires, but neither the time at which it does nor functions:
-//! those are compared besides. It needs a moment of rest: stop your writers first.
+//! `DEBUG DIGEST` covers keys, values, and whether a key expires. It covers neither the time of expiry nor functions, so those
+//! are compared separately. The comparison needs idle servers: stop your writers first.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -12,18 +12,18 @@ use crate::client::{Client, shown_bytes};
 use crate::error::{Error, Result};
 use crate::server::{Server, wait_until};
 
-/// What two servers agree on.
+/// The state on which two servers agree.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Agreement {
-    /// The name of their common history.
+    /// The replid of their common history.
     pub replid: String,
-    /// How far both are in it.
+    /// The replication offset of both.
     pub offset: u64,
     /// DEBUG DIGEST of both.
     pub digest: String,
 }
 
-/// Fails the test unless the replica becomes exact within [`CALM_TIME`]; says what differs.
+/// Fails the test, with the differences, unless the replica becomes exact within [`CALM_TIME`].
 #[track_caller]
 pub fn assert_same_data(primary: &Server, replica: &Server) -> Agreement {
     match same_data(primary, replica, CALM_TIME) {
@@ -35,7 +35,7 @@ pub fn assert_same_data(primary: &Server, replica: &Server) -> Agreement {
 /// Waits until both are at the same offset of the same history, then compares everything.
 pub fn same_data(primary: &Server, replica: &Server, within: Duration) -> Result<Agreement> {
     let (mut one, mut other) = (primary.client()?, replica.client()?);
-    // A primary full of short-lived keys writes deletions for minutes and is never at rest.
+    // A primary full of short-lived keys writes deletions for minutes and is never idle.
     one.ok(&["DEBUG", "SET-ACTIVE-EXPIRE", "0"])?;
     let compared = at_rest(&mut one, &mut other, within).and_then(|(agreement, same_digest)| {
         let found = differences(&mut one, &mut other, same_digest)?;
@@ -43,28 +43,28 @@ pub fn same_data(primary: &Server, replica: &Server, within: Duration) -> Result
             return Ok(agreement);
         }
         let Agreement { replid, offset, .. } = agreement;
-        let heading = format!("{replica} is no exact copy of {primary}, both at {replid} {offset}");
+        let heading = format!("{replica} is not an exact copy of {primary}, both at {replid} {offset}");
         Err(Error::Different(format!("{heading}:\n  {}", found.join("\n  "))))
     });
-    // Where this fails, the server is gone, and so has the comparison failed.
+    // If this fails, the server has ended, and the comparison fails too.
     let _ = one.ok(&["DEBUG", "SET-ACTIVE-EXPIRE", "1"]);
     compared
 }
 
-/// A moment in which both are in the same place, and whether their digests then are the same.
+/// Waits for a moment in which both have the same offset, and returns whether their digests are equal then.
 ///
-/// Valkey's digest leaves out those fields of hashes that are over at the moment of asking, so two exact servers that are
-/// asked one after the other may differ, and go on so for as long as fields come to their time. Hence the primary is
-/// asked before and after the replica: what the replica says has to be one of the two, and where the two are the same,
-/// nothing came to its time in between and another answer of the replica is a true difference.
+/// Valkey's digest leaves out hash fields that have expired at that moment. So two exact servers that compute their digests
+/// one after the other may differ, as long as fields expire. Hence the primary's digest is taken before and after the
+/// replica's: the replica's must equal one of the two. If the primary's two digests are equal, no field expired in between,
+/// and another digest of the replica is a true difference.
 fn at_rest(one: &mut Client, other: &mut Client, within: Duration) -> Result<(Agreement, bool)> {
-    wait_until("the replica to be where its primary is", within, || {
+    wait_until("the replica to reach its primary's offset", within, || {
         let (here, there) = (place(one)?, place(other)?);
         if here != there {
             return Ok(Err(format!("primary {here:?}, replica {there:?}")));
         }
         let (before, copy, after) = (digest(one)?, digest(other)?, digest(one)?);
-        // The primary sends PINGs by itself: digests count only where both stood still around them.
+        // The primary sends PINGs by itself: digests count only if both offsets stood still around them.
         if place(one)? != here || place(other)? != there {
             return Ok(Err("both moved on while they were compared".into()));
         }
@@ -76,7 +76,7 @@ fn at_rest(one: &mut Client, other: &mut Client, within: Duration) -> Result<(Ag
     })
 }
 
-/// What differs, in words.
+/// The differences as text.
 fn differences(one: &mut Client, other: &mut Client, same_digest: bool) -> Result<Vec<String>> {
     if !same_digest {
         let mut found = vec!["the digests differ".to_owned()];
@@ -104,18 +104,18 @@ fn digest(client: &mut Client) -> Result<String> {
     client.text(&["DEBUG", "DIGEST"])
 }
 
-/// The keys that one has and the other has not, or has with another value; at most `most` of them, in words.
+/// The keys that only one server has, or that have different values; at most `most` of them, as text.
 pub fn different_keys(one: &mut Client, other: &mut Client, most: usize) -> Result<Vec<String>> {
     let mut found = Vec::new();
     for database in databases(one)?.keys().chain(databases(other)?.keys()).copied().collect::<BTreeSet<u32>>() {
         compare_database(one, other, database, most, &mut found)?;
-        // What only the other has was not met by walking the first one's keys.
+        // Walking the first server's keys does not find the keys that only the other one has.
         each_batch(other, database, |other, keys| {
             let here = ask_each(one, database, &["EXISTS"], keys)?;
             let is_absent = |frame: &Frame| *frame == Frame::Integer(0);
             let absent = keys.iter().zip(here).filter(|(_, here)| is_absent(here)).map(|(key, _)| key.clone());
             let absent: Vec<Vec<u8>> = absent.collect();
-            // Asked again, as the key may just have come to its time.
+            // Checked again, as the key may just have expired.
             let there = ask_each(other, database, &["EXISTS"], &absent)?;
             for (key, _) in absent.iter().zip(there).filter(|(_, there)| !is_absent(there)) {
                 note(&mut found, most, format!("db {database}, {}: only the replica has it", shown_bytes(key)));
@@ -145,7 +145,7 @@ fn described(client: &mut Client, key: &[u8]) -> Result<String> {
     Ok(if kind == "none" { "missing".into() } else { format!("{kind} ({encoding}, pttl {left})") })
 }
 
-/// Keys that expire at another time; a key that is just expiring is passed over.
+/// Keys with a different time of expiry. A key that expires at this moment is ignored.
 fn different_expiries(one: &mut Client, other: &mut Client, most: usize) -> Result<Vec<String>> {
     let mut found = Vec::new();
     for (database, expires) in databases(one)? {
@@ -168,7 +168,7 @@ fn different_expiries(one: &mut Client, other: &mut Client, most: usize) -> Resu
     Ok(found)
 }
 
-/// Function libraries that one has and the other has not, code included.
+/// Function libraries that only one server has, including their code.
 fn different_functions(one: &mut Client, other: &mut Client) -> Result<Vec<String>> {
     let libraries = |client: &mut Client| -> Result<BTreeSet<String>> {
         let list = client.list(&["FUNCTION", "LIST", "WITHCODE"])?;
@@ -177,11 +177,11 @@ fn different_functions(one: &mut Client, other: &mut Client) -> Result<Vec<Strin
     let (left, right) = (libraries(one)?, libraries(other)?);
     Ok(left
         .symmetric_difference(&right)
-        .map(|library| format!("one alone has this function library: {library}"))
+        .map(|library| format!("only one server has this function library: {library}"))
         .collect())
 }
 
-/// The databases that hold keys, and how many of the keys in each expire.
+/// The databases that hold keys, and how many keys of each expire.
 fn databases(client: &mut Client) -> Result<BTreeMap<u32, u64>> {
     let keyspace = client.info("keyspace")?;
     let expires = |line: &str| line.split(',').find_map(|part| part.strip_prefix("expires=")?.parse().ok());
@@ -200,7 +200,7 @@ fn each_batch(
     loop {
         let mut answer = client.list(&["SCAN", &cursor, "COUNT", SCAN_COUNT])?.into_iter();
         let (Some(next), Some(Frame::Array(keys))) = (answer.next(), answer.next()) else {
-            return Err(Error::Garbled("SCAN's answer is no cursor and list".into()));
+            return Err(Error::Garbled("SCAN's answer is not a cursor and a list".into()));
         };
         let keys: Vec<Vec<u8>> = keys.into_iter().filter_map(|key| key.into_bytes().ok()).collect();
         cursor = next.as_str().unwrap_or("0").to_owned();
@@ -210,7 +210,7 @@ fn each_batch(
     }
 }
 
-/// The same question for each key, in one pipeline.
+/// Sends the same command for each key, in one pipeline.
 fn ask_each(client: &mut Client, database: u32, question: &[&str], keys: &[Vec<u8>]) -> Result<Vec<Frame>> {
     client.ok(&["SELECT", &database.to_string()])?;
     let ask = |key: &Vec<u8>| question.iter().map(|word| word.as_bytes().to_vec()).chain([key.clone()]).collect();
@@ -223,14 +223,14 @@ fn note(found: &mut Vec<String>, most: usize, what: String) {
     }
 }
 
-/// How long a replica may take to be where its primary is, once nobody writes any more.
+/// How long a replica may take to reach its primary's offset once no client writes any more.
 pub const CALM_TIME: Duration = Duration::from_secs(60);
 
-/// How many differences a message shows.
+/// Number of differences in a message.
 const MOST_SHOWN: usize = 10;
 
 /// Keys per SCAN.
 const SCAN_COUNT: &str = "1000";
 
-/// PEXPIRETIME of a key that is not there.
+/// PEXPIRETIME of a missing key.
 const KEY_IS_GONE: i64 = -2;

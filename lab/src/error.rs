@@ -1,19 +1,19 @@
 //! Why the lab could not do what a test asked of it.
 //!
-//! Sorted by who can act on it: the machine lacks something (run the set-up), a process did not do its part (read the
-//! tail of what it wrote), a server refused a command (read its words), two servers differ (the very thing a test is for).
+//! Sorted by who can act on it: the machine lacks something (run the set-up), a process failed (read the end of its output), a
+//! server refused a command (read its answer), two servers differ (which is what the test looks for).
 
 use std::fmt::Display;
 use std::io;
 use std::time::Duration;
 
-/// Every way in which the lab fails. Tests mostly `unwrap` it: its `Display` is written to be read in a test's output.
+/// Every error of the lab. Tests mostly `unwrap` it; its `Display` is written for a test's output.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// This machine has not got a program or a right that the lab needs.
+    /// This machine lacks a program or a right that the lab needs.
     #[error("this machine lacks {what}; {how}")]
     Missing {
-        /// What is lacking.
+        /// What is missing.
         what: String,
         /// How to get it.
         how: String,
@@ -26,16 +26,16 @@ pub enum Error {
         who: String,
         /// Exit status, in words.
         status: String,
-        /// Last lines of its output.
+        /// The last lines of its output.
         tail: String,
     },
 
-    /// Something that was waited for did not happen in time.
+    /// An expected event did not happen in time.
     #[error("waited {waited:?} for {what}; the last that was seen:\n{tail}")]
     TooLate {
-        /// What was waited for.
+        /// The expected event.
         what: String,
-        /// How long.
+        /// How long the lab waited.
         waited: Duration,
         /// Last lines of output, or the last state seen.
         tail: String,
@@ -46,22 +46,22 @@ pub enum Error {
     Refused {
         /// The command, shortened.
         command: String,
-        /// The server's own words.
+        /// The server's answer.
         reply: String,
     },
 
-    /// A server answered a command with something else than that command's kind of answer.
+    /// A server answered a command with an unexpected type.
     #[error("the server answered {command:?} with {reply}, which is no {wanted}")]
     Unexpected {
         /// The command, shortened.
         command: String,
-        /// What came, shortened.
+        /// The answer, shortened.
         reply: String,
-        /// What was wanted.
+        /// The expected type.
         wanted: &'static str,
     },
 
-    /// What came is not RESP.
+    /// An answer is not RESP.
     #[error("what the server sent is not RESP: {0}")]
     Garbled(String),
 
@@ -69,22 +69,22 @@ pub enum Error {
     #[error("{0}")]
     Different(String),
 
-    /// The system refused something.
+    /// A system call failed.
     #[error("{doing}: {source}")]
     Io {
-        /// What was being done.
+        /// What the lab was doing.
         doing: String,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
 }
 
-/// The lab's result.
+/// The result of the lab's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Says what was being done when the system refused it.
+/// Adds to an error of the system what was being done.
 pub(crate) trait Doing<T> {
-    /// Turns the system's error into ours; `doing` completes "could not …".
+    /// Converts the system's error; `doing` completes "could not …".
     fn doing<D: Display>(self, doing: impl FnOnce() -> D) -> Result<T>;
 }
 

@@ -1,4 +1,4 @@
-//! How fast a network is, by a judge that is not ours: iperf3.
+//! The speed of a network, measured by an independent program: iperf3.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::process::{Command, Stdio};
@@ -13,7 +13,7 @@ use crate::scratch;
 /// Bytes per second that one TCP connection carries from one host to another; `None` for this machine's loopback.
 ///
 /// # Errors
-/// [`Error::Missing`] where iperf3 is not installed.
+/// [`Error::Missing`] if iperf3 is not installed.
 pub fn bandwidth(from_to: Option<(&Host, &Host)>, time: Duration) -> Result<f64> {
     let (from, to) = from_to.unzip();
     let address = to.map_or(IpAddr::V4(Ipv4Addr::LOCALHOST), Host::address).to_string();
@@ -25,7 +25,7 @@ pub fn bandwidth(from_to: Option<(&Host, &Host)>, time: Duration) -> Result<f64>
     let seconds = time.as_secs().max(1).to_string();
     let deadline = Instant::now() + START_TIME;
     loop {
-        // It does not say when it listens, so it is tried.
+        // The server does not say when it listens, so the client tries until it does.
         thread::sleep(TRY_EVERY);
         let mut client = iperf3(from, &["-c", &address, "-p", &port, "-t", &seconds, "-J"])?;
         let output = client.output().map_err(|error| missing(&error))?;
@@ -58,8 +58,8 @@ fn missing(error: &dyn std::fmt::Display) -> Error {
     Error::Missing { what: format!("the program iperf3 ({error})"), how: "run `make setup`".into() }
 }
 
-/// How long it may take until its server listens.
+/// How long the server may take to listen.
 const START_TIME: Duration = Duration::from_secs(5);
 
-/// How often that is tried.
+/// Interval between two tries.
 const TRY_EVERY: Duration = Duration::from_millis(50);

@@ -1,4 +1,4 @@
-//! Real servers, steady writers, cut cables: what the tests, the demo and the benchmarks stand on.
+//! Real servers, steady writers and test networks, for the tests, the demo and the benchmarks.
 //!
 //! ```text
 //!   a test ──starts──▶ Server (primary) ◀──writes── Workload          one process each, killed with the test
@@ -8,25 +8,25 @@
 //!     └────asks────▶ assert_same_data(primary, replica)
 //! ```
 //!
-//! What it is not: a mock of anything (servers are the shipped ones, packets go through the kernel), nor a part of
-//! Remora: nothing of ours but the RESP codec is used here, so that a bug of ours cannot hide itself. Blocking and plain
-//! on purpose; threads where two things happen at once.
+//! The lab mocks nothing: servers are the shipped ones, packets go through the kernel. It is not a part of Remora either: it uses
+//! only our RESP codec, so that our own bugs cannot hide themselves. It is blocking and simple on purpose, with threads where two
+//! things happen at once.
 //!
-//! The modules, in the order one should meet them:
+//! The modules, in the order in which to read them:
 //!
 //! - [`server`]: start a Redis or Valkey. **Start here.**
 //! - [`client`]: talk to it.
-//! - [`agent`]: start the program under test, read along, wait, signal, measure.
-//! - [`workload`]: a writer that never rests, and a data set with every type in it.
-//! - [`compare`]: whether a replica is exact, and what differs where it isn't.
-//! - [`require`]: what a test needs of its machine, and how it is passed over where that is missing.
-//! - [`tls`]: certificates made on the spot.
-//! - [`net`]: hosts as network namespaces, with cables to cut, to slow down, to make lossy; rates are measured by iperf3 ([`iperf`]).
-//! - [`rdma`]: a machine that has RDMA devices, emulated, for what a host without any can't run.
-//! - [`process`], [`scratch`], [`random`]: what these stand on.
+//! - [`agent`]: start the program under test, read its output, wait, send signals, measure.
+//! - [`workload`]: a writer at full speed, and a data set with every type in it.
+//! - [`compare`]: whether a replica is exact, and what differs if not.
+//! - [`require`]: what a test needs of its machine, and how it is skipped if that is missing.
+//! - [`tls`]: certificates, generated for each test.
+//! - [`net`]: hosts as network namespaces, with cables to cut, slow down and make lossy; [`iperf`] measures their rates.
+//! - [`rdma`]: an emulated machine with RDMA devices, for tests on hosts that have none.
+//! - [`process`], [`scratch`], [`random`]: the foundations of the others.
 //!
-//! The crate's unsafe code is three calls, all about what happens between fork and exec or on a thread that changes its
-//! network namespace; each says why it is right.
+//! The crate's unsafe code is three calls, between fork and exec or on a thread that changes its network namespace. Each has a
+//! comment that says why it is sound.
 
 pub mod agent;
 pub mod client;

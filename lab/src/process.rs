@@ -1,10 +1,10 @@
-//! Processes of the lab's own: started so that none outlives the test, measured through `/proc`.
+//! Child processes: started so that none outlives the test, and measured through `/proc`.
 //!
-//! Not a supervisor: one process, one owner. [`crate::Server`] and [`crate::Agent`] are built on it.
+//! This is not a supervisor: one process has one owner. [`crate::Server`] and [`crate::Agent`] are built on it.
 //!
-//! A child asks the kernel to be killed when its parent goes (`PR_SET_PDEATHSIG`), so that a test killed by `kill -9` or
-//! a time-out leaves no server behind. The kernel's "parent" is the *thread* that forked, and the test harness ends a
-//! thread with every test: so all children are forked by one thread, the nursery, which lives as long as the process.
+//! A child asks the kernel to kill it when its parent ends (`PR_SET_PDEATHSIG`), so a test that ends by `kill -9` or a
+//! time-out leaves no server behind. The kernel's "parent" is the *thread* that forked, and the test harness ends a thread with
+//! every test. So one thread forks all children, the nursery, which runs as long as the process.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -21,7 +21,7 @@ use rustix::process::{Pid, Signal, WaitId, WaitIdOptions};
 
 use crate::error::{Doing, Error, Result};
 
-/// One child process that dies with its owner, at the latest with the whole test.
+/// One child process. It is killed when its owner is dropped, at the latest with the whole test.
 #[derive(Debug)]
 pub struct Process {
     name: String,
@@ -32,7 +32,7 @@ pub struct Process {
 #[derive(Debug)]
 enum State {
     Running(Child),
-    /// Reaped: its id may belong to somebody else by now and must not be used any more.
+    /// Reaped: the id may belong to another process by now and must not be used any more.
     Ended {
         status: ExitStatus,
         cpu: f64,
@@ -40,7 +40,7 @@ enum State {
 }
 
 impl Process {
-    /// Starts `command` in a process group of its own (a Ctrl-C at the terminal reaches the test, not its servers).
+    /// Starts `command` in its own process group, so that a Ctrl-C at the terminal reaches the test, not its servers.
     pub fn start(name: impl Into<String>, mut command: Command) -> Result<(Process, Pipes)> {
         let name = name.into();
         command.process_group(0);
@@ -49,7 +49,7 @@ impl Process {
         Ok((Process { name, pid: child.id(), state: State::Running(child) }, pipes))
     }
 
-    /// The process id. After the end it is history only.
+    /// The process id. After the end of the process, use it in messages only.
     pub fn pid(&self) -> u32 {
         self.pid
     }
@@ -59,13 +59,13 @@ impl Process {
         format!("{} (pid {})", self.name, self.pid)
     }
 
-    /// The exit status, if it has ended. Reaps it; the CPU time stays known.
+    /// The exit status, if the process has ended. Reaps it; the CPU time stays available.
     pub fn ended(&mut self) -> Result<Option<ExitStatus>> {
         let child = match &mut self.state {
             State::Ended { status, .. } => return Ok(Some(*status)),
             State::Running(child) => child,
         };
-        // Looked at without reaping first: a zombie still has its CPU times in /proc.
+        // Checked without reaping first: a zombie still has its CPU times in /proc.
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
         let seen = rustix::process::waitid(WaitId::Pid(pid_of(self.pid)?), options)
             .doing(|| format!("look after {} (pid {})", self.name, self.pid))?;
@@ -78,7 +78,7 @@ impl Process {
         Ok(Some(status))
     }
 
-    /// Waits for the end. `None`: still running after `within`.
+    /// Waits for the end. `None` if the process still runs after `within`.
     pub fn wait(&mut self, within: Duration) -> Result<Option<ExitStatus>> {
         let deadline = Instant::now() + within;
         loop {
@@ -92,22 +92,22 @@ impl Process {
         }
     }
 
-    /// Sends a signal; nothing happens where the process has ended.
+    /// Sends a signal. Does nothing if the process has ended.
     pub fn signal(&mut self, signal: Signal) -> Result<()> {
         if self.ended()?.is_some() {
             return Ok(());
         }
-        // Not reaped (looked at just now, and only `ended` reaps): the id is still ours.
+        // Not reaped (checked just now, and only `ended` reaps): the id still belongs to this child.
         rustix::process::kill_process(pid_of(self.pid)?, signal)
             .doing(|| format!("send {signal:?} to {} (pid {})", self.name, self.pid))
     }
 
-    /// `kill -9` for it and whatever it has forked, and waits until it is gone.
+    /// Sends SIGKILL to the process and all its descendants, and waits until it has ended.
     pub fn kill(&mut self) -> Result<ExitStatus> {
         if let Some(status) = self.ended()? {
             return Ok(status);
         }
-        // Not reaped yet, so the group's id, which is its leader's, is still ours.
+        // Not reaped yet, so the group's id, which is its leader's, still belongs to this child.
         rustix::process::kill_process_group(pid_of(self.pid)?, Signal::KILL)
             .doing(|| format!("kill {}", self.who()))?;
         self.wait(KILL_TIME)?.ok_or_else(|| Error::TooLate {
@@ -117,7 +117,7 @@ impl Process {
         })
     }
 
-    /// CPU seconds spent so far, user and system, with those of children it has waited for. Known after the end too.
+    /// CPU seconds used so far, user and system, with those of children it has waited for. Also available after the end.
     pub fn cpu_seconds(&self) -> Result<f64> {
         match &self.state {
             State::Ended { cpu, .. } => Ok(*cpu),
@@ -128,12 +128,12 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // In a drop there is nobody to tell; what could remain dies with us by the parent-death signal.
+        // A drop cannot report an error; the parent-death signal kills what could remain.
         let _ = self.kill();
     }
 }
 
-/// The ends of a child's output that its command asked for as pipes.
+/// The ends of a child's output that its command requested as pipes.
 #[derive(Debug)]
 pub struct Pipes {
     /// Standard output.
@@ -142,12 +142,12 @@ pub struct Pipes {
     pub stderr: Option<std::process::ChildStderr>,
 }
 
-/// Starts a command so that it is killed when this whole process goes. `Process` is the comfortable way.
+/// Starts a command so that it is killed when this process ends. Most callers want `Process` instead.
 pub fn spawn(mut command: Command) -> io::Result<Child> {
     let parent = rustix::process::getpid();
     let die_with_parent = move || {
         rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-        // The parent may have gone between fork and prctl; then no signal comes any more.
+        // The parent may have ended between fork and prctl; then no signal would come.
         if rustix::process::getppid() != Some(parent) {
             return Err(io::Error::from_raw_os_error(rustix::io::Errno::SRCH.raw_os_error()));
         }
@@ -168,14 +168,14 @@ struct Birth {
     reply: mpsc::Sender<io::Result<Child>>,
 }
 
-/// The thread that forks every child; see the head of this file.
+/// The thread that forks every child; see the module's documentation.
 fn nursery() -> &'static mpsc::Sender<Birth> {
     static NURSERY: OnceLock<mpsc::Sender<Birth>> = OnceLock::new();
     NURSERY.get_or_init(|| {
         let (sender, births) = mpsc::channel::<Birth>();
         thread::spawn(move || {
             for Birth { mut command, reply } in births {
-                // Whoever asked has gone: the child's handle is dropped, the child dies with us.
+                // The caller has gone: the child's handle is dropped, and the child is killed with this process.
                 let _ = reply.send(command.spawn());
             }
         });
@@ -183,26 +183,26 @@ fn nursery() -> &'static mpsc::Sender<Birth> {
     })
 }
 
-/// CPU seconds of a process, user and system, with those of children that it has waited for (the fork children of a
-/// server, once they have ended; one that is still running isn't counted).
+/// CPU seconds of a process, user and system, with those of children that it has waited for (such as a server's fork children
+/// that have ended; a running child does not count).
 pub fn cpu_seconds(pid: u32) -> io::Result<f64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    // The second field is the program's name in brackets, which may hold spaces and brackets itself.
+    // The second field is the program's name in brackets, which may contain spaces and brackets.
     let numbers = stat.rsplit_once(')').map(|(_, rest)| rest).unwrap_or_default();
-    // utime, stime, cutime, cstime are fields 14 to 17 counted from 1; two went away with the name.
+    // utime, stime, cutime, cstime are fields 14 to 17 counted from 1; the first two were split off with the name.
     let ticks: Vec<f64> = numbers.split_whitespace().skip(11).take(4).filter_map(|field| field.parse().ok()).collect();
     if ticks.len() != 4 {
-        return Err(io::Error::other(format!("/proc/{pid}/stat is not as proc(5) says")));
+        return Err(io::Error::other(format!("/proc/{pid}/stat does not have the format of proc(5)")));
     }
     Ok(ticks.iter().sum::<f64>() / rustix::param::clock_ticks_per_second() as f64)
 }
 
-/// The most memory a process has had resident at any time, in bytes (`VmHWM`); shared mappings count.
+/// Peak resident memory of a process, in bytes (`VmHWM`), including shared mappings.
 pub fn peak_memory(pid: u32) -> io::Result<u64> {
     status_bytes(pid, "VmHWM:")
 }
 
-/// The memory that a process has resident now and shares with no file or memfd, in bytes (`RssAnon`).
+/// Resident memory of a process that is not shared with a file or memfd, in bytes (`RssAnon`).
 pub fn private_memory(pid: u32) -> io::Result<u64> {
     status_bytes(pid, "RssAnon:")
 }
@@ -221,20 +221,20 @@ fn status_bytes(pid: u32, field: &str) -> io::Result<u64> {
 /// One memory file that a process holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Memfd {
-    /// The name it was made with.
+    /// The name with which it was created.
     pub name: String,
     /// Its length in bytes.
     pub length: u64,
-    /// Bytes of it that have pages behind them.
+    /// The bytes that have pages.
     pub resident: u64,
 }
 
-/// The memory files that a process has open, each once however many descriptors stand for it.
+/// The memory files that a process has open, each once, however many descriptors refer to it.
 pub fn memfds(pid: u32) -> io::Result<Vec<Memfd>> {
     let mut found = BTreeMap::new();
     for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
         let path = entry?.path();
-        // A descriptor may be closed while we look: then it isn't there.
+        // A descriptor may be closed meanwhile: then it is ignored.
         let (Ok(target), Ok(facts)) = (fs::read_link(&path), fs::metadata(&path)) else { continue };
         let target = target.to_string_lossy().into_owned();
         let Some(name) = target.strip_prefix("/memfd:") else { continue };
@@ -245,7 +245,7 @@ pub fn memfds(pid: u32) -> io::Result<Vec<Memfd>> {
     Ok(found.into_values().collect())
 }
 
-/// An exit status in words: "exit status 3", "killed by signal 9".
+/// An exit status as text: "exit status 3", "killed by signal 9".
 pub fn in_words(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
         (Some(code), _) => format!("exit status {code}"),
@@ -261,13 +261,13 @@ fn pid_of(pid: u32) -> Result<Pid> {
     })
 }
 
-/// How often a waited-for process is looked at: short beside what tests measure, long beside the look itself.
+/// Interval between two checks of a process: short beside what tests measure, long beside the check itself.
 const POLL: Duration = Duration::from_millis(5);
 
-/// How long a killed process may take to be gone. Freeing tens of gigabytes takes seconds.
+/// How long a killed process may take to end. Freeing tens of gigabytes takes seconds.
 const KILL_TIME: Duration = Duration::from_secs(30);
 
-/// The unit of `st_blocks`, in bytes, whatever the file system's own block size is: stat(2).
+/// The unit of `st_blocks`, in bytes, whatever the block size of the file system: stat(2).
 const STAT_BLOCK: u64 = 512;
 
 #[cfg(test)]
@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_started_by_a_thread_that_ends_lives_on() {
+    fn a_process_outlives_the_thread_that_started_it() {
         let mut process = thread::spawn(|| shell("sleep 60")).join().unwrap();
         thread::sleep(Duration::from_millis(50));
         assert_eq!(process.ended().unwrap(), None);

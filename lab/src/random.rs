@@ -1,17 +1,17 @@
-//! Random numbers that come again with their seed: workloads and data sets are replayed by it.
+//! Random numbers that a seed reproduces: workloads and data sets are replayed with it.
 //!
 //! Not for secrets: [`crate::scratch::token_file`] asks the system for those.
 
-/// xoshiro256++ by Blackman and Vigna: small, fast, good enough to look like noise to a compressor.
+/// xoshiro256++ by Blackman and Vigna: small, fast, and random enough that a compressor finds nothing.
 #[derive(Clone, Debug)]
 pub struct Random {
     state: [u64; 4],
 }
 
 impl Random {
-    /// The sequence that belongs to `seed`.
+    /// The sequence of this seed.
     pub fn new(seed: u64) -> Random {
-        // The four words come out of splitmix64, as its authors advise: they are never all zero.
+        // The four words come from splitmix64, as its authors advise: they are never all zero.
         let mut word = seed;
         Random {
             state: std::array::from_fn(|_| {
@@ -38,7 +38,7 @@ impl Random {
         result
     }
 
-    /// A number below `bound` (0 where that is 0). The bias of the multiplication is below what any test here can see.
+    /// A number below `bound` (0 if `bound` is 0). The bias of the multiplication is too small for any test here.
     pub fn below(&mut self, bound: u64) -> u64 {
         ((u128::from(self.word()) * u128::from(bound)) >> 64) as u64
     }
@@ -48,12 +48,12 @@ impl Random {
         low + self.below(high.saturating_sub(low).saturating_add(1))
     }
 
-    /// True once in `times`.
+    /// True once in `times` calls, on average.
     pub fn one_in(&mut self, times: u64) -> bool {
         self.below(times) == 0
     }
 
-    /// Bytes that no compressor makes smaller.
+    /// Incompressible bytes.
     pub fn bytes(&mut self, length: usize) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(length + 8);
         while bytes.len() < length {
@@ -64,7 +64,7 @@ impl Random {
     }
 }
 
-/// The seed of this run: `REMORA_SEED` where that is set, else a new one. Printed, so that a failure can be replayed.
+/// The seed of this run: `REMORA_SEED` if set, else a new one. It is printed, so that a failure can be replayed.
 pub fn seed(what: &str) -> u64 {
     let seed = std::env::var(SEED_VARIABLE)
         .ok()
@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn bounds_hold_and_both_ends_are_met() {
+    fn bounds_hold_and_both_ends_occur() {
         let mut random = Random::new(1);
         let drawn: Vec<u64> = (0..1000).map(|_| random.between(3, 6)).collect();
         assert_eq!((drawn.iter().min(), drawn.iter().max()), (Some(&3), Some(&6)));

@@ -1,10 +1,10 @@
-//! A small machine that has RDMA devices: Debian's kernel in QEMU with Soft-RoCE, this host's files, and one command in it.
+//! A small machine with RDMA devices: Debian's kernel in QEMU with Soft-RoCE, this host's files, and one command.
 //!
-//! Not a service that one talks to: it boots, runs the command, and is gone. Everything is in the script `lab/rdma-vm/rdma-vm`, whose
-//! README says what is in the guest; here a test finds it, has it built, and bounds it.
+//! The machine is not a service: it boots, runs the command, and ends. The script `lab/rdma-vm/rdma-vm` does the work, and its
+//! README describes the guest. This module finds the script, prepares the machine, and sets its limits.
 //!
-//! A test that runs in there is an ordinary one of the same program, marked `#[ignore]` for the host: the one that is not ignored boots
-//! the machine once and has the program run the ignored ones.
+//! A test that runs in the machine is an ordinary test of the same program, marked `#[ignore]` for the host. One test that is not
+//! ignored boots the machine once and runs the ignored tests there.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -23,10 +23,10 @@ pub struct RdmaVm {
 }
 
 impl RdmaVm {
-    /// Gets what it is made of, once per machine; after that it takes no time.
+    /// Downloads and builds the machine's parts, once per host. Later calls take no time.
     ///
     /// # Errors
-    /// [`Error::Missing`], with what this machine lacks.
+    /// [`Error::Missing`], with what this host lacks.
     pub fn ready() -> Result<RdmaVm> {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("rdma-vm/rdma-vm");
         let mut command = Command::new(&script);
@@ -39,21 +39,21 @@ impl RdmaVm {
         Ok(RdmaVm { script, nodes: 1, limit: Duration::from_secs(240), writable: Vec::new() })
     }
 
-    /// So many nodes, 1 to 9: each an RDMA device of its own, with the address [`RdmaVm::address`].
+    /// Sets the number of nodes, 1 to 9: each has its own RDMA device, with the address [`RdmaVm::address`].
     #[must_use]
     pub fn nodes(mut self, nodes: u8) -> RdmaVm {
         self.nodes = nodes;
         self
     }
 
-    /// Ends it after this time, booting included.
+    /// Sets a time limit, which includes booting.
     #[must_use]
     pub fn limit(mut self, limit: Duration) -> RdmaVm {
         self.limit = limit;
         self
     }
 
-    /// What is written below `folder` is kept.
+    /// Keeps what is written below `folder`.
     #[must_use]
     pub fn writable(mut self, folder: &Path) -> RdmaVm {
         self.writable.push(folder.to_owned());
@@ -70,28 +70,28 @@ impl RdmaVm {
         std::env::var_os("RDMA_VM").is_some()
     }
 
-    /// Boots it, runs `command` there (program and arguments, literally), and waits for its end. Its output is in `stdout`; where the
-    /// machine itself failed, its console is in `stderr`.
+    /// Boots the machine, runs `command` there (program and arguments, without a shell), and waits for its end. The command's output
+    /// is in `stdout`. If the machine itself failed, its console is in `stderr`.
     ///
     /// # Errors
-    /// [`Error::Io`] if it can't be started.
+    /// [`Error::Io`] if the machine cannot be started.
     pub fn run(&self, command: &[&str]) -> Result<Output> {
         let mut run = Command::new(&self.script);
         run.args(["-n", &self.nodes.to_string(), "-t", &self.limit.as_secs().to_string(), "-m", "3072"]);
         for folder in &self.writable {
             run.arg("-w").arg(folder);
         }
-        // Inside there is no network of packages: a test that has to be skipped there is a mistake, whoever runs it.
+        // The guest has no package network: a test that is skipped there is a mistake, in CI or not.
         run.args(["-e", "CI=true", "-e", "RUST_BACKTRACE", "-e", "REMORA_LOG", "--"]).args(command);
         run.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let machine = process::spawn(run).doing(|| format!("start {}", self.script.display()))?;
         machine.wait_with_output().doing(|| format!("wait for {}", self.script.display()))
     }
 
-    /// Runs the ignored tests of the program that calls this, those whose names begin with `prefix`, and says how many passed.
+    /// Runs the ignored tests of the calling program whose names begin with `prefix`, and returns how many passed.
     ///
     /// # Panics
-    /// If one fails, or none is found: with everything that was printed.
+    /// If a test fails, or none is found; the message contains the whole output.
     pub fn run_ignored_tests(&self, prefix: &str, at_once: u8) -> usize {
         let this_program = std::env::current_exe().unwrap_or_default();
         let at_once = format!("--test-threads={at_once}");
@@ -102,7 +102,7 @@ impl RdmaVm {
         let mut ran = run();
         if !ran.status.success() && String::from_utf8_lossy(&ran.stderr).contains(KERNEL_HUNG) {
             eprintln!(
-                "the machine's own kernel hung (Soft-RoCE of Linux 6.1 has been seen to): once more, in another one"
+                "the guest's kernel hung (this happens with Soft-RoCE of Linux 6.1): trying once more in a new machine"
             );
             ran = run();
         }
@@ -115,5 +115,5 @@ impl RdmaVm {
     }
 }
 
-/// What the guest's kernel says of a task that it does not let go of, whatever the program does: no fault of the program's.
+/// What the guest's kernel logs about a task that it blocks. The program under test cannot cause it.
 const KERNEL_HUNG: &str = "blocked for more than";

@@ -1,7 +1,7 @@
-//! What a test needs of its machine, and what happens where the machine hasn't got it.
+//! What a test needs of its machine, and what happens if the machine lacks it.
 //!
-//! On a developer's machine the test says loudly what is missing and how to get it, and is passed over. Under `CI=true`
-//! a skipped test is a failure: a green run there means that everything ran.
+//! On a developer's machine the test prints what is missing and how to get it, and is skipped. Under `CI=true` a skipped test is
+//! a failure: a green run there means that every test ran.
 //!
 //! ```no_run
 //! # use remora_lab::{Kind, require};
@@ -22,12 +22,12 @@ pub fn valkey() -> Option<Kind> {
     kind(Kind::Valkey9)
 }
 
-/// Every kind of server that is here; one that isn't is said to be skipped.
+/// Every kind of server that is installed. A missing kind is reported as skipped.
 pub fn kinds() -> Vec<Kind> {
     Kind::ALL.into_iter().filter_map(kind).collect()
 }
 
-/// That kind of server.
+/// The given kind of server.
 pub fn kind(kind: Kind) -> Option<Kind> {
     match kind.binary() {
         Ok(_) => Some(kind),
@@ -35,12 +35,12 @@ pub fn kind(kind: Kind) -> Option<Kind> {
     }
 }
 
-/// That we are root.
+/// Root rights.
 pub fn root() -> Option<()> {
     if rustix::process::geteuid().is_root() { Some(()) } else { skip("needs root; run the tests as root or by sudo") }
 }
 
-/// Network namespaces: root, the `ip` program, and a kernel that lets us.
+/// Network namespaces: root, the `ip` program, and a kernel that allows them.
 pub fn namespaces() -> Option<()> {
     root()?;
     match net::Net::new() {
@@ -49,13 +49,13 @@ pub fn namespaces() -> Option<()> {
     }
 }
 
-/// Limits of rate in a namespace: besides namespaces, the `tc` program and the kernel's token bucket.
+/// Rate limits in a namespace: besides namespaces, the `tc` program and the kernel's token bucket.
 pub fn shaping() -> Option<()> {
     namespaces()?;
     probe(|host| host.shape(net::Shape::rate(1 << 20)))
 }
 
-/// Loss in a namespace: besides namespaces, the `nft` program and the kernel's numbers by chance.
+/// Loss in a namespace: besides namespaces, the `nft` program and the kernel's random numbers.
 pub fn loss() -> Option<()> {
     namespaces()?;
     probe(|host| host.lossy(net::Loss::percent(1.0).unwrap_or_default()))
@@ -74,7 +74,7 @@ fn probe(what: impl FnOnce(&net::Host) -> crate::Result<()>) -> Option<()> {
     }
 }
 
-/// The virtual machine with RDMA devices: an x86-64 machine with QEMU. Gets it ready, which takes a while the first time.
+/// The virtual machine with RDMA devices: an x86-64 machine with QEMU. Prepares it, which takes a while the first time.
 pub fn rdma_vm() -> Option<RdmaVm> {
     match RdmaVm::ready() {
         Ok(machine) => Some(machine),
@@ -82,11 +82,11 @@ pub fn rdma_vm() -> Option<RdmaVm> {
     }
 }
 
-/// Says that a test is passed over. With `CI=true` it fails instead.
+/// Reports that a test is skipped. With `CI=true` the test fails instead.
 pub fn skip<T>(why: &str) -> Option<T> {
     let test = std::thread::current().name().unwrap_or("a test").to_owned();
     assert!(!in_ci(), "{test} cannot run, and with CI=true that is a failure: {why}");
-    // Straight to the terminal: `eprintln!` would be swallowed by the harness, as the test passes.
+    // Directly to the terminal: the harness hides `eprintln!`, because the test passes.
     let mut terminal = std::io::stderr().lock();
     let _ = std::io::Write::write_all(&mut terminal, format!("\nSKIPPED: {test}: {why}\n").as_bytes());
     None

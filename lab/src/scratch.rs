@@ -1,4 +1,4 @@
-//! Things that vanish with the test that made them: folders, ports, token files.
+//! Resources that are removed with their test: folders, ports, token files.
 
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -10,19 +10,19 @@ use tempfile::TempDir;
 
 use crate::error::{Doing, Result};
 
-/// A new empty folder, gone when dropped. `what` stands in its name.
+/// A new empty folder, removed when dropped. Its name contains `what`.
 pub fn folder(what: &str) -> Result<TempDir> {
     tempfile::Builder::new().prefix(&format!("remora-{what}-")).tempdir().doing(|| "make a temporary folder")
 }
 
-/// A loopback port that nobody listens on at this moment. Another process may take it before you do: whoever needs it
-/// for sure binds port 0 himself, or tries again as [`crate::Server`] does.
+/// A loopback port on which no process listens at this moment. Another process may bind it before the caller does. A caller that
+/// cannot accept that binds port 0, or tries again as [`crate::Server`] does.
 pub fn free_port() -> Result<u16> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).doing(|| "find a free port")?;
     Ok(listener.local_addr().doing(|| "find a free port")?.port())
 }
 
-/// Writes a new random token of 64 hexadecimal digits, readable by its owner alone, into `folder`.
+/// Writes a new random token of 64 hexadecimal digits into `folder`, readable by its owner only.
 pub fn token_file(folder: &Path) -> Result<PathBuf> {
     let mut secret = [0; 32];
     getrandom::fill(&mut secret).map_err(std::io::Error::from).doing(|| "ask for random bytes")?;
@@ -30,7 +30,7 @@ pub fn token_file(folder: &Path) -> Result<PathBuf> {
     secret_file(&folder.join("token"), &token)
 }
 
-/// Writes a file that only its owner may read: tokens, passwords.
+/// Writes a file that only its owner can read: tokens, passwords.
 pub fn secret_file(path: &Path, content: &str) -> Result<PathBuf> {
     OpenOptions::new()
         .write(true)

@@ -1,6 +1,6 @@
-//! Real servers, one process each: started in a folder of their own on a free loopback port, gone when dropped.
+//! Real servers, one process each: started in a folder of their own on a free loopback port, and ended when dropped.
 //!
-//! Not a mock: whatever the lab's tests find holds for Redis 7 and Valkey 9.1 as they are shipped.
+//! Nothing is mocked: what the lab's tests find is true for Redis 7 and Valkey 9.1 as shipped.
 
 mod builder;
 
@@ -33,10 +33,10 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [Kind; 2] = [Kind::Redis7, Kind::Valkey9];
 
-    /// Its program. `REMORA_REDIS_SERVER` and `REMORA_VALKEY_SERVER` name another one.
+    /// The server program. `REMORA_REDIS_SERVER` and `REMORA_VALKEY_SERVER` name another one.
     pub fn binary(self) -> Result<PathBuf> {
         let (variable, found) = match self {
             Kind::Redis7 => ("REMORA_REDIS_SERVER", in_path("redis-server")),
@@ -49,7 +49,7 @@ impl Kind {
         })
     }
 
-    /// Whether its program can speak TLS (the Valkey binary of the set-up was built without).
+    /// Whether the program supports TLS (the Valkey binary of the set-up was built without).
     pub fn speaks_tls(self) -> bool {
         self == Kind::Redis7
     }
@@ -80,37 +80,37 @@ pub struct Server {
 }
 
 impl Server {
-    /// A server of this kind, to be configured and started.
+    /// A builder for a server of this kind.
     pub fn builder(kind: Kind) -> Builder {
         Builder::new(kind)
     }
 
-    /// A server of this kind as it comes: no persistence, DEBUG allowed, everything else its default.
+    /// Starts a server of this kind with default settings, except: no persistence, DEBUG allowed.
     pub fn start(kind: Kind) -> Result<Server> {
         Builder::new(kind).start()
     }
 
-    /// What it is.
+    /// The kind of server.
     pub fn kind(&self) -> Kind {
         self.plan.kind
     }
 
-    /// The host of a test network that it runs on, if any.
+    /// The host of a test network on which the server runs, if any.
     pub fn host(&self) -> Option<&Host> {
         self.plan.host.as_ref()
     }
 
-    /// Its plain TCP port.
+    /// The plain TCP port.
     pub fn port(&self) -> u16 {
         self.ports.plain
     }
 
-    /// Its TLS port, where it was built with [`Builder::tls`].
+    /// The TLS port, if the server was built with [`Builder::tls`].
     pub fn tls_port(&self) -> Option<u16> {
         self.ports.tls
     }
 
-    /// Its address: loopback, or that of the host it was started on.
+    /// The address: loopback, or that of its host.
     pub fn address(&self) -> SocketAddr {
         SocketAddr::new(self.plan.bind_address(), self.ports.plain)
     }
@@ -120,32 +120,32 @@ impl Server {
         format!("redis://{}", self.address())
     }
 
-    /// `rediss://address:port`, where it was built with [`Builder::tls`].
+    /// `rediss://address:port`, if the server was built with [`Builder::tls`].
     pub fn tls_url(&self) -> Option<String> {
         self.ports.tls.map(|port| format!("rediss://{}", SocketAddr::new(self.plan.bind_address(), port)))
     }
 
-    /// Its unix socket, where it was built with [`Builder::unix_socket`].
+    /// The unix socket, if the server was built with [`Builder::unix_socket`].
     pub fn socket(&self) -> Option<PathBuf> {
         self.plan.unix_socket.then(|| self.folder.path().join(SOCKET_FILE))
     }
 
-    /// `unix:///path`, where it was built with [`Builder::unix_socket`].
+    /// `unix:///path`, if the server was built with [`Builder::unix_socket`].
     pub fn unix_url(&self) -> Option<String> {
         self.socket().map(|path| format!("unix://{}", path.display()))
     }
 
-    /// Its folder: configuration, log, whatever it writes.
+    /// The folder of the configuration, the log, and everything that the server writes.
     pub fn folder(&self) -> &Path {
         self.folder.path()
     }
 
-    /// Its process id.
+    /// The process id.
     pub fn pid(&self) -> u32 {
         self.process.pid()
     }
 
-    /// A new connection, authenticated as the lab's own user where the server wants that.
+    /// A new connection, authenticated as the lab's own user if the server requires that.
     pub fn client(&self) -> Result<Client> {
         let address = Address::Tcp(self.address());
         let mut client = match &self.plan.host {
@@ -173,12 +173,12 @@ impl Server {
         })
     }
 
-    /// Its version, as `redis_version` or `valkey_version` has it.
+    /// The version, as `redis_version` or `valkey_version` reports it.
     pub fn version(&self) -> Result<String> {
         self.fact("valkey_version").or_else(|_| self.fact("redis_version"))
     }
 
-    /// DEBUG DIGEST: 40 hexadecimal digits over everything it holds, except functions and the times of expiry.
+    /// DEBUG DIGEST: 40 hexadecimal digits over all data, except functions and the times of expiry.
     pub fn digest(&self) -> Result<String> {
         self.client()?.text(&["DEBUG", "DIGEST"])
     }
@@ -194,14 +194,14 @@ impl Server {
         Ok(pair.get(1).and_then(|value| value.as_str()).unwrap_or_default().to_owned())
     }
 
-    /// Makes it a replica of `primary` by the servers' own replication; does not wait. On another host the primary is
-    /// reached by its host's address.
+    /// Makes the server a replica of `primary` by the servers' own replication, and does not wait. A primary on another host is
+    /// addressed by its host's address.
     pub fn replicate(&self, primary: &Server) -> Result<()> {
         let address = primary.address();
         self.client()?.ok(&["REPLICAOF", &address.ip().to_string(), &address.port().to_string()])
     }
 
-    /// Waits until its link to a primary is up.
+    /// Waits until the server's link to a primary is up.
     pub fn wait_for_link(&self, within: Duration) -> Result<()> {
         let mut client = self.client()?;
         wait_until(&format!("the link of {self} to its primary"), within, || {
@@ -211,38 +211,38 @@ impl Server {
         })
     }
 
-    /// CPU seconds it has spent, its ended fork children included.
+    /// CPU seconds used, including ended fork children.
     pub fn cpu_seconds(&self) -> Result<f64> {
         self.process.cpu_seconds()
     }
 
-    /// The most memory it has had resident, in bytes.
+    /// Peak resident memory, in bytes.
     pub fn peak_memory(&self) -> Result<u64> {
         process::peak_memory(self.pid()).doing(|| format!("read the memory of {self}"))
     }
 
-    /// Stops it in its tracks (SIGSTOP): it keeps its connections and answers nothing.
+    /// Stops the process with SIGSTOP: it keeps its connections and answers nothing.
     pub fn pause(&mut self) -> Result<()> {
         self.process.signal(Signal::STOP)
     }
 
-    /// Lets it go on after [`Server::pause`].
+    /// Continues the process after [`Server::pause`].
     pub fn resume(&mut self) -> Result<()> {
         self.process.signal(Signal::CONT)
     }
 
-    /// `kill -9`. Its folder stays until it is dropped.
+    /// Kills the process with SIGKILL. Its folder stays until the server is dropped.
     pub fn kill(&mut self) -> Result<()> {
         self.process.kill().map(drop)
     }
 
-    /// Ends it as an operator would (SIGTERM) and waits; it may first wait for its replicas.
+    /// Ends the server as an operator would (SIGTERM) and waits. The server may first wait for its replicas.
     pub fn stop(&mut self, within: Duration) -> Result<()> {
         self.process.signal(Signal::TERM)?;
         self.process.wait(within)?.map(drop).ok_or_else(|| self.too_late("its end after SIGTERM", within))
     }
 
-    /// Kills it and starts it again in the same folder on the same ports, with the configuration file as it then is.
+    /// Kills the server and starts it again in the same folder, on the same ports, with the configuration file as it is then.
     pub fn restart(&mut self) -> Result<()> {
         self.process.kill()?;
         self.process = self.plan.launch(self.folder.path())?;
@@ -266,14 +266,14 @@ impl Server {
         self.wait_until_ready(deadline)
     }
 
-    /// All it has logged.
+    /// Everything in the server's log.
     pub fn log(&self) -> String {
         fs::read(self.folder.path().join(LOG_FILE))
             .map(|log| String::from_utf8_lossy(&log).into_owned())
             .unwrap_or_default()
     }
 
-    /// Waits until it answers PING as the process that we started (another may sit on the port since we picked it).
+    /// Waits until this process answers PING (another process may have taken the port meanwhile).
     fn wait_until_ready(&mut self, deadline: Instant) -> Result<()> {
         loop {
             if let Some(status) = self.process.ended()? {
@@ -314,8 +314,8 @@ impl fmt::Display for Server {
     }
 }
 
-/// Our module for servers, as cargo built it for this very program: where a test's crate has `remora-module` among its dependencies, cargo
-/// builds the library beside the test's program; for other programs it lies beside them.
+/// The path of our server module, as cargo built it for this program: if the test's crate has `remora-module` among its
+/// dependencies, cargo builds the library beside the test's program.
 ///
 /// # Errors
 /// [`Error::Missing`] if it was not built.
@@ -330,7 +330,7 @@ pub fn module_library() -> Result<PathBuf> {
 
 const MODULE_FILE: &str = "libremora_module.so";
 
-/// Looks again and again until `look` says Ok, or fails with the last state seen. `look` itself may fail for good.
+/// Calls `look` again and again until it returns Ok, or fails with the last state seen. `look` itself can fail for good.
 pub fn wait_until<T>(what: &str, within: Duration, mut look: impl FnMut() -> Result<Result<T, String>>) -> Result<T> {
     let start = Instant::now();
     loop {
@@ -351,7 +351,7 @@ pub(crate) fn tail_of(text: &str, lines: usize) -> String {
     all[all.len().saturating_sub(lines)..].join("\n")
 }
 
-/// The project's folder: the workspace that this crate was built in.
+/// The project's folder: the workspace in which this crate was built.
 pub fn project_root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().map(Path::to_owned).unwrap_or_default()
 }
@@ -367,11 +367,11 @@ const VALKEY_IN_PROJECT: &str = ".cache/servers/valkey-9.1/valkey-server";
 const LOG_FILE: &str = "server.log";
 const SOCKET_FILE: &str = "server.sock";
 
-/// How often a starting server is asked.
+/// Interval between two PINGs to a starting server.
 const READY_POLL: Duration = Duration::from_millis(10);
 
-/// How often a state is looked at while waited for.
+/// Interval between two looks at a state.
 const LOOK_POLL: Duration = Duration::from_millis(20);
 
-/// How many lines of a log a message shows.
+/// Number of log lines in a message.
 const TAIL_LINES: usize = 20;

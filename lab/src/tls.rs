@@ -1,6 +1,6 @@
-//! Certificates made on the spot, for servers and clients that speak TLS.
+//! Certificates for servers and clients, generated on demand.
 //!
-//! One authority per folder, which has signed one certificate for servers on this machine and one for clients.
+//! Each folder has one authority, which has signed one certificate for servers on this machine and one for clients.
 
 use std::fs;
 use std::io;
@@ -12,10 +12,10 @@ use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, 
 use crate::error::{Doing, Result};
 use crate::scratch;
 
-/// A certificate, its key and who vouches for it: PEM files.
+/// A certificate, its key and its authority: PEM files.
 #[derive(Clone, Debug)]
 pub struct Tls {
-    /// The certificate of the authority that signed this one, and the only one whose signature is taken.
+    /// The certificate of the authority that signed this one, and the only authority that is trusted.
     pub ca: PathBuf,
     /// The certificate.
     pub certificate: PathBuf,
@@ -23,8 +23,8 @@ pub struct Tls {
     pub key: PathBuf,
 }
 
-/// Makes an authority and two certificates signed by it in `folder`: one for a server on `localhost`, `127.0.0.1` or
-/// any of `addresses`, one for a client.
+/// Generates an authority in `folder`, and two certificates signed by it: one for a server on `localhost`, `127.0.0.1` or any of
+/// `addresses`, one for a client.
 pub fn certificates(folder: &Path, addresses: &[IpAddr]) -> Result<(Tls, Tls)> {
     make(folder, addresses).doing(|| format!("make certificates in {}", folder.display()))
 }

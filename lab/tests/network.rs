@@ -1,4 +1,4 @@
-//! Hosts of a test network reach each other until the cable is cut, and again once it is mended.
+//! Hosts of a test network reach each other until the cable is cut, and again once it is connected.
 #![allow(clippy::unwrap_used)]
 
 use std::time::{Duration, Instant};
@@ -8,10 +8,10 @@ use remora_lab::{BitRate, Host, Loss, Net, Server, Shape, iperf, require};
 
 const SOON: Duration = Duration::from_secs(60);
 
-/// What a packet of 1514 bytes carries: 1448, after the headers of Ethernet, IP and TCP with its time stamps.
+/// The payload of a packet of 1514 bytes: 1448, after the headers of Ethernet, IP and TCP with its time stamps.
 const PAYLOAD_SHARE: f64 = 1448.0 / 1514.0;
 
-/// How often a measurement is tried until it comes out as it should.
+/// How often a measurement is repeated until it is within its limits.
 const TRIES: u32 = 4;
 
 #[test]
@@ -49,7 +49,7 @@ fn a_cut_cable_takes_the_link_between_two_servers_down_and_a_mended_one_brings_i
 }
 
 #[test]
-fn hosts_are_strangers_to_this_machine_and_to_other_networks() {
+fn hosts_are_isolated_from_this_machine_and_from_other_networks() {
     let Some(()) = require::namespaces() else { return };
     let Some(kind) = require::redis() else { return };
     let (one, other) = (Net::new().unwrap(), Net::new().unwrap());
@@ -57,13 +57,13 @@ fn hosts_are_strangers_to_this_machine_and_to_other_networks() {
     let address = server.address();
     let reach = move || std::net::TcpStream::connect_timeout(&address, Duration::from_millis(300)).is_ok();
     assert!(one.host("neighbour").unwrap().within(reach).unwrap());
-    // The second network's own host of that number has the same address, and nobody listens there.
+    // The second network's own host of that number has the same address, and no process listens there.
     assert!(!other.host("stranger").unwrap().within(reach).unwrap());
     assert!(!reach());
 }
 
 #[test]
-fn programs_of_a_host_keep_to_the_processors_that_it_was_given() {
+fn programs_of_a_host_run_on_its_processors_only() {
     let Some(()) = require::namespaces() else { return };
     let net = Net::new().unwrap();
     let processors = |host: &remora_lab::Host| {
@@ -77,7 +77,7 @@ fn programs_of_a_host_keep_to_the_processors_that_it_was_given() {
 }
 
 #[test]
-fn a_shaped_cable_carries_what_it_is_named_for_both_ways() {
+fn a_limited_cable_carries_its_rate_both_ways() {
     let Some(()) = require::shaping() else { return };
     let Some(()) = require::iperf3() else { return };
     let net = Net::new().unwrap();
@@ -91,23 +91,21 @@ fn a_shaped_cable_carries_what_it_is_named_for_both_ways() {
             let share = carried(direction, payload) / payload;
             assert!(share < 1.07, "{rate}: {share} of its payload");
             if share < 0.93 {
-                // Is it the shape, or has this machine no time for so many bytes at present?
+                // Is the shape wrong, or is this machine too busy for that rate at present?
                 here.shape(Shape::default()).unwrap();
                 let free = unshaped();
                 assert!(free < 2.0 * payload, "{rate}: {share} of its payload, where {free} B/s pass unshaped");
-                eprintln!(
-                    "{rate} is more than this machine has room for beside what else it does ({free} B/s unshaped)"
-                );
+                eprintln!("this machine is too busy for {rate} ({free} B/s unshaped)");
                 continue 'rates;
             }
         }
     }
     here.shape(Shape::default()).unwrap();
     let freed = iperf::bandwidth(Some((&here, &there)), Duration::from_secs(1)).unwrap();
-    assert!(freed > free / 10.0, "set free it carries {freed} B/s, and {free} before");
+    assert!(freed > free / 10.0, "without a limit it carries {freed} B/s, and {free} before");
 }
 
-/// The nearest to `wanted` of a few tries: on a machine with much else to do one try alone says little.
+/// The nearest to `wanted` of a few measurements: on a busy machine a single one says little.
 fn carried(direction: (&Host, &Host), wanted: f64) -> f64 {
     let mut best = 0.0_f64;
     for _ in 0..TRIES {
@@ -123,7 +121,7 @@ fn carried(direction: (&Host, &Host), wanted: f64) -> f64 {
 }
 
 #[test]
-fn what_a_host_sends_is_counted_at_its_cable() {
+fn bytes_that_a_host_sends_are_counted_at_its_cable() {
     let Some(()) = require::namespaces() else { return };
     let Some(kind) = require::redis() else { return };
     let net = Net::new().unwrap();
@@ -136,9 +134,9 @@ fn what_a_host_sends_is_counted_at_its_cable() {
     let (sent, received) =
         (client.traffic().unwrap().since(before.0).sent, server.traffic().unwrap().since(before.1).received);
     assert!((10_000_000..10_600_000).contains(&sent), "{sent}");
-    // But for what the systems at both ends say to everybody by themselves (IPv6's neighbours and groups, some 90 bytes each).
+    // Except for what the systems at both ends send by themselves (IPv6's neighbours and groups, about 90 bytes each).
     assert!(sent.abs_diff(received) < 2_000, "{sent} sent, {received} received");
-    // What stays on the host does not go over its cable.
+    // What stays on the host does not cross its cable.
     let before = server.traffic().unwrap();
     redis.client().unwrap().ok(&["SET", "big", &"x".repeat(10_000_000)]).unwrap();
     assert!(server.traffic().unwrap().since(before).sent < 10_000);
@@ -158,20 +156,20 @@ fn a_lossy_cable_loses_and_a_mended_one_does_not() {
     there.lossy(Loss::percent(100.0).unwrap()).unwrap();
     assert!(!reach());
     there.lossy(Loss::percent(5.0).unwrap()).unwrap();
-    // TCP makes up for it: all arrives, later.
+    // TCP compensates: all bytes arrive, later.
     let address = remora_lab::Address::Tcp(server.address());
     let mut client = wait_until("a connection", SOON, || {
         Ok(here.within(|| remora_lab::Client::connect(&address))?.map_err(|error| error.to_string()))
     })
     .unwrap();
-    // A megabyte is some thirty packets to the system, so that one alone gets through in one try of five.
+    // The system counts a megabyte as about thirty packets, so one attempt in five loses none.
     let lost = |_| {
         client.ok(&["SET", "big", &"x".repeat(1_000_000)]).unwrap();
         assert_eq!(server.client().unwrap().int(&["STRLEN", "big"]).unwrap(), 1_000_000);
         let told = here.within(|| std::fs::read_to_string("/proc/thread-self/net/snmp")).unwrap().unwrap();
         retransmitted(&told) > 0
     };
-    assert!((0..40).any(lost), "nothing was sent again");
+    assert!((0..40).any(lost), "nothing was retransmitted");
 
     there.lossy(Loss::default()).unwrap();
     assert!(reach());
@@ -185,7 +183,7 @@ fn retransmitted(snmp: &str) -> u64 {
 }
 
 #[test]
-fn a_delay_is_kept_or_the_kernel_that_cannot_is_named() {
+fn a_delay_holds_or_the_error_names_the_missing_netem() {
     let Some(()) = require::shaping() else { return };
     let net = Net::new().unwrap();
     let (here, there) = (net.host("here").unwrap(), net.host("there").unwrap());
@@ -198,11 +196,11 @@ fn a_delay_is_kept_or_the_kernel_that_cannot_is_named() {
     let address = listener.local_addr().unwrap();
     let begun = Instant::now();
     drop(here.within(|| std::net::TcpStream::connect(address)).unwrap().unwrap());
-    assert!(begun.elapsed() >= Duration::from_millis(40), "there and back took {:?}", begun.elapsed());
+    assert!(begun.elapsed() >= Duration::from_millis(40), "the round trip took {:?}", begun.elapsed());
 }
 
 #[test]
-fn a_slow_cable_is_as_slow_as_it_was_told() {
+fn a_slow_cable_has_the_rate_that_was_set() {
     let Some(()) = require::shaping() else { return };
     let Some(kind) = require::redis() else { return };
     let net = Net::new().unwrap();

@@ -1,4 +1,4 @@
-//! The servers' own replication is exact, and the lab can tell: what passes here is what Remora has to match.
+//! The servers' own replication is exact, and the lab can verify that: Remora has to pass the same comparison.
 #![allow(clippy::unwrap_used)]
 
 use std::time::Duration;
@@ -36,7 +36,7 @@ fn a_native_replica_of_a_primary_under_every_kind_of_write_is_exact() {
 }
 
 #[test]
-fn a_writer_meets_every_operation_and_is_refused_only_for_known_reasons() {
+fn a_writer_runs_every_operation_and_is_refused_only_for_known_reasons() {
     for kind in require::kinds() {
         let server = Server::start(kind).unwrap();
         let writer = Workload::on(&server).unwrap();
@@ -99,13 +99,13 @@ fn the_data_set_has_every_encoding_and_is_the_same_for_the_same_seed() {
         assert_eq!(encoding("set:intset:64"), "intset");
         assert_eq!(key_count(&mut client).unwrap(), keys[0]);
         let [one, other] = servers.each_ref().map(|server| server.digest().unwrap());
-        // The ids of pending entries' deliveries carry the time of delivery; the digest does not look at those.
+        // The pending entries' ids contain the time of delivery; the digest does not cover it.
         assert_eq!(one, other);
     }
 }
 
 #[test]
-fn a_replica_that_was_written_to_is_found_out_and_the_keys_are_named() {
+fn a_replica_that_was_written_to_is_found_and_the_keys_are_named() {
     for kind in require::kinds() {
         let (primary, replica) =
             (primary(kind), Server::builder(kind).config("replica-read-only", "no").start().unwrap());
@@ -132,7 +132,7 @@ fn a_replica_that_was_written_to_is_found_out_and_the_keys_are_named() {
 }
 
 #[test]
-fn a_replica_with_another_time_of_expiry_or_another_function_is_found_out() {
+fn a_replica_with_another_time_of_expiry_or_another_function_is_found() {
     for kind in require::kinds() {
         let (primary, replica) =
             (primary(kind), Server::builder(kind).config("replica-read-only", "no").start().unwrap());

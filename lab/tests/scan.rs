@@ -1,10 +1,10 @@
-//! What real servers save is understood to its last byte: every type that they write has its end where we find it.
+//! The RDB scanner finds the end of every value that real servers save.
 #![allow(clippy::unwrap_used)]
 
 use remora_lab::{Kind, Server, fill_every_type, require};
 use remora_redis::rdb::{Found, Scanner, TAIL_BYTES, Text};
 
-/// Databases and keys of the long strings in a file, and where its end mark is.
+/// Databases and keys of the long strings in a file, and the position of its end mark.
 fn scan(file: &[u8], least: u64, piece: usize) -> (Vec<Text>, u64) {
     let (mut scanner, mut texts, mut at) = (Scanner::new(least), Vec::new(), 0);
     loop {
@@ -24,7 +24,7 @@ fn saved(server: &Server) -> Vec<u8> {
     std::fs::read(server.folder().join(server.configured("dbfilename").unwrap())).unwrap()
 }
 
-/// One list in a node of its own, hashes that are tables, a stream with groups: whatever the filling leaves small.
+/// Adds what the data set has only in small: a list in a separate node, hashes that are tables, a stream with groups.
 fn grow(server: &Server) {
     let mut client = server.client().unwrap();
     client.ok(&["SELECT", "3"]).unwrap();
@@ -43,7 +43,7 @@ fn grow(server: &Server) {
     }
 }
 
-fn every_type_ends_where_we_find_it(kind: Kind, compressed: &str) {
+fn every_type_ends_where_the_scanner_finds_it(kind: Kind, compressed: &str) {
     let server = Server::builder(kind).config("rdbcompression", compressed).start().unwrap();
     let mut client = server.client().unwrap();
     fill_every_type(&mut client, 5).unwrap();
@@ -62,15 +62,15 @@ fn every_type_ends_where_we_find_it(kind: Kind, compressed: &str) {
 }
 
 #[test]
-fn every_type_of_every_server_ends_where_we_find_it() {
+fn every_type_of_every_server_ends_where_the_scanner_finds_it() {
     for kind in require::kinds() {
-        every_type_ends_where_we_find_it(kind, "yes");
-        every_type_ends_where_we_find_it(kind, "no");
+        every_type_ends_where_the_scanner_finds_it(kind, "yes");
+        every_type_ends_where_the_scanner_finds_it(kind, "no");
     }
 }
 
 #[test]
-fn a_policy_that_counts_uses_writes_them_beside_each_key() {
+fn an_eviction_policy_by_usage_writes_the_usage_beside_each_key() {
     for kind in require::kinds() {
         for policy in ["allkeys-lfu", "allkeys-lru"] {
             let server = Server::builder(kind).config("maxmemory-policy", policy).start().unwrap();

@@ -1,4 +1,4 @@
-//! The lab's servers are real, are ours, and go when they are dropped.
+//! The lab's servers are real, belong to the test, and end when they are dropped.
 #![allow(clippy::unwrap_used)]
 
 use std::path::Path;
@@ -22,14 +22,14 @@ fn a_server_of_each_kind_starts_answers_and_leaves_nothing_behind() {
 }
 
 #[test]
-fn a_line_that_the_server_does_not_know_ends_in_an_error_with_its_words() {
+fn an_unknown_configuration_line_gives_an_error_with_the_servers_text() {
     let Some(kind) = require::redis() else { return };
     let error = Server::builder(kind).config("no-such-option", "yes").start().unwrap_err().to_string();
     assert!(error.contains("no-such-option") && error.contains("exit status 1"), "{error}");
 }
 
 #[test]
-fn a_server_that_wants_names_and_passwords_lets_the_lab_in_and_nobody_else() {
+fn a_server_with_users_and_passwords_accepts_the_lab_and_refuses_other_clients() {
     for kind in require::kinds() {
         let builder = Server::builder(kind).user("alice", "wonder", "~* &* +@all").without_default_user();
         let server = builder.start().unwrap();
@@ -57,7 +57,7 @@ fn a_server_with_a_password_and_a_socket_is_reached_both_ways() {
 }
 
 #[test]
-fn a_restarted_server_has_its_file_again_and_a_paused_one_is_silent() {
+fn a_restarted_server_loads_its_file_and_a_paused_one_is_silent() {
     for kind in require::kinds() {
         let mut server = Server::start(kind).unwrap();
         let mut client = server.client().unwrap();

@@ -139,8 +139,8 @@ mod in_the_machine {
         server.messenger.stop();
         until("the end", || client.scribe.told().len() == 2);
         until("no more messages", || matches!(connection.send(numbered(2)), Err(SendError::Over(_))));
-        let nobody = client.messenger.connect(&address);
-        until("no answer", || matches!(nobody.send(numbered(3)), Err(SendError::Over(_))));
+        let absent = client.messenger.connect(&address);
+        until("no answer", || matches!(absent.send(numbered(3)), Err(SendError::Over(_))));
     }
 
     #[test]

@@ -1,14 +1,14 @@
-//! Which file names items of which: the paths of [`crate::modules`], followed to the files that define them.
+//! Which file names items of which: follows the paths of [`crate::modules`] to the files that define them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use crate::modules::{Modules, Names};
 
-/// Names that may hand a path on, one to the next. More would be a circle of re-exports, which the compiler refuses.
+/// Limit on re-exports that lead from one to the next. More would be a circle, which the compiler refuses.
 const HANDED_ON_LIMIT: usize = 16;
 
-/// The ties between the files of one crate.
+/// The imports between the files of one crate.
 #[derive(Debug, Default)]
 pub(crate) struct Imports {
     by_files: BTreeMap<(String, String), BTreeSet<String>>,
@@ -30,7 +30,7 @@ impl Imports {
         imports
     }
 
-    /// From, to, and the names taken.
+    /// From, to, and the imported names.
     pub(crate) fn ties(&self) -> impl Iterator<Item = (&str, &str, &BTreeSet<String>)> {
         self.by_files.iter().map(|((from, to), names)| (from.as_str(), to.as_str(), names))
     }
@@ -72,7 +72,7 @@ fn absolute(modules: &Modules, at: &Names, written: &Names) -> Option<Names> {
             if module.children.contains(name) {
                 at.iter().cloned().chain([name.to_string()]).collect()
             } else {
-                // Another crate's name, unless a `use` here says what it stands for.
+                // Another crate's name, unless a `use` of this module defines it.
                 let stands_for = module.imported.get(name).filter(|path| path.first() != Some(first))?;
                 absolute(modules, at, stands_for)?
             }
@@ -99,7 +99,7 @@ fn defined_at<'a>(modules: &'a Modules, path: &Names, left: usize) -> Option<Def
         }
         let here = || Definition { file: &module.file, path: at.iter().cloned().chain([name.clone()]).collect() };
         let rest = &path[depth + 1..];
-        // A function and a module may have one name: at the end of a path the item is meant, before that the module.
+        // A function and a module can have the same name: the last name of a path is the item, earlier names are modules.
         if rest.is_empty() && module.defined.contains(name) {
             return Some(here());
         }

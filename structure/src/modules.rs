@@ -1,5 +1,4 @@
-//! The modules of one crate, as its sources declare them: the file of each, the items that it names, and the names that
-//! it re-exports.
+//! The modules of one crate, as its sources declare them: their files, the names they use, and the names they re-export.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -10,23 +9,23 @@ use syn::{Attribute, Item, ItemMod, UseTree};
 
 use crate::Result;
 
-/// A path of names, as it is written: `["super", "a", "A"]`.
+/// A path of names, as written: `["super", "a", "A"]`.
 pub(crate) type Names = Vec<String>;
 
 /// One module.
 #[derive(Debug, Default)]
 pub(crate) struct Module {
-    /// The file that it stands in.
+    /// The file that contains it.
     pub(crate) file: String,
-    /// Names of the modules below it.
+    /// Names of its child modules.
     pub(crate) children: BTreeSet<String>,
     /// Names of the items that it defines.
     pub(crate) defined: BTreeSet<String>,
-    /// What a `use` makes known in it: the name here, and the path it stands for.
+    /// Names that a `use` brings in: the name here, and its path.
     pub(crate) imported: BTreeMap<String, Names>,
-    /// Paths whose names are all known in it (`use a::*`).
+    /// Paths of glob imports (`use a::*`).
     pub(crate) globs: Vec<Names>,
-    /// Every path that it writes, those of its `use` lines among them.
+    /// Every path written in it, including its `use` lines.
     pub(crate) written: BTreeSet<Names>,
 }
 
@@ -118,7 +117,7 @@ impl Files<'_> {
     }
 }
 
-/// The name under which an item can be named from elsewhere, if it has one.
+/// The name under which other code can name an item, if it has one.
 fn name_of(item: &Item) -> Option<String> {
     let name = match item {
         Item::Const(item) => &item.ident,
@@ -134,7 +133,7 @@ fn name_of(item: &Item) -> Option<String> {
     Some(name.to_string())
 }
 
-/// The file of a module that is declared in `folder`, and the folder of its own children.
+/// The file of a module that is declared in `folder`, and the folder of its children.
 fn place(declared: &ItemMod, folder: &Path, name: &str) -> Result<(PathBuf, PathBuf)> {
     let given = declared.attrs.iter().find_map(|attribute| match &attribute.meta {
         syn::Meta::NameValue(pair) if pair.path.is_ident("path") => match &pair.value {
@@ -168,7 +167,7 @@ pub(crate) fn is_for_tests(attributes: &[Attribute]) -> bool {
     })
 }
 
-/// Collects the paths that items write.
+/// Collects the paths written in items.
 struct Reader<'a> {
     module: &'a mut Module,
 }
@@ -209,7 +208,7 @@ impl<'ast> Visit<'ast> for Reader<'_> {
     }
 
     fn visit_item_use(&mut self, item: &'ast syn::ItemUse) {
-        // A face hands its children's names on: that ties it to nothing. Others are tied to where the name comes from.
+        // A re-export of a child's names is not an import. Other re-exports are.
         let handed_on = !matches!(item.vis, syn::Visibility::Inherited);
         let before = self.module.written.clone();
         self.take(&item.tree, &Vec::new());
@@ -227,6 +226,6 @@ impl<'ast> Visit<'ast> for Reader<'_> {
     }
 
     fn visit_item_mod(&mut self, _: &'ast ItemMod) {
-        // A module inside of a function: too rare to be followed.
+        // A module inside a function is too rare to follow.
     }
 }

@@ -1,15 +1,15 @@
-//! Builds the programs of `bench/` and runs one after the other; each keeps its own run. Then the page that shows the
-//! project's own runs is made again.
+//! Builds the programs of `bench/` and runs one after the other. Each keeps its own run. Afterwards it writes the page of the
+//! project's own runs again.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use remora_bench::sync::Result;
 
-/// What can be typed.
+/// Command-line arguments.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Options {
-    /// Only these.
+    /// Run only these.
     #[arg(long, value_delimiter = ',', value_name = "NAME", default_values = NAMES, value_parser = clap::builder::PossibleValuesParser::new(NAMES))]
     only: Vec<String>,
 
@@ -17,25 +17,25 @@ pub(crate) struct Options {
     #[arg(long, value_name = "DIR", default_value = RUNS)]
     out: PathBuf,
 
-    /// Minutes for those that can leave things out (full_sync, sync, feel, scaling), shared among them; the others take half an hour.
+    /// Total minutes for the programs that can shorten their work (full_sync, sync, feel, scaling). The others take half an hour.
     /// Without it everything is measured, which takes many hours.
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u64).range(4..=MOST_MINUTES))]
     minutes: Option<u64>,
 
-    /// Arguments for the programs, after `--`; see the program's own --help.
+    /// Arguments for the programs, after `--`; see each program's --help.
     #[arg(last = true)]
     arguments: Vec<String>,
 }
 
-/// Runs them. Goes on after one that fails or misses what it promised, and says so at the end.
+/// Runs the programs. Continues after one that fails or misses its target, and reports all failures at the end.
 pub(crate) fn run(options: &Options) -> Result<()> {
     let own = std::env::current_exe()?;
-    let target = own.parent().and_then(Path::parent).ok_or("this program lies in no target folder")?;
+    let target = own.parent().and_then(Path::parent).ok_or("this program is not in a cargo target folder")?;
     build(target)?;
     let mut failed = Vec::new();
     for name in &options.only {
         let minutes = options.minutes.and_then(|minutes| share(minutes, name, &options.only));
-        // Who gives arguments of his own wants just that, and they might say otherwise than the words do.
+        // Explicit arguments replace the extra runs, which could contradict them.
         let with_words = WORDS.iter().filter(|(whose, _)| whose == name && options.arguments.is_empty());
         for words in with_words.map(|(_, words)| *words).chain([""]) {
             let what = format!("{name} {words}");
@@ -63,16 +63,16 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             failed.push("report".to_owned());
         }
     }
-    if failed.is_empty() { Ok(()) } else { Err(format!("not as promised: {}", failed.join(", ")).into()) }
+    if failed.is_empty() { Ok(()) } else { Err(format!("failed, or missed a target: {}", failed.join(", ")).into()) }
 }
 
-/// Runs it in the project's folder, to its end. It dies with us.
+/// Runs the command in the project's folder and waits for its end. The child is killed if this process ends.
 fn is_well(mut command: Command) -> Result<bool> {
     command.current_dir(remora_lab::server::project_root());
     Ok(remora_lab::process::spawn(command)?.wait()?.success())
 }
 
-/// Of these minutes, what one of those that are measured may have; `None`: it can leave nothing out.
+/// The share of `minutes` that this program gets; `None` if it cannot shorten its work.
 fn share(minutes: u64, name: &str, measured: &[String]) -> Option<u64> {
     let part = |name: &str| SHARES.iter().find(|(shared, _)| *shared == name).map(|(_, part)| *part);
     let all: u64 = measured.iter().filter_map(|name| part(name)).sum();
@@ -84,18 +84,22 @@ fn build(target: &Path) -> Result<()> {
     let mut build = Command::new(cargo);
     build.args(["build", "--release", "--locked", "-p", "remora-bench", "-p", "remora-agent", "--bins"]);
     build.arg("--target-dir").arg(target).current_dir(remora_lab::server::project_root());
-    if build.status()?.success() { Ok(()) } else { Err("the benchmarks could not be built; cargo has said why".into()) }
+    if build.status()?.success() {
+        Ok(())
+    } else {
+        Err("the benchmarks could not be built; see cargo's errors above".into())
+    }
 }
 
-/// The project's own runs, which its page shows.
+/// The project's own runs, which the benchmarks page shows.
 const RUNS: &str = "bench/runs";
 
-/// Programs of their own, and parts of [`SUITE`].
+/// Separate programs, and the parts of [`SUITE`].
 const NAMES: [&str; 9] =
     ["read_bandwidth", "read_latency", "full_sync", "follow_lag", "messenger", "devices", "sync", "feel", "scaling"];
 
-/// What is measured besides what a program measures without being told more, each a run of its own: the messenger beside what others wrote,
-/// on a busy machine, with one thing changed at a time, by shared memory, by RDMA in an emulated machine, and with nothing to do.
+/// Further runs of a program besides the one with its default arguments, each kept separately. For the messenger: beside other
+/// libraries, on a busy machine, with one thing changed at a time, over shared memory, over RDMA in an emulated machine, and idle.
 const WORDS: [(&str, &str); 6] = [
     (
         "messenger",
@@ -116,13 +120,13 @@ const WORDS: [(&str, &str); 6] = [
     ("messenger", "--label idle --rounds 3 --idle 10000"),
 ];
 
-/// How much of the time is whose, where it is limited.
+/// Shares of a limited time.
 const SHARES: [(&str, u64); 4] = [("full_sync", 4), ("sync", 8), ("feel", 3), ("scaling", 2)];
 
-/// A month: more is a slip of the hand.
+/// A month. More is taken for a typing error.
 const MOST_MINUTES: u64 = 31 * 24 * 60;
 
-/// The program with the tables that a reader wants, and its parts that measure.
+/// The program that prints the tables, and its parts that measure.
 const SUITE: &str = "remora-bench";
 const PARTS: [&str; 5] = ["messenger", "devices", "sync", "feel", "scaling"];
 
@@ -137,10 +141,6 @@ mod tests {
             ["full_sync", "sync", "feel", "scaling", "devices"].map(|name| share(170, name, &all)).to_vec();
         assert_eq!(shares, [Some(40), Some(80), Some(30), Some(20), None]);
         assert_eq!(share(10, "feel", &["feel".to_owned(), "devices".to_owned()]), Some(10));
-        assert_eq!(
-            share(4, "scaling", &all),
-            Some(1),
-            "never none, which would be no limit to some and nothing to others"
-        );
+        assert_eq!(share(4, "scaling", &all), Some(1), "never zero, which some programs take for no limit");
     }
 }

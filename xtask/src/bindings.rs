@@ -1,7 +1,8 @@
-//! `xtask bindings`: makes the types of libibverbs and librdmacm again out of the installed headers, or compares.
+//! `xtask bindings`: generates the types of libibverbs and librdmacm from the installed headers, or compares them.
 //!
-//! Needs the headers (Debian: libibverbs-dev librdmacm-dev libclang1-14) and bindgen's program in the version below, as another version
-//! words the same types otherwise: `cargo install bindgen-cli --version 0.72.1 --locked`. Nobody who builds Remora needs either.
+//! Needs the headers (Debian: libibverbs-dev librdmacm-dev libclang1-14) and the bindgen program in the version below, since
+//! another version writes the same types differently: `cargo install bindgen-cli --version 0.72.1 --locked`. A build of Remora
+//! needs neither.
 
 use std::fs;
 use std::path::Path;
@@ -10,20 +11,20 @@ use std::process::Command;
 use clap::Args;
 use remora_bench::sync::Result;
 
-/// What is to be done.
+/// Command-line arguments.
 #[derive(Args, Debug)]
 pub(crate) struct Options {
-    /// Change nothing; fail if what is checked in is not what the headers give.
+    /// Change nothing; fail if the checked-in file differs from the headers.
     #[arg(long)]
     check: bool,
 }
 
-/// The version whose wording is checked in.
+/// The version that wrote the checked-in file.
 const VERSION: &str = "bindgen 0.72.1";
 
 const FOLDER: &str = "rdma/src/bindings";
 
-/// The types that are used, with whatever they are made of.
+/// The types that are used. Bindgen adds the types they contain.
 const TYPES: &str = "ibv_device|ibv_context|ibv_device_attr|ibv_pd|ibv_mr|ibv_cq|ibv_comp_channel|ibv_qp|ibv_qp_init_attr|\
     ibv_qp_attr|ibv_qp_attr_mask|ibv_access_flags|ibv_sge|ibv_send_wr|ibv_recv_wr|ibv_wc|ibv_wc_status|ibv_wc_opcode|\
     ibv_send_flags|ibv_srq_init_attr|ibv_async_event|ibv_fork_status|rdma_cm_id|rdma_cm_event|rdma_conn_param|rdma_event_channel|rdma_port_space";
@@ -36,8 +37,8 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let found = Command::new("bindgen").arg("--version").output();
     let found = found.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned()).unwrap_or_default();
     if found != VERSION {
-        let found = if found.is_empty() { "none".to_owned() } else { found };
-        return Err(format!("needs {VERSION}, there is {found}; see the head of xtask/src/bindings.rs").into());
+        let found = if found.is_empty() { "no bindgen".to_owned() } else { found };
+        return Err(format!("needs {VERSION}, found {found}; see the head of xtask/src/bindings.rs").into());
     }
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(FOLDER);
     let made = generate(&folder)?;
@@ -46,16 +47,17 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         return Ok(fs::write(file, made)?);
     }
     if fs::read_to_string(&file)? != made {
-        let text = format!("{FOLDER}/types.rs is not what the headers give: run this without --check and look");
+        let text =
+            format!("{FOLDER}/types.rs differs from the headers: run this without --check and review the change");
         return Err(text.into());
     }
-    println!("{FOLDER}/types.rs is what the headers give");
+    println!("{FOLDER}/types.rs matches the headers");
     Ok(())
 }
 
 fn generate(folder: &Path) -> Result<String> {
     let made = Command::new("bindgen")
-        // There, so that its rustfmt finds the project's settings.
+        // In that folder, so that rustfmt finds the project's settings.
         .current_dir(folder)
         .arg("wrapper.h")
         .args(["--allowlist-type", TYPES, "--allowlist-var", "RDMA_OPTION_ID_TOS|RDMA_OPTION_ID"])

@@ -1,11 +1,11 @@
-//! The demonstration: the same data, the same writer, the same three empty servers; once Remora, once the servers' own replication.
+//! The demonstration: the same data, writer and three empty servers, once with Remora and once with the servers' own replication.
 //!
 //! ```text
-//!   for each server:   as it comes │ at its best
+//!   for each server:   default settings │ best settings
 //!     for each method:   fresh primary ── fill ──▶ three fresh empty servers ── writer on ── method ──▶ in step ── writer off ── compare
 //! ```
 //!
-//! What it is not: a benchmark. Each method is run once; `make bench` runs them in turn, several times, and gives medians.
+//! The demonstration is not a benchmark. Each method runs once; `make bench` runs them in turn, several times, and gives medians.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -21,26 +21,26 @@ use serde::Serialize;
 use crate::show::Screen;
 use crate::table;
 
-/// What can be typed.
+/// Command-line arguments.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Options {
-    /// How much data: random values of 3.66 MiB each. A set of every type comes on top.
+    /// Size of the data: random values of 3.66 MiB each. A set of every type is added.
     #[arg(long, value_name = "SIZE", default_value = "937MiB", value_parser = parse_size)]
     size: Size,
 
-    /// Which servers.
+    /// Which servers to use.
     #[arg(long, value_name = "WHICH", default_value = "both")]
     server: Which,
 
-    /// How many replicas.
+    /// Number of replicas.
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=16))]
     replicas: u8,
 
-    /// Commands per second by which the primary is changed meanwhile.
+    /// Commands per second that change the primary meanwhile.
     #[arg(long, value_name = "N", default_value_t = 2000)]
     writes: u64,
 
-    /// Write everything as JSON to this file too.
+    /// Also write all results as JSON to this file.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 }
@@ -62,11 +62,11 @@ impl Which {
     }
 }
 
-/// Everything that was found out, as `--json` has it.
+/// All results, as `--json` writes them.
 #[derive(Serialize)]
 struct Report {
     machine: Machine,
-    /// What this machine has of each transport, or lacks.
+    /// Which transports this machine has, or what is missing for them.
     transports: Vec<(&'static str, String)>,
     remora: String,
     values: u64,
@@ -90,7 +90,7 @@ struct Entry {
     outcome: Outcome,
 }
 
-/// Runs it and prints the table on stdout.
+/// Runs the demonstration and prints the table on stdout.
 pub(crate) fn run(options: &Options) -> Result<()> {
     let begun = Instant::now();
     let screen = Screen::new();
@@ -100,7 +100,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     };
     let kinds = options.server.kinds();
     for kind in &kinds {
-        kind.binary()?; // before minutes have passed
+        kind.binary()?; // fail early: the work below takes minutes
     }
     let demo = Demo { options, screen, program };
     let mut report = Report {
@@ -179,7 +179,7 @@ impl Demo<'_> {
 impl Report {
     fn text(&self) -> String {
         let Machine { processor, memory, system, load, .. } = &self.machine;
-        // The averages; what follows them in the kernel's line is of no use here.
+        // The three averages. The other fields of the kernel's line are not needed.
         let load = load.split_whitespace().take(3).collect::<Vec<_>>().join(" ");
         let size = Size::bytes(self.values * self.value_bytes);
         let mut text = format!(
@@ -208,14 +208,14 @@ impl Report {
         text
     }
 
-    /// A demo in which something differed has failed.
+    /// A demonstration fails if a replica differs from its primary.
     fn verdict(&self) -> Result<()> {
         let outcomes = self.servers.iter().flat_map(|server| &server.outcomes);
         let wrong = outcomes.filter(|entry| entry.outcome.equal != Some(true)).count();
         if wrong == 0 {
             Ok(())
         } else {
-            Err(format!("{wrong} of the rows above are of replicas that are not equal").into())
+            Err(format!("in {wrong} of the rows above a replica differs from its primary").into())
         }
     }
 }
@@ -229,7 +229,7 @@ impl ServerReport {
 impl Entry {
     fn settings(&self) -> String {
         let list = |settings: &[Setting]| match settings {
-            [] => "as it comes".to_owned(),
+            [] => "default settings".to_owned(),
             some => some.iter().map(|(name, value)| format!("{name} {value}")).collect::<Vec<_>>().join(", "),
         };
         format!("primary {}; replicas {}", list(&self.primary_settings), list(&self.replica_settings))
@@ -272,7 +272,7 @@ fn parse_size(text: &str) -> std::result::Result<Size, String> {
     text.parse().map_err(|error: remora_agent::units::UnitError| error.to_string())
 }
 
-/// In this order: each of ours beside the rival with the same settings of the primary.
+/// In this order: each of our methods beside the rival with the same settings of the primary.
 const METHODS: [Method; 6] = [
     Method::RemoraDefault,
     Method::OwnDefault,
@@ -282,7 +282,7 @@ const METHODS: [Method; 6] = [
     Method::OwnDual,
 ];
 
-/// As the seeds of this project had it: 256 of them are 937 MiB.
+/// The size of a value in the project's first measurements: 256 of them are 937 MiB.
 const VALUE_BYTES: u64 = 3748 << 10;
 
 const HEAD: [&str; 12] = [

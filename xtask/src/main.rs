@@ -1,19 +1,19 @@
-//! Developer commands: `cargo run --release -p xtask -- help`, or by way of the Makefile.
+//! Developer commands: `cargo run --release -p xtask -- help`, or through the Makefile.
 //!
 //! ```text
 //!   demo            replicas by Remora and by the servers' own replication, side by side, in one table
-//!   bench           the programs of bench/, their runs kept in bench/runs
+//!   bench           runs the programs of bench/ and keeps the results in bench/runs
 //!   net             hosts with cables of a known rate, to cut, slow down and make lossy; servers and agents in them
-//!   bindings        the types of the RDMA libraries, out of their headers: rarely, and by hand
-//!   rooms           the crates, and a failure for an import circle, a long file or a large type
+//!   bindings        generates the types of the RDMA libraries from their headers; rarely needed
+//!   rooms           draws the crates, and fails for an import circle, a long file or a large type
 //!   man, completions   what `remora generate` writes, without installing it first
 //! ```
 //!
-//! Nothing here is part of the product. What is measured, and how, stands in `remora_bench`; here it is told and shown.
+//! Nothing here is part of the product. `remora_bench` does the measuring; this crate starts it and shows the results.
 //!
-//! - [`demo`]: the demonstration. **Start here.** [`show`]: what is seen while it runs; [`table`]: what is left of it.
-//! - [`mod@bench`]: builds and runs the benchmarks. [`bindings`]: makes or compares the RDMA libraries' types.
-//! - [`net`]: hosts, servers and agents, as a person wants them. [`stop`]: Ctrl-C leaves nothing behind.
+//! - [`demo`]: the demonstration. **Start here.** [`show`]: the display while it runs; [`table`]: the table at its end.
+//! - [`mod@bench`]: builds and runs the benchmarks. [`bindings`]: generates or compares the RDMA libraries' types.
+//! - [`net`]: a test network with hosts, servers and agents. [`stop`]: Ctrl-C leaves nothing behind.
 #![forbid(unsafe_code)]
 
 mod bench;
@@ -40,14 +40,14 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Make replicas by Remora and by the servers' own replication, and print one table.
+    /// Make replicas with Remora and with the servers' own replication, and print one table.
     Demo(demo::Options),
-    /// Run the benchmarks and keep their runs.
+    /// Run the benchmarks and keep their results.
     Bench(bench::Options),
     /// Hosts of a test network, with servers and agents in them. Needs root.
     #[command(subcommand)]
     Net(net::Command),
-    /// Make the types of the RDMA libraries again out of their headers.
+    /// Generate the types of the RDMA libraries from their headers.
     Bindings(bindings::Options),
     /// Draw what stands on what; fail for an import circle, a long file or a large type, as `make check` does.
     Rooms {
@@ -57,7 +57,7 @@ enum Command {
     },
     /// Write the man pages of `remora` into a folder.
     Man {
-        /// The folder; made if it isn't there.
+        /// The folder; created if it does not exist.
         directory: PathBuf,
     },
     /// Print the shell completions of `remora`.

@@ -4,15 +4,16 @@
 //!   terminal 1                                      terminal 2
 //!   xtask net up --replicas 3 --rate 1gbit          xtask net cut replica-2         xtask net heal replica-2
 //!     hosts, servers, agents; stays                 xtask net slow replica-1 100mbit, or free
-//!     until Ctrl-C, and nothing is left             xtask net lossy primary 1.5     (percent, each way; 0: none)
+//!     until Ctrl-C; leaves nothing behind             xtask net lossy primary 1.5     (percent, each way; 0: none)
 //!                  ▲                                xtask net hosts                 xtask net run primary redis-cli -h …
-//!                  └────── one line, by a socket ───┘                               xtask net down
+//!                  └────── one line, over a socket ───┘                               xtask net down
 //! ```
 //!
-//! Needs root. `up` alone holds the hosts: they, their servers and agents go with its process, also after `kill -9`, as nothing of it
-//! has a name that could be left behind; the socket by which the others find it has none in the file system either.
+//! Needs root. The process of `up` alone holds the hosts: they, their servers and agents end with it, also after `kill -9`, because
+//! namespaces and cables have no names that could be left behind. The socket that the other commands use has no name in the file
+//! system either.
 //!
-//! - [`stage`]: what `up` puts up. [`talk`]: the line and its answer.
+//! - [`stage`]: the hosts and what runs on them. [`talk`]: the command line and its answer.
 
 mod stage;
 mod talk;
@@ -24,36 +25,36 @@ use remora_lab::{BitRate, Loss};
 
 use self::talk::Order;
 
-/// What can be typed.
+/// Command-line arguments.
 #[derive(Clone, Debug, clap::Subcommand)]
 pub(crate) enum Command {
-    /// Put up hosts, servers and agents, and stay until stopped.
+    /// Start hosts, servers and agents, and keep them until stopped.
     Up(Up),
     /// Show the hosts, their addresses and cables.
     Hosts,
-    /// Pull a host's cable: packets vanish both ways.
+    /// Cut a host's cable: packets vanish in both directions.
     Cut {
         /// Name of the host.
         host: String,
     },
-    /// Plug it in again.
+    /// Connect the cable again.
     Heal {
         /// Name of the host.
         host: String,
     },
-    /// Give a host's cable another rate, both ways.
+    /// Set the rate of a host's cable, in both directions.
     Slow {
         /// Name of the host.
         host: String,
-        /// As 100mbit, 1gbit; `free` for as fast as this machine.
+        /// Such as 100mbit or 1gbit; `free` for no limit.
         #[arg(value_parser = rate)]
         rate: Rate,
     },
-    /// Let a host's cable lose packets, both ways.
+    /// Let a host's cable lose packets, in both directions.
     Lossy {
         /// Name of the host.
         host: String,
-        /// Percent of them, each way; 0 for none.
+        /// Percentage of packets lost, each way; 0 for none.
         #[arg(value_parser = loss)]
         percent: Percent,
     },
@@ -65,39 +66,39 @@ pub(crate) enum Command {
         #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
         command: Vec<String>,
     },
-    /// End what `up` has put up.
+    /// End what `up` has started.
     Down,
 }
 
-/// What is put up.
+/// What `up` starts.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Up {
-    /// How many replicas' hosts.
+    /// Number of replica hosts.
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=64))]
     replicas: u8,
     /// Rate of every cable, both ways: 100mbit, 1gbit, 10gbit.
     #[arg(long, default_value = "1gbit")]
     rate: BitRate,
-    /// Which servers.
+    /// Which servers to use.
     #[arg(long, default_value = "redis")]
     server: ServerChoice,
-    /// How much data the primary is filled with, in values of 1 MiB.
+    /// Size of the data in the primary, in values of 1 MiB.
     #[arg(long, value_name = "SIZE", default_value = "256MiB", value_parser = size)]
     size: Size,
-    /// Hosts and servers only: the agents are for you to start, by `net run`.
+    /// Start hosts and servers only; start the agents yourself with `net run`.
     #[arg(long)]
     no_agents: bool,
 }
 
-/// A rate or none.
+/// A rate, or no limit.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rate(Option<BitRate>);
 
-/// Hundredths are enough.
+/// A loss in percent, with a precision of hundredths.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Percent(f64);
 
-/// Runs it.
+/// Runs the command.
 pub(crate) fn run(command: Command) -> Result<()> {
     let order = match command {
         Command::Up(up) => {
@@ -129,7 +130,7 @@ fn rate(text: &str) -> std::result::Result<Rate, String> {
 
 fn loss(text: &str) -> std::result::Result<Percent, String> {
     let percent = text.trim_end_matches('%').parse::<f64>().ok().filter(|percent| Loss::percent(*percent).is_some());
-    percent.map(Percent).ok_or_else(|| format!("{text:?} is no share of a hundred"))
+    percent.map(Percent).ok_or_else(|| format!("{text:?} is not a percentage from 0 to 100"))
 }
 
 fn size(text: &str) -> std::result::Result<Size, String> {

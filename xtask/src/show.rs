@@ -1,4 +1,4 @@
-//! What is seen while a demo runs: bars where stderr is a terminal, else a line for every change of phase.
+//! The display while a demo runs: bars if stderr is a terminal, else a line for every change of phase.
 
 use std::io::{IsTerminal, stderr};
 use std::sync::{Mutex, PoisonError};
@@ -17,7 +17,7 @@ impl Screen {
         Screen { bars: stderr().is_terminal().then(MultiProgress::new) }
     }
 
-    /// A line that stays.
+    /// Prints a line that stays.
     pub(crate) fn say(&self, line: &str) {
         match &self.bars {
             Some(bars) => bars.suspend(|| eprintln!("{line}")),
@@ -25,7 +25,7 @@ impl Screen {
         }
     }
 
-    /// Shows that something goes on, until it is dropped.
+    /// Shows a spinner until it is dropped.
     pub(crate) fn busy(&self, what: &str) -> Busy {
         let Some(bars) = &self.bars else {
             self.say(&format!("  {what}"));
@@ -50,7 +50,7 @@ impl Screen {
     }
 }
 
-/// See [`Screen::busy`].
+/// A spinner; see [`Screen::busy`].
 pub(crate) struct Busy {
     bar: Option<ProgressBar>,
 }
@@ -63,7 +63,7 @@ impl Drop for Busy {
     }
 }
 
-/// See [`Screen::replicas`].
+/// Bars of replicas; see [`Screen::replicas`].
 pub(crate) struct Replicas {
     bars: Option<Vec<ProgressBar>>,
     bytes: u64,
@@ -71,7 +71,7 @@ pub(crate) struct Replicas {
 }
 
 impl Replicas {
-    /// A replica was looked at.
+    /// Updates the display of a replica.
     pub(crate) fn saw(&self, number: usize, sight: Sight) {
         if let Some(bar) = self.bars.as_ref().and_then(|bars| bars.get(number)) {
             bar.set_position(sight.bytes.min(self.bytes));
@@ -94,14 +94,14 @@ impl Drop for Replicas {
 }
 
 fn style() -> ProgressStyle {
-    // A template that does not parse would be found by the test; a plain bar is shown instead.
+    // The test would find a template that does not parse; a plain bar is the fallback.
     ProgressStyle::with_template(TEMPLATE)
         .map_or_else(|_| ProgressStyle::default_bar(), |style| style.progress_chars("█▌ "))
 }
 
 const TEMPLATE: &str = "  {prefix} [{bar:40}] {percent:>3} %  {elapsed_precise}  {msg}";
 
-/// Often enough to look alive.
+/// Interval between two frames of a spinner.
 const SPIN_EVERY: Duration = Duration::from_millis(100);
 
 #[cfg(test)]
@@ -117,6 +117,6 @@ mod tests {
     fn without_a_terminal_a_phase_is_said_once() {
         let replicas = Replicas { bars: None, bytes: 1, phases: Mutex::new(vec![""; 2]) };
         assert!(replicas.is_news(1, "loading") && !replicas.is_news(1, "loading") && replicas.is_news(1, "in step"));
-        assert!(!replicas.is_news(2, "nobody"));
+        assert!(!replicas.is_news(2, "absent"));
     }
 }

@@ -1,7 +1,7 @@
-//! Ctrl-C, or SIGTERM: every process that was started is killed, and the work, which stands on them, fails and cleans up after itself
-//! on its way out: folders vanish by their drops, as in any other failure.
+//! Ctrl-C and SIGTERM: every started process is killed. The work then fails, because its processes are gone, and cleans up as after
+//! any other failure: folders are removed when their owner is dropped.
 //!
-//! Not needed for `kill -9`: the kernel then ends the processes; their folders stay behind in the temporary folder.
+//! `kill -9` cannot be handled: the kernel ends the processes, and their folders stay in the temporary folder.
 
 use std::time::Duration;
 use std::{fmt, fs};
@@ -10,7 +10,7 @@ use remora_bench::sync::Result;
 use rustix::process::{Pid, Signal, getpid, kill_process, kill_process_group};
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Somebody stopped us.
+/// The work was stopped by a signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Stopped {
     signal: SignalKind,
@@ -31,7 +31,7 @@ impl fmt::Display for Stopped {
 
 impl std::error::Error for Stopped {}
 
-/// Runs `work` to its end, or to its earlier end by a signal.
+/// Runs `work` to its end, or until a signal stops it.
 pub(crate) fn or_run(work: impl FnOnce() -> Result<()> + Send + 'static) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
@@ -46,7 +46,7 @@ pub(crate) fn or_run(work: impl FnOnce() -> Result<()> + Send + 'static) -> Resu
                 },
                 _ = interrupt.recv() => stopped = Some(Stopped { signal: SignalKind::interrupt() }),
                 _ = terminate.recv() => stopped = Some(Stopped { signal: SignalKind::terminate() }),
-                // What the work starts before it notices goes the same way.
+                // Processes that the work starts before it notices are killed too.
                 () = tokio::time::sleep(AGAIN_EVERY), if stopped.is_some() => {}
             }
             if stopped.is_some() {
@@ -56,10 +56,10 @@ pub(crate) fn or_run(work: impl FnOnce() -> Result<()> + Send + 'static) -> Resu
     })
 }
 
-/// Kills all children of a process with whatever they have forked (ours lead a process group each).
+/// Kills all children of a process and their descendants (each of ours leads a process group).
 fn end_children_of(parent: Pid) {
     for child in children_of(parent) {
-        // One that has just ended needs nothing more; one without a group of its own (cargo) goes alone.
+        // A child that has just ended needs no signal. A child without its own group (cargo) is killed alone.
         if kill_process_group(child, Signal::KILL).is_err() {
             let _ = kill_process(child, Signal::KILL);
         }
@@ -75,12 +75,12 @@ fn children_of(parent: Pid) -> Vec<Pid> {
 
 fn parent_of(pid: i32) -> Option<i32> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name in brackets may hold anything; state and parent follow it.
+    // The name in brackets can contain anything; state and parent follow it.
     let (_, rest) = stat.rsplit_once(')')?;
     rest.split_whitespace().nth(1)?.parse().ok()
 }
 
-/// How often children are looked for while the work is on its way out.
+/// How often children are searched for while the work ends.
 const AGAIN_EVERY: Duration = Duration::from_millis(100);
 
 #[cfg(test)]
@@ -94,12 +94,12 @@ mod tests {
 
     #[test]
     fn children_are_found_and_ended() {
-        // Of a shell, not of this process: other tests have children here.
+        // Children of a shell, not of this process: other tests have children here.
         let mut shell = Command::new("sh").args(["-c", "sleep 60 & sleep 60; wait"]).spawn().unwrap();
         let parent = Pid::from_child(&shell);
         let began = Instant::now();
         while children_of(parent).len() < 2 {
-            assert!(began.elapsed() < Duration::from_secs(20), "the shell starts nothing");
+            assert!(began.elapsed() < Duration::from_secs(20), "the shell started no child");
             thread::sleep(Duration::from_millis(5));
         }
         assert!(children_of(getpid()).contains(&parent));

@@ -1,6 +1,6 @@
-//! Tables for people: columns as wide as their widest cell, numbers to the right.
+//! Text tables: columns as wide as their widest cell, numbers right-aligned.
 
-/// Lays out `rows` under `head`. The first `left` columns are text and go to the left.
+/// Formats `rows` under `head`. The first `left` columns are text and are left-aligned.
 pub(crate) fn lay_out(head: &[&str], left: usize, rows: &[Vec<String>]) -> String {
     let width = |column: usize| {
         let cells = rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count());

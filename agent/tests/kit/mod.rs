@@ -1,7 +1,7 @@
-//! What the tests of both ends together share: primaries set up for quick snapshots, a source and its replica agents as
-//! processes, what `remora status` and a server's INFO say.
+//! Shared by the tests of both ends: primaries set up for quick snapshots, a source and its replica agents as processes, the
+//! output of `remora status` and of a server's INFO.
 //!
-//! It asserts nothing of its own but that things start.
+//! It asserts only that processes start.
 #![allow(clippy::unwrap_used, dead_code)] // each test program uses another part of it
 
 use std::path::{Path, PathBuf};
@@ -15,38 +15,38 @@ use rustix::process::Signal;
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// What only a broken machine exceeds.
+/// Time limit that only a broken machine exceeds.
 pub(crate) const LONG: Duration = Duration::from_secs(90);
 
-/// A server as tests want a primary: it takes a snapshot at once when asked (the default waits five seconds for company), and
-/// its backlog bears a hand-off under full load.
+/// A primary for tests: it takes a snapshot at once when asked (by default it waits five seconds for further replicas), and its
+/// backlog is large enough for a hand-off under full load.
 pub(crate) fn primary(kind: Kind) -> Builder {
     Server::builder(kind).config("repl-diskless-sync-delay", 0).config("repl-backlog-size", BACKLOG)
 }
 
-/// Full load is some 60 MB a second, and a machine that has much else to do may leave an agent waiting for seconds.
+/// Full load is about 60 MB a second, and on a busy machine an agent may not run for seconds.
 pub(crate) const BACKLOG: &str = "256mb";
 
-/// Every kind of change, as fast as a small journal bears it though the readers have to wait for seconds now and then. Whoever can be
-/// outrun needs another copy, and none is promised then.
+/// Writes every kind of change, at a rate that a small journal survives even if its readers pause for seconds now and then. A reader
+/// that is overrun needs another copy, which these tests do not expect.
 #[allow(dead_code)] // not every test that has this kit needs it
 pub(crate) fn steady_writer(primary: &Server) -> Workload {
     let options = Options { big_bytes: 1 << 20, ..Options::seeded(remora_lab::random::seed("workload")) };
     Workload::start(primary.client().unwrap(), options.rate(4_000)).unwrap()
 }
 
-/// A running source agent. Its folder holds the token, and stands for the home of all agents that are started by it.
+/// A running source agent. Its folder holds the token, and is the home of all agents that it starts.
 pub(crate) struct Source {
     /// The process.
     pub(crate) agent: Agent,
-    /// Where it listens.
+    /// The address on which it listens.
     pub(crate) address: String,
     folder: TempDir,
     token: PathBuf,
 }
 
 impl Source {
-    /// Starts one for `primary`, and waits until it is ready.
+    /// Starts a source for `primary`, and waits until it is ready.
     pub(crate) fn start(primary: &Server, more: &[&str]) -> Source {
         let folder = scratch::folder("source").unwrap();
         let token = scratch::token_file(folder.path()).unwrap();
@@ -69,7 +69,7 @@ impl Source {
         remora(self.folder.path(), &args)
     }
 
-    /// Makes `server` a replica, and waits for it.
+    /// Makes `server` a replica, and waits for the end of the agent.
     pub(crate) fn replicate(&self, server: &Server, more: &[&str]) -> Agent {
         let mut agent = self.replica(server, more);
         agent.wait_for_success(LONG).unwrap();
@@ -98,7 +98,7 @@ impl Source {
         &self.token
     }
 
-    /// Waits until the status is as wanted.
+    /// Waits until the status satisfies `wanted`.
     pub(crate) fn wait_for_status(&self, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
         let look = || {
             let status = self.status();
@@ -107,7 +107,7 @@ impl Source {
         wait_until(what, LONG, look).unwrap()
     }
 
-    /// The number of the snapshot that it holds.
+    /// The generation of its snapshot.
     pub(crate) fn generation(&self) -> u64 {
         self.status()["generation"]["generation"].as_u64().unwrap()
     }
@@ -128,25 +128,25 @@ fn launch(primary: &Server, home: &Path, token: &Path, listen: &str, more: &[&st
     (agent, address.to_owned())
 }
 
-/// Starts `remora`. What it keeps, it keeps in `home`.
+/// Starts `remora` with `home` as its home.
 fn remora(home: &Path, args: &[&str]) -> Agent {
     let mut command = Command::new(env!("CARGO_BIN_EXE_remora"));
     command.args(args).env("XDG_STATE_HOME", home).env_remove("REMORA_PASSWORD").env_remove("REMORA_LOG");
     Agent::run(command).unwrap()
 }
 
-/// Runs `remora` to its end, which must be a good one. For commands that keep nothing.
+/// Runs `remora` to its end, which must be success. For commands that keep no state.
 pub(crate) fn run(args: &[&str]) {
     remora(Path::new("/nonexistent"), args).wait_for_success(LONG).unwrap();
 }
 
-/// Fills a server with `keys` values of `bytes` bytes each that no compression makes smaller.
+/// Fills a server with `keys` values of `bytes` incompressible bytes each.
 pub(crate) fn load(server: &Server, keys: u64, bytes: u64) {
     let (url, keys, bytes) = (server.url(), keys.to_string(), bytes.to_string());
     run(&["load", "--server", &url, "--keys", &keys, "--value-size", &bytes]);
 }
 
-/// The same beside what is there: keys of another name.
+/// Adds keys of another name.
 pub(crate) fn load_small(server: &Server, keys: u64, bytes: usize) {
     let mut client = server.client().unwrap();
     let mut random = remora_lab::Random::new(keys);
@@ -163,12 +163,12 @@ pub(crate) fn number(server: &Server, name: &str) -> u64 {
     server.fact(name).unwrap().parse().unwrap()
 }
 
-/// How often the primary was asked for a full copy, and how often it continued one.
+/// How many full copies the primary has made, and how many partial resynchronisations.
 pub(crate) fn syncs(primary: &Server) -> (u64, u64) {
     (number(primary, "sync_full"), number(primary, "sync_partial_ok"))
 }
 
-/// Redis's own load generator at full speed, until dropped. `None` where it is missing.
+/// Redis's own load generator at full speed, until dropped. `None` if it is not installed.
 pub(crate) fn benchmark(server: &Server) -> Option<Agent> {
     let port = server.port().to_string();
     let args = ["-p", &port, "-t", "set,incr,lpush,rpop,sadd,hset,spop,zadd,zpopmin", "-r", "5000", "-n", "100000"];

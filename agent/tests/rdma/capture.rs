@@ -1,4 +1,4 @@
-//! What went over a node's wire, packet by packet: tcpdump writes it down, and this reads RoCE v2 out of it.
+//! The packets on a node's wire: tcpdump records them, and this module parses RoCE v2 from the recording.
 //!
 //! Layouts: the file as pcap-savefile(5) has it; the packets as the InfiniBand Architecture Specification, volume 1, has them (section
 //! 5.2.4 the base transport header, 5.2.7 the RDMA extended transport header), behind Ethernet, IPv4 and UDP (annex A17).
@@ -11,13 +11,13 @@ use std::time::Duration;
 use remora_lab::Agent;
 use rustix::process::Signal;
 
-/// A capture under way.
+/// A running recording.
 pub(crate) struct Capture {
     tcpdump: Agent,
     file: PathBuf,
 }
 
-/// A region that the source has welcomed a reader to, out of the message that it sent.
+/// A region to which the source admitted a reader, parsed from the message that it sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Welcome {
     key: u32,
@@ -25,7 +25,7 @@ pub(crate) struct Welcome {
     length: u64,
 }
 
-/// A READ that was asked for.
+/// A READ request.
 #[derive(Clone, Copy, Debug)]
 struct Read {
     key: u32,
@@ -33,15 +33,15 @@ struct Read {
     length: u32,
 }
 
-/// What was seen.
+/// What the recording contains.
 #[derive(Debug, Default)]
 pub(crate) struct Wire {
     pub(crate) welcomes: Vec<Welcome>,
-    /// Bytes that came as answers to READs.
+    /// Bytes of answers to READs.
     pub(crate) read_bytes: u64,
-    /// Bytes that were sent in messages.
+    /// Bytes sent in messages.
     pub(crate) sent_bytes: u64,
-    /// Operations that have no business here, by their code.
+    /// Operations that must not occur, by their code.
     pub(crate) foreign: BTreeSet<u8>,
     reads: Vec<Read>,
 }
@@ -49,10 +49,10 @@ pub(crate) struct Wire {
 const PATIENCE: Duration = Duration::from_secs(30);
 
 impl Capture {
-    /// Begins to write down what goes over the node's wire.
+    /// Begins to record the node's wire.
     pub(crate) fn start(node: u8, file: &str) -> Capture {
         let mut tcpdump = Command::new("tcpdump");
-        // The first bytes of each packet are enough; a large buffer, so that none is missed; as root, who alone may write there.
+        // The first bytes of each packet suffice; a large buffer, so that no packet is missed; as root, who alone can write there.
         tcpdump.args(["-i", &format!("eth{node}"), "-s", "192", "-B", "65536", "-Z", "root", "-w", file]);
         tcpdump.args(["udp", "port", "4791"]).stdin(Stdio::null());
         let mut tcpdump = Agent::run(tcpdump).unwrap();
@@ -60,7 +60,7 @@ impl Capture {
         Capture { tcpdump, file: file.into() }
     }
 
-    /// Ends it, and reads what it has written.
+    /// Ends the recording and parses it.
     pub(crate) fn stop(mut self) -> Wire {
         self.tcpdump.signal(Signal::INT).unwrap();
         self.tcpdump.wait_for_success(PATIENCE).unwrap();
@@ -85,7 +85,7 @@ impl Wire {
         wire
     }
 
-    /// One packet, of which `whole` bytes went over the wire.
+    /// Handles one packet, which had `whole` bytes on the wire.
     fn packet(&mut self, packet: &[u8], whole: usize) {
         let transport = &packet[ETHERNET_BYTES + IPV4_BYTES + UDP_BYTES..];
         let payload = whole - ETHERNET_BYTES - IPV4_BYTES - UDP_BYTES - BTH_BYTES - CHECKSUM_BYTES;
@@ -110,12 +110,12 @@ impl Wire {
         }
     }
 
-    /// The keys that readers were told.
+    /// The keys that readers were sent.
     pub(crate) fn keys(&self) -> BTreeSet<u32> {
         self.welcomes.iter().map(|welcome| welcome.key).collect()
     }
 
-    /// Fails unless each READ names a key and a range that a reader was welcomed to.
+    /// Fails unless each READ names a key and a range to which a reader was admitted.
     pub(crate) fn assert_reads_lie_inside_what_was_welcomed(&self) {
         assert!(self.reads.len() > 100, "only {} READs", self.reads.len());
         for read in &self.reads {
@@ -129,7 +129,7 @@ impl Wire {
 }
 
 impl Welcome {
-    /// The fabric's message of 64 bytes that begins with its magic; the reader's proof, of 32, has none.
+    /// The fabric's message of 64 bytes that begins with its magic. The reader's proof, of 32 bytes, has no magic.
     fn read(message: &[u8]) -> Option<Welcome> {
         if message.len() != 64 || !message.starts_with(b"RMRV") {
             return None;
@@ -147,7 +147,7 @@ const UDP_BYTES: usize = 8;
 const BTH_BYTES: usize = 12;
 /// The invariant checksum at the end.
 const CHECKSUM_BYTES: usize = 4;
-/// The acknowledgement header that some answers carry.
+/// The acknowledgement header of some answers.
 const ACKNOWLEDGEMENT_BYTES: usize = 4;
 
 /// Operation codes of reliable connections, and one of datagrams.

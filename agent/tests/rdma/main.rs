@@ -1,6 +1,6 @@
-//! The job over RDMA, in the virtual machine that has devices: exact replicas, one-sided on the wire, and a link that dies.
+//! The whole job over RDMA, in the virtual machine that has devices: exact replicas, one-sided reads on the wire, and a link that fails.
 //!
-//! What runs in there is ignored on the host; the last test boots the machine once and has this program run them.
+//! Tests for the machine are ignored on the host. The last test boots the machine once and runs them there.
 #![allow(clippy::unwrap_used)]
 
 #[path = "../stage/mod.rs"]
@@ -22,7 +22,7 @@ const SOURCE_NODE: u8 = 1;
 const REPLICA_NODES: [u8; 3] = [0, 2, 3];
 
 fn source(stage: &Stage, primary: &Server, more: &[&str]) -> Source {
-    // Replicas reach the primary where its own tests do; shared memory would be nearer than RDMA here.
+    // Replicas reach the primary at this address too; on one host they would prefer shared memory to RDMA.
     let announce = format!("127.0.0.1:{}", primary.port());
     let listen = format!("{}:0", RdmaVm::address(SOURCE_NODE));
     let more = [&["--no-shm", "--announce", &announce], more].concat();
@@ -35,13 +35,13 @@ fn replica(stage: &Stage, server: &Server, source: &Source, node: u8, more: &[&s
 }
 
 fn primary() -> Server {
-    // Diskless, as its answer to a replica: the machine's disk is memory that the tests need.
+    // Diskless, for its answer to a replica: the machine's disk is memory that the tests need.
     let primary = Server::builder(Kind::Redis7).config("repl-diskless-sync-delay", 0).start().unwrap();
     fill_every_type(&mut primary.client().unwrap(), 4).unwrap();
     primary
 }
 
-/// What goes over the source's wire while three replicas are made of it under writes.
+/// Records the source's wire while three replicas are made of it under writes.
 #[test]
 #[ignore = "runs in the RDMA machine"]
 fn three_replicas_are_exact_and_their_bytes_are_fetched_by_read_alone() {
@@ -53,7 +53,7 @@ fn three_replicas_are_exact_and_their_bytes_are_fetched_by_read_alone() {
     let writer = Workload::start(primary.client().unwrap(), options).unwrap();
     let servers: Vec<Server> = REPLICA_NODES.iter().map(|_| Server::start(Kind::Redis7).unwrap()).collect();
     let choices = ["verbs", "auto", "verbs"];
-    // All three read from the source: what they would hand on to each other is the next test's.
+    // All three read from the source; the next test covers replicas that read from each other.
     let start =
         |((server, node), choice)| replica(&stage, server, &source, node, &["--transport", choice, "--no-serve-peers"]);
     let mut agents: Vec<Agent> = servers.iter().zip(REPLICA_NODES).zip(choices).map(start).collect();
@@ -66,18 +66,18 @@ fn three_replicas_are_exact_and_their_bytes_are_fetched_by_read_alone() {
         assert_same_data(&primary, server);
     }
     let wire = capture.stop();
-    // Two tables, each with a key of its own; a reader is welcomed to each.
+    // Two tables, each with its own key; each reader is admitted to both.
     assert_eq!(wire.keys().len(), 2, "{:x?}", wire.keys());
     assert_eq!(wire.welcomes.len(), 2 * REPLICA_NODES.len());
     wire.assert_reads_lie_inside_what_was_welcomed();
     assert!(wire.foreign.is_empty(), "neither writes nor long messages: {:x?}", wire.foreign);
-    // Everything that arrived came as answers to READs: three times the noise at the least.
+    // Everything that arrived was an answer to a READ: at least three times the random data.
     assert!(wire.read_bytes > 3 * (8 << 20), "{} bytes", wire.read_bytes);
     assert!(wire.sent_bytes < 10_000, "{} bytes in messages", wire.sent_bytes);
     source.stop();
 }
 
-/// What a replica that joins late reads comes over the wire of one that has it, not over the source's.
+/// A replica that joins late reads over the wire of another replica, not over the source's.
 #[test]
 #[ignore = "runs in the RDMA machine"]
 fn a_late_joiner_reads_from_another_replica_by_rdma_and_the_source_sends_it_next_to_nothing() {
@@ -111,12 +111,12 @@ fn a_late_joiner_reads_from_another_replica_by_rdma_and_the_source_sends_it_next
 
 #[test]
 #[ignore = "runs in the RDMA machine"]
-fn a_link_that_dies_in_the_middle_is_told_and_tcp_brings_the_rest() {
+fn a_link_that_fails_in_the_middle_is_reported_and_tcp_carries_the_rest() {
     let (stage, primary) = (Stage::new(), primary());
     fill(&primary, 20, 2);
     let source = source(&stage, &primary, &[]);
     let server = Server::start(Kind::Redis7).unwrap();
-    // Slow enough that most of it is still to come when the cable is pulled.
+    // Slow enough that most of it is still to come when the cable is cut.
     load_slowly(&server, 5_000);
     let mut agent = replica(&stage, &server, &source, REPLICA_NODES[0], &["--memory", "16MiB"]);
     source.wait_for_slots(&mut agent, 20);
@@ -164,7 +164,7 @@ fn the_machine_has_devices_and_the_command_says_so() {
 
 #[test]
 #[ignore = "runs in the RDMA machine"]
-fn the_way_to_a_source_is_measured_by_rdma_and_a_device_can_be_named() {
+fn a_probe_measures_rdma_to_a_source_and_a_device_can_be_named() {
     let (stage, primary) = (Stage::new(), Server::start(Kind::Redis7).unwrap());
     let announce = format!("127.0.0.1:{}", primary.port());
     let more = ["--no-shm", "--announce", &announce, "--rdma-device", "rxe1", "--rdma-service-level", "3"];
@@ -184,7 +184,7 @@ fn the_way_to_a_source_is_measured_by_rdma_and_a_device_can_be_named() {
         println!("{figure}");
         assert!(figure["median_micros"].as_f64().unwrap() > 1.0 && figure["reads"].as_u64().unwrap() >= 1, "{figure}");
     }
-    // A device that is not there is an error where it was asked for by name, and says what there is.
+    // A missing device is an error if it was named in the options, and the error lists the devices that exist.
     let wrong = ["--transport", "verbs", "--rdma-device", "mlx5_0"];
     let args = [&["probe", "--source", &address, "--token-file", &token][..], &wrong].concat();
     let printed = stage.remora(&args).output().unwrap();
@@ -193,8 +193,8 @@ fn the_way_to_a_source_is_measured_by_rdma_and_a_device_can_be_named() {
     source.stop();
 }
 
-/// Pulls a node's cable out of the bridge, or plugs it in. (The device itself is not switched off: Soft-RoCE of 6.1 whose own
-/// messages fail to leave never connects again.)
+/// Cuts a node's cable from the bridge, or connects it again. (The device itself stays on: in Soft-RoCE of Linux 6.1, a device whose
+/// own messages cannot leave never connects again.)
 fn cable(node: u8, plugged: bool) {
     let port = format!("port{node}");
     let to: &[&str] = if plugged { &["master", "br0"] } else { &["nomaster"] };
@@ -211,7 +211,7 @@ fn the_job_is_done_over_rdma_in_the_virtual_machine() {
 }
 
 #[test]
-fn a_machine_without_devices_says_what_is_missing_and_goes_on() {
+fn a_machine_without_devices_reports_what_is_missing_and_continues() {
     let stage = Stage::new();
     let said = Command::new(env!("CARGO_BIN_EXE_remora"))
         .args(["devices", "--json"])

@@ -1,4 +1,4 @@
-//! The same over cables of a known rate: what relays are for. Needs root, for network namespaces.
+//! Relays over cables of a known rate, which is their purpose. Needs root, for network namespaces.
 
 use std::time::{Duration, Instant};
 
@@ -6,17 +6,17 @@ use remora_lab::{Agent, Host, Net, Server, Shape, assert_same_data, require};
 
 use crate::stage::{Stage, fill, succeeds};
 
-/// Noise in the primary, in MiB.
+/// Random data in the primary, in MiB.
 const MEBIBYTES: usize = 24;
 
-/// Every cable's rate, bytes per second each way: 100 Mb/s. The snapshot takes two seconds.
+/// Rate of every cable, in bytes per second each way: 100 Mb/s. The snapshot takes two seconds.
 const CABLE: u64 = 100_000_000 / 8;
 
-/// Replicas that are made at once.
+/// Number of replicas that are made at once.
 const REPLICAS: usize = 3;
 
-/// What they may take together, as a part of what one takes alone. Three copies through one cable would take three times as long; some of the
-/// time is not the cable's, and other tests run beside this one.
+/// Limit on the time of all together, in multiples of the time of one. Three copies over one cable would take three times as long.
+/// Some of the time is not spent on the cable, and other tests run at the same time.
 const TOGETHER: f64 = 1.6;
 
 /// A host with an empty server on it.
@@ -56,7 +56,7 @@ fn three_replicas_behind_one_cable_take_about_as_long_as_one() {
     }
 }
 
-/// Until the last of them has made its server a replica.
+/// Waits until the last agent has made its server a replica, and returns how long that took.
 fn time(agents: Vec<(Agent, &Server)>) -> Duration {
     let began = Instant::now();
     for (mut agent, server) in agents {

@@ -1,5 +1,5 @@
-//! A replica that joins with the right token, says that it holds the whole snapshot, and lends a table that is sound in itself: all of
-//! its bytes are made up.
+//! A replica that joins with the right token, claims to hold the whole snapshot, and lends a table that is valid in itself, but all
+//! of its bytes are invented.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -21,7 +21,7 @@ pub(crate) struct Liar {
     _runtime: Runtime,
 }
 
-/// What it lends, and to whom.
+/// What the liar lends, and the number of its readers.
 struct Lie {
     id: RegionId,
     offer: TableOffer,
@@ -31,7 +31,7 @@ struct Lie {
 }
 
 impl Liar {
-    /// Joins the source, and returns when it has been given the snapshot and lends its own.
+    /// Joins the source, and returns when it has received the offer and lends its own table.
     pub(crate) fn start(source: &str, token: &Path) -> Liar {
         let runtime = Runtime::new().unwrap();
         let (source, token) = (source.to_owned(), Arc::new(Token::read_file(token).unwrap()));
@@ -48,7 +48,7 @@ impl Liar {
         Liar { readers, _runtime: runtime }
     }
 
-    /// How many conversations have asked to read from it.
+    /// How many connections have asked to read from it.
     pub(crate) fn readers(&self) -> usize {
         self.readers.load(Relaxed)
     }
@@ -71,7 +71,7 @@ async fn join(source: &str, token: &Token, address: SocketAddr) -> (Connection, 
     }
 }
 
-/// A whole table by the name of the source's, with other bytes.
+/// A complete table with the source's identity and other bytes.
 fn make(offer: &Offer, address: SocketAddr, token: Arc<Token>, readers: Arc<AtomicUsize>) -> Lie {
     let TableOffer { generation, first_offset, slot_size, slots, .. } = offer.snapshot.clone();
     let geometry = Geometry { slot_size, slots };
@@ -88,7 +88,7 @@ fn make(offer: &Offer, address: SocketAddr, token: Arc<Token>, readers: Arc<Atom
     Lie { id, offer, exporter, token, readers }
 }
 
-/// Says that it holds more than anybody, and goes on living.
+/// Claims more slots than any other replica, and keeps running.
 async fn boast(mut connection: Connection, generation: u64) {
     let progress = Progress {
         generation,
@@ -102,7 +102,7 @@ async fn boast(mut connection: Connection, generation: u64) {
         relaying: Some(Relaying { reads_from: None, oldest: 0, held: 128, is_full: false }),
     };
     connection.send(Message::Progress(progress.clone())).await.unwrap();
-    // Again and again: who falls silent is not read from for that reason alone.
+    // Repeated, because a silent replica is not assigned to readers.
     tokio::spawn(async move {
         let mut again = tokio::time::interval(Duration::from_millis(500));
         loop {

@@ -1,4 +1,4 @@
-//! Relay: replicas that feed each other. The bytes leave the source about once, whoever dies or lies in between.
+//! Relay: replicas feed each other. The bytes leave the source about once, even if a relay ends or sends wrong data.
 #![allow(clippy::unwrap_used)]
 
 mod hosts;
@@ -18,10 +18,10 @@ use serde_json::Value;
 
 const MIB: u64 = 1 << 20;
 
-/// By TCP, as if the hosts were far from each other: on one host nobody would need a relay.
+/// Over TCP, as if the hosts were far apart: on one host no replica needs a relay.
 const FAR: [&str; 2] = ["--transport", "tcp"];
 
-/// Bytes that may leave the source, as a part of the data set, in hundredths.
+/// Limit on the bytes that leave the source, in hundredths of the data set.
 const ONCE: u64 = 115;
 
 fn servers(kind: Kind, count: usize) -> Vec<Server> {
@@ -36,26 +36,26 @@ fn snapshot_bytes(source: &Source) -> u64 {
     source.status()["generation"]["snapshot_bytes"].as_u64().unwrap()
 }
 
-/// What has left the source is one data set, but for lines, entries, and the stream.
+/// Asserts that one data set has left the source, plus lines, entries and the stream.
 #[track_caller]
 fn assert_once(source: &Source, before: u64) {
     let (sent, set) = (served(source) - before, snapshot_bytes(source));
     assert!(sent * 100 <= set * ONCE, "{sent} bytes left the source for a snapshot of {set}");
-    assert!(sent >= set, "{sent} bytes for a snapshot of {set}: nobody can have got all of it");
+    assert!(sent >= set, "{sent} bytes for a snapshot of {set}: too few for one replica");
     println!("{sent} bytes left the source for a snapshot of {set}");
 }
 
-/// With 128 KiB slots, so that a small data set has many of them.
+/// With slots of 128 KiB, so that a small data set has many of them.
 fn source(primary: &Server) -> Source {
     Source::start(primary, &["--memory", "128MiB", "--slot-size", "128KiB"])
 }
 
-/// One replica as `remora status` shows it.
+/// One replica in the output of `remora status`.
 fn replica<'s>(status: &'s Value, name: &str) -> Option<&'s Value> {
     status["replicas"].as_array()?.iter().find(|replica| replica["name"] == name)
 }
 
-/// Waits until this one, which must not have ended, holds so many slots.
+/// Waits until this replica, which must still run, holds `slots` slots.
 fn wait_for_slots(source: &Source, name: &str, slots: u64) {
     source.wait_for_status("a replica to hold some slots", |status| {
         replica(status, name).is_some_and(|replica| replica["slots_held"].as_u64() >= Some(slots))
@@ -71,7 +71,7 @@ fn four_replicas_under_load_are_exact_and_one_copy_leaves_the_source() {
         let (servers, source) = (servers(kind, 4), source(&primary));
         let writer = Workload::start(
             primary.client().unwrap(),
-            // Nothing big: each replica fetches what it needs of the stream from the source itself, which is counted too.
+            // Small values only: each replica also fetches the stream from the source, and that is counted too.
             remora_lab::workload::Options {
                 big_bytes: 0,
                 ..remora_lab::workload::Options::seeded(remora_lab::random::seed("workload")).rate(500)
@@ -94,12 +94,12 @@ fn four_replicas_under_load_are_exact_and_one_copy_leaves_the_source() {
 }
 
 #[test]
-fn a_relay_killed_in_the_middle_costs_its_reader_the_slots_on_their_way() {
+fn a_relay_killed_in_the_middle_costs_its_reader_only_the_slots_in_transit() {
     let Some(kind) = require::valkey() else { return };
     let primary = primary(kind).config("repl-diskless-sync-delay", 1).start().unwrap();
     load(&primary, 24, MIB);
     let (servers, source) = (servers(kind, 3), source(&primary));
-    // One after the other, so that the chain is in this order.
+    // One after the other, so that the chain has this order.
     let mut agents = ["first", "second", "third"].into_iter().zip(&servers).map(|(name, server)| {
         let agent = source.replica(server, &[&FAR[..], &["--name", name, "--download-limit", "8MiB"]].concat());
         wait_for_slots(&source, name, 8);
@@ -111,7 +111,7 @@ fn a_relay_killed_in_the_middle_costs_its_reader_the_slots_on_their_way() {
     for agent in [&mut first, &mut third] {
         agent.wait_for_success(LONG).unwrap();
     }
-    // The third goes on with the first: the source has sent each slot once, but for what it was asked meanwhile.
+    // The third continues with the first: the source has sent each slot once, except for those it was asked for meanwhile.
     assert_once(&source, 0);
     for server in [&servers[0], &servers[2]] {
         assert_same_data(&primary, server);
@@ -122,7 +122,7 @@ fn a_relay_killed_in_the_middle_costs_its_reader_the_slots_on_their_way() {
 }
 
 #[test]
-fn a_late_joiner_reads_from_a_peer_that_goes_on_lending_until_it_has_all() {
+fn a_late_joiner_reads_from_a_peer_that_lends_until_the_last_slot() {
     let Some(kind) = require::redis() else { return };
     let primary = primary(kind).start().unwrap();
     load(&primary, 24, MIB);
@@ -133,7 +133,7 @@ fn a_late_joiner_reads_from_a_peer_that_goes_on_lending_until_it_has_all() {
     let limited = ["--name", "late", "--download-limit", "16MiB"];
     let mut late = source.replica(&servers[1], &[&FAR[..], &limited].concat());
     wait_for_slots(&source, "late", 20);
-    // The first is handed over and done, but for the one that reads from it.
+    // The first is handed over, and continues only for the one that reads from it.
     first.signal(Signal::TERM).unwrap();
     first.wait_for_line("1 replica reads slots from here still", LONG).unwrap();
     late.wait_for_success(LONG).unwrap();
@@ -146,7 +146,7 @@ fn a_late_joiner_reads_from_a_peer_that_goes_on_lending_until_it_has_all() {
 }
 
 #[test]
-fn limits_are_kept_by_reader_and_lender_and_the_status_draws_who_reads_from_whom() {
+fn reader_and_lender_keep_the_limits_and_the_status_draws_the_chain() {
     let Some(kind) = require::valkey() else { return };
     let primary = primary(kind).config("repl-diskless-sync-delay", 1).start().unwrap();
     load(&primary, 12, MIB);
@@ -166,8 +166,8 @@ fn limits_are_kept_by_reader_and_lender_and_the_status_draws_who_reads_from_whom
     assert!(drawn.contains("└─ head") && drawn.contains("   └─ tail"), "{drawn}");
     second.wait_for_success(LONG).unwrap();
     let (took, fair) = (began.elapsed(), Duration::from_secs_f64(12.0 / 4.0));
-    assert!(took >= fair.mul_f64(0.9), "{took:?} for what the limit allows in {fair:?}");
-    assert!(took <= fair * 2 + Duration::from_secs(4), "{took:?} for what the limit allows in {fair:?}");
+    assert!(took >= fair.mul_f64(0.9), "{took:?} at a limit that allows {fair:?}");
+    assert!(took <= fair * 2 + Duration::from_secs(4), "{took:?} at a limit that allows {fair:?}");
     assert_once(&source, 0);
     first.signal(Signal::TERM).unwrap();
     first.wait_for_success(LONG).unwrap();
@@ -177,7 +177,7 @@ fn limits_are_kept_by_reader_and_lender_and_the_status_draws_who_reads_from_whom
 }
 
 #[test]
-fn where_nobody_lends_everybody_reads_from_the_source() {
+fn replicas_that_do_not_lend_all_read_from_the_source() {
     let Some(kind) = require::valkey() else { return };
     let primary = primary(kind).start().unwrap();
     load(&primary, 8, MIB);
@@ -194,7 +194,7 @@ fn where_nobody_lends_everybody_reads_from_the_source() {
     }
 }
 
-/// The data set is three times the source's window: a slot stays there until everybody has it, from whomever.
+/// The data set is three times the source's window: a slot stays there until every replica has it, from any peer.
 #[test]
 fn replicas_feed_each_other_what_passes_through_a_window_at_the_source() {
     let Some(kind) = require::valkey() else { return };
@@ -207,7 +207,7 @@ fn replicas_feed_each_other_what_passes_through_a_window_at_the_source() {
     for agent in &mut agents {
         agent.wait_for_success(LONG).unwrap();
     }
-    assert!(source.status()["generation"]["windowed"].as_bool().unwrap(), "there was no need for a window");
+    assert!(source.status()["generation"]["windowed"].as_bool().unwrap(), "the snapshot is not windowed");
     assert_eq!(source.snapshots_taken(), 1);
     assert_once(&source, before);
     for server in &servers {
@@ -215,15 +215,15 @@ fn replicas_feed_each_other_what_passes_through_a_window_at_the_source() {
     }
 }
 
-/// Who lends out of a window dies: what its reader lacks is still in the window.
+/// The replica that lends from a window ends: the slots that its reader lacks are still in the window.
 #[test]
-fn a_relay_of_a_window_that_dies_costs_its_reader_only_what_was_on_its_way() {
+fn a_relay_of_a_window_that_is_killed_costs_its_reader_only_slots_in_transit() {
     let Some(kind) = require::valkey() else { return };
     let primary = primary(kind).config("repl-diskless-sync-delay", 1).start().unwrap();
     load(&primary, 96, MIB);
     let source = Source::start(&primary, &["--memory", "40MiB", "--slot-size", "256KiB"]);
     let servers = servers(kind, 2);
-    // Both read at a pace that leaves time to find out who lends to whom.
+    // Both read slowly enough for the test to find out which of them lends.
     let slowly = [&FAR[..], &["--download-limit", "20MiB"]].concat();
     let mut agents: Vec<Agent> = ["one", "two"]
         .iter()
@@ -233,10 +233,10 @@ fn a_relay_of_a_window_that_dies_costs_its_reader_only_what_was_on_its_way() {
     wait_for_slots(&source, "one", 40);
     wait_for_slots(&source, "two", 40);
     let status = source.status();
-    assert!(status["generation"]["windowed"].as_bool().unwrap(), "there was no need for a window");
+    assert!(status["generation"]["windowed"].as_bool().unwrap(), "the snapshot is not windowed");
     let lends = |name| replica(&status, name).unwrap()["reads_from"].is_null();
     let (lender, reader) = if lends("one") { (0, 1) } else { (1, 0) };
-    assert!(!lends(["one", "two"][reader]), "nobody lends: {status}");
+    assert!(!lends(["one", "two"][reader]), "no replica lends: {status}");
     agents[lender].signal(Signal::KILL).unwrap();
     agents[reader].wait_for_success(LONG).unwrap();
     assert_eq!(source.snapshots_taken(), 1);
@@ -260,7 +260,7 @@ fn a_small_relay_lends_a_window_and_its_reader_still_gets_all() {
 }
 
 #[test]
-fn a_peer_that_lies_is_dropped_and_named_and_not_one_byte_of_it_arrives() {
+fn a_peer_with_wrong_bytes_is_dropped_and_named_and_none_of_them_arrives() {
     let Some(kind) = require::valkey() else { return };
     let primary = primary(kind).start().unwrap();
     load(&primary, 8, MIB);
@@ -275,10 +275,10 @@ fn a_peer_that_lies_is_dropped_and_named_and_not_one_byte_of_it_arrives() {
     let named = source.agent.output();
     assert!(named.contains("lent slots that differ from the source's") && named.contains("liar"), "{named}");
 
-    // Nobody is sent there any more.
+    // The source assigns it to no reader any more.
     let another = Server::start(kind).unwrap();
     let later = source.replicate(&another, &FAR);
     assert!(!later.output().contains("liar"), "{}", later.output());
     assert_same_data(&primary, &another);
-    assert!(liar.readers() > 0, "nobody has read from it");
+    assert!(liar.readers() > 0, "no replica has read from it");
 }

@@ -1,6 +1,6 @@
-//! The stage that the tests of both agents stand on: a token, a source, replica agents, and what they said at their end.
+//! What the tests of both agents share: a token, a source, replica agents, and their output.
 //!
-//! Not a layer over the lab: servers, networks and waiting are the lab's. What is here knows the command line of `remora`.
+//! This is not a layer over the lab: servers, networks and waiting are in the lab. This module knows the command line of `remora`.
 #![allow(clippy::unwrap_used, unreachable_pub)]
 // Each test program uses another part of this.
 #![allow(dead_code)]
@@ -16,13 +16,13 @@ use rustix::process::Signal;
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// A time that only a broken machine exceeds.
+/// Time limit that only a broken machine exceeds.
 pub const LONG: Duration = Duration::from_secs(60);
 
 /// Bytes of one value of [`fill`].
 pub const VALUE: usize = 128 << 10;
 
-/// What the agents of one test share: a token, and a folder that stands for a home.
+/// What the agents of one test share: a token, and a folder that is their home.
 pub struct Stage {
     folder: TempDir,
     pub token: PathBuf,
@@ -44,12 +44,12 @@ impl Stage {
         self.folder.path().join(name).display().to_string()
     }
 
-    /// A file that only its owner may read.
+    /// Writes a file that only its owner can read.
     pub fn secret(&self, name: &str, content: &str) -> String {
         scratch::secret_file(&self.folder.path().join(name), content).unwrap().display().to_string()
     }
 
-    /// `remora` with these arguments, not started yet. Whatever it keeps, it keeps in the stage's folder.
+    /// A command that runs `remora` with these arguments, not started yet. Its state is kept in the stage's folder.
     pub fn remora(&self, args: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_remora"));
         command.args(args).env("XDG_STATE_HOME", self.folder.path()).env_remove("REMORA_PASSWORD");
@@ -66,23 +66,23 @@ impl Stage {
         Agent::run(command).unwrap()
     }
 
-    /// Runs `remora` with these arguments to its end, which must come with that exit code.
+    /// Runs `remora` with these arguments to its end, which must have this exit code, and returns its output.
     #[track_caller]
     pub fn end(&self, args: &[&str], code: i32) -> String {
         ends(&mut self.start(None, args), code)
     }
 
-    /// A source of this server on loopback, ready.
+    /// Starts a source of this server on loopback, and waits until it is ready.
     pub fn source(&self, server: &str, more: &[&str]) -> Source {
         self.source_at("127.0.0.1:0", None, server, more)
     }
 
-    /// A source of this server on that host, ready.
+    /// Starts a source of this server on that host, and waits until it is ready.
     pub fn source_on(&self, host: &Host, server: &str, more: &[&str]) -> Source {
         self.source_at(&format!("{}:0", host.address()), Some(host), server, more)
     }
 
-    /// A source that listens at `listen`, ready.
+    /// Starts a source that listens at `listen`, and waits until it is ready.
     pub fn source_at(&self, listen: &str, host: Option<&Host>, server: &str, more: &[&str]) -> Source {
         let token = self.token.display().to_string();
         let mut args = vec!["source", "--server", server, "--listen", listen, "--token-file", &token];
@@ -101,20 +101,20 @@ impl Stage {
         args.iter().chain(more).map(|arg| (*arg).to_owned()).collect()
     }
 
-    /// A replica agent on this machine.
+    /// Starts a replica agent on this machine.
     pub fn replica(&self, server: &str, source: SocketAddr, more: &[&str]) -> Agent {
         let args = self.replica_args(server, source, more);
         self.start(None, &args.iter().map(String::as_str).collect::<Vec<_>>())
     }
 
-    /// A replica agent on a host of a test network.
+    /// Starts a replica agent on a host of a test network.
     pub fn replica_on(&self, host: &Host, server: &str, source: SocketAddr, more: &[&str]) -> Agent {
         let args = self.replica_args(server, source, more);
         self.start(Some(host), &args.iter().map(String::as_str).collect::<Vec<_>>())
     }
 }
 
-/// A source that has said where it listens.
+/// A running source.
 pub struct Source {
     pub agent: Agent,
     pub address: SocketAddr,
@@ -123,7 +123,7 @@ pub struct Source {
 }
 
 impl Source {
-    /// What `remora status --json` says of it.
+    /// The output of `remora status --json`.
     pub fn status(&self) -> Value {
         let mut command = Command::new(env!("CARGO_BIN_EXE_remora"));
         let address = self.address.to_string();
@@ -136,7 +136,7 @@ impl Source {
         serde_json::from_slice(&said.stdout).unwrap()
     }
 
-    /// Waits until this agent, the first that joined, holds so many slots of 64 KiB each.
+    /// Waits until this agent, the first that joined, holds `slots` slots of 64 KiB each.
     #[track_caller]
     pub fn wait_for_slots(&self, agent: &mut Agent, slots: u64) {
         let waited = wait_until("the replica to hold some slots", LONG, || {
@@ -152,7 +152,7 @@ impl Source {
         );
     }
 
-    /// Waits until its snapshot is whole.
+    /// Waits until its snapshot is complete.
     pub fn wait_for_snapshot(&mut self) {
         self.agent.wait_for_line("snapshot completed", LONG).unwrap();
     }
@@ -162,7 +162,7 @@ impl Source {
         self.status()["totals"]["bytes_served"].as_u64().unwrap()
     }
 
-    /// The generation in its hands.
+    /// The generation of its snapshot.
     pub fn generation(&self) -> u64 {
         self.status()["generation"]["generation"].as_u64().unwrap()
     }
@@ -174,7 +174,7 @@ impl Source {
     }
 }
 
-/// Waits for its end, which must come with that exit code; gives back all that it said.
+/// Waits for the agent's end, which must have this exit code, and returns its output.
 #[track_caller]
 pub fn ends(agent: &mut Agent, code: i32) -> String {
     let status = agent.wait(LONG).unwrap();
@@ -183,7 +183,7 @@ pub fn ends(agent: &mut Agent, code: i32) -> String {
     said
 }
 
-/// Waits until this agent has made `replica` a replica; what its server logged is told where it fails.
+/// Waits until this agent has made `replica` a replica. A failure shows the server's log.
 #[track_caller]
 pub fn succeeds(agent: &mut Agent, replica: &Server) {
     if let Err(error) = agent.wait_for_success(LONG) {
@@ -191,7 +191,7 @@ pub fn succeeds(agent: &mut Agent, replica: &Server) {
     }
 }
 
-/// Fails unless every one of `words` was said.
+/// Fails unless the output contains each of `words`.
 #[track_caller]
 pub fn says(said: &str, words: &[&str]) {
     for word in words {
@@ -199,7 +199,7 @@ pub fn says(said: &str, words: &[&str]) {
     }
 }
 
-/// Fills database 0 with so many MiB of noise, which no server compresses, in values of [`VALUE`] bytes.
+/// Fills database 0 with `mebibytes` MiB of random data, which no server compresses, in values of [`VALUE`] bytes.
 pub fn fill(server: &Server, mebibytes: usize, seed: u64) {
     let mut client = server.client().unwrap();
     let mut random = Random::new(seed);
@@ -214,7 +214,7 @@ pub fn fill(server: &Server, mebibytes: usize, seed: u64) {
     }
 }
 
-/// Fills database 0 with so many keys of half a KiB of noise, each with `word` at its beginning.
+/// Fills database 0 with `keys` keys of half a KiB of random data, each with `word` at its beginning.
 pub fn fill_keys(server: &Server, keys: usize, word: &str) {
     let mut random = Random::new(keys as u64);
     let mut value = || [word.as_bytes(), b" ", &random.bytes(512)].concat();
@@ -230,7 +230,7 @@ pub fn number(server: &Server, name: &str) -> i64 {
     server.fact(name).unwrap().parse().unwrap()
 }
 
-/// Makes loading so slow on this server that a test can step in: microseconds for each key.
+/// Makes loading so slow on this server that a test can interfere: `microseconds` for each key.
 pub fn load_slowly(server: &Server, microseconds: u32) {
     server.configure("loading-process-events-interval-bytes", "1024").unwrap();
     server.configure("key-load-delay", &microseconds.to_string()).unwrap();

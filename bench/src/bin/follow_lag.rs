@@ -1,7 +1,7 @@
-//! How far a replica is behind while the primary is written to: `remora replica --stay` against the server's own replication.
+//! The lag of a replica while the primary is written to: `remora replica --stay` against the server's own replication.
 //!
-//! The probe is exact: a time is published on the primary, the command travels in the replication stream like any write, and a
-//! subscriber on the replica takes the time when it arrives. A subscriber on the primary itself shows what of that is no lag.
+//! The probe is exact: the publisher sends the time as a message on the primary, the command travels in the replication stream like any
+//! write, and a subscriber on the replica takes the time on arrival. A subscriber on the primary itself shows the probe's own delay.
 //!
 //! ```text
 //!   writer ──SETs at a rate──▶ primary ◀──PUBLISH probe <now>── publisher, a thousand a second
@@ -29,7 +29,7 @@ use remora_lab::{Client, Kind, Random, Server, scratch};
 use remora_redis::resp::Frame;
 use tempfile::TempDir;
 
-/// Lag of a replica that follows through Remora, and by itself.
+/// Lag of a replica that follows through Remora, and through the server's own replication.
 #[derive(Parser, Debug)]
 struct Options {
     /// Rounds; the figures are medians over them.
@@ -41,19 +41,19 @@ struct Options {
     /// Writes per second.
     #[arg(long, value_delimiter = ',', default_value = "1000,10000,50000")]
     rates: Vec<u64>,
-    /// Bytes of a value that is written.
+    /// Bytes of each written value.
     #[arg(long, default_value_t = 100)]
     value_bytes: usize,
     /// Use Redis 7 instead of Valkey 9.1.
     #[arg(long)]
     redis: bool,
-    /// What `remora replica` reads by.
+    /// Transport of `remora replica`.
     #[arg(long, value_delimiter = ',', default_value = "shm,tcp")]
     transports: Vec<String>,
-    /// Keeps the run in a folder of its own below this one.
+    /// Keep the run in a new folder below this one.
     #[arg(long)]
     out: Option<PathBuf>,
-    /// Writes everything as JSON.
+    /// Write everything as JSON to this file.
     #[arg(long)]
     json: Option<PathBuf>,
 }
@@ -61,7 +61,7 @@ struct Options {
 fn main() -> Result<ExitCode> {
     let options = Options::parse();
     let kind = if options.redis { Kind::Redis7 } else { Kind::Valkey9 };
-    // Else each sync of the set-up would wait for five seconds; nothing that is measured depends on it.
+    // Otherwise each sync of the set-up would wait for five seconds. The measurements do not depend on it.
     let primary = Server::builder(kind).config("repl-diskless-sync-delay", 0).start()?;
     let mut run = Run::new("follow_lag", "ms");
     run.notes.push(format!("{kind} ({}); smaller is better, so is a smaller ratio.", primary.version()?));
@@ -85,19 +85,19 @@ struct Bench<'a> {
     run: Run,
 }
 
-/// Who is probed. Ends in the order of its fields: the agent hands its server over, then the source goes, then the server.
+/// A server under test. The fields are dropped in order: the agent hands its server over, then the source ends, then the server.
 struct Subject {
     agent: Option<Stay>,
     source: Option<Source>,
-    /// `None`: the primary itself, which shows what the probe takes without any replication.
+    /// `None` for the primary itself, which shows the probe's time without replication.
     replica: Option<Server>,
-    /// The agents' token lies there.
+    /// The folder with the agents' token.
     #[allow(dead_code)] // held for its drop
     folder: Option<TempDir>,
 }
 
 impl Subject {
-    /// Processor seconds so far at the replica's end, and at the primary's.
+    /// Processor seconds so far on the replica's side, and on the primary's.
     fn cpu(&self, primary: &Server) -> Result<(f64, f64)> {
         let servers = (self.replica.as_ref().map_or(Ok(0.0), Server::cpu_seconds)?, primary.cpu_seconds()?);
         let agents =
@@ -121,7 +121,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Sets up a fresh replica and waits until it follows.
+    /// Creates a fresh replica and waits until it follows.
     fn subject(&self, name: &str) -> Result<Subject> {
         let mut subject = Subject { agent: None, source: None, replica: None, folder: None };
         if name == PRIMARY {
@@ -161,7 +161,7 @@ impl Bench<'_> {
         subscriber.receive()?;
         let heard = thread::spawn(move || listen(&mut subscriber, begun));
         let writer = Writer::start(self.primary.client()?, rate, self.options.value_bytes);
-        // Its first writes fill buffers and tables that are then warm.
+        // The first writes fill buffers and tables, which are then warm.
         thread::sleep(WARM_UP);
         let place = |client: &mut Client| -> Result<u64> {
             Ok(client.info("replication")?.number("master_repl_offset").unwrap_or(0))
@@ -220,11 +220,11 @@ impl Bench<'_> {
     }
 }
 
-/// What one measurement found.
+/// The result of one measurement.
 struct Seen {
-    /// Milliseconds, sorted.
+    /// Lags in milliseconds, sorted.
     lags: Vec<f64>,
-    /// Probes that never came.
+    /// Number of probes that never arrived.
     lost: u64,
     /// Writes per second.
     reached: f64,
@@ -233,24 +233,26 @@ struct Seen {
     gigabytes: f64,
 }
 
-/// Publishes the time, again and again, then the end. How often.
+/// Publishes the time until told to stop, then publishes the end. Returns the number of probes.
 fn publish(mut client: Client, begun: Instant, time: Duration) -> Result<u64> {
     let (start, mut count) = (Instant::now(), 0);
     while start.elapsed() < time {
         client.int(&["PUBLISH", CHANNEL, &begun.elapsed().as_nanos().to_string()])?;
         count += 1;
-        // By the clock and not by pauses: else a slow primary would be probed less often just when it is slow.
+        // By the clock and not with pauses: otherwise a slow primary would be probed less often just when it is slow.
         thread::sleep((PROBE_EVERY * count).saturating_sub(start.elapsed()));
     }
     client.int(&["PUBLISH", CHANNEL, END])?;
     Ok(u64::from(count))
 }
 
-/// Takes the time of every probe until the last. Milliseconds.
+/// Receives the probes until the last, and returns their delays in milliseconds.
 fn listen(client: &mut Client, begun: Instant) -> Result<Vec<f64>> {
     let mut lags = Vec::new();
     loop {
-        let Frame::Array(message) = client.receive()? else { return Err("a subscriber was told no message".into()) };
+        let Frame::Array(message) = client.receive()? else {
+            return Err("a subscriber received something other than a message".into());
+        };
         let now = begun.elapsed();
         let text = message.get(2).and_then(Frame::as_str).unwrap_or_default();
         if text == END {
@@ -261,7 +263,7 @@ fn listen(client: &mut Client, begun: Instant) -> Result<Vec<f64>> {
     }
 }
 
-/// Sets random keys at a rate, on a thread of its own.
+/// Sets random keys at a rate, on a separate thread.
 struct Writer {
     stop: Arc<AtomicBool>,
     written: Arc<AtomicU64>,
@@ -323,16 +325,16 @@ const STAY: &str = "--stay by ";
 const CHANNEL: &str = "probe";
 const END: &str = "end";
 
-/// A thousand a second: a p99 of ten seconds stands on a hundred.
+/// A thousand a second: a p99 of ten seconds is based on a hundred probes.
 const PROBE_EVERY: Duration = Duration::from_millis(1);
 
-/// Writes come in batches: one write a system call would measure the writer.
+/// Writes are sent in batches: with one write per system call, the writer would be the bottleneck.
 const BATCH_EVERY: Duration = Duration::from_millis(1);
 
 /// A writer that fell behind catches up in steps, as clients do, and not all at once.
 const LARGEST_BATCH: u64 = 1000;
 
-/// Different keys: few enough that the data set stays small, so that nothing but the stream costs memory.
+/// Number of different keys: few enough that the data set stays small, so that only the stream needs memory.
 const KEYS: u64 = 100_000;
 
 /// A rate counts as reached from this share on.
@@ -340,7 +342,7 @@ const RATE_REACHED: f64 = 0.97;
 
 const WARM_UP: Duration = Duration::from_secs(1);
 
-/// An almost empty server is copied in a second.
+/// Time limit: an almost empty server is copied in a second.
 const FOLLOW_TIME: Duration = Duration::from_secs(60);
 
 /// More than the keys above ever fill.

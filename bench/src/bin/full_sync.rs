@@ -1,7 +1,7 @@
-//! How long it takes to make N replicas, and what that costs whom: Remora against the servers' own replication and a copier.
+//! The time to make N replicas, and its costs: Remora against the servers' own replication and a copier.
 //!
-//! For each server and shape of data a primary is filled once. Each round then plays every method in turn on fresh, empty servers, so
-//! that a slow minute of the machine strikes all of them; the first method of a round changes from round to round.
+//! For each server and shape of data a primary is filled once. Each round then runs every method in turn on fresh, empty servers, so
+//! that a slow minute of the machine affects all of them. The first method changes from round to round.
 //!
 //! ```text
 //! cargo run --release -p remora-bench --bin full_sync -- --rounds 5 --budget-minutes 120 --out bench/runs
@@ -17,23 +17,23 @@ use remora_bench::Run;
 use remora_bench::sync::{Method, Program, Result, Samples, Scene, Shape, Taken, Trial};
 use remora_lab::Kind;
 
-/// Full synchronisation by every method. Exits with 1 if something promised is not kept or a replica differs.
+/// Full synchronisation by every method. Exits with 1 if a target is missed or a replica differs.
 #[derive(Parser, Debug)]
 struct Options {
     /// Rounds; the figures are medians over them.
     #[arg(long, default_value_t = 5)]
     rounds: usize,
-    /// Minutes that it may take, shared among servers and shapes. What does not fit is left out, the comparisons first, and the kept run
-    /// says what.
+    /// Time limit in minutes, shared among servers and shapes. What does not fit is left out, comparisons first, and the kept run lists
+    /// it.
     #[arg(long)]
     budget_minutes: Option<u64>,
-    /// Servers.
+    /// Servers to measure.
     #[arg(long, value_delimiter = ',', default_value = "redis,valkey")]
     servers: Vec<ServerChoice>,
     /// Shapes of the data: 256 × 3.66 MiB, 900 k × 1 KiB, 4 M × 100 B.
     #[arg(long, value_delimiter = ',', default_value = "large,medium,small")]
     shapes: Vec<ShapeChoice>,
-    /// A so-many-th of the keys.
+    /// Use only one of this many keys.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     divide: u64,
     /// Numbers of replicas.
@@ -42,13 +42,13 @@ struct Options {
     /// Methods.
     #[arg(long, value_delimiter = ',', default_values_t = METHODS.map(MethodName))]
     methods: Vec<MethodName>,
-    /// When the replicas are compared with the primary, which takes seconds each.
+    /// When to compare the replicas with the primary, which takes seconds each.
     #[arg(long, default_value = "first")]
     compare: Compare,
-    /// Keeps the run in a folder of its own below this one.
+    /// Keep the run in a new folder below this one.
     #[arg(long)]
     out: Option<PathBuf>,
-    /// Writes everything as JSON.
+    /// Write everything as JSON to this file.
     #[arg(long)]
     json: Option<PathBuf>,
 }
@@ -76,7 +76,7 @@ enum Compare {
     Never,
 }
 
-/// A method as it is typed.
+/// A method as an argument of the command line.
 #[derive(Clone, Copy, Debug)]
 struct MethodName(Method);
 
@@ -156,7 +156,7 @@ impl Bench {
         Some(budget.saturating_sub(self.begun.elapsed()))
     }
 
-    /// All rounds on one primary.
+    /// Runs all rounds on one primary.
     fn scene(&mut self, kind: Kind, shape: ShapeChoice, deadline: Option<Instant>) -> Result<()> {
         eprintln!("{kind}, {}: filling a primary", shape.name());
         let middle = deadline.map(|deadline| Instant::now() + deadline.saturating_duration_since(Instant::now()) / 2);
@@ -181,7 +181,7 @@ impl Bench {
         self.run.notes.push(text);
     }
 
-    /// `times`: after the first nothing is compared any more, after the second nothing is measured.
+    /// `times`: the first is the end of comparisons, the second the end of measurements.
     fn round(
         &mut self,
         scene: &mut Scene,
@@ -221,7 +221,7 @@ impl Bench {
         Ok(())
     }
 
-    /// Another method begins each round; a late joiner comes right after those whose snapshot it joins.
+    /// The order of the methods in a round: each round begins with another one. A late joiner follows those whose snapshot it joins.
     fn order(&self, round: usize) -> Vec<Method> {
         let is_late = |method: &Method| *method == Method::RemoraLate;
         let (late, mut others): (Vec<Method>, Vec<Method>) =
@@ -236,9 +236,7 @@ impl Bench {
 
     fn finish(mut self) -> Result<ExitCode> {
         if self.options.divide > 1 {
-            self.run
-                .notes
-                .push(format!("A {}th of the keys only: these are no figures to quote.", self.options.divide));
+            self.run.notes.push(format!("Only a {}th of the keys: do not quote these figures.", self.options.divide));
         }
         let notes: String = self.run.notes.iter().map(|note| format!("\n> {note}\n")).collect();
         let summary = self.samples.summary() + &notes;
@@ -259,7 +257,7 @@ impl Bench {
     }
 }
 
-/// All of them.
+/// Every choice.
 const METHODS: [Method; 10] = [
     Method::OwnDefault,
     Method::OwnBest,

@@ -1,6 +1,6 @@
-//! How many bytes a second are read out of another process's region: shm against memcpy, tcp against iperf3, verbs against ib_read_bw.
+//! Read bandwidth from another process's region: shm against memcpy, tcp against iperf3, verbs against ib_read_bw.
 //!
-//! Each round measures every subject and its rival in turn, so that a slow minute of the machine strikes both. Region and sink
+//! Each round measures every subject and its rival in turn, so that a slow minute of the machine affects both. Region and sink
 //! are warm. The reader keeps `depth` reads outstanding and reads the region from front to back, each read into its own
 //! place in the sink, as a replica fetches a table.
 //!
@@ -27,7 +27,7 @@ use remora_bench::{
 };
 use remora_fabric::{Completion, Memory, Peer, ReadRequest};
 
-/// Read bandwidth of shm and tcp against memcpy and iperf3. Exits with 1 if a promised ratio is not reached.
+/// Read bandwidth of shm and tcp against memcpy and iperf3. Exits with 1 if a target ratio is missed.
 #[derive(Parser, Debug)]
 struct Options {
     /// Rounds; the figures are medians over them.
@@ -36,22 +36,22 @@ struct Options {
     /// Milliseconds per measurement.
     #[arg(long, default_value_t = 1000)]
     millis: u64,
-    /// Only these subjects.
+    /// Measure only these subjects.
     #[arg(long, value_delimiter = ',', default_value = "shm,tcp")]
     transports: Vec<String>,
     /// Sizes of a read, in KiB.
     #[arg(long, value_delimiter = ',', default_value = "4,64,1024,4096")]
     sizes_kib: Vec<u32>,
-    /// Reads outstanding.
+    /// Number of outstanding reads.
     #[arg(long, value_delimiter = ',', default_value = "1,16")]
     depths: Vec<usize>,
     /// Length of the region in MiB.
     #[arg(long, default_value_t = 512)]
     region_mib: u64,
-    /// Congestion control of both tcp and iperf3; the system's if not given.
+    /// Congestion control of both tcp and iperf3; by default the system's.
     #[arg(long)]
     congestion: Option<String>,
-    /// The source sends by sendfile(2).
+    /// Send with sendfile(2) at the source.
     #[arg(long)]
     send_file: bool,
     /// Lanes per peer.
@@ -59,10 +59,10 @@ struct Options {
     lanes: u8,
     #[command(flatten)]
     rdma: Ends,
-    /// Keeps the run in a folder of its own below this one.
+    /// Keep the run in a new folder below this one.
     #[arg(long)]
     out: Option<PathBuf>,
-    /// Writes everything as JSON.
+    /// Write everything as JSON to this file.
     #[arg(long)]
     json: Option<PathBuf>,
 }
@@ -85,7 +85,7 @@ struct Bench<'a> {
     run: Run,
     source: Source,
     sink: Arc<Memory>,
-    /// What memcpy copies: ordinary memory of this process.
+    /// The source of memcpy: ordinary memory of this process.
     plain: Vec<u8>,
     has_iperf3: bool,
 }
@@ -111,7 +111,7 @@ impl Bench<'_> {
         let has_iperf3 = Command::new("iperf3").arg("--version").output().is_ok_and(|output| output.status.success());
         if !has_iperf3 && options.transports.iter().any(|name| name == "tcp") {
             let note =
-                "iperf3 IS NOT INSTALLED: tcp was measured without its rival, and its promise could not be judged";
+                "iperf3 IS NOT INSTALLED: tcp was measured without its rival, so its target could not be checked";
             eprintln!("{note}");
             run.notes.push(note.to_owned());
         }
@@ -160,10 +160,10 @@ impl Bench<'_> {
         self.options.transports.iter().any(|name| name == transport)
     }
 
-    /// One cell of ours.
+    /// Measures one of our transports.
     fn read(&mut self, peer: &mut dyn Peer, size: u32, depth: usize) -> Result<Figures, Box<dyn std::error::Error>> {
         let region_bytes = self.options.region_mib << 20;
-        // Once around small and quick, so that windows have opened and nothing is done for the first time.
+        // A short warm-up, so that congestion windows are open and nothing happens for the first time.
         pump(peer, size, depth, region_bytes, Duration::from_millis(self.options.millis / 5))?;
         let (reader, source) = (cpu::of_self()?, self.source.cpu()?);
         let (count, elapsed) = pump(peer, size, depth, region_bytes, Duration::from_millis(self.options.millis))?;
@@ -175,7 +175,7 @@ impl Bench<'_> {
         })
     }
 
-    /// The rival of verbs, for about as long as ours. Processor time is not told by it.
+    /// Measures the rival of verbs, for about the same time. It does not report processor time.
     fn ib_read_bw(&self, size: u32, depth: usize) -> io::Result<Figures> {
         let trial = self.options.rdma.bandwidth(size, depth, 20)?;
         let count = trial * self.options.millis as f64 / 1e3 / f64::from(size);
@@ -185,7 +185,7 @@ impl Bench<'_> {
         Ok(Figures { bytes, elapsed, reader_cpu: Duration::ZERO, source_cpu: Duration::ZERO })
     }
 
-    /// The rival of shm: the same bytes, out of memory of our own, by the standard library's copy.
+    /// Measures the rival of shm: the same bytes, copied from private memory by the standard library.
     fn memcpy(&self, size: u32, depth: usize) -> io::Result<Figures> {
         let size = size as usize;
         let mut sink = vec![1; size * depth];
@@ -245,7 +245,7 @@ impl Bench<'_> {
     }
 }
 
-/// What one measurement found.
+/// The result of one measurement.
 struct Figures {
     bytes: u64,
     elapsed: Duration,
@@ -253,7 +253,7 @@ struct Figures {
     source_cpu: Duration,
 }
 
-/// Reads for `time`, `depth` reads at a time. The bytes that came, and how long it took to the last of them.
+/// Reads for `time`, `depth` reads at a time. Returns the number of bytes, and the time until the last of them.
 fn pump(
     peer: &mut dyn Peer,
     size: u32,
@@ -297,7 +297,7 @@ fn pump(
     Ok((count, began.elapsed()))
 }
 
-/// One run of iperf3 on the loopback, for as long as ours.
+/// Runs iperf3 once on loopback, for the same time.
 fn iperf3(options: &Options) -> Result<Figures, Box<dyn std::error::Error>> {
     let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port().to_string();
     let server =
@@ -312,7 +312,7 @@ fn iperf3(options: &Options) -> Result<Figures, Box<dyn std::error::Error>> {
     if options.send_file {
         client.arg("-Z");
     }
-    // Until it listens.
+    // Until the server listens.
     let deadline = Instant::now() + Duration::from_secs(5);
     let report: serde_json::Value = loop {
         let report = serde_json::from_slice(&client.output()?.stdout).unwrap_or_default();
@@ -344,7 +344,7 @@ impl Drop for Reaped {
     }
 }
 
-/// How a cell is called; depth 0 for a stream that nobody asks for.
+/// The name of a cell; depth 0 is a stream without requests.
 fn case(size: u32, depth: usize) -> String {
     match depth {
         0 => bytes(size.into()),
@@ -355,5 +355,5 @@ fn case(size: u32, depth: usize) -> String {
 /// The length of iperf3's writes, `-l 1M`.
 const IPERF3_BYTES: u32 = 1 << 20;
 
-/// The clock is looked at this often.
+/// Number of polls between two reads of the clock.
 const CLOCK_BYTES: u64 = 8 << 20;

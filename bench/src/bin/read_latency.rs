@@ -1,10 +1,10 @@
-//! How long one read takes, one after the other: shm against memcpy, tcp against the plainest thing that answers over TCP.
+//! Latency of single reads, one after the other: shm against memcpy, tcp against the simplest server over TCP.
 //!
-//! The rival of tcp is a loop of `read_exact` and `write_all` over a blocking socket, out of private memory of the same size, without
-//! generations, bounds, time-outs or more than one read at a time: what a transport on two sockets can at best cost.
+//! The rival of tcp is a loop of `read_exact` and `write_all` over a blocking socket, from private memory of the same size, without
+//! generations, bounds, time-outs or more than one read at a time. It is the lowest possible cost of a transport over two sockets.
 //!
 //! Each round measures every subject and its rival in turn. A figure is the median latency of a round; the 99th percentile is a
-//! subject of its own.
+//! separate subject.
 //!
 //! ```text
 //! cargo run --release -p remora-bench --bin read_latency -- --rounds 5 --out bench/runs
@@ -37,7 +37,7 @@ struct Options {
     /// Milliseconds per measurement.
     #[arg(long, default_value_t = 500)]
     millis: u64,
-    /// Only these subjects.
+    /// Measure only these subjects.
     #[arg(long, value_delimiter = ',', default_value = "shm,tcp")]
     transports: Vec<String>,
     /// Sizes of a read, in bytes.
@@ -46,15 +46,15 @@ struct Options {
     /// Length of the region in MiB.
     #[arg(long, default_value_t = 256)]
     region_mib: u64,
-    /// Congestion control of tcp; the system's if not given.
+    /// Congestion control of tcp; by default the system's.
     #[arg(long)]
     congestion: Option<String>,
     #[command(flatten)]
     rdma: Ends,
-    /// Keeps the run in a folder of its own below this one.
+    /// Keep the run in a new folder below this one.
     #[arg(long)]
     out: Option<PathBuf>,
-    /// Writes everything as JSON.
+    /// Write everything as JSON to this file.
     #[arg(long)]
     json: Option<PathBuf>,
 }
@@ -81,7 +81,7 @@ struct Bench<'a> {
     run: Run,
     source: Source,
     sink: Arc<Memory>,
-    /// What memcpy copies: ordinary memory of this process.
+    /// The source of memcpy: ordinary memory of this process.
     plain: Vec<u8>,
 }
 
@@ -141,13 +141,13 @@ impl Bench<'_> {
             self.note("tcp", size, round, tcp, source_cpu);
         }
         if self.measures("verbs") {
-            // Its typical time stands for the median; it tells of no processor time.
+            // Its typical time stands for the median; it does not report processor time.
             let micros = self.options.rdma.latency(size, LATENCY_READS)?;
             let rival = Figures { sorted_micros: vec![micros], reader_cpu: Duration::ZERO };
             self.note("ib_read_lat", size, round, rival, 0.0);
             let mut peer = self.source.connect_verbs(&self.sink)?;
             let before = self.source.cpu()?;
-            // Its rival reads one and the same place.
+            // The rival reads the same place each time.
             let verbs = self.options.time(|_| read_one(peer.as_mut(), 0, size, &mut completions))?;
             let source_cpu = (self.source.cpu()? - before).as_secs_f64();
             self.note("verbs", size, round, verbs, source_cpu);
@@ -175,7 +175,7 @@ impl Bench<'_> {
         }
     }
 
-    /// Here the ratio is a multiple of the rival's time: the smaller, the better.
+    /// The ratio is a multiple of the rival's time: smaller is better.
     fn compare(&mut self) {
         for size in &self.options.sizes {
             let case = bytes((*size).into());
@@ -189,15 +189,15 @@ impl Bench<'_> {
     }
 }
 
-/// What one measurement found.
+/// The result of one measurement.
 struct Figures {
     sorted_micros: Vec<f64>,
     reader_cpu: Duration,
 }
 
 impl Options {
-    /// Does `read` at one offset after the other until the time is over. The clock is asked once per read: a read lasts from the end of
-    /// the one before it to its own, as perftest has it, so that nothing of the loop is left out either.
+    /// Calls `read` at one offset after the other until the time is over. The clock is read once per read: a read lasts from the end of
+    /// the previous one to its own, as in perftest, so that the time includes the loop.
     fn time(&self, mut read: impl FnMut(u64) -> Result<(), Failure>) -> Result<Figures, Failure> {
         let region_bytes = self.region_mib << 20;
         let time = Duration::from_millis(self.millis);
@@ -235,10 +235,10 @@ fn read_one(peer: &mut dyn Peer, offset: u64, length: u32, completions: &mut Vec
     Ok(())
 }
 
-/// Room for the times of so many reads, so that no read pays for more of it.
+/// Capacity for the times of this many reads, so that no read pays for an allocation.
 const EXPECTED_READS: usize = 1 << 20;
 
-/// What is promised of a single READ beside ib_read_lat's: the rest is bounds, credits and time-outs, which that has not.
+/// Target for a single READ, in multiples of ib_read_lat's time: the rest is bounds, credits and time-outs, which ib_read_lat lacks.
 const VERBS_AT_MOST: f64 = 1.15;
 
 /// READs of one run of ib_read_lat.

@@ -1,4 +1,4 @@
-//! The tables that a reader wants, measured, kept and shown. `remora_bench::suite` says how.
+//! Measures and keeps the figures of the tables, and prints the tables. See `remora_bench::suite`.
 //!
 //! ```text
 //! cargo run --release -p remora-bench --bin remora-bench -- sync --networks 1gbit --servers valkey --out bench/runs
@@ -13,7 +13,7 @@ use remora_bench::messenger;
 use remora_bench::suite::{devices, feel, report, scaling, syncs};
 use remora_bench::sync::Result;
 
-/// The tables that a reader wants: measured, kept, shown.
+/// Measures, keeps and prints the tables of the benchmarks page.
 #[derive(Debug, Parser)]
 #[command(name = "remora-bench", max_term_width = 100)]
 struct Cli {
@@ -23,17 +23,17 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// What disk, networks and fabric can do.
+    /// Measure disk, networks and fabric.
     Devices(devices::Options),
-    /// N replicas by every method over every network.
+    /// Measure N replicas by every method over every network.
     Sync(syncs::Options),
-    /// What the primary's clients notice of it.
+    /// Measure what the primary's clients notice.
     Feel(feel::Options),
-    /// Cost against the size of the data set, and of its values.
+    /// Measure the cost against the size of the data set, and of its values.
     Scaling(scaling::Options),
-    /// Requests per second and latency of the messenger and its rivals.
+    /// Measure requests per second and latency of the messenger and its rivals.
     Messenger(Box<messenger::options::Options>),
-    /// Tables and plots out of kept runs, into docs/benchmarks.md.
+    /// Write tables and plots from kept runs into docs/benchmarks.md.
     Report(report::Options),
 }
 

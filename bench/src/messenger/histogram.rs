@@ -1,4 +1,4 @@
-//! Times in boxes that grow with them: to within 3 % from a nanosecond to an hour, in a fixed 10 KiB, without a lock.
+//! A histogram of times with boxes of growing size: to within 3 % from a nanosecond to an hour, in a fixed 10 KiB, without a lock.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ impl Default for Histogram {
 }
 
 impl Histogram {
-    /// Counts one.
+    /// Counts one time.
     pub fn record(&mut self, time: Duration) {
         let nanos = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
         self.boxes[box_of(nanos).min(BOXES - 1)] += 1;
@@ -25,24 +25,24 @@ impl Histogram {
         self.sum += time;
     }
 
-    /// Adds what another one counted.
+    /// Adds the counts of another histogram.
     pub fn add(&mut self, other: &Histogram) {
         self.boxes.iter_mut().zip(&other.boxes).for_each(|(ours, theirs)| *ours += theirs);
         self.count += other.count;
         self.sum += other.sum;
     }
 
-    /// How many were counted.
+    /// The number of times counted.
     pub fn count(&self) -> u64 {
         self.count
     }
 
-    /// Their mean; zero of none.
+    /// The mean; zero if no time was counted.
     pub fn mean(&self) -> Duration {
         self.sum.checked_div(u32::try_from(self.count).unwrap_or(u32::MAX)).unwrap_or_default()
     }
 
-    /// The time below which the share `q` lies.
+    /// The time below which the share `q` of all times is.
     pub fn quantile(&self, q: f64) -> Duration {
         let wanted = (q * self.count as f64).ceil().max(1.0) as u64;
         let mut seen = 0;
@@ -68,7 +68,7 @@ fn middle_of(at: usize) -> u64 {
 }
 
 const STEPS: u64 = 16;
-/// Up to 2^44 ns, some five hours.
+/// The greatest time is 2^44 ns, about five hours.
 const BOXES: usize = 16 * 42;
 
 #[cfg(test)]
@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn quantiles_are_right_to_within_their_boxes() {
+    fn quantiles_are_exact_to_within_their_boxes() {
         let mut histogram = Histogram::default();
         (1..=100_000).for_each(|nanos| histogram.record(Duration::from_nanos(nanos)));
         for (q, truth) in [(0.5, 50_000.0), (0.99, 99_000.0), (0.001, 100.0)] {

@@ -1,11 +1,11 @@
-//! `remora-bench messenger`: how many requests a second, and how long each takes, of the messenger against raw epoll, iperf3, ZeroMQ and
-//! the ping-pongs of others. Request and reply, so many connections, so many requests under way on each. Here are the words for it;
-//! [`options`] is what can be typed, [`rate`] a run; [`ours`] is the messenger, [`raw`] its plainest rival, [`tools`] and [`zeromq`] are
-//! rivals that others wrote.
+//! `remora-bench messenger`: requests a second and their latency, of the messenger against raw epoll, iperf3, ZeroMQ and other
+//! ping-pong programs. Request and reply, over a number of connections, with a number of requests in flight on each. This module
+//! defines the terms; [`options`] is the command line, [`rate`] a run; [`ours`] is the messenger, [`raw`] its simplest rival,
+//! [`tools`] and [`zeromq`] are other people's rivals.
 //!
-//! What is counted, and what is not: a request is over when its reply has come, whole. Exactly `depth` requests are under way
-//! on each connection from the first to the last moment of the time measured; what is still under way then is awaited and not
-//! counted. Every request carries all of its bytes. Nothing sleeps.
+//! A request ends when its whole reply has arrived. Exactly `depth` requests are in flight on each connection from the first to the
+//! last moment of the measured time. Requests in flight at the end are awaited and not counted. Every request carries all of its
+//! bytes. Neither side sleeps.
 
 pub mod histogram;
 pub mod options;
@@ -23,12 +23,12 @@ use serde::{Deserialize, Serialize};
 
 use histogram::Histogram;
 
-/// One case: what crosses, how much of it at once.
+/// One case: the sizes and the number of requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Case {
-    /// Connections.
+    /// Number of connections.
     pub connections: usize,
-    /// Requests under way on each.
+    /// Requests in flight on each.
     pub depth: usize,
     /// Bytes of a request.
     pub request: usize,
@@ -42,18 +42,18 @@ impl std::fmt::Display for Case {
     }
 }
 
-/// What one measurement of one case came to.
+/// The result of one measurement of one case.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Outcome {
     /// Requests answered in the time.
     pub requests: u64,
-    /// The time.
+    /// The measured time.
     pub seconds: f64,
-    /// Mean, 50th, 99th and 99.9th percentile of the time from request to reply, in µs; zero where a tool does not tell.
+    /// Mean, 50th, 99th and 99.9th percentile of the time from request to reply, in µs; zero if a tool does not report it.
     pub latency: [f64; 4],
-    /// Processor seconds of the asking side.
+    /// Processor seconds of the client side.
     pub client_cpu: f64,
-    /// Processor seconds of the answering side.
+    /// Processor seconds of the server side.
     pub server_cpu: f64,
 }
 
@@ -74,13 +74,13 @@ impl Outcome {
         self.requests as f64 / self.seconds
     }
 
-    /// Processor µs per request, of the asking and of the answering side.
+    /// Processor µs per request, of the client and of the server side.
     pub fn cpu_per_request(&self) -> [f64; 2] {
         [self.client_cpu, self.server_cpu].map(|seconds| seconds * 1e6 / self.requests.max(1) as f64)
     }
 }
 
-/// Content that no compression and no zero page makes cheaper.
+/// Content that neither compression nor zero pages make cheaper.
 pub fn content(length: usize) -> Vec<u8> {
     let mut state = 0x9e37_79b9_7f4a_7c15u64;
     let mut step = || {

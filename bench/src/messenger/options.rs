@@ -1,10 +1,10 @@
-//! What can be typed after `remora-bench messenger`.
+//! The command line of `remora-bench messenger`.
 //!
 //! ```text
 //! remora-bench messenger --rounds 5 --out bench/runs
 //! remora-bench messenger --connections 1,16 --depths 1,32 --request 64 --reply 64
 //! remora-bench messenger --idle 10000
-//! … --connections 1,16 --vary spin,adaptive:50,workers:2,workers:10,pool:0     what each of the seeds' findings comes to
+//! … --connections 1,16 --vary spin,adaptive:50,workers:2,workers:10,pool:0     measures each finding about Ceph
 //! lab/rdma-vm/rdma-vm -n 2 target/release/remora-bench messenger --stacks rdma --rivals ib-send --rdma-source 10.77.0.2 --rdma-reader 10.77.0.1
 //!
 //! one host$ remora-bench messenger --serve 10.0.0.1:7000          or rdma:10.0.0.1:7000
@@ -29,13 +29,13 @@ pub struct Options {
     /// Rounds; the figures are medians over them.
     #[arg(long, default_value_t = 5)]
     pub rounds: usize,
-    /// Milliseconds per measurement, 1000 if not said; with --serve, until it ends.
+    /// Milliseconds per measurement, by default 1000; with --serve, by default no limit.
     #[arg(long)]
     pub millis: Option<u64>,
-    /// Connections, for cases of one's own; without these the cases are those of the promises.
+    /// Numbers of connections, for other cases; without these options the cases are those with targets.
     #[arg(long, value_delimiter = ',')]
     pub connections: Vec<usize>,
-    /// Requests under way on each connection.
+    /// Requests in flight on each connection.
     #[arg(long, value_delimiter = ',', default_value = "1")]
     pub depths: Vec<usize>,
     /// Bytes of a request.
@@ -44,78 +44,78 @@ pub struct Options {
     /// Bytes of a reply.
     #[arg(long, default_value_t = 64)]
     pub reply: usize,
-    /// Transports of the messenger: tcp, shm; rdma, by --rdma-source (the server's device) and --rdma-reader (the client's).
+    /// Transports of the messenger: tcp, shm, rdma; for rdma give --rdma-source (the server's device) and --rdma-reader (the client's).
     #[arg(long, value_delimiter = ',', default_value = "tcp")]
     pub stacks: Vec<String>,
     /// Rivals: raw; iperf3 (bulk); zeromq, redis; sockperf, ucx-tcp, ucx-posix, fi-tcp, fi-shm (to 4 KiB,
-    /// one at a time); ib-send (between the devices of --rdma-…). What
-    /// is not installed has no figures.
+    /// one at a time); ib-send (between the devices of --rdma-…). A rival that is not installed has no
+    /// figures.
     #[arg(long, value_delimiter = ',', default_value = "raw,iperf3")]
     pub rivals: Vec<String>,
     /// Workers of the server's messenger, and of the client's.
     #[arg(long, default_value_t = 1)]
     pub workers: usize,
-    /// The devices of RDMA.
+    /// The RDMA devices.
     #[command(flatten)]
     pub ends: Ends,
-    /// Leaves out checksums over bodies.
+    /// Leave out checksums over bodies.
     #[arg(long)]
     pub no_crc: bool,
-    /// What a worker does when there is nothing to do: event, spin, or adaptive:MICROSECONDS.
+    /// What an idle worker does: event, spin, or adaptive:MICROSECONDS.
     #[arg(long, default_value = "event")]
     pub polling: Poll,
-    /// Bytes that the pool of received data may keep; 0 takes every message's memory from the allocator.
+    /// Limit on the bytes that the pool of received data keeps; 0 takes each message's memory from the allocator.
     #[arg(long)]
     pub pool_bytes: Option<usize>,
-    /// Requests that may be posted on a queue pair (rdma).
+    /// Limit on posted requests of a queue pair (rdma).
     #[arg(long)]
     pub queue_depth: Option<u32>,
-    /// Measures the messenger once more for each of these, with that one thing changed: event, spin, adaptive:MICROSECONDS,
+    /// Measure the messenger again for each of these, with that one thing changed: event, spin, adaptive:MICROSECONDS,
     /// workers:N, pool:BYTES, queue:DEPTH, allocator:LIBRARY.
     #[arg(long, value_delimiter = ',')]
     pub vary: Vec<String>,
-    /// A library with another allocator, put before the system's in the server's process (as LD_PRELOAD does).
+    /// A library with another allocator, preloaded in the server's process (LD_PRELOAD).
     #[arg(long)]
     pub allocator: Option<String>,
-    /// Keeps one processor busy with something else meanwhile.
+    /// Keep one processor busy with another process meanwhile.
     #[arg(long)]
     pub busy: bool,
-    /// Instead of requests: opens so many connections that say nothing, and tells the memory of both sides.
+    /// Instead of sending requests, open this many idle connections and report the memory of both sides.
     #[arg(long)]
     pub idle: Option<usize>,
-    /// Keeps the run in a folder of its own below this one.
+    /// Keep the run in a new folder below this one.
     #[arg(long)]
     pub out: Option<PathBuf>,
-    /// A word at the end of that folder's name, for runs that stand beside each other.
+    /// A label at the end of that folder's name, for runs that are shown beside each other.
     #[arg(long)]
     pub label: Option<String>,
-    /// Writes everything as JSON.
+    /// Write everything as JSON to this file.
     #[arg(long)]
     pub json: Option<PathBuf>,
-    /// Runs the same, with these options, between the two devices of an emulated machine (lab/rdma-vm): RDMA where there is none.
+    /// Run the same, with these options, between the two devices of an emulated machine (lab/rdma-vm), on a host without RDMA.
     #[arg(long, conflicts_with_all = ["serve", "ask", "draw", "json", "rdma_source", "rdma_reader"])]
     pub emulated: bool,
-    /// The server alone, for clients elsewhere, until Ctrl-C or for --millis: at IP:PORT over TCP, or an address with its transport
-    /// (rdma:IP:PORT, shm:PATH). What it answers with is --reply bytes; it says where it listens.
+    /// Run the server alone, for clients on other hosts, until Ctrl-C or for --millis: at IP:PORT over TCP, or an address with its
+    /// transport (rdma:IP:PORT, shm:PATH). It answers with --reply bytes, and prints its address.
     #[arg(long, value_name = "ADDRESS", conflicts_with_all = ["ask", "idle", "vary", "out", "json"])]
     pub serve: Option<Place>,
-    /// The client alone, against such a server, with the same --reply: without rivals, which it could not start there.
+    /// Run the client alone, against such a server, with the same --reply. There are no rivals, since they cannot be started there.
     #[arg(long, value_name = "ADDRESS", conflicts_with_all = ["idle", "vary", "stacks", "rivals", "allocator"])]
     pub ask: Option<Place>,
-    /// Draws the plots of a kept run again, out of the run.json in that folder.
+    /// Draw the plots of a kept run again, from the run.json in that folder.
     #[arg(long, value_name = "DIR", conflicts_with_all = ["serve", "ask", "idle", "out"])]
     pub draw: Option<PathBuf>,
-    /// What the program tells itself when it is to be the server.
+    /// Internal: the program starts itself with this option as the server.
     #[arg(long, hide = true)]
     pub answer: Option<String>,
 }
 
-/// Where a server listens that is not ours to start.
+/// The address of a server that another command has started.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place(pub Address);
 
 impl Place {
-    /// By which transport.
+    /// Its transport.
     pub fn transport(&self) -> &'static str {
         match self.0 {
             Address::Tcp(_) => "tcp",
@@ -133,7 +133,7 @@ impl FromStr for Place {
         let address = text.parse::<SocketAddr>().map_or_else(|_| text.parse(), |address| Ok(Address::Tcp(address)))?;
         match address {
             Address::Tls(_) => {
-                Err("tls: needs certificates, which nobody has here; choose tcp, rdma or shm".to_owned())
+                Err("tls: is not supported here, since it needs certificates; choose tcp, rdma or shm".to_owned())
             }
             address => Ok(Place(address)),
         }
@@ -146,7 +146,7 @@ impl fmt::Display for Place {
     }
 }
 
-/// What a worker does when there is nothing to do, as it is typed.
+/// What an idle worker does, as an argument of the command line.
 #[derive(Clone, Copy, Debug)]
 pub struct Poll(pub Polling);
 
@@ -174,7 +174,7 @@ impl fmt::Display for Poll {
 }
 
 impl Options {
-    /// How the client's messenger works.
+    /// The options of the client's messenger.
     pub(super) fn manner(&self) -> Manner {
         let mut manner =
             Manner { workers: self.workers, summed: !self.no_crc, polling: self.polling.0, ..Manner::default() };
@@ -184,14 +184,14 @@ impl Options {
         manner
     }
 
-    /// ... and the server's, which is called and calls from nowhere.
+    /// The options of the server's messenger, which makes no connections itself.
     pub(super) fn manner_of_server(&self) -> Manner {
         let mut manner = self.manner();
         manner.rdma.local = None;
         manner
     }
 
-    /// The same with one thing changed, as `--vary` words it.
+    /// The same options with one thing changed, in the syntax of `--vary`.
     pub(super) fn varied(&self, what: &str) -> crate::sync::Result<Options> {
         let mut options = self.clone();
         match what.split_once(':') {
@@ -204,7 +204,7 @@ impl Options {
         Ok(options)
     }
 
-    /// What this program is told when it is to be the server of a case.
+    /// The arguments with which this program starts itself as the server of a case.
     pub(super) fn for_server(&self, what: &str, case: &Case) -> Vec<String> {
         let mut arguments: Vec<String> = [NAME, "--answer", what, "--request"].map(str::to_owned).into();
         arguments.push(case.request.to_string());
@@ -222,7 +222,7 @@ impl Options {
         arguments
     }
 
-    /// What is measured.
+    /// The cases to measure.
     pub(super) fn cases(&self) -> Vec<Case> {
         let reply = self.reply;
         if self.connections.is_empty() {
@@ -240,10 +240,10 @@ impl Options {
     }
 }
 
-/// The subcommand.
+/// The name of the subcommand.
 pub const NAME: &str = "messenger";
 
-/// Milliseconds per measurement, unless somebody says otherwise: some ten thousand requests of the slowest.
+/// Default milliseconds per measurement: about ten thousand requests of the slowest case.
 pub(super) const MILLIS: u64 = 1000;
 
 /// Request bytes, connections, depth.

@@ -1,5 +1,5 @@
-//! The messenger, asked and answering: the next request is sent from where the reply is dispatched, as an asynchronous owner
-//! would, or from a thread that waits for it.
+//! The messenger as client and server. The client sends the next request from the callback of the reply, as an asynchronous owner
+//! would, or from a thread that waits for the reply.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -14,19 +14,19 @@ use super::server::{self, Server};
 use super::{Case, Outcome, content};
 use crate::cpu;
 
-/// Answers every request with so many bytes, until nobody asks any more.
+/// Answers every request with `reply` bytes, until its standard input ends.
 ///
 /// # Errors
-/// What the system says.
+/// A system call failed.
 pub fn serve(address: &Address, reply: usize, options: &Options) -> io::Result<()> {
     let (_messenger, address) = listen(address, reply, options)?;
     server::serve(&address.to_string())
 }
 
-/// Answers every request with so many bytes, for as long as the messenger is held; and where.
+/// Answers every request with `reply` bytes as long as the returned messenger exists; also returns its address.
 ///
 /// # Errors
-/// What the system says.
+/// A system call failed.
 pub fn listen(address: &Address, reply: usize, options: &Options) -> io::Result<(Messenger, Address)> {
     let answerer = Arc::new(Answerer { reply: Bytes::from(content(reply)) });
     let messenger = Messenger::new(Policy::stateless_server(), options, answerer)?;
@@ -44,11 +44,11 @@ impl Dispatcher for Answerer {
             PROCESSOR_TIME => delivery.reply(nanos(cpu::of_self().unwrap_or_default()).to_le_bytes().to_vec()),
             _ => Message::new(delivery.transaction, delivery.kind, Bytes::new()).with_data(self.reply.clone()),
         };
-        let _ = connection.send(reply); // a client that is gone misses nothing
+        let _ = connection.send(reply); // a client that has gone needs no reply
     }
 }
 
-/// Asks for so long.
+/// Sends requests for `time`.
 ///
 /// # Errors
 /// The server cannot be reached, stops answering, or answers with another number of bytes.
@@ -58,7 +58,7 @@ pub fn measure(server: &mut Server, case: &Case, time: Duration, options: &Optio
     let address: Address = server.address.parse().map_err(io::Error::other)?;
     let connections: Vec<Connection> = (0..case.connections).map(|_| messenger.connect(&address)).collect();
     asker.wait("to connect", |asker| asker.connected.load(Ordering::SeqCst) == case.connections)?;
-    // A server of our own says by a pipe what it has spent, at any time; one elsewhere says it in a reply, behind all others.
+    // Our own server reports its processor time over a pipe at any time; a server elsewhere reports it in a reply, after all others.
     let is_elsewhere = server.is_elsewhere();
     let mut server_cpu = || match connections.first() {
         Some(connection) if is_elsewhere => asker.ask_for_processor_time(connection),
@@ -85,7 +85,7 @@ pub fn measure(server: &mut Server, case: &Case, time: Duration, options: &Optio
     Ok(Outcome::of(&histogram, took, spent.0, spent.1))
 }
 
-/// Opens that many connections that say nothing; the memory of both sides, in bytes.
+/// Opens idle connections, and returns the memory of both sides in bytes.
 ///
 /// # Errors
 /// The server cannot be reached.
@@ -100,11 +100,11 @@ pub fn idle(server: &mut Server, connections: usize, options: &Options) -> io::R
 
 struct Asker {
     request: Bytes,
-    /// Bytes that a reply should have, and those of one that had others.
+    /// The expected bytes of a reply, and the bytes of a reply that had another length.
     reply: usize,
     other_reply: AtomicUsize,
     lanes: Vec<Mutex<Lane>>,
-    /// What the server has said of its processor time last.
+    /// The processor time that the server reported last.
     server_cpu: Mutex<Option<Duration>>,
     connected: AtomicUsize,
     under_way: AtomicU64,
@@ -113,7 +113,7 @@ struct Asker {
     changed: (Mutex<()>, Condvar),
 }
 
-/// What one connection has under way, by place; only its worker touches it while it runs.
+/// The requests in flight on one connection, by index. Only the connection's worker accesses it during the run.
 struct Lane {
     asked: Vec<Instant>,
     histogram: Histogram,
@@ -154,7 +154,7 @@ impl Asker {
         }
     }
 
-    /// What the server's process has spent so far, for whomever.
+    /// Asks for the processor time that the server's process has used so far, for all clients.
     fn ask_for_processor_time(&self, connection: &Connection) -> io::Result<Duration> {
         *lock(&self.server_cpu) = None;
         connection.send(Message::new(0, PROCESSOR_TIME, Bytes::new())).map_err(io::Error::other)?;
@@ -167,7 +167,7 @@ impl Asker {
         let mut guard = lock(&self.changed.0);
         while !holds(self) {
             if Instant::now() > deadline || self.failed.load(Ordering::SeqCst) {
-                return Err(io::Error::other(format!("waited in vain {what}: is the server there, and free?")));
+                return Err(io::Error::other(format!("timed out {what}: is the server running, and idle?")));
             }
             let waited = self.changed.1.wait_timeout(guard, Duration::from_millis(10));
             guard = waited.unwrap_or_else(PoisonError::into_inner).0;
@@ -217,12 +217,12 @@ fn nanos(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// Kinds of messages: to be answered with so many bytes, and with the nanoseconds of processor time that the process has spent.
+/// Kinds of messages: one asks for a reply of given length, the other for the nanoseconds of processor time used by the process.
 const REQUEST: u16 = 1;
 const PROCESSOR_TIME: u16 = 2;
 
-/// A server that has not answered for so long does not.
+/// A server that has not answered for this long is taken for failed.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// No reply has had another length than it should.
+/// The value if every reply had the expected length.
 const NO_OTHER: usize = usize::MAX;

@@ -11,17 +11,17 @@ use crate::plot::{self, Axis};
 /// A median.
 #[derive(Clone, Debug)]
 pub struct Point {
-    /// Who was measured.
+    /// The subject.
     pub subject: String,
-    /// At what.
+    /// The case.
     pub case: Case,
     /// Requests a second.
     pub rate: f64,
-    /// The median of their times, in µs; 0 where a tool does not tell.
+    /// The median latency, in µs; 0 if a tool does not report it.
     pub p50: f64,
 }
 
-/// Draws two plots for each size and depth that was measured with several numbers of connections; which files these are.
+/// Draws two plots for each size and depth that was measured with several numbers of connections. Returns the files' names.
 ///
 /// # Errors
 /// A file cannot be written.
@@ -46,7 +46,7 @@ pub fn draw(points: &[Point], folder: &Path) -> io::Result<Vec<PathBuf>> {
 /// A subject and its points, by the number of connections.
 type Line<'a> = (&'a str, Vec<(f64, f64)>);
 
-/// The lines of those subjects that have one: two points at least, and figures.
+/// The lines of the subjects that have at least two points with figures.
 fn lines<'a>(points: &[&'a Point], figure: fn(&Point) -> f64) -> Vec<Line<'a>> {
     let mut lines: Vec<Line<'a>> = Vec::new();
     for point in points.iter().filter(|point| figure(point) > 0.0) {
@@ -74,7 +74,7 @@ fn picture(path: PathBuf, title: &str, y: &str, lines: Vec<Line<'_>>) -> io::Res
     Ok(Some(path))
 }
 
-/// Told apart also by those who see few colours: by brightness.
+/// The colours also differ in brightness, for readers who distinguish few colours.
 const COLOURS: [RGBColor; 7] = [
     RGBColor(200, 30, 60),
     RGBColor(0, 0, 0),

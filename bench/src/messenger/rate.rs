@@ -1,7 +1,7 @@
-//! A run: every case with every subject in turn, round by round, summed up and kept; and its server alone, or its client alone.
+//! A run: every case with every subject in turn, round by round, summarised and kept; or the server alone, or the client alone.
 //!
 //! A figure is the median of the rounds, a ratio the median of the rounds' ratios. Client and server are two processes, whose
-//! processor time is counted apart.
+//! processor time is counted separately.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -16,10 +16,10 @@ use crate::suite::kept;
 use crate::sync::Result;
 use crate::{Run, Sample, Spread, cpu};
 
-/// Runs it.
+/// Runs the subcommand.
 ///
 /// # Errors
-/// A server cannot be reached, a rival does what nobody understands, or a file cannot be written.
+/// A server cannot be reached, a rival's output cannot be parsed, or a file cannot be written.
 pub fn run(options: &Options) -> Result<bool> {
     if let Some(what) = &options.answer {
         return be_the_server(what, options).map(|()| true);
@@ -50,7 +50,7 @@ fn be_the_server(what: &str, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// The server alone: says where it listens on a line, and answers until its time is over or somebody ends it.
+/// Runs the server alone: prints its address on a line, and answers until its time is over or a signal ends it.
 fn serve(place: &options::Place, options: &Options) -> Result<()> {
     let (_messenger, address) = ours::listen(&place.0, options.reply, &options.manner_of_server())?;
     println!("{address}");
@@ -80,7 +80,7 @@ fn draw(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Of a kept run, what is drawn.
+/// The parts of a kept run that are drawn.
 #[derive(Deserialize)]
 struct Kept {
     figures: Vec<Figure>,
@@ -108,7 +108,7 @@ fn tell_idle(connections: usize, options: &Options) -> Result<bool> {
     Ok(true)
 }
 
-/// This very command in a machine that has RDMA devices, emulated ones.
+/// Runs this command in an emulated machine that has RDMA devices.
 fn emulated(options: &Options) -> Result<bool> {
     let mut machine = RdmaVm::ready()?.nodes(2).limit(EMULATED_TIME);
     if let Some(out) = &options.out {
@@ -124,13 +124,13 @@ fn emulated(options: &Options) -> Result<bool> {
     print!("{}", String::from_utf8_lossy(&ran.stdout));
     match ran.status.code() {
         Some(0) => Ok(true),
-        // It has shown its figures, and one of them is not what was promised.
+        // It has printed its figures, and one of them missed its target.
         Some(1) if !ran.stdout.is_empty() => Ok(false),
         _ => Err(format!("the emulated machine: {}", String::from_utf8_lossy(&ran.stderr).trim()).into()),
     }
 }
 
-/// An empty run with what was typed.
+/// An empty run with this command line.
 fn new_run(options: &Options) -> Run {
     let name = options.label.as_deref().map_or_else(|| PROGRAM.to_owned(), |label| format!("{PROGRAM}-{label}"));
     let typed = kept::arguments(std::env::args().skip(1));
@@ -163,7 +163,7 @@ impl Bench {
         let mut run = new_run(&options);
         if let Some(place) = &options.ask {
             run.notes.push(format!(
-                "the server at {place} was there already: its processor time is that of all its clients"
+                "another command started the server at {place}: its processor time is that of all its clients"
             ));
             options.stacks = vec![place.transport().to_owned()];
             options.rivals.clear();
@@ -200,7 +200,7 @@ impl Bench {
         }
         let folder = tempfile::tempdir()?;
         let address = match stack {
-            "shm" => format!("shm:{}", folder.path().join("bell").display()),
+            "shm" => format!("shm:{}", folder.path().join("link").display()),
             "rdma" => match self.options.ends.rdma_source {
                 Some(server) => format!("rdma:{server}:0"),
                 None => return Err("--stacks rdma needs --rdma-source: the address of an RDMA device".into()),
@@ -229,12 +229,12 @@ impl Bench {
         }
     }
 
-    /// A rival that others wrote; none where it does not know such cases, the inner error where it is not installed.
+    /// Measures another program as rival: `None` if it does not support such cases, an inner error if it is not installed.
     fn measure_tool(&mut self, rival: &str, case: &Case) -> Result<std::result::Result<Option<Outcome>, String>> {
         let is_ping_pong = (case.connections, case.depth) == (1, 1) && case.request <= PING_PONG_BYTES;
         let time = self.time();
         let outcome = match rival {
-            // A stream that nobody answers: a rival for bulk only.
+            // A stream without replies: a rival for bulk only.
             "iperf3" if case.request < BULK_BYTES => return Ok(Ok(None)),
             "iperf3" => tools::iperf3(case, time)?,
             "redis" if case.request >= BULK_BYTES => return Ok(Ok(None)),
@@ -252,7 +252,7 @@ impl Bench {
             "ucx-posix" => tools::ucx(case, "posix")?,
             "fi-tcp" => tools::fabric(case, "tcp;ofi_rxm")?,
             "fi-shm" => tools::fabric(case, "shm")?,
-            unknown => return Err(format!("{unknown}: no such rival; --help lists them").into()),
+            unknown => return Err(format!("{unknown}: unknown rival; --help lists them").into()),
         };
         let missing = || format!("{rival} is not installed: no figures of it");
         Ok(outcome.map(Some).ok_or_else(missing))
@@ -279,10 +279,10 @@ impl Bench {
         for case in self.options.cases() {
             let name = case.to_string();
             let promised = |rival: &str| {
-                let found = PROMISES.iter().find(|(request, connections, depth, whom, _)| {
-                    (*request, *connections, *depth, *whom) == (case.request, case.connections, case.depth, rival)
+                let found = PROMISES.iter().find(|(request, connections, depth, beside, _)| {
+                    (*request, *connections, *depth, *beside) == (case.request, case.connections, case.depth, rival)
                 });
-                // Promises are for quiet machines and plain options, beside rivals that were asked for.
+                // Targets are for quiet machines and default options, beside rivals that were requested.
                 let is_plain = !self.options.busy && self.options.workers == 1;
                 let is_asked = self.options.rivals.iter().any(|asked| asked == rival);
                 found.map(|(.., ratio)| *ratio).filter(|_| is_plain && is_asked)
@@ -395,7 +395,7 @@ fn cells(figures: &[Figure]) -> Vec<(Case, &str)> {
     cells
 }
 
-/// Somebody else who uses a processor: a process of its own, whose time is nobody's here.
+/// Load on a processor: a separate process, whose processor time is not counted.
 struct Load(std::process::Child);
 
 impl Load {
@@ -406,24 +406,24 @@ impl Load {
 
 impl Drop for Load {
     fn drop(&mut self) {
-        let _ = self.0.kill(); // it may have been ended by somebody else
+        let _ = self.0.kill(); // it may have ended already
         let _ = self.0.wait();
     }
 }
 
-/// What kept runs are called.
+/// The name of kept runs.
 const PROGRAM: &str = "bench_messenger";
 
-/// Booting an emulated machine and measuring in it.
+/// Time limit for booting an emulated machine and measuring in it.
 const EMULATED_TIME: Duration = Duration::from_secs(600);
 
 /// Requests of this size and above are measured against a stream.
 const BULK_BYTES: usize = 128 * 1024;
 
-/// Longer messages are no ping-pong.
+/// Longer messages are not measured as ping-pong.
 const PING_PONG_BYTES: usize = 4096;
 
-/// ... the rival, and the least ratio of the rates.
+/// Targets: the case, the rival, and the least ratio of the rates.
 const PROMISES: [(usize, usize, usize, &str, f64); 8] = [
     (64, 1, 1, "zeromq", 2.5),
     (64, 1, 1, "raw", 0.75),

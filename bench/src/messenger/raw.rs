@@ -1,5 +1,5 @@
-//! The plainest rival: epoll, `recv` and `send`, one thread on each side, messages of known length without heads, sums or
-//! sessions. What comes together is answered together. What a messenger on TCP can at best cost.
+//! The simplest rival: epoll, `recv` and `send`, one thread on each side, messages of known length without heads, checksums or
+//! sessions. Messages that arrive together are answered together. It is the lowest possible cost of a messenger over TCP.
 
 use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -12,12 +12,12 @@ use super::server::{self, Server};
 use super::{Case, Outcome, content};
 use crate::cpu;
 
-/// One connection, either side: how much has come of what is next, and what is yet to be sent.
+/// One side of a connection: the bytes received of the next message, and the bytes still to be sent.
 struct Pipe {
     stream: TcpStream,
-    /// Bytes that came of a message not yet whole.
+    /// Bytes received of an incomplete message.
     partial: usize,
-    /// Bytes of replies or requests yet to be sent.
+    /// Bytes of replies or requests still to be sent.
     owed: usize,
     watched_for_room: bool,
 }
@@ -29,7 +29,7 @@ impl Pipe {
         Ok(Pipe { stream, partial: 0, owed: 0, watched_for_room: false })
     }
 
-    /// Reads once; how many messages of that length are whole now. `None` at the end.
+    /// Reads once, and returns how many messages of that length are complete now. `None` at the end.
     fn read(&mut self, buffer: &mut [u8], length: usize) -> io::Result<Option<usize>> {
         match self.stream.read(buffer) {
             Ok(0) => Ok(None),
@@ -43,7 +43,7 @@ impl Pipe {
         }
     }
 
-    /// Sends what is owed, out of a memory of repeated content.
+    /// Sends the pending bytes, from a memory of repeated content.
     fn write(&mut self, content: &[u8], epoll: impl std::os::fd::AsFd, name: u64) -> io::Result<()> {
         while self.owed > 0 {
             let length = self.owed.min(content.len());
@@ -63,10 +63,10 @@ impl Pipe {
     }
 }
 
-/// Serves until nobody asks any more.
+/// Serves until its standard input ends.
 ///
 /// # Errors
-/// What the system says.
+/// A system call failed.
 pub fn serve(request: usize, reply: usize) -> io::Result<()> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let address = listener.local_addr()?.to_string();
@@ -107,10 +107,10 @@ fn answer(listener: &TcpListener, request: usize, reply: usize) -> io::Result<()
     }
 }
 
-/// Asks for so long.
+/// Sends requests for `time`.
 ///
 /// # Errors
-/// What the system says.
+/// A system call failed.
 pub fn measure(server: &mut Server, case: &Case, time: Duration) -> io::Result<Outcome> {
     let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
     let mut pipes = Vec::new();
@@ -141,7 +141,7 @@ pub fn measure(server: &mut Server, case: &Case, time: Duration) -> io::Result<O
             let count = pipe.read(&mut buffer, case.reply)?.ok_or_else(gone)?;
             now = Instant::now();
             for _ in 0..count {
-                let since = asked.pop_front().ok_or_else(|| io::Error::other("a reply to nothing"))?;
+                let since = asked.pop_front().ok_or_else(|| io::Error::other("a reply without a request"))?;
                 histogram.record(now - since);
                 asked.push_back(now);
             }

@@ -1,7 +1,7 @@
-//! The answering side in a process of its own, so that its processor time is its own: this very program, called again. Or one that
-//! somebody has started elsewhere, of which nothing is known but where it listens.
+//! The server side as a separate process, so that its processor time can be measured: this program, started again. Or a server that
+//! another command has started elsewhere, of which only the address is known.
 //!
-//! It says where it listens on one line, and on each line that it is told, the processor time that it has spent so far.
+//! It prints its address on one line, and for each line of its input the processor time that it has used so far.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::path::Path;
@@ -10,14 +10,14 @@ use std::time::Duration;
 
 use super::options::Place;
 
-/// A running server; dropping it ends it, if we have started it.
+/// A running server. Dropping it ends the process, if this program has started it.
 pub struct Server {
     process: Option<Process>,
-    /// Where it listens.
+    /// Its address.
     pub address: String,
 }
 
-/// A child that answers what it is asked.
+/// A child process that answers requests.
 struct Process {
     child: Child,
     to: ChildStdin,
@@ -25,22 +25,22 @@ struct Process {
 }
 
 impl Process {
-    /// A library that can't be put before others is only grumbled about by the loader, and its figures would be those without it.
+    /// Fails if the loader could not preload the library: the loader only prints a warning, and the figures would be those without it.
     fn has_loaded(&self, library: &str) -> io::Result<()> {
         let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.child.id()))?;
         let name = Path::new(library).file_stem().unwrap_or_default().to_string_lossy().into_owned();
         if !name.is_empty() && maps.contains(&name) {
             return Ok(());
         }
-        Err(io::Error::other(format!("the library {library} could not be put before others: is it installed?")))
+        Err(io::Error::other(format!("the library {library} could not be preloaded: is it installed?")))
     }
 }
 
 impl Server {
-    /// Starts this program with these arguments, which make it call [`serve`]. `preload` is a library to be put before others.
+    /// Starts this program with these arguments, which make it call [`serve`]. `preload` is a library to preload.
     ///
     /// # Errors
-    /// It cannot be started, or says no address.
+    /// It cannot be started, or prints no address.
     pub fn start(arguments: &[String], preload: Option<&str>) -> io::Result<Server> {
         let mut command = Command::new(std::env::current_exe()?);
         command.args(arguments);
@@ -54,7 +54,7 @@ impl Server {
         Ok(server)
     }
 
-    /// Starts a program that talks as [`serve`] does.
+    /// Starts a program with the protocol of [`serve`].
     ///
     /// # Errors
     /// As [`Server::start`].
@@ -73,28 +73,28 @@ impl Server {
         Ok(Server { process: Some(process), address })
     }
 
-    /// One that listens there already.
+    /// A server that already listens at this address.
     pub fn elsewhere(place: &Place) -> Server {
         Server { process: None, address: place.to_string() }
     }
 
-    /// Whether somebody else has started it.
+    /// Whether another command has started it.
     pub fn is_elsewhere(&self) -> bool {
         self.process.is_none()
     }
 
-    /// Processor time that it has spent so far; none where it is elsewhere.
+    /// Processor time used so far; zero if it runs elsewhere.
     ///
     /// # Errors
-    /// It is gone.
+    /// The process has ended.
     pub fn cpu(&mut self) -> io::Result<Duration> {
         Ok(Duration::from_secs_f64(self.ask()?.0))
     }
 
-    /// Memory that it holds, in bytes; none where it is elsewhere.
+    /// Resident memory in bytes; zero if it runs elsewhere.
     ///
     /// # Errors
-    /// It is gone.
+    /// The process has ended.
     pub fn resident(&mut self) -> io::Result<u64> {
         Ok(self.ask()?.1)
     }
@@ -125,10 +125,10 @@ impl Drop for Process {
     }
 }
 
-/// The other end of it: says the address, then answers until nobody asks.
+/// The child's side: prints the address, then answers until its input ends.
 ///
 /// # Errors
-/// Nobody listens.
+/// The output is closed.
 pub fn serve(address: &str) -> io::Result<()> {
     println!("{address}");
     for line in io::stdin().lines() {
@@ -138,7 +138,7 @@ pub fn serve(address: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// Memory that this process holds, in bytes.
+/// Resident memory of this process, in bytes.
 ///
 /// # Errors
 /// `/proc` cannot be read.

@@ -1,4 +1,4 @@
-//! Rivals that others wrote, as they are installed. Where one is missing, its column is missing, and the run says so.
+//! Rivals that are installed programs. If one is missing, its column is missing, and the run has a note about it.
 
 use std::io;
 use std::process::{Child, Command, Stdio};
@@ -9,11 +9,11 @@ use serde_json::Value;
 use super::{Case, Outcome};
 use crate::perftest::Ends;
 
-/// iperf3's rate with writes of the request's size: bytes per second in one direction, nothing answered, as an [`Outcome`]
-/// whose requests are its writes. `None` if it is not installed.
+/// iperf3's rate with writes of the request's size: bytes per second in one direction without replies, as an [`Outcome`] whose
+/// requests are its writes. `None` if it is not installed.
 ///
 /// # Errors
-/// It cannot be run, or says what nobody understands.
+/// It cannot be run, or its output cannot be parsed.
 pub fn iperf3(case: &Case, time: Duration) -> io::Result<Option<Outcome>> {
     let port = free_port()?.to_string();
     let server =
@@ -33,14 +33,14 @@ pub fn iperf3(case: &Case, time: Duration) -> io::Result<Option<Outcome>> {
             return parse_iperf3(&output.stdout, case).map(Some);
         }
     }
-    Err(io::Error::other("iperf3 does not reach its own server"))
+    Err(io::Error::other("iperf3 cannot connect to its own server"))
 }
 
 fn parse_iperf3(json: &[u8], case: &Case) -> io::Result<Outcome> {
     let end: Value = serde_json::from_slice(json)?;
     let received = &end["end"]["sum_received"];
     let share = &end["end"]["cpu_utilization_percent"];
-    let number = |value: &Value| value.as_f64().ok_or_else(|| io::Error::other("iperf3 says no figures"));
+    let number = |value: &Value| value.as_f64().ok_or_else(|| io::Error::other("iperf3 printed no figures"));
     let (bytes, seconds) = (number(&received["bytes"])?, number(&received["seconds"])?);
     Ok(Outcome {
         requests: (bytes / case.request as f64) as u64,
@@ -51,7 +51,7 @@ fn parse_iperf3(json: &[u8], case: &Case) -> io::Result<Outcome> {
     })
 }
 
-/// sockperf's ping-pong over TCP: one connection, one message under way, its own echo.
+/// sockperf's ping-pong over TCP: one connection, one message in flight, its own echo server.
 ///
 /// # Errors
 /// As [`iperf3`].
@@ -72,7 +72,7 @@ pub fn sockperf(case: &Case, time: Duration) -> io::Result<Option<Outcome>> {
     Ok(Some(of_round_trip(latency, time)))
 }
 
-/// ucx_perftest's active messages, over `tcp` or shared memory (`posix`), both sides spinning; and fi_pingpong below likewise.
+/// ucx_perftest's active messages, over `tcp` or shared memory (`posix`), both sides spinning.
 ///
 /// # Errors
 /// As [`iperf3`].
@@ -88,12 +88,12 @@ pub fn ucx(case: &Case, transport: &str) -> io::Result<Option<Outcome>> {
     let mut ask = command();
     ask.args(["127.0.0.1", "-t", "ucp_am_lat", "-s", &size, "-n", ROUNDS, "-w", "2000"]);
     let said = retry(&mut ask, |said| said.contains("Final:"))?;
-    // Behind the iterations: percentile, average and overall latency of one way, in µs.
+    // After the iterations: percentile, average and overall latency of one way, in µs.
     let line = said.split("Final:").nth(1).unwrap_or_default();
     one_way(line.split_whitespace().nth(3))
 }
 
-/// fi_pingpong over a provider of libfabric.
+/// fi_pingpong over a provider of libfabric, both sides spinning.
 ///
 /// # Errors
 /// As [`iperf3`].
@@ -111,7 +111,7 @@ pub fn fabric(case: &Case, provider: &str) -> io::Result<Option<Outcome>> {
     one_way(line.split_whitespace().nth(6))
 }
 
-/// redis-benchmark's SET against a redis-server of its own, with the request as the value.
+/// redis-benchmark's SET against a separate redis-server, with the request as the value.
 ///
 /// # Errors
 /// As [`iperf3`].
@@ -132,17 +132,17 @@ pub fn redis(case: &Case, time: Duration) -> io::Result<Option<Outcome>> {
     let line = said.lines().find(|line| line.contains("\"SET\"")).unwrap_or_default();
     let figures: Vec<f64> = line.split(',').filter_map(|word| word.trim_matches('"').parse().ok()).collect();
     let [rate, mean, _, p50, _, p99, _] = figures[..] else {
-        return Err(io::Error::other(format!("redis-benchmark says {line:?}")));
+        return Err(io::Error::other(format!("redis-benchmark printed {line:?}")));
     };
     let latency = [mean, p50, p99, 0.0].map(|millis| millis * 1e3);
     let seconds = requests as f64 / rate;
     Ok(Some(Outcome { requests, seconds, latency, client_cpu: 0.0, server_cpu: 0.0 }))
 }
 
-/// perftest's SENDs between two RDMA devices: the typical time there and back for one at a time, their rate otherwise.
+/// perftest's SENDs between two RDMA devices: the typical round trip for one at a time, otherwise their rate.
 ///
 /// # Errors
-/// It is not installed, or did not do it.
+/// It is not installed, or it failed.
 pub fn perftest(case: &Case, ends: &Ends) -> io::Result<Outcome> {
     let size = u32::try_from(case.request).unwrap_or(u32::MAX);
     if case.depth == 1 {
@@ -154,7 +154,7 @@ pub fn perftest(case: &Case, ends: &Ends) -> io::Result<Outcome> {
     Ok(Outcome { requests, seconds: 1.0, latency: [0.0; 4], client_cpu: 0.0, server_cpu: 0.0 })
 }
 
-/// Starts a server that says nothing; `None` if it is not installed.
+/// Starts a server without output; `None` if it is not installed.
 fn serve(command: &mut Command) -> io::Result<Option<Reaped>> {
     match command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn() {
         Ok(child) => Ok(Some(Reaped(child))),
@@ -163,7 +163,7 @@ fn serve(command: &mut Command) -> io::Result<Option<Reaped>> {
     }
 }
 
-/// Asks until the server listens; what was said then.
+/// Runs the client until the server listens, and returns the client's output.
 fn retry(command: &mut Command, is_answer: impl Fn(&str) -> bool) -> io::Result<String> {
     let mut last = String::new();
     for _ in 0..50 {
@@ -175,32 +175,32 @@ fn retry(command: &mut Command, is_answer: impl Fn(&str) -> bool) -> io::Result<
         }
         last += &String::from_utf8_lossy(&output.stderr);
     }
-    Err(io::Error::other(format!("{command:?} does not reach its own server: {}", last.trim())))
+    Err(io::Error::other(format!("{command:?} cannot connect to its own server: {}", last.trim())))
 }
 
-/// The outcome of a tool that tells the time of one way, in µs.
+/// The outcome of a tool that reports the time of one way, in µs.
 fn one_way(word: Option<&str>) -> io::Result<Option<Outcome>> {
     let micros = word.and_then(|word| word.parse::<f64>().ok()).filter(|micros| *micros > 0.0);
-    let micros = micros.ok_or_else(|| io::Error::other(format!("a rival says {word:?} where a time should be")))?;
+    let micros = micros.ok_or_else(|| io::Error::other(format!("a rival printed {word:?} instead of a time")))?;
     Ok(Some(of_round_trip([2.0 * micros, 0.0, 0.0, 0.0], Duration::from_secs(1))))
 }
 
-/// One request after the other: their rate follows from their time.
+/// Requests one after the other: their rate follows from their time.
 fn of_round_trip(latency: [f64; 4], time: Duration) -> Outcome {
     let requests = (time.as_secs_f64() * 1e6 / latency[0].max(0.001)) as u64;
     Outcome { requests, seconds: time.as_secs_f64(), latency, client_cpu: 0.0, server_cpu: 0.0 }
 }
 
-/// Round trips that the tools make which count and do not take time.
+/// Number of round trips for tools that limit a run by count and not by time.
 const ROUNDS: &str = "30000";
 const PERFTEST_ROUNDS: u64 = 1000;
 
-/// A port that nobody listens on at the moment.
+/// A port on which no process listens at the moment.
 fn free_port() -> io::Result<u16> {
     Ok(std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
 }
 
-/// A child that is ended when we are done with it.
+/// A child process that is ended when dropped.
 struct Reaped(Child);
 
 impl Drop for Reaped {

@@ -1,4 +1,4 @@
-//! ZeroMQ, by a small program of its own (`bench/rivals/zeromq.c`), which is built here where libzmq's header and a C compiler are.
+//! ZeroMQ as a rival: a small program (`bench/rivals/zeromq.c`), built here if libzmq's header and a C compiler are installed.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -10,17 +10,17 @@ use tempfile::TempDir;
 use super::server::Server;
 use super::{Case, Outcome};
 
-/// The program, built; it goes with this.
+/// The built program; dropping it removes the file.
 pub struct ZeroMq {
     program: PathBuf,
     _folder: TempDir,
 }
 
 impl ZeroMq {
-    /// Builds it. `None` where it cannot be.
+    /// Builds the program. `None` if that is not possible.
     ///
     /// # Errors
-    /// The system gives no folder.
+    /// No temporary folder can be created.
     pub fn build() -> io::Result<Option<ZeroMq>> {
         let folder = tempfile::tempdir()?;
         let program = folder.path().join("zeromq");
@@ -30,10 +30,10 @@ impl ZeroMq {
         Ok(is_built.then_some(ZeroMq { program, _folder: folder }))
     }
 
-    /// Measures one case, with one thread that asks and one that answers, besides each side's thread of the library.
+    /// Measures one case, with one thread for the client and one for the server, besides the library's thread on each side.
     ///
     /// # Errors
-    /// It fails, or says what nobody understands.
+    /// The program fails, or its output cannot be parsed.
     pub fn measure(&self, case: &Case, time: Duration) -> io::Result<Outcome> {
         let mut server = Server::start_program(Command::new(&self.program).args(["serve", &case.reply.to_string()]))?;
         let numbers = [case.connections, case.depth, case.request, time.as_millis() as usize].map(|n| n.to_string());
@@ -43,7 +43,7 @@ impl ZeroMq {
         let said = String::from_utf8_lossy(&asked.stdout);
         let figures: Vec<f64> = said.split_whitespace().filter_map(|word| word.parse().ok()).collect();
         let [requests, seconds, mean, p50, p99, p999, client_cpu] = figures[..] else {
-            let text = format!("the ZeroMQ rival says {said:?} and {:?}", String::from_utf8_lossy(&asked.stderr));
+            let text = format!("the ZeroMQ rival printed {said:?} and {:?}", String::from_utf8_lossy(&asked.stderr));
             return Err(io::Error::other(text));
         };
         let latency = [mean, p50, p99, p999];

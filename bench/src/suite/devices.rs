@@ -1,4 +1,4 @@
-//! `remora-bench devices`: what disk, networks and fabric can do, by tools that are not ours, and the fabric beside them.
+//! `remora-bench devices`: the speed of disk, networks and fabric, measured by independent tools, with the fabric beside them.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -14,16 +14,16 @@ pub use super::points::DevicePoint as Point;
 use super::report::tables;
 use crate::sync::Result;
 
-/// What can be typed.
+/// Command-line arguments.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
     /// Networks, as for `sync`.
     #[arg(long, value_delimiter = ',', default_value = "100mbit,1gbit,10gbit,loopback")]
     pub networks: Vec<Network>,
-    /// MiB that fio writes and reads, past the page cache.
+    /// MiB that fio writes and reads, bypassing the page cache.
     #[arg(long, default_value_t = 1024)]
     pub disk_mib: u64,
-    /// Leaves out the reads by RDMA, which need an emulated machine (lab/rdma-vm) and a minute or two.
+    /// Leave out the reads over RDMA, which need an emulated machine (lab/rdma-vm) and a minute or two.
     #[arg(long)]
     pub no_rdma: bool,
     #[command(flatten)]
@@ -31,10 +31,10 @@ pub struct Options {
     pub common: Common,
 }
 
-/// Runs it.
+/// Runs the subcommand.
 ///
 /// # Errors
-/// The run could not be kept. A tool that is missing is noted.
+/// The run could not be kept. A missing tool is noted.
 pub fn run(options: &Options) -> Result<bool> {
     let mut kept = Kept::begin("devices", options.common.label.as_deref());
     for round in 0..options.common.rounds {
@@ -50,9 +50,7 @@ pub fn run(options: &Options) -> Result<bool> {
     }
     note_or_add_all(&mut kept, "the fabric's reads", fabric(options.common.rounds));
     if !options.no_rdma {
-        kept.note(
-            "RDMA is Soft-RoCE in an emulated machine: its figures stand beside each other and beside nothing else.",
-        );
+        kept.note("RDMA is Soft-RoCE in an emulated machine: compare its figures only with each other.");
         note_or_add_all(&mut kept, "RDMA", rdma(options.common.rounds));
     }
     let summary = tables::devices(&[&kept]);
@@ -82,7 +80,7 @@ fn note_or_add(kept: &mut Kept<Point>, device: &str, tool: &str, round: usize, m
     }
 }
 
-/// Bytes per second, one job, in a file beside this machine's temporary ones.
+/// Bytes per second of one fio job, in a file in the temporary folder.
 fn fio(direction: &str, mib: u64) -> Result<f64> {
     let folder = scratch::folder("fio")?;
     let arguments = [
@@ -100,7 +98,7 @@ fn fio(direction: &str, mib: u64) -> Result<f64> {
     if !output.status.success() {
         return Err(String::from_utf8_lossy(&output.stderr).into_owned().into());
     }
-    fio_rate(&output.stdout, direction).ok_or_else(|| "fio says no rate".into())
+    fio_rate(&output.stdout, direction).ok_or_else(|| "fio printed no rate".into())
 }
 
 fn fio_rate(json: &[u8], direction: &str) -> Option<f64> {
@@ -111,7 +109,7 @@ fn fio_rate(json: &[u8], direction: &str) -> Option<f64> {
 /// Device, tool, round, bytes per second.
 type Figure = (String, String, usize, f64);
 
-/// The program that measures it for itself, with its rivals: reads of 1 MiB, sixteen outstanding.
+/// Runs the fabric's own benchmark with its rivals: reads of 1 MiB, sixteen outstanding.
 fn fabric(rounds: usize) -> Result<Vec<Figure>> {
     let program = read_bandwidth()?;
     let folder = scratch::folder("fabric")?;
@@ -119,12 +117,12 @@ fn fabric(rounds: usize) -> Result<Vec<Figure>> {
     let mut command = Command::new(program);
     command.args(["--sizes-kib", "1024", "--depths", "16", "--rounds", &rounds.to_string(), "--json"]).arg(&json);
     command.stdout(std::process::Stdio::null());
-    // It ends with 1 where a ratio that it promises is not reached; the figures are there all the same.
+    // It exits with 1 if a target ratio is missed; the figures are complete all the same.
     remora_lab::process::spawn(command)?.wait()?;
     read_fabric(&json)
 }
 
-/// The same by RDMA, beside ib_read_bw, between two devices of an emulated machine.
+/// The same over RDMA, beside ib_read_bw, between two devices of an emulated machine.
 fn rdma(rounds: usize) -> Result<Vec<Figure>> {
     let program = read_bandwidth()?;
     let folder = scratch::folder("fabric")?;
@@ -164,7 +162,7 @@ fn read_fabric(json: &Path) -> Result<Vec<Figure>> {
     Ok(run.samples.iter().map(figure).collect())
 }
 
-/// Booting an emulated machine and measuring in it.
+/// Time limit for booting an emulated machine and measuring in it.
 const RDMA_TIME: Duration = Duration::from_secs(240);
 
 #[cfg(test)]
@@ -172,7 +170,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_rate_is_taken_from_the_direction_asked_for() {
+    fn the_rate_is_of_the_requested_direction() {
         let json = br#"{"jobs":[{"read":{"bw_bytes":0},"write":{"bw_bytes":123}}]}"#;
         assert_eq!(
             (fio_rate(json, "write"), fio_rate(json, "read"), fio_rate(b"no", "read")),

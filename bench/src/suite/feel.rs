@@ -1,10 +1,11 @@
-//! `remora-bench feel`: what the primary's clients notice while so many replicas are made by each method.
+//! `remora-bench feel`: what the primary's clients notice while N replicas are made by each method.
 //!
-//! Two groups of clients ask at the same time at a steady rate: *near* ones on the primary's own host, who feel its processor,
-//! its forks and its main thread; *far* ones on a host of their own, who also feel its cable. On loopback there are only near ones.
+//! Two groups of clients send commands at the same time at a steady rate. *Near* clients run on the primary's own host: they notice its
+//! processor, its forks and its main thread. *Far* clients run on a separate host: they also notice its cable. Loopback has only near
+//! clients.
 //!
-//! Half of the machine's processors are the primary's host's and its clients', the rest all replicas': what these do on theirs is not to be
-//! felt here. The clients, who measure, go before everybody else on their processors ([`Load`]).
+//! Half of the machine's processors are for the primary's host and its clients, the rest for all replicas, whose work does not affect
+//! the clients. The clients, which measure, have priority over all other processes on their processors ([`Load`]).
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -18,16 +19,16 @@ use super::report::tables;
 use super::{Common, ServerChoice, VALUE_BYTES};
 use crate::sync::{Method, Place, Program, Result, Scene, Shape, Trial};
 
-/// What can be typed.
+/// Command-line arguments.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
     /// Networks, as for `sync`.
     #[arg(long, value_delimiter = ',', default_value = "1gbit,loopback")]
     pub networks: Vec<Network>,
-    /// Servers.
+    /// Servers to measure.
     #[arg(long, value_delimiter = ',', default_value = "valkey")]
     pub servers: Vec<ServerChoice>,
-    /// Numbers of replicas; without any is always measured.
+    /// Numbers of replicas. No replica is always measured too.
     #[arg(long, value_delimiter = ',', default_value = "1,3,8")]
     pub replicas: Vec<usize>,
     /// Methods.
@@ -43,7 +44,7 @@ pub struct Options {
     /// Values of 3748 KiB in the data set.
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..=super::MOST_OF_DATA), default_value_t = 128)]
     pub values: u64,
-    /// Lets all hosts compete for all of the machine's processors, instead of keeping half of them for the primary and its clients.
+    /// Let all hosts compete for all of the machine's processors, instead of reserving half of them for the primary and its clients.
     #[arg(long)]
     pub shared_processors: bool,
     #[command(flatten)]
@@ -51,10 +52,10 @@ pub struct Options {
     pub common: Common,
 }
 
-/// Runs it.
+/// Runs the subcommand.
 ///
 /// # Errors
-/// A network could not be made, a primary not be filled, or the run not be kept. A sync that fails is noted, and the next is tried.
+/// A network could not be created, a primary not be filled, or the run not be kept. A failed sync is noted, and the next one is tried.
 pub fn run(options: &Options) -> Result<bool> {
     let program = Program::build()?;
     let mut kept = Kept::begin("feel", options.common.label.as_deref());
@@ -108,7 +109,7 @@ struct Here<'a> {
 }
 
 impl Here<'_> {
-    /// Nothing first, then every method for every number of replicas.
+    /// The order of trials: first without replicas, then every method for every number of replicas.
     fn trials(&self, server: ServerChoice, program: &Program) -> Vec<(Option<Method>, usize)> {
         let mut trials = vec![(None, 0)];
         for replicas in &self.options.replicas {
@@ -166,8 +167,8 @@ impl Here<'_> {
     }
 }
 
-/// How long the clients are watched with nothing else going on.
+/// How long the clients are watched without a sync.
 const IDLE_TIME: Duration = Duration::from_secs(5);
 
-/// A sync that may no longer begin when less is left.
+/// No sync begins if less time is left.
 const LONGEST_USUAL: Duration = Duration::from_secs(20);

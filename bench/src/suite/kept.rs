@@ -1,4 +1,4 @@
-//! Runs as they are kept: everything that was found out, with what a reader must know of how.
+//! Kept runs: all figures, with the facts that a reader needs.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,34 +14,34 @@ use crate::sync::Result;
 /// One run of one subcommand.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Kept<P> {
-    /// Where, when, how.
+    /// Machine, time and command line.
     pub run: Run,
-    /// Told from other runs of the same kind, which stand beside it, by this word.
+    /// A label that distinguishes it from other runs of the same kind.
     #[serde(default)]
     pub label: String,
-    /// What the networks could do just before.
+    /// The speed of the networks, measured just before.
     pub links: Vec<Link>,
     /// Every figure.
     pub points: Vec<P>,
 }
 
 impl<P: Serialize + DeserializeOwned> Kept<P> {
-    /// An empty one of `remora-bench NAME`.
+    /// An empty run of `remora-bench NAME`.
     pub fn begin(name: &str, label: Option<&str>) -> Kept<P> {
         let run = Run::new(&format!("bench_{name}"), "see the columns");
         let run = Run { command: format!("remora-bench {}", arguments(std::env::args().skip(1))), ..run };
         Kept { run, label: label.unwrap_or_default().to_owned(), links: Vec::new(), points: Vec::new() }
     }
 
-    /// Says something that a reader of the run must know, here and there.
+    /// Adds a note for the reader of the run, and prints it.
     pub fn note(&mut self, text: impl Into<String>) {
         let text = text.into();
         eprintln!("note: {text}");
         self.run.notes.push(text);
     }
 
-    /// Writes it into a folder of its own below `out`, with this summary. Called after each figure, so that a run that is
-    /// broken off leaves what it has.
+    /// Writes the run into a new folder below `out`, with this summary. Called after each figure, so that an interrupted run leaves the
+    /// figures that it has.
     ///
     /// # Errors
     /// A folder or file could not be written.
@@ -75,7 +75,7 @@ impl<P: Serialize + DeserializeOwned> Kept<P> {
     }
 }
 
-/// What was typed, without where the run is kept: it lies there.
+/// The command line without the folder in which the run is kept.
 pub(crate) fn arguments(typed: impl Iterator<Item = String>) -> String {
     let mut typed = typed;
     let mut told = Vec::new();
@@ -99,10 +99,10 @@ fn cell(value: &Value) -> String {
     }
 }
 
-/// The kept runs of `remora-bench NAME`, of each label the newest, with their folders.
+/// The kept runs of `remora-bench NAME`, the newest of each label, with their folders.
 ///
 /// # Errors
-/// A run is there and cannot be read.
+/// A run exists and cannot be read.
 pub fn newest<P: DeserializeOwned>(runs: &Path, name: &str) -> Result<Vec<(PathBuf, Kept<P>)>> {
     let mut folders: Vec<PathBuf> = fs::read_dir(runs)
         .map_err(|error| format!("could not read {}: {error}", runs.display()))?
@@ -149,13 +149,13 @@ mod tests {
     }
 
     #[test]
-    fn where_a_run_is_kept_is_not_told() {
+    fn the_folder_of_a_run_is_not_in_its_command_line() {
         let typed = ["sync", "--out", "/home/me/runs", "--rounds", "2", "--out=elsewhere"].map(str::to_owned);
         assert_eq!(arguments(typed.into_iter()), "sync --rounds 2");
     }
 
     #[test]
-    fn of_each_label_the_newest_run_is_read_again() {
+    fn the_newest_run_of_each_label_is_read() {
         let folder = tempfile::tempdir().unwrap();
         let mut kept = Kept::begin("sync", Some("label"));
         kept.points.push(Point { name: "a, b".into(), value: 1.5, more: Some(vec![1, 2]) });

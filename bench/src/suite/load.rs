@@ -1,18 +1,18 @@
-//! What a primary's clients feel: GETs and SETs at a given rate, each timed, and the times cut to a window afterwards.
+//! What a primary's clients notice: GETs and SETs at a given rate, each timed, and cut to a window afterwards.
 //!
 //! ```text
-//!   due ──┬──────┬──────┬──────┬──▶        the rate is kept whatever the server does: a command that could not be sent when it
-//!         │ 80 µs│ 80 µs│ 30 ms ......       was due, as the one before was still out, is counted from when it was due
+//!   due ──┬──────┬──────┬──────┬──▶        the rate does not depend on the server: a command that could not be sent when it
+//!         │ 80 µs│ 80 µs│ 30 ms ......       was due, because the previous one was unanswered, counts from when it was due
 //! ```
 //!
-//! So a server that stalls for 30 ms is felt by everybody who wanted something in these 30 ms, as it is in life; a generator
-//! that waits for each answer before it thinks of the next command would count one slow command. The generator's own late
-//! waking is not counted: it says nothing of the server.
+//! So a stall of 30 ms delays every command that was due in these 30 ms, as it would in practice. A generator that waits for each answer
+//! before it schedules the next command would count one slow command. The time by which the generator itself wakes up late is not
+//! counted, since it does not depend on the server.
 //!
-//! Its threads go before everybody else's on their processor: who plays a client on a machine that plays all hosts must not wait for a turn that
-//! the client's own machine would have given it.
+//! The threads have priority over all others on their processor: a client on a machine that also runs the other hosts must not wait for
+//! a turn that the client's own machine would give it.
 //!
-//! A tool of its own as the common ones either wait (redis-benchmark) or are in no distribution, and neither cuts to a window.
+//! This is our own tool, because common ones either wait (redis-benchmark) or are in no distribution, and none cuts to a window.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -25,7 +25,7 @@ use serde::{Deserialize, Serialize};
 use crate::quantile;
 use crate::sync::Result;
 
-/// A load that is on.
+/// A running load.
 pub struct Load {
     begun: Instant,
     is_over: Arc<AtomicBool>,
@@ -37,30 +37,30 @@ pub struct Load {
 struct Beat {
     /// When it was due, in µs since the load began.
     due: u64,
-    /// Until its answer, in µs.
+    /// The time until its answer, in µs.
     took: u32,
 }
 
-/// What was felt in a window.
+/// What the clients noticed in a window.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Felt {
     /// Commands answered per second.
     pub per_second: f64,
-    /// Milliseconds within which half of them were.
+    /// The median latency, in milliseconds.
     pub p50: f64,
-    /// ... 99 of a hundred.
+    /// The 99th percentile, in milliseconds.
     pub p99: f64,
-    /// ... 999 of a thousand.
+    /// The 99.9th percentile, in milliseconds.
     pub p999: f64,
-    /// ... all.
+    /// The greatest latency, in milliseconds.
     pub most: f64,
 }
 
 impl Load {
-    /// Writes the keys that it will ask for.
+    /// Writes the keys that the load uses.
     ///
     /// # Errors
-    /// The server refuses.
+    /// The server refuses a command.
     pub fn prepare(server: &Server) -> Result<()> {
         let value = vec![b'x'; VALUE_BYTES];
         let commands: Vec<Vec<Vec<u8>>> =
@@ -69,14 +69,14 @@ impl Load {
         Ok(())
     }
 
-    /// Begins: so many commands per second by [`CONNECTIONS`] connections from that host, or from the server's own.
+    /// Starts `per_second` commands per second on [`CONNECTIONS`] connections from that host, or from the server's own.
     ///
     /// # Errors
-    /// A connection could not be made.
+    /// A connection failed.
     pub fn start(server: &Server, from: Option<&Host>, per_second: u64) -> Result<Load> {
         let from = from.or(server.host());
         let address = Address::Tcp(server.address());
-        // Dropped where a connection fails, which ends those that have begun.
+        // Dropped if a connection fails, which ends the threads that have begun.
         let mut load = Load { begun: Instant::now(), is_over: Arc::new(AtomicBool::new(false)), threads: Vec::new() };
         for number in 0..CONNECTIONS {
             let client = match from {
@@ -96,10 +96,10 @@ impl Load {
         Ok(load)
     }
 
-    /// Ends it; what was felt between these moments.
+    /// Ends the load, and returns what the clients noticed between these moments.
     ///
     /// # Errors
-    /// A connection failed, or nothing was answered in the window.
+    /// A connection failed, or no command was answered in the window.
     pub fn end(mut self, (from, to): (Instant, Instant)) -> Result<Felt> {
         self.is_over.store(true, Ordering::Relaxed);
         let mut beats = Vec::new();
@@ -117,13 +117,13 @@ impl Drop for Load {
     fn drop(&mut self) {
         self.is_over.store(true, Ordering::Relaxed);
         for thread in self.threads.drain(..) {
-            // What it would say nobody asks any more.
+            // Its result is not needed any more.
             let _ = thread.join();
         }
     }
 }
 
-/// When a connection's commands are due.
+/// The schedule of a connection's commands.
 #[derive(Clone, Copy)]
 struct Clock {
     begun: Instant,
@@ -132,7 +132,7 @@ struct Clock {
 }
 
 fn beat(mut client: Client, clock: Clock, number: u64, is_over: &AtomicBool) -> Result<Vec<Beat>> {
-    // This thread alone. Who may not (it takes root, as test networks do) measures with what the system gives.
+    // This thread only. Without the permission (root, as for test networks) it runs with the default priority.
     let _ = rustix::process::setpriority_process(None, BEFORE_ALL);
     let mut random = Random::new(number);
     let value = vec![b'y'; VALUE_BYTES];
@@ -141,7 +141,7 @@ fn beat(mut client: Client, clock: Clock, number: u64, is_over: &AtomicBool) -> 
     while !is_over.load(Ordering::Relaxed) {
         let key = key(random.below(KEYS));
         let is_set = random.one_in(ONE_SET_IN);
-        // From when it was due if the connection was still waiting then, else from when we woke up for it.
+        // From the due time if the connection was still waiting then, otherwise from the wake-up.
         let since = match due.checked_sub(clock.begun.elapsed()) {
             Some(early) => {
                 thread::sleep(early);
@@ -177,17 +177,17 @@ fn key(number: u64) -> Vec<u8> {
     format!("felt:{number}").into_bytes()
 }
 
-/// Connections of one load: enough that one slow answer does not hold up all, few enough for two processors.
+/// Connections of one load: enough that one slow answer does not delay all, few enough for two processors.
 pub const CONNECTIONS: u64 = 8;
 
-/// The highest of nice(2)'s priorities.
+/// The highest priority of nice(2).
 const BEFORE_ALL: i32 = -20;
 
-/// Keys that it asks for, and the bytes of each: 10 MB beside the data set.
+/// Number of keys, and bytes of each: 10 MB beside the data set.
 const KEYS: u64 = 10_000;
 const VALUE_BYTES: usize = 1 << 10;
 
-/// One command in ten writes.
+/// One command in this many writes.
 const ONE_SET_IN: u64 = 10;
 
 #[cfg(test)]
@@ -198,7 +198,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_server_that_stands_still_is_felt_by_all_who_wanted_something_meanwhile() {
+    fn a_stalled_server_delays_all_commands_that_were_due_meanwhile() {
         let Some(kind) = require::redis() else { return };
         let mut server = Server::start(kind).unwrap();
         Load::prepare(&server).unwrap();
@@ -210,13 +210,13 @@ mod tests {
         server.resume().unwrap();
         thread::sleep(Duration::from_millis(400));
         let felt = load.end((begun, begun + Duration::from_secs(1))).unwrap();
-        // 300 of 1000 were due while it stood still: each waited for what was left of the 300 ms.
+        // 300 of 1000 were due during the stall: each waited for the rest of the 300 ms.
         assert!(felt.p99 > 150.0 && felt.most > 280.0, "{felt:?}");
         assert!(felt.per_second > 800.0, "{felt:?}");
     }
 
     #[test]
-    fn only_what_was_due_in_the_window_counts() {
+    fn only_commands_due_in_the_window_count() {
         let beats = [(5, 1000), (10, 2000), (19, 4000), (20, 9000)].map(|(due, took)| Beat { due, took });
         let inside = beats.into_iter().filter(|beat| (10..20).contains(&beat.due));
         let felt = felt(inside, 10).unwrap();

@@ -1,4 +1,4 @@
-//! A network as it is typed and named: this machine's loopback, or hosts with cables of a rate.
+//! A network as an argument of the command line: this machine's loopback, or hosts with cables of a rate.
 
 use std::str::FromStr;
 use std::time::Duration;
@@ -8,24 +8,24 @@ use serde::{Deserialize, Serialize};
 
 use crate::sync::{Method, Place, Program, Result};
 
-/// Over which network something is measured.
+/// The network over which something is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Network {
-    /// This machine's loopback: no rate but that of its processors.
+    /// This machine's loopback: limited only by its processors.
     Loopback,
     /// Hosts of a test network, each on a cable of this rate.
     Shaped(BitRate),
 }
 
 impl Network {
-    /// Whether a method can be played over it by this program, and says anything new for so many replicas.
+    /// Whether this program can run a method over it, and whether the method differs from others for that number of replicas.
     pub(super) fn suits(self, method: Method, kind: Kind, replicas: usize, program: &Program) -> bool {
         method.applies(kind, replicas)
             && (self == Network::Loopback || method.crosses_hosts())
             && (method.serves_peers() != Some(true) || program.serves_peers())
     }
 
-    /// A place on it, with room for so many replicas.
+    /// A place on it, with room for `replicas` replicas.
     ///
     /// # Errors
     /// Hosts need root and a kernel that can shape; the error says what is missing.
@@ -36,7 +36,7 @@ impl Network {
         }
     }
 
-    /// The same with processors of the primary's host's own, where there are hosts.
+    /// The same with reserved processors for the primary's host, if there are hosts.
     ///
     /// # Errors
     /// As for [`Network::place`].
@@ -47,10 +47,10 @@ impl Network {
         }
     }
 
-    /// What iperf3 gets out of it, from the primary's host to the first replica's.
+    /// The rate that iperf3 measures, from the primary's host to the first replica's.
     ///
     /// # Errors
-    /// iperf3 is not installed or does not get through.
+    /// iperf3 is not installed or cannot connect.
     pub fn measure(self, place: &Place) -> Result<Link> {
         let hosts = place.primary().zip(place.replica(0));
         let bytes_per_second = iperf::bandwidth(hosts, IPERF_TIME)?;
@@ -58,12 +58,12 @@ impl Network {
     }
 }
 
-/// What a network can do, by the judge's word.
+/// The measured speed of a network.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Link {
     /// Its name.
     pub network: String,
-    /// By iperf3, one connection.
+    /// By iperf3, on one connection.
     pub bytes_per_second: f64,
 }
 

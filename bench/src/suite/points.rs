@@ -1,4 +1,4 @@
-//! What is kept of each measurement: the rows of the tables and the points of the plots. The suites make them, the report shows them.
+//! The kept measurements: the rows of the tables and the points of the plots. The suites create them, the report shows them.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,50 +9,50 @@ use crate::sync::Method;
 /// One sync.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SyncPoint {
-    /// Name and version.
+    /// Name and version of the server.
     pub server: String,
     /// Name of the network.
     pub network: String,
     /// Bytes of all values.
     pub bytes: u64,
-    /// How.
+    /// The method.
     pub method: Method,
-    /// How many replicas.
+    /// Number of replicas.
     pub replicas: usize,
-    /// From 0.
+    /// The round, from 0.
     pub round: usize,
-    /// Wall seconds until the last replica was in step.
+    /// Wall seconds until the last replica had caught up.
     pub seconds: f64,
-    /// ... the first.
+    /// Wall seconds until the first replica had caught up.
     pub first_seconds: f64,
-    /// Of the last replica, in seconds, as [`crate::sync::Phases`] has them.
+    /// Phase of the last replica, in seconds; see [`crate::sync::Phases`].
     pub snapshot: f64,
-    /// ...
+    /// Phase of the last replica, in seconds.
     pub transfer: f64,
-    /// ...
+    /// Phase of the last replica, in seconds.
     pub load: f64,
-    /// ...
+    /// Phase of the last replica, in seconds.
     pub catch_up: f64,
     /// Bytes out of the primary's host; on loopback, out of the primary.
     pub sent: u64,
     /// Processor seconds of the primary with its child.
     pub primary_cpu: f64,
-    /// ... of all replicas' servers.
+    /// Processor seconds of all replicas' servers.
     pub replicas_cpu: f64,
-    /// ... of all agents, or of the copier.
+    /// Processor seconds of all agents, or of the copier.
     pub agents_cpu: f64,
-    /// The most memory of the primary's own, what its child copied included, in bytes.
+    /// Peak of the primary's private memory, including what its child copied, in bytes.
     pub peak_memory: u64,
-    /// The most memory of the source agent, in bytes.
+    /// Peak memory of the source agent, in bytes.
     pub source_memory: u64,
-    /// Whether the replicas held what the primary holds; `None` where it was not looked at.
+    /// Whether the replicas equal the primary; `None` if that was not checked.
     pub equal: Option<bool>,
 }
 
-/// What one group of clients felt during one sync.
+/// What one group of clients noticed during one sync.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct FeelPoint {
-    /// Name and version.
+    /// Name and version of the server.
     pub server: String,
     /// Name of the network.
     pub network: String,
@@ -60,67 +60,67 @@ pub struct FeelPoint {
     pub bytes: u64,
     /// `near` or `far`.
     pub clients: String,
-    /// Commands per second that this group asked for.
+    /// Commands per second that this group sent.
     pub asked: u64,
-    /// How the replicas were made; `None` where none was.
+    /// The method by which replicas were made; `None` without replicas.
     pub method: Option<Method>,
-    /// How many.
+    /// Number of replicas.
     pub replicas: usize,
-    /// From 0.
+    /// The round, from 0.
     pub round: usize,
-    /// How long the sync took.
+    /// Seconds of the sync.
     pub seconds: f64,
-    /// What was felt in that time.
+    /// What the clients noticed in that time.
     #[serde(flatten)]
     pub felt: Felt,
 }
 
-/// One sync.
+/// One sync of `scaling`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ScalingPoint {
-    /// Name and version.
+    /// Name and version of the server.
     pub server: String,
     /// What grows: `size` or `value`.
     pub grows: String,
-    /// How.
+    /// The method.
     pub method: Method,
     /// Bytes of all values.
     pub bytes: u64,
-    /// ... of each.
+    /// Bytes of each value.
     pub value_bytes: u64,
-    /// From 0.
+    /// The round, from 0.
     pub round: usize,
     /// Wall seconds.
     pub seconds: f64,
     /// Processor seconds of the primary with its child.
     pub primary_cpu: f64,
-    /// ... of the replica's server and all agents.
+    /// Processor seconds of the replica's server and all agents.
     pub others_cpu: f64,
-    /// The most memory of the primary's own, what its child copied included, in bytes.
+    /// Peak of the primary's private memory, including what its child copied, in bytes.
     pub peak_memory: u64,
-    /// The most memory of the source agent, in bytes.
+    /// Peak memory of the source agent, in bytes.
     pub source_memory: u64,
 }
 
-/// One figure.
+/// One figure of `devices`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct DevicePoint {
-    /// What was measured.
+    /// The subject.
     pub device: String,
-    /// By what.
+    /// The tool.
     pub tool: String,
-    /// From 0.
+    /// The round, from 0.
     pub round: usize,
     /// Bytes per second.
     pub bytes_per_second: f64,
 }
 
-/// What is done, in a table's words.
+/// A method in the words of a table.
 pub(super) fn name_of(method: Option<Method>) -> &'static str {
     method.map_or("no sync", Method::name)
 }
 
-/// What several rounds come to, in MB/s.
+/// The summary of several rounds, in MB/s.
 pub(super) fn spread(points: &[&DevicePoint]) -> Option<Spread> {
     Spread::of(points.iter().map(|point| point.bytes_per_second / 1e6))
 }

@@ -1,4 +1,4 @@
-//! `remora-bench scaling`: one replica, as the data set grows, and as its values do. The slope is what a further GiB costs.
+//! `remora-bench scaling`: one replica, as the data set grows, and as its values grow. The slope is the cost of a further GiB.
 
 use std::time::Duration;
 
@@ -8,16 +8,16 @@ use super::report::tables;
 use super::{Common, ServerChoice};
 use crate::sync::{Method, Program, Result, Scene, Shape, Trial, available_memory};
 
-/// What can be typed.
+/// Command-line arguments.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
-    /// Server.
+    /// Server to measure.
     #[arg(long, default_value = "valkey")]
     pub server: ServerChoice,
     /// Sizes of the data set in MiB, in values of 1 MiB.
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u64).range(1..=super::MOST_OF_DATA), default_value = "100,256,512,1024,2048,4096,8192")]
     pub sizes_mib: Vec<u64>,
-    /// Sizes of the values in bytes, in a data set of --values-mib; fewer for small ones, of which two million are enough.
+    /// Sizes of the values in bytes, in a data set of --values-mib. For small values the data set is smaller: two million are enough.
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u64).range(1..=super::MOST_OF_DATA), default_value = "64,1024,16384,262144,4194304,67108864,536870912")]
     pub value_bytes: Vec<u64>,
     /// Size of the data set whose values grow, in MiB.
@@ -31,10 +31,10 @@ pub struct Options {
     pub common: Common,
 }
 
-/// Runs it, on loopback.
+/// Runs the subcommand, on loopback.
 ///
 /// # Errors
-/// A primary could not be filled or the run not be kept. A sync that fails is noted, and the next is tried.
+/// A primary could not be filled or the run not be kept. A failed sync is noted, and the next one is tried.
 pub fn run(options: &Options) -> Result<bool> {
     let program = Program::build()?;
     let budget = options.common.budget();
@@ -48,13 +48,13 @@ pub fn run(options: &Options) -> Result<bool> {
         let shape = Shape { keys: (bytes / value_bytes).clamp(1, MOST_KEYS), value_bytes, every_type: false };
         let what = format!("{} in values of {}", crate::bytes(shape.bytes()), crate::bytes(value_bytes));
         if shape.bytes() * COPIES > available_memory().unwrap_or(u64::MAX) {
-            kept.note(format!("{what}: left out for want of memory"));
+            kept.note(format!("{what}: left out for lack of memory"));
             continue;
         }
-        // Filling takes about as long as a sync or two.
+        // Filling takes about as long as one or two syncs.
         let expected = Duration::from_secs_f64(5.0 + 5.0 * shape.bytes() as f64 / f64::from(1 << 30));
         if !budget.has(expected) {
-            kept.note(format!("{what}: left out for want of time"));
+            kept.note(format!("{what}: left out for lack of time"));
             continue;
         }
         eprintln!("{what}: filling a primary");
@@ -62,7 +62,7 @@ pub fn run(options: &Options) -> Result<bool> {
         let server = format!("{} ({})", options.server.kind(), scene.primary().version()?);
         for round in 0..options.common.rounds {
             if round > 0 && !budget.has(expected) {
-                kept.note(format!("{what}: {round} rounds only, for want of time"));
+                kept.note(format!("{what}: {round} rounds only, for lack of time"));
                 break;
             }
             for method in &options.methods {
@@ -95,8 +95,8 @@ pub fn run(options: &Options) -> Result<bool> {
     Ok(true)
 }
 
-/// Of keys as small as 64 bytes more say nothing more, and fill the machine.
+/// Limit on the number of values: with keys as small as 64 bytes, more of them give no new result and fill the machine.
 const MOST_KEYS: u64 = 2_000_000;
 
-/// Of a data set in memory at once: primary, source's table, replica, and something for all else.
+/// Copies of a data set in memory at once: primary, source's table, replica, and some room for the rest.
 const COPIES: u64 = 4;

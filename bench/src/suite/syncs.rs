@@ -1,8 +1,8 @@
 //! `remora-bench sync`: N replicas by every method over every network.
 //!
-//! For each server and network a primary is filled once; then every method in turn makes N replicas on fresh, empty servers,
-//! for each N, round by round. What is compared is of one run: a method against the others at the same N, and each method
-//! against itself at N = 1.
+//! For each server and network a primary is filled once. Then every method in turn makes N replicas on fresh, empty servers, for each
+//! N, round by round. Comparisons are within one run: a method against the others at the same N, and each method against itself at
+//! N = 1.
 
 use std::time::{Duration, Instant};
 
@@ -13,14 +13,14 @@ use super::report::tables;
 use super::{Budget, Common, ServerChoice, VALUE_BYTES};
 use crate::sync::{Method, Outcome, Phases, Program, Result, Scene, Shape, Trial, available_memory};
 
-/// What can be typed.
+/// Command-line arguments.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
-    /// Networks: `loopback`, or the rate of each host's cable (needs root). Quick ones first: what they leave of --budget-minutes is the
-    /// slow ones'.
+    /// Networks: `loopback`, or the rate of each host's cable (needs root). Put fast ones first: the slow ones get the time of
+    /// --budget-minutes that they leave.
     #[arg(long, value_delimiter = ',', default_value = "loopback,10gbit,1gbit,100mbit")]
     pub networks: Vec<Network>,
-    /// Servers.
+    /// Servers to measure.
     #[arg(long, value_delimiter = ',', default_value = "redis,valkey")]
     pub servers: Vec<ServerChoice>,
     /// Numbers of replicas.
@@ -29,13 +29,13 @@ pub struct Options {
     /// Values of 3748 KiB in the data set: 256 are 937 MiB.
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..=super::MOST_OF_DATA), default_value_t = 256)]
     pub values: u64,
-    /// ... on networks of less than 1 Gb/s, where all of it would take minutes each time.
+    /// Values on networks of less than 1 Gb/s, where the full data set would take minutes each time.
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..=super::MOST_OF_DATA), default_value_t = 16)]
     pub values_where_slow: u64,
-    /// Methods; those that do not apply to a network, a server or a number of replicas are passed over.
+    /// Methods. Those that do not apply to a network, a server or a number of replicas are skipped.
     #[arg(long, value_delimiter = ',')]
     pub methods: Vec<Method>,
-    /// Whether replicas are compared with the primary, in the first round.
+    /// Compare the replicas with the primary, in the first round.
     #[arg(long)]
     pub compare: bool,
     #[command(flatten)]
@@ -70,10 +70,10 @@ impl Point {
     }
 }
 
-/// Runs it. Whether every replica that was compared was equal.
+/// Runs the subcommand. Returns whether every compared replica was equal.
 ///
 /// # Errors
-/// A network could not be made, a primary not be filled, or the run not be kept. A sync that fails is noted, and the next is tried.
+/// A network could not be created, a primary not be filled, or the run not be kept. A failed sync is noted, and the next one is tried.
 pub fn run(options: &Options) -> Result<bool> {
     let program = Program::build()?;
     let mut bench = Bench {
@@ -103,12 +103,12 @@ struct Bench<'a> {
     program: Program,
     kept: Kept<Point>,
     budget: Budget,
-    /// Syncs of a scene that there was no time for.
+    /// Number of syncs of a scene for which there was no time.
     left_out: usize,
 }
 
 impl Bench<'_> {
-    /// All rounds on one primary.
+    /// Runs all rounds on one primary.
     fn scene(&mut self, network: Network, server: ServerChoice) -> Result<()> {
         let most = self.options.replicas.iter().copied().max().unwrap_or(1);
         let place = network.place(most)?;
@@ -136,7 +136,7 @@ impl Bench<'_> {
         match std::mem::take(&mut self.left_out) {
             0 => {}
             left_out => self.kept.note(format!(
-                "{name}, {network}: {left_out} of {wanted} syncs were left out for want of time, later rounds and many replicas first"
+                "{name}, {network}: {left_out} of {wanted} syncs were left out for lack of time, later rounds and many replicas first"
             )),
         }
         self.keep()
@@ -173,7 +173,7 @@ impl Bench<'_> {
         self.kept.keep(self.options.common.out.as_deref(), &tables::sync(&[&self.kept]))
     }
 
-    /// How long such a sync took before, or else might: what the network takes for the copies that leave the primary's host.
+    /// The expected time of a sync: that of an earlier one, or the network's time for the copies that leave the primary's host.
     fn longest(&self, server: &str, network: Network, trial: &Trial, bytes: u64) -> Duration {
         let network = network.to_string();
         let link = self.kept.links.iter().rev().find(|link| link.network == network);
@@ -189,7 +189,7 @@ impl Bench<'_> {
         Duration::from_secs_f64(seconds) + BESIDES
     }
 
-    /// Another method begins each round.
+    /// The order of the methods: each round begins with another one.
     fn order(&self, network: Network, server: ServerChoice, replicas: usize, round: usize) -> Vec<Method> {
         let asked = if self.options.methods.is_empty() { METHODS.as_slice() } else { self.options.methods.as_slice() };
         let suits = |method: &Method| network.suits(*method, server.kind(), replicas, &self.program);
@@ -199,7 +199,7 @@ impl Bench<'_> {
         methods
     }
 
-    /// How many values: as asked, halved until N replicas of them have room in this machine's memory.
+    /// The number of values: as given, halved until N replicas of them fit into this machine's memory.
     fn values(&mut self, network: Network, replicas: usize) -> u64 {
         let is_slow = matches!(network, Network::Shaped(rate) if rate.0 < SLOW_BITS);
         let asked = if is_slow { self.options.values_where_slow } else { self.options.values };
@@ -210,19 +210,20 @@ impl Bench<'_> {
         if values < asked {
             let mib = |values: u64| (values * VALUE_BYTES) >> 20;
             let (here, asked) = (mib(values), mib(asked));
-            self.kept.note(format!("{network}: {here} MiB instead of {asked}, as {replicas} replicas must have room"));
+            self.kept
+                .note(format!("{network}: {here} MiB instead of {asked}, so that {replicas} replicas fit into memory"));
         }
         values
     }
 }
 
-/// Copies of the data set in memory at once: the primary's, the source's, and of each replica the server's and, where replicas feed
-/// each other, the agent's. One for all else.
+/// Copies of the data set in memory at once: the primary's, the source's, and of each replica the server's and, if replicas feed each
+/// other, the agent's; and one for the rest.
 fn copies(replicas: usize) -> u64 {
     3 + 2 * replicas as u64
 }
 
-/// All that say something of their own; which apply is asked of each.
+/// All methods that differ from others; each is asked whether it applies.
 const METHODS: [Method; 11] = [
     Method::OwnDefault,
     Method::OwnBest,
@@ -237,8 +238,8 @@ const METHODS: [Method; 11] = [
     Method::RemoraModuleRelay,
 ];
 
-/// Below this a network is slow.
+/// A network below this rate is slow.
 const SLOW_BITS: u64 = 1_000_000_000;
 
-/// What a trial takes besides the sync itself: starting servers, coming to rest.
+/// Time of a trial besides the sync itself: starting servers, and waiting until they are idle.
 const BESIDES: Duration = Duration::from_secs(5);

@@ -16,18 +16,18 @@ use super::{Method, Result};
 #[derive(Clone, Debug)]
 pub struct Program {
     path: PathBuf,
-    /// Whether its replicas can feed each other: whether it knows the option.
+    /// Whether its replicas can feed each other, which is whether it knows the option.
     serves_peers: bool,
 }
 
 impl Program {
-    /// Builds it, and our module for servers, unless they are up to date, and finds it beside this program. `REMORA` names another one, which is not built.
+    /// Builds the program and our server module if needed, and finds it beside this program. `REMORA` names another one, which is not built.
     pub fn build() -> Result<Program> {
         if let Some(named) = std::env::var_os("REMORA") {
             return Program::at(named.into());
         }
         let own = std::env::current_exe()?;
-        let folder = own.parent().ok_or("this program lies in no folder")?;
+        let folder = own.parent().ok_or("this program has no parent folder")?;
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
         let mut build = Command::new(cargo);
         build.args("build --quiet --locked -p remora-agent -p remora-module --lib --bin remora".split(' '));
@@ -39,7 +39,7 @@ impl Program {
             build.arg("--target-dir").arg(target);
         }
         if !build.status()?.success() {
-            return Err("the command remora could not be built; cargo has said why".into());
+            return Err("the command remora could not be built; see cargo's errors above".into());
         }
         Program::at(folder.join("remora"))
     }
@@ -55,21 +55,21 @@ impl Program {
         self.serves_peers
     }
 
-    /// Where it lies.
+    /// Its path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// What it says of itself: name and version.
+    /// Its name and version.
     pub fn version(&self) -> Result<String> {
         let output = Command::new(&self.path).arg("--version").output()?;
         Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
     }
 
-    /// `remora load`: so many keys of random bytes.
+    /// Runs `remora load` with `keys` keys of random bytes.
     ///
     /// # Errors
-    /// The program could not be started, or did not do it.
+    /// The program could not be started, or failed.
     pub fn load(&self, server: &Server, keys: u64, value_bytes: u64) -> Result<()> {
         let (keys, size) = (keys.to_string(), value_bytes.to_string());
         let words = ["--quiet", "load", "--server", &server.url(), "--keys", &keys, "--value-size", &size];
@@ -79,11 +79,11 @@ impl Program {
         Ok(Agent::run(command)?.wait_for_success(LONGEST_LOAD)?)
     }
 
-    /// `remora replica` for that server. Its summary goes into `folder` under `name`.
+    /// Starts `remora replica` for that server. Its summary is written into `folder` under `name`.
     pub(crate) fn replica(&self, server: &Server, source: &Source, method: Method, name: &str) -> Result<Replica> {
         let summary = source.folder.join(format!("{name}.json"));
         let mut more = vec![os("--json"), summary.as_os_str()];
-        // One that passes slots on keeps them, so that who comes late finds all of them with it.
+        // A replica that lends slots keeps them all, so that a late joiner finds them.
         let memory = format!("{}MiB", (source.data_bytes >> 20) + RELAY_MIB);
         match method.serves_peers() {
             Some(true) if self.serves_peers => more.extend([os(SERVE_PEERS), os("--memory"), os(&memory)]),
@@ -124,12 +124,12 @@ pub struct Source {
 }
 
 impl Source {
-    /// Starts one beside that server and waits until it is ready. `data_bytes`: what its memory must hold, roughly.
+    /// Starts a source beside that server and waits until it is ready. `data_bytes`: the approximate size of its snapshot.
     pub fn start(program: &Program, server: &Server, folder: &Path, data_bytes: u64) -> Result<Source> {
         Source::start_limited(program, server, folder, data_bytes, None)
     }
 
-    /// One that sends no more than `limit` bytes per second by TCP.
+    /// Starts a source that sends no more than `limit` bytes per second over TCP.
     pub(crate) fn start_limited(
         program: &Program,
         server: &Server,
@@ -161,7 +161,7 @@ impl Source {
         Ok(self.agent.cpu_seconds()?)
     }
 
-    /// What `remora status` says of it.
+    /// The output of `remora status` for it.
     pub(crate) fn status(&self) -> Result<serde_json::Value> {
         let mut command = Command::new(&self.program);
         command.args(["status", "--source", &self.address, "--json", "--token-file"]).arg(&self.token);
@@ -171,7 +171,7 @@ impl Source {
         Ok(serde_json::from_slice(&command.output()?.stdout)?)
     }
 
-    /// The most memory that it has had, its tables included, in bytes.
+    /// Peak memory, including its tables, in bytes.
     pub fn peak_memory(&self) -> u64 {
         self.agent.peak_memory()
     }
@@ -179,7 +179,7 @@ impl Source {
 
 impl Drop for Source {
     fn drop(&mut self) {
-        // Asked first, so that it leaves nothing behind; killed by its own drop where that does not help.
+        // Asked to stop first, so that it leaves nothing behind; killed by its own drop if that does not help.
         let _ = self.agent.signal(Signal::TERM);
         let _ = self.agent.wait(STOP_TIME);
     }
@@ -193,33 +193,33 @@ pub(crate) struct Replica {
 }
 
 impl Replica {
-    /// Fails if it has ended badly.
+    /// Fails if it has ended with an error.
     pub(crate) fn finish(&mut self) -> Result<(Summary, f64)> {
         self.agent.wait_for_success(END_TIME)?;
         let summary = serde_json::from_slice(&fs::read(&self.summary)?)?;
         Ok((summary, self.agent.cpu_seconds()?))
     }
 
-    /// `kill -9`.
+    /// Kills it with SIGKILL.
     pub(crate) fn kill(&mut self) -> Result<()> {
         Ok(self.agent.kill()?)
     }
 
-    /// Whether it has ended, and not with success.
+    /// Whether it has ended without success.
     pub(crate) fn has_failed(&mut self) -> Result<Option<String>> {
         let ended = self.agent.ended()?;
         Ok(ended.filter(|status| !status.success()).map(|_| self.agent.output()))
     }
 }
 
-/// A `remora replica --stay` at work. Dropping it stops it, by a hand-off.
+/// A running `remora replica --stay`. Dropping it stops it, with a hand-off.
 #[derive(Debug)]
 pub struct Stay {
     agent: Agent,
 }
 
 impl Stay {
-    /// Starts one for that server.
+    /// Starts an agent for that server.
     pub fn start(program: &Program, server: &Server, source: &Source, transport: &str) -> Result<Stay> {
         Ok(Stay { agent: program.start_replica(server, source, transport, "stay", &[os("--stay")])? })
     }
@@ -229,7 +229,7 @@ impl Stay {
         Ok(self.agent.cpu_seconds()?)
     }
 
-    /// Fails if it is no longer at work.
+    /// Fails if it has ended.
     pub fn check(&mut self) -> Result<()> {
         match self.agent.ended()? {
             None => Ok(()),
@@ -245,7 +245,7 @@ impl Drop for Stay {
     }
 }
 
-/// Where a server is on a host of a test network, its agent is there too.
+/// On a host of a test network, the agent runs on its server's host.
 fn enter(server: &Server, command: &mut Command) -> Result<()> {
     Ok(server.host().map_or(Ok(()), |host| host.enter(command))?)
 }
@@ -257,20 +257,20 @@ fn os(text: &str) -> &std::ffi::OsStr {
 const SERVE_PEERS: &str = "--serve-peers";
 const NO_SERVE_PEERS: &str = "--no-serve-peers";
 
-/// Memory of a replica that passes slots on, besides the data set: for slots under way.
+/// Memory of a replica that lends slots, besides the data set: for slots in transit.
 const RELAY_MIB: u64 = 256;
 
-/// Memory for the stream: far more than a writer of the demo writes while anything lasts.
+/// Memory for the stream: far more than the demo's writer writes during a sync.
 const JOURNAL_MIB: u64 = 128;
 
-/// Filling a server: the slowest shape takes a tenth of it.
+/// Time limit for filling a server: the slowest shape takes a tenth of it.
 const LONGEST_LOAD: Duration = Duration::from_secs(600);
 
-/// The source touches its memory before it is ready: a second per gigabyte or two, more on a busy machine.
+/// Time limit for the source, which touches its memory before it is ready: one or two seconds per gigabyte, more on a busy machine.
 const START_TIME: Duration = Duration::from_secs(60);
 
-/// From the hand-off to the end of the process.
+/// Time limit from the hand-off to the end of the process.
 const END_TIME: Duration = Duration::from_secs(60);
 
-/// How long an agent that is asked to end may take.
+/// Time limit for an agent that was asked to stop.
 const STOP_TIME: Duration = Duration::from_secs(20);

@@ -4,8 +4,8 @@
 //!   SCAN ──keys──▶ GET GET GET … ──▶ primary ──▶ $len bytes ──▶ *3 SET key $len bytes ──▶ replica ──▶ +OK, counted on a thread
 //! ```
 //!
-//! As good as such a copier gets: the answer to a GET is, byte for byte, the last argument of the SET, so values pass through without
-//! being decoded or collected. What it can't do, whoever writes it: other types, expiries, a point in time, what is written meanwhile.
+//! This is as fast as such a copier can be: the answer to a GET is, byte for byte, the last argument of the SET, so values pass through
+//! without being decoded or collected. No such copier can do this: other types, expiries, a point in time, writes meanwhile.
 
 use std::collections::VecDeque;
 use std::io::{Read, Write};
@@ -18,14 +18,14 @@ use remora_redis::resp::{self, Frame};
 
 use super::Result;
 
-/// What one replica was given.
+/// What one replica received.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Copied {
     pub(crate) keys: u64,
     pub(crate) took: Duration,
 }
 
-/// Copies database 0 from one server to others, to each on a thread of its own on the replica's host.
+/// Copies database 0 from one server to others, each on a separate thread on the replica's host.
 pub(crate) fn copy(primary: &Server, replicas: &[Server], pace: Pace) -> Result<Vec<Copied>> {
     let begun = Instant::now();
     let copy = |replica: &Server| -> Result<Copied> {
@@ -48,13 +48,13 @@ pub(crate) fn copy(primary: &Server, replicas: &[Server], pace: Pace) -> Result<
 /// How it copies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Pace {
-    /// Many GETs and SETs under way.
+    /// Many GETs and SETs in flight.
     Pipelined,
-    /// One GET, one SET, the next key.
+    /// One GET, one SET, then the next key.
     OneByOne,
 }
 
-/// As the plainest script would.
+/// Copies as the simplest script would.
 fn copy_one_by_one(primary: &Server, replica: &Server) -> Result<u64> {
     let mut scan = Scan::new(primary)?;
     let (mut from, mut to) = (connect_client(primary)?, connect_client(replica)?);
@@ -83,14 +83,14 @@ struct Pump {
     scan: Scan,
     get: TcpStream,
     set: Option<TcpStream>,
-    /// Keys whose values have not begun to come.
+    /// Keys whose values have not begun to arrive.
     asked: VecDeque<Vec<u8>>,
-    /// GETs, and SETs, encoded and not sent yet.
+    /// GETs and SETs that are encoded and not sent yet.
     questions: Vec<u8>,
     output: Vec<u8>,
-    /// The line before a value, as far as it has come.
+    /// The part of the line before a value that has arrived.
     line: Vec<u8>,
-    /// Bytes of the present value that are still to come, its line end included.
+    /// Bytes of the present value that are still to arrive, including its line end.
     left: usize,
     keys: u64,
     bytes: u64,
@@ -115,7 +115,7 @@ impl Pump {
     fn run(mut self) -> Result<u64> {
         let done = self.pump();
         if done.is_err() {
-            // Else the thread that counts the answers would wait for more of them.
+            // Otherwise the thread that counts the answers would wait for more of them.
             if let Some(set) = self.set.take() {
                 let _ = set.shutdown(std::net::Shutdown::Both);
             }
@@ -141,11 +141,11 @@ impl Pump {
         Ok(self.keys)
     }
 
-    /// Keeps as many GETs under way as a few MiB of values need.
+    /// Keeps as many GETs in flight as a few MiB of values need.
     fn ask(&mut self) -> Result<()> {
         let mean = self.bytes.checked_div(self.keys).unwrap_or(FIRST_GUESS_BYTES).max(1);
         let window = usize::try_from(WINDOW_BYTES / mean)?.clamp(WINDOW_KEYS_LEAST, WINDOW_KEYS_MOST);
-        // Not one by one: a question costs the primary a system call.
+        // Not one by one: each request costs the primary a system call.
         if self.asked.len() > window / 2 {
             return Ok(());
         }
@@ -181,7 +181,7 @@ impl Pump {
         Ok(())
     }
 
-    /// Takes the line before a value, or its part, off the front; begins the SET when it is whole.
+    /// Takes the line before a value, or a part of it, off the front. Begins the SET when the line is complete.
     fn read_line<'a>(&mut self, bytes: &'a [u8]) -> Result<&'a [u8]> {
         let Some(end) = bytes.iter().position(|byte| *byte == b'\n') else {
             self.line.extend_from_slice(bytes);
@@ -190,7 +190,7 @@ impl Pump {
         let (line, rest) = bytes.split_at(end + 1);
         self.line.extend_from_slice(line);
         let line = std::mem::take(&mut self.line);
-        let key = self.asked.pop_front().ok_or("more answers than questions")?;
+        let key = self.asked.pop_front().ok_or("more answers than requests")?;
         let text = String::from_utf8_lossy(&line);
         if text.starts_with("$-1") {
             return Ok(rest); // it has expired since the SCAN
@@ -253,7 +253,7 @@ impl Scan {
     }
 }
 
-/// Reads the replica's answers up to the one to the last PING. The keys it has set.
+/// Reads the replica's answers up to the one to the last PING. Returns the number of keys set.
 fn count_answers(mut answers: TcpStream) -> Result<u64> {
     let mut chunk = vec![0; CHUNK_BYTES];
     let (mut line, mut count) = (Vec::new(), 0);
@@ -277,7 +277,7 @@ fn count_answers(mut answers: TcpStream) -> Result<u64> {
     }
 }
 
-/// From this thread's host: [`Server::client`] would connect from the server's.
+/// Connects from this thread's host: [`Server::client`] would connect from the server's.
 fn connect_client(server: &Server) -> Result<Client> {
     Ok(Client::connect(&Address::Tcp(server.address()))?)
 }
@@ -290,21 +290,21 @@ fn connect(address: SocketAddr) -> Result<TcpStream> {
     Ok(stream)
 }
 
-/// A server that says nothing for so long has given up.
+/// A server that is silent for this long is taken for failed.
 const SILENCE: Duration = Duration::from_secs(60);
 
 /// One read, and one write of small values.
 const CHUNK_BYTES: usize = 256 << 10;
 
-/// Parts of a value from this length on are sent out of the buffer that they came in.
+/// Parts of a value from this length on are sent directly from the receive buffer.
 const DIRECT_BYTES: usize = 16 << 10;
 
-/// Values under way: enough to keep both servers busy, little enough to stay in their buffers.
+/// Bytes of values in flight: enough to keep both servers busy, and few enough to stay in their buffers.
 const WINDOW_BYTES: u64 = 8 << 20;
 const WINDOW_KEYS_LEAST: usize = 2;
 const WINDOW_KEYS_MOST: usize = 4096;
 
-/// How long a value is, before one was seen.
+/// The assumed length of a value before the first one is seen.
 const FIRST_GUESS_BYTES: u64 = 256 << 10;
 
 #[cfg(test)]
@@ -321,7 +321,7 @@ mod tests {
             (Server::start(kind).unwrap(), [Server::start(kind).unwrap(), Server::start(kind).unwrap()]);
         let mut client = primary.client().unwrap();
         let mut random = Random::new(1);
-        // Around the lengths at which values are sent another way, and with the protocol's own words in them.
+        // Around the lengths at which values are sent differently, and with the protocol's own words in them.
         let lengths = [0, 1, DIRECT_BYTES - 1, DIRECT_BYTES, CHUNK_BYTES - 9, CHUNK_BYTES, CHUNK_BYTES + 1, 3_000_000];
         for (number, length) in lengths.into_iter().cycle().take(40).enumerate() {
             let value = [random.bytes(length), b"\r\n$3\r\n".to_vec()].concat();
@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_string_is_an_error_and_not_a_hang() {
+    fn a_value_that_is_not_a_string_is_an_error_and_not_a_hang() {
         let Some(kind) = require::redis() else { return };
         let (primary, replica) = (Server::start(kind).unwrap(), Server::start(kind).unwrap());
         primary.client().unwrap().int(&["RPUSH", "list", "a"]).unwrap();

@@ -1,12 +1,12 @@
-//! What a server has spent so far, as it says itself: processor time to the microsecond, bytes.
+//! What a server has used so far, as it reports itself: processor time to the microsecond, bytes.
 
 use remora_lab::{Client, Result};
 use serde::Serialize;
 
-/// Read before and after; the difference is the cost.
+/// Counters that are read before and after; the difference is the cost.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub(crate) struct Costs {
-    /// Processor seconds, its ended children included.
+    /// Processor seconds, including those of ended children.
     pub(crate) cpu: f64,
     /// Bytes sent.
     pub(crate) sent: u64,
@@ -14,7 +14,7 @@ pub(crate) struct Costs {
     pub(crate) received: u64,
     /// Children forked.
     pub(crate) forks: u64,
-    /// Bytes that the last child and its parent have copied as they changed.
+    /// Bytes that the last child and its parent have copied on write.
     pub(crate) copied: u64,
 }
 
@@ -38,7 +38,7 @@ impl Costs {
             sent: self.sent.saturating_sub(before.sent),
             received: self.received.saturating_sub(before.received),
             forks: self.forks.saturating_sub(before.forks),
-            // Not a sum but what the last one has said: nothing, where none was forked meanwhile.
+            // This counter is not a sum but the value of the last child: zero if none was forked meanwhile.
             copied: if self.forks > before.forks { self.copied } else { 0 },
         }
     }

@@ -1,7 +1,8 @@
-//! A relay that is killed in the middle: who it is, when, and that nobody waits for it any more.
+//! A relay that is killed in the middle: which replica it is, and when, so that the sync no longer waits for it.
 //!
-//! Who reads from whom is decided by the source, so it is asked. The agent that others read from is killed (`kill -9`) as soon as it
-//! holds half of the snapshot; its server is left to itself, and the sync is over when all other replicas are in step.
+//! The source decides which replica reads from which, so this module asks the source. It kills the agent that others read from
+//! (`kill -9`) as soon as it holds half of the snapshot. Its server is left alone, and the sync ends when all other replicas have caught
+//! up.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
@@ -12,7 +13,7 @@ use serde_json::Value;
 use super::Result;
 use super::agents::Source;
 
-/// The replica that was lost, if any, counted from 0.
+/// The replica that was killed, if any, counted from 0.
 #[derive(Debug)]
 pub(super) struct Lost {
     number: AtomicUsize,
@@ -20,12 +21,12 @@ pub(super) struct Lost {
 }
 
 impl Lost {
-    /// Nobody.
+    /// No replica.
     pub(super) fn none() -> Lost {
         Lost { number: AtomicUsize::new(NOBODY), is_over: AtomicBool::new(false) }
     }
 
-    /// Whether it is that one.
+    /// Whether this replica was killed.
     pub(super) fn is(&self, number: usize) -> bool {
         self.number.load(Ordering::Acquire) == number
     }
@@ -34,16 +35,16 @@ impl Lost {
         !self.is(NOBODY)
     }
 
-    /// The sync is over: nobody need be lost any more.
+    /// Ends the wait for a relay: the sync is over.
     pub(super) fn call_off(&self) {
         self.is_over.store(true, Ordering::Release);
     }
 
-    /// Waits until a relay is in the middle of its work, counts it as lost, and has it killed. Replicas are named `replica-1` ….
+    /// Waits for a relay in the middle of its work, marks it as lost, and kills it. Replicas are named `replica-1` ….
     pub(super) fn lose_a_relay(&self, source: &Source, kill: impl FnOnce(usize) -> Result<()>) -> Result<()> {
         while !self.is_over.load(Ordering::Acquire) {
             if let Some(number) = source.status().ok().and_then(|status| relay_in_the_middle(&status)) {
-                // First counted as lost, so that its end is no failure.
+                // Marked as lost first, so that its end is not a failure.
                 self.number.store(number, Ordering::Release);
                 return kill(number);
             }
@@ -53,7 +54,7 @@ impl Lost {
     }
 }
 
-/// The number of a replica that holds half of the snapshot while another, which has not got all of it, reads there.
+/// The number of a replica that holds half of the snapshot while another, still incomplete one reads from it.
 fn relay_in_the_middle(status: &Value) -> Option<usize> {
     let replicas = status["replicas"].as_array()?;
     let permille = |replica: &Value| replica["percent_permille"].as_u64().unwrap_or(0);
@@ -69,11 +70,11 @@ fn relay_in_the_middle(status: &Value) -> Option<usize> {
 
 const NOBODY: usize = usize::MAX;
 
-/// Thousandths of the snapshot: the middle, and what is so near to the end that it no longer is.
+/// Thousandths of the snapshot: the range that counts as the middle.
 const HALF_PERMILLE: u64 = 450;
 const MOST_PERMILLE: u64 = 900;
 
-/// A process each time, a few milliseconds of the primary's host.
+/// Interval between status queries: each starts a process, which costs a few milliseconds of the primary's host.
 const ASK_EVERY: Duration = Duration::from_millis(100);
 
 #[cfg(test)]
@@ -83,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_one_that_is_read_from_in_the_middle_is_killed() {
+    fn only_a_relay_in_the_middle_is_killed() {
         let replica = |number: u64, from: Option<u64>, permille: u64| json!({"name": format!("replica-{number}"), "session": 10 + number, "reads_from": from, "percent_permille": permille});
         let status = |all: &[Value]| json!({ "replicas": all });
         let chain = |head, tail| status(&[replica(1, Some(12), tail), replica(2, None, head)]);
@@ -93,7 +94,7 @@ mod tests {
         assert_eq!(
             relay_in_the_middle(&status(&[replica(1, None, 500), replica(2, None, 500)])),
             None,
-            "nobody reads there"
+            "no replica reads from it"
         );
         assert_eq!(relay_in_the_middle(&json!({})), None);
     }

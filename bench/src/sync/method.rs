@@ -1,44 +1,44 @@
-//! The ways in which a replica can be made, and what each asks of the servers' settings.
+//! The methods of making a replica, and the server settings that each needs.
 
 use clap::ValueEnum;
 use remora_lab::Kind;
 use serde::{Deserialize, Serialize};
 
-/// One way to make replicas.
+/// One method of making replicas.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Method {
-    /// The servers' own replication, as they come.
+    /// The servers' own replication with default settings.
     OwnDefault,
-    /// ... without disk at both ends, without delay, without compression.
+    /// Own replication without disk at both ends, without delay, without compression.
     OwnBest,
-    /// ... and all replicas of one snapshot: the primary waits until so many have come. The same as the former for one replica.
+    /// As [`Method::OwnBest`], with all replicas from one snapshot: the primary waits until all have connected. For one replica it is the same.
     OwnTogether,
-    /// ... and by two channels besides, where the server has that (Valkey).
+    /// As [`Method::OwnTogether`], with two channels if the server has that (Valkey).
     OwnDual,
-    /// `GET` from the primary, `SET` at the replica, pipelined. Strings only, no point in time, nothing that follows.
+    /// `GET` from the primary, `SET` at the replica, pipelined. Strings only, no point in time, and no stream afterwards.
     Copier,
-    /// ... one key after the other: each `GET` and each `SET` is waited for.
+    /// The copier one key after the other: it waits for each `GET` and each `SET`.
     CopierOneByOne,
-    /// Remora beside a primary as it comes, by the first transport that works.
+    /// Remora beside a primary with default settings, over the first transport that works.
     RemoraDefault,
-    /// Remora by shared memory, beside a primary with the settings of [`Method::OwnBest`].
+    /// Remora over shared memory, beside a primary with the settings of [`Method::OwnBest`].
     RemoraShm,
-    /// ... by TCP, each replica from the source.
+    /// Remora over TCP, each replica from the source.
     RemoraTcp,
-    /// ... by TCP, replicas that feed each other.
+    /// Remora over TCP, with replicas that feed each other.
     RemoraRelay,
-    /// ... and the source leaves the cable some room, by its `--upload-limit`.
+    /// As [`Method::RemoraRelay`], and the source leaves some of the cable free, with `--upload-limit`.
     RemoraRelayGentle,
-    /// ... one of which, that others read from, is killed when it holds half.
+    /// As [`Method::RemoraRelay`]; a replica that others read from is killed when it holds half of the snapshot.
     RemoraRelayKilled,
-    /// ... by shared memory, with our module in the primary and in the replicas' servers.
+    /// Remora over shared memory, with our module in the primary and in the replicas' servers.
     RemoraModule,
-    /// ... by TCP, replicas that feed each other, with our module in the primary and in the replicas' servers.
+    /// Remora over TCP, with replicas that feed each other and our module in the primary and in the replicas' servers.
     RemoraModuleRelay,
-    /// ... and the source leaves the cable some room, by its `--upload-limit`.
+    /// As [`Method::RemoraModuleRelay`], and the source leaves some of the cable free, with `--upload-limit`.
     RemoraModuleRelayGentle,
-    /// One that joins the snapshot which [`Method::RemoraShm`] has left at the source.
+    /// A replica that joins the snapshot which [`Method::RemoraShm`] has left at the source.
     RemoraLate,
 }
 
@@ -46,7 +46,7 @@ pub enum Method {
 pub type Setting = (&'static str, String);
 
 impl Method {
-    /// What it is called in tables.
+    /// The name in tables.
     pub fn name(self) -> &'static str {
         match self {
             Method::OwnDefault => "own, defaults",
@@ -68,22 +68,22 @@ impl Method {
         }
     }
 
-    /// Whether Remora does it.
+    /// Whether it is a method of Remora.
     pub fn is_ours(self) -> bool {
         self.transport().is_some()
     }
 
-    /// Whether the servers do it by themselves.
+    /// Whether it is the servers' own replication.
     pub fn is_own(self) -> bool {
         matches!(self, Method::OwnDefault | Method::OwnBest | Method::OwnTogether | Method::OwnDual)
     }
 
-    /// Whether the servers have our module. For every other method they are without it.
+    /// Whether the servers load our module. For all other methods they run without it.
     pub fn has_module(self) -> bool {
         matches!(self, Method::RemoraModule | Method::RemoraModuleRelay | Method::RemoraModuleRelayGentle)
     }
 
-    /// What `remora replica` is told to read by.
+    /// The transport of `remora replica`.
     pub fn transport(self) -> Option<&'static str> {
         match self {
             Method::RemoraDefault => Some("auto"),
@@ -95,7 +95,7 @@ impl Method {
         }
     }
 
-    /// Whether replicas are to feed each other, where the program can be told.
+    /// Whether replicas feed each other, if the program has the option.
     pub fn serves_peers(self) -> Option<bool> {
         match self {
             Method::RemoraTcp => Some(false),
@@ -105,36 +105,36 @@ impl Method {
         }
     }
 
-    /// What the source may send, in bytes per second, where a cable carries so many with all headers.
+    /// The source's upload limit in bytes per second, for a cable of `cable` bytes per second with all headers.
     pub fn upload_limit(self, cable: Option<u64>) -> Option<u64> {
         let is_gentle = matches!(self, Method::RemoraRelayGentle | Method::RemoraModuleRelayGentle);
         cable.filter(|_| is_gentle).map(|cable| cable / 100 * GENTLE_PERCENT)
     }
 
-    /// Whether it reads memory across hosts, or needs no memory at all.
+    /// Whether it works across hosts: it reads memory over a network, or needs none.
     pub fn crosses_hosts(self) -> bool {
         matches!(self.transport(), None | Some("tcp"))
     }
 
-    /// Whether it says anything new for so many replicas of that kind.
+    /// Whether it differs from other methods for this number of replicas of that kind.
     pub fn applies(self, kind: Kind, replicas: usize) -> bool {
         match self {
             Method::OwnDual => kind == Kind::Valkey9,
             Method::OwnTogether => replicas > 1,
-            // The one, one that reads from it, and one for it to go to.
+            // The relay, a replica that reads from it, and one from which that one can continue.
             Method::RemoraRelayKilled => replicas > 2,
             Method::RemoraLate => replicas == 1,
             _ => true,
         }
     }
 
-    /// What the primary is set to.
+    /// The primary's settings.
     pub fn primary_settings(self, kind: Kind, replicas: usize) -> Vec<Setting> {
         let as_it_comes = [Method::OwnDefault, Method::RemoraDefault, Method::Copier, Method::CopierOneByOne];
         if as_it_comes.contains(&self) {
             return Vec::new();
         }
-        // The server begins as soon as that many wait, and looks once a second; the delay is only how long it would wait at most.
+        // The server begins as soon as that many replicas wait, and checks once a second; the delay is only the longest wait.
         let together = matches!(self, Method::OwnTogether | Method::OwnDual) && replicas > 1;
         let delay = if together { TOGETHER_SECONDS } else { "0" };
         let mut settings = vec![
@@ -149,7 +149,7 @@ impl Method {
         settings
     }
 
-    /// What the replicas' servers are started with. Remora's stay as they come.
+    /// The settings of the replicas' servers. With Remora they keep the defaults.
     pub fn replica_settings(self, kind: Kind) -> Vec<Setting> {
         let mut settings = Vec::new();
         if self.is_own() && self != Method::OwnDefault {
@@ -159,12 +159,12 @@ impl Method {
         settings
     }
 
-    /// Whether the replica's server loads while the bytes arrive, so that transfer and load are one.
+    /// Whether the replica's server loads while the bytes arrive, so that transfer and load are one phase.
     pub(crate) fn loads_while_receiving(self) -> bool {
         self != Method::OwnDefault
     }
 
-    /// Remora asks for two channels where the primary has them switched on; its replicas' servers need nothing.
+    /// Remora asks for two channels if the primary has them switched on. Its replicas' servers need no setting.
     fn primary_dual(self, kind: Kind) -> Option<Setting> {
         if self.is_ours() { Method::OwnDual.dual(kind) } else { self.dual(kind) }
     }
@@ -175,10 +175,10 @@ impl Method {
     }
 }
 
-/// Of a cable's rate. TCP's payload is 95 % of it with packets of 1500 bytes; what is left is for everybody else.
+/// Share of a cable's rate. TCP's payload is 95 % of it with packets of 1500 bytes; the rest is for other connections.
 const GENTLE_PERCENT: u64 = 90;
 
-/// Longer than it takes to tell all replicas.
+/// Longer than it takes to start all replicas.
 const TOGETHER_SECONDS: &str = "5";
 
 #[cfg(test)]
@@ -186,7 +186,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_rival_is_given_worse_settings_than_ours() {
+    fn no_rival_has_worse_settings_than_ours() {
         let ours = Method::RemoraShm.primary_settings(Kind::Valkey9, 1);
         let theirs = Method::OwnDual.primary_settings(Kind::Valkey9, 1);
         assert!(ours.iter().all(|setting| theirs.contains(setting)), "{theirs:?}");
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn two_channels_are_a_matter_of_valkey_alone() {
+    fn only_valkey_has_two_channels() {
         let dual = ("dual-channel-replication-enabled", "yes".to_owned());
         assert!(Method::OwnDual.primary_settings(Kind::Valkey9, 3).contains(&dual));
         assert!(Method::OwnDual.replica_settings(Kind::Valkey9).contains(&dual));

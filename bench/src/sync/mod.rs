@@ -1,16 +1,16 @@
-//! One full sync, staged and measured: a primary with data, empty servers, a method. What the demo and `full_sync` stand on.
+//! One full sync, run and measured: a primary with data, empty servers, a method. The demo and `full_sync` use it.
 //!
 //! ```text
 //!   Scene: one primary with data ──▶ Trial: N fresh servers, one Method, perhaps a writer ──▶ Outcome
 //!                                       │
-//!                                       ├─ watch: the same eyes for every method, by INFO of the replicas' servers
+//!                                       ├─ watch: the same measurement for every method, from INFO of the replicas' servers
 //!                                       ├─ agents: `remora source` and `remora replica`, as a user starts them
 //!                                       └─ copier: GET here, SET there
 //!   Place: where all of it runs: this machine's loopback, or hosts of a test network with cables of a given rate
 //! ```
 //!
-//! What is the same for every method: the data, the writer, fresh replica servers, the moment that ends it (the server's link to the
-//! true primary is up and the primary's offset of that moment is reached). What differs is said by [`Method`].
+//! Equal for every method: the data, the writer, fresh replica servers, the moment of the end (the server's link to the true primary is
+//! up, and it has reached the primary's offset of that moment). [`Method`] says what differs.
 
 mod agents;
 mod copier;
@@ -33,5 +33,5 @@ pub use scene::{Scene, Shape, Trial};
 pub use summary::{Samples, Taken};
 pub use watch::{Show, Sight};
 
-/// A sync fails for reasons of many layers, and whoever staged it can only say so.
+/// A sync can fail in many layers; the caller can only report the error.
 pub type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;

@@ -1,4 +1,4 @@
-//! The most memory that a server has had of its own while something lasted.
+//! The peak of a server's private memory during a period.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use remora_lab::process;
 
-/// Looks at a process's private memory (`RssAnon`) until it is asked. What a fork child copies is not in it; the server
-/// counts that itself (`rdb_last_cow_size`).
+/// Samples a process's private memory (`RssAnon`) until stopped. It does not include what a fork child copies; the server counts that
+/// itself (`rdb_last_cow_size`).
 pub(super) struct Peak {
     is_over: Arc<AtomicBool>,
     looking: Option<JoinHandle<u64>>,
@@ -21,7 +21,7 @@ impl Peak {
         let looking = thread::spawn(move || {
             let mut most = 0;
             while !told.load(Ordering::Relaxed) {
-                // A server that has ended has been seen before.
+                // A server that has ended was sampled before.
                 most = most.max(process::private_memory(pid).unwrap_or_default());
                 thread::sleep(LOOK_EVERY);
             }

@@ -1,10 +1,10 @@
-//! Where a scene is played: on this machine's loopback, or on the hosts of a test network with cables of a given rate.
+//! Where a scene runs: on this machine's loopback, or on the hosts of a test network with cables of a given rate.
 
 use remora_lab::{BitRate, Builder, Host, Net, Shape};
 
 use super::Result;
 
-/// One host for the primary, one for each replica, one for the primary's clients; or none of that.
+/// One host for the primary, one for each replica, one for the primary's clients; or loopback without hosts.
 #[derive(Clone, Debug, Default)]
 pub struct Place {
     hosts: Option<Hosts>,
@@ -19,25 +19,25 @@ struct Hosts {
 }
 
 impl Place {
-    /// All on this machine's loopback.
+    /// Everything on this machine's loopback.
     pub fn loopback() -> Place {
         Place::default()
     }
 
-    /// A network in which every host hangs on a cable of this rate. Room for so many replicas.
+    /// A network with a cable of this rate for every host, with room for `replicas` replicas.
     ///
     /// # Errors
-    /// Not root, or the kernel lacks something; the error names it.
+    /// The process is not root, or the kernel lacks a feature; the error names it.
     pub fn network(rate: BitRate, replicas: usize) -> Result<Place> {
         let net = Net::new()?;
         Place::hosts(rate, replicas, |name, _| net.host(name))
     }
 
-    /// The same, with half of the machine's processors for the primary's host and its clients', and the other half for all replicas' together,
-    /// so that what a replica does takes no turn from the primary, as it can't where each host is a machine.
+    /// The same, with half of the machine's processors for the primary's host and its clients', and the other half for all replicas, so
+    /// that a replica's work takes no processor time from the primary, as with separate machines.
     ///
     /// # Errors
-    /// As for [`Place::network`]; or there is one processor only.
+    /// As for [`Place::network`]; or the machine has only one processor.
     pub fn network_apart(rate: BitRate, replicas: usize) -> Result<Place> {
         let all = std::thread::available_parallelism()?.get();
         let (net, half) = (Net::new()?, all / 2);
@@ -47,7 +47,7 @@ impl Place {
         Place::hosts(rate, replicas, |name, is_replica| net.host_on(name, if is_replica { half..all } else { 0..half }))
     }
 
-    /// With hosts that are made by name, and by whether it is a replica's.
+    /// Creates the hosts with `host`, which gets a name and whether it is a replica's host.
     fn hosts(rate: BitRate, replicas: usize, make: impl Fn(&str, bool) -> remora_lab::Result<Host>) -> Result<Place> {
         let host = |name: &str, is_replica| -> Result<Host> {
             let host = make(name, is_replica)?;
@@ -59,7 +59,7 @@ impl Place {
         Ok(Place { hosts: Some(Hosts { primary, client, replicas, rate }) })
     }
 
-    /// Bytes per second that each host's cable carries, with all headers; `None` on loopback.
+    /// Bytes per second that each host's cable carries, including all headers; `None` on loopback.
     pub fn cable(&self) -> Option<u64> {
         self.hosts.as_ref().map(|hosts| hosts.rate.0 / 8)
     }
@@ -79,13 +79,13 @@ impl Place {
         self.hosts.as_ref().and_then(|hosts| hosts.replicas.get(number))
     }
 
-    /// How many replicas it has room for.
+    /// The number of replicas for which it has room.
     pub fn room(&self) -> usize {
         self.hosts.as_ref().map_or(usize::MAX, |hosts| hosts.replicas.len())
     }
 }
 
-/// Puts a server there.
+/// Makes a server run on that host.
 pub(super) fn on(builder: Builder, host: Option<&Host>) -> Builder {
     match host {
         Some(host) => builder.on(host),

@@ -1,4 +1,4 @@
-//! The scene: one primary with data, on which one trial after the other is played.
+//! The scene: one primary with data, on which trials run one after the other.
 
 use std::sync::{Mutex, PoisonError};
 use std::thread;
@@ -22,14 +22,14 @@ use super::place::{self, Place};
 use super::watch::{Show, Watch};
 use crate::cpu;
 
-/// What a primary holds: so many strings of random bytes.
+/// The data of a primary: strings of random bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
-    /// How many.
+    /// Number of strings.
     pub keys: u64,
     /// Bytes of each.
     pub value_bytes: u64,
-    /// Whether a small set of every type, in 16 databases, lies beside them.
+    /// Whether a small set of every type, in 16 databases, is added.
     pub every_type: bool,
 }
 
@@ -40,41 +40,41 @@ impl Shape {
     }
 }
 
-/// What is to be tried.
+/// The parameters of a trial.
 #[derive(Clone, Copy, Debug)]
 pub struct Trial {
-    /// By which method.
+    /// The method.
     pub method: Method,
-    /// How many replicas.
+    /// Number of replicas.
     pub replicas: usize,
-    /// Commands per second by which a writer changes the primary meanwhile: of every kind, in all databases, the same sequence for
-    /// every trial.
+    /// Commands per second with which a writer changes the primary meanwhile: of every kind, in all databases, the same sequence for every
+    /// trial.
     pub writes: Option<u64>,
     /// Whether the replicas are compared with the primary afterwards.
     pub compare: bool,
 }
 
-/// See the module's text.
+/// A primary with data, on which trials run; see the module's documentation.
 pub struct Scene {
     program: Program,
     place: Place,
     shape: Shape,
     primary: Server,
-    /// Values to put back after a trial.
+    /// Values to restore after a trial.
     changed: Vec<Setting>,
     source: Option<Source>,
     folder: TempDir,
 }
 
 impl Scene {
-    /// Starts a primary on this machine's loopback, as it comes, and fills it.
+    /// Starts a primary with default settings on this machine's loopback, and fills it.
     pub fn set(program: &Program, kind: Kind, shape: Shape) -> Result<Scene> {
         Scene::at(&Place::loopback(), program, kind, shape)
     }
 
-    /// Starts a primary there, as it comes, and fills it.
+    /// Starts a primary with default settings there, and fills it.
     pub fn at(place: &Place, program: &Program, kind: Kind, shape: Shape) -> Result<Scene> {
-        // Our module comes and goes with the trials that want it. On a host of its own a server has no loopback clients.
+        // Our module is loaded for the trials that need it. On a separate host a server has no loopback clients.
         let who = if place.primary().is_some() { "yes" } else { "local" };
         let builder = Server::builder(kind).config("enable-module-command", who);
         let primary = place::on(builder, place.primary()).start()?;
@@ -94,7 +94,7 @@ impl Scene {
         })
     }
 
-    /// What it holds.
+    /// The data of the primary.
     pub fn shape(&self) -> Shape {
         self.shape
     }
@@ -104,10 +104,10 @@ impl Scene {
         &self.primary
     }
 
-    /// Plays a trial on fresh replica servers.
+    /// Runs a trial on fresh replica servers.
     ///
     /// # Errors
-    /// A server or an agent did not do its part. Replicas that differ are no error but an outcome.
+    /// A server or an agent failed. Replicas that differ are not an error but an outcome.
     pub fn play(&mut self, trial: &Trial, show: &Show<'_>) -> Result<Outcome> {
         if trial.method == Method::RemoraLate && self.source.is_none() {
             self.play(&Trial { method: Method::RemoraShm, compare: false, ..*trial }, show)?;
@@ -135,14 +135,14 @@ impl Scene {
         if let Some(writer) = writer {
             writer.stop()?;
         }
-        // One that was killed left a server without its data.
+        // A killed agent left a server without its data.
         if trial.compare && trial.method != Method::RemoraRelayKilled {
             self.compare(trial, &replicas, &mut outcome)?;
         }
         Ok(outcome)
     }
 
-    /// Back to a primary without replicas, then to the settings of the method.
+    /// Waits until the primary has no replicas, then applies the settings of the method.
     fn prepare(&mut self, trial: &Trial) -> Result<()> {
         if trial.method != Method::RemoraLate {
             self.source = None;
@@ -154,10 +154,10 @@ impl Scene {
             self.changed.push((name, self.primary.configured(name)?));
             self.primary.configure(name, &value)?;
         }
-        // Of a late joiner the source itself is the one replica that stays.
+        // For a late joiner, the source itself is the one replica that stays.
         let left = u32::from(trial.method == Method::RemoraLate);
         let mut client = self.primary.client()?;
-        wait_until("the primary to be at rest", REST_TIME, || {
+        wait_until("the primary to be idle", REST_TIME, || {
             let connected = client.info("replication")?.number::<u32>("connected_slaves");
             Ok(match (connected, has_child(&mut client)?) {
                 (Some(count), false) if count <= left => Ok(()),
@@ -167,7 +167,7 @@ impl Scene {
         self.change_module(trial.method.has_module())
     }
 
-    /// Has the primary load our module, or unload it: without the half that loads it can.
+    /// Makes the primary load our module for capture, or unload it. The part that loads snapshots cannot be unloaded.
     fn change_module(&self, wanted: bool) -> Result<()> {
         let mut client = self.primary.client()?;
         let has = client.list(&["REMORA.HELP"]).is_ok();
@@ -184,7 +184,7 @@ impl Scene {
     fn empty_servers(&self, trial: &Trial) -> Result<Vec<Server>> {
         let kind = self.primary.kind();
         if trial.replicas > self.place.room() {
-            return Err(format!("{} replicas, and hosts for {} only", trial.replicas, self.place.room()).into());
+            return Err(format!("{} replicas, but hosts for {} only", trial.replicas, self.place.room()).into());
         }
         let server = |number| {
             let settings = trial.method.replica_settings(kind).into_iter();
@@ -196,12 +196,12 @@ impl Scene {
     }
 
     fn writer(&self, rate: u64) -> Result<Workload> {
-        // Nothing that empties databases: all methods shall find the same amount of data.
+        // No command that empties databases: all methods must find the same amount of data.
         let options = Options { flush: false, big_bytes: 0, ..Options::seeded(WRITER_SEED).rate(rate) };
         Ok(Workload::start(self.primary.client()?, options)?)
     }
 
-    /// What the source has spent before a late joiner comes: that was for the earlier ones.
+    /// What the source used before a late joiner: that was for the earlier replicas.
     fn late_source_cpu(&self, trial: &Trial) -> Result<f64> {
         match &self.source {
             Some(source) if trial.method == Method::RemoraLate => source.cpu(),
@@ -210,7 +210,7 @@ impl Scene {
     }
 
     fn by_themselves(&self, trial: &Trial, replicas: &[Server], show: &Show<'_>) -> Result<Took> {
-        // Connections first, so that the replicas are told at once.
+        // Connections first, so that the replicas get the command at the same time.
         let clients: Vec<Client> = replicas.iter().map(Server::client).collect::<remora_lab::Result<_>>()?;
         let address = self.primary.address();
         let begun = Instant::now();
@@ -251,7 +251,7 @@ impl Scene {
             killed.and(seen)
         })?;
         if trial.method == Method::RemoraRelayKilled && !lost.is_anybody() {
-            return Err("no replica was read from by another in the middle of its work: nobody was killed".into());
+            return Err("no replica lent slots in the middle of its work, so none was killed".into());
         }
         let mut took = Took { begun, phases: Vec::new(), agents_cpu: 0.0 };
         for (agent, seen) in agents.into_inner().unwrap_or_else(PoisonError::into_inner).iter_mut().zip(seen) {
@@ -307,10 +307,10 @@ impl Scene {
     }
 }
 
-/// What a method says of itself.
+/// The costs that a method reports itself.
 struct Took {
     begun: Instant,
-    /// Of each replica.
+    /// Phases of each replica.
     phases: Vec<Phases>,
     agents_cpu: f64,
 }
@@ -357,7 +357,7 @@ impl Meter {
         let source_cpu = source.map_or(Ok(0.0), Source::cpu)? - self.source_cpu;
         let last = took.phases.iter().max_by(|one, other| one.sum().total_cmp(&other.sum())).copied();
         let phases = last.unwrap_or_default();
-        // With two channels the child sends by itself and the primary does not count it; what its replicas received it has sent.
+        // With two channels the child sends by itself and the primary does not count it; this counts what its replicas received.
         let received = if trial.method.is_ours() { 0 } else { replicas.iter().map(|costs| costs.received).sum() };
         Ok(Outcome {
             method: trial.method,
@@ -383,12 +383,12 @@ fn has_child(client: &mut Client) -> remora_lab::Result<bool> {
     Ok(client.info("persistence")?.get("rdb_bgsave_in_progress") != Some("0"))
 }
 
-/// Takes that much memory, and half as much again, from the system, touches it and gives it back: what the replicas will need.
+/// Takes one and a half times that much memory from the system, touches it and frees it: the memory that the replicas will need.
 ///
-/// In a virtual machine the first touch of a page that the host has not given yet, or has taken back, costs microseconds. Without this
-/// it hits whoever takes memory last: the replica of the method that has just laid memory aside for its source.
+/// In a virtual machine, the first touch of a page that the host has not provided yet, or has taken back, costs microseconds. Without
+/// this, the cost hits the process that takes memory last: the replica of the method that has just reserved memory for its source.
 fn touch_memory(bytes: u64) {
-    // Never so much that the system would have to end somebody for it.
+    // Never so much that the system would have to kill a process.
     let wanted = bytes.saturating_add(bytes / 2).min(available_memory().unwrap_or(0) / 4 * 3);
     let length = usize::try_from(wanted).unwrap_or(0);
     let mut memory = vec![0u8; length];
@@ -398,7 +398,7 @@ fn touch_memory(bytes: u64) {
     std::hint::black_box(&memory);
 }
 
-/// What the system could give now, in bytes; `None` where it does not tell.
+/// The memory that the system could provide now, in bytes; `None` if unknown.
 pub(crate) fn available_memory() -> Option<u64> {
     let table = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = table.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
@@ -409,17 +409,17 @@ pub(crate) fn available_memory() -> Option<u64> {
 /// The smallest page of memory that systems have, in bytes.
 const PAGE: usize = 4096;
 
-/// Every scene has the same data.
+/// Seed of the data, the same for every scene.
 const DATA_SEED: u64 = 1;
 
-/// Every trial has the same writes.
+/// Seed of the writes, the same for every trial.
 const WRITER_SEED: u64 = 2;
 
-/// How long a primary may take to notice that its replicas are gone and to reap its child.
+/// How long a primary may take to notice that its replicas have gone and to reap its child.
 const REST_TIME: Duration = Duration::from_secs(60);
 
-/// How long a replica may take to come to rest beside its primary, digests included.
+/// How long a replica may take to become equal to its primary, digests included.
 const COMPARE_TIME: Duration = Duration::from_secs(120);
 
-/// How often a primary is asked whether its child has ended.
+/// Interval between checks whether a primary's child has ended.
 const CHILD_POLL: Duration = Duration::from_millis(10);

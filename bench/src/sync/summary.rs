@@ -1,6 +1,6 @@
-//! What many outcomes come to: a table per server, shape and number of replicas, and whether what is promised is kept.
+//! The summary of many outcomes: a table per server, shape and number of replicas, and whether the targets are met.
 //!
-//! Ratios are of one round: each method against the best of the server's own replication, which is the one whose median is the least.
+//! Ratios are of one round: each method against the best of the server's own replication, which is the one with the least median.
 
 use std::fmt::Write as _;
 
@@ -10,19 +10,19 @@ use serde::Serialize;
 use super::{Method, Outcome};
 use crate::Spread;
 
-/// One outcome and what it belongs to.
+/// One outcome with its circumstances.
 #[derive(Clone, Debug, Serialize)]
 pub struct Taken {
-    /// Name and version.
+    /// Name and version of the server.
     pub server: String,
-    /// Its kind.
+    /// Kind of the server.
     #[serde(skip)]
     pub kind: Kind,
     /// Name of the shape of the data.
     pub shape: String,
-    /// From 0.
+    /// The round, from 0.
     pub round: usize,
-    /// What was found.
+    /// The outcome.
     #[serde(flatten)]
     pub outcome: Outcome,
 }
@@ -40,7 +40,7 @@ struct Group<'a> {
     taken: Vec<&'a Taken>,
 }
 
-/// Something that was promised.
+/// A target.
 struct Promise {
     what: &'static str,
     most: f64,
@@ -57,7 +57,7 @@ impl Samples {
         out
     }
 
-    /// Whether every promise is kept that these samples can tell of, and all replicas were equal.
+    /// Whether these samples meet all targets that they cover, and all replicas were equal.
     pub fn keep_promises(&self) -> bool {
         let is_equal = |taken: &Taken| taken.outcome.equal != Some(false);
         self.0.iter().all(is_equal) && self.groups().iter().flat_map(Group::promises).all(|promise| promise.is_kept())
@@ -136,7 +136,7 @@ impl Group<'_> {
         }
     }
 
-    /// In the order of their first outcome.
+    /// Methods in the order of their first outcome.
     fn methods(&self) -> Vec<Method> {
         let mut methods = Vec::new();
         for taken in &self.taken {
@@ -155,7 +155,7 @@ impl Group<'_> {
         Spread::of(self.of(method).map(|taken| figure(&taken.outcome)))
     }
 
-    /// The own replication with the least median.
+    /// The server's own method with the least median.
     fn best_own(&self, figure: impl Fn(&Outcome) -> f64 + Copy) -> Option<Method> {
         let own = self.methods().into_iter().filter(|method| method.is_own());
         let medians = own.filter_map(|method| Some((method, self.spread(method, figure)?.median)));
@@ -218,17 +218,17 @@ impl Promise {
     }
 }
 
-/// The share of one own sync that a late joiner may cost the primary.
+/// Target: the share of one own sync that a late joiner may cost the primary.
 const LATE_MOST: f64 = 0.02;
 
 const EXPLAINED: &str = "# full_sync (seconds)
 
-Medians over the rounds, in brackets the least and the most. *ratio*: wall time against the best of the server's own replication in
-the same round. *CPU*: processor seconds of the primary with its children, of one replica on average, of all agents together (the
-source's from its start, so with the touching of its memory; of the copier's threads where that is the method). The four phases are
-those of the last replica and add up to its wall time; whoever loads while the bytes arrive has its loading in *transfer*. Before
-each trial as much memory as its replicas will need is touched and given back, so that none pays for pages that the machine's host has
-yet to give.
+Medians over the rounds, in brackets the least and the greatest value. *ratio*: wall time against the best of the server's own
+replication in the same round. *CPU*: processor seconds of the primary with its children, of one replica on average, of all agents
+together (the source's from its start, including the touching of its memory; for a copier, of its threads). The four phases are those
+of the last replica and add up to its wall time. If the server loads while the bytes arrive, its loading is in *transfer*. Before each
+trial, as much memory as its replicas will need is touched and freed, so that none of them pays for pages that the machine's host has
+not provided yet.
 ";
 
 const HEAD: &str = "| method | wall s | ratio | primary CPU | replica CPU | agents CPU | snapshot | transfer | load | catch-up | MB out of the primary | equal |
@@ -274,12 +274,12 @@ mod tests {
         assert!(ratio.is_some_and(|ratio| (ratio.low - 1.1).abs() < 1e-9 && (ratio.high - 1.1).abs() < 1e-9));
         assert!(samples.keep_promises());
         samples.0.push(taken(Method::RemoraTcp, 1, 0, 3.0, 1.0));
-        assert!(!samples.keep_promises(), "1.5 times the best of its own was promised to be 1.4 at most");
+        assert!(!samples.keep_promises(), "1.5 times the server's own best exceeds the target of 1.4");
         assert!(samples.summary().contains("**not kept**"));
     }
 
     #[test]
-    fn a_late_joiner_that_costs_the_primary_too_much_breaks_a_promise() {
+    fn a_late_joiner_that_costs_the_primary_too_much_misses_a_target() {
         let with_late =
             |cpu| Samples(vec![taken(Method::OwnBest, 1, 0, 2.0, 1.0), taken(Method::RemoraLate, 1, 0, 9.0, cpu)]);
         assert!(with_late(0.019).keep_promises());
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn replicas_that_differ_break_the_greatest_promise() {
+    fn replicas_that_differ_fail_the_run() {
         let mut sample = taken(Method::OwnBest, 1, 0, 2.0, 1.0);
         sample.outcome.equal = Some(false);
         assert!(!Samples(vec![sample]).keep_promises());

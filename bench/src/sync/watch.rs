@@ -1,5 +1,5 @@
-//! The eyes: one thread per replica asks its server by INFO how far it is. The same for every method, so that none ends earlier
-//! than another for a difference in looking.
+//! The measurement of progress: one thread per replica asks its server with INFO. It is the same for every method, so that no
+//! difference is due to the way of looking.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -10,33 +10,33 @@ use remora_redis::info::Info;
 use super::lost::Lost;
 use super::{Phases, Result};
 
-/// How far a replica is, to be shown.
+/// The progress of a replica, for display.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sight {
-    /// In a word.
+    /// The phase, in one word.
     pub phase: &'static str,
     /// Bytes of the snapshot that have arrived or are loaded.
     pub bytes: u64,
 }
 
-/// Is told of every look at a replica, by its number.
+/// Is called with every look at a replica, and its number.
 pub type Show<'a> = dyn Fn(usize, Sight) + Sync + 'a;
 
-/// What there is to watch.
+/// What to watch.
 pub(crate) struct Watch<'a> {
     pub(crate) primary: &'a Server,
     pub(crate) replicas: &'a [Server],
     pub(crate) begun: Instant,
     pub(crate) loads_while_receiving: bool,
     pub(crate) show: &'a Show<'a>,
-    /// Fails where waiting has become vain.
+    /// Fails if the replica can no longer catch up.
     pub(crate) check: &'a (dyn Fn() -> Result<()> + Sync),
-    /// Who is not waited for.
+    /// Replicas that are not waited for.
     pub(crate) lost: &'a Lost,
 }
 
 impl Watch<'_> {
-    /// Waits until all are in step. The phases of each, in their order; none of who was lost.
+    /// Waits until all replicas have caught up. Returns the phases of each, in their order; `None` for a lost replica.
     pub(crate) fn until_all_in_step(&self) -> Result<Vec<Option<Phases>>> {
         thread::scope(|scope| {
             let threads: Vec<_> =
@@ -82,7 +82,7 @@ impl Watch<'_> {
     }
 }
 
-/// When what was seen first.
+/// When each phase was first seen.
 #[derive(Debug, Default)]
 struct Marks {
     receiving: Option<Duration>,
@@ -117,7 +117,7 @@ impl Marks {
         }
     }
 
-    /// What was too short to be seen took no time.
+    /// A phase that was too short to be seen took no time.
     fn phases(&self, end: Duration) -> Phases {
         let loaded = self.loaded.unwrap_or(end);
         let receiving = self.receiving.unwrap_or(loaded);
@@ -145,13 +145,13 @@ fn tail(server: &Server) -> String {
     lines.get(lines.len().saturating_sub(TAIL_LINES)..).unwrap_or_default().join("\n")
 }
 
-/// A tenth of a millisecond of the server's time each.
+/// Each look costs the server a tenth of a millisecond.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
-/// Several times what the slowest takes that we know of (Redis 7 by default, three replicas, four million keys).
+/// Several times the time of the slowest known case (Redis 7 by default, three replicas, four million keys).
 const LONGEST_SYNC: Duration = Duration::from_secs(600);
 
-/// How much of a log an error shows.
+/// Number of log lines in an error.
 const TAIL_LINES: usize = 15;
 
 #[cfg(test)]
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sync_by_disk_is_seen_to_receive_and_then_to_load() {
+    fn a_sync_through_disk_shows_transfer_and_then_load() {
         let mut marks = Marks::default();
         let looks = [
             (1, "loading:0 master_sync_in_progress:0"),
@@ -181,12 +181,12 @@ mod tests {
     }
 
     #[test]
-    fn a_sync_too_quick_to_be_seen_is_all_snapshot() {
+    fn a_sync_too_quick_to_be_seen_counts_as_snapshot() {
         assert_eq!(Marks::default().phases(Duration::from_secs(1)).snapshot, 1.0);
     }
 
     #[test]
-    fn what_is_loaded_while_it_arrives_counts_as_transfer() {
+    fn loading_during_the_transfer_counts_as_transfer() {
         let mut marks = Marks::default();
         marks.note(&info("loading:1 master_sync_in_progress:1 loading_loaded_bytes:4"), Duration::from_secs(1), true);
         assert_eq!(marks.sight(&info("loading:1 loading_loaded_bytes:4"), false), Sight { phase: "loading", bytes: 4 });

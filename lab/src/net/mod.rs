@@ -1,4 +1,4 @@
-//! Networks of our own: hosts as network namespaces, cables that can be cut, slowed down and made lossy. Linux, root.
+//! Test networks: hosts as network namespaces, with cables that can be cut, slowed down and made lossy. Linux, root.
 //!
 //! ```text
 //!    host "a" 10.93.0.1        host "b" 10.93.0.2          each a network namespace with one cable, eth0
@@ -8,16 +8,16 @@
 //! ```
 //!
 //! A cable has its rate both ways (`tc`, a token bucket at each end for what it sends) and its loss both ways (`nft`, at each
-//! end for what it receives). Nothing of it is ever in this machine's own namespace, and no namespace has a name: each lives
-//! by the descriptors and processes that hold it, so the kernel clears up also after a test that was killed. Addresses are
-//! private ones and end in the namespaces.
+//! end for what it receives). Nothing is created in this machine's own namespace, and no namespace has a name: each exists only
+//! as long as the descriptors and processes that hold it, so the kernel removes it also after a test that was killed. Addresses
+//! are private and exist only in the namespaces.
 //!
-//! What it is not: a wire. Packets on a veth are up to 64 KiB long, and the kernel cuts them up only in its head, for the
-//! rate; what is lost is lost 64 KiB at a time. All hosts share this machine's processors,
-//! unless they are told to keep to some of them ([`Net::host_on`]).
+//! A cable is not a wire. Packets on a veth are up to 64 KiB long. The kernel computes with smaller packets for the rate only; a
+//! lost packet loses 64 KiB at once. All hosts share this machine's processors, unless they are limited to some of them
+//! ([`Net::host_on`]).
 //!
-//! - [`Net`] and [`Host`] are here. **Start here.** [`shape`]: rates, delays, losses in the words of `tc` and `nft`.
-//! - `namespace`: what it means to be on a host.
+//! - [`Net`] and [`Host`] are here. **Start here.** [`shape`]: rates, delays and losses as arguments of `tc` and `nft`.
+//! - `namespace`: how code runs on a host.
 
 mod namespace;
 pub mod shape;
@@ -34,7 +34,7 @@ use crate::error::{Doing, Error, Result};
 use namespace::Namespace;
 pub use shape::{BitRate, Loss, Shape};
 
-/// One switch and the hosts plugged into it. Gone when the last of it is dropped.
+/// One switch and the hosts connected to it. Removed when the last of them is dropped.
 #[derive(Clone, Debug)]
 pub struct Net {
     switch: Arc<Switch>,
@@ -47,7 +47,7 @@ struct Switch {
 }
 
 impl Net {
-    /// A network without hosts. Needs root and the `ip` program.
+    /// Creates a network without hosts. Needs root and the `ip` program.
     pub fn new() -> Result<Net> {
         let space = Namespace::new()?;
         space.ip(&["link", "add", BRIDGE, "type", "bridge"])?;
@@ -55,12 +55,12 @@ impl Net {
         Ok(Net { switch: Arc::new(Switch { space, hosts: AtomicU8::new(0) }) })
     }
 
-    /// A new host. `name` is for messages.
+    /// Creates a host. `name` is used in messages.
     pub fn host(&self, name: &str) -> Result<Host> {
         self.host_with(name, Namespace::new()?)
     }
 
-    /// ... whose programs keep to these of the machine's processors, so that other hosts' programs can be kept off them.
+    /// Creates a host whose programs run only on these processors, so that other hosts' programs can run on others.
     pub fn host_on(&self, name: &str, processors: Range<usize>) -> Result<Host> {
         let mut set = CpuSet::new();
         processors.for_each(|processor| set.set(processor));
@@ -78,7 +78,7 @@ impl Net {
         let port = format!("p{number}");
         let address = Ipv4Addr::new(NETWORK[0], NETWORK[1], NETWORK[2], number);
         let switch = &self.switch.space;
-        // A namespace without a name is told to `ip` by a descriptor of ours that stands for it.
+        // `ip` gets a namespace without a name as a path to one of our descriptors.
         switch.ip(&["link", "add", &port, "type", "veth", "peer", "name", CABLE, "netns", &space.path()])?;
         switch.ip(&["link", "set", &port, "master", BRIDGE, "up"])?;
         space.ip(&["link", "set", "lo", "up"])?;
@@ -90,7 +90,7 @@ impl Net {
     }
 }
 
-/// One host of a test network. Clones are the same host.
+/// One host of a test network. A clone is the same host.
 #[derive(Clone, Debug)]
 pub struct Host {
     inner: Arc<Inner>,
@@ -100,7 +100,7 @@ pub struct Host {
 struct Inner {
     name: String,
     address: Ipv4Addr,
-    /// Its port at the switch.
+    /// The host's port at the switch.
     port: String,
     space: Namespace,
     switch: Arc<Switch>,
@@ -117,7 +117,7 @@ impl Host {
         IpAddr::V4(self.inner.address)
     }
 
-    /// The path by which other programs can enter it as long as this process lives: `nsenter --net=PATH COMMAND`.
+    /// A path by which other programs can enter the host as long as this process runs: `nsenter --net=PATH COMMAND`.
     pub fn namespace_path(&self) -> String {
         self.inner.space.path()
     }
@@ -127,30 +127,30 @@ impl Host {
         self.inner.space.enter(command)
     }
 
-    /// Runs `what` on this host, on a thread of its own, and waits for it. Sockets made in it, and threads, stay on this host.
+    /// Runs `what` on this host, on a separate thread, and waits for it. Sockets and threads created in it stay on this host.
     pub fn within<T: Send>(&self, what: impl FnOnce() -> T + Send) -> Result<T> {
         self.inner.space.within(what)
     }
 
-    /// Has the calling thread keep to this host's processors, where it has some of its own, for good.
+    /// Limits the calling thread to this host's processors, if it has some of its own, for the rest of the thread's life.
     pub fn keep_to_processors(&self) -> Result<()> {
         self.inner.space.keep_to_processors()
     }
 
-    /// Pulls its cable: packets vanish both ways, nobody is told.
+    /// Cuts the cable: packets vanish both ways, and neither end is notified.
     pub fn cut(&self) -> Result<()> {
         self.inner.switch.space.ip(&["link", "set", &self.inner.port, "down"])
     }
 
-    /// Plugs it in again.
+    /// Connects the cable again.
     pub fn heal(&self) -> Result<()> {
         self.inner.switch.space.ip(&["link", "set", &self.inner.port, "up"])
     }
 
-    /// Slows its cable down, both ways. Each call replaces the one before; [`Shape::default`] sets it free.
+    /// Limits the cable's rate, both ways. Each call replaces the one before; [`Shape::default`] removes the limit.
     pub fn shape(&self, shape: Shape) -> Result<()> {
         for (space, device) in self.ends() {
-            // A cable that was free has nothing to delete, and says so.
+            // Without a limit there is nothing to delete, and `tc` fails.
             let _ = space.run("tc", &["qdisc", "del", "dev", device, "root"]);
             for arguments in shape.queues(device) {
                 space.run("tc", &arguments.iter().map(String::as_str).collect::<Vec<_>>())?;
@@ -159,27 +159,27 @@ impl Host {
         Ok(())
     }
 
-    /// Makes its cable lose packets, both ways, each with the same chance. Each call replaces the one before; none is lost
-    /// again after `Loss::default()`. Needs the `nft` program.
+    /// Makes the cable lose packets, both ways, each with the same chance. Each call replaces the one before;
+    /// `Loss::default()` ends the loss. Needs the `nft` program.
     pub fn lossy(&self, loss: Loss) -> Result<()> {
         self.ends().into_iter().try_for_each(|(space, device)| space.run("nft", &[&loss.rules(device)]))
     }
 
-    /// What has gone over its cable since it was made, as its network interface counts.
+    /// What has crossed the cable since its creation, as its network interface counts.
     pub fn traffic(&self) -> Result<Traffic> {
-        // Not /sys/class/net, which shows the namespace of whoever mounted it.
+        // Not /sys/class/net, which shows the namespace of the process that mounted it.
         let table = self.within(|| std::fs::read_to_string("/proc/thread-self/net/dev"))?;
         let table = table.doing(|| "read what a test host has sent")?;
         Traffic::parse(&table).ok_or_else(|| Error::Garbled(format!("no {CABLE} in /proc/net/dev:\n{table}")))
     }
 
-    /// Both ends of the cable: which network namespace, which device.
+    /// Both ends of the cable, each a network namespace and a device.
     fn ends(&self) -> [(&Namespace, &str); 2] {
         [(&self.inner.space, CABLE), (&self.inner.switch.space, self.inner.port.as_str())]
     }
 }
 
-/// Bytes that have gone over a cable. A veth counts a packet of 64 KiB as one, with one header of 66 bytes: a wire would carry
+/// Bytes that have crossed a cable. A veth counts a packet of 64 KiB as one, with one header of 66 bytes: a wire would carry
 /// 4 % more headers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
@@ -190,23 +190,23 @@ pub struct Traffic {
 }
 
 impl Traffic {
-    /// Out of `/proc/net/dev`: after the name eight figures of what came, of which the first is bytes, then of what went.
+    /// Parses `/proc/net/dev`: after the name eight figures about received packets, bytes first, then the same about sent ones.
     fn parse(table: &str) -> Option<Traffic> {
         let line = table.lines().find_map(|line| line.trim().strip_prefix(CABLE)?.strip_prefix(':'))?;
         let figures: Vec<u64> = line.split_whitespace().filter_map(|word| word.parse().ok()).collect();
         Some(Traffic { received: *figures.first()?, sent: *figures.get(8)? })
     }
 
-    /// What has been added since `before`.
+    /// The bytes since `before`.
     pub fn since(self, before: Traffic) -> Traffic {
         Traffic { received: self.received.saturating_sub(before.received), sent: self.sent.saturating_sub(before.sent) }
     }
 }
 
-/// The network 10.93.0.0/24: private, and not the first that a real network takes.
+/// The network 10.93.0.0/24: private, and rarely used by real networks.
 const NETWORK: [u8; 3] = [10, 93, 0];
 
-/// As many as a /24 has room for, with some left.
+/// Limit on hosts: fewer than a /24 has addresses.
 const MOST_HOSTS: u8 = 200;
 
 /// The name of the bridge in its namespace.
@@ -220,7 +220,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_cable_is_told_from_loopback() {
+    fn the_cable_is_distinguished_from_loopback() {
         let table = "Inter-|   Receive ...\n face |bytes ...\n    lo:     1 2 0 0 0 0 0 0 3 4 0 0 0 0 0 0\n  \
                      eth0: 500 6 0 0 0 0 0 0 700 8 0 0 0 0 0 0\n";
         let traffic = Traffic { received: 500, sent: 700 };

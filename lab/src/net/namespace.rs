@@ -1,7 +1,7 @@
-//! A network namespace without a name, and what runs in it: closures on a thread, child processes, the tools of iproute2.
+//! A network namespace without a name, and the code that runs in it: closures on a thread, child processes, iproute2's tools.
 //!
-//! A namespace with a name (`ip netns add`) is a mount that outlives who made it. This one is a descriptor: when the last
-//! descriptor and the last process in it are gone, the kernel takes it apart, also after `kill -9`.
+//! A namespace with a name (`ip netns add`) is a mount that outlives its creator. This one is a descriptor: the kernel removes it
+//! when the last descriptor and the last process in it are gone, also after `kill -9`.
 
 use std::fs::File;
 use std::io;
@@ -17,20 +17,20 @@ use rustix::thread::{
 
 use crate::error::{Doing, Error, Result};
 
-/// A network namespace that lives as long as this descriptor, or a process in it.
+/// A network namespace that exists as long as this descriptor, or a process in it.
 #[derive(Debug)]
 pub(super) struct Namespace {
     file: Arc<File>,
-    /// The processors that programs started in it keep to; `None`: any.
+    /// The processors on which programs started in it run; `None` for any.
     processors: Option<CpuSet>,
 }
 
 impl Namespace {
     pub(super) fn new() -> Result<Namespace> {
-        // On a thread of its own, which leaves the machine's namespace for good and ends.
+        // On a separate thread, which leaves the machine's namespace for good and ends.
         let made = on_a_thread(|| {
             // SAFETY: `unshare_unsafe` is unsafe because of flags that take file descriptors or memory away from this
-            // thread alone (FILES, …). NEWNET is none of them: it changes which network the thread sees.
+            // thread alone (FILES, …). NEWNET is not one of these flags: it changes which network the thread sees.
             unsafe { unshare_unsafe(UnshareFlags::NEWNET) }?;
             File::open("/proc/thread-self/ns/net")
         });
@@ -43,13 +43,13 @@ impl Namespace {
         }
     }
 
-    /// Has the programs that are started in it keep to these processors.
+    /// Limits the programs that are started in it to these processors.
     pub(super) fn on(mut self, processors: CpuSet) -> Namespace {
         self.processors = Some(processors);
         self
     }
 
-    /// The path by which other processes can open it as long as we live: what `ip … netns` and `nsenter --net=` take.
+    /// A path by which other processes can open it as long as this process runs: the argument of `ip … netns` and `nsenter --net=`.
     pub(super) fn path(&self) -> String {
         format!("/proc/{}/fd/{}", std::process::id(), self.file.as_raw_fd())
     }
@@ -86,7 +86,7 @@ impl Namespace {
         self.run("ip", args)
     }
 
-    /// Runs a tool in here to its end.
+    /// Runs a tool in the namespace and waits for its end.
     pub(super) fn run(&self, program: &str, args: &[&str]) -> Result<()> {
         let mut command = Command::new(program);
         command.args(args);

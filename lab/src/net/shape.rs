@@ -1,29 +1,29 @@
-//! What a cable is like: how fast, how long, how lossy, as calls of `tc` and `nft`. Only words; [`super::Host`] says them.
+//! The properties of a cable, rate, delay and loss, as calls of `tc` and `nft`. [`super::Host`] makes the calls.
 
 use std::str::FromStr;
 use std::time::Duration;
 
-/// How slow a cable is.
+/// Rate and delay of a cable.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Shape {
-    /// Bytes per second each way, headers counted as on a wire. `None`: as fast as the machine.
+    /// Bytes per second each way, headers counted as on a wire. `None` for no limit.
     pub rate: Option<u64>,
-    /// Added to each packet's way, each way. Needs the kernel's `netem`, which small kernels lack.
+    /// Delay of each packet, each way. Needs the kernel's `netem`, which small kernels lack.
     pub delay: Option<Duration>,
 }
 
 impl Shape {
-    /// A rate alone, in bytes per second.
+    /// A shape with a rate only, in bytes per second.
     pub fn rate(bytes_per_second: u64) -> Shape {
         Shape { rate: Some(bytes_per_second), delay: None }
     }
 
-    /// A rate alone, in bits per second, as networks are named: `Shape::bits(1_000_000_000)`.
+    /// A shape with a rate only, in bits per second, the usual unit of networks: `Shape::bits(1_000_000_000)`.
     pub fn bits(bits_per_second: u64) -> Shape {
         Shape::rate(bits_per_second / 8)
     }
 
-    /// The `tc` calls that bring it about: delay at the root, the rate below it. Nothing for a free cable.
+    /// The `tc` calls that create the shape: delay at the root, the rate below it. None for a cable without limits.
     pub(super) fn queues(self, device: &str) -> Vec<Vec<String>> {
         let mut parent = vec!["root".to_owned()];
         let mut calls = Vec::new();
@@ -46,21 +46,21 @@ impl Shape {
     }
 }
 
-/// How many packets a cable loses, each way.
+/// The share of packets that a cable loses, each way.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Loss(u32);
 
 impl Loss {
-    /// So many of a hundred, to a hundredth of a percent. `None` for what is no share of a hundred, and for some that would be none.
+    /// A loss in percent, with a precision of hundredths. `None` if it is not a percentage, or rounds to zero without being zero.
     pub fn percent(percent: f64) -> Option<Loss> {
         let parts = (percent * f64::from(LOSS_PARTS) / 100.0).round() as u32;
         ((0.0..=100.0).contains(&percent) && (percent == 0.0 || parts > 0)).then_some(Loss(parts))
     }
 
-    /// The commands of `nft` that bring it about where `device` receives. What was said before is forgotten first.
+    /// The `nft` commands that create the loss where `device` receives. They remove an earlier loss first.
     pub(super) fn rules(self, device: &str) -> String {
         let table = format!("table netdev loss-{device}");
-        // "add" before "delete", as deleting what isn't there is an error.
+        // "add" before "delete", because it is an error to delete a missing table.
         let forget = format!("add {table}; delete {table};");
         if self.0 == 0 {
             return forget;
@@ -74,7 +74,7 @@ impl Loss {
     }
 }
 
-/// A rate as networks are named, in bits per second: `100mbit`, `1gbit`, `2.5gbit`.
+/// A rate in bits per second, written as usual for networks: `100mbit`, `1gbit`, `2.5gbit`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BitRate(pub u64);
 
@@ -82,13 +82,13 @@ impl FromStr for BitRate {
     type Err = String;
 
     fn from_str(text: &str) -> Result<BitRate, String> {
-        let wrong = || format!("{text:?} is no rate: write 100mbit, 1gbit or 2.5gbit");
+        let wrong = || format!("{text:?} is not a rate: write 100mbit, 1gbit or 2.5gbit");
         let (number, unit) = [("gbit", 1e9), ("mbit", 1e6), ("kbit", 1e3)]
             .iter()
             .find_map(|(name, unit)| Some((text.strip_suffix(name)?, *unit)))
             .ok_or_else(wrong)?;
         let bits = number.parse::<f64>().map_err(|_| wrong())? * unit;
-        // Below a packet a second nothing works, above a terabit it is a slip of the hand.
+        // Below a packet a second nothing works; above a terabit it is a typing error.
         if (1e4..=1e12).contains(&bits) { Ok(BitRate(bits as u64)) } else { Err(wrong()) }
     }
 }
@@ -102,17 +102,17 @@ impl std::fmt::Display for BitRate {
     }
 }
 
-/// What may go at full speed before the rate is enforced: a few of the 64 KiB packets that a veth carries. With a quarter of
-/// it 10 Gb/s were 6 (tried on two processors): the bucket was empty before the kernel's timer came back.
+/// Bytes that may be sent at full speed before the rate is enforced: a few of a veth's 64 KiB packets. With a quarter of this
+/// size, 10 Gb/s were 6 (measured on two processors): the bucket was empty before the kernel's timer fired.
 const BURST_BYTES: u32 = 256 << 10;
 
-/// How long a packet may wait for its turn before it is dropped: some 2.5 MB at 1 Gb/s, as a switch's port has.
+/// How long a packet may wait in the queue before it is dropped: about 2.5 MB at 1 Gb/s, as a switch's port has.
 const QUEUE_MILLISECONDS: u32 = 20;
 
-/// How many packets may be on their way at once: 10 Gbit/s × 100 ms in packets of 1500 bytes.
+/// How many packets may be in transit at once: 10 Gbit/s × 100 ms in packets of 1500 bytes.
 const DELAY_PACKETS: u32 = 83_000;
 
-/// Losses are counted in hundredths of a percent.
+/// Losses are stored in hundredths of a percent.
 const LOSS_PARTS: u32 = 10_000;
 
 #[cfg(test)]
@@ -121,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rates_are_read_as_networks_are_named() {
+    fn rates_are_parsed_in_the_units_of_networks() {
         assert_eq!("100mbit".parse(), Ok(BitRate(100_000_000)));
         assert_eq!("2.5gbit".parse::<BitRate>().unwrap().to_string(), "2.5 Gb/s");
         for wrong in ["", "fast", "100", "-1gbit", "0mbit", "9999999gbit", "NaNgbit"] {
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn a_share_of_loss_is_one_of_a_hundred() {
+    fn a_loss_is_a_percentage() {
         assert_eq!(Loss::percent(1.5), Some(Loss(150)));
         for wrong in [-0.1, 100.1, f64::NAN] {
             assert_eq!(Loss::percent(wrong), None);
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn a_free_cable_has_no_queue_of_ours() {
+    fn an_unlimited_cable_has_no_queue() {
         assert!(Shape::default().queues("eth0").is_empty());
     }
 }

@@ -1,4 +1,4 @@
-//! Commands in the making: words of any kind, put in a row, sent as one pipeline.
+//! Pipelines of commands with arguments of several types.
 
 use remora_redis::resp::Frame;
 
@@ -8,16 +8,16 @@ use crate::error::{Error, Result};
 /// Adds one command to a [`Commands`]: `say!(commands, "SET", key, 5)`.
 macro_rules! say {
     ($commands:expr, $($word:expr),+ $(,)?) => {{
-        // The words first: they may need what `$commands` is a part of.
+        // The arguments first: they may borrow from the owner of `$commands`.
         let command = vec![$($crate::workload::commands::Word::into_bytes($word)),+];
         $commands.push(command)
     }};
 }
 pub(crate) use say;
 
-/// What may stand in a command.
+/// A value that can be an argument of a command.
 pub(crate) trait Word {
-    /// Its bytes as they go over the wire.
+    /// The bytes sent to the server.
     fn into_bytes(self) -> Vec<u8>;
 }
 
@@ -63,24 +63,24 @@ pub(crate) struct Commands {
 }
 
 impl Commands {
-    /// Adds one; `say!` is the comfortable way.
+    /// Adds a command; `say!` is usually shorter.
     pub(crate) fn push(&mut self, command: Vec<Vec<u8>>) {
         self.list.push(command);
     }
 
-    /// Adds one with any number of further words.
+    /// Adds a command with any number of further arguments.
     pub(crate) fn push_with(&mut self, head: &[&str], words: impl IntoIterator<Item = Vec<u8>>) {
         let mut command: Vec<Vec<u8>> = head.iter().map(|word| word.as_bytes().to_vec()).collect();
         command.extend(words);
         self.list.push(command);
     }
 
-    /// How many there are.
+    /// The number of commands.
     pub(crate) fn len(&self) -> usize {
         self.list.len()
     }
 
-    /// Sends them and reads their answers, errors of the server as frames. Empty again afterwards.
+    /// Sends the commands and returns their answers. Errors of the server are frames. The list is empty afterwards.
     pub(crate) fn run(&mut self, client: &mut Client) -> Result<Vec<Frame>> {
         let list = std::mem::take(&mut self.list);
         for command in &list {
@@ -93,7 +93,7 @@ impl Commands {
         list.iter().map(|_| client.receive()).collect()
     }
 
-    /// ... and fails at the first that the server refuses.
+    /// Sends the commands, and fails at the first error of the server.
     pub(crate) fn run_all(&mut self, client: &mut Client) -> Result<()> {
         let names: Vec<String> = self.list.iter().map(|command| named(command)).collect();
         let answers = self.run(client)?;
@@ -110,5 +110,5 @@ fn named(command: &[Vec<u8>]) -> String {
     command.iter().take(3).map(|word| shown_bytes(word)).collect::<Vec<_>>().join(" ")
 }
 
-/// How much is encoded before it is sent.
+/// Bytes to encode before they are sent.
 const SEND_BYTES: usize = 1 << 20;

@@ -1,6 +1,6 @@
 //! A data set with every type in every encoding, and with every byte in keys and values.
 //!
-//! Small (a few MiB) and the same for the same seed: what a copy gets wrong shows here first.
+//! It is small (a few MiB) and the same for the same seed: errors of a copy show here first.
 
 use super::Abilities;
 use super::commands::{Commands, say};
@@ -8,7 +8,7 @@ use crate::client::Client;
 use crate::error::Result;
 use crate::random::Random;
 
-/// Fills the databases 0 to 15 with every type. Returns how many keys there are then in all of them.
+/// Fills the databases 0 to 15 with every type. Returns the number of keys in all of them.
 pub fn fill_every_type(client: &mut Client, seed: u64) -> Result<u64> {
     let abilities = Abilities::of(client)?;
     let mut random = Random::new(seed);
@@ -17,7 +17,7 @@ pub fn fill_every_type(client: &mut Client, seed: u64) -> Result<u64> {
         say!(commands, "SELECT", database);
         small_set(&mut commands, database);
     }
-    // The whole collection twice: in the database that everybody looks at, and in the last one.
+    // The whole collection twice: in database 0, which most tests look at, and in the last one.
     for database in [0, DATABASES - 1] {
         say!(commands, "SELECT", database);
         strings(&mut commands, &mut random);
@@ -35,14 +35,14 @@ pub fn fill_every_type(client: &mut Client, seed: u64) -> Result<u64> {
     key_count(client)
 }
 
-/// How many keys there are in all databases.
+/// The number of keys in all databases.
 pub fn key_count(client: &mut Client) -> Result<u64> {
     let keyspace = client.info("keyspace")?;
     let keys = |line: &str| line.strip_prefix("keys=")?.split(',').next()?.parse::<u64>().ok();
     Ok(keyspace.iter().filter(|(name, _)| name.starts_with("db")).filter_map(|(_, line)| keys(line)).sum())
 }
 
-/// The same names with other values in each database: whoever loses a SELECT is found out.
+/// The same names with other values in each database: a copy that loses a SELECT differs.
 fn small_set(commands: &mut Commands, database: u32) {
     say!(commands, "SET", "database", database);
     say!(commands, "RPUSH", "path", "from", database, "to", database + 1);
@@ -148,7 +148,7 @@ fn streams(commands: &mut Commands) {
     say!(commands, "XSETID", "stream:other-fields", "9-0", "ENTRIESADDED", 12_u32, "MAXDELETEDID", "4-4");
 }
 
-/// Strings that commands give a meaning to.
+/// Strings with a structure that some commands use.
 fn special_strings(commands: &mut Commands, random: &mut Random) {
     say!(commands, "PFADD", "hll:sparse", "a", "b", "c");
     commands.push_with(&["PFADD", "hll:dense"], (0..20_000).map(|n: u32| format!("visitor {n}").into_bytes()));
@@ -172,8 +172,8 @@ pub(super) fn library_code(name: &str) -> String {
     )
 }
 
-/// The number that servers have by default.
+/// The servers' default number of databases.
 pub(super) const DATABASES: u32 = 16;
 
-/// Far enough for any test. Absolute, so that two fills by the same seed are the same.
+/// Later than any test. Absolute, so that two fills with the same seed are equal.
 const YEAR_2100_MS: u64 = 4_102_444_800_000;

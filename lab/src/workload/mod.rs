@@ -1,4 +1,4 @@
-//! A writer that never rests, and a data set with everything in it.
+//! A writer at full speed, and a data set with every type in it.
 //!
 //! ```no_run
 //! # use remora_lab::{Kind, Server, workload::Workload};
@@ -32,31 +32,31 @@ pub use fill::{fill_every_type, key_count};
 /// How a writer writes.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// What it does comes again with the seed (when it does it doesn't: that is up to the machine).
+    /// The same seed gives the same commands (their timing depends on the machine).
     pub seed: u64,
-    /// Commands per second. `None`: as fast as the server answers.
+    /// Commands per second. `None` for as fast as the server answers.
     pub rate: Option<u64>,
-    /// How many operations go out before their answers are read.
+    /// How many operations are sent before their answers are read.
     pub pipeline: usize,
-    /// Whether databases other than the first are emptied and swapped now and then.
+    /// Whether databases other than the first are sometimes emptied and swapped.
     pub flush: bool,
-    /// The longest of the big values, in bytes (they start at 1 MiB); 0: no big values.
+    /// Length of the longest of the big values, in bytes (the shortest has 1 MiB); 0 for no big values.
     pub big_bytes: u64,
 }
 
 impl Options {
-    /// Full speed with everything, by this seed.
+    /// Full speed with every operation, from this seed.
     pub fn seeded(seed: u64) -> Options {
         Options { seed, rate: None, pipeline: 32, flush: true, big_bytes: 4 << 20 }
     }
 
-    /// ... but so many commands per second.
+    /// Limits the rate to `rate` commands per second.
     pub fn rate(self, per_second: u64) -> Options {
         Options { rate: Some(per_second), ..self }
     }
 }
 
-/// A writer at work, on a thread and a connection of its own. Dropping it stops it.
+/// A running writer, with its own thread and connection. Dropping it stops it.
 #[derive(Debug)]
 pub struct Workload {
     stop: Arc<AtomicBool>,
@@ -67,23 +67,23 @@ pub struct Workload {
 /// What a writer has done.
 #[derive(Clone, Debug, Default)]
 pub struct Counts {
-    /// Commands answered.
+    /// Number of commands answered.
     pub commands: u64,
-    /// ... of them, with an error; some are bound to be (no such key).
+    /// Number of commands answered with an error; some errors are expected (no such key).
     pub refused: u64,
-    /// How often each error came, by its first words.
+    /// How often each error occurred, by its first words.
     pub refusals: BTreeMap<String, u64>,
-    /// How often each operation was done, by its name.
+    /// How often each operation ran, by its name.
     pub operations: BTreeMap<&'static str, u64>,
 }
 
 impl Workload {
-    /// Full speed with everything, by a new seed that is printed (`REMORA_SEED` brings one back).
+    /// Starts a writer at full speed with every operation, from a new seed that is printed (`REMORA_SEED` sets it).
     pub fn on(server: &Server) -> Result<Workload> {
         Workload::start(server.client()?, Options::seeded(random::seed("workload")))
     }
 
-    /// Writes on this connection.
+    /// Starts a writer on this connection.
     pub fn start(mut client: Client, options: Options) -> Result<Workload> {
         let abilities = Abilities::of(&mut client)?;
         let (stop, sent) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
@@ -96,12 +96,12 @@ impl Workload {
         Ok(Workload { stop, sent, writer: Some(writer) })
     }
 
-    /// Commands answered so far.
+    /// Number of commands answered so far.
     pub fn commands(&self) -> u64 {
         self.sent.load(Ordering::Relaxed)
     }
 
-    /// Waits until it has done so many commands more, or has given up.
+    /// Waits until the writer has sent `commands` more commands, or has failed.
     pub fn wait_for(&self, commands: u64) {
         let goal = self.commands() + commands;
         let over = || self.writer.as_ref().is_none_or(JoinHandle::is_finished);
@@ -110,7 +110,7 @@ impl Workload {
         }
     }
 
-    /// Stops it. Everything it sent has been answered by then. An error where the connection broke.
+    /// Stops the writer. Everything that it sent has been answered by then. Fails if the connection broke.
     pub fn stop(mut self) -> Result<Counts> {
         self.halt().unwrap_or_else(|| Ok(Counts::default()))
     }
@@ -124,7 +124,7 @@ impl Workload {
 
 impl Drop for Workload {
     fn drop(&mut self) {
-        // Whoever wanted the counts, or the error, has called stop().
+        // A caller that wants the counts or the error has called stop().
         let _ = self.halt();
     }
 }
@@ -183,7 +183,7 @@ impl Counts {
     }
 }
 
-/// What one server can and another can't.
+/// Features that only some servers have.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Abilities {
     hash_field_expiry: bool,
@@ -191,7 +191,7 @@ pub(crate) struct Abilities {
 }
 
 impl Abilities {
-    /// Asks the server itself.
+    /// Asks the server.
     pub(crate) fn of(client: &mut Client) -> Result<Abilities> {
         let mut knows = |command: &str| -> Result<bool> {
             let answer = client.list(&["COMMAND", "INFO", command])?;
@@ -205,5 +205,5 @@ fn milliseconds_since_1970() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_millis() as u64)
 }
 
-/// A slow writer still hears within this time that it shall stop.
+/// How long a slow writer may take to notice that it must stop.
 const LONGEST_SLEEP: Duration = Duration::from_millis(20);

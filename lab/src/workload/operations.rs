@@ -1,8 +1,7 @@
-//! What the writer does: one function for each way to change a server, drawn by weight.
+//! The writer's operations: one function for each way to change a server, drawn by weight.
 //!
-//! Each type keeps to key names of its own, so that few commands are refused for the wrong type, and each key is kept
-//! small by something that shrinks it again: a writer that runs for an hour leaves a data set of the same size as one
-//! that runs for a minute.
+//! Each type has its own key names, so that few commands are refused for the wrong type. Each key is kept small by an operation
+//! that shrinks it again: a writer that runs for an hour leaves a data set of the same size as one that runs for a minute.
 
 use super::Abilities;
 use super::commands::{Commands, say};
@@ -12,12 +11,12 @@ use crate::random::Random;
 /// One way to change a server.
 pub(super) struct Operation {
     pub(super) name: &'static str,
-    /// How often it is drawn, beside the others.
+    /// Weight of the operation in the draw.
     weight: u64,
     write: fn(&mut Script),
 }
 
-/// The operations that a server of these abilities understands.
+/// The operations that a server with these features supports.
 pub(super) fn operations(abilities: Abilities, flush: bool, big_bytes: u64) -> Vec<&'static Operation> {
     let fits = |operation: &&Operation| match operation.name {
         "hash-field-expiry" => abilities.hash_field_expiry,
@@ -29,7 +28,7 @@ pub(super) fn operations(abilities: Abilities, flush: bool, big_bytes: u64) -> V
     OPERATIONS.iter().filter(fits).collect()
 }
 
-/// Draws one by weight.
+/// Draws an operation by weight.
 pub(super) fn draw(from: &[&'static Operation], random: &mut Random) -> &'static Operation {
     let mut point = random.below(from.iter().map(|operation| operation.weight).sum());
     for operation in from {
@@ -41,7 +40,7 @@ pub(super) fn draw(from: &[&'static Operation], random: &mut Random) -> &'static
     &OPERATIONS[0]
 }
 
-/// What a writer knows while it makes up commands.
+/// What the writer knows while it generates commands.
 pub(super) struct Script {
     pub(super) commands: Commands,
     pub(super) random: Random,
@@ -56,7 +55,7 @@ impl Script {
         Script { commands: Commands::default(), random: Random::new(seed), database: 0, big_bytes, now_ms: 0 }
     }
 
-    /// Makes up the commands of one operation.
+    /// Generates the commands of one operation.
     pub(super) fn write(&mut self, operation: &Operation, now_ms: u64) {
         self.now_ms = now_ms;
         (operation.write)(self);
@@ -80,7 +79,7 @@ impl Script {
         self.random.bytes(length as usize)
     }
 
-    /// A time to live: mostly over soon, so that keys expire while the test runs.
+    /// A time to live: mostly short, so that keys expire while the test runs.
     fn milliseconds(&mut self) -> u64 {
         let most = if self.random.one_in(4) { 100_000 } else { 500 };
         self.random.between(1, most)
@@ -95,7 +94,7 @@ const fn operation(name: &'static str, weight: u64, write: fn(&mut Script)) -> O
     Operation { name, weight, write }
 }
 
-/// All of them, the commonest first.
+/// All operations, the most frequent first.
 const OPERATIONS: &[Operation] = &[
     operation("set", 3000, set),
     operation("expire", 1500, expire),
@@ -201,7 +200,7 @@ fn set_type(script: &mut Script) {
     }
 }
 
-/// What the server decides by chance must reach the replica as what was decided.
+/// The result of the server's random choice must reach the replica.
 fn random_pick(script: &mut Script) {
     match script.random.below(4) {
         0 => say!(script.commands, "SPOP", script.key("set")),
@@ -227,7 +226,7 @@ fn stream(script: &mut Script) {
     match script.random.below(6) {
         0..4 => say!(script.commands, "XADD", key, "MAXLEN", "~", 100_u32, "*", "field", value),
         4 => say!(script.commands, "XTRIM", key, "MAXLEN", 50_u32),
-        // The first entry of all is deleted through a script, as only the server knows its id.
+        // A script deletes the first entry, because only the server knows its id.
         _ => say!(script.commands, "EVAL", DELETE_FIRST_ENTRY, 1_u32, key),
     }
 }
@@ -236,7 +235,7 @@ fn stream_group(script: &mut Script) {
     let key = script.key("stream:group");
     let reader = script.pick(&["ann", "bob", "eve"]);
     match script.random.below(6) {
-        // Refused with BUSYGROUP where it is there already.
+        // Refused with BUSYGROUP if the group exists.
         0 => say!(script.commands, "XGROUP", "CREATE", key, "group", "$", "MKSTREAM"),
         1 | 2 => {
             say!(script.commands, "EVAL", ADD_WITH_GROUP, 1_u32, &key);
@@ -253,7 +252,7 @@ fn append(script: &mut Script) {
     match script.random.below(6) {
         0..3 => say!(script.commands, "APPEND", key, value),
         3 | 4 => say!(script.commands, "SETRANGE", key, script.random.below(16 << 10), value),
-        // Short again: nothing else ever shortens it.
+        // Short again: no other operation shortens it.
         _ => say!(script.commands, "SET", key, "short"),
     }
 }
@@ -284,7 +283,7 @@ fn geo(script: &mut Script) {
 
 fn rename(script: &mut Script) {
     let prefix = script.pick(&["string", "list", "hash", "set", "zset"]);
-    // Refused where there is no such key.
+    // Refused if the key does not exist.
     say!(script.commands, "RENAME", script.key(prefix), script.key(prefix));
 }
 
@@ -325,7 +324,7 @@ fn transaction(script: &mut Script) {
         let write = WITHIN[script.random.below(WITHIN.len() as u64) as usize];
         write(script);
     }
-    // One in ten is taken back, and nothing of it may arrive.
+    // One in ten is discarded, and nothing of it may arrive.
     say!(script.commands, if script.random.one_in(10) { "DISCARD" } else { "EXEC" });
 }
 
@@ -362,7 +361,7 @@ fn select(script: &mut Script) {
     say!(script.commands, "SELECT", script.database);
 }
 
-/// Empties one database, never the first: tests keep what must survive there.
+/// Empties one database, never the first: tests keep there what must survive.
 fn flush(script: &mut Script) {
     say!(script.commands, "SELECT", script.random.between(1, u64::from(DATABASES) - 1));
     say!(script.commands, "FLUSHDB", script.pick(&["SYNC", "ASYNC"]));
@@ -394,8 +393,8 @@ const ACKNOWLEDGE_OLDEST: &str = "local waiting = redis.pcall('XPENDING', KEYS[1
 const CLAIM_OLDEST: &str = "local claimed = redis.pcall('XAUTOCLAIM', KEYS[1], 'group', 'heir', 0, '0', 'COUNT', 2) \
                             if claimed.err then return 0 end return 1";
 
-/// Keys of each type in each database: few enough that every key is met again and again.
+/// Keys of each type in each database: few enough that every key is used again and again.
 const KEYS: u64 = 500;
 
-/// Members and fields that occur.
+/// Members and fields in use.
 const MEMBERS: u64 = 300;

@@ -93,9 +93,9 @@ fn waiting_for_room_ends_when_there_is_some_and_when_the_time_is_over() {
     let connection = client.messenger.connect(&address);
     (0..50).for_each(|number| connection.send_within(numbered(number), Duration::from_secs(10)).unwrap());
     until("all", || server.scribe.taken().len() == 50);
-    let nobody = client.messenger.connect(&"tcp:127.0.0.1:1".parse().unwrap());
-    nobody.send(numbered(0)).unwrap();
-    let outcome = nobody.send_within(numbered(1), Duration::from_millis(20));
+    let absent = client.messenger.connect(&"tcp:127.0.0.1:1".parse().unwrap());
+    absent.send(numbered(0)).unwrap();
+    let outcome = absent.send_within(numbered(1), Duration::from_millis(20));
     assert!(matches!(outcome, Err(SendError::Full(_))));
 }
 

@@ -1,4 +1,4 @@
-//! The primary's side of the handshake: what a real server meets when it is told `REPLICAOF` to us.
+//! The primary's side of the handshake: what a server meets when `REPLICAOF` points it at this process.
 //!
 //! ```text
 //!    PING, AUTH, REPLCONF               \n by keep_alive()             \n by keep_alive()
@@ -13,12 +13,12 @@
 //!             └──────────────────────────────────────────────────────────────┘
 //! ```
 //!
-//! From `Streaming` on nothing may be written but payload and stream: each byte of ours would move the replica's offset.
-//! The driver writes both; the machine goes on reading, and answers no more.
+//! From `Streaming` on, only payload and stream may be written: any other byte would move the replica's offset.
+//! The driver writes both. The machine continues to read and sends no more answers.
 //!
-//! The options of `REPLCONF` follow the servers: an unknown *capability* is passed over, an unknown *option* is an error,
-//! which replicas call "non critical" and pass over too. What would change the payload (`rdb-only`, `rdb-filter-only`,
-//! `rdb-channel` …) is refused, because to say `+OK` would be to promise it.
+//! The options of `REPLCONF` follow the servers. An unknown *capability* is ignored. An unknown *option* is an error, which
+//! replicas call "non critical" and ignore. Options that would change the payload (`rdb-only`, `rdb-filter-only`,
+//! `rdb-channel` …) are refused, because `+OK` would promise the change.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -27,14 +27,15 @@ use super::Payload;
 use crate::resp::{self, CommandDecoder, Limits};
 use crate::{ReplId, text};
 
-/// Most bytes of answers that may wait to be written. A handshake needs some two hundred; a peer that asks on without
-/// reading is cut off.
+/// Limit on the bytes of answers that wait to be written. A handshake needs about two hundred bytes. A peer that keeps
+/// sending commands without reading the answers is disconnected.
 pub const OUTPUT_BYTES_MAX: usize = 64 * 1024;
 
-/// Longest text kept of what a replica tells about itself. `ip-address` is the longest: the servers allow 256 bytes.
+/// Limit on the length of a text that the replica sends about itself. `ip-address` is the longest: the servers allow
+/// 256 bytes.
 const FACT_BYTES_MAX: usize = 256;
 
-/// Most capabilities kept; the servers of today claim four.
+/// Limit on the number of capabilities that are kept. Current servers send four.
 const CAPABILITIES_MAX: usize = 16;
 
 /// The first byte of a TLS connection: a handshake record.
@@ -43,85 +44,85 @@ const TLS_HANDSHAKE: u8 = 0x16;
 /// How the machine treats its replica.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
-    /// What the replica must prove before the machine answers anything else.
+    /// What the replica must prove before the machine answers other commands.
     pub access: Access,
 }
 
 /// What a replica must prove.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub enum Access {
-    /// Nothing. Any `AUTH` is accepted, so that a replica may keep its `masterauth` setting.
+    /// Nothing. Any `AUTH` is accepted, so a replica can keep its `masterauth` setting.
     #[default]
     Open,
     /// The password of one user.
     User {
-        /// The user's name; `None` is the default user, whose name an `AUTH` may leave out.
+        /// The user's name. `None` is the default user, whose name can be omitted in `AUTH`.
         name: Option<String>,
         /// The user's password.
         password: String,
     },
-    /// A secret, under any user name or none. A replica with a `masteruser` setting sends that name with each password.
+    /// A secret, with or without a user name. A replica with a `masteruser` setting sends that name with each password.
     Secret(String),
 }
 
-/// What happened.
+/// Something that the replica did.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
-    /// The replica asks for data: answer with [`Server::full_resync`], [`Server::resume`], [`Server::postpone`] or
+    /// The replica asks for data. Answer with [`Server::full_resync`], [`Server::resume`], [`Server::postpone`] or
     /// [`Server::refuse`].
     Psync {
-        /// The history it holds; `None` when it holds none.
+        /// The history that the replica holds; `None` if it holds none.
         replid: Option<ReplId>,
-        /// The next byte it wants; -1 when it holds nothing.
+        /// The next byte that the replica wants; -1 if it holds no data.
         offset: i64,
     },
-    /// The replica holds the stream up to here. Several in a row may be told as one, the last.
+    /// The replica has the stream up to this offset. Several acknowledgements in a row may be merged into the last one.
     Ack {
         /// Last byte applied.
         offset: u64,
-        /// Last byte in its append-only file, where it has one.
+        /// Last byte in the replica's append-only file, if it has one.
         aof: Option<u64>,
     },
 }
 
-/// What the replica told about itself before it asked.
+/// What the replica said about itself before `PSYNC`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PeerFacts {
-    /// It can read a payload whose end is a mark.
+    /// The replica can read a payload that ends with a mark.
     pub eof: bool,
-    /// It understands `+CONTINUE <replid>`.
+    /// The replica understands `+CONTINUE <replid>`.
     pub psync2: bool,
-    /// Other capabilities it claims, as it spells them: `dual-channel`, `rdb-channel-repl`, `skip-rdb-checksum` …
+    /// Other capabilities, as the replica spells them: `dual-channel`, `rdb-channel-repl`, `skip-rdb-checksum` …
     pub capabilities: Vec<String>,
-    /// Port it serves clients on.
+    /// Port on which the replica serves clients.
     pub listening_port: Option<u16>,
-    /// Address it wishes to be known by (`replica-announce-ip`).
+    /// Address under which the replica wants to be known (`replica-announce-ip`).
     pub ip_address: Option<String>,
-    /// Its version; Valkey says it, Redis doesn't.
+    /// The replica's version. Valkey sends it, Redis does not.
     pub version: Option<String>,
 }
 
-/// The replica, or whoever it is, is at fault. The connection is of no more use.
+/// An error of the peer. The connection cannot be used any more.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// It broke the wire format.
+    /// The peer broke the wire format.
     #[error(transparent)]
     Resp(#[from] resp::Error),
-    /// It has `tls-replication yes`, and this connection is a plain one.
+    /// The replica has `tls-replication yes`, and this connection is not encrypted.
     #[error("the replica speaks TLS (tls-replication yes): give the listener a certificate, or set that to no")]
     Tls,
-    /// It sent a command where a replica only acknowledges.
+    /// The peer sent a command after `PSYNC` that is not an acknowledgement.
     #[error("the peer sent {command:?} after PSYNC: it is not a replica")]
     OutOfTurn {
-        /// The command's name, or its beginning.
+        /// The command's name, or the beginning of it.
         command: String,
     },
-    /// It asks and does not read the answers.
+    /// The peer sends commands and does not read the answers.
     #[error("the peer leaves more than {OUTPUT_BYTES_MAX} bytes of answers unread")]
     Flood,
 }
 
-/// The machine. Feed it, drain it, ask it, and answer its one question.
+/// The state machine of the primary's side: hand it input, write its output, and answer its [`Event::Psync`].
 ///
 /// ```
 /// use remora_redis::psync::server::{Event, Options, Server};
@@ -139,7 +140,7 @@ pub struct Server {
     authenticated: bool,
     refused_logins: u32,
     decoder: CommandDecoder,
-    /// Whether a first byte has come.
+    /// Whether a first byte was received.
     begun: bool,
     output: Vec<u8>,
     events: VecDeque<Event>,
@@ -151,17 +152,17 @@ enum Step {
     Talking,
     /// `PSYNC` waits for its answer.
     Asked,
-    /// `+FULLRESYNC` is said, the payload has not begun.
+    /// `+FULLRESYNC` was sent; the payload has not begun.
     Promised,
     Streaming,
     Failed(Error),
 }
 
-/// What goes back for one command: a status, or an error with its code.
+/// The answer to one command: a status, or an error with its code.
 type Answer = Result<&'static str, String>;
 
 impl Server {
-    /// Begins, silently: the replica speaks first.
+    /// Creates the machine. It has no output yet: the replica speaks first.
     pub fn new(options: Options) -> Server {
         Server {
             authenticated: options.access == Access::Open,
@@ -176,13 +177,13 @@ impl Server {
         }
     }
 
-    /// The bytes to write to the replica now; empty if none. After [`Server::payload`] or [`Server::resume`] they go out
-    /// before the first byte of payload or stream.
+    /// The bytes to write to the replica now; empty if there are none. After [`Server::payload`] or [`Server::resume`], write
+    /// them before the first byte of payload or stream.
     pub fn take_output(&mut self) -> Vec<u8> {
         std::mem::take(&mut self.output)
     }
 
-    /// Takes what was read. After an error there is only that error.
+    /// Handles bytes that were read from the peer. After an error, every call returns that error.
     pub fn handle_input(&mut self, bytes: &[u8]) -> Result<(), Error> {
         if let Step::Failed(error) = &self.step {
             return Err(error.clone());
@@ -194,27 +195,27 @@ impl Server {
         outcome
     }
 
-    /// What happened since the last time, oldest first.
+    /// The next event, oldest first.
     pub fn poll_event(&mut self) -> Option<Event> {
         self.events.pop_front()
     }
 
-    /// What the replica told about itself so far.
+    /// What the replica has said about itself so far.
     pub fn peer(&self) -> &PeerFacts {
         &self.peer
     }
 
-    /// Whether the replica has proved what [`Options::access`] asks for.
+    /// Whether the replica has proved what [`Options::access`] requires.
     pub fn is_authenticated(&self) -> bool {
         self.authenticated
     }
 
-    /// How many times the replica sent `AUTH` with a wrong user or password.
+    /// Number of `AUTH` commands with a wrong user or password.
     pub fn refused_logins(&self) -> u32 {
         self.refused_logins
     }
 
-    /// Answers `PSYNC` with a promise: a snapshot of this history, which contains the stream up to and with `offset`.
+    /// Answers `PSYNC` by announcing a snapshot of this history, which contains the stream up to and including `offset`.
     ///
     /// # Panics
     /// If no `PSYNC` waits for an answer.
@@ -225,10 +226,10 @@ impl Server {
         }
     }
 
-    /// Keeps the promise: the next byte that the driver writes is the payload's first.
+    /// Begins the announced snapshot: the next byte that the driver writes is the payload's first.
     ///
     /// # Panics
-    /// If there is no promise to keep, or the payload ends with a mark and the replica can't read that
+    /// If no snapshot was announced, or if the payload ends with a mark and the replica cannot read that
     /// ([`PeerFacts::eof`]).
     pub fn payload(&mut self, payload: &Payload) {
         if self.answering("payload", &[Step::Promised]) {
@@ -239,7 +240,7 @@ impl Server {
         }
     }
 
-    /// Answers `PSYNC` with the stream: the next byte that the driver writes is the one asked for.
+    /// Answers `PSYNC` with the stream: the next byte that the driver writes is the byte that the replica asked for.
     ///
     /// # Panics
     /// If no `PSYNC` waits for an answer.
@@ -253,8 +254,8 @@ impl Server {
         }
     }
 
-    /// Shows the replica that we live, while it waits for an answer or a payload. Does nothing at any other time, so that a
-    /// timer may call it blindly; nor while other bytes wait to be written, which show as much.
+    /// Sends a line feed to a replica that waits for an answer or a payload, so that it does not time out. Does nothing in
+    /// any other state, or while other output waits to be written. A timer can call it at any time.
     pub fn keep_alive(&mut self) {
         let waiting = matches!(self.step, Step::Asked | Step::Promised);
         if waiting && self.output.is_empty() {
@@ -262,10 +263,10 @@ impl Server {
         }
     }
 
-    /// Answers `PSYNC` (or breaks the promise) with an error. The replica gives up this connection and begins anew.
+    /// Answers `PSYNC`, or ends an announced snapshot, with an error. The replica closes this connection and starts over.
     ///
     /// # Panics
-    /// If nothing waits for an answer.
+    /// If no request waits for an answer.
     pub fn refuse(&mut self, text: &str) {
         if self.answering("refuse", &[Step::Asked, Step::Promised]) {
             self.say(&format!("-ERR {text}"));
@@ -273,20 +274,20 @@ impl Server {
         }
     }
 
-    /// Answers `PSYNC` with "not now": the replica tries again in a second, and does not fall back to `SYNC`, as it does
+    /// Answers `PSYNC` with "not now". The replica tries again in a second. It does not fall back to `SYNC`, as it does
     /// after [`Server::refuse`].
     ///
     /// # Panics
     /// If no `PSYNC` waits for an answer.
     pub fn postpone(&mut self, text: &str) {
         if self.answering("postpone", &[Step::Asked]) {
-            // The code that a replica without a link gives, hence the one that all versions take for temporary.
+            // The code of a replica whose own link is down. All versions treat it as temporary.
             self.say(&format!("-NOMASTERLINK {text}"));
             self.step = Step::Talking;
         }
     }
 
-    /// Whether an answer may be given now. False after the peer's failure, which the driver may not have seen yet.
+    /// Whether an answer is allowed now. False after an error of the peer, which the driver may not have seen yet.
     fn answering(&self, call: &str, allowed: &[Step]) -> bool {
         if let Step::Failed(_) = self.step {
             return false;
@@ -328,7 +329,7 @@ impl Server {
                     Err(error) => Err(error),
                 }
             }
-            _ if is("SYNC") => Err("ERR only PSYNC is spoken here".into()),
+            _ if is("SYNC") => Err("ERR SYNC is not supported here; use PSYNC".into()),
             _ => Err(format!("ERR unknown command '{}'", text::excerpt(name))),
         };
         match answer {
@@ -338,8 +339,8 @@ impl Server {
         Ok(())
     }
 
-    /// After `PSYNC` replicas only acknowledge. Other options of `REPLCONF` are passed over: an answer would land in the
-    /// middle of the stream.
+    /// Handles a command after `PSYNC`, when replicas only acknowledge. Other options of `REPLCONF` are ignored: an answer
+    /// would be written into the middle of the stream.
     fn handle_late(&mut self, name: &[u8], args: &[Vec<u8>]) -> Result<(), Error> {
         if !name.eq_ignore_ascii_case(b"REPLCONF") {
             return Err(Error::OutOfTurn { command: text::excerpt(name) });
@@ -351,7 +352,7 @@ impl Server {
         Ok(())
     }
 
-    /// An acknowledgement contains all earlier ones, so the queue never holds two in a row.
+    /// Queues an acknowledgement. It includes all earlier ones, so the queue never holds two in a row.
     fn replace_or_push(&mut self, event: Event) {
         match self.events.back_mut() {
             Some(last @ Event::Ack { .. }) => *last = event,
@@ -369,7 +370,7 @@ impl Server {
             Access::Open => return Ok("OK"),
             Access::User { name, password: wanted } => {
                 let name = name.as_deref().unwrap_or("default").as_bytes();
-                // Both are always compared, so the time does not tell which of them was wrong.
+                // Both are always compared, so the time does not reveal which of them was wrong.
                 same(user, name) & same(password, wanted.as_bytes())
             }
             Access::Secret(wanted) => same(password, wanted.as_bytes()),
@@ -399,7 +400,7 @@ impl Server {
             b"ip-address" => self.peer.ip_address = Some(fact(value)?),
             b"version" => self.peer.version = Some(fact(value)?),
             b"capa" => self.handle_capability(value),
-            // A question to a replica, which we are not.
+            // A request to a replica, and this process is not one.
             b"getack" => {}
             b"rdb-only" | b"rdb-channel" if value == b"0" => {}
             b"rdb-only" | b"rdb-channel" | b"rdb-filter-only" | b"set-rdb-client-id" | b"main-ch-client-id" => {
@@ -426,10 +427,10 @@ impl Server {
 
     fn handle_psync(&mut self, replid: &[u8], offset: &[u8], rest: &[Vec<u8>]) -> Result<(), String> {
         if !rest.is_empty() {
-            return Err("ERR PSYNC FAILOVER: there is no server here that could take over".into());
+            return Err("ERR PSYNC FAILOVER: this process is not a server and cannot take over".into());
         }
         let offset = text::decimal_i64(offset).ok_or("ERR value is not an integer or out of range")?;
-        // As to a server, a name that is no name is one that we don't know: a full resync.
+        // As in a server, an invalid replid is treated like an unknown one: full resync.
         let replid = ReplId::parse(replid).ok();
         self.events.push_back(Event::Psync { replid, offset });
         self.step = Step::Asked;
@@ -442,7 +443,7 @@ impl Server {
     }
 }
 
-/// Without passwords and secrets.
+/// Hides passwords and secrets.
 impl fmt::Debug for Access {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -463,7 +464,7 @@ fn parse_ack(args: &[Vec<u8>]) -> Option<Event> {
     Some(Event::Ack { offset: number(b"ack")?, aof: number(b"fack") })
 }
 
-/// Something short that a replica says about itself.
+/// A short text that the replica sends about itself.
 fn fact(value: &[u8]) -> Result<String, String> {
     if value.len() > FACT_BYTES_MAX {
         return Err(format!("ERR REPLCONF value is too long: {} bytes", value.len()));
@@ -471,7 +472,7 @@ fn fact(value: &[u8]) -> Result<String, String> {
     Ok(String::from_utf8_lossy(value).into_owned())
 }
 
-/// Compares in a time that depends on the lengths only, not on where the first difference is.
+/// Compares in a time that depends on the lengths only, not on the position of the first difference.
 fn same(given: &[u8], wanted: &[u8]) -> bool {
     let differences = given.iter().zip(wanted).fold(0, |all, (a, b)| all | (a ^ b));
     given.len() == wanted.len() && std::hint::black_box(differences) == 0

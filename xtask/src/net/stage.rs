@@ -1,4 +1,4 @@
-//! What `up` puts up: hosts, a filled primary with its source, empty servers with their replica agents. It stays, and does as it is told.
+//! What `up` starts: hosts, a filled primary with its source, empty servers with their replica agents. It stays and executes commands.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -9,21 +9,21 @@ use std::time::Duration;
 use remora_bench::sync::{Program, Result};
 use remora_lab::{Agent, BitRate, Host, Kind, Loss, Net, Server, Shape, scratch};
 
-use super::talk::{Desk, Order};
+use super::talk::{CommandListener, Order};
 
-/// What is to be put up.
+/// What to start.
 pub(super) struct Plan {
     pub(super) replicas: u8,
     pub(super) rate: BitRate,
     pub(super) kind: Kind,
-    /// MiB.
+    /// In MiB.
     pub(super) values: u64,
     pub(super) agents: bool,
 }
 
-/// Puts it up, and takes orders until it is told to end.
+/// Starts everything, and executes commands until one of them ends it.
 pub(super) fn put_up(plan: &Plan) -> Result<()> {
-    let desk = Desk::open()?;
+    let desk = CommandListener::open()?;
     let program = Program::build()?;
     let folder = scratch::folder("net")?;
     let net = Net::new()?;
@@ -40,9 +40,9 @@ pub(super) fn put_up(plan: &Plan) -> Result<()> {
         stage.start_agents(&program, folder.path(), plan.values)?;
     }
     print!("{}", stage.describe()?);
-    println!("stop by Ctrl-C, or `xtask net down`; `xtask net --help` says what else it can be told");
+    println!("stop with Ctrl-C or `xtask net down`; `xtask net --help` lists the other commands");
     while !stage.is_over {
-        desk.serve(|order| stage.obey(order).map_err(|error| error.to_string()))?;
+        desk.serve(|order| stage.execute(order).map_err(|error| error.to_string()))?;
         stage.look_after()?;
         thread::sleep(LOOK_EVERY);
     }
@@ -60,12 +60,12 @@ struct Station {
     host: Host,
     server: Server,
     agent: Option<Agent>,
-    /// Whether its agent's last words have been shown.
+    /// Whether the output of its ended agent has been shown.
     has_told: bool,
     cable: Cable,
 }
 
-/// A cable as it was last told to be.
+/// The present state of a cable.
 struct Cable {
     rate: Option<BitRate>,
     percent: f64,
@@ -123,7 +123,7 @@ impl Stage {
         Ok(text)
     }
 
-    fn obey(&mut self, order: Order) -> Result<String> {
+    fn execute(&mut self, order: Order) -> Result<String> {
         match order {
             Order::Hosts => return self.describe(),
             Order::Where(name) => return Ok(self.station(&name)?.host.namespace_path()),
@@ -145,7 +145,7 @@ impl Stage {
             }
             Order::Lossy(name, percent) => {
                 let station = self.station(&name)?;
-                station.host.lossy(Loss::percent(percent).ok_or("no share of a hundred")?)?;
+                station.host.lossy(Loss::percent(percent).ok_or("not a percentage from 0 to 100")?)?;
                 station.cable.percent = percent;
             }
         }
@@ -158,7 +158,7 @@ impl Stage {
         Ok(found.ok_or_else(|| format!("no host {name:?}; there are {}", names.join(", ")))?)
     }
 
-    /// Says what an agent said that has ended. A primary or its source that is gone ends everything.
+    /// Prints the output of an agent that has ended. If the primary or its source has ended, everything ends.
     fn look_after(&mut self) -> Result<()> {
         self.primary()?.server.client()?.text(&["PING"])?;
         for (number, station) in self.hosts.iter_mut().enumerate() {
@@ -177,13 +177,13 @@ impl Stage {
     }
 }
 
-/// The port of a source unless told otherwise; on a host of its own it is free.
+/// The default port of a source; on a separate host it is free.
 const SOURCE_PORT: u16 = 7379;
 
 /// The source touches its memory before it is ready.
 const START_TIME: Duration = Duration::from_secs(60);
 
-/// How often orders are taken and agents looked at.
+/// How often commands are accepted and agents are checked.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 #[cfg(test)]
@@ -206,19 +206,19 @@ mod tests {
             Stage { hosts: vec![Station { host, server, agent: None, has_told: false, cable }], is_over: false };
         let name = || "primary".to_owned();
         for order in [Order::Slow(name(), Some(100_000_000)), Order::Lossy(name(), 1.5), Order::Cut(name())] {
-            stage.obey(order).unwrap();
+            stage.execute(order).unwrap();
         }
         assert!(stage.describe().unwrap().contains("100 Mb/s, loses 1.5 %, CUT"), "{}", stage.describe().unwrap());
         for order in [Order::Slow(name(), None), Order::Lossy(name(), 0.0), Order::Heal(name())] {
-            stage.obey(order).unwrap();
+            stage.execute(order).unwrap();
         }
         assert!(stage.describe().unwrap().contains(" free "), "{}", stage.describe().unwrap());
-        assert!(stage.obey(Order::Cut("nobody".into())).unwrap_err().to_string().contains("there are primary"));
+        assert!(stage.execute(Order::Cut("unknown".into())).unwrap_err().to_string().contains("there are primary"));
     }
 
     #[test]
     fn an_order_is_carried_out_and_answered_by_the_process_that_holds_the_hosts() {
-        let desk = Desk::open().unwrap();
+        let desk = CommandListener::open().unwrap();
         let asking = thread::spawn(|| {
             super::super::talk::ask(&Order::Slow("a".into(), None)).map_err(|error| error.to_string())
         });
@@ -233,6 +233,6 @@ mod tests {
         }
         assert_eq!(asking.join().unwrap(), Ok("done\n".to_owned()));
         assert_eq!(seen, [Order::Slow("a".into(), None)]);
-        assert!(Desk::open().is_err(), "two took orders at once");
+        assert!(CommandListener::open().is_err(), "two processes accepted commands at once");
     }
 }

@@ -1,4 +1,4 @@
-//! One line to the process that holds the hosts, and its answer: JSON, by a unix socket whose name is in no file system.
+//! One line to the process that holds the hosts, and its answer. Both are JSON, over an abstract unix socket.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::linux::net::SocketAddrExt;
@@ -9,39 +9,40 @@ use std::time::Duration;
 use remora_bench::sync::Result;
 use serde::{Deserialize, Serialize};
 
-/// What can be asked of it.
+/// A command to that process.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) enum Order {
     Hosts,
     Cut(String),
     Heal(String),
-    /// Bits per second; `None`: free.
+    /// Bits per second; `None` for no limit.
     Slow(String, Option<u64>),
-    /// Percent.
+    /// Percentage.
     Lossy(String, f64),
-    /// The path of the host's network namespace.
+    /// Asks for the path of the host's network namespace.
     Where(String),
     Down,
 }
 
-/// Its answer: words for people, or the path that [`Order::Where`] asks for.
+/// The answer: text for the user, or the path that [`Order::Where`] asks for.
 pub(super) type Answer = std::result::Result<String, String>;
 
-/// Asks, and waits for the answer.
+/// Sends a command and waits for the answer.
 pub(super) fn ask(order: &Order) -> Result<String> {
-    let missing = |error| format!("nobody holds a test network here ({error}); start one by `xtask net up`, as root");
+    let missing = |error| format!("no test network is running here ({error}); start one with `xtask net up`, as root");
     let mut line = UnixStream::connect_addr(&name()?).map_err(missing)?;
     line.set_read_timeout(Some(ANSWER_TIME))?;
     writeln!(line, "{}", serde_json::to_string(order)?)?;
     let mut answer = String::new();
     line.read_to_string(&mut answer).map_err(|error| {
-        format!("no answer within {ANSWER_TIME:?} ({error}): it may still be put up, and yet do as it was told")
+        format!("no answer within {ANSWER_TIME:?} ({error}): the network may still be starting; the command may still be executed")
     })?;
-    let answer: Answer = serde_json::from_str(&answer).map_err(|error| format!("it answered {answer:?}: {error}"))?;
+    let answer: Answer =
+        serde_json::from_str(&answer).map_err(|error| format!("invalid answer {answer:?}: {error}"))?;
     Ok(answer?)
 }
 
-/// Runs a command there, as a shell would: its input and output are ours.
+/// Runs a command on the host, with this process's input and output.
 pub(super) fn run_there(host: &str, command: &[String]) -> Result<()> {
     let path = ask(&Order::Where(host.into()))?;
     let status = Command::new("nsenter").arg(format!("--net={path}")).arg("--").args(command).status();
@@ -49,21 +50,21 @@ pub(super) fn run_there(host: &str, command: &[String]) -> Result<()> {
     if status.success() { Ok(()) } else { Err(format!("{} on {host}: {status}", command.join(" ")).into()) }
 }
 
-/// Where orders are taken.
-pub(super) struct Desk(UnixListener);
+/// Where commands are accepted.
+pub(super) struct CommandListener(UnixListener);
 
-impl Desk {
-    /// Fails if there is one already on this machine.
-    pub(super) fn open() -> Result<Desk> {
+impl CommandListener {
+    /// Fails if a test network is already running on this machine.
+    pub(super) fn open() -> Result<CommandListener> {
         let taken = |error| {
-            format!("could not take orders ({error}): another `xtask net up` is running? `xtask net down` ends it")
+            format!("cannot accept commands ({error}): is another `xtask net up` running? `xtask net down` ends it")
         };
         let listener = UnixListener::bind_addr(&name()?).map_err(taken)?;
         listener.set_nonblocking(true)?;
-        Ok(Desk(listener))
+        Ok(CommandListener(listener))
     }
 
-    /// Answers whoever has asked meanwhile, if he is root as we are. Never waits longer than [`ORDER_TIME`] for one.
+    /// Answers the waiting commands of clients that are root. Waits at most [`ORDER_TIME`] for each.
     pub(super) fn serve(&self, mut answer: impl FnMut(Order) -> Answer) -> Result<()> {
         loop {
             let mut line = match self.0.accept() {
@@ -71,7 +72,7 @@ impl Desk {
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return Ok(()),
                 Err(error) => return Err(error.into()),
             };
-            // One who asks badly, or goes away, harms himself alone.
+            // A malformed or aborted command harms only its own client.
             let _ = serve_one(&mut line, &mut answer);
         }
     }
@@ -84,24 +85,24 @@ fn serve_one(line: &mut UnixStream, answer: &mut impl FnMut(Order) -> Answer) ->
     let told = if peer.uid == rustix::process::geteuid() {
         let mut text = String::new();
         BufReader::new((&*line).take(LONGEST_ORDER)).read_line(&mut text)?;
-        serde_json::from_str(&text).map_err(|error| format!("not understood: {error}")).and_then(answer)
+        serde_json::from_str(&text).map_err(|error| format!("invalid command: {error}")).and_then(answer)
     } else {
-        Err("only root may ask that".into())
+        Err("only root can send commands".into())
     };
     line.write_all(serde_json::to_string(&told)?.as_bytes())?;
     Ok(())
 }
 
-/// In Linux's abstract namespace: it goes with the process that holds it.
+/// In Linux's abstract namespace: the name disappears with the process.
 fn name() -> Result<SocketAddr> {
     Ok(SocketAddr::from_abstract_name(b"remora-test-network")?)
 }
 
-/// How long the answer may take: `ip` and `tc` are called for it.
+/// Time limit for an answer, which calls `ip` and `tc`.
 const ANSWER_TIME: Duration = Duration::from_secs(30);
 
-/// How long the line may take once its sender has connected.
+/// Time limit for the line once its sender has connected.
 const ORDER_TIME: Duration = Duration::from_millis(500);
 
-/// Bytes of a line: a host's name and a number.
+/// Limit on the bytes of a line: a host's name and a number.
 const LONGEST_ORDER: u64 = 4096;

@@ -1,15 +1,15 @@
-//! `remora-bench report`: tables and plots out of kept runs, into the page that shows them.
+//! `remora-bench report`: writes tables and plots from kept runs into the benchmarks page.
 //!
-//! The page is written by hand but for what lies between two comments of a name, which is written here:
+//! The page is written by hand, except for the text between two comments of a name:
 //!
 //! ```text
-//!   <!-- begin sync -->      tables and pictures, made again by every `remora-bench report`
+//!   <!-- begin sync -->      tables and plots, written by every `remora-bench report`
 //!   <!-- end sync -->
 //! ```
 //!
-//! Of each label the newest kept run is shown; runs of different labels stand beside each other.
+//! The newest kept run of each label is shown; runs of different labels are shown beside each other.
 //!
-//! - [`tables`]: Markdown. [`targets`]: what was to be reached, and whether it was. [`plots`]: SVG.
+//! - [`tables`]: Markdown. [`targets`]: the targets, and whether they were reached. [`plots`]: SVG.
 
 pub mod plots;
 pub mod tables;
@@ -22,13 +22,13 @@ use super::kept::{self, Kept};
 use super::{devices, feel, scaling, syncs};
 use crate::sync::Result;
 
-/// What can be typed.
+/// Command-line arguments.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
-    /// Where runs are kept.
+    /// Folder of the kept runs.
     #[arg(long, default_value = "bench/runs")]
     pub runs: PathBuf,
-    /// The page.
+    /// The page to update.
     #[arg(long, default_value = "docs/benchmarks.md")]
     pub page: PathBuf,
     /// Folder for the plots, beside the page.
@@ -36,10 +36,10 @@ pub struct Options {
     pub plots: PathBuf,
 }
 
-/// Runs it.
+/// Runs the subcommand.
 ///
 /// # Errors
-/// A kept run can't be read, a file not be written, or the page lacks a pair of comments.
+/// A kept run cannot be read, a file not be written, or the page lacks a pair of comments.
 pub fn run(options: &Options) -> Result<bool> {
     let page = fs::read_to_string(&options.page)
         .map_err(|error| format!("could not read {}: {error}", options.page.display()))?;
@@ -68,14 +68,14 @@ pub fn run(options: &Options) -> Result<bool> {
     Ok(true)
 }
 
-/// How a part of the page is put together.
+/// What the parts of the page need.
 struct Section {
-    /// From the page's folder to the runs and the plots.
+    /// Paths from the page's folder to the runs and the plots.
     to_runs: PathBuf,
     to_plots: PathBuf,
 }
 
-/// A plot's title and the file's name.
+/// A plot's title and the name of its file.
 pub type Plot = (String, String);
 
 impl Section {
@@ -84,7 +84,7 @@ impl Section {
         Section { to_runs: way(folder, &options.runs), to_plots: way(folder, &options.plots) }
     }
 
-    /// Plots, tables, where it all comes from, and what its runs had to say.
+    /// Plots, tables, links to the runs, and the runs' notes.
     fn text<P>(&self, runs: &[(PathBuf, Kept<P>)], tables: String, plots: &[Plot]) -> String {
         if runs.is_empty() {
             return "Not measured yet.".into();
@@ -114,14 +114,14 @@ fn bare<P>(runs: &[(PathBuf, Kept<P>)]) -> Vec<&Kept<P>> {
     runs.iter().map(|(_, kept)| kept).collect()
 }
 
-/// From a folder to a file, both relative to the same place, with no `..` inside them.
+/// The path from a folder to a file, both relative to the same place, without `..` inside them.
 fn way(from: &Path, to: &Path) -> PathBuf {
     let shared = from.components().zip(to.components()).take_while(|(one, other)| one == other).count();
     let up = from.components().skip(shared).map(|_| "..");
     up.map(PathBuf::from).chain(to.components().skip(shared).map(|part| PathBuf::from(part.as_os_str()))).collect()
 }
 
-/// Puts `text` between the comments of that name.
+/// Replaces the text between the comments of that name.
 fn splice(page: &str, name: &str, text: &str) -> Result<String> {
     let (begin, end) = (format!("<!-- begin {name} -->\n"), format!("<!-- end {name} -->"));
     let cut = || {
@@ -138,7 +138,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_by_hand_stays() {
+    fn text_written_by_hand_stays() {
         let page = "# Words\n<!-- begin sync -->\nold\n<!-- end sync -->\nmore words\n";
         let new = splice(page, "sync", "new\n").unwrap();
         assert_eq!(new, "# Words\n<!-- begin sync -->\n\nnew\n\n<!-- end sync -->\nmore words\n");

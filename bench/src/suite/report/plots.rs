@@ -12,7 +12,7 @@ use crate::suite::points::name_of;
 use crate::suite::{Kept, feel, scaling, syncs};
 use crate::sync::{Method, Result};
 
-/// A plot in the making.
+/// A plot before it is drawn.
 struct Picture<'a> {
     title: &'a str,
     x: &'a str,
@@ -23,7 +23,7 @@ struct Picture<'a> {
     lines: Vec<Line<'static>>,
 }
 
-/// Time and bytes against the number of replicas, for each network.
+/// Draws time and bytes against the number of replicas, for each network.
 ///
 /// # Errors
 /// A file could not be written.
@@ -48,7 +48,7 @@ pub fn sync(runs: &[&Kept<syncs::Point>], folder: &Path) -> Result<Vec<Plot>> {
     Ok(plots)
 }
 
-/// The 99th percentile against the number of replicas, for each group of clients.
+/// Draws the 99th percentile against the number of replicas, for each group of clients.
 ///
 /// # Errors
 /// A file could not be written.
@@ -65,7 +65,7 @@ pub fn feel(runs: &[&Kept<feel::Point>], folder: &Path) -> Result<Vec<Plot>> {
         let of = || cells.iter().filter(|cell| key(cell) == group);
         let [server, network, clients, label] = &group;
         let line = |method: Method| {
-            // Without replicas all methods are the same.
+            // Without replicas all methods are equal.
             let points = of().filter(|cell| cell.first.method.is_none_or(|other| other == method));
             let points: Vec<(f64, f64)> =
                 points.map(|cell| (cell.first.replicas as f64, cell.median(|point| point.felt.p99))).collect();
@@ -81,7 +81,7 @@ pub fn feel(runs: &[&Kept<feel::Point>], folder: &Path) -> Result<Vec<Plot>> {
     Ok(plots)
 }
 
-/// Seconds against the size of the data set, and of the values.
+/// Draws seconds against the size of the data set, and of the values.
 ///
 /// # Errors
 /// A file could not be written.
@@ -133,7 +133,7 @@ impl<'a> Picture<'a> {
         Ok((self.title.to_owned(), file.to_owned()))
     }
 
-    /// From 0, or on a scale of powers from a bit below the least, to a bit above the most.
+    /// An axis from 0, or a logarithmic one from a bit below the least value to a bit above the greatest.
     fn axis(&self, name: &'a str, figure: fn(&(f64, f64)) -> f64, is_log: bool) -> Axis<'a> {
         let figures =
             || self.lines.iter().flat_map(|line| &line.points).map(figure).filter(|figure| figure.is_finite());
@@ -144,13 +144,13 @@ impl<'a> Picture<'a> {
     }
 }
 
-/// A file's name out of words.
+/// A file name from words.
 fn slug(words: &str) -> String {
     let plain = words.to_lowercase().replace(|letter: char| !letter.is_ascii_alphanumeric(), "-");
     plain.split('-').filter(|part| !part.is_empty()).collect::<Vec<_>>().join("-")
 }
 
-/// In the order of the methods: theirs grey to black, the copiers brown, ours in colour. A method beyond them is black.
+/// Colours in the order of the methods: the servers' own grey to black, the copiers brown, ours in colour. Further methods are black.
 const COLOURS: [RGBColor; 13] = [
     RGBColor(190, 190, 190),
     RGBColor(130, 130, 130),

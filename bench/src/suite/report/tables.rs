@@ -1,4 +1,4 @@
-//! The tables, as Markdown, out of kept figures.
+//! The tables, as Markdown, from kept figures.
 
 use std::fmt::Write as _;
 
@@ -11,12 +11,12 @@ use crate::sync::Method;
 
 /// Figures that are compared with one another: of one server, one network, one size, one run.
 pub(super) struct Group<'a> {
-    /// The run's.
+    /// The run's label.
     pub(super) label: &'a str,
     pub(super) server: &'a str,
     pub(super) network: &'a str,
     pub(super) bytes: u64,
-    /// iperf3's word, in bytes per second.
+    /// The rate measured by iperf3, in bytes per second.
     pub(super) link: Option<f64>,
     pub(super) points: Vec<&'a syncs::Point>,
 }
@@ -53,7 +53,7 @@ impl Group<'_> {
         numbers
     }
 
-    /// Methods, in the order in which all tables have them.
+    /// Methods, in the order of all tables.
     pub(super) fn methods(&self) -> Vec<Method> {
         order().filter(|method| self.points.iter().any(|point| point.method == *method)).collect()
     }
@@ -72,7 +72,7 @@ impl Group<'_> {
         self.spread(method, replicas, |point| point.seconds)
     }
 
-    /// The own replication that takes the least time.
+    /// The server's own replication with the shortest time.
     pub(super) fn best_own(&self, replicas: usize) -> Option<Method> {
         let own = self.methods().into_iter().filter(|method| method.is_own());
         let medians = own.filter_map(|method| Some((method, self.seconds(method, replicas)?.median)));
@@ -128,14 +128,14 @@ impl Group<'_> {
     }
 }
 
-/// `sync`.
+/// The tables of `sync`.
 pub fn sync(runs: &[&Kept<syncs::Point>]) -> String {
     let mut out = String::from(SYNC_EXPLAINED);
     groups(runs).iter().for_each(|group| group.table(&mut out));
     out
 }
 
-/// `devices`.
+/// The table of `devices`.
 pub fn devices(runs: &[&Kept<devices::Point>]) -> String {
     let mut out = String::from("| device | tool | MB/s: median | least | most |\n|---|---|---:|---:|---:|\n");
     let Some(newest) = runs.last() else { return out };
@@ -156,9 +156,9 @@ pub fn devices(runs: &[&Kept<devices::Point>]) -> String {
     out
 }
 
-/// What was felt under the same circumstances, round by round.
+/// What clients noticed under the same circumstances, round by round.
 pub(super) struct Cell<'a> {
-    /// The run's.
+    /// The run's label.
     pub(super) label: &'a str,
     pub(super) first: &'a feel::Point,
     pub(super) points: Vec<&'a feel::Point>,
@@ -198,7 +198,7 @@ fn cell_key(point: &feel::Point) -> CellKey<'_> {
     (server, network, clients, *bytes, *asked, *replicas, *method)
 }
 
-/// `feel`.
+/// The tables of `feel`.
 pub fn feel(runs: &[&Kept<feel::Point>]) -> String {
     let mut out = String::from(FEEL_EXPLAINED);
     let mut title = String::new();
@@ -206,7 +206,8 @@ pub fn feel(runs: &[&Kept<feel::Point>]) -> String {
         let feel::Point { server, network, clients, bytes, asked, method, replicas, .. } = cell.first;
         let mib = *bytes as f64 / f64::from(1 << 20);
         let label = if cell.label.is_empty() { String::new() } else { format!(", run {}", cell.label) };
-        let this = format!("{server}, {network}, {mib:.0} MiB, {clients} clients asking {asked} a second{label}");
+        let this =
+            format!("{server}, {network}, {mib:.0} MiB, {clients} clients sending {asked} commands a second{label}");
         if title != this {
             let _ = writeln!(out, "\n### {this}\n\n{FEEL_HEAD}");
             title = this;
@@ -226,7 +227,7 @@ pub fn feel(runs: &[&Kept<feel::Point>]) -> String {
     out
 }
 
-/// `scaling`.
+/// The tables of `scaling`.
 pub fn scaling(runs: &[&Kept<scaling::Point>]) -> String {
     let mut out = String::from(SCALING_EXPLAINED);
     let Some(newest) = runs.last() else { return out };
@@ -277,7 +278,7 @@ fn slopes(out: &mut String, points: &[&scaling::Point]) {
     }
 }
 
-/// Slope and height at 0 of the line nearest to the points; `None` for fewer than two different places.
+/// Slope and intercept of the least-squares line; `None` for fewer than two different x values.
 fn line_through(points: &[(f64, f64)]) -> Option<(f64, f64)> {
     let count = points.len() as f64;
     let (x, y) = (points.iter().map(|p| p.0).sum::<f64>() / count, points.iter().map(|p| p.1).sum::<f64>() / count);
@@ -301,17 +302,17 @@ fn with_range(spread: Spread) -> String {
     format!("{:.2} ({:.2}–{:.2})", spread.median, spread.low, spread.high)
 }
 
-/// The order of methods in every table, which is that of their definition: theirs, the copiers, ours.
+/// The order of methods in every table: the servers' own, the copiers, ours, as in their definition.
 pub(super) fn order() -> impl Iterator<Item = Method> {
     Method::value_variants().iter().copied()
 }
 
 const SYNC_EXPLAINED: &str = "\
-Medians over the rounds, in brackets the least and the most. *ratio*: against the best of the server's own replication at the same N. The four
-phases (snapshot / transfer / load / catch-up) are those of the last replica and add up to its time; who loads while the bytes arrive has its
-loading in *transfer*. *out*: bytes out of the primary's host by its cable, all programs together (on loopback: out of the primary's process),
-and as a multiple of the data set. *CPU*: of the primary and its fork child. *memory*: the most that the primary had of its own, and that the
-source agent had beside it, its table included.
+Medians over the rounds, in brackets the least and the greatest value. *ratio*: against the best of the server's own replication at the
+same N. The four phases (snapshot / transfer / load / catch-up) are those of the last replica and add up to its time. If the server loads
+while the bytes arrive, its loading is in *transfer*. *out*: bytes out of the primary's host over its cable, of all programs (on loopback:
+out of the primary's process), and as a multiple of the data set. *CPU*: of the primary and its fork child. *memory*: the peak of the
+primary's private memory, and of the source agent beside it, including its table.
 ";
 
 const SYNC_HEAD: &str = "\
@@ -319,16 +320,15 @@ const SYNC_HEAD: &str = "\
 |---:|---|---:|---:|---:|---|---:|---:|---:|---:|---:|---|";
 
 const FEEL_EXPLAINED: &str = "\
-GETs and, one in ten, SETs of 1 KiB at a steady rate, from before the first replica was told until the last was in step; medians over the
-rounds. A command that was due while the one before was still out counts from when it was due.
+GETs, and one SET in ten commands, of 1 KiB at a steady rate, from before the first replica began until the last had caught up; medians
+over the rounds. A command that was due while the previous one was unanswered counts from when it was due.
 ";
 
 const FEEL_HEAD: &str = "\
 | N | while | sync s | answered/s | p50 ms | p99 ms | p99.9 ms | most ms |
 |---:|---|---:|---:|---:|---:|---:|---:|";
 
-const SCALING_EXPLAINED: &str =
-    "Medians over the rounds, in brackets the least and the most. *others*: the replica's server and all agents.\n";
+const SCALING_EXPLAINED: &str = "Medians over the rounds, in brackets the least and the greatest value. *others*: the replica's server and all agents.\n";
 
 const SCALING_HEAD: &str = "\
 | method | GiB | values of | wall s | s/GiB | primary CPU s/GiB | others CPU s/GiB | primary MiB | source MiB |
@@ -387,7 +387,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn replicas_that_differ_are_shouted_about() {
+    fn replicas_that_differ_are_marked_clearly() {
         let mut wrong = point(Method::OwnBest, 1, 0, 8.0, 1);
         wrong.equal = Some(false);
         assert!(sync(&[&kept(vec![wrong])]).contains("**NO**"));

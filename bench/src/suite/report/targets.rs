@@ -1,4 +1,4 @@
-//! What was to be reached, and whether it was: ratios within one run, as medians over its rounds.
+//! The targets, and whether they were reached: ratios within one run, as medians over its rounds.
 
 use std::fmt::Write as _;
 
@@ -7,7 +7,7 @@ use crate::Spread;
 use crate::suite::{Kept, feel, syncs};
 use crate::sync::Method;
 
-/// One target and what came of it.
+/// One target and its ratios.
 struct Target {
     what: String,
     where_: String,
@@ -21,7 +21,7 @@ enum Bound {
     Least(f64),
 }
 
-/// All targets that these runs can tell of, as a table.
+/// All targets for which these runs have figures, as a table.
 pub(super) fn table(syncs: &[&Kept<syncs::Point>], felt: &[&Kept<feel::Point>]) -> String {
     let mut out =
         String::from("| target | where | bound | reached: median (least–most) | |\n|---|---|---:|---:|---|\n");
@@ -61,7 +61,7 @@ impl Group<'_> {
         let best = self.best_own(3);
         let against = best.and_then(|best| self.ratio((Method::RemoraRelay, 3), (best, 3), |point| point.seconds));
         add("3 replicas with relay against the server's own best".into(), against, Bound::Most(OWN_MOST));
-        // What a single replica does is the same with relay and without; the figures of both count.
+        // A single replica behaves the same with relay and without; the figures of both count.
         for method in [Method::RemoraTcp, Method::RemoraRelay] {
             let rate = |point: &syncs::Point| point.bytes as f64 / point.transfer;
             let share = self.link.and_then(|link| self.spread(method, 1, |point| rate(point) / link));
@@ -74,7 +74,7 @@ impl Group<'_> {
         targets
     }
 
-    /// Round by round, where a round has both.
+    /// The ratios of the rounds that have both.
     fn ratio(
         &self,
         ours: (Method, usize),
@@ -89,7 +89,7 @@ impl Group<'_> {
     }
 }
 
-/// The 99th percentile that clients see while three replicas are made, ours against the best that the server does by itself.
+/// The 99th percentile that clients see while three replicas are made, ours against the best of the server's own replication.
 fn of_feeling(cells: &[Cell<'_>]) -> Vec<Target> {
     let key = |cell: &Cell<'_>| {
         let feel::Point { server, network, clients, bytes, replicas, .. } = cell.first;
@@ -98,7 +98,7 @@ fn of_feeling(cells: &[Cell<'_>]) -> Vec<Target> {
     let is_ours = |cell: &&Cell<'_>| cell.first.replicas == 3 && cell.first.method.is_some_and(Method::is_ours);
     let target = |ours: &Cell<'_>| {
         let own = cells.iter().filter(|cell| key(cell) == key(ours) && cell.first.method.is_some_and(Method::is_own));
-        // At its best for this very figure.
+        // The best for this figure.
         let p99 = |point: &feel::Point| point.felt.p99;
         let best = own.min_by(|one, other| one.median(p99).total_cmp(&other.median(p99)))?;
         let in_round = |round| best.points.iter().find(|point| point.round == round).map(|point| point.felt.p99);
@@ -106,7 +106,7 @@ fn of_feeling(cells: &[Cell<'_>]) -> Vec<Target> {
         let feel::Point { server, network, clients, .. } = ours.first;
         let method = ours.first.method.map_or("", Method::name);
         Some(Target {
-            what: format!("p99 while 3 replicas sync, {method}, against the own method that hurts least"),
+            what: format!("p99 while 3 replicas sync, {method}, against the best of the server's own methods"),
             where_: format!("{server}, {network}, {clients} clients"),
             ratio: Spread::of(ratios)?,
             bound: Bound::Most(FELT_MOST),
@@ -115,22 +115,22 @@ fn of_feeling(cells: &[Cell<'_>]) -> Vec<Target> {
     cells.iter().filter(is_ours).filter_map(target).collect()
 }
 
-/// So many replicas may take so many times as long as one.
+/// Target: the time of N replicas, in multiples of the time of one.
 const FLAT: [(usize, f64); 2] = [(3, 1.10), (8, 1.25)];
 
-/// Bytes out of the primary's host, as a multiple of the data set.
+/// Target: bytes out of the primary's host, in multiples of the data set.
 const SENT_MOST: f64 = 1.15;
 
-/// Those who are left when a relay is killed, against three that are let be.
+/// Target: the time of the remaining replicas when a relay is killed, against three undisturbed replicas.
 const KILLED_MOST: f64 = 1.15;
 
-/// Three replicas, against the server's own best.
+/// Target: three replicas, against the server's own best.
 const OWN_MOST: f64 = 0.45;
 
-/// One replica's transfer, as a share of what iperf3 gets out of the link.
+/// Target: one replica's transfer, as a share of the rate that iperf3 measures.
 const LINK_LEAST: f64 = 0.93;
 
-/// The 99th percentile that clients feel, against own replication.
+/// Target: the 99th percentile of clients, against the server's own replication.
 const FELT_MOST: f64 = 0.5;
 
 #[cfg(test)]
@@ -139,7 +139,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ratios_are_of_one_round_and_judged_by_their_median() {
+    fn ratios_are_of_one_round_and_checked_by_their_median() {
         let mut points = Vec::new();
         for (round, slow) in [1.0, 2.0, 4.0].into_iter().enumerate() {
             points.push(point(Method::RemoraRelay, 1, round, 10.0 * slow, 1_000_000_000));
