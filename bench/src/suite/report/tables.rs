@@ -206,7 +206,8 @@ pub fn feel(runs: &[&Kept<feel::Point>]) -> String {
         let feel::Point { server, network, clients, bytes, asked, method, replicas, .. } = cell.first;
         let mib = *bytes as f64 / f64::from(1 << 20);
         let label = if cell.label.is_empty() { String::new() } else { format!(", run {}", cell.label) };
-        let this = format!("{server}, {network}, {mib:.0} MiB, {clients} clients sending {asked} commands a second{label}");
+        let this =
+            format!("{server}, {network}, {mib:.0} MiB, {clients} clients sending {asked} commands a second{label}");
         if title != this {
             let _ = writeln!(out, "\n### {this}\n\n{FEEL_HEAD}");
             title = this;
@@ -327,8 +328,7 @@ const FEEL_HEAD: &str = "\
 | N | while | sync s | answered/s | p50 ms | p99 ms | p99.9 ms | most ms |
 |---:|---|---:|---:|---:|---:|---:|---:|";
 
-const SCALING_EXPLAINED: &str =
-    "Medians over the rounds, in brackets the least and the greatest value. *others*: the replica's server and all agents.\n";
+const SCALING_EXPLAINED: &str = "Medians over the rounds, in brackets the least and the greatest value. *others*: the replica's server and all agents.\n";
 
 const SCALING_HEAD: &str = "\
 | method | GiB | values of | wall s | s/GiB | primary CPU s/GiB | others CPU s/GiB | primary MiB | source MiB |
