@@ -47,15 +47,18 @@ bench: build
 	@lab/setup/setup --rivals
 	$(CARGO) run --release --locked -p xtask -- bench $(ARGS)
 
-## check: format, lints and documentation, as continuous integration wants them
+## check: format, lints, structure and documentation, as continuous integration wants them
 .PHONY: check
-check: format lint doc
+check: format lint structure doc
 
-.PHONY: format lint doc
+.PHONY: format lint structure doc
 format:
 	$(CARGO) fmt --all --check
 lint:
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+# A crate of its own, which is built in seconds.
+structure:
+	$(CARGO) run --quiet --locked -p remora-structure
 doc:
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked
 

@@ -1,6 +1,6 @@
-//! The command line as it can be typed: the arguments of every command, and its help pages.
+//! The command line: the arguments of every command, and its help pages.
 //!
-//! Each command has a file of its own under `args/`, with a help page to work from: what the command does, examples, exit codes, ACL
+//! Each command has a file of its own under `args/`, with a help page: what the command does, examples, exit codes, ACL
 //! rules. Nothing here runs a command: [`crate::commands`] does.
 
 mod devices;
@@ -45,20 +45,20 @@ pub struct Cli {
     pub command: Command,
 }
 
-/// What holds for every command.
+/// Options of every command.
 #[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Output")]
 pub struct GlobalArgs {
-    /// How much to say on stderr while running. A filter such as `info,remora_agent::replica=debug` may stand in the
-    /// environment variable REMORA_LOG instead.
+    /// What to log on stderr. The environment variable REMORA_LOG can hold a filter such as
+    /// `info,remora_agent::replica=debug` instead.
     #[arg(long, global = true, value_name = "LEVEL", default_value = "info")]
     pub log_level: LogLevel,
 
-    /// Say it as one JSON object a line, for log collectors.
+    /// Log one JSON object per line, for log collectors.
     #[arg(long, global = true)]
     pub log_json: bool,
 
-    /// No progress, and only warnings and errors.
+    /// Show no progress, and only warnings and errors.
     #[arg(short, long, global = true)]
     pub quiet: bool,
 }
@@ -76,10 +76,10 @@ pub enum Command {
     #[command(about = "Show a source's snapshot and the replicas that read it")]
     #[allow(missing_docs)]
     Status(StatusArgs),
-    #[command(about = "Show what this machine can read memory by: RDMA devices, shared memory, TCP")]
+    #[command(about = "Show the transports of this host: RDMA devices, shared memory, TCP")]
     #[allow(missing_docs)]
     Devices(DevicesArgs),
-    #[command(about = "Measure the way to a source: latency and bandwidth of each transport")]
+    #[command(about = "Measure the latency and bandwidth of each transport to a source")]
     #[allow(missing_docs)]
     Probe(ProbeArgs),
     #[command(about = "Compare the data of two servers completely")]
@@ -88,7 +88,7 @@ pub enum Command {
     #[command(about = "Fill a server with test data")]
     #[allow(missing_docs)]
     Load(LoadArgs),
-    #[command(about = "Say where the module for servers lies")]
+    #[command(about = "Print the path of the module for servers")]
     #[allow(missing_docs)]
     Module(ModuleArgs),
     #[command(about = "Write shell completions or man pages")]
@@ -96,7 +96,7 @@ pub enum Command {
     Generate(GenerateArgs),
 }
 
-/// Levels of logging, as the log events have them.
+/// The levels of logging.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 #[allow(missing_docs)]
 pub enum LogLevel {
@@ -108,7 +108,7 @@ pub enum LogLevel {
 }
 
 impl LogLevel {
-    /// Its name, as filters have it.
+    /// The level's name in filters.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Error => "error",
@@ -119,7 +119,7 @@ impl LogLevel {
         }
     }
 
-    /// The quieter of the two.
+    /// The quieter one of the two.
     pub(crate) fn min_with(self, other: Self) -> Self {
         if (self as u8) < (other as u8) { self } else { other }
     }

@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-/// Pauses that double from 100 ms to 5 s. Each is drawn between half and the whole of its length, so that many agents that lost the same
-/// server do not come back in step.
+/// Pauses that double from 100 ms to 5 s. Each is drawn between half and the whole of its length, so that many agents
+/// that lost the same server do not return at the same time.
 ///
-/// The draws follow from the seed alone. A machine that is handed a `Backoff` stays a pure function of its events.
+/// The draws follow from the seed alone. A state machine that is given a `Backoff` stays a pure function of its events.
 #[derive(Clone, Debug)]
 pub(crate) struct Backoff {
     next: Duration,
@@ -21,7 +21,8 @@ impl Backoff {
         Backoff { next: Self::FIRST, state: seed }
     }
 
-    /// Draws the seed from the system's random numbers. Without them it uses the time, which differs between agents as well.
+    /// Draws the seed from the system's random numbers. Without them it uses the time, which differs between agents as
+    /// well.
     pub(crate) fn from_system() -> Backoff {
         let mut seed = [0; 8];
         if getrandom::fill(&mut seed).is_err() {

@@ -1,4 +1,5 @@
-//! The process around one command: parses the command line, starts logging and the runtime, runs the command, says how it ended.
+//! The process around one command: parses the command line, starts logging and the runtime, runs the command, and
+//! reports how it ended.
 //!
 //! ```text
 //!   parse ──▶ logging, progress ──▶ runtime ──▶ one command's run(args) ──▶ Ok: 0 │ Failure: a sentence on stderr, its code
@@ -16,9 +17,9 @@ use crate::{
     signals::until_signal,
 };
 
-/// The whole process: parses, runs, says how it ended.
+/// Runs the whole process: parses, runs, and reports how it ended.
 pub fn main() -> ExitCode {
-    // Help, version and usage errors end the process here, with 0 or 2.
+    // Help, version and usage errors end the process here, with status 0 or 2.
     let cli = Cli::parse();
     progress::configure(cli.global.quiet);
     start_logging(&cli.global);
@@ -32,29 +33,32 @@ pub fn main() -> ExitCode {
 }
 
 fn run(command: Command) -> Result<(), Failure> {
-    // Two threads: one may be busy with a big value while the other answers heart-beats. The data lanes have threads of their own.
+    // Two threads: one may be busy with a large value while the other answers heartbeats. The data lanes have threads
+    // of their own.
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
         .build()
-        .map_err(|error| Failure::local(format!("the runtime cannot be started: {error}")))?;
+        .map_err(|error| Failure::local(format!("cannot start the runtime: {error}")))?;
     let outcome = runtime.block_on(dispatch(command));
-    // Threads that wait in a blocking call must not hold up the end of the process.
+    // Threads that wait in a blocking call must not delay the end of the process.
     runtime.shutdown_background();
     outcome
 }
 
 async fn dispatch(command: Command) -> Result<(), Failure> {
     match command {
-        // The two ends have something to put in order when they are stopped, and catch signals themselves.
+        // Source and replica have something to clean up when they are stopped, so they catch signals themselves.
         Command::Source(args) => crate::source::run(args).await,
         Command::Replica(args) => crate::replica::run(args).await,
         Command::Status(args) => until_signal(crate::status::run(args), "").await,
         Command::Devices(args) => crate::transports::devices::run(&args),
-        Command::Probe(args) => until_signal(crate::probe::run(args), ": what was measured so far is not shown").await,
-        Command::Verify(args) => until_signal(crate::verify::run(args), ": the servers were only read").await,
+        Command::Probe(args) => {
+            until_signal(crate::probe::run(args), ": the figures measured so far are not shown").await
+        }
+        Command::Verify(args) => until_signal(crate::verify::run(args), ": nothing was changed on the servers").await,
         Command::Load(args) => until_signal(crate::load::run(args), ": the keys written so far are still there").await,
-        Command::Module(args) => crate::library::run(&args),
+        Command::Module(args) => crate::module_file::run(&args),
         Command::Generate(args) => crate::generate::run(&args),
     }
 }
@@ -63,7 +67,7 @@ fn start_logging(global: &GlobalArgs) {
     let level = if global.quiet { LogLevel::Warn.min_with(global.log_level) } else { global.log_level };
     let filter = EnvFilter::try_from_env("REMORA_LOG").unwrap_or_else(|_| EnvFilter::new(level.name()));
     let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(|| progress::LogWriter);
-    // Setting it twice is possible only where tests share a process, and harmless there.
+    // This fails only if logging has been set up already, as in tests that share a process.
     let _ = match global.log_json {
         true => builder.json().try_init(),
         false => builder.with_target(false).with_ansi(std::io::stderr().is_terminal()).try_init(),

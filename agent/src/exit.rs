@@ -1,36 +1,37 @@
-//! How a command of ours ends: one code per kind of trouble, and one sentence that names the thing and says what to do.
+//! How a command ends: one code per kind of failure, and one sentence that names the thing and says what to do.
 //!
-//! The codes are an interface: scripts and service managers branch on them. The table stands in `docs/operating.md`, in every
-//! `--help`, and here; a test keeps the three alike. Codes above 100 are left to the shell and the runtime (101: we panicked, a bug).
+//! The codes are an interface: scripts and service managers use them. The table is in `docs/operating.md`, in every
+//! `--help`, and here; a test checks that the three agree. Codes above 100 belong to the shell and the runtime (101: a
+//! panic, which is a bug).
 
 use std::{fmt, process::ExitCode};
 
-/// What kind of end it was. The numbers never change their meaning.
+/// The kind of a command's end. The numbers never change their meaning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Code {
-    /// The two servers compared do not hold the same data.
+    /// The two compared servers do not hold the same data.
     Differs = 1,
-    /// The command line was not understood.
+    /// The command line is not valid.
     Usage = 2,
-    /// Refused before anything was touched: a setting, a file, or a server that is not fit for what was asked.
+    /// Refused before anything was changed: a setting, a file or a server is not suitable.
     Refused = 3,
-    /// A Redis or Valkey server cannot be reached, or denies us.
+    /// The connection to a Redis or Valkey server failed, or the server refused the login or a command.
     Server = 4,
-    /// The source agent cannot be reached, or denies us.
+    /// The connection to the source agent failed, or the source refused the request.
     Source = 5,
-    /// The sync failed after the replica's server had been touched; the message says in which state it was left.
+    /// The sync failed after the replica's server was changed. The message gives the state in which it was left.
     SyncFailed = 6,
-    /// Stopped by SIGINT or SIGTERM before the work was done; the message says in which state things were left.
+    /// SIGINT or SIGTERM stopped the command before it was done. The message gives the state in which things were left.
     Interrupted = 7,
-    /// This machine lacks something: memory, disk space, a port.
+    /// This host lacks a resource: memory, disk space, a port.
     Local = 8,
     /// Some keys changed faster than they could be compared; all others are the same.
     Undecided = 9,
 }
 
 impl Code {
-    /// Every code, in order, for tables.
+    /// All codes, in order.
     pub const ALL: [Self; 9] = [
         Self::Differs,
         Self::Usage,
@@ -43,22 +44,26 @@ impl Code {
         Self::Undecided,
     ];
 
-    /// The number the process ends with.
+    /// The exit status of the process.
     pub const fn number(self) -> u8 {
         self as u8
     }
 
-    /// What it means, in the words of the documentation.
+    /// The code's meaning, in the words of the documentation.
     pub const fn meaning(self) -> &'static str {
         match self {
             Self::Differs => "verify: the servers do not hold the same data",
-            Self::Usage => "the command line was not understood",
-            Self::Refused => "refused before anything was touched: a setting, a file, or a server not fit for this",
-            Self::Server => "a Redis or Valkey server cannot be reached, or denies us",
-            Self::Source => "the source agent cannot be reached, or denies us (wrong token)",
-            Self::SyncFailed => "the sync failed; the message says in which state the replica's server was left",
+            Self::Usage => "the command line is not valid",
+            Self::Refused => "refused before anything was changed: a setting, a file or a server is not suitable",
+            Self::Server => {
+                "the connection to a Redis or Valkey server failed, or the server refused the login or a command"
+            }
+            Self::Source => {
+                "the connection to the source agent failed, or the source refused the request (wrong token)"
+            }
+            Self::SyncFailed => "the sync failed; the message gives the state in which the replica's server was left",
             Self::Interrupted => "stopped by SIGINT or SIGTERM before the work was done",
-            Self::Local => "this machine lacks something: memory, disk space, a port",
+            Self::Local => "this host lacks a resource: memory, disk space, a port",
             Self::Undecided => {
                 "verify: some keys or libraries changed faster than they could be compared, all others are the same"
             }
@@ -66,32 +71,33 @@ impl Code {
     }
 }
 
-/// The failed end of a command. Success has no type of its own: it is `Ok(())` and exit code 0.
+/// The failure of a command. Success is `Ok(())` and exit code 0.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
-    /// What kind of trouble.
+    /// The kind of failure.
     pub code: Code,
-    /// One sentence, without a full stop at its end: what happened to which thing, and what to do about it. Never a secret.
+    /// One sentence without a full stop: what happened to which thing, and what to do about it. It never contains a
+    /// secret.
     pub message: String,
 }
 
 impl Failure {
-    /// A failure of that kind with that sentence.
+    /// A failure of this kind with this sentence.
     pub fn new(code: Code, message: impl Into<String>) -> Self {
         Self { code, message: message.into() }
     }
 
-    /// Nothing was touched, because what was asked for cannot be.
+    /// A failure before anything was changed, because the request is not possible.
     pub fn refused(message: impl Into<String>) -> Self {
         Self::new(Code::Refused, message)
     }
 
-    /// This machine lacks something.
+    /// A failure because this host lacks a resource.
     pub fn local(message: impl Into<String>) -> Self {
         Self::new(Code::Local, message)
     }
 
-    /// The same failure, with what the reader needs to know besides behind it.
+    /// The same failure with additional text at the end of its sentence.
     #[must_use]
     pub fn and(mut self, more: &str) -> Self {
         self.message.push_str("; ");
@@ -114,7 +120,7 @@ impl From<Failure> for ExitCode {
     }
 }
 
-/// The table for the foot of a help page: code 0 and the codes named.
+/// The table at the end of a help page: code 0 and the codes named.
 pub fn help_table(codes: &[Code]) -> String {
     let mut table = String::from("Exit codes:\n  0  done\n");
     for code in codes {

@@ -1,4 +1,4 @@
-//! Completions and man pages, made from the definition of the command line so that they cannot say anything else.
+//! Shell completions and man pages, made from the definition of the command line, so that they always agree with it.
 
 use std::{io::Write, path::Path};
 
@@ -15,14 +15,14 @@ pub fn run(args: &GenerateArgs) -> Result<(), Failure> {
             clap_complete::generate(*shell, &mut args::definition(), NAME, &mut text);
             std::io::stdout()
                 .write_all(&text)
-                .map_err(|error| Failure::local(format!("stdout cannot be written: {error}")))
+                .map_err(|error| Failure::local(format!("cannot write to stdout: {error}")))
         }
         Generated::Man { directory } => write_man_pages(directory),
     }
 }
 
 fn write_man_pages(directory: &Path) -> Result<(), Failure> {
-    let failed = |error| Failure::local(format!("man pages cannot be written to {}: {error}", directory.display()));
+    let failed = |error| Failure::local(format!("cannot write man pages to {}: {error}", directory.display()));
     std::fs::create_dir_all(directory).map_err(failed)?;
     clap_mangen::generate_to(args::definition(), directory).map_err(failed)
 }

@@ -5,25 +5,26 @@
 //!   redis-server ◀──server──▶ source ══ data lanes, messenger ══▶ replica ◀──server──▶ redis-server
 //!
 //!   remora source │ replica │ status      the job: one snapshot, any number of exact replicas
-//!   remora devices │ probe                which ways for the bytes there are, and how fast
-//!   remora verify │ load │ module │ generate   beside it: is it the same? fill a server; the module; manuals
+//!   remora devices │ probe                which transports there are, and how fast
+//!   remora verify │ load │ module │ generate   compare two servers; fill a server; the module; completions and man pages
 //! ```
 //!
-//! What it is: the owners and loops that drive the pure machines and the memory of the crates below, and the command line over
-//! them. What it is not: a protocol (`remora_redis`, `remora_protocol`, `remora_messenger`), a transport (`remora_fabric`) or a layout
-//! (`remora_table`).
+//! The crate has the loops that drive the pure state machines and the memory of the crates below, and the command line.
+//! Protocols are in `remora_redis`, `remora_protocol` and `remora_messenger`, transports in `remora_fabric`, and the
+//! layout of tables in `remora_table`.
 //!
-//! The modules, in the order one should meet them:
+//! The modules, in the order in which to read them:
 //!
-//! - [`args`]: what can be typed; [`commands`]: the process around one command. **Start here.**
-//! - [`exit`]: how a command ends; [`progress`]: what it shows while it runs; [`units`]: sizes and times as people write them.
-//! - [`server`]: the client to a Redis or Valkey server that everything below uses.
+//! - [`args`]: the command line; [`commands`]: the process around one command. **Start here.**
+//! - [`exit`]: how a command ends; [`progress`]: what it shows while it runs; [`units`]: sizes and times as text.
+//! - [`server`]: the client of a Redis or Valkey server that everything below uses.
 //! - [`conversation`]: connections between agents, and the port that either end may open.
 //! - [`source`], [`replica`], [`status`]: the job.
-//! - [`transports`]: which ways to the memory there are, and the command that looks at them alone; [`probe`] measures them.
-//! - [`verify`], [`load`], [`library`], [`generate`]: beside it.
+//! - [`transports`]: which transports to the memory there are, and the command that reports them; [`probe`] measures
+//!   them.
+//! - [`verify`], [`load`], [`module_file`], [`generate`]: further commands.
 #![forbid(unsafe_code)]
-// The maps of the two ends name their private parts: read them in the source, or with `--document-private-items`.
+// The docs of the two ends name private items: read them in the source, or with `--document-private-items`.
 #![allow(rustdoc::private_intra_doc_links)]
 
 pub mod args;
@@ -33,8 +34,8 @@ pub mod conversation;
 pub mod exit;
 pub mod generate;
 mod lanes;
-pub mod library;
 pub mod load;
+pub mod module_file;
 pub mod probe;
 pub mod progress;
 pub mod replica;
@@ -42,6 +43,7 @@ pub mod server;
 mod signals;
 pub mod source;
 pub mod status;
+mod tasks;
 pub mod transports;
 pub mod units;
 pub mod verify;

@@ -1,12 +1,13 @@
-//! `remora load`: fills a server with test data, as fast as one connection takes it.
+//! `remora load`: fills a server with test data, as fast as one connection allows.
 //!
 //! ```text
-//!   Content ──bytes of key i──▶ Writer ──commands, flushed by the half megabyte──▶ server
+//!   Content ──bytes of key i──▶ Writer ──commands, flushed per half megabyte──▶ server
 //!   seed, i                        ▲ └── owed replies, read when there are too many ──┘
 //! ```
 //!
-//! What a key holds depends on the seed, its number and nothing else, so that two runs, or two servers, get the same data whatever
-//! the pipeline was. No value is ever whole in memory: it is made piece by piece in the one buffer that is sent.
+//! The content of a key depends on the seed and the key's number only. So two runs, or two servers, get the same data
+//! with any pipeline depth. No value is ever complete in memory: it is generated piece by piece in the buffer that is
+//! sent.
 
 mod content;
 mod keys;

@@ -1,4 +1,4 @@
-//! The command `remora`. Everything it does stands in the library, so that tests and benchmarks reach it too.
+//! The command `remora`. All of it is in the library, so that tests and benchmarks can use it too.
 #![forbid(unsafe_code)]
 
 use std::process::ExitCode;

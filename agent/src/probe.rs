@@ -1,15 +1,17 @@
-//! `remora probe`: how long a read of a source's memory takes, and how many bytes a second come, by each transport.
+//! `remora probe`: measures how long a read of a source's memory takes, and how many bytes per second arrive, over each
+//! transport.
 //!
 //! ```text
-//!   probe ── ProbeQuery ──▶ source: lends a trial region          (no snapshot, no data)
+//!   probe ── ProbeQuery ──▶ source: exports a probe region        (no snapshot, no data)
 //!         ◀─ ProbeOffer ──  its keys
 //!         ══ reads ═══════▶ the region, by one transport after the other: `measure`
-//!         the session ends: the source takes the region back
+//!         the session ends: the source revokes the region
 //! ```
 //!
-//! - [`measure`]: one transport, all sizes and depths, within a time. [`show`]: tables and JSON.
+//! - [`measure`]: measures one transport at all sizes and depths, within a time limit. [`show`]: tables and JSON.
 //!
-//! What it is not: a benchmark of Remora. It has no rival, takes each figure once, and shares the machines with whatever else they do.
+//! This is not a benchmark of Remora: it compares with nothing, takes each figure once, and shares the hosts with other
+//! work.
 
 mod measure;
 mod show;
@@ -29,13 +31,14 @@ use crate::transports::taken::Wish;
 
 use self::measure::{Cell, Plan};
 
-/// How long the source may take to get its region ready: it touches 64 MiB, and tells an RDMA device of them.
+/// How long the source may take to create its region: it touches 64 MiB, and registers them with an RDMA device.
 const OFFER_LIMIT: Duration = Duration::from_secs(20);
 
-/// Measures, and prints on stdout.
+/// Measures, and prints the result on stdout.
 ///
 /// # Errors
-/// The token is of no use, the source can't be reached or denies us, or no transport could be measured.
+/// The token file is not usable, the source cannot be reached or refuses the request, or no transport could be
+/// measured.
 pub async fn run(args: ProbeArgs) -> Result<(), Failure> {
     let token = Token::read_file(&args.token_file).map_err(|error| Failure::refused(error.to_string()))?;
     let address = (args.source.host.as_str(), args.source.port);
@@ -54,9 +57,10 @@ pub async fn run(args: ProbeArgs) -> Result<(), Failure> {
     let report = loop {
         tokio::select! {
             done = &mut measuring => {
-                break done.map_err(|error| Failure::local(format!("measuring failed: {error}")))??;
+                break done.map_err(|error| Failure::local(format!("the measurement failed: {error}")))??;
             }
-            // Nothing more is to be said; but the session must live, as the region goes with it.
+            // No further message is expected. But the session must stay open, because the source revokes the region at
+            // its end.
             heard = connection.receive() => drop(heard.map_err(denied)?),
         }
     };
@@ -78,7 +82,8 @@ async fn ask(connection: &mut Connection, args: &ProbeArgs) -> Result<Vec<Region
         }
     };
     tokio::time::timeout(OFFER_LIMIT, answer).await.unwrap_or_else(|_| {
-        let text = format!("the source {} lent nothing to measure by within {} s", args.source, OFFER_LIMIT.as_secs());
+        let text =
+            format!("the source {} exported no memory to measure with within {} s", args.source, OFFER_LIMIT.as_secs());
         Err(Failure::new(Code::Source, text))
     })
 }
@@ -87,7 +92,7 @@ fn denied(error: crate::conversation::Error) -> Failure {
     Failure::new(Code::Source, format!("the source {error}"))
 }
 
-/// How to reach what was lent.
+/// How to connect to the region.
 struct Way {
     session: u64,
     secret: Secret,
@@ -95,26 +100,27 @@ struct Way {
     keys: Vec<RegionKey>,
 }
 
-/// What was found.
+/// The result of all measurements.
 struct Report {
     source: SocketAddr,
-    /// Bytes of the trial region.
+    /// Bytes of the probe region.
     region: u64,
     plan: Plan,
-    /// Each transport that was asked for, best first.
+    /// The requested transports, best first.
     transports: Vec<(TransportKind, Outcome)>,
 }
 
-/// What became of one transport.
+/// The result for one transport.
 enum Outcome {
-    /// It was measured; where it ended before all was done, why.
+    /// It was measured. If it ended early, this says why.
     Measured { cells: Vec<Cell>, trouble: Option<String> },
-    /// It can't be used, for this reason.
+    /// It cannot be used, for this reason.
     Unusable(String),
 }
 
 impl Way {
-    /// One transport after the other, so that none is in another's way. Blocks, no longer than the plan's limit and the time to connect.
+    /// Measures one transport after the other, so that they do not disturb each other. It blocks for at most the plan's
+    /// limit and the time to connect.
     fn measure(&self, wish: &Wish, plan: &Plan) -> Result<Report, Failure> {
         let sink = self.sink(plan)?;
         let deadline = Instant::now() + plan.limit;
@@ -141,14 +147,15 @@ impl Way {
         Ok(measure::transport(&mut *peer, key.length(), plan, deadline))
     }
 
-    /// Where reads land: a place for each that is under way at once. Its pages are touched, so that no read pays for that.
+    /// Memory for the reads: a place for each that is in flight at once. The pages are touched, so that no read pays
+    /// for that.
     fn sink(&self, plan: &Plan) -> Result<Arc<Memory>, Failure> {
         let length = plan.sink_bytes();
         let memory = Memory::create("remora-probe", length, Pages::Small)
             .and_then(|memory| memory.prefault(0..length).map(|()| memory));
         memory.map(Arc::new).map_err(|error| {
             let text = format!(
-                "{length} bytes of memory to read into can't be had: {error}; give smaller --sizes or --depths"
+                "cannot allocate {length} bytes of memory to read into: {error}; give smaller --sizes or --depths"
             );
             Failure::local(text)
         })
@@ -165,6 +172,9 @@ impl Report {
         if self.transports.iter().any(is_measured) {
             return Ok(());
         }
-        Err(Failure::new(Code::Source, format!("nothing of the source {} could be measured: see above", self.source)))
+        Err(Failure::new(
+            Code::Source,
+            format!("no transport to the source {} could be measured: the report says why", self.source),
+        ))
     }
 }

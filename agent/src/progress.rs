@@ -1,9 +1,10 @@
-//! What a command shows while it works, in one place: bars on a terminal, plain lines elsewhere, nothing if asked to be quiet.
+//! What a command shows while it works: bars on a terminal, plain lines elsewhere, nothing with `--quiet`.
 //!
-//! Everything goes to stderr; stdout is for results. Plain lines come at most every two seconds and once at the end, so that the
-//! log of a service does not fill with them. Log events go through [`LogWriter`], which moves the bars out of the way.
+//! Everything goes to stderr; stdout is for results. Plain lines are printed at most every two seconds and once at the
+//! end, so that they do not fill the log of a service. Log events go through [`LogWriter`], which moves the bars out of
+//! the way.
 //!
-//! The state is the process's own (there is one terminal): [`configure`] is called once, before anything is shown.
+//! The state belongs to the process, as there is one terminal: [`configure`] is called once, before anything is shown.
 
 use std::{
     io::{self, IsTerminal, Write},
@@ -18,7 +19,7 @@ use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::units::{Size, readable};
 
-/// Says once for the process whether anything is to be shown.
+/// Sets for the process whether anything is shown.
 pub fn configure(quiet: bool) {
     QUIET.store(quiet, Ordering::Relaxed);
 }
@@ -26,21 +27,22 @@ pub fn configure(quiet: bool) {
 /// Prints a line on stderr, above the bars if there are any.
 pub fn say(line: &str) {
     BARS.suspend(|| {
-        // There is nobody left to tell that stderr is gone.
+        // Nothing can be done if stderr is closed.
         let _ = writeln!(io::stderr(), "{line}");
     });
 }
 
-/// What a [`Meter`] counts.
+/// The unit of a [`Meter`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
     /// Bytes, shown as MiB and MiB/s.
     Bytes,
-    /// Things of that name, in the plural.
+    /// Things with this name, in the plural.
     Count(&'static str),
 }
 
-/// One piece of work under way, with its rate and, where the total is known, percent and time left. Dropping it takes its bar away.
+/// One piece of work in progress, with its rate and, if the total is known, percent and time left. Its bar disappears
+/// when it is dropped.
 #[derive(Debug)]
 pub struct Meter {
     label: String,
@@ -59,7 +61,7 @@ enum Shown {
 }
 
 impl Meter {
-    /// Begins to show work called `label`; `total` may come later by [`Meter::set_total`].
+    /// Begins to show work called `label`. The `total` can be set later by [`Meter::set_total`].
     pub fn start(label: impl Into<String>, unit: Unit, total: Option<u64>) -> Self {
         let (label, begun) = (label.into(), Instant::now());
         let shown = match () {
@@ -70,19 +72,19 @@ impl Meter {
         Self { label, unit, begun, position: AtomicU64::new(0), total: AtomicU64::new(total.unwrap_or(0)), shown }
     }
 
-    /// So much is done now.
+    /// Sets how much is done.
     pub fn set(&self, position: u64) {
         self.position.store(position, Ordering::Relaxed);
         self.show(false);
     }
 
-    /// So much more is done.
+    /// Adds to what is done.
     pub fn add(&self, amount: u64) {
         self.position.fetch_add(amount, Ordering::Relaxed);
         self.show(false);
     }
 
-    /// How much there will be, once it is known or known better.
+    /// Sets the total, once it is known or known better.
     pub fn set_total(&self, total: u64) {
         self.total.store(total, Ordering::Relaxed);
         if let Shown::Bar(bar) = &self.shown {
@@ -96,12 +98,12 @@ impl Meter {
         self.position.load(Ordering::Relaxed)
     }
 
-    /// Time since it was started.
+    /// The time since the work began.
     pub fn elapsed(&self) -> Duration {
         self.begun.elapsed()
     }
 
-    /// It is done: the bar goes, a line stays.
+    /// Ends the work: the bar disappears, and a line stays.
     pub fn finish(self) {
         self.show(true);
     }
@@ -138,7 +140,7 @@ impl Drop for Meter {
     }
 }
 
-/// Where log events go: stderr, with the bars out of the way.
+/// The destination of log events: stderr, with the bars out of the way.
 #[derive(Clone, Copy, Debug)]
 pub struct LogWriter;
 
@@ -152,7 +154,7 @@ impl Write for LogWriter {
     }
 }
 
-/// Decides when the next plain line is due. Takes the time as it is given, so that a test need not wait.
+/// Decides when the next plain line is due. It is given the time, so that a test need not wait.
 #[derive(Debug, Default)]
 struct Pace {
     last: Duration,
@@ -168,7 +170,7 @@ impl Pace {
     }
 }
 
-/// `load: 120 of 256 keys, 47 %, 60 keys/s, 2.3 s left`; `total` 0 means unknown.
+/// Formats a line such as `load: 120 of 256 keys, 47 %, 60 keys/s, 2.3 s left`. A `total` of 0 means unknown.
 fn line(label: &str, unit: Unit, position: u64, total: u64, elapsed: Duration) -> String {
     let rate = position as f64 / elapsed.as_secs_f64().max(f64::EPSILON);
     let amount = |number: u64| match unit {
@@ -188,12 +190,12 @@ fn line(label: &str, unit: Unit, position: u64, total: u64, elapsed: Duration) -
         Some(rest) if rest > 0 && rate >= 1.0 => {
             line.push_str(&format!(", {} left", readable(Duration::from_secs_f64(rest as f64 / rate))));
         }
-        _ => line.push_str(&format!(", {} in all", readable(elapsed))),
+        _ => line.push_str(&format!(", {} in total", readable(elapsed))),
     }
     line
 }
 
-/// Rounded down, so that 100 means all.
+/// The percentage, rounded down, so that 100 means everything.
 fn percent(position: u64, total: u64) -> u64 {
     (u128::from(position) * 100)
         .checked_div(u128::from(total))
@@ -223,7 +225,7 @@ fn style(unit: Unit, total: Option<u64>) -> ProgressStyle {
         }
         (Unit::Count(_), None) => "{prefix:10} {spinner} {human_pos}  {per_sec}  {elapsed}",
     };
-    // A template of ours that does not parse is a slip a test finds; a plain bar is shown instead.
+    // A template that does not parse is a bug that a test finds; a plain bar is shown instead.
     ProgressStyle::with_template(template)
         .map_or_else(|_| ProgressStyle::default_bar(), |style| style.progress_chars("█▌ "))
 }
@@ -231,7 +233,7 @@ fn style(unit: Unit, total: Option<u64>) -> ProgressStyle {
 static QUIET: AtomicBool = AtomicBool::new(false);
 static BARS: LazyLock<MultiProgress> = LazyLock::new(|| MultiProgress::with_draw_target(ProgressDrawTarget::stderr()));
 
-/// Often enough to see that it goes on, seldom enough for a log.
+/// The pause between plain lines: short enough to see progress, long enough for a log.
 const LINE_EVERY: Duration = Duration::from_secs(2);
 
 #[cfg(test)]
@@ -255,10 +257,10 @@ mod tests {
         );
         assert_eq!(
             line("load", keys, 400, 400, Duration::from_secs(8)),
-            "load: 400 of 400 keys, 100 %, 50 keys/s, 8.0 s in all"
+            "load: 400 of 400 keys, 100 %, 50 keys/s, 8.0 s in total"
         );
         let bytes = line("fetch", Unit::Bytes, 3 << 20, 0, Duration::from_secs(3));
-        assert_eq!(bytes, "fetch: 3 MiB, 1 MiB/s, 3.0 s in all");
+        assert_eq!(bytes, "fetch: 3 MiB, 1 MiB/s, 3.0 s in total");
     }
 
     #[test]

@@ -1,16 +1,16 @@
-//! The conversation with a Redis or Valkey server as one of its ordinary clients.
+//! The client of a Redis or Valkey server.
 //!
 //! ```text
 //!  ServerArgs ──open()──▶ Server ──connect()──▶ Client ──into_stream()──▶ Stream ──raw()──▶ the plain socket
-//!  what was typed         where and who,        commands and replies,     for PSYNC, which   for bytes received
-//!                         cheap to clone        each within its time      ends our talk      straight into a region
+//!  the options            address and login,    commands and replies,     for PSYNC          for bytes received
+//!                         cheap to clone        each with a time-out                         straight into a region
 //! ```
 //!
-//! It is a client for few and careful commands: one at a time, or a counted pipeline, everything with a time-out, every refusal
-//! sorted by what its reader can do about it. It is not a pool, does not reconnect by itself (its users decide when), and knows
-//! nothing of replication: `remora_redis::psync` does.
+//! The client is for few commands: one at a time, or a counted pipeline. Everything has a time-out, and every refusal
+//! is sorted by what the user can do about it. It keeps no pool and does not reconnect: its callers decide when to. It
+//! knows nothing of replication, which is in `remora_redis::psync`.
 //!
-//! Start with [`Server`]; [`Facts`] is what a server says about itself.
+//! Start with [`Server`]. [`Facts`] is what a server reports about itself.
 
 mod acl;
 mod args;

@@ -1,20 +1,45 @@
 //! Signals that end a command: SIGINT and SIGTERM.
-//!
-//! Only for commands that have nothing to put in order when they are stopped. The two ends catch signals themselves.
 
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::exit::{Code, Failure};
 
-/// Runs `work` until it ends or a signal stops it; `left` says in which state that leaves things.
+/// The signals that ask a command to end. From [`Signals::catch`] on they no longer kill the process.
+pub(crate) struct Signals {
+    interrupt: Signal,
+    terminate: Signal,
+}
+
+impl Signals {
+    /// Installs the handlers.
+    ///
+    /// # Errors
+    /// The system refused a handler.
+    pub(crate) fn catch() -> Result<Signals, Failure> {
+        let no_handler = |error| Failure::local(format!("signals cannot be caught: {error}"));
+        let interrupt = signal(SignalKind::interrupt()).map_err(no_handler)?;
+        let terminate = signal(SignalKind::terminate()).map_err(no_handler)?;
+        Ok(Signals { interrupt, terminate })
+    }
+
+    /// Waits for the next signal and returns its name. A caller that stops waiting loses no signal.
+    pub(crate) async fn next(&mut self) -> &'static str {
+        tokio::select! {
+            _ = self.interrupt.recv() => "SIGINT",
+            _ = self.terminate.recv() => "SIGTERM",
+        }
+    }
+}
+
+/// Runs `work` until it ends or a signal stops it. `left` describes the state in which a signal leaves things; it ends
+/// the error's text.
+///
+/// Only for commands that have nothing to clean up.
 pub(crate) async fn until_signal<T>(work: impl Future<Output = Result<T, Failure>>, left: &str) -> Result<T, Failure> {
-    let no_handler = |error| Failure::local(format!("signals cannot be caught: {error}"));
-    let mut interrupt = signal(SignalKind::interrupt()).map_err(no_handler)?;
-    let mut terminate = signal(SignalKind::terminate()).map_err(no_handler)?;
+    let mut signals = Signals::catch()?;
     let name = tokio::select! {
         outcome = work => return outcome,
-        _ = interrupt.recv() => "SIGINT",
-        _ = terminate.recv() => "SIGTERM",
+        name = signals.next() => name,
     };
     Err(Failure::new(Code::Interrupted, format!("stopped by {name}{left}")))
 }

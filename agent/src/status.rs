@@ -1,4 +1,4 @@
-//! `remora status`: what a source holds and who reads it, as a table or as JSON.
+//! `remora status`: what a source holds and which replicas read from it, as a table or as JSON.
 
 use std::time::Duration;
 
@@ -12,10 +12,10 @@ use crate::units::{Size, readable};
 /// How long a source may take to answer.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 
-/// Asks, and prints on stdout; again and again with `--watch`.
+/// Requests the status and prints it on stdout, repeatedly with `--watch`.
 ///
 /// # Errors
-/// The token is of no use, or the source can't be reached, denies us or does not answer.
+/// The token file is not usable, or the source cannot be reached, refuses the request or does not answer.
 pub async fn run(args: StatusArgs) -> Result<(), Failure> {
     let token = Token::read_file(&args.token_file).map_err(|error| Failure::refused(error.to_string()))?;
     let address = (args.source.host.as_str(), args.source.port);
@@ -55,7 +55,7 @@ fn denied(error: crate::conversation::Error) -> Failure {
 fn table(report: &StatusReport) -> String {
     let mut text = format!("source     remora {} of {} ({})\n", report.source, report.server, report.role);
     match &report.generation {
-        None => text.push_str("snapshot   none; the next replica has one taken\n"),
+        None => text.push_str("snapshot   none; the source takes one when a replica joins\n"),
         Some(generation) => describe(generation, &mut text),
     }
     let totals = &report.totals;
@@ -77,9 +77,9 @@ fn table(report: &StatusReport) -> String {
     text
 }
 
-/// Draws those who read from `from`, each with its own readers below it.
+/// Draws the replicas that read from `from`, each with its own readers below it.
 fn branch(replicas: &[ReplicaStatus], from: Option<u64>, indent: &str, text: &mut String) {
-    // Somebody whose peer has just gone hangs below the source until it is sent elsewhere.
+    // A replica whose upstream has just left is drawn below the source until it is assigned another one.
     let is_known = |session: u64| replicas.iter().any(|replica| replica.session == session);
     let above = |replica: &ReplicaStatus| replica.reads_from.filter(|session| is_known(*session));
     let readers: Vec<&ReplicaStatus> = replicas.iter().filter(|replica| above(replica) == from).collect();
@@ -87,17 +87,17 @@ fn branch(replicas: &[ReplicaStatus], from: Option<u64>, indent: &str, text: &mu
         let is_last = number + 1 == readers.len();
         let (edge, below) = if is_last { ("└─", "   ") } else { ("├─", "│  ") };
         text.push_str(&format!("{indent}{edge} {}{}\n", reader.name, lends(reader)));
-        // The source sends nobody in a ring, and what it says of sessions is of one moment.
+        // The source forms no rings, and its report is of one moment.
         if indent.chars().count() < DEEPEST {
             branch(replicas, Some(reader.session), &format!("{indent}{below}"), text);
         }
     }
 }
 
-/// Characters of indent, at most: as many levels as there may be replicas, but none that a damaged report could make endless.
+/// The most characters of indent: as many levels as there may be replicas, and a bound for a damaged report.
 const DEEPEST: usize = 3 * remora_protocol::MAX_REPLICAS;
 
-/// What others may read at a replica, in words.
+/// What other replicas can read from this one, as text.
 fn lends(replica: &ReplicaStatus) -> String {
     let zone = if replica.zone.is_empty() { String::new() } else { format!(", zone {}", replica.zone) };
     let what = match (replica.serves, replica.oldest_slot) {
@@ -130,7 +130,7 @@ fn describe(generation: &GenerationStatus, text: &mut String) {
         "           {}:{}{}\n",
         generation.replid,
         generation.offset_start,
-        if generation.windowed { ", windowed: nobody can join it late" } else { "" }
+        if generation.windowed { ", windowed: no late joiners" } else { "" }
     ));
     text.push_str(&format!(
         "stream     from {} to {} ({} held)\n",

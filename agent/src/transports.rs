@@ -1,13 +1,13 @@
-//! Which transports an agent offers or takes, and why not the others. The transports themselves are `remora_fabric`'s.
+//! The transports that an agent offers or uses, and why not the others. `remora_fabric` has the transports themselves.
 //!
 //! ```text
-//!   source   shm ── verbs ── tcp      what this machine and `--listen` allow; a key for each goes into every offer
+//!   source   shm ── verbs ── tcp      what this host and `--listen` allow; every offer has a key for each
 //!                                                │
-//!   replica  shm ─▶ verbs ─▶ tcp      the first by which the tables can be read, or the one that was asked for
+//!   replica  shm ─▶ verbs ─▶ tcp      the first over which the tables can be read, or the requested one
 //! ```
 //!
 //! - [`offered`]: the source's RDMA. [`taken`]: the replica's choice.
-//! - [`devices`]: the command that looks at this machine's transports alone.
+//! - [`devices`]: the command that reports on this host's transports.
 
 pub mod devices;
 pub(crate) mod offered;

@@ -1,7 +1,7 @@
-//! Sizes and times as people write them: `4GiB`, `512MiB`, `90s`, `1h`.
+//! Sizes and times as text: `4GiB`, `512MiB`, `90s`, `1h`.
 //!
-//! Both parsers are exact: no fractions, no overflow, and a suffix that is not understood is an error that lists those that
-//! are. Powers of two only; `4GB` is refused rather than guessed at, because half of its readers mean the other thing.
+//! Both parsers are exact: no fractions, no overflow, and an unknown unit is an error that lists the known ones. Sizes
+//! have powers of two only: `4GB` is refused, because half of its users would mean the other value.
 
 use std::{fmt, str::FromStr, time::Duration};
 
@@ -12,12 +12,12 @@ use serde::{Serialize, Serializer};
 pub struct Size(u64);
 
 impl Size {
-    /// That many bytes.
+    /// A number of bytes.
     pub const fn bytes(bytes: u64) -> Self {
         Self(bytes)
     }
 
-    /// That many units of 2^20 bytes. Meant for constants: it saturates instead of overflowing.
+    /// A number of MiB. Meant for constants: it saturates instead of overflowing.
     pub const fn mebibytes(count: u64) -> Self {
         Self(count.saturating_mul(1 << 20))
     }
@@ -45,7 +45,7 @@ impl FromStr for Size {
     }
 }
 
-/// Exact where a whole number of a unit says it (`4GiB`), else two digits behind the point (`3.66 GiB`).
+/// Exact if it is a whole number of a unit (`4GiB`), else with two decimals (`3.66 GiB`).
 impl fmt::Display for Size {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let bytes = self.0;
@@ -65,7 +65,7 @@ impl Serialize for Size {
     }
 }
 
-/// Reads a time: `500ms`, `90s`, `15m`, `1h`, `2d`; a plain number means seconds.
+/// Parses a time: `500ms`, `90s`, `15m`, `1h`, `2d`. A plain number means seconds.
 pub fn parse_duration(text: &str) -> Result<Duration, UnitError> {
     let (number, suffix) = number_and_suffix(text)?;
     let seconds_each = match suffix.to_ascii_lowercase().as_str() {
@@ -79,7 +79,7 @@ pub fn parse_duration(text: &str) -> Result<Duration, UnitError> {
     number.checked_mul(seconds_each).map(Duration::from_secs).ok_or(UnitError::TooLarge)
 }
 
-/// Seconds as a person reads them: `0.8 s`, `42 s`, `3 min 05 s`, `2 h 10 min`.
+/// Formats a time for people: `0.8 s`, `42 s`, `3 min 05 s`, `2 h 10 min`.
 pub fn readable(time: Duration) -> String {
     let seconds = time.as_secs();
     match seconds {
@@ -90,19 +90,19 @@ pub fn readable(time: Duration) -> String {
     }
 }
 
-/// Why a size or a time was not understood.
+/// Why a size or a time is not valid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum UnitError {
-    /// No digits in front.
+    /// There are no digits at the beginning.
     #[error("expected a whole number, then a unit, as in 512MiB or 90s")]
     NoNumber,
-    /// The number, or the number times its unit, is beyond 64 bits.
+    /// The number, or the number times its unit, exceeds 64 bits.
     #[error("the number is too large")]
     TooLarge,
-    /// An unknown unit behind a size.
+    /// The unit of a size is unknown.
     #[error("unknown unit {0:?}: use KiB, MiB, GiB, TiB or nothing for bytes")]
     SizeSuffix(String),
-    /// An unknown unit behind a time.
+    /// The unit of a time is unknown.
     #[error("unknown unit {0:?}: use ms, s, m, h, d or nothing for seconds")]
     TimeSuffix(String),
 }
@@ -118,7 +118,7 @@ fn number_and_suffix(text: &str) -> Result<(u64, &str), UnitError> {
     Ok((number, suffix.trim_start()))
 }
 
-/// Largest first, so that the first that fits is the one to print.
+/// The largest comes first, so that the first that fits is the one to print.
 const UNITS: [(u64, &str); 4] = [(1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
 
 #[cfg(test)]

@@ -1,23 +1,23 @@
-//! `remora verify`: whether two servers hold the same, and what differs where they don't.
+//! `remora verify`: tells whether two servers hold the same data, and what differs.
 //!
 //! ```text
-//!            digests, where both are quiet and allow it ──equal──▶ only expiry times are left to read
+//!            digests, if both are idle and allow it ──equal──▶ only expiry times are left to read
 //!                 │ no                                                     │
 //!   scan ──▶ every key of the primary: DUMP and expiry on both ──same──▶ done with it
-//!                 │ not the same bytes                                     ▲
+//!                 │ other bytes                                            ▲
 //!                 ├──▶ by content (look) ──same────────────────────────────┤
-//!                 ▼ still not                                              │
+//!                 ▼ other content                                          │
 //!             suspects ──▶ recheck: primary, wait for the replica, replica, primary again ──▶ differs, or undecided
 //!                 ▲
 //!   scan ──▶ every key of the replica that the primary lacks
 //! ```
 //!
-//! Both servers may be written to all the while. So a difference seen once proves nothing, and equality seen at any moment proves
-//! enough: a key is called different only when the replica, having caught up with a value that the primary still has, holds
-//! another one.
+//! Clients may write to both servers meanwhile. So a difference that is seen once proves nothing, and equality at any
+//! moment proves enough. A key counts as different only if the replica, having caught up with a value that the primary
+//! still has, holds another one.
 //!
-//! Memory: one group of values at a time (`scan` says how large), and the names of some thousand suspects. Nothing is written
-//! to either server.
+//! Memory: one group of values at a time (`scan` says how large), and the names of some thousand suspects. It writes
+//! nothing to either server.
 
 mod look;
 mod pair;
@@ -74,9 +74,9 @@ async fn compare(pair: &mut Pair, args: &VerifyArgs, report: &mut Report) -> Res
     Ok(())
 }
 
-/// Asks both for a digest of everything. False also where one of them doesn't allow it or is being written to.
+/// Asks both servers for a digest of all data. False also if one of them does not allow it or is being written to.
 async fn digests_agree(pair: &mut Pair) -> Result<bool, ServerError> {
-    // A digest knows whether a key expires, but not when, nor which fields of a hash do.
+    // A digest tells whether a key expires, but not when, nor which fields of a hash do.
     let has_expiring_fields = |facts: &Facts| facts.databases.iter().any(|database| database.field_expires > 0);
     if has_expiring_fields(&pair.primary.facts) || has_expiring_fields(&pair.replica.facts) || !pair.is_quiet().await? {
         return Ok(false);
@@ -86,7 +86,7 @@ async fn digests_agree(pair: &mut Pair) -> Result<bool, ServerError> {
     Ok(one.is_some() && one == other)
 }
 
-/// The databases to go through: all that hold a key on either side, or after equal digests those in which something expires.
+/// The databases to scan: all that hold a key on either side, or after equal digests those in which something expires.
 fn databases_of(primary: &Facts, replica: &Facts, method: Method) -> Vec<u32> {
     let both = primary.databases.iter().chain(&replica.databases);
     let wanted = both.filter(|database| method == Method::Values || database.expires > 0);
@@ -96,7 +96,7 @@ fn databases_of(primary: &Facts, replica: &Facts, method: Method) -> Vec<u32> {
     numbers
 }
 
-/// Keys that will be passed: those of both sides, or after equal digests those of the primary.
+/// The number of keys that the scan will pass: those of both sides, or after equal digests those of the primary.
 fn keys_to_scan(pair: &Pair, databases: &[u32], method: Method) -> u64 {
     let keys = |facts: &Facts| {
         let scanned = facts.databases.iter().filter(|database| databases.contains(&database.number));
@@ -134,7 +134,8 @@ fn conclude(report: &Report) -> Result<(), Failure> {
     Ok(())
 }
 
-/// A server computes its digest at some hundred megabytes, or half a million elements, a second: ample for the largest in use.
+/// The time limit of a digest. A server computes it at some hundred megabytes, or half a million elements, per second:
+/// this is enough for the largest servers in use.
 const DIGEST_LIMIT: Duration = Duration::from_secs(1800);
 
 #[cfg(test)]

@@ -5,7 +5,7 @@
 mod stage;
 
 use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
@@ -15,6 +15,7 @@ use remora_lab::{Kind, Server, require};
 use remora_messenger::handshake::Versions;
 use remora_messenger::{Address, Connection, Delivery, Dispatcher, Message, Messenger, Options, Policy};
 use remora_protocol::{Message as Words, NEWEST_VERSION, OLDEST_VERSION, StatusReport, Totals};
+use rustix::process::Signal;
 use stage::{Stage, says};
 
 fn plain(stage: &Stage) -> Options {
@@ -114,4 +115,19 @@ fn a_peer_with_only_the_older_framing_is_refused_with_the_versions() {
     assert_eq!(answer.get(20..25), Some(&[1, 3, 0, 3, 0][..]), "{answer:?}");
     source.agent.wait_for_line("speaks version 1 of the control protocol, this end 3", stage::LONG).unwrap();
     source.stop();
+}
+
+/// The signal arrives while the source waits for its server, long before it is ready.
+#[test]
+fn a_source_that_is_stopped_while_it_starts_ends_with_status_0() {
+    let stage = Stage::new();
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let server = format!("redis://{}", silent.local_addr().unwrap());
+    let token = stage.token.display().to_string();
+    let args = ["source", "--server", &server, "--listen", "127.0.0.1:0", "--token-file", &token];
+    let mut agent = stage.start(None, &args);
+    let _connection = silent.accept().unwrap();
+    agent.signal(Signal::TERM).unwrap();
+    agent.wait_for_success(stage::LONG).unwrap();
+    assert!(agent.output().contains("stopped by SIGTERM before the source was ready"), "{}", agent.output());
 }

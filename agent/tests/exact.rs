@@ -95,7 +95,7 @@ fn a_user_without_the_rule_for_a_second_channel_gets_all_over_one() {
     source.replicate(&replica, &[]);
     primary.client().unwrap().ok(&["ACL", "SETUSER", "default", "+sync"]).unwrap();
     assert_same_data(&primary, &replica);
-    source.agent.wait_for_line("taking all over one", LONG).unwrap();
+    source.agent.wait_for_line("using one connection for snapshot and stream", LONG).unwrap();
 }
 
 #[test]

@@ -11,7 +11,7 @@ use remora_lab::{Agent, Kind, Server, assert_same_data, fill_every_type, require
 use rustix::process::Signal;
 
 /// What the source logs when the stream of the old history has ended.
-const CHANGED: &str = "the server's replication history has changed";
+const CHANGED: &str = "the server's replication history changed";
 
 /// A server that follows `source`'s stream through an agent that stays.
 fn staying(source: &Source, kind: Kind) -> (Server, Agent) {

@@ -119,7 +119,7 @@ fn a_peer_that_is_not_a_server_is_recognised_by_both_ends() {
     let wrong: [(SocketAddr, &str); 3] = [
         (something_that_says(A_WEB_SERVER), "is not a Redis or Valkey server"),
         (source.address, "redis://"),
-        (closed_port(), "is it running, and on this port?"),
+        (closed_port(), "check that it is running, and on this port"),
     ];
     let token = stage.token.display().to_string();
     for (address, words) in wrong {

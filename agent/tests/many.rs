@@ -125,7 +125,7 @@ fn one_of_three_stops_reading(kind: Kind) {
 
     // The source does not ask the primary again because of a server that does not answer.
     let taken = source.snapshots_taken();
-    lame.wait_for_line("it took no slot", LONG).unwrap();
+    lame.wait_for_line("the replica took no slot", LONG).unwrap();
     lame.wait_for_line("does not answer", LONG).unwrap();
     assert_eq!(source.snapshots_taken(), taken);
     paused.resume().unwrap();

@@ -22,9 +22,9 @@ fn probe(stage: &Stage, source: &Source, more: &[&str], code: i32) -> String {
     String::from_utf8(output.stdout).unwrap() + if code == 0 { "" } else { &said }
 }
 
-/// Whether the source has a trial region mapped.
-fn lends_a_trial(source: &Source) -> bool {
-    std::fs::read_to_string(format!("/proc/{}/maps", source.agent.pid())).unwrap().contains("remora-trial")
+/// Whether the source has a probe region mapped.
+fn exports_a_probe_region(source: &Source) -> bool {
+    std::fs::read_to_string(format!("/proc/{}/maps", source.agent.pid())).unwrap().contains("remora-probe")
 }
 
 #[test]
@@ -50,8 +50,8 @@ fn a_source_without_data_is_measured_by_each_transport_and_takes_no_snapshot() {
     assert_eq!(transports[1]["usable"], false);
     says(transports[1]["trouble"].as_str().unwrap(), &["REMORA_RDMA_DISABLE"]);
     assert_eq!(source.status()["totals"]["snapshots_taken"], 0);
-    wait_until("the trial region to be taken back", LONG, || {
-        Ok(if lends_a_trial(&source) { Err("it is mapped".into()) } else { Ok(()) })
+    wait_until("the probe region to be revoked", LONG, || {
+        Ok(if exports_a_probe_region(&source) { Err("it is mapped".into()) } else { Ok(()) })
     })
     .unwrap();
     source.stop();
@@ -65,7 +65,7 @@ fn the_tables_say_which_transports_are_unusable_and_why_and_the_time_limit_holds
     let printed = probe(&stage, &source, &["--time", "3ms", "--sizes", "64,4KiB", "--depths", "1,16"], 0);
     says(
         &printed,
-        &["shm: can't be used: the source does not offer it", "verbs: can't be used: RDMA", "64 B", "4 KiB"],
+        &["shm: cannot be used: the source does not offer it", "verbs: cannot be used: RDMA", "64 B", "4 KiB"],
     );
     let begun = Instant::now();
     let late = ["--transport", "tcp", "--time", "10s", "--limit", "300ms"];

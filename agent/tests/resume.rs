@@ -140,7 +140,7 @@ fn a_network_that_was_cut_between_the_agents_loses_no_slot() {
     source.wait_for_slots(&mut agent, A_QUARTER);
     hosts.there.cut().unwrap();
     agent.wait_for_line("trying again in", CUT * 3).unwrap();
-    source.agent.wait_for_line("a replica is gone", CUT * 3).unwrap();
+    source.agent.wait_for_line("replica disconnected", CUT * 3).unwrap();
     hosts.there.heal().unwrap();
     succeeds(&mut agent, &hosts.replica);
     hosts.assert_one_snapshot_once(&source);
@@ -188,7 +188,7 @@ fn a_primary_killed_while_it_makes_the_snapshot_is_asked_again_when_it_is_back()
         let mut agent = stage.replica(&replica.url(), source.address, &[]);
         source.wait_for_slots(&mut agent, 2);
         primary.kill().unwrap();
-        says(&source.agent.wait_for_line("the snapshot failed", LONG).unwrap(), &["WARN"]);
+        says(&source.agent.wait_for_line("snapshot failed", LONG).unwrap(), &["WARN"]);
         agent.wait_for_line("given up its snapshot", LONG).unwrap();
 
         primary.restart().unwrap();
@@ -214,7 +214,7 @@ fn a_primary_that_restarts_while_its_snapshot_is_being_loaded_causes_a_new_gener
         agent.wait_for_line("follows our link", LONG).unwrap();
         primary.restart().unwrap();
         fill_keys(&primary, 300, "new");
-        source.agent.wait_for_line("the stream is lost", LONG).unwrap();
+        source.agent.wait_for_line("replication stream lost", LONG).unwrap();
         succeeds(&mut agent, &replica);
         assert!(source.generation() > generation);
         assert_same_data(&primary, &replica);

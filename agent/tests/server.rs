@@ -142,7 +142,7 @@ async fn a_closed_port_and_a_listener_that_is_not_a_server_give_different_errors
 
     let error = refused(&server(&url)).await;
     assert!(matches!(error, ServerError::Unreachable { .. }) && error.is_passing(), "{error}");
-    assert!(error.to_string().contains(&url) && error.to_string().contains("is it running"), "{error}");
+    assert!(error.to_string().contains(&url) && error.to_string().contains("check that it is running"), "{error}");
 
     let error = refused(&server("unix:///nowhere/redis.sock")).await;
     assert!(error.to_string().contains("/nowhere/redis.sock"), "{error}");

@@ -153,7 +153,7 @@ fn a_primary_that_drops_the_sources_link_loses_nothing_of_the_stream() {
         let writer = fed.writer();
         writer.wait_for(WRITES_PER_SECOND / 2);
         fed.primary.client().unwrap().call(&["CLIENT", "KILL", "TYPE", "replica"]).unwrap();
-        fed.source.agent.wait_for_line("the stream goes on where it broke", LONG).unwrap();
+        fed.source.agent.wait_for_line("replication stream resumed", LONG).unwrap();
         writer.wait_for(WRITES_PER_SECOND / 2);
         writer.stop().unwrap();
         assert_same_data(&fed.primary, &fed.server);

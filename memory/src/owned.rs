@@ -211,6 +211,19 @@ impl Memory {
     }
 }
 
+impl View {
+    /// Copies a range to another memory, or to another offset of the same.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`] for either; nothing is written.
+    pub fn copy_to(&self, range: Range<u64>, sink: &Memory, sink_offset: u64) -> Result<(), Error> {
+        let length = bounds::length(&range, self.length())?;
+        let from = self.mapping().span(range.start, length)?;
+        from.copy_to(sink.mapping().span_mut(sink_offset, length)?);
+        Ok(())
+    }
+}
+
 impl Deref for Memory {
     type Target = View;
 

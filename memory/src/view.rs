@@ -12,7 +12,7 @@ use rustix::{
     mm::Advice,
 };
 
-use super::{Memory, Pages, bounds, crc, mapping::Mapping, sealed::Sealed};
+use super::{Pages, bounds, crc, mapping::Mapping, sealed::Sealed};
 use crate::Error;
 
 /// A whole memory, for reading. The [crate docs](super) say who may write it meanwhile, and what that means for a
@@ -44,7 +44,7 @@ impl View {
         self.mapping.size()
     }
 
-    /// The memfd. That of a [`Memory`] is open for writing: pass [`View::reopen_read_only`] to other processes.
+    /// The memfd. That of a [`Memory`](crate::Memory) is open for writing: pass [`View::reopen_read_only`] to other processes.
     pub fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
@@ -178,17 +178,6 @@ impl View {
     /// As for [`View::send`].
     pub fn write_at(&self, file: impl AsFd, file_offset: u64, offset: u64, length: usize) -> io::Result<usize> {
         self.mapping.span(offset, length as u64)?.write_at(file.as_fd(), file_offset)
-    }
-
-    /// Copies a range to another memory, or to another offset of the same.
-    ///
-    /// # Errors
-    /// [`Error::OutOfBounds`] for either; nothing is written.
-    pub fn copy_to(&self, range: Range<u64>, sink: &Memory, sink_offset: u64) -> Result<(), Error> {
-        let length = bounds::length(&range, self.length())?;
-        let from = self.mapping.span(range.start, length)?;
-        from.copy_to(sink.mapping().span_mut(sink_offset, length)?);
-        Ok(())
     }
 
     /// Hint: maps the pages of the range now, before a long read through a fresh mapping. The part out of bounds is

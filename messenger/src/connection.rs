@@ -14,7 +14,6 @@ use crate::error::LinkError;
 use crate::message::Message;
 use crate::stack::Address;
 use crate::throttle::{Permit, Throttle};
-use crate::worker::{Command, Inbox};
 
 /// The handle of a session with a peer. See [`crate::Messenger::connect`].
 #[derive(Clone)]
@@ -23,7 +22,7 @@ pub struct Connection(Arc<Shared>);
 struct Shared {
     id: u64,
     peer: Address,
-    inbox: Arc<Inbox>,
+    worker: Arc<dyn Mailbox>,
     /// The key of the session on its worker. Only the worker uses it.
     session_key: AtomicU64,
     budget: Arc<Throttle>,
@@ -35,6 +34,27 @@ struct Shared {
     /// How the last link began, and how it ended.
     negotiated: Mutex<Option<Negotiated>>,
     broken: Mutex<Option<Arc<LinkError>>>,
+}
+
+/// What a connection asks of the worker that its session lives on.
+pub(crate) enum Request {
+    /// The connection's send queue is no longer empty.
+    Flush(Connection),
+    /// End the session once everything queued is sent.
+    Close(Connection),
+    /// End the session now.
+    Abort(Connection),
+    /// Break the session's link.
+    Cut(Connection),
+}
+
+/// The worker that a session lives on, as its connection sees it. Any thread may post.
+pub(crate) trait Mailbox: Send + Sync {
+    /// The worker's number in its messenger.
+    fn worker(&self) -> usize;
+
+    /// Queues a request, and wakes the worker if it sleeps.
+    fn request(&self, request: Request);
 }
 
 /// What both ends of a link have agreed on in their handshake.
@@ -84,12 +104,12 @@ pub enum SendError {
 }
 
 impl Connection {
-    pub(crate) fn new(peer: Address, inbox: Arc<Inbox>, budget: Arc<Throttle>) -> Connection {
+    pub(crate) fn new(peer: Address, worker: Arc<dyn Mailbox>, budget: Arc<Throttle>) -> Connection {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         Connection(Arc::new(Shared {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
             peer,
-            inbox,
+            worker,
             session_key: AtomicU64::new(UNASSIGNED),
             budget,
             outbox: Mutex::default(),
@@ -183,17 +203,17 @@ impl Connection {
     /// Stops taking messages, and ends the session once everything queued is written (lossless: acknowledged). The
     /// dispatcher is told.
     pub fn close(&self) {
-        self.0.inbox.post(Command::Close(self.clone()));
+        self.0.worker.request(Request::Close(self.clone()));
     }
 
     /// Ends the session now and drops what is queued. The dispatcher is told.
     pub fn abort(&self) {
-        self.0.inbox.post(Command::Abort(self.clone()));
+        self.0.worker.request(Request::Abort(self.clone()));
     }
 
     /// Breaks the session's link, as a cut cable would. For tests.
     pub fn cut(&self) {
-        self.0.inbox.post(Command::Cut(self.clone()));
+        self.0.worker.request(Request::Cut(self.clone()));
     }
 
     fn put(&self, message: Message, permit: Permit) -> Result<(), SendError> {
@@ -209,7 +229,7 @@ impl Connection {
         }
         drop(outbox);
         if is_first {
-            self.0.inbox.post(Command::Flush(self.clone()));
+            self.0.worker.request(Request::Flush(self.clone()));
         }
         Ok(())
     }
@@ -258,8 +278,9 @@ impl Connection {
         self.0.session_key.store(key, Ordering::Relaxed);
     }
 
-    pub(crate) fn inbox(&self) -> &Arc<Inbox> {
-        &self.0.inbox
+    /// The number of the worker that the session lives on.
+    pub(crate) fn worker(&self) -> usize {
+        self.0.worker.worker()
     }
 
     fn lock(&self) -> MutexGuard<'_, Outbox> {

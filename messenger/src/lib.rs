@@ -57,12 +57,12 @@
 //! # Modules, in reading order
 //!
 //! - [`policy`]: what happens to a session when its link breaks, chosen by name. **Start here.**
-//! - [`message`], [`dispatcher`], [`connection`], [`messenger`]: the owner's side of the layer.
+//! - [`message`], [`dispatcher`], [`connection`], [`messenger`], [`config`]: the owner's side of the layer.
 //! - [`session`]: the state machine of a session, pure. It numbers, acknowledges, replays, resumes, and detects resets.
 //! - [`handshake`]: how the two ends of a link prove to each other that they hold the same token; pure.
 //! - [`signal`], [`frame`], [`seal`]: the bytes that the ends exchange; pure.
 //! - [`buffer`], [`throttle`]: memory for received data, and bounds on what is under way.
-//! - `worker`, `registry`, [`stack`]: the thread that moves bytes between links and sessions, and the links.
+//! - `worker`, `common`, `registry`, [`stack`]: the thread that moves bytes between links and sessions, and the links.
 //! - [`error`]: why a link ended.
 //!
 //! A worker waits only in epoll. Every state of a session but two ends by a time limit. Whichever end connects,
@@ -71,6 +71,8 @@
 #![forbid(unsafe_code)]
 
 pub mod buffer;
+mod common;
+pub mod config;
 pub mod connection;
 pub mod dispatcher;
 pub mod error;
@@ -90,10 +92,11 @@ pub mod throttle;
 mod worker;
 
 pub use buffer::{Buffer, Pool};
+pub use config::{Options, Polling};
 pub use connection::{Connection, Negotiated, SendError};
 pub use dispatcher::Dispatcher;
 pub use message::{Arrival, Delivery, Message};
-pub use messenger::{Messenger, Options, Polling};
+pub use messenger::Messenger;
 pub use policy::Policy;
 pub use remora_wire::Token;
 pub use signal::Refusal;

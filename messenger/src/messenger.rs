@@ -3,105 +3,28 @@
 use std::fmt;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 use remora_wire::Token;
 
 use crate::buffer::Pool;
-use crate::connection::Connection;
+use crate::common::Common;
+use crate::config::{HandshakeConfig, Options};
+use crate::connection::{Connection, Mailbox};
 use crate::dispatcher::Dispatcher;
-use crate::handshake::Versions;
 use crate::policy::Policy;
-use crate::registry::{Name, Registry};
+use crate::registry::Name;
 use crate::signal::Entity;
 use crate::stack::posix::TcpLink;
-use crate::stack::rdma::RdmaOptions;
-use crate::stack::tls::TlsOptions;
 use crate::stack::{Address, Stacks};
 use crate::throttle::Throttle;
-use crate::worker::{Command, Handle, HandshakeConfig, LinkState, Spin};
-
-/// Settings of a messenger, other than the behaviour of its sessions ([`Policy`]).
-#[derive(Debug, Clone)]
-pub struct Options {
-    /// Number of threads. A connection lives on one of them.
-    pub workers: usize,
-    /// Whether bodies have checksums. They are left out only where both ends ask for that.
-    pub summed: bool,
-    /// The secret that both ends share. With a token frames are sealed, unless `sealed` is false at both ends. Without
-    /// one every peer is accepted.
-    pub token: Option<Arc<Token>>,
-    /// The versions of the owner's protocol that this end speaks. The ends agree on the newest common one.
-    pub versions: Versions,
-    /// Whether frames have seals if there is a token.
-    pub sealed: bool,
-    /// Whether a worker polls before it sleeps.
-    pub polling: Polling,
-    /// Bytes of received data that the pool may keep for reuse.
-    pub pool_bytes: usize,
-    /// Greatest number of sessions.
-    pub max_sessions: usize,
-    /// What `tls:` addresses need.
-    pub tls: TlsOptions,
-    /// Settings of RDMA links.
-    pub rdma: RdmaOptions,
-    /// Greatest number of links per worker without a session. This bounds the memory that unauthenticated peers can
-    /// take.
-    pub max_unauthenticated: usize,
-}
-
-/// What a worker does when it has no work.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Polling {
-    /// It sleeps at once: least processor time.
-    Event,
-    /// It never sleeps: least latency, at the price of one processor.
-    Spin,
-    /// It polls for up to this long, and for less where polling has rarely found something.
-    Adaptive(Duration),
-}
-
-impl Default for Options {
-    fn default() -> Options {
-        Options {
-            workers: 1,
-            summed: true,
-            token: None,
-            versions: Versions::only(1),
-            sealed: true,
-            polling: Polling::Event,
-            pool_bytes: POOL_BYTES,
-            max_sessions: MAX_SESSIONS,
-            tls: TlsOptions::default(),
-            rdma: RdmaOptions::default(),
-            max_unauthenticated: MAX_UNAUTHENTICATED,
-        }
-    }
-}
+use crate::worker::{Command, Handle, LinkState};
 
 /// An endpoint of the layer. Dropping it ends its sessions and its threads.
 pub struct Messenger {
     common: Arc<Common>,
     workers: Vec<Handle>,
-}
-
-/// What all workers of a messenger share.
-pub(crate) struct Common {
-    pub(crate) entity: Entity,
-    pub(crate) policy: Policy,
-    pub(crate) handshake: HandshakeConfig,
-    pub(crate) polling: Polling,
-    pub(crate) stacks: Stacks,
-    pub(crate) dispatcher: Arc<dyn Dispatcher>,
-    pub(crate) pool: Arc<Pool>,
-    pub(crate) max_sessions: usize,
-    pub(crate) max_unauthenticated: usize,
-    pub(crate) serving: AtomicBool,
-    /// Where peers can connect to, once the messenger listens.
-    pub(crate) address: Mutex<Option<Address>>,
-    pub(crate) next_worker: AtomicUsize,
-    registry: Mutex<Registry>,
 }
 
 impl Messenger {
@@ -182,7 +105,7 @@ impl Messenger {
         }
         let worker = self.pick();
         let budget = Throttle::new(policy.send_messages, policy.send_bytes);
-        let connection = Connection::new(address.clone(), Arc::clone(worker.inbox()), budget);
+        let connection = Connection::new(address.clone(), Arc::clone(worker.inbox()) as Arc<dyn Mailbox>, budget);
         if let Some(name) = name {
             registry.enter(Name::Address(name), &connection);
         }
@@ -227,27 +150,8 @@ impl fmt::Debug for Messenger {
     }
 }
 
-impl Common {
-    pub(crate) fn registry(&self) -> MutexGuard<'_, Registry> {
-        self.registry.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(crate) fn spin(&self) -> Spin {
-        Spin::new(self.polling)
-    }
-}
-
 /// The token of messengers without one. It is public, and proves nothing.
 const OPEN_TOKEN: &[u8] = b"remora: open to anybody";
-
-/// Twice what a fast link brings in a hundredth of a second.
-const POOL_BYTES: usize = 64 << 20;
-
-/// Each session costs a descriptor and a few kilobytes.
-const MAX_SESSIONS: usize = 65_536;
-
-/// As many connections as arrive at once when a server with very many clients comes back.
-const MAX_UNAUTHENTICATED: usize = 16_384;
 
 /// More workers are of no use: there are fewer processors, and connections do not move between workers.
 const MAX_WORKERS: usize = 256;

@@ -49,7 +49,7 @@ impl Module for Remora {
             && command::<commands::Disarm>(context)
             && command::<commands::Status>(context)
             && command::<commands::Help>(context)
-            && command::<commands::Walk>(context);
+            && command::<child::Walk>(context);
         if !commands {
             return refuse(context, "the server already has commands with its names");
         }

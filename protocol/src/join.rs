@@ -1,9 +1,11 @@
 //! Joining: what a replica's agent reports about itself when it connects.
 
+use remora_redis::ReplId;
 use remora_wire::codec::{Maybe, Name};
 use remora_wire::record;
 
 use crate::bounds::{MAX_ADDRESS_BYTES, MAX_NAME_BYTES, MAX_ZONE_BYTES};
+use crate::replid::Digits;
 
 /// What a replica's agent reports about itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -63,10 +65,10 @@ pub struct Resume {
     pub held_slots: u64,
     /// Its server has loaded the whole snapshot: it needs only the stream, from `next_byte` on.
     pub loaded: bool,
-    /// The replication id of the history that it follows, as 40 hexadecimal digits.
-    pub replid: [u8; 40],
+    /// The replication id of the history that it follows.
+    pub replid: ReplId,
     /// Replication offset of the next byte of the stream that it needs.
     pub next_byte: u64,
 }
 
-record!(Resume { generation: u64, held_slots: u64, loaded: bool, replid: [u8; 40], next_byte: u64 });
+record!(Resume { generation: u64, held_slots: u64, loaded: bool, replid: Digits, next_byte: u64 });

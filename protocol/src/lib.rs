@@ -42,6 +42,7 @@
 //! - [`message`]: the messages. **Start here.**
 //! - [`join`], [`progress`]: what a replica's agent says of itself; [`offer`]: what a source answers; [`status`]: its
 //!   report.
+//! - `replid`: how a replication id is encoded.
 //! - [`bounds`]: versions, and the limit of every field; [`module`]: the version of the commands between agents and
 //!   module.
 
@@ -55,6 +56,7 @@ pub mod message;
 pub mod module;
 pub mod offer;
 pub mod progress;
+mod replid;
 pub mod status;
 
 pub use bounds::*;

@@ -2,19 +2,21 @@
 
 use std::fmt;
 
+use remora_redis::ReplId;
 use remora_wire::codec::{Bytes, List, Maybe, Name};
 use remora_wire::{codes, record};
 
 use crate::bounds::{MAX_ADDRESS_BYTES, MAX_KEY_BYTES, MAX_KEYS, MAX_NAME_BYTES};
 use crate::join::Upstream;
+use crate::replid::DigitsIfKnown;
 
 /// A generation and where it is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Offer {
     /// The generation's number, unique for the source.
     pub generation: u64,
-    /// The primary's replication id, as 40 hexadecimal digits.
-    pub replid: [u8; 40],
+    /// The primary's replication id. `None` only in an offer without tables, if the primary did not report one.
+    pub replid: Option<ReplId>,
     /// Replication offset of the last byte that the snapshot contains.
     pub offset: u64,
     /// The snapshot's table.
@@ -38,7 +40,7 @@ pub struct Offer {
 
 record!(Offer {
     generation: u64,
-    replid: [u8; 40],
+    replid: DigitsIfKnown,
     offset: u64,
     snapshot: TableOffer,
     journal: TableOffer,

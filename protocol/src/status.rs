@@ -1,11 +1,13 @@
 //! Status: what a source reports to `remora status`.
 
+use remora_redis::ReplId;
 use remora_wire::codec::{List, Maybe, Name, Text};
 use remora_wire::{codes, record};
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 
 use crate::bounds::{MAX_ADDRESS_BYTES, MAX_NAME_BYTES, MAX_REPLICAS, MAX_WHY_BYTES, MAX_ZONE_BYTES};
 use crate::progress::Phase;
+use crate::replid;
 
 /// The state of a source, for `remora status`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -39,7 +41,8 @@ pub struct GenerationStatus {
     /// Its number.
     pub generation: u64,
     /// The primary's replication id.
-    pub replid: String,
+    #[serde(serialize_with = "as_text")]
+    pub replid: ReplId,
     /// Replication offset of the snapshot.
     pub offset_start: u64,
     /// Replication offset of the newest byte in the journal.
@@ -74,7 +77,7 @@ pub struct GenerationStatus {
 
 record!(GenerationStatus {
     generation: u64,
-    replid: Name<40>,
+    replid: replid::Text,
     offset_start: u64,
     offset_now: u64,
     state: GenerationState,
@@ -91,6 +94,11 @@ record!(GenerationStatus {
     capture_millis: u64,
     capture: Name<MAX_NAME_BYTES>,
 });
+
+/// Serializes a value as it is printed.
+fn as_text<S: Serializer>(value: &ReplId, to: S) -> Result<S::Ok, S::Error> {
+    to.collect_str(value)
+}
 
 /// The state of a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]

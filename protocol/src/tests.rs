@@ -6,14 +6,15 @@ use crate::fuzzing;
 use proptest::collection::vec;
 use proptest::option;
 use proptest::prelude::*;
+use remora_redis::ReplId;
 use remora_wire::{Malformed, TooLarge};
 
 fn names() -> impl Strategy<Value = String> {
     "\\PC{0,30}"
 }
 
-fn replids() -> impl Strategy<Value = [u8; 40]> {
-    "[0-9a-f]{40}".prop_map(|text| text.as_bytes().try_into().unwrap())
+fn replids() -> impl Strategy<Value = ReplId> {
+    "[0-9a-f]{40}".prop_map(|text| text.parse().unwrap())
 }
 
 fn resumes() -> impl Strategy<Value = Resume> {
@@ -89,7 +90,7 @@ fn announces() -> impl Strategy<Value = Announce> {
 
 fn offers() -> impl Strategy<Value = Message> {
     let rest = (names(), names(), option::of(upstreams()));
-    (any::<[u64; 4]>(), replids(), tables(), tables(), announces(), rest).prop_map(
+    (any::<[u64; 4]>(), option::of(replids()), tables(), tables(), announces(), rest).prop_map(
         |(numbers, replid, snapshot, journal, primary, (server, run_id, upstream))| {
             let [generation, offset, backlog_bytes, write_rate] = numbers;
             Message::Offer(Offer {
@@ -143,7 +144,7 @@ fn generations() -> impl Strategy<Value = GenerationStatus> {
     use GenerationState::*;
     let state = prop::sample::select(vec![Capturing, Complete]);
     let numbers = any::<[u64; 13]>();
-    (numbers, "[0-9a-f]{40}", state, any::<bool>(), names()).prop_map(|(n, replid, state, windowed, capture)| {
+    (numbers, replids(), state, any::<bool>(), names()).prop_map(|(n, replid, state, windowed, capture)| {
         GenerationStatus {
             generation: n[0],
             replid,
@@ -346,7 +347,13 @@ fn the_layout_of_a_join_is_the_one_written_down() {
     let join = Join {
         name: "b".to_owned(),
         server: "valkey 9".to_owned(),
-        resume: Some(Resume { generation: 3, held_slots: 0x0102, loaded: true, replid: [b'a'; 40], next_byte: 9 }),
+        resume: Some(Resume {
+            generation: 3,
+            held_slots: 0x0102,
+            loaded: true,
+            replid: "a".repeat(40).parse().unwrap(),
+            next_byte: 9,
+        }),
         plan_only: false,
         relays: Some(Relays { serves_at: "h:1".to_owned(), zone: String::new() }),
     };
@@ -354,4 +361,20 @@ fn the_layout_of_a_join_is_the_one_written_down() {
     wire.extend_from_slice(&[b'a'; 40]);
     wire.extend_from_slice(b"\x09\0\0\0\0\0\0\0\0\x01\x03\0h:1\0\0");
     assert_eq!(encoded(&Message::Join(join)), (0x20, wire));
+}
+
+/// A replication id travels as its digits, and nothing else is taken for one.
+#[test]
+fn only_forty_digits_in_lower_case_are_a_replid() {
+    let resume = |digits: &[u8]| {
+        let mut wire = b"\0\0\0\0\x01\x03\0\0\0\0\0\0\0\x02\0\0\0\0\0\0\0\x01".to_vec();
+        wire.extend_from_slice(digits);
+        wire.extend_from_slice(b"\x09\0\0\0\0\0\0\0\0\0");
+        Message::decode(0x20, &wire)
+    };
+    assert!(resume(&[b'a'; 40]).is_ok());
+    for wrong in [[b'A'; 40], [b'g'; 40], [0; 40]] {
+        let refused = DecodeError::Malformed(Malformed::Invalid { what: "replid" });
+        assert_eq!(resume(&wrong), Err(refused), "{wrong:?}");
+    }
 }

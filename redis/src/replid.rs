@@ -23,9 +23,18 @@ impl ReplId {
         Ok(ReplId(digits.map(|digit| digit.to_ascii_lowercase())))
     }
 
-    /// The 40 digits.
+    /// The 40 digits, in lower case.
     pub fn as_bytes(&self) -> &[u8; DIGITS] {
         &self.0
+    }
+}
+
+/// The exact form of binary formats: 40 digits in lower case. What is converted has the same bytes again.
+impl TryFrom<[u8; DIGITS]> for ReplId {
+    type Error = InvalidReplId;
+
+    fn try_from(digits: [u8; DIGITS]) -> Result<ReplId, InvalidReplId> {
+        ReplId::parse(&digits).ok().filter(|replid| replid.0 == digits).ok_or(InvalidReplId { length: DIGITS })
     }
 }
 
@@ -51,7 +60,7 @@ impl fmt::Debug for ReplId {
 
 /// The parsed text is not a replication id.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("a replid has {DIGITS} hexadecimal digits; this has {length} bytes or characters other than hex digits")]
+#[error("a replid has {DIGITS} hexadecimal digits; this has {length} bytes or other characters")]
 pub struct InvalidReplId {
     /// Length of the text, in bytes.
     pub length: usize,
@@ -73,6 +82,15 @@ mod tests {
     fn anything_but_forty_hexadecimal_digits_is_refused() {
         for wrong in ["", "?", &"a".repeat(39), &"a".repeat(41), &"g".repeat(40)] {
             assert!(wrong.parse::<ReplId>().is_err(), "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn bytes_are_converted_only_if_they_come_back_the_same() {
+        let digits = *b"8c1c6b2f0d6a4e7b9a0f1e2d3c4b5a6978695a4b";
+        assert_eq!(ReplId::try_from(digits).unwrap().as_bytes(), &digits);
+        for wrong in [digits.map(|digit| digit.to_ascii_uppercase()), [0; 40], [b'g'; 40]] {
+            assert!(ReplId::try_from(wrong).is_err(), "{wrong:?}");
         }
     }
 }

@@ -18,8 +18,10 @@
 //! slot but the last is full.
 
 use remora_fabric::memory::crc;
+use remora_redis::ReplId;
 
 use crate::error::Error;
+use crate::origin::Origin;
 
 /// The first eight bytes of every table.
 pub const MAGIC: [u8; 8] = *b"REMORATB";
@@ -190,18 +192,13 @@ impl Geometry {
     }
 }
 
-/// The identity of a table.
+/// The identity of a table. No two tables of one source share it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Identity {
-    /// Number of the snapshot; no two tables of one source and kind share it.
-    pub generation: u64,
     /// Snapshot or journal.
     pub kind: Kind,
-    /// The replication id under which the offsets are valid.
-    pub replid: [u8; 40],
-    /// The replication offset of the snapshot: that of the last byte of the stream that the snapshot contains. The
-    /// first byte of the journal has the next offset.
-    pub first_offset: u64,
+    /// Where it begins.
+    pub origin: Origin,
 }
 
 /// The constant part of the superblock.
@@ -217,12 +214,12 @@ impl Head {
         put(&mut bytes, AT_MAGIC, &MAGIC);
         put(&mut bytes, AT_VERSION, &LAYOUT_VERSION.to_le_bytes());
         put(&mut bytes, AT_KIND, &self.identity.kind.code().to_le_bytes());
-        put(&mut bytes, AT_GENERATION, &self.identity.generation.to_le_bytes());
+        put(&mut bytes, AT_GENERATION, &self.identity.origin.generation.to_le_bytes());
         put(&mut bytes, AT_SLOT_SIZE, &self.geometry.slot_size.to_le_bytes());
         put(&mut bytes, AT_SLOTS, &self.geometry.slots.to_le_bytes());
         put(&mut bytes, AT_DATA_OFFSET, &self.geometry.data_offset().to_le_bytes());
-        put(&mut bytes, AT_FIRST_OFFSET, &self.identity.first_offset.to_le_bytes());
-        put(&mut bytes, AT_REPLID, &self.identity.replid);
+        put(&mut bytes, AT_FIRST_OFFSET, &self.identity.origin.offset.to_le_bytes());
+        put(&mut bytes, AT_REPLID, self.identity.origin.history.as_bytes());
         let check = crc::crc32c(&bytes[..AT_HEAD_CHECK]);
         put(&mut bytes, AT_HEAD_CHECK, &check.to_le_bytes());
         bytes
@@ -252,12 +249,11 @@ impl Head {
         }
         let mut replid = [0; 40];
         replid.copy_from_slice(&bytes[AT_REPLID..AT_REPLID + 40]);
-        let identity = Identity {
-            generation: get_u64(bytes, AT_GENERATION),
-            kind: Kind::from_code(get_u32(bytes, AT_KIND))?,
-            replid,
-            first_offset: get_u64(bytes, AT_FIRST_OFFSET),
-        };
+        let history = ReplId::try_from(replid)
+            .map_err(|error| Error::Layout(format!("the head of the table has no valid replid: {error}")))?;
+        let origin =
+            Origin { generation: get_u64(bytes, AT_GENERATION), history, offset: get_u64(bytes, AT_FIRST_OFFSET) };
+        let identity = Identity { kind: Kind::from_code(get_u32(bytes, AT_KIND))?, origin };
         Ok(Head { identity, geometry })
     }
 }
@@ -439,10 +435,12 @@ mod tests {
     use super::*;
 
     fn head() -> Head {
-        let replid = *b"0123456789abcdef0123456789abcdef01234567";
-        let identity =
-            Identity { generation: 0x0102030405060708, kind: Kind::Snapshot, replid, first_offset: 0x1112131415161718 };
-        Head { identity, geometry: Geometry { slot_size: 0x40_0000, slots: 3 } }
+        let history = "0123456789abcdef0123456789abcdef01234567".parse().unwrap();
+        let origin = Origin { generation: 0x0102030405060708, history, offset: 0x1112131415161718 };
+        Head {
+            identity: Identity { kind: Kind::Snapshot, origin },
+            geometry: Geometry { slot_size: 0x40_0000, slots: 3 },
+        }
     }
 
     fn hex(bytes: &[u8]) -> String {
@@ -469,6 +467,16 @@ mod tests {
         "0020000000000000", // data offset: 4096 + 3 * 64, rounded up to 8192
         "1817161514131211", // first offset
     );
+
+    #[test]
+    fn a_head_without_a_valid_replid_is_refused() {
+        let mut bytes = head().to_bytes();
+        bytes[AT_REPLID] = b'A';
+        let check = crc::crc32c(&bytes[..AT_HEAD_CHECK]);
+        put(&mut bytes, AT_HEAD_CHECK, &check.to_le_bytes());
+        let refused = Head::parse(&bytes).unwrap_err().to_string();
+        assert!(refused.contains("replid"), "{refused}");
+    }
 
     #[test]
     fn the_line_has_these_very_words() {

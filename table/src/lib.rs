@@ -25,7 +25,7 @@
 //!   read.
 //! * [`journal`]: an endless stream of records.
 //! * [`server_pages`]: pages on which a process of a server gets its instructions and reports its progress.
-//! * `reads`, [`expectation`]: shared by the two readers.
+//! * `reads`, [`expectation`]: shared by the two readers. [`origin`]: where a table begins.
 //! * [`error`]: errors, grouped by who can act on them.
 //!
 //! `docs/table.md` describes the same with drawings and the measurements behind it.
@@ -36,6 +36,7 @@ pub mod error;
 pub mod expectation;
 pub mod journal;
 pub mod layout;
+pub mod origin;
 mod publish;
 mod reads;
 pub mod server_pages;
@@ -45,6 +46,7 @@ pub use error::Error;
 pub use expectation::Expectation;
 pub use journal::{Chunk, JournalReader, JournalWriter};
 pub use layout::{Geometry, Identity, Kind, MIN_SLOTS, State};
+pub use origin::Origin;
 pub use server_pages::capture_page::CapturePage;
 pub use server_pages::load_page::LoadPage;
 pub use snapshot::{Loss, Place, Progress, SinkLayout, Slot, SnapshotCopy, SnapshotReader, SnapshotWriter, Turn};

@@ -18,15 +18,15 @@ use remora_fabric::{
     sim::{Faults, Network},
     tcp::{SendMode, TcpConnector, TcpExporter, TcpOptions},
 };
+use remora_redis::ReplId;
 use remora_table::{
-    Error, Expectation, Geometry, Identity, JournalReader, JournalWriter, Kind, SinkLayout, SnapshotReader,
+    Error, Expectation, Geometry, Identity, JournalReader, JournalWriter, Kind, Origin, SinkLayout, SnapshotReader,
     SnapshotWriter,
 };
 
 const ID: RegionId = RegionId { generation: 1, region: 0 };
 const SESSION: u64 = 1;
 const SECRET: [u8; 32] = [3; 32];
-const REPLID: [u8; 40] = [b'f'; 40];
 const FIRST_OFFSET: u64 = 500;
 const GEOMETRY: Geometry = Geometry { slot_size: 2 << 20, slots: 4 };
 /// Content of the stream: several laps, and not a whole number of slots.
@@ -78,11 +78,15 @@ fn memory(length: u64) -> Arc<Memory> {
 }
 
 fn identity(kind: Kind) -> Identity {
-    Identity { generation: 1, kind, replid: REPLID, first_offset: FIRST_OFFSET }
+    Identity { kind, origin: origin() }
+}
+
+fn origin() -> Origin {
+    Origin { generation: 1, history: ReplId::try_from([b'f'; 40]).unwrap(), offset: FIRST_OFFSET }
 }
 
 fn expect() -> Expectation {
-    Expectation { generation: 1, geometry: GEOMETRY, replid: REPLID, first_offset: FIRST_OFFSET }
+    Expectation { origin: origin(), geometry: GEOMETRY }
 }
 
 /// `length` bytes that differ from those at any other position.

@@ -275,6 +275,12 @@ pub enum Malformed {
     /// A text is not UTF-8.
     #[error("a text field is not UTF-8")]
     NotUtf8,
+    /// The bytes of a field are not a value of its kind.
+    #[error("a field is not a valid {what}")]
+    Invalid {
+        /// What the field should be.
+        what: &'static str,
+    },
     /// A number has no meaning.
     #[error("{value} is not a valid {what}")]
     Code {

@@ -5,7 +5,7 @@
 //!   bench           runs the programs of bench/ and keeps the results in bench/runs
 //!   net             hosts with cables of a known rate, to cut, slow down and make lossy; servers and agents in them
 //!   bindings        generates the types of the RDMA libraries from their headers; rarely needed
-//!   rooms           draws the crates, and fails if files import each other in a circle
+//!   rooms           draws the crates, and fails for an import circle, a long file or a large type
 //!   man, completions   what `remora generate` writes, without installing it first
 //! ```
 //!
@@ -13,7 +13,6 @@
 //!
 //! - [`demo`]: the demonstration. **Start here.** [`show`]: the display while it runs; [`table`]: the table at its end.
 //! - [`mod@bench`]: builds and runs the benchmarks. [`bindings`]: generates or compares the RDMA libraries' types.
-//! - [`rooms`]: draws and checks the structure.
 //! - [`net`]: a test network with hosts, servers and agents. [`stop`]: Ctrl-C leaves nothing behind.
 #![forbid(unsafe_code)]
 
@@ -21,7 +20,6 @@ mod bench;
 mod bindings;
 mod demo;
 mod net;
-mod rooms;
 mod show;
 mod stop;
 mod table;
@@ -51,8 +49,12 @@ enum Command {
     Net(net::Command),
     /// Generate the types of the RDMA libraries from their headers.
     Bindings(bindings::Options),
-    /// Draw the crates and their dependencies, and fail if files of a crate import each other in a circle.
-    Rooms(rooms::Options),
+    /// Draw the crates and their dependencies; fail for an import circle, a long file or a large type, as `make check` does.
+    Rooms {
+        /// Also print every import between two files.
+        #[arg(long)]
+        ties: bool,
+    },
     /// Write the man pages of `remora` into a folder.
     Man {
         /// The folder; created if it does not exist.
@@ -71,7 +73,7 @@ fn main() -> ExitCode {
         Command::Bench(options) => stop::or_run(move || bench::run(&options)),
         Command::Net(command) => net::run(command),
         Command::Bindings(options) => bindings::run(&options),
-        Command::Rooms(options) => rooms::run(&options),
+        Command::Rooms { ties } => remora_structure::check(ties),
         Command::Man { directory } => generate(Generated::Man { directory }),
         Command::Completions { shell } => completions(&shell),
     };

@@ -1,4 +1,4 @@
-//! `remora devices`: what can be typed.
+//! The arguments of `remora devices`.
 
 use clap::Args;
 
@@ -14,9 +14,9 @@ pub struct DevicesArgs {
 }
 
 const ABOUT: &str = "\
-Shows what this machine can read another's memory by: its RDMA devices with their ports, addresses and limits, shared memory, and \
-TCP with its congestion control; for each a verdict: ready, or what is missing and how to get it. Nothing is connected and nothing \
-changed.";
+Shows the transports over which this host can read the memory of other agents: its RDMA devices with their ports, addresses and \
+limits, shared memory, and TCP with its congestion control. For each it prints a verdict: ready, or what is missing and how to get \
+it. It opens no connection and changes nothing.";
 
 fn more() -> String {
     format!(

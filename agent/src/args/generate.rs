@@ -1,4 +1,4 @@
-//! `remora generate`: what can be typed.
+//! The arguments of `remora generate`.
 
 use std::path::PathBuf;
 
@@ -16,7 +16,7 @@ pub struct GenerateArgs {
     pub what: Generated,
 }
 
-/// What can be generated.
+/// What to generate.
 #[derive(Clone, Debug, Subcommand)]
 pub enum Generated {
     /// Print the completions of a shell to stdout.
@@ -24,7 +24,7 @@ pub enum Generated {
         /// The shell.
         shell: Shell,
     },
-    /// Write one man page per command into a folder, which is made if it isn't there.
+    /// Write one man page per command into a folder, which is created if it does not exist.
     Man {
         /// The folder.
         directory: PathBuf,

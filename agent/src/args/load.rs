@@ -1,4 +1,4 @@
-//! `remora load`: what can be typed.
+//! The arguments of `remora load`.
 
 use std::time::Duration;
 
@@ -39,7 +39,7 @@ pub struct LoadArgs {
     #[arg(long, value_name = "PREFIX", default_value = "key", help_heading = "Data")]
     pub prefix: String,
 
-    /// Database to write to. Default: the one the address names, else 0.
+    /// Database to write to. Default: the one in the address, else 0.
     #[arg(long, value_name = "N", help_heading = "Data")]
     pub db: Option<u32>,
 
@@ -55,12 +55,12 @@ pub struct LoadArgs {
     #[arg(long, help_heading = "Data")]
     pub compressible: bool,
 
-    /// Commands to have under way at once.
+    /// Commands in flight at once.
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=100_000), help_heading = "Data")]
     pub pipeline: u32,
 }
 
-/// What a key holds.
+/// The type of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, ValueEnum)]
 #[allow(missing_docs)]
 pub enum ValueType {
@@ -73,20 +73,20 @@ pub enum ValueType {
     Mixed,
 }
 
-/// The servers' default `proto-max-bulk-len`: the longest string there is.
+/// The longest string: the servers' default `proto-max-bulk-len`.
 const LARGEST_VALUE: Size = Size::mebibytes(512);
 
 fn parse_value_size(text: &str) -> Result<Size, String> {
     let size: Size = text.parse().map_err(|error: UnitError| error.to_string())?;
     if size.get() == 0 || size > LARGEST_VALUE {
-        return Err(format!("from 1 byte to {LARGEST_VALUE}"));
+        return Err(format!("a value has 1 byte to {LARGEST_VALUE}"));
     }
     Ok(size)
 }
 
 fn parse_expire(text: &str) -> Result<Duration, String> {
     match parse_duration(text) {
-        Ok(time) if time.is_zero() => Err("more than nothing is needed".into()),
+        Ok(time) if time.is_zero() => Err("the time must not be 0".into()),
         Ok(time) => Ok(time),
         Err(error) => Err(error.to_string()),
     }

@@ -1,4 +1,4 @@
-//! `remora module`: what can be typed.
+//! The arguments of `remora module`.
 
 use clap::{Args, Subcommand};
 
@@ -13,7 +13,7 @@ pub struct ModuleArgs {
     pub question: ModuleQuestion,
 }
 
-/// What may be asked.
+/// The subcommands of `remora module`.
 #[derive(Clone, Copy, Debug, Subcommand)]
 pub enum ModuleQuestion {
     /// Print the path of the library, for `loadmodule` in a server's configuration, or `MODULE LOAD`.

@@ -1,4 +1,4 @@
-//! `remora probe`: what can be typed.
+//! The arguments of `remora probe`.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -18,7 +18,7 @@ pub struct ProbeArgs {
     #[arg(long, value_name = "HOST:PORT")]
     pub source: HostPort,
 
-    /// File with the secret that the source has too.
+    /// File with the secret that this command shares with the source.
     #[arg(long, value_name = "FILE")]
     pub token_file: PathBuf,
 
@@ -26,27 +26,27 @@ pub struct ProbeArgs {
     #[arg(long)]
     pub json: bool,
 
-    /// Measure this transport alone; `auto`: each of them.
+    /// Measure this transport only; `auto` measures each of them.
     #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "What to measure")]
     pub transport: TransportChoice,
 
-    /// Bytes of one read, 1 to 4MiB; several, separated by commas.
+    /// Bytes of one read, 1 to 4MiB; several values are separated by commas.
     #[arg(long, value_name = "SIZES", value_delimiter = ',', value_parser = parse_read, default_value = "8,64,512,4KiB,64KiB,256KiB,1MiB,4MiB", help_heading = "What to measure")]
     pub sizes: Vec<Size>,
 
-    /// Reads that are under way at once, 1 to 16; several, separated by commas. A replica has up to 16.
+    /// Reads in flight at once, 1 to 16; several values are separated by commas. A replica has up to 16.
     #[arg(long, value_name = "DEPTHS", value_delimiter = ',', value_parser = clap::value_parser!(u8).range(1..=16), default_value = "1,4,16", help_heading = "What to measure")]
     pub depths: Vec<u8>,
 
-    /// How long each size is read at each depth, 1ms to 10s.
+    /// How long to read each size at each depth, 1ms to 10s.
     #[arg(long, value_name = "TIME", default_value = "100ms", value_parser = parse_time, help_heading = "What to measure")]
     pub time: Duration,
 
-    /// How long all of it may take, connecting aside; what could not be measured by then is left out. Up to 1h.
+    /// Time limit of all measurements, without connecting. Figures that are missing then are left out. Up to 1h.
     #[arg(long, value_name = "TIME", default_value = "60s", value_parser = parse_limit, help_heading = "What to measure")]
     pub limit: Duration,
 
-    /// TCP connections to read by.
+    /// TCP connections for reading.
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=4), help_heading = "TCP")]
     pub lanes: u8,
 
@@ -61,11 +61,11 @@ fn parse_read(text: &str) -> Result<Size, String> {
 }
 
 fn parse_time(text: &str) -> Result<Duration, String> {
-    within(text, Duration::from_millis(1), Duration::from_secs(10), "1ms to 10s are allowed")
+    within(text, Duration::from_millis(1), Duration::from_secs(10), "the time must be 1ms to 10s")
 }
 
 fn parse_limit(text: &str) -> Result<Duration, String> {
-    within(text, Duration::from_millis(100), Duration::from_secs(3600), "100ms to 1h are allowed")
+    within(text, Duration::from_millis(100), Duration::from_secs(3600), "the time must be 100ms to 1h")
 }
 
 fn within(text: &str, least: Duration, most: Duration, sentence: &str) -> Result<Duration, String> {
@@ -73,7 +73,7 @@ fn within(text: &str, least: Duration, most: Duration, sentence: &str) -> Result
     if (least..=most).contains(&time) { Ok(time) } else { Err(sentence.into()) }
 }
 
-/// What a replica reads at most by one request.
+/// The most bytes that a replica reads by one request.
 const LARGEST_READ: u64 = 4 << 20;
 
 const ABOUT: &str = "\

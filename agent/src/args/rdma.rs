@@ -1,4 +1,4 @@
-//! The options of RDMA, which both ends have some of: what can be typed.
+//! The RDMA options of source and replica.
 
 use std::net::IpAddr;
 
@@ -10,12 +10,12 @@ use crate::units::{Size, UnitError};
 /// Which RDMA devices an end uses, and how its packets are marked.
 #[derive(Clone, Debug, Default, Args)]
 pub struct RdmaEnd {
-    /// Use the RDMA device that has this address of ours; may be repeated, one for each port that is to be used.
-    /// Default: a source uses the one with the address of --listen, a reader the one to which the system's routes lead.
+    /// Use the RDMA device that has this local address; may be repeated, once per port. Default: a source uses the
+    /// device with the address of --listen, a reader the one to which the system's routes lead.
     #[arg(long, value_name = "ADDR", help_heading = "RDMA")]
     pub rdma_address: Vec<IpAddr>,
 
-    /// Use the RDMA device of this name, as `remora devices` lists it, by an address of each of its active ports; may
+    /// Use the RDMA device with this name, as `remora devices` lists it, by an address of each of its active ports; may
     /// be repeated.
     #[arg(long, value_name = "NAME", conflicts_with = "rdma_address", help_heading = "RDMA")]
     pub rdma_device: Vec<String>,
@@ -24,12 +24,12 @@ pub struct RdmaEnd {
     #[arg(long, value_name = "N", requires = "rdma_device", value_parser = clap::value_parser!(u8).range(1..), help_heading = "RDMA")]
     pub rdma_port: Option<u8>,
 
-    /// Traffic class of what is sent by RoCE (the IP type-of-service byte), by which switches tell lossless traffic.
+    /// Traffic class of RoCE packets (the IP type-of-service byte), by which switches recognise lossless traffic.
     #[arg(long, value_name = "N", help_heading = "RDMA")]
     pub rdma_traffic_class: Option<u8>,
 
-    /// Service level of what is sent, 0 to 15: on InfiniBand it chooses the virtual lane, on RoCE the Ethernet
-    /// priority. Default: the one that the subnet manager, or the traffic class, assigns.
+    /// Service level of packets, 0 to 15: on InfiniBand it chooses the virtual lane, on RoCE the Ethernet priority.
+    /// Default: the one that the subnet manager, or the traffic class, assigns.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(..=15), help_heading = "RDMA")]
     pub rdma_service_level: Option<u8>,
 }
@@ -40,10 +40,10 @@ impl RdmaEnd {
         !self.rdma_address.is_empty() || !self.rdma_device.is_empty()
     }
 
-    /// The addresses of the devices that were named; none if none was.
+    /// The addresses of the named devices; empty if none was named.
     ///
     /// # Errors
-    /// A device of that name, or its port, has no address of this host.
+    /// The named device, or its port, has no address of this host.
     pub fn addresses(&self) -> Result<Vec<IpAddr>, remora_fabric::Error> {
         let mut addresses = self.rdma_address.clone();
         for device in &self.rdma_device {
@@ -56,7 +56,8 @@ impl RdmaEnd {
 /// How a source offers RDMA.
 #[derive(Clone, Debug, Default, Args)]
 pub struct RdmaOffer {
-    /// Do not offer RDMA, also where there are devices. (Where a device is named it is an error if RDMA can't be had.)
+    /// Do not offer RDMA even if there are devices. (If an option names a device and RDMA is not available, that is an
+    /// error.)
     #[arg(long, conflicts_with_all = ["rdma_address", "rdma_device"], help_heading = "RDMA")]
     pub no_rdma: bool,
 
@@ -65,27 +66,26 @@ pub struct RdmaOffer {
     pub end: RdmaEnd,
 }
 
-/// How a reader, a replica or a probe, reads by RDMA.
+/// How a reader (a replica or a probe) reads over RDMA.
 #[derive(Clone, Debug, Args)]
 pub struct RdmaRead {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub end: RdmaEnd,
 
-    /// Queue pairs per table, 1 to 8: more where a network spreads its load by flow, or where several ports are to be
-    /// used.
+    /// Queue pairs per table, 1 to 8: more for a network that spreads its load by flow, or to use several ports.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=8), help_heading = "RDMA")]
     pub rdma_queue_pairs: u8,
 
-    /// Pieces posted per queue pair, 1 to 1024. The number of buffers is another matter (see --memory).
+    /// Pieces posted per queue pair, 1 to 1024. The number of buffers follows from --memory.
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=1024), help_heading = "RDMA")]
     pub rdma_queue_depth: u32,
 
-    /// READs in flight per queue pair, 1 to 16; both devices' limits lower it.
+    /// READs in flight per queue pair, 1 to 16; the limits of both devices can lower it.
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u8).range(1..=16), help_heading = "RDMA")]
     pub rdma_reads: u8,
 
-    /// Longer reads are cut into pieces of this size, so that connections take turns: 4KiB to 1GiB.
+    /// Reads that are longer are cut into pieces of this size, so that connections take turns: 4KiB to 1GiB.
     #[arg(long, value_name = "SIZE", default_value = "256KiB", value_parser = parse_piece, help_heading = "RDMA")]
     pub rdma_piece: Size,
 
@@ -102,23 +102,23 @@ pub struct RdmaRead {
 /// How to wait for completions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum CompletionChoice {
-    /// Ask again and again.
+    /// Poll without pause.
     Polling,
     /// Sleep until the device interrupts.
     Event,
-    /// Ask for a while, then sleep.
+    /// Poll for a while, then sleep.
     PollThenArm,
 }
 
 fn parse_piece(text: &str) -> Result<Size, String> {
     let size: Size = text.parse().map_err(|error: UnitError| error.to_string())?;
     let fits = (LEAST_PIECE..=LARGEST_PIECE).contains(&size.get()) && size.get().is_multiple_of(LEAST_PIECE);
-    if fits { Ok(size) } else { Err("whole pages from 4KiB to 1GiB are needed".into()) }
+    if fits { Ok(size) } else { Err("the size must be whole pages, 4KiB to 1GiB".into()) }
 }
 
-/// A page: below it the requests cost more than the bytes.
+/// The smallest piece, one page: below it the requests cost more than the bytes.
 const LEAST_PIECE: u64 = 4 << 10;
-/// Every device takes as much in one request.
+/// The largest piece: every device accepts it in one request.
 const LARGEST_PIECE: u64 = 1 << 30;
 
 #[cfg(test)]

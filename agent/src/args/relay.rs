@@ -1,4 +1,4 @@
-//! The options of a replica that passes slots on: what can be typed.
+//! The options of a replica that lends slots to others.
 
 use std::{net::SocketAddr, time::Duration};
 
@@ -6,7 +6,7 @@ use clap::Args;
 
 use crate::units::{Size, parse_duration};
 
-/// How a replica takes part in passing slots on.
+/// How a replica lends slots to other replicas.
 #[derive(Clone, Debug, Args)]
 pub struct RelayArgs {
     /// Lend received slots to other replicas, so that the source sends each of them about once. This opens a port,
@@ -19,11 +19,12 @@ pub struct RelayArgs {
     #[arg(long, overrides_with = "serve_peers", help_heading = "Other replicas")]
     pub no_serve_peers: bool,
 
-    /// Address and port to lend slots at. Default: the address by which we reach the source, and any free port.
+    /// Address and port to lend slots at. Default: the local address of the connection to the source, and any free
+    /// port.
     #[arg(long, value_name = "ADDR:PORT", help_heading = "Other replicas")]
     pub peer_listen: Option<SocketAddr>,
 
-    /// Bytes per second that other replicas read from this one, all together.
+    /// Bytes per second that all other replicas together read from this one.
     #[arg(long, value_name = "SIZE", value_parser = parse_rate, help_heading = "Other replicas")]
     pub upload_limit: Option<Size>,
 
@@ -46,17 +47,17 @@ pub struct RelayArgs {
     pub linger: Duration,
 }
 
-/// Below this a slot of the default size takes longer than its reader waits for a byte of it.
+/// The lowest rate: below it a slot of the default size takes longer than its reader waits for a byte of it.
 const LEAST_RATE: Size = Size::bytes(64 << 10);
 
 pub(super) fn parse_rate(text: &str) -> Result<Size, String> {
     let size: Size = text.parse().map_err(|error: crate::units::UnitError| error.to_string())?;
-    if size < LEAST_RATE { Err(format!("at least {LEAST_RATE} a second are needed")) } else { Ok(size) }
+    if size < LEAST_RATE { Err(format!("the rate must be at least {LEAST_RATE} per second")) } else { Ok(size) }
 }
 
 fn parse_zone(text: &str) -> Result<String, String> {
     let most = remora_protocol::MAX_ZONE_BYTES;
-    if text.len() > most { Err(format!("at most {most} bytes")) } else { Ok(text.to_owned()) }
+    if text.len() > most { Err(format!("at most {most} bytes are allowed")) } else { Ok(text.to_owned()) }
 }
 
 #[cfg(test)]

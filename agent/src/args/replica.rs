@@ -1,4 +1,4 @@
-//! `remora replica`: what can be typed.
+//! The arguments of `remora replica`.
 
 use std::{net::IpAddr, path::PathBuf, time::Duration};
 
@@ -12,6 +12,7 @@ use crate::{
 };
 
 /// The arguments of `remora replica`.
+// Larger than the bound: a field for each option of the command line.
 #[derive(Clone, Debug, Args)]
 #[command(long_about = ABOUT, after_long_help = more())]
 pub struct ReplicaArgs {
@@ -31,8 +32,8 @@ pub struct ReplicaArgs {
     #[arg(long, value_name = "NAME", help_heading = "Source")]
     pub name: Option<String>,
 
-    /// How to read the source's memory: `shm` where both agents share a host, `verbs` (RDMA) or `tcp` between hosts;
-    /// `auto` takes the first of these by which a read has worked, and says which and why.
+    /// How to read the source's memory: `shm` if both agents share a host, `verbs` (RDMA) or `tcp` between hosts;
+    /// `auto` uses the first of these over which a read works, and reports which one and why.
     #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Source")]
     pub transport: TransportChoice,
 
@@ -62,14 +63,15 @@ pub struct ReplicaArgs {
     #[arg(long, help_heading = "What to do")]
     pub replace: bool,
 
-    /// State of the server if the sync fails or is stopped after the server has begun to load. `detached`: it
-    /// follows no primary (`REPLICAOF NO ONE`) and keeps the data that it holds then; the agent reports how much. `empty`:
-    /// also flushed, so that no client takes half a data set for a whole one.
+    /// State of the server if the sync fails or is stopped after the server has begun to load. `detached`: it follows
+    /// no primary (`REPLICAOF NO ONE`) and keeps the data that it holds then; the agent reports how much. `empty`: also
+    /// flushed, so that no client takes half a data set for a whole one.
     #[arg(long, value_name = "STATE", default_value = "empty", help_heading = "What to do")]
     pub on_failure: OnFailure,
 
-    /// Memory for slots under way, and for those that other replicas read from us; at least 16MiB. Three quarters of it
-    /// hold slots: where all of a snapshot's fit, others may read them from the first on; else the newest ones.
+    /// Memory for slots in flight, and for those that other replicas read from this one; at least 16MiB. Three quarters
+    /// of it hold slots: all of a snapshot if they fit, so that others can read it from the first slot on; else the
+    /// newest ones.
     #[arg(long, value_name = "SIZE", default_value = "256MiB", value_parser = parse_memory, help_heading = "Resources")]
     pub memory: Size,
 
@@ -83,17 +85,17 @@ pub struct ReplicaArgs {
     #[allow(missing_docs)]
     pub relay: RelayArgs,
 
-    /// Whether a server that has our module (docs/module.md) loads long strings from shared memory. `auto`: if
+    /// Whether a server that has the Remora module (docs/module.md) loads long strings from shared memory. `auto`: if
     /// possible. `off`: never. Anything that cannot be shared is sent over the replication link.
     #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Link to the server")]
     pub module_load: ModuleLoad,
 
-    /// Address of ours that the server connects to while it loads; the port is any free one and is printed. Default:
-    /// loopback where the server is on this host, else the address by which we reach the server.
+    /// Local address that the server connects to while it loads; the port is any free one and is printed. Default:
+    /// loopback if the server is on this host, else the local address of the connection to the server.
     #[arg(long, value_name = "ADDR", help_heading = "Link to the server")]
     pub listen: Option<IpAddr>,
 
-    /// Our certificate chain (PEM) towards a server with `tls-replication yes`.
+    /// Certificate chain (PEM) of the agent for a server with `tls-replication yes`.
     #[arg(long, value_name = "FILE", requires = "link_key", help_heading = "Link to the server")]
     pub link_cert: Option<PathBuf>,
 
@@ -101,8 +103,8 @@ pub struct ReplicaArgs {
     #[arg(long, value_name = "FILE", requires = "link_cert", help_heading = "Link to the server")]
     pub link_key: Option<PathBuf>,
 
-    /// Certificates (PEM) of the authorities the server's own certificate must come from. Without it the server is not
-    /// asked for one.
+    /// Certificates (PEM) of the authorities that must have signed the server's own certificate. Without this option
+    /// the agent asks the server for none.
     #[arg(long, value_name = "FILE", requires = "link_cert", help_heading = "Link to the server")]
     pub link_client_ca: Option<PathBuf>,
 
@@ -111,7 +113,7 @@ pub struct ReplicaArgs {
     pub json: Option<PathBuf>,
 }
 
-/// Which transport to read by.
+/// The transport to read over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum TransportChoice {
     /// The first that works, the fastest first.
@@ -127,28 +129,28 @@ pub enum TransportChoice {
 /// Whether the server's module is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum ModuleLoad {
-    /// Where it can be.
+    /// If possible.
     Auto,
     /// Never.
     Off,
 }
 
-/// In which state a server is left whose sync failed.
+/// The state in which a failed sync leaves the server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum OnFailure {
-    /// `REPLICAOF NO ONE`, its data as they are, perhaps incomplete.
+    /// `REPLICAOF NO ONE`, with its data as they are, perhaps incomplete.
     Detached,
     /// `REPLICAOF NO ONE` and `FLUSHALL`.
     Empty,
 }
 
-/// Room for a few slots of the default size, so that reading and loading can overlap.
+/// The least memory: a few slots of the default size, so that reading and loading can overlap.
 const LEAST_MEMORY: Size = Size::mebibytes(16);
 
 fn parse_memory(text: &str) -> Result<Size, String> {
     let size: Size = text.parse().map_err(|error: UnitError| error.to_string())?;
     if size < LEAST_MEMORY {
-        return Err(format!("at least {LEAST_MEMORY} are needed"));
+        return Err(format!("the memory must be at least {LEAST_MEMORY}"));
     }
     Ok(size)
 }
@@ -169,10 +171,10 @@ Examples:
   The usual case, the agent beside its server:
     remora replica --server redis://127.0.0.1:6380 \\
       --source 10.0.0.5:7379 --token-file token
-  First see whether it would work:
+  Check first whether it would work:
     remora replica --dry-run --server redis://127.0.0.1:6380 \\
       --source 10.0.0.5:7379 --token-file token
-  A server with old data, and a large snapshot over a doubtful link:
+  A server with old data, and a large snapshot over an unreliable link:
     remora replica --server redis://127.0.0.1:6380 --source 10.0.0.5:7379 \\
       --token-file token --replace --state-dir /var/lib/remora --retry-for 1h
   A server that replicates by TLS (tls-replication yes):

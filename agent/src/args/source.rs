@@ -1,4 +1,4 @@
-//! `remora source`: what can be typed.
+//! The arguments of `remora source`.
 
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
@@ -30,7 +30,7 @@ pub struct SourceArgs {
     pub token_file: PathBuf,
 
     /// Address of the primary as the replicas' servers reach it, for the hand-off. Default: the server's own address;
-    /// where that is loopback or a socket, the host by which a replica reached this source.
+    /// if that is loopback or a socket, the host at which a replica reached this source.
     #[arg(long, value_name = "HOST:PORT", help_heading = "Serving")]
     pub announce: Option<HostPort>,
 
@@ -39,22 +39,23 @@ pub struct SourceArgs {
     pub max_replicas: u32,
 
     /// Memory for the snapshot and the journal together; at least 16MiB. A snapshot that fits is kept whole and serves
-    /// late joiners too; a larger one passes through in a window, at the pace of the slowest replica that is joined.
+    /// late joiners too. A larger one is windowed: the source reuses slots that every joined replica has read, at the
+    /// pace of the slowest one.
     #[arg(long, value_name = "SIZE", default_value = "1GiB", value_parser = parse_memory, help_heading = "Memory")]
     pub memory: Size,
 
-    /// How much of that is the journal: the stream of writes since the snapshot. The longer it reaches back, the later
-    /// a replica may join without a new snapshot. Default: a quarter of --memory.
+    /// The journal's part of that memory: the stream of writes since the snapshot. The longer it reaches back, the
+    /// later a replica can join without a new snapshot. Default: a quarter of --memory.
     #[arg(long, value_name = "SIZE", help_heading = "Memory")]
     pub journal_memory: Option<Size>,
 
-    /// Size of the pieces a snapshot is cut into: a power of two from 64KiB to 64MiB. A replica resumes at a piece's
-    /// beginning, and passes a piece on to others when it has all of it. Default: 1MiB, or more where the memory would
-    /// hold more than 262144 of them.
+    /// Size of a snapshot's slots: a power of two from 64KiB to 64MiB. A replica resumes at the beginning of a slot,
+    /// and lends a slot to others when it has all of it. Default: 1MiB, or more if the memory would hold more than
+    /// 262144 of them.
     #[arg(long, value_name = "SIZE", value_parser = parse_slot_size, help_heading = "Memory")]
     pub slot_size: Option<Size>,
 
-    /// Take the snapshot at once instead of when the first replica joins.
+    /// Take the snapshot immediately instead of when the first replica joins.
     #[arg(long, help_heading = "Snapshot")]
     pub eager: bool,
 
@@ -76,8 +77,8 @@ pub struct SourceArgs {
     #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Snapshot")]
     pub module_capture: ModuleCapture,
 
-    /// Strings from this size on are long, for `walk`. For shorter ones the module costs the server more than its own
-    /// saver does. Default: 1KiB where the server's memory comes from jemalloc, else 64KiB.
+    /// Size from which strings are long, for `walk`. For shorter ones the module costs the server more than its own
+    /// saver does. Default: 1KiB if the server's allocator is jemalloc, else 64KiB.
     #[arg(long, value_name = "SIZE", help_heading = "Snapshot")]
     pub module_walk_from: Option<Size>,
 
@@ -87,8 +88,8 @@ pub struct SourceArgs {
     #[arg(long, value_name = "PATH", num_args = 0..=1, default_missing_value = "", help_heading = "Snapshot")]
     pub load_module: Option<PathBuf>,
 
-    /// Folder for the socket by which the module is handed our memory. Default: a socket without a file, which servers
-    /// in another network namespace (a container) can't reach; they and this agent can share a folder.
+    /// Folder for the socket over which the module receives the source's memory. Default: a socket without a file,
+    /// which servers in another network namespace (a container) cannot reach; they and this agent can share a folder.
     #[arg(long, value_name = "FOLDER", help_heading = "Snapshot")]
     pub module_socket_folder: Option<PathBuf>,
 
@@ -118,14 +119,14 @@ pub struct SourceArgs {
     pub rdma: RdmaOffer,
 }
 
-/// What of the snapshot the module does.
+/// What the module does for a snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum ModuleCapture {
-    /// What costs the server less.
+    /// Whichever costs the server less.
     Auto,
-    /// The fork child writes the long strings into our memory, the server the rest.
+    /// The fork child writes the long strings into the source's memory, the server the rest.
     Walk,
-    /// The server writes it, without compressing.
+    /// The server writes the snapshot, without compressing.
     Server,
     /// Nothing.
     Off,
@@ -134,7 +135,7 @@ pub enum ModuleCapture {
 /// How a TCP lane sends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum SendChoice {
-    /// `sendmsg`: the kernel copies at once.
+    /// `sendmsg`: the kernel copies immediately.
     Copy,
     /// `sendfile`: the kernel sends the pages themselves.
     File,
@@ -157,7 +158,7 @@ impl std::str::FromStr for HostPort {
         if !has_port || text.contains('/') {
             return Err("expected HOST:PORT, as in db1:6379 or [::1]:6379".into());
         }
-        // The same rules as for the address of a server, which differs by its scheme only.
+        // The rules are those of a server's address, without its scheme.
         let url = format!("redis://{text}").parse::<crate::server::ServerUrl>().map_err(|error| error.to_string())?;
         let (host, port) = url.host_and_port().ok_or("expected HOST:PORT")?;
         Ok(Self { host: host.to_owned(), port })
@@ -173,11 +174,12 @@ impl std::fmt::Display for HostPort {
     }
 }
 
-/// Four slots of the smallest window and a journal of the same size; below that the source would wait more than copy.
+/// The least memory: four slots of the smallest window and a journal of the same size. With less the source would wait
+/// more than copy.
 const LEAST_MEMORY: Size = Size::mebibytes(16);
 
 impl SourceArgs {
-    /// The slots' size: what was asked for, or what suits this much memory.
+    /// The size of a slot: the requested one, or one that suits this much memory.
     pub fn slot_size(&self) -> Size {
         self.slot_size.unwrap_or_else(|| default_slot_size(self.memory))
     }
@@ -188,17 +190,18 @@ fn default_slot_size(memory: Size) -> Size {
     Size::bytes(few_enough.clamp(DEFAULT_SLOT, LARGEST_SLOT))
 }
 
-/// A slot is passed on when it is whole, so that each replica of a chain is a slot's time behind the one it reads from:
-/// 9 ms at 1 Gb/s. It is also the most that is read at once; smaller ones cost more reads for the same bytes.
+/// The default size of a slot. A slot is lent when it is complete, so each replica of a chain is one slot's time behind
+/// its upstream: 9 ms at 1 Gb/s. It is also the most that is read at once; smaller slots need more reads for the same
+/// bytes.
 const DEFAULT_SLOT: u64 = 1 << 20;
 
-/// Slots that a table has by default, at most: a directory of 16 MiB.
+/// The most slots that a table has by default: a directory of 16 MiB.
 const MOST_DEFAULT_SLOTS: u64 = 1 << 18;
 
 fn parse_memory(text: &str) -> Result<Size, String> {
     let size: Size = text.parse().map_err(|error: crate::units::UnitError| error.to_string())?;
     if size < LEAST_MEMORY {
-        return Err(format!("at least {LEAST_MEMORY} are needed"));
+        return Err(format!("the memory must be at least {LEAST_MEMORY}"));
     }
     Ok(size)
 }
@@ -206,12 +209,12 @@ fn parse_memory(text: &str) -> Result<Size, String> {
 fn parse_slot_size(text: &str) -> Result<Size, String> {
     let size: Size = text.parse().map_err(|error: crate::units::UnitError| error.to_string())?;
     let fits = (LEAST_SLOT..=LARGEST_SLOT).contains(&size.get()) && size.get().is_power_of_two();
-    if fits { Ok(size) } else { Err("a power of two from 64KiB to 64MiB is needed".into()) }
+    if fits { Ok(size) } else { Err("the size must be a power of two from 64KiB to 64MiB".into()) }
 }
 
-/// Below this the reads of the directory cost more than they find.
+/// The smallest slot: with smaller ones, reading the directory costs too much.
 const LEAST_SLOT: u64 = 64 << 10;
-/// Above this a lost link costs more to resume than it is worth.
+/// The largest slot: with larger ones, too much is read again after a connection is lost.
 const LARGEST_SLOT: u64 = 64 << 20;
 
 const ABOUT: &str = "\
@@ -231,7 +234,7 @@ Examples:
   ready before the first replica joins:
     remora source --server redis://127.0.0.1:6379 --user remora --password-file pw \\
       --listen 10.0.0.5:7379 --token-file token --memory 8GiB --eager
-  From a server with TLS, to be known to the replicas as db1:6390:
+  From a server with TLS, which the replicas reach as db1:6390:
     remora source --server rediss://db1:6390 --tls-ca ca.pem --announce db1:6390 \\
       --token-file token
 

@@ -1,4 +1,4 @@
-//! `remora status`: what can be typed.
+//! The arguments of `remora status`.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -18,7 +18,7 @@ pub struct StatusArgs {
     #[arg(long, value_name = "HOST:PORT")]
     pub source: HostPort,
 
-    /// File with the secret that the source has too.
+    /// File with the secret that this command shares with the source.
     #[arg(long, value_name = "FILE")]
     pub token_file: PathBuf,
 
@@ -26,13 +26,13 @@ pub struct StatusArgs {
     #[arg(long)]
     pub json: bool,
 
-    /// Print it again and again, every TIME (one second if none is given), until stopped.
+    /// Print it repeatedly, every TIME (default: one second), until stopped.
     #[arg(long, value_name = "TIME", num_args = 0..=1, default_missing_value = "1s", value_parser = parse_duration)]
     pub watch: Option<Duration>,
 }
 
 const ABOUT: &str = "\
-Shows what a source holds and who reads it: the snapshot's generation, offset, bytes, memory and age, and for every joined \
+Shows what a source holds and which replicas read it: the snapshot's generation, offset, bytes, memory and age, and for every joined \
 replica its phase, percent, rate and lag.";
 
 fn more() -> String {

@@ -1,4 +1,4 @@
-//! `remora verify`: what can be typed.
+//! The arguments of `remora verify`.
 
 use std::path::PathBuf;
 
@@ -13,7 +13,7 @@ use crate::{
 #[derive(Clone, Debug, Args)]
 #[command(long_about = ABOUT, after_long_help = more())]
 pub struct VerifyArgs {
-    /// The server that is right: redis://HOST:PORT, rediss://HOST:PORT (TLS) or unix:///PATH.
+    /// The server to compare with: redis://HOST:PORT, rediss://HOST:PORT (TLS) or unix:///PATH.
     #[arg(long, value_name = "URL", value_parser = UrlParser, help_heading = "Servers")]
     pub primary: ServerUrl,
 
@@ -21,11 +21,12 @@ pub struct VerifyArgs {
     #[arg(long, value_name = "NAME", help_heading = "Servers")]
     pub primary_user: Option<String>,
 
-    /// File whose first line is the password there. Without it, the environment variable REMORA_PASSWORD counts.
+    /// File whose first line is the password on the primary. Without it, the environment variable REMORA_PASSWORD is
+    /// used.
     #[arg(long, value_name = "FILE", help_heading = "Servers")]
     pub primary_password_file: Option<PathBuf>,
 
-    /// The server to compare with it.
+    /// The server to check.
     #[arg(long, value_name = "URL", value_parser = UrlParser, help_heading = "Servers")]
     pub replica: ServerUrl,
 
@@ -33,25 +34,26 @@ pub struct VerifyArgs {
     #[arg(long, value_name = "NAME", help_heading = "Servers")]
     pub replica_user: Option<String>,
 
-    /// File whose first line is the password there. Without it, the environment variable REMORA_PASSWORD counts.
+    /// File whose first line is the password on the replica. Without it, the environment variable REMORA_PASSWORD is
+    /// used.
     #[arg(long, value_name = "FILE", help_heading = "Servers")]
     pub replica_password_file: Option<PathBuf>,
 
-    /// TLS options hold for whichever of the two is a rediss:// address.
+    /// The TLS options are for each of the two that has a rediss:// address.
     #[command(flatten)]
     pub tls: TlsArgs,
 
-    /// Whether to ask both servers for `DEBUG DIGEST` first, where they allow it. It is fast, but a server answers
-    /// nobody else while it computes it: seconds per gigabyte, or per million elements.
+    /// Whether to compare `DEBUG DIGEST` of both servers first, if they allow it. It is fast, but a server answers no
+    /// other client while it computes the digest: seconds per gigabyte, or per million elements.
     #[arg(long, value_name = "WHEN", default_value = "auto", help_heading = "Comparison")]
     pub digest: DigestUse,
 
-    /// How often to look again at keys and function libraries that differ, each time after the replica has caught up
+    /// How often to compare keys and function libraries that differ again, each time after the replica has caught up
     /// with the primary. Those that changed every time are reported as undecided.
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000), help_heading = "Comparison")]
     pub recheck: u32,
 
-    /// How many differences to list; all are counted.
+    /// How many differences to list. All are counted.
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u32).range(0..=100_000), help_heading = "Comparison")]
     pub limit: u32,
 
@@ -63,19 +65,19 @@ pub struct VerifyArgs {
 /// When to use `DEBUG DIGEST`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum DigestUse {
-    /// Where both servers allow it.
+    /// If both servers allow it.
     Auto,
-    /// Not at all: read and compare every value.
+    /// Never: read and compare every value.
     Never,
 }
 
 impl VerifyArgs {
-    /// The primary, ready to be connected to.
+    /// The primary.
     pub fn open_primary(&self) -> Result<Server, SetupError> {
         self.open(&self.primary, self.primary_user.as_deref(), self.primary_password_file.as_deref())
     }
 
-    /// The replica, ready to be connected to.
+    /// The replica.
     pub fn open_replica(&self) -> Result<Server, SetupError> {
         self.open(&self.replica, self.replica_user.as_deref(), self.replica_password_file.as_deref())
     }
@@ -86,7 +88,7 @@ impl VerifyArgs {
         user: Option<&str>,
         password: Option<&std::path::Path>,
     ) -> Result<Server, SetupError> {
-        // One of the two may go without TLS; that its options are then of no use to it is no mistake.
+        // One of the two may have no TLS. The TLS options then apply to the other one only, which is no error.
         let tls = if url.is_tls() { self.tls.options() } else { Default::default() };
         Server::new(url.clone(), Credentials::gather(user, password)?, &tls, Task::Verify)
     }
@@ -95,9 +97,9 @@ impl VerifyArgs {
 const ABOUT: &str = "\
 Compares the data of two servers completely: all databases, every key of every type with its expiry, and the functions.
 
-Where both allow DEBUG DIGEST and the digests agree, values are known to be the same and only expiry times are read. Otherwise \
-every key of both is looked at, by DUMP; values whose DUMP differs only by version or encoding are compared by content. Both \
-servers may be written to meanwhile: what differs is looked at again when the replica has caught up. Nothing is changed on \
+If both servers allow DEBUG DIGEST and the digests are equal, the values are the same and only expiry times are read. Otherwise \
+every key of both is compared by DUMP; values whose DUMP differs only by version or encoding are compared by content. Clients \
+may write to both servers meanwhile: keys that differ are compared again when the replica has caught up. Nothing is changed on \
 either server; the memory used does not grow with the data.";
 
 fn more() -> String {
@@ -106,7 +108,7 @@ fn more() -> String {
 Examples:
   Two servers:
     remora verify --primary redis://10.0.0.5:6379 --replica redis://127.0.0.1:6380
-  A busy primary that must not be held up by DEBUG DIGEST, for a script:
+  A busy primary that DEBUG DIGEST must not block, for a script:
     remora verify --digest never --json \\
       --primary redis://10.0.0.5:6379 --replica redis://127.0.0.1:6380
   Different users:

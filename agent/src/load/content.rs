@@ -1,8 +1,9 @@
-//! Bytes that look like data, made faster than any server takes them.
+//! Generates bytes that look like data, faster than any server stores them.
 //!
-//! xoshiro256++ (Blackman and Vigna), eight bytes a step, seeded through SplitMix64 as its authors advise. Not for secrets.
+//! xoshiro256++ (Blackman and Vigna), eight bytes per step, seeded through SplitMix64 as its authors advise. It is not
+//! for secrets.
 
-/// The bytes of one key: a stream that begins the same for the same seed and key.
+/// The bytes of one key. The stream is the same for the same seed and key.
 #[derive(Clone, Debug)]
 pub(super) struct Content {
     state: [u64; 4],
@@ -10,15 +11,15 @@ pub(super) struct Content {
 }
 
 impl Content {
-    /// The stream of key `number` under `seed`.
+    /// The stream of key `number` for `seed`.
     pub(super) fn of(seed: u64, number: u64, compressible: bool) -> Self {
         let mut mixer = seed ^ number.wrapping_mul(GOLDEN_RATIO).rotate_left(32);
-        // Each from its own step, so never all zero, the one state the generator cannot leave.
+        // Each word is from a step of its own, so they are never all zero: the generator cannot leave that state.
         let state = [(); 4].map(|()| split_mix(&mut mixer));
         Self { state, compressible }
     }
 
-    /// The next number.
+    /// The next random number.
     pub(super) fn next(&mut self) -> u64 {
         let [a, b, c, d] = &mut self.state;
         let result = a.wrapping_add(*d).rotate_left(23).wrapping_add(*a);
@@ -32,7 +33,7 @@ impl Content {
         result
     }
 
-    /// The next bytes.
+    /// Fills `buffer` with the next bytes.
     pub(super) fn fill(&mut self, buffer: &mut [u8]) {
         match self.compressible {
             false => self.fill_random(buffer),
@@ -69,7 +70,8 @@ fn split_mix(state: &mut u64) -> u64 {
 
 const GOLDEN_RATIO: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// The servers' compressor (LZF) writes a pattern of 16 bytes as 17 and each run of repeats as 3: 20 of 80 bytes, a quarter.
+/// The servers' compressor (LZF) writes a pattern of 16 bytes as 17 bytes and each run of repetitions as 3: 20 of 80
+/// bytes, a quarter.
 const PATTERN_BYTES: usize = 16;
 const PATTERN_REPEATS: usize = 5;
 

@@ -1,7 +1,7 @@
-//! Which commands make a key of each type with exactly so many bytes in it.
+//! The commands that create a key of each type with an exact number of bytes.
 //!
-//! Collections are first deleted, because their commands add; a string's `SET` replaces by itself. Elements are about 64 bytes,
-//! so that both compact and full encodings occur as sizes grow; they begin with their number, so that no two are the same.
+//! Collections are deleted first, because their commands add; `SET` replaces a string. Elements have about 64 bytes, so
+//! that both compact and full encodings occur as sizes grow. They begin with their number, so that no two are the same.
 
 use std::{ops::Range, time::Duration};
 
@@ -12,17 +12,17 @@ use crate::{
     server::ServerError,
 };
 
-/// Elements in one command: enough that commands don't count, few enough that no server stalls on one.
+/// Elements in one command: enough that the cost of commands does not matter, few enough that no server stalls on one.
 const ELEMENTS_PER_COMMAND: usize = 512;
 
-/// Bytes of an element; the last bytes of a key are spread over all of its elements.
+/// Bytes of an element. The remaining bytes of a key are spread over all of its elements.
 const ELEMENT_BYTES: usize = 64;
 
-/// What `mixed` goes through, key by key.
+/// The types that `mixed` takes in turn.
 const TURN: [ValueType; 6] =
     [ValueType::String, ValueType::List, ValueType::Set, ValueType::Zset, ValueType::Hash, ValueType::Stream];
 
-/// The keys to be made.
+/// The keys to create.
 pub(super) struct Keys {
     prefix: String,
     seed: u64,
@@ -37,7 +37,7 @@ impl Keys {
         Self {
             prefix: args.prefix.clone(),
             seed: args.seed,
-            // The command line takes at most 512 MiB.
+            // The command line accepts at most 512 MiB.
             size: usize::try_from(args.value_size.get()).unwrap_or(usize::MAX),
             value_type: args.value_type,
             expire: args.expire,
@@ -94,7 +94,7 @@ impl Keys {
         Ok(())
     }
 
-    /// One command that adds some of the elements.
+    /// Sends one command that adds some of the elements.
     async fn add(
         &self,
         key: &str,
@@ -109,7 +109,7 @@ impl Keys {
             ValueType::Set => (b"SADD", 1),
             ValueType::Zset => (b"ZADD", 2),
             ValueType::Hash => (b"HSET", 2),
-            // Its word besides field and value is the entry's id.
+            // The entry's id is a word besides field and value.
             _ => (b"XADD", 3),
         };
         writer.begin(2 + words_each * some.len()).await?;
@@ -120,7 +120,7 @@ impl Keys {
                 ValueType::Zset => writer.text(format_args!("{}.{:03}", content.next() % 1_000_000, element % 1000)),
                 ValueType::Hash => writer.text(format_args!("field:{element}")),
                 ValueType::Stream | ValueType::Mixed | ValueType::String => {
-                    // Ids of our own, so that the same seed gives the same stream.
+                    // Explicit ids, so that the same seed gives the same stream.
                     writer.text(format_args!("1-{}", element + 1));
                     writer.word(b"value");
                 }
@@ -145,7 +145,7 @@ fn elements_of(size: usize) -> usize {
     size.div_ceil(ELEMENT_BYTES).max(1)
 }
 
-/// The bytes of one element: all of them together are exactly `size`.
+/// The bytes of one element. All elements together have exactly `size` bytes.
 fn length_of(element: usize, elements: usize, size: usize) -> usize {
     size / elements + usize::from(element < size % elements)
 }

@@ -1,34 +1,35 @@
-//! Commands on their way to a server: one buffer, and a count of the replies that are still owed.
+//! Sends commands to a server: one buffer, and a count of the replies that are still owed.
 
 use std::fmt::Write as _;
 
 use super::Content;
 use crate::server::{Client, ServerError};
 
-/// What is gathered before it is sent: large enough that system calls don't count, small enough to stay in the L2 cache.
+/// Bytes that are gathered before they are sent: large enough that the cost of system calls does not matter, small
+/// enough to stay in the L2 cache.
 const FLUSH_BYTES: usize = 512 * 1024;
 
-/// Writes commands word by word and reads their replies in between.
+/// Writes commands word by word, and reads their replies in between.
 pub(super) struct Writer {
     client: Client,
     buffer: Vec<u8>,
-    /// For numbers on their way into a word.
+    /// Holds numbers while they are formatted.
     digits: String,
     owed: u32,
     limit: u32,
 }
 
 impl Writer {
-    /// Keeps at most `limit` commands under way.
+    /// Keeps at most `limit` commands in flight.
     pub(super) fn new(client: Client, limit: u32) -> Self {
         Self { client, buffer: Vec::with_capacity(FLUSH_BYTES), digits: String::new(), owed: 0, limit: limit.max(1) }
     }
 
-    /// Begins a command of so many words, its name among them.
+    /// Begins a command of `words` words, including its name.
     pub(super) async fn begin(&mut self, words: usize) -> Result<(), ServerError> {
         if self.owed >= self.limit {
             self.flush().await?;
-            // Down to half, so that the server has work while we make more.
+            // Down to half of the limit, so that the server has work while the next commands are generated.
             self.collect(self.limit / 2).await?;
         }
         self.owed += 1;
@@ -36,14 +37,14 @@ impl Writer {
         Ok(())
     }
 
-    /// A short word of the command.
+    /// Appends a short word of the command.
     pub(super) fn word(&mut self, word: &[u8]) {
         self.header(b'$', word.len());
         self.buffer.extend_from_slice(word);
         self.buffer.extend_from_slice(b"\r\n");
     }
 
-    /// A short word made of something that prints.
+    /// Appends a short word from a value that can be formatted.
     pub(super) fn text(&mut self, text: impl std::fmt::Display) {
         let mut digits = std::mem::take(&mut self.digits);
         digits.clear();
@@ -53,7 +54,8 @@ impl Writer {
         self.digits = digits;
     }
 
-    /// A word of `length` bytes: `head`, then content. It may be any size: it is sent as it is made.
+    /// Appends a word of `length` bytes: `head`, then content. It can have any size, as it is sent while it is
+    /// generated.
     pub(super) async fn content(
         &mut self,
         head: &[u8],
@@ -78,7 +80,7 @@ impl Writer {
         self.flush_if_full().await
     }
 
-    /// Sends what is left and waits for every reply.
+    /// Sends the remaining bytes and waits for all replies.
     pub(super) async fn finish(mut self) -> Result<(), ServerError> {
         self.flush().await?;
         self.collect(0).await
@@ -94,7 +96,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Reads replies until only so many are owed. The first refusal ends it: the rest would be refused as well.
+    /// Reads replies until at most `rest` are owed. The first refusal ends it: the others would be refused as well.
     async fn collect(&mut self, rest: u32) -> Result<(), ServerError> {
         while self.owed > rest {
             let frame = self.client.receive().await?;

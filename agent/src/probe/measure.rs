@@ -1,7 +1,8 @@
-//! One transport measured: a number of reads is kept under way for a time, and the time of each is taken.
+//! Measures one transport: a number of reads is kept in flight for a time, and each read is timed.
 //!
-//! The region is read from front to back again and again, each read from a page of its own, as a table's parts are. Before the first figure
-//! the region is read once (for no longer than some figures take), so that nothing is done for the first time in one.
+//! The region is read from front to back again and again, each read from a page of its own, as the parts of a table
+//! are. Before the first figure the region is read once (for no longer than some figures take), so that no figure
+//! includes first-time costs.
 
 use std::time::{Duration, Instant};
 
@@ -10,33 +11,33 @@ use remora_fabric::{Completion, Error, Peer, ReadError, ReadRequest};
 use super::Outcome;
 use crate::args::ProbeArgs;
 
-/// What is to be measured.
+/// What to measure.
 #[derive(Clone, Debug)]
 pub(super) struct Plan {
     /// Bytes of one read, ascending.
     pub(super) sizes: Vec<u32>,
-    /// Reads under way at once, ascending.
+    /// Reads in flight at once, ascending.
     pub(super) depths: Vec<usize>,
     /// How long each size is read at each depth.
     pub(super) time: Duration,
-    /// How long all of it may take.
+    /// The time limit of the whole measurement.
     pub(super) limit: Duration,
 }
 
-/// What was found for one size at one depth.
+/// The figures for one size at one depth.
 #[derive(Clone, Debug)]
 pub(super) struct Cell {
     /// Bytes of one read.
     pub(super) size: u32,
-    /// Reads under way at once.
+    /// Reads in flight at once.
     pub(super) depth: usize,
-    /// Reads that came.
+    /// Reads that completed.
     pub(super) reads: u64,
-    /// From the first request to the last byte.
+    /// The time from the first request to the last byte.
     pub(super) elapsed: Duration,
-    /// From a read's request to its last byte: the median.
+    /// The median time from a read's request to its last byte.
     pub(super) median: Duration,
-    /// ... and the time within which 99 of 100 came.
+    /// The time within which 99 of 100 reads completed.
     pub(super) p99: Duration,
 }
 
@@ -51,13 +52,13 @@ impl Plan {
         Plan { sizes, depths, time: args.time, limit: args.limit }
     }
 
-    /// Bytes of memory that all reads under way at once need.
+    /// Bytes of memory that all reads in flight at once need.
     pub(super) fn sink_bytes(&self) -> u64 {
         let largest = self.sizes.last().copied().unwrap_or(1).max(WARM_BYTES);
         place_bytes(largest) * self.depths.last().copied().unwrap_or(1).max(WARM_DEPTH) as u64
     }
 
-    /// How many figures there are per transport.
+    /// The number of figures per transport.
     pub(super) fn cells(&self) -> usize {
         self.sizes.len() * self.depths.len()
     }
@@ -73,7 +74,7 @@ impl Cell {
     }
 }
 
-/// All sizes at all depths, the small ones first, until `deadline`.
+/// Measures all sizes at all depths, small sizes first, until `deadline`.
 pub(super) fn transport(peer: &mut dyn Peer, region: u64, plan: &Plan, deadline: Instant) -> Outcome {
     let mut cells = Vec::new();
     let measured = (|| {
@@ -88,10 +89,10 @@ pub(super) fn transport(peer: &mut dyn Peer, region: u64, plan: &Plan, deadline:
     Outcome::Measured { cells, trouble }
 }
 
-/// Why measuring ended before its end.
+/// Why a measurement ended early.
 #[derive(Debug, thiserror::Error)]
 enum Stopped {
-    #[error("the time given by --limit was over")]
+    #[error("the time of --limit was over")]
     Late,
     #[error("{0}")]
     Peer(#[from] Error),
@@ -99,18 +100,18 @@ enum Stopped {
     Read(#[from] ReadError),
 }
 
-/// Keeps reads under way.
+/// Keeps reads in flight.
 struct Pump {
     size: u32,
     depth: usize,
     region: u64,
     time: Duration,
     deadline: Instant,
-    /// Bytes after which it ends before its time.
+    /// The number of bytes after which it ends before its time.
     most: u64,
-    /// The next read's place in the region.
+    /// The offset of the next read in the region.
     offset: u64,
-    /// When the read into each place was asked for.
+    /// When the read into each place was requested.
     asked: Vec<Instant>,
     nanos: Vec<u64>,
 }
@@ -205,24 +206,26 @@ impl Pump {
     }
 }
 
-/// Reads lie a page apart at least.
+/// Bytes of a place. Reads are at least a page apart.
 fn place_bytes(size: u32) -> u64 {
     u64::from(size).next_multiple_of(PAGE_BYTES)
 }
 
 const PAGE_BYTES: u64 = 4096;
 
-/// Reads by which the region is read once, beforehand, and for how many times that of a figure at most.
+/// The size of the reads that read the region once beforehand, and for how many times the time of a figure they may
+/// take.
 const WARM_BYTES: u32 = 1 << 20;
 const WARM_DEPTH: usize = 4;
 const WARM_TIMES: u32 = 5;
 
-/// How long one sleep is at most: then the time is looked at.
+/// The longest sleep: then the clock is read again.
 const PATIENCE: Duration = Duration::from_millis(100);
 
-/// Times that are kept of one figure: enough for its hundredths, and no more than 8 MiB. Later reads count, but are not timed.
+/// The most times that are kept for one figure: enough for its percentiles, and at most 8 MiB. Later reads are counted
+/// and not timed.
 const MOST_SAMPLES: usize = 1 << 20;
-/// Room for so many from the beginning, so that reads do not pay for more.
+/// Room for this many times from the beginning, so that reads do not pay for allocations.
 const FIRST_SAMPLES: usize = 1 << 16;
 
 #[cfg(test)]

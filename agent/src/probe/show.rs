@@ -1,4 +1,4 @@
-//! What was measured, as tables for people and as JSON for programs. Figures are measured elsewhere.
+//! Formats the figures as tables and as JSON.
 
 use std::time::Duration;
 
@@ -10,14 +10,14 @@ use crate::units::{Size, readable};
 
 pub(super) fn as_text(report: &Report) -> String {
     let mut text = format!(
-        "source {}: a trial region of {}, each figure over {} ms\n",
+        "source {}: a probe region of {}, {} ms per figure\n",
         report.source,
         Size::bytes(report.region),
         report.plan.time.as_millis()
     );
     for (kind, outcome) in &report.transports {
         match outcome {
-            Outcome::Unusable(why) => text.push_str(&format!("\n{kind}: can't be used: {why}\n")),
+            Outcome::Unusable(why) => text.push_str(&format!("\n{kind}: cannot be used: {why}\n")),
             Outcome::Measured { cells, trouble } => {
                 text.push_str(&table(kind.name(), cells, &report.plan.depths));
                 if let Some(why) = trouble {
@@ -30,11 +30,11 @@ pub(super) fn as_text(report: &Report) -> String {
     text
 }
 
-/// A row for each size: how long one read takes while few are under way, and what comes at each depth.
+/// A row for each size: how long one read takes with few in flight, and the rate at each depth.
 fn table(kind: &str, cells: &[Cell], depths: &[usize]) -> String {
     let few = depths.first().copied().unwrap_or(1);
     let at_once = if few == 1 { "one read at a time".to_owned() } else { format!("{few} reads at a time") };
-    let mut text = format!("\n{kind:<9} {at_once:>25}   MB a second, with reads at a time:\n");
+    let mut text = format!("\n{kind:<9} {at_once:>25}   MB/s, by reads at a time:\n");
     text.push_str(&format!("{:>9} {:>12} {:>12}  ", "size", "median", "99 of 100"));
     depths.iter().for_each(|depth| text.push_str(&format!(" {depth:>10}")));
     text.push('\n');
@@ -55,7 +55,7 @@ fn micros(time: Duration) -> String {
     }
 }
 
-/// Three digits that count, at least.
+/// At least three significant digits.
 fn megabytes(bytes_per_second: f64) -> String {
     match bytes_per_second / 1e6 {
         rate if rate < 10.0 => format!("{rate:.2}"),
@@ -139,7 +139,7 @@ mod tests {
             ["8", "B", "3.0", "µs", "6.0", "µs", "0.08", "0.08"]
         );
         assert_eq!(row("1 MiB").split_whitespace().last(), Some("10486"));
-        assert!(text.contains("shm: can't be used: another host"), "{text}");
+        assert!(text.contains("shm: cannot be used: another host"), "{text}");
         assert!(text.contains("1 of 4 figures are missing: too late"), "{text}");
     }
 

@@ -6,7 +6,7 @@
 //! [`Control::still_ours`] asks. One round trip lies between the answer and the command ([`Control::follow`]), or the five of a
 //! transaction: the servers offer no command that checks and changes in one step.
 //!
-//! Not here: what is changed and when ([`super::sync`]), and how it is put back ([`super::record`]).
+//! Not here: what is changed and when ([`super::driver`]), and how it is put back ([`super::record`]).
 
 use remora_redis::ReplId;
 use remora_redis::resp::Frame;

@@ -8,30 +8,30 @@
 //!
 //! - [`preflight`] finds what can be known to go wrong before anything is touched; [`control`] is the connection by which the server is
 //!   changed, and knows whether it is still ours to change; [`record`] remembers what is changed.
-//! - [`delivery`] plays the primary towards the server, on a thread of its own; [`feed`] with its [`parts`], [`payload`], [`link`], [`unread`], [`pacer`],
-//!   [`spool`] and [`meter`] are its parts. [`candidates`] keeps others than the server from its link, [`link_login`] is how the
+//! - [`delivery`] plays the primary towards the server, on a thread of its own. It uses [`feed`] with its [`parts`], [`link`], [`unread`],
+//!   [`pacer`], [`spool`] and [`meter`]. [`candidates`] keeps other processes from the server's link, [`link_login`] is how the
 //!   server proves itself there, and [`locality`] finds out where the server is.
 //! - [`private`] keeps other users from what is written to disk.
-//! - [`introduction`] shows memory to a server that has our module; [`mixture`] and [`mixed`] are what such a server is sent.
+//! - [`introduction`] gives memory to a server that has our module.
 //! - [`source`] is the conversation with the source agent.
 //! - [`relayed`] takes slots from other replicas and [`serving`] lends them; [`upstream`] is the way to another one, [`limit`] how much a second.
-//! - [`sync`] is the loop that leads from joining to the hand-off; [`report`] says where the time went.
+//! - [`machine`] decides, without I/O, what follows from each event on the way from joining to the hand-off; [`driver`] carries it
+//!   out, and owns the tasks. [`report`] says where the time went.
 
 mod candidates;
 mod control;
 mod delivery;
+mod driver;
 mod feed;
 mod introduction;
 mod limit;
 mod link;
 mod link_login;
 mod locality;
+mod machine;
 mod meter;
-mod mixed;
-mod mixture;
 mod pacer;
 mod parts;
-mod payload;
 mod preflight;
 mod private;
 mod record;
@@ -40,7 +40,6 @@ mod report;
 mod serving;
 mod source;
 mod spool;
-mod sync;
 mod tls;
 mod unread;
 mod upstream;
@@ -51,8 +50,8 @@ use std::time::{Duration, Instant};
 use remora_redis::resp::Frame;
 
 use self::control::Control;
+use self::driver::{Driver, Setup};
 use self::record::Record;
-use self::sync::Sync;
 use crate::args::ReplicaArgs;
 use crate::conversation::Token;
 use crate::exit::Failure;
@@ -67,13 +66,13 @@ use crate::units::Size;
 /// Whatever keeps the server from becoming a replica; the message says in which state it was left.
 pub async fn run(args: ReplicaArgs) -> Result<(), Failure> {
     match until_signal(prepare(args), ": nothing was touched").await? {
-        Some(sync) => sync.run().await,
+        Some(driver) => driver.run().await,
         None => Ok(()),
     }
 }
 
 /// Everything up to the first thing that is touched; nothing is left to do after a dry run.
-async fn prepare(args: ReplicaArgs) -> Result<Option<Sync>, Failure> {
+async fn prepare(args: ReplicaArgs) -> Result<Option<Driver>, Failure> {
     let token = Token::read_file(&args.token_file).map_err(|error| Failure::refused(error.to_string()))?;
     let token = Arc::new(token);
     let server = args.server.open(Task::Replica)?;
@@ -106,7 +105,8 @@ async fn prepare(args: ReplicaArgs) -> Result<Option<Sync>, Failure> {
         return Ok(None);
     }
     let control = Control::new(server, client);
-    Sync::begin(args, token, control, record, target, primary, source, link_tls).await.map(Some)
+    let setup = Setup { args, token, control, record, target, primary, source, link_tls };
+    Driver::begin(setup).await.map(Some)
 }
 
 /// How long the server may take to notice that its link is gone.

@@ -213,7 +213,7 @@ fn check_identity(facts: &Facts, target: &Target, plan: &Offer, host: &str, port
         )));
     }
     let same_server = facts.run_id.as_deref() == Some(plan.run_id.as_str());
-    let same_history = facts.replid.is_some_and(|replid| *replid.as_bytes() == plan.replid);
+    let same_history = facts.replid.is_some() && facts.replid == plan.replid;
     if same_server || same_history {
         return Ok(());
     }

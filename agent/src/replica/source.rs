@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use remora_fabric::{Memory, Pages, Peer, RegionKey, Secret, TransportKind};
 use remora_protocol::{Join, Message, Offer, Relays, Resume, TableOffer};
-use remora_table::{Expectation, Geometry, MIN_SLOTS, SinkLayout, SnapshotCopy};
+use remora_redis::ReplId;
+use remora_table::{Expectation, Geometry, MIN_SLOTS, Origin, SinkLayout, SnapshotCopy};
 
 use super::delivery::Progress;
 use super::feed::Feed;
@@ -15,7 +16,7 @@ use super::preflight::Target;
 use super::spool;
 use crate::args::ReplicaArgs;
 use crate::backoff::Backoff;
-use crate::conversation::{Connection, Fault, Options, Token, derive};
+use crate::conversation::{Connection, Fault, Options, Receiver, Sender, Token, derive};
 use crate::exit::{Code, Failure};
 use crate::lanes::LANES_LABEL;
 use crate::transports::taken::{Connectors, Wish};
@@ -62,7 +63,7 @@ impl Source {
 
     /// Asks what an offer would say, without having a snapshot taken for it.
     pub(super) async fn plan(&mut self, args: &ReplicaArgs, target: &Target) -> Result<Offer, Failure> {
-        let join = Join { plan_only: true, ..join(args, target, None) };
+        let join = Join { plan_only: true, ..join(args, &target.facts.name(), None) };
         self.connection.send(Message::Join(join)).await.map_err(failure)?;
         let answer = async {
             loop {
@@ -77,38 +78,9 @@ impl Source {
         })
     }
 
-    /// Asks for a snapshot, or for the rest of one.
-    pub(super) async fn join(
-        &mut self,
-        args: &ReplicaArgs,
-        target: &Target,
-        progress: &Progress,
-        held_slots: u64,
-        relays: Option<Relays>,
-    ) -> Result<(), crate::conversation::Error> {
-        let resume = progress.origin.as_ref().map(|origin| Resume {
-            generation: origin.generation,
-            held_slots,
-            loaded: progress.loaded,
-            replid: replid_bytes(&origin.replid),
-            next_byte: progress.next_byte,
-        });
-        self.connection.send(Message::Join(Join { relays, ..join(args, target, resume) })).await
-    }
-
-    pub(super) async fn send(&mut self, message: Message) -> Result<(), crate::conversation::Error> {
-        self.connection.send(message).await
-    }
-
-    pub(super) async fn receive(&mut self) -> Result<Message, crate::conversation::Error> {
-        self.connection.receive().await
-    }
-
-    /// The last word, which must arrive.
-    pub(super) async fn leave(mut self, message: Message) {
-        if self.connection.send(message).await.is_ok() {
-            self.connection.finish().await;
-        }
+    /// The two directions of the session, for its task.
+    pub(super) fn split(self) -> (Sender, Receiver) {
+        self.connection.split()
     }
 
     /// What connecting to the offered tables needs, for a thread that may block.
@@ -126,18 +98,32 @@ pub(super) fn wish(args: &ReplicaArgs) -> Wish {
     Wish { choice: args.transport, lanes: args.lanes, rdma: args.rdma.clone() }
 }
 
-fn join(args: &ReplicaArgs, target: &Target, resume: Option<Resume>) -> Join {
+/// The request for a snapshot, or for the rest of one.
+pub(super) fn join_again(
+    args: &ReplicaArgs,
+    server: &str,
+    progress: &Progress,
+    held_slots: u64,
+    relays: Option<Relays>,
+) -> Message {
+    let resume = progress.origin.as_ref().map(|origin| Resume {
+        generation: origin.generation,
+        held_slots,
+        loaded: progress.loaded,
+        replid: origin.replid,
+        next_byte: progress.next_byte,
+    });
+    Message::Join(Join { relays, ..join(args, server, resume) })
+}
+
+fn join(args: &ReplicaArgs, server: &str, resume: Option<Resume>) -> Join {
     Join {
         name: args.name.clone().unwrap_or_default(),
-        server: target.facts.name(),
+        server: server.to_string(),
         resume,
         plan_only: false,
         relays: None,
     }
-}
-
-fn replid_bytes(replid: &str) -> [u8; 40] {
-    replid.as_bytes().try_into().unwrap_or([b'0'; 40])
 }
 
 /// The source can't be reached, or said no.
@@ -209,6 +195,7 @@ pub(super) struct RelayWish {
 }
 
 /// How to reach what a session was offered.
+#[derive(Clone)]
 pub(super) struct Way {
     session: u64,
     secret: Secret,
@@ -253,9 +240,13 @@ impl Way {
                 Failure::new(Code::Source, format!("the source {} offers no sound table: {error}", self.source))
             })?;
         }
+        let history = offer.replid.ok_or_else(|| {
+            let text = format!("the source {} offers generation {} without a replid", self.source, offer.generation);
+            Failure::new(Code::Source, text)
+        })?;
         let origin = spool::Origin {
             generation: offer.generation,
-            replid: String::from_utf8_lossy(&offer.replid).into_owned(),
+            replid: history,
             offset: offer.offset,
             slot_size: offer.snapshot.slot_size,
         };
@@ -273,7 +264,7 @@ impl Way {
             let peer;
             (peer, kind) = self.connect(&mut connectors, &offer.snapshot, &memory)?;
             let plan = CopyPlan { own, download_rate: relay.download_rate, retained: offer.snapshot.retained };
-            let part = self.part(peer, memory.clone(), 1, snapshot, &offer.snapshot, offer);
+            let part = self.part(peer, memory.clone(), 1, snapshot, &offer.snapshot, history);
             snapshot_part = Some(Part { copy: Some(plan), ..part });
             chosen_copy = Some((memory, own, is_new));
         } else if !without_snapshot {
@@ -281,9 +272,9 @@ impl Way {
             let sink = sinks.of(buffers, &snapshot, "remora-sink")?;
             let peer;
             (peer, kind) = self.connect(&mut connectors, &offer.snapshot, &sink)?;
-            snapshot_part = Some(self.part(peer, sink, buffers, snapshot, &offer.snapshot, offer));
+            snapshot_part = Some(self.part(peer, sink, buffers, snapshot, &offer.snapshot, history));
         }
-        let journal_part = self.part(journal_peer, journal_sink, JOURNAL_BUFFERS, journal, &offer.journal, offer);
+        let journal_part = self.part(journal_peer, journal_sink, JOURNAL_BUFFERS, journal, &offer.journal, history);
         let chosen = Chosen { kind, why: connectors.why(), copy: chosen_copy };
         Ok((Feed::new(origin, Parts { snapshot: snapshot_part, journal: journal_part }), chosen))
     }
@@ -295,14 +286,10 @@ impl Way {
         buffers: u32,
         geometry: Geometry,
         table: &TableOffer,
-        offer: &Offer,
+        history: ReplId,
     ) -> Part {
-        let expect = Expectation {
-            generation: table.generation,
-            geometry,
-            replid: offer.replid,
-            first_offset: table.first_offset,
-        };
+        let origin = Origin { generation: table.generation, history, offset: table.first_offset };
+        let expect = Expectation { origin, geometry };
         Part { peer, sink, layout: SinkLayout { offset: 0, buffers }, expect, in_place: table.retained, copy: None }
     }
 

@@ -20,6 +20,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use remora_fabric::{View, memory::crc};
+use remora_redis::ReplId;
 use serde::{Deserialize, Serialize};
 
 use super::private::Folder;
@@ -30,11 +31,27 @@ pub(super) struct Origin {
     /// The source's number for it.
     pub(super) generation: u64,
     /// The history it is a point of.
-    pub(super) replid: String,
+    #[serde(with = "text")]
+    pub(super) replid: ReplId,
     /// The last byte of the stream that it contains.
     pub(super) offset: u64,
     /// Bytes per slot.
     pub(super) slot_size: u32,
+}
+
+/// A replid in a file: its digits.
+mod text {
+    use remora_redis::ReplId;
+    use serde::de::{Deserialize, Deserializer, Error};
+    use serde::ser::Serializer;
+
+    pub(super) fn serialize<S: Serializer>(replid: &ReplId, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_str(replid)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<ReplId, D::Error> {
+        String::deserialize(from)?.parse().map_err(D::Error::custom)
+    }
 }
 
 /// One slot held.
@@ -230,7 +247,7 @@ mod tests {
     const SLOT: u32 = 8192;
 
     fn origin(generation: u64) -> Origin {
-        Origin { generation, replid: "a".repeat(40), offset: 5, slot_size: SLOT }
+        Origin { generation, replid: "a".repeat(40).parse().unwrap(), offset: 5, slot_size: SLOT }
     }
 
     fn slot(spool: &mut Spool, memory: &Memory, number: u64, length: u32) {
@@ -261,6 +278,19 @@ mod tests {
 
         let other = Spool::open(folder.path(), &origin(2)).unwrap();
         assert_eq!(other.held_below(), 0);
+    }
+
+    #[test]
+    fn a_folder_that_names_no_valid_replid_holds_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        Spool::open(folder.path(), &origin(1)).unwrap();
+        assert_eq!(Spool::look(folder.path()).map(|(origin, _)| origin), Some(origin(1)));
+        let path = folder.path().join("origin.json");
+        let right = std::fs::read_to_string(&path).unwrap();
+        for replid in ["a".repeat(39), "g".repeat(40), String::new()] {
+            std::fs::write(&path, right.replace(&"a".repeat(40), &replid)).unwrap();
+            assert_eq!(Spool::look(folder.path()).map(|(origin, _)| origin), None, "{replid}");
+        }
     }
 
     #[test]

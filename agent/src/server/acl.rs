@@ -1,8 +1,8 @@
-//! Which commands each of our tasks runs on a server, as the ACL rules that allow them.
+//! The ACL rules that allow the commands of each task.
 //!
-//! One list serves three readers: the help pages, `docs/operating.md`, and the message when a server answers `-NOPERM`.
+//! The help pages, `docs/operating.md` and the message for `-NOPERM` use this one list.
 
-/// What a connection is for; it decides which ACL rules a refusal names.
+/// What a connection is for. It decides which ACL rules the message for a refusal names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Task {
     /// `remora source` on the server it copies from.
@@ -16,10 +16,10 @@ pub enum Task {
 }
 
 impl Task {
-    /// Every task, for tables.
+    /// All tasks.
     pub const ALL: [Self; 4] = [Self::Source, Self::Replica, Self::Verify, Self::Load];
 
-    /// The command of ours that does it.
+    /// The command that does the task.
     pub const fn command(self) -> &'static str {
         match self {
             Self::Source => "remora source",
@@ -29,7 +29,8 @@ impl Task {
         }
     }
 
-    /// The rules, as `ACL SETUSER <user>` takes them. `+select` is needed for all but database 0, so it stands wherever we switch.
+    /// The rules, in the syntax of `ACL SETUSER <user>`. `+select` is needed for every database but 0, so the rules of
+    /// commands that take a database have it.
     pub const fn rules(self) -> &'static str {
         match self {
             Self::Source => "+ping +info +replconf +psync +config|get",
@@ -39,7 +40,7 @@ impl Task {
         }
     }
 
-    /// What of the rules may be left out, and what then happens; empty if nothing may.
+    /// Which of the rules are optional, and what happens without them. Empty if all are needed.
     pub const fn optional(self) -> &'static str {
         match self {
             Self::Source => {
@@ -51,15 +52,17 @@ impl Task {
                  our link then asks for; with the module in the server: +remora.status +remora.load +multi +exec \
                  +discard"
             }
-            Self::Verify => "without +debug every value is read and compared; without +memory|usage piece by piece",
+            Self::Verify => {
+                "without +debug it reads and compares every value; without +memory|usage it reads each value in pieces"
+            }
             Self::Load => "",
         }
     }
 
-    /// The paragraph for the foot of a help page.
+    /// The paragraph at the end of a help page.
     pub fn help(self) -> String {
         let mut text = format!(
-            "ACL rules its user needs on the server (ACL SETUSER <user> on ><password> …):\n  {}\n",
+            "ACL rules that the user needs on the server (ACL SETUSER <user> on ><password> …):\n  {}\n",
             self.rules()
         );
         if !self.optional().is_empty() {
@@ -77,7 +80,7 @@ mod tests {
     fn the_manual_lists_the_rules_of_every_task() {
         let manual = include_str!("../../../docs/operating.md");
         for task in Task::ALL {
-            // A bar inside a table cell must be escaped there.
+            // A bar in a table cell is escaped there.
             let row = format!("| `{}` | `{}` |", task.command(), task.rules().replace('|', "\\|"));
             assert!(manual.contains(&row), "docs/operating.md lacks {row}");
         }

@@ -1,4 +1,4 @@
-//! The options by which a command names a server.
+//! The options that name a server and its login.
 
 use std::{ffi::OsStr, path::PathBuf};
 
@@ -10,7 +10,7 @@ use clap::{
 
 use super::{Credentials, Server, ServerUrl, SetupError, Task, TlsOptions, UrlError};
 
-/// `--server` and who we are there.
+/// `--server` and its login.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Server")]
 pub struct ServerArgs {
@@ -32,19 +32,19 @@ pub struct ServerArgs {
     pub tls: TlsArgs,
 }
 
-/// How to speak TLS to a `rediss://` server.
+/// How to connect to a `rediss://` server.
 #[derive(Clone, Debug, Default, Args)]
 #[command(next_help_heading = "TLS to the server")]
 pub struct TlsArgs {
-    /// Certificates (PEM) of the authorities to believe, instead of this machine's.
+    /// Certificates (PEM) of the authorities to trust, instead of the system's.
     #[arg(long, value_name = "FILE")]
     pub tls_ca: Option<PathBuf>,
 
-    /// Our certificate chain (PEM), for servers with `tls-auth-clients yes`.
+    /// Client certificate chain (PEM), for servers with `tls-auth-clients yes`.
     #[arg(long, value_name = "FILE", requires = "tls_key")]
     pub tls_cert: Option<PathBuf>,
 
-    /// The private key (PEM) of our certificate.
+    /// Private key (PEM) of the client certificate.
     #[arg(long, value_name = "FILE", requires = "tls_cert")]
     pub tls_key: Option<PathBuf>,
 
@@ -53,7 +53,7 @@ pub struct TlsArgs {
     pub tls_server_name: Option<String>,
 }
 
-/// Reads an address from the command line. clap's own message would repeat what was typed, and that may hold a password.
+/// Parses an address from the command line. clap's own message would repeat the argument, which may contain a password.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct UrlParser;
 
@@ -69,7 +69,7 @@ impl TypedValueParser for UrlParser {
 }
 
 impl ServerArgs {
-    /// Reads the files named and makes the server ready to be connected to. Nothing is sent yet.
+    /// Reads the named files and prepares connections to the server. It sends nothing.
     pub fn open(&self, task: Task) -> Result<Server, SetupError> {
         let credentials = Credentials::gather(self.user.as_deref(), self.password_file.as_deref())?;
         Server::new(self.server.clone(), credentials, &self.tls.options(), task)
@@ -77,7 +77,7 @@ impl ServerArgs {
 }
 
 impl TlsArgs {
-    /// The same as plain options.
+    /// The TLS options without their clap attributes.
     pub fn options(&self) -> TlsOptions {
         TlsOptions {
             ca: self.tls_ca.clone(),

@@ -1,4 +1,4 @@
-//! [`Server`]: where and who. [`Client`]: one connection, in step: what was asked first is answered first.
+//! [`Server`]: an address and a login. [`Client`]: one connection, which answers commands in order.
 
 use std::{future::Future, io, net::SocketAddr, sync::Arc, time::Duration};
 
@@ -19,16 +19,17 @@ use super::{
     tls::TlsSetup,
 };
 
-/// Time for name look-up, TCP, TLS, AUTH and SELECT together. A server that needs longer is not one to begin a copy with.
+/// Time limit for name look-up, TCP, TLS, AUTH and SELECT together. A server that needs longer is too slow to begin a
+/// copy with.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Time for one command. Generous: a server that is busy with a slow command answers nobody else meanwhile.
+/// Time limit for one command. It is generous: a server that executes a slow command answers no other client meanwhile.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What one read takes from the socket at most: larger reads gained nothing, and this stays in the L2 cache.
+/// The most bytes that one read takes from the socket. Larger reads gained nothing, and this fits in the L2 cache.
 const READ_BYTES: usize = 64 * 1024;
 
-/// A server that can be connected to any number of times. Cloning is cheap.
+/// A server to which any number of connections can be opened. It is cheap to clone.
 #[derive(Clone)]
 pub struct Server(Arc<Inner>);
 
@@ -40,7 +41,8 @@ struct Inner {
 }
 
 impl Server {
-    /// A server at that address. Fails if TLS cannot be set up with these files, or is set up for nothing.
+    /// Describes a server. Fails if TLS cannot be set up with these files, or if there are TLS options for an address
+    /// without TLS.
     pub fn new(url: ServerUrl, credentials: Credentials, tls: &TlsOptions, task: Task) -> Result<Self, SetupError> {
         let tls = match (url.place(), tls.first_given()) {
             (Place::Tcp { host, tls: true, .. }, _) => Some(tls.prepare(host)?),
@@ -52,22 +54,22 @@ impl Server {
         Ok(Self(Arc::new(Inner { url, credentials, tls, task })))
     }
 
-    /// Its address, without any secret.
+    /// The server's address. It contains no secret.
     pub fn url(&self) -> &ServerUrl {
         &self.0.url
     }
 
-    /// Who we are there.
+    /// The login.
     pub fn credentials(&self) -> &Credentials {
         &self.0.credentials
     }
 
-    /// What we are there for.
+    /// What the connections are for.
     pub fn task(&self) -> Task {
         self.0.task
     }
 
-    /// The same way of speaking to it (credentials and TLS) at another host and port, as for the primary that a replica names.
+    /// A server at another host and port with the same login and TLS options, such as the primary that a replica names.
     pub fn at(&self, host: &str, port: u16) -> Self {
         let url = ServerUrl::tcp_like(&self.0.url, host, port);
         let tls = self.0.tls.clone().map(|setup| match ServerName::try_from(host.to_owned()) {
@@ -110,7 +112,8 @@ impl Server {
             Place::Tcp { host, port, .. } => (host.as_str(), *port),
         };
         let tcp = TcpStream::connect((host, port)).await.map_err(|cause| self.unreachable(cause))?;
-        // Commands are small and each waits for its answer: holding them back to fill a packet only adds its delay.
+        // Commands are small, and each waits for its answer. To hold them back until a packet is full would only add
+        // delay.
         tcp.set_nodelay(true).map_err(|cause| self.unreachable(cause))?;
         let Some(setup) = &self.0.tls else {
             return Ok(Stream::Tcp(tcp));
@@ -125,24 +128,25 @@ impl Server {
     }
 }
 
-/// Only the address: credentials have no business in a log.
+/// Prints the address only: credentials must not get into logs.
 impl std::fmt::Debug for Server {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_tuple("Server").field(&self.0.url.to_string()).finish()
     }
 }
 
-/// One connection to a server. After an error other than [`ServerError::Refused`] it must be dropped: question and answer may
-/// be out of step. [`Client::is_usable`] tells.
+/// One connection to a server. After any error except [`ServerError::Refused`] it must be dropped, because the next
+/// answer may belong to an earlier command. [`Client::is_usable`] tells whether it can be used.
 #[derive(Debug)]
 pub struct Client {
     server: Server,
     stream: Stream,
     decoder: Decoder,
-    /// Holds the encoded command, then what is read; kept so that neither allocates each time.
+    /// Holds the encoded command, then the bytes that were read. It is kept so that neither allocates each time.
     scratch: Vec<u8>,
     timeout: Duration,
-    /// A command was begun whose answer has not been received: it failed, or its caller dropped the future.
+    /// A command was sent, at least in part, and its answer was not received: it failed, or the caller dropped the
+    /// future.
     answer_owed: bool,
 }
 
@@ -152,7 +156,7 @@ impl Client {
         self.command_within(self.timeout, args).await
     }
 
-    /// The same with a time of its own, for commands that take long by nature.
+    /// Sends one command with its own time limit, for commands that take long.
     pub async fn command_within<A: AsRef<[u8]>>(&mut self, limit: Duration, args: &[A]) -> Result<Frame, ServerError> {
         let name = command_name(args);
         let mut encoded = std::mem::take(&mut self.scratch);
@@ -167,8 +171,8 @@ impl Client {
         self.no_error(frame, &name)
     }
 
-    /// Sends all commands at once and gives all answers, error replies among them as [`Frame::Error`]. The pipeline is empty
-    /// afterwards and may be filled again.
+    /// Sends all commands at once and returns all answers. Error replies are among them as [`Frame::Error`]. The
+    /// pipeline is empty afterwards and can be filled again.
     pub async fn pipeline(&mut self, pipeline: &mut Pipeline) -> Result<Vec<Frame>, ServerError> {
         self.answer_owed = true;
         self.send(&pipeline.bytes).await?;
@@ -181,17 +185,18 @@ impl Client {
         Ok(frames)
     }
 
-    /// Sends bytes that are encoded commands, or a part of one. Each whole command is owed one [`Client::receive`].
+    /// Sends bytes that are encoded commands or a part of one. The caller must call [`Client::receive`] once for each
+    /// whole command.
     pub async fn send(&mut self, bytes: &[u8]) -> Result<(), ServerError> {
         self.send_within(self.timeout, bytes, "a pipeline").await
     }
 
-    /// Waits for the next answer, error replies as they are.
+    /// Waits for the next answer. An error reply is returned as a frame.
     pub async fn receive(&mut self) -> Result<Frame, ServerError> {
         self.receive_within(self.timeout, "a pipeline").await
     }
 
-    /// `INFO`, or a section of it.
+    /// Sends `INFO`, or `INFO` with a section.
     pub async fn info(&mut self, section: &str) -> Result<Info, ServerError> {
         let frame =
             if section.is_empty() { self.command(&["INFO"]).await? } else { self.command(&["INFO", section]).await? };
@@ -201,7 +206,7 @@ impl Client {
         }
     }
 
-    /// The value of a setting; `None` if the server doesn't know it.
+    /// The value of a setting; `None` if the server does not know it.
     pub async fn config_get(&mut self, name: &str) -> Result<Option<String>, ServerError> {
         match self.command(&["CONFIG", "GET", name]).await? {
             Frame::Array(pair) => match pair.into_iter().nth(1) {
@@ -217,57 +222,57 @@ impl Client {
         self.command(&["CONFIG", "SET", name, value]).await.map(drop)
     }
 
-    /// Makes `database` the one that later commands work on.
+    /// Selects the database for later commands.
     pub async fn select(&mut self, database: u32) -> Result<(), ServerError> {
         self.command(&["SELECT", &database.to_string()]).await.map(drop)
     }
 
-    /// Sets the time each later command has.
+    /// Sets the time limit of each later command.
     pub fn set_timeout(&mut self, timeout: Duration) {
         self.timeout = timeout;
     }
 
-    /// The server this is a connection to.
+    /// The server at the other end of this connection.
     pub fn server(&self) -> &Server {
         &self.server
     }
 
     /// Whether the next command can be sent on this connection: no answer is owed, and the server has not closed it.
     ///
-    /// A server closes idle connections after its `timeout`. It sends nothing unasked, so that anything to be read here, the end
-    /// of the stream included, means that the connection is of no further use.
+    /// A server closes idle connections after its `timeout`. It sends nothing without a request. So anything to be read
+    /// here, including the end of the stream, means that the connection is of no further use.
     pub fn is_usable(&self) -> bool {
         !self.answer_owed && self.stream.is_silent()
     }
 
-    /// Our end, unless it is a socket in the file system.
+    /// The local address, unless the connection is a Unix socket.
     pub fn local_addr(&self) -> Option<SocketAddr> {
         self.stream.tcp().and_then(|tcp| tcp.local_addr().ok())
     }
 
-    /// The server's end, unless it is a socket in the file system.
+    /// The server's address, unless the connection is a Unix socket.
     pub fn peer_addr(&self) -> Option<SocketAddr> {
         self.stream.tcp().and_then(|tcp| tcp.peer_addr().ok())
     }
 
-    /// Ends our talk and gives the stream away, with what was received and not yet asked for.
+    /// Ends the use as a client. Returns the stream, and the bytes that were received and not used.
     pub fn into_stream(mut self) -> (Stream, Vec<u8>) {
         let rest = self.decoder.take_rest();
         (self.stream, rest)
     }
 
-    /// The error for an answer of the wrong kind; for callers that know what a command answers.
+    /// The error for an answer of the wrong type, for callers that know what a command answers.
     pub fn unexpected(&self, command: &str, found: &Frame) -> ServerError {
         let found = match found {
             Frame::Simple(text) | Frame::Error(text) | Frame::Bulk(text) => Shortened(text).to_string(),
             Frame::Integer(number) => number.to_string(),
-            Frame::Null => "nothing".into(),
-            Frame::Array(items) => format!("a list of {}", items.len()),
+            Frame::Null => "a null reply".into(),
+            Frame::Array(items) => format!("an array of {} elements", items.len()),
         };
         ServerError::Unexpected { server: self.server.url().to_string(), command: command.to_owned(), found }
     }
 
-    /// The error for an error reply that came by [`Client::receive`] or [`Client::pipeline`].
+    /// The error for an error reply from [`Client::receive`] or [`Client::pipeline`].
     pub fn refused(&self, command: &str, text: &[u8]) -> ServerError {
         let text = String::from_utf8_lossy(text).into_owned();
         ServerError::Refused {
@@ -279,7 +284,8 @@ impl Client {
         }
     }
 
-    /// AUTH if there is a password, and in any case one harmless command: whoever answers it as a server does is one.
+    /// Sends AUTH if there is a password, and in any case a PING: its answer shows that this is a Redis or Valkey
+    /// server.
     async fn log_in(&mut self) -> Result<(), ServerError> {
         let Credentials { user, password } = self.server.credentials().clone();
         match (&user, &password) {
@@ -294,7 +300,8 @@ impl Client {
         }
     }
 
-    /// A loading server is a server too: what it may be asked meanwhile is for the caller to decide, so that one can wait it out.
+    /// Accepts a server that is loading. The caller decides what to ask it meanwhile, so that it can wait until the
+    /// server has loaded.
     async fn check_alive(&mut self) -> Result<(), ServerError> {
         match self.command(&["PING"]).await {
             Ok(Frame::Simple(text)) if text == b"PONG" => Ok(()),
@@ -336,7 +343,7 @@ impl Client {
                     });
                 }
             }
-            // The limit is on silence, not on the whole answer: a large value over a slow link is progress, not trouble.
+            // The limit is on silence and not on the whole answer: a large value over a slow link makes progress.
             if let Err(trouble) = within(limit, self.read_more()).await {
                 return Err(self.trouble(trouble, limit, command));
             }
@@ -372,7 +379,7 @@ impl Client {
     }
 }
 
-/// Commands to be sent at once.
+/// Commands to be sent together.
 #[derive(Clone, Debug, Default)]
 pub struct Pipeline {
     bytes: Vec<u8>,
@@ -386,22 +393,22 @@ impl Pipeline {
         self.count += 1;
     }
 
-    /// The number of commands, hence of answers.
+    /// The number of commands, which is the number of answers.
     pub fn len(&self) -> usize {
         self.count
     }
 
-    /// Whether there is nothing to send.
+    /// Whether the pipeline is empty.
     pub fn is_empty(&self) -> bool {
         self.count == 0
     }
 
-    /// The commands as they go out, for [`Client::send`].
+    /// The encoded commands, for [`Client::send`].
     pub fn as_bytes(&self) -> &[u8] {
         &self.bytes
     }
 
-    /// Forgets the commands, keeps the memory.
+    /// Removes the commands and keeps the allocated memory.
     pub fn clear(&mut self) {
         self.bytes.clear();
         self.count = 0;
@@ -424,7 +431,7 @@ fn is_tls_error(error: &io::Error) -> bool {
     error.get_ref().is_some_and(|inner| inner.is::<rustls::Error>())
 }
 
-/// The command as it may stand in a message: its name and, for those that have one, its subcommand; never an argument.
+/// The command's name for messages, with its subcommand if it has one. It never contains another argument.
 fn command_name<A: AsRef<[u8]>>(args: &[A]) -> String {
     let mut words = args.iter().map(|word| String::from_utf8_lossy(word.as_ref()).to_ascii_uppercase());
     let name = words.next().unwrap_or_default();

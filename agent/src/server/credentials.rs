@@ -1,16 +1,16 @@
-//! Who we are to a server: an ACL user and a password that never stands in an argument, a log or an error.
+//! The login at a server: an ACL user and a password. The password never appears in an argument, a log or an error.
 
 use std::{fmt, fs, io::Read, os::unix::fs::PermissionsExt, path::Path};
 
 use super::error::SetupError;
 
-/// The environment variable a password is taken from when no file is given.
+/// The environment variable that holds the password if no file is given.
 pub const PASSWORD_VARIABLE: &str = "REMORA_PASSWORD";
 
-/// Far above any password in use; a mistaken path to something large is not read into memory.
+/// The most bytes of a password file that are read, far above any password in use: a wrong path may name a large file.
 const PASSWORD_FILE_BYTES: u64 = 64 * 1024;
 
-/// Mode bits that let others than the owner and its group read or write a file.
+/// Mode bits that let users other than the owner and its group read or write a file.
 const OTHERS: u32 = 0o007;
 
 /// User and password. Without a password no `AUTH` is sent.
@@ -23,7 +23,8 @@ pub struct Credentials {
 }
 
 impl Credentials {
-    /// From what was typed: the file if one is given, else the environment, else nobody in particular.
+    /// The login that the options describe: the password is read from the file if one is given, else from the
+    /// environment.
     pub fn gather(user: Option<&str>, password_file: Option<&Path>) -> Result<Self, SetupError> {
         let password = match password_file {
             Some(path) => Some(Password::read_file(path)?),
@@ -36,17 +37,17 @@ impl Credentials {
     }
 }
 
-/// A password. It shows itself to nobody but the one who asks by [`Password::expose`].
+/// A password. Debug output hides it; only [`Password::expose`] returns it.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Password(String);
 
 impl Password {
-    /// Takes a password as it is.
+    /// Makes a password of this text.
     pub fn new(password: impl Into<String>) -> Self {
         Self(password.into())
     }
 
-    /// The first line of a file that only its owner and group may read.
+    /// Reads the first line of a file that only its owner and group can read.
     pub fn read_file(path: &Path) -> Result<Self, SetupError> {
         let unreadable = |cause| SetupError::File { what: "password file", path: path.to_owned(), cause };
         let file = fs::File::open(path).map_err(unreadable)?;
@@ -63,7 +64,7 @@ impl Password {
         Ok(Self(line.to_owned()))
     }
 
-    /// The password itself, for the one `AUTH` that needs it.
+    /// The password itself, for the `AUTH` command.
     pub fn expose(&self) -> &str {
         &self.0
     }
@@ -109,7 +110,7 @@ mod tests {
 
     #[test]
     fn a_user_without_password_is_refused_rather_than_ignored() {
-        // Only meaningful where the environment does not supply one.
+        // Has no meaning if the environment sets the variable.
         if std::env::var_os(PASSWORD_VARIABLE).is_none() {
             let error = Credentials::gather(Some("copier"), None).unwrap_err();
             assert!(matches!(error, SetupError::UserWithoutPassword { .. }));

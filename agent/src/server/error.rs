@@ -1,8 +1,8 @@
-//! What can go wrong with a server, sorted by who can do something about it.
+//! Errors of a server, by who can do something about them.
 //!
-//! - [`SetupError`]: what was typed, or a file it names. Found before any server is spoken to.
-//! - [`ServerError`]: the server is away, is something else, or said no. A no carries a [`RefusalKind`], so that callers can wait
-//!   out a loading server and give up at once on a wrong password.
+//! - [`SetupError`]: an option, or a file that it names, is wrong. It is found before a connection is made.
+//! - [`ServerError`]: the server cannot be reached, is not a Redis or Valkey server, or refused a command. A refusal
+//!   has a [`RefusalKind`], so that callers can wait for a loading server and fail at once on a wrong password.
 
 use std::{fmt, io, path::PathBuf, time::Duration};
 
@@ -11,47 +11,47 @@ use remora_redis::Refusal;
 use super::acl::Task;
 use crate::exit::{Code, Failure};
 
-/// A setting or a file that cannot be used.
+/// An option or a file that cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum SetupError {
     /// A file cannot be read.
-    #[error("the {what} {path} cannot be read: {cause}", path = path.display())]
+    #[error("cannot read the {what} {path}: {cause}", path = path.display())]
     File {
-        /// What the file is to us.
+        /// What the file is for.
         what: &'static str,
         /// Its path as given.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         cause: io::Error,
     },
-    /// A file with a secret may be read by everybody.
-    #[error("the {what} {path} may be read by everybody (mode {mode:03o}): chmod 600 it first", path = path.display())]
+    /// Users other than the owner can read a file with a secret.
+    #[error("other users can read the {what} {path} (mode {mode:03o}): run chmod 600 on it", path = path.display())]
     OpenToAll {
-        /// What the file is to us.
+        /// What the file is for.
         what: &'static str,
         /// Its path as given.
         path: PathBuf,
         /// Its permission bits.
         mode: u32,
     },
-    /// A file holds nothing.
-    #[error("the {what} {path} holds nothing we can use", path = path.display())]
+    /// A file has no usable content.
+    #[error("the {what} {path} has no usable content", path = path.display())]
     Empty {
-        /// What the file is to us.
+        /// What the file is for.
         what: &'static str,
         /// Its path as given.
         path: PathBuf,
     },
-    /// A user without a password would silently log nobody in.
+    /// There is a user and no password, so no login would take place.
     #[error("the user {user} needs a password: give --password-file or set REMORA_PASSWORD")]
     UserWithoutPassword {
         /// The user as given.
         user: String,
     },
-    /// Certificates or keys that TLS cannot be set up with.
-    #[error("TLS to the server cannot be set up: {0}")]
+    /// The certificates or keys cannot be used.
+    #[error("cannot set up TLS to the server: {0}")]
     Tls(String),
-    /// TLS options beside an address without TLS.
+    /// There are TLS options, and the address has no TLS.
     #[error("{option} is given, but {url} does not use TLS: write rediss:// instead of redis://")]
     TlsUnused {
         /// The option as typed.
@@ -67,18 +67,18 @@ impl From<SetupError> for Failure {
     }
 }
 
-/// A server that is away, is something else, or refuses.
+/// The server cannot be reached, is not a Redis or Valkey server, or refused a command.
 #[derive(Debug, thiserror::Error)]
 pub enum ServerError {
-    /// No connection came about.
-    #[error("the server {server} cannot be reached: {cause}; {}", hint(cause))]
+    /// No connection was established.
+    #[error("cannot connect to the server {server}: {cause}; {}", hint(cause))]
     Unreachable {
         /// Its address.
         server: String,
-        /// What the system said.
+        /// The system's error.
         cause: io::Error,
     },
-    /// TLS could not be agreed on.
+    /// The TLS handshake failed.
     #[error(
         "TLS with the server {server} failed: {cause}; \
          check --tls-ca, --tls-server-name and the client certificate, and that the port is the server's tls-port"
@@ -86,65 +86,65 @@ pub enum ServerError {
     Tls {
         /// Its address.
         server: String,
-        /// What rustls said.
+        /// The error of rustls.
         cause: io::Error,
     },
-    /// It was connected and went away.
+    /// The connection broke.
     #[error("the server {server} closed the connection during {command}: {cause}")]
     Lost {
         /// Its address.
         server: String,
-        /// What we were about.
+        /// The command at that time.
         command: String,
-        /// What the system said.
+        /// The system's error.
         cause: io::Error,
     },
-    /// It did not answer in time.
+    /// The server did not answer in time.
     #[error("the server {server} did not answer {command} within {seconds} s: it is overloaded, stopped or not a Redis server", seconds = limit.as_secs())]
     TimedOut {
         /// Its address.
         server: String,
-        /// What we were about.
+        /// The command at that time.
         command: String,
-        /// How long we waited.
+        /// The time limit.
         limit: Duration,
     },
-    /// What came back is no RESP.
-    #[error("what answers at {server} is not a Redis or Valkey server: {found}")]
+    /// The answer is not RESP.
+    #[error("{server} is not a Redis or Valkey server: {found}")]
     NotRedis {
         /// Its address.
         server: String,
-        /// What came instead.
+        /// The beginning of the answer.
         found: String,
     },
-    /// It answered, but not what that command answers.
+    /// The answer does not fit the command.
     #[error("the server {server} gave an unexpected answer to {command}: {found}")]
     Unexpected {
         /// Its address.
         server: String,
         /// The command's name.
         command: String,
-        /// What came instead, shortened.
+        /// The answer, shortened.
         found: String,
     },
-    /// It said no.
+    /// The server answered with an error.
     #[error("{}", refusal_sentence(server, command, *kind, text, *task))]
     Refused {
         /// Its address.
         server: String,
         /// The command's name, never its arguments.
         command: String,
-        /// The kind of no.
+        /// The kind of the error.
         kind: RefusalKind,
-        /// Its own words.
+        /// The server's text.
         text: String,
-        /// What we were there for.
+        /// What the connection is for.
         task: Task,
     },
 }
 
 impl ServerError {
-    /// The kind of no, if it was one.
+    /// The kind of the refusal, if this is one.
     pub fn refusal(&self) -> Option<RefusalKind> {
         match self {
             Self::Refused { kind, .. } => Some(*kind),
@@ -152,7 +152,7 @@ impl ServerError {
         }
     }
 
-    /// Whether the same attempt may well succeed a little later without anybody doing anything.
+    /// Whether the same attempt may succeed a little later without anyone changing anything.
     pub fn is_passing(&self) -> bool {
         match self {
             Self::Unreachable { cause, .. } => cause.kind() != io::ErrorKind::PermissionDenied,
@@ -171,30 +171,30 @@ impl From<ServerError> for Failure {
     }
 }
 
-/// The kinds of no that a client of a server meets. `remora_redis` sorts those of replication; the rest is sorted here.
+/// The kinds of error replies. `remora_redis` sorts those of replication; the others are sorted here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RefusalKind {
-    /// It wants a password.
+    /// The server requires a password.
     NoAuth,
-    /// The password, or the user, is wrong.
+    /// The password or the user is wrong.
     WrongPass,
-    /// The user may not run this command or see these keys.
+    /// The user may not run this command or access these keys.
     NoPerm,
-    /// It lets only its own host in.
+    /// Protected mode: the server accepts connections from its own host only.
     ProtectedMode,
-    /// It is still reading its data set.
+    /// The server is loading its data set.
     Loading,
-    /// It is a replica whose own link is down.
+    /// The server is a replica whose link to its primary is down.
     NoMasterLink,
-    /// It is a replica and takes no writes, or cannot write safely.
+    /// The server is a replica and accepts no writes, or cannot persist them.
     ReadOnly,
-    /// A script or a function runs without end, or there are too many clients.
+    /// A script or function blocks the server, or it has too many clients.
     Busy,
-    /// It has reached its maxmemory.
+    /// The server has reached its maxmemory.
     OutOfMemory,
-    /// It doesn't know the command, or a part of it.
+    /// The server does not know the command or the subcommand.
     Unknown,
-    /// Anything else.
+    /// Any other error.
     Other,
 }
 
@@ -224,14 +224,14 @@ impl RefusalKind {
     }
 }
 
-/// What to look at when no connection came about.
+/// What to check if no connection was established.
 fn hint(cause: &io::Error) -> &'static str {
     match cause.kind() {
-        io::ErrorKind::ConnectionRefused => "is it running, and on this port?",
-        io::ErrorKind::NotFound => "is the path of its socket right (`CONFIG GET unixsocket`)?",
-        io::ErrorKind::PermissionDenied => "may this user open the socket (`unixsocketperm`)?",
+        io::ErrorKind::ConnectionRefused => "check that it is running, and on this port",
+        io::ErrorKind::NotFound => "check the path of its socket (`CONFIG GET unixsocket`)",
+        io::ErrorKind::PermissionDenied => "check that this user may open the socket (`unixsocketperm`)",
         io::ErrorKind::TimedOut | io::ErrorKind::HostUnreachable | io::ErrorKind::NetworkUnreachable => {
-            "is the host up, and does a firewall let this port through?"
+            "check that the host is up and that no firewall blocks the port"
         }
         _ => "check the address",
     }
@@ -239,25 +239,25 @@ fn hint(cause: &io::Error) -> &'static str {
 
 fn refusal_sentence(server: &str, command: &str, kind: RefusalKind, text: &str, task: Task) -> String {
     let advice = match kind {
-        RefusalKind::NoAuth => "it wants a password: give --password-file (and --user), or set REMORA_PASSWORD".into(),
+        RefusalKind::NoAuth => "the server requires a password: give --password-file (and --user), or set REMORA_PASSWORD".into(),
         RefusalKind::WrongPass => "check --user and the password file".into(),
         RefusalKind::NoPerm => format!("{} needs these ACL rules: {}", task.command(), task.rules()),
-        RefusalKind::Loading => "it is still reading its data set: try again when it has".into(),
+        RefusalKind::Loading => "the server is loading its data set: try again when it has loaded".into(),
         RefusalKind::ProtectedMode => {
-            "it is in protected mode and lets only its own host in: give it a password, or run this on its host".into()
+            "the server is in protected mode and accepts its own host only: set a password on it, or run this command on its host".into()
         }
-        RefusalKind::NoMasterLink => "it is a replica whose own link to its primary is down: repair that first".into(),
-        RefusalKind::ReadOnly => "it takes no writes: is it a replica, or can it not save to its disk?".into(),
-        RefusalKind::Busy => "wait, or end what keeps it busy (SCRIPT KILL, fewer clients)".into(),
-        RefusalKind::OutOfMemory => "it has reached its maxmemory: raise it, or give it less data".into(),
-        RefusalKind::Unknown => "the server is too old for this, or the command was renamed".into(),
+        RefusalKind::NoMasterLink => "the server is a replica whose link to its primary is down: repair that link first".into(),
+        RefusalKind::ReadOnly => "the server accepts no writes: check whether it is a replica, or cannot save to its disk".into(),
+        RefusalKind::Busy => "wait, or end the script or the clients that keep the server busy (SCRIPT KILL)".into(),
+        RefusalKind::OutOfMemory => "the server has reached its maxmemory: raise it, or store less data".into(),
+        RefusalKind::Unknown => "the server is too old for this command, or the command was renamed".into(),
         RefusalKind::Other => String::new(),
     };
     let separator = if advice.is_empty() { "" } else { "; " };
     format!("the server {server} refused {command}: {}{separator}{advice}", Shortened(text.as_bytes()))
 }
 
-/// Bytes from outside, fit for one line of a message: printable, and no longer than a reader wants.
+/// Bytes from outside as text for one line of a message: printable, and shortened.
 pub(crate) struct Shortened<'a>(pub(crate) &'a [u8]);
 
 impl fmt::Display for Shortened<'_> {
@@ -270,7 +270,7 @@ impl fmt::Display for Shortened<'_> {
     }
 }
 
-/// Enough for every error text of the servers.
+/// The most bytes shown: enough for every error text of the servers.
 const SHOWN_BYTES: usize = 200;
 
 #[cfg(test)]

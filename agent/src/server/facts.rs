@@ -1,7 +1,7 @@
-//! What a server says about itself, read in one go.
+//! What a server reports about itself, read in one command.
 //!
-//! Everything is optional: old servers say less, renamed and managed ones hide things, and an outsider must live with that. Who
-//! needs a fact says so where it is missing; nobody guesses.
+//! Every fact is optional: old servers report less, and renamed or managed ones hide things. A caller that needs a
+//! missing fact reports that; it never guesses.
 
 use std::{fmt, str::FromStr};
 
@@ -14,48 +14,48 @@ use super::{Client, ServerError};
 pub struct Facts {
     /// Redis or Valkey.
     pub family: Family,
-    /// Its version; for Valkey its own, not the Redis version it claims for old clients.
+    /// The server's version. For Valkey its own, and not the Redis version that it claims for old clients.
     pub version: Option<Version>,
-    /// A random name of this run of the server: two addresses with the same one are the same server.
+    /// A random name of this run of the server. Two addresses with the same name lead to the same server.
     pub run_id: Option<String>,
-    /// The server's process, where we are on its host.
+    /// The server's process id, on its host.
     pub process_id: Option<u32>,
-    /// The port it listens on, as it says itself.
+    /// The port on which the server says it listens.
     pub tcp_port: Option<u16>,
-    /// The port it speaks TLS on; `None` if none or not told.
+    /// The port for TLS; `None` if there is none or it is unknown.
     pub tls_port: Option<u16>,
     /// Primary or replica.
     pub role: Option<Role>,
-    /// The name of its history.
+    /// The server's replication history (replid).
     pub replid: Option<ReplId>,
-    /// The history that it had before this one, and the first offset that is not part of both.
+    /// The history before this one, and the first offset that is not part of both.
     pub former: Option<(ReplId, u64)>,
-    /// Bytes of that history it has executed.
+    /// The offset up to which the server has executed that history.
     pub offset: Option<u64>,
-    /// On a replica: whom it follows, and how well.
+    /// On a replica: its link to the primary.
     pub link: Option<Link>,
-    /// Whether it is reading its data set and answers nothing else meanwhile.
+    /// Whether the server is loading its data set.
     pub loading: Option<bool>,
-    /// Whether it is part of a cluster, where `REPLICAOF` is refused.
+    /// Whether the server runs in cluster mode, where `REPLICAOF` is refused.
     pub cluster_enabled: Option<bool>,
-    /// Limit of its memory in bytes; 0 means none.
+    /// The server's memory limit in bytes; 0 means none.
     pub maxmemory: Option<u64>,
-    /// Bytes of memory it uses.
+    /// Bytes of memory that the server uses.
     pub used_memory: Option<u64>,
-    /// Bytes of that which are data.
+    /// Bytes of that memory that are data.
     pub used_memory_dataset: Option<u64>,
-    /// Where its memory comes from: `jemalloc-5.3.0`, `libc`.
+    /// The memory allocator: `jemalloc-5.3.0`, `libc`.
     pub allocator: Option<String>,
-    /// Databases that hold keys.
+    /// The databases that hold keys.
     pub databases: Vec<Database>,
-    /// The part of its stream it keeps for partial resynchronisations.
+    /// The part of the stream that the server keeps for partial resynchronisations.
     pub backlog: Option<Backlog>,
-    /// Replicas connected to it.
+    /// The number of connected replicas.
     pub connected_replicas: Option<u32>,
 }
 
 impl Facts {
-    /// Asks the server. Only `INFO` has to be allowed.
+    /// Reads the facts. Only `INFO` has to be allowed.
     pub async fn read(client: &mut Client) -> Result<Self, ServerError> {
         let mut facts = Self::from_info(&client.info("").await?);
         if facts.tls_port.is_none() {
@@ -64,7 +64,7 @@ impl Facts {
         Ok(facts)
     }
 
-    /// The facts that stand in an `INFO` text.
+    /// Takes the facts from the text of an `INFO`.
     pub fn from_info(info: &Info) -> Self {
         let (family, version) = family_and_version(info);
         Self {
@@ -77,7 +77,7 @@ impl Facts {
             role: info.get("role").and_then(Role::of),
             replid: info.get("master_replid").and_then(|text| text.parse().ok()),
             former: former_history(info),
-            // A replica counts what it has executed in slave_repl_offset; its master_repl_offset is what it passes on.
+            // A replica reports what it has executed as slave_repl_offset; its master_repl_offset is what it passes on.
             offset: info.number("slave_repl_offset").or_else(|| info.number("master_repl_offset")),
             link: Link::of(info),
             loading: flag(info, "loading"),
@@ -92,18 +92,18 @@ impl Facts {
         }
     }
 
-    /// Whether the server answers `PSYNC <history> <next>` with `+CONTINUE` as far as the history goes: it is the server's own, or its
-    /// former one and `next` is not beyond the end of that.
+    /// Whether the server answers `PSYNC <history> <next>` with `+CONTINUE`, as far as histories are concerned: the
+    /// history is the server's own, or its former one and `next` is not beyond the end of that.
     pub fn continues(&self, history: ReplId, next: u64) -> bool {
         self.replid == Some(history) || self.former.is_some_and(|(former, end)| former == history && next <= end)
     }
 
-    /// Keys in all databases.
+    /// The number of keys in all databases.
     pub fn keys(&self) -> u64 {
         self.databases.iter().map(|database| database.keys).fold(0, u64::saturating_add)
     }
 
-    /// Family and version, as a person says it: `Valkey 9.1.2`.
+    /// Family and version: `Valkey 9.1.2`.
     pub fn name(&self) -> String {
         match self.version {
             Some(version) => format!("{} {version}", self.family),
@@ -111,13 +111,15 @@ impl Facts {
         }
     }
 
-    /// The version of a Valkey that has a snapshot format of its own besides the one it shares with Redis: 9 and later.
+    /// The version, if the server is a Valkey with a snapshot format of its own besides the one that it shares with
+    /// Redis: 9 and later.
     pub fn own_format(&self) -> Option<Version> {
         self.version.filter(|version| self.family == Family::Valkey && version.major >= 9)
     }
 
-    /// Why a replica with these facts can't load the snapshots of this primary: their RDB format is newer than what it reads. `None`
-    /// where it can, or where nothing certain is known. The numbers are those of `RDB_VERSION` in rdb.h of either server.
+    /// Why a replica with these facts cannot load the snapshots of this primary: their RDB format is newer than the
+    /// replica reads. `None` if it can load them, or if that is unknown. The numbers are those of `RDB_VERSION` in
+    /// rdb.h of either server.
     pub fn unreadable_for(&self, replica: &Facts) -> Option<String> {
         let (written, read) = (self.rdb_written_for(replica)?, replica.rdb_read()?);
         (written > read).then(|| {
@@ -129,7 +131,7 @@ impl Facts {
         })
     }
 
-    /// The version of RDB that this server gives a replica, or a lower bound of it.
+    /// The RDB version that this server sends to a replica, or a lower bound of it.
     fn rdb_written_for(&self, replica: &Facts) -> Option<u32> {
         match self.family {
             Family::Valkey if self.own_format().is_some() && replica.own_format().is_some() => None,
@@ -138,7 +140,7 @@ impl Facts {
         }
     }
 
-    /// The latest version of RDB (of Redis) that it reads; `None` if that is later than any that is known here.
+    /// The newest RDB version (of Redis) that the server reads; `None` if that is newer than all versions known here.
     fn rdb_read(&self) -> Option<u32> {
         match self.family {
             Family::Valkey => Some(RDB_SHARED),
@@ -146,7 +148,8 @@ impl Facts {
         }
     }
 
-    /// Whether it is at least that version of Redis, or a Valkey (whose first release stands on Redis 7.2); false if it doesn't say.
+    /// Whether the server is at least that version of Redis, or a Valkey (whose first release has the features of Redis
+    /// 7.2). False if it does not report a version.
     pub fn has_redis(&self, wanted: Version) -> bool {
         let equivalent = match self.family {
             Family::Redis => self.version,
@@ -156,13 +159,13 @@ impl Facts {
     }
 }
 
-/// The last RDB version that Redis (7.2) and every Valkey have in common. Valkey refuses Redis's later ones.
+/// The last RDB version that Redis (7.2) and every Valkey have in common. Valkey refuses the later ones of Redis.
 const RDB_SHARED: u32 = 11;
 
-/// From this RDB version on (Redis 7.4) it is not known here how long it stays the latest.
+/// The RDB version of Redis 7.4. It is not known here which later Redis versions have a newer one.
 const RDB_OPEN: u32 = 12;
 
-/// The RDB version of a Redis.
+/// The RDB version of a Redis version.
 fn rdb_of_redis(version: Version) -> Option<u32> {
     match (version.major, version.minor) {
         (0..5, _) => None,
@@ -173,10 +176,10 @@ fn rdb_of_redis(version: Version) -> Option<u32> {
     }
 }
 
-/// Which of the two servers it is.
+/// The family of a server.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Family {
-    /// Redis, or something that says nothing else.
+    /// Redis, or a server that does not name another family.
     #[default]
     Redis,
     /// Valkey.
@@ -192,14 +195,14 @@ impl fmt::Display for Family {
     }
 }
 
-/// `9.1.2`.
+/// A version such as `9.1.2`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Version {
-    /// The first number.
+    /// The major number.
     pub major: u32,
-    /// The second.
+    /// The minor number.
     pub minor: u32,
-    /// The third; 0 if there is none.
+    /// The patch number; 0 if there is none.
     pub patch: u32,
 }
 
@@ -224,12 +227,12 @@ impl fmt::Display for Version {
     }
 }
 
-/// What a server is to others.
+/// The role of a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Role {
-    /// It takes writes.
+    /// It accepts writes.
     Primary,
-    /// It follows another.
+    /// It follows another server.
     Replica,
 }
 
@@ -243,14 +246,14 @@ impl Role {
     }
 }
 
-/// A replica's tie to its primary.
+/// A replica's link to its primary.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Link {
     /// The primary's host as the replica uses it.
     pub host: String,
     /// The primary's port.
     pub port: u16,
-    /// Whether it is connected and in step.
+    /// Whether the link is up.
     pub up: Option<bool>,
     /// Whether a full synchronisation is under way.
     pub syncing: Option<bool>,
@@ -272,24 +275,24 @@ impl Link {
 pub struct Database {
     /// Its number.
     pub number: u32,
-    /// Its keys.
+    /// The number of keys.
     pub keys: u64,
-    /// Those of them that expire.
+    /// How many of them expire.
     pub expires: u64,
-    /// Hashes with fields that expire, where the server knows such.
+    /// The number of hashes with fields that expire, if the server counts them.
     pub field_expires: u64,
 }
 
-/// What a server keeps of its stream. A replica can go on at any byte from `first` to one behind the last.
+/// A server's replication backlog. A replica can continue at any byte from `first` to the one after the last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Backlog {
-    /// Whether there is one at all; without it every synchronisation is a full one.
+    /// Whether there is a backlog. Without one every synchronisation is a full one.
     pub active: bool,
-    /// The bytes it may hold.
+    /// The most bytes that it can hold.
     pub size: u64,
-    /// Stream offset of its first byte.
+    /// The stream offset of its first byte.
     pub first: u64,
-    /// The bytes it holds.
+    /// The number of bytes that it holds.
     pub held: u64,
 }
 
@@ -303,19 +306,19 @@ impl Backlog {
         })
     }
 
-    /// Whether a replica that wants `next` as its next byte can be given it.
+    /// Whether a replica whose next byte is `next` can continue.
     pub fn covers(&self, next: u64) -> bool {
         self.active && next >= self.first && next <= self.first.saturating_add(self.held)
     }
 }
 
-/// `master_replid2` and `second_repl_offset`; the latter is -1 where there is no former history.
+/// `master_replid2` and `second_repl_offset`. The latter is -1 if there is no former history.
 fn former_history(info: &Info) -> Option<(ReplId, u64)> {
     Some((info.get("master_replid2")?.parse().ok()?, info.number("second_repl_offset")?))
 }
 
 fn family_and_version(info: &Info) -> (Family, Option<Version>) {
-    // Valkey keeps redis_version at 7.2.4 for old clients and says the truth beside it.
+    // Valkey reports redis_version 7.2.4 for old clients, and its own version beside it.
     let own = info.get("valkey_version");
     if own.is_some() || info.get("server_name") == Some("valkey") {
         return (Family::Valkey, own.and_then(|text| text.parse().ok()));
@@ -327,7 +330,7 @@ fn flag(info: &Info, field: &str) -> Option<bool> {
     info.number::<i64>(field).map(|number| number != 0)
 }
 
-/// Lines like `db0:keys=12,expires=3,avg_ttl=0`, in the order of their numbers.
+/// Reads lines such as `db0:keys=12,expires=3,avg_ttl=0`, in the order of their numbers.
 fn databases(info: &Info) -> Vec<Database> {
     let mut found: Vec<_> = info.iter().filter_map(|(name, line)| database(name, line)).collect();
     found.sort_by_key(|database| database.number);
@@ -340,12 +343,12 @@ fn database(name: &str, line: &str) -> Option<Database> {
         let mut pairs = line.split(',').filter_map(|pair| pair.split_once('='));
         pairs.find(|(key, _)| *key == name).and_then(|(_, value)| value.parse().ok())
     };
-    // Redis and Valkey count hashes with expiring fields under names of their own.
+    // Redis and Valkey count hashes with expiring fields under different names.
     let field_expires = field("subexpiry").or_else(|| field("keys_with_volatile_items")).unwrap_or(0);
     Some(Database { number, keys: field("keys")?, expires: field("expires").unwrap_or(0), field_expires })
 }
 
-/// `tls-port`, which `INFO` doesn't tell; unknown where `CONFIG GET` isn't allowed or the server has no TLS.
+/// Reads `tls-port`, which `INFO` does not report. Unknown if `CONFIG GET` is not allowed or the server has no TLS.
 async fn tls_port(client: &mut Client) -> Result<Option<u16>, ServerError> {
     match client.config_get("tls-port").await {
         Ok(value) => Ok(value.and_then(|text| text.parse().ok()).filter(|port| *port != 0)),

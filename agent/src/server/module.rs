@@ -1,4 +1,4 @@
-//! Our module in a server: whether it is there, its version, and having it loaded.
+//! The module in a server: whether it is loaded, its version, and how to load it.
 
 use std::path::Path;
 
@@ -6,13 +6,13 @@ use remora_protocol::MODULE_PROTOCOL;
 use remora_redis::resp::Frame;
 
 use super::{Client, RefusalKind, ServerError};
-use crate::library;
+use crate::module_file;
 
-/// Whether the server has a module of our version. Without one, and with a `wished` path, it is told to load that file first; an empty
-/// path stands for the library beside this program.
+/// Whether the server has a module of this version. If it has none and `wished` names a library, the server is told to
+/// load it first. An empty path stands for the library beside this program.
 ///
 /// # Errors
-/// The server does not answer, or answers something unexpected.
+/// The server does not answer, or its answer is unexpected.
 pub(crate) async fn find(client: &mut Client, wished: Option<&Path>) -> Result<bool, ServerError> {
     let mut answer = client.command(&["REMORA.STATUS"]).await;
     if let (Err(error), Some(path)) = (&answer, wished)
@@ -26,14 +26,14 @@ pub(crate) async fn find(client: &mut Client, wished: Option<&Path>) -> Result<b
             let protocol = field(&frame, b"protocol");
             let understood = speaks_our_protocol(&frame);
             if !understood {
-                tracing::warn!(theirs = ?protocol, ours = MODULE_PROTOCOL, "the server's module is of another version: upgrade the older of the two");
+                tracing::warn!(theirs = ?protocol, ours = MODULE_PROTOCOL, "the server's module speaks another version of the module protocol: upgrade the older of the two");
             }
             Ok(understood)
         }
         Err(error) if error.refusal() == Some(RefusalKind::Unknown) => Ok(false),
         Err(error) if error.refusal() == Some(RefusalKind::NoPerm) => {
             tracing::warn!(
-                "the server may have the module, but our user may not ask it: +remora.status +remora.arm +remora.disarm"
+                "the server may have the module, but the ACL user may not use it: grant +remora.status +remora.arm +remora.disarm"
             );
             Ok(false)
         }
@@ -44,18 +44,18 @@ pub(crate) async fn find(client: &mut Client, wished: Option<&Path>) -> Result<b
 async fn load(client: &mut Client, path: &Path) {
     let path = match path.as_os_str().is_empty() {
         false => path.to_owned(),
-        true => match library::find() {
+        true => match module_file::find() {
             Ok(path) => path,
-            Err(failure) => return tracing::warn!(%failure, "the module is not loaded"),
+            Err(failure) => return tracing::warn!(%failure, "the module was not loaded"),
         },
     };
     match client.command(&["MODULE", "LOAD", &path.display().to_string()]).await {
-        Ok(_) => tracing::info!(path = %path.display(), "the server has loaded the module"),
-        Err(error) => tracing::warn!(%error, path = %path.display(), "the server does not load the module"),
+        Ok(_) => tracing::info!(path = %path.display(), "the server loaded the module"),
+        Err(error) => tracing::warn!(%error, path = %path.display(), "the server did not load the module"),
     }
 }
 
-/// A value out of a list of names and values, as `REMORA.STATUS` answers.
+/// A value from a list of names and values, as `REMORA.STATUS` answers.
 pub(crate) fn field(frame: &Frame, name: &[u8]) -> Option<String> {
     let Frame::Array(items) = frame else { return None };
     let pair = items.chunks(2).find(|pair| matches!(pair, [Frame::Bulk(found), _] if found == name))?;
@@ -65,7 +65,7 @@ pub(crate) fn field(frame: &Frame, name: &[u8]) -> Option<String> {
     }
 }
 
-/// Whether a module with that answer to `REMORA.STATUS` speaks our version of the module protocol.
+/// Whether a module with this answer to `REMORA.STATUS` speaks this version of the module protocol.
 pub(crate) fn speaks_our_protocol(status: &Frame) -> bool {
     field(status, b"protocol").and_then(|version| version.parse().ok()) == Some(MODULE_PROTOCOL)
 }

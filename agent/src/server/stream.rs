@@ -1,4 +1,4 @@
-//! One byte stream to a server, whichever of the three ways it takes.
+//! One byte stream to a server, over TCP, a Unix socket or TLS.
 
 use std::{
     io,
@@ -14,7 +14,7 @@ use tokio::{
 };
 use tokio_rustls::client::TlsStream;
 
-/// TLS over TCP, as we speak it to servers.
+/// TLS over TCP, as a client.
 pub type TlsConnection = TlsStream<TcpStream>;
 
 /// A connection to a server.
@@ -22,23 +22,23 @@ pub type TlsConnection = TlsStream<TcpStream>;
 pub enum Stream {
     /// Plain TCP.
     Tcp(TcpStream),
-    /// A socket in the file system.
+    /// A Unix socket.
     Unix(UnixStream),
-    /// TLS over TCP. Boxed: its buffers' book-keeping is a kilobyte, the others are a descriptor.
+    /// TLS over TCP. It is boxed because its state takes a kilobyte; the others are a descriptor.
     Tls(Box<TlsConnection>),
 }
 
-/// What is left of a [`Stream`] when tokio is taken away from it.
+/// A [`Stream`] without tokio.
 #[derive(Debug)]
 pub enum Raw {
-    /// A socket in blocking mode, so that bytes can be received straight into shared memory by a thread that waits for them.
+    /// A socket in blocking mode, so that a thread can receive bytes straight into shared memory.
     Socket(OwnedFd),
-    /// TLS has to decrypt into private memory first, so it stays as it was.
+    /// TLS has to decrypt into private memory first, so the stream stays as it was.
     Tls(Box<TlsConnection>),
 }
 
 impl Stream {
-    /// Takes the plain socket out, in blocking mode, where there is one.
+    /// Returns the plain socket in blocking mode, if the stream has one.
     pub fn raw(self) -> io::Result<Raw> {
         match self {
             Self::Tcp(stream) => {
@@ -55,7 +55,8 @@ impl Stream {
         }
     }
 
-    /// Whether the stream is open and nothing can be read from it: no byte, no end, no error. Looks at the socket, and takes nothing.
+    /// Whether the stream is open and nothing can be read from it: no byte, no end, no error. It takes nothing from the
+    /// socket.
     pub(super) fn is_silent(&self) -> bool {
         let socket = match self {
             Self::Tcp(stream) => stream.as_fd(),
@@ -66,7 +67,7 @@ impl Stream {
         looked.is_err_and(|error| error == rustix::io::Errno::AGAIN)
     }
 
-    /// The TCP socket below, with TLS or without.
+    /// The TCP socket, with TLS or without.
     pub fn tcp(&self) -> Option<&TcpStream> {
         match self {
             Self::Tcp(stream) => Some(stream),

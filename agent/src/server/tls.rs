@@ -1,7 +1,7 @@
-//! TLS to a server: which authorities we believe, who we say we are, and by which name we know the server.
+//! TLS to a server: the trusted authorities, the client certificate, and the name expected of the server.
 //!
-//! rustls with ring. Without `--tls-ca` the machine's own authorities count. There is no switch that turns the check of the
-//! server's certificate off: a server with a self-signed certificate is trusted by naming that certificate as the CA.
+//! This uses rustls with ring. Without `--tls-ca` the system's authorities are trusted. No option disables the check of
+//! the server's certificate: to trust a server with a self-signed certificate, name that certificate as the CA.
 
 use std::{
     path::{Path, PathBuf},
@@ -18,17 +18,17 @@ use super::error::SetupError;
 /// Files and names for TLS, as given.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TlsOptions {
-    /// Certificates of the authorities to believe, PEM; the machine's own if `None`.
+    /// Certificates of the authorities to trust, PEM; the system's if `None`.
     pub ca: Option<PathBuf>,
-    /// Our certificate chain, PEM, for servers that ask for one.
+    /// The client certificate chain, PEM, for servers that ask for one.
     pub certificate: Option<PathBuf>,
-    /// Its private key, PEM.
+    /// The private key of the client certificate, PEM.
     pub key: Option<PathBuf>,
     /// The name to expect in the server's certificate, if not the host of its address.
     pub server_name: Option<String>,
 }
 
-/// TLS, ready to be used for any number of connections.
+/// A TLS configuration for any number of connections.
 #[derive(Clone)]
 pub(super) struct TlsSetup {
     pub(super) config: Arc<ClientConfig>,
@@ -47,7 +47,7 @@ impl TlsOptions {
         given.into_iter().find(|(given, _)| *given).map(|(_, option)| option)
     }
 
-    /// Reads the files and sets TLS up for a server on `host`.
+    /// Reads the files and sets up TLS for a server on `host`.
     pub(super) fn prepare(&self, host: &str) -> Result<TlsSetup, SetupError> {
         let builder = ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
             .with_safe_default_protocol_versions()
@@ -64,8 +64,11 @@ impl TlsOptions {
             (None, Some(_)) => return Err(SetupError::Tls("--tls-key needs --tls-cert".into())),
         };
         let name = self.server_name.as_deref().unwrap_or(host).to_owned();
-        let name = ServerName::try_from(name.clone())
-            .map_err(|_| SetupError::Tls(format!("{name} is no name a certificate can bear")))?;
+        let name = ServerName::try_from(name.clone()).map_err(|_| {
+            SetupError::Tls(format!(
+                "{name} is not a valid name of a server certificate; set another one with --tls-server-name"
+            ))
+        })?;
         Ok(TlsSetup { config: Arc::new(config), name })
     }
 
@@ -80,7 +83,9 @@ impl TlsOptions {
             None => {
                 roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
                 if roots.is_empty() {
-                    return Err(SetupError::Tls("this machine trusts no certificate authority: give --tls-ca".into()));
+                    return Err(SetupError::Tls(
+                        "the system has no trusted certificate authorities: give --tls-ca".into(),
+                    ));
                 }
             }
         }

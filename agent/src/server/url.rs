@@ -1,11 +1,11 @@
-//! Where a server is, as it is typed: `redis://HOST:PORT/DB`, `rediss://…`, `unix:///PATH`.
+//! The address of a server: `redis://HOST:PORT/DB`, `rediss://…`, `unix:///PATH`.
 //!
-//! A user or a password inside the address is refused: an argument is seen by everybody on the machine and lands in shell
-//! histories and logs. So an address can always be shown.
+//! A user or a password in the address is refused: all users of the host can see arguments, and arguments get into
+//! shell histories and logs. So an address can always be shown.
 
 use std::{fmt, path::PathBuf, str::FromStr};
 
-/// The port a server has when none is said.
+/// The default port.
 const DEFAULT_PORT: u16 = 6379;
 
 /// The address of a server, without any secret.
@@ -18,36 +18,36 @@ pub struct ServerUrl {
 /// Where a server listens.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Place {
-    /// On a TCP port; `tls` says whether it wants TLS from the first byte.
+    /// On a TCP port. `tls` tells whether it uses TLS from the first byte.
     Tcp {
         /// A name or an address; IPv6 without its brackets.
         host: String,
         /// The port, never 0.
         port: u16,
-        /// `rediss://`.
+        /// Whether the scheme is `rediss://`.
         tls: bool,
     },
-    /// On a socket in the file system.
+    /// On a Unix socket.
     Unix(PathBuf),
 }
 
 impl ServerUrl {
-    /// A server on that host and port, without TLS, database 0.
+    /// A server on this host and port, without TLS, database 0.
     pub fn tcp(host: impl Into<String>, port: u16) -> Self {
         Self { place: Place::Tcp { host: host.into(), port, tls: false }, database: 0 }
     }
 
-    /// The host and port of another server that is spoken to as `other` is: with TLS if that one uses it.
+    /// A server on this host and port that uses TLS if `other` does.
     pub(super) fn tcp_like(other: &Self, host: &str, port: u16) -> Self {
         Self { place: Place::Tcp { host: host.to_owned(), port, tls: other.is_tls() }, database: 0 }
     }
 
-    /// Where it listens.
+    /// Where the server listens.
     pub fn place(&self) -> &Place {
         &self.place
     }
 
-    /// Host (IPv6 without brackets) and port, unless it is a socket in the file system.
+    /// Host (IPv6 without brackets) and port, unless the address is a Unix socket.
     pub fn host_and_port(&self) -> Option<(&str, u16)> {
         match &self.place {
             Place::Tcp { host, port, .. } => Some((host, *port)),
@@ -55,17 +55,17 @@ impl ServerUrl {
         }
     }
 
-    /// Whether TLS is wanted.
+    /// Whether the server uses TLS.
     pub fn is_tls(&self) -> bool {
         matches!(self.place, Place::Tcp { tls: true, .. })
     }
 
-    /// The number of the database to select; 0 unless the address ends in another.
+    /// The number of the database to select; 0 unless the address names another.
     pub fn database(&self) -> u32 {
         self.database
     }
 
-    /// Whether nobody on another host could use this address: a socket in the file system, or a loopback host.
+    /// Whether the address is valid on this host only: a Unix socket, or a loopback host.
     pub fn is_local_only(&self) -> bool {
         match &self.place {
             Place::Unix(_) => true,
@@ -111,39 +111,39 @@ impl fmt::Display for ServerUrl {
     }
 }
 
-/// Why an address was not understood. None of them repeats what may hold a password.
+/// Why an address is not valid. No variant contains text that may be a password.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum UrlError {
-    /// No `://`.
-    #[error("an address begins with redis://, rediss:// (TLS) or unix://")]
+    /// There is no `://`.
+    #[error("an address must begin with redis://, rediss:// (TLS) or unix://")]
     NoScheme,
-    /// Another scheme than ours.
-    #[error("{0}:// is not known here: use redis://HOST:PORT, rediss://HOST:PORT (TLS) or unix:///PATH")]
+    /// The scheme is unknown.
+    #[error("unknown scheme {0}://: use redis://HOST:PORT, rediss://HOST:PORT (TLS) or unix:///PATH")]
     Scheme(String),
-    /// `user:password@`.
+    /// The address contains `user:password@`.
     #[error(
-        "a user or password must not stand in the address, where everybody on this machine can see it: \
+        "an address must not contain a user or password, because all users of this host can see it: \
          use --user and --password-file, or the environment variable REMORA_PASSWORD"
     )]
     Credentials,
-    /// No host.
-    #[error("the address names no host")]
+    /// There is no host.
+    #[error("the address has no host")]
     NoHost,
-    /// An unclosed bracket, an IPv6 address without brackets, or something odd in a host name.
+    /// The host has an unclosed bracket, is an IPv6 address without brackets, or has an invalid character.
     #[error(
-        "the host is not understood: a name, an IPv4 address, or an IPv6 address in brackets, as in redis://[::1]:6379"
+        "the host is not valid: use a name, an IPv4 address, or an IPv6 address in brackets, as in redis://[::1]:6379"
     )]
     Host,
-    /// Not 1 to 65535.
+    /// The port is not a number from 1 to 65535.
     #[error("the port must be a number from 1 to 65535")]
     Port,
-    /// Not a number.
-    #[error("behind the port only the number of a database may stand, as in redis://HOST:PORT/0")]
+    /// The database is not a number.
+    #[error("only a database number may follow the port, as in redis://HOST:PORT/0")]
     Database,
-    /// Not absolute.
-    #[error("a socket needs an absolute path, as in unix:///run/redis/redis.sock")]
+    /// The path of the socket is not absolute.
+    #[error("the path of a socket must be absolute, as in unix:///run/redis/redis.sock")]
     Path,
-    /// A control character.
+    /// There is a control character.
     #[error("the address contains a control character")]
     Control,
 }

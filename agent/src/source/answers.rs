@@ -1,4 +1,4 @@
-//! What the source answers about the primary: its address, its formats, and whether it continues a replica's history.
+//! Answers about the primary: its address, its snapshot formats, and whether it continues a replica's history.
 
 use std::time::Duration;
 
@@ -6,18 +6,18 @@ use remora_protocol::{Announce, Message, Offer, Relays, TableOffer};
 use remora_redis::ReplId;
 use tokio::sync::Mutex;
 
-use super::owner::Format;
+use super::machine::Format;
 use crate::args::HostPort;
 use crate::server::{Client, Facts, Place, Server, ServerUrl};
 use crate::units::Size;
 
-/// An offer without tables: what a dry run needs to know.
+/// An offer without tables, for a dry run.
 pub(super) fn plan_of(facts: &Facts, primary: Announce, write_rate: u64) -> Offer {
     let nothing =
         || TableOffer { generation: 0, first_offset: 0, slot_size: 0, slots: 0, retained: false, keys: Vec::new() };
     Offer {
         generation: 0,
-        replid: facts.replid.map_or([b'0'; 40], |replid| *replid.as_bytes()),
+        replid: facts.replid,
         offset: facts.offset.unwrap_or(0),
         snapshot: nothing(),
         journal: nothing(),
@@ -30,8 +30,8 @@ pub(super) fn plan_of(facts: &Facts, primary: Announce, write_rate: u64) -> Offe
     }
 }
 
-/// Where a replica's server finds the primary: as told, else the server's own address; an empty host where that address
-/// means something only on this machine.
+/// The address at which a replica's server reaches the primary: `told`, or else the server's own address. The host is
+/// empty if that address is valid on this host only.
 pub(super) fn announce(told: Option<&HostPort>, url: &ServerUrl, facts: &Facts) -> Announce {
     let source_sees_as = url.to_string();
     if let Some(told) = told {
@@ -51,7 +51,7 @@ pub(super) fn announce(told: Option<&HostPort>, url: &ServerUrl, facts: &Facts) 
     }
 }
 
-/// Which format of the primary a server reads that calls itself so (`Valkey 9.1.2`).
+/// The primary's format that a server with this name and version (`Valkey 9.1.2`) reads.
 pub(super) fn format_for(facts: &Facts, server: &str) -> Format {
     let major = server.strip_prefix("Valkey ").and_then(|version| version.split('.').next()?.parse::<u32>().ok());
     match facts.own_format() {
@@ -60,20 +60,22 @@ pub(super) fn format_for(facts: &Facts, server: &str) -> Format {
     }
 }
 
-/// A replica that serves at an unspecified host is reached by others at the one that we see it by.
+/// Replaces an unspecified host (0.0.0.0 or ::), at which a replica lends its slots, by the host from which it
+/// connected.
 pub(super) fn as_others_reach_it(relays: Relays, seen: std::net::SocketAddr) -> Relays {
     let serves_at = match relays.serves_at.parse::<std::net::SocketAddr>() {
         Ok(address) if address.ip().is_unspecified() => {
             std::net::SocketAddr::new(seen.ip(), address.port()).to_string()
         }
         Ok(address) => address.to_string(),
-        // What is no address is nowhere.
+        // Not a valid address: other replicas cannot reach it.
         Err(_) => String::new(),
     };
     Relays { serves_at, ..relays }
 }
 
-/// Whether the primary would continue `history` from `offset`, with room for the time that a hand-off takes.
+/// Whether the primary would continue `history` after `offset`, with room for the stream that it writes during the
+/// hand-off.
 pub(super) fn hand_off_answer(facts: &Facts, history: Option<ReplId>, offset: u64, rate: u64) -> Message {
     let Some(history) = history else {
         return not_covered("this source has given the replica no snapshot and no stream".into());
@@ -82,10 +84,10 @@ pub(super) fn hand_off_answer(facts: &Facts, history: Option<ReplId>, offset: u6
         return not_covered(other_history(facts, history, offset));
     }
     let Some(backlog) = facts.backlog else {
-        return not_covered("the primary does not tell of its backlog (INFO replication)".into());
+        return not_covered("the primary's INFO replication does not describe its backlog".into());
     };
     let end = backlog.first.saturating_add(backlog.held).saturating_sub(1);
-    // What may still be written before the byte that the replica needs next falls out of the backlog.
+    // The bytes that the primary can still write before the backlog drops the byte that the replica needs next.
     let room = (offset + 1).saturating_sub(backlog.first) + backlog.size.saturating_sub(backlog.held);
     let needed = (rate as f64 * HAND_OFF_TIME.as_secs_f64()) as u64;
     let covered = backlog.covers(offset + 1) && room >= needed;
@@ -93,8 +95,8 @@ pub(super) fn hand_off_answer(facts: &Facts, history: Option<ReplId>, offset: u6
         String::new()
     } else {
         format!(
-            "its backlog of {} reaches from {} to {}, the replica is at {offset} and {} a second are written: raise \
-             repl-backlog-size to {} or more",
+            "the primary's backlog of {} holds offsets {} to {}, the replica is at {offset}, and clients write {}/s: set \
+             repl-backlog-size to {} or more on the primary",
             Size::bytes(backlog.size),
             backlog.first,
             end,
@@ -112,7 +114,7 @@ pub(super) fn not_covered(text: String) -> Message {
 /// Why a server does not continue `history` after `offset`.
 fn other_history(facts: &Facts, history: ReplId, offset: u64) -> String {
     let Some(now) = facts.replid else {
-        return "the primary does not name its replication history (INFO replication)".into();
+        return "the primary's INFO replication does not name its replication history".into();
     };
     match facts.former {
         Some((former, end)) if former == history => format!(
@@ -122,10 +124,10 @@ fn other_history(facts: &Facts, history: ReplId, offset: u64) -> String {
     }
 }
 
-/// The time between asking and the primary's `+CONTINUE`: some round trips, and a server that is busy with other things.
+/// An estimate of the time from the query to the primary's `+CONTINUE`: a few round trips, and a busy server.
 const HAND_OFF_TIME: Duration = Duration::from_millis(250);
 
-/// Asks the server about itself, over a connection that is made when first needed and again after a failure.
+/// Reads the server's facts over a connection that is opened when first needed and again after a failure.
 pub(super) async fn ask(client: &Mutex<Option<Client>>, server: &Server) -> Result<Facts, crate::server::ServerError> {
     let mut client = client.lock().await;
     if let Some(open) = client.as_mut() {

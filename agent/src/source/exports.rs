@@ -1,4 +1,4 @@
-//! The transports that lend the tables' memory to replicas.
+//! The transports that export the tables' memory to replicas.
 
 use std::num::NonZeroU64;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use remora_fabric::shm::{ShmExporter, ShmOptions};
 use remora_fabric::tcp::{SendMode, TcpExporter, TcpOptions};
 use remora_fabric::{Exporter, Memory, RegionId};
 
-use super::owner::Session;
+use super::machine::Session;
 use super::tables::Tables;
 use crate::args::{SendChoice, SourceArgs};
 use crate::exit::Failure;
@@ -20,7 +20,7 @@ pub(super) struct Exports {
 }
 
 impl Exports {
-    /// All the transports that the arguments allow and this machine has; `tcp` comes last.
+    /// Opens all transports that the arguments allow and this host has. `tcp` comes last.
     pub(super) async fn open(
         args: &SourceArgs,
         listen: std::net::SocketAddr,
@@ -32,40 +32,41 @@ impl Exports {
             match ShmExporter::bind(ShmOptions::default()) {
                 Ok(shm) => exporters.push(Arc::new(shm)),
                 Err(error) => {
-                    tracing::warn!(%error, "shared memory can't be offered; replicas on this host will use tcp")
+                    tracing::warn!(%error, "cannot offer shared memory; replicas on this host will use TCP")
                 }
             }
         }
         let (rdma, memories) = (args.rdma.clone(), vec![tables.snapshot.0.clone(), tables.journal.0.clone()]);
         let rdma = tokio::task::spawn_blocking(move || transports::offered::rdma(&rdma, listen, &memories)).await;
-        exporters.extend(rdma.map_err(|error| Failure::local(format!("looking for RDMA failed: {error}")))??);
+        exporters
+            .extend(rdma.map_err(|error| Failure::local(format!("the search for RDMA devices failed: {error}")))??);
         exporters.push(tcp);
         Ok(Exports { exporters })
     }
 
-    /// Lends `memory` by every transport.
+    /// Exports `memory` over every transport.
     pub(super) fn export(&self, id: RegionId, memory: &Arc<Memory>) -> Result<(), Failure> {
         for exporter in &self.exporters {
-            exporter.export(id, memory.clone()).map_err(|error| {
-                Failure::local(format!("the table can't be offered by {}: {error}", exporter.kind()))
-            })?;
+            exporter
+                .export(id, memory.clone())
+                .map_err(|error| Failure::local(format!("cannot export a table over {}: {error}", exporter.kind())))?;
         }
         Ok(())
     }
 
-    /// Lends `memory` by each transport that takes it.
+    /// Exports `memory` over each transport that accepts it.
     ///
     /// # Errors
-    /// None takes it.
+    /// No transport accepts it.
     pub(super) fn export_by_any(&self, id: RegionId, memory: &Arc<Memory>) -> Result<(), remora_fabric::Error> {
-        let mut lent = Err(remora_fabric::Error::NotExported(id));
+        let mut exported = Err(remora_fabric::Error::NotExported(id));
         for exporter in &self.exporters {
             match exporter.export(id, memory.clone()) {
-                Ok(()) => lent = Ok(()),
-                Err(error) => tracing::warn!(transport = %exporter.kind(), %error, "a trial region can't be lent"),
+                Ok(()) => exported = Ok(()),
+                Err(error) => tracing::warn!(transport = %exporter.kind(), %error, "cannot export the probe region"),
             }
         }
-        lent
+        exported
     }
 
     /// Revokes read access to this region.
@@ -73,35 +74,35 @@ impl Exports {
         self.exporters.iter().for_each(|exporter| exporter.revoke(id));
     }
 
-    /// The same beside the caller, for as long as the pages need to be released.
+    /// Revokes read access in the background: to release the pages takes time.
     pub(super) fn revoke_in_background(&self, id: RegionId) {
         let exports = self.clone();
         tokio::task::spawn_blocking(move || exports.revoke(id));
     }
 
-    /// Lets a session read whatever is lent.
+    /// Grants a session read access to all exported regions.
     pub(super) fn grant(&self, session: Session, secret: [u8; 32]) {
         self.exporters.iter().for_each(|exporter| exporter.grant(session, secret));
     }
 
-    /// Takes a session's right to read, and closes its lanes.
+    /// Withdraws a session's read access and closes its lanes.
     pub(super) fn withdraw(&self, session: Session) {
         self.exporters.iter().for_each(|exporter| exporter.withdraw(session));
     }
 
-    /// Where a region is, by each transport.
+    /// The keys of a region, one for each transport that exports it.
     pub(super) fn keys(&self, id: RegionId) -> Vec<Vec<u8>> {
         let keys = self.exporters.iter().filter_map(|exporter| exporter.key(id).ok());
         keys.map(|key| key.as_bytes().to_vec()).collect()
     }
 
-    /// Bytes that all replicas together have read.
+    /// The number of bytes that all replicas together have read.
     pub(super) fn bytes_served(&self) -> u64 {
         self.exporters.iter().map(|exporter| exporter.bytes_served()).sum()
     }
 }
 
-/// The exporter of the lanes over TCP. `address`: what the keys tell readers to connect to.
+/// The exporter for lanes over TCP. Its keys name `address` for readers to connect to.
 pub(super) fn tcp_exporter(args: &SourceArgs, address: std::net::SocketAddr) -> Result<TcpExporter, Failure> {
     let send = match args.tcp_send {
         SendChoice::Copy => SendMode::Copy,

@@ -1,8 +1,8 @@
-//! Gauge: what the capture threads let the others see while they run, and the one number that goes the other way.
+//! Gauge: figures that the capture threads show while they run, and one number that the source's loop shows them.
 //!
-//! Plain atomics, each with one writer: the snapshot's and the journal's figures are written by the capture threads,
-//! `retire_below` by the source's loop, as the owner decides. They are for display and for decisions that stay right when they see an older value; the
-//! tables themselves carry the truth.
+//! Each is an atomic with one writer. The capture threads write the figures of the snapshot and of the journal; the
+//! source's loop writes `retire_below`, as the machine decides. They are for display, and for decisions that stay right
+//! if a value is old. Only the tables themselves are exact.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
@@ -12,14 +12,14 @@ use remora_redis::ReplId;
 use remora_table::server_pages::capture_page::WriterStatus;
 use remora_table::{SnapshotWriter, State};
 
-use super::capture::Way;
+use super::capture::Method;
 
-/// What the capture threads had shown of the tables when an event came in. One event is decided by one reading.
+/// The figures of the tables when an event arrived. The machine decides about one event by one reading.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Reading {
-    /// Slots of the snapshot that were published.
+    /// Slots of the snapshot that have been published.
     pub(crate) published: u64,
-    /// Slots from the first that the writer has reused.
+    /// The writer has reused all slots below this one.
     pub(crate) retired: u64,
     /// How many times the writer found its ring full.
     pub(crate) writer_waits: u64,
@@ -28,7 +28,7 @@ pub(crate) struct Reading {
     pub(crate) journal_end: u64,
 }
 
-/// See the module's text. All counts are in bytes, but for slots.
+/// The figures of the running captures. Counts are in bytes, except for those of slots.
 #[derive(Default)]
 pub(crate) struct Gauge {
     offset: AtomicU64,
@@ -38,17 +38,18 @@ pub(crate) struct Gauge {
     state: AtomicU8,
     took_millis: AtomicU64,
     waits: AtomicU64,
-    way: AtomicU8,
+    method: AtomicU8,
     retire_below: AtomicU64,
     journal_first: AtomicU64,
     journal_end: AtomicU64,
-    // Cold: set once a capture.
+    // Rarely used: set once per capture.
     replid: Mutex<Option<ReplId>>,
     began: Mutex<Option<Instant>>,
 }
 
 impl Gauge {
-    /// A capture has begun: the snapshot holds everything up to `offset`; `with_journal` when its stream follows.
+    /// A snapshot has begun. It holds everything up to `offset`. With `with_journal`, the same capture follows the
+    /// stream.
     pub(super) fn snapshot_began(&self, replid: ReplId, offset: u64, with_journal: bool) {
         self.offset.store(offset, Relaxed);
         self.received.store(0, Relaxed);
@@ -63,50 +64,54 @@ impl Gauge {
         *lock(&self.began) = Some(Instant::now());
     }
 
+    /// Shows how far the snapshot's writer is.
     pub(super) fn snapshot_at(&self, writer: &SnapshotWriter) {
         self.received.store(writer.received(), Relaxed);
         self.published_slots.store(writer.published_slots(), Relaxed);
         self.retired_slots.store(writer.retired(), Relaxed);
     }
 
-    /// What a writer in another process tells of its snapshot.
-    pub(super) fn snapshot_told(&self, told: &WriterStatus) {
-        self.received.store(told.received, Relaxed);
-        self.published_slots.store(told.published_slots, Relaxed);
-        self.retired_slots.store(told.retired_slots, Relaxed);
-        self.waits.store(told.waits, Relaxed);
+    /// Shows how far a writer in another process is.
+    pub(super) fn snapshot_written(&self, status: &WriterStatus) {
+        self.received.store(status.received, Relaxed);
+        self.published_slots.store(status.published_slots, Relaxed);
+        self.retired_slots.store(status.retired_slots, Relaxed);
+        self.waits.store(status.waits, Relaxed);
     }
 
-    /// In which way the snapshot comes from the server.
-    pub(super) fn comes_by(&self, way: Way) {
-        self.way.store(way as u8, Relaxed);
+    /// How the snapshot is taken from the server.
+    pub(super) fn set_method(&self, method: Method) {
+        self.method.store(method as u8, Relaxed);
     }
 
-    pub(super) fn way(&self) -> Way {
-        Way::ALL.into_iter().find(|way| *way as u8 == self.way.load(Relaxed)).unwrap_or_default()
+    pub(super) fn method(&self) -> Method {
+        Method::ALL.into_iter().find(|method| *method as u8 == self.method.load(Relaxed)).unwrap_or_default()
     }
 
+    /// The snapshot was sealed or aborted.
     pub(super) fn snapshot_ended(&self, state: State) {
         let took = self.began().map_or(0, |began| began.elapsed().as_millis() as u64);
         self.took_millis.store(took, Relaxed);
         self.state.store(state as u8, Relaxed);
     }
 
+    /// The writer found its ring full.
     pub(super) fn writer_waits(&self) {
         self.waits.fetch_add(1, Relaxed);
     }
 
+    /// Shows the offsets of the oldest and the newest byte in the journal.
     pub(super) fn journal_at(&self, first: u64, end: u64) {
         self.journal_first.store(first, Relaxed);
         self.journal_end.store(end, Relaxed);
     }
 
-    /// Every slot below `slot` may be reused: the owner has decided it.
+    /// Allows the writer to reuse every slot below `slot`.
     pub(super) fn allow_retiring(&self, slot: u64) {
         self.retire_below.store(slot, Relaxed);
     }
 
-    /// What the owner needs to know of the tables for its next decision.
+    /// The figures that the machine needs for its next decision.
     pub(super) fn reading(&self) -> Reading {
         let (journal_first, journal_end) = self.journal();
         Reading {
@@ -123,6 +128,7 @@ impl Gauge {
         *lock(&self.replid)
     }
 
+    /// When the last snapshot began.
     pub(super) fn began(&self) -> Option<Instant> {
         *lock(&self.began)
     }
@@ -161,7 +167,7 @@ impl Gauge {
     }
 }
 
-/// A lock whose holders never panic while they hold it; should one, the value is still whole.
+/// Locks a mutex whose holders never panic while they hold it. If one did, the value would still be complete.
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }

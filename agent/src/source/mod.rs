@@ -1,32 +1,34 @@
-//! The source: one snapshot of a server, and the stream that follows it, for any number of replicas.
+//! The source: provides one snapshot of a server, and the replication stream behind it, to any number of replicas.
 //!
 //! ```text
 //!                    ┌────────────────────────── one loop ───────────────────────────┐
-//!   replicas ──▶ door ──▶ Incoming ──▶ Owner::apply ──▶ actions ──▶ perform ──▶ messages, captures, grants
+//!   replicas ──▶ listener ──▶ Incoming ──▶ Machine::apply ──▶ actions ──▶ perform ──▶ messages, captures, grants
 //!                data lanes ──▶ the fabric's exporters: they read the tables without this loop or the server
-//!   server ══▶ capture threads ══▶ snapshot table, journal          (gauge: what the loop sees of them)
+//!   server ══▶ capture threads ══▶ snapshot table, journal          (gauge: their figures, for the loop)
 //! ```
 //!
-//! - [`owner`] decides, without I/O; start there.
-//! - [`capture`] speaks with the server and fills the tables.
-//! - [`gauge`] is what the threads show of themselves.
-//! - [`tables`] is the memory, [`exports`] the transports that lend it, [`probe_region`] a region to measure by.
-//! - [`answers`] says what the primary is and continues; [`rate`] how fast it writes; [`status`] is for `remora status`.
-//! - [`directory`] decides which replica reads the snapshot from which other one.
-//! - `conversation::listener` tells control connections from data lanes on the one port that is opened.
-//! - this file wires them up and does what the owner says.
+//! - [`machine`] decides, without I/O. Start there.
+//! - [`capture`] speaks PSYNC with the server and fills the tables.
+//! - [`gauge`] holds the figures that the capture threads show while they run.
+//! - [`tables`] is the memory, and [`exports`] the transports that export it. [`probe_region`] exports scratch memory
+//!   for `remora probe`.
+//! - [`answers`] describes the primary and whether it continues a history; [`rate`] measures how fast it writes;
+//!   [`status`] is for `remora status`.
+//! - [`topology`] decides which replica reads the snapshot from which other one.
+//! - `conversation::listener` tells control connections from data lanes on the source's one port.
+//! - This file connects them and performs the machine's actions.
 
 mod answers;
 mod capture;
-mod directory;
 mod exports;
 mod gauge;
-mod owner;
+mod machine;
 mod probe_region;
 mod rate;
 mod status;
 mod tables;
 mod threads;
+mod topology;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -35,18 +37,19 @@ use std::time::{Duration, Instant};
 
 use remora_fabric::RegionId;
 use remora_protocol::{LossCause, Message, Offer, Phase, RefusalCode, Relays, Upstream};
+use remora_table::Origin;
 use tokio::sync::{Mutex, mpsc};
 
 use self::answers::{announce, as_others_reach_it, ask, format_for, hand_off_answer, not_covered, plan_of};
-use self::capture::{CaptureEvent, Plan};
-use self::directory::{Assignment, Directory, Joining};
+use self::capture::{CaptureEvent, MethodHistory, ModuleRules, Plan};
 use self::exports::{Exports, tcp_exporter};
 use self::gauge::Gauge;
-use self::owner::{Action, Event, Format, Owner, Report, Resume, Rules, Session};
-use self::probe_region::{Trial, Wanted};
+use self::machine::{Action, Event, Format, Machine, Report, Resume, Rules, Session};
+use self::probe_region::ProbeRegion;
 use self::rate::Rate;
 use self::tables::{JOURNAL_REGION, SNAPSHOT_REGION, Tables, first_generation};
 use self::threads::Threads;
+use self::topology::{Assignment, Joining, Topology};
 use crate::args::SourceArgs;
 use crate::backoff::Backoff;
 use crate::conversation::listener;
@@ -54,20 +57,44 @@ use crate::conversation::{Connection, Endpoint, Fault, Options, Sender, Token, d
 use crate::exit::Failure;
 use crate::lanes::LANES_LABEL;
 use crate::server::{Client, Facts, Server, Task};
+use crate::signals::Signals;
 use crate::units::Size;
 
-/// Runs a source until it is stopped.
+/// Runs a source until SIGINT or SIGTERM stops it.
 ///
 /// # Errors
-/// What keeps it from starting: the token, the server, the memory, the address to listen on.
+/// The source cannot start (the token file, the server, the memory or the address to listen on), or it can no longer
+/// take snapshots.
 pub async fn run(args: SourceArgs) -> Result<(), Failure> {
+    // The handlers come first: without them a signal would kill the process before it can clean up.
+    let mut signals = Signals::catch()?;
+    let (source, mailboxes, listener) = tokio::select! {
+        started = start(args) => started?,
+        name = signals.next() => {
+            tracing::info!("stopped by {name} before the source was ready");
+            return Ok(());
+        }
+    };
+    source.run(mailboxes, signals).await?;
+    drop(listener);
+    Ok(())
+}
+
+/// What the source's loop receives.
+struct Mailboxes {
+    incoming: mpsc::Receiver<Incoming>,
+    captured: mpsc::UnboundedReceiver<CaptureEvent>,
+}
+
+/// Opens everything that a source needs, and reports that it is ready.
+async fn start(args: SourceArgs) -> Result<(Source, Mailboxes, listener::Listener), Failure> {
     let token = Token::read_file(&args.token_file).map_err(|error| Failure::refused(error.to_string()))?;
     let server = args.server.open(Task::Source)?;
     let facts = Facts::read(&mut server.connect().await?).await?;
     if facts.cluster_enabled == Some(true) {
         return Err(Failure::refused(format!(
-            "the server {} runs in cluster mode, where replicas can't be redirected (REPLICAOF is refused); \
-             delivery by a dump file for clusters is to come",
+            "the server {} runs in cluster mode, where servers refuse REPLICAOF; delivery by a dump file, for clusters, is not \
+             available yet: name a server with cluster-enabled no",
             server.url()
         )));
     }
@@ -77,31 +104,33 @@ pub async fn run(args: SourceArgs) -> Result<(), Failure> {
     let port = listener::bind(args.listen, "the source", "--listen").await?;
     let tcp = Arc::new(tcp_exporter(&args, port.1)?);
     let conversations = Endpoint::new(&token, &Options::default());
-    let conversations = conversations.map_err(|error| Failure::local(format!("no conversations: {error}")))?;
-    let door = listener::start(port, conversations, tcp.clone(), incoming.clone());
-    let exports = Exports::open(&args, door.address(), &tables, tcp).await?;
+    let conversations =
+        conversations.map_err(|error| Failure::local(format!("cannot set up control connections: {error}")))?;
+    let listener = listener::start(port, conversations, tcp.clone(), incoming.clone());
+    let exports = Exports::open(&args, listener.address(), &tables, tcp).await?;
     tracing::info!(
-        listening = %door.address(),
+        listening = %listener.address(),
         server = %server.url(),
         facts = %facts.name(),
         memory = %args.memory,
-        "source ready; one snapshot at the first replica{}",
-        if args.eager { "'s wish or at once, as asked by --eager" } else { "'s wish" }
+        "source ready; it takes a snapshot {}",
+        if args.eager { "now (--eager)" } else { "when the first replica joins" }
     );
     let gauge = Arc::new(Gauge::default());
     let rules =
         Rules { max_age: args.max_age, max_replicas: args.max_replicas as usize, stall_limit: args.stall_timeout };
-    let owner = Owner::new(Instant::now(), rules, Backoff::from_system(), first_generation(), args.eager);
-    let module = Arc::new(capture::ModuleRules::new(&args));
+    let machine = Machine::new(Instant::now(), rules, Backoff::from_system(), first_generation(), args.eager);
+    let module_rules = Arc::new(ModuleRules::new(&args));
     let source = Source {
         args,
-        module,
+        module_rules,
+        method_history: MethodHistory::default(),
         server,
         facts,
         tables,
         gauge,
-        owner,
-        directory: Directory::default(),
+        machine,
+        topology: Topology::default(),
         exports,
         incoming,
         captured,
@@ -109,27 +138,25 @@ pub async fn run(args: SourceArgs) -> Result<(), Failure> {
         threads: Threads::default(),
         client: Arc::new(Mutex::new(None)),
         rate: Rate::default(),
-        trial: Trial::default(),
+        probe_region: ProbeRegion::default(),
     };
-    source.run(inbox, captures).await?;
-    drop(door);
-    Ok(())
+    Ok((source, Mailboxes { incoming: inbox, captured: captures }, listener))
 }
 
-/// What reaches the loop from outside of it.
+/// An event for the source's loop, from another task.
 pub(crate) enum Incoming {
-    /// Somebody has proved to hold the token.
+    /// A peer authenticated.
     Arrived(Connection),
-    /// ... and says this.
+    /// A message from that peer.
     Said { session: Session, message: Box<Message> },
-    /// ... and is gone.
+    /// The connection of that peer has ended.
     Left { session: Session, fault: Fault },
-    /// The server was asked about itself.
+    /// Fresh facts of the server.
     Learned(Box<Facts>),
-    /// ... as well as it could be, for this replica's plan.
+    /// The facts for this replica's plan are there: fresh ones, or the last known if the server did not answer in time.
     PlanReady(Session),
-    /// The region to measure by is lent, or why not.
-    TrialReady { id: RegionId, lent: Result<(), remora_fabric::Error> },
+    /// The probe region was exported, or why it was not.
+    ProbeRegionReady { id: RegionId, exported: Result<(), remora_fabric::Error> },
 }
 
 impl From<Connection> for Incoming {
@@ -138,34 +165,36 @@ impl From<Connection> for Incoming {
     }
 }
 
-/// Messages that may wait for the loop: some for each of many replicas. Beyond it their connections wait.
+/// Messages that may wait for the loop: a few for each of many replicas. Connections wait while the queue is full.
 const INCOMING_LIMIT: usize = 1024;
 
-/// How often the owner looks at the clock and at the gauge.
+/// How often the machine is given the time and a reading of the gauge without another event.
 const TICK: Duration = Duration::from_millis(50);
 
-/// How long a replica's plan waits for the server to say how it is: well below the time that replicas wait for a plan.
+/// How long a replica's plan waits for fresh facts of the server: well below the time that replicas wait for a plan.
 const LEARN_LIMIT: Duration = Duration::from_secs(3);
 
+/// The driver: it owns what the source has, and performs the machine's actions.
 struct Source {
     args: SourceArgs,
     server: Server,
     facts: Facts,
     tables: Tables,
     gauge: Arc<Gauge>,
-    owner: Owner,
-    directory: Directory,
+    machine: Machine,
+    topology: Topology,
     exports: Exports,
     incoming: mpsc::Sender<Incoming>,
     captured: mpsc::UnboundedSender<CaptureEvent>,
     sessions: HashMap<Session, Peer>,
     threads: Threads,
-    /// What may be asked of a module in the server.
-    module: Arc<capture::ModuleRules>,
-    /// One connection for questions, made when first needed and again after a failure.
+    /// What a module in the server may be asked to do.
+    module_rules: Arc<ModuleRules>,
+    method_history: MethodHistory,
+    /// One connection for questions to the server, opened when first needed and again after a failure.
     client: Arc<Mutex<Option<Client>>>,
     rate: Rate,
-    trial: Trial,
+    probe_region: ProbeRegion,
 }
 
 /// One authenticated connection.
@@ -174,39 +203,30 @@ struct Peer {
     address: std::net::SocketAddr,
     key: [u8; 32],
     done: bool,
-    /// Why it reads by no better transport, in its own words.
+    /// Why the peer uses no better transport, as it reported.
     transport_why: String,
-    /// How it takes part in passing slots on; its address as others reach it.
+    /// How the peer lends its slots to other replicas, with its address as they reach it.
     relays: Option<Relays>,
 }
 
 impl Source {
-    async fn run(
-        mut self,
-        mut inbox: mpsc::Receiver<Incoming>,
-        mut captures: mpsc::UnboundedReceiver<CaptureEvent>,
-    ) -> Result<(), Failure> {
-        use tokio::signal::unix::{SignalKind, signal};
-        let no_handler = |error| Failure::local(format!("signals can't be caught: {error}"));
-        let mut interrupt = signal(SignalKind::interrupt()).map_err(no_handler)?;
-        let mut terminate = signal(SignalKind::terminate()).map_err(no_handler)?;
+    async fn run(mut self, mut mailboxes: Mailboxes, mut signals: Signals) -> Result<(), Failure> {
         let mut tick = tokio::time::interval(TICK);
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             tokio::select! {
-                Some(incoming) = inbox.recv() => self.receive(incoming),
-                Some(event) = captures.recv() => {
+                Some(incoming) = mailboxes.incoming.recv() => self.receive(incoming),
+                Some(event) = mailboxes.captured.recv() => {
                     self.capture_says(&event)?;
                     self.apply(Event::Capture(event))?;
                 }
                 _ = tick.tick() => {
                     self.rate.sample(Instant::now(), self.gauge.journal().1);
                     self.apply(Event::Tick)?;
-                    let moved = self.directory.tick(Instant::now(), self.gauge.published_slots());
+                    let moved = self.topology.tick(Instant::now(), self.gauge.published_slots());
                     self.assign(&moved);
                 }
-                _ = interrupt.recv() => break,
-                _ = terminate.recv() => break,
+                _ = signals.next() => break,
             }
         }
         self.stop().await;
@@ -223,7 +243,7 @@ impl Source {
                 let plan = self.plan();
                 self.send(session, Message::Offer(plan));
             }
-            Incoming::TrialReady { id, lent } => self.trial_ready(id, lent),
+            Incoming::ProbeRegionReady { id, exported } => self.probe_region_ready(id, exported),
         }
     }
 
@@ -241,14 +261,14 @@ impl Source {
     fn said(&mut self, session: Session, message: Message) {
         let event = match message {
             Message::Join(join) if join.plan_only => return self.send_plan(session),
-            Message::ProbeQuery => return self.trial_wanted(session),
+            Message::ProbeQuery => return self.probe_requested(session),
             Message::Join(join) => {
                 self.grant(session);
                 let Some(peer) = self.sessions.get_mut(&session) else { return };
                 peer.relays = join.relays.map(|relays| as_others_reach_it(relays, peer.address));
                 let address = peer.address.to_string();
                 let name = if join.name.is_empty() { address.clone() } else { join.name };
-                tracing::info!(replica = %name, %address, server = %join.server, resumes = join.resume.is_some(), "a replica joins");
+                tracing::info!(replica = %name, %address, server = %join.server, resumes = join.resume.is_some(), "replica joined");
                 let resume = join.resume.map(|resume| Resume {
                     generation: resume.generation,
                     held_slots: resume.held_slots,
@@ -257,15 +277,17 @@ impl Source {
                 let reads = format_for(&self.facts, &join.server);
                 Event::Joined { session, name, address, resume, reads }
             }
-            // Said of a snapshot that was taken from it meanwhile: its slots are not those of the present one.
-            Message::Progress(progress) if self.owner.status().offered(session) != Some(progress.generation) => return,
+            // The report is about a snapshot that was revoked meanwhile: its slots are not those of the current one.
+            Message::Progress(progress) if self.machine.status().offered(session) != Some(progress.generation) => {
+                return;
+            }
             Message::Progress(progress) => {
                 if let Some(peer) = self.sessions.get_mut(&session) {
                     peer.transport_why = progress.transport_why;
                 }
                 if let Some(at) = progress.relaying {
                     let is_done = progress.phase > Phase::Transfer;
-                    self.directory.progress(Instant::now(), session, at, progress.bytes, is_done);
+                    self.topology.progress(Instant::now(), session, at, progress.bytes, is_done);
                 }
                 let at = Report {
                     phase: progress.phase,
@@ -283,7 +305,7 @@ impl Source {
             Message::HandOffQuery { offset, .. } => return self.answer_hand_off(session, offset),
             Message::StatusQuery => return self.send(session, Message::Status(status::report(self))),
             Message::Leave { outcome, text } => {
-                tracing::info!(session, ?outcome, %text, "a replica leaves");
+                tracing::info!(session, ?outcome, %text, "replica left");
                 let done = outcome == remora_protocol::Outcome::HandedOver;
                 if let Some(peer) = self.sessions.get_mut(&session) {
                     peer.done = true;
@@ -297,13 +319,13 @@ impl Source {
 
     fn left(&mut self, session: Session, fault: &Fault) {
         let Some(peer) = self.sessions.remove(&session) else { return };
-        let moved = self.directory.gone(session);
+        let moved = self.topology.gone(session);
         self.assign(&moved);
         self.exports.withdraw(session);
-        self.trial_left(session);
+        self.probe_left(session);
         if !peer.done {
-            if self.owner.status().replica(session).is_some() {
-                tracing::warn!(address = %peer.address, %fault, "a replica is gone");
+            if self.machine.status().replica(session).is_some() {
+                tracing::warn!(address = %peer.address, %fault, "replica disconnected");
             }
             let _ = self.apply(Event::Gone { session, done: false });
         }
@@ -312,14 +334,14 @@ impl Source {
     fn send(&mut self, session: Session, message: Message) {
         let Some(peer) = self.sessions.get(&session) else { return };
         if let Err(error) = peer.sender.try_send(message) {
-            tracing::debug!(%error, "a message could not be queued");
+            tracing::debug!(%error, "cannot queue a message");
         }
     }
 
-    // ---- the owner's word ----
+    // ---- the machine's actions ----
 
     fn apply(&mut self, event: Event) -> Result<(), Failure> {
-        for action in self.owner.apply(Instant::now(), self.gauge.reading(), event) {
+        for action in self.machine.apply(Instant::now(), self.gauge.reading(), event) {
             self.perform(action)?;
         }
         Ok(())
@@ -328,7 +350,7 @@ impl Source {
     fn perform(&mut self, action: Action) -> Result<(), Failure> {
         match action {
             Action::Capture { generation, with_stream, fresh } => {
-                // The thread of an earlier capture that still runs may reuse no further slot, and ends.
+                // The thread of an earlier capture may still run until it ends. It must not reuse further slots.
                 self.gauge.allow_retiring(0);
                 self.tables.prepare(&self.args, &self.facts, fresh)?;
                 self.start_capture(generation, with_stream)?;
@@ -337,20 +359,20 @@ impl Source {
             Action::Offer { session } => self.offer(session),
             Action::Wait { session, cause, text } => self.send(session, Message::Waiting { cause, text }),
             Action::Drop { session, code, text } => {
-                tracing::warn!(session, %text, "a replica is refused");
+                tracing::warn!(session, %text, "replica refused");
                 self.send(session, Message::Refused { code, text });
                 self.exports.withdraw(session);
                 if let Some(peer) = self.sessions.get_mut(&session) {
                     peer.done = true;
                 }
-                let moved = self.directory.gone(session);
+                let moved = self.topology.gone(session);
                 self.assign(&moved);
             }
             Action::GenerationGone { session, generation, text } => {
                 self.send(session, Message::GenerationGone { generation, text });
             }
             Action::RevokeSnapshot { generation } => {
-                self.directory.clear();
+                self.topology.clear();
                 self.exports.revoke(RegionId { generation, region: SNAPSHOT_REGION });
             }
             Action::EndStream { generation } => {
@@ -363,7 +385,7 @@ impl Source {
     }
 
     fn start_capture(&mut self, generation: u64, with_stream: bool) -> Result<(), Failure> {
-        let own_format = self.owner.status().snapshot.is_some_and(|snapshot| snapshot.format == Format::Own);
+        let own_format = self.machine.status().snapshot.is_some_and(|snapshot| snapshot.format == Format::Own);
         let plan = Plan {
             generation,
             server: self.server.clone(),
@@ -371,48 +393,49 @@ impl Source {
             snapshot: self.tables.snapshot.clone(),
             retained: self.tables.retained,
             journal: with_stream.then(|| self.tables.journal.clone()),
-            module: self.module.clone(),
+            module: self.module_rules.clone(),
+            module_failed_lately: self.method_history.module_failed_lately(Instant::now()),
             gauge: self.gauge.clone(),
             events: self.captured.clone(),
             stop: Arc::new(AtomicBool::new(false)),
             runtime: tokio::runtime::Handle::current(),
         };
-        tracing::info!(generation, with_stream, "asking the server for a snapshot");
+        tracing::info!(generation, with_stream, "requesting a snapshot from the server");
         self.threads.start(plan)
     }
 
-    /// What a capture's news means for the exporters, before the owner hears it.
+    /// Logs a capture's event, and exports the tables when a snapshot begins. Called before the machine gets the event.
     fn capture_says(&mut self, event: &CaptureEvent) -> Result<(), Failure> {
         match event {
             CaptureEvent::Started { generation, replid, offset } => {
-                tracing::info!(generation, %replid, offset, "the snapshot begins");
+                tracing::info!(generation, %replid, offset, "snapshot started");
                 let follows = self.threads.follows_stream(*generation);
                 self.export(*generation, SNAPSHOT_REGION)?;
                 if follows {
                     self.export(*generation, JOURNAL_REGION)?;
-                    self.tables.journal_origin = (*generation, *offset);
                 }
                 self.learn();
             }
             CaptureEvent::Completed { generation, bytes } => {
                 let seconds = self.gauge.began().map_or(0.0, |began| began.elapsed().as_secs_f64());
                 let rate = Size::bytes((*bytes as f64 / seconds.max(1e-9)) as u64);
-                tracing::info!(generation, size = %Size::bytes(*bytes), way = %self.gauge.way(), "the snapshot is whole after {seconds:.3} s ({rate}/s)");
+                tracing::info!(generation, size = %Size::bytes(*bytes), method = %self.gauge.method(), "snapshot completed in {seconds:.3} s ({rate}/s)");
             }
-            CaptureEvent::Failed { generation, fault } => {
-                self.tables.outgrown |= matches!(fault, capture::Fault::Outgrown);
-                tracing::warn!(generation, %fault, "the snapshot failed");
+            CaptureEvent::ModuleFailed => self.method_history.module_failed(Instant::now()),
+            CaptureEvent::Failed { generation, error } => {
+                self.tables.outgrown |= matches!(error, capture::CaptureError::Outgrown);
+                tracing::warn!(generation, %error, "snapshot failed");
             }
-            CaptureEvent::StreamResumed => tracing::info!("the stream goes on where it broke"),
+            CaptureEvent::StreamResumed => tracing::info!("replication stream resumed"),
             CaptureEvent::HistoryChanged { generation, from, to, at } => {
                 tracing::warn!(
                     generation, old = %from, new = %to, offset = at,
-                    "the server's replication history has changed (a promotion, a fail-over or a restart): the stream of the old history \
-                     ends at this offset; replicas that have loaded go to the primary, the others get a new snapshot"
+                    "the server's replication history changed (a promotion, a failover or a restart): the stream of the old history \
+                     ends at this offset; replicas that have loaded are handed over to the primary, the others get a new snapshot"
                 );
                 self.learn();
             }
-            CaptureEvent::StreamLost { text } => tracing::warn!(%text, "the stream is lost"),
+            CaptureEvent::StreamLost { text } => tracing::warn!(%text, "replication stream lost"),
         }
         Ok(())
     }
@@ -421,7 +444,7 @@ impl Source {
         self.exports.export(RegionId { generation, region }, self.tables.memory(region))
     }
 
-    /// Lets a session read whatever is lent.
+    /// Grants a session read access to all exported regions.
     fn grant(&self, session: Session) {
         let Some(peer) = self.sessions.get(&session) else { return };
         self.exports.grant(session, derive(&peer.key, LANES_LABEL));
@@ -429,83 +452,84 @@ impl Source {
 
     // ---- answers ----
 
-    /// From whom a replica is to take the snapshot's slots; `None`: from the source.
+    /// The peer from which a replica is to read the snapshot's slots; `None`: the source.
     ///
-    /// Out of a window too: a slot stays in it until everybody has it, from whomever, so that the source is the last resort there as well.
+    /// This is so for windowed snapshots too. A slot stays in the window until every replica has it, so the source
+    /// remains a fallback.
     fn place_for(&mut self, generation: u64, session: Session) -> Option<Upstream> {
-        let replica = self.owner.status().replica(session)?;
+        let replica = self.machine.status().replica(session)?;
         let relays = self.sessions.get(&session)?.relays.clone()?;
         if replica.is_loaded() {
             return None;
         }
         let first = replica.held_slots(generation);
         let joining = Joining { serves: !relays.serves_at.is_empty(), zone: relays.zone, first };
-        let from = self.directory.join(Instant::now(), generation, session, joining)?;
+        let from = self.topology.join(Instant::now(), generation, session, joining)?;
         self.upstream(from)
     }
 
     fn upstream(&self, session: Session) -> Option<Upstream> {
         let address = self.sessions.get(&session)?.relays.as_ref()?.serves_at.clone();
-        Some(Upstream { session, name: self.owner.status().replica(session)?.name.clone(), address })
+        Some(Upstream { session, name: self.machine.status().replica(session)?.name.clone(), address })
     }
 
-    /// Sends replicas elsewhere, as the directory wants it.
+    /// Tells replicas the upstreams that the topology has assigned to them.
     fn assign(&mut self, assignments: &[Assignment]) {
-        let Some(generation) = self.owner.status().generation() else { return };
+        let Some(generation) = self.machine.status().generation() else { return };
         for &Assignment { reader, from } in assignments {
             let upstream = from.and_then(|from| self.upstream(from));
             let name = upstream.as_ref().map_or("the source", |upstream| upstream.name.as_str());
-            tracing::info!(reader, from = name, "a replica is sent elsewhere for its slots");
+            tracing::info!(reader, from = name, "replica assigned a different upstream");
             self.send(reader, Message::ReadFrom { generation, upstream });
         }
     }
 
     fn peer_lost(&mut self, reader: Session, generation: u64, peer: Session, cause: LossCause, text: &str) {
-        if self.owner.status().offered(reader) != Some(generation) {
+        if self.machine.status().offered(reader) != Some(generation) {
             return;
         }
-        let name = |session| self.owner.status().replica(session).map_or("gone", |replica| replica.name.as_str());
+        let name = |session| self.machine.status().replica(session).map_or("gone", |replica| replica.name.as_str());
         match cause {
             LossCause::Lied => {
-                tracing::warn!(peer = name(peer), reader = name(reader), %text, "a replica passed on bytes that are not ours");
+                tracing::warn!(peer = name(peer), reader = name(reader), %text, "a replica lent slots that differ from the source's; no other replica will read from it");
             }
-            _ => tracing::info!(peer = name(peer), reader = name(reader), %text, "a replica lost the one it read from"),
+            _ => tracing::info!(peer = name(peer), reader = name(reader), %text, "replica lost its upstream"),
         }
-        let moved = self.directory.lost(reader, peer, cause);
+        let moved = self.topology.lost(reader, peer, cause);
         self.assign(&moved);
     }
 
     fn offer(&mut self, session: Session) {
-        let Some(generation) = self.owner.status().generation() else { return };
+        let Some(generation) = self.machine.status().generation() else { return };
         let upstream = self.place_for(generation, session);
-        let (Some(snapshot), Some(stream)) = (self.owner.status().snapshot, self.owner.status().stream) else { return };
-        let Some((replid, offset)) = snapshot.origin() else { return };
-        let (journal_generation, journal_offset) = self.tables.journal_origin;
-        debug_assert_eq!(journal_generation, stream.generation);
-        let table = |generation, region, first_offset| {
-            let id = RegionId { generation, region };
-            self.tables.offer(id, first_offset, self.exports.keys(id))
+        let (Some(snapshot), Some(stream)) = (self.machine.status().snapshot, self.machine.status().stream) else {
+            return;
+        };
+        let Some(origin) = snapshot.origin() else { return };
+        let table = |origin: Origin, region| {
+            let id = RegionId { generation: origin.generation, region };
+            self.tables.offer(id, origin.offset, self.exports.keys(id))
         };
         let offer = Offer {
-            generation: snapshot.generation,
-            replid: *replid.as_bytes(),
-            offset,
-            snapshot: table(snapshot.generation, SNAPSHOT_REGION, offset),
-            journal: table(journal_generation, JOURNAL_REGION, journal_offset),
+            generation: origin.generation,
+            replid: Some(origin.history),
+            offset: origin.offset,
+            snapshot: table(origin, SNAPSHOT_REGION),
+            journal: table(stream, JOURNAL_REGION),
             upstream,
             ..self.plan()
         };
         self.send(session, Message::Offer(offer));
     }
 
-    /// An offer without tables: what a dry run needs to know.
+    /// An offer without tables, for a dry run.
     fn plan(&self) -> Offer {
         let primary = announce(self.args.announce.as_ref(), self.server.url(), &self.facts);
         plan_of(&self.facts, primary, self.rate.bytes_per_second())
     }
 
-    /// Answers with what the server says now: it may have restarted, or been failed over, since the last snapshot. One that does
-    /// not answer soon is described as it was.
+    /// Answers with fresh facts of the server, which may have restarted or failed over since the last snapshot. If the
+    /// server does not answer within [`LEARN_LIMIT`], the last known facts are sent.
     fn send_plan(&self, session: Session) {
         let (learning, incoming) = (self.learn(), self.incoming.clone());
         tokio::spawn(async move {
@@ -514,7 +538,7 @@ impl Source {
         });
     }
 
-    /// Asks the server about itself, in the background.
+    /// Reads the server's facts in the background.
     fn learn(&self) -> tokio::task::JoinHandle<()> {
         let (client, server, incoming) = (self.client.clone(), self.server.clone(), self.incoming.clone());
         tokio::spawn(async move {
@@ -527,7 +551,7 @@ impl Source {
     fn answer_hand_off(&mut self, session: Session, offset: u64) {
         let Some(peer) = self.sessions.get(&session) else { return };
         let (client, server, sender) = (self.client.clone(), self.server.clone(), peer.sender.clone());
-        let (rate, history) = (self.rate.bytes_per_second(), self.owner.status().history_of(session));
+        let (rate, history) = (self.rate.bytes_per_second(), self.machine.status().history_of(session));
         tokio::spawn(async move {
             let answer = match ask(&client, &server).await {
                 Ok(facts) => hand_off_answer(&facts, history, offset, rate),
@@ -537,49 +561,7 @@ impl Source {
         });
     }
 
-    // ---- the probe region ----
-
-    /// A peer asks for memory to measure with (`remora probe`).
-    fn trial_wanted(&mut self, session: Session) {
-        self.grant(session);
-        match self.trial.wanted(session) {
-            Wanted::Make(id) => {
-                let (exports, incoming) = (self.exports.clone(), self.incoming.clone());
-                tokio::task::spawn_blocking(move || {
-                    let lent = probe_region::lend(id, &exports);
-                    // Only a source that is stopping hears it no more.
-                    let _ = incoming.blocking_send(Incoming::TrialReady { id, lent });
-                });
-            }
-            Wanted::Wait => {}
-            Wanted::Offer(id) => self.send(session, Message::ProbeOffer { keys: self.exports.keys(id) }),
-        }
-    }
-
-    /// The region is lent, or why not.
-    fn trial_ready(&mut self, id: RegionId, lent: Result<(), remora_fabric::Error>) {
-        let waiting = self.trial.made(lent.is_ok().then_some(id));
-        match (waiting, lent) {
-            (None, _) => self.exports.revoke_in_background(id),
-            (Some(waiting), Ok(())) => waiting
-                .into_iter()
-                .for_each(|session| self.send(session, Message::ProbeOffer { keys: self.exports.keys(id) })),
-            (Some(waiting), Err(error)) => {
-                let text = format!("it has no memory to measure by: {error}");
-                let refusal = Message::Refused { code: RefusalCode::Busy, text };
-                waiting.into_iter().for_each(|session| self.send(session, refusal.clone()));
-            }
-        }
-    }
-
-    /// A session has ended, which may have measured.
-    fn trial_left(&mut self, session: Session) {
-        if let Some(id) = self.trial.left(session) {
-            self.exports.revoke_in_background(id);
-        }
-    }
-
-    /// Tells the replicas, ends the threads, leaves the server as it was.
+    /// Tells the replicas that the source stops, and ends the capture threads.
     async fn stop(mut self) {
         tracing::info!("stopping");
         let sessions: Vec<Session> = self.sessions.keys().copied().collect();

@@ -1,26 +1,30 @@
-//! Trial: a region without value, lent to whoever measures the way to this source (`remora probe`), with or without a snapshot.
+//! The probe region: scratch memory that the source exports to peers that measure the transports (`remora probe`), with
+//! or without a snapshot.
 //!
 //! ```text
-//!   Absent ── somebody asks ──▶ Making (a thread of its own) ──▶ Lent ── the last of them has gone ──▶ Absent
+//!   Absent ── a request ──▶ Creating (a thread of its own) ──▶ Exported ── the last session has ended ──▶ Absent
 //! ```
 //!
-//! It is memory beyond `--memory`: [`TRIAL_BYTES`], once for all who measure at a time, and none while nobody does. Decides nothing about who
-//! may read: that is the grant of a session, as for tables.
+//! The region is memory beyond `--memory`: [`REGION_BYTES`], shared by all sessions that measure at a time, and none
+//! while no session does. Read access to it is granted per session, as for tables.
 
 use std::collections::HashSet;
 use std::sync::Arc;
 
 use remora_fabric::{Error, Memory, Pages, RegionId};
+use remora_protocol::{Message, RefusalCode};
 
 use super::exports::Exports;
-use super::owner::Session;
+use super::machine::Session;
+use super::{Incoming, Source};
 
-/// What is lent, and to whom.
+/// The state of the region, and the sessions that use it.
 #[derive(Default)]
-pub(super) struct Trial {
+pub(super) struct ProbeRegion {
     state: State,
     sessions: HashSet<Session>,
-    /// Of the last region that was made: one that is being taken back is never mistaken for the next.
+    /// The generation of the last region. Each region has its own, so that one that is being revoked is never taken for
+    /// the next.
     generation: u64,
 }
 
@@ -28,38 +32,39 @@ pub(super) struct Trial {
 enum State {
     #[default]
     Absent,
-    Making,
-    Lent(RegionId),
+    Creating,
+    Exported(RegionId),
 }
 
-/// What there is to do after somebody has asked.
-pub(super) enum Wanted {
-    /// Make the region of this name.
-    Make(RegionId),
-    /// It is being made.
+/// What the source has to do after a request.
+pub(super) enum Request {
+    /// Create the region with this id.
+    Create(RegionId),
+    /// Wait: the region is being created.
     Wait,
-    /// Tell them where it is.
+    /// Offer the region.
     Offer(RegionId),
 }
 
-impl Trial {
-    /// A session wants to measure.
-    pub(super) fn wanted(&mut self, session: Session) -> Wanted {
+impl ProbeRegion {
+    /// A session requests the region.
+    pub(super) fn requested(&mut self, session: Session) -> Request {
         self.sessions.insert(session);
         match self.state {
-            State::Making => Wanted::Wait,
-            State::Lent(id) => Wanted::Offer(id),
+            State::Creating => Request::Wait,
+            State::Exported(id) => Request::Offer(id),
             State::Absent => {
-                self.state = State::Making;
+                self.state = State::Creating;
                 self.generation += 1;
-                Wanted::Make(RegionId { generation: self.generation, region: TRIAL_REGION })
+                Request::Create(RegionId { generation: self.generation, region: PROBE_REGION })
             }
         }
     }
 
-    /// The region is there, or can't be had; who waits for it. With nobody left it is to be taken back at once: `None`.
-    pub(super) fn made(&mut self, id: Option<RegionId>) -> Option<Vec<Session>> {
-        self.state = id.map_or(State::Absent, State::Lent);
+    /// The region was created, or could not be (`id` is `None`). Returns the sessions that wait for it. `None` if all
+    /// of them have ended: the caller revokes the region at once.
+    pub(super) fn created(&mut self, id: Option<RegionId>) -> Option<Vec<Session>> {
+        self.state = id.map_or(State::Absent, State::Exported);
         if self.sessions.is_empty() {
             self.state = State::Absent;
             return None;
@@ -71,11 +76,11 @@ impl Trial {
         Some(waiting)
     }
 
-    /// A session has ended; what is to be taken back, if it was the last that measured.
+    /// A session has ended. Returns the region to revoke if it was the last that used it.
     pub(super) fn left(&mut self, session: Session) -> Option<RegionId> {
         let was_here = self.sessions.remove(&session);
         match self.state {
-            State::Lent(id) if was_here && self.sessions.is_empty() => {
+            State::Exported(id) if was_here && self.sessions.is_empty() => {
                 self.state = State::Absent;
                 Some(id)
             }
@@ -84,26 +89,71 @@ impl Trial {
     }
 }
 
-/// Makes the region and lends it by every transport that takes it. Blocks: its pages are touched, and an RDMA device is told of them.
+impl Source {
+    /// A session requests memory to measure with.
+    pub(super) fn probe_requested(&mut self, session: Session) {
+        self.grant(session);
+        match self.probe_region.requested(session) {
+            Request::Create(id) => {
+                let (exports, incoming) = (self.exports.clone(), self.incoming.clone());
+                tokio::task::spawn_blocking(move || {
+                    let exported = create(id, &exports);
+                    // Fails only while the source stops.
+                    let _ = incoming.blocking_send(Incoming::ProbeRegionReady { id, exported });
+                });
+            }
+            Request::Wait => {}
+            Request::Offer(id) => self.send(session, Message::ProbeOffer { keys: self.exports.keys(id) }),
+        }
+    }
+
+    /// The region is exported, or could not be.
+    pub(super) fn probe_region_ready(&mut self, id: RegionId, exported: Result<(), Error>) {
+        let waiting = self.probe_region.created(exported.is_ok().then_some(id));
+        match (waiting, exported) {
+            (None, _) => self.exports.revoke_in_background(id),
+            (Some(waiting), Ok(())) => waiting
+                .into_iter()
+                .for_each(|session| self.send(session, Message::ProbeOffer { keys: self.exports.keys(id) })),
+            (Some(waiting), Err(error)) => {
+                let text = format!("the source cannot provide memory to measure with: {error}");
+                let refusal = Message::Refused { code: RefusalCode::Busy, text };
+                waiting.into_iter().for_each(|session| self.send(session, refusal.clone()));
+            }
+        }
+    }
+
+    /// A session has ended that may have measured.
+    pub(super) fn probe_left(&mut self, session: Session) {
+        if let Some(id) = self.probe_region.left(session) {
+            self.exports.revoke_in_background(id);
+        }
+    }
+}
+
+/// Creates the region and exports it over every transport that accepts it. Blocks: it touches the pages, and an RDMA
+/// device registers them.
 ///
 /// # Errors
-/// No memory, or no transport that takes it.
-pub(super) fn lend(id: RegionId, exports: &Exports) -> Result<(), Error> {
-    let memory = Arc::new(Memory::create("remora-trial", TRIAL_BYTES, Pages::Small)?);
-    memory.prefault(0..TRIAL_BYTES)?;
-    // Pages that differ, should anything on the way be clever about those that don't.
-    for (page, offset) in (0..TRIAL_BYTES).step_by(PAGE_BYTES).enumerate() {
+/// There is not enough memory, or no transport accepts the region.
+fn create(id: RegionId, exports: &Exports) -> Result<(), Error> {
+    let memory = Arc::new(Memory::create("remora-probe", REGION_BYTES, Pages::Small)?);
+    memory.prefault(0..REGION_BYTES)?;
+    // Pages with different content, in case a layer below merges or compresses equal ones.
+    for (page, offset) in (0..REGION_BYTES).step_by(PAGE_BYTES).enumerate() {
         memory.fill(offset..offset + PAGE_BYTES as u64, (page % 251) as u8)?;
     }
     exports.export_by_any(id, &memory)
 }
 
-/// Beside the tables' two regions.
-const TRIAL_REGION: u32 = 2;
+/// The region's number, beside the two of the tables.
+const PROBE_REGION: u32 = 2;
 
-/// Sixteen of the largest reads that are measured: more than processors' own caches hold, so that reading is not out of those.
-const TRIAL_BYTES: u64 = 64 << 20;
+/// Bytes of the region: sixteen of the largest reads that are measured. That is more than a processor's caches hold, so
+/// that reads are not served from there.
+const REGION_BYTES: u64 = 64 << 20;
 
+/// Bytes of a page.
 const PAGE_BYTES: usize = 4096;
 
 #[cfg(test)]
@@ -113,27 +163,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_made_once_for_all_and_taken_back_with_the_last() {
-        let mut trial = Trial::default();
-        let Wanted::Make(id) = trial.wanted(1) else { panic!("it was not there") };
-        assert!(matches!(trial.wanted(2), Wanted::Wait));
-        let mut told = trial.made(Some(id)).unwrap();
-        told.sort_unstable();
-        assert_eq!(told, [1, 2]);
-        assert!(matches!(trial.wanted(3), Wanted::Offer(again) if again == id));
-        assert_eq!((trial.left(1), trial.left(3), trial.left(9), trial.left(2)), (None, None, None, Some(id)));
-        let Wanted::Make(next) = trial.wanted(4) else { panic!("it was taken back") };
+    fn it_is_created_once_for_all_and_revoked_with_the_last() {
+        let mut region = ProbeRegion::default();
+        let Request::Create(id) = region.requested(1) else { panic!("the region existed") };
+        assert!(matches!(region.requested(2), Request::Wait));
+        let mut waiting = region.created(Some(id)).unwrap();
+        waiting.sort_unstable();
+        assert_eq!(waiting, [1, 2]);
+        assert!(matches!(region.requested(3), Request::Offer(again) if again == id));
+        assert_eq!((region.left(1), region.left(3), region.left(9), region.left(2)), (None, None, None, Some(id)));
+        let Request::Create(next) = region.requested(4) else { panic!("the region was not revoked") };
         assert!(next.generation > id.generation);
     }
 
     #[test]
-    fn what_nobody_waits_for_any_more_is_taken_back_at_once() {
-        let mut trial = Trial::default();
-        let Wanted::Make(id) = trial.wanted(1) else { panic!("it was not there") };
-        assert_eq!(trial.left(1), None, "it is not there yet");
-        assert_eq!(trial.made(Some(id)), None);
-        assert!(matches!(trial.wanted(1), Wanted::Make(_)));
-        assert_eq!(trial.made(None), Some(vec![1]), "it could not be made: they are told");
-        assert!(matches!(trial.wanted(2), Wanted::Make(_)));
+    fn a_region_that_no_session_waits_for_is_revoked_at_once() {
+        let mut region = ProbeRegion::default();
+        let Request::Create(id) = region.requested(1) else { panic!("the region existed") };
+        assert_eq!(region.left(1), None, "the region does not exist yet");
+        assert_eq!(region.created(Some(id)), None);
+        assert!(matches!(region.requested(1), Request::Create(_)));
+        assert_eq!(region.created(None), Some(vec![1]), "it could not be created: those who wait are refused");
+        assert!(matches!(region.requested(2), Request::Create(_)));
     }
 }

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-/// How fast the stream grows, over the last few seconds.
+/// How fast the stream has grown in the last few seconds.
 #[derive(Default)]
 pub(super) struct Rate {
     last: Option<(Instant, u64)>,
@@ -10,15 +10,16 @@ pub(super) struct Rate {
 }
 
 impl Rate {
-    /// The span over which a rate is taken.
+    /// The least time between two samples.
     const SPAN: Duration = Duration::from_millis(500);
 
+    /// Takes the stream's offset at a time.
     pub(super) fn sample(&mut self, now: Instant, position: u64) {
         match self.last {
             Some((then, _)) if now.duration_since(then) < Self::SPAN => {}
             Some((then, before)) => {
                 let fresh = position.saturating_sub(before) as f64 / now.duration_since(then).as_secs_f64();
-                // The first sample after a new journal is no rate: its offsets are absolute.
+                // The first sample of a new journal gives no rate: offsets are absolute.
                 let fresh = if before == 0 { 0.0 } else { fresh };
                 self.bytes_per_second = (self.bytes_per_second + fresh) / 2.0;
                 self.last = Some((now, position));

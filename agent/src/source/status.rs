@@ -5,12 +5,12 @@ use std::time::Instant;
 use remora_protocol::{GenerationState, GenerationStatus, ReplicaStatus, StatusReport, Totals};
 
 use super::Source;
-use super::owner::{Replica, Session, Stage};
+use super::machine::{Replica, Session, Stage};
 use crate::server::{Facts, Link, Role};
 
-/// What `remora status` shows.
+/// The report that `remora status` shows.
 pub(super) fn report(source: &Source) -> StatusReport {
-    let (now, status) = (Instant::now(), source.owner.status());
+    let (now, status) = (Instant::now(), source.machine.status());
     StatusReport {
         source: env!("CARGO_PKG_VERSION").into(),
         server: source.server.url().to_string(),
@@ -30,14 +30,14 @@ pub(super) fn report(source: &Source) -> StatusReport {
 }
 
 fn generation_status(source: &Source) -> Option<GenerationStatus> {
-    let snapshot = source.owner.status().snapshot?;
-    let (replid, offset) = snapshot.origin()?;
+    let snapshot = source.machine.status().snapshot?;
+    let origin = snapshot.origin()?;
     let (first, end) = source.gauge.journal();
     let memory = [&source.tables.snapshot.0, &source.tables.journal.0];
     Some(GenerationStatus {
-        generation: snapshot.generation,
-        replid: replid.to_string(),
-        offset_start: offset,
+        generation: origin.generation,
+        replid: origin.history,
+        offset_start: origin.offset,
         offset_now: end,
         state: match snapshot.stage {
             Stage::Sealed { .. } => GenerationState::Complete,
@@ -54,14 +54,14 @@ fn generation_status(source: &Source) -> Option<GenerationStatus> {
         journal_first: first,
         journal_end: end + 1,
         capture_millis: source.gauge.capture_time().as_millis() as u64,
-        capture: source.gauge.way().to_string(),
+        capture: source.gauge.method().to_string(),
     })
 }
 
 fn replica_status(source: &Source, session: Session, replica: &Replica, now: Instant) -> ReplicaStatus {
     let slots = source.gauge.published_slots().max(1);
     let held = replica.at.slots_held;
-    let (oldest_slot, serves) = source.directory.lends(session);
+    let (oldest_slot, serves) = source.topology.lends(session);
     let relays = source.sessions.get(&session).and_then(|peer| peer.relays.as_ref());
     ReplicaStatus {
         name: replica.name.clone(),
@@ -75,9 +75,9 @@ fn replica_status(source: &Source, session: Session, replica: &Replica, now: Ins
         journal_lag_bytes: source.gauge.journal().1.saturating_sub(replica.at.applied_offset),
         applied_offset: replica.at.applied_offset,
         joined_seconds: now.duration_since(replica.joined).as_secs(),
-        silent_seconds: now.duration_since(replica.heard).as_secs(),
+        silent_seconds: now.duration_since(replica.last_seen).as_secs(),
         session,
-        reads_from: source.directory.reads_from(session),
+        reads_from: source.topology.reads_from(session),
         serves,
         oldest_slot,
         zone: relays.map(|relays| relays.zone.clone()).unwrap_or_default(),

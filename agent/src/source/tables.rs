@@ -1,4 +1,4 @@
-//! The two tables' memory, and their shapes.
+//! The memory of the two tables, and their geometry.
 
 use std::sync::Arc;
 
@@ -11,20 +11,19 @@ use crate::exit::Failure;
 use crate::server::Facts;
 use crate::units::Size;
 
-/// What of the region's numbering is the snapshot, and what the journal.
+/// The region number of the snapshot.
 pub(super) const SNAPSHOT_REGION: u32 = 0;
+/// The region number of the journal.
 pub(super) const JOURNAL_REGION: u32 = 1;
 
-/// The two tables' memory: used by one generation after the other.
+/// The memory of the two tables, which one generation after the other uses.
 pub(super) struct Tables {
     pub(super) snapshot: (Arc<Memory>, Geometry),
     pub(super) journal: (Arc<Memory>, Geometry),
-    /// Whether the present snapshot keeps to the promise of [`TableOffer::retained`].
+    /// Whether no slot of the current snapshot is reused ([`TableOffer::retained`]).
     pub(super) retained: bool,
-    /// A snapshot was larger than the server's INFO let expect: there will be no such promise again.
+    /// A snapshot was larger than the server's INFO suggested. Later snapshots are windowed.
     pub(super) outgrown: bool,
-    /// Generation and offset with which the journal now in it began.
-    pub(super) journal_origin: (u64, u64),
 }
 
 impl Tables {
@@ -33,7 +32,7 @@ impl Tables {
         let journal = args.journal_memory.map_or(total / JOURNAL_SHARE, Size::get);
         if journal >= total {
             let text = format!(
-                "--journal-memory {} leaves nothing of --memory {} for the snapshot",
+                "--journal-memory {} leaves nothing of --memory {} for the snapshot; set a smaller --journal-memory",
                 Size::bytes(journal),
                 args.memory
             );
@@ -45,23 +44,23 @@ impl Tables {
         let touch = snapshot.1.data_offset() + expected(facts, snapshot.1);
         let memory = snapshot.0.clone();
         let touch = touch.min(memory.length());
-        tracing::debug!(bytes = touch, "touching the snapshot's memory beforehand");
+        tracing::debug!(bytes = touch, "prefaulting the snapshot's memory");
         let touched = tokio::task::spawn_blocking(move || memory.prefault(0..touch)).await;
         match touched {
             Ok(Ok(())) => {}
             Ok(Err(error)) => return Err(no_memory(error)),
             Err(error) => return Err(no_memory(error)),
         }
-        Ok(Tables { snapshot, journal, retained: false, outgrown: false, journal_origin: (0, 0) })
+        Ok(Tables { snapshot, journal, retained: false, outgrown: false })
     }
 
-    /// Gets the snapshot's memory ready for another generation. `fresh`: the present one may still be read by those who were lent
-    /// it, so they keep it, and it goes when they do.
+    /// Prepares the snapshot's memory for another generation. With `fresh`, a reader may still use the current memory.
+    /// The reader keeps it, and it is freed when the last reader closes it.
     pub(super) fn prepare(&mut self, args: &SourceArgs, facts: &Facts, fresh: bool) -> Result<(), Failure> {
         if fresh && self.retained {
             let slot_size = self.snapshot.1.slot_size;
             let budget = self.snapshot.0.length();
-            tracing::debug!(memory = %args.memory, "a replica was lost in the middle: the snapshot gets fresh memory");
+            tracing::debug!(memory = %args.memory, "a replica disconnected while it was reading; allocating new memory for the snapshot");
             self.snapshot = table("remora-snapshot", budget, slot_size)?;
         }
         let ring = u64::from(self.snapshot.1.slot_size) * u64::from(self.snapshot.1.slots);
@@ -74,7 +73,7 @@ impl Tables {
         if region == SNAPSHOT_REGION { &self.snapshot.0 } else { &self.journal.0 }
     }
 
-    /// A table as its readers are told of it. `keys`: where it is, by each transport.
+    /// The offer of a table to its readers. `keys`: where it is, for each transport.
     pub(super) fn offer(&self, id: RegionId, first_offset: u64, keys: Vec<Vec<u8>>) -> TableOffer {
         let is_snapshot = id.region == SNAPSHOT_REGION;
         let geometry = if is_snapshot { self.snapshot.1 } else { self.journal.1 };
@@ -89,18 +88,18 @@ impl Tables {
     }
 }
 
-/// Bytes that a snapshot of this server will have at most, as far as its INFO tells: what its data take in memory is more than
-/// what they take in a snapshot, except for large values, where it is as much.
+/// An upper estimate of the snapshot's size in bytes, from the server's INFO. Data take more bytes in memory than in a
+/// snapshot, except for large values, which take about as many.
 fn expected(facts: &Facts, geometry: Geometry) -> u64 {
     let dataset = facts.used_memory_dataset.or(facts.used_memory).unwrap_or(0);
     dataset + dataset / 16 + 2 * u64::from(geometry.slot_size)
 }
 
-/// The journal's share of the memory, unless told otherwise: a quarter.
+/// The journal's default share of the memory: one in this many bytes.
 const JOURNAL_SHARE: u64 = 4;
 
-/// Bytes of a slot of the journal, at most: small enough that overwriting the oldest costs late readers little, large
-/// enough that its entry is looked up seldom.
+/// The largest slot of the journal, in bytes: small enough that late readers lose little when the oldest slot is
+/// overwritten, large enough that readers load entries seldom.
 const JOURNAL_SLOT: u32 = 1 << 20;
 
 fn table(name: &str, budget: u64, slot_size: u32) -> Result<(Arc<Memory>, Geometry), Failure> {
@@ -111,10 +110,10 @@ fn table(name: &str, budget: u64, slot_size: u32) -> Result<(Arc<Memory>, Geomet
 }
 
 fn no_memory(error: impl std::fmt::Display) -> Failure {
-    Failure::local(format!("the memory for the tables can't be had: {error}; give a smaller --memory"))
+    Failure::local(format!("cannot allocate the memory for the tables: {error}; give a smaller --memory"))
 }
 
-/// Numbers that no earlier run of a source on this machine has used.
+/// A generation number above those of all earlier runs of a source on this host.
 pub(super) fn first_generation() -> u64 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
     (now.as_millis() as u64) << 8

@@ -1,17 +1,18 @@
-//! The capture threads that run: at most one snapshot's and one stream's that have not been told to stop.
+//! The running capture threads. At most one takes a snapshot and one follows the stream, beside threads that were told
+//! to stop.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use super::capture::{self, Plan};
+use super::capture::{Capture, Plan};
 use crate::exit::Failure;
 
-/// How long the threads have to end when the source does.
-const FAREWELL: Duration = Duration::from_secs(3);
+/// How long the source waits for its threads when it ends.
+const END_LIMIT: Duration = Duration::from_secs(3);
 
-/// See the module's text.
+/// The running capture threads, by generation.
 #[derive(Default)]
 pub(super) struct Threads {
     threads: Vec<CaptureThread>,
@@ -25,8 +26,8 @@ struct CaptureThread {
 }
 
 impl Threads {
-    /// Starts a capture, which begins once the threads that were told to stop have ended: such a thread may still write for one tick, and two
-    /// writers of one table must never be.
+    /// Starts a capture. It begins once the threads that were told to stop have ended. Such a thread may still write
+    /// for one tick, and a table must never have two writers.
     pub(super) fn start(&mut self, plan: Plan) -> Result<(), Failure> {
         let has_ended = |thread: &CaptureThread| thread.stop.load(Ordering::Relaxed) || thread.thread.is_finished();
         let (ended, running): (Vec<_>, Vec<_>) = self.threads.drain(..).partition(has_ended);
@@ -38,9 +39,9 @@ impl Threads {
                 for thread in ended {
                     let _ = thread.thread.join();
                 }
-                capture::run(plan);
+                Capture::new(plan).run();
             })
-            .map_err(|error| Failure::local(format!("no thread for the capture: {error}")))?;
+            .map_err(|error| Failure::local(format!("cannot start a thread for the capture: {error}")))?;
         self.threads.push(CaptureThread { generation, follows_stream, stop, thread });
         Ok(())
     }
@@ -52,28 +53,28 @@ impl Threads {
 
     /// Tells the capture of that generation to stop.
     pub(super) fn stop(&self, generation: u64) {
-        self.stop_those(|thread| thread.generation == generation);
+        self.stop_if(|thread| thread.generation == generation);
     }
 
     /// Tells the thread that follows the stream to stop.
     pub(super) fn stop_the_stream(&self) {
-        self.stop_those(|thread| thread.follows_stream);
+        self.stop_if(|thread| thread.follows_stream);
     }
 
-    /// Stops all threads and waits for them, within [`FAREWELL`].
+    /// Stops all threads and waits for them, for at most [`END_LIMIT`].
     pub(super) async fn end(self) {
-        self.stop_those(|_| true);
+        self.stop_if(|_| true);
         let joined = tokio::task::spawn_blocking(move || {
             for thread in self.threads {
                 let _ = thread.thread.join();
             }
         });
-        if tokio::time::timeout(FAREWELL, joined).await.is_err() {
+        if tokio::time::timeout(END_LIMIT, joined).await.is_err() {
             tracing::warn!("a capture thread did not end in time");
         }
     }
 
-    fn stop_those(&self, which: impl Fn(&CaptureThread) -> bool) {
+    fn stop_if(&self, which: impl Fn(&CaptureThread) -> bool) {
         for thread in self.threads.iter().filter(|thread| which(thread)) {
             thread.stop.store(true, Ordering::Relaxed);
         }

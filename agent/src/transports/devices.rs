@@ -1,4 +1,4 @@
-//! `remora devices`: what this machine has of each transport, and what it lacks. Looks only.
+//! `remora devices`: which transports this host has, and what it lacks. It changes nothing.
 
 use std::fs;
 use std::net::IpAddr;
@@ -11,7 +11,7 @@ use crate::args::DevicesArgs;
 use crate::exit::Failure;
 use crate::units::Size;
 
-/// What this machine has of each transport, or lacks: a sentence each, best first.
+/// One sentence for each transport, best first: what this host has of it or lacks.
 pub fn verdicts() -> [(TransportKind, String); 3] {
     let (rdma, shm, tcp) = (verbs::devices(), shm_verdict(), Tcp::look());
     [(TransportKind::Shm, of_shm(&shm)), (TransportKind::Verbs, of_rdma(&rdma)), (TransportKind::Tcp, tcp.verdict())]
@@ -20,7 +20,7 @@ pub fn verdicts() -> [(TransportKind, String); 3] {
 /// Prints the report on stdout.
 ///
 /// # Errors
-/// None at present: a machine with nothing is a report, too.
+/// None at present: a host without RDMA gives a report too.
 pub fn run(args: &DevicesArgs) -> Result<(), Failure> {
     let (rdma, shm, tcp) = (verbs::devices(), shm_verdict(), Tcp::look());
     if args.json {
@@ -31,16 +31,16 @@ pub fn run(args: &DevicesArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Whether memory can be shared with other processes of this host: tried out.
+/// Whether memory can be shared with other processes of this host. It tries to.
 fn shm_verdict() -> Result<(), String> {
     let memory = Memory::create("remora-devices", SHM_TRIAL_BYTES, Pages::Small).map_err(|error| error.to_string())?;
     memory.open_view().map(drop).map_err(|error| error.to_string())
 }
 
-/// A page is enough to see whether it works.
+/// Bytes of the memory for the attempt: one page is enough.
 const SHM_TRIAL_BYTES: u64 = 4096;
 
-/// What the kernel's TCP can do.
+/// The features of the kernel's TCP.
 struct Tcp {
     congestion: String,
     allowed: String,
@@ -140,7 +140,7 @@ fn of_port(port: &PortReport) -> String {
         port.number, port.state, port.link_layer, port.speed, port.mtu
     );
     match port.addresses.as_slice() {
-        [] => text.push_str("    no address: connections are made by address, so give its network device one\n"),
+        [] => text.push_str("    no address: RDMA connections need one, so assign one to its network device\n"),
         some => text
             .push_str(&format!("    address {}\n", some.iter().map(IpAddr::to_string).collect::<Vec<_>>().join(", "))),
     }

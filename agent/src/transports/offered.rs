@@ -1,4 +1,5 @@
-//! The source's RDMA: whether it can be offered, by which addresses, and the tables' memory registered before anybody asks.
+//! The source's RDMA: whether it can be offered, at which addresses, and the registration of the tables' memory in
+//! advance.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -9,13 +10,13 @@ use remora_fabric::{Error, Exporter, Memory};
 use crate::args::{RdmaEnd, RdmaOffer};
 use crate::exit::Failure;
 
-/// An exporter that has registered `memories`, if this machine can have one; otherwise a line in the log says why not.
+/// Opens an RDMA exporter and registers `memories` with it. If this host has no usable RDMA, a log line says why.
 ///
-/// It listens at the addresses that were given, else at that of `listen`. Where nobody asked for RDMA by name its absence is no
-/// failure: replicas then read by TCP. Blocks, as registering backs all of the memory with pages.
+/// It listens at the given addresses, or else at that of `listen`. If no option names RDMA, its absence is not an
+/// error: replicas then read over TCP. It blocks, because registration backs all of the memory with pages.
 ///
 /// # Errors
-/// RDMA was asked for by `--rdma-address` or `--rdma-device` and can't be had.
+/// `--rdma-address` or `--rdma-device` was given, and RDMA is not available.
 pub(crate) fn rdma(
     wanted: &RdmaOffer,
     listen: SocketAddr,
@@ -26,7 +27,7 @@ pub(crate) fn rdma(
     }
     let is_asked = wanted.end.is_named();
     if !is_asked && listen.ip().is_loopback() {
-        tracing::debug!("RDMA is not offered: --listen is for this host only");
+        tracing::debug!("RDMA is not offered: --listen accepts connections of this host only");
         return Ok(None);
     }
     match open(wanted, listen, memories) {
@@ -37,7 +38,7 @@ pub(crate) fn rdma(
         }
         Err(error) if is_asked => Err(Failure::refused(error.to_string())),
         Err(error) => {
-            tracing::info!("RDMA is not offered, replicas of other hosts will use tcp: {error}");
+            tracing::info!("RDMA is not offered; replicas on other hosts will use TCP: {error}");
             Ok(None)
         }
     }
@@ -48,7 +49,8 @@ fn open(wanted: &RdmaOffer, listen: SocketAddr, memories: &[Arc<Memory>]) -> Res
     let options = VerbsOptions { traffic_class, service_level, ..VerbsOptions::default() };
     let named = wanted.end.addresses()?;
     let hosts: Vec<IpAddr> = if named.is_empty() { vec![listen.ip()] } else { named };
-    // RDMA's ports are not TCP's: the same number is nearly always free, and easily remembered. (On iWARP they are, and it is taken.)
+    // RDMA has ports of its own, so TCP's number is nearly always free there and easy to remember. (iWARP uses TCP's
+    // ports, so it is not free there.)
     let at = |port| hosts.iter().map(|host| SocketAddr::new(*host, port)).collect::<Vec<_>>();
     let exporter = VerbsExporter::listen(options.clone(), &at(listen.port()))
         .or_else(|_| VerbsExporter::listen(options, &at(ANY_PORT)))?;
@@ -56,5 +58,5 @@ fn open(wanted: &RdmaOffer, listen: SocketAddr, memories: &[Arc<Memory>]) -> Res
     Ok(exporter)
 }
 
-/// Any free one.
+/// Any free port.
 const ANY_PORT: u16 = 0;

@@ -1,4 +1,4 @@
-//! The replica's choice: the connectors to try, in their order, and what speaks against those that are passed over.
+//! The replica's choice: which connectors to try, in which order, and why the others were rejected.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -10,7 +10,7 @@ use remora_fabric::{Connector, Error, TransportKind};
 
 use crate::args::{CompletionChoice, RdmaRead, TransportChoice};
 
-/// The transports that may be used, and how.
+/// The transports that the replica may use, and their settings.
 #[derive(Clone, Debug)]
 pub(crate) struct Wish {
     pub(crate) choice: TransportChoice,
@@ -19,7 +19,7 @@ pub(crate) struct Wish {
 }
 
 impl Wish {
-    /// What the source is told: the kinds that this end may use, best first.
+    /// The kinds that this end may use, best first, for the source.
     pub(crate) fn kinds(&self) -> Vec<TransportKind> {
         match self.choice {
             TransportChoice::Auto => vec![TransportKind::Shm, TransportKind::Verbs, TransportKind::Tcp],
@@ -29,12 +29,12 @@ impl Wish {
         }
     }
 
-    /// The connectors, best first, to a source that was reached at `source`.
+    /// The connectors to a source at the address `source`, best first.
     pub(crate) fn connectors(&self, source: SocketAddr) -> Connectors {
         Connectors { candidates: self.each(source).into(), passed_over: Vec::new() }
     }
 
-    /// Each transport's connector to a source that was reached at `source`, or why there is none.
+    /// The connector of each transport to a source at the address `source`, or why there is none.
     pub(crate) fn each(&self, source: SocketAddr) -> Vec<Candidate> {
         self.kinds().into_iter().map(|kind| (kind, self.connector(kind, source))).collect()
     }
@@ -72,14 +72,14 @@ impl Wish {
 /// A transport, and its connector or why there is none.
 pub(crate) type Candidate = (TransportKind, Result<Box<dyn Connector>, Error>);
 
-/// What is left to be tried, best first, and what is not and why.
+/// The connectors that are still to be tried, best first, and why others were rejected.
 pub(crate) struct Connectors {
     candidates: VecDeque<Candidate>,
     passed_over: Vec<String>,
 }
 
 impl Connectors {
-    /// The best that is left, once those that can't be had here are passed over.
+    /// The best remaining connector. It rejects those that are not available on this host.
     pub(crate) fn best(&mut self) -> Option<&dyn Connector> {
         while let Some((_, Err(error))) = self.candidates.front() {
             let why = error.to_string();
@@ -88,18 +88,19 @@ impl Connectors {
         self.candidates.front().and_then(|(_, connector)| connector.as_deref().ok())
     }
 
-    /// The best that is left can't be used, for this reason.
+    /// Rejects the best remaining connector, for this reason.
     pub(crate) fn pass_over(&mut self, why: &str) {
         if let Some((kind, _)) = self.candidates.pop_front() {
             self.passed_over.push(format!("{kind}: {why}"));
         }
     }
 
-    /// What spoke against those that were passed over, in a sentence.
+    /// Why the rejected ones were rejected, as one text.
     pub(crate) fn why(&self) -> String {
         self.passed_over.join("; ")
     }
 }
 
-/// How long RDMA may take to connect before the next transport is tried: a lost request is repeated once, after some 4 s.
+/// How long RDMA may take to connect before the next transport is tried. A lost request is repeated once, after about 4
+/// s.
 const CONNECT_LIMIT: std::time::Duration = std::time::Duration::from_secs(6);

@@ -1,13 +1,13 @@
-//! A key by its content: a fingerprint that is the same on two servers exactly if the key is, whatever version they are and
-//! however they have encoded it.
+//! A key by its content: a fingerprint that is equal on two servers exactly if the key is, whatever their versions and
+//! encodings.
 //!
-//! `DUMP` is not that: it carries its version, and a set or hash in the order in which a table keyed by a random seed happens to
-//! hold it. Here ordered types are hashed in their order, unordered ones as a sum over their elements, piece by piece, so that a
-//! value of any size needs little memory.
+//! A `DUMP` is not enough: it contains its version, and a set or hash in the order of a table with a random hash seed.
+//! Here ordered types are hashed in their order, and unordered ones as a sum over their elements. Values are read in
+//! pieces, so that a value of any size needs little memory.
 //!
-//! What a primary and its own replica differ in by nature is left out: the shape of trees, idle times, and of groups in streams
-//! the number of entries read (Redis 7.0 does not always pass it on) and consumers that hold nothing (an `XAUTOCLAIM` that finds
-//! only deleted entries makes its consumer on the primary alone, seen on Valkey 9.1).
+//! Differences between a primary and its own replica are left out: the shape of trees, idle times, and for groups in
+//! streams the number of entries read (Redis 7.0 does not always replicate it) and consumers without pending entries
+//! (an `XAUTOCLAIM` that finds only deleted entries creates its consumer on the primary alone, seen on Valkey 9.1).
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -17,15 +17,15 @@ use sha2::{Digest, Sha256};
 use super::pair::{Abilities, Side};
 use crate::server::ServerError;
 
-/// What a key is at one moment on one server.
+/// A key at one moment on one server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Look {
-    /// It isn't there.
+    /// The key does not exist.
     Absent,
-    /// It became another type while we looked.
+    /// The key changed its type while it was read.
     Changing,
     Present {
-        /// As `TYPE` says it.
+        /// The type, as `TYPE` returns it.
         kind: String,
         /// The fingerprint of the content.
         content: [u8; 32],
@@ -39,22 +39,22 @@ pub(super) enum Expiry {
     /// There is no key.
     NoKey,
     Never,
-    /// At that time, Unix milliseconds, as the server has it.
+    /// At this time in Unix milliseconds, as the server has it.
     At(i64),
-    /// At about that time, reckoned from what was left of its life by our clock.
+    /// At about this time, computed from the remaining time to live and the local clock.
     About(i64),
 }
 
-/// Two looks at a life that is left are milliseconds apart, or a slow command.
+/// The tolerance between two approximate times: two queries are milliseconds apart, or a slow command.
 const ABOUT_MILLISECONDS: u64 = 2_000;
 
 impl Expiry {
-    /// The command that asks for it.
+    /// The command that queries the expiry.
     pub(super) fn command(abilities: Abilities) -> &'static str {
         if abilities.absolute_expiry { "PEXPIRETIME" } else { "PTTL" }
     }
 
-    /// Reads the answer; `None` if it is no number.
+    /// Parses the answer; `None` if it is not a number.
     pub(super) fn of(frame: &Frame, abilities: Abilities) -> Option<Self> {
         Some(match frame.as_int()? {
             -2 => Self::NoKey,
@@ -64,7 +64,7 @@ impl Expiry {
         })
     }
 
-    /// Whether both are the same, as far as they can be told.
+    /// Whether both are the same, as precisely as they are known.
     pub(super) fn agrees(self, other: Self) -> bool {
         match (self, other) {
             (Self::About(one), Self::About(other)) => one.abs_diff(other) <= ABOUT_MILLISECONDS,
@@ -74,7 +74,7 @@ impl Expiry {
 }
 
 impl Look {
-    /// Whether both are the same key. A key that was changing is not the same as anything.
+    /// Whether both are the same key. A key that was changing is not equal to any other.
     pub(super) fn agrees(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Absent, Self::Absent) => true,
@@ -87,7 +87,7 @@ impl Look {
     }
 }
 
-/// Looks at `key` in the selected database of `side`.
+/// Reads `key` in the selected database of `side`.
 pub(super) async fn look(side: &mut Side, abilities: Abilities, key: &[u8]) -> Result<Look, ServerError> {
     let kind = match side.client.command(&[b"TYPE", key]).await?.as_str() {
         Some("none") | None => return Ok(Look::Absent),
@@ -212,7 +212,7 @@ impl Reader<'_> {
         }
     }
 
-    /// When each of the fields (every other one of `items`) expires; nothing if not both servers know.
+    /// When each of the fields (every other one of `items`) expires; empty if not both servers know.
     async fn field_expiries(&mut self, items: &[Frame]) -> Result<Vec<i64>, ServerError> {
         let fields: Vec<_> = items.iter().step_by(2).filter_map(Frame::as_bytes).collect();
         if !self.abilities.field_expiry || fields.is_empty() {
@@ -255,7 +255,8 @@ impl Reader<'_> {
         Ok(())
     }
 
-    /// Entries delivered and not acknowledged: id, consumer and number of deliveries; not the time since, which goes on.
+    /// Entries that are delivered and not acknowledged: id, consumer and number of deliveries. Their idle time is left
+    /// out, as it grows.
     async fn pending(&mut self, group: &[u8], hash: &mut Sha256) -> Result<(), ServerError> {
         let mut begin = String::from("-");
         loop {
@@ -275,7 +276,7 @@ impl Reader<'_> {
         }
     }
 
-    /// A module's type: nobody but the module knows more than its dump.
+    /// The content of a module's type: only its dump is known.
     async fn foreign(&mut self) -> Result<[u8; 32], ServerError> {
         let answer = self.ask("DUMP", &[]).await?;
         Ok(Sha256::digest(body_of_dump(answer.as_bytes().unwrap_or_default())).into())
@@ -305,7 +306,7 @@ impl Reader<'_> {
         Ok(items)
     }
 
-    /// One step of `SSCAN` or `HSCAN`: the next cursor and what was found.
+    /// One step of `SSCAN` or `HSCAN`: returns the next cursor and the elements.
     async fn scan(&mut self, command: &str, cursor: &[u8]) -> Result<(Vec<u8>, Vec<Frame>), ServerError> {
         let count = self.stride.count.to_string();
         let words: [&[u8]; 5] = [command.as_bytes(), self.key, cursor, b"COUNT", count.as_bytes()];
@@ -316,7 +317,7 @@ impl Reader<'_> {
     }
 }
 
-/// Splits what a scanning command answers.
+/// Splits the answer of a scanning command.
 pub(super) fn scan_answer(answer: Frame) -> Result<(Vec<u8>, Vec<Frame>), Frame> {
     match answer {
         Frame::Array(parts) => match <[Frame; 2]>::try_from(parts) {
@@ -328,12 +329,13 @@ pub(super) fn scan_answer(answer: Frame) -> Result<(Vec<u8>, Vec<Frame>), Frame>
     }
 }
 
-/// A dump without its foot: two bytes of version and eight of checksum, which differ between servers of different versions.
+/// A dump without its last ten bytes: two of version and eight of checksum, which differ between servers of different
+/// versions.
 pub(super) fn body_of_dump(dump: &[u8]) -> &[u8] {
     dump.len().checked_sub(DUMP_FOOT_BYTES).and_then(|end| dump.get(..end)).unwrap_or(dump)
 }
 
-/// How many elements to ask for at once: more while they are small, fewer when they turn out large.
+/// How many elements to request at once: more if they are small, fewer if they are large.
 #[derive(Debug)]
 struct Stride {
     count: u64,
@@ -355,7 +357,7 @@ impl Stride {
     }
 }
 
-/// Fingerprints of elements added up, so that their order does not matter.
+/// A sum of fingerprints, so that the order of the elements has no effect.
 #[derive(Default)]
 struct Sum {
     total: [u64; 4],
@@ -380,7 +382,7 @@ impl Sum {
     }
 }
 
-/// Adds a frame so that no two different ones add the same bytes: kind, length, content.
+/// Hashes a frame so that different frames never hash the same bytes: kind, length, content.
 fn absorb(hash: &mut Sha256, frame: &Frame) {
     let mut tagged = |kind: u8, bytes: &[u8]| {
         hash.update([kind]);
@@ -399,7 +401,7 @@ fn absorb(hash: &mut Sha256, frame: &Frame) {
     }
 }
 
-/// A score by its value: servers of different versions print the same one with different digits.
+/// Hashes a score by its value: servers of different versions print the same score with different digits.
 fn absorb_score(hash: &mut Sha256, score: &Frame) {
     match score.as_str().and_then(|text| text.parse::<f64>().ok()) {
         Some(value) => hash.update(value.to_le_bytes()),
@@ -419,7 +421,7 @@ fn field<'a>(frame: &'a Frame, name: &str) -> Option<&'a Frame> {
     pairs.find(|pair| pair.first().and_then(Frame::as_str) == Some(name)).and_then(|pair| pair.get(1))
 }
 
-/// The beginning of the next page: just behind the id in the last entry.
+/// The id at which the next page begins: the one after that of the last entry.
 fn next_id(entries: &[Frame], place: usize) -> Option<String> {
     let id = entries.last()?.as_array()?.get(place)?.as_str()?;
     Some(format!("({id}"))
@@ -438,23 +440,24 @@ fn unix_milliseconds() -> i64 {
     i64::try_from(since.as_millis()).unwrap_or(i64::MAX)
 }
 
-/// What a server says when a key, or a group in it, went away or became another type between two of our questions.
+/// Error replies if a key, or a group in it, was deleted or changed its type between two queries.
 const GONE: [&str; 3] = ["WRONGTYPE", "NOGROUP", "ERR no such key"];
-/// Not `entries-read` and the lag reckoned from it: a primary counts it, its replicas (measured on Redis 7.0) do not always.
+/// Without `entries-read` and the lag computed from it: a primary counts them, and its replicas (measured on Redis 7.0)
+/// do not always.
 const GROUP_FIELDS: &[&str] = &["name", "pending", "last-delivered-id"];
-/// Where a scan begins, and what it answers when it is through.
+/// The cursor at which a scan begins, and which the server returns at its end.
 const START: &[u8] = b"0";
-/// Version and CRC-64 at the end of a dump.
+/// Bytes at the end of a dump: version and CRC-64.
 const DUMP_FOOT_BYTES: usize = 10;
-/// Bytes of a string asked for at once.
+/// Bytes of a string that one query requests.
 const STRING_PIECE: u64 = 4 << 20;
-/// Pending entries asked for at once; each is some hundred bytes.
+/// Pending entries that one query requests; each has some hundred bytes.
 const PENDING_PIECE: usize = 1000;
-/// Below this an answer is hardly worth its round trip ...
+/// An answer with fewer bytes is hardly worth its round trip.
 const SMALL_PIECE: usize = 256 << 10;
-/// ... and above it a server is held up noticeably.
+/// An answer with more bytes delays the server's other clients noticeably.
 const LARGE_PIECE: usize = 4 << 20;
-/// As many elements as a server hands out without a pause that its other clients would feel.
+/// The most elements that one query requests: a server returns them without a noticeable pause for its other clients.
 const MOST_ELEMENTS: u64 = 4096;
 
 #[cfg(test)]

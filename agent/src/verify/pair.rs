@@ -1,4 +1,4 @@
-//! The two servers side by side: which database each has selected, how far the one is behind the other, what both can do.
+//! The two servers side by side: which database each has selected, how far the replica is behind, and what both can do.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,20 +18,20 @@ pub(super) struct Side {
     database: Option<u32>,
 }
 
-/// Both, and what they have in common.
+/// Both servers, and what they have in common.
 #[derive(Debug)]
 pub(super) struct Pair {
     pub(super) primary: Side,
     pub(super) replica: Side,
     pub(super) abilities: Abilities,
-    /// Whether the replica follows the history of the primary, so that their offsets can be compared.
+    /// Whether the replica follows the primary's history, so that their offsets can be compared.
     related: bool,
 }
 
-/// What both servers can tell, so that neither is found to differ by what only the other says.
+/// What both servers can report. What only one of them reports must not count as a difference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Abilities {
-    /// `PEXPIRETIME` (7.0): when a key expires, to the millisecond. Before it: how long it has left.
+    /// `PEXPIRETIME` (7.0): when a key expires, to the millisecond. Older servers report the remaining time to live.
     pub(super) absolute_expiry: bool,
     /// `HPEXPIRETIME` (Redis 7.4, Valkey 9.0): when fields of a hash expire.
     pub(super) field_expiry: bool,
@@ -39,11 +39,11 @@ pub(super) struct Abilities {
     pub(super) stream_counters: bool,
 }
 
-/// Whether the replica is known to have everything the primary had when it was asked.
+/// Whether the replica is known to have everything that the primary had when it was asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum CaughtUp {
     Yes,
-    /// It isn't, or there is no telling.
+    /// It has not, or that is unknown.
     Unknown,
 }
 
@@ -59,7 +59,8 @@ impl Pair {
         tokio::try_join!(self.primary.select(database), self.replica.select(database)).map(drop)
     }
 
-    /// Waits until the replica has executed what the primary has executed by now; if that can't be told, waits a moment.
+    /// Waits until the replica has executed what the primary has executed by now. If that is unknown, it waits for a
+    /// moment.
     pub(super) async fn catch_up(&mut self) -> Result<CaughtUp, ServerError> {
         let wanted = if self.related { self.primary.offset().await? } else { None };
         let Some(wanted) = wanted else {
@@ -73,23 +74,23 @@ impl Pair {
             }
             sleep(CATCH_UP_POLL).await;
         }
-        // It stands still: waiting again and again would only take longer to find the same.
+        // The replica makes no progress: further waits would take time and find the same.
         self.related = false;
         Ok(CaughtUp::Unknown)
     }
 
-    /// Whether nothing was written for a moment, as far as the primary's offset tells.
+    /// Whether nothing was written for a moment, as far as the primary's offset shows.
     pub(super) async fn is_quiet(&mut self) -> Result<bool, ServerError> {
         let before = self.primary.offset().await?;
         sleep(QUIET_PAUSE).await;
         Ok(before == self.primary.offset().await?)
     }
 
-    /// Compares the function libraries: what differs is looked at again, up to `rounds` times. Only what differed in every look is
-    /// called different, as a library may go and come back the same while both servers are asked; if it also changed whenever it was
-    /// looked at, it is undecided.
+    /// Compares the function libraries. Libraries that differ are compared again, up to `rounds` times. Only a library
+    /// that differed every time counts as different, because it may be deleted and loaded again while both servers are
+    /// queried. If it also changed every time, it is undecided.
     pub(super) async fn compare_functions(&mut self, rounds: u32) -> Result<Functions, ServerError> {
-        let mut suspects: Option<BTreeSet<String>> = None; // at first, all
+        let mut suspects: Option<BTreeSet<String>> = None; // `None`: all, in the first round
         let mut stood_still = BTreeSet::new();
         let mut again = 0;
         loop {
@@ -102,7 +103,7 @@ impl Pair {
             if before.is_none() && held.is_none() {
                 return Ok(Functions::Unknown);
             }
-            // A server without functions has none.
+            // A server that does not support functions has none.
             let [before, held, after] = [before, held, after].map(Option::unwrap_or_default);
             let open = suspects.get_or_insert_with(|| before.keys().chain(held.keys()).cloned().collect());
             open.retain(|name| held.get(name) != before.get(name) && held.get(name) != after.get(name));
@@ -123,7 +124,7 @@ impl Side {
         let mut client = server.connect().await?;
         let facts = Facts::read(&mut client).await?;
         if facts.cluster_enabled == Some(true) && facts.role == Some(Role::Replica) {
-            // Without it a replica in a cluster sends every reader to its primary.
+            // Without READONLY a replica in a cluster redirects every reader to its primary.
             client.command(&["READONLY"]).await?;
         }
         Ok(Self { client, facts, database: None })
@@ -145,7 +146,7 @@ impl Side {
         Ok(Facts::from_info(&self.client.info("replication").await?).offset)
     }
 
-    /// `DEBUG DIGEST`; `None` if the server doesn't allow it.
+    /// Queries `DEBUG DIGEST`; `None` if the server does not allow it.
     pub(super) async fn digest(&mut self, limit: Duration) -> Result<Option<Vec<u8>>, ServerError> {
         match self.client.command_within(limit, &["DEBUG", "DIGEST"]).await {
             Ok(frame) => Ok(frame.into_bytes().ok()),
@@ -154,7 +155,7 @@ impl Side {
         }
     }
 
-    /// All function libraries; `None` if the server knows none or doesn't tell.
+    /// All function libraries; `None` if the server does not support functions or does not allow the query.
     async fn functions(&mut self) -> Result<Option<Libraries>, ServerError> {
         let answer = match self.client.command(&["FUNCTION", "LIST", "WITHCODE"]).await {
             Ok(answer) => answer,
@@ -166,16 +167,16 @@ impl Side {
     }
 }
 
-/// What came of comparing functions.
+/// The result of the comparison of functions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Functions {
-    /// Neither server has any, or says so.
+    /// Neither server has any, or neither reports them.
     Unknown,
     Compared {
         libraries: usize,
         same: bool,
-        /// Libraries that changed whenever they were looked at.
+        /// Libraries that changed every time they were compared.
         undecided: usize,
     },
 }
@@ -183,8 +184,8 @@ pub(super) enum Functions {
 /// Function libraries as text, by name.
 type Libraries = BTreeMap<String, String>;
 
-/// A library's name, and all of it as text: name, engine and code. The list of its functions follows from the code and comes in any
-/// order.
+/// A library's name, and its content as text: name, engine and code. The list of its functions follows from the code
+/// and has no fixed order.
 fn library(frame: &Frame) -> (String, String) {
     let fields = frame.as_array().unwrap_or_default();
     let pairs = fields.chunks_exact(2).filter_map(|pair| Some((pair.first()?.as_str()?, pair.get(1)?.as_bytes()?)));
@@ -193,7 +194,7 @@ fn library(frame: &Frame) -> (String, String) {
     let name = pairs.iter().find(|(field, _)| *field == "library_name").map(|(_, name)| name.clone());
     let lines: Vec<_> = pairs.iter().map(|(field, value)| format!("{field}={value}")).collect();
     let text = lines.join("\n");
-    (name.unwrap_or_else(|| text.clone()), text) // without a name it is still told from others
+    (name.unwrap_or_else(|| text.clone()), text) // without a name, its text tells it from others
 }
 
 impl Abilities {
@@ -212,13 +213,15 @@ fn expires_fields(facts: &Facts) -> bool {
     facts.version.is_some_and(|version| version >= since)
 }
 
-/// A replica that is behind by more than this will not be waited for; its differences are then found by looking again.
+/// `verify` does not wait longer for a replica to catch up. The differences of a slower one are found by comparing
+/// again.
 const CATCH_UP_LIMIT: Duration = Duration::from_secs(30);
-/// Acknowledged offsets are exact and local; asking this often costs a server nothing that it would notice.
+/// How often the offsets are queried while waiting. They are exact, and the query costs a server next to nothing.
 const CATCH_UP_POLL: Duration = Duration::from_millis(2);
-/// Between looks at servers whose offsets have nothing to do with each other: longer than replication usually lags.
+/// The pause between comparisons of servers whose offsets are unrelated: longer than replication usually lags.
 const UNRELATED_PAUSE: Duration = Duration::from_millis(100);
-/// Long enough to see a write among a hundred a second, short enough to be no delay.
+/// How long a server must not be written to: long enough to notice a write among a hundred per second, short enough to
+/// be no delay.
 const QUIET_PAUSE: Duration = Duration::from_millis(50);
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Whether a key that looked different is.
+//! Decides whether a key that looked different is different.
 //!
 //! ```text
 //!   primary ── before ─────────────────── after ──▶ time          held = before, or held = after:    the same
@@ -6,9 +6,9 @@
 //!   replica           has caught up ── held ──▶            before ≠ after, and held is neither:   look again
 //! ```
 //!
-//! If the replica had executed everything up to `before` when `held` was read, and the key did not change on the primary
-//! from then on, the replica had to hold that value. Where there is no telling whether it had (two servers that don't
-//! replicate), the same must be found in every round.
+//! If the replica had executed everything up to `before` when `held` was read, and the key did not change on the
+//! primary from then on, the replica had to hold that value. If that is unknown (two servers that do not replicate),
+//! the same must be found in every round.
 
 use std::collections::BTreeSet;
 
@@ -26,21 +26,22 @@ pub(super) struct Suspect {
     pub(super) key: Vec<u8>,
 }
 
-/// Keys looked at between two waits. Fewer would wait too often, more would give a busy key time to change.
+/// Keys that are compared between two waits. With fewer there would be too many waits, with more a busy key would have
+/// time to change.
 const AT_ONCE: usize = 64;
 
-/// When so many differences are proven, one round is enough for further ones: the servers are different, and it should not take hours
-/// to say by how much.
+/// With this many proven differences one round is enough for further ones: the servers differ, and it should not take
+/// hours to count how much.
 const MANY: u64 = 1000;
 
-/// Looks at the suspects up to `rounds` times and reports those that are different and those that never stood still.
+/// Compares the suspects up to `rounds` times, and reports those that differ and those that changed every time.
 pub(super) async fn settle(
     pair: &mut Pair,
     suspects: Vec<Suspect>,
     rounds: u32,
     report: &mut Report,
 ) -> Result<(), ServerError> {
-    // Sorted by database, and without those that a scan handed out twice.
+    // Sorted by database, and without keys that a scan returned twice.
     let mut open: BTreeSet<Suspect> = suspects.into_iter().collect();
     let rounds = if report.differences() > MANY { 1 } else { rounds };
     for round in 1..=rounds {
@@ -54,7 +55,7 @@ pub(super) async fn settle(
     Ok(())
 }
 
-/// Cut so that all of a piece are in one database.
+/// Cuts the suspects into pieces. All keys of a piece are in one database.
 fn some_at_once(suspects: BTreeSet<Suspect>) -> Vec<Vec<Suspect>> {
     let mut pieces: Vec<Vec<Suspect>> = Vec::new();
     for suspect in suspects {
@@ -70,7 +71,7 @@ fn some_at_once(suspects: BTreeSet<Suspect>) -> Vec<Vec<Suspect>> {
     pieces
 }
 
-/// One round for a few keys of one database; gives back those that are still open.
+/// One round for a few keys of one database. Returns those that are still undecided.
 async fn look_again(
     pair: &mut Pair,
     suspects: Vec<Suspect>,

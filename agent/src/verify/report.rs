@@ -1,4 +1,4 @@
-//! What was found, for people and for programs.
+//! The result, as text and as JSON.
 
 use std::fmt;
 
@@ -16,7 +16,7 @@ pub(super) struct Report {
     replica: Named,
     pub(super) method: Method,
     pub(super) databases: u32,
-    /// Keys of the primary that were looked at.
+    /// The number of the primary's keys that were compared.
     pub(super) keys: u64,
     pub(super) functions: Functions,
     missing: u64,
@@ -24,9 +24,9 @@ pub(super) struct Report {
     other_type: u64,
     other_value: u64,
     other_expiry: u64,
-    /// Keys that changed at every look.
+    /// The number of keys that changed every time they were compared.
     pub(super) undecided: u64,
-    /// The first of them.
+    /// The first of these keys.
     shown: Vec<Difference>,
     pub(super) seconds: f64,
     #[serde(skip)]
@@ -44,17 +44,17 @@ struct Named {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Method {
-    /// Equal digests; expiry times one by one.
+    /// By equal digests; expiry times were compared one by one.
     Digest,
-    /// Every value.
+    /// By every value.
     Values,
 }
 
-/// In which way a key differs.
+/// How a key differs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Kind {
-    /// The replica lacks it.
+    /// The replica does not have it.
     Missing,
     /// Only the replica has it.
     Extra,
@@ -67,7 +67,7 @@ pub(super) enum Kind {
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Difference {
     database: u32,
-    /// Bytes that do not print are escaped.
+    /// Bytes that are not printable are escaped.
     key: String,
     kind: Kind,
     primary: String,
@@ -108,7 +108,7 @@ impl Report {
         }
     }
 
-    /// Counts a difference, and keeps it if there is room.
+    /// Counts a difference, and lists it if there is room.
     pub(super) fn add(&mut self, difference: Difference) {
         let count = match difference.kind {
             Kind::Missing => &mut self.missing,
@@ -123,17 +123,17 @@ impl Report {
         }
     }
 
-    /// Keys that differ.
+    /// The number of keys that differ.
     pub(super) fn differences(&self) -> u64 {
         self.counts().into_iter().map(|(count, _)| count).sum()
     }
 
-    /// Whether anything does.
+    /// Whether anything differs.
     pub(super) fn differs(&self) -> bool {
         self.differences() > 0 || self.functions_differ()
     }
 
-    /// `3 keys missing on the replica, 1 with another value`.
+    /// A summary such as `3 keys missing on the replica, 1 with another value`.
     pub(super) fn summary(&self) -> String {
         let counts = self.counts().into_iter().filter(|(count, _)| *count > 0);
         let mut parts: Vec<_> = counts.map(|(count, what)| format!("{count} {what}")).collect();
@@ -146,7 +146,7 @@ impl Report {
         parts.join(", ")
     }
 
-    /// One JSON object.
+    /// The report as one JSON object.
     pub(super) fn json(&self) -> String {
         #[derive(Serialize)]
         struct Whole<'a> {
@@ -155,7 +155,7 @@ impl Report {
             report: &'a Report,
         }
         let whole = Whole { same: !self.differs() && !self.is_undecided(), report: self };
-        // Strings, numbers and lists of them: there is nothing in it that JSON could not say.
+        // Strings, numbers and lists of them can always be serialized.
         serde_json::to_string_pretty(&whole).unwrap_or_default()
     }
 
@@ -174,12 +174,12 @@ impl Report {
         ]
     }
 
-    /// Whether something changed whenever it was looked at.
+    /// Whether a key or library changed every time it was compared.
     pub(super) fn is_undecided(&self) -> bool {
         self.undecided > 0 || self.undecided_libraries() > 0
     }
 
-    /// What did: `3 keys`, `3 keys and 1 library`.
+    /// The keys and libraries that changed every time: `3 keys`, `3 keys and 1 library`.
     pub(super) fn undecided(&self) -> String {
         let counts = [(self.undecided, "key", "keys"), (self.undecided_libraries() as u64, "library", "libraries")];
         let some = counts.into_iter().filter(|(count, ..)| *count > 0);
@@ -203,12 +203,12 @@ impl fmt::Display for Report {
         writeln!(f, "primary    {}", self.primary)?;
         writeln!(f, "replica    {}", self.replica)?;
         let how = match self.method {
-            Method::Digest => "the digests of both are equal; expiry compared of",
+            Method::Digest => "the digests are equal; compared the expiry of",
             Method::Values => "compared",
         };
         writeln!(f, "how        {how} {}, {:.1} s", self.extent(), self.seconds)?;
         match self.functions {
-            Functions::Unknown => writeln!(f, "functions  not told by either server")?,
+            Functions::Unknown => writeln!(f, "functions  neither server reports them")?,
             Functions::Compared { libraries, same: true, .. } => {
                 writeln!(f, "functions  the same ({})", counted(libraries as u64, "library", "libraries"))?;
             }

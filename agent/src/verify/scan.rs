@@ -1,7 +1,8 @@
-//! Going through all keys of both servers, a group at a time.
+//! Scans all keys of both servers, one group after the other.
 //!
-//! A group is as many keys as have 8 MiB of values together, by the servers' own estimate, so that neither we nor the servers'
-//! output buffers hold more at once. Values too large for a group are never read whole: [`look`] reads them in pieces.
+//! A group is as many keys as have 8 MiB of values together, by the servers' own estimate. So neither `verify` nor a
+//! server's output buffer holds more at once. Values too large for a group are never read whole: [`look`] reads them in
+//! pieces.
 
 use std::mem;
 
@@ -18,16 +19,17 @@ use crate::{
     server::{Pipeline, ServerError},
 };
 
-/// Keys that one step of `SCAN` is asked for; a server hands these out in well under a millisecond.
+/// Keys that one step of `SCAN` requests. A server returns them in well under a millisecond.
 const SCAN_COUNT: &str = "1000";
 
-/// Values of one group. Each side holds one in its output buffer, we hold one value of each side.
+/// Bytes of values in one group. Each server holds one group in its output buffer; `verify` holds one value of each
+/// side.
 const GROUP_BYTES: u64 = 8 << 20;
 
-/// Suspects held before they are settled: their names are all the memory that grows with differences.
+/// Suspects that are held before they are settled. Their names are the only memory that grows with the differences.
 const SUSPECTS: usize = 4096;
 
-/// The pass over both servers.
+/// The scan of both servers.
 pub(super) struct Scan<'a> {
     pair: &'a mut Pair,
     report: &'a mut Report,
@@ -35,7 +37,7 @@ pub(super) struct Scan<'a> {
     rounds: u32,
     suspects: Vec<Suspect>,
     pipeline: Pipeline,
-    /// Cleared for good when a server doesn't let us ask how large a value is; all are then read in pieces.
+    /// Cleared for good if a server does not allow `MEMORY USAGE`. All values are then read in pieces.
     sizes_known: bool,
 }
 
@@ -44,7 +46,7 @@ impl<'a> Scan<'a> {
         Self { pair, report, meter, rounds, suspects: Vec::new(), pipeline: Pipeline::default(), sizes_known: true }
     }
 
-    /// Goes through one database of both.
+    /// Scans one database of both servers.
     pub(super) async fn database(&mut self, database: u32) -> Result<(), ServerError> {
         self.pair.select(database).await?;
         self.report.databases += 1;
@@ -55,7 +57,7 @@ impl<'a> Scan<'a> {
         Ok(())
     }
 
-    /// Settles the suspects that are left.
+    /// Settles the remaining suspects.
     pub(super) async fn finish(mut self) -> Result<(), ServerError> {
         self.settle().await
     }
@@ -141,7 +143,7 @@ impl<'a> Scan<'a> {
         self.compare_group(database, group).await
     }
 
-    /// The larger of the bytes that a key takes on either side; more than a group where there is no telling.
+    /// The larger of the numbers of bytes that a key takes on either side; more than a group if that is unknown.
     async fn sizes(&mut self, keys: &[Vec<u8>]) -> Result<Vec<u64>, ServerError> {
         if self.sizes_known {
             for key in keys {
@@ -162,7 +164,8 @@ impl<'a> Scan<'a> {
         Ok(vec![u64::MAX; keys.len()])
     }
 
-    /// Reads the dumps of all keys of the group from both and compares them as they come; then by content what was not the same.
+    /// Reads the dumps of all keys of the group from both servers and compares them as they arrive. Then it compares by
+    /// content those that differ.
     async fn compare_group(&mut self, database: u32, keys: Vec<Vec<u8>>) -> Result<(), ServerError> {
         let abilities = self.pair.abilities;
         for key in &keys {
@@ -219,14 +222,14 @@ impl<'a> Scan<'a> {
     }
 }
 
-/// A key's dump and expiry as they came.
+/// A key's dump and expiry, as received.
 struct Value {
     dump: Option<Vec<u8>>,
     expiry: Expiry,
 }
 
 impl Value {
-    /// The same beyond doubt. Otherwise nothing is said: dumps of the same value may differ.
+    /// Whether both are the same beyond doubt. Otherwise they may still be: dumps of the same value may differ.
     fn agrees(&self, other: &Self) -> bool {
         self.expiry.agrees(other.expiry) && self.body() == other.body()
     }
@@ -263,12 +266,12 @@ fn wrong(side: &Side, command: &str, answer: &Frame) -> ServerError {
     }
 }
 
-/// What `MEMORY USAGE` answers; nothing for a key that is gone.
+/// The answer to `MEMORY USAGE`; 0 for a key that does not exist.
 fn size_of(answer: &Frame) -> u64 {
     answer.as_int().and_then(|bytes| u64::try_from(bytes).ok()).unwrap_or(0)
 }
 
-/// Where a scan begins, and what it answers when it is through.
+/// The cursor at which a scan begins, and which the server returns at its end.
 const START: &[u8] = b"0";
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use remora_agent::conversation::{Connection, Endpoint, Options, Token, derive};
 use remora_fabric::tcp::{LANE_MAGIC, TcpExporter, TcpOptions};
 use remora_fabric::{Exporter, Memory, Pages, RegionId};
 use remora_protocol::{Join, Message, Offer, Phase, Progress, Relaying, Relays, TableOffer};
-use remora_table::{Geometry, Identity, Kind, SnapshotWriter};
+use remora_table::{Geometry, Identity, Kind, Origin, SnapshotWriter};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Runtime;
 
@@ -76,7 +76,8 @@ fn make(offer: &Offer, address: SocketAddr, token: Arc<Token>, readers: Arc<Atom
     let TableOffer { generation, first_offset, slot_size, slots, .. } = offer.snapshot.clone();
     let geometry = Geometry { slot_size, slots };
     let memory = Arc::new(Memory::create("liar", geometry.memory_len(), Pages::Small).unwrap());
-    let identity = Identity { generation, kind: Kind::Snapshot, replid: offer.replid, first_offset };
+    let origin = Origin { generation, history: offer.replid.unwrap(), offset: first_offset };
+    let identity = Identity { kind: Kind::Snapshot, origin };
     let mut writer = SnapshotWriter::create(memory.clone(), geometry, identity, 0).unwrap();
     writer.append(&vec![0x5a; 16 << 20]).unwrap();
     let exporter = Arc::new(TcpExporter::new(TcpOptions::default(), Some(address)).unwrap());

@@ -154,7 +154,7 @@ impl Source {
 
     /// Waits until its snapshot is complete.
     pub fn wait_for_snapshot(&mut self) {
-        self.agent.wait_for_line("the snapshot is whole", LONG).unwrap();
+        self.agent.wait_for_line("snapshot completed", LONG).unwrap();
     }
 
     /// Bytes that its data lanes have sent.

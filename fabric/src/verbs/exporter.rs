@@ -79,7 +79,7 @@ impl VerbsExporter {
     /// [`Error::NoRdma`] if the locked-memory limit is too low; [`Error::System`].
     pub fn prepare(&self, memory: &Arc<Memory>) -> Result<(), Error> {
         let exported = self.register(memory)?;
-        self.shared.server().cache(exported);
+        self.shared.server().regions.cache(exported);
         Ok(())
     }
 
@@ -107,12 +107,12 @@ impl Exporter for VerbsExporter {
     }
 
     fn export(&self, id: RegionId, memory: Arc<Memory>) -> Result<(), Error> {
-        let cached = self.shared.server().cached(&memory);
+        let cached = self.shared.server().regions.cached(&memory);
         let exported = match cached {
             Some(exported) => exported,
             None => self.register(&memory)?,
         };
-        self.shared.server().export(id, exported)
+        self.shared.server().regions.export(id, exported)
     }
 
     /// When this returns, the connections are closed and with them the right to read. The registration is removed,

@@ -141,14 +141,46 @@ impl DeviceContext {
     }
 }
 
+/// Memory that is registered with the devices.
+#[derive(Default)]
+pub(super) struct Regions {
+    /// What readers may read.
+    open: HashMap<RegionId, Exported>,
+    /// Memory that stays registered between regions.
+    cached: Vec<Exported>,
+}
+
+impl Regions {
+    /// Keeps memory registered, whether it is exported or not.
+    pub(super) fn cache(&mut self, exported: Exported) {
+        self.cached.push(exported);
+    }
+
+    /// The registrations of memory that is kept registered.
+    pub(super) fn cached(&self, memory: &Arc<Memory>) -> Option<Exported> {
+        self.cached.iter().find(|exported| Arc::ptr_eq(&exported.memory, memory)).cloned()
+    }
+
+    /// Makes memory readable as that region.
+    pub(super) fn export(&mut self, id: RegionId, exported: Exported) -> Result<(), Error> {
+        if self.open.contains_key(&id) {
+            return Err(Error::AlreadyExported(id));
+        }
+        self.open.insert(id, exported);
+        Ok(())
+    }
+
+    fn iter_mut(&mut self) -> impl Iterator<Item = &mut Exported> {
+        self.open.values_mut().chain(&mut self.cached)
+    }
+}
+
 /// Regions, grants, and reader connections.
 pub(super) struct Server {
     options: VerbsOptions,
     /// By the name of each connection's id.
     readers: HashMap<usize, ReaderConnection>,
-    regions: HashMap<RegionId, Exported>,
-    /// Memory that stays registered between regions.
-    cached: Vec<Exported>,
+    pub(super) regions: Regions,
     grants: HashMap<u64, Secret>,
     contexts: Vec<DeviceContext>,
     listeners: Vec<Listener>,
@@ -181,8 +213,7 @@ impl Server {
         Server {
             options,
             readers: HashMap::new(),
-            regions: HashMap::new(),
-            cached: Vec::new(),
+            regions: Regions::default(),
             grants: HashMap::new(),
             contexts,
             listeners,
@@ -200,25 +231,9 @@ impl Server {
         self.contexts.iter().map(|context| context.domain.clone()).collect()
     }
 
-    pub(super) fn cache(&mut self, exported: Exported) {
-        self.cached.push(exported);
-    }
-
-    pub(super) fn cached(&self, memory: &Arc<Memory>) -> Option<Exported> {
-        self.cached.iter().find(|exported| Arc::ptr_eq(&exported.memory, memory)).cloned()
-    }
-
-    pub(super) fn export(&mut self, id: RegionId, exported: Exported) -> Result<(), Error> {
-        if self.regions.contains_key(&id) {
-            return Err(Error::AlreadyExported(id));
-        }
-        self.regions.insert(id, exported);
-        Ok(())
-    }
-
     pub(super) fn revoke(&mut self, id: RegionId) -> Option<Exported> {
         self.cut(|reader| reader.handshake.hello().id == id);
-        self.regions.remove(&id)
+        self.regions.open.remove(&id)
     }
 
     pub(super) fn grant(&mut self, session: u64, secret: Secret) {
@@ -233,7 +248,7 @@ impl Server {
     /// Length of a region, if readers can connect.
     pub(super) fn region_length(&self, id: RegionId) -> Option<u64> {
         let is_open = self.listeners.iter().any(|listener| listener.id.is_some());
-        self.regions.get(&id).filter(|_| is_open).map(|exported| exported.memory.length())
+        self.regions.open.get(&id).filter(|_| is_open).map(|exported| exported.memory.length())
     }
 
     /// What becomes readable on events, for each working device.
@@ -247,8 +262,7 @@ impl Server {
         self.listeners.clear();
         self.grants.clear();
         self.cut(|_| true);
-        self.regions.clear();
-        self.cached.clear();
+        self.regions = Regions::default();
     }
 
     // ---- new readers ----
@@ -404,8 +418,8 @@ impl Server {
         if read.is_err() || length as usize != PROOF_BYTES {
             return Err(Denial::NotGranted);
         }
-        let Some(exported) = self.regions.get(&id) else {
-            let is_stale = self.regions.keys().any(|known| known.region == id.region);
+        let Some(exported) = self.regions.open.get(&id) else {
+            let is_stale = self.regions.open.keys().any(|known| known.region == id.region);
             return Err(if is_stale { Denial::Stale } else { Denial::Unknown });
         };
         let of_session = |other: &&ReaderConnection| {
@@ -462,7 +476,7 @@ impl Server {
             return;
         }
         let is_alive = |registration: &Registered| !registration.domain().device().has_failed();
-        self.regions.values_mut().chain(&mut self.cached).for_each(|exported| exported.registrations.retain(is_alive));
+        self.regions.iter_mut().for_each(|exported| exported.registrations.retain(is_alive));
         self.contexts.retain(|context| !context.device().has_failed());
         for listener in &mut self.listeners {
             let device = listener.id.as_ref().filter(|id| id.has_device()).map(Id::device);
@@ -516,7 +530,7 @@ impl Server {
         }
         let context = DeviceContext::new(device)?;
         let mut registered: Vec<Registered> = Vec::new();
-        for exported in self.regions.values_mut().chain(&mut self.cached) {
+        for exported in self.regions.iter_mut() {
             let known = registered.iter().find(|registration| Arc::ptr_eq(registration.memory(), &exported.memory));
             let registration = match known {
                 Some(registration) => registration.clone(),

@@ -300,3 +300,6 @@ fn gather_some(into: &mut [u8], have: &mut usize, input: &mut &[u8]) -> bool {
     }
     full
 }
+
+// A trailer is pieced together in the same memory as an incomplete preamble.
+const _: () = assert!(SUMS_BYTES + SEAL_BYTES <= HEAD_BYTES && PREAMBLE_BYTES <= HEAD_BYTES);

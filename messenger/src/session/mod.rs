@@ -45,12 +45,18 @@
 //!   waits for nothing.
 
 mod events;
+mod queue;
+mod receipts;
+mod retries;
 
 use std::collections::VecDeque;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 pub use self::events::{Action, LinkId, LocalEnd, News, Outgoing, Over, Payload, Verdict, Violation};
 
+use self::queue::SendQueue;
+use self::receipts::Receipts;
+use self::retries::Retries;
 use crate::policy::Policy;
 use crate::signal::{Cookie, Label, Open, Refusal, Signal};
 
@@ -66,6 +72,7 @@ enum State {
 }
 
 /// One end of a session. `T` is a message.
+// Larger than the bound: one state machine. Each event is a method, and so is each step that several events share.
 pub struct Session<T> {
     policy: Policy,
     local_end: LocalEnd,
@@ -77,16 +84,8 @@ pub struct Session<T> {
     /// The highest attempt that either end has announced.
     attempt: u64,
     /// Messages that are queued and not acknowledged (lossy: not written).
-    queue: VecDeque<T>,
-    /// The number of the queue's first message.
-    first: u64,
-    /// How many messages of the queue are written on the current link.
-    written: usize,
-    /// Number of the last message received.
-    heard: u64,
-    /// The last number that was acknowledged, and when the rest must be.
-    told: u64,
-    ack_due: Option<Instant>,
+    queue: SendQueue<T>,
+    receipts: Receipts,
     /// Signals to be written before any message.
     signals: VecDeque<Signal>,
     actions: VecDeque<Action>,
@@ -94,9 +93,8 @@ pub struct Session<T> {
     /// When the last message was sent or received.
     last_message: Instant,
     asked: bool,
-    failures: u32,
+    retries: Retries,
     closing: bool,
-    jitter: u64,
     /// A deliberate fault, which the tests must find.
     #[cfg(test)]
     never_replays: bool,
@@ -124,20 +122,15 @@ impl<T> Session<T> {
             ours: Cookie { id: cookie_id.max(1), epoch: 0 },
             theirs: None,
             attempt: 0,
-            queue: VecDeque::new(),
-            first: 1,
-            written: 0,
-            heard: 0,
-            told: 0,
-            ack_due: None,
+            queue: SendQueue::new(),
+            receipts: Receipts::default(),
             signals: VecDeque::new(),
             actions: VecDeque::new(),
             last_word: now,
             last_message: now,
             asked: false,
-            failures: 0,
+            retries: Retries::new(cookie_id),
             closing: false,
-            jitter: cookie_id | 1,
             #[cfg(test)]
             never_replays: false,
         }
@@ -168,10 +161,7 @@ impl<T> Session<T> {
         if messages.is_empty() {
             return Ok(());
         }
-        match self.queue.is_empty() {
-            true => std::mem::swap(&mut self.queue, messages), // the usual case, in which nothing is moved
-            false => self.queue.append(messages),
-        }
+        self.queue.append(messages);
         self.last_message = now;
         if matches!(self.state, State::Standby { .. }) && self.may_call() {
             self.call(now);
@@ -189,12 +179,10 @@ impl<T> Session<T> {
         if self.state != State::Ready {
             return None;
         }
-        if self.written < self.queue.len() {
-            self.told = self.heard;
-            self.ack_due = None;
+        if self.queue.has_unwritten() {
             return self.next_message();
         }
-        if self.heard - self.told >= ACK_AFTER_MESSAGES {
+        if self.receipts.are_many() {
             return Some(Outgoing::Signal(self.ack()));
         }
         if self.closing && self.queue.is_empty() {
@@ -206,16 +194,12 @@ impl<T> Session<T> {
     }
 
     fn next_message(&mut self) -> Option<Outgoing<'_, T>> {
-        let heard = self.heard;
+        let heard = self.receipts.acknowledge();
         if self.policy.lossy {
-            let message = self.queue.pop_front()?;
-            let number = self.first;
-            self.first += 1;
+            let (number, message) = self.queue.take_next()?;
             return Some(Outgoing::Message { number, heard, message: Payload::Owned(message) });
         }
-        let number = self.first + self.written as u64;
-        let message = self.queue.get(self.written)?;
-        self.written += 1;
+        let (number, message) = self.queue.write_next()?;
         Some(Outgoing::Message { number, heard, message: Payload::Kept(message) })
     }
 
@@ -343,8 +327,7 @@ impl<T> Session<T> {
     /// Whether an honest peer can have received that many messages. A peer that means another session has received
     /// none.
     fn could_have_heard(&self, heard: u64, is_same: bool) -> bool {
-        let last_queued = self.first - 1 + self.queue.len() as u64;
-        if is_same { (self.first - 1..=last_queued).contains(&heard) } else { heard == 0 }
+        if is_same { self.queue.may_be_heard(heard) } else { heard == 0 }
     }
 
     /// Handles a message that arrived on a link.
@@ -357,21 +340,11 @@ impl<T> Session<T> {
         }
         self.note_received(now);
         self.acknowledge(label.heard)?;
-        let wanted = self.heard + 1;
-        if label.number < wanted {
-            return Ok(Verdict::Known);
+        let verdict = self.receipts.receive(label.number, self.policy.lossy, now)?;
+        if verdict == Verdict::Deliver {
+            self.last_message = now;
         }
-        if label.number > wanted {
-            return Err(Violation::Gap { found: label.number, wanted });
-        }
-        self.heard = wanted;
-        self.last_message = now;
-        if self.policy.lossy {
-            self.told = self.heard;
-        } else if self.ack_due.is_none() {
-            self.ack_due = Some(now + ACK_AFTER);
-        }
-        Ok(Verdict::Deliver)
+        Ok(verdict)
     }
 
     /// Notes that bytes arrived: the peer is alive, although the frame is not complete.
@@ -393,7 +366,7 @@ impl<T> Session<T> {
             State::Standby { until } => until,
             State::Ready => {
                 let next = if self.asked { self.policy.silence_limit } else { self.policy.ping_after };
-                let times = [Some(self.last_word + next), self.ack_due, self.idle_until()];
+                let times = [Some(self.last_word + next), self.receipts.due(), self.idle_until()];
                 times.into_iter().flatten().min()
             }
             State::Closed => None,
@@ -421,7 +394,7 @@ impl<T> Session<T> {
     }
 
     fn look_after(&mut self, now: Instant) {
-        if self.ack_due.is_some_and(|due| now >= due) {
+        if self.receipts.due().is_some_and(|due| now >= due) {
             let ack = self.ack();
             self.signals.push_back(ack);
         }
@@ -478,11 +451,6 @@ impl<T> Session<T> {
         self.ours
     }
 
-    /// The peer's cookie, once it is known.
-    pub fn peer_cookie(&self) -> Option<Cookie> {
-        self.theirs
-    }
-
     /// Number of messages queued and not acknowledged (lossy: not written).
     pub fn unacknowledged(&self) -> usize {
         self.queue.len()
@@ -494,7 +462,7 @@ impl<T> Session<T> {
             return Err(Violation::OutOfTurn);
         }
         if !self.policy.lossy && !self.could_have_heard(open.heard, true) {
-            return Err(Violation::Unsent { found: open.heard, sent: self.first - 1 + self.queue.len() as u64 });
+            return Err(Violation::Unsent { found: open.heard, sent: self.queue.last() });
         }
         self.theirs = Some(open.from);
         self.resume(open.heard);
@@ -509,49 +477,33 @@ impl<T> Session<T> {
             return;
         }
         if !self.policy.lossy {
-            self.let_go(heard);
+            self.queue.release(heard);
         }
-        self.written = 0;
+        self.queue.rewind();
     }
 
     fn acknowledge(&mut self, heard: u64) -> Result<(), Violation> {
         if self.policy.lossy {
             return Ok(());
         }
-        let sent = self.sent();
+        let sent = self.queue.last_written();
         if heard > sent {
             return Err(Violation::Unsent { found: heard, sent });
         }
-        self.let_go(heard);
+        self.queue.release(heard);
         Ok(())
-    }
-
-    /// Drops messages up to that number.
-    fn let_go(&mut self, heard: u64) {
-        while self.first <= heard && self.queue.pop_front().is_some() {
-            self.first += 1;
-            self.written = self.written.saturating_sub(1);
-        }
-    }
-
-    /// Number of the last message written on the current link.
-    fn sent(&self) -> u64 {
-        self.first - 1 + self.written as u64
     }
 
     fn ready(&mut self, now: Instant) {
         self.state = State::Ready;
-        self.failures = 0;
-        self.told = self.heard; // OPEN and OPENED carry it
-        self.ack_due = None;
+        self.retries.succeeded();
+        self.receipts.acknowledge(); // OPEN and OPENED carry it
         self.note_received(now);
         self.actions.push_back(Action::Tell(News::Connected));
     }
 
     fn ack(&mut self) -> Signal {
-        self.told = self.heard;
-        self.ack_due = None;
-        Signal::Ack { heard: self.heard }
+        Signal::Ack { heard: self.receipts.acknowledge() }
     }
 
     fn adopt(&mut self, link: LinkId) {
@@ -573,7 +525,7 @@ impl<T> Session<T> {
             from: self.ours,
             to: self.theirs,
             attempt: self.attempt,
-            heard: self.heard,
+            heard: self.receipts.heard(),
             lossy: self.policy.lossy,
         }
     }
@@ -621,10 +573,7 @@ impl<T> Session<T> {
         if self.policy.lossy {
             return self.end(self.lost(false));
         }
-        self.failures += 1;
-        let doubled = self.policy.first_pause * 2u32.saturating_pow(self.failures.min(20) - 1);
-        let pause = doubled.min(self.policy.longest_pause);
-        self.state = State::Pausing { until: now + pause / 2 + pause.mul_f64(self.random() / 2.0) };
+        self.state = State::Pausing { until: now + self.retries.failed(&self.policy) };
     }
 
     /// Starts another session: everything sent and received so far is void.
@@ -632,8 +581,8 @@ impl<T> Session<T> {
         let unacknowledged = self.queue.len();
         self.ours.epoch = self.ours.epoch.wrapping_add(1);
         self.theirs = None;
-        self.queue.clear();
-        (self.first, self.written, self.heard, self.told) = (1, 0, 0, 0);
+        self.queue.restart();
+        self.receipts.restart();
         self.actions.push_back(Action::Tell(News::Reset { unacknowledged, goes_on: true }));
     }
 
@@ -645,25 +594,9 @@ impl<T> Session<T> {
         self.hang();
         self.state = State::Closed;
         self.queue.clear();
-        self.written = 0;
         self.actions.push_back(Action::Tell(news));
     }
-
-    /// A number from 0 to 1 (xorshift): enough to keep sessions that broke together from connecting together.
-    fn random(&mut self) -> f64 {
-        self.jitter ^= self.jitter << 13;
-        self.jitter ^= self.jitter >> 7;
-        self.jitter ^= self.jitter << 17;
-        (self.jitter >> 11) as f64 / (1u64 << 53) as f64
-    }
 }
-
-/// Messages that may be received before they are acknowledged in a frame of their own: one small frame for this many.
-const ACK_AFTER_MESSAGES: u64 = 64;
-
-/// The longest delay of an acknowledgement. Short compared with what a sender can queue, and long enough that a reply
-/// usually carries it.
-const ACK_AFTER: Duration = Duration::from_millis(20);
 
 #[cfg(test)]
 mod tests;

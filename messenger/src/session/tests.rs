@@ -538,7 +538,7 @@ fn messages_queued_together_follow_those_that_wait_and_are_dropped_when_the_sess
     let mut letters = VecDeque::from([2, 3]);
     session.send_all(&mut letters, now).unwrap();
     assert!(letters.is_empty());
-    assert_eq!(session.queue, [1, 2, 3]);
+    assert_eq!(*session.queue.messages(), [1, 2, 3]);
     session.abort();
     let mut letters = VecDeque::from([4]);
     assert_eq!(session.send_all(&mut letters, now), Err(Over));

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::Context;
-use super::inbox::{Command, Inbox};
+use super::inbox::Command;
 use super::link::LinkState;
 use super::reactor::Reactor;
 use crate::stack::Listener;
@@ -14,8 +14,6 @@ use crate::stack::Listener;
 #[derive(Default)]
 pub(super) struct Acceptor {
     listeners: Vec<Box<dyn Listener>>,
-    /// All workers of the messenger, in order.
-    workers: Vec<Arc<Inbox>>,
 }
 
 /// Where an accepted connection goes.
@@ -27,11 +25,6 @@ pub(super) enum Accepted {
 }
 
 impl Acceptor {
-    /// Shares connections out among these workers from now on.
-    pub(super) fn set_workers(&mut self, workers: Vec<Arc<Inbox>>) {
-        self.workers = workers;
-    }
-
     /// Begins to accept there.
     pub(super) fn listen(&mut self, listener: Box<dyn Listener>, reactor: &Reactor) {
         match reactor.add_listener(self.listeners.len(), listener.descriptor()) {
@@ -59,7 +52,7 @@ impl Acceptor {
             }
         };
         let next = cx.common.next_worker.fetch_add(1, Ordering::Relaxed);
-        let worker = self.workers.get(next % self.workers.len().max(1));
+        let worker = cx.workers.get(next % cx.workers.len().max(1));
         match worker.filter(|worker| !Arc::ptr_eq(worker, &cx.inbox)) {
             Some(worker) => worker.post(Command::Take(link)),
             None => return Some(Accepted::Here(link)),

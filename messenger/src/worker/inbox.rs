@@ -7,9 +7,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use rustix::event::{EventfdFlags, eventfd};
 
+use super::keys::LinkKey;
 use super::link::LinkState;
-use super::links::LinkKey;
-use crate::connection::Connection;
+use crate::connection::{Connection, Mailbox, Request};
 use crate::signal::Open;
 use crate::stack::Listener;
 
@@ -21,14 +21,8 @@ pub(crate) enum Command {
     Listen(Box<dyn Listener>),
     /// Begin that session.
     Connect(Connection),
-    /// The connection's send queue is no longer empty.
-    Flush(Connection),
-    /// End the session once everything queued is sent.
-    Close(Connection),
-    /// End the session now.
-    Abort(Connection),
-    /// Break the session's link.
-    Cut(Connection),
+    /// What a connection asks for.
+    Request(Request),
     /// Serve a link that a peer opened, with the handshake begun.
     Take(Box<LinkState>),
     /// Serve a link whose peer has named a session of this worker.
@@ -41,6 +35,8 @@ pub(crate) enum Command {
 
 /// The queue of a worker's commands. Any thread may post; only the worker takes.
 pub(crate) struct Inbox {
+    /// The worker's number in its messenger.
+    worker: usize,
     commands: Mutex<Vec<Command>>,
     /// Whether there are commands. Read without the lock.
     waiting: AtomicBool,
@@ -50,9 +46,9 @@ pub(crate) struct Inbox {
 }
 
 impl Inbox {
-    pub(super) fn new() -> io::Result<Inbox> {
+    pub(super) fn new(worker: usize) -> io::Result<Inbox> {
         let waker = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Inbox { commands: Mutex::default(), waiting: false.into(), asleep: false.into(), waker })
+        Ok(Inbox { worker, commands: Mutex::default(), waiting: false.into(), asleep: false.into(), waker })
     }
 
     /// Queues a command, and wakes the worker if it sleeps.
@@ -91,5 +87,15 @@ impl Inbox {
     /// The eventfd that wakes the worker.
     pub(super) fn waker(&self) -> &OwnedFd {
         &self.waker
+    }
+}
+
+impl Mailbox for Inbox {
+    fn worker(&self) -> usize {
+        self.worker
+    }
+
+    fn request(&self, request: Request) {
+        self.post(Command::Request(request));
     }
 }

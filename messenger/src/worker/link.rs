@@ -8,13 +8,13 @@ use std::time::Instant;
 use remora_wire::Token;
 
 use super::Context;
-use super::reactor::Interest;
-use super::sessions::SessionKey;
+use super::keys::SessionKey;
+use crate::common::Common;
+use crate::config::{HandshakeConfig, MAY_LEAVE_SEALS, MAY_LEAVE_SUMS};
 use crate::connection::Negotiated;
 use crate::error::LinkError;
 use crate::frame::{Limits, Preamble, Reader, Writer};
-use crate::handshake::{Established, Handshake, Opening, Role, Versions};
-use crate::messenger::Common;
+use crate::handshake::{Established, Handshake, Opening, Role};
 use crate::seal::Seals;
 use crate::signal::{Label, Signal};
 use crate::stack::Link;
@@ -45,6 +45,13 @@ pub(crate) struct LinkState {
     pub(super) is_polled: bool,
 }
 
+/// What epoll is asked to report of a link.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Interest {
+    pub(super) readable: bool,
+    pub(super) writable: bool,
+}
+
 /// What a link is there for.
 pub(super) enum Phase {
     /// That session's connect has not completed.
@@ -65,15 +72,6 @@ pub(super) enum Incoming {
     /// A message for which there is no room yet.
     Blocked(Preamble, Label),
     Message(Label, Permit),
-}
-
-/// What this end brings into every handshake.
-#[derive(Debug, Clone)]
-pub(crate) struct HandshakeConfig {
-    pub(crate) token: Arc<Token>,
-    pub(crate) versions: Versions,
-    pub(crate) summed: bool,
-    pub(crate) sealed: bool,
 }
 
 impl LinkState {
@@ -288,22 +286,11 @@ impl LinkState {
     }
 }
 
-impl HandshakeConfig {
-    /// What this end can do without. Only what both ends can do without is left out, so no peer weakens this end.
-    fn features(&self) -> u64 {
-        u64::from(!self.summed) * MAY_LEAVE_SUMS + u64::from(!self.sealed) * MAY_LEAVE_SEALS
-    }
-}
-
 fn random<const N: usize>() -> Result<[u8; N], LinkError> {
     let mut bytes = [0; N];
     getrandom::fill(&mut bytes).map_err(|_| LinkError::Io(io::Error::other("no random bytes from the system")))?;
     Ok(bytes)
 }
-
-/// Feature bits of the handshake: this end can do without checksums over bodies, and without seals.
-const MAY_LEAVE_SUMS: u64 = 1;
-const MAY_LEAVE_SEALS: u64 = 2;
 
 /// More than a frame of the handshake.
 const HANDSHAKE_PIECE_BYTES: usize = 512;

@@ -2,37 +2,16 @@
 
 use std::time::Instant;
 
-use slotmap::{Key, KeyData, SlotMap, new_key_type};
+use slotmap::SlotMap;
 
 use super::Context;
+use super::keys::{LinkKey, SessionKey};
 use super::link::{LinkState, Phase};
 use super::reactor::Reactor;
-use super::sessions::SessionKey;
 use super::timers::Timers;
 use crate::connection::Negotiated;
 use crate::error::LinkError;
 use crate::frame::Limits;
-use crate::session::LinkId;
-
-new_key_type! {
-    /// A link of a worker. A key is never used for two links.
-    pub(crate) struct LinkKey;
-}
-
-impl LinkKey {
-    /// The same as a session knows it.
-    pub(super) fn id(self) -> LinkId {
-        LinkId(self.data().as_ffi())
-    }
-
-    pub(super) fn of(id: LinkId) -> LinkKey {
-        LinkKey::from_raw(id.0)
-    }
-
-    pub(super) fn from_raw(raw: u64) -> LinkKey {
-        KeyData::from_ffi(raw).into()
-    }
-}
 
 /// See the module's documentation.
 pub(super) struct LinkTable {
@@ -224,14 +203,5 @@ mod tests {
         assert_eq!((links.get(first), links.get(second)), (None, Some(&"second")));
         assert_eq!(links.remove(first), None);
         assert_eq!((links.len(), links.keys().collect::<Vec<_>>()), (1, vec![second]));
-    }
-
-    #[test]
-    fn a_key_survives_the_ways_through_epoll_and_a_session() {
-        let mut links: SlotMap<LinkKey, ()> = SlotMap::with_key();
-        let key = links.insert(());
-        assert_eq!(LinkKey::from_raw(key.data().as_ffi()), key);
-        assert_eq!(LinkKey::of(key.id()), key);
-        assert_eq!(links.get(LinkKey::from_raw(u64::MAX)), None);
     }
 }

@@ -14,14 +14,15 @@
 //! together are dispatched, and then goes in one system call. A single message goes at once.
 //!
 //! - this file: the thread, one turn after the other. **Start here.**
-//! - `tables`: what happens between links and sessions; `links`, `sessions`: the two tables; `link`: the state of a
-//!   link.
+//! - `tables`: what happens between links and sessions; `links`, `sessions`: the two tables, and `keys` their keys;
+//!   `link`: the state of a link.
 //! - `receive`, `transmit`: from bytes to messages, and back; `accept`: listeners; `shutdown`: how links end.
 //! - `reactor`: epoll and what it watches besides; `inbox`: commands of other threads; `timers`, `spin`: when to look,
 //!   and how long.
 
 mod accept;
 mod inbox;
+mod keys;
 mod link;
 mod links;
 mod reactor;
@@ -41,16 +42,17 @@ use std::time::{Duration, Instant};
 use rustix::event::epoll;
 
 pub(crate) use self::inbox::{Command, Inbox};
-pub(crate) use self::link::{HandshakeConfig, LinkState};
-pub(crate) use self::spin::Spin;
+pub(crate) use self::link::LinkState;
 
 use self::accept::{ACCEPTS_PER_TURN, Accepted, Acceptor};
+use self::keys::SessionKey;
 use self::links::LinkTable;
 use self::reactor::{EVENTS_PER_TURN, Reactor, Ready};
-use self::sessions::SessionKey;
 use self::shutdown::{LEAVING_LIMIT, LEAVING_PACE};
+use self::spin::Spin;
 use self::tables::Tables;
-use crate::messenger::Common;
+use crate::common::Common;
+use crate::connection::Request;
 use crate::session::{LocalEnd, Session};
 use crate::stack::Address;
 
@@ -62,7 +64,7 @@ pub(crate) struct Handle {
 
 impl Handle {
     pub(crate) fn start(index: usize, common: &Arc<Common>) -> io::Result<Handle> {
-        let inbox = Arc::new(Inbox::new()?);
+        let inbox = Arc::new(Inbox::new(index)?);
         let mut worker = Worker::new(Arc::clone(common), Arc::clone(&inbox))?;
         let name = format!("messenger-{index}");
         let thread = thread::Builder::new().name(name).spawn(move || worker.run())?;
@@ -85,6 +87,8 @@ impl Handle {
 struct Context {
     common: Arc<Common>,
     inbox: Arc<Inbox>,
+    /// All workers of the messenger, by their numbers.
+    workers: Vec<Arc<Inbox>>,
     /// The time of this turn.
     now: Instant,
 }
@@ -114,14 +118,14 @@ struct Worker {
 impl Worker {
     fn new(common: Arc<Common>, inbox: Arc<Inbox>) -> io::Result<Worker> {
         let links = LinkTable::new(Reactor::new(Arc::clone(&inbox))?);
-        let cx = Context { common, inbox, now: Instant::now() };
+        let cx = Context { common, inbox, workers: Vec::new(), now: Instant::now() };
         let (tables, acceptor) = (Tables::new(cx, links), Acceptor::default());
         Ok(Worker { tables, acceptor, tend_at: None, is_stopping: false })
     }
 
     fn run(&mut self) {
         let mut events = Vec::with_capacity(EVENTS_PER_TURN);
-        let mut spin = self.tables.cx.common.spin();
+        let mut spin = Spin::new(self.tables.cx.common.polling);
         while !self.is_stopping {
             self.wait(&mut events, &mut spin);
             self.tables.cx.now = Instant::now();
@@ -219,16 +223,20 @@ impl Worker {
     fn execute(&mut self, command: Command) {
         let tables = &mut self.tables;
         match command {
-            Command::Flush(connection) => tables.settle(SessionKey::of(&connection)),
+            Command::Request(Request::Flush(connection)) => tables.settle(SessionKey::of(&connection)),
             Command::Room(link) => tables.make_room(link),
             Command::Connect(connection) => tables.connect(connection),
             Command::Take(link) => tables.take(*link),
             Command::Adopt(link, open, connection) => tables.adopt_from_elsewhere(*link, open, &connection),
-            Command::Close(connection) => tables.with_session(SessionKey::of(&connection), Session::close),
-            Command::Abort(connection) => tables.with_session(SessionKey::of(&connection), Session::abort),
-            Command::Cut(connection) => tables.cut(SessionKey::of(&connection)),
+            Command::Request(Request::Close(connection)) => {
+                tables.with_session(SessionKey::of(&connection), Session::close);
+            }
+            Command::Request(Request::Abort(connection)) => {
+                tables.with_session(SessionKey::of(&connection), Session::abort);
+            }
+            Command::Request(Request::Cut(connection)) => tables.cut(SessionKey::of(&connection)),
             Command::Listen(listener) => self.acceptor.listen(listener, &tables.links.reactor),
-            Command::Workers(workers) => self.acceptor.set_workers(workers),
+            Command::Workers(workers) => tables.cx.workers = workers,
             Command::Stop => self.is_stopping = true,
         }
     }

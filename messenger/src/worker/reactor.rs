@@ -11,7 +11,8 @@ use rustix::time::{
 };
 
 use super::inbox::Inbox;
-use super::links::LinkKey;
+use super::keys::LinkKey;
+use super::link::Interest;
 
 /// See the module's documentation.
 pub(super) struct Reactor {
@@ -21,13 +22,6 @@ pub(super) struct Reactor {
     timerfd: OwnedFd,
     /// When the timerfd fires, if it is set.
     timer_at: Option<Instant>,
-}
-
-/// What epoll is asked to report of a link.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Interest {
-    pub(super) readable: bool,
-    pub(super) writable: bool,
 }
 
 /// An event that the worker has to handle.

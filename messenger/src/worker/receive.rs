@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use super::Context;
 use super::inbox::Command;
+use super::keys::LinkKey;
 use super::link::{Incoming, LinkState};
-use super::links::LinkKey;
 use super::sessions::SessionEntry;
 use crate::buffer::Buffer;
 use crate::error::LinkError;

@@ -3,11 +3,12 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use slotmap::{Key, KeyData, SlotMap, new_key_type};
+use slotmap::{Key, SlotMap};
 
 use super::Context;
+use super::keys::{LinkKey, SessionKey};
 use super::link::{LinkState, Phase};
-use super::links::{LinkKey, LinkTable};
+use super::links::LinkTable;
 use super::timers::Timers;
 use crate::connection::{Connection, Queued};
 use crate::error::LinkError;
@@ -15,18 +16,6 @@ use crate::registry::Name;
 use crate::session::{Action, LinkId, News, Session};
 use crate::signal::{Open, Signal};
 use crate::throttle::Throttle;
-
-new_key_type! {
-    /// A session of a worker. A key is never used for two sessions.
-    pub(crate) struct SessionKey;
-}
-
-impl SessionKey {
-    /// The session of a connection, as its worker has noted it there.
-    pub(super) fn of(connection: &Connection) -> SessionKey {
-        KeyData::from_ffi(connection.session_key()).into()
-    }
-}
 
 /// A session and what belongs to it on its worker.
 pub(super) struct SessionEntry {

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::messenger::Polling;
+use crate::config::Polling;
 
 /// The polling of one worker.
 pub(crate) struct Spin {

@@ -10,13 +10,14 @@ use std::sync::atomic::Ordering;
 
 use super::Context;
 use super::inbox::Command;
+use super::keys::{LinkKey, SessionKey};
 use super::link::{LinkState, Phase};
-use super::links::{LinkKey, LinkTable};
+use super::links::LinkTable;
 use super::receive::{RECEIVE_BYTES, RECEIVES_PER_TURN, Received, Served};
-use super::sessions::{SessionEntry, SessionKey, SessionTable};
+use super::sessions::{SessionEntry, SessionTable};
 use super::shutdown::LEAVING_LIMIT;
 use super::transmit::Transmitter;
-use crate::connection::{Connection, Queued, UNASSIGNED};
+use crate::connection::{Connection, Mailbox, Queued, UNASSIGNED};
 use crate::error::LinkError;
 use crate::registry::{Name, Registry};
 use crate::session::{Session, Violation};
@@ -197,7 +198,7 @@ impl Tables {
         let peer = back.unwrap_or_else(|| link.link.peer());
         let policy = &cx.common.policy;
         let budget = Throttle::new(policy.send_messages, policy.send_bytes);
-        let connection = Connection::new(peer, Arc::clone(&cx.inbox), budget);
+        let connection = Connection::new(peer, Arc::clone(&cx.inbox) as Arc<dyn Mailbox>, budget);
         let session = Session::called(policy.clone(), local_end, random_id(), cx.now);
         let mut entry = SessionEntry::new(session, connection.clone(), cx);
         entry.names = vec![Name::Ours(entry.session.cookie().id), Name::Theirs(open.entity, open.from.id)];
@@ -210,14 +211,15 @@ impl Tables {
 
     /// Gives a link to the session that its peer means, which may live on another worker.
     fn hand_over(&mut self, key: LinkKey, open: Open, connection: Connection) {
-        if Arc::ptr_eq(connection.inbox(), &self.cx.inbox) && connection.session_key() != UNASSIGNED {
+        if connection.worker() == self.cx.inbox.worker() && connection.session_key() != UNASSIGNED {
             return self.adopt(key, open, SessionKey::of(&connection));
         }
         // To another worker, or to this one behind the command that begins the session. Between OPEN and its answer
         // nothing is under way, so the link moves without losing a byte.
-        if let Some(link) = self.links.remove(key) {
-            let inbox = Arc::clone(connection.inbox());
-            inbox.post(Command::Adopt(Box::new(link), open, connection));
+        let worker = self.cx.workers.get(connection.worker());
+        debug_assert!(worker.is_some(), "{connection:?} lives on a worker that this one does not know");
+        if let (Some(worker), Some(link)) = (worker, self.links.remove(key)) {
+            worker.post(Command::Adopt(Box::new(link), open, connection));
         }
     }
 

@@ -4,9 +4,10 @@
 use std::collections::VecDeque;
 
 use super::Context;
+use super::keys::SessionKey;
 use super::link::LinkState;
 use super::links::LinkTable;
-use super::sessions::{SessionEntry, SessionKey};
+use super::sessions::SessionEntry;
 use crate::connection::Queued;
 use crate::error::LinkError;
 use crate::session::{Outgoing, Payload};

@@ -5,6 +5,7 @@
 //! fails later, the child ends, so that the incomplete rest is not taken for a complete snapshot.
 
 use std::cell::RefCell;
+use std::ffi::CStr;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -13,12 +14,12 @@ use remora_table::CapturePage;
 use remora_table::server_pages::capture_page::{Stage, Work};
 
 use super::armed::{self, Armed};
-use super::commands::Walk;
-use super::exclusive;
-use super::walk::{self, CaptureError};
+use super::error::CaptureError;
+use super::{exclusive, walk};
 use crate::api::{
     Command, Context, EVENT_PERSISTENCE, EventHandler, LogLevel, OPTION_HANDLE_IO_ERRORS,
     OPTION_HANDLE_REPL_ASYNC_LOAD, OPTION_NO_IMPLICIT_SIGNAL_MODIFIED, OwnContext, OwnedStr, PERSISTENCE_RDB_START,
+    StrRef,
 };
 
 /// Handles the beginning of a snapshot.
@@ -67,8 +68,27 @@ thread_local! {
     static WORK: RefCell<Option<Armed>> = const { RefCell::new(None) };
 }
 
+/// `REMORA.WALK`: called by the module itself, in a fork child.
+///
+/// It is a command because the server reads its clock once per command and not inside of one: so there is one time by
+/// which keys are expired or not.
+pub(crate) struct Walk;
+
+impl Command for Walk {
+    const NAME: &'static CStr = c"remora.walk";
+    const FLAGS: &'static CStr = c"admin deny-script";
+
+    fn run(context: &Context<'_>, _arguments: &[StrRef<'_>]) {
+        if !context.flags().is_child() {
+            return context.reply_error("ERR remora: only the module itself calls REMORA.WALK, in a fork child");
+        }
+        work(context);
+        context.reply_simple(c"OK");
+    }
+}
+
 /// The body of `REMORA.WALK`.
-pub(super) fn work(context: &Context<'_>) {
+fn work(context: &Context<'_>) {
     WORK.with_borrow(|work| {
         let Some(armed) = work else { return };
         if let Err(error) = capture(context, armed) {
@@ -82,12 +102,12 @@ pub(super) fn work(context: &Context<'_>) {
 
 fn capture(context: &Context<'_>, armed: &Armed) -> Result<(), CaptureError> {
     let page = &armed.page;
-    let origin = walk::origin(context)?;
+    let point = walk::fork_point(context)?;
     let eased = without_compression(context);
     match page.order().work {
         Work::Ease => {
             eased?;
-            page.ask(&origin)?;
+            page.ask(&point)?;
             page.begin()?;
         }
         Work::Walk => {
@@ -95,7 +115,7 @@ fn capture(context: &Context<'_>, armed: &Armed) -> Result<(), CaptureError> {
             let table = armed.table.as_ref().ok_or(CaptureError::NoTable)?;
             let descriptor = table.try_clone().map_err(|error| CaptureError::System(error.to_string()))?;
             let memory = Memory::adopt(descriptor, page.order().geometry.memory_len())?;
-            page.ask(&origin)?;
+            page.ask(&point)?;
             wait_for_permission(page)?;
             // Held for as long as this process writes to the table. The claim ends with the process, however it ends;
             // then the agent knows that no process writes there any more.
@@ -105,7 +125,7 @@ fn capture(context: &Context<'_>, armed: &Armed) -> Result<(), CaptureError> {
                 OPTION_HANDLE_IO_ERRORS | OPTION_HANDLE_REPL_ASYNC_LOAD | OPTION_NO_IMPLICIT_SIGNAL_MODIFIED,
             );
             page.begin()?;
-            walk::run(context, page, memory.into(), &origin)?;
+            walk::run(context, page, memory.into(), &point)?;
         }
     }
     page.finish();
@@ -140,11 +160,4 @@ fn without_compression(context: &Context<'_>) -> Result<(), CaptureError> {
     let arguments: Vec<_> = words.iter().map(OwnedStr::borrow).collect();
     let reply = context.call(c"CONFIG", &arguments).ok_or(CaptureError::NoAnswer("CONFIG SET"))?;
     reply.error().map_or(Ok(()), |text| Err(CaptureError::Refused { command: "CONFIG SET", text }))
-}
-
-/// The server's own clock: milliseconds since 1970. The server reads the system's clock at certain moments only, and
-/// judges keys by the value it has read.
-pub(super) fn server_clock(context: &Context<'_>) -> Result<u64, CaptureError> {
-    let info = context.server_info(c"server").ok_or(CaptureError::NoAnswer("INFO server"))?;
-    info.number(c"server_time_usec").map(|micros| micros / 1000).ok_or(CaptureError::NotReported("clock"))
 }

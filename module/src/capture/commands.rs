@@ -4,7 +4,7 @@ use std::ffi::CStr;
 
 use remora_protocol::MODULE_PROTOCOL;
 
-use super::{armed, child};
+use super::armed;
 use crate::api::{Command, Context, StrRef};
 use crate::load;
 
@@ -107,25 +107,6 @@ const HELP: &[&str] = &[
     "Settings: remora.capture (yes or no), remora.agent-timeout (seconds). INFO remora has the same fields as \
      REMORA.STATUS.",
 ];
-
-/// `REMORA.WALK`: called by the module itself, in a fork child.
-///
-/// It is a command because the server reads its clock once per command and not inside of one: so there is one time by
-/// which keys are expired or not.
-pub(crate) struct Walk;
-
-impl Command for Walk {
-    const NAME: &'static CStr = c"remora.walk";
-    const FLAGS: &'static CStr = c"admin deny-script";
-
-    fn run(context: &Context<'_>, _arguments: &[StrRef<'_>]) {
-        if !context.flags().is_child() {
-            return context.reply_error("ERR remora: only the module itself calls REMORA.WALK, in a fork child");
-        }
-        child::work(context);
-        context.reply_simple(c"OK");
-    }
-}
 
 fn wrong_arity(context: &Context<'_>, usage: &str) {
     context.reply_error(&format!("ERR remora: wrong number of arguments; usage: {usage}"));

@@ -17,33 +17,9 @@
 //! permission, up to three seconds, and then saves everything, uncompressed.
 
 use std::ffi::CString;
-use std::fmt;
 
-use super::walk::CaptureError;
+use super::error::{CaptureError, SharedWith};
 use crate::api::{Context, OwnedStr};
-
-/// Who else may rely on this child.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) enum SharedWith {
-    /// The server writes a sync's snapshot to a file first.
-    File,
-    /// This many replicas are waiting for a snapshot, or are being sent one, or the server does not tell their state.
-    Replicas(usize),
-}
-
-impl fmt::Display for SharedWith {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            SharedWith::File => {
-                f.write_str("the server writes snapshots of syncs to a file first (repl-diskless-sync no)")
-            }
-            SharedWith::Replicas(0) => f.write_str("no replica is waiting for this child"),
-            SharedWith::Replicas(count) => {
-                write!(f, "{count} replicas are waiting, and each of them gets what this child saves")
-            }
-        }
-    }
-}
 
 /// Checks that one replica is waiting, and that its snapshot does not go through a file.
 pub(super) fn check(context: &Context<'_>) -> Result<(), CaptureError> {

@@ -16,7 +16,7 @@
 //! - [`child`]: the work of a fork child before its first byte. [`exclusive`]: whether anything else relies on that
 //!   child.
 //! - [`walk`]: iterates over the data set. [`output`]: writes into the table, and waits while there is no space.
-//! - [`record`]: the encoding.
+//! - [`record`]: the encoding. [`error`]: why a capture fails.
 //!
 //! The server's own process only keeps two descriptors and checks once a second whether the agent is alive. All work is
 //! done in the child, where a bug costs a snapshot and not the server.
@@ -24,6 +24,7 @@
 pub(crate) mod armed;
 pub(crate) mod child;
 pub(crate) mod commands;
+mod error;
 mod exclusive;
 mod output;
 mod record;

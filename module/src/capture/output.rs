@@ -6,11 +6,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use remora_fabric::Memory;
-use remora_table::server_pages::capture_page::{Origin, WriterStatus};
+use remora_table::server_pages::capture_page::{ForkPoint, WriterStatus};
 use remora_table::{CapturePage, Identity, Kind, SnapshotWriter};
 
 use super::armed::AGENT_TIMEOUT;
-use super::walk::CaptureError;
+use super::error::CaptureError;
 
 /// The snapshot being written.
 pub(super) struct Output<'b> {
@@ -24,14 +24,13 @@ pub(super) struct Output<'b> {
 
 impl<'b> Output<'b> {
     /// Lays the table out: from now on it holds the snapshot of that moment.
-    pub(super) fn new(page: &'b CapturePage, memory: Arc<Memory>, origin: &Origin) -> Result<Output<'b>, CaptureError> {
+    pub(super) fn new(
+        page: &'b CapturePage,
+        memory: Arc<Memory>,
+        point: &ForkPoint,
+    ) -> Result<Output<'b>, CaptureError> {
         let order = page.order();
-        let identity = Identity {
-            generation: order.generation,
-            kind: Kind::Snapshot,
-            replid: origin.replid,
-            first_offset: origin.offset,
-        };
+        let identity = Identity { kind: Kind::Snapshot, origin: point.origin(order.generation) };
         let writer = SnapshotWriter::create(memory, order.geometry, identity, 0)?;
         let small = Vec::with_capacity(2 * SMALL_BYTES);
         Ok(Output { writer, page, small, status: WriterStatus::default(), began: Instant::now() })

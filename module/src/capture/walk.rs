@@ -25,69 +25,34 @@ use std::sync::Arc;
 
 use remora_fabric::Memory;
 use remora_table::CapturePage;
-use remora_table::server_pages::capture_page::Origin;
+use remora_table::server_pages::capture_page::ForkPoint;
 
-use super::child::server_clock;
+use super::error::CaptureError;
 use super::output::Output;
 use super::record::{self, Age};
 use crate::api::{Context, Cursor, Key, KeyKind, OwnedStr, StrRef};
-
-/// Why a capture in the child was declined or failed; the message becomes the status text on the page.
-#[derive(Debug, thiserror::Error)]
-pub(super) enum CaptureError {
-    #[error("it was cancelled")]
-    Cancelled,
-    #[error("the table was full and its agent did not beat for {0} s")]
-    Abandoned(u64),
-    #[error("no table was handed over")]
-    NoTable,
-    #[error("another process is writing to that table")]
-    Claimed,
-    #[error("{0}")]
-    NotExclusive(super::exclusive::SharedWith),
-    #[error("its agent did not say within {0} s that this child works for it only")]
-    NotPermitted(u64),
-    #[error("{0}")]
-    System(String),
-    #[error("the server gave no reply to {0}")]
-    NoAnswer(&'static str),
-    #[error("the server refused {command}: {text}")]
-    Refused { command: &'static str, text: String },
-    #[error("the server does not report its {0}")]
-    NotReported(&'static str),
-    #[error("the string {key:?} of database {database} could not be read")]
-    Unreadable { database: u32, key: String },
-    #[error(
-        "the string {key:?} of database {database} was written, but could not be deleted from what the server saves"
-    )]
-    Undeletable { database: u32, key: String },
-    #[error(transparent)]
-    Memory(#[from] remora_fabric::memory::Error),
-    #[error(transparent)]
-    Table(#[from] remora_table::Error),
-}
 
 /// Writes the long strings into `memory`, and deletes them from what the server will save.
 pub(super) fn run(
     context: &Context<'_>,
     page: &CapturePage,
     memory: Arc<Memory>,
-    origin: &Origin,
+    point: &ForkPoint,
 ) -> Result<(), CaptureError> {
     let least = usize::try_from(page.order().least_bytes).unwrap_or(usize::MAX);
-    let out = Output::new(page, memory, origin)?;
+    let out = Output::new(page, memory, point)?;
     let mut walk = Walk { context, out, ages: Ages::of(context), now: server_clock(context)?, least };
-    walk.everything(origin)?;
+    walk.everything(point)?;
     walk.out.finish()
 }
 
-/// The history and offset of this process's data.
-pub(super) fn origin(context: &Context<'_>) -> Result<Origin, CaptureError> {
+/// The moment that this process's data is of.
+pub(super) fn fork_point(context: &Context<'_>) -> Result<ForkPoint, CaptureError> {
     let info = context.server_info(c"replication").ok_or(CaptureError::NoAnswer("INFO replication"))?;
-    let replid = info.get(c"master_replid").and_then(|text| text.as_bytes().try_into().ok());
+    let history = info.get(c"master_replid").and_then(|text| text.parse().ok());
     let offset = info.number(c"master_repl_offset");
-    Ok(Origin {
-        replid: replid.ok_or(CaptureError::NotReported("replid"))?,
+    Ok(ForkPoint {
+        history: history.ok_or(CaptureError::NotReported("replid"))?,
         offset: offset.ok_or(CaptureError::NotReported("offset"))?,
         database: stream_database(context)?,
     })
@@ -107,6 +72,13 @@ fn stream_database(context: &Context<'_>) -> Result<u32, CaptureError> {
     database.ok_or(CaptureError::NotReported("link to its primary"))
 }
 
+/// The server's own clock: milliseconds since 1970. The server reads the system's clock at certain moments only, and
+/// judges keys by the value it has read.
+fn server_clock(context: &Context<'_>) -> Result<u64, CaptureError> {
+    let info = context.server_info(c"server").ok_or(CaptureError::NoAnswer("INFO server"))?;
+    info.number(c"server_time_usec").map(|micros| micros / 1000).ok_or(CaptureError::NotReported("clock"))
+}
+
 struct Walk<'w> {
     context: &'w Context<'w>,
     out: Output<'w>,
@@ -118,8 +90,8 @@ struct Walk<'w> {
 }
 
 impl Walk<'_> {
-    fn everything(&mut self, origin: &Origin) -> Result<(), CaptureError> {
-        self.header(origin)?;
+    fn everything(&mut self, point: &ForkPoint) -> Result<(), CaptureError> {
+        self.header(point)?;
         let mut number = 0;
         while self.context.select(number) {
             if self.context.key_count() > 0 {
@@ -131,7 +103,7 @@ impl Walk<'_> {
     }
 
     /// The version is that of the server's own DUMP. `FUNCTION DUMP` gives it even if there is no key at all.
-    fn header(&mut self, origin: &Origin) -> Result<(), CaptureError> {
+    fn header(&mut self, point: &ForkPoint) -> Result<(), CaptureError> {
         let dump = OwnedStr::new(self.context, b"DUMP");
         let reply = self.context.call(c"FUNCTION", &[dump.borrow()]).ok_or(CaptureError::NoAnswer("FUNCTION DUMP"))?;
         if let Some(text) = reply.error() {
@@ -140,10 +112,13 @@ impl Walk<'_> {
         let version = reply.as_bytes().and_then(record::dump_version).ok_or(CaptureError::NoAnswer("FUNCTION DUMP"))?;
         self.out.format(version);
         record::put_magic(&mut self.out.small, version);
-        let database = origin.database.to_string();
-        let offset = origin.offset.to_string();
-        let fields: [(&str, &[u8]); 3] =
-            [("repl-stream-db", database.as_bytes()), ("repl-id", &origin.replid), ("repl-offset", offset.as_bytes())];
+        let database = point.database.to_string();
+        let offset = point.offset.to_string();
+        let fields: [(&str, &[u8]); 3] = [
+            ("repl-stream-db", database.as_bytes()),
+            ("repl-id", point.history.as_bytes()),
+            ("repl-offset", offset.as_bytes()),
+        ];
         for (name, value) in fields {
             record::put_field(&mut self.out.small, name, value);
         }

@@ -6,6 +6,9 @@
 //!   rest of the crate ──▶ handles: Context, Key, Str, Reply … ──▶ functions.rs ──▶ server
 //! ```
 //!
+//! `context` has the functions that need no other handle; `dataset` adds those for keys, commands and INFO, and
+//! `register` those for commands, events, timers and settings.
+//!
 //! The rules that every SAFETY comment here relies on:
 //!
 //! - **The handle rule.** A handle (`Context`, `Key`, `StrRef`, `Io`, `InfoSection`) exists only while the server's
@@ -21,22 +24,26 @@
 
 mod callback;
 mod context;
+mod dataset;
 mod entry;
 mod functions;
 mod heap;
 mod info;
 mod io;
 mod key;
+mod register;
 mod reply;
 mod settings;
 mod string;
 
 pub(crate) use callback::{Command, EventHandler, Timer};
-pub(crate) use context::{Context, Cursor, LogLevel, OwnContext, TimerId};
+pub(crate) use context::{Context, LogLevel, OwnContext};
+pub(crate) use dataset::Cursor;
 pub(crate) use entry::Module;
 pub(crate) use heap::warm;
 pub(crate) use info::{InfoSection, Informer};
 pub(crate) use io::{AuxLoad, Io, register_aux};
 pub(crate) use key::{Key, KeyKind};
+pub(crate) use register::TimerId;
 pub(crate) use settings::{Flag, Number};
 pub(crate) use string::{OwnedStr, StrRef};

@@ -85,6 +85,59 @@ pub struct Completion {
     pub well: bool,
 }
 
+impl Request {
+    /// Accepts the request. `answer` is at most 196 bytes for the caller.
+    ///
+    /// # Errors
+    /// [`Error::System`] if the connection cannot be made.
+    pub fn accept(self, answer: &[u8]) -> Result<Connection, Error> {
+        let Request { id, events, event, station, stations } = self;
+        let remote = id.peer().unwrap_or_else(|| SocketAddr::new(IpAddr::V4(std::net::Ipv4Addr::UNSPECIFIED), 0));
+        let mut connection = Connection::new(id, events, stations, Stage::Accepting, remote, None)?;
+        let mut depths = depths(&station, connection.stations.options());
+        depths.initiator_depth = depths.initiator_depth.min(event.initiator_depth);
+        depths.responder_resources = depths.responder_resources.min(event.responder_resources);
+        let linked = Linked::new(&connection, station, depths)?;
+        let options = connection.stations.options();
+        connection.id.ready_to_retry(&linked.pair, depths, &options.connecting(), options.rnr_retries)?;
+        linked.pair.allow(NO_RIGHTS)?; // some managers' attributes come with rights
+        let accepted = connection.id.accept(&linked.pair, depths, answer, &options.connecting());
+        accepted.map_err(Error::system("accepting an RDMA connection"))?;
+        connection.linked = Some(linked);
+        Ok(connection)
+    }
+}
+
+impl Linked {
+    /// Creates the queue pair, in its first state.
+    fn new(connection: &Connection, station: Arc<DeviceContext>, depths: ReadDepths) -> Result<Linked, Error> {
+        let (options, device) = (connection.stations.options(), station.domain.device());
+        let most = u32::try_from(device.attributes().max_qp_wr).unwrap_or(u32::MAX);
+        let queue_depth = options.queue_depth.min(most);
+        let channel = Channel::new(device)?;
+        // Room for each request that may be posted, and for each shared receive, as all of them may complete here.
+        let most = u32::try_from(device.attributes().max_cqe).unwrap_or(u32::MAX);
+        let completions =
+            Completions::new(&channel, (queue_depth + station.receives.room().min(MOST_RECEIVED)).min(most))?;
+        let receives = Some(station.receives.clone());
+        let with_options = PairOptions { receives, quiet: true, ..PairOptions::default() };
+        let capacity = Capacity { send: queue_depth, receive: 0 };
+        let (pair, inline) = station.inline.settle(device.name(), |inline| {
+            let with_options = PairOptions { inline, ..with_options.clone() };
+            let pair = QueuePair::with_options(&station.domain, &completions, capacity, with_options)?;
+            let answered = pair.inline();
+            Ok((pair, answered))
+        })?;
+        let alarm = Alarm::new()?;
+        device.watch(pair.name(), &alarm);
+        connection.id.initialise(&pair, NO_RIGHTS)?;
+        connection.watch(channel.as_fd(), COMPLETIONS)?;
+        connection.watch(alarm.as_fd(), ALARM)?;
+        connection.watch(watched(device), DEVICE)?;
+        Ok(Linked { pair, completions, channel, alarm, station, queue_depth, inline, depths })
+    }
+}
+
 impl Connection {
     /// Starts to connect, from the address `local` if it is given.
     ///
@@ -96,23 +149,6 @@ impl Connection {
         let connection =
             Connection::new(id, events, devices.clone(), Stage::Looking { slice: FIRST_SLICE }, remote, local)?;
         connection.id.resolve_address(local, remote, FIRST_SLICE).map_err(|source| connection.unreachable(source))?;
-        Ok(connection)
-    }
-
-    pub(super) fn accept(request: Request, answer: &[u8]) -> Result<Connection, Error> {
-        let Request { id, events, event, station, stations } = request;
-        let remote = id.peer().unwrap_or_else(|| SocketAddr::new(IpAddr::V4(std::net::Ipv4Addr::UNSPECIFIED), 0));
-        let mut connection = Connection::new(id, events, stations, Stage::Accepting, remote, None)?;
-        let mut depths = depths(&station, connection.stations.options());
-        depths.initiator_depth = depths.initiator_depth.min(event.initiator_depth);
-        depths.responder_resources = depths.responder_resources.min(event.responder_resources);
-        let linked = connection.link(station, depths)?;
-        let options = connection.stations.options();
-        connection.id.ready_to_retry(&linked.pair, depths, &options.connecting(), options.rnr_retries)?;
-        linked.pair.allow(NO_RIGHTS)?; // some managers' attributes come with rights
-        let accepted = connection.id.accept(&linked.pair, depths, answer, &options.connecting());
-        accepted.map_err(Error::system("accepting an RDMA connection"))?;
-        connection.linked = Some(linked);
         Ok(connection)
     }
 
@@ -155,34 +191,6 @@ impl Connection {
         let data = epoll::EventData::new_u64(which);
         epoll::add(&self.readiness, fd, data, epoll::EventFlags::IN)
             .map_err(Error::system("watching an RDMA connection"))
-    }
-
-    /// Creates the queue pair, in its first state.
-    fn link(&self, station: Arc<DeviceContext>, depths: ReadDepths) -> Result<Linked, Error> {
-        let (options, device) = (self.stations.options(), station.domain.device());
-        let most = u32::try_from(device.attributes().max_qp_wr).unwrap_or(u32::MAX);
-        let queue_depth = options.queue_depth.min(most);
-        let channel = Channel::new(device)?;
-        // Room for each request that may be posted, and for each shared receive, as all of them may complete here.
-        let most = u32::try_from(device.attributes().max_cqe).unwrap_or(u32::MAX);
-        let completions =
-            Completions::new(&channel, (queue_depth + station.receives.room().min(MOST_RECEIVED)).min(most))?;
-        let receives = Some(station.receives.clone());
-        let with_options = PairOptions { receives, quiet: true, ..PairOptions::default() };
-        let capacity = Capacity { send: queue_depth, receive: 0 };
-        let (pair, inline) = station.inline.settle(device.name(), |inline| {
-            let with_options = PairOptions { inline, ..with_options.clone() };
-            let pair = QueuePair::with_options(&station.domain, &completions, capacity, with_options)?;
-            let answered = pair.inline();
-            Ok((pair, answered))
-        })?;
-        let alarm = Alarm::new()?;
-        device.watch(pair.name(), &alarm);
-        self.id.initialise(&pair, NO_RIGHTS)?;
-        self.watch(channel.as_fd(), COMPLETIONS)?;
-        self.watch(alarm.as_fd(), ALARM)?;
-        self.watch(watched(device), DEVICE)?;
-        Ok(Linked { pair, completions, channel, alarm, station, queue_depth, inline, depths })
     }
 
     /// Address of the other end.
@@ -270,7 +278,7 @@ impl Connection {
     pub fn connect(&mut self, hello: &[u8]) -> Result<(), Error> {
         let station = self.station()?;
         let depths = depths(&station, self.stations.options());
-        let linked = self.link(station, depths)?;
+        let linked = Linked::new(self, station, depths)?;
         let connected = self.id.connect(&linked.pair, depths, hello, &self.stations.options().connecting());
         connected.map_err(|source| self.unreachable(source))?;
         self.linked = Some(linked);

@@ -4,11 +4,11 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-use super::{Connection, DeviceContext, Devices};
+use super::{Devices, Request};
 use crate::Error;
 use crate::{
     bindings as ffi,
-    cm::{Event, Events, Id},
+    cm::{Events, Id},
 };
 
 /// A listener. Its descriptor is readable when a connection request may be waiting.
@@ -65,39 +65,5 @@ impl Listener {
 impl AsFd for Listener {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.events.as_fd()
-    }
-}
-
-/// A connection request. Dropping it refuses the request.
-pub struct Request {
-    pub(super) id: Id,
-    pub(super) events: Arc<Events>,
-    pub(super) event: Event,
-    pub(super) station: Arc<DeviceContext>,
-    pub(super) stations: Arc<Devices>,
-}
-
-impl Request {
-    /// What the caller sent with the request, padded with zeros by the connection manager.
-    pub fn hello(&self) -> &[u8] {
-        &self.event.message
-    }
-
-    /// The device that the request arrived on. Post receives there before accepting.
-    pub fn station(&self) -> &Arc<DeviceContext> {
-        &self.station
-    }
-
-    /// Accepts the request. `answer` is at most 196 bytes for the caller.
-    ///
-    /// # Errors
-    /// [`Error::System`] if the connection cannot be made.
-    pub fn accept(self, answer: &[u8]) -> Result<Connection, Error> {
-        Connection::accept(self, answer)
-    }
-
-    /// Refuses the request, with a reason for the caller.
-    pub fn refuse(self, why: &[u8]) {
-        let _ = self.id.reject(why); // it is refused by being dropped as well
     }
 }

@@ -19,12 +19,14 @@
 mod connection;
 mod inline;
 mod listener;
+mod request;
 
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError};
 
 pub use connection::{Completion, Connection, Step};
-pub use listener::{Listener, Request};
+pub use listener::Listener;
+pub use request::Request;
 
 use inline::Inline;
 

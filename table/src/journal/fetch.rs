@@ -15,9 +15,9 @@ use std::sync::Arc;
 use remora_fabric::{Memory, Peer};
 
 use super::{
-    reader::{Cursor, Track},
     records::Window,
     search::Search,
+    track::{Cursor, Track},
 };
 use crate::{
     error::Error,
@@ -315,13 +315,6 @@ impl Buffer {
             "slot {} of the journal begins at offset {}, the one before it ended at {}",
             self.slot, self.position, cursor.slot_position
         )))
-    }
-}
-
-impl Cursor {
-    /// Whether this entry names the cursor's slot.
-    pub(super) fn is_of(&self, entry: &Entry) -> bool {
-        entry.number == self.slot && !entry.writing && entry.position == self.slot_position
     }
 }
 

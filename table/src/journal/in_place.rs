@@ -5,9 +5,9 @@ use std::sync::Arc;
 use remora_fabric::{Completion, Peer, View};
 
 use super::{
-    reader::{Cursor, Track},
     records::{Copied, Window},
     search::Search,
+    track::{Cursor, Track},
 };
 use crate::{
     error::Error,

@@ -13,7 +13,9 @@ mod in_place;
 mod reader;
 mod records;
 mod search;
+mod track;
 mod writer;
 
-pub use reader::{Chunk, JournalReader};
+pub use reader::JournalReader;
+pub use track::Chunk;
 pub use writer::JournalWriter;

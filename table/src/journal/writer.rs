@@ -38,7 +38,7 @@ impl JournalWriter {
         if identity.kind != Kind::Journal {
             return Err(Error::Misuse("the identity of a journal must have the kind Journal"));
         }
-        let end_offset = identity.first_offset.saturating_add(1);
+        let end_offset = identity.origin.offset.saturating_add(1);
         let publisher = lay_out(&memory, geometry, identity)?;
         // As if a slot before the first were full: the first append opens the first slot.
         let used = geometry.slot_size;

@@ -29,10 +29,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Release};
 
 use remora_fabric::{Memory, Pages};
+use remora_redis::ReplId;
 
 use super::status_text::StatusText;
 use crate::error::Error;
 use crate::layout::Geometry;
+use crate::origin::Origin;
 
 /// Bytes of a capture page.
 pub const CAPTURE_PAGE_BYTES: u64 = 4096;
@@ -76,15 +78,22 @@ pub struct Order {
     pub least_bytes: u64,
 }
 
-/// The moment of a data set that the snapshot represents.
+/// The moment of a data set at which its server forked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Origin {
-    /// The replication id of the history.
-    pub replid: [u8; 40],
-    /// Offset of the last byte of the stream that the snapshot contains.
+pub struct ForkPoint {
+    /// The history of the data set.
+    pub history: ReplId,
+    /// Replication offset of the last byte of the stream that the data set contains.
     pub offset: u64,
     /// The database that the stream after the snapshot writes to until it selects one.
     pub database: u32,
+}
+
+impl ForkPoint {
+    /// The origin of a snapshot of that moment.
+    pub fn origin(&self, generation: u64) -> Origin {
+        Origin { generation, history: self.history, offset: self.offset }
+    }
 }
 
 /// The writer's progress at one moment.
@@ -219,13 +228,25 @@ impl CapturePage {
         self.load(WRITER_BEAT_AT)
     }
 
-    /// The history and offset of the snapshot; `None` before the writer has asked.
-    pub fn origin(&self) -> Option<Origin> {
+    /// The moment that the snapshot would be of; `None` before the writer has asked.
+    ///
+    /// # Errors
+    /// [`Error::Layout`] if the writer has stored something else.
+    pub fn fork_point(&self) -> Result<Option<ForkPoint>, Error> {
         let mut replid = [0; 40];
-        if self.stage() == Stage::Armed || self.memory.read(REPLID_AT, &mut replid).is_err() || replid == [0; 40] {
-            return None;
+        if self.stage() == Stage::Armed {
+            return Ok(None);
         }
-        Some(Origin { replid, offset: self.load(OFFSET_AT), database: self.load(DATABASE_AT) as u32 })
+        self.memory.read(REPLID_AT, &mut replid)?;
+        if replid == [0; 40] {
+            return Ok(None);
+        }
+        let history = ReplId::try_from(replid)
+            .map_err(|error| Error::Layout(format!("the module's writer reports an invalid replid: {error}")))?;
+        let database = self.load(DATABASE_AT);
+        let database = u32::try_from(database)
+            .map_err(|_| Error::Layout(format!("the module's writer reports an invalid database: {database}")))?;
+        Ok(Some(ForkPoint { history, offset: self.load(OFFSET_AT), database }))
     }
 
     /// The writer's progress so far.
@@ -267,13 +288,13 @@ impl CapturePage {
     ///
     /// # Errors
     /// [`Error::Misuse`] if the writer has asked already.
-    pub fn ask(&self, origin: &Origin) -> Result<(), Error> {
+    pub fn ask(&self, point: &ForkPoint) -> Result<(), Error> {
         if self.stage() != Stage::Armed {
             return Err(Error::Misuse("ask() on a capture page whose writer has asked already"));
         }
-        self.memory.write(REPLID_AT, &origin.replid)?;
-        self.store(OFFSET_AT, origin.offset);
-        self.store(DATABASE_AT, u64::from(origin.database));
+        self.memory.write(REPLID_AT, point.history.as_bytes())?;
+        self.store(OFFSET_AT, point.offset);
+        self.store(DATABASE_AT, u64::from(point.database));
         self.store(STAGE_AT, STAGE_ASKING);
         Ok(())
     }
@@ -421,11 +442,12 @@ mod tests {
     fn the_writer_finds_the_order_and_its_words_come_back() {
         let (ours, theirs) = ends();
         assert_eq!(theirs.order(), order());
-        assert_eq!((ours.stage(), ours.origin()), (Stage::Armed, None));
-        let origin = Origin { replid: [b'a'; 40], offset: 123, database: 4 };
+        assert_eq!((ours.stage(), ours.fork_point().unwrap()), (Stage::Armed, None));
+        let point = ForkPoint { history: ReplId::try_from([b'a'; 40]).unwrap(), offset: 123, database: 4 };
         assert!(theirs.begin().is_err(), "asked first");
-        theirs.ask(&origin).unwrap();
-        assert_eq!((ours.stage(), ours.origin(), theirs.is_permitted()), (Stage::Asking, Some(origin), false));
+        theirs.ask(&point).unwrap();
+        let asked = (ours.stage(), ours.fork_point().unwrap(), theirs.is_permitted());
+        assert_eq!(asked, (Stage::Asking, Some(point), false));
         ours.permit();
         assert!(theirs.is_permitted());
         theirs.begin().unwrap();
@@ -445,7 +467,21 @@ mod tests {
         assert_ne!(ours.writer_beat(), before);
         theirs.finish();
         assert_eq!(ours.stage(), Stage::Done);
-        assert!(theirs.begin().is_err() && theirs.ask(&origin).is_err(), "asked and begun once");
+        assert!(theirs.begin().is_err() && theirs.ask(&point).is_err(), "asked and begun once");
+    }
+
+    #[test]
+    fn a_fork_point_that_is_not_one_is_an_error() {
+        let (ours, theirs) = ends();
+        let point = ForkPoint { history: ReplId::try_from([b'a'; 40]).unwrap(), offset: 123, database: 4 };
+        theirs.ask(&point).unwrap();
+        theirs.store(DATABASE_AT, 1 << 32);
+        assert!(matches!(ours.fork_point(), Err(Error::Layout(_))));
+        theirs.store(DATABASE_AT, 4);
+        theirs.memory.write(REPLID_AT, b"x").unwrap();
+        assert!(matches!(ours.fork_point(), Err(Error::Layout(_))));
+        theirs.memory.write(REPLID_AT, b"a").unwrap();
+        assert_eq!(ours.fork_point().unwrap(), Some(point));
     }
 
     #[test]

@@ -21,15 +21,15 @@
 //! - The loss of a peer costs the slots that were on their way from it, and nothing else.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use remora_fabric::{Memory, Peer};
 
 use super::{
     pieces::Pieces,
-    plan::{Verdict, Wanted},
-    reader::{Holder, Place, Progress, Slot},
+    slot::{Holder, Lent, Place, Progress, Slot},
     source_entries::{Front, SmallPlace, SourceEntries},
+    verdict::{Verdict, Wanted},
     writer::lay_out,
 };
 use crate::{
@@ -100,6 +100,7 @@ struct Work {
 }
 
 /// The copy of one snapshot. See the module docs.
+// Larger than the bound: reader and writer of one table. Half of the methods are views of a line for its owner.
 pub struct SnapshotCopy {
     memory: Arc<Memory>,
     /// The shape of our own table.
@@ -155,8 +156,7 @@ impl SnapshotCopy {
         if magic != [0; MAGIC.len()] {
             return Err(Error::Misuse("the memory for a copy holds a table already"));
         }
-        let Expectation { generation, replid, first_offset, .. } = expect;
-        let identity = Identity { generation, kind: Kind::Snapshot, replid, first_offset };
+        let identity = Identity { kind: Kind::Snapshot, origin: expect.origin };
         let mut publisher = lay_out(&memory, own, identity)?;
         publisher.publish(own.start_of(first))?;
         publisher.retire(first)?;
@@ -549,38 +549,6 @@ impl SnapshotCopy {
                 && self.works.iter().all(Option::is_none)
                 && self.source.is_posted()
                 && self.peer.is_posted())
-    }
-}
-
-/// The slots that the owner of a copy uses: they keep their places. Shared with the slots, which may outlive the copy.
-#[derive(Debug, Default)]
-pub(super) struct Lent {
-    slots: Mutex<BTreeMap<u64, u32>>,
-}
-
-impl Lent {
-    fn lend(&self, number: u64) {
-        *self.slots().entry(number).or_default() += 1;
-    }
-
-    pub(super) fn give_back(&self, number: u64) {
-        let mut slots = self.slots();
-        if let Some(count) = slots.get_mut(&number) {
-            *count -= 1;
-            if *count == 0 {
-                slots.remove(&number);
-            }
-        }
-    }
-
-    /// Slots below this number are no longer in use, if those from `delivered` on have not been delivered yet.
-    fn floor(&self, delivered: u64) -> u64 {
-        self.slots().first_key_value().map_or(delivered, |(&number, _)| number.min(delivered))
-    }
-
-    /// The counts are right after every statement, so a panic elsewhere does not invalidate them.
-    fn slots(&self) -> MutexGuard<'_, BTreeMap<u64, u32>> {
-        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -20,8 +20,10 @@ use remora_fabric::{Memory, Peer};
 
 use super::{
     pieces::Pieces,
-    plan::{Plan, Verdict, Wanted},
-    reader::{Holder, Place, SinkLayout, Slot},
+    plan::Plan,
+    sink::SinkLayout,
+    slot::{Holder, Place, Slot},
+    verdict::{Verdict, Wanted},
 };
 use crate::{
     error::Error,

@@ -11,8 +11,9 @@ use std::sync::Arc;
 use remora_fabric::{Completion, Peer, View};
 
 use super::{
-    plan::{Plan, Verdict, Wanted},
-    reader::{Holder, Place, Slot},
+    plan::Plan,
+    slot::{Holder, Place, Slot},
+    verdict::{Wanted, judge_now},
 };
 use crate::{
     error::Error,
@@ -88,20 +89,6 @@ impl InPlace {
         self.work.map(|work| work.wanted.number)
     }
 
-    /// The caller has used `slot`: checks that it was intact until now.
-    pub(super) fn release(view: &View, geometry: &Geometry, slot: &Slot) -> Result<(), Error> {
-        let wanted = Wanted { number: slot.number, position: slot.position, length: slot.length };
-        let verdict = judge_now(view, &wanted, slot.crc, geometry);
-        let (_, range) = slot.bytes();
-        // The pages are removed from our mapping, so that our resident memory stays bounded; the source keeps the
-        // content.
-        view.forget(range);
-        match verdict? {
-            None => Ok(()),
-            Some(want) => Err(Error::Corrupt { slot: slot.number, want, got: slot.crc }),
-        }
-    }
-
     fn check_head(&mut self, plan: &Plan) -> Result<(), Error> {
         if !self.head_checked {
             let mut bytes = [0; HEAD_BYTES];
@@ -167,17 +154,5 @@ impl InPlace {
             memory: Holder::View(Arc::clone(&self.view)),
             geometry: *plan.geometry(),
         });
-    }
-}
-
-/// Whether bytes with this CRC, taken before this call, are those of the slot: `None`, or the CRC that they should
-/// have.
-fn judge_now(view: &View, wanted: &Wanted, crc: u32, geometry: &Geometry) -> Result<Option<u32>, Error> {
-    match wanted.judge(load_entry_again(&view, geometry, wanted.number)?, crc, geometry)? {
-        Verdict::Right => Ok(None),
-        Verdict::Damaged { want } => Ok(Some(want)),
-        // Words of a mapping are never torn, and the entry of a published slot changes for one reason only: the next
-        // lap.
-        Verdict::Unclear => Err(Error::slot_overrun(wanted.number, wanted.number + 1)),
     }
 }

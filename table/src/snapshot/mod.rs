@@ -14,10 +14,15 @@ mod in_place;
 mod pieces;
 mod plan;
 mod reader;
+mod sink;
+mod slot;
 mod source_entries;
+mod verdict;
 mod writer;
 
 pub use copy::{Loss, SnapshotCopy, Turn};
-pub use reader::{Place, Progress, SinkLayout, Slot, SnapshotReader};
+pub use reader::SnapshotReader;
+pub use sink::SinkLayout;
+pub use slot::{Place, Progress, Slot};
 pub use writer::SnapshotWriter;
 pub(crate) use writer::lay_out;

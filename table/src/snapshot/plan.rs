@@ -4,11 +4,11 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use super::reader::Slot;
+use super::{slot::Slot, verdict::Wanted};
 use crate::{
     error::Error,
     expectation::Expectation,
-    layout::{Entry, Geometry, Line, State},
+    layout::{Geometry, Line, State},
 };
 
 /// Tells by a slot's number whether the caller holds that slot already.
@@ -52,7 +52,7 @@ impl Plan {
     /// A newer progress line has been read.
     pub(super) fn learn(&mut self, line: Line) -> Result<(), Error> {
         if line.state == State::Aborted {
-            return Err(Error::Aborted { generation: self.expect.generation });
+            return Err(Error::Aborted { generation: self.expect.origin.generation });
         }
         self.line = Some(line);
         Ok(())
@@ -130,50 +130,5 @@ impl Plan {
             }
         }
         None
-    }
-}
-
-/// A slot to get.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Wanted {
-    pub(super) number: u64,
-    pub(super) position: u64,
-    pub(super) length: u32,
-}
-
-/// The judgement of an entry that was loaded after the slot's bytes.
-#[derive(Debug)]
-pub(super) enum Verdict {
-    /// The bytes are the slot.
-    Right,
-    /// The entry was caught in the middle of a change, or is older than `published`: load it again.
-    Unclear,
-    /// The bytes are not what was written, though the slot was not overwritten.
-    Damaged { want: u32 },
-}
-
-impl Wanted {
-    /// Judges bytes with the checksum `crc` by the entry at the place of their slot.
-    pub(super) fn judge(&self, entry: Option<Entry>, crc: u32, geometry: &Geometry) -> Result<Verdict, Error> {
-        let Some(entry) = entry else {
-            return Ok(Verdict::Unclear);
-        };
-        if entry.number > self.number {
-            let oldest = (entry.number + 1).saturating_sub(u64::from(geometry.slots));
-            return Err(Error::slot_overrun(self.number, oldest));
-        }
-        if entry.number < self.number || entry.writing {
-            return Ok(Verdict::Unclear);
-        }
-        if (entry.position, entry.length) != (self.position, self.length) {
-            return Err(Error::Layout(format!(
-                "slot {} of the table is published as bytes {}+{} and entered as {}+{}",
-                self.number, self.position, self.length, entry.position, entry.length
-            )));
-        }
-        if entry.crc != crc {
-            return Ok(Verdict::Damaged { want: entry.crc });
-        }
-        Ok(Verdict::Right)
     }
 }

@@ -8,155 +8,18 @@
 //!                       └─▶ InPlace: CRC over the view → entry ─────────────────────┘   (shm)
 //! ```
 
-use std::{ops::Range, sync::Arc};
+use std::sync::Arc;
 
 use remora_fabric::{Memory, Peer, View};
 
-use super::{copy::Lent, fetch::Fetch, in_place::InPlace, plan::Plan};
-use crate::{
-    error::Error,
-    expectation::Expectation,
-    layout::{Geometry, State},
+use super::{
+    fetch::Fetch,
+    in_place::InPlace,
+    plan::Plan,
+    sink::SinkLayout,
+    slot::{Holder, Progress, Slot},
 };
-
-/// The part of the sink in which the reads of one [`SnapshotReader`] land: a page for the small reads, then the slot
-/// buffers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct SinkLayout {
-    /// Offset of the page, in bytes from the start of the sink. A multiple of 64.
-    pub offset: u64,
-    /// Slot buffers, each of `slot_size` bytes. Enough that one slot may be verified and another used while
-    /// [`Peer::depth`] reads are outstanding.
-    pub buffers: u32,
-}
-
-impl SinkLayout {
-    /// Bytes of the page for small reads: line, head, probe, and an entry per buffer.
-    pub const SMALL_BYTES: u64 = 4096;
-    /// Maximum number of buffers: as many as have an entry in the page beside the four lines of the other reads.
-    pub const MAX_BUFFERS: u32 = 60;
-
-    /// Bytes of the sink that this layout takes from `offset` on.
-    pub fn length(&self, geometry: &Geometry) -> u64 {
-        Self::SMALL_BYTES + u64::from(self.buffers) * geometry.slot_bytes()
-    }
-
-    pub(crate) const fn line(&self) -> u64 {
-        self.offset
-    }
-
-    pub(crate) const fn head(&self) -> u64 {
-        self.offset + 64
-    }
-
-    pub(crate) const fn probe(&self) -> u64 {
-        self.offset + 192
-    }
-
-    pub(crate) fn entry(&self, buffer: u8) -> u64 {
-        self.offset + 256 + 64 * u64::from(buffer)
-    }
-
-    pub(crate) fn buffer(&self, buffer: u8, geometry: &Geometry) -> u64 {
-        self.offset + Self::SMALL_BYTES + u64::from(buffer) * geometry.slot_bytes()
-    }
-
-    /// Checks that the layout fits the sink.
-    pub(crate) fn check(&self, sink: &Memory, geometry: &Geometry) -> Result<(), Error> {
-        if !(1..=Self::MAX_BUFFERS).contains(&self.buffers) {
-            return Err(Error::Layout(format!("{} slot buffers: must be 1 to {}", self.buffers, Self::MAX_BUFFERS)));
-        }
-        let end = self.offset.checked_add(self.length(geometry));
-        if end.is_none_or(|end| end > sink.length()) {
-            return Err(Error::Layout(format!(
-                "a sink of {} bytes does not hold {} slot buffers of {} bytes from {} on",
-                sink.length(),
-                self.buffers,
-                geometry.slot_size,
-                self.offset
-            )));
-        }
-        Ok(())
-    }
-}
-
-/// The location of a delivered slot's bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Place {
-    /// At this offset of the sink: reserved for the caller until released.
-    Sink(u64),
-    /// At this offset of the source's own memory. They may be overwritten while they are used, if the table is windowed
-    /// and the source believes that we have passed the slot. [`SnapshotReader::release`] reports that.
-    View(u64),
-}
-
-/// A slot whose bytes have been verified. Return it with [`SnapshotReader::release`].
-#[derive(Debug)]
-#[must_use = "a slot that is never released keeps its buffer"]
-pub struct Slot {
-    /// Number of the slot; numbers that the caller holds are skipped.
-    pub number: u64,
-    /// Position of its first byte in the stream (the RDB).
-    pub position: u64,
-    /// Bytes of content.
-    pub length: u32,
-    /// CRC-32C of those bytes.
-    pub crc: u32,
-    /// Location of the bytes.
-    pub place: Place,
-    pub(super) memory: Holder,
-    pub(super) geometry: Geometry,
-}
-
-impl Slot {
-    /// Releases a slot whose reader is gone, and checks that it was intact until now.
-    ///
-    /// # Errors
-    /// As for [`SnapshotReader::release`].
-    pub fn release_alone(self) -> Result<(), Error> {
-        match &self.memory {
-            Holder::Sink(..) => Ok(()),
-            Holder::Copy(_, lent) => {
-                lent.give_back(self.number);
-                Ok(())
-            }
-            Holder::View(view) => InPlace::release(view, &self.geometry, &self),
-        }
-    }
-
-    /// The memory that holds the bytes, and their range in it.
-    pub fn bytes(&self) -> (&View, Range<u64>) {
-        let (Place::Sink(offset) | Place::View(offset)) = self.place;
-        let range = offset..offset + u64::from(self.length);
-        match &self.memory {
-            Holder::Sink(memory, _) | Holder::Copy(memory, _) => (memory, range),
-            Holder::View(view) => (view, range),
-        }
-    }
-}
-
-/// Keeps a slot's memory mapped, even if the peer that delivered it is gone.
-#[derive(Debug)]
-pub(super) enum Holder {
-    /// A buffer of the sink.
-    Sink(Arc<Memory>, u8),
-    /// A table of our own, and the accounts of the slots in use.
-    Copy(Arc<Memory>, Arc<Lent>),
-    View(Arc<View>),
-}
-
-/// What is known about the snapshot so far.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Progress {
-    /// Slots that may be read.
-    pub published: u64,
-    /// Total number of slots, once known.
-    pub end: Option<u64>,
-    /// Bytes of content in the published slots.
-    pub bytes_known: u64,
-    /// The state last seen. `Open` before the first read of the line.
-    pub state: State,
-}
+use crate::{error::Error, expectation::Expectation, layout::State};
 
 /// Reads one snapshot. See the drawing at the top of this file.
 ///

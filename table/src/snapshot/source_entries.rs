@@ -118,7 +118,7 @@ impl Front {
         };
         self.caught = 0;
         if line.state == State::Aborted {
-            return Err(Error::Aborted { generation: self.expect.generation });
+            return Err(Error::Aborted { generation: self.expect.origin.generation });
         }
         self.line = Some(line);
         Ok(())

@@ -197,7 +197,8 @@ fn a_peer_that_forges_its_own_entry_too_is_found_out_by_the_sources() {
 fn a_peer_of_another_snapshot_is_not_read() {
     let origin = Origin::whole(4, 1);
     let other = memory(SOURCE.memory_len());
-    let identity = crate::Identity { generation: 8, ..identity(Kind::Snapshot) };
+    let mut identity = identity(Kind::Snapshot);
+    identity.origin.generation = 8;
     SnapshotWriter::create(Arc::clone(&other), SOURCE, identity, 0).unwrap();
     let mut reader = Reader::new(&origin, 64, Faults::NONE, 2);
     reader.read_from(&other, 64, Faults::NONE, 3);

@@ -10,8 +10,10 @@ use super::{
     peer::{Faults, TornPeer},
     sink,
 };
+use remora_redis::ReplId;
+
 use crate::{
-    Error, Expectation, Geometry, JournalReader, JournalWriter, Kind, SnapshotReader, SnapshotWriter, State,
+    Error, Expectation, Geometry, JournalReader, JournalWriter, Kind, Origin, SnapshotReader, SnapshotWriter, State,
     layout::LINE_OFFSET,
 };
 
@@ -191,11 +193,12 @@ fn a_table_of_another_generation_replid_offset_or_kind_is_refused() {
     writer.finish(0).unwrap();
     let right = expect(GEOMETRY);
     let wrong = [
-        Expectation { generation: 8, ..right.clone() },
-        Expectation { replid: [b'b'; 40], ..right.clone() },
-        Expectation { first_offset: 1, ..right.clone() },
+        Origin { generation: 8, ..right.origin },
+        Origin { history: ReplId::try_from([b'b'; 40]).unwrap(), ..right.origin },
+        Origin { offset: 1, ..right.origin },
     ];
-    for expect in wrong {
+    for origin in wrong {
+        let expect = Expectation { origin, ..right.clone() };
         for in_place in [false, true] {
             let (mut reader, mut peer) = reader(&region, in_place, expect.clone());
             assert!(matches!(read_all(&mut reader, &mut peer), Err(Error::WrongGeneration { .. })));

@@ -18,19 +18,23 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use remora_fabric::{Memory, Pages};
+use remora_redis::ReplId;
 
 use crate::layout::{Entry, LINE_OFFSET, Line};
-use crate::{Expectation, Geometry, Identity, Kind, SinkLayout, State};
+use crate::{Expectation, Geometry, Identity, Kind, Origin, SinkLayout, State};
 
-pub(super) const REPLID: [u8; 40] = [b'a'; 40];
 pub(super) const FIRST_OFFSET: u64 = 1000;
 
 pub(super) fn identity(kind: Kind) -> Identity {
-    Identity { generation: 7, kind, replid: REPLID, first_offset: FIRST_OFFSET }
+    Identity { kind, origin: origin() }
+}
+
+fn origin() -> Origin {
+    Origin { generation: 7, history: ReplId::try_from([b'a'; 40]).unwrap(), offset: FIRST_OFFSET }
 }
 
 pub(super) fn expect(geometry: Geometry) -> Expectation {
-    Expectation { generation: 7, geometry, replid: REPLID, first_offset: FIRST_OFFSET }
+    Expectation { origin: origin(), geometry }
 }
 
 pub(super) fn memory(length: u64) -> Arc<Memory> {

@@ -1,7 +1,7 @@
-//! Rest: what the server saves behind the strings that its child has written into our table, joined to them.
+//! Joins what the server saves to the strings that its child has written into the source's table.
 //!
-//! Both are snapshots of their own kind; a snapshot may say its fields, its databases and their sizes as often as it likes, so that one is
-//! made of them by leaving out what may stand there only once:
+//! Each part is a snapshot of its own. A snapshot may repeat its fields, its databases and their sizes. So one snapshot
+//! is made of both parts by leaving out the bytes that may occur only once:
 //!
 //! ```text
 //!   the child's   REDIS0011 fields │ database, long strings … │
@@ -10,11 +10,8 @@
 //!                                                                                      → zeros     left out
 //! ```
 //!
-//! The checksum is of the server's bytes alone; zeros say that there is none. The table has one for each slot. Not here: how the server
-//! came to leave the strings out ([`super::with_module`]).
-
-use std::sync::atomic::Ordering;
-use std::time::Instant;
+//! The server's checksum covers its own bytes alone. Zeros mean that the snapshot has no checksum; the table has one
+//! for each slot. Why the server leaves out the long strings is described in [`super::with_module`].
 
 use remora_redis::psync::Payload;
 use remora_redis::psync::client::EofMark;
@@ -22,85 +19,98 @@ use remora_redis::rdb::{Head, OPCODE_EOF, magic};
 use remora_table::SnapshotWriter;
 use remora_table::server_pages::capture_page::WriterStatus;
 
-use super::plan::{Fault, Plan};
-use super::psync_link::came;
-use super::snapshot::{MARK_LENGTH, Taking, pause_after};
-use super::socket::Wire;
+use super::Capture;
+use super::plan::CaptureError;
+use super::snapshot::{DURING, MARK_BYTES, Taking, pause_after};
+use super::socket::Socket;
 
 /// What the server's part must be like.
 pub(super) struct Expected {
-    /// How it comes.
+    /// How the server marks the end of its part.
     pub(super) payload: Payload,
     /// What the child has written.
-    pub(super) told: WriterStatus,
-    /// The database in which the child said that the stream begins, where that counts. A primary's stream begins by selecting one; a replica
-    /// forwards its primary's stream unchanged.
+    pub(super) written: WriterStatus,
+    /// The database in which the stream begins, as the child reported it; `None` if it makes no difference. A primary's
+    /// stream begins with a `SELECT`. A replica forwards its primary's stream unchanged, so there the database counts.
     pub(super) database: Option<u32>,
 }
 
-/// Takes the payload, and completes the snapshot with it.
-pub(super) fn receive(plan: &Plan, wire: &mut Wire, expected: &Expected, early: &[u8]) -> Result<(), Fault> {
-    let (memory, geometry) = &plan.snapshot;
-    let writer = SnapshotWriter::resume(memory.clone(), *geometry, expected.told.received)?;
-    let mut taking = Taking::new(plan, writer);
-    pour(plan, wire, expected, early, &mut taking)?;
-    taking.complete(0)
-}
+impl Capture {
+    /// Receives the server's part, appends it to what the child has written, and completes the snapshot.
+    pub(super) fn receive_rest(
+        &self,
+        socket: &mut Socket,
+        expected: &Expected,
+        early: &[u8],
+    ) -> Result<(), CaptureError> {
+        let (memory, geometry) = &self.plan.snapshot;
+        let writer = SnapshotWriter::resume(memory.clone(), *geometry, expected.written.received)?;
+        let mut taking = Taking::new(self, writer);
+        self.append_rest(&mut taking, socket, expected, early)?;
+        taking.complete(0)
+    }
 
-fn pour(plan: &Plan, wire: &mut Wire, expected: &Expected, early: &[u8], taking: &mut Taking<'_>) -> Result<(), Fault> {
-    let Payload::Mark(mark) = expected.payload else {
-        return Err(Fault::Module("the server sent its part from a file, which others may have as well".into()));
-    };
-    let mut joint = Joint::new(mark, expected);
-    let mut buffer = vec![0; READ_BYTES];
-    let mut heard = Instant::now();
-    let mut whole = joint.take(early)?;
-    taking.append(joint.ready())?;
-    joint.taken();
-    while !whole {
-        if plan.stop.load(Ordering::Relaxed) {
-            return Err(Fault::Stopped);
-        }
-        let Some(n) = came(wire.read(&mut buffer), heard, "snapshot")? else { continue };
-        whole = joint.take(&buffer[..n])?;
+    fn append_rest(
+        &self,
+        taking: &mut Taking<'_>,
+        socket: &mut Socket,
+        expected: &Expected,
+        early: &[u8],
+    ) -> Result<(), CaptureError> {
+        let Payload::Mark(mark) = expected.payload else {
+            let text = "the server sent its part from a file, which other clients may have received as well";
+            return Err(CaptureError::Module(text.into()));
+        };
+        let mut joint = Joint::new(mark, expected);
+        let mut buffer = vec![0; READ_BYTES];
+        let mut silence = self.silence(DURING);
+        let mut whole = joint.take(early)?;
         taking.append(joint.ready())?;
         joint.taken();
-        heard = Instant::now();
-        if !whole {
-            pause_after(n);
+        while !whole {
+            self.stop.check()?;
+            let Some(n) = silence.check(socket.read(&mut buffer))? else { continue };
+            whole = joint.take(&buffer[..n])?;
+            taking.append(joint.ready())?;
+            joint.taken();
+            silence.restart();
+            if !whole {
+                pause_after(n);
+            }
         }
+        taking.append(&joint.end()?)
     }
-    taking.append(&joint.end()?)
 }
 
-/// Bytes of one read: they are copied once more from there, hence no more than a second-level cache holds.
+/// The most bytes that one read takes. They are copied once more from the buffer, so it should fit in a second-level
+/// cache.
 const READ_BYTES: usize = 256 << 10;
 
-/// The seam, byte by byte. Pure.
+/// Decides which bytes of the server's part go into the table. Pure.
 struct Joint {
     mark: EofMark,
-    /// The magic that both must have.
+    /// The magic that both parts must have.
     magic: String,
     database: Option<u32>,
-    /// From the beginning of the server's part, until its head could be read.
+    /// The beginning of the server's part, until the whole head has arrived.
     head: Option<Vec<u8>>,
-    /// Received and not yet given on; the end of it may be the snapshot's end.
+    /// Bytes that were received and not yet appended. The last of them may be the snapshot's end.
     held: Vec<u8>,
 }
 
-/// The opcode that ends a snapshot, its checksum, and the mark of the sync.
-const END_BYTES: usize = 1 + CHECKSUM_BYTES + MARK_LENGTH as usize;
+/// Bytes that end the server's part: the opcode, the checksum, and the mark of the sync.
+const END_BYTES: usize = 1 + CHECKSUM_BYTES + MARK_BYTES as usize;
 const CHECKSUM_BYTES: usize = 8;
 
 impl Joint {
-    fn new(mark: [u8; MARK_LENGTH as usize], expected: &Expected) -> Joint {
-        let magic = magic(u32::try_from(expected.told.format).unwrap_or(0));
+    fn new(mark: [u8; MARK_BYTES as usize], expected: &Expected) -> Joint {
+        let magic = magic(u32::try_from(expected.written.format).unwrap_or(0));
         Joint { mark: EofMark::new(mark), magic, database: expected.database, head: Some(Vec::new()), held: Vec::new() }
     }
 
-    /// Takes what came. True when it was the last.
-    fn take(&mut self, bytes: &[u8]) -> Result<bool, Fault> {
-        let tail = bytes.get(bytes.len().saturating_sub(MARK_LENGTH as usize)..).unwrap_or_default();
+    /// Takes bytes that were received. True if they end the server's part.
+    fn take(&mut self, bytes: &[u8]) -> Result<bool, CaptureError> {
+        let tail = bytes.get(bytes.len().saturating_sub(MARK_BYTES as usize)..).unwrap_or_default();
         let whole = !bytes.is_empty() && self.mark.observe(tail, bytes.len());
         match &mut self.head {
             None => self.held.extend_from_slice(bytes),
@@ -110,51 +120,51 @@ impl Joint {
             }
         }
         if whole && self.head.is_some() {
-            return Err(Fault::Module("the server's part of the snapshot has no head".into()));
+            return Err(CaptureError::Module("the server's part of the snapshot has no head".into()));
         }
         Ok(whole)
     }
 
-    /// Once the whole head is there: makes sure that it goes with what the child has written.
-    fn read_head(&mut self) -> Result<(), Fault> {
+    /// Parses the head once it has arrived, and checks that it matches what the child has written.
+    fn read_head(&mut self) -> Result<(), CaptureError> {
         let Some(bytes) = &self.head else { return Ok(()) };
-        let parsed = Head::parse(bytes).map_err(|error| Fault::Module(error.to_string()))?;
+        let parsed = Head::parse(bytes).map_err(|error| CaptureError::Module(error.to_string()))?;
         let Some((head, _)) = parsed else {
             if bytes.len() > Head::BYTES_MAX {
-                return Err(Fault::Module("the head of the server's part has no end".into()));
+                return Err(CaptureError::Module("the head of the server's part has no end".into()));
             }
             return Ok(());
         };
         if !bytes.starts_with(self.magic.as_bytes()) {
             let server = String::from_utf8_lossy(bytes.get(..self.magic.len()).unwrap_or_default()).into_owned();
             let text = format!("its child wrote the format {}, the server {server}", self.magic);
-            return Err(Fault::Module(text));
+            return Err(CaptureError::Module(text));
         }
         if self.database.is_some() && head.stream_db() != self.database {
             let (child, server) = (self.database, head.stream_db());
             let text = format!("its child wrote that the stream begins in database {child:?}, the server {server:?}");
-            return Err(Fault::Module(text));
+            return Err(CaptureError::Module(text));
         }
         self.held.extend_from_slice(bytes.get(self.magic.len()..).unwrap_or_default());
         self.head = None;
         Ok(())
     }
 
-    /// What may go into the table: all but what may be the end.
+    /// The bytes that can be appended: all but the last ones, which may be the end.
     fn ready(&self) -> &[u8] {
         self.held.get(..self.held.len().saturating_sub(END_BYTES)).unwrap_or_default()
     }
 
-    /// ... and has.
+    /// Forgets the bytes of [`ready`](Self::ready), which have been appended.
     fn taken(&mut self) {
         let ready = self.ready().len();
         self.held.drain(..ready);
     }
 
-    /// The end, as it goes into the table.
-    fn end(&self) -> Result<[u8; 1 + CHECKSUM_BYTES], Fault> {
+    /// The end of the snapshot, with zeros for the checksum.
+    fn end(&self) -> Result<[u8; 1 + CHECKSUM_BYTES], CaptureError> {
         if self.held.len() != END_BYTES || self.held.first() != Some(&OPCODE_EOF) {
-            return Err(Fault::Module("the server's part of the snapshot does not end as one".into()));
+            return Err(CaptureError::Module("the server's part of the snapshot does not end as one".into()));
         }
         let mut end = [0; 1 + CHECKSUM_BYTES];
         end[0] = OPCODE_EOF;
@@ -173,7 +183,7 @@ mod tests {
     const MARK: [u8; 40] = *b"0123456789abcdef0123456789abcdef01234567";
 
     fn expected(format: u64, database: Option<u32>) -> Expected {
-        Expected { payload: Payload::Mark(MARK), told: WriterStatus { format, ..WriterStatus::default() }, database }
+        Expected { payload: Payload::Mark(MARK), written: WriterStatus { format, ..WriterStatus::default() }, database }
     }
 
     /// What a server sends: magic, one field, `body`, the end.
@@ -181,7 +191,7 @@ mod tests {
         [b"REDIS0010\xFA\x0erepl-stream-db\x013", body, b"\xFFchecksum", &MARK].concat()
     }
 
-    fn joined(bytes: &[u8], cuts: &[usize], expected: &Expected) -> Result<Vec<u8>, Fault> {
+    fn joined(bytes: &[u8], cuts: &[usize], expected: &Expected) -> Result<Vec<u8>, CaptureError> {
         let mut joint = Joint::new(MARK, expected);
         let (mut out, mut rest, mut whole) = (Vec::new(), bytes, false);
         for cut in cuts.iter().copied().chain([usize::MAX]) {

@@ -1,8 +1,8 @@
-//! In which way a snapshot is taken: with the module in the server or without, and what of it the server's child writes. Pure.
+//! How a snapshot is taken: with the module in the server or without it, and what the server's child writes. Pure: no
+//! I/O, no lock, and times are arguments.
 
 use std::fmt;
 use std::path::PathBuf;
-use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use remora_fabric::shm::Place;
@@ -12,70 +12,76 @@ use crate::args::{ModuleCapture, SourceArgs};
 use crate::server::Facts;
 use crate::units::Size;
 
-/// In which way a snapshot comes from the server.
+/// How a snapshot is taken from the server.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Way {
-    /// As replicas get it.
+pub(crate) enum Method {
+    /// By `PSYNC`, as the server sends it to replicas.
     #[default]
     Psync,
-    /// As replicas get it, but not compressed.
+    /// By `PSYNC`, and the module keeps the server from compressing it.
     Eased,
-    /// The long strings written into our table by the server's child, the rest as replicas get it.
+    /// The module's part in the server's child writes long strings into the table; the rest comes by `PSYNC`.
     Walked,
 }
 
-impl Way {
-    pub(crate) const ALL: [Way; 3] = [Way::Psync, Way::Eased, Way::Walked];
+impl Method {
+    pub(crate) const ALL: [Method; 3] = [Method::Psync, Method::Eased, Method::Walked];
 }
 
-impl fmt::Display for Way {
+impl fmt::Display for Method {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Way::Psync => "psync",
-            Way::Eased => "psync, not compressed by the module",
-            Way::Walked => "the module",
+            Method::Psync => "psync",
+            Method::Eased => "psync, not compressed by the module",
+            Method::Walked => "the module",
         })
     }
 }
 
-/// What may be asked of a module, and what was learnt of it.
-pub(crate) struct Rules {
+/// What a module in the server may be asked to do, as the arguments say.
+pub(crate) struct ModuleRules {
     pub(super) choice: ModuleCapture,
-    /// The child writes strings of at least this many bytes; `None`: chosen by the server's allocator.
+    /// The child writes strings of at least this many bytes. `None`: chosen by the server's allocator.
     pub(super) walk_from: Option<u64>,
-    /// An empty path: the library beside this program.
+    /// The library to load into a server without the module. An empty path: the library beside this program.
     pub(super) load: Option<PathBuf>,
+    /// Where the socket is bound over which the module fetches the table.
     pub(super) place: Place,
-    /// Until when it isn't asked again, as it has failed.
-    distrusted: Mutex<Option<Instant>>,
 }
 
-impl Rules {
-    pub(crate) fn new(args: &SourceArgs) -> Rules {
-        Rules {
+impl ModuleRules {
+    pub(crate) fn new(args: &SourceArgs) -> ModuleRules {
+        ModuleRules {
             choice: args.module_capture,
             walk_from: args.module_walk_from.map(Size::get),
             load: args.load_module.clone(),
             place: args.module_socket_folder.clone().map_or(Place::Abstract, Place::Folder),
-            distrusted: Mutex::new(None),
         }
-    }
-
-    pub(super) fn distrust(&self) {
-        *self.distrusted() = Some(Instant::now() + DISTRUST);
-    }
-
-    pub(super) fn is_distrusted(&self) -> bool {
-        self.distrusted().is_some_and(|until| Instant::now() < until)
-    }
-
-    /// A lock whose holders only assign.
-    fn distrusted(&self) -> std::sync::MutexGuard<'_, Option<Instant>> {
-        self.distrusted.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }
 
-/// What costs the server less. A walk writes the newest format that the server knows: where older readers wait, the server must write.
+/// When the module failed last. The source's loop keeps it, and hands every capture the answer for its start.
+#[derive(Debug, Default)]
+pub(crate) struct MethodHistory {
+    module_failed: Option<Instant>,
+}
+
+impl MethodHistory {
+    /// A capture with the module has failed.
+    pub(crate) fn module_failed(&mut self, now: Instant) {
+        self.module_failed = Some(now);
+    }
+
+    /// Whether the module failed a short time ago. A capture does without it then.
+    pub(crate) fn module_failed_lately(&self, now: Instant) -> bool {
+        self.module_failed.is_some_and(|failed| now.saturating_duration_since(failed) < DISTRUST)
+    }
+}
+
+/// The work that costs the server less.
+///
+/// A walk writes the newest format that the server knows. If some readers know only an older one, the server must
+/// write.
 pub(super) fn best(choice: ModuleCapture, facts: &Facts, own_format: bool, long: u64) -> Work {
     if facts.own_format().is_some() && !own_format {
         return Work::Ease;
@@ -83,32 +89,34 @@ pub(super) fn best(choice: ModuleCapture, facts: &Facts, own_format: bool, long:
     match choice {
         ModuleCapture::Walk => Work::Walk,
         ModuleCapture::Server | ModuleCapture::Off => Work::Ease,
-        // Looking at each key of many short ones costs more than the few long ones among them save.
+        // With many short strings, to look at each key costs more than the few long ones among them save.
         ModuleCapture::Auto if average(facts) >= long => Work::Walk,
         ModuleCapture::Auto => Work::Ease,
     }
 }
 
-/// From how many bytes on a string is long there.
+/// The size in bytes from which a string counts as long on this server.
 pub(super) fn long_from(facts: &Facts) -> u64 {
     let has_jemalloc = facts.allocator.as_deref().is_some_and(|name| name.starts_with("jemalloc"));
     if has_jemalloc { LONG_WITH_JEMALLOC_BYTES } else { LONG_BYTES }
 }
 
-/// Bytes of data for each key; 0 where there is none.
+/// The average number of bytes of data per key; 0 if there is no key.
 pub(super) fn average(facts: &Facts) -> u64 {
     facts.used_memory_dataset.unwrap_or(0).checked_div(facts.keys()).unwrap_or(0)
 }
 
-/// From this size on a string costs the server less if its child writes it. docs/decisions/0007-walk-or-ease.md has the measurements.
+/// The size from which a string costs the server less if its child writes it, with jemalloc.
+/// docs/decisions/0007-walk-or-ease.md has the measurements.
 ///
-/// The child frees what it has written. jemalloc keeps its books elsewhere; others keep them around each piece of memory, so that two pages of
-/// a string are copied for it.
+/// The child frees the strings that it has written. jemalloc keeps its metadata apart from the strings. Other
+/// allocators keep it beside each allocation, so that freeing a string makes the kernel copy two of its pages.
 const LONG_WITH_JEMALLOC_BYTES: u64 = 1 << 10;
+/// The same with another allocator.
 const LONG_BYTES: u64 = 64 << 10;
 
-/// How long a module that has failed isn't asked again: long enough that replicas get their snapshots, short enough that a passing cause
-/// doesn't cost a day.
+/// How long captures do without a module that has failed: long enough that the waiting replicas get their snapshots,
+/// short enough that the module is used again the same day once the cause is gone.
 const DISTRUST: Duration = Duration::from_secs(300);
 
 #[cfg(test)]
@@ -146,5 +154,15 @@ mod tests {
         let valkey = "server_name:valkey\r\nvalkey_version:9.1.2";
         assert_eq!(best(ModuleCapture::Walk, &facts(10, 10 << 20, valkey), false, 1), Work::Ease);
         assert_eq!(best(ModuleCapture::Walk, &facts(10, 10 << 20, valkey), true, 1), Work::Walk);
+    }
+
+    #[test]
+    fn a_module_that_failed_is_asked_again_after_five_minutes() {
+        let (mut history, now) = (MethodHistory::default(), Instant::now());
+        assert!(!history.module_failed_lately(now));
+        history.module_failed(now);
+        assert!(history.module_failed_lately(now));
+        assert!(history.module_failed_lately(now + DISTRUST - Duration::from_millis(1)));
+        assert!(!history.module_failed_lately(now + DISTRUST));
     }
 }

@@ -1,68 +1,112 @@
-//! Capture: the primary's side of replication, laid into tables.
+//! Capture: takes the primary's side of replication and writes it into tables.
 //!
 //! One thread speaks PSYNC to the server. The snapshot's bytes go from the socket straight into slots of the snapshot
-//! table (one `recv`, no buffer between); what follows goes on as the stream, into the journal.
+//! table (one `recv`, no buffer between). The replication stream that follows goes into the journal.
 //!
 //! ```text
-//!            first capture                                a later one, while the stream lives
+//!            first capture                                a later one, while the stream is being followed
 //!   connect ── PSYNC ? -1 ──▶ +FULLRESYNC          connect ── REPLCONF rdb-only ── PSYNC ? -1 ──▶ +FULLRESYNC
 //!      RDB bytes ──▶ snapshot table                   RDB bytes ──▶ snapshot table
 //!      stream    ──▶ journal (until stopped)          close: the journal already holds what follows
 //! ```
 //!
-//! Where the server offers it (Valkey's dual channel), the first capture takes two connections: the forked child writes the
-//! snapshot into one by itself, which spares the server's main thread a copy of it, and the stream flows over the other from
-//! the beginning.
+//! If the server offers it (Valkey's dual channel), the first capture uses two connections. The forked child itself
+//! writes the snapshot to one of them, which spares the server's main thread a copy. The stream flows over the other
+//! one from the beginning.
 //!
 //! ```text
 //!   connect ── PSYNC ? -1 ──▶ +DUALCHANNELSYNC ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ▶ PSYNC <replid> <offset + 1> ──▶ +CONTINUE
 //!                 connect ── SYNC ──▶ offset, replid, RDB bytes ──▶ snapshot table      stream ──▶ journal
 //! ```
 //!
-//! There is one stream for any number of snapshots: replication offsets are absolute, so a snapshot taken later joins
-//! the same journal at its own offset.
+//! There is one stream for any number of snapshots. Replication offsets are absolute, so a later snapshot uses the same
+//! journal, from its own offset on.
 //!
 //! A journal holds one history. The server continues a broken stream under another replid (`+CONTINUE <new replid>`)
 //! after it was promoted, when it follows another primary, or after it was shut down and started again. Then the stream
 //! ends before a byte of the new history is appended.
 //!
-//! It decides nothing: which capture runs when is the business of [`super::owner`]. It ends when its `stop` is set, within
-//! one [`TICK`], or when the primary ends it.
+//! A capture decides nothing: [`super::machine`] decides which one runs when. It ends within one [`TICK`](plan::TICK)
+//! after its `stop` is set, or when the primary ends it.
 //!
-//! - `plan`: what a capture is given, reports and fails with. `method`: in which way it takes the snapshot.
-//! - `with_module` and `without_module`: the two ways; `join` puts what the server saves behind what its child has written.
+//! - `plan`: what a capture is given, reports and fails with. `method`: how it takes the snapshot.
+//! - `with_module` and `without_module`: the two ways; `join` appends the server's part to the part that its child
+//!   wrote.
 //! - `psync_link` drives every handshake; `snapshot` and `stream` fill the tables; `socket` is the connection.
 
 mod join;
 mod method;
 mod plan;
 mod psync_link;
+#[cfg(test)]
+mod scripted;
 mod snapshot;
 mod socket;
 mod stream;
+#[cfg(test)]
+mod tests;
 mod with_module;
 mod without_module;
 
+use std::time::{Duration, Instant};
+
 use remora_table::State;
 
-pub(crate) use self::method::{Rules as ModuleRules, Way};
-use self::plan::Stops;
-pub(crate) use self::plan::{CaptureEvent, Fault, Plan};
-use self::stream::follow;
-use self::without_module::Stream;
+pub(crate) use self::method::{Method, MethodHistory, ModuleRules};
+pub(crate) use self::plan::{CaptureError, CaptureEvent, Plan};
+use self::plan::{SILENCE_LIMIT, Stop};
+use self::socket::Silence;
+use self::stream::Following;
+use crate::server::ServerError;
 
-/// Runs one capture to its end; meant to be the body of a thread.
-pub(crate) fn run(plan: Plan) {
-    let generation = plan.generation;
-    match with_module::take_snapshot(&plan) {
-        Ok(Stream::Elsewhere) => {}
-        Ok(Stream::Next(wire, mut journal)) => follow(&plan, wire, &mut journal, Stops::of(&plan)),
-        Ok(Stream::Flows(thread)) => {
-            let _ = thread.join();
+/// One capture: a snapshot of the server and, unless another capture follows it, the replication stream behind it.
+// Larger than the bound: a method for each step of the two ways to take a snapshot, in the files named after them.
+#[derive(Clone)]
+pub(crate) struct Capture {
+    plan: Plan,
+    stop: Stop,
+    /// The longest silence of the server that the capture accepts.
+    silence_limit: Duration,
+}
+
+impl Capture {
+    pub(crate) fn new(plan: Plan) -> Capture {
+        let stop = Stop::new(plan.stop.clone());
+        Capture { plan, stop, silence_limit: SILENCE_LIMIT }
+    }
+
+    /// Runs the capture to its end. It is meant to be the body of a thread.
+    pub(crate) fn run(self) {
+        match self.take_snapshot() {
+            Ok(Following::AnotherCapture) => {}
+            Ok(Following::ThisThread(follower)) => follower.run(),
+            Ok(Following::OwnThread(thread)) => {
+                let _ = thread.join();
+            }
+            Err(error) => {
+                self.plan.gauge.snapshot_ended(State::Aborted);
+                self.report(CaptureEvent::Failed { generation: self.plan.generation, error });
+            }
         }
-        Err(fault) => {
-            plan.gauge.snapshot_ended(State::Aborted);
-            let _ = plan.events.send(CaptureEvent::Failed { generation, fault });
-        }
+    }
+
+    /// Sends an event to the source's loop. A loop that has ended needs none.
+    fn report(&self, event: CaptureEvent) {
+        let _ = self.plan.events.send(event);
+    }
+
+    /// Waits for `work`, which uses the network, unless the capture is stopped meanwhile.
+    fn wait_for<T>(&self, work: impl Future<Output = Result<T, ServerError>>) -> Result<T, CaptureError> {
+        self.plan.runtime.block_on(async {
+            tokio::select! {
+                done = work => Ok(done?),
+                () = self.stop.wait() => Err(CaptureError::Stopped),
+            }
+        })
+    }
+
+    /// Starts to measure how long the server is silent. `during` names the phase in the error.
+    fn silence(&self, during: &'static str) -> Silence {
+        Silence { since: Instant::now(), limit: self.silence_limit, during }
     }
 }

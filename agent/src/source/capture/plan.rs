@@ -10,62 +10,68 @@ use remora_redis::{Refusal, ReplId};
 use remora_table::Geometry;
 use tokio::sync::mpsc::UnboundedSender;
 
-use super::method::Rules as ModuleRules;
+use super::method::ModuleRules;
 use crate::server::{Server, ServerError, Task};
 use crate::source::gauge::Gauge;
 
-/// What one capture thread is given.
+/// What one capture is given.
 #[derive(Clone)]
 pub(crate) struct Plan {
-    /// The number of the snapshot that it makes.
+    /// The generation of the snapshot that the capture takes.
     pub(crate) generation: u64,
-    /// The server that it asks.
+    /// The server to take the snapshot from.
     pub(crate) server: Server,
-    /// The version of server that the snapshot is for, where that makes a difference; one that all read without it.
+    /// The server version that the capture claims, so that the server writes its own format. `None`: the server writes
+    /// the format that all readers know.
     pub(crate) reader_version: Option<String>,
-    /// Where the snapshot goes.
+    /// The memory for the snapshot's table.
     pub(crate) snapshot: (Arc<Memory>, Geometry),
-    /// Whether its slots may never be used again: then it fails where it would have to.
+    /// Whether readers were promised that no slot of the snapshot is reused. The capture fails if it would have to
+    /// reuse one.
     pub(crate) retained: bool,
-    /// Where the stream goes; `None` when another thread already follows it.
+    /// The memory for the journal. `None` if another capture already follows the stream.
     pub(crate) journal: Option<(Arc<Memory>, Geometry)>,
-    /// What may be asked of a module in the server.
+    /// What a module in the server may be asked to do.
     pub(crate) module: Arc<ModuleRules>,
-    /// What the others may see of it while it runs.
+    /// Whether the module failed a short time ago ([`MethodHistory`](super::MethodHistory)). It is not asked then.
+    pub(crate) module_failed_lately: bool,
+    /// Figures that the capture shows while it runs.
     pub(crate) gauge: Arc<Gauge>,
-    /// What it tells the owner: a handful of events in its life.
+    /// Where the capture sends its events: a handful in its life.
     pub(crate) events: UnboundedSender<CaptureEvent>,
-    /// Set by the owner to end it.
+    /// Set by the source's loop to end the capture.
     pub(crate) stop: Arc<AtomicBool>,
     /// For the asynchronous parts of connecting (name look-up, TLS).
     pub(crate) runtime: tokio::runtime::Handle,
 }
 
-/// What a capture thread tells the owner.
+/// What a capture reports to the source's loop.
 #[derive(Debug)]
 pub(crate) enum CaptureEvent {
     /// The primary has forked: the snapshot will hold everything up to `offset`.
     Started { generation: u64, replid: ReplId, offset: u64 },
-    /// The snapshot is whole.
+    /// The snapshot is complete.
     Completed { generation: u64, bytes: u64 },
-    /// The snapshot will never be whole.
-    Failed { generation: u64, fault: Fault },
-    /// The stream broke and was taken up again at the next byte: nothing was lost.
+    /// The module in the server may be the cause of the failure that follows.
+    ModuleFailed,
+    /// The snapshot failed and will never be complete.
+    Failed { generation: u64, error: CaptureError },
+    /// The stream broke and was resumed at the next byte: nothing was lost.
     StreamResumed,
     /// The server offers to continue the stream under another replid. The journal ends at `at`, the offset of the last
     /// byte of the old history that it holds; nothing of the new history was appended.
     HistoryChanged { generation: u64, from: ReplId, to: ReplId, at: u64 },
-    /// The stream can't be taken up at the next byte: the journal ends here.
+    /// The stream cannot be resumed at the next byte: the journal ends here.
     StreamLost { text: String },
 }
 
 /// Why a capture ended early.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum Fault {
-    /// The server did not let us in, or did not do what was asked.
+pub(crate) enum CaptureError {
+    /// The server refused the login or a command.
     #[error(transparent)]
     Server(#[from] ServerError),
-    /// The server answered the handshake with something else than a snapshot.
+    /// The server's answer to the handshake announces no snapshot.
     #[error("the server's answer to the replication handshake: {}{}", .0, rules_for(.0))]
     Psync(#[from] client::Error),
     /// The link to the server broke.
@@ -74,39 +80,40 @@ pub(crate) enum Fault {
     /// The module in the server did not do what it was armed for. The next attempt does without it.
     #[error("the module in the server: {0}")]
     Module(String),
-    /// The server no longer has the byte that we need next.
+    /// The server no longer has the byte that the journal needs next.
     #[error("the server's backlog no longer reaches back to where the stream broke, or its history is another one")]
     HistoryGone,
-    /// The server has the byte that we need next, but continues under another replid: it was promoted, follows another
-    /// primary, or was shut down and started again.
+    /// The server has the byte that the journal needs next, but continues under another replid: it was promoted,
+    /// follows another primary, or was shut down and started again.
     #[error("the server's history changed from {from} to {to} after offset {at}")]
     HistoryChanged { from: ReplId, to: ReplId, at: u64 },
-    /// The snapshot is larger than was expected, and its readers rely on memory that is never used again.
-    #[error(
-        "the snapshot is larger than the server's INFO (used_memory_dataset) let expect; taking another through a window"
-    )]
+    /// The snapshot is larger than expected, and its readers were promised that no slot is reused.
+    #[error("the snapshot is larger than the server's INFO (used_memory_dataset) suggests; the next one is windowed")]
     Outgrown,
-    /// The table refused: a mistake of ours.
+    /// The table refused a call: a bug of the source.
     #[error(transparent)]
     Table(#[from] remora_table::Error),
-    /// The owner asked for it.
+    /// The source stopped the capture.
     #[error("stopped")]
     Stopped,
 }
 
-impl Fault {
-    /// Whether asking the same server again may go better.
+impl CaptureError {
+    /// Whether another attempt with the same server may succeed.
     pub(crate) fn is_transient(&self) -> bool {
         match self {
-            Fault::Server(error) => error.is_passing(),
-            Fault::Psync(error) => error.is_temporary(),
-            Fault::Link { .. } | Fault::Outgrown | Fault::Module(_) | Fault::HistoryChanged { .. } => true,
-            Fault::HistoryGone | Fault::Table(_) | Fault::Stopped => false,
+            CaptureError::Server(error) => error.is_passing(),
+            CaptureError::Psync(error) => error.is_temporary(),
+            CaptureError::Link { .. }
+            | CaptureError::Outgrown
+            | CaptureError::Module(_)
+            | CaptureError::HistoryChanged { .. } => true,
+            CaptureError::HistoryGone | CaptureError::Table(_) | CaptureError::Stopped => false,
         }
     }
 }
 
-/// The rules that a server's user lacks who was refused for want of one.
+/// The ACL rules to grant, if the server refused a command because one is missing.
 fn rules_for(error: &client::Error) -> String {
     match error {
         client::Error::Refused(Refusal::NoPerm { .. }) => {
@@ -116,26 +123,45 @@ fn rules_for(error: &client::Error) -> String {
     }
 }
 
-/// What ends a capture: the owner's word, and for a stream beside a snapshot the snapshot's failure.
-#[derive(Clone, Copy)]
-pub(super) struct Stops<'a> {
-    pub(super) plan: &'a AtomicBool,
-    pub(super) abandoned: Option<&'a AtomicBool>,
+/// What ends a capture early: the source's loop, and for a stream beside a snapshot also the snapshot's failure.
+#[derive(Clone)]
+pub(super) struct Stop {
+    stopped: Arc<AtomicBool>,
+    abandoned: Option<Arc<AtomicBool>>,
 }
 
-impl<'a> Stops<'a> {
-    pub(super) fn of(plan: &'a Plan) -> Stops<'a> {
-        Stops { plan: &plan.stop, abandoned: None }
+impl Stop {
+    /// A stop that `stopped` sets.
+    pub(super) fn new(stopped: Arc<AtomicBool>) -> Stop {
+        Stop { stopped, abandoned: None }
     }
 
-    pub(super) fn set(self) -> bool {
-        self.plan.load(Ordering::Relaxed) || self.abandoned.is_some_and(|flag| flag.load(Ordering::Relaxed))
+    /// A stop that `abandoned` sets too.
+    pub(super) fn or(&self, abandoned: Arc<AtomicBool>) -> Stop {
+        Stop { stopped: self.stopped.clone(), abandoned: Some(abandoned) }
+    }
+
+    /// Whether the capture has to end.
+    pub(super) fn is_set(&self) -> bool {
+        self.stopped.load(Ordering::Relaxed) || self.abandoned.as_ref().is_some_and(|flag| flag.load(Ordering::Relaxed))
+    }
+
+    /// Waits until the stop is set.
+    pub(super) async fn wait(&self) {
+        while !self.is_set() {
+            tokio::time::sleep(TICK).await;
+        }
+    }
+
+    /// Fails with [`CaptureError::Stopped`] if the stop is set.
+    pub(super) fn check(&self) -> Result<(), CaptureError> {
+        if self.is_set() { Err(CaptureError::Stopped) } else { Ok(()) }
     }
 }
 
-/// How often a waiting thread looks at its stop flag: the bound on how long stopping takes.
+/// How often a waiting thread checks its stop: the bound on how long stopping takes.
 pub(super) const TICK: Duration = Duration::from_millis(100);
 
-/// The longest silence of the server in a handshake or a snapshot. Servers send a newline each second while they
-/// prepare one, and give up themselves after `repl-timeout`, 60 s by default.
+/// The longest silence of the server in a handshake, a snapshot or the stream. Servers send a newline each second while
+/// they prepare a snapshot, and drop silent replicas themselves after `repl-timeout`, 60 s by default.
 pub(super) const SILENCE_LIMIT: Duration = Duration::from_secs(60);

@@ -1,89 +1,107 @@
 //! The one driver of the replication handshake, for all ways to take a snapshot and for the stream.
 
-use std::io;
 use std::time::Instant;
 
-use remora_redis::ReplId;
 use remora_redis::psync::Payload;
 use remora_redis::psync::client::{Client, Event, Options};
+use remora_redis::{ReplId, resp};
 
-use super::plan::{Fault, Plan, SILENCE_LIMIT, Stops, TICK};
-use super::socket::{Received, Wire};
-use crate::server::ServerError;
+use super::Capture;
+use super::plan::{CaptureError, Stop, TICK};
+use super::socket::{Received, Silence, Socket};
 
 /// A snapshot that the server has announced.
 pub(super) struct Announced {
-    pub(super) wire: Wire,
+    pub(super) socket: Socket,
     pub(super) replid: ReplId,
     pub(super) offset: u64,
     pub(super) payload: Payload,
-    /// What was read beyond the handshake.
+    /// Bytes that were read beyond the handshake.
     pub(super) early: Vec<u8>,
 }
 
-/// How the server answered `PSYNC`. The replid of `Continue` is that of the history from there on.
+/// How the server answered `PSYNC`.
+#[derive(Debug, PartialEq, Eq)]
 pub(super) enum Opening {
+    /// A snapshot follows, and behind it the stream.
     Full { replid: ReplId, offset: u64, payload: Payload },
+    /// A snapshot follows. The stream is requested over another connection, which names this one by the `client`
+    /// number.
     Channel { replid: ReplId, offset: u64, payload: Payload, client: u64 },
+    /// The server offers snapshot and stream over two connections.
     TwoChannels,
+    /// The stream continues. The replid is that of the history from there on.
     Continue { replid: ReplId },
 }
 
 /// A connection on which a handshake is under way.
 pub(super) struct PsyncLink {
-    wire: Wire,
+    socket: Socket,
     machine: Client,
-    /// Read, and not yet used.
+    /// Bytes that were read and are not used yet.
     early: Vec<u8>,
+    stop: Stop,
+    silence: Silence,
 }
 
-impl PsyncLink {
-    pub(super) fn connect(plan: &Plan, options: Options) -> Result<PsyncLink, Fault> {
-        Ok(PsyncLink::over(connect(plan)?, options))
+impl Capture {
+    /// Connects to the server and begins a handshake.
+    pub(super) fn handshake(&self, options: Options) -> Result<PsyncLink, CaptureError> {
+        Ok(self.handshake_over(self.connect()?, options))
     }
 
-    /// A handshake for a snapshot without a stream where another thread already follows that.
-    pub(super) fn for_snapshot(plan: &Plan, options: Options) -> Result<PsyncLink, Fault> {
-        let mut link = PsyncLink::connect(plan, options)?;
-        if plan.journal.is_none() {
-            ask_for_snapshot_alone(&mut link.wire)?;
+    /// Connects and begins a handshake for a snapshot. If another capture follows the stream, it asks for the snapshot
+    /// alone.
+    pub(super) fn handshake_for_snapshot(&self, options: Options) -> Result<PsyncLink, CaptureError> {
+        let mut link = self.handshake(options)?;
+        if self.plan.journal.is_none() {
+            link.ask_for_snapshot_alone()?;
         }
         Ok(link)
     }
 
-    fn over(wire: Wire, options: Options) -> PsyncLink {
-        PsyncLink { wire, machine: Client::new(options), early: Vec::new() }
+    /// Begins a handshake on a connection.
+    pub(super) fn handshake_over(&self, socket: Socket, options: Options) -> PsyncLink {
+        let (machine, stop) = (Client::new(options), self.stop.clone());
+        PsyncLink { socket, machine, early: Vec::new(), stop, silence: self.silence(DURING) }
     }
 
-    /// Another handshake over the same connection.
+    fn connect(&self) -> Result<Socket, CaptureError> {
+        let stream = self.wait_for(async { Ok(self.plan.server.connect().await?.into_stream().0) })?;
+        Socket::new(stream, self.plan.runtime.clone(), TICK).map_err(broken)
+    }
+}
+
+impl PsyncLink {
+    /// Begins another handshake on the same connection.
     pub(super) fn again(self, options: Options) -> PsyncLink {
-        PsyncLink::over(self.wire, options)
+        PsyncLink { machine: Client::new(options), early: Vec::new(), ..self }
     }
 
-    /// The connection, and what was read beyond the handshake.
-    pub(super) fn into_parts(self) -> (Wire, Vec<u8>) {
-        (self.wire, self.early)
+    /// The connection, and the bytes that were read beyond the handshake.
+    pub(super) fn into_parts(self) -> (Socket, Vec<u8>) {
+        (self.socket, self.early)
     }
 
     /// The connection, whose next bytes are the stream's.
-    pub(super) fn into_stream(mut self) -> Wire {
-        self.wire.push_back(self.early);
-        self.wire
+    pub(super) fn into_stream(mut self) -> Socket {
+        self.socket.push_back(self.early);
+        self.socket
     }
 
     /// The snapshot that was announced on this connection.
     pub(super) fn announced(self, replid: ReplId, offset: u64, payload: Payload) -> Announced {
-        Announced { wire: self.wire, replid, offset, payload, early: self.early }
+        Announced { socket: self.socket, replid, offset, payload, early: self.early }
     }
 
     /// Drives the handshake to its end.
-    pub(super) fn opening(&mut self, stop: Stops<'_>) -> Result<Opening, Fault> {
-        let mut identity = None;
+    pub(super) fn opening(&mut self) -> Result<Opening, CaptureError> {
+        let mut origin = None;
         loop {
-            match self.next_event(stop, is_patient)? {
-                Event::FullResync { replid, offset } => identity = Some((replid, offset, None)),
-                Event::Channel { replid, offset, client } => identity = Some((replid, offset, Some(client))),
-                Event::Payload(payload) => match identity {
+            match self.next_event()? {
+                Event::FullResync { replid, offset } => origin = Some((replid, offset, None)),
+                Event::Channel { replid, offset, client } => origin = Some((replid, offset, Some(client))),
+                Event::Payload(payload) => match origin {
                     None => {}
                     Some((replid, offset, None)) => return Ok(Opening::Full { replid, offset, payload }),
                     Some((replid, offset, Some(client))) => {
@@ -97,14 +115,14 @@ impl PsyncLink {
         }
     }
 
-    /// The next event, except those that only show that the server is alive. `patient` says, given when something was last received, whether
-    /// to wait on.
-    pub(super) fn next_event(
-        &mut self,
-        stop: Stops<'_>,
-        mut patient: impl FnMut(Instant) -> bool,
-    ) -> Result<Event, Fault> {
-        let mut heard = Instant::now();
+    /// The next event. Events that only show that the server is alive are left out.
+    pub(super) fn next_event(&mut self) -> Result<Event, CaptureError> {
+        self.next_event_while(|| false)
+    }
+
+    /// The next event. The server's silence has no limit while `is_alive` returns true.
+    pub(super) fn next_event_while(&mut self, mut is_alive: impl FnMut() -> bool) -> Result<Event, CaptureError> {
+        self.silence.restart();
         loop {
             while let Some(event) = self.machine.poll_event() {
                 if !matches!(event, Event::KeepAlive | Event::Handshaken) {
@@ -113,124 +131,296 @@ impl PsyncLink {
             }
             let output = self.machine.take_output();
             if !output.is_empty() {
-                self.wire.write_all(&output).map_err(|cause| broken(cause.to_string()))?;
+                self.socket.write_all(&output).map_err(broken)?;
             }
-            let mut bytes = std::mem::take(&mut self.early);
-            if bytes.is_empty() {
-                self.read(stop, &mut bytes, &mut heard, &mut patient)?;
+            if self.early.is_empty() {
+                self.read(&mut is_alive)?;
             }
-            let used = self.machine.handle_input(&bytes)?;
-            self.early = bytes.split_off(used);
+            let used = self.machine.handle_input(&self.early)?;
+            self.early.drain(..used);
         }
     }
 
-    /// Adds what comes; at most one wait of a tick.
-    fn read(
-        &mut self,
-        stop: Stops<'_>,
-        bytes: &mut Vec<u8>,
-        heard: &mut Instant,
-        mut patient: impl FnMut(Instant) -> bool,
-    ) -> Result<(), Fault> {
-        if stop.set() {
-            return Err(Fault::Stopped);
-        }
+    /// Reads what has arrived, or waits for one [`TICK`] at most.
+    fn read(&mut self, is_alive: &mut impl FnMut() -> bool) -> Result<(), CaptureError> {
+        self.stop.check()?;
         let mut buffer = [0; 16 * 1024];
-        let received = self.wire.read(&mut buffer);
-        if matches!(received, Ok(Received::Idle)) && patient(*heard) {
+        let received = self.socket.read(&mut buffer);
+        if matches!(received, Ok(Received::Idle)) && is_alive() {
             return Ok(());
         }
-        if let Some(n) = came(received, *heard, DURING)? {
-            bytes.extend_from_slice(&buffer[..n]);
-            *heard = Instant::now();
+        if let Some(n) = self.silence.check(received)? {
+            self.early.extend_from_slice(&buffer[..n]);
         }
         Ok(())
     }
 
-    /// Fails unless the server still has us wait. It says `+FULLRESYNC` just before it forks, and if that fails it closes our connection; a
-    /// child that asks later, of the same offset, then belongs to another client.
-    pub(super) fn still_waits(&mut self) -> Result<(), Fault> {
+    /// Fails unless the server still keeps this connection waiting. It sends `+FULLRESYNC` just before it forks, and
+    /// closes the connection if the fork fails. A child that asks later, for the same offset, then belongs to another
+    /// client.
+    pub(super) fn still_waits(&mut self) -> Result<(), CaptureError> {
         let mut buffer = [0; 1024];
-        match self.wire.read_at_once(&mut buffer).map_err(|cause| broken(cause.to_string()))? {
+        match self.socket.read_at_once(&mut buffer).map_err(broken)? {
             Received::Bytes(n) => self.early.extend_from_slice(&buffer[..n]),
             Received::Idle => {}
-            Received::End => return Err(broken("the server gave the sync up before its child began".into())),
+            Received::End => return Err(broken("the server gave up the sync before its child began")),
         }
-        // Newlines say that it lives.
+        // Newlines are keep-alives.
         match self.early.iter().all(|byte| *byte == b'\n') {
             true => Ok(()),
-            false => Err(broken("the server said something before its child began".into())),
+            false => Err(broken("the server sent something before its child began")),
         }
+    }
+
+    /// Sends `REPLCONF rdb-only 1`. The server then ends the connection after the snapshot and counts no further
+    /// replica of its stream. Servers before 7.0 answer with an error, which changes nothing: the capture closes the
+    /// connection itself.
+    fn ask_for_snapshot_alone(&mut self) -> Result<(), CaptureError> {
+        let mut command = Vec::new();
+        resp::command(&mut command, &["REPLCONF", "rdb-only", "1"]);
+        self.socket.write_all(&command).map_err(broken)?;
+        let (mut answer, mut buffer) = (Vec::new(), [0; ANSWER_BYTES_MAX]);
+        self.silence.restart();
+        let began = Instant::now();
+        while !answer.ends_with(b"\r\n") {
+            self.stop.check()?;
+            match self.socket.read(&mut buffer).map_err(broken)? {
+                Received::Bytes(n) => answer.extend_from_slice(&buffer[..n]),
+                Received::Idle if began.elapsed() < self.silence.limit => {}
+                Received::Idle | Received::End => return Err(broken("no answer to REPLCONF rdb-only")),
+            }
+            if answer.len() > ANSWER_BYTES_MAX {
+                return Err(broken("the answer to REPLCONF rdb-only is too long"));
+            }
+        }
+        Ok(())
     }
 }
 
-/// Whether the server, last heard at that time, may still be silent.
-pub(super) fn is_patient(heard: Instant) -> bool {
-    heard.elapsed() < SILENCE_LIMIT
-}
+/// The longest answer to `REPLCONF` in bytes: a line of the servers' own has a few dozen.
+const ANSWER_BYTES_MAX: usize = 512;
 
-pub(super) fn broken(cause: String) -> Fault {
-    Fault::Link { during: DURING, cause }
-}
-
-/// What this module's connections are about, for their errors.
+/// The phase of a capture that this module is about, for its errors.
 const DURING: &str = "handshake";
+
+/// The link broke during the handshake.
+pub(super) fn broken(cause: impl ToString) -> CaptureError {
+    CaptureError::Link { during: DURING, cause: cause.to_string() }
+}
 
 /// Fails unless the server continues the history that was requested. A server that continues under another replid would
 /// send bytes of its new history, which must not get into a journal of the old one.
-pub(super) fn is_same_history(asked: ReplId, answered: ReplId, at: u64) -> Result<(), Fault> {
-    if asked == answered { Ok(()) } else { Err(Fault::HistoryChanged { from: asked, to: answered, at }) }
+pub(super) fn is_same_history(asked: ReplId, answered: ReplId, at: u64) -> Result<(), CaptureError> {
+    if asked == answered { Ok(()) } else { Err(CaptureError::HistoryChanged { from: asked, to: answered, at }) }
 }
 
-pub(super) fn out_of_place(what: &str) -> Fault {
-    let cause = format!("the server offered {what} where a snapshot was asked for");
-    Fault::Link { during: "handshake", cause }
+/// The server answered with `what` to a request for a snapshot.
+pub(super) fn out_of_place(what: &str) -> CaptureError {
+    broken(format!("the server offered {what} where a snapshot was requested"))
 }
 
-fn connect(plan: &Plan) -> Result<Wire, Fault> {
-    let stream = plan.runtime.block_on(async {
-        let client = plan.server.connect().await?;
-        Ok::<_, ServerError>(client.into_stream().0)
-    })?;
-    Wire::new(stream, plan.runtime.clone(), TICK)
-        .map_err(|cause| Fault::Link { during: "handshake", cause: cause.to_string() })
-}
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
 
-/// `REPLCONF rdb-only 1`: the server then ends the connection after the snapshot and counts no further replica of its
-/// stream. Servers before 7.0 don't know it and answer an error, which changes nothing: we close the connection ourselves.
-fn ask_for_snapshot_alone(wire: &mut Wire) -> Result<(), Fault> {
-    let mut command = Vec::new();
-    remora_redis::resp::command(&mut command, &["REPLCONF", "rdb-only", "1"]);
-    let link = |cause: io::Error| Fault::Link { during: "handshake", cause: cause.to_string() };
-    wire.write_all(&command).map_err(link)?;
-    let mut answer = Vec::new();
-    let began = Instant::now();
-    let mut buffer = [0; 512];
-    while !answer.ends_with(b"\r\n") {
-        match wire.read(&mut buffer).map_err(link)? {
-            Received::Bytes(n) => answer.extend_from_slice(&buffer[..n]),
-            Received::Idle if began.elapsed() < SILENCE_LIMIT && answer.len() < buffer.len() => {}
-            Received::Idle | Received::End => {
-                let cause = "no answer to REPLCONF rdb-only".into();
-                return Err(Fault::Link { during: "handshake", cause });
+    use std::thread::sleep;
+    use std::time::Duration;
+
+    use remora_redis::psync::client::Channel;
+
+    use super::super::scripted::{FULL, HISTORY, MARK, Primary, Rig, history, link_cause};
+    use super::*;
+
+    /// What the server answers to a handshake with these options, and the bytes behind the handshake.
+    fn answer(options: Options, exchange: &[(&str, &str)], behind: &str) -> (Result<Opening, CaptureError>, Vec<u8>) {
+        let rig = Rig::new();
+        let script = |mut primary: Primary| {
+            primary.converse(exchange);
+            primary.send(behind.as_bytes());
+            primary.wait_for_end();
+        };
+        rig.play(script, |capture, socket| {
+            let mut link = capture.handshake_over(socket, options);
+            let opening = link.opening();
+            let (mut rest, mut socket) = (Vec::new(), link.into_stream());
+            let mut buffer = [0; 4096];
+            while let Ok(Received::Bytes(n)) = socket.read(&mut buffer) {
+                rest.extend_from_slice(&buffer[..n]);
+            }
+            (opening, rest)
+        })
+    }
+
+    /// The error that ends a handshake whose `PSYNC` is answered so.
+    fn refused(text: &str) -> CaptureError {
+        let answer = answer(Options::default(), &[FULL[0], FULL[1], ("PSYNC ? -1", text)], "");
+        answer.0.unwrap_err()
+    }
+
+    #[test]
+    fn a_handshake_ends_at_the_payload_and_takes_none_of_it() {
+        let payload = remora_redis::psync::Payload::Mark(MARK.as_bytes().try_into().unwrap());
+        let (opening, rest) = answer(Options::default(), &FULL, &format!("$EOF:{MARK}\r\nREDIS0011"));
+        assert_eq!(opening.unwrap(), Opening::Full { replid: history(), offset: 77, payload });
+        assert_eq!(rest, b"REDIS0011");
+
+        let (opening, rest) = answer(Options::default(), &FULL, "$9\r\nREDIS0011");
+        let payload = remora_redis::psync::Payload::Length(9);
+        assert_eq!(opening.unwrap(), Opening::Full { replid: history(), offset: 77, payload });
+        assert_eq!(rest, b"REDIS0011");
+    }
+
+    #[test]
+    fn a_version_is_claimed_and_its_refusal_ignored() {
+        let options = Options { rdb_version: Some("9.0.0".into()), ..Options::default() };
+        let version = ("REPLCONF version 9.0.0", "-ERR Unrecognized REPLCONF option: version\r\n");
+        let (opening, _) = answer(options, &[FULL[0], FULL[1], version, FULL[2]], "$0\r\n");
+        assert!(matches!(opening.unwrap(), Opening::Full { offset: 77, .. }));
+    }
+
+    #[test]
+    fn a_partial_resync_is_accepted_in_the_same_history_or_another() {
+        let options = || Options { resume: Some((history(), 100)), ..Options::default() };
+        let psync = format!("PSYNC {HISTORY} 100");
+        let (opening, rest) = answer(options(), &[FULL[0], FULL[1], (&psync, "+CONTINUE\r\n")], "*1\r\n");
+        assert_eq!(opening.unwrap(), Opening::Continue { replid: history() });
+        assert_eq!(rest, b"*1\r\n");
+        assert!(is_same_history(history(), history(), 99).is_ok());
+
+        let other = "f".repeat(40);
+        let changed = format!("+CONTINUE {other}\r\n");
+        let (opening, _) = answer(options(), &[FULL[0], FULL[1], (&psync, &changed)], "");
+        let Opening::Continue { replid } = opening.unwrap() else { panic!("another answer") };
+        assert_eq!(replid.to_string(), other);
+        let error = is_same_history(history(), replid, 99).unwrap_err();
+        assert!(
+            matches!(error, CaptureError::HistoryChanged { from, to, at: 99 } if from == history() && to == replid)
+        );
+    }
+
+    #[test]
+    fn a_snapshot_over_a_second_channel_names_its_client() {
+        let options = |channel| Options { channel, ..Options::default() };
+        let offered = [
+            FULL[0],
+            ("REPLCONF capa eof capa psync2 capa dual-channel", "+OK\r\n"),
+            ("PSYNC ? -1", "+DUALCHANNELSYNC\r\n"),
+        ];
+        assert_eq!(answer(options(Channel::WholeOrStream), &offered, "").0.unwrap(), Opening::TwoChannels);
+        let end_offset = format!("$ENDOFF:77 {HISTORY} 0 12\r\n");
+        let second = [FULL[0], ("REPLCONF capa eof rdb-only 1 rdb-channel 1", "+OK\r\n"), ("SYNC", &end_offset)];
+        let (opening, _) = answer(options(Channel::Snapshot), &second, "$0\r\n");
+        assert!(matches!(opening.unwrap(), Opening::Channel { offset: 77, client: 12, .. }));
+        let stream = options(Channel::Stream { snapshot_client: 12 });
+        let stream = Options { resume: Some((history(), 78)), ..stream };
+        let psync = format!("PSYNC {HISTORY} 78");
+        let attach = [("REPLCONF set-rdb-client-id 12", "+OK\r\n"), (psync.as_str(), "+CONTINUE\r\n")];
+        assert_eq!(answer(stream, &attach, "").0.unwrap(), Opening::Continue { replid: history() });
+    }
+
+    #[test]
+    fn refusals_say_whether_another_attempt_may_succeed_and_what_to_grant() {
+        let error = refused("-NOPERM User source has no permissions to run the 'psync' command\r\n");
+        assert!(matches!(error, CaptureError::Psync(_)) && !error.is_transient());
+        assert!(error.to_string().contains("needs these rules: ") && error.to_string().contains("+psync"), "{error}");
+        for text in
+            ["-LOADING Redis is loading the dataset in memory\r\n", "-NOMASTERLINK Can't SYNC while not connected\r\n"]
+        {
+            let error = refused(text);
+            assert!(matches!(error, CaptureError::Psync(_)) && error.is_transient(), "{error}");
+        }
+        assert!(matches!(refused("+WHAT\r\n"), CaptureError::Psync(_)));
+    }
+
+    #[test]
+    fn a_primary_that_closes_in_the_middle_ends_the_handshake() {
+        let (opening, _) = answer(Options::default(), &FULL[..2], "");
+        let error = opening.unwrap_err();
+        assert!(link_cause(&error).contains("closed the connection") && error.is_transient(), "{error}");
+    }
+
+    #[test]
+    fn newlines_keep_a_handshake_alive_and_silence_ends_it() {
+        let mut rig = Rig::new();
+        rig.capture.silence_limit = Duration::from_millis(800);
+        let script = |mut primary: Primary| {
+            primary.converse(&FULL[..2]);
+            assert_eq!(primary.command(), "PSYNC ? -1");
+            for _ in 0..8 {
+                sleep(Duration::from_millis(200));
+                primary.send(b"\n");
+            }
+            primary.send(FULL[2].1.as_bytes());
+            primary.drain();
+        };
+        let began = Instant::now();
+        let error = rig.play(script, |capture, socket| {
+            let mut link = capture.handshake_over(socket, Options::default());
+            assert!(matches!(link.next_event(), Ok(Event::FullResync { offset: 77, .. })));
+            link.next_event().unwrap_err()
+        });
+        assert!(began.elapsed() >= Duration::from_millis(2_400), "{:?}", began.elapsed());
+        assert!(link_cause(&error).contains("no byte arrived within") && error.is_transient(), "{error}");
+    }
+
+    #[test]
+    fn a_live_child_excuses_the_servers_silence() {
+        let mut rig = Rig::new();
+        rig.capture.silence_limit = Duration::from_millis(1);
+        let script = |mut primary: Primary| {
+            primary.converse(&FULL);
+            sleep(Duration::from_millis(500));
+            primary.send(b"$0\r\n");
+            primary.drain();
+        };
+        rig.play(script, |capture, socket| {
+            let mut link = capture.handshake_over(socket, Options::default());
+            assert!(matches!(link.next_event_while(|| true), Ok(Event::FullResync { .. })));
+            assert!(matches!(link.next_event_while(|| true), Ok(Event::Payload(_))));
+        });
+    }
+
+    #[test]
+    fn a_handshake_ends_soon_after_it_is_stopped() {
+        let rig = Rig::new();
+        rig.stop();
+        let error = rig.play(
+            |mut primary| primary.drain(),
+            |capture, socket| capture.handshake_over(socket, Options::default()).opening().unwrap_err(),
+        );
+        assert!(matches!(error, CaptureError::Stopped));
+    }
+
+    #[test]
+    fn only_newlines_may_arrive_before_the_child_begins() {
+        let rig = Rig::new();
+        for (sent, expected) in [("\n\n", None), ("\n$", Some("sent something")), ("", Some("gave up the sync"))] {
+            let (socket, mut primary) = rig.connect();
+            let mut link = rig.capture.handshake_over(socket, Options::default());
+            primary.send(sent.as_bytes());
+            if sent.is_empty() {
+                drop(primary);
+            }
+            match (link.still_waits(), expected) {
+                (Ok(()), None) => {}
+                (Err(error), Some(cause)) => assert!(link_cause(&error).contains(cause), "{error}"),
+                (outcome, expected) => panic!("{outcome:?} where {expected:?} was expected"),
             }
         }
     }
-    Ok(())
-}
 
-/// How many bytes have come; `None` while the server, last heard at `heard`, may still be silent.
-pub(super) fn came(
-    received: io::Result<Received>,
-    heard: Instant,
-    during: &'static str,
-) -> Result<Option<usize>, Fault> {
-    let cause = match received {
-        Ok(Received::Bytes(n)) => return Ok(Some(n)),
-        Ok(Received::Idle) if heard.elapsed() < SILENCE_LIMIT => return Ok(None),
-        Ok(Received::Idle) => format!("nothing came for {} s", SILENCE_LIMIT.as_secs()),
-        Ok(Received::End) => "the server closed it; its log says why".to_owned(),
-        Err(error) => error.to_string(),
-    };
-    Err(Fault::Link { during, cause })
+    #[test]
+    fn the_snapshot_alone_is_requested_whatever_an_old_server_answers() {
+        let rig = Rig::new();
+        for (answer, is_accepted) in [("+OK\r\n", true), ("-ERR Unrecognized REPLCONF option\r\n", true), ("", false)] {
+            let script = |mut primary: Primary| {
+                primary.converse(&[("REPLCONF rdb-only 1", answer)]);
+                primary.wait_for_end();
+            };
+            let asked = rig.play(script, |capture, socket| {
+                capture.handshake_over(socket, Options::default()).ask_for_snapshot_alone()
+            });
+            assert_eq!(asked.is_ok(), is_accepted, "{asked:?}");
+        }
+    }
 }

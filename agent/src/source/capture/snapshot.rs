@@ -1,90 +1,181 @@
 //! The snapshot's bytes: from the connection into slots of the table.
 
-use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use remora_fabric::Memory;
+use remora_redis::ReplId;
 use remora_redis::psync::Payload;
 use remora_redis::psync::client::EofMark;
-use remora_table::{Identity, JournalWriter, Kind, SnapshotWriter, State};
+use remora_table::{Identity, JournalWriter, Kind, Origin, SnapshotWriter, State};
 
-use super::plan::{CaptureEvent, Fault, Plan};
-use super::psync_link::{Announced, came};
-use super::socket::{Received, Wire};
+use super::Capture;
+use super::plan::{CaptureError, CaptureEvent};
+use super::psync_link::Announced;
+use super::socket::{Received, Socket};
 
-/// How long a full ring waits before it looks again whether a slot was retired.
+/// Pause of a writer whose ring is full, before it checks again whether a slot was retired.
 const RETIRE_POLL: Duration = Duration::from_micros(500);
 
-/// A read of less than this is followed by a pause. A reader that is woken for every few kilobytes takes the processor from the
-/// server's child that writes them: twenty thousand times in one gigabyte, measured, for a tenth of the whole time.
-const WORTHWHILE: usize = 512 * 1024;
+/// A read of fewer bytes is followed by a pause. A reader that is woken for every few kilobytes takes the processor
+/// from the server's child, which writes them: measured, 20,000 times in one gigabyte, for a tenth of the whole time.
+const WORTHWHILE_BYTES: usize = 512 * 1024;
 
-/// How long: what a quick server needs for [`WORTHWHILE`] bytes, and longer where it is a slow one. Its socket holds more than
-/// comes in that time.
+/// The pause: the time in which a fast server sends [`WORTHWHILE_BYTES`], and longer for a slow one. The socket buffer
+/// holds more than arrives in this time.
 const PAUSE: Duration = Duration::from_micros(300);
 const PAUSE_LONG: Duration = Duration::from_millis(1);
 
-/// The length of the mark that ends an `$EOF:` payload.
-pub(super) const MARK_LENGTH: u32 = 40;
+/// The phase of a capture that this module is about, for its errors.
+pub(super) const DURING: &str = "snapshot";
 
-/// Makes the tables and tells that they are there to be read.
-pub(super) fn begin<'p>(plan: &'p Plan, asked: &Announced) -> Result<(Taking<'p>, Option<JournalWriter>), Fault> {
-    let Announced { replid, offset, payload, .. } = asked;
-    let identity =
-        |kind| Identity { generation: plan.generation, kind, replid: *replid.as_bytes(), first_offset: *offset };
-    let (memory, geometry) = &plan.snapshot;
-    let hold_back = if matches!(payload, Payload::Mark(_)) { MARK_LENGTH } else { 0 };
-    let snapshot = SnapshotWriter::create(memory.clone(), *geometry, identity(Kind::Snapshot), hold_back)?;
-    let journal = match &plan.journal {
-        Some((memory, geometry)) => Some(JournalWriter::create(memory.clone(), *geometry, identity(Kind::Journal))?),
-        None => None,
-    };
-    plan.gauge.snapshot_began(*replid, *offset, journal.is_some());
-    let (generation, replid, offset) = (plan.generation, *replid, *offset);
-    let _ = plan.events.send(CaptureEvent::Started { generation, replid, offset });
-    Ok((Taking::new(plan, snapshot), journal))
+/// The length in bytes of the mark that ends an `$EOF:` payload.
+pub(super) const MARK_BYTES: u32 = 40;
+
+impl Capture {
+    /// Creates the tables, and reports that replicas may read them.
+    pub(super) fn begin(&self, announced: &Announced) -> Result<(Taking<'_>, Option<JournalWriter>), CaptureError> {
+        let Announced { replid, offset, payload, .. } = announced;
+        let (memory, geometry) = &self.plan.snapshot;
+        let hold_back = if matches!(payload, Payload::Mark(_)) { MARK_BYTES } else { 0 };
+        let identity = self.identity(Kind::Snapshot, *replid, *offset);
+        let writer = SnapshotWriter::create(memory.clone(), *geometry, identity, hold_back)?;
+        Ok((Taking::new(self, writer), self.begun(*replid, *offset)?))
+    }
+
+    /// The snapshot's table exists: creates the journal, unless another capture writes one, and reports that replicas
+    /// may read.
+    pub(super) fn begun(&self, replid: ReplId, offset: u64) -> Result<Option<JournalWriter>, CaptureError> {
+        let journal = match &self.plan.journal {
+            Some((memory, geometry)) => {
+                let identity = self.identity(Kind::Journal, replid, offset);
+                Some(JournalWriter::create(memory.clone(), *geometry, identity)?)
+            }
+            None => None,
+        };
+        self.plan.gauge.snapshot_began(replid, offset, journal.is_some());
+        self.report(CaptureEvent::Started { generation: self.plan.generation, replid, offset });
+        Ok(journal)
+    }
+
+    fn identity(&self, kind: Kind, replid: ReplId, first_offset: u64) -> Identity {
+        Identity { kind, origin: Origin { generation: self.plan.generation, history: replid, offset: first_offset } }
+    }
 }
 
 /// A snapshot that is being written. Its table is aborted when this is dropped, unless the snapshot was completed.
-pub(super) struct Taking<'p> {
-    plan: &'p Plan,
+pub(super) struct Taking<'c> {
+    capture: &'c Capture,
     writer: SnapshotWriter,
     is_complete: bool,
 }
 
-impl<'p> Taking<'p> {
-    pub(super) fn new(plan: &'p Plan, writer: SnapshotWriter) -> Taking<'p> {
-        Taking { plan, writer, is_complete: false }
+impl<'c> Taking<'c> {
+    pub(super) fn new(capture: &'c Capture, writer: SnapshotWriter) -> Taking<'c> {
+        Taking { capture, writer, is_complete: false }
     }
 
-    /// Seals the snapshot without its last `trim` bytes, and reports it to the owner.
-    pub(super) fn complete(mut self, trim: u64) -> Result<(), Fault> {
+    /// Seals the snapshot without its last `trim` bytes, and reports it to the source's loop.
+    pub(super) fn complete(mut self, trim: u64) -> Result<(), CaptureError> {
         let bytes = self.writer.finish(trim)?;
         self.is_complete = true;
-        self.plan.gauge.snapshot_at(&self.writer);
-        self.plan.gauge.snapshot_ended(State::Sealed);
-        let _ = self.plan.events.send(CaptureEvent::Completed { generation: self.plan.generation, bytes });
+        let plan = &self.capture.plan;
+        plan.gauge.snapshot_at(&self.writer);
+        plan.gauge.snapshot_ended(State::Sealed);
+        self.capture.report(CaptureEvent::Completed { generation: plan.generation, bytes });
         Ok(())
     }
 
-    /// Appends all of it, at the readers' pace where the ring is full.
-    pub(super) fn append(&mut self, bytes: &[u8]) -> Result<(), Fault> {
+    /// Appends all of `bytes`. If the ring is full it waits for the readers.
+    pub(super) fn append(&mut self, bytes: &[u8]) -> Result<(), CaptureError> {
         let mut rest = bytes;
         loop {
             let taken = self.writer.append(rest)?;
             rest = &rest[taken..];
-            self.plan.gauge.snapshot_at(&self.writer);
+            self.show();
             if rest.is_empty() {
                 return Ok(());
             }
-            if self.plan.retained {
-                return Err(Fault::Outgrown);
-            }
-            if self.plan.stop.load(Ordering::Relaxed) {
-                return Err(Fault::Stopped);
-            }
-            wait_for_room(self.plan, &mut self.writer);
+            self.capture.stop.check()?;
+            self.wait_for_room()?;
         }
+    }
+
+    /// Receives the payload, completes the snapshot, and returns the connection.
+    pub(super) fn fill(mut self, announced: Announced) -> Result<Socket, CaptureError> {
+        let Announced { mut socket, payload, early, .. } = announced;
+        let trim = self.receive(&mut socket, &payload, &early)?;
+        self.complete(trim)?;
+        Ok(socket)
+    }
+
+    /// Receives the payload straight into slots. Returns how many bytes at its end do not belong to the snapshot.
+    fn receive(&mut self, socket: &mut Socket, payload: &Payload, early: &[u8]) -> Result<u64, CaptureError> {
+        let capture = self.capture;
+        let memory = &capture.plan.snapshot.0;
+        let (mut end, trim) = match payload {
+            Payload::Length(length) => (End::Length(*length), 0),
+            Payload::Mark(mark) => (End::Mark(EofMark::new(*mark)), u64::from(MARK_BYTES)),
+        };
+        let mut early = early;
+        let mut silence = capture.silence(DURING);
+        let mut done = matches!(end, End::Length(0));
+        while !done {
+            capture.stop.check()?;
+            let Some(space) = self.writer.space() else {
+                self.wait_for_room()?;
+                silence.restart();
+                continue;
+            };
+            let room = match end {
+                End::Length(left) => left.min(space.end - space.start),
+                End::Mark(_) => space.end - space.start,
+            };
+            let received = if early.is_empty() {
+                socket.receive_into(memory, space.start, room as usize)
+            } else {
+                let n = early.len().min(room as usize);
+                memory.write(space.start, &early[..n]).map_err(remora_table::Error::from)?;
+                early = &early[n..];
+                Ok(Received::Bytes(n))
+            };
+            let Some(n) = silence.check(received)? else { continue };
+            done = match &mut end {
+                End::Length(left) => {
+                    *left -= n as u64;
+                    *left == 0
+                }
+                End::Mark(mark) => mark_seen(mark, memory, space.start, n)?,
+            };
+            self.writer.advance(n as u64)?;
+            self.show();
+            if !done {
+                pause_after(n);
+            }
+        }
+        Ok(trim)
+    }
+
+    /// The ring is full: retires the slots that the machine allows to be reused, or waits a moment for the readers.
+    /// Fails if no slot may be reused.
+    fn wait_for_room(&mut self) -> Result<(), CaptureError> {
+        let plan = &self.capture.plan;
+        if plan.retained {
+            return Err(CaptureError::Outgrown);
+        }
+        let below = plan.gauge.retire_below();
+        if below > self.writer.retired() {
+            self.writer.retire(below);
+            self.show();
+        } else {
+            plan.gauge.writer_waits();
+            std::thread::sleep(RETIRE_POLL);
+        }
+        Ok(())
+    }
+
+    /// Shows in the gauge how far the writer is.
+    fn show(&self) {
+        self.capture.plan.gauge.snapshot_at(&self.writer);
     }
 }
 
@@ -96,102 +187,214 @@ impl Drop for Taking<'_> {
     }
 }
 
-/// Takes the payload, and gives back the connection it came by.
-pub(super) fn fill(mut taking: Taking<'_>, asked: Announced) -> Result<Wire, Fault> {
-    let Announced { mut wire, payload, early, .. } = asked;
-    let trim = receive_payload(taking.plan, &mut wire, &mut taking.writer, &payload, &early)?;
-    taking.complete(trim)?;
-    Ok(wire)
-}
-
-/// Where a payload ends: known beforehand, or recognised.
+/// Where a payload ends.
 enum End {
+    /// After this many more bytes.
     Length(u64),
+    /// After the mark.
     Mark(EofMark),
 }
 
-/// The payload, straight into slots. Returns how many bytes at its end are not the snapshot's.
-fn receive_payload(
-    plan: &Plan,
-    wire: &mut Wire,
-    snapshot: &mut SnapshotWriter,
-    payload: &Payload,
-    early: &[u8],
-) -> Result<u64, Fault> {
-    let memory = &plan.snapshot.0;
-    let (mut end, trim) = match payload {
-        Payload::Length(length) => (End::Length(*length), 0),
-        Payload::Mark(mark) => (End::Mark(EofMark::new(*mark)), u64::from(MARK_LENGTH)),
-    };
-    let mut early = early;
-    let mut heard = Instant::now();
-    let mut done = matches!(end, End::Length(0));
-    while !done {
-        if plan.stop.load(Ordering::Relaxed) {
-            return Err(Fault::Stopped);
-        }
-        let Some(space) = snapshot.space() else {
-            if plan.retained {
-                return Err(Fault::Outgrown);
-            }
-            wait_for_room(plan, snapshot);
-            heard = Instant::now();
-            continue;
-        };
-        let room = match end {
-            End::Length(left) => left.min(space.end - space.start),
-            End::Mark(_) => space.end - space.start,
-        };
-        let received = if early.is_empty() {
-            wire.receive_into(memory, space.start, room as usize)
-        } else {
-            let n = early.len().min(room as usize);
-            memory.write(space.start, &early[..n]).map_err(remora_table::Error::from)?;
-            early = &early[n..];
-            Ok(Received::Bytes(n))
-        };
-        let Some(n) = came(received, heard, "snapshot")? else { continue };
-        heard = Instant::now();
-        done = match &mut end {
-            End::Length(left) => {
-                *left -= n as u64;
-                *left == 0
-            }
-            End::Mark(mark) => mark_seen(mark, memory, space.start, n)?,
-        };
-        snapshot.advance(n as u64)?;
-        plan.gauge.snapshot_at(snapshot);
-        if !done {
-            pause_after(n);
-        }
-    }
-    Ok(trim)
-}
-
-/// Pause after a read of this many bytes, so that the next read returns more.
+/// Pauses after a read of `read` bytes if they were few, so that the next read returns more.
 pub(super) fn pause_after(read: usize) {
-    if read < WORTHWHILE {
-        std::thread::sleep(if read < WORTHWHILE / 8 { PAUSE_LONG } else { PAUSE });
+    if read < WORTHWHILE_BYTES {
+        std::thread::sleep(if read < WORTHWHILE_BYTES / 8 { PAUSE_LONG } else { PAUSE });
     }
 }
 
-/// The ring is full: takes over what readers have passed, or waits a moment for them.
-fn wait_for_room(plan: &Plan, snapshot: &mut SnapshotWriter) {
-    let below = plan.gauge.retire_below();
-    if below > snapshot.retired() {
-        snapshot.retire(below);
-        plan.gauge.snapshot_at(snapshot);
-    } else {
-        plan.gauge.writer_waits();
-        std::thread::sleep(RETIRE_POLL);
-    }
-}
-
-/// Looks at the last bytes that landed whether they are the payload's end.
-fn mark_seen(mark: &mut EofMark, memory: &Memory, start: u64, landed: usize) -> Result<bool, Fault> {
-    let mut tail = [0; MARK_LENGTH as usize];
-    let n = landed.min(tail.len());
-    let at = start + (landed - n) as u64;
+/// Whether the last bytes that were received are the payload's mark.
+fn mark_seen(mark: &mut EofMark, memory: &Memory, start: u64, received: usize) -> Result<bool, CaptureError> {
+    let mut tail = [0; MARK_BYTES as usize];
+    let n = received.min(tail.len());
+    let at = start + (received - n) as u64;
     memory.read(at, &mut tail[..n]).map_err(remora_table::Error::from)?;
-    Ok(mark.observe(&tail[..n], landed))
+    Ok(mark.observe(&tail[..n], received))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::thread::sleep;
+
+    use remora_redis::psync::client::Options;
+
+    use super::super::psync_link::Opening;
+    use super::super::scripted::{FULL, MARK, Primary, Rig, SLOT_BYTES, SLOTS, content, link_cause};
+    use super::*;
+
+    /// Bytes of three and a half slots.
+    const SOME_BYTES: usize = SLOT_BYTES as usize * 7 / 2;
+
+    /// Bytes of all slots.
+    const RING_BYTES: usize = (SLOT_BYTES * SLOTS) as usize;
+
+    /// Takes a snapshot whose `PSYNC` is answered, and then the bytes of `behind` sent in these pieces.
+    fn take(rig: &Rig, behind: &[&[u8]], end: impl FnOnce(Primary) + Send) -> Result<(), CaptureError> {
+        let script = |mut primary: Primary| {
+            primary.converse(&FULL);
+            for (number, piece) in (0..).zip(behind) {
+                // The pause has the capture read the pieces one by one.
+                sleep(Duration::from_millis(if number == 0 { 0 } else { 20 }));
+                primary.try_send(piece);
+            }
+            end(primary);
+        };
+        rig.play(script, |capture, socket| {
+            let mut link = capture.handshake_over(socket, Options::default());
+            let Opening::Full { replid, offset, payload } = link.opening()? else { panic!("another opening") };
+            let announced = link.announced(replid, offset, payload);
+            let (taking, journal) = capture.begin(&announced)?;
+            assert_eq!(journal.map(|journal| journal.end_offset()), Some(78));
+            taking.fill(announced).map(drop)
+        })
+    }
+
+    /// Checks that the snapshot was not published as complete.
+    #[track_caller]
+    fn is_aborted(rig: &mut Rig) {
+        assert_eq!(rig.snapshot_state(), (State::Aborted, None));
+        assert_eq!(rig.reported(), ["started at 77"]);
+    }
+
+    #[track_caller]
+    fn is_sealed(rig: &mut Rig, bytes: &[u8]) {
+        let length = bytes.len();
+        assert_eq!(rig.snapshot_state(), (State::Sealed, Some(length as u64)));
+        assert!(rig.snapshot_bytes(length) == bytes, "the table holds other bytes");
+        assert_eq!(rig.reported(), ["started at 77".to_owned(), format!("completed with {length} bytes")]);
+    }
+
+    #[test]
+    fn a_payload_of_known_length_fills_the_table_to_its_last_byte() {
+        let bytes = content(SOME_BYTES);
+        let header = format!("${SOME_BYTES}\r\n");
+        let mut rig = Rig::new();
+        take(&rig, &[header.as_bytes(), &bytes[..5000], &bytes[5000..]], drop).unwrap();
+        is_sealed(&mut rig, &bytes);
+
+        // In one piece with its header, and the stream behind it.
+        let mut rig = Rig::new();
+        take(&rig, &[&[header.as_bytes(), &bytes].concat()], drop).unwrap();
+        is_sealed(&mut rig, &bytes);
+
+        let mut rig = Rig::new();
+        take(&rig, &[b"$0\r\n"], drop).unwrap();
+        is_sealed(&mut rig, &[]);
+    }
+
+    #[test]
+    fn a_payload_with_a_mark_ends_before_the_mark() {
+        let bytes = content(SOME_BYTES);
+        let header = format!("$EOF:{MARK}\r\n");
+        let (first, second) = MARK.as_bytes().split_at(13);
+        let whole = [header.as_bytes(), &bytes, MARK.as_bytes()].concat();
+        let cut = [header.as_bytes(), &bytes[..1], &bytes[1..9000], &bytes[9000..], first, second];
+        for pieces in [&[whole.as_slice()][..], &cut] {
+            let mut rig = Rig::new();
+            take(&rig, pieces, drop).unwrap();
+            is_sealed(&mut rig, &bytes);
+        }
+        let mut rig = Rig::new();
+        take(&rig, &[header.as_bytes(), MARK.as_bytes()], drop).unwrap();
+        is_sealed(&mut rig, &[]);
+    }
+
+    #[test]
+    fn a_primary_that_closes_in_the_middle_leaves_an_aborted_table() {
+        let bytes = content(SOME_BYTES);
+        let length = format!("${}\r\n", SOME_BYTES + 1);
+        let mark = format!("$EOF:{MARK}\r\n");
+        let part_of_mark = &MARK.as_bytes()[..39];
+        for pieces in [[length.as_bytes(), &bytes, b""], [mark.as_bytes(), &bytes, part_of_mark]] {
+            let mut rig = Rig::new();
+            let error = take(&rig, &pieces, drop).unwrap_err();
+            assert!(link_cause(&error).contains("closed the connection"), "{error}");
+            is_aborted(&mut rig);
+        }
+    }
+
+    #[test]
+    fn a_silent_primary_leaves_an_aborted_table() {
+        let mut rig = Rig::new();
+        rig.capture.silence_limit = Duration::from_millis(400);
+        let error = take(&rig, &[b"$100\r\n", b"REDIS"], |mut primary| primary.drain()).unwrap_err();
+        assert!(error.to_string().starts_with("the link to the server broke during the snapshot"), "{error}");
+        assert!(link_cause(&error).contains("no byte arrived within"), "{error}");
+        is_aborted(&mut rig);
+    }
+
+    #[test]
+    fn a_stopped_snapshot_leaves_an_aborted_table() {
+        let mut rig = Rig::new();
+        let stop = rig.capture.plan.stop.clone();
+        let stopping = |mut primary: Primary| {
+            stop.store(true, std::sync::atomic::Ordering::Relaxed);
+            primary.drain();
+        };
+        let error = take(&rig, &[b"$100\r\n", b"REDIS"], stopping).unwrap_err();
+        assert!(matches!(error, CaptureError::Stopped));
+        is_aborted(&mut rig);
+    }
+
+    #[test]
+    fn a_retained_snapshot_that_outgrows_its_table_is_aborted() {
+        let bytes = content(RING_BYTES + 1);
+        let header = format!("${}\r\n", bytes.len());
+        let mut rig = Rig::new();
+        let error = take(&rig, &[header.as_bytes(), &bytes], |mut primary| primary.drain()).unwrap_err();
+        assert!(matches!(error, CaptureError::Outgrown) && error.is_transient());
+        is_aborted(&mut rig);
+
+        // One byte less fits.
+        let mut rig = Rig::new();
+        let bytes = &bytes[..RING_BYTES];
+        take(&rig, &[format!("${RING_BYTES}\r\n").as_bytes(), bytes], drop).unwrap();
+        is_sealed(&mut rig, bytes);
+    }
+
+    #[test]
+    fn a_windowed_snapshot_waits_for_its_readers_and_reuses_their_slots() {
+        let bytes = content(RING_BYTES + SOME_BYTES);
+        let header = format!("${}\r\n", bytes.len());
+        let mut rig = Rig::new();
+        rig.capture.plan.retained = false;
+        rig.capture.silence_limit = Duration::from_millis(500);
+        let gauge = rig.capture.plan.gauge.clone();
+        let reading = |mut primary: Primary| {
+            while gauge.reading().writer_waits == 0 {
+                sleep(Duration::from_millis(1));
+            }
+            // To wait for readers is no silence of the server.
+            sleep(Duration::from_millis(600));
+            assert_eq!(gauge.retired_slots(), 0);
+            gauge.allow_retiring(4);
+            primary.drain();
+        };
+        take(&rig, &[header.as_bytes(), &bytes], reading).unwrap();
+        assert_eq!(rig.snapshot_state(), (State::Sealed, Some(bytes.len() as u64)));
+        assert_eq!(gauge.retired_slots(), 4);
+        assert_eq!(rig.reported()[1], format!("completed with {} bytes", bytes.len()));
+    }
+
+    #[test]
+    fn what_is_appended_is_all_there_and_an_incomplete_snapshot_is_aborted() {
+        let bytes = content(SOME_BYTES);
+        let rig = Rig::new();
+        let (memory, geometry) = rig.capture.plan.snapshot.clone();
+        let create = || {
+            let replid = super::super::scripted::history();
+            let identity = rig.capture.identity(Kind::Snapshot, replid, 77);
+            SnapshotWriter::create(memory.clone(), geometry, identity, 0).unwrap()
+        };
+        let mut taking = Taking::new(&rig.capture, create());
+        taking.append(&bytes).unwrap();
+        drop(taking);
+        assert_eq!(rig.snapshot_state(), (State::Aborted, None));
+        let mut taking = Taking::new(&rig.capture, create());
+        taking.append(&bytes).unwrap();
+        taking.complete(0).unwrap();
+        assert_eq!(rig.snapshot_state(), (State::Sealed, Some(bytes.len() as u64)));
+        assert!(rig.snapshot_bytes(bytes.len()) == bytes);
+    }
 }

@@ -1,33 +1,68 @@
-//! Wire: a connection to the primary as a capture thread uses it: blocking, with a bound on every wait.
+//! A connection to the primary as a capture thread uses it: blocking, with a bound on every wait.
 //!
-//! A plain socket (TCP or unix) is read by the kernel straight into the table's memory. Under TLS the bytes must be
-//! decrypted first, so they take one copy more.
+//! From a plain socket (TCP or Unix) the kernel copies the bytes straight into the table's memory. Under TLS the bytes
+//! must be decrypted first, which takes one copy more.
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use remora_fabric::Memory;
 use rustix::net::{RecvFlags, recv};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
+use super::plan::CaptureError;
 use crate::server::{Raw, Stream, TlsConnection};
 
-/// What a read gave.
+/// The result of one read.
+#[derive(Debug)]
 pub(crate) enum Received {
-    /// That many bytes.
+    /// This many bytes were read.
     Bytes(usize),
-    /// Nothing within the wire's tick.
+    /// Nothing arrived within the connection's tick.
     Idle,
     /// The server closed the connection.
     End,
 }
 
-/// See the module's text.
-pub(crate) struct Wire {
+/// How long the server has been silent, and how long it may be.
+pub(super) struct Silence {
+    pub(super) since: Instant,
+    pub(super) limit: Duration,
+    /// The phase of the capture, for the error's text.
+    pub(super) during: &'static str,
+}
+
+impl Silence {
+    /// Measures from now on.
+    pub(super) fn restart(&mut self) {
+        self.since = Instant::now();
+    }
+
+    /// The number of bytes that a read returned, which ends the silence. `None` while the server may still be silent.
+    ///
+    /// # Errors
+    /// The server has been silent for too long or has closed the connection, or the read failed.
+    pub(super) fn check(&mut self, received: io::Result<Received>) -> Result<Option<usize>, CaptureError> {
+        let cause = match received {
+            Ok(Received::Bytes(n)) => {
+                self.restart();
+                return Ok(Some(n));
+            }
+            Ok(Received::Idle) if self.since.elapsed() < self.limit => return Ok(None),
+            Ok(Received::Idle) => format!("no byte arrived within {} s", self.limit.as_secs()),
+            Ok(Received::End) => "the server closed the connection; its log says why".to_owned(),
+            Err(error) => error.to_string(),
+        };
+        Err(CaptureError::Link { during: self.during, cause })
+    }
+}
+
+/// A connection to the primary. Every wait has a bound.
+pub(crate) struct Socket {
     link: Link,
     tick: Duration,
-    /// Bytes that were read beyond what their reader could use; they come first.
+    /// Bytes that were read but not used. The next read returns them first.
     pushed_back: Vec<u8>,
 }
 
@@ -36,12 +71,13 @@ enum Link {
     Tls(Box<TlsConnection>, tokio::runtime::Handle),
 }
 
-/// The longest that a write of a few bytes may take: the server's socket buffer is full and it reads nothing.
+/// The longest time that a write of a few bytes may take. It waits only while the server reads nothing and its socket
+/// buffer is full.
 const WRITE_LIMIT: Duration = Duration::from_secs(10);
 
-impl Wire {
-    /// Reads wait at most `tick`.
-    pub(crate) fn new(stream: Stream, runtime: tokio::runtime::Handle, tick: Duration) -> io::Result<Wire> {
+impl Socket {
+    /// Takes a connected stream. Each read waits for at most `tick`.
+    pub(crate) fn new(stream: Stream, runtime: tokio::runtime::Handle, tick: Duration) -> io::Result<Socket> {
         let link = match stream.raw()? {
             Raw::Socket(socket) => {
                 use rustix::net::sockopt::{Timeout, set_socket_timeout};
@@ -52,10 +88,10 @@ impl Wire {
             }
             Raw::Tls(stream) => Link::Tls(stream, runtime),
         };
-        Ok(Wire { link, tick, pushed_back: Vec::new() })
+        Ok(Socket { link, tick, pushed_back: Vec::new() })
     }
 
-    /// One read, straight into `memory` at `offset` where that is possible.
+    /// Reads once into `memory` at `offset`: straight from a plain socket, by a copy under TLS.
     pub(crate) fn receive_into(&mut self, memory: &Memory, offset: u64, length: usize) -> io::Result<Received> {
         match &mut self.link {
             Link::Plain(socket) if self.pushed_back.is_empty() => received(memory.receive(&*socket, offset, length)),
@@ -70,17 +106,18 @@ impl Wire {
         }
     }
 
-    /// One read into a buffer.
+    /// Reads once into a buffer.
     pub(crate) fn read(&mut self, buffer: &mut [u8]) -> io::Result<Received> {
         self.read_within(self.tick, RecvFlags::empty(), buffer)
     }
 
-    /// ... of what is there already.
+    /// Reads bytes that have already arrived, without waiting.
     pub(crate) fn read_at_once(&mut self, buffer: &mut [u8]) -> io::Result<Received> {
         self.read_within(Duration::ZERO, RecvFlags::DONTWAIT, buffer)
     }
 
-    /// A plain socket has the wire's tick for itself, unless `flags` say otherwise.
+    /// Reads once and waits for at most `limit`. A plain socket ignores `limit`: its time-out is the tick, unless
+    /// `flags` say that it must not wait.
     fn read_within(&mut self, limit: Duration, flags: RecvFlags, buffer: &mut [u8]) -> io::Result<Received> {
         if !self.pushed_back.is_empty() {
             let n = self.pushed_back.len().min(buffer.len());
@@ -99,7 +136,7 @@ impl Wire {
         }
     }
 
-    /// Writes all, or fails within [`WRITE_LIMIT`].
+    /// Writes all bytes. A write that makes no progress fails after [`WRITE_LIMIT`].
     pub(crate) fn write_all(&mut self, bytes: &[u8]) -> io::Result<()> {
         match &mut self.link {
             Link::Plain(socket) => {
@@ -124,13 +161,13 @@ impl Wire {
         }
     }
 
-    /// Puts bytes back, to be read first.
+    /// Puts bytes back. The next read returns them first.
     pub(crate) fn push_back(&mut self, bytes: Vec<u8>) {
         self.pushed_back = bytes;
     }
 }
 
-/// The most that one read under TLS takes: some records of 16 KiB.
+/// The most bytes that one read under TLS takes: a few records of 16 KiB.
 const TLS_READ: usize = 256 * 1024;
 
 fn received(result: io::Result<usize>) -> io::Result<Received> {

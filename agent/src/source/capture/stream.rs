@@ -1,129 +1,175 @@
-//! The stream: from the connection into the journal, taken up again where it breaks.
+//! The replication stream: from the connection into the journal, resumed at the next byte if the connection breaks.
 
+use std::convert::Infallible;
 use std::io;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use remora_redis::ReplId;
 use remora_redis::psync::client;
 use remora_table::JournalWriter;
 
-use super::plan::{CaptureEvent, Fault, Plan, Stops, TICK};
-use super::psync_link::{Opening, PsyncLink, came, is_same_history};
-use super::socket::Wire;
+use super::Capture;
+use super::plan::{CaptureError, CaptureEvent, TICK};
+use super::psync_link::{Opening, PsyncLink, is_same_history};
+use super::socket::Socket;
 use crate::backoff::Backoff;
 
-/// Bytes that one read of the stream takes at most: a few of the server's 16 KiB writes at once.
-const STREAM_READ: usize = 256 * 1024;
+/// The most bytes that one read of the stream takes: a few of the server's writes, which have 16 KiB each.
+const STREAM_READ_BYTES: usize = 256 * 1024;
 
-/// Writes the stream into the journal until it is stopped, lost, or continued under another replid. A broken link is
-/// resumed at the next byte.
-pub(super) fn follow(plan: &Plan, wire: Wire, journal: &mut JournalWriter, stop: Stops<'_>) {
-    let mut wire = wire;
-    let mut backoff = Backoff::from_system();
-    loop {
-        let broke = match pour(plan, &mut wire, journal, stop) {
-            Ok(()) | Err(Fault::Stopped) => return journal.abort(),
-            Err(fault) => fault,
-        };
-        tracing::warn!(%broke, offset = journal.end_offset(), "the stream broke; taking it up at the next byte");
-        match reconnect(plan, journal, &mut backoff, stop) {
-            Ok(again) => {
-                wire = again;
-                backoff.reset();
-                let _ = plan.events.send(CaptureEvent::StreamResumed);
-            }
-            Err(Fault::HistoryChanged { from, to, at }) => {
-                // The journal is not aborted: it holds all bytes of the old history that we received, and replicas may
-                // still read it.
-                let generation = plan.generation;
-                let _ = plan.events.send(CaptureEvent::HistoryChanged { generation, from, to, at });
-                return;
-            }
-            Err(fault) => {
-                journal.abort();
-                let text = format!("{broke}; then: {fault}");
-                let _ = plan.events.send(CaptureEvent::StreamLost { text });
-                return;
-            }
-        }
-    }
+/// The phase of a capture that this module is about, for its errors.
+pub(super) const DURING: &str = "stream";
+
+/// Which thread follows the stream once a snapshot is complete.
+pub(super) enum Following {
+    /// The thread of an earlier capture.
+    AnotherCapture,
+    /// This capture's own thread, as its next step.
+    ThisThread(Box<Follower>),
+    /// A thread that has followed the stream since the snapshot began.
+    OwnThread(JoinHandle<()>),
 }
 
-/// Pours the stream into the journal. `Ok` is never reached but by `stop`.
-fn pour(plan: &Plan, wire: &mut Wire, journal: &mut JournalWriter, stop: Stops<'_>) -> Result<(), Fault> {
-    let during = "stream";
-    let link = |cause: io::Error| Fault::Link { during, cause: cause.to_string() };
-    let mut buffer = vec![0; STREAM_READ];
-    let mut acks = AckClock::new(plan.gauge.snapshot_offset());
-    let mut heard = Instant::now();
-    loop {
-        if stop.set() {
-            return Err(Fault::Stopped);
-        }
-        if let Some(ack) = acks.due(Instant::now()) {
-            wire.write_all(&ack).map_err(link)?;
-        }
-        // The primary sends a PING every `repl-ping-replica-period`, 10 s by default.
-        if let Some(n) = came(wire.read(&mut buffer), heard, during)? {
-            journal.append(&buffer[..n])?;
-            plan.gauge.journal_at(journal.first_offset(), journal.end_offset() - 1);
-            heard = Instant::now();
-            acks.stream_came();
-        }
-    }
+/// Writes the stream of one connection after the other into the journal.
+pub(super) struct Follower {
+    capture: Capture,
+    socket: Socket,
+    journal: JournalWriter,
 }
 
-/// How long a broken stream is tried again before the journal is given up: servers keep their backlog far longer, but
-/// replicas should not wait for ever to learn that they must start again.
-const RESUME_LIMIT: Duration = Duration::from_secs(60);
+impl Follower {
+    pub(super) fn new(capture: &Capture, socket: Socket, journal: JournalWriter) -> Follower {
+        Follower { capture: capture.clone(), socket, journal }
+    }
 
-fn reconnect(plan: &Plan, journal: &JournalWriter, backoff: &mut Backoff, stop: Stops<'_>) -> Result<Wire, Fault> {
-    let began = Instant::now();
-    loop {
-        let tried = try_reconnect(plan, journal, stop);
-        match tried {
-            // The next attempt would be answered alike.
-            Err(fault @ Fault::HistoryChanged { .. }) => return Err(fault),
-            Err(fault) if fault.is_transient() && began.elapsed() < RESUME_LIMIT => {
-                tracing::debug!(%fault, "the stream can't be taken up yet");
-                let pause = backoff.next();
-                let until = Instant::now() + pause;
-                while Instant::now() < until {
-                    if stop.set() {
-                        return Err(Fault::Stopped);
-                    }
-                    std::thread::sleep(TICK.min(pause));
+    /// Makes `abandoned` stop the follower too.
+    pub(super) fn until(mut self, abandoned: Arc<AtomicBool>) -> Follower {
+        self.capture.stop = self.capture.stop.or(abandoned);
+        self
+    }
+
+    /// Follows the stream until it is stopped, lost, or continued under another replid. A broken connection is
+    /// replaced, and the stream resumed at the next byte.
+    pub(super) fn run(mut self) {
+        let mut backoff = Backoff::from_system();
+        loop {
+            let Err(broke) = self.pour();
+            if matches!(broke, CaptureError::Stopped) {
+                return self.journal.abort();
+            }
+            tracing::warn!(%broke, offset = self.journal.end_offset(), "the stream broke; resuming it at the next byte");
+            match self.reconnect(&mut backoff) {
+                Ok(()) => {
+                    backoff.reset();
+                    self.capture.report(CaptureEvent::StreamResumed);
+                }
+                Err(CaptureError::HistoryChanged { from, to, at }) => {
+                    // The journal is not aborted: it holds all bytes of the old history that we received, and replicas
+                    // may still read it.
+                    let generation = self.capture.plan.generation;
+                    self.capture.report(CaptureEvent::HistoryChanged { generation, from, to, at });
+                    return;
+                }
+                Err(CaptureError::Stopped) => return self.journal.abort(),
+                Err(error) => {
+                    self.journal.abort();
+                    self.capture.report(CaptureEvent::StreamLost { text: format!("{broke}; then: {error}") });
+                    return;
                 }
             }
-            other => return other,
+        }
+    }
+
+    /// Writes the stream into the journal until it is stopped or the connection breaks.
+    fn pour(&mut self) -> Result<Infallible, CaptureError> {
+        let Follower { capture, socket, journal } = self;
+        let link = |cause: io::Error| CaptureError::Link { during: DURING, cause: cause.to_string() };
+        let mut buffer = vec![0; STREAM_READ_BYTES];
+        let mut acks = AckClock::new(capture.plan.gauge.snapshot_offset());
+        // The primary sends a PING every `repl-ping-replica-period`, 10 s by default.
+        let mut silence = capture.silence(DURING);
+        loop {
+            capture.stop.check()?;
+            if let Some(ack) = acks.due(Instant::now()) {
+                socket.write_all(&ack).map_err(link)?;
+            }
+            if let Some(n) = silence.check(socket.read(&mut buffer))? {
+                journal.append(&buffer[..n])?;
+                capture.plan.gauge.journal_at(journal.first_offset(), journal.end_offset() - 1);
+                acks.stream_began();
+            }
+        }
+    }
+
+    /// Resumes the stream over another connection. Tries again with back-off, within [`RESUME_LIMIT`].
+    fn reconnect(&mut self, backoff: &mut Backoff) -> Result<(), CaptureError> {
+        let began = Instant::now();
+        loop {
+            match self.try_reconnect() {
+                // The server would answer the next attempt alike.
+                Err(error @ CaptureError::HistoryChanged { .. }) => return Err(error),
+                Err(error) if error.is_transient() && began.elapsed() < RESUME_LIMIT => {
+                    tracing::debug!(%error, "the stream cannot be resumed yet");
+                    self.pause(backoff.next())?;
+                }
+                other => return other,
+            }
+        }
+    }
+
+    fn pause(&self, length: Duration) -> Result<(), CaptureError> {
+        let until = Instant::now() + length;
+        while Instant::now() < until {
+            self.capture.stop.check()?;
+            std::thread::sleep(TICK.min(length));
+        }
+        Ok(())
+    }
+
+    fn try_reconnect(&mut self) -> Result<(), CaptureError> {
+        let history = self.capture.plan.gauge.replid().ok_or(CaptureError::Stopped)?;
+        let link = self.capture.handshake(self.options(history))?;
+        self.resume_over(link, history)
+    }
+
+    /// What to request of the server: `history` from the journal's next byte on.
+    fn options(&self, history: ReplId) -> client::Options {
+        client::Options { resume: Some((history, self.journal.end_offset())), ..Default::default() }
+    }
+
+    /// Replaces the connection by one whose handshake requests the journal's next byte of `history`.
+    fn resume_over(&mut self, mut link: PsyncLink, history: ReplId) -> Result<(), CaptureError> {
+        match link.opening()? {
+            Opening::Continue { replid } => {
+                is_same_history(history, replid, self.journal.end_offset() - 1)?;
+                self.socket = link.into_stream();
+                Ok(())
+            }
+            _ => Err(CaptureError::HistoryGone),
         }
     }
 }
 
-fn try_reconnect(plan: &Plan, journal: &JournalWriter, stop: Stops<'_>) -> Result<Wire, Fault> {
-    let replid = plan.gauge.replid().ok_or(Fault::Stopped)?;
-    let options = client::Options { resume: Some((replid, journal.end_offset())), ..Default::default() };
-    let mut link = PsyncLink::connect(plan, options)?;
-    match link.opening(stop)? {
-        Opening::Continue { replid: now } => {
-            is_same_history(replid, now, journal.end_offset() - 1)?;
-            Ok(link.into_stream())
-        }
-        _ => Err(Fault::HistoryGone),
-    }
-}
+/// How long the source tries to resume a broken stream. Servers keep their backlog far longer, but replicas should not
+/// wait long before they begin again.
+const RESUME_LIMIT: Duration = Duration::from_secs(60);
 
-/// When to tell the primary that we are here.
+/// When to send the primary an acknowledgement.
 ///
-/// The primary puts the stream on only at an ACK that arrives *after* it has reaped its child, and one sent too early is lost:
-/// so they come quickly until the first byte of the stream does, then once a second, as replicas do.
+/// The primary starts to send the stream only at an ACK that arrives *after* it has reaped its child, and one sent too
+/// early has no effect. So ACKs are sent quickly until the stream's first byte arrives, then once a second, as replicas
+/// do.
 ///
-/// The offset acknowledged is always that of the snapshot. A source is no durable copy of anything: an ACK that followed
-/// the stream would let `WAIT` count it as one.
+/// The offset acknowledged is always that of the snapshot. A source is no durable copy of anything: an ACK that
+/// followed the stream would let `WAIT` count it as one.
 struct AckClock {
     offset: u64,
     last: Option<Instant>,
     began: Instant,
-    came: bool,
+    stream_began: bool,
 }
 
 impl AckClock {
@@ -131,15 +177,16 @@ impl AckClock {
     const EAGER_FOR: Duration = Duration::from_secs(5);
 
     fn new(offset: u64) -> Self {
-        AckClock { offset, last: None, began: Instant::now(), came: false }
+        AckClock { offset, last: None, began: Instant::now(), stream_began: false }
     }
 
-    fn stream_came(&mut self) {
-        self.came = true;
+    fn stream_began(&mut self) {
+        self.stream_began = true;
     }
 
+    /// The ACK to send, if one is due.
     fn due(&mut self, now: Instant) -> Option<Vec<u8>> {
-        let eager = !self.came && now.duration_since(self.began) < Self::EAGER_FOR;
+        let eager = !self.stream_began && now.duration_since(self.began) < Self::EAGER_FOR;
         let every = if eager { TICK } else { Self::EVERY };
         if self.last.is_some_and(|last| now.duration_since(last) < every) {
             return None;
@@ -163,7 +210,7 @@ mod tests {
         assert!(first.windows(2).any(|w| w == b"77"));
         assert!(clock.due(now).is_none());
         assert!(clock.due(now + TICK).is_some());
-        clock.stream_came();
+        clock.stream_began();
         assert!(clock.due(now + TICK * 2).is_none());
         assert_eq!(clock.due(now + TICK + AckClock::EVERY), Some(first));
     }

@@ -102,6 +102,11 @@ impl Credits {
         self.given.wrapping_sub(self.taken).wrapping_sub(self.peer_gave_back)
     }
 
+    /// Whether further large pieces wait for the peer to read earlier ones. Messages would be slower.
+    pub(super) fn awaits_reads(&self) -> bool {
+        self.pending_rendezvous() >= MAX_RENDEZVOUS
+    }
+
     /// Rendezvous of ours that the peer has not read.
     pub(super) fn pending_rendezvous(&self) -> u32 {
         self.rendezvous_sent.wrapping_sub(self.rendezvous_done)

@@ -9,11 +9,13 @@ use std::sync::Arc;
 use remora_rdma::duplex::{Completion, Connection as RdmaConnection, Request, Step};
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::credits::{CONTROL_RECEIVES, Credits, MAX_RENDEZVOUS};
+use super::arrivals::Arrivals;
+use super::credits::{CONTROL_RECEIVES, Credits};
 use super::device::{Chunk, Device, RECEIVE, RdmaContext, Retired, Waker};
 use super::message::{
     self, Body, HEAD_BYTES, Hello, Kind, MAX_RENDEZVOUS_BYTES, RENDEZVOUS_BYTES, Rendezvous, START_BYTES, Violation,
 };
+use super::requests::Requests;
 use super::rest::Rest;
 use crate::stack::{Address, Link};
 
@@ -29,14 +31,8 @@ pub struct RdmaLink {
     message_bytes: usize,
     /// Written to when a pool has a chunk again.
     waker: Waker,
-    /// Requests on the queue, the oldest first: a card completes them in this order.
-    posted: VecDeque<Posted>,
-    next_name: u64,
-    /// Requests posted since the last signaled one.
-    unsignaled: u32,
-    /// What has arrived and was not received by the owner, in the order of the stream.
-    arrived: VecDeque<Item>,
-    reads: u32,
+    requests: Requests,
+    arrivals: Arrivals,
     /// What the peer has not read yet, the oldest first.
     exported: VecDeque<Chunk>,
     may_be_read: bool,
@@ -56,26 +52,6 @@ pub struct RdmaLink {
     /// The link ended because of a violation by the peer.
     violation: Option<Violation>,
     done: Vec<Completion>,
-}
-
-/// A request on the queue.
-struct Posted {
-    name: u64,
-    /// The memory that it uses.
-    memory: Option<Chunk>,
-    is_read: bool,
-}
-
-/// A piece of the stream.
-enum Item {
-    /// Bytes `at..end` of a message.
-    Message { chunk: Chunk, at: u32, end: u32 },
-    /// The peer has announced the bytes; the READ is not posted.
-    Rendezvous(Rendezvous),
-    /// The READ is under way.
-    Reading { length: u32 },
-    /// Bytes `at..end` of what was read.
-    Read { chunk: Chunk, at: u32, end: u32 },
 }
 
 impl RdmaLink {
@@ -111,11 +87,8 @@ impl RdmaLink {
             credits: Credits::new(0, 0),
             message_bytes: 0,
             waker,
-            posted: VecDeque::new(),
-            next_name: 0,
-            unsignaled: 0,
-            arrived: VecDeque::new(),
-            reads: 0,
+            requests: Requests::default(),
+            arrivals: Arrivals::default(),
             exported: VecDeque::new(),
             may_be_read: false,
             window: 0,
@@ -203,13 +176,11 @@ impl RdmaLink {
         if !done.well {
             return Err(gone());
         }
-        while let Some(posted) = self.posted.front()
-            && posted.name <= done.name
-        {
-            if let Some(posted) = self.posted.pop_front()
-                && posted.is_read
-            {
-                self.finish_read(posted.memory)?;
+        while let Some(posted) = self.requests.pop_completed(done.name) {
+            if posted.is_read {
+                self.credits.finish_read();
+                let read = posted.memory.is_some_and(|chunk| self.arrivals.finish_read(chunk));
+                read.then_some(()).ok_or_else(unknown)?;
             }
         }
         Ok(())
@@ -232,11 +203,11 @@ impl RdmaLink {
         match body {
             Body::Control => self.device()?.post_again(chunk)?,
             Body::Rendezvous(rendezvous) => {
-                self.arrived.push_back(Item::Rendezvous(rendezvous));
+                self.arrivals.announce(rendezvous);
                 self.recycle(chunk)?;
             }
             Body::Bytes if length as usize == HEAD_BYTES => self.recycle(chunk)?,
-            Body::Bytes => self.arrived.push_back(Item::Message { chunk, at: HEAD_BYTES as u32, end: length }),
+            Body::Bytes => self.arrivals.push_message(chunk, HEAD_BYTES as u32, length),
         }
         if update.short { self.grow_window() } else { Ok(()) }
     }
@@ -245,11 +216,6 @@ impl RdmaLink {
     fn violated(&mut self, violation: Violation) -> io::Error {
         self.violation = Some(violation);
         broken(violation)
-    }
-
-    /// Why the link has ended.
-    fn end_error(&self) -> io::Error {
-        self.violation.map_or_else(gone, broken)
     }
 
     /// Doubles the peer's credits, as far as there is memory.
@@ -273,76 +239,30 @@ impl RdmaLink {
 
     /// Posts READs for announced rendezvous, in order, as far as there is memory.
     fn begin_reads(&mut self) -> io::Result<()> {
-        if self.reads >= MAX_READS || !self.arrived.iter().any(|item| matches!(item, Item::Rendezvous(_))) {
-            return Ok(());
-        }
-        let device = self.device()?.clone();
-        let held = |item: &&Item| matches!(item, Item::Reading { .. } | Item::Read { .. });
-        let mut held = self.arrived.iter().filter(held).count();
-        for at in 0..self.arrived.len() {
-            let Some(Item::Rendezvous(rendezvous)) = self.arrived.get(at) else { continue };
-            let rendezvous = *rendezvous;
-            if self.reads >= MAX_READS || held >= MAX_READ_PIECES || !self.has_queue_room() {
+        while let Some((place, rendezvous)) = self.arrivals.next_announced() {
+            if !self.has_queue_room() {
                 break;
             }
-            let Some(chunk) = device.landing.take_or_wake(&self.waker)? else { break };
-            let name = self.name();
+            let Some(chunk) = self.device()?.landing.take_or_wake(&self.waker)? else { break };
+            let name = self.requests.name();
             let remote = (rendezvous.key, rendezvous.address);
             self.wire()?.read(name, remote, chunk.region(), chunk.offset(), rendezvous.length)?;
-            self.posted.push_back(Posted { name, memory: Some(chunk), is_read: true });
-            self.unsignaled = 0;
-            self.reads += 1;
-            held += 1;
-            self.arrived[at] = Item::Reading { length: rendezvous.length };
+            self.requests.post_read(name, chunk);
+            self.arrivals.begin_read(place);
         }
         Ok(())
-    }
-
-    /// Handles the completion of the oldest READ.
-    fn finish_read(&mut self, memory: Option<Chunk>) -> io::Result<()> {
-        self.reads -= 1;
-        self.credits.finish_read();
-        let mut reading = self.arrived.iter_mut().filter(|item| matches!(item, Item::Reading { .. }));
-        let (Some(item), Some(chunk)) = (reading.next(), memory) else { return Err(unknown()) };
-        if let Item::Reading { length } = *item {
-            *item = Item::Read { chunk, at: 0, end: length };
-        }
-        Ok(())
-    }
-
-    /// Copies bytes out of the first item. Returns how many.
-    fn copy(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        let (chunk, at, end) = match self.arrived.front_mut() {
-            Some(Item::Message { chunk, at, end } | Item::Read { chunk, at, end }) => (chunk, at, end),
-            _ => return Ok(0),
-        };
-        let count = into.len().min((*end - *at) as usize);
-        chunk.region().memory().read(chunk.offset() + u64::from(*at), &mut into[..count])?;
-        *at += count as u32;
-        if *at == *end
-            && let Some(Item::Message { chunk, .. }) = self.arrived.pop_front()
-        {
-            self.recycle(chunk)?;
-        }
-        Ok(count)
     }
 
     fn has_something(&self) -> bool {
-        let is_here = matches!(self.arrived.front(), Some(Item::Message { .. } | Item::Read { .. }));
-        let may_go_on = self.blocked && !self.without_memory && !(self.awaits_reads && self.awaits_peer_reads());
+        let may_go_on = self.blocked && !self.without_memory && !(self.awaits_reads && self.credits.awaits_reads());
         let has_room = may_go_on && self.credits.available() > 0 && self.has_queue_room();
-        is_here || has_room || self.ended
+        self.arrivals.are_here() || has_room || self.ended
     }
 
     // ---- sending ----
 
     fn has_queue_room(&self) -> bool {
-        self.wire.as_ref().is_some_and(|wire| self.posted.len() < wire.queue_depth() as usize)
-    }
-
-    fn name(&mut self) -> u64 {
-        self.next_name += 1;
-        self.next_name
+        self.wire.as_ref().is_some_and(|wire| self.requests.has_room(wire.queue_depth()))
     }
 
     /// Sends control messages for what no other message has reported.
@@ -358,19 +278,16 @@ impl RdmaLink {
 
     /// Posts a message that the request itself carries.
     fn post_inline(&mut self, message: &[u8]) -> io::Result<()> {
-        let (name, signaled) = (self.name(), self.is_signaled(false));
+        let (name, signaled) = self.next_send(false);
         self.wire()?.send_inline(name, message, signaled)?;
-        self.posted.push_back(Posted { name, memory: None, is_read: false });
+        self.requests.post_send(name, None);
         Ok(())
     }
 
-    /// Whether the next request is signaled: if memory waits for its completion, and regularly, so that the queue
-    /// empties.
-    fn is_signaled(&mut self, has_memory: bool) -> bool {
+    /// The name of the next message, and whether it is signaled.
+    fn next_send(&mut self, has_memory: bool) -> (u64, bool) {
         let depth = self.wire.as_ref().map_or(0, RdmaConnection::queue_depth);
-        let signaled = has_memory || self.unsignaled + 1 >= depth / SIGNALED_PER_QUEUE;
-        self.unsignaled = if signaled { 0 } else { self.unsignaled + 1 };
-        signaled
+        (self.requests.name(), self.requests.is_signaled(has_memory, depth))
     }
 
     /// Sends one message from the front of the rest. Returns how many of its bytes.
@@ -399,19 +316,16 @@ impl RdmaLink {
             memory.write(at, piece)?;
             at += piece.len() as u64;
         }
-        let (name, signaled) = (self.name(), self.is_signaled(true));
+        let (name, signaled) = self.next_send(true);
         self.wire()?.send(name, chunk.region(), chunk.offset(), (HEAD_BYTES + count) as u32, signaled)?;
-        self.posted.push_back(Posted { name, memory: Some(chunk), is_read: false });
+        self.requests.post_send(name, Some(chunk));
         Ok(count)
     }
 
     /// Announces the front of a large piece as a rendezvous. Returns how many bytes; 0 if it must go in messages, or
     /// wait.
     fn send_rendezvous(&mut self, piece: &[u8]) -> io::Result<usize> {
-        if self.credits.available() == 0
-            || !self.has_queue_room()
-            || self.credits.pending_rendezvous() >= MAX_RENDEZVOUS
-        {
+        if self.credits.available() == 0 || !self.has_queue_room() || self.credits.awaits_reads() {
             return Ok(0);
         }
         let Some(chunk) = self.device()?.exported.take_or_wake(&self.waker)? else { return Ok(0) };
@@ -429,11 +343,6 @@ impl RdmaLink {
         self.exported.push_back(chunk);
         self.post_inline(&message)?;
         Ok(count)
-    }
-
-    /// Whether the rest waits for the peer to read earlier rendezvous. Messages would be slower.
-    fn awaits_peer_reads(&self) -> bool {
-        self.credits.pending_rendezvous() >= MAX_RENDEZVOUS
     }
 
     fn look(&mut self) {
@@ -489,7 +398,7 @@ impl Link for RdmaLink {
             self.look();
         }
         if self.ended {
-            return Err(self.end_error());
+            return Err(self.violation.map_or_else(gone, broken));
         }
         self.progress_or_end();
         if !self.wire()?.is_up() {
@@ -500,7 +409,7 @@ impl Link for RdmaLink {
         while let Some(piece) = rest.front() {
             let is_large = piece.len() >= self.context.options.rendezvous_from_bytes;
             let mut count = if is_large { self.send_rendezvous(piece)? } else { 0 };
-            if count == 0 && !(is_large && self.awaits_peer_reads()) {
+            if count == 0 && !(is_large && self.credits.awaits_reads()) {
                 count = self.send_message(&rest)?;
             }
             if count == 0 {
@@ -511,7 +420,7 @@ impl Link for RdmaLink {
         }
         self.blocked = rest.front().is_some();
         let large_from = self.context.options.rendezvous_from_bytes;
-        self.awaits_reads = rest.front().is_some_and(|piece| piece.len() >= large_from) && self.awaits_peer_reads();
+        self.awaits_reads = rest.front().is_some_and(|piece| piece.len() >= large_from) && self.credits.awaits_reads();
         if sent == 0 && self.blocked { Err(io::ErrorKind::WouldBlock.into()) } else { Ok(sent) }
     }
 
@@ -527,10 +436,14 @@ impl Link for RdmaLink {
         for piece in into {
             let mut filled = 0;
             while filled < piece.len() {
-                match self.copy(&mut piece[filled..])? {
-                    0 => break,
-                    count => filled += count,
+                let (count, received) = self.arrivals.copy(&mut piece[filled..])?;
+                if let Some(chunk) = received {
+                    self.recycle(chunk)?;
                 }
+                if count == 0 {
+                    break;
+                }
+                filled += count;
             }
             received += filled;
             if filled < piece.len() {
@@ -583,10 +496,9 @@ impl Drop for RdmaLink {
     /// Retires whatever the card may still use; see `device`.
     fn drop(&mut self) {
         let (Some(wire), Some(device)) = (self.wire.take(), self.device.take()) else { return };
-        let held = self.arrived.iter().filter(|item| matches!(item, Item::Message { .. })).count() as u32;
-        let receives = (self.window + CONTROL_RECEIVES).saturating_sub(held + self.missing);
-        self.arrived.clear();
-        let memory = self.posted.drain(..).filter_map(|posted| posted.memory).chain(self.exported.drain(..)).collect();
+        let receives = (self.window + CONTROL_RECEIVES).saturating_sub(self.arrivals.messages() + self.missing);
+        self.arrivals.clear();
+        let memory = self.requests.take_memory().chain(self.exported.drain(..)).collect();
         device.retire(Retired { wire, memory, receives });
     }
 }
@@ -631,16 +543,6 @@ fn broken(violation: Violation) -> io::Error {
 fn unknown() -> io::Error {
     io::Error::other("the RDMA device completed a request that was not posted")
 }
-
-/// READs under way per link: enough that one is under way while another is copied out.
-const MAX_READS: u32 = 4;
-
-/// Pieces per link that are read or being read, and not yet received by the owner: 2 MiB. An owner that receives
-/// nothing must not take the memory that other links read into.
-const MAX_READ_PIECES: usize = 8;
-
-/// Signaled requests per turn of a queue, among messages that need no signal.
-const SIGNALED_PER_QUEUE: u32 = 4;
 
 /// Larger messages in the request itself are not worth it on any card.
 const MAX_INLINE_BYTES: usize = 1024;

@@ -14,7 +14,8 @@
 //! - `message`: the bytes; `credits`: flow control. Pure. **Start here.**
 //! - `pool`: registered memory, bounded, growing and shrinking; `device`: one device with its pools and its shared
 //!   receives; `retired`: deferred destruction of queue pairs.
-//! - `link`: a connection, as a worker sees it; `listener`: accepts connections.
+//! - `link`: a connection, as a worker sees it, with its `requests` on the queue and its `arrivals`; `listener`: accepts
+//!   connections.
 //!
 //! Invariants:
 //!
@@ -31,6 +32,7 @@
 //! - Bytes are copied once into registered memory and once out of it. Owners send from and receive into ordinary
 //!   memory; registering it for each message would cost more than the copy, up to about 100 KiB.
 
+mod arrivals;
 mod credits;
 mod device;
 #[cfg(any(test, feature = "fuzzing"))]
@@ -39,6 +41,7 @@ mod link;
 mod listener;
 mod message;
 mod pool;
+mod requests;
 mod rest;
 mod retired;
 

@@ -1,0 +1,377 @@
+//! Input: what the delivery reads: the feed of a snapshot and a journal, the copy that outlives a feed, and the spool.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use remora_fabric::Memory;
+use remora_table::Slot;
+use rustix::event::PollFlags;
+
+use super::orders::Progress;
+use super::plain::{Piece, Used};
+use super::poller::{Demand, Wait};
+use super::stream::Stream;
+use crate::replica::feed::{Feed, Pumped, SnapshotFeed};
+use crate::replica::meter::Meter;
+use crate::replica::parts::FeedError;
+use crate::replica::relayed::{Lost, ReadFrom, Relayed};
+use crate::replica::spool::{Held, Origin, Spool};
+
+/// How long an idle journal is left alone at first, and at most: the bounds of the lag that polling adds. A longer pause
+/// costs less of both ends' processors; the journal is looked at again at once while it brings something.
+const PACE_FIRST: Duration = Duration::from_micros(100);
+const PACE_LAST: Duration = Duration::from_millis(2);
+
+/// How often a snapshot that is still being written is looked at.
+const SNAPSHOT_PACE: Duration = Duration::from_micros(500);
+
+/// See the module's text.
+pub(super) struct Input {
+    folder: Option<PathBuf>,
+    meter: Arc<Meter>,
+    feed: Option<Box<Feed>>,
+    /// The copy of a feed that is over: others may still read it, and the next feed goes on with it.
+    kept: Option<Box<Relayed>>,
+    spool: Option<Spool>,
+    /// The whole snapshot has arrived.
+    fetched: bool,
+    snapshot_due: Instant,
+    journal_due: Instant,
+    journal_pace: Duration,
+}
+
+/// Why the input goes no further.
+pub(super) enum InputError {
+    /// Another feed is needed.
+    Feed(FeedError),
+    /// The spool cannot be used: the text says why and what to do.
+    Spool(String),
+}
+
+/// What came of the snapshot.
+#[derive(Default)]
+pub(super) struct Fetched {
+    pub(super) moved: bool,
+    /// The upstream replica was lost; the feed goes on.
+    pub(super) lost: Option<Lost>,
+    /// With this turn the whole snapshot has arrived.
+    pub(super) all: bool,
+}
+
+impl Input {
+    pub(super) fn new(now: Instant, folder: Option<PathBuf>, meter: Arc<Meter>) -> Input {
+        Input {
+            folder,
+            meter,
+            feed: None,
+            kept: None,
+            spool: None,
+            fetched: false,
+            snapshot_due: now,
+            journal_due: now,
+            journal_pace: PACE_FIRST,
+        }
+    }
+
+    pub(super) fn has_feed(&self) -> bool {
+        self.feed.is_some()
+    }
+
+    pub(super) fn spool(&self) -> Option<&Spool> {
+        self.spool.as_ref()
+    }
+
+    pub(super) fn is_fetched(&self) -> bool {
+        self.fetched
+    }
+
+    /// Whether all slots below this one are the whole snapshot.
+    pub(super) fn is_whole_at(&self, number: u64) -> bool {
+        self.fetched && number >= self.meter.slots_total.get()
+    }
+
+    /// The snapshot has no bytes at all. No server makes such a snapshot, but it would be complete.
+    pub(super) fn is_empty(&self) -> bool {
+        self.fetched && self.meter.slots_total.get() == 0
+    }
+
+    /// The snapshot of the present feed.
+    fn snapshot(&mut self) -> Option<&mut SnapshotFeed> {
+        self.feed.as_mut()?.snapshot.as_mut()
+    }
+
+    /// The memory of the copy that there is.
+    pub(super) fn copy(&self) -> Option<Arc<Memory>> {
+        let of_feed = self.feed.as_ref().and_then(|feed| match &feed.snapshot {
+            Some(SnapshotFeed::Relayed(relayed)) => Some(&**relayed),
+            _ => None,
+        });
+        of_feed.or(self.kept.as_deref()).map(|relayed| relayed.memory().clone())
+    }
+
+    /// Takes slots from there from now on, where there is a copy for them.
+    pub(super) fn read_from(&mut self, now: Instant, from: ReadFrom) {
+        let of_feed = self.feed.as_mut().and_then(|feed| feed.snapshot.as_mut()?.relayed());
+        if let Some(relayed) = of_feed.or(self.kept.as_deref_mut()) {
+            relayed.read_from(now, from);
+        }
+    }
+
+    // ---- feeds come and go ----
+
+    /// Begins with another snapshot than the one before.
+    ///
+    /// # Errors
+    /// The spool cannot be used: the text says why and what to do.
+    pub(super) fn begin_origin(&mut self, origin: &Origin) -> Result<(), String> {
+        self.fetched = false;
+        self.count_from_nothing();
+        self.meter.slots_total.set(0);
+        self.meter.stream_fetched.set(origin.offset);
+        self.meter.stream_delivered.set(origin.offset);
+        if let Some(folder) = &self.folder {
+            let spool = Spool::open(folder, origin).map_err(|cause| spool_error(folder, &cause))?;
+            for number in 0..spool.held_below() {
+                self.meter.bytes_fetched.add(spool.get(number).map_or(0, |held| u64::from(held.length)));
+            }
+            self.meter.slots_held.set(spool.held_below());
+            self.meter.slots_below.set(spool.held_below());
+            self.spool = Some(spool);
+        }
+        Ok(())
+    }
+
+    /// Reads from this feed, from where the delivery is.
+    pub(super) fn attach(&mut self, now: Instant, mut feed: Box<Feed>, at: &Progress) -> Result<(), FeedError> {
+        self.keep_the_copy();
+        if !at.loaded {
+            // Without a spool all slots below the next one have gone to the server. With one they may have to go again.
+            let held = self.spool.as_ref().map(Spool::held).unwrap_or_default();
+            let first = if self.spool.is_some() { 0 } else { at.next_slot };
+            feed.begin_snapshot(first, move |number: u64| held.contains(&number), self.kept.take())?;
+        }
+        feed.begin_journal(at.next_byte)?;
+        self.feed = Some(feed);
+        (self.journal_due, self.snapshot_due) = (now, now);
+        Ok(())
+    }
+
+    /// The feed is over. Its copy is kept.
+    pub(super) fn lose_feed(&mut self) {
+        self.keep_the_copy();
+        self.feed = None;
+    }
+
+    /// The server is to get the whole snapshot once more, and what went to it is kept nowhere.
+    pub(super) fn begin_again(&mut self) {
+        self.keep_the_copy();
+        // The server may still read what it was lent: only a copy that never writes a slot twice can be used again.
+        self.kept = self.kept.take().and_then(|mut kept| kept.rewind().then_some(kept));
+        self.feed = None;
+        self.fetched = false;
+        self.count_from_nothing();
+    }
+
+    /// The server was given the whole snapshot: only the journal is read from now on.
+    pub(super) fn end_snapshot(&mut self) {
+        self.keep_the_copy();
+        if let Some(feed) = &mut self.feed {
+            feed.snapshot = None;
+        }
+        self.meter.slots_below.set(u64::MAX);
+    }
+
+    /// Removes the spool of a sync that is done.
+    pub(super) fn remove_spool(&mut self) {
+        if let Some(spool) = self.spool.take() {
+            let _ = spool.remove();
+        }
+    }
+
+    fn keep_the_copy(&mut self) {
+        let relayed = self.feed.as_mut().and_then(|feed| feed.snapshot.take()?.into_relayed());
+        if relayed.is_some() {
+            self.kept = relayed;
+        }
+    }
+
+    fn count_from_nothing(&self) {
+        self.meter.slots_below.set(0);
+        self.meter.slots_held.set(0);
+        self.meter.bytes_fetched.set(0);
+        self.meter.bytes_delivered.set(0);
+    }
+
+    // ---- slots ----
+
+    /// The slot of this number, if it has arrived.
+    pub(super) fn next_piece(&mut self, number: u64) -> Option<Piece> {
+        if let Some(spool) = &self.spool {
+            return spool.get(number).map(Piece::Spooled);
+        }
+        let slot = self.next_slot()?;
+        assert_eq!(slot.number, number, "the reader gives slots in order, from the first that was asked for");
+        Some(Piece::Fresh(slot))
+    }
+
+    /// The next slot that has arrived.
+    pub(super) fn next_slot(&mut self) -> Option<Slot> {
+        let snapshot = self.feed.as_mut()?.snapshot.as_mut()?;
+        let slot = snapshot.next_slot()?;
+        snapshot.count(&slot, &self.meter);
+        Some(slot)
+    }
+
+    /// Takes back a slot that the server has read. The error says that it was overwritten while it was being used.
+    pub(super) fn used(&mut self, used: Used) -> Result<(), FeedError> {
+        let Used { slot, alone } = used;
+        if alone {
+            return Ok(slot.release_alone()?);
+        }
+        let number = slot.number;
+        if let Some(snapshot) = self.snapshot() {
+            snapshot.release(slot)?;
+        }
+        let below = &self.meter.slots_below;
+        below.set(below.get().max(number + 1));
+        Ok(())
+    }
+
+    /// Takes back a slot that is not used any further: it does not matter whether it was overwritten.
+    pub(super) fn give_back(&mut self, slot: Slot) {
+        let _ = match self.snapshot() {
+            Some(snapshot) => snapshot.release(slot),
+            None => slot.release_alone(),
+        };
+    }
+
+    // ---- reading ----
+
+    /// Takes what has come of the snapshot.
+    pub(super) fn fetch_snapshot(&mut self, now: Instant) -> Result<Fetched, InputError> {
+        let Some(snapshot) = self.feed.as_mut().and_then(|feed| feed.snapshot.as_mut()) else {
+            return Ok(Fetched::default());
+        };
+        if snapshot.is_idle() && now < self.snapshot_due {
+            return Ok(Fetched::default());
+        }
+        self.snapshot_due = now + SNAPSHOT_PACE;
+        let Pumped { mut moved, lost } = snapshot.pump(now).map_err(InputError::Feed)?;
+        let progress = snapshot.progress();
+        let meter = &self.meter;
+        if let Some(relayed) = snapshot.relayed() {
+            relayed.show(meter);
+        }
+        meter.bytes_known.set(progress.bytes_known);
+        meter.slots_total.set(progress.end.unwrap_or(0));
+        if let Some(spool) = &mut self.spool {
+            while let Some(slot) = snapshot.next_slot() {
+                meter.bytes_fetched.add(u64::from(slot.length));
+                spool_slot(spool, snapshot, slot, self.folder.as_deref())?;
+                meter.slots_held.add(1);
+                meter.slots_below.set(spool.held_below());
+                moved = true;
+            }
+        }
+        let all = !self.fetched && snapshot.is_fetched();
+        self.fetched |= all;
+        Ok(Fetched { moved: moved || lost.is_some(), lost, all })
+    }
+
+    /// Takes what has come of the journal. Gives back the offset behind it, if there is something.
+    pub(super) fn fetch_journal(&mut self, now: Instant, stream: &mut Stream) -> Result<Option<u64>, FeedError> {
+        let Some(feed) = &mut self.feed else { return Ok(None) };
+        let Some(journal) = &mut feed.journal else { return Ok(None) };
+        if stream.is_full() || (journal.is_idle() && now < self.journal_due) {
+            return Ok(None);
+        }
+        journal.pump()?;
+        let (mut next, mut took) = (None, 0);
+        while let Some(chunk) = journal.reader.next_chunk() {
+            let length = chunk.bytes.len() as u64;
+            next = Some(chunk.offset + length);
+            took += length;
+            stream.push(chunk);
+        }
+        if let Some(next) = next {
+            self.meter.stream_fetched.set(next - 1);
+        }
+        if let Some(relayed) = feed.snapshot.as_mut().and_then(SnapshotFeed::relayed) {
+            relayed.stream_took(took);
+        }
+        self.journal_pace = if next.is_some() { PACE_FIRST } else { (self.journal_pace * 2).min(PACE_LAST) };
+        self.journal_due = now + self.journal_pace;
+        Ok(next)
+    }
+
+    // ---- waiting ----
+
+    /// Adds what can bring more; `stream_is_full`: of the journal nothing is wanted for now.
+    pub(super) fn wait<'a>(&'a mut self, wait: &mut Wait<'a>, demand: Demand, stream_is_full: bool) {
+        let has_spool = self.spool.is_some();
+        let Some(feed) = &mut self.feed else { return };
+        let Feed { snapshot, journal, .. } = &mut **feed;
+        if let Some(snapshot) = snapshot.as_mut().filter(|snapshot| !snapshot.is_fetched()) {
+            match snapshot {
+                // During a pause, what arrives can wait as well: others that read here wait two milliseconds at most.
+                _ if demand.is_paused => {}
+                SnapshotFeed::Relayed(relayed) => {
+                    // Others wait for what comes, though our own server may take nothing.
+                    let due = if relayed.is_idle() { Some(self.snapshot_due) } else { relayed.due(wait.now()) };
+                    if let Some(due) = due {
+                        wait.until(due);
+                    }
+                    for fd in relayed.arms() {
+                        wait.add(fd, PollFlags::IN);
+                    }
+                }
+                SnapshotFeed::Direct(_) if snapshot.is_idle() => {
+                    if demand.wants_slots || has_spool {
+                        wait.until(self.snapshot_due);
+                    }
+                }
+                SnapshotFeed::Direct(direct) => {
+                    wait.add(direct.arm(), PollFlags::IN);
+                }
+            }
+        }
+        if let Some(journal) = journal.as_mut().filter(|_| !stream_is_full) {
+            if journal.is_idle() {
+                // While the server's socket is full the stream can wait: what matters is the payload.
+                wait.until(if demand.is_full { wait.now() + PACE_LAST } else { self.journal_due });
+            } else {
+                wait.add(journal.arm(), PollFlags::IN);
+            }
+        }
+    }
+}
+
+/// Stores one slot. It counts as held only after it was checked once more that it was not overwritten meanwhile.
+fn spool_slot(
+    spool: &mut Spool,
+    snapshot: &mut SnapshotFeed,
+    slot: Slot,
+    folder: Option<&Path>,
+) -> Result<(), InputError> {
+    let held = Held { number: slot.number, length: slot.length, crc: slot.crc };
+    let error = |cause: io::Error| match folder {
+        Some(folder) => InputError::Spool(spool_error(folder, &cause)),
+        None => InputError::Spool(cause.to_string()),
+    };
+    let (view, range) = slot.bytes();
+    spool.store(held, view, range.start).map_err(error)?;
+    snapshot.release(slot).map_err(|error| InputError::Feed(error.into()))?;
+    spool.remember(held).map_err(error)
+}
+
+fn spool_error(folder: &Path, cause: &io::Error) -> String {
+    let cure = match cause.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+            "make room there for the whole snapshot, name another --state-dir, or leave it out"
+        }
+        _ => "check the folder and its file system",
+    };
+    format!("the state directory {} can't be used: {cause}; {cure}", folder.display())
+}

@@ -1,0 +1,602 @@
+//! Delivery: plays the primary towards the replica's own server, with bytes that it reads from the source's tables.
+//!
+//! ```text
+//!   source's snapshot ══ READ ══▶ slots (in place, in the sink, or in the spool) ──┐
+//!                                 input                                            ├──▶ link ──▶ the replica's server
+//!   source's journal  ══ READ ══▶ chunks of the stream ────────────────────────────┘     ◀── PSYNC, ACK
+//! ```
+//!
+//! One thread, one loop, nothing in it blocks: [`Delivery::run`] takes orders, reads what has come, writes what there is
+//! room for, and waits on all of its descriptors together. It ends at [`Order::Stop`], or when the handle is gone.
+//!
+//! [`Input`] is what it reads, [`ServerLink`] is the server that it writes to, [`Stream`] holds what has come too early.
+//! Neither end knows of the other: each returns values, and this loop decides what follows. A connection is the server's
+//! link only from its `PSYNC` on, before which it had to log in; until then it is one of the
+//! [`candidates`](super::candidates), and the present link stays.
+//!
+//! What must hold:
+//! - A server is never given bytes of two snapshots in one payload: another generation drops the link first.
+//! - The mark that completes a payload is sent only after every slot of it was checked *after* it was used. Slots that were
+//!   lent to the socket are used until the server has read them.
+//! - The stream follows the mark only after the server's first ACK, as with real primaries. A server that loads from the
+//!   link reads ahead and discards what came with the mark; one that loads from a file looks for the mark at the end of
+//!   what it has read, and would never find it.
+//! - Nothing of ours is ever put into the stream: it would move the replication offset.
+//! - Progress is published before the news that it explains: `Loaded` without it would look like a server that restarted.
+
+mod input;
+mod orders;
+mod payload;
+mod plain;
+mod poller;
+mod reference_plan;
+mod referenced;
+mod server_link;
+mod stream;
+#[cfg(test)]
+mod tests;
+
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::mpsc::TryRecvError;
+use std::time::Instant;
+
+use remora_redis::ReplId;
+use remora_table::Slot;
+use rustix::event::PollFlags;
+use tokio::sync::mpsc::UnboundedSender;
+
+use self::input::{Fetched, Input, InputError};
+use self::orders::Control;
+pub(super) use self::orders::{Handle, News, Order, Progress, Setup};
+use self::payload::WriteError;
+use self::plain::{Piece, PlainPayload, Used, Wrote, random_mark};
+use self::poller::{Demand, Readiness, Wait};
+use self::referenced::{ReferencedPayload, Turn};
+use self::server_link::{LinkEvent, Reached, Read, ServerLink, Stage};
+use self::stream::Stream;
+use super::candidates::Candidates;
+use super::feed::Feed;
+use super::introduction::{self, Answer};
+use super::meter::Meter;
+use super::parts::FeedError;
+
+/// Bytes written to the link in one turn, so that a fast server does not keep the loop from its other work.
+const TURN_BYTES: usize = 8 << 20;
+
+/// Starts the thread.
+pub(super) fn spawn(setup: Setup) -> io::Result<Handle> {
+    Handle::spawn(move |control| Delivery::new(Instant::now(), setup, control).run())
+}
+
+/// See the module's text.
+// Larger than the bound: a method for each thing that the input, the server or the driver can bring.
+struct Delivery {
+    control: Control,
+    news: UnboundedSender<News>,
+    meter: Arc<Meter>,
+    candidates: Candidates,
+    at: Progress,
+    input: Input,
+    stream: Stream,
+    link: Option<ServerLink>,
+    /// The next payload is to refer to shared memory.
+    by_module: bool,
+    /// Introductions so far, which gives each its number.
+    introductions: u64,
+    ready: Readiness,
+}
+
+/// What a turn came to.
+enum Turned {
+    /// There may be more to do at once.
+    Moved,
+    /// Nothing is to be done until a descriptor is ready, or for a while.
+    Idle,
+    /// The delivery is to end.
+    Ended,
+}
+
+impl Delivery {
+    fn new(now: Instant, setup: Setup, control: Control) -> Delivery {
+        Delivery {
+            control,
+            news: setup.news,
+            meter: setup.meter.clone(),
+            candidates: setup.candidates,
+            at: Progress::default(),
+            input: Input::new(now, setup.spool, setup.meter),
+            stream: Stream::new(setup.backlog_limit),
+            link: None,
+            by_module: false,
+            introductions: 0,
+            ready: Readiness::all(now),
+        }
+    }
+
+    fn run(mut self) {
+        if let Err(text) = self.turns() {
+            let _ = self.news.send(News::Fatal { text });
+        }
+    }
+
+    /// Until the delivery is ordered to end. The error says why it cannot go on.
+    fn turns(&mut self) -> Result<(), String> {
+        loop {
+            match self.turn(Instant::now())? {
+                Turned::Moved => {}
+                Turned::Idle => self.wait(),
+                Turned::Ended => return Ok(()),
+            }
+        }
+    }
+
+    /// One turn, which does not wait.
+    fn turn(&mut self, now: Instant) -> Result<Turned, String> {
+        self.ready.look(now);
+        if !self.obey(now)? {
+            return Ok(Turned::Ended);
+        }
+        let mut moved = self.accept(now);
+        moved |= self.hear(now);
+        moved |= self.fetch(now)?;
+        moved |= self.write();
+        self.publish();
+        Ok(if moved { Turned::Moved } else { Turned::Idle })
+    }
+
+    /// Publishes progress, and then the news.
+    fn tell(&self, news: News) {
+        self.publish();
+        let _ = self.news.send(news);
+    }
+
+    fn publish(&self) {
+        self.control.shared.publish(Progress { copy: self.input.copy(), ..self.at.clone() });
+    }
+
+    // ---- orders ----
+
+    /// Carries out what was ordered. `false`: to end.
+    fn obey(&mut self, now: Instant) -> Result<bool, String> {
+        if std::mem::take(&mut self.ready.waker) {
+            self.control.rest();
+        }
+        loop {
+            match self.control.orders.try_recv() {
+                Ok(Order::Attach(feed)) => self.attach(now, feed)?,
+                Ok(Order::ReadFrom(from)) => self.input.read_from(now, from),
+                Ok(Order::GiveUp) if !self.at.loaded => self.drop_link("the source has put us out", false),
+                Ok(Order::GiveUp) => {}
+                Ok(Order::Hold) => self.link.iter_mut().for_each(ServerLink::hold),
+                Ok(Order::UseModule(used)) => self.by_module = used,
+                Ok(Order::Introduced { number, answer }) => self.introduced(now, number, answer),
+                Ok(Order::Stop { done }) => {
+                    if done {
+                        self.input.remove_spool();
+                    }
+                    return Ok(false);
+                }
+                Err(TryRecvError::Empty) => return Ok(true),
+                Err(TryRecvError::Disconnected) => return Ok(false),
+            }
+        }
+    }
+
+    /// Takes a new feed: goes on with it where the last one ended, or begins again with another snapshot.
+    fn attach(&mut self, now: Instant, feed: Box<Feed>) -> Result<(), String> {
+        self.abandon_memory();
+        let is_same = self.at.origin.as_ref() == Some(&feed.origin);
+        if !is_same && !self.at.loaded {
+            if self.link.as_ref().is_some_and(ServerLink::has_begun) {
+                self.drop_link("the snapshot that it was loading is gone", false);
+            }
+            self.begin_origin(&feed)?;
+        }
+        self.link.iter_mut().for_each(|link| link.lay_down(now));
+        if let Err(error) = self.input.attach(now, feed, &self.at) {
+            self.tell(News::FeedLost { error });
+        }
+        Ok(())
+    }
+
+    fn begin_origin(&mut self, feed: &Feed) -> Result<(), String> {
+        self.stream.clear();
+        let next_byte = feed.origin.offset + 1;
+        self.at = Progress { origin: Some(feed.origin.clone()), next_byte, ..Progress::default() };
+        self.input.begin_origin(&feed.origin)
+    }
+
+    // ---- the server's link ----
+
+    /// Goes on with the candidates. One that has logged in and asked becomes the server's link, in the place of the one
+    /// before.
+    fn accept(&mut self, now: Instant) -> bool {
+        if !self.ready.candidates {
+            return false;
+        }
+        let Some(newcomer) = self.candidates.turn(now) else {
+            self.ready.candidates = false;
+            return false;
+        };
+        tracing::debug!(peer = %newcomer.peer, "the server's link came");
+        if self.link.is_some() {
+            self.drop_link("the server made another", true);
+        }
+        self.ready.link = true;
+        let (replid, offset) = (newcomer.replid, newcomer.offset);
+        self.link = Some(ServerLink::new(now, newcomer));
+        self.asked(now, replid, offset);
+        true
+    }
+
+    fn drop_link(&mut self, why: &str, tell: bool) {
+        let Some(link) = self.link.take() else { return };
+        let (reached, slots) = link.close();
+        slots.into_iter().for_each(|slot| self.input.give_back(slot));
+        let loading = match reached {
+            Reached::Asked | Reached::Introduction => false,
+            Reached::Payload => true,
+            Reached::Stream => !self.at.loaded,
+        };
+        if reached == Reached::Introduction || (loading && self.input.spool().is_none()) {
+            self.begin_again();
+        }
+        if tell {
+            self.tell(News::LinkLost { text: why.to_string(), loading });
+        }
+    }
+
+    /// The server will want the whole snapshot once more, and what went to it is kept nowhere.
+    fn begin_again(&mut self) {
+        self.at.next_slot = 0;
+        self.input.begin_again();
+    }
+
+    /// Reads what the server says.
+    fn hear(&mut self, now: Instant) -> bool {
+        let Some(link) = self.link.as_mut().filter(|_| self.ready.link) else { return false };
+        match link.read() {
+            Read::Nothing => {
+                self.ready.link = false;
+                return false;
+            }
+            Read::Ended(why) => {
+                self.drop_link(&why, true);
+                return true;
+            }
+            Read::Something => {}
+        }
+        while let Some(event) = self.link.as_mut().and_then(ServerLink::poll_event) {
+            match event {
+                LinkEvent::Psync { replid, offset } => self.asked(now, replid, offset),
+                LinkEvent::Ack { offset } => self.acknowledged(offset),
+            }
+        }
+        true
+    }
+
+    fn asked(&mut self, now: Instant, replid: Option<ReplId>, offset: i64) {
+        self.tell(News::Asked);
+        let history = self.history();
+        let offset = u64::try_from(offset).unwrap_or(0);
+        if let Some(history) = history.filter(|_| self.at.loaded && replid == history && offset > 0) {
+            return self.resume(&history, offset);
+        }
+        if self.at.loaded {
+            // It held the whole snapshot and lost it: it needs all of it again.
+            self.at.loaded = false;
+            self.at.origin = None;
+            self.begin_again();
+            self.tell(News::FeedWanted);
+        } else if !self.input.has_feed() && self.at.origin.is_some() {
+            self.tell(News::FeedWanted);
+        }
+        let Some(link) = &mut self.link else { return };
+        if !link.takes_a_mark() {
+            let why = "it can't load a snapshot whose length is not known yet (no capa eof): it is too old";
+            return self.drop_link(why, true);
+        }
+        link.wait(now);
+    }
+
+    /// The history of the present snapshot.
+    fn history(&self) -> Option<ReplId> {
+        Some(self.at.origin.as_ref()?.replid)
+    }
+
+    /// The server goes on at `offset`. That may lie before what we gave it, since bytes on their way are lost with a link,
+    /// or behind it, after some time with the primary itself.
+    fn resume(&mut self, history: &ReplId, offset: u64) {
+        let Some(link) = &mut self.link else { return };
+        link.resume(history);
+        self.meter.stream_delivered.set(offset - 1);
+        if self.stream.first().unwrap_or(self.at.next_byte) != offset {
+            self.stream.clear();
+            self.at.next_byte = offset;
+            self.input.lose_feed();
+            self.tell(News::FeedWanted);
+        }
+    }
+
+    fn acknowledged(&mut self, offset: u64) {
+        self.meter.acknowledged.set(offset);
+        let snapshot = self.at.origin.as_ref().map_or(u64::MAX, |origin| origin.offset);
+        if self.link.as_mut().is_some_and(|link| link.acknowledged(offset, snapshot)) {
+            self.at.loaded = true;
+            self.tell(News::Loaded);
+        }
+    }
+
+    // ---- the input ----
+
+    /// Takes what has come from the source. The error ends the delivery.
+    fn fetch(&mut self, now: Instant) -> Result<bool, String> {
+        let Fetched { mut moved, lost, all } = match self.input.fetch_snapshot(now) {
+            Ok(fetched) => fetched,
+            Err(InputError::Spool(text)) => return Err(text),
+            Err(InputError::Feed(error)) => {
+                self.lose_feed(now, error);
+                return Ok(true);
+            }
+        };
+        if let Some(lost) = lost {
+            self.tell(News::PeerLost(lost));
+        }
+        if all {
+            self.tell(News::Fetched);
+        }
+        match self.input.fetch_journal(now, &mut self.stream) {
+            Ok(Some(next_byte)) => {
+                self.at.next_byte = next_byte;
+                moved = true;
+            }
+            Ok(None) => {}
+            Err(error) => {
+                self.lose_feed(now, error);
+                moved = true;
+            }
+        }
+        Ok(moved)
+    }
+
+    fn lose_feed(&mut self, now: Instant, error: FeedError) {
+        self.abandon_memory();
+        self.input.lose_feed();
+        self.link.iter_mut().for_each(|link| link.lay_down(now));
+        self.tell(News::FeedLost { error });
+    }
+
+    /// The memory that the server was given is not what the next feed reads into. The snapshot then goes by the link, which
+    /// can go on in its middle should that feed be lost too.
+    fn abandon_memory(&mut self) {
+        if self.link.as_ref().is_some_and(ServerLink::refers_to_memory) {
+            self.by_module = false;
+            self.meter.by_module.set(0);
+            self.drop_link("the memory that it was loading from is gone", true);
+        }
+    }
+
+    // ---- writing ----
+
+    /// Writes to the server what there is and what it has room for.
+    fn write(&mut self) -> bool {
+        match self.try_write() {
+            Ok(moved) => moved,
+            Err(WriteError::Link(error)) => {
+                self.drop_link(&error.to_string(), true);
+                true
+            }
+            Err(WriteError::Feed(error)) => {
+                // What the server was given cannot be trusted: without the mark it discards it.
+                self.drop_link("a slot was overwritten while it was being used", true);
+                self.lose_feed(Instant::now(), error);
+                true
+            }
+            Err(WriteError::Module(text)) => {
+                self.by_module = false;
+                self.meter.by_module.set(0);
+                tracing::warn!("loading out of shared memory failed: {text}; the snapshot goes by the link");
+                self.drop_link("the module could not load it", true);
+                true
+            }
+        }
+    }
+
+    fn try_write(&mut self) -> Result<bool, WriteError> {
+        let (mut moved, mut left) = (false, TURN_BYTES);
+        loop {
+            let Some(link) = &mut self.link else { return Ok(moved) };
+            if !link.flush()? {
+                return Ok(moved);
+            }
+            let now = Instant::now();
+            let wrote = match &link.stage {
+                Stage::Asked => self.begin_payload(now),
+                Stage::Introducing { .. } => link.keep_alive(now),
+                Stage::Plain(_) => self.write_plain(now)?,
+                Stage::Referenced(_) => self.write_referenced(now)?,
+                Stage::Streaming => self.write_stream()?,
+            };
+            let Some(wrote) = wrote else { return Ok(moved) };
+            moved = true;
+            left = left.saturating_sub(wrote);
+            if left == 0 {
+                return Ok(true);
+            }
+        }
+    }
+
+    /// Answers a PSYNC, as soon as the first slot is there; newlines until then.
+    fn begin_payload(&mut self, now: Instant) -> Option<usize> {
+        let piece = if self.at.origin.is_some() { self.input.next_piece(0) } else { None };
+        let is_ready = piece.is_some() || (self.at.origin.is_some() && self.input.is_empty());
+        match piece {
+            _ if !is_ready => self.link.as_mut()?.keep_alive(now),
+            Some(Piece::Fresh(slot)) if self.by_module => self.introduce(now, slot),
+            piece => self.begin_plain(now, piece),
+        }
+    }
+
+    fn begin_plain(&mut self, now: Instant, piece: Option<Piece>) -> Option<usize> {
+        let mark = random_mark();
+        self.promise(mark, Stage::Plain(PlainPayload::new(now, mark, piece)))
+    }
+
+    /// Promises the server a payload that ends with a mark.
+    fn promise(&mut self, mark: [u8; 40], stage: Stage) -> Option<usize> {
+        let history = self.history()?;
+        let origin = self.at.origin.as_ref()?;
+        self.link.as_mut()?.begin_payload(&history, origin.offset, mark, stage);
+        self.meter.bytes_delivered.set(0);
+        Some(0)
+    }
+
+    /// One write of a plain payload. `None`: nothing to write, or no room.
+    fn write_plain(&mut self, now: Instant) -> Result<Option<usize>, WriteError> {
+        let Some(link) = &mut self.link else { return Ok(None) };
+        if link.is_paused(now) {
+            return Ok(None);
+        }
+        let Stage::Plain(payload) = &link.stage else { return Ok(None) };
+        if !payload.has_piece() {
+            for used in link.settle(now)? {
+                self.input.used(used).map_err(WriteError::Feed)?;
+            }
+            let Stage::Plain(payload) = &mut link.stage else { return Ok(None) };
+            let number = payload.next_slot();
+            if self.input.is_whole_at(number) && !payload.lends() {
+                let mark = *payload.mark();
+                return Ok(Some(self.end_payload(&mark)));
+            }
+            let Some(piece) = self.input.next_piece(number) else { return Ok(None) };
+            payload.give(piece);
+        }
+        let Wrote::Bytes { bytes, next_slot, used } = link.write_plain(now, self.input.spool())? else {
+            return Ok(None);
+        };
+        self.meter.bytes_delivered.add(bytes as u64);
+        if self.input.spool().is_none() {
+            self.at.next_slot = next_slot;
+        }
+        if let Some(slot) = used {
+            self.input.used(Used { slot, alone: false }).map_err(WriteError::Feed)?;
+        }
+        Ok(Some(bytes))
+    }
+
+    /// Writes what makes the payload whole.
+    fn end_payload(&mut self, end: &[u8]) -> usize {
+        let Some(link) = &mut self.link else { return 0 };
+        link.end_payload(end);
+        self.input.end_snapshot();
+        self.tell(News::PayloadSent);
+        end.len()
+    }
+
+    fn write_stream(&mut self) -> Result<Option<usize>, WriteError> {
+        let Some(link) = self.link.as_mut().filter(|link| link.takes_the_stream()) else { return Ok(None) };
+        let Some(wrote) = self.stream.write(|bytes| link.socket.write(bytes))? else { return Ok(None) };
+        self.meter.stream_delivered.set(wrote.last);
+        Ok(Some(wrote.bytes))
+    }
+
+    // ---- by the server's module ----
+
+    /// Has the server given the memory in which this slot lies, and all that follow.
+    fn introduce(&mut self, now: Instant, slot: Slot) -> Option<usize> {
+        self.introductions += 1;
+        let number = self.introductions;
+        match introduction::prepare(slot.bytes().0, number) {
+            Ok((shown, introduction)) => {
+                self.link.as_mut()?.stage = Stage::Introducing { number, shown, slot };
+                self.tell(News::Introduce(introduction));
+            }
+            Err(text) => self.go_by_the_link(now, slot, &text),
+        }
+        Some(0)
+    }
+
+    fn introduced(&mut self, now: Instant, number: u64, answer: Result<Answer, String>) {
+        let Some(link) = &mut self.link else { return };
+        if !matches!(&link.stage, Stage::Introducing { number: awaited, .. } if *awaited == number) {
+            return;
+        }
+        let Stage::Introducing { shown, slot, .. } = std::mem::replace(&mut link.stage, Stage::Asked) else { return };
+        let answer = match answer {
+            Ok(answer) => answer,
+            Err(text) => return self.go_by_the_link(now, slot, &text),
+        };
+        tracing::info!("the server's module loads long strings out of shared memory");
+        self.meter.by_module.set(1);
+        let mark = random_mark();
+        if let Ok(payload) = ReferencedPayload::new(now, mark, shown, answer, slot) {
+            self.promise(mark, Stage::Referenced(Box::new(payload)));
+        } else {
+            self.by_module = false;
+            self.drop_link("the first slot of the snapshot could not be parsed", true);
+            self.begin_again();
+        }
+    }
+
+    fn go_by_the_link(&mut self, now: Instant, slot: Slot, why: &str) {
+        tracing::warn!("the server's module is not used: {why}");
+        self.by_module = false;
+        self.begin_plain(now, Some(Piece::Fresh(slot)));
+    }
+
+    /// One turn of a payload that refers to memory.
+    fn write_referenced(&mut self, now: Instant) -> Result<Option<usize>, WriteError> {
+        let Some(ServerLink { stage: Stage::Referenced(payload), socket, .. }) = &mut self.link else {
+            return Ok(None);
+        };
+        let mut moved = false;
+        for used in payload.settle()? {
+            let length = u64::from(used.slot.length);
+            self.input.used(used).map_err(WriteError::Feed)?;
+            self.meter.bytes_delivered.add(length);
+            moved = true;
+        }
+        if payload.wants_slot()
+            && let Some(slot) = self.input.next_slot()
+        {
+            payload.take(slot)?;
+            moved = true;
+        }
+        self.at.next_slot = self.meter.slots_below.get();
+        match payload.write(now, socket, self.input.is_fetched())? {
+            Turn::Nothing => Ok(moved.then_some(0)),
+            Turn::Wrote(bytes) => Ok(Some(bytes)),
+            Turn::Whole(end) => {
+                self.meter.referred.set(payload.referred());
+                Ok(Some(self.end_payload(&end)))
+            }
+        }
+    }
+
+    // ---- waiting ----
+
+    /// Waits until something may have changed.
+    fn wait(&mut self) {
+        let now = Instant::now();
+        let mut wait = Wait::new(now);
+        let waker = wait.add(self.control.waker.as_fd(), PollFlags::IN);
+        let candidates: Vec<_> = self.candidates.fds().map(|(fd, events)| wait.add(fd, events)).collect();
+        let due = self.candidates.due();
+        due.into_iter().for_each(|at| wait.until(at));
+        let mut demand = Demand::default();
+        let link = self.link.as_ref().map(|link| {
+            let (events, wants) = link.interest(now, !self.stream.is_empty());
+            link.deadline(now).into_iter().for_each(|at| wait.until(at));
+            demand = wants;
+            wait.add(link.as_fd(), events)
+        });
+        self.input.wait(&mut wait, demand, self.stream.is_full());
+        let ready = wait.poll();
+        let waited = Instant::now();
+        let a_candidate = candidates.iter().any(|&at| ready.has(at)) || due.is_some_and(|due| due <= waited);
+        let the_link = link.is_some_and(|at| ready.has(at));
+        self.ready = Readiness::after(waited, ready.has(waker), a_candidate, the_link);
+    }
+}

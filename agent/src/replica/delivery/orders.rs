@@ -1,0 +1,177 @@
+//! Orders: what the delivery is told and what it reports, and the driver's handle on its thread.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use remora_fabric::Memory;
+use rustix::event::{EventfdFlags, eventfd};
+use tokio::sync::mpsc::UnboundedSender;
+
+use crate::replica::candidates::Candidates;
+use crate::replica::feed::Feed;
+use crate::replica::introduction::{Answer, Introduction};
+use crate::replica::meter::Meter;
+use crate::replica::parts::FeedError;
+use crate::replica::relayed::{Lost, ReadFrom};
+use crate::replica::spool;
+
+/// What the delivery is told.
+pub(in crate::replica) enum Order {
+    /// Read from here from now on.
+    Attach(Box<Feed>),
+    /// Take the snapshot's slots from there from now on.
+    ReadFrom(ReadFrom),
+    /// Close the link of a server whose snapshot will never be whole. A server that loads from its link answers no
+    /// command until then.
+    GiveUp,
+    /// Give the server no more of the stream until it makes another link.
+    Hold,
+    /// Whether the server has our module: then give it memory, and refer to that. Must be ordered before the server is
+    /// told to follow the link, since the server may ask for its payload at once.
+    UseModule(bool),
+    /// What came of an introduction.
+    Introduced {
+        /// Which introduction is meant.
+        number: u64,
+        answer: Result<Answer, String>,
+    },
+    /// End, and remove the spool if the sync is done.
+    Stop { done: bool },
+}
+
+/// What the delivery reports.
+#[derive(Debug)]
+pub(in crate::replica) enum News {
+    /// The server has connected and asked to be synchronised.
+    Asked,
+    /// The server's module must be given memory. The delivery waits for [`Order::Introduced`].
+    Introduce(Introduction),
+    /// The whole snapshot has arrived here.
+    Fetched,
+    /// The server was given the whole snapshot.
+    PayloadSent,
+    /// The server has loaded the snapshot: it acknowledged an offset.
+    Loaded,
+    /// The server's link ended.
+    LinkLost { text: String, loading: bool },
+    /// The feed ended. Another one is needed that begins where [`Progress`] says.
+    FeedLost { error: FeedError },
+    /// An upstream replica cannot be read any more. Nothing is read until [`Order::ReadFrom`] names another.
+    PeerLost(Lost),
+    /// The server asked for what needs another feed.
+    FeedWanted,
+    /// The delivery cannot go on.
+    Fatal { text: String },
+}
+
+/// Where the next feed must begin.
+#[derive(Clone, Debug, Default)]
+pub(in crate::replica) struct Progress {
+    /// The snapshot that slots were taken of.
+    pub(in crate::replica) origin: Option<spool::Origin>,
+    /// The first slot that is still needed.
+    pub(in crate::replica) next_slot: u64,
+    /// The next byte of the stream that is needed; 0 before the first feed.
+    pub(in crate::replica) next_byte: u64,
+    /// The server holds the whole snapshot: only the stream is needed.
+    pub(in crate::replica) loaded: bool,
+    /// The memory of the copy that the next feed can go on with.
+    pub(in crate::replica) copy: Option<Arc<Memory>>,
+}
+
+/// Progress, as the thread publishes it and the handle reads it.
+#[derive(Clone, Default)]
+pub(super) struct Shared(Arc<Mutex<Progress>>);
+
+impl Shared {
+    pub(super) fn publish(&self, progress: Progress) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = progress;
+    }
+
+    fn read(&self) -> Progress {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// The thread's end of a [`Handle`].
+pub(super) struct Control {
+    pub(super) orders: Receiver<Order>,
+    /// Readable when an order has come.
+    pub(super) waker: Arc<OwnedFd>,
+    pub(super) shared: Shared,
+}
+
+impl Control {
+    /// The orders that have come so far are about to be taken.
+    pub(super) fn rest(&self) {
+        let mut woken = [0; 8];
+        let _ = rustix::io::read(&*self.waker, &mut woken);
+    }
+}
+
+/// Both ends, without a thread.
+pub(super) fn ends() -> io::Result<(Handle, Control)> {
+    let waker = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+    let (orders, inbox) = channel();
+    let shared = Shared::default();
+    let control = Control { orders: inbox, waker: waker.clone(), shared: shared.clone() };
+    Ok((Handle { orders, waker, thread: None, shared }, control))
+}
+
+/// The driver's handle on the thread. Dropping it ends the thread.
+pub(in crate::replica) struct Handle {
+    orders: Sender<Order>,
+    waker: Arc<OwnedFd>,
+    thread: Option<JoinHandle<()>>,
+    shared: Shared,
+}
+
+impl Handle {
+    /// Starts the thread, which is to end at [`Order::Stop`] or when the orders have no sender any more.
+    pub(super) fn spawn(run: impl FnOnce(Control) + Send + 'static) -> io::Result<Handle> {
+        let (mut handle, control) = ends()?;
+        handle.thread = Some(std::thread::Builder::new().name("delivery".into()).spawn(move || run(control))?);
+        Ok(handle)
+    }
+
+    pub(in crate::replica) fn order(&self, order: Order) {
+        if self.orders.send(order).is_ok() {
+            // An eventfd that cannot be written to has been woken already.
+            let _ = rustix::io::write(&*self.waker, &1_u64.to_ne_bytes());
+        }
+    }
+
+    pub(in crate::replica) fn progress(&self) -> Progress {
+        self.shared.read()
+    }
+
+    /// Ends the thread and waits for its end, which takes one turn of its loop.
+    pub(in crate::replica) fn stop(&mut self, done: bool) {
+        self.order(Order::Stop { done });
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.stop(false);
+    }
+}
+
+/// What a delivery is made of.
+pub(in crate::replica) struct Setup {
+    /// Where the server's link arrives.
+    pub(in crate::replica) candidates: Candidates,
+    /// The folder where slots are kept for an agent that is started again.
+    pub(in crate::replica) spool: Option<PathBuf>,
+    /// Bytes of the stream that may wait here while the server loads.
+    pub(in crate::replica) backlog_limit: usize,
+    pub(in crate::replica) meter: Arc<Meter>,
+    pub(in crate::replica) news: UnboundedSender<News>,
+}

@@ -1,0 +1,22 @@
+//! Payload: what both ways of writing a snapshot to the server's link have in common.
+
+use std::io;
+
+use crate::replica::parts::FeedError;
+
+/// Bytes handed to the socket at once.
+pub(super) const WRITE_PIECE: usize = 1 << 20;
+
+/// Why a payload goes no further.
+pub(super) enum WriteError {
+    Link(io::Error),
+    Feed(FeedError),
+    /// The server's module refused, or cannot be sent this.
+    Module(String),
+}
+
+impl From<io::Error> for WriteError {
+    fn from(error: io::Error) -> Self {
+        WriteError::Link(error)
+    }
+}

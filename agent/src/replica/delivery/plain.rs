@@ -1,0 +1,227 @@
+//! Plain payload: a snapshot on its way to the server as its bytes are, slot after slot.
+
+use std::collections::VecDeque;
+use std::io;
+use std::time::{Duration, Instant};
+
+use remora_table::{Place, Slot};
+
+use super::payload::WRITE_PIECE;
+use crate::replica::link::Link;
+use crate::replica::pacer::Pacer;
+use crate::replica::spool::{Held, Spool};
+
+/// How often it is asked how much the server has read of what it was lent: two questions to the system.
+const LENT_PACE: Duration = Duration::from_micros(500);
+
+/// How long a server may read nothing of what it was lent: as long as it would wait for us, `repl-timeout`.
+const LENT_LIMIT: Duration = Duration::from_secs(60);
+
+/// See the module's text.
+pub(super) struct PlainPayload {
+    mark: [u8; 40],
+    next_slot: u64,
+    piece: Option<Piece>,
+    /// Bytes of the piece that have been written.
+    written: u32,
+    /// Slots that the socket still reads.
+    lent: VecDeque<Lent>,
+    /// Since when the server has read none of them.
+    lent_since: Instant,
+    lent_due: Instant,
+}
+
+/// A slot on its way to the server.
+pub(super) enum Piece {
+    Fresh(Slot),
+    Spooled(Held),
+}
+
+impl Piece {
+    fn length(&self) -> u32 {
+        match self {
+            Piece::Fresh(slot) => slot.length,
+            Piece::Spooled(held) => held.length,
+        }
+    }
+}
+
+/// A slot of which the server may not have read everything.
+struct Lent {
+    slot: Slot,
+    /// [`Link::written`] behind it.
+    end: u64,
+    /// The feed that it came from is over.
+    alone: bool,
+}
+
+/// A slot that the server has read, and that must be checked: was it whole until now?
+pub(super) struct Used {
+    pub(super) slot: Slot,
+    /// The feed that it came from is over.
+    pub(super) alone: bool,
+}
+
+/// What a write came to.
+pub(super) enum Wrote {
+    /// There was no room, or nothing to write.
+    Nothing,
+    Bytes {
+        bytes: usize,
+        /// The first slot that was not written whole.
+        next_slot: u64,
+        /// A slot that was copied into the socket, whole.
+        used: Option<Slot>,
+    },
+}
+
+impl PlainPayload {
+    pub(super) fn new(now: Instant, mark: [u8; 40], piece: Option<Piece>) -> PlainPayload {
+        let lent = VecDeque::new();
+        PlainPayload { mark, next_slot: 0, piece, written: 0, lent, lent_since: now, lent_due: now }
+    }
+
+    /// What makes the payload whole.
+    pub(super) fn mark(&self) -> &[u8; 40] {
+        &self.mark
+    }
+
+    /// The slot that is written next, or is being written.
+    pub(super) fn next_slot(&self) -> u64 {
+        self.next_slot
+    }
+
+    pub(super) fn has_piece(&self) -> bool {
+        self.piece.is_some()
+    }
+
+    pub(super) fn give(&mut self, piece: Piece) {
+        self.piece = Some(piece);
+    }
+
+    /// Whether the server still has slots to read that were lent to its socket.
+    pub(super) fn lends(&self) -> bool {
+        !self.lent.is_empty()
+    }
+
+    /// When it is asked again what the server has read.
+    pub(super) fn lent_due(&self) -> Option<Instant> {
+        self.lends().then_some(self.lent_due)
+    }
+
+    /// The feed that the slot under way came from is over. The next feed brings that slot again, and the link goes on in
+    /// the middle of it. What of it has been written is checked after use with the others.
+    pub(super) fn lay_down(&mut self, now: Instant, written: u64) {
+        match self.piece.take() {
+            Some(Piece::Fresh(slot)) => self.lend(now, slot, written),
+            spooled => self.piece = spooled,
+        }
+        self.lent.iter_mut().for_each(|lent| lent.alone = true);
+    }
+
+    /// The slots that were not given back, of a link that is over.
+    pub(super) fn into_slots(self) -> impl Iterator<Item = Slot> {
+        let piece = match self.piece {
+            Some(Piece::Fresh(slot)) => Some(slot),
+            _ => None,
+        };
+        self.lent.into_iter().filter(|lent| !lent.alone).map(|lent| lent.slot).chain(piece)
+    }
+
+    /// Takes back what the server has read, if it is time to ask.
+    pub(super) fn settle(&mut self, now: Instant, link: &mut Link) -> io::Result<Vec<Used>> {
+        let mut read = Vec::new();
+        if !self.lends() || now < self.lent_due {
+            return Ok(read);
+        }
+        self.lent_due = now + LENT_PACE;
+        let taken = link.taken()?;
+        while self.lent.front().is_some_and(|lent| lent.end <= taken) {
+            let used = self.lent.pop_front().map(|Lent { slot, alone, .. }| Used { slot, alone });
+            read.extend(used);
+            self.lent_since = now;
+        }
+        if self.lends() && now.duration_since(self.lent_since) > LENT_LIMIT {
+            let text = format!("the server has read nothing for {} s", LENT_LIMIT.as_secs());
+            return Err(io::Error::new(io::ErrorKind::TimedOut, text));
+        }
+        Ok(read)
+    }
+
+    /// Writes some of the present piece.
+    pub(super) fn write(
+        &mut self,
+        now: Instant,
+        link: &mut Link,
+        pacer: &mut Pacer,
+        spool: Option<&Spool>,
+    ) -> io::Result<Wrote> {
+        let Some(piece) = &self.piece else { return Ok(Wrote::Nothing) };
+        let length = (piece.length() - self.written).min(WRITE_PIECE as u32) as usize;
+        let wrote = match piece {
+            Piece::Fresh(slot) => {
+                let (view, range) = slot.bytes();
+                let start = range.start + u64::from(self.written);
+                if link.borrows() {
+                    link.lend_view(view, start, length)?
+                } else {
+                    link.write_view(view, start, length)?
+                }
+            }
+            Piece::Spooled(held) => {
+                let Some(spool) = spool else { return Ok(Wrote::Nothing) };
+                link.write_file(spool.file(), spool.place(held.number) + u64::from(self.written), length)?
+            }
+        };
+        let Some(bytes) = wrote else {
+            if let Some(held) = link.held() {
+                pacer.full(now, link.written(), held);
+            }
+            return Ok(Wrote::Nothing);
+        };
+        self.written += bytes as u32;
+        let mut used = None;
+        if self.written == piece.length() {
+            self.written = 0;
+            self.next_slot += 1;
+            if let Some(Piece::Fresh(slot)) = self.piece.take() {
+                if link.borrows() {
+                    self.lend(now, slot, link.written());
+                } else {
+                    used = Some(slot);
+                }
+            }
+        }
+        Ok(Wrote::Bytes { bytes, next_slot: self.next_slot, used })
+    }
+
+    /// Notes a slot that the socket reads until [`Link::taken`] is at `end`.
+    fn lend(&mut self, now: Instant, slot: Slot, end: u64) {
+        if let Place::View(_) = slot.place {
+            // The socket has hold of the pages themselves: our mapping of them would only count as memory of ours.
+            let (view, range) = slot.bytes();
+            view.forget(range);
+        }
+        if self.lent.is_empty() {
+            self.lent_since = now;
+        }
+        self.lent.push_back(Lent { slot, end, alone: false });
+    }
+}
+
+/// Forty characters that no RDB contains by chance, as the servers make them.
+pub(super) fn random_mark() -> [u8; 40] {
+    const HEX: &[u8; 16] = b"0123456789abcdef";
+    let mut random = [0; 20];
+    if getrandom::fill(&mut random).is_err() {
+        // Without random numbers the time will do: the mark is no secret.
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default().as_nanos();
+        random[..16].copy_from_slice(&now.to_le_bytes());
+    }
+    let mut mark = [0; 40];
+    for (pair, byte) in mark.chunks_exact_mut(2).zip(random) {
+        pair[0] = HEX[usize::from(byte >> 4)];
+        pair[1] = HEX[usize::from(byte & 15)];
+    }
+    mark
+}

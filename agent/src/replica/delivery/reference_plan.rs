@@ -1,0 +1,600 @@
+//! Reference plan: what is written of a snapshot to a server that has the module. Long strings are described by their
+//! place in shared memory; all other bytes are passed on unchanged. Decides only; the delivery reads, writes and releases
+//! slots.
+//!
+//! ```text
+//!   snapshot    REDIS0011 │ fields │ key │ key ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓ │ key │ key ▓▓▓▓▓▓▓▓ │ key │ FF checksum
+//!                  │           │      │             │             │          │         │
+//!   to the link    ▼    greeting ─▶ passed on    field: key,    passed    field      passed   FF, no checksum
+//!                                                length, place
+//!   the server                  loads            ┄┄ copies ┄┄▶  loads     ┄┄┄┄┄┄┄▶   loads        whole
+//! ```
+//!
+//! What must hold:
+//! - Nothing but the greeting goes out before the server has counted it: only then is it loading from the link, with the module.
+//! - A slot is given back only when all of it that is passed on has been written, and every field that refers to it was counted.
+//! - The end goes out only when every slot was given back and found unchanged.
+//! - What the scanner does not understand is passed on: at worst everything.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+
+use remora_fabric::View;
+use remora_redis::rdb::reference::{TICKET_BYTES, Word, field};
+use remora_redis::rdb::{Found, OPCODE_EOF, Scanner, TAIL_BYTES, Text, Usage};
+
+/// Shorter strings are passed on: the server gains nothing by a reference to them (docs/module.md has the measurement).
+pub(super) const REFER_FROM_BYTES: u64 = 512;
+
+/// What is still to be written.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Part {
+    /// These bytes.
+    Bytes(Vec<u8>),
+    /// These bytes of the snapshot, which lie in slots that were taken.
+    Pass(Range<u64>),
+}
+
+/// See the module's text. All positions are bytes from the start of the snapshot.
+pub(super) struct ReferencePlan {
+    /// `None`: the rest is passed on without being parsed.
+    scanner: Option<Scanner>,
+    /// Strings with idle times may be referred to.
+    idle_times: bool,
+    greeting: Vec<u8>,
+    parts: VecDeque<Part>,
+    /// The value that is being referred to, as far as it is still to come.
+    value: Range<u64>,
+    /// The words of that value so far, where they are held back until it is whole.
+    open: Option<Open>,
+    /// Values up to this size are held back until they are whole: the server creates them in one step.
+    whole: u64,
+    /// Where the end mark is, once it was found.
+    end: Option<u64>,
+    /// Below this position everything is in a part, or referred to.
+    planned: u64,
+    /// Bytes from `planned` on whose slots may be gone: they may belong to a string that is still to be found.
+    held: Vec<u8>,
+    /// Below this position everything was seen.
+    seen: u64,
+    /// Words of the next field.
+    words: Vec<u8>,
+    /// Fields made so far, the greeting included.
+    fields: u64,
+    /// Bytes referred to.
+    referred: u64,
+    /// It has been judged whether it is worth looking.
+    judged: bool,
+    /// Bytes copied out of a slot to be looked at, and the position of the first.
+    window: (u64, Vec<u8>),
+}
+
+/// Words that are held back.
+struct Open {
+    /// What the string is.
+    text: Vec<u8>,
+    /// Where its bytes lie, those that follow each other in one.
+    pieces: Vec<(u64, u64)>,
+}
+
+/// Words of a field, from which on it is closed: the server reads about as much of its link at a time.
+const FIELD_BYTES: usize = 16 << 10;
+
+/// Bytes looked at together where one record follows another: they are copied, so no more than a second-level cache holds.
+const LOOK_BYTES: u64 = 64 << 10;
+
+/// Bytes looked at behind a value that was passed over: a record's beginning, seldom more. Where there is more, twice as many are looked
+/// at next.
+const FIRST_LOOK_BYTES: u64 = 256;
+
+/// After so many bytes it is known whether it is worth looking: the order of keys in a snapshot is as good as random.
+const TRIAL_BYTES: u64 = 32 << 20;
+
+/// ... and it is if at least this part of them, in percent, could be referred to.
+const WORTH_PERCENT: u64 = 10;
+
+/// The magic and the version; the greeting comes behind them.
+const MAGIC_BYTES: u64 = 9;
+
+impl ReferencePlan {
+    /// At the beginning. `idle_times`: whether the server's module can set them; `least`: bytes of the shortest string that is referred to;
+    /// `whole`: bytes of the longest that is told only when all of it is there. (So much must be able to lie in slots that aren't given
+    /// back.)
+    pub(super) fn new(ticket: [u8; TICKET_BYTES], idle_times: bool, least: u64, whole: u64) -> ReferencePlan {
+        let mut words = Vec::new();
+        Word::Hello { ticket }.encode(&mut words);
+        ReferencePlan {
+            scanner: Some(Scanner::new(least)),
+            idle_times,
+            greeting: field(&words),
+            parts: VecDeque::new(),
+            value: 0..0,
+            open: None,
+            whole,
+            end: None,
+            planned: 0,
+            held: Vec::new(),
+            seen: 0,
+            words: Vec::new(),
+            fields: 0,
+            referred: 0,
+            judged: false,
+            window: (0, Vec::new()),
+        }
+    }
+
+    /// What is to be written next.
+    pub(super) fn part(&self) -> Option<&Part> {
+        self.parts.front()
+    }
+
+    /// So many bytes of it have been written; whether those were the last.
+    pub(super) fn wrote(&mut self, bytes: usize) -> bool {
+        let over = match self.parts.front_mut() {
+            Some(Part::Bytes(rest)) => {
+                rest.drain(..bytes.min(rest.len()));
+                rest.is_empty()
+            }
+            Some(Part::Pass(range)) => {
+                range.start = range.end.min(range.start + bytes as u64);
+                range.is_empty()
+            }
+            None => false,
+        };
+        if over {
+            self.parts.pop_front();
+        }
+        over
+    }
+
+    /// The first byte of the slots that is still to be passed on.
+    pub(super) fn passes_from(&self) -> u64 {
+        let first = self.parts.iter().find_map(|part| match part {
+            Part::Pass(range) => Some(range.start),
+            Part::Bytes(_) => None,
+        });
+        first.unwrap_or(self.seen)
+    }
+
+    /// How many fields there are so far, the one included that what is held back will be in. A slot that has been taken is used up when so
+    /// many are counted, and all was passed on.
+    pub(super) fn fields(&self) -> u64 {
+        self.fields + u64::from(self.open.is_some())
+    }
+
+    /// Bytes that are referred to.
+    pub(super) fn referred(&self) -> u64 {
+        self.referred
+    }
+
+    /// Plans what is to become of one more slot, the next in order: where its bytes lie in the memory that was shown.
+    pub(super) fn take(&mut self, view: &View, place: Range<u64>) -> Result<(), remora_fabric::memory::Error> {
+        let slot = Slot { view, offset: place.start, bytes: self.seen..self.seen + (place.end - place.start) };
+        while self.seen < slot.bytes.end {
+            if !self.value.is_empty() {
+                self.refer(&slot);
+            } else if self.scanner.is_some() {
+                self.look(&slot)?;
+            } else {
+                self.seen = slot.bytes.end;
+                self.settle(self.seen.saturating_sub(TAIL_BYTES as u64));
+            }
+        }
+        self.flush_words();
+        self.hold(&slot)
+    }
+
+    /// The next bytes are those of a value.
+    fn refer(&mut self, slot: &Slot<'_>) {
+        let length = self.value.end.min(slot.bytes.end) - self.seen;
+        let offset = slot.place(self.seen);
+        match &mut self.open {
+            Some(open) => open.append(offset, length),
+            // A slot has at most 64 MiB, so that its length fits.
+            None => Word::Piece { offset, length: length as u32 }.encode(&mut self.words),
+        }
+        if let Some(scanner) = &mut self.scanner {
+            scanner.skip(length);
+        }
+        self.seen += length;
+        self.planned = self.seen;
+        self.value.start = self.seen;
+        self.referred += length;
+        if self.value.is_empty() {
+            self.close();
+        }
+        if self.words.len() >= FIELD_BYTES {
+            self.flush_words();
+        }
+        self.judge_once();
+    }
+
+    /// Has the scanner look at the next bytes, or pass over them.
+    fn look(&mut self, slot: &Slot<'_>) -> Result<(), remora_fabric::memory::Error> {
+        let Some(scanner) = &mut self.scanner else { return Ok(()) };
+        let skipped = scanner.skip(slot.bytes.end - self.seen);
+        if skipped > 0 {
+            self.seen += skipped;
+            self.settle_all();
+            return Ok(());
+        }
+        if self.end.is_some() {
+            // Bytes behind the end: `finish` will not have it.
+            self.seen = slot.bytes.end;
+            self.planned = self.seen;
+            return Ok(());
+        }
+        let (begins, bytes) = &mut self.window;
+        let ends = *begins + bytes.len() as u64;
+        if !(*begins..ends).contains(&self.seen) {
+            let next = if self.seen == ends { 2 * bytes.len() as u64 } else { 0 };
+            let length = next.clamp(FIRST_LOOK_BYTES, LOOK_BYTES).min(slot.bytes.end - self.seen);
+            *begins = self.seen;
+            bytes.resize(length as usize, 0);
+            slot.view.read(slot.place(self.seen), bytes)?;
+        }
+        let fresh = bytes.get((self.seen - *begins) as usize..).unwrap_or_default();
+        match scanner.feed(fresh) {
+            Ok((taken, found)) => {
+                self.seen += taken as u64;
+                self.found(found);
+            }
+            Err(error) => {
+                // The server may know it.
+                tracing::info!(%error, "from here on the snapshot is passed on as it is");
+                self.scanner = None;
+            }
+        }
+        self.judge_once();
+        Ok(())
+    }
+
+    fn found(&mut self, found: Option<Found>) {
+        match found {
+            Some(Found::Text(text)) if self.refers_to(&text) => {
+                self.settle(text.begins);
+                self.drop_undecided();
+                if let Some(word) = Word::text(&text) {
+                    let mut bytes = Vec::new();
+                    let held_back = text.value.end - text.value.start <= self.whole;
+                    word.encode(if held_back { &mut bytes } else { &mut self.words });
+                    self.open = held_back.then_some(Open { text: bytes, pieces: Vec::new() });
+                }
+                self.value = text.value;
+            }
+            Some(Found::End { at }) => {
+                self.settle(at);
+                self.drop_undecided();
+                self.end = Some(at);
+            }
+            Some(Found::Text(_)) | None => self.settle_all(),
+        }
+    }
+
+    fn refers_to(&self, text: &Text) -> bool {
+        let idle = matches!(text.usage, Some(Usage::Idle(_)));
+        Word::text(text).is_some() && (self.idle_times || !idle)
+    }
+
+    /// What has been seen and is not passed on yet never will be.
+    fn drop_undecided(&mut self) {
+        self.held.clear();
+        self.planned = self.seen;
+    }
+
+    /// Passes on all that the scanner has made up its mind about.
+    fn settle_all(&mut self) {
+        match (&self.scanner, self.end) {
+            (_, Some(_)) => self.drop_undecided(),
+            (Some(scanner), None) => self.settle(scanner.settled().min(self.seen)),
+            (None, None) => {}
+        }
+    }
+
+    /// Passes on everything below `position`: first what was held, the rest from where it lies.
+    fn settle(&mut self, position: u64) {
+        if position <= self.planned {
+            return;
+        }
+        self.flush_words();
+        let count = self.held.len().min((position - self.planned) as usize);
+        if count > 0 {
+            let rest = self.held.split_off(count);
+            let held = std::mem::replace(&mut self.held, rest);
+            self.planned += count as u64;
+            self.parts.push_back(Part::Bytes(held));
+        }
+        if self.fields == 0 && self.planned < MAGIC_BYTES && position >= MAGIC_BYTES {
+            self.pass(MAGIC_BYTES);
+            self.fields = 1;
+            self.parts.push_back(Part::Bytes(std::mem::take(&mut self.greeting)));
+        }
+        self.pass(position);
+    }
+
+    fn pass(&mut self, position: u64) {
+        let range = self.planned..position.max(self.planned);
+        self.planned = range.end;
+        match self.parts.back_mut() {
+            Some(Part::Pass(last)) if last.end == range.start => last.end = range.end,
+            _ if range.is_empty() => {}
+            _ => self.parts.push_back(Part::Pass(range)),
+        }
+    }
+
+    /// The slot may be gone when more comes: what is not decided is kept. No more than the beginning of a record, or the end.
+    fn hold(&mut self, slot: &Slot<'_>) -> Result<(), remora_fabric::memory::Error> {
+        let from = self.planned + self.held.len() as u64;
+        if from < self.seen {
+            let known = self.held.len();
+            self.held.resize(known + (self.seen - from) as usize, 0);
+            let fresh = self.held.get_mut(known..).unwrap_or_default();
+            slot.view.read(slot.place(from), fresh)?;
+        }
+        Ok(())
+    }
+
+    /// The value is whole: its words go with the next field.
+    fn close(&mut self) {
+        let Some(Open { text, pieces }) = self.open.take() else { return };
+        self.words.extend_from_slice(&text);
+        for (offset, length) in pieces {
+            // No longer than `whole`, which is a few slots.
+            Word::Piece { offset, length: length as u32 }.encode(&mut self.words);
+        }
+    }
+
+    fn flush_words(&mut self) {
+        if !self.words.is_empty() {
+            self.fields += 1;
+            self.parts.push_back(Part::Bytes(field(&self.words)));
+            self.words.clear();
+        }
+    }
+
+    fn judge_once(&mut self) {
+        if self.judged || self.seen < TRIAL_BYTES || self.end.is_some() {
+            return;
+        }
+        self.judged = true;
+        if self.referred * 100 < self.seen * WORTH_PERCENT {
+            tracing::info!(
+                referred = self.referred,
+                of = self.seen,
+                "too few long strings to look for them any further"
+            );
+            self.scanner = None;
+        }
+    }
+
+    /// All slots have been taken: the bytes of the end, if they ended where a snapshot ends. Without a checksum: the snapshot's is not
+    /// that of what was sent.
+    pub(super) fn finish(&self) -> Result<Vec<u8>, String> {
+        let seen = self.seen;
+        let tail = TAIL_BYTES as u64;
+        let whole = match self.end {
+            Some(end) => end + tail == seen,
+            None => self.scanner.is_none() && self.held.len() == TAIL_BYTES && self.held.first() == Some(&OPCODE_EOF),
+        };
+        if !whole || self.fields == 0 {
+            return Err(format!("the snapshot of {seen} bytes does not end as one (its end mark: {:?})", self.end));
+        }
+        let mut bytes = vec![0; TAIL_BYTES];
+        bytes[0] = OPCODE_EOF;
+        Ok(bytes)
+    }
+}
+
+impl Open {
+    fn append(&mut self, offset: u64, length: u64) {
+        match self.pieces.last_mut() {
+            Some((last, bytes)) if *last + *bytes == offset => *bytes += length,
+            _ => self.pieces.push((offset, length)),
+        }
+    }
+}
+
+/// A slot while it is planned.
+struct Slot<'v> {
+    view: &'v View,
+    /// Where its first byte lies.
+    offset: u64,
+    /// Its positions.
+    bytes: Range<u64>,
+}
+
+impl Slot<'_> {
+    fn place(&self, position: u64) -> u64 {
+        self.offset + (position - self.bytes.start)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::collections::BTreeMap;
+
+    use proptest::prelude::*;
+    use remora_fabric::{Memory, Pages};
+    use remora_redis::rdb::{Writer, reference::words};
+
+    use super::*;
+
+    /// Short, so that small snapshots have many strings of both kinds.
+    const LEAST: u64 = 512;
+
+    /// A string that was told by its place: database, key, value.
+    type Told = (u32, Vec<u8>, Vec<u8>);
+
+    /// What goes over the link without fields, and what the fields tell.
+    fn mix(snapshot: &[u8], slot_bytes: usize, idle_times: bool) -> (Vec<u8>, Vec<Told>, ReferencePlan) {
+        mix_whole(snapshot, slot_bytes, idle_times, 0)
+    }
+
+    /// With values of at most `whole` bytes held back until they are whole.
+    fn mix_whole(
+        snapshot: &[u8],
+        slot_bytes: usize,
+        idle_times: bool,
+        whole: u64,
+    ) -> (Vec<u8>, Vec<Told>, ReferencePlan) {
+        let memory = Memory::create("test", snapshot.len() as u64, Pages::Small).unwrap();
+        memory.write(0, snapshot).unwrap();
+        let mut plan = ReferencePlan::new([1; TICKET_BYTES], idle_times, LEAST, whole);
+        let (mut link, mut told) = (Vec::new(), Vec::new());
+        let mut open: Option<(u32, Vec<u8>, u64, Vec<u8>)> = None;
+        // For each slot, up to which field it is there; and fields so far.
+        let (mut stays, mut fields) = (Vec::new(), 0);
+        for slot in (0..snapshot.len()).step_by(slot_bytes) {
+            let end = snapshot.len().min(slot + slot_bytes);
+            plan.take(&memory, slot as u64..end as u64).unwrap();
+            stays.push(plan.fields());
+            while let Some(part) = plan.part() {
+                let written = match part {
+                    Part::Pass(range) => {
+                        assert!(range.start >= slot as u64, "a slot that was given back is not passed on");
+                        link.extend_from_slice(&snapshot[range.start as usize..range.end as usize]);
+                        range.end - range.start
+                    }
+                    Part::Bytes(bytes) if bytes.first() == Some(&0xF7) => {
+                        fields += 1;
+                        for word in words(&bytes[1 + 9 + 3 + 9..bytes.len() - 1]) {
+                            match word.unwrap() {
+                                Word::Hello { .. } => assert_eq!(link.len(), 9),
+                                Word::Text { database, key, length, .. } => {
+                                    assert!(open.is_none());
+                                    open = Some((database, key.to_vec(), length, Vec::new()));
+                                }
+                                Word::Piece { offset, length: bytes } => {
+                                    let (database, key, length, mut value) = open.take().unwrap();
+                                    assert!(length > whole || u64::from(bytes) == length, "held back, in one piece");
+                                    assert!(stays[offset as usize / slot_bytes] >= fields, "given back too early");
+                                    value.extend_from_slice(
+                                        &snapshot[offset as usize..offset as usize + bytes as usize],
+                                    );
+                                    if value.len() as u64 == length {
+                                        told.push((database, key, value));
+                                    } else {
+                                        open = Some((database, key, length, value));
+                                    }
+                                }
+                            }
+                        }
+                        bytes.len() as u64
+                    }
+                    Part::Bytes(bytes) => {
+                        link.extend_from_slice(bytes);
+                        bytes.len() as u64
+                    }
+                };
+                plan.wrote(written as usize);
+            }
+            assert_eq!(plan.passes_from(), end as u64);
+        }
+        assert!(open.is_none());
+        (link, told, plan)
+    }
+
+    /// Every string in a snapshot.
+    fn strings(snapshot: &[u8]) -> BTreeMap<(u32, Vec<u8>), Vec<u8>> {
+        let (mut scanner, mut all, mut at) = (Scanner::new(0), BTreeMap::new(), 0);
+        loop {
+            let (taken, found) = scanner.feed(&snapshot[at..]).unwrap();
+            at += taken;
+            match found {
+                Some(Found::Text(text)) => {
+                    let value = snapshot[text.value.start as usize..text.value.end as usize].to_vec();
+                    all.insert((text.database as u32, text.key), value);
+                }
+                Some(Found::End { .. }) => return all,
+                None => {}
+            }
+        }
+    }
+
+    fn snapshot(strings: &[(Vec<u8>, usize, bool)]) -> Vec<u8> {
+        let mut writer = Writer::new(11);
+        writer.aux("some", "field");
+        for (number, (key, length, other)) in strings.iter().enumerate() {
+            let value: Vec<u8> = (0..*length).map(|byte| (byte + number) as u8).collect();
+            writer.select_db(u32::from(*other)).string(key, value, other.then_some(77));
+        }
+        writer.finish()
+    }
+
+    proptest! {
+        #[test]
+        fn a_server_gets_every_string_whatever_the_slots(
+            drawn in proptest::collection::vec((proptest::collection::vec(any::<u8>(), 0..40), 0_usize..3000, any::<bool>()), 0..30),
+            slot_bytes in 30_usize..5000,
+            held_back in 0_u64..4000,
+        ) {
+            let whole = snapshot(&drawn);
+            let (mut link, told, plan) = mix_whole(&whole, slot_bytes, true, held_back);
+            prop_assert_eq!(plan.referred(), told.iter().map(|(_, _, value)| value.len() as u64).sum::<u64>());
+            link.extend(plan.finish().unwrap());
+            let long = |length: usize| length as u64 >= LEAST;
+            prop_assert_eq!(told.len(), drawn.iter().filter(|(_, length, _)| long(*length)).count());
+            let mut loaded = strings(&link);
+            prop_assert!(loaded.values().all(|value| !long(value.len())));
+            // Both may hold one key, the later of which stands; drawn keys seldom do.
+            let doubles = told.iter().any(|(database, key, _)| loaded.contains_key(&(*database, key.clone())));
+            prop_assume!(!doubles);
+            loaded.extend(told.into_iter().map(|(database, key, value)| ((database, key), value)));
+            prop_assert_eq!(loaded, strings(&whole));
+        }
+
+        #[test]
+        fn any_bytes_go_through(bytes in proptest::collection::vec(any::<u8>(), 0..3000), slot_bytes in 30_usize..2000) {
+            let whole = [b"REDIS0011", &bytes[..]].concat();
+            let memory = Memory::create("test", whole.len() as u64, Pages::Small).unwrap();
+            memory.write(0, &whole).unwrap();
+            let mut plan = ReferencePlan::new([1; TICKET_BYTES], true, LEAST, 2000);
+            for slot in (0..whole.len()).step_by(slot_bytes) {
+                plan.take(&memory, slot as u64..whole.len().min(slot + slot_bytes) as u64).unwrap();
+            }
+            let _ = plan.finish();
+        }
+    }
+
+    #[test]
+    fn what_is_not_known_is_passed_on_to_the_last_byte() {
+        let mut whole = snapshot(&[(b"long".to_vec(), 2000, false)]);
+        whole.truncate(whole.len() - TAIL_BYTES);
+        whole.extend([0x06; 5000]); // a type that was never released
+        whole.extend([0xFF, 1, 2, 3, 4, 5, 6, 7, 8]);
+        for slot_bytes in [40, 1000, 100_000] {
+            let (link, told, plan) = mix(&whole, slot_bytes, true);
+            assert_eq!(told.len(), 1);
+            assert!(link.ends_with(&[0x06; 5000]), "{}", link.len());
+            assert_eq!(plan.finish().unwrap(), [0xFF, 0, 0, 0, 0, 0, 0, 0, 0]);
+        }
+    }
+
+    #[test]
+    fn a_snapshot_that_is_cut_off_or_goes_on_has_no_end() {
+        let whole = snapshot(&[(b"long".to_vec(), 2000, false)]);
+        for broken in [&whole[..whole.len() - 1], &whole[..1000], &[&whole[..], b"x"].concat()] {
+            assert!(mix_without_the_end(broken).finish().is_err());
+        }
+    }
+
+    fn mix_without_the_end(bytes: &[u8]) -> ReferencePlan {
+        let memory = Memory::create("test", bytes.len() as u64, Pages::Small).unwrap();
+        memory.write(0, bytes).unwrap();
+        let mut plan = ReferencePlan::new([1; TICKET_BYTES], true, LEAST, 2000);
+        plan.take(&memory, 0..bytes.len() as u64).unwrap();
+        plan
+    }
+
+    #[test]
+    fn strings_with_idle_times_go_by_the_link_where_the_server_could_not_keep_them() {
+        let mut bytes = b"REDIS0011\xF8\x07\x00\x01k\x44\x00".to_vec();
+        bytes.extend([b'v'; 1024]);
+        bytes.extend([0xFF, 0, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(mix(&bytes, 300, true).1.len(), 1);
+        let (link, told, _) = mix(&bytes, 300, false);
+        assert_eq!((link.len(), told.len()), (bytes.len() - TAIL_BYTES, 0));
+    }
+}

@@ -1,0 +1,291 @@
+//! Server link: the conversation with the replica's server, towards which we play the primary.
+//!
+//! ```text
+//!     PSYNC ──▶ Asked ── first slot is there ──▶ Plain ── last slot, mark, ACK ──▶ Streaming
+//!                 │ ╰─ it has our module ─▶ Introducing ─▶ Referenced ── the same ─────▶╯  ▲
+//!                 └── PSYNC <our replid> <offset that the journal holds> ──────────────────┘
+//! ```
+//!
+//! It knows nothing of where slots and stream come from: it is given them, and reports what the server said.
+
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::time::{Duration, Instant};
+
+use remora_redis::ReplId;
+use remora_redis::psync::Payload;
+use remora_redis::psync::server::{Event, Server as PrimaryRole};
+use remora_table::Slot;
+use rustix::event::PollFlags;
+
+use super::plain::{PlainPayload, Used, Wrote};
+use super::poller::Demand;
+use super::referenced::ReferencedPayload;
+use crate::replica::candidates::Newcomer;
+use crate::replica::introduction::Shown;
+use crate::replica::link::Link;
+use crate::replica::pacer::Pacer;
+use crate::replica::spool::Spool;
+
+/// Newlines towards a server that waits for its payload: it gives up after `repl-timeout`, 60 s by default.
+const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(1);
+
+/// How often it is looked what a server's module has done.
+const TALLY_PACE: Duration = Duration::from_micros(200);
+
+/// Bytes that one read takes: replicas send commands of some dozen bytes.
+const READ_BYTES: usize = 4096;
+
+/// See the module's text.
+pub(super) struct ServerLink {
+    pub(super) socket: Link,
+    role: PrimaryRole,
+    /// Bytes on their way, up to `written`.
+    out: Vec<u8>,
+    written: usize,
+    pub(super) stage: Stage,
+    pacer: Pacer,
+    kept_alive: Instant,
+    /// The server has acknowledged an offset at or behind the snapshot's.
+    has_loaded: bool,
+    /// The stream is held back.
+    held: bool,
+}
+
+/// Where the conversation is.
+pub(super) enum Stage {
+    Asked,
+    /// The server's module is being given memory; the slot is the snapshot's first.
+    Introducing {
+        number: u64,
+        shown: Shown,
+        slot: Slot,
+    },
+    /// A payload whose bytes all go over the link.
+    Plain(PlainPayload),
+    /// A payload that refers to shared memory.
+    Referenced(Box<ReferencedPayload>),
+    Streaming,
+}
+
+/// What the server says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum LinkEvent {
+    /// It asks for what follows this offset of this history; `None`: for everything.
+    Psync { replid: Option<ReplId>, offset: i64 },
+    /// It has applied the stream up to here.
+    Ack { offset: u64 },
+}
+
+/// What a read came to.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Read {
+    Nothing,
+    /// Events may wait in [`ServerLink::poll_event`].
+    Something,
+    /// The link is of no further use, and why.
+    Ended(String),
+}
+
+/// How far a server had come whose link is over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Reached {
+    /// It waited for its payload.
+    Asked,
+    /// It was being introduced to memory, and the first slot was taken for it.
+    Introduction,
+    /// It was loading.
+    Payload,
+    /// It had been given the whole payload.
+    Stream,
+}
+
+impl ServerLink {
+    /// Of a connection that has logged in and asked.
+    pub(super) fn new(now: Instant, newcomer: Newcomer) -> ServerLink {
+        let Newcomer { link, role, out, written, .. } = newcomer;
+        ServerLink {
+            socket: link,
+            role,
+            out,
+            written,
+            stage: Stage::Asked,
+            pacer: Pacer::default(),
+            kept_alive: now,
+            has_loaded: false,
+            held: false,
+        }
+    }
+
+    // ---- what the server says ----
+
+    pub(super) fn read(&mut self) -> Read {
+        let mut buffer = [0; READ_BYTES];
+        match self.socket.read(&mut buffer) {
+            Ok(None) => Read::Nothing,
+            Ok(Some(0)) => Read::Ended("the server closed it".into()),
+            Ok(Some(n)) => match self.role.handle_input(&buffer[..n]) {
+                Ok(()) => Read::Something,
+                Err(error) => Read::Ended(format!("the server sent what no replica sends: {error}")),
+            },
+            Err(error) => Read::Ended(error.to_string()),
+        }
+    }
+
+    pub(super) fn poll_event(&mut self) -> Option<LinkEvent> {
+        Some(match self.role.poll_event()? {
+            Event::Psync { replid, offset } => LinkEvent::Psync { replid, offset },
+            Event::Ack { offset, .. } => LinkEvent::Ack { offset },
+        })
+    }
+
+    /// Whether the server can load a snapshot whose length is not known beforehand. Every server since Redis 2.8.18 can.
+    pub(super) fn takes_a_mark(&self) -> bool {
+        self.role.peer().eof
+    }
+
+    // ---- what it is answered ----
+
+    /// The server waits for its payload.
+    pub(super) fn wait(&mut self, now: Instant) {
+        self.stage = Stage::Asked;
+        self.kept_alive = now;
+    }
+
+    /// Promises the server a payload that ends with a mark.
+    pub(super) fn begin_payload(&mut self, replid: &ReplId, offset: u64, mark: [u8; 40], stage: Stage) {
+        self.role.full_resync(replid, offset);
+        self.role.payload(&Payload::Mark(mark));
+        self.stage = stage;
+    }
+
+    /// Goes on with the stream where the server is.
+    pub(super) fn resume(&mut self, replid: &ReplId) {
+        self.role.resume(replid);
+        self.stage = Stage::Streaming;
+        self.has_loaded = true;
+    }
+
+    /// Writes what makes the payload whole. The stream follows after the server's first ACK.
+    pub(super) fn end_payload(&mut self, end: &[u8]) {
+        self.out.extend_from_slice(end);
+        self.stage = Stage::Streaming;
+    }
+
+    /// The server has applied the stream up to this offset. Whether that says, for the first time, that it has loaded the
+    /// snapshot at `snapshot`.
+    pub(super) fn acknowledged(&mut self, offset: u64, snapshot: u64) -> bool {
+        let loads = matches!(self.stage, Stage::Streaming) && !self.has_loaded && offset >= snapshot;
+        self.has_loaded |= loads;
+        loads
+    }
+
+    /// Sends no more of the stream over this link.
+    pub(super) fn hold(&mut self) {
+        self.held = true;
+    }
+
+    // ---- writing ----
+
+    /// Writes what waits. `false`: some still does.
+    pub(super) fn flush(&mut self) -> io::Result<bool> {
+        let fresh = self.role.take_output();
+        self.out.extend_from_slice(&fresh);
+        self.socket.write_out(&mut self.out, &mut self.written)
+    }
+
+    /// Prepares a newline, when it is time for one.
+    pub(super) fn keep_alive(&mut self, now: Instant) -> Option<usize> {
+        if now.duration_since(self.kept_alive) < KEEP_ALIVE_EVERY {
+            return None;
+        }
+        self.kept_alive = now;
+        self.role.keep_alive();
+        Some(1)
+    }
+
+    /// Whether the link is left alone for now, though there may be something to write.
+    pub(super) fn is_paused(&self, now: Instant) -> bool {
+        self.pacer.until(now).is_some()
+    }
+
+    /// The slots of a plain payload that the server has read.
+    pub(super) fn settle(&mut self, now: Instant) -> io::Result<Vec<Used>> {
+        match &mut self.stage {
+            Stage::Plain(payload) => payload.settle(now, &mut self.socket),
+            _ => Ok(Vec::new()),
+        }
+    }
+
+    /// Writes some of a plain payload.
+    pub(super) fn write_plain(&mut self, now: Instant, spool: Option<&Spool>) -> io::Result<Wrote> {
+        match &mut self.stage {
+            Stage::Plain(payload) => payload.write(now, &mut self.socket, &mut self.pacer, spool),
+            _ => Ok(Wrote::Nothing),
+        }
+    }
+
+    /// The server has loaded its payload, or needed none, and waits for the stream.
+    pub(super) fn takes_the_stream(&self) -> bool {
+        matches!(self.stage, Stage::Streaming) && self.has_loaded && !self.held
+    }
+
+    // ---- the end of a feed, and of the link ----
+
+    /// The feed is over that the slot under way came from.
+    pub(super) fn lay_down(&mut self, now: Instant) {
+        if let Stage::Plain(payload) = &mut self.stage {
+            payload.lay_down(now, self.socket.written());
+        }
+    }
+
+    /// Whether the server reads, or is about to read, memory that it was given.
+    pub(super) fn refers_to_memory(&self) -> bool {
+        matches!(self.stage, Stage::Referenced(_) | Stage::Introducing { .. })
+    }
+
+    /// Whether the server was given a part of a snapshot, or all of it.
+    pub(super) fn has_begun(&self) -> bool {
+        matches!(self.stage, Stage::Plain(_) | Stage::Referenced(_) | Stage::Streaming)
+    }
+
+    /// Closes the link. Gives back how far it was, and the slots that must be released.
+    pub(super) fn close(self) -> (Reached, Vec<Slot>) {
+        match self.stage {
+            Stage::Asked => (Reached::Asked, Vec::new()),
+            Stage::Introducing { slot, .. } => (Reached::Introduction, vec![slot]),
+            Stage::Plain(payload) => (Reached::Payload, payload.into_slots().collect()),
+            Stage::Referenced(payload) => (Reached::Payload, payload.into_slots().collect()),
+            Stage::Streaming => (Reached::Stream, Vec::new()),
+        }
+    }
+
+    // ---- waiting ----
+
+    pub(super) fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    /// What to wait for on the link, and what of it matters to the input; `stream`: a part of the stream waits.
+    pub(super) fn interest(&self, now: Instant, stream: bool) -> (PollFlags, Demand) {
+        let has_piece = matches!(&self.stage, Stage::Plain(payload) if payload.has_piece());
+        let has_part = matches!(&self.stage, Stage::Referenced(payload) if payload.has_part());
+        let has_stream = self.takes_the_stream() && stream;
+        let has_rest = self.written < self.out.len() || self.socket.wants_write();
+        let is_full = has_piece || has_part || has_stream || has_rest;
+        let is_paused = has_piece && self.is_paused(now);
+        let writes = if is_full && !is_paused { PollFlags::OUT } else { PollFlags::empty() };
+        (PollFlags::IN | writes, Demand { is_full, is_paused, wants_slots: !has_piece })
+    }
+
+    /// When something is due.
+    pub(super) fn deadline(&self, now: Instant) -> Option<Instant> {
+        match &self.stage {
+            Stage::Asked | Stage::Introducing { .. } => Some(self.kept_alive + KEEP_ALIVE_EVERY),
+            Stage::Plain(payload) if payload.has_piece() => self.pacer.until(now),
+            Stage::Plain(payload) => payload.lent_due(),
+            Stage::Referenced(_) => Some(now + TALLY_PACE),
+            Stage::Streaming => None,
+        }
+    }
+}

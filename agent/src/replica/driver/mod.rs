@@ -1,0 +1,563 @@
+//! Driver: carries out what the [machine](super::machine) decides, and tells it what happened. It decides nothing itself.
+//!
+//! ```text
+//!   signals ────────────┐
+//!   Session (source) ───┤
+//!   ServerTask ─────────┼─▶ Driver::next ──▶ Replica::handle ──▶ Driver::perform ──▶ orders, jobs, messages, tasks
+//!   delivery thread ────┤       ▲
+//!   connecting tasks ───┘       └── at Replica::deadline, and for each report of progress
+//! ```
+//!
+//! [`Driver::perform`] never waits: what takes long is a task that reports an event. So signals are seen and progress is
+//! reported at any moment of a sync, also while the server empties itself or takes a full copy.
+//!
+//! The driver owns every task: dropping it ends them. [`Relay`] has its own decisions, which do not depend on how far the
+//! server is, and is called from here directly.
+
+mod relay;
+mod server;
+mod session;
+
+use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use remora_protocol::{Message, Offer, Progress as ProgressMessage};
+use rustls::ServerConfig;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
+
+use self::relay::Relay;
+use self::server::{Keeper, ServerTask, Work};
+use self::session::{Received, Session, loss};
+use super::candidates::Candidates;
+use super::control::Control;
+use super::delivery::{self, Handle, News, Order};
+use super::feed::Feed;
+use super::introduction::{Answer, Introduction};
+use super::locality::Locality;
+use super::machine::{Action, DeliveryEvent, Event, Job, Reading, Replica, Rules, SourceEvent, Tables};
+use super::meter::Meter;
+use super::preflight::{Primary, Target};
+use super::record::Record;
+use super::relayed::ReadFrom;
+use super::report::{PROGRESS_EVERY, Summary};
+use super::source::{Chosen, Sinks, Source, join_again};
+use super::spool::Spool;
+use super::upstream::Said;
+use crate::args::ReplicaArgs;
+use crate::backoff::Backoff;
+use crate::conversation::Token;
+use crate::exit::{Code, Failure};
+use crate::progress;
+use crate::tasks::AbortOnDrop;
+use crate::units::readable;
+
+/// How often progress is shown and reported, at least.
+const LOOK_EVERY: Duration = PROGRESS_EVERY;
+
+/// See the module's text.
+pub(super) struct Driver {
+    args: Arc<ReplicaArgs>,
+    token: Arc<Token>,
+    machine: Replica,
+    facts: Facts,
+    session: Option<Session>,
+    server: ServerTask,
+    relay: Relay,
+    delivery: Handle,
+    news: UnboundedReceiver<News>,
+    meter: Arc<Meter>,
+    sinks: Sinks,
+    connecting: (UnboundedSender<Connected>, UnboundedReceiver<Connected>),
+    /// The task that connects to the source.
+    calling: Option<AbortOnDrop>,
+    /// Tables that the machine has not yet ordered to be attached.
+    tables: Option<(u64, Box<Feed>, Chosen, Box<Offer>)>,
+    /// What the delivery wants the module to be given.
+    introduction: Option<Introduction>,
+    /// What the module answered.
+    answer: Option<(u64, Result<Answer, String>)>,
+    progress_due: Instant,
+    bar: Option<progress::Meter>,
+    signals: (Signal, Signal),
+    published: Result<(), Failure>,
+}
+
+/// What the preflight found and messages name.
+struct Facts {
+    /// The server's address.
+    server: String,
+    /// Kind and version of the server.
+    kind: String,
+    /// The primary's address.
+    primary: String,
+}
+
+/// What a sync begins with.
+pub(super) struct Setup {
+    pub(super) args: ReplicaArgs,
+    pub(super) token: Arc<Token>,
+    pub(super) control: Control,
+    pub(super) record: Record,
+    pub(super) target: Target,
+    pub(super) primary: Primary,
+    pub(super) source: Source,
+    pub(super) link_tls: Option<Arc<ServerConfig>>,
+}
+
+/// What a connecting task brings.
+enum Connected {
+    Source(Result<Source, crate::conversation::Error>),
+    Tables { attempt: u64, offer: Box<Offer>, result: Result<(Box<Feed>, Chosen), Failure> },
+}
+
+/// Whether the run goes on.
+enum Flow {
+    Continue,
+    End(Result<(), Failure>, Box<Message>),
+}
+
+impl Driver {
+    /// Opens the link and starts the tasks. Nothing of the server is touched yet.
+    pub(super) async fn begin(setup: Setup) -> Result<Driver, Failure> {
+        let Setup { args, token, control, record, target, primary, source, link_tls } = setup;
+        let no_handler = |error| Failure::local(format!("signals can't be caught: {error}"));
+        let signals = (
+            signal(SignalKind::interrupt()).map_err(no_handler)?,
+            signal(SignalKind::terminate()).map_err(no_handler)?,
+        );
+        let args = Arc::new(args);
+        let locality = Locality::of(control.present(), target.facts.process_id).or_listen(args.listen);
+        let (listener, link) = listen(&locality)?;
+        tracing::info!(%link, "listening for the link of {}", control.server().url());
+        let meter = Arc::new(Meter::default());
+        let sinks = Sinks::new(args.memory.get());
+        let (tell, news) = mpsc::unbounded_channel();
+        let link_tls = link_tls.filter(|_| target.tls_replication);
+        let delivery = delivery::spawn(delivery::Setup {
+            candidates: Candidates::new(listener, link_tls, target.link_login.access(), locality),
+            spool: args.state_dir.clone(),
+            backlog_limit: sinks.backlog_limit(),
+            meter: meter.clone(),
+            news: tell,
+        });
+        let delivery = delivery.map_err(|error| Failure::local(format!("no thread for the delivery: {error}")))?;
+        let facts = Facts {
+            server: control.server().url().to_string(),
+            kind: target.facts.name(),
+            primary: format!("{}:{}", primary.host, primary.port),
+        };
+        let rules = Rules {
+            retry_for: args.retry_for,
+            linger: args.relay.linger,
+            stay: args.stay,
+            replace: args.replace,
+            server: facts.server.clone(),
+            source: args.source.to_string(),
+            primary: facts.primary.clone(),
+            run_id: target.facts.run_id.clone(),
+        };
+        let name = args.name.clone().unwrap_or_else(|| facts.server.clone());
+        let relay = Relay::open(args.clone(), token.clone(), name, meter.clone(), &source).await?;
+        let way = source.way(&args);
+        let keeper =
+            Keeper { args: args.clone(), control, record, target, primary, link, worthless: None, looked: None };
+        let now = Instant::now();
+        Ok(Driver {
+            token,
+            machine: Replica::begin(now, rules, Backoff::from_system()),
+            facts,
+            session: Some(Session::start(source, way)),
+            server: ServerTask::start(keeper),
+            relay,
+            delivery,
+            news,
+            meter,
+            sinks,
+            connecting: mpsc::unbounded_channel(),
+            calling: None,
+            tables: None,
+            introduction: None,
+            answer: None,
+            progress_due: now,
+            bar: None,
+            signals,
+            published: Ok(()),
+            args,
+        })
+    }
+
+    /// Runs to the end, and leaves the server in the state that the outcome names.
+    pub(super) async fn run(mut self) -> Result<(), Failure> {
+        loop {
+            while let Some(action) = self.machine.poll_action() {
+                if let Flow::End(outcome, last) = self.perform(action) {
+                    return self.end(outcome, *last).await;
+                }
+            }
+            let event = self.next().await;
+            self.machine.handle(Instant::now(), self.reading(), event);
+            self.show_progress();
+        }
+    }
+
+    async fn end(mut self, outcome: Result<(), Failure>, last: Message) -> Result<(), Failure> {
+        if let Some(bar) = self.bar.take() {
+            bar.finish();
+        }
+        if let Some(session) = self.session.take() {
+            session.leave(last).await;
+        }
+        outcome.and(self.published)
+    }
+
+    /// What the delivery and the relay show now.
+    fn reading(&self) -> Reading {
+        Reading {
+            loaded: self.delivery.progress().loaded,
+            bytes_delivered: self.meter.bytes_delivered.get(),
+            stream_fetched: self.meter.stream_fetched.get(),
+            stream_delivered: self.meter.stream_delivered.get(),
+            readers: self.relay.readers(),
+        }
+    }
+
+    // ---- events ----
+
+    async fn next(&mut self) -> Event {
+        loop {
+            let due = self.machine.deadline().map_or(self.progress_due, |at| at.min(self.progress_due));
+            let received = async {
+                match &mut self.session {
+                    Some(session) => session.received().await,
+                    None => std::future::pending().await,
+                }
+            };
+            let event = tokio::select! {
+                biased;
+                _ = self.signals.0.recv() => Some(Event::Stop { signal: "SIGINT" }),
+                _ = self.signals.1.recv() => Some(Event::Stop { signal: "SIGTERM" }),
+                done = self.server.done() => {
+                    self.answer = done.answer.or(self.answer.take());
+                    Some(Event::Server(done.report))
+                }
+                received = received => self.received(received),
+                connected = self.connecting.1.recv() => connected.and_then(|connected| self.connected(connected)),
+                news = self.news.recv() => self.news(news),
+                said = self.relay.said() => {
+                    self.upstream_said(said);
+                    None
+                }
+                () = tokio::time::sleep_until(due.into()) => Some(Event::Tick),
+            };
+            if let Some(event) = event {
+                return event;
+            }
+        }
+    }
+
+    /// From the source.
+    fn received(&mut self, received: Received) -> Option<Event> {
+        let message = match received {
+            Received::Message(message) => *message,
+            Received::Lost(loss) => {
+                self.session = None;
+                return Some(Event::Source(SourceEvent::Lost(loss)));
+            }
+        };
+        let event = match message {
+            Message::Waiting { cause, text } => SourceEvent::Waiting { cause, text },
+            Message::Offer(offer) => SourceEvent::Offer(Box::new(offer)),
+            Message::GenerationGone { generation, text } => SourceEvent::GenerationGone { generation, text },
+            Message::HandOffAnswer { covered, text } => SourceEvent::HandOffAnswer { covered, text },
+            Message::ReadFrom { generation, upstream } => {
+                let from = self.relay.assigned(generation, upstream);
+                self.read_from(from);
+                return None;
+            }
+            other => {
+                tracing::debug!(message = other.name(), "not expected here");
+                return None;
+            }
+        };
+        Some(Event::Source(event))
+    }
+
+    fn connected(&mut self, connected: Connected) -> Option<Event> {
+        match connected {
+            Connected::Source(Ok(source)) => {
+                let way = source.way(&self.args);
+                self.session = Some(Session::start(source, way));
+                Some(Event::Source(SourceEvent::Connected))
+            }
+            Connected::Source(Err(error)) => Some(Event::Source(SourceEvent::Unreachable(loss(error)))),
+            Connected::Tables { attempt, offer, result: Ok((feed, chosen)) } => {
+                let tables = Tables { offer: offer.clone(), transport: chosen.kind, why: chosen.why.clone() };
+                self.tables = Some((attempt, feed, chosen, offer));
+                Some(Event::Tables { attempt, connected: Ok(tables) })
+            }
+            Connected::Tables { attempt, result: Err(failure), .. } => {
+                Some(Event::Tables { attempt, connected: Err(failure) })
+            }
+        }
+    }
+
+    /// From the delivery thread.
+    fn news(&mut self, news: Option<News>) -> Option<Event> {
+        let fatal = |text: String| DeliveryEvent::Fatal { failure: Failure::local(text) };
+        let event = match news {
+            None => fatal("the delivery ended unexpectedly; this is a bug of remora".into()),
+            Some(News::Fatal { text }) => fatal(text),
+            Some(News::Asked) => DeliveryEvent::Asked,
+            Some(News::Introduce(introduction)) => {
+                let number = introduction.number;
+                self.introduction = Some(introduction);
+                DeliveryEvent::Introduce { number }
+            }
+            Some(News::Fetched) => {
+                self.relay.leave_upstream();
+                DeliveryEvent::Fetched
+            }
+            Some(News::PayloadSent) => DeliveryEvent::PayloadSent,
+            Some(News::Loaded) => DeliveryEvent::Loaded,
+            Some(News::LinkLost { text, loading }) => DeliveryEvent::LinkLost { text, loading },
+            Some(News::FeedLost { error }) => {
+                // Whether this or the end of the session is seen first is chance: both name the source.
+                let text = format!("the source {}: {error}", self.args.source);
+                DeliveryEvent::FeedLost { failure: Failure::new(Code::Source, text) }
+            }
+            Some(News::PeerLost(lost)) => {
+                self.upstream_lost(lost);
+                return None;
+            }
+            Some(News::FeedWanted) => DeliveryEvent::FeedWanted,
+        };
+        Some(Event::Delivery(event))
+    }
+
+    /// From the conversation with the upstream replica.
+    fn upstream_said(&mut self, said: Said) {
+        match said {
+            Said::ReadFrom(from) => self.read_from(Some(from)),
+            Said::Lost(lost) => {
+                self.read_from(Some(ReadFrom::Left { session: lost.session }));
+                self.upstream_lost(lost);
+            }
+        }
+    }
+
+    fn upstream_lost(&mut self, lost: super::relayed::Lost) {
+        if let (Some(message), Some(session)) = (self.relay.lost(lost), &self.session) {
+            session.send(message);
+        }
+    }
+
+    fn read_from(&self, from: Option<ReadFrom>) {
+        if let Some(from) = from {
+            self.delivery.order(Order::ReadFrom(from));
+        }
+    }
+
+    // ---- actions ----
+
+    fn perform(&mut self, action: Action) -> Flow {
+        match action {
+            Action::ConnectSource => self.connect_source(),
+            Action::Join => self.join(),
+            Action::ConnectTables { attempt, offer } => self.connect_tables(attempt, offer),
+            Action::Attach { attempt } => self.attach(attempt),
+            Action::AskHandOff { generation, offset } => self.send(Message::HandOffQuery { generation, offset }),
+            Action::TellProgress => self.tell_progress(),
+            Action::UseModule(used) => self.delivery.order(Order::UseModule(used)),
+            Action::EndIntroduction { number } => {
+                if let Some((_, answer)) = self.answer.take_if(|(answered, _)| *answered == number) {
+                    self.delivery.order(Order::Introduced { number, answer });
+                }
+            }
+            Action::GiveUpLoad => self.delivery.order(Order::GiveUp),
+            Action::HoldStream => self.delivery.order(Order::Hold),
+            Action::Server(job) => self.give(job),
+            Action::CancelIntroduction => self.server.cancel(),
+            Action::StopDelivery { done } => self.delivery.stop(done),
+            Action::Publish => self.publish(),
+            Action::SayLingering { readers } => {
+                let plural = if readers == 1 { "replica reads" } else { "replicas read" };
+                let limit = readable(self.args.relay.linger);
+                progress::say(&format!(
+                    "{readers} {plural} slots from here still: lending them for {limit} at most (--linger)"
+                ));
+            }
+            Action::End { outcome, last } => return Flow::End(outcome, last),
+        }
+        Flow::Continue
+    }
+
+    fn send(&self, message: Message) {
+        if let Some(session) = &self.session {
+            session.send(message);
+        }
+    }
+
+    fn connect_source(&mut self) {
+        let (args, token, tell) = (self.args.clone(), self.token.clone(), self.connecting.0.clone());
+        let task = tokio::spawn(async move {
+            let connected = Source::connect(&args, &token).await;
+            let _ = tell.send(Connected::Source(connected));
+        });
+        self.calling = Some(AbortOnDrop::new(&task));
+    }
+
+    /// Asks the source for what is still needed.
+    fn join(&self) {
+        let mut progress = self.delivery.progress();
+        let mut held = progress.next_slot;
+        if let (None, Some(folder)) = (&progress.origin, &self.args.state_dir) {
+            // What an agent before us left behind.
+            if let Some((origin, below)) = Spool::look(folder) {
+                progress.origin = Some(origin);
+                held = below;
+            }
+        } else if self.args.state_dir.is_some() {
+            held = held.max(self.meter.slots_below.get().min(self.meter.slots_held.get()));
+        } else if progress.copy.is_some() {
+            held = held.max(self.meter.slots_held.get());
+        }
+        self.send(join_again(&self.args, &self.facts.kind, &progress, held, self.relay.introduction()));
+    }
+
+    fn connect_tables(&self, attempt: u64, offer: Box<Offer>) {
+        let Some(session) = &self.session else { return };
+        let (way, sinks, tell) = (session.way().clone(), self.sinks, self.connecting.0.clone());
+        let progress = self.delivery.progress();
+        let is_same = progress.origin.as_ref().is_some_and(|origin| origin.generation == offer.generation);
+        let relay = self.relay.wish(progress.copy.filter(|_| is_same));
+        // It cannot be aborted, but ends within the transports' time limits. Nothing is reported to a driver that is gone.
+        tokio::task::spawn_blocking(move || {
+            let result = way.feed(&offer, sinks, progress.loaded, relay.as_ref());
+            let result = result.map(|(feed, chosen)| (Box::new(feed), chosen));
+            let _ = tell.send(Connected::Tables { attempt, offer, result });
+        });
+    }
+
+    fn attach(&mut self, attempt: u64) {
+        let Some((_, feed, mut chosen, offer)) = self.tables.take_if(|(connected, ..)| *connected == attempt) else {
+            return;
+        };
+        let loaded = self.delivery.progress().loaded;
+        self.delivery.order(Order::Attach(feed));
+        let from = self.relay.attached(&offer, &mut chosen, loaded);
+        self.read_from(from);
+    }
+
+    fn give(&mut self, job: Job) {
+        let work = match job {
+            Job::Introduce { number } => {
+                let introduction = self.introduction.take_if(|introduction| introduction.number == number);
+                introduction.map_or(Work::Job(job), Work::Introduce)
+            }
+            job => Work::Job(job),
+        };
+        self.server.give(work);
+    }
+
+    // ---- progress ----
+
+    /// Shows and reports how far the sync is, when it is time.
+    fn show_progress(&mut self) {
+        let now = Instant::now();
+        if now < self.progress_due {
+            return;
+        }
+        self.progress_due = now + LOOK_EVERY;
+        if self.bar.is_none() && self.machine.follows_link() {
+            self.bar = Some(progress::Meter::start(self.facts.server.clone(), progress::Unit::Bytes, None));
+        }
+        if let Some(bar) = &self.bar {
+            let known = self.meter.bytes_known.get();
+            if known > 0 && self.meter.slots_total.get() > 0 {
+                bar.set_total(known);
+            }
+            bar.set(self.meter.bytes_delivered.get());
+        }
+        self.tell_progress();
+    }
+
+    fn tell_progress(&self) {
+        let (Some(tables), Some(phase)) = (self.machine.tables(), self.machine.phase()) else { return };
+        let generation = tables.offer.generation;
+        let progress = self.delivery.progress();
+        let counts_this = progress.origin.is_some_and(|origin| origin.generation == generation);
+        if !counts_this && !progress.loaded {
+            // The meter still counts slots of an earlier snapshot: reported for this one, they would be reused unread.
+            return;
+        }
+        let report = ProgressMessage {
+            generation,
+            phase,
+            transport: Some(tables.transport.code()),
+            transport_why: tables.why.clone(),
+            slots_below: self.relay.slots_below(),
+            slots_held: self.meter.slots_held.get(),
+            bytes: self.meter.bytes_fetched.get().max(self.meter.bytes_delivered.get()),
+            applied_offset: self.meter.acknowledged.get().max(self.machine.hand_over_offset()),
+            relaying: self.relay.relaying(),
+        };
+        if let Some(session) = &self.session {
+            session.report(report);
+        }
+    }
+
+    /// Reports how it went, to people and to programs.
+    fn publish(&mut self) {
+        if let Some(bar) = self.bar.take() {
+            bar.finish();
+        }
+        let summary = self.summary();
+        if let Some(path) = &self.args.json {
+            let text = serde_json::to_string_pretty(&summary).unwrap_or_default();
+            self.published = std::fs::write(path, text).map_err(|error| {
+                Failure::local(format!("{} can't be written: {error}; the sync itself is done", path.display()))
+            });
+        }
+        summary.lines().iter().for_each(|line| progress::say(line));
+    }
+
+    fn summary(&self) -> Summary {
+        let origin = self.delivery.progress().origin;
+        let snapshot_offset = origin.as_ref().map_or(0, |origin| origin.offset);
+        let moments = self.machine.moments();
+        let mut summary = Summary {
+            server: self.facts.server.clone(),
+            primary: self.facts.primary.clone(),
+            replid: origin.map(|origin| origin.replid.to_string()).unwrap_or_default(),
+            snapshot_offset,
+            hand_off_offset: self.machine.hand_over_offset(),
+            transport: self.machine.tables().map_or("none", |tables| tables.transport.name()).to_string(),
+            delivery: if self.meter.by_module.get() > 0 { "module" } else { "link" }.to_string(),
+            referred_bytes: self.meter.referred.get(),
+            snapshot_bytes: self.meter.bytes_delivered.get(),
+            stream_bytes: self.meter.stream_delivered.get().saturating_sub(snapshot_offset),
+            snapshot_seconds: 0.0,
+            transfer_seconds: 0.0,
+            load_seconds: 0.0,
+            catch_up_seconds: 0.0,
+            hand_off_seconds: 0.0,
+            total_seconds: 0.0,
+            interruptions: self.machine.interruptions(),
+        };
+        summary.time(moments, moments.handed_over.unwrap_or_else(Instant::now));
+        summary
+    }
+}
+
+/// Opens the port for the server's link.
+fn listen(locality: &Locality) -> Result<(TcpListener, SocketAddr), Failure> {
+    let host = locality.link_host;
+    let no_port =
+        |error| Failure::local(format!("the link for the server can't listen on {host}: {error}; see --listen"));
+    let listener = TcpListener::bind((host, 0)).map_err(no_port)?;
+    listener.set_nonblocking(true).map_err(no_port)?;
+    let link = listener.local_addr().map_err(no_port)?;
+    Ok((listener, link))
+}

@@ -1,0 +1,207 @@
+//! Relay: from which replica slots are read, and what is lent to others. Independent of how far the server is.
+
+use std::sync::Arc;
+
+use remora_fabric::{Memory, TransportKind};
+use remora_protocol::{LossCause, Message, Offer, Relaying, Relays, Upstream};
+
+use crate::args::{RdmaOffer, ReplicaArgs, TransportChoice};
+use crate::conversation::Token;
+use crate::exit::Failure;
+use crate::replica::meter::Meter;
+use crate::replica::relayed::{Lost, ReadFrom};
+use crate::replica::serving::{Lending, Serving, UploadLimits};
+use crate::replica::source::{Chosen, RelayWish, Source, wish};
+use crate::replica::upstream::{self, Conversation, Goal, Said};
+use crate::units::Size;
+
+/// See the module's text.
+pub(super) struct Relay {
+    args: Arc<ReplicaArgs>,
+    token: Arc<Token>,
+    /// The name by which other replicas know this one.
+    name: String,
+    meter: Arc<Meter>,
+    /// Slots may come from other replicas.
+    takes_part: bool,
+    /// Lends slots to other replicas.
+    serving: Option<Serving>,
+    /// The copy that slots go into now.
+    copy: Option<Copying>,
+    /// The replica that slots are read from, or will be.
+    upstream: Option<(Upstream, Conversation)>,
+}
+
+struct Copying {
+    generation: u64,
+    memory: Arc<Memory>,
+    slot_size: u32,
+    /// The source reuses slots that all readers have passed.
+    in_window: bool,
+}
+
+impl Relay {
+    /// Begins to listen for other replicas, if slots are to be lent.
+    pub(super) async fn open(
+        args: Arc<ReplicaArgs>,
+        token: Arc<Token>,
+        name: String,
+        meter: Arc<Meter>,
+        source: &Source,
+    ) -> Result<Relay, Failure> {
+        let takes_part = takes_part(&args, source);
+        let options = &args.relay;
+        if options.serve_peers && !takes_part {
+            tracing::warn!(
+                "nothing is lent to other replicas: with --state-dir, or by shared memory, there is nothing to lend"
+            );
+        }
+        if options.download_limit.is_some() && !takes_part {
+            tracing::warn!(
+                "--download-limit is not kept: with --state-dir, or by shared memory, slots are not taken from others"
+            );
+        }
+        let bytes = |limit: Option<Size>| limit.map_or(0, Size::get);
+        let serving = if takes_part && !options.no_serve_peers {
+            let listen = options.peer_listen.unwrap_or_else(|| (source.local_address().ip(), 0).into());
+            let limits =
+                UploadLimits { in_all: bytes(options.upload_limit), per_peer: bytes(options.upload_limit_per_peer) };
+            Some(Serving::open(listen, token.clone(), limits).await?)
+        } else {
+            None
+        };
+        Ok(Relay { args, token, name, meter, takes_part, serving, copy: None, upstream: None })
+    }
+
+    /// What the source needs to know; `None`: no slots pass between this replica and others.
+    pub(super) fn introduction(&self) -> Option<Relays> {
+        let serves_at = self.serving.as_ref().map(|serving| serving.address().to_string()).unwrap_or_default();
+        self.takes_part.then(|| Relays { serves_at, zone: self.args.relay.zone.clone() })
+    }
+
+    /// What the next feed must provide; `kept`: the memory of the copy that it can go on with.
+    pub(super) fn wish(&self, kept: Option<Arc<Memory>>) -> Option<RelayWish> {
+        let download_rate = self.args.relay.download_limit.map_or(0, Size::get);
+        self.takes_part.then(|| RelayWish { serves: self.serving.is_some(), download_rate, kept })
+    }
+
+    /// What the conversation with the upstream replica brings; pending without one.
+    pub(super) async fn said(&mut self) -> Said {
+        match &mut self.upstream {
+            Some((_, conversation)) => conversation.said().await,
+            None => std::future::pending().await,
+        }
+    }
+
+    /// All slots have arrived.
+    pub(super) fn leave_upstream(&mut self) {
+        self.upstream = None;
+    }
+
+    /// Tables were connected: lends their copy, and reads from where the offer says. Gives back what the delivery must
+    /// know.
+    pub(super) fn attached(&mut self, offer: &Offer, chosen: &mut Chosen, loaded: bool) -> Option<ReadFrom> {
+        let Some((memory, own, is_new)) = chosen.copy.take() else {
+            // A replica that has loaded everything goes on lending what it has.
+            if !loaded {
+                self.copy = None;
+                self.upstream = None;
+            }
+            return None;
+        };
+        let (generation, first_offset) = (offer.snapshot.generation, offer.snapshot.first_offset);
+        if is_new {
+            self.upstream = None;
+            if let Some(serving) = &self.serving {
+                let by_rdma = chosen.kind == TransportKind::Verbs;
+                let rdma = by_rdma.then(|| RdmaOffer { no_rdma: false, end: self.args.rdma.end.clone() });
+                let keeps_all = offer.snapshot.retained && own.slots >= offer.snapshot.slots;
+                serving.lend(Lending { generation, memory: memory.clone(), own, first_offset, keeps_all, rdma });
+            }
+        }
+        let in_window = !offer.snapshot.retained;
+        self.copy = Some(Copying { generation, memory, slot_size: own.slot_size, in_window });
+        self.read_from(offer.upstream.clone())
+    }
+
+    /// The source assigns another upstream for this generation.
+    pub(super) fn assigned(&mut self, generation: u64, upstream: Option<Upstream>) -> Option<ReadFrom> {
+        let is_ours = self.copy.as_ref().is_some_and(|copy| copy.generation == generation);
+        if is_ours { self.read_from(upstream) } else { None }
+    }
+
+    fn read_from(&mut self, upstream: Option<Upstream>) -> Option<ReadFrom> {
+        let copy = self.copy.as_ref()?;
+        let Some(upstream) = upstream else {
+            self.upstream = None;
+            return Some(ReadFrom::Source);
+        };
+        if self.upstream.as_ref().is_some_and(|(_, conversation)| conversation.session == upstream.session) {
+            return None; // slots are read from there already
+        }
+        let goal = Goal {
+            token: self.token.clone(),
+            upstream: upstream.clone(),
+            generation: copy.generation,
+            name: self.name.clone(),
+            wish: wish(&self.args),
+            memory: copy.memory.clone(),
+            slot_size: copy.slot_size,
+        };
+        self.upstream = Some((upstream, upstream::begin(goal)));
+        Some(ReadFrom::Awaited)
+    }
+
+    /// The upstream replica cannot be read any more. Gives back the message for the source, which assigns another.
+    pub(super) fn lost(&mut self, lost: Lost) -> Option<Message> {
+        let Lost { session, cause, text } = lost;
+        let (upstream, _) = self.upstream.take_if(|(_, present)| present.session == session)?;
+        let name = &upstream.name;
+        match cause {
+            LossCause::Lied => {
+                tracing::warn!(peer = %name, "a replica passed on bytes that are not the source's: {text}")
+            }
+            _ => tracing::info!(peer = %name, "no more slots come from another replica: {text}"),
+        }
+        let generation = self.copy.as_ref()?.generation;
+        Some(Message::PeerLost { generation, session, cause, text })
+    }
+
+    /// The first slot that the source must keep for this replica. What was copied out of a window is not needed there
+    /// any more, though the server has yet to get it.
+    pub(super) fn slots_below(&self) -> u64 {
+        let used = self.meter.slots_below.get();
+        match &self.copy {
+            Some(copy) if copy.in_window => used.max(self.meter.slots_held.get()),
+            _ => used,
+        }
+    }
+
+    /// What the source is told of this replica's part in passing slots on.
+    pub(super) fn relaying(&self) -> Option<Relaying> {
+        self.copy.as_ref()?;
+        let reads_from = self.meter.reads_from.get();
+        Some(Relaying {
+            reads_from: (reads_from != 0).then_some(reads_from),
+            oldest: self.meter.copy_oldest.get(),
+            held: self.meter.slots_held.get(),
+            is_full: self.meter.copy_full.get() > 0,
+        })
+    }
+
+    /// Other replicas that read slots here.
+    pub(super) fn readers(&self) -> usize {
+        self.serving.as_ref().map_or(0, Serving::readers)
+    }
+}
+
+/// On the source's host nothing is passed on: replicas there read its memory in place.
+fn takes_part(args: &ReplicaArgs, source: &Source) -> bool {
+    let is_local = source.address().ip() == source.local_address().ip();
+    let may_be_far = match args.transport {
+        TransportChoice::Shm => false,
+        TransportChoice::Tcp | TransportChoice::Verbs => true,
+        TransportChoice::Auto => !is_local || args.relay.serve_peers,
+    };
+    may_be_far && args.state_dir.is_none()
+}

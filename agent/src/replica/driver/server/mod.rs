@@ -1,0 +1,344 @@
+//! The server's task: the one owner of the right to change the replica's server.
+//!
+//! It holds the connection ([`Control`]) and the record of what was changed, and does one [`Job`] at a time, each of
+//! which is bounded by the time limits of its commands. What it finds goes back as a [`Report`]; what follows from that
+//! is decided by the [machine](crate::replica::machine). Before each command that changes the server, the job looks
+//! which primary the server follows, and leaves a server alone that another client has changed.
+//!
+//! Only an introduction can take long (the module empties the server first), so only that can be cancelled.
+
+mod leave;
+mod module;
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use remora_redis::ReplId;
+use tokio::sync::Notify;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+
+use crate::args::ReplicaArgs;
+use crate::exit::{Code, Failure};
+use crate::replica::control::{Control, Expected, NotOurs};
+use crate::replica::introduction::{Answer, Introduction};
+use crate::replica::machine::{
+    Followed, Follows, Introduced, Job, Lapse, Look, NoAnswer, NotFollowed, PrimaryLink, Report,
+};
+use crate::replica::once_settled;
+use crate::replica::preflight::{self, Primary, Target};
+use crate::replica::record::Record;
+use crate::server::{Facts, ServerError};
+use crate::tasks::AbortOnDrop;
+
+/// How long a server may take to answer over a new connection.
+const LOOK_LIMIT: Duration = Duration::from_secs(3);
+
+/// How long the stream is held back for the server to come to the end of what it was given: some megabytes in its socket.
+const SETTLE_LIMIT: Duration = Duration::from_millis(500);
+
+/// Pause between two looks at a server that settles.
+const SETTLE_LOOK: Duration = Duration::from_millis(5);
+
+/// The driver's end.
+pub(super) struct ServerTask {
+    work: UnboundedSender<Work>,
+    done: UnboundedReceiver<Done>,
+    cancel: Arc<Notify>,
+    _task: AbortOnDrop,
+}
+
+/// What the task is given.
+pub(super) enum Work {
+    Job(Job),
+    Introduce(Introduction),
+}
+
+/// What the task gives back.
+pub(super) struct Done {
+    pub(super) report: Report,
+    /// For the delivery: what the module answered to the introduction of this number.
+    pub(super) answer: Option<(u64, Result<Answer, String>)>,
+}
+
+impl From<Report> for Done {
+    fn from(report: Report) -> Done {
+        Done { report, answer: None }
+    }
+}
+
+impl ServerTask {
+    pub(super) fn start(keeper: Keeper) -> ServerTask {
+        let (work, orders) = unbounded_channel();
+        let (tell, done) = unbounded_channel();
+        let cancel = Arc::new(Notify::new());
+        let task = tokio::spawn(run(keeper, orders, tell, cancel.clone()));
+        ServerTask { work, done, cancel, _task: AbortOnDrop::new(&task) }
+    }
+
+    /// Gives the task something to do. A task that has ended shows itself in [`ServerTask::done`].
+    pub(super) fn give(&self, work: Work) {
+        let _ = self.work.send(work);
+    }
+
+    /// Ends the introduction that the task is at.
+    pub(super) fn cancel(&self) {
+        self.cancel.notify_one();
+    }
+
+    /// The next report. Cancel-safe.
+    pub(super) async fn done(&mut self) -> Done {
+        match self.done.recv().await {
+            Some(done) => done,
+            None => Report::Ended.into(),
+        }
+    }
+}
+
+async fn run(mut keeper: Keeper, mut work: UnboundedReceiver<Work>, tell: UnboundedSender<Done>, cancel: Arc<Notify>) {
+    while let Some(work) = work.recv().await {
+        let done = match work {
+            Work::Job(job) => keeper.perform(job).await.into(),
+            Work::Introduce(introduction) => {
+                let number = introduction.number;
+                tokio::select! {
+                    (outcome, answer) = keeper.introduce(introduction) => Done {
+                        report: Report::Introduced { number, outcome },
+                        answer: answer.map(|answer| (number, answer)),
+                    },
+                    () = cancel.notified() => Report::Introduced { number, outcome: Introduced::Cancelled }.into(),
+                }
+            }
+        };
+        if tell.send(done).is_err() {
+            return;
+        }
+    }
+}
+
+/// Has the server, and is the only one to change it.
+pub(super) struct Keeper {
+    pub(super) args: Arc<ReplicaArgs>,
+    pub(super) control: Control,
+    pub(super) record: Record,
+    pub(super) target: Target,
+    pub(super) primary: Primary,
+    pub(super) link: SocketAddr,
+    /// The replication id that the server got when its position was made worthless.
+    pub(super) worthless: Option<ReplId>,
+    /// What the last [`Job::Look`] saw.
+    pub(super) looked: Option<Facts>,
+}
+
+impl Keeper {
+    async fn perform(&mut self, job: Job) -> Report {
+        match job {
+            Job::Prepare { after_restart } => Report::Prepared(self.prepare(after_restart).await),
+            Job::Follow { from_nothing } => Report::Followed(self.follow_the_link(from_nothing).await),
+            // Comes with its memory, as Work::Introduce.
+            Job::Introduce { number } => Report::Introduced { number, outcome: Introduced::Cancelled },
+            Job::PutSettingsBack => Report::SettingsPutBack(self.put_settings_back_but_the_login().await),
+            Job::AskOffset => Report::Offset(self.offset().await.map_err(Failure::from)),
+            Job::Look => Report::Looked(self.look().await),
+            Job::GiveLogin => Report::LoginGiven(self.give_login().await),
+            Job::Verify(followed) => Report::Verified(self.verify(followed).await.map(drop)),
+            Job::Settle => Report::Settled(self.settle().await.map_err(Failure::from)),
+            Job::PointAtPrimary => Report::PointedAtPrimary(self.point_at_primary().await),
+            Job::AskPrimaryLink => Report::PrimaryLink(self.primary_link().await.map_err(no_answer)),
+            Job::ReturnToLink => Report::ReturnedToLink(self.return_to_link().await),
+            Job::Finish => Report::Finished(self.finish().await.map_err(Failure::from)),
+            Job::Leave(how) => Report::Left(self.leave(how).await),
+        }
+    }
+
+    /// The link's host and port, as commands take them.
+    fn link(&self) -> (String, u16) {
+        (self.link.ip().to_string(), self.link.port())
+    }
+
+    // ---- from the preflight to the link ----
+
+    /// Whether the server's module can load the snapshot.
+    async fn prepare(&mut self, after_restart: bool) -> Result<bool, Lapse> {
+        if after_restart && let Some(facts) = self.looked.take() {
+            self.target.facts = facts;
+        }
+        self.look_again().await?;
+        if let Some(before) = self.target.diskless_load.clone() {
+            // Straight from the link, without a file, where there is nothing to lose by it.
+            let empty = self.target.facts.keys() == 0 || self.target.unfinished;
+            let wanted = if empty { "on-empty-db" } else { "flush-before-load" };
+            if before != "swapdb"
+                && !self.record.change(self.control.client().await?, "repl-diskless-load", &before, wanted).await?
+            {
+                tracing::debug!(wanted, "the server has no such way of loading: left as it is");
+            }
+        }
+        let by_module = self.look_for_the_module().await?;
+        self.give_login().await?;
+        let (host, port) = self.link();
+        self.record.note_link(&host, port)?;
+        Ok(by_module)
+    }
+
+    /// Looks at the server just before it is changed. The preflight may be long ago, and the server may have been written
+    /// to, promoted or pointed elsewhere since.
+    async fn look_again(&mut self) -> Result<(), Failure> {
+        let url = self.control.server().url().to_string();
+        match self.control.still_ours(Expected::AsFound(&self.target.facts)).await {
+            Ok(facts) => self.target.facts = facts,
+            Err(NotOurs::Unknown(error)) => return Err(error.into()),
+            Err(NotOurs::TakenOver(how)) => {
+                let text = format!(
+                    "the server {url} {how}, while the agent waited for a snapshot; start it again if it is still wanted"
+                );
+                return Err(Failure::refused(text));
+            }
+        }
+        preflight::refuse_to_overwrite(&self.args, self.control.server(), &self.target)
+    }
+
+    async fn follow_the_link(&mut self, from_nothing: bool) -> Result<(), NotFollowed> {
+        let failed = |told: bool| move |failure: Failure| NotFollowed::Failed { lapse: failure.into(), told };
+        // The settings took round trips of their own, and a server that loads lets them wait.
+        self.look_again().await.map_err(failed(false))?;
+        let (host, port) = self.link();
+        if from_nothing {
+            return self.give_up_the_position().await;
+        }
+        let client = self.control.client().await.map_err(|error| failed(false)(error.into()))?;
+        match once_settled(client, &["REPLICAOF", &host, &port.to_string()]).await {
+            Ok(_) => Ok(()),
+            Err(error) => {
+                let told = !matches!(error, ServerError::Refused { .. });
+                Err(failed(told)(error.into()))
+            }
+        }
+    }
+
+    /// Gives the server what the link asks for. A server may lose it by a restart, or by an operator who sets another.
+    async fn give_login(&mut self) -> Result<(), Failure> {
+        self.target.link_login.give(&mut self.record, self.control.client().await?).await
+    }
+
+    // ---- looks ----
+
+    /// What the server says of itself over a new connection, within a short time.
+    async fn look(&mut self) -> Result<Look, Failure> {
+        let server = self.control.server().clone();
+        let answer = async {
+            let mut client = server.connect().await?;
+            let facts = Facts::read(&mut client).await?;
+            Ok::<_, ServerError>((client, facts))
+        };
+        let Ok(answer) = tokio::time::timeout(LOOK_LIMIT, answer).await else {
+            let text = format!("the server {} does not answer for {} s", server.url(), LOOK_LIMIT.as_secs());
+            return Err(Failure::new(Code::Server, text));
+        };
+        let (client, facts) = answer?;
+        self.control.replace(client);
+        let (host, port) = self.link();
+        let look = Look {
+            run_id: facts.run_id.clone(),
+            follows: match &facts.link {
+                None => Follows::Nothing,
+                Some(link) if link.host == host && link.port == port => Follows::Link,
+                Some(_) => Follows::Another,
+            },
+            loading: facts.loading == Some(true),
+            keys: facts.keys(),
+        };
+        self.looked = Some(facts);
+        Ok(look)
+    }
+
+    /// Fails unless the server follows this address now.
+    async fn verify(&mut self, followed: Followed) -> Result<Facts, Lapse> {
+        let (host, port) = match followed {
+            Followed::Link => self.link(),
+            Followed::Primary => (self.primary.host.clone(), self.primary.port),
+        };
+        Ok(self.control.still_ours(Expected::OneOf(&[(&host, port)])).await?)
+    }
+
+    async fn offset(&mut self) -> Result<u64, ServerError> {
+        Ok(self.control.replication().await?.offset.unwrap_or(0))
+    }
+
+    // ---- to the primary, and back ----
+
+    /// Waits until the server has carried out all that it was given. The stream is held back meanwhile.
+    ///
+    /// A Redis from 7.4 on blocks its link to the primary while a FLUSHDB or FLUSHALL runs in the background, and a
+    /// REPLICAOF at that moment discards the position where it would go on: it would ask the primary for a full copy
+    /// (freeClient in networking.c caches no primary that is blocked).
+    async fn settle(&mut self) -> Result<(), ServerError> {
+        let until = Instant::now() + SETTLE_LIMIT;
+        let mut before = None;
+        while Instant::now() < until {
+            tokio::time::sleep(SETTLE_LOOK).await;
+            let clients = self.control.client().await?.info("clients").await?;
+            let blocked = clients.number::<u64>("blocked_clients").unwrap_or(0);
+            let offset = self.control.replication().await?.offset;
+            // Nothing was carried out since the last look, and in between the link was not blocked: nothing is left.
+            if offset == before && blocked == 0 {
+                return Ok(());
+            }
+            before = offset;
+        }
+        tracing::debug!("the server has clients that are blocked, or is slow; it is handed over as it is");
+        Ok(())
+    }
+
+    async fn point_at_primary(&mut self) -> Result<(), Lapse> {
+        self.verify(Followed::Link).await?;
+        self.record.put_the_login_back(self.control.client().await?).await?;
+        let (link, primary) = (self.link(), &self.primary);
+        self.control.follow((&primary.host, primary.port), Expected::OneOf(&[(&link.0, link.1)])).await?;
+        Ok(())
+    }
+
+    async fn primary_link(&mut self) -> Result<PrimaryLink, ServerError> {
+        let facts = self.control.replication().await?;
+        let link = facts.link.filter(|link| link.host == self.primary.host && link.port == self.primary.port);
+        Ok(PrimaryLink {
+            is_followed: link.is_some(),
+            up: link.as_ref().is_some_and(|link| link.up == Some(true)),
+            syncing: link.as_ref().is_some_and(|link| link.syncing == Some(true)),
+            offset: facts.offset.unwrap_or(0),
+        })
+    }
+
+    async fn return_to_link(&mut self) -> Result<(), Lapse> {
+        self.verify(Followed::Primary).await?;
+        self.give_login().await?;
+        let (link, primary) = (self.link(), &self.primary);
+        self.control.follow((&link.0, link.1), Expected::OneOf(&[(&primary.host, primary.port)])).await?;
+        Ok(())
+    }
+}
+
+impl From<NotOurs> for Lapse {
+    fn from(not_ours: NotOurs) -> Lapse {
+        match not_ours {
+            NotOurs::TakenOver(how) => Lapse::TakenOver(how),
+            NotOurs::Unknown(error) => Lapse::Failed(error.into()),
+        }
+    }
+}
+
+impl From<ServerError> for Lapse {
+    fn from(error: ServerError) -> Lapse {
+        Lapse::Failed(error.into())
+    }
+}
+
+impl From<Failure> for Lapse {
+    fn from(failure: Failure) -> Lapse {
+        Lapse::Failed(failure)
+    }
+}
+
+fn no_answer(error: ServerError) -> NoAnswer {
+    NoAnswer { passes: error.is_passing(), failure: error.into() }
+}

@@ -1,0 +1,127 @@
+//! The server's module: whether it is there and may be used, and how it is given memory.
+
+use std::time::Instant;
+
+use super::Keeper;
+use crate::args::ModuleLoad;
+use crate::exit::Failure;
+use crate::replica::introduction::{Answer, Introduction};
+use crate::replica::machine::{Followed, Introduced, Lapse, NotFollowed};
+use crate::replica::{SETTLE_LIMIT, SETTLE_POLL};
+use crate::server::module::{field, speaks_our_protocol};
+use crate::server::{RefusalKind, ServerError};
+
+/// Whether the module can be used.
+enum Usable {
+    Yes,
+    /// There is no module.
+    Absent,
+    No(String),
+}
+
+impl Keeper {
+    /// Looks whether the server has our module, and makes it load from its link if so.
+    pub(super) async fn look_for_the_module(&mut self) -> Result<bool, Failure> {
+        if self.args.module_load == ModuleLoad::Off {
+            return Ok(false);
+        }
+        match self.module_is_usable().await? {
+            Usable::Yes => return Ok(true),
+            Usable::Absent => {}
+            Usable::No(why) => tracing::info!("the server has the module, but it is not used: {why}"),
+        }
+        Ok(false)
+    }
+
+    async fn module_is_usable(&mut self) -> Result<Usable, Failure> {
+        let no = |why: &str| Ok(Usable::No(why.to_string()));
+        let status = match self.control.command(&["REMORA.STATUS"]).await {
+            Ok(status) => status,
+            Err(error) if error.refusal() == Some(RefusalKind::Unknown) => return Ok(Usable::Absent),
+            Err(error) if error.refusal() == Some(RefusalKind::NoPerm) => {
+                return no("our user may not ask it: +remora.status +remora.load");
+            }
+            Err(ServerError::Refused { text, .. }) => return Ok(Usable::No(text)),
+            Err(error) => return Err(error.into()),
+        };
+        if !speaks_our_protocol(&status) {
+            return no("it is of another version; upgrade the older of the two");
+        }
+        if field(&status, b"load").as_deref() != Some("yes") {
+            return no("it was loaded for capture only");
+        }
+        if self.args.state_dir.is_some() {
+            return no("with --state-dir the snapshot comes from files");
+        }
+        self.load_from_the_link().await
+    }
+
+    /// Has the server load from its link into its own data, also where it is not empty: the module empties it then.
+    async fn load_from_the_link(&mut self) -> Result<Usable, Failure> {
+        let Some(before) = self.target.diskless_load.clone() else {
+            return Ok(Usable::No("we may not read repl-diskless-load".into()));
+        };
+        if before == "swapdb" {
+            let why = "with repl-diskless-load swapdb the server goes on serving its old data, and loads beside them";
+            return Ok(Usable::No(why.into()));
+        }
+        for wanted in ["flush-before-load", "on-empty-db"] {
+            if self.record.change(self.control.client().await?, "repl-diskless-load", &before, wanted).await? {
+                return Ok(Usable::Yes);
+            }
+        }
+        Ok(Usable::No("the server has no way to load from its link".into()))
+    }
+
+    /// Points the server at our link and makes its replication position worthless, which must be so before the module
+    /// empties it. A server that does not permit that was not changed.
+    pub(super) async fn give_up_the_position(&mut self) -> Result<(), NotFollowed> {
+        let (host, port) = self.link();
+        let began = Instant::now();
+        loop {
+            match self.control.follow_from_nothing((&host, port)).await {
+                Ok(replid) => {
+                    self.worthless = Some(replid);
+                    tracing::info!("the server has the module: long strings are loaded out of shared memory");
+                    return Ok(());
+                }
+                // It still loads from the link of an agent before us, which is gone.
+                Err(error) if error.refusal() == Some(RefusalKind::Loading) && began.elapsed() < SETTLE_LIMIT => {}
+                Err(ServerError::Refused { text, .. }) => return Err(NotFollowed::NoTransaction(text)),
+                Err(error) => return Err(NotFollowed::Failed { lapse: error.into(), told: true }),
+            }
+            tokio::time::sleep(SETTLE_POLL).await;
+        }
+    }
+
+    /// Gives the module memory, as the delivery wishes. The module empties the server then: so the server must follow our
+    /// link, and have a position that no primary continues.
+    pub(super) async fn introduce(
+        &mut self,
+        introduction: Introduction,
+    ) -> (Introduced, Option<Result<Answer, String>>) {
+        let facts = match self.verify(Followed::Link).await {
+            Ok(facts) => facts,
+            Err(lapse) => return (Introduced::Failed(lapse), None),
+        };
+        if self.worthless.is_none() || facts.replid != self.worthless {
+            // The server has been in step since, with us or with its primary.
+            return match self.give_up_the_position().await {
+                Ok(()) => (Introduced::AgainFromNothing, None),
+                Err(NotFollowed::NoTransaction(text)) => {
+                    let why = format!("its replication position can't be made worthless: {text}");
+                    (Introduced::NotUsed, Some(Err(why)))
+                }
+                Err(NotFollowed::Failed { lapse, .. }) => (Introduced::Failed(lapse), None),
+            };
+        }
+        let client = match self.control.client().await {
+            Ok(client) => client,
+            Err(error) => return (Introduced::Failed(Lapse::from(error)), None),
+        };
+        let answer = introduction.perform(client).await;
+        // A module that refused before it removed anything has left the keys.
+        let kept = answer.is_err() && self.control.facts().await.is_ok_and(|facts| facts.keys() > 0);
+        (Introduced::Done { emptied: !kept }, Some(answer))
+    }
+}

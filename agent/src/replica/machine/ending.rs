@@ -1,0 +1,150 @@
+//! Ending: the last part of a sync, done or failed. What is left to do does not depend on the source any more.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use remora_protocol::{Message, Outcome, Phase};
+
+use super::event::{Action, Reading, Report, Rules};
+use crate::exit::{Code, Failure};
+
+/// How often it is looked whether other replicas still read here.
+const LINGER_LOOK: Duration = Duration::from_millis(50);
+
+/// See the module's text.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Ending {
+    /// The server follows the primary: settings are being put back.
+    Finishing(HandedOver),
+    /// The sync is done, and other replicas still read here.
+    Lingering {
+        until: Instant,
+        next: Instant,
+        done: HandedOver,
+    },
+    /// The sync has failed: the server is being put in order.
+    Leaving {
+        failure: Failure,
+        loaded: bool,
+    },
+    Ended,
+}
+
+/// A server that follows the primary.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct HandedOver {
+    /// The signal because of which it was handed over.
+    pub(super) because: Option<&'static str>,
+    /// Where it was found in step.
+    pub(super) offset: u64,
+}
+
+impl HandedOver {
+    fn outcome(self, rules: &Rules) -> Result<(), Failure> {
+        match self.because {
+            // To stop is the ordinary end of a stay.
+            Some(signal) if !rules.stay => {
+                let text = format!("stopped by {signal}; the sync was far enough to be finished first");
+                Err(Failure::new(Code::Interrupted, text))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Ending {
+    /// What the source is told; `None`: nothing more.
+    pub(super) fn phase(&self) -> Option<Phase> {
+        match self {
+            Ending::Finishing(_) => Some(Phase::HandOff),
+            Ending::Lingering { .. } | Ending::Ended => Some(Phase::Done),
+            Ending::Leaving { .. } => None,
+        }
+    }
+
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        match self {
+            Ending::Lingering { until, next, .. } => Some((*until).min(*next)),
+            _ => None,
+        }
+    }
+
+    /// A signal asks to stop.
+    pub(super) fn stop(&mut self, now: Instant) {
+        if let Ending::Lingering { until, .. } = self {
+            *until = now;
+        }
+    }
+
+    /// The server's task has reported.
+    pub(super) fn server(
+        &mut self,
+        now: Instant,
+        rules: &Rules,
+        reading: &Reading,
+        report: Report,
+        actions: &mut VecDeque<Action>,
+    ) {
+        match (&*self, report) {
+            (Ending::Leaving { failure, .. }, Report::Left(text)) => {
+                let outcome = Err(failure.clone().and(&text));
+                self.fail(failure.clone(), outcome, actions);
+            }
+            (Ending::Leaving { failure, .. }, Report::Ended) => {
+                self.fail(failure.clone(), Err(failure.clone()), actions);
+            }
+            (Ending::Finishing(done), Report::Finished(Ok(()))) => {
+                let done = *done;
+                actions.extend([Action::StopDelivery { done: true }, Action::TellProgress, Action::Publish]);
+                let readers = reading.readers;
+                if readers == 0 {
+                    return self.end_well(done, done.outcome(rules), rules, actions);
+                }
+                actions.push_back(Action::SayLingering { readers });
+                *self = Ending::Lingering { until: now + rules.linger, next: now + LINGER_LOOK, done };
+            }
+            (Ending::Finishing(done), Report::Finished(Err(failure))) => {
+                let failure = failure.and("the server is a replica now, but a setting was not put back");
+                actions.push_back(Action::StopDelivery { done: true });
+                self.end_well(*done, Err(failure), rules, actions);
+            }
+            (Ending::Finishing(done), Report::Ended) => {
+                let text = "the server is a replica now, but its task ended unexpectedly; this is a bug of remora";
+                self.end_well(*done, Err(Failure::local(text)), rules, actions);
+            }
+            _ => {}
+        }
+    }
+
+    /// Time has passed.
+    pub(super) fn tick(&mut self, now: Instant, rules: &Rules, reading: &Reading, actions: &mut VecDeque<Action>) {
+        let Ending::Lingering { until, next, done } = self else { return };
+        if reading.readers == 0 || *until <= now {
+            let done = *done;
+            tracing::info!(left = reading.readers, "no more slots are lent to other replicas");
+            self.end_well(done, done.outcome(rules), rules, actions);
+        } else if *next <= now {
+            *next = now + LINGER_LOOK;
+        }
+    }
+
+    fn fail(&mut self, failure: Failure, outcome: Result<(), Failure>, actions: &mut VecDeque<Action>) {
+        let said = if failure.code == Code::Interrupted { Outcome::Stopped } else { Outcome::Failed };
+        let last = Box::new(Message::Leave { outcome: said, text: failure.message });
+        actions.push_back(Action::End { outcome, last });
+        *self = Ending::Ended;
+    }
+
+    fn end_well(
+        &mut self,
+        done: HandedOver,
+        outcome: Result<(), Failure>,
+        rules: &Rules,
+        actions: &mut VecDeque<Action>,
+    ) {
+        let text = format!("{} follows the primary at offset {}", rules.server, done.offset);
+        let last = Box::new(Message::Leave { outcome: Outcome::HandedOver, text });
+        actions.push_back(Action::End { outcome, last });
+        *self = Ending::Ended;
+    }
+}

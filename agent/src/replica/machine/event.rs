@@ -1,0 +1,362 @@
+//! What goes into the machine and what comes out of it: events, readings, actions, and the jobs of the server's task.
+
+use std::time::Duration;
+
+use remora_fabric::TransportKind;
+use remora_protocol::{Message, Offer, WaitCause};
+
+use crate::exit::Failure;
+
+/// What the machine must know once.
+#[derive(Clone, Debug)]
+pub(in crate::replica) struct Rules {
+    /// How long to try again while the source or the server is unreachable (`--retry-for`).
+    pub(in crate::replica) retry_for: Duration,
+    /// How long other replicas may read slots here after the end of the sync (`--linger`).
+    pub(in crate::replica) linger: Duration,
+    /// Feed the server until stopped (`--stay`).
+    pub(in crate::replica) stay: bool,
+    /// Keys that the server holds may be removed (`--replace`).
+    pub(in crate::replica) replace: bool,
+    /// The server's address, for messages.
+    pub(in crate::replica) server: String,
+    /// The source's address, for messages.
+    pub(in crate::replica) source: String,
+    /// The primary's address, for messages.
+    pub(in crate::replica) primary: String,
+    /// The server's run id, as the preflight found it.
+    pub(in crate::replica) run_id: Option<String>,
+}
+
+/// What the delivery and the lender of slots show at the moment of an event.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(in crate::replica) struct Reading {
+    /// The server holds the whole snapshot.
+    pub(in crate::replica) loaded: bool,
+    /// Bytes of the snapshot that were given to the server.
+    pub(in crate::replica) bytes_delivered: u64,
+    /// Offset of the last byte of the stream that has arrived.
+    pub(in crate::replica) stream_fetched: u64,
+    /// Offset of the last byte of the stream that was given to the server.
+    pub(in crate::replica) stream_delivered: u64,
+    /// Other replicas that read slots here.
+    pub(in crate::replica) readers: usize,
+}
+
+/// What happened.
+#[derive(Clone, Debug)]
+pub(in crate::replica) enum Event {
+    /// Time has passed.
+    Tick,
+    /// A signal asks the agent to stop.
+    Stop { signal: &'static str },
+    /// From the session with the source.
+    Source(SourceEvent),
+    /// The tables of an offer were connected, or could not be.
+    Tables { attempt: u64, connected: Result<Tables, Failure> },
+    /// From the delivery thread.
+    Delivery(DeliveryEvent),
+    /// The server's task has done the job that it was given.
+    Server(Report),
+}
+
+/// What the session with the source brings.
+#[derive(Clone, Debug)]
+pub(in crate::replica) enum SourceEvent {
+    /// A new session began, as the machine asked.
+    Connected,
+    /// A new session could not be begun.
+    Unreachable(Loss),
+    /// The session ended.
+    Lost(Loss),
+    /// The source has no snapshot to offer yet.
+    Waiting { cause: WaitCause, text: String },
+    /// A snapshot, or the rest of one.
+    Offer(Box<Offer>),
+    /// A generation has ended.
+    GenerationGone { generation: u64, text: String },
+    /// Whether the primary's backlog covers the server's offset.
+    HandOffAnswer { covered: bool, text: String },
+}
+
+/// Why the source cannot be used at present.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(in crate::replica) struct Loss {
+    /// Another attempt may succeed without an operator.
+    pub(in crate::replica) passes: bool,
+    /// The source ended the session because the server took nothing.
+    pub(in crate::replica) stalled: bool,
+    pub(in crate::replica) failure: Failure,
+}
+
+/// How the tables are read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(in crate::replica) struct Tables {
+    /// The offer that they belong to.
+    pub(in crate::replica) offer: Box<Offer>,
+    pub(in crate::replica) transport: TransportKind,
+    /// Why no better transport is used; empty if there is none.
+    pub(in crate::replica) why: String,
+}
+
+impl Tables {
+    /// Logs how the tables are read, where that differs from `before`.
+    pub(super) fn log_what_is_new(&self, before: Option<&Tables>) {
+        let Tables { offer, transport, why } = self;
+        if before.is_some_and(|before| before.transport == *transport && before.why == *why) {
+            return;
+        }
+        if before.is_some_and(|before| before.transport == TransportKind::Verbs) {
+            tracing::warn!(now = transport.name(), why, "RDMA to the source has ended; going on by another transport");
+        }
+        let (generation, offset) = (offer.generation, offer.offset);
+        tracing::info!(transport = transport.name(), why, generation, offset, "reading the source's tables");
+    }
+}
+
+/// What the delivery thread reports.
+#[derive(Clone, Debug)]
+pub(in crate::replica) enum DeliveryEvent {
+    /// The server has connected to the link and asked to be synchronised.
+    Asked,
+    /// The server's module must be given memory.
+    Introduce { number: u64 },
+    /// The whole snapshot has arrived here.
+    Fetched,
+    /// The server was given the whole snapshot.
+    PayloadSent,
+    /// The server acknowledged an offset: it has loaded the snapshot.
+    Loaded,
+    /// The server's link ended; `loading`: in the middle of the snapshot.
+    LinkLost { text: String, loading: bool },
+    /// The tables cannot be read any more.
+    FeedLost { failure: Failure },
+    /// The server asked for what needs another feed.
+    FeedWanted,
+    /// The delivery cannot go on.
+    Fatal { failure: Failure },
+}
+
+/// One thing that the server's task does at a time. Each is answered by the [`Report`] of the same name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::replica) enum Job {
+    /// Check that the server is as it was found, set what loading from the link needs, and look for the module.
+    Prepare { after_restart: bool },
+    /// Point the server at the link; `from_nothing`: with a replication position that no primary knows.
+    Follow { from_nothing: bool },
+    /// Give the module memory, for which it empties the server.
+    Introduce { number: u64 },
+    /// Put back all settings but the login, if the server follows the link.
+    PutSettingsBack,
+    /// Ask for the offset that the server has applied.
+    AskOffset,
+    /// Look at the server over a new connection.
+    Look,
+    /// Give the server the link's login again.
+    GiveLogin,
+    /// Check whom the server follows.
+    Verify(Followed),
+    /// Wait until the server has applied what it was given.
+    Settle,
+    /// Put the login back and point the server from the link at the primary.
+    PointAtPrimary,
+    /// Ask how the server's link to the primary is.
+    AskPrimaryLink,
+    /// Give the login again and point the server from the primary at the link.
+    ReturnToLink,
+    /// The server is a replica: put all settings back.
+    Finish,
+    /// The sync has failed: put the server in order.
+    Leave(Leaving),
+}
+
+/// An address that the server may follow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::replica) enum Followed {
+    Link,
+    Primary,
+}
+
+/// In which order a server is left after a failure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::replica) enum Leaving {
+    /// It was never told to follow the link.
+    Untouched,
+    /// Another client has taken it over.
+    AsItIs,
+    /// Its data set is complete: its own replication fetches the rest.
+    ToPrimary,
+    /// Its data set is incomplete; `as_before`: it still holds what it held before.
+    Detached { as_before: bool },
+}
+
+/// What came of a [`Job`].
+#[derive(Clone, Debug)]
+pub(in crate::replica) enum Report {
+    /// `true`: the server's module can load the snapshot.
+    Prepared(Result<bool, Lapse>),
+    Followed(Result<(), NotFollowed>),
+    Introduced {
+        number: u64,
+        outcome: Introduced,
+    },
+    SettingsPutBack(Result<(), Lapse>),
+    Offset(Result<u64, Failure>),
+    Looked(Result<Look, Failure>),
+    LoginGiven(Result<(), Failure>),
+    Verified(Result<(), Lapse>),
+    Settled(Result<(), Failure>),
+    PointedAtPrimary(Result<(), Lapse>),
+    PrimaryLink(Result<PrimaryLink, NoAnswer>),
+    ReturnedToLink(Result<(), Lapse>),
+    Finished(Result<(), Failure>),
+    /// The text says in which state the server is.
+    Left(String),
+    /// The task has ended without being asked to, which is a bug.
+    Ended,
+}
+
+impl Report {
+    /// Whether this is what comes of that job.
+    pub(super) fn answers(&self, job: Job) -> bool {
+        matches!(
+            (self, job),
+            (Report::Prepared(_), Job::Prepare { .. })
+                | (Report::Followed(_), Job::Follow { .. })
+                | (Report::Introduced { .. }, Job::Introduce { .. })
+                | (Report::SettingsPutBack(_), Job::PutSettingsBack)
+                | (Report::Offset(_), Job::AskOffset)
+                | (Report::Looked(_), Job::Look)
+                | (Report::LoginGiven(_), Job::GiveLogin)
+                | (Report::Verified(_), Job::Verify(_))
+                | (Report::Settled(_), Job::Settle)
+                | (Report::PointedAtPrimary(_), Job::PointAtPrimary)
+                | (Report::PrimaryLink(_), Job::AskPrimaryLink)
+                | (Report::ReturnedToLink(_), Job::ReturnToLink)
+                | (Report::Finished(_), Job::Finish)
+                | (Report::Left(_), Job::Leave(_))
+        )
+    }
+
+    /// Another client has taken the server over.
+    pub(super) fn is_take_over(&self) -> bool {
+        let lapse = match self {
+            Report::Prepared(Err(lapse))
+            | Report::Followed(Err(NotFollowed::Failed { lapse, .. }))
+            | Report::Introduced { outcome: Introduced::Failed(lapse), .. }
+            | Report::SettingsPutBack(Err(lapse))
+            | Report::Verified(Err(lapse))
+            | Report::PointedAtPrimary(Err(lapse))
+            | Report::ReturnedToLink(Err(lapse)) => lapse,
+            _ => return false,
+        };
+        matches!(lapse, Lapse::TakenOver(_))
+    }
+}
+
+/// Why a job on the server was not carried out.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(in crate::replica) enum Lapse {
+    /// Another client has changed the server; the text goes on behind the server's name.
+    TakenOver(String),
+    Failed(Failure),
+}
+
+/// Why the server was not pointed at the link.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(in crate::replica) enum NotFollowed {
+    /// The server permits no transaction. It was not changed.
+    NoTransaction(String),
+    /// It failed; `told`: the server may follow the link nevertheless.
+    Failed { lapse: Lapse, told: bool },
+}
+
+/// What came of [`Job::Introduce`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(in crate::replica) enum Introduced {
+    /// The module has answered, and the delivery gets the answer; `emptied`: the server's keys are gone.
+    Done {
+        emptied: bool,
+    },
+    /// The server's position had become valid again and was given up once more: its link ends, and it is introduced
+    /// when it comes back.
+    AgainFromNothing,
+    /// The position cannot be given up: the module is not used.
+    NotUsed,
+    /// It was cancelled. The module may have begun to empty the server.
+    Cancelled,
+    Failed(Lapse),
+}
+
+/// The server, seen over a new connection.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(in crate::replica) struct Look {
+    pub(in crate::replica) run_id: Option<String>,
+    pub(in crate::replica) follows: Follows,
+    pub(in crate::replica) loading: bool,
+    pub(in crate::replica) keys: u64,
+}
+
+/// Whom the server follows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::replica) enum Follows {
+    Nothing,
+    Link,
+    Another,
+}
+
+/// The server's link to the primary.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::replica) struct PrimaryLink {
+    /// The server follows the primary.
+    pub(in crate::replica) is_followed: bool,
+    pub(in crate::replica) up: bool,
+    /// The server takes a full copy.
+    pub(in crate::replica) syncing: bool,
+    pub(in crate::replica) offset: u64,
+}
+
+/// The server did not answer a question.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(in crate::replica) struct NoAnswer {
+    /// It may answer later without an operator.
+    pub(in crate::replica) passes: bool,
+    pub(in crate::replica) failure: Failure,
+}
+
+/// What is to be done. Nothing of it may wait: what takes long reports an [`Event`].
+#[derive(Clone, Debug, PartialEq)]
+pub(in crate::replica) enum Action {
+    /// Connect to the source; ends with [`SourceEvent::Connected`] or [`SourceEvent::Unreachable`].
+    ConnectSource,
+    /// Ask the source for what is still needed.
+    Join,
+    /// Connect to the tables of this offer; ends with [`Event::Tables`].
+    ConnectTables { attempt: u64, offer: Box<Offer> },
+    /// Give the tables of this attempt to the delivery.
+    Attach { attempt: u64 },
+    /// Ask the source whether the primary's backlog covers this offset.
+    AskHandOff { generation: u64, offset: u64 },
+    /// Report the progress to the source now.
+    TellProgress,
+    /// Order the delivery to refer to shared memory, or not to.
+    UseModule(bool),
+    /// Tell the delivery what came of this introduction.
+    EndIntroduction { number: u64 },
+    /// Close the link of a server whose snapshot will never be whole.
+    GiveUpLoad,
+    /// Give the server no more of the stream.
+    HoldStream,
+    /// Have the server's task do this.
+    Server(Job),
+    /// End the introduction that the server's task is at.
+    CancelIntroduction,
+    /// End the delivery; `done`: its spool is not needed any more.
+    StopDelivery { done: bool },
+    /// Report how the sync went.
+    Publish,
+    /// Say that this number of replicas still read here.
+    SayLingering { readers: usize },
+    /// The end, after this last message to the source.
+    End { outcome: Result<(), Failure>, last: Box<Message> },
+}

@@ -1,0 +1,131 @@
+//! Hand-over: the server goes from our link to the primary, or back if it does not get in step there.
+
+use std::time::{Duration, Instant};
+
+use super::event::{Followed, Job, PrimaryLink, Report, Rules};
+
+/// How long a hand-over may take until the server is in step with the primary by itself.
+pub(super) const HAND_OVER_LIMIT: Duration = Duration::from_secs(20);
+
+/// Pause between two questions to a server that is expected to be in step any moment.
+pub(super) const QUICK: Duration = Duration::from_millis(5);
+
+/// A hand-over under way.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct HandOver {
+    began: Instant,
+    step: Step,
+    /// The server is taking a full copy of the primary by itself, which may take long.
+    takes_full_copy: bool,
+    /// The signal because of which it began.
+    pub(super) because: Option<&'static str>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Step {
+    /// The server applies what it was given.
+    Settling,
+    /// It is being pointed at the primary.
+    Pointing,
+    /// Its link is looked at when this time has come.
+    Watching { next: Instant },
+    /// Its link is being looked at.
+    Asking,
+    /// It does not follow the primary: the reason is being looked for.
+    Verifying,
+}
+
+/// What follows from a look at the server's link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Next {
+    /// Nothing: it is looked at again.
+    Watch,
+    /// It is in step at this offset.
+    InStep {
+        offset: u64,
+    },
+    /// It takes a full copy: that is worth a warning, once.
+    FullCopy,
+    Do(Job),
+}
+
+impl HandOver {
+    pub(super) fn begin(now: Instant, because: Option<&'static str>) -> HandOver {
+        HandOver { began: now, step: Step::Settling, takes_full_copy: false, because }
+    }
+
+    /// A step was taken. Gives back the next job.
+    pub(super) fn done(&mut self, now: Instant, report: &Report) -> Option<Job> {
+        match (self.step, report) {
+            (Step::Settling, Report::Settled(_)) => {
+                self.step = Step::Pointing;
+                return Some(Job::PointAtPrimary);
+            }
+            (Step::Pointing, Report::PointedAtPrimary(_)) | (Step::Verifying, Report::Verified(_)) => {
+                self.step = Step::Watching { next: now + QUICK };
+            }
+            _ => {} // of a job that was ordered before the hand-over began
+        }
+        None
+    }
+
+    /// The server gave no answer.
+    pub(super) fn watch(&mut self, now: Instant) {
+        if self.step == Step::Asking {
+            self.step = Step::Watching { next: now + QUICK };
+        }
+    }
+
+    /// What the server says of its link to the primary.
+    pub(super) fn looked(&mut self, now: Instant, link: PrimaryLink) -> Next {
+        if self.step != Step::Asking {
+            return Next::Watch;
+        }
+        self.step = Step::Watching { next: now + QUICK };
+        match link {
+            PrimaryLink { is_followed: false, .. } => {
+                self.step = Step::Verifying;
+                Next::Do(Job::Verify(Followed::Primary))
+            }
+            PrimaryLink { up: true, offset, .. } => Next::InStep { offset },
+            PrimaryLink { syncing: true, .. } if !self.takes_full_copy => {
+                self.takes_full_copy = true;
+                Next::FullCopy
+            }
+            _ => Next::Watch,
+        }
+    }
+
+    /// The question that is due.
+    pub(super) fn question(&mut self, now: Instant) -> Option<Job> {
+        match self.step {
+            Step::Watching { next } if next <= now => {
+                self.step = Step::Asking;
+                Some(Job::AskPrimaryLink)
+            }
+            _ => None,
+        }
+    }
+
+    /// A server that does not answer is asked again up to here.
+    pub(super) fn bears_silence(&self, now: Instant) -> bool {
+        now.duration_since(self.began) < HAND_OVER_LIMIT
+    }
+
+    /// The time is over. A full copy has as long as other trouble (`--retry-for`), unless the agent is to stop.
+    pub(super) fn is_late(&self, now: Instant, rules: &Rules, stopping: bool) -> bool {
+        let is_watching = matches!(self.step, Step::Watching { .. });
+        is_watching && now.duration_since(self.began) > self.limit(rules, stopping)
+    }
+
+    fn limit(&self, rules: &Rules, stopping: bool) -> Duration {
+        if self.takes_full_copy && !stopping { rules.retry_for.max(HAND_OVER_LIMIT) } else { HAND_OVER_LIMIT }
+    }
+
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        match self.step {
+            Step::Watching { next } => Some(next),
+            _ => None,
+        }
+    }
+}

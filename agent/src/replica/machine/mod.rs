@@ -1,0 +1,654 @@
+//! Machine: the replica's decisions, and nothing else. Events, readings and the time go in, actions come out.
+//!
+//! It does no I/O, reads no clock and no shared memory, and draws no randomness of its own: its pauses follow from the
+//! [`Backoff`] that it is given. The same calls give the same actions, so that a run can be replayed from its events.
+//!
+//! ```text
+//!   Waiting ── tables ──▶ Transfer ── last slot ──▶ Loading ── first ACK ──▶ CatchUp ── covered ──▶ HandingOver
+//!      ▲                     ▲                        │                      │   ▲                    │   │
+//!      │                     └───── link lost ────────┘                      │   └──── Returning ◀────┘   │ in step
+//!      └───── the server lost what it had loaded ◀───────────────────────────┤     (at most twice)        ▼
+//!                                                                            └─▶ Staying ──▶ ...     Finishing
+//!   a failure in any state ──▶ Leaving ──▶ Ended                              (--stay)                   │
+//!                                                                       Ended ◀── Lingering ◀────────────┘
+//! ```
+//!
+//! The calls, in the order in which the driver makes them: [`Replica::begin`], [`Replica::poll_action`] until it gives
+//! nothing, then wait for an event or for [`Replica::deadline`], [`Replica::handle`], and again.
+//!
+//! Concerns beside the state have a type each: [`Supply`] (whether the source feeds the delivery), [`ServerSide`] (what
+//! was done to the server, whether it comes to our link, and the one job that its task is at), [`HandOver`] and
+//! [`Ending`].
+//!
+//! What must hold, and is checked after every event of random runs:
+//! - The server's task has one job at a time, and reports before it gets the next.
+//! - A failure before the server holds the whole snapshot ends with the server detached. Afterwards the server always
+//!   goes to the primary: its own replication makes good whatever is missing.
+//! - A server that another client has taken over is not changed any more, except that settings are put back.
+//! - The delivery is ordered to use the module before the server is told to follow the link from nothing: the server
+//!   may ask for its payload at once.
+//! - Every state waits for a report, a deadline or the source, so that no run stands still.
+// Larger than the bound: the reactions to all events stand in one place, in the order of a sync.
+
+mod desk;
+mod ending;
+mod event;
+mod hand_over;
+mod presence;
+#[cfg(test)]
+mod replay;
+mod server_side;
+mod state;
+mod supply;
+#[cfg(test)]
+mod tests;
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use remora_protocol::Phase;
+
+use self::ending::{Ending, HandedOver};
+pub(super) use self::event::{
+    Action, DeliveryEvent, Event, Followed, Follows, Introduced, Job, Lapse, Leaving, Look, Loss, NoAnswer,
+    NotFollowed, PrimaryLink, Reading, Report, Rules, SourceEvent, Tables,
+};
+use self::hand_over::{HandOver, Next};
+use self::server_side::ServerSide;
+use self::state::{CatchUp, State, is_near_enough};
+use self::supply::{Supply, SupplyState, Verdict};
+use super::report::Moments;
+use crate::backoff::Backoff;
+use crate::exit::{Code, Failure};
+
+/// Loads that the server may break off before the sync fails.
+const BROKEN_LOADS_LIMIT: u32 = 3;
+
+/// Hand-overs that may fail before the sync fails.
+const HAND_OVERS_LIMIT: u32 = 3;
+
+/// See the module's text.
+// Larger than the bound: a method for each thing that an event can bring. What a concern can decide alone is its type's.
+pub(super) struct Replica {
+    rules: Rules,
+    reading: Reading,
+    state: State,
+    supply: Supply,
+    server: ServerSide,
+    /// What the delivery reads, or has read.
+    tables: Option<Tables>,
+    moments: Moments,
+    /// A signal that came while the server was on its way to the primary.
+    stop: Option<&'static str>,
+    broken_loads: u32,
+    failed_hand_overs: u32,
+    interruptions: u32,
+    told_uncovered: bool,
+    hand_over_offset: u64,
+    actions: VecDeque<Action>,
+}
+
+impl Replica {
+    /// Over a session with the source that was just begun.
+    pub(super) fn begin(now: Instant, rules: Rules, backoff: Backoff) -> Replica {
+        let run_id = rules.run_id.clone();
+        let mut replica = Replica {
+            rules,
+            reading: Reading::default(),
+            state: State::Waiting,
+            supply: Supply::new(backoff),
+            server: ServerSide::new(run_id),
+            tables: None,
+            moments: Moments::begin(now),
+            stop: None,
+            broken_loads: 0,
+            failed_hand_overs: 0,
+            interruptions: 0,
+            told_uncovered: false,
+            hand_over_offset: 0,
+            actions: VecDeque::new(),
+        };
+        replica.join();
+        replica
+    }
+
+    /// Takes one event in.
+    pub(super) fn handle(&mut self, now: Instant, reading: Reading, event: Event) {
+        self.reading = reading;
+        match event {
+            Event::Tick => {}
+            Event::Stop { signal } => self.stop(now, signal),
+            Event::Source(event) => self.source(now, event),
+            Event::Tables { attempt, connected } => self.tables_connected(now, attempt, connected),
+            Event::Delivery(event) => self.delivery(now, event),
+            Event::Server(report) => self.server_reports(now, report),
+        }
+        self.settle(now);
+    }
+
+    /// The next thing to do, in order. To be asked until there is nothing.
+    pub(super) fn poll_action(&mut self) -> Option<Action> {
+        self.actions.pop_front()
+    }
+
+    /// When [`Event::Tick`] is due. `None`: only an event gets the run on.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        let of_state = match &self.state {
+            State::Ending(ending) => return ending.deadline(),
+            State::HandingOver(hand_over) => return hand_over.deadline(),
+            State::Returning => return None,
+            State::CatchUp(catch_up) if !self.server.has(Job::AskOffset) => catch_up.deadline(),
+            _ => None,
+        };
+        [of_state, self.server.look_at(), self.supply.deadline(&self.rules)].into_iter().flatten().min()
+    }
+
+    // ---- what others may see ----
+
+    /// What the source is told; `None`: the sync has failed, and nothing more is.
+    pub(super) fn phase(&self) -> Option<Phase> {
+        self.state.phase()
+    }
+
+    /// What the delivery reads, or has read.
+    pub(super) fn tables(&self) -> Option<&Tables> {
+        self.tables.as_ref()
+    }
+
+    /// Whether the server was told to follow our link.
+    pub(super) fn follows_link(&self) -> bool {
+        self.server.follows_link()
+    }
+
+    pub(super) fn moments(&self) -> &Moments {
+        &self.moments
+    }
+
+    pub(super) fn interruptions(&self) -> u32 {
+        self.interruptions
+    }
+
+    /// The offset at which the server was found in step with the primary; 0 before.
+    pub(super) fn hand_over_offset(&self) -> u64 {
+        self.hand_over_offset
+    }
+
+    // ---- the source ----
+
+    fn source(&mut self, now: Instant, event: SourceEvent) {
+        if self.is_over() {
+            return;
+        }
+        match event {
+            SourceEvent::Connected => {
+                self.supply.connected();
+                if !self.is_on_its_way() {
+                    self.join();
+                }
+            }
+            SourceEvent::Unreachable(loss) => self.come_again(now, loss.passes, loss.failure),
+            SourceEvent::Lost(loss) => self.source_lost(now, loss),
+            SourceEvent::Waiting { cause, text } => {
+                tracing::info!("waiting: {text}");
+                self.supply.waits(now, cause, text);
+            }
+            SourceEvent::Offer(offer) => {
+                if self.supply.has_session && !self.is_on_its_way() {
+                    let attempt = self.supply.connecting();
+                    self.actions.push_back(Action::ConnectTables { attempt, offer });
+                }
+            }
+            SourceEvent::GenerationGone { generation, text } => {
+                tracing::warn!(generation, "the source has given up its snapshot: {text}");
+                self.interruptions += 1;
+                if self.reading.loaded && !self.is_on_its_way() {
+                    self.hand_over(now, "its stream through the source has ended", None);
+                }
+            }
+            SourceEvent::HandOffAnswer { covered, text } => self.answered(now, covered, &text),
+        }
+    }
+
+    fn join(&mut self) {
+        if self.supply.has_session {
+            self.supply.state = SupplyState::Asked;
+            self.actions.push_back(Action::Join);
+        }
+    }
+
+    fn source_lost(&mut self, now: Instant, loss: Loss) {
+        self.supply.has_session = false;
+        if let State::CatchUp(catch_up) = &mut self.state {
+            catch_up.answered();
+        }
+        if loss.stalled {
+            self.supply.stalled = true;
+            self.actions.push_back(Action::GiveUpLoad);
+        }
+        self.come_again(now, loss.passes, loss.failure);
+    }
+
+    /// Sets the next attempt, or ends the sync where another would not help or the time for them is over.
+    fn come_again(&mut self, now: Instant, passes: bool, failure: Failure) {
+        if self.is_on_its_way() {
+            self.supply.state = SupplyState::Idle;
+            self.supply.deferred = Some((passes, failure));
+            return;
+        }
+        match self.supply.lost(now, &self.rules, self.reading.loaded, passes, &failure) {
+            Verdict::Pause(pause) => {
+                tracing::warn!("{failure}; trying again in {} ms", pause.as_millis());
+                self.interruptions += 1;
+            }
+            Verdict::GoToPrimary => {
+                tracing::warn!("{failure}; going to the primary without the source");
+                self.hand_over(now, "the source can't feed it any more", None);
+            }
+            Verdict::Fail(failure) => self.fail(failure),
+        }
+    }
+
+    /// The pause after a loss is over.
+    fn try_again(&mut self, now: Instant) {
+        if self.reading.loaded && !self.rules.stay {
+            // The stream may come from the primary itself, where the server is going anyway.
+            let is_away = !self.supply.has_session;
+            let why = if is_away { "the source is away" } else { "the source no longer holds what it needs" };
+            return self.hand_over(now, why, None);
+        }
+        if self.supply.stalled {
+            self.supply.state = SupplyState::CheckingServer;
+            if !self.server.has(Job::Look) {
+                self.server.desk.add(Job::Look);
+            }
+        } else if self.supply.has_session {
+            self.join();
+        } else {
+            self.supply.state = SupplyState::Reconnecting;
+            self.actions.push_back(Action::ConnectSource);
+        }
+    }
+
+    fn tables_connected(&mut self, now: Instant, attempt: u64, connected: Result<Tables, Failure>) {
+        if self.is_over() || !self.supply.is_connecting(attempt) {
+            return;
+        }
+        let tables = match connected {
+            Ok(tables) if !self.is_on_its_way() => tables,
+            // The server goes to the primary. Should it come back, the tables are asked for again.
+            Ok(_) => return self.supply.state = SupplyState::Idle,
+            Err(failure) => return self.feed_lost(now, failure),
+        };
+        self.moments.offered.get_or_insert(now);
+        self.supply.attached();
+        self.actions.push_back(Action::Attach { attempt });
+        tables.log_what_is_new(self.tables.as_ref());
+        self.tables = Some(tables);
+        if self.state == State::Waiting {
+            self.state = State::Transfer;
+        }
+        self.server.begin();
+    }
+
+    fn feed_lost(&mut self, now: Instant, failure: Failure) {
+        // Without a session the source is being connected to again, which brings another feed.
+        if self.supply.has_session {
+            self.come_again(now, true, failure);
+        }
+    }
+
+    /// The answer to [`Action::AskHandOff`].
+    fn answered(&mut self, now: Instant, covered: bool, text: &str) {
+        let State::CatchUp(catch_up) = &mut self.state else { return };
+        if !catch_up.answered() {
+            return; // the server has restarted since the question
+        }
+        if covered {
+            return self.hand_over(now, "caught up", None);
+        }
+        if !std::mem::replace(&mut self.told_uncovered, true) {
+            tracing::warn!(
+                "the primary would not take the server over without a full copy: {text}; following until it would"
+            );
+        }
+    }
+
+    // ---- the delivery ----
+
+    fn delivery(&mut self, now: Instant, event: DeliveryEvent) {
+        if self.is_over() {
+            return;
+        }
+        match event {
+            DeliveryEvent::Asked => self.server.presence.came(),
+            DeliveryEvent::Introduce { number } => self.server.desk.add(Job::Introduce { number }),
+            DeliveryEvent::Fetched => {
+                self.moments.fetched = Some(now);
+                self.loading();
+            }
+            DeliveryEvent::PayloadSent => self.loading(),
+            DeliveryEvent::Loaded => {
+                self.moments.loaded = Some(now);
+                self.moments.fetched.get_or_insert(now);
+                if !self.is_on_its_way() {
+                    self.state = State::CatchUp(CatchUp::begin(now));
+                    self.server.desk.add(Job::PutSettingsBack);
+                    self.actions.push_back(Action::TellProgress);
+                }
+            }
+            DeliveryEvent::LinkLost { text, loading } => self.link_lost(now, &text, loading),
+            DeliveryEvent::FeedLost { failure } => {
+                self.interruptions += 1;
+                self.feed_lost(now, failure);
+            }
+            DeliveryEvent::FeedWanted => {
+                if self.reading.loaded {
+                    // On its way to the primary the server needs no feed. Should it come back, the source is asked.
+                    let waits = matches!(self.state, State::HandingOver(_));
+                    return if waits { self.supply.state = SupplyState::Idle } else { self.join() };
+                }
+                if !self.is_on_its_way() {
+                    self.state = State::Waiting;
+                }
+                self.join();
+            }
+            DeliveryEvent::Fatal { failure } => self.fail(failure),
+        }
+    }
+
+    /// From here on nothing more of the snapshot is wanted from the source.
+    fn loading(&mut self) {
+        if matches!(self.state, State::Waiting | State::Transfer) {
+            self.state = State::Loading;
+        }
+    }
+
+    fn link_lost(&mut self, now: Instant, text: &str, loading: bool) {
+        if !self.is_on_its_way() {
+            self.server.presence.gone(now);
+        }
+        if !loading {
+            return tracing::debug!("the server's link ended: {text}");
+        }
+        self.broken_loads += 1;
+        self.interruptions += 1;
+        self.moments.fetched = None;
+        if !self.is_on_its_way() {
+            self.state = State::Transfer;
+        }
+        if self.broken_loads >= BROKEN_LOADS_LIMIT {
+            let (server, times) = (&self.rules.server, self.broken_loads);
+            let text =
+                format!("the server {server} broke off loading the snapshot {times} times ({text}); its log says why");
+            return self.fail(Failure::new(Code::SyncFailed, text));
+        }
+        tracing::warn!("the server's link ended while it was loading: {text}; it will ask again");
+    }
+
+    // ---- the server ----
+
+    /// The server's task has done its job.
+    fn server_reports(&mut self, now: Instant, report: Report) {
+        if !self.server.note(&report) {
+            return;
+        }
+        if let State::Ending(ending) = &mut self.state {
+            return ending.server(now, &self.rules, &self.reading, report, &mut self.actions);
+        }
+        match report {
+            Report::Prepared(Ok(by_module)) => self.server.prepared(now, by_module, &mut self.actions),
+            Report::Followed(Ok(())) => tracing::info!("the server follows our link"),
+            Report::Followed(Err(NotFollowed::NoTransaction(text))) => {
+                self.server.without_transaction(now, &text, &mut self.actions);
+            }
+            Report::Introduced { number, outcome } => {
+                let introduced = self.server.introduced(number, outcome, &mut self.actions);
+                self.check(introduced);
+            }
+            Report::Offset(answer) => self.offset(now, answer),
+            Report::Looked(looked) => self.looked(now, looked),
+            Report::PrimaryLink(answer) => self.primary_link(now, answer),
+            Report::ReturnedToLink(Ok(())) => self.returned(now),
+            Report::Settled(Ok(())) if !self.reading.loaded => {
+                // It restarted meanwhile without its data: it is filled again.
+                if matches!(self.state, State::HandingOver(_)) {
+                    self.state = State::Transfer;
+                }
+            }
+            Report::Settled(Ok(())) | Report::PointedAtPrimary(Ok(())) | Report::Verified(Ok(())) => {
+                if let State::HandingOver(hand_over) = &mut self.state
+                    && let Some(job) = hand_over.done(now, &report)
+                {
+                    self.server.desk.add(job);
+                }
+            }
+            Report::SettingsPutBack(Err(Lapse::Failed(failure))) => {
+                tracing::warn!("a setting could not be put back yet: {failure}");
+            }
+            Report::LoginGiven(Err(failure)) => tracing::debug!("{failure}; trying again"),
+            Report::LoginGiven(Ok(())) | Report::SettingsPutBack(Ok(())) | Report::Left(_) | Report::Finished(_) => {}
+            Report::Settled(Err(failure)) => self.fail(failure),
+            Report::Prepared(Err(lapse))
+            | Report::Followed(Err(NotFollowed::Failed { lapse, .. }))
+            | Report::SettingsPutBack(Err(lapse))
+            | Report::Verified(Err(lapse))
+            | Report::PointedAtPrimary(Err(lapse))
+            | Report::ReturnedToLink(Err(lapse)) => self.check(Err(lapse)),
+            Report::Ended => self.fail(Failure::local("the server's task ended unexpectedly; this is a bug of remora")),
+        }
+    }
+
+    fn looked(&mut self, now: Instant, looked: Result<Look, Failure>) {
+        if self.supply.state == SupplyState::CheckingServer {
+            match &looked {
+                Ok(_) => {
+                    self.supply.stalled = false;
+                    self.try_again(now);
+                }
+                Err(failure) => self.come_again(now, true, failure.clone()),
+            }
+        }
+        if !self.is_on_its_way() && !self.is_over() {
+            let looked = self.server.looked(now, &self.rules, looked);
+            self.check(looked);
+        }
+    }
+
+    /// The server has answered how far it is: asks for the hand-over when it has applied all that there is.
+    fn offset(&mut self, now: Instant, answer: Result<u64, Failure>) {
+        let State::CatchUp(catch_up) = &mut self.state else { return };
+        let backlog = self.tables.as_ref().map_or(0, |tables| tables.offer.backlog_bytes);
+        match answer {
+            Ok(applied) => {
+                self.server.presence.answered();
+                if !is_near_enough(&self.reading, applied, backlog) {
+                    catch_up.is_behind(now);
+                } else if self.rules.stay {
+                    self.moments.caught_up = Some(now);
+                    self.state = State::Staying;
+                    tracing::info!(offset = applied, "in step; staying as its feed until stopped");
+                } else {
+                    let generation = self.tables.as_ref().map(|tables| tables.offer.generation);
+                    let generation = generation.filter(|_| self.supply.has_session);
+                    catch_up.is_near(now, generation.is_some());
+                    let question = generation.map(|generation| Action::AskHandOff { generation, offset: applied });
+                    self.actions.extend(question);
+                }
+            }
+            Err(failure) if self.server.presence.silent(now, self.rules.retry_for) => self.fail(failure),
+            Err(_) => catch_up.pauses(now + self.supply.pause()),
+        }
+    }
+
+    /// Ends the sync if another client has changed the server, or a job on it has failed.
+    fn check(&mut self, job: Result<(), Lapse>) {
+        match job {
+            Ok(()) => {}
+            Err(Lapse::TakenOver(how)) => {
+                self.server.give_up();
+                self.fail(Failure::new(Code::SyncFailed, format!("the server {} {how}", self.rules.server)));
+            }
+            Err(Lapse::Failed(failure)) => self.fail(failure),
+        }
+    }
+
+    // ---- the way to the primary ----
+
+    /// Points the server at the primary and waits until it is in step there.
+    fn hand_over(&mut self, now: Instant, why: &str, because: Option<&'static str>) {
+        self.moments.caught_up.get_or_insert(now);
+        tracing::info!(primary = %self.rules.primary, "handing the server over: {why}");
+        self.state = State::HandingOver(HandOver::begin(now, because));
+        self.actions.push_back(Action::HoldStream);
+        self.server.desk.add(Job::Settle);
+    }
+
+    fn primary_link(&mut self, now: Instant, answer: Result<PrimaryLink, NoAnswer>) {
+        let State::HandingOver(hand_over) = &mut self.state else { return };
+        let link = match answer {
+            Ok(link) => link,
+            Err(NoAnswer { passes: true, .. }) if hand_over.bears_silence(now) => return hand_over.watch(now),
+            Err(NoAnswer { failure, .. }) => return self.fail(failure),
+        };
+        match hand_over.looked(now, link) {
+            Next::Watch => {}
+            Next::Do(job) => self.server.desk.add(job),
+            Next::FullCopy => tracing::warn!(
+                "the server did not go on where it was and is taking a full copy of the primary by itself; its log says \
+                 why. If the primary's backlog did not reach back far enough, raise repl-backlog-size there"
+            ),
+            Next::InStep { offset } => {
+                let because = hand_over.because;
+                self.moments.handed_over = Some(now);
+                self.hand_over_offset = offset;
+                self.state = State::Ending(Ending::Finishing(HandedOver { because, offset }));
+                self.server.desk.add(Job::Finish);
+            }
+        }
+    }
+
+    /// The server did not get in step with the primary: back to our link, where it was.
+    fn hand_over_failed(&mut self, now: Instant, because: Option<&'static str>) {
+        self.failed_hand_overs += 1;
+        let (server, primary) = (&self.rules.server, &self.rules.primary);
+        if let Some(signal) = because.or(self.stop) {
+            return self.fail(interrupted(signal));
+        }
+        if self.failed_hand_overs >= HAND_OVERS_LIMIT || !self.supply.has_session {
+            let text = format!(
+                "the server {server} holds the whole data set but does not get in step with the primary {primary}; the \
+                 logs of both servers say why"
+            );
+            return self.fail(Failure::new(Code::SyncFailed, text));
+        }
+        tracing::warn!("the server did not get in step with the primary {primary}; back to our link, to try again");
+        self.state = State::Returning;
+        self.server.presence.expect(now);
+        self.server.desk.add(Job::ReturnToLink);
+    }
+
+    fn returned(&mut self, now: Instant) {
+        if self.state != State::Returning {
+            return;
+        }
+        if let Some(signal) = self.stop {
+            return self.fail(interrupted(signal));
+        }
+        let loaded = self.reading.loaded;
+        self.state = if loaded { State::CatchUp(CatchUp::begin_again(now)) } else { State::Waiting };
+        if let Some((passes, failure)) = self.supply.deferred.take() {
+            self.come_again(now, passes, failure);
+        } else if self.supply.state == SupplyState::Idle {
+            self.join();
+        }
+    }
+
+    // ---- the ends ----
+
+    fn stop(&mut self, now: Instant, signal: &'static str) {
+        match &mut self.state {
+            State::Ending(ending) => ending.stop(now),
+            State::HandingOver(_) | State::Returning => self.stop = Some(signal),
+            _ if self.reading.loaded => self.hand_over(now, "we were stopped", Some(signal)),
+            _ => self.fail(interrupted(signal)),
+        }
+    }
+
+    /// The sync has failed: the delivery ends at once, and the server is put in order when its task is free.
+    fn fail(&mut self, failure: Failure) {
+        if self.is_over() {
+            return;
+        }
+        self.server.desk.clear();
+        if matches!(self.server.desk.doing(), Some(Job::Introduce { .. })) {
+            self.actions.push_back(Action::CancelIntroduction);
+        }
+        self.actions.push_back(Action::StopDelivery { done: false });
+        self.state = State::Ending(Ending::Leaving { failure, loaded: self.reading.loaded });
+    }
+
+    // ---- after every event ----
+
+    /// Does what is due by now, and gives the server's task its next job.
+    fn settle(&mut self, now: Instant) {
+        if !self.reading.loaded && matches!(self.state, State::CatchUp(_) | State::Staying) {
+            // The server asked for the snapshot once more, as servers do that restarted.
+            self.state = State::Transfer;
+        }
+        if !self.is_over() && !self.is_on_its_way() {
+            self.settle_supply(now);
+        }
+        if !self.is_over() && !self.is_on_its_way() && self.server.look_at().is_some_and(|at| at <= now) {
+            self.server.desk.add(Job::Look);
+        }
+        match &mut self.state {
+            State::CatchUp(catch_up) => {
+                let is_due = catch_up.deadline().is_some_and(|at| at <= now);
+                if is_due && !self.server.has(Job::AskOffset) {
+                    self.server.desk.add(Job::AskOffset);
+                }
+            }
+            State::HandingOver(hand_over) => {
+                if hand_over.is_late(now, &self.rules, self.stop.is_some()) {
+                    let because = hand_over.because;
+                    self.hand_over_failed(now, because);
+                } else if let Some(question) = hand_over.question(now) {
+                    self.server.desk.add(question);
+                }
+            }
+            State::Ending(ending) => ending.tick(now, &self.rules, &self.reading, &mut self.actions),
+            _ => {}
+        }
+        if let State::Ending(Ending::Leaving { loaded, .. }) = self.state
+            && self.server.desk.is_idle()
+        {
+            let given = self.reading.bytes_delivered > 0 || self.broken_loads > 0;
+            self.server.desk.add(Job::Leave(self.server.leaving(loaded, given)));
+        }
+        if let Some(job) = self.server.desk.next() {
+            self.actions.push_back(Action::Server(job));
+        }
+    }
+
+    fn settle_supply(&mut self, now: Instant) {
+        if let Some(failure) = self.supply.gives_up(now, &self.rules) {
+            self.fail(failure);
+        } else if self.supply.is_due(now) {
+            self.try_again(now);
+        }
+    }
+
+    /// Whether the server is between our link and the primary.
+    fn is_on_its_way(&self) -> bool {
+        matches!(self.state, State::HandingOver(_) | State::Returning)
+    }
+
+    /// Whether only the end is left.
+    fn is_over(&self) -> bool {
+        matches!(self.state, State::Ending(_))
+    }
+}
+
+fn interrupted(signal: &str) -> Failure {
+    Failure::new(Code::Interrupted, format!("stopped by {signal}"))
+}

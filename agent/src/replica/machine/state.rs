@@ -1,0 +1,106 @@
+//! State: how far the server is, and when it is asked whether it is near enough to go to the primary.
+
+use std::time::{Duration, Instant};
+
+use remora_protocol::Phase;
+
+use super::ending::Ending;
+use super::event::Reading;
+use super::hand_over::{HandOver, QUICK};
+
+/// How often the source is asked whether the primary's backlog suffices.
+const QUESTION_EVERY: Duration = Duration::from_millis(250);
+
+/// Pause after a failed hand-over before the next is thought of.
+const AFTER_A_FAILED_HAND_OVER: Duration = Duration::from_secs(2);
+
+/// The part of the primary's backlog that the server may lag behind at the hand-over: one in this number.
+const NEAR_ENOUGH_PART: u64 = 10;
+
+/// How far the server is.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum State {
+    /// There is nothing to read yet.
+    Waiting,
+    /// Slots arrive, and the server is given them.
+    Transfer,
+    /// All slots have arrived here, and the server loads them.
+    Loading,
+    /// The server applies the stream up to the present.
+    CatchUp(CatchUp),
+    /// The server is in step and is fed until the agent is stopped (`--stay`).
+    Staying,
+    HandingOver(HandOver),
+    /// A hand-over has failed: the server is being pointed back at our link.
+    Returning,
+    Ending(Ending),
+}
+
+/// The way of a server that has loaded the snapshot up to the present.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct CatchUp {
+    /// When the server's offset is asked for next.
+    ask_at: Instant,
+    /// The source was asked, and has not answered.
+    asked: bool,
+}
+
+impl State {
+    /// What the source is told; `None`: the sync has failed, and nothing more is.
+    pub(super) fn phase(&self) -> Option<Phase> {
+        match self {
+            State::Waiting => Some(Phase::Waiting),
+            State::Transfer => Some(Phase::Transfer),
+            State::Loading => Some(Phase::Load),
+            State::CatchUp(_) => Some(Phase::CatchUp),
+            State::Staying => Some(Phase::Stay),
+            State::HandingOver(_) | State::Returning => Some(Phase::HandOff),
+            State::Ending(ending) => ending.phase(),
+        }
+    }
+}
+
+impl CatchUp {
+    /// The server has just loaded the snapshot.
+    pub(super) fn begin(now: Instant) -> CatchUp {
+        CatchUp { ask_at: now, asked: false }
+    }
+
+    /// The server did not get in step with the primary.
+    pub(super) fn begin_again(now: Instant) -> CatchUp {
+        CatchUp { ask_at: now + AFTER_A_FAILED_HAND_OVER, asked: false }
+    }
+
+    /// When the server's offset is asked for; not while the source is being asked.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        (!self.asked).then_some(self.ask_at)
+    }
+
+    /// The server is not near enough yet.
+    pub(super) fn is_behind(&mut self, now: Instant) {
+        self.ask_at = now + QUICK;
+    }
+
+    /// The server did not answer.
+    pub(super) fn pauses(&mut self, until: Instant) {
+        self.ask_at = until;
+    }
+
+    /// The server is near enough; `asked`: so the source was asked.
+    pub(super) fn is_near(&mut self, now: Instant, asked: bool) {
+        *self = CatchUp { ask_at: now + QUESTION_EVERY, asked };
+    }
+
+    /// The source's answer is here, or will not come. Whether it was waited for.
+    pub(super) fn answered(&mut self) -> bool {
+        std::mem::take(&mut self.asked)
+    }
+}
+
+/// Whether a server that has applied the stream up to this offset can go to the primary. Under writes the present runs
+/// ahead of every question: near enough is where the primary's backlog reaches.
+pub(super) fn is_near_enough(reading: &Reading, applied: u64, backlog_bytes: u64) -> bool {
+    let slack = backlog_bytes / NEAR_ENOUGH_PART;
+    let fetched = reading.stream_fetched;
+    applied.saturating_add(slack) >= fetched && reading.stream_delivered.saturating_add(slack) >= fetched
+}

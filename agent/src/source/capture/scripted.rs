@@ -1,0 +1,252 @@
+//! A capture for tests, and a scripted primary at the other end of its connection.
+#![allow(clippy::unwrap_used)]
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use remora_fabric::shm::Place;
+use remora_fabric::{Memory, Pages};
+use remora_redis::ReplId;
+use remora_table::layout::LINE_OFFSET;
+use remora_table::{Geometry, State};
+use tokio::runtime::Runtime;
+use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+
+use super::Capture;
+use super::method::ModuleRules;
+use super::plan::{CaptureError, CaptureEvent, Plan, TICK};
+use super::socket::Socket;
+use crate::args::ModuleCapture;
+use crate::server::{Credentials, Server, Stream, Task, TlsOptions};
+use crate::source::gauge::Gauge;
+
+/// A time that only a broken machine exceeds.
+pub(super) const LONG: Duration = Duration::from_secs(30);
+
+/// Bytes of one slot, and how many slots the snapshot's table has.
+pub(super) const SLOT_BYTES: u32 = 4096;
+pub(super) const SLOTS: u32 = 8;
+
+/// The history that the scripted primary names.
+pub(super) const HISTORY: &str = "0123456789abcdef0123456789abcdef01234567";
+
+/// The mark that ends its payload.
+pub(super) const MARK: &str = "fedcba9876543210fedcba9876543210fedcba98";
+
+/// The handshake for a snapshot, up to `+FULLRESYNC` at offset 77.
+pub(super) const FULL: [(&str, &str); 3] = [
+    ("PING", "+PONG\r\n"),
+    ("REPLCONF capa eof capa psync2", "+OK\r\n"),
+    ("PSYNC ? -1", "\n\n+FULLRESYNC 0123456789abcdef0123456789abcdef01234567 77\r\n\n"),
+];
+
+pub(super) fn history() -> ReplId {
+    ReplId::parse(HISTORY.as_bytes()).unwrap()
+}
+
+/// A table's memory, zeroed, with its shape.
+fn table(name: &str) -> (Arc<Memory>, Geometry) {
+    let geometry = Geometry { slot_size: SLOT_BYTES, slots: SLOTS }.checked().unwrap();
+    (Arc::new(Memory::create(name, geometry.memory_len(), Pages::Small).unwrap()), geometry)
+}
+
+/// A capture and what it reports.
+pub(super) struct Rig {
+    pub(super) capture: Capture,
+    pub(super) events: UnboundedReceiver<CaptureEvent>,
+    runtime: Runtime,
+}
+
+impl Rig {
+    /// A capture with a journal, whose snapshot may not reuse a slot.
+    pub(super) fn new() -> Rig {
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+        let (sender, events) = unbounded_channel();
+        let rules = ModuleRules { choice: ModuleCapture::Off, walk_from: None, load: None, place: Place::Abstract };
+        let url = "redis://127.0.0.1:1".parse().unwrap();
+        let plan = Plan {
+            generation: 5,
+            server: Server::new(url, Credentials::default(), &TlsOptions::default(), Task::Source).unwrap(),
+            reader_version: None,
+            snapshot: table("test-snapshot"),
+            retained: true,
+            journal: Some(table("test-journal")),
+            module: Arc::new(rules),
+            module_failed_lately: false,
+            gauge: Arc::new(Gauge::default()),
+            events: sender,
+            stop: Arc::new(AtomicBool::new(false)),
+            runtime: runtime.handle().clone(),
+        };
+        let capture = Capture { silence_limit: LONG, ..Capture::new(plan) };
+        Rig { capture, events, runtime }
+    }
+
+    /// Makes the capture ask the server at `url`.
+    pub(super) fn server(&mut self, url: &str) {
+        let (url, credentials) = (url.parse().unwrap(), Credentials::default());
+        self.capture.plan.server = Server::new(url, credentials, &TlsOptions::default(), Task::Source).unwrap();
+    }
+
+    /// Stops the capture, as the source's loop does.
+    pub(super) fn stop(&self) {
+        self.capture.plan.stop.store(true, Ordering::Relaxed);
+    }
+
+    /// A connection of the capture, and the primary's end of it.
+    pub(super) fn connect(&self) -> (Socket, Primary) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let _entered = self.runtime.enter();
+        ours.set_nonblocking(true).unwrap();
+        let stream = Stream::Unix(tokio::net::UnixStream::from_std(ours).unwrap());
+        (Socket::new(stream, self.runtime.handle().clone(), TICK).unwrap(), Primary::over(theirs))
+    }
+
+    /// Runs `capture` on a connection while `primary` plays the other end of it, and returns what `capture` returned.
+    pub(super) fn play<T>(
+        &self,
+        primary: impl FnOnce(Primary) + Send,
+        capture: impl FnOnce(&Capture, Socket) -> T,
+    ) -> T {
+        let (socket, end) = self.connect();
+        thread::scope(|scope| {
+            let playing = scope.spawn(|| primary(end));
+            let outcome = capture(&self.capture, socket);
+            playing.join().unwrap();
+            outcome
+        })
+    }
+
+    /// The state that readers see in the snapshot's table, and the position of its end, if it has one.
+    pub(super) fn snapshot_state(&self) -> (State, Option<u64>) {
+        let memory = &self.capture.plan.snapshot.0;
+        let word = |number: u64| {
+            let mut bytes = [0; 8];
+            memory.read(LINE_OFFSET + number * 8, &mut bytes).unwrap();
+            u64::from_le_bytes(bytes)
+        };
+        let state = match word(3) {
+            // 0: the table has not been laid out yet.
+            0 | 1 => State::Open,
+            2 => State::Sealed,
+            3 => State::Aborted,
+            other => panic!("state {other}"),
+        };
+        (state, (word(2) != u64::MAX).then(|| word(2)))
+    }
+
+    /// The first `length` bytes of the snapshot, none of whose slots was reused.
+    pub(super) fn snapshot_bytes(&self, length: usize) -> Vec<u8> {
+        let (memory, geometry) = &self.capture.plan.snapshot;
+        let mut bytes = vec![0; length];
+        for (number, slot) in (0..).zip(bytes.chunks_mut(SLOT_BYTES as usize)) {
+            memory.read(geometry.slot_offset(number), slot).unwrap();
+        }
+        bytes
+    }
+
+    /// What the capture has reported since the last call, in short.
+    pub(super) fn reported(&mut self) -> Vec<String> {
+        let mut reported = Vec::new();
+        while let Ok(event) = self.events.try_recv() {
+            reported.push(match event {
+                CaptureEvent::Started { generation: 5, offset, .. } => format!("started at {offset}"),
+                CaptureEvent::Completed { generation: 5, bytes } => format!("completed with {bytes} bytes"),
+                CaptureEvent::Failed { generation: 5, error } => format!("failed: {error}"),
+                other => format!("{other:?}"),
+            });
+        }
+        reported
+    }
+}
+
+/// The cause of a broken link.
+pub(super) fn link_cause(error: &CaptureError) -> &str {
+    match error {
+        CaptureError::Link { cause, .. } => cause,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Content without repetition, so that misplaced bytes are found.
+pub(super) fn content(length: usize) -> Vec<u8> {
+    (0..length as u64).flat_map(|number| (number * 0x9E37_79B9).to_le_bytes()).take(length).collect()
+}
+
+/// The primary's end of a connection. It closes when this is dropped.
+pub(super) struct Primary {
+    stream: UnixStream,
+}
+
+impl Primary {
+    fn over(stream: UnixStream) -> Primary {
+        stream.set_read_timeout(Some(LONG)).unwrap();
+        stream.set_write_timeout(Some(LONG)).unwrap();
+        Primary { stream }
+    }
+
+    /// Reads exactly one command.
+    pub(super) fn command(&mut self) -> String {
+        command(&mut self.stream).unwrap()
+    }
+
+    /// Expects each command and sends its answer.
+    pub(super) fn converse(&mut self, exchange: &[(&str, &str)]) {
+        for (expected, answer) in exchange {
+            assert_eq!(self.command(), *expected);
+            self.send(answer.as_bytes());
+        }
+    }
+
+    pub(super) fn send(&mut self, bytes: &[u8]) {
+        self.stream.write_all(bytes).unwrap();
+    }
+
+    /// Sends `bytes`, unless the capture closes the connection before it has read them all.
+    pub(super) fn try_send(&mut self, bytes: &[u8]) {
+        match self.stream.write_all(bytes) {
+            Ok(()) => {}
+            Err(error) if matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset) => {}
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    /// Waits until the capture closes the connection.
+    pub(super) fn wait_for_end(&mut self) {
+        let _ = self.stream.shutdown(Shutdown::Write);
+        self.drain();
+    }
+
+    /// Reads until the capture closes the connection.
+    pub(super) fn drain(&mut self) {
+        let mut buffer = [0; 4096];
+        while self.stream.read(&mut buffer).is_ok_and(|n| n > 0) {}
+    }
+}
+
+/// Reads exactly one command. `None` at the end of the connection.
+pub(super) fn command(stream: &mut impl Read) -> Option<String> {
+    let mut words = Vec::new();
+    for _ in 0..number(stream, b'*')? {
+        let mut word = vec![0; number(stream, b'$')? + 2];
+        stream.read_exact(&mut word).ok()?;
+        words.push(String::from_utf8(word[..word.len() - 2].to_vec()).unwrap());
+    }
+    Some(words.join(" "))
+}
+
+/// Reads a line of `prefix` and a number.
+fn number(stream: &mut impl Read, prefix: u8) -> Option<usize> {
+    let (mut line, mut byte) = (Vec::new(), [0]);
+    while !line.ends_with(b"\r\n") {
+        stream.read_exact(&mut byte).ok()?;
+        line.push(byte[0]);
+    }
+    assert_eq!(line[0], prefix, "{line:?}");
+    Some(std::str::from_utf8(&line[1..line.len() - 2]).unwrap().parse().unwrap())
+}

@@ -1,0 +1,188 @@
+//! Whole captures of a scripted primary over TCP: one connection or two, a stream that breaks, a history that changes.
+#![allow(clippy::unwrap_used)]
+
+use std::io::Write;
+use std::net::{TcpListener, TcpStream};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use remora_table::State;
+
+use super::scripted::{FULL, HISTORY, LONG, MARK, Rig, command, content};
+
+/// The handshake of a first capture: it accepts two connections.
+const CAPABILITIES: (&str, &str) = ("REPLCONF capa eof capa psync2 capa dual-channel", "+OK\r\n");
+
+/// Accepts the next connection, answers the login, and expects each command of `exchange`.
+fn accept(listener: &TcpListener, exchange: &[(&str, &str)]) -> TcpStream {
+    let (mut stream, _) = listener.accept().unwrap();
+    stream.set_read_timeout(Some(LONG)).unwrap();
+    converse(&mut stream, &[FULL[0], FULL[0]]);
+    converse(&mut stream, exchange);
+    stream
+}
+
+fn converse(stream: &mut TcpStream, exchange: &[(&str, &str)]) {
+    for (expected, answer) in exchange {
+        assert_eq!(command(stream).unwrap(), *expected);
+        stream.write_all(answer.as_bytes()).unwrap();
+    }
+}
+
+/// Runs the capture to its end while `primary` plays the server.
+fn run(rig: &mut Rig, primary: impl FnOnce(&Rig, &TcpListener) + Send) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    rig.server(&format!("redis://{}", listener.local_addr().unwrap()));
+    let (capture, rig) = (rig.capture.clone(), &*rig);
+    thread::scope(|scope| {
+        let running = thread::Builder::new().spawn_scoped(scope, || capture.run()).unwrap();
+        primary(rig, &listener);
+        running.join().unwrap();
+    });
+}
+
+/// Waits until the journal ends at this offset.
+fn wait_for_journal(rig: &Rig, end: u64) {
+    let gauge = &rig.capture.plan.gauge;
+    let began = Instant::now();
+    while gauge.journal().1 != end {
+        assert!(began.elapsed() < LONG, "the journal ends at {}", gauge.journal().1);
+        thread::sleep(Duration::from_millis(2));
+    }
+}
+
+#[test]
+fn a_broken_stream_is_resumed_at_the_next_byte_until_the_history_changes() {
+    let (mut rig, bytes) = (Rig::new(), content(10_000));
+    run(&mut rig, |rig, listener| {
+        let mut stream = accept(listener, &[CAPABILITIES, FULL[2]]);
+        let payload = [format!("$EOF:{MARK}\r\n").as_bytes(), &bytes, MARK.as_bytes()].concat();
+        stream.write_all(&payload).unwrap();
+        // The acknowledgement after which a server begins to send the stream.
+        assert_eq!(command(&mut stream).unwrap(), "REPLCONF ACK 77");
+        stream.write_all(b"*1\r\n$4\r\nPING\r\n").unwrap();
+        wait_for_journal(rig, 91);
+        drop(stream);
+
+        let psync = format!("PSYNC {HISTORY} 92");
+        let resume = [FULL[1], (psync.as_str(), "+CONTINUE\r\n*1\r\n$4\r\n")];
+        let mut stream = accept(listener, &resume);
+        stream.write_all(b"PING\r\n").unwrap();
+        wait_for_journal(rig, 105);
+        drop(stream);
+
+        let (psync, changed) = (format!("PSYNC {HISTORY} 106"), format!("+CONTINUE {}\r\nnew bytes", "f".repeat(40)));
+        drop(accept(listener, &[FULL[1], (&psync, &changed)]));
+    });
+    assert_eq!(rig.snapshot_state(), (State::Sealed, Some(10_000)));
+    assert!(rig.snapshot_bytes(10_000) == bytes);
+    let reported = rig.reported();
+    assert_eq!(reported[..3], ["started at 77", "completed with 10000 bytes", "StreamResumed"]);
+    assert!(reported[3].starts_with("HistoryChanged") && reported[3].contains("at: 105"), "{}", reported[3]);
+    assert_eq!(rig.capture.plan.gauge.journal(), (78, 105));
+}
+
+#[test]
+fn a_stream_that_the_server_cannot_continue_is_lost() {
+    let mut rig = Rig::new();
+    run(&mut rig, |_, listener| {
+        let mut stream = accept(listener, &[CAPABILITIES, FULL[2]]);
+        stream.write_all(b"$5\r\nREDIS").unwrap();
+        drop(stream);
+        let psync = format!("PSYNC {HISTORY} 78");
+        let mut stream = accept(listener, &[FULL[1], (&psync, FULL[2].1)]);
+        stream.write_all(b"$5\r\n").unwrap();
+    });
+    let reported = rig.reported();
+    assert_eq!(reported[..2], ["started at 77", "completed with 5 bytes"]);
+    assert!(reported[2].starts_with("StreamLost") && reported[2].contains("backlog"), "{}", reported[2]);
+}
+
+/// Answers the two handshakes of a snapshot and a stream side by side.
+fn accept_two(listener: &TcpListener) -> (TcpStream, TcpStream) {
+    let mut stream = accept(listener, &[CAPABILITIES, ("PSYNC ? -1", "+DUALCHANNELSYNC\r\n")]);
+    let end_offset = format!("$ENDOFF:77 {HISTORY} 0 12\r\n$EOF:{MARK}\r\n");
+    let second = [("REPLCONF capa eof rdb-only 1 rdb-channel 1", "+OK\r\n"), ("SYNC", end_offset.as_str())];
+    let snapshot = accept(listener, &second);
+    let psync = format!("PSYNC {HISTORY} 78");
+    converse(&mut stream, &[("REPLCONF set-rdb-client-id 12", "+OK\r\n"), (&psync, "+CONTINUE\r\n")]);
+    (stream, snapshot)
+}
+
+#[test]
+fn over_two_connections_the_stream_flows_beside_the_snapshot() {
+    let (mut rig, bytes) = (Rig::new(), content(10_000));
+    let mut stopped = Instant::now();
+    run(&mut rig, |rig, listener| {
+        let (mut stream, mut snapshot) = accept_two(listener);
+        snapshot.write_all(&bytes).unwrap();
+        stream.write_all(b"*1\r\n$4\r\nPING\r\n").unwrap();
+        wait_for_journal(rig, 91);
+        snapshot.write_all(MARK.as_bytes()).unwrap();
+        while rig.snapshot_state().0 == State::Open {
+            thread::sleep(Duration::from_millis(2));
+        }
+        stream.write_all(b"*1\r\n$4\r\nPING\r\n").unwrap();
+        wait_for_journal(rig, 105);
+        // A stream that is stopped while it is being resumed is not reported as lost, and does not wait for the server
+        // to answer.
+        drop(stream);
+        let _silent = listener.accept().unwrap();
+        rig.stop();
+        stopped = Instant::now();
+    });
+    assert!(stopped.elapsed() < Duration::from_secs(3), "the capture ended {:?} after its stop", stopped.elapsed());
+    assert_eq!(rig.snapshot_state(), (State::Sealed, Some(10_000)));
+    assert!(rig.snapshot_bytes(10_000) == bytes);
+    assert_eq!(rig.reported(), ["started at 77", "completed with 10000 bytes"]);
+}
+
+#[test]
+fn a_snapshot_that_fails_beside_its_stream_ends_both() {
+    let mut rig = Rig::new();
+    run(&mut rig, |_, listener| {
+        let (stream, mut snapshot) = accept_two(listener);
+        snapshot.write_all(&content(5_000)).unwrap();
+        drop(snapshot);
+        // The stream's thread has ended when `run` has, although its connection stays open.
+        std::mem::forget(stream);
+    });
+    assert_eq!(rig.snapshot_state(), (State::Aborted, None));
+    let reported = rig.reported();
+    assert_eq!(reported.len(), 2, "{reported:?}");
+    assert!(reported[1].starts_with("failed: the link to the server broke during the snapshot"), "{}", reported[1]);
+}
+
+#[test]
+fn a_second_channel_that_the_user_may_not_open_is_done_without() {
+    let mut rig = Rig::new();
+    run(&mut rig, |rig, listener| {
+        let stream = accept(listener, &[CAPABILITIES, ("PSYNC ? -1", "+DUALCHANNELSYNC\r\n")]);
+        let refused = "-NOPERM User source has no permissions to run the 'sync' command\r\n";
+        let second = [("REPLCONF capa eof rdb-only 1 rdb-channel 1", "+OK\r\n"), ("SYNC", refused)];
+        drop(accept(listener, &second));
+        drop(stream);
+        let mut third = accept(listener, &[FULL[1], FULL[2]]);
+        third.write_all(b"$5\r\nREDIS").unwrap();
+        while rig.snapshot_state().0 != State::Sealed {
+            thread::sleep(Duration::from_millis(2));
+        }
+        rig.stop();
+    });
+    assert_eq!(rig.reported(), ["started at 77", "completed with 5 bytes"]);
+}
+
+/// A later capture, while another one follows the stream.
+#[test]
+fn without_a_journal_the_snapshot_alone_is_requested() {
+    let mut rig = Rig::new();
+    rig.capture.plan.journal = None;
+    run(&mut rig, |_, listener| {
+        let (mut stream, _) = listener.accept().unwrap();
+        stream.set_read_timeout(Some(LONG)).unwrap();
+        converse(&mut stream, &[FULL[0], ("REPLCONF rdb-only 1", "+OK\r\n"), FULL[0], FULL[1], FULL[2]]);
+        stream.write_all(b"$5\r\nREDIS").unwrap();
+        assert_eq!(command(&mut stream), None);
+    });
+    assert_eq!(rig.reported(), ["started at 77", "completed with 5 bytes"]);
+}

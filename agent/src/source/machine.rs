@@ -1,0 +1,586 @@
+//! The source's state machine: it decides, and nothing else. Events, readings of the tables and the time go in; actions
+//! come out.
+//!
+//! It does no I/O, reads no clock and no shared memory, and draws no random numbers: its pauses follow from the
+//! [`Backoff`] that it is given. The same calls therefore give the same actions, and a run can be replayed from its
+//! events.
+//!
+//! ```text
+//!                    join                    Started              Completed
+//!   (nothing) ──────────────▶ capturing ──────────────▶ open ──────────────▶ sealed ──┐
+//!       ▲                        │ Failed                │ Failed              │      │ join while the journal still
+//!       │                        ▼                       ▼                     │      │ reaches back: offered again
+//!       └──────────── waiting replicas try again, with back-off ◀──────────────┘ ◀────┘ too old, overrun, windowed away
+//! ```
+//!
+//! When the primary's history changes, the stream of the old history ends. Replicas that are still reading slots begin
+//! again. Replicas that have all slots keep the journal until they have applied it, and then go to the primary
+//! ([`Ending`]). After that the next snapshot may begin.
+//!
+//! Invariant, restored by [`Machine::settle`] after every event: *no replica waits while a snapshot could serve it or
+//! could be begun for it*, and *a slot is reused only after every replica it was promised to has received it*. The
+//! tests in `replay.rs` check both after every event of random runs.
+//!
+//! One thread decides for all replicas. It handles a few small events per second for each of them.
+
+mod event;
+mod record;
+#[cfg(test)]
+mod replay;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use remora_protocol::{Phase, RefusalCode, WaitCause};
+use remora_redis::ReplId;
+use remora_table::Origin;
+
+use super::capture::{CaptureError, CaptureEvent};
+use super::gauge::Reading;
+use crate::backoff::Backoff;
+
+pub(crate) use self::event::{Action, Event, Format, Report, Resume, Rules, Session};
+pub(crate) use self::record::{Replica, Snapshot, Stage};
+
+/// A stream whose history the primary has left. Its journal holds every byte of the old history that the source
+/// received, and stays readable until the replicas that have the whole snapshot have applied it.
+struct Ending {
+    /// The generation that began the stream.
+    generation: u64,
+    /// Offset of the last byte.
+    at: u64,
+    since: Instant,
+    /// Why it ended, to be sent to the replicas.
+    text: String,
+}
+
+/// How long the replicas of an ended history may take to apply the rest of it while others wait for a snapshot of the
+/// new one. A server that was in step acknowledges all of it within a second.
+const ENDING_LIMIT: Duration = Duration::from_secs(10);
+
+/// How long such a replica may acknowledge nothing new before it is sent to the primary. Servers acknowledge once a
+/// second. The end of a broken stream may be a part of a command or transaction, which a server never acknowledges.
+const UNMOVED_LIMIT: Duration = Duration::from_secs(3);
+
+/// The source's decision state. The module docs describe its states and invariants.
+pub(crate) struct Machine {
+    rules: Rules,
+    /// The reading that came with the current event.
+    reading: Reading,
+    snapshot: Option<Snapshot>,
+    /// Where the stream in the journal began.
+    stream: Option<Origin>,
+    /// A stream that has ended and is still read. No other stream begins meanwhile: both would use the same memory.
+    ending: Option<Ending>,
+    replicas: BTreeMap<Session, Replica>,
+    next_generation: u64,
+    eager: bool,
+    /// When the last replica left, or the source began.
+    idle_since: Instant,
+    /// When the next capture may begin after one that failed, and why it failed.
+    retry: Option<(Instant, String)>,
+    backoff: Backoff,
+    /// The writer may reuse the slots of the current snapshot below this one.
+    retire_below: u64,
+    snapshots_taken: u64,
+    replicas_done: u64,
+    /// A replica that read the current memory disconnected before it confirmed that its server had loaded everything.
+    /// Pages that it passed to its server's socket may still be read after it has exited.
+    unfinished: bool,
+}
+
+/// The part of the machine's state that others may see.
+#[derive(Clone, Copy)]
+pub(crate) struct Status<'a> {
+    pub(crate) snapshot: Option<&'a Snapshot>,
+    pub(crate) stream: Option<Origin>,
+    pub(crate) replicas: &'a BTreeMap<Session, Replica>,
+    pub(crate) snapshots_taken: u64,
+    pub(crate) replicas_done: u64,
+}
+
+impl<'a> Status<'a> {
+    /// The generation that this replica was offered last; `None` while it waits.
+    pub(crate) fn offered(&self, session: Session) -> Option<u64> {
+        self.replicas.get(&session)?.generation
+    }
+
+    /// The history of the stream that this replica was offered last.
+    pub(crate) fn history_of(&self, session: Session) -> Option<ReplId> {
+        self.replicas.get(&session)?.history
+    }
+
+    /// The generation of the current snapshot.
+    pub(crate) fn generation(&self) -> Option<u64> {
+        self.snapshot.map(|snapshot| snapshot.generation)
+    }
+
+    /// A joined replica.
+    pub(crate) fn replica(&self, session: Session) -> Option<&'a Replica> {
+        self.replicas.get(&session)
+    }
+}
+
+impl Machine {
+    /// Creates the machine of a source. `first_generation` must be higher than all generations of its earlier runs.
+    pub(crate) fn new(now: Instant, rules: Rules, backoff: Backoff, first_generation: u64, eager: bool) -> Machine {
+        Machine {
+            rules,
+            reading: Reading::default(),
+            snapshot: None,
+            stream: None,
+            ending: None,
+            replicas: BTreeMap::new(),
+            next_generation: first_generation,
+            eager,
+            idle_since: now,
+            retry: None,
+            backoff,
+            retire_below: 0,
+            snapshots_taken: 0,
+            replicas_done: 0,
+            unfinished: false,
+        }
+    }
+
+    /// The state that others may see.
+    pub(crate) fn status(&self) -> Status<'_> {
+        Status {
+            snapshot: self.snapshot.as_ref(),
+            stream: self.stream,
+            replicas: &self.replicas,
+            snapshots_taken: self.snapshots_taken,
+            replicas_done: self.replicas_done,
+        }
+    }
+
+    /// Handles one event, restores the invariant, and returns the actions to perform, in order.
+    pub(crate) fn apply(&mut self, now: Instant, reading: Reading, event: Event) -> Vec<Action> {
+        self.reading = reading;
+        let mut actions = Vec::new();
+        match event {
+            Event::Joined { session, name, address, resume, reads } => {
+                self.join(now, session, (name, address), resume, reads, &mut actions);
+            }
+            Event::Progress { session, at } => self.progress(now, session, at),
+            Event::Gone { session, done } => {
+                self.replicas_done += u64::from(done);
+                let gone = self.replicas.remove(&session);
+                self.unfinished |= !done && gone.is_some_and(|replica| replica.is_reading());
+                self.idle_since = now;
+            }
+            Event::Capture(event) => self.captured(now, event, &mut actions),
+            Event::Tick => {}
+        }
+        self.settle(now, &mut actions);
+        actions
+    }
+
+    fn join(
+        &mut self,
+        now: Instant,
+        session: Session,
+        (name, address): (String, String),
+        resume: Option<Resume>,
+        reads: Format,
+        actions: &mut Vec<Action>,
+    ) {
+        // A replica that joins again over the same connection is counted already.
+        if self.replicas.len() >= self.rules.max_replicas && !self.replicas.contains_key(&session) {
+            let text = format!(
+                "{} replicas have joined, which is the limit of this source; join later, or raise --max-replicas on the source",
+                self.replicas.len()
+            );
+            actions.push(Action::Drop { session, code: RefusalCode::Busy, text });
+            return;
+        }
+        let replica = Replica {
+            name,
+            address,
+            joined: now,
+            last_seen: now,
+            generation: None,
+            at: Report::NOTHING,
+            rate: 0,
+            resume,
+            reads,
+            moved: now,
+            told: None,
+            history: None,
+            advanced: now,
+            sent_away: false,
+        };
+        self.replicas.insert(session, replica);
+    }
+
+    fn progress(&mut self, now: Instant, session: Session, at: Report) {
+        let Some(replica) = self.replicas.get_mut(&session) else { return };
+        let span = now.duration_since(replica.last_seen).as_secs_f64();
+        if span > 0.0 {
+            let rate = at.bytes.saturating_sub(replica.at.bytes) as f64 / span;
+            // The mean of the old and the new rate: steady enough to read, quick enough to follow.
+            replica.rate = ((replica.rate as f64 + rate) / 2.0) as u64;
+        }
+        if at.slots_below > replica.at.slots_below || at.phase != replica.at.phase {
+            replica.moved = now;
+        }
+        if at.applied_offset > replica.at.applied_offset {
+            replica.advanced = now;
+        }
+        // A replica cannot go back before a slot that it has passed.
+        let slots_below = at.slots_below.max(replica.at.slots_below);
+        replica.at = Report { slots_below, ..at };
+        replica.last_seen = now;
+    }
+
+    fn captured(&mut self, now: Instant, event: CaptureEvent, actions: &mut Vec<Action>) {
+        match event {
+            CaptureEvent::Started { generation, replid, offset } => {
+                self.started(Origin { generation, history: replid, offset }, actions);
+            }
+            CaptureEvent::Completed { generation, bytes } => {
+                if let Some(snapshot) = self.current(generation)
+                    && let Some(origin) = snapshot.origin()
+                {
+                    snapshot.stage = Stage::Sealed { origin, bytes };
+                }
+                self.backoff.reset();
+            }
+            CaptureEvent::Failed { generation, error } => {
+                self.capture_failed(now, generation, &error, actions);
+            }
+            CaptureEvent::ModuleFailed | CaptureEvent::StreamResumed => {}
+            CaptureEvent::HistoryChanged { generation, from, to, at } => {
+                self.history_changed(now, generation, (from, to), at, actions);
+            }
+            CaptureEvent::StreamLost { text } => self.end_stream(&text, actions),
+        }
+    }
+
+    fn current(&mut self, generation: u64) -> Option<&mut Snapshot> {
+        self.snapshot.as_mut().filter(|snapshot| snapshot.generation == generation)
+    }
+
+    fn started(&mut self, origin: Origin, actions: &mut Vec<Action>) {
+        let Some(snapshot) = self.current(origin.generation) else { return };
+        snapshot.stage = Stage::Open(origin);
+        self.snapshots_taken += 1;
+        match self.stream {
+            None => self.stream = Some(origin),
+            Some(stream) if stream.history == origin.history => {}
+            Some(_) => {
+                // The stream that the source follows belongs to a history that the primary has left.
+                self.end_stream("the primary's replid changed (a failover or a restart)", actions);
+            }
+        }
+    }
+
+    fn capture_failed(&mut self, now: Instant, generation: u64, error: &CaptureError, actions: &mut Vec<Action>) {
+        if self.current(generation).is_none() {
+            return;
+        }
+        let text = error.to_string();
+        if self.stream.is_some_and(|stream| stream.generation == generation) {
+            self.stream = None;
+        }
+        self.forget_snapshot(&text, actions);
+        if error.is_transient() {
+            let pause = self.backoff.next();
+            self.retry = Some((now + pause, text));
+        } else if !matches!(error, CaptureError::Stopped) {
+            for session in self.waiting() {
+                self.replicas.remove(&session);
+                let code = RefusalCode::PrimaryRefuses;
+                actions.push(Action::Drop { session, code, text: text.clone() });
+            }
+        }
+    }
+
+    /// Revokes the snapshot. Replicas that still read it begin again.
+    fn forget_snapshot(&mut self, text: &str, actions: &mut Vec<Action>) {
+        let Some(snapshot) = self.snapshot.take() else { return };
+        let generation = snapshot.generation;
+        actions.push(Action::RevokeSnapshot { generation });
+        for (&session, replica) in &mut self.replicas {
+            if replica.is_reading() && replica.generation == Some(generation) {
+                self.unfinished = true;
+                replica.generation = None;
+                let text = text.to_string();
+                actions.push(Action::GenerationGone { session, generation, text });
+            }
+        }
+    }
+
+    /// Ends the stream. Every replica that was given this history begins again or goes to the primary.
+    fn end_stream(&mut self, text: &str, actions: &mut Vec<Action>) {
+        let Some(stream) = self.stream.take() else { return };
+        actions.push(Action::EndStream { generation: stream.generation });
+        self.end_snapshot(actions);
+        self.end_generations(text, |_| true, actions);
+    }
+
+    /// The primary continues under another replid after offset `at`. The journal holds nothing of the new history.
+    ///
+    /// A replica that has the whole snapshot keeps the journal until it has applied all of it: a primary that was shut
+    /// down and started again has no backlog of the time before, and continues the old history from its last byte only.
+    fn history_changed(
+        &mut self,
+        now: Instant,
+        generation: u64,
+        (from, to): (ReplId, ReplId),
+        at: u64,
+        actions: &mut Vec<Action>,
+    ) {
+        if self.stream.is_none_or(|stream| stream.generation != generation) {
+            return;
+        }
+        self.stream = None;
+        let text = format!("the primary's history changed from {from} to {to} after offset {at}");
+        self.end_snapshot(actions);
+        self.end_generations(&text, |replica| !replica.has_all_slots(), actions);
+        self.ending = Some(Ending { generation, at, since: now, text });
+    }
+
+    /// Revokes the snapshot of a stream that has ended.
+    fn end_snapshot(&mut self, actions: &mut Vec<Action>) {
+        let Some(snapshot) = self.snapshot.take() else { return };
+        actions.push(Action::RevokeSnapshot { generation: snapshot.generation });
+        if !snapshot.is_sealed() {
+            actions.push(Action::StopCapture { generation: snapshot.generation });
+        }
+    }
+
+    /// Ends the generation of these replicas. A replica that has loaded goes to the primary; the others wait for a new
+    /// snapshot.
+    fn end_generations(&mut self, text: &str, which: impl Fn(&Replica) -> bool, actions: &mut Vec<Action>) {
+        for (&session, replica) in self.replicas.iter_mut().filter(|(_, replica)| which(replica)) {
+            self.unfinished |= replica.is_reading();
+            if let Some(generation) = replica.generation.take() {
+                replica.sent_away = replica.has_loaded();
+                let text = text.to_string();
+                actions.push(Action::GenerationGone { session, generation, text });
+            }
+        }
+    }
+
+    /// Sends the replicas of an ended stream to the primary once they have applied all of it or make no progress, and
+    /// revokes its journal when none is left.
+    fn finish_ending(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        let Some(ending) = self.ending.take() else { return };
+        let is_late = now.duration_since(ending.since) > ENDING_LIMIT && !self.waiting().is_empty();
+        let is_unmoved = |replica: &Replica| now.duration_since(replica.advanced.max(ending.since)) > UNMOVED_LIMIT;
+        let has_all = |replica: &Replica| replica.has_loaded() && replica.at.applied_offset >= ending.at;
+        let is_done = |replica: &Replica| is_late || has_all(replica) || is_unmoved(replica);
+        self.end_generations(&ending.text, is_done, actions);
+        if self.replicas.values().any(|replica| replica.generation.is_some()) {
+            self.ending = Some(ending);
+        } else {
+            actions.push(Action::EndStream { generation: ending.generation });
+        }
+    }
+
+    /// Restores the invariant that the module docs state.
+    fn settle(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        self.finish_ending(now, actions);
+        self.drop_stalled(now, actions);
+        self.allow_retiring(actions);
+        self.serve_waiting(now, actions);
+        self.release_unused(now, actions);
+    }
+
+    /// Lets the writer reuse slots that every reader has passed, but only once the ring is full: until then the next
+    /// replica can still read all of them. Without a reader no slot is reused either.
+    fn allow_retiring(&mut self, actions: &mut Vec<Action>) {
+        if self.reading.writer_waits == 0 {
+            return;
+        }
+        let reading = self.replicas.values().filter(|replica| replica.is_reading());
+        let passed = reading.map(|replica| replica.at.slots_below).min();
+        let below = passed.unwrap_or(0);
+        if below > self.retire_below {
+            self.retire_below = below;
+            actions.push(Action::AllowRetiring { below });
+        }
+    }
+
+    /// Drops replicas that take no slot for longer than the limit while the writer of a windowed snapshot, or replicas
+    /// that need the next snapshot, wait for them.
+    fn drop_stalled(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        let Reading { published, retired, .. } = self.reading;
+        let Some(snapshot) = &self.snapshot else { return };
+        let writer_waits = self.reading.writer_waits > 0 && !snapshot.is_sealed();
+        let others_wait = snapshot.is_sealed() && self.waiting().iter().any(|&session| !self.can_serve(now, session));
+        let limit = self.rules.stall_limit;
+        let in_the_way = |replica: &Replica| {
+            let below = replica.at.slots_below;
+            below < published && (others_wait || (writer_waits && below <= retired))
+        };
+        let is_stalled = |replica: &Replica| {
+            replica.is_reading() && now.duration_since(replica.moved) > limit && in_the_way(replica)
+        };
+        let stalled = self.replicas.iter().filter(|(_, replica)| is_stalled(replica));
+        let stalled: Vec<Session> = stalled.map(|(&session, _)| session).collect();
+        for session in stalled {
+            self.replicas.remove(&session);
+            self.unfinished = true;
+            let text = format!(
+                "the replica took no slot for {} s while the source's table was full or others waited for the next snapshot; give \
+                 the source more --memory or the replica a faster server, or raise --stall-timeout on the source",
+                limit.as_secs()
+            );
+            actions.push(Action::Drop { session, code: RefusalCode::Stalled, text });
+        }
+    }
+
+    fn waiting(&self) -> Vec<Session> {
+        let waits = |(&session, replica): (&Session, &Replica)| {
+            (replica.generation.is_none() && !replica.sent_away).then_some(session)
+        };
+        self.replicas.iter().filter_map(waits).collect()
+    }
+
+    fn serve_waiting(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        let waiting = self.waiting();
+        let mut unserved = Vec::new();
+        for session in waiting {
+            if self.can_serve(now, session) {
+                self.offer(now, session, actions);
+            } else if self.replicas.get(&session).is_some_and(Replica::is_loaded) {
+                // Its server has loaded a snapshot already and can go to the primary as it is.
+                self.replicas.remove(&session);
+                let code = RefusalCode::HistoryGone;
+                let text = "the journal does not hold what this replica's server needs next".to_string();
+                actions.push(Action::Drop { session, code, text });
+            } else {
+                unserved.push(session);
+            }
+        }
+        let first_wanted = self.eager && self.snapshots_taken == 0 && self.snapshot.is_none();
+        if unserved.is_empty() && !first_wanted {
+            return;
+        }
+        let reason = match self.why_not_begin(now) {
+            None => {
+                self.begin(now, actions);
+                (WaitCause::NotYet, "the source is requesting a snapshot from the primary".to_string())
+            }
+            Some(reason) => reason,
+        };
+        for session in unserved {
+            let Some(replica) = self.replicas.get_mut(&session) else { continue };
+            if replica.told.as_ref() != Some(&reason) {
+                replica.told = Some(reason.clone());
+                let (cause, text) = reason.clone();
+                actions.push(Action::Wait { session, cause, text });
+            }
+        }
+    }
+
+    fn offer(&mut self, now: Instant, session: Session, actions: &mut Vec<Action>) {
+        let generation = self.snapshot.as_ref().map(|snapshot| snapshot.generation);
+        let history = self.stream.map(|stream| stream.history);
+        if let Some(replica) = self.replicas.get_mut(&session) {
+            replica.generation = generation;
+            replica.history = history;
+            replica.told = None;
+            let held = replica.resume.filter(|resume| Some(resume.generation) == generation);
+            let slots_below = held.map_or(0, |resume| resume.held_slots);
+            let phase = if replica.is_loaded() { Phase::CatchUp } else { Phase::Waiting };
+            replica.at = Report { slots_below, phase, ..Report::NOTHING };
+            replica.moved = now;
+            actions.push(Action::Offer { session });
+        }
+    }
+
+    /// Whether the current snapshot has all slots that this replica needs, and the journal all bytes behind it.
+    fn can_serve(&self, now: Instant, session: Session) -> bool {
+        let (Some(snapshot), Some(stream)) = (&self.snapshot, &self.stream) else { return false };
+        let Some(origin) = snapshot.origin() else { return false };
+        let resume = self.replicas.get(&session).and_then(|replica| replica.resume);
+        let Reading { journal_first, journal_end, .. } = self.reading;
+        if let Some((history, next_byte)) = resume.and_then(|resume| resume.loaded) {
+            return history == stream.history && journal_first <= next_byte && next_byte <= journal_end + 1;
+        }
+        let held = resume.filter(|resume| resume.generation == snapshot.generation);
+        let first_needed = held.map_or(0, |resume| resume.held_slots);
+        // Slots that the writer may reuse count as reused.
+        let first_held = self.reading.retired.max(self.retire_below);
+        let reads_it = snapshot.format == Format::Shared
+            || self.replicas.get(&session).is_some_and(|replica| replica.reads == Format::Own);
+        origin.history == stream.history
+            && reads_it
+            && first_needed >= first_held
+            && journal_first <= origin.offset + 1
+            && (held.is_some() || now.duration_since(snapshot.asked) <= self.rules.max_age)
+    }
+
+    /// Why no new snapshot can begin now; `None` if one can.
+    fn why_not_begin(&self, now: Instant) -> Option<(WaitCause, String)> {
+        if let Some((at, text)) = &self.retry
+            && now < *at
+        {
+            let text = format!("the last attempt to take a snapshot failed ({text}); the source tries again soon");
+            return Some((WaitCause::LastAttemptFailed, text));
+        }
+        if self.ending.is_some() {
+            let text = "the primary's history has changed; a snapshot of the new one follows as soon as the last replicas of the \
+                        old one have gone to the primary";
+            return Some((WaitCause::Busy, text.to_string()));
+        }
+        let snapshot = self.snapshot.as_ref()?;
+        match snapshot.stage {
+            Stage::Asked => Some((WaitCause::NotYet, "the primary is preparing a snapshot".to_string())),
+            _ if !self.replicas.values().any(Replica::is_reading) && snapshot.is_sealed() => None,
+            _ => {
+                let text = "the current snapshot no longer has its first slots, and other replicas still read it; the next one follows \
+                            when they are done";
+                Some((WaitCause::Busy, text.to_string()))
+            }
+        }
+    }
+
+    fn begin(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        if let Some(old) = self.snapshot.take() {
+            actions.push(Action::RevokeSnapshot { generation: old.generation });
+        }
+        let generation = self.next_generation;
+        self.next_generation += 1;
+        self.retry = None;
+        self.retire_below = 0;
+        let waits_for_shared =
+            |replica: &Replica| replica.generation.is_none() && !replica.sent_away && replica.reads == Format::Shared;
+        let format = if self.replicas.values().any(waits_for_shared) { Format::Shared } else { Format::Own };
+        self.snapshot = Some(Snapshot { generation, stage: Stage::Asked, format, asked: now });
+        let with_stream = self.stream.is_none();
+        let fresh = std::mem::take(&mut self.unfinished);
+        actions.push(Action::Capture { generation, with_stream, fresh });
+    }
+
+    /// Releases what no replica uses: a capture whose ring is full holds up the primary, and a snapshot that is too old
+    /// to be offered, or a stream, costs the primary a connection.
+    fn release_unused(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        if !self.replicas.is_empty() {
+            return;
+        }
+        let Some(snapshot) = &self.snapshot else { return };
+        let alone = now.duration_since(self.idle_since);
+        let stuck = matches!(snapshot.stage, Stage::Open { .. })
+            && self.reading.writer_waits > 0
+            && alone > self.rules.stall_limit;
+        let old = now.duration_since(snapshot.asked) > self.rules.max_age;
+        let overrun = snapshot.is_sealed()
+            && snapshot.origin().is_some_and(|origin| self.reading.journal_first > origin.offset + 1);
+        if !(stuck || old || overrun) {
+            return;
+        }
+        if !snapshot.is_sealed() {
+            actions.push(Action::StopCapture { generation: snapshot.generation });
+        }
+        self.forget_snapshot("no replica uses the snapshot any more", actions);
+        if let Some(stream) = self.stream.take() {
+            actions.push(Action::EndStream { generation: stream.generation });
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! The machine's records of the snapshot, the stream and each replica. Others see them through a shared reference only.
+
+use std::time::Instant;
+
+use remora_fabric::TransportKind;
+use remora_protocol::{Phase, WaitCause};
+use remora_redis::ReplId;
+use remora_table::Origin;
+
+use super::event::{Format, Report, Resume};
+
+/// One snapshot, from the request to its end.
+pub(crate) struct Snapshot {
+    pub(crate) generation: u64,
+    pub(crate) stage: Stage,
+    pub(crate) format: Format,
+    pub(super) asked: Instant,
+}
+
+/// The stage of a snapshot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stage {
+    /// The source has requested the snapshot, and the primary has not forked yet.
+    Asked,
+    /// Slots are being filled.
+    Open(Origin),
+    /// Every slot is there.
+    Sealed { origin: Origin, bytes: u64 },
+}
+
+impl Snapshot {
+    /// Where the snapshot was taken, once the primary has forked.
+    pub(crate) fn origin(&self) -> Option<Origin> {
+        match self.stage {
+            Stage::Asked => None,
+            Stage::Open(origin) | Stage::Sealed { origin, .. } => Some(origin),
+        }
+    }
+
+    /// When the source requested the snapshot.
+    pub(crate) fn asked(&self) -> Instant {
+        self.asked
+    }
+
+    pub(super) fn is_sealed(&self) -> bool {
+        matches!(self.stage, Stage::Sealed { .. })
+    }
+}
+
+/// A joined replica.
+pub(crate) struct Replica {
+    pub(crate) name: String,
+    pub(crate) address: String,
+    pub(crate) joined: Instant,
+    /// When its last message arrived.
+    pub(crate) last_seen: Instant,
+    /// The generation that it was offered; `None` while it waits.
+    pub(crate) generation: Option<u64>,
+    pub(crate) at: Report,
+    /// Bytes per second that it has received lately.
+    pub(crate) rate: u64,
+    pub(super) resume: Option<Resume>,
+    /// The newest format that its server reads.
+    pub(super) reads: Format,
+    /// When it last took a slot or entered another phase.
+    pub(super) moved: Instant,
+    /// Why it waits, as it was told last.
+    pub(super) told: Option<(WaitCause, String)>,
+    /// The history of the stream in its last offer.
+    pub(super) history: Option<ReplId>,
+    /// When it last reported a higher applied offset, or joined.
+    pub(super) advanced: Instant,
+    /// Its stream has ended and its server has loaded the snapshot: it goes to the primary and needs no other snapshot.
+    pub(super) sent_away: bool,
+}
+
+impl Replica {
+    /// The name of the transport over which it reads; empty until it does.
+    pub(crate) fn transport_name(&self) -> String {
+        let kind = self.at.transport.and_then(TransportKind::from_code);
+        kind.map(|kind| kind.name().to_string()).unwrap_or_default()
+    }
+
+    /// The number of slots of this generation that it held when it joined, from the first one without a gap.
+    pub(crate) fn held_slots(&self, generation: u64) -> u64 {
+        self.resume.filter(|resume| resume.generation == generation).map_or(0, |resume| resume.held_slots)
+    }
+
+    /// Whether its server had loaded a whole snapshot when it joined, so that it needs the stream only.
+    pub(crate) fn is_loaded(&self) -> bool {
+        self.resume.is_some_and(|resume| resume.loaded.is_some())
+    }
+
+    /// Whether its server is loading the snapshot or has loaded it.
+    pub(super) fn has_all_slots(&self) -> bool {
+        self.at.phase > Phase::Transfer
+    }
+
+    /// Whether its server has loaded the snapshot and needs the stream only.
+    pub(super) fn has_loaded(&self) -> bool {
+        self.at.phase > Phase::Load
+    }
+
+    /// Whether it still needs slots of the snapshot.
+    pub(super) fn is_reading(&self) -> bool {
+        self.generation.is_some() && matches!(self.at.phase, Phase::Waiting | Phase::Transfer)
+    }
+}

@@ -1,0 +1,476 @@
+//! Tests of the source's decisions without any I/O: events and times go in, actions come out.
+#![allow(clippy::unwrap_used)]
+
+use std::time::{Duration, Instant};
+
+use remora_protocol::{Phase, RefusalCode, WaitCause};
+use remora_redis::ReplId;
+
+use super::*;
+use crate::source::capture::{CaptureError, CaptureEvent};
+
+const RULES: Rules =
+    Rules { max_age: Duration::from_secs(3600), max_replicas: 3, stall_limit: Duration::from_secs(60) };
+
+const FIRST: u64 = 100;
+
+/// A machine, and the reading of the tables that it is given. Slots that it lets the writer reuse are kept apart from
+/// the other actions.
+struct Bench {
+    machine: Machine,
+    reading: Reading,
+    retire_below: u64,
+    now: Instant,
+}
+
+impl Bench {
+    fn new() -> Bench {
+        Bench::with(RULES, false)
+    }
+
+    fn with(rules: Rules, eager: bool) -> Bench {
+        let now = Instant::now();
+        let machine = Machine::new(now, rules, Backoff::seeded(1), FIRST, eager);
+        Bench { machine, reading: Reading::default(), retire_below: 0, now }
+    }
+
+    fn event(&mut self, event: Event) -> Vec<Action> {
+        let mut actions = self.machine.apply(self.now, self.reading, event);
+        actions.retain(|action| match action {
+            Action::AllowRetiring { below } => {
+                self.retire_below = *below;
+                false
+            }
+            _ => true,
+        });
+        actions
+    }
+
+    fn join(&mut self, session: Session) -> Vec<Action> {
+        self.join_with(session, None)
+    }
+
+    fn join_with(&mut self, session: Session, resume: Option<Resume>) -> Vec<Action> {
+        let (name, address) = (format!("r{session}"), String::new());
+        self.event(Event::Joined { session, name, address, resume, reads: Format::Own })
+    }
+
+    fn after(&mut self, time: Duration) -> Vec<Action> {
+        self.now += time;
+        self.event(Event::Tick)
+    }
+
+    fn progress(&mut self, session: Session, phase: Phase, slots_below: u64) -> Vec<Action> {
+        let at = Report { phase, slots_below, slots_held: slots_below, ..Report::NOTHING };
+        self.event(Event::Progress { session, at })
+    }
+
+    fn journal_at(&mut self, first: u64, end: u64) {
+        (self.reading.journal_first, self.reading.journal_end) = (first, end);
+    }
+
+    /// A snapshot has started. The reading of the table is that of a new one.
+    fn started(&mut self, generation: u64, replid: ReplId, offset: u64) -> Vec<Action> {
+        self.reading = Reading { published: 0, retired: 0, writer_waits: 0, ..self.reading };
+        self.retire_below = 0;
+        if self.machine.stream.is_none() {
+            self.journal_at(offset + 1, offset);
+        }
+        self.event(Event::Capture(CaptureEvent::Started { generation, replid, offset }))
+    }
+
+    fn completed(&mut self, generation: u64) -> Vec<Action> {
+        self.event(Event::Capture(CaptureEvent::Completed { generation, bytes: 1 }))
+    }
+
+    fn failed(&mut self, generation: u64, error: CaptureError) -> Vec<Action> {
+        self.event(Event::Capture(CaptureEvent::Failed { generation, error }))
+    }
+
+    /// A source with a complete snapshot at offset 10. Session 1 was given it and has been handed over.
+    fn with_snapshot() -> Bench {
+        let mut bench = Bench::new();
+        bench.join(1);
+        bench.started(FIRST, replid(1), 10);
+        bench.completed(FIRST);
+        bench.event(Event::Gone { session: 1, done: true });
+        bench
+    }
+}
+
+fn replid(byte: u8) -> ReplId {
+    String::from_utf8(vec![b'0' + byte; 40]).unwrap().parse().unwrap()
+}
+
+fn link_error() -> CaptureError {
+    CaptureError::Link { during: "snapshot", cause: "gone".into() }
+}
+
+fn offers(actions: &[Action]) -> Vec<Session> {
+    let offer = |action: &Action| match action {
+        Action::Offer { session } => Some(*session),
+        _ => None,
+    };
+    actions.iter().filter_map(offer).collect()
+}
+
+fn begins(actions: &[Action]) -> Option<(u64, bool)> {
+    actions.iter().find_map(|action| match action {
+        Action::Capture { generation, with_stream, .. } => Some((*generation, *with_stream)),
+        _ => None,
+    })
+}
+
+#[test]
+fn the_first_replica_has_one_snapshot_taken_and_the_others_share_it() {
+    let mut bench = Bench::new();
+    assert_eq!(begins(&bench.after(Duration::from_secs(1))), None);
+    assert_eq!(begins(&bench.join(1)), Some((FIRST, true)));
+    assert_eq!(begins(&bench.join(2)), None);
+    assert_eq!(offers(&bench.started(FIRST, replid(1), 10)), [1, 2]);
+    assert_eq!(offers(&bench.join(3)), [3]);
+    bench.completed(FIRST);
+    assert_eq!(bench.machine.snapshots_taken, 1);
+}
+
+#[test]
+fn an_eager_source_does_not_wait_for_the_first_replica() {
+    let mut bench = Bench::with(RULES, true);
+    assert_eq!(begins(&bench.after(Duration::ZERO)), Some((FIRST, true)));
+    assert_eq!(begins(&bench.after(Duration::ZERO)), None);
+}
+
+#[test]
+fn a_late_joiner_gets_the_old_snapshot_as_long_as_the_journal_reaches_back() {
+    let mut bench = Bench::with_snapshot();
+    bench.after(Duration::from_secs(600));
+    bench.journal_at(11, 5000);
+    let actions = bench.join(2);
+    assert_eq!((offers(&actions), begins(&actions)), (vec![2], None));
+
+    bench.event(Event::Gone { session: 2, done: true });
+    bench.journal_at(12, 9000);
+    let actions = bench.join(3);
+    assert_eq!(offers(&actions), Vec::<Session>::new());
+    assert!(begins(&actions).is_some());
+}
+
+#[test]
+fn a_snapshot_that_is_too_old_makes_way_for_another_in_the_same_stream() {
+    let mut bench = Bench::with_snapshot();
+    // Somebody stays, so the stream lives; the snapshot grows old.
+    bench.join(2);
+    bench.progress(2, Phase::Stay, u64::MAX);
+    bench.after(RULES.max_age + Duration::from_secs(1));
+    let actions = bench.join(3);
+    assert_eq!(begins(&actions), Some((FIRST + 1, false)));
+    assert!(actions.contains(&Action::RevokeSnapshot { generation: FIRST }));
+    bench.journal_at(11, 70);
+    assert_eq!(offers(&bench.started(FIRST + 1, replid(1), 60)), [3]);
+    assert_eq!(bench.machine.replicas[&2].generation, Some(FIRST));
+}
+
+#[test]
+fn memory_is_used_again_only_when_nobody_may_still_read_it() {
+    let fresh = |bench: &mut Bench| {
+        bench.after(RULES.max_age + Duration::from_secs(1));
+        bench.join(9).iter().find_map(|action| match action {
+            Action::Capture { fresh, .. } => Some(*fresh),
+            _ => None,
+        })
+    };
+    // The only reader was handed over.
+    assert_eq!(fresh(&mut Bench::with_snapshot()), Some(false));
+    // It went in the middle, or after its server had loaded everything.
+    for (phase, expected) in [(Phase::Transfer, true), (Phase::Load, false)] {
+        let mut bench = Bench::with_snapshot();
+        bench.join(2);
+        bench.progress(2, phase, 3);
+        bench.event(Event::Gone { session: 2, done: false });
+        assert_eq!(fresh(&mut bench), Some(expected), "{phase:?}");
+    }
+    // The snapshot failed under it.
+    let mut bench = Bench::new();
+    bench.join(1);
+    bench.started(FIRST, replid(1), 10);
+    bench.failed(FIRST, link_error());
+    let retried = bench.after(Duration::from_secs(10));
+    assert!(retried.iter().any(|action| matches!(action, Action::Capture { fresh: true, .. })), "{retried:?}");
+}
+
+#[test]
+fn a_snapshot_of_another_history_ends_all_that_was_given_of_the_old_one() {
+    let mut bench = Bench::with_snapshot();
+    bench.join(2);
+    bench.progress(2, Phase::Stay, u64::MAX);
+    bench.after(RULES.max_age + Duration::from_secs(1));
+    bench.join(3);
+    let actions = bench.started(FIRST + 1, replid(2), 5);
+    assert!(actions.contains(&Action::EndStream { generation: FIRST }), "{actions:?}");
+    let gone = |action: &&Action| matches!(action, Action::GenerationGone { session: 2, generation: FIRST, .. });
+    assert_eq!(actions.iter().filter(gone).count(), 1, "{actions:?}");
+    // The new snapshot does not belong to the stream: its capture is stopped, and the next one begins with a stream of
+    // its own.
+    assert!(actions.contains(&Action::StopCapture { generation: FIRST + 1 }), "{actions:?}");
+    assert_eq!(begins(&actions), Some((FIRST + 2, true)), "{actions:?}");
+}
+
+#[test]
+fn slots_are_reused_only_when_the_ring_is_full_and_every_reader_has_passed_them() {
+    let mut bench = Bench::new();
+    bench.join(1);
+    bench.join(2);
+    bench.started(FIRST, replid(1), 10);
+    bench.progress(1, Phase::Transfer, 7);
+    bench.progress(2, Phase::Transfer, 3);
+    assert_eq!(bench.retire_below, 0, "the ring has room: the next replica may want them all");
+    bench.reading.writer_waits += 1;
+    bench.after(Duration::ZERO);
+    assert_eq!(bench.retire_below, 3);
+    bench.progress(2, Phase::Transfer, 5);
+    assert_eq!(bench.retire_below, 5);
+    // A replica cannot go back before a slot that it has passed.
+    bench.progress(2, Phase::Transfer, 1);
+    assert_eq!(bench.machine.replicas[&2].at.slots_below, 5);
+    // From now on no replica can begin at the first slot.
+    let actions = bench.join(3);
+    assert_eq!(offers(&actions), Vec::<Session>::new());
+    assert!(matches!(&actions[..], [Action::Wait { session: 3, cause: WaitCause::Busy, .. }]), "{actions:?}");
+}
+
+#[test]
+fn a_replica_that_holds_up_a_full_ring_is_dropped_alone_and_after_its_time() {
+    let mut bench = Bench::new();
+    bench.join(1);
+    bench.join(2);
+    bench.started(FIRST, replid(1), 10);
+    bench.reading.writer_waits += 1;
+    bench.reading.published = 8;
+    bench.progress(1, Phase::Transfer, 8);
+    bench.now += RULES.stall_limit;
+    bench.progress(1, Phase::Transfer, 9);
+    let actions = bench.after(Duration::from_secs(1));
+    assert!(matches!(&actions[..], [Action::Drop { session: 2, code: RefusalCode::Stalled, .. }]), "{actions:?}");
+    assert_eq!(bench.retire_below, 9);
+}
+
+#[test]
+fn a_capture_that_breaks_is_tried_again_after_a_pause_and_its_readers_are_told() {
+    let mut bench = Bench::new();
+    bench.join(1);
+    bench.started(FIRST, replid(1), 10);
+    let actions = bench.failed(FIRST, link_error());
+    assert!(actions.contains(&Action::RevokeSnapshot { generation: FIRST }));
+    assert!(actions.iter().any(|action| matches!(action, Action::GenerationGone { session: 1, .. })), "{actions:?}");
+    assert_eq!(begins(&actions), None);
+    let waits =
+        |action: &Action| matches!(action, Action::Wait { session: 1, cause: WaitCause::LastAttemptFailed, .. });
+    assert!(actions.iter().any(waits), "{actions:?}");
+    assert_eq!(begins(&bench.after(Duration::from_secs(10))), Some((FIRST + 1, true)));
+    assert_eq!(offers(&bench.started(FIRST + 1, replid(1), 30)), [1]);
+}
+
+#[test]
+fn a_server_that_refuses_is_not_asked_again_and_waiting_replicas_are_told_why() {
+    let mut bench = Bench::new();
+    bench.join(1);
+    let actions = bench.failed(FIRST, CaptureError::HistoryGone);
+    let refused =
+        Action::Drop { session: 1, code: RefusalCode::PrimaryRefuses, text: CaptureError::HistoryGone.to_string() };
+    assert!(actions.contains(&refused), "{actions:?}");
+    assert_eq!(begins(&bench.after(Duration::from_secs(60))), None);
+}
+
+#[test]
+fn a_replica_that_comes_back_goes_on_with_the_generation_it_knows() {
+    let mut bench = Bench::new();
+    bench.join(1);
+    bench.started(FIRST, replid(1), 10);
+    bench.reading.writer_waits += 1;
+    bench.progress(1, Phase::Transfer, 6);
+    bench.event(Event::Gone { session: 1, done: false });
+    let held = |held_slots| Some(Resume { generation: FIRST, held_slots, loaded: None });
+    assert_eq!(offers(&bench.join_with(2, held(6))), [2]);
+    assert_eq!(bench.machine.replicas[&2].at.slots_below, 6);
+    assert_eq!(offers(&bench.join_with(3, held(5))), Vec::<Session>::new(), "slot 5 is given up");
+}
+
+#[test]
+fn a_loaded_replica_needs_the_stream_only_and_is_sent_away_if_the_stream_is_gone() {
+    let mut bench = Bench::with_snapshot();
+    bench.journal_at(40, 90);
+    let loaded =
+        |byte, next_byte| Some(Resume { generation: FIRST, held_slots: 0, loaded: Some((replid(byte), next_byte)) });
+    assert_eq!(offers(&bench.join_with(2, loaded(1, 91))), [2]);
+    assert_eq!(bench.machine.replicas[&2].at.phase, Phase::CatchUp);
+    for (session, resume) in [(3, loaded(1, 39)), (4, loaded(2, 80)), (5, loaded(1, 92))] {
+        let actions = bench.join_with(session, resume);
+        assert!(
+            matches!(&actions[..], [Action::Drop { code: RefusalCode::HistoryGone, .. }]),
+            "{session}: {actions:?}"
+        );
+    }
+}
+
+#[test]
+fn one_replica_too_many_is_refused_and_touches_nothing() {
+    let mut bench = Bench::new();
+    for session in 1..=3 {
+        bench.join(session);
+    }
+    let actions = bench.join(4);
+    assert!(matches!(&actions[..], [Action::Drop { session: 4, code: RefusalCode::Busy, .. }]), "{actions:?}");
+    // A replica that has joined may ask again.
+    let actions = bench.join(2);
+    assert!(!actions.iter().any(|action| matches!(action, Action::Drop { .. })), "{actions:?}");
+}
+
+#[test]
+fn a_source_without_replicas_releases_the_server_after_a_while() {
+    let mut bench = Bench::with_snapshot();
+    assert_eq!(bench.after(RULES.max_age - Duration::from_secs(1)), []);
+    let actions = bench.after(Duration::from_secs(2));
+    assert_eq!(actions, [Action::RevokeSnapshot { generation: FIRST }, Action::EndStream { generation: FIRST }]);
+    assert_eq!(begins(&bench.join(9)), Some((FIRST + 1, true)));
+}
+
+#[test]
+fn a_stream_that_is_lost_ends_the_snapshot_with_it() {
+    let mut bench = Bench::with_snapshot();
+    bench.join(2);
+    let actions = bench.event(Event::Capture(CaptureEvent::StreamLost { text: "gone".into() }));
+    assert!(actions.contains(&Action::EndStream { generation: FIRST }));
+    assert!(actions.iter().any(|action| matches!(action, Action::GenerationGone { session: 2, .. })));
+    assert_eq!(begins(&actions), Some((FIRST + 1, true)), "{actions:?}");
+}
+
+impl Bench {
+    fn history_changed(&mut self, at: u64) -> Vec<Action> {
+        let (from, to) = (replid(1), replid(2));
+        self.event(Event::Capture(CaptureEvent::HistoryChanged { generation: FIRST, from, to, at }))
+    }
+
+    /// A progress report of a replica whose server has loaded.
+    fn applied(&mut self, session: Session, phase: Phase, applied_offset: u64) -> Vec<Action> {
+        let at = Report { phase, applied_offset, slots_below: u64::MAX, ..Report::NOTHING };
+        self.event(Event::Progress { session, at })
+    }
+}
+
+fn sent_away(actions: &[Action]) -> Vec<Session> {
+    let gone = |action: &Action| match action {
+        Action::GenerationGone { session, generation: FIRST, .. } => Some(*session),
+        _ => None,
+    };
+    actions.iter().filter_map(gone).collect()
+}
+
+fn ends_stream(actions: &[Action]) -> bool {
+    actions.contains(&Action::EndStream { generation: FIRST })
+}
+
+#[test]
+fn when_the_history_changes_a_loaded_replica_keeps_the_journal_until_it_has_applied_it() {
+    let mut bench = Bench::with_snapshot();
+    bench.join(2);
+    bench.applied(2, Phase::Stay, 80);
+    let actions = bench.history_changed(100);
+    assert_eq!(actions, [Action::RevokeSnapshot { generation: FIRST }]);
+    assert_eq!(bench.applied(2, Phase::Stay, 99), []);
+    let actions = bench.applied(2, Phase::Stay, 100);
+    assert_eq!((sent_away(&actions), ends_stream(&actions)), (vec![2], true), "{actions:?}");
+    // It goes to the primary: no snapshot is taken for it, and its hand-off is judged by its own history.
+    assert_eq!(begins(&bench.after(Duration::from_secs(60))), None);
+    assert_eq!(bench.machine.status().history_of(2), Some(replid(1)));
+}
+
+#[test]
+fn when_the_history_changes_replicas_that_have_not_loaded_begin_again_after_the_loaded_ones_are_done() {
+    let mut bench = Bench::with_snapshot();
+    bench.join(2);
+    bench.join(3);
+    bench.applied(2, Phase::CatchUp, 80);
+    bench.progress(3, Phase::Transfer, 4);
+    let actions = bench.history_changed(100);
+    assert_eq!((sent_away(&actions), ends_stream(&actions), begins(&actions)), (vec![3], false, None), "{actions:?}");
+    assert!(actions.iter().any(|action| matches!(action, Action::Wait { session: 3, .. })), "{actions:?}");
+    let actions = bench.applied(2, Phase::CatchUp, 100);
+    assert_eq!((sent_away(&actions), ends_stream(&actions)), (vec![2], true), "{actions:?}");
+    // The memory that session 3 was reading is not used again, and the new snapshot has a stream of its own.
+    assert!(
+        actions.contains(&Action::Capture { generation: FIRST + 1, with_stream: true, fresh: true }),
+        "{actions:?}"
+    );
+    assert_eq!(offers(&bench.started(FIRST + 1, replid(2), 120)), [3]);
+    assert_eq!(bench.machine.status().history_of(3), Some(replid(2)));
+}
+
+#[test]
+fn after_the_history_has_changed_the_old_one_is_not_offered() {
+    let mut bench = Bench::with_snapshot();
+    bench.history_changed(100);
+    assert_eq!(begins(&bench.join(2)), Some((FIRST + 1, true)));
+    let loaded = Some(Resume { generation: FIRST, held_slots: 0, loaded: Some((replid(1), 90)) });
+    let actions = bench.join_with(3, loaded);
+    let refused = |action: &Action| matches!(action, Action::Drop { session: 3, code: RefusalCode::HistoryGone, .. });
+    assert!(actions.iter().any(refused) && offers(&actions).is_empty(), "{actions:?}");
+    assert_eq!(offers(&bench.started(FIRST + 1, replid(2), 120)), [2]);
+}
+
+#[test]
+fn a_replica_that_gets_no_further_in_an_ended_history_is_sent_away() {
+    let mut bench = Bench::with_snapshot();
+    bench.join(2);
+    bench.applied(2, Phase::Stay, 80);
+    bench.history_changed(100);
+    assert_eq!(bench.after(UNMOVED_LIMIT), []);
+    bench.applied(2, Phase::Stay, 90);
+    assert_eq!(bench.after(UNMOVED_LIMIT), [], "it has moved since");
+    let actions = bench.after(Duration::from_millis(1));
+    assert_eq!((sent_away(&actions), ends_stream(&actions)), (vec![2], true), "{actions:?}");
+}
+
+#[test]
+fn replicas_of_an_ended_history_hold_up_the_others_for_a_while_only() {
+    let mut bench = Bench::with_snapshot();
+    bench.join(2);
+    bench.applied(2, Phase::CatchUp, 20);
+    bench.history_changed(1000);
+    let mut applied = 20;
+    for _ in 0..20 {
+        applied += 1;
+        bench.now += Duration::from_secs(1);
+        assert_eq!(bench.applied(2, Phase::CatchUp, applied), [], "it moves, and nobody waits");
+    }
+    let actions = bench.join(3);
+    assert_eq!(sent_away(&actions), [2], "{actions:?}");
+    assert_eq!(begins(&actions), Some((FIRST + 1, true)), "{actions:?}");
+}
+
+#[test]
+fn a_running_snapshot_ends_with_the_history_and_a_late_event_of_the_old_stream_changes_nothing() {
+    let mut bench = Bench::new();
+    bench.join(1);
+    bench.started(FIRST, replid(1), 10);
+    let actions = bench.history_changed(10);
+    for wanted in [
+        Action::RevokeSnapshot { generation: FIRST },
+        Action::StopCapture { generation: FIRST },
+        Action::EndStream { generation: FIRST },
+        Action::Capture { generation: FIRST + 1, with_stream: true, fresh: true },
+    ] {
+        assert!(actions.contains(&wanted), "{wanted:?}: {actions:?}");
+    }
+    bench.started(FIRST + 1, replid(2), 20);
+    assert_eq!(bench.history_changed(10), []);
+    assert_eq!(bench.machine.stream, Some(Origin { generation: FIRST + 1, history: replid(2), offset: 20 }));
+}
+
+#[test]
+fn a_loaded_replica_whose_stream_is_lost_causes_no_other_snapshot() {
+    let mut bench = Bench::with_snapshot();
+    bench.join(2);
+    bench.applied(2, Phase::Stay, 80);
+    let actions = bench.event(Event::Capture(CaptureEvent::StreamLost { text: "gone".into() }));
+    assert_eq!((sent_away(&actions), begins(&actions)), (vec![2], None), "{actions:?}");
+}

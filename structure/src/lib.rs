@@ -1,0 +1,69 @@
+//! The structure of the workspace, drawn and checked.
+//!
+//! ```text
+//!   cargo metadata ──▶ workspace: crates, drawn from the top floor down
+//!   sources ──syn──▶ modules ──▶ imports: file ──▶ file, by the items it names ──▶ rooms: no circles
+//!                       └──────▶ bounds: lines of a file, fields and methods of a type
+//! ```
+//!
+//! - `rooms`: import circles. `bounds`: long files and large types.
+//! - `workspace`, `modules`, `imports`: shared by both.
+//!
+//! This is a separate crate, so that the check is built in seconds: it depends on none of the crates that it reads.
+
+#![forbid(unsafe_code)]
+
+mod bounds;
+mod imports;
+mod modules;
+mod rooms;
+mod workspace;
+
+use imports::Imports;
+use modules::Modules;
+
+/// The result of a check: an error is the text to print.
+pub type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
+
+/// Draws the crates, and checks the files of each. `print_ties`: also prints every import between two files.
+///
+/// # Errors
+/// The import circles and everything that exceeds a bound; a source that cannot be read.
+pub fn check(print_ties: bool) -> Result<()> {
+    let workspace = workspace::read()?;
+    println!("{}", workspace::drawing(&workspace.members));
+    let (mut circles, mut exceeded) = (Vec::new(), bounds::Exceeded::default());
+    for target in workspace.members.iter().flat_map(|member| &member.targets) {
+        let modules = Modules::read(target, &workspace.root)?;
+        let imports = Imports::of(&modules);
+        if print_ties {
+            print!("{imports}");
+        }
+        circles.extend(rooms::circles(&imports));
+        bounds::check(&modules, &mut exceeded);
+    }
+    for known in exceeded.obsolete() {
+        eprintln!("note: {known} exceeds no bound any more; remove it from KNOWN in structure/src/bounds.rs");
+    }
+    let (mut failures, large) = (Vec::new(), exceeded.found);
+    if !circles.is_empty() {
+        failures.push(format!(
+            "{} among the files of a crate:\n{}",
+            count(&circles, "import circle"),
+            circles.join("\n\n")
+        ));
+    }
+    if !large.is_empty() {
+        failures.push(format!(
+            "{}; split it, or put `{} <reason>` at the head of the file or above the type:\n{}",
+            count(&large, "exceeded bound"),
+            bounds::MARKER,
+            large.join("\n")
+        ));
+    }
+    if failures.is_empty() { Ok(()) } else { Err(failures.join("\n\n").into()) }
+}
+
+fn count(things: &[String], name: &str) -> String {
+    format!("{} {name}{}", things.len(), if things.len() == 1 { "" } else { "s" })
+}
