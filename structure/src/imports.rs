@@ -48,19 +48,18 @@ impl fmt::Display for Imports {
 
 /// Where an item is defined.
 pub(crate) struct Definition<'a> {
-    /// The file that has it.
+    /// The file that contains it.
     pub(crate) file: &'a str,
     /// Its path from the crate's root.
     pub(crate) path: Names,
 }
 
-/// The item that a path written in the module `at` names. `None` for an item of another crate, and for a module itself,
-/// which is only a place.
+/// The item that a path written in the module `at` names. `None` for an item of another crate, and for a module itself.
 pub(crate) fn definition<'a>(modules: &'a Modules, at: &Names, written: &Names) -> Option<Definition<'a>> {
     defined_at(modules, &absolute(modules, at, written)?, HANDED_ON_LIMIT)
 }
 
-/// A path written in the module `at`, from the crate's root. `None`: it leads out of the crate.
+/// A path written in the module `at`, from the crate's root. `None` if it leads out of the crate.
 fn absolute(modules: &Modules, at: &Names, written: &Names) -> Option<Names> {
     let (first, rest) = written.split_first()?;
     let mut base = match first.as_str() {
@@ -87,7 +86,7 @@ fn absolute(modules: &Modules, at: &Names, written: &Names) -> Option<Names> {
     Some(base)
 }
 
-/// Follows an absolute path through at most `left` names that hand it on.
+/// Follows an absolute path through at most `left` re-exports.
 fn defined_at<'a>(modules: &'a Modules, path: &Names, left: usize) -> Option<Definition<'a>> {
     let left = left.checked_sub(1)?;
     let mut at = Names::new();

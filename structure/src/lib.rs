@@ -7,9 +7,9 @@
 //! ```
 //!
 //! - `rooms`: import circles. `bounds`: long files and large types.
-//! - `workspace`, `modules`, `imports`: what both read.
+//! - `workspace`, `modules`, `imports`: shared by both.
 //!
-//! A crate of its own, so that the check is built in seconds: it depends on none of the crates that it reads.
+//! This is a separate crate, so that the check is built in seconds: it depends on none of the crates that it reads.
 
 #![forbid(unsafe_code)]
 
@@ -25,7 +25,7 @@ use modules::Modules;
 /// The result of a check: an error is the text to print.
 pub type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
-/// Draws the crates, and checks the files of each. `print_ties`: also prints every tie between two files.
+/// Draws the crates, and checks the files of each. `print_ties`: also prints every import between two files.
 ///
 /// # Errors
 /// The import circles and everything that exceeds a bound; a source that cannot be read.

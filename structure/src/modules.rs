@@ -1,4 +1,5 @@
-//! The modules of one crate, as its sources declare them: their files, the names they use, and the names they re-export.
+//! The modules of one crate, as its sources declare them: their files, the items they name, and the
+//! names they re-export.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -75,7 +76,7 @@ struct Files<'a> {
 }
 
 impl Files<'_> {
-    /// Reads a file as the module `path`; the files of its children lie in `folder`.
+    /// Reads a file as the module `path`; the files of its children are in `folder`.
     fn add_file(&mut self, path: Names, file: &Path, folder: &Path) -> Result<()> {
         let text = fs::read_to_string(file).map_err(|error| format!("{}: {error}", file.display()))?;
         let parsed = syn::parse_file(&text).map_err(|error| format!("{}: {error}", file.display()))?;

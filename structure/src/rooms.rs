@@ -1,16 +1,16 @@
 //! Import circles: files of one crate that name each other's items.
 //!
-//! A file and the files of its own folder below it are parent and child, and may name each other. Every other pair of
-//! files may be tied in one direction only: a file can then be read after those that it imports, and be moved with them.
+//! A file and the files in the folder below it are parent and child, and may import each other. Every other pair of files may
+//! be connected in one direction only: then a file can be read after those that it imports, and be moved with them.
 //!
-//! Not seen: names inside of macro calls (`tracing::info!`), and methods called on a value whose type is not named.
+//! Not seen: names inside macro calls (`tracing::info!`), and methods called on a value whose type is not named.
 
 use petgraph::algo::tarjan_scc;
 use petgraph::graphmap::DiGraphMap;
 
 use crate::imports::Imports;
 
-/// The circles among the files of one crate, each as a few lines.
+/// The circles among the files of one crate, a few lines for each.
 pub(crate) fn circles(imports: &Imports) -> Vec<String> {
     let graph: DiGraphMap<&str, ()> =
         imports.ties().filter(|(from, to, _)| !are_kin(from, to)).map(|(from, to, _)| (from, to, ())).collect();
@@ -31,7 +31,7 @@ pub(crate) fn circles(imports: &Imports) -> Vec<String> {
     told
 }
 
-/// Whether one file is the parent of the other: `a.rs` or `a/mod.rs` of what lies in `a/`.
+/// Whether one file is the parent of the other: `a.rs` or `a/mod.rs` of the files in `a/`.
 fn are_kin(one: &str, other: &str) -> bool {
     let is_above = |parent: &str, child: &str| {
         let stem = parent.strip_suffix("/mod.rs").or_else(|| parent.strip_suffix("/lib.rs"));
@@ -50,7 +50,7 @@ mod tests {
     use super::*;
     use crate::modules::Modules;
 
-    /// A crate of these files, read.
+    /// Reads a crate of these files.
     fn circles_in(files: &[(&str, &str)]) -> Vec<String> {
         let folder = tempfile::tempdir().unwrap();
         for (name, text) in files {

@@ -15,7 +15,7 @@ pub(crate) struct Member {
     pub(crate) folder: String,
     /// Its package name.
     pub(crate) name: String,
-    /// The folders of the workspace's crates that it depends on; not those of its tests.
+    /// The folders of the workspace's crates that it depends on, without those of its tests.
     pub(crate) stands_on: BTreeSet<String>,
     /// The first file of its library and of each of its programs.
     pub(crate) targets: Vec<PathBuf>,
@@ -28,7 +28,7 @@ pub(crate) struct Workspace {
     pub(crate) root: PathBuf,
 }
 
-/// What cargo says of the workspace, as far as it is read here.
+/// The parts of `cargo metadata` that are read here.
 #[derive(Deserialize)]
 struct Metadata {
     packages: Vec<Package>,
@@ -89,10 +89,10 @@ pub(crate) fn read() -> Result<Workspace> {
     Ok(Workspace { members, root: metadata.workspace_root })
 }
 
-/// The crates from the top floor down: each stands on crates of lower floors only, which cargo itself makes sure of.
+/// The crates, top floor first. Each depends on crates of lower floors only, since cargo forbids cycles.
 pub(crate) fn drawing(crates: &[Member]) -> String {
     let mut floors: BTreeMap<&str, usize> = BTreeMap::new();
-    // As many rounds as there can be floors.
+    // There are at most as many floors as crates.
     for _ in crates {
         for member in crates {
             let below = member.stands_on.iter().filter_map(|folder| floors.get(folder.as_str()));
@@ -136,7 +136,7 @@ mod tests {
                 "nothing of ours" => BTreeSet::new(),
                 list => list.split(',').map(|folder| folder.trim().to_string()).collect(),
             };
-            assert_eq!(told, member.stands_on, "what ARCHITECTURE.md says {}/ stands on", member.folder);
+            assert_eq!(told, member.stands_on, "the row of {}/ in ARCHITECTURE.md", member.folder);
         }
     }
 }

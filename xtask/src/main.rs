@@ -49,9 +49,9 @@ enum Command {
     Net(net::Command),
     /// Generate the types of the RDMA libraries from their headers.
     Bindings(bindings::Options),
-    /// Draw what stands on what; fail for an import circle, a long file or a large type, as `make check` does.
+    /// Draw the crates and their dependencies; fail for an import circle, a long file or a large type, as `make check` does.
     Rooms {
-        /// Print every tie between two files too.
+        /// Also print every import between two files.
         #[arg(long)]
         ties: bool,
     },

@@ -15,7 +15,7 @@ use crate::random::Random;
 use crate::scratch;
 use crate::tls::Tls;
 
-/// The configuration of a server that is to be started.
+/// The settings of a server to start.
 #[derive(Clone, Debug)]
 pub struct Builder {
     pub(super) kind: Kind,
@@ -44,34 +44,34 @@ impl Builder {
         }
     }
 
-    /// One line of the configuration file; `value` stands in it as it is (`""` for the empty value).
+    /// Adds a line to the configuration file; `value` is written as it is (`""` for the empty value).
     pub fn config(mut self, name: &str, value: impl fmt::Display) -> Builder {
         self.lines.push(format!("{name} {value}"));
         self
     }
 
-    /// How many databases.
+    /// Sets the number of databases.
     pub fn databases(self, count: u32) -> Builder {
         self.config("databases", count)
     }
 
-    /// How many bytes of data, at most.
+    /// Limits the bytes of data.
     pub fn max_memory(self, bytes: u64) -> Builder {
         self.config("maxmemory", bytes)
     }
 
-    /// `debug`, `verbose`, `notice` or `warning`.
+    /// Sets the log level: `debug`, `verbose`, `notice` or `warning`.
     pub fn log_level(self, level: &str) -> Builder {
         self.config("loglevel", level)
     }
 
-    /// The default user's password. The lab's own connections use a user of their own from then on.
+    /// Sets the default user's password. The lab's own connections then use a separate user.
     pub fn require_pass(mut self, password: &str) -> Builder {
         self.guarded = true;
         self.config("requirepass", password)
     }
 
-    /// What it shall say to its primary.
+    /// Sets the credentials that the server sends to its primary.
     pub fn master_auth(self, user: Option<&str>, password: &str) -> Builder {
         let named = match user {
             Some(user) => self.config("masteruser", user),
@@ -80,48 +80,48 @@ impl Builder {
         named.config("masterauth", password)
     }
 
-    /// An ACL user with exactly these rules (`~* &* +@all`, `+ping +psync +replconf`, …).
+    /// Adds an ACL user with exactly these rules (`~* &* +@all`, `+ping +psync +replconf`, …).
     pub fn user(self, name: &str, password: &str, rules: &str) -> Builder {
         self.config("user", format!("{name} on >{password} {rules}"))
     }
 
-    /// Nobody gets in without a name: the default user is off.
+    /// Turns the default user off: every client must log in with a name.
     pub fn without_default_user(mut self) -> Builder {
         self.guarded = true;
         self.config("user", "default off")
     }
 
-    /// A unix socket besides the port.
+    /// Adds a unix socket.
     pub fn unix_socket(mut self) -> Builder {
         self.unix_socket = true;
         self
     }
 
-    /// A TLS port besides the plain one. Clients need no certificate unless `tls-auth-clients` says so.
+    /// Adds a TLS port. Clients need no certificate unless `tls-auth-clients` requires one.
     pub fn tls(mut self, files: Tls) -> Builder {
         self.tls = Some(files);
         self
     }
 
-    /// Cluster mode: one node, no slots.
+    /// Turns cluster mode on: one node, no slots.
     pub fn cluster(mut self) -> Builder {
         self.cluster = true;
         self
     }
 
-    /// On that host of a test network instead of this machine's loopback.
+    /// Runs the server on that host of a test network instead of this machine's loopback.
     pub fn on(mut self, host: &Host) -> Builder {
         self.host = Some(host.clone());
         self
     }
 
-    /// How long it may take until it answers; more than the default where it first loads a file.
+    /// Sets how long the server may take until it answers; needed if it first loads a large file.
     pub fn start_time(mut self, time: Duration) -> Builder {
         self.start_time = time;
         self
     }
 
-    /// With our module loaded, with these words after its path (`""` for none).
+    /// Loads our module, with these arguments (`""` for none).
     ///
     /// # Errors
     /// [`Error::Missing`] if the library was not built.
@@ -130,13 +130,13 @@ impl Builder {
         Ok(self.config("loadmodule", line.trim_end()))
     }
 
-    /// Starts it and waits until it answers.
+    /// Starts the server and waits until it answers.
     pub fn start(mut self) -> Result<Server> {
         self.lab_password = format!("{:016x}", Random::new(getrandom::u64().unwrap_or_default()).word());
         let mut tries = 1;
         loop {
             match self.try_start() {
-                // Between finding a free port and binding it somebody else took it.
+                // Another process took the port between the search and the bind.
                 Err(Error::Ended { tail, .. }) if tries < START_TRIES && tail.contains("in use") => tries += 1,
                 done => return done,
             }
@@ -168,7 +168,7 @@ impl Builder {
         Process::start(self.kind.to_string(), command).map(|(process, _)| process)
     }
 
-    /// The configuration file: ours first, so that a test's own lines win.
+    /// The configuration file. Default lines come first, so that a test's own lines override them.
     fn configuration(&self, folder: &Path, ports: &Ports) -> String {
         let mut text = String::new();
         let mut line = |name: &str, value: &dyn fmt::Display| {
@@ -182,7 +182,7 @@ impl Builder {
         line("save", &"\"\"");
         line("appendonly", &"no");
         line("enable-debug-command", &"yes");
-        // Outside loopback protected mode would refuse everybody; a test network is closed by itself.
+        // Outside loopback, protected mode would refuse every client; a test network is isolated anyway.
         line("protected-mode", &if self.host.is_some() { "no" } else { "yes" });
         if self.unix_socket {
             line("unixsocket", &folder.join(SOCKET_FILE).display());
@@ -225,7 +225,7 @@ pub(super) struct Ports {
 
 impl Ports {
     fn find(plan: &Builder) -> Result<Ports> {
-        // In a namespace of its own every port is free; one free on loopback serves there as well.
+        // In a separate namespace every port is free; a port that is free on loopback serves there as well.
         let find_if = |wanted: bool| wanted.then(scratch::free_port).transpose();
         Ok(Ports { plain: scratch::free_port()?, tls: find_if(plan.tls.is_some())?, cluster: find_if(plan.cluster)? })
     }
@@ -233,11 +233,11 @@ impl Ports {
 
 const CONFIG_FILE: &str = "server.conf";
 
-/// The user of the lab's own connections, where the default one is guarded or off.
+/// The user of the lab's own connections, if the default user has a password or is off.
 pub(super) const LAB_USER: &str = "lab";
 
-/// How long a server may take to answer. An empty one takes 50 ms; a machine with two cores and twenty tests, longer.
+/// How long a server may take to answer. An empty one takes 50 ms; on two cores with twenty tests it takes longer.
 const START_TIME: Duration = Duration::from_secs(30);
 
-/// How often another port is tried when ours was taken in between: each time is rare already.
+/// How many other ports are tried if a port was taken meanwhile: once is rare already.
 const START_TRIES: u32 = 5;

@@ -8,7 +8,7 @@ fn replid() -> ReplId {
     REPLID.parse().unwrap()
 }
 
-/// Feeds one inline command and returns what is answered.
+/// Feeds one inline command and returns the answer.
 fn answer(server: &mut Server, command: &str) -> String {
     server.handle_input(format!("{command}\r\n").as_bytes()).unwrap();
     String::from_utf8(server.take_output()).unwrap()
@@ -18,7 +18,7 @@ fn open() -> Server {
     Server::new(Options::default())
 }
 
-/// A server whose peer said these things and then asked for everything.
+/// A server whose peer sent these commands and then asked for everything.
 fn asked(before: &str) -> Server {
     let mut server = open();
     server.handle_input(format!("{before}\r\nPSYNC ? -1\r\n").as_bytes()).unwrap();
@@ -36,7 +36,7 @@ fn streaming() -> Server {
 
 #[test]
 fn what_replicas_of_each_version_say_is_understood() {
-    // Redis 6.2 and 7, Redis 8, Valkey 9, in their own words.
+    // What Redis 6.2 and 7, Redis 8 and Valkey 9 send.
     for (words, capabilities, version) in [
         ("capa eof capa psync2", &[][..], None),
         ("capa eof capa psync2 capa rdb-channel-repl", &["rdb-channel-repl"], None),
@@ -85,7 +85,7 @@ fn options_that_would_change_the_payload_are_refused() {
 fn other_commands_are_unknown_and_the_connection_goes_on() {
     let mut server = open();
     assert_eq!(answer(&mut server, "HELLO 3"), "-ERR unknown command 'HELLO'\r\n");
-    assert_eq!(answer(&mut server, "SYNC"), "-ERR only PSYNC is spoken here\r\n");
+    assert_eq!(answer(&mut server, "SYNC"), "-ERR SYNC is not supported here; use PSYNC\r\n");
     assert_eq!(answer(&mut server, "PSYNC ?"), "-ERR unknown command 'PSYNC'\r\n");
     assert_eq!(answer(&mut server, "PSYNC ? x"), "-ERR value is not an integer or out of range\r\n");
     assert!(answer(&mut server, "PSYNC ? -1 FAILOVER").starts_with("-ERR PSYNC FAILOVER"));
@@ -93,7 +93,7 @@ fn other_commands_are_unknown_and_the_connection_goes_on() {
 }
 
 #[test]
-fn whoever_must_authenticate_gets_nowhere_without() {
+fn a_peer_that_must_authenticate_gets_no_other_answer_before() {
     let with = |user: Option<&str>| {
         let access = Access::User { name: user.map(Into::into), password: "secret".into() };
         Server::new(Options { access })
@@ -134,17 +134,17 @@ fn a_secret_is_accepted_under_any_user_name_and_nothing_else_is() {
     assert_eq!(answer(&mut server, "PSYNC ? -1"), "-NOAUTH Authentication required.\r\n");
     assert_eq!(answer(&mut server, "REPLCONF capa eof"), "-NOAUTH Authentication required.\r\n");
     assert_eq!(server.poll_event(), None);
-    assert!(!server.peer().eof, "what an unknown peer says of itself is not kept");
+    assert!(!server.peer().eof, "facts of an unauthenticated peer are not kept");
 }
 
 #[test]
-fn without_a_requirement_any_password_will_do() {
+fn without_a_requirement_any_password_is_accepted() {
     assert_eq!(answer(&mut open(), "AUTH whatever"), "+OK\r\n");
     assert_eq!(answer(&mut open(), "AUTH who whatever"), "+OK\r\n");
 }
 
 #[test]
-fn a_full_resync_is_promised_kept_and_followed() {
+fn a_full_resync_is_announced_sent_and_followed_by_the_stream() {
     let mut server = asked("REPLCONF capa eof capa psync2");
     server.keep_alive();
     server.keep_alive();
@@ -161,7 +161,7 @@ fn a_full_resync_is_promised_kept_and_followed() {
 }
 
 #[test]
-fn a_partial_resync_names_the_history_to_those_who_understand() {
+fn a_partial_resync_names_the_history_to_replicas_that_understand_it() {
     for (before, said) in
         [("REPLCONF capa psync2", format!("+CONTINUE {REPLID}\r\n")), ("PING", "+CONTINUE\r\n".to_owned())]
     {
@@ -172,18 +172,18 @@ fn a_partial_resync_names_the_history_to_those_who_understand() {
 }
 
 #[test]
-fn the_history_and_offset_asked_for_are_told() {
+fn the_requested_history_and_offset_are_reported() {
     let mut server = open();
     server.handle_input(format!("PSYNC {REPLID} 101\r\n").as_bytes()).unwrap();
     assert_eq!(server.poll_event(), Some(Event::Psync { replid: Some(replid()), offset: 101 }));
 }
 
 #[test]
-fn a_refused_replica_may_ask_again() {
+fn a_refused_replica_can_ask_again() {
     let mut server = asked("PING");
     server.refuse("no\r\nsnapshot");
     assert_eq!(server.take_output(), b"-ERR no  snapshot\r\n");
-    assert_eq!(answer(&mut server, "SYNC"), "-ERR only PSYNC is spoken here\r\n");
+    assert_eq!(answer(&mut server, "SYNC"), "-ERR SYNC is not supported here; use PSYNC\r\n");
     server.handle_input(b"PSYNC ? -1\r\n").unwrap();
     server.full_resync(&replid(), 1);
     server.refuse("the source is gone");
@@ -191,7 +191,7 @@ fn a_refused_replica_may_ask_again() {
 }
 
 #[test]
-fn acknowledgements_are_told_as_the_last_one() {
+fn acknowledgements_are_merged_into_the_last_one() {
     let mut server = streaming();
     server.handle_input(b"REPLCONF ACK 5\r\nREPLCONF ack 7 FACK 6\r\n").unwrap();
     assert_eq!(server.poll_event(), Some(Event::Ack { offset: 7, aof: Some(6) }));
@@ -202,12 +202,12 @@ fn acknowledgements_are_told_as_the_last_one() {
 }
 
 #[test]
-fn a_client_that_goes_on_after_psync_is_no_replica() {
+fn a_client_that_sends_commands_after_psync_is_not_a_replica() {
     for mut server in [asked("PING"), streaming()] {
         let error = Error::OutOfTurn { command: "GET".into() };
         assert_eq!(server.handle_input(b"GET k\r\n"), Err(error.clone()));
         assert_eq!(server.handle_input(b"\n"), Err(error));
-        // The driver may answer before it learns of it: nothing happens.
+        // The driver may answer before it sees the error; the answer is ignored.
         server.full_resync(&replid(), 0);
         assert_eq!(server.take_output(), b"");
     }
@@ -219,7 +219,7 @@ fn a_tls_replica_at_a_plain_listener_is_recognised() {
 }
 
 #[test]
-fn a_peer_that_never_reads_is_cut_off() {
+fn a_peer_that_never_reads_is_disconnected() {
     let mut server = open();
     let outcome = server.handle_input(&b"PING\n".repeat(20_000));
     assert_eq!(outcome, Err(Error::Flood));
