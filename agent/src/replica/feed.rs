@@ -1,7 +1,7 @@
 //! Feed: a snapshot and a journal on some source, each behind a peer of its own, ready to be pumped.
 //!
-//! The control makes the connections (that may take a while), the delivery reads from them. A feed that fails is thrown away
-//! whole; the next one begins where the delivery is.
+//! The driver makes the connections, which can take a while; the delivery reads from them. A feed that fails is dropped as a whole;
+//! the next one begins where the delivery is.
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ pub(super) struct Feed {
     pub(super) snapshot: Option<SnapshotFeed>,
     /// The journal.
     pub(super) journal: Option<JournalFeed>,
-    /// Connections that no reader has been made for yet.
+    /// Connections without a reader so far.
     pub(super) parts: Option<Parts>,
 }
 
@@ -32,8 +32,8 @@ impl Feed {
         Feed { origin, snapshot: None, journal: None, parts: Some(parts) }
     }
 
-    /// Makes the reader of the snapshot, from slot `first` on, without those that are `held`. `kept` is the copy of a former feed; it goes on
-    /// where it lies in the same memory.
+    /// Creates the reader of the snapshot, from slot `first` on, without the slots that are `held`. `kept` is the copy of a former feed,
+    /// which is continued if it is in the same memory.
     pub(super) fn begin_snapshot(
         &mut self,
         first: u64,
@@ -69,7 +69,7 @@ impl Feed {
         Ok(())
     }
 
-    /// Makes the reader of the journal, from stream offset `next_byte` on.
+    /// Creates the reader of the journal, from stream offset `next_byte` on.
     pub(super) fn begin_journal(&mut self, next_byte: u64) -> Result<(), FeedError> {
         let Some(Parts { journal: part, .. }) = self.parts.take() else { return Ok(()) };
         let reader = JournalReader::new(part.peer.view(), part.sink, part.layout, part.expect, next_byte)?;
@@ -80,9 +80,9 @@ impl Feed {
 
 /// The snapshot, on its way here.
 pub(super) enum SnapshotFeed {
-    /// Out of the source's table, into buffers or not copied at all.
+    /// From the source's table, into buffers or without a copy.
     Direct(Box<Direct>),
-    /// Into a copy, out of which others read on.
+    /// Into a copy from which other replicas read.
     Relayed(Box<Relayed>),
 }
 
@@ -100,17 +100,17 @@ impl Direct {
         Some(slot)
     }
 
-    /// What to wait on.
+    /// Becomes readable when something has arrived.
     pub(super) fn arm(&mut self) -> BorrowedFd<'_> {
         self.peer.arm()
     }
 }
 
-/// What a turn has come to.
+/// The result of a turn.
 pub(super) struct Pumped {
-    /// More is known, or there.
+    /// More is known or has arrived.
     pub(super) moved: bool,
-    /// A peer was lost; the feed goes on.
+    /// A peer was lost; the feed continues.
     pub(super) lost: Option<Lost>,
 }
 
@@ -136,7 +136,7 @@ impl SnapshotFeed {
         }
     }
 
-    /// The slot has been used: was it whole until now?
+    /// Takes back a slot that was used. The error says that it was overwritten meanwhile.
     pub(super) fn release(&mut self, slot: Slot) -> Result<(), remora_table::Error> {
         match self {
             SnapshotFeed::Direct(direct) => direct.reader.release(slot),
@@ -147,14 +147,14 @@ impl SnapshotFeed {
         }
     }
 
-    /// Shows that this slot has come.
+    /// Counts a slot that has arrived.
     pub(super) fn count(&self, slot: &Slot, meter: &Meter) {
         match self {
             SnapshotFeed::Direct(_) => {
                 meter.slots_held.set(slot.number + 1);
                 meter.bytes_fetched.add(u64::from(slot.length));
             }
-            // A copy holds slots before anybody here takes them.
+            // A copy holds slots before the delivery takes them.
             SnapshotFeed::Relayed(relayed) => relayed.show(meter),
         }
     }
@@ -166,7 +166,7 @@ impl SnapshotFeed {
         }
     }
 
-    /// Nothing more of it is wanted from anybody.
+    /// Whether all slots have arrived.
     pub(super) fn is_fetched(&self) -> bool {
         match self {
             SnapshotFeed::Direct(direct) => direct.reader.is_complete(),
@@ -174,7 +174,7 @@ impl SnapshotFeed {
         }
     }
 
-    /// Nothing is on its way: only time can bring something new.
+    /// Whether no read is under way: only the source can bring something new.
     pub(super) fn is_idle(&self) -> bool {
         match self {
             SnapshotFeed::Direct(direct) => direct.reader.is_caught_up(),
@@ -189,7 +189,7 @@ impl SnapshotFeed {
         }
     }
 
-    /// The copy, to be kept when the feed is over.
+    /// The copy, which outlives the feed.
     pub(super) fn into_relayed(self) -> Option<Box<Relayed>> {
         match self {
             SnapshotFeed::Direct(_) => None,
@@ -213,7 +213,7 @@ impl JournalFeed {
         Ok(self.reader.pump(&mut *self.peer)?)
     }
 
-    /// Nothing is on its way: only time can bring something new.
+    /// Whether no read is under way: only the source can bring something new.
     pub(super) fn is_idle(&self) -> bool {
         self.reader.is_caught_up()
     }

@@ -1,6 +1,6 @@
-//! Introduction: shows memory to a server that has our module, so that the snapshot it is sent may refer to it.
+//! Introduction: gives memory to a server that has our module, so that the payload can refer to it.
 //!
-//! Descriptors go by a local socket, and where that is goes by a command; both are of one use. Not here: what is sent afterwards.
+//! The descriptors pass over a local socket, whose address the server gets by a command. Both are used once. Not here: the payload.
 
 use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
@@ -14,17 +14,17 @@ use remora_table::LoadPage;
 use crate::server::Client;
 use crate::server::module::field;
 
-/// What the delivery keeps.
+/// The delivery's half.
 pub(super) struct Shown {
-    /// What the first field must say.
+    /// The first field of the payload must contain this.
     pub(super) ticket: [u8; TICKET_BYTES],
-    /// On which the server counts.
+    /// The page on which the server counts.
     pub(super) tally: LoadPage,
 }
 
-/// What the control tells the server.
+/// The half for the server's task.
 pub(super) struct Introduction {
-    /// Which one, so that a late answer is not taken for another's.
+    /// Tells introductions apart, so that a late answer is not taken for another's.
     pub(super) number: u64,
     handover: Handover,
     descriptors: Vec<OwnedFd>,
@@ -41,19 +41,19 @@ impl fmt::Debug for Introduction {
 /// What the server's module answered.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Answer {
-    /// It can set idle times.
+    /// Whether it can set idle times.
     pub(super) idle_times: bool,
 }
 
-/// How long the server may take to fetch what is offered: it is told at once, but may be busy with something else.
+/// How long the server may take to fetch the descriptors: it gets the command at once, but may be busy.
 const HANDOVER_LIMIT: Duration = Duration::from_secs(3);
 
-/// How long it may take in all: it empties itself first, and a large data set takes its time.
+/// How long the command may take: the server first removes its keys, which takes long for a large data set.
 const ANSWER_LIMIT: Duration = Duration::from_secs(300);
 
-/// Makes both halves, for this memory.
+/// Prepares both halves for this memory.
 pub(super) fn prepare(view: &View, number: u64) -> Result<(Shown, Introduction), String> {
-    let text = |error: &dyn fmt::Display| format!("memory can't be shown to the server: {error}");
+    let text = |error: &dyn fmt::Display| format!("memory cannot be given to the server: {error}");
     let mut ticket = [0; TICKET_BYTES];
     getrandom::fill(&mut ticket).map_err(|error| text(&error))?;
     let tally = LoadPage::create().map_err(|error| text(&error))?;
@@ -66,7 +66,7 @@ pub(super) fn prepare(view: &View, number: u64) -> Result<(Shown, Introduction),
 }
 
 impl Introduction {
-    /// Tells the server, and hands over what it asks for. The server is emptied by that.
+    /// Sends the command, and passes the descriptors. The server removes its keys.
     pub(super) async fn perform(self, client: &mut Client) -> Result<Answer, String> {
         let Introduction { handover, descriptors, ticket, length, .. } = self;
         let ticket: String = ticket.iter().map(|byte| format!("{byte:02x}")).collect();

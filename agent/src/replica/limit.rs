@@ -1,8 +1,7 @@
-//! Limit: how many bytes may be asked for now, so that no more than so many a second come in the long run. Pure: it is told the time.
+//! Limit: how many bytes can be requested now, so that a rate in bytes per second is kept. Pure: the time is handed in.
 //!
-//! A limit is kept by whoever *reads*: a one-sided read is not noticed by the one that is read, so that nobody else could keep it.
-//! Bytes that come without asking (the stream, which always goes first) are taken off as well, below zero if need be; what may
-//! wait then waits.
+//! The reader keeps the limit: the end that is read does not notice a one-sided read. Bytes of the stream always go first. They are
+//! subtracted as well, below zero if necessary, and slots then wait.
 
 use std::time::{Duration, Instant};
 
@@ -11,12 +10,12 @@ use std::time::{Duration, Instant};
 pub(super) struct Limit {
     /// Bytes per second; 0: no limit.
     rate: u64,
-    /// Bytes that may be asked for; below 0 what was asked for too much.
+    /// Bytes that can be requested; below 0: bytes that were requested beyond the limit.
     tokens: f64,
     last: Instant,
 }
 
-/// How long a limit saves up what was not used: what was missed while nothing was to be had is not made up for in a burst.
+/// The time for which unused allowance accumulates: what was not used for longer is lost, and never becomes a burst.
 const SAVED: Duration = Duration::from_millis(100);
 
 impl Limit {
@@ -24,7 +23,7 @@ impl Limit {
         Limit { rate, tokens: 0.0, last: now }
     }
 
-    /// There is one.
+    /// Whether there is a limit.
     pub(super) fn is_set(&self) -> bool {
         self.rate > 0
     }
@@ -33,7 +32,7 @@ impl Limit {
         self.rate = rate;
     }
 
-    /// Bytes that may be asked for now: ask while it is above 0, and [`spend`](Self::spend) what was asked for.
+    /// Bytes that can be requested now. The caller requests while this is above 0, and [`spend`](Self::spend)s what it requested.
     pub(super) fn allowance(&mut self, now: Instant) -> i64 {
         if self.rate == 0 {
             return i64::MAX;
@@ -45,7 +44,7 @@ impl Limit {
         self.tokens as i64
     }
 
-    /// So many bytes were asked for, or came.
+    /// Subtracts bytes that were requested, or that arrived.
     pub(super) fn spend(&mut self, bytes: u64) {
         if self.rate > 0 {
             self.tokens -= bytes as f64;
@@ -57,7 +56,7 @@ impl Limit {
 mod tests {
     use super::*;
 
-    /// Bytes got in ten seconds by one who asks for a piece whenever it may, every millisecond.
+    /// Bytes that a reader gets in ten seconds if it requests a piece each millisecond that the limit permits.
     fn run(rate: u64, piece: u64, stream: u64) -> u64 {
         let start = Instant::now();
         let mut limit = Limit::new(start, rate);

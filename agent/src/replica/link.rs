@@ -1,6 +1,6 @@
-//! Link: one connection from the replica's server to us, who play its primary. Never blocks; plain or under TLS.
+//! Link: one connection from the replica's server to the agent, which acts as its primary. Never blocks; plain or TLS.
 //!
-//! It moves bytes and knows nothing of what they mean: [`super::delivery`] does.
+//! It moves bytes. Their meaning is the [delivery](super::delivery)'s.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -21,11 +21,11 @@ pub(super) struct Link {
     piece: Vec<u8>,
     /// Bytes given to the socket since it was accepted.
     written: u64,
-    /// What of them the server has not read yet, where that can be known.
+    /// How many of them the server has not read, if the kernel can tell.
     unread: Option<Unread>,
 }
 
-/// Plain text that is given to TLS at once: some records of 16 KiB. More would only wait in its buffer.
+/// Plain text that is given to TLS at once: a few records of 16 KiB. More would only wait in its buffer.
 const TLS_PIECE: usize = 64 * 1024;
 
 impl Link {
@@ -47,7 +47,7 @@ impl Link {
         Ok(Link { socket, tls, piece: Vec::new(), written: 0, unread: None })
     }
 
-    /// Finds out from now on what the server has not read yet, where that can be known. Memory can be lent to the link then.
+    /// Watches from now on what the server has not read, if the kernel can tell. Memory can be lent to the link then.
     pub(super) fn look_at_what_is_unread(&mut self) {
         if self.tls.is_none() {
             self.unread = Unread::of(&self.socket).ok();
@@ -93,7 +93,7 @@ impl Link {
         Ok(!self.wants_write())
     }
 
-    /// Writes some of `length` bytes of a table's memory, straight out of it.
+    /// Writes some of `length` bytes directly from a table's memory.
     pub(super) fn write_view(&mut self, view: &View, offset: u64, length: usize) -> io::Result<Option<usize>> {
         if self.tls.is_none() {
             let wrote = view.send(&self.socket, offset, length);
@@ -104,13 +104,13 @@ impl Link {
         self.write_piece()
     }
 
-    /// Whether memory may be lent to this link: it is plain, and tells what the server has read.
+    /// Whether memory can be lent to this link: it is plain, and the kernel tells what the server has read.
     pub(super) fn borrows(&self) -> bool {
         self.unread.is_some()
     }
 
-    /// Lends some of `length` bytes of a table's memory: no byte is copied before the server reads it. They must stay as they
-    /// are until [`taken`](Self::taken) has passed the [`written`](Self::written) that follows this call.
+    /// Lends some of `length` bytes of a table's memory: no byte is copied before the server reads it. The bytes must not change
+    /// until [`taken`](Self::taken) has passed the value of [`written`](Self::written) after this call.
     pub(super) fn lend_view(&mut self, view: &View, offset: u64, length: usize) -> io::Result<Option<usize>> {
         let lent = view.send_file(&self.socket, offset, length);
         self.count(lent)
@@ -121,7 +121,7 @@ impl Link {
         self.written
     }
 
-    /// How many of them are certainly not read out of our memory any more: the server has read them, or they were copied.
+    /// How many of them are certainly not read from our memory any more: the server has read them, or they were copied.
     pub(super) fn taken(&mut self) -> io::Result<u64> {
         match &mut self.unread {
             Some(unread) => Ok(self.written.saturating_sub(unread.bytes()?)),
@@ -129,7 +129,7 @@ impl Link {
         }
     }
 
-    /// How many bytes its socket holds that the server has not read; `None` where that can't be known.
+    /// Bytes that the socket holds and the server has not read; `None` if the kernel cannot tell.
     pub(super) fn held(&mut self) -> Option<u64> {
         self.unread.as_mut()?.bytes().ok()
     }
@@ -172,19 +172,19 @@ impl Link {
         Ok(())
     }
 
-    /// Whether something waits to be sent that no further call will bring.
+    /// Whether TLS still holds bytes that only a flush sends.
     pub(super) fn wants_write(&self) -> bool {
         self.tls.as_ref().is_some_and(|tls| tls.wants_write())
     }
 
-    /// For waiting on.
+    /// The socket, for poll(2).
     pub(super) fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
 }
 
-/// There is no network between us and a server on this host, so nothing is gained by a congestion control that paces what
-/// is sent (bbr, the default of some systems): it costs timers and a part of the throughput.
+/// Selects a congestion control without pacing for a server on this host. There is no network in between, and pacing (bbr, the default
+/// of some systems) costs timers and a part of the throughput.
 fn without_pacing(socket: &TcpStream) {
     let taken = UNPACED.iter().any(|name| rustix::net::sockopt::set_tcp_congestion(socket, name).is_ok());
     if !taken {

@@ -1,4 +1,4 @@
-//! Meter: how far the delivery is, for those who watch it: progress bars, the source, the hand-off.
+//! Meter: the progress of the delivery, for progress bars, the source and the hand-off.
 //!
 //! Plain atomics, all written by the delivery thread. Bytes and slots count the snapshot; offsets are replication offsets.
 
@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 /// See the module's text.
 #[derive(Default)]
 pub(super) struct Meter {
-    /// Slots that have arrived and fit their checksums.
+    /// Slots that have arrived and match their checksums.
     pub(super) slots_held: Count,
     /// The first slot that is still needed from the source.
     pub(super) slots_below: Count,
@@ -19,7 +19,7 @@ pub(super) struct Meter {
     pub(super) bytes_known: Count,
     /// Slots of the whole snapshot; 0 while unknown.
     pub(super) slots_total: Count,
-    /// 1 once the server's module was shown memory.
+    /// 1 once the server's module was given memory.
     pub(super) by_module: Count,
     /// Bytes that it loaded from there.
     pub(super) referred: Count,
@@ -33,7 +33,7 @@ pub(super) struct Meter {
     pub(super) stream_fetched: Count,
     /// The last byte of the stream given to the server.
     pub(super) stream_delivered: Count,
-    /// The last byte of the stream that the server said it has applied.
+    /// The last byte of the stream that the server acknowledged.
     pub(super) acknowledged: Count,
 }
 

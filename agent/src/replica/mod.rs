@@ -6,15 +6,15 @@
 //!    touched)     └─ retry ◀┘ source or feed lost: goes on at the first slot  └─▶ --stay: goes on relaying
 //! ```
 //!
-//! - [`preflight`] finds what can be known to go wrong before anything is touched; [`control`] is the connection by which the server is
-//!   changed, and knows whether it is still ours to change; [`record`] remembers what is changed.
+//! - [`preflight`] finds foreseeable failures before anything is changed; [`control`] is the connection that changes the server, and
+//!   checks whether no other client has taken the server over; [`record`] notes each changed setting.
 //! - [`delivery`] plays the primary towards the server, on a thread of its own. It uses [`feed`] with its [`parts`], [`link`], [`unread`],
 //!   [`pacer`], [`spool`] and [`meter`]. [`candidates`] keeps other processes from the server's link, [`link_login`] is how the
 //!   server proves itself there, and [`locality`] finds out where the server is.
 //! - [`private`] keeps other users from what is written to disk.
 //! - [`introduction`] gives memory to a server that has our module.
 //! - [`source`] is the conversation with the source agent.
-//! - [`relayed`] takes slots from other replicas and [`serving`] lends them; [`upstream`] is the way to another one, [`limit`] how much a second.
+//! - [`relayed`] reads slots from other replicas and [`serving`] lends them; [`upstream`] is the connection to another one, [`limit`] the rate.
 //! - [`machine`] decides, without I/O, what follows from each event on the way from joining to the hand-off; [`driver`] carries it
 //!   out, and owns the tasks. [`report`] says where the time went.
 
@@ -63,7 +63,7 @@ use crate::units::Size;
 /// Runs a replica agent to its end.
 ///
 /// # Errors
-/// Whatever keeps the server from becoming a replica; the message says in which state it was left.
+/// Why the server is not a replica; the message says in which state it was left.
 pub async fn run(args: ReplicaArgs) -> Result<(), Failure> {
     match until_signal(prepare(args), ": nothing was touched").await? {
         Some(driver) => driver.run().await,
@@ -71,7 +71,7 @@ pub async fn run(args: ReplicaArgs) -> Result<(), Failure> {
     }
 }
 
-/// Everything up to the first thing that is touched; nothing is left to do after a dry run.
+/// Does everything that comes before the first change; `None` after a dry run.
 async fn prepare(args: ReplicaArgs) -> Result<Option<Driver>, Failure> {
     let token = Token::read_file(&args.token_file).map_err(|error| Failure::refused(error.to_string()))?;
     let token = Arc::new(token);
@@ -115,8 +115,8 @@ const SETTLE_LIMIT: Duration = Duration::from_secs(15);
 /// How long to wait before it is asked again.
 const SETTLE_POLL: Duration = Duration::from_millis(50);
 
-/// A command, as soon as the server takes it: one that still loads from the link of an agent before us refuses most of them
-/// until it has noticed that the link is gone.
+/// Sends a command as soon as the server accepts it: a server that still loads from the link of an earlier agent refuses most
+/// commands until it notices that this link is gone.
 async fn once_settled(client: &mut Client, command: &[&str]) -> Result<Frame, ServerError> {
     let began = Instant::now();
     loop {

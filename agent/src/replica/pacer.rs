@@ -1,9 +1,9 @@
 //! Pacer: when to write again to a socket that was full.
 //!
-//! A socket says "there is room" for every few kilobytes that its reader took, and a writer that comes at each such word takes
-//! the processor from the very reader that it feeds: on two cores a server was interrupted nine thousand times in loading one
-//! gigabyte, and spent half as much processor time again. So the writer stays away for a while, about as long as the reader
-//! needs for [`WORTHWHILE`] bytes, and never so long that the socket runs empty.
+//! A socket becomes writable for every few kilobytes that its reader took. A writer that writes each time takes the processor from
+//! the reader that it feeds: on two cores a server was interrupted 9,000 times while it loaded one gigabyte, and used half as much
+//! processor time again. So the writer pauses for about as long as the reader needs for [`WORTHWHILE`] bytes, and never so long that
+//! the socket runs empty.
 //!
 //! ```text
 //!   full ── pause ──▶ write until full again: how much went in?
@@ -26,7 +26,7 @@ pub(super) struct Pacer {
 /// Bytes that are worth interrupting the reader for.
 const WORTHWHILE: u64 = 1 << 20;
 
-/// The first pause, and the longest: what a fast server takes two megabytes in.
+/// The first pause, and the longest: the time in which a fast server reads two megabytes.
 const FIRST: Duration = Duration::from_micros(100);
 const LONGEST: Duration = Duration::from_millis(2);
 
@@ -43,7 +43,7 @@ impl Pacer {
         self.until = Some(now + self.pause);
     }
 
-    /// Until when to stay away; `None`: as soon as there is room.
+    /// The end of the pause; `None`: write as soon as there is room.
     pub(super) fn until(&self, now: Instant) -> Option<Instant> {
         self.until.filter(|until| *until > now)
     }
@@ -53,7 +53,7 @@ impl Pacer {
 mod tests {
     use super::*;
 
-    /// A reader of so many bytes per millisecond behind a socket of that capacity, for a second. Bytes read, and writes.
+    /// Simulates a reader of `rate` bytes per millisecond behind a socket of this capacity for a second. Gives back bytes read and writes.
     fn run(rate: u64, capacity: u64) -> (u64, u32) {
         let start = Instant::now();
         let (mut pacer, mut written, mut held, mut read, mut writes) = (Pacer::default(), 0, 0, 0, 0);

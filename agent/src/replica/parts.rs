@@ -1,4 +1,4 @@
-//! Parts: the connections that a feed is made of, why one ends, and the memory of a peer that is mapped here.
+//! Parts: the connections of a feed, why a feed ends, and the mapped memory of a peer.
 
 use std::sync::Arc;
 
@@ -8,49 +8,49 @@ use remora_table::{Expectation, Geometry, SinkLayout};
 /// Why a feed ended.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum FeedError {
-    /// The table says so: overrun, aborted, corrupt, of another generation.
+    /// The table was overrun, aborted, is corrupt, or belongs to another generation.
     #[error(transparent)]
     Table(#[from] remora_table::Error),
 }
 
-/// What the control hands over.
+/// The connections of one offer.
 pub(super) struct Parts {
     pub(super) snapshot: Option<Part>,
     pub(super) journal: Part,
 }
 
-/// One connection and what is expected behind it.
+/// One connection and the table that is expected there.
 pub(super) struct Part {
     pub(super) peer: Box<dyn Peer>,
     pub(super) sink: Arc<Memory>,
     pub(super) layout: SinkLayout,
     pub(super) expect: Expectation,
-    /// A snapshot's slots may be used where the source has them. (A journal's records are copied out in any case.)
+    /// Slots of a snapshot can be used in the source's memory. (Records of a journal are always copied.)
     pub(super) in_place: bool,
-    /// The slots go into a copy, out of which others read on.
+    /// Set if slots go into a copy from which other replicas read.
     pub(super) copy: Option<CopyPlan>,
 }
 
-/// What becomes a copy in the part's sink.
+/// The copy in the part's sink.
 #[derive(Clone, Copy)]
 pub(super) struct CopyPlan {
     /// Its shape.
     pub(super) own: Geometry,
-    /// Bytes per second that may come in all; 0: any number.
+    /// Bytes per second, for all connections; 0: no limit.
     pub(super) download_rate: u64,
     /// The source keeps all slots.
     pub(super) retained: bool,
 }
 
-/// The memory that a peer reads, where it is mapped here and slots are copied out of it.
+/// The memory behind a peer, if it is mapped here and slots are copied from it.
 pub(super) struct Mapped {
     view: Option<Arc<View>>,
-    /// Bytes copied out of it since its pages were forgotten.
+    /// Bytes copied since its pages were last unmapped.
     copied: u64,
 }
 
-/// Bytes of another process's memory that may be mapped here at a time: they count as memory of this process, which has a limit. Large,
-/// since a page that is read again in the next round of a window has to be mapped again.
+/// Limit of another process's memory that is mapped here at a time: it counts as memory of this process. Large, since a page of a
+/// window that is read again must be mapped again.
 const MAPPED_LIMIT: u64 = 16 << 20;
 
 impl Mapped {
@@ -58,7 +58,7 @@ impl Mapped {
         Mapped { view, copied: 0 }
     }
 
-    /// Notes that `bytes` more bytes were copied out of it.
+    /// Counts copied bytes.
     pub(super) fn copied(&mut self, bytes: u64) {
         self.copied += bytes;
         if let Some(view) = self.view.as_ref().filter(|_| self.copied >= MAPPED_LIMIT) {

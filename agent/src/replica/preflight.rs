@@ -21,15 +21,15 @@ use crate::server::{
 #[derive(Debug)]
 pub(super) struct Target {
     pub(super) facts: Facts,
-    /// As it logs in to its primary.
+    /// How it logs in to its primary.
     pub(super) login: PrimaryLogin,
-    /// As it logs in to us.
+    /// How it logs in at our link.
     pub(super) link_login: LinkLogin,
-    /// It insists on TLS towards its primary: towards us too.
+    /// It requires TLS towards its primary, and so at our link.
     pub(super) tls_replication: bool,
-    /// What it then trusts and shows, as far as we may read it.
+    /// The certificates that it then uses, as far as the agent can read them.
     tls: TlsOptions,
-    /// `repl-diskless-load` as it is.
+    /// The value of `repl-diskless-load`.
     pub(super) diskless_load: Option<String>,
     /// It follows a dead link of ours: what it holds is the rest of an unfinished sync.
     pub(super) unfinished: bool,
@@ -95,8 +95,8 @@ async fn login(client: &mut Client, record: &Record) -> Result<PrimaryLogin, Ser
     Ok(login)
 }
 
-/// The files by which the server itself speaks TLS to a primary. It runs beside us, so that they may well be ours to read;
-/// where they are not, `--tls-ca` and its sisters have to say the same.
+/// The files with which the server itself speaks TLS to a primary. The agent runs beside the server and can often read them;
+/// otherwise `--tls-ca` and the options beside it must name them.
 async fn tls_files(client: &mut Client) -> Result<TlsOptions, ServerError> {
     let mut files = Vec::new();
     for name in ["tls-ca-cert-file", "tls-client-cert-file", "tls-client-key-file", "tls-cert-file", "tls-key-file"] {
@@ -108,7 +108,7 @@ async fn tls_files(client: &mut Client) -> Result<TlsOptions, ServerError> {
     Ok(TlsOptions { ca, certificate: pair.clone().map(|pair| pair.0), key: pair.map(|pair| pair.1), server_name: None })
 }
 
-/// A server that holds data, or follows somebody, is not ours to take without a word.
+/// Refuses a server that holds data, or is in step with a primary, unless `--replace` is given.
 pub(super) fn refuse_to_overwrite(args: &ReplicaArgs, server: &Server, target: &Target) -> Result<(), Failure> {
     if args.replace || target.unfinished {
         return Ok(());
@@ -182,7 +182,7 @@ fn source_host(args: &ReplicaArgs, source: SocketAddr) -> String {
     }
 }
 
-/// A way to the primary with the credentials and the TLS that the replica's server will use.
+/// The primary, with the credentials and the TLS that the replica's server will use.
 fn as_the_server_would(args: &ReplicaArgs, target: &Target, host: &str, port: u16) -> Result<Server, Failure> {
     let bracketed = if host.contains(':') { format!("[{host}]") } else { host.to_string() };
     let scheme = if target.tls_replication { "rediss" } else { "redis" };
@@ -225,7 +225,7 @@ fn check_identity(facts: &Facts, target: &Target, plan: &Offer, host: &str, port
     )))
 }
 
-/// A server that can't read the snapshot would find out after it has thrown its own data away.
+/// Refuses a server that cannot read the snapshot: it would find out only after it has discarded its own data.
 fn check_format(facts: &Facts, target: &Target, url: &ServerUrl) -> Result<(), Failure> {
     match facts.unreadable_for(&target.facts) {
         None => Ok(()),
@@ -275,7 +275,7 @@ fn no_entry(
     Failure::refused(text)
 }
 
-/// The servers have a sentence of their own for it, and no code.
+/// The servers report it by this text, without an error code.
 fn says_that_there_is_no_password(error: &ServerError) -> bool {
     matches!(error, ServerError::Refused { text, .. } if text.contains("without any password configured"))
 }

@@ -1,14 +1,15 @@
-//! Relayed: the reading half of a relay. Pumps a copy of the snapshot out of the source's entries and somebody's bytes.
+//! Relayed: the reading half of a relay. Fills a copy of the snapshot with bytes of the source or of another replica (the peer), which
+//! it checks against the source's entries.
 //!
 //! ```text
-//!   the source sends us to …     ── Order::ReadFrom ──▶  Awaiting ──▶ Source
-//!                                                          ▲  │  ╰──▶ Peer ── lost ─╮   told to the control, which tells the source,
-//!                                                          ╰──┼─────────────────────╯   which sends us elsewhere
-//!                                                             ╰─ nobody said anything in time: Source, as the last resort
+//!   the source assigns …         ── Order::ReadFrom ──▶  Awaiting ──▶ Source
+//!                                                          ▲  │  ╰──▶ Peer ── lost ─╮   reported to the driver, which tells the source,
+//!                                                          ╰──┼─────────────────────╯   which assigns another
+//!                                                             ╰─ nothing was assigned in time: Source, as the last resort
 //! ```
 //!
-//! It belongs to the delivery's thread and lives longer than a feed: when the source's lanes break, what is held stays, and others go
-//! on reading it. Not here: how peers are reached ([`super::upstream`]), and how others read us ([`super::serving`]).
+//! It belongs to the delivery's thread and outlives a feed: if the lanes to the source break, the slots held stay, and other replicas
+//! continue to read them. Not here: how peers are connected ([`super::upstream`]), and how others read this copy ([`super::serving`]).
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -29,28 +30,28 @@ pub(super) struct Reading {
     pub(super) peer: Box<dyn Peer>,
     /// How many slots its ring has.
     pub(super) slots: u32,
-    /// Bytes per second that we may take of it; 0: any number.
+    /// Bytes per second that can be read from it; 0: no limit.
     pub(super) rate: u64,
 }
 
-/// Where slots are to come from.
+/// Where slots are read from.
 pub(super) enum ReadFrom {
-    /// Somebody is being connected to.
+    /// A peer is being connected.
     Awaited,
     Source,
     Peer(Reading),
-    /// The present peer's rate is another now.
+    /// The rate of the present peer has changed.
     Rate {
         session: u64,
         rate: u64,
     },
-    /// The present peer is gone, as it or the way to it has said.
+    /// The conversation with the present peer has ended.
     Left {
         session: u64,
     },
 }
 
-/// A peer can't be read any more.
+/// A peer cannot be read any more.
 #[derive(Debug)]
 pub(super) struct Lost {
     pub(super) session: u64,
@@ -67,7 +68,7 @@ enum Way {
 /// See the module's text.
 pub(super) struct Relayed {
     copy: SnapshotCopy,
-    /// To the source; none between two feeds.
+    /// The connection to the source; `None` between two feeds.
     source: Option<Box<dyn Peer>>,
     way: Way,
     download: Limit,
@@ -76,30 +77,30 @@ pub(super) struct Relayed {
     looked: Instant,
 }
 
-/// How long nobody may say from whom to read, before the source is read without being told so: longer than a peer takes that is well.
+/// How long to wait for an assignment before slots are read from the source: longer than connecting to a working peer takes.
 const AWAIT_LIMIT: Duration = Duration::from_secs(6);
 
-/// How often a line is looked at while slots are on their way: it costs both ends a small read.
+/// How often a progress line is read while slots are on their way: each look costs a small read.
 const LOOK_PACE: Duration = Duration::from_millis(1);
 
-/// How often it is looked whether a limit has room again.
+/// How often a limit is checked for room.
 const LIMIT_PACE: Duration = Duration::from_millis(2);
 
 impl Relayed {
-    /// Reads nothing before it is told from whom, or for too long not.
+    /// Reads nothing until a source or peer is assigned, or the wait for that is over.
     pub(super) fn new(now: Instant, copy: SnapshotCopy, source: Box<dyn Peer>, plan: CopyPlan) -> Relayed {
         let way = Way::Awaiting { since: now };
         let download = Limit::new(now, plan.download_rate);
         Relayed { copy, source: Some(source), way, download, retained: plan.retained, looked: now }
     }
 
-    /// The source is reached by another connection.
+    /// Reads the source over this connection from now on.
     pub(super) fn reconnect(&mut self, source: Box<dyn Peer>) {
         self.copy.reconnect();
         self.source = Some(source);
     }
 
-    /// The connection to the source is over; that to a peer too, if there is nothing more to be had.
+    /// Closes the connection to the source, and the one to the peer if no slots are missing.
     pub(super) fn disconnect(&mut self) {
         self.source = None;
         if self.copy.is_whole() {
@@ -112,17 +113,17 @@ impl Relayed {
         self.copy.memory()
     }
 
-    /// Goes on at slot `first`, which may be in use still. `false`: it is not held any more.
+    /// Continues at slot `first`, which may still be in use. `false`: the copy does not hold it any more.
     pub(super) fn resume_at(&mut self, first: u64) -> bool {
         self.copy.resume_at(first)
     }
 
-    /// Delivers everything again. `false`: this copy can't. Of a window nobody knows how many slots it will have in all.
+    /// Delivers all slots again. `false`: this copy cannot. The number of slots of a windowed snapshot is not known beforehand.
     pub(super) fn rewind(&mut self) -> bool {
         self.retained && self.copy.rewind(0)
     }
 
-    /// Does what it was told.
+    /// Reads from there from now on.
     pub(super) fn read_from(&mut self, now: Instant, whom: ReadFrom) {
         match whom {
             ReadFrom::Awaited => self.await_word(now),
@@ -147,7 +148,7 @@ impl Relayed {
         }
     }
 
-    /// The peer's session; `None`: the source, or nobody.
+    /// The session of the peer; `None` if slots come from the source, or from nowhere.
     pub(super) fn reads_from(&self) -> Option<u64> {
         match &self.way {
             Way::Peer { session, .. } => Some(*session),
@@ -155,7 +156,7 @@ impl Relayed {
         }
     }
 
-    /// Closes the connection to a peer, before the copy forgets it: nothing of it may land any more.
+    /// Closes the connection to the peer before the copy discards its reads: none of them may complete afterwards.
     fn await_word(&mut self, now: Instant) {
         self.way = Way::Awaiting { since: now };
         self.copy.hold();
@@ -167,7 +168,7 @@ impl Relayed {
         self.way = Way::Source;
     }
 
-    /// One turn. What the peer did wrong is given back; it has been left.
+    /// One turn. If the peer was lost, gives back why; it is disconnected by then.
     pub(super) fn pump(&mut self, now: Instant) -> Result<Option<Lost>, FeedError> {
         if self.copy.is_whole() {
             return Ok(None);
@@ -175,7 +176,7 @@ impl Relayed {
         if let Way::Awaiting { since } = self.way
             && now.duration_since(since) > AWAIT_LIMIT
         {
-            tracing::info!("nobody said from whom to read: reading from the source");
+            tracing::info!("no upstream assigned; reading from the source");
             self.turn_to_source(now);
         }
         let Some(source) = &mut self.source else { return Ok(None) };
@@ -211,12 +212,12 @@ impl Relayed {
         Some(Lost { session, cause, text: loss.to_string() })
     }
 
-    /// So many bytes of the stream came: they go first, and are taken off what the snapshot may have.
+    /// Subtracts bytes of the stream from the limit: they go before slots.
     pub(super) fn stream_took(&mut self, bytes: u64) {
         self.download.spend(bytes);
     }
 
-    /// Shows how far the copy is.
+    /// Publishes the progress of the copy.
     pub(super) fn show(&self, meter: &Meter) {
         meter.slots_held.set(self.copy.held());
         meter.bytes_fetched.set(self.copy.arrived());
@@ -237,7 +238,7 @@ impl Relayed {
         self.copy.progress()
     }
 
-    /// All slots are held, or were.
+    /// Whether all slots have arrived.
     pub(super) fn is_whole(&self) -> bool {
         self.copy.is_whole()
     }
@@ -246,7 +247,7 @@ impl Relayed {
         self.copy.is_idle()
     }
 
-    /// When to look again though nothing has arrived: while a limit holds something back.
+    /// When to look again without an arrival: while a limit holds reads back.
     pub(super) fn due(&self, now: Instant) -> Option<Instant> {
         let is_limited = match &self.way {
             Way::Peer { limit, .. } => limit.is_set() || self.download.is_set(),

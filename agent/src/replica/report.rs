@@ -9,9 +9,9 @@ use crate::units::Size;
 /// The moments between which the phases lie.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Moments {
-    /// We asked the source.
+    /// The agent asked the source for a snapshot.
     pub(super) joined: Instant,
-    /// It offered a snapshot.
+    /// The source's tables were connected.
     pub(super) offered: Option<Instant>,
     /// The last slot had arrived.
     pub(super) fetched: Option<Instant>,
@@ -29,22 +29,22 @@ impl Moments {
     }
 }
 
-/// What a finished sync says of itself. Seconds of wall time; the phases follow one another, so that their sum is the whole.
+/// The summary of a finished sync. Seconds of wall time; the phases follow one another, so their sum is the total.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Summary {
     /// Address of the replica's server.
     pub(super) server: String,
     /// Address of the primary it now follows, or would.
     pub(super) primary: String,
-    /// The history.
+    /// The replication history.
     pub(super) replid: String,
     /// The snapshot's offset in it.
     pub(super) snapshot_offset: u64,
     /// The offset at which the server was handed over.
     pub(super) hand_off_offset: u64,
-    /// What the bytes came by.
+    /// The transport of the bytes.
     pub(super) transport: String,
-    /// By which way the server got it: `link`, or `module` where its module loaded the long strings out of shared memory.
+    /// How the server got the snapshot: `link`, or `module` if its module loaded long strings from shared memory.
     pub(super) delivery: String,
     /// Bytes of the snapshot.
     pub(super) snapshot_bytes: u64,
@@ -62,9 +62,9 @@ pub(super) struct Summary {
     pub(super) catch_up_seconds: f64,
     /// Until it followed the primary by itself.
     pub(super) hand_off_seconds: f64,
-    /// All of it.
+    /// The whole sync.
     pub(super) total_seconds: f64,
-    /// How often the feed or the link had to be made again.
+    /// How often the feed or the link was lost.
     pub(super) interruptions: u32,
 }
 

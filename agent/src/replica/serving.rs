@@ -1,13 +1,13 @@
-//! Serving: the lending half of a relay. One door, the fabric's exporters, and who reads our copy through them.
+//! Serving: the lending half of a relay. One listener, the fabric's exporters, and the replicas that read our copy through them.
 //!
 //! ```text
-//!   other replicas ──▶ door ── ReadPeer ──▶ is there a copy of that generation? ── PeerOffer ──▶
+//!   other replicas ──▶ port ── ReadPeer ──▶ is there a copy of that generation? ── PeerOffer ──▶
 //!                        │                        ▲ not yet: it waits for Serving::lend
 //!                        └── data lanes ─▶ exporters ─▶ our copy's memory: read without this task, and without our server
 //! ```
 //!
-//! One task that owns all of it. It decides nothing about who reads from us: the source does. It knows who does, and divides the upload
-//! limit among them. Not here: how the copy is filled ([`super::relayed`]).
+//! One task owns all of it. The source decides which replicas read here; this task knows them and divides the upload limit among them.
+//! Not here: how the copy is filled ([`super::relayed`]).
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -29,19 +29,19 @@ use crate::exit::Failure;
 use crate::lanes::LANES_LABEL;
 use crate::transports;
 
-/// A copy to be lent.
+/// A copy for other replicas to read.
 pub(super) struct Lending {
     pub(super) generation: u64,
     pub(super) memory: Arc<Memory>,
     pub(super) own: Geometry,
     pub(super) first_offset: u64,
-    /// Nothing in it is ever written twice.
+    /// Whether every slot is written only once.
     pub(super) keeps_all: bool,
-    /// By RDMA as well.
+    /// How to offer RDMA; `None`: not at all.
     pub(super) rdma: Option<RdmaOffer>,
 }
 
-/// Bytes per second that others may take of us; 0: any number.
+/// Bytes per second that other replicas may read; 0: no limit.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct UploadLimits {
     pub(super) in_all: u64,
@@ -49,7 +49,7 @@ pub(super) struct UploadLimits {
 }
 
 impl UploadLimits {
-    /// What each of so many readers may take.
+    /// The rate of each of `readers` readers.
     fn share(self, readers: usize) -> u64 {
         let divided = self.in_all / readers.max(1) as u64;
         match (self.in_all, self.per_peer) {
@@ -75,20 +75,20 @@ impl Drop for Serving {
     }
 }
 
-/// Messages that may wait for the task: a few for each of its readers. Beyond it their connections wait.
+/// Length of the task's queue, in messages: a few for each reader. Connections wait while it is full.
 const INCOMING_LIMIT: usize = 64;
 
-/// Readers at once, at most: more than the source sends to anybody, so that some may come before others are found to be gone.
+/// Limit of simultaneous readers: more than the source assigns to one replica, so that new readers can come before lost ones are noticed.
 const READERS_LIMIT: usize = 8;
 
-/// Our region's number in a generation begins here: the source's own are below.
+/// The first region number that is used here: lower numbers are the source's.
 const FIRST_REGION: u32 = 16;
 
 impl Serving {
     /// Opens a port at `listen` (0: any free one).
     ///
     /// # Errors
-    /// The address can't be listened on.
+    /// The address cannot be bound.
     pub(super) async fn open(listen: SocketAddr, token: Arc<Token>, limits: UploadLimits) -> Result<Serving, Failure> {
         let port = listener::bind(listen, "this replica agent", "--peer-listen").await?;
         let options = TcpOptions { send: SendMode::File, ..TcpOptions::default() };
@@ -123,24 +123,24 @@ impl Serving {
         Ok(Serving { address, orders, readers, task })
     }
 
-    /// Where others find us.
+    /// The address of the listener.
     pub(super) fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Lends this copy from now on, and no other.
+    /// Lends this copy from now on, in place of the one before.
     pub(super) fn lend(&self, lending: Lending) {
         // The task ends with us.
         let _ = self.orders.send(lending);
     }
 
-    /// How many replicas read from us now.
+    /// Replicas that read here now.
     pub(super) fn readers(&self) -> usize {
         self.readers.load(Relaxed)
     }
 }
 
-/// What reaches the task from outside.
+/// Messages to the task.
 enum Incoming {
     Arrived(Connection),
     Said { session: u64, message: Box<Message> },
@@ -158,9 +158,9 @@ struct Reader {
     sender: Sender,
     key: [u8; 32],
     name: String,
-    /// What it wants to read, once it has said so.
+    /// The generation that it asked for; `None` before.
     wants: Option<u64>,
-    /// The rate that it was told, once it was offered the copy.
+    /// The rate that it was last sent; `None` before it was offered the copy.
     told: Option<u64>,
 }
 
@@ -202,7 +202,7 @@ impl Lender {
                 let Some(reader) = self.readers.remove(&session) else { return };
                 self.exporters.iter().for_each(|exporter| exporter.withdraw(session));
                 if reader.told.is_some() {
-                    tracing::info!(reader = %reader.name, "a replica reads from us no more");
+                    tracing::info!(reader = %reader.name, "downstream replica disconnected");
                 }
             }
         }
@@ -259,7 +259,7 @@ impl Lender {
         self.table = Some((id, offer));
     }
 
-    /// RDMA is opened when it is known that it works here, and only once.
+    /// Opens RDMA once, when it is known to work on this host.
     async fn add_rdma(&mut self, lending: &Lending) {
         let Some(offer) = lending.rdma.clone() else { return };
         if self.exporters.iter().any(|exporter| exporter.kind() == remora_fabric::TransportKind::Verbs) {
@@ -276,7 +276,7 @@ impl Lender {
         }
     }
 
-    /// Offers the copy to those who want it and have not got it, and tells everybody their share of the limit where it has changed.
+    /// Offers the copy to the readers that wait for it, and sends each reader its share of the limit where that has changed.
     fn tell(&mut self) {
         let Some((id, offer)) = &self.table else { return };
         let wants = |reader: &Reader| reader.wants == Some(id.generation);
@@ -290,7 +290,7 @@ impl Lender {
             if reader.told.is_none() {
                 let secret = derive(&reader.key, LANES_LABEL);
                 self.exporters.iter().for_each(|exporter| exporter.grant(session, secret));
-                tracing::info!(reader = %reader.name, "a replica reads from us");
+                tracing::info!(reader = %reader.name, "downstream replica connected");
             }
             reader.told = Some(rate);
             let message = Message::PeerOffer { generation: id.generation, table: offer.clone(), rate };

@@ -1,4 +1,4 @@
-//! Source: the replica's end of the conversation with the source agent, and the way from an offer to a feed.
+//! Source: the replica's end of the conversation with the source agent, and how an offer becomes a feed.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -36,7 +36,7 @@ impl Source {
         Ok(Source { connection })
     }
 
-    /// The first connection. A door that is crowded for the moment is worth waiting at; anything else is told at once.
+    /// The first connection. Retries while the source refuses it as busy; any other error is returned at once.
     pub(super) async fn connect_first(args: &ReplicaArgs, token: &Token) -> Result<Source, crate::conversation::Error> {
         let (began, mut backoff) = (Instant::now(), Backoff::from_system());
         loop {
@@ -51,7 +51,7 @@ impl Source {
         }
     }
 
-    /// Our address, as the source sees us.
+    /// The address of this end.
     pub(super) fn local_address(&self) -> SocketAddr {
         self.connection.local_addr()
     }
@@ -61,7 +61,7 @@ impl Source {
         self.connection.peer_addr()
     }
 
-    /// Asks what an offer would say, without having a snapshot taken for it.
+    /// Asks for what an offer would contain, without having a snapshot taken.
     pub(super) async fn plan(&mut self, args: &ReplicaArgs, target: &Target) -> Result<Offer, Failure> {
         let join = Join { plan_only: true, ..join(args, &target.facts.name(), None) };
         self.connection.send(Message::Join(join)).await.map_err(failure)?;
@@ -83,7 +83,7 @@ impl Source {
         self.connection.split()
     }
 
-    /// What connecting to the offered tables needs, for a thread that may block.
+    /// What connecting to offered tables needs, for a thread that can block.
     pub(super) fn way(&self, args: &ReplicaArgs) -> Way {
         Way {
             session: self.connection.session(),
@@ -126,12 +126,12 @@ fn join(args: &ReplicaArgs, server: &str, resume: Option<Resume>) -> Join {
     }
 }
 
-/// The source can't be reached, or said no.
+/// The failure of a sync whose source cannot be reached or refuses.
 pub(super) fn failure(error: crate::conversation::Error) -> Failure {
     Failure::new(Code::Source, format!("the source {error}"))
 }
 
-/// Memory that reads land in: new for each feed, since a server may still read what the last one has lent to its socket.
+/// Receive buffers. Each feed gets new ones, since a server may still read what the last feed lent to its socket.
 #[derive(Clone, Copy)]
 pub(super) struct Sinks {
     budget: u64,
@@ -162,8 +162,8 @@ impl Sinks {
         u32::try_from(fit).unwrap_or(u32::MAX).clamp(1, SinkLayout::MAX_BUFFERS)
     }
 
-    /// The shape of a copy of this table: as many of its slots as the snapshot's share of the memory holds, or as few as are needed where
-    /// nobody else reads them. `None`: not even a small ring of them fits.
+    /// The shape of a copy of this table: as many slots as the snapshot's share of the memory holds, or as few as are needed if no other
+    /// replica reads them. `None` if not even a small ring fits.
     fn copy(&self, snapshot: &Geometry, serves: bool) -> Option<Geometry> {
         let share = self.budget * SNAPSHOT_SHARE.0 / SNAPSHOT_SHARE.1;
         let within = Geometry::within(share, snapshot.slot_size).ok()?;
@@ -179,22 +179,24 @@ impl Sinks {
 
 fn create(name: &str, length: u64) -> Result<Arc<Memory>, Failure> {
     Memory::create(name, length, Pages::Small).map(Arc::new).map_err(|error| {
-        Failure::local(format!("{length} bytes of memory to read into can't be had: {error}; give a smaller --memory"))
+        Failure::local(format!(
+            "{length} bytes of memory for receive buffers cannot be allocated: {error}; give a smaller --memory"
+        ))
     })
 }
 
-/// How a replica takes part in passing slots on, where it does.
+/// How a replica takes part in passing slots on.
 #[derive(Clone)]
 pub(super) struct RelayWish {
-    /// Others may read them here.
+    /// Other replicas can read slots here.
     pub(super) serves: bool,
-    /// Bytes per second that may come in all; 0: any number.
+    /// Bytes per second, for all connections; 0: no limit.
     pub(super) download_rate: u64,
-    /// The memory of a copy that may be gone on with.
+    /// The memory of a copy that can be continued.
     pub(super) kept: Option<Arc<Memory>>,
 }
 
-/// How to reach what a session was offered.
+/// How to connect to the tables that a session was offered.
 #[derive(Clone)]
 pub(super) struct Way {
     session: u64,
@@ -203,7 +205,7 @@ pub(super) struct Way {
     wish: Wish,
 }
 
-/// The transport by which tables are read, and what spoke against better ones, in a sentence; empty if there is none.
+/// The transport over which tables are read, and why better transports were not used (empty if none was).
 pub(super) struct Chosen {
     pub(super) kind: TransportKind,
     pub(super) why: String,
@@ -293,8 +295,7 @@ impl Way {
         Part { peer, sink, layout: SinkLayout { offset: 0, buffers }, expect, in_place: table.retained, copy: None }
     }
 
-    /// Tries the connectors, best first, and says which it was. One that fails is out, with a sentence why, also for the tables that
-    /// follow.
+    /// Tries the connectors, best first, and gives back which one connected. One that fails is not tried again for other tables.
     fn connect(
         &self,
         connectors: &mut Connectors,

@@ -1,4 +1,4 @@
-//! Spool: the slots that a replica holds, in files, so that an agent that was killed goes on with those it lacks.
+//! Spool: the slots that a replica holds, in files, so that an agent that was killed fetches only the missing ones.
 //!
 //! ```text
 //! STATE_DIR/
@@ -7,9 +7,9 @@
 //!   held             one record of 32 bytes for each slot held, in the order in which they came
 //! ```
 //!
-//! A record is written after the bytes of its slot, and is believed only after they have been read back and fit its
-//! checksum: so neither a torn write nor a full disk nor a power cut can make a slot that is not there. Nothing is synced:
-//! the files need to outlive the agent, not the machine's power, and if they do not, a checksum says so.
+//! A record is written after the bytes of its slot, and is used only if these bytes, read back, match its checksum. So a torn write,
+//! a full disk or a power cut never makes a slot that is not there. Nothing is synced: the files must survive the agent and not a
+//! power cut, and a checksum tells if they did not.
 //!
 //! The slots are the data set, so the folder and the files are for their owner only ([`private`](super::private)).
 
@@ -28,12 +28,12 @@ use super::private::Folder;
 /// Which snapshot slots belong to.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Origin {
-    /// The source's number for it.
+    /// The source's number of the snapshot.
     pub(super) generation: u64,
-    /// The history it is a point of.
+    /// The replication history that it belongs to.
     #[serde(with = "text")]
     pub(super) replid: ReplId,
-    /// The last byte of the stream that it contains.
+    /// Offset of the last byte of the stream that it contains.
     pub(super) offset: u64,
     /// Bytes per slot.
     pub(super) slot_size: u32,
@@ -71,7 +71,7 @@ pub(super) struct Spool {
     origin: Origin,
     slots: File,
     index: File,
-    /// By slot number. A map, so that what it takes grows with the records there are and not with the numbers in them.
+    /// By slot number. A map, so that its size grows with the number of records and not with the numbers in them.
     held: BTreeMap<u64, Held>,
     /// The first slot that is not held.
     below: u64,
@@ -80,17 +80,17 @@ pub(super) struct Spool {
 /// Bytes of one record: number u64, length u32, crc u32, twelve zeros, CRC-32C of these 28.
 const RECORD: usize = 32;
 
-/// More slots than any table has: 2^24 of them are 64 TiB at 4 MiB. A larger number in a record is not one of ours.
+/// More slots than any table has: 2^24 of them are 64 TiB at 4 MiB. A record with a larger number is invalid.
 const SLOTS_LIMIT: u64 = 1 << 24;
 
 /// A file with an origin has some hundred bytes.
 const ORIGIN_LIMIT: u64 = 4096;
 
-/// Bytes that verifying reads at once.
+/// Bytes that one read takes while slots are verified.
 const READ_PIECE: usize = 256 * 1024;
 
 impl Spool {
-    /// Opens the spool in `folder` for `origin`; what it holds of another snapshot is thrown away.
+    /// Opens the spool in `folder` for `origin`. Slots of another snapshot are deleted.
     pub(super) fn open(folder: &Path, origin: &Origin) -> io::Result<Spool> {
         let folder = Folder::open(folder)?;
         if read_origin(&folder).as_ref() != Some(origin) {
@@ -103,7 +103,7 @@ impl Spool {
         Ok(spool)
     }
 
-    /// Which snapshot a folder holds slots of, if any, and how many without a gap from the first.
+    /// The snapshot that a folder holds slots of, if any, and the number of slots from the first without a gap.
     pub(super) fn look(folder: &Path) -> Option<(Origin, u64)> {
         let origin = read_origin(&Folder::open(folder).ok()?)?;
         let spool = Spool::open(folder, &origin).ok()?;
@@ -111,7 +111,7 @@ impl Spool {
         Some((origin, prefix))
     }
 
-    /// Reads the records and keeps those whose bytes are what they say.
+    /// Reads the records and keeps those whose bytes match their checksums.
     fn believe_what_fits(&mut self) -> io::Result<()> {
         let (mut believed, mut bytes) = (BTreeMap::new(), [0; RECORD]);
         let mut index = BufReader::new(&self.index);
@@ -157,7 +157,7 @@ impl Spool {
         Ok(())
     }
 
-    /// The slot is held from now on, also for another life of this agent.
+    /// Records the slot as held, also for an agent that is started later.
     pub(super) fn remember(&mut self, record: Held) -> io::Result<()> {
         let end = self.index.metadata()?.len();
         self.index.write_all_at(&encode(&record), end)?;
@@ -193,7 +193,7 @@ impl Spool {
         &self.slots
     }
 
-    /// Removes all that it holds: the sync is done.
+    /// Deletes the files: the sync is done.
     pub(super) fn remove(self) -> io::Result<()> {
         remove_files(&self.folder)
     }

@@ -1,15 +1,15 @@
 //! Unread: how many of the bytes that were given to a connection its other end has not read yet.
 //!
-//! Bytes that were lent to a socket (`sendfile`) are read when the receiver gets to them, so whoever lends must know when it
-//! did. An acknowledgement of TCP does not say so: it means "queued over there". On a connection within this host both
-//! queues are here, and the system tells their lengths to anyone who asks (sock_diag(7), what `ss` shows).
+//! The receiver reads bytes that were lent to a socket (`sendfile`) in its own time, and the lender must know when. A TCP
+//! acknowledgement does not tell: it means "queued at the receiver". On a connection within this host both queues are here, and
+//! the kernel reports their lengths (sock_diag(7), which `ss` uses).
 //!
 //! ```text
 //!   written ──▶ [ our send queue: not acknowledged ] ──▶ [ their receive queue: not read ] ──▶ read
 //! ```
 //!
-//! Ours is asked for first. A byte that leaves it between the two questions is then counted in the second queue or has been
-//! read: the answer may be too high, never too low.
+//! The send queue is asked for first. A byte that leaves it between the two questions is then counted in the receive queue or has
+//! been read: the answer can be too high, never too low.
 
 use std::io;
 use std::net::{SocketAddr, TcpStream};
@@ -38,7 +38,7 @@ impl Unread {
     /// Of this connection; both its ends are on this host.
     ///
     /// # Errors
-    /// `Unsupported` if an end is elsewhere; what the system says if it doesn't answer such questions (no sock_diag).
+    /// `Unsupported` if an end is on another host; the kernel's error if it has no sock_diag.
     pub(super) fn of(connection: &TcpStream) -> io::Result<Unread> {
         let (here, there) = (connection.local_addr()?, connection.peer_addr()?);
         if !here.ip().is_loopback() || !there.ip().is_loopback() {
@@ -49,7 +49,7 @@ impl Unread {
         Ok(unread)
     }
 
-    /// How many there are at most at this moment.
+    /// An upper bound of the unread bytes at this moment.
     ///
     /// # Errors
     /// `NotFound` when the connection is gone.
@@ -63,12 +63,12 @@ impl Unread {
 /// The user whose process made or accepted the socket at `here` that is connected with `there`.
 ///
 /// # Errors
-/// `NotFound` if there is no such socket in this network namespace; what the system says if it doesn't answer such questions.
+/// `NotFound` if there is no such socket in this network namespace; the kernel's error if it has no sock_diag.
 pub(super) fn owner(here: SocketAddr, there: SocketAddr) -> io::Result<u32> {
     Ok(ask(&system()?, &question(here, there))?.uid)
 }
 
-/// A way to ask the system about sockets.
+/// A sock_diag(7) socket.
 fn system() -> io::Result<Socket> {
     let mut system = Socket::new(NETLINK_SOCK_DIAG)?;
     system.bind_auto()?;

@@ -1,13 +1,13 @@
-//! Upstream: the way to a replica that we are sent to for slots: its door, its offer, its copy.
+//! Upstream: the connection to the replica that the source assigned for slots: the conversation, its offer, its copy.
 //!
 //! ```text
 //!   source: ReadFrom{peer} ──▶ connect ── ReadPeer ──▶ PeerOffer ── data lanes ──▶ Reading, for the delivery
 //!                                │                                                        ▲
-//!                                └─ the conversation goes on as long as we read: Rate ────┘  its end: Left
+//!                                └─ the conversation stays open while slots are read: Rate ┘  its end: Left
 //! ```
 //!
-//! A peer is authenticated as the source is: both prove to hold the token, and lanes take their secret from the conversation. What it gives us
-//! is believed by the source's checksums only ([`super::relayed`]).
+//! A peer is authenticated as the source is: both ends prove that they hold the token, and lanes derive their secret from the conversation.
+//! Its bytes are accepted only if they match the source's checksums ([`super::relayed`]).
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -24,35 +24,35 @@ use crate::conversation::{Connection, Options, Token, derive};
 use crate::lanes::LANES_LABEL;
 use crate::transports::taken::Wish;
 
-/// Who is to be read, and into what.
+/// Which peer to read, and into which memory.
 pub(super) struct Goal {
     pub(super) token: Arc<Token>,
     pub(super) upstream: Upstream,
     pub(super) generation: u64,
-    /// How we are called.
+    /// The name of this replica.
     pub(super) name: String,
     pub(super) wish: Wish,
-    /// The memory of our own copy.
+    /// The memory of this replica's copy.
     pub(super) memory: Arc<Memory>,
     pub(super) slot_size: u32,
 }
 
-/// What comes of it.
+/// What a conversation reports.
 pub(super) enum Said {
-    /// To be handed to the delivery.
+    /// For the delivery.
     ReadFrom(ReadFrom),
-    /// It can't be read, or not any more.
+    /// The peer cannot be read, or not any more.
     Lost(Lost),
 }
 
-/// How long a peer may take to offer its copy: it may be making it just now.
+/// How long a peer may take to offer its copy, which it may just be creating.
 const OFFER_LIMIT: Duration = Duration::from_secs(4);
 
-/// How long it may take to be reached: it is alive, or the source would have forgotten it.
+/// Time limit for connecting. Short: the source assigns only peers that report.
 const REACH_LIMIT: Duration = Duration::from_secs(3);
 
-/// Reaching a peer, and the conversation with it afterwards. Dropping it ends both, and what it still had to say is said to nobody: it might
-/// be taken for the words of a later conversation with the same peer.
+/// Connecting to a peer, and the conversation with it afterwards. Dropping it ends both and discards its reports, which could be taken for
+/// those of a later conversation with the same peer.
 pub(super) struct Conversation {
     /// The peer's session with the source.
     pub(super) session: u64,
@@ -61,7 +61,7 @@ pub(super) struct Conversation {
 }
 
 impl Conversation {
-    /// What comes of it next. Nothing more once it is lost.
+    /// The next report. Pending for ever after [`Said::Lost`].
     pub(super) async fn said(&mut self) -> Said {
         match self.said.recv().await {
             Some(said) => said,
@@ -76,7 +76,7 @@ impl Drop for Conversation {
     }
 }
 
-/// Begins.
+/// Begins to connect.
 pub(super) fn begin(goal: Goal) -> Conversation {
     let session = goal.upstream.session;
     let (tell, said) = unbounded_channel();
@@ -88,14 +88,14 @@ pub(super) fn begin(goal: Goal) -> Conversation {
     Conversation { session, task: task.abort_handle(), said }
 }
 
-/// Until the peer ends it.
+/// Runs until the peer ends the conversation.
 async fn converse(goal: Goal, tell: &UnboundedSender<Said>) -> Result<(), Lost> {
     let session = goal.upstream.session;
     let who = format!("{} at {}", goal.upstream.name, goal.upstream.address);
     let lost = |cause, text: String| Lost { session, cause, text: format!("the replica {who} {text}") };
     let gone = |error: crate::conversation::Error| lost(LossCause::Gone, error.to_string());
     let address: SocketAddr =
-        goal.upstream.address.parse().map_err(|_| lost(LossCause::Refused, "serves at no address".into()))?;
+        goal.upstream.address.parse().map_err(|_| lost(LossCause::Refused, "has no valid address".into()))?;
     let options = Options { connect_timeout: REACH_LIMIT, ..Options::default() };
     let mut connection = crate::conversation::connect(address, &goal.token, &options).await.map_err(gone)?;
     let asked = Message::ReadPeer { generation: goal.generation, name: goal.name.clone() };
@@ -139,7 +139,7 @@ async fn offer(connection: &mut Connection, wanted: u64) -> Result<(TableOffer, 
     }
 }
 
-/// Connects to the offered copy, by the best way that both have.
+/// Connects to the offered copy, over the best transport that both ends have.
 async fn reach(goal: &Goal, way: Way, table: TableOffer, rate: u64) -> Result<(Reading, TransportKind), String> {
     let (memory, slots) = (goal.memory.clone(), table.slots);
     let connecting = tokio::task::spawn_blocking(move || way.reach(&table, &memory));
