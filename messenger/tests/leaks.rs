@@ -30,7 +30,9 @@ fn connections_made_and_ended_while_messages_fly_leave_nothing_behind() {
         if round % 2 == 0 {
             drop(client);
         } else {
-            until("ends", || client.recorder.callbacks().iter().filter(|callback| **callback != Callback::Connected).count() >= 20);
+            until("ends", || {
+                client.recorder.callbacks().iter().filter(|callback| **callback != Callback::Connected).count() >= 20
+            });
         }
     }
     until("no descriptor is left over", || descriptors() <= before + 2);

@@ -96,7 +96,9 @@ mod in_the_machine {
                     _ => connection.close(),
                 }
             }
-            until("all ends", || client.recorder.callbacks().iter().filter(|callback| **callback != Callback::Connected).count() == 10);
+            until("all ends", || {
+                client.recorder.callbacks().iter().filter(|callback| **callback != Callback::Connected).count() == 10
+            });
         }
     }
 

@@ -25,7 +25,10 @@ fn a_receiver_that_holds_messages_stops_reading_and_the_sender_gets_an_error() {
         Err(other) => panic!("{other}"),
     });
     let sent = refused.unwrap();
-    assert!((100..=400).contains(&sent), "{sent} messages were accepted; the receiver holds 10, and the send queue 100");
+    assert!(
+        (100..=400).contains(&sent),
+        "{sent} messages were accepted; the receiver holds 10, and the send queue 100"
+    );
     assert_eq!(server.recorder.received().len(), 10);
     assert_eq!(throttle.under_way().0, 10);
 
@@ -80,7 +83,10 @@ fn a_receiver_that_holds_messages_for_long_does_not_time_out_at_either_end() {
         server.recorder.held.lock().unwrap().clear();
         server.recorder.received() == [0, 1, 2]
     });
-    assert_eq!((client.recorder.callbacks(), server.recorder.callbacks()), (vec![Callback::Connected], vec![Callback::Connected]));
+    assert_eq!(
+        (client.recorder.callbacks(), server.recorder.callbacks()),
+        (vec![Callback::Connected], vec![Callback::Connected])
+    );
 }
 
 #[test]

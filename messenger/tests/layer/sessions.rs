@@ -38,7 +38,11 @@ fn a_lossless_client_sends_everything_once_although_its_links_are_cut() {
     assert_eq!(server.recorder.received(), (0..5000).collect::<Vec<_>>());
     let connected = server.recorder.callbacks().iter().filter(|callback| **callback == Callback::Connected).count();
     assert!(connected > 3, "cut only {connected} times");
-    assert!(client.recorder.callbacks().iter().all(|callback| *callback == Callback::Connected), "{:?}", client.recorder.callbacks());
+    assert!(
+        client.recorder.callbacks().iter().all(|callback| *callback == Callback::Connected),
+        "{:?}",
+        client.recorder.callbacks()
+    );
 }
 
 #[test]
@@ -83,7 +87,9 @@ fn a_restarted_peer_is_detected_and_the_session_continues_empty() {
     connection.send(numbered(2)).unwrap();
     let second = end(quick(Policy::lossless_peer()), Recorder::default());
     second.messenger.listen(&address).unwrap();
-    until("the news", || other.recorder.callbacks().iter().any(|callback| matches!(callback, Callback::Reset { continues: true, .. })));
+    until("the news", || {
+        other.recorder.callbacks().iter().any(|callback| matches!(callback, Callback::Reset { continues: true, .. }))
+    });
     connection.send(numbered(3)).unwrap();
     until("the message after", || second.recorder.received() == [3]);
 }

@@ -55,8 +55,11 @@ fn unauthenticated_connections_beyond_the_limit_are_dropped() {
 #[test]
 fn only_a_peer_with_the_token_is_accepted_and_its_frames_are_sealed() {
     let with = |token: &[u8]| Options { token: Some(Arc::new(Token::new(token).unwrap())), ..Options::default() };
-    let server =
-        end_with(Policy::stateless_server(), &with(b"0123456789abcdef"), Recorder { echoes: true, ..Recorder::default() });
+    let server = end_with(
+        Policy::stateless_server(),
+        &with(b"0123456789abcdef"),
+        Recorder { echoes: true, ..Recorder::default() },
+    );
     let address = server.messenger.listen(&anywhere()).unwrap();
     let friend = end_with(Policy::lossy_client(), &with(b"0123456789abcdef"), Recorder::default());
     friend.messenger.connect(&address).send(numbered(1)).unwrap();
