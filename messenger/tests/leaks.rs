@@ -9,7 +9,7 @@ use kit::*;
 use remora_messenger::Policy;
 
 #[test]
-fn connections_made_and_ended_while_messages_fly_leave_nothing_behind() {
+fn connections_made_and_ended_while_messages_are_in_flight_leave_nothing_behind() {
     let server = end(Policy::stateless_server(), Recorder { echoes: true, ..Recorder::default() });
     let address = server.messenger.listen(&anywhere()).unwrap();
     let before = descriptors();

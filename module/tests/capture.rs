@@ -224,7 +224,11 @@ fn with_permission_strings_are_deleted_and_are_in_the_table() {
         replica.replicate(&server).unwrap();
         replica.wait_for_link(LONG).unwrap();
         assert_eq!((agent.page.stage(), agent.page.writer_status().keys), (Stage::Done, STRINGS as u64));
-        assert_eq!((keys(&replica), keys(&server)), (1, STRINGS + 1), "the list alone; and the primary has all");
+        assert_eq!(
+            (keys(&replica), keys(&server)),
+            (1, STRINGS + 1),
+            "the replica has the list only, the primary has all keys"
+        );
     }
 }
 
@@ -264,7 +268,7 @@ fn a_walk_that_fails_ends_its_child_and_no_replica_gets_the_rest() {
         })
         .unwrap();
         agent.page.cancel();
-        // It comes again, and nothing is armed any more.
+        // The replica connects again, and nothing is armed any more.
         replica.wait_for_link(LONG).unwrap();
         assert_eq!((agent.page.stage(), keys(&replica)), (Stage::Failed, STRINGS + 2));
         assert!(server.log().contains("this child ends, and with it the sync"), "{}", server.log());

@@ -11,7 +11,7 @@ use remora_lab::{Kind, Random, Server, require};
 use remora_redis::rdb::reference::Word;
 use remora_redis::rdb::{Usage, Writer};
 
-/// The head of a snapshot, and a few keys of its own.
+/// The head of a snapshot, and a few ordinary keys.
 fn beginning(kind: Kind) -> Vec<u8> {
     let mut writer = Writer::new(if kind == Kind::Redis7 { 10 } else { 11 });
     writer.aux("repl-stream-db", "0").select_db(0).string("ordinary", "one", None);
@@ -169,7 +169,7 @@ fn memory_is_accepted_only_by_a_server_that_loads_from_its_link_and_is_empty() {
 /// Random damage, besides the systematic damage of each byte: this many fields for each server.
 const ROUNDS: usize = 1500;
 
-/// At least this many, on the slowest machine: otherwise the test proves nothing.
+/// The least number of rounds on the slowest machine: with fewer, the test proves nothing.
 const LEAST_ROUNDS: usize = 300;
 
 /// Maximum time for which a server is given damaged fields, so that a slow machine does not hold up a test run.
@@ -238,7 +238,7 @@ fn no_damaged_field_ends_the_server() {
         for damaged in damages(bytes.clone()).take(rounds).take_while(|_| began.elapsed() < time) {
             done += 1;
             let shown = Shown::of(&noise(3, 100_000));
-            // As agents do it: handed over before the server may load, since the server does nothing else then.
+            // In the order of the agents: memory is handed over before the load begins, since a loading server does nothing else.
             shown.to(&replica, &["FLUSH"]).unwrap();
             primary.answer();
             primary.send(&beginning(kind));

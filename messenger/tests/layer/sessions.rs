@@ -1,4 +1,4 @@
-//! What happens to sessions: made, cut, forgotten, refused, opened from both ends, closed.
+//! The life of sessions: opened, cut, forgotten, refused, opened from both ends, closed.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ fn a_question_is_answered_whatever_its_size() {
 }
 
 #[test]
-fn too_long_a_body_is_given_back() {
+fn a_body_that_is_too_long_is_returned() {
     let client = end(Policy::lossy_client(), Recorder::default());
     let connection = client.messenger.connect(&"tcp:127.0.0.1:1".parse().unwrap());
     let long = Message::new(1, 1, vec![]).with_data(vec![0; (16 << 20) + 1]);
@@ -69,7 +69,7 @@ fn a_lossy_client_is_notified_when_its_server_ends() {
     until("the message", || server.recorder.received() == [1]);
     server.messenger.stop();
     until("the end", || client.recorder.callbacks().len() == 2);
-    // Stopping sends CLOSE where it still can. A client that does not receive it sees the link break.
+    // Stopping sends CLOSE if it still can. A client that does not receive it sees the link break.
     assert!(matches!(client.recorder.callbacks()[1], Callback::Closed | Callback::Reset { continues: false, .. }));
     until("no more messages", || matches!(connection.send(numbered(2)), Err(SendError::Over(_))));
 }
@@ -95,7 +95,7 @@ fn a_restarted_peer_is_detected_and_the_session_continues_empty() {
 }
 
 #[test]
-fn two_that_call_each_other_at_once_have_one_session() {
+fn two_peers_that_connect_to_each_other_at_once_have_one_session() {
     for _ in 0..20 {
         let ends = [(); 2].map(|()| end(quick(Policy::lossless_peer()), Recorder::default()));
         let addresses = ends.each_ref().map(|end| end.messenger.listen(&anywhere()).unwrap());
@@ -174,7 +174,7 @@ fn sessions_find_their_way_between_workers() {
         for connection in &connections {
             connection.send(numbered(round)).unwrap();
         }
-        connections[round as usize % 7].cut(); // the next link is accepted by the worker whose turn it is
+        connections[round as usize % 7].cut(); // the next link is accepted by the next worker in turn
         std::thread::sleep(Duration::from_micros(300));
     }
     until("all messages", || server.recorder.received().len() == 1400);

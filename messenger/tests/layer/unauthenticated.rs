@@ -17,7 +17,7 @@ fn socket(address: &Address) -> TcpStream {
 }
 
 #[test]
-fn nonsense_is_cut_off_and_others_are_served_meanwhile() {
+fn invalid_bytes_end_their_connection_and_others_are_served_meanwhile() {
     let server = end(Policy::stateless_server(), Recorder { echoes: true, ..Recorder::default() });
     let address = server.messenger.listen(&anywhere()).unwrap();
     for nonsense in [&b"GET / HTTP/1.1\r\n\r\n"[..], b"\0\0\0\0", b"REMORA\r\nxxxxxxxxxxxxxxxxxxxxxxxx"] {
