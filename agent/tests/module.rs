@@ -17,7 +17,7 @@ fn with_module(kind: Kind) -> Builder {
     primary(kind).module("").unwrap()
 }
 
-/// Starts a source whose module writes every string in the child, whatever its length.
+/// Options with which the child writes every string, whatever its length.
 const EVERY_STRING: [&str; 4] = ["--module-capture", "walk", "--module-walk-from", "0"];
 
 fn walking(primary: &Server, more: &[&str]) -> Source {

@@ -263,7 +263,7 @@ fn listen(client: &mut Client, begun: Instant) -> Result<Vec<f64>> {
     }
 }
 
-/// Sets random keys at a rate, on a separate thread.
+/// A thread that sets random keys at a rate.
 struct Writer {
     stop: Arc<AtomicBool>,
     written: Arc<AtomicU64>,

@@ -50,7 +50,7 @@ impl Options {
         Options { seed, rate: None, pipeline: 32, flush: true, big_bytes: 4 << 20 }
     }
 
-    /// Limits the rate to `rate` commands per second.
+    /// Limits the rate to `per_second` commands per second.
     pub fn rate(self, per_second: u64) -> Options {
         Options { rate: Some(per_second), ..self }
     }
