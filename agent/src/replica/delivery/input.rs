@@ -308,6 +308,14 @@ impl Input {
 
     // ---- waiting ----
 
+    /// Whether something of the feed is on its way here.
+    #[cfg(test)]
+    pub(super) fn is_reading(&self) -> bool {
+        let Some(feed) = &self.feed else { return false };
+        let snapshot = feed.snapshot.as_ref().is_some_and(|snapshot| !snapshot.is_fetched() && !snapshot.is_idle());
+        snapshot || feed.journal.as_ref().is_some_and(|journal| !journal.is_idle())
+    }
+
     /// Adds what can bring more; `stream_is_full`: of the journal nothing is wanted for now.
     pub(super) fn wait<'a>(&'a mut self, wait: &mut Wait<'a>, demand: Demand, stream_is_full: bool) {
         let has_spool = self.spool.is_some();
