@@ -1,9 +1,9 @@
-# What people type. Everything behind it: lab/setup/setup gets the machine ready, cargo builds, xtask does the rest.
+# Commands for developers. lab/setup/setup prepares the machine, cargo builds, xtask does the rest.
 
 CARGO ?= cargo
 ARGS ?=
 
-# rustup puts cargo here, and not every shell knows it.
+# rustup installs cargo here, which is not in every shell's path.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
 .DEFAULT_GOAL := help
@@ -13,28 +13,28 @@ export PATH := $(PATH):$(HOME)/.cargo/bin
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST) | awk -F': ' '{ printf "  make %-9s %s\n", $$1, $$2 }'
 
-## setup: get this machine ready (packages, Rust check, the Valkey server); `make test` and the others call it
+## setup: prepare this machine (packages, Rust check, the Valkey server); the other targets call it
 .PHONY: setup
 setup:
 	@lab/setup/setup
 
-## build: the command itself, target/release/remora, and the module for servers beside it
+## build: the command, target/release/remora, and the module for servers beside it
 .PHONY: build
 build: setup
 	$(CARGO) build --release --locked -p remora-agent -p remora-module
 
-## demo: replicas by Remora and by the servers' own replication, side by side; ARGS="--size 100MiB --json FILE"
+## demo: replicas with Remora and with the servers' own replication, side by side; ARGS="--size 100MiB --json FILE"
 .PHONY: demo
 demo: build
 	$(CARGO) run --release --locked -p xtask -- demo $(ARGS)
 
-## test: every test; a test that this machine cannot run says so (with CI=true it fails)
+## test: every test; a test that this machine cannot run prints the reason (with CI=true it fails)
 .PHONY: test
 test: setup
 	$(CARGO) test --workspace --locked
 	$(MAKE) --no-print-directory loom
 
-# In a folder of its own, as `--cfg loom` rebuilds all that it touches; as a release, since every interleaving is a run.
+# In a separate folder, because `--cfg loom` rebuilds everything; as a release, because every interleaving is a run.
 ## loom: the publishing protocol of the table, all interleavings; part of test
 .PHONY: loom
 loom:
@@ -56,7 +56,7 @@ format:
 	$(CARGO) fmt --all --check
 lint:
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
-# A crate of its own, which is built in seconds.
+# A separate crate, which is built in seconds.
 structure:
 	$(CARGO) run --quiet --locked -p remora-structure
 doc:

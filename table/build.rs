@@ -1,4 +1,4 @@
-//! Tells the compiler that `--cfg loom` is a word we know: it turns on the tests of the publishing protocol.
+//! Declares `--cfg loom` to the compiler: it turns on the tests of the publishing protocol.
 
 fn main() {
     println!("cargo::rustc-check-cfg=cfg(loom)");

@@ -26,13 +26,13 @@ fn plain(stage: &Stage) -> Options {
     }
 }
 
-fn spoken(words: &Words) -> Message {
+fn encoded(words: &Words) -> Message {
     let mut payload = Vec::new();
     let tag = words.encode(&mut payload).unwrap();
     Message::new(0, tag.into(), payload)
 }
 
-fn heard(delivery: &Delivery) -> Words {
+fn decoded(delivery: &Delivery) -> Words {
     Words::decode(u8::try_from(delivery.kind).unwrap(), &delivery.front).unwrap()
 }
 
@@ -40,7 +40,7 @@ struct Asker(mpsc::Sender<Words>);
 
 impl Dispatcher for Asker {
     fn message(&self, _: &Connection, delivery: Delivery) {
-        let _ = self.0.send(heard(&delivery));
+        let _ = self.0.send(decoded(&delivery));
     }
 }
 
@@ -50,7 +50,7 @@ struct Pretender(Mutex<Vec<Words>>);
 
 impl Dispatcher for Pretender {
     fn message(&self, connection: &Connection, delivery: Delivery) {
-        self.0.lock().unwrap().push(heard(&delivery));
+        self.0.lock().unwrap().push(decoded(&delivery));
         let report = StatusReport {
             source: "a plain messenger".into(),
             server: "redis://unknown".into(),
@@ -59,7 +59,7 @@ impl Dispatcher for Pretender {
             replicas: Vec::new(),
             totals: Totals { snapshots_taken: 7, replicas_done: 0, bytes_served: 0 },
         };
-        connection.send(spoken(&Words::Status(report))).unwrap();
+        connection.send(encoded(&Words::Status(report))).unwrap();
     }
 }
 
@@ -72,7 +72,7 @@ fn a_plain_messenger_asks_a_source_and_is_answered() {
     let messenger = Messenger::new(Policy::lossy_client(), &plain(&stage), Arc::new(Asker(answers))).unwrap();
     let connection = messenger.connect(&Address::Tcp(source.address));
     for _ in 0..3 {
-        connection.send(spoken(&Words::StatusQuery)).unwrap();
+        connection.send(encoded(&Words::StatusQuery)).unwrap();
         let Words::Status(report) = answered.recv_timeout(Duration::from_secs(20)).unwrap() else {
             panic!("another answer");
         };

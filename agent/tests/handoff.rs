@@ -29,7 +29,7 @@ fn follows(server: &Server) -> String {
     format!("{}:{}", server.fact("master_host").unwrap(), server.fact("master_port").unwrap())
 }
 
-/// Asserts that the server is unchanged: a primary without replicas, which was never told to follow another server.
+/// Asserts that the server is unchanged: a primary without replicas, which never got the command to follow another server.
 fn assert_untouched(server: &Server, primary: &Server) {
     assert_eq!(server.fact("role").unwrap(), "master");
     assert_eq!(server.configured("repl-diskless-load").unwrap(), "disabled");
@@ -245,11 +245,11 @@ fn path(path: &std::path::Path) -> String {
 /// Writes some hundred KiB a second until stopped.
 fn steady_writer(server: &Server) -> (Arc<AtomicBool>, thread::JoinHandle<()>) {
     let stop = Arc::new(AtomicBool::new(false));
-    let (told, mut client) = (stop.clone(), server.client().unwrap());
+    let (stopped, mut client) = (stop.clone(), server.client().unwrap());
     let value = "v".repeat(4096);
     let writer = thread::spawn(move || {
         // Its server may end while it writes.
-        while !told.load(Ordering::Relaxed) && client.ok(&["SET", "written", &value]).is_ok() {
+        while !stopped.load(Ordering::Relaxed) && client.ok(&["SET", "written", &value]).is_ok() {
             thread::sleep(Duration::from_millis(5));
         }
     });

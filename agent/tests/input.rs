@@ -78,8 +78,8 @@ fn something_that_says(words: &'static str) -> SocketAddr {
     thread::spawn(move || {
         for stream in listener.incoming() {
             let Ok(mut stream) = stream else { return };
-            let mut heard = [0; 16];
-            let _ = stream.read(&mut heard);
+            let mut received = [0; 16];
+            let _ = stream.read(&mut received);
             let _ = stream.write_all(words.as_bytes());
         }
     });
@@ -466,8 +466,8 @@ fn an_agent_that_is_stopped_while_its_server_loads_leaves_it_as_was_chosen() {
             says(&said, &[why, left]);
             assert_eq!(replica.fact("role").unwrap(), "master");
             let keys = replica.client().unwrap().int(&["DBSIZE"]).unwrap();
-            let told = if keys == 0 { "emp".to_owned() } else { format!("holds {keys} keys") };
-            says(said.lines().last().unwrap(), &[&told]);
+            let content = if keys == 0 { "emp".to_owned() } else { format!("holds {keys} keys") };
+            says(said.lines().last().unwrap(), &[&content]);
             assert_eq!(replica.configured("repl-diskless-load").unwrap(), "disabled");
             replica.client().unwrap().ok(&["FLUSHALL"]).unwrap();
         }

@@ -85,18 +85,18 @@ fn answers_to_a_stranger(link: SocketAddr, words: &str) -> String {
     let mut stream = TcpStream::connect(link).unwrap();
     stream.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
     let _ = stream.write_all(words.as_bytes());
-    let (mut told, mut buffer, mut until) = (Vec::new(), [0; 4096], Instant::now() + LONG);
+    let (mut answers, mut buffer, mut until) = (Vec::new(), [0; 4096], Instant::now() + LONG);
     while Instant::now() < until {
         match stream.read(&mut buffer) {
             Ok(0) => break,
             Ok(n) => {
-                told.extend_from_slice(&buffer[..n]);
+                answers.extend_from_slice(&buffer[..n]);
                 until = Instant::now() + A_WHILE;
             }
             Err(_) => {}
         }
     }
-    String::from_utf8_lossy(&told).into_owned()
+    String::from_utf8_lossy(&answers).into_owned()
 }
 
 /// Asks for the data set in every way that an unauthenticated client can.
@@ -104,11 +104,11 @@ fn answers_to_a_stranger(link: SocketAddr, words: &str) -> String {
 fn assert_closed_to_strangers(link: SocketAddr) {
     for login in ["", "AUTH wrong\r\n", "AUTH default \r\n", "AUTH s3cret-primary\r\n", "AUTH repl s3cret-primary\r\n"]
     {
-        let told =
+        let answers =
             answers_to_a_stranger(link, &format!("{login}PING\r\nREPLCONF capa eof capa psync2\r\nPSYNC ? -1\r\n"));
-        assert!(told.contains("-NOAUTH"), "{login:?}: {told:?}");
+        assert!(answers.contains("-NOAUTH"), "{login:?}: {answers:?}");
         for part in ["FULLRESYNC", "CONTINUE", "$EOF", "REDIS0", "VALKEY", "confidential"] {
-            assert!(!told.contains(part), "{login:?}: {told:?}");
+            assert!(!answers.contains(part), "{login:?}: {answers:?}");
         }
     }
 }
@@ -182,8 +182,8 @@ fn a_process_of_another_user_is_disconnected_before_it_sends_anything() {
         let script = format!("exec 3<>/dev/tcp/{}/{} && cat <&3", link.ip(), link.port());
         let mut stranger = Command::new("bash");
         stranger.args(["-c", &script]).uid(ANOTHER_USER).gid(ANOTHER_USER);
-        let told = stranger.output().unwrap();
-        assert!(told.stdout.is_empty());
+        let answers = stranger.output().unwrap();
+        assert!(answers.stdout.is_empty());
         let line = agent.wait_for_line("another user's than the server's", LONG).unwrap();
         says(&line, &[&ANOTHER_USER.to_string()]);
     }
@@ -241,14 +241,14 @@ fn a_process_on_the_port_of_a_killed_agent_reads_only_an_expired_secret() {
         let thief = TcpListener::bind(link).unwrap();
         let (mut stream, _) = thief.accept().unwrap();
         stream.set_read_timeout(Some(LONG)).unwrap();
-        let (mut heard, mut buffer) = (String::new(), [0; 4096]);
-        while !heard.contains(&secret) {
+        let (mut received, mut buffer) = (String::new(), [0; 4096]);
+        while !received.contains(&secret) {
             let n = stream.read(&mut buffer).unwrap();
-            assert!(n > 0, "the server left after {heard:?}");
-            heard += &String::from_utf8_lossy(&buffer[..n]);
+            assert!(n > 0, "the server left after {received:?}");
+            received += &String::from_utf8_lossy(&buffer[..n]);
             stream.write_all(b"+PONG\r\n").unwrap();
         }
-        assert!(!heard.contains(PASSWORD), "{heard}");
+        assert!(!received.contains(PASSWORD), "{received}");
         drop((stream, thief));
 
         // A server that follows a closed link is used again as it is.
@@ -296,8 +296,8 @@ fn a_server_without_permission_for_config_set_needs_a_login_of_its_own() {
         let link = link_of(&mut agent);
         wait_until_loading(&guarded.replica);
         assert_eq!(guarded.login(), PASSWORD);
-        let told = answers_to_a_stranger(link, "AUTH wrong\r\nPSYNC ? -1\r\n");
-        assert!(told.contains("-WRONGPASS") && told.contains("-NOAUTH"), "{told}");
+        let answers = answers_to_a_stranger(link, "AUTH wrong\r\nPSYNC ? -1\r\n");
+        assert!(answers.contains("-WRONGPASS") && answers.contains("-NOAUTH"), "{answers}");
         succeeds(&mut agent, &guarded.replica);
         guarded.assert_handed_over();
 

@@ -17,7 +17,7 @@ fn with_module(kind: Kind) -> Builder {
     primary(kind).module("").unwrap()
 }
 
-/// Starts a source whose module writes every string in the child, whatever its length.
+/// Options with which the child writes every string, whatever its length.
 const EVERY_STRING: [&str; 4] = ["--module-capture", "walk", "--module-walk-from", "0"];
 
 fn walking(primary: &Server, more: &[&str]) -> Source {
@@ -25,20 +25,20 @@ fn walking(primary: &Server, more: &[&str]) -> Source {
 }
 
 /// A field of the module's section of INFO.
-fn told(server: &Server, name: &str) -> String {
+fn module_fact(server: &Server, name: &str) -> String {
     server.fact(&format!("remora_{name}")).unwrap()
 }
 
 /// The method by which the source says that it took its snapshot.
-fn way(source: &mut Source) -> String {
+fn method(source: &mut Source) -> String {
     let line = source.agent.wait_for_line("snapshot completed", LONG).unwrap();
     line.split("method=").nth(1).unwrap_or_default().to_owned()
 }
 
 /// Waits until the primary has no child and its module is idle.
-fn comes_to_rest(primary: &Server) {
+fn wait_until_idle(primary: &Server) {
     wait_until("the module to be idle", LONG, || {
-        let state = told(primary, "state");
+        let state = module_fact(primary, "state");
         let child = primary.fact("rdb_bgsave_in_progress")?;
         Ok(if state == "idle" && child == "0" { Ok(()) } else { Err(format!("{state}, child {child}")) })
     })
@@ -47,12 +47,12 @@ fn comes_to_rest(primary: &Server) {
 
 /// Asserts that the primary answers, has no child, and takes another snapshot with the module: no earlier failure has an effect.
 #[track_caller]
-fn is_well(primary: &Server) {
-    comes_to_rest(primary);
+fn assert_unharmed(primary: &Server) {
+    wait_until_idle(primary);
     let replica = Server::start(primary.kind()).unwrap();
     let mut source = Source::start(primary, &["--memory", "64MiB", "--module-capture", "walk"]);
     source.replicate(&replica, &[]);
-    assert_eq!(way(&mut source), "the module");
+    assert_eq!(method(&mut source), "the module");
     assert_same_data(primary, &replica);
 }
 
@@ -67,10 +67,10 @@ fn every_type_with_any_bytes_in_sixteen_databases_arrives_by_a_walk() {
         source.replicate(&replica, &[]);
         assert_same_data(&primary, &replica);
 
-        assert_eq!(way(&mut source), "the module");
+        assert_eq!(method(&mut source), "the module");
         assert_eq!(source.status()["generation"]["capture"], "the module");
-        assert_eq!(told(&primary, "captures_done"), "1");
-        let strings: u64 = told(&primary, "last_keys").parse().unwrap();
+        assert_eq!(module_fact(&primary, "captures_done"), "1");
+        let strings: u64 = module_fact(&primary, "last_keys").parse().unwrap();
         assert!(strings > 300 && strings < keys, "{strings} of {keys} keys");
         let after = syncs(&primary);
         assert_eq!((after.0 - before.0, after.1 - before.1), (1, 1), "one copy, one continuation");
@@ -97,7 +97,7 @@ fn a_server_that_writes_itself_does_not_compress_and_its_own_setting_stays() {
         let mut source = Source::start(&primary, &["--memory", "64MiB", "--module-capture", "server"]);
         source.replicate(&replica, &[]);
         assert_same_data(&primary, &replica);
-        assert!(way(&mut source).starts_with("psync, not compressed"));
+        assert!(method(&mut source).starts_with("psync, not compressed"));
         assert_eq!(primary.configured("rdbcompression").unwrap(), "yes");
         let bytes = source.status()["generation"]["snapshot_bytes"].as_u64().unwrap();
         assert!(bytes > 2 << 20, "{bytes} bytes: the snapshot is compressed");
@@ -126,7 +126,7 @@ fn is_exact_under_every_kind_of_write(kind: Kind) {
         writer.wait_for(WRITES_MEANWHILE);
         drop(flood);
         writer.stop().unwrap();
-        assert_eq!(way(&mut source), "the module", "{}", source.agent.output());
+        assert_eq!(method(&mut source), "the module", "{}", source.agent.output());
         assert_same_data(&primary, &replica);
     }
 }
@@ -181,7 +181,7 @@ fn keeps_times_and_ages(kind: Kind, policy: &str, command: &str) {
     let ages = ["soon", "list late"].map(|key| (key, age(&primary, key)));
     let mut source = walking(&primary, &["--memory", "64MiB"]);
     source.replicate(&replica, &[]);
-    assert_eq!((way(&mut source).as_str(), told(&primary, "last_keys").as_str()), ("the module", "2"));
+    assert_eq!((method(&mut source).as_str(), module_fact(&primary, "last_keys").as_str()), ("the module", "2"));
     assert_same_data(&primary, &replica);
     for (key, wanted) in ages {
         let found = age(&replica, key);
@@ -207,7 +207,7 @@ fn expired_keys_that_the_server_has_not_removed_are_left_to_the_server() {
         thread::sleep(Duration::from_millis(300));
         let mut source = walking(&primary, &["--memory", "64MiB"]);
         source.replicate(&replica, &[]);
-        assert_eq!((way(&mut source).as_str(), told(&primary, "last_keys").as_str()), ("the module", "1"));
+        assert_eq!((method(&mut source).as_str(), module_fact(&primary, "last_keys").as_str()), ("the module", "1"));
         let keys = |server: &Server| server.client().unwrap().int(&["DBSIZE"]).unwrap();
         assert_eq!((keys(&primary), keys(&replica)), (3, 3), "both servers still have the expired keys");
         // An access deletes them, and the deletion is replicated.
@@ -225,11 +225,11 @@ fn the_primary_keeps_the_strings_that_its_child_freed() {
         fill_every_type(&mut client, 32).unwrap();
         let before = (primary.digest().unwrap(), number(&primary, "expired_keys"));
         let mut source = walking(&primary, &["--memory", "64MiB", "--eager"]);
-        assert_eq!(way(&mut source), "the module");
+        assert_eq!(method(&mut source), "the module");
         assert_eq!((primary.digest().unwrap(), number(&primary, "expired_keys")), before);
         client.ok(&["CONFIG", "RESETSTAT"]).unwrap();
         // The snapshot is complete here before the server has noticed the end of its child.
-        comes_to_rest(&primary);
+        wait_until_idle(&primary);
         client.ok(&["SAVE"]).unwrap();
         client.ok(&["DEBUG", "RELOAD", "NOSAVE"]).unwrap();
         assert_eq!(primary.digest().unwrap(), before.0, "the file is complete");
@@ -245,7 +245,7 @@ fn a_window_that_is_smaller_than_the_data_is_walked_at_the_readers_pace() {
         let mut source =
             Source::start(&primary, &["--memory", "16MiB", "--slot-size", "256KiB", "--module-capture", "walk"]);
         source.replicate(&replica, &["--memory", "16MiB"]);
-        assert_eq!(way(&mut source), "the module");
+        assert_eq!(method(&mut source), "the module");
         assert!(source.status()["generation"]["windowed"].as_bool().unwrap());
         assert_same_data(&primary, &replica);
     }
@@ -264,7 +264,7 @@ fn a_late_joiner_gets_the_walked_snapshot_and_a_second_one_joins_the_stream() {
     primary.client().unwrap().ok(&["SET", "after", "the first"]).unwrap();
     thread::sleep(Duration::from_millis(3100));
     source.replicate(&replicas[2], &[]);
-    assert_eq!((source.snapshots_taken(), told(&primary, "captures_done").as_str()), (2, "2"));
+    assert_eq!((source.snapshots_taken(), module_fact(&primary, "captures_done").as_str()), (2, "2"));
     for replica in &replicas {
         assert_same_data(&primary, replica);
     }
@@ -285,7 +285,7 @@ fn a_source_beside_a_replica_walks_that_one_and_the_primary_notices_nothing() {
         client.ok(&["SET", "before", "the snapshot"]).unwrap();
         let before = syncs(&primary);
         let mut source = Source::start(&middle, &["--memory", "64MiB", "--module-capture", "walk", "--eager"]);
-        assert_eq!(way(&mut source), "the module");
+        assert_eq!(method(&mut source), "the module");
         client.ok(&["SET", "after", "the snapshot"]).unwrap();
         source.replicate(&replica, &[]);
         assert_same_data(&middle, &replica);
@@ -307,7 +307,7 @@ fn a_save_to_disk_that_is_already_running_is_not_mistaken_for_the_snapshot() {
         primary.client().unwrap().text(&["BGSAVE"]).unwrap();
         let mut source = Source::start(&primary, &["--memory", "64MiB", "--module-capture", "walk"]);
         source.replicate(&replica, &[]);
-        assert_eq!(way(&mut source), "the module");
+        assert_eq!(method(&mut source), "the module");
         assert_same_data(&primary, &replica);
     }
 }
@@ -323,7 +323,7 @@ fn a_save_to_disk_requested_while_the_source_waits_is_complete() {
         let mut source = walking(&primary, &["--memory", "64MiB", "--eager"]);
         wait_until("the source to wait", LONG, || Ok(waits(&primary, 1))).unwrap();
         primary.client().unwrap().text(&["BGSAVE"]).unwrap();
-        assert_eq!(way(&mut source), "the module");
+        assert_eq!(method(&mut source), "the module");
         source.replicate(&replica, &[]);
         assert_same_data(&primary, &replica);
         primary.client().unwrap().ok(&["DEBUG", "RELOAD", "NOSAVE"]).unwrap();
@@ -341,8 +341,8 @@ fn a_child_that_serves_another_replica_too_leaves_everything_to_the_server() {
         wait_until("the other replica to wait", LONG, || Ok(waits(&primary, 1))).unwrap();
         let mut source = walking(&primary, &["--memory", "64MiB", "--eager"]);
         // A replica that wants another format is not served by the same fork; then the child is for the source alone.
-        let way = way(&mut source);
-        assert!(way == "psync" || kind == Kind::Valkey9, "{}", source.agent.output());
+        let taken = method(&mut source);
+        assert!(taken == "psync" || kind == Kind::Valkey9, "{}", source.agent.output());
         source.replicate(&replica, &[]);
         assert_same_data(&primary, &replica);
         other.wait_for_link(LONG).unwrap();
@@ -359,7 +359,7 @@ fn a_server_that_syncs_through_files_is_not_walked() {
         let before = primary.digest().unwrap();
         let mut source = walking(&primary, &["--memory", "64MiB"]);
         source.replicate(&replica, &[]);
-        assert_eq!(way(&mut source), "psync");
+        assert_eq!(method(&mut source), "psync");
         assert_same_data(&primary, &replica);
         primary.client().unwrap().ok(&["DEBUG", "RELOAD", "NOSAVE"]).unwrap();
         assert_eq!(primary.digest().unwrap(), before, "the file is complete");
@@ -383,7 +383,7 @@ fn an_agent_killed_between_arming_and_the_fork_does_not_harm_the_primary() {
         wait_until("the module to be armed", LONG, || Ok(is_in_state(&primary, "armed"))).unwrap();
         source.agent.kill().unwrap();
         primary.configure("repl-diskless-sync-delay", "0").unwrap();
-        is_well(&primary);
+        assert_unharmed(&primary);
     }
 }
 
@@ -400,7 +400,7 @@ fn an_agent_killed_while_its_table_is_full_does_not_harm_the_primary() {
         wait_until("the child to wait for room", LONG, || {
             let status = source.status();
             let full = status["generation"]["published_slots"].as_u64().unwrap_or(0) > 10;
-            Ok(if full && told(&primary, "state") == "writing" { Ok(()) } else { Err(status.to_string()) })
+            Ok(if full && module_fact(&primary, "state") == "writing" { Ok(()) } else { Err(status.to_string()) })
         })
         .unwrap();
         source.agent.signal(Signal::KILL).unwrap();
@@ -408,7 +408,7 @@ fn an_agent_killed_while_its_table_is_full_does_not_harm_the_primary() {
         let mut client = primary.client().unwrap();
         client.text(&["FLUSHALL"]).unwrap();
         fill_every_type(&mut client, 29).unwrap();
-        is_well(&primary);
+        assert_unharmed(&primary);
     }
 }
 
@@ -428,7 +428,10 @@ fn a_killed_child_fails_the_snapshot_and_the_next_one_is_taken_without_the_modul
     source.replicate(&replica, &["--memory", "16MiB"]);
     assert!(source.agent.output().contains("the module failed a short time ago"), "{}", source.agent.output());
     assert_same_data(&primary, &replica);
-    assert_eq!((told(&primary, "captures_failed").as_str(), told(&primary, "state").as_str()), ("1", "idle"));
+    assert_eq!(
+        (module_fact(&primary, "captures_failed").as_str(), module_fact(&primary, "state").as_str()),
+        ("1", "idle")
+    );
 }
 
 #[test]
@@ -439,7 +442,7 @@ fn a_module_that_is_disabled_is_not_used() {
         fill_every_type(&mut primary.client().unwrap(), 30).unwrap();
         let mut source = Source::start(&primary, &["--memory", "64MiB", "--module-capture", "walk"]);
         source.replicate(&replica, &[]);
-        assert_eq!(way(&mut source), "psync");
+        assert_eq!(method(&mut source), "psync");
         assert!(source.agent.output().contains("remora.capture no"), "{}", source.agent.output());
         assert_same_data(&primary, &replica);
     }
@@ -455,7 +458,7 @@ fn readers_of_another_family_that_cannot_read_it_cost_the_primary_no_walk() {
     let mut agent = source.replica(&replica, &[]);
     let ended = agent.wait(LONG).unwrap();
     assert!(!ended.success() && agent.output().contains("RDB version"), "{ended}: {}", agent.output());
-    assert_eq!((told(&primary, "captures_done").as_str(), number(&primary, "sync_full")), ("0", 0));
+    assert_eq!((module_fact(&primary, "captures_done").as_str(), number(&primary, "sync_full")), ("0", 0));
 }
 
 #[test]
@@ -469,7 +472,7 @@ fn a_source_loads_the_module_if_the_server_allows_it_and_else_works_without() {
             let args = ["--memory", "64MiB", "--module-capture", "walk", "--load-module", &library];
             let mut source = Source::start(&primary, &args);
             source.replicate(&replica, &[]);
-            assert_eq!(way(&mut source), if allowed == "local" { "the module" } else { "psync" });
+            assert_eq!(method(&mut source), if allowed == "local" { "the module" } else { "psync" });
             assert_same_data(&primary, &replica);
         }
     }
@@ -477,7 +480,7 @@ fn a_source_loads_the_module_if_the_server_allows_it_and_else_works_without() {
 
 /// For [`wait_until`]: whether the module is in that state; the error names the present state.
 fn is_in_state(primary: &Server, wanted: &str) -> Result<(), String> {
-    let found = told(primary, "state");
+    let found = module_fact(primary, "state");
     if found == wanted { Ok(()) } else { Err(found) }
 }
 
@@ -487,7 +490,7 @@ fn a_primary_without_the_module_is_asked_for_it_once_only() {
     let (primary, replica) = (primary(kind).start().unwrap(), Server::start(kind).unwrap());
     let mut source = Source::start(&primary, &["--memory", "64MiB"]);
     source.replicate(&replica, &[]);
-    assert_eq!(way(&mut source), "psync");
+    assert_eq!(method(&mut source), "psync");
     assert_eq!(number(&primary, "sync_full"), 1);
     assert_same_data(&primary, &replica);
 }

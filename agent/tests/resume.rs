@@ -262,8 +262,8 @@ fn a_server_that_another_client_takes_over_meanwhile_is_left_to_it() {
     let mut agent = stage.replica(&replica.url(), source.address, &[]);
     agent.wait_for_line("follows our link", LONG).unwrap();
     wait_until("the server to be redirected", LONG, || {
-        let told = replica.client()?.ok(&["REPLICAOF", "127.0.0.1", &other.port().to_string()]);
-        Ok(told.map_err(|error| error.to_string()))
+        let answer = replica.client()?.ok(&["REPLICAOF", "127.0.0.1", &other.port().to_string()]);
+        Ok(answer.map_err(|error| error.to_string()))
     })
     .unwrap();
     let said = ends(&mut agent, 6);

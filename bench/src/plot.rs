@@ -61,30 +61,36 @@ impl Picture<'_> {
         X::CoordDescType: ValueFormatter<f64>,
         Y::CoordDescType: ValueFormatter<f64>,
     {
-        let told = |error: DrawingAreaErrorKind<_>| error.to_string();
+        let as_text = |error: DrawingAreaErrorKind<_>| error.to_string();
         let mut chart = ChartBuilder::on(area)
             .caption(self.title, ("sans-serif", 16))
             .margin(12)
             .x_label_area_size(40)
             .y_label_area_size(64)
             .build_cartesian_2d(x, y)
-            .map_err(told)?;
-        chart.configure_mesh().x_desc(self.x.name).y_desc(self.y.name).light_line_style(WHITE).draw().map_err(told)?;
+            .map_err(as_text)?;
+        chart
+            .configure_mesh()
+            .x_desc(self.x.name)
+            .y_desc(self.y.name)
+            .light_line_style(WHITE)
+            .draw()
+            .map_err(as_text)?;
         for Line { name, colour, points } in &self.lines {
             let (colour, style) = (*colour, colour.stroke_width(2));
             chart
                 .draw_series(LineSeries::new(points.iter().copied(), style))
-                .map_err(told)?
+                .map_err(as_text)?
                 .label(*name)
                 .legend(move |(x, y)| PathElement::new(vec![(x, y), (x + 18, y)], style));
             let dots = points.iter().map(|point| Circle::new(*point, 3, colour.filled()));
-            chart.draw_series(dots).map_err(told)?;
+            chart.draw_series(dots).map_err(as_text)?;
         }
         let mut labels = chart.configure_series_labels();
         let labels = labels
             .position(SeriesLabelPosition::UpperLeft)
             .background_style(WHITE.mix(0.8))
             .border_style(BLACK.mix(0.3));
-        labels.draw().map_err(told)
+        labels.draw().map_err(as_text)
     }
 }

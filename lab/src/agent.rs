@@ -21,7 +21,7 @@ use crate::server::tail_of;
 #[derive(Debug)]
 pub struct Agent {
     process: Process,
-    heard: Arc<Heard>,
+    output: Arc<Output>,
     watch: Arc<Mutex<Watch>>,
 }
 
@@ -46,16 +46,16 @@ impl Agent {
         let name = Path::new(command.get_program()).file_name().unwrap_or_default().to_string_lossy().into_owned();
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let (process, pipes) = Process::start(name, command)?;
-        let heard = Arc::new(Heard::default());
+        let output = Arc::new(Output::default());
         if let Some(stdout) = pipes.stdout {
-            listen(stdout, Stream::Stdout, &heard);
+            read_lines(stdout, Stream::Stdout, &output);
         }
         if let Some(stderr) = pipes.stderr {
-            listen(stderr, Stream::Stderr, &heard);
+            read_lines(stderr, Stream::Stderr, &output);
         }
         let watch = Arc::new(Mutex::new(Watch::default()));
         watch_over(process.pid(), &watch);
-        Ok(Agent { process, heard, watch })
+        Ok(Agent { process, output, watch })
     }
 
     /// Its process id.
@@ -65,17 +65,17 @@ impl Agent {
 
     /// Everything that the program has written so far, both streams, in the order in which they were read.
     pub fn output(&self) -> String {
-        self.heard.text(|_| true)
+        self.output.text(|_| true)
     }
 
     /// The program's standard output so far.
     pub fn stdout(&self) -> String {
-        self.heard.text(|stream| stream == Stream::Stdout)
+        self.output.text(|stream| stream == Stream::Stdout)
     }
 
     /// The program's standard error so far.
     pub fn stderr(&self) -> String {
-        self.heard.text(|stream| stream == Stream::Stderr)
+        self.output.text(|stream| stream == Stream::Stderr)
     }
 
     /// Waits for a line that contains `part`, on either stream, and returns it. Lines that were written before count. Fails at
@@ -84,8 +84,8 @@ impl Agent {
         let deadline = Instant::now() + within;
         loop {
             // Checked before the search, so that the last lines of a program that ends in between are not missed.
-            let silent = self.heard.is_over();
-            if let Some(line) = self.heard.find(part) {
+            let silent = self.output.is_over();
+            if let Some(line) = self.output.find(part) {
                 return Ok(line);
             }
             if silent && let Some(status) = self.ended()? {
@@ -94,7 +94,7 @@ impl Agent {
             if Instant::now() >= deadline {
                 return Err(self.too_late(&format!("a line with {part:?}"), within));
             }
-            self.heard.wait(LOOK_TIME);
+            self.output.wait(LOOK_TIME);
         }
     }
 
@@ -103,7 +103,7 @@ impl Agent {
         let deadline = Instant::now() + within;
         loop {
             if let Some(status) = self.ended()? {
-                self.heard.wait_until_over(LAST_WORDS_TIME);
+                self.output.wait_until_over(LAST_OUTPUT_TIME);
                 return Ok(status);
             }
             if Instant::now() >= deadline {
@@ -187,18 +187,18 @@ enum Stream {
 
 /// What has been written so far, by which stream, and how many streams have ended.
 #[derive(Debug, Default)]
-struct Heard {
-    state: Mutex<HeardState>,
+struct Output {
+    state: Mutex<OutputState>,
     news: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct HeardState {
+struct OutputState {
     lines: Vec<(Stream, String)>,
     streams_ended: usize,
 }
 
-impl Heard {
+impl Output {
     fn text(&self, wanted: impl Fn(Stream) -> bool) -> String {
         let state = lock(&self.state);
         let lines: Vec<&str> =
@@ -224,24 +224,24 @@ impl Heard {
         drop(self.news.wait_timeout_while(lock(&self.state), time, |state| state.streams_ended < 2));
     }
 
-    fn tell(&self, change: impl FnOnce(&mut HeardState)) {
+    fn update(&self, change: impl FnOnce(&mut OutputState)) {
         change(&mut lock(&self.state));
         self.news.notify_all();
     }
 }
 
 /// Reads one stream to its end, line by line, on a separate thread.
-fn listen(from: impl Read + Send + 'static, stream: Stream, heard: &Arc<Heard>) {
-    let heard = Arc::clone(heard);
+fn read_lines(from: impl Read + Send + 'static, stream: Stream, output: &Arc<Output>) {
+    let output = Arc::clone(output);
     thread::spawn(move || {
         let mut reader = BufReader::new(from);
         let mut line = Vec::new();
         while reader.read_until(b'\n', &mut line).is_ok_and(|read| read > 0) {
             let text = String::from_utf8_lossy(&line).trim_end_matches(['\n', '\r']).to_owned();
             line.clear();
-            heard.tell(|state| state.lines.push((stream, text)));
+            output.update(|state| state.lines.push((stream, text)));
         }
-        heard.tell(|state| state.streams_ended += 1);
+        output.update(|state| state.streams_ended += 1);
     });
 }
 
@@ -288,7 +288,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 const LOOK_TIME: Duration = Duration::from_millis(10);
 
 /// How long the pipes of an ended process may stay open.
-const LAST_WORDS_TIME: Duration = Duration::from_secs(2);
+const LAST_OUTPUT_TIME: Duration = Duration::from_secs(2);
 
 /// Number of output lines in a message.
 const TAIL_LINES: usize = 30;

@@ -49,8 +49,9 @@ fn iperf3(on: Option<&Host>, args: &[&str]) -> Result<Command> {
 }
 
 fn received(json: &[u8]) -> Result<f64> {
-    let told: serde_json::Value = serde_json::from_slice(json).map_err(std::io::Error::from).doing(|| "read iperf3")?;
-    let bits = told["end"]["sum_received"]["bits_per_second"].as_f64();
+    let report: serde_json::Value =
+        serde_json::from_slice(json).map_err(std::io::Error::from).doing(|| "read iperf3")?;
+    let bits = report["end"]["sum_received"]["bits_per_second"].as_f64();
     bits.map(|bits| bits / 8.0).ok_or_else(|| Error::Garbled(String::from_utf8_lossy(json).into_owned()))
 }
 

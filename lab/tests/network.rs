@@ -166,8 +166,8 @@ fn a_lossy_cable_loses_and_a_mended_one_does_not() {
     let lost = |_| {
         client.ok(&["SET", "big", &"x".repeat(1_000_000)]).unwrap();
         assert_eq!(server.client().unwrap().int(&["STRLEN", "big"]).unwrap(), 1_000_000);
-        let told = here.within(|| std::fs::read_to_string("/proc/thread-self/net/snmp")).unwrap().unwrap();
-        retransmitted(&told) > 0
+        let counters = here.within(|| std::fs::read_to_string("/proc/thread-self/net/snmp")).unwrap().unwrap();
+        retransmitted(&counters) > 0
     };
     assert!((0..40).any(lost), "nothing was retransmitted");
 

@@ -9,12 +9,12 @@ use kit::*;
 use remora_messenger::Policy;
 
 #[test]
-fn connections_made_and_ended_while_messages_fly_leave_nothing_behind() {
-    let server = end(Policy::stateless_server(), Scribe { echoes: true, ..Scribe::default() });
+fn connections_made_and_ended_while_messages_are_in_flight_leave_nothing_behind() {
+    let server = end(Policy::stateless_server(), Recorder { echoes: true, ..Recorder::default() });
     let address = server.messenger.listen(&anywhere()).unwrap();
     let before = descriptors();
     for round in 0..30 {
-        let client = end(Policy::lossy_client(), Scribe::default());
+        let client = end(Policy::lossy_client(), Recorder::default());
         let connections: Vec<_> = (0..20).map(|_| client.messenger.connect(&address)).collect();
         for (at, connection) in connections.iter().enumerate() {
             (0..10).for_each(|number| connection.send(numbered(number)).unwrap());
@@ -30,7 +30,9 @@ fn connections_made_and_ended_while_messages_fly_leave_nothing_behind() {
         if round % 2 == 0 {
             drop(client);
         } else {
-            until("ends", || client.scribe.told().iter().filter(|told| **told != Told::Connected).count() >= 20);
+            until("ends", || {
+                client.recorder.callbacks().iter().filter(|callback| **callback != Callback::Connected).count() >= 20
+            });
         }
     }
     until("no descriptor is left over", || descriptors() <= before + 2);

@@ -80,15 +80,15 @@ mod in_the_machine {
         // 512 receives, of which a link takes 13.
         let little = RdmaOptions { receive_bytes: 4 << 20, max_credits: 32, ..RdmaOptions::default() };
         let options = options(little);
-        let server = end_with(Policy::stateless_server(), &options, Scribe { echoes: true, ..Scribe::default() });
+        let server = end_with(Policy::stateless_server(), &options, Recorder { echoes: true, ..Recorder::default() });
         let address = server.messenger.listen(&server_address()).unwrap();
         for round in 0..8 {
-            let client = end_with(Policy::lossy_client(), &options, Scribe::default());
+            let client = end_with(Policy::lossy_client(), &options, Recorder::default());
             let connections: Vec<_> = (0..10).map(|_| client.messenger.connect(&address)).collect();
             for connection in &connections {
                 (0..100).for_each(|number| connection.send(numbered(number)).unwrap());
             }
-            until("all answers", || client.scribe.taken().len() == 1000);
+            until("all answers", || client.recorder.received().len() == 1000);
             for (at, connection) in connections.iter().enumerate() {
                 match (at + round) % 3 {
                     0 => connection.abort(),
@@ -96,7 +96,9 @@ mod in_the_machine {
                     _ => connection.close(),
                 }
             }
-            until("all ends", || client.scribe.told().iter().filter(|told| **told != Told::Connected).count() == 10);
+            until("all ends", || {
+                client.recorder.callbacks().iter().filter(|callback| **callback != Callback::Connected).count() == 10
+            });
         }
     }
 
@@ -106,12 +108,12 @@ mod in_the_machine {
     #[ignore = "runs in the RDMA machine"]
     fn retired_queue_pairs_are_destroyed_without_any_traffic() {
         let options = options(RdmaOptions::default());
-        let server = end_with(Policy::stateless_server(), &options, Scribe::default());
+        let server = end_with(Policy::stateless_server(), &options, Recorder::default());
         let address = server.messenger.listen(&server_address()).unwrap();
-        let client = end_with(Policy::lossy_client(), &options, Scribe::default());
+        let client = end_with(Policy::lossy_client(), &options, Recorder::default());
         let connect = |count: usize| -> Vec<_> { (0..count).map(|_| client.messenger.connect(&address)).collect() };
         let stays = connect(1);
-        until("the first link", || client.scribe.told().len() == 1);
+        until("the first link", || client.recorder.callbacks().len() == 1);
         let wires = || {
             let links =
                 std::fs::read_dir("/proc/self/fd").unwrap().filter_map(|fd| std::fs::read_link(fd.ok()?.path()).ok());
@@ -119,7 +121,7 @@ mod in_the_machine {
         };
         let before = wires();
         let connections = connect(10);
-        until("all links", || client.scribe.told().len() == 11);
+        until("all links", || client.recorder.callbacks().len() == 11);
         assert_eq!(wires(), before + 20);
         connections.iter().for_each(remora_messenger::Connection::abort);
         until("all graves to be empty", || wires() == before);
@@ -128,16 +130,16 @@ mod in_the_machine {
 
     #[test]
     #[ignore = "runs in the RDMA machine"]
-    fn a_lossy_client_is_notified_when_its_server_ends_and_when_there_is_none() {
+    fn a_lossy_client_is_notified_when_its_server_ends_and_when_it_does_not_exist() {
         let options = options(RdmaOptions::default());
-        let server = end_with(Policy::stateless_server(), &options, Scribe::default());
+        let server = end_with(Policy::stateless_server(), &options, Recorder::default());
         let address = server.messenger.listen(&server_address()).unwrap();
-        let client = end_with(Policy::lossy_client(), &options, Scribe::default());
+        let client = end_with(Policy::lossy_client(), &options, Recorder::default());
         let connection = client.messenger.connect(&address);
         connection.send(numbered(1)).unwrap();
-        until("the message", || server.scribe.taken() == [1]);
+        until("the message", || server.recorder.received() == [1]);
         server.messenger.stop();
-        until("the end", || client.scribe.told().len() == 2);
+        until("the end", || client.recorder.callbacks().len() == 2);
         until("no more messages", || matches!(connection.send(numbered(2)), Err(SendError::Over(_))));
         let absent = client.messenger.connect(&address);
         until("no answer", || matches!(absent.send(numbered(3)), Err(SendError::Over(_))));
@@ -147,7 +149,7 @@ mod in_the_machine {
     #[ignore = "runs in the RDMA machine"]
     fn peers_call_each_other_back_and_find_their_way_between_workers() {
         let options = Options { workers: 3, ..options(RdmaOptions::default()) };
-        let ends = [(); 2].map(|()| end_with(quick(Policy::lossless_peer()), &options, Scribe::default()));
+        let ends = [(); 2].map(|()| end_with(quick(Policy::lossless_peer()), &options, Recorder::default()));
         let addresses = ends.each_ref().map(|end| end.messenger.listen(&server_address()).unwrap());
         let connections = [0, 1].map(|at: usize| ends[at].messenger.connect(&addresses[1 - at]));
         for round in 0..300 {
@@ -157,9 +159,9 @@ mod in_the_machine {
             }
         }
         for end in &ends {
-            until("all messages", || end.scribe.taken().len() == 300);
-            assert!(end.scribe.taken().into_iter().eq(0..300));
-            assert!(!end.scribe.told().iter().any(|told| matches!(told, Told::Reset { .. })));
+            until("all messages", || end.recorder.received().len() == 300);
+            assert!(end.recorder.received().into_iter().eq(0..300));
+            assert!(!end.recorder.callbacks().iter().any(|callback| matches!(callback, Callback::Reset { .. })));
         }
     }
 }
@@ -174,7 +176,7 @@ fn the_layer_holds_over_rdma_in_the_virtual_machine() {
 
 #[test]
 fn without_rdma_listening_fails_with_what_is_missing() {
-    let client = end(Policy::lossy_client(), Scribe::default());
+    let client = end(Policy::lossy_client(), Recorder::default());
     if remora_rdma::report::devices().trouble.is_none() {
         return;
     }

@@ -42,7 +42,7 @@ impl Agent {
     }
 }
 
-/// Offers these descriptors and tells the server where.
+/// Offers these descriptors and sends the server the address.
 fn offer(server: &Server, descriptors: &[BorrowedFd<'_>]) -> remora_lab::Result<()> {
     let handover = Handover::bind(&Place::Abstract).unwrap();
     thread::scope(|scope| {
@@ -75,7 +75,7 @@ fn a_status_has_names_and_values_and_help_names_every_command() {
 }
 
 #[test]
-fn one_is_armed_at_a_time_and_a_disarmed_one_is_forgotten() {
+fn one_agent_is_armed_at_a_time_and_a_disarmed_one_is_forgotten() {
     for kind in require::kinds() {
         let server = with_module(kind, "");
         let (first, second) = (Agent::new(Work::Walk, 11), Agent::new(Work::Ease, 12));
@@ -84,7 +84,7 @@ fn one_is_armed_at_a_time_and_a_disarmed_one_is_forgotten() {
         let busy = second.arm(&server).unwrap_err().to_string();
         assert!(busy.contains("BUSY") && busy.contains("11"), "{busy}");
         let mut client = server.client().unwrap();
-        assert_eq!(client.int(&["REMORA.DISARM", "12"]).unwrap(), 0, "not that one's");
+        assert_eq!(client.int(&["REMORA.DISARM", "12"]).unwrap(), 0, "another generation");
         assert_eq!(client.int(&["REMORA.DISARM", "11"]).unwrap(), 1);
         assert_eq!(state(&server), "idle");
         second.arm(&server).unwrap();
@@ -93,7 +93,7 @@ fn one_is_armed_at_a_time_and_a_disarmed_one_is_forgotten() {
 }
 
 #[test]
-fn an_agent_that_beats_stays_armed_and_one_that_falls_silent_is_forgotten() {
+fn an_agent_with_a_heart_beat_stays_armed_and_a_silent_one_is_forgotten() {
     for kind in require::kinds() {
         let server = with_module(kind, "");
         server.configure("remora.agent-timeout", "1").unwrap();
@@ -131,7 +131,7 @@ fn a_save_to_disk_does_not_use_what_was_armed_for_a_sync() {
 }
 
 #[test]
-fn what_makes_no_sense_is_refused_with_a_reason() {
+fn invalid_arguments_are_refused_with_a_reason() {
     for kind in require::kinds() {
         let server = with_module(kind, "");
         let blank = Memory::create("blank", 4096, Pages::Small).unwrap();
@@ -143,20 +143,20 @@ fn what_makes_no_sense_is_refused_with_a_reason() {
         assert!(refused(&[std::os::fd::AsFd::as_fd(&read_only)]).contains("could not be taken"));
 
         let mut client = server.client().unwrap();
-        for wrong in [&["REMORA.ARM"][..], &["REMORA.ARM", "@nobody", "00"], &["REMORA.DISARM", "x"], &["REMORA.WALK"]]
+        for wrong in [&["REMORA.ARM"][..], &["REMORA.ARM", "@absent", "00"], &["REMORA.DISARM", "x"], &["REMORA.WALK"]]
         {
             let text = client.ok(wrong).unwrap_err().to_string();
             assert!(text.contains("ERR remora:"), "{text}");
         }
         let began = std::time::Instant::now();
-        client.ok(&["REMORA.ARM", "@nobody-listens-here", &"00".repeat(16)]).unwrap_err();
+        client.ok(&["REMORA.ARM", "@no-listener-here", &"00".repeat(16)]).unwrap_err();
         assert!(began.elapsed() < Duration::from_secs(2), "the command does not wait long for a missing agent");
         assert_eq!(state(&server), "idle");
     }
 }
 
 #[test]
-fn a_giver_that_says_nothing_holds_the_server_up_for_a_quarter_of_a_second() {
+fn a_silent_giver_delays_the_server_for_at_most_a_quarter_of_a_second() {
     let Some(kind) = require::redis() else { return };
     let server = with_module(kind, "");
     let handover = Handover::bind(&Place::Abstract).unwrap();
@@ -167,7 +167,7 @@ fn a_giver_that_says_nothing_holds_the_server_up_for_a_quarter_of_a_second() {
 }
 
 #[test]
-fn a_table_that_is_smaller_than_its_order_says_costs_the_snapshot_and_not_the_server() {
+fn a_table_smaller_than_announced_fails_the_snapshot_and_not_the_server() {
     for kind in require::kinds() {
         let server = with_module(kind, "");
         server.configure("repl-diskless-sync-delay", "0").unwrap();
@@ -202,7 +202,7 @@ fn keys(server: &Server) -> i64 {
 }
 
 #[test]
-fn without_permission_nothing_is_taken_out_of_what_a_replica_gets() {
+fn without_permission_a_replica_gets_everything() {
     for kind in require::kinds() {
         let agent = Agent::new(Work::Walk, 18);
         let server = armed_primary(kind, &agent);
@@ -215,7 +215,7 @@ fn without_permission_nothing_is_taken_out_of_what_a_replica_gets() {
 }
 
 #[test]
-fn with_permission_they_are_taken_out_and_lie_in_the_table() {
+fn with_permission_strings_are_deleted_and_are_in_the_table() {
     for kind in require::kinds() {
         let agent = Agent::new(Work::Walk, 19);
         let server = armed_primary(kind, &agent);
@@ -224,12 +224,16 @@ fn with_permission_they_are_taken_out_and_lie_in_the_table() {
         replica.replicate(&server).unwrap();
         replica.wait_for_link(LONG).unwrap();
         assert_eq!((agent.page.stage(), agent.page.writer_status().keys), (Stage::Done, STRINGS as u64));
-        assert_eq!((keys(&replica), keys(&server)), (1, STRINGS + 1), "the list alone; and the primary has all");
+        assert_eq!(
+            (keys(&replica), keys(&server)),
+            (1, STRINGS + 1),
+            "the replica has the list only, the primary has all keys"
+        );
     }
 }
 
 #[test]
-fn two_replicas_of_one_child_get_everything_whatever_was_permitted() {
+fn two_replicas_of_one_child_get_everything_even_with_permission() {
     for kind in require::kinds() {
         let agent = Agent::new(Work::Walk, 20);
         let server = armed_primary(kind, &agent);
@@ -249,7 +253,7 @@ fn two_replicas_of_one_child_get_everything_whatever_was_permitted() {
 }
 
 #[test]
-fn a_walk_that_breaks_off_ends_its_child_and_no_replica_gets_the_rest() {
+fn a_walk_that_fails_ends_its_child_and_no_replica_gets_the_rest() {
     for kind in require::kinds() {
         let agent = Agent::new(Work::Walk, 21);
         let server = armed_primary(kind, &agent);
@@ -264,7 +268,7 @@ fn a_walk_that_breaks_off_ends_its_child_and_no_replica_gets_the_rest() {
         })
         .unwrap();
         agent.page.cancel();
-        // It comes again, and nothing is armed any more.
+        // The replica connects again, and nothing is armed any more.
         replica.wait_for_link(LONG).unwrap();
         assert_eq!((agent.page.stage(), keys(&replica)), (Stage::Failed, STRINGS + 2));
         assert!(server.log().contains("this child ends, and with it the sync"), "{}", server.log());
@@ -272,7 +276,7 @@ fn a_walk_that_breaks_off_ends_its_child_and_no_replica_gets_the_rest() {
 }
 
 #[test]
-fn a_module_for_capture_only_goes_when_it_is_idle_and_not_while_it_is_armed() {
+fn a_capture_only_module_can_be_unloaded_when_idle_and_not_while_armed() {
     for kind in require::kinds() {
         let server = with_module(kind, "capture-only");
         let agent = Agent::new(Work::Walk, 17);
@@ -287,7 +291,7 @@ fn a_module_for_capture_only_goes_when_it_is_idle_and_not_while_it_is_armed() {
 }
 
 #[test]
-fn whatever_is_said_to_the_commands_the_server_lives() {
+fn no_argument_of_the_commands_ends_the_server() {
     let Some(kind) = require::redis() else { return };
     let server = with_module(kind, "");
     let pid = server.pid();

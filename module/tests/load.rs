@@ -11,7 +11,7 @@ use remora_lab::{Kind, Random, Server, require};
 use remora_redis::rdb::reference::Word;
 use remora_redis::rdb::{Usage, Writer};
 
-/// The head of a snapshot, and a few keys of its own.
+/// The head of a snapshot, and a few ordinary keys.
 fn beginning(kind: Kind) -> Vec<u8> {
     let mut writer = Writer::new(if kind == Kind::Redis7 { 10 } else { 11 });
     writer.aux("repl-stream-db", "0").select_db(0).string("ordinary", "one", None);
@@ -25,7 +25,7 @@ fn text(key: &[u8], length: u64) -> Word<'_> {
 }
 
 #[test]
-fn strings_come_out_of_memory_between_keys_that_come_by_the_link() {
+fn strings_from_memory_and_keys_from_the_link_arrive_in_one_load() {
     for kind in require::kinds() {
         let replica = with_module(kind).config("maxmemory-policy", "allkeys-lru").start().unwrap();
         let bytes = noise(3, 300_000);
@@ -67,8 +67,8 @@ fn strings_come_out_of_memory_between_keys_that_come_by_the_link() {
     }
 }
 
-/// Waits until the server has ended the load, and is in the state after any failed sync: alive, empty, its link down.
-fn is_empty_and_well(server: &Server) {
+/// Waits until the server has ended the load, and is in the state after any failed sync: running, empty, its link down.
+fn assert_empty_and_unharmed(server: &Server) {
     wait_until("the server to give up", LONG, || {
         let (loading, state) = (server.fact("loading")?, server.fact("remora_load_state")?);
         Ok(if loading == "0" && state != "loading" { Ok(()) } else { Err(format!("{loading} {state}")) })
@@ -79,7 +79,7 @@ fn is_empty_and_well(server: &Server) {
 }
 
 /// Sends this field to the server, which must refuse it with this text.
-fn is_refused(kind: Kind, replica: &Server, words: &[u8], why: &str) {
+fn assert_refused(kind: Kind, replica: &Server, words: &[u8], why: &str) {
     let shown = Shown::of(&noise(3, 100_000));
     let mut primary = Primary::of(replica);
     shown.to(replica, &[]).unwrap();
@@ -87,11 +87,11 @@ fn is_refused(kind: Kind, replica: &Server, words: &[u8], why: &str) {
     primary.send(words);
     primary.wait_for_the_end();
     assert!(shown.page.refusal().is_some_and(|text| text.contains(why)), "{why}: {:?}", shown.page.refusal());
-    is_empty_and_well(replica);
+    assert_empty_and_unharmed(replica);
 }
 
 #[test]
-fn a_field_that_makes_no_sense_fails_the_loading_and_the_server_is_well() {
+fn an_invalid_field_fails_the_load_and_does_not_harm_the_server() {
     for kind in require::kinds() {
         let replica = with_module(kind).start().unwrap();
         let hello = || Word::Hello { ticket: [7; 16] };
@@ -109,13 +109,13 @@ fn a_field_that_makes_no_sense_fails_the_loading_and_the_server_is_well() {
             (remora_redis::rdb::reference::field(b"\x09nonsense"), "unknown kind"),
             (remora_redis::rdb::reference::field(b"\x01\x09\x00"), "version 9"),
         ] {
-            is_refused(kind, &replica, &words, why);
+            assert_refused(kind, &replica, &words, why);
         }
     }
 }
 
 #[test]
-fn a_primary_that_goes_in_the_middle_leaves_nothing_half_loaded() {
+fn a_primary_that_ends_in_the_middle_leaves_no_partial_data() {
     for kind in require::kinds() {
         let replica = with_module(kind).start().unwrap();
         let shown = Shown::of(&noise(3, 100_000));
@@ -130,12 +130,12 @@ fn a_primary_that_goes_in_the_middle_leaves_nothing_half_loaded() {
         primary.send(&fields(&[text(b"half", 50_000), Word::Piece { offset: 0, length: 20_000 }]));
         shown.wait_for(2);
         primary.hang_up();
-        is_empty_and_well(&replica);
+        assert_empty_and_unharmed(&replica);
     }
 }
 
 #[test]
-fn memory_is_shown_only_to_a_server_that_would_load_from_its_link_into_its_own_data() {
+fn memory_is_accepted_only_by_a_server_that_loads_from_its_link_and_is_empty() {
     for kind in require::kinds() {
         let replica = with_module(kind).start().unwrap();
         let shown = Shown::of(b"some bytes");
@@ -166,10 +166,10 @@ fn memory_is_shown_only_to_a_server_that_would_load_from_its_link_into_its_own_d
     }
 }
 
-/// Random damage, besides what is done to each byte: this many fields for each server.
+/// Random damage, besides the systematic damage of each byte: this many fields for each server.
 const ROUNDS: usize = 1500;
 
-/// At least this many, on the slowest machine: otherwise the test proves nothing.
+/// The least number of rounds on the slowest machine: with fewer, the test proves nothing.
 const LEAST_ROUNDS: usize = 300;
 
 /// Maximum time for which a server is given damaged fields, so that a slow machine does not hold up a test run.
@@ -207,7 +207,7 @@ fn damages(sound: Vec<u8>) -> impl Iterator<Item = Vec<u8>> {
 }
 
 #[test]
-fn no_damage_of_a_field_ends_the_server() {
+fn no_damaged_field_ends_the_server() {
     for kind in require::kinds() {
         let replica = with_module(kind).start().unwrap();
         let pid = replica.pid();
@@ -238,7 +238,7 @@ fn no_damage_of_a_field_ends_the_server() {
         for damaged in damages(bytes.clone()).take(rounds).take_while(|_| began.elapsed() < time) {
             done += 1;
             let shown = Shown::of(&noise(3, 100_000));
-            // As agents do it: handed over before the server may load, since the server does nothing else then.
+            // In the order of the agents: memory is handed over before the load begins, since a loading server does nothing else.
             shown.to(&replica, &["FLUSH"]).unwrap();
             primary.answer();
             primary.send(&beginning(kind));

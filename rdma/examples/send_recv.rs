@@ -1,8 +1,9 @@
-//! Send and receive over RDMA, both sides in one process, each step told: completion queues, queue pairs, memory regions, work requests
-//! and their completions, with errors in the end. The steps are in `remora_rdma::walkthrough::send_and_receive`, which is written to be read.
+//! Send and receive over RDMA, both sides in one process, step by step: completion queues, queue pairs, memory regions, work
+//! requests and their completions, and errors at the end. The steps are in `remora_rdma::walkthrough::send_and_receive`, which is written
+//! for readers.
 //!
 //! ```text
-//! cargo run -p remora-rdma --example send_recv -- 10.0.0.5                   both sides by the device of that address
+//! cargo run -p remora-rdma --example send_recv -- 10.0.0.5                   both sides on the device of that address
 //! lab/rdma-vm/rdma-vm -n 2 target/debug/examples/send_recv 10.77.0.2 10.77.0.1   in the machine that has devices
 //! ```
 

@@ -15,7 +15,7 @@ pub(crate) fn circles(imports: &Imports) -> Vec<String> {
     let graph: DiGraphMap<&str, ()> =
         imports.ties().filter(|(from, to, _)| !are_kin(from, to)).map(|(from, to, _)| (from, to, ())).collect();
     let circles = tarjan_scc(&graph).into_iter().filter(|files| files.len() > 1);
-    let told = circles.map(|files| {
+    let texts = circles.map(|files| {
         let inside = |file: &str| files.contains(&file);
         let ties = imports.ties().filter(|(from, to, _)| inside(from) && inside(to) && !are_kin(from, to));
         let lines = ties.map(|(from, to, names)| {
@@ -26,9 +26,9 @@ pub(crate) fn circles(imports: &Imports) -> Vec<String> {
         lines.sort();
         lines.join("\n")
     });
-    let mut told: Vec<String> = told.collect();
-    told.sort();
-    told
+    let mut texts: Vec<String> = texts.collect();
+    texts.sort();
+    texts
 }
 
 /// Whether one file is the parent of the other: `a.rs` or `a/mod.rs` of the files in `a/`.

@@ -132,11 +132,11 @@ mod tests {
             let row = rows.iter().find(|row| row[0] == format!("`{}/`", member.folder));
             let row = row.unwrap_or_else(|| panic!("ARCHITECTURE.md has no row for {}/", member.folder));
             assert_eq!(row[1], member.name, "the package of {}/", member.folder);
-            let told: BTreeSet<String> = match row[3] {
+            let listed: BTreeSet<String> = match row[3] {
                 "nothing of ours" => BTreeSet::new(),
                 list => list.split(',').map(|folder| folder.trim().to_string()).collect(),
             };
-            assert_eq!(told, member.stands_on, "the row of {}/ in ARCHITECTURE.md", member.folder);
+            assert_eq!(listed, member.stands_on, "the row of {}/ in ARCHITECTURE.md", member.folder);
         }
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   for each server:   default settings │ best settings
-//!     for each method:   fresh primary ── fill ──▶ three fresh empty servers ── writer on ── method ──▶ in step ── writer off ── compare
+//!     for each method:   fresh primary ── fill ──▶ three fresh empty servers ── writer on ── method ──▶ caught up ── writer off ── compare
 //! ```
 //!
 //! The demonstration is not a benchmark. Each method runs once; `make bench` runs them in turn, several times, and gives medians.
@@ -165,7 +165,7 @@ impl Demo<'_> {
             self.screen.say(&format!("  DIFFERENT: {difference}"));
         }
         let verdict = if outcome.equal == Some(true) { "all equal" } else { "NOT EQUAL" };
-        self.screen.say(&format!("  {:.2} s until {} in step, {verdict}", outcome.seconds, count(replicas)));
+        self.screen.say(&format!("  {:.2} s until {} caught up, {verdict}", outcome.seconds, count(replicas)));
         let entry = Entry {
             primary_settings: method.primary_settings(kind, replicas),
             replica_settings: method.replica_settings(kind),
@@ -304,10 +304,11 @@ const HEAD: [&str; 12] = [
 const TEXT_COLUMNS: usize = 2;
 
 const LEGEND: &str = "
-  wall s: from the first REPLICAOF, or the start of the first `remora replica`, until the last replica is in step with the
-  primary (its link is up, the offset of that moment reached). CPU: processor seconds, of the primary with its fork children
-  and the writer's commands, of each replica, of all agents together (the source's from its start). Phases of the last replica:
-  snapshot, until its first bytes are there; transfer, until the last (loading meanwhile); load, what is left of that;
-  catch-up, until in step. MiB out: bytes that left the primary. equal: DEBUG DIGEST, replid, offset, functions, expiries.
+  wall s: from the first REPLICAOF, or the start of the first `remora replica`, until the last replica has caught up with the
+  primary (its link is up, and it has reached the primary's offset of that moment). CPU: processor seconds, of the primary with
+  its fork children and the writer's commands, of each replica, of all agents together (the source's from its start). Phases of
+  the last replica: snapshot, until its first bytes arrive; transfer, until the last arrive (it loads meanwhile); load, the rest
+  of the load; catch-up, until it has caught up. MiB out: bytes that left the primary. equal: DEBUG DIGEST, replid, offset,
+  functions, expiries.
 
 ";

@@ -95,8 +95,8 @@ fn a_late_joiner_reads_from_another_replica_by_rdma_and_the_source_sends_it_next
     succeeds(&mut late, &servers[1]);
     let [of_source, of_late] = wires.map(Capture::stop);
     let said = late.output();
-    let told = said.lines().find(|line| line.contains("reading slots from another replica")).expect(&said);
-    says(told, &["transport=\"verbs\""]);
+    let line = said.lines().find(|line| line.contains("reading slots from another replica")).expect(&said);
+    says(line, &["transport=\"verbs\""]);
     assert_same_data(&primary, &servers[1]);
     // The source's two tables, and the lender's copy of one of them.
     assert_eq!(of_late.keys().len(), 3, "{:x?}", of_late.keys());

@@ -159,7 +159,7 @@ impl Bench<'_> {
         let mut subscriber = subject.replica.as_ref().unwrap_or(&self.primary).client()?;
         subscriber.send(&["SUBSCRIBE", CHANNEL])?;
         subscriber.receive()?;
-        let heard = thread::spawn(move || listen(&mut subscriber, begun));
+        let subscriber_thread = thread::spawn(move || listen(&mut subscriber, begun));
         let writer = Writer::start(self.primary.client()?, rate, self.options.value_bytes);
         // The first writes fill buffers and tables, which are then warm.
         thread::sleep(WARM_UP);
@@ -173,7 +173,7 @@ impl Bench<'_> {
         let (after, end, elapsed) = (subject.cpu(&self.primary)?, place(&mut client)?, since.elapsed().as_secs_f64());
         let reached = (writer.written() - written) as f64 / elapsed;
         writer.stop()?;
-        let mut lags = heard.join().map_err(|_| "the subscriber's thread panicked")??;
+        let mut lags = subscriber_thread.join().map_err(|_| "the subscriber's thread panicked")??;
         lags.sort_by(f64::total_cmp);
         Ok(Seen {
             lost: sent - lags.len() as u64,
@@ -233,7 +233,7 @@ struct Seen {
     gigabytes: f64,
 }
 
-/// Publishes the time until told to stop, then publishes the end. Returns the number of probes.
+/// Publishes the time until stopped, then publishes the end. Returns the number of probes.
 fn publish(mut client: Client, begun: Instant, time: Duration) -> Result<u64> {
     let (start, mut count) = (Instant::now(), 0);
     while start.elapsed() < time {
@@ -263,7 +263,7 @@ fn listen(client: &mut Client, begun: Instant) -> Result<Vec<f64>> {
     }
 }
 
-/// Sets random keys at a rate, on a separate thread.
+/// A thread that sets random keys at a rate.
 struct Writer {
     stop: Arc<AtomicBool>,
     written: Arc<AtomicU64>,
@@ -273,8 +273,8 @@ struct Writer {
 impl Writer {
     fn start(client: Client, rate: u64, value_bytes: usize) -> Writer {
         let (stop, written) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
-        let (told, count) = (Arc::clone(&stop), Arc::clone(&written));
-        let thread = thread::spawn(move || write(client, rate, value_bytes, &told, &count));
+        let (is_stopped, count) = (Arc::clone(&stop), Arc::clone(&written));
+        let thread = thread::spawn(move || write(client, rate, value_bytes, &is_stopped, &count));
         Writer { stop, written, thread }
     }
 

@@ -33,7 +33,7 @@ struct Options {
     /// Shapes of the data: 256 × 3.66 MiB, 900 k × 1 KiB, 4 M × 100 B.
     #[arg(long, value_delimiter = ',', default_value = "large,medium,small")]
     shapes: Vec<ShapeChoice>,
-    /// Use only one of this many keys.
+    /// Divide the number of keys by this.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     divide: u64,
     /// Numbers of replicas.

@@ -102,8 +102,8 @@ fn fio(direction: &str, mib: u64) -> Result<f64> {
 }
 
 fn fio_rate(json: &[u8], direction: &str) -> Option<f64> {
-    let told: Value = serde_json::from_slice(json).ok()?;
-    told["jobs"][0][direction]["bw_bytes"].as_f64().filter(|rate| *rate > 0.0)
+    let report: Value = serde_json::from_slice(json).ok()?;
+    report["jobs"][0][direction]["bw_bytes"].as_f64().filter(|rate| *rate > 0.0)
 }
 
 /// Device, tool, round, bytes per second.

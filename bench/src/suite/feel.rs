@@ -28,7 +28,7 @@ pub struct Options {
     /// Servers to measure.
     #[arg(long, value_delimiter = ',', default_value = "valkey")]
     pub servers: Vec<ServerChoice>,
-    /// Numbers of replicas. No replica is always measured too.
+    /// Numbers of replicas. The case without replicas is always measured too.
     #[arg(long, value_delimiter = ',', default_value = "1,3,8")]
     pub replicas: Vec<usize>,
     /// Methods.

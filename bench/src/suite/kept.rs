@@ -78,15 +78,15 @@ impl<P: Serialize + DeserializeOwned> Kept<P> {
 /// The command line without the folder in which the run is kept.
 pub(crate) fn arguments(typed: impl Iterator<Item = String>) -> String {
     let mut typed = typed;
-    let mut told = Vec::new();
+    let mut words = Vec::new();
     while let Some(word) = typed.next() {
         match word.as_str() {
             "--out" => drop(typed.next()),
             _ if word.starts_with("--out=") => {}
-            _ => told.push(word),
+            _ => words.push(word),
         }
     }
-    told.join(" ")
+    words.join(" ")
 }
 
 /// A value between commas.

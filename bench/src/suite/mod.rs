@@ -76,7 +76,7 @@ struct Budget {
 }
 
 impl Budget {
-    /// One of `parts` equal parts of the remaining time. What one part does not use is left to the following ones.
+    /// One of `of` equal parts of the remaining time. What one part does not use is left to the following ones.
     fn part(self, of: usize) -> Budget {
         let share = |end: Instant| {
             let now = Instant::now();

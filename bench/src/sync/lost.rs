@@ -23,7 +23,7 @@ pub(super) struct Lost {
 impl Lost {
     /// No replica.
     pub(super) fn none() -> Lost {
-        Lost { number: AtomicUsize::new(NOBODY), is_over: AtomicBool::new(false) }
+        Lost { number: AtomicUsize::new(NO_REPLICA), is_over: AtomicBool::new(false) }
     }
 
     /// Whether this replica was killed.
@@ -32,7 +32,7 @@ impl Lost {
     }
 
     pub(super) fn is_anybody(&self) -> bool {
-        !self.is(NOBODY)
+        !self.is(NO_REPLICA)
     }
 
     /// Ends the wait for a relay: the sync is over.
@@ -68,7 +68,7 @@ fn relay_in_the_middle(status: &Value) -> Option<usize> {
     found["name"].as_str()?.strip_prefix("replica-")?.parse::<usize>().ok()?.checked_sub(1)
 }
 
-const NOBODY: usize = usize::MAX;
+const NO_REPLICA: usize = usize::MAX;
 
 /// Thousandths of the snapshot: the range that counts as the middle.
 const HALF_PERMILLE: u64 = 450;

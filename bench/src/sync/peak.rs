@@ -17,10 +17,10 @@ pub(super) struct Peak {
 impl Peak {
     pub(super) fn watch(pid: u32) -> Peak {
         let is_over = Arc::new(AtomicBool::new(false));
-        let told = Arc::clone(&is_over);
+        let is_stopped = Arc::clone(&is_over);
         let looking = thread::spawn(move || {
             let mut most = 0;
-            while !told.load(Ordering::Relaxed) {
+            while !is_stopped.load(Ordering::Relaxed) {
                 // A server that has ended was sampled before.
                 most = most.max(process::private_memory(pid).unwrap_or_default());
                 thread::sleep(LOOK_EVERY);

@@ -98,9 +98,9 @@ impl Namespace {
         if output.status.success() {
             return Ok(());
         }
-        let told = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+        let stderr = String::from_utf8_lossy(&output.stderr).trim().to_owned();
         Err(Error::Missing {
-            what: format!("what `{program} {}` asks of the kernel ({told})", args.join(" ")),
+            what: format!("what `{program} {}` asks of the kernel ({stderr})", args.join(" ")),
             how: "run on a kernel with veth, bridge, tbf (rates), netem (delays) and nftables' netdev family (losses)"
                 .into(),
         })

@@ -50,7 +50,7 @@ impl Options {
         Options { seed, rate: None, pipeline: 32, flush: true, big_bytes: 4 << 20 }
     }
 
-    /// Limits the rate to `rate` commands per second.
+    /// Limits the rate to `per_second` commands per second.
     pub fn rate(self, per_second: u64) -> Options {
         Options { rate: Some(per_second), ..self }
     }
@@ -88,9 +88,9 @@ impl Workload {
         let abilities = Abilities::of(&mut client)?;
         let (stop, sent) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let mut writer = Writer { client, options, abilities, sent: Arc::clone(&sent), counts: Counts::default() };
-        let told = Arc::clone(&stop);
+        let is_stopped = Arc::clone(&stop);
         let writer = thread::spawn(move || {
-            writer.run(&told)?;
+            writer.run(&is_stopped)?;
             Ok(writer.counts)
         });
         Ok(Workload { stop, sent, writer: Some(writer) })

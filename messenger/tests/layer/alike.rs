@@ -9,24 +9,24 @@ use crate::kit::*;
 /// Requests with `sizes` bytes of data each, all at once, come back unchanged; then `one_by_one` requests, one after
 /// the other.
 pub fn a_question_is_answered(at: &Address, options: &Options, sizes: &[usize], one_by_one: u64) {
-    let server = end_with(Policy::stateless_server(), options, Scribe { echoes: true, ..Scribe::default() });
+    let server = end_with(Policy::stateless_server(), options, Recorder { echoes: true, ..Recorder::default() });
     let address = server.messenger.listen(at).unwrap();
-    let client = end_with(Policy::lossy_client(), options, Scribe { holds: true, ..Scribe::default() });
+    let client = end_with(Policy::lossy_client(), options, Recorder { holds: true, ..Recorder::default() });
     let connection = client.messenger.connect(&address);
     for (number, size) in sizes.iter().enumerate() {
         let data: Vec<u8> = (0..*size).map(|at| (at * 7 + number) as u8).collect();
         let sent = connection.send(Message::new(number as u64, 1, b"front".to_vec()).with_data(data));
         assert!(sent.is_ok(), "the connection is over: {:?}", connection.link_error());
     }
-    until("all answers", || client.scribe.taken().len() == sizes.len());
-    for (number, (delivery, size)) in client.scribe.held.lock().unwrap().iter().zip(sizes).enumerate() {
+    until("all answers", || client.recorder.received().len() == sizes.len());
+    for (number, (delivery, size)) in client.recorder.held.lock().unwrap().iter().zip(sizes).enumerate() {
         assert_eq!(delivery.front[..], b"front"[..]);
         assert_eq!(delivery.data.len(), *size);
         assert!(delivery.data.iter().enumerate().all(|(at, byte)| *byte == (at * 7 + number) as u8), "{size} bytes");
     }
     for number in 0..one_by_one {
         connection.send(numbered(number)).unwrap(); // both ends sleep in between
-        until("an answer", || client.scribe.taken().len() == sizes.len() + 1 + number as usize);
+        until("an answer", || client.recorder.received().len() == sizes.len() + 1 + number as usize);
     }
 }
 
@@ -40,11 +40,11 @@ pub fn everything_arrives_once_although_links_are_cut(
     noticed: usize,
     patience: Duration,
 ) {
-    let server = end_with(quick(Policy::stateful_server()), options, Scribe::default());
+    let server = end_with(quick(Policy::stateful_server()), options, Recorder::default());
     let address = server.messenger.listen(at).unwrap();
     let mut policy = quick(Policy::lossless_client());
     policy.send_messages = 256;
-    let client = end_with(policy, options, Scribe::default());
+    let client = end_with(policy, options, Recorder::default());
     let connection = client.messenger.connect(&address);
     for number in 0..messages {
         connection.send_within(numbered(number), patience).unwrap();
@@ -52,9 +52,9 @@ pub fn everything_arrives_once_although_links_are_cut(
             connection.cut();
         }
     }
-    until("all messages", || server.scribe.taken.lock().unwrap().len() as u64 >= messages);
-    assert!(server.scribe.taken().into_iter().eq(0..messages));
-    assert!(server.scribe.told().len() > noticed, "cut only {} times", server.scribe.told().len());
+    until("all messages", || server.recorder.received.lock().unwrap().len() as u64 >= messages);
+    assert!(server.recorder.received().into_iter().eq(0..messages));
+    assert!(server.recorder.callbacks().len() > noticed, "cut only {} times", server.recorder.callbacks().len());
 }
 
 /// A receiver that may hold three messages and releases none is sent no fourth one in `while_held`; all others arrive
@@ -66,19 +66,19 @@ pub fn a_receiver_that_holds_messages_is_never_overrun(
     while_held: Duration,
 ) {
     let policy = Policy::stateful_server().with_receive(Throttle::new(1000, 1 << 20));
-    let server = end_with(policy, options, Scribe { holds: true, ..Scribe::default() });
+    let server = end_with(policy, options, Recorder { holds: true, ..Recorder::default() });
     let address = server.messenger.listen(at).unwrap();
-    let client = end_with(Policy::lossless_client(), options, Scribe::default());
+    let client = end_with(Policy::lossless_client(), options, Recorder::default());
     let connection = client.messenger.connect(&address);
     for number in 0..messages {
         connection.send(Message::new(number, 1, vec![]).with_data(vec![3; 300_000])).unwrap();
     }
-    until("three messages", || server.scribe.taken().len() == 3);
+    until("three messages", || server.recorder.received().len() == 3);
     std::thread::sleep(while_held);
-    assert_eq!(server.scribe.taken().len(), 3);
+    assert_eq!(server.recorder.received().len(), 3);
     until("the rest", || {
-        server.scribe.held.lock().unwrap().clear();
-        server.scribe.taken().len() as u64 == messages
+        server.recorder.held.lock().unwrap().clear();
+        server.recorder.received().len() as u64 == messages
     });
-    assert!(server.scribe.taken().into_iter().eq(0..messages));
+    assert!(server.recorder.received().into_iter().eq(0..messages));
 }

@@ -9,41 +9,41 @@ use remora_messenger::{
 
 /// A callback.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Told {
+pub enum Callback {
     Connected,
-    Reset { unacknowledged: usize, goes_on: bool },
+    Reset { unacknowledged: usize, continues: bool },
     Closed,
     Refused(Refusal),
 }
 
 /// Records every callback, and echoes messages if asked to.
 #[derive(Default)]
-pub struct Scribe {
+pub struct Recorder {
     pub echoes: bool,
-    pub taken: Mutex<Vec<u64>>,
-    pub told: Mutex<Vec<Told>>,
+    pub received: Mutex<Vec<u64>>,
+    pub callbacks: Mutex<Vec<Callback>>,
     pub held: Mutex<Vec<Delivery>>,
     pub holds: bool,
     /// Connections that peers have made.
-    pub met: Mutex<Vec<Connection>>,
+    pub connections: Mutex<Vec<Connection>>,
     pub memory: Mutex<Option<Buffer>>,
-    pub landed: Mutex<Vec<(usize, usize)>>,
+    pub placed: Mutex<Vec<(usize, usize)>>,
 }
 
-impl Scribe {
-    pub fn taken(&self) -> Vec<u64> {
-        self.taken.lock().unwrap().clone()
+impl Recorder {
+    pub fn received(&self) -> Vec<u64> {
+        self.received.lock().unwrap().clone()
     }
 
-    pub fn told(&self) -> Vec<Told> {
-        self.told.lock().unwrap().clone()
+    pub fn callbacks(&self) -> Vec<Callback> {
+        self.callbacks.lock().unwrap().clone()
     }
 }
 
-impl Dispatcher for Scribe {
+impl Dispatcher for Recorder {
     fn message(&self, connection: &Connection, delivery: Delivery) {
-        self.taken.lock().unwrap().push(delivery.transaction);
-        self.landed.lock().unwrap().push((delivery.data.as_ptr() as usize, delivery.data.len()));
+        self.received.lock().unwrap().push(delivery.transaction);
+        self.placed.lock().unwrap().push((delivery.data.as_ptr() as usize, delivery.data.len()));
         if self.echoes {
             let mut reply = Message::new(delivery.transaction, delivery.kind, delivery.front);
             reply.data = delivery.data.into();
@@ -58,40 +58,40 @@ impl Dispatcher for Scribe {
     }
 
     fn connected(&self, connection: &Connection) {
-        self.told.lock().unwrap().push(Told::Connected);
-        let mut met = self.met.lock().unwrap();
-        if !met.contains(connection) {
-            met.push(connection.clone());
+        self.callbacks.lock().unwrap().push(Callback::Connected);
+        let mut connections = self.connections.lock().unwrap();
+        if !connections.contains(connection) {
+            connections.push(connection.clone());
         }
     }
 
-    fn reset(&self, _: &Connection, unacknowledged: usize, goes_on: bool) {
-        self.told.lock().unwrap().push(Told::Reset { unacknowledged, goes_on });
+    fn reset(&self, _: &Connection, unacknowledged: usize, continues: bool) {
+        self.callbacks.lock().unwrap().push(Callback::Reset { unacknowledged, continues });
     }
 
     fn closed(&self, _: &Connection) {
-        self.told.lock().unwrap().push(Told::Closed);
+        self.callbacks.lock().unwrap().push(Callback::Closed);
     }
 
     fn refused(&self, _: &Connection, why: Refusal) {
-        self.told.lock().unwrap().push(Told::Refused(why));
+        self.callbacks.lock().unwrap().push(Callback::Refused(why));
     }
 }
 
 /// A messenger and its dispatcher.
 pub struct End {
     pub messenger: Messenger,
-    pub scribe: Arc<Scribe>,
+    pub recorder: Arc<Recorder>,
 }
 
-pub fn end(policy: Policy, scribe: Scribe) -> End {
-    end_with(policy, &Options::default(), scribe)
+pub fn end(policy: Policy, recorder: Recorder) -> End {
+    end_with(policy, &Options::default(), recorder)
 }
 
-pub fn end_with(policy: Policy, options: &Options, scribe: Scribe) -> End {
-    let scribe = Arc::new(scribe);
-    let messenger = Messenger::new(policy, options, scribe.clone()).unwrap();
-    End { messenger, scribe }
+pub fn end_with(policy: Policy, options: &Options, recorder: Recorder) -> End {
+    let recorder = Arc::new(recorder);
+    let messenger = Messenger::new(policy, options, recorder.clone()).unwrap();
+    End { messenger, recorder }
 }
 
 pub fn anywhere() -> Address {

@@ -1,4 +1,4 @@
-//! Very many messages over links that are cut at random, and connections that come and go while messages fly.
+//! A million messages over links that are cut at random.
 
 use std::time::Duration;
 
@@ -16,12 +16,12 @@ fn a_million_messages_under_random_cuts_are_neither_lost_nor_doubled_nor_out_of_
     policy.send_messages = 256; // so that senders wait for the link, and cuts happen meanwhile
     let pairs: Vec<_> = (0..4)
         .map(|_| {
-            let server = end_with(policy.clone(), &options, Scribe::default());
+            let server = end_with(policy.clone(), &options, Recorder::default());
             let address = server.messenger.listen(&anywhere()).unwrap();
-            let client = end_with(policy.clone(), &options, Scribe::default());
+            let client = end_with(policy.clone(), &options, Recorder::default());
             let connection = client.messenger.connect(&address);
-            until("a session", || !server.scribe.met.lock().unwrap().is_empty());
-            let back = server.scribe.met.lock().unwrap()[0].clone();
+            until("a session", || !server.recorder.connections.lock().unwrap().is_empty());
+            let back = server.recorder.connections.lock().unwrap()[0].clone();
             (server, client, connection, back)
         })
         .collect();
@@ -42,13 +42,13 @@ fn a_million_messages_under_random_cuts_are_neither_lost_nor_doubled_nor_out_of_
         }
     });
     for (server, client, ..) in &pairs {
-        for scribe in [&server.scribe, &client.scribe] {
-            until("all messages", || scribe.taken.lock().unwrap().len() as u64 >= MESSAGES_PER_DIRECTION);
-            assert!(scribe.taken().into_iter().eq(0..MESSAGES_PER_DIRECTION));
-            assert!(scribe.told().iter().all(|told| *told == Told::Connected));
+        for recorder in [&server.recorder, &client.recorder] {
+            until("all messages", || recorder.received.lock().unwrap().len() as u64 >= MESSAGES_PER_DIRECTION);
+            assert!(recorder.received().into_iter().eq(0..MESSAGES_PER_DIRECTION));
+            assert!(recorder.callbacks().iter().all(|callback| *callback == Callback::Connected));
         }
-        let links = server.scribe.told().len();
-        assert!(links > 20, "only {links} links: nothing was cut");
+        let links = server.recorder.callbacks().len();
+        assert!(links > 20, "only {links} links: too few were cut");
     }
 }
 

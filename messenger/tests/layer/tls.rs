@@ -75,7 +75,7 @@ fn a_lossless_client_sends_everything_once_although_its_links_are_cut() {
 }
 
 #[test]
-fn a_receiver_that_holds_on_is_never_overrun_and_loses_nothing() {
+fn a_receiver_that_holds_messages_is_never_overrun_and_loses_none() {
     let (_folder, options) = secure();
     alike::a_receiver_that_holds_messages_is_never_overrun(&anywhere(), &options, 60, Duration::from_millis(20));
 }
@@ -83,27 +83,27 @@ fn a_receiver_that_holds_on_is_never_overrun_and_loses_nothing() {
 #[test]
 fn nothing_crosses_unencrypted_and_a_peer_without_a_certificate_is_rejected() {
     let (_folder, options) = secure();
-    let server = end_with(Policy::stateless_server(), &options, Scribe::default());
+    let server = end_with(Policy::stateless_server(), &options, Recorder::default());
     let address = server.messenger.listen(&anywhere()).unwrap();
     let port = address.to_string().rsplit(':').next().unwrap().parse::<u16>().unwrap();
     // Unencrypted bytes: an alert, no handshake.
     let mut stranger = TcpStream::connect(("127.0.0.1", port)).unwrap();
-    stranger.write_all(b"REMORA\r\nand something that is no TLS record at all").unwrap();
+    stranger.write_all(b"REMORA\r\nand bytes that are not a TLS record").unwrap();
     let mut answer = Vec::new();
     let _ = stranger.read_to_end(&mut answer);
     assert!(!answer.windows(6).any(|seen| seen == b"REMORA"), "{answer:?}");
     // A certificate of another authority: refused.
     let (_other_folder, other) = secure();
-    let client = end_with(Policy::lossy_client(), &other, Scribe::default());
+    let client = end_with(Policy::lossy_client(), &other, Recorder::default());
     let connection = client.messenger.connect(&address);
     until("the end", || matches!(connection.send(numbered(1)), Err(SendError::Over(_))));
     assert!(connection.link_error().unwrap().to_string().contains("certificate"), "{:?}", connection.link_error());
-    assert!(server.scribe.taken().is_empty());
+    assert!(server.recorder.received().is_empty());
 }
 
 #[test]
 fn without_a_configuration_a_tls_address_is_refused_with_what_is_missing() {
-    let end = end(Policy::lossy_client(), Scribe::default());
+    let end = end(Policy::lossy_client(), Recorder::default());
     let error = end.messenger.listen(&anywhere()).unwrap_err();
     assert!(error.to_string().contains("Options::tls.server"), "{error}");
 }

@@ -82,14 +82,14 @@ fn serve_one(line: &mut UnixStream, answer: &mut impl FnMut(Order) -> Answer) ->
     line.set_nonblocking(false)?;
     line.set_read_timeout(Some(ORDER_TIME))?;
     let peer = rustix::net::sockopt::socket_peercred(&*line)?;
-    let told = if peer.uid == rustix::process::geteuid() {
+    let answer = if peer.uid == rustix::process::geteuid() {
         let mut text = String::new();
         BufReader::new((&*line).take(LONGEST_ORDER)).read_line(&mut text)?;
         serde_json::from_str(&text).map_err(|error| format!("invalid command: {error}")).and_then(answer)
     } else {
         Err("only root can send commands".into())
     };
-    line.write_all(serde_json::to_string(&told)?.as_bytes())?;
+    line.write_all(serde_json::to_string(&answer)?.as_bytes())?;
     Ok(())
 }
 
