@@ -1,4 +1,5 @@
-//! The module at the source, at the replica, at both, at neither: the replica is exact in each case, whatever is written meanwhile.
+//! The module at the source, at the replica, at both, at neither: the replica is exact in each case, whatever is
+//! written meanwhile.
 #![allow(clippy::unwrap_used)]
 
 mod kit;

@@ -1,5 +1,5 @@
-//! The agents' conversation uses only the message layer: a plain messenger that knows only the protocol's messages can talk to both
-//! agents, and a peer with the older framing gets a refusal.
+//! The agents' conversation uses only the message layer: a plain messenger that knows only the protocol's messages can
+//! talk to both agents, and a peer with the older framing gets a refusal.
 #![allow(clippy::unwrap_used)]
 
 mod stage;
@@ -95,7 +95,8 @@ fn remora_status_asks_a_plain_messenger_and_takes_its_answer() {
     assert_eq!(*pretender.0.lock().unwrap(), [Words::StatusQuery]);
 }
 
-/// Sends a hello of version 1, as agents sent it before they used the message layer. The answer names the supported versions.
+/// Sends a hello of version 1, as agents sent it before they used the message layer. The answer names the supported
+/// versions.
 #[test]
 fn a_peer_with_only_the_older_framing_is_refused_with_the_versions() {
     let Some(_) = require::redis() else { return };

@@ -1,5 +1,5 @@
-//! Exactness: whatever is written while a replica is made, afterwards the replica and the primary are equal byte for byte, at the
-//! same offset, and the primary has made one copy in all.
+//! Exactness: whatever is written while a replica is made, afterwards the replica and the primary are equal byte for
+//! byte, at the same offset, and the primary has made one copy in all.
 #![allow(clippy::unwrap_used)]
 
 mod kit;
@@ -52,8 +52,8 @@ fn two_replicas_of(primary: Server, replica_kind: Kind, own: u64) {
     );
 }
 
-/// Between the families, digests differ by the digits in which scores are printed (`0.1` and `0.10000000000000001`). So this
-/// compares the replication offsets, and then the content of every key.
+/// Between the families, digests differ by the digits in which scores are printed (`0.1` and `0.10000000000000001`). So
+/// this compares the replication offsets, and then the content of every key.
 fn assert_same_content(primary: &Server, replica: &Server) {
     let place = |server: &Server| (server.fact("master_replid").unwrap(), server.fact("master_repl_offset").unwrap());
     wait_until("the replica to reach the offset of its primary", LONG, || {

@@ -29,7 +29,8 @@ fn follows(server: &Server) -> String {
     format!("{}:{}", server.fact("master_host").unwrap(), server.fact("master_port").unwrap())
 }
 
-/// Asserts that the server is unchanged: a primary without replicas, which never got the command to follow another server.
+/// Asserts that the server is unchanged: a primary without replicas, which never got the command to follow another
+/// server.
 fn assert_untouched(server: &Server, primary: &Server) {
     assert_eq!(server.fact("role").unwrap(), "master");
     assert_eq!(server.configured("repl-diskless-load").unwrap(), "disabled");

@@ -37,8 +37,8 @@ fn native_replica(primary: &Server, name: &str, value: &str) -> Server {
     server
 }
 
-/// Waits until the agent has handed its server over. If the agent feeds its server instead, so that `fed` is true, stops the
-/// agent as an operator would.
+/// Waits until the agent has handed its server over. If the agent feeds its server instead, so that `fed` is true,
+/// stops the agent as an operator would.
 fn handed_over(agent: &mut Agent, fed: impl Fn() -> bool) {
     let look = || {
         let done = agent.ended()?.is_some() || fed();

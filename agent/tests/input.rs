@@ -307,7 +307,8 @@ fn strangers(at: SocketAddr) -> Vec<TcpStream> {
     held
 }
 
-/// Unauthenticated clients that reconnect as soon as they are disconnected, so that the listener stays full on a slow machine too.
+/// Unauthenticated clients that reconnect as soon as they are disconnected, so that the listener stays full on a slow
+/// machine too.
 struct Crowd {
     over: Arc<AtomicBool>,
     thread: JoinHandle<()>,

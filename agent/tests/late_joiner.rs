@@ -1,5 +1,5 @@
-//! Late joiners: a snapshot serves every replica that joins while the journal reaches back to it, at no cost to the primary. When it
-//! no longer does, the source takes another snapshot by itself.
+//! Late joiners: a snapshot serves every replica that joins while the journal reaches back to it, at no cost to the
+//! primary. When it no longer does, the source takes another snapshot by itself.
 #![allow(clippy::unwrap_used)]
 
 mod kit;

@@ -1,4 +1,5 @@
-//! The link's port gives data only to the agent's server, and what the agent leaves on the server and on disk is useless to others.
+//! The link's port gives data only to the agent's server, and what the agent leaves on the server and on disk is
+//! useless to others.
 #![allow(clippy::unwrap_used)]
 
 mod stage;
@@ -54,7 +55,8 @@ impl Guarded {
         self.replica.configured("masterauth").unwrap()
     }
 
-    /// Asserts that the sync was one copy and one continuation, and that the server's settings are as before, as a replica of the primary.
+    /// Asserts that the sync was one copy and one continuation, and that the server's settings are as before, as a
+    /// replica of the primary.
     fn assert_handed_over(&self) {
         assert_eq!((number(&self.primary, "sync_full"), number(&self.primary, "sync_partial_ok")), (1, 1));
         assert_same_data(&self.primary, &self.replica);

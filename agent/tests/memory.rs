@@ -81,8 +81,9 @@ fn a_small_replica_agent_reads(values: u64, memory: u64, windowed: bool) {
     assert_within("the source", &source.agent, memory);
 }
 
-/// A retained table promises its readers that no slot is reused. If the data set grows between INFO and the fork, the estimate is
-/// too small and the promise still holds: the source drops the snapshot and takes another one through a window.
+/// A retained table promises its readers that no slot is reused. If the data set grows between INFO and the fork, the
+/// estimate is too small and the promise still holds: the source drops the snapshot and takes another one through a
+/// window.
 #[test]
 fn a_data_set_that_outgrows_its_table_before_the_fork_is_taken_again_through_a_window() {
     let Some(kind) = require::redis() else { return };

@@ -1,5 +1,5 @@
-//! Snapshots with the module: whatever the server's child writes into the table, the replica is exact. If anything fails, the
-//! snapshot is taken without the module, and the primary is not harmed.
+//! Snapshots with the module: whatever the server's child writes into the table, the replica is exact. If anything
+//! fails, the snapshot is taken without the module, and the primary is not harmed.
 #![allow(clippy::unwrap_used)]
 
 mod kit;
@@ -45,7 +45,8 @@ fn wait_until_idle(primary: &Server) {
     .unwrap();
 }
 
-/// Asserts that the primary answers, has no child, and takes another snapshot with the module: no earlier failure has an effect.
+/// Asserts that the primary answers, has no child, and takes another snapshot with the module: no earlier failure has
+/// an effect.
 #[track_caller]
 fn assert_unharmed(primary: &Server) {
     wait_until_idle(primary);

@@ -1,4 +1,5 @@
-//! A replica whose server has the module: long strings are copied from shared memory, and the result is as exact as without the module.
+//! A replica whose server has the module: long strings are copied from shared memory, and the result is as exact as
+//! without the module.
 #![allow(clippy::unwrap_used)]
 
 mod kit;

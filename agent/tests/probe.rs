@@ -1,5 +1,5 @@
-//! `remora probe` against a source of a server without data: figures for the transports that work, reasons for those that do not,
-//! and nothing left behind. `rdma/` tests it over RDMA.
+//! `remora probe` against a source of a server without data: figures for the transports that work, reasons for those
+//! that do not, and nothing left behind. `rdma/` tests it over RDMA.
 #![allow(clippy::unwrap_used)]
 
 mod stage;

@@ -1,5 +1,5 @@
-//! Processes that are killed and connections that are cut in the middle of a transfer, and how it resumes: never with a second
-//! snapshot while the first is available, never with a mix of two, and never with a changed setting left behind.
+//! Processes that are killed and connections that are cut in the middle of a transfer, and how it resumes: never with a
+//! second snapshot while the first is available, never with a mix of two, and never with a changed setting left behind.
 #![allow(clippy::unwrap_used)]
 
 mod stage;
@@ -16,14 +16,15 @@ use stage::{LONG, Source, Stage, ends, fill, fill_keys, load_slowly, number, say
 /// Random data in the primary, in MiB.
 const MEBIBYTES: usize = 16;
 
-/// Rate of the replica's cable: slow enough to interfere while the snapshot is in transit, which takes about three seconds.
+/// Rate of the replica's cable: slow enough to interfere while the snapshot is in transit, which takes about three
+/// seconds.
 const CABLE: u64 = 6 << 20;
 
 /// Slots after which a test interferes: a quarter of the snapshot.
 const A_QUARTER: u64 = 64;
 
-/// How much more than the snapshot may cross the cable if no slot crosses twice: slots in transit when the cut came, directory
-/// entries, the stream.
+/// How much more than the snapshot may cross the cable if no slot crosses twice: slots in transit when the cut came,
+/// directory entries, the stream.
 const SLACK: f64 = 1.4;
 
 /// Two hosts, a primary with random data on one, an empty server on the other, and a slow cable between them.

@@ -1,4 +1,5 @@
-//! Staying: an agent feeds its server until the agent is stopped or the source has ended; no data is lost in either case.
+//! Staying: an agent feeds its server until the agent is stopped or the source has ended; no data is lost in either
+//! case.
 #![allow(clippy::unwrap_used)]
 
 mod kit;
@@ -36,8 +37,8 @@ impl Staying {
 /// The write rate that a machine with two cores sustains in a debug build, together with everything else.
 const WRITES_PER_SECOND: u64 = 3_000;
 
-/// Limit on the bytes that the server is behind while it is fed: less than the writer makes in a moment. What matters is that the
-/// distance does not grow. One of the workload's big values is a MiB and more.
+/// Limit on the bytes that the server is behind while it is fed: less than the writer makes in a moment. What matters
+/// is that the distance does not grow. One of the workload's big values is a MiB and more.
 const SMALL_LAG_BYTES: u64 = 8 << 20;
 
 #[test]

@@ -1,5 +1,6 @@
-//! Servers that another client changes while an agent works on them, or that close the agent's connection: the agent never undoes what
-//! the other client did, and never removes keys behind a replication position that some primary would continue.
+//! Servers that another client changes while an agent works on them, or that close the agent's connection: the agent
+//! never undoes what the other client did, and never removes keys behind a replication position that some primary would
+//! continue.
 #![allow(clippy::unwrap_used)]
 
 mod kit;
@@ -155,7 +156,8 @@ fn a_server_that_was_written_to_while_the_agent_waited_is_not_overwritten() {
     }
 }
 
-/// Longer than the `timeout` of one second that these tests give their servers; servers look for idle clients once a second.
+/// Longer than the `timeout` of one second that these tests give their servers; servers look for idle clients once a
+/// second.
 const IDLE: Duration = Duration::from_secs(4);
 
 #[test]
@@ -226,8 +228,8 @@ fn a_server_that_the_module_emptied_is_not_continued_on_nothing_when_the_agent_i
         let source = Source::start(&primary, &["--memory", "1GiB", "--module-capture", "off"]);
         let mut agent = source.replica(&server, &["--replace"]);
         agent.wait_for_line("follows our link", LONG).unwrap();
-        // The module empties Redis, which answers no client meanwhile: the agent is killed just then. Valkey empties itself after it has
-        // dropped its replication position (flush-before-load).
+        // The module empties Redis, which answers no client meanwhile: the agent is killed just then. Valkey empties
+        // itself after it has dropped its replication position (flush-before-load).
         let mut client = server.client().unwrap();
         client.timeout(BLINK).unwrap();
         wait_until("the server to be emptied", LONG, || Ok(is_emptied(&mut client))).unwrap();
@@ -248,7 +250,8 @@ fn a_server_that_the_module_emptied_is_not_continued_on_nothing_when_the_agent_i
     }
 }
 
-/// Whether keys have been removed, or no answer comes: a server that removes its keys or loads others answers nothing else.
+/// Whether keys have been removed, or no answer comes: a server that removes its keys or loads others answers nothing
+/// else.
 fn is_emptied(client: &mut Client) -> Result<(), String> {
     match client.int(&["DBSIZE"]) {
         Ok(keys) if keys > MANY_KEYS as i64 => Err(format!("{keys} keys")),

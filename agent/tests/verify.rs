@@ -1,4 +1,5 @@
-//! `remora verify` on real servers: equal data is found to be equal, whatever its encoding, and every difference is found.
+//! `remora verify` on real servers: equal data is found to be equal, whatever its encoding, and every difference is
+//! found.
 #![allow(clippy::unwrap_used)]
 
 use std::{

@@ -2,10 +2,10 @@
 //!
 //! These rules hold for all programs:
 //!
-//! - **Ratios within one run.** The machine's speed changes by the hour. A figure is meaningful only beside its rival's, measured in
-//!   turn with it, round by round. Claims are medians of the rounds' ratios.
-//! - **Wall time and processor time.** If both ends share two cores, the wall clock says how long they waited for each other. The
-//!   processor seconds of each side say what it cost.
+//! - **Ratios within one run.** The machine's speed changes by the hour. A figure is meaningful only beside its
+//!   rival's, measured in turn with it, round by round. Claims are medians of the rounds' ratios.
+//! - **Wall time and processor time.** If both ends share two cores, the wall clock says how long they waited for each
+//!   other. The processor seconds of each side say what it cost.
 //! - **Runs are kept** ([`Run`]): the command line, the machine, every single figure, and the summary.
 
 #![deny(unsafe_code)] // but for one call in `cpu`
@@ -336,8 +336,8 @@ impl Run {
         self.keep_files(folder, &[("raw.csv", self.raw()), ("summary.md", self.summary()), ("run.json", json)])
     }
 
-    /// Writes `<folder>/<date>-<host>-<program>/` with these files and a README.md that describes machine and command: for programs whose
-    /// figures do not fit into a [`Sample`].
+    /// Writes `<folder>/<date>-<host>-<program>/` with these files and a README.md that describes machine and command:
+    /// for programs whose figures do not fit into a [`Sample`].
     ///
     /// # Errors
     /// A folder or file could not be written.

@@ -1,7 +1,8 @@
-//! The rivals of RDMA: `ib_read_bw`, `ib_read_lat`, `ib_send_bw` and `ib_send_lat` of perftest, between the same devices, in the same run.
+//! The rivals of RDMA: `ib_read_bw`, `ib_read_lat`, `ib_send_bw` and `ib_send_lat` of perftest, between the same
+//! devices, in the same run.
 //!
-//! They measure the cards and libraries with as little other code as possible; the difference to a transport is the cost of its own
-//! code. Each run starts a separate server and client, as perftest requires.
+//! They measure the cards and libraries with as little other code as possible; the difference to a transport is the
+//! cost of its own code. Each run starts a separate server and client, as perftest requires.
 
 use std::io;
 use std::net::{IpAddr, TcpListener};
@@ -67,7 +68,8 @@ impl Ends {
         self.figure(4, "ib_read_lat", size, &["-n", &count.max(5).to_string()])
     }
 
-    /// One column of the output. The clock's calibration sometimes fails on a busy machine, and then perftest prints `inf`: try again.
+    /// One column of the output. The clock's calibration sometimes fails on a busy machine, and then perftest prints
+    /// `inf`: try again.
     fn figure(&self, number: usize, program: &str, size: u32, more: &[&str]) -> io::Result<f64> {
         let mut tried = Err(io::Error::other("never tried"));
         for _ in 0..TRIES {

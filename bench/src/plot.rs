@@ -1,4 +1,5 @@
-//! One plot: lines with dots over two axes, drawn as SVG. The caller chooses the content, the colours and the range of the axes.
+//! One plot: lines with dots over two axes, drawn as SVG. The caller chooses the content, the colours and the range of
+//! the axes.
 
 use std::fmt::Display;
 use std::ops::Range;

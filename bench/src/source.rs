@@ -1,8 +1,9 @@
-//! The source's end of a read benchmark, as a separate process, so that the processor seconds of the two ends can be separated.
+//! The source's end of a read benchmark, as a separate process, so that the processor seconds of the two ends can be
+//! separated.
 //!
-//! The program starts itself again with [`ARGUMENT`]. The two then use the child's standard input and output, a line at a time: the
-//! child prints the place of its region, and on request its processor time. It ends when its standard input ends, so it cannot outlive
-//! the program.
+//! The program starts itself again with [`ARGUMENT`]. The two then use the child's standard input and output, a line at
+//! a time: the child prints the place of its region, and on request its processor time. It ends when its standard input
+//! ends, so it cannot outlive the program.
 
 use std::{
     io::{self, BufRead, BufReader, Read, Write},

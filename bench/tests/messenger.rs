@@ -1,5 +1,5 @@
-//! `remora-bench messenger`: both ends in one command, either end alone, and plots from a kept run. The tests check that figures exist and
-//! are complete, not their values: other processes run on this machine.
+//! `remora-bench messenger`: both ends in one command, either end alone, and plots from a kept run. The tests check
+//! that figures exist and are complete, not their values: other processes run on this machine.
 #![allow(clippy::unwrap_used)]
 
 use std::io::{BufRead, BufReader};

@@ -1,8 +1,9 @@
 //! Reads over RDMA beside perftest's, in the virtual machine that has devices: the cost of the transport's own code.
 //!
-//! The targets of a release build on a quiet machine (0.9 of `ib_read_bw`, 1.15 times `ib_read_lat`; `bench/runs` has a run of the latter)
-//! are checked here with a margin: this is a build with debug assertions, on an emulated machine that other tests use too. The margins
-//! still detect an additional round trip per read, requests one after the other, or a system call per poll.
+//! The targets of a release build on a quiet machine (0.9 of `ib_read_bw`, 1.15 times `ib_read_lat`; `bench/runs` has a
+//! run of the latter) are checked here with a margin: this is a build with debug assertions, on an emulated machine
+//! that other tests use too. The margins still detect an additional round trip per read, requests one after the other,
+//! or a system call per poll.
 #![allow(clippy::unwrap_used)]
 
 use std::time::Duration;

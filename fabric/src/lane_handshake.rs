@@ -8,12 +8,14 @@
 //!   Proving::finish ◀── welcome {grant, HMAC(secret, SOURCE, transcript)} ── Proved::welcome     or a denial
 //! ```
 //!
-//! The transcript is hello ‖ challenge, byte for byte as they were sent. The secret never travels. Each end contributes a nonce, so that
-//! a recorded handshake opens nothing later. Each end signs under its own label, so that neither can be made to sign its own question.
-//! The source's proof is there because a reader must not take memory, or a data set, from an unknown process at the source's address.
+//! The transcript is hello ‖ challenge, byte for byte as they were sent. The secret never travels. Each end contributes
+//! a nonce, so that a recorded handshake opens nothing later. Each end signs under its own label, so that neither can
+//! be made to sign its own question. The source's proof is there because a reader must not take memory, or a data set,
+//! from an unknown process at the source's address.
 //!
-//! What the types enforce: a source tells nothing about its regions before [`Source::examine`] has accepted the proof, since only a
-//! [`Proved`] makes a welcome. A [`Format`] is a transport's byte layout, and the labels that its two proofs are made under.
+//! What the types enforce: a source tells nothing about its regions before [`Source::examine`] has accepted the proof,
+//! since only a [`Proved`] makes a welcome. A [`Format`] is a transport's byte layout, and the labels that its two
+//! proofs are made under.
 
 use std::marker::PhantomData;
 
@@ -161,7 +163,8 @@ impl<F: Format> Source<F> {
         &self.hello
     }
 
-    /// Checks the reader's proof. Without a secret (no such session) the answer is the same, and takes as long, as for a wrong proof.
+    /// Checks the reader's proof. Without a secret (no such session) the answer is the same, and takes as long, as for
+    /// a wrong proof.
     ///
     /// # Errors
     /// [`Denial::NotGranted`].

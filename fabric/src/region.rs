@@ -1,4 +1,5 @@
-//! Names of exported memory: which region it is, where to find it, and the secret that grants access. No memory is accessed here.
+//! Names of exported memory: which region it is, where to find it, and the secret that grants access. No memory is
+//! accessed here.
 
 use std::{fmt, str::FromStr};
 
@@ -136,7 +137,8 @@ pub struct WrongTransport {
 }
 
 impl RegionKey {
-    /// A key of `transport` for the region `id` of `length` bytes. `body` is what the transport needs to find the region.
+    /// A key of `transport` for the region `id` of `length` bytes. `body` is what the transport needs to find the
+    /// region.
     ///
     /// # Errors
     /// [`KeyError::TooLong`].

@@ -1,4 +1,5 @@
-//! Input: bytes that could be frames of the message layer. The body with its assertions is in `messenger/src/fuzzing.rs`.
+//! Input: bytes that could be frames of the message layer. The body with its assertions is in
+//! `messenger/src/fuzzing.rs`.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| remora_messenger::fuzzing::layer_frames(data));

@@ -1,4 +1,5 @@
-//! Input: bytes with which a replica could begin a handshake. The body with its assertions is in `redis/src/fuzzing.rs`.
+//! Input: bytes with which a replica could begin a handshake. The body with its assertions is in
+//! `redis/src/fuzzing.rs`.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| remora_redis::fuzzing::psync_server(data));

@@ -41,7 +41,8 @@ impl Agent {
         Agent::run(command)
     }
 
-    /// Starts a command that the caller has prepared (environment, folder). Its input is empty; its output is collected.
+    /// Starts a command that the caller has prepared (environment, folder). Its input is empty; its output is
+    /// collected.
     pub fn run(mut command: Command) -> Result<Agent> {
         let name = Path::new(command.get_program()).file_name().unwrap_or_default().to_string_lossy().into_owned();
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -78,8 +79,8 @@ impl Agent {
         self.output.text(|stream| stream == Stream::Stderr)
     }
 
-    /// Waits for a line that contains `part`, on either stream, and returns it. Lines that were written before count. Fails at
-    /// once if the program ends without such a line.
+    /// Waits for a line that contains `part`, on either stream, and returns it. Lines that were written before count.
+    /// Fails at once if the program ends without such a line.
     pub fn wait_for_line(&mut self, part: &str, within: Duration) -> Result<String> {
         let deadline = Instant::now() + within;
         loop {
@@ -146,8 +147,8 @@ impl Agent {
         self.process.cpu_seconds()
     }
 
-    /// Peak resident memory in bytes, including shared mappings (VmHWM). After the end it is the last sample, which is at most
-    /// [`Agent::SAMPLE_TIME`] old.
+    /// Peak resident memory in bytes, including shared mappings (VmHWM). After the end it is the last sample, which is
+    /// at most [`Agent::SAMPLE_TIME`] old.
     pub fn peak_memory(&self) -> u64 {
         lock(&self.watch).now(self.pid()).memory
     }

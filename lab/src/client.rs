@@ -1,6 +1,7 @@
 //! A small blocking client: one connection, commands and their answers in order.
 //!
-//! It is not a library for applications: it has no reconnecting, pool or TLS (a server of the lab always has a plain port too).
+//! It is not a library for applications: it has no reconnecting, pool or TLS (a server of the lab always has a plain
+//! port too).
 
 use std::fmt::Debug;
 use std::io::{self, Read, Write};

@@ -1,7 +1,7 @@
 //! Whether a replica is exact: the same data, the same history, the same offset.
 //!
-//! `DEBUG DIGEST` covers keys, values, and whether a key expires. It covers neither the time of expiry nor functions, so those
-//! are compared separately. The comparison needs idle servers: stop your writers first.
+//! `DEBUG DIGEST` covers keys, values, and whether a key expires. It covers neither the time of expiry nor functions,
+//! so those are compared separately. The comparison needs idle servers: stop your writers first.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -53,10 +53,10 @@ pub fn same_data(primary: &Server, replica: &Server, within: Duration) -> Result
 
 /// Waits for a moment in which both have the same offset, and returns whether their digests are equal then.
 ///
-/// Valkey's digest leaves out hash fields that have expired at that moment. So two exact servers that compute their digests
-/// one after the other may differ, as long as fields expire. Hence the primary's digest is taken before and after the
-/// replica's: the replica's must equal one of the two. If the primary's two digests are equal, no field expired in between,
-/// and another digest of the replica is a true difference.
+/// Valkey's digest leaves out hash fields that have expired at that moment. So two exact servers that compute their
+/// digests one after the other may differ, as long as fields expire. Hence the primary's digest is taken before and
+/// after the replica's: the replica's must equal one of the two. If the primary's two digests are equal, no field
+/// expired in between, and another digest of the replica is a true difference.
 fn at_rest(one: &mut Client, other: &mut Client, within: Duration) -> Result<(Agreement, bool)> {
     wait_until("the replica to reach its primary's offset", within, || {
         let (here, there) = (place(one)?, place(other)?);

@@ -1,7 +1,7 @@
 //! Why the lab could not do what a test asked of it.
 //!
-//! Sorted by who can act on it: the machine lacks something (run the set-up), a process failed (read the end of its output), a
-//! server refused a command (read its answer), two servers differ (which is what the test looks for).
+//! Sorted by who can act on it: the machine lacks something (run the set-up), a process failed (read the end of its
+//! output), a server refused a command (read its answer), two servers differ (which is what the test looks for).
 
 use std::fmt::Display;
 use std::io;

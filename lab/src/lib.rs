@@ -8,9 +8,9 @@
 //!     └────asks────▶ assert_same_data(primary, replica)
 //! ```
 //!
-//! The lab mocks nothing: servers are the shipped ones, packets go through the kernel. It is not a part of Remora either: it uses
-//! only our RESP codec, so that our own bugs cannot hide themselves. It is blocking and simple on purpose, with threads where two
-//! things happen at once.
+//! The lab mocks nothing: servers are the shipped ones, packets go through the kernel. It is not a part of Remora
+//! either: it uses only our RESP codec, so that our own bugs cannot hide themselves. It is blocking and simple on
+//! purpose, with threads where two things happen at once.
 //!
 //! The modules, in the order in which to read them:
 //!
@@ -21,12 +21,13 @@
 //! - [`compare`]: whether a replica is exact, and what differs if not.
 //! - [`require`]: what a test needs of its machine, and how it is skipped if that is missing.
 //! - [`tls`]: certificates, generated for each test.
-//! - [`net`]: hosts as network namespaces, with cables to cut, slow down and make lossy; [`iperf`] measures their rates.
+//! - [`net`]: hosts as network namespaces, with cables to cut, slow down and make lossy; [`iperf`] measures their
+//!   rates.
 //! - [`rdma`]: an emulated machine with RDMA devices, for tests on hosts that have none.
 //! - [`process`], [`scratch`], [`random`]: the foundations of the others.
 //!
-//! The crate's unsafe code is three calls, between fork and exec or on a thread that changes its network namespace. Each has a
-//! comment that says why it is sound.
+//! The crate's unsafe code is three calls, between fork and exec or on a thread that changes its network namespace.
+//! Each has a comment that says why it is sound.
 
 pub mod agent;
 pub mod client;

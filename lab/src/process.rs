@@ -3,8 +3,8 @@
 //! This is not a supervisor: one process has one owner. [`crate::Server`] and [`crate::Agent`] are built on it.
 //!
 //! A child asks the kernel to kill it when its parent ends (`PR_SET_PDEATHSIG`), so a test that ends by `kill -9` or a
-//! time-out leaves no server behind. The kernel's "parent" is the *thread* that forked, and the test harness ends a thread with
-//! every test. So one thread forks all children, the nursery, which runs as long as the process.
+//! time-out leaves no server behind. The kernel's "parent" is the *thread* that forked, and the test harness ends a
+//! thread with every test. So one thread forks all children, the nursery, which runs as long as the process.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -117,7 +117,8 @@ impl Process {
         })
     }
 
-    /// CPU seconds used so far, user and system, with those of children it has waited for. Also available after the end.
+    /// CPU seconds used so far, user and system, with those of children it has waited for. Also available after the
+    /// end.
     pub fn cpu_seconds(&self) -> Result<f64> {
         match &self.state {
             State::Ended { cpu, .. } => Ok(*cpu),
@@ -183,8 +184,8 @@ fn nursery() -> &'static mpsc::Sender<Birth> {
     })
 }
 
-/// CPU seconds of a process, user and system, with those of children that it has waited for (such as a server's fork children
-/// that have ended; a running child does not count).
+/// CPU seconds of a process, user and system, with those of children that it has waited for (such as a server's fork
+/// children that have ended; a running child does not count).
 pub fn cpu_seconds(pid: u32) -> io::Result<f64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
     // The second field is the program's name in brackets, which may contain spaces and brackets.

@@ -1,10 +1,10 @@
 //! A small machine with RDMA devices: Debian's kernel in QEMU with Soft-RoCE, this host's files, and one command.
 //!
-//! The machine is not a service: it boots, runs the command, and ends. The script `lab/rdma-vm/rdma-vm` does the work, and its
-//! README describes the guest. This module finds the script, prepares the machine, and sets its limits.
+//! The machine is not a service: it boots, runs the command, and ends. The script `lab/rdma-vm/rdma-vm` does the work,
+//! and its README describes the guest. This module finds the script, prepares the machine, and sets its limits.
 //!
-//! A test that runs in the machine is an ordinary test of the same program, marked `#[ignore]` for the host. One test that is not
-//! ignored boots the machine once and runs the ignored tests there.
+//! A test that runs in the machine is an ordinary test of the same program, marked `#[ignore]` for the host. One test
+//! that is not ignored boots the machine once and runs the ignored tests there.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -70,8 +70,8 @@ impl RdmaVm {
         std::env::var_os("RDMA_VM").is_some()
     }
 
-    /// Boots the machine, runs `command` there (program and arguments, without a shell), and waits for its end. The command's output
-    /// is in `stdout`. If the machine itself failed, its console is in `stderr`.
+    /// Boots the machine, runs `command` there (program and arguments, without a shell), and waits for its end. The
+    /// command's output is in `stdout`. If the machine itself failed, its console is in `stderr`.
     ///
     /// # Errors
     /// [`Error::Io`] if the machine cannot be started.

@@ -1,7 +1,7 @@
 //! What a test needs of its machine, and what happens if the machine lacks it.
 //!
-//! On a developer's machine the test prints what is missing and how to get it, and is skipped. Under `CI=true` a skipped test is
-//! a failure: a green run there means that every test ran.
+//! On a developer's machine the test prints what is missing and how to get it, and is skipped. Under `CI=true` a
+//! skipped test is a failure: a green run there means that every test ran.
 //!
 //! ```no_run
 //! # use remora_lab::{Kind, require};

@@ -15,8 +15,8 @@ pub fn folder(what: &str) -> Result<TempDir> {
     tempfile::Builder::new().prefix(&format!("remora-{what}-")).tempdir().doing(|| "make a temporary folder")
 }
 
-/// A loopback port on which no process listens at this moment. Another process may bind it before the caller does. A caller that
-/// cannot accept that binds port 0, or tries again as [`crate::Server`] does.
+/// A loopback port on which no process listens at this moment. Another process may bind it before the caller does. A
+/// caller that cannot accept that binds port 0, or tries again as [`crate::Server`] does.
 pub fn free_port() -> Result<u16> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).doing(|| "find a free port")?;
     Ok(listener.local_addr().doing(|| "find a free port")?.port())

@@ -23,8 +23,8 @@ pub struct Tls {
     pub key: PathBuf,
 }
 
-/// Generates an authority in `folder`, and two certificates signed by it: one for a server on `localhost`, `127.0.0.1` or any of
-/// `addresses`, one for a client.
+/// Generates an authority in `folder`, and two certificates signed by it: one for a server on `localhost`, `127.0.0.1`
+/// or any of `addresses`, one for a client.
 pub fn certificates(folder: &Path, addresses: &[IpAddr]) -> Result<(Tls, Tls)> {
     make(folder, addresses).doing(|| format!("make certificates in {}", folder.display()))
 }

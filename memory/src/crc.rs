@@ -1,8 +1,8 @@
 //! CRC-32C, of slices and of shared bytes: the only implementation in the workspace.
 //!
-//! A checksum function takes a slice, and shared memory has no slices. Shared bytes are therefore copied out first, a piece at a time,
-//! and the sum is taken while the piece is in the cache. That is as fast as summing them in place with the processor's CRC instruction
-//! and needs no unsafe code.
+//! A checksum function takes a slice, and shared memory has no slices. Shared bytes are therefore copied out first, a
+//! piece at a time, and the sum is taken while the piece is in the cache. That is as fast as summing them in place with
+//! the processor's CRC instruction and needs no unsafe code.
 
 use crc_fast::{CrcAlgorithm, Digest};
 

@@ -6,7 +6,8 @@ use rustix::fs::SealFlags;
 
 use crate::Error;
 
-/// A memfd that has at least `length` bytes and cannot shrink. An access beyond the end of a mapped file kills the process by SIGBUS.
+/// A memfd that has at least `length` bytes and cannot shrink. An access beyond the end of a mapped file kills the
+/// process by SIGBUS.
 pub(crate) struct Sealed<'f> {
     fd: BorrowedFd<'f>,
     length: u64,

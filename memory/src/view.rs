@@ -44,7 +44,8 @@ impl View {
         self.mapping.size()
     }
 
-    /// The memfd. That of a [`Memory`](crate::Memory) is open for writing: pass [`View::reopen_read_only`] to other processes.
+    /// The memfd. That of a [`Memory`](crate::Memory) is open for writing: pass [`View::reopen_read_only`] to other
+    /// processes.
     pub fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }

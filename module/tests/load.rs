@@ -238,7 +238,8 @@ fn no_damaged_field_ends_the_server() {
         for damaged in damages(bytes.clone()).take(rounds).take_while(|_| began.elapsed() < time) {
             done += 1;
             let shown = Shown::of(&noise(3, 100_000));
-            // In the order of the agents: memory is handed over before the load begins, since a loading server does nothing else.
+            // In the order of the agents: memory is handed over before the load begins, since a loading server does
+            // nothing else.
             shown.to(&replica, &["FLUSH"]).unwrap();
             primary.answer();
             primary.send(&beginning(kind));

@@ -1,6 +1,6 @@
-//! Send and receive over RDMA, both sides in one process, step by step: completion queues, queue pairs, memory regions, work
-//! requests and their completions, and errors at the end. The steps are in `remora_rdma::walkthrough::send_and_receive`, which is written
-//! for readers.
+//! Send and receive over RDMA, both sides in one process, step by step: completion queues, queue pairs, memory regions,
+//! work requests and their completions, and errors at the end. The steps are in
+//! `remora_rdma::walkthrough::send_and_receive`, which is written for readers.
 //!
 //! ```text
 //! cargo run -p remora-rdma --example send_recv -- 10.0.0.5                   both sides on the device of that address

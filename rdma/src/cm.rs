@@ -244,7 +244,8 @@ impl Id {
         // SAFETY: The struct exists until `drop`, and no reference to it is made. The address is set before the id is
         // returned or routed, and does not change after that.
         let address = unsafe { (*self.raw.as_ptr()).route.addr.__bindgen_anon_2 };
-        // SAFETY: A union of socket addresses as large as its largest, all of it initialised by the library, which zeroes ids.
+        // SAFETY: A union of socket addresses as large as its largest, all of it initialised by the library, which
+        // zeroes ids.
         let words = unsafe { address.dst_storage }._bindgen_opaque_blob;
         let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
         let port = u16::from_be_bytes([*bytes.get(2)?, *bytes.get(3)?]);

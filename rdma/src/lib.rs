@@ -1,7 +1,7 @@
 //! RDMA by libibverbs and librdmacm: devices, queue pairs, connections, and messages in both directions.
 //!
-//! This crate wraps the two libraries' objects, each with one owner that frees it. It contains no protocol: the one-sided transport
-//! is `remora-fabric`'s `verbs`, and what messages mean is the messenger's.
+//! This crate wraps the two libraries' objects, each with one owner that frees it. It contains no protocol: the
+//! one-sided transport is `remora-fabric`'s `verbs`, and what messages mean is the messenger's.
 //!
 //! ```text
 //!   report, ports, walkthrough      duplex: connections on which both ends send

@@ -25,8 +25,8 @@ pub(crate) const MARKER: &str = "// Larger than the bound:";
 /// How generated files begin.
 const GENERATED: &str = "/* automatically generated";
 
-/// What may exceed a bound for now: a file, or a file and a type (`a.rs::Type`). The replica is being cut by type; until
-/// that is done, a comment there would give no reason.
+/// What may exceed a bound for now: a file, or a file and a type (`a.rs::Type`). The replica is being cut by type;
+/// until that is done, a comment there would give no reason.
 const KNOWN: &[&str] = &["agent/src/replica/driver/server/mod.rs::Keeper"];
 
 /// What exceeds a bound in some crates.

@@ -98,7 +98,8 @@ fn defined_at<'a>(modules: &'a Modules, path: &Names, left: usize) -> Option<Def
         }
         let here = || Definition { file: &module.file, path: at.iter().cloned().chain([name.clone()]).collect() };
         let rest = &path[depth + 1..];
-        // A function and a module can have the same name: the last name of a path is the item, earlier names are modules.
+        // A function and a module can have the same name: the last name of a path is the item, earlier names are
+        // modules.
         if rest.is_empty() && module.defined.contains(name) {
             return Some(here());
         }

@@ -3,11 +3,12 @@
 //! ```text
 //!   cargo metadata ──▶ workspace: crates, drawn from the top floor down
 //!   sources ──syn──▶ modules ──▶ imports: file ──▶ file, by the items it names ──▶ rooms: no circles
-//!                       └──────▶ bounds: lines of a file, fields and methods of a type
+//!                       ├──────▶ bounds: lines of a file, fields and methods of a type
+//!                       └──────▶ style: where module files stand, width of comments
 //! ```
 //!
-//! - `rooms`: import circles. `bounds`: long files and large types.
-//! - `workspace`, `modules`, `imports`: shared by both.
+//! - `rooms`: import circles. `bounds`: long files and large types. `style`: what rustfmt does not check.
+//! - `workspace`, `modules`, `imports`: shared by these.
 //!
 //! This is a separate crate, so that the check is built in seconds: it depends on none of the crates that it reads.
 
@@ -17,6 +18,7 @@ mod bounds;
 mod imports;
 mod modules;
 mod rooms;
+mod style;
 mod workspace;
 
 use imports::Imports;
@@ -28,11 +30,11 @@ pub type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + S
 /// Draws the crates, and checks the files of each. `print_ties`: also prints every import between two files.
 ///
 /// # Errors
-/// The import circles and everything that exceeds a bound; a source that cannot be read.
+/// The import circles, everything that exceeds a bound or is out of style; a source that cannot be read.
 pub fn check(print_ties: bool) -> Result<()> {
     let workspace = workspace::read()?;
     println!("{}", workspace::drawing(&workspace.members));
-    let (mut circles, mut exceeded) = (Vec::new(), bounds::Exceeded::default());
+    let (mut circles, mut styles, mut exceeded) = (Vec::new(), Vec::new(), bounds::Exceeded::default());
     for target in workspace.members.iter().flat_map(|member| &member.targets) {
         let modules = Modules::read(target, &workspace.root)?;
         let imports = Imports::of(&modules);
@@ -41,6 +43,7 @@ pub fn check(print_ties: bool) -> Result<()> {
         }
         circles.extend(rooms::circles(&imports));
         bounds::check(&modules, &mut exceeded);
+        styles.extend(style::check(&modules, &workspace.root));
     }
     for known in exceeded.obsolete() {
         eprintln!("note: {known} exceeds no bound any more; remove it from KNOWN in structure/src/bounds.rs");
@@ -60,6 +63,9 @@ pub fn check(print_ties: bool) -> Result<()> {
             bounds::MARKER,
             large.join("\n")
         ));
+    }
+    if !styles.is_empty() {
+        failures.push(format!("{}:\n{}", count(&styles, "place out of style"), styles.join("\n")));
     }
     if failures.is_empty() { Ok(()) } else { Err(failures.join("\n\n").into()) }
 }

@@ -1,7 +1,8 @@
 //! Import circles: files of one crate that name each other's items.
 //!
-//! A file and the files in the folder below it are parent and child, and may import each other. Every other pair of files may
-//! be connected in one direction only: then a file can be read after those that it imports, and be moved with them.
+//! A file and the files in the folder below it are parent and child, and may import each other. Every other pair of
+//! files may be connected in one direction only: then a file can be read after those that it imports, and be moved with
+//! them.
 //!
 //! Not seen: names inside macro calls (`tracing::info!`), and methods called on a value whose type is not named.
 

@@ -1,5 +1,5 @@
-//! Builds the programs of `bench/` and runs one after the other. Each keeps its own run. Afterwards it writes the page of the
-//! project's own runs again.
+//! Builds the programs of `bench/` and runs one after the other. Each keeps its own run. Afterwards it writes the page
+//! of the project's own runs again.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -17,8 +17,8 @@ pub(crate) struct Options {
     #[arg(long, value_name = "DIR", default_value = RUNS)]
     out: PathBuf,
 
-    /// Total minutes for the programs that can shorten their work (full_sync, sync, feel, scaling). The others take half an hour.
-    /// Without it everything is measured, which takes many hours.
+    /// Total minutes for the programs that can shorten their work (full_sync, sync, feel, scaling). The others take
+    /// half an hour. Without it everything is measured, which takes many hours.
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u64).range(4..=MOST_MINUTES))]
     minutes: Option<u64>,
 
@@ -98,8 +98,9 @@ const RUNS: &str = "bench/runs";
 const NAMES: [&str; 9] =
     ["read_bandwidth", "read_latency", "full_sync", "follow_lag", "messenger", "devices", "sync", "feel", "scaling"];
 
-/// Further runs of a program besides the one with its default arguments, each kept separately. For the messenger: beside other
-/// libraries, on a busy machine, with one thing changed at a time, over shared memory, over RDMA in an emulated machine, and idle.
+/// Further runs of a program besides the one with its default arguments, each kept separately. For the messenger:
+/// beside other libraries, on a busy machine, with one thing changed at a time, over shared memory, over RDMA in an
+/// emulated machine, and idle.
 const WORDS: [(&str, &str); 6] = [
     (
         "messenger",

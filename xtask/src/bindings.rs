@@ -1,8 +1,8 @@
 //! `xtask bindings`: generates the types of libibverbs and librdmacm from the installed headers, or compares them.
 //!
-//! Needs the headers (Debian: libibverbs-dev librdmacm-dev libclang1-14) and the bindgen program in the version below, since
-//! another version writes the same types differently: `cargo install bindgen-cli --version 0.72.1 --locked`. A build of Remora
-//! needs neither.
+//! Needs the headers (Debian: libibverbs-dev librdmacm-dev libclang1-14) and the bindgen program in the version below,
+//! since another version writes the same types differently: `cargo install bindgen-cli --version 0.72.1 --locked`. A
+//! build of Remora needs neither.
 
 use std::fs;
 use std::path::Path;

@@ -1,11 +1,13 @@
-//! The demonstration: the same data, writer and three empty servers, once with Remora and once with the servers' own replication.
+//! The demonstration: the same data, writer and three empty servers, once with Remora and once with the servers' own
+//! replication.
 //!
 //! ```text
 //!   for each server:   default settings │ best settings
 //!     for each method:   fresh primary ── fill ──▶ three fresh empty servers ── writer on ── method ──▶ caught up ── writer off ── compare
 //! ```
 //!
-//! The demonstration is not a benchmark. Each method runs once; `make bench` runs them in turn, several times, and gives medians.
+//! The demonstration is not a benchmark. Each method runs once; `make bench` runs them in turn, several times, and
+//! gives medians.
 
 use std::path::PathBuf;
 use std::time::Instant;

@@ -49,7 +49,8 @@ enum Command {
     Net(net::Command),
     /// Generate the types of the RDMA libraries from their headers.
     Bindings(bindings::Options),
-    /// Draw the crates and their dependencies; fail for an import circle, a long file or a large type, as `make check` does.
+    /// Draw the crates and their dependencies; fail for an import circle, a long file or a large type, as `make check`
+    /// does.
     Rooms {
         /// Also print every import between two files.
         #[arg(long)]

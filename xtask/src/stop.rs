@@ -1,5 +1,5 @@
-//! Ctrl-C and SIGTERM: every started process is killed. The work then fails, because its processes are gone, and cleans up as after
-//! any other failure: folders are removed when their owner is dropped.
+//! Ctrl-C and SIGTERM: every started process is killed. The work then fails, because its processes are gone, and cleans
+//! up as after any other failure: folders are removed when their owner is dropped.
 //!
 //! `kill -9` cannot be handled: the kernel ends the processes, and their folders stay in the temporary folder.
 

@@ -6,12 +6,13 @@
 //!                              └── not in time, no room, another user, not a replica ──▶ closed
 //! ```
 //!
-//! Any process that reaches the port can connect. Nothing of that is seen by the server's present link: a connection takes
-//! its place only when the peer has logged in and asked to be synchronised. Until then it costs a socket, and there are
-//! few of these at a time.
+//! Any process that reaches the port can connect. Nothing of that is seen by the server's present link: a connection
+//! takes its place only when the peer has logged in and asked to be synchronised. Until then it costs a socket, and
+//! there are few of these at a time.
 //!
 //! The login is what keeps others out. The rest is there so that they do not keep the server out: where all places are
-//! taken, a connection from the server's address takes the place of one from elsewhere, or of one that had time to log in.
+//! taken, a connection from the server's address takes the place of one from elsewhere, or of one that had time to log
+//! in.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -31,8 +32,8 @@ use super::unread::owner;
 /// Connections that may wait at a time. A server makes one.
 const PLACES: usize = 4;
 
-/// How long a connection may take until it asks to be synchronised. A server needs some round trips, and more if it is busy with
-/// a slow command meanwhile; it comes again after that.
+/// How long a connection may take until it asks to be synchronised. A server needs some round trips, and more if it is
+/// busy with a slow command meanwhile; it comes again after that.
 const TIME_LIMIT: Duration = Duration::from_secs(5);
 
 /// How long a connection keeps its place from others without having logged in. A server sends its login at once.
@@ -91,8 +92,8 @@ impl Candidates {
         Candidates { listener, tls, access, locality, waiting: Vec::new(), warned: false }
     }
 
-    /// Goes on with all conversations, as far as they go without waiting. Gives back the first that became the server's link;
-    /// there may be more.
+    /// Goes on with all conversations, as far as they go without waiting. Gives back the first that became the server's
+    /// link; there may be more.
     pub(super) fn turn(&mut self, now: Instant) -> Option<Newcomer> {
         // Those who left free their places before others are accepted.
         if let Some(newcomer) = self.hear(now) {

@@ -1,10 +1,11 @@
-//! Control: the connection by which the agent changes its own server, and the check that the server is still the agent's to change.
+//! Control: the connection by which the agent changes its own server, and the check that the server is still the
+//! agent's to change.
 //!
-//! An operator, Sentinel or a script may promote the server, or point it at another primary, at any moment of a sync. So
-//! before each command that changes the server (`REPLICAOF`, `FLUSHALL`, `CONFIG SET`) the agent asks it which primary it
-//! follows *now*, and compares the answer with what the agent expects. [`taken_over`] decides, without I/O;
-//! [`Control::still_ours`] asks. One round trip lies between the answer and the command ([`Control::follow`]), or the five of a
-//! transaction: the servers offer no command that checks and changes in one step.
+//! An operator, Sentinel or a script may promote the server, or point it at another primary, at any moment of a sync.
+//! So before each command that changes the server (`REPLICAOF`, `FLUSHALL`, `CONFIG SET`) the agent asks it which
+//! primary it follows *now*, and compares the answer with what the agent expects. [`taken_over`] decides, without I/O;
+//! [`Control::still_ours`] asks. One round trip lies between the answer and the command ([`Control::follow`]), or the
+//! five of a transaction: the servers offer no command that checks and changes in one step.
 //!
 //! Not here: what is changed and when ([`super::driver`]), and how it is put back ([`super::record`]).
 
@@ -48,8 +49,8 @@ impl Control {
         &self.server
     }
 
-    /// A connection on which a command can be sent: the present one, or a new one if the server has closed it or an earlier command
-    /// failed on it.
+    /// A connection on which a command can be sent: the present one, or a new one if the server has closed it or an
+    /// earlier command failed on it.
     pub(super) async fn client(&mut self) -> Result<&mut Client, ServerError> {
         if !self.client.is_usable() {
             self.client = self.server.connect().await?;
@@ -68,8 +69,8 @@ impl Control {
         self.client = client;
     }
 
-    /// Sends one command that does no harm when it is carried out twice: it is sent once more, on a new connection, if the connection
-    /// is lost under it.
+    /// Sends one command that does no harm when it is carried out twice: it is sent once more, on a new connection, if
+    /// the connection is lost under it.
     pub(super) async fn command(&mut self, command: &[&str]) -> Result<Frame, ServerError> {
         match self.client().await?.command(command).await {
             Err(ServerError::Lost { .. }) => self.client().await?.command(command).await,
@@ -106,13 +107,14 @@ impl Control {
         Ok(())
     }
 
-    /// Points the server at `link` and makes its replication position worthless on the way. Gives back the replication id that the
-    /// server holds afterwards, which no primary knows.
+    /// Points the server at `link` and makes its replication position worthless on the way. Gives back the replication
+    /// id that the server holds afterwards, which no primary knows.
     ///
-    /// A server that leaves its primary caches its position (replid and offset) and shows it to the next one, also after its keys were
-    /// removed: a primary whose backlog covers that offset would then continue an empty server (`+CONTINUE`). `REPLICAOF NO ONE` drops the
-    /// cached position and gives the server a new id (replicationUnsetMaster in replication.c); the `REPLICAOF` before it is there
-    /// for a server that is a primary, to which `NO ONE` alone does nothing. In one transaction, so that no client writes in between.
+    /// A server that leaves its primary caches its position (replid and offset) and shows it to the next one, also
+    /// after its keys were removed: a primary whose backlog covers that offset would then continue an empty server
+    /// (`+CONTINUE`). `REPLICAOF NO ONE` drops the cached position and gives the server a new id
+    /// (replicationUnsetMaster in replication.c); the `REPLICAOF` before it is there for a server that is a primary, to
+    /// which `NO ONE` alone does nothing. In one transaction, so that no client writes in between.
     pub(super) async fn follow_from_nothing(&mut self, link: (&str, u16)) -> Result<ReplId, ServerError> {
         let port = link.1.to_string();
         let follow = ["REPLICAOF", link.0, port.as_str()];

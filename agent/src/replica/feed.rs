@@ -1,7 +1,7 @@
 //! Feed: a snapshot and a journal on some source, each behind a peer of its own, ready to be pumped.
 //!
-//! The driver makes the connections, which can take a while; the delivery reads from them. A feed that fails is dropped as a whole;
-//! the next one begins where the delivery is.
+//! The driver makes the connections, which can take a while; the delivery reads from them. A feed that fails is dropped
+//! as a whole; the next one begins where the delivery is.
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -32,8 +32,8 @@ impl Feed {
         Feed { origin, snapshot: None, journal: None, parts: Some(parts) }
     }
 
-    /// Creates the reader of the snapshot, from slot `first` on, without the slots that are `held`. `kept` is the copy of a former feed,
-    /// which is continued if it is in the same memory.
+    /// Creates the reader of the snapshot, from slot `first` on, without the slots that are `held`. `kept` is the copy
+    /// of a former feed, which is continued if it is in the same memory.
     pub(super) fn begin_snapshot(
         &mut self,
         first: u64,

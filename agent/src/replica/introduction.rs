@@ -1,6 +1,7 @@
 //! Introduction: gives memory to a server that has our module, so that the payload can refer to it.
 //!
-//! The descriptors pass over a local socket, whose address the server gets by a command. Both are used once. Not here: the payload.
+//! The descriptors pass over a local socket, whose address the server gets by a command. Both are used once. Not here:
+//! the payload.
 
 use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};

@@ -1,7 +1,7 @@
 //! Limit: how many bytes can be requested now, so that a rate in bytes per second is kept. Pure: the time is handed in.
 //!
-//! The reader keeps the limit: the end that is read does not notice a one-sided read. Bytes of the stream always go first. They are
-//! subtracted as well, below zero if necessary, and slots then wait.
+//! The reader keeps the limit: the end that is read does not notice a one-sided read. Bytes of the stream always go
+//! first. They are subtracted as well, below zero if necessary, and slots then wait.
 
 use std::time::{Duration, Instant};
 
@@ -32,7 +32,8 @@ impl Limit {
         self.rate = rate;
     }
 
-    /// Bytes that can be requested now. The caller requests while this is above 0, and [`spend`](Self::spend)s what it requested.
+    /// Bytes that can be requested now. The caller requests while this is above 0, and [`spend`](Self::spend)s what it
+    /// requested.
     pub(super) fn allowance(&mut self, now: Instant) -> i64 {
         if self.rate == 0 {
             return i64::MAX;

@@ -109,8 +109,8 @@ impl Link {
         self.unread.is_some()
     }
 
-    /// Lends some of `length` bytes of a table's memory: no byte is copied before the server reads it. The bytes must not change
-    /// until [`taken`](Self::taken) has passed the value of [`written`](Self::written) after this call.
+    /// Lends some of `length` bytes of a table's memory: no byte is copied before the server reads it. The bytes must
+    /// not change until [`taken`](Self::taken) has passed the value of [`written`](Self::written) after this call.
     pub(super) fn lend_view(&mut self, view: &View, offset: u64, length: usize) -> io::Result<Option<usize>> {
         let lent = view.send_file(&self.socket, offset, length);
         self.count(lent)
@@ -183,8 +183,8 @@ impl Link {
     }
 }
 
-/// Selects a congestion control without pacing for a server on this host. There is no network in between, and pacing (bbr, the default
-/// of some systems) costs timers and a part of the throughput.
+/// Selects a congestion control without pacing for a server on this host. There is no network in between, and pacing
+/// (bbr, the default of some systems) costs timers and a part of the throughput.
 fn without_pacing(socket: &TcpStream) {
     let taken = UNPACED.iter().any(|name| rustix::net::sockopt::set_tcp_congestion(socket, name).is_ok());
     if !taken {

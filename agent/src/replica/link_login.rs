@@ -1,10 +1,10 @@
 //! Link login: with what the replica's server logs in at our link.
 //!
-//! The link gives out the whole data set, so it asks for a password, and for one that opens nothing else: a secret of this sync,
-//! which the server is given as `masterauth` before it is told to follow the link. The server's own password for its
-//! primary never goes to the link, and what listens on the link's port after this agent was killed reads nothing but that
-//! secret. The [record](super::record) puts `masterauth` back: before the server is told to follow its primary, when it is
-//! detached, and after a crash.
+//! The link gives out the whole data set, so it asks for a password, and for one that opens nothing else: a secret of
+//! this sync, which the server is given as `masterauth` before it is told to follow the link. The server's own password
+//! for its primary never goes to the link, and what listens on the link's port after this agent was killed reads
+//! nothing but that secret. The [record](super::record) puts `masterauth` back: before the server is told to follow its
+//! primary, when it is detached, and after a crash.
 //!
 //! A server that refuses `CONFIG SET` keeps its own `masterauth`, and the link asks for that one.
 

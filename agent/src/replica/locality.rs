@@ -1,8 +1,8 @@
 //! Locality: whether the replica's server runs on this host, and what its connections look like then.
 //!
-//! The agent's own connection to the server has the answer. Where both of its ends have one address, and the system finds the
-//! server's end among the sockets of this network namespace, the server can reach a listener on loopback, and no other
-//! host can. A server in a container whose port is forwarded to this host has its end elsewhere.
+//! The agent's own connection to the server has the answer. Where both of its ends have one address, and the system
+//! finds the server's end among the sockets of this network namespace, the server can reach a listener on loopback, and
+//! no other host can. A server in a container whose port is forwarded to this host has its end elsewhere.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::unix::fs::MetadataExt;
@@ -15,7 +15,8 @@ use crate::server::Client;
 pub(super) struct Locality {
     /// The address of ours that the server's link arrives at.
     pub(super) link_host: IpAddr,
-    /// The server's address. Its connections can come from another one: a forwarded port, a host with several addresses.
+    /// The server's address. Its connections can come from another one: a forwarded port, a host with several
+    /// addresses.
     pub(super) server: Option<IpAddr>,
     /// The user that the server runs as, where the server is on this host and the system tells.
     pub(super) uid: Option<u32>,
@@ -39,7 +40,8 @@ impl Locality {
             (IpAddr::V6(_), Some(_)) if !here.ip().is_loopback() => Ipv6Addr::LOCALHOST.into(),
             (address, _) => address,
         };
-        // Behind a proxy on this host the socket is the proxy's: the user counts only where the server's process has it too.
+        // Behind a proxy on this host the socket is the proxy's: the user counts only where the server's process has it
+        // too.
         let process_owner =
             process_id.and_then(|id| std::fs::metadata(format!("/proc/{id}")).ok()).map(|about| about.uid());
         Locality { link_host, server: Some(there.ip()), uid: socket_owner.filter(|uid| process_owner == Some(*uid)) }

@@ -1,6 +1,7 @@
 //! Meter: the progress of the delivery, for progress bars, the source and the hand-off.
 //!
-//! Plain atomics, all written by the delivery thread. Bytes and slots count the snapshot; offsets are replication offsets.
+//! Plain atomics, all written by the delivery thread. Bytes and slots count the snapshot; offsets are replication
+//! offsets.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 

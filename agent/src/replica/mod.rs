@@ -6,17 +6,18 @@
 //!    touched)     └─ retry ◀┘ source or feed lost: goes on at the first slot  └─▶ --stay: goes on relaying
 //! ```
 //!
-//! - [`preflight`] finds foreseeable failures before anything is changed; [`control`] is the connection that changes the server, and
-//!   checks whether no other client has taken the server over; [`record`] notes each changed setting.
-//! - [`delivery`] plays the primary towards the server, on a thread of its own. It uses [`feed`] with its [`parts`], [`link`], [`unread`],
-//!   [`pacer`], [`spool`] and [`meter`]. [`candidates`] keeps other processes from the server's link, [`link_login`] is how the
-//!   server proves itself there, and [`locality`] finds out where the server is.
+//! - [`preflight`] finds foreseeable failures before anything is changed; [`control`] is the connection that changes
+//!   the server, and checks whether no other client has taken the server over; [`record`] notes each changed setting.
+//! - [`delivery`] plays the primary towards the server, on a thread of its own. It uses [`feed`] with its [`parts`],
+//!   [`link`], [`unread`], [`pacer`], [`spool`] and [`meter`]. [`candidates`] keeps other processes from the server's
+//!   link, [`link_login`] is how the server proves itself there, and [`locality`] finds out where the server is.
 //! - [`private`] keeps other users from what is written to disk.
 //! - [`introduction`] gives memory to a server that has our module.
 //! - [`source`] is the conversation with the source agent.
-//! - [`relayed`] reads slots from other replicas and [`serving`] lends them; [`upstream`] is the connection to another one, [`limit`] the rate.
-//! - [`machine`] decides, without I/O, what follows from each event on the way from joining to the hand-off; [`driver`] carries it
-//!   out, and owns the tasks. [`report`] says where the time went.
+//! - [`relayed`] reads slots from other replicas and [`serving`] lends them; [`upstream`] is the connection to another
+//!   one, [`limit`] the rate.
+//! - [`machine`] decides, without I/O, what follows from each event on the way from joining to the hand-off; [`driver`]
+//!   carries it out, and owns the tasks. [`report`] says where the time went.
 
 mod candidates;
 mod control;
@@ -84,8 +85,8 @@ async fn prepare(args: ReplicaArgs) -> Result<Option<Driver>, Failure> {
     }
     let target = preflight::target(&server, &mut client, &record, args.link_cert.is_some()).await?;
     if !args.dry_run && !target.unfinished {
-        // A server that follows a dead link keeps the login for it until it gets another: its real password is not for what may listen
-        // there now.
+        // A server that follows a dead link keeps the login for it until it gets another: its real password is not for
+        // what may listen there now.
         record.put_back(&mut client).await?;
     }
     let mut source = source::Source::connect_first(&args, &token).await.map_err(source::failure)?;
@@ -115,8 +116,8 @@ const SETTLE_LIMIT: Duration = Duration::from_secs(15);
 /// How long to wait before it is asked again.
 const SETTLE_POLL: Duration = Duration::from_millis(50);
 
-/// Sends a command as soon as the server accepts it: a server that still loads from the link of an earlier agent refuses most
-/// commands until it notices that this link is gone.
+/// Sends a command as soon as the server accepts it: a server that still loads from the link of an earlier agent
+/// refuses most commands until it notices that this link is gone.
 async fn once_settled(client: &mut Client, command: &[&str]) -> Result<Frame, ServerError> {
     let began = Instant::now();
     loop {

@@ -1,9 +1,9 @@
 //! Pacer: when to write again to a socket that was full.
 //!
-//! A socket becomes writable for every few kilobytes that its reader took. A writer that writes each time takes the processor from
-//! the reader that it feeds: on two cores a server was interrupted 9,000 times while it loaded one gigabyte, and used half as much
-//! processor time again. So the writer pauses for about as long as the reader needs for [`WORTHWHILE`] bytes, and never so long that
-//! the socket runs empty.
+//! A socket becomes writable for every few kilobytes that its reader took. A writer that writes each time takes the
+//! processor from the reader that it feeds: on two cores a server was interrupted 9,000 times while it loaded one
+//! gigabyte, and used half as much processor time again. So the writer pauses for about as long as the reader needs for
+//! [`WORTHWHILE`] bytes, and never so long that the socket runs empty.
 //!
 //! ```text
 //!   full ── pause ──▶ write until full again: how much went in?
@@ -53,7 +53,8 @@ impl Pacer {
 mod tests {
     use super::*;
 
-    /// Simulates a reader of `rate` bytes per millisecond behind a socket of this capacity for a second. Gives back bytes read and writes.
+    /// Simulates a reader of `rate` bytes per millisecond behind a socket of this capacity for a second. Gives back
+    /// bytes read and writes.
     fn run(rate: u64, capacity: u64) -> (u64, u32) {
         let start = Instant::now();
         let (mut pacer, mut written, mut held, mut read, mut writes) = (Pacer::default(), 0, 0, 0, 0);

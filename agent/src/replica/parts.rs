@@ -49,8 +49,8 @@ pub(super) struct Mapped {
     copied: u64,
 }
 
-/// Limit of another process's memory that is mapped here at a time: it counts as memory of this process. Large, since a page of a
-/// window that is read again must be mapped again.
+/// Limit of another process's memory that is mapped here at a time: it counts as memory of this process. Large, since a
+/// page of a window that is read again must be mapped again.
 const MAPPED_LIMIT: u64 = 16 << 20;
 
 impl Mapped {

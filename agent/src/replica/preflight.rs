@@ -1,7 +1,7 @@
 //! Preflight: everything that can be known to go wrong is found before anything is touched.
 //!
-//! [`target`] looks at the replica's own server, [`primary`] at the way from there to the primary. Each refusal names the
-//! thing and says what to do.
+//! [`target`] looks at the replica's own server, [`primary`] at the way from there to the primary. Each refusal names
+//! the thing and says what to do.
 
 use std::fs::File;
 use std::net::{IpAddr, SocketAddr};
@@ -95,8 +95,8 @@ async fn login(client: &mut Client, record: &Record) -> Result<PrimaryLogin, Ser
     Ok(login)
 }
 
-/// The files with which the server itself speaks TLS to a primary. The agent runs beside the server and can often read them;
-/// otherwise `--tls-ca` and the options beside it must name them.
+/// The files with which the server itself speaks TLS to a primary. The agent runs beside the server and can often read
+/// them; otherwise `--tls-ca` and the options beside it must name them.
 async fn tls_files(client: &mut Client) -> Result<TlsOptions, ServerError> {
     let mut files = Vec::new();
     for name in ["tls-ca-cert-file", "tls-client-cert-file", "tls-client-key-file", "tls-cert-file", "tls-key-file"] {
@@ -172,8 +172,8 @@ pub(super) async fn primary(
     Ok(Primary { host, port })
 }
 
-/// The host by which we reached the source: where the source's server listens on its own loopback only, its address means
-/// something else here.
+/// The host by which we reached the source: where the source's server listens on its own loopback only, its address
+/// means something else here.
 fn source_host(args: &ReplicaArgs, source: SocketAddr) -> String {
     match args.source.host.parse::<IpAddr>() {
         Ok(_) => args.source.host.clone(),

@@ -1,12 +1,12 @@
 //! Private: a folder that no other user can write to, with files that no other user can read.
 //!
 //! The state folder holds slots of the data set and settings of the server. So the folder and the files in it belong to
-//! the user of the agent (or root), files have mode 0600, and no symbolic link is followed: the agent may run as root, and a
-//! link would let another user choose the file that it overwrites.
+//! the user of the agent (or root), files have mode 0600, and no symbolic link is followed: the agent may run as root,
+//! and a link would let another user choose the file that it overwrites.
 //!
-//! The state folder itself must not be a symbolic link either. The checks of owner and mode hold for the folder that was
-//! opened, but a link can be pointed to another folder between two runs, and the agent would then go on with other files.
-//! Links in the folders above it are followed: these belong to the administrator.
+//! The state folder itself must not be a symbolic link either. The checks of owner and mode hold for the folder that
+//! was opened, but a link can be pointed to another folder between two runs, and the agent would then go on with other
+//! files. Links in the folders above it are followed: these belong to the administrator.
 
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Read, Write};
@@ -48,8 +48,8 @@ impl Folder {
     /// Opens the folder. A missing one is made, with its parents, for its owner only.
     ///
     /// # Errors
-    /// [`Unsafe`] inside of the error ([`is_unsafe`]) where the folder is a symbolic link, or where another user owns it or
-    /// can write to it.
+    /// [`Unsafe`] inside of the error ([`is_unsafe`]) where the folder is a symbolic link, or where another user owns
+    /// it or can write to it.
     pub(super) fn open(path: &Path) -> io::Result<Folder> {
         // Without a slash at its end, behind which the system would follow a link.
         let path: PathBuf = path.components().collect();

@@ -1,14 +1,14 @@
 //! Record: what was changed on the replica's server, written down before it is changed, and put back from there.
 //!
-//! A sync that ends puts things back by itself. One that is killed leaves this file behind, and the next agent for the same
-//! server puts things back first. The file also says which link the server was told to follow: a server that follows a
-//! dead link of ours, and holds nothing or half a data set, may be taken again without `--replace`.
+//! A sync that ends puts things back by itself. One that is killed leaves this file behind, and the next agent for the
+//! same server puts things back first. The file also says which link the server was told to follow: a server that
+//! follows a dead link of ours, and holds nothing or half a data set, may be taken again without `--replace`.
 //!
 //! A setting is put back only while it still has a value that an agent set: another value was set by an operator in the
 //! meantime, and stays. Only the settings in [`OURS`] are ever put back, so that the file gives no power over others.
 //!
-//! The folder is `--state-dir`, else `$XDG_STATE_HOME/remora`, else `~/.local/state/remora`. The file can hold a password
-//! (`masterauth`), so it is for its owner only.
+//! The folder is `--state-dir`, else `$XDG_STATE_HOME/remora`, else `~/.local/state/remora`. The file can hold a
+//! password (`masterauth`), so it is for its owner only.
 
 use std::path::{Path, PathBuf};
 
@@ -136,7 +136,8 @@ impl Record {
         ours.map_or(present, |setting| &setting.before).to_string()
     }
 
-    /// Sets a setting on the server, after writing down the value `before` the sync. Gives back whether the server took it.
+    /// Sets a setting on the server, after writing down the value `before` the sync. Gives back whether the server took
+    /// it.
     pub(super) async fn change(
         &mut self,
         client: &mut Client,
@@ -185,8 +186,9 @@ impl Record {
         Ok(())
     }
 
-    /// Puts only the server's login to its primary back. The file is not written yet, which would take time in a hand-off: until then
-    /// it tells the next agent of a value that the server has no longer, and that agent leaves the setting as it is.
+    /// Puts only the server's login to its primary back. The file is not written yet, which would take time in a
+    /// hand-off: until then it tells the next agent of a value that the server has no longer, and that agent leaves the
+    /// setting as it is.
     pub(super) async fn put_the_login_back(&mut self, client: &mut Client) -> Result<(), ServerError> {
         self.put_back_those(client, |name| LOGIN.contains(&name)).await
     }
@@ -272,8 +274,8 @@ pub(super) async fn present(client: &mut Client, name: &str) -> Result<Option<St
     }
 }
 
-/// The name of the file for the server at that address, and the name that older agents gave it. Addresses that differ only in
-/// punctuation had one file in common then.
+/// The name of the file for the server at that address, and the name that older agents gave it. Addresses that differ
+/// only in punctuation had one file in common then.
 fn file_names(server: &str) -> [String; 2] {
     let plain: String = server.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
     let hash: String = Sha256::digest(server)[..NAME_HASH_BYTES].iter().map(|byte| format!("{byte:02x}")).collect();

@@ -1,5 +1,5 @@
-//! Relayed: the reading half of a relay. Fills a copy of the snapshot with bytes of the source or of another replica (the peer), which
-//! it checks against the source's entries.
+//! Relayed: the reading half of a relay. Fills a copy of the snapshot with bytes of the source or of another replica
+//! (the peer), which it checks against the source's entries.
 //!
 //! ```text
 //!   the source assigns …         ── Order::ReadFrom ──▶  Awaiting ──▶ Source
@@ -8,8 +8,9 @@
 //!                                                             ╰─ nothing was assigned in time: Source, as the last resort
 //! ```
 //!
-//! It belongs to the delivery's thread and outlives a feed: if the lanes to the source break, the slots held stay, and other replicas
-//! continue to read them. Not here: how peers are connected ([`super::upstream`]), and how others read this copy ([`super::serving`]).
+//! It belongs to the delivery's thread and outlives a feed: if the lanes to the source break, the slots held stay, and
+//! other replicas continue to read them. Not here: how peers are connected ([`super::upstream`]), and how others read
+//! this copy ([`super::serving`]).
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -77,7 +78,8 @@ pub(super) struct Relayed {
     looked: Instant,
 }
 
-/// How long to wait for an assignment before slots are read from the source: longer than connecting to a working peer takes.
+/// How long to wait for an assignment before slots are read from the source: longer than connecting to a working peer
+/// takes.
 const AWAIT_LIMIT: Duration = Duration::from_secs(6);
 
 /// How often a progress line is read while slots are on their way: each look costs a small read.
@@ -118,7 +120,8 @@ impl Relayed {
         self.copy.resume_at(first)
     }
 
-    /// Delivers all slots again. `false`: this copy cannot. The number of slots of a windowed snapshot is not known beforehand.
+    /// Delivers all slots again. `false`: this copy cannot. The number of slots of a windowed snapshot is not known
+    /// beforehand.
     pub(super) fn rewind(&mut self) -> bool {
         self.retained && self.copy.rewind(0)
     }

@@ -1,4 +1,5 @@
-//! Serving: the lending half of a relay. One listener, the fabric's exporters, and the replicas that read our copy through them.
+//! Serving: the lending half of a relay. One listener, the fabric's exporters, and the replicas that read our copy
+//! through them.
 //!
 //! ```text
 //!   other replicas ──▶ port ── ReadPeer ──▶ is there a copy of that generation? ── PeerOffer ──▶
@@ -6,8 +7,8 @@
 //!                        └── data lanes ─▶ exporters ─▶ our copy's memory: read without this task, and without our server
 //! ```
 //!
-//! One task owns all of it. The source decides which replicas read here; this task knows them and divides the upload limit among them.
-//! Not here: how the copy is filled ([`super::relayed`]).
+//! One task owns all of it. The source decides which replicas read here; this task knows them and divides the upload
+//! limit among them. Not here: how the copy is filled ([`super::relayed`]).
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -78,7 +79,8 @@ impl Drop for Serving {
 /// Length of the task's queue, in messages: a few for each reader. Connections wait while it is full.
 const INCOMING_LIMIT: usize = 64;
 
-/// Limit of simultaneous readers: more than the source assigns to one replica, so that new readers can come before lost ones are noticed.
+/// Limit of simultaneous readers: more than the source assigns to one replica, so that new readers can come before lost
+/// ones are noticed.
 const READERS_LIMIT: usize = 8;
 
 /// The first region number that is used here: lower numbers are the source's.
@@ -276,7 +278,8 @@ impl Lender {
         }
     }
 
-    /// Offers the copy to the readers that wait for it, and sends each reader its share of the limit where that has changed.
+    /// Offers the copy to the readers that wait for it, and sends each reader its share of the limit where that has
+    /// changed.
     fn tell(&mut self) {
         let Some((id, offer)) = &self.table else { return };
         let wants = |reader: &Reader| reader.wants == Some(id.generation);

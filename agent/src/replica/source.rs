@@ -162,8 +162,8 @@ impl Sinks {
         u32::try_from(fit).unwrap_or(u32::MAX).clamp(1, SinkLayout::MAX_BUFFERS)
     }
 
-    /// The shape of a copy of this table: as many slots as the snapshot's share of the memory holds, or as few as are needed if no other
-    /// replica reads them. `None` if not even a small ring fits.
+    /// The shape of a copy of this table: as many slots as the snapshot's share of the memory holds, or as few as are
+    /// needed if no other replica reads them. `None` if not even a small ring fits.
     fn copy(&self, snapshot: &Geometry, serves: bool) -> Option<Geometry> {
         let share = self.budget * SNAPSHOT_SHARE.0 / SNAPSHOT_SHARE.1;
         let within = Geometry::within(share, snapshot.slot_size).ok()?;
@@ -295,7 +295,8 @@ impl Way {
         Part { peer, sink, layout: SinkLayout { offset: 0, buffers }, expect, in_place: table.retained, copy: None }
     }
 
-    /// Tries the connectors, best first, and gives back which one connected. One that fails is not tried again for other tables.
+    /// Tries the connectors, best first, and gives back which one connected. One that fails is not tried again for
+    /// other tables.
     fn connect(
         &self,
         connectors: &mut Connectors,

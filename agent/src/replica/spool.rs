@@ -7,9 +7,9 @@
 //!   held             one record of 32 bytes for each slot held, in the order in which they came
 //! ```
 //!
-//! A record is written after the bytes of its slot, and is used only if these bytes, read back, match its checksum. So a torn write,
-//! a full disk or a power cut never makes a slot that is not there. Nothing is synced: the files must survive the agent and not a
-//! power cut, and a checksum tells if they did not.
+//! A record is written after the bytes of its slot, and is used only if these bytes, read back, match its checksum. So
+//! a torn write, a full disk or a power cut never makes a slot that is not there. Nothing is synced: the files must
+//! survive the agent and not a power cut, and a checksum tells if they did not.
 //!
 //! The slots are the data set, so the folder and the files are for their owner only ([`private`](super::private)).
 
@@ -146,8 +146,9 @@ impl Spool {
         Ok(Some(crc))
     }
 
-    /// Writes the bytes of a slot, which lie in `view` at `offset`. It counts as held once it is [remembered](Self::remember):
-    /// between the two the caller checks that the bytes were still the slot's when they had been written.
+    /// Writes the bytes of a slot, which lie in `view` at `offset`. It counts as held once it is
+    /// [remembered](Self::remember): between the two the caller checks that the bytes were still the slot's when they
+    /// had been written.
     pub(super) fn store(&self, record: Held, view: &View, offset: u64) -> io::Result<()> {
         let (mut done, length) = (0, record.length as usize);
         while done < length {

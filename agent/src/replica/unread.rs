@@ -1,15 +1,15 @@
 //! Unread: how many of the bytes that were given to a connection its other end has not read yet.
 //!
-//! The receiver reads bytes that were lent to a socket (`sendfile`) in its own time, and the lender must know when. A TCP
-//! acknowledgement does not tell: it means "queued at the receiver". On a connection within this host both queues are here, and
-//! the kernel reports their lengths (sock_diag(7), which `ss` uses).
+//! The receiver reads bytes that were lent to a socket (`sendfile`) in its own time, and the lender must know when. A
+//! TCP acknowledgement does not tell: it means "queued at the receiver". On a connection within this host both queues
+//! are here, and the kernel reports their lengths (sock_diag(7), which `ss` uses).
 //!
 //! ```text
 //!   written ──▶ [ our send queue: not acknowledged ] ──▶ [ their receive queue: not read ] ──▶ read
 //! ```
 //!
-//! The send queue is asked for first. A byte that leaves it between the two questions is then counted in the receive queue or has
-//! been read: the answer can be too high, never too low.
+//! The send queue is asked for first. A byte that leaves it between the two questions is then counted in the receive
+//! queue or has been read: the answer can be too high, never too low.
 
 use std::io;
 use std::net::{SocketAddr, TcpStream};

@@ -6,8 +6,8 @@
 //!                                └─ the conversation stays open while slots are read: Rate ┘  its end: Left
 //! ```
 //!
-//! A peer is authenticated as the source is: both ends prove that they hold the token, and lanes derive their secret from the conversation.
-//! Its bytes are accepted only if they match the source's checksums ([`super::relayed`]).
+//! A peer is authenticated as the source is: both ends prove that they hold the token, and lanes derive their secret
+//! from the conversation. Its bytes are accepted only if they match the source's checksums ([`super::relayed`]).
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -51,8 +51,8 @@ const OFFER_LIMIT: Duration = Duration::from_secs(4);
 /// Time limit for connecting. Short: the source assigns only peers that report.
 const REACH_LIMIT: Duration = Duration::from_secs(3);
 
-/// Connecting to a peer, and the conversation with it afterwards. Dropping it ends both and discards its reports, which could be taken for
-/// those of a later conversation with the same peer.
+/// Connecting to a peer, and the conversation with it afterwards. Dropping it ends both and discards its reports, which
+/// could be taken for those of a later conversation with the same peer.
 pub(super) struct Conversation {
     /// The peer's session with the source.
     pub(super) session: u64,

@@ -1,5 +1,5 @@
-//! Shared by the tests of both ends: primaries set up for quick snapshots, a source and its replica agents as processes, the
-//! output of `remora status` and of a server's INFO.
+//! Shared by the tests of both ends: primaries set up for quick snapshots, a source and its replica agents as
+//! processes, the output of `remora status` and of a server's INFO.
 //!
 //! It asserts only that processes start.
 #![allow(clippy::unwrap_used, dead_code)] // each test program uses another part of it
@@ -18,8 +18,8 @@ use tempfile::TempDir;
 /// Time limit that only a broken machine exceeds.
 pub(crate) const LONG: Duration = Duration::from_secs(90);
 
-/// A primary for tests: it takes a snapshot at once when asked (by default it waits five seconds for further replicas), and its
-/// backlog is large enough for a hand-off under full load.
+/// A primary for tests: it takes a snapshot at once when asked (by default it waits five seconds for further replicas),
+/// and its backlog is large enough for a hand-off under full load.
 pub(crate) fn primary(kind: Kind) -> Builder {
     Server::builder(kind).config("repl-diskless-sync-delay", 0).config("repl-backlog-size", BACKLOG)
 }
@@ -27,8 +27,8 @@ pub(crate) fn primary(kind: Kind) -> Builder {
 /// Full load is about 60 MB a second, and on a busy machine an agent may not run for seconds.
 pub(crate) const BACKLOG: &str = "256mb";
 
-/// Writes every kind of change, at a rate that a small journal survives even if its readers pause for seconds now and then. A reader
-/// that is overrun needs another copy, which these tests do not expect.
+/// Writes every kind of change, at a rate that a small journal survives even if its readers pause for seconds now and
+/// then. A reader that is overrun needs another copy, which these tests do not expect.
 #[allow(dead_code)] // not every test that has this kit needs it
 pub(crate) fn steady_writer(primary: &Server) -> Workload {
     let options = Options { big_bytes: 1 << 20, ..Options::seeded(remora_lab::random::seed("workload")) };

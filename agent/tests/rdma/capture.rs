@@ -1,7 +1,8 @@
 //! The packets on a node's wire: tcpdump records them, and this module parses RoCE v2 from the recording.
 //!
-//! Layouts: the file as pcap-savefile(5) has it; the packets as the InfiniBand Architecture Specification, volume 1, has them (section
-//! 5.2.4 the base transport header, 5.2.7 the RDMA extended transport header), behind Ethernet, IPv4 and UDP (annex A17).
+//! Layouts: the file as pcap-savefile(5) has it; the packets as the InfiniBand Architecture Specification, volume 1,
+//! has them (section 5.2.4 the base transport header, 5.2.7 the RDMA extended transport header), behind Ethernet, IPv4
+//! and UDP (annex A17).
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -52,7 +53,8 @@ impl Capture {
     /// Begins to record the node's wire.
     pub(crate) fn start(node: u8, file: &str) -> Capture {
         let mut tcpdump = Command::new("tcpdump");
-        // The first bytes of each packet suffice; a large buffer, so that no packet is missed; as root, who alone can write there.
+        // The first bytes of each packet suffice; a large buffer, so that no packet is missed; as root, who alone can
+        // write there.
         tcpdump.args(["-i", &format!("eth{node}"), "-s", "192", "-B", "65536", "-Z", "root", "-w", file]);
         tcpdump.args(["udp", "port", "4791"]).stdin(Stdio::null());
         let mut tcpdump = Agent::run(tcpdump).unwrap();

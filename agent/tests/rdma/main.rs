@@ -1,4 +1,5 @@
-//! The whole job over RDMA, in the virtual machine that has devices: exact replicas, one-sided reads on the wire, and a link that fails.
+//! The whole job over RDMA, in the virtual machine that has devices: exact replicas, one-sided reads on the wire, and a
+//! link that fails.
 //!
 //! Tests for the machine are ignored on the host. The last test boots the machine once and runs them there.
 #![allow(clippy::unwrap_used)]
@@ -193,8 +194,8 @@ fn a_probe_measures_rdma_to_a_source_and_a_device_can_be_named() {
     source.stop();
 }
 
-/// Cuts a node's cable from the bridge, or connects it again. (The device itself stays on: in Soft-RoCE of Linux 6.1, a device whose
-/// own messages cannot leave never connects again.)
+/// Cuts a node's cable from the bridge, or connects it again. (The device itself stays on: in Soft-RoCE of Linux 6.1, a
+/// device whose own messages cannot leave never connects again.)
 fn cable(node: u8, plugged: bool) {
     let port = format!("port{node}");
     let to: &[&str] = if plugged { &["master", "br0"] } else { &["nomaster"] };

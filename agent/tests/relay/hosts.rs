@@ -15,8 +15,8 @@ const CABLE: u64 = 100_000_000 / 8;
 /// Number of replicas that are made at once.
 const REPLICAS: usize = 3;
 
-/// Limit on the time of all together, in multiples of the time of one. Three copies over one cable would take three times as long.
-/// Some of the time is not spent on the cable, and other tests run at the same time.
+/// Limit on the time of all together, in multiples of the time of one. Three copies over one cable would take three
+/// times as long. Some of the time is not spent on the cable, and other tests run at the same time.
 const TOGETHER: f64 = 1.6;
 
 /// A host with an empty server on it.

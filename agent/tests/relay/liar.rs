@@ -1,5 +1,5 @@
-//! A replica that joins with the right token, claims to hold the whole snapshot, and lends a table that is valid in itself, but all
-//! of its bytes are invented.
+//! A replica that joins with the right token, claims to hold the whole snapshot, and lends a table that is valid in
+//! itself, but all of its bytes are invented.
 
 use std::net::SocketAddr;
 use std::path::Path;

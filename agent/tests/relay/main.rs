@@ -111,7 +111,8 @@ fn a_relay_killed_in_the_middle_costs_its_reader_only_the_slots_in_transit() {
     for agent in [&mut first, &mut third] {
         agent.wait_for_success(LONG).unwrap();
     }
-    // The third continues with the first: the source has sent each slot once, except for those it was asked for meanwhile.
+    // The third continues with the first: the source has sent each slot once, except for those it was asked for
+    // meanwhile.
     assert_once(&source, 0);
     for server in [&servers[0], &servers[2]] {
         assert_same_data(&primary, server);

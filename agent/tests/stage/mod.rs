@@ -1,6 +1,7 @@
 //! What the tests of both agents share: a token, a source, replica agents, and their output.
 //!
-//! This is not a layer over the lab: servers, networks and waiting are in the lab. This module knows the command line of `remora`.
+//! This is not a layer over the lab: servers, networks and waiting are in the lab. This module knows the command line
+//! of `remora`.
 #![allow(clippy::unwrap_used, unreachable_pub)]
 // Each test program uses another part of this.
 #![allow(dead_code)]

@@ -1,7 +1,8 @@
 //! The lag of a replica while the primary is written to: `remora replica --stay` against the server's own replication.
 //!
-//! The probe is exact: the publisher sends the time as a message on the primary, the command travels in the replication stream like any
-//! write, and a subscriber on the replica takes the time on arrival. A subscriber on the primary itself shows the probe's own delay.
+//! The probe is exact: the publisher sends the time as a message on the primary, the command travels in the replication
+//! stream like any write, and a subscriber on the replica takes the time on arrival. A subscriber on the primary itself
+//! shows the probe's own delay.
 //!
 //! ```text
 //!   writer ──SETs at a rate──▶ primary ◀──PUBLISH probe <now>── publisher, a thousand a second
@@ -85,7 +86,8 @@ struct Bench<'a> {
     run: Run,
 }
 
-/// A server under test. The fields are dropped in order: the agent hands its server over, then the source ends, then the server.
+/// A server under test. The fields are dropped in order: the agent hands its server over, then the source ends, then
+/// the server.
 struct Subject {
     agent: Option<Stay>,
     source: Option<Source>,

@@ -1,7 +1,8 @@
 //! The time to make N replicas, and its costs: Remora against the servers' own replication and a copier.
 //!
-//! For each server and shape of data a primary is filled once. Each round then runs every method in turn on fresh, empty servers, so
-//! that a slow minute of the machine affects all of them. The first method changes from round to round.
+//! For each server and shape of data a primary is filled once. Each round then runs every method in turn on fresh,
+//! empty servers, so that a slow minute of the machine affects all of them. The first method changes from round to
+//! round.
 //!
 //! ```text
 //! cargo run --release -p remora-bench --bin full_sync -- --rounds 5 --budget-minutes 120 --out bench/runs
@@ -23,8 +24,8 @@ struct Options {
     /// Rounds; the figures are medians over them.
     #[arg(long, default_value_t = 5)]
     rounds: usize,
-    /// Time limit in minutes, shared among servers and shapes. What does not fit is left out, comparisons first, and the kept run lists
-    /// it.
+    /// Time limit in minutes, shared among servers and shapes. What does not fit is left out, comparisons first, and
+    /// the kept run lists it.
     #[arg(long)]
     budget_minutes: Option<u64>,
     /// Servers to measure.
@@ -221,7 +222,8 @@ impl Bench {
         Ok(())
     }
 
-    /// The order of the methods in a round: each round begins with another one. A late joiner follows those whose snapshot it joins.
+    /// The order of the methods in a round: each round begins with another one. A late joiner follows those whose
+    /// snapshot it joins.
     fn order(&self, round: usize) -> Vec<Method> {
         let is_late = |method: &Method| *method == Method::RemoraLate;
         let (late, mut others): (Vec<Method>, Vec<Method>) =

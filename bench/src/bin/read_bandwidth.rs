@@ -1,8 +1,8 @@
 //! Read bandwidth from another process's region: shm against memcpy, tcp against iperf3, verbs against ib_read_bw.
 //!
-//! Each round measures every subject and its rival in turn, so that a slow minute of the machine affects both. Region and sink
-//! are warm. The reader keeps `depth` reads outstanding and reads the region from front to back, each read into its own
-//! place in the sink, as a replica fetches a table.
+//! Each round measures every subject and its rival in turn, so that a slow minute of the machine affects both. Region
+//! and sink are warm. The reader keeps `depth` reads outstanding and reads the region from front to back, each read
+//! into its own place in the sink, as a replica fetches a table.
 //!
 //! ```text
 //! cargo run --release -p remora-bench --bin read_bandwidth -- --rounds 5 --out bench/runs

@@ -1,10 +1,11 @@
 //! Latency of single reads, one after the other: shm against memcpy, tcp against the simplest server over TCP.
 //!
-//! The rival of tcp is a loop of `read_exact` and `write_all` over a blocking socket, from private memory of the same size, without
-//! generations, bounds, time-outs or more than one read at a time. It is the lowest possible cost of a transport over two sockets.
+//! The rival of tcp is a loop of `read_exact` and `write_all` over a blocking socket, from private memory of the same
+//! size, without generations, bounds, time-outs or more than one read at a time. It is the lowest possible cost of a
+//! transport over two sockets.
 //!
-//! Each round measures every subject and its rival in turn. A figure is the median latency of a round; the 99th percentile is a
-//! separate subject.
+//! Each round measures every subject and its rival in turn. A figure is the median latency of a round; the 99th
+//! percentile is a separate subject.
 //!
 //! ```text
 //! cargo run --release -p remora-bench --bin read_latency -- --rounds 5 --out bench/runs
@@ -196,8 +197,8 @@ struct Figures {
 }
 
 impl Options {
-    /// Calls `read` at one offset after the other until the time is over. The clock is read once per read: a read lasts from the end of
-    /// the previous one to its own, as in perftest, so that the time includes the loop.
+    /// Calls `read` at one offset after the other until the time is over. The clock is read once per read: a read lasts
+    /// from the end of the previous one to its own, as in perftest, so that the time includes the loop.
     fn time(&self, mut read: impl FnMut(u64) -> Result<(), Failure>) -> Result<Figures, Failure> {
         let region_bytes = self.region_mib << 20;
         let time = Duration::from_millis(self.millis);
@@ -238,7 +239,8 @@ fn read_one(peer: &mut dyn Peer, offset: u64, length: u32, completions: &mut Vec
 /// Capacity for the times of this many reads, so that no read pays for an allocation.
 const EXPECTED_READS: usize = 1 << 20;
 
-/// Target for a single READ, in multiples of ib_read_lat's time: the rest is bounds, credits and time-outs, which ib_read_lat lacks.
+/// Target for a single READ, in multiples of ib_read_lat's time: the rest is bounds, credits and time-outs, which
+/// ib_read_lat lacks.
 const VERBS_AT_MOST: f64 = 1.15;
 
 /// READs of one run of ib_read_lat.

@@ -1,4 +1,5 @@
-//! A histogram of times with boxes of growing size: to within 3 % from a nanosecond to an hour, in a fixed 10 KiB, without a lock.
+//! A histogram of times with boxes of growing size: to within 3 % from a nanosecond to an hour, in a fixed 10 KiB,
+//! without a lock.
 
 use std::time::Duration;
 

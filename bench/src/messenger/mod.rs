@@ -1,11 +1,11 @@
-//! `remora-bench messenger`: requests a second and their latency, of the messenger against raw epoll, iperf3, ZeroMQ and other
-//! ping-pong programs. Request and reply, over a number of connections, with a number of requests in flight on each. This module
-//! defines the terms; [`options`] is the command line, [`rate`] a run; [`ours`] is the messenger, [`raw`] its simplest rival,
-//! [`tools`] and [`zeromq`] are other people's rivals.
+//! `remora-bench messenger`: requests a second and their latency, of the messenger against raw epoll, iperf3, ZeroMQ
+//! and other ping-pong programs. Request and reply, over a number of connections, with a number of requests in flight
+//! on each. This module defines the terms; [`options`] is the command line, [`rate`] a run; [`ours`] is the messenger,
+//! [`raw`] its simplest rival, [`tools`] and [`zeromq`] are other people's rivals.
 //!
-//! A request ends when its whole reply has arrived. Exactly `depth` requests are in flight on each connection from the first to the
-//! last moment of the measured time. Requests in flight at the end are awaited and not counted. Every request carries all of its
-//! bytes. Neither side sleeps.
+//! A request ends when its whole reply has arrived. Exactly `depth` requests are in flight on each connection from the
+//! first to the last moment of the measured time. Requests in flight at the end are awaited and not counted. Every
+//! request carries all of its bytes. Neither side sleeps.
 
 pub mod histogram;
 pub mod options;
@@ -49,7 +49,8 @@ pub struct Outcome {
     pub requests: u64,
     /// The measured time.
     pub seconds: f64,
-    /// Mean, 50th, 99th and 99.9th percentile of the time from request to reply, in µs; zero if a tool does not report it.
+    /// Mean, 50th, 99th and 99.9th percentile of the time from request to reply, in µs; zero if a tool does not report
+    /// it.
     pub latency: [f64; 4],
     /// Processor seconds of the client side.
     pub client_cpu: f64,

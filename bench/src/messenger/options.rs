@@ -44,7 +44,8 @@ pub struct Options {
     /// Bytes of a reply.
     #[arg(long, default_value_t = 64)]
     pub reply: usize,
-    /// Transports of the messenger: tcp, shm, rdma; for rdma give --rdma-source (the server's device) and --rdma-reader (the client's).
+    /// Transports of the messenger: tcp, shm, rdma; for rdma give --rdma-source (the server's device) and --rdma-reader
+    /// (the client's).
     #[arg(long, value_delimiter = ',', default_value = "tcp")]
     pub stacks: Vec<String>,
     /// Rivals: raw; iperf3 (bulk); zeromq, redis; sockperf, ucx-tcp, ucx-posix, fi-tcp, fi-shm (to 4 KiB,
@@ -92,14 +93,16 @@ pub struct Options {
     /// Write everything as JSON to this file.
     #[arg(long)]
     pub json: Option<PathBuf>,
-    /// Run the same, with these options, between the two devices of an emulated machine (lab/rdma-vm), on a host without RDMA.
+    /// Run the same, with these options, between the two devices of an emulated machine (lab/rdma-vm), on a host
+    /// without RDMA.
     #[arg(long, conflicts_with_all = ["serve", "ask", "draw", "json", "rdma_source", "rdma_reader"])]
     pub emulated: bool,
-    /// Run the server alone, for clients on other hosts, until Ctrl-C or for --millis: at IP:PORT over TCP, or an address with its
-    /// transport (rdma:IP:PORT, shm:PATH). It answers with --reply bytes, and prints its address.
+    /// Run the server alone, for clients on other hosts, until Ctrl-C or for --millis: at IP:PORT over TCP, or an
+    /// address with its transport (rdma:IP:PORT, shm:PATH). It answers with --reply bytes, and prints its address.
     #[arg(long, value_name = "ADDRESS", conflicts_with_all = ["ask", "idle", "vary", "out", "json"])]
     pub serve: Option<Place>,
-    /// Run the client alone, against such a server, with the same --reply. There are no rivals, since they cannot be started there.
+    /// Run the client alone, against such a server, with the same --reply. There are no rivals, since they cannot be
+    /// started there.
     #[arg(long, value_name = "ADDRESS", conflicts_with_all = ["idle", "vary", "stacks", "rivals", "allocator"])]
     pub ask: Option<Place>,
     /// Draw the plots of a kept run again, from the run.json in that folder.

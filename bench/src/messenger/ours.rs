@@ -1,5 +1,5 @@
-//! The messenger as client and server. The client sends the next request from the callback of the reply, as an asynchronous owner
-//! would, or from a thread that waits for the reply.
+//! The messenger as client and server. The client sends the next request from the callback of the reply, as an
+//! asynchronous owner would, or from a thread that waits for the reply.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -58,7 +58,8 @@ pub fn measure(server: &mut Server, case: &Case, time: Duration, options: &Optio
     let address: Address = server.address.parse().map_err(io::Error::other)?;
     let connections: Vec<Connection> = (0..case.connections).map(|_| messenger.connect(&address)).collect();
     asker.wait("to connect", |asker| asker.connected.load(Ordering::SeqCst) == case.connections)?;
-    // Our own server reports its processor time over a pipe at any time; a server elsewhere reports it in a reply, after all others.
+    // Our own server reports its processor time over a pipe at any time; a server elsewhere reports it in a reply,
+    // after all others.
     let is_elsewhere = server.is_elsewhere();
     let mut server_cpu = || match connections.first() {
         Some(connection) if is_elsewhere => asker.ask_for_processor_time(connection),
@@ -217,7 +218,8 @@ fn nanos(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// Kinds of messages: one asks for a reply of given length, the other for the nanoseconds of processor time used by the process.
+/// Kinds of messages: one asks for a reply of given length, the other for the nanoseconds of processor time used by the
+/// process.
 const REQUEST: u16 = 1;
 const PROCESSOR_TIME: u16 = 2;
 

@@ -21,7 +21,8 @@ pub struct Point {
     pub p50: f64,
 }
 
-/// Draws two plots for each size and depth that was measured with several numbers of connections. Returns the files' names.
+/// Draws two plots for each size and depth that was measured with several numbers of connections. Returns the files'
+/// names.
 ///
 /// # Errors
 /// A file cannot be written.

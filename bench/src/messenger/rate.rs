@@ -1,7 +1,8 @@
-//! A run: every case with every subject in turn, round by round, summarised and kept; or the server alone, or the client alone.
+//! A run: every case with every subject in turn, round by round, summarised and kept; or the server alone, or the
+//! client alone.
 //!
-//! A figure is the median of the rounds, a ratio the median of the rounds' ratios. Client and server are two processes, whose
-//! processor time is counted separately.
+//! A figure is the median of the rounds, a ratio the median of the rounds' ratios. Client and server are two processes,
+//! whose processor time is counted separately.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -229,7 +230,8 @@ impl Bench {
         }
     }
 
-    /// Measures another program as rival: `None` if it does not support such cases, an inner error if it is not installed.
+    /// Measures another program as rival: `None` if it does not support such cases, an inner error if it is not
+    /// installed.
     fn measure_tool(&mut self, rival: &str, case: &Case) -> Result<std::result::Result<Option<Outcome>, String>> {
         let is_ping_pong = (case.connections, case.depth) == (1, 1) && case.request <= PING_PONG_BYTES;
         let time = self.time();

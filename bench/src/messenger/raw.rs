@@ -1,5 +1,6 @@
-//! The simplest rival: epoll, `recv` and `send`, one thread on each side, messages of known length without heads, checksums or
-//! sessions. Messages that arrive together are answered together. It is the lowest possible cost of a messenger over TCP.
+//! The simplest rival: epoll, `recv` and `send`, one thread on each side, messages of known length without heads,
+//! checksums or sessions. Messages that arrive together are answered together. It is the lowest possible cost of a
+//! messenger over TCP.
 
 use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream};

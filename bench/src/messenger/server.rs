@@ -1,5 +1,5 @@
-//! The server side as a separate process, so that its processor time can be measured: this program, started again. Or a server that
-//! another command has started elsewhere, of which only the address is known.
+//! The server side as a separate process, so that its processor time can be measured: this program, started again. Or a
+//! server that another command has started elsewhere, of which only the address is known.
 //!
 //! It prints its address on one line, and for each line of its input the processor time that it has used so far.
 
@@ -25,7 +25,8 @@ struct Process {
 }
 
 impl Process {
-    /// Fails if the loader could not preload the library: the loader only prints a warning, and the figures would be those without it.
+    /// Fails if the loader could not preload the library: the loader only prints a warning, and the figures would be
+    /// those without it.
     fn has_loaded(&self, library: &str) -> io::Result<()> {
         let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.child.id()))?;
         let name = Path::new(library).file_stem().unwrap_or_default().to_string_lossy().into_owned();

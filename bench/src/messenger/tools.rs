@@ -9,8 +9,8 @@ use serde_json::Value;
 use super::{Case, Outcome};
 use crate::perftest::Ends;
 
-/// iperf3's rate with writes of the request's size: bytes per second in one direction without replies, as an [`Outcome`] whose
-/// requests are its writes. `None` if it is not installed.
+/// iperf3's rate with writes of the request's size: bytes per second in one direction without replies, as an
+/// [`Outcome`] whose requests are its writes. `None` if it is not installed.
 ///
 /// # Errors
 /// It cannot be run, or its output cannot be parsed.

@@ -1,4 +1,5 @@
-//! ZeroMQ as a rival: a small program (`bench/rivals/zeromq.c`), built here if libzmq's header and a C compiler are installed.
+//! ZeroMQ as a rival: a small program (`bench/rivals/zeromq.c`), built here if libzmq's header and a C compiler are
+//! installed.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -30,7 +31,8 @@ impl ZeroMq {
         Ok(is_built.then_some(ZeroMq { program, _folder: folder }))
     }
 
-    /// Measures one case, with one thread for the client and one for the server, besides the library's thread on each side.
+    /// Measures one case, with one thread for the client and one for the server, besides the library's thread on each
+    /// side.
     ///
     /// # Errors
     /// The program fails, or its output cannot be parsed.

@@ -1,4 +1,5 @@
-//! `remora-bench devices`: the speed of disk, networks and fabric, measured by independent tools, with the fabric beside them.
+//! `remora-bench devices`: the speed of disk, networks and fabric, measured by independent tools, with the fabric
+//! beside them.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

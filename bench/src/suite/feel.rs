@@ -1,11 +1,12 @@
 //! `remora-bench feel`: what the primary's clients notice while N replicas are made by each method.
 //!
-//! Two groups of clients send commands at the same time at a steady rate. *Near* clients run on the primary's own host: they notice its
-//! processor, its forks and its main thread. *Far* clients run on a separate host: they also notice its cable. Loopback has only near
-//! clients.
+//! Two groups of clients send commands at the same time at a steady rate. *Near* clients run on the primary's own host:
+//! they notice its processor, its forks and its main thread. *Far* clients run on a separate host: they also notice its
+//! cable. Loopback has only near clients.
 //!
-//! Half of the machine's processors are for the primary's host and its clients, the rest for all replicas, whose work does not affect
-//! the clients. The clients, which measure, have priority over all other processes on their processors ([`Load`]).
+//! Half of the machine's processors are for the primary's host and its clients, the rest for all replicas, whose work
+//! does not affect the clients. The clients, which measure, have priority over all other processes on their processors
+//! ([`Load`]).
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -44,7 +45,8 @@ pub struct Options {
     /// Values of 3748 KiB in the data set.
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..=super::MOST_OF_DATA), default_value_t = 128)]
     pub values: u64,
-    /// Let all hosts compete for all of the machine's processors, instead of reserving half of them for the primary and its clients.
+    /// Let all hosts compete for all of the machine's processors, instead of reserving half of them for the primary and
+    /// its clients.
     #[arg(long)]
     pub shared_processors: bool,
     #[command(flatten)]
@@ -55,7 +57,8 @@ pub struct Options {
 /// Runs the subcommand.
 ///
 /// # Errors
-/// A network could not be created, a primary not be filled, or the run not be kept. A failed sync is noted, and the next one is tried.
+/// A network could not be created, a primary not be filled, or the run not be kept. A failed sync is noted, and the
+/// next one is tried.
 pub fn run(options: &Options) -> Result<bool> {
     let program = Program::build()?;
     let mut kept = Kept::begin("feel", options.common.label.as_deref());

@@ -40,8 +40,8 @@ impl<P: Serialize + DeserializeOwned> Kept<P> {
         self.run.notes.push(text);
     }
 
-    /// Writes the run into a new folder below `out`, with this summary. Called after each figure, so that an interrupted run leaves the
-    /// figures that it has.
+    /// Writes the run into a new folder below `out`, with this summary. Called after each figure, so that an
+    /// interrupted run leaves the figures that it has.
     ///
     /// # Errors
     /// A folder or file could not be written.

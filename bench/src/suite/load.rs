@@ -5,14 +5,15 @@
 //!         │ 80 µs│ 80 µs│ 30 ms ......       was due, because the previous one was unanswered, counts from when it was due
 //! ```
 //!
-//! So a stall of 30 ms delays every command that was due in these 30 ms, as it would in practice. A generator that waits for each answer
-//! before it schedules the next command would count one slow command. The time by which the generator itself wakes up late is not
-//! counted, since it does not depend on the server.
+//! So a stall of 30 ms delays every command that was due in these 30 ms, as it would in practice. A generator that
+//! waits for each answer before it schedules the next command would count one slow command. The time by which the
+//! generator itself wakes up late is not counted, since it does not depend on the server.
 //!
-//! The threads have priority over all others on their processor: a client on a machine that also runs the other hosts must not wait for
-//! a turn that the client's own machine would give it.
+//! The threads have priority over all others on their processor: a client on a machine that also runs the other hosts
+//! must not wait for a turn that the client's own machine would give it.
 //!
-//! This is our own tool, because common ones either wait (redis-benchmark) or are in no distribution, and none cuts to a window.
+//! This is our own tool, because common ones either wait (redis-benchmark) or are in no distribution, and none cuts to
+//! a window.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

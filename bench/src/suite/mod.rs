@@ -12,9 +12,9 @@
 //!
 //! `messenger` is a subcommand as well, but is implemented in [`crate::messenger`].
 //!
-//! [`crate::sync`] runs the syncs, the same as for `full_sync` and the demo. This module chooses the networks, and records and prints the
-//! results. Only `devices`, `sync`, `feel` and `scaling` measure figures, and they write them at once. `report` measures none, so tables
-//! can be made again from any kept run.
+//! [`crate::sync`] runs the syncs, the same as for `full_sync` and the demo. This module chooses the networks, and
+//! records and prints the results. Only `devices`, `sync`, `feel` and `scaling` measure figures, and they write them at
+//! once. `report` measures none, so tables can be made again from any kept run.
 
 pub mod devices;
 pub mod feel;
@@ -66,7 +66,8 @@ fn minutes(text: &str) -> std::result::Result<f64, String> {
 /// A month. More is taken for a typing error.
 const MOST_MINUTES: f64 = 31.0 * 24.0 * 60.0;
 
-/// Limits on the values, MiB, or bytes of a value of a data set. Zero would be no data set, and no machine holds more than the maximum.
+/// Limits on the values, MiB, or bytes of a value of a data set. Zero would be no data set, and no machine holds more
+/// than the maximum.
 const MOST_OF_DATA: u64 = 1 << 30;
 
 /// The time limit.

@@ -18,7 +18,8 @@ pub enum Network {
 }
 
 impl Network {
-    /// Whether this program can run a method over it, and whether the method differs from others for that number of replicas.
+    /// Whether this program can run a method over it, and whether the method differs from others for that number of
+    /// replicas.
     pub(super) fn suits(self, method: Method, kind: Kind, replicas: usize, program: &Program) -> bool {
         method.applies(kind, replicas)
             && (self == Network::Loopback || method.crosses_hosts())

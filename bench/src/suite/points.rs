@@ -1,4 +1,5 @@
-//! The kept measurements: the rows of the tables and the points of the plots. The suites create them, the report shows them.
+//! The kept measurements: the rows of the tables and the points of the plots. The suites create them, the report shows
+//! them.
 
 use serde::{Deserialize, Serialize};
 

@@ -1,4 +1,5 @@
-//! `remora-bench scaling`: one replica, as the data set grows, and as its values grow. The slope is the cost of a further GiB.
+//! `remora-bench scaling`: one replica, as the data set grows, and as its values grow. The slope is the cost of a
+//! further GiB.
 
 use std::time::Duration;
 
@@ -17,7 +18,8 @@ pub struct Options {
     /// Sizes of the data set in MiB, in values of 1 MiB.
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u64).range(1..=super::MOST_OF_DATA), default_value = "100,256,512,1024,2048,4096,8192")]
     pub sizes_mib: Vec<u64>,
-    /// Sizes of the values in bytes, in a data set of --values-mib. For small values the data set is smaller: two million are enough.
+    /// Sizes of the values in bytes, in a data set of --values-mib. For small values the data set is smaller: two
+    /// million are enough.
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u64).range(1..=super::MOST_OF_DATA), default_value = "64,1024,16384,262144,4194304,67108864,536870912")]
     pub value_bytes: Vec<u64>,
     /// Size of the data set whose values grow, in MiB.

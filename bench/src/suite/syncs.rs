@@ -1,8 +1,8 @@
 //! `remora-bench sync`: N replicas by every method over every network.
 //!
-//! For each server and network a primary is filled once. Then every method in turn makes N replicas on fresh, empty servers, for each
-//! N, round by round. Comparisons are within one run: a method against the others at the same N, and each method against itself at
-//! N = 1.
+//! For each server and network a primary is filled once. Then every method in turn makes N replicas on fresh, empty
+//! servers, for each N, round by round. Comparisons are within one run: a method against the others at the same N, and
+//! each method against itself at N = 1.
 
 use std::time::{Duration, Instant};
 
@@ -16,8 +16,8 @@ use crate::sync::{Method, Outcome, Phases, Program, Result, Scene, Shape, Trial,
 /// Command-line arguments.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
-    /// Networks: `loopback`, or the rate of each host's cable (needs root). Put fast ones first: the slow ones get the time of
-    /// --budget-minutes that they leave.
+    /// Networks: `loopback`, or the rate of each host's cable (needs root). Put fast ones first: the slow ones get the
+    /// time of --budget-minutes that they leave.
     #[arg(long, value_delimiter = ',', default_value = "loopback,10gbit,1gbit,100mbit")]
     pub networks: Vec<Network>,
     /// Servers to measure.
@@ -73,7 +73,8 @@ impl Point {
 /// Runs the subcommand. Returns whether every compared replica was equal.
 ///
 /// # Errors
-/// A network could not be created, a primary not be filled, or the run not be kept. A failed sync is noted, and the next one is tried.
+/// A network could not be created, a primary not be filled, or the run not be kept. A failed sync is noted, and the
+/// next one is tried.
 pub fn run(options: &Options) -> Result<bool> {
     let program = Program::build()?;
     let mut bench = Bench {
@@ -173,7 +174,8 @@ impl Bench<'_> {
         self.kept.keep(self.options.common.out.as_deref(), &tables::sync(&[&self.kept]))
     }
 
-    /// The expected time of a sync: that of an earlier one, or the network's time for the copies that leave the primary's host.
+    /// The expected time of a sync: that of an earlier one, or the network's time for the copies that leave the
+    /// primary's host.
     fn longest(&self, server: &str, network: Network, trial: &Trial, bytes: u64) -> Duration {
         let network = network.to_string();
         let link = self.kept.links.iter().rev().find(|link| link.network == network);
@@ -217,8 +219,8 @@ impl Bench<'_> {
     }
 }
 
-/// Copies of the data set in memory at once: the primary's, the source's, and of each replica the server's and, if replicas feed each
-/// other, the agent's; and one for the rest.
+/// Copies of the data set in memory at once: the primary's, the source's, and of each replica the server's and, if
+/// replicas feed each other, the agent's; and one for the rest.
 fn copies(replicas: usize) -> u64 {
     3 + 2 * replicas as u64
 }

@@ -21,7 +21,8 @@ pub struct Program {
 }
 
 impl Program {
-    /// Builds the program and our server module if needed, and finds it beside this program. `REMORA` names another one, which is not built.
+    /// Builds the program and our server module if needed, and finds it beside this program. `REMORA` names another
+    /// one, which is not built.
     pub fn build() -> Result<Program> {
         if let Some(named) = std::env::var_os("REMORA") {
             return Program::at(named.into());
@@ -124,7 +125,8 @@ pub struct Source {
 }
 
 impl Source {
-    /// Starts a source beside that server and waits until it is ready. `data_bytes`: the approximate size of its snapshot.
+    /// Starts a source beside that server and waits until it is ready. `data_bytes`: the approximate size of its
+    /// snapshot.
     pub fn start(program: &Program, server: &Server, folder: &Path, data_bytes: u64) -> Result<Source> {
         Source::start_limited(program, server, folder, data_bytes, None)
     }
@@ -266,7 +268,8 @@ const JOURNAL_MIB: u64 = 128;
 /// Time limit for filling a server: the slowest shape takes a tenth of it.
 const LONGEST_LOAD: Duration = Duration::from_secs(600);
 
-/// Time limit for the source, which touches its memory before it is ready: one or two seconds per gigabyte, more on a busy machine.
+/// Time limit for the source, which touches its memory before it is ready: one or two seconds per gigabyte, more on a
+/// busy machine.
 const START_TIME: Duration = Duration::from_secs(60);
 
 /// Time limit from the hand-off to the end of the process.

@@ -4,8 +4,9 @@
 //!   SCAN ──keys──▶ GET GET GET … ──▶ primary ──▶ $len bytes ──▶ *3 SET key $len bytes ──▶ replica ──▶ +OK, counted on a thread
 //! ```
 //!
-//! This is as fast as such a copier can be: the answer to a GET is, byte for byte, the last argument of the SET, so values pass through
-//! without being decoded or collected. No such copier can do this: other types, expiries, a point in time, writes meanwhile.
+//! This is as fast as such a copier can be: the answer to a GET is, byte for byte, the last argument of the SET, so
+//! values pass through without being decoded or collected. No such copier can do this: other types, expiries, a point
+//! in time, writes meanwhile.
 
 use std::collections::VecDeque;
 use std::io::{Read, Write};

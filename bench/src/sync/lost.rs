@@ -1,8 +1,8 @@
 //! A relay that is killed in the middle: which replica it is, and when, so that the sync no longer waits for it.
 //!
-//! The source decides which replica reads from which, so this module asks the source. It kills the agent that others read from
-//! (`kill -9`) as soon as it holds half of the snapshot. Its server is left alone, and the sync ends when all other replicas have caught
-//! up.
+//! The source decides which replica reads from which, so this module asks the source. It kills the agent that others
+//! read from (`kill -9`) as soon as it holds half of the snapshot. Its server is left alone, and the sync ends when all
+//! other replicas have caught up.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;

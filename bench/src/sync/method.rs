@@ -12,11 +12,13 @@ pub enum Method {
     OwnDefault,
     /// Own replication without disk at both ends, without delay, without compression.
     OwnBest,
-    /// As [`Method::OwnBest`], with all replicas from one snapshot: the primary waits until all have connected. For one replica it is the same.
+    /// As [`Method::OwnBest`], with all replicas from one snapshot: the primary waits until all have connected. For one
+    /// replica it is the same.
     OwnTogether,
     /// As [`Method::OwnTogether`], with two channels if the server has that (Valkey).
     OwnDual,
-    /// `GET` from the primary, `SET` at the replica, pipelined. Strings only, no point in time, and no stream afterwards.
+    /// `GET` from the primary, `SET` at the replica, pipelined. Strings only, no point in time, and no stream
+    /// afterwards.
     Copier,
     /// The copier one key after the other: it waits for each `GET` and each `SET`.
     CopierOneByOne,
@@ -134,7 +136,8 @@ impl Method {
         if as_it_comes.contains(&self) {
             return Vec::new();
         }
-        // The server begins as soon as that many replicas wait, and checks once a second; the delay is only the longest wait.
+        // The server begins as soon as that many replicas wait, and checks once a second; the delay is only the longest
+        // wait.
         let together = matches!(self, Method::OwnTogether | Method::OwnDual) && replicas > 1;
         let delay = if together { TOGETHER_SECONDS } else { "0" };
         let mut settings = vec![

@@ -9,8 +9,8 @@
 //!   Place: where all of it runs: this machine's loopback, or hosts of a test network with cables of a given rate
 //! ```
 //!
-//! Equal for every method: the data, the writer, fresh replica servers, the moment of the end (the server's link to the true primary is
-//! up, and it has reached the primary's offset of that moment). [`Method`] says what differs.
+//! Equal for every method: the data, the writer, fresh replica servers, the moment of the end (the server's link to the
+//! true primary is up, and it has reached the primary's offset of that moment). [`Method`] says what differs.
 
 mod agents;
 mod copier;

@@ -13,7 +13,8 @@ pub struct Outcome {
     pub method: Method,
     /// Number of replicas.
     pub replicas: usize,
-    /// Wall time from the first REPLICAOF, or the start of the first `remora replica`, until the last replica had caught up.
+    /// Wall time from the first REPLICAOF, or the start of the first `remora replica`, until the last replica had
+    /// caught up.
     pub seconds: f64,
     /// Wall time until the first replica had caught up.
     pub first_seconds: f64,
@@ -24,8 +25,8 @@ pub struct Outcome {
     pub primary_cpu: f64,
     /// Processor time of each replica's server.
     pub replica_cpu: Vec<f64>,
-    /// Processor time of the source agent from its start (including the touching of its memory) and of all replica agents; for a copier,
-    /// that of its threads.
+    /// Processor time of the source agent from its start (including the touching of its memory) and of all replica
+    /// agents; for a copier, that of its threads.
     pub agents_cpu: f64,
     /// The phases of the last replica.
     pub phases: Phases,
@@ -37,8 +38,8 @@ pub struct Outcome {
     pub peak_memory: u64,
     /// Peak memory of the source agent, including its tables; 0 without a source.
     pub source_memory: u64,
-    /// Whether digest, replid, offset, functions and expiries of all replicas equal the primary's (for a copier: the digest only); `None` if
-    /// that was not checked.
+    /// Whether digest, replid, offset, functions and expiries of all replicas equal the primary's (for a copier: the
+    /// digest only); `None` if that was not checked.
     pub equal: Option<bool>,
     /// The difference, if there is one.
     pub differences: Vec<String>,

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use remora_lab::process;
 
-/// Samples a process's private memory (`RssAnon`) until stopped. It does not include what a fork child copies; the server counts that
-/// itself (`rdb_last_cow_size`).
+/// Samples a process's private memory (`RssAnon`) until stopped. It does not include what a fork child copies; the
+/// server counts that itself (`rdb_last_cow_size`).
 pub(super) struct Peak {
     is_over: Arc<AtomicBool>,
     looking: Option<JoinHandle<u64>>,

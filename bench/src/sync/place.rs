@@ -33,8 +33,8 @@ impl Place {
         Place::hosts(rate, replicas, |name, _| net.host(name))
     }
 
-    /// The same, with half of the machine's processors for the primary's host and its clients', and the other half for all replicas, so
-    /// that a replica's work takes no processor time from the primary, as with separate machines.
+    /// The same, with half of the machine's processors for the primary's host and its clients', and the other half for
+    /// all replicas, so that a replica's work takes no processor time from the primary, as with separate machines.
     ///
     /// # Errors
     /// As for [`Place::network`]; or the machine has only one processor.

@@ -47,8 +47,8 @@ pub struct Trial {
     pub method: Method,
     /// Number of replicas.
     pub replicas: usize,
-    /// Commands per second with which a writer changes the primary meanwhile: of every kind, in all databases, the same sequence for every
-    /// trial.
+    /// Commands per second with which a writer changes the primary meanwhile: of every kind, in all databases, the same
+    /// sequence for every trial.
     pub writes: Option<u64>,
     /// Whether the replicas are compared with the primary afterwards.
     pub compare: bool,
@@ -357,7 +357,8 @@ impl Meter {
         let source_cpu = source.map_or(Ok(0.0), Source::cpu)? - self.source_cpu;
         let last = took.phases.iter().max_by(|one, other| one.sum().total_cmp(&other.sum())).copied();
         let phases = last.unwrap_or_default();
-        // With two channels the child sends by itself and the primary does not count it; this counts what its replicas received.
+        // With two channels the child sends by itself and the primary does not count it; this counts what its replicas
+        // received.
         let received = if trial.method.is_ours() { 0 } else { replicas.iter().map(|costs| costs.received).sum() };
         Ok(Outcome {
             method: trial.method,
@@ -383,10 +384,12 @@ fn has_child(client: &mut Client) -> remora_lab::Result<bool> {
     Ok(client.info("persistence")?.get("rdb_bgsave_in_progress") != Some("0"))
 }
 
-/// Takes one and a half times that much memory from the system, touches it and frees it: the memory that the replicas will need.
+/// Takes one and a half times that much memory from the system, touches it and frees it: the memory that the replicas
+/// will need.
 ///
-/// In a virtual machine, the first touch of a page that the host has not provided yet, or has taken back, costs microseconds. Without
-/// this, the cost hits the process that takes memory last: the replica of the method that has just reserved memory for its source.
+/// In a virtual machine, the first touch of a page that the host has not provided yet, or has taken back, costs
+/// microseconds. Without this, the cost hits the process that takes memory last: the replica of the method that has
+/// just reserved memory for its source.
 fn touch_memory(bytes: u64) {
     // Never so much that the system would have to kill a process.
     let wanted = bytes.saturating_add(bytes / 2).min(available_memory().unwrap_or(0) / 4 * 3);

@@ -1,6 +1,7 @@
 //! The summary of many outcomes: a table per server, shape and number of replicas, and whether the targets are met.
 //!
-//! Ratios are of one round: each method against the best of the server's own replication, which is the one with the least median.
+//! Ratios are of one round: each method against the best of the server's own replication, which is the one with the
+//! least median.
 
 use std::fmt::Write as _;
 

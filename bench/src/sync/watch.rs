@@ -1,5 +1,5 @@
-//! The measurement of progress: one thread per replica asks its server with INFO. It is the same for every method, so that no
-//! difference is due to the way of looking.
+//! The measurement of progress: one thread per replica asks its server with INFO. It is the same for every method, so
+//! that no difference is due to the way of looking.
 
 use std::thread;
 use std::time::{Duration, Instant};

@@ -1,5 +1,5 @@
-//! The messages of this transport: bytes in, bytes out, no I/O. One message is one packet (SOCK_SEQPACKET), so there is no framing.
-//! Numbers are little endian.
+//! The messages of this transport: bytes in, bytes out, no I/O. One message is one packet (SOCK_SEQPACKET), so there is
+//! no framing. Numbers are little endian.
 //!
 //! ```text
 //!  hello      reader → source   magic 8 │ version 2 │ zero 6 │ session 8 │ generation 8 │ region 4 │ zero 4 │ nonce 32
@@ -9,8 +9,8 @@
 //!  farewell   source → reader   status 1                     at any time after the welcome; the end of the connection follows
 //! ```
 //!
-//! Status 0 is success; any other is the code of a [`Denial`]. There is one version, 1. A source that receives another version answers
-//! with its own in a challenge and hangs up, so that the reader can name both.
+//! Status 0 is success; any other is the code of a [`Denial`]. There is one version, 1. A source that receives another
+//! version answers with its own in a challenge and hangs up, so that the reader can name both.
 
 use crate::{
     auth::{NONCE_BYTES, PROOF_BYTES},

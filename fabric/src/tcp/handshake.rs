@@ -1,4 +1,5 @@
-//! The handshake of a lane over a TCP stream, both ends, each step against a deadline. What is said is `lane_handshake`'s machine.
+//! The handshake of a lane over a TCP stream, both ends, each step against a deadline. What is said is
+//! `lane_handshake`'s machine.
 
 use std::net::TcpStream;
 
@@ -85,7 +86,8 @@ impl<'a> Responder<'a> {
         self.source.hello()
     }
 
-    /// Receives the proof and checks it. Without a secret (no such session) it fails as a wrong proof does, after the same work.
+    /// Receives the proof and checks it. Without a secret (no such session) it fails as a wrong proof does, after the
+    /// same work.
     pub(super) fn examine<'s>(&self, secret: Option<&'s Secret>) -> Result<Result<Proved<'_, 's, Tcp>, Denial>, Error> {
         let mut proof = [0; PROOF_BYTES];
         self.deadline.read(self.stream, &mut proof)?;

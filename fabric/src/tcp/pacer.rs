@@ -93,7 +93,8 @@ mod tests {
     }
 
     proptest! {
-        /// However late a sender wakes: in no stretch of time is more sent than the rate, one piece and the saved time allow.
+        /// However late a sender wakes: in no stretch of time is more sent than the rate, one piece and the saved time
+        /// allow.
         #[test]
         fn no_more_leaves_than_the_rate(
             rate in 100_000u64..1_000_000_000,

@@ -161,8 +161,8 @@ mod tests {
         let reader = std::thread::spawn(move || receiver.read_exact(&mut vec![0; BYTES]).map(|()| began.elapsed()));
         sender.write_all(&vec![7; BYTES]).unwrap();
         let took = reader.join().unwrap().unwrap();
-        // Half a second, less the first burst, which the system does not pace: up to ten segments of 64 KiB on loopback.
-        // Without pacing it takes a few milliseconds.
+        // Half a second, less the first burst, which the system does not pace: up to ten segments of 64 KiB on
+        // loopback. Without pacing it takes a few milliseconds.
         assert!(took > Duration::from_millis(300), "{took:?}");
     }
 }

@@ -461,7 +461,8 @@ mod in_the_machine {
         world.exporter.export(RegionId { region: 2, ..ID }, large.clone()).unwrap();
         let mut peer = world.connect().unwrap();
         let begun = Instant::now();
-        // SAFETY: The child, which has this thread alone, reads memory and calls `_exit`: no lock, no allocation, no destructor.
+        // SAFETY: The child, which has this thread alone, reads memory and calls `_exit`: no lock, no allocation, no
+        // destructor.
         let child = unsafe { libc::fork() };
         if child == 0 {
             let mut bytes = [0; 8];

@@ -7,14 +7,14 @@
 //!          p1 │ ▼ rate, loss         p2 │                   other end of the cable of host 1. Cut = port down.
 //! ```
 //!
-//! A cable has its rate both ways (`tc`, a token bucket at each end for what it sends) and its loss both ways (`nft`, at each
-//! end for what it receives). Nothing is created in this machine's own namespace, and no namespace has a name: each exists only
-//! as long as the descriptors and processes that hold it, so the kernel removes it also after a test that was killed. Addresses
-//! are private and exist only in the namespaces.
+//! A cable has its rate both ways (`tc`, a token bucket at each end for what it sends) and its loss both ways (`nft`,
+//! at each end for what it receives). Nothing is created in this machine's own namespace, and no namespace has a name:
+//! each exists only as long as the descriptors and processes that hold it, so the kernel removes it also after a test
+//! that was killed. Addresses are private and exist only in the namespaces.
 //!
-//! A cable is not a wire. Packets on a veth are up to 64 KiB long. The kernel computes with smaller packets for the rate only; a
-//! lost packet loses 64 KiB at once. All hosts share this machine's processors, unless they are limited to some of them
-//! ([`Net::host_on`]).
+//! A cable is not a wire. Packets on a veth are up to 64 KiB long. The kernel computes with smaller packets for the
+//! rate only; a lost packet loses 64 KiB at once. All hosts share this machine's processors, unless they are limited to
+//! some of them ([`Net::host_on`]).
 //!
 //! - [`Net`] and [`Host`] are here. **Start here.** [`shape`]: rates, delays and losses as arguments of `tc` and `nft`.
 //! - `namespace`: how code runs on a host.
@@ -127,12 +127,14 @@ impl Host {
         self.inner.space.enter(command)
     }
 
-    /// Runs `what` on this host, on a separate thread, and waits for it. Sockets and threads created in it stay on this host.
+    /// Runs `what` on this host, on a separate thread, and waits for it. Sockets and threads created in it stay on this
+    /// host.
     pub fn within<T: Send>(&self, what: impl FnOnce() -> T + Send) -> Result<T> {
         self.inner.space.within(what)
     }
 
-    /// Limits the calling thread to this host's processors, if it has some of its own, for the rest of the thread's life.
+    /// Limits the calling thread to this host's processors, if it has some of its own, for the rest of the thread's
+    /// life.
     pub fn keep_to_processors(&self) -> Result<()> {
         self.inner.space.keep_to_processors()
     }
@@ -179,8 +181,8 @@ impl Host {
     }
 }
 
-/// Bytes that have crossed a cable. A veth counts a packet of 64 KiB as one, with one header of 66 bytes: a wire would carry
-/// 4 % more headers.
+/// Bytes that have crossed a cable. A veth counts a packet of 64 KiB as one, with one header of 66 bytes: a wire would
+/// carry 4 % more headers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
     /// Into the host.
@@ -190,7 +192,8 @@ pub struct Traffic {
 }
 
 impl Traffic {
-    /// Parses `/proc/net/dev`: after the name eight figures about received packets, bytes first, then the same about sent ones.
+    /// Parses `/proc/net/dev`: after the name eight figures about received packets, bytes first, then the same about
+    /// sent ones.
     fn parse(table: &str) -> Option<Traffic> {
         let line = table.lines().find_map(|line| line.trim().strip_prefix(CABLE)?.strip_prefix(':'))?;
         let figures: Vec<u64> = line.split_whitespace().filter_map(|word| word.parse().ok()).collect();

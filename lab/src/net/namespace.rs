@@ -1,7 +1,8 @@
-//! A network namespace without a name, and the code that runs in it: closures on a thread, child processes, iproute2's tools.
+//! A network namespace without a name, and the code that runs in it: closures on a thread, child processes, iproute2's
+//! tools.
 //!
-//! A namespace with a name (`ip netns add`) is a mount that outlives its creator. This one is a descriptor: the kernel removes it
-//! when the last descriptor and the last process in it are gone, also after `kill -9`.
+//! A namespace with a name (`ip netns add`) is a mount that outlives its creator. This one is a descriptor: the kernel
+//! removes it when the last descriptor and the last process in it are gone, also after `kill -9`.
 
 use std::fs::File;
 use std::io;
@@ -49,7 +50,8 @@ impl Namespace {
         self
     }
 
-    /// A path by which other processes can open it as long as this process runs: the argument of `ip … netns` and `nsenter --net=`.
+    /// A path by which other processes can open it as long as this process runs: the argument of `ip … netns` and
+    /// `nsenter --net=`.
     pub(super) fn path(&self) -> String {
         format!("/proc/{}/fd/{}", std::process::id(), self.file.as_raw_fd())
     }

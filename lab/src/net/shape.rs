@@ -51,7 +51,8 @@ impl Shape {
 pub struct Loss(u32);
 
 impl Loss {
-    /// A loss in percent, with a precision of hundredths. `None` if it is not a percentage, or rounds to zero without being zero.
+    /// A loss in percent, with a precision of hundredths. `None` if it is not a percentage, or rounds to zero without
+    /// being zero.
     pub fn percent(percent: f64) -> Option<Loss> {
         let parts = (percent * f64::from(LOSS_PARTS) / 100.0).round() as u32;
         ((0.0..=100.0).contains(&percent) && (percent == 0.0 || parts > 0)).then_some(Loss(parts))
@@ -102,8 +103,8 @@ impl std::fmt::Display for BitRate {
     }
 }
 
-/// Bytes that may be sent at full speed before the rate is enforced: a few of a veth's 64 KiB packets. With a quarter of this
-/// size, 10 Gb/s were 6 (measured on two processors): the bucket was empty before the kernel's timer fired.
+/// Bytes that may be sent at full speed before the rate is enforced: a few of a veth's 64 KiB packets. With a quarter
+/// of this size, 10 Gb/s were 6 (measured on two processors): the bucket was empty before the kernel's timer fired.
 const BURST_BYTES: u32 = 256 << 10;
 
 /// How long a packet may wait in the queue before it is dropped: about 2.5 MB at 1 Gb/s, as a switch's port has.

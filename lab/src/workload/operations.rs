@@ -1,7 +1,8 @@
 //! The writer's operations: one function for each way to change a server, drawn by weight.
 //!
-//! Each type has its own key names, so that few commands are refused for the wrong type. Each key is kept small by an operation
-//! that shrinks it again: a writer that runs for an hour leaves a data set of the same size as one that runs for a minute.
+//! Each type has its own key names, so that few commands are refused for the wrong type. Each key is kept small by an
+//! operation that shrinks it again: a writer that runs for an hour leaves a data set of the same size as one that runs
+//! for a minute.
 
 use super::Abilities;
 use super::commands::{Commands, say};

@@ -36,8 +36,8 @@ impl Writer {
     /// bytes, a power of two.
     ///
     /// # Panics
-    /// If the head is longer than [`HEAD_BYTES`] or a body longer than [`super::MAX_SEGMENT_BYTES`]: the makers of messages
-    /// check that.
+    /// If the head is longer than [`HEAD_BYTES`] or a body longer than [`super::MAX_SEGMENT_BYTES`]: the makers of
+    /// messages check that.
     pub fn frame(&mut self, tag: u8, head: &[u8], bodies: [Bytes; BODIES], alignment: usize) {
         assert!(head.len() <= HEAD_BYTES, "heads are fixed records of at most HEAD_BYTES");
         let length = |body: &Bytes| u32::try_from(body.len()).expect("messages are checked against MAX_SEGMENT_BYTES");

@@ -29,8 +29,8 @@
 //! | Standby | drop it | – | – | – | – | → Ready | → Calling ³ | keep over: Closed |
 //! | Closed | drop it | – | – | – | – | RESET | error | – |
 //!
-//! ¹ Lossy: Closed, and the owner is told. ² The connect of the greater entity wins: it answers WAIT, and the other end takes its link.
-//! ³ A server cannot connect: it queues.
+//! ¹ Lossy: Closed, and the owner is told. ² The connect of the greater entity wins: it answers WAIT, and the other end
+//! takes its link. ³ A server cannot connect: it queues.
 //!
 //! Invariants:
 //!

@@ -1,4 +1,5 @@
-//! What `up` starts: hosts, a filled primary with its source, empty servers with their replica agents. It stays and executes commands.
+//! What `up` starts: hosts, a filled primary with its source, empty servers with their replica agents. It stays and
+//! executes commands.
 
 use std::fmt::Write as _;
 use std::path::Path;

@@ -19,8 +19,8 @@ use crate::replica::parts::FeedError;
 use crate::replica::relayed::{Lost, ReadFrom, Relayed};
 use crate::replica::spool::{Held, Origin, Spool};
 
-/// How long an idle journal is left alone at first, and at most: the bounds of the lag that polling adds. A longer pause
-/// costs less of both ends' processors; the journal is looked at again at once while it brings something.
+/// How long an idle journal is left alone at first, and at most: the bounds of the lag that polling adds. A longer
+/// pause costs less of both ends' processors; the journal is looked at again at once while it brings something.
 const PACE_FIRST: Duration = Duration::from_micros(100);
 const PACE_LAST: Duration = Duration::from_millis(2);
 

@@ -6,23 +6,24 @@
 //!   source's journal  ══ READ ══▶ chunks of the stream ────────────────────────────┘     ◀── PSYNC, ACK
 //! ```
 //!
-//! One thread, one loop, nothing in it blocks: [`Delivery::run`] takes orders, reads what has come, writes what there is
-//! room for, and waits on all of its descriptors together. It ends at [`Order::Stop`], or when the handle is gone.
+//! One thread, one loop, nothing in it blocks: [`Delivery::run`] takes orders, reads what has come, writes what there
+//! is room for, and waits on all of its descriptors together. It ends at [`Order::Stop`], or when the handle is gone.
 //!
-//! [`Input`] is what it reads, [`ServerLink`] is the server that it writes to, [`Stream`] holds what has come too early.
-//! Neither end knows of the other: each returns values, and this loop decides what follows. A connection is the server's
-//! link only from its `PSYNC` on, before which it had to log in; until then it is one of the
+//! [`Input`] is what it reads, [`ServerLink`] is the server that it writes to, [`Stream`] holds what has come too
+//! early. Neither end knows of the other: each returns values, and this loop decides what follows. A connection is the
+//! server's link only from its `PSYNC` on, before which it had to log in; until then it is one of the
 //! [`candidates`](super::candidates), and the present link stays.
 //!
 //! What must hold:
 //! - A server is never given bytes of two snapshots in one payload: another generation drops the link first.
-//! - The mark that completes a payload is sent only after every slot of it was checked *after* it was used. Slots that were
-//!   lent to the socket are used until the server has read them.
-//! - The stream follows the mark only after the server's first ACK, as with real primaries. A server that loads from the
-//!   link reads ahead and discards what came with the mark; one that loads from a file looks for the mark at the end of
-//!   what it has read, and would never find it.
+//! - The mark that completes a payload is sent only after every slot of it was checked *after* it was used. Slots that
+//!   were lent to the socket are used until the server has read them.
+//! - The stream follows the mark only after the server's first ACK, as with real primaries. A server that loads from
+//!   the link reads ahead and discards what came with the mark; one that loads from a file looks for the mark at the
+//!   end of what it has read, and would never find it.
 //! - Nothing of ours is ever put into the stream: it would move the replication offset.
-//! - Progress is published before the news that it explains: `Loaded` without it would look like a server that restarted.
+//! - Progress is published before the news that it explains: `Loaded` without it would look like a server that
+//!   restarted.
 
 mod input;
 mod orders;
@@ -306,8 +307,8 @@ impl Delivery {
         Some(self.at.origin.as_ref()?.replid)
     }
 
-    /// The server goes on at `offset`. That may lie before what we gave it, since bytes on their way are lost with a link,
-    /// or behind it, after some time with the primary itself.
+    /// The server goes on at `offset`. That may lie before what we gave it, since bytes on their way are lost with a
+    /// link, or behind it, after some time with the primary itself.
     fn resume(&mut self, history: &ReplId, offset: u64) {
         let Some(link) = &mut self.link else { return };
         link.resume(history);
@@ -368,8 +369,8 @@ impl Delivery {
         self.tell(News::FeedLost { error });
     }
 
-    /// The memory that the server was given is not what the next feed reads into. The snapshot then goes by the link, which
-    /// can go on in its middle should that feed be lost too.
+    /// The memory that the server was given is not what the next feed reads into. The snapshot then goes by the link,
+    /// which can go on in its middle should that feed be lost too.
     fn abandon_memory(&mut self) {
         if self.link.as_ref().is_some_and(ServerLink::refers_to_memory) {
             self.by_module = false;
@@ -501,8 +502,6 @@ impl Delivery {
         self.meter.stream_delivered.set(wrote.last);
         Ok(Some(wrote.bytes))
     }
-
-    // ---- by the server's module ----
 
     /// Has the server given the memory in which this slot lies, and all that follow.
     fn introduce(&mut self, now: Instant, slot: Slot) -> Option<usize> {

@@ -109,8 +109,8 @@ impl PlainPayload {
         self.lends().then_some(self.lent_due)
     }
 
-    /// The feed that the slot under way came from is over. The next feed brings that slot again, and the link goes on in
-    /// the middle of it. What of it has been written is checked after use with the others.
+    /// The feed that the slot under way came from is over. The next feed brings that slot again, and the link goes on
+    /// in the middle of it. What of it has been written is checked after use with the others.
     pub(super) fn lay_down(&mut self, now: Instant, written: u64) {
         match self.piece.take() {
             Some(Piece::Fresh(slot)) => self.lend(now, slot, written),

@@ -1,6 +1,6 @@
 //! Reference plan: what is written of a snapshot to a server that has the module. Long strings are described by their
-//! place in shared memory; all other bytes are passed on unchanged. Decides only; the delivery reads, writes and releases
-//! slots.
+//! place in shared memory; all other bytes are passed on unchanged. Decides only; the delivery reads, writes and
+//! releases slots.
 //!
 //! ```text
 //!   snapshot    REDIS0011 │ fields │ key │ key ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓ │ key │ key ▓▓▓▓▓▓▓▓ │ key │ FF checksum
@@ -11,8 +11,10 @@
 //! ```
 //!
 //! What must hold:
-//! - Nothing but the greeting goes out before the server has counted it: only then is it loading from the link, with the module.
-//! - A slot is given back only when all of it that is passed on has been written, and every field that refers to it was counted.
+//! - Nothing but the greeting goes out before the server has counted it: only then is it loading from the link, with
+//!   the module.
+//! - A slot is given back only when all of it that is passed on has been written, and every field that refers to it was
+//!   counted.
 //! - The end goes out only when every slot was given back and found unchanged.
 //! - What the scanner does not understand is passed on: at worst everything.
 
@@ -80,11 +82,12 @@ struct Open {
 /// Words of a field, from which on it is closed: the server reads about as much of its link at a time.
 const FIELD_BYTES: usize = 16 << 10;
 
-/// Bytes looked at together where one record follows another: they are copied, so no more than a second-level cache holds.
+/// Bytes looked at together where one record follows another: they are copied, so no more than a second-level cache
+/// holds.
 const LOOK_BYTES: u64 = 64 << 10;
 
-/// Bytes looked at behind a value that was passed over: a record's beginning, seldom more. Where there is more, twice as many are looked
-/// at next.
+/// Bytes looked at behind a value that was passed over: a record's beginning, seldom more. Where there is more, twice
+/// as many are looked at next.
 const FIRST_LOOK_BYTES: u64 = 256;
 
 /// After so many bytes it is known whether it is worth looking: the order of keys in a snapshot is as good as random.
@@ -97,9 +100,9 @@ const WORTH_PERCENT: u64 = 10;
 const MAGIC_BYTES: u64 = 9;
 
 impl ReferencePlan {
-    /// At the beginning. `idle_times`: whether the server's module can set them; `least`: bytes of the shortest string that is referred to;
-    /// `whole`: bytes of the longest that is told only when all of it is there. (So much must be able to lie in slots that aren't given
-    /// back.)
+    /// At the beginning. `idle_times`: whether the server's module can set them; `least`: bytes of the shortest string
+    /// that is referred to; `whole`: bytes of the longest that is told only when all of it is there. (So much must be
+    /// able to lie in slots that aren't given back.)
     pub(super) fn new(ticket: [u8; TICKET_BYTES], idle_times: bool, least: u64, whole: u64) -> ReferencePlan {
         let mut words = Vec::new();
         Word::Hello { ticket }.encode(&mut words);
@@ -156,8 +159,8 @@ impl ReferencePlan {
         first.unwrap_or(self.seen)
     }
 
-    /// How many fields there are so far, the one included that what is held back will be in. A slot that has been taken is used up when so
-    /// many are counted, and all was passed on.
+    /// How many fields there are so far, the one included that what is held back will be in. A slot that has been taken
+    /// is used up when so many are counted, and all was passed on.
     pub(super) fn fields(&self) -> u64 {
         self.fields + u64::from(self.open.is_some())
     }
@@ -322,7 +325,8 @@ impl ReferencePlan {
         }
     }
 
-    /// The slot may be gone when more comes: what is not decided is kept. No more than the beginning of a record, or the end.
+    /// The slot may be gone when more comes: what is not decided is kept. No more than the beginning of a record, or
+    /// the end.
     fn hold(&mut self, slot: &Slot<'_>) -> Result<(), remora_fabric::memory::Error> {
         let from = self.planned + self.held.len() as u64;
         if from < self.seen {
@@ -367,8 +371,8 @@ impl ReferencePlan {
         }
     }
 
-    /// All slots have been taken: the bytes of the end, if they ended where a snapshot ends. Without a checksum: the snapshot's is not
-    /// that of what was sent.
+    /// All slots have been taken: the bytes of the end, if they ended where a snapshot ends. Without a checksum: the
+    /// snapshot's is not that of what was sent.
     pub(super) fn finish(&self) -> Result<Vec<u8>, String> {
         let seen = self.seen;
         let tail = TAIL_BYTES as u64;

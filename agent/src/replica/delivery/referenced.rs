@@ -1,5 +1,5 @@
-//! Referenced payload: a snapshot on its way to a server that has our module. It writes what the [`ReferencePlan`] says,
-//! and gives slots back when the server has used them up. It is given slots, and never sees where they come from.
+//! Referenced payload: a snapshot on its way to a server that has our module. It writes what the [`ReferencePlan`]
+//! says, and gives slots back when the server has used them up. It is given slots, and never sees where they come from.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -45,18 +45,20 @@ pub(super) enum Turn {
     Whole(Vec<u8>),
 }
 
-/// Slots that may be with the server at once: enough that it need not wait for us, while what it has read is soon given back.
+/// Slots that may be with the server at once: enough that it need not wait for us, while what it has read is soon given
+/// back.
 const LENT_MAX: usize = 12;
 
-/// Strings no longer than this number of slots are described when all of them are there, in slots that the source keeps:
-/// half of those that may be with the server. (Slots in buffers are few, and may all be taken before such a string ends.)
+/// Strings no longer than this number of slots are described when all of them are there, in slots that the source
+/// keeps: half of those that may be with the server. (Slots in buffers are few, and may all be taken before such a
+/// string ends.)
 const WHOLE_SLOTS: u64 = LENT_MAX as u64 / 2;
 
 /// The magic and the greeting.
 const GREETING_PARTS: u64 = 2;
 
-/// How long the server may take from our first bytes to the greeting: it is empty, and has only to begin. One that loads from
-/// a file after all never gets there.
+/// How long the server may take from our first bytes to the greeting: it is empty, and has only to begin. One that
+/// loads from a file after all never gets there.
 const BEGIN_LIMIT: Duration = Duration::from_secs(20);
 
 impl ReferencedPayload {

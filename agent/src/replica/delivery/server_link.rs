@@ -139,7 +139,8 @@ impl ServerLink {
         })
     }
 
-    /// Whether the server can load a snapshot whose length is not known beforehand. Every server since Redis 2.8.18 can.
+    /// Whether the server can load a snapshot whose length is not known beforehand. Every server since Redis 2.8.18
+    /// can.
     pub(super) fn takes_a_mark(&self) -> bool {
         self.role.peer().eof
     }
@@ -172,8 +173,8 @@ impl ServerLink {
         self.stage = Stage::Streaming;
     }
 
-    /// The server has applied the stream up to this offset. Whether that says, for the first time, that it has loaded the
-    /// snapshot at `snapshot`.
+    /// The server has applied the stream up to this offset. Whether that says, for the first time, that it has loaded
+    /// the snapshot at `snapshot`.
     pub(super) fn acknowledged(&mut self, offset: u64, snapshot: u64) -> bool {
         let loads = matches!(self.stage, Stage::Streaming) && !self.has_loaded && offset >= snapshot;
         self.has_loaded |= loads;

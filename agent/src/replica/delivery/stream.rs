@@ -50,7 +50,8 @@ impl Stream {
         self.bytes = 0;
     }
 
-    /// Gives the first chunk to `write`, which says how much of it there was room for. `None`: nothing waits, or no room.
+    /// Gives the first chunk to `write`, which says how much of it there was room for. `None`: nothing waits, or no
+    /// room.
     pub(super) fn write(
         &mut self,
         write: impl FnOnce(&[u8]) -> io::Result<Option<usize>>,

@@ -26,7 +26,8 @@ const OFFSET: u64 = 1000;
 const SECRET: [u8; 32] = [7; 32];
 const PASSWORD: &str = "5ec4e7";
 
-/// Turns without anything new, a millisecond apart, after which nothing more is expected of what was sent over loopback.
+/// Turns without anything new, a millisecond apart, after which nothing more is expected of what was sent over
+/// loopback.
 const QUIET_TURNS: u32 = 30;
 
 /// Time limit of each wait: far above what a loaded machine needs.
@@ -154,7 +155,8 @@ impl World {
         self.delivery.ready = Readiness::all(Instant::now());
     }
 
-    /// Turns until nothing more moves for a moment, nothing is on its way here, and the server has read what it was lent.
+    /// Turns until nothing more moves for a moment, nothing is on its way here, and the server has read what it was
+    /// lent.
     fn settle(&mut self) {
         let began = Instant::now();
         let mut quiet = 0;
@@ -221,8 +223,8 @@ impl World {
     }
 }
 
-/// The replica's server, as far as its socket goes. A thread reads, as servers do: the delivery waits for that before it
-/// sends the mark. The thread ends with the connection.
+/// The replica's server, as far as its socket goes. A thread reads, as servers do: the delivery waits for that before
+/// it sends the mark. The thread ends with the connection.
 struct Server {
     socket: TcpStream,
     received: Arc<Mutex<Vec<u8>>>,

@@ -1,4 +1,5 @@
-//! Driver: carries out what the [machine](super::machine) decides, and tells it what happened. It decides nothing itself.
+//! Driver: carries out what the [machine](super::machine) decides, and tells it what happened. It decides nothing
+//! itself.
 //!
 //! ```text
 //!   signals ────────────┐
@@ -8,11 +9,11 @@
 //!   connecting tasks ───┘       └── at Replica::deadline, and for each report of progress
 //! ```
 //!
-//! [`Driver::perform`] never waits: what takes long is a task that reports an event. So signals are seen and progress is
-//! reported at any moment of a sync, also while the server empties itself or takes a full copy.
+//! [`Driver::perform`] never waits: what takes long is a task that reports an event. So signals are seen and progress
+//! is reported at any moment of a sync, also while the server empties itself or takes a full copy.
 //!
-//! The driver owns every task: dropping it ends them. [`Relay`] has its own decisions, which do not depend on how far the
-//! server is, and is called from here directly.
+//! The driver owns every task: dropping it ends them. [`Relay`] has its own decisions, which do not depend on how far
+//! the server is, and is called from here directly.
 
 mod relay;
 mod server;
@@ -432,7 +433,8 @@ impl Driver {
         let progress = self.delivery.progress();
         let is_same = progress.origin.as_ref().is_some_and(|origin| origin.generation == offer.generation);
         let relay = self.relay.wish(progress.copy.filter(|_| is_same));
-        // It cannot be aborted, but ends within the transports' time limits. Nothing is reported to a driver that is gone.
+        // It cannot be aborted, but ends within the transports' time limits. Nothing is reported to a driver that is
+        // gone.
         tokio::task::spawn_blocking(move || {
             let result = way.feed(&offer, sinks, progress.loaded, relay.as_ref());
             let result = result.map(|(feed, chosen)| (Box::new(feed), chosen));

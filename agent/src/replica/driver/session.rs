@@ -1,7 +1,7 @@
 //! The session with the source: a task that sends what it is given and reports what arrives.
 //!
-//! Messages are few and keep their order. Reports of progress are many and each makes the one before it void, so only the
-//! newest waits to be sent: a source that reads slowly costs no memory here.
+//! Messages are few and keep their order. Reports of progress are many and each makes the one before it void, so only
+//! the newest waits to be sent: a source that reads slowly costs no memory here.
 
 use std::time::Duration;
 

@@ -68,7 +68,8 @@ const BROKEN_LOADS_LIMIT: u32 = 3;
 const HAND_OVERS_LIMIT: u32 = 3;
 
 /// See the module's text.
-// Larger than the bound: a method for each thing that an event can bring. What a concern can decide alone is its type's.
+// Larger than the bound: a method for each thing that an event can bring. What a concern can decide alone is its
+// type's.
 pub(super) struct Replica {
     rules: Rules,
     reading: Reading,

@@ -150,7 +150,8 @@ fn slug(words: &str) -> String {
     plain.split('-').filter(|part| !part.is_empty()).collect::<Vec<_>>().join("-")
 }
 
-/// Colours in the order of the methods: the servers' own grey to black, the copiers brown, ours in colour. Further methods are black.
+/// Colours in the order of the methods: the servers' own grey to black, the copiers brown, ours in colour. Further
+/// methods are black.
 const COLOURS: [RGBColor; 13] = [
     RGBColor(190, 190, 190),
     RGBColor(130, 130, 130),

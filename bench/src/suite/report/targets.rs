@@ -89,7 +89,8 @@ impl Group<'_> {
     }
 }
 
-/// The 99th percentile that clients see while three replicas are made, ours against the best of the server's own replication.
+/// The 99th percentile that clients see while three replicas are made, ours against the best of the server's own
+/// replication.
 fn of_feeling(cells: &[Cell<'_>]) -> Vec<Target> {
     let key = |cell: &Cell<'_>| {
         let feel::Point { server, network, clients, bytes, replicas, .. } = cell.first;

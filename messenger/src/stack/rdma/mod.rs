@@ -14,8 +14,8 @@
 //! - `message`: the bytes; `credits`: flow control. Pure. **Start here.**
 //! - `pool`: registered memory, bounded, growing and shrinking; `device`: one device with its pools and its shared
 //!   receives; `retired`: deferred destruction of queue pairs.
-//! - `link`: a connection, as a worker sees it, with its `requests` on the queue and its `arrivals`; `listener`: accepts
-//!   connections.
+//! - `link`: a connection, as a worker sees it, with its `requests` on the queue and its `arrivals`; `listener`:
+//!   accepts connections.
 //!
 //! Invariants:
 //!

@@ -33,8 +33,8 @@ impl Requests {
         self.last_name
     }
 
-    /// Whether the next message is signaled: if memory waits for its completion, and regularly, so that the queue, which
-    /// takes `depth` requests, empties.
+    /// Whether the next message is signaled: if memory waits for its completion, and regularly, so that the queue,
+    /// which takes `depth` requests, empties.
     pub(super) fn is_signaled(&mut self, has_memory: bool, depth: u32) -> bool {
         let signaled = has_memory || self.unsignaled + 1 >= depth / SIGNALED_PER_QUEUE;
         self.unsignaled = if signaled { 0 } else { self.unsignaled + 1 };

@@ -120,8 +120,8 @@ impl Keeper {
         said_of(self.try_to_put_settings_back().await)
     }
 
-    /// A server that still follows the dead link of an agent before us keeps the login for it: with another one it would
-    /// give its real password to what listens there.
+    /// A server that still follows the dead link of an agent before us keeps the login for it: with another one it
+    /// would give its real password to what listens there.
     async fn put_settings_back_but_a_dead_links_login(&mut self) -> String {
         if !self.target.unfinished {
             return self.put_settings_back().await;

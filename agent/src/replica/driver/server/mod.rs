@@ -34,7 +34,8 @@ use crate::tasks::AbortOnDrop;
 /// How long a server may take to answer over a new connection.
 const LOOK_LIMIT: Duration = Duration::from_secs(3);
 
-/// How long the stream is held back for the server to come to the end of what it was given: some megabytes in its socket.
+/// How long the stream is held back for the server to come to the end of what it was given: some megabytes in its
+/// socket.
 const SETTLE_LIMIT: Duration = Duration::from_millis(500);
 
 /// Pause between two looks at a server that settles.
@@ -181,8 +182,8 @@ impl Keeper {
         Ok(by_module)
     }
 
-    /// Looks at the server just before it is changed. The preflight may be long ago, and the server may have been written
-    /// to, promoted or pointed elsewhere since.
+    /// Looks at the server just before it is changed. The preflight may be long ago, and the server may have been
+    /// written to, promoted or pointed elsewhere since.
     async fn look_again(&mut self) -> Result<(), Failure> {
         let url = self.control.server().url().to_string();
         match self.control.still_ours(Expected::AsFound(&self.target.facts)).await {

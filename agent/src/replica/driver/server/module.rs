@@ -94,8 +94,8 @@ impl Keeper {
         }
     }
 
-    /// Gives the module memory, as the delivery wishes. The module empties the server then: so the server must follow our
-    /// link, and have a position that no primary continues.
+    /// Gives the module memory, as the delivery wishes. The module empties the server then: so the server must follow
+    /// our link, and have a position that no primary continues.
     pub(super) async fn introduce(
         &mut self,
         introduction: Introduction,

@@ -194,8 +194,8 @@ impl Server {
         Ok(pair.get(1).and_then(|value| value.as_str()).unwrap_or_default().to_owned())
     }
 
-    /// Makes the server a replica of `primary` by the servers' own replication, and does not wait. A primary on another host is
-    /// addressed by its host's address.
+    /// Makes the server a replica of `primary` by the servers' own replication, and does not wait. A primary on another
+    /// host is addressed by its host's address.
     pub fn replicate(&self, primary: &Server) -> Result<()> {
         let address = primary.address();
         self.client()?.ok(&["REPLICAOF", &address.ip().to_string(), &address.port().to_string()])
@@ -242,7 +242,8 @@ impl Server {
         self.process.wait(within)?.map(drop).ok_or_else(|| self.too_late("its end after SIGTERM", within))
     }
 
-    /// Kills the server and starts it again in the same folder, on the same ports, with the configuration file as it is then.
+    /// Kills the server and starts it again in the same folder, on the same ports, with the configuration file as it is
+    /// then.
     pub fn restart(&mut self) -> Result<()> {
         self.process.kill()?;
         self.process = self.plan.launch(self.folder.path())?;
@@ -330,7 +331,8 @@ pub fn module_library() -> Result<PathBuf> {
 
 const MODULE_FILE: &str = "libremora_module.so";
 
-/// Calls `look` again and again until it returns Ok, or fails with the last state seen. `look` itself can fail for good.
+/// Calls `look` again and again until it returns Ok, or fails with the last state seen. `look` itself can fail for
+/// good.
 pub fn wait_until<T>(what: &str, within: Duration, mut look: impl FnMut() -> Result<Result<T, String>>) -> Result<T> {
     let start = Instant::now();
     loop {

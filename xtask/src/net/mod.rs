@@ -1,4 +1,5 @@
-//! A small data centre on one machine: a primary's host and replicas' hosts, each on a cable that can be cut, slowed and made lossy.
+//! A small data centre on one machine: a primary's host and replicas' hosts, each on a cable that can be cut, slowed
+//! and made lossy.
 //!
 //! ```text
 //!   terminal 1                                      terminal 2
@@ -9,9 +10,9 @@
 //!                  └────── one line, over a socket ───┘                               xtask net down
 //! ```
 //!
-//! Needs root. The process of `up` alone holds the hosts: they, their servers and agents end with it, also after `kill -9`, because
-//! namespaces and cables have no names that could be left behind. The socket that the other commands use has no name in the file
-//! system either.
+//! Needs root. The process of `up` alone holds the hosts: they, their servers and agents end with it, also after `kill
+//! -9`, because namespaces and cables have no names that could be left behind. The socket that the other commands use
+//! has no name in the file system either.
 //!
 //! - [`stage`]: the hosts and what runs on them. [`talk`]: the command line and its answer.
 

@@ -16,8 +16,8 @@
 //! From `Streaming` on, only payload and stream may be written: any other byte would move the replica's offset.
 //! The driver writes both. The machine continues to read and sends no more answers.
 //!
-//! The options of `REPLCONF` follow the servers. An unknown *capability* is ignored. An unknown *option* is an error, which
-//! replicas call "non critical" and ignore. Options that would change the payload (`rdb-only`, `rdb-filter-only`,
+//! The options of `REPLCONF` follow the servers. An unknown *capability* is ignored. An unknown *option* is an error,
+//! which replicas call "non critical" and ignore. Options that would change the payload (`rdb-only`, `rdb-filter-only`,
 //! `rdb-channel` …) are refused, because `+OK` would promise the change.
 
 use std::collections::VecDeque;
@@ -177,8 +177,8 @@ impl Server {
         }
     }
 
-    /// The bytes to write to the replica now; empty if there are none. After [`Server::payload`] or [`Server::resume`], write
-    /// them before the first byte of payload or stream.
+    /// The bytes to write to the replica now; empty if there are none. After [`Server::payload`] or [`Server::resume`],
+    /// write them before the first byte of payload or stream.
     pub fn take_output(&mut self) -> Vec<u8> {
         std::mem::take(&mut self.output)
     }
@@ -215,7 +215,8 @@ impl Server {
         self.refused_logins
     }
 
-    /// Answers `PSYNC` by announcing a snapshot of this history, which contains the stream up to and including `offset`.
+    /// Answers `PSYNC` by announcing a snapshot of this history, which contains the stream up to and including
+    /// `offset`.
     ///
     /// # Panics
     /// If no `PSYNC` waits for an answer.
@@ -254,8 +255,8 @@ impl Server {
         }
     }
 
-    /// Sends a line feed to a replica that waits for an answer or a payload, so that it does not time out. Does nothing in
-    /// any other state, or while other output waits to be written. A timer can call it at any time.
+    /// Sends a line feed to a replica that waits for an answer or a payload, so that it does not time out. Does nothing
+    /// in any other state, or while other output waits to be written. A timer can call it at any time.
     pub fn keep_alive(&mut self) {
         let waiting = matches!(self.step, Step::Asked | Step::Promised);
         if waiting && self.output.is_empty() {
@@ -263,7 +264,8 @@ impl Server {
         }
     }
 
-    /// Answers `PSYNC`, or ends an announced snapshot, with an error. The replica closes this connection and starts over.
+    /// Answers `PSYNC`, or ends an announced snapshot, with an error. The replica closes this connection and starts
+    /// over.
     ///
     /// # Panics
     /// If no request waits for an answer.
@@ -339,8 +341,8 @@ impl Server {
         Ok(())
     }
 
-    /// Handles a command after `PSYNC`, when replicas only acknowledge. Other options of `REPLCONF` are ignored: an answer
-    /// would be written into the middle of the stream.
+    /// Handles a command after `PSYNC`, when replicas only acknowledge. Other options of `REPLCONF` are ignored: an
+    /// answer would be written into the middle of the stream.
     fn handle_late(&mut self, name: &[u8], args: &[Vec<u8>]) -> Result<(), Error> {
         if !name.eq_ignore_ascii_case(b"REPLCONF") {
             return Err(Error::OutOfTurn { command: text::excerpt(name) });
