@@ -3,13 +3,10 @@
 //!
 //! The secret is never sent. Each proof is made under a label that says which end signs.
 
-use hmac::{Hmac, Mac};
-use sha2::Sha256;
+use remora_wire::proof;
+pub use remora_wire::proof::PROOF_BYTES;
 
 use crate::{error::Error, memory, region::Secret};
-
-/// Bytes of a proof: a whole HMAC-SHA256.
-pub const PROOF_BYTES: usize = 32;
 
 /// Bytes of a nonce: as many as the hash has, so that nonces do not repeat.
 pub const NONCE_BYTES: usize = 32;
@@ -17,13 +14,13 @@ pub const NONCE_BYTES: usize = 32;
 /// HMAC over `label` and `transcript`, keyed by `secret`: proves knowledge of the secret and of the transcript. `label`
 /// says which end signs.
 pub fn prove(secret: &Secret, label: &[u8], transcript: &[u8]) -> [u8; PROOF_BYTES] {
-    keyed(secret, label, transcript).finalize().into_bytes().into()
+    proof::proof(secret, &[&length_of(label), label, transcript])
 }
 
 /// Whether [`prove`] makes `proof` of the same secret, label and transcript. Takes constant time.
 #[must_use]
 pub fn verify(secret: &Secret, label: &[u8], transcript: &[u8], proof: &[u8; PROOF_BYTES]) -> bool {
-    keyed(secret, label, transcript).verify_slice(proof).is_ok()
+    proof::verify(secret, &[&length_of(label), label, transcript], proof)
 }
 
 /// As [`verify`], for a secret that may not exist. Then the result is `false`, after the same time as for a wrong
@@ -44,21 +41,10 @@ pub fn nonce() -> Result<[u8; NONCE_BYTES], Error> {
     Ok(nonce)
 }
 
-/// The hash of a label and a transcript. The label's length comes first, so that no other label and transcript have the
-/// same input.
-fn keyed(secret: &Secret, label: &[u8], transcript: &[u8]) -> Hmac<Sha256> {
-    // HMAC itself pads a short key with zeros to the hash's block. Doing it here leaves no key length that could be
-    // invalid.
-    let mut key = [0; SHA256_BLOCK_BYTES];
-    key[..secret.len()].copy_from_slice(secret);
-    let mut mac = <Hmac<Sha256> as Mac>::new(&key.into());
-    mac.update(&(label.len() as u64).to_le_bytes());
-    mac.update(label);
-    mac.update(transcript);
-    mac
+/// The length of a label, which comes first, so that no other label and transcript have the same input.
+fn length_of(label: &[u8]) -> [u8; 8] {
+    (label.len() as u64).to_le_bytes()
 }
-
-const SHA256_BLOCK_BYTES: usize = 64;
 
 #[cfg(test)]
 mod tests {

@@ -160,7 +160,7 @@ impl ReferencePlan {
     }
 
     /// How many fields there are so far, the one included that what is held back will be in. A slot that has been taken
-    /// is used up when so many are counted, and all was passed on.
+    /// is used up when that number of fields is counted and all its bytes were passed on.
     pub(super) fn fields(&self) -> u64 {
         self.fields + u64::from(self.open.is_some())
     }

@@ -502,7 +502,7 @@ impl Driver {
             slots_below: self.relay.slots_below(),
             slots_held: self.meter.slots_held.get(),
             bytes: self.meter.bytes_fetched.get().max(self.meter.bytes_delivered.get()),
-            applied_offset: self.meter.acknowledged.get().max(self.machine.hand_over_offset()),
+            applied_offset: self.meter.acknowledged.get().max(self.machine.hand_off_offset()),
             relaying: self.relay.relaying(),
         };
         if let Some(session) = &self.session {
@@ -534,7 +534,7 @@ impl Driver {
             primary: self.facts.primary.clone(),
             replid: origin.map(|origin| origin.replid.to_string()).unwrap_or_default(),
             snapshot_offset,
-            hand_off_offset: self.machine.hand_over_offset(),
+            hand_off_offset: self.machine.hand_off_offset(),
             transport: self.machine.tables().map_or("none", |tables| tables.transport.name()).to_string(),
             delivery: if self.meter.by_module.get() > 0 { "module" } else { "link" }.to_string(),
             referred_bytes: self.meter.referred.get(),

@@ -154,7 +154,7 @@ pub(in crate::replica) enum Job {
     Look,
     /// Give the server the link's login again.
     GiveLogin,
-    /// Check whom the server follows.
+    /// Check which primary the server follows.
     Verify(Followed),
     /// Wait until the server has applied what it was given.
     Settle,
@@ -297,7 +297,7 @@ pub(in crate::replica) struct Look {
     pub(in crate::replica) keys: u64,
 }
 
-/// Whom the server follows.
+/// What the server follows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::replica) enum Follows {
     Nothing,

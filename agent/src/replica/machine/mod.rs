@@ -4,7 +4,7 @@
 //! [`Backoff`] that it is given. The same calls give the same actions, so that a run can be replayed from its events.
 //!
 //! ```text
-//!   Waiting ── tables ──▶ Transfer ── last slot ──▶ Loading ── first ACK ──▶ CatchUp ── covered ──▶ HandingOver
+//!   Waiting ── tables ──▶ Transfer ── last slot ──▶ Loading ── first ACK ──▶ CatchUp ── covered ──▶ HandingOff
 //!      ▲                     ▲                        │                      │   ▲                    │   │
 //!      │                     └───── link lost ────────┘                      │   └──── Returning ◀────┘   │ in step
 //!      └───── the server lost what it had loaded ◀───────────────────────────┤     (at most twice)        ▼
@@ -17,7 +17,7 @@
 //! nothing, then wait for an event or for [`Replica::deadline`], [`Replica::handle`], and again.
 //!
 //! Concerns beside the state have a type each: [`Supply`] (whether the source feeds the delivery), [`ServerSide`] (what
-//! was done to the server, whether it comes to our link, and the one job that its task is at), [`HandOver`] and
+//! was done to the server, whether it comes to our link, and the one job that its task is at), [`HandOff`] and
 //! [`Ending`].
 //!
 //! What must hold, and is checked after every event of random runs:
@@ -33,7 +33,7 @@
 mod desk;
 mod ending;
 mod event;
-mod hand_over;
+mod hand_off;
 mod presence;
 #[cfg(test)]
 mod replay;
@@ -53,7 +53,7 @@ pub(super) use self::event::{
     Action, DeliveryEvent, Event, Followed, Follows, Introduced, Job, Lapse, Leaving, Look, Loss, NoAnswer,
     NotFollowed, PrimaryLink, Reading, Report, Rules, SourceEvent, Tables,
 };
-use self::hand_over::{HandOver, Next};
+use self::hand_off::{HandOff, Next};
 use self::server_side::ServerSide;
 use self::state::{CatchUp, State, is_near_enough};
 use self::supply::{Supply, SupplyState, Verdict};
@@ -64,8 +64,8 @@ use crate::exit::{Code, Failure};
 /// Loads that the server may break off before the sync fails.
 const BROKEN_LOADS_LIMIT: u32 = 3;
 
-/// Hand-overs that may fail before the sync fails.
-const HAND_OVERS_LIMIT: u32 = 3;
+/// hand-offs that may fail before the sync fails.
+const HAND_OFFS_LIMIT: u32 = 3;
 
 /// See the module's text.
 // Larger than the bound: a method for each thing that an event can bring. What a concern can decide alone is its
@@ -82,10 +82,10 @@ pub(super) struct Replica {
     /// A signal that came while the server was on its way to the primary.
     stop: Option<&'static str>,
     broken_loads: u32,
-    failed_hand_overs: u32,
+    failed_hand_offs: u32,
     interruptions: u32,
     told_uncovered: bool,
-    hand_over_offset: u64,
+    hand_off_offset: u64,
     actions: VecDeque<Action>,
 }
 
@@ -103,10 +103,10 @@ impl Replica {
             moments: Moments::begin(now),
             stop: None,
             broken_loads: 0,
-            failed_hand_overs: 0,
+            failed_hand_offs: 0,
             interruptions: 0,
             told_uncovered: false,
-            hand_over_offset: 0,
+            hand_off_offset: 0,
             actions: VecDeque::new(),
         };
         replica.join();
@@ -136,7 +136,7 @@ impl Replica {
     pub(super) fn deadline(&self) -> Option<Instant> {
         let of_state = match &self.state {
             State::Ending(ending) => return ending.deadline(),
-            State::HandingOver(hand_over) => return hand_over.deadline(),
+            State::HandingOff(hand_off) => return hand_off.deadline(),
             State::Returning => return None,
             State::CatchUp(catch_up) if !self.server.has(Job::AskOffset) => catch_up.deadline(),
             _ => None,
@@ -170,8 +170,8 @@ impl Replica {
     }
 
     /// The offset at which the server was found in step with the primary; 0 before.
-    pub(super) fn hand_over_offset(&self) -> u64 {
-        self.hand_over_offset
+    pub(super) fn hand_off_offset(&self) -> u64 {
+        self.hand_off_offset
     }
 
     // ---- the source ----
@@ -203,7 +203,7 @@ impl Replica {
                 tracing::warn!(generation, "the source has given up its snapshot: {text}");
                 self.interruptions += 1;
                 if self.reading.loaded && !self.is_on_its_way() {
-                    self.hand_over(now, "its stream through the source has ended", None);
+                    self.hand_off(now, "its stream through the source has ended", None);
                 }
             }
             SourceEvent::HandOffAnswer { covered, text } => self.answered(now, covered, &text),
@@ -243,7 +243,7 @@ impl Replica {
             }
             Verdict::GoToPrimary => {
                 tracing::warn!("{failure}; going to the primary without the source");
-                self.hand_over(now, "the source can't feed it any more", None);
+                self.hand_off(now, "the source can't feed it any more", None);
             }
             Verdict::Fail(failure) => self.fail(failure),
         }
@@ -255,7 +255,7 @@ impl Replica {
             // The stream may come from the primary itself, where the server is going anyway.
             let is_away = !self.supply.has_session;
             let why = if is_away { "the source is away" } else { "the source no longer holds what it needs" };
-            return self.hand_over(now, why, None);
+            return self.hand_off(now, why, None);
         }
         if self.supply.stalled {
             self.supply.state = SupplyState::CheckingServer;
@@ -305,7 +305,7 @@ impl Replica {
             return; // the server has restarted since the question
         }
         if covered {
-            return self.hand_over(now, "caught up", None);
+            return self.hand_off(now, "caught up", None);
         }
         if !std::mem::replace(&mut self.told_uncovered, true) {
             tracing::warn!(
@@ -345,7 +345,7 @@ impl Replica {
             DeliveryEvent::FeedWanted => {
                 if self.reading.loaded {
                     // On its way to the primary the server needs no feed. Should it come back, the source is asked.
-                    let waits = matches!(self.state, State::HandingOver(_));
+                    let waits = matches!(self.state, State::HandingOff(_));
                     return if waits { self.supply.state = SupplyState::Idle } else { self.join() };
                 }
                 if !self.is_on_its_way() {
@@ -412,13 +412,13 @@ impl Replica {
             Report::ReturnedToLink(Ok(())) => self.returned(now),
             Report::Settled(Ok(())) if !self.reading.loaded => {
                 // It restarted meanwhile without its data: it is filled again.
-                if matches!(self.state, State::HandingOver(_)) {
+                if matches!(self.state, State::HandingOff(_)) {
                     self.state = State::Transfer;
                 }
             }
             Report::Settled(Ok(())) | Report::PointedAtPrimary(Ok(())) | Report::Verified(Ok(())) => {
-                if let State::HandingOver(hand_over) = &mut self.state
-                    && let Some(job) = hand_over.done(now, &report)
+                if let State::HandingOff(hand_off) = &mut self.state
+                    && let Some(job) = hand_off.done(now, &report)
                 {
                     self.server.desk.add(job);
                 }
@@ -455,7 +455,7 @@ impl Replica {
         }
     }
 
-    /// The server has answered how far it is: asks for the hand-over when it has applied all that there is.
+    /// The server has answered how far it is: asks for the hand-off when it has applied all that there is.
     fn offset(&mut self, now: Instant, answer: Result<u64, Failure>) {
         let State::CatchUp(catch_up) = &mut self.state else { return };
         let backlog = self.tables.as_ref().map_or(0, |tables| tables.offer.backlog_bytes);
@@ -496,22 +496,22 @@ impl Replica {
     // ---- the way to the primary ----
 
     /// Points the server at the primary and waits until it is in step there.
-    fn hand_over(&mut self, now: Instant, why: &str, because: Option<&'static str>) {
+    fn hand_off(&mut self, now: Instant, why: &str, because: Option<&'static str>) {
         self.moments.caught_up.get_or_insert(now);
         tracing::info!(primary = %self.rules.primary, "handing the server over: {why}");
-        self.state = State::HandingOver(HandOver::begin(now, because));
+        self.state = State::HandingOff(HandOff::begin(now, because));
         self.actions.push_back(Action::HoldStream);
         self.server.desk.add(Job::Settle);
     }
 
     fn primary_link(&mut self, now: Instant, answer: Result<PrimaryLink, NoAnswer>) {
-        let State::HandingOver(hand_over) = &mut self.state else { return };
+        let State::HandingOff(hand_off) = &mut self.state else { return };
         let link = match answer {
             Ok(link) => link,
-            Err(NoAnswer { passes: true, .. }) if hand_over.bears_silence(now) => return hand_over.watch(now),
+            Err(NoAnswer { passes: true, .. }) if hand_off.bears_silence(now) => return hand_off.watch(now),
             Err(NoAnswer { failure, .. }) => return self.fail(failure),
         };
-        match hand_over.looked(now, link) {
+        match hand_off.looked(now, link) {
             Next::Watch => {}
             Next::Do(job) => self.server.desk.add(job),
             Next::FullCopy => tracing::warn!(
@@ -519,9 +519,9 @@ impl Replica {
                  why. If the primary's backlog did not reach back far enough, raise repl-backlog-size there"
             ),
             Next::InStep { offset } => {
-                let because = hand_over.because;
+                let because = hand_off.because;
                 self.moments.handed_over = Some(now);
-                self.hand_over_offset = offset;
+                self.hand_off_offset = offset;
                 self.state = State::Ending(Ending::Finishing(HandedOver { because, offset }));
                 self.server.desk.add(Job::Finish);
             }
@@ -529,13 +529,13 @@ impl Replica {
     }
 
     /// The server did not get in step with the primary: back to our link, where it was.
-    fn hand_over_failed(&mut self, now: Instant, because: Option<&'static str>) {
-        self.failed_hand_overs += 1;
+    fn hand_off_failed(&mut self, now: Instant, because: Option<&'static str>) {
+        self.failed_hand_offs += 1;
         let (server, primary) = (&self.rules.server, &self.rules.primary);
         if let Some(signal) = because.or(self.stop) {
             return self.fail(interrupted(signal));
         }
-        if self.failed_hand_overs >= HAND_OVERS_LIMIT || !self.supply.has_session {
+        if self.failed_hand_offs >= HAND_OFFS_LIMIT || !self.supply.has_session {
             let text = format!(
                 "the server {server} holds the whole data set but does not get in step with the primary {primary}; the \
                  logs of both servers say why"
@@ -569,8 +569,8 @@ impl Replica {
     fn stop(&mut self, now: Instant, signal: &'static str) {
         match &mut self.state {
             State::Ending(ending) => ending.stop(now),
-            State::HandingOver(_) | State::Returning => self.stop = Some(signal),
-            _ if self.reading.loaded => self.hand_over(now, "we were stopped", Some(signal)),
+            State::HandingOff(_) | State::Returning => self.stop = Some(signal),
+            _ if self.reading.loaded => self.hand_off(now, "we were stopped", Some(signal)),
             _ => self.fail(interrupted(signal)),
         }
     }
@@ -609,11 +609,11 @@ impl Replica {
                     self.server.desk.add(Job::AskOffset);
                 }
             }
-            State::HandingOver(hand_over) => {
-                if hand_over.is_late(now, &self.rules, self.stop.is_some()) {
-                    let because = hand_over.because;
-                    self.hand_over_failed(now, because);
-                } else if let Some(question) = hand_over.question(now) {
+            State::HandingOff(hand_off) => {
+                if hand_off.is_late(now, &self.rules, self.stop.is_some()) {
+                    let because = hand_off.because;
+                    self.hand_off_failed(now, because);
+                } else if let Some(question) = hand_off.question(now) {
                     self.server.desk.add(question);
                 }
             }
@@ -641,7 +641,7 @@ impl Replica {
 
     /// Whether the server is between our link and the primary.
     fn is_on_its_way(&self) -> bool {
-        matches!(self.state, State::HandingOver(_) | State::Returning)
+        matches!(self.state, State::HandingOff(_) | State::Returning)
     }
 
     /// Whether only the end is left.

@@ -30,7 +30,7 @@ impl Draw {
         (mixed ^ (mixed >> 31)) % bound
     }
 
-    /// True once in so many draws.
+    /// True once in `number` draws, on average.
     fn one_in(&mut self, number: u64) -> bool {
         self.below(number) == 0
     }
@@ -104,7 +104,7 @@ impl World {
                     assert!(!self.has_session && !self.connecting, "the source is connected to twice");
                     self.connecting = true;
                 }
-                Action::Join => assert!(self.has_session, "nobody to ask"),
+                Action::Join => assert!(self.has_session, "no session to ask over"),
                 Action::ConnectTables { attempt, offer } => self.attempts.push((attempt, offer.generation)),
                 Action::Attach { .. } => assert!(!self.delivery_ended),
                 Action::AskHandOff { .. } => {
@@ -319,7 +319,7 @@ fn run(start: Instant, seed: u64) -> String {
         let event = world.event();
         world.step(event);
     }
-    // A signal ends every run: at once, or when the hand-over is done.
+    // A signal ends every run: at once, or when the hand-off is done.
     world.step(Event::Stop { signal: "SIGTERM" });
     for _ in 0..LAST_EVENTS {
         if world.end.is_some() {

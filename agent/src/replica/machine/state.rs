@@ -6,15 +6,15 @@ use remora_protocol::Phase;
 
 use super::ending::Ending;
 use super::event::Reading;
-use super::hand_over::{HandOver, QUICK};
+use super::hand_off::{HandOff, QUICK};
 
 /// How often the source is asked whether the primary's backlog suffices.
 const QUESTION_EVERY: Duration = Duration::from_millis(250);
 
-/// Pause after a failed hand-over before the next is thought of.
-const AFTER_A_FAILED_HAND_OVER: Duration = Duration::from_secs(2);
+/// Pause after a failed hand-off before the next is thought of.
+const AFTER_A_FAILED_HAND_OFF: Duration = Duration::from_secs(2);
 
-/// The part of the primary's backlog that the server may lag behind at the hand-over: one in this number.
+/// The part of the primary's backlog that the server may lag behind at the hand-off: one in this number.
 const NEAR_ENOUGH_PART: u64 = 10;
 
 /// How far the server is.
@@ -30,8 +30,8 @@ pub(super) enum State {
     CatchUp(CatchUp),
     /// The server is in step and is fed until the agent is stopped (`--stay`).
     Staying,
-    HandingOver(HandOver),
-    /// A hand-over has failed: the server is being pointed back at our link.
+    HandingOff(HandOff),
+    /// A hand-off has failed: the server is being pointed back at our link.
     Returning,
     Ending(Ending),
 }
@@ -54,7 +54,7 @@ impl State {
             State::Loading => Some(Phase::Load),
             State::CatchUp(_) => Some(Phase::CatchUp),
             State::Staying => Some(Phase::Stay),
-            State::HandingOver(_) | State::Returning => Some(Phase::HandOff),
+            State::HandingOff(_) | State::Returning => Some(Phase::HandOff),
             State::Ending(ending) => ending.phase(),
         }
     }
@@ -68,7 +68,7 @@ impl CatchUp {
 
     /// The server did not get in step with the primary.
     pub(super) fn begin_again(now: Instant) -> CatchUp {
-        CatchUp { ask_at: now + AFTER_A_FAILED_HAND_OVER, asked: false }
+        CatchUp { ask_at: now + AFTER_A_FAILED_HAND_OFF, asked: false }
     }
 
     /// When the server's offset is asked for; not while the source is being asked.

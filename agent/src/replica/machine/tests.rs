@@ -269,9 +269,9 @@ fn states() -> Vec<(&'static str, Play)> {
         ("CatchUp", Play::catch_up(rules())),
         ("CatchUp, asked", Play::asked(rules())),
         ("Staying", Play::staying()),
-        ("HandingOver, settling", Play::settling(rules())),
-        ("HandingOver, pointing", Play::pointing(rules())),
-        ("HandingOver, watching", Play::watching(rules())),
+        ("HandingOff, settling", Play::settling(rules())),
+        ("HandingOff, pointing", Play::pointing(rules())),
+        ("HandingOff, watching", Play::watching(rules())),
         ("Returning", Play::returning(rules())),
         ("Finishing", Play::finishing(rules())),
         ("Lingering", Play::lingering(rules())),
@@ -586,7 +586,7 @@ fn a_full_copy_by_the_server_itself_may_take_as_long_as_other_trouble() {
 }
 
 #[test]
-fn a_hand_over_that_fails_goes_back_to_the_link_twice_and_then_gives_up() {
+fn a_hand_off_that_fails_goes_back_to_the_link_twice_and_then_gives_up() {
     let mut play = Play::settling(rules());
     for attempt in 1..=3 {
         assert_eq!(play.report(Report::Settled(Ok(()))), [Action::Server(Job::PointAtPrimary)]);
@@ -608,7 +608,7 @@ fn a_hand_over_that_fails_goes_back_to_the_link_twice_and_then_gives_up() {
 }
 
 #[test]
-fn a_source_that_is_lost_during_a_hand_over_is_missed_only_if_that_fails() {
+fn a_source_that_is_lost_during_a_hand_off_is_missed_only_if_that_fails() {
     let mut play = Play::watching(rules());
     assert_eq!(play.on(Event::Source(SourceEvent::Lost(loss(true, false)))), []);
     assert_eq!(play.report(Report::PrimaryLink(Ok(IN_STEP))), [Action::Server(Job::Finish)]);

@@ -1,18 +1,18 @@
-//! Hand-over: the server goes from our link to the primary, or back if it does not get in step there.
+//! Hand-off: the server goes from our link to the primary, or back if it does not get in step there.
 
 use std::time::{Duration, Instant};
 
 use super::event::{Followed, Job, PrimaryLink, Report, Rules};
 
-/// How long a hand-over may take until the server is in step with the primary by itself.
-pub(super) const HAND_OVER_LIMIT: Duration = Duration::from_secs(20);
+/// How long a hand-off may take until the server is in step with the primary by itself.
+pub(super) const HAND_OFF_LIMIT: Duration = Duration::from_secs(20);
 
 /// Pause between two questions to a server that is expected to be in step any moment.
 pub(super) const QUICK: Duration = Duration::from_millis(5);
 
-/// A hand-over under way.
+/// A hand-off under way.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct HandOver {
+pub(super) struct HandOff {
     began: Instant,
     step: Step,
     /// The server is taking a full copy of the primary by itself, which may take long.
@@ -49,9 +49,9 @@ pub(super) enum Next {
     Do(Job),
 }
 
-impl HandOver {
-    pub(super) fn begin(now: Instant, because: Option<&'static str>) -> HandOver {
-        HandOver { began: now, step: Step::Settling, takes_full_copy: false, because }
+impl HandOff {
+    pub(super) fn begin(now: Instant, because: Option<&'static str>) -> HandOff {
+        HandOff { began: now, step: Step::Settling, takes_full_copy: false, because }
     }
 
     /// A step was taken. Gives back the next job.
@@ -64,7 +64,7 @@ impl HandOver {
             (Step::Pointing, Report::PointedAtPrimary(_)) | (Step::Verifying, Report::Verified(_)) => {
                 self.step = Step::Watching { next: now + QUICK };
             }
-            _ => {} // of a job that was ordered before the hand-over began
+            _ => {} // of a job that was ordered before the hand-off began
         }
         None
     }
@@ -109,7 +109,7 @@ impl HandOver {
 
     /// A server that does not answer is asked again up to here.
     pub(super) fn bears_silence(&self, now: Instant) -> bool {
-        now.duration_since(self.began) < HAND_OVER_LIMIT
+        now.duration_since(self.began) < HAND_OFF_LIMIT
     }
 
     /// The time is over. A full copy has as long as other trouble (`--retry-for`), unless the agent is to stop.
@@ -119,7 +119,7 @@ impl HandOver {
     }
 
     fn limit(&self, rules: &Rules, stopping: bool) -> Duration {
-        if self.takes_full_copy && !stopping { rules.retry_for.max(HAND_OVER_LIMIT) } else { HAND_OVER_LIMIT }
+        if self.takes_full_copy && !stopping { rules.retry_for.max(HAND_OFF_LIMIT) } else { HAND_OFF_LIMIT }
     }
 
     pub(super) fn deadline(&self) -> Option<Instant> {
