@@ -1,4 +1,4 @@
-# Commands for developers. lab/setup/setup prepares the machine, cargo builds, xtask does the rest.
+# Commands for developers. dev/lab/setup/setup prepares the machine, cargo builds, xtask does the rest.
 
 CARGO ?= cargo
 ARGS ?=
@@ -16,7 +16,7 @@ help:
 ## setup: prepare this machine (packages, Rust check, the Valkey server); the other targets call it
 .PHONY: setup
 setup:
-	@lab/setup/setup
+	@dev/lab/setup/setup
 
 ## build: the command, target/release/remora, and the module for servers beside it
 .PHONY: build
@@ -44,7 +44,7 @@ loom:
 ## bench: the measurements behind docs/benchmarks.md and the README, into bench/runs; ARGS="--only sync"
 .PHONY: bench
 bench: build
-	@lab/setup/setup --rivals
+	@dev/lab/setup/setup --rivals
 	$(CARGO) run --release --locked -p xtask -- bench $(ARGS)
 
 ## check: format, lints, structure and documentation, as continuous integration wants them

@@ -4,7 +4,7 @@
 //!
 //! ```text
 //! cargo run -p remora-rdma --example send_recv -- 10.0.0.5                   both sides on the device of that address
-//! lab/rdma-vm/rdma-vm -n 2 target/debug/examples/send_recv 10.77.0.2 10.77.0.1   in the machine that has devices
+//! dev/lab/rdma-vm/rdma-vm -n 2 target/debug/examples/send_recv 10.77.0.2 10.77.0.1   in the machine that has devices
 //! ```
 
 use std::{net::IpAddr, process::ExitCode};

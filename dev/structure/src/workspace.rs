@@ -121,7 +121,7 @@ mod tests {
 
     #[test]
     fn what_the_architecture_page_says_each_folder_stands_on_is_what_cargo_says() {
-        let page = include_str!("../../ARCHITECTURE.md");
+        let page = include_str!("../../../ARCHITECTURE.md");
         let rows: Vec<Vec<&str>> = page
             .lines()
             .filter(|line| line.starts_with("| `") && line.contains("/` | "))

@@ -355,7 +355,7 @@ pub(crate) fn tail_of(text: &str, lines: usize) -> String {
 
 /// The project's folder: the workspace in which this crate was built.
 pub fn project_root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().map(Path::to_owned).unwrap_or_default()
+    Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).map(Path::to_owned).unwrap_or_default()
 }
 
 fn in_path(program: &str) -> Option<PathBuf> {

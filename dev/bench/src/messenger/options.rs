@@ -5,7 +5,7 @@
 //! remora-bench messenger --connections 1,16 --depths 1,32 --request 64 --reply 64
 //! remora-bench messenger --idle 10000
 //! … --connections 1,16 --vary spin,adaptive:50,workers:2,workers:10,pool:0     measures each finding about Ceph
-//! lab/rdma-vm/rdma-vm -n 2 target/release/remora-bench messenger --stacks rdma --rivals ib-send --rdma-source 10.77.0.2 --rdma-reader 10.77.0.1
+//! dev/lab/rdma-vm/rdma-vm -n 2 target/release/remora-bench messenger --stacks rdma --rivals ib-send --rdma-source 10.77.0.2 --rdma-reader 10.77.0.1
 //!
 //! one host$ remora-bench messenger --serve 10.0.0.1:7000          or rdma:10.0.0.1:7000
 //! another$  remora-bench messenger --ask 10.0.0.1:7000 --connections 1,4,16,64 --request 4096 --out runs
@@ -93,7 +93,7 @@ pub struct Options {
     /// Write everything as JSON to this file.
     #[arg(long)]
     pub json: Option<PathBuf>,
-    /// Run the same, with these options, between the two devices of an emulated machine (lab/rdma-vm), on a host
+    /// Run the same, with these options, between the two devices of an emulated machine (dev/lab/rdma-vm), on a host
     /// without RDMA.
     #[arg(long, conflicts_with_all = ["serve", "ask", "draw", "json", "rdma_source", "rdma_reader"])]
     pub emulated: bool,

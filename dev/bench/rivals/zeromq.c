@@ -5,7 +5,7 @@
  *   zeromq serve REPLY_BYTES                                        says its address, then its processor seconds for each line it is told
  *   zeromq ask ADDRESS CONNECTIONS DEPTH REQUEST_BYTES MILLISECONDS says: requests seconds mean p50 p99 p99.9 (µs) processor-seconds
  *
- * Counted as in bench/src/messenger: a request is over when its reply has come, whole; exactly DEPTH are under way on each connection.
+ * Counted as in dev/bench/src/messenger: a request is over when its reply has come, whole; exactly DEPTH are under way on each connection.
  */
 #include <errno.h>
 #include <stdio.h>

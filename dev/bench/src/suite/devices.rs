@@ -24,7 +24,7 @@ pub struct Options {
     /// MiB that fio writes and reads, bypassing the page cache.
     #[arg(long, default_value_t = 1024)]
     pub disk_mib: u64,
-    /// Leave out the reads over RDMA, which need an emulated machine (lab/rdma-vm) and a minute or two.
+    /// Leave out the reads over RDMA, which need an emulated machine (dev/lab/rdma-vm) and a minute or two.
     #[arg(long)]
     pub no_rdma: bool,
     #[command(flatten)]

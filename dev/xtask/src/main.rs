@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   demo            replicas by Remora and by the servers' own replication, side by side, in one table
-//!   bench           runs the programs of bench/ and keeps the results in bench/runs
+//!   bench           runs the programs of dev/bench and keeps the results in bench/runs
 //!   net             hosts with cables of a known rate, to cut, slow down and make lossy; servers and agents in them
 //!   bindings        generates the types of the RDMA libraries from their headers; rarely needed
 //!   rooms           draws the crates, and fails for an import circle, a long file or a large type

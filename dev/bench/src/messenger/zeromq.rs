@@ -1,4 +1,4 @@
-//! ZeroMQ as a rival: a small program (`bench/rivals/zeromq.c`), built here if libzmq's header and a C compiler are
+//! ZeroMQ as a rival: a small program (`dev/bench/rivals/zeromq.c`), built here if libzmq's header and a C compiler are
 //! installed.
 
 use std::io;

@@ -1,7 +1,7 @@
 //! A small machine with RDMA devices: Debian's kernel in QEMU with Soft-RoCE, this host's files, and one command.
 //!
-//! The machine is not a service: it boots, runs the command, and ends. The script `lab/rdma-vm/rdma-vm` does the work,
-//! and its README describes the guest. This module finds the script, prepares the machine, and sets its limits.
+//! The machine is not a service: it boots, runs the command, and ends. The script `dev/lab/rdma-vm/rdma-vm` does the
+//! work, and its README describes the guest. This module finds the script, prepares the machine, and sets its limits.
 //!
 //! A test that runs in the machine is an ordinary test of the same program, marked `#[ignore]` for the host. One test
 //! that is not ignored boots the machine once and runs the ignored tests there.

@@ -1,5 +1,5 @@
-//! Builds the programs of `bench/` and runs one after the other. Each keeps its own run. Afterwards it writes the page
-//! of the project's own runs again.
+//! Builds the programs of `dev/bench` and runs one after the other. Each keeps its own run. Afterwards it writes the
+//! page of the project's own runs again.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -38,9 +38,9 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let found = found.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned()).unwrap_or_default();
     if found != VERSION {
         let found = if found.is_empty() { "no bindgen".to_owned() } else { found };
-        return Err(format!("needs {VERSION}, found {found}; see the head of xtask/src/bindings.rs").into());
+        return Err(format!("needs {VERSION}, found {found}; see the head of dev/xtask/src/bindings.rs").into());
     }
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(FOLDER);
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(FOLDER);
     let made = generate(&folder)?;
     let file = folder.join("types.rs");
     if !options.check {

@@ -46,7 +46,7 @@ pub fn check(print_ties: bool) -> Result<()> {
         styles.extend(style::check(&modules, &workspace.root));
     }
     for known in exceeded.obsolete() {
-        eprintln!("note: {known} exceeds no bound any more; remove it from KNOWN in structure/src/bounds.rs");
+        eprintln!("note: {known} exceeds no bound any more; remove it from KNOWN in dev/structure/src/bounds.rs");
     }
     let (mut failures, large) = (Vec::new(), exceeded.found);
     if !circles.is_empty() {
