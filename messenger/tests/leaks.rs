@@ -1,7 +1,7 @@
 //! Nothing is left behind. The only test of its process, since it counts the process's descriptors.
 #![allow(clippy::unwrap_used, unreachable_pub)]
 
-#[path = "layer/kit.rs"]
+#[path = "it/kit.rs"]
 #[allow(dead_code)]
 mod kit;
 

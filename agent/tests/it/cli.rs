@@ -1,0 +1,83 @@
+//! The command line as a process: output streams and exit codes.
+
+use std::process::{Command, Output};
+
+fn remora(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_remora")).args(args).env_remove("REMORA_PASSWORD").output().unwrap()
+}
+
+fn stdout(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+#[test]
+fn a_password_in_an_address_is_refused_and_not_repeated() {
+    let commands = [
+        vec!["load", "--keys", "1", "--value-size", "1", "--server", "redis://user:hunter2@db1"],
+        vec!["verify", "--primary", "redis://:hunter2@db1", "--replica", "redis://db2"],
+        vec!["source", "--token-file", "token", "--server", "rediss://hunter2@db1"],
+        vec!["replica", "--token-file", "token", "--source", "db1:7379", "--server", "redis://user:hunter2@db1"],
+    ];
+    for command in commands {
+        let output = remora(&command);
+        let said = stdout(&output) + &stderr(&output);
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(said.contains("--password-file") && !said.contains("hunter2"), "{said}");
+    }
+}
+
+#[test]
+fn help_goes_to_stdout_and_ends_well_and_mistakes_go_to_stderr() {
+    for command in ["source", "replica", "status", "verify", "load", "generate"] {
+        let output = remora(&[command, "--help"]);
+        assert_eq!(output.status.code(), Some(0), "{command}");
+        assert!(stdout(&output).contains("Exit codes:") && output.stderr.is_empty(), "{command}");
+    }
+    let output = remora(&["replicate"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(output.stdout.is_empty() && stderr(&output).contains("replica"));
+}
+
+#[test]
+fn a_server_that_is_not_there_is_named_with_its_own_exit_code() {
+    // Bound and closed again: no process listens there.
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let url = format!("redis://127.0.0.1:{port}");
+    let output = remora(&["load", "--keys", "1", "--value-size", "1", "--server", &url]);
+    assert_eq!(output.status.code(), Some(4));
+    assert!(stderr(&output).contains(&url) && output.stdout.is_empty(), "{}", stderr(&output));
+}
+
+#[test]
+fn a_password_file_that_everybody_may_read_stops_it_before_anything_is_sent() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("password");
+    std::fs::write(&file, "secret\n").unwrap();
+    std::fs::set_permissions(&file, std::os::unix::fs::PermissionsExt::from_mode(0o644)).unwrap();
+    let file = file.to_string_lossy();
+    let output = remora(&[
+        "load",
+        "--keys",
+        "1",
+        "--value-size",
+        "1",
+        "--server",
+        "redis://127.0.0.1:1",
+        "--password-file",
+        &file,
+    ]);
+    assert_eq!(output.status.code(), Some(3));
+    assert!(stderr(&output).contains("chmod 600"), "{}", stderr(&output));
+}
+
+#[test]
+fn completions_are_for_the_shell_asked_for() {
+    let bash = stdout(&remora(&["generate", "completions", "bash"]));
+    assert!(bash.contains("_remora()") && bash.contains("--token-file"));
+    let fish = stdout(&remora(&["generate", "completions", "fish"]));
+    assert!(fish.contains("complete -c remora"));
+}

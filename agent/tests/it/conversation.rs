@@ -1,0 +1,132 @@
+//! The agents' conversation uses only the message layer: a plain messenger that knows only the protocol's messages can
+//! talk to both agents, and a peer with the older framing gets a refusal.
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::{Arc, Mutex, mpsc};
+use std::time::Duration;
+
+use remora_agent::conversation::Token;
+use remora_fabric::memory::crc;
+use remora_lab::{Kind, Server, require};
+use remora_messenger::handshake::Versions;
+use remora_messenger::{Address, Connection, Delivery, Dispatcher, Message, Messenger, Options, Policy};
+use remora_protocol::{Message as Words, NEWEST_VERSION, OLDEST_VERSION, StatusReport, Totals};
+use rustix::process::Signal;
+
+use crate::kit::{LONG, Stage, says};
+
+fn plain(stage: &Stage) -> Options {
+    Options {
+        token: Some(Arc::new(Token::read_file(&stage.token).unwrap())),
+        versions: Versions { oldest: OLDEST_VERSION, newest: NEWEST_VERSION },
+        ..Options::default()
+    }
+}
+
+fn encoded(words: &Words) -> Message {
+    let mut payload = Vec::new();
+    let tag = words.encode(&mut payload).unwrap();
+    Message::new(0, tag.into(), payload)
+}
+
+fn decoded(delivery: &Delivery) -> Words {
+    Words::decode(u8::try_from(delivery.kind).unwrap(), &delivery.front).unwrap()
+}
+
+struct Asker(mpsc::Sender<Words>);
+
+impl Dispatcher for Asker {
+    fn message(&self, _: &Connection, delivery: Delivery) {
+        let _ = self.0.send(decoded(&delivery));
+    }
+}
+
+/// Answers a status query as a source without a snapshot would.
+#[derive(Default)]
+struct Pretender(Mutex<Vec<Words>>);
+
+impl Dispatcher for Pretender {
+    fn message(&self, connection: &Connection, delivery: Delivery) {
+        self.0.lock().unwrap().push(decoded(&delivery));
+        let report = StatusReport {
+            source: "a plain messenger".into(),
+            server: "redis://unknown".into(),
+            role: "no role".into(),
+            generation: None,
+            replicas: Vec::new(),
+            totals: Totals { snapshots_taken: 7, replicas_done: 0, bytes_served: 0 },
+        };
+        connection.send(encoded(&Words::Status(report))).unwrap();
+    }
+}
+
+#[test]
+fn a_plain_messenger_asks_a_source_and_is_answered() {
+    let Some(_) = require::redis() else { return };
+    let (stage, primary) = (Stage::new(), Server::start(Kind::Redis7).unwrap());
+    let source = stage.source(&primary.url(), &["--no-shm"]);
+    let (answers, answered) = mpsc::channel();
+    let messenger = Messenger::new(Policy::lossy_client(), &plain(&stage), Arc::new(Asker(answers))).unwrap();
+    let connection = messenger.connect(&Address::Tcp(source.address));
+    for _ in 0..3 {
+        connection.send(encoded(&Words::StatusQuery)).unwrap();
+        let Words::Status(report) = answered.recv_timeout(Duration::from_secs(20)).unwrap() else {
+            panic!("another answer");
+        };
+        assert_eq!((report.replicas.len(), report.generation), (0, None));
+        assert!(report.server.contains(&primary.port().to_string()), "{}", report.server);
+    }
+    source.stop();
+}
+
+#[test]
+fn remora_status_asks_a_plain_messenger_and_takes_its_answer() {
+    let stage = Stage::new();
+    let pretender = Arc::new(Pretender::default());
+    let messenger = Messenger::new(Policy::stateless_server(), &plain(&stage), pretender.clone()).unwrap();
+    let address = messenger.listen(&"tcp:127.0.0.1:0".parse().unwrap()).unwrap().to_string();
+    let token = stage.token.display().to_string();
+    let source = address.trim_start_matches("tcp:");
+    let said = stage.end(&["status", "--json", "--source", source, "--token-file", &token], 0);
+    says(&said, &["a plain messenger", "redis://unknown", "\"snapshots_taken\":7"]);
+    assert_eq!(*pretender.0.lock().unwrap(), [Words::StatusQuery]);
+}
+
+/// Sends a hello of version 1, as agents sent it before they used the message layer. The answer names the supported
+/// versions.
+#[test]
+fn a_peer_with_only_the_older_framing_is_refused_with_the_versions() {
+    let Some(_) = require::redis() else { return };
+    let (stage, primary) = (Stage::new(), Server::start(Kind::Redis7).unwrap());
+    let mut source = stage.source(&primary.url(), &["--no-shm"]);
+    let mut stream = TcpStream::connect(source.address).unwrap();
+    let mut hello = b"REMORA\r\nRm\x01\0".to_vec();
+    let payload = [&1u16.to_le_bytes()[..], &1u16.to_le_bytes(), &[0; 8], &[3; 32]].concat();
+    hello.extend((payload.len() as u32).to_le_bytes());
+    hello.extend(crc::crc32c(&hello[8..]).to_le_bytes());
+    hello.extend(&payload);
+    hello.extend(crc::crc32c(&payload).to_le_bytes());
+    stream.write_all(&hello).unwrap();
+    let mut answer = Vec::new();
+    stream.read_to_end(&mut answer).unwrap();
+    // Magic, preamble, and a refusal: no common version, versions 3 to 3.
+    assert_eq!(answer.get(20..25), Some(&[1, 3, 0, 3, 0][..]), "{answer:?}");
+    source.agent.wait_for_line("speaks version 1 of the control protocol, this end 3", LONG).unwrap();
+    source.stop();
+}
+
+/// The signal arrives while the source waits for its server, long before it is ready.
+#[test]
+fn a_source_that_is_stopped_while_it_starts_ends_with_status_0() {
+    let stage = Stage::new();
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let server = format!("redis://{}", silent.local_addr().unwrap());
+    let token = stage.token.display().to_string();
+    let args = ["source", "--server", &server, "--listen", "127.0.0.1:0", "--token-file", &token];
+    let mut agent = stage.start(None, &args);
+    let _connection = silent.accept().unwrap();
+    agent.signal(Signal::TERM).unwrap();
+    agent.wait_for_success(LONG).unwrap();
+    assert!(agent.output().contains("stopped by SIGTERM before the source was ready"), "{}", agent.output());
+}

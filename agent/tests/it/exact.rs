@@ -1,0 +1,156 @@
+//! Exactness: whatever is written while a replica is made, afterwards the replica and the primary are equal byte for
+//! byte, at the same offset, and the primary has made one copy in all.
+
+use remora_lab::server::wait_until;
+use remora_lab::{Kind, Server, Workload, assert_same_data, fill_every_type, require};
+
+use crate::kit::{LONG, Source, Stage, benchmark, primary, syncs};
+
+/// Commands that the writers must send while the replicas are made, so that there is load at all.
+const WRITES_MEANWHILE: u64 = 5_000;
+
+/// Makes one replica over shared memory and one over TCP from one snapshot, under every kind of write.
+fn two_replicas_are_exact(primary_kind: Kind, replica_kind: Kind) {
+    two_replicas_of(primary(primary_kind).start().unwrap(), replica_kind, 0);
+}
+
+/// `own`: partial resynchronisations that the source itself causes.
+fn two_replicas_of(primary: Server, replica_kind: Kind, own: u64) {
+    let primary_kind = primary.kind();
+    fill_every_type(&mut primary.client().unwrap(), 7).unwrap();
+    let servers = [Server::start(replica_kind).unwrap(), Server::start(replica_kind).unwrap()];
+    let before = syncs(&primary);
+    let source = Source::start(&primary, &["--memory", "1GiB"]);
+
+    let writer = Workload::on(&primary).unwrap();
+    let flood = benchmark(&primary);
+    writer.wait_for(WRITES_MEANWHILE);
+    let mut agents =
+        [source.replica(&servers[0], &["--transport", "shm"]), source.replica(&servers[1], &["--transport", "tcp"])];
+    for agent in &mut agents {
+        agent.wait_for_success(LONG).unwrap();
+    }
+    writer.wait_for(WRITES_MEANWHILE);
+    drop(flood);
+    let counts = writer.stop().unwrap();
+    assert!(counts.commands >= 2 * WRITES_MEANWHILE, "{counts:?}");
+
+    for server in &servers {
+        if primary_kind == replica_kind {
+            assert_same_data(&primary, server);
+        } else {
+            assert_same_content(&primary, server);
+        }
+    }
+    let after = syncs(&primary);
+    assert_eq!(
+        (after.0 - before.0, after.1 - before.1),
+        (1, 2 + own),
+        "one copy in all, one continuation for each replica"
+    );
+}
+
+/// Between the families, digests differ by the digits in which scores are printed (`0.1` and `0.10000000000000001`). So
+/// this compares the replication offsets, and then the content of every key.
+fn assert_same_content(primary: &Server, replica: &Server) {
+    let place = |server: &Server| (server.fact("master_replid").unwrap(), server.fact("master_repl_offset").unwrap());
+    wait_until("the replica to reach the offset of its primary", LONG, || {
+        let (here, there) = (place(primary), place(replica));
+        Ok(if here == there { Ok(()) } else { Err(format!("{here:?} and {there:?}")) })
+    })
+    .unwrap();
+    Stage::new().end(&["verify", "--primary", &primary.url(), "--replica", &replica.url()], 0);
+}
+
+#[test]
+fn replicas_of_redis_made_under_every_kind_of_write_are_exact() {
+    let Some(kind) = require::redis() else { return };
+    two_replicas_are_exact(kind, kind);
+}
+
+#[test]
+fn replicas_of_valkey_made_under_every_kind_of_write_are_exact() {
+    let Some(kind) = require::valkey() else { return };
+    two_replicas_are_exact(kind, kind);
+}
+
+#[test]
+fn replicas_of_a_valkey_that_offers_two_channels_are_exact_under_every_kind_of_write() {
+    let Some(kind) = require::valkey() else { return };
+    let primary = primary(kind).config("dual-channel-replication-enabled", "yes").start().unwrap();
+    // The stream on the second channel counts as one.
+    two_replicas_of(primary, kind, 1);
+}
+
+#[test]
+fn a_user_without_the_rule_for_a_second_channel_gets_all_over_one() {
+    let Some(kind) = require::valkey() else { return };
+    let primary = primary(kind).config("dual-channel-replication-enabled", "yes").start().unwrap();
+    let replica = Server::start(kind).unwrap();
+    fill_every_type(&mut primary.client().unwrap(), 7).unwrap();
+    primary.client().unwrap().ok(&["ACL", "SETUSER", "default", "-sync"]).unwrap();
+    let mut source = Source::start(&primary, &["--memory", "64MiB"]);
+    source.replicate(&replica, &[]);
+    primary.client().unwrap().ok(&["ACL", "SETUSER", "default", "+sync"]).unwrap();
+    assert_same_data(&primary, &replica);
+    source.agent.wait_for_line("using one connection for snapshot and stream", LONG).unwrap();
+}
+
+#[test]
+fn valkey_servers_become_exact_replicas_of_a_redis_under_every_kind_of_write() {
+    let (Some(redis), Some(valkey)) = (require::redis(), require::valkey()) else { return };
+    two_replicas_are_exact(redis, valkey);
+}
+
+#[test]
+fn every_type_with_any_bytes_in_sixteen_databases_arrives() {
+    for kind in require::kinds() {
+        let (primary, replica) = (primary(kind).start().unwrap(), Server::start(kind).unwrap());
+        let keys = fill_every_type(&mut primary.client().unwrap(), 11).unwrap();
+        let source = Source::start(&primary, &["--memory", "64MiB"]);
+        source.replicate(&replica, &[]);
+        assert_same_data(&primary, &replica);
+
+        let mut client = replica.client().unwrap();
+        assert_eq!(remora_lab::workload::key_count(&mut client).unwrap(), keys);
+        let every_byte: Vec<u8> = (0..=u8::MAX).collect();
+        assert_eq!(client.bytes(&[b"GET".as_slice(), &every_byte]).unwrap().unwrap(), every_byte);
+        for database in 0..16 {
+            client.ok(&["SELECT", &database.to_string()]).unwrap();
+            assert_eq!(client.text(&["GET", "database"]).unwrap(), database.to_string());
+        }
+    }
+}
+
+#[test]
+fn an_empty_primary_makes_an_empty_replica_that_follows_it() {
+    for kind in require::kinds() {
+        let (primary, replica) = (primary(kind).start().unwrap(), Server::start(kind).unwrap());
+        let source = Source::start(&primary, &["--memory", "16MiB"]);
+        source.replicate(&replica, &[]);
+        assert_eq!(replica.client().unwrap().int(&["DBSIZE"]).unwrap(), 0);
+        primary.client().unwrap().ok(&["SET", "after", "the hand-off"]).unwrap();
+        assert_same_data(&primary, &replica);
+        assert_eq!(replica.client().unwrap().text(&["GET", "after"]).unwrap(), "the hand-off");
+    }
+}
+
+#[test]
+fn a_value_as_long_as_servers_allow_passes_through_a_small_window() {
+    let Some(kind) = require::redis() else { return };
+    // Without compression: compressed zeros would take no space.
+    let primary = primary(kind).config("rdbcompression", "no").start().unwrap();
+    let replica = Server::start(kind).unwrap();
+    let mut client = primary.client().unwrap();
+    assert_eq!(client.int(&["SETRANGE", "big", &(LONGEST - 4).to_string(), "last"]).unwrap(), LONGEST);
+    client.int(&["SETRANGE", "big", "200000000", "in the middle"]).unwrap();
+
+    let source = Source::start(&primary, &["--memory", "64MiB"]);
+    source.replicate(&replica, &["--memory", "32MiB"]);
+    let mut there = replica.client().unwrap();
+    assert_eq!(there.int(&["STRLEN", "big"]).unwrap(), LONGEST);
+    assert_same_data(&primary, &replica);
+}
+
+/// 512 MiB: `proto-max-bulk-len`.
+const LONGEST: i64 = 512 << 20;

@@ -1,0 +1,250 @@
+//! Source and replica agents as processes, and their output.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+
+use remora_lab::server::wait_until;
+use remora_lab::{Agent, Host, Server, scratch};
+use rustix::process::Signal;
+use serde_json::Value;
+use tempfile::TempDir;
+
+use super::LONG;
+
+/// What the agents of one test share: a token, and a folder that is their home.
+#[derive(Clone)]
+pub(crate) struct Stage {
+    folder: Arc<TempDir>,
+    pub(crate) token: PathBuf,
+}
+
+impl Stage {
+    pub(crate) fn new() -> Stage {
+        let folder = scratch::folder("stage").unwrap();
+        let token = scratch::token_file(folder.path()).unwrap();
+        Stage { folder: Arc::new(folder), token }
+    }
+
+    pub(crate) fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// A path in the stage's folder.
+    pub(crate) fn path(&self, name: &str) -> String {
+        self.folder.path().join(name).display().to_string()
+    }
+
+    /// Writes a file that only its owner can read.
+    pub(crate) fn secret(&self, name: &str, content: &str) -> String {
+        scratch::secret_file(&self.folder.path().join(name), content).unwrap().display().to_string()
+    }
+
+    /// A command that runs `remora` with these arguments, not started yet. Its state is kept in the stage's folder.
+    pub(crate) fn remora(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_remora"));
+        command.args(args).env("XDG_STATE_HOME", self.folder.path()).env_remove("REMORA_PASSWORD");
+        command.env("REMORA_LOG", "info,remora_agent=debug");
+        command
+    }
+
+    /// Starts `remora` with these arguments, on a host of a test network or on this machine.
+    pub(crate) fn start(&self, host: Option<&Host>, args: &[&str]) -> Agent {
+        let mut command = self.remora(args);
+        if let Some(host) = host {
+            host.enter(&mut command).unwrap();
+        }
+        Agent::run(command).unwrap()
+    }
+
+    /// Runs `remora` with these arguments to its end, which must have this exit code, and returns its output.
+    #[track_caller]
+    pub(crate) fn end(&self, args: &[&str], code: i32) -> String {
+        ends(&mut self.start(None, args), code)
+    }
+
+    /// Starts a source of this server on loopback with small slots, and waits until it is ready.
+    pub(crate) fn source(&self, server: &str, more: &[&str]) -> Source {
+        self.source_at("127.0.0.1:0", None, server, more)
+    }
+
+    /// Starts a source of this server on that host with small slots, and waits until it is ready.
+    pub(crate) fn source_on(&self, host: &Host, server: &str, more: &[&str]) -> Source {
+        self.source_at(&format!("{}:0", host.address()), Some(host), server, more)
+    }
+
+    /// Starts a source that listens at `listen` and has small slots, and waits until it is ready.
+    pub(crate) fn source_at(&self, listen: &str, host: Option<&Host>, server: &str, more: &[&str]) -> Source {
+        let small = ["--memory", "128MiB", "--slot-size", "64KiB"];
+        Source::launch(self.clone(), listen, host, server, &[&small, more].concat())
+    }
+
+    /// The arguments of a replica agent.
+    pub(crate) fn replica_args(&self, server: &str, source: SocketAddr, more: &[&str]) -> Vec<String> {
+        let (source, token) = (source.to_string(), self.token.display().to_string());
+        let args = ["replica", "--server", server, "--source", &source, "--token-file", &token];
+        args.iter().chain(more).map(|arg| (*arg).to_owned()).collect()
+    }
+
+    /// Starts a replica agent on this machine.
+    pub(crate) fn replica(&self, server: &str, source: SocketAddr, more: &[&str]) -> Agent {
+        let args = self.replica_args(server, source, more);
+        self.start(None, &args.iter().map(String::as_str).collect::<Vec<_>>())
+    }
+
+    /// Starts a replica agent on a host of a test network.
+    pub(crate) fn replica_on(&self, host: &Host, server: &str, source: SocketAddr, more: &[&str]) -> Agent {
+        let args = self.replica_args(server, source, more);
+        self.start(Some(host), &args.iter().map(String::as_str).collect::<Vec<_>>())
+    }
+}
+
+/// A running source agent.
+pub(crate) struct Source {
+    /// The process.
+    pub(crate) agent: Agent,
+    /// The address on which it listens.
+    pub(crate) address: SocketAddr,
+    stage: Stage,
+    host: Option<Host>,
+}
+
+impl Source {
+    /// Starts a source of `primary` with the default memory and slots, and waits until it is ready.
+    pub(crate) fn start(primary: &Server, more: &[&str]) -> Source {
+        Source::launch(Stage::new(), "127.0.0.1:0", None, &primary.url(), more)
+    }
+
+    fn launch(stage: Stage, listen: &str, host: Option<&Host>, server: &str, more: &[&str]) -> Source {
+        let token = stage.token.display().to_string();
+        let args = ["source", "--server", server, "--token-file", &token, "--listen", listen];
+        let mut agent = stage.start(host, &[&args, more].concat());
+        let ready = agent.wait_for_line("source ready", LONG).unwrap();
+        let address = ready.split("listening=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap();
+        Source { agent, address: address.parse().unwrap(), stage, host: host.cloned() }
+    }
+
+    /// Stops it as an operator would, and starts it again at the same address, with the default memory and slots.
+    pub(crate) fn restart(&mut self, primary: &Server) {
+        self.agent.signal(Signal::TERM).unwrap();
+        self.agent.wait_for_success(LONG).unwrap();
+        let again = Source::launch(self.stage.clone(), &self.address.to_string(), None, &primary.url(), &[]);
+        self.agent = again.agent;
+    }
+
+    /// Starts a replica agent that makes `server` a replica.
+    pub(crate) fn replica(&self, server: &Server, more: &[&str]) -> Agent {
+        self.stage.replica(&server.url(), self.address, more)
+    }
+
+    /// Makes `server` a replica, and waits for the end of the agent.
+    pub(crate) fn replicate(&self, server: &Server, more: &[&str]) -> Agent {
+        let mut agent = self.replica(server, more);
+        agent.wait_for_success(LONG).unwrap();
+        agent
+    }
+
+    /// The file with the token that source and replicas share.
+    pub(crate) fn token(&self) -> &Path {
+        &self.stage.token
+    }
+
+    /// The output of `remora status --json`.
+    pub(crate) fn status(&self) -> Value {
+        serde_json::from_str(&self.printed_status(&["--json"])).unwrap()
+    }
+
+    /// The output of `remora status` for people.
+    pub(crate) fn drawn_status(&self) -> String {
+        self.printed_status(&[])
+    }
+
+    fn printed_status(&self, more: &[&str]) -> String {
+        let (address, token) = (self.address.to_string(), self.stage.token.display().to_string());
+        let args = [&["status", "--source", &address, "--token-file", &token], more].concat();
+        let mut command = self.stage.remora(&args);
+        if let Some(host) = &self.host {
+            host.enter(&mut command).unwrap();
+        }
+        let printed = command.stderr(Stdio::inherit()).output().unwrap();
+        assert!(printed.status.success(), "remora status: {}", printed.status);
+        String::from_utf8(printed.stdout).unwrap()
+    }
+
+    /// Waits until the status satisfies `wanted`.
+    pub(crate) fn wait_for_status(&self, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
+        let look = || {
+            let status = self.status();
+            Ok(if wanted(&status) { Ok(status) } else { Err(status.to_string()) })
+        };
+        wait_until(what, LONG, look).unwrap()
+    }
+
+    /// Waits until this agent, the first that joined, holds `slots` slots.
+    #[track_caller]
+    pub(crate) fn wait_for_slots(&self, agent: &mut Agent, slots: u64) {
+        let waited = wait_until("the replica to hold some slots", LONG, || {
+            let held = self.status()["replicas"][0]["slots_held"].as_u64().unwrap_or(0);
+            let over = agent.ended()?.is_some();
+            Ok(if held >= slots || over { Ok(over) } else { Err(format!("{held} slots")) })
+        });
+        assert!(
+            matches!(waited, Ok(false)),
+            "{waited:?}; the replica agent's output:\n{}\nthe source's:\n{}",
+            agent.output(),
+            self.agent.output()
+        );
+    }
+
+    /// Waits until its snapshot is complete.
+    pub(crate) fn wait_for_snapshot(&mut self) {
+        self.agent.wait_for_line("snapshot completed", LONG).unwrap();
+    }
+
+    /// Bytes that its data lanes have sent.
+    pub(crate) fn bytes_served(&self) -> u64 {
+        self.status()["totals"]["bytes_served"].as_u64().unwrap()
+    }
+
+    /// The generation of its snapshot.
+    pub(crate) fn generation(&self) -> u64 {
+        self.status()["generation"]["generation"].as_u64().unwrap()
+    }
+
+    /// How many snapshots it has taken so far.
+    pub(crate) fn snapshots_taken(&self) -> u64 {
+        self.status()["totals"]["snapshots_taken"].as_u64().unwrap()
+    }
+
+    /// Asks it to stop, as a service manager does.
+    pub(crate) fn stop(mut self) {
+        self.agent.signal(Signal::TERM).unwrap();
+        self.agent.wait_for_success(LONG).unwrap();
+    }
+}
+
+/// Waits for the agent's end, which must have this exit code, and returns its output.
+#[track_caller]
+pub(crate) fn ends(agent: &mut Agent, code: i32) -> String {
+    let status = agent.wait(LONG).unwrap();
+    let output = agent.output();
+    assert_eq!(status.code(), Some(code), "{status}; its output:\n{output}");
+    output
+}
+
+/// Waits until this agent has made `replica` a replica. A failure shows the server's log.
+#[track_caller]
+pub(crate) fn succeeds(agent: &mut Agent, replica: &Server) {
+    if let Err(error) = agent.wait_for_success(LONG) {
+        panic!("{error}\n{replica} logged:\n{}", replica.log());
+    }
+}
+
+/// Fails unless the output contains each of `words`.
+#[track_caller]
+pub(crate) fn says(output: &str, words: &[&str]) {
+    for word in words {
+        assert!(output.contains(word), "{word:?} is not in:\n{output}");
+    }
+}

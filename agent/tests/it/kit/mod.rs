@@ -1,0 +1,52 @@
+//! What the tests share: the agents as processes, primaries that take a snapshot at once, and data of a known size.
+//!
+//! This is not a layer over the lab: servers, networks and waiting are in the lab. This module knows the command line
+//! of `remora`.
+
+mod agents;
+mod data;
+
+use std::time::Duration;
+
+use remora_lab::server::Builder;
+use remora_lab::workload::Options;
+use remora_lab::{Agent, Kind, Server, Workload};
+
+pub(crate) use agents::{Source, Stage, ends, says, succeeds};
+pub(crate) use data::{fill, fill_keys, load, load_slowly, load_small};
+
+/// Time limit that only a broken machine exceeds.
+pub(crate) const LONG: Duration = Duration::from_secs(90);
+
+/// Full load is about 60 MB a second, and on a busy machine an agent may not run for seconds.
+pub(crate) const BACKLOG: &str = "256mb";
+
+/// A primary for tests: it takes a snapshot at once when asked (by default it waits five seconds for further replicas),
+/// and its backlog is large enough for a hand-off under full load.
+pub(crate) fn primary(kind: Kind) -> Builder {
+    Server::builder(kind).config("repl-diskless-sync-delay", 0).config("repl-backlog-size", BACKLOG)
+}
+
+/// Writes every kind of change, at a rate that a small journal survives even if its readers pause for seconds now and
+/// then. A reader that is overrun needs another copy, which these tests do not expect.
+pub(crate) fn steady_writer(primary: &Server) -> Workload {
+    let options = Options { big_bytes: 1 << 20, ..Options::seeded(remora_lab::random::seed("workload")) };
+    Workload::start(primary.client().unwrap(), options.rate(4_000)).unwrap()
+}
+
+/// Redis's own load generator at full speed, until dropped. `None` if it is not installed.
+pub(crate) fn benchmark(server: &Server) -> Option<Agent> {
+    let port = server.port().to_string();
+    let args = ["-p", &port, "-t", "set,incr,lpush,rpop,sadd,hset,spop,zadd,zpopmin", "-r", "5000", "-n", "100000"];
+    Agent::start("redis-benchmark", &[&args[..], &["-P", "8", "-c", "8", "-d", "64", "-l", "-q"]].concat()).ok()
+}
+
+/// A number from a server's `INFO`.
+pub(crate) fn number(server: &Server, name: &str) -> u64 {
+    server.fact(name).unwrap().parse().unwrap()
+}
+
+/// How many full copies the primary has made, and how many partial resynchronisations.
+pub(crate) fn syncs(primary: &Server) -> (u64, u64) {
+    (number(primary, "sync_full"), number(primary, "sync_partial_ok"))
+}

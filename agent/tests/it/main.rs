@@ -1,0 +1,28 @@
+//! The agents as processes, on real servers. One program, so that it is linked once: each module holds the tests of one
+//! subject, and `kit` what they share.
+#![allow(clippy::unwrap_used)]
+
+mod kit;
+
+mod cli;
+mod combinations;
+mod conversation;
+mod exact;
+mod handoff;
+mod history;
+mod input;
+mod late_joiner;
+mod link;
+mod load;
+mod many;
+mod memory;
+mod module;
+mod module_load;
+mod probe;
+mod rdma;
+mod relay;
+mod resume;
+mod server;
+mod stay;
+mod taken_over;
+mod verify;

@@ -1,0 +1,135 @@
+//! Eight replicas from one snapshot. One that stops or ends delays no other and costs bounded memory.
+
+use std::time::{Duration, Instant};
+
+use remora_lab::{Agent, Kind, Server, Workload, assert_same_data, fill_every_type, require};
+use rustix::process::Signal;
+
+use crate::kit::{LONG, Source, load, primary, syncs};
+
+/// Number of replicas that join at once.
+const REPLICAS: usize = 8;
+
+/// What a stopped neighbour may add to the time of the others: scheduling noise, but none of our time limits.
+const GRACE: Duration = Duration::from_secs(5);
+
+const MIB: u64 = 1 << 20;
+
+fn servers(kind: Kind, count: usize) -> Vec<Server> {
+    (0..count).map(|_| Server::start(kind).unwrap()).collect()
+}
+
+/// Starts an agent for every server, waits for all of them, and returns how long that took.
+fn replicate_all(source: &Source, servers: &[Server], more: &[&str]) -> Duration {
+    let begun = Instant::now();
+    let mut agents: Vec<Agent> = servers.iter().map(|server| source.replica(server, more)).collect();
+    for agent in &mut agents {
+        agent.wait_for_success(LONG).unwrap();
+    }
+    begun.elapsed()
+}
+
+#[test]
+fn eight_replicas_at_once_are_exact_and_cost_the_primary_one_copy() {
+    for kind in require::kinds() {
+        let primary = primary(kind).start().unwrap();
+        fill_every_type(&mut primary.client().unwrap(), 21).unwrap();
+        let servers = servers(kind, REPLICAS);
+        let source = Source::start(&primary, &["--memory", "64MiB"]);
+        let writer = Workload::start(
+            primary.client().unwrap(),
+            remora_lab::workload::Options::seeded(remora_lab::random::seed("workload")).rate(2_000),
+        )
+        .unwrap();
+        let (by_shm, by_tcp) = servers.split_at(REPLICAS / 2);
+        let begun: Vec<Agent> = by_shm.iter().map(|server| source.replica(server, &["--transport", "shm"])).collect();
+        replicate_all(&source, by_tcp, &["--transport", "tcp"]);
+        for mut agent in begun {
+            agent.wait_for_success(LONG).unwrap();
+        }
+        writer.stop().unwrap();
+
+        assert_eq!(syncs(&primary), (1, REPLICAS as u64));
+        for server in &servers {
+            assert_same_data(&primary, server);
+        }
+        assert!(source.agent.peak_memory() < (64 + 64) * MIB, "{}", source.agent.peak_memory());
+    }
+}
+
+#[test]
+fn a_stopped_agent_and_a_killed_agent_delay_no_other_replica() {
+    let Some(kind) = require::valkey() else { return };
+    let primary = primary(kind).start().unwrap();
+    load(&primary, 48, MIB);
+    let source = Source::start(&primary, &["--memory", "128MiB"]);
+    let alone = replicate_all(&source, &servers(kind, REPLICAS), &["--transport", "tcp"]);
+
+    let (stopped, killed) = (Server::start(kind).unwrap(), Server::start(kind).unwrap());
+    let others = servers(kind, REPLICAS);
+    let mut lame = source.replica(&stopped, &["--transport", "tcp"]);
+    let mut doomed = source.replica(&killed, &["--transport", "tcp"]);
+    lame.wait_for_line("reading the source's tables", LONG).unwrap();
+    lame.signal(Signal::STOP).unwrap();
+    doomed.wait_for_line("reading the source's tables", LONG).unwrap();
+    doomed.kill().unwrap();
+    let beside_them = replicate_all(&source, &others, &["--transport", "tcp"]);
+    assert!(beside_them < alone * 2 + GRACE, "{beside_them:?} beside a stopped one, {alone:?} without");
+    for server in &others {
+        assert_same_data(&primary, server);
+    }
+
+    // Both succeed in the end, either by themselves or after a restart, and with the same snapshot.
+    lame.signal(Signal::CONT).unwrap();
+    lame.wait_for_success(LONG).unwrap();
+    source.replicate(&killed, &["--transport", "tcp", "--replace"]);
+    for server in [&stopped, &killed] {
+        assert_same_data(&primary, server);
+    }
+    assert_eq!(syncs(&primary).0, 1);
+    assert!(source.agent.peak_memory() < (128 + 64) * MIB, "{}", source.agent.peak_memory());
+}
+
+#[test]
+fn a_redis_that_stops_reading_a_window_is_disconnected_and_joins_again() {
+    let Some(kind) = require::redis() else { return };
+    one_of_three_stops_reading(kind);
+}
+
+#[test]
+fn a_valkey_that_stops_reading_a_window_is_disconnected_and_joins_again() {
+    let Some(kind) = require::valkey() else { return };
+    one_of_three_stops_reading(kind);
+}
+
+fn one_of_three_stops_reading(kind: Kind) {
+    // Time for all to join the same snapshot: no replica can join a window late.
+    let primary = primary(kind).config("repl-diskless-sync-delay", 1).start().unwrap();
+    load(&primary, 64, MIB);
+    let source = Source::start(&primary, &["--memory", "32MiB", "--stall-timeout", "2s"]);
+    let alone = replicate_all(&source, &servers(kind, 2), &[]);
+
+    let (mut paused, others) = (Server::start(kind).unwrap(), servers(kind, 2));
+    let mut lame = source.replica(&paused, &[]);
+    let begun = Instant::now();
+    let mut agents: Vec<Agent> = others.iter().map(|server| source.replica(server, &[])).collect();
+    lame.wait_for_line("the server follows our link", LONG).unwrap();
+    paused.pause().unwrap();
+    for agent in &mut agents {
+        agent.wait_for_success(LONG).unwrap();
+    }
+    let beside_it = begun.elapsed();
+    assert!(beside_it < alone * 3 + Duration::from_secs(2) + GRACE, "{beside_it:?}, without it {alone:?}");
+
+    // The source does not ask the primary again because of a server that does not answer.
+    let taken = source.snapshots_taken();
+    lame.wait_for_line("the replica took no slot", LONG).unwrap();
+    lame.wait_for_line("does not answer", LONG).unwrap();
+    assert_eq!(source.snapshots_taken(), taken);
+    paused.resume().unwrap();
+    lame.wait_for_success(LONG).unwrap();
+    for server in others.iter().chain([&paused]) {
+        assert_same_data(&primary, server);
+    }
+    assert!(source.agent.peak_memory() < (32 + 64) * MIB, "{}", source.agent.peak_memory());
+}

@@ -1,0 +1,495 @@
+//! Snapshots with the module: whatever the server's child writes into the table, the replica is exact. If anything
+//! fails, the snapshot is taken without the module, and the primary is not harmed.
+
+use std::thread;
+use std::time::Duration;
+
+use remora_lab::server::{Builder, wait_until};
+use remora_lab::{Kind, Server, Workload, assert_same_data, fill_every_type, require};
+use rustix::process::Signal;
+
+use crate::kit::{LONG, Source, benchmark, load, number, primary, syncs};
+
+/// A primary that has the module.
+fn with_module(kind: Kind) -> Builder {
+    primary(kind).module("").unwrap()
+}
+
+/// Options with which the child writes every string, whatever its length.
+const EVERY_STRING: [&str; 4] = ["--module-capture", "walk", "--module-walk-from", "0"];
+
+fn walking(primary: &Server, more: &[&str]) -> Source {
+    Source::start(primary, &[&EVERY_STRING[..], more].concat())
+}
+
+/// A field of the module's section of INFO.
+fn module_fact(server: &Server, name: &str) -> String {
+    server.fact(&format!("remora_{name}")).unwrap()
+}
+
+/// The method by which the source says that it took its snapshot.
+fn method(source: &mut Source) -> String {
+    let line = source.agent.wait_for_line("snapshot completed", LONG).unwrap();
+    line.split("method=").nth(1).unwrap_or_default().to_owned()
+}
+
+/// Waits until the primary has no child and its module is idle.
+fn wait_until_idle(primary: &Server) {
+    wait_until("the module to be idle", LONG, || {
+        let state = module_fact(primary, "state");
+        let child = primary.fact("rdb_bgsave_in_progress")?;
+        Ok(if state == "idle" && child == "0" { Ok(()) } else { Err(format!("{state}, child {child}")) })
+    })
+    .unwrap();
+}
+
+/// Asserts that the primary answers, has no child, and takes another snapshot with the module: no earlier failure has
+/// an effect.
+#[track_caller]
+fn assert_unharmed(primary: &Server) {
+    wait_until_idle(primary);
+    let replica = Server::start(primary.kind()).unwrap();
+    let mut source = Source::start(primary, &["--memory", "64MiB", "--module-capture", "walk"]);
+    source.replicate(&replica, &[]);
+    assert_eq!(method(&mut source), "the module");
+    assert_same_data(primary, &replica);
+}
+
+#[test]
+fn every_type_with_any_bytes_in_sixteen_databases_arrives_by_a_walk() {
+    for kind in require::kinds() {
+        let primary = with_module(kind).start().unwrap();
+        let replica = Server::start(kind).unwrap();
+        let keys = fill_every_type(&mut primary.client().unwrap(), 21).unwrap();
+        let before = syncs(&primary);
+        let mut source = walking(&primary, &["--memory", "64MiB"]);
+        source.replicate(&replica, &[]);
+        assert_same_data(&primary, &replica);
+
+        assert_eq!(method(&mut source), "the module");
+        assert_eq!(source.status()["generation"]["capture"], "the module");
+        assert_eq!(module_fact(&primary, "captures_done"), "1");
+        let strings: u64 = module_fact(&primary, "last_keys").parse().unwrap();
+        assert!(strings > 300 && strings < keys, "{strings} of {keys} keys");
+        let after = syncs(&primary);
+        assert_eq!((after.0 - before.0, after.1 - before.1), (1, 1), "one copy, one continuation");
+        assert_eq!(functions(&primary), functions(&replica));
+    }
+}
+
+/// All function libraries with their code, in the order of their text.
+fn functions(server: &Server) -> Vec<String> {
+    let list = server.client().unwrap().list(&["FUNCTION", "LIST", "WITHCODE"]).unwrap();
+    let mut libraries: Vec<String> = list.iter().map(|library| format!("{library:?}")).collect();
+    libraries.sort_unstable();
+    assert!(!libraries.is_empty());
+    libraries
+}
+
+#[test]
+fn a_server_that_writes_itself_does_not_compress_and_its_own_setting_stays() {
+    for kind in require::kinds() {
+        let primary = with_module(kind).start().unwrap();
+        let replica = Server::start(kind).unwrap();
+        fill_every_type(&mut primary.client().unwrap(), 22).unwrap();
+        primary.client().unwrap().ok(&["SET", "compressible", &"ab".repeat(1 << 20)]).unwrap();
+        let mut source = Source::start(&primary, &["--memory", "64MiB", "--module-capture", "server"]);
+        source.replicate(&replica, &[]);
+        assert_same_data(&primary, &replica);
+        assert!(method(&mut source).starts_with("psync, not compressed"));
+        assert_eq!(primary.configured("rdbcompression").unwrap(), "yes");
+        let bytes = source.status()["generation"]["snapshot_bytes"].as_u64().unwrap();
+        assert!(bytes > 2 << 20, "{bytes} bytes: the snapshot is compressed");
+    }
+}
+
+/// Commands that the writers must send while a replica is made.
+const WRITES_MEANWHILE: u64 = 2_000;
+
+/// Under writes of every kind: keys and hash fields expire all the time, and are extended, moved and written again.
+fn is_exact_under_every_kind_of_write(kind: Kind) {
+    let primary = with_module(kind).start().unwrap();
+    fill_every_type(&mut primary.client().unwrap(), 23).unwrap();
+    load(&primary, 200, 100_000);
+    for round in 0..rounds() {
+        let replica = Server::start(kind).unwrap();
+        // Sometimes only long strings, so that both the child and the server write strings.
+        let least = if round % 3 == 2 { "1KiB" } else { "0" };
+        let args = ["--memory", "1GiB", "--module-capture", "walk", "--module-walk-from", least];
+        let mut source = Source::start(&primary, &args);
+        let writer = Workload::on(&primary).unwrap();
+        let flood = benchmark(&primary);
+        writer.wait_for(WRITES_MEANWHILE);
+        let mut agent = source.replica(&replica, &["--transport", if round % 2 == 1 { "tcp" } else { "shm" }]);
+        agent.wait_for_success(LONG).unwrap();
+        writer.wait_for(WRITES_MEANWHILE);
+        drop(flood);
+        writer.stop().unwrap();
+        assert_eq!(method(&mut source), "the module", "{}", source.agent.output());
+        assert_same_data(&primary, &replica);
+    }
+}
+
+/// How many replicas are made one after the other: `REMORA_ROUNDS` sets another number.
+fn rounds() -> u32 {
+    std::env::var("REMORA_ROUNDS").ok().and_then(|text| text.parse().ok()).unwrap_or(3)
+}
+
+#[test]
+fn replicas_of_redis_walked_under_every_kind_of_write_are_exact() {
+    let Some(kind) = require::redis() else { return };
+    is_exact_under_every_kind_of_write(kind);
+}
+
+#[test]
+fn replicas_of_valkey_walked_under_every_kind_of_write_are_exact() {
+    let Some(kind) = require::valkey() else { return };
+    is_exact_under_every_kind_of_write(kind);
+}
+
+#[test]
+fn keys_keep_their_time_and_their_age() {
+    for kind in require::kinds() {
+        for (policy, command) in [("allkeys-lru", "IDLETIME"), ("allkeys-lfu", "FREQ")] {
+            keeps_times_and_ages(kind, policy, command);
+        }
+    }
+}
+
+fn keeps_times_and_ages(kind: Kind, policy: &str, command: &str) {
+    let primary = with_module(kind).config("maxmemory-policy", policy).start().unwrap();
+    let replica = Server::builder(kind).config("maxmemory-policy", policy).start().unwrap();
+    let mut client = primary.client().unwrap();
+    for (key, list, how, when) in
+        [("soon", "list soon", "PEXPIRE", "3600000"), ("late", "list late", "PEXPIREAT", "4102444800000")]
+    {
+        client.ok(&["SET", key, "x"]).unwrap();
+        client.int(&["RPUSH", list, "x"]).unwrap();
+        for name in [key, list] {
+            client.int(&[how, name, when]).unwrap();
+        }
+    }
+    if command == "IDLETIME" {
+        thread::sleep(Duration::from_millis(6100));
+    } else {
+        for _ in 0..2000 {
+            client.text(&["GET", "soon"]).unwrap();
+        }
+    }
+    let age = |server: &Server, key: &str| server.client().unwrap().int(&["OBJECT", command, key]).unwrap();
+    let ages = ["soon", "list late"].map(|key| (key, age(&primary, key)));
+    let mut source = walking(&primary, &["--memory", "64MiB"]);
+    source.replicate(&replica, &[]);
+    assert_eq!((method(&mut source).as_str(), module_fact(&primary, "last_keys").as_str()), ("the module", "2"));
+    assert_same_data(&primary, &replica);
+    for (key, wanted) in ages {
+        let found = age(&replica, key);
+        assert!(wanted > 0 && (found - wanted).abs() <= 2, "{kind}: {command} of {key} is {found}, not {wanted}");
+    }
+    let time = |server: &Server, key: &str| server.client().unwrap().int(&["PEXPIRETIME", key]).unwrap();
+    for key in ["soon", "late", "list soon", "list late"] {
+        assert_eq!(time(&primary, key), time(&replica, key), "{kind}: {key}");
+    }
+}
+
+#[test]
+fn expired_keys_that_the_server_has_not_removed_are_left_to_the_server() {
+    for kind in require::kinds() {
+        let primary = with_module(kind).start().unwrap();
+        let replica = Server::start(kind).unwrap();
+        let mut client = primary.client().unwrap();
+        client.ok(&["DEBUG", "SET-ACTIVE-EXPIRE", "0"]).unwrap();
+        client.ok(&["SET", "string", "x", "PX", "1"]).unwrap();
+        client.int(&["RPUSH", "list", "x"]).unwrap();
+        client.int(&["PEXPIRE", "list", "1"]).unwrap();
+        client.ok(&["SET", "stays", "x", "EX", "1000"]).unwrap();
+        thread::sleep(Duration::from_millis(300));
+        let mut source = walking(&primary, &["--memory", "64MiB"]);
+        source.replicate(&replica, &[]);
+        assert_eq!((method(&mut source).as_str(), module_fact(&primary, "last_keys").as_str()), ("the module", "1"));
+        let keys = |server: &Server| server.client().unwrap().int(&["DBSIZE"]).unwrap();
+        assert_eq!((keys(&primary), keys(&replica)), (3, 3), "both servers still have the expired keys");
+        // An access deletes them, and the deletion is replicated.
+        assert_eq!(client.int(&["EXISTS", "string", "list", "stays"]).unwrap(), 1);
+        assert_same_data(&primary, &replica);
+        assert_eq!((keys(&primary), keys(&replica)), (1, 1));
+    }
+}
+
+#[test]
+fn the_primary_keeps_the_strings_that_its_child_freed() {
+    for kind in require::kinds() {
+        let primary = with_module(kind).start().unwrap();
+        let mut client = primary.client().unwrap();
+        fill_every_type(&mut client, 32).unwrap();
+        let before = (primary.digest().unwrap(), number(&primary, "expired_keys"));
+        let mut source = walking(&primary, &["--memory", "64MiB", "--eager"]);
+        assert_eq!(method(&mut source), "the module");
+        assert_eq!((primary.digest().unwrap(), number(&primary, "expired_keys")), before);
+        client.ok(&["CONFIG", "RESETSTAT"]).unwrap();
+        // The snapshot is complete here before the server has noticed the end of its child.
+        wait_until_idle(&primary);
+        client.ok(&["SAVE"]).unwrap();
+        client.ok(&["DEBUG", "RELOAD", "NOSAVE"]).unwrap();
+        assert_eq!(primary.digest().unwrap(), before.0, "the file is complete");
+    }
+}
+
+#[test]
+fn a_window_that_is_smaller_than_the_data_is_walked_at_the_readers_pace() {
+    for kind in require::kinds() {
+        let primary = with_module(kind).start().unwrap();
+        let replica = Server::start(kind).unwrap();
+        load(&primary, 300, 300_000);
+        let mut source =
+            Source::start(&primary, &["--memory", "16MiB", "--slot-size", "256KiB", "--module-capture", "walk"]);
+        source.replicate(&replica, &["--memory", "16MiB"]);
+        assert_eq!(method(&mut source), "the module");
+        assert!(source.status()["generation"]["windowed"].as_bool().unwrap());
+        assert_same_data(&primary, &replica);
+    }
+}
+
+#[test]
+fn a_late_joiner_gets_the_walked_snapshot_and_a_second_one_joins_the_stream() {
+    let Some(kind) = require::redis() else { return };
+    let primary = with_module(kind).start().unwrap();
+    fill_every_type(&mut primary.client().unwrap(), 24).unwrap();
+    let replicas = [(); 3].map(|()| Server::start(kind).unwrap());
+    let source = Source::start(&primary, &["--memory", "64MiB", "--module-capture", "walk", "--max-age", "3s"]);
+    source.replicate(&replicas[0], &[]);
+    source.replicate(&replicas[1], &[]);
+    assert_eq!(source.snapshots_taken(), 1, "the late joiner got the same snapshot");
+    primary.client().unwrap().ok(&["SET", "after", "the first"]).unwrap();
+    thread::sleep(Duration::from_millis(3100));
+    source.replicate(&replicas[2], &[]);
+    assert_eq!((source.snapshots_taken(), module_fact(&primary, "captures_done").as_str()), (2, "2"));
+    for replica in &replicas {
+        assert_same_data(&primary, replica);
+    }
+}
+
+#[test]
+fn a_source_beside_a_replica_walks_that_one_and_the_primary_notices_nothing() {
+    for kind in require::kinds() {
+        let primary = primary(kind).start().unwrap();
+        let middle = with_module(kind).start().unwrap();
+        let replica = Server::start(kind).unwrap();
+        fill_every_type(&mut primary.client().unwrap(), 25).unwrap();
+        middle.replicate(&primary).unwrap();
+        middle.wait_for_link(LONG).unwrap();
+        // The stream now selects another database than at the beginning.
+        let mut client = primary.client().unwrap();
+        client.ok(&["SELECT", "5"]).unwrap();
+        client.ok(&["SET", "before", "the snapshot"]).unwrap();
+        let before = syncs(&primary);
+        let mut source = Source::start(&middle, &["--memory", "64MiB", "--module-capture", "walk", "--eager"]);
+        assert_eq!(method(&mut source), "the module");
+        client.ok(&["SET", "after", "the snapshot"]).unwrap();
+        source.replicate(&replica, &[]);
+        assert_same_data(&middle, &replica);
+        assert_eq!(syncs(&primary).0, before.0, "no request reached the primary");
+        let mut there = replica.client().unwrap();
+        there.ok(&["SELECT", "5"]).unwrap();
+        assert_eq!(there.text(&["GET", "after"]).unwrap(), "the snapshot");
+    }
+}
+
+#[test]
+fn a_save_to_disk_that_is_already_running_is_not_mistaken_for_the_snapshot() {
+    for kind in require::kinds() {
+        let primary = with_module(kind).start().unwrap();
+        let replica = Server::start(kind).unwrap();
+        fill_every_type(&mut primary.client().unwrap(), 26).unwrap();
+        // Slow enough that the source arms and asks while the save runs, and the next save begins when it ends.
+        primary.configure("rdb-key-save-delay", "2000").unwrap();
+        primary.client().unwrap().text(&["BGSAVE"]).unwrap();
+        let mut source = Source::start(&primary, &["--memory", "64MiB", "--module-capture", "walk"]);
+        source.replicate(&replica, &[]);
+        assert_eq!(method(&mut source), "the module");
+        assert_same_data(&primary, &replica);
+    }
+}
+
+#[test]
+fn a_save_to_disk_requested_while_the_source_waits_is_complete() {
+    for kind in require::kinds() {
+        // The source's sync waits for further replicas; the save runs first.
+        let primary = with_module(kind).config("repl-diskless-sync-delay", 2).start().unwrap();
+        let replica = Server::start(kind).unwrap();
+        fill_every_type(&mut primary.client().unwrap(), 33).unwrap();
+        let before = primary.digest().unwrap();
+        let mut source = walking(&primary, &["--memory", "64MiB", "--eager"]);
+        wait_until("the source to wait", LONG, || Ok(waits(&primary, 1))).unwrap();
+        primary.client().unwrap().text(&["BGSAVE"]).unwrap();
+        assert_eq!(method(&mut source), "the module");
+        source.replicate(&replica, &[]);
+        assert_same_data(&primary, &replica);
+        primary.client().unwrap().ok(&["DEBUG", "RELOAD", "NOSAVE"]).unwrap();
+        assert_eq!(primary.digest().unwrap(), before, "the file is complete");
+    }
+}
+
+#[test]
+fn a_child_that_serves_another_replica_too_leaves_everything_to_the_server() {
+    for kind in require::kinds() {
+        let primary = with_module(kind).config("repl-diskless-sync-delay", 2).start().unwrap();
+        fill_every_type(&mut primary.client().unwrap(), 27).unwrap();
+        let (other, replica) = (Server::start(kind).unwrap(), Server::start(kind).unwrap());
+        other.replicate(&primary).unwrap();
+        wait_until("the other replica to wait", LONG, || Ok(waits(&primary, 1))).unwrap();
+        let mut source = walking(&primary, &["--memory", "64MiB", "--eager"]);
+        // A replica that wants another format is not served by the same fork; then the child is for the source alone.
+        let taken = method(&mut source);
+        assert!(taken == "psync" || kind == Kind::Valkey9, "{}", source.agent.output());
+        source.replicate(&replica, &[]);
+        assert_same_data(&primary, &replica);
+        other.wait_for_link(LONG).unwrap();
+        assert_same_data(&primary, &other);
+    }
+}
+
+#[test]
+fn a_server_that_syncs_through_files_is_not_walked() {
+    for kind in require::kinds() {
+        let primary = with_module(kind).config("repl-diskless-sync", "no").start().unwrap();
+        let replica = Server::start(kind).unwrap();
+        fill_every_type(&mut primary.client().unwrap(), 34).unwrap();
+        let before = primary.digest().unwrap();
+        let mut source = walking(&primary, &["--memory", "64MiB"]);
+        source.replicate(&replica, &[]);
+        assert_eq!(method(&mut source), "psync");
+        assert_same_data(&primary, &replica);
+        primary.client().unwrap().ok(&["DEBUG", "RELOAD", "NOSAVE"]).unwrap();
+        assert_eq!(primary.digest().unwrap(), before, "the file is complete");
+    }
+}
+
+/// For [`wait_until`]: whether `count` replicas wait for a snapshot.
+fn waits(primary: &Server, count: usize) -> Result<(), String> {
+    let info = primary.info("replication").unwrap();
+    let waiting = info.iter().filter(|(_, line)| line.contains("state=wait_bgsave")).count();
+    if waiting == count { Ok(()) } else { Err(waiting.to_string()) }
+}
+
+#[test]
+fn an_agent_killed_between_arming_and_the_fork_does_not_harm_the_primary() {
+    for kind in require::kinds() {
+        let primary = with_module(kind).config("repl-diskless-sync-delay", 3).start().unwrap();
+        fill_every_type(&mut primary.client().unwrap(), 28).unwrap();
+        primary.configure("remora.agent-timeout", "1").unwrap();
+        let mut source = Source::start(&primary, &["--memory", "64MiB", "--module-capture", "walk", "--eager"]);
+        wait_until("the module to be armed", LONG, || Ok(is_in_state(&primary, "armed"))).unwrap();
+        source.agent.kill().unwrap();
+        primary.configure("repl-diskless-sync-delay", "0").unwrap();
+        assert_unharmed(&primary);
+    }
+}
+
+#[test]
+fn an_agent_killed_while_its_table_is_full_does_not_harm_the_primary() {
+    for kind in require::kinds() {
+        let primary = with_module(kind).start().unwrap();
+        load(&primary, 300, 300_000);
+        primary.configure("remora.agent-timeout", "1").unwrap();
+        let mut source = Source::start(
+            &primary,
+            &["--memory", "16MiB", "--slot-size", "256KiB", "--module-capture", "walk", "--eager"],
+        );
+        wait_until("the child to wait for room", LONG, || {
+            let status = source.status();
+            let full = status["generation"]["published_slots"].as_u64().unwrap_or(0) > 10;
+            Ok(if full && module_fact(&primary, "state") == "writing" { Ok(()) } else { Err(status.to_string()) })
+        })
+        .unwrap();
+        source.agent.signal(Signal::KILL).unwrap();
+        primary.client().unwrap().int(&["UNLINK", "does not", "wait"]).unwrap();
+        let mut client = primary.client().unwrap();
+        client.text(&["FLUSHALL"]).unwrap();
+        fill_every_type(&mut client, 29).unwrap();
+        assert_unharmed(&primary);
+    }
+}
+
+#[test]
+fn a_killed_child_fails_the_snapshot_and_the_next_one_is_taken_without_the_module() {
+    let Some(kind) = require::redis() else { return };
+    let primary = with_module(kind).start().unwrap();
+    load(&primary, 300, 300_000);
+    let replica = Server::start(kind).unwrap();
+    let mut source =
+        Source::start(&primary, &["--memory", "16MiB", "--slot-size", "256KiB", "--module-capture", "walk", "--eager"]);
+    source.agent.wait_for_line("snapshot started", LONG).unwrap();
+    let children = std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", primary.pid())).unwrap();
+    let child: i32 = children.split_ascii_whitespace().next().unwrap().parse().unwrap();
+    rustix::process::kill_process(rustix::process::Pid::from_raw(child).unwrap(), Signal::KILL).unwrap();
+    source.agent.wait_for_line("snapshot failed", LONG).unwrap();
+    source.replicate(&replica, &["--memory", "16MiB"]);
+    assert!(source.agent.output().contains("the module failed a short time ago"), "{}", source.agent.output());
+    assert_same_data(&primary, &replica);
+    assert_eq!(
+        (module_fact(&primary, "captures_failed").as_str(), module_fact(&primary, "state").as_str()),
+        ("1", "idle")
+    );
+}
+
+#[test]
+fn a_module_that_is_disabled_is_not_used() {
+    for kind in require::kinds() {
+        let primary = with_module(kind).config("remora.capture", "no").start().unwrap();
+        let replica = Server::start(kind).unwrap();
+        fill_every_type(&mut primary.client().unwrap(), 30).unwrap();
+        let mut source = Source::start(&primary, &["--memory", "64MiB", "--module-capture", "walk"]);
+        source.replicate(&replica, &[]);
+        assert_eq!(method(&mut source), "psync");
+        assert!(source.agent.output().contains("remora.capture no"), "{}", source.agent.output());
+        assert_same_data(&primary, &replica);
+    }
+}
+
+#[test]
+fn readers_of_another_family_that_cannot_read_it_cost_the_primary_no_walk() {
+    let (Some(redis), Some(valkey)) = (require::redis(), require::valkey()) else { return };
+    let primary = with_module(valkey).start().unwrap();
+    let replica = Server::start(redis).unwrap();
+    load(&primary, 10, 100_000);
+    let source = walking(&primary, &["--memory", "64MiB"]);
+    let mut agent = source.replica(&replica, &[]);
+    let ended = agent.wait(LONG).unwrap();
+    assert!(!ended.success() && agent.output().contains("RDB version"), "{ended}: {}", agent.output());
+    assert_eq!((module_fact(&primary, "captures_done").as_str(), number(&primary, "sync_full")), ("0", 0));
+}
+
+#[test]
+fn a_source_loads_the_module_if_the_server_allows_it_and_else_works_without() {
+    for kind in require::kinds() {
+        for allowed in ["local", "no"] {
+            let primary = primary(kind).config("enable-module-command", allowed).start().unwrap();
+            let replica = Server::start(kind).unwrap();
+            fill_every_type(&mut primary.client().unwrap(), 31).unwrap();
+            let library = remora_lab::server::module_library().unwrap().display().to_string();
+            let args = ["--memory", "64MiB", "--module-capture", "walk", "--load-module", &library];
+            let mut source = Source::start(&primary, &args);
+            source.replicate(&replica, &[]);
+            assert_eq!(method(&mut source), if allowed == "local" { "the module" } else { "psync" });
+            assert_same_data(&primary, &replica);
+        }
+    }
+}
+
+/// For [`wait_until`]: whether the module is in that state; the error names the present state.
+fn is_in_state(primary: &Server, wanted: &str) -> Result<(), String> {
+    let found = module_fact(primary, "state");
+    if found == wanted { Ok(()) } else { Err(found) }
+}
+
+#[test]
+fn a_primary_without_the_module_is_asked_for_it_once_only() {
+    let Some(kind) = require::redis() else { return };
+    let (primary, replica) = (primary(kind).start().unwrap(), Server::start(kind).unwrap());
+    let mut source = Source::start(&primary, &["--memory", "64MiB"]);
+    source.replicate(&replica, &[]);
+    assert_eq!(method(&mut source), "psync");
+    assert_eq!(number(&primary, "sync_full"), 1);
+    assert_same_data(&primary, &replica);
+}

@@ -1,0 +1,142 @@
+//! A replica that joins with the right token, claims to hold the whole snapshot, and lends a table that is valid in
+//! itself, but all of its bytes are invented.
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::time::Duration;
+
+use remora_agent::conversation::{Connection, Endpoint, Options, Token, derive};
+use remora_fabric::tcp::{LANE_MAGIC, TcpExporter, TcpOptions};
+use remora_fabric::{Exporter, Memory, Pages, RegionId};
+use remora_protocol::{Join, Message, Offer, Phase, Progress, Relaying, Relays, TableOffer};
+use remora_table::{Geometry, Identity, Kind, Origin, SnapshotWriter};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::runtime::Runtime;
+
+/// A running liar. It ends when dropped.
+pub(crate) struct Liar {
+    readers: Arc<AtomicUsize>,
+    _runtime: Runtime,
+}
+
+/// What the liar lends, and the number of its readers.
+struct Lie {
+    id: RegionId,
+    offer: TableOffer,
+    exporter: Arc<TcpExporter>,
+    token: Arc<Token>,
+    readers: Arc<AtomicUsize>,
+}
+
+impl Liar {
+    /// Joins the source, and returns when it has received the offer and lends its own table.
+    pub(crate) fn start(source: SocketAddr, token: &Path) -> Liar {
+        let runtime = Runtime::new().unwrap();
+        let (source, token) = (source.to_string(), Arc::new(Token::read_file(token).unwrap()));
+        let readers = Arc::new(AtomicUsize::new(0));
+        let counted = readers.clone();
+        runtime.block_on(async move {
+            let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let address = listener.local_addr().unwrap();
+            let (connection, offer) = join(&source, &token, address).await;
+            let lie = make(&offer, address, token, counted);
+            tokio::spawn(listen(listener, Arc::new(lie)));
+            boast(connection, offer.generation).await;
+        });
+        Liar { readers, _runtime: runtime }
+    }
+
+    /// How many connections have asked to read from it.
+    pub(crate) fn readers(&self) -> usize {
+        self.readers.load(Relaxed)
+    }
+}
+
+async fn join(source: &str, token: &Token, address: SocketAddr) -> (Connection, Offer) {
+    let mut connection = remora_agent::conversation::connect(source, token, &Options::default()).await.unwrap();
+    let join = Join {
+        name: "liar".into(),
+        server: "Valkey 9.1".into(),
+        resume: None,
+        plan_only: false,
+        relays: Some(Relays { serves_at: address.to_string(), zone: String::new() }),
+    };
+    connection.send(Message::Join(join)).await.unwrap();
+    loop {
+        if let Message::Offer(offer) = connection.receive().await.unwrap() {
+            return (connection, offer);
+        }
+    }
+}
+
+/// A complete table with the source's identity and other bytes.
+fn make(offer: &Offer, address: SocketAddr, token: Arc<Token>, readers: Arc<AtomicUsize>) -> Lie {
+    let TableOffer { generation, first_offset, slot_size, slots, .. } = offer.snapshot.clone();
+    let geometry = Geometry { slot_size, slots };
+    let memory = Arc::new(Memory::create("liar", geometry.memory_len(), Pages::Small).unwrap());
+    let origin = Origin { generation, history: offer.replid.unwrap(), offset: first_offset };
+    let identity = Identity { kind: Kind::Snapshot, origin };
+    let mut writer = SnapshotWriter::create(memory.clone(), geometry, identity, 0).unwrap();
+    writer.append(&vec![0x5a; 16 << 20]).unwrap();
+    let exporter = Arc::new(TcpExporter::new(TcpOptions::default(), Some(address)).unwrap());
+    let id = RegionId { generation, region: 99 };
+    exporter.export(id, memory).unwrap();
+    let keys = vec![exporter.key(id).unwrap().as_bytes().to_vec()];
+    let offer = TableOffer { generation, first_offset, slot_size, slots, retained: true, keys };
+    Lie { id, offer, exporter, token, readers }
+}
+
+/// Claims more slots than any other replica, and keeps running.
+async fn boast(mut connection: Connection, generation: u64) {
+    let progress = Progress {
+        generation,
+        phase: Phase::Stay,
+        transport: Some(3),
+        transport_why: String::new(),
+        slots_below: u64::MAX,
+        slots_held: 128,
+        bytes: 16 << 20,
+        applied_offset: 0,
+        relaying: Some(Relaying { reads_from: None, oldest: 0, held: 128, is_full: false }),
+    };
+    connection.send(Message::Progress(progress.clone())).await.unwrap();
+    // Repeated, because a silent replica is not assigned to readers.
+    tokio::spawn(async move {
+        let mut again = tokio::time::interval(Duration::from_millis(500));
+        loop {
+            tokio::select! {
+                heard = connection.receive() => if heard.is_err() { return },
+                _ = again.tick() => if connection.send(Message::Progress(progress.clone())).await.is_err() { return },
+            }
+        }
+    });
+}
+
+async fn listen(listener: TcpListener, lie: Arc<Lie>) {
+    while let Ok((stream, _)) = listener.accept().await {
+        tokio::spawn(greet(stream, lie.clone()));
+    }
+}
+
+async fn greet(stream: TcpStream, lie: Arc<Lie>) {
+    let mut word = [0; LANE_MAGIC.len()];
+    while stream.peek(&mut word).await.unwrap() < word.len() {}
+    if word == LANE_MAGIC {
+        let stream = stream.into_std().unwrap();
+        stream.set_nonblocking(false).unwrap();
+        return lie.exporter.adopt(stream).unwrap();
+    }
+    let conversations = Endpoint::new(&lie.token, &Options::default()).unwrap();
+    let mut connection = conversations.accept(stream).await.unwrap();
+    while let Ok(message) = connection.receive().await {
+        if let Message::ReadPeer { generation, .. } = message {
+            assert_eq!(generation, lie.id.generation);
+            lie.readers.fetch_add(1, Relaxed);
+            lie.exporter.grant(connection.session(), derive(&connection.session_key(), b"remora data lanes"));
+            let offer = Message::PeerOffer { generation, table: lie.offer.clone(), rate: 0 };
+            connection.send(offer).await.unwrap();
+        }
+    }
+}

@@ -1,0 +1,281 @@
+//! Relay: replicas feed each other. The bytes leave the source about once, even if a relay ends or sends wrong data.
+
+mod hosts;
+mod liar;
+
+use std::time::{Duration, Instant};
+
+use liar::Liar;
+use remora_lab::{Agent, Kind, Server, Workload, assert_same_data, fill_every_type, require};
+use rustix::process::Signal;
+use serde_json::Value;
+
+use crate::kit::{LONG, Source, load, primary, syncs};
+
+const MIB: u64 = 1 << 20;
+
+/// Over TCP, as if the hosts were far apart: on one host no replica needs a relay.
+const FAR: [&str; 2] = ["--transport", "tcp"];
+
+/// Limit on the bytes that leave the source, in hundredths of the data set.
+const ONCE: u64 = 115;
+
+fn servers(kind: Kind, count: usize) -> Vec<Server> {
+    (0..count).map(|_| Server::start(kind).unwrap()).collect()
+}
+
+fn served(source: &Source) -> u64 {
+    source.status()["totals"]["bytes_served"].as_u64().unwrap()
+}
+
+fn snapshot_bytes(source: &Source) -> u64 {
+    source.status()["generation"]["snapshot_bytes"].as_u64().unwrap()
+}
+
+/// Asserts that one data set has left the source, plus lines, entries and the stream.
+#[track_caller]
+fn assert_once(source: &Source, before: u64) {
+    let (sent, set) = (served(source) - before, snapshot_bytes(source));
+    assert!(sent * 100 <= set * ONCE, "{sent} bytes left the source for a snapshot of {set}");
+    assert!(sent >= set, "{sent} bytes for a snapshot of {set}: too few for one replica");
+    println!("{sent} bytes left the source for a snapshot of {set}");
+}
+
+/// With slots of 128 KiB, so that a small data set has many of them.
+fn source(primary: &Server) -> Source {
+    Source::start(primary, &["--memory", "128MiB", "--slot-size", "128KiB"])
+}
+
+/// One replica in the output of `remora status`.
+fn replica<'s>(status: &'s Value, name: &str) -> Option<&'s Value> {
+    status["replicas"].as_array()?.iter().find(|replica| replica["name"] == name)
+}
+
+/// Waits until this replica, which must still run, holds `slots` slots.
+fn wait_for_slots(source: &Source, name: &str, slots: u64) {
+    source.wait_for_status("a replica to hold some slots", |status| {
+        replica(status, name).is_some_and(|replica| replica["slots_held"].as_u64() >= Some(slots))
+    });
+}
+
+#[test]
+fn four_replicas_under_load_are_exact_and_one_copy_leaves_the_source() {
+    for kind in require::kinds() {
+        let primary = primary(kind).config("repl-diskless-sync-delay", 1).start().unwrap();
+        fill_every_type(&mut primary.client().unwrap(), 7).unwrap();
+        load(&primary, 24, MIB);
+        let (servers, source) = (servers(kind, 4), source(&primary));
+        let writer = Workload::start(
+            primary.client().unwrap(),
+            // Small values only: each replica also fetches the stream from the source, and that is counted too.
+            remora_lab::workload::Options {
+                big_bytes: 0,
+                ..remora_lab::workload::Options::seeded(remora_lab::random::seed("workload")).rate(500)
+            },
+        )
+        .unwrap();
+        let mut agents: Vec<Agent> = servers.iter().map(|server| source.replica(server, &FAR)).collect();
+        for agent in &mut agents {
+            agent.wait_for_success(LONG).unwrap();
+        }
+        writer.stop().unwrap();
+        assert_once(&source, 0);
+        assert_eq!(syncs(&primary), (1, 4), "one snapshot, and four partial resynchronisations");
+        for server in &servers {
+            assert_same_data(&primary, server);
+        }
+        let relayed = agents.iter().filter(|agent| agent.output().contains("reading slots from another replica"));
+        assert_eq!(relayed.count(), 3);
+    }
+}
+
+#[test]
+fn a_relay_killed_in_the_middle_costs_its_reader_only_the_slots_in_transit() {
+    let Some(kind) = require::valkey() else { return };
+    let primary = primary(kind).config("repl-diskless-sync-delay", 1).start().unwrap();
+    load(&primary, 24, MIB);
+    let (servers, source) = (servers(kind, 3), source(&primary));
+    // One after the other, so that the chain has this order.
+    let mut agents = ["first", "second", "third"].into_iter().zip(&servers).map(|(name, server)| {
+        let agent = source.replica(server, &[&FAR[..], &["--name", name, "--download-limit", "8MiB"]].concat());
+        wait_for_slots(&source, name, 8);
+        agent
+    });
+    let (mut first, mut second, mut third) = (agents.next().unwrap(), agents.next().unwrap(), agents.next().unwrap());
+    second.kill().unwrap();
+    third.wait_for_line("no more slots come from another replica", LONG).unwrap();
+    for agent in [&mut first, &mut third] {
+        agent.wait_for_success(LONG).unwrap();
+    }
+    // The third continues with the first: the source has sent each slot once, except for those it was asked for
+    // meanwhile.
+    assert_once(&source, 0);
+    for server in [&servers[0], &servers[2]] {
+        assert_same_data(&primary, server);
+    }
+    source.replicate(&servers[1], &[&FAR[..], &["--replace"]].concat());
+    assert_same_data(&primary, &servers[1]);
+    assert_eq!(syncs(&primary).0, 1);
+}
+
+#[test]
+fn a_late_joiner_reads_from_a_peer_that_lends_until_the_last_slot() {
+    let Some(kind) = require::redis() else { return };
+    let primary = primary(kind).start().unwrap();
+    load(&primary, 24, MIB);
+    let (servers, source) = (servers(kind, 2), source(&primary));
+    let mut first = source.replica(&servers[0], &[&FAR[..], &["--name", "first", "--stay"]].concat());
+    first.wait_for_line("in step; staying", LONG).unwrap();
+    let before = served(&source);
+    let limited = ["--name", "late", "--download-limit", "16MiB"];
+    let mut late = source.replica(&servers[1], &[&FAR[..], &limited].concat());
+    wait_for_slots(&source, "late", 20);
+    // The first is handed over, and continues only for the one that reads from it.
+    first.signal(Signal::TERM).unwrap();
+    first.wait_for_line("1 replica reads slots from here still", LONG).unwrap();
+    late.wait_for_success(LONG).unwrap();
+    first.wait_for_success(LONG).unwrap();
+    let sent = served(&source) - before;
+    assert!(sent * 10 < snapshot_bytes(&source), "{sent} bytes from the source for a late joiner");
+    for server in &servers {
+        assert_same_data(&primary, server);
+    }
+}
+
+#[test]
+fn reader_and_lender_keep_the_limits_and_the_status_draws_the_chain() {
+    let Some(kind) = require::valkey() else { return };
+    let primary = primary(kind).config("repl-diskless-sync-delay", 1).start().unwrap();
+    load(&primary, 12, MIB);
+    let (servers, source) = (servers(kind, 2), source(&primary));
+    let head = ["--name", "head", "--zone", "east", "--upload-limit", "4MiB", "--stay"];
+    let mut first = source.replica(&servers[0], &[&FAR[..], &head].concat());
+    first.wait_for_line("in step; staying", LONG).unwrap();
+    let began = Instant::now();
+    let mut second = source.replica(&servers[1], &[&FAR[..], &["--name", "tail", "--no-serve-peers"]].concat());
+    let status = source.wait_for_status("the tail to read from the head", |status| {
+        let of = |name: &str, field: &str| replica(status, name).map(|replica| replica[field].clone());
+        of("tail", "reads_from").is_some_and(|from| !from.is_null() && Some(from) == of("head", "session"))
+    });
+    assert_eq!(replica(&status, "head").unwrap()["zone"], "east");
+    assert_eq!(replica(&status, "tail").unwrap()["serves"], false);
+    let drawn = source.drawn_status();
+    assert!(drawn.contains("└─ head") && drawn.contains("   └─ tail"), "{drawn}");
+    second.wait_for_success(LONG).unwrap();
+    let (took, fair) = (began.elapsed(), Duration::from_secs_f64(12.0 / 4.0));
+    assert!(took >= fair.mul_f64(0.9), "{took:?} at a limit that allows {fair:?}");
+    assert!(took <= fair * 2 + Duration::from_secs(4), "{took:?} at a limit that allows {fair:?}");
+    assert_once(&source, 0);
+    first.signal(Signal::TERM).unwrap();
+    first.wait_for_success(LONG).unwrap();
+    for server in &servers {
+        assert_same_data(&primary, server);
+    }
+}
+
+#[test]
+fn replicas_that_do_not_lend_all_read_from_the_source() {
+    let Some(kind) = require::valkey() else { return };
+    let primary = primary(kind).start().unwrap();
+    load(&primary, 8, MIB);
+    let (servers, source) = (servers(kind, 2), source(&primary));
+    let mut agents: Vec<Agent> =
+        servers.iter().map(|server| source.replica(server, &[&FAR[..], &["--no-serve-peers"]].concat())).collect();
+    for agent in &mut agents {
+        agent.wait_for_success(LONG).unwrap();
+        assert!(!agent.output().contains("lending slots"));
+    }
+    assert!(served(&source) >= 2 * snapshot_bytes(&source));
+    for server in &servers {
+        assert_same_data(&primary, server);
+    }
+}
+
+/// The data set is three times the source's window: a slot stays there until every replica has it, from any peer.
+#[test]
+fn replicas_feed_each_other_what_passes_through_a_window_at_the_source() {
+    let Some(kind) = require::valkey() else { return };
+    let primary = primary(kind).config("repl-diskless-sync-delay", 1).start().unwrap();
+    load(&primary, 96, MIB);
+    let source = Source::start(&primary, &["--memory", "40MiB", "--slot-size", "1MiB"]);
+    let servers = servers(kind, 3);
+    let before = served(&source);
+    let mut agents: Vec<Agent> = servers.iter().map(|server| source.replica(server, &FAR)).collect();
+    for agent in &mut agents {
+        agent.wait_for_success(LONG).unwrap();
+    }
+    assert!(source.status()["generation"]["windowed"].as_bool().unwrap(), "the snapshot is not windowed");
+    assert_eq!(source.snapshots_taken(), 1);
+    assert_once(&source, before);
+    for server in &servers {
+        assert_same_data(&primary, server);
+    }
+}
+
+/// The replica that lends from a window ends: the slots that its reader lacks are still in the window.
+#[test]
+fn a_relay_of_a_window_that_is_killed_costs_its_reader_only_slots_in_transit() {
+    let Some(kind) = require::valkey() else { return };
+    let primary = primary(kind).config("repl-diskless-sync-delay", 1).start().unwrap();
+    load(&primary, 96, MIB);
+    let source = Source::start(&primary, &["--memory", "40MiB", "--slot-size", "256KiB"]);
+    let servers = servers(kind, 2);
+    // Both read slowly enough for the test to find out which of them lends.
+    let slowly = [&FAR[..], &["--download-limit", "20MiB"]].concat();
+    let mut agents: Vec<Agent> = ["one", "two"]
+        .iter()
+        .zip(&servers)
+        .map(|(name, server)| source.replica(server, &[&slowly[..], &["--name", name]].concat()))
+        .collect();
+    wait_for_slots(&source, "one", 40);
+    wait_for_slots(&source, "two", 40);
+    let status = source.status();
+    assert!(status["generation"]["windowed"].as_bool().unwrap(), "the snapshot is not windowed");
+    let lends = |name| replica(&status, name).unwrap()["reads_from"].is_null();
+    let (lender, reader) = if lends("one") { (0, 1) } else { (1, 0) };
+    assert!(!lends(["one", "two"][reader]), "no replica lends: {status}");
+    agents[lender].signal(Signal::KILL).unwrap();
+    agents[reader].wait_for_success(LONG).unwrap();
+    assert_eq!(source.snapshots_taken(), 1);
+    assert_same_data(&primary, &servers[reader]);
+}
+
+#[test]
+fn a_small_relay_lends_a_window_and_its_reader_still_gets_all() {
+    let Some(kind) = require::valkey() else { return };
+    let primary = primary(kind).config("repl-diskless-sync-delay", 1).start().unwrap();
+    load(&primary, 48, MIB);
+    let (servers, source) = (servers(kind, 3), source(&primary));
+    let mut agents: Vec<Agent> =
+        servers.iter().map(|server| source.replica(server, &[&FAR[..], &["--memory", "16MiB"]].concat())).collect();
+    for agent in &mut agents {
+        agent.wait_for_success(LONG).unwrap();
+    }
+    for server in &servers {
+        assert_same_data(&primary, server);
+    }
+}
+
+#[test]
+fn a_peer_with_wrong_bytes_is_dropped_and_named_and_none_of_them_arrives() {
+    let Some(kind) = require::valkey() else { return };
+    let primary = primary(kind).start().unwrap();
+    load(&primary, 8, MIB);
+    let source = source(&primary);
+    let liar = Liar::start(source.address, source.token());
+    let server = Server::start(kind).unwrap();
+    let mut honest = source.replica(&server, &[&FAR[..], &["--name", "honest"]].concat());
+    let said = honest.wait_for_line("bytes that are not the source's", LONG).unwrap();
+    assert!(said.contains("liar") && said.contains("checksum"), "{said}");
+    honest.wait_for_success(LONG).unwrap();
+    assert_same_data(&primary, &server);
+    let named = source.agent.output();
+    assert!(named.contains("lent slots that differ from the source's") && named.contains("liar"), "{named}");
+
+    // The source assigns it to no reader any more.
+    let another = Server::start(kind).unwrap();
+    let later = source.replicate(&another, &FAR);
+    assert!(!later.output().contains("liar"), "{}", later.output());
+    assert_same_data(&primary, &another);
+    assert!(liar.readers() > 0, "no replica has read from it");
+}

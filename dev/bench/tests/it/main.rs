@@ -1,0 +1,5 @@
+//! The benchmark programs as processes: figures exist and are complete.
+#![allow(clippy::unwrap_used)]
+
+mod messenger;
+mod rdma;

@@ -1,0 +1,6 @@
+//! The module in real servers: its commands by hand, and loads from a primary that is the test itself.
+#![allow(clippy::unwrap_used, unreachable_pub)]
+
+mod capture;
+mod load;
+mod primary;
