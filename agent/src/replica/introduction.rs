@@ -16,7 +16,7 @@ use crate::server::Client;
 use crate::server::module::field;
 
 /// The delivery's half.
-pub(super) struct Shown {
+pub(super) struct GrantedMemory {
     /// The first field of the payload must contain this.
     pub(super) ticket: [u8; TICKET_BYTES],
     /// The page on which the server counts.
@@ -53,7 +53,7 @@ const HANDOVER_LIMIT: Duration = Duration::from_secs(3);
 const ANSWER_LIMIT: Duration = Duration::from_secs(300);
 
 /// Prepares both halves for this memory.
-pub(super) fn prepare(view: &View, number: u64) -> Result<(Shown, Introduction), String> {
+pub(super) fn prepare(view: &View, number: u64) -> Result<(GrantedMemory, Introduction), String> {
     let text = |error: &dyn fmt::Display| format!("memory cannot be given to the server: {error}");
     let mut ticket = [0; TICKET_BYTES];
     getrandom::fill(&mut ticket).map_err(|error| text(&error))?;
@@ -63,7 +63,7 @@ pub(super) fn prepare(view: &View, number: u64) -> Result<(Shown, Introduction),
     let memory = view.reopen_read_only().or_else(|_| view.as_fd().try_clone_to_owned());
     let descriptors = vec![memory.map_err(|error| text(&error))?, page];
     let handover = Handover::bind(&Place::Abstract).map_err(|error| text(&error))?;
-    Ok((Shown { ticket, tally }, Introduction { number, handover, descriptors, ticket, length: view.length() }))
+    Ok((GrantedMemory { ticket, tally }, Introduction { number, handover, descriptors, ticket, length: view.length() }))
 }
 
 impl Introduction {
