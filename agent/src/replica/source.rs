@@ -26,7 +26,7 @@ pub(super) struct Source {
     connection: Connection,
 }
 
-/// How long a plan may take: the source knows it already.
+/// Time limit for a plan, which the source has ready.
 const PLAN_LIMIT: Duration = Duration::from_secs(10);
 
 impl Source {
@@ -83,7 +83,7 @@ impl Source {
         self.connection.split()
     }
 
-    /// What connecting to offered tables needs, for a thread that can block.
+    /// The parameters for connecting to offered tables, for a thread that can block.
     pub(super) fn way(&self, args: &ReplicaArgs) -> Way {
         Way {
             session: self.connection.session(),
@@ -295,7 +295,7 @@ impl Way {
         Part { peer, sink, layout: SinkLayout { offset: 0, buffers }, expect, in_place: table.retained, copy: None }
     }
 
-    /// Tries the connectors, best first, and gives back which one connected. One that fails is not tried again for
+    /// Tries the connectors, best first, and returns which one connected. One that fails is not tried again for
     /// other tables.
     fn connect(
         &self,

@@ -75,7 +75,7 @@ pub(super) struct Driver {
     calling: Option<AbortOnDrop>,
     /// Tables that the machine has not yet ordered to be attached.
     tables: Option<(u64, Box<Feed>, Chosen, Box<Offer>)>,
-    /// What the delivery wants the module to be given.
+    /// The memory that the delivery wants to give to the module.
     introduction: Option<Introduction>,
     /// What the module answered.
     answer: Option<(u64, Result<Answer, String>)>,
@@ -85,7 +85,7 @@ pub(super) struct Driver {
     published: Result<(), Failure>,
 }
 
-/// What the preflight found and messages name.
+/// Findings of the preflight that messages name.
 struct Facts {
     /// The server's address.
     server: String,
@@ -95,7 +95,7 @@ struct Facts {
     primary: String,
 }
 
-/// What a sync begins with.
+/// The start of a sync.
 pub(super) struct Setup {
     pub(super) args: ReplicaArgs,
     pub(super) token: Arc<Token>,
@@ -107,7 +107,7 @@ pub(super) struct Setup {
     pub(super) link_tls: Option<Arc<ServerConfig>>,
 }
 
-/// What a connecting task brings.
+/// The result of a connecting task.
 enum Connected {
     Source(Result<Source, crate::conversation::Error>),
     Tables { attempt: u64, offer: Box<Offer>, result: Result<(Box<Feed>, Chosen), Failure> },
@@ -120,7 +120,7 @@ enum Flow {
 }
 
 impl Driver {
-    /// Opens the link and starts the tasks. Nothing of the server is touched yet.
+    /// Opens the link and starts the tasks. Changes nothing on the server yet.
     pub(super) async fn begin(setup: Setup) -> Result<Driver, Failure> {
         let Setup { args, token, control, record, target, primary, source, link_tls } = setup;
         let no_handler = |error| Failure::local(format!("signals can't be caught: {error}"));
@@ -213,7 +213,7 @@ impl Driver {
         outcome.and(self.published)
     }
 
-    /// What the delivery and the relay show now.
+    /// Readings of the delivery and the relay.
     fn reading(&self) -> Reading {
         Reading {
             loaded: self.delivery.progress().loaded,
@@ -258,7 +258,7 @@ impl Driver {
         }
     }
 
-    /// From the source.
+    /// The event that a message of the source stands for.
     fn received(&mut self, received: Received) -> Option<Event> {
         let message = match received {
             Received::Message(message) => *message,
@@ -304,7 +304,7 @@ impl Driver {
         }
     }
 
-    /// From the delivery thread.
+    /// The event that a notice of the delivery stands for.
     fn notice(&mut self, notice: Option<Notice>) -> Option<Event> {
         let fatal = |text: String| DeliveryEvent::Fatal { failure: Failure::local(text) };
         let event = match notice {
@@ -337,7 +337,7 @@ impl Driver {
         Some(Event::Delivery(event))
     }
 
-    /// From the conversation with the upstream replica.
+    /// The event that a report of the upstream replica stands for.
     fn upstream_said(&mut self, said: Said) {
         match said {
             Said::ReadFrom(from) => self.read_from(Some(from)),
@@ -414,7 +414,7 @@ impl Driver {
         let mut progress = self.delivery.progress();
         let mut held = progress.next_slot;
         if let (None, Some(folder)) = (&progress.origin, &self.args.state_dir) {
-            // What an agent before us left behind.
+            // What an earlier agent left behind.
             if let Some((origin, below)) = Spool::look(folder) {
                 progress.origin = Some(origin);
                 held = below;
@@ -433,7 +433,7 @@ impl Driver {
         let progress = self.delivery.progress();
         let is_same = progress.origin.as_ref().is_some_and(|origin| origin.generation == offer.generation);
         let relay = self.relay.wish(progress.copy.filter(|_| is_same));
-        // It cannot be aborted, but ends within the transports' time limits. Nothing is reported to a driver that is
+        // It cannot be aborted, but it ends within the transports' time limits. Nothing is reported to a driver that is
         // gone.
         tokio::task::spawn_blocking(move || {
             let result = way.feed(&offer, sinks, progress.loaded, relay.as_ref());
@@ -465,7 +465,7 @@ impl Driver {
 
     // ---- progress ----
 
-    /// Shows and reports how far the sync is, when it is time.
+    /// Shows and reports the progress, when it is due.
     fn show_progress(&mut self) {
         let now = Instant::now();
         if now < self.progress_due {
@@ -510,7 +510,7 @@ impl Driver {
         }
     }
 
-    /// Reports how it went, to people and to programs.
+    /// Prints the summary, for people and for programs.
     fn publish(&mut self) {
         if let Some(bar) = self.bar.take() {
             bar.finish();
