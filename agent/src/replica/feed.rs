@@ -18,7 +18,7 @@ use super::spool;
 /// A snapshot and a journal of one source, and the connections through which they are read.
 pub(super) struct Feed {
     /// Which snapshot it is.
-    pub(super) origin: spool::Origin,
+    pub(super) id: spool::SnapshotId,
     /// The snapshot, until it has been read.
     pub(super) snapshot: Option<SnapshotFeed>,
     /// The journal.
@@ -28,8 +28,8 @@ pub(super) struct Feed {
 }
 
 impl Feed {
-    pub(super) fn new(origin: spool::Origin, parts: Parts) -> Feed {
-        Feed { origin, snapshot: None, journal: None, parts: Some(parts) }
+    pub(super) fn new(id: spool::SnapshotId, parts: Parts) -> Feed {
+        Feed { id, snapshot: None, journal: None, parts: Some(parts) }
     }
 
     /// Creates the reader of the snapshot, from slot `first` on, without the slots that are `held`. `kept` is the copy

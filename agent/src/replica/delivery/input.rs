@@ -17,7 +17,7 @@ use crate::replica::feed::{Feed, Pumped, SnapshotFeed};
 use crate::replica::meter::Meter;
 use crate::replica::parts::FeedError;
 use crate::replica::relay_reader::{Lost, ReadFrom, RelayReader};
-use crate::replica::spool::{Held, Origin, Spool};
+use crate::replica::spool::{Held, SnapshotId, Spool};
 
 /// The first and the longest pause between two polls of an idle journal. They bound the lag that polling adds. A longer
 /// pause costs less of both ends' processors; the journal is looked at again at once while it brings something.
@@ -125,14 +125,14 @@ impl Input {
     ///
     /// # Errors
     /// The spool cannot be used: the text says why and what to do.
-    pub(super) fn begin_origin(&mut self, origin: &Origin) -> Result<(), String> {
+    pub(super) fn begin_snapshot(&mut self, id: &SnapshotId) -> Result<(), String> {
         self.fetched = false;
         self.count_from_nothing();
         self.meter.slots_total.set(0);
-        self.meter.stream_fetched.set(origin.offset);
-        self.meter.stream_delivered.set(origin.offset);
+        self.meter.stream_fetched.set(id.origin.offset);
+        self.meter.stream_delivered.set(id.origin.offset);
         if let Some(folder) = &self.folder {
-            let spool = Spool::open(folder, origin).map_err(|cause| spool_error(folder, &cause))?;
+            let spool = Spool::open(folder, id).map_err(|cause| spool_error(folder, &cause))?;
             for number in 0..spool.held_below() {
                 self.meter.bytes_fetched.add(spool.get(number).map_or(0, |held| u64::from(held.length)));
             }

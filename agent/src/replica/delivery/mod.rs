@@ -189,12 +189,12 @@ impl Delivery {
     /// Takes a new feed. Continues where the last one ended, or begins again with another snapshot.
     fn attach(&mut self, now: Instant, feed: Box<Feed>) -> Result<(), String> {
         self.abandon_memory();
-        let is_same = self.at.origin.as_ref() == Some(&feed.origin);
+        let is_same = self.at.snapshot == Some(feed.id);
         if !is_same && !self.at.loaded {
             if self.link.as_ref().is_some_and(ServerLink::has_begun) {
                 self.drop_link("the snapshot that it was loading is gone", false);
             }
-            self.begin_origin(&feed)?;
+            self.begin_snapshot(&feed)?;
         }
         self.link.iter_mut().for_each(|link| link.lay_down(now));
         if let Err(error) = self.input.attach(now, feed, &self.at) {
@@ -203,11 +203,11 @@ impl Delivery {
         Ok(())
     }
 
-    fn begin_origin(&mut self, feed: &Feed) -> Result<(), String> {
+    fn begin_snapshot(&mut self, feed: &Feed) -> Result<(), String> {
         self.stream.clear();
-        let next_byte = feed.origin.offset + 1;
-        self.at = Progress { origin: Some(feed.origin.clone()), next_byte, ..Progress::default() };
-        self.input.begin_origin(&feed.origin)
+        let next_byte = feed.id.origin.offset + 1;
+        self.at = Progress { snapshot: Some(feed.id), next_byte, ..Progress::default() };
+        self.input.begin_snapshot(&feed.id)
     }
 
     // ---- the server's link ----
@@ -289,10 +289,10 @@ impl Delivery {
         if self.at.loaded {
             // The server has lost the snapshot that it had loaded, and needs all of it again.
             self.at.loaded = false;
-            self.at.origin = None;
+            self.at.snapshot = None;
             self.begin_again();
             self.tell(Notice::FeedWanted);
-        } else if !self.input.has_feed() && self.at.origin.is_some() {
+        } else if !self.input.has_feed() && self.at.snapshot.is_some() {
             self.tell(Notice::FeedWanted);
         }
         let Some(link) = &mut self.link else { return };
@@ -305,7 +305,7 @@ impl Delivery {
 
     /// The history of the present snapshot.
     fn history(&self) -> Option<ReplId> {
-        Some(self.at.origin.as_ref()?.replid)
+        Some(self.at.snapshot?.origin.history)
     }
 
     /// Continues the stream at `offset`. That can be before the last byte that was written, since a link loses bytes on
@@ -324,7 +324,7 @@ impl Delivery {
 
     fn acknowledged(&mut self, offset: u64) {
         self.meter.acknowledged.set(offset);
-        let snapshot = self.at.origin.as_ref().map_or(u64::MAX, |origin| origin.offset);
+        let snapshot = self.at.snapshot.map_or(u64::MAX, |id| id.origin.offset);
         if self.link.as_mut().is_some_and(|link| link.acknowledged(offset, snapshot)) {
             self.at.loaded = true;
             self.tell(Notice::Loaded);
@@ -432,8 +432,8 @@ impl Delivery {
 
     /// Answers a `PSYNC` as soon as the first slot has arrived, and sends newlines until then.
     fn begin_payload(&mut self, now: Instant) -> Option<usize> {
-        let piece = if self.at.origin.is_some() { self.input.next_piece(0) } else { None };
-        let is_ready = piece.is_some() || (self.at.origin.is_some() && self.input.is_empty());
+        let piece = if self.at.snapshot.is_some() { self.input.next_piece(0) } else { None };
+        let is_ready = piece.is_some() || (self.at.snapshot.is_some() && self.input.is_empty());
         match piece {
             _ if !is_ready => self.link.as_mut()?.keep_alive(now),
             Some(Piece::Fresh(slot)) if self.by_module => self.introduce(now, slot),
@@ -449,7 +449,7 @@ impl Delivery {
     /// Announces to the server a payload that ends with a mark.
     fn promise(&mut self, mark: [u8; 40], stage: Stage) -> Option<usize> {
         let history = self.history()?;
-        let origin = self.at.origin.as_ref()?;
+        let origin = self.at.snapshot?.origin;
         self.link.as_mut()?.begin_payload(&history, origin.offset, mark, stage);
         self.meter.bytes_delivered.set(0);
         Some(0)

@@ -72,7 +72,7 @@ pub(in crate::replica) enum Notice {
 #[derive(Clone, Debug, Default)]
 pub(in crate::replica) struct Progress {
     /// The snapshot that slots were read from.
-    pub(in crate::replica) origin: Option<spool::Origin>,
+    pub(in crate::replica) snapshot: Option<spool::SnapshotId>,
     /// The first slot that is still needed.
     pub(in crate::replica) next_slot: u64,
     /// The next byte of the stream that is needed; 0 before the first feed.

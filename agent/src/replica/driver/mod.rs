@@ -413,10 +413,10 @@ impl Driver {
     fn join(&self) {
         let mut progress = self.delivery.progress();
         let mut held = progress.next_slot;
-        if let (None, Some(folder)) = (&progress.origin, &self.args.state_dir) {
+        if let (None, Some(folder)) = (&progress.snapshot, &self.args.state_dir) {
             // What an earlier agent left behind.
-            if let Some((origin, below)) = Spool::look(folder) {
-                progress.origin = Some(origin);
+            if let Some((snapshot, below)) = Spool::look(folder) {
+                progress.snapshot = Some(snapshot);
                 held = below;
             }
         } else if self.args.state_dir.is_some() {
@@ -431,7 +431,7 @@ impl Driver {
         let Some(session) = &self.session else { return };
         let (way, sinks, tell) = (session.way().clone(), self.sinks, self.connecting.0.clone());
         let progress = self.delivery.progress();
-        let is_same = progress.origin.as_ref().is_some_and(|origin| origin.generation == offer.generation);
+        let is_same = progress.snapshot.is_some_and(|id| id.origin.generation == offer.generation);
         let relay = self.relay.wish(progress.copy.filter(|_| is_same));
         // It cannot be aborted, but it ends within the transports' time limits. Nothing is reported to a driver that is
         // gone.
@@ -489,7 +489,7 @@ impl Driver {
         let (Some(tables), Some(phase)) = (self.machine.tables(), self.machine.phase()) else { return };
         let generation = tables.offer.generation;
         let progress = self.delivery.progress();
-        let counts_this = progress.origin.is_some_and(|origin| origin.generation == generation);
+        let counts_this = progress.snapshot.is_some_and(|id| id.origin.generation == generation);
         if !counts_this && !progress.loaded {
             // The meter still counts slots of an earlier snapshot: reported for this one, they would be reused unread.
             return;
@@ -526,13 +526,13 @@ impl Driver {
     }
 
     fn summary(&self) -> Summary {
-        let origin = self.delivery.progress().origin;
-        let snapshot_offset = origin.as_ref().map_or(0, |origin| origin.offset);
+        let origin = self.delivery.progress().snapshot.map(|id| id.origin);
+        let snapshot_offset = origin.map_or(0, |origin| origin.offset);
         let moments = self.machine.moments();
         let mut summary = Summary {
             server: self.facts.server.clone(),
             primary: self.facts.primary.clone(),
-            replid: origin.map(|origin| origin.replid.to_string()).unwrap_or_default(),
+            replid: origin.map(|origin| origin.history.to_string()).unwrap_or_default(),
             snapshot_offset,
             hand_off_offset: self.machine.hand_off_offset(),
             transport: self.machine.tables().map_or("none", |tables| tables.transport.name()).to_string(),
