@@ -135,6 +135,9 @@ pub(super) fn refuse_to_overwrite(args: &ReplicaArgs, server: &Server, target: &
 pub(super) struct Primary {
     pub(super) host: String,
     pub(super) port: u16,
+    /// The primary with the login of the replica's server, where the agent asks the primary itself whether it would
+    /// continue the server: it is another server than the one that the source captures, and tells its position.
+    pub(super) asked: Option<Server>,
 }
 
 /// Where the primary is, whether the replica's server will be let in there, and whether it is the right one.
@@ -156,10 +159,14 @@ pub(super) async fn primary(
     let refused = |error: ServerError| no_entry(&error, server.url(), (&host, port, plan.primary.tls), target);
     let primary_server = as_the_server_would(args, target, &host, port)?;
     let mut client = primary_server.connect().await.map_err(refused)?;
+    let mut asked = None;
     match Facts::read(&mut client).await {
         Ok(facts) => {
             check_identity(&facts, target, plan, &host, port)?;
             check_format(&facts, target, server.url())?;
+            if facts.run_id.as_deref() != Some(plan.run_id.as_str()) {
+                asked = Some(primary_server);
+            }
         }
         Err(ServerError::Refused { kind: RefusalKind::NoPerm, .. }) => {
             tracing::info!(
@@ -169,7 +176,7 @@ pub(super) async fn primary(
         }
         Err(error) => return Err(refused(error)),
     }
-    Ok(Primary { host, port })
+    Ok(Primary { host, port, asked })
 }
 
 /// The host by which we reached the source: where the source's server listens on its own loopback only, its address

@@ -15,6 +15,7 @@
 //! The driver owns every task: dropping it ends them. [`Relay`] has its own decisions, which do not depend on how far
 //! the server is, and is called from here directly.
 
+mod coverage;
 mod relay;
 mod server;
 mod session;
@@ -28,6 +29,7 @@ use rustls::ServerConfig;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
 
+use self::coverage::{Coverage, Question};
 use self::relay::Relay;
 use self::server::{Keeper, ServerTask, Work};
 use self::session::{Received, Session, loss};
@@ -79,10 +81,17 @@ pub(super) struct Driver {
     introduction: Option<Introduction>,
     /// What the module answered.
     answer: Option<(u64, Result<Answer, String>)>,
-    progress_due: Instant,
-    bar: Option<progress::Meter>,
+    display: Display,
+    /// Asks the primary whether it would continue the server, where the source cannot tell.
+    coverage: Option<Coverage>,
     signals: (Signal, Signal),
     published: Result<(), Failure>,
+}
+
+/// When progress is shown next, and where.
+struct Display {
+    due: Instant,
+    bar: Option<progress::Meter>,
 }
 
 /// What the preflight found and messages name.
@@ -162,6 +171,7 @@ impl Driver {
         let name = args.name.clone().unwrap_or_else(|| facts.server.clone());
         let relay = Relay::open(args.clone(), token.clone(), name, meter.clone(), &source).await?;
         let way = source.way(&args);
+        let coverage = primary.asked.clone().map(Coverage::start);
         let keeper =
             Keeper { args: args.clone(), control, record, target, primary, link, worthless: None, looked: None };
         let now = Instant::now();
@@ -181,8 +191,8 @@ impl Driver {
             tables: None,
             introduction: None,
             answer: None,
-            progress_due: now,
-            bar: None,
+            display: Display { due: now, bar: None },
+            coverage,
             signals,
             published: Ok(()),
             args,
@@ -204,7 +214,7 @@ impl Driver {
     }
 
     async fn end(mut self, outcome: Result<(), Failure>, last: Message) -> Result<(), Failure> {
-        if let Some(bar) = self.bar.take() {
+        if let Some(bar) = self.display.bar.take() {
             bar.finish();
         }
         if let Some(session) = self.session.take() {
@@ -228,10 +238,16 @@ impl Driver {
 
     async fn next(&mut self) -> Event {
         loop {
-            let due = self.machine.deadline().map_or(self.progress_due, |at| at.min(self.progress_due));
+            let due = self.machine.deadline().map_or(self.display.due, |at| at.min(self.display.due));
             let received = async {
                 match &mut self.session {
                     Some(session) => session.received().await,
+                    None => std::future::pending().await,
+                }
+            };
+            let covered = async {
+                match &mut self.coverage {
+                    Some(coverage) => coverage.answered().await,
                     None => std::future::pending().await,
                 }
             };
@@ -244,6 +260,10 @@ impl Driver {
                     Some(Event::Server(done.report))
                 }
                 received = received => self.received(received),
+                covered = covered => {
+                    let (covered, text) = (covered.is_ok(), covered.err().unwrap_or_default());
+                    Some(Event::Source(SourceEvent::HandOffAnswer { covered, text }))
+                }
                 connected = self.connecting.1.recv() => connected.and_then(|connected| self.connected(connected)),
                 news = self.news.recv() => self.news(news),
                 said = self.relay.said() => {
@@ -368,7 +388,7 @@ impl Driver {
             Action::Join => self.join(),
             Action::ConnectTables { attempt, offer } => self.connect_tables(attempt, offer),
             Action::Attach { attempt } => self.attach(attempt),
-            Action::AskHandOff { generation, offset } => self.send(Message::HandOffQuery { generation, offset }),
+            Action::AskHandOff { generation, offset } => self.ask_hand_off(generation, offset),
             Action::TellProgress => self.tell_progress(),
             Action::UseModule(used) => self.delivery.order(Order::UseModule(used)),
             Action::EndIntroduction { number } => {
@@ -397,6 +417,17 @@ impl Driver {
     fn send(&self, message: Message) {
         if let Some(session) = &self.session {
             session.send(message);
+        }
+    }
+
+    /// Asks whether the primary would continue the server: the primary itself, where the source captures another server.
+    fn ask_hand_off(&mut self, generation: u64, offset: u64) {
+        let offer = self.machine.tables().map(|tables| &tables.offer);
+        let question =
+            offer.and_then(|offer| Some(Question { history: offer.replid?, offset, rate: offer.write_rate }));
+        match (&mut self.coverage, question) {
+            (Some(coverage), Some(question)) => coverage.ask(question),
+            _ => self.send(Message::HandOffQuery { generation, offset }),
         }
     }
 
@@ -468,14 +499,14 @@ impl Driver {
     /// Shows and reports how far the sync is, when it is time.
     fn show_progress(&mut self) {
         let now = Instant::now();
-        if now < self.progress_due {
+        if now < self.display.due {
             return;
         }
-        self.progress_due = now + LOOK_EVERY;
-        if self.bar.is_none() && self.machine.follows_link() {
-            self.bar = Some(progress::Meter::start(self.facts.server.clone(), progress::Unit::Bytes, None));
+        self.display.due = now + LOOK_EVERY;
+        if self.display.bar.is_none() && self.machine.follows_link() {
+            self.display.bar = Some(progress::Meter::start(self.facts.server.clone(), progress::Unit::Bytes, None));
         }
-        if let Some(bar) = &self.bar {
+        if let Some(bar) = &self.display.bar {
             let known = self.meter.bytes_known.get();
             if known > 0 && self.meter.slots_total.get() > 0 {
                 bar.set_total(known);
@@ -512,7 +543,7 @@ impl Driver {
 
     /// Reports how it went, to people and to programs.
     fn publish(&mut self) {
-        if let Some(bar) = self.bar.take() {
+        if let Some(bar) = self.display.bar.take() {
             bar.finish();
         }
         let summary = self.summary();
