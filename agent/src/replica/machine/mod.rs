@@ -25,6 +25,7 @@
 //! - A failure before the server holds the whole snapshot ends with the server detached. Afterwards the server always
 //!   goes to the primary: its own replication makes good whatever is missing.
 //! - A server that another client has taken over is not changed any more, except that settings are put back.
+//! - A server that began a full copy of the primary is never pointed back at the link, which would abort the copy.
 //! - The delivery is ordered to use the module before the server is told to follow the link from nothing: the server
 //!   may ask for its payload at once.
 //! - Every state waits for a report, a deadline or the source, so that no run stands still.
@@ -53,7 +54,7 @@ pub(super) use self::event::{
     Action, DeliveryEvent, Event, Followed, Follows, Introduced, Job, Lapse, Leaving, Look, Loss, NoAnswer,
     NotFollowed, PrimaryLink, Reading, Report, Rules, SourceEvent, Tables,
 };
-use self::hand_off::{HandOff, Next};
+use self::hand_off::{HAND_OFF_LIMIT, HandOff, Next};
 use self::server_side::ServerSide;
 use self::state::{CatchUp, State, is_near_enough};
 use self::supply::{Supply, SupplyState, Verdict};
@@ -534,6 +535,13 @@ impl Replica {
         let (server, primary) = (&self.rules.server, &self.rules.primary);
         if let Some(signal) = because.or(self.stop) {
             return self.fail(interrupted(signal));
+        }
+        if matches!(&self.state, State::HandingOff(hand_off) if hand_off.takes_full_copy()) {
+            let seconds = self.rules.retry_for.max(HAND_OFF_LIMIT).as_secs();
+            let text = format!(
+                "the server {server} is taking a full copy of the primary {primary}, which has not ended after {seconds} s"
+            );
+            return self.fail(Failure::new(Code::SyncFailed, text));
         }
         if self.failed_hand_offs >= HAND_OFFS_LIMIT || !self.supply.has_session {
             let text = format!(
