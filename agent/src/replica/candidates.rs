@@ -26,6 +26,7 @@ use rustix::event::PollFlags;
 use rustls::ServerConfig;
 
 use super::link::Link;
+use super::link_failure::LinkFailure;
 use super::locality::Locality;
 use super::unread::owner;
 
@@ -55,6 +56,7 @@ pub(super) struct Candidates {
     waiting: Vec<Candidate>,
     /// A wrong password has been warned of. More warnings would let a stranger fill the log.
     warned: bool,
+    failure: LinkFailure,
 }
 
 struct Candidate {
@@ -89,7 +91,13 @@ impl Candidates {
         access: Access,
         locality: Locality,
     ) -> Candidates {
-        Candidates { listener, tls, access, locality, waiting: Vec::new(), warned: false }
+        let failure = LinkFailure::default();
+        Candidates { listener, tls, access, locality, waiting: Vec::new(), warned: false, failure }
+    }
+
+    /// Where it is noted why a connection did not become the link.
+    pub(super) fn failure(&self) -> LinkFailure {
+        self.failure.clone()
     }
 
     /// Goes on with all conversations, as far as they go without waiting. Gives back the first that became the server's
@@ -175,7 +183,10 @@ impl Candidates {
                 out: Vec::new(),
                 written: 0,
             }),
-            Err(error) => tracing::debug!(%peer, %error, "a connection to the link is closed"),
+            Err(error) => {
+                tracing::debug!(%peer, %error, "a connection to the link is closed");
+                self.failure.note(peer, &error.to_string());
+            }
         }
     }
 
@@ -200,7 +211,9 @@ impl Candidates {
     fn closed(&mut self, candidate: &Candidate, why: &str) {
         let peer = candidate.peer;
         tracing::debug!(%peer, "a connection to the link is closed: {why}");
-        if candidate.role.refused_logins() > 0 && !candidate.role.is_authenticated() && !self.warned {
+        let is_refused = candidate.role.refused_logins() > 0 && !candidate.role.is_authenticated();
+        self.failure.note(peer, if is_refused { "it gave a wrong password" } else { why });
+        if is_refused && !self.warned {
             self.warned = true;
             tracing::warn!(
                 %peer,

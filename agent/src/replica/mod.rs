@@ -10,7 +10,8 @@
 //!   the server, and checks whether no other client has taken the server over; [`record`] notes each changed setting.
 //! - [`delivery`] plays the primary towards the server, on a thread of its own. It uses [`feed`] with its [`parts`],
 //!   [`link`], [`unread`], [`pacer`], [`spool`] and [`meter`]. [`candidates`] keeps other processes from the server's
-//!   link, [`link_login`] is how the server proves itself there, and [`locality`] finds out where the server is.
+//!   link, [`link_login`] is how the server proves itself there, [`link_failure`] says why a connection did not become
+//!   the link, and [`locality`] finds out where the server is.
 //! - [`private`] keeps other users from what is written to disk.
 //! - [`introduction`] gives memory to a server that has our module.
 //! - [`source`] is the conversation with the source agent.
@@ -27,6 +28,7 @@ mod feed;
 mod introduction;
 mod limit;
 mod link;
+mod link_failure;
 mod link_login;
 mod locality;
 mod machine;

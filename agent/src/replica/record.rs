@@ -39,6 +39,19 @@ struct Contents {
     settings: Vec<Setting>,
     /// The link that the server was told to follow, as `host:port`.
     link: Option<String>,
+    /// The primary that the server followed before, as `host:port`.
+    #[serde(default)]
+    former: Option<String>,
+    /// How often the server's configuration file had been written before the sync.
+    #[serde(default)]
+    rewrites: Option<Rewrites>,
+}
+
+/// How often a server had written its configuration file (`CONFIG REWRITE`) in one of its runs.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Rewrites {
+    pub(super) run_id: Option<String>,
+    pub(super) calls: u64,
 }
 
 /// A setting that was changed.
@@ -124,10 +137,31 @@ impl Record {
         self.contents.link.as_deref() == Some(&format!("{host}:{port}"))
     }
 
-    /// Writes down the link, before the server hears of it.
+    /// Writes down the link, before the server is told to follow it.
     pub(super) fn note_link(&mut self, host: &str, port: u16) -> Result<(), Failure> {
         self.contents.link = Some(format!("{host}:{port}"));
         self.save()
+    }
+
+    /// The primary that the server followed before an agent changed it, as the last agent has noted it.
+    pub(super) fn former(&self) -> Option<(String, u16)> {
+        let (host, port) = self.contents.former.as_deref()?.rsplit_once(':')?;
+        Some((host.to_string(), port.parse().ok()?))
+    }
+
+    /// Notes the primary that the server follows before the sync. Written with the link.
+    pub(super) fn note_former(&mut self, primary: Option<(&str, u16)>) {
+        self.contents.former = primary.map(|(host, port)| format!("{host}:{port}"));
+    }
+
+    /// What was last noted of the server's configuration file.
+    pub(super) fn rewrites(&self) -> Option<&Rewrites> {
+        self.contents.rewrites.as_ref()
+    }
+
+    /// Notes how often the file was written before the sync. Written with the link.
+    pub(super) fn note_rewrites(&mut self, rewrites: Option<Rewrites>) {
+        self.contents.rewrites = rewrites;
     }
 
     /// The value that a setting has without what agents changed, where it has the value `present` now.

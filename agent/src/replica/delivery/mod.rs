@@ -449,6 +449,7 @@ impl Delivery {
     fn promise(&mut self, mark: [u8; 40], stage: Stage) -> Option<usize> {
         let history = self.history()?;
         let origin = self.at.origin.as_ref()?;
+        self.meter.bytes_given.add(mark.len() as u64);
         self.link.as_mut()?.begin_payload(&history, origin.offset, mark, stage);
         self.meter.bytes_delivered.set(0);
         Some(0)
@@ -478,6 +479,7 @@ impl Delivery {
             return Ok(None);
         };
         self.meter.bytes_delivered.add(bytes as u64);
+        self.meter.bytes_given.add(bytes as u64);
         if self.input.spool().is_none() {
             self.at.next_slot = next_slot;
         }
@@ -490,6 +492,7 @@ impl Delivery {
     /// Writes what makes the payload whole.
     fn end_payload(&mut self, end: &[u8]) -> usize {
         let Some(link) = &mut self.link else { return 0 };
+        self.meter.end_given.set(1);
         link.end_payload(end);
         self.input.end_snapshot();
         self.tell(News::PayloadSent);
@@ -566,7 +569,10 @@ impl Delivery {
         self.at.next_slot = self.meter.slots_below.get();
         match payload.write(now, socket, self.input.is_fetched())? {
             Turn::Nothing => Ok(moved.then_some(0)),
-            Turn::Wrote(bytes) => Ok(Some(bytes)),
+            Turn::Wrote(bytes) => {
+                self.meter.bytes_given.add(bytes as u64);
+                Ok(Some(bytes))
+            }
             Turn::Whole(end) => {
                 self.meter.referred.set(payload.referred());
                 Ok(Some(self.end_payload(&end)))

@@ -31,7 +31,7 @@ use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
 
 use self::coverage::{Coverage, Question};
 use self::relay::Relay;
-use self::server::{Keeper, ServerTask, Work};
+use self::server::{Keeper, ServerTask, Watched, Work};
 use self::session::{Received, Session, loss};
 use super::candidates::Candidates;
 use super::control::Control;
@@ -145,8 +145,10 @@ impl Driver {
         let sinks = Sinks::new(args.memory.get());
         let (tell, news) = mpsc::unbounded_channel();
         let link_tls = link_tls.filter(|_| target.tls_replication);
+        let candidates = Candidates::new(listener, link_tls, target.link_login.access(), locality);
+        let link_failure = candidates.failure();
         let delivery = delivery::spawn(delivery::Setup {
-            candidates: Candidates::new(listener, link_tls, target.link_login.access(), locality),
+            candidates,
             spool: args.state_dir.clone(),
             backlog_limit: sinks.backlog_limit(),
             meter: meter.clone(),
@@ -172,8 +174,8 @@ impl Driver {
         let relay = Relay::open(args.clone(), token.clone(), name, meter.clone(), &source).await?;
         let way = source.way(&args);
         let coverage = primary.asked.clone().map(Coverage::start);
-        let keeper =
-            Keeper { args: args.clone(), control, record, target, primary, link, worthless: None, looked: None };
+        let watched = Watched { meter: meter.clone(), link_failure };
+        let keeper = Keeper::new(args.clone(), control, record, target, primary, link, watched);
         let now = Instant::now();
         Ok(Driver {
             token,
@@ -227,7 +229,7 @@ impl Driver {
     fn reading(&self) -> Reading {
         Reading {
             loaded: self.delivery.progress().loaded,
-            bytes_delivered: self.meter.bytes_delivered.get(),
+            bytes_delivered: self.meter.bytes_given.get(),
             stream_fetched: self.meter.stream_fetched.get(),
             stream_delivered: self.meter.stream_delivered.get(),
             readers: self.relay.readers(),

@@ -22,8 +22,8 @@
 //!
 //! What must hold, and is checked after every event of random runs:
 //! - The server's task has one job at a time, and reports before it gets the next.
-//! - A failure before the server holds the whole snapshot ends with the server detached. Afterwards the server always
-//!   goes to the primary: its own replication makes good whatever is missing.
+//! - A failure before the server holds the whole snapshot ends with the server at its former primary, or detached.
+//!   Afterwards the server always goes to the primary: its own replication makes good whatever is missing.
 //! - A server that another client has taken over is not changed any more, except that settings are put back.
 //! - A server that began a full copy of the primary is never pointed back at the link, which would abort the copy.
 //! - The delivery is ordered to use the module before the server is told to follow the link from nothing: the server
@@ -370,7 +370,9 @@ impl Replica {
             self.server.presence.gone(now);
         }
         if !loading {
-            return tracing::debug!("the server's link ended: {text}");
+            tracing::debug!("the server's link ended: {text}");
+            let ended = self.server.presence.link_ended(&self.rules, &self.reading, text);
+            return self.check(ended.map_err(Lapse::Failed));
         }
         self.broken_loads += 1;
         self.interruptions += 1;
@@ -631,8 +633,7 @@ impl Replica {
         if let State::Ending(Ending::Leaving { loaded, .. }) = self.state
             && self.server.desk.is_idle()
         {
-            let given = self.reading.bytes_delivered > 0 || self.broken_loads > 0;
-            self.server.desk.add(Job::Leave(self.server.leaving(loaded, given)));
+            self.server.desk.add(Job::Leave(self.server.leaving(loaded)));
         }
         if let Some(job) = self.server.desk.next() {
             self.actions.push_back(Action::Server(job));

@@ -119,9 +119,12 @@ impl Keeper {
             Ok(client) => client,
             Err(error) => return (Introduced::Failed(Lapse::from(error)), None),
         };
+        // Also where the answer does not come, or the introduction is cancelled.
+        let was_emptied = std::mem::replace(&mut self.before.emptied, true);
         let answer = introduction.perform(client).await;
         // A module that refused before it removed anything has left the keys.
         let kept = answer.is_err() && self.control.facts().await.is_ok_and(|facts| facts.keys() > 0);
+        self.before.emptied = was_emptied || !kept;
         (Introduced::Done { emptied: !kept }, Some(answer))
     }
 }
