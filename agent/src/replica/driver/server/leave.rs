@@ -1,4 +1,4 @@
-//! The ends: in which state the server is left, and the text that says so.
+//! The ends of a sync: in which state the server is left, and the text that describes it.
 
 use std::time::Instant;
 
@@ -21,7 +21,7 @@ enum Arrived {
 }
 
 impl Keeper {
-    /// The server is a replica of the primary: nothing of ours stays in its settings.
+    /// Restores all settings of a server that is a replica of the primary.
     pub(super) async fn finish(&mut self) -> Result<(), ServerError> {
         self.try_to_put_settings_back().await?;
         let file = self.write_the_file_again().await;
@@ -32,7 +32,7 @@ impl Keeper {
         Ok(())
     }
 
-    /// Leaves the server in a sane state after a failure. The text goes on behind the failure.
+    /// Leaves the server in a safe state after a failure. Returns a text that follows the failure's.
     pub(super) async fn leave(&mut self, how: Leaving) -> String {
         let left = self.leave_so(how).await;
         if how == Leaving::Untouched {
@@ -53,7 +53,7 @@ impl Keeper {
         }
     }
 
-    /// The data set was complete: the server's own replication fetches the rest.
+    /// Points a server at the primary whose data set was complete. Its own replication fetches the rest.
     async fn leave_to_the_primary(&mut self) -> String {
         let told = self.point_at_the_primary_from_either().await;
         let settings = self.put_settings_back().await;
@@ -195,7 +195,7 @@ impl Keeper {
         })
     }
 
-    /// While the server follows our link it needs the login for it.
+    /// A server that follows the link needs the link's login.
     pub(super) async fn put_settings_back_but_the_login(&mut self) -> Result<(), Lapse> {
         self.verify(Followed::Link).await?;
         self.record.put_back_but_the_login(self.control.client().await?).await?;
