@@ -139,7 +139,7 @@ fn a_replica_whose_sync_is_stopped_follows_its_former_primary_again() {
             // It goes on where it was: not even a full copy was needed.
             Way::File => {
                 says(&said, &["follows its former primary", "again and holds what it held before"]);
-                assert_eq!(after, (before.0, before.1 + 1));
+                assert_eq!(after, (before.0, before.1 + 1), "{}", server.log());
             }
             Way::Link => {
                 says(&said, &["emptied", "follows its former primary", "sends it a full copy"]);

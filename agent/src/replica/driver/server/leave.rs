@@ -124,8 +124,9 @@ impl Keeper {
         let is_kept = self.keeps_its_data() && facts.run_id == self.before.run_id;
         match (is_kept, self.before.primary.clone()) {
             (true, Some((host, port))) => {
-                // Straight from the link: so its replication position stays valid, if it is. Its own login goes only
-                // to its former primary, and not to a link that is closed.
+                // Straight from the link, so that its replication position stays valid, if it is. The login before: a
+                // server whose login changes during a handshake takes the answers for those to other commands.
+                self.record.put_the_login_back(self.control.client().await?).await?;
                 self.leave_the_link(&[&host, &port.to_string()]).await?;
                 let settings = self.put_settings_back().await;
                 Ok(format!(
