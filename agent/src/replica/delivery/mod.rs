@@ -108,7 +108,7 @@ impl Delivery {
             meter: setup.meter.clone(),
             candidates: setup.candidates,
             at: Progress::default(),
-            input: Input::new(now, setup.spool, setup.meter),
+            input: Input::new(now, setup.spool, setup.found, setup.meter),
             stream: Stream::new(setup.backlog_limit),
             link: None,
             by_module: false,

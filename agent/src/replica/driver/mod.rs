@@ -20,7 +20,6 @@ mod relay;
 mod server;
 mod session;
 
-use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -46,7 +45,7 @@ use super::record::Record;
 use super::relay_reader::ReadFrom;
 use super::report::{PROGRESS_EVERY, Summary};
 use super::source::{Chosen, Sinks, Source, join_again};
-use super::spool::Spool;
+use super::spool::{SnapshotId, Spool};
 use super::upstream::Said;
 use crate::args::ReplicaArgs;
 use crate::backoff::Backoff;
@@ -102,6 +101,8 @@ struct Facts {
     kind: String,
     /// The primary's address.
     primary: String,
+    /// The snapshot whose slots are in the state folder, and how many of them for certain.
+    spooled: Option<(SnapshotId, u64)>,
 }
 
 /// The start of a sync.
@@ -114,6 +115,8 @@ pub(super) struct Setup {
     pub(super) primary: Primary,
     pub(super) source: Source,
     pub(super) link_tls: Option<Arc<ServerConfig>>,
+    /// The slots that an earlier agent has left in the state folder.
+    pub(super) spool: Option<Spool>,
 }
 
 /// The result of a connecting task.
@@ -131,7 +134,7 @@ enum Flow {
 impl Driver {
     /// Opens the link and starts the tasks. Changes nothing on the server yet.
     pub(super) async fn begin(setup: Setup) -> Result<Driver, Failure> {
-        let Setup { args, token, control, record, target, primary, source, link_tls } = setup;
+        let Setup { args, token, control, record, target, primary, source, link_tls, spool } = setup;
         let no_handler = |error| Failure::local(format!("signals can't be caught: {error}"));
         let signals = (
             signal(SignalKind::interrupt()).map_err(no_handler)?,
@@ -139,17 +142,19 @@ impl Driver {
         );
         let args = Arc::new(args);
         let locality = Locality::of(control.present(), target.facts.process_id).or_listen(args.listen);
-        let (listener, link) = listen(&locality)?;
+        let (listener, link) = locality.listen()?;
         tracing::info!(%link, "listening for the link of {}", control.server().url());
         let meter = Arc::new(Meter::default());
         let sinks = Sinks::new(args.memory.get());
         let (tell, notices) = mpsc::unbounded_channel();
         let link_tls = link_tls.filter(|_| target.tls_replication);
+        let spooled = spool.as_ref().map(|spool| (spool.snapshot(), spool.held_below()));
         let candidates = Candidates::new(listener, link_tls, target.link_login.access(), locality);
         let link_failure = candidates.failure();
         let delivery = delivery::spawn(delivery::Setup {
             candidates,
             spool: args.state_dir.clone(),
+            found: spool,
             backlog_limit: sinks.backlog_limit(),
             meter: meter.clone(),
             notices: tell,
@@ -159,6 +164,7 @@ impl Driver {
             server: control.server().url().to_string(),
             kind: target.facts.name(),
             primary: format!("{}:{}", primary.host, primary.port),
+            spooled,
         };
         let rules = Rules {
             retry_for: args.retry_for,
@@ -446,12 +452,9 @@ impl Driver {
     fn join(&self) {
         let mut progress = self.delivery.progress();
         let mut held = progress.next_slot;
-        if let (None, Some(folder)) = (&progress.snapshot, &self.args.state_dir) {
-            // What an earlier agent left behind.
-            if let Some((snapshot, below)) = Spool::look(folder) {
-                progress.snapshot = Some(snapshot);
-                held = below;
-            }
+        if let (None, Some((snapshot, below))) = (progress.snapshot, self.facts.spooled) {
+            progress.snapshot = Some(snapshot);
+            held = below;
         } else if self.args.state_dir.is_some() {
             held = held.max(self.meter.slots_below.get().min(self.meter.slots_held.get()));
         } else if progress.copy.is_some() {
@@ -480,6 +483,9 @@ impl Driver {
             return;
         };
         let loaded = self.delivery.progress().loaded;
+        if self.args.state_dir.is_some() && self.facts.spooled.is_none_or(|(snapshot, _)| snapshot != feed.id) {
+            self.facts.spooled = Some((feed.id, 0));
+        }
         self.delivery.order(Order::Attach(feed));
         let from = self.relay.attached(&offer, &mut chosen, loaded);
         self.read_from(from);
@@ -584,15 +590,4 @@ impl Driver {
         summary.time(moments, moments.handed_over.unwrap_or_else(Instant::now));
         summary
     }
-}
-
-/// Opens the port for the server's link.
-fn listen(locality: &Locality) -> Result<(TcpListener, SocketAddr), Failure> {
-    let host = locality.link_host;
-    let no_port =
-        |error| Failure::local(format!("the link for the server can't listen on {host}: {error}; see --listen"));
-    let listener = TcpListener::bind((host, 0)).map_err(no_port)?;
-    listener.set_nonblocking(true).map_err(no_port)?;
-    let link = listener.local_addr().map_err(no_port)?;
-    Ok((listener, link))
 }
