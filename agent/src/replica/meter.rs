@@ -16,6 +16,10 @@ pub(super) struct Meter {
     pub(super) bytes_fetched: Count,
     /// Bytes of the snapshot given to the server.
     pub(super) bytes_delivered: Count,
+    /// Bytes of all payloads that the server was given, their headers included. Never set back.
+    pub(super) bytes_given: Count,
+    /// 1 once the server was given the end of a payload. Never set back.
+    pub(super) end_given: Count,
     /// Bytes that the source has published so far.
     pub(super) bytes_known: Count,
     /// Slots of the whole snapshot; 0 while unknown.

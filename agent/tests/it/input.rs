@@ -494,3 +494,65 @@ fn a_dry_run_touches_nothing_and_finds_what_would_be_in_the_way() {
         assert_untouched(&replica);
     }
 }
+
+#[test]
+fn functions_of_a_server_without_keys_are_not_replaced_without_being_asked_to() {
+    for kind in require::kinds() {
+        let stage = Stage::new();
+        let (primary, server) = (quick(kind).start().unwrap(), Server::start(kind).unwrap());
+        fill_keys(&primary, 10, "x");
+        let code = "#!lua name=mine\nredis.register_function('mine', function() return 1 end)";
+        server.client().unwrap().text(&["FUNCTION", "LOAD", code]).unwrap();
+        let source = stage.source(&primary.url(), &[]);
+        let output = ends(&mut stage.replica(&server.url(), source.address, &[]), 3);
+        says(&output, &["1 function library", "--replace"]);
+        assert_eq!(server.client().unwrap().int(&["FCALL", "mine", "0"]).unwrap(), 1);
+        succeeds(&mut stage.replica(&server.url(), source.address, &["--replace"]), &server);
+        assert_same_data(&primary, &server);
+    }
+}
+
+#[test]
+fn a_server_with_fewer_databases_than_the_primary_uses_is_refused_before_anything_is_touched() {
+    for kind in require::kinds() {
+        let stage = Stage::new();
+        let (primary, server) = (quick(kind).start().unwrap(), Server::builder(kind).databases(4).start().unwrap());
+        let mut client = primary.client().unwrap();
+        client.ok(&["SELECT", "4"]).unwrap();
+        client.ok(&["SET", "a", "1"]).unwrap();
+        server.client().unwrap().ok(&["SET", "own", "1"]).unwrap();
+        let source = stage.source(&primary.url(), &[]);
+        let output = ends(&mut stage.replica(&server.url(), source.address, &["--replace"]), 3);
+        says(&output, &["4 databases", "database 4", "databases 5 or more"]);
+        assert_eq!(server.client().unwrap().text(&["GET", "own"]).unwrap(), "1");
+        assert_eq!(server.fact("role").unwrap(), "master");
+    }
+}
+
+#[test]
+fn two_agents_never_work_on_one_server_or_with_one_state_folder() {
+    let Some(kind) = require::redis() else { return };
+    let stage = Stage::new();
+    let (primary, one, other) =
+        (quick(kind).start().unwrap(), Server::start(kind).unwrap(), Server::start(kind).unwrap());
+    fill_keys(&primary, 10, "x");
+    let source = stage.source(&primary.url(), &[]);
+    let state = stage.path("state");
+    let mut first = stage.replica(&one.url(), source.address, &["--stay"]);
+    let mut second = stage.replica(&other.url(), source.address, &["--stay", "--state-dir", &state]);
+    for agent in [&mut first, &mut second] {
+        agent.wait_for_line("in step; staying", LONG).unwrap();
+    }
+    let output = ends(&mut stage.replica(&one.url(), source.address, &["--replace"]), 3);
+    says(&output, &["another remora replica works on the server", &one.address().to_string()]);
+    let third = Server::start(kind).unwrap();
+    let output = ends(&mut stage.replica(&third.url(), source.address, &["--state-dir", &state]), 3);
+    says(&output, &["another remora replica works with the state folder", &state, "--state-dir"]);
+    // A dry run changes nothing.
+    stage.replica(&one.url(), source.address, &["--dry-run", "--replace"]).wait_for_success(LONG).unwrap();
+    for mut agent in [first, second] {
+        agent.signal(rustix::process::Signal::TERM).unwrap();
+        agent.wait_for_success(LONG).unwrap();
+    }
+    succeeds(&mut stage.replica(&third.url(), source.address, &["--state-dir", &state]), &third);
+}
