@@ -65,8 +65,8 @@ pub struct ReplicaArgs {
 
     /// State of the server if the sync fails or is stopped when the server has lost its old data and not loaded the new
     /// ones. `detached`: it follows no primary (`REPLICAOF NO ONE`) and keeps the data that it holds then; the agent
-    /// reports how much. `empty`: it is flushed, so that no client takes half a data set for a whole one, and follows its
-    /// former primary again if it had one.
+    /// reports how much. `empty`: it is flushed, so that no client takes half a data set for a whole one, and follows
+    /// its former primary again if it had one.
     #[arg(long, value_name = "STATE", default_value = "empty", help_heading = "What to do")]
     pub on_failure: OnFailure,
 

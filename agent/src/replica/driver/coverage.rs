@@ -1,8 +1,8 @@
 //! Coverage: asks the primary itself whether it would continue the server.
 //!
 //! The source answers this question for the server that it captures. With `--announce` that can be a replica of the
-//! primary, whose backlog says nothing of the primary's. The agent then asks the primary, with the address and the login
-//! that its own server will use there.
+//! primary, whose backlog says nothing of the primary's. The agent then asks the primary, with the address and the
+//! login that its own server will use there.
 //!
 //! A task holds the connection, so that the driver never waits for it. Only the newest question is answered.
 

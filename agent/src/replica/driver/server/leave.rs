@@ -226,8 +226,8 @@ impl Keeper {
 
 impl Before {
     /// Whether the server still holds what it held before the sync, if it has run all the time and was given what the
-    /// meter says. A server empties itself when it has read the header of a payload, unless it loads aside: then when it
-    /// has read the end.
+    /// meter says. A server empties itself when it has read the header of a payload, unless it loads aside: then when
+    /// it has read the end.
     fn is_kept(&self, meter: &Meter) -> bool {
         let is_given = meter.bytes_given.get() > 0;
         let is_given_all = meter.end_given.get() > 0;
