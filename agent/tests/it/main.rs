@@ -25,5 +25,6 @@ mod relay;
 mod resume;
 mod server;
 mod stay;
+mod strangers;
 mod taken_over;
 mod verify;
