@@ -42,6 +42,14 @@ pub(super) struct Meter {
     pub(super) acknowledged: Count,
 }
 
+impl Meter {
+    /// Counts bytes of a payload that the server was given, and returns their number.
+    pub(super) fn give(&self, bytes: usize) -> usize {
+        self.bytes_given.add(bytes as u64);
+        bytes
+    }
+}
+
 /// A number with one writer.
 #[derive(Default)]
 pub(super) struct Count(AtomicU64);

@@ -115,7 +115,9 @@ impl Folder {
 
     /// Claims the folder for this process. `None` if another process has claimed it.
     pub(super) fn claim(&self) -> io::Result<Option<Claim>> {
-        Claim::take(self.handle.try_clone()?)
+        // Opened anew: a copy of the handle would keep the lock until the folder is closed too.
+        let flags = OFlags::DIRECTORY | OFlags::CLOEXEC;
+        Claim::take(rustix::fs::openat(&self.handle, ".", flags, Mode::empty())?)
     }
 
     /// Claims a file of the folder, which it creates. `None` if another process has claimed it.

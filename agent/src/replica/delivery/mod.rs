@@ -6,25 +6,21 @@
 //!   source's journal  ══ READ ══▶ chunks of the stream ────────────────────────────┘     ◀── PSYNC, ACK
 //! ```
 //!
-//! One thread runs one loop that never blocks. [`Delivery::run`] carries out orders, reads what has arrived, writes as
-//! much as the server's socket takes, and waits on all of its descriptors together. It ends at [`Order::Stop`], or when
-//! the handle is dropped.
+//! One thread runs one loop that never blocks. It carries out orders, reads what has arrived, writes as much as the
+//! server's socket takes, and waits on all descriptors. It ends at [`Order::Stop`], or when the handle is dropped.
 //!
-//! It reads from the [`Input`] and writes to the [`ServerLink`]. The [`Stream`] holds bytes that have arrived too
-//! early. Neither end knows the other: each returns values, and this loop decides what follows. A connection becomes
-//! the server's link when it has logged in and sent `PSYNC`. Until then it is one of the
-//! [`candidates`](super::candidates), and the present link stays.
+//! It reads from the [`Input`] and writes to the [`ServerLink`]. Neither knows the other: each returns values, and this
+//! loop decides. The [`Stream`] holds bytes that have arrived too early. A connection becomes the server's link when it
+//! has logged in and sent `PSYNC`. Until then it is one of the [`candidates`](super::candidates).
 //!
 //! What must hold:
 //! - A server is never given bytes of two snapshots in one payload: another generation drops the link first.
 //! - The mark that completes a payload is sent only after every slot of it was checked *after* it was used. Slots that
 //!   were lent to the socket are used until the server has read them.
-//! - The stream follows the mark only after the server's first ACK, as with real primaries. A server that loads from
-//!   the link reads ahead and discards what came with the mark; one that loads from a file looks for the mark at the
-//!   end of what it has read, and would never find it.
+//! - The stream follows the mark only after the server's first ACK. A server that loads from the link discards what
+//!   came with the mark; one that loads from a file looks for the mark at the end of what it has read.
 //! - Nothing of ours is ever put into the stream: it would move the replication offset.
-//! - Progress is published before the notice that it explains: `Loaded` without it would look like a server that
-//!   restarted.
+//! - Progress is published before the notice that it explains: `Loaded` without it would look like a restart.
 
 mod by_module;
 mod input;
@@ -446,7 +442,7 @@ impl Delivery {
     fn promise(&mut self, mark: [u8; 40], stage: Stage) -> Option<usize> {
         let history = self.history()?;
         let origin = self.at.snapshot?.origin;
-        self.meter.bytes_given.add(mark.len() as u64);
+        self.meter.give(mark.len());
         self.link.as_mut()?.begin_payload(&history, origin.offset, mark, stage);
         self.meter.bytes_delivered.set(0);
         Some(0)
@@ -475,8 +471,7 @@ impl Delivery {
         let Wrote::Bytes { bytes, next_slot, used } = link.write_plain(now, self.input.spool())? else {
             return Ok(None);
         };
-        self.meter.bytes_delivered.add(bytes as u64);
-        self.meter.bytes_given.add(bytes as u64);
+        self.meter.bytes_delivered.add(self.meter.give(bytes) as u64);
         if self.input.spool().is_none() {
             self.at.next_slot = next_slot;
         }
