@@ -1,7 +1,7 @@
 //! Properties that must hold for *any* bytes that a peer sends, as functions that panic if one does not.
 //!
-//! Each body is used three times: by the fuzz target of the same name (`dev/fuzz/`), by a property test below, and by the
-//! replay of the seeds in `tests/corpus/<target>/`. An input that made a fuzzer find a crash is kept there.
+//! Each body is used three times: by the fuzz target of the same name (`dev/fuzz/`), by a property test below, and by
+//! the replay of the seeds in `tests/corpus/<target>/`. An input that made a fuzzer find a crash is kept there.
 //!
 //! Not part of the crate's interface: compiled only for tests and with the feature `fuzzing`.
 #![allow(clippy::missing_panics_doc, reason = "to panic is what these functions are for")]

@@ -1,7 +1,7 @@
 //! Properties that must hold for *any* bytes in shared memory, as functions that panic if one does not.
 //!
-//! Each body is used three times: by the fuzz target of the same name (`dev/fuzz/`), by a property test below, and by the
-//! replay of the seeds in `tests/corpus/<target>/`. An input that made a fuzzer find a crash is kept there.
+//! Each body is used three times: by the fuzz target of the same name (`dev/fuzz/`), by a property test below, and by
+//! the replay of the seeds in `tests/corpus/<target>/`. An input that made a fuzzer find a crash is kept there.
 //!
 //! The bodies compute the checksums that the layout wants, so that a fuzzer gets behind them.
 //!
