@@ -234,10 +234,16 @@ fn a_relay_of_a_window_that_is_killed_costs_its_reader_only_slots_in_transit() {
     let lends = |name| replica(&status, name).unwrap()["reads_from"].is_null();
     let (lender, reader) = if lends("one") { (0, 1) } else { (1, 0) };
     assert!(!lends(["one", "two"][reader]), "no replica lends: {status}");
+    let held = |name| replica(&status, name).unwrap()["slots_held"].as_u64().unwrap();
+    let (before, held) = (served(&source), held(["one", "two"][reader]));
     agents[lender].signal(Signal::KILL).unwrap();
     agents[reader].wait_for_success(LONG).unwrap();
     assert_eq!(source.snapshots_taken(), 1);
     assert_same_data(&primary, &servers[reader]);
+    // The source sends the reader what it lacked when the lender was killed, and no slot that the reader had.
+    let lacked = snapshot_bytes(&source) - held * (256 << 10);
+    let sent = served(&source) - before;
+    assert!(sent * 100 <= lacked * ONCE, "{sent} bytes for a reader that lacked {lacked}");
 }
 
 #[test]
@@ -254,6 +260,11 @@ fn a_small_relay_lends_a_window_and_its_reader_still_gets_all() {
     for server in &servers {
         assert_same_data(&primary, server);
     }
+    let relayed = agents.iter().filter(|agent| agent.output().contains("reading slots from another replica")).count();
+    let (sent, set) = (served(&source), snapshot_bytes(&source));
+    println!("{relayed} read from another replica; {sent} bytes left the source for a snapshot of {set}");
+    assert!(relayed >= 1, "no replica has read from another one");
+    assert!(sent < set * 2, "{sent} bytes left the source for three replicas of a snapshot of {set}: little was lent");
 }
 
 #[test]
