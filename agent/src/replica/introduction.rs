@@ -15,17 +15,17 @@ use remora_table::LoadPage;
 use crate::server::Client;
 use crate::server::module::field;
 
-/// The delivery's half.
-pub(super) struct Shown {
+/// The delivery's half of an introduction: the memory that the server's module was given.
+pub(super) struct GrantedMemory {
     /// The first field of the payload must contain this.
     pub(super) ticket: [u8; TICKET_BYTES],
     /// The page on which the server counts.
     pub(super) tally: LoadPage,
 }
 
-/// The half for the server's task.
+/// The half of the server's task: the descriptors and the command.
 pub(super) struct Introduction {
-    /// Tells introductions apart, so that a late answer is not taken for another's.
+    /// The number of the introduction, so that a late answer is not taken for another's.
     pub(super) number: u64,
     handover: Handover,
     descriptors: Vec<OwnedFd>,
@@ -53,17 +53,17 @@ const HANDOVER_LIMIT: Duration = Duration::from_secs(3);
 const ANSWER_LIMIT: Duration = Duration::from_secs(300);
 
 /// Prepares both halves for this memory.
-pub(super) fn prepare(view: &View, number: u64) -> Result<(Shown, Introduction), String> {
+pub(super) fn prepare(view: &View, number: u64) -> Result<(GrantedMemory, Introduction), String> {
     let text = |error: &dyn fmt::Display| format!("memory cannot be given to the server: {error}");
     let mut ticket = [0; TICKET_BYTES];
     getrandom::fill(&mut ticket).map_err(|error| text(&error))?;
     let tally = LoadPage::create().map_err(|error| text(&error))?;
     let page = tally.memory().as_fd().try_clone_to_owned().map_err(|error| text(&error))?;
-    // What was handed to us for reading may belong to another user, and then can't be opened again, nor needs to be.
+    // A memfd that another user handed to this process for reading cannot be opened again, and need not be.
     let memory = view.reopen_read_only().or_else(|_| view.as_fd().try_clone_to_owned());
     let descriptors = vec![memory.map_err(|error| text(&error))?, page];
     let handover = Handover::bind(&Place::Abstract).map_err(|error| text(&error))?;
-    Ok((Shown { ticket, tally }, Introduction { number, handover, descriptors, ticket, length: view.length() }))
+    Ok((GrantedMemory { ticket, tally }, Introduction { number, handover, descriptors, ticket, length: view.length() }))
 }
 
 impl Introduction {

@@ -1,4 +1,4 @@
-//! Spool: the slots that a replica holds, in files, so that an agent that was killed fetches only the missing ones.
+//! Spool: the slots that a replica holds, in files. After a crash, the next agent fetches only the missing slots.
 //!
 //! ```text
 //! STATE_DIR/
@@ -7,11 +7,12 @@
 //!   held             one record of 32 bytes for each slot held, in the order in which they came
 //! ```
 //!
-//! A record is written after the bytes of its slot, and is used only if these bytes, read back, match its checksum. So
-//! a torn write, a full disk or a power cut never makes a slot that is not there. Nothing is synced: the files must
-//! survive the agent and not a power cut, and a checksum tells if they did not.
+//! A slot's record is written after its bytes. A later agent uses the record only if the bytes match its checksum. So a
+//! torn write, a full disk or a power cut never produces a wrong slot. The files are not synced to the disk: they have
+//! to survive the agent, and the checksums detect what a power cut lost.
 //!
-//! The slots are the data set, so the folder and the files are for their owner only ([`private`](super::private)).
+//! The slots are the data set, so only their owner has access to the folder and the files
+//! ([`private`](super::private)).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -20,41 +21,45 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use remora_fabric::{View, memory::crc};
-use remora_redis::ReplId;
+use remora_table::Origin;
 use serde::{Deserialize, Serialize};
 
 use super::private::Folder;
 
-/// Which snapshot slots belong to.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Origin {
-    /// The source's number of the snapshot.
-    pub(super) generation: u64,
-    /// The replication history that it belongs to.
-    #[serde(with = "text")]
-    pub(super) replid: ReplId,
-    /// Offset of the last byte of the stream that it contains.
-    pub(super) offset: u64,
+/// What identifies the slots of a snapshot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct SnapshotId {
+    /// The snapshot's generation, history and offset.
+    pub(super) origin: Origin,
     /// Bytes per slot.
     pub(super) slot_size: u32,
 }
 
-/// A replid in a file: its digits.
-mod text {
-    use remora_redis::ReplId;
-    use serde::de::{Deserialize, Deserializer, Error};
-    use serde::ser::Serializer;
+/// The contents of `origin.json`.
+#[derive(Serialize, Deserialize)]
+struct OriginFile {
+    generation: u64,
+    replid: String,
+    offset: u64,
+    slot_size: u32,
+}
 
-    pub(super) fn serialize<S: Serializer>(replid: &ReplId, to: S) -> Result<S::Ok, S::Error> {
-        to.collect_str(replid)
-    }
-
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<ReplId, D::Error> {
-        String::deserialize(from)?.parse().map_err(D::Error::custom)
+impl From<&SnapshotId> for OriginFile {
+    fn from(snapshot: &SnapshotId) -> OriginFile {
+        let Origin { generation, history, offset } = snapshot.origin;
+        OriginFile { generation, replid: history.to_string(), offset, slot_size: snapshot.slot_size }
     }
 }
 
-/// One slot held.
+impl OriginFile {
+    /// The snapshot. `None` if the replid is not one.
+    fn snapshot(&self) -> Option<SnapshotId> {
+        let origin = Origin { generation: self.generation, history: self.replid.parse().ok()?, offset: self.offset };
+        Some(SnapshotId { origin, slot_size: self.slot_size })
+    }
+}
+
+/// The record of one held slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Held {
     /// Its number in the snapshot.
@@ -65,13 +70,13 @@ pub(super) struct Held {
     pub(super) crc: u32,
 }
 
-/// See the module's text.
+/// The slots of one snapshot, in the files of a state folder.
 pub(super) struct Spool {
     folder: Folder,
-    origin: Origin,
+    snapshot: SnapshotId,
     slots: File,
     index: File,
-    /// By slot number. A map, so that its size grows with the number of records and not with the numbers in them.
+    /// The records by slot number. A map grows with the number of records, and not with the numbers in a damaged file.
     held: BTreeMap<u64, Held>,
     /// The first slot that is not held.
     below: u64,
@@ -83,32 +88,32 @@ const RECORD: usize = 32;
 /// More slots than any table has: 2^24 of them are 64 TiB at 4 MiB. A record with a larger number is invalid.
 const SLOTS_LIMIT: u64 = 1 << 24;
 
-/// A file with an origin has some hundred bytes.
+/// Bytes of `origin.json` that are read at most. It has some hundred.
 const ORIGIN_LIMIT: u64 = 4096;
 
 /// Bytes that one read takes while slots are verified.
 const READ_PIECE: usize = 256 * 1024;
 
 impl Spool {
-    /// Opens the spool in `folder` for `origin`. Slots of another snapshot are deleted.
-    pub(super) fn open(folder: &Path, origin: &Origin) -> io::Result<Spool> {
+    /// Opens the spool in `folder` for `snapshot`. Deletes slots of another snapshot.
+    pub(super) fn open(folder: &Path, snapshot: &SnapshotId) -> io::Result<Spool> {
         let folder = Folder::open(folder)?;
-        if read_origin(&folder).as_ref() != Some(origin) {
+        if read_snapshot(&folder).as_ref() != Some(snapshot) {
             remove_files(&folder)?;
-            folder.replace("origin.json", &serde_json::to_vec_pretty(origin)?)?;
+            folder.replace("origin.json", &serde_json::to_vec_pretty(&OriginFile::from(snapshot))?)?;
         }
         let (slots, index) = (folder.file("slots")?, folder.file("held")?);
-        let mut spool = Spool { folder, origin: origin.clone(), slots, index, held: BTreeMap::new(), below: 0 };
+        let mut spool = Spool { folder, snapshot: *snapshot, slots, index, held: BTreeMap::new(), below: 0 };
         spool.believe_what_fits()?;
         Ok(spool)
     }
 
-    /// The snapshot that a folder holds slots of, if any, and the number of slots from the first without a gap.
-    pub(super) fn look(folder: &Path) -> Option<(Origin, u64)> {
-        let origin = read_origin(&Folder::open(folder).ok()?)?;
-        let spool = Spool::open(folder, &origin).ok()?;
+    /// The snapshot whose slots a folder holds, if any, and how many slots it holds from the first one without a gap.
+    pub(super) fn look(folder: &Path) -> Option<(SnapshotId, u64)> {
+        let snapshot = read_snapshot(&Folder::open(folder).ok()?)?;
+        let spool = Spool::open(folder, &snapshot).ok()?;
         let prefix = spool.held_below();
-        Some((origin, prefix))
+        Some((snapshot, prefix))
     }
 
     /// Reads the records and keeps those whose bytes match their checksums.
@@ -119,7 +124,8 @@ impl Spool {
         while fill(&mut index, &mut bytes)? {
             let Some(record) = decode(&bytes) else { continue };
             let in_the_file = self.place(record.number) < size;
-            if in_the_file && record.length <= self.origin.slot_size && self.crc_on_disk(&record)? == Some(record.crc) {
+            if in_the_file && record.length <= self.snapshot.slot_size && self.crc_on_disk(&record)? == Some(record.crc)
+            {
                 believed.insert(record.number, record);
             }
         }
@@ -146,9 +152,8 @@ impl Spool {
         Ok(Some(crc))
     }
 
-    /// Writes the bytes of a slot, which lie in `view` at `offset`. It counts as held once it is
-    /// [remembered](Self::remember): between the two the caller checks that the bytes were still the slot's when they
-    /// had been written.
+    /// Writes a slot's bytes, read from `view` at `offset`. The slot counts as held after
+    /// [`remember`](Self::remember). Between the two calls the caller checks that the source has not reused the bytes.
     pub(super) fn store(&self, record: Held, view: &View, offset: u64) -> io::Result<()> {
         let (mut done, length) = (0, record.length as usize);
         while done < length {
@@ -158,7 +163,7 @@ impl Spool {
         Ok(())
     }
 
-    /// Records the slot as held, also for an agent that is started later.
+    /// Appends the slot's record. From then on this agent and later ones hold the slot.
     pub(super) fn remember(&mut self, record: Held) -> io::Result<()> {
         let end = self.index.metadata()?.len();
         self.index.write_all_at(&encode(&record), end)?;
@@ -184,9 +189,9 @@ impl Spool {
         self.held.keys().copied().collect()
     }
 
-    /// Where a slot's bytes lie in [`Spool::file`].
+    /// The position of a slot in [`Spool::file`].
     pub(super) fn place(&self, number: u64) -> u64 {
-        number * u64::from(self.origin.slot_size)
+        number * u64::from(self.snapshot.slot_size)
     }
 
     /// The file with the slots.
@@ -200,15 +205,16 @@ impl Spool {
     }
 }
 
-fn read_origin(folder: &Folder) -> Option<Origin> {
-    serde_json::from_slice(&folder.read("origin.json", ORIGIN_LIMIT).ok()??).ok()
+fn read_snapshot(folder: &Folder) -> Option<SnapshotId> {
+    let file: OriginFile = serde_json::from_slice(&folder.read("origin.json", ORIGIN_LIMIT).ok()??).ok()?;
+    file.snapshot()
 }
 
 fn remove_files(folder: &Folder) -> io::Result<()> {
     ["origin.json", "held", "slots"].iter().try_for_each(|name| folder.remove(name))
 }
 
-/// Reads the next record. `false`: there is no whole one.
+/// Reads the next record. Returns `false` if the file has no further whole record.
 fn fill(index: &mut impl Read, record: &mut [u8; RECORD]) -> io::Result<bool> {
     match index.read_exact(record) {
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
@@ -247,8 +253,9 @@ mod tests {
 
     const SLOT: u32 = 8192;
 
-    fn origin(generation: u64) -> Origin {
-        Origin { generation, replid: "a".repeat(40).parse().unwrap(), offset: 5, slot_size: SLOT }
+    fn snapshot(generation: u64) -> SnapshotId {
+        let origin = Origin { generation, history: "a".repeat(40).parse().unwrap(), offset: 5 };
+        SnapshotId { origin, slot_size: SLOT }
     }
 
     fn slot(spool: &mut Spool, memory: &Memory, number: u64, length: u32) {
@@ -264,33 +271,33 @@ mod tests {
     fn slots_are_held_after_the_agent_is_gone_but_not_for_another_snapshot() {
         let folder = tempfile::tempdir().unwrap();
         let memory = Memory::create("spool-test", u64::from(SLOT), Pages::Small).unwrap();
-        let mut spool = Spool::open(folder.path(), &origin(1)).unwrap();
+        let mut spool = Spool::open(folder.path(), &snapshot(1)).unwrap();
         for number in [0, 1, 3] {
             slot(&mut spool, &memory, number, SLOT - number as u32);
         }
         assert_eq!(spool.held_below(), 2);
         drop(spool);
 
-        let spool = Spool::open(folder.path(), &origin(1)).unwrap();
+        let spool = Spool::open(folder.path(), &snapshot(1)).unwrap();
         assert_eq!(spool.held_below(), 2);
         assert_eq!(spool.get(3).unwrap().length, SLOT - 3);
         assert_eq!(spool.get(2), None);
-        assert_eq!(Spool::look(folder.path()).unwrap(), (origin(1), 2));
+        assert_eq!(Spool::look(folder.path()).unwrap(), (snapshot(1), 2));
 
-        let other = Spool::open(folder.path(), &origin(2)).unwrap();
+        let other = Spool::open(folder.path(), &snapshot(2)).unwrap();
         assert_eq!(other.held_below(), 0);
     }
 
     #[test]
     fn a_folder_that_names_no_valid_replid_holds_nothing() {
         let folder = tempfile::tempdir().unwrap();
-        Spool::open(folder.path(), &origin(1)).unwrap();
-        assert_eq!(Spool::look(folder.path()).map(|(origin, _)| origin), Some(origin(1)));
+        Spool::open(folder.path(), &snapshot(1)).unwrap();
+        assert_eq!(Spool::look(folder.path()).map(|(snapshot, _)| snapshot), Some(snapshot(1)));
         let path = folder.path().join("origin.json");
         let right = std::fs::read_to_string(&path).unwrap();
         for replid in ["a".repeat(39), "g".repeat(40), String::new()] {
             std::fs::write(&path, right.replace(&"a".repeat(40), &replid)).unwrap();
-            assert_eq!(Spool::look(folder.path()).map(|(origin, _)| origin), None, "{replid}");
+            assert_eq!(Spool::look(folder.path()).map(|(snapshot, _)| snapshot), None, "{replid}");
         }
     }
 
@@ -298,12 +305,12 @@ mod tests {
     fn a_slot_whose_bytes_changed_on_disk_is_not_believed() {
         let folder = tempfile::tempdir().unwrap();
         let memory = Memory::create("spool-test", u64::from(SLOT), Pages::Small).unwrap();
-        let mut spool = Spool::open(folder.path(), &origin(1)).unwrap();
+        let mut spool = Spool::open(folder.path(), &snapshot(1)).unwrap();
         slot(&mut spool, &memory, 0, SLOT);
         slot(&mut spool, &memory, 1, SLOT);
         spool.slots.write_all_at(b"x", 77).unwrap();
         drop(spool);
-        let spool = Spool::open(folder.path(), &origin(1)).unwrap();
+        let spool = Spool::open(folder.path(), &snapshot(1)).unwrap();
         assert_eq!((spool.get(0), spool.held_below()), (None, 0));
         assert!(spool.get(1).is_some());
     }
@@ -312,12 +319,12 @@ mod tests {
     fn half_a_record_and_garbage_in_the_index_are_passed_over() {
         let folder = tempfile::tempdir().unwrap();
         let memory = Memory::create("spool-test", u64::from(SLOT), Pages::Small).unwrap();
-        let mut spool = Spool::open(folder.path(), &origin(1)).unwrap();
+        let mut spool = Spool::open(folder.path(), &snapshot(1)).unwrap();
         slot(&mut spool, &memory, 0, 100);
         let end = spool.index.metadata().unwrap().len();
         spool.index.write_all_at(&[0xEE; RECORD + 7], end).unwrap();
         drop(spool);
-        let spool = Spool::open(folder.path(), &origin(1)).unwrap();
+        let spool = Spool::open(folder.path(), &snapshot(1)).unwrap();
         assert_eq!(spool.held_below(), 1);
     }
 
@@ -325,13 +332,13 @@ mod tests {
     fn a_record_with_a_large_number_takes_no_more_room_than_another() {
         let folder = tempfile::tempdir().unwrap();
         let memory = Memory::create("spool-test", u64::from(SLOT), Pages::Small).unwrap();
-        let mut spool = Spool::open(folder.path(), &origin(1)).unwrap();
+        let mut spool = Spool::open(folder.path(), &snapshot(1)).unwrap();
         slot(&mut spool, &memory, 0, 100);
-        // An empty slot is in every file, and its checksum is known.
+        // An empty slot has no bytes in the file, and its checksum is known.
         let forged = encode(&Held { number: SLOTS_LIMIT - 1, length: 0, crc: 0 });
         spool.index.write_all_at(&forged, RECORD as u64).unwrap();
         drop(spool);
-        let spool = Spool::open(folder.path(), &origin(1)).unwrap();
+        let spool = Spool::open(folder.path(), &snapshot(1)).unwrap();
         assert_eq!((spool.held_below(), spool.held.len()), (1, 1));
     }
 
@@ -345,7 +352,7 @@ mod tests {
             std::os::unix::fs::symlink(&target, state.join(name)).unwrap();
         }
         let memory = Memory::create("spool-test", u64::from(SLOT), Pages::Small).unwrap();
-        let mut spool = Spool::open(&state, &origin(1)).unwrap();
+        let mut spool = Spool::open(&state, &snapshot(1)).unwrap();
         slot(&mut spool, &memory, 0, 100);
         assert_eq!(std::fs::read(&target).unwrap(), b"precious");
         for name in ["slots", "held", "origin.json"] {

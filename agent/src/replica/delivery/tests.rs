@@ -18,7 +18,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use super::*;
 use crate::replica::locality::Locality;
 use crate::replica::parts::{CopyPlan, Part, Parts};
-use crate::replica::spool::Origin;
+use crate::replica::spool::SnapshotId;
 
 const GEOMETRY: Geometry = Geometry { slot_size: 4096, slots: 8 };
 const HISTORY: &str = "0123456789abcdef0123456789abcdef01234567";
@@ -86,13 +86,8 @@ impl Source {
             let expect = Expectation { origin: origin(self.generation), geometry: GEOMETRY };
             Part { peer, sink, layout, expect, in_place: false, copy: None }
         };
-        let origin = Origin {
-            generation: self.generation,
-            replid: HISTORY.parse().unwrap(),
-            offset: OFFSET,
-            slot_size: GEOMETRY.slot_size,
-        };
-        Box::new(Feed::new(origin, Parts { snapshot: Some(part(0)), journal: part(1) }))
+        let id = SnapshotId { origin: origin(self.generation), slot_size: GEOMETRY.slot_size };
+        Box::new(Feed::new(id, Parts { snapshot: Some(part(0)), journal: part(1) }))
     }
 
     /// The same with a copy of the snapshot's slots, out of which others could read.
@@ -125,7 +120,7 @@ fn content(length: usize) -> Vec<u8> {
 struct World {
     delivery: Delivery,
     handle: Handle,
-    news: UnboundedReceiver<News>,
+    notices: UnboundedReceiver<Notice>,
     port: u16,
     network: Network,
 }
@@ -137,17 +132,17 @@ impl World {
         listener.set_nonblocking(true).unwrap();
         let port = listener.local_addr().unwrap().port();
         let locality = Locality { link_host: address, server: None, uid: None };
-        let (tell, news) = unbounded_channel();
+        let (tell, notices) = unbounded_channel();
         let setup = Setup {
             candidates: Candidates::new(listener, None, Access::Secret(PASSWORD.into()), locality),
             spool: spool.map(Path::to_path_buf),
             backlog_limit: 1 << 20,
             meter: Arc::default(),
-            news: tell,
+            notices: tell,
         };
         let (handle, control) = orders::ends().unwrap();
         let delivery = Delivery::new(Instant::now(), setup, control);
-        World { delivery, handle, news, port, network: Network::new(1, Faults::honest()) }
+        World { delivery, handle, notices, port, network: Network::new(1, Faults::honest()) }
     }
 
     fn order(&mut self, order: Order) {
@@ -209,8 +204,8 @@ impl World {
     /// What was reported since the last time, by name.
     fn reported(&mut self) -> Vec<String> {
         let mut names = Vec::new();
-        while let Ok(news) = self.news.try_recv() {
-            let text = format!("{news:?}");
+        while let Ok(notice) = self.notices.try_recv() {
+            let text = format!("{notice:?}");
             names.push(text[..text.find([' ', '(', '{']).unwrap_or(text.len())].to_string());
         }
         names
@@ -318,7 +313,7 @@ fn a_server_gets_the_snapshot_its_mark_and_the_stream_only_after_its_ack() {
 }
 
 #[test]
-fn progress_is_published_before_the_news_that_it_explains() {
+fn progress_is_published_before_the_notice_that_it_explains() {
     let mut world = World::new(None);
     let source = Source::with(&world.network, 5, &content(100));
     let mut server = world.server("? -1");
@@ -402,7 +397,7 @@ fn a_server_that_asks_for_everything_again_is_no_longer_loaded() {
     world.settle();
     assert_eq!(world.reported(), ["LinkLost", "Asked", "FeedWanted"]);
     let progress = world.handle.progress();
-    assert!(!progress.loaded && progress.origin.is_none() && progress.next_slot == 0);
+    assert!(!progress.loaded && progress.snapshot.is_none() && progress.next_slot == 0);
     let feed = source.feed(&world.network);
     world.order(Order::Attach(feed));
     world.settle();
@@ -509,7 +504,7 @@ fn the_copy_outlives_its_feed_and_the_next_feed_goes_on_with_it() {
     let source = Source::with(&world.network, 5, &content(20_000));
     let (feed, copy) = source.feed_with_a_copy(&world.network);
     world.order(Order::Attach(feed));
-    world.order(Order::ReadFrom(super::super::relayed::ReadFrom::Source));
+    world.order(Order::ReadFrom(super::super::relay_reader::ReadFrom::Source));
     world.settle();
     assert!(Arc::ptr_eq(world.handle.progress().copy.as_ref().unwrap(), &copy));
     world.delivery.lose_feed(Instant::now(), FeedError::Table(remora_table::Error::Misuse("lost")));

@@ -1,5 +1,5 @@
-//! Driver: carries out what the [machine](super::machine) decides, and tells it what happened. It decides nothing
-//! itself.
+//! Driver: carries out what the [machine](super::machine) decides, and reports to it what happened. It makes no
+//! decision itself.
 //!
 //! ```text
 //!   signals ────────────┐
@@ -9,8 +9,8 @@
 //!   connecting tasks ───┘       └── at Replica::deadline, and for each report of progress
 //! ```
 //!
-//! [`Driver::perform`] never waits: what takes long is a task that reports an event. So signals are seen and progress
-//! is reported at any moment of a sync, also while the server empties itself or takes a full copy.
+//! [`Driver::perform`] never waits: each long operation is a task that reports an event. So the driver handles signals
+//! and reports progress at any moment, also while the server empties itself or takes a full copy.
 //!
 //! The driver owns every task: dropping it ends them. [`Relay`] has its own decisions, which do not depend on how far
 //! the server is, and is called from here directly.
@@ -30,10 +30,10 @@ use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
 
 use self::relay::Relay;
 use self::server::{Keeper, ServerTask, Work};
-use self::session::{Received, Session, loss};
+use self::session::{Received, Session, unreachable};
 use super::candidates::Candidates;
 use super::control::Control;
-use super::delivery::{self, Handle, News, Order};
+use super::delivery::{self, Handle, Notice, Order};
 use super::feed::Feed;
 use super::introduction::{Answer, Introduction};
 use super::locality::Locality;
@@ -41,7 +41,7 @@ use super::machine::{Action, DeliveryEvent, Event, Job, Reading, Replica, Rules,
 use super::meter::Meter;
 use super::preflight::{Primary, Target};
 use super::record::Record;
-use super::relayed::ReadFrom;
+use super::relay_reader::ReadFrom;
 use super::report::{PROGRESS_EVERY, Summary};
 use super::source::{Chosen, Sinks, Source, join_again};
 use super::spool::Spool;
@@ -57,7 +57,7 @@ use crate::units::readable;
 /// How often progress is shown and reported, at least.
 const LOOK_EVERY: Duration = PROGRESS_EVERY;
 
-/// See the module's text.
+/// Carries out what the machine decides, and reports to it what happened.
 pub(super) struct Driver {
     args: Arc<ReplicaArgs>,
     token: Arc<Token>,
@@ -67,7 +67,7 @@ pub(super) struct Driver {
     server: ServerTask,
     relay: Relay,
     delivery: Handle,
-    news: UnboundedReceiver<News>,
+    notices: UnboundedReceiver<Notice>,
     meter: Arc<Meter>,
     sinks: Sinks,
     connecting: (UnboundedSender<Connected>, UnboundedReceiver<Connected>),
@@ -75,7 +75,7 @@ pub(super) struct Driver {
     calling: Option<AbortOnDrop>,
     /// Tables that the machine has not yet ordered to be attached.
     tables: Option<(u64, Box<Feed>, Chosen, Box<Offer>)>,
-    /// What the delivery wants the module to be given.
+    /// The memory that the delivery wants to give to the module.
     introduction: Option<Introduction>,
     /// What the module answered.
     answer: Option<(u64, Result<Answer, String>)>,
@@ -85,7 +85,7 @@ pub(super) struct Driver {
     published: Result<(), Failure>,
 }
 
-/// What the preflight found and messages name.
+/// Findings of the preflight that messages name.
 struct Facts {
     /// The server's address.
     server: String,
@@ -95,7 +95,7 @@ struct Facts {
     primary: String,
 }
 
-/// What a sync begins with.
+/// The start of a sync.
 pub(super) struct Setup {
     pub(super) args: ReplicaArgs,
     pub(super) token: Arc<Token>,
@@ -107,7 +107,7 @@ pub(super) struct Setup {
     pub(super) link_tls: Option<Arc<ServerConfig>>,
 }
 
-/// What a connecting task brings.
+/// The result of a connecting task.
 enum Connected {
     Source(Result<Source, crate::conversation::Error>),
     Tables { attempt: u64, offer: Box<Offer>, result: Result<(Box<Feed>, Chosen), Failure> },
@@ -120,7 +120,7 @@ enum Flow {
 }
 
 impl Driver {
-    /// Opens the link and starts the tasks. Nothing of the server is touched yet.
+    /// Opens the link and starts the tasks. Changes nothing on the server yet.
     pub(super) async fn begin(setup: Setup) -> Result<Driver, Failure> {
         let Setup { args, token, control, record, target, primary, source, link_tls } = setup;
         let no_handler = |error| Failure::local(format!("signals can't be caught: {error}"));
@@ -134,14 +134,14 @@ impl Driver {
         tracing::info!(%link, "listening for the link of {}", control.server().url());
         let meter = Arc::new(Meter::default());
         let sinks = Sinks::new(args.memory.get());
-        let (tell, news) = mpsc::unbounded_channel();
+        let (tell, notices) = mpsc::unbounded_channel();
         let link_tls = link_tls.filter(|_| target.tls_replication);
         let delivery = delivery::spawn(delivery::Setup {
             candidates: Candidates::new(listener, link_tls, target.link_login.access(), locality),
             spool: args.state_dir.clone(),
             backlog_limit: sinks.backlog_limit(),
             meter: meter.clone(),
-            news: tell,
+            notices: tell,
         });
         let delivery = delivery.map_err(|error| Failure::local(format!("no thread for the delivery: {error}")))?;
         let facts = Facts {
@@ -173,7 +173,7 @@ impl Driver {
             server: ServerTask::start(keeper),
             relay,
             delivery,
-            news,
+            notices,
             meter,
             sinks,
             connecting: mpsc::unbounded_channel(),
@@ -213,7 +213,7 @@ impl Driver {
         outcome.and(self.published)
     }
 
-    /// What the delivery and the relay show now.
+    /// Readings of the delivery and the relay.
     fn reading(&self) -> Reading {
         Reading {
             loaded: self.delivery.progress().loaded,
@@ -245,7 +245,7 @@ impl Driver {
                 }
                 received = received => self.received(received),
                 connected = self.connecting.1.recv() => connected.and_then(|connected| self.connected(connected)),
-                news = self.news.recv() => self.news(news),
+                notice = self.notices.recv() => self.notice(notice),
                 said = self.relay.said() => {
                     self.upstream_said(said);
                     None
@@ -258,7 +258,7 @@ impl Driver {
         }
     }
 
-    /// From the source.
+    /// The event that a message of the source stands for.
     fn received(&mut self, received: Received) -> Option<Event> {
         let message = match received {
             Received::Message(message) => *message,
@@ -292,7 +292,7 @@ impl Driver {
                 self.session = Some(Session::start(source, way));
                 Some(Event::Source(SourceEvent::Connected))
             }
-            Connected::Source(Err(error)) => Some(Event::Source(SourceEvent::Unreachable(loss(error)))),
+            Connected::Source(Err(error)) => Some(Event::Source(SourceEvent::Unreachable(unreachable(error)))),
             Connected::Tables { attempt, offer, result: Ok((feed, chosen)) } => {
                 let tables = Tables { offer: offer.clone(), transport: chosen.kind, why: chosen.why.clone() };
                 self.tables = Some((attempt, feed, chosen, offer));
@@ -304,40 +304,40 @@ impl Driver {
         }
     }
 
-    /// From the delivery thread.
-    fn news(&mut self, news: Option<News>) -> Option<Event> {
+    /// The event that a notice of the delivery stands for.
+    fn notice(&mut self, notice: Option<Notice>) -> Option<Event> {
         let fatal = |text: String| DeliveryEvent::Fatal { failure: Failure::local(text) };
-        let event = match news {
+        let event = match notice {
             None => fatal("the delivery ended unexpectedly; this is a bug of remora".into()),
-            Some(News::Fatal { text }) => fatal(text),
-            Some(News::Asked) => DeliveryEvent::Asked,
-            Some(News::Introduce(introduction)) => {
+            Some(Notice::Fatal { text }) => fatal(text),
+            Some(Notice::Asked) => DeliveryEvent::Asked,
+            Some(Notice::Introduce(introduction)) => {
                 let number = introduction.number;
                 self.introduction = Some(introduction);
                 DeliveryEvent::Introduce { number }
             }
-            Some(News::Fetched) => {
+            Some(Notice::Fetched) => {
                 self.relay.leave_upstream();
                 DeliveryEvent::Fetched
             }
-            Some(News::PayloadSent) => DeliveryEvent::PayloadSent,
-            Some(News::Loaded) => DeliveryEvent::Loaded,
-            Some(News::LinkLost { text, loading }) => DeliveryEvent::LinkLost { text, loading },
-            Some(News::FeedLost { error }) => {
+            Some(Notice::PayloadSent) => DeliveryEvent::PayloadSent,
+            Some(Notice::Loaded) => DeliveryEvent::Loaded,
+            Some(Notice::LinkLost { text, loading }) => DeliveryEvent::LinkLost { text, loading },
+            Some(Notice::FeedLost { error }) => {
                 // Whether this or the end of the session is seen first is chance: both name the source.
                 let text = format!("the source {}: {error}", self.args.source);
                 DeliveryEvent::FeedLost { failure: Failure::new(Code::Source, text) }
             }
-            Some(News::PeerLost(lost)) => {
+            Some(Notice::PeerLost(lost)) => {
                 self.upstream_lost(lost);
                 return None;
             }
-            Some(News::FeedWanted) => DeliveryEvent::FeedWanted,
+            Some(Notice::FeedWanted) => DeliveryEvent::FeedWanted,
         };
         Some(Event::Delivery(event))
     }
 
-    /// From the conversation with the upstream replica.
+    /// The event that a report of the upstream replica stands for.
     fn upstream_said(&mut self, said: Said) {
         match said {
             Said::ReadFrom(from) => self.read_from(Some(from)),
@@ -348,7 +348,7 @@ impl Driver {
         }
     }
 
-    fn upstream_lost(&mut self, lost: super::relayed::Lost) {
+    fn upstream_lost(&mut self, lost: super::relay_reader::Lost) {
         if let (Some(message), Some(session)) = (self.relay.lost(lost), &self.session) {
             session.send(message);
         }
@@ -413,10 +413,10 @@ impl Driver {
     fn join(&self) {
         let mut progress = self.delivery.progress();
         let mut held = progress.next_slot;
-        if let (None, Some(folder)) = (&progress.origin, &self.args.state_dir) {
-            // What an agent before us left behind.
-            if let Some((origin, below)) = Spool::look(folder) {
-                progress.origin = Some(origin);
+        if let (None, Some(folder)) = (&progress.snapshot, &self.args.state_dir) {
+            // What an earlier agent left behind.
+            if let Some((snapshot, below)) = Spool::look(folder) {
+                progress.snapshot = Some(snapshot);
                 held = below;
             }
         } else if self.args.state_dir.is_some() {
@@ -431,9 +431,9 @@ impl Driver {
         let Some(session) = &self.session else { return };
         let (way, sinks, tell) = (session.way().clone(), self.sinks, self.connecting.0.clone());
         let progress = self.delivery.progress();
-        let is_same = progress.origin.as_ref().is_some_and(|origin| origin.generation == offer.generation);
+        let is_same = progress.snapshot.is_some_and(|id| id.origin.generation == offer.generation);
         let relay = self.relay.wish(progress.copy.filter(|_| is_same));
-        // It cannot be aborted, but ends within the transports' time limits. Nothing is reported to a driver that is
+        // It cannot be aborted, but it ends within the transports' time limits. Nothing is reported to a driver that is
         // gone.
         tokio::task::spawn_blocking(move || {
             let result = way.feed(&offer, sinks, progress.loaded, relay.as_ref());
@@ -465,7 +465,7 @@ impl Driver {
 
     // ---- progress ----
 
-    /// Shows and reports how far the sync is, when it is time.
+    /// Shows and reports the progress, when it is due.
     fn show_progress(&mut self) {
         let now = Instant::now();
         if now < self.progress_due {
@@ -489,7 +489,7 @@ impl Driver {
         let (Some(tables), Some(phase)) = (self.machine.tables(), self.machine.phase()) else { return };
         let generation = tables.offer.generation;
         let progress = self.delivery.progress();
-        let counts_this = progress.origin.is_some_and(|origin| origin.generation == generation);
+        let counts_this = progress.snapshot.is_some_and(|id| id.origin.generation == generation);
         if !counts_this && !progress.loaded {
             // The meter still counts slots of an earlier snapshot: reported for this one, they would be reused unread.
             return;
@@ -510,7 +510,7 @@ impl Driver {
         }
     }
 
-    /// Reports how it went, to people and to programs.
+    /// Prints the summary, for people and for programs.
     fn publish(&mut self) {
         if let Some(bar) = self.bar.take() {
             bar.finish();
@@ -526,13 +526,13 @@ impl Driver {
     }
 
     fn summary(&self) -> Summary {
-        let origin = self.delivery.progress().origin;
-        let snapshot_offset = origin.as_ref().map_or(0, |origin| origin.offset);
+        let origin = self.delivery.progress().snapshot.map(|id| id.origin);
+        let snapshot_offset = origin.map_or(0, |origin| origin.offset);
         let moments = self.machine.moments();
         let mut summary = Summary {
             server: self.facts.server.clone(),
             primary: self.facts.primary.clone(),
-            replid: origin.map(|origin| origin.replid.to_string()).unwrap_or_default(),
+            replid: origin.map(|origin| origin.history.to_string()).unwrap_or_default(),
             snapshot_offset,
             hand_off_offset: self.machine.hand_off_offset(),
             transport: self.machine.tables().map_or("none", |tables| tables.transport.name()).to_string(),

@@ -1,4 +1,4 @@
-//! Relay: from which replica slots are read, and what is lent to others. Independent of how far the server is.
+//! Relay: from which replica slots are read, and what is lent to others. Independent of the server's state.
 
 use std::sync::Arc;
 
@@ -9,23 +9,23 @@ use crate::args::{RdmaOffer, ReplicaArgs, TransportChoice};
 use crate::conversation::Token;
 use crate::exit::Failure;
 use crate::replica::meter::Meter;
-use crate::replica::relayed::{Lost, ReadFrom};
-use crate::replica::serving::{Lending, Serving, UploadLimits};
+use crate::replica::relay_reader::{Lost, ReadFrom};
+use crate::replica::relay_server::{LentCopy, RelayServer, UploadLimits};
 use crate::replica::source::{Chosen, RelayWish, Source, wish};
 use crate::replica::upstream::{self, Conversation, Goal, Said};
 use crate::units::Size;
 
-/// See the module's text.
+/// This replica's part in passing slots on: the peer that it reads from, and the copy that it lends.
 pub(super) struct Relay {
     args: Arc<ReplicaArgs>,
     token: Arc<Token>,
     /// The name by which other replicas know this one.
     name: String,
     meter: Arc<Meter>,
-    /// Slots may come from other replicas.
+    /// Whether slots may come from other replicas.
     takes_part: bool,
-    /// Lends slots to other replicas.
-    serving: Option<Serving>,
+    /// The server that lends slots to other replicas.
+    serving: Option<RelayServer>,
     /// The copy that slots go into now.
     copy: Option<Copying>,
     /// The replica that slots are read from, or will be.
@@ -36,7 +36,7 @@ struct Copying {
     generation: u64,
     memory: Arc<Memory>,
     slot_size: u32,
-    /// The source reuses slots that all readers have passed.
+    /// Whether the source reuses slots that all readers have passed.
     in_window: bool,
 }
 
@@ -66,14 +66,14 @@ impl Relay {
             let listen = options.peer_listen.unwrap_or_else(|| (source.local_address().ip(), 0).into());
             let limits =
                 UploadLimits { in_all: bytes(options.upload_limit), per_peer: bytes(options.upload_limit_per_peer) };
-            Some(Serving::open(listen, token.clone(), limits).await?)
+            Some(RelayServer::open(listen, token.clone(), limits).await?)
         } else {
             None
         };
         Ok(Relay { args, token, name, meter, takes_part, serving, copy: None, upstream: None })
     }
 
-    /// What the source needs to know; `None`: no slots pass between this replica and others.
+    /// What the source needs to know. `None` if no slots pass between this replica and others.
     pub(super) fn introduction(&self) -> Option<Relays> {
         let serves_at = self.serving.as_ref().map(|serving| serving.address().to_string()).unwrap_or_default();
         self.takes_part.then(|| Relays { serves_at, zone: self.args.relay.zone.clone() })
@@ -85,7 +85,7 @@ impl Relay {
         self.takes_part.then(|| RelayWish { serves: self.serving.is_some(), download_rate, kept })
     }
 
-    /// What the conversation with the upstream replica brings; pending without one.
+    /// The next report of the conversation with the upstream replica. Pending without one.
     pub(super) async fn said(&mut self) -> Said {
         match &mut self.upstream {
             Some((_, conversation)) => conversation.said().await,
@@ -93,16 +93,16 @@ impl Relay {
         }
     }
 
-    /// All slots have arrived.
+    /// Notes that all slots have arrived.
     pub(super) fn leave_upstream(&mut self) {
         self.upstream = None;
     }
 
-    /// Tables were connected: lends their copy, and reads from where the offer says. Gives back what the delivery must
+    /// Tables were connected: lends their copy, and reads from where the offer says. Returns what the delivery must
     /// know.
     pub(super) fn attached(&mut self, offer: &Offer, chosen: &mut Chosen, loaded: bool) -> Option<ReadFrom> {
         let Some((memory, own, is_new)) = chosen.copy.take() else {
-            // A replica that has loaded everything goes on lending what it has.
+            // A replica that has loaded everything continues to lend its slots.
             if !loaded {
                 self.copy = None;
                 self.upstream = None;
@@ -116,7 +116,7 @@ impl Relay {
                 let by_rdma = chosen.kind == TransportKind::Verbs;
                 let rdma = by_rdma.then(|| RdmaOffer { no_rdma: false, end: self.args.rdma.end.clone() });
                 let keeps_all = offer.snapshot.retained && own.slots >= offer.snapshot.slots;
-                serving.lend(Lending { generation, memory: memory.clone(), own, first_offset, keeps_all, rdma });
+                serving.lend(LentCopy { generation, memory: memory.clone(), own, first_offset, keeps_all, rdma });
             }
         }
         let in_window = !offer.snapshot.retained;
@@ -124,7 +124,7 @@ impl Relay {
         self.read_from(offer.upstream.clone())
     }
 
-    /// The source assigns another upstream for this generation.
+    /// Reads from the upstream that the source has assigned for this generation.
     pub(super) fn assigned(&mut self, generation: u64, upstream: Option<Upstream>) -> Option<ReadFrom> {
         let is_ours = self.copy.as_ref().is_some_and(|copy| copy.generation == generation);
         if is_ours { self.read_from(upstream) } else { None }
@@ -152,7 +152,7 @@ impl Relay {
         Some(ReadFrom::Awaited)
     }
 
-    /// The upstream replica cannot be read any more. Gives back the message for the source, which assigns another.
+    /// The upstream replica cannot be read any more. Returns the message for the source, which assigns another.
     pub(super) fn lost(&mut self, lost: Lost) -> Option<Message> {
         let Lost { session, cause, text } = lost;
         let (upstream, _) = self.upstream.take_if(|(_, present)| present.session == session)?;
@@ -177,7 +177,7 @@ impl Relay {
         }
     }
 
-    /// What the source is told of this replica's part in passing slots on.
+    /// What this replica reports to the source about its part in passing slots on.
     pub(super) fn relaying(&self) -> Option<Relaying> {
         self.copy.as_ref()?;
         let reads_from = self.meter.reads_from.get();
@@ -191,7 +191,7 @@ impl Relay {
 
     /// Other replicas that read slots here.
     pub(super) fn readers(&self) -> usize {
-        self.serving.as_ref().map_or(0, Serving::readers)
+        self.serving.as_ref().map_or(0, RelayServer::readers)
     }
 }
 

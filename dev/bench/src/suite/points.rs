@@ -3,7 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::load::Felt;
+use super::load::ClientLatency;
 use crate::Spread;
 use crate::sync::Method;
 
@@ -77,7 +77,7 @@ pub struct FeelPoint {
     pub seconds: f64,
     /// What the clients noticed in that time.
     #[serde(flatten)]
-    pub felt: Felt,
+    pub felt: ClientLatency,
     /// Peak memory of each replica agent, in bytes; empty in runs before 2026-11-23.
     #[serde(default)]
     pub agent_memory: Vec<u64>,
