@@ -7,6 +7,7 @@ mod kit;
 mod cli;
 mod combinations;
 mod conversation;
+mod damage;
 mod ends;
 mod exact;
 mod handoff;

@@ -236,6 +236,7 @@ impl Driver {
         Reading {
             loaded: self.delivery.progress().loaded,
             bytes_delivered: self.meter.bytes_given.get(),
+            slots_held: self.meter.slots_held.get(),
             stream_fetched: self.meter.stream_fetched.get(),
             stream_delivered: self.meter.stream_delivered.get(),
             readers: self.relay.readers(),

@@ -35,6 +35,8 @@ pub(in crate::replica) struct Reading {
     pub(in crate::replica) loaded: bool,
     /// Bytes of payloads that were given to the server since the sync began.
     pub(in crate::replica) bytes_delivered: u64,
+    /// Slots of the snapshot that have arrived and match their checksums.
+    pub(in crate::replica) slots_held: u64,
     /// Offset of the last byte of the stream that has arrived.
     pub(in crate::replica) stream_fetched: u64,
     /// Offset of the last byte of the stream that was given to the server.

@@ -237,7 +237,7 @@ impl Replica {
             self.supply.deferred = Some((passes, failure));
             return;
         }
-        match self.supply.lost(now, &self.rules, self.reading.loaded, passes, &failure) {
+        match self.supply.lost(now, &self.rules, &self.reading, passes, &failure) {
             Verdict::Pause(pause) => {
                 tracing::warn!("{failure}; trying again in {} ms", pause.as_millis());
                 self.interruptions += 1;
@@ -282,7 +282,7 @@ impl Replica {
             Err(failure) => return self.feed_lost(now, failure),
         };
         self.moments.offered.get_or_insert(now);
-        self.supply.attached();
+        self.supply.attached(now);
         self.actions.push_back(Action::Attach { attempt });
         tables.log_what_is_new(self.tables.as_ref());
         self.tables = Some(tables);

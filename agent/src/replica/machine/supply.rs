@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use remora_protocol::WaitCause;
 
-use super::event::Rules;
+use super::event::{Reading, Rules};
 use crate::backoff::Backoff;
 use crate::exit::{Code, Failure};
 
@@ -16,12 +16,21 @@ const WAIT_LIMIT: Duration = Duration::from_secs(60);
 /// meanwhile, and a source that was started again does not know the old stream.
 const STAY_WITHOUT_SOURCE: Duration = Duration::from_secs(2);
 
+/// How long tables must be read without a loss, at least, before an earlier loss counts as overcome although nothing
+/// new has arrived. Longer than it takes to find that a slot is damaged.
+const QUIET: Duration = Duration::from_secs(60);
+
 /// Whether the source feeds the delivery, and when to connect again.
 pub(super) struct Supply {
     pub(super) state: SupplyState,
     pub(super) has_session: bool,
-    /// Since when the source could not be reached.
+    /// Since when losses have followed each other without progress. Connecting again is no progress: a path that
+    /// damages every slot lets each new connection begin.
     away_since: Option<Instant>,
+    /// When the tables of the last offer were attached.
+    attached_at: Option<Instant>,
+    /// The furthest that the transfer has come.
+    reached: Reached,
     waiting: Option<Waiting>,
     /// Whether the source ended the session because the server read nothing. The server must answer before the source
     /// is asked for another snapshot, which would cost the primary a fork.
@@ -51,6 +60,29 @@ pub(super) enum SupplyState {
     Reconnecting,
 }
 
+/// The furthest that the transfer has come. Each number only grows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Reached {
+    slots_held: u64,
+    bytes_delivered: u64,
+    stream_fetched: u64,
+}
+
+impl Reached {
+    /// Notes how far the transfer is, and returns whether it has come further. Until the server holds the snapshot,
+    /// only the snapshot counts: the stream may arrive while no slot does.
+    fn has_grown(&mut self, reading: &Reading) -> bool {
+        let before = *self;
+        self.slots_held = self.slots_held.max(reading.slots_held);
+        self.bytes_delivered = self.bytes_delivered.max(reading.bytes_delivered);
+        self.stream_fetched = self.stream_fetched.max(reading.stream_fetched);
+        if reading.loaded {
+            return self.stream_fetched > before.stream_fetched;
+        }
+        self.slots_held > before.slots_held || self.bytes_delivered > before.bytes_delivered
+    }
+}
+
 struct Waiting {
     since: Instant,
     cause: WaitCause,
@@ -74,6 +106,8 @@ impl Supply {
             state: SupplyState::Idle,
             has_session: true,
             away_since: None,
+            attached_at: None,
+            reached: Reached::default(),
             waiting: None,
             stalled: false,
             attempt: 0,
@@ -100,10 +134,10 @@ impl Supply {
     }
 
     /// Notes that the delivery reads the tables of the last offer.
-    pub(super) fn attached(&mut self) {
+    pub(super) fn attached(&mut self, now: Instant) {
         self.state = SupplyState::Attached;
+        self.attached_at = Some(now);
         self.waiting = None;
-        self.away_since = None;
         self.deferred = None;
     }
 
@@ -124,13 +158,18 @@ impl Supply {
         &mut self,
         now: Instant,
         rules: &Rules,
-        loaded: bool,
+        reading: &Reading,
         passes: bool,
         failure: &Failure,
     ) -> Verdict {
+        let quiet = if rules.stay && reading.loaded { STAY_WITHOUT_SOURCE } else { QUIET.max(rules.retry_for) };
+        let was_quiet = self.attached_at.take().is_some_and(|at| now.duration_since(at) > quiet);
+        if self.reached.has_grown(reading) || was_quiet {
+            self.away_since = None;
+        }
         let away = now.duration_since(*self.away_since.get_or_insert(now));
         let enough = !passes || (rules.stay && away > STAY_WITHOUT_SOURCE);
-        if enough && loaded {
+        if enough && reading.loaded {
             return Verdict::GoToPrimary;
         }
         if !passes {

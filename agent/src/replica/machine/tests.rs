@@ -487,6 +487,52 @@ fn a_source_that_is_lost_is_tried_again_until_retry_for_is_over() {
     assert_eq!(failure.message, "it is gone; tried for 10 s (--retry-for); the server was detached and emptied");
 }
 
+/// A path that damages slots: every feed connects, and is lost after 100 ms. Gives back what followed the last loss, and
+/// the time since the first one.
+fn damaged(play: &mut Play, losses: u32, mut between: impl FnMut(&mut Play)) -> (Vec<Action>, Duration) {
+    let began = play.now;
+    let mut actions = Vec::new();
+    for _ in 0..losses {
+        play.now += Duration::from_millis(100);
+        actions = play.delivery(DeliveryEvent::FeedLost { failure: failure("slot 0 is damaged") });
+        if !actions.is_empty() {
+            break;
+        }
+        while play.wait() != [Action::Join] {}
+        play.offered();
+        between(play);
+    }
+    (actions, play.now - began)
+}
+
+#[test]
+fn damage_that_does_not_stop_ends_after_retry_for_though_every_feed_connects() {
+    let mut play = Play::transfer(Rules { retry_for: Duration::from_secs(10), ..rules() });
+    // The stream arrives: that brings the snapshot no further.
+    let (actions, took) = damaged(&mut play, 1000, |play| play.reading.stream_fetched += 100);
+    assert_eq!(actions.last(), Some(&Action::Server(Job::Leave(Leaving::Detached))));
+    assert!(took > Duration::from_secs(10) && took < Duration::from_secs(16), "{took:?}");
+    let actions = play.report(Report::Left("the server was detached and emptied".into()));
+    let Some(Action::End { outcome: Err(failure), .. }) = actions.first() else { panic!("{actions:?}") };
+    let text = "slot 0 is damaged; tried for 10 s (--retry-for); the server was detached and emptied";
+    assert_eq!((failure.code, failure.message.as_str()), (Code::Source, text));
+}
+
+#[test]
+fn damage_that_lets_some_slots_through_is_outlasted() {
+    let mut play = Play::transfer(Rules { retry_for: Duration::from_secs(10), ..rules() });
+    let (actions, took) = damaged(&mut play, 100, |play| play.reading.slots_held += 1);
+    assert_eq!(actions, []);
+    assert!(took > Duration::from_secs(30), "{took:?}");
+}
+
+#[test]
+fn a_loss_long_after_the_last_one_is_a_new_one() {
+    let mut play = Play::transfer(Rules { retry_for: Duration::from_secs(10), ..rules() });
+    let (actions, _) = damaged(&mut play, 10, |play| play.now += Duration::from_secs(61));
+    assert_eq!(actions, []);
+}
+
 #[test]
 fn a_server_that_has_loaded_goes_to_the_primary_when_the_source_is_lost() {
     let mut play = Play::catch_up(rules());
