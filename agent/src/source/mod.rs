@@ -464,8 +464,10 @@ impl Source {
         }
         let first = replica.held_slots(generation);
         let joining = Joining { serves: !relays.serves_at.is_empty(), zone: relays.zone, first };
-        let from = self.topology.join(Instant::now(), generation, session, joining)?;
-        self.upstream(from)
+        let from = self.topology.join(Instant::now(), generation, session, joining);
+        let spliced = self.topology.spliced();
+        self.assign(&spliced);
+        self.upstream(from?)
     }
 
     fn upstream(&self, session: Session) -> Option<Upstream> {

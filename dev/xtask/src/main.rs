@@ -5,6 +5,7 @@
 //!   bench           runs the programs of dev/bench and keeps the results in bench/runs
 //!   net             hosts with cables of a known rate, to cut, slow down and make lossy; servers and agents in them
 //!   bindings        generates the types of the RDMA libraries from their headers; rarely needed
+//!   scale           a model of 1,000 replicas in racks, which drives the source's topology
 //!   rooms           draws the crates, and fails for an import circle, a long file or a large type
 //!   man, completions   what `remora generate` writes, without installing it first
 //! ```
@@ -13,13 +14,14 @@
 //!
 //! - [`demo`]: the demonstration. **Start here.** [`show`]: the display while it runs; [`table`]: the table at its end.
 //! - [`mod@bench`]: builds and runs the benchmarks. [`bindings`]: generates or compares the RDMA libraries' types.
-//! - [`net`]: a test network with hosts, servers and agents. [`stop`]: Ctrl-C leaves nothing behind.
+//! - [`scale`]: the table of the topology's model. [`net`]: a test network with hosts, servers and agents. [`stop`]: Ctrl-C leaves nothing behind.
 #![forbid(unsafe_code)]
 
 mod bench;
 mod bindings;
 mod demo;
 mod net;
+mod scale;
 mod show;
 mod stop;
 mod table;
@@ -49,6 +51,8 @@ enum Command {
     Net(net::Command),
     /// Generate the types of the RDMA libraries from their headers.
     Bindings(bindings::Options),
+    /// Print how long 1,000 replicas in racks take, by a model that drives the source's topology.
+    Scale,
     /// Draw the crates and their dependencies; fail for an import circle, a long file or a large type, as `make check`
     /// does.
     Rooms {
@@ -74,6 +78,7 @@ fn main() -> ExitCode {
         Command::Bench(options) => stop::or_run(move || bench::run(&options)),
         Command::Net(command) => net::run(command),
         Command::Bindings(options) => bindings::run(&options),
+        Command::Scale => scale::run(),
         Command::Rooms { ties } => remora_structure::check(ties),
         Command::Man { directory } => generate(Generated::Man { directory }),
         Command::Completions { shell } => completions(&shell),

@@ -14,12 +14,21 @@
 //! - No replica reads from a peer that does not serve, is silent, has lent wrong bytes to any reader, was lost to this
 //!   reader, no longer holds the slot that the reader needs next, or holds less than the reader.
 //! - No replica has more than [`MAX_READERS`] readers.
-//! - A replica that could read from a peer does not read from the source, unless it began there.
+//! - A replica that could read from a peer does not read from the source, unless it began there, or it left a slow peer.
+//!
+//! A *splice* keeps one chain through several zones. If a joiner's zone has no free peer but one that feeds a reader in
+//! another zone, the joiner takes the place of that reader, which then reads from the joiner. So each network link still
+//! carries the bytes once in and once out, and each zone's uplink too.
 //!
 //! A *swap* repairs a chain that is slow somewhere. A reader changes places with its peer if it has all slots that the
 //! peer has, while the source has more, and the peer is slower than another reader of this snapshot has been. So a
 //! replica behind a bad link, or with a slow server, moves to the end of the chain. Each pair is swapped at most once,
 //! so two replicas that are slow for other reasons are not swapped endlessly.
+//!
+//! A reader that lends nothing cannot be swapped. It *leaves* a slow peer for another one or for the source. If no reader
+//! of this snapshot was ever faster, the source's link could be the slow one, and a second copy through it would slow
+//! down all replicas. So the reader first *tries* the source for a moment, one reader at a time, and returns to its peer
+//! if the source is not clearly faster.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -47,6 +56,19 @@ const SLOW_PART: u64 = 2;
 /// How many more slots others must have before a peer counts as slow. Fewer may be on their way to it.
 const AHEAD_SLOTS: u64 = 8;
 
+/// How long a reader must have waited for a slow peer before it tries the source. Longer than [`SLOW_AFTER`]: a trial
+/// costs the source's link bytes that were already on their way.
+const TRY_AFTER: Duration = Duration::from_secs(4);
+
+/// How long a trial takes: several slots of 1 MiB at 10 MiB/s, and a new connection.
+const TRIAL_SPAN: Duration = Duration::from_secs(3);
+
+/// Pause after a trial that showed that the source is not faster.
+const TRIAL_PAUSE: Duration = Duration::from_secs(60);
+
+/// The source is faster than a peer if it gives TRIAL_GAIN.0/TRIAL_GAIN.1 of the peer's rate, at least.
+const TRIAL_GAIN: (u64, u64) = (3, 2);
+
 /// The replicas that take part in one snapshot, and their upstreams. The module docs state the invariants.
 #[derive(Default)]
 pub(super) struct Topology {
@@ -58,6 +80,25 @@ pub(super) struct Topology {
     swapped: BTreeSet<(Session, Session)>,
     /// The most bytes per second that a reader of this generation has received.
     best_rate: u64,
+    /// The replicas that read from each peer, those included that need no more slots.
+    readers: BTreeMap<Session, BTreeSet<Session>>,
+    /// Readers that made room for a joiner, and were not yet told.
+    spliced: Vec<Assignment>,
+    trial: Option<Trial>,
+    /// No trial begins before this time.
+    no_trial_until: Option<Instant>,
+}
+
+/// A reader tries whether the source is faster than its peer.
+#[derive(Debug)]
+struct Trial {
+    reader: Session,
+    peer: Session,
+    began: Instant,
+    /// Bytes that the reader had received.
+    bytes: u64,
+    /// Bytes per second that the peer received before.
+    rate: u64,
 }
 
 /// One replica that takes part.
@@ -72,13 +113,15 @@ struct Node {
     /// It holds all slots from `oldest` to below this one.
     held: u64,
     rate: Rate,
+    /// Bytes that it has received.
+    bytes: u64,
     is_full: bool,
     /// When it last reported its progress.
     last_seen: Instant,
     is_silent: bool,
     /// Whether it needs no more slots.
     is_done: bool,
-    /// Peers that it can no longer read from.
+    /// Peers that it does not read from any more: they were lost, or too slow.
     lost: BTreeSet<Session>,
     /// Since when it has had all slots of its slow peer.
     starved: Option<Instant>,
@@ -136,6 +179,7 @@ impl Topology {
         }
         // A replica that joins again keeps its readers. They notice themselves whether it still has the slots that they
         // need.
+        self.set(session, None);
         let lost = self.nodes.remove(&session).map(|node| node.lost).unwrap_or_default();
         let Joining { serves, zone, first } = joining;
         let node = Node {
@@ -145,6 +189,7 @@ impl Topology {
             oldest: first,
             held: first,
             rate: Rate::default(),
+            bytes: 0,
             is_full: false,
             last_seen: now,
             is_silent: false,
@@ -155,7 +200,14 @@ impl Topology {
         self.nodes.insert(session, node);
         let from = self.best_for(session);
         self.set(session, from);
+        let spliced = from.and_then(|peer| self.splice(session, peer));
+        self.spliced.extend(spliced);
         from
+    }
+
+    /// The new upstreams of readers that made room for a joiner since the last call.
+    pub(super) fn spliced(&mut self) -> Vec<Assignment> {
+        std::mem::take(&mut self.spliced)
     }
 
     /// A replica reports its progress and the number of bytes that it has received.
@@ -164,6 +216,7 @@ impl Topology {
         (node.oldest, node.held, node.is_full) = (at.oldest, at.held, at.is_full);
         (node.last_seen, node.is_silent) = (now, false);
         node.is_done |= is_done;
+        node.bytes = bytes;
         node.rate.sample(now, bytes);
         self.best_rate = self.best_rate.max(node.rate.bytes_per_second.unwrap_or(0));
     }
@@ -199,15 +252,16 @@ impl Topology {
         let mut moved = self.leave_silent(now);
         let readers: Vec<(Session, Session)> =
             self.nodes.iter().filter_map(|(&reader, node)| Some((reader, node.from?))).collect();
-        let mut swaps = Vec::new();
+        let mut swaps = self.end_trial(now);
         for (reader, peer) in readers {
-            let is_slow = self.is_slow(reader, peer, published);
+            let pace = self.pace(reader, peer, published);
             let Some(node) = self.nodes.get_mut(&reader) else { continue };
-            let since = *node.starved.get_or_insert(now);
-            if !is_slow {
-                node.starved = None;
-            } else if now.duration_since(since) >= SLOW_AFTER && swaps.is_empty() {
-                swaps.extend(self.swap(reader, peer));
+            let waited = now.duration_since(*node.starved.get_or_insert(now));
+            match pace {
+                Pace::Good => node.starved = None,
+                Pace::Slow if waited >= SLOW_AFTER && swaps.is_empty() => swaps.extend(self.improve(reader, peer)),
+                Pace::Unclear if waited >= TRY_AFTER && swaps.is_empty() => swaps.extend(self.try_source(now, reader)),
+                Pace::Slow | Pace::Unclear => {}
             }
         }
         moved.extend(swaps);
@@ -241,22 +295,41 @@ impl Topology {
 
     // ---- decisions ----
 
-    /// Whether the reader waits for its peer, and the peer receives slots far slower than others have.
-    fn is_slow(&self, reader: Session, peer: Session, published: u64) -> bool {
-        let (Some(node), Some(above)) = (self.nodes.get(&reader), self.nodes.get(&peer)) else { return false };
+    /// How fast a peer is that the reader waits for.
+    fn pace(&self, reader: Session, peer: Session, published: u64) -> Pace {
+        let (Some(node), Some(above)) = (self.nodes.get(&reader), self.nodes.get(&peer)) else { return Pace::Good };
         let ahead = match above.from.and_then(|from| self.nodes.get(&from)) {
             Some(from) => from.held,
             None => published,
         };
         let waits = !node.is_done && !node.is_full && node.held >= above.held.saturating_sub(1);
-        let has_low_rate = above.rate.bytes_per_second.is_some_and(|rate| rate < (self.best_rate / SLOW_PART).max(1));
-        let is_behind = !above.is_done && ahead >= above.held + AHEAD_SLOTS;
-        waits && is_behind && has_low_rate && !self.swapped.contains(&(peer, reader))
+        let is_behind = !above.is_done && ahead >= above.held.saturating_add(AHEAD_SLOTS);
+        let Some(rate) = above.rate.bytes_per_second else { return Pace::Good };
+        if !waits || !is_behind || self.swapped.contains(&(peer, reader)) {
+            Pace::Good
+        } else if rate < (self.best_rate / SLOW_PART).max(1) {
+            Pace::Slow
+        } else if node.serves {
+            Pace::Good
+        } else {
+            Pace::Unclear
+        }
+    }
+
+    /// Gives the reader of a slow peer a better upstream.
+    fn improve(&mut self, reader: Session, peer: Session) -> Vec<Assignment> {
+        self.swapped.extend([(peer, reader), (reader, peer)]);
+        match self.nodes.get_mut(&reader) {
+            Some(node) if !node.serves => {
+                node.lost.insert(peer);
+                self.place(BTreeSet::from([reader]))
+            }
+            _ => self.swap(reader, peer),
+        }
     }
 
     /// Swaps a reader with its peer: the reader takes the peer's upstream, and the peer reads from it.
     fn swap(&mut self, reader: Session, peer: Session) -> Vec<Assignment> {
-        self.swapped.extend([(peer, reader), (reader, peer)]);
         let (Some(node), Some(above)) = (self.nodes.get(&reader), self.nodes.get(&peer)) else { return Vec::new() };
         let up = above.from;
         let up_is_open = up.is_none_or(|up| !node.lost.contains(&up) && !self.liars.contains(&up));
@@ -268,6 +341,70 @@ impl Topology {
         self.set(reader, up);
         self.set(peer, Some(reader));
         vec![Assignment { reader, from: up }, Assignment { reader: peer, from: Some(reader) }]
+    }
+
+    /// Moves a reader to the source for [`TRIAL_SPAN`].
+    fn try_source(&mut self, now: Instant, reader: Session) -> Vec<Assignment> {
+        let may_try = self.trial.is_none() && self.no_trial_until.is_none_or(|until| until <= now);
+        let Some(node) = self.nodes.get(&reader).filter(|_| may_try) else { return Vec::new() };
+        let Some(peer) = node.from else { return Vec::new() };
+        let rate = self.nodes.get(&peer).and_then(|above| above.rate.bytes_per_second).unwrap_or(0);
+        self.trial = Some(Trial { reader, peer, began: now, bytes: node.bytes, rate });
+        self.set(reader, None);
+        vec![Assignment { reader, from: None }]
+    }
+
+    /// Judges a trial whose time is over. The reader returns to its peer if the source was not faster.
+    fn end_trial(&mut self, now: Instant) -> Vec<Assignment> {
+        let is_over = |trial: &mut Trial| now.duration_since(trial.began) >= TRIAL_SPAN;
+        let Some(Trial { reader, peer, began, bytes, rate }) = self.trial.take_if(is_over) else { return Vec::new() };
+        let Some(node) = self.nodes.get(&reader) else { return Vec::new() };
+        let measured = (node.bytes.saturating_sub(bytes) as f64 / now.duration_since(began).as_secs_f64()) as u64;
+        if node.from.is_some() || node.is_done || node.is_full {
+            return Vec::new();
+        }
+        // The reader may hold slots that the peer lacks yet: it waits for the peer, as before.
+        let may_return =
+            |above: &Node| above.serves && !above.is_silent && above.oldest <= node.held && !node.lost.contains(&peer);
+        let may_return = self.nodes.get(&peer).is_some_and(may_return)
+            && !self.liars.contains(&peer)
+            && self.readers_of(peer).count() < MAX_READERS
+            && !self.is_above(reader, peer);
+        if measured.saturating_mul(TRIAL_GAIN.1) >= rate.saturating_mul(TRIAL_GAIN.0) {
+            if let Some(node) = self.nodes.get_mut(&reader) {
+                node.lost.insert(peer);
+            }
+            return Vec::new();
+        }
+        self.no_trial_until = Some(now + TRIAL_PAUSE);
+        if !may_return {
+            return Vec::new();
+        }
+        self.set(reader, Some(peer));
+        vec![Assignment { reader, from: Some(peer) }]
+    }
+
+    /// Lets the reader of `peer` that gives way to a joiner, if there is one, read from the joiner.
+    fn splice(&mut self, joiner: Session, peer: Session) -> Option<Assignment> {
+        let reader = self.readers_of(peer).find(|&reader| self.gives_way(reader, peer, joiner))?;
+        self.set(reader, Some(joiner));
+        Some(Assignment { reader, from: Some(joiner) })
+    }
+
+    /// Whether a reader of `peer` can read from the joiner instead, so that the bytes leave the zone only at its end.
+    fn gives_way(&self, reader: Session, peer: Session, joiner: Session) -> bool {
+        let [Some(node), Some(above), Some(new)] = [reader, peer, joiner].map(|at| self.nodes.get(&at)) else {
+            return false;
+        };
+        let is_entry = node.zone != above.zone && new.zone == above.zone;
+        let is_free = self.readers_of(joiner).next().is_none();
+        let lends = new.serves && is_free && !self.liars.contains(&joiner) && !node.lost.contains(&joiner);
+        reader != joiner && is_entry && lends && new.oldest <= node.held && new.held >= node.held
+    }
+
+    /// The readers of a peer that a joiner must share it with.
+    fn shares(&self, joiner: Session, peer: Session) -> usize {
+        self.readers_of(peer).filter(|&reader| !self.gives_way(reader, peer, joiner)).count()
     }
 
     /// Assigns an upstream to each of `orphans`, first to the one that holds the most slots: the others may then read
@@ -283,6 +420,7 @@ impl Topology {
             let from = self.best_for(reader);
             self.set(reader, from);
             placed.push(Assignment { reader, from });
+            placed.extend(from.and_then(|peer| self.splice(reader, peer)));
         }
         placed
     }
@@ -291,26 +429,37 @@ impl Topology {
     /// importance. `None`: the source.
     fn best_for(&self, reader: Session) -> Option<Session> {
         let node = self.nodes.get(&reader)?;
-        let candidates = self.nodes.keys().filter(|&&peer| self.may_read(reader, peer));
-        candidates.copied().min_by_key(|&peer| {
-            let other = self.nodes.get(&peer);
-            let is_far = other.is_none_or(|other| other.zone != node.zone);
-            let held = other.map_or(0, |other| other.held);
-            (is_far, self.readers_of(peer).count(), std::cmp::Reverse(held), peer)
-        })
+        let below = self.below(reader);
+        let candidates = self.nodes.iter().filter(|&(&peer, other)| self.may_read(reader, node, peer, other));
+        let candidates = candidates.filter(|(peer, _)| !below.contains(peer));
+        let best = candidates.min_by_key(|&(&peer, other)| {
+            (other.zone != node.zone, self.shares(reader, peer), std::cmp::Reverse(other.held), peer)
+        });
+        best.map(|(&peer, _)| peer)
     }
 
-    /// Whether a reader may read from this peer.
-    fn may_read(&self, reader: Session, peer: Session) -> bool {
-        let (Some(node), Some(other)) = (self.nodes.get(&reader), self.nodes.get(&peer)) else { return false };
+    /// Whether a reader may read from this peer, if the peer does not get its slots from the reader.
+    fn may_read(&self, reader: Session, node: &Node, peer: Session, other: &Node) -> bool {
         other.serves
             && !other.is_silent
             && !self.liars.contains(&peer)
             && !node.lost.contains(&peer)
             && other.oldest <= node.held
             && other.held >= node.held
-            && self.readers_of(peer).count() < MAX_READERS
-            && !self.is_above(reader, peer)
+            && self.shares(reader, peer) < MAX_READERS
+    }
+
+    /// The replica, and all that get their slots from it directly or through others.
+    fn below(&self, session: Session) -> BTreeSet<Session> {
+        let (mut below, mut next) = (BTreeSet::from([session]), vec![session]);
+        while let Some(at) = next.pop() {
+            for &reader in self.readers.get(&at).into_iter().flatten() {
+                if below.insert(reader) {
+                    next.push(reader);
+                }
+            }
+        }
+        below
     }
 
     /// Whether `peer` is `reader`, or gets its slots from it directly or through others.
@@ -327,25 +476,30 @@ impl Topology {
 
     /// The replicas that read from this peer and need further slots.
     fn readers_of(&self, peer: Session) -> impl Iterator<Item = Session> {
-        let reads =
-            move |(&reader, node): (&Session, &Node)| (node.from == Some(peer) && !node.is_done).then_some(reader);
-        self.nodes.iter().filter_map(reads)
+        let readers = self.readers.get(&peer).into_iter().flatten().copied();
+        readers.filter(|reader| self.nodes.get(reader).is_some_and(|node| !node.is_done))
     }
 
     /// Sets a reader's upstream.
     fn set(&mut self, reader: Session, from: Option<Session>) {
-        if let Some(node) = self.nodes.get_mut(&reader) {
-            node.from = from;
-            node.starved = None;
+        let Some(node) = self.nodes.get_mut(&reader) else { return };
+        let before = std::mem::replace(&mut node.from, from);
+        node.starved = None;
+        if let Some(readers) = before.and_then(|before| self.readers.get_mut(&before)) {
+            readers.remove(&reader);
+        }
+        if let Some(peer) = from {
+            self.readers.entry(peer).or_default().insert(reader);
         }
     }
 
     /// Removes a replica, and returns its readers.
     fn forget(&mut self, session: Session) -> BTreeSet<Session> {
-        self.nodes.remove(&session);
         let orphans: BTreeSet<Session> = self.readers_of(session).collect();
-        for node in self.nodes.values_mut() {
-            if node.from == Some(session) {
+        self.set(session, None);
+        self.nodes.remove(&session);
+        for reader in self.readers.remove(&session).unwrap_or_default() {
+            if let Some(node) = self.nodes.get_mut(&reader) {
                 node.from = None;
             }
         }
@@ -353,5 +507,18 @@ impl Topology {
     }
 }
 
+/// How fast a peer is, as its reader sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Pace {
+    /// The reader does not wait for it, or cannot get a better one.
+    Good,
+    /// Far slower than another reader has been.
+    Slow,
+    /// No reader has been faster. Only a trial shows whether the peer or the source's link is slow.
+    Unclear,
+}
+
+#[cfg(test)]
+mod scale;
 #[cfg(test)]
 mod tests;

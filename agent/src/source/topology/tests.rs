@@ -191,6 +191,69 @@ fn a_reader_that_waits_for_its_own_server_says_nothing_about_its_peer() {
     }
 }
 
+/// A peer at 10 slots a second, and its reader, which lends nothing.
+fn behind_a_crawling_peer() -> Bench {
+    let mut bench = Bench::chain(1);
+    let joining = Joining { serves: false, zone: String::new(), first: 0 };
+    assert_eq!(bench.topology.join(bench.now, GENERATION, 2, joining), Some(1));
+    bench
+}
+
+/// One second passes; the replicas gain this many slots.
+fn second(bench: &mut Bench, gain: [u64; 2]) -> Vec<Assignment> {
+    for (session, gain) in (1..).zip(gain) {
+        let held = bench.topology.nodes[&session].held + gain;
+        bench.holds(session, held);
+    }
+    bench.after(Duration::from_secs(1), 1000)
+}
+
+#[test]
+fn a_reader_that_lends_nothing_leaves_a_peer_that_is_slower_than_another_reader_has_been() {
+    let mut bench = behind_a_crawling_peer();
+    assert_eq!((0..3).flat_map(|_| second(&mut bench, [50, 50])).count(), 0);
+    // The peer's copy stands still: its server takes nothing.
+    let moved: Vec<_> = (0..6).flat_map(|_| second(&mut bench, [0, 0])).collect();
+    assert_eq!(moved, [assigned(2, None)]);
+}
+
+#[test]
+fn a_reader_that_lends_nothing_tries_the_source_and_stays_there_if_it_is_faster() {
+    let mut bench = behind_a_crawling_peer();
+    let moved: Vec<_> = (0..8).flat_map(|_| second(&mut bench, [10, 10])).collect();
+    assert_eq!(moved, [assigned(2, None)]);
+    assert_eq!((0..20).flat_map(|_| second(&mut bench, [10, 40])).count(), 0);
+    assert_eq!(bench.topology.reads_from(2), None);
+}
+
+#[test]
+fn a_reader_that_lends_nothing_returns_to_its_peer_if_the_source_is_no_faster() {
+    let mut bench = behind_a_crawling_peer();
+    while second(&mut bench, [10, 10]).is_empty() {}
+    // Both now share the source's link.
+    let moved: Vec<_> = (0..5).flat_map(|_| second(&mut bench, [5, 5])).collect();
+    assert_eq!(moved, [assigned(2, Some(1))]);
+    // And it is not tried again soon.
+    assert_eq!((0..30).flat_map(|_| second(&mut bench, [10, 10])).count(), 0);
+}
+
+#[test]
+fn a_joiner_takes_the_place_of_a_reader_in_another_zone_and_feeds_it() {
+    let mut bench = Bench::new();
+    for (session, zone) in [(1, "east"), (2, "west"), (3, "east"), (4, "west"), (5, "east")] {
+        bench.join(session, zone);
+    }
+    // One chain: all of east, then all of west.
+    let from = [1, 2, 3, 4, 5].map(|session| bench.topology.reads_from(session));
+    assert_eq!(from, [None, Some(5), Some(1), Some(2), Some(3)]);
+    assert_eq!(bench.topology.spliced(), [assigned(2, Some(3)), assigned(2, Some(5))]);
+    // A reader that holds more than the joiner does not wait for it.
+    bench.holds(5, 9);
+    bench.holds(2, 9);
+    assert_eq!(bench.join(6, "east"), Some(5));
+    assert_eq!((bench.topology.reads_from(2), bench.topology.spliced()), (Some(5), vec![]));
+}
+
 #[test]
 fn another_snapshot_begins_with_an_empty_topology() {
     let mut bench = Bench::chain(3);
@@ -228,7 +291,8 @@ fn apply(bench: &mut Bench, operation: &Operation) -> Vec<Assignment> {
         Operation::Join { session, zone, first } => {
             let serves = session % 4 != 0;
             let joining = Joining { serves, zone: zone.to_string(), first };
-            vec![assigned(session, bench.topology.join(bench.now, GENERATION, session, joining))]
+            let joined = assigned(session, bench.topology.join(bench.now, GENERATION, session, joining));
+            [vec![joined], bench.topology.spliced()].concat()
         }
         Operation::Progress { session, oldest, more, is_done } => {
             let Some(node) = bench.topology.nodes.get(&session) else { return Vec::new() };

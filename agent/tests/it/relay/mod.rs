@@ -227,6 +227,23 @@ fn a_stranger_at_a_relays_port_gets_no_slot_and_changes_nothing() {
 }
 
 #[test]
+fn a_replica_that_lends_nothing_leaves_a_slow_peer_for_the_source() {
+    let Some(kind) = require::valkey() else { return };
+    let primary = primary(kind).config("repl-diskless-sync-delay", 0).start().unwrap();
+    load(&primary, 48, MIB);
+    let (servers, source) = (servers(kind, 2), source(&primary));
+    let _slow = source.replica(&servers[0], &[&FAR[..], &["--name", "slow", "--download-limit", "1MiB"]].concat());
+    wait_for_slots(&source, "slow", 4);
+    let began = Instant::now();
+    let mut fast = source.replica(&servers[1], &[&FAR[..], &["--no-serve-peers"]].concat());
+    fast.wait_for_success(LONG).unwrap();
+    let took = began.elapsed();
+    assert!(fast.output().contains("reading slots from another replica"));
+    assert!(took < Duration::from_secs(30), "{took:?}; the slow replica takes 48 s");
+    assert_same_data(&primary, &servers[1]);
+}
+
+#[test]
 fn replicas_that_do_not_lend_all_read_from_the_source() {
     let Some(kind) = require::valkey() else { return };
     let primary = primary(kind).start().unwrap();
