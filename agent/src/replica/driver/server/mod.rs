@@ -204,6 +204,7 @@ impl Keeper {
             self.target.facts = facts;
         }
         self.look_again().await?;
+        self.primary.compare_again(&self.target, self.control.server().url()).await?;
         if !after_restart {
             self.note_what_it_was();
         }
