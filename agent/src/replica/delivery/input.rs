@@ -191,9 +191,9 @@ impl Input {
         self.meter.slots_below.set(u64::MAX);
     }
 
-    /// Removes the spool after a successful sync.
-    pub(super) fn remove_spool(&mut self) {
-        if let Some(spool) = self.spool.take() {
+    /// Removes the spool if the sync is done.
+    pub(super) fn remove_spool_if(&mut self, done: bool) {
+        if let Some(spool) = self.spool.take_if(|_| done) {
             let _ = spool.remove();
         }
     }

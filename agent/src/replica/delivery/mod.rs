@@ -22,6 +22,7 @@
 //! - Nothing of ours is ever put into the stream: it would move the replication offset.
 //! - Progress is published before the notice that it explains: `Loaded` without it would look like a restart.
 
+mod by_module;
 mod input;
 mod orders;
 mod payload;
@@ -41,7 +42,6 @@ use std::sync::mpsc::TryRecvError;
 use std::time::Instant;
 
 use remora_redis::ReplId;
-use remora_table::Slot;
 use rustix::event::PollFlags;
 use tokio::sync::mpsc::UnboundedSender;
 
@@ -51,12 +51,10 @@ pub(super) use self::orders::{Handle, Notice, Order, Progress, Setup};
 use self::payload::WriteError;
 use self::plain::{Piece, PlainPayload, Used, Wrote, random_mark};
 use self::poller::{Demand, Readiness, Wait};
-use self::referenced::{ReferencedPayload, Turn};
 use self::server_link::{LinkEvent, Reached, Read, ServerLink, Stage};
 use self::stream::Stream;
 use super::candidates::Candidates;
 use super::feed::Feed;
-use super::introduction::{self, Answer};
 use super::meter::Meter;
 use super::parts::FeedError;
 
@@ -165,15 +163,13 @@ impl Delivery {
             match self.control.orders.try_recv() {
                 Ok(Order::Attach(feed)) => self.attach(now, feed)?,
                 Ok(Order::ReadFrom(from)) => self.input.read_from(now, from),
-                Ok(Order::GiveUp) if !self.at.loaded => self.drop_link("the source has put us out", false),
-                Ok(Order::GiveUp) => {}
+                Ok(Order::GiveUp) if self.at.loaded => {}
+                Ok(Order::GiveUp) => self.drop_link("the source has put us out", false),
                 Ok(Order::Hold) => self.link.iter_mut().for_each(ServerLink::hold),
                 Ok(Order::UseModule(used)) => self.by_module = used,
                 Ok(Order::Introduced { number, answer }) => self.introduced(now, number, answer),
                 Ok(Order::Stop { done }) => {
-                    if done {
-                        self.input.remove_spool();
-                    }
+                    self.input.remove_spool_if(done);
                     return Ok(false);
                 }
                 Err(TryRecvError::Empty) => return Ok(true),
@@ -496,81 +492,12 @@ impl Delivery {
     }
 
     fn write_stream(&mut self) -> Result<Option<usize>, WriteError> {
-        let Some(link) = self.link.as_mut().filter(|link| link.takes_the_stream()) else { return Ok(None) };
-        let Some(wrote) = self.stream.write(|bytes| link.socket.write(bytes))? else { return Ok(None) };
-        self.meter.stream_delivered.set(wrote.last);
-        Ok(Some(wrote.bytes))
-    }
-
-    /// Orders the memory of this slot, and of all that follow, to be given to the server's module.
-    fn introduce(&mut self, now: Instant, slot: Slot) -> Option<usize> {
-        self.introductions += 1;
-        let number = self.introductions;
-        match introduction::prepare(slot.bytes().0, number) {
-            Ok((shown, introduction)) => {
-                self.link.as_mut()?.stage = Stage::Introducing { number, shown, slot };
-                self.tell(Notice::Introduce(introduction));
-            }
-            Err(text) => self.go_by_the_link(now, slot, &text),
-        }
-        Some(0)
-    }
-
-    fn introduced(&mut self, now: Instant, number: u64, answer: Result<Answer, String>) {
-        let Some(link) = &mut self.link else { return };
-        if !matches!(&link.stage, Stage::Introducing { number: awaited, .. } if *awaited == number) {
-            return;
-        }
-        let Stage::Introducing { shown, slot, .. } = std::mem::replace(&mut link.stage, Stage::Asked) else { return };
-        let answer = match answer {
-            Ok(answer) => answer,
-            Err(text) => return self.go_by_the_link(now, slot, &text),
-        };
-        tracing::info!("the server's module loads long strings out of shared memory");
-        self.meter.by_module.set(1);
-        let mark = random_mark();
-        if let Ok(payload) = ReferencedPayload::new(now, mark, shown, answer, slot) {
-            self.promise(mark, Stage::Referenced(Box::new(payload)));
-        } else {
-            self.by_module = false;
-            self.drop_link("the first slot of the snapshot could not be parsed", true);
-            self.begin_again();
-        }
-    }
-
-    fn go_by_the_link(&mut self, now: Instant, slot: Slot, why: &str) {
-        tracing::warn!("the server's module is not used: {why}");
-        self.by_module = false;
-        self.begin_plain(now, Some(Piece::Fresh(slot)));
-    }
-
-    /// Runs one turn of a payload that refers to memory.
-    fn write_referenced(&mut self, now: Instant) -> Result<Option<usize>, WriteError> {
-        let Some(ServerLink { stage: Stage::Referenced(payload), socket, .. }) = &mut self.link else {
+        let Some(wrote) = self.link.as_mut().map(|link| link.write_stream(&mut self.stream)).transpose()?.flatten()
+        else {
             return Ok(None);
         };
-        let mut moved = false;
-        for used in payload.settle()? {
-            let length = u64::from(used.slot.length);
-            self.input.used(used).map_err(WriteError::Feed)?;
-            self.meter.bytes_delivered.add(length);
-            moved = true;
-        }
-        if payload.wants_slot()
-            && let Some(slot) = self.input.next_slot()
-        {
-            payload.take(slot)?;
-            moved = true;
-        }
-        self.at.next_slot = self.meter.slots_below.get();
-        match payload.write(now, socket, self.input.is_fetched())? {
-            Turn::Nothing => Ok(moved.then_some(0)),
-            Turn::Wrote(bytes) => Ok(Some(self.meter.give(bytes))),
-            Turn::Whole(end) => {
-                self.meter.referred.set(payload.referred());
-                Ok(Some(self.end_payload(&end)))
-            }
-        }
+        self.meter.stream_delivered.set(wrote.last);
+        Ok(Some(wrote.bytes))
     }
 
     // ---- waiting ----

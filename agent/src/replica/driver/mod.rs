@@ -428,7 +428,8 @@ impl Driver {
         }
     }
 
-    /// Asks whether the primary would continue the server: the primary itself, where the source captures another one.
+    /// Asks whether the primary would continue the server: the primary itself, where the source captures another
+    /// server.
     fn ask_hand_off(&mut self, generation: u64, offset: u64) {
         let offer = self.machine.tables().map(|tables| &tables.offer);
         let question =
