@@ -18,6 +18,7 @@ mod many;
 mod memory;
 mod module;
 mod module_load;
+mod primary;
 mod probe;
 mod rdma;
 mod relay;
