@@ -27,6 +27,7 @@ pub(super) fn plan_of(facts: &Facts, primary: Announce, write_rate: u64) -> Offe
         backlog_bytes: facts.backlog.map_or(0, |backlog| backlog.size),
         write_rate,
         upstream: None,
+        warning: String::new(),
     }
 }
 
@@ -80,7 +81,9 @@ pub(super) fn hand_off_answer(facts: &Facts, history: Option<ReplId>, offset: u6
     let Some(history) = history else {
         return not_covered("this source has given the replica no snapshot and no stream".into());
     };
-    if !facts.continues(history, offset + 1) {
+    // The offset is the replica's, and may be any number.
+    let next = offset.saturating_add(1);
+    if !facts.continues(history, next) {
         return not_covered(other_history(facts, history, offset));
     }
     let Some(backlog) = facts.backlog else {
@@ -88,9 +91,9 @@ pub(super) fn hand_off_answer(facts: &Facts, history: Option<ReplId>, offset: u6
     };
     let end = backlog.first.saturating_add(backlog.held).saturating_sub(1);
     // The bytes that the primary can still write before the backlog drops the byte that the replica needs next.
-    let room = (offset + 1).saturating_sub(backlog.first) + backlog.size.saturating_sub(backlog.held);
+    let room = next.saturating_sub(backlog.first).saturating_add(backlog.size.saturating_sub(backlog.held));
     let needed = (rate as f64 * HAND_OFF_TIME.as_secs_f64()) as u64;
-    let covered = backlog.covers(offset + 1) && room >= needed;
+    let covered = backlog.covers(next) && room >= needed;
     let text = if covered {
         String::new()
     } else {
@@ -101,7 +104,13 @@ pub(super) fn hand_off_answer(facts: &Facts, history: Option<ReplId>, offset: u6
             backlog.first,
             end,
             Size::bytes(rate),
-            Size::bytes(needed.max(end.saturating_sub(offset)).saturating_mul(2).next_power_of_two())
+            Size::bytes(
+                needed
+                    .max(end.saturating_sub(offset))
+                    .saturating_mul(2)
+                    .checked_next_power_of_two()
+                    .unwrap_or(u64::MAX)
+            )
         )
     };
     Message::HandOffAnswer { covered, text }
@@ -174,6 +183,19 @@ mod tests {
         assert!(!covered("a", 20), "the backlog does not reach back");
         assert!(!covered("b", 101), "beyond the end of the former history");
         assert!(!covered("c", 100));
+    }
+
+    #[test]
+    fn no_offset_of_a_replica_and_no_figure_of_the_server_overflows() {
+        assert!(!answer(&primary(), Some(replid("a")), u64::MAX).0);
+        assert!(!answer(&primary(), Some(replid("b")), u64::MAX).0);
+        let backlog = Backlog { active: true, size: u64::MAX, first: u64::MAX, held: u64::MAX };
+        let facts = Facts { backlog: Some(backlog), ..primary() };
+        assert!(!answer(&facts, Some(replid("a")), 7).0);
+        match hand_off_answer(&primary(), Some(replid("a")), 120, u64::MAX) {
+            Message::HandOffAnswer { covered, .. } => assert!(!covered),
+            other => panic!("{}", other.name()),
+        }
     }
 
     #[test]

@@ -1,9 +1,13 @@
-//! What the primary sees of a source: a replica that acknowledges nothing.
+//! What the primary sees of a source: a replica that acknowledges nothing, and that may be slower than its limits allow.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
 
 use remora_lab::server::{Builder, wait_until};
-use remora_lab::{Server, assert_same_data, require};
+use remora_lab::{Kind, Server, assert_same_data, require};
 
-use crate::kit::{LONG, Source, number, primary};
+use crate::kit::{LONG, Source, ends, fill, number, primary, says, syncs};
 
 /// Waits until the primary has one replica, to which it sends its stream, and returns the line that describes it.
 fn online(primary: &Server) -> String {
@@ -78,4 +82,77 @@ fn wait_on_valkey_never_counts_a_source() {
 fn wait_on_a_valkey_that_offers_two_channels_never_counts_a_source() {
     let Some(kind) = require::valkey() else { return };
     wait_never_counts_a_source(primary(kind).config("dual-channel-replication-enabled", "yes"));
+}
+
+/// Writes the same large value again and again, until dropped.
+struct Flood {
+    over: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Flood {
+    fn start(primary: &Server) -> Flood {
+        let over = Arc::new(AtomicBool::new(false));
+        let (mut client, stop) = (primary.client().unwrap(), over.clone());
+        let thread = thread::spawn(move || {
+            let value = "x".repeat(256 << 10);
+            while !stop.load(Ordering::Relaxed) {
+                client.ok(&["SET", "flood", &value]).unwrap();
+            }
+        });
+        Flood { over, thread: Some(thread) }
+    }
+}
+
+impl Drop for Flood {
+    fn drop(&mut self) {
+        self.over.store(true, Ordering::Relaxed);
+        self.thread.take().unwrap().join().unwrap();
+    }
+}
+
+/// The primary holds the stream back for a windowed capture, in the output buffer of its connection. No attempt can
+/// succeed under these writes, and each one forks.
+fn an_output_buffer_that_is_too_small_is_named_and_not_met_without_end(kind: Kind) {
+    let limited =
+        primary(kind).config("client-output-buffer-limit", "replica 8mb 0 0").config("repl-backlog-size", "1mb");
+    let primary = limited.start().unwrap();
+    fill(&primary, 48, 1);
+    let server = Server::start(kind).unwrap();
+    let source = Source::start(&primary, &["--memory", "16MiB", "--slot-size", "64KiB"]);
+    let flood = Flood::start(&primary);
+
+    // The plan says it before anything is touched.
+    let mut plan = source.replica(&server, &["--dry-run"]);
+    let planned = ends(&mut plan, 0);
+    says(
+        &planned,
+        &["does not fit in the source's memory", "client-output-buffer-limit for replicas is 8 MiB", "raise the limit"],
+    );
+    assert_eq!(syncs(&primary).0, 0);
+
+    let slow = ["--download-limit", "2MiB", "--transport", "tcp", "--retry-for", "5s"];
+    let mut agent = source.replica(&server, &slow);
+    let failed = ends(&mut agent, 5);
+    drop(flood);
+    says(&failed, &["snapshots in a row failed", "client-output-buffer-limit for replicas is 8 MiB"]);
+    says(&source.agent.output(), &["snapshot failed", "held back", "client-output-buffer-limit for replicas is 8 MiB"]);
+    let forks = syncs(&primary).0;
+    assert!((2..=6).contains(&forks), "{forks} forks");
+    let status = source.status();
+    assert_eq!(status["totals"]["snapshots_failed"].as_u64(), Some(forks));
+    assert!(status["last_failure"].as_str().unwrap().contains("client-output-buffer-limit"), "{status}");
+    says(&source.drawn_status(), &[&format!("{forks} snapshots failed"), "client-output-buffer-limit"]);
+}
+
+#[test]
+fn an_output_buffer_of_redis_that_is_too_small_is_named_and_not_met_without_end() {
+    let Some(kind) = require::redis() else { return };
+    an_output_buffer_that_is_too_small_is_named_and_not_met_without_end(kind);
+}
+
+#[test]
+fn an_output_buffer_of_valkey_that_is_too_small_is_named_and_not_met_without_end() {
+    let Some(kind) = require::valkey() else { return };
+    an_output_buffer_that_is_too_small_is_named_and_not_met_without_end(kind);
 }

@@ -12,7 +12,7 @@
 //! - The thread of each lane is either in `lanes`, with its socket, or in `ended`, to be joined.
 //! - A lane that is served has a grant and an exported region: removing either closes the lane before the lock is
 //!   released.
-//! - There are at most [`MAX_LANES`] lanes, at most [`MAX_UNPROVED`] of them without a proof.
+//! - There are at most [`TcpOptions::served_lanes`] lanes, at most [`MAX_UNPROVED`] of them without a proof.
 //!
 //! The lock is never held during a system call that could block. A lane's thread takes it three times.
 
@@ -29,7 +29,7 @@ use std::{
 };
 
 use super::{
-    TcpOptions, handshake,
+    MAX_LANES_PER_SESSION, TcpOptions, handshake,
     handshake::Responder,
     key,
     pacer::Pacer,
@@ -176,7 +176,7 @@ impl Shared {
         let ended = self.server().take_ended();
         ended.into_iter().for_each(join);
         let mut server = self.server();
-        if !server.has_room() {
+        if !server.has_room(self.options.served_lanes) {
             drop(server);
             // 48 bytes fit a connection on which nothing was sent before, so this does not wait.
             let soon = Deadline::after(Duration::from_millis(100));
@@ -266,10 +266,10 @@ impl Lane {
 }
 
 impl Server {
-    /// Whether one more connection may start a handshake.
-    fn has_room(&self) -> bool {
+    /// Whether one more connection may start a handshake, if there are at most `limit` lanes.
+    fn has_room(&self, limit: usize) -> bool {
         let unproved = self.lanes.values().filter(|lane| lane.reader.is_none()).count();
-        !self.closed && self.lanes.len() < MAX_LANES && unproved < MAX_UNPROVED
+        !self.closed && self.lanes.len() < limit && unproved < MAX_UNPROVED
     }
 
     /// Admits a lane that has proved `secret` to region `id`, or returns the reason for a denial.
@@ -377,16 +377,9 @@ fn join(thread: JoinHandle<()>) {
     }
 }
 
-/// Maximum number of lanes. Each takes a thread, 96 KiB of buffer and some kernel memory. Further readers are told to
-/// retry later. 256 = 32 replicas × 2 regions × 4 lanes, or 128 replicas with one lane per region.
-pub(super) const MAX_LANES: usize = 256;
-
 /// Maximum number of lanes that have not proved a session. Connections without a grant can thus not exclude readers
 /// with one: each of them ends at the handshake time-out.
 pub(super) const MAX_UNPROVED: usize = 64;
-
-/// Lanes per session: 2 regions × 4 lanes, twice, because a reader may reconnect before its old lanes are found closed.
-pub(super) const MAX_LANES_PER_SESSION: usize = 16;
 
 /// Pause after a failed accept(2), so that the loop does not spin when descriptors have run out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
