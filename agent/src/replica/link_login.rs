@@ -17,7 +17,7 @@ use crate::server::{Client, Password, RefusalKind, Server, ServerError};
 
 /// See the module's text.
 #[derive(Clone, Debug)]
-pub(super) enum LinkLogin {
+pub(crate) enum LinkLogin {
     /// A secret of this sync, and the setting that gives it to the server.
     Secret {
         /// `masterauth`, or the name that the server has for it.
@@ -30,13 +30,13 @@ pub(super) enum LinkLogin {
 
 /// How the server logs in to its primary, as its settings say.
 #[derive(Clone, Debug)]
-pub(super) struct PrimaryLogin {
+pub(crate) struct PrimaryLogin {
     /// `masteruser`; empty: the default user.
-    pub(super) user: String,
+    pub(crate) user: String,
     /// `masterauth`; `None`: it gives no password.
-    pub(super) password: Option<Password>,
+    pub(crate) password: Option<Password>,
     /// The name of the setting with the password; `None` if the server knows no such setting.
-    pub(super) setting: Option<&'static str>,
+    pub(crate) setting: Option<&'static str>,
 }
 
 /// Random bytes in a secret: as many as in a token.
@@ -50,7 +50,7 @@ impl LinkLogin {
     ///
     /// # Errors
     /// A refusal where the server can neither be given a password nor has one.
-    pub(super) async fn choose(
+    pub(crate) async fn choose(
         server: &Server,
         client: &mut Client,
         login: &PrimaryLogin,
@@ -83,7 +83,7 @@ impl LinkLogin {
     }
 
     /// What the link asks for.
-    pub(super) fn access(&self) -> Access {
+    pub(crate) fn access(&self) -> Access {
         match self {
             LinkLogin::Secret { secret, .. } => Access::Secret(secret.expose().to_string()),
             LinkLogin::Own { user, password } => {
@@ -93,7 +93,7 @@ impl LinkLogin {
     }
 
     /// Gives the server what the link asks for. To be called before each command that makes it follow the link.
-    pub(super) async fn give(&self, record: &mut Record, client: &mut Client) -> Result<(), Failure> {
+    pub(crate) async fn give(&self, record: &mut Record, client: &mut Client) -> Result<(), Failure> {
         let LinkLogin::Secret { setting, secret } = self else { return Ok(()) };
         let present = present(client, setting).await?.unwrap_or_default();
         if present == secret.expose() {

@@ -20,22 +20,22 @@
 //!   carries it out, and owns the tasks. [`report`] says where the time went.
 
 mod candidates;
-mod control;
+pub(crate) mod control;
 mod delivery;
-mod driver;
+pub(crate) mod driver;
 mod feed;
-mod introduction;
+pub(crate) mod introduction;
 mod limit;
 mod link;
 mod link_login;
 mod locality;
-mod machine;
+pub(crate) mod machine;
 mod meter;
 mod pacer;
 mod parts;
-mod preflight;
+pub(crate) mod preflight;
 mod private;
-mod record;
+pub(crate) mod record;
 mod relayed;
 mod report;
 mod serving;
@@ -46,9 +46,10 @@ mod unread;
 mod upstream;
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use remora_redis::resp::Frame;
+use tokio::time::Instant;
 
 use self::control::Control;
 use self::driver::{Driver, Setup};

@@ -25,10 +25,10 @@ use crate::server::{Client, ServerError};
 const OURS: [&str; 3] = [DISKLESS_LOAD, LOGIN[0], LOGIN[1]];
 
 /// How the server loads a snapshot.
-pub(super) const DISKLESS_LOAD: &str = "repl-diskless-load";
+pub(crate) const DISKLESS_LOAD: &str = "repl-diskless-load";
 
 /// With which password the server logs in to its primary: the name that Redis and Valkey know, and Valkey's own.
-pub(super) const LOGIN: [&str; 2] = ["masterauth", "primaryauth"];
+pub(crate) const LOGIN: [&str; 2] = ["masterauth", "primaryauth"];
 
 /// The values of `repl-diskless-load` that agents set. Records of older agents do not say which one it was.
 const DISKLESS_LOADS: [&str; 2] = ["on-empty-db", "flush-before-load"];
@@ -80,7 +80,7 @@ impl std::fmt::Debug for Setting {
 }
 
 /// See the module's text.
-pub(super) struct Record {
+pub(crate) struct Record {
     folder: Folder,
     name: String,
     /// The name by which an older agent left the file, as long as that file is there.
@@ -101,7 +101,7 @@ const NAME_HASH_BYTES: usize = 8;
 
 impl Record {
     /// The record for the server at that address; empty if there is none.
-    pub(super) fn open(state_dir: Option<&Path>, server: &str) -> Result<Record, Failure> {
+    pub(crate) fn open(state_dir: Option<&Path>, server: &str) -> Result<Record, Failure> {
         let path = state_dir.map_or_else(default_folder, Path::to_path_buf);
         let folder = Folder::open(&path).map_err(|cause| unusable(&path, &cause))?;
         let [name, old_name] = file_names(server);
@@ -120,25 +120,25 @@ impl Record {
     }
 
     /// Whether the server was told to follow this address by an agent that did not finish.
-    pub(super) fn is_our_link(&self, host: &str, port: u16) -> bool {
+    pub(crate) fn is_our_link(&self, host: &str, port: u16) -> bool {
         self.contents.link.as_deref() == Some(&format!("{host}:{port}"))
     }
 
     /// Writes down the link, before the server hears of it.
-    pub(super) fn note_link(&mut self, host: &str, port: u16) -> Result<(), Failure> {
+    pub(crate) fn note_link(&mut self, host: &str, port: u16) -> Result<(), Failure> {
         self.contents.link = Some(format!("{host}:{port}"));
         self.save()
     }
 
     /// The value that a setting has without what agents changed, where it has the value `present` now.
-    pub(super) fn original(&self, name: &str, present: &str) -> String {
+    pub(crate) fn original(&self, name: &str, present: &str) -> String {
         let ours = self.contents.settings.iter().find(|setting| setting.name == name && setting.is_ours(present));
         ours.map_or(present, |setting| &setting.before).to_string()
     }
 
     /// Sets a setting on the server, after writing down the value `before` the sync. Gives back whether the server took
     /// it.
-    pub(super) async fn change(
+    pub(crate) async fn change(
         &mut self,
         client: &mut Client,
         name: &str,
@@ -173,14 +173,14 @@ impl Record {
     }
 
     /// Puts all settings back.
-    pub(super) async fn put_back(&mut self, client: &mut Client) -> Result<(), ServerError> {
+    pub(crate) async fn put_back(&mut self, client: &mut Client) -> Result<(), ServerError> {
         self.put_back_those(client, |_| true).await?;
         self.save_if_stale();
         Ok(())
     }
 
     /// Puts all settings back but the server's login to its primary, which stays as the link needs it.
-    pub(super) async fn put_back_but_the_login(&mut self, client: &mut Client) -> Result<(), ServerError> {
+    pub(crate) async fn put_back_but_the_login(&mut self, client: &mut Client) -> Result<(), ServerError> {
         self.put_back_those(client, |name| !LOGIN.contains(&name)).await?;
         self.save_if_stale();
         Ok(())
@@ -189,7 +189,7 @@ impl Record {
     /// Puts only the server's login to its primary back. The file is not written yet, which would take time in a
     /// hand-off: until then it tells the next agent of a value that the server has no longer, and that agent leaves the
     /// setting as it is.
-    pub(super) async fn put_the_login_back(&mut self, client: &mut Client) -> Result<(), ServerError> {
+    pub(crate) async fn put_the_login_back(&mut self, client: &mut Client) -> Result<(), ServerError> {
         self.put_back_those(client, |name| LOGIN.contains(&name)).await
     }
 
@@ -208,7 +208,7 @@ impl Record {
     }
 
     /// All is as it was: the file goes.
-    pub(super) fn close(&self) {
+    pub(crate) fn close(&self) {
         if self.contents.settings.is_empty() {
             let _ = self.folder.remove(&self.name);
             self.remove_the_old_file();
@@ -266,7 +266,7 @@ impl Setting {
 }
 
 /// The present value of a setting; `None` if the server does not know it.
-pub(super) async fn present(client: &mut Client, name: &str) -> Result<Option<String>, ServerError> {
+pub(crate) async fn present(client: &mut Client, name: &str) -> Result<Option<String>, ServerError> {
     let Frame::Array(pair) = once_settled(client, &["CONFIG", "GET", name]).await? else { return Ok(None) };
     match pair.into_iter().nth(1) {
         Some(Frame::Bulk(value)) => Ok(Some(String::from_utf8_lossy(&value).into_owned())),

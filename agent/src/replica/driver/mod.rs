@@ -16,7 +16,7 @@
 //! the server is, and is called from here directly.
 
 mod relay;
-mod server;
+pub(crate) mod server;
 mod session;
 
 use std::net::{SocketAddr, TcpListener};

@@ -119,6 +119,10 @@ impl HandOff {
     }
 
     fn limit(&self, rules: &Rules, stopping: bool) -> Duration {
+        #[cfg(any(test, feature = "simulation"))]
+        if crate::mutation::Mutation::FullCopyAborted.is_active() {
+            return HAND_OFF_LIMIT;
+        }
         if self.takes_full_copy && !stopping { rules.retry_for.max(HAND_OFF_LIMIT) } else { HAND_OFF_LIMIT }
     }
 

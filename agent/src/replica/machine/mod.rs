@@ -49,7 +49,7 @@ use std::time::Instant;
 use remora_protocol::Phase;
 
 use self::ending::{Ending, HandedOver};
-pub(super) use self::event::{
+pub(crate) use self::event::{
     Action, DeliveryEvent, Event, Followed, Follows, Introduced, Job, Lapse, Leaving, Look, Loss, NoAnswer,
     NotFollowed, PrimaryLink, Reading, Report, Rules, SourceEvent, Tables,
 };
@@ -70,7 +70,7 @@ const HAND_OFFS_LIMIT: u32 = 3;
 /// See the module's text.
 // Larger than the bound: a method for each thing that an event can bring. What a concern can decide alone is its
 // type's.
-pub(super) struct Replica {
+pub(crate) struct Replica {
     rules: Rules,
     reading: Reading,
     state: State,
@@ -91,7 +91,7 @@ pub(super) struct Replica {
 
 impl Replica {
     /// Over a session with the source that was just begun.
-    pub(super) fn begin(now: Instant, rules: Rules, backoff: Backoff) -> Replica {
+    pub(crate) fn begin(now: Instant, rules: Rules, backoff: Backoff) -> Replica {
         let run_id = rules.run_id.clone();
         let mut replica = Replica {
             rules,
@@ -114,7 +114,7 @@ impl Replica {
     }
 
     /// Takes one event in.
-    pub(super) fn handle(&mut self, now: Instant, reading: Reading, event: Event) {
+    pub(crate) fn handle(&mut self, now: Instant, reading: Reading, event: Event) {
         self.reading = reading;
         match event {
             Event::Tick => {}
@@ -128,12 +128,12 @@ impl Replica {
     }
 
     /// The next thing to do, in order. To be asked until there is nothing.
-    pub(super) fn poll_action(&mut self) -> Option<Action> {
+    pub(crate) fn poll_action(&mut self) -> Option<Action> {
         self.actions.pop_front()
     }
 
     /// When [`Event::Tick`] is due. `None`: only an event gets the run on.
-    pub(super) fn deadline(&self) -> Option<Instant> {
+    pub(crate) fn deadline(&self) -> Option<Instant> {
         let of_state = match &self.state {
             State::Ending(ending) => return ending.deadline(),
             State::HandingOff(hand_off) => return hand_off.deadline(),
@@ -147,30 +147,30 @@ impl Replica {
     // ---- what others may see ----
 
     /// What the source is told; `None`: the sync has failed, and nothing more is.
-    pub(super) fn phase(&self) -> Option<Phase> {
+    pub(crate) fn phase(&self) -> Option<Phase> {
         self.state.phase()
     }
 
     /// What the delivery reads, or has read.
-    pub(super) fn tables(&self) -> Option<&Tables> {
+    pub(crate) fn tables(&self) -> Option<&Tables> {
         self.tables.as_ref()
     }
 
     /// Whether the server was told to follow our link.
-    pub(super) fn follows_link(&self) -> bool {
+    pub(crate) fn follows_link(&self) -> bool {
         self.server.follows_link()
     }
 
-    pub(super) fn moments(&self) -> &Moments {
+    pub(crate) fn moments(&self) -> &Moments {
         &self.moments
     }
 
-    pub(super) fn interruptions(&self) -> u32 {
+    pub(crate) fn interruptions(&self) -> u32 {
         self.interruptions
     }
 
     /// The offset at which the server was found in step with the primary; 0 before.
-    pub(super) fn hand_off_offset(&self) -> u64 {
+    pub(crate) fn hand_off_offset(&self) -> u64 {
         self.hand_off_offset
     }
 

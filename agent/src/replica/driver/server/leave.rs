@@ -1,6 +1,6 @@
 //! The ends: in which state the server is left, and the text that says so.
 
-use std::time::Instant;
+use tokio::time::Instant;
 
 use super::Keeper;
 use crate::args::OnFailure;

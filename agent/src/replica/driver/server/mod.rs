@@ -12,11 +12,12 @@ mod module;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use remora_redis::ReplId;
 use tokio::sync::Notify;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::time::Instant;
 
 use crate::args::ReplicaArgs;
 use crate::exit::{Code, Failure};
@@ -42,7 +43,7 @@ const SETTLE_LIMIT: Duration = Duration::from_millis(500);
 const SETTLE_LOOK: Duration = Duration::from_millis(5);
 
 /// The driver's end.
-pub(super) struct ServerTask {
+pub(crate) struct ServerTask {
     work: UnboundedSender<Work>,
     done: UnboundedReceiver<Done>,
     cancel: Arc<Notify>,
@@ -50,16 +51,16 @@ pub(super) struct ServerTask {
 }
 
 /// What the task is given.
-pub(super) enum Work {
+pub(crate) enum Work {
     Job(Job),
     Introduce(Introduction),
 }
 
 /// What the task gives back.
-pub(super) struct Done {
-    pub(super) report: Report,
+pub(crate) struct Done {
+    pub(crate) report: Report,
     /// For the delivery: what the module answered to the introduction of this number.
-    pub(super) answer: Option<(u64, Result<Answer, String>)>,
+    pub(crate) answer: Option<(u64, Result<Answer, String>)>,
 }
 
 impl From<Report> for Done {
@@ -69,7 +70,7 @@ impl From<Report> for Done {
 }
 
 impl ServerTask {
-    pub(super) fn start(keeper: Keeper) -> ServerTask {
+    pub(crate) fn start(keeper: Keeper) -> ServerTask {
         let (work, orders) = unbounded_channel();
         let (tell, done) = unbounded_channel();
         let cancel = Arc::new(Notify::new());
@@ -78,17 +79,17 @@ impl ServerTask {
     }
 
     /// Gives the task something to do. A task that has ended shows itself in [`ServerTask::done`].
-    pub(super) fn give(&self, work: Work) {
+    pub(crate) fn give(&self, work: Work) {
         let _ = self.work.send(work);
     }
 
     /// Ends the introduction that the task is at.
-    pub(super) fn cancel(&self) {
+    pub(crate) fn cancel(&self) {
         self.cancel.notify_one();
     }
 
     /// The next report. Cancel-safe.
-    pub(super) async fn done(&mut self) -> Done {
+    pub(crate) async fn done(&mut self) -> Done {
         match self.done.recv().await {
             Some(done) => done,
             None => Report::Ended.into(),
@@ -118,17 +119,17 @@ async fn run(mut keeper: Keeper, mut work: UnboundedReceiver<Work>, tell: Unboun
 }
 
 /// Has the server, and is the only one to change it.
-pub(super) struct Keeper {
-    pub(super) args: Arc<ReplicaArgs>,
-    pub(super) control: Control,
-    pub(super) record: Record,
-    pub(super) target: Target,
-    pub(super) primary: Primary,
-    pub(super) link: SocketAddr,
+pub(crate) struct Keeper {
+    pub(crate) args: Arc<ReplicaArgs>,
+    pub(crate) control: Control,
+    pub(crate) record: Record,
+    pub(crate) target: Target,
+    pub(crate) primary: Primary,
+    pub(crate) link: SocketAddr,
     /// The replication id that the server got when its position was made worthless.
-    pub(super) worthless: Option<ReplId>,
+    pub(crate) worthless: Option<ReplId>,
     /// What the last [`Job::Look`] saw.
-    pub(super) looked: Option<Facts>,
+    pub(crate) looked: Option<Facts>,
 }
 
 impl Keeper {
