@@ -50,11 +50,11 @@ pub struct Meter {
     begun: Instant,
     position: AtomicU64,
     total: AtomicU64,
-    shown: Shown,
+    shown: Display,
 }
 
 #[derive(Debug)]
-enum Shown {
+enum Display {
     Bar(ProgressBar),
     Lines(Mutex<Pace>),
     Nothing,
@@ -65,9 +65,9 @@ impl Meter {
     pub fn start(label: impl Into<String>, unit: Unit, total: Option<u64>) -> Self {
         let (label, begun) = (label.into(), Instant::now());
         let shown = match () {
-            () if QUIET.load(Ordering::Relaxed) => Shown::Nothing,
-            () if io::stderr().is_terminal() => Shown::Bar(bar(&label, unit, total)),
-            () => Shown::Lines(Mutex::new(Pace::default())),
+            () if QUIET.load(Ordering::Relaxed) => Display::Nothing,
+            () if io::stderr().is_terminal() => Display::Bar(bar(&label, unit, total)),
+            () => Display::Lines(Mutex::new(Pace::default())),
         };
         Self { label, unit, begun, position: AtomicU64::new(0), total: AtomicU64::new(total.unwrap_or(0)), shown }
     }
@@ -87,7 +87,7 @@ impl Meter {
     /// Sets the total, once it is known or known better.
     pub fn set_total(&self, total: u64) {
         self.total.store(total, Ordering::Relaxed);
-        if let Shown::Bar(bar) = &self.shown {
+        if let Display::Bar(bar) = &self.shown {
             bar.set_length(total);
             bar.set_style(style(self.unit, Some(total)));
         }
@@ -110,15 +110,15 @@ impl Meter {
 
     fn show(&self, last: bool) {
         match &self.shown {
-            Shown::Nothing => {}
-            Shown::Bar(bar) => {
+            Display::Nothing => {}
+            Display::Bar(bar) => {
                 bar.set_position(self.position());
                 if last {
                     bar.finish_and_clear();
                     say(&self.line());
                 }
             }
-            Shown::Lines(pace) => {
+            Display::Lines(pace) => {
                 let due = pace.lock().unwrap_or_else(PoisonError::into_inner).is_due(self.elapsed(), last);
                 if due {
                     say(&self.line());
@@ -134,7 +134,7 @@ impl Meter {
 
 impl Drop for Meter {
     fn drop(&mut self) {
-        if let Shown::Bar(bar) = &self.shown {
+        if let Display::Bar(bar) = &self.shown {
             bar.finish_and_clear();
         }
     }

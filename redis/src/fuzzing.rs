@@ -1,7 +1,7 @@
 //! Properties that must hold for *any* bytes, as functions that panic if one does not.
 //!
-//! Each body is used three times: by the fuzz target of the same name (`dev/fuzz/`), by a property test below, and by the
-//! replay of the seeds in `tests/corpus/<target>/`. An input that made a fuzzer find a crash is kept there.
+//! Each body is used three times: by the fuzz target of the same name (`dev/fuzz/`), by a property test below, and by
+//! the replay of the seeds in `tests/corpus/<target>/`. An input that made a fuzzer find a crash is kept there.
 //!
 //! The oracle of most bodies is the same code on the same bytes with other cuts: the result must not depend on how the
 //! network splits the bytes.

@@ -27,7 +27,7 @@ use crate::args::ProbeArgs;
 use crate::conversation::{Connection, Options, Token, derive};
 use crate::exit::{Code, Failure};
 use crate::lanes::LANES_LABEL;
-use crate::transports::taken::Wish;
+use crate::transports::connectors::TransportChoices;
 
 use self::measure::{Cell, Plan};
 
@@ -52,7 +52,7 @@ pub async fn run(args: ProbeArgs) -> Result<(), Failure> {
         keys,
     };
     let (plan, json) = (Plan::new(&args), args.json);
-    let wish = Wish { choice: args.transport, lanes: args.lanes, rdma: args.rdma };
+    let wish = TransportChoices { choice: args.transport, lanes: args.lanes, rdma: args.rdma };
     let mut measuring = tokio::task::spawn_blocking(move || way.measure(&wish, &plan));
     let report = loop {
         tokio::select! {
@@ -121,7 +121,7 @@ enum Outcome {
 impl Way {
     /// Measures one transport after the other, so that they do not disturb each other. It blocks for at most the plan's
     /// limit and the time to connect.
-    fn measure(&self, wish: &Wish, plan: &Plan) -> Result<Report, Failure> {
+    fn measure(&self, wish: &TransportChoices, plan: &Plan) -> Result<Report, Failure> {
         let sink = self.sink(plan)?;
         let deadline = Instant::now() + plan.limit;
         let transports = wish.each(self.source).into_iter().map(|(kind, connector)| {

@@ -6,13 +6,12 @@
 //!                              └── not in time, no room, another user, not a replica ──▶ closed
 //! ```
 //!
-//! Any process that reaches the port can connect. Nothing of that is seen by the server's present link: a connection
-//! takes its place only when the peer has logged in and asked to be synchronised. Until then it costs a socket, and
-//! there are few of these at a time.
+//! Any process that reaches the port can connect. A connection replaces the server's link only after its peer has
+//! logged in and sent `PSYNC`. Until then the link does not notice it. It costs one socket, and their number is
+//! bounded.
 //!
-//! The login is what keeps others out. The rest is there so that they do not keep the server out: where all places are
-//! taken, a connection from the server's address takes the place of one from elsewhere, or of one that had time to log
-//! in.
+//! The login keeps strangers out. The other rules let the server in while strangers use up the places: a connection
+//! from the server's address then replaces a connection from another address, or one that has not logged in in time.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -32,20 +31,20 @@ use super::unread::owner;
 /// Connections that may wait at a time. A server makes one.
 const PLACES: usize = 4;
 
-/// How long a connection may take until it asks to be synchronised. A server needs some round trips, and more if it is
-/// busy with a slow command meanwhile; it comes again after that.
+/// How long a connection may take until it sends `PSYNC`. A server needs a few round trips, and longer while it
+/// executes a slow command. A server that is closed here connects again.
 const TIME_LIMIT: Duration = Duration::from_secs(5);
 
-/// How long a connection keeps its place from others without having logged in. A server sends its login at once.
+/// How long a connection that has not logged in keeps its place. A server logs in at once.
 const LOGIN_GRACE: Duration = Duration::from_millis(500);
 
-/// Connections accepted in one turn, so that strangers do not keep the delivery from its other work.
+/// Connections accepted in one turn of the loop. The bound keeps a flood of strangers from delaying the delivery.
 const ACCEPTS_PER_TURN: usize = 16;
 
-/// Reads from one connection in one turn, for the same reason. The whole conversation of a server fits into one.
+/// Reads from one connection in one turn, for the same reason. A server's whole login fits into one read.
 const READS_PER_TURN: usize = 4;
 
-/// See the module's text.
+/// Connections to the link's port that have not logged in and asked for a sync yet.
 pub(super) struct Candidates {
     listener: TcpListener,
     tls: Option<Arc<ServerConfig>>,
@@ -53,14 +52,14 @@ pub(super) struct Candidates {
     locality: Locality,
     /// Oldest first.
     waiting: Vec<Candidate>,
-    /// A wrong password has been warned of. More warnings would let a stranger fill the log.
+    /// Whether the log has a warning about a wrong password. A second one would let a stranger fill the log.
     warned: bool,
 }
 
 struct Candidate {
     peer: SocketAddr,
     since: Instant,
-    /// It comes from where the server is.
+    /// Whether its address is the server's.
     is_expected: bool,
     link: Link,
     role: PrimaryRole,
@@ -68,21 +67,21 @@ struct Candidate {
     written: usize,
 }
 
-/// The server's link: it has logged in and asked.
+/// A connection that has logged in and sent `PSYNC`: the server's new link.
 pub(super) struct Newcomer {
     pub(super) peer: SocketAddr,
     pub(super) link: Link,
     pub(super) role: PrimaryRole,
-    /// Answers that are still to be written, up to `written`.
+    /// Answers to the server; those up to `written` have been sent.
     pub(super) out: Vec<u8>,
     pub(super) written: usize,
-    /// What it asked for: the history that it holds, and the next byte that it wants.
+    /// What `PSYNC` asked for: the replid of its history and the offset of the next byte.
     pub(super) replid: Option<ReplId>,
     pub(super) offset: i64,
 }
 
 impl Candidates {
-    /// Of a listener in non-blocking mode.
+    /// Takes a listener in non-blocking mode.
     pub(super) fn new(
         listener: TcpListener,
         tls: Option<Arc<ServerConfig>>,
@@ -92,10 +91,10 @@ impl Candidates {
         Candidates { listener, tls, access, locality, waiting: Vec::new(), warned: false }
     }
 
-    /// Goes on with all conversations, as far as they go without waiting. Gives back the first that became the server's
-    /// link; there may be more.
+    /// Continues all conversations without waiting. Returns the first that became the server's link; call it again for
+    /// more.
     pub(super) fn turn(&mut self, now: Instant) -> Option<Newcomer> {
-        // Those who left free their places before others are accepted.
+        // Closed connections free their places before new ones are accepted.
         if let Some(newcomer) = self.hear(now) {
             return Some(newcomer);
         }
@@ -135,7 +134,7 @@ impl Candidates {
         None
     }
 
-    /// What to wait on.
+    /// The descriptors to poll.
     pub(super) fn fds(&self) -> impl Iterator<Item = (BorrowedFd<'_>, PollFlags)> {
         let waiting = self.waiting.iter().map(|candidate| {
             let has_more = candidate.written < candidate.out.len() || candidate.link.wants_write();
@@ -145,7 +144,7 @@ impl Candidates {
         std::iter::once((self.listener.as_fd(), PollFlags::IN)).chain(waiting)
     }
 
-    /// When the time of the first of them is over.
+    /// The earliest deadline of a connection.
     pub(super) fn due(&self) -> Option<Instant> {
         self.waiting.iter().map(|candidate| candidate.since + TIME_LIMIT).min()
     }
@@ -179,14 +178,14 @@ impl Candidates {
         }
     }
 
-    /// The user of a process on this host that is certainly not the server.
+    /// The user id of the peer if it is certainly not the server: a process on this host that runs as another user.
     fn stranger(&self, socket: &TcpStream, peer: SocketAddr) -> Option<u32> {
         let server = self.locality.uid?;
         let uid = owner(peer, socket.local_addr().ok()?).ok()?;
         (uid != server).then_some(uid)
     }
 
-    /// Which candidate gives its place to a new one.
+    /// The candidate that a new connection replaces when all places are taken.
     fn to_give_way(&self, newcomer_is_expected: bool, now: Instant) -> Option<usize> {
         let without_login = |candidate: &Candidate| !candidate.role.is_authenticated();
         let from_elsewhere = |candidate: &Candidate| without_login(candidate) && !candidate.is_expected;
@@ -212,7 +211,7 @@ impl Candidates {
 }
 
 impl Candidate {
-    /// Reads and answers. The error says why it is no use to go on.
+    /// Reads commands and answers them. The error says why the connection is closed.
     fn turn(&mut self, now: Instant) -> Result<Option<(Option<ReplId>, i64)>, String> {
         let mut buffer = [0; 4096];
         for _ in 0..READS_PER_TURN {
@@ -264,7 +263,7 @@ mod tests {
         peer
     }
 
-    /// Turns until a newcomer is there, or for a moment.
+    /// Turns the loop until a connection becomes the link, for a short time at most.
     fn turn(candidates: &mut Candidates, now: Instant) -> Option<Newcomer> {
         (0..50).find_map(|_| {
             std::thread::sleep(Duration::from_millis(1));
@@ -272,7 +271,7 @@ mod tests {
         })
     }
 
-    /// What the peer reads until nothing more is there; the end of the stream is told.
+    /// All that the peer can read now, and whether it reached the end of the stream.
     fn said(peer: &mut TcpStream) -> (String, bool) {
         let (mut text, mut buffer) = (Vec::new(), [0; 4096]);
         peer.set_nonblocking(true).unwrap();

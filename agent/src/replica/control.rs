@@ -17,14 +17,14 @@ use crate::mutation::Mutation;
 use crate::server::{Client, Facts, Server, ServerError};
 
 /// The server and one connection to it, which is made anew when the old one is closed or out of step.
-pub(crate) struct Control {
+pub(super) struct Control {
     server: Server,
     client: Client,
 }
 
 /// Which primary the server must follow for the agent to be allowed to change it.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Expected<'a> {
+pub(super) enum Expected<'a> {
     /// The same as when the agent looked before, in the same run of the server.
     AsFound(&'a Facts),
     /// One of these addresses. The server may have restarted meanwhile, and still follow it.
@@ -35,7 +35,7 @@ pub(crate) enum Expected<'a> {
 
 /// Why the server is not the agent's to change.
 #[derive(Debug)]
-pub(crate) enum NotOurs {
+pub(super) enum NotOurs {
     /// Another client has changed it: what that client did, as the end of a sentence that begins with the server.
     TakenOver(String),
     /// It does not say.
@@ -43,17 +43,17 @@ pub(crate) enum NotOurs {
 }
 
 impl Control {
-    pub(crate) fn new(server: Server, client: Client) -> Control {
+    pub(super) fn new(server: Server, client: Client) -> Control {
         Control { server, client }
     }
 
-    pub(crate) fn server(&self) -> &Server {
+    pub(super) fn server(&self) -> &Server {
         &self.server
     }
 
     /// A connection on which a command can be sent: the present one, or a new one if the server has closed it or an
     /// earlier command failed on it.
-    pub(crate) async fn client(&mut self) -> Result<&mut Client, ServerError> {
+    pub(super) async fn client(&mut self) -> Result<&mut Client, ServerError> {
         #[cfg(any(test, feature = "simulation"))]
         if Mutation::ClosedConnectionKept.is_active() {
             return Ok(&mut self.client);
@@ -66,18 +66,18 @@ impl Control {
     }
 
     /// The present connection, for its addresses only.
-    pub(crate) fn present(&self) -> &Client {
+    pub(super) fn present(&self) -> &Client {
         &self.client
     }
 
     /// Uses `client` from now on.
-    pub(crate) fn replace(&mut self, client: Client) {
+    pub(super) fn replace(&mut self, client: Client) {
         self.client = client;
     }
 
     /// Sends one command that does no harm when it is carried out twice: it is sent once more, on a new connection, if
     /// the connection is lost under it.
-    pub(crate) async fn command(&mut self, command: &[&str]) -> Result<Frame, ServerError> {
+    pub(super) async fn command(&mut self, command: &[&str]) -> Result<Frame, ServerError> {
         match self.client().await?.command(command).await {
             Err(ServerError::Lost { .. }) => self.client().await?.command(command).await,
             answered => answered,
@@ -85,7 +85,7 @@ impl Control {
     }
 
     /// All that the server says of itself.
-    pub(crate) async fn facts(&mut self) -> Result<Facts, ServerError> {
+    pub(super) async fn facts(&mut self) -> Result<Facts, ServerError> {
         match Facts::read(self.client().await?).await {
             Err(ServerError::Lost { .. }) => Facts::read(self.client().await?).await,
             read => read,
@@ -93,12 +93,12 @@ impl Control {
     }
 
     /// What it says of its replication, which is asked often.
-    pub(crate) async fn replication(&mut self) -> Result<Facts, ServerError> {
+    pub(super) async fn replication(&mut self) -> Result<Facts, ServerError> {
         Ok(Facts::from_info(&self.client().await?.info("replication").await?))
     }
 
     /// Asks the server which primary it follows, and fails unless the answer is as expected.
-    pub(crate) async fn still_ours(&mut self, expected: Expected<'_>) -> Result<Facts, NotOurs> {
+    pub(super) async fn still_ours(&mut self, expected: Expected<'_>) -> Result<Facts, NotOurs> {
         let facts = self.facts().await?;
         #[cfg(any(test, feature = "simulation"))]
         if Mutation::NoLook.is_active() {
@@ -111,7 +111,7 @@ impl Control {
     }
 
     /// Points the server at a primary, if the server is still as expected at this moment.
-    pub(crate) async fn follow(&mut self, primary: (&str, u16), expected: Expected<'_>) -> Result<(), NotOurs> {
+    pub(super) async fn follow(&mut self, primary: (&str, u16), expected: Expected<'_>) -> Result<(), NotOurs> {
         self.still_ours(expected).await?;
         self.command(&["REPLICAOF", primary.0, &primary.1.to_string()]).await?;
         Ok(())
@@ -125,7 +125,7 @@ impl Control {
     /// (`+CONTINUE`). `REPLICAOF NO ONE` drops the cached position and gives the server a new id
     /// (replicationUnsetMaster in replication.c); the `REPLICAOF` before it is there for a server that is a primary, to
     /// which `NO ONE` alone does nothing. In one transaction, so that no client writes in between.
-    pub(crate) async fn follow_from_nothing(&mut self, link: (&str, u16)) -> Result<ReplId, ServerError> {
+    pub(super) async fn follow_from_nothing(&mut self, link: (&str, u16)) -> Result<ReplId, ServerError> {
         let port = link.1.to_string();
         let follow = ["REPLICAOF", link.0, port.as_str()];
         let client = self.client().await?;
@@ -167,7 +167,7 @@ impl From<ServerError> for NotOurs {
 }
 
 /// What another client did to the server, if it no longer follows the expected primary.
-pub(crate) fn taken_over(facts: &Facts, expected: Expected<'_>) -> Option<String> {
+pub(super) fn taken_over(facts: &Facts, expected: Expected<'_>) -> Option<String> {
     let follows = facts.link.as_ref().map(|link| (link.host.as_str(), link.port));
     let (as_expected, before) = match expected {
         Expected::AsFound(found) => {

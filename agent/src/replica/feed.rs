@@ -12,10 +12,10 @@ use remora_table::{JournalReader, Progress, Slot, SnapshotCopy, SnapshotReader};
 
 use super::meter::Meter;
 use super::parts::{FeedError, Mapped, Parts};
-use super::relayed::{Lost, Relayed};
+use super::relay_reader::{Lost, RelayReader};
 use super::spool;
 
-/// See the module's text.
+/// A snapshot and a journal of one source, and the connections through which they are read.
 pub(super) struct Feed {
     /// Which snapshot it is.
     pub(super) origin: spool::Origin,
@@ -38,7 +38,7 @@ impl Feed {
         &mut self,
         first: u64,
         held: impl Fn(u64) -> bool + Send + 'static,
-        kept: Option<Box<Relayed>>,
+        kept: Option<Box<RelayReader>>,
     ) -> Result<(), FeedError> {
         let Some(part) = self.parts.as_mut().and_then(|parts| parts.snapshot.take()) else { return Ok(()) };
         if let Some(plan) = part.copy {
@@ -51,10 +51,10 @@ impl Feed {
                 }
                 None => {
                     let copy = SnapshotCopy::create(part.sink, plan.own, part.expect, first)?;
-                    Box::new(Relayed::new(Instant::now(), copy, part.peer, plan))
+                    Box::new(RelayReader::new(Instant::now(), copy, part.peer, plan))
                 }
             };
-            self.snapshot = Some(SnapshotFeed::Relayed(relayed));
+            self.snapshot = Some(SnapshotFeed::RelayReader(relayed));
             return Ok(());
         }
         let have = move |number: u64| number < first || held(number);
@@ -83,7 +83,7 @@ pub(super) enum SnapshotFeed {
     /// From the source's table, into buffers or without a copy.
     Direct(Box<Direct>),
     /// Into a copy from which other replicas read.
-    Relayed(Box<Relayed>),
+    RelayReader(Box<RelayReader>),
 }
 
 /// The snapshot's reader and its peer.
@@ -123,7 +123,7 @@ impl SnapshotFeed {
                 direct.reader.pump(&mut *direct.peer)?;
                 None
             }
-            SnapshotFeed::Relayed(relayed) => relayed.pump(now)?,
+            SnapshotFeed::RelayReader(relayed) => relayed.pump(now)?,
         };
         Ok(Pumped { moved: self.progress() != before, lost })
     }
@@ -132,7 +132,7 @@ impl SnapshotFeed {
     pub(super) fn next_slot(&mut self) -> Option<Slot> {
         match self {
             SnapshotFeed::Direct(direct) => direct.next_slot(),
-            SnapshotFeed::Relayed(relayed) => relayed.next_slot(),
+            SnapshotFeed::RelayReader(relayed) => relayed.next_slot(),
         }
     }
 
@@ -140,7 +140,7 @@ impl SnapshotFeed {
     pub(super) fn release(&mut self, slot: Slot) -> Result<(), remora_table::Error> {
         match self {
             SnapshotFeed::Direct(direct) => direct.reader.release(slot),
-            SnapshotFeed::Relayed(relayed) => {
+            SnapshotFeed::RelayReader(relayed) => {
                 relayed.release(slot);
                 Ok(())
             }
@@ -155,14 +155,14 @@ impl SnapshotFeed {
                 meter.bytes_fetched.add(u64::from(slot.length));
             }
             // A copy holds slots before the delivery takes them.
-            SnapshotFeed::Relayed(relayed) => relayed.show(meter),
+            SnapshotFeed::RelayReader(relayed) => relayed.show(meter),
         }
     }
 
     pub(super) fn progress(&self) -> Progress {
         match self {
             SnapshotFeed::Direct(direct) => direct.reader.progress(),
-            SnapshotFeed::Relayed(relayed) => relayed.progress(),
+            SnapshotFeed::RelayReader(relayed) => relayed.progress(),
         }
     }
 
@@ -170,7 +170,7 @@ impl SnapshotFeed {
     pub(super) fn is_fetched(&self) -> bool {
         match self {
             SnapshotFeed::Direct(direct) => direct.reader.is_complete(),
-            SnapshotFeed::Relayed(relayed) => relayed.is_whole(),
+            SnapshotFeed::RelayReader(relayed) => relayed.is_whole(),
         }
     }
 
@@ -178,22 +178,22 @@ impl SnapshotFeed {
     pub(super) fn is_idle(&self) -> bool {
         match self {
             SnapshotFeed::Direct(direct) => direct.reader.is_caught_up(),
-            SnapshotFeed::Relayed(relayed) => relayed.is_idle(),
+            SnapshotFeed::RelayReader(relayed) => relayed.is_idle(),
         }
     }
 
-    pub(super) fn relayed(&mut self) -> Option<&mut Relayed> {
+    pub(super) fn relayed(&mut self) -> Option<&mut RelayReader> {
         match self {
             SnapshotFeed::Direct(_) => None,
-            SnapshotFeed::Relayed(relayed) => Some(relayed),
+            SnapshotFeed::RelayReader(relayed) => Some(relayed),
         }
     }
 
     /// The copy, which outlives the feed.
-    pub(super) fn into_relayed(self) -> Option<Box<Relayed>> {
+    pub(super) fn into_relayed(self) -> Option<Box<RelayReader>> {
         match self {
             SnapshotFeed::Direct(_) => None,
-            SnapshotFeed::Relayed(mut relayed) => {
+            SnapshotFeed::RelayReader(mut relayed) => {
                 relayed.disconnect();
                 Some(relayed)
             }

@@ -15,7 +15,7 @@ use crate::server::Client;
 use crate::server::module::field;
 
 /// The delivery's half.
-pub(super) struct Shown {
+pub(super) struct GrantedMemory {
     /// The first field of the payload must contain this.
     pub(super) ticket: [u8; TICKET_BYTES],
     /// The page on which the server counts.
@@ -23,10 +23,10 @@ pub(super) struct Shown {
 }
 
 /// The half for the server's task.
-pub(crate) struct Introduction {
+pub(super) struct Introduction {
     /// Tells introductions apart, so that a late answer is not taken for another's.
-    pub(crate) number: u64,
-    /// The socket over which they pass, and the descriptors. `None` in a simulation, which has no memory to pass.
+    pub(super) number: u64,
+    /// The descriptors, and the socket over which they pass. `None` in a simulation, which has no memory to pass.
     means: Option<(Handover, Vec<OwnedFd>)>,
     ticket: [u8; TICKET_BYTES],
     length: u64,
@@ -40,9 +40,9 @@ impl fmt::Debug for Introduction {
 
 /// What the server's module answered.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Answer {
+pub(super) struct Answer {
     /// Whether it can set idle times.
-    pub(crate) idle_times: bool,
+    pub(super) idle_times: bool,
 }
 
 /// How long the server may take to fetch the descriptors: it gets the command at once, but may be busy.
@@ -52,7 +52,7 @@ const HANDOVER_LIMIT: Duration = Duration::from_secs(3);
 const ANSWER_LIMIT: Duration = Duration::from_secs(300);
 
 /// Prepares both halves for this memory.
-pub(super) fn prepare(view: &View, number: u64) -> Result<(Shown, Introduction), String> {
+pub(super) fn prepare(view: &View, number: u64) -> Result<(GrantedMemory, Introduction), String> {
     let text = |error: &dyn fmt::Display| format!("memory cannot be given to the server: {error}");
     let mut ticket = [0; TICKET_BYTES];
     getrandom::fill(&mut ticket).map_err(|error| text(&error))?;
@@ -62,16 +62,13 @@ pub(super) fn prepare(view: &View, number: u64) -> Result<(Shown, Introduction),
     let memory = view.reopen_read_only().or_else(|_| view.as_fd().try_clone_to_owned());
     let descriptors = vec![memory.map_err(|error| text(&error))?, page];
     let handover = Handover::bind(&Place::Abstract).map_err(|error| text(&error))?;
-    Ok((
-        Shown { ticket, tally },
-        Introduction { number, means: Some((handover, descriptors)), ticket, length: view.length() },
-    ))
+    Ok((GrantedMemory { ticket, tally }, Introduction { number, means: Some((handover, descriptors)), ticket, length: view.length() }))
 }
 
 impl Introduction {
-    /// One without memory.
+    /// An introduction without memory.
     #[cfg(any(test, feature = "simulation"))]
-    pub(crate) fn simulated(number: u64) -> Introduction {
+    pub(super) fn simulated(number: u64) -> Introduction {
         Introduction { number, means: None, ticket: [0; TICKET_BYTES], length: 0 }
     }
 

@@ -1,11 +1,12 @@
-//! Limit: how many bytes can be requested now, so that a rate in bytes per second is kept. Pure: the time is handed in.
+//! Limit: how many bytes the reader may request now to keep a rate in bytes per second. Pure: the caller hands the time
+//! in.
 //!
 //! The reader keeps the limit: the end that is read does not notice a one-sided read. Bytes of the stream always go
 //! first. They are subtracted as well, below zero if necessary, and slots then wait.
 
 use std::time::{Duration, Instant};
 
-/// See the module's text.
+/// A rate limit in bytes per second.
 #[derive(Debug)]
 pub(super) struct Limit {
     /// Bytes per second; 0: no limit.

@@ -1,6 +1,6 @@
 //! Link: one connection from the replica's server to the agent, which acts as its primary. Never blocks; plain or TLS.
 //!
-//! It moves bytes. Their meaning is the [delivery](super::delivery)'s.
+//! It moves bytes. The [delivery](super::delivery) gives them their meaning.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -13,7 +13,7 @@ use rustls::{ServerConfig, ServerConnection};
 
 use super::unread::Unread;
 
-/// See the module's text.
+/// One connection from the replica's server, plain or TLS.
 pub(super) struct Link {
     socket: TcpStream,
     tls: Option<Box<ServerConnection>>,

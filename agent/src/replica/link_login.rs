@@ -1,12 +1,12 @@
-//! Link login: with what the replica's server logs in at our link.
+//! Link login: the password with which the replica's server logs in at the link.
 //!
-//! The link gives out the whole data set, so it asks for a password, and for one that opens nothing else: a secret of
-//! this sync, which the server is given as `masterauth` before it is told to follow the link. The server's own password
-//! for its primary never goes to the link, and what listens on the link's port after this agent was killed reads
-//! nothing but that secret. The [record](super::record) puts `masterauth` back: before the server is told to follow its
-//! primary, when it is detached, and after a crash.
+//! Who is on the link receives the whole data set. So the link requires a password that opens nothing else: a secret of
+//! this sync. The agent sets it as the server's `masterauth` before `REPLICAOF`. The server's own password for its
+//! primary never reaches the link. If the agent is killed, a process that takes over the link's port learns only the
+//! secret. The [record](super::record) restores `masterauth` before the server follows its primary, when it is
+//! detached, and after a crash.
 //!
-//! A server that refuses `CONFIG SET` keeps its own `masterauth`, and the link asks for that one.
+//! If the server refuses `CONFIG SET`, it keeps its `masterauth`, and the link requires that password.
 
 use remora_redis::psync::server::Access;
 
@@ -15,42 +15,43 @@ use super::record::{Record, present};
 use crate::exit::Failure;
 use crate::server::{Client, Password, RefusalKind, Server, ServerError};
 
-/// See the module's text.
+/// The password with which the replica's server logs in at the link.
 #[derive(Clone, Debug)]
-pub(crate) enum LinkLogin {
+pub(super) enum LinkLogin {
     /// A secret of this sync, and the setting that gives it to the server.
     Secret {
-        /// `masterauth`, or the name that the server has for it.
+        /// The setting's name on this server: `masterauth`, or Valkey's `primaryauth`.
         setting: &'static str,
         secret: Password,
     },
-    /// What the server tells its primary anyway.
+    /// The server's own password for its primary.
     Own { user: Option<String>, password: Password },
 }
 
-/// How the server logs in to its primary, as its settings say.
+/// The server's settings for the login to its primary.
 #[derive(Clone, Debug)]
-pub(crate) struct PrimaryLogin {
-    /// `masteruser`; empty: the default user.
-    pub(crate) user: String,
-    /// `masterauth`; `None`: it gives no password.
-    pub(crate) password: Option<Password>,
+pub(super) struct PrimaryLogin {
+    /// `masteruser`; empty for the default user.
+    pub(super) user: String,
+    /// `masterauth`; `None` if the server sends no password.
+    pub(super) password: Option<Password>,
     /// The name of the setting with the password; `None` if the server knows no such setting.
-    pub(crate) setting: Option<&'static str>,
+    pub(super) setting: Option<&'static str>,
 }
 
-/// Random bytes in a secret: as many as in a token.
+/// Random bytes in a secret. A token has 32 too.
 const SECRET_BYTES: usize = 32;
 
-/// A setting that no server knows. To set it changes nothing, and the answer tells whether settings may be set.
+/// A setting that no server has. `CONFIG SET` of it changes nothing, and the error shows whether `CONFIG SET` is
+/// permitted.
 const NO_SETTING: &str = "remora-no-such-setting";
 
 impl LinkLogin {
-    /// Finds out what the server allows, without changing anything there.
+    /// Finds out which login the server permits. Changes nothing on the server.
     ///
     /// # Errors
-    /// A refusal where the server can neither be given a password nor has one.
-    pub(crate) async fn choose(
+    /// A refusal if the server permits no `CONFIG SET` and has no `masterauth`.
+    pub(super) async fn choose(
         server: &Server,
         client: &mut Client,
         login: &PrimaryLogin,
@@ -82,8 +83,8 @@ impl LinkLogin {
         }
     }
 
-    /// What the link asks for.
-    pub(crate) fn access(&self) -> Access {
+    /// The login that the link requires.
+    pub(super) fn access(&self) -> Access {
         match self {
             LinkLogin::Secret { secret, .. } => Access::Secret(secret.expose().to_string()),
             LinkLogin::Own { user, password } => {
@@ -92,8 +93,8 @@ impl LinkLogin {
         }
     }
 
-    /// Gives the server what the link asks for. To be called before each command that makes it follow the link.
-    pub(crate) async fn give(&self, record: &mut Record, client: &mut Client) -> Result<(), Failure> {
+    /// Sets the server's `masterauth` to the secret. Call it before each `REPLICAOF` to the link.
+    pub(super) async fn give(&self, record: &mut Record, client: &mut Client) -> Result<(), Failure> {
         let LinkLogin::Secret { setting, secret } = self else { return Ok(()) };
         let present = present(client, setting).await?.unwrap_or_default();
         if present == secret.expose() {

@@ -1,8 +1,8 @@
 //! Locality: whether the replica's server runs on this host, and what its connections look like then.
 //!
-//! The agent's own connection to the server has the answer. Where both of its ends have one address, and the system
-//! finds the server's end among the sockets of this network namespace, the server can reach a listener on loopback, and
-//! no other host can. A server in a container whose port is forwarded to this host has its end elsewhere.
+//! The agent's own connection to the server shows it. If both ends have the same address, and the server's end is among
+//! the sockets of this network namespace, then the server can reach a listener on loopback, and other hosts cannot. The
+//! end of a server in a container, whose port is forwarded to this host, is in another namespace.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::unix::fs::MetadataExt;
@@ -10,24 +10,24 @@ use std::os::unix::fs::MetadataExt;
 use super::unread::owner;
 use crate::server::Client;
 
-/// See the module's text.
+/// Where the replica's server runs, seen from the agent.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Locality {
-    /// The address of ours that the server's link arrives at.
+    /// The agent's address to which the server's link connects.
     pub(super) link_host: IpAddr,
     /// The server's address. Its connections can come from another one: a forwarded port, a host with several
     /// addresses.
     pub(super) server: Option<IpAddr>,
-    /// The user that the server runs as, where the server is on this host and the system tells.
+    /// The server's user id, if the server is on this host and the kernel reports it.
     pub(super) uid: Option<u32>,
 }
 
 impl Locality {
-    /// Of the server at the other end of `client`, which says of itself that it is process `process_id`.
+    /// Examines the connection `client`. `process_id` is what the server reports about itself.
     pub(super) fn of(client: &Client, process_id: Option<u32>) -> Locality {
         match (client.local_addr(), client.peer_addr()) {
             (Some(here), Some(there)) => Locality::between(here, there, process_id),
-            // Reached by a socket in the file system.
+            // A unix socket.
             _ => Locality { link_host: IpAddr::V4(Ipv4Addr::LOCALHOST), server: None, uid: None },
         }
     }
@@ -40,19 +40,19 @@ impl Locality {
             (IpAddr::V6(_), Some(_)) if !here.ip().is_loopback() => Ipv6Addr::LOCALHOST.into(),
             (address, _) => address,
         };
-        // Behind a proxy on this host the socket is the proxy's: the user counts only where the server's process has it
-        // too.
+        // If a proxy on this host stands between, the socket is the proxy's. So the user must be that of the server's
+        // process too.
         let process_owner =
             process_id.and_then(|id| std::fs::metadata(format!("/proc/{id}")).ok()).map(|about| about.uid());
         Locality { link_host, server: Some(there.ip()), uid: socket_owner.filter(|uid| process_owner == Some(*uid)) }
     }
 
-    /// With the address for the link that the operator named, if there is one.
+    /// Replaces the link's address with the one that the operator named, if any.
     pub(super) fn or_listen(self, named: Option<IpAddr>) -> Locality {
         Locality { link_host: named.unwrap_or(self.link_host), ..self }
     }
 
-    /// Whether a connection from this address can be expected to be the server's.
+    /// Whether a connection from this address can be the server's.
     pub(super) fn expects(&self, address: IpAddr) -> bool {
         self.link_host.is_loopback() || self.server.is_none_or(|server| server == address)
     }

@@ -1,11 +1,11 @@
-//! Meter: the progress of the delivery, for progress bars, the source and the hand-off.
+//! Meter: the delivery's progress, for the progress bar, the source and the hand-off.
 //!
 //! Plain atomics, all written by the delivery thread. Bytes and slots count the snapshot; offsets are replication
 //! offsets.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// See the module's text.
+/// Counters that the delivery thread writes and other tasks read.
 #[derive(Default)]
 pub(super) struct Meter {
     /// Slots that have arrived and match their checksums.

@@ -20,11 +20,11 @@
 //!   carries it out, and owns the tasks. [`report`] says where the time went.
 
 mod candidates;
-pub(crate) mod control;
+mod control;
 mod delivery;
-pub(crate) mod driver;
+mod driver;
 mod feed;
-pub(crate) mod introduction;
+mod introduction;
 mod limit;
 mod link;
 mod link_login;
@@ -33,12 +33,12 @@ pub(crate) mod machine;
 mod meter;
 mod pacer;
 mod parts;
-pub(crate) mod preflight;
+mod preflight;
 mod private;
-pub(crate) mod record;
-mod relayed;
+mod record;
+mod relay_reader;
+mod relay_server;
 mod report;
-mod serving;
 mod source;
 mod spool;
 mod tls;

@@ -13,7 +13,7 @@
 
 use std::time::{Duration, Instant};
 
-/// See the module's text.
+/// Decides when to write again to a socket that was full.
 #[derive(Debug, Default)]
 pub(super) struct Pacer {
     pause: Duration,

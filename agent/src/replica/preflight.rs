@@ -19,24 +19,24 @@ use crate::server::{
 
 /// What we need to know of the replica's server.
 #[derive(Debug)]
-pub(crate) struct Target {
-    pub(crate) facts: Facts,
+pub(super) struct Target {
+    pub(super) facts: Facts,
     /// How it logs in to its primary.
-    pub(crate) login: PrimaryLogin,
+    pub(super) login: PrimaryLogin,
     /// How it logs in at our link.
-    pub(crate) link_login: LinkLogin,
+    pub(super) link_login: LinkLogin,
     /// It requires TLS towards its primary, and so at our link.
-    pub(crate) tls_replication: bool,
+    pub(super) tls_replication: bool,
     /// The certificates that it then uses, as far as the agent can read them.
     tls: TlsOptions,
     /// The value of `repl-diskless-load`.
-    pub(crate) diskless_load: Option<String>,
+    pub(super) diskless_load: Option<String>,
     /// It follows a dead link of ours: what it holds is the rest of an unfinished sync.
-    pub(crate) unfinished: bool,
+    pub(super) unfinished: bool,
 }
 
 /// Looks at the replica's server, and whether it can take our link.
-pub(crate) async fn target(
+pub(super) async fn target(
     server: &Server,
     client: &mut Client,
     record: &Record,
@@ -109,7 +109,7 @@ async fn tls_files(client: &mut Client) -> Result<TlsOptions, ServerError> {
 }
 
 /// Refuses a server that holds data, or is in step with a primary, unless `--replace` is given.
-pub(crate) fn refuse_to_overwrite(args: &ReplicaArgs, server: &Server, target: &Target) -> Result<(), Failure> {
+pub(super) fn refuse_to_overwrite(args: &ReplicaArgs, server: &Server, target: &Target) -> Result<(), Failure> {
     if args.replace || target.unfinished {
         return Ok(());
     }
@@ -132,13 +132,13 @@ pub(crate) fn refuse_to_overwrite(args: &ReplicaArgs, server: &Server, target: &
 
 /// The primary, as the replica's server will use it.
 #[derive(Clone, Debug)]
-pub(crate) struct Primary {
-    pub(crate) host: String,
-    pub(crate) port: u16,
+pub(super) struct Primary {
+    pub(super) host: String,
+    pub(super) port: u16,
 }
 
 /// Where the primary is, whether the replica's server will be let in there, and whether it is the right one.
-pub(crate) async fn primary(
+pub(super) async fn primary(
     args: &ReplicaArgs,
     server: &Server,
     target: &Target,

@@ -1,12 +1,12 @@
 //! Private: a folder that no other user can write to, with files that no other user can read.
 //!
-//! The state folder holds slots of the data set and settings of the server. So the folder and the files in it belong to
-//! the user of the agent (or root), files have mode 0600, and no symbolic link is followed: the agent may run as root,
-//! and a link would let another user choose the file that it overwrites.
+//! The state folder holds slots of the data set and settings of the server. So the folder and its files must belong to
+//! the agent's user or to root, files have mode 0600, and the agent follows no symbolic link. It may run as root, and a
+//! link would let another user choose which file it overwrites.
 //!
-//! The state folder itself must not be a symbolic link either. The checks of owner and mode hold for the folder that
-//! was opened, but a link can be pointed to another folder between two runs, and the agent would then go on with other
-//! files. Links in the folders above it are followed: these belong to the administrator.
+//! The state folder must not be a symbolic link either. The agent checks the owner and mode of the folder that it
+//! opens, but another user could point a link to a different folder between two runs. Links in the folders above are
+//! followed: they belong to the administrator.
 
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Read, Write};
@@ -17,41 +17,41 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
-/// See the module's text.
+/// An open folder that no other user can write to.
 #[derive(Debug)]
 pub(super) struct Folder {
     path: PathBuf,
     handle: OwnedFd,
 }
 
-/// A folder or a file that another user can change or could have put there.
+/// A folder or file that another user can change or could have created.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub(super) struct Unsafe(String);
 
-/// The mode of folders that are made.
+/// The mode of new folders.
 const FOLDER_MODE: u32 = 0o700;
 
-/// The mode of files.
+/// The mode of new files.
 const FILE_MODE: Mode = Mode::RUSR.union(Mode::WUSR);
 
-/// Mode bits of a folder by which users other than its owner may add and remove files.
+/// Mode bits of a folder that let other users add and remove files.
 const WRITABLE_BY_OTHERS: u32 = 0o022;
 
-/// Mode bits of a file that users other than its owner have no use for.
+/// Mode bits of a file that give other users access.
 const FOR_OTHERS: u32 = 0o077;
 
-/// How each file is opened. Without `NONBLOCK` a FIFO in the place of a file would block the agent.
+/// The flags with which each file is opened. Without `NONBLOCK`, a FIFO with the file's name would block the agent.
 const OPEN: OFlags = OFlags::NOFOLLOW.union(OFlags::CLOEXEC).union(OFlags::NONBLOCK);
 
 impl Folder {
-    /// Opens the folder. A missing one is made, with its parents, for its owner only.
+    /// Opens the folder. If it is missing, creates it and its parents with access for the owner only.
     ///
     /// # Errors
-    /// [`Unsafe`] inside of the error ([`is_unsafe`]) where the folder is a symbolic link, or where another user owns
-    /// it or can write to it.
+    /// An error with [`Unsafe`] inside ([`is_unsafe`]) if the folder is a symbolic link, or if another user owns it or
+    /// can write to it.
     pub(super) fn open(path: &Path) -> io::Result<Folder> {
-        // Without a slash at its end, behind which the system would follow a link.
+        // A slash at the end would make the system follow a link.
         let path: PathBuf = path.components().collect();
         DirBuilder::new().recursive(true).mode(FOLDER_MODE).create(&path)?;
         if fs::symlink_metadata(&path)?.is_symlink() {
@@ -72,21 +72,21 @@ impl Folder {
         Ok(Folder { path, handle })
     }
 
-    /// The path of a file in it, for messages.
+    /// The path of a file in the folder, for messages.
     pub(super) fn path_of(&self, name: &str) -> PathBuf {
         self.path.join(name)
     }
 
-    /// Opens a file for reading and writing. A missing one is made.
+    /// Opens a file for reading and writing, and creates it if it is missing.
     pub(super) fn file(&self, name: &str) -> io::Result<File> {
         self.open_file(name, OFlags::RDWR | OFlags::CREATE)
     }
 
-    /// The first `limit` bytes of a file; `None` if there is no such file.
+    /// Reads the first `limit` bytes of a file; `None` if the file does not exist.
     pub(super) fn read(&self, name: &str, limit: u64) -> io::Result<Option<Vec<u8>>> {
         let file = match self.open_file(name, OFlags::RDONLY) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            // A name that the file system does not allow has no file.
+            // The file system does not allow this name, so the file cannot exist.
             Err(error) if error.raw_os_error() == Some(Errno::NAMETOOLONG.raw_os_error()) => return Ok(None),
             file => file?,
         };
@@ -95,7 +95,7 @@ impl Folder {
         Ok(Some(bytes))
     }
 
-    /// Replaces a file in one step, so that it is never half written, and waits until it is on the disk.
+    /// Replaces a file atomically, and waits until it is on the disk.
     pub(super) fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
         let fresh = format!("{name}.new");
         self.remove(&fresh)?;
@@ -105,7 +105,7 @@ impl Folder {
         Ok(rustix::fs::renameat(&self.handle, &fresh, &self.handle, name)?)
     }
 
-    /// Removes a file; a link in its place is removed and not what it leads to. A missing file is no error.
+    /// Removes a file. If it is a link, removes the link and not its target. A missing file is no error.
     pub(super) fn remove(&self, name: &str) -> io::Result<()> {
         match rustix::fs::unlinkat(&self.handle, name, AtFlags::empty()) {
             Err(Errno::NOENT) => Ok(()),

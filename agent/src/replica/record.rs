@@ -1,14 +1,15 @@
-//! Record: what was changed on the replica's server, written down before it is changed, and put back from there.
+//! Record: the settings that the agent changes on the replica's server. Each is written to a file before the change.
 //!
-//! A sync that ends puts things back by itself. One that is killed leaves this file behind, and the next agent for the
-//! same server puts things back first. The file also says which link the server was told to follow: a server that
-//! follows a dead link of ours, and holds nothing or half a data set, may be taken again without `--replace`.
+//! A sync that ends restores the settings and removes the file. If the agent is killed, the file stays, and the next
+//! agent for the same server restores them first. The file also names the link that the server was pointed at. A server
+//! that follows the link of a killed agent, and holds nothing or half a data set, may be used again without
+//! `--replace`.
 //!
-//! A setting is put back only while it still has a value that an agent set: another value was set by an operator in the
-//! meantime, and stays. Only the settings in [`OURS`] are ever put back, so that the file gives no power over others.
+//! A setting is restored only while it has a value that an agent set. Any other value comes from an operator, and
+//! stays. Only the settings in [`OURS`] are restored, so a forged file cannot change others.
 //!
 //! The folder is `--state-dir`, else `$XDG_STATE_HOME/remora`, else `~/.local/state/remora`. The file can hold a
-//! password (`masterauth`), so it is for its owner only.
+//! password (`masterauth`), so only its owner can read it.
 
 use std::path::{Path, PathBuf};
 
@@ -21,14 +22,14 @@ use super::private::{self, Folder};
 use crate::exit::Failure;
 use crate::server::{Client, ServerError};
 
-/// The settings that an agent changes, and so the only ones that are put back.
+/// The settings that an agent changes. No other setting is ever restored.
 const OURS: [&str; 3] = [DISKLESS_LOAD, LOGIN[0], LOGIN[1]];
 
 /// How the server loads a snapshot.
-pub(crate) const DISKLESS_LOAD: &str = "repl-diskless-load";
+pub(super) const DISKLESS_LOAD: &str = "repl-diskless-load";
 
-/// With which password the server logs in to its primary: the name that Redis and Valkey know, and Valkey's own.
-pub(crate) const LOGIN: [&str; 2] = ["masterauth", "primaryauth"];
+/// The server's password for its primary: the name in Redis and Valkey, and Valkey's second name.
+pub(super) const LOGIN: [&str; 2] = ["masterauth", "primaryauth"];
 
 /// The values of `repl-diskless-load` that agents set. Records of older agents do not say which one it was.
 const DISKLESS_LOADS: [&str; 2] = ["on-empty-db", "flush-before-load"];
@@ -37,7 +38,7 @@ const DISKLESS_LOADS: [&str; 2] = ["on-empty-db", "flush-before-load"];
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Contents {
     settings: Vec<Setting>,
-    /// The link that the server was told to follow, as `host:port`.
+    /// The link that the server was pointed at, as `host:port`.
     link: Option<String>,
 }
 
@@ -52,7 +53,7 @@ struct Setting {
     set: Vec<String>,
 }
 
-/// What files hold: older agents wrote pairs of a name and the value before.
+/// The formats of the file: older agents wrote pairs of a name and the former value.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Stored {
@@ -72,25 +73,25 @@ impl From<Stored> for Setting {
     }
 }
 
-/// Only the name: a value can be a password.
+/// Prints the name only: a value can be a password.
 impl std::fmt::Debug for Setting {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Setting").field("name", &self.name).finish_non_exhaustive()
     }
 }
 
-/// See the module's text.
-pub(crate) struct Record {
+/// The settings that this agent changed on one server, kept in a file.
+pub(super) struct Record {
     folder: Folder,
     name: String,
     /// The name by which an older agent left the file, as long as that file is there.
     old_name: Option<String>,
     contents: Contents,
-    /// The file says more than the contents do.
+    /// Whether the file holds entries that the contents no longer have.
     is_stale: bool,
 }
 
-/// A file of ours has a few hundred bytes.
+/// Bytes of the file that are read at most. A record has a few hundred.
 const FILE_LIMIT: u64 = 64 * 1024;
 
 /// Characters of the address in the name of a file, for people. File systems allow 255 bytes in a name.
@@ -101,7 +102,7 @@ const NAME_HASH_BYTES: usize = 8;
 
 impl Record {
     /// The record for the server at that address; empty if there is none.
-    pub(crate) fn open(state_dir: Option<&Path>, server: &str) -> Result<Record, Failure> {
+    pub(super) fn open(state_dir: Option<&Path>, server: &str) -> Result<Record, Failure> {
         let path = state_dir.map_or_else(default_folder, Path::to_path_buf);
         let folder = Folder::open(&path).map_err(|cause| unusable(&path, &cause))?;
         let [name, old_name] = file_names(server);
@@ -114,31 +115,32 @@ impl Record {
                 (text, there)
             }
         };
-        // A file cut short by a crash was written before anything was changed: there is nothing to put back.
+        // A crash cut the file short while it was written. The change comes after the write, so nothing is to be
+        // restored.
         let contents = text.and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default();
         Ok(Record { folder, name, old_name, contents, is_stale: false })
     }
 
-    /// Whether the server was told to follow this address by an agent that did not finish.
-    pub(crate) fn is_our_link(&self, host: &str, port: u16) -> bool {
+    /// Whether an agent that did not finish pointed the server at this address.
+    pub(super) fn is_our_link(&self, host: &str, port: u16) -> bool {
         self.contents.link.as_deref() == Some(&format!("{host}:{port}"))
     }
 
-    /// Writes down the link, before the server hears of it.
-    pub(crate) fn note_link(&mut self, host: &str, port: u16) -> Result<(), Failure> {
+    /// Writes the link's address to the file. Call it before `REPLICAOF`.
+    pub(super) fn note_link(&mut self, host: &str, port: u16) -> Result<(), Failure> {
         self.contents.link = Some(format!("{host}:{port}"));
         self.save()
     }
 
-    /// The value that a setting has without what agents changed, where it has the value `present` now.
-    pub(crate) fn original(&self, name: &str, present: &str) -> String {
+    /// The value that a setting had before agents changed it; `present` is its value now.
+    pub(super) fn original(&self, name: &str, present: &str) -> String {
         let ours = self.contents.settings.iter().find(|setting| setting.name == name && setting.is_ours(present));
         ours.map_or(present, |setting| &setting.before).to_string()
     }
 
-    /// Sets a setting on the server, after writing down the value `before` the sync. Gives back whether the server took
-    /// it.
-    pub(crate) async fn change(
+    /// Writes the value `before` the sync to the file, then changes the setting on the server. Returns whether the
+    /// server accepted the change.
+    pub(super) async fn change(
         &mut self,
         client: &mut Client,
         name: &str,
@@ -172,24 +174,23 @@ impl Record {
         }
     }
 
-    /// Puts all settings back.
-    pub(crate) async fn put_back(&mut self, client: &mut Client) -> Result<(), ServerError> {
+    /// Restores all settings.
+    pub(super) async fn put_back(&mut self, client: &mut Client) -> Result<(), ServerError> {
         self.put_back_those(client, |_| true).await?;
         self.save_if_stale();
         Ok(())
     }
 
-    /// Puts all settings back but the server's login to its primary, which stays as the link needs it.
-    pub(crate) async fn put_back_but_the_login(&mut self, client: &mut Client) -> Result<(), ServerError> {
+    /// Restores all settings but the server's login to its primary, which the link still needs.
+    pub(super) async fn put_back_but_the_login(&mut self, client: &mut Client) -> Result<(), ServerError> {
         self.put_back_those(client, |name| !LOGIN.contains(&name)).await?;
         self.save_if_stale();
         Ok(())
     }
 
-    /// Puts only the server's login to its primary back. The file is not written yet, which would take time in a
-    /// hand-off: until then it tells the next agent of a value that the server has no longer, and that agent leaves the
-    /// setting as it is.
-    pub(crate) async fn put_the_login_back(&mut self, client: &mut Client) -> Result<(), ServerError> {
+    /// Restores only the server's login to its primary. The file is written later, to keep the hand-off short. Until
+    /// then it names a value that the server no longer has. An agent that reads it leaves the setting as it is.
+    pub(super) async fn put_the_login_back(&mut self, client: &mut Client) -> Result<(), ServerError> {
         self.put_back_those(client, |name| LOGIN.contains(&name)).await
     }
 
@@ -207,8 +208,8 @@ impl Record {
         Ok(())
     }
 
-    /// All is as it was: the file goes.
-    pub(crate) fn close(&self) {
+    /// Removes the file. All settings have been restored.
+    pub(super) fn close(&self) {
         if self.contents.settings.is_empty() {
             let _ = self.folder.remove(&self.name);
             self.remove_the_old_file();
@@ -216,7 +217,7 @@ impl Record {
     }
 
     fn save_if_stale(&mut self) {
-        // A file that says too much does no harm: what has another value by now is left as it is.
+        // An entry too many does no harm: a setting with another value is left as it is.
         if self.is_stale && self.save().is_ok() {
             self.is_stale = false;
         }
@@ -244,7 +245,7 @@ impl Setting {
         self.set.iter().any(|set| set == value)
     }
 
-    /// Gives the setting its former value, unless its present value is not one of ours.
+    /// Restores the setting's former value if its present value is one that an agent set.
     async fn put_back(&self, client: &mut Client) -> Result<(), ServerError> {
         let Setting { name, before, .. } = self;
         if !OURS.contains(&name.as_str()) {
@@ -266,7 +267,7 @@ impl Setting {
 }
 
 /// The present value of a setting; `None` if the server does not know it.
-pub(crate) async fn present(client: &mut Client, name: &str) -> Result<Option<String>, ServerError> {
+pub(super) async fn present(client: &mut Client, name: &str) -> Result<Option<String>, ServerError> {
     let Frame::Array(pair) = once_settled(client, &["CONFIG", "GET", name]).await? else { return Ok(None) };
     match pair.into_iter().nth(1) {
         Some(Frame::Bulk(value)) => Ok(Some(String::from_utf8_lossy(&value).into_owned())),
@@ -274,8 +275,8 @@ pub(crate) async fn present(client: &mut Client, name: &str) -> Result<Option<St
     }
 }
 
-/// The name of the file for the server at that address, and the name that older agents gave it. Addresses that differ
-/// only in punctuation had one file in common then.
+/// The name of the file for the server at that address, and the name that older agents used. With the older name,
+/// addresses that differ only in punctuation had the same file.
 fn file_names(server: &str) -> [String; 2] {
     let plain: String = server.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
     let hash: String = Sha256::digest(server)[..NAME_HASH_BYTES].iter().map(|byte| format!("{byte:02x}")).collect();

@@ -19,7 +19,7 @@ use crate::backoff::Backoff;
 use crate::conversation::{Connection, Fault, Options, Receiver, Sender, Token, derive};
 use crate::exit::{Code, Failure};
 use crate::lanes::LANES_LABEL;
-use crate::transports::taken::{Connectors, Wish};
+use crate::transports::connectors::{Connectors, TransportChoices};
 
 /// A session with the source.
 pub(super) struct Source {
@@ -94,8 +94,8 @@ impl Source {
     }
 }
 
-pub(super) fn wish(args: &ReplicaArgs) -> Wish {
-    Wish { choice: args.transport, lanes: args.lanes, rdma: args.rdma.clone() }
+pub(super) fn wish(args: &ReplicaArgs) -> TransportChoices {
+    TransportChoices { choice: args.transport, lanes: args.lanes, rdma: args.rdma.clone() }
 }
 
 /// The request for a snapshot, or for the rest of one.
@@ -202,7 +202,7 @@ pub(super) struct Way {
     session: u64,
     secret: Secret,
     source: SocketAddr,
-    wish: Wish,
+    wish: TransportChoices,
 }
 
 /// The transport over which tables are read, and why better transports were not used (empty if none was).
@@ -214,7 +214,7 @@ pub(super) struct Chosen {
 }
 
 impl Way {
-    pub(super) fn new(session: u64, secret: Secret, source: SocketAddr, wish: Wish) -> Way {
+    pub(super) fn new(session: u64, secret: Secret, source: SocketAddr, wish: TransportChoices) -> Way {
         Way { session, secret, source, wish }
     }
 

@@ -1,4 +1,4 @@
-//! Spool: the slots that a replica holds, in files, so that an agent that was killed fetches only the missing ones.
+//! Spool: the slots that a replica holds, in files. After a crash, the next agent fetches only the missing slots.
 //!
 //! ```text
 //! STATE_DIR/
@@ -7,11 +7,12 @@
 //!   held             one record of 32 bytes for each slot held, in the order in which they came
 //! ```
 //!
-//! A record is written after the bytes of its slot, and is used only if these bytes, read back, match its checksum. So
-//! a torn write, a full disk or a power cut never makes a slot that is not there. Nothing is synced: the files must
-//! survive the agent and not a power cut, and a checksum tells if they did not.
+//! A slot's record is written after its bytes. A later agent uses the record only if the bytes match its checksum. So a
+//! torn write, a full disk or a power cut never produces a wrong slot. The files are not synced to the disk: they have
+//! to survive the agent, and the checksums detect what a power cut lost.
 //!
-//! The slots are the data set, so the folder and the files are for their owner only ([`private`](super::private)).
+//! The slots are the data set, so only their owner has access to the folder and the files
+//! ([`private`](super::private)).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -25,15 +26,15 @@ use serde::{Deserialize, Serialize};
 
 use super::private::Folder;
 
-/// Which snapshot slots belong to.
+/// The snapshot that the slots belong to.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Origin {
-    /// The source's number of the snapshot.
+    /// The snapshot's generation.
     pub(super) generation: u64,
-    /// The replication history that it belongs to.
+    /// The replid of its history.
     #[serde(with = "text")]
     pub(super) replid: ReplId,
-    /// Offset of the last byte of the stream that it contains.
+    /// The replication offset of the snapshot.
     pub(super) offset: u64,
     /// Bytes per slot.
     pub(super) slot_size: u32,
@@ -54,7 +55,7 @@ mod text {
     }
 }
 
-/// One slot held.
+/// The record of one held slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Held {
     /// Its number in the snapshot.
@@ -65,13 +66,13 @@ pub(super) struct Held {
     pub(super) crc: u32,
 }
 
-/// See the module's text.
+/// The slots of one snapshot, in the files of a state folder.
 pub(super) struct Spool {
     folder: Folder,
     origin: Origin,
     slots: File,
     index: File,
-    /// By slot number. A map, so that its size grows with the number of records and not with the numbers in them.
+    /// The records by slot number. A map grows with the number of records, and not with the numbers in a damaged file.
     held: BTreeMap<u64, Held>,
     /// The first slot that is not held.
     below: u64,
@@ -83,7 +84,7 @@ const RECORD: usize = 32;
 /// More slots than any table has: 2^24 of them are 64 TiB at 4 MiB. A record with a larger number is invalid.
 const SLOTS_LIMIT: u64 = 1 << 24;
 
-/// A file with an origin has some hundred bytes.
+/// Bytes of `origin.json` that are read at most. It has some hundred.
 const ORIGIN_LIMIT: u64 = 4096;
 
 /// Bytes that one read takes while slots are verified.
@@ -103,7 +104,7 @@ impl Spool {
         Ok(spool)
     }
 
-    /// The snapshot that a folder holds slots of, if any, and the number of slots from the first without a gap.
+    /// The snapshot whose slots a folder holds, if any, and how many slots it holds from the first one without a gap.
     pub(super) fn look(folder: &Path) -> Option<(Origin, u64)> {
         let origin = read_origin(&Folder::open(folder).ok()?)?;
         let spool = Spool::open(folder, &origin).ok()?;
@@ -146,9 +147,8 @@ impl Spool {
         Ok(Some(crc))
     }
 
-    /// Writes the bytes of a slot, which lie in `view` at `offset`. It counts as held once it is
-    /// [remembered](Self::remember): between the two the caller checks that the bytes were still the slot's when they
-    /// had been written.
+    /// Writes a slot's bytes, read from `view` at `offset`. The slot counts as held after
+    /// [`remember`](Self::remember). Between the two calls the caller checks that the source has not reused the bytes.
     pub(super) fn store(&self, record: Held, view: &View, offset: u64) -> io::Result<()> {
         let (mut done, length) = (0, record.length as usize);
         while done < length {
@@ -158,7 +158,7 @@ impl Spool {
         Ok(())
     }
 
-    /// Records the slot as held, also for an agent that is started later.
+    /// Appends the slot's record. From then on this agent and later ones hold the slot.
     pub(super) fn remember(&mut self, record: Held) -> io::Result<()> {
         let end = self.index.metadata()?.len();
         self.index.write_all_at(&encode(&record), end)?;
@@ -184,7 +184,7 @@ impl Spool {
         self.held.keys().copied().collect()
     }
 
-    /// Where a slot's bytes lie in [`Spool::file`].
+    /// The position of a slot in [`Spool::file`].
     pub(super) fn place(&self, number: u64) -> u64 {
         number * u64::from(self.origin.slot_size)
     }
@@ -208,7 +208,7 @@ fn remove_files(folder: &Folder) -> io::Result<()> {
     ["origin.json", "held", "slots"].iter().try_for_each(|name| folder.remove(name))
 }
 
-/// Reads the next record. `false`: there is no whole one.
+/// Reads the next record. Returns `false` if the file has no further whole record.
 fn fill(index: &mut impl Read, record: &mut [u8; RECORD]) -> io::Result<bool> {
     match index.read_exact(record) {
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
@@ -327,7 +327,7 @@ mod tests {
         let memory = Memory::create("spool-test", u64::from(SLOT), Pages::Small).unwrap();
         let mut spool = Spool::open(folder.path(), &origin(1)).unwrap();
         slot(&mut spool, &memory, 0, 100);
-        // An empty slot is in every file, and its checksum is known.
+        // An empty slot has no bytes in the file, and its checksum is known.
         let forged = encode(&Held { number: SLOTS_LIMIT - 1, length: 0, crc: 0 });
         spool.index.write_all_at(&forged, RECORD as u64).unwrap();
         drop(spool);

@@ -21,7 +21,7 @@ use netlink_packet_sock_diag::inet::{ExtensionFlags, InetRequest, InetResponseHe
 use netlink_sys::protocols::NETLINK_SOCK_DIAG;
 use netlink_sys::{Socket, SocketAddr as Port};
 
-/// See the module's text.
+/// A query for the bytes of a connection that its other end has not read.
 pub(super) struct Unread {
     system: Socket,
     ours: Vec<u8>,

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! A peer is authenticated as the source is: both ends prove that they hold the token, and lanes derive their secret
-//! from the conversation. Its bytes are accepted only if they match the source's checksums ([`super::relayed`]).
+//! from the conversation. Its bytes are accepted only if they match the source's checksums ([`super::relay_reader`]).
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -18,11 +18,11 @@ use remora_protocol::{LossCause, Message, TableOffer, Upstream};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::task::AbortHandle;
 
-use super::relayed::{Lost, ReadFrom, Reading};
+use super::relay_reader::{Lost, ReadFrom, Reading};
 use super::source::Way;
 use crate::conversation::{Connection, Options, Token, derive};
 use crate::lanes::LANES_LABEL;
-use crate::transports::taken::Wish;
+use crate::transports::connectors::TransportChoices;
 
 /// Which peer to read, and into which memory.
 pub(super) struct Goal {
@@ -31,7 +31,7 @@ pub(super) struct Goal {
     pub(super) generation: u64,
     /// The name of this replica.
     pub(super) name: String,
-    pub(super) wish: Wish,
+    pub(super) wish: TransportChoices,
     /// The memory of this replica's copy.
     pub(super) memory: Arc<Memory>,
     pub(super) slot_size: u32,

@@ -37,7 +37,7 @@ impl Exports {
             }
         }
         let (rdma, memories) = (args.rdma.clone(), vec![tables.snapshot.0.clone(), tables.journal.0.clone()]);
-        let rdma = tokio::task::spawn_blocking(move || transports::offered::rdma(&rdma, listen, &memories)).await;
+        let rdma = tokio::task::spawn_blocking(move || transports::exporters::rdma(&rdma, listen, &memories)).await;
         exporters
             .extend(rdma.map_err(|error| Failure::local(format!("the search for RDMA devices failed: {error}")))??);
         exporters.push(tcp);

@@ -9,6 +9,6 @@
 //! - [`offered`]: the source's RDMA. [`taken`]: the replica's choice.
 //! - [`devices`]: the command that reports on this host's transports.
 
+pub(crate) mod connectors;
 pub mod devices;
-pub(crate) mod offered;
-pub(crate) mod taken;
+pub(crate) mod exporters;

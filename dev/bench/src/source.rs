@@ -23,12 +23,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::{cpu, perftest::Ends};
 
-/// First argument of the child; the second is a [`Wish`] as JSON.
+/// First argument of the child; the second is a [`SourceOptions`] as JSON.
 pub const ARGUMENT: &str = "--be-the-source";
 
 /// What the child exports, and how.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Wish {
+pub struct SourceOptions {
     /// Length of the region.
     pub region_bytes: u64,
     /// Congestion control of the lanes; `None` for the system's.
@@ -43,7 +43,7 @@ pub struct Wish {
     pub rdma: Ends,
 }
 
-impl Wish {
+impl SourceOptions {
     fn options(&self) -> TcpOptions {
         TcpOptions {
             lanes: self.lanes,
@@ -70,7 +70,7 @@ pub struct Source {
     commands: Option<ChildStdin>,
     answers: BufReader<ChildStdout>,
     place: Place,
-    wish: Wish,
+    wish: SourceOptions,
 }
 
 impl Source {
@@ -78,7 +78,7 @@ impl Source {
     ///
     /// # Errors
     /// It did not start, or did not print the place of its region.
-    pub fn start(wish: &Wish) -> io::Result<Source> {
+    pub fn start(wish: &SourceOptions) -> io::Result<Source> {
         let mut child = Command::new(std::env::current_exe()?)
             .args([ARGUMENT, &serde_json::to_string(wish)?])
             .stdin(Stdio::piped())
@@ -169,7 +169,7 @@ pub fn be_the_source_if_asked() {
 }
 
 fn be_the_source(wish: &str) -> Result<(), Box<dyn std::error::Error>> {
-    let wish: Wish = serde_json::from_str(wish)?;
+    let wish: SourceOptions = serde_json::from_str(wish)?;
     let region = warm_memory("bench-region", wish.region_bytes)?;
     let tcp = TcpExporter::new(wish.options(), None)?;
     tcp.listen("127.0.0.1:0")?;

@@ -1,5 +1,5 @@
-//! The messenger over real sockets, shared memory and RDMA: what the simulation cannot show. One file per concern. `kit` and
-//! `alike`, the cases that every transport must pass, are shared.
+//! The messenger over real sockets, shared memory and RDMA: what the simulation cannot show. One file per concern.
+//! `kit` and `alike`, the cases that every transport must pass, are shared.
 #![allow(clippy::unwrap_used, unreachable_pub)]
 
 mod alike;

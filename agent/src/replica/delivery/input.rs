@@ -16,7 +16,7 @@ use super::stream::Stream;
 use crate::replica::feed::{Feed, Pumped, SnapshotFeed};
 use crate::replica::meter::Meter;
 use crate::replica::parts::FeedError;
-use crate::replica::relayed::{Lost, ReadFrom, Relayed};
+use crate::replica::relay_reader::{Lost, ReadFrom, RelayReader};
 use crate::replica::spool::{Held, Origin, Spool};
 
 /// How long an idle journal is left alone at first, and at most: the bounds of the lag that polling adds. A longer
@@ -27,13 +27,13 @@ const PACE_LAST: Duration = Duration::from_millis(2);
 /// How often a snapshot that is still being written is looked at.
 const SNAPSHOT_PACE: Duration = Duration::from_micros(500);
 
-/// See the module's text.
+/// What the delivery reads: the feed, the copy that outlives it, and the spool.
 pub(super) struct Input {
     folder: Option<PathBuf>,
     meter: Arc<Meter>,
     feed: Option<Box<Feed>>,
     /// The copy of a feed that is over: others may still read it, and the next feed goes on with it.
-    kept: Option<Box<Relayed>>,
+    kept: Option<Box<RelayReader>>,
     spool: Option<Spool>,
     /// The whole snapshot has arrived.
     fetched: bool,
@@ -105,7 +105,7 @@ impl Input {
     /// The memory of the copy that there is.
     pub(super) fn copy(&self) -> Option<Arc<Memory>> {
         let of_feed = self.feed.as_ref().and_then(|feed| match &feed.snapshot {
-            Some(SnapshotFeed::Relayed(relayed)) => Some(&**relayed),
+            Some(SnapshotFeed::RelayReader(relayed)) => Some(&**relayed),
             _ => None,
         });
         of_feed.or(self.kept.as_deref()).map(|relayed| relayed.memory().clone())
@@ -325,7 +325,7 @@ impl Input {
             match snapshot {
                 // During a pause, what arrives can wait as well: others that read here wait two milliseconds at most.
                 _ if demand.is_paused => {}
-                SnapshotFeed::Relayed(relayed) => {
+                SnapshotFeed::RelayReader(relayed) => {
                     // Others wait for what comes, though our own server may take nothing.
                     let due = if relayed.is_idle() { Some(self.snapshot_due) } else { relayed.due(wait.now()) };
                     if let Some(due) = due {

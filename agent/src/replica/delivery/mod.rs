@@ -22,7 +22,7 @@
 //!   the link reads ahead and discards what came with the mark; one that loads from a file looks for the mark at the
 //!   end of what it has read, and would never find it.
 //! - Nothing of ours is ever put into the stream: it would move the replication offset.
-//! - Progress is published before the news that it explains: `Loaded` without it would look like a server that
+//! - Progress is published before the notice that it explains: `Loaded` without it would look like a server that
 //!   restarted.
 
 mod input;
@@ -50,7 +50,7 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use self::input::{Fetched, Input, InputError};
 use self::orders::Control;
-pub(super) use self::orders::{Handle, News, Order, Progress, Setup};
+pub(super) use self::orders::{Handle, Notice, Order, Progress, Setup};
 use self::payload::WriteError;
 use self::plain::{Piece, PlainPayload, Used, Wrote, random_mark};
 use self::poller::{Demand, Readiness, Wait};
@@ -71,11 +71,11 @@ pub(super) fn spawn(setup: Setup) -> io::Result<Handle> {
     Handle::spawn(move |control| Delivery::new(Instant::now(), setup, control).run())
 }
 
-/// See the module's text.
+/// The delivery thread's loop and what it owns.
 // Larger than the bound: a method for each thing that the input, the server or the driver can bring.
 struct Delivery {
     control: Control,
-    news: UnboundedSender<News>,
+    notices: UnboundedSender<Notice>,
     meter: Arc<Meter>,
     candidates: Candidates,
     at: Progress,
@@ -103,7 +103,7 @@ impl Delivery {
     fn new(now: Instant, setup: Setup, control: Control) -> Delivery {
         Delivery {
             control,
-            news: setup.news,
+            notices: setup.notices,
             meter: setup.meter.clone(),
             candidates: setup.candidates,
             at: Progress::default(),
@@ -118,7 +118,7 @@ impl Delivery {
 
     fn run(mut self) {
         if let Err(text) = self.turns() {
-            let _ = self.news.send(News::Fatal { text });
+            let _ = self.notices.send(Notice::Fatal { text });
         }
     }
 
@@ -147,10 +147,10 @@ impl Delivery {
         Ok(if moved { Turned::Moved } else { Turned::Idle })
     }
 
-    /// Publishes progress, and then the news.
-    fn tell(&self, news: News) {
+    /// Publishes progress, and then sends the notice.
+    fn tell(&self, notice: Notice) {
         self.publish();
-        let _ = self.news.send(news);
+        let _ = self.notices.send(notice);
     }
 
     fn publish(&self) {
@@ -197,7 +197,7 @@ impl Delivery {
         }
         self.link.iter_mut().for_each(|link| link.lay_down(now));
         if let Err(error) = self.input.attach(now, feed, &self.at) {
-            self.tell(News::FeedLost { error });
+            self.tell(Notice::FeedLost { error });
         }
         Ok(())
     }
@@ -245,7 +245,7 @@ impl Delivery {
             self.begin_again();
         }
         if tell {
-            self.tell(News::LinkLost { text: why.to_string(), loading });
+            self.tell(Notice::LinkLost { text: why.to_string(), loading });
         }
     }
 
@@ -279,7 +279,7 @@ impl Delivery {
     }
 
     fn asked(&mut self, now: Instant, replid: Option<ReplId>, offset: i64) {
-        self.tell(News::Asked);
+        self.tell(Notice::Asked);
         let history = self.history();
         let offset = u64::try_from(offset).unwrap_or(0);
         if let Some(history) = history.filter(|_| self.at.loaded && replid == history && offset > 0) {
@@ -290,9 +290,9 @@ impl Delivery {
             self.at.loaded = false;
             self.at.origin = None;
             self.begin_again();
-            self.tell(News::FeedWanted);
+            self.tell(Notice::FeedWanted);
         } else if !self.input.has_feed() && self.at.origin.is_some() {
-            self.tell(News::FeedWanted);
+            self.tell(Notice::FeedWanted);
         }
         let Some(link) = &mut self.link else { return };
         if !link.takes_a_mark() {
@@ -317,7 +317,7 @@ impl Delivery {
             self.stream.clear();
             self.at.next_byte = offset;
             self.input.lose_feed();
-            self.tell(News::FeedWanted);
+            self.tell(Notice::FeedWanted);
         }
     }
 
@@ -326,7 +326,7 @@ impl Delivery {
         let snapshot = self.at.origin.as_ref().map_or(u64::MAX, |origin| origin.offset);
         if self.link.as_mut().is_some_and(|link| link.acknowledged(offset, snapshot)) {
             self.at.loaded = true;
-            self.tell(News::Loaded);
+            self.tell(Notice::Loaded);
         }
     }
 
@@ -343,10 +343,10 @@ impl Delivery {
             }
         };
         if let Some(lost) = lost {
-            self.tell(News::PeerLost(lost));
+            self.tell(Notice::PeerLost(lost));
         }
         if all {
-            self.tell(News::Fetched);
+            self.tell(Notice::Fetched);
         }
         match self.input.fetch_journal(now, &mut self.stream) {
             Ok(Some(next_byte)) => {
@@ -366,7 +366,7 @@ impl Delivery {
         self.abandon_memory();
         self.input.lose_feed();
         self.link.iter_mut().for_each(|link| link.lay_down(now));
-        self.tell(News::FeedLost { error });
+        self.tell(Notice::FeedLost { error });
     }
 
     /// The memory that the server was given is not what the next feed reads into. The snapshot then goes by the link,
@@ -492,7 +492,7 @@ impl Delivery {
         let Some(link) = &mut self.link else { return 0 };
         link.end_payload(end);
         self.input.end_snapshot();
-        self.tell(News::PayloadSent);
+        self.tell(Notice::PayloadSent);
         end.len()
     }
 
@@ -510,7 +510,7 @@ impl Delivery {
         match introduction::prepare(slot.bytes().0, number) {
             Ok((shown, introduction)) => {
                 self.link.as_mut()?.stage = Stage::Introducing { number, shown, slot };
-                self.tell(News::Introduce(introduction));
+                self.tell(Notice::Introduce(introduction));
             }
             Err(text) => self.go_by_the_link(now, slot, &text),
         }

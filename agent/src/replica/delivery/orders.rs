@@ -1,4 +1,4 @@
-//! Orders: what the delivery is told and what it reports, and the driver's handle on its thread.
+//! Orders to the delivery, its notices, and the driver's handle on its thread.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -16,10 +16,10 @@ use crate::replica::feed::Feed;
 use crate::replica::introduction::{Answer, Introduction};
 use crate::replica::meter::Meter;
 use crate::replica::parts::FeedError;
-use crate::replica::relayed::{Lost, ReadFrom};
+use crate::replica::relay_reader::{Lost, ReadFrom};
 use crate::replica::spool;
 
-/// What the delivery is told.
+/// An order of the driver to the delivery.
 pub(in crate::replica) enum Order {
     /// Read from here from now on.
     Attach(Box<Feed>),
@@ -45,7 +45,7 @@ pub(in crate::replica) enum Order {
 
 /// What the delivery reports.
 #[derive(Debug)]
-pub(in crate::replica) enum News {
+pub(in crate::replica) enum Notice {
     /// The server has connected and asked to be synchronised.
     Asked,
     /// The server's module must be given memory. The delivery waits for [`Order::Introduced`].
@@ -173,5 +173,5 @@ pub(in crate::replica) struct Setup {
     /// Bytes of the stream that may wait here while the server loads.
     pub(in crate::replica) backlog_limit: usize,
     pub(in crate::replica) meter: Arc<Meter>,
-    pub(in crate::replica) news: UnboundedSender<News>,
+    pub(in crate::replica) notices: UnboundedSender<Notice>,
 }

@@ -17,7 +17,7 @@ const LENT_PACE: Duration = Duration::from_micros(500);
 /// How long a server may read nothing of what it was lent: as long as it would wait for us, `repl-timeout`.
 const LENT_LIMIT: Duration = Duration::from_secs(60);
 
-/// See the module's text.
+/// A snapshot that is written to the server byte for byte.
 pub(super) struct PlainPayload {
     mark: [u8; 40],
     next_slot: u64,

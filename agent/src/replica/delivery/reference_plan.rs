@@ -37,7 +37,8 @@ pub(super) enum Part {
     Pass(Range<u64>),
 }
 
-/// See the module's text. All positions are bytes from the start of the snapshot.
+/// Which bytes of a snapshot are written to a server with the module, and which it copies from memory.
+/// Positions are bytes from the start of the snapshot.
 pub(super) struct ReferencePlan {
     /// `None`: the rest is passed on without being parsed.
     scanner: Option<Scanner>,
@@ -79,30 +80,29 @@ struct Open {
     pieces: Vec<(u64, u64)>,
 }
 
-/// Words of a field, from which on it is closed: the server reads about as much of its link at a time.
+/// Bytes of words at which a field is closed. The server reads about this much of its link at a time.
 const FIELD_BYTES: usize = 16 << 10;
 
-/// Bytes looked at together where one record follows another: they are copied, so no more than a second-level cache
-/// holds.
+/// Bytes that are scanned at a time. They are copied first, so they should fit into a second-level cache.
 const LOOK_BYTES: u64 = 64 << 10;
 
-/// Bytes looked at behind a value that was passed over: a record's beginning, seldom more. Where there is more, twice
-/// as many are looked at next.
+/// Bytes that are scanned first after a value was skipped: usually the next record's head is enough. If it is not, the
+/// next scan takes twice as many.
 const FIRST_LOOK_BYTES: u64 = 256;
 
-/// After so many bytes it is known whether it is worth looking: the order of keys in a snapshot is as good as random.
+/// Bytes after which the plan decides whether scanning pays. The order of keys in a snapshot is as good as random.
 const TRIAL_BYTES: u64 = 32 << 20;
 
-/// ... and it is if at least this part of them, in percent, could be referred to.
+/// Scanning pays if at least this percentage of these bytes could be referred to.
 const WORTH_PERCENT: u64 = 10;
 
 /// The magic and the version; the greeting comes behind them.
 const MAGIC_BYTES: u64 = 9;
 
 impl ReferencePlan {
-    /// At the beginning. `idle_times`: whether the server's module can set them; `least`: bytes of the shortest string
-    /// that is referred to; `whole`: bytes of the longest that is told only when all of it is there. (So much must be
-    /// able to lie in slots that aren't given back.)
+    /// A plan for a new snapshot. `idle_times` says whether the server's module can set idle times. `least` is the
+    /// length of the shortest string that is referred to. A string of up to `whole` bytes is referred to in one piece,
+    /// after all its slots have arrived. (The slots that are not given back must have room for it.)
     pub(super) fn new(ticket: [u8; TICKET_BYTES], idle_times: bool, least: u64, whole: u64) -> ReferencePlan {
         let mut words = Vec::new();
         Word::Hello { ticket }.encode(&mut words);
@@ -126,12 +126,12 @@ impl ReferencePlan {
         }
     }
 
-    /// What is to be written next.
+    /// The part to write next.
     pub(super) fn part(&self) -> Option<&Part> {
         self.parts.front()
     }
 
-    /// So many bytes of it have been written; whether those were the last.
+    /// Notes that `bytes` bytes of the part have been written. Returns whether the part is complete.
     pub(super) fn wrote(&mut self, bytes: usize) -> bool {
         let over = match self.parts.front_mut() {
             Some(Part::Bytes(rest)) => {
@@ -285,7 +285,7 @@ impl ReferencePlan {
         self.planned = self.seen;
     }
 
-    /// Passes on all that the scanner has made up its mind about.
+    /// Passes on all bytes that the scanner has decided about.
     fn settle_all(&mut self) {
         match (&self.scanner, self.end) {
             (_, Some(_)) => self.drop_undecided(),
@@ -294,7 +294,7 @@ impl ReferencePlan {
         }
     }
 
-    /// Passes on everything below `position`: first what was held, the rest from where it lies.
+    /// Passes on all bytes below `position`: first the held ones, then the rest from the slots.
     fn settle(&mut self, position: u64) {
         if position <= self.planned {
             return;

@@ -9,10 +9,10 @@ use remora_table::{LoadPage, Place, Slot};
 use super::payload::{WRITE_PIECE, WriteError};
 use super::plain::Used;
 use super::reference_plan::{Part, REFER_FROM_BYTES, ReferencePlan};
-use crate::replica::introduction::{Answer, Shown};
+use crate::replica::introduction::{Answer, GrantedMemory};
 use crate::replica::link::Link;
 
-/// See the module's text.
+/// A snapshot whose long strings the server copies from shared memory.
 pub(super) struct ReferencedPayload {
     mark: [u8; 40],
     plan: ReferencePlan,
@@ -66,7 +66,7 @@ impl ReferencedPayload {
     pub(super) fn new(
         now: Instant,
         mark: [u8; 40],
-        shown: Shown,
+        shown: GrantedMemory,
         answer: Answer,
         first: Slot,
     ) -> Result<ReferencedPayload, WriteError> {

@@ -6,7 +6,7 @@
 //!                 └── PSYNC <our replid> <offset that the journal holds> ──────────────────┘
 //! ```
 //!
-//! It knows nothing of where slots and stream come from: it is given them, and reports what the server said.
+//! It does not know where slots and stream come from. The caller hands them in, and polls for what the server said.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -22,43 +22,43 @@ use super::plain::{PlainPayload, Used, Wrote};
 use super::poller::Demand;
 use super::referenced::ReferencedPayload;
 use crate::replica::candidates::Newcomer;
-use crate::replica::introduction::Shown;
+use crate::replica::introduction::GrantedMemory;
 use crate::replica::link::Link;
 use crate::replica::pacer::Pacer;
 use crate::replica::spool::Spool;
 
-/// Newlines towards a server that waits for its payload: it gives up after `repl-timeout`, 60 s by default.
+/// Interval of newlines to a server that waits for its payload. It gives up after `repl-timeout`, 60 s by default.
 const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(1);
 
-/// How often it is looked what a server's module has done.
+/// Interval at which the page of the server's module is read.
 const TALLY_PACE: Duration = Duration::from_micros(200);
 
-/// Bytes that one read takes: replicas send commands of some dozen bytes.
+/// Bytes of one read. Replicas send commands of some dozen bytes.
 const READ_BYTES: usize = 4096;
 
-/// See the module's text.
+/// The conversation with the replica's server on one connection.
 pub(super) struct ServerLink {
     pub(super) socket: Link,
     role: PrimaryRole,
-    /// Bytes on their way, up to `written`.
+    /// Bytes to the server; those up to `written` have been sent.
     out: Vec<u8>,
     written: usize,
     pub(super) stage: Stage,
     pacer: Pacer,
     kept_alive: Instant,
-    /// The server has acknowledged an offset at or behind the snapshot's.
+    /// Whether the server has acknowledged the snapshot's offset or a later one.
     has_loaded: bool,
-    /// The stream is held back.
+    /// Whether the stream is held back.
     held: bool,
 }
 
-/// Where the conversation is.
+/// The state of the conversation.
 pub(super) enum Stage {
     Asked,
-    /// The server's module is being given memory; the slot is the snapshot's first.
+    /// The server's module receives memory; `slot` is the snapshot's first.
     Introducing {
         number: u64,
-        shown: Shown,
+        shown: GrantedMemory,
         slot: Slot,
     },
     /// A payload whose bytes all go over the link.
@@ -68,40 +68,40 @@ pub(super) enum Stage {
     Streaming,
 }
 
-/// What the server says.
+/// What the server sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LinkEvent {
-    /// It asks for what follows this offset of this history; `None`: for everything.
+    /// It asks for the stream after this offset of this history; `None`: for a full copy.
     Psync { replid: Option<ReplId>, offset: i64 },
-    /// It has applied the stream up to here.
+    /// It has applied the stream up to this offset.
     Ack { offset: u64 },
 }
 
-/// What a read came to.
+/// The result of a read.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Read {
     Nothing,
     /// Events may wait in [`ServerLink::poll_event`].
     Something,
-    /// The link is of no further use, and why.
+    /// The link has ended, with the reason.
     Ended(String),
 }
 
-/// How far a server had come whose link is over.
+/// How far the server had come when its link ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Reached {
     /// It waited for its payload.
     Asked,
-    /// It was being introduced to memory, and the first slot was taken for it.
+    /// Its module was receiving memory, and holds the first slot.
     Introduction,
     /// It was loading.
     Payload,
-    /// It had been given the whole payload.
+    /// It had the whole payload.
     Stream,
 }
 
 impl ServerLink {
-    /// Of a connection that has logged in and asked.
+    /// Takes over a connection that has logged in and sent `PSYNC`.
     pub(super) fn new(now: Instant, newcomer: Newcomer) -> ServerLink {
         let Newcomer { link, role, out, written, .. } = newcomer;
         ServerLink {
@@ -139,8 +139,8 @@ impl ServerLink {
         })
     }
 
-    /// Whether the server can load a snapshot whose length is not known beforehand. Every server since Redis 2.8.18
-    /// can.
+    /// Whether the server can load a snapshot of unknown length, up to an end mark (`capa eof`). Every server since
+    /// Redis 2.8.18 can.
     pub(super) fn takes_a_mark(&self) -> bool {
         self.role.peer().eof
     }

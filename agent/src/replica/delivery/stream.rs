@@ -5,7 +5,7 @@ use std::io;
 
 use remora_table::Chunk;
 
-/// See the module's text. Chunks follow one another without a gap.
+/// Bytes of the replication stream that wait for the server. Chunks follow one another without a gap.
 pub(super) struct Stream {
     chunks: VecDeque<Chunk>,
     bytes: usize,

@@ -125,7 +125,7 @@ fn content(length: usize) -> Vec<u8> {
 struct World {
     delivery: Delivery,
     handle: Handle,
-    news: UnboundedReceiver<News>,
+    notices: UnboundedReceiver<Notice>,
     port: u16,
     network: Network,
 }
@@ -137,17 +137,17 @@ impl World {
         listener.set_nonblocking(true).unwrap();
         let port = listener.local_addr().unwrap().port();
         let locality = Locality { link_host: address, server: None, uid: None };
-        let (tell, news) = unbounded_channel();
+        let (tell, notices) = unbounded_channel();
         let setup = Setup {
             candidates: Candidates::new(listener, None, Access::Secret(PASSWORD.into()), locality),
             spool: spool.map(Path::to_path_buf),
             backlog_limit: 1 << 20,
             meter: Arc::default(),
-            news: tell,
+            notices: tell,
         };
         let (handle, control) = orders::ends().unwrap();
         let delivery = Delivery::new(Instant::now(), setup, control);
-        World { delivery, handle, news, port, network: Network::new(1, Faults::honest()) }
+        World { delivery, handle, notices, port, network: Network::new(1, Faults::honest()) }
     }
 
     fn order(&mut self, order: Order) {
@@ -209,8 +209,8 @@ impl World {
     /// What was reported since the last time, by name.
     fn reported(&mut self) -> Vec<String> {
         let mut names = Vec::new();
-        while let Ok(news) = self.news.try_recv() {
-            let text = format!("{news:?}");
+        while let Ok(notice) = self.notices.try_recv() {
+            let text = format!("{notice:?}");
             names.push(text[..text.find([' ', '(', '{']).unwrap_or(text.len())].to_string());
         }
         names
@@ -318,7 +318,7 @@ fn a_server_gets_the_snapshot_its_mark_and_the_stream_only_after_its_ack() {
 }
 
 #[test]
-fn progress_is_published_before_the_news_that_it_explains() {
+fn progress_is_published_before_the_notice_that_it_explains() {
     let mut world = World::new(None);
     let source = Source::with(&world.network, 5, &content(100));
     let mut server = world.server("? -1");
@@ -509,7 +509,7 @@ fn the_copy_outlives_its_feed_and_the_next_feed_goes_on_with_it() {
     let source = Source::with(&world.network, 5, &content(20_000));
     let (feed, copy) = source.feed_with_a_copy(&world.network);
     world.order(Order::Attach(feed));
-    world.order(Order::ReadFrom(super::super::relayed::ReadFrom::Source));
+    world.order(Order::ReadFrom(super::super::relay_reader::ReadFrom::Source));
     world.settle();
     assert!(Arc::ptr_eq(world.handle.progress().copy.as_ref().unwrap(), &copy));
     world.delivery.lose_feed(Instant::now(), FeedError::Table(remora_table::Error::Misuse("lost")));

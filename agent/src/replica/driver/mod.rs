@@ -1,5 +1,5 @@
-//! Driver: carries out what the [machine](super::machine) decides, and tells it what happened. It decides nothing
-//! itself.
+//! Driver: carries out what the [machine](super::machine) decides, and reports to it what happened. It makes no
+//! decision itself.
 //!
 //! ```text
 //!   signals ────────────┐
@@ -9,14 +9,14 @@
 //!   connecting tasks ───┘       └── at Replica::deadline, and for each report of progress
 //! ```
 //!
-//! [`Driver::perform`] never waits: what takes long is a task that reports an event. So signals are seen and progress
-//! is reported at any moment of a sync, also while the server empties itself or takes a full copy.
+//! [`Driver::perform`] never waits: each long operation is a task that reports an event. So the driver handles signals
+//! and reports progress at any moment, also while the server empties itself or takes a full copy.
 //!
 //! The driver owns every task: dropping it ends them. [`Relay`] has its own decisions, which do not depend on how far
 //! the server is, and is called from here directly.
 
 mod relay;
-pub(crate) mod server;
+mod server;
 mod session;
 
 use std::net::{SocketAddr, TcpListener};
@@ -33,7 +33,7 @@ use self::server::{Keeper, ServerTask, Work};
 use self::session::{Received, Session, loss};
 use super::candidates::Candidates;
 use super::control::Control;
-use super::delivery::{self, Handle, News, Order};
+use super::delivery::{self, Handle, Notice, Order};
 use super::feed::Feed;
 use super::introduction::{Answer, Introduction};
 use super::locality::Locality;
@@ -41,7 +41,7 @@ use super::machine::{Action, DeliveryEvent, Event, Job, Reading, Replica, Rules,
 use super::meter::Meter;
 use super::preflight::{Primary, Target};
 use super::record::Record;
-use super::relayed::ReadFrom;
+use super::relay_reader::ReadFrom;
 use super::report::{PROGRESS_EVERY, Summary};
 use super::source::{Chosen, Sinks, Source, join_again};
 use super::spool::Spool;
@@ -57,7 +57,7 @@ use crate::units::readable;
 /// How often progress is shown and reported, at least.
 const LOOK_EVERY: Duration = PROGRESS_EVERY;
 
-/// See the module's text.
+/// Carries out what the machine decides, and reports to it what happened.
 pub(super) struct Driver {
     args: Arc<ReplicaArgs>,
     token: Arc<Token>,
@@ -67,7 +67,7 @@ pub(super) struct Driver {
     server: ServerTask,
     relay: Relay,
     delivery: Handle,
-    news: UnboundedReceiver<News>,
+    notices: UnboundedReceiver<Notice>,
     meter: Arc<Meter>,
     sinks: Sinks,
     connecting: (UnboundedSender<Connected>, UnboundedReceiver<Connected>),
@@ -134,14 +134,14 @@ impl Driver {
         tracing::info!(%link, "listening for the link of {}", control.server().url());
         let meter = Arc::new(Meter::default());
         let sinks = Sinks::new(args.memory.get());
-        let (tell, news) = mpsc::unbounded_channel();
+        let (tell, notices) = mpsc::unbounded_channel();
         let link_tls = link_tls.filter(|_| target.tls_replication);
         let delivery = delivery::spawn(delivery::Setup {
             candidates: Candidates::new(listener, link_tls, target.link_login.access(), locality),
             spool: args.state_dir.clone(),
             backlog_limit: sinks.backlog_limit(),
             meter: meter.clone(),
-            news: tell,
+            notices: tell,
         });
         let delivery = delivery.map_err(|error| Failure::local(format!("no thread for the delivery: {error}")))?;
         let facts = Facts {
@@ -173,7 +173,7 @@ impl Driver {
             server: ServerTask::start(keeper),
             relay,
             delivery,
-            news,
+            notices,
             meter,
             sinks,
             connecting: mpsc::unbounded_channel(),
@@ -245,7 +245,7 @@ impl Driver {
                 }
                 received = received => self.received(received),
                 connected = self.connecting.1.recv() => connected.and_then(|connected| self.connected(connected)),
-                news = self.news.recv() => self.news(news),
+                notice = self.notices.recv() => self.notice(notice),
                 said = self.relay.said() => {
                     self.upstream_said(said);
                     None
@@ -305,34 +305,34 @@ impl Driver {
     }
 
     /// From the delivery thread.
-    fn news(&mut self, news: Option<News>) -> Option<Event> {
+    fn notice(&mut self, notice: Option<Notice>) -> Option<Event> {
         let fatal = |text: String| DeliveryEvent::Fatal { failure: Failure::local(text) };
-        let event = match news {
+        let event = match notice {
             None => fatal("the delivery ended unexpectedly; this is a bug of remora".into()),
-            Some(News::Fatal { text }) => fatal(text),
-            Some(News::Asked) => DeliveryEvent::Asked,
-            Some(News::Introduce(introduction)) => {
+            Some(Notice::Fatal { text }) => fatal(text),
+            Some(Notice::Asked) => DeliveryEvent::Asked,
+            Some(Notice::Introduce(introduction)) => {
                 let number = introduction.number;
                 self.introduction = Some(introduction);
                 DeliveryEvent::Introduce { number }
             }
-            Some(News::Fetched) => {
+            Some(Notice::Fetched) => {
                 self.relay.leave_upstream();
                 DeliveryEvent::Fetched
             }
-            Some(News::PayloadSent) => DeliveryEvent::PayloadSent,
-            Some(News::Loaded) => DeliveryEvent::Loaded,
-            Some(News::LinkLost { text, loading }) => DeliveryEvent::LinkLost { text, loading },
-            Some(News::FeedLost { error }) => {
+            Some(Notice::PayloadSent) => DeliveryEvent::PayloadSent,
+            Some(Notice::Loaded) => DeliveryEvent::Loaded,
+            Some(Notice::LinkLost { text, loading }) => DeliveryEvent::LinkLost { text, loading },
+            Some(Notice::FeedLost { error }) => {
                 // Whether this or the end of the session is seen first is chance: both name the source.
                 let text = format!("the source {}: {error}", self.args.source);
                 DeliveryEvent::FeedLost { failure: Failure::new(Code::Source, text) }
             }
-            Some(News::PeerLost(lost)) => {
+            Some(Notice::PeerLost(lost)) => {
                 self.upstream_lost(lost);
                 return None;
             }
-            Some(News::FeedWanted) => DeliveryEvent::FeedWanted,
+            Some(Notice::FeedWanted) => DeliveryEvent::FeedWanted,
         };
         Some(Event::Delivery(event))
     }
@@ -348,7 +348,7 @@ impl Driver {
         }
     }
 
-    fn upstream_lost(&mut self, lost: super::relayed::Lost) {
+    fn upstream_lost(&mut self, lost: super::relay_reader::Lost) {
         if let (Some(message), Some(session)) = (self.relay.lost(lost), &self.session) {
             session.send(message);
         }

@@ -9,13 +9,13 @@ use crate::args::{RdmaOffer, ReplicaArgs, TransportChoice};
 use crate::conversation::Token;
 use crate::exit::Failure;
 use crate::replica::meter::Meter;
-use crate::replica::relayed::{Lost, ReadFrom};
-use crate::replica::serving::{Lending, Serving, UploadLimits};
+use crate::replica::relay_reader::{Lost, ReadFrom};
+use crate::replica::relay_server::{LentCopy, RelayServer, UploadLimits};
 use crate::replica::source::{Chosen, RelayWish, Source, wish};
 use crate::replica::upstream::{self, Conversation, Goal, Said};
 use crate::units::Size;
 
-/// See the module's text.
+/// This replica's part in passing slots on: the peer that it reads from, and the copy that it lends.
 pub(super) struct Relay {
     args: Arc<ReplicaArgs>,
     token: Arc<Token>,
@@ -25,7 +25,7 @@ pub(super) struct Relay {
     /// Slots may come from other replicas.
     takes_part: bool,
     /// Lends slots to other replicas.
-    serving: Option<Serving>,
+    serving: Option<RelayServer>,
     /// The copy that slots go into now.
     copy: Option<Copying>,
     /// The replica that slots are read from, or will be.
@@ -66,7 +66,7 @@ impl Relay {
             let listen = options.peer_listen.unwrap_or_else(|| (source.local_address().ip(), 0).into());
             let limits =
                 UploadLimits { in_all: bytes(options.upload_limit), per_peer: bytes(options.upload_limit_per_peer) };
-            Some(Serving::open(listen, token.clone(), limits).await?)
+            Some(RelayServer::open(listen, token.clone(), limits).await?)
         } else {
             None
         };
@@ -116,7 +116,7 @@ impl Relay {
                 let by_rdma = chosen.kind == TransportKind::Verbs;
                 let rdma = by_rdma.then(|| RdmaOffer { no_rdma: false, end: self.args.rdma.end.clone() });
                 let keeps_all = offer.snapshot.retained && own.slots >= offer.snapshot.slots;
-                serving.lend(Lending { generation, memory: memory.clone(), own, first_offset, keeps_all, rdma });
+                serving.lend(LentCopy { generation, memory: memory.clone(), own, first_offset, keeps_all, rdma });
             }
         }
         let in_window = !offer.snapshot.retained;
@@ -177,7 +177,7 @@ impl Relay {
         }
     }
 
-    /// What the source is told of this replica's part in passing slots on.
+    /// What this replica reports to the source about its part in passing slots on.
     pub(super) fn relaying(&self) -> Option<Relaying> {
         self.copy.as_ref()?;
         let reads_from = self.meter.reads_from.get();
@@ -191,7 +191,7 @@ impl Relay {
 
     /// Other replicas that read slots here.
     pub(super) fn readers(&self) -> usize {
-        self.serving.as_ref().map_or(0, Serving::readers)
+        self.serving.as_ref().map_or(0, RelayServer::readers)
     }
 }
 

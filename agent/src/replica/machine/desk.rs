@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use super::event::{Job, Report};
 
-/// See the module's text.
+/// A queue of jobs for the task that changes the server. One job runs at a time.
 #[derive(Default)]
 pub(super) struct Desk {
     doing: Option<Job>,

@@ -11,7 +11,7 @@ use crate::exit::{Code, Failure};
 /// How often it is looked whether other replicas still read here.
 const LINGER_LOOK: Duration = Duration::from_millis(50);
 
-/// See the module's text.
+/// The last part of a sync.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Ending {
     /// The server follows the primary: settings are being put back.
@@ -53,7 +53,7 @@ impl HandedOver {
 }
 
 impl Ending {
-    /// What the source is told; `None`: nothing more.
+    /// The phase that the source is sent; `None` if nothing more is sent.
     pub(super) fn phase(&self) -> Option<Phase> {
         match self {
             Ending::Finishing(_) => Some(Phase::HandOff),

@@ -25,7 +25,7 @@
 //! - A failure before the server holds the whole snapshot ends with the server detached. Afterwards the server always
 //!   goes to the primary: its own replication makes good whatever is missing.
 //! - A server that another client has taken over is not changed any more, except that settings are put back.
-//! - The delivery is ordered to use the module before the server is told to follow the link from nothing: the server
+//! - The delivery is ordered to use the module before the server is pointed at the link from nothing: the server
 //!   may ask for its payload at once.
 //! - Every state waits for a report, a deadline or the source, so that no run stands still.
 // Larger than the bound: the reactions to all events stand in one place, in the order of a sync.
@@ -67,7 +67,7 @@ const BROKEN_LOADS_LIMIT: u32 = 3;
 /// hand-offs that may fail before the sync fails.
 const HAND_OFFS_LIMIT: u32 = 3;
 
-/// See the module's text.
+/// The replica's decisions: events go in, actions come out.
 // Larger than the bound: a method for each thing that an event can bring. What a concern can decide alone is its
 // type's.
 pub(crate) struct Replica {
@@ -146,7 +146,7 @@ impl Replica {
 
     // ---- what others may see ----
 
-    /// What the source is told; `None`: the sync has failed, and nothing more is.
+    /// The phase that the source is sent; `None` after a failure, when nothing more is sent.
     pub(crate) fn phase(&self) -> Option<Phase> {
         self.state.phase()
     }

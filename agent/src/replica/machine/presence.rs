@@ -8,7 +8,7 @@ use crate::exit::Failure;
 /// How long a server may stay away from our link before it is looked at. Servers try again each second.
 const MISSED_LIMIT: Duration = Duration::from_secs(2);
 
-/// See the module's text.
+/// Whether the server connects to the link, and when to look at it next.
 pub(super) struct Presence {
     /// Since when the server should have come to our link and has not.
     missed: Option<Instant>,
@@ -25,7 +25,7 @@ pub(super) enum Seen {
     Wait,
     /// It follows the link and does not come: its login may be wrong.
     GiveLogin,
-    /// It restarted and follows no primary: it is told again.
+    /// It restarted and follows no primary: it is pointed at the link again.
     Redirect,
     /// Another client has changed it; the text goes on behind the server's name.
     TakenOver(String),

@@ -12,7 +12,7 @@ use super::event::{Action, Followed, Introduced, Job, Lapse, Leaving, Look, NotF
 use super::presence::{Presence, Seen};
 use crate::exit::Failure;
 
-/// See the module's text.
+/// The state of the replica's server as far as this agent has changed it.
 pub(super) struct ServerSide {
     pub(super) desk: Desk,
     pub(super) presence: Presence,

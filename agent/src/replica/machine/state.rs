@@ -46,7 +46,7 @@ pub(super) struct CatchUp {
 }
 
 impl State {
-    /// What the source is told; `None`: the sync has failed, and nothing more is.
+    /// The phase that the source is sent; `None` after a failure, when nothing more is sent.
     pub(super) fn phase(&self) -> Option<Phase> {
         match self {
             State::Waiting => Some(Phase::Waiting),

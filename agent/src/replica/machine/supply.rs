@@ -16,11 +16,11 @@ const WAIT_LIMIT: Duration = Duration::from_secs(60);
 /// meanwhile, and a source that was started again does not know the old stream.
 const STAY_WITHOUT_SOURCE: Duration = Duration::from_secs(2);
 
-/// See the module's text.
+/// Whether the source feeds the delivery, and when to connect again.
 pub(super) struct Supply {
     pub(super) state: SupplyState,
     pub(super) has_session: bool,
-    /// Since when no feed could be had.
+    /// Since when the source could not be reached.
     away_since: Option<Instant>,
     waiting: Option<Waiting>,
     /// The source ended the session because the server took nothing. The server must answer before the source is asked

@@ -23,7 +23,7 @@ use clap::Parser;
 use remora_bench::{
     Run, Sample, bytes, cpu,
     perftest::Ends,
-    source::{Source, Wish, be_the_source_if_asked, warm_memory},
+    source::{Source, SourceOptions, be_the_source_if_asked, warm_memory},
 };
 use remora_fabric::{Completion, Memory, Peer, ReadRequest};
 
@@ -99,7 +99,7 @@ impl Bench<'_> {
             return Err("a read does not fit into the region: give a larger --region-mib".into());
         }
         let congestion = options.congestion.clone();
-        let wish = Wish {
+        let wish = SourceOptions {
             region_bytes,
             congestion,
             send_file: options.send_file,

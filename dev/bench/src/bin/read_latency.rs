@@ -25,7 +25,7 @@ use remora_bench::{
     Run, Sample, bytes, cpu,
     perftest::Ends,
     quantile,
-    source::{Source, Wish, be_the_source_if_asked, warm_memory},
+    source::{Source, SourceOptions, be_the_source_if_asked, warm_memory},
 };
 use remora_fabric::{Completion, Memory, Peer, ReadRequest};
 
@@ -93,7 +93,7 @@ impl Bench<'_> {
         if largest == 0 || largest > region_bytes {
             return Err("a read must have bytes and fit into the region: give a larger --region-mib".into());
         }
-        let wish = Wish {
+        let wish = SourceOptions {
             region_bytes,
             congestion: options.congestion.clone(),
             send_file: false,

@@ -281,7 +281,7 @@ impl Bench {
         for case in self.options.cases() {
             let name = case.to_string();
             let promised = |rival: &str| {
-                let found = PROMISES.iter().find(|(request, connections, depth, beside, _)| {
+                let found = TARGETS.iter().find(|(request, connections, depth, beside, _)| {
                     (*request, *connections, *depth, *beside) == (case.request, case.connections, case.depth, rival)
                 });
                 // Targets are for quiet machines and default options, beside rivals that were requested.
@@ -426,7 +426,7 @@ const BULK_BYTES: usize = 128 * 1024;
 const PING_PONG_BYTES: usize = 4096;
 
 /// Targets: the case, the rival, and the least ratio of the rates.
-const PROMISES: [(usize, usize, usize, &str, f64); 8] = [
+const TARGETS: [(usize, usize, usize, &str, f64); 8] = [
     (64, 1, 1, "zeromq", 2.5),
     (64, 1, 1, "raw", 0.75),
     (64, 16, 1, "raw", 0.75),

@@ -44,7 +44,7 @@ struct Beat {
 
 /// What the clients noticed in a window.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Felt {
+pub struct ClientLatency {
     /// Commands answered per second.
     pub per_second: f64,
     /// The median latency, in milliseconds.
@@ -101,7 +101,7 @@ impl Load {
     ///
     /// # Errors
     /// A connection failed, or no command was answered in the window.
-    pub fn end(mut self, (from, to): (Instant, Instant)) -> Result<Felt> {
+    pub fn end(mut self, (from, to): (Instant, Instant)) -> Result<ClientLatency> {
         self.is_over.store(true, Ordering::Relaxed);
         let mut beats = Vec::new();
         for thread in self.threads.drain(..) {
@@ -162,10 +162,10 @@ fn beat(mut client: Client, clock: Clock, number: u64, is_over: &AtomicBool) -> 
     Ok(beats)
 }
 
-fn felt(beats: impl Iterator<Item = Beat>, micros: u64) -> Option<Felt> {
+fn felt(beats: impl Iterator<Item = Beat>, micros: u64) -> Option<ClientLatency> {
     let mut times: Vec<f64> = beats.map(|beat| f64::from(beat.took) / 1e3).collect();
     times.sort_by(f64::total_cmp);
-    Some(Felt {
+    Some(ClientLatency {
         per_second: times.len() as f64 / (micros as f64 / 1e6),
         p50: quantile(&times, 0.5)?,
         p99: quantile(&times, 0.99)?,

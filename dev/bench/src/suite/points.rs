@@ -3,7 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::load::Felt;
+use super::load::ClientLatency;
 use crate::Spread;
 use crate::sync::Method;
 
@@ -73,7 +73,7 @@ pub struct FeelPoint {
     pub seconds: f64,
     /// What the clients noticed in that time.
     #[serde(flatten)]
-    pub felt: Felt,
+    pub felt: ClientLatency,
 }
 
 /// One sync of `scaling`.

@@ -14,17 +14,17 @@
 //! -9`, because namespaces and cables have no names that could be left behind. The socket that the other commands use
 //! has no name in the file system either.
 //!
-//! - [`stage`]: the hosts and what runs on them. [`talk`]: the command line and its answer.
+//! - [`hosts`]: the hosts and what runs on them. [`control`]: the requests of the command line and their answers.
 
-mod stage;
-mod talk;
+mod control;
+mod hosts;
 
 use remora_agent::units::Size;
 use remora_bench::suite::ServerChoice;
 use remora_bench::sync::Result;
 use remora_lab::{BitRate, Loss};
 
-use self::talk::Order;
+use self::control::Request;
 
 /// Command-line arguments.
 #[derive(Clone, Debug, clap::Subcommand)]
@@ -101,10 +101,10 @@ pub(crate) struct Percent(f64);
 
 /// Runs the command.
 pub(crate) fn run(command: Command) -> Result<()> {
-    let order = match command {
+    let request = match command {
         Command::Up(up) => {
             return crate::stop::or_run(move || {
-                stage::put_up(&stage::Plan {
+                hosts::put_up(&hosts::Plan {
                     replicas: up.replicas,
                     rate: up.rate,
                     kind: up.server.kind(),
@@ -113,15 +113,15 @@ pub(crate) fn run(command: Command) -> Result<()> {
                 })
             });
         }
-        Command::Run { host, command } => return talk::run_there(&host, &command),
-        Command::Hosts => Order::Hosts,
-        Command::Cut { host } => Order::Cut(host),
-        Command::Heal { host } => Order::Heal(host),
-        Command::Slow { host, rate } => Order::Slow(host, rate.0.map(|rate| rate.0)),
-        Command::Lossy { host, percent } => Order::Lossy(host, percent.0),
-        Command::Down => Order::Down,
+        Command::Run { host, command } => return control::run_there(&host, &command),
+        Command::Hosts => Request::Hosts,
+        Command::Cut { host } => Request::Cut(host),
+        Command::Heal { host } => Request::Heal(host),
+        Command::Slow { host, rate } => Request::Slow(host, rate.0.map(|rate| rate.0)),
+        Command::Lossy { host, percent } => Request::Lossy(host, percent.0),
+        Command::Down => Request::Down,
     };
-    print!("{}", talk::ask(&order)?);
+    print!("{}", control::ask(&request)?);
     Ok(())
 }
 

@@ -43,7 +43,7 @@ const SETTLE_LIMIT: Duration = Duration::from_millis(500);
 const SETTLE_LOOK: Duration = Duration::from_millis(5);
 
 /// The driver's end.
-pub(crate) struct ServerTask {
+pub(super) struct ServerTask {
     work: UnboundedSender<Work>,
     done: UnboundedReceiver<Done>,
     cancel: Arc<Notify>,
@@ -51,16 +51,16 @@ pub(crate) struct ServerTask {
 }
 
 /// What the task is given.
-pub(crate) enum Work {
+pub(super) enum Work {
     Job(Job),
     Introduce(Introduction),
 }
 
 /// What the task gives back.
-pub(crate) struct Done {
-    pub(crate) report: Report,
+pub(super) struct Done {
+    pub(super) report: Report,
     /// For the delivery: what the module answered to the introduction of this number.
-    pub(crate) answer: Option<(u64, Result<Answer, String>)>,
+    pub(super) answer: Option<(u64, Result<Answer, String>)>,
 }
 
 impl From<Report> for Done {
@@ -70,7 +70,7 @@ impl From<Report> for Done {
 }
 
 impl ServerTask {
-    pub(crate) fn start(keeper: Keeper) -> ServerTask {
+    pub(super) fn start(keeper: Keeper) -> ServerTask {
         let (work, orders) = unbounded_channel();
         let (tell, done) = unbounded_channel();
         let cancel = Arc::new(Notify::new());
@@ -79,17 +79,17 @@ impl ServerTask {
     }
 
     /// Gives the task something to do. A task that has ended shows itself in [`ServerTask::done`].
-    pub(crate) fn give(&self, work: Work) {
+    pub(super) fn give(&self, work: Work) {
         let _ = self.work.send(work);
     }
 
     /// Ends the introduction that the task is at.
-    pub(crate) fn cancel(&self) {
+    pub(super) fn cancel(&self) {
         self.cancel.notify_one();
     }
 
     /// The next report. Cancel-safe.
-    pub(crate) async fn done(&mut self) -> Done {
+    pub(super) async fn done(&mut self) -> Done {
         match self.done.recv().await {
             Some(done) => done,
             None => Report::Ended.into(),
@@ -119,17 +119,17 @@ async fn run(mut keeper: Keeper, mut work: UnboundedReceiver<Work>, tell: Unboun
 }
 
 /// Has the server, and is the only one to change it.
-pub(crate) struct Keeper {
-    pub(crate) args: Arc<ReplicaArgs>,
-    pub(crate) control: Control,
-    pub(crate) record: Record,
-    pub(crate) target: Target,
-    pub(crate) primary: Primary,
-    pub(crate) link: SocketAddr,
+pub(super) struct Keeper {
+    pub(super) args: Arc<ReplicaArgs>,
+    pub(super) control: Control,
+    pub(super) record: Record,
+    pub(super) target: Target,
+    pub(super) primary: Primary,
+    pub(super) link: SocketAddr,
     /// The replication id that the server got when its position was made worthless.
-    pub(crate) worthless: Option<ReplId>,
+    pub(super) worthless: Option<ReplId>,
     /// What the last [`Job::Look`] saw.
-    pub(crate) looked: Option<Facts>,
+    pub(super) looked: Option<Facts>,
 }
 
 impl Keeper {

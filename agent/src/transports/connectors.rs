@@ -12,13 +12,13 @@ use crate::args::{CompletionChoice, RdmaRead, TransportChoice};
 
 /// The transports that the replica may use, and their settings.
 #[derive(Clone, Debug)]
-pub(crate) struct Wish {
+pub(crate) struct TransportChoices {
     pub(crate) choice: TransportChoice,
     pub(crate) lanes: u8,
     pub(crate) rdma: RdmaRead,
 }
 
-impl Wish {
+impl TransportChoices {
     /// The kinds that this end may use, best first, for the source.
     pub(crate) fn kinds(&self) -> Vec<TransportKind> {
         match self.choice {

@@ -10,7 +10,7 @@ use std::time::Duration;
 use remora_bench::sync::{Program, Result};
 use remora_lab::{Agent, BitRate, Host, Kind, Loss, Net, Server, Shape, scratch};
 
-use super::talk::{CommandListener, Order};
+use super::control::{CommandListener, Request};
 
 /// What to start.
 pub(super) struct Plan {
@@ -29,35 +29,35 @@ pub(super) fn put_up(plan: &Plan) -> Result<()> {
     let folder = scratch::folder("net")?;
     let net = Net::new()?;
     let names = (1..=plan.replicas).map(|number| format!("replica-{number}"));
-    let mut stage = Stage { hosts: Vec::new(), is_over: false };
+    let mut network = TestNetwork { hosts: Vec::new(), is_over: false };
     for name in ["primary".to_owned()].into_iter().chain(names) {
         let host = net.host(&name)?;
         host.shape(Shape::bits(plan.rate.0))?;
         let server = Server::builder(plan.kind).on(&host).start()?;
-        stage.hosts.push(Station { host, server, agent: None, has_told: false, cable: Cable::new(plan.rate) });
+        network.hosts.push(TestHost { host, server, agent: None, has_told: false, cable: Cable::new(plan.rate) });
     }
-    program.load(&stage.primary()?.server, plan.values, 1 << 20)?;
+    program.load(&network.primary()?.server, plan.values, 1 << 20)?;
     if plan.agents {
-        stage.start_agents(&program, folder.path(), plan.values)?;
+        network.start_agents(&program, folder.path(), plan.values)?;
     }
-    print!("{}", stage.describe()?);
+    print!("{}", network.describe()?);
     println!("stop with Ctrl-C or `xtask net down`; `xtask net --help` lists the other commands");
-    while !stage.is_over {
-        desk.serve(|order| stage.execute(order).map_err(|error| error.to_string()))?;
-        stage.look_after()?;
+    while !network.is_over {
+        desk.serve(|request| network.execute(request).map_err(|error| error.to_string()))?;
+        network.look_after()?;
         thread::sleep(LOOK_EVERY);
     }
     Ok(())
 }
 
-struct Stage {
+struct TestNetwork {
     /// The primary first.
-    hosts: Vec<Station>,
+    hosts: Vec<TestHost>,
     is_over: bool,
 }
 
 /// One host and what runs on it.
-struct Station {
+struct TestHost {
     host: Host,
     server: Server,
     agent: Option<Agent>,
@@ -85,7 +85,7 @@ impl Cable {
     }
 }
 
-impl Stage {
+impl TestNetwork {
     fn start_agents(&mut self, program: &Program, folder: &Path, values: u64) -> Result<()> {
         let token = scratch::token_file(folder)?;
         let (source, rest) = self.hosts.split_first_mut().ok_or("no hosts")?;
@@ -97,25 +97,25 @@ impl Stage {
         let mut agent = Agent::run(command)?;
         agent.wait_for_line("listening=", START_TIME)?;
         source.agent = Some(agent);
-        for station in rest {
+        for place in rest {
             let mut command = Command::new(program.path());
-            command.args(["replica", "--server", &station.server.url(), "--source", &listen]);
-            command.args(["--transport", "tcp", "--name", station.host.name(), "--token-file"]).arg(&token);
-            station.host.enter(&mut command)?;
-            station.agent = Some(Agent::run(command)?);
+            command.args(["replica", "--server", &place.server.url(), "--source", &listen]);
+            command.args(["--transport", "tcp", "--name", place.host.name(), "--token-file"]).arg(&token);
+            place.host.enter(&mut command)?;
+            place.agent = Some(Agent::run(command)?);
         }
         println!("token: {}", token.display());
         Ok(())
     }
 
-    fn primary(&self) -> Result<&Station> {
+    fn primary(&self) -> Result<&TestHost> {
         Ok(self.hosts.first().ok_or("no hosts")?)
     }
 
     fn describe(&self) -> Result<String> {
         let mut text =
             String::from("host        server             cable                        sent MB  received MB\n");
-        for Station { host, server, cable, .. } in &self.hosts {
+        for TestHost { host, server, cable, .. } in &self.hosts {
             let traffic = host.traffic()?;
             let (sent, received) = (traffic.sent as f64 / 1e6, traffic.received as f64 / 1e6);
             let (name, address, cable) = (host.name(), server.address(), cable.words());
@@ -124,54 +124,54 @@ impl Stage {
         Ok(text)
     }
 
-    fn execute(&mut self, order: Order) -> Result<String> {
-        match order {
-            Order::Hosts => return self.describe(),
-            Order::Where(name) => return Ok(self.station(&name)?.host.namespace_path()),
-            Order::Down => self.is_over = true,
-            Order::Cut(name) => {
-                let station = self.station(&name)?;
-                station.host.cut()?;
-                station.cable.is_cut = true;
+    fn execute(&mut self, request: Request) -> Result<String> {
+        match request {
+            Request::Hosts => return self.describe(),
+            Request::Where(name) => return Ok(self.test_host(&name)?.host.namespace_path()),
+            Request::Down => self.is_over = true,
+            Request::Cut(name) => {
+                let place = self.test_host(&name)?;
+                place.host.cut()?;
+                place.cable.is_cut = true;
             }
-            Order::Heal(name) => {
-                let station = self.station(&name)?;
-                station.host.heal()?;
-                station.cable.is_cut = false;
+            Request::Heal(name) => {
+                let place = self.test_host(&name)?;
+                place.host.heal()?;
+                place.cable.is_cut = false;
             }
-            Order::Slow(name, bits) => {
-                let station = self.station(&name)?;
-                station.host.shape(bits.map_or(Shape::default(), Shape::bits))?;
-                station.cable.rate = bits.map(BitRate);
+            Request::Slow(name, bits) => {
+                let place = self.test_host(&name)?;
+                place.host.shape(bits.map_or(Shape::default(), Shape::bits))?;
+                place.cable.rate = bits.map(BitRate);
             }
-            Order::Lossy(name, percent) => {
-                let station = self.station(&name)?;
-                station.host.lossy(Loss::percent(percent).ok_or("not a percentage from 0 to 100")?)?;
-                station.cable.percent = percent;
+            Request::Lossy(name, percent) => {
+                let place = self.test_host(&name)?;
+                place.host.lossy(Loss::percent(percent).ok_or("not a percentage from 0 to 100")?)?;
+                place.cable.percent = percent;
             }
         }
         Ok(String::new())
     }
 
-    fn station(&mut self, name: &str) -> Result<&mut Station> {
-        let names: Vec<String> = self.hosts.iter().map(|station| station.host.name().to_owned()).collect();
-        let found = self.hosts.iter_mut().find(|station| station.host.name() == name);
+    fn test_host(&mut self, name: &str) -> Result<&mut TestHost> {
+        let names: Vec<String> = self.hosts.iter().map(|place| place.host.name().to_owned()).collect();
+        let found = self.hosts.iter_mut().find(|place| place.host.name() == name);
         Ok(found.ok_or_else(|| format!("no host {name:?}; there are {}", names.join(", ")))?)
     }
 
     /// Prints the output of an agent that has ended. If the primary or its source has ended, everything ends.
     fn look_after(&mut self) -> Result<()> {
         self.primary()?.server.client()?.text(&["PING"])?;
-        for (number, station) in self.hosts.iter_mut().enumerate() {
-            let Some(agent) = &mut station.agent else { continue };
+        for (number, place) in self.hosts.iter_mut().enumerate() {
+            let Some(agent) = &mut place.agent else { continue };
             let Some(status) = agent.ended()? else { continue };
             if number == 0 {
                 return Err(format!("the source has ended:\n{}", agent.output()).into());
             }
-            if !station.has_told {
-                station.has_told = true;
+            if !place.has_told {
+                place.has_told = true;
                 let how = remora_lab::process::in_words(status);
-                println!("{}: remora replica has ended ({how}):\n{}", station.host.name(), agent.output());
+                println!("{}: remora replica has ended ({how}):\n{}", place.host.name(), agent.output());
             }
         }
         Ok(())
@@ -192,7 +192,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use remora_lab::require;
 
-    use super::super::talk::Answer;
+    use super::super::control::Answer;
     use super::*;
 
     #[test]
@@ -203,37 +203,37 @@ mod tests {
         let host = Net::new().unwrap().host("primary").unwrap();
         let server = Server::builder(kind).on(&host).start().unwrap();
         let cable = Cable::new(BitRate(1_000_000_000));
-        let mut stage =
-            Stage { hosts: vec![Station { host, server, agent: None, has_told: false, cable }], is_over: false };
+        let mut network =
+            TestNetwork { hosts: vec![TestHost { host, server, agent: None, has_told: false, cable }], is_over: false };
         let name = || "primary".to_owned();
-        for order in [Order::Slow(name(), Some(100_000_000)), Order::Lossy(name(), 1.5), Order::Cut(name())] {
-            stage.execute(order).unwrap();
+        for request in [Request::Slow(name(), Some(100_000_000)), Request::Lossy(name(), 1.5), Request::Cut(name())] {
+            network.execute(request).unwrap();
         }
-        assert!(stage.describe().unwrap().contains("100 Mb/s, loses 1.5 %, CUT"), "{}", stage.describe().unwrap());
-        for order in [Order::Slow(name(), None), Order::Lossy(name(), 0.0), Order::Heal(name())] {
-            stage.execute(order).unwrap();
+        assert!(network.describe().unwrap().contains("100 Mb/s, loses 1.5 %, CUT"), "{}", network.describe().unwrap());
+        for request in [Request::Slow(name(), None), Request::Lossy(name(), 0.0), Request::Heal(name())] {
+            network.execute(request).unwrap();
         }
-        assert!(stage.describe().unwrap().contains(" free "), "{}", stage.describe().unwrap());
-        assert!(stage.execute(Order::Cut("unknown".into())).unwrap_err().to_string().contains("there are primary"));
+        assert!(network.describe().unwrap().contains(" free "), "{}", network.describe().unwrap());
+        assert!(network.execute(Request::Cut("unknown".into())).unwrap_err().to_string().contains("there are primary"));
     }
 
     #[test]
     fn an_order_is_carried_out_and_answered_by_the_process_that_holds_the_hosts() {
         let desk = CommandListener::open().unwrap();
         let asking = thread::spawn(|| {
-            super::super::talk::ask(&Order::Slow("a".into(), None)).map_err(|error| error.to_string())
+            super::super::control::ask(&Request::Slow("a".into(), None)).map_err(|error| error.to_string())
         });
         let mut seen = Vec::new();
         while !asking.is_finished() {
-            let answer = |order| -> Answer {
-                seen.push(order);
+            let answer = |request| -> Answer {
+                seen.push(request);
                 Ok("done\n".into())
             };
             desk.serve(answer).unwrap();
             thread::sleep(Duration::from_millis(5));
         }
         assert_eq!(asking.join().unwrap(), Ok("done\n".to_owned()));
-        assert_eq!(seen, [Order::Slow("a".into(), None)]);
+        assert_eq!(seen, [Request::Slow("a".into(), None)]);
         assert!(CommandListener::open().is_err(), "two processes accepted commands at once");
     }
 }

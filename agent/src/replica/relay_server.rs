@@ -1,14 +1,14 @@
-//! Serving: the lending half of a relay. One listener, the fabric's exporters, and the replicas that read our copy
+//! Relay server: the lending half of a relay. One listener, the fabric's exporters, and the replicas that read our copy
 //! through them.
 //!
 //! ```text
 //!   other replicas ──▶ port ── ReadPeer ──▶ is there a copy of that generation? ── PeerOffer ──▶
-//!                        │                        ▲ not yet: it waits for Serving::lend
+//!                        │                        ▲ not yet: it waits for RelayServer::lend
 //!                        └── data lanes ─▶ exporters ─▶ our copy's memory: read without this task, and without our server
 //! ```
 //!
 //! One task owns all of it. The source decides which replicas read here; this task knows them and divides the upload
-//! limit among them. Not here: how the copy is filled ([`super::relayed`]).
+//! limit among them. Not here: how the copy is filled ([`super::relay_reader`]).
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -31,7 +31,7 @@ use crate::lanes::LANES_LABEL;
 use crate::transports;
 
 /// A copy for other replicas to read.
-pub(super) struct Lending {
+pub(super) struct LentCopy {
     pub(super) generation: u64,
     pub(super) memory: Arc<Memory>,
     pub(super) own: Geometry,
@@ -62,15 +62,16 @@ impl UploadLimits {
     }
 }
 
-/// See the module's text. Dropping it ends the task and cuts every reader.
-pub(super) struct Serving {
+/// The server through which other replicas read this replica's copy. Dropping it ends the task and every
+/// reader's connection.
+pub(super) struct RelayServer {
     address: SocketAddr,
-    orders: mpsc::UnboundedSender<Lending>,
+    orders: mpsc::UnboundedSender<LentCopy>,
     readers: Arc<AtomicUsize>,
     task: JoinHandle<()>,
 }
 
-impl Drop for Serving {
+impl Drop for RelayServer {
     fn drop(&mut self) {
         self.task.abort();
     }
@@ -86,12 +87,16 @@ const READERS_LIMIT: usize = 8;
 /// The first region number that is used here: lower numbers are the source's.
 const FIRST_REGION: u32 = 16;
 
-impl Serving {
+impl RelayServer {
     /// Opens a port at `listen` (0: any free one).
     ///
     /// # Errors
     /// The address cannot be bound.
-    pub(super) async fn open(listen: SocketAddr, token: Arc<Token>, limits: UploadLimits) -> Result<Serving, Failure> {
+    pub(super) async fn open(
+        listen: SocketAddr,
+        token: Arc<Token>,
+        limits: UploadLimits,
+    ) -> Result<RelayServer, Failure> {
         let port = listener::bind(listen, "this replica agent", "--peer-listen").await?;
         let options = TcpOptions { send: SendMode::File, ..TcpOptions::default() };
         let tcp = TcpExporter::new(options, Some(port.1)).map_err(|error| Failure::local(error.to_string()))?;
@@ -122,7 +127,7 @@ impl Serving {
             _door: door,
         };
         let task = tokio::spawn(lender.run(inbox, lendings));
-        Ok(Serving { address, orders, readers, task })
+        Ok(RelayServer { address, orders, readers, task })
     }
 
     /// The address of the listener.
@@ -131,7 +136,7 @@ impl Serving {
     }
 
     /// Lends this copy from now on, in place of the one before.
-    pub(super) fn lend(&self, lending: Lending) {
+    pub(super) fn lend(&self, lending: LentCopy) {
         // The task ends with us.
         let _ = self.orders.send(lending);
     }
@@ -179,7 +184,7 @@ struct Lender {
 }
 
 impl Lender {
-    async fn run(mut self, mut inbox: mpsc::Receiver<Incoming>, mut lendings: mpsc::UnboundedReceiver<Lending>) {
+    async fn run(mut self, mut inbox: mpsc::Receiver<Incoming>, mut lendings: mpsc::UnboundedReceiver<LentCopy>) {
         loop {
             tokio::select! {
                 Some(incoming) = inbox.recv() => self.receive(incoming),
@@ -225,7 +230,7 @@ impl Lender {
         });
     }
 
-    async fn lend(&mut self, lending: Lending) {
+    async fn lend(&mut self, lending: LentCopy) {
         let former = self.table.take().map(|(id, _)| id);
         if former.is_some() {
             // They are offered the new copy, if it is of the snapshot that they want.
@@ -262,14 +267,14 @@ impl Lender {
     }
 
     /// Opens RDMA once, when it is known to work on this host.
-    async fn add_rdma(&mut self, lending: &Lending) {
+    async fn add_rdma(&mut self, lending: &LentCopy) {
         let Some(offer) = lending.rdma.clone() else { return };
         if self.exporters.iter().any(|exporter| exporter.kind() == remora_fabric::TransportKind::Verbs) {
             return;
         }
         // A copy is lent once: nothing is kept registered beyond that.
         let address = self.address;
-        let opened = tokio::task::spawn_blocking(move || transports::offered::rdma(&offer, address, &[])).await;
+        let opened = tokio::task::spawn_blocking(move || transports::exporters::rdma(&offer, address, &[])).await;
         match opened {
             Ok(Ok(Some(exporter))) => self.exporters.insert(0, exporter),
             Ok(Ok(None)) => {}

@@ -1,5 +1,5 @@
-//! Relayed: the reading half of a relay. Fills a copy of the snapshot with bytes of the source or of another replica
-//! (the peer), which it checks against the source's entries.
+//! Relay reader: the reading half of a relay. Fills a copy of the snapshot with bytes of the source or of another
+//! replica (the peer), which it checks against the source's entries.
 //!
 //! ```text
 //!   the source assigns …         ── Order::ReadFrom ──▶  Awaiting ──▶ Source
@@ -10,7 +10,7 @@
 //!
 //! It belongs to the delivery's thread and outlives a feed: if the lanes to the source break, the slots held stay, and
 //! other replicas continue to read them. Not here: how peers are connected ([`super::upstream`]), and how others read
-//! this copy ([`super::serving`]).
+//! this copy ([`super::relay_server`]).
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -66,8 +66,8 @@ enum Way {
     Peer { session: u64, peer: Box<dyn Peer>, limit: Limit, mapped: Mapped },
 }
 
-/// See the module's text.
-pub(super) struct Relayed {
+/// Fills a copy of the snapshot from the source or from a peer, and checks each slot.
+pub(super) struct RelayReader {
     copy: SnapshotCopy,
     /// The connection to the source; `None` between two feeds.
     source: Option<Box<dyn Peer>>,
@@ -88,12 +88,12 @@ const LOOK_PACE: Duration = Duration::from_millis(1);
 /// How often a limit is checked for room.
 const LIMIT_PACE: Duration = Duration::from_millis(2);
 
-impl Relayed {
+impl RelayReader {
     /// Reads nothing until a source or peer is assigned, or the wait for that is over.
-    pub(super) fn new(now: Instant, copy: SnapshotCopy, source: Box<dyn Peer>, plan: CopyPlan) -> Relayed {
+    pub(super) fn new(now: Instant, copy: SnapshotCopy, source: Box<dyn Peer>, plan: CopyPlan) -> RelayReader {
         let way = Way::Awaiting { since: now };
         let download = Limit::new(now, plan.download_rate);
-        Relayed { copy, source: Some(source), way, download, retained: plan.retained, looked: now }
+        RelayReader { copy, source: Some(source), way, download, retained: plan.retained, looked: now }
     }
 
     /// Reads the source over this connection from now on.

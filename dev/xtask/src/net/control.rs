@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 /// A command to that process.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) enum Order {
+pub(super) enum Request {
     Hosts,
     Cut(String),
     Heal(String),
@@ -24,15 +24,15 @@ pub(super) enum Order {
     Down,
 }
 
-/// The answer: text for the user, or the path that [`Order::Where`] asks for.
+/// The answer: text for the user, or the path that [`Request::Where`] asks for.
 pub(super) type Answer = std::result::Result<String, String>;
 
 /// Sends a command and waits for the answer.
-pub(super) fn ask(order: &Order) -> Result<String> {
+pub(super) fn ask(request: &Request) -> Result<String> {
     let missing = |error| format!("no test network is running here ({error}); start one with `xtask net up`, as root");
     let mut line = UnixStream::connect_addr(&name()?).map_err(missing)?;
     line.set_read_timeout(Some(ANSWER_TIME))?;
-    writeln!(line, "{}", serde_json::to_string(order)?)?;
+    writeln!(line, "{}", serde_json::to_string(request)?)?;
     let mut answer = String::new();
     line.read_to_string(&mut answer).map_err(|error| {
         format!("no answer within {ANSWER_TIME:?} ({error}): the network may still be starting; the command may still be executed")
@@ -44,7 +44,7 @@ pub(super) fn ask(order: &Order) -> Result<String> {
 
 /// Runs a command on the host, with this process's input and output.
 pub(super) fn run_there(host: &str, command: &[String]) -> Result<()> {
-    let path = ask(&Order::Where(host.into()))?;
+    let path = ask(&Request::Where(host.into()))?;
     let status = Command::new("nsenter").arg(format!("--net={path}")).arg("--").args(command).status();
     let status = status.map_err(|error| format!("the program nsenter (package util-linux): {error}"))?;
     if status.success() { Ok(()) } else { Err(format!("{} on {host}: {status}", command.join(" ")).into()) }
@@ -65,7 +65,7 @@ impl CommandListener {
     }
 
     /// Answers the waiting commands of clients that are root. Waits at most [`ORDER_TIME`] for each.
-    pub(super) fn serve(&self, mut answer: impl FnMut(Order) -> Answer) -> Result<()> {
+    pub(super) fn serve(&self, mut answer: impl FnMut(Request) -> Answer) -> Result<()> {
         loop {
             let mut line = match self.0.accept() {
                 Ok((line, _)) => line,
@@ -78,7 +78,7 @@ impl CommandListener {
     }
 }
 
-fn serve_one(line: &mut UnixStream, answer: &mut impl FnMut(Order) -> Answer) -> Result<()> {
+fn serve_one(line: &mut UnixStream, answer: &mut impl FnMut(Request) -> Answer) -> Result<()> {
     line.set_nonblocking(false)?;
     line.set_read_timeout(Some(ORDER_TIME))?;
     let peer = rustix::net::sockopt::socket_peercred(&*line)?;
