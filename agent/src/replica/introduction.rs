@@ -62,7 +62,10 @@ pub(super) fn prepare(view: &View, number: u64) -> Result<(GrantedMemory, Introd
     let memory = view.reopen_read_only().or_else(|_| view.as_fd().try_clone_to_owned());
     let descriptors = vec![memory.map_err(|error| text(&error))?, page];
     let handover = Handover::bind(&Place::Abstract).map_err(|error| text(&error))?;
-    Ok((GrantedMemory { ticket, tally }, Introduction { number, means: Some((handover, descriptors)), ticket, length: view.length() }))
+    Ok((
+        GrantedMemory { ticket, tally },
+        Introduction { number, means: Some((handover, descriptors)), ticket, length: view.length() },
+    ))
 }
 
 impl Introduction {

@@ -45,6 +45,9 @@ mod tls;
 mod unread;
 mod upstream;
 
+#[cfg(any(test, feature = "simulation"))]
+pub(crate) use self::driver::simulated;
+
 use std::sync::Arc;
 use std::time::Duration;
 

@@ -25,7 +25,7 @@ impl std::fmt::Display for Address {
     }
 }
 
-/// What two servers, or a server and an agent in the place of one, say to each other.
+/// What is said on a connection: between two servers, or a server and an agent in the place of one, and between agents.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Message {
     /// `PSYNC`. `history`: the replid, and the offset of the next byte wanted. `login`: the password that came before.
@@ -47,6 +47,8 @@ pub(super) enum Message {
     Later,
     /// Bytes of the stream.
     Stream(Vec<u8>),
+    /// What agents say to each other.
+    Agents(Box<remora_protocol::Message>),
 }
 
 /// What a server wants done.
@@ -75,4 +77,34 @@ pub(super) enum Timer {
     Slot { fork: u64 },
     /// The snapshot has been loaded.
     Loaded { conn: Conn },
+}
+
+/// An end of a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum End {
+    Server(ServerId),
+    /// The link on which a replica agent plays the primary of this server.
+    Link(usize, ServerId),
+    /// A replica agent's session with the source.
+    Replica(usize, ServerId),
+    /// The source's end of such sessions.
+    Source(usize),
+    /// A capture of a source.
+    Capture(usize, u64),
+}
+
+/// A host. Each server has one, together with the replica agents beside it; the sources share one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Host {
+    Server(ServerId),
+    Source,
+}
+
+impl End {
+    pub(super) fn host(self) -> Host {
+        match self {
+            End::Server(server) | End::Link(_, server) | End::Replica(_, server) => Host::Server(server),
+            End::Source(_) | End::Capture(..) => Host::Source,
+        }
+    }
 }

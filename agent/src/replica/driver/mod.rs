@@ -18,6 +18,8 @@
 mod relay;
 mod server;
 mod session;
+#[cfg(any(test, feature = "simulation"))]
+pub(crate) mod simulated;
 
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;

@@ -161,7 +161,7 @@ impl Replica {
         self.server.follows_link()
     }
 
-    pub(crate) fn moments(&self) -> &Moments {
+    pub(super) fn moments(&self) -> &Moments {
         &self.moments
     }
 

@@ -118,7 +118,7 @@ impl Server {
                 self.link = Link::Down;
                 step.effects.push(Effect::Close(conn));
             }
-            Message::Psync { .. } | Message::Ack { .. } | Message::Room => {}
+            Message::Psync { .. } | Message::Ack { .. } | Message::Room | Message::Agents(_) => {}
         }
     }
 

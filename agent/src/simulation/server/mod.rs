@@ -22,8 +22,9 @@ use std::time::Duration;
 use remora_fabric::sim::Random;
 use remora_redis::ReplId;
 
-pub(super) use self::commands::Session;
+pub(super) use self::commands::{Changed, Session};
 use self::follow::Link;
+pub(super) use self::serve::WINDOW;
 use self::serve::{Fork, Reader};
 use super::oracle::{Content, FLUSH, Oracle};
 use super::wire::{Address, Conn, Effect, Message, ServerId, Timer};

@@ -104,6 +104,7 @@ async fn run(mut keeper: Keeper, mut work: UnboundedReceiver<Work>, tell: Unboun
             Work::Introduce(introduction) => {
                 let number = introduction.number;
                 tokio::select! {
+                    biased;
                     (outcome, answer) = keeper.introduce(introduction) => Done {
                         report: Report::Introduced { number, outcome },
                         answer: answer.map(|answer| (number, answer)),
