@@ -1,4 +1,4 @@
-//! Preflight: everything that can be known to go wrong is found before anything is touched.
+//! Preflight: finds everything that can be known to go wrong before anything is changed.
 //!
 //! [`target`] looks at the replica's own server, [`primary`] at the way from there to the primary. Each refusal names
 //! the thing and says what to do.
@@ -17,7 +17,7 @@ use crate::server::{
     Client, Credentials, Facts, Password, RefusalKind, Role, Server, ServerError, ServerUrl, Task, TlsOptions,
 };
 
-/// What we need to know of the replica's server.
+/// Facts about the replica's server.
 #[derive(Debug)]
 pub(super) struct Target {
     pub(super) facts: Facts,
@@ -25,17 +25,17 @@ pub(super) struct Target {
     pub(super) login: PrimaryLogin,
     /// How it logs in at our link.
     pub(super) link_login: LinkLogin,
-    /// It requires TLS towards its primary, and so at our link.
+    /// Whether it requires TLS to its primary, and so at the link.
     pub(super) tls_replication: bool,
     /// The certificates that it then uses, as far as the agent can read them.
     tls: TlsOptions,
     /// The value of `repl-diskless-load`.
     pub(super) diskless_load: Option<String>,
-    /// It follows a dead link of ours: what it holds is the rest of an unfinished sync.
+    /// Whether it follows the link of a killed agent. What it holds is then the rest of an unfinished sync.
     pub(super) unfinished: bool,
 }
 
-/// Looks at the replica's server, and whether it can take our link.
+/// Examines the replica's server, and whether it can follow a link.
 pub(super) async fn target(
     server: &Server,
     client: &mut Client,
@@ -77,7 +77,7 @@ pub(super) async fn target(
     })
 }
 
-/// How the server logs in to its primary, without what an agent before us may have left there.
+/// The server's login to its primary, without what an earlier agent may have left there.
 async fn login(client: &mut Client, record: &Record) -> Result<PrimaryLogin, ServerError> {
     let user = match client.config_get("masteruser").await? {
         None => client.config_get("primaryuser").await?,
@@ -137,7 +137,7 @@ pub(super) struct Primary {
     pub(super) port: u16,
 }
 
-/// Where the primary is, whether the replica's server will be let in there, and whether it is the right one.
+/// Finds the primary, and checks that it accepts the replica's server and that it is the right one.
 pub(super) async fn primary(
     args: &ReplicaArgs,
     server: &Server,
@@ -172,12 +172,12 @@ pub(super) async fn primary(
     Ok(Primary { host, port })
 }
 
-/// The host by which we reached the source: where the source's server listens on its own loopback only, its address
-/// means something else here.
+/// The source's host, as this agent reaches it. It stands for the primary's host if the source's server has only a
+/// loopback address, which names another host here.
 fn source_host(args: &ReplicaArgs, source: SocketAddr) -> String {
     match args.source.host.parse::<IpAddr>() {
         Ok(_) => args.source.host.clone(),
-        // A name may mean something else to the server than to us: the address it led to does not.
+        // A name can resolve to another address on the server's host. The address that it led to here cannot.
         Err(_) => source.ip().to_string(),
     }
 }
@@ -195,7 +195,7 @@ fn as_the_server_would(args: &ReplicaArgs, target: &Target, host: &str, port: u1
     Ok(Server::new(url, credentials, &tls_options(args, target), Task::Replica)?)
 }
 
-/// What was given on the command line, else what the server uses itself.
+/// The value of the command line, or else the server's own.
 fn tls_options(args: &ReplicaArgs, target: &Target) -> TlsOptions {
     let (given, own) = (args.server.tls.options(), target.tls.clone());
     match () {
@@ -236,7 +236,7 @@ fn check_format(facts: &Facts, target: &Target, url: &ServerUrl) -> Result<(), F
     }
 }
 
-/// The replica's server would not be let in.
+/// The primary would refuse the replica's server.
 fn no_entry(
     error: &ServerError,
     replica: &ServerUrl,

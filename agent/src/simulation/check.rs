@@ -84,6 +84,8 @@ impl Watch {
                 "agent {number} says {command} to server {server}, which the operator took over, without a look right before"
             ));
         }
+        // Between a look and the change there is time for a command of the operator, which is then undone.
+        self.taken_over.remove(&id);
         Ok(())
     }
 

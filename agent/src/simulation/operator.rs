@@ -6,7 +6,7 @@ use clap::Parser;
 use remora_fabric::sim::Random;
 
 use super::check::{STOP_LIMIT, Watch};
-use super::plan::{Act, FIRST_REPLICA, PRIMARY, ReplicaPlan, SECOND, UNREST, address};
+use super::plan::{Act, FIRST_REPLICA, PRIMARY, ReplicaPlan, SECOND, Trap, UNREST, address};
 use super::replica_agent::{ReplicaAgent, ReplicaOptions, SOURCE};
 use super::run::Simulation;
 use super::source_agent::SourceAgent;
@@ -66,6 +66,21 @@ impl Simulation {
         let time = self.world.now + pause;
         self.plan.acts.push((time, act));
         self.world.at(time, Event::Operator(self.plan.acts.len() - 1));
+    }
+
+    /// Faults that follow a job.
+    pub(super) fn spring_traps(&mut self) {
+        for (server, job) in std::mem::take(&mut self.world.jobs) {
+            let is_it = |trap: &Trap| trap.server == server && trap.job == job;
+            if self.world.now >= UNREST {
+                return;
+            }
+            if let Some(at) = self.plan.traps.iter().position(is_it) {
+                let trap = self.plan.traps.swap_remove(at);
+                self.world.count(&format!("trap: {job}"));
+                trap.acts.into_iter().for_each(|(pause, act)| self.later(pause, act));
+            }
+        }
     }
 
     fn do_it(&mut self, act: Act) {

@@ -89,7 +89,31 @@ pub(super) struct Plan {
     pub(super) source: SourceOptions,
     pub(super) replicas: Vec<ReplicaPlan>,
     pub(super) acts: Vec<(Duration, Act)>,
+    pub(super) traps: Vec<Trap>,
 }
+
+/// Something that happens soon after an agent has begun with a job on its server.
+#[derive(Clone, Debug)]
+pub(super) struct Trap {
+    pub(super) server: ServerId,
+    /// The job's name.
+    pub(super) job: &'static str,
+    /// What happens, and how long after.
+    pub(super) acts: Vec<(Duration, Act)>,
+}
+
+/// The jobs at which faults are placed.
+const JOBS: [&str; 9] = [
+    "Prepare",
+    "Follow",
+    "Introduce",
+    "AskOffset",
+    "Settle",
+    "PointAtPrimary",
+    "AskPrimaryLink",
+    "ReturnToLink",
+    "Leave",
+];
 
 pub(super) fn address(id: ServerId) -> Address {
     Address { host: format!("10.0.0.{}", id.0 + 1), port: 6379 }
@@ -114,16 +138,40 @@ impl Plan {
         let number = 1 + draw.below(3) as usize;
         let replicas: Vec<ReplicaPlan> = (0..number).map(|_| ReplicaPlan::drawn(&mut draw)).collect();
         let acts = acts(&mut draw, number);
+        let traps = (0..draw.below(4)).map(|_| Trap::drawn(&mut draw, number)).collect();
+        let slow = draw.below(5) == 0;
         Plan {
             backlog: [1500, 6000, 40_000][draw.below(3) as usize],
             output_limit: if draw.below(5) == 0 { 1500 } else { 1 << 20 },
             slots: 3 + draw.below(25),
-            pace: Duration::from_millis(1 + draw.below(80)),
+            pace: Duration::from_millis(if slow { 300 + draw.below(1500) } else { 1 + draw.below(80) }),
             write_every: 40 + draw.below(200),
             source,
             replicas,
             acts,
+            traps,
         }
+    }
+}
+
+impl Trap {
+    fn drawn(draw: &mut Random, replicas: usize) -> Trap {
+        let server = ServerId(FIRST_REPLICA + draw.below(replicas as u64) as usize);
+        let job = JOBS[draw.below(JOBS.len() as u64) as usize];
+        let most = if draw.below(3) == 0 { 4000 } else { 50 };
+        let time = Duration::from_millis(draw.below(most));
+        let soon = time + Duration::from_millis(1 + draw.below(3000));
+        let acts = match draw.below(11) {
+            0..=2 => vec![(time, Act::KillAgent(server)), (soon, Act::PointAtPrimary(server))],
+            3 => vec![(time, Act::StopAgent(server))],
+            4 => vec![(time, Act::Promote(server)), (soon, Act::StopAgent(server))],
+            5 => vec![(time, Act::Crash(server)), (soon, Act::StartServer(server))],
+            6 => vec![(time, Act::Restart(PRIMARY)), (soon, Act::StartServer(PRIMARY))],
+            7 | 8 => vec![(time, Act::Crash(PRIMARY)), (soon, Act::StartServer(PRIMARY))],
+            9 => vec![(time, Act::KillSource), (soon, Act::StartSource)],
+            _ => vec![(time, Act::KillClients(server))],
+        };
+        Trap { server, job, acts }
     }
 }
 

@@ -382,7 +382,7 @@ impl ReplicaAgent {
             Action::GiveUpLoad => self.delivery.give_up(world),
             Action::HoldStream => self.delivery.hold(),
             Action::Server(job) => {
-                count_job(world, job);
+                count_job(world, self.options.server, job);
                 if let Stage::Running { server, .. } = &self.stage {
                     server.give(job);
                 }
@@ -505,10 +505,11 @@ fn shown(thing: &impl std::fmt::Debug) -> String {
     text
 }
 
-fn count_job(world: &mut World, job: Job) {
+fn count_job(world: &mut World, server: ServerId, job: Job) {
     let text = format!("{job:?}");
     let name = text.split([' ', '(']).next().unwrap_or_default().to_string();
     world.count(&format!("job: {name}"));
+    world.jobs.push((server, name));
 }
 
 fn count_event(world: &mut World, event: &Input) {

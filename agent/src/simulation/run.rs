@@ -65,7 +65,7 @@ pub(super) fn play(seed: u64, mutation: Option<Mutation>, with_log: bool) -> Out
         simulation.run(wanted).await;
         let mut log = String::new();
         if with_log {
-            let _ = writeln!(log, "seed {seed}: {:#?}", simulation.plan);
+            let _ = writeln!(log, "seed {seed}: {:?}", simulation.plan);
             log.push_str(&simulation.world.log_text());
         }
         Outcome { finding: simulation.finding.take(), counts: std::mem::take(&mut simulation.world.counts), log }
@@ -290,6 +290,7 @@ impl Simulation {
                 return self.found(text);
             }
         }
+        self.spring_traps();
         if let Err(text) = Watch::servers(&self.world) {
             return self.found(text);
         }

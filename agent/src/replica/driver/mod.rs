@@ -77,7 +77,7 @@ pub(super) struct Driver {
     calling: Option<AbortOnDrop>,
     /// Tables that the machine has not yet ordered to be attached.
     tables: Option<(u64, Box<Feed>, Chosen, Box<Offer>)>,
-    /// What the delivery wants the module to be given.
+    /// The memory that the delivery wants to give to the module.
     introduction: Option<Introduction>,
     /// What the module answered.
     answer: Option<(u64, Result<Answer, String>)>,
@@ -87,7 +87,7 @@ pub(super) struct Driver {
     published: Result<(), Failure>,
 }
 
-/// What the preflight found and messages name.
+/// Findings of the preflight that messages name.
 struct Facts {
     /// The server's address.
     server: String,
@@ -97,7 +97,7 @@ struct Facts {
     primary: String,
 }
 
-/// What a sync begins with.
+/// The start of a sync.
 pub(super) struct Setup {
     pub(super) args: ReplicaArgs,
     pub(super) token: Arc<Token>,
@@ -109,7 +109,7 @@ pub(super) struct Setup {
     pub(super) link_tls: Option<Arc<ServerConfig>>,
 }
 
-/// What a connecting task brings.
+/// The result of a connecting task.
 enum Connected {
     Source(Result<Source, crate::conversation::Error>),
     Tables { attempt: u64, offer: Box<Offer>, result: Result<(Box<Feed>, Chosen), Failure> },
@@ -122,7 +122,7 @@ enum Flow {
 }
 
 impl Driver {
-    /// Opens the link and starts the tasks. Nothing of the server is touched yet.
+    /// Opens the link and starts the tasks. Changes nothing on the server yet.
     pub(super) async fn begin(setup: Setup) -> Result<Driver, Failure> {
         let Setup { args, token, control, record, target, primary, source, link_tls } = setup;
         let no_handler = |error| Failure::local(format!("signals can't be caught: {error}"));
@@ -215,7 +215,7 @@ impl Driver {
         outcome.and(self.published)
     }
 
-    /// What the delivery and the relay show now.
+    /// Readings of the delivery and the relay.
     fn reading(&self) -> Reading {
         Reading {
             loaded: self.delivery.progress().loaded,
@@ -260,7 +260,7 @@ impl Driver {
         }
     }
 
-    /// From the source.
+    /// The event that a message of the source stands for.
     fn received(&mut self, received: Received) -> Option<Event> {
         let message = match received {
             Received::Message(message) => *message,
@@ -306,7 +306,7 @@ impl Driver {
         }
     }
 
-    /// From the delivery thread.
+    /// The event that a notice of the delivery stands for.
     fn notice(&mut self, notice: Option<Notice>) -> Option<Event> {
         let fatal = |text: String| DeliveryEvent::Fatal { failure: Failure::local(text) };
         let event = match notice {
@@ -339,7 +339,7 @@ impl Driver {
         Some(Event::Delivery(event))
     }
 
-    /// From the conversation with the upstream replica.
+    /// The event that a report of the upstream replica stands for.
     fn upstream_said(&mut self, said: Said) {
         match said {
             Said::ReadFrom(from) => self.read_from(Some(from)),
@@ -415,10 +415,10 @@ impl Driver {
     fn join(&self) {
         let mut progress = self.delivery.progress();
         let mut held = progress.next_slot;
-        if let (None, Some(folder)) = (&progress.origin, &self.args.state_dir) {
-            // What an agent before us left behind.
-            if let Some((origin, below)) = Spool::look(folder) {
-                progress.origin = Some(origin);
+        if let (None, Some(folder)) = (&progress.snapshot, &self.args.state_dir) {
+            // What an earlier agent left behind.
+            if let Some((snapshot, below)) = Spool::look(folder) {
+                progress.snapshot = Some(snapshot);
                 held = below;
             }
         } else if self.args.state_dir.is_some() {
@@ -433,9 +433,9 @@ impl Driver {
         let Some(session) = &self.session else { return };
         let (way, sinks, tell) = (session.way().clone(), self.sinks, self.connecting.0.clone());
         let progress = self.delivery.progress();
-        let is_same = progress.origin.as_ref().is_some_and(|origin| origin.generation == offer.generation);
+        let is_same = progress.snapshot.is_some_and(|id| id.origin.generation == offer.generation);
         let relay = self.relay.wish(progress.copy.filter(|_| is_same));
-        // It cannot be aborted, but ends within the transports' time limits. Nothing is reported to a driver that is
+        // It cannot be aborted, but it ends within the transports' time limits. Nothing is reported to a driver that is
         // gone.
         tokio::task::spawn_blocking(move || {
             let result = way.feed(&offer, sinks, progress.loaded, relay.as_ref());
@@ -467,7 +467,7 @@ impl Driver {
 
     // ---- progress ----
 
-    /// Shows and reports how far the sync is, when it is time.
+    /// Shows and reports the progress, when it is due.
     fn show_progress(&mut self) {
         let now = Instant::now();
         if now < self.progress_due {
@@ -491,7 +491,7 @@ impl Driver {
         let (Some(tables), Some(phase)) = (self.machine.tables(), self.machine.phase()) else { return };
         let generation = tables.offer.generation;
         let progress = self.delivery.progress();
-        let counts_this = progress.origin.is_some_and(|origin| origin.generation == generation);
+        let counts_this = progress.snapshot.is_some_and(|id| id.origin.generation == generation);
         if !counts_this && !progress.loaded {
             // The meter still counts slots of an earlier snapshot: reported for this one, they would be reused unread.
             return;
@@ -512,7 +512,7 @@ impl Driver {
         }
     }
 
-    /// Reports how it went, to people and to programs.
+    /// Prints the summary, for people and for programs.
     fn publish(&mut self) {
         if let Some(bar) = self.bar.take() {
             bar.finish();
@@ -528,13 +528,13 @@ impl Driver {
     }
 
     fn summary(&self) -> Summary {
-        let origin = self.delivery.progress().origin;
-        let snapshot_offset = origin.as_ref().map_or(0, |origin| origin.offset);
+        let origin = self.delivery.progress().snapshot.map(|id| id.origin);
+        let snapshot_offset = origin.map_or(0, |origin| origin.offset);
         let moments = self.machine.moments();
         let mut summary = Summary {
             server: self.facts.server.clone(),
             primary: self.facts.primary.clone(),
-            replid: origin.map(|origin| origin.replid.to_string()).unwrap_or_default(),
+            replid: origin.map(|origin| origin.history.to_string()).unwrap_or_default(),
             snapshot_offset,
             hand_off_offset: self.machine.hand_off_offset(),
             transport: self.machine.tables().map_or("none", |tables| tables.transport.name()).to_string(),

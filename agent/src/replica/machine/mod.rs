@@ -64,7 +64,7 @@ use crate::exit::{Code, Failure};
 /// Loads that the server may break off before the sync fails.
 const BROKEN_LOADS_LIMIT: u32 = 3;
 
-/// hand-offs that may fail before the sync fails.
+/// Hand-offs that may fail before the sync fails.
 const HAND_OFFS_LIMIT: u32 = 3;
 
 /// The replica's decisions: events go in, actions come out.
@@ -90,7 +90,7 @@ pub(crate) struct Replica {
 }
 
 impl Replica {
-    /// Over a session with the source that was just begun.
+    /// Starts a sync over a new session with the source.
     pub(crate) fn begin(now: Instant, rules: Rules, backoff: Backoff) -> Replica {
         let run_id = rules.run_id.clone();
         let mut replica = Replica {
@@ -113,7 +113,7 @@ impl Replica {
         replica
     }
 
-    /// Takes one event in.
+    /// Handles one event.
     pub(crate) fn handle(&mut self, now: Instant, reading: Reading, event: Event) {
         self.reading = reading;
         match event {
@@ -127,12 +127,12 @@ impl Replica {
         self.settle(now);
     }
 
-    /// The next thing to do, in order. To be asked until there is nothing.
+    /// The next action. The driver polls until there is none.
     pub(crate) fn poll_action(&mut self) -> Option<Action> {
         self.actions.pop_front()
     }
 
-    /// When [`Event::Tick`] is due. `None`: only an event gets the run on.
+    /// When [`Event::Tick`] is due. `None` if only an event continues the run.
     pub(crate) fn deadline(&self) -> Option<Instant> {
         let of_state = match &self.state {
             State::Ending(ending) => return ending.deadline(),
@@ -156,7 +156,7 @@ impl Replica {
         self.tables.as_ref()
     }
 
-    /// Whether the server was told to follow our link.
+    /// Whether the server was pointed at the link.
     pub(crate) fn follows_link(&self) -> bool {
         self.server.follows_link()
     }
@@ -252,7 +252,7 @@ impl Replica {
     /// The pause after a loss is over.
     fn try_again(&mut self, now: Instant) {
         if self.reading.loaded && !self.rules.stay {
-            // The stream may come from the primary itself, where the server is going anyway.
+            // The server can get the stream from the primary, where it goes next anyway.
             let is_away = !self.supply.has_session;
             let why = if is_away { "the source is away" } else { "the source no longer holds what it needs" };
             return self.hand_off(now, why, None);
@@ -292,7 +292,7 @@ impl Replica {
     }
 
     fn feed_lost(&mut self, now: Instant, failure: Failure) {
-        // Without a session the source is being connected to again, which brings another feed.
+        // Without a session the driver is connecting again, and a new session brings a new feed.
         if self.supply.has_session {
             self.come_again(now, true, failure);
         }
@@ -357,7 +357,7 @@ impl Replica {
         }
     }
 
-    /// From here on nothing more of the snapshot is wanted from the source.
+    /// From here on the source need not keep any slot of the snapshot.
     fn loading(&mut self) {
         if matches!(self.state, State::Waiting | State::Transfer) {
             self.state = State::Loading;
@@ -455,7 +455,7 @@ impl Replica {
         }
     }
 
-    /// The server has answered how far it is: asks for the hand-off when it has applied all that there is.
+    /// Handles the server's offset. Asks for the hand-off when the server has applied everything.
     fn offset(&mut self, now: Instant, answer: Result<u64, Failure>) {
         let State::CatchUp(catch_up) = &mut self.state else { return };
         let backlog = self.tables.as_ref().map_or(0, |tables| tables.offer.backlog_bytes);
@@ -528,7 +528,7 @@ impl Replica {
         }
     }
 
-    /// The server did not get in step with the primary: back to our link, where it was.
+    /// Points the server back at the link after it did not get in step with the primary.
     fn hand_off_failed(&mut self, now: Instant, because: Option<&'static str>) {
         self.failed_hand_offs += 1;
         let (server, primary) = (&self.rules.server, &self.rules.primary);
@@ -575,7 +575,7 @@ impl Replica {
         }
     }
 
-    /// The sync has failed: the delivery ends at once, and the server is put in order when its task is free.
+    /// Fails the sync. The delivery ends at once, and the server is put in order when its task is free.
     fn fail(&mut self, failure: Failure) {
         if self.is_over() {
             return;
@@ -590,7 +590,7 @@ impl Replica {
 
     // ---- after every event ----
 
-    /// Does what is due by now, and gives the server's task its next job.
+    /// Does what is due, and gives the server's task its next job.
     fn settle(&mut self, now: Instant) {
         if !self.reading.loaded && matches!(self.state, State::CatchUp(_) | State::Staying) {
             // The server asked for the snapshot once more, as servers do that restarted.

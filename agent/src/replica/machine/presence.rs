@@ -1,4 +1,4 @@
-//! Presence: whether the server comes to our link, and when to look what it is doing.
+//! Presence: whether the server connects to the link, and when to look at it.
 
 use std::time::{Duration, Instant};
 
@@ -10,26 +10,26 @@ const MISSED_LIMIT: Duration = Duration::from_secs(2);
 
 /// Whether the server connects to the link, and when to look at it next.
 pub(super) struct Presence {
-    /// Since when the server should have come to our link and has not.
+    /// Since when the server should have connected to the link and has not.
     missed: Option<Instant>,
     /// Since when it has not answered.
     silent_since: Option<Instant>,
-    /// The run of the server that was told to follow the link.
+    /// The run id of the server that was pointed at the link.
     run_id: Option<String>,
 }
 
 /// What follows from a look at the server.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Seen {
-    /// Nothing: it is looked at again, or it has come meanwhile.
+    /// Nothing. It is looked at again, or has connected meanwhile.
     Wait,
-    /// It follows the link and does not come: its login may be wrong.
+    /// It follows the link and does not connect: its login may be wrong.
     GiveLogin,
     /// It restarted and follows no primary: it is pointed at the link again.
     Redirect,
-    /// Another client has changed it; the text goes on behind the server's name.
+    /// Another client has changed it; the text continues a sentence that begins with the server's name.
     TakenOver(String),
-    /// It follows something else: to be verified over the present connection, since it may just have changed.
+    /// It follows something else. The present connection verifies that, since it may just have changed.
     Verify,
     Fail(Failure),
 }
@@ -39,37 +39,37 @@ impl Presence {
         Presence { missed: None, silent_since: None, run_id }
     }
 
-    /// The server is expected at the link from now on.
+    /// Expects the server at the link from now on.
     pub(super) fn expect(&mut self, now: Instant) {
         self.missed = Some(now);
     }
 
-    /// The server's link ended.
+    /// Notes that the server's link ended.
     pub(super) fn gone(&mut self, now: Instant) {
         self.missed.get_or_insert(now);
     }
 
-    /// The server has come.
+    /// Notes that the server has connected.
     pub(super) fn came(&mut self) {
         self.missed = None;
     }
 
-    /// The server has answered.
+    /// Notes that the server has answered.
     pub(super) fn answered(&mut self) {
         self.silent_since = None;
     }
 
-    /// The server did not answer. Whether it has been silent for longer than the limit.
+    /// Notes that the server did not answer. Returns whether it has been silent for longer than the limit.
     pub(super) fn silent(&mut self, now: Instant, limit: Duration) -> bool {
         now.duration_since(*self.silent_since.get_or_insert(now)) > limit
     }
 
-    /// When the server is to be looked at.
+    /// When to look at the server.
     pub(super) fn deadline(&self) -> Option<Instant> {
         Some(self.missed? + MISSED_LIMIT)
     }
 
-    /// What was seen over a new connection.
+    /// Handles what was seen over a new connection.
     pub(super) fn looked(&mut self, now: Instant, rules: &Rules, looked: Result<Look, Failure>) -> Seen {
         if self.missed.is_none() {
             return Seen::Wait;

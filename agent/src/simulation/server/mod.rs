@@ -345,6 +345,7 @@ impl Server {
         match timer {
             Timer::Cron { run } if run == self.run => {
                 self.look_after_the_link(step);
+                self.drop_silent(step);
                 step.effects.push(Effect::After(CRON, timer));
             }
             Timer::Fork { run } if run == self.run => self.begin_fork(step),

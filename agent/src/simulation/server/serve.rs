@@ -11,6 +11,9 @@ use crate::simulation::wire::{Conn, Effect, Message, Timer};
 /// How long a replica waits for others that want the same snapshot.
 const FORK_DELAY: Duration = Duration::from_millis(100);
 
+/// `repl-timeout`, in crons.
+const REPL_TIMEOUT: u32 = 60;
+
 /// Slots that a reader takes before it must make room.
 pub(crate) const WINDOW: u32 = 4;
 
@@ -22,6 +25,8 @@ pub(super) struct Reader {
     room: u32,
     /// Bytes of the stream that wait for the end of the snapshot.
     pending: Vec<u8>,
+    /// Crons without a slot for it, while it is given a snapshot.
+    silent: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,7 +77,7 @@ impl Server {
         snapshot_only: bool,
         step: &mut Step<'_>,
     ) {
-        let mut reader = Reader { stage: Stage::Online, snapshot_only, room: WINDOW, pending: Vec::new() };
+        let mut reader = Reader { stage: Stage::Online, snapshot_only, room: WINDOW, pending: Vec::new(), silent: 0 };
         match (self.answer(history), history) {
             (Answer::Later, _) => {
                 step.send(conn, Message::Later);
@@ -167,7 +172,7 @@ impl Server {
         let is_last = fork.next == self.traits.slots;
         for conn in reading {
             let Some(reader) = self.readers.get_mut(&conn) else { continue };
-            reader.room -= 1;
+            (reader.room, reader.silent) = (reader.room - 1, 0);
             step.send(conn, Message::Slot(slot));
             if is_last {
                 step.send(conn, Message::End);
@@ -241,6 +246,18 @@ impl Server {
     pub(super) fn drop_readers(&mut self, step: &mut Step<'_>) {
         let readers: Vec<Conn> = self.readers.keys().copied().collect();
         readers.into_iter().for_each(|conn| self.drop_reader(conn, step));
+    }
+
+    /// Disconnects replicas that have taken no slot for `repl-timeout`.
+    pub(super) fn drop_silent(&mut self, step: &mut Step<'_>) {
+        let mut silent = Vec::new();
+        for (&conn, reader) in self.readers.iter_mut().filter(|(_, reader)| reader.stage == Stage::Snapshot) {
+            reader.silent += 1;
+            if reader.silent > REPL_TIMEOUT {
+                silent.push(conn);
+            }
+        }
+        silent.into_iter().for_each(|conn| self.drop_reader(conn, step));
     }
 
     /// The number of replicas.

@@ -461,6 +461,7 @@ impl Machine {
         if unserved.is_empty() && !first_wanted {
             return;
         }
+        self.abandon_unread(now, actions);
         let reason = match self.why_not_begin(now) {
             None => {
                 self.begin(now, actions);
@@ -538,6 +539,23 @@ impl Machine {
                             when they are done";
                 Some((WaitCause::Busy, text.to_string()))
             }
+        }
+    }
+
+    /// Ends a windowed snapshot whose last reader has left and not come back, if its first slots are gone: without a
+    /// reader its writer waits for room, and no waiting replica can begin with it.
+    fn abandon_unread(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        let Some(snapshot) = &self.snapshot else { return };
+        let generation = snapshot.generation;
+        let is_stuck = matches!(snapshot.stage, Stage::Open(_)) && self.reading.writer_waits > 0;
+        let is_used = self.replicas.values().any(|replica| replica.generation == Some(generation));
+        if !is_stuck || is_used || now.duration_since(self.idle_since) <= self.rules.stall_limit {
+            return;
+        }
+        if self.stream.is_some_and(|stream| stream.generation == generation) {
+            self.end_stream("no replica reads the snapshot any more", actions);
+        } else {
+            self.end_snapshot(actions);
         }
     }
 

@@ -1,4 +1,4 @@
-//! The ends: in which state the server is left, and the text that says so.
+//! The ends of a sync: in which state the server is left, and the text that describes it.
 
 use tokio::time::Instant;
 
@@ -10,14 +10,14 @@ use crate::replica::{SETTLE_LIMIT, SETTLE_POLL};
 use crate::server::ServerError;
 
 impl Keeper {
-    /// The server is a replica of the primary: nothing of ours stays in its settings.
+    /// Restores all settings of a server that is a replica of the primary.
     pub(super) async fn finish(&mut self) -> Result<(), ServerError> {
         self.try_to_put_settings_back().await?;
         self.record.close();
         Ok(())
     }
 
-    /// Leaves the server in a sane state after a failure. The text goes on behind the failure.
+    /// Leaves the server in a safe state after a failure. Returns a text that follows the failure's.
     pub(super) async fn leave(&mut self, how: Leaving) -> String {
         match how {
             Leaving::Untouched => {
@@ -30,7 +30,7 @@ impl Keeper {
         }
     }
 
-    /// The data set is complete: the server's own replication fetches the rest.
+    /// Points a server with a complete data set at the primary. Its own replication fetches the rest.
     async fn leave_to_the_primary(&mut self) -> String {
         let (host, port) = (self.primary.host.clone(), self.primary.port);
         let told = self.point_at_the_primary_from_either().await;
@@ -105,7 +105,7 @@ impl Keeper {
         Ok(format!("{left}{settings}"))
     }
 
-    /// While the server follows our link it needs the login for it.
+    /// A server that follows the link needs the link's login.
     pub(super) async fn put_settings_back_but_the_login(&mut self) -> Result<(), Lapse> {
         self.verify(Followed::Link).await?;
         self.record.put_back_but_the_login(self.control.client().await?).await?;

@@ -42,7 +42,7 @@ const SETTLE_LIMIT: Duration = Duration::from_millis(500);
 /// Pause between two looks at a server that settles.
 const SETTLE_LOOK: Duration = Duration::from_millis(5);
 
-/// The driver's end.
+/// The driver's end of the task.
 pub(super) struct ServerTask {
     work: UnboundedSender<Work>,
     done: UnboundedReceiver<Done>,
@@ -50,16 +50,16 @@ pub(super) struct ServerTask {
     _task: AbortOnDrop,
 }
 
-/// What the task is given.
+/// An order to the task.
 pub(super) enum Work {
     Job(Job),
     Introduce(Introduction),
 }
 
-/// What the task gives back.
+/// A report of the task.
 pub(super) struct Done {
     pub(super) report: Report,
-    /// For the delivery: what the module answered to the introduction of this number.
+    /// For the delivery: the module's answer to the introduction of this number.
     pub(super) answer: Option<(u64, Result<Answer, String>)>,
 }
 
@@ -78,12 +78,12 @@ impl ServerTask {
         ServerTask { work, done, cancel, _task: AbortOnDrop::new(&task) }
     }
 
-    /// Gives the task something to do. A task that has ended shows itself in [`ServerTask::done`].
+    /// Sends the task a job. If the task has ended, [`ServerTask::done`] reports it.
     pub(super) fn give(&self, work: Work) {
         let _ = self.work.send(work);
     }
 
-    /// Ends the introduction that the task is at.
+    /// Cancels the task's present introduction.
     pub(super) fn cancel(&self) {
         self.cancel.notify_one();
     }
@@ -119,7 +119,7 @@ async fn run(mut keeper: Keeper, mut work: UnboundedReceiver<Work>, tell: Unboun
     }
 }
 
-/// Has the server, and is the only one to change it.
+/// Owns the server's connection and record. Nothing else changes the server.
 pub(super) struct Keeper {
     pub(super) args: Arc<ReplicaArgs>,
     pub(super) control: Control,
@@ -138,7 +138,7 @@ impl Keeper {
         match job {
             Job::Prepare { after_restart } => Report::Prepared(self.prepare(after_restart).await),
             Job::Follow { from_nothing } => Report::Followed(self.follow_the_link(from_nothing).await),
-            // Comes with its memory, as Work::Introduce.
+            // This job arrives as Work::Introduce, with its memory.
             Job::Introduce { number } => Report::Introduced { number, outcome: Introduced::Cancelled },
             Job::PutSettingsBack => Report::SettingsPutBack(self.put_settings_back_but_the_login().await),
             Job::AskOffset => Report::Offset(self.offset().await.map_err(Failure::from)),
@@ -219,14 +219,14 @@ impl Keeper {
         }
     }
 
-    /// Gives the server what the link asks for. A server may lose it by a restart, or by an operator who sets another.
+    /// Sets the link's login on the server. A restart or an operator may have changed it.
     async fn give_login(&mut self) -> Result<(), Failure> {
         self.target.link_login.give(&mut self.record, self.control.client().await?).await
     }
 
     // ---- looks ----
 
-    /// What the server says of itself over a new connection, within a short time.
+    /// Asks the server about itself over a new connection, with a short time limit.
     async fn look(&mut self) -> Result<Look, Failure> {
         let server = self.control.server().clone();
         let answer = async {
@@ -270,7 +270,7 @@ impl Keeper {
 
     // ---- to the primary, and back ----
 
-    /// Waits until the server has carried out all that it was given. The stream is held back meanwhile.
+    /// Waits until the server has executed everything that it received. The stream is held back meanwhile.
     ///
     /// A Redis from 7.4 on blocks its link to the primary while a FLUSHDB or FLUSHALL runs in the background, and a
     /// REPLICAOF at that moment discards the position where it would go on: it would ask the primary for a full copy

@@ -1,4 +1,4 @@
-//! The server's module: whether it is there and may be used, and how it is given memory.
+//! The server's module: whether it can be used, and how it receives memory.
 
 use tokio::time::Instant;
 
@@ -20,7 +20,7 @@ enum Usable {
 }
 
 impl Keeper {
-    /// Looks whether the server has our module, and makes it load from its link if so.
+    /// Checks whether the server has our module, and if so makes the server load from its link.
     pub(super) async fn look_for_the_module(&mut self) -> Result<bool, Failure> {
         if self.args.module_load == ModuleLoad::Off {
             return Ok(false);
@@ -92,7 +92,7 @@ impl Keeper {
                     tracing::info!("the server has the module: long strings are loaded out of shared memory");
                     return Ok(());
                 }
-                // It still loads from the link of an agent before us, which is gone.
+                // The server still loads from the link of an earlier agent, which is gone.
                 Err(error) if error.refusal() == Some(RefusalKind::Loading) && began.elapsed() < SETTLE_LIMIT => {}
                 Err(ServerError::Refused { text, .. }) => return Err(NotFollowed::NoTransaction(text)),
                 Err(error) => return Err(NotFollowed::Failed { lapse: error.into(), told: true }),
