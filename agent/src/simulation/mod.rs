@@ -15,6 +15,7 @@
 
 mod check;
 mod delivery;
+mod explore;
 mod memory;
 mod operator;
 mod oracle;
@@ -27,3 +28,5 @@ mod source_agent;
 mod tests;
 mod wire;
 mod world;
+
+pub use self::explore::{Summary, explain, explore};

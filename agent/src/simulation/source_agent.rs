@@ -223,7 +223,9 @@ impl SourceAgent {
     // ---- the machine ----
 
     fn apply(&mut self, world: &mut World, event: Input) {
-        world.log(|| format!("source {}: {}", self.index, shown(&event)));
+        if !matches!(event, Input::Progress { .. }) {
+            world.log(|| format!("source {}: {}", self.index, shown(&event)));
+        }
         let (now, reading) = (world.instant(), self.reading());
         let reading = self.with_tables(world, reading);
         for action in self.machine.apply(now, reading, event) {

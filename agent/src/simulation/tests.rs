@@ -1,43 +1,26 @@
 //! Schedules in the tests, and the faults that they must find.
 #![allow(clippy::unwrap_used)]
 
-use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use super::explore::{explain, explore};
 use super::operator::seeds;
-use super::run::{Outcome, play};
+use super::run::play;
 use crate::mutation::Mutation;
 
-/// Panics with everything that is known of a schedule.
-fn explain(seed: u64) -> ! {
-    let Outcome { finding, log, .. } = play(seed, None, true);
-    panic!("{log}\nREMORA_SIM_SEED={seed} runs it again: {finding:?}");
-}
+/// How long schedules are played, and how many there must be: a tenth of what one core plays in that time.
+const LIMIT: Duration = Duration::from_secs(30);
+const LEAST_SCHEDULES: u64 = 200;
 
 #[test]
-fn schedules() {
+fn what_must_hold_does_in_schedules_of_many_seeds() {
     if let Some(seed) = std::env::var("REMORA_SIM_SEED").ok().and_then(|seed| seed.parse().ok()) {
-        match play(seed, None, true).finding {
-            Some(_) => explain(seed),
-            None => return,
-        }
+        return println!("{}", explain(seed));
     }
-    let began = Instant::now();
-    let mut counts: BTreeMap<String, u64> = BTreeMap::new();
-    let mut number = 0;
-    for seed in seeds(1) {
-        if began.elapsed() > Duration::from_secs(40) {
-            break;
-        }
-        let outcome = play(seed, None, false);
-        if outcome.finding.is_some() {
-            println!("after {number} schedules");
-            explain(seed);
-        }
-        number += 1;
-        outcome.counts.into_iter().for_each(|(what, count)| *counts.entry(what).or_default() += count);
-    }
-    println!("{number} schedules: {counts:#?}");
+    let summary = explore(LIMIT, 1, true);
+    println!("{} schedules: {:#?}", summary.schedules, summary.reached);
+    assert!(summary.findings.is_empty(), "{:#?}", summary.findings);
+    assert!(summary.schedules >= LEAST_SCHEDULES, "{} schedules", summary.schedules);
 }
 
 #[test]
