@@ -1,6 +1,6 @@
 //! Check: what must hold in every schedule.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::plan::FIRST_REPLICA;
@@ -31,6 +31,8 @@ pub(super) struct Watch {
     looked: BTreeMap<(usize, ServerId), Duration>,
     /// When a server or its clients were last ended by force.
     out_of_reach: BTreeMap<ServerId, Duration>,
+    /// Servers that an agent has changed.
+    touched: BTreeSet<(usize, ServerId)>,
     /// When an agent began to hand its server over.
     handing_over: BTreeMap<(usize, ServerId), Duration>,
 }
@@ -68,8 +70,10 @@ impl Watch {
         }
         let Some(agent) = agents.get(number) else { return Ok(()) };
         self.full_copy_was_left(world, agent, change)?;
+        let untouched = self.touched.insert(key);
         let Some(&(since, before)) = self.taken_over.get(&id) else { return Ok(()) };
-        if number >= before {
+        let as_found = matches!(&change.changed, Changed::Follows { before, .. } if *before == agent.found);
+        if number >= before || (untouched && as_found) {
             return Ok(());
         }
         let look = self.looked.get(&key).copied().unwrap_or_default();
@@ -149,6 +153,10 @@ impl Watch {
 
     /// Whether every server is an exact replica of the primary at this address, or fed by an agent that stays.
     pub(super) fn all_is_well(world: &World, primary: &Address, agents: &[ReplicaAgent]) -> Result<(), String> {
+        let is_at_work = |agent: &&ReplicaAgent| agent.is_running() && !agent.options.args.stay;
+        if let Some(agent) = agents.iter().find(is_at_work) {
+            return Err(format!("agent {} is still at work long after the last fault", agent.index));
+        }
         for server in &world.servers[FIRST_REPLICA..] {
             let fed = agents.iter().any(|agent| agent.is_running() && server.follows.as_ref() == Some(&agent.link));
             let follows = server.follows.as_ref() == Some(primary) || fed;

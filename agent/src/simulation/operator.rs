@@ -16,7 +16,7 @@ use crate::args::ReplicaArgs;
 
 /// How often it is looked whether all is well after the unrest, and how long that may take.
 const LOOK_EVERY: Duration = Duration::from_secs(5);
-const WELL_LIMIT: Duration = Duration::from_secs(240);
+const WELL_LIMIT: Duration = Duration::from_secs(600);
 
 /// How long servers may take to go on by themselves after the last agent was told to stop.
 const FINAL_LIMIT: Duration = Duration::from_secs(60);
@@ -102,6 +102,8 @@ impl Simulation {
             Act::PointAtSecond(id) => self.point(id, Some(SECOND)),
             Act::Restart(id) | Act::Crash(id) => {
                 self.watch.out_of_reach(&self.world, id);
+                // A server that was promoted and restarts looks like one that only restarted.
+                self.watch.given_back(id);
                 self.world.stop_server(id, matches!(act, Act::Restart(_)));
             }
             Act::StartServer(id) => {
@@ -204,10 +206,10 @@ impl Simulation {
         if !server.alive || server.is_loading() {
             return;
         }
-        if id.0 >= FIRST_REPLICA {
+        let to = to.map(address);
+        if id.0 >= FIRST_REPLICA && server.follows != to {
             self.watch.taken_over(&self.world, id, self.replicas.len());
         }
-        let to = to.map(address);
         self.world.on(id, |server, step| server.replicaof(to, step));
         self.write(id);
     }

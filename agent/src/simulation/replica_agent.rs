@@ -75,6 +75,8 @@ pub(super) struct ReplicaAgent {
     pub(super) stopped: Option<Duration>,
     pub(super) ended: Option<Duration>,
     pub(super) killed: bool,
+    /// Whom its server followed when it was started.
+    pub(super) found: Option<Address>,
     pub(super) outcome: Option<Result<(), Failure>>,
 }
 
@@ -111,6 +113,7 @@ impl ReplicaAgent {
             stopped: None,
             ended: None,
             killed: false,
+            found: world.server(server).follows.clone(),
             outcome: None,
         };
         agent.connect_source(world);

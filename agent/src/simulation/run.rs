@@ -195,6 +195,12 @@ impl Simulation {
         match event {
             Event::Message { conn, side, message } => self.message(conn, side, message),
             Event::Ended { conn, side } => {
+                // It does not overtake what waits for a server that does nothing now.
+                if let Some(End::Server(id)) = self.world.end(conn, side)
+                    && let Some(until) = self.world.blocked(id)
+                {
+                    return self.world.in_order_at(until, Event::Ended { conn, side });
+                }
                 if let Some(end) = self.world.arrives(conn, side, true) {
                     self.ended(conn, end);
                 }
@@ -259,7 +265,7 @@ impl Simulation {
         let world = &mut self.world;
         match (end, message) {
             (End::Server(id), message) => match world.blocked(id) {
-                Some(until) => world.at(until, Event::Message { conn, side, message }),
+                Some(until) => world.in_order_at(until, Event::Message { conn, side, message }),
                 None => world.on(id, |server, step| server.receive(conn, message, step)),
             },
             (End::Link(agent, _), message) => self.replicas[agent].receive(world, conn, message),

@@ -159,6 +159,12 @@ impl World {
         self.queue.insert((time.max(self.now), tie, self.events), event);
     }
 
+    /// As [`World::at`], and in the order of the calls.
+    pub(super) fn in_order_at(&mut self, time: Duration, event: Event) {
+        self.events += 1;
+        self.queue.insert((time.max(self.now), 0, self.events), event);
+    }
+
     pub(super) fn after(&mut self, pause: Duration, event: Event) {
         self.at(self.now + pause, event);
     }
@@ -371,6 +377,11 @@ impl World {
         open.map(|(&conn, _)| conn).collect()
     }
 
+    /// An end of a connection.
+    pub(super) fn end(&self, conn: Conn, side: usize) -> Option<End> {
+        self.conns.get(&conn).map(|connection| connection.ends[side])
+    }
+
     /// The end at which something arrives, unless it has closed the connection.
     pub(super) fn arrives(&mut self, conn: Conn, side: usize, is_end: bool) -> Option<End> {
         let connection = self.conns.get_mut(&conn)?;
@@ -429,7 +440,7 @@ impl World {
         let Some(client) = self.clients.get(&number) else { return };
         let (id, agent) = (client.server, client.agent);
         if let Some(until) = self.blocked(id) {
-            return self.at(until, Event::Command { client: number });
+            return self.in_order_at(until, Event::Command { client: number });
         }
         let Some(mut client) = self.clients.remove(&number) else { return };
         let Some(command) = client.waiting.pop_front() else { return };
