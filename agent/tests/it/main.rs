@@ -24,5 +24,6 @@ mod relay;
 mod resume;
 mod server;
 mod stay;
+mod strangers;
 mod taken_over;
 mod verify;
