@@ -386,8 +386,8 @@ impl Machine {
         self.finish_ending(now, actions);
         self.drop_stalled(now, actions);
         self.allow_retiring(actions);
-        self.serve_waiting(now, actions);
         self.release_unused(now, actions);
+        self.serve_waiting(now, actions);
     }
 
     /// Lets the writer reuse slots that every reader has passed, but only once the ring is full: until then the next
@@ -461,7 +461,6 @@ impl Machine {
         if unserved.is_empty() && !first_wanted {
             return;
         }
-        self.abandon_unread(now, actions);
         let reason = match self.why_not_begin(now) {
             None => {
                 self.begin(now, actions);
@@ -542,23 +541,6 @@ impl Machine {
         }
     }
 
-    /// Ends a windowed snapshot whose last reader has left and not come back, if its first slots are gone: without a
-    /// reader its writer waits for room, and no waiting replica can begin with it.
-    fn abandon_unread(&mut self, now: Instant, actions: &mut Vec<Action>) {
-        let Some(snapshot) = &self.snapshot else { return };
-        let generation = snapshot.generation;
-        let is_stuck = matches!(snapshot.stage, Stage::Open(_)) && self.reading.writer_waits > 0;
-        let is_used = self.replicas.values().any(|replica| replica.generation == Some(generation));
-        if !is_stuck || is_used || now.duration_since(self.idle_since) <= self.rules.stall_limit {
-            return;
-        }
-        if self.stream.is_some_and(|stream| stream.generation == generation) {
-            self.end_stream("no replica reads the snapshot any more", actions);
-        } else {
-            self.end_snapshot(actions);
-        }
-    }
-
     fn begin(&mut self, now: Instant, actions: &mut Vec<Action>) {
         if let Some(old) = self.snapshot.take() {
             actions.push(Action::RevokeSnapshot { generation: old.generation });
@@ -577,27 +559,32 @@ impl Machine {
     }
 
     /// Releases what no replica uses: a capture whose ring is full holds up the primary, and a snapshot that is too old
-    /// to be offered, or a stream, costs the primary a connection.
+    /// to be offered, or a stream, costs the primary a connection. A full ring also holds up the replicas that wait: its
+    /// first slots are gone, so that none of them can begin with it.
     fn release_unused(&mut self, now: Instant, actions: &mut Vec<Action>) {
-        if !self.replicas.is_empty() {
+        let Some(snapshot) = &self.snapshot else { return };
+        let generation = snapshot.generation;
+        if self.replicas.values().any(|replica| replica.generation == Some(generation)) {
             return;
         }
-        let Some(snapshot) = &self.snapshot else { return };
+        let is_idle = self.replicas.is_empty();
         let alone = now.duration_since(self.idle_since);
         let stuck = matches!(snapshot.stage, Stage::Open { .. })
             && self.reading.writer_waits > 0
             && alone > self.rules.stall_limit;
-        let old = now.duration_since(snapshot.asked) > self.rules.max_age;
-        let overrun = snapshot.is_sealed()
+        let old = is_idle && now.duration_since(snapshot.asked) > self.rules.max_age;
+        let overrun = is_idle
+            && snapshot.is_sealed()
             && snapshot.origin().is_some_and(|origin| self.reading.journal_first > origin.offset + 1);
         if !(stuck || old || overrun) {
             return;
         }
         if !snapshot.is_sealed() {
-            actions.push(Action::StopCapture { generation: snapshot.generation });
+            actions.push(Action::StopCapture { generation });
         }
         self.forget_snapshot("no replica uses the snapshot any more", actions);
-        if let Some(stream) = self.stream.take() {
+        // Replicas that have loaded an earlier snapshot may still follow a stream that began with that one.
+        if let Some(stream) = self.stream.take_if(|stream| is_idle || stream.generation == generation) {
             actions.push(Action::EndStream { generation: stream.generation });
         }
     }
