@@ -15,7 +15,7 @@ use tokio::task::JoinHandle;
 use super::delivery::{Delivery, Feed};
 use super::source_agent::TRANSPORT;
 use super::wire::{Address, Conn, End, Message, ServerId};
-use super::world::{Event, World};
+use super::world::{Event, World, shown};
 use crate::args::ReplicaArgs;
 use crate::backoff::Backoff;
 use crate::exit::{Code, Failure};
@@ -500,12 +500,6 @@ impl ReplicaAgent {
 
 fn loss(passes: bool, stalled: bool) -> Loss {
     Loss { passes, stalled, failure: Failure::new(Code::Source, "the source is gone") }
-}
-
-fn shown(thing: &impl std::fmt::Debug) -> String {
-    let mut text = format!("{thing:?}");
-    text.truncate(text.floor_char_boundary(160));
-    text
 }
 
 fn count_job(world: &mut World, server: ServerId, job: Job) {

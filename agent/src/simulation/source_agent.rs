@@ -10,7 +10,7 @@ use remora_redis::info::Info;
 
 use super::memory::{Journal, Snapshot};
 use super::wire::{Address, Conn, End, Host, Message, ServerId};
-use super::world::{Event, World};
+use super::world::{Event, World, shown};
 use crate::backoff::Backoff;
 use crate::server::Facts;
 use crate::source::answers::{hand_off_answer, not_covered, plan_of};
@@ -574,10 +574,4 @@ fn name(event: &CaptureEvent) -> &'static str {
         CaptureEvent::HistoryChanged { .. } => "history changed",
         CaptureEvent::StreamLost { .. } => "stream lost",
     }
-}
-
-fn shown(event: &Input) -> String {
-    let mut text = format!("{event:?}");
-    text.truncate(text.floor_char_boundary(160));
-    text
 }

@@ -493,3 +493,8 @@ fn short(frame: &resp::Frame) -> String {
         _ => text,
     }
 }
+
+/// The beginning of a thing's text, for the log.
+pub(super) fn shown(thing: &impl std::fmt::Debug) -> String {
+    format!("{thing:?}").chars().take(160).collect()
+}

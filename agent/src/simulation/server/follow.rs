@@ -101,7 +101,7 @@ impl Server {
         }
     }
 
-    pub(super) fn from_primary(&mut self, conn: Conn, message: Message, step: &mut Step<'_>) {
+    pub(super) fn primary_said(&mut self, conn: Conn, message: Message, step: &mut Step<'_>) {
         if self.link.conn() != Some(conn) {
             return;
         }

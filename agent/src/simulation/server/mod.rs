@@ -321,7 +321,7 @@ impl Server {
             Message::Psync { history, snapshot_only, .. } => self.asked(conn, history, snapshot_only, step),
             Message::Ack { .. } => self.acknowledged(conn, step),
             Message::Room => self.has_room(conn, step),
-            other => self.from_primary(conn, other, step),
+            other => self.primary_said(conn, other, step),
         }
     }
 
