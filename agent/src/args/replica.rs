@@ -3,6 +3,7 @@
 use std::{net::IpAddr, path::PathBuf, time::Duration};
 
 use clap::{Args, ValueEnum};
+use remora_wire::is_printable;
 
 use super::{HostPort, RdmaRead, RelayArgs};
 use crate::{
@@ -29,7 +30,7 @@ pub struct ReplicaArgs {
     pub token_file: PathBuf,
 
     /// Name to appear under in `remora status` and the source's log. Default: the server's address.
-    #[arg(long, value_name = "NAME", help_heading = "Source")]
+    #[arg(long, value_name = "NAME", value_parser = parse_name, help_heading = "Source")]
     pub name: Option<String>,
 
     /// How to read the source's memory: `shm` if both agents share a host, `verbs` (RDMA) or `tcp` between hosts;
@@ -146,6 +147,13 @@ pub enum OnFailure {
 
 /// The least memory: a few slots of the default size, so that reading and loading can overlap.
 const LEAST_MEMORY: Size = Size::mebibytes(16);
+
+fn parse_name(text: &str) -> Result<String, String> {
+    match text.chars().find(|character| !is_printable(*character)) {
+        Some(character) => Err(format!("a name has printable characters only, and not {character:?}")),
+        None => Ok(text.to_owned()),
+    }
+}
 
 fn parse_memory(text: &str) -> Result<Size, String> {
     let size: Size = text.parse().map_err(|error: UnitError| error.to_string())?;

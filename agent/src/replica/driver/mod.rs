@@ -32,7 +32,7 @@ use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
 
 use self::relay::Relay;
 use self::server::{Keeper, ServerTask, Work};
-use self::session::{Received, Session, loss};
+use self::session::{Received, Session, unreachable};
 use super::candidates::Candidates;
 use super::control::Control;
 use super::delivery::{self, Handle, Notice, Order};
@@ -294,7 +294,7 @@ impl Driver {
                 self.session = Some(Session::start(source, way));
                 Some(Event::Source(SourceEvent::Connected))
             }
-            Connected::Source(Err(error)) => Some(Event::Source(SourceEvent::Unreachable(loss(error)))),
+            Connected::Source(Err(error)) => Some(Event::Source(SourceEvent::Unreachable(unreachable(error)))),
             Connected::Tables { attempt, offer, result: Ok((feed, chosen)) } => {
                 let tables = Tables { offer: offer.clone(), transport: chosen.kind, why: chosen.why.clone() };
                 self.tables = Some((attempt, feed, chosen, offer));

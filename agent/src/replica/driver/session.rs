@@ -135,7 +135,13 @@ async fn report(sender: &Sender, newest: &mut watch::Receiver<Option<Progress>>)
 }
 
 /// The meaning of a conversation's error for the sync.
-pub(super) fn loss(error: Error) -> Loss {
+fn loss(error: Error) -> Loss {
     let stalled = matches!(error.fault, Fault::Refused { code: RefusalCode::Stalled, .. });
     Loss { passes: error.fault.may_pass(), stalled, failure: failure(error) }
+}
+
+/// The meaning of a failed attempt to connect to the source again. Another attempt may always succeed: the peer has not
+/// proved that it holds the token, so any host on the way could have sent its refusal.
+pub(super) fn unreachable(error: Error) -> Loss {
+    Loss { passes: true, ..loss(error) }
 }
