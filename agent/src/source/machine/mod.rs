@@ -559,8 +559,8 @@ impl Machine {
     }
 
     /// Releases what no replica uses: a capture whose ring is full holds up the primary, and a snapshot that is too old
-    /// to be offered, or a stream, costs the primary a connection. A full ring also holds up the replicas that wait: its
-    /// first slots are gone, so that none of them can begin with it.
+    /// to be offered, or a stream, costs the primary a connection. A full ring also holds up the replicas that wait:
+    /// its first slots are gone, so that none of them can begin with it.
     fn release_unused(&mut self, now: Instant, actions: &mut Vec<Action>) {
         let Some(snapshot) = &self.snapshot else { return };
         let generation = snapshot.generation;
