@@ -225,6 +225,9 @@ impl Replica {
         if loss.stalled {
             self.supply.stalled = true;
             self.actions.push_back(Action::GiveUpLoad);
+            if self.state == State::Loading {
+                self.slots_wanted();
+            }
         }
         self.come_again(now, loss.passes, loss.failure);
     }
@@ -284,9 +287,10 @@ impl Replica {
         self.supply.attached();
         self.actions.push_back(Action::Attach { attempt });
         tables.log_what_is_new(self.tables.as_ref());
-        self.tables = Some(tables);
-        if self.state == State::Waiting {
-            self.state = State::Transfer;
+        let generation = tables.offer.generation;
+        let before = self.tables.replace(tables).map(|before| before.offer.generation);
+        if self.state == State::Waiting || before != Some(generation) {
+            self.slots_wanted();
         }
         self.server.begin();
     }
@@ -354,6 +358,15 @@ impl Replica {
                 self.join();
             }
             DeliveryEvent::Fatal { failure } => self.fail(failure),
+        }
+    }
+
+    /// The source must keep slots for this replica again, also if all slots of an earlier snapshot had arrived: in the
+    /// phase `Load` the source would wait for no progress, and a windowed snapshot would come to a stop.
+    fn slots_wanted(&mut self) {
+        if matches!(self.state, State::Waiting | State::Loading) && !self.reading.loaded {
+            self.state = State::Transfer;
+            self.moments.fetched = None;
         }
     }
 
