@@ -153,7 +153,8 @@ impl Watch {
 
     /// Whether every server is an exact replica of the primary at this address, or fed by an agent that stays.
     pub(super) fn all_is_well(world: &World, primary: &Address, agents: &[ReplicaAgent]) -> Result<(), String> {
-        let is_at_work = |agent: &&ReplicaAgent| agent.is_running() && !agent.options.args.stay;
+        let feeds = |agent: &ReplicaAgent| world.server(agent.options.server).follows.as_ref() == Some(&agent.link);
+        let is_at_work = |agent: &&ReplicaAgent| agent.is_running() && !(agent.options.args.stay && feeds(agent));
         if let Some(agent) = agents.iter().find(is_at_work) {
             return Err(format!("agent {} is still at work long after the last fault", agent.index));
         }

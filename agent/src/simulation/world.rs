@@ -16,7 +16,7 @@ use super::wire::{Address, Conn, Effect, End, Host, Message, ServerId, Timer};
 use crate::server::simulated::ServerEnd;
 
 /// Lines of the log that a finding shows.
-const LOG_LINES: usize = 120;
+const LOG_LINES: usize = 300;
 
 /// How long a connection attempt takes that finds no way.
 const NO_WAY: Duration = Duration::from_secs(2);
