@@ -13,6 +13,8 @@
 //!
 //! `docs/testing.md` says how to run it, what is modelled, and what is not.
 
+#[cfg(test)]
+mod against_real;
 mod check;
 mod delivery;
 mod explore;

@@ -12,6 +12,8 @@
 
 mod commands;
 mod follow;
+#[cfg(test)]
+pub(super) mod pair;
 mod serve;
 #[cfg(test)]
 mod tests;
@@ -24,6 +26,8 @@ use remora_redis::ReplId;
 
 pub(super) use self::commands::{Changed, Session};
 use self::follow::Link;
+#[cfg(test)]
+pub(super) use self::serve::Answer;
 pub(super) use self::serve::WINDOW;
 use self::serve::{Fork, Reader};
 use super::oracle::{Content, FLUSH, Oracle};
