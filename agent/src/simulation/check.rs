@@ -1,8 +1,9 @@
 //! Check: what must hold in every schedule.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
+use super::oracle::Content;
 use super::plan::FIRST_REPLICA;
 use super::replica_agent::ReplicaAgent;
 use super::server::Changed;
@@ -31,8 +32,8 @@ pub(super) struct Watch {
     looked: BTreeMap<(usize, ServerId), Duration>,
     /// When a server or its clients were last ended by force.
     out_of_reach: BTreeMap<ServerId, Duration>,
-    /// Servers that an agent has changed.
-    touched: BTreeSet<(usize, ServerId)>,
+    /// When an agent first changed a server, and what the server held then.
+    touched: BTreeMap<(usize, ServerId), (Duration, Content)>,
     /// When an agent began to hand its server over.
     handing_over: BTreeMap<(usize, ServerId), Duration>,
 }
@@ -70,7 +71,11 @@ impl Watch {
         }
         let Some(agent) = agents.get(number) else { return Ok(()) };
         self.full_copy_was_left(world, agent, change)?;
-        let untouched = self.touched.insert(key);
+        let held = world.server(id).content;
+        let untouched = self.touched.insert(key, (now, held)).is_none_or(|before| {
+            self.touched.insert(key, before);
+            false
+        });
         let Some(&(since, before)) = self.taken_over.get(&id) else { return Ok(()) };
         let as_found = matches!(&change.changed, Changed::Follows { before, .. } if *before == agent.found);
         if number >= before || (untouched && as_found) {
@@ -130,6 +135,9 @@ impl Watch {
     pub(super) fn agents(&self, world: &World, agents: &[ReplicaAgent]) -> Result<(), String> {
         for agent in agents {
             let number = agent.index;
+            if agent.ended == Some(world.now) {
+                self.ended(world, agent)?;
+            }
             if let (Some(stopped), None) = (agent.stopped, agent.ended)
                 && world.now > stopped + STOP_LIMIT
             {
@@ -151,6 +159,19 @@ impl Watch {
         Ok(())
     }
 
+    /// What an agent says at its end of the data that it leaves is true.
+    pub(super) fn ended(&self, world: &World, agent: &ReplicaAgent) -> Result<(), String> {
+        let (number, id) = (agent.index, agent.options.server);
+        let Some(&(since, held)) = self.touched.get(&(number, id)) else { return Ok(()) };
+        let says = |text: &str| matches!(&agent.outcome, Some(Err(failure)) if failure.message.contains(text));
+        let restarted = self.out_of_reach.get(&id).is_some_and(|&cut| cut >= since);
+        let is_as_before = world.server(id).content == held;
+        if says("holds what it held before") && !is_as_before && !restarted && !self.is_taken_over(id) {
+            return Err(format!("agent {number} says that server {} holds what it held before, which is not so", id.0));
+        }
+        Ok(())
+    }
+
     /// Whether every server is an exact replica of the primary at this address, or fed by an agent that stays.
     pub(super) fn all_is_well(world: &World, primary: &Address, agents: &[ReplicaAgent]) -> Result<(), String> {
         let feeds = |agent: &ReplicaAgent| world.server(agent.options.server).follows.as_ref() == Some(&agent.link);
@@ -161,6 +182,11 @@ impl Watch {
         for server in &world.servers[FIRST_REPLICA..] {
             let fed = agents.iter().any(|agent| agent.is_running() && server.follows.as_ref() == Some(&agent.link));
             let follows = server.follows.as_ref() == Some(primary) || fed;
+            let last = agents.iter().rfind(|agent| agent.options.server == server.traits.id);
+            let was_interrupted = last.is_some_and(ReplicaAgent::was_interrupted);
+            if was_interrupted && server.follows.is_none() {
+                continue; // the signal came before it had loaded, and the agent has detached it
+            }
             if !server.is_up() || !follows {
                 return Err(format!(
                     "server {} is not in step long after the last fault: it follows {:?}",

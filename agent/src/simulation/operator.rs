@@ -277,7 +277,9 @@ impl Simulation {
             let id = ServerId(number);
             let server = self.world.server(id);
             let is_well = server.is_up() && server.follows == Some(address(PRIMARY));
-            if !is_well && self.agent_of(id).is_none() {
+            // One that takes a full copy by itself is left alone.
+            let helps_itself = server.is_copying() && server.follows == Some(address(PRIMARY));
+            if !is_well && !helps_itself && self.agent_of(id).is_none() {
                 self.start_agent(id);
             }
         }

@@ -124,6 +124,11 @@ impl ReplicaAgent {
         !matches!(self.stage, Stage::Ended)
     }
 
+    /// Whether a signal ended it before it was done.
+    pub(super) fn was_interrupted(&self) -> bool {
+        matches!(&self.outcome, Some(Err(failure)) if failure.code == Code::Interrupted)
+    }
+
     fn session_end(&self) -> End {
         End::Replica(self.index, self.options.server)
     }
