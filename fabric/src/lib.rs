@@ -33,6 +33,8 @@ mod address;
 pub mod admission;
 pub mod auth;
 pub mod error;
+#[cfg(any(test, feature = "fuzzing"))]
+pub mod fuzzing;
 mod lane_handshake;
 mod outstanding;
 pub mod region;

@@ -79,6 +79,9 @@ pub(super) struct Delivery {
     link: Option<Link>,
     by_module: bool,
     introductions: u64,
+    /// Bytes of payloads that the server was given since the sync began, and whether the end of one was among them.
+    pub(super) given: u64,
+    pub(super) end_given: bool,
     bytes_delivered: u64,
     pub(super) slots_below: u64,
     pub(super) acknowledged: u64,
@@ -104,6 +107,8 @@ impl Delivery {
             link: None,
             by_module: false,
             introductions: 0,
+            given: 0,
+            end_given: false,
             bytes_delivered: 0,
             slots_below: 0,
             acknowledged: 0,
@@ -124,11 +129,16 @@ impl Delivery {
     pub(super) fn reading(&self) -> Reading {
         Reading {
             loaded: self.loaded,
-            bytes_delivered: self.bytes_delivered,
+            bytes_delivered: self.given,
             stream_fetched: self.stream_fetched,
             stream_delivered: self.next_byte.saturating_sub(1 + self.stream.len() as u64),
             readers: 0,
         }
+    }
+
+    /// Bytes of the present snapshot that were given to the server.
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes_delivered
     }
 
     pub(super) fn take_events(&mut self) -> Vec<DeliveryEvent> {
@@ -356,6 +366,7 @@ impl Delivery {
         let Origin { replid, offset, .. } = origin;
         world.send(link.conn, self.agent, Message::FullResync { replid, offset });
         link.stage = Stage::Payload { refers };
+        self.given += 10;
         self.bytes_delivered = 0;
     }
 
@@ -378,6 +389,7 @@ impl Delivery {
                     link.stage = Stage::Streaming;
                     self.feed.iter_mut().for_each(|feed| feed.reads_snapshot = false);
                     self.slots_below = u64::MAX;
+                    self.end_given = true;
                     self.tell(DeliveryEvent::PayloadSent);
                 }
                 Stage::Payload { .. } if link.room > 0 => {
@@ -386,6 +398,7 @@ impl Delivery {
                     world.send(link.conn, self.agent, Message::Slot(slot));
                     self.next_slot += 1;
                     self.bytes_delivered += 100;
+                    self.given += 100;
                 }
                 Stage::Streaming if link.has_loaded && !link.is_held && !self.stream.is_empty() => {
                     let bytes = self.stream.drain(..).collect();

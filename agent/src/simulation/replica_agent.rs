@@ -392,6 +392,7 @@ impl ReplicaAgent {
             Action::Server(job) => {
                 count_job(world, self.options.server, job);
                 if let Stage::Running { server, .. } = &self.stage {
+                    server.gave(self.delivery.given, self.delivery.end_given);
                     server.give(job);
                 }
             }
@@ -438,7 +439,7 @@ impl ReplicaAgent {
             transport_why: String::new(),
             slots_below: delivery.slots_below,
             slots_held: delivery.slots_below,
-            bytes: delivery.reading().bytes_delivered,
+            bytes: delivery.bytes(),
             applied_offset: delivery.acknowledged.max(machine.hand_off_offset()),
             relaying: None,
         };

@@ -5,18 +5,21 @@ use std::future::Future;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::pin::pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use remora_protocol::Offer;
 use remora_redis::psync::server::Access;
 use tokio::sync::oneshot;
 
-use super::server::{Keeper, ServerTask, Work};
+use super::server::{Keeper, ServerTask, Watched, Work};
 use crate::args::ReplicaArgs;
 use crate::exit::Failure;
 use crate::replica::control::Control;
 use crate::replica::introduction::Introduction;
+use crate::replica::link_failure::LinkFailure;
 use crate::replica::machine::{Job, Report, Rules};
+use crate::replica::meter::Meter;
 use crate::replica::preflight;
 use crate::replica::record::Record;
 use crate::server::Task;
@@ -32,23 +35,32 @@ pub(crate) struct Prepared {
 }
 
 /// The server's task.
-pub(crate) struct ServerHandle(ServerTask);
+pub(crate) struct ServerHandle {
+    task: ServerTask,
+    meter: Arc<Meter>,
+}
 
 impl ServerHandle {
+    /// How much of payloads the delivery has given to the server.
+    pub(crate) fn gave(&self, bytes: u64, the_end: bool) {
+        self.meter.bytes_given.set(bytes);
+        self.meter.end_given.set(the_end.into());
+    }
+
     pub(crate) fn give(&self, job: Job) {
-        self.0.give(match job {
+        self.task.give(match job {
             Job::Introduce { number } => Work::Introduce(Introduction::simulated(number)),
             job => Work::Job(job),
         });
     }
 
     pub(crate) fn cancel(&self) {
-        self.0.cancel();
+        self.task.cancel();
     }
 
     /// The next report, and whether the module took what it was introduced to.
     pub(crate) fn poll_report(&mut self, cx: &mut Context<'_>) -> Poll<(Report, bool)> {
-        let done = pin!(self.0.done());
+        let done = pin!(self.task.done());
         done.poll(cx).map(|done| (done.report, done.answer.is_some_and(|(_, answer)| answer.is_ok())))
     }
 }
@@ -91,6 +103,9 @@ pub(crate) async fn prepare(
         Access::Open => String::new(),
     };
     let control = Control::new(server, client);
-    let keeper = Keeper { args: args.into(), control, record, target, primary, link, worthless: None, looked: None };
-    Ok(Prepared { server: ServerHandle(ServerTask::start(keeper)), rules, kind, secret })
+    let meter = Arc::new(Meter::default());
+    let watched = Watched { meter: meter.clone(), link_failure: LinkFailure::default() };
+    let keeper = Keeper::new(args.into(), control, record, target, primary, link, watched);
+    let server = ServerHandle { task: ServerTask::start(keeper), meter };
+    Ok(Prepared { server, rules, kind, secret })
 }

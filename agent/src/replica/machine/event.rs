@@ -33,7 +33,7 @@ pub(crate) struct Rules {
 pub(crate) struct Reading {
     /// The server holds the whole snapshot.
     pub(crate) loaded: bool,
-    /// Bytes of the snapshot that were given to the server.
+    /// Bytes of payloads that were given to the server since the sync began.
     pub(crate) bytes_delivered: u64,
     /// Offset of the last byte of the stream that has arrived.
     pub(crate) stream_fetched: u64,
@@ -186,8 +186,8 @@ pub(crate) enum Leaving {
     AsItIs,
     /// Its data set is complete: its own replication fetches the rest.
     ToPrimary,
-    /// Its data set is incomplete; `as_before`: it still holds what it held before.
-    Detached { as_before: bool },
+    /// Its data set is incomplete, or still what it was before: it gets its former primary back, or is detached.
+    Detached,
 }
 
 /// The result of a [`Job`].
@@ -295,6 +295,8 @@ pub(crate) struct Look {
     pub(crate) follows: Follows,
     pub(crate) loading: bool,
     pub(crate) keys: u64,
+    /// What keeps a server that follows the link from coming to it, as far as that is known.
+    pub(crate) trouble: String,
 }
 
 /// What the server follows.
