@@ -100,6 +100,9 @@ async fn prepare(args: ReplicaArgs) -> Result<Option<Driver>, Failure> {
     let primary = preflight::primary(&args, &server, &target, &plan, source.address()).await?;
     preflight::refuse_to_overwrite(&args, &server, &target)?;
     warn_of_a_small_backlog(&plan);
+    if !plan.warning.is_empty() {
+        tracing::warn!("{}", plan.warning);
+    }
     if args.dry_run {
         progress::say(&format!(
             "{} ({}) can become a replica of {}:{} ({}); nothing was touched",

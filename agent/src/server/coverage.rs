@@ -35,7 +35,13 @@ impl Facts {
             backlog.first,
             end,
             Size::bytes(rate),
-            Size::bytes(needed.max(end.saturating_sub(offset)).saturating_mul(2).next_power_of_two())
+            Size::bytes(
+                needed
+                    .max(end.saturating_sub(offset))
+                    .saturating_mul(2)
+                    .checked_next_power_of_two()
+                    .unwrap_or(u64::MAX)
+            )
         ))
     }
 

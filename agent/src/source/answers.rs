@@ -24,6 +24,7 @@ pub(super) fn plan_of(facts: &Facts, primary: Announce, write_rate: u64) -> Offe
         backlog_bytes: facts.backlog.map_or(0, |backlog| backlog.size),
         write_rate,
         upstream: None,
+        warning: String::new(),
     }
 }
 
@@ -134,6 +135,19 @@ mod tests {
         assert!(!covered("a", 20), "the backlog does not reach back");
         assert!(!covered("b", 101), "beyond the end of the former history");
         assert!(!covered("c", 100));
+    }
+
+    #[test]
+    fn no_offset_of_a_replica_and_no_figure_of_the_server_overflows() {
+        assert!(!answer(&primary(), Some(replid("a")), u64::MAX).0);
+        assert!(!answer(&primary(), Some(replid("b")), u64::MAX).0);
+        let backlog = Backlog { active: true, size: u64::MAX, first: u64::MAX, held: u64::MAX };
+        let facts = Facts { backlog: Some(backlog), ..primary() };
+        assert!(!answer(&facts, Some(replid("a")), 7).0);
+        match hand_off_answer(&primary(), Some(replid("a")), 120, u64::MAX) {
+            Message::HandOffAnswer { covered, .. } => assert!(!covered),
+            other => panic!("{}", other.name()),
+        }
     }
 
     #[test]

@@ -37,6 +37,7 @@ pub(super) fn offer(generation: u64) -> Box<Offer> {
         backlog_bytes: 100,
         write_rate: 0,
         upstream: None,
+        warning: String::new(),
     })
 }
 
