@@ -210,7 +210,7 @@ impl Keeper {
         if !after_restart {
             self.note_what_it_was();
         }
-        self.note_rewrites().await?;
+        self.note_rewrites(after_restart).await?;
         let mut way = self.target.diskless_load.clone();
         if let Some(before) = self.target.diskless_load.clone() {
             // Straight from the link, without a file, where there is nothing to lose by it.
