@@ -46,8 +46,8 @@ impl Exports {
         Ok(Exports { exporters })
     }
 
-    /// Exports `memory` over each transport that accepts it. One transport may fail alone, for example RDMA at the limit
-    /// of locked memory. Replicas then get no key of it, and read over another one.
+    /// Exports `memory` over each transport that accepts it. One transport may fail alone, for example RDMA at the
+    /// limit of locked memory. Replicas then get no key of it, and read over another one.
     ///
     /// # Errors
     /// No transport accepts it.

@@ -1,9 +1,9 @@
 //! The primary's output buffer for the source, and its limit.
 //!
 //! If snapshot and stream share one connection, the primary holds the stream back until the source has read the
-//! snapshot. It holds it in the output buffer of that connection. A windowed snapshot is read at the pace of the slowest
-//! replica, so the buffer grows for as long as that takes. When it reaches `client-output-buffer-limit`, the primary
-//! closes the connection and the snapshot has failed. Each further attempt ends in the same way.
+//! snapshot. It holds it in the output buffer of that connection. A windowed snapshot is read at the pace of the
+//! slowest replica, so the buffer grows for as long as that takes. When it reaches `client-output-buffer-limit`, the
+//! primary closes the connection and the snapshot has failed. Each further attempt ends in the same way.
 
 use std::fmt;
 use std::time::{Duration, Instant};
@@ -91,8 +91,8 @@ impl OutputBuffer {
         self.limit.is_reached(held, took).then_some(self.limit)
     }
 
-    /// A warning for the plan of a replica: a windowed snapshot of about `expected` bytes may reach the limit. Empty if it
-    /// cannot.
+    /// A warning for the plan of a replica: a windowed snapshot of about `expected` bytes may reach the limit. Empty if
+    /// it cannot.
     fn warning(&self, expected: u64, ring: u64, rate: u64) -> String {
         if self.two_channels || (self.limit.hard == 0 && self.limit.soft == 0) {
             return String::new();

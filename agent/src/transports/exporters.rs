@@ -10,7 +10,8 @@ use remora_fabric::{Error, Exporter, Memory};
 use crate::args::{RdmaEnd, RdmaOffer};
 use crate::exit::Failure;
 
-/// Opens an RDMA exporter for this many readers and registers `memories` with it. If this host has no usable RDMA, a log line says why.
+/// Opens an RDMA exporter for this many readers and registers `memories` with it. If this host has no usable RDMA, a
+/// log line says why.
 ///
 /// It listens at the given addresses, or else at that of `listen`. If no option names RDMA, its absence is not an
 /// error: replicas then read over TCP. It blocks, because registration backs all of the memory with pages.

@@ -104,8 +104,8 @@ impl Exporter for VerbsExporter {
         self.shared.server().regions.export(id, exported)
     }
 
-    /// Registers `memory` now and keeps it registered until it is [forgotten](Exporter::forget), so that exporting it is
-    /// fast. Backs all of it with pages, which stay in place.
+    /// Registers `memory` now and keeps it registered until it is [forgotten](Exporter::forget), so that exporting it
+    /// is fast. Backs all of it with pages, which stay in place.
     ///
     /// # Errors
     /// [`Error::NoRdma`] if the locked-memory limit is too low; [`Error::System`].

@@ -75,8 +75,8 @@ impl Capture {
         Capture { plan, stop, silence_limit: SILENCE_LIMIT }
     }
 
-    /// Runs the capture to its end. It is meant to be the body of a thread. A panic, which is a bug, ends the snapshot or
-    /// the stream with an event as any other error does: the source's loop would wait for it without end.
+    /// Runs the capture to its end. It is meant to be the body of a thread. A panic, which is a bug, ends the snapshot
+    /// or the stream with an event as any other error does: the source's loop would wait for it without end.
     pub(crate) fn run(self) {
         match caught(|| self.take_snapshot()).unwrap_or_else(|text| Err(CaptureError::Panicked(text))) {
             Ok(Following::AnotherCapture) => {}

@@ -59,8 +59,8 @@ impl Capture {
         Ok(journal)
     }
 
-    /// The error of a snapshot that the server sends before the stream, on one connection: if the link broke because the
-    /// server held back too much of the stream, the error says so.
+    /// The error of a snapshot that the server sends before the stream, on one connection: if the link broke because
+    /// the server held back too much of the stream, the error says so.
     pub(super) fn explained(&self, error: CaptureError) -> CaptureError {
         let is_broken = matches!(error, CaptureError::Link { during: DURING, .. });
         if !is_broken || self.plan.journal.is_none() {

@@ -167,8 +167,8 @@ const ACKED_OFFSET: u64 = 0;
 /// early has no effect. So ACKs are sent quickly until the stream's first byte arrives, then once a second, as replicas
 /// do.
 ///
-/// The acknowledged offset is always [`ACKED_OFFSET`]. The servers use the time of an ACK and its arrival for everything
-/// that keeps a connection alive, and its offset only to count replicas (`WAIT`, `FAILOVER`, `SHUTDOWN`).
+/// The acknowledged offset is always [`ACKED_OFFSET`]. The servers use the time of an ACK and its arrival for
+/// everything that keeps a connection alive, and its offset only to count replicas (`WAIT`, `FAILOVER`, `SHUTDOWN`).
 struct AckClock {
     last: Option<Instant>,
     began: Instant,

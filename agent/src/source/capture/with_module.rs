@@ -127,9 +127,9 @@ impl Capture {
         }
     }
 
-    /// Backs the first `bytes` of the snapshot's slots with pages. A page counts for the control group of the process that
-    /// touches it first. If that were the server's child, the source's table would count against the memory limit of the
-    /// server's container.
+    /// Backs the first `bytes` of the snapshot's slots with pages. A page counts for the control group of the process
+    /// that touches it first. If that were the server's child, the source's table would count against the memory limit
+    /// of the server's container.
     fn touch(&self, bytes: u64) -> Result<(), remora_table::Error> {
         let (memory, geometry) = &self.plan.snapshot;
         let end = geometry.data_offset().saturating_add(bytes);

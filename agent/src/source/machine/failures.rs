@@ -39,8 +39,8 @@ impl Failures {
         self.last = None;
     }
 
-    /// The last replica has left. The next one was started by an operator who may have removed the cause, so it does not
-    /// wait for the end of a long pause.
+    /// The last replica has left. The next one was started by an operator who may have removed the cause, so it does
+    /// not wait for the end of a long pause.
     pub(super) fn forgive(&mut self, now: Instant, retry: &mut Option<(Instant, String)>) {
         self.forks_in_a_row = 0;
         if let Some((at, _)) = retry {
@@ -74,8 +74,8 @@ impl Failures {
 /// The pause after two failures in a row. It doubles with each further one.
 const FORK_PAUSE: Duration = Duration::from_secs(2);
 
-/// The longest pause: twice the default of `--retry-for`, so that replicas report the cause to their operators while the
-/// primary is left alone.
+/// The longest pause: twice the default of `--retry-for`, so that replicas report the cause to their operators while
+/// the primary is left alone.
 const FORK_PAUSE_MAX: Duration = Duration::from_secs(600);
 
 /// The longest rest of a pause once no replica is left.

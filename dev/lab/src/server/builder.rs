@@ -119,8 +119,8 @@ impl Builder {
         self
     }
 
-    /// Runs the server as the user and group with this number, which needs root rights. The program and the libraries that
-    /// it loads must be readable for that user.
+    /// Runs the server as the user and group with this number, which needs root rights. The program and the libraries
+    /// that it loads must be readable for that user.
     pub fn as_user(mut self, user: u32) -> Builder {
         self.user = Some(user);
         self
