@@ -47,11 +47,11 @@ bench: build
 	@dev/lab/setup/setup --rivals
 	$(CARGO) run --release --locked -p xtask -- bench $(ARGS)
 
-## check: format, lints, structure and documentation, as continuous integration wants them
+## check: format, lints, structure, documentation, fuzz targets and builds with fewer features
 .PHONY: check
-check: format lint structure doc
+check: format lint structure doc fuzz-check features
 
-.PHONY: format lint structure doc
+.PHONY: format lint structure doc fuzz-check features
 format:
 	$(CARGO) fmt --all --check
 lint:
@@ -61,6 +61,15 @@ structure:
 	$(CARGO) run --quiet --locked -p remora-structure
 doc:
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked
+
+# A workspace of its own. Nothing is linked, so neither the nightly compiler nor LLVM's fuzzer is needed: the variable keeps
+# libfuzzer-sys from building the latter with a C++ compiler.
+fuzz-check:
+	CUSTOM_LIBFUZZER_PATH=/nowhere/libfuzzer.a \
+		$(CARGO) check --quiet --locked --manifest-path dev/fuzz/Cargo.toml --target-dir target
+# `fabric` can be built without RDMA. The crates above it always have it.
+features:
+	$(CARGO) clippy --quiet --locked -p remora-fabric --no-default-features -- -D warnings
 
 ## clean: remove what was built and downloaded
 .PHONY: clean

@@ -8,6 +8,7 @@
 use std::{io::IsTerminal, process::ExitCode};
 
 use clap::Parser;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tracing_subscriber::EnvFilter;
 
 use crate::{
@@ -23,12 +24,22 @@ pub fn main() -> ExitCode {
     let cli = Cli::parse();
     progress::configure(cli.global.quiet);
     start_logging(&cli.global);
+    raise_descriptor_limit();
     match run(cli.command) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
             progress::say(&format!("remora: {failure}"));
             failure.into()
         }
+    }
+}
+
+/// Raises the soft limit of open descriptors to the hard limit. The usual soft limit of 1024 exists for programs that
+/// use select(2), and a source with many replicas needs more: a few for each replica and each of its lanes.
+fn raise_descriptor_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }) {
+        tracing::debug!(%error, "the limit of open descriptors stays at {:?}", limit.current);
     }
 }
 

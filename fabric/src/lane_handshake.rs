@@ -207,6 +207,20 @@ impl Transcript {
     }
 }
 
+/// For the fuzz targets: what these parsers accept survives encoding.
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) fn check_parsers<F: Format>(bytes: &[u8]) {
+    if let Ok(hello) = F::parse_hello(bytes) {
+        assert_eq!(F::parse_hello(&F::hello(&hello)).ok(), Some(hello));
+    }
+    let _ = F::parse_challenge(bytes);
+    if let Ok((grant, proof)) = F::parse_welcome(bytes) {
+        let wire = F::welcome(&grant, &proof);
+        let again = F::parse_welcome(&wire).map(|(grant, proof)| F::welcome(&grant, &proof));
+        assert_eq!(again.ok(), Some(wire));
+    }
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]

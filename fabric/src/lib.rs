@@ -21,6 +21,7 @@
 //!   here.**
 //! - [`region`]: names of exported memory: [`RegionId`], [`RegionKey`], and the [`Secret`] that grants access.
 //! - [`transport`]: the three traits of every transport: [`Exporter`], [`Connector`], [`Peer`].
+//! - [`admission`]: which connections may wait for their proof, when strangers connect too.
 //! - [`auth`] and `lane_handshake`: how a data connection proves its session; one machine for `shm`, `tcp` and `verbs`.
 //! - [`shm`], [`tcp`], [`verbs`], and `sim` behind a feature: the transports. `tests/conformance/` tests all of them by
 //!   one suite.
@@ -29,8 +30,11 @@
 #![deny(unsafe_code)]
 
 mod address;
+pub mod admission;
 pub mod auth;
 pub mod error;
+#[cfg(any(test, feature = "fuzzing"))]
+pub mod fuzzing;
 mod lane_handshake;
 mod outstanding;
 pub mod region;

@@ -19,13 +19,14 @@ use crate::{Refusal, ReplId};
 pub type Body = fn(&[u8]);
 
 /// All bodies, with the names of their fuzz targets and seed folders.
-pub const TARGETS: [(&str, Body); 7] = [
+pub const TARGETS: [(&str, Body); 8] = [
     ("resp_decode", resp_decode),
     ("command_decode", command_decode),
     ("psync_client", psync_client),
     ("psync_server", psync_server),
     ("rdb_head", rdb_head),
     ("rdb_scan", rdb_scan),
+    ("rdb_reference", rdb_reference),
     ("info", info),
 ];
 
@@ -324,6 +325,22 @@ fn for_each_cut(data: &[u8], mut check: impl FnMut(&[&[u8]])) {
     }
 }
 
+/// The words of a field of references end at the first error, and those before it survive encoding.
+pub fn rdb_reference(data: &[u8]) {
+    let (mut wire, mut failed) = (Vec::new(), false);
+    for word in rdb::reference::words(data) {
+        assert!(!failed, "a word after an error");
+        match word {
+            Ok(word) => word.encode(&mut wire),
+            Err(_) => failed = true,
+        }
+    }
+    let parsed: Result<Vec<_>, _> = rdb::reference::words(&wire).collect();
+    let mut again = Vec::new();
+    parsed.unwrap_or_default().iter().for_each(|word| word.encode(&mut again));
+    assert_eq!(again, wire);
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
@@ -401,6 +418,7 @@ mod tests {
         any_bytes_may_ask_for_a_handshake: psync_server;
         any_bytes_may_be_taken_for_a_snapshot: rdb_head;
         any_bytes_may_be_taken_for_records: rdb_scan;
+        any_bytes_may_be_taken_for_references: rdb_reference;
         any_bytes_may_be_taken_for_info: info;
     }
 }

@@ -67,7 +67,7 @@ const AT_SLOTS: usize = 28;
 const AT_DATA_OFFSET: usize = 32;
 const AT_FIRST_OFFSET: usize = 40;
 const AT_REPLID: usize = 48;
-const AT_HEAD_CHECK: usize = 88;
+pub(crate) const AT_HEAD_CHECK: usize = 88;
 
 /// Words of the progress line: published, retired, end, state, check.
 pub(crate) const LINE_WORDS: usize = 5;
@@ -400,7 +400,7 @@ impl State {
 }
 
 /// CRC-32C of words in their memory representation.
-fn check(words: &[u64]) -> u64 {
+pub(crate) fn check(words: &[u64]) -> u64 {
     let crc = words.iter().fold(0, |crc, word| crc::crc32c_append(crc, &word.to_le_bytes()));
     u64::from(crc)
 }

@@ -34,6 +34,8 @@
 
 pub mod error;
 pub mod expectation;
+#[cfg(all(any(test, feature = "fuzzing"), not(loom)))]
+pub mod fuzzing;
 pub mod journal;
 pub mod layout;
 pub mod origin;

@@ -6,6 +6,8 @@
 
 use std::marker::PhantomData;
 
+use crate::printable::{is_printable, printable};
+
 /// The encoding of one kind of value.
 pub trait Codec {
     /// The type of the value.
@@ -151,7 +153,7 @@ impl<const MAX: usize> Codec for Bytes<MAX> {
 }
 
 /// A u16 count and that many bytes of UTF-8, at most `MAX`. For names and addresses, which must arrive whole or not at
-/// all.
+/// all. Every character is [printable](is_printable), since names are shown in logs and on terminals.
 pub struct Name<const MAX: usize>;
 
 impl<const MAX: usize> Codec for Name<MAX> {
@@ -159,13 +161,16 @@ impl<const MAX: usize> Codec for Name<MAX> {
     const MAX_BYTES: usize = 2 + MAX;
 
     fn put(value: &String, out: &mut Vec<u8>) -> Result<(), TooLarge> {
-        put_counted::<MAX>(value.as_bytes(), out)
+        put_counted::<MAX>(printable(value).as_bytes(), out)
     }
 
     fn take(from: &mut Reader<'_>) -> Result<String, Malformed> {
         let bytes = take_counted::<MAX>(from)?;
         let text = std::str::from_utf8(bytes).map_err(|_| Malformed::NotUtf8)?;
-        Ok(text.to_owned())
+        match text.chars().find(|character| !is_printable(*character)) {
+            Some(character) => Err(Malformed::NotPrintable { character }),
+            None => Ok(text.to_owned()),
+        }
     }
 }
 
@@ -177,7 +182,7 @@ impl<const MAX: usize> Codec for Text<MAX> {
     const MAX_BYTES: usize = 2 + MAX;
 
     fn put(value: &String, out: &mut Vec<u8>) -> Result<(), TooLarge> {
-        put_counted::<MAX>(cut(value, MAX).as_bytes(), out)
+        put_counted::<MAX>(cut(&printable(value), MAX).as_bytes(), out)
     }
 
     fn take(from: &mut Reader<'_>) -> Result<String, Malformed> {
@@ -275,6 +280,12 @@ pub enum Malformed {
     /// A text is not UTF-8.
     #[error("a text field is not UTF-8")]
     NotUtf8,
+    /// A text has a character that could change what a terminal or a log shows.
+    #[error("a text field contains {character:?}, which is not printable")]
+    NotPrintable {
+        /// The first such character.
+        character: char,
+    },
     /// The bytes of a field are not a value of its kind.
     #[error("a field is not a valid {what}")]
     Invalid {
@@ -350,6 +361,19 @@ mod tests {
     fn a_long_name_is_an_error_not_another_name() {
         let error = Name::<4>::put(&"abcde".to_owned(), &mut Vec::new()).unwrap_err();
         assert_eq!(error, TooLarge { count: 5, limit: 4 });
+    }
+
+    #[test]
+    fn a_name_that_could_change_what_a_terminal_shows_is_refused_and_never_sent() {
+        let hostile = "evil\u{1b}[31m\nINFO forged".to_owned();
+        let mut wire = u16::try_from(hostile.len()).unwrap().to_le_bytes().to_vec();
+        wire.extend_from_slice(hostile.as_bytes());
+        let refused = Malformed::NotPrintable { character: '\u{1b}' };
+        assert_eq!(Name::<64>::take(&mut Reader::new(&wire)), Err(refused));
+        assert_eq!(Text::<64>::take(&mut Reader::new(&wire)), Err(refused));
+        let mut sent = Vec::new();
+        Text::<64>::put(&hostile, &mut sent).unwrap();
+        assert_eq!(Text::<64>::take(&mut Reader::new(&sent)).unwrap(), "evil?[31m?INFO forged");
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use std::{net::IpAddr, path::PathBuf, time::Duration};
 
 use clap::{Args, ValueEnum};
+use remora_wire::is_printable;
 
 use super::{HostPort, RdmaRead, RelayArgs};
 use crate::{
@@ -29,7 +30,7 @@ pub struct ReplicaArgs {
     pub token_file: PathBuf,
 
     /// Name to appear under in `remora status` and the source's log. Default: the server's address.
-    #[arg(long, value_name = "NAME", help_heading = "Source")]
+    #[arg(long, value_name = "NAME", value_parser = parse_name, help_heading = "Source")]
     pub name: Option<String>,
 
     /// How to read the source's memory: `shm` if both agents share a host, `verbs` (RDMA) or `tcp` between hosts;
@@ -63,9 +64,10 @@ pub struct ReplicaArgs {
     #[arg(long, help_heading = "What to do")]
     pub replace: bool,
 
-    /// State of the server if the sync fails or is stopped after the server has begun to load. `detached`: it follows
-    /// no primary (`REPLICAOF NO ONE`) and keeps the data that it holds then; the agent reports how much. `empty`: also
-    /// flushed, so that no client takes half a data set for a whole one.
+    /// State of the server if the sync fails or is stopped when the server has lost its old data and not loaded the new
+    /// ones. `detached`: it follows no primary (`REPLICAOF NO ONE`) and keeps the data that it holds then; the agent
+    /// reports how much. `empty`: it is flushed, so that no client takes half a data set for a whole one, and follows
+    /// its former primary again if it had one.
     #[arg(long, value_name = "STATE", default_value = "empty", help_heading = "What to do")]
     pub on_failure: OnFailure,
 
@@ -140,12 +142,19 @@ pub enum ModuleLoad {
 pub enum OnFailure {
     /// `REPLICAOF NO ONE`, with its data as they are, perhaps incomplete.
     Detached,
-    /// `REPLICAOF NO ONE` and `FLUSHALL`.
+    /// `REPLICAOF NO ONE` and `FLUSHALL`, and then `REPLICAOF` its former primary if it had one.
     Empty,
 }
 
 /// The least memory: a few slots of the default size, so that reading and loading can overlap.
 const LEAST_MEMORY: Size = Size::mebibytes(16);
+
+fn parse_name(text: &str) -> Result<String, String> {
+    match text.chars().find(|character| !is_printable(*character)) {
+        Some(character) => Err(format!("a name has printable characters only, and not {character:?}")),
+        None => Ok(text.to_owned()),
+    }
+}
 
 fn parse_memory(text: &str) -> Result<Size, String> {
     let size: Size = text.parse().map_err(|error: UnitError| error.to_string())?;

@@ -1,32 +1,55 @@
 //! The one port that a source opens, or a replica that serves its slots to others.
 //!
+//! ```text
+//!   accept ──▶ Doorway: a place? ──▶ greet: lane or conversation? ──▶ TcpExporter::adopt
+//!     │             │                                            └──▶ Endpoint::accept ──▶ incoming
+//!     │             └── no ──▶ turned away
+//!     └── no descriptor is left ──▶ closed
+//! ```
+//!
 //! Control connections and data lanes are separate connections that share the port, so a firewall needs one rule. Their
 //! first eight bytes tell them apart; the listener peeks at these bytes and leaves them in the socket.
 //!
-//! At most [`GREETINGS_LIMIT`] connections may be in their handshake at once. A connection that sends nothing is closed
-//! after [`FIRST_WORD_LIMIT`].
+//! Any host can connect, so the listener bounds what a stranger costs. A connection without a proof has one of
+//! [`GREETINGS`] places, of which each address has a part ([`remora_fabric::admission`]). A connection that sends
+//! nothing is closed after [`FIRST_WORD_LIMIT`], or as soon as another one needs its place.
 
+use std::collections::HashMap;
+use std::fs::File;
+use std::io;
 use std::net::SocketAddr;
-use std::sync::Arc;
-use std::time::Duration;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
+use remora_fabric::admission::{Admission, Limits, Verdict};
 use remora_fabric::tcp::{LANE_MAGIC, TcpExporter};
 use remora_protocol::Message;
+use rustix::io::Errno;
+use rustix::net::{Shutdown, shutdown};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, mpsc};
-use tokio::task::JoinHandle;
+use tokio::task::{AbortHandle, JoinHandle};
 
+use super::rejections::Rejections;
 use super::{Connection, Endpoint, Error, Receiver};
 use crate::exit::Failure;
 
 /// Connections that may be in their handshake at once: enough for a burst of replicas, and a bound for a flood of other
-/// connections.
-const GREETINGS_LIMIT: usize = 64;
+/// connections. Half of them for one address, since all replicas of one host share it.
+const GREETINGS: Limits = Limits { total: 64, per_address: 32 };
+
+/// Connections that are turned away with a reason at once. Each costs a descriptor for up to a second. Further ones are
+/// closed without a reason.
+const TURNED_AWAY_LIMIT: usize = 16;
 
 /// Time limit for the first eight bytes of a connection.
 const FIRST_WORD_LIMIT: Duration = Duration::from_secs(5);
 
-/// Pause after the system failed to accept a connection, usually because too many files are open.
+/// The first and the longest pause between two looks at a connection that has sent a part of its first eight bytes.
+const PEEK_PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(64));
+
+/// Pause after the system failed to accept a connection.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 
 /// A listening port. Dropping it closes the port.
@@ -70,30 +93,138 @@ where
 {
     let conversations = Arc::new(conversations);
     let task = tokio::spawn(async move {
-        let permits = Arc::new(Semaphore::new(GREETINGS_LIMIT));
+        let doorway = Arc::new(Doorway::new());
+        let turned_away = Arc::new(Semaphore::new(TURNED_AWAY_LIMIT));
+        let mut spare = Spare::new();
         loop {
             let (stream, peer) = match listener.accept().await {
                 Ok(accepted) => accepted,
                 Err(error) => {
-                    tracing::warn!(%error, "cannot accept a connection");
-                    tokio::time::sleep(ACCEPT_PAUSE).await;
+                    doorway.rejections.add(|| tracing::warn!(%error, "cannot accept a connection"));
+                    if !spare.refuse_one(&listener, &error) {
+                        tokio::time::sleep(ACCEPT_PAUSE).await;
+                    }
                     continue;
                 }
             };
-            let Ok(permit) = permits.clone().try_acquire_owned() else {
-                tokio::spawn(super::turn_away(stream));
+            let Some(place) = doorway.place_for(&stream, peer) else {
+                doorway.rejections.add(|| tracing::warn!(%peer, "connection rejected: too many handshakes at once"));
+                if let Ok(permit) = turned_away.clone().try_acquire_owned() {
+                    tokio::spawn(async move {
+                        super::turn_away(stream).await;
+                        drop(permit);
+                    });
+                }
                 continue;
             };
             let (conversations, lanes, incoming) = (conversations.clone(), lanes.clone(), incoming.clone());
-            tokio::spawn(async move {
+            let number = place.number;
+            let greeting = tokio::spawn(async move {
                 if let Err(text) = greet(stream, &conversations, &lanes, &incoming).await {
-                    tracing::warn!(%peer, "connection rejected: {text}");
+                    place.doorway.rejections.add(|| tracing::warn!(%peer, "connection rejected: {text}"));
                 }
-                drop(permit);
+                drop(place);
             });
+            doorway.greeted_by(number, greeting.abort_handle());
         }
     });
     Listener { address, task }
+}
+
+/// The connections that are in their handshake.
+struct Doorway {
+    waiting: Mutex<Waiting>,
+    rejections: Rejections,
+}
+
+struct Waiting {
+    admission: Admission,
+    /// How to close each connection.
+    open: HashMap<u64, Open>,
+}
+
+/// A connection that may have to give way. Its descriptor may be the task's or already the messenger's.
+struct Open {
+    socket: OwnedFd,
+    /// The task that reads its first bytes.
+    task: Option<AbortHandle>,
+}
+
+impl Open {
+    fn close(self) {
+        // An error means that the peer has closed it already.
+        let _ = shutdown(self.socket, Shutdown::Both);
+        self.task.inspect(AbortHandle::abort);
+    }
+}
+
+/// A connection's place, until it is dropped.
+struct Place {
+    doorway: Arc<Doorway>,
+    number: u64,
+}
+
+impl Doorway {
+    fn new() -> Doorway {
+        let waiting = Waiting { admission: Admission::new(GREETINGS), open: HashMap::new() };
+        Doorway { waiting: Mutex::new(waiting), rejections: Rejections::default() }
+    }
+
+    fn waiting(&self) -> MutexGuard<'_, Waiting> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A place for this connection. Closes the connection that gives way to it.
+    fn place_for(self: &Arc<Doorway>, stream: &TcpStream, peer: SocketAddr) -> Option<Place> {
+        let socket = stream.as_fd().try_clone_to_owned().ok()?;
+        let mut waiting = self.waiting();
+        let Verdict::Admitted { place, instead } = waiting.admission.admit(Instant::now(), peer.ip()) else {
+            return None;
+        };
+        if let Some(open) = instead.and_then(|instead| waiting.open.remove(&instead)) {
+            open.close();
+        }
+        waiting.open.insert(place, Open { socket, task: None });
+        Some(Place { doorway: self.clone(), number: place })
+    }
+
+    /// Notes the task of a place, which ends with the place.
+    fn greeted_by(&self, place: u64, task: AbortHandle) {
+        if let Some(open) = self.waiting().open.get_mut(&place) {
+            open.task = Some(task);
+        }
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut waiting = self.doorway.waiting();
+        waiting.admission.leave(self.number);
+        waiting.open.remove(&self.number);
+    }
+}
+
+/// A descriptor in reserve. With none left, accept(2) fails and leaves the connection in the queue, where the peer
+/// waits without an answer.
+struct Spare(Option<File>);
+
+impl Spare {
+    fn new() -> Spare {
+        Spare(File::open("/dev/null").ok())
+    }
+
+    /// Accepts a connection with the descriptor in reserve and closes it. Returns `false` if accepting failed for
+    /// another reason.
+    fn refuse_one(&mut self, listener: &TcpListener, error: &io::Error) -> bool {
+        let is_short =
+            [Errno::MFILE, Errno::NFILE].map(|errno| Some(errno.raw_os_error())).contains(&error.raw_os_error());
+        if !is_short || self.0.take().is_none() {
+            return false;
+        }
+        let refused = rustix::net::accept(listener).is_ok();
+        *self = Spare::new();
+        refused
+    }
 }
 
 async fn greet<T: From<Connection>>(
@@ -133,14 +264,16 @@ pub(crate) fn listen_to<T: Send + 'static>(
 async fn is_lane(stream: &TcpStream) -> Result<bool, String> {
     let mut magic = [0; LANE_MAGIC.len()];
     let peek = async {
+        let mut pause = PEEK_PAUSES.0;
         loop {
             let n = stream.peek(&mut magic).await?;
             // A magic that differs already need not be complete.
             if n == magic.len() || n == 0 || magic[..n] != LANE_MAGIC[..n] {
-                return std::io::Result::Ok(n);
+                return io::Result::Ok(n);
             }
             // The rest of the magic is under way. Peeking again at once would only spin.
-            tokio::time::sleep(Duration::from_millis(1)).await;
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(PEEK_PAUSES.1);
         }
     };
     match tokio::time::timeout(FIRST_WORD_LIMIT, peek).await {

@@ -17,6 +17,7 @@
 pub mod error;
 pub(crate) mod listener;
 mod post;
+mod rejections;
 
 use std::net::SocketAddr;
 use std::sync::Arc;

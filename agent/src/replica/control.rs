@@ -14,7 +14,7 @@ use remora_redis::resp::Frame;
 
 use crate::server::{Client, Facts, Server, ServerError};
 
-/// The server and one connection to it, which is made anew when the old one is closed or out of step.
+/// The server and one connection to it. A new connection replaces one that is closed or out of step.
 pub(super) struct Control {
     server: Server,
     client: Client,
@@ -36,7 +36,7 @@ pub(super) enum Expected<'a> {
 pub(super) enum NotOurs {
     /// Another client has changed it: what that client did, as the end of a sentence that begins with the server.
     TakenOver(String),
-    /// It does not say.
+    /// Its answer does not show it.
     Unknown(ServerError),
 }
 
@@ -78,7 +78,7 @@ impl Control {
         }
     }
 
-    /// All that the server says of itself.
+    /// Reads the server's facts.
     pub(super) async fn facts(&mut self) -> Result<Facts, ServerError> {
         match Facts::read(self.client().await?).await {
             Err(ServerError::Lost { .. }) => Facts::read(self.client().await?).await,
@@ -86,7 +86,7 @@ impl Control {
         }
     }
 
-    /// What it says of its replication, which is asked often.
+    /// Reads the server's facts about its replication only, which are needed often.
     pub(super) async fn replication(&mut self) -> Result<Facts, ServerError> {
         Ok(Facts::from_info(&self.client().await?.info("replication").await?))
     }
@@ -107,7 +107,7 @@ impl Control {
         Ok(())
     }
 
-    /// Points the server at `link` and makes its replication position worthless on the way. Gives back the replication
+    /// Points the server at `link` and makes its replication position worthless on the way. Returns the replication
     /// id that the server holds afterwards, which no primary knows.
     ///
     /// A server that leaves its primary caches its position (replid and offset) and shows it to the next one, also

@@ -1,4 +1,4 @@
-//! Feed: a snapshot and a journal on some source, each behind a peer of its own, ready to be pumped.
+//! Feed: a snapshot and a journal of a source, each behind its own peer, ready to be read.
 //!
 //! The driver makes the connections, which can take a while; the delivery reads from them. A feed that fails is dropped
 //! as a whole; the next one begins where the delivery is.
@@ -18,7 +18,7 @@ use super::spool;
 /// A snapshot and a journal of one source, and the connections through which they are read.
 pub(super) struct Feed {
     /// Which snapshot it is.
-    pub(super) origin: spool::Origin,
+    pub(super) id: spool::SnapshotId,
     /// The snapshot, until it has been read.
     pub(super) snapshot: Option<SnapshotFeed>,
     /// The journal.
@@ -28,8 +28,8 @@ pub(super) struct Feed {
 }
 
 impl Feed {
-    pub(super) fn new(origin: spool::Origin, parts: Parts) -> Feed {
-        Feed { origin, snapshot: None, journal: None, parts: Some(parts) }
+    pub(super) fn new(id: spool::SnapshotId, parts: Parts) -> Feed {
+        Feed { id, snapshot: None, journal: None, parts: Some(parts) }
     }
 
     /// Creates the reader of the snapshot, from slot `first` on, without the slots that are `held`. `kept` is the copy
@@ -78,7 +78,7 @@ impl Feed {
     }
 }
 
-/// The snapshot, on its way here.
+/// The reader of the snapshot.
 pub(super) enum SnapshotFeed {
     /// From the source's table, into buffers or without a copy.
     Direct(Box<Direct>),
@@ -136,7 +136,7 @@ impl SnapshotFeed {
         }
     }
 
-    /// Takes back a slot that was used. The error says that it was overwritten meanwhile.
+    /// Releases a slot after use. Fails if the source overwrote it meanwhile.
     pub(super) fn release(&mut self, slot: Slot) -> Result<(), remora_table::Error> {
         match self {
             SnapshotFeed::Direct(direct) => direct.reader.release(slot),

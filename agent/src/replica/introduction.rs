@@ -15,7 +15,7 @@ use remora_table::LoadPage;
 use crate::server::Client;
 use crate::server::module::field;
 
-/// The delivery's half.
+/// The delivery's half of an introduction: the memory that the server's module was given.
 pub(super) struct GrantedMemory {
     /// The first field of the payload must contain this.
     pub(super) ticket: [u8; TICKET_BYTES],
@@ -23,9 +23,9 @@ pub(super) struct GrantedMemory {
     pub(super) tally: LoadPage,
 }
 
-/// The half for the server's task.
+/// The half of the server's task: the descriptors and the command.
 pub(super) struct Introduction {
-    /// Tells introductions apart, so that a late answer is not taken for another's.
+    /// The number of the introduction, so that a late answer is not taken for another's.
     pub(super) number: u64,
     handover: Handover,
     descriptors: Vec<OwnedFd>,
@@ -59,7 +59,7 @@ pub(super) fn prepare(view: &View, number: u64) -> Result<(GrantedMemory, Introd
     getrandom::fill(&mut ticket).map_err(|error| text(&error))?;
     let tally = LoadPage::create().map_err(|error| text(&error))?;
     let page = tally.memory().as_fd().try_clone_to_owned().map_err(|error| text(&error))?;
-    // What was handed to us for reading may belong to another user, and then can't be opened again, nor needs to be.
+    // A memfd that another user handed to this process for reading cannot be opened again, and need not be.
     let memory = view.reopen_read_only().or_else(|_| view.as_fd().try_clone_to_owned());
     let descriptors = vec![memory.map_err(|error| text(&error))?, page];
     let handover = Handover::bind(&Place::Abstract).map_err(|error| text(&error))?;

@@ -171,7 +171,7 @@ impl RelayReader {
         self.way = Way::Source;
     }
 
-    /// One turn. If the peer was lost, gives back why; it is disconnected by then.
+    /// Runs one turn. If the peer was lost, disconnects from it and returns the reason.
     pub(super) fn pump(&mut self, now: Instant) -> Result<Option<Lost>, FeedError> {
         if self.copy.is_whole() {
             return Ok(None);
@@ -250,7 +250,7 @@ impl RelayReader {
         self.copy.is_idle()
     }
 
-    /// When to look again without an arrival: while a limit holds reads back.
+    /// When to turn again without an arrival, while a limit holds reads back.
     pub(super) fn due(&self, now: Instant) -> Option<Instant> {
         let is_limited = match &self.way {
             Way::Peer { limit, .. } => limit.is_set() || self.download.is_set(),
@@ -259,7 +259,7 @@ impl RelayReader {
         is_limited.then_some(now + LIMIT_PACE)
     }
 
-    /// What to wait on.
+    /// The descriptors to wait on.
     pub(super) fn arms(&mut self) -> impl Iterator<Item = BorrowedFd<'_>> {
         let peer = match &mut self.way {
             Way::Peer { peer, .. } => Some(peer.arm()),

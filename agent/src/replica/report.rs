@@ -1,4 +1,4 @@
-//! Report: where the time of a sync went, for people (a line per phase) and for programs (`--json`).
+//! Report: the time of each phase of a sync, for people (a line per phase) and for programs (`--json`).
 
 use std::time::{Duration, Instant};
 
@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::units::Size;
 
-/// The moments between which the phases lie.
+/// The moments at which the phases change.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Moments {
     /// The agent asked the source for a snapshot.

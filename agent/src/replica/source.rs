@@ -26,7 +26,7 @@ pub(super) struct Source {
     connection: Connection,
 }
 
-/// How long a plan may take: the source knows it already.
+/// Time limit for a plan, which the source has ready.
 const PLAN_LIMIT: Duration = Duration::from_secs(10);
 
 impl Source {
@@ -83,7 +83,7 @@ impl Source {
         self.connection.split()
     }
 
-    /// What connecting to offered tables needs, for a thread that can block.
+    /// The parameters for connecting to offered tables, for a thread that can block.
     pub(super) fn way(&self, args: &ReplicaArgs) -> Way {
         Way {
             session: self.connection.session(),
@@ -106,11 +106,11 @@ pub(super) fn join_again(
     held_slots: u64,
     relays: Option<Relays>,
 ) -> Message {
-    let resume = progress.origin.as_ref().map(|origin| Resume {
-        generation: origin.generation,
+    let resume = progress.snapshot.map(|id| Resume {
+        generation: id.origin.generation,
         held_slots,
         loaded: progress.loaded,
-        replid: origin.replid,
+        replid: id.origin.history,
         next_byte: progress.next_byte,
     });
     Message::Join(Join { relays, ..join(args, server, resume) })
@@ -246,12 +246,8 @@ impl Way {
             let text = format!("the source {} offers generation {} without a replid", self.source, offer.generation);
             Failure::new(Code::Source, text)
         })?;
-        let origin = spool::Origin {
-            generation: offer.generation,
-            replid: history,
-            offset: offer.offset,
-            slot_size: offer.snapshot.slot_size,
-        };
+        let origin = Origin { generation: offer.generation, history, offset: offer.offset };
+        let id = spool::SnapshotId { origin, slot_size: offer.snapshot.slot_size };
         let mut connectors = self.wish.connectors(self.source);
         let journal_sink = sinks.of(JOURNAL_BUFFERS, &journal, "remora-journal-sink")?;
         let (journal_peer, mut kind) = self.connect(&mut connectors, &offer.journal, &journal_sink)?;
@@ -278,7 +274,7 @@ impl Way {
         }
         let journal_part = self.part(journal_peer, journal_sink, JOURNAL_BUFFERS, journal, &offer.journal, history);
         let chosen = Chosen { kind, why: connectors.why(), copy: chosen_copy };
-        Ok((Feed::new(origin, Parts { snapshot: snapshot_part, journal: journal_part }), chosen))
+        Ok((Feed::new(id, Parts { snapshot: snapshot_part, journal: journal_part }), chosen))
     }
 
     fn part(
@@ -295,7 +291,7 @@ impl Way {
         Part { peer, sink, layout: SinkLayout { offset: 0, buffers }, expect, in_place: table.retained, copy: None }
     }
 
-    /// Tries the connectors, best first, and gives back which one connected. One that fails is not tried again for
+    /// Tries the connectors, best first, and returns which one connected. One that fails is not tried again for
     /// other tables.
     fn connect(
         &self,

@@ -21,37 +21,41 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use remora_fabric::{View, memory::crc};
-use remora_redis::ReplId;
+use remora_table::Origin;
 use serde::{Deserialize, Serialize};
 
 use super::private::Folder;
 
-/// The snapshot that the slots belong to.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Origin {
-    /// The snapshot's generation.
-    pub(super) generation: u64,
-    /// The replid of its history.
-    #[serde(with = "text")]
-    pub(super) replid: ReplId,
-    /// The replication offset of the snapshot.
-    pub(super) offset: u64,
+/// What identifies the slots of a snapshot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct SnapshotId {
+    /// The snapshot's generation, history and offset.
+    pub(super) origin: Origin,
     /// Bytes per slot.
     pub(super) slot_size: u32,
 }
 
-/// A replid in a file: its digits.
-mod text {
-    use remora_redis::ReplId;
-    use serde::de::{Deserialize, Deserializer, Error};
-    use serde::ser::Serializer;
+/// The contents of `origin.json`.
+#[derive(Serialize, Deserialize)]
+struct OriginFile {
+    generation: u64,
+    replid: String,
+    offset: u64,
+    slot_size: u32,
+}
 
-    pub(super) fn serialize<S: Serializer>(replid: &ReplId, to: S) -> Result<S::Ok, S::Error> {
-        to.collect_str(replid)
+impl From<&SnapshotId> for OriginFile {
+    fn from(snapshot: &SnapshotId) -> OriginFile {
+        let Origin { generation, history, offset } = snapshot.origin;
+        OriginFile { generation, replid: history.to_string(), offset, slot_size: snapshot.slot_size }
     }
+}
 
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<ReplId, D::Error> {
-        String::deserialize(from)?.parse().map_err(D::Error::custom)
+impl OriginFile {
+    /// The snapshot. `None` if the replid is not one.
+    fn snapshot(&self) -> Option<SnapshotId> {
+        let origin = Origin { generation: self.generation, history: self.replid.parse().ok()?, offset: self.offset };
+        Some(SnapshotId { origin, slot_size: self.slot_size })
     }
 }
 
@@ -69,7 +73,7 @@ pub(super) struct Held {
 /// The slots of one snapshot, in the files of a state folder.
 pub(super) struct Spool {
     folder: Folder,
-    origin: Origin,
+    snapshot: SnapshotId,
     slots: File,
     index: File,
     /// The records by slot number. A map grows with the number of records, and not with the numbers in a damaged file.
@@ -91,25 +95,29 @@ const ORIGIN_LIMIT: u64 = 4096;
 const READ_PIECE: usize = 256 * 1024;
 
 impl Spool {
-    /// Opens the spool in `folder` for `origin`. Slots of another snapshot are deleted.
-    pub(super) fn open(folder: &Path, origin: &Origin) -> io::Result<Spool> {
+    /// Opens the spool in `folder` for `snapshot`. Deletes slots of another snapshot.
+    pub(super) fn open(folder: &Path, snapshot: &SnapshotId) -> io::Result<Spool> {
         let folder = Folder::open(folder)?;
-        if read_origin(&folder).as_ref() != Some(origin) {
+        if read_snapshot(&folder).as_ref() != Some(snapshot) {
             remove_files(&folder)?;
-            folder.replace("origin.json", &serde_json::to_vec_pretty(origin)?)?;
+            folder.replace("origin.json", &serde_json::to_vec_pretty(&OriginFile::from(snapshot))?)?;
         }
         let (slots, index) = (folder.file("slots")?, folder.file("held")?);
-        let mut spool = Spool { folder, origin: origin.clone(), slots, index, held: BTreeMap::new(), below: 0 };
+        let mut spool = Spool { folder, snapshot: *snapshot, slots, index, held: BTreeMap::new(), below: 0 };
         spool.believe_what_fits()?;
         Ok(spool)
     }
 
-    /// The snapshot whose slots a folder holds, if any, and how many slots it holds from the first one without a gap.
-    pub(super) fn look(folder: &Path) -> Option<(Origin, u64)> {
-        let origin = read_origin(&Folder::open(folder).ok()?)?;
-        let spool = Spool::open(folder, &origin).ok()?;
-        let prefix = spool.held_below();
-        Some((origin, prefix))
+    /// The slots that a folder holds, if any, of whichever snapshot. Reads and verifies all of them.
+    pub(super) fn find(folder: &Path) -> Option<Spool> {
+        let snapshot = read_snapshot(&Folder::open(folder).ok()?)?;
+        tracing::info!(folder = %folder.display(), "verifying the slots in the state folder");
+        Spool::open(folder, &snapshot).ok()
+    }
+
+    /// The snapshot whose slots are held.
+    pub(super) fn snapshot(&self) -> SnapshotId {
+        self.snapshot
     }
 
     /// Reads the records and keeps those whose bytes match their checksums.
@@ -120,7 +128,8 @@ impl Spool {
         while fill(&mut index, &mut bytes)? {
             let Some(record) = decode(&bytes) else { continue };
             let in_the_file = self.place(record.number) < size;
-            if in_the_file && record.length <= self.origin.slot_size && self.crc_on_disk(&record)? == Some(record.crc) {
+            if in_the_file && record.length <= self.snapshot.slot_size && self.crc_on_disk(&record)? == Some(record.crc)
+            {
                 believed.insert(record.number, record);
             }
         }
@@ -186,7 +195,7 @@ impl Spool {
 
     /// The position of a slot in [`Spool::file`].
     pub(super) fn place(&self, number: u64) -> u64 {
-        number * u64::from(self.origin.slot_size)
+        number * u64::from(self.snapshot.slot_size)
     }
 
     /// The file with the slots.
@@ -200,8 +209,9 @@ impl Spool {
     }
 }
 
-fn read_origin(folder: &Folder) -> Option<Origin> {
-    serde_json::from_slice(&folder.read("origin.json", ORIGIN_LIMIT).ok()??).ok()
+fn read_snapshot(folder: &Folder) -> Option<SnapshotId> {
+    let file: OriginFile = serde_json::from_slice(&folder.read("origin.json", ORIGIN_LIMIT).ok()??).ok()?;
+    file.snapshot()
 }
 
 fn remove_files(folder: &Folder) -> io::Result<()> {
@@ -245,10 +255,16 @@ mod tests {
 
     use super::*;
 
+    /// Which snapshot a folder holds slots of, and how many from the first one without a gap.
+    fn look(folder: &Path) -> Option<(SnapshotId, u64)> {
+        Spool::find(folder).map(|spool| (spool.snapshot(), spool.held_below()))
+    }
+
     const SLOT: u32 = 8192;
 
-    fn origin(generation: u64) -> Origin {
-        Origin { generation, replid: "a".repeat(40).parse().unwrap(), offset: 5, slot_size: SLOT }
+    fn snapshot(generation: u64) -> SnapshotId {
+        let origin = Origin { generation, history: "a".repeat(40).parse().unwrap(), offset: 5 };
+        SnapshotId { origin, slot_size: SLOT }
     }
 
     fn slot(spool: &mut Spool, memory: &Memory, number: u64, length: u32) {
@@ -264,33 +280,33 @@ mod tests {
     fn slots_are_held_after_the_agent_is_gone_but_not_for_another_snapshot() {
         let folder = tempfile::tempdir().unwrap();
         let memory = Memory::create("spool-test", u64::from(SLOT), Pages::Small).unwrap();
-        let mut spool = Spool::open(folder.path(), &origin(1)).unwrap();
+        let mut spool = Spool::open(folder.path(), &snapshot(1)).unwrap();
         for number in [0, 1, 3] {
             slot(&mut spool, &memory, number, SLOT - number as u32);
         }
         assert_eq!(spool.held_below(), 2);
         drop(spool);
 
-        let spool = Spool::open(folder.path(), &origin(1)).unwrap();
+        let spool = Spool::open(folder.path(), &snapshot(1)).unwrap();
         assert_eq!(spool.held_below(), 2);
         assert_eq!(spool.get(3).unwrap().length, SLOT - 3);
         assert_eq!(spool.get(2), None);
-        assert_eq!(Spool::look(folder.path()).unwrap(), (origin(1), 2));
+        assert_eq!(look(folder.path()).unwrap(), (snapshot(1), 2));
 
-        let other = Spool::open(folder.path(), &origin(2)).unwrap();
+        let other = Spool::open(folder.path(), &snapshot(2)).unwrap();
         assert_eq!(other.held_below(), 0);
     }
 
     #[test]
     fn a_folder_that_names_no_valid_replid_holds_nothing() {
         let folder = tempfile::tempdir().unwrap();
-        Spool::open(folder.path(), &origin(1)).unwrap();
-        assert_eq!(Spool::look(folder.path()).map(|(origin, _)| origin), Some(origin(1)));
+        Spool::open(folder.path(), &snapshot(1)).unwrap();
+        assert_eq!(look(folder.path()).map(|(snapshot, _)| snapshot), Some(snapshot(1)));
         let path = folder.path().join("origin.json");
         let right = std::fs::read_to_string(&path).unwrap();
         for replid in ["a".repeat(39), "g".repeat(40), String::new()] {
             std::fs::write(&path, right.replace(&"a".repeat(40), &replid)).unwrap();
-            assert_eq!(Spool::look(folder.path()).map(|(origin, _)| origin), None, "{replid}");
+            assert_eq!(look(folder.path()).map(|(snapshot, _)| snapshot), None, "{replid}");
         }
     }
 
@@ -298,12 +314,12 @@ mod tests {
     fn a_slot_whose_bytes_changed_on_disk_is_not_believed() {
         let folder = tempfile::tempdir().unwrap();
         let memory = Memory::create("spool-test", u64::from(SLOT), Pages::Small).unwrap();
-        let mut spool = Spool::open(folder.path(), &origin(1)).unwrap();
+        let mut spool = Spool::open(folder.path(), &snapshot(1)).unwrap();
         slot(&mut spool, &memory, 0, SLOT);
         slot(&mut spool, &memory, 1, SLOT);
         spool.slots.write_all_at(b"x", 77).unwrap();
         drop(spool);
-        let spool = Spool::open(folder.path(), &origin(1)).unwrap();
+        let spool = Spool::open(folder.path(), &snapshot(1)).unwrap();
         assert_eq!((spool.get(0), spool.held_below()), (None, 0));
         assert!(spool.get(1).is_some());
     }
@@ -312,12 +328,12 @@ mod tests {
     fn half_a_record_and_garbage_in_the_index_are_passed_over() {
         let folder = tempfile::tempdir().unwrap();
         let memory = Memory::create("spool-test", u64::from(SLOT), Pages::Small).unwrap();
-        let mut spool = Spool::open(folder.path(), &origin(1)).unwrap();
+        let mut spool = Spool::open(folder.path(), &snapshot(1)).unwrap();
         slot(&mut spool, &memory, 0, 100);
         let end = spool.index.metadata().unwrap().len();
         spool.index.write_all_at(&[0xEE; RECORD + 7], end).unwrap();
         drop(spool);
-        let spool = Spool::open(folder.path(), &origin(1)).unwrap();
+        let spool = Spool::open(folder.path(), &snapshot(1)).unwrap();
         assert_eq!(spool.held_below(), 1);
     }
 
@@ -325,13 +341,13 @@ mod tests {
     fn a_record_with_a_large_number_takes_no_more_room_than_another() {
         let folder = tempfile::tempdir().unwrap();
         let memory = Memory::create("spool-test", u64::from(SLOT), Pages::Small).unwrap();
-        let mut spool = Spool::open(folder.path(), &origin(1)).unwrap();
+        let mut spool = Spool::open(folder.path(), &snapshot(1)).unwrap();
         slot(&mut spool, &memory, 0, 100);
         // An empty slot has no bytes in the file, and its checksum is known.
         let forged = encode(&Held { number: SLOTS_LIMIT - 1, length: 0, crc: 0 });
         spool.index.write_all_at(&forged, RECORD as u64).unwrap();
         drop(spool);
-        let spool = Spool::open(folder.path(), &origin(1)).unwrap();
+        let spool = Spool::open(folder.path(), &snapshot(1)).unwrap();
         assert_eq!((spool.held_below(), spool.held.len()), (1, 1));
     }
 
@@ -345,7 +361,7 @@ mod tests {
             std::os::unix::fs::symlink(&target, state.join(name)).unwrap();
         }
         let memory = Memory::create("spool-test", u64::from(SLOT), Pages::Small).unwrap();
-        let mut spool = Spool::open(&state, &origin(1)).unwrap();
+        let mut spool = Spool::open(&state, &snapshot(1)).unwrap();
         slot(&mut spool, &memory, 0, 100);
         assert_eq!(std::fs::read(&target).unwrap(), b"precious");
         for name in ["slots", "held", "origin.json"] {

@@ -37,11 +37,11 @@ pub(super) struct Goal {
     pub(super) slot_size: u32,
 }
 
-/// What a conversation reports.
+/// A report of a conversation.
 pub(super) enum Said {
     /// For the delivery.
     ReadFrom(ReadFrom),
-    /// The peer cannot be read, or not any more.
+    /// The peer cannot be read.
     Lost(Lost),
 }
 

@@ -1,7 +1,5 @@
 //! Answers about the primary: its address, its snapshot formats, and whether it continues a replica's history.
 
-use std::time::Duration;
-
 use remora_protocol::{Announce, Message, Offer, Relays, TableOffer};
 use remora_redis::ReplId;
 use tokio::sync::Mutex;
@@ -9,7 +7,6 @@ use tokio::sync::Mutex;
 use super::machine::Format;
 use crate::args::HostPort;
 use crate::server::{Client, Facts, Place, Server, ServerUrl};
-use crate::units::Size;
 
 /// An offer without tables, for a dry run.
 pub(super) fn plan_of(facts: &Facts, primary: Announce, write_rate: u64) -> Offer {
@@ -81,60 +78,15 @@ pub(super) fn hand_off_answer(facts: &Facts, history: Option<ReplId>, offset: u6
     let Some(history) = history else {
         return not_covered("this source has given the replica no snapshot and no stream".into());
     };
-    // The offset is the replica's, and may be any number.
-    let next = offset.saturating_add(1);
-    if !facts.continues(history, next) {
-        return not_covered(other_history(facts, history, offset));
+    match facts.covers(history, offset, rate) {
+        Ok(()) => Message::HandOffAnswer { covered: true, text: String::new() },
+        Err(text) => not_covered(text),
     }
-    let Some(backlog) = facts.backlog else {
-        return not_covered("the primary's INFO replication does not describe its backlog".into());
-    };
-    let end = backlog.first.saturating_add(backlog.held).saturating_sub(1);
-    // The bytes that the primary can still write before the backlog drops the byte that the replica needs next.
-    let room = next.saturating_sub(backlog.first).saturating_add(backlog.size.saturating_sub(backlog.held));
-    let needed = (rate as f64 * HAND_OFF_TIME.as_secs_f64()) as u64;
-    let covered = backlog.covers(next) && room >= needed;
-    let text = if covered {
-        String::new()
-    } else {
-        format!(
-            "the primary's backlog of {} holds offsets {} to {}, the replica is at {offset}, and clients write {}/s: set \
-             repl-backlog-size to {} or more on the primary",
-            Size::bytes(backlog.size),
-            backlog.first,
-            end,
-            Size::bytes(rate),
-            Size::bytes(
-                needed
-                    .max(end.saturating_sub(offset))
-                    .saturating_mul(2)
-                    .checked_next_power_of_two()
-                    .unwrap_or(u64::MAX)
-            )
-        )
-    };
-    Message::HandOffAnswer { covered, text }
 }
 
 pub(super) fn not_covered(text: String) -> Message {
     Message::HandOffAnswer { covered: false, text }
 }
-
-/// Why a server does not continue `history` after `offset`.
-fn other_history(facts: &Facts, history: ReplId, offset: u64) -> String {
-    let Some(now) = facts.replid else {
-        return "the primary's INFO replication does not name its replication history".into();
-    };
-    match facts.former {
-        Some((former, end)) if former == history => format!(
-            "the primary's history is {now} since offset {end}, and the replica is at offset {offset} of the former one, {history}"
-        ),
-        _ => format!("the primary's history is {now}, and the replica has another one, {history}"),
-    }
-}
-
-/// An estimate of the time from the query to the primary's `+CONTINUE`: a few round trips, and a busy server.
-const HAND_OFF_TIME: Duration = Duration::from_millis(250);
 
 /// Reads the server's facts over a connection that is opened when first needed and again after a failure.
 pub(super) async fn ask(client: &Mutex<Option<Client>>, server: &Server) -> Result<Facts, crate::server::ServerError> {

@@ -12,6 +12,7 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use remora_redis::resp::Frame;
+use remora_wire::printable;
 use sha2::{Digest, Sha256};
 
 use super::pair::{Abilities, Side};
@@ -91,7 +92,8 @@ impl Look {
 pub(super) async fn look(side: &mut Side, abilities: Abilities, key: &[u8]) -> Result<Look, ServerError> {
     let kind = match side.client.command(&[b"TYPE", key]).await?.as_str() {
         Some("none") | None => return Ok(Look::Absent),
-        Some(kind) => kind.to_owned(),
+        // A module names its types, and the name is shown.
+        Some(kind) => printable(kind).into_owned(),
     };
     let mut reader = Reader { side, abilities, key, stride: Stride::default() };
     let content = match reader.content(&kind).await {

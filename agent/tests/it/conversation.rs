@@ -2,20 +2,22 @@
 //! talk to both agents, and a peer with the older framing gets a refusal.
 
 use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
+use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use remora_agent::conversation::Token;
 use remora_fabric::memory::crc;
-use remora_lab::{Kind, Server, require};
-use remora_messenger::handshake::Versions;
+use remora_lab::server::wait_until;
+use remora_lab::{Kind, Server, assert_same_data, require};
+use remora_messenger::handshake::{self, Versions};
 use remora_messenger::{Address, Connection, Delivery, Dispatcher, Message, Messenger, Options, Policy};
 use remora_protocol::{Message as Words, NEWEST_VERSION, OLDEST_VERSION, StatusReport, Totals};
 use rustix::process::Signal;
 
-use crate::kit::{LONG, Stage, says};
+use crate::kit::{LONG, Stage, fill, primary as quick_primary, says, succeeds};
 
 fn plain(stage: &Stage) -> Options {
     Options {
@@ -170,4 +172,67 @@ fn a_source_that_is_stopped_while_it_starts_ends_with_status_0() {
     agent.signal(Signal::TERM).unwrap();
     agent.wait_for_success(LONG).unwrap();
     assert!(agent.output().contains("stopped by SIGTERM before the source was ready"), "{}", agent.output());
+}
+
+/// A listener at a source's address that answers every connection with a refusal, as a host on the way could.
+struct Refuser {
+    calls: Arc<AtomicUsize>,
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Refuser {
+    fn start(address: SocketAddr) -> Refuser {
+        let listener = TcpListener::bind(address).unwrap();
+        let (calls, stop) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
+        let (counted, stopped) = (calls.clone(), stop.clone());
+        let thread = thread::spawn(move || {
+            for stream in listener.incoming() {
+                if stopped.load(Ordering::Relaxed) {
+                    return;
+                }
+                let mut stream = stream.unwrap();
+                let versions = Versions { oldest: OLDEST_VERSION, newest: NEWEST_VERSION };
+                let _ = stream.write_all(&handshake::refuse(WRONG_TOKEN, "", versions));
+                let _ = stream.shutdown(std::net::Shutdown::Write);
+                let _ = stream.read_to_end(&mut Vec::new());
+                counted.fetch_add(1, Ordering::Relaxed);
+            }
+        });
+        Refuser { calls, stop, thread: Some(thread) }
+    }
+
+    fn stop(mut self, address: SocketAddr) {
+        self.stop.store(true, Ordering::Relaxed);
+        drop(TcpStream::connect(address));
+        self.thread.take().unwrap().join().unwrap();
+    }
+}
+
+/// The code of a refusal that says that the caller's token is wrong.
+const WRONG_TOKEN: u8 = 2;
+
+#[test]
+fn a_refusal_without_a_proof_does_not_end_a_sync_that_is_under_way() {
+    for kind in require::kinds() {
+        let (stage, primary, replica) =
+            (Stage::new(), quick_primary(kind).start().unwrap(), Server::start(kind).unwrap());
+        fill(&primary, 24, 9);
+        let mut source = stage.source(&primary.url(), &["--no-shm"]);
+        let address = source.address;
+        let mut agent = stage.replica(&replica.url(), address, &["--download-limit", "4MiB"]);
+        source.wait_for_slots(&mut agent, 16);
+        source.agent.kill().unwrap();
+        let refuser = Refuser::start(address);
+        wait_until("two refused attempts", LONG, || {
+            let calls = refuser.calls.load(Ordering::Relaxed);
+            Ok(if calls >= 2 { Ok(()) } else { Err(format!("{calls} calls")) })
+        })
+        .unwrap();
+        refuser.stop(address);
+        assert!(agent.ended().unwrap().is_none(), "the agent ended:\n{}", agent.output());
+        let _source = stage.source_at(&address.to_string(), None, &primary.url(), &["--no-shm"]);
+        succeeds(&mut agent, &replica);
+        assert_same_data(&primary, &replica);
+    }
 }

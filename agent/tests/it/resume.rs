@@ -35,11 +35,15 @@ struct Hosts {
 }
 
 impl Hosts {
-    fn new(kind: Kind) -> Hosts {
+    /// `module`: whether both servers have the module.
+    fn new(kind: Kind, module: bool) -> Hosts {
         let net = Net::new().unwrap();
         let (here, there) = (net.host("primary").unwrap(), net.host("replica").unwrap());
-        let primary = Server::builder(kind).on(&here).config("repl-diskless-sync-delay", 0).start().unwrap();
-        let replica = Server::builder(kind).on(&there).start().unwrap();
+        let server = |host| {
+            let builder = Server::builder(kind).on(host).config("repl-diskless-sync-delay", 0);
+            if module { builder.module("").unwrap() } else { builder }.start().unwrap()
+        };
+        let (primary, replica) = (server(&here), server(&there));
         fill(&primary, MEBIBYTES, 1);
         there.shape(Shape::rate(CABLE)).unwrap();
         Hosts { here, there, primary, replica, stage: Stage::new() }
@@ -80,6 +84,11 @@ fn master_host(server: &Server) -> String {
     server.fact("master_host").unwrap()
 }
 
+/// Every kind of server without the module and with it.
+fn with_and_without_module() -> Vec<(Kind, bool)> {
+    require::kinds().into_iter().flat_map(|kind| [(kind, false), (kind, true)]).collect()
+}
+
 /// Changes of every kind, few enough for the slow cable.
 fn gentle_writer(server: &Server) -> Workload {
     let options = Options { big_bytes: 0, pipeline: 4, ..Options::seeded(remora_lab::random::seed("workload")) };
@@ -89,8 +98,8 @@ fn gentle_writer(server: &Server) -> Workload {
 #[test]
 fn a_replica_agent_that_was_killed_resumes_with_the_slots_it_lacks() {
     let Some(()) = require::shaping() else { return };
-    for kind in require::kinds() {
-        let hosts = Hosts::new(kind);
+    for (kind, module) in with_and_without_module() {
+        let hosts = Hosts::new(kind, module);
         let source = hosts.source();
         let writer = gentle_writer(&hosts.primary);
         let mut first = hosts.replica(&source, &[]);
@@ -110,7 +119,7 @@ fn a_replica_agent_that_was_killed_resumes_with_the_slots_it_lacks() {
 fn a_replica_agent_that_was_stopped_leaves_an_empty_server_and_resumes_when_started_again() {
     let Some(()) = require::shaping() else { return };
     let Some(kind) = require::redis() else { return };
-    let hosts = Hosts::new(kind);
+    let hosts = Hosts::new(kind, true);
     let source = hosts.source();
     let mut first = hosts.replica(&source, &[]);
     source.wait_for_slots(&mut first, A_QUARTER);
@@ -131,11 +140,24 @@ const CUT: Duration = Duration::from_secs(11);
 #[test]
 fn a_network_that_was_cut_between_the_agents_loses_no_slot() {
     let Some(()) = require::shaping() else { return };
-    let Some(kind) = require::valkey() else { return };
-    let hosts = Hosts::new(kind);
+    for kind in require::kinds() {
+        // With and without a state folder, and with and without the module.
+        is_cut(kind, kind == Kind::Redis7, true);
+        is_cut(kind, kind == Kind::Valkey9, false);
+    }
+}
+
+fn is_cut(kind: Kind, module: bool, keeps: bool) {
+    let hosts = Hosts::new(kind, module);
     let mut source = hosts.source();
     let summary = hosts.stage.path("summary.json");
-    let mut agent = hosts.replica(&source, &["--json", &summary]);
+    let mut agent = match keeps {
+        true => hosts.replica(&source, &["--json", &summary]),
+        false => {
+            let args = ["--json", &summary];
+            hosts.stage.replica_on(&hosts.there, &hosts.replica.url(), source.address, &args)
+        }
+    };
     source.wait_for_slots(&mut agent, A_QUARTER);
     hosts.there.cut().unwrap();
     agent.wait_for_line("trying again in", CUT * 3).unwrap();
@@ -152,7 +174,7 @@ fn a_killed_source_is_reported_and_its_successor_is_read_from_the_beginning() {
     let Some(()) = require::shaping() else { return };
     for (kind, keeps) in [(Kind::Redis7, true), (Kind::Valkey9, false)] {
         let Some(kind) = require::kind(kind) else { continue };
-        let hosts = Hosts::new(kind);
+        let hosts = Hosts::new(kind, !keeps);
         let mut source = hosts.source();
         let writer = gentle_writer(&hosts.primary);
         let mut agent = match keeps {

@@ -20,6 +20,7 @@
 //! - [`workload`]: a writer at full speed, and a data set with every type in it.
 //! - [`compare`]: whether a replica is exact, and what differs if not.
 //! - [`require`]: what a test needs of its machine, and how it is skipped if that is missing.
+//! - [`notes`]: lines about a test that appear although it passes.
 //! - [`tls`]: certificates, generated for each test.
 //! - [`net`]: hosts as network namespaces, with cables to cut, slow down and make lossy; [`iperf`] measures their
 //!   rates.
@@ -35,6 +36,7 @@ pub mod compare;
 pub mod error;
 pub mod iperf;
 pub mod net;
+pub mod notes;
 pub mod process;
 pub mod random;
 pub mod rdma;

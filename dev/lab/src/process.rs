@@ -9,6 +9,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::io;
+use std::net::{SocketAddr, TcpStream};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus};
@@ -17,7 +18,8 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, WaitId, WaitIdOptions};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Signal, WaitId, WaitIdOptions, pidfd_getfd, pidfd_open};
 
 use crate::error::{Doing, Error, Result};
 
@@ -246,6 +248,24 @@ pub fn memfds(pid: u32) -> io::Result<Vec<Memfd>> {
     Ok(found.into_values().collect())
 }
 
+/// The TCP connections of a process to `peer`, in the order of their descriptors. Each is a second descriptor of the
+/// same socket: `shutdown` breaks the connection of that process.
+pub fn connections(pid: u32, peer: SocketAddr) -> Result<Vec<TcpStream>> {
+    let failed = |error: Errno| Error::Io {
+        doing: format!("could not take a descriptor of process {pid}"),
+        source: error.into(),
+    };
+    let process = pidfd_open(pid_of(pid)?, PidfdFlags::empty()).map_err(failed)?;
+    let folder = format!("/proc/{pid}/fd");
+    let names = fs::read_dir(&folder).doing(|| format!("read {folder}"))?;
+    let mut numbers: Vec<i32> = names.filter_map(|name| name.ok()?.file_name().to_str()?.parse().ok()).collect();
+    numbers.sort_unstable();
+    // A descriptor may be closed meanwhile, or be something other than a connection: then it is ignored.
+    let taken = numbers.into_iter().filter_map(|number| pidfd_getfd(&process, number, PidfdGetfdFlags::empty()).ok());
+    let streams = taken.map(TcpStream::from).filter(|stream| stream.peer_addr().is_ok_and(|address| address == peer));
+    Ok(streams.collect())
+}
+
 /// An exit status as text: "exit status 3", "killed by signal 9".
 pub fn in_words(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
@@ -296,6 +316,22 @@ mod tests {
         thread::sleep(Duration::from_millis(50));
         assert_eq!(process.ended().unwrap(), None);
         assert_eq!(in_words(process.kill().unwrap()), "killed by signal 9");
+    }
+
+    #[test]
+    fn a_connection_of_a_process_can_be_broken() {
+        use std::io::Read;
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let mut other = Command::new("bash");
+        other.args(["-c", &format!("exec 3<>/dev/tcp/127.0.0.1/{}; read -r line <&3", address.port())]);
+        let (mut process, _pipes) = Process::start("bash", other).unwrap();
+        let (mut accepted, _) = listener.accept().unwrap();
+        let connections = connections(process.pid(), address).unwrap();
+        assert_eq!(connections.len(), 1);
+        connections[0].shutdown(std::net::Shutdown::Both).unwrap();
+        assert_eq!(accepted.read(&mut [0; 8]).unwrap(), 0);
+        assert!(process.wait(Duration::from_secs(20)).unwrap().is_some());
     }
 
     #[test]

@@ -11,7 +11,7 @@ use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
 use crate::error::{Doing, Error, Result};
-use crate::process;
+use crate::{notes, process};
 
 /// A machine that is ready to boot.
 #[derive(Clone, Debug)]
@@ -101,9 +101,10 @@ impl RdmaVm {
         };
         let mut ran = run();
         if !ran.status.success() && String::from_utf8_lossy(&ran.stderr).contains(KERNEL_HUNG) {
-            eprintln!(
-                "the guest's kernel hung (this happens with Soft-RoCE of Linux 6.1): trying once more in a new machine"
-            );
+            notes::note(&format!(
+                "the guest's kernel hung (this happens with Soft-RoCE of Linux 6.1), so the tests {prefix} ran again in \
+                 a new machine"
+            ));
             ran = run();
         }
         let (said, console) = (String::from_utf8_lossy(&ran.stdout), String::from_utf8_lossy(&ran.stderr));

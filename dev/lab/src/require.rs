@@ -9,6 +9,7 @@
 //! ```
 
 use crate::net;
+use crate::notes::{print, this_test};
 use crate::rdma::RdmaVm;
 use crate::server::Kind;
 
@@ -61,10 +62,26 @@ pub fn loss() -> Option<()> {
     probe(|host| host.lossy(net::Loss::percent(1.0).unwrap_or_default()))
 }
 
+/// Delays in a namespace: besides namespaces, the kernel's `netem`. The machine of [`rdma_vm`] has it.
+pub fn delay() -> Option<()> {
+    namespaces()?;
+    probe(|host| host.shape(net::Shape { rate: None, delay: Some(std::time::Duration::from_millis(1)) }))
+}
+
 /// iperf3.
 pub fn iperf3() -> Option<()> {
-    let found = std::process::Command::new("iperf3").arg("--version").output();
-    if found.is_ok_and(|output| output.status.success()) { Some(()) } else { skip("needs iperf3; run `make setup`") }
+    runs("iperf3")
+}
+
+/// Redis's load generator. It comes with Redis.
+pub fn redis_benchmark() -> Option<()> {
+    runs("redis-benchmark")
+}
+
+fn runs(program: &str) -> Option<()> {
+    let found = std::process::Command::new(program).arg("--version").output();
+    let found = found.is_ok_and(|output| output.status.success());
+    if found { Some(()) } else { skip(&format!("needs {program}; run `make setup`")) }
 }
 
 fn probe(what: impl FnOnce(&net::Host) -> crate::Result<()>) -> Option<()> {
@@ -84,11 +101,9 @@ pub fn rdma_vm() -> Option<RdmaVm> {
 
 /// Reports that a test is skipped. With `CI=true` the test fails instead.
 pub fn skip<T>(why: &str) -> Option<T> {
-    let test = std::thread::current().name().unwrap_or("a test").to_owned();
+    let test = this_test();
     assert!(!in_ci(), "{test} cannot run, and with CI=true that is a failure: {why}");
-    // Directly to the terminal: the harness hides `eprintln!`, because the test passes.
-    let mut terminal = std::io::stderr().lock();
-    let _ = std::io::Write::write_all(&mut terminal, format!("\nSKIPPED: {test}: {why}\n").as_bytes());
+    print(&format!("SKIPPED: {test}: {why}"));
     None
 }
 

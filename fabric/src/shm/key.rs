@@ -63,6 +63,15 @@ const BOOT_ID_BYTES: usize = 36;
 const PLACE_ABSTRACT: u8 = 0;
 const PLACE_FILE: u8 = 1;
 
+/// For the fuzz targets: the address in a key survives encoding, if the key is of this host.
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) fn check_key(key: &RegionKey) {
+    let Some(Ok(here)) = key.body().get(..BOOT_ID_BYTES).map(BootId::parse) else { return };
+    let Ok(at) = address(key, &here) else { return };
+    let _ = at.to_socket();
+    assert_eq!(make(key.id(), key.length(), &here, &at).ok().as_ref(), Some(key));
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]

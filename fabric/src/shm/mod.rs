@@ -40,7 +40,11 @@ use std::time::Duration;
 
 pub use connector::ShmConnector;
 pub use exporter::ShmExporter;
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) use key::check_key;
 pub use peer::ShmPeer;
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) use wire::Shm;
 
 pub use crate::memory::Place;
 

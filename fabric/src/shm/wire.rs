@@ -26,7 +26,7 @@ const MAGIC: [u8; 8] = *b"RMRA-shm";
 pub(super) const VERSION: u16 = 1;
 
 /// The handshake of this transport. A grant is the region's length.
-pub(super) struct Shm;
+pub(crate) struct Shm;
 
 impl Format for Shm {
     const READER: &'static [u8] = b"remora shm 1 reader";

@@ -12,7 +12,8 @@
 //! - The thread of each lane is either in `lanes`, with its socket, or in `ended`, to be joined.
 //! - A lane that is served has a grant and an exported region: removing either closes the lane before the lock is
 //!   released.
-//! - There are at most [`TcpOptions::served_lanes`] lanes, at most [`MAX_UNPROVED`] of them without a proof.
+//! - There are at most [`TcpOptions::served_lanes`] lanes. [`UNPROVED`] bounds those without a proof, by address and in all: the
+//!   oldest of them is closed when another connection needs its place.
 //!
 //! The lock is never held during a system call that could block. A lane's thread takes it three times.
 
@@ -25,7 +26,7 @@ use std::{
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread::JoinHandle,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use super::{
@@ -37,6 +38,7 @@ use super::{
     socket,
     socket::Deadline,
 };
+use crate::admission::{Admission, Limits, Verdict};
 use crate::{Denial, Error, Exporter, Memory, RegionId, RegionKey, Secret, TransportKind, lane_handshake::Hello};
 
 /// Exports regions over TCP. The owner of a listening port passes connections to [`TcpExporter::adopt`], or
@@ -58,7 +60,7 @@ impl TcpExporter {
     /// [`Error::Misuse`] for options out of range.
     pub fn new(options: TcpOptions, advertised: Option<SocketAddr>) -> Result<TcpExporter, Error> {
         options.check()?;
-        let server = Server { advertised, ..Server::default() };
+        let server = Server::new(advertised);
         let pacer = options.upload_rate.map(Pacer::new);
         let shared = Shared { options, pacer, server: Mutex::new(server), served: AtomicU64::new(0) };
         Ok(TcpExporter { shared: Arc::new(shared), listeners: Mutex::default() })
@@ -176,13 +178,13 @@ impl Shared {
         let ended = self.server().take_ended();
         ended.into_iter().for_each(join);
         let mut server = self.server();
-        if !server.has_room(self.options.served_lanes) {
+        let Some(place) = server.place_for(&stream, self.options.served_lanes) else {
             drop(server);
             // 48 bytes fit a connection on which nothing was sent before, so this does not wait.
             let soon = Deadline::after(Duration::from_millis(100));
             handshake::refuse_connection(&stream, Denial::Busy, soon);
             return Ok(());
-        }
+        };
         let number = server.next_lane;
         server.next_lane += 1;
         let stream = Arc::new(stream);
@@ -191,8 +193,14 @@ impl Shared {
         let thread = std::thread::Builder::new()
             .name(format!("tcp-lane-{number}"))
             .spawn(move || shared.run_lane(number, lane_stream))
-            .map_err(Error::system("starting a thread for a data lane"))?;
-        server.lanes.insert(number, Lane { stream, thread, reader: None });
+            .map_err(Error::system("starting a thread for a data lane"));
+        match thread {
+            Ok(thread) => server.lanes.insert(number, Lane { stream, thread, place, reader: None }),
+            Err(error) => {
+                server.unproved.leave(place);
+                return Err(error);
+            }
+        };
         Ok(())
     }
 
@@ -236,12 +244,13 @@ impl Shared {
 }
 
 /// Regions, grants, and lanes.
-#[derive(Default)]
 struct Server {
     advertised: Option<SocketAddr>,
     regions: HashMap<RegionId, Arc<Region>>,
     grants: HashMap<u64, Secret>,
     lanes: HashMap<u64, Lane>,
+    /// The lanes without a proof.
+    unproved: Admission,
     ended: Vec<JoinHandle<()>>,
     next_lane: u64,
     closed: bool,
@@ -251,6 +260,8 @@ struct Server {
 struct Lane {
     stream: Arc<TcpStream>,
     thread: JoinHandle<()>,
+    /// Its place in [`Server::unproved`], which it leaves with its proof.
+    place: u64,
     /// Session and region, after the proof.
     reader: Option<(u64, RegionId)>,
 }
@@ -266,10 +277,32 @@ impl Lane {
 }
 
 impl Server {
-    /// Whether one more connection may start a handshake, if there are at most `limit` lanes.
-    fn has_room(&self, limit: usize) -> bool {
-        let unproved = self.lanes.values().filter(|lane| lane.reader.is_none()).count();
-        !self.closed && self.lanes.len() < limit && unproved < MAX_UNPROVED
+    fn new(advertised: Option<SocketAddr>) -> Server {
+        Server {
+            advertised,
+            regions: HashMap::new(),
+            grants: HashMap::new(),
+            lanes: HashMap::new(),
+            unproved: Admission::new(UNPROVED),
+            ended: Vec::new(),
+            next_lane: 0,
+            closed: false,
+        }
+    }
+
+    /// A place for one more connection's handshake, if there are at most `limit` lanes. Closes the connection that gives way to it.
+    fn place_for(&mut self, stream: &TcpStream, limit: usize) -> Option<u64> {
+        if self.closed || self.lanes.len() >= limit {
+            return None;
+        }
+        let Verdict::Admitted { place, instead } = self.unproved.admit(Instant::now(), stream.peer_addr().ok()?.ip())
+        else {
+            return None;
+        };
+        if let Some(instead) = instead {
+            self.cut(|lane| lane.reader.is_none() && lane.place == instead);
+        }
+        Some(place)
     }
 
     /// Admits a lane that has proved `secret` to region `id`, or returns the reason for a denial.
@@ -293,12 +326,14 @@ impl Server {
         }
         let lane = self.lanes.get_mut(&number).ok_or(Denial::Busy)?;
         lane.reader = Some((session, id));
+        self.unproved.leave(lane.place);
         Ok(region.clone())
     }
 
     /// Moves a lane whose thread is about to end from `lanes` to `ended`.
     fn leave(&mut self, number: u64) {
         if let Some(lane) = self.lanes.remove(&number) {
+            self.unproved.leave(lane.place);
             self.ended.push(lane.thread);
         }
     }
@@ -377,9 +412,9 @@ fn join(thread: JoinHandle<()>) {
     }
 }
 
-/// Maximum number of lanes that have not proved a session. Connections without a grant can thus not exclude readers
-/// with one: each of them ends at the handshake time-out.
-pub(super) const MAX_UNPROVED: usize = 64;
+/// Maximum number of lanes that have not proved a session, each a thread. One address has half of them: a host with
+/// many replicas opens many lanes at once.
+pub(super) const UNPROVED: Limits = Limits { total: 64, per_address: 32 };
 
 /// Pause after a failed accept(2), so that the loop does not spin when descriptors have run out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);

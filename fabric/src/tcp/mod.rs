@@ -44,8 +44,12 @@ use std::{num::NonZeroU64, time::Duration};
 
 pub use connector::TcpConnector;
 pub use exporter::TcpExporter;
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) use key::check_key;
 pub use peer::TcpPeer;
 pub use wire::LANE_MAGIC;
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) use wire::{Tcp, check_messages};
 
 use crate::Error;
 

@@ -92,7 +92,7 @@ impl Status {
 const MALFORMED: u32 = 0x100;
 
 /// The handshake of this transport. A grant is the region's length.
-pub(super) struct Tcp;
+pub(crate) struct Tcp;
 
 /// Bytes of a welcome.
 pub(super) const WELCOME_BYTES: usize = 48;
@@ -375,6 +375,26 @@ impl In<'_> {
                 [0; N]
             }
         }
+    }
+}
+
+/// For the fuzz targets: requests and answers survive encoding, and an accepted request is inside its region.
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) fn check_messages(data: &[u8]) {
+    let (requests, _) = data.as_chunks::<{ Request::BYTES }>();
+    for bytes in requests {
+        let request = Request::decode(bytes);
+        assert_eq!(request.encode(), *bytes);
+        // A region whose length is the request's own tag: near the bounds more often than any fixed one.
+        let length = request.tag >> 1;
+        if request.judge(request.id, length) == Status::Good {
+            assert!(u128::from(request.offset) + u128::from(request.length) <= u128::from(length));
+        }
+    }
+    let (answers, _) = data.as_chunks::<{ Answer::BYTES }>();
+    for bytes in answers {
+        let Ok(answer) = Answer::decode(bytes) else { continue };
+        assert_eq!(answer.encode(), *bytes);
     }
 }
 

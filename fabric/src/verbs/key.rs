@@ -28,6 +28,14 @@ pub(super) fn addresses(key: &RegionKey, fallback_host: Option<SocketAddr>) -> R
 /// Maximum number of ports of one source. A key of that many addresses is far below its size limit.
 pub(super) const MAX_ADDRESSES: usize = 8;
 
+/// For the fuzz targets: the addresses in a key survive encoding.
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) fn check_key(key: &RegionKey) {
+    let Ok(at) = addresses(key, None) else { return };
+    let again = encode(key.id(), key.length(), &at).and_then(|key| addresses(&key, None));
+    assert_eq!(again.ok(), Some(at));
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]

@@ -48,6 +48,8 @@ use std::time::Duration;
 
 pub use connector::VerbsConnector;
 pub use exporter::VerbsExporter;
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) use key::check_key;
 pub use peer::VerbsPeer;
 use remora_rdma::cm::ConnectOptions;
 pub use remora_rdma::{
@@ -55,6 +57,8 @@ pub use remora_rdma::{
     ports::{RdmaAddress, addresses_of, rdma_addresses},
     report::{DeviceReport, PortReport, Report, devices},
 };
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) use wire::Verbs;
 
 use crate::Error;
 

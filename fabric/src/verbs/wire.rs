@@ -25,7 +25,7 @@ pub(super) const READER_NONCE_BYTES: usize = 24;
 
 /// What a reader learns of a region: what a READ names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Grant {
+pub(crate) struct Grant {
     /// The key to name in a READ.
     pub(super) key: u32,
     /// The address of the region's first byte, as a READ names it.
@@ -35,7 +35,7 @@ pub(super) struct Grant {
 }
 
 /// The handshake of this transport.
-pub(super) struct Verbs;
+pub(crate) struct Verbs;
 
 /// Bytes of a welcome.
 pub(super) const WELCOME_BYTES: usize = 64;

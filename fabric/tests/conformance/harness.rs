@@ -16,6 +16,8 @@ pub(crate) trait Harness {
     fn exporter(&self) -> Box<dyn Exporter>;
     /// A reader's connector to such sources.
     fn connector(&self) -> Box<dyn Connector>;
+    /// Whether a peer of this transport gives a view of the region's memory.
+    const HAS_VIEW: bool;
 }
 
 /// Makes a test of each function of the suite, for the transport of the expression.

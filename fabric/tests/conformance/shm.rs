@@ -10,6 +10,8 @@ use crate::harness::Harness;
 struct Shm(ShmOptions);
 
 impl Harness for Shm {
+    const HAS_VIEW: bool = true;
+
     fn exporter(&self) -> Box<dyn Exporter> {
         Box::new(ShmExporter::bind(self.0.clone()).unwrap())
     }

@@ -10,6 +10,8 @@ use crate::harness::Harness;
 struct Sim(Network);
 
 impl Harness for Sim {
+    const HAS_VIEW: bool = false;
+
     fn exporter(&self) -> Box<dyn Exporter> {
         Box::new(self.0.exporter())
     }

@@ -10,6 +10,8 @@ use crate::harness::Harness;
 struct Tcp(TcpOptions);
 
 impl Harness for Tcp {
+    const HAS_VIEW: bool = false;
+
     fn exporter(&self) -> Box<dyn Exporter> {
         let exporter = TcpExporter::new(self.0.clone(), None).unwrap();
         exporter.listen("127.0.0.1:0").unwrap();

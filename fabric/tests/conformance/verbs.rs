@@ -24,6 +24,8 @@ impl Verbs {
 
 /// Source and reader are two nodes, so that messages cross a network.
 impl Harness for Verbs {
+    const HAS_VIEW: bool = false;
+
     fn exporter(&self) -> Box<dyn Exporter> {
         let address = SocketAddr::new(RdmaVm::address(1).into(), 0);
         Box::new(VerbsExporter::listen(self.0.clone(), &[address]).unwrap())

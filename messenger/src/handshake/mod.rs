@@ -41,7 +41,7 @@ use std::time::{Duration, Instant};
 
 use remora_wire::codec::{Codec, Reader, TooLarge, cut};
 use remora_wire::proof::{PROOF_BYTES, proof, verify};
-use remora_wire::{Token, record};
+use remora_wire::{Token, printable, record};
 
 use frame::{Decoder, Frame, MAX_HANDSHAKE_PAYLOAD_BYTES};
 
@@ -374,7 +374,7 @@ impl<T: Deref<Target = Token>> Handshake<T> {
                 ours: self.opening.versions,
             },
             REFUSE_TOKEN => HandshakeError::WrongToken { said_by_peer: true },
-            code => HandshakeError::Refused { code, text: text.replace(char::is_control, " ") },
+            code => HandshakeError::Refused { code, text: printable(&text).into_owned() },
         }
     }
 

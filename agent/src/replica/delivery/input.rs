@@ -17,14 +17,14 @@ use crate::replica::feed::{Feed, Pumped, SnapshotFeed};
 use crate::replica::meter::Meter;
 use crate::replica::parts::FeedError;
 use crate::replica::relay_reader::{Lost, ReadFrom, RelayReader};
-use crate::replica::spool::{Held, Origin, Spool};
+use crate::replica::spool::{Held, SnapshotId, Spool};
 
-/// How long an idle journal is left alone at first, and at most: the bounds of the lag that polling adds. A longer
+/// The first and the longest pause between two polls of an idle journal. They bound the lag that polling adds. A longer
 /// pause costs less of both ends' processors; the journal is looked at again at once while it brings something.
 const PACE_FIRST: Duration = Duration::from_micros(100);
 const PACE_LAST: Duration = Duration::from_millis(2);
 
-/// How often a snapshot that is still being written is looked at.
+/// Interval at which a snapshot that is still being written is polled.
 const SNAPSHOT_PACE: Duration = Duration::from_micros(500);
 
 /// What the delivery reads: the feed, the copy that outlives it, and the spool.
@@ -32,17 +32,19 @@ pub(super) struct Input {
     folder: Option<PathBuf>,
     meter: Arc<Meter>,
     feed: Option<Box<Feed>>,
-    /// The copy of a feed that is over: others may still read it, and the next feed goes on with it.
+    /// The copy of an ended feed. Other replicas may still read it, and the next feed continues it.
     kept: Option<Box<RelayReader>>,
     spool: Option<Spool>,
-    /// The whole snapshot has arrived.
+    /// The slots that an earlier agent has left, until a snapshot begins.
+    found: Option<Spool>,
+    /// Whether the whole snapshot has arrived.
     fetched: bool,
     snapshot_due: Instant,
     journal_due: Instant,
     journal_pace: Duration,
 }
 
-/// Why the input goes no further.
+/// Why the input cannot continue.
 pub(super) enum InputError {
     /// Another feed is needed.
     Feed(FeedError),
@@ -50,24 +52,25 @@ pub(super) enum InputError {
     Spool(String),
 }
 
-/// What came of the snapshot.
+/// The result of reading the snapshot.
 #[derive(Default)]
 pub(super) struct Fetched {
     pub(super) moved: bool,
     /// The upstream replica was lost; the feed goes on.
     pub(super) lost: Option<Lost>,
-    /// With this turn the whole snapshot has arrived.
+    /// The last slot has arrived.
     pub(super) all: bool,
 }
 
 impl Input {
-    pub(super) fn new(now: Instant, folder: Option<PathBuf>, meter: Arc<Meter>) -> Input {
+    pub(super) fn new(now: Instant, folder: Option<PathBuf>, found: Option<Spool>, meter: Arc<Meter>) -> Input {
         Input {
             folder,
             meter,
             feed: None,
             kept: None,
             spool: None,
+            found,
             fetched: false,
             snapshot_due: now,
             journal_due: now,
@@ -102,7 +105,7 @@ impl Input {
         self.feed.as_mut()?.snapshot.as_mut()
     }
 
-    /// The memory of the copy that there is.
+    /// The memory of the copy, if there is one.
     pub(super) fn copy(&self) -> Option<Arc<Memory>> {
         let of_feed = self.feed.as_ref().and_then(|feed| match &feed.snapshot {
             Some(SnapshotFeed::RelayReader(relayed)) => Some(&**relayed),
@@ -111,7 +114,7 @@ impl Input {
         of_feed.or(self.kept.as_deref()).map(|relayed| relayed.memory().clone())
     }
 
-    /// Takes slots from there from now on, where there is a copy for them.
+    /// Reads slots from this source or peer from now on, if they go into a copy.
     pub(super) fn read_from(&mut self, now: Instant, from: ReadFrom) {
         let of_feed = self.feed.as_mut().and_then(|feed| feed.snapshot.as_mut()?.relayed());
         if let Some(relayed) = of_feed.or(self.kept.as_deref_mut()) {
@@ -121,18 +124,23 @@ impl Input {
 
     // ---- feeds come and go ----
 
-    /// Begins with another snapshot than the one before.
+    /// Begins another snapshot.
     ///
     /// # Errors
     /// The spool cannot be used: the text says why and what to do.
-    pub(super) fn begin_origin(&mut self, origin: &Origin) -> Result<(), String> {
+    pub(super) fn begin_snapshot(&mut self, id: &SnapshotId) -> Result<(), String> {
         self.fetched = false;
         self.count_from_nothing();
         self.meter.slots_total.set(0);
-        self.meter.stream_fetched.set(origin.offset);
-        self.meter.stream_delivered.set(origin.offset);
+        self.meter.stream_fetched.set(id.origin.offset);
+        self.meter.stream_delivered.set(id.origin.offset);
         if let Some(folder) = &self.folder {
-            let spool = Spool::open(folder, origin).map_err(|cause| spool_error(folder, &cause))?;
+            // To open a spool reads all that it holds: not again for what was read already.
+            let ready = self.spool.take().or(self.found.take()).filter(|spool| spool.snapshot() == *id);
+            let spool = match ready {
+                Some(spool) => spool,
+                None => Spool::open(folder, id).map_err(|cause| spool_error(folder, &cause))?,
+            };
             for number in 0..spool.held_below() {
                 self.meter.bytes_fetched.add(spool.get(number).map_or(0, |held| u64::from(held.length)));
             }
@@ -143,7 +151,7 @@ impl Input {
         Ok(())
     }
 
-    /// Reads from this feed, from where the delivery is.
+    /// Reads from this feed, from the slot and offset that the delivery has reached.
     pub(super) fn attach(&mut self, now: Instant, mut feed: Box<Feed>, at: &Progress) -> Result<(), FeedError> {
         self.keep_the_copy();
         if !at.loaded {
@@ -158,13 +166,13 @@ impl Input {
         Ok(())
     }
 
-    /// The feed is over. Its copy is kept.
+    /// Ends the feed and keeps its copy.
     pub(super) fn lose_feed(&mut self) {
         self.keep_the_copy();
         self.feed = None;
     }
 
-    /// The server is to get the whole snapshot once more, and what went to it is kept nowhere.
+    /// Starts over: the server needs the whole snapshot again, and the slots it had are not kept.
     pub(super) fn begin_again(&mut self) {
         self.keep_the_copy();
         // The server may still read what it was lent: only a copy that never writes a slot twice can be used again.
@@ -174,7 +182,7 @@ impl Input {
         self.count_from_nothing();
     }
 
-    /// The server was given the whole snapshot: only the journal is read from now on.
+    /// Notes that the server has the whole snapshot. From now on only the journal is read.
     pub(super) fn end_snapshot(&mut self) {
         self.keep_the_copy();
         if let Some(feed) = &mut self.feed {
@@ -183,9 +191,9 @@ impl Input {
         self.meter.slots_below.set(u64::MAX);
     }
 
-    /// Removes the spool of a sync that is done.
-    pub(super) fn remove_spool(&mut self) {
-        if let Some(spool) = self.spool.take() {
+    /// Removes the spool if the sync is done.
+    pub(super) fn remove_spool_if(&mut self, done: bool) {
+        if let Some(spool) = self.spool.take_if(|_| done) {
             let _ = spool.remove();
         }
     }
@@ -224,7 +232,7 @@ impl Input {
         Some(slot)
     }
 
-    /// Takes back a slot that the server has read. The error says that it was overwritten while it was being used.
+    /// Releases a slot that the server has read. Fails if the source overwrote the slot while it was in use.
     pub(super) fn used(&mut self, used: Used) -> Result<(), FeedError> {
         let Used { slot, alone } = used;
         if alone {
@@ -239,7 +247,7 @@ impl Input {
         Ok(())
     }
 
-    /// Takes back a slot that is not used any further: it does not matter whether it was overwritten.
+    /// Releases a slot that is not needed any more. Whether it was overwritten does not matter.
     pub(super) fn give_back(&mut self, slot: Slot) {
         let _ = match self.snapshot() {
             Some(snapshot) => snapshot.release(slot),
@@ -249,7 +257,7 @@ impl Input {
 
     // ---- reading ----
 
-    /// Takes what has come of the snapshot.
+    /// Reads what has arrived of the snapshot.
     pub(super) fn fetch_snapshot(&mut self, now: Instant) -> Result<Fetched, InputError> {
         let Some(snapshot) = self.feed.as_mut().and_then(|feed| feed.snapshot.as_mut()) else {
             return Ok(Fetched::default());
@@ -280,7 +288,7 @@ impl Input {
         Ok(Fetched { moved: moved || lost.is_some(), lost, all })
     }
 
-    /// Takes what has come of the journal. Gives back the offset behind it, if there is something.
+    /// Reads what has arrived of the journal. Returns the offset of the next byte, if anything arrived.
     pub(super) fn fetch_journal(&mut self, now: Instant, stream: &mut Stream) -> Result<Option<u64>, FeedError> {
         let Some(feed) = &mut self.feed else { return Ok(None) };
         let Some(journal) = &mut feed.journal else { return Ok(None) };
@@ -308,7 +316,7 @@ impl Input {
 
     // ---- waiting ----
 
-    /// Whether something of the feed is on its way here.
+    /// Whether a read of the feed is under way.
     #[cfg(test)]
     pub(super) fn is_reading(&self) -> bool {
         let Some(feed) = &self.feed else { return false };
@@ -316,17 +324,19 @@ impl Input {
         snapshot || feed.journal.as_ref().is_some_and(|journal| !journal.is_idle())
     }
 
-    /// Adds what can bring more; `stream_is_full`: of the journal nothing is wanted for now.
+    /// Adds the descriptors and deadlines that can bring more. `stream_is_full` says that the journal is not read for
+    /// now.
     pub(super) fn wait<'a>(&'a mut self, wait: &mut Wait<'a>, demand: Demand, stream_is_full: bool) {
         let has_spool = self.spool.is_some();
         let Some(feed) = &mut self.feed else { return };
         let Feed { snapshot, journal, .. } = &mut **feed;
         if let Some(snapshot) = snapshot.as_mut().filter(|snapshot| !snapshot.is_fetched()) {
             match snapshot {
-                // During a pause, what arrives can wait as well: others that read here wait two milliseconds at most.
+                // During a pause, arrivals can wait as well. Other replicas that read here wait two milliseconds at
+                // most.
                 _ if demand.is_paused => {}
                 SnapshotFeed::RelayReader(relayed) => {
-                    // Others wait for what comes, though our own server may take nothing.
+                    // Other replicas wait for these slots even if this server reads nothing.
                     let due = if relayed.is_idle() { Some(self.snapshot_due) } else { relayed.due(wait.now()) };
                     if let Some(due) = due {
                         wait.until(due);
@@ -347,7 +357,7 @@ impl Input {
         }
         if let Some(journal) = journal.as_mut().filter(|_| !stream_is_full) {
             if journal.is_idle() {
-                // While the server's socket is full the stream can wait: what matters is the payload.
+                // While the server's socket is full, the stream can wait. The payload goes first.
                 wait.until(if demand.is_full { wait.now() + PACE_LAST } else { self.journal_due });
             } else {
                 wait.add(journal.arm(), PollFlags::IN);
@@ -356,7 +366,7 @@ impl Input {
     }
 }
 
-/// Stores one slot. It counts as held only after it was checked once more that it was not overwritten meanwhile.
+/// Stores one slot. The slot counts as held only after a second check that the source has not overwritten it.
 fn spool_slot(
     spool: &mut Spool,
     snapshot: &mut SnapshotFeed,

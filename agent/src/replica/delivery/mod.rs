@@ -6,25 +6,23 @@
 //!   source's journal  ══ READ ══▶ chunks of the stream ────────────────────────────┘     ◀── PSYNC, ACK
 //! ```
 //!
-//! One thread, one loop, nothing in it blocks: [`Delivery::run`] takes orders, reads what has come, writes what there
-//! is room for, and waits on all of its descriptors together. It ends at [`Order::Stop`], or when the handle is gone.
+//! One thread runs one loop that never blocks. It carries out orders, reads what has arrived, writes as much as the
+//! server's socket takes, and waits on all descriptors. It ends at [`Order::Stop`], or when the handle is dropped.
 //!
-//! [`Input`] is what it reads, [`ServerLink`] is the server that it writes to, [`Stream`] holds what has come too
-//! early. Neither end knows of the other: each returns values, and this loop decides what follows. A connection is the
-//! server's link only from its `PSYNC` on, before which it had to log in; until then it is one of the
-//! [`candidates`](super::candidates), and the present link stays.
+//! It reads from the [`Input`] and writes to the [`ServerLink`]. Neither knows the other: each returns values, and this
+//! loop decides. The [`Stream`] holds bytes that have arrived too early. A connection becomes the server's link when it
+//! has logged in and sent `PSYNC`. Until then it is one of the [`candidates`](super::candidates).
 //!
 //! What must hold:
 //! - A server is never given bytes of two snapshots in one payload: another generation drops the link first.
 //! - The mark that completes a payload is sent only after every slot of it was checked *after* it was used. Slots that
 //!   were lent to the socket are used until the server has read them.
-//! - The stream follows the mark only after the server's first ACK, as with real primaries. A server that loads from
-//!   the link reads ahead and discards what came with the mark; one that loads from a file looks for the mark at the
-//!   end of what it has read, and would never find it.
+//! - The stream follows the mark only after the server's first ACK. A server that loads from the link discards what
+//!   came with the mark; one that loads from a file looks for the mark at the end of what it has read.
 //! - Nothing of ours is ever put into the stream: it would move the replication offset.
-//! - Progress is published before the notice that it explains: `Loaded` without it would look like a server that
-//!   restarted.
+//! - Progress is published before the notice that it explains: `Loaded` without it would look like a restart.
 
+mod by_module;
 mod input;
 mod orders;
 mod payload;
@@ -44,7 +42,6 @@ use std::sync::mpsc::TryRecvError;
 use std::time::Instant;
 
 use remora_redis::ReplId;
-use remora_table::Slot;
 use rustix::event::PollFlags;
 use tokio::sync::mpsc::UnboundedSender;
 
@@ -54,16 +51,14 @@ pub(super) use self::orders::{Handle, Notice, Order, Progress, Setup};
 use self::payload::WriteError;
 use self::plain::{Piece, PlainPayload, Used, Wrote, random_mark};
 use self::poller::{Demand, Readiness, Wait};
-use self::referenced::{ReferencedPayload, Turn};
 use self::server_link::{LinkEvent, Reached, Read, ServerLink, Stage};
 use self::stream::Stream;
 use super::candidates::Candidates;
 use super::feed::Feed;
-use super::introduction::{self, Answer};
 use super::meter::Meter;
 use super::parts::FeedError;
 
-/// Bytes written to the link in one turn, so that a fast server does not keep the loop from its other work.
+/// Bytes written to the link in one turn. The bound keeps a fast server from delaying the loop's other work.
 const TURN_BYTES: usize = 8 << 20;
 
 /// Starts the thread.
@@ -82,20 +77,20 @@ struct Delivery {
     input: Input,
     stream: Stream,
     link: Option<ServerLink>,
-    /// The next payload is to refer to shared memory.
+    /// Whether the next payload refers to shared memory.
     by_module: bool,
-    /// Introductions so far, which gives each its number.
+    /// Number of introductions so far.
     introductions: u64,
     ready: Readiness,
 }
 
-/// What a turn came to.
+/// The result of one turn.
 enum Turned {
-    /// There may be more to do at once.
+    /// More work may be due now.
     Moved,
-    /// Nothing is to be done until a descriptor is ready, or for a while.
+    /// Nothing is due until a descriptor is ready or a deadline comes.
     Idle,
-    /// The delivery is to end.
+    /// The delivery was ordered to end.
     Ended,
 }
 
@@ -107,7 +102,7 @@ impl Delivery {
             meter: setup.meter.clone(),
             candidates: setup.candidates,
             at: Progress::default(),
-            input: Input::new(now, setup.spool, setup.meter),
+            input: Input::new(now, setup.spool, setup.found, setup.meter),
             stream: Stream::new(setup.backlog_limit),
             link: None,
             by_module: false,
@@ -122,7 +117,7 @@ impl Delivery {
         }
     }
 
-    /// Until the delivery is ordered to end. The error says why it cannot go on.
+    /// Runs until the delivery is ordered to end. The error says why it cannot continue.
     fn turns(&mut self) -> Result<(), String> {
         loop {
             match self.turn(Instant::now())? {
@@ -133,7 +128,7 @@ impl Delivery {
         }
     }
 
-    /// One turn, which does not wait.
+    /// Runs one turn, without waiting.
     fn turn(&mut self, now: Instant) -> Result<Turned, String> {
         self.ready.look(now);
         if !self.obey(now)? {
@@ -159,7 +154,7 @@ impl Delivery {
 
     // ---- orders ----
 
-    /// Carries out what was ordered. `false`: to end.
+    /// Carries out the orders. Returns `false` if one of them ends the delivery.
     fn obey(&mut self, now: Instant) -> Result<bool, String> {
         if std::mem::take(&mut self.ready.waker) {
             self.control.rest();
@@ -168,15 +163,13 @@ impl Delivery {
             match self.control.orders.try_recv() {
                 Ok(Order::Attach(feed)) => self.attach(now, feed)?,
                 Ok(Order::ReadFrom(from)) => self.input.read_from(now, from),
-                Ok(Order::GiveUp) if !self.at.loaded => self.drop_link("the source has put us out", false),
-                Ok(Order::GiveUp) => {}
+                Ok(Order::GiveUp) if self.at.loaded => {}
+                Ok(Order::GiveUp) => self.drop_link("the source has put us out", false),
                 Ok(Order::Hold) => self.link.iter_mut().for_each(ServerLink::hold),
                 Ok(Order::UseModule(used)) => self.by_module = used,
                 Ok(Order::Introduced { number, answer }) => self.introduced(now, number, answer),
                 Ok(Order::Stop { done }) => {
-                    if done {
-                        self.input.remove_spool();
-                    }
+                    self.input.remove_spool_if(done);
                     return Ok(false);
                 }
                 Err(TryRecvError::Empty) => return Ok(true),
@@ -185,15 +178,15 @@ impl Delivery {
         }
     }
 
-    /// Takes a new feed: goes on with it where the last one ended, or begins again with another snapshot.
+    /// Takes a new feed. Continues where the last one ended, or begins again with another snapshot.
     fn attach(&mut self, now: Instant, feed: Box<Feed>) -> Result<(), String> {
         self.abandon_memory();
-        let is_same = self.at.origin.as_ref() == Some(&feed.origin);
+        let is_same = self.at.snapshot == Some(feed.id);
         if !is_same && !self.at.loaded {
             if self.link.as_ref().is_some_and(ServerLink::has_begun) {
                 self.drop_link("the snapshot that it was loading is gone", false);
             }
-            self.begin_origin(&feed)?;
+            self.begin_snapshot(&feed)?;
         }
         self.link.iter_mut().for_each(|link| link.lay_down(now));
         if let Err(error) = self.input.attach(now, feed, &self.at) {
@@ -202,16 +195,16 @@ impl Delivery {
         Ok(())
     }
 
-    fn begin_origin(&mut self, feed: &Feed) -> Result<(), String> {
+    fn begin_snapshot(&mut self, feed: &Feed) -> Result<(), String> {
         self.stream.clear();
-        let next_byte = feed.origin.offset + 1;
-        self.at = Progress { origin: Some(feed.origin.clone()), next_byte, ..Progress::default() };
-        self.input.begin_origin(&feed.origin)
+        let next_byte = feed.id.origin.offset + 1;
+        self.at = Progress { snapshot: Some(feed.id), next_byte, ..Progress::default() };
+        self.input.begin_snapshot(&feed.id)
     }
 
     // ---- the server's link ----
 
-    /// Goes on with the candidates. One that has logged in and asked becomes the server's link, in the place of the one
+    /// Serves the candidates. One that has logged in and sent `PSYNC` becomes the server's link and replaces the one
     /// before.
     fn accept(&mut self, now: Instant) -> bool {
         if !self.ready.candidates {
@@ -249,13 +242,13 @@ impl Delivery {
         }
     }
 
-    /// The server will want the whole snapshot once more, and what went to it is kept nowhere.
+    /// Starts over: the server needs the whole snapshot again, and the slots it had are not kept.
     fn begin_again(&mut self) {
         self.at.next_slot = 0;
         self.input.begin_again();
     }
 
-    /// Reads what the server says.
+    /// Reads what the server sent.
     fn hear(&mut self, now: Instant) -> bool {
         let Some(link) = self.link.as_mut().filter(|_| self.ready.link) else { return false };
         match link.read() {
@@ -286,12 +279,12 @@ impl Delivery {
             return self.resume(&history, offset);
         }
         if self.at.loaded {
-            // It held the whole snapshot and lost it: it needs all of it again.
+            // The server has lost the snapshot that it had loaded, and needs all of it again.
             self.at.loaded = false;
-            self.at.origin = None;
+            self.at.snapshot = None;
             self.begin_again();
             self.tell(Notice::FeedWanted);
-        } else if !self.input.has_feed() && self.at.origin.is_some() {
+        } else if !self.input.has_feed() && self.at.snapshot.is_some() {
             self.tell(Notice::FeedWanted);
         }
         let Some(link) = &mut self.link else { return };
@@ -304,10 +297,10 @@ impl Delivery {
 
     /// The history of the present snapshot.
     fn history(&self) -> Option<ReplId> {
-        Some(self.at.origin.as_ref()?.replid)
+        Some(self.at.snapshot?.origin.history)
     }
 
-    /// The server goes on at `offset`. That may lie before what we gave it, since bytes on their way are lost with a
+    /// Continues the stream at `offset`. That can be before the last byte that was written, since a link loses bytes on
     /// link, or behind it, after some time with the primary itself.
     fn resume(&mut self, history: &ReplId, offset: u64) {
         let Some(link) = &mut self.link else { return };
@@ -323,7 +316,7 @@ impl Delivery {
 
     fn acknowledged(&mut self, offset: u64) {
         self.meter.acknowledged.set(offset);
-        let snapshot = self.at.origin.as_ref().map_or(u64::MAX, |origin| origin.offset);
+        let snapshot = self.at.snapshot.map_or(u64::MAX, |id| id.origin.offset);
         if self.link.as_mut().is_some_and(|link| link.acknowledged(offset, snapshot)) {
             self.at.loaded = true;
             self.tell(Notice::Loaded);
@@ -332,7 +325,7 @@ impl Delivery {
 
     // ---- the input ----
 
-    /// Takes what has come from the source. The error ends the delivery.
+    /// Reads what has arrived from the source. An error ends the delivery.
     fn fetch(&mut self, now: Instant) -> Result<bool, String> {
         let Fetched { mut moved, lost, all } = match self.input.fetch_snapshot(now) {
             Ok(fetched) => fetched,
@@ -381,7 +374,7 @@ impl Delivery {
 
     // ---- writing ----
 
-    /// Writes to the server what there is and what it has room for.
+    /// Writes to the server as much as its socket takes.
     fn write(&mut self) -> bool {
         match self.try_write() {
             Ok(moved) => moved,
@@ -390,7 +383,7 @@ impl Delivery {
                 true
             }
             Err(WriteError::Feed(error)) => {
-                // What the server was given cannot be trusted: without the mark it discards it.
+                // The payload may contain overwritten bytes. Without the mark the server discards it.
                 self.drop_link("a slot was overwritten while it was being used", true);
                 self.lose_feed(Instant::now(), error);
                 true
@@ -429,10 +422,10 @@ impl Delivery {
         }
     }
 
-    /// Answers a PSYNC, as soon as the first slot is there; newlines until then.
+    /// Answers a `PSYNC` as soon as the first slot has arrived, and sends newlines until then.
     fn begin_payload(&mut self, now: Instant) -> Option<usize> {
-        let piece = if self.at.origin.is_some() { self.input.next_piece(0) } else { None };
-        let is_ready = piece.is_some() || (self.at.origin.is_some() && self.input.is_empty());
+        let piece = if self.at.snapshot.is_some() { self.input.next_piece(0) } else { None };
+        let is_ready = piece.is_some() || (self.at.snapshot.is_some() && self.input.is_empty());
         match piece {
             _ if !is_ready => self.link.as_mut()?.keep_alive(now),
             Some(Piece::Fresh(slot)) if self.by_module => self.introduce(now, slot),
@@ -445,16 +438,17 @@ impl Delivery {
         self.promise(mark, Stage::Plain(PlainPayload::new(now, mark, piece)))
     }
 
-    /// Promises the server a payload that ends with a mark.
+    /// Announces to the server a payload that ends with a mark.
     fn promise(&mut self, mark: [u8; 40], stage: Stage) -> Option<usize> {
         let history = self.history()?;
-        let origin = self.at.origin.as_ref()?;
+        let origin = self.at.snapshot?.origin;
+        self.meter.give(mark.len());
         self.link.as_mut()?.begin_payload(&history, origin.offset, mark, stage);
         self.meter.bytes_delivered.set(0);
         Some(0)
     }
 
-    /// One write of a plain payload. `None`: nothing to write, or no room.
+    /// Writes once from a plain payload. `None` if there is nothing to write, or no room.
     fn write_plain(&mut self, now: Instant) -> Result<Option<usize>, WriteError> {
         let Some(link) = &mut self.link else { return Ok(None) };
         if link.is_paused(now) {
@@ -477,7 +471,7 @@ impl Delivery {
         let Wrote::Bytes { bytes, next_slot, used } = link.write_plain(now, self.input.spool())? else {
             return Ok(None);
         };
-        self.meter.bytes_delivered.add(bytes as u64);
+        self.meter.bytes_delivered.add(self.meter.give(bytes) as u64);
         if self.input.spool().is_none() {
             self.at.next_slot = next_slot;
         }
@@ -487,9 +481,10 @@ impl Delivery {
         Ok(Some(bytes))
     }
 
-    /// Writes what makes the payload whole.
+    /// Writes the end of the payload.
     fn end_payload(&mut self, end: &[u8]) -> usize {
         let Some(link) = &mut self.link else { return 0 };
+        self.meter.end_given.set(1);
         link.end_payload(end);
         self.input.end_snapshot();
         self.tell(Notice::PayloadSent);
@@ -497,81 +492,12 @@ impl Delivery {
     }
 
     fn write_stream(&mut self) -> Result<Option<usize>, WriteError> {
-        let Some(link) = self.link.as_mut().filter(|link| link.takes_the_stream()) else { return Ok(None) };
-        let Some(wrote) = self.stream.write(|bytes| link.socket.write(bytes))? else { return Ok(None) };
-        self.meter.stream_delivered.set(wrote.last);
-        Ok(Some(wrote.bytes))
-    }
-
-    /// Has the server given the memory in which this slot lies, and all that follow.
-    fn introduce(&mut self, now: Instant, slot: Slot) -> Option<usize> {
-        self.introductions += 1;
-        let number = self.introductions;
-        match introduction::prepare(slot.bytes().0, number) {
-            Ok((shown, introduction)) => {
-                self.link.as_mut()?.stage = Stage::Introducing { number, shown, slot };
-                self.tell(Notice::Introduce(introduction));
-            }
-            Err(text) => self.go_by_the_link(now, slot, &text),
-        }
-        Some(0)
-    }
-
-    fn introduced(&mut self, now: Instant, number: u64, answer: Result<Answer, String>) {
-        let Some(link) = &mut self.link else { return };
-        if !matches!(&link.stage, Stage::Introducing { number: awaited, .. } if *awaited == number) {
-            return;
-        }
-        let Stage::Introducing { shown, slot, .. } = std::mem::replace(&mut link.stage, Stage::Asked) else { return };
-        let answer = match answer {
-            Ok(answer) => answer,
-            Err(text) => return self.go_by_the_link(now, slot, &text),
-        };
-        tracing::info!("the server's module loads long strings out of shared memory");
-        self.meter.by_module.set(1);
-        let mark = random_mark();
-        if let Ok(payload) = ReferencedPayload::new(now, mark, shown, answer, slot) {
-            self.promise(mark, Stage::Referenced(Box::new(payload)));
-        } else {
-            self.by_module = false;
-            self.drop_link("the first slot of the snapshot could not be parsed", true);
-            self.begin_again();
-        }
-    }
-
-    fn go_by_the_link(&mut self, now: Instant, slot: Slot, why: &str) {
-        tracing::warn!("the server's module is not used: {why}");
-        self.by_module = false;
-        self.begin_plain(now, Some(Piece::Fresh(slot)));
-    }
-
-    /// One turn of a payload that refers to memory.
-    fn write_referenced(&mut self, now: Instant) -> Result<Option<usize>, WriteError> {
-        let Some(ServerLink { stage: Stage::Referenced(payload), socket, .. }) = &mut self.link else {
+        let Some(wrote) = self.link.as_mut().map(|link| link.write_stream(&mut self.stream)).transpose()?.flatten()
+        else {
             return Ok(None);
         };
-        let mut moved = false;
-        for used in payload.settle()? {
-            let length = u64::from(used.slot.length);
-            self.input.used(used).map_err(WriteError::Feed)?;
-            self.meter.bytes_delivered.add(length);
-            moved = true;
-        }
-        if payload.wants_slot()
-            && let Some(slot) = self.input.next_slot()
-        {
-            payload.take(slot)?;
-            moved = true;
-        }
-        self.at.next_slot = self.meter.slots_below.get();
-        match payload.write(now, socket, self.input.is_fetched())? {
-            Turn::Nothing => Ok(moved.then_some(0)),
-            Turn::Wrote(bytes) => Ok(Some(bytes)),
-            Turn::Whole(end) => {
-                self.meter.referred.set(payload.referred());
-                Ok(Some(self.end_payload(&end)))
-            }
-        }
+        self.meter.stream_delivered.set(wrote.last);
+        Ok(Some(wrote.bytes))
     }
 
     // ---- waiting ----

@@ -21,21 +21,21 @@ use crate::replica::spool;
 
 /// An order of the driver to the delivery.
 pub(in crate::replica) enum Order {
-    /// Read from here from now on.
+    /// Read from this feed from now on.
     Attach(Box<Feed>),
-    /// Take the snapshot's slots from there from now on.
+    /// Read the snapshot's slots from this source or peer from now on.
     ReadFrom(ReadFrom),
     /// Close the link of a server whose snapshot will never be whole. A server that loads from its link answers no
     /// command until then.
     GiveUp,
-    /// Give the server no more of the stream until it makes another link.
+    /// Send the server no more of the stream until it connects again.
     Hold,
-    /// Whether the server has our module: then give it memory, and refer to that. Must be ordered before the server is
-    /// told to follow the link, since the server may ask for its payload at once.
+    /// Whether to give memory to the server's module, and to refer to it in the payload. Order this before the server
+    /// is pointed at the link, since the server may ask for its payload at once.
     UseModule(bool),
-    /// What came of an introduction.
+    /// The result of an introduction.
     Introduced {
-        /// Which introduction is meant.
+        /// The introduction's number.
         number: u64,
         answer: Result<Answer, String>,
     },
@@ -46,13 +46,13 @@ pub(in crate::replica) enum Order {
 /// What the delivery reports.
 #[derive(Debug)]
 pub(in crate::replica) enum Notice {
-    /// The server has connected and asked to be synchronised.
+    /// The server has connected and sent `PSYNC`.
     Asked,
     /// The server's module must be given memory. The delivery waits for [`Order::Introduced`].
     Introduce(Introduction),
-    /// The whole snapshot has arrived here.
+    /// The whole snapshot has arrived.
     Fetched,
-    /// The server was given the whole snapshot.
+    /// The whole snapshot was written to the server.
     PayloadSent,
     /// The server has loaded the snapshot: it acknowledged an offset.
     Loaded,
@@ -62,24 +62,24 @@ pub(in crate::replica) enum Notice {
     FeedLost { error: FeedError },
     /// An upstream replica cannot be read any more. Nothing is read until [`Order::ReadFrom`] names another.
     PeerLost(Lost),
-    /// The server asked for what needs another feed.
+    /// The server's request needs another feed.
     FeedWanted,
-    /// The delivery cannot go on.
+    /// The delivery cannot continue.
     Fatal { text: String },
 }
 
 /// Where the next feed must begin.
 #[derive(Clone, Debug, Default)]
 pub(in crate::replica) struct Progress {
-    /// The snapshot that slots were taken of.
-    pub(in crate::replica) origin: Option<spool::Origin>,
+    /// The snapshot that slots were read from.
+    pub(in crate::replica) snapshot: Option<spool::SnapshotId>,
     /// The first slot that is still needed.
     pub(in crate::replica) next_slot: u64,
     /// The next byte of the stream that is needed; 0 before the first feed.
     pub(in crate::replica) next_byte: u64,
     /// The server holds the whole snapshot: only the stream is needed.
     pub(in crate::replica) loaded: bool,
-    /// The memory of the copy that the next feed can go on with.
+    /// The memory of the copy that the next feed can continue.
     pub(in crate::replica) copy: Option<Arc<Memory>>,
 }
 
@@ -100,13 +100,13 @@ impl Shared {
 /// The thread's end of a [`Handle`].
 pub(super) struct Control {
     pub(super) orders: Receiver<Order>,
-    /// Readable when an order has come.
+    /// Readable when an order has arrived.
     pub(super) waker: Arc<OwnedFd>,
     pub(super) shared: Shared,
 }
 
 impl Control {
-    /// The orders that have come so far are about to be taken.
+    /// Clears the wake-up before the orders are read.
     pub(super) fn rest(&self) {
         let mut woken = [0; 8];
         let _ = rustix::io::read(&*self.waker, &mut woken);
@@ -131,7 +131,7 @@ pub(in crate::replica) struct Handle {
 }
 
 impl Handle {
-    /// Starts the thread, which is to end at [`Order::Stop`] or when the orders have no sender any more.
+    /// Starts the thread. It ends at [`Order::Stop`], or when the orders have no sender any more.
     pub(super) fn spawn(run: impl FnOnce(Control) + Send + 'static) -> io::Result<Handle> {
         let (mut handle, control) = ends()?;
         handle.thread = Some(std::thread::Builder::new().name("delivery".into()).spawn(move || run(control))?);
@@ -140,7 +140,7 @@ impl Handle {
 
     pub(in crate::replica) fn order(&self, order: Order) {
         if self.orders.send(order).is_ok() {
-            // An eventfd that cannot be written to has been woken already.
+            // If the eventfd cannot be written to, it has been woken already.
             let _ = rustix::io::write(&*self.waker, &1_u64.to_ne_bytes());
         }
     }
@@ -164,12 +164,14 @@ impl Drop for Handle {
     }
 }
 
-/// What a delivery is made of.
+/// The parts of a delivery.
 pub(in crate::replica) struct Setup {
-    /// Where the server's link arrives.
+    /// The listener for the server's link.
     pub(in crate::replica) candidates: Candidates,
-    /// The folder where slots are kept for an agent that is started again.
+    /// The folder of the slots that survive the agent (`--state-dir`).
     pub(in crate::replica) spool: Option<PathBuf>,
+    /// The slots that were found there.
+    pub(in crate::replica) found: Option<spool::Spool>,
     /// Bytes of the stream that may wait here while the server loads.
     pub(in crate::replica) backlog_limit: usize,
     pub(in crate::replica) meter: Arc<Meter>,

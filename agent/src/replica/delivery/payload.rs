@@ -1,4 +1,4 @@
-//! Payload: what both ways of writing a snapshot to the server's link have in common.
+//! Payload: what the plain and the referenced payload have in common.
 
 use std::io;
 
@@ -7,7 +7,7 @@ use crate::replica::parts::FeedError;
 /// Bytes handed to the socket at once.
 pub(super) const WRITE_PIECE: usize = 1 << 20;
 
-/// Why a payload goes no further.
+/// Why a payload cannot continue.
 pub(super) enum WriteError {
     Link(io::Error),
     Feed(FeedError),

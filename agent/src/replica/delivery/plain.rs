@@ -1,4 +1,4 @@
-//! Plain payload: a snapshot on its way to the server as its bytes are, slot after slot.
+//! Plain payload: a snapshot that is written to the server byte for byte, slot after slot.
 
 use std::collections::VecDeque;
 use std::io;
@@ -11,10 +11,10 @@ use crate::replica::link::Link;
 use crate::replica::pacer::Pacer;
 use crate::replica::spool::{Held, Spool};
 
-/// How often it is asked how much the server has read of what it was lent: two questions to the system.
+/// Interval at which the kernel is asked how much of the lent bytes the server has read. It takes two system calls.
 const LENT_PACE: Duration = Duration::from_micros(500);
 
-/// How long a server may read nothing of what it was lent: as long as it would wait for us, `repl-timeout`.
+/// How long a server may read none of the lent bytes. Servers wait as long for their primary (`repl-timeout`).
 const LENT_LIMIT: Duration = Duration::from_secs(60);
 
 /// A snapshot that is written to the server byte for byte.
@@ -51,18 +51,18 @@ struct Lent {
     slot: Slot,
     /// [`Link::written`] behind it.
     end: u64,
-    /// The feed that it came from is over.
+    /// Whether the feed that it came from has ended.
     alone: bool,
 }
 
 /// A slot that the server has read, and that must be checked: was it whole until now?
 pub(super) struct Used {
     pub(super) slot: Slot,
-    /// The feed that it came from is over.
+    /// Whether the feed that it came from has ended.
     pub(super) alone: bool,
 }
 
-/// What a write came to.
+/// The result of a write.
 pub(super) enum Wrote {
     /// There was no room, or nothing to write.
     Nothing,
@@ -81,7 +81,7 @@ impl PlainPayload {
         PlainPayload { mark, next_slot: 0, piece, written: 0, lent, lent_since: now, lent_due: now }
     }
 
-    /// What makes the payload whole.
+    /// The end of the payload.
     pub(super) fn mark(&self) -> &[u8; 40] {
         &self.mark
     }
@@ -104,7 +104,7 @@ impl PlainPayload {
         !self.lent.is_empty()
     }
 
-    /// When it is asked again what the server has read.
+    /// When to ask again how much the server has read.
     pub(super) fn lent_due(&self) -> Option<Instant> {
         self.lends().then_some(self.lent_due)
     }
@@ -119,7 +119,7 @@ impl PlainPayload {
         self.lent.iter_mut().for_each(|lent| lent.alone = true);
     }
 
-    /// The slots that were not given back, of a link that is over.
+    /// The slots that an ended link has not given back.
     pub(super) fn into_slots(self) -> impl Iterator<Item = Slot> {
         let piece = match self.piece {
             Some(Piece::Fresh(slot)) => Some(slot),
@@ -128,7 +128,7 @@ impl PlainPayload {
         self.lent.into_iter().filter(|lent| !lent.alone).map(|lent| lent.slot).chain(piece)
     }
 
-    /// Takes back what the server has read, if it is time to ask.
+    /// Returns the slots that the server has read, if it is time to ask.
     pub(super) fn settle(&mut self, now: Instant, link: &mut Link) -> io::Result<Vec<Used>> {
         let mut read = Vec::new();
         if !self.lends() || now < self.lent_due {
@@ -198,7 +198,7 @@ impl PlainPayload {
     /// Notes a slot that the socket reads until [`Link::taken`] is at `end`.
     fn lend(&mut self, now: Instant, slot: Slot, end: u64) {
         if let Place::View(_) = slot.place {
-            // The socket has hold of the pages themselves: our mapping of them would only count as memory of ours.
+            // The socket holds the pages themselves. A mapping of them would only count as memory of this process.
             let (view, range) = slot.bytes();
             view.forget(range);
         }
@@ -209,12 +209,12 @@ impl PlainPayload {
     }
 }
 
-/// Forty characters that no RDB contains by chance, as the servers make them.
+/// Forty random characters, as the servers choose them. No RDB contains them by chance.
 pub(super) fn random_mark() -> [u8; 40] {
     const HEX: &[u8; 16] = b"0123456789abcdef";
     let mut random = [0; 20];
     if getrandom::fill(&mut random).is_err() {
-        // Without random numbers the time will do: the mark is no secret.
+        // Without random numbers the clock is enough: the mark is not a secret.
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default().as_nanos();
         random[..16].copy_from_slice(&now.to_le_bytes());
     }

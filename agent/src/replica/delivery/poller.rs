@@ -1,11 +1,11 @@
-//! Poller: what the delivery's thread waits on, and what is tried after that.
+//! Poller: the descriptors that the delivery's thread waits on, and which of them are tried afterwards.
 
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-/// How often every descriptor is tried while the loop has so much to do that it never waits on them.
+/// Interval at which all descriptors are tried while the loop is too busy to wait on them.
 const LOOK_PACE: Duration = Duration::from_millis(1);
 
 /// The longest sleep, should every descriptor be silent.
@@ -14,8 +14,8 @@ const SLEEP_LIMIT: Duration = Duration::from_millis(500);
 /// The shortest sleep: less than the system needs to wake a thread.
 const SLEEP_LEAST: Duration = Duration::from_micros(20);
 
-/// What may have something to read. A try that finds nothing is a system call, and one of accepting even makes a socket
-/// first: so only those are tried that poll(2) has found ready, and all of them now and then.
+/// Descriptors that may have something to read. A try that finds nothing costs a system call, and `accept` even creates
+/// a socket first: so only those are tried that poll(2) has found ready, and all of them now and then.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Readiness {
     pub(super) waker: bool,
@@ -29,25 +29,25 @@ impl Readiness {
         Readiness { waker: true, candidates: true, link: true, looked: now }
     }
 
-    /// All are tried again, if none was waited on for long.
+    /// Marks all descriptors as ready if none was waited on for long.
     pub(super) fn look(&mut self, now: Instant) {
         if now.duration_since(self.looked) >= LOOK_PACE {
             *self = Readiness::all(now);
         }
     }
 
-    /// After a wait.
+    /// The result of a wait.
     pub(super) fn after(now: Instant, waker: bool, candidates: bool, link: bool) -> Readiness {
         Readiness { waker, candidates, link, looked: now }
     }
 }
 
-/// What the server's link has room for, as far as the input needs to know.
+/// What the link needs from the input.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Demand {
     /// The link has something to write.
     pub(super) is_full: bool,
-    /// The link is not written to for a while, though there is something to write.
+    /// The link pauses although there is something to write.
     pub(super) is_paused: bool,
     /// The link has no slot to write.
     pub(super) wants_slots: bool,
@@ -73,7 +73,7 @@ impl<'a> Wait<'a> {
         self.now
     }
 
-    /// Something is due at this time.
+    /// Ends the wait at this time.
     pub(super) fn until(&mut self, at: Instant) {
         self.until = self.until.min(at);
     }
@@ -83,7 +83,7 @@ impl<'a> Wait<'a> {
         Place(self.fds.len() - 1)
     }
 
-    /// Waits. Interrupted or not, the loop looks at everything again.
+    /// Waits. After an interruption the loop checks everything again, as after any wait.
     pub(super) fn poll(self) -> Ready {
         let timeout = self.timeout();
         let timeout = Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: i64::from(timeout.subsec_nanos()) };
@@ -97,7 +97,7 @@ impl<'a> Wait<'a> {
     }
 }
 
-/// What a wait has found.
+/// The descriptors that a wait found ready.
 pub(super) struct Ready(Vec<bool>);
 
 impl Ready {

@@ -28,7 +28,7 @@ use remora_redis::rdb::{Found, OPCODE_EOF, Scanner, TAIL_BYTES, Text, Usage};
 /// Shorter strings are passed on: the server gains nothing by a reference to them (docs/module.md has the measurement).
 pub(super) const REFER_FROM_BYTES: u64 = 512;
 
-/// What is still to be written.
+/// A part that is still to be written.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Part {
     /// These bytes.
@@ -54,11 +54,11 @@ pub(super) struct ReferencePlan {
     whole: u64,
     /// Where the end mark is, once it was found.
     end: Option<u64>,
-    /// Below this position everything is in a part, or referred to.
+    /// Everything below this position is in a part, or referred to.
     planned: u64,
     /// Bytes from `planned` on whose slots may be gone: they may belong to a string that is still to be found.
     held: Vec<u8>,
-    /// Below this position everything was seen.
+    /// Everything below this position was scanned.
     seen: u64,
     /// Words of the next field.
     words: Vec<u8>,
@@ -66,7 +66,7 @@ pub(super) struct ReferencePlan {
     fields: u64,
     /// Bytes referred to.
     referred: u64,
-    /// It has been judged whether it is worth looking.
+    /// Whether the plan has decided if scanning pays.
     judged: bool,
     /// Bytes copied out of a slot to be looked at, and the position of the first.
     window: (u64, Vec<u8>),
@@ -96,7 +96,7 @@ const TRIAL_BYTES: u64 = 32 << 20;
 /// Scanning pays if at least this percentage of these bytes could be referred to.
 const WORTH_PERCENT: u64 = 10;
 
-/// The magic and the version; the greeting comes behind them.
+/// Bytes of the magic and the version. The greeting follows them.
 const MAGIC_BYTES: u64 = 9;
 
 impl ReferencePlan {
@@ -170,7 +170,7 @@ impl ReferencePlan {
         self.referred
     }
 
-    /// Plans what is to become of one more slot, the next in order: where its bytes lie in the memory that was shown.
+    /// Plans the next slot, which lies at this position of the shared memory.
     pub(super) fn take(&mut self, view: &View, place: Range<u64>) -> Result<(), remora_fabric::memory::Error> {
         let slot = Slot { view, offset: place.start, bytes: self.seen..self.seen + (place.end - place.start) };
         while self.seen < slot.bytes.end {
@@ -212,7 +212,7 @@ impl ReferencePlan {
         self.judge_once();
     }
 
-    /// Has the scanner look at the next bytes, or pass over them.
+    /// Scans or skips the next bytes.
     fn look(&mut self, slot: &Slot<'_>) -> Result<(), remora_fabric::memory::Error> {
         let Some(scanner) = &mut self.scanner else { return Ok(()) };
         let skipped = scanner.skip(slot.bytes.end - self.seen);
@@ -222,7 +222,7 @@ impl ReferencePlan {
             return Ok(());
         }
         if self.end.is_some() {
-            // Bytes behind the end: `finish` will not have it.
+            // Bytes follow the end mark. `finish` refuses such a snapshot.
             self.seen = slot.bytes.end;
             self.planned = self.seen;
             return Ok(());
@@ -243,7 +243,7 @@ impl ReferencePlan {
                 self.found(found);
             }
             Err(error) => {
-                // The server may know it.
+                // The server may know this type.
                 tracing::info!(%error, "from here on the snapshot is passed on as it is");
                 self.scanner = None;
             }
@@ -279,7 +279,7 @@ impl ReferencePlan {
         Word::text(text).is_some() && (self.idle_times || !idle)
     }
 
-    /// What has been seen and is not passed on yet never will be.
+    /// Drops the bytes that were scanned and not passed on.
     fn drop_undecided(&mut self) {
         self.held.clear();
         self.planned = self.seen;
@@ -401,7 +401,7 @@ impl Open {
 /// A slot while it is planned.
 struct Slot<'v> {
     view: &'v View,
-    /// Where its first byte lies.
+    /// Position of its first byte in the memory.
     offset: u64,
     /// Its positions.
     bytes: Range<u64>,
@@ -428,10 +428,10 @@ mod tests {
     /// Short, so that small snapshots have many strings of both kinds.
     const LEAST: u64 = 512;
 
-    /// A string that was told by its place: database, key, value.
+    /// A string that was referred to: database, key, value.
     type Told = (u32, Vec<u8>, Vec<u8>);
 
-    /// What goes over the link without fields, and what the fields tell.
+    /// The bytes of the link without fields, and the strings that the fields refer to.
     fn mix(snapshot: &[u8], slot_bytes: usize, idle_times: bool) -> (Vec<u8>, Vec<Told>, ReferencePlan) {
         mix_whole(snapshot, slot_bytes, idle_times, 0)
     }

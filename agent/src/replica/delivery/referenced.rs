@@ -1,5 +1,5 @@
 //! Referenced payload: a snapshot on its way to a server that has our module. It writes what the [`ReferencePlan`]
-//! says, and gives slots back when the server has used them up. It is given slots, and never sees where they come from.
+//! says, and returns slots when the server has used them. The caller hands slots in, from whatever source.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -17,7 +17,7 @@ pub(super) struct ReferencedPayload {
     mark: [u8; 40],
     plan: ReferencePlan,
     tally: LoadPage,
-    /// Taken, planned, and not given back.
+    /// Slots that were planned and not returned yet.
     lent: VecDeque<Lent>,
     /// Positions below this were taken.
     taken: u64,
@@ -35,13 +35,13 @@ struct Lent {
     fields: u64,
 }
 
-/// What a write came to.
+/// The result of a write.
 pub(super) enum Turn {
     /// This number of bytes was written.
     Wrote(usize),
     /// There is nothing to write, or no room.
     Nothing,
-    /// All is written and was used; these bytes complete the payload.
+    /// All slots were written and used. These bytes complete the payload.
     Whole(Vec<u8>),
 }
 
@@ -62,7 +62,7 @@ const GREETING_PARTS: u64 = 2;
 const BEGIN_LIMIT: Duration = Duration::from_secs(20);
 
 impl ReferencedPayload {
-    /// At the beginning, with the slot that showed that there is one.
+    /// Begins a payload with the snapshot's first slot.
     pub(super) fn new(
         now: Instant,
         mark: [u8; 40],
@@ -93,7 +93,7 @@ impl ReferencedPayload {
         self.plan.referred()
     }
 
-    /// Gives back the slots that are used up. The error says that the module refused.
+    /// Returns the slots that are used up. The error says that the module refused.
     pub(super) fn settle(&mut self) -> Result<Vec<Used>, WriteError> {
         if let Some(text) = self.tally.refusal() {
             return Err(WriteError::Module(text));
@@ -121,7 +121,7 @@ impl ReferencedPayload {
         Ok(())
     }
 
-    /// Writes what there is room for. `fetched`: no more slots follow.
+    /// Writes as much as the socket takes. `fetched` says that no more slots follow.
     pub(super) fn write(&mut self, now: Instant, link: &mut Link, fetched: bool) -> Result<Turn, WriteError> {
         if self.awaits_greeting() && now.duration_since(self.began) > BEGIN_LIMIT {
             let text = format!("the server did not begin to load from its link within {} s", BEGIN_LIMIT.as_secs());
@@ -143,7 +143,7 @@ impl ReferencedPayload {
         self.parts >= GREETING_PARTS && self.tally.done() == 0
     }
 
-    /// Writes of the next part what there is room for.
+    /// Writes as much of the next part as the socket takes.
     fn write_part(&mut self, link: &mut Link) -> Result<Option<usize>, WriteError> {
         let wrote = match self.plan.part() {
             Some(Part::Bytes(bytes)) => link.write(bytes)?,

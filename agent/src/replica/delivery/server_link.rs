@@ -21,6 +21,7 @@ use rustix::event::PollFlags;
 use super::plain::{PlainPayload, Used, Wrote};
 use super::poller::Demand;
 use super::referenced::ReferencedPayload;
+use super::stream::{self, Stream};
 use crate::replica::candidates::Newcomer;
 use crate::replica::introduction::GrantedMemory;
 use crate::replica::link::Link;
@@ -160,21 +161,21 @@ impl ServerLink {
         self.stage = stage;
     }
 
-    /// Goes on with the stream where the server is.
+    /// Continues the stream at the server's offset.
     pub(super) fn resume(&mut self, replid: &ReplId) {
         self.role.resume(replid);
         self.stage = Stage::Streaming;
         self.has_loaded = true;
     }
 
-    /// Writes what makes the payload whole. The stream follows after the server's first ACK.
+    /// Writes the end of the payload. The stream follows after the server's first ACK.
     pub(super) fn end_payload(&mut self, end: &[u8]) {
         self.out.extend_from_slice(end);
         self.stage = Stage::Streaming;
     }
 
-    /// The server has applied the stream up to this offset. Whether that says, for the first time, that it has loaded
-    /// the snapshot at `snapshot`.
+    /// Notes that the server has applied the stream up to this offset. Returns whether this is the first sign that it
+    /// has loaded the snapshot at `snapshot`.
     pub(super) fn acknowledged(&mut self, offset: u64, snapshot: u64) -> bool {
         let loads = matches!(self.stage, Stage::Streaming) && !self.has_loaded && offset >= snapshot;
         self.has_loaded |= loads;
@@ -188,14 +189,14 @@ impl ServerLink {
 
     // ---- writing ----
 
-    /// Writes what waits. `false`: some still does.
+    /// Writes the waiting bytes. Returns `false` if some still wait.
     pub(super) fn flush(&mut self) -> io::Result<bool> {
         let fresh = self.role.take_output();
         self.out.extend_from_slice(&fresh);
         self.socket.write_out(&mut self.out, &mut self.written)
     }
 
-    /// Prepares a newline, when it is time for one.
+    /// Queues a newline when one is due.
     pub(super) fn keep_alive(&mut self, now: Instant) -> Option<usize> {
         if now.duration_since(self.kept_alive) < KEEP_ALIVE_EVERY {
             return None;
@@ -226,14 +227,22 @@ impl ServerLink {
         }
     }
 
+    /// Writes some of the stream. `None` if the server does not take it now, or if there is none.
+    pub(super) fn write_stream(&mut self, stream: &mut Stream) -> io::Result<Option<stream::Wrote>> {
+        if !self.takes_the_stream() {
+            return Ok(None);
+        }
+        stream.write(|bytes| self.socket.write(bytes))
+    }
+
     /// The server has loaded its payload, or needed none, and waits for the stream.
-    pub(super) fn takes_the_stream(&self) -> bool {
+    fn takes_the_stream(&self) -> bool {
         matches!(self.stage, Stage::Streaming) && self.has_loaded && !self.held
     }
 
     // ---- the end of a feed, and of the link ----
 
-    /// The feed is over that the slot under way came from.
+    /// Notes that the feed of the slot under way has ended.
     pub(super) fn lay_down(&mut self, now: Instant) {
         if let Stage::Plain(payload) = &mut self.stage {
             payload.lay_down(now, self.socket.written());
@@ -250,7 +259,7 @@ impl ServerLink {
         matches!(self.stage, Stage::Plain(_) | Stage::Referenced(_) | Stage::Streaming)
     }
 
-    /// Closes the link. Gives back how far it was, and the slots that must be released.
+    /// Closes the link. Returns how far the server had come, and the slots to release.
     pub(super) fn close(self) -> (Reached, Vec<Slot>) {
         match self.stage {
             Stage::Asked => (Reached::Asked, Vec::new()),
@@ -267,7 +276,8 @@ impl ServerLink {
         self.socket.as_fd()
     }
 
-    /// What to wait for on the link, and what of it matters to the input; `stream`: a part of the stream waits.
+    /// The events to poll for on the link, and what the input must know about it. `stream` says that a part of the
+    /// stream waits.
     pub(super) fn interest(&self, now: Instant, stream: bool) -> (PollFlags, Demand) {
         let has_piece = matches!(&self.stage, Stage::Plain(payload) if payload.has_piece());
         let has_part = matches!(&self.stage, Stage::Referenced(payload) if payload.has_part());

@@ -13,7 +13,7 @@ pub(super) struct Stream {
     limit: usize,
 }
 
-/// What was written of the stream.
+/// The result of a write.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Wrote {
     pub(super) bytes: usize,
@@ -30,7 +30,7 @@ impl Stream {
         self.chunks.is_empty()
     }
 
-    /// No more may be read for now.
+    /// Whether reading must pause.
     pub(super) fn is_full(&self) -> bool {
         self.bytes >= self.limit
     }
@@ -50,8 +50,8 @@ impl Stream {
         self.bytes = 0;
     }
 
-    /// Gives the first chunk to `write`, which says how much of it there was room for. `None`: nothing waits, or no
-    /// room.
+    /// Hands the first chunk to `write`, which returns how much the socket took. `None` if nothing waits, or if there
+    /// is no room.
     pub(super) fn write(
         &mut self,
         write: impl FnOnce(&[u8]) -> io::Result<Option<usize>>,

@@ -18,7 +18,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use super::*;
 use crate::replica::locality::Locality;
 use crate::replica::parts::{CopyPlan, Part, Parts};
-use crate::replica::spool::Origin;
+use crate::replica::spool::SnapshotId;
 
 const GEOMETRY: Geometry = Geometry { slot_size: 4096, slots: 8 };
 const HISTORY: &str = "0123456789abcdef0123456789abcdef01234567";
@@ -86,13 +86,8 @@ impl Source {
             let expect = Expectation { origin: origin(self.generation), geometry: GEOMETRY };
             Part { peer, sink, layout, expect, in_place: false, copy: None }
         };
-        let origin = Origin {
-            generation: self.generation,
-            replid: HISTORY.parse().unwrap(),
-            offset: OFFSET,
-            slot_size: GEOMETRY.slot_size,
-        };
-        Box::new(Feed::new(origin, Parts { snapshot: Some(part(0)), journal: part(1) }))
+        let id = SnapshotId { origin: origin(self.generation), slot_size: GEOMETRY.slot_size };
+        Box::new(Feed::new(id, Parts { snapshot: Some(part(0)), journal: part(1) }))
     }
 
     /// The same with a copy of the snapshot's slots, out of which others could read.
@@ -141,6 +136,7 @@ impl World {
         let setup = Setup {
             candidates: Candidates::new(listener, None, Access::Secret(PASSWORD.into()), locality),
             spool: spool.map(Path::to_path_buf),
+            found: None,
             backlog_limit: 1 << 20,
             meter: Arc::default(),
             notices: tell,
@@ -402,7 +398,7 @@ fn a_server_that_asks_for_everything_again_is_no_longer_loaded() {
     world.settle();
     assert_eq!(world.reported(), ["LinkLost", "Asked", "FeedWanted"]);
     let progress = world.handle.progress();
-    assert!(!progress.loaded && progress.origin.is_none() && progress.next_slot == 0);
+    assert!(!progress.loaded && progress.snapshot.is_none() && progress.next_slot == 0);
     let feed = source.feed(&world.network);
     world.order(Order::Attach(feed));
     world.settle();

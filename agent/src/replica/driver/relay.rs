@@ -1,4 +1,4 @@
-//! Relay: from which replica slots are read, and what is lent to others. Independent of how far the server is.
+//! Relay: from which replica slots are read, and what is lent to others. Independent of the server's state.
 
 use std::sync::Arc;
 
@@ -22,9 +22,9 @@ pub(super) struct Relay {
     /// The name by which other replicas know this one.
     name: String,
     meter: Arc<Meter>,
-    /// Slots may come from other replicas.
+    /// Whether slots may come from other replicas.
     takes_part: bool,
-    /// Lends slots to other replicas.
+    /// The server that lends slots to other replicas.
     serving: Option<RelayServer>,
     /// The copy that slots go into now.
     copy: Option<Copying>,
@@ -36,7 +36,7 @@ struct Copying {
     generation: u64,
     memory: Arc<Memory>,
     slot_size: u32,
-    /// The source reuses slots that all readers have passed.
+    /// Whether the source reuses slots that all readers have passed.
     in_window: bool,
 }
 
@@ -73,7 +73,7 @@ impl Relay {
         Ok(Relay { args, token, name, meter, takes_part, serving, copy: None, upstream: None })
     }
 
-    /// What the source needs to know; `None`: no slots pass between this replica and others.
+    /// What the source needs to know. `None` if no slots pass between this replica and others.
     pub(super) fn introduction(&self) -> Option<Relays> {
         let serves_at = self.serving.as_ref().map(|serving| serving.address().to_string()).unwrap_or_default();
         self.takes_part.then(|| Relays { serves_at, zone: self.args.relay.zone.clone() })
@@ -85,7 +85,7 @@ impl Relay {
         self.takes_part.then(|| RelayWish { serves: self.serving.is_some(), download_rate, kept })
     }
 
-    /// What the conversation with the upstream replica brings; pending without one.
+    /// The next report of the conversation with the upstream replica. Pending without one.
     pub(super) async fn said(&mut self) -> Said {
         match &mut self.upstream {
             Some((_, conversation)) => conversation.said().await,
@@ -93,16 +93,16 @@ impl Relay {
         }
     }
 
-    /// All slots have arrived.
+    /// Notes that all slots have arrived.
     pub(super) fn leave_upstream(&mut self) {
         self.upstream = None;
     }
 
-    /// Tables were connected: lends their copy, and reads from where the offer says. Gives back what the delivery must
+    /// Tables were connected: lends their copy, and reads from where the offer says. Returns what the delivery must
     /// know.
     pub(super) fn attached(&mut self, offer: &Offer, chosen: &mut Chosen, loaded: bool) -> Option<ReadFrom> {
         let Some((memory, own, is_new)) = chosen.copy.take() else {
-            // A replica that has loaded everything goes on lending what it has.
+            // A replica that has loaded everything continues to lend its slots.
             if !loaded {
                 self.copy = None;
                 self.upstream = None;
@@ -124,7 +124,7 @@ impl Relay {
         self.read_from(offer.upstream.clone())
     }
 
-    /// The source assigns another upstream for this generation.
+    /// Reads from the upstream that the source has assigned for this generation.
     pub(super) fn assigned(&mut self, generation: u64, upstream: Option<Upstream>) -> Option<ReadFrom> {
         let is_ours = self.copy.as_ref().is_some_and(|copy| copy.generation == generation);
         if is_ours { self.read_from(upstream) } else { None }
@@ -152,7 +152,7 @@ impl Relay {
         Some(ReadFrom::Awaited)
     }
 
-    /// The upstream replica cannot be read any more. Gives back the message for the source, which assigns another.
+    /// The upstream replica cannot be read any more. Returns the message for the source, which assigns another.
     pub(super) fn lost(&mut self, lost: Lost) -> Option<Message> {
         let Lost { session, cause, text } = lost;
         let (upstream, _) = self.upstream.take_if(|(_, present)| present.session == session)?;

@@ -19,7 +19,7 @@ use crate::tasks::AbortOnDrop;
 /// How long the last messages may take, the closing of the session included.
 const LEAVE_LIMIT: Duration = Duration::from_secs(3);
 
-/// The driver's end. Dropping it ends the session without a word.
+/// The driver's end. Dropping it ends the session without a last message.
 pub(super) struct Session {
     messages: UnboundedSender<Outgoing>,
     progress: watch::Sender<Option<Progress>>,
@@ -31,11 +31,11 @@ pub(super) struct Session {
 
 enum Outgoing {
     Message(Message),
-    /// The last one: the session is closed when it has arrived.
+    /// The last message. The session closes when it has arrived.
     Last(Message),
 }
 
-/// What arrives.
+/// A message or the end of the session.
 pub(super) enum Received {
     Message(Box<Message>),
     Lost(Loss),
@@ -62,12 +62,12 @@ impl Session {
         self.progress.send_replace(Some(progress));
     }
 
-    /// What connecting to offered tables needs.
+    /// The parameters for connecting to offered tables.
     pub(super) fn way(&self) -> &Way {
         &self.way
     }
 
-    /// What arrives next. Cancel-safe.
+    /// The next message, or the end of the session. Cancel-safe.
     pub(super) async fn received(&mut self) -> Received {
         match self.events.recv().await {
             Some(received) => received,
@@ -99,7 +99,7 @@ async fn run(
         tokio::select! {
             biased;
             outgoing = queued.recv() => match outgoing {
-                // A session that has ended shows itself when it is read.
+                // The next read reports that the session has ended.
                 Some(Outgoing::Message(message)) => drop(sender.send(message).await),
                 Some(Outgoing::Last(message)) => {
                     report(&sender, &mut newest).await;
@@ -134,8 +134,14 @@ async fn report(sender: &Sender, newest: &mut watch::Receiver<Option<Progress>>)
     }
 }
 
-/// What an error of the conversation means for the sync.
-pub(super) fn loss(error: Error) -> Loss {
+/// The meaning of a conversation's error for the sync.
+fn loss(error: Error) -> Loss {
     let stalled = matches!(error.fault, Fault::Refused { code: RefusalCode::Stalled, .. });
     Loss { passes: error.fault.may_pass(), stalled, failure: failure(error) }
+}
+
+/// The meaning of a failed attempt to connect to the source again. Another attempt may always succeed: the peer has not
+/// proved that it holds the token, so any host on the way could have sent its refusal.
+pub(super) fn unreachable(error: Error) -> Loss {
+    Loss { passes: true, ..loss(error) }
 }

@@ -12,12 +12,12 @@ pub(super) struct Desk {
 }
 
 impl Desk {
-    /// Puts a job behind those that wait.
+    /// Appends a job.
     pub(super) fn add(&mut self, job: Job) {
         self.queue.push_back(job);
     }
 
-    /// The job that the task gets now, if it is free.
+    /// The next job for the task, if the task is free.
     pub(super) fn next(&mut self) -> Option<Job> {
         if self.doing.is_some() {
             return None;
@@ -26,7 +26,7 @@ impl Desk {
         self.doing
     }
 
-    /// The task has reported. Whether that is the report of the job that it was at, or the end of the task.
+    /// Notes a report. Returns whether it belongs to the task's present job, or says that the task has ended.
     pub(super) fn done(&mut self, report: &Report) -> bool {
         let is_it = matches!(report, Report::Ended) || self.doing.is_some_and(|job| report.answers(job));
         if is_it {
@@ -35,13 +35,13 @@ impl Desk {
         is_it
     }
 
-    /// The task is at this job, as if it had been ordered.
+    /// Marks this job as the task's present one.
     #[cfg(test)]
     pub(super) fn pretend(&mut self, job: Job) {
         self.doing = Some(job);
     }
 
-    /// The job that the task is at.
+    /// The task's present job.
     pub(super) fn doing(&self) -> Option<Job> {
         self.doing
     }

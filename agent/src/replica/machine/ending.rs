@@ -8,13 +8,13 @@ use remora_protocol::{Message, Outcome, Phase};
 use super::event::{Action, Reading, Report, Rules};
 use crate::exit::{Code, Failure};
 
-/// How often it is looked whether other replicas still read here.
+/// Interval at which the agent checks whether other replicas still read here.
 const LINGER_LOOK: Duration = Duration::from_millis(50);
 
 /// The last part of a sync.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Ending {
-    /// The server follows the primary: settings are being put back.
+    /// The server follows the primary, and its settings are being restored.
     Finishing(HandedOver),
     /// The sync is done, and other replicas still read here.
     Lingering {
@@ -33,16 +33,16 @@ pub(super) enum Ending {
 /// A server that follows the primary.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct HandedOver {
-    /// The signal because of which it was handed over.
+    /// The signal that caused the hand-off, if any.
     pub(super) because: Option<&'static str>,
-    /// Where it was found in step.
+    /// The offset at which it was found in step.
     pub(super) offset: u64,
 }
 
 impl HandedOver {
     fn outcome(self, rules: &Rules) -> Result<(), Failure> {
         match self.because {
-            // To stop is the ordinary end of a stay.
+            // A stay ordinarily ends with a signal.
             Some(signal) if !rules.stay => {
                 let text = format!("stopped by {signal}; the sync was far enough to be finished first");
                 Err(Failure::new(Code::Interrupted, text))
@@ -69,14 +69,14 @@ impl Ending {
         }
     }
 
-    /// A signal asks to stop.
+    /// Handles a signal.
     pub(super) fn stop(&mut self, now: Instant) {
         if let Ending::Lingering { until, .. } = self {
             *until = now;
         }
     }
 
-    /// The server's task has reported.
+    /// Handles a report of the server's task.
     pub(super) fn server(
         &mut self,
         now: Instant,
@@ -116,7 +116,7 @@ impl Ending {
         }
     }
 
-    /// Time has passed.
+    /// Handles the passing of time.
     pub(super) fn tick(&mut self, now: Instant, rules: &Rules, reading: &Reading, actions: &mut VecDeque<Action>) {
         let Ending::Lingering { until, next, done } = self else { return };
         if reading.readers == 0 || *until <= now {

@@ -24,16 +24,16 @@ pub(in crate::replica) struct Rules {
     pub(in crate::replica) source: String,
     /// The primary's address, for messages.
     pub(in crate::replica) primary: String,
-    /// The server's run id, as the preflight found it.
+    /// The server's run id at the preflight.
     pub(in crate::replica) run_id: Option<String>,
 }
 
-/// What the delivery and the lender of slots show at the moment of an event.
+/// Readings of the delivery and the relay at the moment of an event.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(in crate::replica) struct Reading {
     /// The server holds the whole snapshot.
     pub(in crate::replica) loaded: bool,
-    /// Bytes of the snapshot that were given to the server.
+    /// Bytes of payloads that were given to the server since the sync began.
     pub(in crate::replica) bytes_delivered: u64,
     /// Offset of the last byte of the stream that has arrived.
     pub(in crate::replica) stream_fetched: u64,
@@ -50,22 +50,22 @@ pub(in crate::replica) enum Event {
     Tick,
     /// A signal asks the agent to stop.
     Stop { signal: &'static str },
-    /// From the session with the source.
+    /// The session with the source reports.
     Source(SourceEvent),
-    /// The tables of an offer were connected, or could not be.
+    /// Connecting to the tables of an offer has succeeded or failed.
     Tables { attempt: u64, connected: Result<Tables, Failure> },
-    /// From the delivery thread.
+    /// The delivery thread reports.
     Delivery(DeliveryEvent),
     /// The server's task has done the job that it was given.
     Server(Report),
 }
 
-/// What the session with the source brings.
+/// A report of the session with the source.
 #[derive(Clone, Debug)]
 pub(in crate::replica) enum SourceEvent {
     /// A new session began, as the machine asked.
     Connected,
-    /// A new session could not be begun.
+    /// A new session could not be established.
     Unreachable(Loss),
     /// The session ended.
     Lost(Loss),
@@ -114,26 +114,26 @@ impl Tables {
     }
 }
 
-/// What the delivery thread reports.
+/// A report of the delivery thread.
 #[derive(Clone, Debug)]
 pub(in crate::replica) enum DeliveryEvent {
-    /// The server has connected to the link and asked to be synchronised.
+    /// The server has connected to the link and sent `PSYNC`.
     Asked,
     /// The server's module must be given memory.
     Introduce { number: u64 },
-    /// The whole snapshot has arrived here.
+    /// The whole snapshot has arrived.
     Fetched,
-    /// The server was given the whole snapshot.
+    /// The whole snapshot was written to the server.
     PayloadSent,
     /// The server acknowledged an offset: it has loaded the snapshot.
     Loaded,
-    /// The server's link ended; `loading`: in the middle of the snapshot.
+    /// The server's link ended; `loading` if this was in the middle of the snapshot.
     LinkLost { text: String, loading: bool },
-    /// The tables cannot be read any more.
+    /// The tables can no longer be read.
     FeedLost { failure: Failure },
-    /// The server asked for what needs another feed.
+    /// The server's request needs another feed.
     FeedWanted,
-    /// The delivery cannot go on.
+    /// The delivery cannot continue.
     Fatal { failure: Failure },
 }
 
@@ -146,7 +146,7 @@ pub(in crate::replica) enum Job {
     Follow { from_nothing: bool },
     /// Give the module memory, for which it empties the server.
     Introduce { number: u64 },
-    /// Put back all settings but the login, if the server follows the link.
+    /// Restore all settings but the login, if the server follows the link.
     PutSettingsBack,
     /// Ask for the offset that the server has applied.
     AskOffset,
@@ -158,15 +158,15 @@ pub(in crate::replica) enum Job {
     Verify(Followed),
     /// Wait until the server has applied what it was given.
     Settle,
-    /// Put the login back and point the server from the link at the primary.
+    /// Restore the login and point the server from the link at the primary.
     PointAtPrimary,
-    /// Ask how the server's link to the primary is.
+    /// Ask for the state of the server's link to the primary.
     AskPrimaryLink,
-    /// Give the login again and point the server from the primary at the link.
+    /// Set the link's login and point the server from the primary at the link.
     ReturnToLink,
-    /// The server is a replica: put all settings back.
+    /// Restore all settings of a server that is a replica.
     Finish,
-    /// The sync has failed: put the server in order.
+    /// Put the server in order after a failure.
     Leave(Leaving),
 }
 
@@ -177,23 +177,23 @@ pub(in crate::replica) enum Followed {
     Primary,
 }
 
-/// In which order a server is left after a failure.
+/// The state in which a server is left after a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::replica) enum Leaving {
-    /// It was never told to follow the link.
+    /// It was never pointed at the link.
     Untouched,
     /// Another client has taken it over.
     AsItIs,
     /// Its data set is complete: its own replication fetches the rest.
     ToPrimary,
-    /// Its data set is incomplete; `as_before`: it still holds what it held before.
-    Detached { as_before: bool },
+    /// Its data set is incomplete, or still what it was before: it gets its former primary back, or is detached.
+    Detached,
 }
 
-/// What came of a [`Job`].
+/// The result of a [`Job`].
 #[derive(Clone, Debug)]
 pub(in crate::replica) enum Report {
-    /// `true`: the server's module can load the snapshot.
+    /// `true` if the server's module can load the snapshot.
     Prepared(Result<bool, Lapse>),
     Followed(Result<(), NotFollowed>),
     Introduced {
@@ -210,14 +210,14 @@ pub(in crate::replica) enum Report {
     PrimaryLink(Result<PrimaryLink, NoAnswer>),
     ReturnedToLink(Result<(), Lapse>),
     Finished(Result<(), Failure>),
-    /// The text says in which state the server is.
+    /// The text describes the server's state.
     Left(String),
     /// The task has ended without being asked to, which is a bug.
     Ended,
 }
 
 impl Report {
-    /// Whether this is what comes of that job.
+    /// Whether this is the report of that job.
     pub(super) fn answers(&self, job: Job) -> bool {
         matches!(
             (self, job),
@@ -267,11 +267,11 @@ pub(in crate::replica) enum Lapse {
 pub(in crate::replica) enum NotFollowed {
     /// The server permits no transaction. It was not changed.
     NoTransaction(String),
-    /// It failed; `told`: the server may follow the link nevertheless.
+    /// It failed; `told` if the server may follow the link nevertheless.
     Failed { lapse: Lapse, told: bool },
 }
 
-/// What came of [`Job::Introduce`].
+/// The result of [`Job::Introduce`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::replica) enum Introduced {
     /// The module has answered, and the delivery gets the answer; `emptied`: the server's keys are gone.
@@ -295,6 +295,8 @@ pub(in crate::replica) struct Look {
     pub(in crate::replica) follows: Follows,
     pub(in crate::replica) loading: bool,
     pub(in crate::replica) keys: u64,
+    /// What keeps a server that follows the link from coming to it, as far as that is known.
+    pub(in crate::replica) trouble: String,
 }
 
 /// What the server follows.
@@ -324,7 +326,7 @@ pub(in crate::replica) struct NoAnswer {
     pub(in crate::replica) failure: Failure,
 }
 
-/// What is to be done. Nothing of it may wait: what takes long reports an [`Event`].
+/// An action for the driver. The driver must not wait: a long operation reports an [`Event`].
 #[derive(Clone, Debug, PartialEq)]
 pub(in crate::replica) enum Action {
     /// Connect to the source; ends with [`SourceEvent::Connected`] or [`SourceEvent::Unreachable`].
@@ -341,7 +343,7 @@ pub(in crate::replica) enum Action {
     TellProgress,
     /// Order the delivery to refer to shared memory, or not to.
     UseModule(bool),
-    /// Tell the delivery what came of this introduction.
+    /// Report the result of this introduction to the delivery.
     EndIntroduction { number: u64 },
     /// Close the link of a server whose snapshot will never be whole.
     GiveUpLoad,
@@ -355,7 +357,7 @@ pub(in crate::replica) enum Action {
     StopDelivery { done: bool },
     /// Report how the sync went.
     Publish,
-    /// Say that this number of replicas still read here.
+    /// Log that this number of replicas still read here.
     SayLingering { readers: usize },
     /// The end, after this last message to the source.
     End { outcome: Result<(), Failure>, last: Box<Message> },

@@ -1,4 +1,4 @@
-//! Hand-off: the server goes from our link to the primary, or back if it does not get in step there.
+//! Hand-off: the server goes from the link to the primary, or back if it does not get in step there.
 
 use std::time::{Duration, Instant};
 
@@ -7,7 +7,7 @@ use super::event::{Followed, Job, PrimaryLink, Report, Rules};
 /// How long a hand-off may take until the server is in step with the primary by itself.
 pub(super) const HAND_OFF_LIMIT: Duration = Duration::from_secs(20);
 
-/// Pause between two questions to a server that is expected to be in step any moment.
+/// Pause between two questions to a server that should be in step soon.
 pub(super) const QUICK: Duration = Duration::from_millis(5);
 
 /// A hand-off under way.
@@ -15,9 +15,9 @@ pub(super) const QUICK: Duration = Duration::from_millis(5);
 pub(super) struct HandOff {
     began: Instant,
     step: Step,
-    /// The server is taking a full copy of the primary by itself, which may take long.
+    /// Whether the server takes a full copy from the primary by itself, which may take long.
     takes_full_copy: bool,
-    /// The signal because of which it began.
+    /// The signal that caused it, if any.
     pub(super) because: Option<&'static str>,
 }
 
@@ -31,7 +31,7 @@ enum Step {
     Watching { next: Instant },
     /// Its link is being looked at.
     Asking,
-    /// It does not follow the primary: the reason is being looked for.
+    /// It does not follow the primary. The reason is being looked for.
     Verifying,
 }
 
@@ -44,7 +44,7 @@ pub(super) enum Next {
     InStep {
         offset: u64,
     },
-    /// It takes a full copy: that is worth a warning, once.
+    /// It takes a full copy, which is logged as a warning once.
     FullCopy,
     Do(Job),
 }
@@ -54,7 +54,7 @@ impl HandOff {
         HandOff { began: now, step: Step::Settling, takes_full_copy: false, because }
     }
 
-    /// A step was taken. Gives back the next job.
+    /// Notes that a step was taken. Returns the next job.
     pub(super) fn done(&mut self, now: Instant, report: &Report) -> Option<Job> {
         match (self.step, report) {
             (Step::Settling, Report::Settled(_)) => {
@@ -69,14 +69,14 @@ impl HandOff {
         None
     }
 
-    /// The server gave no answer.
+    /// Notes that the server gave no answer.
     pub(super) fn watch(&mut self, now: Instant) {
         if self.step == Step::Asking {
             self.step = Step::Watching { next: now + QUICK };
         }
     }
 
-    /// What the server says of its link to the primary.
+    /// Handles the state of the server's link to the primary.
     pub(super) fn looked(&mut self, now: Instant, link: PrimaryLink) -> Next {
         if self.step != Step::Asking {
             return Next::Watch;
@@ -107,7 +107,13 @@ impl HandOff {
         }
     }
 
-    /// A server that does not answer is asked again up to here.
+    /// The server is taking a full copy of the primary, or was. Its own replication is in charge of its data from then
+    /// on: the agent must not point it anywhere else.
+    pub(super) fn takes_full_copy(&self) -> bool {
+        self.takes_full_copy
+    }
+
+    /// Until when a server that does not answer is asked again.
     pub(super) fn bears_silence(&self, now: Instant) -> bool {
         now.duration_since(self.began) < HAND_OFF_LIMIT
     }

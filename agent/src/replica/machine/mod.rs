@@ -22,9 +22,10 @@
 //!
 //! What must hold, and is checked after every event of random runs:
 //! - The server's task has one job at a time, and reports before it gets the next.
-//! - A failure before the server holds the whole snapshot ends with the server detached. Afterwards the server always
-//!   goes to the primary: its own replication makes good whatever is missing.
+//! - A failure before the server holds the whole snapshot ends with the server at its former primary, or detached.
+//!   Afterwards the server always goes to the primary: its own replication makes good whatever is missing.
 //! - A server that another client has taken over is not changed any more, except that settings are put back.
+//! - A server that began a full copy of the primary is never pointed back at the link, which would abort the copy.
 //! - The delivery is ordered to use the module before the server is pointed at the link from nothing: the server
 //!   may ask for its payload at once.
 //! - Every state waits for a report, a deadline or the source, so that no run stands still.
@@ -53,7 +54,7 @@ pub(super) use self::event::{
     Action, DeliveryEvent, Event, Followed, Follows, Introduced, Job, Lapse, Leaving, Look, Loss, NoAnswer,
     NotFollowed, PrimaryLink, Reading, Report, Rules, SourceEvent, Tables,
 };
-use self::hand_off::{HandOff, Next};
+use self::hand_off::{HAND_OFF_LIMIT, HandOff, Next};
 use self::server_side::ServerSide;
 use self::state::{CatchUp, State, is_near_enough};
 use self::supply::{Supply, SupplyState, Verdict};
@@ -64,7 +65,7 @@ use crate::exit::{Code, Failure};
 /// Loads that the server may break off before the sync fails.
 const BROKEN_LOADS_LIMIT: u32 = 3;
 
-/// hand-offs that may fail before the sync fails.
+/// Hand-offs that may fail before the sync fails.
 const HAND_OFFS_LIMIT: u32 = 3;
 
 /// The replica's decisions: events go in, actions come out.
@@ -90,7 +91,7 @@ pub(super) struct Replica {
 }
 
 impl Replica {
-    /// Over a session with the source that was just begun.
+    /// Starts a sync over a new session with the source.
     pub(super) fn begin(now: Instant, rules: Rules, backoff: Backoff) -> Replica {
         let run_id = rules.run_id.clone();
         let mut replica = Replica {
@@ -113,7 +114,7 @@ impl Replica {
         replica
     }
 
-    /// Takes one event in.
+    /// Handles one event.
     pub(super) fn handle(&mut self, now: Instant, reading: Reading, event: Event) {
         self.reading = reading;
         match event {
@@ -127,12 +128,12 @@ impl Replica {
         self.settle(now);
     }
 
-    /// The next thing to do, in order. To be asked until there is nothing.
+    /// The next action. The driver polls until there is none.
     pub(super) fn poll_action(&mut self) -> Option<Action> {
         self.actions.pop_front()
     }
 
-    /// When [`Event::Tick`] is due. `None`: only an event gets the run on.
+    /// When [`Event::Tick`] is due. `None` if only an event continues the run.
     pub(super) fn deadline(&self) -> Option<Instant> {
         let of_state = match &self.state {
             State::Ending(ending) => return ending.deadline(),
@@ -156,7 +157,7 @@ impl Replica {
         self.tables.as_ref()
     }
 
-    /// Whether the server was told to follow our link.
+    /// Whether the server was pointed at the link.
     pub(super) fn follows_link(&self) -> bool {
         self.server.follows_link()
     }
@@ -252,7 +253,7 @@ impl Replica {
     /// The pause after a loss is over.
     fn try_again(&mut self, now: Instant) {
         if self.reading.loaded && !self.rules.stay {
-            // The stream may come from the primary itself, where the server is going anyway.
+            // The server can get the stream from the primary, where it goes next anyway.
             let is_away = !self.supply.has_session;
             let why = if is_away { "the source is away" } else { "the source no longer holds what it needs" };
             return self.hand_off(now, why, None);
@@ -292,7 +293,7 @@ impl Replica {
     }
 
     fn feed_lost(&mut self, now: Instant, failure: Failure) {
-        // Without a session the source is being connected to again, which brings another feed.
+        // Without a session the driver is connecting again, and a new session brings a new feed.
         if self.supply.has_session {
             self.come_again(now, true, failure);
         }
@@ -357,7 +358,7 @@ impl Replica {
         }
     }
 
-    /// From here on nothing more of the snapshot is wanted from the source.
+    /// From here on the source need not keep any slot of the snapshot.
     fn loading(&mut self) {
         if matches!(self.state, State::Waiting | State::Transfer) {
             self.state = State::Loading;
@@ -369,7 +370,9 @@ impl Replica {
             self.server.presence.gone(now);
         }
         if !loading {
-            return tracing::debug!("the server's link ended: {text}");
+            tracing::debug!("the server's link ended: {text}");
+            let ended = self.server.presence.link_ended(&self.rules, &self.reading, text);
+            return self.check(ended.map_err(Lapse::Failed));
         }
         self.broken_loads += 1;
         self.interruptions += 1;
@@ -455,7 +458,7 @@ impl Replica {
         }
     }
 
-    /// The server has answered how far it is: asks for the hand-off when it has applied all that there is.
+    /// Handles the server's offset. Asks for the hand-off when the server has applied everything.
     fn offset(&mut self, now: Instant, answer: Result<u64, Failure>) {
         let State::CatchUp(catch_up) = &mut self.state else { return };
         let backlog = self.tables.as_ref().map_or(0, |tables| tables.offer.backlog_bytes);
@@ -528,12 +531,19 @@ impl Replica {
         }
     }
 
-    /// The server did not get in step with the primary: back to our link, where it was.
+    /// Points the server back at the link after it did not get in step with the primary.
     fn hand_off_failed(&mut self, now: Instant, because: Option<&'static str>) {
         self.failed_hand_offs += 1;
         let (server, primary) = (&self.rules.server, &self.rules.primary);
         if let Some(signal) = because.or(self.stop) {
             return self.fail(interrupted(signal));
+        }
+        if matches!(&self.state, State::HandingOff(hand_off) if hand_off.takes_full_copy()) {
+            let seconds = self.rules.retry_for.max(HAND_OFF_LIMIT).as_secs();
+            let text = format!(
+                "the server {server} is taking a full copy of the primary {primary}, which has not ended after {seconds} s"
+            );
+            return self.fail(Failure::new(Code::SyncFailed, text));
         }
         if self.failed_hand_offs >= HAND_OFFS_LIMIT || !self.supply.has_session {
             let text = format!(
@@ -575,7 +585,7 @@ impl Replica {
         }
     }
 
-    /// The sync has failed: the delivery ends at once, and the server is put in order when its task is free.
+    /// Fails the sync. The delivery ends at once, and the server is put in order when its task is free.
     fn fail(&mut self, failure: Failure) {
         if self.is_over() {
             return;
@@ -590,7 +600,7 @@ impl Replica {
 
     // ---- after every event ----
 
-    /// Does what is due by now, and gives the server's task its next job.
+    /// Does what is due, and gives the server's task its next job.
     fn settle(&mut self, now: Instant) {
         if !self.reading.loaded && matches!(self.state, State::CatchUp(_) | State::Staying) {
             // The server asked for the snapshot once more, as servers do that restarted.
@@ -623,8 +633,7 @@ impl Replica {
         if let State::Ending(Ending::Leaving { loaded, .. }) = self.state
             && self.server.desk.is_idle()
         {
-            let given = self.reading.bytes_delivered > 0 || self.broken_loads > 0;
-            self.server.desk.add(Job::Leave(self.server.leaving(loaded, given)));
+            self.server.desk.add(Job::Leave(self.server.leaving(loaded)));
         }
         if let Some(job) = self.server.desk.next() {
             self.actions.push_back(Action::Server(job));

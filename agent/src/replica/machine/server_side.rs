@@ -1,4 +1,4 @@
-//! Server side: what was done to the replica's server, and the jobs for the task that does it.
+//! Server side: what the agent has changed on the replica's server, and the jobs for the task that changes it.
 //!
 //! ```text
 //!   Not ── Prepare ──▶ UnderWay ── Follow ──▶ Done ── the server restarted ──▶ UnderWay ── ...
@@ -19,18 +19,16 @@ pub(super) struct ServerSide {
     redirect: Redirect,
     /// Another client has taken the server over.
     taken_over: bool,
-    /// The module may have begun to empty the server.
-    emptied: bool,
 }
 
-/// What was done to have the server follow our link.
+/// Whether the server was pointed at the link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Redirect {
     /// Nothing.
     Not,
-    /// It is under way; `again`: the server had followed the link before it restarted.
+    /// It is under way; `again` if the server had followed the link before it restarted.
     UnderWay { again: bool },
-    /// The server was told.
+    /// The server was pointed at the link.
     Done,
 }
 
@@ -41,11 +39,10 @@ impl ServerSide {
             presence: Presence::new(run_id),
             redirect: Redirect::Not,
             taken_over: false,
-            emptied: false,
         }
     }
 
-    /// Whether the server was told to follow our link.
+    /// Whether the server was pointed at the link.
     pub(super) fn follows_link(&self) -> bool {
         self.redirect == Redirect::Done
     }
@@ -58,7 +55,7 @@ impl ServerSide {
         }
     }
 
-    /// Notes what a report says of the server, in whichever state of the sync it comes. `false`: it answers no job.
+    /// Notes what a report says about the server, in any state of the sync. Returns `false` if it answers no job.
     pub(super) fn note(&mut self, report: &Report) -> bool {
         if !self.desk.done(report) {
             return false;
@@ -74,22 +71,19 @@ impl ServerSide {
                     self.redirect = Redirect::Done;
                 }
             }
-            Report::Introduced { outcome: Introduced::Done { emptied: true } | Introduced::Cancelled, .. } => {
-                self.emptied = true;
-            }
             _ => {}
         }
         true
     }
 
-    /// Another client was seen to have taken the server over.
+    /// Notes that another client has taken the server over.
     pub(super) fn give_up(&mut self) {
         self.taken_over = true;
     }
 
     /// The server's settings are ready; `by_module`: its module can load the snapshot.
     pub(super) fn prepared(&mut self, now: Instant, by_module: bool, actions: &mut VecDeque<Action>) {
-        // First the delivery: the server may ask for its payload before the answer to its command is here.
+        // The delivery is ordered first: the server may ask for its payload before its answer to the command arrives.
         actions.push_back(Action::UseModule(by_module));
         self.follow(now, by_module);
     }
@@ -119,7 +113,7 @@ impl ServerSide {
         match outcome {
             Introduced::Done { .. } => actions.push_back(Action::EndIntroduction { number }),
             Introduced::NotUsed => actions.extend([Action::UseModule(false), Action::EndIntroduction { number }]),
-            // The server's link has ended by that, or is about to. The server comes again.
+            // This ends the server's link. The server connects again.
             Introduced::AgainFromNothing | Introduced::Cancelled => {}
             Introduced::Failed(lapse) => return Err(lapse),
         }
@@ -147,7 +141,7 @@ impl ServerSide {
         Ok(())
     }
 
-    /// When the server is to be looked at, should it stay away.
+    /// When to look at the server if it stays away.
     pub(super) fn look_at(&self) -> Option<Instant> {
         let looks = |job| matches!(job, Job::Look | Job::GiveLogin | Job::Verify(Followed::Link));
         let may_look = self.redirect == Redirect::Done && !self.desk.has(looks);
@@ -159,13 +153,13 @@ impl ServerSide {
         self.desk.has(|other| other == job)
     }
 
-    /// How the server is to be left; `given`: it was given a part of the snapshot.
-    pub(super) fn leaving(&self, loaded: bool, given: bool) -> Leaving {
+    /// The state in which to leave the server.
+    pub(super) fn leaving(&self, loaded: bool) -> Leaving {
         match self.redirect {
             Redirect::Not | Redirect::UnderWay { again: false } => Leaving::Untouched,
             _ if self.taken_over => Leaving::AsItIs,
             _ if loaded => Leaving::ToPrimary,
-            _ => Leaving::Detached { as_before: !given && !self.emptied },
+            _ => Leaving::Detached,
         }
     }
 }

@@ -1,4 +1,4 @@
-//! State: how far the server is, and when it is asked whether it is near enough to go to the primary.
+//! State: how far the server is, and when to ask whether it can be handed to the primary.
 
 use std::time::{Duration, Instant};
 
@@ -8,10 +8,10 @@ use super::ending::Ending;
 use super::event::Reading;
 use super::hand_off::{HandOff, QUICK};
 
-/// How often the source is asked whether the primary's backlog suffices.
+/// Interval at which the source is asked whether the primary's backlog covers the server's offset.
 const QUESTION_EVERY: Duration = Duration::from_millis(250);
 
-/// Pause after a failed hand-off before the next is thought of.
+/// Pause after a failed hand-off before the next one.
 const AFTER_A_FAILED_HAND_OFF: Duration = Duration::from_secs(2);
 
 /// The part of the primary's backlog that the server may lag behind at the hand-off: one in this number.
@@ -20,9 +20,9 @@ const NEAR_ENOUGH_PART: u64 = 10;
 /// How far the server is.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum State {
-    /// There is nothing to read yet.
+    /// There are no tables to read yet.
     Waiting,
-    /// Slots arrive, and the server is given them.
+    /// Slots arrive and are written to the server.
     Transfer,
     /// All slots have arrived here, and the server loads them.
     Loading,
@@ -36,12 +36,12 @@ pub(super) enum State {
     Ending(Ending),
 }
 
-/// The way of a server that has loaded the snapshot up to the present.
+/// The progress of a server that has loaded the snapshot and applies the stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct CatchUp {
-    /// When the server's offset is asked for next.
+    /// When to ask for the server's offset next.
     ask_at: Instant,
-    /// The source was asked, and has not answered.
+    /// Whether the source was asked and has not answered.
     asked: bool,
 }
 
@@ -71,7 +71,7 @@ impl CatchUp {
         CatchUp { ask_at: now + AFTER_A_FAILED_HAND_OFF, asked: false }
     }
 
-    /// When the server's offset is asked for; not while the source is being asked.
+    /// When to ask for the server's offset. Not while the source is being asked.
     pub(super) fn deadline(&self) -> Option<Instant> {
         (!self.asked).then_some(self.ask_at)
     }
@@ -91,7 +91,7 @@ impl CatchUp {
         *self = CatchUp { ask_at: now + QUESTION_EVERY, asked };
     }
 
-    /// The source's answer is here, or will not come. Whether it was waited for.
+    /// Notes the source's answer, or that none will come. Returns whether one was awaited.
     pub(super) fn answered(&mut self) -> bool {
         std::mem::take(&mut self.asked)
     }

@@ -8,7 +8,7 @@ use super::event::Rules;
 use crate::backoff::Backoff;
 use crate::exit::{Code, Failure};
 
-/// How long the source may have nothing to offer, should `--retry-for` be shorter. A primary may be busy with another
+/// How long the source may have nothing to offer if `--retry-for` is shorter. A primary may be busy with another
 /// snapshot of its own first. One whose snapshots fail is waited for during `--retry-for` only.
 const WAIT_LIMIT: Duration = Duration::from_secs(60);
 
@@ -23,8 +23,8 @@ pub(super) struct Supply {
     /// Since when the source could not be reached.
     away_since: Option<Instant>,
     waiting: Option<Waiting>,
-    /// The source ended the session because the server took nothing. The server must answer before the source is asked
-    /// for another snapshot, which would cost the primary a fork.
+    /// Whether the source ended the session because the server read nothing. The server must answer before the source
+    /// is asked for another snapshot, which would cost the primary a fork.
     pub(super) stalled: bool,
     attempt: u64,
     backoff: Backoff,
@@ -32,7 +32,7 @@ pub(super) struct Supply {
     pub(super) deferred: Option<(bool, Failure)>,
 }
 
-/// Where the supply is.
+/// The state of the supply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SupplyState {
     /// Nothing was asked for.
@@ -68,7 +68,7 @@ pub(super) enum Verdict {
 }
 
 impl Supply {
-    /// With a session that was just begun.
+    /// Begins with a new session.
     pub(super) fn new(backoff: Backoff) -> Supply {
         Supply {
             state: SupplyState::Idle,
@@ -82,13 +82,13 @@ impl Supply {
         }
     }
 
-    /// The source has nothing to offer yet.
+    /// Notes that the source has nothing to offer yet.
     pub(super) fn waits(&mut self, now: Instant, cause: WaitCause, text: String) {
         let since = self.waiting.take().map_or(now, |waiting| waiting.since);
         self.waiting = Some(Waiting { since, cause, text });
     }
 
-    /// Begins to connect to the tables of an offer. Any attempt before it is void.
+    /// Begins to connect to the tables of an offer. Earlier attempts become void.
     pub(super) fn connecting(&mut self) -> u64 {
         self.attempt += 1;
         self.state = SupplyState::Connecting { attempt: self.attempt };
@@ -99,7 +99,7 @@ impl Supply {
         self.state == SupplyState::Connecting { attempt }
     }
 
-    /// The delivery reads the tables of the last offer.
+    /// Notes that the delivery reads the tables of the last offer.
     pub(super) fn attached(&mut self) {
         self.state = SupplyState::Attached;
         self.waiting = None;
@@ -114,12 +114,12 @@ impl Supply {
         self.state = SupplyState::Idle;
     }
 
-    /// The pause before another try of any kind.
+    /// The pause before the next attempt.
     pub(super) fn pause(&mut self) -> Duration {
         self.backoff.next()
     }
 
-    /// The feed, or the source, cannot be used; `passes`: another attempt may succeed.
+    /// Handles a failure of the feed or the source; `passes` if another attempt may succeed.
     pub(super) fn lost(
         &mut self,
         now: Instant,

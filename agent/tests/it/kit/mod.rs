@@ -8,7 +8,7 @@ mod data;
 
 use std::time::Duration;
 
-use remora_lab::server::Builder;
+use remora_lab::server::{Builder, wait_until};
 use remora_lab::workload::Options;
 use remora_lab::{Agent, Kind, Server, Workload};
 
@@ -34,11 +34,36 @@ pub(crate) fn steady_writer(primary: &Server) -> Workload {
     Workload::start(primary.client().unwrap(), options.rate(4_000)).unwrap()
 }
 
-/// Redis's own load generator at full speed, until dropped. `None` if it is not installed.
-pub(crate) fn benchmark(server: &Server) -> Option<Agent> {
-    let port = server.port().to_string();
-    let args = ["-p", &port, "-t", "set,incr,lpush,rpop,sadd,hset,spop,zadd,zpopmin", "-r", "5000", "-n", "100000"];
-    Agent::start("redis-benchmark", &[&args[..], &["-P", "8", "-c", "8", "-d", "64", "-l", "-q"]].concat()).ok()
+/// Redis's own load generator at full speed, until stopped. Ask [`require::redis_benchmark`] for it first.
+///
+/// [`require::redis_benchmark`]: remora_lab::require::redis_benchmark
+pub(crate) struct Flood(Agent);
+
+impl Flood {
+    /// Clients of the generator.
+    const CLIENTS: u64 = 8;
+
+    /// Starts the generator, and waits until all of its clients are connected.
+    pub(crate) fn start(server: &Server) -> Flood {
+        let before = number(server, "connected_clients");
+        let (port, clients) = (server.port().to_string(), Flood::CLIENTS.to_string());
+        let args = ["-p", &port, "-t", "set,incr,lpush,rpop,sadd,hset,spop,zadd,zpopmin", "-r", "5000", "-n", "100000"];
+        let args = [&args[..], &["-P", "8", "-c", &clients, "-d", "64", "-l", "-q"]].concat();
+        let mut agent = Agent::start("redis-benchmark", &args).unwrap();
+        wait_until("the load generator's clients to connect", LONG, || {
+            let (ended, now) = (agent.ended()?, number(server, "connected_clients"));
+            assert!(ended.is_none(), "redis-benchmark has ended: {}", agent.output());
+            Ok(if now >= before + Flood::CLIENTS { Ok(()) } else { Err(format!("{now} clients, {before} before")) })
+        })
+        .unwrap();
+        Flood(agent)
+    }
+
+    /// Stops the generator, which must have run until now.
+    pub(crate) fn stop(mut self) {
+        assert!(self.0.ended().unwrap().is_none(), "redis-benchmark has ended: {}", self.0.output());
+        self.0.kill().unwrap();
+    }
 }
 
 /// A number from a server's `INFO`.

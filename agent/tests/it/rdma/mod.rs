@@ -121,14 +121,14 @@ fn a_link_that_fails_in_the_middle_is_reported_and_tcp_carries_the_rest() {
     assert_eq!(source.status()["replicas"][0]["transport"], "verbs", "{}", agent.output());
     cable(SOURCE_NODE, false);
     agent.wait_for_line("RDMA to the source has ended", Duration::from_secs(60)).unwrap();
+    let status =
+        source.wait_for_status("the replica to read by TCP", |status| status["replicas"][0]["transport"] == "tcp");
+    let why = status["replicas"][0]["transport_why"].as_str().unwrap_or_default().to_owned();
+    assert!(why.contains("verbs: "), "{why}");
     server.configure("key-load-delay", "0").unwrap();
-    let status = source.status();
     succeeds(&mut agent, &server);
     cable(SOURCE_NODE, true);
     says(&agent.output(), &["now=\"tcp\"", "verbs: "]);
-    let replica = &status["replicas"][0];
-    let why = replica["transport_why"].as_str().unwrap_or_default().to_owned();
-    assert!(replica["transport"] != "tcp" || why.contains("verbs: "), "{why}");
     assert_same_data(&primary, &server);
     source.stop();
 }

@@ -2,6 +2,7 @@
 
 mod hosts;
 mod liar;
+mod stranger;
 
 use std::time::{Duration, Instant};
 
@@ -144,11 +145,16 @@ fn a_late_joiner_reads_from_a_peer_that_lends_until_the_last_slot() {
 
 #[test]
 fn reader_and_lender_keep_the_limits_and_the_status_draws_the_chain() {
-    let Some(kind) = require::valkey() else { return };
+    for (kind, limit) in require::kinds().into_iter().zip(["--upload-limit-per-peer", "--upload-limit"]) {
+        keeps_the_limit(kind, limit);
+    }
+}
+
+fn keeps_the_limit(kind: Kind, limit: &str) {
     let primary = primary(kind).config("repl-diskless-sync-delay", 1).start().unwrap();
     load(&primary, 12, MIB);
     let (servers, source) = (servers(kind, 2), source(&primary));
-    let head = ["--name", "head", "--zone", "east", "--upload-limit", "4MiB", "--stay"];
+    let head = ["--name", "head", "--zone", "east", limit, "4MiB", "--stay"];
     let mut first = source.replica(&servers[0], &[&FAR[..], &head].concat());
     first.wait_for_line("in step; staying", LONG).unwrap();
     let began = Instant::now();
@@ -166,6 +172,53 @@ fn reader_and_lender_keep_the_limits_and_the_status_draws_the_chain() {
     assert!(took >= fair.mul_f64(0.9), "{took:?} at a limit that allows {fair:?}");
     assert!(took <= fair * 2 + Duration::from_secs(4), "{took:?} at a limit that allows {fair:?}");
     assert_once(&source, 0);
+    first.signal(Signal::TERM).unwrap();
+    first.wait_for_success(LONG).unwrap();
+    for server in &servers {
+        assert_same_data(&primary, server);
+    }
+}
+
+#[test]
+fn a_relay_that_has_done_its_work_lingers_no_longer_than_told() {
+    let Some(kind) = require::redis() else { return };
+    let primary = primary(kind).start().unwrap();
+    load(&primary, 24, MIB);
+    let (servers, source) = (servers(kind, 2), source(&primary));
+    let brief = ["--name", "first", "--stay", "--linger", "1s"];
+    let mut first = source.replica(&servers[0], &[&FAR[..], &brief].concat());
+    first.wait_for_line("in step; staying", LONG).unwrap();
+    // Takes six seconds, so the first replica ends in the middle.
+    let mut late = source.replica(&servers[1], &[&FAR[..], &["--name", "late", "--download-limit", "4MiB"]].concat());
+    wait_for_slots(&source, "late", 20);
+    first.signal(Signal::TERM).unwrap();
+    first.wait_for_line("1 replica reads slots from here still", LONG).unwrap();
+    let began = Instant::now();
+    first.wait_for_success(LONG).unwrap();
+    let lingered = began.elapsed();
+    assert!(late.ended().unwrap().is_none(), "the reader was done before its relay ended: {lingered:?}");
+    assert!((Duration::from_millis(500)..Duration::from_secs(4)).contains(&lingered), "{lingered:?}");
+    late.wait_for_success(LONG).unwrap();
+    for server in &servers {
+        assert_same_data(&primary, server);
+    }
+}
+
+#[test]
+fn a_stranger_at_a_relays_port_gets_no_slot_and_changes_nothing() {
+    let Some(kind) = require::valkey() else { return };
+    let primary = primary(kind).start().unwrap();
+    load(&primary, 8, MIB);
+    let (servers, source) = (servers(kind, 2), source(&primary));
+    let mut first = source.replica(&servers[0], &[&FAR[..], &["--name", "first", "--stay"]].concat());
+    let line = first.wait_for_line("lending slots to other replicas", LONG).unwrap();
+    let door = line.split("listening=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap();
+    first.wait_for_line("in step; staying", LONG).unwrap();
+    stranger::has_no_success(door.parse().unwrap(), source.generation());
+    // The relay still lends to a replica that has the token.
+    let before = served(&source);
+    source.replicate(&servers[1], &FAR);
+    assert!((served(&source) - before) * 10 < snapshot_bytes(&source), "the relay does not lend any more");
     first.signal(Signal::TERM).unwrap();
     first.wait_for_success(LONG).unwrap();
     for server in &servers {
@@ -234,10 +287,16 @@ fn a_relay_of_a_window_that_is_killed_costs_its_reader_only_slots_in_transit() {
     let lends = |name| replica(&status, name).unwrap()["reads_from"].is_null();
     let (lender, reader) = if lends("one") { (0, 1) } else { (1, 0) };
     assert!(!lends(["one", "two"][reader]), "no replica lends: {status}");
+    let held = |name| replica(&status, name).unwrap()["slots_held"].as_u64().unwrap();
+    let (before, held) = (served(&source), held(["one", "two"][reader]));
     agents[lender].signal(Signal::KILL).unwrap();
     agents[reader].wait_for_success(LONG).unwrap();
     assert_eq!(source.snapshots_taken(), 1);
     assert_same_data(&primary, &servers[reader]);
+    // The source sends the reader what it lacked when the lender was killed, and no slot that the reader had.
+    let lacked = snapshot_bytes(&source) - held * (256 << 10);
+    let sent = served(&source) - before;
+    assert!(sent * 100 <= lacked * ONCE, "{sent} bytes for a reader that lacked {lacked}");
 }
 
 #[test]
@@ -254,6 +313,11 @@ fn a_small_relay_lends_a_window_and_its_reader_still_gets_all() {
     for server in &servers {
         assert_same_data(&primary, server);
     }
+    let relayed = agents.iter().filter(|agent| agent.output().contains("reading slots from another replica")).count();
+    let (sent, set) = (served(&source), snapshot_bytes(&source));
+    println!("{relayed} read from another replica; {sent} bytes left the source for a snapshot of {set}");
+    assert!(relayed >= 1, "no replica has read from another one");
+    assert!(sent < set * 2, "{sent} bytes left the source for three replicas of a snapshot of {set}: little was lent");
 }
 
 #[test]

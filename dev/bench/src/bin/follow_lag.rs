@@ -23,10 +23,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use clap::Parser;
-use remora_bench::sync::{Program, Result, Source, Stay};
+use remora_bench::sync::{Compare, Program, Result, Source, Stay};
 use remora_bench::{Run, Sample, quantile};
 use remora_lab::server::wait_until;
-use remora_lab::{Client, Kind, Random, Server, scratch};
+use remora_lab::{Client, Kind, Random, Server, compare, scratch};
 use remora_redis::resp::Frame;
 use tempfile::TempDir;
 
@@ -48,6 +48,9 @@ struct Options {
     /// Use Redis 7 instead of Valkey 9.1.
     #[arg(long)]
     redis: bool,
+    /// When to compare the replicas with the primary, by digest.
+    #[arg(long, default_value = "first")]
+    compare: Compare,
     /// Transport of `remora replica`.
     #[arg(long, value_delimiter = ',', default_value = "shm,tcp")]
     transports: Vec<String>,
@@ -110,7 +113,10 @@ impl Subject {
 
 impl Bench<'_> {
     fn round(&mut self, round: usize) -> Result<()> {
-        for name in subjects(self.options) {
+        let mut names = subjects(self.options);
+        let count = names.len().max(1);
+        names.rotate_left(round % count);
+        for name in names {
             let mut subject = self.subject(&name)?;
             for rate in &self.options.rates {
                 let seen = self.measure(&subject, *rate)?;
@@ -118,6 +124,9 @@ impl Bench<'_> {
                     agent.check()?;
                 }
                 self.note(&name, *rate, round, &seen);
+            }
+            if let Some(replica) = subject.replica.as_ref().filter(|_| self.options.compare.is_due(round)) {
+                compare::same_data(&self.primary, replica, FOLLOW_TIME)?;
             }
         }
         Ok(())

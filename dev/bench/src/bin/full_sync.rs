@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use clap::{Parser, ValueEnum};
 use remora_bench::Run;
-use remora_bench::sync::{Method, Program, Result, Samples, Scene, Shape, Taken, Trial};
+use remora_bench::sync::{Compare, Method, Program, Result, Samples, Scene, Shape, Taken, Trial};
 use remora_lab::Kind;
 
 /// Full synchronisation by every method. Exits with 1 if a target is missed or a replica differs.
@@ -65,16 +65,6 @@ enum ShapeChoice {
     Large,
     Medium,
     Small,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Compare {
-    /// In the first round.
-    First,
-    /// In every round.
-    Every,
-    /// Never.
-    Never,
 }
 
 /// A method as an argument of the command line.
@@ -192,11 +182,7 @@ impl Bench {
         times: Option<(Instant, Instant)>,
     ) -> Result<()> {
         let kind = scene.primary().kind();
-        let compare = match self.options.compare {
-            Compare::First => round == 0,
-            Compare::Every => true,
-            Compare::Never => false,
-        };
+        let compare = self.options.compare.is_due(round);
         for replicas in self.options.replicas.clone() {
             for method in self.order(round).into_iter().filter(|method| method.applies(kind, replicas)) {
                 if times.is_some_and(|(_, deadline)| Instant::now() > deadline) {

@@ -176,7 +176,36 @@ impl fmt::Display for Poll {
     }
 }
 
+/// What is measured: we over one transport, perhaps with another option, or a rival.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Subject {
+    Ours { stack: String, varied: Option<String> },
+    Rival(String),
+}
+
+/// The name in tables.
+impl fmt::Display for Subject {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Subject::Ours { stack, varied: None } => write!(f, "ours, {stack}"),
+            Subject::Ours { stack, varied: Some(what) } => write!(f, "ours, {stack}, {what}"),
+            Subject::Rival(rival) => f.write_str(rival),
+        }
+    }
+}
+
 impl Options {
+    /// All subjects, in the order of the first round. Each further round begins with the next one.
+    pub(super) fn subjects(&self) -> Vec<Subject> {
+        let mut subjects = Vec::new();
+        for stack in &self.stacks {
+            let variants = std::iter::once(None).chain(self.vary.iter().cloned().map(Some));
+            subjects.extend(variants.map(|varied| Subject::Ours { stack: stack.clone(), varied }));
+        }
+        subjects.extend(self.rivals.iter().cloned().map(Subject::Rival));
+        subjects
+    }
+
     /// The options of the client's messenger.
     pub(super) fn manner(&self) -> Manner {
         let mut manner =

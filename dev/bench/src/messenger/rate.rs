@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use remora_lab::RdmaVm;
 use serde::{Deserialize, Serialize};
 
-use super::options::{self, Options};
+use super::options::{self, Options, Subject};
 use super::{Case, Outcome, ours, plots, raw, server::Server, tools, zeromq::ZeroMq};
 use crate::suite::kept;
 use crate::sync::Result;
@@ -176,18 +176,20 @@ impl Bench {
         let cases = self.options.cases();
         for round in 0..self.options.rounds {
             eprintln!("round {} of {}", round + 1, self.options.rounds);
+            let mut subjects = self.options.subjects();
+            let count = subjects.len().max(1);
+            subjects.rotate_left(round % count);
             for case in &cases {
-                for stack in self.options.stacks.clone() {
-                    let outcome = self.measure_ours(&stack, case, &self.options)?;
-                    self.note(&format!("ours, {stack}"), case, round, outcome);
-                    for what in self.options.vary.clone() {
-                        let outcome = self.measure_ours(&stack, case, &self.options.varied(&what)?)?;
-                        self.note(&format!("ours, {stack}, {what}"), case, round, outcome);
-                    }
-                }
-                for rival in self.options.rivals.clone() {
-                    if let Some(outcome) = self.measure_rival(&rival, case)? {
-                        self.note(&rival, case, round, outcome);
+                for subject in &subjects {
+                    let outcome = match subject {
+                        Subject::Ours { stack, varied: None } => Some(self.measure_ours(stack, case, &self.options)?),
+                        Subject::Ours { stack, varied: Some(what) } => {
+                            Some(self.measure_ours(stack, case, &self.options.varied(what)?)?)
+                        }
+                        Subject::Rival(rival) => self.measure_rival(rival, case)?,
+                    };
+                    if let Some(outcome) = outcome {
+                        self.note(&subject.to_string(), case, round, outcome);
                     }
                 }
             }

@@ -18,7 +18,7 @@ pub use super::points::FeelPoint as Point;
 use super::points::name_of;
 use super::report::tables;
 use super::{Common, ServerChoice, VALUE_BYTES};
-use crate::sync::{Method, Place, Program, Result, Scene, Shape, Trial};
+use crate::sync::{Method, Outcome, Place, Program, Result, Scene, Shape, Trial};
 
 /// Command-line arguments.
 #[derive(Clone, Debug, clap::Args)]
@@ -54,7 +54,7 @@ pub struct Options {
     pub common: Common,
 }
 
-/// Runs the subcommand.
+/// Runs the subcommand. Returns whether every compared replica was equal.
 ///
 /// # Errors
 /// A network could not be created, a primary not be filled, or the run not be kept. A failed sync is noted, and the
@@ -84,7 +84,7 @@ pub fn run(options: &Options) -> Result<bool> {
             left -= 1;
             let mut here = Here { options, place, network: *network, name, kept: &mut kept };
             for round in 0..options.common.rounds {
-                for (method, replicas) in here.trials(*server, &program) {
+                for (method, replicas) in here.trials(*server, &program, round) {
                     let what = format!("{}, {network}, N = {replicas}, {}", here.name, name_of(method));
                     if !budget.has(LONGEST_USUAL) {
                         here.kept.note(format!("{what}, round {}: left out for want of time", round + 1));
@@ -100,7 +100,7 @@ pub fn run(options: &Options) -> Result<bool> {
         }
     }
     print!("{}", tables::feel(&[&kept]));
-    Ok(true)
+    Ok(kept.points.iter().all(|point| point.equal != Some(false)))
 }
 
 struct Here<'a> {
@@ -112,8 +112,9 @@ struct Here<'a> {
 }
 
 impl Here<'_> {
-    /// The order of trials: first without replicas, then every method for every number of replicas.
-    fn trials(&self, server: ServerChoice, program: &Program) -> Vec<(Option<Method>, usize)> {
+    /// The order of trials: without replicas, then every method for every number of replicas. Each round begins at
+    /// another place of that order.
+    fn trials(&self, server: ServerChoice, program: &Program, round: usize) -> Vec<(Option<Method>, usize)> {
         let mut trials = vec![(None, 0)];
         for replicas in &self.options.replicas {
             for method in &self.options.methods {
@@ -122,28 +123,44 @@ impl Here<'_> {
                 }
             }
         }
+        let count = trials.len();
+        trials.rotate_left(round % count);
         trials
     }
 
     fn trial(&mut self, scene: &mut Scene, method: Option<Method>, replicas: usize, round: usize) -> Result<()> {
-        let near = ("near", Load::start(scene.primary(), None, self.options.rate)?);
-        let far = match self.place.client() {
-            Some(host) => Some(("far", Load::start(scene.primary(), Some(host), self.options.rate)?)),
-            None => None,
+        let mut loads = vec![("near", Load::start(scene.primary(), None, self.options.rate)?)];
+        if let Some(host) = self.place.client() {
+            loads.push(("far", Load::start(scene.primary(), Some(host), self.options.rate)?));
+        }
+        let mut felt = Vec::new();
+        let mut end = |window| {
+            for (clients, load) in loads.drain(..) {
+                felt.push((clients, load.end(window)?));
+            }
+            Ok(())
         };
-        let window = match method {
+        let (window, outcome) = match method {
             None => {
                 let begun = Instant::now();
                 thread::sleep(IDLE_TIME);
-                (begun, begun + IDLE_TIME)
+                let window = (begun, begun + IDLE_TIME);
+                end(window)?;
+                (window, None)
             }
             Some(method) => {
-                let outcome = scene.play(&Trial { method, replicas, writes: None, compare: false }, &|_, _| {})?;
-                outcome.window.ok_or("the sync does not say when it was")?
+                let compare = self.options.common.compare.is_due(round);
+                let trial = Trial { method, replicas, writes: None, compare };
+                let window_of = |outcome: &Outcome| outcome.window.ok_or("the sync does not say when it was");
+                // The clients write, and stop before the replicas are compared.
+                let outcome = scene.play_then(&trial, &|_, _| {}, &mut |outcome| end(window_of(outcome)?))?;
+                (window_of(&outcome)?, Some(outcome))
             }
         };
-        for (clients, load) in [Some(near), far].into_iter().flatten() {
-            let felt = load.end(window)?;
+        for difference in outcome.iter().flat_map(|outcome| &outcome.differences) {
+            self.kept.note(format!("{}, N = {replicas}, {}: NOT EQUAL: {difference}", self.network, name_of(method)));
+        }
+        for (clients, felt) in felt {
             let seconds = (window.1 - window.0).as_secs_f64();
             eprintln!(
                 "{}, N = {replicas}, {}: {seconds:.1} s, {clients}: {:.0}/s, p99 {:.2} ms, p99.9 {:.2} ms",
@@ -164,6 +181,8 @@ impl Here<'_> {
                 round,
                 seconds,
                 felt,
+                agent_memory: outcome.as_ref().map(|outcome| outcome.agent_memory.clone()).unwrap_or_default(),
+                equal: outcome.as_ref().and_then(|outcome| outcome.equal),
             });
         }
         Ok(())

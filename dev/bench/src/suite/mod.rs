@@ -35,12 +35,17 @@ use std::time::{Duration, Instant};
 use clap::ValueEnum;
 use remora_lab::Kind;
 
+use crate::sync::Compare;
+
 /// Options of every measuring subcommand.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Common {
     /// Rounds; figures are medians over them.
     #[arg(long, default_value_t = 3)]
     pub rounds: usize,
+    /// When to compare the replicas with the primary, by digest.
+    #[arg(long, default_value = "first")]
+    pub compare: Compare,
     /// Time limit in minutes. What does not fit is left out, and the kept run lists it.
     #[arg(long, value_parser = minutes)]
     pub budget_minutes: Option<f64>,

@@ -46,6 +46,10 @@ pub struct SyncPoint {
     pub peak_memory: u64,
     /// Peak memory of the source agent, in bytes.
     pub source_memory: u64,
+    /// Peak memory of each replica agent, in bytes. Empty in runs before 2026-11-23, in which agents with relay had
+    /// memory for the whole data set.
+    #[serde(default)]
+    pub agent_memory: Vec<u64>,
     /// Whether the replicas equal the primary; `None` if that was not checked.
     pub equal: Option<bool>,
 }
@@ -74,6 +78,12 @@ pub struct FeelPoint {
     /// What the clients noticed in that time.
     #[serde(flatten)]
     pub felt: ClientLatency,
+    /// Peak memory of each replica agent, in bytes; empty in runs before 2026-11-23.
+    #[serde(default)]
+    pub agent_memory: Vec<u64>,
+    /// Whether the replicas equal the primary; `None` if that was not checked.
+    #[serde(default)]
+    pub equal: Option<bool>,
 }
 
 /// One sync of `scaling`.
@@ -101,6 +111,12 @@ pub struct ScalingPoint {
     pub peak_memory: u64,
     /// Peak memory of the source agent, in bytes.
     pub source_memory: u64,
+    /// Peak memory of the replica agent, in bytes; empty in runs before 2026-11-23.
+    #[serde(default)]
+    pub agent_memory: Vec<u64>,
+    /// Whether the replica equals the primary; `None` if that was not checked.
+    #[serde(default)]
+    pub equal: Option<bool>,
 }
 
 /// One figure of `devices`.

@@ -33,7 +33,7 @@ pub struct Options {
     pub common: Common,
 }
 
-/// Runs the subcommand, on loopback.
+/// Runs the subcommand, on loopback. Returns whether every compared replica was equal.
 ///
 /// # Errors
 /// A primary could not be filled or the run not be kept. A failed sync is noted, and the next one is tried.
@@ -67,11 +67,18 @@ pub fn run(options: &Options) -> Result<bool> {
                 kept.note(format!("{what}: {round} rounds only, for lack of time"));
                 break;
             }
-            for method in &options.methods {
-                let trial = Trial { method: *method, replicas: 1, writes: None, compare: false };
+            let mut methods = options.methods.clone();
+            let count = methods.len().max(1);
+            methods.rotate_left(round % count);
+            for method in &methods {
+                let compare = options.common.compare.is_due(round);
+                let trial = Trial { method: *method, replicas: 1, writes: None, compare };
                 match scene.play(&trial, &|_, _| {}) {
                     Ok(outcome) => {
                         eprintln!("{what}, {}: {:.2} s", method.name(), outcome.seconds);
+                        for difference in &outcome.differences {
+                            kept.note(format!("{what}, {}: NOT EQUAL: {difference}", method.name()));
+                        }
                         kept.points.push(Point {
                             server: server.clone(),
                             grows: grows.to_owned(),
@@ -84,6 +91,8 @@ pub fn run(options: &Options) -> Result<bool> {
                             others_cpu: outcome.agents_cpu + outcome.replica_cpu.iter().sum::<f64>(),
                             peak_memory: outcome.peak_memory,
                             source_memory: outcome.source_memory,
+                            agent_memory: outcome.agent_memory,
+                            equal: outcome.equal,
                         });
                     }
                     Err(error) => kept.note(format!("{what}, {}: failed: {error}", method.name())),
@@ -94,7 +103,7 @@ pub fn run(options: &Options) -> Result<bool> {
         }
     }
     print!("{}", tables::scaling(&[&kept]));
-    Ok(true)
+    Ok(kept.points.iter().all(|point| point.equal != Some(false)))
 }
 
 /// Limit on the number of values: with keys as small as 64 bytes, more of them give no new result and fill the machine.

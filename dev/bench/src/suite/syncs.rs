@@ -35,9 +35,6 @@ pub struct Options {
     /// Methods. Those that do not apply to a network, a server or a number of replicas are skipped.
     #[arg(long, value_delimiter = ',')]
     pub methods: Vec<Method>,
-    /// Compare the replicas with the primary, in the first round.
-    #[arg(long)]
-    pub compare: bool,
     #[command(flatten)]
     #[allow(missing_docs)]
     pub common: Common,
@@ -65,6 +62,7 @@ impl Point {
             agents_cpu: outcome.agents_cpu,
             peak_memory: outcome.peak_memory,
             source_memory: outcome.source_memory,
+            agent_memory: outcome.agent_memory.clone(),
             equal: outcome.equal,
         }
     }
@@ -128,7 +126,7 @@ impl Bench<'_> {
                         &mut scene,
                         &name,
                         network,
-                        Trial { method, replicas, writes: None, compare: self.options.compare && round == 0 },
+                        Trial { method, replicas, writes: None, compare: self.options.common.compare.is_due(round) },
                         round,
                     )?;
                 }

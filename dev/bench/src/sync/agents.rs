@@ -84,10 +84,8 @@ impl Program {
     pub(crate) fn replica(&self, server: &Server, source: &Source, method: Method, name: &str) -> Result<Replica> {
         let summary = source.folder.join(format!("{name}.json"));
         let mut more = vec![os("--json"), summary.as_os_str()];
-        // A replica that lends slots keeps them all, so that a late joiner finds them.
-        let memory = format!("{}MiB", (source.data_bytes >> 20) + RELAY_MIB);
         match method.serves_peers() {
-            Some(true) if self.serves_peers => more.extend([os(SERVE_PEERS), os("--memory"), os(&memory)]),
+            Some(true) if self.serves_peers => more.push(os(SERVE_PEERS)),
             Some(false) if self.serves_peers => more.push(os(NO_SERVE_PEERS)),
             _ => {}
         }
@@ -119,14 +117,13 @@ pub struct Source {
     address: String,
     token: PathBuf,
     folder: PathBuf,
-    data_bytes: u64,
     program: PathBuf,
     host: Option<Host>,
 }
 
 impl Source {
     /// Starts a source beside that server and waits until it is ready. `data_bytes`: the approximate size of its
-    /// snapshot.
+    /// snapshot. The source gets memory for all of it, so that late joiners find it; replica agents have the default.
     pub fn start(program: &Program, server: &Server, folder: &Path, data_bytes: u64) -> Result<Source> {
         Source::start_limited(program, server, folder, data_bytes, None)
     }
@@ -155,7 +152,7 @@ impl Source {
         let words = line.split_whitespace().find_map(|word| word.strip_prefix("listening="));
         let address = words.ok_or("the source did not say where it listens")?.to_owned();
         let (folder, program, host) = (folder.to_owned(), program.path.clone(), server.host().cloned());
-        Ok(Source { agent, address, token, folder, data_bytes, program, host })
+        Ok(Source { agent, address, token, folder, program, host })
     }
 
     /// Processor seconds since its start.
@@ -200,6 +197,11 @@ impl Replica {
         self.agent.wait_for_success(END_TIME)?;
         let summary = serde_json::from_slice(&fs::read(&self.summary)?)?;
         Ok((summary, self.agent.cpu_seconds()?))
+    }
+
+    /// Peak memory, including the slots that it keeps for others, in bytes.
+    pub(crate) fn peak_memory(&self) -> u64 {
+        self.agent.peak_memory()
     }
 
     /// Kills it with SIGKILL.
@@ -258,9 +260,6 @@ fn os(text: &str) -> &std::ffi::OsStr {
 
 const SERVE_PEERS: &str = "--serve-peers";
 const NO_SERVE_PEERS: &str = "--no-serve-peers";
-
-/// Memory of a replica that lends slots, besides the data set: for slots in transit.
-const RELAY_MIB: u64 = 256;
 
 /// Memory for the stream: far more than the demo's writer writes during a sync.
 const JOURNAL_MIB: u64 = 128;

@@ -38,6 +38,8 @@ pub struct Outcome {
     pub peak_memory: u64,
     /// Peak memory of the source agent, including its tables; 0 without a source.
     pub source_memory: u64,
+    /// Peak memory of each replica agent, including the slots that it keeps for others, in bytes.
+    pub agent_memory: Vec<u64>,
     /// Whether digest, replid, offset, functions and expiries of all replicas equal the primary's (for a copier: the
     /// digest only); `None` if that was not checked.
     pub equal: Option<bool>,

@@ -4,6 +4,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use clap::ValueEnum;
 use remora_lab::net::Traffic;
 use remora_lab::server::{module_library, wait_until};
 use remora_lab::workload::{Options, Workload, fill_every_type};
@@ -52,6 +53,28 @@ pub struct Trial {
     pub writes: Option<u64>,
     /// Whether the replicas are compared with the primary afterwards.
     pub compare: bool,
+}
+
+/// When a benchmark compares the replicas with the primary, which takes seconds each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Compare {
+    /// In the first round.
+    First,
+    /// In every round.
+    Every,
+    /// Never.
+    Never,
+}
+
+impl Compare {
+    /// Whether the replicas of this round are compared; rounds count from 0.
+    pub fn is_due(self, round: usize) -> bool {
+        match self {
+            Compare::First => round == 0,
+            Compare::Every => true,
+            Compare::Never => false,
+        }
+    }
 }
 
 /// A primary with data, on which trials run; see the module's documentation.
@@ -109,6 +132,20 @@ impl Scene {
     /// # Errors
     /// A server or an agent failed. Replicas that differ are not an error but an outcome.
     pub fn play(&mut self, trial: &Trial, show: &Show<'_>) -> Result<Outcome> {
+        self.play_then(trial, show, &mut |_| Ok(()))
+    }
+
+    /// As [`Scene::play`]. `then` is called when the sync has been measured, and before the replicas are compared: the
+    /// caller ends its own writers there.
+    ///
+    /// # Errors
+    /// A server or an agent failed, or `then` did.
+    pub fn play_then(
+        &mut self,
+        trial: &Trial,
+        show: &Show<'_>,
+        then: &mut dyn FnMut(&Outcome) -> Result<()>,
+    ) -> Result<Outcome> {
         if trial.method == Method::RemoraLate && self.source.is_none() {
             self.play(&Trial { method: Method::RemoraShm, compare: false, ..*trial }, show)?;
         }
@@ -123,7 +160,7 @@ impl Scene {
         touch_memory(self.shape.bytes().saturating_mul(trial.replicas as u64));
         let writer = trial.writes.map(|rate| self.writer(rate)).transpose()?;
         let mut meter = Meter::begin(&self.primary, &replicas, self.late_source_cpu(trial)?)?;
-        let took = match trial.method {
+        let mut took = match trial.method {
             Method::Copier => self.by_copier(&replicas, Pace::Pipelined)?,
             Method::CopierOneByOne => self.by_copier(&replicas, Pace::OneByOne)?,
             Method::OwnDefault | Method::OwnBest | Method::OwnTogether | Method::OwnDual => {
@@ -131,13 +168,16 @@ impl Scene {
             }
             _ => self.by_remora(trial, &replicas, show)?,
         };
+        let killed = took.killed.take();
         let mut outcome = meter.end(trial, took, self.source.as_ref())?;
         if let Some(writer) = writer {
             writer.stop()?;
         }
-        // A killed agent left a server without its data.
-        if trial.compare && trial.method != Method::RemoraRelayKilled {
-            self.compare(trial, &replicas, &mut outcome)?;
+        then(&outcome)?;
+        if trial.compare {
+            // A killed agent left a server without its data.
+            let whole = replicas.iter().enumerate().filter(|(number, _)| Some(*number) != killed);
+            self.compare(trial, whole.map(|(_, replica)| replica), &mut outcome)?;
         }
         Ok(outcome)
     }
@@ -219,7 +259,7 @@ impl Scene {
         }
         let phases =
             self.watch(trial, replicas, begun, show, &|| Ok(()), &Lost::none())?.into_iter().flatten().collect();
-        Ok(Took { begun, phases, agents_cpu: 0.0 })
+        Ok(Took { phases, ..Took::new(begun) })
     }
 
     fn by_remora(&self, trial: &Trial, replicas: &[Server], show: &Show<'_>) -> Result<Took> {
@@ -253,8 +293,9 @@ impl Scene {
         if trial.method == Method::RemoraRelayKilled && !lost.is_anybody() {
             return Err("no replica lent slots in the middle of its work, so none was killed".into());
         }
-        let mut took = Took { begun, phases: Vec::new(), agents_cpu: 0.0 };
+        let mut took = Took { killed: seen.iter().position(Option::is_none), ..Took::new(begun) };
         for (agent, seen) in agents.into_inner().unwrap_or_else(PoisonError::into_inner).iter_mut().zip(seen) {
+            took.agent_memory.push(agent.peak_memory());
             let Some(seen) = seen else { continue };
             let (summary, cpu): (Summary, f64) = agent.finish()?;
             took.agents_cpu += cpu;
@@ -282,10 +323,15 @@ impl Scene {
         let copied = copier::copy(&self.primary, replicas, pace)?;
         let phases = |copied: &Copied| Phases { transfer: copied.took.as_secs_f64(), ..Phases::default() };
         let phases = copied.iter().map(phases).collect();
-        Ok(Took { begun, phases, agents_cpu: (cpu::of_self()? - before).as_secs_f64() })
+        Ok(Took { phases, agents_cpu: (cpu::of_self()? - before).as_secs_f64(), ..Took::new(begun) })
     }
 
-    fn compare(&self, trial: &Trial, replicas: &[Server], outcome: &mut Outcome) -> Result<()> {
+    fn compare<'s>(
+        &self,
+        trial: &Trial,
+        replicas: impl Iterator<Item = &'s Server>,
+        outcome: &mut Outcome,
+    ) -> Result<()> {
         for replica in replicas {
             let compared = match trial.method {
                 Method::Copier | Method::CopierOneByOne if self.primary.digest()? != replica.digest()? => {
@@ -313,6 +359,16 @@ struct Took {
     /// Phases of each replica.
     phases: Vec<Phases>,
     agents_cpu: f64,
+    /// Peak memory of each replica agent, in bytes.
+    agent_memory: Vec<u64>,
+    /// The replica whose agent was killed, counted from 0.
+    killed: Option<usize>,
+}
+
+impl Took {
+    fn new(begun: Instant) -> Took {
+        Took { begun, phases: Vec::new(), agents_cpu: 0.0, agent_memory: Vec::new(), killed: None }
+    }
 }
 
 /// The costs of all servers, before and after.
@@ -374,6 +430,7 @@ impl Meter {
             host_bytes: host_bytes.transpose()?,
             peak_memory: peak + primary.copied,
             source_memory: source.map_or(0, Source::peak_memory),
+            agent_memory: took.agent_memory,
             equal: None,
             differences: Vec::new(),
         })

@@ -37,6 +37,7 @@ pub struct Samples(pub Vec<Taken>);
 struct Group<'a> {
     kind: Kind,
     title: String,
+    shape: &'a str,
     replicas: usize,
     taken: Vec<&'a Taken>,
 }
@@ -93,7 +94,9 @@ impl Samples {
             let title = format!("{}, {}, N = {replicas}", taken.server, taken.shape);
             match groups.iter_mut().find(|group| group.title == title) {
                 Some(group) => group.taken.push(taken),
-                None => groups.push(Group { kind: taken.kind, title, replicas, taken: vec![taken] }),
+                None => {
+                    groups.push(Group { kind: taken.kind, title, shape: &taken.shape, replicas, taken: vec![taken] })
+                }
             }
         }
         groups
@@ -112,7 +115,7 @@ impl Group<'_> {
             let ratio = best.and_then(|best| self.ratio(method, best, |outcome| outcome.seconds));
             let _ = writeln!(
                 out,
-                "| {} | {:.2} ({:.2}–{:.2}) | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
+                "| {} | {:.2} ({:.2}–{:.2}) | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
                 method.name(),
                 wall.median,
                 wall.low,
@@ -129,6 +132,8 @@ impl Group<'_> {
                 median(|outcome| outcome.phases.load),
                 median(|outcome| outcome.phases.catch_up),
                 median(|outcome| outcome.primary_bytes as f64 / 1e6),
+                median(|outcome| outcome.source_memory as f64 / MIB),
+                median(|outcome| outcome.agent_memory.iter().max().map_or(0.0, |most| *most as f64 / MIB)),
                 self.equality(method),
             );
         }
@@ -192,7 +197,25 @@ impl Group<'_> {
                 cpu,
             ),
         ];
-        promises.into_iter().flatten().collect()
+        let of_module =
+            MODULE.iter().filter(|of| (of.shape, of.kind, of.replicas) == (self.shape, self.kind, self.replicas));
+        let of_module = of_module.flat_map(|of| {
+            [
+                against_best(
+                    "wall time with the module beside the best of its own",
+                    Method::RemoraModule,
+                    of.wall,
+                    wall,
+                ),
+                against_best(
+                    "the primary's processor time with the module beside the least of its own",
+                    Method::RemoraModule,
+                    of.cpu,
+                    cpu,
+                ),
+            ]
+        });
+        promises.into_iter().chain(of_module).flatten().collect()
     }
 
     fn equality(&self, method: Method) -> &'static str {
@@ -219,21 +242,53 @@ impl Promise {
     }
 }
 
+/// What a sync with the module may cost, as a share of the best of the server's own replication.
+struct ModulePromise {
+    shape: &'static str,
+    kind: Kind,
+    replicas: usize,
+    wall: f64,
+    cpu: f64,
+}
+
+const fn module(shape: &'static str, kind: Kind, replicas: usize, wall: f64, cpu: f64) -> ModulePromise {
+    ModulePromise { shape, kind, replicas, wall, cpu }
+}
+
+/// Targets for the module at both ends.
+const MODULE: [ModulePromise; 12] = [
+    module("256 × 3.66 MiB", Kind::Valkey9, 1, 0.5, 0.3),
+    module("256 × 3.66 MiB", Kind::Redis7, 1, 0.4, 0.3),
+    module("256 × 3.66 MiB", Kind::Valkey9, 3, 0.35, 0.3),
+    module("256 × 3.66 MiB", Kind::Redis7, 3, 0.3, 0.3),
+    module("900 k × 1 KiB", Kind::Valkey9, 1, 0.75, 0.7),
+    module("900 k × 1 KiB", Kind::Redis7, 1, 0.4, 0.7),
+    module("900 k × 1 KiB", Kind::Valkey9, 3, 0.55, 0.7),
+    module("900 k × 1 KiB", Kind::Redis7, 3, 0.35, 0.7),
+    module("4 M × 100 B", Kind::Valkey9, 1, 1.0, 1.0),
+    module("4 M × 100 B", Kind::Redis7, 1, 0.8, 1.0),
+    module("4 M × 100 B", Kind::Valkey9, 3, 0.8, 1.0),
+    module("4 M × 100 B", Kind::Redis7, 3, 0.7, 1.0),
+];
+
+const MIB: f64 = (1 << 20) as f64;
+
 /// Target: the share of one own sync that a late joiner may cost the primary.
 const LATE_MOST: f64 = 0.02;
 
 const EXPLAINED: &str = "# full_sync (seconds)
 
-Medians over the rounds, in brackets the least and the greatest value. *ratio*: wall time against the best of the server's own
-replication in the same round. *CPU*: processor seconds of the primary with its children, of one replica on average, of all agents
+Medians over the rounds, in brackets the least and the greatest value. *ratio*: wall time of each round,
+divided by that of the server's own method with the least median, in the same round. *CPU*: processor seconds of the primary with its children, of one replica on average, of all agents
 together (the source's from its start, including the touching of its memory; for a copier, of its threads). The four phases are those
 of the last replica and add up to its wall time. If the server loads while the bytes arrive, its loading is in *transfer*. Before each
 trial, as much memory as its replicas will need is touched and freed, so that none of them pays for pages that the machine's host has
-not provided yet.
+not provided yet. *source MiB* and *agent MiB*: peak memory of the source agent, which has memory for the whole snapshot, and of the largest
+replica agent, which has the default.
 ";
 
-const HEAD: &str = "| method | wall s | ratio | primary CPU | replica CPU | agents CPU | snapshot | transfer | load | catch-up | MB out of the primary | equal |
-|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|";
+const HEAD: &str = "| method | wall s | ratio | primary CPU | replica CPU | agents CPU | snapshot | transfer | load | catch-up | MB out of the primary | source MiB | agent MiB | equal |
+|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|";
 
 #[cfg(test)]
 mod tests {
@@ -255,6 +310,7 @@ mod tests {
             host_bytes: None,
             peak_memory: 0,
             source_memory: 0,
+            agent_memory: Vec::new(),
             equal: Some(true),
             differences: Vec::new(),
         };
@@ -277,6 +333,19 @@ mod tests {
         samples.0.push(taken(Method::RemoraTcp, 1, 0, 3.0, 1.0));
         assert!(!samples.keep_promises(), "1.5 times the server's own best exceeds the target of 1.4");
         assert!(samples.summary().contains("**not kept**"));
+    }
+
+    #[test]
+    fn the_module_is_judged_by_its_own_targets() {
+        let with_module = |seconds, cpu| {
+            let mut samples =
+                Samples(vec![taken(Method::OwnBest, 1, 0, 2.0, 1.0), taken(Method::RemoraModule, 1, 0, seconds, cpu)]);
+            samples.0.iter_mut().for_each(|taken| taken.shape = "256 × 3.66 MiB".into());
+            samples
+        };
+        assert!(with_module(0.9, 0.2).keep_promises());
+        assert!(!with_module(1.1, 0.2).keep_promises(), "0.55 of the wall time exceeds 0.5");
+        assert!(!with_module(0.9, 0.4).keep_promises(), "0.4 of the processor time exceeds 0.3");
     }
 
     #[test]

@@ -3,3 +3,4 @@
 
 mod messenger;
 mod rdma;
+mod smoke;

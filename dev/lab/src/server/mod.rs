@@ -316,14 +316,15 @@ impl fmt::Display for Server {
 }
 
 /// The path of our server module, as cargo built it for this program: if the test's crate has `remora-module` among its
-/// dependencies, cargo builds the library beside the test's program.
+/// dependencies, cargo builds the library beside the test's program, in the folder `deps` below that of other programs.
 ///
 /// # Errors
 /// [`Error::Missing`] if it was not built.
 pub fn module_library() -> Result<PathBuf> {
     let program = std::env::current_exe().doing(|| "find this program's own folder".to_owned())?;
     let folders = program.ancestors().skip(1).take(2);
-    folders.map(|folder| folder.join(MODULE_FILE)).find(|path| path.is_file()).ok_or_else(|| Error::Missing {
+    let mut places = folders.flat_map(|folder| [folder.join(MODULE_FILE), folder.join("deps").join(MODULE_FILE)]);
+    places.find(|path| path.is_file()).ok_or_else(|| Error::Missing {
         what: format!("the module {MODULE_FILE} beside {}", program.display()),
         how: "run `cargo build -p remora-module` with the same profile".into(),
     })

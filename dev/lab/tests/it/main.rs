@@ -6,3 +6,4 @@ mod network;
 mod replication;
 mod scan;
 mod servers;
+mod setup;

@@ -1,4 +1,4 @@
-//! The server's module: whether it is there and may be used, and how it is given memory.
+//! The server's module: whether it can be used, and how it receives memory.
 
 use std::time::Instant;
 
@@ -20,7 +20,7 @@ enum Usable {
 }
 
 impl Keeper {
-    /// Looks whether the server has our module, and makes it load from its link if so.
+    /// Checks whether the server has our module, and if so makes the server load from its link.
     pub(super) async fn look_for_the_module(&mut self) -> Result<bool, Failure> {
         if self.args.module_load == ModuleLoad::Off {
             return Ok(false);
@@ -49,6 +49,19 @@ impl Keeper {
         }
         if field(&status, b"load").as_deref() != Some("yes") {
             return no("it was loaded for capture only");
+        }
+        // A module's own SetAbsExpire makes a writable replica take the key for one that its clients wrote
+        // (rememberSlaveKeyWithExpire in db.c). It would remove the key by itself when the time is over, also where the
+        // stream takes the expiry away again.
+        let setting = "replica-read-only";
+        match self.control.client().await?.config_get(setting).await?.as_deref() {
+            Some("yes") => {}
+            Some(_) => {
+                return no(
+                    "the server accepts writes of clients (replica-read-only no), and would remove expired keys by itself",
+                );
+            }
+            None => return no("we may not read replica-read-only"),
         }
         if self.args.state_dir.is_some() {
             return no("with --state-dir the snapshot comes from files");
@@ -85,7 +98,7 @@ impl Keeper {
                     tracing::info!("the server has the module: long strings are loaded out of shared memory");
                     return Ok(());
                 }
-                // It still loads from the link of an agent before us, which is gone.
+                // The server still loads from the link of an earlier agent, which is gone.
                 Err(error) if error.refusal() == Some(RefusalKind::Loading) && began.elapsed() < SETTLE_LIMIT => {}
                 Err(ServerError::Refused { text, .. }) => return Err(NotFollowed::NoTransaction(text)),
                 Err(error) => return Err(NotFollowed::Failed { lapse: error.into(), told: true }),
@@ -119,9 +132,12 @@ impl Keeper {
             Ok(client) => client,
             Err(error) => return (Introduced::Failed(Lapse::from(error)), None),
         };
+        // Also where the answer does not come, or the introduction is cancelled.
+        let was_emptied = std::mem::replace(&mut self.before.emptied, true);
         let answer = introduction.perform(client).await;
         // A module that refused before it removed anything has left the keys.
         let kept = answer.is_err() && self.control.facts().await.is_ok_and(|facts| facts.keys() > 0);
+        self.before.emptied = was_emptied || !kept;
         (Introduced::Done { emptied: !kept }, Some(answer))
     }
 }

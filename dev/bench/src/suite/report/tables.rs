@@ -79,6 +79,21 @@ impl Group<'_> {
         medians.min_by(|one, other| one.1.total_cmp(&other.1)).map(|(method, _)| method)
     }
 
+    /// The method's name in tables. Agents with relay had memory for the whole data set in runs that do not record
+    /// their memory, and have the default in later runs: these are two configurations.
+    pub(super) fn name(&self, method: Method) -> String {
+        let mut of = self.points.iter().filter(|point| point.method == method);
+        let roomy = method.serves_peers() == Some(true) && of.any(|point| point.agent_memory.is_empty());
+        if roomy { format!("{}, memory for all", method.name()) } else { method.name().to_owned() }
+    }
+
+    /// The greatest peak memory of a replica agent in MiB, of all rounds.
+    fn agent_memory(&self, method: Method, replicas: usize) -> String {
+        let of = self.points.iter().filter(|point| point.method == method && point.replicas == replicas);
+        let most = of.flat_map(|point| &point.agent_memory).max();
+        most.map_or("–".to_owned(), |bytes| format!("{:.0}", *bytes as f64 / f64::from(1 << 20)))
+    }
+
     fn equality(&self, method: Method, replicas: usize) -> &'static str {
         let of = self.points.iter().filter(|point| point.method == method && point.replicas == replicas);
         let looked: Vec<bool> = of.filter_map(|point| point.equal).collect();
@@ -108,8 +123,8 @@ impl Group<'_> {
                 let ratio = best.map_or("–".to_owned(), |best| format!("{:.2}", last.median / best.median));
                 let _ = writeln!(
                     out,
-                    "| {replicas} | {} | {} | {ratio} | {} | {} / {} / {} / {} | {} | {} | {} | {} | {} | {} |",
-                    method.name(),
+                    "| {replicas} | {} | {} | {ratio} | {} | {} / {} / {} / {} | {} | {} | {} | {} | {} | {} | {} |",
+                    self.name(method),
                     with_range(last),
                     median(|point| point.first_seconds, 2),
                     median(|point| point.snapshot, 2),
@@ -121,6 +136,7 @@ impl Group<'_> {
                     median(|point| point.primary_cpu, 2),
                     median(|point| point.peak_memory as f64 / f64::from(1 << 20), 0),
                     median(|point| point.source_memory as f64 / f64::from(1 << 20), 0),
+                    self.agent_memory(method, replicas),
                     self.equality(method, replicas),
                 );
             }
@@ -308,16 +324,18 @@ pub(super) fn order() -> impl Iterator<Item = Method> {
 }
 
 const SYNC_EXPLAINED: &str = "\
-Medians over the rounds, in brackets the least and the greatest value. *ratio*: against the best of the server's own replication at the
-same N. The four phases (snapshot / transfer / load / catch-up) are those of the last replica and add up to its time. If the server loads
+Medians over the rounds, in brackets the least and the greatest value. *ratio*: the median of *last replica s* divided by that of the
+server's own method with the least median at the same N. The four phases (snapshot / transfer / load / catch-up) are those of the last replica and add up to its time. If the server loads
 while the bytes arrive, its loading is in *transfer*. *out*: bytes out of the primary's host over its cable, of all programs (on loopback:
 out of the primary's process), and as a multiple of the data set. *CPU*: of the primary and its fork child. *memory*: the peak of the
-primary's private memory, and of the source agent beside it, including its table.
+primary's private memory, of the source agent beside it, including its table, and of the largest replica agent, including the slots that it
+keeps for others (–: not recorded). *memory for all*: each replica agent had `--memory` for the whole data set and 256 MiB more; without
+these words it had the default.
 ";
 
 const SYNC_HEAD: &str = "\
-| N | method | last replica s | ratio | first s | phases s | out MB | × data | primary CPU s | primary MiB | source MiB | equal |
-|---:|---|---:|---:|---:|---|---:|---:|---:|---:|---:|---|";
+| N | method | last replica s | ratio | first s | phases s | out MB | × data | primary CPU s | primary MiB | source MiB | replica agent MiB | equal |
+|---:|---|---:|---:|---:|---|---:|---:|---:|---:|---:|---:|---|";
 
 const FEEL_EXPLAINED: &str = "\
 GETs, and one SET in ten commands, of 1 KiB at a steady rate, from before the first replica began until the last had caught up; medians
@@ -365,6 +383,7 @@ pub(super) mod tests {
             agents_cpu: 0.0,
             peak_memory: 1 << 30,
             source_memory: 0,
+            agent_memory: Vec::new(),
             equal: Some(true),
         }
     }

@@ -50,23 +50,32 @@ impl Group<'_> {
         let mut add = |what: String, ratio: Option<Spread>, bound: Bound| {
             targets.extend(ratio.map(|ratio| Target { what, where_: self.title(), ratio, bound }));
         };
+        let relay = self.name(Method::RemoraRelay).replace("Remora tcp, ", "");
         for (replicas, most) in FLAT {
             let flat = self.ratio((Method::RemoraRelay, replicas), (Method::RemoraRelay, 1), |point| point.seconds);
-            add(format!("{replicas} replicas against one, with relay"), flat, Bound::Most(most));
+            add(format!("{replicas} replicas against one, with {relay}"), flat, Bound::Most(most));
             let sent = self.spread(Method::RemoraRelay, replicas, |point| point.sent as f64 / point.bytes as f64);
-            add(format!("{replicas} replicas with relay: bytes out of the host, × data"), sent, Bound::Most(SENT_MOST));
+            add(
+                format!("{replicas} replicas with {relay}: bytes out of the host, × data"),
+                sent,
+                Bound::Most(SENT_MOST),
+            );
         }
         let killed = self.ratio((Method::RemoraRelayKilled, 3), (Method::RemoraRelay, 3), |point| point.seconds);
-        add("3 replicas, one killed in the middle, against undisturbed".into(), killed, Bound::Most(KILLED_MOST));
+        add(
+            format!("3 replicas with {relay}, one killed in the middle, against undisturbed"),
+            killed,
+            Bound::Most(KILLED_MOST),
+        );
         let best = self.best_own(3);
         let against = best.and_then(|best| self.ratio((Method::RemoraRelay, 3), (best, 3), |point| point.seconds));
-        add("3 replicas with relay against the server's own best".into(), against, Bound::Most(OWN_MOST));
+        add(format!("3 replicas with {relay} against the server's own best"), against, Bound::Most(OWN_MOST));
         // A single replica behaves the same with relay and without; the figures of both count.
         for method in [Method::RemoraTcp, Method::RemoraRelay] {
             let rate = |point: &syncs::Point| point.bytes as f64 / point.transfer;
             let share = self.link.and_then(|link| self.spread(method, 1, |point| rate(point) / link));
             add(
-                format!("1 replica, {}: share of iperf3's rate while transferring", method.name()),
+                format!("1 replica, {}: share of iperf3's rate while transferring", self.name(method)),
                 share,
                 Bound::Least(LINK_LEAST),
             );

@@ -1,0 +1,100 @@
+//! Every benchmark runs once, with a little data, and every replica that it makes is compared with its primary. The
+//! figures say nothing: this is a build with debug assertions, beside other tests.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use remora_lab::require;
+use serde_json::Value;
+
+/// Runs a benchmark to its end. `codes`: the exit codes that are accepted.
+#[track_caller]
+fn run(program: &str, arguments: &[&str], codes: &[i32]) {
+    let mut command = Command::new(program);
+    command.args(arguments);
+    // The tests of the agents have built it, in the same run of cargo; if not, the benchmark builds it.
+    if let Some(remora) = built() {
+        command.env("REMORA", remora);
+    }
+    let ran = command.output().unwrap();
+    let said = format!("{}\n{}", String::from_utf8_lossy(&ran.stdout), String::from_utf8_lossy(&ran.stderr));
+    assert!(ran.status.code().is_some_and(|code| codes.contains(&code)), "{}: {said}", ran.status);
+    for word in ["NOT EQUAL", "failed", "left out"] {
+        assert!(!said.contains(word), "{said}");
+    }
+}
+
+/// The command `remora` of this build, beside the folder of this program.
+fn built() -> Option<PathBuf> {
+    let program = std::env::current_exe().unwrap();
+    Some(program.parent()?.parent()?.join("remora")).filter(|remora| remora.exists())
+}
+
+/// The content of the only file of that name below the folder.
+fn kept(folder: &Path) -> Value {
+    let run = std::fs::read_dir(folder).unwrap().next().unwrap().unwrap().path();
+    serde_json::from_slice(&std::fs::read(run.join("run.json")).unwrap()).unwrap()
+}
+
+/// Asserts that each of these measurements compared its replicas, and found them equal.
+#[track_caller]
+fn all_equal<'v>(points: impl IntoIterator<Item = &'v Value>, count: usize) {
+    let points: Vec<&Value> = points.into_iter().collect();
+    assert_eq!(points.len(), count, "{points:?}");
+    for point in points {
+        assert_eq!(point["equal"], true, "{point}");
+    }
+}
+
+#[test]
+fn full_sync_compares_what_every_method_makes() {
+    let Some(_) = require::valkey() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().display().to_string();
+    let small = ["--rounds", "1", "--divide", "64", "--servers", "valkey", "--shapes", "large", "--replicas", "1"];
+    // A target that is missed is the code 1.
+    run(env!("CARGO_BIN_EXE_full_sync"), &[&small[..], &["--out", &out]].concat(), &[0, 1]);
+    let report = kept(folder.path());
+    // All but the one that waits for further replicas.
+    all_equal(report["samples"].as_array().unwrap(), 9);
+}
+
+#[test]
+fn remora_bench_compares_its_syncs_over_a_network_and_under_load() {
+    let Some(()) = require::shaping() else { return };
+    let Some(_) = require::valkey() else { return };
+    let suite = |name: &str, more: &[&str], count: usize| {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().display().to_string();
+        let always = [name, "--rounds", "1", "--out", &out];
+        run(env!("CARGO_BIN_EXE_remora-bench"), &[&always, more].concat(), &[0]);
+        let report = kept(folder.path());
+        let with_replicas = |point: &&Value| point["replicas"] != 0;
+        all_equal(report["points"].as_array().unwrap().iter().filter(with_replicas), count);
+        report
+    };
+    let few = ["--servers", "valkey", "--networks", "1gbit", "--values", "8"];
+    let methods = ["--methods", "own-best,remora-tcp,remora-relay", "--replicas", "2"];
+    let report = suite("sync", &[&few[..], &methods].concat(), 3);
+    let relay = report["points"].as_array().unwrap().iter().find(|point| point["method"] == "remora-relay").unwrap();
+    let memory = relay["agent_memory"].as_array().unwrap();
+    assert!(memory.len() == 2 && memory.iter().all(|bytes| bytes.as_u64() > Some(1 << 20)), "{relay}");
+    // Near clients and far clients.
+    suite("feel", &[&few[..], &["--methods", "remora-relay", "--replicas", "2", "--rate", "200"]].concat(), 2);
+    suite("scaling", &["--sizes-mib", "8", "--value-bytes", "65536", "--values-mib", "4"], 2 * 3);
+}
+
+#[test]
+fn the_lag_is_measured_on_replicas_that_are_equal_afterwards() {
+    let Some(_) = require::valkey() else { return };
+    run(env!("CARGO_BIN_EXE_follow_lag"), &["--rounds", "1", "--seconds", "1", "--rates", "500"], &[0]);
+}
+
+#[test]
+fn reads_are_measured_beside_their_rivals() {
+    let Some(()) = require::iperf3() else { return };
+    let small = ["--rounds", "1", "--millis", "50", "--region-mib", "16"];
+    let bandwidth = [&small[..], &["--sizes-kib", "64", "--depths", "4"]].concat();
+    run(env!("CARGO_BIN_EXE_read_bandwidth"), &bandwidth, &[0, 1]);
+    run(env!("CARGO_BIN_EXE_read_latency"), &[&small[..], &["--sizes", "4096"]].concat(), &[0, 1]);
+}

@@ -1,0 +1,5 @@
+//! Input: a message of the handshake of a data lane; its first byte selects the transport. The body with its
+//! assertions is in `fabric/src/fuzzing.rs`.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| remora_fabric::fuzzing::lane_handshake(data));

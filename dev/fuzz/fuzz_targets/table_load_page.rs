@@ -1,0 +1,4 @@
+//! Input: a load page. The body with its assertions is in `table/src/fuzzing.rs`.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| remora_table::fuzzing::load_page(data));

@@ -1,0 +1,31 @@
+//! The demonstration runs to its end, with a little data.
+#![allow(clippy::unwrap_used)]
+
+use std::process::Command;
+
+use remora_lab::require;
+
+#[test]
+fn the_demo_makes_equal_replicas_by_every_method_and_prints_a_table() {
+    let Some(_) = require::valkey() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let json = folder.path().join("demo.json");
+    let mut demo = Command::new(env!("CARGO_BIN_EXE_xtask"));
+    demo.args(["demo", "--size", "8MiB", "--server", "valkey", "--replicas", "2", "--writes", "200", "--json"])
+        .arg(&json);
+    // The tests of the agents have built it, in the same run of cargo; if not, the demo builds it.
+    let remora = std::env::current_exe().unwrap().parent().unwrap().parent().unwrap().join("remora");
+    if remora.exists() {
+        demo.env("REMORA", remora);
+    }
+    let ran = demo.output().unwrap();
+    let said = format!("{}\n{}", String::from_utf8_lossy(&ran.stdout), String::from_utf8_lossy(&ran.stderr));
+    assert!(ran.status.success(), "{}: {said}", ran.status);
+    assert!(said.contains("Transports of this machine"), "{said}");
+    let report: serde_json::Value = serde_json::from_slice(&std::fs::read(json).unwrap()).unwrap();
+    for server in report["servers"].as_array().unwrap() {
+        let outcomes = server["outcomes"].as_array().unwrap();
+        assert_eq!(outcomes.len(), 6, "{server}");
+        assert!(outcomes.iter().all(|outcome| outcome["equal"] == true), "{server}");
+    }
+}
