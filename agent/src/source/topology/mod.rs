@@ -402,6 +402,12 @@ impl Topology {
         reader != joiner && is_entry && lends && new.oldest <= node.held && new.held >= node.held
     }
 
+    /// The readers that a joiner must share a peer with now. Silent ones read nothing, but may come back.
+    fn active_shares(&self, joiner: Session, peer: Session) -> usize {
+        let is_active = |reader: &Session| self.nodes.get(reader).is_some_and(|node| !node.is_silent);
+        self.readers_of(peer).filter(is_active).filter(|&reader| !self.gives_way(reader, peer, joiner)).count()
+    }
+
     /// The readers of a peer that a joiner must share it with.
     fn shares(&self, joiner: Session, peer: Session) -> usize {
         self.readers_of(peer).filter(|&reader| !self.gives_way(reader, peer, joiner)).count()
@@ -433,7 +439,7 @@ impl Topology {
         let candidates = self.nodes.iter().filter(|&(&peer, other)| self.may_read(reader, node, peer, other));
         let candidates = candidates.filter(|(peer, _)| !below.contains(peer));
         let best = candidates.min_by_key(|&(&peer, other)| {
-            (other.zone != node.zone, self.shares(reader, peer), std::cmp::Reverse(other.held), peer)
+            (other.zone != node.zone, self.active_shares(reader, peer), std::cmp::Reverse(other.held), peer)
         });
         best.map(|(&peer, _)| peer)
     }
