@@ -369,7 +369,7 @@ impl Topology {
         let may_return = self.nodes.get(&peer).is_some_and(may_return)
             && !self.liars.contains(&peer)
             && self.readers_of(peer).count() < MAX_READERS
-            && !self.is_above(reader, peer);
+            && !self.below(reader).contains(&peer);
         if measured.saturating_mul(TRIAL_GAIN.1) >= rate.saturating_mul(TRIAL_GAIN.0) {
             if let Some(node) = self.nodes.get_mut(&reader) {
                 node.lost.insert(peer);
@@ -402,15 +402,14 @@ impl Topology {
         reader != joiner && is_entry && lends && new.oldest <= node.held && new.held >= node.held
     }
 
-    /// The readers that a joiner must share a peer with now. Silent ones read nothing, but may come back.
-    fn active_shares(&self, joiner: Session, peer: Session) -> usize {
-        let is_active = |reader: &Session| self.nodes.get(reader).is_some_and(|node| !node.is_silent);
-        self.readers_of(peer).filter(is_active).filter(|&reader| !self.gives_way(reader, peer, joiner)).count()
-    }
-
-    /// The readers of a peer that a joiner must share it with.
-    fn shares(&self, joiner: Session, peer: Session) -> usize {
-        self.readers_of(peer).filter(|&reader| !self.gives_way(reader, peer, joiner)).count()
+    /// The number of readers that a joiner must share a peer with, first without the silent ones: they read nothing, but
+    /// may come back.
+    fn shares(&self, joiner: Session, peer: Session) -> (usize, usize) {
+        let readers = self.readers_of(peer).filter(|&reader| !self.gives_way(reader, peer, joiner));
+        readers.fold((0, 0), |(active, all), reader| {
+            let is_active = self.nodes.get(&reader).is_some_and(|node| !node.is_silent);
+            (active + usize::from(is_active), all + 1)
+        })
     }
 
     /// Assigns an upstream to each of `orphans`, first to the one that holds the most slots: the others may then read
@@ -439,7 +438,7 @@ impl Topology {
         let candidates = self.nodes.iter().filter(|&(&peer, other)| self.may_read(reader, node, peer, other));
         let candidates = candidates.filter(|(peer, _)| !below.contains(peer));
         let best = candidates.min_by_key(|&(&peer, other)| {
-            (other.zone != node.zone, self.active_shares(reader, peer), std::cmp::Reverse(other.held), peer)
+            (other.zone != node.zone, self.shares(reader, peer).0, std::cmp::Reverse(other.held), peer)
         });
         best.map(|(&peer, _)| peer)
     }
@@ -452,7 +451,7 @@ impl Topology {
             && !node.lost.contains(&peer)
             && other.oldest <= node.held
             && other.held >= node.held
-            && self.shares(reader, peer) < MAX_READERS
+            && self.shares(reader, peer).1 < MAX_READERS
     }
 
     /// The replica, and all that get their slots from it directly or through others.
@@ -466,18 +465,6 @@ impl Topology {
             }
         }
         below
-    }
-
-    /// Whether `peer` is `reader`, or gets its slots from it directly or through others.
-    fn is_above(&self, reader: Session, peer: Session) -> bool {
-        let mut at = Some(peer);
-        while let Some(session) = at {
-            if session == reader {
-                return true;
-            }
-            at = self.nodes.get(&session).and_then(|node| node.from);
-        }
-        false
     }
 
     /// The replicas that read from this peer and need further slots.
