@@ -81,7 +81,7 @@ fn damage_that_does_not_stop_ends_in_time_and_is_named() {
             says(&output, &["is damaged", &format!("the source {at}"), "tried for 5 s (--retry-for)"]);
             assert!(took > Duration::from_secs(5) && took < Duration::from_secs(30), "{took:?}");
             assert!(proxy.damaged.load(Relaxed) > 1);
-            assert_eq!(server.client().unwrap().text("DBSIZE").unwrap_or_default(), "0");
+            assert_eq!(server.client().unwrap().int(&["DBSIZE"]).unwrap(), 0);
         }
     }
 }
