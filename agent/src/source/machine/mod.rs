@@ -568,9 +568,8 @@ impl Machine {
         actions.push(Action::Capture { generation, with_stream, fresh });
     }
 
-    /// Releases what no replica uses: a capture whose ring is full holds up the primary, and a snapshot that is too old
-    /// to be offered, or a stream, costs the primary a connection. A full ring also holds up the replicas that wait:
-    /// its first slots are gone, so that none of them can begin with it.
+    /// Releases what no replica uses: a full ring holds up the primary, and waiting replicas that lack its first slots;
+    /// a snapshot that is too old to be offered, or a stream, costs the primary a connection.
     fn release_unused(&mut self, now: Instant, actions: &mut Vec<Action>) {
         let is_idle = self.replicas.is_empty();
         let Some(snapshot) = &self.snapshot else {
@@ -584,15 +583,13 @@ impl Machine {
         if self.replicas.values().any(|replica| replica.generation == Some(generation)) {
             return;
         }
-        let alone = now.duration_since(self.idle_since);
         let stuck = matches!(snapshot.stage, Stage::Open { .. })
             && self.reading.writer_waits > 0
-            && alone > self.rules.stall_limit;
-        let old = is_idle && now.duration_since(snapshot.asked) > self.rules.max_age;
-        let overrun = is_idle
-            && snapshot.is_sealed()
+            && now.duration_since(self.idle_since) > self.rules.stall_limit;
+        let old = now.duration_since(snapshot.asked) > self.rules.max_age;
+        let overrun = snapshot.is_sealed()
             && snapshot.origin().is_some_and(|origin| self.reading.journal_first > origin.offset + 1);
-        if !(stuck || old || overrun) {
+        if !(stuck || (is_idle && (old || overrun))) {
             return;
         }
         if !snapshot.is_sealed() {
