@@ -1,6 +1,6 @@
 //! The ends of a sync: in which state the server is left, and the text that describes it.
 
-use std::time::Instant;
+use tokio::time::Instant;
 
 use super::{Before, Keeper, is_copying};
 use crate::args::OnFailure;
