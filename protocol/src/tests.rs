@@ -9,8 +9,9 @@ use proptest::prelude::*;
 use remora_redis::ReplId;
 use remora_wire::{Malformed, TooLarge};
 
+/// Text that arrives as it was sent: without control characters, and without separators of lines and paragraphs.
 fn names() -> impl Strategy<Value = String> {
-    "\\PC{0,30}"
+    "[^\\p{C}\\p{Zl}\\p{Zp}]{0,30}"
 }
 
 fn replids() -> impl Strategy<Value = ReplId> {
