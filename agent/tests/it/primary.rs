@@ -1,4 +1,5 @@
-//! What the primary sees of a source: a replica that acknowledges nothing, and that may be slower than its limits allow.
+//! What the primary sees of a source: a replica that acknowledges nothing, and that may be slower than its limits
+//! allow.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -12,8 +12,8 @@
 //! - The thread of each lane is either in `lanes`, with its socket, or in `ended`, to be joined.
 //! - A lane that is served has a grant and an exported region: removing either closes the lane before the lock is
 //!   released.
-//! - There are at most [`TcpOptions::served_lanes`] lanes. [`UNPROVED`] bounds those without a proof, by address and in all: the
-//!   oldest of them is closed when another connection needs its place.
+//! - There are at most [`TcpOptions::served_lanes`] lanes. [`UNPROVED`] bounds those without a proof, by address and in
+//!   all: the oldest of them is closed when another connection needs its place.
 //!
 //! The lock is never held during a system call that could block. A lane's thread takes it three times.
 
@@ -290,7 +290,8 @@ impl Server {
         }
     }
 
-    /// A place for one more connection's handshake, if there are at most `limit` lanes. Closes the connection that gives way to it.
+    /// A place for one more connection's handshake, if there are at most `limit` lanes. Closes the connection that
+    /// gives way to it.
     fn place_for(&mut self, stream: &TcpStream, limit: usize) -> Option<u64> {
         if self.closed || self.lanes.len() >= limit {
             return None;
