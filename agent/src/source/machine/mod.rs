@@ -176,9 +176,7 @@ impl Machine {
                 let gone = self.replicas.remove(&session);
                 self.unfinished |= !done && gone.is_some_and(|replica| replica.is_reading());
                 self.idle_since = now;
-                if self.replicas.is_empty() {
-                    self.failures.forgive(now, &mut self.retry);
-                }
+                self.failures.replica_left(self.replicas.len(), now, &mut self.retry);
             }
             Event::Capture(event) => self.captured(now, event, &mut actions),
             Event::Tick => {}
