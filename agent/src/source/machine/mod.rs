@@ -573,8 +573,7 @@ impl Machine {
         let is_idle = self.replicas.is_empty();
         let Some(snapshot) = &self.snapshot else {
             if is_idle {
-                // A later snapshot failed, and the replicas that waited for another one have left.
-                self.end_stream("no replica uses the stream any more", actions);
+                self.end_stream("the last snapshot failed, and no replica uses the stream any more", actions);
             }
             return;
         };
