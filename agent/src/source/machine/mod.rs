@@ -176,9 +176,7 @@ impl Machine {
                 let gone = self.replicas.remove(&session);
                 self.unfinished |= !done && gone.is_some_and(|replica| replica.is_reading());
                 self.idle_since = now;
-                if self.replicas.is_empty() {
-                    self.failures.forgive(now, &mut self.retry);
-                }
+                self.failures.replica_left(self.replicas.len(), now, &mut self.retry);
             }
             Event::Capture(event) => self.captured(now, event, &mut actions),
             Event::Tick => {}
@@ -574,8 +572,7 @@ impl Machine {
         let is_idle = self.replicas.is_empty();
         let Some(snapshot) = &self.snapshot else {
             if is_idle {
-                // A later snapshot failed, and the replicas that waited for another one have left.
-                self.end_stream("no replica uses the stream any more", actions);
+                self.end_stream("the last snapshot failed, and no replica uses the stream any more", actions);
             }
             return;
         };
