@@ -4,6 +4,7 @@
 
 mod kit;
 
+mod broken;
 mod cli;
 mod combinations;
 mod conversation;
@@ -18,6 +19,7 @@ mod many;
 mod memory;
 mod module;
 mod module_load;
+mod module_rules;
 mod probe;
 mod rdma;
 mod relay;

@@ -396,6 +396,10 @@ impl Delivery {
                 self.lose_feed(Instant::now(), error);
                 true
             }
+            Err(WriteError::Damaged(error)) => {
+                self.damaged(error);
+                true
+            }
             Err(WriteError::Module(text)) => {
                 self.by_module = false;
                 self.meter.by_module.set(0);
@@ -531,13 +535,20 @@ impl Delivery {
         tracing::info!("the server's module loads long strings out of shared memory");
         self.meter.by_module.set(1);
         let mark = random_mark();
-        if let Ok(payload) = ReferencedPayload::new(now, mark, shown, answer, slot) {
-            self.promise(mark, Stage::Referenced(Box::new(payload)));
-        } else {
-            self.by_module = false;
-            self.drop_link("the first slot of the snapshot could not be parsed", true);
-            self.begin_again();
+        match ReferencedPayload::new(now, mark, shown, answer, slot) {
+            Ok(payload) => drop(self.promise(mark, Stage::Referenced(Box::new(payload)))),
+            Err(WriteError::Damaged(error)) => self.damaged(error),
+            Err(_) => {
+                self.by_module = false;
+                self.drop_link("the first slot of the snapshot could not be parsed", true);
+                self.begin_again();
+            }
         }
+    }
+
+    fn damaged(&mut self, error: FeedError) {
+        self.drop_link("a slot of the source's memory is damaged", false);
+        self.tell(Notice::Damaged { error });
     }
 
     fn go_by_the_link(&mut self, now: Instant, slot: Slot, why: &str) {
