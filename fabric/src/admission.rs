@@ -17,7 +17,8 @@ use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv6Addr};
 use std::time::{Duration, Instant};
 
-/// How long a connection keeps its place in any case: a proof takes two round trips, and a slow link has 50 ms for each.
+/// How long a connection keeps its place in any case: a proof takes two round trips, and a slow link has 50 ms for
+/// each.
 pub const GRACE: Duration = Duration::from_millis(100);
 
 /// Connections that may wait for their proof, by address and in all.

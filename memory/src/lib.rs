@@ -30,8 +30,8 @@
 //!
 //! The seal `F_SEAL_FUTURE_WRITE` would keep every other process from mapping the memory writable. It is not used: it
 //! also forbids `FALLOC_FL_PUNCH_HOLE` to the owner (EPERM, tried on Linux 6.18), which [`Memory::release`] needs.
-//! Instead the file has mode `0400`, and readers get a descriptor that is open for reading only
-//! ([`View::reopen_read_only`]).
+//! Instead the file has mode `0444`, and readers get a descriptor that is open for reading only
+//! ([`View::reopen_read_only`]). The file has no name: only a process that was given a descriptor can reopen it.
 
 #![deny(unsafe_code)]
 

@@ -64,9 +64,10 @@ pub struct ReplicaArgs {
     #[arg(long, help_heading = "What to do")]
     pub replace: bool,
 
-    /// State of the server if the sync fails or is stopped after the server has begun to load. `detached`: it follows
-    /// no primary (`REPLICAOF NO ONE`) and keeps the data that it holds then; the agent reports how much. `empty`: also
-    /// flushed, so that no client takes half a data set for a whole one.
+    /// State of the server if the sync fails or is stopped when the server has lost its old data and not loaded the new
+    /// ones. `detached`: it follows no primary (`REPLICAOF NO ONE`) and keeps the data that it holds then; the agent
+    /// reports how much. `empty`: it is flushed, so that no client takes half a data set for a whole one, and follows
+    /// its former primary again if it had one.
     #[arg(long, value_name = "STATE", default_value = "empty", help_heading = "What to do")]
     pub on_failure: OnFailure,
 
@@ -141,7 +142,7 @@ pub enum ModuleLoad {
 pub enum OnFailure {
     /// `REPLICAOF NO ONE`, with its data as they are, perhaps incomplete.
     Detached,
-    /// `REPLICAOF NO ONE` and `FLUSHALL`.
+    /// `REPLICAOF NO ONE` and `FLUSHALL`, and then `REPLICAOF` its former primary if it had one.
     Empty,
 }
 

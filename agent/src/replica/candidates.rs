@@ -25,6 +25,7 @@ use rustix::event::PollFlags;
 use rustls::ServerConfig;
 
 use super::link::Link;
+use super::link_failure::LinkFailure;
 use super::locality::Locality;
 use super::unread::owner;
 
@@ -54,6 +55,7 @@ pub(super) struct Candidates {
     waiting: Vec<Candidate>,
     /// Whether the log has a warning about a wrong password. A second one would let a stranger fill the log.
     warned: bool,
+    failure: LinkFailure,
 }
 
 struct Candidate {
@@ -88,7 +90,13 @@ impl Candidates {
         access: Access,
         locality: Locality,
     ) -> Candidates {
-        Candidates { listener, tls, access, locality, waiting: Vec::new(), warned: false }
+        let failure = LinkFailure::default();
+        Candidates { listener, tls, access, locality, waiting: Vec::new(), warned: false, failure }
+    }
+
+    /// Where it is noted why a connection did not become the link.
+    pub(super) fn failure(&self) -> LinkFailure {
+        self.failure.clone()
     }
 
     /// Continues all conversations without waiting. Returns the first that became the server's link; call it again for
@@ -174,7 +182,10 @@ impl Candidates {
                 out: Vec::new(),
                 written: 0,
             }),
-            Err(error) => tracing::debug!(%peer, %error, "a connection to the link is closed"),
+            Err(error) => {
+                tracing::debug!(%peer, %error, "a connection to the link is closed");
+                self.failure.note(peer, &error.to_string());
+            }
         }
     }
 
@@ -199,7 +210,9 @@ impl Candidates {
     fn closed(&mut self, candidate: &Candidate, why: &str) {
         let peer = candidate.peer;
         tracing::debug!(%peer, "a connection to the link is closed: {why}");
-        if candidate.role.refused_logins() > 0 && !candidate.role.is_authenticated() && !self.warned {
+        let is_refused = candidate.role.refused_logins() > 0 && !candidate.role.is_authenticated();
+        self.failure.note(peer, if is_refused { "it gave a wrong password" } else { why });
+        if is_refused && !self.warned {
             self.warned = true;
             tracing::warn!(
                 %peer,

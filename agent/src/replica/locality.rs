@@ -4,10 +4,11 @@
 //! the sockets of this network namespace, then the server can reach a listener on loopback, and other hosts cannot. The
 //! end of a server in a container, whose port is forwarded to this host, is in another namespace.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::os::unix::fs::MetadataExt;
 
 use super::unread::owner;
+use crate::exit::Failure;
 use crate::server::Client;
 
 /// Where the replica's server runs, seen from the agent.
@@ -52,6 +53,17 @@ impl Locality {
         Locality { link_host: named.unwrap_or(self.link_host), ..self }
     }
 
+    /// Opens the port for the server's link, without waiting calls.
+    pub(super) fn listen(&self) -> Result<(TcpListener, SocketAddr), Failure> {
+        let host = self.link_host;
+        let no_port =
+            |error| Failure::local(format!("the link for the server can't listen on {host}: {error}; see --listen"));
+        let listener = TcpListener::bind((host, 0)).map_err(no_port)?;
+        listener.set_nonblocking(true).map_err(no_port)?;
+        let link = listener.local_addr().map_err(no_port)?;
+        Ok((listener, link))
+    }
+
     /// Whether a connection from this address can be the server's.
     pub(super) fn expects(&self, address: IpAddr) -> bool {
         self.link_host.is_loopback() || self.server.is_none_or(|server| server == address)
@@ -62,7 +74,7 @@ impl Locality {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
-    use std::net::{TcpListener, TcpStream};
+    use std::net::TcpStream;
 
     use super::*;
 

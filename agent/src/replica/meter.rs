@@ -16,6 +16,10 @@ pub(super) struct Meter {
     pub(super) bytes_fetched: Count,
     /// Bytes of the snapshot given to the server.
     pub(super) bytes_delivered: Count,
+    /// Bytes of all payloads that the server was given, their headers included. Never set back.
+    pub(super) bytes_given: Count,
+    /// 1 once the server was given the end of a payload. Never set back.
+    pub(super) end_given: Count,
     /// Bytes that the source has published so far.
     pub(super) bytes_known: Count,
     /// Slots of the whole snapshot; 0 while unknown.
@@ -36,6 +40,14 @@ pub(super) struct Meter {
     pub(super) stream_delivered: Count,
     /// The last byte of the stream that the server acknowledged.
     pub(super) acknowledged: Count,
+}
+
+impl Meter {
+    /// Counts bytes of a payload that the server was given, and returns their number.
+    pub(super) fn give(&self, bytes: usize) -> usize {
+        self.bytes_given.add(bytes as u64);
+        bytes
+    }
 }
 
 /// A number with one writer.

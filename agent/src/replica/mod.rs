@@ -10,7 +10,8 @@
 //!   the server, and checks whether no other client has taken the server over; [`record`] notes each changed setting.
 //! - [`delivery`] plays the primary towards the server, on a thread of its own. It uses [`feed`] with its [`parts`],
 //!   [`link`], [`unread`], [`pacer`], [`spool`] and [`meter`]. [`candidates`] keeps other processes from the server's
-//!   link, [`link_login`] is how the server proves itself there, and [`locality`] finds out where the server is.
+//!   link, [`link_login`] is how the server proves itself there, [`link_failure`] says why a connection did not become
+//!   the link, and [`locality`] finds out where the server is.
 //! - [`private`] keeps other users from what is written to disk.
 //! - [`introduction`] gives memory to a server that has our module.
 //! - [`source`] is the conversation with the source agent.
@@ -27,6 +28,7 @@ mod feed;
 mod introduction;
 mod limit;
 mod link;
+mod link_failure;
 mod link_login;
 mod locality;
 mod machine;
@@ -45,14 +47,17 @@ mod tls;
 mod unread;
 mod upstream;
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use remora_redis::resp::Frame;
+use tokio::sync::oneshot;
 
 use self::control::Control;
 use self::driver::{Driver, Setup};
 use self::record::Record;
+use self::spool::Spool;
 use crate::args::ReplicaArgs;
 use crate::conversation::Token;
 use crate::exit::Failure;
@@ -79,7 +84,8 @@ async fn prepare(args: ReplicaArgs) -> Result<Option<Driver>, Failure> {
     let server = args.server.open(Task::Replica)?;
     let link_tls = tls::server_config(&args)?;
     let mut client = server.connect().await?;
-    let mut record = Record::open(args.state_dir.as_deref(), &server.url().to_string())?;
+    let (state_dir, url) = (args.state_dir.as_deref(), server.url().to_string());
+    let mut record = if args.dry_run { Record::open(state_dir, &url)? } else { Record::claim(state_dir, &url)? };
     if !args.dry_run {
         record.put_back_but_the_login(&mut client).await?;
     }
@@ -94,6 +100,9 @@ async fn prepare(args: ReplicaArgs) -> Result<Option<Driver>, Failure> {
     let primary = preflight::primary(&args, &server, &target, &plan, source.address()).await?;
     preflight::refuse_to_overwrite(&args, &server, &target)?;
     warn_of_a_small_backlog(&plan);
+    if !plan.warning.is_empty() {
+        tracing::warn!("{}", plan.warning);
+    }
     if args.dry_run {
         progress::say(&format!(
             "{} ({}) can become a replica of {}:{} ({}); nothing was touched",
@@ -105,9 +114,27 @@ async fn prepare(args: ReplicaArgs) -> Result<Option<Driver>, Failure> {
         ));
         return Ok(None);
     }
+    let spool = match args.state_dir.clone() {
+        Some(folder) => find_spool(folder).await,
+        None => None,
+    };
     let control = Control::new(server, client);
-    let setup = Setup { args, token, control, record, target, primary, source, link_tls };
+    let setup = Setup { args, token, control, record, target, primary, source, link_tls, spool };
     Driver::begin(setup).await.map(Some)
+}
+
+/// The slots that an earlier agent has left in the folder. They are all read and verified, which can take minutes. A
+/// detached thread does it, so that a signal ends the agent meanwhile.
+async fn find_spool(folder: PathBuf) -> Option<Spool> {
+    let (tell, found) = oneshot::channel();
+    let look = move || {
+        let _ = tell.send(Spool::find(&folder));
+    };
+    match std::thread::Builder::new().name("spool".into()).spawn(look) {
+        Ok(_) => found.await.ok().flatten(),
+        // Without them, the delivery opens the folder itself.
+        Err(_) => None,
+    }
 }
 
 /// How long the server may take to notice that its link is gone.

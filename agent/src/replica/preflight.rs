@@ -6,6 +6,7 @@
 use std::fs::File;
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use remora_protocol::Offer;
 
@@ -31,6 +32,8 @@ pub(super) struct Target {
     tls: TlsOptions,
     /// The value of `repl-diskless-load`.
     pub(super) diskless_load: Option<String>,
+    /// The number of databases (`databases`).
+    databases: Option<u32>,
     /// Whether it follows the link of a killed agent. What it holds is then the rest of an unfinished sync.
     pub(super) unfinished: bool,
 }
@@ -72,6 +75,7 @@ pub(super) async fn target(
         tls: if tls_replication { tls_files(client).await? } else { TlsOptions::default() },
         tls_replication,
         diskless_load: client.config_get("repl-diskless-load").await?,
+        databases: client.config_get("databases").await?.and_then(|count| count.parse().ok()),
         unfinished,
         facts,
     })
@@ -121,6 +125,14 @@ pub(super) fn refuse_to_overwrite(args: &ReplicaArgs, server: &Server, target: &
             if keys == 1 { "" } else { "s" }
         )));
     }
+    let libraries = facts.libraries.unwrap_or(0);
+    if libraries > 0 {
+        return Err(Failure::refused(format!(
+            "the server {url} holds no keys, but {libraries} function librar{}, which a sync would replace; give --replace if that is \
+             wanted",
+            if libraries == 1 { "y" } else { "ies" }
+        )));
+    }
     match (&facts.role, &facts.link) {
         (Some(Role::Replica), Some(link)) if link.up == Some(true) => Err(Failure::refused(format!(
             "the server {url} is a replica of {}:{} already, and in step; give --replace to make it follow another",
@@ -135,6 +147,35 @@ pub(super) fn refuse_to_overwrite(args: &ReplicaArgs, server: &Server, target: &
 pub(super) struct Primary {
     pub(super) host: String,
     pub(super) port: u16,
+    /// The primary with the login of the replica's server, where the agent asks the primary itself whether it would
+    /// continue the server: it is another server than the one that the source captures, and tells its position.
+    pub(super) asked: Option<Server>,
+    /// The same login, for another look before the first change.
+    server: Server,
+    /// When it was compared with the replica's server.
+    compared: Instant,
+}
+
+/// How long the preflight may be ago until the primary is compared once more before the first change. A wait for a
+/// snapshot is longer.
+const COMPARED_FOR: Duration = Duration::from_secs(1);
+
+impl Primary {
+    /// Compares the primary with the replica's server once more, if the preflight was not just now: clients may have
+    /// used another database since, or a module was loaded. A primary that does not answer is not an obstacle.
+    pub(super) async fn compare_again(&self, target: &Target, url: &ServerUrl) -> Result<(), Failure> {
+        if self.compared.elapsed() < COMPARED_FOR {
+            return Ok(());
+        }
+        let facts = async { Facts::read(&mut self.server.connect().await?).await };
+        match facts.await {
+            Ok(facts) => check_contents(&facts, target, url),
+            Err(error) => {
+                tracing::debug!("{error}; the primary is not compared again");
+                Ok(())
+            }
+        }
+    }
 }
 
 /// Finds the primary, and checks that it accepts the replica's server and that it is the right one.
@@ -156,10 +197,15 @@ pub(super) async fn primary(
     let refused = |error: ServerError| no_entry(&error, server.url(), (&host, port, plan.primary.tls), target);
     let primary_server = as_the_server_would(args, target, &host, port)?;
     let mut client = primary_server.connect().await.map_err(refused)?;
+    let mut asked = None;
     match Facts::read(&mut client).await {
         Ok(facts) => {
             check_identity(&facts, target, plan, &host, port)?;
             check_format(&facts, target, server.url())?;
+            check_contents(&facts, target, server.url())?;
+            if facts.run_id.as_deref() != Some(plan.run_id.as_str()) {
+                asked = Some(primary_server.clone());
+            }
         }
         Err(ServerError::Refused { kind: RefusalKind::NoPerm, .. }) => {
             tracing::info!(
@@ -169,7 +215,7 @@ pub(super) async fn primary(
         }
         Err(error) => return Err(refused(error)),
     }
-    Ok(Primary { host, port })
+    Ok(Primary { host, port, asked, server: primary_server, compared: Instant::now() })
 }
 
 /// The source's host, as this agent reaches it. It stands for the primary's host if the source's server has only a
@@ -232,6 +278,37 @@ fn check_format(facts: &Facts, target: &Target, url: &ServerUrl) -> Result<(), F
         Some(why) => Err(Failure::refused(format!(
             "the server {url} can't be a replica of this primary: {why}; run a server there that is as new as the primary, of the same \
              kind"
+        ))),
+    }
+}
+
+/// Refuses a server that cannot hold what the primary holds.
+fn check_contents(facts: &Facts, target: &Target, url: &ServerUrl) -> Result<(), Failure> {
+    check_databases(facts, target, url)?;
+    check_modules(facts, target, url)
+}
+
+/// Refuses a server that has fewer databases than the primary uses. A server that loads a key of a database that it
+/// lacks ends its process, after its own data were removed.
+fn check_databases(facts: &Facts, target: &Target, url: &ServerUrl) -> Result<(), Failure> {
+    match (facts.highest_database(), target.databases) {
+        (Some(highest), Some(count)) if highest >= count => Err(Failure::refused(format!(
+            "the server {url} has {count} databases, and the primary holds keys in database {highest}: start the server with databases \
+             {} or more",
+            highest + 1
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// Refuses a server that lacks a module of the primary, for the same reason.
+fn check_modules(facts: &Facts, target: &Target, url: &ServerUrl) -> Result<(), Failure> {
+    match facts.modules_missing_at(&target.facts).as_slice() {
+        [] => Ok(()),
+        missing => Err(Failure::refused(format!(
+            "the server {url} lacks modules that the primary has loaded: {}; a snapshot with their data would end the server: load them \
+             there",
+            missing.join(", ")
         ))),
     }
 }

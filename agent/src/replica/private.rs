@@ -14,7 +14,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat};
+use rustix::fs::{AtFlags, FileType, FlockOperation, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
 /// An open folder that no other user can write to.
@@ -113,6 +113,18 @@ impl Folder {
         }
     }
 
+    /// Claims the folder for this process. `None` if another process has claimed it.
+    pub(super) fn claim(&self) -> io::Result<Option<Claim>> {
+        // Opened anew: a copy of the handle would keep the lock until the folder is closed too.
+        let flags = OFlags::DIRECTORY | OFlags::CLOEXEC;
+        Claim::take(rustix::fs::openat(&self.handle, ".", flags, Mode::empty())?)
+    }
+
+    /// Claims a file of the folder, which it creates. `None` if another process has claimed it.
+    pub(super) fn claim_file(&self, name: &str) -> io::Result<Option<Claim>> {
+        Claim::take(self.file(name)?.into())
+    }
+
     fn open_file(&self, name: &str, how: OFlags) -> io::Result<File> {
         let path = self.path_of(name);
         let file = match rustix::fs::openat(&self.handle, name, OPEN | how, FILE_MODE) {
@@ -130,6 +142,22 @@ impl Folder {
             rustix::fs::fchmod(&file, FILE_MODE)?;
         }
         Ok(file)
+    }
+}
+
+/// A folder or file that no other process can claim until this value is dropped, or the process ends.
+#[derive(Debug)]
+pub(super) struct Claim {
+    _handle: OwnedFd,
+}
+
+impl Claim {
+    fn take(handle: OwnedFd) -> io::Result<Option<Claim>> {
+        match rustix::fs::flock(&handle, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(Some(Claim { _handle: handle })),
+            Err(Errno::WOULDBLOCK) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
     }
 }
 
@@ -244,5 +272,16 @@ mod tests {
         rustix::fs::mknodat(rustix::fs::CWD, home.path().join("slots"), FileType::Fifo, FILE_MODE, 0).unwrap();
         assert!(is_unsafe(&folder.read("slots", 9).unwrap_err()));
         assert!(is_unsafe(&folder.file("slots").unwrap_err()));
+    }
+
+    #[test]
+    fn what_one_has_claimed_no_other_can() {
+        let home = tempfile::tempdir().unwrap();
+        let [one, other] = [(); 2].map(|()| Folder::open(home.path()).unwrap());
+        let (folder, file) = (one.claim().unwrap().unwrap(), one.claim_file("a.lock").unwrap().unwrap());
+        assert!(other.claim().unwrap().is_none() && other.claim_file("a.lock").unwrap().is_none());
+        assert!(other.claim_file("b.lock").unwrap().is_some());
+        drop((folder, file));
+        assert!(other.claim().unwrap().is_some() && other.claim_file("a.lock").unwrap().is_some());
     }
 }

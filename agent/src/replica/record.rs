@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::once_settled;
-use super::private::{self, Folder};
+use super::private::{self, Claim, Folder};
 use crate::exit::Failure;
 use crate::server::{Client, ServerError};
 
@@ -40,6 +40,19 @@ struct Contents {
     settings: Vec<Setting>,
     /// The link that the server was pointed at, as `host:port`.
     link: Option<String>,
+    /// The primary that the server followed before, as `host:port`.
+    #[serde(default)]
+    former: Option<String>,
+    /// How often the server's configuration file had been written before the sync.
+    #[serde(default)]
+    rewrites: Option<Rewrites>,
+}
+
+/// How often a server had written its configuration file (`CONFIG REWRITE`) in one of its runs.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Rewrites {
+    pub(super) run_id: Option<String>,
+    pub(super) calls: u64,
 }
 
 /// A setting that was changed.
@@ -89,6 +102,8 @@ pub(super) struct Record {
     contents: Contents,
     /// Whether the file holds entries that the contents no longer have.
     is_stale: bool,
+    /// Keeps other agents away.
+    _claim: Option<Claim>,
 }
 
 /// Bytes of the file that are read at most. A record has a few hundred.
@@ -103,8 +118,33 @@ const NAME_HASH_BYTES: usize = 8;
 impl Record {
     /// The record for the server at that address; empty if there is none.
     pub(super) fn open(state_dir: Option<&Path>, server: &str) -> Result<Record, Failure> {
-        let path = state_dir.map_or_else(default_folder, Path::to_path_buf);
-        let folder = Folder::open(&path).map_err(|cause| unusable(&path, &cause))?;
+        Record::read(folder(state_dir)?, server, None)
+    }
+
+    /// The same, and keeps other agents from the server until the record is dropped. Keeps them from the whole folder
+    /// if that is `--state-dir`, where the slots of one sync are.
+    pub(super) fn claim(state_dir: Option<&Path>, server: &str) -> Result<Record, Failure> {
+        let folder = folder(state_dir)?;
+        let [name, _] = file_names(server);
+        let lock = name.replace(".json", ".lock");
+        let (claim, path) = match state_dir {
+            Some(path) => (folder.claim(), path.to_path_buf()),
+            None => (folder.claim_file(&lock), folder.path_of(&lock)),
+        };
+        match claim.map_err(|cause| unusable(&path, &cause))? {
+            Some(claim) => Record::read(folder, server, Some(claim)),
+            None if state_dir.is_some() => Err(Failure::refused(format!(
+                "another remora replica works with the state folder {}: name another one with --state-dir, or stop that agent",
+                path.display()
+            ))),
+            None => Err(Failure::refused(format!(
+                "another remora replica works on the server {server} (it has locked {}): stop that agent first",
+                path.display()
+            ))),
+        }
+    }
+
+    fn read(folder: Folder, server: &str, claim: Option<Claim>) -> Result<Record, Failure> {
         let [name, old_name] = file_names(server);
         let read = |name: &str| folder.read(name, FILE_LIMIT).map_err(|cause| unusable(&folder.path_of(name), &cause));
         let (text, old_name) = match read(&name)? {
@@ -118,7 +158,7 @@ impl Record {
         // A crash cut the file short while it was written. The change comes after the write, so nothing is to be
         // restored.
         let contents = text.and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default();
-        Ok(Record { folder, name, old_name, contents, is_stale: false })
+        Ok(Record { folder, name, old_name, contents, is_stale: false, _claim: claim })
     }
 
     /// Whether an agent that did not finish pointed the server at this address.
@@ -130,6 +170,27 @@ impl Record {
     pub(super) fn note_link(&mut self, host: &str, port: u16) -> Result<(), Failure> {
         self.contents.link = Some(format!("{host}:{port}"));
         self.save()
+    }
+
+    /// The primary that the server followed before an agent changed it, as the last agent has noted it.
+    pub(super) fn former(&self) -> Option<(String, u16)> {
+        let (host, port) = self.contents.former.as_deref()?.rsplit_once(':')?;
+        Some((host.to_string(), port.parse().ok()?))
+    }
+
+    /// Notes the primary that the server follows before the sync. Written with the link.
+    pub(super) fn note_former(&mut self, primary: Option<(&str, u16)>) {
+        self.contents.former = primary.map(|(host, port)| format!("{host}:{port}"));
+    }
+
+    /// What was last noted of the server's configuration file.
+    pub(super) fn rewrites(&self) -> Option<&Rewrites> {
+        self.contents.rewrites.as_ref()
+    }
+
+    /// Notes how often the file was written before the sync. Written with the link.
+    pub(super) fn note_rewrites(&mut self, rewrites: Option<Rewrites>) {
+        self.contents.rewrites = rewrites;
     }
 
     /// The value that a setting had before agents changed it; `present` is its value now.
@@ -282,6 +343,11 @@ fn file_names(server: &str) -> [String; 2] {
     let hash: String = Sha256::digest(server)[..NAME_HASH_BYTES].iter().map(|byte| format!("{byte:02x}")).collect();
     let short: String = plain.chars().take(NAME_CHARS).collect();
     [format!("server-{short}-{hash}.json"), format!("server-{plain}.json")]
+}
+
+fn folder(state_dir: Option<&Path>) -> Result<Folder, Failure> {
+    let path = state_dir.map_or_else(default_folder, Path::to_path_buf);
+    Folder::open(&path).map_err(|cause| unusable(&path, &cause))
 }
 
 fn default_folder() -> PathBuf {

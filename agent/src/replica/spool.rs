@@ -108,12 +108,16 @@ impl Spool {
         Ok(spool)
     }
 
-    /// The snapshot whose slots a folder holds, if any, and how many slots it holds from the first one without a gap.
-    pub(super) fn look(folder: &Path) -> Option<(SnapshotId, u64)> {
+    /// The slots that a folder holds, if any, of whichever snapshot. Reads and verifies all of them.
+    pub(super) fn find(folder: &Path) -> Option<Spool> {
         let snapshot = read_snapshot(&Folder::open(folder).ok()?)?;
-        let spool = Spool::open(folder, &snapshot).ok()?;
-        let prefix = spool.held_below();
-        Some((snapshot, prefix))
+        tracing::info!(folder = %folder.display(), "verifying the slots in the state folder");
+        Spool::open(folder, &snapshot).ok()
+    }
+
+    /// The snapshot whose slots are held.
+    pub(super) fn snapshot(&self) -> SnapshotId {
+        self.snapshot
     }
 
     /// Reads the records and keeps those whose bytes match their checksums.
@@ -251,6 +255,11 @@ mod tests {
 
     use super::*;
 
+    /// Which snapshot a folder holds slots of, and how many from the first one without a gap.
+    fn look(folder: &Path) -> Option<(SnapshotId, u64)> {
+        Spool::find(folder).map(|spool| (spool.snapshot(), spool.held_below()))
+    }
+
     const SLOT: u32 = 8192;
 
     fn snapshot(generation: u64) -> SnapshotId {
@@ -282,7 +291,7 @@ mod tests {
         assert_eq!(spool.held_below(), 2);
         assert_eq!(spool.get(3).unwrap().length, SLOT - 3);
         assert_eq!(spool.get(2), None);
-        assert_eq!(Spool::look(folder.path()).unwrap(), (snapshot(1), 2));
+        assert_eq!(look(folder.path()).unwrap(), (snapshot(1), 2));
 
         let other = Spool::open(folder.path(), &snapshot(2)).unwrap();
         assert_eq!(other.held_below(), 0);
@@ -292,12 +301,12 @@ mod tests {
     fn a_folder_that_names_no_valid_replid_holds_nothing() {
         let folder = tempfile::tempdir().unwrap();
         Spool::open(folder.path(), &snapshot(1)).unwrap();
-        assert_eq!(Spool::look(folder.path()).map(|(snapshot, _)| snapshot), Some(snapshot(1)));
+        assert_eq!(look(folder.path()).map(|(snapshot, _)| snapshot), Some(snapshot(1)));
         let path = folder.path().join("origin.json");
         let right = std::fs::read_to_string(&path).unwrap();
         for replid in ["a".repeat(39), "g".repeat(40), String::new()] {
             std::fs::write(&path, right.replace(&"a".repeat(40), &replid)).unwrap();
-            assert_eq!(Spool::look(folder.path()).map(|(snapshot, _)| snapshot), None, "{replid}");
+            assert_eq!(look(folder.path()).map(|(snapshot, _)| snapshot), None, "{replid}");
         }
     }
 

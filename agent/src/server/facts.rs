@@ -10,6 +10,7 @@ use remora_redis::{ReplId, info::Info};
 use super::{Client, ServerError};
 
 /// The facts of one server at one moment.
+// Larger than the bound: a field for each thing that a server reports.
 #[derive(Clone, Debug, Default)]
 pub struct Facts {
     /// Redis or Valkey.
@@ -48,6 +49,10 @@ pub struct Facts {
     pub allocator: Option<String>,
     /// The databases that hold keys.
     pub databases: Vec<Database>,
+    /// The number of function libraries; `None` before Redis 7.
+    pub libraries: Option<u64>,
+    /// The names of the modules that the server has loaded.
+    pub modules: Vec<String>,
     /// The part of the stream that the server keeps for partial resynchronisations.
     pub backlog: Option<Backlog>,
     /// The number of connected replicas.
@@ -87,6 +92,8 @@ impl Facts {
             used_memory_dataset: info.number("used_memory_dataset"),
             allocator: info.get("mem_allocator").map(str::to_owned),
             databases: databases(info),
+            libraries: info.number("number_of_libraries"),
+            modules: modules(info),
             backlog: Backlog::of(info),
             connected_replicas: info.number("connected_slaves"),
         }
@@ -101,6 +108,19 @@ impl Facts {
     /// The number of keys in all databases.
     pub fn keys(&self) -> u64 {
         self.databases.iter().map(|database| database.keys).fold(0, u64::saturating_add)
+    }
+
+    /// The modules of this primary that the replica's server lacks and that may have put data into the snapshot. A
+    /// server that loads a value of a module that it lacks ends its process.
+    pub fn modules_missing_at(&self, replica: &Facts) -> Vec<&str> {
+        let is_missing =
+            |name: &&str| !MODULES_WITHOUT_DATA.contains(name) && !replica.modules.iter().any(|m| m == name);
+        self.modules.iter().map(String::as_str).filter(is_missing).collect()
+    }
+
+    /// The highest number of a database that holds keys.
+    pub fn highest_database(&self) -> Option<u32> {
+        self.databases.iter().map(|database| database.number).max()
     }
 
     /// Family and version: `Valkey 9.1.2`.
@@ -158,6 +178,9 @@ impl Facts {
         equivalent.is_some_and(|version| version >= wanted)
     }
 }
+
+/// Modules that keep no data in a snapshot: our own, and Valkey's engine for Lua scripts.
+const MODULES_WITHOUT_DATA: [&str; 2] = ["remora", "lua"];
 
 /// The last RDB version that Redis (7.2) and every Valkey have in common. Valkey refuses the later ones of Redis.
 const RDB_SHARED: u32 = 11;
@@ -324,6 +347,12 @@ fn family_and_version(info: &Info) -> (Family, Option<Version>) {
         return (Family::Valkey, own.and_then(|text| text.parse().ok()));
     }
     (Family::Redis, info.get("redis_version").and_then(|text| text.parse().ok()))
+}
+
+/// The names of the modules, one a line: `module:name=search,ver=20811,...`.
+fn modules(info: &Info) -> Vec<String> {
+    let lines = info.iter().filter(|(name, _)| *name == "module").map(|(_, line)| line);
+    lines.filter_map(|line| line.strip_prefix("name=")?.split(',').next()).map(str::to_owned).collect()
 }
 
 fn flag(info: &Info, field: &str) -> Option<bool> {

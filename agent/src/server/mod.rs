@@ -15,6 +15,7 @@
 mod acl;
 mod args;
 mod client;
+mod coverage;
 mod credentials;
 mod error;
 mod facts;

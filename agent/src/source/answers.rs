@@ -1,7 +1,5 @@
 //! Answers about the primary: its address, its snapshot formats, and whether it continues a replica's history.
 
-use std::time::Duration;
-
 use remora_protocol::{Announce, Message, Offer, Relays, TableOffer};
 use remora_redis::ReplId;
 use tokio::sync::Mutex;
@@ -9,7 +7,6 @@ use tokio::sync::Mutex;
 use super::machine::Format;
 use crate::args::HostPort;
 use crate::server::{Client, Facts, Place, Server, ServerUrl};
-use crate::units::Size;
 
 /// An offer without tables, for a dry run.
 pub(super) fn plan_of(facts: &Facts, primary: Announce, write_rate: u64) -> Offer {
@@ -27,6 +24,7 @@ pub(super) fn plan_of(facts: &Facts, primary: Announce, write_rate: u64) -> Offe
         backlog_bytes: facts.backlog.map_or(0, |backlog| backlog.size),
         write_rate,
         upstream: None,
+        warning: String::new(),
     }
 }
 
@@ -80,52 +78,15 @@ pub(super) fn hand_off_answer(facts: &Facts, history: Option<ReplId>, offset: u6
     let Some(history) = history else {
         return not_covered("this source has given the replica no snapshot and no stream".into());
     };
-    if !facts.continues(history, offset + 1) {
-        return not_covered(other_history(facts, history, offset));
+    match facts.covers(history, offset, rate) {
+        Ok(()) => Message::HandOffAnswer { covered: true, text: String::new() },
+        Err(text) => not_covered(text),
     }
-    let Some(backlog) = facts.backlog else {
-        return not_covered("the primary's INFO replication does not describe its backlog".into());
-    };
-    let end = backlog.first.saturating_add(backlog.held).saturating_sub(1);
-    // The bytes that the primary can still write before the backlog drops the byte that the replica needs next.
-    let room = (offset + 1).saturating_sub(backlog.first) + backlog.size.saturating_sub(backlog.held);
-    let needed = (rate as f64 * HAND_OFF_TIME.as_secs_f64()) as u64;
-    let covered = backlog.covers(offset + 1) && room >= needed;
-    let text = if covered {
-        String::new()
-    } else {
-        format!(
-            "the primary's backlog of {} holds offsets {} to {}, the replica is at {offset}, and clients write {}/s: set \
-             repl-backlog-size to {} or more on the primary",
-            Size::bytes(backlog.size),
-            backlog.first,
-            end,
-            Size::bytes(rate),
-            Size::bytes(needed.max(end.saturating_sub(offset)).saturating_mul(2).next_power_of_two())
-        )
-    };
-    Message::HandOffAnswer { covered, text }
 }
 
 pub(super) fn not_covered(text: String) -> Message {
     Message::HandOffAnswer { covered: false, text }
 }
-
-/// Why a server does not continue `history` after `offset`.
-fn other_history(facts: &Facts, history: ReplId, offset: u64) -> String {
-    let Some(now) = facts.replid else {
-        return "the primary's INFO replication does not name its replication history".into();
-    };
-    match facts.former {
-        Some((former, end)) if former == history => format!(
-            "the primary's history is {now} since offset {end}, and the replica is at offset {offset} of the former one, {history}"
-        ),
-        _ => format!("the primary's history is {now}, and the replica has another one, {history}"),
-    }
-}
-
-/// An estimate of the time from the query to the primary's `+CONTINUE`: a few round trips, and a busy server.
-const HAND_OFF_TIME: Duration = Duration::from_millis(250);
 
 /// Reads the server's facts over a connection that is opened when first needed and again after a failure.
 pub(super) async fn ask(client: &Mutex<Option<Client>>, server: &Server) -> Result<Facts, crate::server::ServerError> {
@@ -174,6 +135,19 @@ mod tests {
         assert!(!covered("a", 20), "the backlog does not reach back");
         assert!(!covered("b", 101), "beyond the end of the former history");
         assert!(!covered("c", 100));
+    }
+
+    #[test]
+    fn no_offset_of_a_replica_and_no_figure_of_the_server_overflows() {
+        assert!(!answer(&primary(), Some(replid("a")), u64::MAX).0);
+        assert!(!answer(&primary(), Some(replid("b")), u64::MAX).0);
+        let backlog = Backlog { active: true, size: u64::MAX, first: u64::MAX, held: u64::MAX };
+        let facts = Facts { backlog: Some(backlog), ..primary() };
+        assert!(!answer(&facts, Some(replid("a")), 7).0);
+        match hand_off_answer(&primary(), Some(replid("a")), 120, u64::MAX) {
+            Message::HandOffAnswer { covered, .. } => assert!(!covered),
+            other => panic!("{}", other.name()),
+        }
     }
 
     #[test]

@@ -283,7 +283,15 @@ fn a_backlog_too_small_for_the_writes_is_warned_of_and_the_hand_off_waits_for_ca
 
 /// An agent that keeps following because the primary's backlog is too small for the write rate.
 fn held_up(stage: &Stage, source: &Source, replica: &Server) -> Agent {
-    // Long enough for the source to know how fast the stream grows.
+    wait_for_growth(source);
+    let mut agent = stage.replica(&replica.url(), source.address, &[]);
+    let warning = agent.wait_for_line("would not take the server over", LONG).unwrap();
+    says(&warning, &["WARN", "backlog", "repl-backlog-size", "following until it would"]);
+    agent
+}
+
+/// Waits until the source knows how fast the stream grows.
+fn wait_for_growth(source: &Source) {
     wait_until("the stream to grow", LONG, || {
         let generation = &source.status()["generation"];
         let at = |name: &str| generation[name].as_u64().unwrap_or(0);
@@ -291,10 +299,6 @@ fn held_up(stage: &Stage, source: &Source, replica: &Server) -> Agent {
         Ok(if grown > 1 << 20 { Ok(()) } else { Err(format!("{grown} bytes")) })
     })
     .unwrap();
-    let mut agent = stage.replica(&replica.url(), source.address, &[]);
-    let warning = agent.wait_for_line("would not take the server over", LONG).unwrap();
-    says(&warning, &["WARN", "backlog", "repl-backlog-size", "following until it would"]);
-    agent
 }
 
 #[test]
@@ -344,6 +348,64 @@ fn a_source_beside_a_replica_makes_replicas_of_the_same_history() {
         assert_eq!(follows(&direct), primary.address().to_string());
         assert_same_data(&primary, &direct);
         // One is the middle server's own; the direct server was handed over without another.
+        assert_eq!(number(&primary, "sync_full"), 1);
+    }
+}
+
+/// A primary and a replica of it with backlogs of these sizes, a source of the replica that announces the primary, and
+/// a writer at the primary.
+struct BesideAReplica {
+    stage: Stage,
+    primary: Server,
+    _middle: Server,
+    source: Source,
+    writer: (Arc<AtomicBool>, thread::JoinHandle<()>),
+}
+
+impl BesideAReplica {
+    fn start(kind: Kind, backlog_of_the_primary: &str, backlog_of_the_replica: &str) -> BesideAReplica {
+        let stage = Stage::new();
+        let with_backlog = |size: &str| quick(kind).config("repl-backlog-size", size).start().unwrap();
+        let (primary, middle) = (with_backlog(backlog_of_the_primary), with_backlog(backlog_of_the_replica));
+        fill_keys(&primary, 1000, "x");
+        middle.replicate(&primary).unwrap();
+        middle.wait_for_link(LONG).unwrap();
+        let source = stage.source(&middle.url(), &["--eager", "--announce", &primary.address().to_string()]);
+        let writer = steady_writer(&primary);
+        BesideAReplica { stage, primary, _middle: middle, source, writer }
+    }
+
+    fn end_the_writes(self) -> Server {
+        self.writer.0.store(true, Ordering::Relaxed);
+        self.writer.1.join().unwrap();
+        self.primary
+    }
+}
+
+#[test]
+fn a_hand_off_waits_for_the_backlog_of_the_announced_primary_where_the_source_captures_a_replica() {
+    for kind in require::kinds() {
+        let replica = Server::start(kind).unwrap();
+        let all = BesideAReplica::start(kind, "16kb", "64mb");
+        let mut agent = held_up(&all.stage, &all.source, &replica);
+        let primary = all.end_the_writes();
+        succeeds(&mut agent, &replica);
+        assert_same_data(&primary, &replica);
+        // The captured replica's own copy, and no other.
+        assert_eq!(number(&primary, "sync_full"), 1);
+    }
+}
+
+#[test]
+fn a_small_backlog_of_a_captured_replica_does_not_hold_up_the_hand_off_to_the_announced_primary() {
+    for kind in require::kinds() {
+        let replica = Server::start(kind).unwrap();
+        let all = BesideAReplica::start(kind, "64mb", "16kb");
+        wait_for_growth(&all.source);
+        // The writes go on: only the primary's backlog is large enough for them.
+        succeeds(&mut all.stage.replica(&replica.url(), all.source.address, &[]), &replica);
+        let primary = all.end_the_writes();
+        assert_same_data(&primary, &replica);
         assert_eq!(number(&primary, "sync_full"), 1);
     }
 }

@@ -208,3 +208,33 @@ fn with_the_module_at_both_ends_a_replica_is_exact_through_a_small_window() {
         assert_same_data(&primary, &replica);
     }
 }
+
+/// Through a module, an expiry that is set on a writable replica marks the key as written there: the replica would
+/// remove the key when the time is over, before the stream's PERSIST arrives. So such a server loads everything itself.
+#[test]
+fn a_writable_replica_keeps_keys_that_the_primary_persisted_while_it_loaded() {
+    for kind in require::kinds() {
+        let Some(builder) = with_module(kind) else { return };
+        let primary = primary(kind).config("rdbcompression", "no").start().unwrap();
+        let mut client = primary.client().unwrap();
+        // The server needs 15 s to load them, at half a millisecond each.
+        load_small(&primary, 30_000, 20);
+        let keys: Vec<String> = (0..50).map(|number| format!("expires {number}")).collect();
+        for key in &keys {
+            client.ok(&[b"SET".as_slice(), key.as_bytes(), &[b'x'; 4096], b"PX", b"8000"]).unwrap();
+        }
+        let mut source = Source::start(&primary, &["--memory", "128MiB", "--module-capture", "off", "--eager"]);
+        source.wait_for_snapshot();
+        for key in &keys {
+            assert_eq!(client.int(&["PERSIST", key]).unwrap(), 1);
+        }
+        let replica = builder.config("replica-read-only", "no").start().unwrap();
+        replica.configure("loading-process-events-interval-bytes", "1024").unwrap();
+        replica.configure("key-load-delay", "500").unwrap();
+        let agent = source.replicate(&replica, &[]);
+        let words = [&["EXISTS"], &keys.iter().map(String::as_str).collect::<Vec<_>>()[..]].concat();
+        assert_eq!(replica.client().unwrap().int(&words).unwrap(), 50);
+        assert!(agent.output().contains("replica-read-only no"), "{}", agent.output());
+        assert_same_data(&primary, &replica);
+    }
+}

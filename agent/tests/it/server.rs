@@ -162,6 +162,33 @@ async fn a_server_that_stops_answering_times_out() {
 }
 
 #[tokio::test]
+async fn a_command_with_a_limit_of_its_own_outlasts_that_of_the_connection() {
+    let Some(kind) = require::redis() else { return };
+    let real = RealServer::start(kind).unwrap();
+    let mut client = server(&real.url()).connect().await.unwrap();
+    client.set_timeout(Duration::from_millis(200));
+    client.command_within(Duration::from_secs(60), &["DEBUG", "SLEEP", "1"]).await.unwrap();
+    client.command(&["PING"]).await.unwrap();
+    assert!(client.is_usable());
+}
+
+/// A late answer must not be taken for the answer to the next command.
+#[tokio::test]
+async fn a_connection_that_owes_an_answer_is_not_usable_any_more() {
+    let Some(kind) = require::redis() else { return };
+    let real = RealServer::start(kind).unwrap();
+    let mut client = server(&real.url()).connect().await.unwrap();
+    client.command_within(Duration::from_millis(200), &["DEBUG", "SLEEP", "1"]).await.unwrap_err();
+    assert!(!client.is_usable());
+    tokio::time::sleep(Duration::from_millis(1500)).await;
+    assert!(!client.is_usable(), "also when the late answer is there");
+    // The same if the caller does not wait for the end.
+    let mut client = server(&real.url()).connect().await.unwrap();
+    let asked = tokio::time::timeout(Duration::from_millis(200), client.command(&["DEBUG", "SLEEP", "1"])).await;
+    assert!(asked.is_err() && !client.is_usable());
+}
+
+#[tokio::test]
 async fn tls_options_without_tls_are_a_mistake() {
     let tls = TlsOptions { ca: Some("ca.pem".into()), ..TlsOptions::default() };
     let url: ServerUrl = "redis://127.0.0.1".parse().unwrap();

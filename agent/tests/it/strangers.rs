@@ -18,8 +18,8 @@ const STRANGERS: IpAddr = IpAddr::V4(Ipv4Addr::new(127, 0, 0, 2));
 /// Connections that strangers hold open without a word. The source has 64 places.
 const SILENT: usize = 100;
 
-/// The greatest number of descriptors that strangers may cost: 32 places with two each, 16 connections that are being turned
-/// away, and some on their way.
+/// The greatest number of descriptors that strangers may cost: 32 places with two each, 16 connections that are being
+/// turned away, and some on their way.
 const DESCRIPTORS: usize = 100;
 
 /// Connects to the source from the strangers' address.

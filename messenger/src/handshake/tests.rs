@@ -313,7 +313,7 @@ fn garbage_after_the_magic_gets_no_answer() {
 #[test]
 fn a_refusal_of_the_owner_arrives_with_its_code_and_its_text() {
     let token = good();
-    for (text, shown) in [("", ""), ("full until noon", "full until noon"), ("\x1b[2J", " [2J")] {
+    for (text, shown) in [("", ""), ("full until noon", "full until noon"), ("\x1b[2J", "?[2J")] {
         let mut end = client(&token);
         let error = end.handle_input(&refuse(FIRST_OWNER_REFUSAL, text, Versions::only(2))).unwrap_err();
         assert_eq!(error, HandshakeError::Refused { code: FIRST_OWNER_REFUSAL, text: shown.to_owned() });

@@ -35,6 +35,8 @@ pub(super) struct Input {
     /// The copy of an ended feed. Other replicas may still read it, and the next feed continues it.
     kept: Option<Box<RelayReader>>,
     spool: Option<Spool>,
+    /// The slots that an earlier agent has left, until a snapshot begins.
+    found: Option<Spool>,
     /// Whether the whole snapshot has arrived.
     fetched: bool,
     snapshot_due: Instant,
@@ -61,13 +63,14 @@ pub(super) struct Fetched {
 }
 
 impl Input {
-    pub(super) fn new(now: Instant, folder: Option<PathBuf>, meter: Arc<Meter>) -> Input {
+    pub(super) fn new(now: Instant, folder: Option<PathBuf>, found: Option<Spool>, meter: Arc<Meter>) -> Input {
         Input {
             folder,
             meter,
             feed: None,
             kept: None,
             spool: None,
+            found,
             fetched: false,
             snapshot_due: now,
             journal_due: now,
@@ -132,7 +135,12 @@ impl Input {
         self.meter.stream_fetched.set(id.origin.offset);
         self.meter.stream_delivered.set(id.origin.offset);
         if let Some(folder) = &self.folder {
-            let spool = Spool::open(folder, id).map_err(|cause| spool_error(folder, &cause))?;
+            // To open a spool reads all that it holds: not again for what was read already.
+            let ready = self.spool.take().or(self.found.take()).filter(|spool| spool.snapshot() == *id);
+            let spool = match ready {
+                Some(spool) => spool,
+                None => Spool::open(folder, id).map_err(|cause| spool_error(folder, &cause))?,
+            };
             for number in 0..spool.held_below() {
                 self.meter.bytes_fetched.add(spool.get(number).map_or(0, |held| u64::from(held.length)));
             }
@@ -183,9 +191,9 @@ impl Input {
         self.meter.slots_below.set(u64::MAX);
     }
 
-    /// Removes the spool after a successful sync.
-    pub(super) fn remove_spool(&mut self) {
-        if let Some(spool) = self.spool.take() {
+    /// Removes the spool if the sync is done.
+    pub(super) fn remove_spool_if(&mut self, done: bool) {
+        if let Some(spool) = self.spool.take_if(|_| done) {
             let _ = spool.remove();
         }
     }

@@ -6,26 +6,23 @@
 //!   source's journal  ══ READ ══▶ chunks of the stream ────────────────────────────┘     ◀── PSYNC, ACK
 //! ```
 //!
-//! One thread runs one loop that never blocks. [`Delivery::run`] carries out orders, reads what has arrived, writes as
-//! much as the server's socket takes, and waits on all of its descriptors together. It ends at [`Order::Stop`], or when
-//! the handle is dropped.
+//! One thread runs one loop that never blocks. It carries out orders, reads what has arrived, writes as much as the
+//! server's socket takes, and waits on all descriptors. It ends at [`Order::Stop`], or when the handle is dropped.
 //!
-//! It reads from the [`Input`] and writes to the [`ServerLink`]. The [`Stream`] holds bytes that have arrived too
-//! early. Neither end knows the other: each returns values, and this loop decides what follows. A connection becomes
-//! the server's link when it has logged in and sent `PSYNC`. Until then it is one of the
-//! [`candidates`](super::candidates), and the present link stays.
+//! It reads from the [`Input`] and writes to the [`ServerLink`]. Neither knows the other: each returns values, and this
+//! loop decides. The [`Stream`] holds bytes that have arrived too early. A connection becomes the server's link when it
+//! has logged in and sent `PSYNC`. Until then it is one of the [`candidates`](super::candidates).
 //!
 //! What must hold:
 //! - A server is never given bytes of two snapshots in one payload: another generation drops the link first.
 //! - The mark that completes a payload is sent only after every slot of it was checked *after* it was used. Slots that
 //!   were lent to the socket are used until the server has read them.
-//! - The stream follows the mark only after the server's first ACK, as with real primaries. A server that loads from
-//!   the link reads ahead and discards what came with the mark; one that loads from a file looks for the mark at the
-//!   end of what it has read, and would never find it.
+//! - The stream follows the mark only after the server's first ACK. A server that loads from the link discards what
+//!   came with the mark; one that loads from a file looks for the mark at the end of what it has read.
 //! - Nothing of ours is ever put into the stream: it would move the replication offset.
-//! - Progress is published before the notice that it explains: `Loaded` without it would look like a server that
-//!   restarted.
+//! - Progress is published before the notice that it explains: `Loaded` without it would look like a restart.
 
+mod by_module;
 mod input;
 mod orders;
 mod payload;
@@ -45,7 +42,6 @@ use std::sync::mpsc::TryRecvError;
 use std::time::Instant;
 
 use remora_redis::ReplId;
-use remora_table::Slot;
 use rustix::event::PollFlags;
 use tokio::sync::mpsc::UnboundedSender;
 
@@ -55,12 +51,10 @@ pub(super) use self::orders::{Handle, Notice, Order, Progress, Setup};
 use self::payload::WriteError;
 use self::plain::{Piece, PlainPayload, Used, Wrote, random_mark};
 use self::poller::{Demand, Readiness, Wait};
-use self::referenced::{ReferencedPayload, Turn};
 use self::server_link::{LinkEvent, Reached, Read, ServerLink, Stage};
 use self::stream::Stream;
 use super::candidates::Candidates;
 use super::feed::Feed;
-use super::introduction::{self, Answer};
 use super::meter::Meter;
 use super::parts::FeedError;
 
@@ -108,7 +102,7 @@ impl Delivery {
             meter: setup.meter.clone(),
             candidates: setup.candidates,
             at: Progress::default(),
-            input: Input::new(now, setup.spool, setup.meter),
+            input: Input::new(now, setup.spool, setup.found, setup.meter),
             stream: Stream::new(setup.backlog_limit),
             link: None,
             by_module: false,
@@ -169,15 +163,13 @@ impl Delivery {
             match self.control.orders.try_recv() {
                 Ok(Order::Attach(feed)) => self.attach(now, feed)?,
                 Ok(Order::ReadFrom(from)) => self.input.read_from(now, from),
-                Ok(Order::GiveUp) if !self.at.loaded => self.drop_link("the source has put us out", false),
-                Ok(Order::GiveUp) => {}
+                Ok(Order::GiveUp) if self.at.loaded => {}
+                Ok(Order::GiveUp) => self.drop_link("the source has put us out", false),
                 Ok(Order::Hold) => self.link.iter_mut().for_each(ServerLink::hold),
                 Ok(Order::UseModule(used)) => self.by_module = used,
                 Ok(Order::Introduced { number, answer }) => self.introduced(now, number, answer),
                 Ok(Order::Stop { done }) => {
-                    if done {
-                        self.input.remove_spool();
-                    }
+                    self.input.remove_spool_if(done);
                     return Ok(false);
                 }
                 Err(TryRecvError::Empty) => return Ok(true),
@@ -454,6 +446,7 @@ impl Delivery {
     fn promise(&mut self, mark: [u8; 40], stage: Stage) -> Option<usize> {
         let history = self.history()?;
         let origin = self.at.snapshot?.origin;
+        self.meter.give(mark.len());
         self.link.as_mut()?.begin_payload(&history, origin.offset, mark, stage);
         self.meter.bytes_delivered.set(0);
         Some(0)
@@ -482,7 +475,7 @@ impl Delivery {
         let Wrote::Bytes { bytes, next_slot, used } = link.write_plain(now, self.input.spool())? else {
             return Ok(None);
         };
-        self.meter.bytes_delivered.add(bytes as u64);
+        self.meter.bytes_delivered.add(self.meter.give(bytes) as u64);
         if self.input.spool().is_none() {
             self.at.next_slot = next_slot;
         }
@@ -495,6 +488,7 @@ impl Delivery {
     /// Writes the end of the payload.
     fn end_payload(&mut self, end: &[u8]) -> usize {
         let Some(link) = &mut self.link else { return 0 };
+        self.meter.end_given.set(1);
         link.end_payload(end);
         self.input.end_snapshot();
         self.tell(Notice::PayloadSent);
@@ -502,88 +496,12 @@ impl Delivery {
     }
 
     fn write_stream(&mut self) -> Result<Option<usize>, WriteError> {
-        let Some(link) = self.link.as_mut().filter(|link| link.takes_the_stream()) else { return Ok(None) };
-        let Some(wrote) = self.stream.write(|bytes| link.socket.write(bytes))? else { return Ok(None) };
-        self.meter.stream_delivered.set(wrote.last);
-        Ok(Some(wrote.bytes))
-    }
-
-    /// Orders the memory of this slot, and of all that follow, to be given to the server's module.
-    fn introduce(&mut self, now: Instant, slot: Slot) -> Option<usize> {
-        self.introductions += 1;
-        let number = self.introductions;
-        match introduction::prepare(slot.bytes().0, number) {
-            Ok((shown, introduction)) => {
-                self.link.as_mut()?.stage = Stage::Introducing { number, shown, slot };
-                self.tell(Notice::Introduce(introduction));
-            }
-            Err(text) => self.go_by_the_link(now, slot, &text),
-        }
-        Some(0)
-    }
-
-    fn introduced(&mut self, now: Instant, number: u64, answer: Result<Answer, String>) {
-        let Some(link) = &mut self.link else { return };
-        if !matches!(&link.stage, Stage::Introducing { number: awaited, .. } if *awaited == number) {
-            return;
-        }
-        let Stage::Introducing { shown, slot, .. } = std::mem::replace(&mut link.stage, Stage::Asked) else { return };
-        let answer = match answer {
-            Ok(answer) => answer,
-            Err(text) => return self.go_by_the_link(now, slot, &text),
-        };
-        tracing::info!("the server's module loads long strings out of shared memory");
-        self.meter.by_module.set(1);
-        let mark = random_mark();
-        match ReferencedPayload::new(now, mark, shown, answer, slot) {
-            Ok(payload) => drop(self.promise(mark, Stage::Referenced(Box::new(payload)))),
-            Err(WriteError::Damaged(error)) => self.damaged(error),
-            Err(_) => {
-                self.by_module = false;
-                self.drop_link("the first slot of the snapshot could not be parsed", true);
-                self.begin_again();
-            }
-        }
-    }
-
-    fn damaged(&mut self, error: FeedError) {
-        self.drop_link("a slot of the source's memory is damaged", false);
-        self.tell(Notice::Damaged { error });
-    }
-
-    fn go_by_the_link(&mut self, now: Instant, slot: Slot, why: &str) {
-        tracing::warn!("the server's module is not used: {why}");
-        self.by_module = false;
-        self.begin_plain(now, Some(Piece::Fresh(slot)));
-    }
-
-    /// Runs one turn of a payload that refers to memory.
-    fn write_referenced(&mut self, now: Instant) -> Result<Option<usize>, WriteError> {
-        let Some(ServerLink { stage: Stage::Referenced(payload), socket, .. }) = &mut self.link else {
+        let Some(wrote) = self.link.as_mut().map(|link| link.write_stream(&mut self.stream)).transpose()?.flatten()
+        else {
             return Ok(None);
         };
-        let mut moved = false;
-        for used in payload.settle()? {
-            let length = u64::from(used.slot.length);
-            self.input.used(used).map_err(WriteError::Feed)?;
-            self.meter.bytes_delivered.add(length);
-            moved = true;
-        }
-        if payload.wants_slot()
-            && let Some(slot) = self.input.next_slot()
-        {
-            payload.take(slot)?;
-            moved = true;
-        }
-        self.at.next_slot = self.meter.slots_below.get();
-        match payload.write(now, socket, self.input.is_fetched())? {
-            Turn::Nothing => Ok(moved.then_some(0)),
-            Turn::Wrote(bytes) => Ok(Some(bytes)),
-            Turn::Whole(end) => {
-                self.meter.referred.set(payload.referred());
-                Ok(Some(self.end_payload(&end)))
-            }
-        }
+        self.meter.stream_delivered.set(wrote.last);
+        Ok(Some(wrote.bytes))
     }
 
     // ---- waiting ----

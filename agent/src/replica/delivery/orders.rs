@@ -172,6 +172,8 @@ pub(in crate::replica) struct Setup {
     pub(in crate::replica) candidates: Candidates,
     /// The folder of the slots that survive the agent (`--state-dir`).
     pub(in crate::replica) spool: Option<PathBuf>,
+    /// The slots that were found there.
+    pub(in crate::replica) found: Option<spool::Spool>,
     /// Bytes of the stream that may wait here while the server loads.
     pub(in crate::replica) backlog_limit: usize,
     pub(in crate::replica) meter: Arc<Meter>,

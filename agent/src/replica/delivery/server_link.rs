@@ -21,6 +21,7 @@ use rustix::event::PollFlags;
 use super::plain::{PlainPayload, Used, Wrote};
 use super::poller::Demand;
 use super::referenced::ReferencedPayload;
+use super::stream::{self, Stream};
 use crate::replica::candidates::Newcomer;
 use crate::replica::introduction::GrantedMemory;
 use crate::replica::link::Link;
@@ -226,8 +227,16 @@ impl ServerLink {
         }
     }
 
+    /// Writes some of the stream. `None` if the server does not take it now, or if there is none.
+    pub(super) fn write_stream(&mut self, stream: &mut Stream) -> io::Result<Option<stream::Wrote>> {
+        if !self.takes_the_stream() {
+            return Ok(None);
+        }
+        stream.write(|bytes| self.socket.write(bytes))
+    }
+
     /// The server has loaded its payload, or needed none, and waits for the stream.
-    pub(super) fn takes_the_stream(&self) -> bool {
+    fn takes_the_stream(&self) -> bool {
         matches!(self.stage, Stage::Streaming) && self.has_loaded && !self.held
     }
 

@@ -136,6 +136,7 @@ impl World {
         let setup = Setup {
             candidates: Candidates::new(listener, None, Access::Secret(PASSWORD.into()), locality),
             spool: spool.map(Path::to_path_buf),
+            found: None,
             backlog_limit: 1 << 20,
             meter: Arc::default(),
             notices: tell,

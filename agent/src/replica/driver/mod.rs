@@ -15,11 +15,11 @@
 //! The driver owns every task: dropping it ends them. [`Relay`] has its own decisions, which do not depend on how far
 //! the server is, and is called from here directly.
 
+mod coverage;
 mod relay;
 mod server;
 mod session;
 
-use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -28,8 +28,9 @@ use rustls::ServerConfig;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
 
+use self::coverage::{Coverage, Question};
 use self::relay::Relay;
-use self::server::{Keeper, ServerTask, Work};
+use self::server::{Keeper, ServerTask, Watched, Work};
 use self::session::{Received, Session, unreachable};
 use super::candidates::Candidates;
 use super::control::Control;
@@ -44,7 +45,7 @@ use super::record::Record;
 use super::relay_reader::ReadFrom;
 use super::report::{PROGRESS_EVERY, Summary};
 use super::source::{Chosen, Sinks, Source, join_again};
-use super::spool::Spool;
+use super::spool::{SnapshotId, Spool};
 use super::upstream::Said;
 use crate::args::ReplicaArgs;
 use crate::backoff::Backoff;
@@ -79,10 +80,17 @@ pub(super) struct Driver {
     introduction: Option<Introduction>,
     /// What the module answered.
     answer: Option<(u64, Result<Answer, String>)>,
-    progress_due: Instant,
-    bar: Option<progress::Meter>,
+    display: Display,
+    /// Asks the primary whether it would continue the server, where the source cannot tell.
+    coverage: Option<Coverage>,
     signals: (Signal, Signal),
     published: Result<(), Failure>,
+}
+
+/// When progress is shown next, and where.
+struct Display {
+    due: Instant,
+    bar: Option<progress::Meter>,
 }
 
 /// Findings of the preflight that messages name.
@@ -93,6 +101,8 @@ struct Facts {
     kind: String,
     /// The primary's address.
     primary: String,
+    /// The snapshot whose slots are in the state folder, and how many of them for certain.
+    spooled: Option<(SnapshotId, u64)>,
 }
 
 /// The start of a sync.
@@ -105,6 +115,8 @@ pub(super) struct Setup {
     pub(super) primary: Primary,
     pub(super) source: Source,
     pub(super) link_tls: Option<Arc<ServerConfig>>,
+    /// The slots that an earlier agent has left in the state folder.
+    pub(super) spool: Option<Spool>,
 }
 
 /// The result of a connecting task.
@@ -122,7 +134,7 @@ enum Flow {
 impl Driver {
     /// Opens the link and starts the tasks. Changes nothing on the server yet.
     pub(super) async fn begin(setup: Setup) -> Result<Driver, Failure> {
-        let Setup { args, token, control, record, target, primary, source, link_tls } = setup;
+        let Setup { args, token, control, record, target, primary, source, link_tls, spool } = setup;
         let no_handler = |error| Failure::local(format!("signals can't be caught: {error}"));
         let signals = (
             signal(SignalKind::interrupt()).map_err(no_handler)?,
@@ -130,15 +142,19 @@ impl Driver {
         );
         let args = Arc::new(args);
         let locality = Locality::of(control.present(), target.facts.process_id).or_listen(args.listen);
-        let (listener, link) = listen(&locality)?;
+        let (listener, link) = locality.listen()?;
         tracing::info!(%link, "listening for the link of {}", control.server().url());
         let meter = Arc::new(Meter::default());
         let sinks = Sinks::new(args.memory.get());
         let (tell, notices) = mpsc::unbounded_channel();
         let link_tls = link_tls.filter(|_| target.tls_replication);
+        let spooled = spool.as_ref().map(|spool| (spool.snapshot(), spool.held_below()));
+        let candidates = Candidates::new(listener, link_tls, target.link_login.access(), locality);
+        let link_failure = candidates.failure();
         let delivery = delivery::spawn(delivery::Setup {
-            candidates: Candidates::new(listener, link_tls, target.link_login.access(), locality),
+            candidates,
             spool: args.state_dir.clone(),
+            found: spool,
             backlog_limit: sinks.backlog_limit(),
             meter: meter.clone(),
             notices: tell,
@@ -148,6 +164,7 @@ impl Driver {
             server: control.server().url().to_string(),
             kind: target.facts.name(),
             primary: format!("{}:{}", primary.host, primary.port),
+            spooled,
         };
         let rules = Rules {
             retry_for: args.retry_for,
@@ -162,8 +179,9 @@ impl Driver {
         let name = args.name.clone().unwrap_or_else(|| facts.server.clone());
         let relay = Relay::open(args.clone(), token.clone(), name, meter.clone(), &source).await?;
         let way = source.way(&args);
-        let keeper =
-            Keeper { args: args.clone(), control, record, target, primary, link, worthless: None, looked: None };
+        let coverage = primary.asked.clone().map(Coverage::start);
+        let watched = Watched { meter: meter.clone(), link_failure };
+        let keeper = Keeper::new(args.clone(), control, record, target, primary, link, watched);
         let now = Instant::now();
         Ok(Driver {
             token,
@@ -181,8 +199,8 @@ impl Driver {
             tables: None,
             introduction: None,
             answer: None,
-            progress_due: now,
-            bar: None,
+            display: Display { due: now, bar: None },
+            coverage,
             signals,
             published: Ok(()),
             args,
@@ -204,7 +222,7 @@ impl Driver {
     }
 
     async fn end(mut self, outcome: Result<(), Failure>, last: Message) -> Result<(), Failure> {
-        if let Some(bar) = self.bar.take() {
+        if let Some(bar) = self.display.bar.take() {
             bar.finish();
         }
         if let Some(session) = self.session.take() {
@@ -217,7 +235,7 @@ impl Driver {
     fn reading(&self) -> Reading {
         Reading {
             loaded: self.delivery.progress().loaded,
-            bytes_delivered: self.meter.bytes_delivered.get(),
+            bytes_delivered: self.meter.bytes_given.get(),
             stream_fetched: self.meter.stream_fetched.get(),
             stream_delivered: self.meter.stream_delivered.get(),
             readers: self.relay.readers(),
@@ -228,10 +246,16 @@ impl Driver {
 
     async fn next(&mut self) -> Event {
         loop {
-            let due = self.machine.deadline().map_or(self.progress_due, |at| at.min(self.progress_due));
+            let due = self.machine.deadline().map_or(self.display.due, |at| at.min(self.display.due));
             let received = async {
                 match &mut self.session {
                     Some(session) => session.received().await,
+                    None => std::future::pending().await,
+                }
+            };
+            let covered = async {
+                match &mut self.coverage {
+                    Some(coverage) => coverage.answered().await,
                     None => std::future::pending().await,
                 }
             };
@@ -244,6 +268,10 @@ impl Driver {
                     Some(Event::Server(done.report))
                 }
                 received = received => self.received(received),
+                covered = covered => {
+                    let (covered, text) = (covered.is_ok(), covered.err().unwrap_or_default());
+                    Some(Event::Source(SourceEvent::HandOffAnswer { covered, text }))
+                }
                 connected = self.connecting.1.recv() => connected.and_then(|connected| self.connected(connected)),
                 notice = self.notices.recv() => self.notice(notice),
                 said = self.relay.said() => {
@@ -372,7 +400,7 @@ impl Driver {
             Action::Join => self.join(),
             Action::ConnectTables { attempt, offer } => self.connect_tables(attempt, offer),
             Action::Attach { attempt } => self.attach(attempt),
-            Action::AskHandOff { generation, offset } => self.send(Message::HandOffQuery { generation, offset }),
+            Action::AskHandOff { generation, offset } => self.ask_hand_off(generation, offset),
             Action::TellProgress => self.tell_progress(),
             Action::UseModule(used) => self.delivery.order(Order::UseModule(used)),
             Action::EndIntroduction { number } => {
@@ -404,6 +432,18 @@ impl Driver {
         }
     }
 
+    /// Asks whether the primary would continue the server: the primary itself, where the source captures another
+    /// server.
+    fn ask_hand_off(&mut self, generation: u64, offset: u64) {
+        let offer = self.machine.tables().map(|tables| &tables.offer);
+        let question =
+            offer.and_then(|offer| Some(Question { history: offer.replid?, offset, rate: offer.write_rate }));
+        match (&mut self.coverage, question) {
+            (Some(coverage), Some(question)) => coverage.ask(question),
+            _ => self.send(Message::HandOffQuery { generation, offset }),
+        }
+    }
+
     fn connect_source(&mut self) {
         let (args, token, tell) = (self.args.clone(), self.token.clone(), self.connecting.0.clone());
         let task = tokio::spawn(async move {
@@ -417,12 +457,9 @@ impl Driver {
     fn join(&self) {
         let mut progress = self.delivery.progress();
         let mut held = progress.next_slot;
-        if let (None, Some(folder)) = (&progress.snapshot, &self.args.state_dir) {
-            // What an earlier agent left behind.
-            if let Some((snapshot, below)) = Spool::look(folder) {
-                progress.snapshot = Some(snapshot);
-                held = below;
-            }
+        if let (None, Some((snapshot, below))) = (progress.snapshot, self.facts.spooled) {
+            progress.snapshot = Some(snapshot);
+            held = below;
         } else if self.args.state_dir.is_some() {
             held = held.max(self.meter.slots_below.get().min(self.meter.slots_held.get()));
         } else if progress.copy.is_some() {
@@ -451,6 +488,9 @@ impl Driver {
             return;
         };
         let loaded = self.delivery.progress().loaded;
+        if self.args.state_dir.is_some() && self.facts.spooled.is_none_or(|(snapshot, _)| snapshot != feed.id) {
+            self.facts.spooled = Some((feed.id, 0));
+        }
         self.delivery.order(Order::Attach(feed));
         let from = self.relay.attached(&offer, &mut chosen, loaded);
         self.read_from(from);
@@ -472,14 +512,14 @@ impl Driver {
     /// Shows and reports the progress, when it is due.
     fn show_progress(&mut self) {
         let now = Instant::now();
-        if now < self.progress_due {
+        if now < self.display.due {
             return;
         }
-        self.progress_due = now + LOOK_EVERY;
-        if self.bar.is_none() && self.machine.follows_link() {
-            self.bar = Some(progress::Meter::start(self.facts.server.clone(), progress::Unit::Bytes, None));
+        self.display.due = now + LOOK_EVERY;
+        if self.display.bar.is_none() && self.machine.follows_link() {
+            self.display.bar = Some(progress::Meter::start(self.facts.server.clone(), progress::Unit::Bytes, None));
         }
-        if let Some(bar) = &self.bar {
+        if let Some(bar) = &self.display.bar {
             let known = self.meter.bytes_known.get();
             if known > 0 && self.meter.slots_total.get() > 0 {
                 bar.set_total(known);
@@ -516,7 +556,7 @@ impl Driver {
 
     /// Prints the summary, for people and for programs.
     fn publish(&mut self) {
-        if let Some(bar) = self.bar.take() {
+        if let Some(bar) = self.display.bar.take() {
             bar.finish();
         }
         let summary = self.summary();
@@ -555,15 +595,4 @@ impl Driver {
         summary.time(moments, moments.handed_over.unwrap_or_else(Instant::now));
         summary
     }
-}
-
-/// Opens the port for the server's link.
-fn listen(locality: &Locality) -> Result<(TcpListener, SocketAddr), Failure> {
-    let host = locality.link_host;
-    let no_port =
-        |error| Failure::local(format!("the link for the server can't listen on {host}: {error}; see --listen"));
-    let listener = TcpListener::bind((host, 0)).map_err(no_port)?;
-    listener.set_nonblocking(true).map_err(no_port)?;
-    let link = listener.local_addr().map_err(no_port)?;
-    Ok((listener, link))
 }

@@ -33,7 +33,7 @@ pub(in crate::replica) struct Rules {
 pub(in crate::replica) struct Reading {
     /// The server holds the whole snapshot.
     pub(in crate::replica) loaded: bool,
-    /// Bytes of the snapshot that were given to the server.
+    /// Bytes of payloads that were given to the server since the sync began.
     pub(in crate::replica) bytes_delivered: u64,
     /// Offset of the last byte of the stream that has arrived.
     pub(in crate::replica) stream_fetched: u64,
@@ -186,8 +186,8 @@ pub(in crate::replica) enum Leaving {
     AsItIs,
     /// Its data set is complete: its own replication fetches the rest.
     ToPrimary,
-    /// Its data set is incomplete; `as_before`: it still holds what it held before.
-    Detached { as_before: bool },
+    /// Its data set is incomplete, or still what it was before: it gets its former primary back, or is detached.
+    Detached,
 }
 
 /// The result of a [`Job`].
@@ -295,6 +295,8 @@ pub(in crate::replica) struct Look {
     pub(in crate::replica) follows: Follows,
     pub(in crate::replica) loading: bool,
     pub(in crate::replica) keys: u64,
+    /// What keeps a server that follows the link from coming to it, as far as that is known.
+    pub(in crate::replica) trouble: String,
 }
 
 /// What the server follows.

@@ -107,6 +107,12 @@ impl HandOff {
         }
     }
 
+    /// The server is taking a full copy of the primary, or was. Its own replication is in charge of its data from then
+    /// on: the agent must not point it anywhere else.
+    pub(super) fn takes_full_copy(&self) -> bool {
+        self.takes_full_copy
+    }
+
     /// Until when a server that does not answer is asked again.
     pub(super) fn bears_silence(&self, now: Instant) -> bool {
         now.duration_since(self.began) < HAND_OFF_LIMIT

@@ -22,9 +22,10 @@
 //!
 //! What must hold, and is checked after every event of random runs:
 //! - The server's task has one job at a time, and reports before it gets the next.
-//! - A failure before the server holds the whole snapshot ends with the server detached. Afterwards the server always
-//!   goes to the primary: its own replication makes good whatever is missing.
+//! - A failure before the server holds the whole snapshot ends with the server at its former primary, or detached.
+//!   Afterwards the server always goes to the primary: its own replication makes good whatever is missing.
 //! - A server that another client has taken over is not changed any more, except that settings are put back.
+//! - A server that began a full copy of the primary is never pointed back at the link, which would abort the copy.
 //! - The delivery is ordered to use the module before the server is pointed at the link from nothing: the server
 //!   may ask for its payload at once.
 //! - Every state waits for a report, a deadline or the source, so that no run stands still.
@@ -53,7 +54,7 @@ pub(super) use self::event::{
     Action, DeliveryEvent, Event, Followed, Follows, Introduced, Job, Lapse, Leaving, Look, Loss, NoAnswer,
     NotFollowed, PrimaryLink, Reading, Report, Rules, SourceEvent, Tables,
 };
-use self::hand_off::{HandOff, Next};
+use self::hand_off::{HAND_OFF_LIMIT, HandOff, Next};
 use self::server_side::ServerSide;
 use self::state::{CatchUp, State, is_near_enough};
 use self::supply::{Supply, SupplyState, Verdict};
@@ -369,7 +370,9 @@ impl Replica {
             self.server.presence.gone(now);
         }
         if !loading {
-            return tracing::debug!("the server's link ended: {text}");
+            tracing::debug!("the server's link ended: {text}");
+            let ended = self.server.presence.link_ended(&self.rules, &self.reading, text);
+            return self.check(ended.map_err(Lapse::Failed));
         }
         self.broken_loads += 1;
         self.interruptions += 1;
@@ -535,6 +538,13 @@ impl Replica {
         if let Some(signal) = because.or(self.stop) {
             return self.fail(interrupted(signal));
         }
+        if matches!(&self.state, State::HandingOff(hand_off) if hand_off.takes_full_copy()) {
+            let seconds = self.rules.retry_for.max(HAND_OFF_LIMIT).as_secs();
+            let text = format!(
+                "the server {server} is taking a full copy of the primary {primary}, which has not ended after {seconds} s"
+            );
+            return self.fail(Failure::new(Code::SyncFailed, text));
+        }
         if self.failed_hand_offs >= HAND_OFFS_LIMIT || !self.supply.has_session {
             let text = format!(
                 "the server {server} holds the whole data set but does not get in step with the primary {primary}; the \
@@ -623,8 +633,7 @@ impl Replica {
         if let State::Ending(Ending::Leaving { loaded, .. }) = self.state
             && self.server.desk.is_idle()
         {
-            let given = self.reading.bytes_delivered > 0 || self.broken_loads > 0;
-            self.server.desk.add(Job::Leave(self.server.leaving(loaded, given)));
+            self.server.desk.add(Job::Leave(self.server.leaving(loaded)));
         }
         if let Some(job) = self.server.desk.next() {
             self.actions.push_back(Action::Server(job));

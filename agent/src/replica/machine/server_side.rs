@@ -19,8 +19,6 @@ pub(super) struct ServerSide {
     redirect: Redirect,
     /// Another client has taken the server over.
     taken_over: bool,
-    /// The module may have begun to empty the server.
-    emptied: bool,
 }
 
 /// Whether the server was pointed at the link.
@@ -41,7 +39,6 @@ impl ServerSide {
             presence: Presence::new(run_id),
             redirect: Redirect::Not,
             taken_over: false,
-            emptied: false,
         }
     }
 
@@ -73,9 +70,6 @@ impl ServerSide {
                 } else {
                     self.redirect = Redirect::Done;
                 }
-            }
-            Report::Introduced { outcome: Introduced::Done { emptied: true } | Introduced::Cancelled, .. } => {
-                self.emptied = true;
             }
             _ => {}
         }
@@ -159,13 +153,13 @@ impl ServerSide {
         self.desk.has(|other| other == job)
     }
 
-    /// The state in which to leave the server; `given` if it was sent a part of the snapshot.
-    pub(super) fn leaving(&self, loaded: bool, given: bool) -> Leaving {
+    /// The state in which to leave the server.
+    pub(super) fn leaving(&self, loaded: bool) -> Leaving {
         match self.redirect {
             Redirect::Not | Redirect::UnderWay { again: false } => Leaving::Untouched,
             _ if self.taken_over => Leaving::AsItIs,
             _ if loaded => Leaving::ToPrimary,
-            _ => Leaving::Detached { as_before: !given && !self.emptied },
+            _ => Leaving::Detached,
         }
     }
 }

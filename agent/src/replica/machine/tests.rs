@@ -37,6 +37,7 @@ pub(super) fn offer(generation: u64) -> Box<Offer> {
         backlog_bytes: 100,
         write_rate: 0,
         upstream: None,
+        warning: String::new(),
     })
 }
 
@@ -57,7 +58,7 @@ fn taken_over() -> Lapse {
 }
 
 fn look(follows: Follows) -> Look {
-    Look { run_id: Some("first run".into()), follows, loading: false, keys: 5 }
+    Look { run_id: Some("first run".into()), follows, loading: false, keys: 5, trouble: "no connection".into() }
 }
 
 const IN_STEP: PrimaryLink = PrimaryLink { is_followed: true, up: true, syncing: false, offset: 2000 };
@@ -209,10 +210,7 @@ impl Play {
     fn leaving(rules: Rules) -> Play {
         let mut play = Play::transfer(rules);
         let actions = play.on(Event::Stop { signal: "SIGTERM" });
-        assert_eq!(
-            actions,
-            [Action::StopDelivery { done: false }, Action::Server(Job::Leave(Leaving::Detached { as_before: false }))]
-        );
+        assert_eq!(actions, [Action::StopDelivery { done: false }, Action::Server(Job::Leave(Leaving::Detached))]);
         play
     }
 
@@ -482,7 +480,7 @@ fn a_source_that_is_lost_is_tried_again_until_retry_for_is_over() {
         assert_eq!(actions, [Action::ConnectSource]);
         actions = play.on(Event::Source(SourceEvent::Unreachable(loss(true, false))));
     }
-    assert_eq!(actions.last(), Some(&Action::Server(Job::Leave(Leaving::Detached { as_before: false }))));
+    assert_eq!(actions.last(), Some(&Action::Server(Job::Leave(Leaving::Detached))));
     let took = play.now - began;
     assert!(took > Duration::from_secs(10) && took < Duration::from_secs(16), "{took:?}");
     let actions = play.report(Report::Left("the server was detached and emptied".into()));
@@ -549,7 +547,7 @@ fn a_load_that_the_server_breaks_off_three_times_fails() {
     assert_eq!(play.delivery(lost()), []);
     assert_eq!(play.delivery(lost()), []);
     let actions = play.delivery(lost());
-    assert!(actions.contains(&Action::Server(Job::Leave(Leaving::Detached { as_before: false }))), "{actions:?}");
+    assert!(actions.contains(&Action::Server(Job::Leave(Leaving::Detached))), "{actions:?}");
 }
 
 #[test]
@@ -583,6 +581,100 @@ fn a_full_copy_by_the_server_itself_may_take_as_long_as_other_trouble() {
     // But it does not keep an agent that is to stop: the server follows the primary already.
     let actions = play.on(Event::Stop { signal: "SIGTERM" });
     assert_eq!(actions, [Action::StopDelivery { done: false }, Action::Server(Job::Leave(Leaving::ToPrimary))]);
+}
+
+#[test]
+fn a_full_copy_that_takes_too_long_is_left_to_the_server_and_never_aborted() {
+    let mut play = Play::watching(Rules { retry_for: Duration::from_secs(60), ..rules() });
+    assert_eq!(play.report(Report::PrimaryLink(Ok(COPYING))), []);
+    // The copy failed at the primary: the server begins another one by itself.
+    play.now += Duration::from_secs(59);
+    assert_eq!(play.on(Event::Tick), [Action::Server(Job::AskPrimaryLink)]);
+    assert_eq!(play.report(Report::PrimaryLink(Ok(PrimaryLink { syncing: false, ..COPYING }))), []);
+    play.now += Duration::from_secs(2);
+    let actions = play.on(Event::Tick);
+    assert_eq!(actions, [Action::StopDelivery { done: false }, Action::Server(Job::Leave(Leaving::ToPrimary))]);
+    let actions = play.report(Report::Left("it copies".into()));
+    let Some(Action::End { outcome: Err(failure), .. }) = actions.last() else { panic!("{actions:?}") };
+    assert_eq!(failure.code, Code::SyncFailed);
+    assert!(failure.message.contains("is taking a full copy"), "{failure}");
+}
+
+/// A server that was told to follow the link, answers, and does not come to it. Gives back the failure, and after how
+/// many seconds it came.
+fn never_comes(mut play: Play) -> (Failure, u64) {
+    let began = play.now;
+    loop {
+        let mut actions = play.wait();
+        while let Some(Action::Server(job)) = actions.last() {
+            let report = match job {
+                Job::Look => Report::Looked(Ok(look(Follows::Link))),
+                Job::GiveLogin => Report::LoginGiven(Ok(())),
+                Job::Leave(Leaving::Detached) => Report::Left("given back".into()),
+                other => panic!("{other:?}"),
+            };
+            actions = play.report(report);
+        }
+        if let Some(Action::End { outcome: Err(failure), .. }) = actions.last() {
+            return (failure.clone(), (play.now - began).as_secs());
+        }
+        assert!((play.now - began).as_secs() < 1000, "it waits without a bound");
+    }
+}
+
+#[test]
+fn a_server_that_never_completes_its_link_is_given_up_in_time_and_the_cause_is_named() {
+    for (retry_for, limit) in [(0, 10), (30, 30), (300, 60)] {
+        let mut play = Play::with(Rules { retry_for: Duration::from_secs(retry_for), ..rules() });
+        play.offered();
+        play.report(Report::Prepared(Ok(false)));
+        play.report(Report::Followed(Ok(())));
+        let (failure, after) = never_comes(play);
+        assert_eq!(failure.code, Code::SyncFailed);
+        assert!(failure.message.contains("has not completed its link") && failure.message.contains("no connection"));
+        assert!((limit..limit + 4).contains(&after), "{after} s");
+    }
+}
+
+#[test]
+fn a_server_that_has_come_once_may_stay_away_for_as_long_as_other_trouble() {
+    let mut play = Play::transfer(rules());
+    play.delivery(DeliveryEvent::LinkLost { text: "closed".into(), loading: false });
+    let (_, after) = never_comes(play);
+    assert!((300..304).contains(&after), "{after} s");
+}
+
+#[test]
+fn the_time_in_which_a_server_could_not_come_does_not_count() {
+    let mut play = Play::transfer(Rules { retry_for: Duration::from_secs(30), ..rules() });
+    play.delivery(DeliveryEvent::LinkLost { text: "closed".into(), loading: false });
+    for _ in 0..100 {
+        assert_eq!(play.wait(), [Action::Server(Job::Look)]);
+        let loading = Look { loading: true, ..look(Follows::Link) };
+        assert_eq!(play.report(Report::Looked(Ok(loading))), []);
+    }
+    let (_, after) = never_comes(play);
+    assert!((30..36).contains(&after), "{after} s");
+}
+
+#[test]
+fn links_that_end_before_the_server_is_given_anything_have_a_limit() {
+    let mut play = Play::transfer(rules());
+    let come_and_go = |play: &mut Play| {
+        assert_eq!(play.delivery(DeliveryEvent::Asked), []);
+        play.delivery(DeliveryEvent::LinkLost { text: "it is too old".into(), loading: false })
+    };
+    for round in 0..100 {
+        // Each use begins the count anew.
+        play.reading.bytes_delivered += u64::from(round < 50);
+        let actions = come_and_go(&mut play);
+        if !actions.is_empty() {
+            assert_eq!(round, 49 + 30);
+            assert!(actions.contains(&Action::Server(Job::Leave(Leaving::Detached))), "{actions:?}");
+            return;
+        }
+    }
+    panic!("no limit");
 }
 
 #[test]
@@ -632,22 +724,22 @@ fn a_stay_that_is_stopped_ends_well_and_another_sync_says_that_it_was_stopped() 
 }
 
 #[test]
-fn an_introduction_is_cancelled_when_the_sync_fails_and_the_server_counts_as_emptied() {
+fn an_introduction_is_cancelled_when_the_sync_fails_and_the_server_is_left_after_its_end() {
     let mut play = Play::transfer(rules());
     play.reading.bytes_delivered = 0;
     assert_eq!(play.delivery(DeliveryEvent::Introduce { number: 7 }), [Action::Server(Job::Introduce { number: 7 })]);
     let actions = play.on(Event::Stop { signal: "SIGINT" });
     assert_eq!(actions, [Action::CancelIntroduction, Action::StopDelivery { done: false }]);
     let actions = play.report(Report::Introduced { number: 7, outcome: Introduced::Cancelled });
-    assert_eq!(actions, [Action::Server(Job::Leave(Leaving::Detached { as_before: false }))]);
+    assert_eq!(actions, [Action::Server(Job::Leave(Leaving::Detached))]);
 }
 
 #[test]
-fn a_server_that_was_given_nothing_is_left_with_what_it_held() {
+fn a_server_that_was_given_nothing_is_given_back() {
     let mut play = Play::transfer(rules());
     play.reading.bytes_delivered = 0;
     let actions = play.on(Event::Stop { signal: "SIGINT" });
-    assert!(actions.contains(&Action::Server(Job::Leave(Leaving::Detached { as_before: true }))), "{actions:?}");
+    assert!(actions.contains(&Action::Server(Job::Leave(Leaving::Detached))), "{actions:?}");
 }
 
 #[test]

@@ -250,7 +250,7 @@ impl Topology {
         };
         let waits = !node.is_done && !node.is_full && node.held >= above.held.saturating_sub(1);
         let has_low_rate = above.rate.bytes_per_second.is_some_and(|rate| rate < (self.best_rate / SLOW_PART).max(1));
-        let is_behind = !above.is_done && ahead >= above.held + AHEAD_SLOTS;
+        let is_behind = !above.is_done && ahead >= above.held.saturating_add(AHEAD_SLOTS);
         waits && is_behind && has_low_rate && !self.swapped.contains(&(peer, reader))
     }
 

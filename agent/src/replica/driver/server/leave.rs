@@ -2,23 +2,46 @@
 
 use std::time::Instant;
 
-use super::Keeper;
+use super::{Before, Keeper, is_copying};
 use crate::args::OnFailure;
 use crate::replica::control::{Expected, NotOurs};
 use crate::replica::machine::{Followed, Lapse, Leaving};
+use crate::replica::meter::Meter;
 use crate::replica::{SETTLE_LIMIT, SETTLE_POLL};
-use crate::server::ServerError;
+use crate::server::{Facts, ServerError};
+
+/// How a server came to follow the primary.
+enum Arrived {
+    /// It was told just now.
+    Told,
+    /// It was told earlier.
+    Follows,
+    /// It was told earlier, and is taking a full copy.
+    Copies,
+}
 
 impl Keeper {
     /// Restores all settings of a server that is a replica of the primary.
     pub(super) async fn finish(&mut self) -> Result<(), ServerError> {
         self.try_to_put_settings_back().await?;
+        let file = self.write_the_file_again().await;
+        if !file.is_empty() {
+            tracing::warn!("the server follows the primary{file}");
+        }
         self.record.close();
         Ok(())
     }
 
     /// Leaves the server in a safe state after a failure. Returns a text that follows the failure's.
     pub(super) async fn leave(&mut self, how: Leaving) -> String {
+        let left = self.leave_so(how).await;
+        if how == Leaving::Untouched {
+            return left;
+        }
+        left + &self.write_the_file_again().await
+    }
+
+    async fn leave_so(&mut self, how: Leaving) -> String {
         match how {
             Leaving::Untouched => {
                 let settings = self.put_settings_back_but_a_dead_links_login().await;
@@ -26,83 +49,151 @@ impl Keeper {
             }
             Leaving::AsItIs => format!("the server is left as it is{}", self.put_settings_back().await),
             Leaving::ToPrimary => self.leave_to_the_primary().await,
-            Leaving::Detached { as_before } => self.detach(as_before).await,
+            Leaving::Detached => self.give_back().await,
         }
     }
 
-    /// Points a server with a complete data set at the primary. Its own replication fetches the rest.
+    /// Points a server at the primary whose data set was complete. Its own replication fetches the rest.
     async fn leave_to_the_primary(&mut self) -> String {
-        let (host, port) = (self.primary.host.clone(), self.primary.port);
         let told = self.point_at_the_primary_from_either().await;
         let settings = self.put_settings_back().await;
+        let primary = format!("{}:{}", self.primary.host, self.primary.port);
         match told {
-            Ok(()) => {
-                format!("the server holds a whole data set and was told to follow {host}:{port} by itself{settings}")
+            Ok(Arrived::Told) => {
+                format!("the server holds a whole data set and was told to follow {primary} by itself{settings}")
             }
+            Ok(Arrived::Follows) => format!("the server follows {primary} by itself{settings}"),
+            Ok(Arrived::Copies) => format!(
+                "the server follows {primary} and is taking a full copy of the primary by itself, which replaces the data \
+                 that it holds{settings}"
+            ),
             Err(NotOurs::TakenOver(how)) => format!("the server {how} and is left as it is{settings}"),
             Err(NotOurs::Unknown(error)) => format!(
-                "the server holds a whole data set and follows our closed link {}: {error}{settings}",
+                "the server holds a whole data set, and could not be told to follow {primary} ({error}): where it still \
+                 follows our closed link {}, REPLICAOF makes it follow the primary{settings}",
                 self.link
             ),
         }
     }
 
-    async fn point_at_the_primary_from_either(&mut self) -> Result<(), NotOurs> {
+    async fn point_at_the_primary_from_either(&mut self) -> Result<Arrived, NotOurs> {
         let (host, port) = (self.primary.host.clone(), self.primary.port);
         let link = self.link();
         let either = [(link.0.as_str(), link.1), (host.as_str(), port)];
-        self.control.still_ours(Expected::OneOf(&either)).await?;
+        let facts = self.control.still_ours(Expected::OneOf(&either)).await?;
+        if facts.link.as_ref().is_some_and(|link| link.host == host && link.port == port) {
+            return Ok(if is_copying(&facts) { Arrived::Copies } else { Arrived::Follows });
+        }
         self.record.put_the_login_back(self.control.client().await?).await?;
-        self.control.follow((&host, port), Expected::OneOf(&either)).await
+        self.control.follow((&host, port), Expected::OneOf(&either)).await?;
+        Ok(Arrived::Told)
     }
 
-    /// The data set is incomplete: the server must not be taken for a replica, nor for a primary with all the keys.
-    async fn detach(&mut self, as_before: bool) -> String {
-        match self.try_detach(as_before).await {
+    /// The snapshot was not loaded. The server gets its former primary back, where it had one, and keeps its data where
+    /// they are whole. It must not be taken for a replica of this primary, nor for a primary with all the keys.
+    async fn give_back(&mut self) -> String {
+        match self.try_to_give_back().await {
             Ok(left) => left,
             Err(NotOurs::TakenOver(how)) => {
                 let settings = self.put_settings_back().await;
                 format!("the server {how}; it is left as it is, with what it had loaded until then{settings}")
             }
-            Err(NotOurs::Unknown(error)) => format!(
-                "the server could not be detached from our closed link {} ({error}): it is read-only and not whole; \
-                 REPLICAOF NO ONE detaches it, and the next remora replica for it takes it as it is",
-                self.link
-            ),
+            Err(NotOurs::Unknown(error)) => {
+                let holds = if self.keeps_its_data() { "holds what it held before" } else { "is not whole" };
+                let back = match &self.before.primary {
+                    Some((host, port)) => format!("REPLICAOF {host} {port} gives it its former primary back"),
+                    None => "REPLICAOF NO ONE detaches it".into(),
+                };
+                format!(
+                    "the server could not be told to leave our closed link {} ({error}): it is read-only and {holds}; {back}, \
+                     and the next remora replica for it takes it as it is",
+                    self.link
+                )
+            }
         }
     }
 
-    async fn try_detach(&mut self, as_before: bool) -> Result<String, NotOurs> {
-        // A server that is loading refuses commands until it has noticed that its link is gone.
+    /// Whether what the server held before the sync is still there and whole. The delivery must have ended.
+    fn keeps_its_data(&self) -> bool {
+        self.before.is_kept(&self.watched.meter)
+    }
+
+    async fn try_to_give_back(&mut self) -> Result<String, NotOurs> {
+        let link = self.link();
+        let facts = self.control.still_ours(Expected::OneOf(&[(&link.0, link.1)])).await?;
+        let is_kept = self.keeps_its_data() && facts.run_id == self.before.run_id;
+        match (is_kept, self.before.primary.clone()) {
+            (true, Some((host, port))) => {
+                // Straight from the link, so that its replication position stays valid, if it is. The login before: a
+                // server whose login changes during a handshake takes the answers for those to other commands.
+                self.record.put_the_login_back(self.control.client().await?).await?;
+                self.leave_the_link(&[&host, &port.to_string()]).await?;
+                let settings = self.put_settings_back().await;
+                Ok(format!(
+                    "the server follows its former primary {host}:{port} again and holds what it held before{settings}"
+                ))
+            }
+            (true, None) => {
+                self.leave_the_link(&["NO", "ONE"]).await?;
+                let settings = self.put_settings_back().await;
+                Ok(format!("the server was detached and holds what it held before{settings}"))
+            }
+            (false, former) => self.detach(former).await,
+        }
+    }
+
+    /// Sends `REPLICAOF` with these words to a server that follows the link, as soon as the server accepts it: one that
+    /// is loading refuses commands until it has noticed that its link is gone. Gives back what the server was then.
+    async fn leave_the_link(&mut self, primary: &[&str; 2]) -> Result<Facts, NotOurs> {
         let began = Instant::now();
         let link = self.link();
-        let before = loop {
+        loop {
             let facts = self.control.still_ours(Expected::OneOf(&[(&link.0, link.1)])).await?;
-            match self.control.command(&["REPLICAOF", "NO", "ONE"]).await {
-                Ok(_) => break facts,
+            match self.control.command(&["REPLICAOF", primary[0], primary[1]]).await {
+                Ok(_) => return Ok(facts),
                 Err(error) if began.elapsed() > SETTLE_LIMIT => return Err(error.into()),
                 Err(error @ ServerError::Unreachable { .. }) => return Err(error.into()),
                 Err(_) => {}
             }
             tokio::time::sleep(SETTLE_POLL).await;
-        };
+        }
+    }
+
+    /// The server's old data are gone, and the new ones are not whole.
+    async fn detach(&mut self, former: Option<(String, u16)>) -> Result<String, NotOurs> {
+        let before = self.leave_the_link(&["NO", "ONE"]).await?;
+        let began = Instant::now();
         while self.control.facts().await?.loading == Some(true) && began.elapsed() < SETTLE_LIMIT {
             tokio::time::sleep(SETTLE_POLL).await;
         }
         let settings = self.put_settings_back().await;
         let keys = self.control.still_ours(Expected::NoPrimary(&before)).await?.keys();
-        let left = match self.args.on_failure {
-            _ if as_before => "the server was detached and holds what it held before".to_string(),
-            OnFailure::Empty => {
-                self.control.command(&["FLUSHALL"]).await?;
-                "the server was detached and emptied".to_string()
-            }
-            OnFailure::Detached if keys == 0 => "the server was detached and is empty".to_string(),
-            OnFailure::Detached => {
-                format!("the server was detached and holds {keys} keys, perhaps not whole, open to writes")
-            }
-        };
-        Ok(format!("{left}{settings}"))
+        if self.args.on_failure == OnFailure::Detached {
+            let holds = match keys {
+                0 => "is empty".to_string(),
+                keys => format!("holds {keys} keys, perhaps not whole, open to writes"),
+            };
+            return Ok(format!("the server was detached and {holds}{settings}"));
+        }
+        if let Err(error) = self.control.command(&["FLUSHALL"]).await {
+            return Ok(format!(
+                "the server was detached, but could not be emptied ({error}): it holds {keys} keys, perhaps not whole, open to \
+                 writes{settings}"
+            ));
+        }
+        let Some((host, port)) = former else { return Ok(format!("the server was detached and emptied{settings}")) };
+        // Its position was given up by NO ONE: no primary continues it on nothing.
+        Ok(match self.control.follow((&host, port), Expected::NoPrimary(&before)).await {
+            Ok(()) => format!(
+                "the server was emptied and follows its former primary {host}:{port} again, which sends it a full copy\
+                 {settings}"
+            ),
+            Err(NotOurs::TakenOver(how)) => format!("the server was detached and emptied, and {how}{settings}"),
+            Err(NotOurs::Unknown(error)) => format!(
+                "the server was detached and emptied, and could not be told to follow its former primary {host}:{port} \
+                 ({error}){settings}"
+            ),
+        })
     }
 
     /// A server that follows the link needs the link's login.
@@ -133,9 +224,55 @@ impl Keeper {
     }
 }
 
+impl Before {
+    /// Whether the server still holds what it held before the sync, if it has run all the time and was given what the
+    /// meter says. A server empties itself when it has read the header of a payload, unless it loads aside: then when
+    /// it has read the end.
+    fn is_kept(&self, meter: &Meter) -> bool {
+        let is_given = meter.bytes_given.get() > 0;
+        let is_given_all = meter.end_given.get() > 0;
+        !self.emptied && (!is_given || (self.loads_aside && !is_given_all))
+    }
+}
+
 fn said_of(put_back: Result<(), ServerError>) -> String {
     match put_back {
         Ok(()) => String::new(),
         Err(error) => format!("; a setting could not be put back ({error}), the next remora replica for it will"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn given(bytes: u64, end: bool) -> Meter {
+        let meter = Meter::default();
+        meter.bytes_given.set(bytes);
+        meter.end_given.set(end.into());
+        meter
+    }
+
+    #[test]
+    fn a_server_that_was_given_nothing_holds_what_it_held() {
+        for loads_aside in [true, false] {
+            assert!(Before { loads_aside, ..Before::default() }.is_kept(&given(0, false)));
+        }
+    }
+
+    #[test]
+    fn a_server_that_the_module_may_have_emptied_does_not() {
+        for loads_aside in [true, false] {
+            let before = Before { loads_aside, emptied: true, ..Before::default() };
+            assert!(!before.is_kept(&given(0, false)) && !before.is_kept(&given(1, false)));
+        }
+    }
+
+    #[test]
+    fn a_server_that_was_given_the_header_of_a_payload_holds_its_data_only_if_it_loads_aside() {
+        let direct = Before::default();
+        let aside = Before { loads_aside: true, ..Before::default() };
+        assert!(!direct.is_kept(&given(40, false)) && aside.is_kept(&given(40, false)));
+        assert!(!direct.is_kept(&given(4000, true)) && !aside.is_kept(&given(4000, true)), "it has replaced them");
     }
 }

@@ -7,6 +7,7 @@
 //!
 //! Only an introduction can take long (the module empties the server first), so only that can be cancelled.
 
+mod config_file;
 mod leave;
 mod module;
 
@@ -15,6 +16,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use remora_redis::ReplId;
+use remora_redis::resp::Frame;
 use tokio::sync::Notify;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
@@ -22,13 +24,15 @@ use crate::args::ReplicaArgs;
 use crate::exit::{Code, Failure};
 use crate::replica::control::{Control, Expected, NotOurs};
 use crate::replica::introduction::{Answer, Introduction};
+use crate::replica::link_failure::LinkFailure;
 use crate::replica::machine::{
     Followed, Follows, Introduced, Job, Lapse, Look, NoAnswer, NotFollowed, PrimaryLink, Report,
 };
+use crate::replica::meter::Meter;
 use crate::replica::once_settled;
 use crate::replica::preflight::{self, Primary, Target};
 use crate::replica::record::Record;
-use crate::server::{Facts, ServerError};
+use crate::server::{Client, Facts, ServerError};
 use crate::tasks::AbortOnDrop;
 
 /// How long a server may take to answer over a new connection.
@@ -119,19 +123,54 @@ async fn run(mut keeper: Keeper, mut work: UnboundedReceiver<Work>, tell: Unboun
 
 /// Owns the server's connection and record. Nothing else changes the server.
 pub(super) struct Keeper {
-    pub(super) args: Arc<ReplicaArgs>,
-    pub(super) control: Control,
-    pub(super) record: Record,
-    pub(super) target: Target,
-    pub(super) primary: Primary,
-    pub(super) link: SocketAddr,
+    args: Arc<ReplicaArgs>,
+    control: Control,
+    record: Record,
+    target: Target,
+    primary: Primary,
+    link: SocketAddr,
     /// The replication id that the server got when its position was made worthless.
-    pub(super) worthless: Option<ReplId>,
+    worthless: Option<ReplId>,
     /// What the last [`Job::Look`] saw.
-    pub(super) looked: Option<Facts>,
+    looked: Option<Facts>,
+    /// What the server was before the sync.
+    before: Before,
+    watched: Watched,
+}
+
+/// What the delivery shows to the server's task.
+pub(super) struct Watched {
+    pub(super) meter: Arc<Meter>,
+    pub(super) link_failure: LinkFailure,
+}
+
+/// What a server was before the sync, and what becomes of its data.
+#[derive(Debug, Default)]
+struct Before {
+    /// The primary that it followed.
+    primary: Option<(String, u16)>,
+    /// Its run. In another one it holds other data.
+    run_id: Option<String>,
+    /// It keeps its data until it has received the whole snapshot.
+    loads_aside: bool,
+    /// The module was told to remove its keys.
+    emptied: bool,
 }
 
 impl Keeper {
+    pub(super) fn new(
+        args: Arc<ReplicaArgs>,
+        control: Control,
+        record: Record,
+        target: Target,
+        primary: Primary,
+        link: SocketAddr,
+        watched: Watched,
+    ) -> Keeper {
+        let before = Before::default();
+        Keeper { args, control, record, target, primary, link, worthless: None, looked: None, before, watched }
+    }
+
     async fn perform(&mut self, job: Job) -> Report {
         match job {
             Job::Prepare { after_restart } => Report::Prepared(self.prepare(after_restart).await),
@@ -165,21 +204,54 @@ impl Keeper {
             self.target.facts = facts;
         }
         self.look_again().await?;
+        self.primary.compare_again(&self.target, self.control.server().url()).await?;
+        if !after_restart {
+            self.note_what_it_was();
+        }
+        self.note_rewrites().await?;
+        let mut way = self.target.diskless_load.clone();
         if let Some(before) = self.target.diskless_load.clone() {
             // Straight from the link, without a file, where there is nothing to lose by it.
             let empty = self.target.facts.keys() == 0 || self.target.unfinished;
             let wanted = if empty { "on-empty-db" } else { "flush-before-load" };
-            if before != "swapdb"
-                && !self.record.change(self.control.client().await?, "repl-diskless-load", &before, wanted).await?
-            {
-                tracing::debug!(wanted, "the server has no such way of loading: left as it is");
+            if before != "swapdb" {
+                if self.record.change(self.control.client().await?, "repl-diskless-load", &before, wanted).await? {
+                    way = Some(wanted.into());
+                } else {
+                    tracing::debug!(wanted, "the server has no such way of loading: left as it is");
+                }
             }
         }
         let by_module = self.look_for_the_module().await?;
+        self.before.loads_aside = !by_module && !after_restart && self.loads_aside(way.as_deref());
         self.give_login().await?;
         let (host, port) = self.link();
         self.record.note_link(&host, port)?;
         Ok(by_module)
+    }
+
+    /// Notes what a failed sync gives back to the server.
+    fn note_what_it_was(&mut self) {
+        self.before.run_id = self.target.facts.run_id.clone();
+        if self.target.unfinished {
+            // It follows the link of an agent before us, which has noted more.
+            self.before.primary = self.record.former();
+            return;
+        }
+        let primary = self.target.facts.link.as_ref().map(|link| (link.host.clone(), link.port));
+        self.record.note_former(primary.as_ref().map(|(host, port)| (host.as_str(), *port)));
+        self.before.primary = primary;
+    }
+
+    /// Whether the server keeps its data until it has received the whole snapshot, if it loads in this way: into a file
+    /// first, or into other memory.
+    fn loads_aside(&self, way: Option<&str>) -> bool {
+        match way {
+            _ if self.target.unfinished => false,
+            Some("swapdb" | "disabled") => true,
+            Some("on-empty-db") => self.target.facts.keys() > 0,
+            _ => false,
+        }
     }
 
     /// Looks at the server just before it is changed. The preflight may be long ago, and the server may have been
@@ -236,21 +308,39 @@ impl Keeper {
             let text = format!("the server {} does not answer for {} s", server.url(), LOOK_LIMIT.as_secs());
             return Err(Failure::new(Code::Server, text));
         };
-        let (client, facts) = answer?;
-        self.control.replace(client);
+        let (mut client, facts) = answer?;
         let (host, port) = self.link();
-        let look = Look {
-            run_id: facts.run_id.clone(),
-            follows: match &facts.link {
-                None => Follows::Nothing,
-                Some(link) if link.host == host && link.port == port => Follows::Link,
-                Some(_) => Follows::Another,
-            },
-            loading: facts.loading == Some(true),
-            keys: facts.keys(),
+        let follows = match &facts.link {
+            None => Follows::Nothing,
+            Some(link) if link.host == host && link.port == port => Follows::Link,
+            Some(_) => Follows::Another,
         };
+        let trouble = match follows {
+            Follows::Link => self.trouble(state_of_its_link(&mut client).await),
+            Follows::Nothing | Follows::Another => String::new(),
+        };
+        self.control.replace(client);
+        let loading = facts.loading == Some(true);
+        let look = Look { run_id: facts.run_id.clone(), follows, loading, keys: facts.keys(), trouble };
         self.looked = Some(facts);
         Ok(look)
+    }
+
+    /// What keeps the server from completing its link, and what to do about it.
+    fn trouble(&self, state: Option<String>) -> String {
+        let state = state.unwrap_or_else(|| "down".into());
+        let (cause, remedy) = match self.watched.link_failure.last() {
+            Some(failure) if self.target.tls_replication => {
+                (format!("the last {failure}"), "its tls-ca-cert-file must contain the authority of --link-cert")
+            }
+            Some(failure) => (format!("the last {failure}"), "the logs of both may say more"),
+            None => (
+                "no connection has arrived there".into(),
+                "if the server cannot reach that address (a container, another network namespace, a firewall), name one \
+                 that it can reach with --listen",
+            ),
+        };
+        format!("the server shows its link to {} as \"{state}\"; {cause}; {remedy}", self.link)
     }
 
     /// Fails unless the server follows this address now.
@@ -311,12 +401,34 @@ impl Keeper {
     }
 
     async fn return_to_link(&mut self) -> Result<(), Lapse> {
-        self.verify(Followed::Primary).await?;
+        let facts = self.verify(Followed::Primary).await?;
+        if is_copying(&facts) {
+            // It began since it was last looked at. To point the server elsewhere would abort the copy.
+            let (host, port) = (&self.primary.host, self.primary.port);
+            let text = format!("the server does not go on where it was at the primary {host}:{port}; its log says why");
+            return Err(Lapse::Failed(Failure::new(Code::SyncFailed, text)));
+        }
         self.give_login().await?;
         let (link, primary) = (self.link(), &self.primary);
         self.control.follow((&link.0, link.1), Expected::OneOf(&[(&primary.host, primary.port)])).await?;
         Ok(())
     }
+}
+
+/// How far a server's link to its primary is, in the server's own word for it.
+async fn state_of_its_link(client: &mut Client) -> Option<String> {
+    match client.command(&["ROLE"]).await {
+        Ok(Frame::Array(role)) => match role.into_iter().nth(3) {
+            Some(Frame::Bulk(state)) => Some(String::from_utf8_lossy(&state).into_owned()),
+            _ => None,
+        },
+        _ => None,
+    }
+}
+
+/// Whether a server is taking a full copy of the primary that it follows: receiving or loading it.
+fn is_copying(facts: &Facts) -> bool {
+    facts.loading == Some(true) || facts.link.as_ref().is_some_and(|link| link.syncing == Some(true))
 }
 
 impl From<NotOurs> for Lapse {

@@ -50,6 +50,19 @@ impl Keeper {
         if field(&status, b"load").as_deref() != Some("yes") {
             return no("it was loaded for capture only");
         }
+        // A module's own SetAbsExpire makes a writable replica take the key for one that its clients wrote
+        // (rememberSlaveKeyWithExpire in db.c). It would remove the key by itself when the time is over, also where the
+        // stream takes the expiry away again.
+        let setting = "replica-read-only";
+        match self.control.client().await?.config_get(setting).await?.as_deref() {
+            Some("yes") => {}
+            Some(_) => {
+                return no(
+                    "the server accepts writes of clients (replica-read-only no), and would remove expired keys by itself",
+                );
+            }
+            None => return no("we may not read replica-read-only"),
+        }
         if self.args.state_dir.is_some() {
             return no("with --state-dir the snapshot comes from files");
         }
@@ -119,9 +132,12 @@ impl Keeper {
             Ok(client) => client,
             Err(error) => return (Introduced::Failed(Lapse::from(error)), None),
         };
+        // Also where the answer does not come, or the introduction is cancelled.
+        let was_emptied = std::mem::replace(&mut self.before.emptied, true);
         let answer = introduction.perform(client).await;
         // A module that refused before it removed anything has left the keys.
         let kept = answer.is_err() && self.control.facts().await.is_ok_and(|facts| facts.keys() > 0);
+        self.before.emptied = was_emptied || !kept;
         (Introduced::Done { emptied: !kept }, Some(answer))
     }
 }

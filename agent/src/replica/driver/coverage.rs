@@ -1,0 +1,153 @@
+//! Coverage: asks the primary itself whether it would continue the server.
+//!
+//! The source answers this question for the server that it captures. With `--announce` that can be a replica of the
+//! primary, whose backlog says nothing of the primary's. The agent then asks the primary, with the address and the
+//! login that its own server will use there.
+//!
+//! A task holds the connection, so that the driver never waits for it. Only the newest question is answered.
+
+use std::time::{Duration, Instant};
+
+use remora_redis::ReplId;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+
+use crate::server::{Client, Facts, Server, ServerError};
+use crate::tasks::AbortOnDrop;
+
+/// How long the primary may take to answer. It is asked again a moment later.
+const ANSWER_LIMIT: Duration = Duration::from_secs(3);
+
+/// The shortest time over which a write rate is measured: over less, one burst would be taken for a rate.
+const RATE_TIME: Duration = Duration::from_millis(100);
+
+/// The driver's end of the task that asks the primary.
+pub(super) struct Coverage {
+    questions: UnboundedSender<Question>,
+    answers: UnboundedReceiver<Answer>,
+    /// The number of the newest question.
+    asked: u64,
+    _task: AbortOnDrop,
+}
+
+/// Where the server is.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Question {
+    pub(super) history: ReplId,
+    pub(super) offset: u64,
+    /// Bytes that the primary's clients write per second, as far as the source knows.
+    pub(super) rate: u64,
+}
+
+struct Answer {
+    number: u64,
+    covered: Result<(), String>,
+}
+
+impl Coverage {
+    pub(super) fn start(primary: Server) -> Coverage {
+        let (questions, asked) = unbounded_channel();
+        let (tell, answers) = unbounded_channel();
+        let task = tokio::spawn(run(Asker { primary, client: None, seen: None }, asked, tell));
+        Coverage { questions, answers, asked: 0, _task: AbortOnDrop::new(&task) }
+    }
+
+    /// Asks whether the primary covers this position. Answers to earlier questions are not given any more.
+    pub(super) fn ask(&mut self, question: Question) {
+        self.asked += 1;
+        let _ = self.questions.send(question);
+    }
+
+    /// The answer to the newest question; the error says why the primary would not continue the server. Cancel-safe.
+    pub(super) async fn answered(&mut self) -> Result<(), String> {
+        while let Some(answer) = self.answers.recv().await {
+            if answer.number == self.asked {
+                return answer.covered;
+            }
+        }
+        std::future::pending().await
+    }
+}
+
+async fn run(mut asker: Asker, mut questions: UnboundedReceiver<Question>, tell: UnboundedSender<Answer>) {
+    let mut number = 0;
+    while let Some(mut question) = questions.recv().await {
+        number += 1;
+        while let Ok(newer) = questions.try_recv() {
+            question = newer;
+            number += 1;
+        }
+        let covered = asker.ask(question).await;
+        if tell.send(Answer { number, covered }).is_err() {
+            return;
+        }
+    }
+}
+
+/// The primary, and a connection to it that is made when it is first asked.
+struct Asker {
+    primary: Server,
+    client: Option<Client>,
+    /// The primary's offset, and when it was there: for the write rate.
+    seen: Option<(Instant, u64)>,
+}
+
+impl Asker {
+    async fn ask(&mut self, question: Question) -> Result<(), String> {
+        let primary = self.primary.url().to_string();
+        let no_answer = |cause: String| format!("the primary {primary} does not answer: {cause}");
+        let facts = match tokio::time::timeout(ANSWER_LIMIT, self.facts()).await {
+            Ok(Ok(facts)) => facts,
+            Ok(Err(error)) => return Err(no_answer(error.to_string())),
+            Err(_) => return Err(no_answer(format!("nothing within {} s", ANSWER_LIMIT.as_secs()))),
+        };
+        let rate = self.rate(Instant::now(), facts.offset).unwrap_or(question.rate);
+        facts.covers(question.history, question.offset, rate)
+    }
+
+    async fn facts(&mut self) -> Result<Facts, ServerError> {
+        let mut client = match self.client.take().filter(Client::is_usable) {
+            Some(client) => client,
+            None => self.primary.connect().await?,
+        };
+        let facts = Facts::from_info(&client.info("replication").await?);
+        self.client = Some(client);
+        Ok(facts)
+    }
+
+    /// Bytes that the primary's clients have written per second since it was last asked.
+    fn rate(&mut self, now: Instant, offset: Option<u64>) -> Option<u64> {
+        let offset = offset?;
+        let Some((then, before)) = self.seen else {
+            self.seen = Some((now, offset));
+            return None;
+        };
+        let time = now.duration_since(then);
+        if time < RATE_TIME {
+            return None;
+        }
+        self.seen = Some((now, offset));
+        Some((offset.saturating_sub(before) as f64 / time.as_secs_f64()) as u64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+    use crate::server::{Credentials, Task, TlsOptions};
+
+    #[test]
+    fn the_write_rate_is_the_primarys_own_once_it_was_asked_twice() {
+        let url = "redis://127.0.0.1:1".parse().unwrap();
+        let primary = Server::new(url, Credentials::default(), &TlsOptions::default(), Task::Replica).unwrap();
+        let mut asker = Asker { primary, client: None, seen: None };
+        let start = Instant::now();
+        assert_eq!(asker.rate(start, None), None);
+        assert_eq!(asker.rate(start, Some(1000)), None);
+        assert_eq!(asker.rate(start + RATE_TIME / 2, Some(9000)), None, "too short a time");
+        assert_eq!(asker.rate(start + Duration::from_secs(2), Some(5000)), Some(2000));
+        assert_eq!(asker.rate(start + Duration::from_secs(4), Some(5000)), Some(0));
+        assert_eq!(asker.rate(start + Duration::from_secs(5), Some(10)), Some(0), "a primary that restarted");
+    }
+}

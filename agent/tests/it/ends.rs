@@ -1,0 +1,288 @@
+//! The ends of a sync that did not succeed: the server is left in the safest state that is still possible, and what the
+//! agent says of that state is true.
+
+use std::fs;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use remora_lab::server::wait_until;
+use remora_lab::{Address, Agent, Client, Kind, Net, Server, assert_same_data, require, tls};
+use rustix::process::Signal;
+
+use crate::kit::{LONG, Source, Stage, ends, fill_keys, load, number, primary, says, succeeds, syncs};
+
+/// The exit code of a sync that failed after the server had been touched.
+const SYNC_FAILED: i32 = 6;
+
+/// The exit code of a sync that was stopped.
+const INTERRUPTED: i32 = 7;
+
+/// An address that no host answers at (RFC 5737).
+const NOWHERE: (&str, &str) = ("192.0.2.1", "6379");
+
+/// `host:port` of the primary that a server follows.
+fn follows(server: &Server) -> String {
+    format!("{}:{}", server.fact("master_host").unwrap(), server.fact("master_port").unwrap())
+}
+
+fn get(server: &Server, key: &str) -> String {
+    server.client().unwrap().text(&["GET", key]).unwrap()
+}
+
+// ---- a link that never works ----
+
+#[test]
+fn a_server_that_cannot_reach_the_link_is_given_back_and_the_cause_is_named() {
+    for kind in require::kinds() {
+        let (net, stage) = (Net::new().unwrap(), Stage::new());
+        let container = net.host("container").unwrap();
+        let primary = primary(kind).start().unwrap();
+        fill_keys(&primary, 100, "x");
+        // The agent reaches it by a socket in the file system, and takes it for one on this host.
+        let server = Server::builder(kind).on(&container).unix_socket().start().unwrap();
+        let mut client = server.client().unwrap();
+        client.ok(&["SET", "old", "1"]).unwrap();
+        client.ok(&["REPLICAOF", NOWHERE.0, NOWHERE.1]).unwrap();
+        let source = stage.source(&primary.url(), &[]);
+        let more = ["--replace", "--retry-for", "10s"];
+        let mut agent = stage.replica(&server.unix_url().unwrap(), source.address, &more);
+        agent.wait_for_line("has not completed its link", LONG).unwrap();
+        let said = ends(&mut agent, SYNC_FAILED);
+        says(&said, &["no connection has arrived", "--listen", "follows its former primary 192.0.2.1:6379 again"]);
+        says(&said, &["holds what it held before"]);
+        assert_eq!((follows(&server), get(&server, "old")), ("192.0.2.1:6379".into(), "1".into()));
+        assert_eq!(server.configured("masterauth").unwrap(), "");
+        assert_eq!(server.configured("repl-diskless-load").unwrap(), "disabled");
+    }
+}
+
+#[test]
+fn a_server_that_does_not_accept_the_links_certificate_is_given_back_and_the_cause_is_named() {
+    let Some(kind) = require::redis().filter(|kind| kind.speaks_tls()) else { return };
+    let (stage, other) = (Stage::new(), Stage::new());
+    let (files, _) = tls::certificates(stage.folder(), &[]).unwrap();
+    let (foreign, _) = tls::certificates(other.folder(), &[]).unwrap();
+    let path = |path: &std::path::Path| path.display().to_string();
+    let primary = primary(kind).tls(files.clone()).start().unwrap();
+    let server = Server::builder(kind).tls(files.clone()).config("tls-replication", "yes").start().unwrap();
+    let source = stage.source(&primary.tls_url().unwrap(), &["--tls-ca", &path(&files.ca)]);
+    let (cert, key) = (path(&foreign.certificate), path(&foreign.key));
+    let link = ["--link-cert", &cert, "--link-key", &key, "--retry-for", "10s"];
+    let said = ends(&mut stage.replica(&server.url(), source.address, &link), SYNC_FAILED);
+    says(
+        &said,
+        &["has not completed its link", "connection from 127.0.0.1", "failed", "received fatal alert", "--link-cert"],
+    );
+    says(&said, &["was detached and holds what it held before"]);
+    assert_eq!(server.fact("role").unwrap(), "master");
+}
+
+// ---- old data that are still whole ----
+
+/// How a server takes its snapshot.
+#[derive(Debug, PartialEq)]
+enum Way {
+    /// Into a file first: its old data are whole until the file is.
+    File,
+    /// Directly from the link.
+    Link,
+}
+
+fn way_of_loading(server: &Server) -> Result<Way, String> {
+    let (syncing, loading) = (server.fact("master_sync_in_progress"), server.fact("loading"));
+    match (syncing.as_deref(), loading.as_deref()) {
+        (Ok("1"), Ok("0")) => Ok(Way::File),
+        (_, Ok("1")) => Ok(Way::Link),
+        state => Err(format!("{state:?}")),
+    }
+}
+
+/// A slow sync of `server`, in the middle of its snapshot.
+fn in_the_middle(source: &Source, server: &Server, more: &[&str]) -> (Agent, Way) {
+    let slow = ["--replace", "--module-load", "off", "--download-limit", "4MiB", "--transport", "tcp"];
+    let mut agent = source.replica(server, &[&slow, more].concat());
+    agent.wait_for_line("follows our link", LONG).unwrap();
+    let way = wait_until("the server to receive the snapshot", LONG, || Ok(way_of_loading(server))).unwrap();
+    (agent, way)
+}
+
+/// A primary with 60 MB, and a source of it.
+fn large_source(kind: Kind) -> (Server, Source) {
+    let primary = primary(kind).start().unwrap();
+    load(&primary, 60, 1_000_000);
+    let source = Source::start(&primary, &[]);
+    (primary, source)
+}
+
+#[test]
+fn a_replica_whose_sync_is_stopped_follows_its_former_primary_again() {
+    for kind in require::kinds() {
+        let (_primary, source) = large_source(kind);
+        let former = primary(kind).start().unwrap();
+        fill_keys(&former, 50, "former");
+        let server = Server::start(kind).unwrap();
+        server.replicate(&former).unwrap();
+        server.wait_for_link(LONG).unwrap();
+        let before = syncs(&former);
+        let (mut agent, way) = in_the_middle(&source, &server, &[]);
+        fill_keys(&former, 60, "later");
+        agent.signal(Signal::INT).unwrap();
+        let said = ends(&mut agent, INTERRUPTED);
+        assert_eq!(follows(&server), former.address().to_string());
+        server.wait_for_link(LONG).unwrap();
+        assert_same_data(&former, &server);
+        assert_eq!(server.configured("masterauth").unwrap(), "");
+        let after = syncs(&former);
+        match way {
+            // It goes on where it was: not even a full copy was needed.
+            Way::File => {
+                says(&said, &["follows its former primary", "again and holds what it held before"]);
+                assert_eq!(after, (before.0, before.1 + 1), "{}", server.log());
+            }
+            Way::Link => {
+                says(&said, &["emptied", "follows its former primary", "sends it a full copy"]);
+                assert_eq!(after.0, before.0 + 1);
+            }
+        }
+    }
+}
+
+#[test]
+fn the_former_primary_is_known_also_to_the_agent_after_one_that_was_killed() {
+    for kind in require::kinds() {
+        let (_primary, source) = large_source(kind);
+        let former = primary(kind).start().unwrap();
+        fill_keys(&former, 50, "former");
+        let server = Server::start(kind).unwrap();
+        server.replicate(&former).unwrap();
+        server.wait_for_link(LONG).unwrap();
+        let (mut killed, _) = in_the_middle(&source, &server, &[]);
+        killed.kill().unwrap();
+        let (mut agent, _) = in_the_middle(&source, &server, &[]);
+        agent.signal(Signal::INT).unwrap();
+        says(&ends(&mut agent, INTERRUPTED), &["follows its former primary", &former.address().to_string()]);
+        server.wait_for_link(LONG).unwrap();
+        assert_same_data(&former, &server);
+    }
+}
+
+#[test]
+fn a_server_that_loads_beside_its_data_keeps_them_when_the_source_is_gone_for_good() {
+    for kind in require::kinds() {
+        let (_primary, mut source) = large_source(kind);
+        let server = Server::builder(kind).config("repl-diskless-load", "swapdb").start().unwrap();
+        fill_keys(&server, 30, "own");
+        let digest = server.digest().unwrap();
+        let (mut agent, _) = in_the_middle(&source, &server, &["--retry-for", "2s"]);
+        source.agent.kill().unwrap();
+        let said = ends(&mut agent, 5);
+        says(&said, &["was detached and holds what it held before"]);
+        assert_eq!(server.fact("role").unwrap(), "master");
+        assert_eq!(server.digest().unwrap(), digest);
+    }
+}
+
+#[test]
+fn a_server_that_cannot_be_emptied_is_said_to_be_detached_and_not_whole() {
+    for kind in require::kinds() {
+        let stage = Stage::new();
+        let primary = primary(kind).start().unwrap();
+        load(&primary, 60, 1_000_000);
+        let rules = "~* &* +@all -flushall";
+        let server = Server::builder(kind).user("agent", "pw", rules).start().unwrap();
+        let source = stage.source(&primary.url(), &[]);
+        let password = stage.secret("password", "pw");
+        let more = ["--user", "agent", "--password-file", &password, "--module-load", "off"];
+        let slow = ["--download-limit", "4MiB", "--transport", "tcp"];
+        let mut agent = stage.replica(&server.url(), source.address, &[&more[..], &slow].concat());
+        wait_until("the server to load", LONG, || Ok(way_of_loading(&server))).unwrap();
+        agent.signal(Signal::TERM).unwrap();
+        let said = ends(&mut agent, INTERRUPTED);
+        says(&said, &["was detached", "could not be emptied", "flushall"]);
+        assert_eq!(server.fact("role").unwrap(), "master");
+    }
+}
+
+// ---- the configuration file ----
+
+#[test]
+fn a_configuration_file_that_another_client_wrote_during_the_sync_is_written_again() {
+    for kind in require::kinds() {
+        let primary = primary(kind).start().unwrap();
+        fill_keys(&primary, 100, "x");
+        let mut server = Server::start(kind).unwrap();
+        let source = Source::start(&primary, &[]);
+        let mut agent = source.replica(&server, &["--stay"]);
+        agent.wait_for_line("in step; staying", LONG).unwrap();
+        let mut client = server.client().unwrap();
+        client.ok(&["CONFIG", "REWRITE"]).unwrap();
+        let link = follows(&server);
+        let file = || {
+            let files = fs::read_dir(server.folder()).unwrap().map(|entry| entry.unwrap().path());
+            let path = files.into_iter().find(|path| path.extension().is_some_and(|kind| kind == "conf")).unwrap();
+            fs::read_to_string(path).unwrap()
+        };
+        let port = link.split(':').next_back().unwrap();
+        assert!(file().contains(&format!("replicaof 127.0.0.1 {port}")) && file().contains("auth"), "{}", file());
+        agent.signal(Signal::TERM).unwrap();
+        succeeds(&mut agent, &server);
+        let text = file();
+        assert!(text.contains(&format!("replicaof 127.0.0.1 {}", primary.port())), "{text}");
+        assert!(!text.contains("masterauth") && !text.contains("primaryauth"), "{text}");
+        server.restart().unwrap();
+        server.wait_for_link(LONG).unwrap();
+        assert_same_data(&primary, &server);
+    }
+}
+
+// ---- a full copy at the hand-off ----
+
+/// Has one client wait at the server at any time, so that a hand-off takes its longest pause before `REPLICAOF`.
+fn keep_a_client_waiting(server: &Server) -> Arc<AtomicBool> {
+    let stop = Arc::new(AtomicBool::new(false));
+    let (stopped, address) = (stop.clone(), Address::Tcp(server.address()));
+    let mut client = server.client().unwrap();
+    thread::spawn(move || {
+        while !stopped.load(Ordering::Relaxed) {
+            // A server that loads, or changes its primary, answers with an error.
+            if client.call(&["XREAD", "BLOCK", "1000", "STREAMS", "nothing", "$"]).is_err() {
+                match Client::connect(&address) {
+                    Ok(again) => client = again,
+                    Err(_) => thread::sleep(Duration::from_millis(20)),
+                }
+            }
+        }
+    });
+    stop
+}
+
+#[test]
+fn a_full_copy_that_the_server_takes_by_itself_is_left_to_it() {
+    for kind in require::kinds() {
+        let stage = Stage::new();
+        let primary = primary(kind).config("repl-backlog-size", "16kb").start().unwrap();
+        let server = Server::start(kind).unwrap();
+        fill_keys(&primary, 400, "x");
+        let mut source = stage.source(&primary.url(), &["--eager"]);
+        source.wait_for_snapshot();
+        // 400 keys: from here on a copy takes half a minute, which is longer than the agent waits.
+        primary.configure("rdb-key-save-delay", "75000").unwrap();
+        let stop = keep_a_client_waiting(&server);
+        let mut agent = stage.replica(&server.url(), source.address, &["--retry-for", "1s"]);
+        agent.wait_for_line("handing the server over", LONG).unwrap();
+        // The backlog no longer reaches back to where the server is.
+        fill_keys(&primary, 300, "y");
+        agent.wait_for_line("taking a full copy", LONG).unwrap();
+        let said = ends(&mut agent, SYNC_FAILED);
+        stop.store(true, Ordering::Relaxed);
+        says(&said, &["is taking a full copy of the primary", "by itself"]);
+        assert!(!said.contains("back to our link") && !said.contains("whole data set"), "{said}");
+        assert_eq!(follows(&server), primary.address().to_string());
+        server.wait_for_link(LONG).unwrap();
+        assert_same_data(&primary, &server);
+        // The source's, and the server's own.
+        assert_eq!(number(&primary, "sync_full"), 2);
+    }
+}
