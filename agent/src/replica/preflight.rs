@@ -6,9 +6,10 @@
 use std::fs::File;
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use remora_protocol::Offer;
+use tokio::time::Instant;
 
 use super::link_login::{LinkLogin, PrimaryLogin};
 use super::record::{LOGIN, Record};

@@ -20,19 +20,19 @@
 //! - `conversation::listener` tells control connections from data lanes on the source's one port.
 //! - This file connects them and performs the machine's actions.
 
-mod answers;
-mod capture;
+pub(crate) mod answers;
+pub(crate) mod capture;
 mod captures;
 mod exports;
-mod gauge;
-mod machine;
+pub(crate) mod gauge;
+pub(crate) mod machine;
 mod output_buffer;
 mod probe_region;
 mod rate;
 mod status;
 mod tables;
 mod threads;
-mod topology;
+pub(crate) mod topology;
 
 use std::collections::HashMap;
 use std::sync::Arc;

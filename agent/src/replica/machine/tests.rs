@@ -414,6 +414,18 @@ fn the_delivery_is_ordered_to_use_the_module_before_the_server_is_pointed_at_the
 }
 
 #[test]
+fn a_snapshot_that_is_lost_after_its_last_slot_arrived_is_read_from_its_beginning() {
+    let mut play = Play::with(rules());
+    play.offered();
+    play.delivery(DeliveryEvent::Fetched);
+    assert_eq!(play.machine.phase(), Some(Phase::Load));
+    play.delivery(DeliveryEvent::FeedLost { failure: failure("revoked") });
+    play.on(Event::Source(SourceEvent::Offer(offer(2))));
+    play.on(Event::Tables { attempt: 2, connected: Ok(tables(2)) });
+    assert_eq!(play.machine.phase(), Some(Phase::Transfer), "the source keeps no slots for a replica that loads");
+}
+
+#[test]
 fn tables_of_an_earlier_attempt_are_not_attached() {
     let mut play = Play::with(rules());
     play.on(Event::Source(SourceEvent::Offer(offer(1))));

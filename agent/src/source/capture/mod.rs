@@ -37,7 +37,7 @@
 mod join;
 mod method;
 mod plan;
-mod psync_link;
+pub(crate) mod psync_link;
 #[cfg(test)]
 mod scripted;
 mod snapshot;

@@ -397,8 +397,8 @@ impl Machine {
         self.finish_ending(now, actions);
         self.drop_stalled(now, actions);
         self.allow_retiring(actions);
-        self.serve_waiting(now, actions);
         self.release_unused(now, actions);
+        self.serve_waiting(now, actions);
     }
 
     /// Lets the writer reuse slots that every reader has passed, but only once the ring is full: until then the next
@@ -569,31 +569,38 @@ impl Machine {
     }
 
     /// Releases what no replica uses: a capture whose ring is full holds up the primary, and a snapshot that is too old
-    /// to be offered, or a stream, costs the primary a connection.
+    /// to be offered, or a stream, costs the primary a connection. A full ring also holds up the replicas that wait:
+    /// its first slots are gone, so that none of them can begin with it.
     fn release_unused(&mut self, now: Instant, actions: &mut Vec<Action>) {
-        if !self.replicas.is_empty() {
-            return;
-        }
+        let is_idle = self.replicas.is_empty();
         let Some(snapshot) = &self.snapshot else {
-            // A later snapshot failed, and the replicas that waited for another one have left.
-            self.end_stream("no replica uses the stream any more", actions);
+            if is_idle {
+                // A later snapshot failed, and the replicas that waited for another one have left.
+                self.end_stream("no replica uses the stream any more", actions);
+            }
             return;
         };
+        let generation = snapshot.generation;
+        if self.replicas.values().any(|replica| replica.generation == Some(generation)) {
+            return;
+        }
         let alone = now.duration_since(self.idle_since);
         let stuck = matches!(snapshot.stage, Stage::Open { .. })
             && self.reading.writer_waits > 0
             && alone > self.rules.stall_limit;
-        let old = now.duration_since(snapshot.asked) > self.rules.max_age;
-        let overrun = snapshot.is_sealed()
+        let old = is_idle && now.duration_since(snapshot.asked) > self.rules.max_age;
+        let overrun = is_idle
+            && snapshot.is_sealed()
             && snapshot.origin().is_some_and(|origin| self.reading.journal_first > origin.offset + 1);
         if !(stuck || old || overrun) {
             return;
         }
         if !snapshot.is_sealed() {
-            actions.push(Action::StopCapture { generation: snapshot.generation });
+            actions.push(Action::StopCapture { generation });
         }
         self.forget_snapshot("no replica uses the snapshot any more", actions);
-        if let Some(stream) = self.stream.take() {
+        // Replicas that have loaded an earlier snapshot may still follow a stream that began with that one.
+        if let Some(stream) = self.stream.take_if(|stream| is_idle || stream.generation == generation) {
             actions.push(Action::EndStream { generation: stream.generation });
         }
     }

@@ -384,6 +384,27 @@ fn one_replica_too_many_is_refused_and_touches_nothing() {
 }
 
 #[test]
+fn a_full_ring_without_a_reader_makes_way_for_a_replica_that_cannot_begin_with_it() {
+    let mut bench = Bench::new();
+    bench.join(1);
+    bench.started(FIRST, replid(1), 1000);
+    bench.progress(1, Phase::Transfer, 4);
+    (bench.reading.published, bench.reading.retired, bench.reading.writer_waits) = (8, 4, 1);
+    bench.event(Event::Gone { session: 1, done: false });
+    let actions = bench.join(2);
+    assert!(matches!(actions[..], [Action::Wait { session: 2, cause: WaitCause::Busy, .. }]), "{actions:?}");
+    assert_eq!(bench.after(RULES.stall_limit), [], "its reader may come back");
+    let actions = bench.after(Duration::from_secs(1));
+    let ended = [
+        Action::StopCapture { generation: FIRST },
+        Action::RevokeSnapshot { generation: FIRST },
+        Action::EndStream { generation: FIRST },
+    ];
+    assert_eq!(actions[..3], ended, "{actions:?}");
+    assert_eq!(begins(&actions), Some((FIRST + 1, true)));
+}
+
+#[test]
 fn a_source_without_replicas_releases_the_server_after_a_while() {
     let mut bench = Bench::with_snapshot();
     assert_eq!(bench.after(RULES.max_age - Duration::from_secs(1)), []);
