@@ -4,6 +4,7 @@
 
 mod kit;
 
+mod broken;
 mod cli;
 mod combinations;
 mod conversation;
@@ -20,6 +21,7 @@ mod memory;
 mod module;
 mod module_load;
 mod module_memory;
+mod module_rules;
 mod primary;
 mod probe;
 mod rdma;
