@@ -46,7 +46,8 @@ pub(crate) fn rdma(
 
 fn open(wanted: &RdmaOffer, listen: SocketAddr, memories: &[Arc<Memory>]) -> Result<VerbsExporter, Error> {
     let RdmaEnd { rdma_traffic_class: traffic_class, rdma_service_level: service_level, .. } = wanted.end;
-    let options = VerbsOptions { traffic_class, service_level, ..VerbsOptions::default() };
+    let iwarp = wanted.end.is_named();
+    let options = VerbsOptions { traffic_class, service_level, iwarp, ..VerbsOptions::default() };
     let named = wanted.end.addresses()?;
     let hosts: Vec<IpAddr> = if named.is_empty() { vec![listen.ip()] } else { named };
     // RDMA has ports of its own, so TCP's number is nearly always free there and easy to remember. (iWARP uses TCP's
